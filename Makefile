@@ -1,0 +1,68 @@
+# make demo         print a kernel
+# make test         the CPU tests on the newest Triton, then the fast ones on the oldest
+# make test-oldest  the fast ones on the oldest alone
+# make lint         ruff and mypy
+# make clean        remove what the others made
+
+PYTHON ?= python3
+# more workers than this gain nothing: each imports torch first
+PYTEST := -m pytest -n auto --maxprocesses 8
+INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+VENV := .venv
+OLDEST_VENV := .venv-oldest
+OLDEST_TRITON := triton==3.6.0
+# Triton 3.6's interpreter breaks with numpy 2.4 and later
+OLDEST_NUMPY := numpy==2.3.5
+
+# a target that fails half-way is made anew, not taken for done
+.DELETE_ON_ERROR:
+.PHONY: demo test test-newest test-oldest lint clean
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/epigen compile "relu(mm+bias)"
+
+test: test-newest
+	$(MAKE) test-oldest
+
+test-newest: $(VENV)/.installed-test
+	$(VENV)/bin/python $(PYTEST) -m "not gpu"
+
+test-oldest: $(OLDEST_VENV)/.installed-test
+	$(OLDEST_VENV)/bin/python $(PYTEST) -m "not slow and not gpu"
+
+lint: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+# The stamps below are as new as the last installation that went through. An editable installation follows the sources by itself, so
+# it is redone for these two files only.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'epigen needs Python 3.11 or newer: make PYTHON=...')"
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV); torch and Triton are large"
+	$(VENV)/bin/python $(INSTALL) -e .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(VENV)/bin/python $(INSTALL) -e ".[test]"
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(VENV)/bin/python $(INSTALL) -e ".[dev]"
+	touch $@
+
+# Triton comes first, so that no newer one is fetched where torch leaves it free, and once more at the end, because a CUDA build of
+# torch replaces it with the version that it was built for.
+$(OLDEST_VENV)/.installed-test: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	@echo "installing into $(OLDEST_VENV); torch and Triton are large"
+	$(OLDEST_VENV)/bin/python $(INSTALL) --no-deps "$(OLDEST_TRITON)"
+	$(OLDEST_VENV)/bin/python $(INSTALL) "$(OLDEST_NUMPY)" -e ".[test]"
+	$(OLDEST_VENV)/bin/python $(INSTALL) --no-deps "$(OLDEST_TRITON)"
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(OLDEST_VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find epigen tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

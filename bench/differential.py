@@ -1,0 +1,46 @@
+"""Runs the GPU tests and records what ran: counts, GPU, versions, commit.
+
+Run: python -m bench.differential [--commit HASH] [--out FOLDER] [--workers N] [pytest arguments]
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+from bench import record
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--workers", default="14")
+    parser.add_argument("--name", default="gpu_tests")
+    options, rest = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        start = time.perf_counter()
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", options.workers, "-p", "no:cacheprovider", f"--junitxml={report}", *rest]
+        status = subprocess.run(command).returncode
+        seconds = time.perf_counter() - start
+        found: dict[str, Counter[str]] = {}
+        for case in ElementTree.parse(report).iter("testcase"):
+            name = f"{case.get('classname')}::{(case.get('name') or '').split('[')[0]}"
+            outcome = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
+            found.setdefault(name, Counter())[outcome] += 1
+    total: Counter[str] = sum(found.values(), Counter())
+    print(dict(total), f"{seconds:.0f} s")
+    body = {"environment": record.environment(options.commit), "seconds": round(seconds), "total": dict(total), "tests": {k: dict(v) for k, v in found.items()}}
+    print(record.write(options.name, body, options.out))
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""epigen: fused matrix-multiplication epilogues, from one line of text to a tuned Triton kernel.
+
+`import epigen` is light: torch and Triton are imported by the first use of a name that needs them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from epigen.errors import EpigenError
+
+if TYPE_CHECKING:
+    from epigen.api import compile
+    from epigen.runtime.kernel import Kernel
+
+__version__ = "0.1.0"
+__all__ = ["EpigenError", "Kernel", "__version__", "compile"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "compile":
+        from epigen.api import compile
+
+        return compile
+    if name == "Kernel":
+        from epigen.runtime.kernel import Kernel
+
+        return Kernel
+    raise AttributeError(f"module 'epigen' has no attribute '{name}'")

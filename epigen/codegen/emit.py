@@ -1,0 +1,128 @@
+"""Epilogue lines as text, from the operation table. Python emits lines and never a loop; templates own loops, loads and stores.
+
+A Dialect supplies the names of a language: Triton's here; Gluon's would rename the module and the decorator.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from epigen import ops
+from epigen.codegen.spec import CAST, WIDEN, Arg, Line, Partial, Source, number
+from epigen.dtypes import INT8, INT32, UINT8, DType
+from epigen.errors import InternalError
+
+_TL = re.compile(r"\btl\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """jit: the decorator. module: what `tl` is called."""
+
+    jit: str
+    module: str
+
+    def rename(self, text: str) -> str:
+        return text if self.module == "tl" else _TL.sub(f"{self.module}.", text)
+
+
+TRITON = Dialect("@triton.jit", "tl")
+
+
+def _arg(arg: Arg) -> str:
+    return arg if isinstance(arg, str) else number(arg)
+
+
+def line(line: Line, dialect: Dialect = TRITON) -> str:
+    """`z = acc + bias`"""
+    args = [_arg(a) for a in line.args]
+    if line.scalar:
+        args[0] = f"tl.full([1, 1], {args[0]}, tl.float32)"
+    if line.op == WIDEN:
+        text = f"{args[0]}.to(tl.float32)"
+    elif line.op == CAST:
+        assert line.dtype is not None
+        text = f"{convert(args[0], line.dtype)}.to(tl.float32)"
+    else:
+        op = ops.TABLE[line.op]
+        text = f"{op.name}({', '.join(args)})" if op.body else op.triton.format(**{p.name: a for p, a in zip(op.params, args, strict=True)})
+    return dialect.rename(f"{line.name} = {text}")
+
+
+def convert(value: str, dtype: DType) -> str:
+    """An fp32 value rounded once to `dtype`. fp8 and int8 saturate, as the hardware's conversions and cuBLASLt do; NaN becomes 0 in int8."""
+    if dtype in (INT32, UINT8) or dtype.bits == 32:
+        return value
+    if dtype == INT8:
+        return f"to_int8({value})"
+    if dtype.is_fp8:
+        return f"tl.clamp({value}, {-dtype.largest}, {dtype.largest}, propagate_nan=tl.PropagateNan.ALL).to(tl.{dtype.triton})"
+    return f"{value}.to(tl.{dtype.triton})"
+
+
+_TO_INT8 = (
+    "# adding 1.5 * 2^23 leaves no fraction bits, so the addition rounds to nearest even",
+    "x = tl.where(x == x, tl.clamp(x, -128.0, 127.0), 0.0)",
+    "return ((x + 12582912.0) - 12582912.0).to(tl.int8)",
+)
+
+
+def reduce_tile(partial: Partial, masked: str) -> tuple[str, str]:
+    """The elements to reduce, with the identity outside the matrix, and their reduction over the tile."""
+    row = ops.REDUCTIONS[partial.row]
+    elements = f"tl.where({masked}, {row.prepare.format(x=_arg(partial.value))}, {row.identity})"
+    text = f"{partial.name}_in"
+    for axis in {"m": (0,), "n": (1,), "mn": (1, 0)}[partial.axes]:
+        text = row.triton.format(x=text, axis=axis)
+    return elements, text
+
+
+def prepare_operand(source: Source, loaded: str) -> str:
+    """An element of an operand as the reduction takes it; partial results are taken as they are."""
+    row = ops.REDUCTIONS[source.row]
+    return row.prepare.format(x=f"{loaded}.to(tl.float32)") if source.operand else loaded
+
+
+def identity(source: Source) -> str:
+    return ops.REDUCTIONS[source.row].identity
+
+
+def combine(source: Source, x: str, y: str) -> str:
+    return ops.REDUCTIONS[source.row].combine.format(x=x, y=y)
+
+
+def reduce_chunk(source: Source, x: str) -> str:
+    return ops.REDUCTIONS[source.row].triton.format(x=x, axis=0)
+
+
+def helpers(lines: Iterable[Line], rows: Iterable[str], converts_to: Iterable[DType], combining: bool, dialect: Dialect = TRITON) -> list[str]:
+    """The small jit functions that the lines, reductions and conversions call, each once, in a fixed order.
+
+    combining: partial results are joined here, so the combine functions are needed too.
+    """
+    found: dict[str, str] = {}
+
+    def define(name: str, params: str, body: Iterable[str]) -> None:
+        text = "\n    ".join(body)
+        found[name] = dialect.rename(f"{dialect.jit}\ndef {name}({params}):\n    {text}\n")
+
+    for item in lines:
+        op = ops.TABLE.get(item.op)
+        if op is not None and op.body:
+            same = {p.name: p.name for p in op.params}
+            define(op.name, ", ".join(same), [*(b.format(**same) for b in op.body), f"return {op.triton.format(**same)}"])
+    for name in rows:
+        row = ops.REDUCTIONS[name]
+        if row.body:
+            define(name, "x, axis: tl.constexpr", row.body)
+        function = re.match(r"(\w+)\(", row.combine)
+        if function and (combining or function[1] in row.triton):
+            define(function[1], "x, y", row.combine_body)
+    if INT8 in converts_to:
+        define("to_int8", "x", _TO_INT8)
+    for name in found:
+        if name in ("tl", "triton"):
+            raise InternalError(f"a helper function is called {name}")
+    return [found[name] for name in sorted(found)]

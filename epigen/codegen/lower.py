@@ -1,0 +1,178 @@
+"""Graph and signature -> KernelSpec: chooses dtypes and names, and parts the work into the main kernel and finishing kernels.
+
+Requires a normalised graph. Ensures that every name is used, and that a line's arguments are named above it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from epigen import ops
+from epigen.codegen.spec import ACC, CAST, WIDEN, Arg, Finish, Input, KernelSpec, Line, Partial, Signature, Source, Store, digest
+from epigen.dtypes import BF16, FP32, INT8, INT32, OPERANDS, UINT8, DType
+from epigen.errors import CallError
+from epigen.ir import graph as g
+from epigen.ir.graph import Graph, Output
+
+_LONGEST_NAME = 60
+
+
+def lower(graph: Graph, signature: Signature) -> KernelSpec:
+    """Raises CallError where the operands' dtypes cannot be multiplied."""
+    check_operands(signature.a, signature.b)
+    body = _Body(graph, signature)
+    stores = [_store(graph, output, body) for output in graph.outputs]
+    reduced = [graph.nodes[o.node].reduced for o in graph.outputs]
+    finishes, partials, roots = [], [], []
+    for indices in ("n", "m", ""):
+        chosen = [i for i, s in enumerate(stores) if reduced[i] and s.indices == indices]
+        if chosen:
+            nodes = [graph.outputs[i].node for i in chosen]
+            finishes.append(_finish(body, indices, nodes, tuple(stores[i] for i in chosen)))
+            found = [n for n in _reached(graph, nodes, through=True) if graph.nodes[n].op == g.REDUCE and graph.nodes[n].axes != "k"]
+            partials += [Partial(body.name(n), graph.nodes[n].name, body.arg(graph.nodes[n].args[0]), graph.nodes[n].axes) for n in found]
+            roots += [graph.nodes[n].args[0] for n in found]
+    tiles = [i for i in range(len(stores)) if not reduced[i]]
+    roots += [_stored_node(graph, graph.outputs[i]) for i in tiles if stores[i].value != ACC]
+    inputs, lines = body.lines(roots)
+    return KernelSpec(
+        name=kernel_name(graph.text),
+        program=graph.text,
+        signature=signature,
+        inputs=inputs,
+        lines=lines,
+        stores=tuple(stores[i] for i in tiles),
+        partials=tuple(partials),
+        finishes=tuple(finishes),
+        outputs=tuple(stores),
+    )
+
+
+def check_operands(a: DType, b: DType) -> None:
+    for name, dtype in (("a", a), ("b", b)):
+        if dtype not in OPERANDS:
+            raise CallError(f"operand {name} is {dtype}, and the operands are one of {', '.join(map(str, OPERANDS))}")
+    if a != b and not (a.is_fp8 and b.is_fp8):
+        raise CallError(f"operand a is {a} and operand b is {b}: both need the same dtype (the two fp8 kinds may be mixed)")
+
+
+def output_dtype(graph: Graph, output: Output, a: DType) -> DType:
+    """The dtype of one output: its outermost cast, else the default of the language for operands of dtype `a`."""
+    node = graph.nodes[output.node]
+    if node.kind == g.PACKED:
+        return UINT8
+    if output.dtype is not None:
+        return output.dtype
+    if node.reduced:
+        return FP32
+    if a == INT8:
+        return INT32 if node.op == g.MM else FP32
+    return BF16 if a.is_fp8 else a
+
+
+def kernel_name(text: str) -> str:
+    """`epigen_relu_mm_bias` for relu(mm + bias): the program's words in order, each once, and a digest where they are too many."""
+    words = list(dict.fromkeys(re.findall(r"[A-Za-z]\w*", text.replace("=", " "))))
+    name = "_".join(["epigen", *words])
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 9].rstrip('_')}_{digest([text])[:8]}"
+
+
+def _stored_node(graph: Graph, output: Output) -> int:
+    """What a tile output stores: the mask's boolean, or the value itself."""
+    node = graph.nodes[output.node]
+    return node.args[0] if node.op == g.BITMASK else output.node
+
+
+def _store(graph: Graph, output: Output, body: _Body) -> Store:
+    node = graph.nodes[output.node]
+    dtype = output_dtype(graph, output, body.signature.a)
+    value = ACC if dtype == INT32 else body.arg(_stored_node(graph, output))
+    return Store(output.name, value, node.indices, dtype, packed=node.kind == g.PACKED)
+
+
+def _finish(body: _Body, indices: str, roots: Sequence[int], stores: tuple[Store, ...]) -> Finish:
+    nodes = body.graph.nodes
+    sources = []
+    for number in _reached(body.graph, roots, through=False):
+        node = nodes[number]
+        if node.op == g.REDUCE:
+            operand = nodes[node.args[0]].name if node.axes == "k" else ""
+            dtype = {"a": body.signature.a, "b": body.signature.b}.get(operand, FP32)
+            sources.append(Source(body.name(number), node.name, operand, dtype))
+    inputs, lines = body.lines(roots)
+    return Finish(indices, tuple(sources), inputs, lines, stores)
+
+
+def _reached(graph: Graph, roots: Sequence[int], through: bool) -> list[int]:
+    """Nodes that the roots depend on, in graph order. through: also what the reductions among them reduce."""
+    seen: set[int] = set()
+    pending = list(roots)
+    while pending:
+        number = pending.pop()
+        if number not in seen:
+            seen.add(number)
+            if through or graph.nodes[number].op != g.REDUCE:
+                pending += graph.nodes[number].args
+    return sorted(seen)
+
+
+class _Body:
+    """Names of one graph's values in the kernels, and the lines that compute some of them."""
+
+    def __init__(self, graph: Graph, signature: Signature):
+        self.graph, self.signature = graph, signature
+        self.by_value = {name for name, dtype in signature.inputs if dtype is None}
+        self.names: dict[int, str] = {}
+        self.scalar = self._scalar_lines()
+        temporaries = 0
+        from_output = {_stored_node(graph, o): o.name for o in reversed(graph.outputs) if graph.nodes[o.node].op != g.BITMASK}
+        for number, node in enumerate(graph.nodes):
+            if node.op in (g.INPUT, g.BITS):
+                self.names[number] = node.name
+            elif node.op == g.MM:
+                self.names[number] = "mm" if signature.a == INT8 else ACC
+            elif node.op not in (g.CONSTANT, g.OPERAND, g.BITMASK):
+                name = node.label or from_output.get(number)
+                if not name:
+                    name, temporaries = f"t{temporaries}", temporaries + 1
+                self.names[number] = name
+
+    def _scalar_lines(self) -> set[int]:
+        """Lines over scalars alone whose first argument has to be made a block: Triton's operations want a tensor among their
+        arguments, and its interpreter cannot broadcast a boolean that is not one."""
+        nodes = self.graph.nodes
+        made: set[int] = set()
+        blocks: set[int] = set()
+        for number, node in enumerate(nodes):
+            if node.op not in ops.TABLE and node.op != g.CAST or node.indices or node.reduced:
+                continue
+            python = all(nodes[a].op == g.CONSTANT or (nodes[a].op == g.INPUT and nodes[a].name in self.by_value) for a in node.args)
+            if python or (node.kind == ops.BOOLEAN and not any(a in blocks for a in node.args)):
+                made.add(number)
+            if number in made or any(a in blocks for a in node.args):
+                blocks.add(number)
+        return made
+
+    def name(self, number: int) -> str:
+        return self.names[number]
+
+    def arg(self, number: int) -> Arg:
+        node = self.graph.nodes[number]
+        return node.value if node.op == g.CONSTANT else self.names[number]
+
+    def lines(self, roots: Sequence[int]) -> tuple[tuple[Input, ...], tuple[Line, ...]]:
+        """Inputs and lines that compute the roots, from the accumulator or from reductions that are already there."""
+        dtypes = dict(self.signature.inputs)
+        inputs, lines = [], []
+        for number in _reached(self.graph, roots, through=False):
+            node = self.graph.nodes[number]
+            if node.op in (g.INPUT, g.BITS):
+                inputs.append(Input(node.name, node.indices, UINT8 if node.op == g.BITS else dtypes[node.name], node.op == g.BITS))
+            elif node.op == g.MM:
+                if self.signature.a == INT8:
+                    lines.append(Line(self.names[number], WIDEN, (ACC,)))
+            elif node.op in ops.TABLE or node.op == g.CAST:
+                op = CAST if node.op == g.CAST else node.op
+                lines.append(Line(self.names[number], op, tuple(self.arg(a) for a in node.args), node.dtype, number in self.scalar))
+        return tuple(inputs), tuple(lines)

@@ -1,0 +1,176 @@
+"""KernelSpec and KernelConfig -> source text. The sole importer of jinja2.
+
+The text is a Python module of jit functions: the main kernel, and a finishing kernel for each set of indices that reductions
+leave. It needs triton only. Equal inputs render equal bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+import epigen
+from epigen.codegen import emit
+from epigen.codegen.schedules import SCHEDULES
+from epigen.codegen.spec import Finish, Input, KernelConfig, KernelSpec, Store, digest
+from epigen.dtypes import FP32, INT32, UINT8, DType
+from epigen.ir.graph import describe_indices
+
+_TRITON_TYPES = {"fp8e4m3": "fp8e4nv", "fp8e5m2": "fp8e5", "int8": "i8", "int32": "i32", "uint8": "u8"}
+
+# elements of a reduction's length, and of what it leaves, that one step of a finishing kernel holds
+_FINISH_TILES = {"n": (32, 32), "m": (32, 32), "": (1024, 1)}
+_FINISH_OPERAND = (128, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A kernel's argument. type: as in Triton's signatures ("*fp16", "i32", "fp32"). about: shape, dtype and role, for the header."""
+
+    name: str
+    type: str
+    about: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """One kernel of a module. finish: None for the main kernel. constants: its compile-time arguments."""
+
+    name: str
+    arguments: tuple[Argument, ...]
+    constants: tuple[tuple[str, int], ...]
+    num_warps: int
+    num_stages: int
+    finish: Finish | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A module's text, its functions with the main kernel first, and the digest that names it."""
+
+    text: str
+    functions: tuple[Function, ...]
+    digest: str
+
+
+class Renderer:
+    """Holds the template environment; one a process is enough."""
+
+    def __init__(self, templates: Path):
+        self.environment = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(templates), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+            keep_trailing_newline=True, autoescape=False,
+        )  # fmt: skip
+        self.environment.globals["emit"] = emit
+
+    def render(self, spec: KernelSpec, config: KernelConfig) -> Rendered:
+        schedule = SCHEDULES[config.schedule]
+        functions = [_main(spec, config), *(_finish(spec, f) for f in spec.finishes)]
+        text = self.text("module.py.j2", spec=spec, config=config, functions=functions, schedule=schedule, dot_arguments=dot_arguments(spec))
+        return Rendered(text, tuple(functions), digest([text]))
+
+    def text(self, template: str, **values: Any) -> str:
+        values |= {"version": epigen.__version__, "helpers": _helpers, "describe": describe_indices, "zip": zip}
+        return _tidy(self.environment.get_template(template).render(values))
+
+
+def _tidy(text: str) -> str:
+    """No trailing blanks; inside a function no blank line after another or before the first line."""
+    text = "".join(f"{line.rstrip()}\n" for line in text.strip().split("\n"))
+    text = re.sub(r"\n{2,}(?=    )", "\n\n", text)
+    text = re.sub(r"\n{3,}(?=\S)", "\n\n\n", text)
+    return re.sub(r"\):\n\n(?=    )", "):\n", text)
+
+
+def _helpers(spec: KernelSpec) -> list[str]:
+    lines = [*spec.lines, *(line for f in spec.finishes for line in f.lines)]
+    rows = [p.row for p in spec.partials] + [s.row for f in spec.finishes for s in f.sources]
+    casts = [line.dtype for line in lines if line.dtype] + [o.dtype for o in spec.outputs]
+    return emit.helpers(lines, rows, casts, combining=bool(spec.finishes))
+
+
+def _type(dtype: DType) -> str:
+    return _TRITON_TYPES.get(dtype.name, dtype.name)
+
+
+def _pointer(name: str, dtype: DType, about: str) -> Argument:
+    return Argument(f"{name}_ptr", f"*{_type(dtype)}", about)
+
+
+def _shape(indices: str) -> str:
+    return f"[{', '.join(i.upper() for i in indices)}]" if indices else "[1]"
+
+
+def _input(item: Input) -> Argument:
+    if item.dtype is None:
+        return Argument(item.name, "fp32", "a number")
+    if item.packed:
+        return _pointer(item.name, UINT8, "[M, ceil(N / 8)] uint8, bit n % 8 of byte n // 8 is column n")
+    return _pointer(item.name, item.dtype, f"{_shape(item.indices)} {item.dtype}")
+
+
+def _output(store: Store) -> Argument:
+    if store.packed:
+        return _pointer(store.name, UINT8, "[M, ceil(N / 8)] uint8, written: bit n % 8 of byte n // 8 is column n")
+    return _pointer(store.name, store.dtype, f"{_shape(store.indices)} {store.dtype}, written")
+
+
+def _strides(items: tuple[Input | Store, ...]) -> list[Argument]:
+    """One a stored index; none for what is passed by value or has one element."""
+    return [Argument(f"stride_{i.name}_{index}", "i32") for i in items if i.dtype is not None for index in i.indices]
+
+
+def _integers(*names: str) -> list[Argument]:
+    return [Argument(n, "i32") for n in names]
+
+
+def _main(spec: KernelSpec, config: KernelConfig) -> Function:
+    multiplies = SCHEDULES[config.schedule].multiplies
+    sig = spec.signature
+    if multiplies:
+        operands = [_pointer("a", sig.a, f"[M, K] {sig.a}"), _pointer("b", sig.b, f"[K, N] {sig.b}")]
+        sizes = _integers("M", "N", "K", "stride_am", "stride_ak", "stride_bk", "stride_bn")
+    else:
+        operands = [_pointer("mm", spec.accumulator, f"[M, N] {spec.accumulator}, the product of a and b")]
+        sizes = _integers("M", "N", "stride_mm_m", "stride_mm_n")
+    partials = []
+    for p in spec.partials:
+        shape = {"m": "[ceil(M / BLOCK_M), N]", "n": "[ceil(N / BLOCK_N), M]", "mn": "[ceil(M / BLOCK_M) * ceil(N / BLOCK_N)]"}[p.axes]
+        partials.append(_pointer(f"{p.name}_partial", FP32, f"{shape} fp32, written: one {p.row} a tile"))
+    arguments = (*operands, *map(_input, spec.inputs), *map(_output, spec.stores), *partials, *sizes, *_strides(spec.inputs), *_strides(spec.stores))
+    constants = tuple((n.upper(), v) for n, v in config.values if n not in ("num_warps", "num_stages"))
+    stages = dict(config.values).get("num_stages", 1)
+    name = spec.name if multiplies else f"{spec.name}_epilogue"
+    return Function(name, arguments, constants, config["num_warps"], stages, None)
+
+
+def _finish(spec: KernelSpec, finish: Finish) -> Function:
+    sig = spec.signature
+    pointers, lengths, strides = [], [], []
+    tiles = {"n": "tiles_m", "m": "tiles_n", "": "tiles"}[finish.indices]
+    for source in finish.sources:
+        if source.operand:
+            dtype, shape = (sig.a, "[M, K]") if source.operand == "a" else (sig.b, "[K, N]")
+            pointers.append(_pointer(source.operand, dtype, f"{shape} {dtype}"))
+            strides += _integers(f"stride_{source.operand}{finish.indices}", f"stride_{source.operand}k")
+            lengths += _integers("K")
+        else:
+            extent = finish.indices.upper()
+            pointers.append(_pointer(f"{source.name}_partial", FP32, f"[{tiles}{', ' + extent if extent else ''}] fp32: one {source.row} a tile"))
+            lengths += _integers(tiles)
+    sizes = _integers(*finish.indices.upper())
+    arguments = (*pointers, *map(_input, finish.inputs), *map(_output, finish.stores), *sizes, *lengths, *strides, *_strides(finish.inputs), *_strides(finish.stores))
+    length, width = _FINISH_OPERAND if any(s.operand for s in finish.sources) else _FINISH_TILES[finish.indices]
+    name = f"{spec.name}_finish_{finish.indices}".rstrip("_")
+    return Function(name, tuple(dict.fromkeys(arguments)), (("BLOCK_T", length), ("BLOCK_X", width)), 4, 1, finish)
+
+
+def dot_arguments(spec: KernelSpec) -> str:
+    """What `tl.dot` takes after a, b and the accumulator."""
+    if spec.signature.a == FP32:
+        return f', input_precision="{spec.signature.precision}"'
+    return ", out_dtype=tl.int32" if spec.accumulator == INT32 else ""

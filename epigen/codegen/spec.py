@@ -1,0 +1,165 @@
+"""What a kernel means (KernelSpec) and how it is scheduled (KernelConfig): all that a template is given.
+
+Pure data, no text but names and numbers. Equal spec and config render equal bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from epigen.dtypes import FP32, INT8, INT32, DType
+from epigen.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What of a call the kernel's text depends on.
+
+    inputs: each named input's dtype; None for a Python number, which is passed by value.
+    precision: "ieee" or "tf32", for fp32 operands only.  k_multiple: a power of two that divides K.
+    index_bits: 64 where some offset does not fit in 32 bits.
+    """
+
+    a: DType
+    b: DType
+    inputs: tuple[tuple[str, DType | None], ...] = ()
+    precision: str = "ieee"
+    k_multiple: int = 1
+    index_bits: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A named input of a kernel. indices: "mn", "m", "n" or "". dtype None: a number passed by value."""
+
+    name: str
+    indices: str
+    dtype: DType | None
+    packed: bool
+
+
+ACC = "acc"
+"""Name of the main kernel's accumulator."""
+
+CAST, WIDEN = "cast", "widen"
+
+Arg = str | float
+"""The name of a value in the kernel, or a constant."""
+
+
+def number(value: float) -> str:
+    """A constant as text; always a float, so that Triton's arithmetic stays fp32."""
+    return repr(float(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """`name = op(args)`: one line of the epilogue.
+
+    op: a row of the operation table, CAST (round to `dtype`, stay a number) or WIDEN (the int32 accumulator as fp32).
+    scalar: the arguments are scalars that Triton would not treat as tensors, so the first is made a block of one element.
+    """
+
+    name: str
+    op: str
+    args: tuple[Arg, ...]
+    dtype: DType | None = None
+    scalar: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """One output that a kernel writes. packed: a bit mask."""
+
+    name: str
+    value: Arg
+    indices: str
+    dtype: DType
+    packed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A reduction of tiles, one result a tile, that the finishing kernel completes."""
+
+    name: str
+    row: str
+    value: Arg
+    axes: str  # "m", "n" or "mn"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a finishing kernel reduces: a Partial of the main kernel, or an operand ("a", "b") over k."""
+
+    name: str
+    row: str
+    operand: str
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """One small kernel that completes all reductions with the same remaining indices, and stores what follows from them."""
+
+    indices: str  # "m", "n" or ""
+    sources: tuple[Source, ...]
+    inputs: tuple[Input, ...]
+    lines: tuple[Line, ...]
+    stores: tuple[Store, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """Meaning of the kernels of one program at one signature. outputs: every output in the program's order."""
+
+    name: str
+    program: str
+    signature: Signature
+    inputs: tuple[Input, ...]
+    lines: tuple[Line, ...]
+    stores: tuple[Store, ...]
+    partials: tuple[Partial, ...]
+    finishes: tuple[Finish, ...]
+    outputs: tuple[Store, ...]
+
+    @property
+    def accumulator(self) -> DType:
+        return INT32 if self.signature.a == INT8 else FP32
+
+    @property
+    def all_inputs(self) -> tuple[Input, ...]:
+        """Inputs of the main and the finishing kernels, each once."""
+        return tuple(dict.fromkeys([*self.inputs, *(i for f in self.finishes for i in f.inputs)]))
+
+
+@dataclass(frozen=True, slots=True)
+class KernelConfig:
+    """A schedule and the value of each of its dimensions. Build with `schedules.config`, which checks them."""
+
+    schedule: str
+    values: tuple[tuple[str, int], ...]
+
+    def __getitem__(self, dimension: str) -> int:
+        for name, value in self.values:
+            if name == dimension:
+                return value
+        raise ConfigError(f"the schedule {self.schedule} has no dimension '{dimension}'")
+
+    def __str__(self) -> str:
+        return " ".join([self.schedule, *(f"{name}={value}" for name, value in self.values)])
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A config and the sentence that says where it came from."""
+
+    config: KernelConfig
+    why: str
+
+
+def digest(parts: Iterable[str]) -> str:
+    """Short stable name for a kernel: 16 hexadecimal digits of SHA-256."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,114 @@
+"""A stand-alone file around a rendered module: the kernels, a plain launcher, and a self-check against torch.
+
+The file needs torch and triton only. Its reference is the operation table's torch column, so what it checks against is what epigen's
+own oracle computes.
+"""
+
+from __future__ import annotations
+
+from epigen import ops
+from epigen.codegen.render import Function, Renderer, Rendered
+from epigen.codegen.schedules import SCHEDULES
+from epigen.codegen.spec import Choice, KernelSpec, number
+from epigen.dtypes import BF16, FP32, INT8, DType
+from epigen.ir import graph as g
+from epigen.ir.graph import Graph
+
+
+def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choice, rendered: Rendered) -> str:
+    """The file's text."""
+    heading, body = rendered.text.split("import triton\n", 1)
+    return renderer.text(
+        "standalone.py.j2",
+        spec=spec, choice=choice, graph=graph, heading=heading, body="import triton\n" + body,
+        launcher=spec.name.removeprefix("epigen_"),
+        launches=[_launch(spec, choice, f) for f in rendered.functions],
+        multiplies=SCHEDULES[choice.config.schedule].multiplies,
+        block_m=choice.config["block_m"], block_n=choice.config["block_n"], block_k=dict(choice.config.values).get("block_k", 32),
+        reference=_reference(graph), results=_results(graph), tolerance=_tolerance(graph, spec),
+        interpretable=not any(t == BF16 or t.is_fp8 for t in _dtypes(graph, spec)),
+        packed_in=any(i.packed for i in spec.all_inputs), packed_out=any(o.packed for o in spec.outputs),
+    )  # fmt: skip
+
+
+def _dtypes(graph: Graph, spec: KernelSpec) -> list[DType]:
+    named = [spec.signature.a, spec.signature.b, *(o.dtype for o in spec.outputs), *(i.dtype for i in spec.all_inputs)]
+    return [t for t in (*named, *(n.dtype for n in graph.nodes)) if t is not None]
+
+
+def _launch(spec: KernelSpec, choice: Choice, function: Function) -> dict[str, object]:
+    """Grid and arguments of one launch, as text over the launcher's variables."""
+    if function.finish is None:
+        grid = "tiles_m * tiles_n"
+    elif function.finish.indices:
+        grid = f"triton.cdiv({function.finish.indices.upper()}, {dict(function.constants)['BLOCK_X']})"
+    else:
+        grid = "1"
+    options = [f"{n}={v}" for n, v in function.constants] + [f"num_warps={function.num_warps}", f"num_stages={function.num_stages}", "enable_fp_fusion=True"]
+    return {"name": function.name, "grid": grid, "arguments": [_argument(a.name, spec) for a in function.arguments], "options": options}
+
+
+def _argument(name: str, spec: KernelSpec) -> str:
+    if name.endswith("_ptr"):
+        return name.removesuffix("_ptr")
+    if name == "tiles":
+        return "tiles_m * tiles_n"
+    if name.startswith("stride_"):
+        rest = name.removeprefix("stride_")
+        if rest in ("am", "ak", "bk", "bn"):
+            return f"{rest[0]}.stride({'mk'.find(rest[1]) if rest[0] == 'a' else 'kn'.find(rest[1])})"
+        tensor, index = rest.rsplit("_", 1)
+        indices = "mn" if tensor == "mm" else next(i.indices for i in (*spec.all_inputs, *spec.outputs) if i.name == tensor)
+        return f"{tensor}.stride({indices.find(index)})"
+    return name
+
+
+def _reference(graph: Graph) -> list[str]:
+    """The program in float64 torch, a line a node, in shapes that broadcast."""
+    lines = []
+    for number_, node in enumerate(graph.nodes):
+        args = [f"v{a}" for a in node.args]
+        match node.op:
+            case g.MM:
+                text = "a.double() @ b.double()"
+            case g.CONSTANT:
+                text = f"torch.tensor({number(node.value)}, dtype=torch.float64, device=a.device)"
+            case g.INPUT:
+                text = f"{node.name}.double(){({'m': '[:, None]', 'n': '[None, :]'}).get(node.indices, '')}" if node.indices else f"torch.tensor(float({node.name}), dtype=torch.float64, device=a.device)"
+            case g.BITS:
+                text = f"unpack({node.name}, b.shape[1])"
+            case g.OPERAND:
+                text = f"{node.name}.double()"
+            case g.CAST:
+                assert node.dtype is not None
+                low = -128.0 if not node.dtype.is_float else -node.dtype.largest
+                clamped = f"{args[0]}.clamp({low}, {node.dtype.largest})" if node.dtype.bits == 8 else args[0]
+                text = f"{clamped}{'.round()' if not node.dtype.is_float else '.float()'}.to(torch.{node.dtype.torch}).double()"
+            case g.BITMASK:
+                text = args[0]
+            case g.REDUCE:
+                dims = {"m": "0", "n": "1", "mn": "(0, 1)", "k": "1" if node.indices == "m" else "0"}[node.axes]
+                text = ops.REDUCTIONS[node.name].torch.format(x=args[0], dim=f"{dims}, keepdim=True")
+            case _:
+                op = ops.TABLE[node.op]
+                text = op.torch.format(**{p.name: a for p, a in zip(op.params, args, strict=True)})
+        lines.append(f"v{number_} = {text}")
+    return lines
+
+
+def _results(graph: Graph) -> list[str]:
+    shapes = {"mn": ".expand(a.shape[0], b.shape[1])", "m": ".reshape(-1)", "n": ".reshape(-1)", "": ".reshape(())"}
+    results = []
+    for output in graph.outputs:
+        text = f"v{output.node}{shapes[graph.nodes[output.node].indices]}"
+        if output.dtype is not None and output.dtype.bits == 8:  # 8-bit outputs saturate
+            text += f".clamp({-128.0 if output.dtype == INT8 else -output.dtype.largest}, {output.dtype.largest})"
+        results.append(text)
+    return results
+
+
+def _tolerance(graph: Graph, spec: KernelSpec) -> list[float]:
+    """Relative (and, near 0, absolute) error allowed to each output: its own rounding and the casts' within, and fp32 arithmetic's."""
+    inner = max([1e-4 if spec.signature.precision == "ieee" else 4e-3, *(n.dtype.epsilon for n in graph.nodes if n.dtype is not None)])
+    own = {INT8: 0.5, FP32: 0.0}  # int8 is off by up to half a step of 1
+    return [max(inner, own.get(o.dtype, o.dtype.epsilon)) for o in spec.outputs]

@@ -1,0 +1,65 @@
+"""The dtype table: bits, range and rounding, and each dtype's spelling in Triton and torch.
+
+Pure data: neither torch nor Triton is imported here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type.
+
+    name: epigen's spelling. triton, torch: attribute names in `triton.language` and `torch`.
+    largest: largest finite value. epsilon: spacing of the floats just above 1 (0 for integers).
+    smallest: smallest positive value, subnormals counted.
+    """
+
+    name: str
+    bits: int
+    kind: str  # "float", "int" or "bits"
+    triton: str
+    torch: str
+    largest: float
+    epsilon: float = 0.0
+    smallest: float = 0.0
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def bytes(self) -> int:
+        return self.bits // 8
+
+    @property
+    def is_float(self) -> bool:
+        return self.kind == "float"
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.is_float and self.bits == 8
+
+
+FP32 = DType("fp32", 32, "float", "float32", "float32", 3.4028234663852886e38, 2.0**-23, 2.0**-149)
+FP16 = DType("fp16", 16, "float", "float16", "float16", 65504.0, 2.0**-10, 2.0**-24)
+BF16 = DType("bf16", 16, "float", "bfloat16", "bfloat16", 3.3895313892515355e38, 2.0**-7, 2.0**-133)
+FP8E4M3 = DType("fp8e4m3", 8, "float", "float8e4nv", "float8_e4m3fn", 448.0, 2.0**-3, 2.0**-9)
+FP8E5M2 = DType("fp8e5m2", 8, "float", "float8e5", "float8_e5m2", 57344.0, 2.0**-2, 2.0**-16)
+INT8 = DType("int8", 8, "int", "int8", "int8", 127.0)
+INT32 = DType("int32", 32, "int", "int32", "int32", 2147483647.0)
+UINT8 = DType("uint8", 8, "bits", "uint8", "uint8", 255.0)  # eight mask bits; never arithmetic
+
+OPERANDS = (FP32, FP16, BF16, FP8E4M3, FP8E5M2, INT8)
+"""What `a` and `b` may hold, what `cast` may name, and what inputs of the epilogue may hold."""
+
+ALL = (*OPERANDS, INT32, UINT8)
+
+_ALIASES = {
+    "float32": FP32, "float": FP32, "float16": FP16, "half": FP16, "bfloat16": BF16,
+    "float8_e4m3fn": FP8E4M3, "float8_e5m2": FP8E5M2,
+}  # fmt: skip
+BY_NAME: dict[str, DType] = {t.name: t for t in OPERANDS} | _ALIASES
+BY_TORCH: dict[str, DType] = {f"torch.{t.torch}": t for t in ALL}
+"""From `str(tensor.dtype)` to the row, so that the table needs no torch."""

@@ -1,0 +1,1 @@
+"""The typed graph: built by the checker, rewritten by passes, evaluated by the reference."""

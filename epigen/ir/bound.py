@@ -1,0 +1,229 @@
+"""How far a correct kernel may be from the float64 oracle: an elementwise bound, carried through the graph.
+
+Each value travels with a bound on its error. An operation adds its own rounding error (the table's `error` text) and passes on its
+arguments' errors through its derivative (the table's `gradient` texts), taken at the corners of the arguments' intervals so that
+kinks are covered. A comparison whose sides are closer than their errors is unsure: both answers are right. Where fp32 would
+overflow, nothing is promised.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epigen import ops
+from epigen.dtypes import BY_TORCH, FP32, INT8, DType
+from epigen.ir import graph as g
+from epigen.ir import reference
+from epigen.ir.check import check_rule
+from epigen.ir.graph import Graph, Node
+from epigen.ir.passes import normalise
+from epigen.ops import BOOLEAN, NUMBER
+
+UNIT = 2.0**-24  # unit roundoff of fp32
+TINY = 2.0**-110  # what is smaller may be flushed to zero, here or in an intermediate result
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """An output as the oracle has it. value: float64, or the mask's booleans. bound: largest allowed error; infinite where nothing is
+    promised. For a mask, `unsure` marks the bits that may be either."""
+
+    value: Tensor
+    bound: Tensor
+    unsure: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One output against its expectation. error, bound: at the element with the largest error in proportion to its bound.
+    promised: the share of elements with a finite bound."""
+
+    ok: bool
+    error: float
+    bound: float
+    promised: float
+    where: tuple[int, ...]
+
+
+def expect(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, reference.Number], dtypes: list[DType], precision: str) -> list[Expected]:
+    """The oracle's outputs with their bounds. precision: "ieee" or "tf32", for fp32 operands.
+
+    The product's bound is 4 sqrt(K) 2^-23 |a| @ |b| (Higham and Mary's probabilistic bound for K roundings, with a factor 4 and
+    one bit for the tensor cores' truncation), and 2^-9 |a| @ |b| more for tf32. fp8 accumulates in tensor-core steps of about 14
+    bits: 2^-12 |a| @ |b| more.
+    """
+    values = reference.node_values(graph, a, b, inputs, torch.float64)
+    errors: list[Tensor] = []
+    for number, node in enumerate(graph.nodes):
+        args = [(values[i], errors[i], graph.nodes[i].kind) for i in node.args]
+        error = _error(node, values[number], args, a, b, precision)
+        if node.kind == NUMBER:
+            overflow = ~(values[number].abs() + error <= FP32.largest) & values[number].isfinite()
+            error = torch.where(overflow | error.isnan(), torch.inf, error)
+        errors.append(error)
+    expected = []
+    m, n = a.shape[0], b.shape[1]
+    for output, dtype in zip(graph.outputs, dtypes, strict=True):
+        node = graph.nodes[output.node]
+        if node.kind == g.PACKED:
+            unsure = errors[output.node].expand(m, n) != 0
+            expected.append(Expected(values[node.args[0]].expand(m, n), torch.zeros(()), unsure))
+            continue
+        value = reference.shaped(values[output.node], node.indices, m, n)
+        error = reference.shaped(errors[output.node], node.indices, m, n)
+        if dtype == INT8 or dtype.is_fp8:
+            low = -128.0 if dtype == INT8 else -dtype.largest
+            value = value.clamp(low, dtype.largest)
+        if dtype == INT8:
+            error = torch.where(value.isnan(), 0, error + 0.5)
+            value = torch.nan_to_num(value)
+        elif dtype.is_float:
+            error = error + value.abs() * dtype.epsilon * 0.5 * (1 + 2.0**-10) + dtype.smallest
+            error = torch.where(value.abs() + error > dtype.largest * (1 if dtype.is_fp8 else 1 - dtype.epsilon), torch.inf if not dtype.is_fp8 else error, error)
+        expected.append(Expected(value, error))
+    return expected
+
+
+def compare(found: Tensor, expected: Expected) -> Difference:
+    """Elementwise: NaN needs NaN, an infinity needs the same infinity, all else lies within its bound."""
+    if expected.unsure is not None:
+        bits = reference.unpack(found, expected.value.shape[1])
+        wrong = (bits != expected.value) & ~expected.unsure
+        promised = 1 - expected.unsure.double().mean().item() if wrong.numel() else 1.0
+        return Difference(not wrong.any().item(), float(wrong.any()), 0.0, promised, _first(wrong))
+    value, bound = expected.value, expected.bound
+    x = found.to(torch.float64)
+    if not x.numel():
+        return Difference(True, 0.0, 0.0, 1.0, ())
+    difference = (x - value).abs()
+    same = (x == value) | (x.isnan() & value.isnan())
+    difference = torch.where(same | (bound == torch.inf), 0.0, difference)
+    difference = torch.where(difference.isnan(), torch.inf, difference)
+    wrong = difference > bound
+    share = torch.where(bound > 0, difference / bound, torch.where(difference > 0, torch.inf, 0.0))
+    share = torch.where(bound == torch.inf, 0.0, share)
+    at = int(share.argmax())
+    return Difference(
+        not wrong.any().item(), difference.flatten()[at].item(), bound.expand_as(x).flatten()[at].item(),
+        bound.isfinite().double().mean().item(), _first(wrong) if wrong.any() else tuple(int(i) for i in torch.unravel_index(torch.tensor(at), x.shape)))  # fmt: skip
+
+
+def _first(wrong: Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in wrong.nonzero()[0]) if wrong.any() else ()
+
+
+def _error(node: Node, value: Tensor, args: list[tuple[Tensor, Tensor, str]], a: Tensor, b: Tensor, precision: str) -> Tensor:
+    """Error bound of one node; for a boolean, 1 where it is unsure."""
+    match node.op:
+        case g.MM:
+            return _product_error(a, b, value, precision)
+        case g.CONSTANT:
+            return value.abs() * UNIT
+        case g.INPUT | g.BITS | g.OPERAND:
+            return torch.zeros((), dtype=torch.float64, device=a.device)
+        case g.CAST:
+            assert node.dtype is not None
+            ulp = 1.0 if node.dtype == INT8 else value.abs() * node.dtype.epsilon + node.dtype.smallest
+            return args[0][1] + ulp
+        case g.BITMASK:
+            return args[0][1]
+        case g.REDUCE:
+            return _reduction_error(node, value, args[0], a, b)
+        case "where" | "drelu":
+            if node.op == "where":
+                (_, unsure, _), (x, ex, _), (y, ey, _) = args
+            else:
+                (x, ex, _), (_, unsure, _) = args
+                y = ey = torch.zeros_like(ex)
+            chosen = torch.maximum(ex, ey)
+            return torch.where(unsure != 0, chosen + (x - y).abs(), chosen)
+        case "and" | "or" | "not":
+            return functools.reduce(torch.maximum, [e for _, e, _ in args])
+    if node.kind == BOOLEAN:
+        (x, ex, _), (y, ey, _) = args
+        near = (x - y).abs() <= ex + ey
+        return (near & (ex + ey > 0)).double()
+    return _elementwise_error(node.op, args)
+
+
+def _product_error(a: Tensor, b: Tensor, value: Tensor, precision: str) -> Tensor:
+    if a.dtype == torch.int8:
+        return value.abs() * UNIT  # exact, then widened to fp32
+    k = a.shape[1]
+    magnitude = a.double().abs() @ b.double().abs()
+    factor = 4 * k**0.5 * 2.0**-23
+    if a.dtype == torch.float32 and precision == "tf32":
+        factor += 2.0**-9
+    if BY_TORCH[str(a.dtype)].is_fp8:
+        factor += 2.0**-12
+    return magnitude * factor + k * TINY
+
+
+def _reduction_error(node: Node, value: Tensor, arg: tuple[Tensor, Tensor, str], a: Tensor, b: Tensor) -> Tensor:
+    x, ex, _ = arg
+    if node.axes != "k":
+        x = x.expand(a.shape[0], b.shape[1])
+    ex = ex.expand(x.shape)
+    if node.name == "sum":
+        own = reference.reduce(_as_sum(node), x.abs()) * 64 * UNIT
+        return reference.reduce(_as_sum(node), ex) + own + TINY
+    largest = torch.nan_to_num(reference.reduce(_as_amax(node), ex), nan=torch.inf, posinf=torch.inf)
+    return largest + ((64 + 16 * value.abs()) * UNIT if node.name == "logsumexp" else 0)
+
+
+def _as_sum(node: Node) -> Node:
+    return Node(g.REDUCE, (), NUMBER, node.indices, True, name="sum", axes=node.axes)
+
+
+def _as_amax(node: Node) -> Node:
+    return Node(g.REDUCE, (), NUMBER, node.indices, True, name="amax", axes=node.axes)
+
+
+@functools.cache
+def _rules(name: str) -> tuple[list[Graph | None], Graph]:
+    """An operation's gradients and own error, as graphs over its parameters, `grad` and `out`."""
+    op = ops.TABLE[name]
+    kinds = {p.name: p.kind for p in op.params} | {"grad": NUMBER, "out": op.result}
+    gradients = [normalise(check_rule(text, kinds)) if text is not None else None for text in op.gradient]
+    return gradients, normalise(check_rule(op.error, kinds))
+
+
+def evaluate_rule(graph: Graph, values: Mapping[str, Tensor]) -> Tensor:
+    """A rule's value; every name is a tensor of one shape, numbers in float64."""
+    results: list[Tensor] = []
+    for node in graph.nodes:
+        if node.op == g.INPUT:
+            results.append(values[node.name])
+        elif node.op == g.CONSTANT:
+            results.append(torch.tensor(node.value, dtype=torch.float64))
+        else:
+            results.append(reference.torch_function(node.op)(*(results[i] for i in node.args)))
+    return results[graph.outputs[0].node]
+
+
+def _elementwise_error(name: str, args: list[tuple[Tensor, Tensor, str]]) -> Tensor:
+    op = ops.TABLE[name]
+    gradients, own = _rules(name)
+    names = [p.name for p in op.params]
+    tensors = torch.broadcast_tensors(*(t for x, e, _ in args for t in (x, e)))
+    points, errors = list(tensors[::2]), [torch.nan_to_num(e.double(), nan=torch.inf, posinf=torch.inf) if k == NUMBER else e for e, (_, _, k) in zip(tensors[1::2], args, strict=True)]
+    worst = torch.zeros((), dtype=torch.float64)
+    for signs in {(0,) * len(args), *itertools.product((-1, 1), repeat=len(args))}:
+        at = {n: x + s * e if s and k == NUMBER else x for n, x, e, s, (_, _, k) in zip(names, points, errors, signs, args, strict=True)}
+        at["out"] = reference.torch_function(name)(*(at[n] for n in names))
+        total = evaluate_rule(own, at).abs() * UNIT + TINY
+        for gradient, error in zip(gradients, errors, strict=True):
+            if gradient is not None:
+                passed = evaluate_rule(gradient, at | {"grad": error}).abs()
+                total = total + torch.where(error == 0, 0.0, passed)
+        worst = torch.maximum(worst, torch.nan_to_num(total, nan=torch.inf, posinf=torch.inf))
+    # an argument that is not finite has a definite result (NaN or an infinity), and no error
+    finite = functools.reduce(torch.logical_and, [x.isfinite() for x, (_, _, k) in zip(points, args, strict=True) if k == NUMBER])
+    unsure = functools.reduce(torch.logical_or, [e.isinf() for e, (_, _, k) in zip(errors, args, strict=True) if k == NUMBER])
+    return torch.where(finite | unsure, worst, 0.0)

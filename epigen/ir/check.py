@@ -1,0 +1,411 @@
+"""Second stage: untyped Program -> typed Graph, with every mistake of meaning reported together.
+
+What holds afterwards: names are bound once and used, every input has one set of indices, booleans and numbers stand where they
+belong, a reduction feeds nothing that varies over more than it does, each output can be stored, and mm is used.
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from epigen import dtypes, ops
+from epigen.errors import CheckError, Diagnostic, InternalError, Span, near_miss
+from epigen.ir.graph import BITMASK, BITS, CAST, CONSTANT, INPUT, MM, OPERAND, PACKED, REDUCE, Graph, Node, Output, describe_indices
+from epigen.lang.parser import parse
+from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Power, Program, expr_text, to_text
+from epigen.ops import BOOLEAN, NUMBER
+
+PREDECLARED = {"bias": "n", "residual": "mn"}
+OPERANDS = {"a": "mk", "b": "kn"}
+INDEX_NAMES = frozenset("mnk")
+
+# what generated code itself uses; an input of such a name would shadow it
+_GENERATED = frozenset(
+    """tl triton torch gl gluon acc pid pid_m pid_n group M N K GROUP_M logaddexp maximum out start first size chunk self
+    load store dot arange zeros full program_id num_programs cdiv constexpr reduce reshape broadcast_to expand_dims trans cat join
+    split atomic_add atomic_max make_block_ptr make_tensor_descriptor static_range assume multiple_of max_contiguous swizzle2d
+    tiles to_int8 float16 float32 float64 bfloat16 int1 int8 int16 int32 int64 uint8 uint32 math extra libdevice language jit""".split()
+)
+_GENERATED_PATTERN = re.compile(r"(stride|offs|block|tiles|num|in|BLOCK|GROUP|FINISH)_.*|.*_(ptrs?|desc|partial|length|value|byte|bit|in)|out\d+|t\d+")
+
+_Value = int | None  # a node's number, or None where its expression held a mistake
+
+
+def check(program: Program) -> Graph:
+    """Type a program. Raises CheckError with every mistake found."""
+    builder = _Builder(program.text)
+    for assign in program.assigns:
+        builder.assign(assign)
+    outputs = builder.outputs(program.outputs)
+    builder.finish(program)
+    if builder.found:
+        raise CheckError(program.text, builder.found)
+    return Graph(tuple(builder.nodes), outputs, to_text(program))
+
+
+def check_rule(text: str, kinds: Mapping[str, str]) -> Graph:
+    """Type one expression over named tiles: the form of the operation table's `gradient` and `error` texts.
+
+    kinds: each name's kind, NUMBER or BOOLEAN. The graph has the tiles as inputs and one output.
+    """
+    program = parse(text)
+    builder = _Builder(text)
+    for name, kind in kinds.items():
+        builder.names[name] = builder.node(Node(INPUT, (), kind, "mn", name=name))
+    value = builder.expr(program.outputs[0])
+    if builder.found or value is None:
+        raise InternalError(str(CheckError(text, builder.found)))
+    return Graph(tuple(builder.nodes), (Output("out", value, None),), to_text(program))
+
+
+class _Builder:
+    """Holds the nodes made so far, the names bound so far, and the mistakes found so far."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.nodes: list[Node] = []
+        self.numbers: dict[Node, int] = {}
+        self.names: dict[str, _Value] = {}
+        self.assigned: dict[str, Assign] = {}
+        self.used: set[str] = set()
+        self.inputs: dict[str, tuple[str, bool, Span]] = {}  # name -> indices, packed, first use
+        self.found: list[Diagnostic] = []
+
+    # -- nodes
+
+    def node(self, node: Node) -> int:
+        number = self.numbers.get(node)
+        if number is None:
+            number = self.numbers[node] = len(self.nodes)
+            self.nodes.append(node)
+        elif node.label and not self.nodes[number].label:
+            self.nodes[number] = node
+        return number
+
+    def constant(self, value: float) -> int:
+        return self.node(Node(CONSTANT, (), NUMBER, "", value=value))
+
+    def error(self, message: str, span: Span, hint: str = "") -> None:
+        diagnostic = Diagnostic(message, span, hint)
+        if diagnostic not in self.found:
+            self.found.append(diagnostic)
+
+    # -- statements
+
+    def assign(self, assign: Assign) -> None:
+        name = assign.name
+        value = self.expr(assign.value)
+        if name in self.assigned:
+            self.error(f"'{name}' is bound twice", assign.span, "each name is bound once: choose another")
+            return
+        if name in self.inputs:
+            self.error(f"'{name}' is an input above, and cannot be bound here", assign.span, "choose another name")
+            self.names[name] = None  # one report a name
+            return
+        if name in PREDECLARED or name == "mask":
+            self.error(f"'{name}' is a predeclared input, and cannot be bound", assign.span, "choose another name")
+            self.names[name] = None
+            return
+        default = name == "out" or re.fullmatch(r"out\d+", name)
+        if not default and not self.name_is_free(name, assign.span):
+            self.names[name] = None
+            return
+        self.assigned[name] = assign
+        self.names[name] = value
+        # an output's default name is no label: that output's own value takes it
+        if not default and value is not None and not self.nodes[value].label and self.nodes[value].op not in (INPUT, BITS, CONSTANT, MM, OPERAND):
+            self.nodes[value] = replace(self.nodes[value], label=name)
+
+    def name_is_free(self, name: str, span: Span) -> bool:
+        """Whether an input or an assignment may have this name; notes the mistake if not."""
+        if name in ("mm", *OPERANDS):
+            self.error(f"'{name}' is predeclared, and cannot be bound", span, "choose another name")
+        elif name in INDEX_NAMES:
+            self.error(f"'{name}' is an index, not a value", span, "choose another name")
+        elif name in ops.FUNCTIONS:
+            self.error(f"'{name}' is an operation, not a value", span, f"call it, as in {name}(mm), or choose another name")
+        elif name in dtypes.BY_NAME:
+            self.error(f"'{name}' is a dtype, not a value", span, "choose another name")
+        elif keyword.iskeyword(name) or hasattr(builtins, name):
+            self.error(f"'{name}' is a Python name that generated code may need", span, "choose another name")
+        elif name in _GENERATED or _GENERATED_PATTERN.fullmatch(name):
+            self.error(f"'{name}' is a name that Triton or the generated kernel uses", span, "choose another name")
+        else:
+            return True
+        return False
+
+    # -- expressions
+
+    def expr(self, expr: Expr) -> _Value:
+        match expr:
+            case Number(value):
+                return self.constant(value)
+            case Name():
+                return self.name(expr)
+            case Power(base, exponent):
+                return self.power(self.expr(base), exponent, expr)
+            case Call(function):
+                if function == "bgrad":
+                    return self.reduction("sum", expr, axes="m")
+                if function in ops.REDUCTIONS:
+                    return self.reduction(function, expr)
+                if function == "bits":
+                    return self.call_bits(expr)
+                if function == "bitmask":
+                    return self.call_bitmask(expr)
+                if function == "cast":
+                    return self.call_cast(expr)
+                return self.elementwise(ops.TABLE[function], expr)
+
+    def name(self, name: Name) -> _Value:
+        text, span = name.name, name.span
+        declared = None if name.indices is None else "".join(sorted(name.indices, key="mkn".index))
+        if text in self.names:
+            self.used.add(text)
+            if name.indices is not None and text in self.assigned:
+                self.error(f"'{text}' is a bound name, and takes no indices", span, f"write {text}")
+            return self.names[text]
+        if text == "mm":
+            if declared not in (None, "mn"):
+                self.error(f"mm has indices [m, n], not {describe_indices(declared or '')}", span, "write mm")
+            return self.node(Node(MM, (), NUMBER, "mn"))
+        if text in OPERANDS:
+            self.error(f"the operand '{text}' can only be reduced over k", span, f"write sum({text}, k); the product is mm")
+            return None
+        if text == "mask" and declared is None:
+            return self.bits(text, span)
+        if declared is not None and "k" in declared:
+            self.error(f"'{text}' has the index k, which only the operands have", span, "an input of the epilogue varies over m, n or both")
+            return None
+        if text not in PREDECLARED and text not in self.inputs and declared is None and not self.scalar_name(text, span):
+            return None
+        indices = PREDECLARED.get(text, "") if declared is None else declared
+        return self.input(text, indices, False, span)
+
+    def scalar_name(self, name: str, span: Span) -> bool:
+        """A bare name that is not known yet declares a scalar, unless it looks like a slip of the pen."""
+        anagrams = [n for n in (*self.assigned, *self.inputs) if len(n) > 2 and sorted(n) == sorted(name)]
+        close = near_miss(name, (*PREDECLARED, "mask", *anagrams)) if len(name) > 3 else ""
+        if close or anagrams:
+            hint = close or f"did you mean {anagrams[0]}?"
+            self.error(f"unknown name '{name}'", span, f"{hint} (a bare name declares a scalar input: for one, choose a name less like it)")
+            return False
+        return True
+
+    def input(self, name: str, indices: str, packed: bool, span: Span) -> _Value:
+        if name in self.inputs:
+            known, known_packed, _ = self.inputs[name]
+            if known_packed != packed:
+                self.error(f"'{name}' is used as a packed mask and as numbers", span, "give the two inputs two names")
+                return None
+            if known != indices:
+                self.error(
+                    f"'{name}' is {describe_indices(known)} above and {describe_indices(indices)} here", span,
+                    f"one input has one set of indices: write {name}{'[' + ','.join(known) + ']' if known else ''}, or use another name")  # fmt: skip
+                return None
+        elif not self.name_is_free(name, span):
+            self.names[name] = None  # one report a name
+            return None
+        self.inputs.setdefault(name, (indices, packed, span))
+        return self.node(Node(BITS if packed else INPUT, (), BOOLEAN if packed else NUMBER, indices, name=name))
+
+    def bits(self, name: str, span: Span) -> _Value:
+        return self.input(name, "mn", True, span)
+
+    def power(self, base: _Value, exponent: int, expr: Power) -> _Value:
+        if base is None or not self.expect(base, NUMBER, expr.base, "the base of a power"):
+            return None
+        # by squaring, so that the reference and the kernel round alike
+        result, square = None, base
+        while exponent:
+            if exponent & 1:
+                result = square if result is None else self.apply(ops.TABLE["mul"], (result, square), expr.span)
+            exponent >>= 1
+            if exponent and (square := self.apply(ops.TABLE["mul"], (square, square), expr.span)) is None:
+                return None
+        return result
+
+    def arguments(self, call: Call, params: tuple[str, ...]) -> list[Expr] | None:
+        """The call's arguments in the order of the parameters, or None after noting what does not fit."""
+        bound: dict[str, Expr] = dict(zip(params, call.args, strict=False))
+        for key, value in call.keywords:
+            if key not in params:
+                hint = near_miss(key, params) or f"its parameters are {', '.join(params)}"
+                self.error(f"{call.function} has no parameter '{key}'", call.span, hint)
+                return None
+            if key in bound:
+                self.error(f"{call.function}'s {key} is given twice", call.span, "once in its place, or once by its name")
+                return None
+            bound[key] = value
+        if len(call.args) > len(params) or len(bound) < len(params):
+            given = len(call.args) + len(call.keywords)
+            self.error(f"{call.function} takes {len(params)} argument{'s' * (len(params) != 1)}, and got {given}", call.span, f"write {call.function}({', '.join(params)})")
+            return None
+        return [bound[p] for p in params]
+
+    def elementwise(self, op: ops.Op, call: Call) -> _Value:
+        given = self.arguments(call, tuple(p.name for p in op.params))
+        if given is None:
+            for arg in call.args:  # their own mistakes are worth reporting too
+                self.expr(arg)
+            return None
+        values = [self.expr(g) for g in given]
+        what = f"'{op.symbol}'" if call.infix else op.name
+        ok = [v is not None and self.expect(v, p.kind, g, f"{what}'s {p.name}" if not call.infix else f"an operand of {what}") for v, p, g in zip(values, op.params, given, strict=True)]
+        return self.apply(op, tuple(v for v in values if v is not None), call.span) if all(ok) else None
+
+    def apply(self, op: ops.Op, args: tuple[int, ...], span: Span) -> _Value:
+        indices = "".join(i for i in "mn" if any(i in self.nodes[a].indices for a in args))
+        reduced = [self.nodes[a] for a in args if self.nodes[a].reduced]
+        for r in reduced:
+            if r.indices != indices:
+                if indices == "mn":
+                    message, hint = f"a reduction that leaves {describe_indices(r.indices)} feeds a tile", "it is finished only after every tile is: make it an output, and use it in a second kernel"
+                else:
+                    message = f"a reduction that leaves {describe_indices(r.indices)} meets a value with {describe_indices(indices)}"
+                    hint = "after a reduction, every value needs the reduction's own indices or is a scalar input"
+                self.error(message, span, hint)
+                return None
+        return self.node(Node(op.name, args, op.result, indices, bool(reduced)))
+
+    def expect(self, value: int, kind: str, expr: Expr, what: str) -> bool:
+        found = self.nodes[value].kind
+        if found == kind:
+            return True
+        text = expr_text(expr)
+        if found == PACKED:
+            self.error(f"{what} has to be a {kind}, and a packed mask was found", expr.span, "bitmask(p) is for outputs: use p itself here")
+        elif kind == NUMBER:
+            self.error(f"{what} has to be a number, and a boolean was found", expr.span, f"write where({text}, 1, 0)")
+        else:
+            self.error(f"{what} has to be a boolean, and a number was found", expr.span, f"write a comparison such as {text} > 0, or bits(name) for a packed mask")
+        return False
+
+    # -- calls of the grammar's own
+
+    def call_bits(self, call: Call) -> _Value:
+        match call.args:
+            case (Name(name, span, indices),) if not call.keywords and indices in (None, ("m", "n")):
+                if name in self.names and name not in self.assigned:
+                    return None  # reported above
+                if name in self.names or name in ("mm", *OPERANDS):
+                    self.error(f"bits reads a packed input, and '{name}' is computed", span, "a boolean needs no bits(...)")
+                    return None
+                return self.bits(name, span)
+        self.error("bits takes the name of a packed mask [m,n]", call.span, "write bits(name)")
+        return None
+
+    def call_bitmask(self, call: Call) -> _Value:
+        given = self.arguments(call, ("p",))
+        value = given and self.expr(given[0])
+        if not given or value is None or not self.expect(value, BOOLEAN, given[0], "what bitmask packs"):
+            return None
+        if self.nodes[value].indices != "mn":
+            self.error(f"bitmask packs a tile [m, n]: found {describe_indices(self.nodes[value].indices)}", call.span, "compare something that varies over m and n")
+            return None
+        return self.node(Node(BITMASK, (value,), PACKED, "mn"))
+
+    def call_cast(self, call: Call) -> _Value:
+        given = self.arguments(call, ("x", "dtype"))
+        if not given:
+            return None
+        value, dtype = self.expr(given[0]), None
+        if isinstance(given[1], Name) and given[1].indices is None:
+            dtype = dtypes.BY_NAME.get(given[1].name)
+        if dtype is None:
+            name = expr_text(given[1])
+            hint = near_miss(name, dtypes.BY_NAME) or f"the dtypes are {', '.join(t.name for t in dtypes.OPERANDS)}"
+            self.error(f"unknown dtype '{name}'", given[1].span, hint)
+            return None
+        if value is None or not self.expect(value, NUMBER, given[0], "what cast rounds"):
+            return None
+        x = self.nodes[value]
+        return self.node(Node(CAST, (value,), NUMBER, x.indices, x.reduced, dtype=dtype))
+
+    def reduction(self, row: str, call: Call, axes: str | None = None) -> _Value:
+        if call.keywords or not 1 <= len(call.args) <= (2 if axes is None else 1):
+            form = f"{call.function}(x)" if axes else f"{row}(x, m), {row}(x, n) or {row}(x)"
+            self.error(f"the arguments do not fit {call.function}", call.span, f"write {form}")
+            return None
+        if axes is None:
+            axes = "mn"
+            if len(call.args) == 2:
+                match call.args[1]:
+                    case Name(name, _, None) if name in INDEX_NAMES:
+                        axes = name
+                    case other:
+                        hint = f"write {row}imum({expr_text(call.args[0])}, {expr_text(other)}) for the larger of two values" if row == "max" else f"write {row}(x, m), {row}(x, n) or {row}(x)"
+                        self.error(f"{row} reduces over m, n or k, and found '{expr_text(other)}'", other.span, hint)
+                        return None
+        match call.args[0]:
+            case Name(name, span, None) if name in OPERANDS and name not in self.names:
+                if axes != "k":
+                    self.error(f"the operand '{name}' can only be reduced over k", call.span, f"write {row}({name}, k)")
+                    return None
+                operand = self.node(Node(OPERAND, (), NUMBER, OPERANDS[name], name=name))
+                return self.node(Node(REDUCE, (operand,), NUMBER, OPERANDS[name].replace("k", ""), True, name=row, axes="k"))
+        value = self.expr(call.args[0])
+        if value is None or not self.expect(value, NUMBER, call.args[0], f"what {call.function} reduces"):
+            return None
+        if axes == "k":
+            self.error("only the operands a and b have the index k", call.span, f"write {row}(a, k) or {row}(b, k); mm is already summed over k")
+            return None
+        x = self.nodes[value]
+        if x.reduced:
+            self.error("a reduction of a reduction", call.span, f"reduce the tile at once: {row}(x) reduces over m and n")
+            return None
+        if x.indices != "mn":
+            self.error(f"{call.function} reduces a tile [m, n]: found {describe_indices(x.indices)}", call.span, "reduce something that varies over m and n")
+            return None
+        return self.node(Node(REDUCE, (value,), NUMBER, "".join(i for i in "mn" if i not in axes), True, name=row, axes=axes))
+
+    # -- outputs
+
+    def outputs(self, exprs: tuple[Expr, ...]) -> tuple[Output, ...]:
+        outputs: list[Output] = []
+        for position, expr in enumerate(exprs):
+            value = self.expr(expr)
+            bound = isinstance(expr, Name) and expr.name in self.assigned
+            name = expr.name if bound and isinstance(expr, Name) else "out" if len(exprs) == 1 else f"out{position}"
+            if value is None:
+                continue
+            x = self.nodes[value]
+            dtype = None
+            if x.op == CAST:  # the store rounds
+                dtype = x.dtype
+                self.move_label(value, x.args[0])
+                value = x.args[0]
+            if x.kind == BOOLEAN:
+                self.error("a boolean cannot be an output", expr.span, f"write bitmask({expr_text(expr)}), or where({expr_text(expr)}, 1, 0)")
+            elif x.indices != "mn" and not x.reduced:
+                self.error(f"an output varies over [m, n] or is a reduction: found {describe_indices(x.indices)}", expr.span, "compute it outside the kernel")
+            elif any(o.name == name for o in outputs):
+                self.error(f"two outputs are called '{name}'", expr.span, "list each output once, or bind one to another name")
+            outputs.append(Output(name, value, dtype))
+        return tuple(outputs)
+
+    def move_label(self, cast: int, value: int) -> None:
+        """The label of an output's cast, for what is cast; no two nodes have the same."""
+        label = self.nodes[cast].label
+        if label and not self.nodes[value].label and self.nodes[value].op not in (INPUT, BITS, CONSTANT, MM):
+            self.nodes[cast] = replace(self.nodes[cast], label="")
+            self.nodes[value] = replace(self.nodes[value], label=label)
+
+    def finish(self, program: Program) -> None:
+        """Mistakes that only the whole program shows."""
+        for node in self.nodes:
+            for arg in node.args:
+                if self.nodes[arg].kind == PACKED:
+                    raise InternalError("a packed mask is used inside")
+        if self.found:
+            return
+        for name, assign in self.assigned.items():
+            if name not in self.used:
+                self.error(f"'{name}' is bound and never used", assign.span, "list it among the outputs, or drop it")
+        if not any(n.op == MM for n in self.nodes):
+            span = program.outputs[0].span
+            self.error("the program never uses mm, the product of a and b", span, "an epilogue works on mm, for example relu(mm + bias)")

@@ -1,0 +1,65 @@
+"""The typed, immutable graph of an epilogue, in canonical order.
+
+Invariants: a node's arguments stand before it; no two nodes are equal; every node is reached from an output. Equal programs (but
+for spacing, unused structure and the order of assignments) give equal graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from epigen.dtypes import DType
+
+# node kinds beside the rows of the operation table
+MM, INPUT, BITS, OPERAND, CONSTANT, CAST, BITMASK, REDUCE = "mm", "input", "bits", "operand", "constant", "cast", "bitmask", "reduce"
+PACKED = "packed"
+"""Kind of a value that holds one bit an element, beside the operation table's NUMBER and BOOLEAN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One value.
+
+    op: a row of the operation table or one of the node kinds above.
+    indices: which of m, n it varies over, in that order ("mn", "m", "n" or ""; operands have "mk" and "kn").
+    kind: NUMBER, BOOLEAN or PACKED.  reduced: computed from a finished reduction.
+    value: a constant's.  name: an input's or operand's, or the reduction's row.  axes: what a reduction contracts.
+    dtype: a cast's.  label: the name that the user gave the value ("" if none); no part of its meaning.
+    """
+
+    op: str
+    args: tuple[int, ...]
+    kind: str
+    indices: str
+    reduced: bool = False
+    value: float = 0.0
+    name: str = ""
+    axes: str = ""
+    dtype: DType | None = None
+    label: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One result: the value, and the dtype that an outermost cast gave it (None: the default of the call)."""
+
+    name: str
+    node: int
+    dtype: DType | None
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    nodes: tuple[Node, ...]
+    outputs: tuple[Output, ...]
+    text: str = field(compare=False)
+    """The program in canonical text."""
+
+    def inputs(self) -> tuple[Node, ...]:
+        """The named inputs, packed masks among them, in order of first use; operands and mm are not listed."""
+        return tuple(n for n in self.nodes if n.op in (INPUT, BITS))
+
+
+def describe_indices(indices: str) -> str:
+    """'[m, n]', '[n]' or 'a scalar'."""
+    return f"[{', '.join(indices)}]" if indices else "a scalar"

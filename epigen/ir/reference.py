@@ -1,0 +1,164 @@
+"""The oracle: a graph evaluated with torch, operation by operation, never through generated code.
+
+In fp32 it has the kernel's rounding points (fp32 arithmetic, each output rounded once) and answers for CPU tensors. In fp64 it is
+what every other answer is measured against.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from epigen import ops
+from epigen.dtypes import INT8, INT32, DType
+from epigen.errors import InternalError
+from epigen.ir import graph as g
+from epigen.ir.graph import Graph, Node
+
+Number = float | Tensor
+
+
+@functools.cache
+def torch_function(name: str) -> Callable[..., Tensor]:
+    """The reference of an elementwise row, as a function of tensors. The text is the table's own, never a user's."""
+    op = ops.TABLE[name]
+    params = {p.name: p.name for p in op.params}
+    return eval(f"lambda {', '.join(params)}: {op.torch.format(**params)}", {"torch": torch})
+
+
+@functools.cache
+def torch_reduction(name: str) -> Callable[..., Tensor]:
+    """The reference of a reduction's row: (x, dims) -> x reduced over dims, which it keeps with extent 1."""
+    text = ops.REDUCTIONS[name].torch.format(x="x", dim="dim, keepdim=True")
+    return eval(f"lambda x, dim: {text}", {"torch": torch})
+
+
+IDENTITY = {name: float(row.identity.removeprefix("float('").removesuffix("')")) for name, row in ops.REDUCTIONS.items()}
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    return getattr(torch, dtype.torch)
+
+
+def evaluate(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], dtypes: Sequence[DType]) -> list[Tensor]:
+    """The program's outputs, in fp32 arithmetic, each rounded once to its dtype.
+
+    a: [M, K]. b: [K, N]. inputs: tile [M, N], row [M], column [N], mask uint8 [M, ceil(N / 8)], scalar. dtypes: one an output.
+    """
+    values = node_values(graph, a, b, inputs, torch.float32)
+    m, n = a.shape[0], b.shape[1]
+    results = []
+    for output, dtype in zip(graph.outputs, dtypes, strict=True):
+        value = values[output.node]
+        if graph.nodes[output.node].kind == g.PACKED:
+            results.append(value)
+        elif dtype == INT32:
+            results.append(product(a, b, torch.float64).to(torch.int32))
+        else:
+            results.append(convert(shaped(value, graph.nodes[output.node].indices, m, n), dtype))
+    return results
+
+
+def node_values(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], compute: torch.dtype) -> list[Tensor]:
+    """Every node's value, in shapes that broadcast: [M, N], [M, 1], [1, N] or a scalar; packed masks as bytes."""
+    m, n = a.shape[0], b.shape[1]
+    values: list[Tensor] = []
+    for node in graph.nodes:
+        values.append(_value(node, [values[i] for i in node.args], a, b, inputs, compute, m, n))
+    return values
+
+
+def _value(node: Node, args: list[Tensor], a: Tensor, b: Tensor, inputs: Mapping[str, Number], compute: torch.dtype, m: int, n: int) -> Tensor:
+    match node.op:
+        case g.MM:
+            return product(a, b, compute)
+        case g.CONSTANT:
+            # through fp32, as the kernel sees it
+            return torch.tensor(node.value, dtype=torch.float32 if compute == torch.float32 else compute, device=a.device)
+        case g.INPUT:
+            return broadcastable(inputs[node.name], node.indices, compute, a.device)
+        case g.BITS:
+            mask = inputs[node.name]
+            assert isinstance(mask, Tensor)
+            return unpack(mask, n)
+        case g.OPERAND:
+            return (a if node.name == "a" else b).to(compute)
+        case g.CAST:
+            assert node.dtype is not None
+            return convert(args[0], node.dtype).to(compute)
+        case g.BITMASK:
+            return pack(args[0].expand(m, n))
+        case g.REDUCE:
+            x = args[0] if node.axes == "k" else args[0].expand(m, n)
+            return reduce(node, x)
+        case op if op in ops.TABLE:
+            return torch_function(op)(*args)
+    raise InternalError(f"no reference for {node.op}")
+
+
+def product(a: Tensor, b: Tensor, compute: torch.dtype) -> Tensor:
+    """a @ b in `compute`; int8 operands exactly, then rounded to `compute`."""
+    if a.dtype == torch.int8:
+        return (a.double() @ b.double()).to(compute)
+    return a.to(compute) @ b.to(compute)
+
+
+def reduce(node: Node, x: Tensor) -> Tensor:
+    dims = {"m": (0,), "n": (1,), "mn": (0, 1), "k": (1,) if node.indices == "m" else (0,)}[node.axes]
+    if any(x.shape[d] == 0 for d in dims):
+        shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
+        return torch.full(shape, IDENTITY[node.name], dtype=x.dtype, device=x.device)
+    return torch_reduction(node.name)(x, dims)
+
+
+def broadcastable(value: Number, indices: str, compute: torch.dtype, device: torch.device) -> Tensor:
+    """An input in a shape that broadcasts against [M, N]."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=torch.float32, device=device).to(compute)
+    value = value.to(compute)
+    return {"mn": lambda: value, "m": lambda: value[:, None], "n": lambda: value[None, :], "": lambda: value.reshape(())}[indices]()
+
+
+def shaped(value: Tensor, indices: str, m: int, n: int) -> Tensor:
+    """A node's value in the shape of an output: [M, N], [M], [N] or []."""
+    if indices == "mn":
+        return value.expand(m, n)
+    return value.reshape({"m": (m,), "n": (n,), "": ()}[indices])
+
+
+def convert(x: Tensor, dtype: DType) -> Tensor:
+    """x rounded once to nearest even. fp8 and int8 saturate, as the hardware's conversions and cuBLASLt do; NaN becomes 0 in int8."""
+    if dtype == INT8:
+        return torch.nan_to_num(x, nan=0.0).round().clamp(-128, 127).to(torch.int8)
+    if dtype.is_fp8:
+        x = x.clamp(-dtype.largest, dtype.largest).to(torch.float32)
+    return x.to(torch_dtype(dtype))
+
+
+def mask_stride(n: int) -> int:
+    """Bytes between the rows of a packed mask: a multiple of 16, as cuBLASLt asks."""
+    return -(-n // 128) * 16
+
+
+def pack(p: Tensor) -> Tensor:
+    """Boolean [M, N] -> uint8 [M, ceil(N / 8)]: bit n % 8 of byte n // 8 is column n; padding bits are zero.
+
+    Source: the layout of cuBLASLt's CUBLASLT_EPILOGUE_RELU_AUX for a column-major result, seen from its transpose.
+    """
+    m, n = p.shape
+    width = -(-n // 8)
+    bits = torch.zeros((m, width * 8), dtype=torch.uint8, device=p.device)
+    bits[:, :n] = p
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=p.device)
+    packed = torch.zeros((m, mask_stride(n)), dtype=torch.uint8, device=p.device)[:, :width]
+    packed.copy_((bits.reshape(m, width, 8) * weights).sum(2, dtype=torch.uint8))
+    return packed
+
+
+def unpack(mask: Tensor, n: int) -> Tensor:
+    """uint8 [M, ceil(N / 8)] -> boolean [M, N]; the inverse of `pack`."""
+    bits = (mask[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=mask.device)) & 1
+    return bits.flatten(1)[:, :n].bool()

@@ -1,0 +1,309 @@
+"""First stage: text -> untyped Program, on Python's own expression grammar (`ast.parse`; nothing is ever evaluated).
+
+Everything that is Python and not epigen is refused here, with its place; all such mistakes of a text are reported together.
+Mistakes of meaning (names, kinds, indices) belong to the checker.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import keyword
+import re
+import unicodedata
+import warnings
+
+from epigen import ops
+from epigen.dtypes import FP32
+from epigen.errors import Diagnostic, ParseError, Span, near_miss
+from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Power, Program
+
+MAX_CHARACTERS = 20_000
+MAX_DEPTH = 100
+MAX_NODES = 2_000
+MAX_EXPONENT = 8
+
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_LONG_NUMBER = re.compile(r"[\d_]{1000,}")
+_TOO_LARGE, _LARGEST = "a number is too large for fp32", f"the largest is {FP32.largest!r}"
+
+_BINARY = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.BitAnd: "&", ast.BitOr: "|",
+    ast.Gt: ">", ast.GtE: ">=", ast.Lt: "<", ast.LtE: "<=", ast.Eq: "==", ast.NotEq: "!=",
+}  # fmt: skip
+
+# what to write instead of a piece of Python that is not in the language
+_INSTEAD: dict[type[ast.AST], tuple[str, str]] = {
+    ast.Attribute: ("an attribute access", "names have no parts: write the bare name"),
+    ast.Lambda: ("a lambda", "bind a name with 'name = expression;' instead"),
+    ast.ListComp: ("a comprehension", "operations apply to whole tiles: no loop is needed"),
+    ast.SetComp: ("a comprehension", "operations apply to whole tiles: no loop is needed"),
+    ast.DictComp: ("a comprehension", "operations apply to whole tiles: no loop is needed"),
+    ast.GeneratorExp: ("a generator", "operations apply to whole tiles: no loop is needed"),
+    ast.JoinedStr: ("an f-string", "the language has numbers and names only"),
+    ast.IfExp: ("a conditional expression", "write where(condition, x, y)"),
+    ast.BoolOp: ("'and' or 'or'", "join booleans with & or |, each side in parentheses"),
+    ast.NamedExpr: ("':='", "bind a name with 'name = expression;' instead"),
+    ast.Starred: ("'*' before an argument", "write the arguments out"),
+    ast.Dict: ("a dict", "the language has numbers and names only"),
+    ast.List: ("a list", "several outputs are separated by commas, without brackets"),
+    ast.Set: ("a set", "several outputs are separated by commas, without braces"),
+    ast.Tuple: ("a tuple inside an expression", "only the last statement may list several outputs"),
+    ast.Await: ("'await'", "the language has no such thing"),
+    ast.Import: ("an import", "every operation is built in: see 'epigen ops'"),
+    ast.ImportFrom: ("an import", "every operation is built in: see 'epigen ops'"),
+    ast.AugAssign: ("an update", "each name is bound once: write 'name = expression'"),
+    ast.AnnAssign: ("an annotated name", "write 'name = expression'"),
+    ast.FunctionDef: ("a function definition", "bind names with 'name = expression;'"),
+    ast.ClassDef: ("a class definition", "bind names with 'name = expression;'"),
+    ast.Delete: ("'del'", "a program only binds names and lists outputs"),
+    ast.MatMult: ("'@'", "the product is already there, as mm"),
+    ast.Mod: ("'%'", "the language has + - * / and small integer powers"),
+    ast.FloorDiv: ("'//'", "the language has + - * / and small integer powers"),
+    ast.BitXor: ("'^'", "a power is written x ** 2; booleans that differ are (p & ~q) | (q & ~p)"),
+    ast.LShift: ("'<<'", "the language has + - * / and small integer powers"),
+    ast.RShift: ("'>>'", "the language has + - * / and small integer powers"),
+}  # fmt: skip
+
+
+def parse(text: str) -> Program:
+    """Parse a program.
+
+    text: statements separated by ';' or newlines: assignments, then one expression or tuple, the outputs.
+    Raises ParseError with every mistake found, each with its place.
+    """
+    text = inspect.cleandoc(text.replace("\r\n", "\n")).strip()
+    _refuse_text(text)
+    try:
+        with warnings.catch_warnings():
+            # Python warns of text such as `1 is 1` or `0x1for`; what it means here is decided below
+            warnings.simplefilter("ignore")
+            body = ast.parse(text, mode="exec").body
+    except SyntaxError as error:
+        raise _syntax_error(text, error) from None
+    except (RecursionError, MemoryError):
+        raise ParseError(text, [_too_deep(Span(0, 1))]) from None
+    except ValueError as error:  # an integer literal past Python's digit limit
+        raise ParseError(text, [Diagnostic(f"the text cannot be read: {error}", Span(0, len(text)))]) from None
+    return _Reader(text).program(body)
+
+
+def _too_deep(span: Span) -> Diagnostic:
+    return Diagnostic(f"nested more than {MAX_DEPTH} deep", span, "bind inner parts to names: 'z = ...; relu(z)'")
+
+
+def _refuse_text(text: str) -> None:
+    """Refuse what `ast.parse` should not see: nothing, too much, NUL bytes and letters that only look like ASCII."""
+    if not text:
+        raise ParseError(text, [Diagnostic("the program is empty", None, 'write an epilogue, for example "relu(mm + bias)"')])
+    if len(text) > MAX_CHARACTERS:
+        message = f"the program has {len(text)} characters, and the limit is {MAX_CHARACTERS}"
+        raise ParseError(text, [Diagnostic(message, None, "an epilogue is a few lines: bind repeated parts to names")])
+    found: list[Diagnostic] = []
+    for at, char in enumerate(text):
+        if char == "\n" or " " <= char <= "~":
+            continue
+        plain = unicodedata.normalize("NFKC", char)
+        shown = f"U+{ord(char):04X} {unicodedata.name(char, 'control character')}"
+        hint = f"write {plain!r}" if plain.isascii() and plain.isprintable() and plain != char else "use plain ASCII letters"
+        found.append(Diagnostic(f"the character {shown} is not part of the language", Span(at, at + 1), hint))
+        if len(found) == 3:
+            break
+    if found:
+        raise ParseError(text, found)
+
+
+def _syntax_error(text: str, error: SyntaxError) -> ParseError:
+    lines = text.split("\n")
+    row = min((error.lineno or 1) - 1, len(lines) - 1)
+    start = sum(len(line) + 1 for line in lines[:row]) + max(0, (error.offset or 1) - 1)
+    message = error.msg or "invalid syntax"
+    if "too many nested parentheses" in message or "recursion" in message:
+        return ParseError(text, [_too_deep(Span(start, start + 1))])
+    if "Exceeds the limit" in message and (digits := _LONG_NUMBER.search(text)):  # Python names no column
+        return ParseError(text, [Diagnostic(_TOO_LARGE, Span(*digits.span()), _LARGEST)])
+    word = _WORD.match(text, start)
+    if not word and message == "invalid syntax":  # in `class = mm` Python points at what follows the keyword
+        word = next((w for w in _WORD.finditer(text, 0, start) if keyword.iskeyword(w[0]) and not text[w.end() : start].strip()), None)
+        start = word.start() if word else start
+    hint = ""
+    if word and keyword.iskeyword(word[0]):
+        message, hint = f"'{word[0]}' is a Python keyword", "choose another name"
+    end = word.end() if word else start + 1
+    return ParseError(text, [Diagnostic(f"invalid syntax: {message}" if message != "invalid syntax" else message, Span(start, end), hint)])
+
+
+class _Refused(Exception):
+    """Leaves one expression after its mistake has been noted; the other statements are still read."""
+
+
+class _Reader:
+    """Turns Python's tree into epigen's, noting every mistake."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.found: list[Diagnostic] = []
+        self.nodes = 0
+        self.line_starts = [0]
+        for line in text.split("\n"):
+            self.line_starts.append(self.line_starts[-1] + len(line) + 1)
+
+    def program(self, body: list[ast.stmt]) -> Program:
+        assigns: list[Assign] = []
+        outputs: tuple[Expr, ...] = ()
+        if not body:
+            self.found.append(Diagnostic("the program has no statement", None, 'write an epilogue, for example "relu(mm + bias)"'))
+        for position, statement in enumerate(body):
+            last = position == len(body) - 1
+            try:
+                match statement:
+                    case ast.Assign(targets=[ast.Name(id=name) as target], value=value):
+                        assigns.append(Assign(self.identifier(name, target), self.expr(value, 0), self.span(target)))
+                        if last:
+                            self.note(f"the program ends with the assignment of '{name}', and has no output", statement, f"end with the outputs: '...; {name}'")
+                    case ast.Assign(targets=targets):
+                        self.refuse("an assignment binds one plain name", targets[-1], "write one 'name = expression' a statement")
+                    case ast.Expr(value=value):
+                        if not last:
+                            self.refuse("an expression before the last statement has no effect", value, "bind it to a name, or list it among the outputs at the end")
+                        parts = value.elts if isinstance(value, ast.Tuple) else [value]
+                        if not parts:
+                            self.refuse("the program lists no output", value, "end with an expression")
+                        outputs = tuple(self.outputs(parts))
+                    case _:
+                        self.refuse_python(statement)
+            except _Refused:
+                continue
+        if self.found:
+            raise ParseError(self.text, self.found)
+        return Program(tuple(assigns), outputs, self.text)
+
+    def outputs(self, parts: list[ast.expr]) -> list[Expr]:
+        read = []
+        for part in parts:
+            try:
+                read.append(self.expr(part, 0))
+            except _Refused:
+                continue
+        return read
+
+    def expr(self, node: ast.expr, depth: int) -> Expr:
+        self.nodes += 1
+        if depth > MAX_DEPTH:
+            self.found.append(_too_deep(self.span(node)))
+            raise _Refused
+        if self.nodes > MAX_NODES:
+            message = f"the program has more than {MAX_NODES} parts"
+            raise ParseError(self.text, [*self.found, Diagnostic(message, self.span(node), "an epilogue is a few lines: bind repeated parts to names")])
+        match node:
+            case ast.Constant(value=value):
+                return self.number(value, node)
+            case ast.Name(id=name):
+                return Name(self.identifier(name, node), self.span(node))
+            case ast.Subscript(value=ast.Name(id=name) as base, slice=index):
+                return Name(self.identifier(name, base), self.span(node), self.indices(index))
+            case ast.Subscript(value=base):
+                self.refuse("only a bare name takes indices", base, "bind the expression to a name: no indices are needed there")
+            case ast.Call():
+                return self.call(node, depth)
+            case ast.UnaryOp(op=ast.USub(), operand=x):
+                inner = self.expr(x, depth + 1)
+                return Number(0.0 - inner.value, self.span(node)) if isinstance(inner, Number) else Call("neg", (inner,), self.span(node), infix=True)
+            case ast.UnaryOp(op=ast.UAdd(), operand=x):
+                return self.expr(x, depth + 1)
+            case ast.UnaryOp(op=ast.Invert(), operand=x):
+                return Call("not", (self.expr(x, depth + 1),), self.span(node), infix=True)
+            case ast.UnaryOp(op=ast.Not()):
+                self.refuse("'not' is not in the language", node, "write ~(condition)")
+            case ast.BinOp(left=base, op=ast.Pow(), right=exponent):
+                return self.power(base, exponent, node, depth)
+            case ast.BinOp(left=x, op=op, right=y) if type(op) in _BINARY:
+                return Call(ops.BINARY[_BINARY[type(op)]], (self.expr(x, depth + 1), self.expr(y, depth + 1)), self.span(node), infix=True)
+            case ast.BinOp(op=op):
+                what, instead = _INSTEAD[type(op)]
+                self.refuse(f"{what} is not in the language", node, instead)
+            case ast.Compare(left=x, ops=[op], comparators=[y]) if type(op) in _BINARY:
+                return Call(ops.BINARY[_BINARY[type(op)]], (self.expr(x, depth + 1), self.expr(y, depth + 1)), self.span(node), infix=True)
+            case ast.Compare(ops=[_]):
+                self.refuse("'is' and 'in' are not in the language", node, "compare with > >= < <= == !=")
+            case ast.Compare():
+                self.refuse("a chained comparison is not in the language", node, "write (0 < x) & (x < 1)")
+            case _:
+                self.refuse_python(node)
+        raise AssertionError(node)
+
+    def call(self, node: ast.Call, depth: int) -> Call:
+        if not isinstance(node.func, ast.Name):
+            if isinstance(node.func, ast.Attribute):
+                self.refuse_python(node.func)
+            self.refuse("only an operation's name can be called", node.func, "see 'epigen ops' for the operations")
+        function = node.func.id
+        if function not in ops.FUNCTIONS:
+            hint = near_miss(function, ops.FUNCTIONS) or "see 'epigen ops' for the operations"
+            self.note(f"unknown operation '{function}'", node.func, hint)
+        args = tuple(self.expr(a, depth + 1) for a in node.args)
+        keywords = []
+        for k in node.keywords:
+            if k.arg is None:
+                self.refuse("'**' before an argument is not in the language", k.value, "write the arguments out")
+            keywords.append((k.arg, self.expr(k.value, depth + 1)))
+        if function not in ops.FUNCTIONS:
+            raise _Refused
+        return Call(function, args, self.span(node), tuple(keywords))
+
+    def power(self, base: ast.expr, exponent: ast.expr, node: ast.expr, depth: int) -> Expr:
+        match exponent:
+            case ast.Constant(value=int(n)) if not isinstance(n, bool) and 2 <= n <= MAX_EXPONENT:
+                return Power(self.expr(base, depth + 1), n, self.span(node))
+            case ast.Constant(value=0.5):
+                self.refuse("a power takes a small integer", exponent, "write sqrt(x)")
+        self.refuse(f"a power takes an integer from 2 to {MAX_EXPONENT}", exponent, "write exp(p * log(x)) for other powers of a positive x, 1 / x for the inverse")
+        raise AssertionError(node)
+
+    def number(self, value: object, node: ast.expr) -> Number:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            kind = {str: "a string", bytes: "a byte string", bool: "True or False", type(None): "None", complex: "a complex number"}
+            self.refuse(f"{kind.get(type(value), 'this literal')} is not in the language", node, "the language has numbers and names only")
+        if abs(value) > FP32.largest:
+            self.refuse(_TOO_LARGE, node, _LARGEST)
+        span = self.span(node)
+        # Python itself reads 1e-400 as 0
+        written = value or any(c in "123456789" for c in self.text[span.start : span.end].lower().partition("e")[0])
+        if written and abs(value) <= FP32.smallest / 2:
+            self.refuse("a number is too small for fp32, and would become 0", node, f"the smallest is {FP32.smallest:.3g}")
+        return Number(float(value), self.span(node))
+
+    def indices(self, index: ast.expr) -> tuple[str, ...]:
+        parts = index.elts if isinstance(index, ast.Tuple) else [index]
+        names = [p.id if isinstance(p, ast.Name) else None for p in parts]
+        if not names or any(n not in ("m", "n", "k") for n in names):
+            self.refuse("indices are m, n or k", index, "declare a tile as name[m,n], one value a column as name[n], one a row as name[m]")
+        if len(set(names)) != len(names):
+            self.refuse("an index stands twice", index, "a tile is name[m,n]")
+        return tuple(n for n in names if n)
+
+    def identifier(self, name: str, node: ast.expr) -> str:
+        if "__" in name:
+            self.refuse(f"'{name}' has two underscores in a row", node, "choose a plain name")
+        if name.startswith("_"):
+            self.refuse(f"'{name}' begins with an underscore", node, "choose a plain name")
+        if len(name) > 64:
+            self.refuse(f"a name has {len(name)} characters, and the limit is 64", node, "choose a shorter name")
+        return name
+
+    def span(self, node: ast.AST) -> Span:
+        # the text is ASCII, so Python's byte columns are character columns
+        start = self.line_starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
+        end = self.line_starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
+        return Span(start, end)
+
+    def note(self, message: str, node: ast.AST, hint: str = "") -> None:
+        self.found.append(Diagnostic(message, self.span(node), hint))
+
+    def refuse(self, message: str, node: ast.AST, hint: str = "") -> None:
+        self.note(message, node, hint)
+        raise _Refused
+
+    def refuse_python(self, node: ast.AST) -> None:
+        what, instead = _INSTEAD.get(type(node), ("this piece of Python", "a program is assignments, then one expression or tuple"))
+        self.refuse(f"{what} is not in the language", node, instead)

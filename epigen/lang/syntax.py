@@ -1,0 +1,115 @@
+"""The untyped tree of a program, with spans, and its printer.
+
+In: what the parser builds. Out: canonical text. Invariant: `parse(to_text(p))` equals `p` but for spans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from epigen import ops
+from epigen.errors import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    value: float
+    span: Span = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A bare name, or with `indices` an input's declaration such as `gate[m,n]`."""
+
+    name: str
+    span: Span = field(compare=False)
+    indices: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation applied to arguments. An operator is a call whose `function` is the row's name and `infix` is true."""
+
+    function: str
+    args: tuple[Expr, ...]
+    span: Span = field(compare=False)
+    keywords: tuple[tuple[str, Expr], ...] = ()
+    infix: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """`base ** exponent` with a small integer exponent."""
+
+    base: Expr
+    exponent: int
+    span: Span = field(compare=False)
+
+
+Expr = Number | Name | Call | Power
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    name: str
+    value: Expr
+    span: Span = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Assignments, then the outputs. `text` is the cleaned source that the spans point into."""
+
+    assigns: tuple[Assign, ...]
+    outputs: tuple[Expr, ...]
+    text: str = field(compare=False)
+
+
+# how tightly each form binds, loosest first; a child that binds less tightly stands in parentheses
+_COMPARE, _OR, _AND, _SUM, _PRODUCT, _UNARY, _POWER, _ATOM = range(8)
+_BINDS = {
+    ">": _COMPARE, ">=": _COMPARE, "<": _COMPARE, "<=": _COMPARE, "==": _COMPARE, "!=": _COMPARE,
+    "|": _OR, "&": _AND, "+": _SUM, "-": _SUM, "*": _PRODUCT, "/": _PRODUCT,
+}  # fmt: skip
+
+
+def to_text(program: Program) -> str:
+    """Canonical one-line text: statements joined by '; ', one space around operators."""
+    parts = [f"{s.name} = {expr_text(s.value)}" for s in program.assigns]
+    return "; ".join([*parts, ", ".join(expr_text(e) for e in program.outputs)])
+
+
+def expr_text(expr: Expr) -> str:
+    return _print(expr)[0]
+
+
+def number_text(value: float) -> str:
+    """Shortest text that reads back as `value`; integers without a fraction."""
+    return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
+
+
+def _print(expr: Expr) -> tuple[str, int]:
+    match expr:
+        case Number(value):
+            return number_text(value), _UNARY if value < 0 else _ATOM
+        case Name(name, _, indices):
+            return (name if indices is None else f"{name}[{','.join(indices)}]"), _ATOM
+        case Power(base, exponent):
+            return f"{_wrapped(base, _ATOM)} ** {exponent}", _POWER
+        case Call(function, args, _, keywords, False):
+            listed = [expr_text(a) for a in args] + [f"{k}={expr_text(v)}" for k, v in keywords]
+            return f"{function}({', '.join(listed)})", _ATOM
+        case Call(function, (x,)):
+            return f"{ops.TABLE[function].symbol}{_wrapped(x, _UNARY)}", _UNARY
+        case Call(function, (x, y)):
+            symbol = ops.TABLE[function].symbol
+            binds = _BINDS[symbol]
+            # comparisons do not chain in the language, so both sides need to bind tighter
+            left = binds + 1 if binds == _COMPARE else binds
+            return f"{_wrapped(x, left)} {symbol} {_wrapped(y, binds + 1)}", binds
+    raise AssertionError(expr)
+
+
+def _wrapped(expr: Expr, least: int) -> str:
+    text, binds = _print(expr)
+    return text if binds >= least else f"({text})"

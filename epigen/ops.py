@@ -1,0 +1,206 @@
+"""THE operation table: one row is the whole operation.
+
+A row feeds the parser (name, parameters), the checker (kinds), the code generator (`triton`, `body`), the reference (`torch`),
+the error bound (`error`), differentiation (`gradient`) and `epigen ops` (`formula`). Adding an operation is adding a row.
+
+Texts in a row:
+- `triton`: an expression, or with `body` the return expression of a small jit function; parameters stand in braces. It names
+  `tl`; another dialect renames that module.
+- `torch`: the reference, an expression over tensors, independent of the Triton spelling: it is what the spelling is tested against.
+- `gradient`: one text in epigen's own language a parameter, the gradient that flows to it; `grad` is the gradient that arrives,
+  `out` the result. Linear in `grad`. None where there is none.
+- `error`: the operation's own rounding error in units of 2^-24, in epigen's own language, for exact arguments. The figures are
+  upper bounds read from the CUDA programming guide's tables (approximate division, square root, exp2) and confirmed by the
+  differential tests on every backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NUMBER, BOOLEAN = "number", "boolean"
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    name: str
+    kind: str = NUMBER
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """A row for an elementwise operation: broadcasts by index name, fp32 in and out."""
+
+    name: str
+    params: tuple[Param, ...]
+    formula: str
+    triton: str
+    torch: str
+    gradient: tuple[str | None, ...] = ()
+    error: str = "abs(out)"
+    result: str = NUMBER
+    body: tuple[str, ...] = ()
+    symbol: str = ""
+    group: str = "arithmetic"
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A row for a reduction: an associative `combine` with an identity.
+
+    triton: reduces {x} along {axis}, keeping it with extent 1. combine: joins two partial results, elementwise. Both may be helper functions (`body`,
+    `combine_body`). A reduction over tiles is the same reduction over the tiles' results, which every row here satisfies once
+    `prepare` has been applied to the elements.
+    """
+
+    name: str
+    formula: str
+    triton: str
+    combine: str
+    identity: str
+    torch: str
+    gradient: str
+    prepare: str = "{x}"
+    error: str = "abs(out)"
+    body: tuple[str, ...] = ()
+    combine_body: tuple[str, ...] = ()
+
+
+def _numbers(names: str) -> tuple[Param, ...]:
+    return tuple(Param(n) for n in names.split())
+
+
+_NAN = "propagate_nan=tl.PropagateNan.ALL"
+_X, _XY, _GZ, _GY = _numbers("x"), _numbers("x y"), _numbers("g z"), _numbers("g y")
+_BOOLS = (Param("x", BOOLEAN), Param("y", BOOLEAN))
+
+_ARITHMETIC = (
+    Op("add", _XY, "x + y", "{x} + {y}", "{x} + {y}", ("grad", "grad"), symbol="+"),
+    Op("sub", _XY, "x - y", "{x} - {y}", "{x} - {y}", ("grad", "-grad"), symbol="-"),
+    Op("mul", _XY, "x * y", "{x} * {y}", "{x} * {y}", ("grad * y", "grad * x"), symbol="*"),
+    Op("div", _XY, "x / y", "{x} / {y}", "{x} / {y}", ("grad / y", "-grad * out / y"), "4 * abs(out)", symbol="/"),
+    Op("neg", _X, "-x", "-{x}", "-{x}", ("-grad",), "0", symbol="-"),
+    Op("gt", _XY, "x > y", "{x} > {y}", "{x} > {y}", result=BOOLEAN, symbol=">"),
+    Op("ge", _XY, "x >= y", "{x} >= {y}", "{x} >= {y}", result=BOOLEAN, symbol=">="),
+    Op("lt", _XY, "x < y", "{x} < {y}", "{x} < {y}", result=BOOLEAN, symbol="<"),
+    Op("le", _XY, "x <= y", "{x} <= {y}", "{x} <= {y}", result=BOOLEAN, symbol="<="),
+    Op("eq", _XY, "x == y", "{x} == {y}", "{x} == {y}", result=BOOLEAN, symbol="=="),
+    Op("ne", _XY, "x != y", "{x} != {y}", "{x} != {y}", result=BOOLEAN, symbol="!="),
+    Op("and", _BOOLS, "both", "{x} & {y}", "{x} & {y}", result=BOOLEAN, symbol="&"),
+    Op("or", _BOOLS, "either", "{x} | {y}", "{x} | {y}", result=BOOLEAN, symbol="|"),
+    Op("not", (Param("x", BOOLEAN),), "the opposite", "~{x}", "~{x}", result=BOOLEAN, symbol="~"),
+    Op("where", (Param("c", BOOLEAN), *_XY), "x where c, else y", "tl.where({c}, {x}, {y})", "torch.where({c}, {x}, {y})",
+       (None, "where(c, grad, 0)", "where(c, 0, grad)"), "0"),
+    Op("minimum", _XY, "the smaller; NaN if either is", f"tl.minimum({{x}}, {{y}}, {_NAN})", "torch.minimum({x}, {y})",
+       ("where(x < y, grad, where(x == y, grad / 2, 0))", "where(y < x, grad, where(x == y, grad / 2, 0))"), "0"),
+    Op("maximum", _XY, "the larger; NaN if either is", f"tl.maximum({{x}}, {{y}}, {_NAN})", "torch.maximum({x}, {y})",
+       ("where(x > y, grad, where(x == y, grad / 2, 0))", "where(y > x, grad, where(x == y, grad / 2, 0))"), "0"),
+    Op("clamp", _numbers("x lo hi"), "min(max(x, lo), hi)",
+       f"tl.minimum(tl.maximum({{x}}, {{lo}}, {_NAN}), {{hi}}, {_NAN})", "torch.clamp({x}, {lo}, {hi})",
+       ("where((x >= lo) & (x <= hi), grad, 0)", "where((x < lo) & (lo < hi), grad, 0)", "where((x > hi) | (lo > hi), grad, 0)"), "0"),
+    Op("abs", _X, "|x|", "tl.abs({x})", "torch.abs({x})", ("where(x > 0, grad, where(x < 0, -grad, 0))",), "0"),
+    Op("exp", _X, "e^x", "tl.exp({x})", "torch.exp({x})", ("grad * out",), "(4 + 2 * abs(x)) * out"),
+    Op("log", _X, "natural logarithm", "tl.log({x})", "torch.log({x})", ("grad / x",), "4 + 4 * abs(out)"),
+    Op("sqrt", _X, "square root", "tl.sqrt({x})", "torch.sqrt({x})", ("grad / (2 * out)",), "4 * out"),
+    Op("rsqrt", _X, "1 / sqrt(x)", "tl.rsqrt({x})", "torch.rsqrt({x})", ("-grad * out / (2 * x)",), "6 * out"),
+    Op("erf", _X, "Gauss error function", "tl.erf({x})", "torch.erf({x})", ("grad * 1.1283791670955126 * exp(-x * x)",), "6 * abs(out)"),
+    Op("scale", _numbers("x s"), "x * s", "{x} * {s}", "{x} * {s}", ("grad * s", "grad * x")),
+)  # fmt: skip
+
+_ACTIVATIONS = (
+    Op("relu", _X, "max(x, 0); NaN stays NaN", f"tl.maximum({{x}}, 0.0, {_NAN})", "torch.relu({x})", ("where(x <= 0, 0, grad)",), "0"),
+    Op("leaky_relu", _numbers("x slope"), "x where x >= 0, else slope * x", "tl.where({x} >= 0.0, {x}, {x} * {slope})",
+       "torch.where({x} >= 0, {x}, {x} * {slope})", ("where(x >= 0, grad, grad * slope)", "where(x >= 0, 0, grad * x)")),
+    Op("gelu", _X, "x * (1 + erf(x / sqrt 2)) / 2", "0.5 * {x} * (1.0 + tl.erf({x} * 0.7071067811865476))",
+       "torch.nn.functional.gelu({x})", ("dgelu(grad, x)",), "8 * abs(x)"),
+    Op("gelu_tanh", _X, "x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2", "{x} / (1.0 + tl.exp(-2.0 * u))",
+       "torch.nn.functional.gelu({x}, approximate='tanh')", ("dgelu_tanh(grad, x)",), "(16 + 12 * abs(x)) * abs(x)",
+       body=("u = 0.7978845608028654 * {x} * (1.0 + 0.044715 * {x} * {x})",)),
+    Op("silu", _X, "x * sigmoid(x)", "{x} / (1.0 + tl.exp(-{x}))", "torch.nn.functional.silu({x})", ("dsilu(grad, x)",), "(8 + 4 * abs(x)) * abs(out)"),
+    Op("sigmoid", _X, "1 / (1 + e^-x)", "1.0 / (1.0 + tl.exp(-{x}))", "torch.sigmoid({x})", ("dsigmoid(grad, out)",), "(8 + 4 * abs(x)) * out"),
+    Op("tanh", _X, "hyperbolic tangent", "tl.where(a < 0.3, small, tl.where({x} < 0.0, -large, large))", "torch.tanh({x})", ("dtanh(grad, out)",), "8 * abs(out)",
+       body=("# a series near 0, where 1 - e would cancel",
+             "a = tl.abs({x})",
+             "s = {x} * {x}",
+             "small = {x} * (1.0 + s * (-0.33333333333333333 + s * (0.13333333333333333 + s * (-0.05396825396825397 + s * 0.021869488536155203))))",
+             "e = tl.exp(-2.0 * a)",
+             "large = (1.0 - e) / (1.0 + e)")),
+    Op("softplus", _X, "log(1 + e^x)", f"tl.maximum({{x}}, 0.0, {_NAN}) + log1p", "torch.nn.functional.softplus({x}, threshold=50.0)",
+       ("grad * sigmoid(x)",), "(12 + 4 * abs(x)) * out",
+       body=("# log1p(e) for e in [0, 1]: the factor e / (u - 1) undoes the rounding of u",
+             "e = tl.exp(-tl.abs({x}))",
+             "u = 1.0 + e",
+             "log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))")),
+    Op("hardswish", _X, "x * clamp(x + 3, 0, 6) / 6", "{x} * gate * 0.16666666666666666", "torch.nn.functional.hardswish({x})",
+       ("grad * where(x < -3, 0, where(x > 3, 1, x / 3 + 0.5))",), "8 * abs(x)",
+       body=(f"gate = tl.minimum(tl.maximum({{x}} + 3.0, 0.0, {_NAN}), 6.0, {_NAN})",)),
+)  # fmt: skip
+
+# f'(z) of the activations whose derivative needs z. Second derivatives follow by differentiating these formulas once more.
+_DERIVATIVES = (
+    Op("drelu", (Param("g"), Param("p", BOOLEAN)), "g where p, else 0", "tl.where({p}, {g}, 0.0)", "torch.where({p}, {g}, 0.0)",
+       ("drelu(grad, p)", None), "0"),
+    Op("dgelu", _GZ, "g * (Phi(z) + z * phi(z))", "{g} * (cdf + {z} * pdf)",
+       "{g} * (0.5 * (1.0 + torch.erf({z} * 0.7071067811865476)) + {z} * torch.exp(-0.5 * {z} * {z}) * 0.3989422804014327)",
+       ("dgelu(grad, z)", "grad * g * 0.3989422804014327 * exp(-0.5 * z * z) * (2 - z * z)"), "16 * abs(g)",
+       body=("cdf = 0.5 * (1.0 + tl.erf({z} * 0.7071067811865476))", "pdf = 0.3989422804014327 * tl.exp(-0.5 * {z} * {z})")),
+    Op("dgelu_tanh", _GZ, "g * d/dz gelu_tanh(z)", "{g} * s * (1.0 + {z} * (1.0 - s) * du)",
+       "{g} * torch.ops.aten.gelu_backward(torch.ones_like({z}), {z}, approximate='tanh')",
+       ("dgelu_tanh(grad, z)",
+        "grad * g * (1 - tanh(0.7978845608028654 * (z + 0.044715 * z ** 3)) ** 2) * (0.7978845608028654 * (1 + 0.134145 * z * z)"
+        " * (1 - z * tanh(0.7978845608028654 * (z + 0.044715 * z ** 3)) * 0.7978845608028654 * (1 + 0.134145 * z * z))"
+        " + 0.10703222440890037 * z * z)"), "64 * abs(g)",
+       body=("# gelu_tanh(z) = z * sigmoid(2u)",
+             "s = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * {z} * (1.0 + 0.044715 * {z} * {z})))",
+             "du = 1.5957691216057308 * (1.0 + 0.134145 * {z} * {z})")),
+    Op("dsilu", _GZ, "g * s * (1 + z * (1 - s)), s = sigmoid(z)", "{g} * s * (1.0 + {z} * (1.0 - s))",
+       "{g} * torch.sigmoid({z}) * (1 + {z} * (1 - torch.sigmoid({z})))",
+       ("dsilu(grad, z)", "grad * g * dsigmoid(2 + z * (1 - 2 * sigmoid(z)), sigmoid(z))"), "24 * abs(g)",
+       body=("s = 1.0 / (1.0 + tl.exp(-{z}))",)),
+    Op("dsigmoid", _GY, "g * y * (1 - y)", "{g} * {y} * (1.0 - {y})", "{g} * {y} * (1 - {y})",
+       ("grad * y * (1 - y)", "grad * g * (1 - 2 * y)"), "4 * abs(g * y) * (1 + abs(y))"),
+    Op("dtanh", _GY, "g * (1 - y^2)", "{g} * (1.0 - {y} * {y})", "{g} * (1 - {y} * {y})",
+       ("grad * (1 - y * y)", "-2 * grad * g * y"), "4 * abs(g) * (1 + y * y)"),
+)  # fmt: skip
+
+REDUCTIONS: dict[str, Reduction] = {
+    r.name: r
+    for r in (
+        Reduction("sum", "sum of the elements", "tl.sum({x}, {axis}, keep_dims=True)", "{x} + {y}", "0.0", "torch.sum({x}, {dim})", "grad",
+                  error="64 * sum(abs(x))"),
+        Reduction("max", "largest element; NaN if any is", "tl.reduce({x}, {axis}, maximum, keep_dims=True)", "maximum({x}, {y})", "float('-inf')",
+                  "torch.amax({x}, {dim})", "where(x == out, grad, 0)", error="0",
+                  combine_body=(f"return tl.maximum(x, y, {_NAN})",)),
+        Reduction("amax", "largest magnitude; NaN if any is", "tl.reduce({x}, {axis}, maximum, keep_dims=True)", "maximum({x}, {y})", "0.0",
+                  "torch.amax(torch.abs({x}), {dim})", "where(abs(x) == out, where(x < 0, -grad, grad), 0)", prepare="tl.abs({x})", error="0",
+                  combine_body=(f"return tl.maximum(x, y, {_NAN})",)),
+        Reduction("logsumexp", "log of the sum of e^x", "logsumexp({x}, {axis})", "logaddexp({x}, {y})", "float('-inf')",
+                  "torch.logsumexp({x}, {dim})", "grad * exp(x - out)", error="64 + 16 * abs(out)",
+                  body=("top = tl.max(x, axis, keep_dims=True)",
+                        "top = tl.where(tl.abs(top) == float('inf'), 0.0, top)  # inf - inf would be NaN",
+                        "return tl.log(tl.sum(tl.exp(x - top), axis, keep_dims=True)) + top"),
+                  combine_body=("top = tl.maximum(x, y)",
+                                "top = tl.where(tl.abs(top) == float('inf'), 0.0, top)  # inf - inf would be NaN",
+                                "return tl.log(tl.exp(x - top) + tl.exp(y - top)) + top")),
+    )
+}  # fmt: skip
+
+TABLE: dict[str, Op] = {
+    op.name: op if not group else Op(**{f: getattr(op, f) for f in Op.__dataclass_fields__} | {"group": group})
+    for group, rows in (("", _ARITHMETIC), ("activation", _ACTIVATIONS), ("derivative", _DERIVATIVES))
+    for op in rows
+}
+
+BINARY = {op.symbol: op.name for op in TABLE.values() if op.symbol and len(op.params) == 2}
+UNARY = {op.symbol: op.name for op in TABLE.values() if op.symbol and len(op.params) == 1}
+
+SPECIAL = {
+    "cast": "cast(x, dtype): x rounded to dtype; at an output it sets that output's dtype",
+    "bitmask": "bitmask(p): packs a boolean tile, one bit an element, as an output",
+    "bits": "bits(name): reads the packed mask `name` as a boolean tile",
+    "bgrad": "bgrad(x) = sum(x, m), the gradient of a bias",
+}
+"""Calls that are part of the language's grammar and no elementwise function of numbers."""
+
+FUNCTIONS = frozenset({n for n, op in TABLE.items() if not op.symbol} | REDUCTIONS.keys() | SPECIAL.keys())
+"""Every name that can be called."""

@@ -1,0 +1,1 @@
+"""From source text to tensors: targets, loading, launching."""

@@ -1,0 +1,79 @@
+"""Ahead-of-time compilation in a process of its own: Triton's two modes do not mix in one, and a compiler crash stays out of ours."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from epigen.codegen.render import Function, Rendered
+from epigen.errors import CompileError, EpigenError
+from epigen.runtime.device import Target
+from epigen.runtime.loader import Compiled, compile_ahead
+
+
+def layout_constants(function: Function, layout: str = "nn") -> dict[str, int]:
+    """The strides of 1 that contiguous tensors have. layout: how a and b lie, as in `verify.LAYOUTS`."""
+    names = {a.name for a in function.arguments}
+    ones = {"stride_ak" if layout[0] == "n" else "stride_am", "stride_bn" if layout[1] == "n" else "stride_bk"}
+    for name in names:
+        if name.startswith("stride_") and name.endswith("_n"):
+            ones.add(name)
+        elif name.startswith("stride_") and name.endswith("_m") and f"{name[:-2]}_n" not in names:
+            ones.add(name)
+    return dict.fromkeys(sorted(ones & names), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All functions of one module for one target."""
+
+    rendered: Rendered
+    target: Target
+    layout: str = "nn"
+
+    def run(self) -> list[Compiled]:
+        return [compile_ahead(self.rendered, f, self.target, layout_constants(f, self.layout)) for f in self.rendered.functions]
+
+
+class Running:
+    """A compilation under way. The pipe's two ends are both epigen's own, so pickle reads only what epigen wrote."""
+
+    def __init__(self, job: Job):
+        environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        self.process = subprocess.Popen([sys.executable, "-m", "epigen.runtime.ahead"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+        assert self.process.stdin is not None
+        pickle.dump(job, self.process.stdin)
+        self.process.stdin.flush()
+
+    def result(self) -> list[Compiled]:
+        """Waits. Raises CompileError where the compiler refused the kernel or crashed."""
+        out, err = self.process.communicate()
+        if self.process.returncode:
+            words = [line for line in err.decode(errors="replace").splitlines() if line.strip()]
+            raise CompileError(f"the compiler process ended with status {self.process.returncode}: {words[-1] if words else 'no message'}")
+        answer = pickle.loads(out)
+        if isinstance(answer, EpigenError):
+            raise answer
+        compiled: list[Compiled] = answer
+        return compiled
+
+
+def main() -> None:
+    """Read a job, write its result or the error. What compilers print to standard output goes to standard error."""
+    results = os.dup(1)
+    os.dup2(2, 1)
+    job: Job = pickle.load(sys.stdin.buffer)
+    answer: list[Compiled] | EpigenError
+    try:
+        answer = job.run()
+    except EpigenError as error:
+        answer = CompileError(str(error))
+    with os.fdopen(results, "wb") as pipe:
+        pickle.dump(answer, pipe)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+"""The callable: checks a call, specialises once a signature, launches. Also answers CPU tensors by the reference.
+
+A call's work is split in two. What depends on dtypes, shapes, strides and devices alone is checked and prepared once (`_Prepared`)
+and found again by a key; what depends on the tensors themselves is a few pointer look-ups and the launches. Nothing here waits for
+the device.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epigen.codegen.lower import check_operands, lower, output_dtype
+from epigen.codegen.render import Function, Rendered, Renderer
+from epigen.codegen.schedules import SCHEDULES
+from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Signature
+from epigen.dtypes import BF16, BY_TORCH, FP16, FP32, UINT8, DType
+from epigen.errors import CallError, near_miss
+from epigen.ir import graph as g
+from epigen.ir import reference
+from epigen.ir.graph import Graph, Node
+from epigen.runtime import device, vendor
+from epigen.runtime.device import Target
+from epigen.runtime.loader import Loader, interpreting
+
+Chooser = Callable[[KernelSpec, tuple[int, int, int], Target], Choice]
+BACKENDS = ("triton", "interpreter", "reference")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a kernel does for one signature: meaning, schedule, where the schedule came from, and the text."""
+
+    spec: KernelSpec
+    choice: Choice
+    rendered: Rendered
+
+    @property
+    def source(self) -> str:
+        return self.rendered.text
+
+
+class Kernel:
+    """A compiled epilogue program: call it with the operands and the program's inputs.
+
+    Made by `epigen.compile`. Safe to call from several threads.
+    """
+
+    def __init__(self, graph: Graph, renderer: Renderer, choose: Chooser, config: KernelConfig | None = None, backend: str | None = None, precision: str | None = None):
+        self._graph, self.renderer, self._choose = graph, renderer, choose
+        self._config, self._backend, self._precision = config, backend, precision
+        self._inputs: dict[str, Node] = {n.name: n for n in graph.inputs()}
+        self._names = tuple(o.name for o in graph.outputs)
+        self._outputs: Any = namedtuple("Outputs", self._names) if len(self._names) > 1 else None
+        self._loaders = {interpret: Loader(interpret) for interpret in (False, True)}
+        self._prepared: dict[tuple[Any, ...], _Prepared] = {}
+        self._last: _Prepared | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """The typed program."""
+        return self._graph
+
+    @property
+    def program(self) -> str:
+        """The program in canonical text."""
+        return self._graph.text
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(f"{n.name}{'[' + ','.join(n.indices) + ']' if n.indices else ''}" for n in self._inputs.values())
+        return f"<epigen.Kernel {self._graph.text!r} inputs: {inputs or 'none'}; outputs: {', '.join(self._names)}>"
+
+    def __call__(self, a: Tensor, b: Tensor, /, *, out: Any = None, **inputs: Tensor | float) -> Any:
+        """Run the program.
+
+        a: [M, K]. b: [K, N]. Any strides. inputs: the program's, by name: tile [M, N], row [M], column [N], mask uint8
+        [M, ceil(N / 8)], scalar a number or a tensor with one element.
+        out: a tensor for a lone output; for several a mapping by name or a sequence; written and returned. It must not overlap an
+        operand, or an input that is read at other places than it is written.
+        Returns a tensor, or a named tuple where the program has several outputs.
+        Raises CallError for names, devices, dtypes or shapes that do not fit.
+        """
+        outs = self._given_outputs(out)
+        key = (*map(_tensor_key, (a, b)), *((name, _tensor_key(value)) for name, value in inputs.items()), *((n, _tensor_key(t)) for n, t in outs.items()), torch.get_float32_matmul_precision())  # fmt: skip
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = self._prepared[key] = self._prepare(a, b, inputs, outs)
+        self._last = prepared
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (a, b, *inputs.values())):
+            raise CallError("an argument requires grad, and a kernel has no backward of its own: call it under torch.no_grad(), or on detached tensors")
+        results = prepared.run(a, b, inputs, outs)
+        return results[0] if self._outputs is None else self._outputs(*results)
+
+    # -- what the kernel would run
+
+    def plan(self, shape: tuple[int, int, int] = (4096, 4096, 4096), dtype: DType | None = None, target: Target | None = None, signature: Signature | None = None) -> Plan:
+        """The plan for a problem without running it. shape: M, N, K. dtype: of operands and inputs. target: default the GPU at hand, else sm_90."""
+        if signature is None:
+            signature = self.signature_of(dtype or FP16, shape[2])
+        spec = lower(self._graph, signature)
+        choice = Choice(self._config, "given by the caller") if self._config else self._choose(spec, shape, target or device.at_hand() or device.DEFAULT)
+        return Plan(spec, choice, self.renderer.render(spec, choice.config))
+
+    def signature_of(self, dtype: DType, k: int = 1) -> Signature:
+        """The signature of a call whose operands and inputs have one dtype (inputs: fp32 beside 8-bit operands); scalars are numbers."""
+        other = FP32 if dtype.bits == 8 else dtype
+        inputs = tuple((n.name, UINT8 if n.op == g.BITS else other if n.indices else None) for n in self._inputs.values())
+        return Signature(dtype, dtype, inputs, self._precision_now(), _power_of_two_in(k))
+
+    def source(self, **problem: Any) -> str:
+        """The generated module's text: of the last call, or of the problem that is given as to `plan`."""
+        return self._plan_or_last(problem).source
+
+    def config(self, **problem: Any) -> KernelConfig:
+        """The schedule and its values: of the last call, or of the problem that is given as to `plan`."""
+        return self._plan_or_last(problem).choice.config
+
+    def explain(self, **problem: Any) -> str:
+        """Which config, and where it came from."""
+        plan = self._plan_or_last(problem)
+        return f"{plan.spec.program}\n{plan.choice.config}\n{plan.choice.why}"
+
+    def _plan_or_last(self, problem: dict[str, Any]) -> Plan:
+        if not problem and self._last is not None and self._last.plan is not None:
+            return self._last.plan
+        return self.plan(**problem)
+
+    # -- preparing a call
+
+    def _precision_now(self) -> str:
+        if self._precision is not None:
+            return self._precision
+        return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+    def _given_outputs(self, out: Any) -> Mapping[str, Tensor]:
+        if out is None:
+            return {}
+        if isinstance(out, Tensor):
+            out = (out,)
+        if isinstance(out, Mapping):
+            if unknown := out.keys() - set(self._names):
+                raise CallError(f"out has no place for {', '.join(sorted(map(str, unknown)))}: the outputs are {', '.join(self._names)}")
+            return out
+        if len(out) != len(self._names):
+            raise CallError(f"out holds {len(out)} tensors, and the program has {len(self._names)} outputs: {', '.join(self._names)}")
+        return dict(zip(self._names, out, strict=True))
+
+    def _prepare(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> _Prepared:
+        m, n, k = self._check_operands(a, b)
+        self._check_inputs(a, inputs, m, n)
+        dtypes = {"a": BY_TORCH[str(a.dtype)], "b": BY_TORCH[str(b.dtype)]}
+        outputs = []
+        for output in self._graph.outputs:
+            node = self._graph.nodes[output.node]
+            outputs.append(_Out(output.name, node.indices, output_dtype(self._graph, output, dtypes["a"]), node.kind == g.PACKED))
+        for out in outputs:
+            if out.name in outs:
+                _check_out(outs[out.name], out, m, n, a.device)
+        backend = self._backend or ("reference" if a.device.type == "cpu" else "triton")
+        if backend == "reference":
+            return _Prepared(self._graph, outputs, (m, n, k), a.device)
+        if backend == "triton" and not a.is_cuda:
+            raise CallError(f"operand a is on {a.device}, and compiled kernels run on a GPU: move the tensors, or use backend='interpreter'")
+        tensors = [a, b, *(t for t in (*inputs.values(), *outs.values()) if isinstance(t, Tensor))]
+        if backend == "interpreter" and (culprit := uninterpretable(self._graph, [BY_TORCH.get(str(t.dtype)) for t in tensors], [o.dtype for o in outputs])):
+            raise CallError(f"Triton's interpreter rounds to {culprit} wrongly: use fp16 or fp32 there, and {culprit} on a GPU")
+        wide = any(_reach(t) >= 1 << 31 for t in tensors) or m * n >= 1 << 31
+        named = tuple((name, None if not isinstance(inputs[name], Tensor) else BY_TORCH[str(inputs[name].dtype)]) for name in self._inputs)
+        signature = Signature(dtypes["a"], dtypes["b"], named, self._precision_now(), _power_of_two_in(k), 64 if wide else 32)
+        with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
+            target = (device.at_hand() if a.is_cuda else None) or device.DEFAULT
+            plan = self.plan((m, n, k), target=target, signature=signature)
+            module = self._loaders[backend == "interpreter"].load(plan.rendered)
+        functions = [getattr(module, f.name) for f in plan.rendered.functions]
+        prepared = _Prepared(self._graph, outputs, (m, n, k), a.device, plan, functions, backend == "interpreter")
+        prepared.bind(a, b, inputs, outs)
+        return prepared
+
+    def _check_operands(self, a: Tensor, b: Tensor) -> tuple[int, int, int]:
+        for name, tensor in (("a", a), ("b", b)):
+            if not isinstance(tensor, Tensor):
+                raise CallError(f"operand {name} is a {type(tensor).__name__}, and a tensor was expected")
+            if tensor.dim() != 2:
+                raise CallError(f"operand {name} has shape {list(tensor.shape)}, and {'[M, K]' if name == 'a' else '[K, N]'} was expected")
+            if str(tensor.dtype) not in BY_TORCH:
+                raise CallError(f"operand {name} is {tensor.dtype}, which epigen does not multiply")
+        check_operands(BY_TORCH[str(a.dtype)], BY_TORCH[str(b.dtype)])
+        if a.shape[1] != b.shape[0]:
+            raise CallError(f"a is [M, K] = {list(a.shape)} and b is [K, N] = {list(b.shape)}: K differs (for a Linear layer's weight pass weight.T)")
+        if a.device != b.device:
+            raise CallError(f"operand a is on {a.device} and operand b on {b.device}")
+        return a.shape[0], b.shape[1], a.shape[1]
+
+    def _check_inputs(self, a: Tensor, inputs: Mapping[str, Any], m: int, n: int) -> None:
+        for name in inputs:
+            if name not in self._inputs:
+                raise CallError(f"the program has no input '{name}': {near_miss(name, self._inputs) or 'its inputs are ' + (', '.join(self._inputs) or 'none')}")
+        if missing := [name for name in self._inputs if name not in inputs]:
+            raise CallError(f"missing input{'s' * (len(missing) > 1)}: {', '.join(f'{n}{_declared(self._inputs[n])}' for n in missing)}")
+        for name, node in self._inputs.items():
+            _check_input(name, node, inputs[name], m, n, a.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Out:
+    """One output of a call."""
+
+    name: str
+    indices: str
+    dtype: DType
+    packed: bool
+
+    def shape(self, m: int, n: int) -> tuple[int, ...]:
+        if self.packed:
+            return (m, -(-n // 8))
+        return tuple({"m": m, "n": n}[i] for i in self.indices)
+
+    def empty(self, m: int, n: int, on: torch.device) -> Tensor:
+        if self.packed:
+            return torch.empty((m, reference.mask_stride(n)), dtype=torch.uint8, device=on)[:, : -(-n // 8)]
+        return torch.empty(self.shape(m, n), dtype=reference.torch_dtype(self.dtype), device=on)
+
+
+class _Prepared:
+    """A call's fixed part: what to allocate, which functions to launch with which integers, or the reference (functions None)."""
+
+    def __init__(
+        self, graph: Graph, outputs: list[_Out], shape: tuple[int, int, int], on: torch.device,
+        plan: Plan | None = None, functions: Sequence[Any] | None = None, interpreted: bool = False,
+    ):  # fmt: skip
+        self.graph, self.outputs, self.shape, self.device = graph, outputs, shape, on
+        self.plan, self.functions, self.interpreted = plan, functions, interpreted
+        self.launches: list[_Launch] = []
+
+    def bind(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> None:
+        """Fix every integer argument and grid."""
+        assert self.plan is not None and self.functions is not None
+        m, n, k = self.shape
+        config = self.plan.choice.config
+        tiles_m, tiles_n = -(-m // config["block_m"]), -(-n // config["block_n"])
+        integers = {"M": m, "N": n, "K": k, "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles_m * tiles_n}
+        integers |= {"stride_mm_m": n, "stride_mm_n": 1}
+        for name, indices, tensor in (("a", "mk", a), ("b", "kn", b)):
+            integers |= {f"stride_{name}{i}": s for i, s in zip(indices, tensor.stride(), strict=True)}
+        strided = [(i.name, i.indices, inputs[i.name]) for i in self.plan.spec.all_inputs if i.dtype is not None]
+        for out in self.outputs:
+            like = outs[out.name] if out.name in outs else out.empty(m, n, torch.device("meta"))
+            strided.append((out.name, out.indices, like))
+        for name, indices, tensor in strided:
+            integers |= {f"stride_{name}_{i}": s for i, s in zip(indices, tensor.stride(), strict=False)}
+        self.partials = {"m": (tiles_m, n), "n": (tiles_n, m), "mn": (tiles_m * tiles_n,)}
+        for function, jit in zip(self.plan.rendered.functions, self.functions, strict=True):
+            if function.finish is None:
+                blocks = tiles_m * tiles_n
+            else:
+                extent = {"m": m, "n": n, "": 1}[function.finish.indices]
+                blocks = -(-extent // dict(function.constants)["BLOCK_X"])
+            if blocks:
+                self.launches.append(_Launch.of(jit, function, blocks, integers))
+
+    def run(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
+        m, n, _ = self.shape
+        if self.plan is None:
+            return self._reference(a, b, inputs, outs)
+        results = [outs[o.name] if o.name in outs else o.empty(m, n, self.device) for o in self.outputs]
+        spec = self.plan.spec
+        values: dict[str, Any] = {"a_ptr": a, "b_ptr": b}
+        for item in spec.all_inputs:
+            values[item.name if item.dtype is None else f"{item.name}_ptr"] = float(inputs[item.name]) if item.dtype is None else inputs[item.name]
+        values |= {f"{o.name}_ptr": t for o, t in zip(self.outputs, results, strict=True)}
+        for partial in spec.partials:
+            values[f"{partial.name}_partial_ptr"] = torch.empty(self.partials[partial.axes], dtype=torch.float32, device=self.device)
+        here = self.device.type == "cpu" or self.device.index == torch.cuda.current_device()
+        with nullcontext() if here else torch.cuda.device(self.device), interpreting() if self.interpreted else nullcontext():
+            if not SCHEDULES[self.plan.choice.config.schedule].multiplies:
+                values["mm_ptr"] = vendor.product(a, b, spec.signature.precision).contiguous()
+            for launch in self.launches:
+                launch(values)
+        return results
+
+    def _reference(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
+        results = reference.evaluate(self.graph, a, b, inputs, [o.dtype for o in self.outputs])
+        return [outs[o.name].copy_(r) if o.name in outs else r for o, r in zip(self.outputs, results, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """One jit function with its grid; arguments are filled in by name."""
+
+    jit: Any
+    grid: tuple[int]
+    names: tuple[str, ...]
+    integers: Mapping[str, int]
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, jit: Any, function: Function, blocks: int, integers: Mapping[str, int]) -> _Launch:
+        names = tuple(a.name for a in function.arguments)
+        options = dict(function.constants) | {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True}
+        return cls(jit, (blocks,), names, {n: integers[n] for n in names if n in integers}, options)
+
+    def __call__(self, values: Mapping[str, Any]) -> None:
+        self.jit[self.grid](*(self.integers[n] if n in self.integers else values[n] for n in self.names), **self.options)
+
+
+# -- checks and keys
+
+
+def _tensor_key(t: Any) -> Any:
+    return (t.device, t.dtype, t.shape, t.stride()) if isinstance(t, Tensor) else type(t)
+
+
+def _declared(node: Node) -> str:
+    if node.op == g.BITS:
+        return " (a packed mask, uint8 [M, ceil(N / 8)])"
+    return f"[{','.join(node.indices)}]" if node.indices else " (a scalar)"
+
+
+def uninterpretable(graph: Graph, held: Iterable[DType | None], outputs: Iterable[DType]) -> DType | None:
+    """A dtype of the call that Triton's interpreter gets wrong, if any: bf16 anywhere, and rounding to fp8 (seen in 3.6.0 and 3.9.0)."""
+    rounded = [*outputs, *(n.dtype for n in graph.nodes if n.dtype is not None)]
+    return next((t for t in held if t == BF16), None) or next((t for t in rounded if t == BF16 or t.is_fp8), None)
+
+
+def _reach(t: Tensor) -> int:
+    """Largest offset, in elements, from a tensor's first element."""
+    return sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1)
+
+
+def _power_of_two_in(k: int) -> int:
+    """The largest power of two up to 256 that divides k."""
+    return min(k & -k, 256) if k else 256
+
+
+def _check_input(name: str, node: Node, value: Any, m: int, n: int, on: torch.device) -> None:
+    what = f"input '{name}'"
+    if not isinstance(value, Tensor):
+        if node.op == g.BITS or node.indices:
+            raise CallError(f"{what} is declared as {name}{_declared(node)}, and a {type(value).__name__} was given: pass a tensor")
+        try:
+            operator.index(value) if isinstance(value, int) else float.__float__(value)
+        except TypeError:
+            raise CallError(f"{what} is a scalar, and a {type(value).__name__} was given: pass a number or a tensor with one element") from None
+        return
+    if value.device != on:
+        raise CallError(f"{what} is on {value.device}, and the operands are on {on}")
+    if node.op == g.BITS:
+        if value.dtype != torch.uint8 or tuple(value.shape) != (m, -(-n // 8)):
+            raise CallError(f"{what} is a packed mask, uint8 [M, ceil(N / 8)] = [{m}, {-(-n // 8)}], and {value.dtype} {list(value.shape)} was given")
+        return
+    dtype = BY_TORCH.get(str(value.dtype))
+    if dtype is None or dtype == UINT8:
+        raise CallError(f"{what} is {value.dtype}, which epigen does not compute with")
+    wanted = tuple({"m": m, "n": n}[i] for i in node.indices)
+    if (tuple(value.shape) != wanted) if node.indices else (value.numel() != 1):
+        expected = f"[{', '.join(i.upper() for i in node.indices)}] = {list(wanted)}" if node.indices else "one element"
+        raise CallError(f"{what} is declared as {name}{_declared(node)}, so {expected} was expected, and it has shape {list(value.shape)}")
+
+
+def _check_out(t: Any, out: _Out, m: int, n: int, on: torch.device) -> None:
+    shape, dtype = out.shape(m, n), reference.torch_dtype(out.dtype)
+    if not isinstance(t, Tensor) or tuple(t.shape) != shape or t.dtype != dtype or t.device != on:
+        found = f"{t.dtype} {list(t.shape)} on {t.device}" if isinstance(t, Tensor) else f"a {type(t).__name__}"
+        raise CallError(f"out for '{out.name}' is {found}, and {dtype} {list(shape)} on {on} was expected")
+    if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
+        raise CallError(f"out for '{out.name}' is expanded: several elements share one place")

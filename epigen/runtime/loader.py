@@ -1,0 +1,190 @@
+"""Source text -> jit functions, and ahead-of-time compilation. The sole importer of triton.
+
+A module is compiled from the text in hand; the file under the cache folder is there for Triton, which reads a function's source from
+its file, and for whoever reads a traceback or a profile. Nothing is ever loaded from a file that was found.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import types
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from epigen import settings
+from epigen.codegen.render import Function, Rendered
+from epigen.errors import CompileError, EpigenError
+from epigen.runtime.device import Target
+
+BINARY = {"cuda": "cubin", "hip": "hsaco"}
+ASSEMBLY = {"cuda": "ptx", "hip": "amdgcn"}
+COMPILED_STAGES = ("ttir", "ttgir", "llir", "ptx", "cubin", "amdgcn", "hsaco")
+
+
+def _import_triton(interpret: bool) -> Any:
+    """Triton in one of its two modes; the first import of a process decides which."""
+    if "triton" not in sys.modules:
+        settings.set_interpreter(interpret)
+    import triton
+
+    if bool(triton.knobs.runtime.interpret) != interpret:
+        need, have = ("1", "without it") if interpret else ("0", "with it")
+        raise EpigenError(
+            f"Triton was imported {have}: set TRITON_INTERPRET={need} before Triton is first imported "
+            f"to {'interpret' if interpret else 'compile'} kernels in this process"
+        )
+    return triton
+
+
+def triton_version() -> str:
+    from importlib.metadata import version
+
+    return version("triton")
+
+
+class Loader:
+    """Loads rendered modules in one of Triton's modes; keeps each under its digest."""
+
+    def __init__(self, interpret: bool, cache: Path | None = None):
+        self.interpret = interpret
+        self.cache = cache or settings.cache_dir()
+        self.modules: dict[str, types.ModuleType] = {}
+
+    def load(self, rendered: Rendered) -> types.ModuleType:
+        if rendered.digest not in self.modules:
+            self.modules[rendered.digest] = self._load(rendered)
+        return self.modules[rendered.digest]
+
+    def _load(self, rendered: Rendered) -> types.ModuleType:
+        _import_triton(self.interpret)
+        name = f"{rendered.functions[0].name}_{rendered.digest}"
+        path = self._write(f"{name}.py", rendered.text)
+        module = types.ModuleType(name)
+        module.__file__ = str(path)
+        exec(compile(rendered.text, str(path), "exec"), module.__dict__)
+        return module
+
+    def _write(self, name: str, text: str) -> Path:
+        """The text's file, written aside and renamed so that no reader sees half of it."""
+        for folder in (self.cache, Path(tempfile.gettempdir()) / f"epigen-{os.getuid()}"):
+            path = folder / name
+            try:
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                if not (path.is_file() and path.read_text() == text):
+                    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
+                        file.write(text)
+                    os.replace(file.name, path)
+            except OSError:
+                continue
+            # Triton reads the source through linecache: an entry without a time stamp is never read from the file again
+            linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
+            return path
+        raise EpigenError(f"no folder for generated modules can be written: tried {self.cache} and the temporary folder; set EPIGEN_CACHE")
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Quiets numpy around an interpreted launch: infinities and NaN are part of the arithmetic, as on a GPU.
+
+    Triton 3.6's interpreter also uses a conversion that numpy has deprecated.
+    """
+    import numpy
+
+    with numpy.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="triton")
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a compiled kernel takes. registers: a thread (AMD: vector registers). spills: bytes a thread (AMD: registers)."""
+
+    registers: int
+    spills: int
+    shared_bytes: int
+    blocks_per_sm: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One function compiled for a target: each stage's text or bytes, and its resources."""
+
+    stages: Mapping[str, str | bytes]
+    resources: Resources
+
+
+def compile_ahead(rendered: Rendered, function: Function, target: Target, constants: Mapping[str, int] | None = None) -> Compiled:
+    """Compile one function with no GPU at hand.
+
+    Assumed of the arguments, as Triton would find for contiguous tensors: pointers aligned to 16 bytes, extents and strides divisible
+    by 16. constants: integer arguments with a fixed value, such as a stride of 1.
+    Raises CompileError where Triton refuses the kernel.
+    """
+    triton = _import_triton(interpret=False)
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    fixed = dict(function.constants) | dict(constants or {})
+    names = [a.name for a in function.arguments] + [name for name, _ in function.constants]
+    kinds = {a.name: a.type for a in function.arguments}
+    signature = {n: "constexpr" if n in fixed else kinds[n] for n in names}
+    aligned = [["tt.divisibility", 16]]
+    # tile counts are small numbers of any value
+    attributes = {(i,): aligned for i, n in enumerate(names) if n not in fixed and kinds[n] != "fp32" and not n.startswith("tiles")}
+    module = Loader(interpret=False).load(rendered)
+    source = ASTSource(getattr(module, function.name), signature=signature, constexprs={n: fixed[n] for n in names if n in fixed}, attrs=attributes)
+    options = {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True}
+    try:
+        kernel = triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp_size), options=options)
+    except Exception as error:  # Triton's front end, MLIR and ptxas each raise their own kind
+        raise CompileError(f"{function.name} does not compile for {target.name}: {_last_words(error)}") from error
+    stages = {name: kernel.asm[name] for name in COMPILED_STAGES if name in kernel.asm}
+    return Compiled(stages, _resources(kernel, stages, function, target))
+
+
+def _last_words(error: BaseException) -> str:
+    """The telling line of a compiler's message, which can hold kilobytes of MLIR."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "error" in line.lower()] or lines[-1:]
+    return (telling[0] if telling else type(error).__name__)[:300]
+
+
+def _resources(kernel: Any, stages: Mapping[str, str | bytes], function: Function, target: Target) -> Resources:
+    shared = int(kernel.metadata.shared)
+    if target.backend == "cuda":
+        usage = _cubin_usage(stages["cubin"])
+        registers, spills = usage["REG"], usage["STACK"]
+    else:
+        text = stages["amdgcn"]
+        assert isinstance(text, str)
+        registers = _last_number(r"\.vgpr_count:\s+(\d+)", text)
+        spills = _last_number(r"\.vgpr_spill_count:\s+(\d+)", text)
+    threads = function.num_warps * target.warp_size
+    return Resources(registers, spills, shared, target.blocks_per_sm(threads, registers, shared))
+
+
+def _last_number(pattern: str, text: str) -> int:
+    found = re.findall(pattern, text)
+    return int(found[-1]) if found else 0
+
+
+def _cubin_usage(cubin: str | bytes) -> dict[str, int]:
+    """REG and STACK of the only function of a cubin, read with the cuobjdump that Triton bundles."""
+    import triton
+
+    assert isinstance(cubin, bytes)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name: _last_number(rf"\b{name}:(\d+)", report) for name in ("REG", "STACK")}

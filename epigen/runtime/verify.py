@@ -1,0 +1,86 @@
+"""Runs a kernel on sample inputs and measures it against the float64 oracle, within the bound that dtype and K allow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epigen.codegen.lower import output_dtype
+from epigen.dtypes import BY_TORCH, DType
+from epigen.errors import VerificationError
+from epigen.ir import bound, reference
+from epigen.ir import graph as g
+from epigen.ir.bound import Difference
+from epigen.ir.graph import Graph
+from epigen.runtime.kernel import Kernel
+
+LAYOUTS = ("nn", "nt", "tn", "tt")
+"""How a and b lie in memory: n for row-major, t for the transpose of a row-major matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Arguments of one call."""
+
+    a: Tensor
+    b: Tensor
+    inputs: Mapping[str, Any]
+
+
+def sample(
+    graph: Graph, shape: tuple[int, int, int], a: DType, b: DType, inputs: DType, *,
+    seed: int = 0, device: str = "cpu", layout: str = "nn", integers: bool = False, scalars_by_value: bool = True,
+) -> Sample:  # fmt: skip
+    """Random arguments for a program, of normal distribution and scaled so that mm has a standard deviation near 1.
+
+    shape: M, N, K. inputs: dtype of the named inputs. integers: small whole numbers instead, whose sums are exact in every dtype.
+    """
+    m, n, k = shape
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    def whole(*size: int) -> Tensor:
+        return torch.randint(-2, 3, size, generator=generator, device=device).float()
+
+    def tensor(dtype: DType, *size: int, scale: float = 1.0, transposed: bool = False) -> Tensor:
+        if transposed:
+            return tensor(dtype, *reversed(size), scale=scale).T
+        if integers:
+            return whole(*size).to(reference.torch_dtype(dtype))
+        if not dtype.is_float:
+            return torch.randint(-9, 10, size, generator=generator, device=device).to(reference.torch_dtype(dtype))
+        return (normal(*size) * scale).to(reference.torch_dtype(dtype))
+
+    named: dict[str, Any] = {}
+    for node in graph.inputs():
+        if node.op == g.BITS:
+            named[node.name] = reference.pack(torch.rand((m, n), generator=generator, device=device) < 0.5)
+        elif node.indices:
+            named[node.name] = tensor(inputs, *({"m": m, "n": n}[i] for i in node.indices))
+        else:
+            value = 2.0 if integers else 0.5 + torch.rand((), generator=generator, device=device).item()
+            named[node.name] = value if scalars_by_value else torch.tensor([value], device=device).to(reference.torch_dtype(inputs))
+    return Sample(tensor(a, m, k, transposed=layout[0] == "t"), tensor(b, k, n, scale=max(k, 1) ** -0.5, transposed=layout[1] == "t"), named)
+
+
+def differences(kernel: Kernel, given: Sample, precision: str = "ieee", out: Any = None) -> dict[str, Difference]:
+    """Each output of one call against the oracle."""
+    found = kernel(given.a, given.b, out=out, **given.inputs)
+    results = [found] if isinstance(found, Tensor) else list(found)
+    graph = kernel.graph
+    dtypes = [output_dtype(graph, o, BY_TORCH[str(given.a.dtype)]) for o in graph.outputs]
+    expected = bound.expect(graph, given.a, given.b, given.inputs, dtypes, precision)
+    return {o.name: bound.compare(r, e) for o, r, e in zip(graph.outputs, results, expected, strict=True)}
+
+
+def demand(found: Mapping[str, Difference]) -> None:
+    """Raises VerificationError for the first output that is out of bounds."""
+    for name, d in found.items():
+        if not d.ok:
+            raise VerificationError(f"output '{name}' is wrong at {list(d.where)}: the error is {d.error:.3g}, and the bound {d.bound:.3g}")

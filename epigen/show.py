@@ -1,0 +1,75 @@
+"""The stages before source as text, for `epigen compile --emit ast | ir | lowered`."""
+
+from __future__ import annotations
+
+from epigen.codegen import emit
+from epigen.codegen.spec import KernelSpec
+from epigen.ir.graph import Graph, describe_indices
+from epigen.lang.syntax import Call, Expr, Name, Number, Power, Program, number_text
+
+
+def ast_text(program: Program) -> str:
+    """The untyped tree, a node a line, indented by depth."""
+    lines: list[str] = []
+    for assign in program.assigns:
+        lines.append(f"assign {assign.name}")
+        _tree(assign.value, 1, lines)
+    for output in program.outputs:
+        lines.append("output")
+        _tree(output, 1, lines)
+    return "\n".join(lines) + "\n"
+
+
+def _tree(expr: Expr, depth: int, lines: list[str]) -> None:
+    indent = "  " * depth
+    match expr:
+        case Number(value):
+            lines.append(f"{indent}number {number_text(value)}")
+        case Name(name, _, indices):
+            lines.append(f"{indent}name {name}{'' if indices is None else '[' + ','.join(indices) + ']'}")
+        case Power(base, exponent):
+            lines.append(f"{indent}power {exponent}")
+            _tree(base, depth + 1, lines)
+        case Call(function, args, _, keywords):
+            lines.append(f"{indent}call {function}")
+            for arg in args:
+                _tree(arg, depth + 1, lines)
+            for key, value in keywords:
+                lines.append(f"{indent}  {key}=")
+                _tree(value, depth + 2, lines)
+
+
+def graph_text(graph: Graph) -> str:
+    """The typed graph, a node a line: number, operation, arguments, kind and indices."""
+    lines = []
+    for number, node in enumerate(graph.nodes):
+        detail = [f"%{a}" for a in node.args]
+        if node.op == "constant":
+            detail.append(number_text(node.value))
+        detail += [part for part in (node.name, node.axes and f"over {node.axes}", node.dtype and str(node.dtype)) if part]
+        label = f"  # {node.label}" if node.label else ""
+        lines.append(f"%{number} = {node.op}({', '.join(detail)}): {node.kind} {describe_indices(node.indices)}{label}")
+    lines += [f"output {o.name} = %{o.node}{f' as {o.dtype}' if o.dtype else ''}" for o in graph.outputs]
+    return "\n".join(lines) + "\n"
+
+
+def spec_text(spec: KernelSpec) -> str:
+    """The lowered kernels: what each loads, computes and stores."""
+    sig = spec.signature
+    lines = [f"kernel {spec.name}", f"  product a {sig.a} x b {sig.b} -> {spec.accumulator}" + (f" ({sig.precision})" if sig.a.name == "fp32" else "")]
+    lines += [f"  k divisible by {sig.k_multiple}, {sig.index_bits}-bit offsets"]
+    lines += _loads(spec.inputs)
+    lines += [f"  {emit.line(line)}" for line in spec.lines]
+    lines += [f"  store {s.name}[{','.join(s.indices)}] = {s.value} as {'bits' if s.packed else s.dtype}" for s in spec.stores]
+    lines += [f"  partial {p.name} = {p.row} of {p.value} over {p.axes}" for p in spec.partials]
+    for finish in spec.finishes:
+        lines.append(f"finish [{','.join(finish.indices)}]")
+        lines += [f"  {s.name} = {s.row} of {'operand ' + s.operand + ' over k' if s.operand else 'the tiles partial results'}" for s in finish.sources]
+        lines += _loads(finish.inputs)
+        lines += [f"  {emit.line(line)}" for line in finish.lines]
+        lines += [f"  store {s.name} = {s.value} as {s.dtype}" for s in finish.stores]
+    return "\n".join(lines) + "\n"
+
+
+def _loads(inputs: tuple) -> list[str]:  # type: ignore[type-arg]
+    return [f"  load {i.name}[{','.join(i.indices)}] {'bits' if i.packed else i.dtype or 'number'}" for i in inputs]

@@ -1,0 +1,54 @@
+"""The plain rule: a config from shape, dtype and the device's limits, where nothing was measured."""
+
+from __future__ import annotations
+
+from epigen.codegen import schedules
+from epigen.codegen.spec import Choice, KernelSpec
+from epigen.dtypes import FP8E4M3, FP32
+from epigen.errors import ConfigError
+from epigen.runtime.device import Target
+
+# block_m, block_n, num_warps; largest first. Read off the first measurements on an H200 (torch 2.11, Triton 3.6, 2026-11).
+_TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4), (32, 64, 4), (32, 32, 4), (16, 32, 2))
+_SKINNY = {16: (16, 64, 4), 32: (32, 64, 4), 64: (64, 64, 4)}
+
+
+def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> Choice:
+    """A legal config for one problem. shape: M, N, K."""
+    m, n, k = shape
+    sig = spec.signature
+    if not target.fp8 and FP8E4M3 in (sig.a, sig.b):
+        return library(spec, f"{target.name} does not multiply fp8e4m3")
+    if sig.a == FP32 and sig.precision == "ieee" and m * n * k > 1 << 27:
+        return library(spec, "the vendor's fp32 product is faster than Triton's, which has no tensor cores for it")
+    block_k = {4: 32, 2: 64, 1: 128}[sig.a.bytes]
+    tiles = _TILES
+    if sig.a == FP32 and sig.precision == "ieee":
+        tiles, block_k = tuple(t for t in _TILES if t[0] * t[1] <= 64 * 64), 16
+    if len(spec.lines) + 2 * len(spec.partials) > 8:
+        tiles = tuple(t for t in tiles if t[0] * t[1] <= 128 * 128)  # long epilogues spill registers at 128x256
+    if m <= 64:
+        block_m = max(16, 1 << max(0, m - 1).bit_length())
+        tiles = (_SKINNY[block_m],)
+    elif target.backend == "hip":
+        tiles = tuple(t for t in tiles if t[0] * t[1] <= 128 * 128)
+    # the largest tile that still gives every multiprocessor one, else a small one
+    enough = (t for t in tiles if -(-m // t[0]) * -(-n // t[1]) >= target.multiprocessors)
+    block_m, block_n, warps = next(enough, tiles[max(0, len(tiles) - 2)])
+    block_n = min(block_n, max(16, 1 << max(0, n - 1).bit_length()))
+    floor = 16 if sig.a.bytes > 1 else 32
+    block_k = max(floor, min(block_k, 1 << max(0, k - 1).bit_length()))
+    a_and_b = (block_m + block_n) * block_k * sig.a.bytes
+    stages = next((s for s in (4, 3, 2) if s * a_and_b <= target.shared_bytes - 1024), 1)
+    if target.backend == "hip":
+        stages = min(stages, 2)
+    if a_and_b > target.shared_bytes:
+        raise ConfigError(f"no tile fits the {target.shared_bytes} bytes of shared memory of {target.name}")
+    chosen = schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=8, num_warps=warps, num_stages=stages)
+    return Choice(chosen, f"chosen by rule for {m}x{n}x{k} {sig.a} on {target.name}: no measurement is at hand")
+
+
+def library(spec: KernelSpec, why: str) -> Choice:
+    """The vendor's product and one generated kernel for the epilogue: the answer where no tiled config fits."""
+    rows = 8 if not any(p.axes != "n" for p in spec.partials) else 32
+    return Choice(schedules.config("library", block_m=rows, block_n=128, num_warps=4), f"vendor product, then one fused epilogue: {why}")

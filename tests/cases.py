@@ -1,0 +1,225 @@
+"""The differential cases: one list for every backend, so that the interpreter and the GPU are held to the same answers.
+
+A case is a program, a problem and a config; what runs it compares with the float64 oracle within the oracle's bound. No torch here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from epigen import ops
+from epigen.codegen import schedules
+from epigen.codegen.spec import KernelConfig
+from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
+
+FLOATS = (FP32, FP16, BF16, FP8E4M3, FP8E5M2)
+LAYOUTS = ("nn", "nt", "tn", "tt")
+LIBRARY = schedules.config("library", block_m=16, block_n=64, num_warps=4)
+
+
+def tiled(block_m: int = 64, block_n: int = 64, block_k: int = 32, num_warps: int = 4, num_stages: int = 2, group_m: int = 4) -> KernelConfig:
+    return schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=num_warps, num_stages=num_stages)
+
+
+SMALL = tiled(32, 32, 32)
+"""Two or three tiles each way at the usual case's extents, quick under the interpreter."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """view: how operands and inputs lie: plain, sliced (every second row and column of something larger), expanded (stride 0),
+    shifted (not aligned to 16 bytes)."""
+
+    text: str
+    shape: tuple[int, int, int] = (50, 70, 40)
+    a: DType = FP16
+    b: DType | None = None
+    inputs: DType = FP16
+    layout: str = "nn"
+    view: str = "plain"
+    config: KernelConfig | None = field(default=SMALL)
+    integers: bool = False
+    precision: str = "ieee"
+    by_value: bool = True
+
+    def __str__(self) -> str:
+        parts = [self.text, "x".join(map(str, self.shape)), str(self.a)]
+        parts += [str(self.b)] if self.b else []
+        parts += [p for p, default in ((str(self.inputs), "fp16"), (self.layout, "nn"), (self.view, "plain"), (self.precision, "ieee")) if p != default]
+        parts += ["integers"] if self.integers else []
+        parts += [] if self.config is SMALL else [self.config.schedule if self.config else "rule"]
+        parts += [] if self.by_value else ["pointer"]
+        return " ".join(parts)
+
+    @property
+    def interpretable(self) -> bool:
+        """Whether Triton's interpreter computes it right: no bf16, and no rounding to fp8 (the default output of fp8 operands is bf16)."""
+        named = (self.a, self.b, self.inputs)
+        return BF16 not in named and not any(t is not None and t.is_fp8 for t in (self.a, self.b)) and not any(w in self.text for w in ("bf16", "fp8"))
+
+
+def share(cases: list[Case], one_in: int) -> list[Case]:
+    """A fixed choice of one in so many, by a hash of the case, so that adding a case does not change which others are taken."""
+    return [c for c in cases if int(hashlib.sha256(str(c).encode()).hexdigest(), 16) % one_in == 0]
+
+
+# arguments that keep an operation inside its domain and its values tame
+_DOMAIN = {
+    "exp": "tanh({x})", "log": "abs({x}) + 0.1", "sqrt": "abs({x})", "rsqrt": "abs({x}) + 0.1", "erf": "{x}",
+}  # fmt: skip
+_OPERANDS = {"tile": "u[m,n]", "row": "v[m]", "column": "w[n]", "scalar": "s", "constant": "0.75"}
+
+
+def _call(op: ops.Op, kind: str) -> str:
+    """The operation on the product and, for its other arguments, a value with the indices of `kind`."""
+    other = _OPERANDS[kind]
+    first = _DOMAIN.get(op.name, "{x}").format(x="mm")
+    args = []
+    for position, param in enumerate(op.params):
+        if param.kind == ops.BOOLEAN:
+            args.append("(mm > 0.25)" if position == 0 else f"({other} > 0.25)")
+        elif op.name == "clamp" and param.name == "hi":
+            args.append(f"(abs({other}) + 0.5)" if kind != "constant" else "1.5")
+        elif op.name == "div" and position == 1:
+            args.append(f"(abs({other}) + 0.5)" if kind != "constant" else "0.75")
+        else:
+            args.append(first if position == 0 else other)
+    if op.symbol:
+        text = f"{op.symbol}{args[0]}" if len(args) == 1 else f"{args[0]} {op.symbol} {args[1]}"
+    else:
+        text = f"{op.name}({', '.join(args)})"
+    return f"bitmask({text})" if op.result == ops.BOOLEAN else text
+
+
+def operation_cases() -> list[Case]:
+    """Every row of the table, for each operand dtype and each set of indices that its other arguments can have."""
+    found = []
+    for op in ops.TABLE.values():
+        for a in (FP16, BF16, FP32, INT8, FP8E4M3, FP8E5M2):
+            inputs = a if a.is_float and a.bits > 8 else FP32
+            kinds = tuple(_OPERANDS) if len(op.params) > 1 else ("tile",)
+            for kind in kinds:
+                found.append(Case(_call(op, kind), (50, 70, 40), a, inputs=inputs))
+    return found
+
+
+def reduction_cases() -> list[Case]:
+    found = []
+    for name in ops.REDUCTIONS:
+        for a in (FP16, BF16, FP32, INT8, FP8E4M3):
+            inputs = a if a.is_float and a.bits > 8 else FP32
+            for form in ("{r}(mm + bias, m)", "{r}(mm + bias, n)", "{r}(mm * 0.5)", "{r}(a, k)", "{r}(b, k)"):
+                text = "relu(mm), " + form.format(r=name)
+                for shape in ((50, 70, 40), (33, 31, 65)):
+                    found.append(Case(text, shape, a, inputs=inputs))
+                found.append(Case(text, (50, 70, 40), a, inputs=inputs, config=LIBRARY))
+    for a in (FP16, BF16, FP32):
+        for text in (
+            "z = mm + bias; z, sum(z, n) / 70, sum(z * z, n) * scale_a[m] + 1, amax(z), bgrad(z)",
+            "sum(mm, m) * w[n], max(mm, n), cast(amax(mm) * s, fp16)",
+            "dz = drelu(mm, mask); dz, bgrad(dz)",
+            "cast(sum(mm, m), fp16), mm",
+            "h = cast(mm, fp16); h, sum(h, m), amax(h, n)",
+            "logsumexp(mm, n), max(mm, n), mm",
+        ):
+            for config in (SMALL, LIBRARY):
+                found.append(Case(text, (50, 70, 40), a, inputs=a, config=config))
+    return found
+
+
+def shape_cases() -> list[Case]:
+    """Extents of 0, 1, primes and just beside the block size; every layout."""
+    found = []
+    text = "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)"
+    extents = (0, 1, 7, 31, 32, 33, 127)
+    for a in (FP16, FP32, BF16):
+        for m in extents:
+            for n in extents:
+                for k in (0, 1, 17, 64) if a == FP16 else (0, 33):
+                    found.append(Case(text, (m, n, k), a, inputs=a, layout=LAYOUTS[(m + n + k) % 4]))
+    for a in (FP16, BF16, FP32, INT8, FP8E4M3, FP8E5M2):
+        inputs = a if a.is_float and a.bits > 8 else FP32
+        for layout in LAYOUTS:
+            for shape in ((64, 64, 64), (65, 63, 31), (128, 96, 100), (16, 256, 48)):
+                for config in (SMALL, LIBRARY, None):
+                    found.append(Case("relu(mm + bias)", shape, a, inputs=inputs, layout=layout, config=config))
+    for layout in LAYOUTS:
+        for precision in ("ieee", "tf32"):
+            found.append(Case("relu(mm + bias)", (65, 63, 97), FP32, inputs=FP32, layout=layout, precision=precision))
+    for a, b in ((FP8E4M3, FP8E5M2), (FP8E5M2, FP8E4M3)):
+        for layout in LAYOUTS:
+            found.append(Case("relu(mm + bias)", (64, 96, 128), a, b, FP32, layout))
+    return found
+
+
+def view_cases() -> list[Case]:
+    found = []
+    texts = ("relu(mm + bias)", "mm * scale_a[m] + residual", "dz = drelu(mm, mask); dz, bgrad(dz)", "silu(mm) * gate[m,n] * alpha")
+    for view in ("sliced", "expanded", "shifted"):
+        for a in (FP16, BF16, FP32, INT8, FP8E4M3):
+            inputs = a if a.is_float and a.bits > 8 else FP16
+            for text in texts:
+                for layout in ("nn", "tt"):
+                    for config in (SMALL, LIBRARY):
+                        found.append(Case(text, (50, 70, 40), a, inputs=inputs, layout=layout, view=view, config=config))
+    for inputs in (*FLOATS, INT8):
+        for a in (FP16, FP32):
+            for text in ("mm * scale_b[n] + residual", "mm * scale_a[m]", "mm * alpha"):
+                found.append(Case(text, (50, 70, 40), a, inputs=inputs, by_value=False))
+    return found
+
+
+def exact_cases() -> list[Case]:
+    """Small integers: every sum is exact, so that any order of addition gives the same bits."""
+    found = []
+    texts = ("mm", "relu(mm + bias)", "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n), amax(z), max(z, m)", "mm * alpha + residual",
+             "dz = drelu(mm, mask); dz, bgrad(dz)", "mm, sum(a, k), sum(b, k)")  # fmt: skip
+    for a in (FP16, BF16, FP32, INT8, FP8E4M3, FP8E5M2):
+        for text in texts:
+            for shape in ((50, 70, 40), (64, 64, 64), (33, 129, 31), (1, 1, 1)):
+                for config in (SMALL, LIBRARY):
+                    found.append(Case(text, shape, a, inputs=FP16, config=config, integers=True))
+    return found
+
+
+def output_cases() -> list[Case]:
+    """Every dtype as an output and as a rounding inside, and several outputs of different dtypes."""
+    found = []
+    for a in (FP16, BF16, FP32, INT8, FP8E4M3):
+        inputs = a if a.is_float and a.bits > 8 else FP32
+        for dtype in (*FLOATS, INT8):
+            for text in (f"cast(mm * 3 + bias, {dtype})", f"cast(mm, {dtype}) + bias", f"cast(sum(mm, m), {dtype}), mm"):
+                found.append(Case(text, (50, 70, 40), a, inputs=inputs))
+        found.append(Case("cast(mm, fp32), cast(relu(mm), fp16), bitmask(mm > 0), cast(mm, int8)", (50, 70, 40), a, inputs=inputs))
+        found.append(Case("mm", (50, 70, 40), a, inputs=inputs))
+    return found
+
+
+def config_cases() -> list[Case]:
+    """Tile shapes, warps and stages of the tiled schedule and the library schedule's tiles."""
+    found = []
+    text = "z = gelu(mm + bias); z, bitmask(z > 0), bgrad(z)"
+    for block_m in (16, 64, 128):
+        for block_n in (16, 128, 256):
+            for block_k in (32, 64):
+                for warps in (4, 8):
+                    for a in (FP16, FP32):
+                        found.append(Case(text, (150, 300, 96), a, inputs=a, config=tiled(block_m, block_n, block_k if a == FP16 else 32, warps, 3)))
+    for block_m in (1, 8, 64):
+        for block_n in (16, 128, 512):
+            found.append(Case(text, (150, 300, 96), FP16, config=schedules.config("library", block_m=block_m, block_n=block_n, num_warps=4)))
+    return found
+
+
+def all_cases() -> list[Case]:
+    groups = (operation_cases, reduction_cases, shape_cases, view_cases, exact_cases, output_cases, config_cases)
+    return list(dict.fromkeys(c for group in groups for c in group()))
+
+
+def interpreter_cases() -> Iterator[Case]:
+    """What the interpreter can run, at extents where it is quick."""
+    for case in all_cases():
+        if case.interpretable and case.precision == "ieee":
+            yield case

@@ -1,0 +1,93 @@
+"""Every case against the float64 oracle: under Triton's interpreter, by the fp32 reference, and on the GPU."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+from cases import Case
+
+import epigen
+from epigen.codegen.lower import output_dtype
+from epigen.dtypes import BY_TORCH
+from epigen.ir import bound, reference
+from epigen.runtime import verify
+from epigen.runtime.kernel import Kernel
+
+INTERPRETED = list(cases.interpreter_cases())
+FAST = set(cases.share(INTERPRETED, 6))
+
+
+def arguments(case: Case, kernel: Kernel, device: str) -> verify.Sample:
+    given = verify.sample(
+        kernel.graph, case.shape, case.a, case.b or case.a, case.inputs, seed=1, device=device, layout=case.layout,
+        integers=case.integers, scalars_by_value=case.by_value,
+    )  # fmt: skip
+    inputs = {name: viewed(value, case.view) if isinstance(value, torch.Tensor) else value for name, value in given.inputs.items()}
+    return verify.Sample(viewed(given.a, case.view), viewed(given.b, case.view), inputs)
+
+
+def viewed(t: torch.Tensor, view: str) -> torch.Tensor:
+    """The same shape, lying differently in memory."""
+    if view == "sliced":
+        larger = torch.zeros([2 * size + 3 for size in t.shape], dtype=torch.uint8, device=t.device).to(t.dtype)
+        inner = larger[tuple(slice(1, 2 * size + 1, 2) for size in t.shape)]
+        return inner.copy_(t)
+    if view == "expanded":
+        return t[:1].expand(t.shape)
+    if view == "shifted":
+        flat = torch.zeros(t.numel() + 1, dtype=torch.uint8, device=t.device).to(t.dtype)
+        return flat[1:].view(t.shape).copy_(t)
+    return t
+
+
+def check(case: Case, kernel: Kernel, device: str) -> None:
+    given = arguments(case, kernel, device)
+    found = verify.differences(kernel, given, case.precision if device == "cuda" else "ieee")
+    verify.demand(found)
+    # a bound that promises nothing would make the comparison empty
+    assert all(d.promised > 0.5 for d in found.values()), found
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in FAST else [pytest.mark.slow]) for c in INTERPRETED], ids=str)
+def test_interpreter(case: Case) -> None:
+    check(case, epigen.compile(case.text, config=case.config, backend="interpreter", precision=case.precision), "cpu")
+
+
+@pytest.mark.parametrize("case", cases.share(cases.all_cases(), 4), ids=str)
+def test_reference(case: Case) -> None:
+    """The fp32 reference that answers CPU tensors, and its rounding points."""
+    check(case, epigen.compile(case.text), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases.all_cases(), ids=str)
+def test_gpu(case: Case) -> None:
+    check(case, epigen.compile(case.text, config=case.config, precision=case.precision), "cuda")
+
+
+@pytest.mark.parametrize("case", [c for c in cases.exact_cases() if c.interpretable and not any(t in c.text for t in ("sum", "bgrad"))], ids=str)
+def test_integers_bit_for_bit(case: Case) -> None:
+    """Where no rounding happens, the kernel's bits are the oracle's."""
+    kernel = epigen.compile(case.text, config=case.config, backend="interpreter")
+    given = arguments(case, kernel, "cpu")
+    found = kernel(given.a, given.b, **given.inputs)
+    results = [found] if isinstance(found, torch.Tensor) else list(found)
+    dtypes = [output_dtype(kernel.graph, o, BY_TORCH[str(given.a.dtype)]) for o in kernel.graph.outputs]
+    for result, expected in zip(results, reference.evaluate(kernel.graph, given.a, given.b, given.inputs, dtypes), strict=True):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+def test_bound_catches_an_error_of_two_roundings() -> None:
+    """The comparison is not so loose that a wrong kernel passes."""
+    kernel = epigen.compile("relu(mm + bias)")
+    given = verify.sample(kernel.graph, (40, 50, 30), *(3 * (BY_TORCH["torch.float16"],)))
+    expected = bound.expect(kernel.graph, given.a, given.b, given.inputs, [BY_TORCH["torch.float16"]], "ieee")[0]
+    right = kernel(given.a, given.b, **given.inputs)
+    assert bound.compare(right, expected).ok
+    wrong = right.clone()
+    wrong[right == right.max()] *= 1 + 2**-9
+    assert not bound.compare(wrong, expected).ok
+    wrong = right.clone()
+    wrong[3, 4] = float("nan")
+    assert bound.compare(wrong, expected).where == (3, 4)

@@ -1,0 +1,216 @@
+"""The layering of epigen/, read from the sources: who may import whom, and what stays out of which file."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from epigen.ops import REDUCTIONS, TABLE
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "epigen"
+
+ORDER = (
+    "errors", "settings", "dtypes", "ops",
+    "lang.syntax", "lang.parser",
+    "ir.graph", "ir.check", "ir.passes", "ir.reference", "ir.bound",
+    "codegen.spec", "codegen.schedules", "codegen.emit", "codegen.lower", "codegen.render", "codegen.standalone",
+    "runtime.device", "runtime.loader", "runtime.*",
+    "tuning.*",
+    "api", "show", "cli",
+)  # fmt: skip
+"""A module imports only from earlier rows. A row with a star holds a folder's remaining modules, which may import each other."""
+
+NO_TORCH = re.compile(r"(errors|settings|dtypes|ops|lang\..*|ir\.(graph|check|passes)|codegen\..*)")
+"""The front end: it works where neither torch nor Triton is installed."""
+
+SOLE_IMPORTERS = {"triton": "runtime.loader", "jinja2": "codegen.render", "optuna": "tuning.search", "click": "cli"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, as a dotted name. deep: inside a function, so that it happens at a call."""
+
+    name: str
+    line: int
+    deep: bool
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+TREES = {module_name(path): ast.parse(path.read_text(encoding="utf-8"), str(path)) for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = [name for name in TREES if name.split(".")[-1] != "__init__"]
+INITS = [name for name in TREES if name.split(".")[-1] == "__init__"]
+
+
+def imports(tree: ast.AST, deep: bool = False) -> Iterator[Import]:
+    """Every import, those for type checkers too: knowing a type is knowing its layer."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, deep) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"line {node.lineno}: a relative import hides its layer"
+            yield from (Import(imported(node.module or "", alias.name), node.lineno, deep) for alias in node.names)
+        else:
+            yield from imports(node, deep or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+
+def imported(module: str, name: str) -> str:
+    """`from epigen import ops` imports the module epigen.ops; `from epigen.ops import TABLE` does too."""
+    inside = f"{module}.{name}".removeprefix("epigen.")
+    return f"epigen.{inside}" if module.split(".")[0] == "epigen" and inside in TREES else module
+
+
+def roots(name: str, shallow: bool = False) -> set[str]:
+    """Top-level packages that a module imports. shallow: at its own import only."""
+    return {i.name.split(".")[0] for i in imports(TREES[name]) if not (shallow and i.deep)}
+
+
+def rank(name: str) -> int:
+    if name in ORDER:
+        return ORDER.index(name)
+    folder = f"{name.split('.')[0]}.*"
+    assert folder in ORDER, f"epigen/{name.replace('.', '/')}.py has no place in ORDER"
+    return ORDER.index(folder)
+
+
+def epigen_imports(name: str) -> list[tuple[str, int]]:
+    """Modules of epigen that a module imports, each with its line; the package itself is left out."""
+    return [(i.name.removeprefix("epigen."), i.line) for i in imports(TREES[name]) if i.name.startswith("epigen.")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_imports_only_earlier_layers(name: str) -> None:
+    wrong = []
+    for other, line in epigen_imports(name):
+        assert other in MODULES, f"line {line}: epigen.{other} is no module"
+        if not (rank(other) < rank(name) or (rank(other) == rank(name) and ORDER[rank(name)].endswith(".*"))):
+            wrong.append(f"line {line}: epigen.{name} imports epigen.{other}, which is not before it in ORDER")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    """Within a row with a star the order is free, and a cycle still has no first module."""
+    TopologicalSorter({name: {other for other, _ in epigen_imports(name)} for name in MODULES}).prepare()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_package_itself_is_imported_for_its_version_only(name: str) -> None:
+    tree = TREES[name]
+    aliases = {a.asname or a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names if a.name == "epigen"}
+    used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id in aliases}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "epigen":
+            used |= {a.name for a in node.names if a.name not in TREES}
+    assert used <= {"__version__"}
+
+
+def test_importing_the_package_imports_the_errors_only() -> None:
+    """Everything else comes with the first use of a name: `import epigen` stays light."""
+    body = [node for node in TREES["__init__"].body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
+    shallow = {i.name for i in imports(ast.Module(body, [])) if not i.deep}
+    assert shallow == {"__future__", "typing", "epigen.errors"}
+
+
+@pytest.mark.parametrize("name", [name for name in INITS if name != "__init__"])
+def test_a_folder_imports_nothing_by_itself(name: str) -> None:
+    """Else importing one of its modules would import others, unseen by the order."""
+    assert not list(imports(TREES[name]))
+
+
+@pytest.mark.parametrize(("package", "owner"), SOLE_IMPORTERS.items())
+def test_sole_importers(package: str, owner: str) -> None:
+    expected = {owner} if owner in MODULES else set()
+    assert {name for name in TREES if package in roots(name)} == expected
+
+
+def test_every_package_that_is_imported_is_a_declared_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.split(r"[^\w-]", requirement)[0] for requirement in project["dependencies"]}
+    used = set().union(*map(roots, TREES)) - set(sys.stdlib_module_names) - {"epigen"}
+    assert used <= declared
+
+
+def test_nothing_is_imported_by_a_computed_name() -> None:
+    """The tests above read import statements, so there must be no other way in."""
+    ways = {"import_module", "__import__", "exec_module", "load_module", "run_module", "run_path"}
+    found = {
+        name
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Name) and node.id in ways) or (isinstance(node, ast.Attribute) and node.attr in ways)
+    }
+    assert not found
+
+
+def test_only_settings_reads_the_environment() -> None:
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    readers = set()
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            attribute = isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os"
+            if attribute or (isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names}):
+                readers.add(name)
+    assert readers == {"settings"}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if NO_TORCH.fullmatch(name)])
+def test_the_front_end_names_neither_torch_nor_triton(name: str) -> None:
+    assert not roots(name) & {"torch", "triton"}
+
+
+def test_targets_need_torch_for_the_gpu_at_hand_only() -> None:
+    assert "torch" not in roots("runtime.device", shallow=True)
+
+
+def test_the_front_end_runs_without_torch_and_triton() -> None:
+    """For real: each of its modules in turn, in a fresh process where importing either one fails."""
+    light = [f"epigen.{name}" for name in MODULES if NO_TORCH.fullmatch(name) or name == "runtime.device"]
+    code = (
+        "import importlib, json, sys\n"
+        "for heavy in ('torch', 'triton'):\n"
+        "    sys.modules[heavy] = None  # an import of it raises ImportError\n"
+        "for name in json.loads(sys.argv[1]):\n"
+        "    importlib.import_module(name)\n"
+        "graph = sys.modules['epigen.ir.check'].check(sys.modules['epigen.lang.parser'].parse('relu(mm + bias)'))\n"
+        "print(graph.text)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code, json.dumps(light)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (0, "relu(mm + bias)\n"), run.stderr
+
+
+# `where` and the reductions `sum` and `max` are also what loads, stores and bit packing are written with
+LAYOUT = {"where", "sum", "max"}
+OPERATIONS = ({name for name, op in TABLE.items() if not op.symbol} | set(REDUCTIONS)) - LAYOUT
+# Beside the kernels this one holds plain torch, which compares results; the operations of a program stay out of it all the same.
+HOST = {"standalone.py.j2"}
+ACTIVATIONS = {name for name, op in TABLE.items() if op.group in ("activation", "derivative")}
+
+
+def without_comments(template: str) -> str:
+    """Text without Jinja's comments and those of the generated code: prose may say what it likes."""
+    return re.sub(r"(^|\s)# .*$", "", re.sub(r"\{#.*?#\}", "", template, flags=re.DOTALL), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", sorted(p for p in (ROOT / "templates").rglob("*") if p.is_file()), ids=lambda p: p.name)
+def test_a_template_names_no_operation(path: Path) -> None:
+    """A template owns loops, loads and stores; what is computed comes from the table, so a new row needs no template."""
+    assert {"relu", "gelu", "silu", "drelu"} <= ACTIVATIONS <= OPERATIONS
+    text = without_comments(path.read_text(encoding="utf-8"))
+    words = set(re.findall(r"[A-Za-z_]\w*", text))
+    assert "tl" in words or "triton" in words or path.name in HOST
+    assert not words & (ACTIVATIONS if path.name in HOST else OPERATIONS)
+    if path.name not in HOST:
+        assert not re.search(r"(?<!\btl\.)\bwhere\b", text), "a selection of values is an operation; tl.where may mask a load"

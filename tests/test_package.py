@@ -1,0 +1,167 @@
+"""What is installed: a light import, and wheels that hold all they need and run away from the checkout."""
+
+from __future__ import annotations
+
+import ast
+import email
+import json
+import os
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import epigen
+
+ROOT = Path(__file__).resolve().parent.parent
+SHIPPED = ("templates", "tuning_db")
+IMPORT_SECONDS = 0.3
+
+
+def run(command: list[str | Path], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run with nothing of this process's own choices: paths, Triton's mode, epigen's settings."""
+    kept = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "TRITON_INTERPRET"} and not k.startswith("EPIGEN_")}
+    done = subprocess.run([str(c) for c in command], cwd=cwd, env=kept | environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+COMMAND_LINE = "from epigen.cli import main\ntry:\n    main({args!r}, prog_name='epigen')\nexcept SystemExit as done:\n    assert not done.code"
+STARTS = {"import": "import epigen", "help": COMMAND_LINE.format(args=["--help"]), "version": COMMAND_LINE.format(args=["--version"])}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_starting_is_light(start: str) -> None:
+    """No torch, no Triton, and quick; the best of several runs, because other tests load the machine."""
+    code = (
+        "import json, sys, time\n"
+        "began = time.perf_counter()\n"
+        f"{STARTS[start]}\n"
+        "seconds = time.perf_counter() - began\n"
+        "heavy = [m for m in ('torch', 'triton', 'optuna') if m in sys.modules]\n"
+        "print(json.dumps([seconds, heavy]), file=sys.stderr)\n"
+    )
+    best = float("inf")
+    for _ in range(8):
+        seconds, heavy = json.loads(run([sys.executable, "-c", code], ROOT).stderr)
+        assert heavy == []
+        best = min(best, seconds)
+        if best < IMPORT_SECONDS:
+            break
+    assert best < IMPORT_SECONDS
+
+
+def test_the_version_is_printed() -> None:
+    assert epigen.__version__ in run([sys.executable, "-c", STARTS["version"]], ROOT).stdout
+
+
+def build_wheel(source: Path, folder: Path) -> Path:
+    run([sys.executable, "-m", "pip", "wheel", source, "--no-deps", "--wheel-dir", folder], ROOT)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def shipped_files() -> dict[str, bytes]:
+    """The data folders' files, under the names that they have in a wheel."""
+    return {f"epigen/{p.relative_to(ROOT).as_posix()}": p.read_bytes() for folder in SHIPPED for p in (ROOT / folder).rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scripts' folder of an environment that holds the wheel, and sees this environment's packages for the rest."""
+    home = tmp_path_factory.mktemp("installed")
+    venv.create(home, with_pip=False, symlinks=True)
+    python = home / "bin" / "python"
+    run([sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel], home)
+    packages = run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], home).stdout.strip()
+    # after the environment's own packages, and without following the .pth files found there: no other epigen comes first
+    others = [p for p in sys.path if Path(p).name in {"site-packages", "dist-packages"}]
+    (Path(packages) / "others.pth").write_text("\n".join(others) + "\n", encoding="utf-8")
+    return home / "bin"
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_and_its_data(wheel: Path) -> None:
+    files = contents(wheel)
+    sources = {p.relative_to(ROOT).as_posix(): p.read_bytes() for p in (ROOT / "epigen").rglob("*.py")}
+    data = shipped_files()
+    assert any(name.endswith(".j2") for name in data)
+    assert "epigen/tuning_db/README.md" in data
+    inside = {name: content for name, content in files.items() if ".dist-info/" not in name}
+    assert inside.keys() == sources.keys() | data.keys()
+    assert inside == sources | data
+
+
+@pytest.mark.slow
+def test_the_wheels_metadata_says_what_pyproject_says(wheel: Path) -> None:
+    files = contents(wheel)
+    info = f"epigen-{epigen.__version__}.dist-info"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    metadata = email.message_from_bytes(files[f"{info}/METADATA"])
+    assert metadata["Version"] == epigen.__version__
+    assert metadata["Requires-Python"] == project["requires-python"]
+    assert metadata["License-Expression"] == "Apache-2.0"
+    required = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
+    assert len(required) == len(project["dependencies"])
+    assert any(r.startswith("triton") and "sys_platform == 'linux'" in r for r in required)
+    assert set(metadata.get_all("Provides-Extra", [])) == {"test", "dev"}
+    assert b"epigen = epigen.cli:main" in files[f"{info}/entry_points.txt"]
+    assert files[f"{info}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    """Built by the backend in a folder of its own, as a build front end does it; pip has no command for it."""
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
+    backend = tmp_path / "backend"
+    run([sys.executable, "-m", "pip", "install", "--target", backend, *requires], tmp_path)
+    code = "import sys; from hatchling.build import build_sdist; print(build_sdist(sys.argv[1]))"
+    name = run([sys.executable, "-c", code, tmp_path], ROOT, PYTHONPATH=str(backend)).stdout.split()[-1]
+    assert contents(build_wheel(tmp_path / name, tmp_path / "again")) == contents(wheel)
+
+
+@pytest.mark.slow
+def test_an_installed_epigen_finds_its_data_in_the_package(installed: Path, tmp_path: Path) -> None:
+    code = (
+        "import json, pathlib, epigen\n"
+        "from epigen import settings\n"
+        "from importlib.metadata import version\n"
+        "found = [pathlib.Path(epigen.__file__).parent, settings.templates_dir(), settings.seed_database_dir()]\n"
+        "print(json.dumps([version('epigen'), epigen.__version__, *map(str, found)]))\n"
+    )
+    told, version, package, templates, database = json.loads(run([installed / "python", "-c", code], tmp_path).stdout)
+    assert told == version == epigen.__version__
+    assert Path(package).resolve().is_relative_to(installed.parent.resolve())
+    assert Path(templates).resolve() == Path(package).resolve() / "templates"
+    assert Path(database).resolve() == Path(package).resolve() / "tuning_db"
+    assert list(Path(templates).glob("*.j2"))
+
+
+@pytest.mark.slow
+def test_an_installed_command_prints_its_version(installed: Path, tmp_path: Path) -> None:
+    assert epigen.__version__ in run([installed / "epigen", "--version"], tmp_path).stdout
+
+
+@pytest.mark.slow
+def test_an_installed_command_prints_a_kernel(installed: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    text = run([installed / "epigen", "compile", "relu(mm+bias)", "--no-verify"], tmp_path, EPIGEN_CACHE=str(cache)).stdout
+    functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    assert any("triton.jit" in map(ast.unparse, f.decorator_list) for f in functions)
+    assert "tl.dot(" in text
+    assert "tl.maximum(" in text
