@@ -15,8 +15,6 @@ OLDEST_TRITON := triton==3.6.0
 # Triton 3.6's interpreter breaks with numpy 2.4 and later
 OLDEST_NUMPY := numpy==2.3.5
 
-# a target that fails half-way is made anew, not taken for done
-.DELETE_ON_ERROR:
 .PHONY: demo test test-newest test-oldest lint clean
 
 demo: $(VENV)/.installed
@@ -37,7 +35,7 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/mypy
 
 # The stamps below are as new as the last installation that went through. An editable installation follows the sources by itself, so
-# it is redone for these two files only.
+# it is redone only when what decides the versions has changed.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'epigen needs Python 3.11 or newer: make PYTHON=...')"
 	$(PYTHON) -m venv $(VENV)

@@ -17,6 +17,11 @@ from bench import record, timing
 SHAPES = ((64, 256, 128), (128, 256, 256), (1024, 1024, 1024))  # M, K, N
 
 
+def _config(fused: epigen.Kernel, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> str:
+    fused(x, w, bias=bias)
+    return str(fused.config)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commit")
@@ -34,7 +39,7 @@ def main() -> None:
             "epigen": lambda x=x, w=w, bias=bias: fused(x, w, bias=bias),
             "epigen, out=": lambda x=x, w=w, bias=bias, out=out: fused(x, w, bias=bias, out=out),
         }
-        row = {"m": m, "k": k, "n": n, "config": str(fused.config() if fused(x, w, bias=bias) is not None else ""), "graph": timing.graphed(contenders), "cold": timing.cold(contenders), "host": timing.hosted(contenders)}  # fmt: skip
+        row = {"m": m, "k": k, "n": n, "config": _config(fused, x, w, bias), "graph": timing.graphed(contenders), "cold": timing.cold(contenders), "host": timing.hosted(contenders)}  # fmt: skip
         rows.append(row)
         for kind in ("graph", "cold", "host"):
             eager, ours = (row[kind][name]["median_us"] for name in ("three operations", "epigen"))

@@ -57,7 +57,7 @@ class Group(click.Group):
             context.exit(1)
 
 
-class Shape(click.ParamType):
+class Shape(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.3
     """MxNxK"""
 
     name = "MxNxK"
@@ -69,7 +69,7 @@ class Shape(click.ParamType):
         return int(match[1]), int(match[2]), int(match[3])
 
 
-class Config(click.ParamType):
+class Config(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.3
     """schedule=tiled,block_m=64,…"""
 
     name = "NAME=VALUE,…"
@@ -106,8 +106,7 @@ def compile_command(program: str, shape: tuple[int, int, int] | None, dtype_name
                     emit: str, config: dict[str, Any] | None, output: Path | None, no_verify: bool, as_json: bool) -> None:  # fmt: skip
     """Compile PROGRAM, such as "relu(mm + bias)", and show the kernel once it has been checked."""
     if emit in EARLY[:2]:
-        text = _early(program, emit)
-        _write(text, output, json.dumps({"program": program, emit: text}) if as_json else None)
+        _write_stage(program, emit, _early(program, emit), output, as_json)
         return
 
     from epigen import api
@@ -125,7 +124,7 @@ def compile_command(program: str, shape: tuple[int, int, int] | None, dtype_name
     if emit == "lowered":
         from epigen.show import spec_text
 
-        _write(spec_text(plan.spec), output, json.dumps({"program": kernel.program, emit: spec_text(plan.spec)}) if as_json else None)
+        _write_stage(kernel.program, emit, spec_text(plan.spec), output, as_json)
         return
     report: dict[str, Any] = {
         "program": kernel.program, "name": plan.spec.name, "target": target.name, "dtype": dtype.name, "config": {"schedule": plan.choice.config.schedule, **dict(plan.choice.config.values)},
@@ -142,6 +141,10 @@ def compile_command(program: str, shape: tuple[int, int, int] | None, dtype_name
         text = _stage(compiled, emit, target)
     report[emit] = text if isinstance(text, str) else text.hex()
     _write(text, output, json.dumps(report) if as_json else None)
+
+
+def _write_stage(program: str, emit: str, text: str, output: Path | None, as_json: bool) -> None:
+    _write(text, output, json.dumps({"program": program, emit: text}) if as_json else None)
 
 
 def _early(program: str, emit: str) -> str:

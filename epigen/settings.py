@@ -37,11 +37,12 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "epigen"
 
 
-def use_interpreter() -> bool:
-    """Whether the caller asked for Triton's interpreter, by Triton's own variable."""
-    return os.environ.get("TRITON_INTERPRET", "") in {"1", "true", "on", "yes", "y"}
-
-
 def set_interpreter(on: bool) -> None:
     """Choose Triton's mode for this process; it counts only before Triton is first imported."""
     os.environ["TRITON_INTERPRET"] = "1" if on else "0"
+
+
+def child_environment(interpret: bool) -> dict[str, str]:
+    """The environment of a child process with Triton in one of its modes and this process's import path."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    return os.environ | {"TRITON_INTERPRET": "1" if interpret else "0", "PYTHONPATH": path}

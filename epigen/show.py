@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from epigen.codegen import emit
-from epigen.codegen.spec import KernelSpec
+from epigen.codegen.spec import Input, KernelSpec
 from epigen.ir.graph import Graph, describe_indices
 from epigen.lang.syntax import Call, Expr, Name, Number, Power, Program, number_text
 
@@ -34,9 +34,9 @@ def _tree(expr: Expr, depth: int, lines: list[str]) -> None:
             lines.append(f"{indent}call {function}")
             for arg in args:
                 _tree(arg, depth + 1, lines)
-            for key, value in keywords:
+            for key, argument in keywords:
                 lines.append(f"{indent}  {key}=")
-                _tree(value, depth + 2, lines)
+                _tree(argument, depth + 2, lines)
 
 
 def graph_text(graph: Graph) -> str:
@@ -71,5 +71,5 @@ def spec_text(spec: KernelSpec) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _loads(inputs: tuple) -> list[str]:  # type: ignore[type-arg]
+def _loads(inputs: tuple[Input, ...]) -> list[str]:
     return [f"  load {i.name}[{','.join(i.indices)}] {'bits' if i.packed else i.dtype or 'number'}" for i in inputs]

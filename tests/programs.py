@@ -10,10 +10,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from epigen import ops
-from epigen.dtypes import FP32, FP16, OPERANDS, DType
-from epigen.ops import BOOLEAN, NUMBER
 from hypothesis import strategies as st
+
+from epigen import ops
+from epigen.dtypes import FP16, FP32, OPERANDS, DType
+from epigen.ops import BOOLEAN, NUMBER
 
 _TILES = ("residual", "gate[m,n]", "up[m,n]", "aux[m, n]")
 _COLUMNS = ("bias", "scale_b[n]", "shift[n]")

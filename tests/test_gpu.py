@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
 import epigen
+from epigen import api
+from epigen.codegen import schedules
+from epigen.codegen.spec import Choice
 from epigen.dtypes import FP16
 from epigen.ir import reference
 from epigen.runtime import verify
+from epigen.runtime.kernel import Kernel
+from epigen.tuning import rule
 
 pytestmark = pytest.mark.gpu
 
@@ -21,8 +28,10 @@ def test_returns_on_the_current_stream_without_a_sync() -> None:
     kernel = epigen.compile("z = mm * alpha + bias; relu(z), bgrad(z), amax(z)")
     x, w, bias, alpha = half(256, 128), half(128, 192), half(192), torch.tensor(0.5, device="cuda")
     kernel(x, w, bias=bias, alpha=alpha)  # the first call loads modules, which may wait
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the mode announces itself as a prototype
+            torch.cuda.set_sync_debug_mode("error")
         results = kernel(x, w, bias=bias, alpha=alpha)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -115,11 +124,12 @@ def test_masks_are_exchanged_with_cublaslt(m: int, n: int) -> None:
     cuBLASLt computes the transposes: y^T = relu(W x^T + b), so its [N / 8, M] mask with strides (1, N / 8) is epigen's [M, N / 8].
     """
     nvmath = pytest.importorskip("nvmath", reason="nvmath-python is not installed")
-    Epilog, matmul = nvmath.linalg.advanced.MatmulEpilog, nvmath.linalg.advanced.matmul
+    epilog, matmul = nvmath.linalg.advanced.MatmulEpilog, nvmath.linalg.advanced.matmul
     k = 256
-    # small integers: exact sums, so both sides see the same sign everywhere
+    # small integers: exact sums, so both sides see the same sign everywhere; with halves in the bias none is 0
     x, weight, bias = (torch.randint(-2, 3, s, device="cuda").half() for s in ((m, k), (n, k), (n,)))
-    y_t, aux = matmul(weight, x.T, epilog=Epilog.RELU_AUX_BIAS, epilog_inputs={"bias": bias[:, None]})
+    bias += 0.5
+    y_t, aux = matmul(weight, x.T, epilog=epilog.RELU_AUX_BIAS, epilog_inputs={"bias": bias[:, None]})
     theirs = aux["relu_aux"].T
     ours_y, ours = epigen.compile("z = mm + bias; relu(z), bitmask(z > 0)")(x, weight.T, bias=bias)
     assert torch.equal(ours_y, y_t.T)
@@ -128,7 +138,7 @@ def test_masks_are_exchanged_with_cublaslt(m: int, n: int) -> None:
     dy, other = (torch.randint(-2, 3, s, device="cuda").half() for s in ((m, k), (n, k)))
     drelu = epigen.compile("dz = drelu(mm, mask); dz, bgrad(dz)")
     from_theirs = drelu(dy, other.T, mask=theirs[:, : n // 8])
-    dz_t, aux = matmul(other, dy.T, epilog=Epilog.DRELU_BGRAD, epilog_inputs={"relu_aux": lent(ours, n)})
+    dz_t, aux = matmul(other, dy.T, epilog=epilog.DRELU_BGRAD, epilog_inputs={"relu_aux": lent(ours, n)})
     assert torch.equal(from_theirs[0], dz_t.T)
     key = next(name for name in aux if "bgrad" in name)
     torch.testing.assert_close(from_theirs[1], aux[key].reshape(-1).float(), rtol=2e-3, atol=1.0)
@@ -161,3 +171,14 @@ def test_tensors_on_another_device_than_the_current_one() -> None:
 def test_devices_must_agree() -> None:
     with pytest.raises(epigen.EpigenError, match=r"operand a is on cuda:0 and operand b on cpu"):
         epigen.compile("mm")(half(4, 4), torch.ones(4, 4).half())
+
+
+def test_a_config_that_does_not_fit_gives_way_to_the_vendor() -> None:
+    """Out of shared memory: the library schedule answers, and says why; a config that the caller insists on is refused in words."""
+    large = schedules.config("tiled", block_m=256, block_n=256, block_k=128, group_m=8, num_warps=8, num_stages=6)
+    kernel = Kernel(api.graph_of("relu(mm + bias)"), api.renderer(), lambda spec, shape, target, refused: rule.choose(spec, shape, target, refused) if refused else Choice(large, "too large"))
+    given = verify.sample(kernel.graph, (512, 512, 512), FP16, FP16, FP16, device="cuda")
+    verify.demand(verify.differences(kernel, given))
+    assert kernel.config.schedule == "library" and "does not fit" in kernel.explain()
+    with pytest.raises(epigen.EpigenError, match="does not fit this GPU"):
+        epigen.compile("relu(mm + bias)", config=large)(given.a, given.b, **given.inputs)

@@ -97,7 +97,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_wheel_holds_the_package_and_its_data(wheel: Path) -> None:
     files = contents(wheel)
-    sources = {p.relative_to(ROOT).as_posix(): p.read_bytes() for p in (ROOT / "epigen").rglob("*.py")}
+    sources = {p.relative_to(ROOT).as_posix(): p.read_bytes() for p in (ROOT / "epigen").rglob("*") if p.is_file() and p.suffix != ".pyc"}
     data = shipped_files()
     assert any(name.endswith(".j2") for name in data)
     assert "epigen/tuning_db/README.md" in data

@@ -145,7 +145,7 @@ class _Body:
         made: set[int] = set()
         blocks: set[int] = set()
         for number, node in enumerate(nodes):
-            if node.op not in ops.TABLE and node.op != g.CAST or node.indices or node.reduced:
+            if (node.op not in ops.TABLE and node.op != g.CAST) or node.indices or node.reduced:
                 continue
             python = all(nodes[a].op == g.CONSTANT or (nodes[a].op == g.INPUT and nodes[a].name in self.by_value) for a in node.args)
             if python or (node.kind == ops.BOOLEAN and not any(a in blocks for a in node.args)):

@@ -70,7 +70,7 @@ class Renderer:
     def render(self, spec: KernelSpec, config: KernelConfig) -> Rendered:
         schedule = SCHEDULES[config.schedule]
         functions = [_main(spec, config), *(_finish(spec, f) for f in spec.finishes)]
-        text = self.text("module.py.j2", spec=spec, config=config, functions=functions, schedule=schedule, dot_arguments=dot_arguments(spec))
+        text = self.text("module.py.j2", spec=spec, config=config, functions=functions, schedule=schedule, dot_arguments=dot_arguments(spec, config))
         return Rendered(text, tuple(functions), digest([text]))
 
     def text(self, template: str, **values: Any) -> str:
@@ -169,8 +169,11 @@ def _finish(spec: KernelSpec, finish: Finish) -> Function:
     return Function(name, tuple(dict.fromkeys(arguments)), (("BLOCK_T", length), ("BLOCK_X", width)), 4, 1, finish)
 
 
-def dot_arguments(spec: KernelSpec) -> str:
+def dot_arguments(spec: KernelSpec, config: KernelConfig) -> str:
     """What `tl.dot` takes after a, b and the accumulator."""
+    if spec.signature.a.is_fp8 and SCHEDULES[config.schedule].multiplies:
+        # Hopper's tensor cores add fp8 products in about 14 bits: their sums go to fp32 every so many products
+        return f", max_num_imprecise_acc={min(128, config['block_k'])}"
     if spec.signature.a == FP32:
         return f', input_precision="{spec.signature.precision}"'
     return ", out_dtype=tl.int32" if spec.accumulator == INT32 else ""

@@ -7,7 +7,7 @@ own oracle computes.
 from __future__ import annotations
 
 from epigen import ops
-from epigen.codegen.render import Function, Renderer, Rendered
+from epigen.codegen.render import Function, Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelSpec, number
 from epigen.dtypes import BF16, FP32, INT8, DType
@@ -22,7 +22,7 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
         "standalone.py.j2",
         spec=spec, choice=choice, graph=graph, heading=heading, body="import triton\n" + body,
         launcher=spec.name.removeprefix("epigen_"),
-        launches=[_launch(spec, choice, f) for f in rendered.functions],
+        launches=[_launch(spec, f) for f in rendered.functions],
         multiplies=SCHEDULES[choice.config.schedule].multiplies,
         block_m=choice.config["block_m"], block_n=choice.config["block_n"], block_k=dict(choice.config.values).get("block_k", 32),
         reference=_reference(graph), results=_results(graph), tolerance=_tolerance(graph, spec),
@@ -36,7 +36,7 @@ def _dtypes(graph: Graph, spec: KernelSpec) -> list[DType]:
     return [t for t in (*named, *(n.dtype for n in graph.nodes)) if t is not None]
 
 
-def _launch(spec: KernelSpec, choice: Choice, function: Function) -> dict[str, object]:
+def _launch(spec: KernelSpec, function: Function) -> dict[str, object]:
     """Grid and arguments of one launch, as text over the launcher's variables."""
     if function.finish is None:
         grid = "tiles_m * tiles_n"
@@ -58,8 +58,8 @@ def _argument(name: str, spec: KernelSpec) -> str:
         if rest in ("am", "ak", "bk", "bn"):
             return f"{rest[0]}.stride({'mk'.find(rest[1]) if rest[0] == 'a' else 'kn'.find(rest[1])})"
         tensor, index = rest.rsplit("_", 1)
-        indices = "mn" if tensor == "mm" else next(i.indices for i in (*spec.all_inputs, *spec.outputs) if i.name == tensor)
-        return f"{tensor}.stride({indices.find(index)})"
+        indices = {"mm": "mn"} | {i.name: i.indices for i in spec.all_inputs} | {o.name: o.indices for o in spec.outputs}
+        return f"{tensor}.stride({indices[tensor].find(index)})"
     return name
 
 

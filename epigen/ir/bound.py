@@ -162,7 +162,8 @@ def _product_error(a: Tensor, b: Tensor, value: Tensor, precision: str) -> Tenso
         factor += 2.0**-9
     if BY_TORCH[str(a.dtype)].is_fp8:
         factor += 2.0**-12
-    return magnitude * factor + k * TINY
+    error: Tensor = magnitude * factor + k * TINY
+    return error
 
 
 def _reduction_error(node: Node, value: Tensor, arg: tuple[Tensor, Tensor, str], a: Tensor, b: Tensor) -> Tensor:

@@ -26,21 +26,27 @@ def torch_function(name: str) -> Callable[..., Tensor]:
     """The reference of an elementwise row, as a function of tensors. The text is the table's own, never a user's."""
     op = ops.TABLE[name]
     params = {p.name: p.name for p in op.params}
-    return eval(f"lambda {', '.join(params)}: {op.torch.format(**params)}", {"torch": torch})
+    return _function(", ".join(params), op.torch.format(**params))
 
 
 @functools.cache
 def torch_reduction(name: str) -> Callable[..., Tensor]:
     """The reference of a reduction's row: (x, dims) -> x reduced over dims, which it keeps with extent 1."""
     text = ops.REDUCTIONS[name].torch.format(x="x", dim="dim, keepdim=True")
-    return eval(f"lambda x, dim: {text}", {"torch": torch})
+    return _function("x, dim", text)
+
+
+def _function(params: str, text: str) -> Callable[..., Tensor]:
+    function: Callable[..., Tensor] = eval(f"lambda {params}: {text}", {"torch": torch})
+    return function
 
 
 IDENTITY = {name: float(row.identity.removeprefix("float('").removesuffix("')")) for name, row in ops.REDUCTIONS.items()}
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    return getattr(torch, dtype.torch)
+    found: torch.dtype = getattr(torch, dtype.torch)
+    return found
 
 
 def evaluate(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], dtypes: Sequence[DType]) -> list[Tensor]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from epigen import settings
 from epigen.codegen.render import Function, Rendered
 from epigen.errors import CompileError, EpigenError
 from epigen.runtime.device import Target
@@ -18,11 +19,8 @@ def layout_constants(function: Function, layout: str = "nn") -> dict[str, int]:
     """The strides of 1 that contiguous tensors have. layout: how a and b lie, as in `verify.LAYOUTS`."""
     names = {a.name for a in function.arguments}
     ones = {"stride_ak" if layout[0] == "n" else "stride_am", "stride_bn" if layout[1] == "n" else "stride_bk"}
-    for name in names:
-        if name.startswith("stride_") and name.endswith("_n"):
-            ones.add(name)
-        elif name.startswith("stride_") and name.endswith("_m") and f"{name[:-2]}_n" not in names:
-            ones.add(name)
+    # the last index of an input or an output
+    ones |= {n for n in names if n.startswith("stride_") and (n.endswith("_n") or (n.endswith("_m") and f"{n[:-2]}_n" not in names))}
     return dict.fromkeys(sorted(ones & names), 1)
 
 
@@ -42,7 +40,7 @@ class Running:
     """A compilation under way. The pipe's two ends are both epigen's own, so pickle reads only what epigen wrote."""
 
     def __init__(self, job: Job):
-        environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        environment = settings.child_environment(interpret=False)
         self.process = subprocess.Popen([sys.executable, "-m", "epigen.runtime.ahead"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
         assert self.process.stdin is not None
         pickle.dump(job, self.process.stdin)

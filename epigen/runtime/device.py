@@ -88,5 +88,5 @@ def at_hand(index: int | None = None) -> Target | None:
         kin = max((t for t in TARGETS.values() if t.backend == "cuda" and int(t.arch) <= arch), key=lambda t: int(t.arch), default=None)
         if kin is None:
             raise TargetError(f"{properties.name} (sm_{arch}) is older than sm_80, the oldest supported")
-        known = replace(kin, name=f"sm_{arch}", arch=arch, shared_bytes=properties.shared_memory_per_block_optin)
+        known = replace(kin, name=f"sm_{arch}", arch=arch, shared_bytes=int(getattr(properties, "shared_memory_per_block_optin", kin.shared_bytes)))
     return replace(known, multiprocessors=properties.multi_processor_count, part=properties.name)

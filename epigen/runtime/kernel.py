@@ -28,9 +28,11 @@ from epigen.ir import reference
 from epigen.ir.graph import Graph, Node
 from epigen.runtime import device, vendor
 from epigen.runtime.device import Target
-from epigen.runtime.loader import Loader, interpreting
+from epigen.runtime.loader import Loader, interpreting, refusal
 
-Chooser = Callable[[KernelSpec, tuple[int, int, int], Target], Choice]
+Chooser = Callable[[KernelSpec, tuple[int, int, int], Target, str], Choice]
+"""(spec, shape, target, refused) -> Choice. refused: why a config with a main loop of Triton's did not work, "" at first."""
+
 BACKENDS = ("triton", "interpreter", "reference")
 
 
@@ -89,23 +91,32 @@ class Kernel:
         """
         outs = self._given_outputs(out)
         key = (*map(_tensor_key, (a, b)), *((name, _tensor_key(value)) for name, value in inputs.items()), *((n, _tensor_key(t)) for n, t in outs.items()), torch.get_float32_matmul_precision())  # fmt: skip
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            prepared = self._prepared[key] = self._prepare(a, b, inputs, outs)
-        self._last = prepared
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (a, b, *inputs.values())):
             raise CallError("an argument requires grad, and a kernel has no backward of its own: call it under torch.no_grad(), or on detached tensors")
-        results = prepared.run(a, b, inputs, outs)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared, results = self._first(a, b, inputs, outs)
+            self._prepared[key] = prepared
+        else:
+            results = prepared.run(a, b, inputs, outs)
+        self._last = prepared
         return results[0] if self._outputs is None else self._outputs(*results)
 
     # -- what the kernel would run
 
-    def plan(self, shape: tuple[int, int, int] = (4096, 4096, 4096), dtype: DType | None = None, target: Target | None = None, signature: Signature | None = None) -> Plan:
-        """The plan for a problem without running it. shape: M, N, K. dtype: of operands and inputs. target: default the GPU at hand, else sm_90."""
+    def plan(
+        self, shape: tuple[int, int, int] = (4096, 4096, 4096), dtype: DType | None = None, target: Target | None = None,
+        signature: Signature | None = None, refused: str = "",
+    ) -> Plan:  # fmt: skip
+        """The plan for a problem without running it.
+
+        shape: M, N, K. dtype: of operands and inputs. target: default the GPU at hand, else sm_90. signature: in place of dtype.
+        refused: why Triton's own product is out of the question, if it is.
+        """
         if signature is None:
             signature = self.signature_of(dtype or FP16, shape[2])
         spec = lower(self._graph, signature)
-        choice = Choice(self._config, "given by the caller") if self._config else self._choose(spec, shape, target or device.at_hand() or device.DEFAULT)
+        choice = Choice(self._config, "given by the caller") if self._config else self._choose(spec, shape, target or device.at_hand() or device.DEFAULT, refused)
         return Plan(spec, choice, self.renderer.render(spec, choice.config))
 
     def signature_of(self, dtype: DType, k: int = 1) -> Signature:
@@ -118,9 +129,10 @@ class Kernel:
         """The generated module's text: of the last call, or of the problem that is given as to `plan`."""
         return self._plan_or_last(problem).source
 
-    def config(self, **problem: Any) -> KernelConfig:
-        """The schedule and its values: of the last call, or of the problem that is given as to `plan`."""
-        return self._plan_or_last(problem).choice.config
+    @property
+    def config(self) -> KernelConfig:
+        """The schedule and its values, of the last call; before any, of the default problem of `plan`."""
+        return self._plan_or_last({}).choice.config
 
     def explain(self, **problem: Any) -> str:
         """Which config, and where it came from."""
@@ -133,6 +145,20 @@ class Kernel:
         return self.plan(**problem)
 
     # -- preparing a call
+
+    def _first(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> tuple[_Prepared, list[Tensor]]:
+        """Prepare a call and run it, which compiles. Where Triton refuses the chosen config, the vendor's product takes its place."""
+        prepared = self._prepare(a, b, inputs, outs)
+        try:
+            return prepared, prepared.run(a, b, inputs, outs)
+        except Exception as error:
+            refused = refusal(error) if prepared.plan and not prepared.interpreted else None
+            if refused is None:
+                raise
+            if self._config is not None or prepared.plan is None or not SCHEDULES[prepared.plan.choice.config.schedule].multiplies:
+                raise refused from error
+        prepared = self._prepare(a, b, inputs, outs, str(refused))
+        return prepared, prepared.run(a, b, inputs, outs)
 
     def _precision_now(self) -> str:
         if self._precision is not None:
@@ -152,7 +178,7 @@ class Kernel:
             raise CallError(f"out holds {len(out)} tensors, and the program has {len(self._names)} outputs: {', '.join(self._names)}")
         return dict(zip(self._names, out, strict=True))
 
-    def _prepare(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> _Prepared:
+    def _prepare(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], refused: str = "") -> _Prepared:
         m, n, k = self._check_operands(a, b)
         self._check_inputs(a, inputs, m, n)
         dtypes = {"a": BY_TORCH[str(a.dtype)], "b": BY_TORCH[str(b.dtype)]}
@@ -176,7 +202,7 @@ class Kernel:
         signature = Signature(dtypes["a"], dtypes["b"], named, self._precision_now(), _power_of_two_in(k), 64 if wide else 32)
         with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
             target = (device.at_hand() if a.is_cuda else None) or device.DEFAULT
-            plan = self.plan((m, n, k), target=target, signature=signature)
+            plan = self.plan((m, n, k), target=target, signature=signature, refused=refused)
             module = self._loaders[backend == "interpreter"].load(plan.rendered)
         functions = [getattr(module, f.name) for f in plan.rendered.functions]
         prepared = _Prepared(self._graph, outputs, (m, n, k), a.device, plan, functions, backend == "interpreter")

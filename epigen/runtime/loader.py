@@ -82,7 +82,7 @@ class Loader:
                 if not (path.is_file() and path.read_text() == text):
                     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
                         file.write(text)
-                    os.replace(file.name, path)
+                    Path(file.name).replace(path)
             except OSError:
                 continue
             # Triton reads the source through linecache: an entry without a time stamp is never read from the file again
@@ -102,6 +102,18 @@ def interpreting() -> Iterator[None]:
     with numpy.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="triton")
         yield
+
+
+def refusal(error: Exception) -> EpigenError | None:
+    """What Triton says of a kernel that does not compile or does not fit the GPU, in epigen's words; None for any other error."""
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    if isinstance(error, OutOfResources):
+        return CompileError(f"the config does not fit this GPU: {_last_words(error)}")
+    if isinstance(error, (CompilationError, PTXASError)) or "PassManager" in str(error):
+        return CompileError(f"the kernel does not compile: {_last_words(error)}")
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,12 +39,10 @@ def _fp32(a: Tensor, b: Tensor, precision: str) -> Tensor:
 
 
 def _int8(a: Tensor, b: Tensor) -> Tensor:
-    """torch._int_mm wants more than 16 rows and extents in multiples of 8: pad with zeros, which change no sum."""
+    """torch._int_mm wants more than 16 rows, and cuBLASLt refuses extents off its tiles: pad with zeros, which change no sum."""
     m, k, n = a.shape[0], a.shape[1], b.shape[1]
     if not a.is_cuda or 0 in (m, n, k):
         return (a.double() @ b.double()).to(torch.int32)
-    rows = max(m, 17) - m
-    rows += -(m + rows) % 8
-    a = torch.nn.functional.pad(a, (0, -k % 8, 0, rows))
-    b = torch.nn.functional.pad(b, (0, -n % 8, 0, -k % 8))
+    a = torch.nn.functional.pad(a, (0, -k % 32, 0, -m % 32))
+    b = torch.nn.functional.pad(b, (0, -n % 32, 0, -k % 32))
     return torch._int_mm(a.contiguous(), b.contiguous())[:m, :n]

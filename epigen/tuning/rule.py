@@ -5,7 +5,6 @@ from __future__ import annotations
 from epigen.codegen import schedules
 from epigen.codegen.spec import Choice, KernelSpec
 from epigen.dtypes import FP8E4M3, FP32
-from epigen.errors import ConfigError
 from epigen.runtime.device import Target
 
 # block_m, block_n, num_warps; largest first. Read off the first measurements on an H200 (torch 2.11, Triton 3.6, 2026-11).
@@ -13,20 +12,23 @@ _TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4), (32, 64, 4), 
 _SKINNY = {16: (16, 64, 4), 32: (32, 64, 4), 64: (64, 64, 4)}
 
 
-def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> Choice:
-    """A legal config for one problem. shape: M, N, K."""
+def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str = "") -> Choice:
+    """A legal config for one problem. shape: M, N, K. refused: why a tiled config did not work, if one was tried."""
     m, n, k = shape
     sig = spec.signature
+    if refused:
+        return library(spec, refused)
     if not target.fp8 and FP8E4M3 in (sig.a, sig.b):
         return library(spec, f"{target.name} does not multiply fp8e4m3")
     if sig.a == FP32 and sig.precision == "ieee" and m * n * k > 1 << 27:
         return library(spec, "the vendor's fp32 product is faster than Triton's, which has no tensor cores for it")
     block_k = {4: 32, 2: 64, 1: 128}[sig.a.bytes]
-    tiles = _TILES
+    tiles: tuple[tuple[int, int, int], ...] = _TILES
     if sig.a == FP32 and sig.precision == "ieee":
         tiles, block_k = tuple(t for t in _TILES if t[0] * t[1] <= 64 * 64), 16
-    if len(spec.lines) + 2 * len(spec.partials) > 8:
-        tiles = tuple(t for t in tiles if t[0] * t[1] <= 128 * 128)  # long epilogues spill registers at 128x256
+    if len(spec.lines) + 2 * len(spec.partials) > 8 or sig.a.bits == 8:
+        # long epilogues, and what 8-bit operands need beside the accumulator, spill registers at 128x256
+        tiles = tuple(t for t in tiles if t[0] * t[1] <= 128 * 128)
     if m <= 64:
         block_m = max(16, 1 << max(0, m - 1).bit_length())
         tiles = (_SKINNY[block_m],)
@@ -42,8 +44,6 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> Cho
     stages = next((s for s in (4, 3, 2) if s * a_and_b <= target.shared_bytes - 1024), 1)
     if target.backend == "hip":
         stages = min(stages, 2)
-    if a_and_b > target.shared_bytes:
-        raise ConfigError(f"no tile fits the {target.shared_bytes} bytes of shared memory of {target.name}")
     chosen = schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=8, num_warps=warps, num_stages=stages)
     return Choice(chosen, f"chosen by rule for {m}x{n}x{k} {sig.a} on {target.name}: no measurement is at hand")
 

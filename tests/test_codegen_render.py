@@ -1,0 +1,337 @@
+"""Spec and config -> source text: golden kernels, equal bytes for equal inputs, and text that a reader has no complaint about."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from programs import programs
+
+from epigen import dtypes, ops, settings
+from epigen.codegen import schedules
+from epigen.codegen.lower import kernel_name, lower
+from epigen.codegen.render import Rendered, Renderer
+from epigen.codegen.schedules import SCHEDULES
+from epigen.codegen.spec import KernelConfig, KernelSpec, Signature
+from epigen.dtypes import FP8E4M3, FP16, FP32, INT8, DType
+from epigen.ir.check import check
+from epigen.ir.passes import normalise
+from epigen.lang.parser import parse
+
+GOLDEN = Path(__file__).parent / "golden" / "kernels"
+RENDERER = Renderer(settings.templates_dir())
+
+TILED = schedules.config("tiled", block_m=64, block_n=128, block_k=32, group_m=8, num_warps=4, num_stages=3)
+LIBRARY = schedules.config("library", block_m=8, block_n=128, num_warps=4)
+
+
+def spec_of(text: str, a: DType = FP16, by_value: tuple[str, ...] = (), input_dtype: DType | None = None, **signature: int | str) -> KernelSpec:
+    graph = normalise(check(parse(text)))
+    inputs = tuple((n.name, None if n.name in by_value else input_dtype or a) for n in graph.inputs())
+    return lower(graph, Signature(a, a, inputs, **signature))
+
+
+def source(text: str, config: KernelConfig = TILED, **signature: object) -> str:
+    return RENDERER.render(spec_of(text, **signature), config).text
+
+
+# -- golden kernels
+
+KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
+    "relu_bias": (spec_of("relu(mm + bias)", k_multiple=64), TILED),
+    "relu_bias_any_k": (spec_of("relu(mm + bias)"), TILED),
+    "relu_and_mask": (spec_of("z = mm + bias; relu(z), bitmask(z > 0)", k_multiple=64), TILED),
+    "drelu_and_bgrad": (spec_of("dz = drelu(mm, mask); dz, bgrad(dz)", k_multiple=64), TILED),
+    "three_finishing_kernels": (
+        spec_of(
+            "z = gelu(mm); scale_out = amax(z); lse = logsumexp(z, n) + scale_a[m]; db = sum(z, m) * 0.5 + sum(b, k); z, db, lse, scale_out", k_multiple=64
+        ),
+        TILED,
+    ),
+    "library": (spec_of("z = mm + bias; silu(z) * gate[m,n], bgrad(z)"), LIBRARY),
+    "int8_scaled": (spec_of("cast(mm * scale_a[m] * scale_b[n], fp16)", INT8, input_dtype=FP32, k_multiple=64), TILED),
+    "int8_bare": (spec_of("mm", INT8, k_multiple=64), TILED),
+    "fp8_saturating": (spec_of("cast(mm * alpha, fp8e4m3)", FP8E4M3, input_dtype=FP32, k_multiple=64), TILED),
+    "fp32_tf32_by_value": (spec_of("leaky_relu(mm, slope) * (1 + slope)", FP32, ("slope",), precision="tf32", k_multiple=64), TILED),
+    "wide_offsets": (spec_of("mm + residual, sum(mm, n)", index_bits=64, k_multiple=64), TILED),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_are_the_golden_ones(name: str, update_golden: bool) -> None:
+    path = GOLDEN / f"{name}.txt"
+    found = RENDERER.render(*KERNELS[name]).text
+    if update_golden:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(found, encoding="utf-8")
+    assert found == path.read_text(encoding="utf-8")
+
+
+def test_no_golden_file_is_left_over() -> None:
+    assert {p.stem for p in GOLDEN.iterdir()} == set(KERNELS)
+
+
+def test_the_three_finishing_kernels_are_there() -> None:
+    rendered = RENDERER.render(*KERNELS["three_finishing_kernels"])
+    assert [f.finish.indices for f in rendered.functions if f.finish] == ["n", "m", ""]
+
+
+# -- strategies
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> KernelSpec:
+    graph = normalise(check(parse(draw(programs()))))
+    operand = draw(st.sampled_from(dtypes.OPERANDS))
+    inputs = tuple((n.name, draw(st.sampled_from(dtypes.OPERANDS if n.indices else (None, FP32, FP16)))) for n in graph.inputs())
+    precision = draw(st.sampled_from(("ieee", "tf32"))) if operand == FP32 else "ieee"
+    return lower(graph, Signature(operand, operand, inputs, precision, draw(st.sampled_from((1, 16, 256))), draw(st.sampled_from((32, 64)))))
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> KernelConfig:
+    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+    return schedules.config(schedule, **{name: draw(st.sampled_from(values)) for name, values in SCHEDULES[schedule].dimensions.items()})
+
+
+# -- bytes and digests
+
+
+@given(specs(), configs())
+def test_equal_spec_and_config_render_equal_bytes(spec: KernelSpec, config: KernelConfig) -> None:
+    first, second = RENDERER.render(spec, config), RENDERER.render(spec, config)
+    assert first.text.encode() == second.text.encode()
+    assert first.digest == second.digest
+
+
+def test_equal_bytes_in_every_process() -> None:
+    # sets and hashes of strings have another order in each process
+    code = "from test_codegen_render import KERNELS, RENDERER; print(*(RENDERER.render(*k).digest for k in KERNELS.values()))"
+    root = Path(__file__).resolve().parent
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed, "PYTHONPATH": f"{root}:{root.parent}"}, check=True, capture_output=True, text=True
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert digests == {" ".join(RENDERER.render(*k).digest for k in KERNELS.values()) + "\n"}
+
+
+@given(configs(), configs())
+def test_another_config_has_another_digest(first: KernelConfig, second: KernelConfig) -> None:
+    assume(first != second)
+    spec = KERNELS["relu_and_mask"][0]
+    assert RENDERER.render(spec, first).digest != RENDERER.render(spec, second).digest
+
+
+@pytest.mark.parametrize("config", [TILED, LIBRARY], ids=lambda c: c.schedule)
+def test_each_dimension_counts_in_the_digest(config: KernelConfig) -> None:
+    spec = KERNELS["relu_bias"][0]
+    seen = {RENDERER.render(spec, config).digest}
+    for name, value in config.values:
+        other = next(v for v in SCHEDULES[config.schedule].dimensions[name] if v != value)
+        seen.add(RENDERER.render(spec, schedules.config(config.schedule, **dict(config.values) | {name: other})).digest)
+    assert len(seen) == 1 + len(config.values)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        spec_of("relu(mm - bias)"), spec_of("relu(mm + bias)", dtypes.BF16), spec_of("relu(mm + bias)", input_dtype=FP32), spec_of("relu(mm + bias)", k_multiple=64), spec_of("relu(mm + bias)", index_bits=64),
+        spec_of("cast(relu(mm + bias), fp32)"), spec_of("y = relu(mm + bias); y"), spec_of("relu(mm + gate[n])"), spec_of("relu(mm + bias[m])"),
+    ],
+)  # fmt: skip
+def test_another_spec_has_another_digest(other: KernelSpec) -> None:
+    assert RENDERER.render(other, TILED).digest != RENDERER.render(spec_of("relu(mm + bias)"), TILED).digest
+
+
+def test_precision_counts_in_the_digest_of_fp32() -> None:
+    ieee, tf32 = (RENDERER.render(spec_of("mm", FP32, precision=p), TILED).digest for p in ("ieee", "tf32"))
+    assert ieee != tf32
+
+
+# -- readable, valid text
+
+
+def complaints(text: str) -> list[str]:
+    """Unused arguments and locals, undefined and twice defined names of each function of a module."""
+    module = ast.parse(text)
+    defined = {"triton", "tl"} | {f.name for f in module.body if isinstance(f, ast.FunctionDef)}
+    found = []
+    for function in (f for f in module.body if isinstance(f, ast.FunctionDef)):
+        arguments = [a.arg for a in function.args.args]
+        body = [n for statement in function.body for n in ast.walk(statement)]
+        loaded = {n.id for n in body if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        # a counter that only counts is a loop's due
+        counters = {n.target.id for n in body if isinstance(n, ast.For) and isinstance(n.target, ast.Name)}
+        stored = {n.id for n in body if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        updated = {n.target.id for n in body if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}
+        found += [f"{function.name}: unused argument {a}" for a in arguments if a not in loaded]
+        found += [f"{function.name}: unused local {n}" for n in stored - loaded - updated - counters]
+        found += [f"{function.name}: undefined {n}" for n in loaded - stored - set(arguments) - defined if not hasattr(builtins, n)]
+        # an assignment in a loop's body may repeat the name it starts from; the lines of the epilogue are single assignments
+        targets = [t.id for s in function.body if isinstance(s, ast.Assign) for t in s.targets if isinstance(t, ast.Name)]
+        reductions = {t.id for n in body if isinstance(n, ast.For) for s in n.body if isinstance(s, ast.Assign) for t in s.targets if isinstance(t, ast.Name)}
+        if not any(isinstance(s, ast.Return) for s in function.body):  # helpers may build a result in steps
+            found += [f"{function.name}: argument {n} is assigned" for n in stored & set(arguments)]
+            found += [f"{function.name}: {n} is assigned twice" for n in {t for t in targets if targets.count(t) > 1} - reductions]
+    if re.search(r"[ \t]+$", text, re.MULTILINE):
+        found.append("trailing blanks")
+    if not text.endswith("\n") or text.endswith("\n\n"):
+        found.append("no single newline at the end")
+    if re.search(r"\n{4,}", text) or re.search(r":\n\n", text):
+        found.append("stray blank lines")
+    return found
+
+
+def arguments_disagree(rendered: Rendered) -> list[str]:
+    """The functions' records and the text have to list the same arguments, in the same order."""
+    functions = {f.name: f for f in ast.parse(rendered.text).body if isinstance(f, ast.FunctionDef)}
+    found = []
+    for f in rendered.functions:
+        in_text = [a.arg for a in functions[f.name].args.args]
+        recorded = [a.name for a in f.arguments] + [name for name, _ in f.constants]
+        if in_text != recorded:
+            found.append(f"{f.name}: {in_text} != {recorded}")
+    return found
+
+
+@given(specs(), configs())
+def test_random_programs_render_to_sound_text(spec: KernelSpec, config: KernelConfig) -> None:
+    rendered = RENDERER.render(spec, config)
+    assert complaints(rendered.text) == []
+    assert arguments_disagree(rendered) == []
+
+
+@pytest.mark.parametrize("config", [TILED, LIBRARY], ids=lambda c: c.schedule)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mm", "mm, bias + scale_a[m] + 0 * mm", "sum(mm)", "max(mm, m)", "amax(mm, n)", "sum(gate[m,n], m), mm", "sum(a, k), mm", "sum(b, k), mm", "sum(a, k) + sum(mm, n)", "sum(b, k) * bias, sum(mm, m)", "amax(a, k), amax(b, k), mm",
+        "bitmask(mm > 0)", "bitmask(mask), mm", "bitmask(mm > 0), sum(mm, m)", "where(mask, mm, 0)", "where(1 > 2, mm, 0)", "mm * alpha", "sum(mm) * alpha", "sum(mm, m) * alpha, mm * alpha", "residual, mm", "residual, sum(mm, n)",
+        "mm + 0.1 * bias", "sum(mm * scale_a[m], n) * scale_a[m]", "logsumexp(mm, m), logsumexp(mm, n), logsumexp(mm)", "cast(sum(mm, m), int8)", "cast(mm, int8) + cast(mm, fp8e5m2)", "sum(mm, m), sum(a, k), max(mm)", "gelu_tanh(sum(mm))",
+        "out = mm + bias; relu(out)", "out1 = mm + 1; relu(out1), out1 * 2, out1 * 3", "y = cast(relu(mm), fp16); y, sum(y), exp(relu(mm))", "max(mm), maximum(mm, 0)", "tanh(mm) + tanh(bias), tanh(sum(mm))", "relu(mm), relu(mm)", "sum(mm, m), sum(mm, m)",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("k_multiple", [1, 64])
+def test_each_form_renders_to_sound_text(text: str, config: KernelConfig, k_multiple: int) -> None:
+    for a in (FP16, INT8):
+        for by_value in ((), ("alpha",)):
+            rendered = RENDERER.render(spec_of(text, a, by_value, FP16, k_multiple=k_multiple), config)
+            assert complaints(rendered.text) == []
+            assert arguments_disagree(rendered) == []
+
+
+@pytest.mark.parametrize("op", ops.TABLE.values(), ids=lambda op: op.name)
+def test_each_operation_renders_to_sound_text(op: ops.Op) -> None:
+    for pool in (("mm", "bias", "residual"), ("bias", "mm", "0.5"), ("0.5", "alpha", "mm")):
+        args = [x if p.kind == ops.NUMBER else f"({x} > 0)" for p, x in zip(op.params, pool, strict=False)]
+        text = f"{op.name}({', '.join(args)})" if not op.symbol else f"{args[0]} {op.symbol} {args[1]}" if len(args) == 2 else f"{op.symbol}{args[0]}"
+        text = f"mm + ({text})" if op.result == ops.NUMBER else f"where({text}, mm, 0)"
+        for by_value in ((), ("alpha",)):
+            assert complaints(source(text, by_value=by_value)) == []
+
+
+# -- names
+
+
+def test_names_of_the_user_are_the_kernels_names() -> None:
+    text = source("hidden = mm + bias; active = silu(hidden); gated = active * gate[m,n]; total = sum(gated, m); gated, total * 2")
+    for line in ("hidden = acc + bias", "active = silu(hidden)", "gated = active * gate", "gated_ptr", "total_partial_ptr"):
+        assert line in text
+
+
+@given(specs())
+def test_each_label_is_a_name_of_the_text(spec: KernelSpec) -> None:
+    text = RENDERER.render(spec, TILED).text
+    for line in (*spec.lines, *(line for f in spec.finishes for line in f.lines)):
+        assert re.search(rf"^    {line.name} = ", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("relu(mm + bias)", "epigen_relu_mm_bias"),
+        ("mm", "epigen_mm"),
+        ("z = mm + bias; relu(z)", "epigen_z_mm_bias_relu"),
+        ("mm * 1e-05", "epigen_mm"),
+        ("mm + 0x1f", "epigen_mm"),
+    ],
+)
+def test_the_functions_name_tells_the_program(text: str, name: str) -> None:
+    graph = check(parse(text))
+    assert kernel_name(graph.text) == name
+    assert f"def {name}(" in source(text)
+
+
+@given(programs())
+def test_a_functions_name_is_short_and_valid(text: str) -> None:
+    name = kernel_name(check(parse(text)).text)
+    assert re.fullmatch(r"epigen_[a-z]\w*", name)
+    assert len(name) <= 60
+    assert not name.endswith("_")
+
+
+def test_long_programs_have_their_own_names() -> None:
+    texts = [f"relu(mm + bias) * first_long_name + second_long_name * third_long_name + {i}" for i in range(5)]
+    assert len({kernel_name(t) for t in texts}) == 5
+
+
+def test_the_header_shows_the_program_and_its_arguments() -> None:
+    header, _, _ = source("z = mm + bias; relu(z), bitmask(z > 0)").partition("import triton")
+    for words in ("# z = mm + bias\n", "# relu(z), bitmask(z > 0)\n", "bias_ptr", "[N] fp16", "[M, K] fp16", "tiled block_m=64", "accumulated in fp32"):
+        assert words in header
+
+
+@example(text="mm + 0.1")
+@given(text=programs())
+def test_the_header_holds_comments_alone(text: str) -> None:
+    # a program's text must not be able to leave its comment
+    header, found, _ = source(text).partition("import triton\n")
+    assert found
+    assert all(line.startswith("#") for line in header.splitlines())
+
+
+# -- time
+
+_TIMING = """
+import random, statistics, sys, time
+from programs import write_program
+from epigen import settings
+from epigen.codegen import schedules
+from epigen.codegen.lower import lower
+from epigen.codegen.render import Renderer
+from epigen.codegen.spec import Signature
+from epigen.dtypes import FP16
+from epigen.ir.check import check
+from epigen.ir.passes import normalise
+from epigen.lang.parser import parse
+
+renderer = Renderer(settings.templates_dir())
+config = schedules.config("tiled", block_m=64, block_n=64, block_k=32, group_m=8, num_warps=4, num_stages=3)
+texts = [t for t in (write_program(random.Random(seed)) for seed in range(2000)) if len([n for n in check(parse(t)).nodes if n.args]) >= 20][:60]
+seconds = []
+for text in texts:
+    started = time.perf_counter()
+    graph = normalise(check(parse(text)))
+    renderer.render(lower(graph, Signature(FP16, FP16, tuple((n.name, FP16) for n in graph.inputs()))), config)
+    seconds.append(time.perf_counter() - started)
+assert "torch" not in sys.modules and "triton" not in sys.modules, "the front end needs neither"
+print(len(texts), statistics.median(seconds))
+"""
+
+
+def test_the_front_end_takes_milliseconds_and_no_torch() -> None:
+    root = Path(__file__).resolve().parent
+    done = subprocess.run([sys.executable, "-c", _TIMING], env={"PYTHONPATH": f"{root}:{root.parent}"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    count, median = done.stdout.split()
+    assert int(count) == 60
+    assert float(median) < 0.010
