@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import pytest
+
+# generated modules of a test run stay out of the user's own cache; set before anything of epigen is imported
+os.environ.setdefault("EPIGEN_CACHE", tempfile.mkdtemp(prefix="epigen-tests-"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -12,3 +18,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def update_golden(request: pytest.FixtureRequest) -> bool:
     return request.config.getoption("--update-golden")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are skipped, and say why, where torch sees none; torch is asked only if such tests were chosen."""
+    chosen = [item for item in items if item.get_closest_marker("gpu")]
+    if not chosen or config.option.markexpr == "not gpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in chosen:
+            item.add_marker(pytest.mark.skip(reason="no GPU at hand"))

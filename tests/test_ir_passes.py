@@ -101,7 +101,9 @@ def test_an_unused_assignment_cannot_be_written() -> None:
 
 
 def _spaced(text: str, source: random.Random) -> str:
-    return re.sub(r"[ ,;()*+/<>=-]", lambda m: m[0] if source.random() < 0.5 or m[0] in "*<>=" else f" {m[0]} ", to_text(parse(text)).replace("; ", " ;\n"))
+    """The text with other blanks and line ends; a line's indentation would be Python's business."""
+    spread = re.sub(r"[ ,;()+/-]", lambda m: m[0] if source.random() < 0.5 else f" {m[0]} ", to_text(parse(text)).replace("; ", " ;\n"))
+    return re.sub(r"(^|\n) +", r"\1", spread)
 
 
 @given(programs(), st.integers(0, 2**32))

@@ -1,0 +1,42 @@
+"""Runs a selection of the GPU tests under compute-sanitizer's memcheck and records the outcome.
+
+Run: python -m bench.memcheck [--commit HASH] [--out FOLDER]
+The caching allocator is off, so that an access past a tensor's end leaves its allocation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from bench import record
+
+# extents beside the block size in every layout, then views, masks, reductions and the vendor's product
+SELECTION = "test_gpu and (33x127x17 or 127x33x0 or 65x63x31 or (50x70x40 and (sliced or shifted)) or 150x300x96)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    options = parser.parse_args()
+    command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/test_differential.py", "-k", SELECTION]
+    start = time.perf_counter()
+    ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    counts = {outcome: int(number) for number, outcome in re.findall(r"(\d+) (passed|failed|skipped|error)", ran.stdout)}
+    summary = re.search(r"ERROR SUMMARY: (\d+) error", ran.stdout)
+    found = {"tests": counts, "memcheck_errors": int(summary[1]) if summary else None, "status": ran.returncode, "seconds": round(time.perf_counter() - start)}
+    print(found)
+    if ran.returncode:
+        print(ran.stdout[-4000:], ran.stderr[-2000:])
+    print(record.write("memcheck", {"environment": record.environment(options.commit), "selection": SELECTION, **found}, options.out))
+    sys.exit(ran.returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,640 @@
+"""The callable on the CPU: what a call accepts, how it refuses, when it specialises, where it writes, and what it says of itself."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import pytest
+import torch
+
+import epigen
+from epigen import settings
+from epigen.codegen import schedules
+from epigen.codegen.render import Rendered, Renderer
+from epigen.codegen.spec import KernelConfig, KernelSpec
+from epigen.dtypes import BF16, FP16, FP32
+from epigen.errors import CallError, ConfigError
+from epigen.ir import reference
+from epigen.runtime import verify
+from epigen.runtime.device import TARGETS
+from epigen.runtime.kernel import Kernel
+from epigen.runtime.loader import Loader
+from epigen.tuning import rule
+
+SMALL = cases.SMALL
+BACKENDS = ("reference", "interpreter")
+M, N, K = 20, 37, 24
+
+
+def half(*size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).half()
+
+
+def whole(*size: int, seed: int = 0) -> torch.Tensor:
+    """Small integers: their products' sums are exact, so that results can be compared bit for bit."""
+    return torch.randint(-3, 4, size, generator=torch.Generator().manual_seed(seed)).half()
+
+
+def compiled(text: str, backend: str | None = None, **options: Any) -> Kernel:
+    return epigen.compile(text, config=SMALL, backend=backend, **options)
+
+
+# -- what a call returns
+
+
+def test_one_output_is_a_tensor() -> None:
+    y = epigen.compile("relu(mm + bias)")(torch.ones(2, 3), torch.ones(3, 4), bias=torch.tensor([-2.0, -3.0, -4.0, 0.5]))
+    assert torch.equal(y, torch.tensor([[1.0, 0.0, 0.0, 3.5]] * 2))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_outputs_are_a_named_tuple(backend: str) -> None:
+    """By the name that the program assigned, else by position."""
+    a, b = whole(M, K), whole(K, N)
+    found = compiled("z = mm * 2; z, bgrad(z), relu(z)", backend)(a, b)
+    assert found._fields == ("z", "out1", "out2")
+    z = 2 * (a.float() @ b.float())
+    assert torch.equal(found.z, z.half()) and torch.equal(found.out1, z.sum(0)) and torch.equal(found.out2, z.relu().half())
+    assert isinstance(found, tuple) and found[0] is found.z
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_default_dtypes_of_outputs(backend: str) -> None:
+    found = compiled("mm, sum(mm, n), bitmask(mm > 0), cast(mm, int8), cast(sum(mm), fp16)", backend)(whole(M, K), whole(K, N))
+    assert [t.dtype for t in found] == [torch.float16, torch.float32, torch.uint8, torch.int8, torch.float16]
+    assert [tuple(t.shape) for t in found] == [(M, N), (M,), (M, 5), (M, N), ()]
+    int8 = compiled("mm, mm + 0.5", backend)(whole(M, K).to(torch.int8), whole(K, N).to(torch.int8))
+    assert [t.dtype for t in int8] == [torch.int32, torch.float32]
+
+
+@pytest.mark.parametrize("program", ["mm + bias", "z = mm + bias; relu(z), bgrad(z)"])
+def test_operands_of_any_strides(program: str) -> None:
+    a, b, bias = whole(M, K), whole(K, N), whole(N)
+    expected = compiled(program, "interpreter")(a, b, bias=bias)
+    spread = torch.zeros(2 * N, dtype=torch.float16)[::2].copy_(bias)
+    found = compiled(program, "interpreter")(a.T.contiguous().T, b.T.contiguous().T, bias=spread)
+    for x, y in zip(found if isinstance(found, tuple) else [found], expected if isinstance(expected, tuple) else [expected], strict=True):
+        assert torch.equal(x, y)
+
+
+# -- the two CPU backends
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "relu(mm + bias)",
+        "h = cast(mm * 0.3, fp16); cast(h + bias, fp32), h",
+        "cast(mm * 0.37, int8)",
+        "z = mm * alpha + residual; relu(z), bitmask(z > 0), amax(z)",
+        "cast(mm * 0.3, fp16) * 3 - scale_a[m], max(mm, n)",
+    ],
+)
+def test_reference_and_generated_kernel_round_at_the_same_points(program: str) -> None:
+    """Exact sums, so every difference would come from a rounding in another place."""
+    given = {"bias": whole(N), "residual": whole(M, N), "scale_a": whole(M), "alpha": 0.7}
+    results = []
+    for backend in BACKENDS:
+        kernel = compiled(program, backend)
+        inputs = {n.name: given[n.name] for n in kernel.graph.inputs()}
+        found = kernel(whole(M, K), whole(K, N, seed=1), **inputs)
+        results.append(found if isinstance(found, tuple) else (found,))
+    for x, y in zip(*results, strict=True):
+        assert x.dtype == y.dtype and torch.equal(x, y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_both_backends_are_within_the_oracles_bound(backend: str) -> None:
+    kernel = compiled("z = gelu(mm + bias); z, bitmask(z > 0), bgrad(z), logsumexp(z, n)", backend)
+    verify.demand(verify.differences(kernel, verify.sample(kernel.graph, (M, N, K), FP16, FP16, FP16)))
+
+
+def test_cpu_tensors_take_the_reference_by_default() -> None:
+    kernel = epigen.compile("silu(mm)")
+    a, b = half(M, K), half(K, N)
+    assert torch.equal(kernel(a, b), epigen.compile("silu(mm)", backend="reference")(a, b))
+    assert kernel._last is not None and kernel._last.plan is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(0, N, K), (M, 0, K), (M, N, 0), (0, 0, 0), (1, 1, 1)], ids=str)
+def test_extents_of_zero(backend: str, shape: tuple[int, int, int]) -> None:
+    """An empty sum is 0, an empty maximum and logarithm of a sum -inf, an empty largest magnitude 0; nothing is left unwritten."""
+    m, n, k = shape
+    program = "mm, bitmask(mm >= 0), sum(mm, m), max(mm, n), amax(mm), logsumexp(mm, n), sum(a, k), max(b, k), sum(mm)"
+    y, mask, total, top, largest, log, rows, columns, all_of_it = compiled(program, backend)(whole(m, k), whole(k, n))
+    z = whole(m, k).float() @ whole(k, n).float()
+    assert torch.equal(y, z.half())
+    assert mask.shape == (m, -(-n // 8)) and torch.equal(reference.unpack(mask, n), z >= 0)
+    assert torch.equal(total, z.sum(0))
+    assert torch.equal(top, z.amax(1) if n else torch.full((m,), -torch.inf))
+    assert torch.equal(largest, z.abs().amax() if m * n else torch.tensor(0.0))
+    torch.testing.assert_close(log, z.logsumexp(1), rtol=1e-6, atol=1e-6)
+    assert torch.equal(rows, whole(m, k).float().sum(1))
+    assert torch.equal(columns, whole(k, n).float().amax(0) if k else torch.full((n,), -torch.inf))
+    assert torch.equal(all_of_it, z.sum())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_and_infinity_go_through(backend: str) -> None:
+    a = whole(M, K)
+    a[3] = torch.nan
+    y = compiled("relu(mm + bias)", backend)(a, whole(K, N), bias=torch.full((N,), -torch.inf).half())
+    assert y[3].isnan().all() and (y[:3] == 0).all()
+
+
+# -- scalars
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("alpha", [3, 3.0, torch.tensor(3.0), torch.tensor([3.0]), torch.tensor([[3.0]]).half(), torch.tensor(3, dtype=torch.int32)], ids=repr)
+def test_a_scalar_is_a_number_or_one_element(backend: str, alpha: Any) -> None:
+    a, b = whole(M, K), whole(K, N)
+    assert torch.equal(compiled("mm * alpha", backend)(a, b, alpha=alpha), (3 * (a.float() @ b.float())).half())
+
+
+def test_a_scalars_value_is_not_part_of_the_specialisation() -> None:
+    kernel, renders = counting("mm * alpha")
+    a, b = whole(M, K), whole(K, N)
+    for alpha in (0.0, 1.0, 2.5, torch.inf):
+        assert torch.equal(kernel(a, b, alpha=alpha).nan_to_num(), (alpha * (a.float() @ b.float())).half().nan_to_num())
+    assert len(renders) == 1
+
+
+def test_an_integer_beyond_floating_point_is_refused() -> None:
+    with pytest.raises(CallError, match="input 'alpha'"):
+        compiled("mm * alpha")(half(M, K), half(K, N), alpha=10**400)
+
+
+# -- masks
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masks_have_padded_rows_and_go_round(backend: str) -> None:
+    """The row stride is a multiple of 16 bytes and the padding bits are zero, as cuBLASLt asks."""
+    a, b, bias = half(M, K), half(K, N), half(N)
+    y, mask = compiled("z = mm + bias; relu(z), bitmask(z > 0)", backend)(a, b, bias=bias)
+    assert mask.stride() == (16, 1) and mask.shape == (M, 5)
+    assert torch.equal(reference.unpack(mask, N), y > 0)
+    assert (mask[:, -1] >> (N % 8) == 0).all()
+    dz, db = compiled("dz = drelu(mm, mask); dz, bgrad(dz)", backend)(whole(M, K), whole(K, N), mask=mask)
+    expected = torch.where(y > 0, whole(M, K).float() @ whole(K, N).float(), 0)
+    assert torch.equal(dz, expected.half()) and torch.equal(db, expected.sum(0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("width", [5, 7, 64])
+def test_a_mask_of_any_row_stride_is_read(backend: str, width: int) -> None:
+    keep = torch.rand(M, N, generator=torch.Generator().manual_seed(1)) < 0.5
+    held = torch.full((M, width), 255, dtype=torch.uint8)
+    held[:, :5] = reference.pack(keep)
+    y = compiled("where(bits(keep), mm, 0)", backend)(whole(M, K), whole(K, N), keep=held[:, :5])
+    assert torch.equal(y, torch.where(keep, whole(M, K).float() @ whole(K, N).float(), 0).half())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_is_written_beside_a_masks_buffer(backend: str) -> None:
+    held = torch.full((M + 2, 9), 0xA5, dtype=torch.uint8)
+    compiled("bitmask(mm > 0)", backend)(whole(M, K), whole(K, N), out=held[1:-1, 2:7])
+    assert (held[[0, -1]] == 0xA5).all() and (held[:, :2] == 0xA5).all() and (held[:, 7:] == 0xA5).all()
+    assert torch.equal(reference.unpack(held[1:-1, 2:7], N), whole(M, K).float() @ whole(K, N).float() > 0)
+
+
+# -- the caller's buffers
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+class TestOut:
+    def test_a_tensor(self, backend: str) -> None:
+        kernel = compiled("relu(mm)", backend)
+        buffer = torch.full((M, N), 7.0).half()
+        assert kernel(half(M, K), half(K, N), out=buffer) is buffer
+        assert torch.equal(buffer, kernel(half(M, K), half(K, N)))
+
+    @pytest.mark.parametrize("given", ["list", "tuple", "mapping", "part of a mapping"])
+    def test_several(self, backend: str, given: str) -> None:
+        kernel = compiled("z = mm * 2; z, bgrad(z)", backend)
+        z, total = torch.empty(M, N).half(), torch.empty(N)
+        out: Any = {"list": [z, total], "tuple": (z, total), "mapping": {"out1": total, "z": z}, "part of a mapping": {"out1": total}}[given]
+        found = kernel(half(M, K), half(K, N), out=out)
+        assert found.out1 is total and (found.z is z) == (given != "part of a mapping")
+        for x, y in zip(found, kernel(half(M, K), half(K, N)), strict=True):
+            assert torch.equal(x, y)
+
+    def test_strided_and_transposed(self, backend: str) -> None:
+        """Elements between those of the buffer stay as they were."""
+        held = torch.full((2 * N, 3 * M), 7.0).half()
+        buffer = held[::2, ::3].T
+        kernel = compiled("mm + 1", backend)
+        kernel(half(M, K), half(K, N), out=buffer)
+        assert torch.equal(buffer, kernel(half(M, K), half(K, N)))
+        assert (held[1::2] == 7).all() and (held[:, 1::3] == 7).all() and (held[:, 2::3] == 7).all()
+
+    def test_in_place_on_the_residual(self, backend: str) -> None:
+        kernel = compiled("mm + residual", backend)
+        residual = half(M, N, seed=3)
+        expected = kernel(half(M, K), half(K, N), residual=residual)
+        kernel(half(M, K), half(K, N), residual=residual, out=residual)
+        assert torch.equal(residual, expected)
+
+    @pytest.mark.parametrize(
+        ("out", "message"),
+        [
+            (torch.empty(M, N), r"out for 'out' is torch\.float32 \[20, 37\] on cpu, and torch\.float16 \[20, 37\] on cpu was expected"),
+            (torch.empty(N, M).half(), r"out for 'out' is torch\.float16 \[37, 20\] on cpu, and torch\.float16 \[20, 37\] on cpu was expected"),
+            (torch.empty(M, N, device="meta").half(), r"out for 'out' is torch\.float16 \[20, 37\] on meta, and .* on cpu was expected"),
+            (torch.empty(1, N).half().expand(M, N), "out for 'out' is expanded: several elements share one place"),
+            ([torch.empty(M, N).half()] * 2, "out holds 2 tensors, and the program has 1 outputs?: out"),
+            ({"z": torch.empty(M, N).half()}, "out has no place for z: the outputs are out"),
+            ([3], "out for 'out' is a int, and"),
+            ([None], "out for 'out' is a NoneType, and"),
+        ],
+        ids=["dtype", "shape", "device", "expanded", "count", "name", "int", "None"],
+    )
+    def test_what_does_not_fit_is_refused(self, backend: str, out: Any, message: str) -> None:
+        with pytest.raises(CallError, match=message):
+            compiled("relu(mm)", backend)(half(M, K), half(K, N), out=out)
+
+    def test_what_holds_no_tensors_is_refused(self, backend: str) -> None:
+        with pytest.raises(CallError, match="out"):
+            compiled("relu(mm)", backend)(half(M, K), half(K, N), out=5)
+
+    def test_a_buffer_that_requires_grad_is_refused(self, backend: str) -> None:
+        with pytest.raises(CallError, match="requires grad"):
+            compiled("relu(mm)", backend)(half(M, K), half(K, N), out=torch.empty(M, N).half().requires_grad_())
+
+
+# -- what a call refuses
+
+
+A, B, BIAS = half(M, K), half(K, N), half(N)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("program", "operands", "inputs", "message"),
+    [
+        # operands
+        ("mm", ([1.0], B), {}, r"operand a is a list, and a tensor was expected"),
+        ("mm", (A, None), {}, r"operand b is a NoneType, and a tensor was expected"),
+        ("mm", (A[0], B), {}, r"operand a has shape \[24\], and \[M, K\] was expected"),
+        ("mm", (A, B[None]), {}, r"operand b has shape \[1, 24, 37\], and \[K, N\] was expected"),
+        ("mm", (A.double(), B), {}, r"operand a is torch\.float64, which epigen does not multiply"),
+        ("mm", (A, B.bool()), {}, r"operand b is torch\.bool, which epigen does not multiply"),
+        ("mm", (A.to(torch.uint8), B), {}, r"operand a is uint8, and the operands are one of fp32, fp16, bf16, fp8e4m3, fp8e5m2, int8"),
+        ("mm", (A, B.to(torch.int32)), {}, r"operand b is int32, and the operands are one of fp32"),
+        ("mm", (A, B.float()), {}, r"operand a is fp16 and operand b is fp32: both need the same dtype \(the two fp8 kinds may be mixed\)"),
+        ("mm", (A, B.T), {}, r"a is \[M, K\] = \[20, 24\] and b is \[K, N\] = \[37, 24\]: K differs \(for a Linear layer's weight pass weight\.T\)"),
+        ("mm", (A, B.to("meta")), {}, r"operand a is on cpu and operand b on meta"),
+        # names
+        ("mm", (A, B), {"bias": BIAS}, r"the program has no input 'bias': its inputs are none"),
+        ("mm + bias", (A, B), {"bais": BIAS}, r"the program has no input 'bais': did you mean bias\?"),
+        ("mm + bias", (A, B), {"qqq": BIAS, "bias": BIAS}, r"the program has no input 'qqq': its inputs are bias"),
+        ("mm + bias", (A, B), {}, r"missing input: bias\[n\]$"),
+        ("drelu(mm * alpha, mask) + gate[m,n]", (A, B), {}, r"missing inputs: alpha \(a scalar\), mask \(a packed mask, uint8 \[M, ceil\(N / 8\)\]\), gate\[m,n\]$"),
+        # shapes
+        ("mm + bias", (A, B), {"bias": half(M)}, r"input 'bias' is declared as bias\[n\], so \[N\] = \[37\] was expected, and it has shape \[20\]"),
+        ("mm + bias", (A, B), {"bias": half(1, N)}, r"input 'bias' is declared as bias\[n\], so \[N\] = \[37\] was expected, and it has shape \[1, 37\]"),
+        ("mm * scale_a[m]", (A, B), {"scale_a": half(M, 1)}, r"input 'scale_a' is declared as scale_a\[m\], so \[M\] = \[20\] was expected, and it has shape \[20, 1\]"),
+        ("mm + gate[m,n]", (A, B), {"gate": half(N, M)}, r"input 'gate' is declared as gate\[m,n\], so \[M, N\] = \[20, 37\] was expected, and it has shape \[37, 20\]"),
+        ("mm * alpha", (A, B), {"alpha": half(2)}, r"input 'alpha' is declared as alpha \(a scalar\), so one element was expected, and it has shape \[2\]"),
+        ("drelu(mm, mask)", (A, B), {"mask": torch.zeros(M, N, dtype=torch.uint8)}, r"input 'mask' is a packed mask, uint8 \[M, ceil\(N / 8\)\] = \[20, 5\], and torch\.uint8 \[20, 37\] was given"),
+        # dtypes, kinds and devices
+        ("drelu(mm, mask)", (A, B), {"mask": torch.zeros(M, 5, dtype=torch.bool)}, r"input 'mask' is a packed mask, .* and torch\.bool \[20, 5\] was given"),
+        ("mm + bias", (A, B), {"bias": BIAS.double()}, r"input 'bias' is torch\.float64, which epigen does not compute with"),
+        ("mm + bias", (A, B), {"bias": BIAS.to(torch.uint8)}, r"input 'bias' is torch\.uint8, which epigen does not compute with"),
+        ("mm * alpha", (A, B), {"alpha": torch.tensor(2)}, r"input 'alpha' is torch\.int64, which epigen does not compute with"),
+        ("mm + bias", (A, B), {"bias": 1.0}, r"input 'bias' is declared as bias\[n\], and a float was given: pass a tensor"),
+        ("drelu(mm, mask)", (A, B), {"mask": 3}, r"input 'mask' is declared as mask \(a packed mask, .*\), and a int was given: pass a tensor"),
+        ("mm * alpha", (A, B), {"alpha": "2"}, r"input 'alpha' is a scalar, and a str was given: pass a number or a tensor with one element"),
+        ("mm * alpha", (A, B), {"alpha": 1j}, r"input 'alpha' is a scalar, and a complex was given"),
+        ("mm * alpha", (A, B), {"alpha": None}, r"input 'alpha' is a scalar, and a NoneType was given"),
+        ("mm + bias", (A, B), {"bias": BIAS.to("meta")}, r"input 'bias' is on meta, and the operands are on cpu"),
+        # derivatives
+        ("mm", (A.clone().requires_grad_(), B), {}, r"an argument requires grad, and a kernel has no backward of its own: call it under torch\.no_grad\(\), or on detached tensors"),
+        ("mm + bias", (A, B), {"bias": BIAS.clone().requires_grad_()}, r"an argument requires grad"),
+    ],
+)  # fmt: skip
+def test_a_call_that_does_not_fit(backend: str, program: str, operands: tuple[Any, Any], inputs: dict[str, Any], message: str) -> None:
+    with pytest.raises(CallError, match=message):
+        compiled(program, backend)(*operands, **inputs)
+
+
+def test_two_tensors_that_do_not_fit_are_still_refused_after_a_good_call() -> None:
+    """What is kept of a good call is found by everything that the checks look at."""
+    kernel = compiled("mm + bias")
+    kernel(A, B, bias=BIAS)
+    for wrong in (BIAS[:-1], BIAS.double(), BIAS.to("meta"), BIAS[None], 0.5):
+        with pytest.raises(CallError, match="input 'bias'"):
+            kernel(A, B, bias=wrong)
+    with pytest.raises(CallError, match="requires grad"):
+        kernel(A, B, bias=BIAS.clone().requires_grad_())
+
+
+def test_an_argument_that_requires_grad_is_fine_where_no_graph_is_recorded() -> None:
+    weight = torch.nn.Parameter(B)
+    with torch.no_grad():
+        y = epigen.compile("mm")(A, weight)
+    assert not y.requires_grad and torch.equal(y, epigen.compile("mm")(A, B))
+    assert torch.equal(epigen.compile("mm")(A, weight.detach()), y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lazily_negated_tensors_are_read_negated(backend: str) -> None:
+    """`z.conj().imag` is a view whose elements in memory have the opposite sign."""
+    complex_ = torch.complex(torch.zeros(M, K), whole(M, K).float())
+    lazy = complex_.conj().imag
+    assert lazy.is_neg()
+    assert torch.equal(compiled("mm", backend)(lazy, whole(K, N).float()), -(whole(M, K).float() @ whole(K, N).float()))
+
+
+def test_an_operand_is_given_by_position() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        compiled("mm + bias")(A, B, BIAS)
+
+
+def test_compiled_kernels_want_a_gpu() -> None:
+    with pytest.raises(CallError, match=r"operand a is on cpu, and compiled kernels run on a GPU: move the tensors, or use backend='interpreter'"):
+        epigen.compile("mm", backend="triton")(A, B)
+
+
+@pytest.mark.parametrize(
+    ("program", "dtype", "culprit"),
+    [
+        ("mm", torch.bfloat16, "bf16"),
+        ("cast(mm, bf16)", torch.float16, "bf16"),
+        ("cast(mm, bf16) * 2 + bias", torch.float16, "bf16"),
+        ("cast(mm, fp8e4m3)", torch.float16, "fp8e4m3"),
+        ("mm", torch.float8_e4m3fn, "bf16"),  # by default fp8 operands have a bf16 result
+        ("cast(mm, fp8e5m2)", torch.float8_e5m2, "fp8e5m2"),
+    ],
+)
+def test_what_the_interpreter_rounds_wrongly_is_refused_there_only(program: str, dtype: torch.dtype, culprit: str) -> None:
+    a, b, inputs = whole(M, K).to(dtype), whole(K, N).to(dtype), {"bias": BIAS} if "bias" in program else {}
+    with pytest.raises(CallError, match=rf"Triton's interpreter rounds to {culprit} wrongly: use fp16 or fp32 there, and {culprit} on a GPU"):
+        compiled(program, "interpreter")(a, b, **inputs)
+    kernel = compiled(program)
+    expected = reference.evaluate(kernel.graph, a, b, inputs, [{"bf16": BF16}.get(culprit, kernel.graph.outputs[0].dtype or FP16)])
+    if "bias" not in program:
+        assert torch.equal(kernel(a, b, **inputs).float(), expected[0].float())
+
+
+def test_a_bf16_input_is_refused_under_the_interpreter_too() -> None:
+    with pytest.raises(CallError, match="rounds to bf16 wrongly"):
+        compiled("mm + bias", "interpreter")(A, B, bias=BIAS.bfloat16())
+
+
+# -- what is compiled, and when
+
+
+class CountingRenderer(Renderer):
+    """Keeps the spec of every rendering."""
+
+    def __init__(self) -> None:
+        super().__init__(settings.templates_dir())
+        self.specs: list[KernelSpec] = []
+
+    def render(self, spec: KernelSpec, config: KernelConfig) -> Rendered:
+        self.specs.append(spec)
+        return super().render(spec, config)
+
+
+def counting(text: str, config: KernelConfig | None = SMALL) -> tuple[Kernel, list[KernelSpec]]:
+    renderer = CountingRenderer()
+    return Kernel(epigen.compile(text).graph, renderer, rule.choose, config, "interpreter"), renderer.specs
+
+
+def test_a_signature_is_specialised_once() -> None:
+    kernel, renders = counting("mm + bias")
+    for seed in range(3):
+        kernel(half(M, K, seed=seed), half(K, N), bias=half(N, seed=seed))
+    assert len(renders) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "same_module"),
+    [
+        (lambda a, b, c: (a[:-3], b, c), True),
+        (lambda a, b, c: (a.T.contiguous().T, b, c), True),
+        (lambda a, b, c: (a, b[:, :-1], c[:-1]), True),
+        (lambda a, b, c: (a.float(), b.float(), c), False),
+        (lambda a, b, c: (a, b, c.float()), False),
+        (lambda a, b, c: (a[:, :-1], b[:-1], c), True),
+        (lambda _, __, c: (half(M, 2 * 32), half(2 * 32, N), c), False),  # no tail along K
+    ],
+    ids=["M", "layout", "N", "operand dtype", "input dtype", "K", "K divisible by the block"],
+)
+def test_what_a_module_depends_on(change: Callable[..., Any], same_module: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[str] = []
+    load = Loader._load
+    monkeypatch.setattr(Loader, "_load", lambda self, rendered: loads.append(rendered.digest) or load(self, rendered))
+    kernel, _ = counting("mm + bias")
+    for a, b, bias in ((A, B, BIAS), change(A, B, BIAS), (A, B, BIAS)):
+        torch.testing.assert_close(kernel(a, b, bias=bias).float(), a.float() @ b.float() + bias.float(), rtol=2e-3, atol=2e-3)
+    assert len(set(loads)) == len(loads) == (1 if same_module else 2)
+
+
+def test_the_order_of_named_inputs_does_not_matter() -> None:
+    kernel = compiled("mm * x[m,n] - y[m,n]", "interpreter")
+    x, y = whole(M, N), whole(M, N, seed=5)
+    assert torch.equal(kernel(A, B, x=x, y=y), kernel(A, B, y=y, x=x))
+    assert not torch.equal(kernel(A, B, x=x, y=y), kernel(A, B, x=y, y=x))
+
+
+def test_the_process_wide_precision_is_read_at_every_call() -> None:
+    kernel, renders = counting("mm")
+    a, b = half(M, K).float(), half(K, N).float()
+    before = torch.get_float32_matmul_precision()
+    try:
+        for setting in ("highest", "high", "medium", "highest"):
+            torch.set_float32_matmul_precision(setting)
+            kernel(a, b)
+            assert ('input_precision="ieee"' in kernel.source()) == (setting == "highest")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert [s.signature.precision for s in renders] == ["ieee", "tf32", "tf32"]
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_precision_can_be_fixed(precision: str) -> None:
+    kernel = compiled("mm", "interpreter", precision=precision)
+    a, b = whole(M, K).float(), whole(K, N).float()
+    assert torch.equal(kernel(a, b), a @ b)
+    assert f'input_precision="{precision}"' in kernel.source()
+
+
+def test_precision_is_one_of_two() -> None:
+    with pytest.raises(CallError, match="precision is 'ieee' or 'tf32', not 'tf31'"):
+        epigen.compile("mm", precision="tf31")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("interpretor", "unknown backend 'interpretor': did you mean interpreter?"), ("cuda", "unknown backend 'cuda': known are triton, interpreter, reference")],
+)
+def test_unknown_backend(name: str, message: str) -> None:
+    with pytest.raises(CallError, match=re.escape(message)):
+        epigen.compile("mm", backend=name)
+
+
+# -- configs
+
+
+VALUES = {"block_m": 32, "block_n": 32, "block_k": 32, "group_m": 4, "num_warps": 4, "num_stages": 2}
+
+
+def test_a_config_is_a_mapping_or_an_object() -> None:
+    kernels = [epigen.compile("relu(mm)", config=c) for c in (VALUES, {"schedule": "tiled"} | VALUES, SMALL)]
+    assert all(k.config == SMALL for k in kernels)
+    assert len({k.source() for k in kernels}) == 1
+
+
+def test_a_mapping_that_is_given_is_left_as_it_was() -> None:
+    given = {"schedule": "tiled"} | VALUES
+    epigen.compile("mm", config=given)
+    assert given == {"schedule": "tiled"} | VALUES
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"schedule": "tild"}, "unknown schedule 'tild': did you mean tiled?"),
+        ({"schedule": "qq"}, "unknown schedule 'qq': known are tiled, library"),
+        ({"blok_m": 32}, "the schedule tiled has no dimension 'blok_m': did you mean block_m"),
+        ({"q": 32}, "the schedule tiled has no dimension 'q': it has block_m, block_n, block_k, group_m, num_warps, num_stages"),
+        (VALUES | {"block_m": 48}, "block_m=48 is not one of 16, 32, 64, 128, 256"),
+        (VALUES | {"block_m": "32"}, "block_m='32' is not one of 16, 32, 64, 128, 256"),
+        (VALUES | {"group_m": True}, "group_m=True is not one of 1, 2, 4, 8, 16"),
+        ({"block_m": 32, "num_warps": 4}, "the schedule tiled also needs block_n, block_k, group_m, num_stages"),
+        ({"schedule": "library", "block_k": 32}, "the schedule library has no dimension 'block_k': did you mean block_n or block_m?"),
+        ({"schedule": 5}, "unknown schedule"),
+    ],
+    ids=lambda v: None if isinstance(v, str) else ",".join(f"{k}={x}" for k, x in v.items()),
+)
+def test_a_config_that_does_not_fit(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        epigen.compile("mm", config=config)
+
+
+# -- what a kernel says of itself
+
+
+def test_repr() -> None:
+    kernel = epigen.compile("z = mm * alpha + bias; relu(z), drelu(z, mask) * gate[m,n]")
+    assert (
+        repr(kernel)
+        == "<epigen.Kernel 'z = mm * alpha + bias; relu(z), drelu(z, mask) * gate[m,n]' inputs: alpha, bias[n], mask[m,n], gate[m,n]; outputs: out0, out1>"
+    )
+    assert repr(epigen.compile("mm")) == "<epigen.Kernel 'mm' inputs: none; outputs: out>"
+    assert kernel.program == "z = mm * alpha + bias; relu(z), drelu(z, mask) * gate[m,n]"
+
+
+def test_source_config_and_explain_of_a_problem() -> None:
+    kernel = epigen.compile("relu(mm + bias)")
+    for target in (TARGETS["sm_80"], TARGETS["gfx942"]):
+        problem = {"shape": (1024, 512, 256), "dtype": BF16, "target": target}
+        plan = kernel.plan(**problem)
+        assert kernel.source(**problem) == plan.source
+        program, config, why = kernel.explain(**problem).split("\n")
+        assert (program, config, why) == ("relu(mm + bias)", str(plan.choice.config), plan.choice.why)
+        assert "1024x512x256 bf16" in why and target.name in why
+        assert "[M, K] bf16" in kernel.source(**problem) and f"# schedule {config}" in kernel.source(**problem)
+
+
+def test_source_config_and_explain_of_the_last_call() -> None:
+    kernel = compiled("relu(mm + bias)", "interpreter")
+    kernel(A.float(), B.float(), bias=BIAS)
+    assert "[M, K] fp32" in kernel.source() and "[N] fp16" in kernel.source()
+    assert kernel.config == SMALL
+    assert kernel.explain() == f"relu(mm + bias)\n{SMALL}\ngiven by the caller"
+    kernel(A, B, bias=BIAS)
+    assert "[M, K] fp16" in kernel.source()
+
+
+def test_without_a_call_the_default_problem_is_meant() -> None:
+    kernel = epigen.compile("relu(mm + bias)")
+    assert kernel.source() == kernel.source(shape=(4096, 4096, 4096), dtype=FP16)
+    kernel(torch.ones(2, 3), torch.ones(3, 4), bias=torch.ones(4))
+    assert kernel.source() == kernel.source(shape=(4096, 4096, 4096), dtype=FP16)  # the reference leaves no source of its own
+
+
+def test_the_source_is_what_ran() -> None:
+    kernel = compiled("relu(mm + bias)", "interpreter")
+    kernel(A, B, bias=BIAS)
+    (module,) = kernel._loaders[True].modules.values()
+    assert module.__file__ is not None
+    with open(module.__file__) as file:  # noqa: PTH123
+        assert file.read() == kernel.source()
+
+
+def test_a_program_with_a_mistake_is_refused_when_it_is_compiled() -> None:
+    with pytest.raises(epigen.EpigenError, match=r"(?s)reluu.*\n +\^+\n.*did you mean relu"):
+        epigen.compile("reluu(mm + bias)")
+
+
+# -- schedules, threads
+
+
+@pytest.mark.parametrize("block_m", [1, 32])
+def test_the_library_schedule_agrees(block_m: int) -> None:
+    config = schedules.config("library", block_m=block_m, block_n=64, num_warps=4)
+    kernel = epigen.compile("z = mm * alpha + residual; relu(z), bitmask(z > 0), bgrad(z), sum(a, k)", config=config, backend="interpreter")
+    for a, b in ((whole(M, K), whole(K, N)), (whole(M, K).float(), whole(K, N).float()), (whole(M, K).to(torch.int8), whole(K, N).to(torch.int8))):
+        given = {"alpha": 2.0, "residual": whole(M, N)}
+        for x, y in zip(kernel(a, b, **given), epigen.compile(kernel.program)(a, b, **given), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_the_vendors_product_leaves_the_precision_as_it_was() -> None:
+    before = torch.get_float32_matmul_precision()
+    epigen.compile("mm", config=cases.LIBRARY, backend="interpreter", precision="tf32")(A.float(), B.float())
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_several_threads_call_one_kernel() -> None:
+    """Different signatures at once, some new and some known; each thread gets the answer to its own call."""
+    kernel = epigen.compile("z = mm * alpha + bias; relu(z), bgrad(z)")
+    problems = []
+    for i in range(24):
+        m, k, dtype = 5 + i % 7, 8 + 8 * (i % 3), (torch.float16, torch.float32, torch.bfloat16)[i % 3]
+        problems.append((whole(m, k, seed=i).to(dtype), whole(k, N, seed=i + 1).to(dtype), {"alpha": float(i), "bias": whole(N, seed=i + 2)}))
+    expected = [tuple(epigen.compile(kernel.program)(a, b, **inputs)) for a, b, inputs in problems]
+    wrong: list[object] = []
+    start = threading.Barrier(8)
+
+    def work(first: int) -> None:
+        start.wait()
+        try:
+            for turn in range(3 * len(problems)):
+                at = (first * 5 + turn) % len(problems)
+                a, b, inputs = problems[at]
+                if not all(torch.equal(x, y) for x, y in zip(kernel(a, b, **inputs), expected[at], strict=True)):
+                    wrong.append(at)
+        except BaseException as error:  # noqa: BLE001  # a thread's exception would be lost
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_kernel_can_be_made_in_one_thread_and_called_in_another() -> None:
+    found: list[torch.Tensor] = []
+    kernel = compiled("relu(mm)", "interpreter")
+    thread = threading.Thread(target=lambda: found.append(kernel(A, B)))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], kernel(A, B))
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+def test_the_plan_needs_no_gpu_and_no_call(dtype: Any) -> None:
+    plan = epigen.compile("relu(mm + bias)").plan((64, 64, 64), dtype=dtype, target=TARGETS["sm_90"])
+    assert plan.spec.signature.a == dtype and plan.rendered.functions[0].name == "epigen_relu_mm_bias"

@@ -1,0 +1,44 @@
+"""The README is true: its tables are the stored results, its Python example runs, its commands exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from click.testing import CliRunner
+
+from bench import readme
+from epigen.cli import main
+
+TEXT = readme.README.read_text()
+
+
+def test_tables_are_the_stored_results() -> None:
+    assert readme.filled(TEXT) == TEXT, "run: python -m bench.readme"
+
+
+def test_python_example_runs_as_written() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    check = "\nassert y.shape == dz.shape == (64, 256) and mask.shape == (64, 32) and db.shape == (256,)\n"
+    ran = subprocess.run([sys.executable, "-W", "error", "-c", example + check], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_commands_run_as_written() -> None:
+    commands = re.findall(r'^    epigen (compile "[^"]*".*?|ops)(?:\s+#.*)?$', TEXT, re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        words = [a or b for a, b in re.findall(r'"([^"]*)"|(\S+)', command)]
+        with CliRunner().isolated_filesystem():
+            # that kernels are verified is shown elsewhere; here only that the words are understood
+            result = CliRunner().invoke(main, [*words, *(["--no-verify"] if words[0] == "compile" else [])])
+        assert result.exit_code == 0, (command, result.output)
+
+
+def test_error_example_is_what_is_printed() -> None:
+    shown = re.search(r"^    CheckError: .*?\n\n", TEXT, re.MULTILINE | re.DOTALL)
+    assert shown
+    result = CliRunner().invoke(main, ["compile", "relu(mm + bais)"])
+    assert result.exit_code == 1
+    assert result.stderr.strip() == "\n".join(line[4:] for line in shown[0].strip("\n").split("\n"))
