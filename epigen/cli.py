@@ -52,8 +52,10 @@ class Group(click.Group):
         except InternalError as error:
             say(f"internal error: {error}")
             context.exit(1)
-        except BrokenPipeError:
-            sys.stderr.close()
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise  # click's own business
+        except Exception as error:  # noqa: BLE001  # a bug of ours, which is still no reason for a traceback
+            say(f"internal error: {InternalError(f'{type(error).__name__}: {error}')}")
             context.exit(1)
 
 

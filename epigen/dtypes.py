@@ -51,6 +51,9 @@ INT8 = DType("int8", 8, "int", "int8", "int8", 127.0)
 INT32 = DType("int32", 32, "int", "int32", "int32", 2147483647.0)
 UINT8 = DType("uint8", 8, "bits", "uint8", "uint8", 255.0)  # eight mask bits; never arithmetic
 
+FP32_TINY = 2.0**-126
+"""Smallest normal fp32 number. Triton types a smaller constant as fp64, and GPUs may flush a smaller result to zero."""
+
 OPERANDS = (FP32, FP16, BF16, FP8E4M3, FP8E5M2, INT8)
 """What `a` and `b` may hold, what `cast` may name, and what inputs of the epilogue may hold."""
 

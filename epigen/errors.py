@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+_SHOWN_MISTAKES = 20
 _SHOWN_COLUMNS = 96  # a longer source line is cut around its caret
 
 
@@ -46,7 +47,10 @@ class ProgramError(EpigenError):
     def __init__(self, text: str, diagnostics: Iterable[Diagnostic]):
         self.text = text
         self.diagnostics = tuple(diagnostics)
-        super().__init__("\n".join(self._format(d) for d in self.diagnostics))
+        shown = [self._format(d) for d in self.diagnostics[:_SHOWN_MISTAKES]]
+        if len(self.diagnostics) > _SHOWN_MISTAKES:
+            shown.append(f"and {len(self.diagnostics) - _SHOWN_MISTAKES} more mistakes")
+        super().__init__("\n".join(shown))
 
     def _format(self, diagnostic: Diagnostic) -> str:
         lines = [f"{type(self).__name__}: {diagnostic.message}"]

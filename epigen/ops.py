@@ -16,7 +16,7 @@ Texts in a row:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 NUMBER, BOOLEAN = "number", "boolean"
 
@@ -41,7 +41,7 @@ class Op:
     result: str = NUMBER
     body: tuple[str, ...] = ()
     symbol: str = ""
-    group: str = "arithmetic"
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +186,8 @@ REDUCTIONS: dict[str, Reduction] = {
 }  # fmt: skip
 
 TABLE: dict[str, Op] = {
-    op.name: op if not group else Op(**{f: getattr(op, f) for f in Op.__dataclass_fields__} | {"group": group})
-    for group, rows in (("", _ARITHMETIC), ("activation", _ACTIVATIONS), ("derivative", _DERIVATIVES))
+    op.name: replace(op, group=group)
+    for group, rows in (("arithmetic", _ARITHMETIC), ("activation", _ACTIVATIONS), ("derivative", _DERIVATIVES))
     for op in rows
 }
 

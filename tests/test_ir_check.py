@@ -36,7 +36,7 @@ def output_node(text: str, position: int = 0) -> Node:
 @pytest.mark.parametrize(
     ("text", "indices"),
     [
-        ("mm", "mn"), ("mm[m,n]", "mn"), ("mm + 1", "mn"), ("mm + bias", "mn"), ("bias + scale_a[m] + 0 * mm", "mn"), ("residual, mm", "mn"), ("gate[m,n], mm", "mn"), ("gate[n,m], mm", "mn"),
+        ("mm", "mn"), ("mm[m,n]", "mn"), ("mm + 1", "mn"), ("mm + bias", "mn"), ("bias + scale_a[m] + 0 * mm", "mn"), ("residual, mm", "mn"), ("gate[m,n], mm", "mn"), ("sum(a[m,k], k), mm", "m"),
         ("bias + scale_a[m], mm", "mn"), ("sum(mm, m)", "n"), ("sum(mm, n)", "m"), ("sum(mm)", ""), ("bgrad(mm)", "n"), ("sum(a, k), mm", "m"), ("sum(b, k), mm", "n"),
         ("sum(mm, m) + bias", "n"), ("sum(mm, n) * scale_a[m]", "m"), ("sum(mm) * alpha", ""), ("sum(mm, n) * alpha + 1", "m"), ("sum(mm, m) + sum(b, k)", "n"), ("max(bias + scale_a[m]), mm", ""),
     ],

@@ -202,7 +202,7 @@ def test_equal_parts_are_computed_once(text: str, op: str, count: int) -> None:
         ("1e38 * 2", 2e38),
         ("0 * -1", 0),
         ("-0.0", 0),
-        ("2e-45 + 0", 2e-45),
+        ("2e-38 + 0", 2e-38),
     ],
 )
 def test_constants_are_folded(text: str, value: float) -> None:
@@ -211,7 +211,7 @@ def test_constants_are_folded(text: str, value: float) -> None:
     assert repr(graph.nodes[1].value) == repr(float(value))
 
 
-@pytest.mark.parametrize("text", ["1 / 0", "3e38 * 10", "-3e38 - 3e38", "1e-30 * 1e-30", "1 / 2e-45 / 2e-45"])
+@pytest.mark.parametrize("text", ["1 / 0", "3e38 * 10", "-3e38 - 3e38", "1e-30 * 1e-30", "1 / 2e-38 / 2e-38"])
 def test_what_fp32_cannot_hold_is_left_to_the_kernel(text: str) -> None:
     graph = graph_of(f"mm + ({text})")
     assert any(n.op in ("div", "mul", "sub") for n in graph.nodes)

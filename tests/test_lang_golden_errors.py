@@ -39,7 +39,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "mm = relu(mm); mm", "a + mm", "sum(a)", "sum(a, n)", "m + mm", "relu + mm", "fp16 + mm", "tl + mm", "stride_x[n] + mm", "print[n] + mm", "async[n] + mm",
     ),
     "indices": (
-        "gate[0] + mm", "gate[m,m] + mm", "gate[k] + mm", "mm[m]", "relu(mm)[m,n]", "z = mm; z[m,n]", "gate[m,n] + gate[n] + mm", "mm + bias[m] + bias", "mm + s[n] + s",
+        "gate[0] + mm", "gate[n,m] + mm", "sum(a[k,m], k), mm", "gate[m,m] + mm", "gate[k] + mm", "mm[m]", "relu(mm)[m,n]", "z = mm; z[m,n]", "gate[m,n] + gate[n] + mm", "mm + bias[m] + bias", "mm + s[n] + s",
         "mm, bias", "mm, 2", "mm, residual[m]", "bitmask(bias > 0), mm", "where(mask, mm, mask[m,n])", "mm * keep[m,n] * where(bits(keep), 1, 0)",
     ),
     "kinds": (

@@ -73,7 +73,7 @@ def output_dtype(graph: Graph, output: Output, a: DType) -> DType:
 
 def kernel_name(text: str) -> str:
     """`epigen_relu_mm_bias` for relu(mm + bias): the program's words in order, each once, and a digest where they are too many."""
-    words = list(dict.fromkeys(re.findall(r"[A-Za-z]\w*", text.replace("=", " "))))
+    words = list(dict.fromkeys(re.findall(r"(?<![\w.])[A-Za-z]\w*", text)))
     name = "_".join(["epigen", *words])
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 9].rstrip('_')}_{digest([text])[:8]}"
 

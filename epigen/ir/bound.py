@@ -84,8 +84,10 @@ def expect(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, reference.Nu
             error = torch.where(value.isnan(), 0, error + 0.5)
             value = torch.nan_to_num(value)
         elif dtype.is_float:
-            error = error + value.abs() * dtype.epsilon * 0.5 * (1 + 2.0**-10) + dtype.smallest
-            error = torch.where(value.abs() + error > dtype.largest * (1 if dtype.is_fp8 else 1 - dtype.epsilon), torch.inf if not dtype.is_fp8 else error, error)
+            rounding = value.abs() * dtype.epsilon * 0.5 * (1 + 2.0**-10) + dtype.smallest
+            error = error + torch.where(value.isfinite(), rounding, 0.0)  # NaN and infinities are exact
+            if not dtype.is_fp8:  # near overflow both the largest number and infinity are right
+                error = torch.where(value.isfinite() & (value.abs() + error > dtype.largest * (1 - dtype.epsilon)), torch.inf, error)
         expected.append(Expected(value, error))
     return expected
 

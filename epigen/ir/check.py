@@ -163,7 +163,10 @@ class _Builder:
 
     def name(self, name: Name) -> _Value:
         text, span = name.name, name.span
-        declared = None if name.indices is None else "".join(sorted(name.indices, key="mkn".index))
+        declared = None if name.indices is None else "".join(name.indices)
+        if declared is not None and declared not in ("m", "n", "mn") and "k" not in declared:
+            self.error(f"'{text}' is declared as {describe_indices(declared)}", span, f"rows come first: write {text}[m,n], and pass the transpose")
+            return None
         if text in self.names:
             self.used.add(text)
             if name.indices is not None and text in self.assigned:
@@ -220,13 +223,15 @@ class _Builder:
         if base is None or not self.expect(base, NUMBER, expr.base, "the base of a power"):
             return None
         # by squaring, so that the reference and the kernel round alike
-        result, square = None, base
-        while exponent:
+        multiply = ops.TABLE["mul"]
+        result: _Value = None
+        square: _Value = base
+        while exponent and square is not None:
             if exponent & 1:
-                result = square if result is None else self.apply(ops.TABLE["mul"], (result, square), expr.span)
+                result = square if result is None else self.apply(multiply, (result, square), expr.span)
             exponent >>= 1
-            if exponent and (square := self.apply(ops.TABLE["mul"], (square, square), expr.span)) is None:
-                return None
+            if exponent:
+                square = self.apply(multiply, (square, square), expr.span)
         return result
 
     def arguments(self, call: Call, params: tuple[str, ...]) -> list[Expr] | None:
@@ -301,8 +306,10 @@ class _Builder:
 
     def call_bitmask(self, call: Call) -> _Value:
         given = self.arguments(call, ("p",))
-        value = given and self.expr(given[0])
-        if not given or value is None or not self.expect(value, BOOLEAN, given[0], "what bitmask packs"):
+        if not given:
+            return None
+        value = self.expr(given[0])
+        if value is None or not self.expect(value, BOOLEAN, given[0], "what bitmask packs"):
             return None
         if self.nodes[value].indices != "mn":
             self.error(f"bitmask packs a tile [m, n]: found {describe_indices(self.nodes[value].indices)}", call.span, "compare something that varies over m and n")
@@ -342,7 +349,10 @@ class _Builder:
                         self.error(f"{row} reduces over m, n or k, and found '{expr_text(other)}'", other.span, hint)
                         return None
         match call.args[0]:
-            case Name(name, span, None) if name in OPERANDS and name not in self.names:
+            case Name(name, _, indices) if name in OPERANDS and name not in self.names:
+                if indices is not None and "".join(indices) != OPERANDS[name]:
+                    self.error(f"the operand '{name}' is {describe_indices(OPERANDS[name])}, not {describe_indices(''.join(indices))}", call.args[0].span, f"write {row}({name}, k)")
+                    return None
                 if axes != "k":
                     self.error(f"the operand '{name}' can only be reduced over k", call.span, f"write {row}({name}, k)")
                     return None

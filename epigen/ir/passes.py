@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import epigen.ir.graph as g
-from epigen.dtypes import FP32
+from epigen.dtypes import FP32, FP32_TINY
 from epigen.ir.graph import Graph, Node, Output
 from epigen.ops import NUMBER
 
@@ -28,7 +28,7 @@ def fold_constants(graph: Graph) -> Graph:
         args = [nodes[a] for a in node.args]
         if node.op in _FOLD and all(a.op == g.CONSTANT for a in args) and not (node.op == "div" and args[1].value == 0):
             value = _FOLD[node.op](*(a.value for a in args)) + 0.0  # one zero: -0.0 equals 0.0, and so would merge with it
-            if value == 0 or FP32.smallest <= abs(value) <= FP32.largest:
+            if value == 0 or FP32_TINY <= abs(value) <= FP32.largest:
                 node = Node(g.CONSTANT, (), NUMBER, "", value=value)
         nodes.append(node)
     return Graph(tuple(nodes), graph.outputs, graph.text)

@@ -12,9 +12,10 @@ import keyword
 import re
 import unicodedata
 import warnings
+from typing import NoReturn
 
 from epigen import ops
-from epigen.dtypes import FP32
+from epigen.dtypes import FP32, FP32_TINY
 from epigen.errors import Diagnostic, ParseError, Span, near_miss
 from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Power, Program
 
@@ -229,8 +230,7 @@ class _Reader:
             case ast.Compare():
                 self.refuse("a chained comparison is not in the language", node, "write (0 < x) & (x < 1)")
             case _:
-                self.refuse_python(node)
-        raise AssertionError(node)
+                return self.refuse_python(node)
 
     def call(self, node: ast.Call, depth: int) -> Call:
         if not isinstance(node.func, ast.Name):
@@ -257,11 +257,10 @@ class _Reader:
                 return Power(self.expr(base, depth + 1), n, self.span(node))
             case ast.Constant(value=0.5):
                 self.refuse("a power takes a small integer", exponent, "write sqrt(x)")
-        self.refuse(f"a power takes an integer from 2 to {MAX_EXPONENT}", exponent, "write exp(p * log(x)) for other powers of a positive x, 1 / x for the inverse")
-        raise AssertionError(node)
+        return self.refuse(f"a power takes an integer from 2 to {MAX_EXPONENT}", exponent, "write exp(p * log(x)) for other powers of a positive x, 1 / x for the inverse")
 
     def number(self, value: object, node: ast.expr) -> Number:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             kind = {str: "a string", bytes: "a byte string", bool: "True or False", type(None): "None", complex: "a complex number"}
             self.refuse(f"{kind.get(type(value), 'this literal')} is not in the language", node, "the language has numbers and names only")
         if abs(value) > FP32.largest:
@@ -269,9 +268,9 @@ class _Reader:
         span = self.span(node)
         # Python itself reads 1e-400 as 0
         written = value or any(c in "123456789" for c in self.text[span.start : span.end].lower().partition("e")[0])
-        if written and abs(value) <= FP32.smallest / 2:
-            self.refuse("a number is too small for fp32, and would become 0", node, f"the smallest is {FP32.smallest:.3g}")
-        return Number(float(value), self.span(node))
+        if written and abs(value) < FP32_TINY:
+            self.refuse("a number is too small for fp32", node, f"the smallest is {1.17549436e-38}, or write 0")
+        return Number(float(value), span)
 
     def indices(self, index: ast.expr) -> tuple[str, ...]:
         parts = index.elts if isinstance(index, ast.Tuple) else [index]
@@ -300,10 +299,10 @@ class _Reader:
     def note(self, message: str, node: ast.AST, hint: str = "") -> None:
         self.found.append(Diagnostic(message, self.span(node), hint))
 
-    def refuse(self, message: str, node: ast.AST, hint: str = "") -> None:
+    def refuse(self, message: str, node: ast.AST, hint: str = "") -> NoReturn:
         self.note(message, node, hint)
         raise _Refused
 
-    def refuse_python(self, node: ast.AST) -> None:
+    def refuse_python(self, node: ast.AST) -> NoReturn:
         what, instead = _INSTEAD.get(type(node), ("this piece of Python", "a program is assignments, then one expression or tuple"))
         self.refuse(f"{what} is not in the language", node, instead)

@@ -1,0 +1,304 @@
+"""Ahead-of-time compilation for every target with no GPU at hand: stages, resources and refusals.
+
+Triton's mode is fixed at its first import in a process, so compilers run in child processes. A child costs seconds to start: a test
+sends it all of its jobs at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import pytest
+
+import epigen
+from epigen import cli
+from epigen.codegen import schedules
+from epigen.codegen.spec import KernelConfig
+from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
+from epigen.errors import CompileError
+from epigen.runtime import ahead
+from epigen.runtime.ahead import Job, Running, layout_constants
+from epigen.runtime.device import TARGETS, Target
+from epigen.runtime.loader import COMPILED_STAGES, Compiled
+
+LIBRARY = schedules.config("library", block_m=8, block_n=128, num_warps=4)
+BIG = (4096, 4096, 4096)
+
+PLAIN = "relu(mm + bias)"
+FORWARD = "z = mm * alpha + bias; relu(z), bitmask(z > 0), bgrad(z), amax(z)"
+BACKWARD = "dz = drelu(mm, mask) * scale_a[m]; dz, bgrad(dz), sum(dz, n), sum(a, k)"
+
+
+def tiled(block_m: int = 64, block_n: int = 64, block_k: int = 32, num_warps: int = 4, num_stages: int = 3) -> KernelConfig:
+    return schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=4, num_warps=num_warps, num_stages=num_stages)
+
+
+def job(
+    text: str,
+    target: Target | str,
+    dtype: DType = FP16,
+    config: KernelConfig | None = None,
+    layout: str = "nn",
+    shape: tuple[int, int, int] = BIG,
+    precision: str | None = None,
+) -> Job:
+    target = TARGETS[target] if isinstance(target, str) else target
+    plan = epigen.compile(text, config=config, precision=precision).plan(shape, dtype=dtype, target=target)
+    return Job(plan.rendered, target, layout)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Several jobs for one child; a job that is refused answers with the message."""
+
+    jobs: tuple[Job, ...]
+
+    def run(self) -> list[list[Compiled] | str]:
+        return [_outcome(j) for j in self.jobs]
+
+
+def _outcome(one: Job) -> list[Compiled] | str:
+    try:
+        return one.run()
+    except CompileError as error:
+        return str(error)
+
+
+def outcomes(jobs: Iterable[Job]) -> list[Any]:
+    return Running(Batch(tuple(jobs))).result()  # type: ignore[arg-type]  # the child asks a job for run() only
+
+
+def compiled(jobs: Sequence[Job]) -> list[list[Compiled]]:
+    found = outcomes(jobs)
+    assert [f for f in found if isinstance(f, str)] == []
+    return found
+
+
+def checked(one: Job, results: list[Compiled]) -> None:
+    """What holds of every compiled module: each stage of the target is there and is its own, and the kernel can run there."""
+    cuda = one.target.backend == "cuda"
+    stages = ("ttir", "ttgir", "llir", "ptx", "cubin") if cuda else ("ttir", "ttgir", "llir", "amdgcn", "hsaco")
+    assert len(results) == len(one.rendered.functions)
+    for function, result in zip(one.rendered.functions, results, strict=True):
+        assert tuple(result.stages) == stages
+        for name in stages[:-1]:
+            text = result.stages[name]
+            assert isinstance(text, str) and function.name in text
+        binary = result.stages[stages[-1]]
+        assert isinstance(binary, bytes) and binary.startswith(b"\x7fELF")
+        assembly = result.stages[stages[3]]
+        assert isinstance(assembly, str)
+        where = rf"\.target {one.target.name}a?\b" if cuda else rf'\.amdgcn_target "[^"]*{one.target.name}"'
+        assert re.search(where, assembly)
+        r = result.resources
+        assert 0 < r.registers <= (255 if cuda else 512)
+        assert 0 <= r.shared_bytes <= one.target.shared_bytes
+        assert 1 <= r.blocks_per_sm <= one.target.sm_blocks
+
+
+def assembly(results: list[Compiled]) -> str:
+    stages = results[0].stages
+    text = stages["ptx"] if "ptx" in stages else stages["amdgcn"]
+    assert isinstance(text, str)
+    return text
+
+
+# -- all targets
+
+
+def test_the_command_line_and_the_device_table_name_the_same_targets() -> None:
+    assert tuple(TARGETS) == cli.TARGETS
+    assert cli.COMPILED == COMPILED_STAGES
+
+
+def test_every_target_compiles() -> None:
+    jobs = [job(PLAIN, t, config=tiled(32, 32, 32, num_stages=2)) for t in TARGETS.values()]
+    for one, results in zip(jobs, compiled(jobs), strict=True):
+        checked(one, results)
+        assert results[0].resources.spills == 0
+
+
+OTHER = {"sm_80": INT8, "sm_86": BF16, "sm_89": FP8E4M3, "sm_90": FP8E5M2, "sm_100": FP8E4M3, "sm_120": FP32,
+         "gfx90a": BF16, "gfx942": INT8, "gfx950": FP8E4M3, "gfx1100": FP32, "gfx1201": BF16}  # fmt: skip
+# the instruction that multiplies fp16 tiles
+MATRIX = {"sm_80": r"mma\.sync", "sm_86": r"mma\.sync", "sm_89": r"mma\.sync", "sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma", "sm_120": r"mma\.sync",
+          "gfx90a": "v_mfma", "gfx942": "v_mfma", "gfx950": "v_mfma", "gfx1100": "v_wmma", "gfx1201": "v_wmma"}  # fmt: skip
+
+
+def test_the_tables_above_name_every_target() -> None:
+    assert OTHER.keys() == MATRIX.keys() == TARGETS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_rules_configs_compile(target: str) -> None:
+    """Both schedules, with and without masks and reductions, in fp16 and one more dtype."""
+    problems = [(text, FP16) for text in (PLAIN, FORWARD, BACKWARD)] + [(text, OTHER[target]) for text in (PLAIN, FORWARD)]
+    jobs = [job(text, target, dtype, config) for config in (None, LIBRARY) for text, dtype in problems]
+    found = compiled(jobs)
+    for one, results in zip(jobs, found, strict=True):
+        checked(one, results)
+    assert re.search(MATRIX[target], assembly(found[0]))
+    plain = [found[0], *found[len(problems) :]]
+    assert [r.resources.spills for results in plain for r in results] == [0] * sum(map(len, plain))
+
+
+def test_a_large_fp16_tile_on_hopper() -> None:
+    """relu(mm + bias) by rule: warp-group products, nothing spilled."""
+    one = job(PLAIN, "sm_90")
+    (results,) = compiled([one])
+    checked(one, results)
+    assert ".target sm_90a" in assembly(results) and "wgmma.mma_async" in assembly(results)
+    assert results[0].resources.spills == 0
+    assert "cp.async" in assembly(results)  # loads run ahead of the products
+
+
+def test_masks_and_reductions_on_cdna() -> None:
+    one = job(FORWARD, "gfx942", config=tiled(num_stages=2))
+    (results,) = compiled([one])
+    checked(one, results)
+    assert "v_mfma" in assembly(results)
+    assert [f.name.removeprefix(one.rendered.functions[0].name) for f in one.rendered.functions] == ["", "_finish_n", "_finish"]
+
+
+@pytest.mark.slow
+def test_every_operand_dtype_and_layout_on_hopper() -> None:
+    config = tiled(64, 64, 32)
+    jobs = [job(PLAIN, "sm_90", dtype, config, layout) for dtype in (FP32, FP16, BF16, INT8, FP8E4M3, FP8E5M2) for layout in ("nn", "nt", "tn", "tt")]
+    for one, results in zip(jobs, compiled(jobs), strict=True):
+        checked(one, results)
+
+
+@pytest.mark.slow
+def test_every_output_dtype_on_hopper() -> None:
+    text = "cast(mm, fp32), cast(mm, fp16), cast(mm, bf16), cast(mm, fp8e4m3), cast(mm, fp8e5m2), cast(mm, int8)"
+    jobs = [job(text, "sm_90", FP16, tiled(32, 32, 32)), job(text, "sm_90", FP16, LIBRARY), job(text, "gfx950", FP16, tiled(32, 32, 32, num_stages=2))]
+    for one, results in zip(jobs, compiled(jobs), strict=True):
+        checked(one, results)
+
+
+@pytest.mark.slow
+def test_shapes_from_nothing_to_large_have_a_config_that_compiles() -> None:
+    """What the rule gives for skinny, empty and odd problems is legal for the compiler too."""
+    shapes = ((0, 0, 0), (1, 1, 1), (1, 4096, 4096), (17, 33, 5), (64, 64, 64), (300, 9, 1000), (2048, 2048, 128))
+    jobs = [job(FORWARD, target, dtype, shape=shape) for target in ("sm_90", "gfx942") for dtype in (FP16, INT8) for shape in shapes]
+    for one, results in zip(jobs, compiled(jobs), strict=True):
+        checked(one, results)
+
+
+def test_fp32_precision_reaches_the_assembly() -> None:
+    ieee, tf32 = compiled([job("mm", "sm_80", FP32, tiled(32, 32, 32), precision=p) for p in ("ieee", "tf32")])
+    assert "tf32" in assembly(tf32)
+    assert "tf32" not in assembly(ieee) and "fma.rn" in assembly(ieee)
+
+
+def test_the_layout_reaches_the_loads() -> None:
+    """A contiguous operand is loaded in 16-byte pieces along its rows or its columns: both ways there is some vector load, and the texts differ."""
+    texts = {
+        layout: assembly(r)
+        for layout, (r,) in zip(
+            ("nn", "nt", "tn", "tt"), [[r] for r in compiled([job("mm", "sm_80", config=tiled(), layout=x) for x in ("nn", "nt", "tn", "tt")])], strict=True
+        )
+    }
+    assert len(set(texts.values())) == 4
+    for text in texts.values():
+        assert re.search(r"cp\.async\.c[ag]\.shared\.global \[.*\], \[.*\], 0x10|ld\.global\S*\.v4", text)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [("nn", {"stride_ak", "stride_bn"}), ("nt", {"stride_ak", "stride_bk"}), ("tn", {"stride_am", "stride_bn"}), ("tt", {"stride_am", "stride_bk"})],
+)
+def test_the_strides_that_contiguous_tensors_fix(layout: str, expected: set[str]) -> None:
+    main, *_ = job("mm * scale_a[m] + bias + residual", "sm_90").rendered.functions
+    fixed = layout_constants(main, layout)
+    assert set(fixed) == expected | {"stride_scale_a_m", "stride_bias_n", "stride_residual_n", "stride_out_n"}
+    assert set(fixed.values()) == {1} and set(fixed) <= {a.name for a in main.arguments}
+
+
+@pytest.mark.parametrize("text", ["mm + h_m[m] + g_n[n]", "mm * s_n", "sum(mm, m) * w_n[n] + s_m, mm"])
+def test_only_strides_are_fixed(text: str) -> None:
+    """An input may have a name that ends as a stride does."""
+    for function in job(text, "sm_90").rendered.functions:
+        assert all(name.startswith("stride_") for name in layout_constants(function))
+
+
+# -- refusals
+
+
+def test_a_dtype_that_a_target_lacks_is_refused_in_one_line() -> None:
+    """Not in kilobytes of intermediate code."""
+    small = tiled(32, 32, 32)
+    cast, operands, short_k = outcomes(
+        [job("cast(mm, fp8e4m3)", "sm_80", config=small), job("mm", "sm_80", FP8E4M3, small), job("mm", "sm_90", INT8, tiled(32, 32, 16))]
+    )
+    for message in (cast, operands):
+        assert re.fullmatch(r"epigen_\w+ does not compile for sm_80: .*fp8e4nv not supported.*", message)
+        assert len(message) < 400
+    assert re.fullmatch(r"epigen_mm does not compile for sm_90: .*K >= 32.*", short_k)
+
+
+def test_a_config_that_does_not_fit_in_shared_memory_is_refused() -> None:
+    (message,) = outcomes([job("mm", "sm_86", config=tiled(64, 64, 128, 4, 6))])
+    assert isinstance(message, str), message[0].resources
+    assert "shared memory" in message and str(TARGETS["sm_86"].shared_bytes) in message
+
+
+@dataclass(frozen=True)
+class Crash:
+    """Ends the child as a crashing compiler does."""
+
+    def run(self) -> NoReturn:
+        sys.stderr.write("first\nLLVM ERROR: out of ideas\n")
+        sys.stderr.flush()
+        os.abort()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    def run(self) -> NoReturn:
+        raise CompileError("no such instruction")
+
+
+@dataclass(frozen=True)
+class Chatter:
+    """Prints where the answer goes, as compilers do when asked for their passes."""
+
+    def run(self) -> list[Compiled]:
+        print("x" * 100_000, flush=True)
+        os.write(1, b"more\n")
+        return []
+
+
+def test_a_crash_of_the_compiler_is_an_error_that_quotes_its_last_words() -> None:
+    with pytest.raises(CompileError, match=r"the compiler process ended with status -6: LLVM ERROR: out of ideas"):
+        Running(Crash()).result()  # type: ignore[arg-type]
+
+
+def test_a_refusal_in_the_child_is_raised_here() -> None:
+    with pytest.raises(CompileError, match=r"^no such instruction$"):
+        Running(Refusal()).result()  # type: ignore[arg-type]
+
+
+def test_what_the_compiler_prints_does_not_disturb_the_answer() -> None:
+    assert Running(Chatter()).result() == []  # type: ignore[arg-type]
+
+
+def test_a_child_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job is written while the child is already gone."""
+    monkeypatch.setattr(ahead.sys, "executable", "/bin/false")
+    with pytest.raises(CompileError, match="the compiler process"):
+        Running(job(FORWARD, "sm_90")).result()
+
+
+def test_equal_jobs_give_equal_stages() -> None:
+    """Compiled twice, in two processes: the same bytes, but for nothing."""
+    one = job(PLAIN, "sm_90", config=tiled(32, 32, 32))
+    first, second = (Running(one).result() for _ in range(2))
+    assert first[0].resources == second[0].resources
+    assert {n: s for n, s in first[0].stages.items() if n != "cubin"} == {n: s for n, s in second[0].stages.items() if n != "cubin"}

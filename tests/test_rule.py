@@ -1,0 +1,109 @@
+"""The plain rule: for every problem a config that is legal, fits the target, and says where it came from."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import epigen
+from epigen.codegen import schedules
+from epigen.codegen.schedules import SCHEDULES
+from epigen.codegen.spec import Choice, KernelSpec
+from epigen.dtypes import FP8E4M3, FP8E5M2, FP16, FP32, INT8, OPERANDS, DType
+from epigen.runtime.device import TARGETS, Target
+from epigen.tuning import rule
+
+EXTENTS = (0, 1, 15, 16, 17, 64, 65, 300, 4096, 100_000)
+PLAIN = "relu(mm + bias)"
+LONG = "z = gelu(mm * alpha + bias) + residual; z, bitmask(z > 0), bgrad(z), sum(z, n), amax(z), logsumexp(z, n)"
+GRAPHS = {text: epigen.compile(text) for text in (PLAIN, LONG)}
+
+
+def spec_of(text: str, dtype: DType, k: int, precision: str = "ieee") -> KernelSpec:
+    kernel = GRAPHS[text] if precision == "ieee" else epigen.compile(text, precision=precision)
+    # the rule is asked for a spec; which config this plan took is of no interest here
+    return kernel.plan((64, 64, k), dtype=dtype, target=TARGETS["sm_90"], signature=kernel.signature_of(dtype, k)).spec
+
+
+def legal(choice: Choice, spec: KernelSpec, target: Target) -> None:
+    config = choice.config
+    values = dict(config.values)
+    assert schedules.config(config.schedule, **values) == config
+    assert choice.why
+    threads = config["num_warps"] * target.warp_size
+    assert threads <= 1024
+    if not SCHEDULES[config.schedule].multiplies:
+        return
+    size = spec.signature.a.bytes
+    # tl.dot wants 16 elements of each extent, and 32 of K for 8-bit operands
+    assert config["block_k"] >= (16 if size > 1 else 32)
+    buffers = max(1, config["num_stages"] - 1) if config["num_stages"] > 1 else 1
+    assert buffers * (config["block_m"] + config["block_n"]) * config["block_k"] * size <= target.shared_bytes
+    # the accumulator stays within the registers of the block's threads
+    assert config["block_m"] * config["block_n"] / threads <= 128
+    assert target.fp8 or FP8E4M3 not in (spec.signature.a, spec.signature.b)
+
+
+@pytest.mark.parametrize("text", [PLAIN, LONG], ids=["plain", "long"])
+@pytest.mark.parametrize("dtype", OPERANDS, ids=str)
+def test_every_shape_has_a_legal_config_on_every_target(dtype: DType, text: str) -> None:
+    for k in EXTENTS:
+        spec = spec_of(text, dtype, k)
+        for m, n in itertools.product(EXTENTS, EXTENTS):
+            for target in TARGETS.values():
+                legal(rule.choose(spec, (m, n, k), target), spec, target)
+
+
+def test_equal_problems_get_equal_choices() -> None:
+    spec = spec_of(PLAIN, FP16, 512)
+    assert rule.choose(spec, (512, 512, 512), TARGETS["sm_90"]) == rule.choose(spec, (512, 512, 512), TARGETS["sm_90"])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_vendor_multiplies_fp8e4m3_where_triton_does_not(target: str) -> None:
+    choice = rule.choose(spec_of(PLAIN, FP8E4M3, 512), (512, 512, 512), TARGETS[target])
+    assert choice.config.schedule == ("tiled" if TARGETS[target].fp8 else "library")
+    if not TARGETS[target].fp8:
+        assert f"{target} does not multiply fp8e4m3" in choice.why
+    assert rule.choose(spec_of(PLAIN, FP8E5M2, 512), (512, 512, 512), TARGETS[target]).config.schedule == "tiled"
+
+
+def test_large_ieee_fp32_products_go_to_the_vendor() -> None:
+    spec = spec_of(PLAIN, FP32, 4096)
+    assert rule.choose(spec, (4096, 4096, 4096), TARGETS["sm_90"]).config.schedule == "library"
+    assert rule.choose(spec, (64, 64, 4096), TARGETS["sm_90"]).config.schedule == "tiled"
+    assert rule.choose(spec_of(PLAIN, FP32, 4096, "tf32"), (4096, 4096, 4096), TARGETS["sm_90"]).config.schedule == "tiled"
+
+
+def test_a_refusal_leads_to_the_vendors_product_and_is_quoted() -> None:
+    choice = rule.choose(spec_of(PLAIN, FP16, 512), (512, 512, 512), TARGETS["sm_90"], "the kernel does not compile: no such luck")
+    assert choice.config.schedule == "library" and "no such luck" in choice.why
+
+
+def test_the_problem_and_the_target_are_named() -> None:
+    choice = rule.choose(spec_of(PLAIN, INT8, 64), (100, 200, 64), TARGETS["gfx942"])
+    assert "100x200x64 int8 on gfx942" in choice.why and "no measurement" in choice.why
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_blocks_are_no_larger_than_they_need_be(target: str) -> None:
+    """Never twice an extent and more, but for the least that a product takes."""
+    for m, n, k in itertools.product((1, 16, 17, 40, 100, 1000), repeat=3):
+        config = rule.choose(spec_of(PLAIN, FP16, k), (m, n, k), TARGETS[target]).config
+        assert config["block_n"] < max(2 * n, 32) and config["block_k"] < max(2 * k, 32)
+        assert config["block_m"] < max(2 * m, 32) or m > 64
+
+
+def test_a_long_skinny_problem_fills_the_device() -> None:
+    """A tile for each multiprocessor where the result is large enough to be cut into so many."""
+    for target in TARGETS.values():
+        for m, n in ((4096, 4096), (1024, 2048), (65_536, 512)):
+            config = rule.choose(spec_of(PLAIN, FP16, 4096), (m, n, 4096), target).config
+            assert -(-m // config["block_m"]) * -(-n // config["block_n"]) >= target.multiprocessors
+
+
+def test_long_epilogues_take_smaller_tiles() -> None:
+    shape, target = (8192, 8192, 512), TARGETS["sm_90"]
+    plain, long = (rule.choose(spec_of(text, FP16, 512), shape, target).config for text in (PLAIN, LONG))
+    assert long["block_m"] * long["block_n"] < plain["block_m"] * plain["block_n"]
