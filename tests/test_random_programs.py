@@ -1,0 +1,64 @@
+"""Random programs of up to 20 operations: generated kernels and the fp32 reference agree with the float64 oracle."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from cases import LIBRARY, SMALL
+from hypothesis import HealthCheck, given, settings
+from programs import programs, write_program
+
+import epigen
+from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType
+from epigen.runtime import verify
+
+INTERPRETABLE = (FP16, FP32, INT8)
+SHAPE = (37, 45, 34)
+
+
+def promised(text: str, backend: str, device: str, a: DType, config: object = SMALL) -> float:
+    """Check one program, and return the smallest share of elements that some output's bound covers."""
+    kernel = epigen.compile(text, backend=backend, config=config)  # type: ignore[arg-type]
+    sample = verify.sample(kernel.graph, SHAPE, a, a, FP32 if a.bits == 8 else a, seed=len(text), device=device)
+    found = verify.differences(kernel, sample)
+    verify.demand(found)
+    return min(d.promised for d in found.values())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(programs(most=20, tame=True, casts=INTERPRETABLE))
+def test_interpreter(text: str) -> None:
+    promised(text, "interpreter", "cpu", FP16)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(programs(most=20, tame=True, casts=INTERPRETABLE))
+def test_library_schedule(text: str) -> None:
+    promised(text, "interpreter", "cpu", FP32, LIBRARY)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(programs(most=20, tame=True))
+def test_reference(text: str) -> None:
+    promised(text, "reference", "cpu", FP16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_many(part: int) -> None:
+    """More programs than Hypothesis shrinks comfortably, and the bounds must cover most of what they compute."""
+    random = Random(part)
+    shares = []
+    for _ in range(60):
+        text = write_program(random, 20, tame=True, casts=INTERPRETABLE)
+        shares.append(promised(text, "interpreter", "cpu", random.choice((FP16, FP32, INT8))))
+    assert sum(s > 0.5 for s in shares) > 0.8 * len(shares)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(300))
+def test_gpu(seed: int) -> None:
+    random = Random(f"gpu {seed}")
+    text = write_program(random, 20, tame=True)
+    promised(text, "triton", "cuda", random.choice((FP16, BF16, FP32, INT8, FP8E4M3)), random.choice((SMALL, LIBRARY, None)))
