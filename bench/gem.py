@@ -43,7 +43,9 @@ def main() -> None:
         rows.append(row)
         for kind in ("graph", "cold", "host"):
             eager, ours = (row[kind][name]["median_us"] for name in ("three operations", "epigen"))
-            print(f"{m}x{k}x{n} {kind:5} {row['config']}: eager {eager:.2f} us, epigen {ours:.2f} us, {1 - ours / eager:.1%} less; {({c: v['median_us'] for c, v in row[kind].items()})}")
+            print(
+                f"{m}x{k}x{n} {kind:5} {row['config']}: eager {eager:.2f} us, epigen {ours:.2f} us, {1 - ours / eager:.1%} less; { ({c: v['median_us'] for c, v in row[kind].items()}) }"
+            )
     print(record.write("gem_fp16", {"environment": record.environment(options.commit), "program": fused.program, "dtype": "fp16", "rows": rows}, options.out))
 
 

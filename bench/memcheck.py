@@ -25,7 +25,22 @@ def main() -> None:
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     options = parser.parse_args()
-    command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/test_differential.py", "-k", SELECTION]
+    command = [
+        "compute-sanitizer",
+        "--tool",
+        "memcheck",
+        "--error-exitcode",
+        "9",
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "tests/test_differential.py",
+        "-k",
+        SELECTION,
+    ]
     start = time.perf_counter()
     ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
     counts = {outcome: int(number) for number, outcome in re.findall(r"(\d+) (passed|failed|skipped|error)", ran.stdout)}

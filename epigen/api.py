@@ -10,7 +10,7 @@ from epigen import settings
 from epigen.codegen import schedules
 from epigen.codegen.render import Renderer
 from epigen.codegen.spec import KernelConfig
-from epigen.errors import CallError, near_miss
+from epigen.errors import CallError, ConfigError, near_miss
 from epigen.ir.check import check
 from epigen.ir.graph import Graph
 from epigen.ir.passes import normalise
@@ -46,10 +46,13 @@ def compile(text: str, *, config: KernelConfig | Mapping[str, Any] | None = None
             [1., 1., 1., 1.]])
     """
     if backend is not None and backend not in BACKENDS:
-        raise CallError(f"unknown backend '{backend}': {near_miss(backend, BACKENDS) or 'known are ' + ', '.join(BACKENDS)}")
+        raise CallError(f"unknown backend '{backend}': {near_miss(str(backend), BACKENDS) or 'known are ' + ', '.join(BACKENDS)}")
     if precision not in (None, "ieee", "tf32"):
         raise CallError(f"precision is 'ieee' or 'tf32', not {precision!r}")
+    if not isinstance(text, str):
+        raise CallError(f"a program is text, and a {type(text).__name__} was given")
     if isinstance(config, Mapping):
-        values = dict(config)
-        config = schedules.config(values.pop("schedule", "tiled"), **values)
+        config = schedules.from_mapping(config)
+    elif config is not None and not isinstance(config, KernelConfig):
+        raise ConfigError(f"a config is a mapping or a KernelConfig, and a {type(config).__name__} was given")
     return Kernel(graph_of(text), renderer(), rule.choose, config, backend, precision)

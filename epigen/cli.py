@@ -79,10 +79,10 @@ class Config(click.ParamType):  # type: ignore[type-arg]  # generic since click 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for part in str(value).split(","):
-            match = re.fullmatch(r"\s*(\w+)\s*=\s*(\w+)\s*", part)
+            match = re.fullmatch(r"\s*(\w+)\s*=\s*(\w{1,64})\s*", part)
             if not match:
                 self.fail(f"{part!r} is not of the form name=value", param, context)
-            found[match[1]] = int(match[2]) if match[2].isdigit() else match[2]
+            found[match[1]] = int(match[2]) if re.fullmatch(r"[0-9]{1,9}", match[2]) else match[2]
         return found
 
 
@@ -95,13 +95,20 @@ def main() -> None:
 @main.command("compile")
 @click.argument("program")
 @click.option("--shape", type=Shape(), help="M, N and K the config is chosen for (default: any, chosen for 4096x4096x4096)")
-@click.option("--dtype", "dtype_name", default="fp16", show_default=True, type=click.Choice([t.name for t in dtypes.OPERANDS]), help="dtype of the operands and inputs")
+@click.option(
+    "--dtype", "dtype_name", default="fp16", show_default=True, type=click.Choice([t.name for t in dtypes.OPERANDS]), help="dtype of the operands and inputs"
+)
 @click.option("--layout", default="nn", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
 @click.option("--precision", type=click.Choice(["ieee", "tf32"]), default="ieee", show_default=True, help="of fp32 operands")
 @click.option("--target", "target_name", type=click.Choice(TARGETS), help="architecture (default: the GPU at hand, else sm_90)")
 @click.option("--emit", default="source", show_default=True, type=click.Choice([*EARLY, "source", *COMPILED]), help="which stage to write")
 @click.option("--config", type=Config(), help="a config instead of the chosen one: schedule=tiled,block_m=64,…")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="write to a file; source becomes a stand-alone file with a launcher and a self-check")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="write to a file; source becomes a stand-alone file with a launcher and a self-check",
+)
 @click.option("--no-verify", is_flag=True, help="do not run the kernel before showing it")
 @click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
 def compile_command(program: str, shape: tuple[int, int, int] | None, dtype_name: str, layout: str, precision: str, target_name: str | None,
@@ -119,7 +126,7 @@ def compile_command(program: str, shape: tuple[int, int, int] | None, dtype_name
     target = device.by_name(target_name) if target_name else device.at_hand() or device.DEFAULT
     where = "as asked" if target_name else "the GPU at hand" if device.at_hand() else "the default, since no GPU is at hand"
     say(f"target    {target.name} ({target.part}), {where}")
-    signature = kernel.signature_of(dtype, shape[2] if shape else 1)
+    signature = kernel.signature_of(dtype, shape)
     plan = kernel.plan(shape or DEFAULT_SHAPE, target=target, signature=signature)
     say(f"config    {plan.choice.config}")
     say(f"          {plan.choice.why}")
@@ -133,9 +140,14 @@ def compile_command(program: str, shape: tuple[int, int, int] | None, dtype_name
         "why": plan.choice.why, "digest": plan.rendered.digest, "epigen": epigen.__version__,
     }  # fmt: skip
     compiling = None if no_verify and emit == "source" else _start_compiling(plan, target, layout)
-    if not no_verify:
-        report["verified"] = _verify(kernel, plan, dtype, precision, layout)
-    compiled = compiling.result() if compiling else []
+    try:
+        if not no_verify:
+            report["verified"] = _verify(kernel, plan, dtype, precision, layout)
+        compiled = compiling.result() if compiling else []
+    except BaseException:
+        if compiling:
+            compiling.stop()
+        raise
     report["resources"] = [_resources(f.name, c) for f, c in zip(plan.rendered.functions, compiled, strict=False)]
     if emit == "source":
         text: str | bytes = _standalone(kernel, plan) if output else plan.source
@@ -168,7 +180,9 @@ def _start_compiling(plan: Plan, target: Target, layout: str) -> Running:
 
 def _resources(name: str, compiled: Compiled) -> dict[str, Any]:
     r = compiled.resources
-    say(f"resources {name}: {r.registers} registers a thread, {r.spills} spilled, {r.shared_bytes} bytes of shared memory, {r.blocks_per_sm} block{'s' * (r.blocks_per_sm != 1)} a multiprocessor")
+    say(
+        f"resources {name}: {r.registers} registers a thread, {r.spills} spilled, {r.shared_bytes} bytes of shared memory, {r.blocks_per_sm} block{'s' * (r.blocks_per_sm != 1)} a multiprocessor"
+    )
     return {"name": name, "registers": r.registers, "spills": r.spills, "shared_bytes": r.shared_bytes, "blocks_per_sm": r.blocks_per_sm}
 
 
@@ -218,7 +232,11 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: st
     how = f"{torch.cuda.get_device_name()}" if on_gpu else "Triton's interpreter"
     for name, d in found.items():
         bits = next(o.packed for o in plan.spec.outputs if o.name == name)
-        figures = f"{1 - d.promised:.2%} of the bits lie within rounding of their threshold, the others are equal" if bits and d.ok else f"largest error {d.error:.3g}, bound {d.bound:.3g}"
+        figures = (
+            f"{1 - d.promised:.2%} of the bits lie within rounding of their threshold, the others are equal"
+            if bits and d.ok
+            else f"largest error {d.error:.3g}, bound {d.bound:.3g}"
+        )
         say(f"verified  {name}: {figures}")
     say(f"          at {'x'.join(map(str, shape))} {run} under {how}, {'this very kernel' if same else 'the kernel'}{twin}, against float64")
     verify.demand(found)
@@ -263,10 +281,14 @@ def ops_command(as_json: bool) -> None:
     rows: list[tuple[str, str, str]] = []
     for op in ops.TABLE.values():
         params = [p.name for p in op.params]
-        call = f"{op.symbol}{params[0]}" if op.symbol and len(params) == 1 else f" {op.symbol} ".join(params) if op.symbol else f"{op.name}({', '.join(params)})"
+        call = (
+            f"{op.symbol}{params[0]}" if op.symbol and len(params) == 1 else f" {op.symbol} ".join(params) if op.symbol else f"{op.name}({', '.join(params)})"
+        )
         rows.append((op.group, call, op.formula))
     rows += [("reduction", f"{r.name}(x, m | n), {r.name}(x), {r.name}(a | b, k)", r.formula) for r in ops.REDUCTIONS.values()]
-    rows += [("special", text.split(":")[0].split(" = ")[0], text.split(": ", 1)[1] if ": " in text else text.split(" = ", 1)[1]) for text in ops.SPECIAL.values()]
+    rows += [
+        ("special", text.split(":")[0].split(" = ")[0], text.split(": ", 1)[1] if ": " in text else text.split(" = ", 1)[1]) for text in ops.SPECIAL.values()
+    ]
     if as_json:
         click.echo(json.dumps([{"group": g, "call": c, "formula": f} for g, c, f in rows]))
         return

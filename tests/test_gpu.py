@@ -175,7 +175,11 @@ def test_devices_must_agree() -> None:
 def test_a_config_that_does_not_fit_gives_way_to_the_vendor() -> None:
     """Out of shared memory: the library schedule answers, and says why; a config that the caller insists on is refused in words."""
     large = schedules.config("tiled", block_m=256, block_n=256, block_k=128, group_m=8, num_warps=8, num_stages=6)
-    kernel = Kernel(api.graph_of("relu(mm + bias)"), api.renderer(), lambda spec, shape, target, refused: rule.choose(spec, shape, target, refused) if refused else Choice(large, "too large"))
+    kernel = Kernel(
+        api.graph_of("relu(mm + bias)"),
+        api.renderer(),
+        lambda spec, shape, target, refused: rule.choose(spec, shape, target, refused) if refused else Choice(large, "too large"),
+    )
     given = verify.sample(kernel.graph, (512, 512, 512), FP16, FP16, FP16, device="cuda")
     verify.demand(verify.differences(kernel, given))
     assert kernel.config.schedule == "library" and "does not fit" in kernel.explain()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from bench import readme
@@ -25,14 +27,14 @@ def test_python_example_runs_as_written() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_commands_run_as_written() -> None:
+def test_commands_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = re.findall(r'^    epigen (compile "[^"]*".*?|ops)(?:\s+#.*)?$', TEXT, re.MULTILINE)
     assert len(commands) == 4
+    monkeypatch.chdir(tmp_path)
     for command in commands:
         words = [a or b for a, b in re.findall(r'"([^"]*)"|(\S+)', command)]
-        with CliRunner().isolated_filesystem():
-            # that kernels are verified is shown elsewhere; here only that the words are understood
-            result = CliRunner().invoke(main, [*words, *(["--no-verify"] if words[0] == "compile" else [])])
+        # that kernels are verified is shown elsewhere; here only that the words are understood
+        result = CliRunner().invoke(main, [*words, *(["--no-verify"] if words[0] == "compile" else [])])
         assert result.exit_code == 0, (command, result.output)
 
 

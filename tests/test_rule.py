@@ -23,7 +23,7 @@ GRAPHS = {text: epigen.compile(text) for text in (PLAIN, LONG)}
 def spec_of(text: str, dtype: DType, k: int, precision: str = "ieee") -> KernelSpec:
     kernel = GRAPHS[text] if precision == "ieee" else epigen.compile(text, precision=precision)
     # the rule is asked for a spec; which config this plan took is of no interest here
-    return kernel.plan((64, 64, k), dtype=dtype, target=TARGETS["sm_90"], signature=kernel.signature_of(dtype, k)).spec
+    return kernel.plan((64, 64, k), dtype=dtype, target=TARGETS["sm_90"], signature=kernel.signature_of(dtype, (64, 64, k))).spec
 
 
 def legal(choice: Choice, spec: KernelSpec, target: Target) -> None:

@@ -163,7 +163,16 @@ def _finish(spec: KernelSpec, finish: Finish) -> Function:
             pointers.append(_pointer(f"{source.name}_partial", FP32, f"[{tiles}{', ' + extent if extent else ''}] fp32: one {source.row} a tile"))
             lengths += _integers(tiles)
     sizes = _integers(*finish.indices.upper())
-    arguments = (*pointers, *map(_input, finish.inputs), *map(_output, finish.stores), *sizes, *lengths, *strides, *_strides(finish.inputs), *_strides(finish.stores))
+    arguments = (
+        *pointers,
+        *map(_input, finish.inputs),
+        *map(_output, finish.stores),
+        *sizes,
+        *lengths,
+        *strides,
+        *_strides(finish.inputs),
+        *_strides(finish.stores),
+    )
     length, width = _FINISH_OPERAND if any(s.operand for s in finish.sources) else _FINISH_TILES[finish.indices]
     name = f"{spec.name}_finish_{finish.indices}".rstrip("_")
     return Function(name, tuple(dict.fromkeys(arguments)), (("BLOCK_T", length), ("BLOCK_X", width)), 4, 1, finish)

@@ -44,7 +44,13 @@ LIBRARY = Schedule(
 SCHEDULES = {s.name: s for s in (TILED, LIBRARY)}
 
 
-def config(schedule: str, **values: int) -> KernelConfig:
+def from_mapping(given: Mapping[str, object]) -> KernelConfig:
+    """A checked config from {"schedule": …, "block_m": …}; the schedule is tiled by default."""
+    values = {str(name): value for name, value in given.items()}
+    return config(str(values.pop("schedule", TILED.name)), **values)
+
+
+def config(schedule: str, **values: object) -> KernelConfig:
     """A checked config. Raises ConfigError for an unknown schedule or dimension, a missing dimension, or a value out of range."""
     if schedule not in SCHEDULES:
         raise ConfigError(f"unknown schedule '{schedule}': {near_miss(schedule, SCHEDULES) or 'known are ' + ', '.join(SCHEDULES)}")
@@ -56,4 +62,4 @@ def config(schedule: str, **values: int) -> KernelConfig:
             raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(str, dimensions[name]))}")
     if missing := [d for d in dimensions if d not in values]:
         raise ConfigError(f"the schedule {schedule} also needs {', '.join(missing)}")
-    return KernelConfig(schedule, tuple((d, values[d]) for d in dimensions))
+    return KernelConfig(schedule, tuple((d, v) for d in dimensions if isinstance(v := values[d], int)))

@@ -64,19 +64,23 @@ def _argument(name: str, spec: KernelSpec) -> str:
 
 
 def _reference(graph: Graph) -> list[str]:
-    """The program in float64 torch, a line a node, in shapes that broadcast."""
+    """The program in float64 torch, a line a node, in shapes that broadcast. No name of a user's begins with an underscore."""
     lines = []
     for number_, node in enumerate(graph.nodes):
-        args = [f"v{a}" for a in node.args]
+        args = [f"_v{a}" for a in node.args]
         match node.op:
             case g.MM:
                 text = "a.double() @ b.double()"
             case g.CONSTANT:
                 text = f"torch.tensor({number(node.value)}, dtype=torch.float64, device=a.device)"
             case g.INPUT:
-                text = f"{node.name}.double(){({'m': '[:, None]', 'n': '[None, :]'}).get(node.indices, '')}" if node.indices else f"torch.tensor(float({node.name}), dtype=torch.float64, device=a.device)"
+                text = (
+                    f"{node.name}.double(){({'m': '[:, None]', 'n': '[None, :]'}).get(node.indices, '')}"
+                    if node.indices
+                    else f"torch.tensor(float({node.name}), dtype=torch.float64, device=a.device)"
+                )
             case g.BITS:
-                text = f"unpack({node.name}, b.shape[1])"
+                text = f"_unpack({node.name}, b.shape[1])"
             case g.OPERAND:
                 text = f"{node.name}.double()"
             case g.CAST:
@@ -92,7 +96,7 @@ def _reference(graph: Graph) -> list[str]:
             case _:
                 op = ops.TABLE[node.op]
                 text = op.torch.format(**{p.name: a for p, a in zip(op.params, args, strict=True)})
-        lines.append(f"v{number_} = {text}")
+        lines.append(f"_v{number_} = {text}")
     return lines
 
 
@@ -100,7 +104,7 @@ def _results(graph: Graph) -> list[str]:
     shapes = {"mn": ".expand(a.shape[0], b.shape[1])", "m": ".reshape(-1)", "n": ".reshape(-1)", "": ".reshape(())"}
     results = []
     for output in graph.outputs:
-        text = f"v{output.node}{shapes[graph.nodes[output.node].indices]}"
+        text = f"_v{output.node}{shapes[graph.nodes[output.node].indices]}"
         if output.dtype is not None and output.dtype.bits == 8:  # 8-bit outputs saturate
             text += f".clamp({-128.0 if output.dtype == INT8 else -output.dtype.largest}, {output.dtype.largest})"
         results.append(text)

@@ -215,7 +215,10 @@ def _elementwise_error(name: str, args: list[tuple[Tensor, Tensor, str]]) -> Ten
     gradients, own = _rules(name)
     names = [p.name for p in op.params]
     tensors = torch.broadcast_tensors(*(t for x, e, _ in args for t in (x, e)))
-    points, errors = list(tensors[::2]), [torch.nan_to_num(e.double(), nan=torch.inf, posinf=torch.inf) if k == NUMBER else e for e, (_, _, k) in zip(tensors[1::2], args, strict=True)]
+    points, errors = (
+        list(tensors[::2]),
+        [torch.nan_to_num(e.double(), nan=torch.inf, posinf=torch.inf) if k == NUMBER else e for e, (_, _, k) in zip(tensors[1::2], args, strict=True)],
+    )
     worst = torch.zeros((), dtype=torch.float64)
     for signs in {(0,) * len(args), *itertools.product((-1, 1), repeat=len(args))}:
         at = {n: x + s * e if s and k == NUMBER else x for n, x, e, s, (_, _, k) in zip(names, points, errors, signs, args, strict=True)}

@@ -248,7 +248,11 @@ class _Builder:
             bound[key] = value
         if len(call.args) > len(params) or len(bound) < len(params):
             given = len(call.args) + len(call.keywords)
-            self.error(f"{call.function} takes {len(params)} argument{'s' * (len(params) != 1)}, and got {given}", call.span, f"write {call.function}({', '.join(params)})")
+            self.error(
+                f"{call.function} takes {len(params)} argument{'s' * (len(params) != 1)}, and got {given}",
+                call.span,
+                f"write {call.function}({', '.join(params)})",
+            )
             return None
         return [bound[p] for p in params]
 
@@ -260,7 +264,10 @@ class _Builder:
             return None
         values = [self.expr(g) for g in given]
         what = f"'{op.symbol}'" if call.infix else op.name
-        ok = [v is not None and self.expect(v, p.kind, g, f"{what}'s {p.name}" if not call.infix else f"an operand of {what}") for v, p, g in zip(values, op.params, given, strict=True)]
+        ok = [
+            v is not None and self.expect(v, p.kind, g, f"{what}'s {p.name}" if not call.infix else f"an operand of {what}")
+            for v, p, g in zip(values, op.params, given, strict=True)
+        ]
         return self.apply(op, tuple(v for v in values if v is not None), call.span) if all(ok) else None
 
     def apply(self, op: ops.Op, args: tuple[int, ...], span: Span) -> _Value:
@@ -269,7 +276,10 @@ class _Builder:
         for r in reduced:
             if r.indices != indices:
                 if indices == "mn":
-                    message, hint = f"a reduction that leaves {describe_indices(r.indices)} feeds a tile", "it is finished only after every tile is: make it an output, and use it in a second kernel"
+                    message, hint = (
+                        f"a reduction that leaves {describe_indices(r.indices)} feeds a tile",
+                        "it is finished only after every tile is: make it an output, and use it in a second kernel",
+                    )
                 else:
                     message = f"a reduction that leaves {describe_indices(r.indices)} meets a value with {describe_indices(indices)}"
                     hint = "after a reduction, every value needs the reduction's own indices or is a scalar input"
@@ -287,7 +297,9 @@ class _Builder:
         elif kind == NUMBER:
             self.error(f"{what} has to be a number, and a boolean was found", expr.span, f"write where({text}, 1, 0)")
         else:
-            self.error(f"{what} has to be a boolean, and a number was found", expr.span, f"write a comparison such as {text} > 0, or bits(name) for a packed mask")
+            self.error(
+                f"{what} has to be a boolean, and a number was found", expr.span, f"write a comparison such as {text} > 0, or bits(name) for a packed mask"
+            )
         return False
 
     # -- calls of the grammar's own
@@ -312,7 +324,9 @@ class _Builder:
         if value is None or not self.expect(value, BOOLEAN, given[0], "what bitmask packs"):
             return None
         if self.nodes[value].indices != "mn":
-            self.error(f"bitmask packs a tile [m, n]: found {describe_indices(self.nodes[value].indices)}", call.span, "compare something that varies over m and n")
+            self.error(
+                f"bitmask packs a tile [m, n]: found {describe_indices(self.nodes[value].indices)}", call.span, "compare something that varies over m and n"
+            )
             return None
         return self.node(Node(BITMASK, (value,), PACKED, "mn"))
 
@@ -345,13 +359,21 @@ class _Builder:
                     case Name(name, _, None) if name in INDEX_NAMES:
                         axes = name
                     case other:
-                        hint = f"write {row}imum({expr_text(call.args[0])}, {expr_text(other)}) for the larger of two values" if row == "max" else f"write {row}(x, m), {row}(x, n) or {row}(x)"
+                        hint = (
+                            f"write {row}imum({expr_text(call.args[0])}, {expr_text(other)}) for the larger of two values"
+                            if row == "max"
+                            else f"write {row}(x, m), {row}(x, n) or {row}(x)"
+                        )
                         self.error(f"{row} reduces over m, n or k, and found '{expr_text(other)}'", other.span, hint)
                         return None
         match call.args[0]:
             case Name(name, _, indices) if name in OPERANDS and name not in self.names:
                 if indices is not None and "".join(indices) != OPERANDS[name]:
-                    self.error(f"the operand '{name}' is {describe_indices(OPERANDS[name])}, not {describe_indices(''.join(indices))}", call.args[0].span, f"write {row}({name}, k)")
+                    self.error(
+                        f"the operand '{name}' is {describe_indices(OPERANDS[name])}, not {describe_indices(''.join(indices))}",
+                        call.args[0].span,
+                        f"write {row}({name}, k)",
+                    )
                     return None
                 if axes != "k":
                     self.error(f"the operand '{name}' can only be reduced over k", call.span, f"write {row}({name}, k)")

@@ -11,7 +11,14 @@ from epigen.dtypes import FP32, FP32_TINY
 from epigen.ir.graph import Graph, Node, Output
 from epigen.ops import NUMBER
 
-_FOLD: dict[str, Callable[..., float]] = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "neg": operator.neg, "scale": operator.mul}
+_FOLD: dict[str, Callable[..., float]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "neg": operator.neg,
+    "scale": operator.mul,
+}
 
 
 def normalise(graph: Graph) -> Graph:

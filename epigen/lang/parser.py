@@ -12,6 +12,7 @@ import keyword
 import re
 import unicodedata
 import warnings
+from collections.abc import Iterable
 from typing import NoReturn
 
 from epigen import ops
@@ -166,11 +167,13 @@ class _Reader:
                         self.refuse("an assignment binds one plain name", targets[-1], "write one 'name = expression' a statement")
                     case ast.Expr(value=value):
                         if not last:
-                            self.refuse("an expression before the last statement has no effect", value, "bind it to a name, or list it among the outputs at the end")
+                            self.refuse(
+                                "an expression before the last statement has no effect", value, "bind it to a name, or list it among the outputs at the end"
+                            )
                         parts = value.elts if isinstance(value, ast.Tuple) else [value]
                         if not parts:
                             self.refuse("the program lists no output", value, "end with an expression")
-                        outputs = tuple(self.outputs(parts))
+                        outputs = self.each(parts, 0)
                     case _:
                         self.refuse_python(statement)
             except _Refused:
@@ -179,20 +182,23 @@ class _Reader:
             raise ParseError(self.text, self.found)
         return Program(tuple(assigns), outputs, self.text)
 
-    def outputs(self, parts: list[ast.expr]) -> list[Expr]:
-        read = []
-        for part in parts:
+    def each(self, nodes: Iterable[ast.expr], depth: int) -> tuple[Expr, ...]:
+        """Every expression, so that a mistake in one does not hide those in its siblings."""
+        read: list[Expr] = []
+        refused = False
+        for node in nodes:
             try:
-                read.append(self.expr(part, 0))
+                read.append(self.expr(node, depth))
             except _Refused:
-                continue
-        return read
+                refused = True
+        if refused:
+            raise _Refused
+        return tuple(read)
 
     def expr(self, node: ast.expr, depth: int) -> Expr:
         self.nodes += 1
         if depth > MAX_DEPTH:
-            self.found.append(_too_deep(self.span(node)))
-            raise _Refused
+            raise ParseError(self.text, [*self.found, _too_deep(self.span(node))])
         if self.nodes > MAX_NODES:
             message = f"the program has more than {MAX_NODES} parts"
             raise ParseError(self.text, [*self.found, Diagnostic(message, self.span(node), "an epilogue is a few lines: bind repeated parts to names")])
@@ -219,18 +225,19 @@ class _Reader:
             case ast.BinOp(left=base, op=ast.Pow(), right=exponent):
                 return self.power(base, exponent, node, depth)
             case ast.BinOp(left=x, op=op, right=y) if type(op) in _BINARY:
-                return Call(ops.BINARY[_BINARY[type(op)]], (self.expr(x, depth + 1), self.expr(y, depth + 1)), self.span(node), infix=True)
+                return Call(ops.BINARY[_BINARY[type(op)]], self.each((x, y), depth + 1), self.span(node), infix=True)
             case ast.BinOp(op=op):
                 what, instead = _INSTEAD[type(op)]
                 self.refuse(f"{what} is not in the language", node, instead)
             case ast.Compare(left=x, ops=[op], comparators=[y]) if type(op) in _BINARY:
-                return Call(ops.BINARY[_BINARY[type(op)]], (self.expr(x, depth + 1), self.expr(y, depth + 1)), self.span(node), infix=True)
+                return Call(ops.BINARY[_BINARY[type(op)]], self.each((x, y), depth + 1), self.span(node), infix=True)
             case ast.Compare(ops=[_]):
                 self.refuse("'is' and 'in' are not in the language", node, "compare with > >= < <= == !=")
             case ast.Compare():
                 self.refuse("a chained comparison is not in the language", node, "write (0 < x) & (x < 1)")
             case _:
-                return self.refuse_python(node)
+                self.refuse_python(node)
+        raise AssertionError(node)
 
     def call(self, node: ast.Call, depth: int) -> Call:
         if not isinstance(node.func, ast.Name):
@@ -241,15 +248,14 @@ class _Reader:
         if function not in ops.FUNCTIONS:
             hint = near_miss(function, ops.FUNCTIONS) or "see 'epigen ops' for the operations"
             self.note(f"unknown operation '{function}'", node.func, hint)
-        args = tuple(self.expr(a, depth + 1) for a in node.args)
-        keywords = []
         for k in node.keywords:
             if k.arg is None:
                 self.refuse("'**' before an argument is not in the language", k.value, "write the arguments out")
-            keywords.append((k.arg, self.expr(k.value, depth + 1)))
+        args = self.each([*node.args, *(k.value for k in node.keywords)], depth + 1)
+        keywords = tuple((k.arg or "", v) for k, v in zip(node.keywords, args[len(node.args) :], strict=True))
         if function not in ops.FUNCTIONS:
             raise _Refused
-        return Call(function, args, self.span(node), tuple(keywords))
+        return Call(function, args[: len(node.args)], self.span(node), keywords)
 
     def power(self, base: ast.expr, exponent: ast.expr, node: ast.expr, depth: int) -> Expr:
         match exponent:
@@ -257,7 +263,9 @@ class _Reader:
                 return Power(self.expr(base, depth + 1), n, self.span(node))
             case ast.Constant(value=0.5):
                 self.refuse("a power takes a small integer", exponent, "write sqrt(x)")
-        return self.refuse(f"a power takes an integer from 2 to {MAX_EXPONENT}", exponent, "write exp(p * log(x)) for other powers of a positive x, 1 / x for the inverse")
+        return self.refuse(
+            f"a power takes an integer from 2 to {MAX_EXPONENT}", exponent, "write exp(p * log(x)) for other powers of a positive x, 1 / x for the inverse"
+        )
 
     def number(self, value: object, node: ast.expr) -> Number:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -269,7 +277,7 @@ class _Reader:
         # Python itself reads 1e-400 as 0
         written = value or any(c in "123456789" for c in self.text[span.start : span.end].lower().partition("e")[0])
         if written and abs(value) < FP32_TINY:
-            self.refuse("a number is too small for fp32", node, f"the smallest is {1.17549436e-38}, or write 0")
+            self.refuse("a number is too small for fp32", node, f"write 0: the smallest is {1.17549436e-38}")
         return Number(float(value), span)
 
     def indices(self, index: ast.expr) -> tuple[str, ...]:

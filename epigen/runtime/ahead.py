@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import subprocess
@@ -41,10 +42,19 @@ class Running:
 
     def __init__(self, job: Job):
         environment = settings.child_environment(interpret=False)
-        self.process = subprocess.Popen([sys.executable, "-m", "epigen.runtime.ahead"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "epigen.runtime.ahead"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        )
         assert self.process.stdin is not None
-        pickle.dump(job, self.process.stdin)
-        self.process.stdin.flush()
+        payload = pickle.dumps(job)
+        with contextlib.suppress(BrokenPipeError):  # a child that died at once is reported by `result`
+            self.process.stdin.write(payload)
+            self.process.stdin.flush()
+
+    def stop(self) -> None:
+        """Give the compilation up."""
+        self.process.kill()
+        self.process.communicate()
 
     def result(self) -> list[Compiled]:
         """Waits. Raises CompileError where the compiler refused the kernel or crashed."""

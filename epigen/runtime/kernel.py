@@ -7,7 +7,7 @@ the device.
 
 from __future__ import annotations
 
-import operator
+import numbers
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -33,6 +33,9 @@ from epigen.runtime.loader import Loader, interpreting, refusal
 Chooser = Callable[[KernelSpec, tuple[int, int, int], Target, str], Choice]
 """(spec, shape, target, refused) -> Choice. refused: why a config with a main loop of Triton's did not work, "" at first."""
 
+_WIDE = 1 << 31
+"""Offsets from here on need 64 bits."""
+
 BACKENDS = ("triton", "interpreter", "reference")
 
 
@@ -55,7 +58,9 @@ class Kernel:
     Made by `epigen.compile`. Safe to call from several threads.
     """
 
-    def __init__(self, graph: Graph, renderer: Renderer, choose: Chooser, config: KernelConfig | None = None, backend: str | None = None, precision: str | None = None):
+    def __init__(
+        self, graph: Graph, renderer: Renderer, choose: Chooser, config: KernelConfig | None = None, backend: str | None = None, precision: str | None = None
+    ):
         self._graph, self.renderer, self._choose = graph, renderer, choose
         self._config, self._backend, self._precision = config, backend, precision
         self._inputs: dict[str, Node] = {n.name: n for n in graph.inputs()}
@@ -90,8 +95,11 @@ class Kernel:
         Raises CallError for names, devices, dtypes or shapes that do not fit.
         """
         outs = self._given_outputs(out)
+        if any(isinstance(t, Tensor) and t.is_neg() for t in (a, b, *inputs.values())):
+            # a lazily negated view holds the opposite of what it shows
+            a, b, inputs = _shown(a), _shown(b), {name: _shown(value) for name, value in inputs.items()}
         key = (*map(_tensor_key, (a, b)), *((name, _tensor_key(value)) for name, value in inputs.items()), *((n, _tensor_key(t)) for n, t in outs.items()), torch.get_float32_matmul_precision())  # fmt: skip
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (a, b, *inputs.values())):
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (a, b, *inputs.values(), *outs.values())):
             raise CallError("an argument requires grad, and a kernel has no backward of its own: call it under torch.no_grad(), or on detached tensors")
         prepared = self._prepared.get(key)
         if prepared is None:
@@ -114,16 +122,25 @@ class Kernel:
         refused: why Triton's own product is out of the question, if it is.
         """
         if signature is None:
-            signature = self.signature_of(dtype or FP16, shape[2])
+            signature = self.signature_of(dtype or FP16, shape)
         spec = lower(self._graph, signature)
-        choice = Choice(self._config, "given by the caller") if self._config else self._choose(spec, shape, target or device.at_hand() or device.DEFAULT, refused)
+        choice = (
+            Choice(self._config, "given by the caller") if self._config else self._choose(spec, shape, target or device.at_hand() or device.DEFAULT, refused)
+        )
         return Plan(spec, choice, self.renderer.render(spec, choice.config))
 
-    def signature_of(self, dtype: DType, k: int = 1) -> Signature:
-        """The signature of a call whose operands and inputs have one dtype (inputs: fp32 beside 8-bit operands); scalars are numbers."""
+    def signature_of(self, dtype: DType, shape: tuple[int, int, int] | None = None) -> Signature:
+        """The signature of a call whose operands and inputs have one dtype (inputs: fp32 beside 8-bit operands); scalars are numbers.
+
+        shape: M, N, K of contiguous tensors; None for any K, and offsets that fit in 32 bits.
+        """
         other = FP32 if dtype.bits == 8 else dtype
         inputs = tuple((n.name, UINT8 if n.op == g.BITS else other if n.indices else None) for n in self._inputs.values())
-        return Signature(dtype, dtype, inputs, self._precision_now(), _power_of_two_in(k))
+        if shape is None:
+            return Signature(dtype, dtype, inputs, self._precision_now())
+        m, n, k = shape
+        wide = max(m * n, m * k, k * n) >= _WIDE
+        return Signature(dtype, dtype, inputs, self._precision_now(), _power_of_two_in(k), 64 if wide else 32)
 
     def source(self, **problem: Any) -> str:
         """The generated module's text: of the last call, or of the problem that is given as to `plan`."""
@@ -174,6 +191,8 @@ class Kernel:
             if unknown := out.keys() - set(self._names):
                 raise CallError(f"out has no place for {', '.join(sorted(map(str, unknown)))}: the outputs are {', '.join(self._names)}")
             return out
+        if not isinstance(out, Sequence):
+            raise CallError(f"out is a {type(out).__name__}: pass a tensor, or for several outputs a sequence or a mapping by name")
         if len(out) != len(self._names):
             raise CallError(f"out holds {len(out)} tensors, and the program has {len(self._names)} outputs: {', '.join(self._names)}")
         return dict(zip(self._names, out, strict=True))
@@ -197,7 +216,7 @@ class Kernel:
         tensors = [a, b, *(t for t in (*inputs.values(), *outs.values()) if isinstance(t, Tensor))]
         if backend == "interpreter" and (culprit := uninterpretable(self._graph, [BY_TORCH.get(str(t.dtype)) for t in tensors], [o.dtype for o in outputs])):
             raise CallError(f"Triton's interpreter rounds to {culprit} wrongly: use fp16 or fp32 there, and {culprit} on a GPU")
-        wide = any(_reach(t) >= 1 << 31 for t in tensors) or m * n >= 1 << 31
+        wide = any(_reach(t) >= _WIDE for t in tensors) or m * n >= _WIDE
         named = tuple((name, None if not isinstance(inputs[name], Tensor) else BY_TORCH[str(inputs[name].dtype)]) for name in self._inputs)
         signature = Signature(dtypes["a"], dtypes["b"], named, self._precision_now(), _power_of_two_in(k), 64 if wide else 32)
         with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
@@ -227,7 +246,9 @@ class Kernel:
     def _check_inputs(self, a: Tensor, inputs: Mapping[str, Any], m: int, n: int) -> None:
         for name in inputs:
             if name not in self._inputs:
-                raise CallError(f"the program has no input '{name}': {near_miss(name, self._inputs) or 'its inputs are ' + (', '.join(self._inputs) or 'none')}")
+                raise CallError(
+                    f"the program has no input '{name}': {near_miss(name, self._inputs) or 'its inputs are ' + (', '.join(self._inputs) or 'none')}"
+                )
         if missing := [name for name in self._inputs if name not in inputs]:
             raise CallError(f"missing input{'s' * (len(missing) > 1)}: {', '.join(f'{n}{_declared(self._inputs[n])}' for n in missing)}")
         for name, node in self._inputs.items():
@@ -339,8 +360,12 @@ class _Launch:
 # -- checks and keys
 
 
+def _shown(value: Any) -> Any:
+    return value.resolve_neg() if isinstance(value, Tensor) else value
+
+
 def _tensor_key(t: Any) -> Any:
-    return (t.device, t.dtype, t.shape, t.stride()) if isinstance(t, Tensor) else type(t)
+    return (t.device, t.dtype, t.shape, t.stride(), t.is_neg()) if isinstance(t, Tensor) else type(t)
 
 
 def _declared(node: Node) -> str:
@@ -370,10 +395,12 @@ def _check_input(name: str, node: Node, value: Any, m: int, n: int, on: torch.de
     if not isinstance(value, Tensor):
         if node.op == g.BITS or node.indices:
             raise CallError(f"{what} is declared as {name}{_declared(node)}, and a {type(value).__name__} was given: pass a tensor")
+        if not isinstance(value, numbers.Real):
+            raise CallError(f"{what} is a scalar, and a {type(value).__name__} was given: pass a number or a tensor with one element")
         try:
-            operator.index(value) if isinstance(value, int) else float.__float__(value)
-        except TypeError:
-            raise CallError(f"{what} is a scalar, and a {type(value).__name__} was given: pass a number or a tensor with one element") from None
+            float(value)
+        except OverflowError:
+            raise CallError(f"{what} is too large for fp32") from None
         return
     if value.device != on:
         raise CallError(f"{what} is on {value.device}, and the operands are on {on}")
@@ -392,6 +419,8 @@ def _check_input(name: str, node: Node, value: Any, m: int, n: int, on: torch.de
 
 def _check_out(t: Any, out: _Out, m: int, n: int, on: torch.device) -> None:
     shape, dtype = out.shape(m, n), reference.torch_dtype(out.dtype)
+    if isinstance(t, Tensor) and t.is_neg():
+        raise CallError(f"out for '{out.name}' is a lazily negated view: pass a plain tensor")
     if not isinstance(t, Tensor) or tuple(t.shape) != shape or t.dtype != dtype or t.device != on:
         found = f"{t.dtype} {list(t.shape)} on {t.device}" if isinstance(t, Tensor) else f"a {type(t).__name__}"
         raise CallError(f"out for '{out.name}' is {found}, and {dtype} {list(shape)} on {on} was expected")

@@ -159,6 +159,8 @@ def compile_ahead(rendered: Rendered, function: Function, target: Target, consta
         kernel = triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp_size), options=options)
     except Exception as error:  # Triton's front end, MLIR and ptxas each raise their own kind
         raise CompileError(f"{function.name} does not compile for {target.name}: {_last_words(error)}") from error
+    if kernel.metadata.shared > target.shared_bytes:
+        raise CompileError(f"{function.name} needs {kernel.metadata.shared} bytes of shared memory, and {target.name} has {target.shared_bytes}")
     stages = {name: kernel.asm[name] for name in COMPILED_STAGES if name in kernel.asm}
     return Compiled(stages, _resources(kernel, stages, function, target))
 

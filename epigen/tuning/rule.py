@@ -26,7 +26,7 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
     tiles: tuple[tuple[int, int, int], ...] = _TILES
     if sig.a == FP32 and sig.precision == "ieee":
         tiles, block_k = tuple(t for t in _TILES if t[0] * t[1] <= 64 * 64), 16
-    if len(spec.lines) + 2 * len(spec.partials) > 8 or sig.a.bits == 8:
+    if len(spec.lines) + 2 * (len(spec.partials) + sum(s.packed for s in spec.stores)) > 6 or sig.a.bits == 8:
         # long epilogues, and what 8-bit operands need beside the accumulator, spill registers at 128x256
         tiles = tuple(t for t in tiles if t[0] * t[1] <= 128 * 128)
     if m <= 64:

@@ -1,0 +1,537 @@
+"""The command line: what goes to which stream, exit statuses, every stage, and mistakes that end in a message."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import epigen
+from epigen import api, cli, dtypes, ops
+from epigen.errors import InternalError
+from epigen.runtime import ahead, device, verify
+from epigen.runtime.device import TARGETS
+
+ROOT = Path(cli.__file__).resolve().parent.parent
+SMALL = "schedule=tiled,block_m=32,block_n=32,block_k=32,group_m=4,num_warps=4,num_stages=2"
+QUICK = ("--config", SMALL, "--no-verify")
+EARLY = ("ast", "ir", "lowered")
+
+
+def run(*arguments: str, status: int = 0) -> Any:
+    """A run in this process, which ended by its own exit status and not by an exception that got away."""
+    done = CliRunner().invoke(cli.main, arguments, prog_name="epigen")
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == status, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same answers on every machine."""
+    monkeypatch.setattr(device, "at_hand", lambda index=None: None)  # noqa: ARG005
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+COMPILED: dict[tuple[str, str, str], list[Any]] = {}
+
+
+@pytest.fixture
+def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each module is compiled for a target by the first test that needs it: a compiler process takes seconds."""
+
+    class Once(ahead.Running):
+        def __init__(self, job: ahead.Job):
+            self.key = (job.rendered.digest, job.target.name, job.layout)
+            if self.key not in COMPILED:
+                super().__init__(job)
+
+        def result(self) -> list[Any]:
+            if self.key not in COMPILED:
+                COMPILED[self.key] = super().result()
+            return COMPILED[self.key]
+
+    monkeypatch.setattr(ahead, "Running", Once)
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The compiler processes that were started."""
+    started: list[subprocess.Popen[bytes]] = []
+    begin = ahead.Running.__init__
+
+    def keep(self: ahead.Running, job: ahead.Job) -> None:
+        begin(self, job)
+        started.append(self.process)
+
+    monkeypatch.setattr(ahead.Running, "__init__", keep)
+    yield started
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+# -- usage
+
+
+def test_help_and_version() -> None:
+    assert run("--version").stdout == f"epigen, version {epigen.__version__}\n"
+    for arguments in (("--help",), ("-h",)):
+        text = run(*arguments).stdout
+        assert text.startswith("Usage: epigen [OPTIONS] COMMAND") and "compile" in text and "ops" in text
+    text = re.sub(r"\s+", " ", run("compile", "--help").stdout)
+    for option in ("--shape", "--dtype", "--layout", "--precision", "--target", "--emit", "--config", "--output", "--no-verify", "--json"):
+        assert option in text
+    for choice in (*cli.TARGETS, *EARLY, *cli.COMPILED, "fp8e4m3"):
+        assert choice in text.replace("| ", "|")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "Usage: epigen"),
+        (("frobnicate",), "No such command 'frobnicate'"),
+        (("compile",), "Missing argument 'PROGRAM'"),
+        (("compile", "mm", "mm"), "unexpected extra argument"),
+        (("compile", "mm", "--wrong"), "No such option"),
+        (("compile", "mm", "--emit", "asm"), "'asm' is not one of"),
+        (("compile", "mm", "--target", "sm_91"), "'sm_91' is not one of 'sm_80'"),
+        (("compile", "mm", "--dtype", "fp64"), "'fp64' is not one of"),
+        (("compile", "mm", "--layout", "n"), "'n' is not one of"),
+        (("compile", "mm", "--precision", "tf31"), "'tf31' is not one of"),
+        (("compile", "mm", "--shape", "4096x4096"), "'4096x4096' is not of the form MxNxK, such as 4096x4096x1024"),
+        (("compile", "mm", "--shape", "-1x2x3"), "is not of the form MxNxK"),
+        (("compile", "mm", "--shape", "1x2x1234567890"), "is not of the form MxNxK"),
+        (("compile", "mm", "--config", "block_m"), "'block_m' is not of the form name=value"),
+        (("compile", "mm", "--config", ""), "'' is not of the form name=value"),
+        (("compile", "mm", "--config", "block_m=64,,"), "'' is not of the form name=value"),
+    ],
+    ids=lambda v: " ".join(v) or "nothing" if isinstance(v, tuple) else None,
+)
+def test_usage_mistakes(arguments: tuple[str, ...], message: str) -> None:
+    done = run(*arguments, status=2)
+    assert message in done.stderr and done.stdout == ""
+
+
+# -- mistakes in what was given
+
+
+@pytest.mark.parametrize("emit", [*EARLY, "source", "ptx"])
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("reluu(mm + bias)", "'reluu'"),
+        ("relu(mm + ", "ParseError"),
+        ("mm * s[m] + s[n]", "'s'"),
+        ("mm + sum(mm)", "CheckError"),
+        ("__import__('os').system('true')", "Error"),
+    ],
+)
+def test_a_mistake_in_the_program_is_shown_with_a_caret(program: str, message: str, emit: str) -> None:
+    done = run("compile", program, "--emit", emit, status=1)
+    assert done.stdout == "" and message in done.stderr
+    assert re.search(r"^  +\^+$", done.stderr, re.MULTILINE)
+    assert done.stderr.startswith(("ParseError: ", "CheckError: "))
+
+
+def test_an_empty_program() -> None:
+    assert run("compile", "", status=1).stderr == 'ParseError: the program is empty\n  write an epilogue, for example "relu(mm + bias)"\n'
+
+
+def test_all_mistakes_are_reported_together() -> None:
+    done = run("compile", "reluu(mm) + gelo(mm)", status=1)
+    assert "did you mean relu" in done.stderr and "did you mean gelu" in done.stderr
+    assert len(re.findall(r"^ +\^+$", done.stderr, re.MULTILINE)) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("schedule=tild,block_m=64", "error: unknown schedule 'tild': did you mean tiled?"),
+        ("schedule=5", "unknown schedule"),
+        ("blok_m=64", "error: the schedule tiled has no dimension 'blok_m': did you mean block_m"),
+        ("block_m=48", "error: block_m=48 is not one of 16, 32, 64, 128, 256"),
+        ("block_m=big", "error: block_m='big' is not one of 16, 32, 64, 128, 256"),
+        ("block_m=64", "error: the schedule tiled also needs block_n, block_k, group_m, num_warps, num_stages"),
+        ("schedule=library", "error: the schedule library also needs block_m, block_n, num_warps"),
+        ("1=2", "error: the schedule tiled has no dimension '1'"),
+        (f"block_m={'9' * 5000}", "block_m="),
+        ("block_m=²", "block_m="),
+    ],
+    ids=lambda v: v[:24],
+)
+def test_a_config_that_does_not_fit(config: str, message: str) -> None:
+    done = CliRunner().invoke(cli.main, ["compile", "mm", "--config", config])
+    assert isinstance(done.exception, SystemExit), repr(done.exception)
+    assert done.exit_code in (1, 2)
+    assert message in done.stderr and done.stdout == ""
+
+
+@pytest.mark.usefixtures("compile_once")
+@pytest.mark.parametrize(
+    ("emit", "target", "stages"), [("ptx", "gfx942", "ttir, ttgir, llir, amdgcn, hsaco"), ("hsaco", "sm_90", "ttir, ttgir, llir, ptx, cubin")]
+)
+def test_a_stage_that_a_target_lacks(emit: str, target: str, stages: str) -> None:
+    done = run("compile", "relu(mm + bias)", *QUICK, "--emit", emit, "--target", target, status=1)
+    assert done.stdout == "" and done.stderr.endswith(f"error: {target} has no stage '{emit}': it has {stages}\n")
+
+
+def test_a_kernel_that_the_compiler_refuses() -> None:
+    done = run("compile", "cast(mm, fp8e4m3)", *QUICK, "--emit", "ptx", "--target", "sm_80", status=1)
+    assert done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: epigen_cast_mm_fp8e4m3 does not compile for sm_80: ") and "fp8e4nv not supported" in last and len(last) < 400
+
+
+def test_a_bug_is_called_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise InternalError("node 3 has no name")
+
+    monkeypatch.setattr(api, "compile", broken)
+    done = run("compile", "mm", status=1)
+    assert done.stderr == "internal error: node 3 has no name (a bug in epigen: please report the program and the call)\n"
+
+
+def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "fused.py"
+    done = run("compile", "mm", *QUICK, "-o", str(path), status=1)
+    assert done.stderr.endswith(f"error: cannot write {path}: No such file or directory\n")
+    assert "is a directory" in run("compile", "mm", *QUICK, "-o", str(tmp_path), status=2).stderr
+    for emit in EARLY:
+        assert "cannot write" in run("compile", "mm", "--emit", emit, "-o", str(path), status=1).stderr
+
+
+# -- early stages
+
+
+def test_emit_ast() -> None:
+    assert run("compile", "z = mm + bias; relu(z), z ** 2", "--emit", "ast").stdout == (
+        "assign z\n  call add\n    name mm\n    name bias\noutput\n  call relu\n    name z\noutput\n  power 2\n    name z\n"
+    )
+
+
+def test_emit_ir() -> None:
+    assert run("compile", "z = mm + bias; z, cast(sum(z, m), fp16)", "--emit", "ir").stdout == (
+        "%0 = mm(): number [m, n]\n%1 = input(bias): number [n]\n%2 = add(%0, %1): number [m, n]  # z\n"
+        "%3 = reduce(%2, sum, over m): number [n]\noutput z = %2\noutput out1 = %3 as fp16\n"
+    )
+
+
+def test_emit_lowered() -> None:
+    assert run("compile", "z = mm * alpha + bias; z, bitmask(z > 0), bgrad(z)", "--emit", "lowered", "--dtype", "bf16", "--shape", "64x64x48").stdout == (
+        "kernel epigen_z_mm_alpha_bias_bitmask_bgrad\n"
+        "  product a bf16 x b bf16 -> fp32\n"
+        "  k divisible by 16, 32-bit offsets\n"
+        "  load alpha[] number\n"
+        "  load bias[n] bf16\n"
+        "  t0 = acc * alpha\n"
+        "  z = t0 + bias\n"
+        "  t1 = z > 0.0\n"
+        "  store z[m,n] = z as bf16\n"
+        "  store out1[m,n] = t1 as bits\n"
+        "  partial out2 = sum of z over m\n"
+        "finish [n]\n"
+        "  out2 = sum of the tiles partial results\n"
+        "  store out2 = out2 as fp32\n"
+    )
+
+
+@pytest.mark.parametrize("emit", EARLY)
+def test_early_stages_as_json_and_to_a_file(emit: str, tmp_path: Path) -> None:
+    text = run("compile", "relu(mm + bias)", "--emit", emit).stdout
+    assert json.loads(run("compile", "relu(mm + bias)", "--emit", emit, "--json").stdout) == {"program": "relu(mm + bias)", emit: text}
+    path = tmp_path / "stage.txt"
+    assert run("compile", "relu(mm + bias)", "--emit", emit, "-o", str(path)).stdout == ""
+    assert path.read_text() == text
+
+
+# -- source
+
+
+def test_source_goes_to_stdout_and_talk_to_stderr() -> None:
+    done = run("compile", "relu(mm + bias)", *QUICK)
+    tree = ast.parse(done.stdout)
+    assert [n.name for n in tree.body if isinstance(n, ast.FunctionDef)] == ["epigen_relu_mm_bias"]
+    assert done.stdout.startswith("# relu(mm + bias)\n") and done.stdout.endswith("\n") and not done.stdout.endswith("\n\n")
+    assert done.stderr.splitlines() == [
+        "target    sm_90 (H100, H200), the default, since no GPU is at hand",
+        f"config    {SMALL.removeprefix('schedule=').replace(',', ' ')}",
+        "          given by the caller",
+    ]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_is_taken_as_asked(target: str) -> None:
+    done = run("compile", "relu(mm + bias)", "--no-verify", "--target", target)
+    assert f"target    {target} ({TARGETS[target].part}), as asked\n" in done.stderr and f"on {target}: no measurement is at hand" in done.stderr
+    assert "tl.dot(" in done.stdout
+
+
+@pytest.mark.parametrize("dtype", [t.name for t in dtypes.OPERANDS])
+def test_dtypes(dtype: str) -> None:
+    text = run("compile", "relu(mm + bias)", *QUICK, "--dtype", dtype).stdout
+    assert f"[M, K] {dtype}\n" in text and f"[N] {'fp32' if dtypes.BY_NAME[dtype].bits == 8 else dtype}\n" in text
+
+
+def test_precision_and_shape() -> None:
+    assert 'input_precision="tf32"' in run("compile", "mm", *QUICK, "--dtype", "fp32", "--precision", "tf32").stdout
+    assert 'input_precision="ieee"' in run("compile", "mm", *QUICK, "--dtype", "fp32").stdout
+    # a K that the block divides needs no mask along K, and no K is promised by default
+    assert "K - k" in run("compile", "mm", *QUICK).stdout
+    done = run("compile", "mm", "--no-verify", "--shape", "100x200x4096")
+    assert "K - k" not in done.stdout and "chosen by rule for 100x200x4096 fp16 on sm_90" in done.stderr
+
+
+def test_a_shape_past_32_bit_offsets() -> None:
+    """The kernel that is shown is one that a call of this shape would run."""
+    assert "tl.int64" in run("compile", "mm + residual", *QUICK, "--shape", "70000x70000x64").stdout
+    assert "tl.int64" not in run("compile", "mm + residual", *QUICK, "--shape", "4096x4096x64").stdout
+
+
+@pytest.mark.parametrize("shape", ["0x0x0", "1x1x1", "1x100000x3"])
+def test_any_shape_has_a_kernel(shape: str) -> None:
+    assert "tl.dot(" in run("compile", "mm", "--no-verify", "--shape", shape).stdout
+
+
+def test_a_library_config() -> None:
+    done = run("compile", "relu(mm + bias)", "--no-verify", "--config", "schedule=library,block_m=8,block_n=64,num_warps=4")
+    assert "def epigen_relu_mm_bias_epilogue(" in done.stdout and "tl.dot(" not in done.stdout
+
+
+# -- verification and resources
+
+
+@pytest.mark.usefixtures("compile_once")
+def test_a_kernel_is_checked_and_its_resources_are_told() -> None:
+    done = run("compile", "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z)", "--config", SMALL)
+    for name in ("out0", "out2"):
+        assert re.search(rf"^verified  {name}: largest error \S+, bound \S+$", done.stderr, re.MULTILINE)
+    assert re.search(r"^verified  out1: \d+\.\d\d% of the bits lie within rounding of their threshold, the others are equal$", done.stderr, re.MULTILINE)
+    assert "          at 35x37x61 fp16 under Triton's interpreter, this very kernel, against float64\n" in done.stderr
+    resources = re.findall(
+        r"^resources (\w+): \d+ registers a thread, 0 spilled, \d+ bytes of shared memory, \d+ blocks? a multiprocessor$", done.stderr, re.MULTILINE
+    )
+    assert resources == ["epigen_z_mm_bias_relu_bitmask_bgrad", "epigen_z_mm_bias_relu_bitmask_bgrad_finish_n"]
+
+
+def test_no_verify_runs_and_compiles_nothing(monkeypatch: pytest.MonkeyPatch, children: list[subprocess.Popen[bytes]]) -> None:
+    monkeypatch.setattr(verify, "differences", lambda *_, **__: pytest.fail("the kernel was run"))
+    done = run("compile", "mm", *QUICK)
+    assert "verified" not in done.stderr and "resources" not in done.stderr and children == []
+
+
+@pytest.mark.usefixtures("compile_once")
+@pytest.mark.parametrize("layout", verify.LAYOUTS)
+def test_a_layout_is_verified_as_it_is(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[verify.Sample] = []
+    sample = verify.sample
+    monkeypatch.setattr(verify, "sample", lambda *args, **options: given.append(sample(*args, **options)) or given[-1])
+    monkeypatch.setattr(cli, "_start_compiling", lambda *_: None)
+    run("compile", "relu(mm + bias)", "--config", SMALL, "--layout", layout)
+    (one,) = given
+    assert "".join("n" if t.stride(1) == 1 else "t" for t in (one.a, one.b)) == layout
+
+
+@pytest.mark.parametrize(
+    ("program", "dtype", "said"),
+    [
+        ("relu(mm + bias)", "fp32", "fp32 under Triton's interpreter, this very kernel"),
+        ("mm", "int8", "int8 under Triton's interpreter, this very kernel"),
+        (
+            "relu(mm + bias)",
+            "bf16",
+            "fp16 under Triton's interpreter, the kernel (its twin with fp16 for bf16, which Triton's interpreter rounds wrongly: run it on a GPU for bf16 itself)",
+        ),
+        ("mm", "fp8e4m3", "(its twin with fp16 for bf16,"),
+        ("cast(mm * 0.1, fp8e5m2), bgrad(mm)", "fp16", "(its twin with fp16 for fp8e5m2,"),
+        ("cast(mm, fp16)", "fp8e5m2", "fp8e5m2 under Triton's interpreter, this very kernel"),
+    ],
+)
+def test_what_was_verified_is_said(program: str, dtype: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_start_compiling", lambda *_: None)
+    done = run("compile", program, "--config", SMALL, "--dtype", dtype, "--json")
+    assert said in done.stderr
+    verified = json.loads(done.stdout)["verified"]
+    assert verified["same_source"] == ("this very kernel" in said) and all(o["ok"] for o in verified["outputs"].values())
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",), ("--emit", "ptx"), ("-o", "fused.py")], ids=" ".join)
+def test_a_wrong_kernel_is_not_shown(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, children: list[subprocess.Popen[bytes]]
+) -> None:
+    """A row with a wrong spelling is caught by the run against the oracle, which uses the row's other column."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(ops.TABLE, "relu", replace(ops.TABLE["relu"], triton="tl.maximum({x}, 0.5)"))
+    done = run("compile", "relu(mm + bias)", "--config", SMALL, *arguments, status=3)
+    assert done.stdout == "" and list(tmp_path.iterdir()) == []
+    assert re.search(r"^error: output 'out' is wrong at \[\d+, \d+\]: the error is \S+, and the bound \S+$", done.stderr.splitlines()[-1])
+    assert [process.poll() is None for process in children] == [False] * len(children), "a compiler was left running"
+
+
+def test_a_wrong_reduction_is_caught_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_start_compiling", lambda *_: None)
+    monkeypatch.setitem(ops.REDUCTIONS, "sum", replace(ops.REDUCTIONS["sum"], combine="{x} + 1.01 * {y}"))
+    assert "output 'out1' is wrong" in run("compile", "mm, bgrad(mm + 1)", "--config", SMALL, status=3).stderr
+
+
+# -- compiled stages
+
+
+STAGES = {
+    "ttir": ("sm_90", "tt.func"),
+    "ttgir": ("sm_90", "ttg.num-warps"),
+    "llir": ("sm_90", "define "),
+    "ptx": ("sm_90", ".target sm_90a"),
+    "amdgcn": ("gfx942", "v_mfma"),
+}
+
+
+@pytest.mark.usefixtures("compile_once")
+@pytest.mark.parametrize("emit", STAGES)
+def test_text_stages(emit: str, tmp_path: Path) -> None:
+    target, content = STAGES[emit]
+    arguments = ("compile", "relu(mm + bias)", "--config", SMALL, "--no-verify", "--emit", emit, "--target", target)
+    done = run(*arguments)
+    assert content in done.stdout and "epigen_relu_mm_bias" in done.stdout
+    assert json.loads(run(*arguments, "--json").stdout)[emit] == done.stdout
+    path = tmp_path / "kernel"
+    assert run(*arguments, "-o", str(path)).stdout == ""
+    assert path.read_text() == done.stdout
+
+
+@pytest.mark.usefixtures("compile_once")
+@pytest.mark.parametrize(("emit", "target"), [("cubin", "sm_90"), ("hsaco", "gfx942")])
+def test_binary_stages(emit: str, target: str, tmp_path: Path) -> None:
+    arguments = ("compile", "relu(mm + bias)", "--config", SMALL, "--no-verify", "--emit", emit, "--target", target)
+    binary = run(*arguments).stdout_bytes
+    assert binary.startswith(b"\x7fELF")
+    assert bytes.fromhex(json.loads(run(*arguments, "--json").stdout)[emit]) == binary
+    path = tmp_path / "kernel"
+    assert run(*arguments, "-o", str(path)).stdout_bytes == b""
+    assert path.read_bytes() == binary
+
+
+@pytest.mark.usefixtures("compile_once")
+def test_every_function_is_in_a_text_stage_and_a_binary_says_what_it_leaves_out() -> None:
+    arguments = ("compile", "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z)", "--config", SMALL, "--no-verify")
+    assert set(re.findall(r"\.entry (\w+)", run(*arguments, "--emit", "ptx").stdout)) == {
+        f"epigen_z_mm_bias_relu_bitmask_bgrad{end}" for end in ("", "_finish_n")
+    }
+    assert "note      the cubin holds the main kernel; 1 finishing kernel" in run(*arguments, "--emit", "cubin").stderr
+
+
+@pytest.mark.usefixtures("compile_once")
+def test_a_config_that_cannot_run_is_not_shown() -> None:
+    """More shared memory than the target has."""
+    config = "schedule=tiled,block_m=64,block_n=64,block_k=128,group_m=4,num_warps=4,num_stages=6"
+    done = run("compile", "mm", "--no-verify", "--config", config, "--target", "sm_86", "--emit", "ptx", status=1)
+    assert done.stdout == "" and "shared memory" in done.stderr.splitlines()[-1]
+
+
+# -- JSON
+
+
+@pytest.mark.usefixtures("compile_once")
+def test_json_is_all_that_is_on_stdout(tmp_path: Path) -> None:
+    done = run("compile", "relu(mm + bias)", "--config", SMALL, "--json")
+    assert done.stdout.count("\n") == 1
+    found = json.loads(done.stdout)
+    source = found.pop("source")
+    (resources,) = found.pop("resources")
+    verified = found.pop("verified")
+    plan = api.compile(
+        "relu(mm + bias)", config=dict(p.split("=") if p.startswith("s") else (p.split("=")[0], int(p.split("=")[1])) for p in SMALL.split(","))
+    ).plan()
+    assert found == {
+        "program": "relu(mm + bias)", "name": "epigen_relu_mm_bias", "target": "sm_90", "dtype": "fp16", "why": "given by the caller",
+        "config": {"schedule": "tiled"} | dict(plan.choice.config.values), "digest": found["digest"], "epigen": epigen.__version__,
+    }  # fmt: skip
+    assert re.fullmatch(r"[0-9a-f]{16}", found["digest"])
+    assert source == run("compile", "relu(mm + bias)", *QUICK).stdout
+    assert verified["shape"] == [35, 37, 61] and verified["dtype"] == "fp16" and verified["outputs"]["out"]["ok"]
+    assert resources["name"] == "epigen_relu_mm_bias" and resources["spills"] == 0 and resources["blocks_per_sm"] >= 1
+    path = tmp_path / "fused.py"
+    told = json.loads(run("compile", "relu(mm + bias)", *QUICK, "--json", "-o", str(path)).stdout)
+    assert path.read_text() == told["source"] != source
+
+
+# -- ops
+
+
+def test_ops_lists_every_row() -> None:
+    text = run("ops").stdout
+    rows = json.loads(run("ops", "--json").stdout)
+    assert [line for line in text.splitlines() if not line.startswith("  ")] == ["arithmetic:", "activation:", "derivative:", "reduction:", "special:"]
+    for op in ops.TABLE.values():
+        call = (
+            f"{op.name}({', '.join(p.name for p in op.params)})"
+            if not op.symbol
+            else f" {op.symbol} ".join(p.name for p in op.params)
+            if len(op.params) == 2
+            else f"{op.symbol}x"
+        )
+        assert rows.count({"group": op.group, "call": call, "formula": op.formula}) == 1
+        assert re.search(rf"^  {re.escape(call)} +{re.escape(op.formula)}$", text, re.MULTILINE)
+    for row in ops.REDUCTIONS.values():
+        assert re.search(rf"^  {row.name}\(x, m \| n\), .* {re.escape(row.formula)}$", text, re.MULTILINE)
+    for name in ops.SPECIAL:
+        assert re.search(rf"^  {name}\(", text, re.MULTILINE)
+    assert len(rows) == len(ops.TABLE) + len(ops.REDUCTIONS) + len(ops.SPECIAL)
+    assert {name.split("(")[0] for row in rows for name in [row["call"]]} >= ops.FUNCTIONS
+
+
+# -- as a process of its own
+
+
+def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "error", "-m", "epigen.cli", *arguments]
+    return subprocess.run(command, env=environment, text=True, check=False, **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options))
+
+
+def test_a_whole_run() -> None:
+    """Checked and compiled, both of Triton's modes."""
+    done = process("compile", "relu(mm + bias)", "--config", SMALL)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == run("compile", "relu(mm + bias)", *QUICK).stdout
+    assert [line.split()[0] for line in done.stderr.splitlines() if not line.startswith(" ")] == ["target", "config", "verified", "resources"]
+
+
+def test_a_mistake_ends_in_a_message() -> None:
+    done = process("compile", "reluu(mm + bias)")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "ParseError: unknown operation 'reluu'\n  reluu(mm + bias)\n  ^^^^^\n  did you mean relu or drelu?\n"
+
+
+@pytest.mark.parametrize("arguments", [("ops",), ("ops", "--json"), ("compile", "mm", "--emit", "ir"), ("compile", "mm", *QUICK), ("--help",)], ids=" ".join)
+def test_a_reader_that_went_away(arguments: tuple[str, ...]) -> None:
+    """As in `epigen ops | head -0`: no traceback, and no complaint from the interpreter's own end either."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = process(*arguments, stdout=write)
+    finally:
+        os.close(write)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr and "Error" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_a_message() -> None:
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = process("compile", "mm", "--emit", "ir", stdout=full)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr and "No space left on device" in done.stderr

@@ -1,0 +1,263 @@
+"""The stand-alone file: it runs and checks itself where epigen is not installed, catches a wrong kernel, and has a launcher to import."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from epigen import api, cli
+from epigen.codegen import schedules
+from epigen.codegen.spec import KernelConfig
+from epigen.codegen.standalone import standalone
+from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType
+from epigen.runtime.device import TARGETS
+
+SMALL = schedules.config("tiled", block_m=32, block_n=32, block_k=32, group_m=4, num_warps=4, num_stages=2)
+LIBRARY = schedules.config("library", block_m=8, block_n=64, num_warps=4)
+
+
+@dataclass(frozen=True)
+class File:
+    """damage: an edit of the kernel that makes it wrong; empty where none is tried."""
+
+    text: str
+    damage: tuple[str, str]
+    dtype: DType = FP16
+    config: KernelConfig = SMALL
+    k: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.text} {self.dtype} {self.config.schedule}{'' if self.k == 1 else f' K={self.k}'}"
+
+    @property
+    def source(self) -> str:
+        kernel = api.compile(self.text, config=self.config, precision="ieee")
+        plan = kernel.plan((4096, 4096, self.k), dtype=self.dtype, target=TARGETS["sm_90"])
+        return standalone(api.renderer(), kernel.graph, plan.spec, plan.choice, plan.rendered)
+
+    @property
+    def damaged(self) -> str:
+        source = self.source
+        assert source.count(self.damage[0]) == 1, self.damage[0]
+        return source.replace(*self.damage)
+
+
+FILES = (
+    File("relu(mm + bias)", ("acc + bias", "acc - bias")),
+    File("relu(mm + bias)", ("acc + bias", "acc"), k=4096),
+    File("z = mm + bias; relu(z), bitmask(z > 0), bgrad(z)", ("z > 0.0", "z >= 0.0")),
+    File("z = mm + bias; relu(z), bitmask(z > 0), bgrad(z)", ("tl.where(offs_m < M, z, 0.0)", "z"), config=LIBRARY),
+    File("dz = drelu(mm, mask); dz, bgrad(dz)", ("tl.where(mask, acc, 0.0)", "tl.where(mask, 0.0, acc)")),
+    File("mm, sum(a, k), max(b, k), amax(mm), logsumexp(mm, n), max(mm, m)", ("stride_ak + offs_x", "stride_ak + 0 * offs_x")),
+    File("cast(mm * alpha, fp32), cast(mm, int8)", ("acc * alpha", "acc * (alpha + 0.01)")),
+    File("h = cast(mm * 0.3, fp16); cast(h * scale_a[m] + gate[m,n], fp32)", ("offs_m * stride_scale_a_m", "offs_m * 0")),
+    File("mm", ("tl.store(out_ptr + offs_m", "tl.store(out_ptr + 0 * offs_m"), INT8),
+    File("gelu(mm * 0.01 + bias), sum(mm)", ("0.7071067811865476", "0.8"), INT8, LIBRARY),
+    File("silu(mm) + residual", ("t0 + residual", "t0"), FP32, LIBRARY),
+    File("softplus(mm), tanh(mm)", ("-0.33333333333333333", "-0.3"), FP32),
+    # names that the file itself uses
+    File("mm * v1[m] + v0[n] - v2", ("", "")),
+    File("where(bits(unpack), mm, reference[m,n]) * integers", ("", "")),
+    File("os = mm * device + inputs[n]; os, sum(os)", ("", ""), config=LIBRARY),
+)  # fmt: skip
+GPU_ONLY = (File("relu(mm + bias)", ("acc + bias", "acc - bias"), BF16), File("cast(mm, fp8e4m3)", ("", "")), File("mm", ("", ""), FP8E4M3))
+
+
+@pytest.fixture
+def away(tmp_path: Path) -> Path:
+    """A folder where importing epigen fails, wherever it is installed."""
+    (tmp_path / "epigen.py").write_text("raise ImportError('not here')\n")
+    return tmp_path
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter in a folder, without this process's import path; no GPU, so that every machine tests the same."""
+    kept = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "TRITON_INTERPRET"}}
+    return subprocess.run(
+        [sys.executable, "-W", "error", *arguments], cwd=folder, env=kept | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False
+    )
+
+
+def test_epigen_cannot_be_imported_there(away: Path) -> None:
+    done = python(away, "-c", "import epigen")
+    assert done.returncode and "ImportError: not here" in done.stderr
+
+
+def runs(away: Path, file: File) -> None:
+    (away / "fused.py").write_text(file.source)
+    done = python(away, "fused.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    *outputs, last = done.stdout.splitlines()
+    assert last.endswith("on cpu: the kernel agrees with torch")
+    names = [o.name for o in api.graph_of(file.text).outputs]
+    assert [line.split(":")[0] for line in outputs] == names
+
+
+@pytest.mark.parametrize("file", FILES[2:3], ids=str)
+def test_it_runs_and_agrees(away: Path, file: File) -> None:
+    runs(away, file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", [f for f in FILES if f not in FILES[2:3]], ids=str)
+def test_each_runs_and_agrees(away: Path, file: File) -> None:
+    runs(away, file)
+
+
+# imports every file that is named, and says how its self-check ends
+CHECK = """
+import contextlib, importlib, io, json, sys, warnings
+ends = {}
+for name in sys.argv[1:]:
+    module = importlib.import_module(name)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module.self_check()
+    except BaseException as error:
+        ends[name] = f"{type(error).__name__}: {error}"
+    else:
+        ends[name] = said.getvalue().splitlines()[-1]
+print(json.dumps(ends))
+"""
+
+
+def self_checks(away: Path, sources: dict[str, str]) -> dict[str, str]:
+    """Several files checked in one process, since a start takes seconds."""
+    for name, source in sources.items():
+        (away / f"{name}.py").write_text(source)
+    (away / "check.py").write_text(CHECK)
+    done = python(away, "check.py", *sources)
+    assert done.returncode == 0, done.stderr
+    ends: dict[str, str] = json.loads(done.stdout)
+    return ends
+
+
+def test_every_self_check_agrees(away: Path) -> None:
+    ends = self_checks(away, {f"file{i}": f.source for i, f in enumerate(FILES)})
+    assert {str(FILES[i]): end for i, end in enumerate(ends.values()) if "the kernel agrees with torch" not in end} == {}
+
+
+def test_every_self_check_catches_a_wrong_kernel(away: Path) -> None:
+    damaged = [f for f in FILES if f.damage[0]]
+    ends = self_checks(away, {f"file{i}": f.damaged for i, f in enumerate(damaged)})
+    assert {str(damaged[i]): end for i, end in enumerate(ends.values()) if not end.startswith("SystemExit: ") or not end.endswith(" is wrong")} == {}
+
+
+def test_a_wrong_kernel_ends_with_a_failure(away: Path) -> None:
+    (away / "fused.py").write_text(FILES[0].damaged)
+    done = python(away, "fused.py")
+    assert done.returncode == 1 and done.stderr == "out is wrong\n"
+    assert "agrees" not in done.stdout
+
+
+def test_dtypes_that_the_interpreter_gets_wrong_ask_for_a_gpu(away: Path) -> None:
+    ends = self_checks(away, {f"file{i}": f.source for i, f in enumerate(GPU_ONLY)})
+    assert len(ends) == len(GPU_ONLY) and all(end.startswith("SystemExit: this kernel's dtypes need a GPU") for end in ends.values())
+
+
+LAUNCH = """
+import warnings
+
+import torch
+import fused, even
+
+# Triton 3.6's interpreter uses a conversion that numpy has deprecated
+warnings.filterwarnings("ignore", category=DeprecationWarning, module="triton")
+
+a, b = torch.randint(-2, 3, (50, 33)).half(), torch.randint(-2, 3, (33, 70)).half()
+bias, residual = torch.randint(-2, 3, (70,)).half(), torch.randint(-2, 3, (50, 70)).half()
+def same(x, y):
+    assert torch.equal(x, y), (x, y)
+
+y, mask, total = fused.z_mm_bias_relu_bitmask_bgrad(a, b, bias=bias)
+z = a.float() @ b.float() + bias
+same(y, z.relu().half())
+same(fused._unpack(mask, 70), z > 0)
+same(total, z.sum(0))
+assert mask.stride() == (16, 1)
+# any strides
+y, mask, total = fused.z_mm_bias_relu_bitmask_bgrad(a.T.contiguous().T, b.T.contiguous().T, bias=bias)
+same(y, z.relu().half())
+for module, launcher, x, w in ((fused, "z_mm_bias_relu_bitmask_bgrad", a, b[:-1]), (even, "relu_mm_bias", a, b)):
+    try:
+        getattr(module, launcher)(x, w, bias=bias)
+    except ValueError as error:
+        print(error)
+same(even.relu_mm_bias(a[:, :32], b[:32], bias=bias), (a[:, :32].float() @ b[:32].float() + bias).relu().half())
+try:
+    fused.z_mm_bias_relu_bitmask_bgrad(a, b, bias)
+except TypeError:
+    print("by name")
+"""
+
+
+def test_the_launcher_can_be_imported_and_called(away: Path) -> None:
+    """Importing runs nothing; K that does not fit is refused before anything is launched."""
+    (away / "fused.py").write_text(FILES[2].source)
+    (away / "even.py").write_text(FILES[1].source)
+    (away / "launch.py").write_text(LAUNCH)
+    done = python(away, "launch.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "a is [50, 33] and b is [32, 70]: K differs",
+        "this kernel was made for K divisible by 32, and K is 33",
+        "by name",
+    ]
+
+
+@pytest.mark.parametrize("file", [*FILES, *GPU_ONLY], ids=str)
+def test_what_a_file_is_made_of(file: File) -> None:
+    source = file.source
+    tree = ast.parse(source)
+    imported = {alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module).split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported == {"os", "sys", "warnings", "torch", "triton"}
+    assert source.startswith(f"# {file.text.split('; ')[0]}\n") and source.endswith("\n")
+    assert not any(line != line.rstrip() for line in source.splitlines())
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert len(functions) == len(set(functions)) and {"reference", "self_check"} < set(functions)
+    assert f"# schedule {file.config}" in source
+
+
+@pytest.mark.parametrize("file", [FILES[0], FILES[3]], ids=str)
+def test_equal_inputs_give_equal_bytes(file: File) -> None:
+    assert file.source == file.source
+
+
+def arguments(file: File) -> list[str]:
+    config = ",".join([f"schedule={file.config.schedule}", *(f"{n}={v}" for n, v in file.config.values)])
+    return ["compile", file.text, "--dtype", file.dtype.name, "--config", config, "--target", "sm_90"]
+
+
+def test_the_command_line_writes_the_same_file_in_every_process(tmp_path: Path) -> None:
+    """Also where Python's hashes, and so its sets' order, are others."""
+    file = FILES[5]
+    root = str(Path(cli.__file__).resolve().parent.parent)
+    written = []
+    for seed in ("1", "2"):
+        path = tmp_path / f"{seed}.py"
+        subprocess.run(
+            [sys.executable, "-m", "epigen.cli", *arguments(file), "--no-verify", "-o", str(path)],
+            cwd=tmp_path, env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": root}, capture_output=True, check=True,
+        )  # fmt: skip
+        written.append(path.read_text())
+    assert written == [file.source] * 2
+
+
+def test_the_command_line_writes_the_file_once_it_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "fused.py"
+    done: Any = CliRunner().invoke(cli.main, [*arguments(FILES[0]), "-o", str(path)])
+    assert done.exit_code == 0 and done.stdout == ""
+    assert path.read_text() == FILES[0].source
+    assert "verified  out:" in done.stderr and f"wrote     {path}" in done.stderr
