@@ -1,0 +1,88 @@
+"""What a tuned config belongs to: the problem, in the terms that decide speed, and how its epilogue is named.
+
+Two programs that compute the same graph share a digest, whatever their names; programs of one class load, store and reduce alike, so
+that one's config is a fair guess for the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epigen.codegen.spec import KernelSpec, digest
+from epigen.ir import graph as g
+from epigen.ir.graph import Graph
+
+LAYOUTS = ("nn", "nt", "tn", "tt")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing to tune.
+
+    gpu, capability: as torch names them ("NVIDIA H200", "9.0"). shape: M, N, K. a, b, outputs: dtype names. layout: how a and b lie.
+    spec: the graph's digest. kind: the epilogue's class. alignment: bytes that K, N and the row strides are a multiple of, up to 16.
+    """
+
+    gpu: str
+    capability: str
+    shape: tuple[int, int, int]
+    a: str
+    b: str
+    outputs: tuple[str, ...]
+    layout: str
+    precision: str
+    program: str
+    spec: str
+    kind: str
+    alignment: int
+
+
+def problem_of(graph: Graph, spec: KernelSpec, shape: tuple[int, int, int], layout: str, gpu: str, capability: str) -> Problem:
+    sig = spec.signature
+    return Problem(
+        gpu=gpu,
+        capability=capability,
+        shape=shape,
+        a=sig.a.name,
+        b=sig.b.name,
+        outputs=tuple(o.dtype.name for o in spec.outputs),
+        layout=layout,
+        precision=sig.precision if sig.a.name == "fp32" else "",
+        program=graph.text,
+        spec=graph_digest(graph),
+        kind=epilogue_kind(spec),
+        alignment=alignment(shape, layout, sig.a.bytes),
+    )
+
+
+def graph_digest(graph: Graph) -> str:
+    """Names the computation: structure, constants, input indices, casts and outputs; no name that a user chose."""
+    inputs: dict[str, str] = {}
+    parts = []
+    for node in graph.nodes:
+        name = node.name
+        if node.op in (g.INPUT, g.BITS):
+            name = inputs.setdefault(name, f"input{len(inputs)}")
+        parts.append(f"{node.op} {node.args} {node.kind} {node.indices} {node.value!r} {name} {node.axes} {node.dtype}")
+    parts += [f"output {o.node} {o.dtype}" for o in graph.outputs]
+    return digest(parts)
+
+
+def epilogue_kind(spec: KernelSpec) -> str:
+    """What the epilogue moves and reduces, such as "load:n store:mn bits:out reduce:m"."""
+    loads = sorted("bits" if i.packed else i.indices or "scalar" for i in spec.all_inputs)
+    stores = sorted("bits" if s.packed else s.indices for s in spec.stores)
+    reduced = sorted(p.axes for p in spec.partials) + sorted(s.operand for f in spec.finishes for s in f.sources if s.operand)
+    return f"load:{','.join(loads)} store:{','.join(stores)} reduce:{','.join(reduced)}"
+
+
+def alignment(shape: tuple[int, int, int], layout: str, element_bytes: int) -> int:
+    """The largest power of two, up to 16, that divides the bytes of a's and b's rows as they lie in memory, and of the result's."""
+    m, n, k = shape
+    rows = (k if layout[0] == "n" else m, n if layout[1] == "n" else k, n)
+    together = 16
+    for extent in rows:
+        row_bytes = extent * element_bytes
+        while row_bytes % together:
+            together //= 2
+    return together
