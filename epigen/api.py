@@ -16,7 +16,8 @@ from epigen.ir.graph import Graph
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
 from epigen.runtime.kernel import BACKENDS, Kernel
-from epigen.tuning import rule
+from epigen.tuning.choose import Chooser
+from epigen.tuning.database import Database
 
 
 def graph_of(text: str) -> Graph:
@@ -27,6 +28,12 @@ def graph_of(text: str) -> Graph:
 @functools.cache
 def renderer() -> Renderer:
     return Renderer(settings.templates_dir())
+
+
+@functools.cache
+def database() -> Database:
+    """The tuning databases that every kernel of this process looks in: the user's, then the shipped ones."""
+    return Database()
 
 
 def compile(text: str, *, config: KernelConfig | Mapping[str, Any] | None = None, backend: str | None = None, precision: str | None = None) -> Kernel:
@@ -55,4 +62,5 @@ def compile(text: str, *, config: KernelConfig | Mapping[str, Any] | None = None
         config = schedules.from_mapping(config)
     elif config is not None and not isinstance(config, KernelConfig):
         raise ConfigError(f"a config is a mapping or a KernelConfig, and a {type(config).__name__} was given")
-    return Kernel(graph_of(text), renderer(), rule.choose, config, backend, precision)
+    graph = graph_of(text)
+    return Kernel(graph, renderer(), Chooser(graph, database()), config, backend, precision)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import epigen
-from epigen import dtypes, ops
+from epigen import cli_db, cli_explain, cli_tune, dtypes, ops
 from epigen.errors import EpigenError, InternalError, VerificationError
 
 if TYPE_CHECKING:
@@ -300,6 +300,10 @@ def ops_command(as_json: bool) -> None:
             group = row_group
         click.echo(f"  {call:<{width}}  {formula}")
 
+
+main.add_command(cli_db.db)
+main.add_command(cli_explain.explain_command)
+main.add_command(cli_tune.tune)
 
 if __name__ == "__main__":
     main()

@@ -85,8 +85,16 @@ class CompileError(EpigenError):
     """Triton refused a generated kernel; the message keeps its last line."""
 
 
+class DatabaseError(EpigenError):
+    """A tuning database cannot be read, written or locked, or a record does not fit the schema."""
+
+
 class VerificationError(EpigenError):
     """A generated kernel's answer is outside its error bound."""
+
+
+class TuneError(EpigenError):
+    """A search found no config that works."""
 
 
 def caret_lines(text: str, span: Span) -> list[str]:

@@ -1,6 +1,7 @@
 """The only reader of the environment: where templates, databases and the cache lie.
 
 EPIGEN_CACHE  folder for generated modules (default: the platform's cache folder, per user)
+EPIGEN_DB     the user's tuning database, a folder or one .json file (default: the platform's data folder, per user)
 """
 
 from __future__ import annotations
@@ -25,6 +26,16 @@ def templates_dir() -> Path:
 def seed_database_dir() -> Path:
     """The shipped, read-only tuning databases."""
     return _shipped("tuning_db")
+
+
+def user_database_dir() -> Path:
+    """The user's own tuning databases, which tuning writes to; a folder, or one file where EPIGEN_DB names a .json file."""
+    if chosen := os.environ.get("EPIGEN_DB"):
+        return Path(chosen).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "epigen"
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "share") / "epigen"
 
 
 def cache_dir() -> Path:

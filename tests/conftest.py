@@ -9,6 +9,8 @@ import pytest
 
 # generated modules of a test run stay out of the user's own cache; set before anything of epigen is imported
 os.environ.setdefault("EPIGEN_CACHE", tempfile.mkdtemp(prefix="epigen-tests-"))
+# and nothing that the user has tuned changes what the tests see
+os.environ["EPIGEN_DB"] = tempfile.mkdtemp(prefix="epigen-tests-db-")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

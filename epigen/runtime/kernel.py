@@ -28,10 +28,11 @@ from epigen.ir import reference
 from epigen.ir.graph import Graph, Node
 from epigen.runtime import device, vendor
 from epigen.runtime.device import Target
-from epigen.runtime.loader import Loader, interpreting, refusal
+from epigen.runtime.loader import Loader, Resources, interpreting, refusal, warm
 
-Chooser = Callable[[KernelSpec, tuple[int, int, int], Target, str], Choice]
-"""(spec, shape, target, refused) -> Choice. refused: why a config with a main loop of Triton's did not work, "" at first."""
+Chooser = Callable[[KernelSpec, tuple[int, int, int], str, Target, str], Choice]
+"""(spec, shape, layout, target, refused) -> Choice. layout: "nn", "nt", "tn" or "tt", how a and b lie. refused: why a config with a
+main loop of Triton's did not work, "" at first."""
 
 _WIDE = 1 << 31
 """Offsets from here on need 64 bits."""
@@ -114,18 +115,19 @@ class Kernel:
 
     def plan(
         self, shape: tuple[int, int, int] = (4096, 4096, 4096), dtype: DType | None = None, target: Target | None = None,
-        signature: Signature | None = None, refused: str = "",
+        signature: Signature | None = None, layout: str = "nn",
+        refused: str = "",
     ) -> Plan:  # fmt: skip
         """The plan for a problem without running it.
 
         shape: M, N, K. dtype: of operands and inputs. target: default the GPU at hand, else sm_90. signature: in place of dtype.
-        refused: why Triton's own product is out of the question, if it is.
+        layout: how a and b lie, n row-major and t transposed. refused: why Triton's own product is out of the question, if it is.
         """
         if signature is None:
             signature = self.signature_of(dtype or FP16, shape)
         spec = lower(self._graph, signature)
         choice = (
-            Choice(self._config, "given by the caller") if self._config else self._choose(spec, shape, target or device.at_hand() or device.DEFAULT, refused)
+            Choice(self._config, "given by the caller") if self._config else self._choose(spec, shape, layout, target or device.at_hand() or device.DEFAULT, refused)
         )
         return Plan(spec, choice, self.renderer.render(spec, choice.config))
 
@@ -197,7 +199,23 @@ class Kernel:
             raise CallError(f"out holds {len(out)} tensors, and the program has {len(self._names)} outputs: {', '.join(self._names)}")
         return dict(zip(self._names, out, strict=True))
 
-    def _prepare(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], refused: str = "") -> _Prepared:
+    def warm(self, a: Tensor, b: Tensor, /, target: Target, **inputs: Tensor | float) -> list[Resources]:
+        """Compile what a call with such arguments would launch on `target`, into Triton's cache, without a GPU.
+
+        a, b, inputs: tensors on torch's meta device, or numbers. A later call in any process finds the kernels compiled.
+        Returns each kernel's resources, the main one first. Raises CompileError where Triton refuses one.
+        """
+        prepared = self._prepare(a, b, inputs, {}, target=target)
+        values = prepared.values(a, b, inputs, prepared.results({}))
+        assert prepared.plan is not None
+        if not SCHEDULES[prepared.plan.choice.config.schedule].multiplies:
+            values["mm_ptr"] = torch.empty(prepared.shape[:2], dtype=reference.torch_dtype(prepared.plan.spec.accumulator), device="meta")
+        return [warm(x.jit, x.function, x.arguments(values), x.options, target) for x in prepared.launches]
+
+    def _prepare(
+        self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], refused: str = "", target: Target | None = None
+    ) -> _Prepared:
+        """target: compile for it; the tensors then lie on the meta device. By default for the tensors' own device."""
         m, n, k = self._check_operands(a, b)
         self._check_inputs(a, inputs, m, n)
         dtypes = {"a": BY_TORCH[str(a.dtype)], "b": BY_TORCH[str(b.dtype)]}
@@ -211,7 +229,7 @@ class Kernel:
         backend = self._backend or ("reference" if a.device.type == "cpu" else "triton")
         if backend == "reference":
             return _Prepared(self._graph, outputs, (m, n, k), a.device)
-        if backend == "triton" and not a.is_cuda:
+        if backend == "triton" and not a.is_cuda and target is None:
             raise CallError(f"operand a is on {a.device}, and compiled kernels run on a GPU: move the tensors, or use backend='interpreter'")
         tensors = [a, b, *(t for t in (*inputs.values(), *outs.values()) if isinstance(t, Tensor))]
         if backend == "interpreter" and (culprit := uninterpretable(self._graph, [BY_TORCH.get(str(t.dtype)) for t in tensors], [o.dtype for o in outputs])):
@@ -220,8 +238,8 @@ class Kernel:
         named = tuple((name, None if not isinstance(inputs[name], Tensor) else BY_TORCH[str(inputs[name].dtype)]) for name in self._inputs)
         signature = Signature(dtypes["a"], dtypes["b"], named, self._precision_now(), _power_of_two_in(k), 64 if wide else 32)
         with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
-            target = (device.at_hand() if a.is_cuda else None) or device.DEFAULT
-            plan = self.plan((m, n, k), target=target, signature=signature, refused=refused)
+            target = target or (device.at_hand() if a.is_cuda else None) or device.DEFAULT
+            plan = self.plan((m, n, k), target=target, signature=signature, layout=_layout(a) + _layout(b), refused=refused)
             module = self._loaders[backend == "interpreter"].load(plan.rendered)
         functions = [getattr(module, f.name) for f in plan.rendered.functions]
         prepared = _Prepared(self._graph, outputs, (m, n, k), a.device, plan, functions, backend == "interpreter")
@@ -313,10 +331,26 @@ class _Prepared:
                 self.launches.append(_Launch.of(jit, function, blocks, integers))
 
     def run(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
-        m, n, _ = self.shape
         if self.plan is None:
             return self._reference(a, b, inputs, outs)
-        results = [outs[o.name] if o.name in outs else o.empty(m, n, self.device) for o in self.outputs]
+        results = self.results(outs)
+        values = self.values(a, b, inputs, results)
+        here = self.device.type == "cpu" or self.device.index == torch.cuda.current_device()
+        with nullcontext() if here else torch.cuda.device(self.device), interpreting() if self.interpreted else nullcontext():
+            if not SCHEDULES[self.plan.choice.config.schedule].multiplies:
+                values["mm_ptr"] = vendor.product(a, b, self.plan.spec.signature.precision).contiguous()
+            for launch in self.launches:
+                launch(values)
+        return results
+
+    def results(self, outs: Mapping[str, Tensor]) -> list[Tensor]:
+        """The caller's buffers, and new ones where it gave none."""
+        m, n, _ = self.shape
+        return [outs[o.name] if o.name in outs else o.empty(m, n, self.device) for o in self.outputs]
+
+    def values(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], results: Sequence[Tensor]) -> dict[str, Any]:
+        """The launches' arguments that are no fixed integers, by name."""
+        assert self.plan is not None
         spec = self.plan.spec
         values: dict[str, Any] = {"a_ptr": a, "b_ptr": b}
         for item in spec.all_inputs:
@@ -324,13 +358,7 @@ class _Prepared:
         values |= {f"{o.name}_ptr": t for o, t in zip(self.outputs, results, strict=True)}
         for partial in spec.partials:
             values[f"{partial.name}_partial_ptr"] = torch.empty(self.partials[partial.axes], dtype=torch.float32, device=self.device)
-        here = self.device.type == "cpu" or self.device.index == torch.cuda.current_device()
-        with nullcontext() if here else torch.cuda.device(self.device), interpreting() if self.interpreted else nullcontext():
-            if not SCHEDULES[self.plan.choice.config.schedule].multiplies:
-                values["mm_ptr"] = vendor.product(a, b, spec.signature.precision).contiguous()
-            for launch in self.launches:
-                launch(values)
-        return results
+        return values
 
     def _reference(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
         results = reference.evaluate(self.graph, a, b, inputs, [o.dtype for o in self.outputs])
@@ -342,6 +370,7 @@ class _Launch:
     """One jit function with its grid; arguments are filled in by name."""
 
     jit: Any
+    function: Function
     grid: tuple[int]
     names: tuple[str, ...]
     integers: Mapping[str, int]
@@ -351,13 +380,20 @@ class _Launch:
     def of(cls, jit: Any, function: Function, blocks: int, integers: Mapping[str, int]) -> _Launch:
         names = tuple(a.name for a in function.arguments)
         options = dict(function.constants) | {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True}
-        return cls(jit, (blocks,), names, {n: integers[n] for n in names if n in integers}, options)
+        return cls(jit, function, (blocks,), names, {n: integers[n] for n in names if n in integers}, options)
 
     def __call__(self, values: Mapping[str, Any]) -> None:
-        self.jit[self.grid](*(self.integers[n] if n in self.integers else values[n] for n in self.names), **self.options)
+        self.jit[self.grid](*self.arguments(values), **self.options)
+
+    def arguments(self, values: Mapping[str, Any]) -> list[Any]:
+        return [self.integers[n] if n in self.integers else values[n] for n in self.names]
 
 
 # -- checks and keys
+
+
+def _layout(t: Tensor) -> str:
+    return "n" if t.stride(1) == 1 or t.stride(0) != 1 else "t"
 
 
 def _shown(value: Any) -> Any:

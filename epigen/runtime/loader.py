@@ -14,7 +14,7 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,10 +159,48 @@ def compile_ahead(rendered: Rendered, function: Function, target: Target, consta
         kernel = triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp_size), options=options)
     except Exception as error:  # Triton's front end, MLIR and ptxas each raise their own kind
         raise CompileError(f"{function.name} does not compile for {target.name}: {_last_words(error)}") from error
-    if kernel.metadata.shared > target.shared_bytes:
-        raise CompileError(f"{function.name} needs {kernel.metadata.shared} bytes of shared memory, and {target.name} has {target.shared_bytes}")
+    _demand_shared(kernel, function, target)
     stages = {name: kernel.asm[name] for name in COMPILED_STAGES if name in kernel.asm}
     return Compiled(stages, _resources(kernel, stages, function, target))
+
+
+class _Absent:
+    """Stands in for a GPU's driver, so that what Triton compiles for a launch can be compiled where there is no such GPU."""
+
+    def __init__(self, target: Any):
+        self.target = target
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int | None = None) -> int:
+        return 0
+
+
+def warm(jit: Any, function: Function, arguments: Sequence[Any], options: Mapping[str, Any], target: Target) -> Resources:
+    """Compile one launch into Triton's cache without launching it, for a GPU that this process does not use.
+
+    arguments: as for the launch; a tensor on torch's meta device stands for one aligned to 16 bytes. A launch with the same integers
+    and dtypes finds the result in the cache. Raises CompileError where Triton refuses the kernel.
+    """
+    triton = _import_triton(interpret=False)
+    from triton.backends.compiler import GPUTarget
+
+    triton.runtime.driver.set_active(_Absent(GPUTarget(target.backend, target.arch, target.warp_size)))
+    try:
+        kernel = jit.warmup(*arguments, grid=(1,), **options)
+    except Exception as error:  # as in compile_ahead
+        raise CompileError(f"{function.name} does not compile for {target.name}: {_last_words(error)}") from error
+    _demand_shared(kernel, function, target)
+    return _resources(kernel, {name: kernel.asm[name] for name in COMPILED_STAGES if name in kernel.asm}, function, target)
+
+
+def _demand_shared(kernel: Any, function: Function, target: Target) -> None:
+    if kernel.metadata.shared > target.shared_bytes:
+        raise CompileError(f"{function.name} needs {kernel.metadata.shared} bytes of shared memory, and {target.name} has {target.shared_bytes}")
 
 
 def _last_words(error: BaseException) -> str:

@@ -38,9 +38,10 @@ def sample(
     """Random arguments for a program, of normal distribution and scaled so that mm has a standard deviation near 1.
 
     shape: M, N, K. inputs: dtype of the named inputs. integers: small whole numbers instead, whose sums are exact in every dtype.
+    On the meta device the tensors have shapes and strides alone.
     """
     m, n, k = shape
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed) if device != "meta" else None
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device)
@@ -64,7 +65,7 @@ def sample(
         elif node.indices:
             named[node.name] = tensor(inputs, *({"m": m, "n": n}[i] for i in node.indices))
         else:
-            value = 2.0 if integers else 0.5 + torch.rand((), generator=generator, device=device).item()
+            value = 2.0 if integers or generator is None else 0.5 + torch.rand((), generator=generator, device=device).item()
             named[node.name] = value if scalars_by_value else torch.tensor([value], device=device).to(reference.torch_dtype(inputs))
     return Sample(tensor(a, m, k, transposed=layout[0] == "t"), tensor(b, k, n, scale=max(k, 1) ** -0.5, transposed=layout[1] == "t"), named)
 

@@ -1,0 +1,52 @@
+"""`epigen explain`: what bounds a kernel, which config it gets and why, without running anything. `cli` attaches it to its group."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import click
+
+from epigen import dtypes
+
+
+class Shape(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.3
+    """MxNxK"""
+
+    name = "MxNxK"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> tuple[int, int, int]:
+        match = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", str(value))
+        if not match:
+            self.fail(f"{value!r} is not of the form MxNxK, such as 4096x4096x1024", param, context)
+        return int(match[1]), int(match[2]), int(match[3])
+
+
+@click.command("explain")
+@click.argument("program")
+@click.option("--shape", type=Shape(), required=True, help="M, N and K")
+@click.option(
+    "--dtype", "dtype_name", default="fp16", show_default=True, type=click.Choice([t.name for t in dtypes.OPERANDS]), help="dtype of the operands and inputs"
+)
+@click.option("--layout", default="nn", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
+@click.option("--precision", type=click.Choice(["ieee", "tf32"]), default="ieee", show_default=True, help="of fp32 operands")
+@click.option("--gpu", "gpu_name", help="a GPU by name, such as H200 or 'RTX 4090' (default: the GPU at hand, else H200)")
+@click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
+def explain_command(program: str, shape: tuple[int, int, int], dtype_name: str, layout: str, precision: str, gpu_name: str | None, as_json: bool) -> None:
+    """Explain what bounds PROGRAM, such as "relu(mm + bias)", at a shape: work, limits, config, waste, and what fusing saves."""
+    from epigen import api
+    from epigen.runtime import device
+    from epigen.tuning import explain, gpus
+
+    kernel = api.compile(program, precision=precision)
+    if gpu_name is not None:
+        gpu, why = gpus.by_name(gpu_name), "as asked"
+    elif (target := device.at_hand()) is not None:
+        gpu, why = gpus.of_target(target), "the GPU at hand"
+    else:
+        gpu, why = gpus.DEFAULT, "the default, since no GPU is at hand"
+    signature = kernel.signature_of(dtypes.BY_NAME[dtype_name], shape)
+    plan = kernel.plan(shape, target=gpu.target, signature=signature)
+    explained = explain.explain(plan.spec, shape, gpu, plan.choice, layout=layout, gpu_why=why)
+    click.echo(json.dumps(explain.record(explained)) if as_json else explain.text(explained), nl=as_json)

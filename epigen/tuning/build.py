@@ -1,0 +1,39 @@
+"""The compiling worker: configs in, resources out; what it compiles lies in Triton's cache for the measuring worker. Uses no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from epigen import settings
+from epigen.codegen.render import Renderer
+from epigen.codegen.spec import KernelConfig
+from epigen.errors import EpigenError
+from epigen.tuning.process import serve
+from epigen.tuning.task import Outcome, Task
+
+MOST_SPILLED_BYTES = 1024
+"""A main loop that spills more a thread than this has never won."""
+
+
+def builder(task: Task) -> Callable[[KernelConfig], Outcome]:
+    """Answers a config with "ok", or with why it is not worth measuring."""
+    graph, renderer = task.graph(), Renderer(settings.templates_dir())
+    sample = task.sample(graph, "meta")
+
+    def build(config: KernelConfig) -> Outcome:
+        try:
+            resources = task.kernel(graph, renderer, config).warm(sample.a, sample.b, target=task.target, **sample.inputs)
+        except EpigenError as error:
+            return Outcome("out_of_resources" if "shared memory" in str(error) else "compile_error", detail=str(error))
+        main = resources[0] if resources else None
+        if main is not None and main.spills > MOST_SPILLED_BYTES:
+            return Outcome("out_of_resources", detail=f"{main.spills} bytes a thread are spilled")
+        if main is not None and not main.blocks_per_sm:
+            return Outcome("out_of_resources", detail=f"{main.registers} registers a thread are too many for one block")
+        return Outcome("ok")
+
+    return build
+
+
+if __name__ == "__main__":
+    serve(builder)

@@ -1,0 +1,232 @@
+"""Why a kernel takes the time it takes, said from the model and the table of GPUs alone: nothing is compiled or run.
+
+In go a spec, a shape, a GPU and a `Choice`; out comes an `Explanation`, pure data, and its text.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from epigen.codegen.schedules import SCHEDULES
+from epigen.codegen.spec import Choice, KernelSpec
+from epigen.tuning import model
+from epigen.tuning.gpus import Gpu
+from epigen.tuning.model import Estimate, Traffic
+
+MATH, MEMORY, LATENCY = "math", "memory", "latency"
+_ALIGNED = (8, 16)  # elements: what the vendor's library and TMA want of 16-bit operands; what Triton's vector loads want
+_LAUNCH_SHARE = 0.5  # with this share of its time in launches, a kernel is bound by them
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """extent ("K", "N" or "M") from value to padded would spare about saved_us. why: what the present extent costs."""
+
+    extent: str
+    value: int
+    padded: int
+    saved_us: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What is known about one problem before it runs.
+
+    ridge: FLOPs a byte above which the GPU computes longer than it loads. floor_us: no kernel can be faster. tile_waste: share of
+    the computed results that lie outside the matrix. measured_us: 0 where nobody has measured.
+    """
+
+    program: str
+    shape: tuple[int, int, int]
+    dtype: str
+    layout: str
+    gpu: Gpu
+    gpu_why: str
+    traffic: Traffic
+    peak_tflops: float
+    ridge: float
+    floor_us: float
+    limit: str
+    choice: Choice
+    estimate: Estimate
+    tile_waste: float
+    unfused_us: float
+    paddings: tuple[Padding, ...]
+    measured_us: float = 0.0
+
+
+def explain(
+    spec: KernelSpec, shape: tuple[int, int, int], gpu: Gpu, choice: Choice, *, layout: str = "nn", gpu_why: str = "as asked", measured_us: float = 0.0
+) -> Explanation:
+    """Everything that can be said about one problem. shape: M, N, K. choice: the config, and where it came from."""
+    sig, config = spec.signature, choice.config
+    m, n, _ = shape
+    block = (config["block_m"], config["block_n"])
+    traffic = model.traffic(spec, shape, config)
+    peak = gpu.peak(sig.a, sig.precision)
+    math_us, memory_us = traffic.flops / (peak * 1e6), traffic.bytes / (gpu.achieved_gbps * 1e3)
+    estimate = model.estimate_us(spec, config, shape, gpu, layout)
+    tiles = (-(-m // block[0]) * block[0], -(-n // block[1]) * block[1])
+    return Explanation(
+        program=spec.program,
+        shape=shape,
+        dtype=str(sig.a),
+        layout=layout,
+        gpu=gpu,
+        gpu_why=gpu_why,
+        traffic=traffic,
+        peak_tflops=peak,
+        ridge=peak * 1e3 / gpu.achieved_gbps,
+        floor_us=max(math_us, memory_us),
+        limit=_limit(math_us, memory_us, estimate),
+        choice=choice,
+        estimate=estimate,
+        tile_waste=1 - m * n / (tiles[0] * tiles[1]) if m and n else 0.0,
+        unfused_us=model.unfused_us(spec, shape, gpu, layout),
+        paddings=_paddings(spec, choice, shape, gpu, layout, estimate.us),
+        measured_us=measured_us,
+    )
+
+
+def _limit(math_us: float, memory_us: float, estimate: Estimate) -> str:
+    launches = estimate.launch_us + estimate.finish_us
+    work = max(math_us, memory_us)
+    # with less work than a launch, or with most of the time spent waiting, neither the math nor the memory is what to mend
+    if launches >= _LAUNCH_SHARE * estimate.us or work < 0.25 * (estimate.us - launches):
+        return LATENCY
+    return MATH if math_us >= memory_us else MEMORY
+
+
+def _paddings(spec: KernelSpec, choice: Choice, shape: tuple[int, int, int], gpu: Gpu, layout: str, us: float) -> tuple[Padding, ...]:
+    """Extents that are no multiple of what loads want, and what padding each to it would spare, the copy into the padded operand not counted."""
+    m, n, k = shape
+    tiled = SCHEDULES[choice.config.schedule].multiplies
+    wanted = _ALIGNED[1] if tiled or spec.signature.a.bytes == 1 else max(4, 16 // spec.signature.a.bytes)
+    rows = {"K" if layout[0] == "n" else "M": "a", "N" if layout[1] == "n" else "K": "b"}
+    if layout == "nt":
+        rows = {"K": "a and b"}
+    found = []
+    for extent, operand in rows.items() if m and n and k else ():
+        value = {"M": m, "N": n, "K": k}[extent]
+        if not value or not value % wanted:
+            continue
+        padded = -(-value // wanted) * wanted
+        larger = tuple(padded if name == extent else v for name, v in zip("MNK", shape, strict=True))
+        saved = us - model.estimate_us(spec, choice.config, (larger[0], larger[1], larger[2]), gpu, layout).us
+        loads = "Triton loads" if tiled else "the vendor's library loads"
+        whose = f"{operand}'s rows" if operand != "a and b" else "the rows of a and b"
+        found.append(Padding(extent, value, padded, max(0.0, saved), f"{loads} {whose} in vectors where they are a multiple of {wanted} elements"))
+    return tuple(found)
+
+
+# -- text
+
+
+def text(e: Explanation) -> str:
+    """The explanation, a fact a line, for a person."""
+    t, x, g = e.traffic, e.estimate, e.gpu
+    m, n, k = e.shape
+    side = "above" if t.intensity >= e.ridge else "below"
+    rows = [
+        ("program", e.program),
+        ("problem", f"{m}x{n}x{k} {e.dtype}, layout {e.layout}"),
+        ("gpu", f"{g.name} ({g.architecture}), {e.gpu_why}"),
+        ("", f"{_short(e.peak_tflops)} TFLOP/s {e.dtype} dense, {_short(g.achieved_gbps / 1e3)} TB/s {'measured' if g.copy_gbps else 'expected'}, {g.multiprocessors} multiprocessors"),
+        ("work", f"{_scaled(t.flops, 1000, ('', 'K', 'M', 'G', 'T', 'P'))}FLOP, {_bytes(t.bytes)}: {_short(t.intensity)} FLOPs a byte, {side} the ridge of {_short(e.ridge)}"),
+        ("limit", _limit_text(e)),
+        ("config", str(e.choice.config)),
+        ("", e.choice.why),
+        *_tiles(e),
+    ]  # fmt: skip
+    rows += [("padding", _padding_text(p)) for p in e.paddings] or [("padding", "none would help: the rows of both operands are aligned")]
+    less = f"{_bytes(t.bytes)} instead of {_bytes(t.unfused_bytes)}, {_count(t.launches, 'launch', 'launches')} instead of {t.unfused_launches}"
+    rows.append(("fusing", f"saves {_bytes(max(0.0, t.bytes_saved))} and {_count(t.launches_saved, 'launch', 'launches')}: {less}"))
+    if t.unfused_launches == 1:
+        rows[-1] = ("fusing", "there is nothing to fuse: the program is the bare product")
+    elif t.bytes_saved < 0 or t.launches_saved < 0:
+        rows[-1] = ("fusing", f"is no gain in this config: {less}")
+    rows.append(("model", f"{_us(x.us)} fused ({_parts(x)}), {_us(e.unfused_us)} unfused"))
+    if e.measured_us:
+        rows.append(("measured", f"{_us(e.measured_us)}: the model says {x.us / e.measured_us:.2f} of it"))
+    return "\n".join(f"{name:<10}{line}" for name, line in rows) + "\n"
+
+
+def _limit_text(e: Explanation) -> str:
+    if e.limit == LATENCY:
+        return f"latency: launches, first loads and waiting; the work itself takes {_us(e.floor_us)} at full speed"
+    return f"{e.limit}: at least {_us(e.floor_us)} at the GPU's full speed"
+
+
+def _tiles(e: Explanation) -> list[tuple[str, str]]:
+    x = e.estimate
+    block = f"{e.choice.config['block_m']}x{e.choice.config['block_n']}"
+    if not x.tiles:
+        return [("tiles", "none: the result is empty")]
+    waves = math.ceil(x.waves)
+    each = f"{_count(x.blocks_per_sm, 'block', 'blocks')} a multiprocessor"
+    tail = f"the last wave wastes {x.tail_waste:.1%} of all slots" if x.tail_waste >= 0.0005 else "no waste in the last wave"
+    outside = f"{e.tile_waste:.1%} of what the tiles cover lies outside the result" if e.tile_waste >= 0.0005 else "the tiles cover the result exactly"
+    what = "tiles" if SCHEDULES[e.choice.config.schedule].multiplies else "tiles of the epilogue"
+    return [("tiles", f"{x.tiles} {what} of {block}, {each}: {x.waves:.2f} waves, {_count(waves, 'wave', 'waves')} in time; {tail}"), ("", outside)]
+
+
+def _padding_text(p: Padding) -> str:
+    gain = f"saves about {_us(p.saved_us)}" if p.saved_us >= 0.05 else "saves next to nothing here"
+    return f"{p.extent} from {p.value} to {p.padded} {gain}: {p.why}"
+
+
+def _parts(x: Estimate) -> str:
+    parts = (("launch", x.launch_us), ("product", x.product_us), ("main loop", x.mainloop_us), ("epilogue", x.epilogue_us), ("finishing", x.finish_us))
+    said = [f"{name} {_us(us)}" for name, us in parts if us >= 0.05]
+    if x.memory_us > x.mainloop_us + x.epilogue_us:
+        said.append(f"bound by memory traffic of {_us(x.memory_us)}")
+    return ", ".join(said)
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _us(us: float) -> str:
+    return f"{us / 1000:.2f} ms" if us >= 10_000 else f"{us:.0f} us" if us >= 100 else f"{us:.1f} us"
+
+
+def _bytes(count: float) -> str:
+    return f"{_scaled(count, 1000, ('', 'K', 'M', 'G', 'T'))}B"
+
+
+def _scaled(value: float, base: int, prefixes: tuple[str, ...]) -> str:
+    power = 0
+    while value >= base and power < len(prefixes) - 1:
+        value, power = value / base, power + 1
+    return f"{_short(value)} {prefixes[power]}"
+
+
+def _short(value: float) -> str:
+    """Three digits, and no more after the point than they need."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def record(e: Explanation) -> dict[str, object]:
+    """The explanation as plain data for JSON; every figure in the unit that its name says."""
+    t, x, config = e.traffic, e.estimate, e.choice.config
+    return {
+        "program": e.program, "shape": list(e.shape), "dtype": e.dtype, "layout": e.layout,
+        "gpu": {
+            "name": e.gpu.name, "architecture": e.gpu.architecture, "why": e.gpu_why, "multiprocessors": e.gpu.multiprocessors,
+            "peak_tflops": e.peak_tflops, "bandwidth_gbps": e.gpu.achieved_gbps, "ridge_flops_per_byte": e.ridge,
+        },
+        "flops": t.flops, "fused_bytes": t.bytes, "unfused_bytes": t.unfused_bytes, "bytes_saved": t.bytes_saved,
+        "launches": t.launches, "unfused_launches": t.unfused_launches, "launches_saved": t.launches_saved,
+        "intensity_flops_per_byte": t.intensity, "limit": e.limit, "floor_us": e.floor_us,
+        "config": {"schedule": config.schedule, **dict(config.values)}, "why": e.choice.why,
+        "tiles": x.tiles, "waves": x.waves, "blocks_per_sm": x.blocks_per_sm, "tail_waste": x.tail_waste, "tile_waste": e.tile_waste,
+        "padding": [{"extent": p.extent, "from": p.value, "to": p.padded, "saved_us": p.saved_us, "why": p.why} for p in e.paddings],
+        "model": {
+            "us": x.us, "launch_us": x.launch_us, "product_us": x.product_us, "mainloop_us": x.mainloop_us, "epilogue_us": x.epilogue_us,
+            "finish_us": x.finish_us, "memory_us": x.memory_us, "unfused_us": e.unfused_us,
+        },
+        "measured_us": e.measured_us or None,
+    }  # fmt: skip

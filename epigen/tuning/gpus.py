@@ -1,0 +1,146 @@
+"""The table of GPUs: what the datasheets promise, and where it was measured, what came of it. Pure data and look-up; needs no GPU.
+
+A row says how fast; `runtime.device.TARGETS`, under the row's architecture, says what a block may hold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from epigen.dtypes import FP32, DType
+from epigen.errors import TargetError, near_miss
+from epigen.runtime.device import TARGETS, Target
+
+ACHIEVED_BANDWIDTH = 0.9
+"""Share of the datasheet's bandwidth that a copy reaches where it was not measured: the H200's is 4.28 of 4.8 TB/s."""
+
+_MB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One part.
+
+    name: as torch names it. short: what people call it. architecture: key in `device.TARGETS`.
+    peak_tflops: dense, by kind of operand (fp16, bf16, tf32, fp32 without tensor cores, fp8, int8); a kind that is missing is not
+    multiplied by tensor cores. bandwidth_gbps: the datasheet's. l2_bytes: the last cache that all multiprocessors share.
+    clock_mhz: boost. launch_us: what one launch adds to a cold measurement of one kernel.
+    copy_gbps, sustained_tflops: measured; 0 and {} where nobody has.
+    """
+
+    name: str
+    short: str
+    architecture: str
+    multiprocessors: int
+    peak_tflops: Mapping[str, float]
+    bandwidth_gbps: float
+    l2_bytes: int
+    clock_mhz: int
+    launch_us: float
+    aliases: tuple[str, ...] = ()
+    copy_gbps: float = 0.0
+    sustained_tflops: Mapping[str, float] | None = None
+
+    @property
+    def target(self) -> Target:
+        return replace(TARGETS[self.architecture], multiprocessors=self.multiprocessors, part=self.name)
+
+    @property
+    def achieved_gbps(self) -> float:
+        """GB/s that a streaming kernel can count on."""
+        return self.copy_gbps or ACHIEVED_BANDWIDTH * self.bandwidth_gbps
+
+    def peak(self, dtype: DType, precision: str = "ieee") -> float:
+        """Dense TFLOP/s for operands of a dtype. fp8 without fp8 tensor cores counts as fp16, which it is widened to."""
+        kind = "fp8" if dtype.is_fp8 else "tf32" if dtype == FP32 and precision == "tf32" else dtype.name
+        return self.peak_tflops.get(kind) or self.peak_tflops["fp16" if kind == "fp8" else "fp32"]
+
+
+def _peak(fp16: float, fp32: float, *, tf32: float = 0.0, fp8: float = 0.0, int8: float = 0.0) -> dict[str, float]:
+    given = {"fp16": fp16, "bf16": fp16, "tf32": tf32, "fp32": fp32, "fp8": fp8, "int8": int8}
+    return {kind: rate for kind, rate in given.items() if rate}
+
+
+# Launch overhead: what a one-tile kernel takes cold, between two events, over what its tile takes: 4 us on an H200 (torch 2.11,
+# Triton 3.6, 2026-11). The other NVIDIA figures are taken over from it; AMD's launches through HIP are longer.
+_NVIDIA_LAUNCH_US, _AMD_LAUNCH_US = 4.0, 7.0
+
+# NVIDIA A100 Tensor Core GPU datasheet (2021) and GA100 white paper, table 4.
+_A100 = _peak(312, 19.5, tf32=156, int8=624)
+# NVIDIA H100 Tensor Core GPU datasheet and GH100 white paper, table 3; sparse figures halved.
+_H100 = _peak(989.4, 66.9, tf32=494.7, fp8=1978.9, int8=1978.9)
+
+GPUS = (
+    Gpu("NVIDIA A100-SXM4-80GB", "A100", "sm_80", 108, _A100, 2039, 40 * _MB, 1410, _NVIDIA_LAUNCH_US, ("A100 SXM", "A100 80GB", "A100 80GB SXM")),
+    Gpu("NVIDIA A100-SXM4-40GB", "A100 40GB", "sm_80", 108, _A100, 1555, 40 * _MB, 1410, _NVIDIA_LAUNCH_US, ("A100 40GB SXM",)),
+    Gpu("NVIDIA A100 80GB PCIe", "A100 PCIe", "sm_80", 108, _A100, 1935, 40 * _MB, 1410, _NVIDIA_LAUNCH_US, ("A100-PCIE-80GB",)),
+    Gpu("NVIDIA A100-PCIE-40GB", "A100 40GB PCIe", "sm_80", 108, _A100, 1555, 40 * _MB, 1410, _NVIDIA_LAUNCH_US),
+    Gpu("NVIDIA H100 80GB HBM3", "H100", "sm_90", 132, _H100, 3352, 50 * _MB, 1980, _NVIDIA_LAUNCH_US, ("H100 SXM", "H100 80GB", "H100 SXM5")),
+    # the same documents, column "H100 PCIe": 114 multiprocessors, HBM2e
+    Gpu("NVIDIA H100 PCIe", "H100 PCIe", "sm_90", 114, _peak(756, 51.2, tf32=378, fp8=1513, int8=1513), 2039, 50 * _MB, 1755, _NVIDIA_LAUNCH_US),
+    # NVIDIA H200 Tensor Core GPU datasheet (2024). Measured 2026-11-20 (torch 2.11.0, Triton 3.6.0, driver 580.159, random data): a
+    # device copy 4.28 TB/s; fp16 645 to 667 TFLOP/s over milliseconds, where the power limit binds; L2 as the driver reports it.
+    Gpu("NVIDIA H200", "H200", "sm_90", 132, _H100, 4800, 60 * _MB, 1980, _NVIDIA_LAUNCH_US, ("H200 SXM",), copy_gbps=4280, sustained_tflops={"fp16": 655}),
+    # NVIDIA HGX B200 datasheet (2025), one of eight; sparse figures halved; L2 and multiprocessors as the driver reports them.
+    Gpu("NVIDIA B200", "B200", "sm_100", 148, _peak(2250, 75, tf32=1125, fp8=4500, int8=4500), 7700, 126 * _MB, 1965, _NVIDIA_LAUNCH_US),
+    # NVIDIA L40S datasheet (2023), sparse figures halved; AD102 in the Ada white paper for L2 and clock.
+    Gpu("NVIDIA L40S", "L40S", "sm_89", 142, _peak(362, 91.6, tf32=183, fp8=733, int8=733), 864, 96 * _MB, 2520, _NVIDIA_LAUNCH_US),
+    # NVIDIA Ada GPU architecture white paper, appendix A: dense, fp16 and fp8 with fp32 accumulation.
+    Gpu("NVIDIA GeForce RTX 4090", "RTX 4090", "sm_89", 128, _peak(165.2, 82.6, tf32=82.6, fp8=330.3, int8=660.6), 1008, 72 * _MB, 2520, _NVIDIA_LAUNCH_US, ("4090",)),
+    # NVIDIA RTX Blackwell GPU architecture white paper, appendix A: dense, fp16 and fp8 with fp32 accumulation.
+    Gpu("NVIDIA GeForce RTX 5090", "RTX 5090", "sm_120", 170, _peak(209.5, 104.8, tf32=104.8, fp8=419, int8=838), 1792, 96 * _MB, 2407, _NVIDIA_LAUNCH_US, ("5090",)),
+    # AMD Instinct MI250X data sheet, halved: torch sees each of the two dies as a GPU.
+    Gpu("AMD Instinct MI250X", "MI250X", "gfx90a", 110, _peak(191.5, 23.9, int8=191.5), 1638, 8 * _MB, 1700, _AMD_LAUNCH_US, ("MI250X/MI250",)),
+    # AMD Instinct MI300X data sheet (2023). The cache is the Infinity Cache: the L2 is 4 MB a die of 38 compute units.
+    Gpu("AMD Instinct MI300X", "MI300X", "gfx942", 304, _peak(1307.4, 163.4, tf32=653.7, fp8=2614.9, int8=2614.9), 5325, 256 * _MB, 2100, _AMD_LAUNCH_US, ("MI300X OAM",)),
+    # AMD Instinct MI355X data sheet (2025).
+    Gpu("AMD Instinct MI355X", "MI355X", "gfx950", 256, _peak(2516.6, 157.3, fp8=5033.2, int8=5033.2), 8000, 256 * _MB, 2400, _AMD_LAUNCH_US),
+    # AMD's product pages, "peak half precision compute performance" and "Infinity Cache".
+    Gpu("AMD Radeon RX 7900 XTX", "RX 7900 XTX", "gfx1100", 96, _peak(122.8, 61.4, int8=122.8), 960, 96 * _MB, 2500, _AMD_LAUNCH_US, ("7900 XTX",)),
+    Gpu("AMD Radeon RX 7900 GRE", "RX 7900 GRE", "gfx1100", 80, _peak(92.0, 46.0, int8=92.0), 576, 64 * _MB, 2245, _AMD_LAUNCH_US, ("7900 GRE",)),
+    # the same, "peak half precision matrix compute performance"
+    Gpu("AMD Radeon RX 9070 XT", "RX 9070 XT", "gfx1201", 64, _peak(195, 48.7, fp8=389, int8=389), 640, 64 * _MB, 2970, _AMD_LAUNCH_US, ("9070 XT",)),
+)  # fmt: skip
+
+_MAKERS = re.compile(r"\b(nvidia|amd|geforce|radeon|instinct|tesla)\b")
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9/]", "", _MAKERS.sub("", name.lower()))
+
+
+_BY_NAME = {_plain(n): g for g in GPUS for n in (g.name, g.short, *g.aliases)}
+
+DEFAULT = _BY_NAME["h200"]
+
+
+def by_name(name: str) -> Gpu:
+    """The row of "NVIDIA H200" or "h200". Raises TargetError for a part that has none: a near name may be a slower part."""
+    found = _BY_NAME.get(_plain(name))
+    if found is None:
+        hint = near_miss(name.lower(), (n for g in GPUS for n in (g.short.lower(), g.name.lower())))
+        raise TargetError(f"unknown GPU '{name}': {hint or 'known are ' + ', '.join(g.short for g in GPUS)}")
+    return found
+
+
+def of_target(target: Target) -> Gpu:
+    """The row of a target's part; where it has none, the first of its architecture (or its nearest kin), by number of multiprocessors."""
+    found = _BY_NAME.get(_plain(target.part))
+    if found is not None and found.architecture == target.name:
+        return found
+    kin = next((g for g in GPUS if g.architecture == target.name), None) or _kin(target)
+    share = target.multiprocessors / kin.multiprocessors
+    rates = {kind: rate * share for kind, rate in kin.peak_tflops.items()}
+    cache, bandwidth = max(_MB, int(kin.l2_bytes * share)), kin.bandwidth_gbps * share
+    known = target.name if target.name in TARGETS else kin.architecture
+    return Gpu(target.part, target.part, known, target.multiprocessors, rates, bandwidth, cache, kin.clock_mhz, kin.launch_us)
+
+
+def _kin(target: Target) -> Gpu:
+    """sm_86 and other architectures without a row."""
+    if target.backend == "cuda":
+        older = [g for g in GPUS if g.target.backend == "cuda" and int(g.target.arch) <= int(target.arch)]
+        return max(older or GPUS[:1], key=lambda g: int(g.target.arch))
+    return by_name("MI300X" if str(target.arch).startswith("gfx9") else "RX 7900 XTX")

@@ -1,0 +1,196 @@
+"""Which tuned config a problem gets: the records in memory, indexed, and the order in which they are asked.
+
+Records go in; a config comes out with the record it is from and one sentence that explains it. Pure data: no file is read here.
+
+Order: the same problem; the same under another Triton version; the nearest shape of this program on this GPU; the nearest of another
+program of the same epilogue class on this GPU; both once more with operands of another dtype of the same size; then the same four
+on another GPU of the same architecture. Within one step the user's own records go before the shipped ones where they are equally near.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
+
+from epigen.codegen.spec import Choice, KernelConfig
+from epigen.dtypes import ALL
+from epigen.tuning.problem import Problem
+from epigen.tuning.records import Key, Record, extents, problem_key, short
+
+# Distances are in doublings. One of M or of N doubles the output tiles, which decides the tile that fills the GPU; one of K only
+# makes each tile's loop longer, which the best config notices half as much.
+WEIGHT_M = WEIGHT_N = 1.0
+WEIGHT_K = 0.5
+LAYOUT_STEP = 0.5
+"""For each operand that lies otherwise: another access pattern, and mostly the same tiles."""
+ALIGNMENT_STEP = 0.25
+"""For each halving of the alignment: narrower loads, until none can be asynchronous."""
+OUTPUT_STEP = 0.5
+"""Where the outputs have other sizes: the epilogue moves other numbers of bytes."""
+FARTHEST = 4.0
+"""Beyond this nothing is borrowed, for instance where both M and N are four times as large and the layout differs."""
+
+_DTYPES = {t.name: t for t in ALL}
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Choice):
+    """A config from a record. how: "exact", "triton", "shape", "kind" or "architecture": the step that found it."""
+
+    record: Record
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    record: Record
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    how: str
+    bucket: Key
+    same_program: bool
+    other_gpu: bool = False
+
+
+def distance(one: Problem, other: Problem) -> float:
+    """How far two problems lie apart, in weighted doublings; 0 for equal extents, alignment, layout and output sizes."""
+    m, n, k = (abs(_log(x) - _log(y)) for x, y in zip(one.shape, other.shape, strict=True))
+    return WEIGHT_M * m + WEIGHT_N * n + WEIGHT_K * k + _penalty(one, other)
+
+
+def _penalty(one: Problem, other: Problem) -> float:
+    layouts = sum(x != y for x, y in zip(one.layout, other.layout, strict=True))
+    halvings = abs(one.alignment.bit_length() - other.alignment.bit_length())
+    outputs = one.outputs != other.outputs and [_DTYPES[o].bits for o in one.outputs] != [_DTYPES[o].bits for o in other.outputs]
+    return LAYOUT_STEP * layouts + ALIGNMENT_STEP * halvings + OUTPUT_STEP * outputs
+
+
+def _log(extent: int) -> float:
+    return math.log2(max(1, extent))
+
+
+def _operands(problem: Problem) -> Key:
+    """fp32 in full precision has no tensor cores, so precision counts as a dtype does."""
+    return problem.a, problem.b, problem.precision
+
+
+def _sizes(problem: Problem) -> Key:
+    a, b = _DTYPES[problem.a], _DTYPES[problem.b]
+    return a.kind, a.bits, b.kind, b.bits, problem.precision
+
+
+def _steps(p: Problem) -> Iterator[_Step]:
+    """The buckets of one problem, in order. A record lies in the same ones."""
+    gpu = (p.gpu, p.capability)
+    for where, other_gpu in ((gpu, False), (p.capability, True)):
+        for operands in (_operands(p), _sizes(p)):
+            yield _Step("architecture" if other_gpu else "shape", ("spec", where, p.spec, operands), True, other_gpu)
+            yield _Step("architecture" if other_gpu else "kind", ("kind", where, p.kind, operands), False, other_gpu)
+
+
+def version_order(version: str) -> tuple[int, ...]:
+    """Sorts versions by their leading numbers, so that 3.10.0 is newer than 3.9.1."""
+    numbers = []
+    for part in version.split("."):
+        digits = part[: next((i for i, c in enumerate(part) if not c.isdecimal()), len(part))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+        if digits != part:
+            break
+    return tuple(numbers)
+
+
+class Index:
+    """The records of some databases, ready to be asked. Build it anew when one changes."""
+
+    def __init__(self, sources: Iterable[Iterable[Record]]):
+        self._exact: dict[Key, list[_Entry]] = {}
+        self._buckets: dict[Key, list[tuple[float, float, float, _Entry]]] = {}  # logarithms of M, N and K; sorted by the first
+        for source, found in enumerate(sources):
+            for record in sorted(found, key=lambda r: r.key):  # so that equal records are found whatever their order on disk
+                problem = record.problem
+                entry = _Entry(record, source)
+                log_m, log_n, log_k = map(_log, problem.shape)
+                self._exact.setdefault(record.problem_key, []).append(entry)
+                for step in _steps(problem):
+                    self._buckets.setdefault(step.bucket, []).append((log_m, log_n, log_k, entry))
+        for bucket in self._buckets.values():
+            bucket.sort(key=itemgetter(0))
+
+    def candidates(self, problem: Problem, triton: str, accept: Callable[[KernelConfig], bool] | None = None) -> Iterator[Found]:
+        """All records that may serve, best first, each config with its sentence. accept: which configs are legal for the problem."""
+
+        def fits(record: Record) -> bool:
+            return accept is None or accept(record.kernel_config)
+
+        same = self._exact.get(problem_key(problem), [])
+        for entry in same:
+            if entry.record.triton == triton and fits(entry.record):
+                yield _found(entry.record, "exact", f"tuned for {_where(entry.record)} (exact)")
+        others = [e for e in same if e.record.triton != triton]
+        for entry in sorted(others, key=lambda e: (version_order(e.record.triton), -e.source), reverse=True):
+            if fits(entry.record):
+                yield _found(entry.record, "triton", f"tuned for {_where(entry.record)} under Triton {entry.record.triton}, and {triton} is the present one")
+        seen = {id(e) for e in same}
+        sizes: dict[Key, int] = {}
+        for step in _steps(problem):
+            # operands of the same size take in those of the same dtype: equally many are the same ones, which were asked already
+            here, asked = len(self._buckets.get(step.bucket, ())), sizes.get(step.bucket[:-1], 0)
+            sizes[step.bucket[:-1]] = here
+            if here == asked:
+                continue
+            for entry in self._nearest(problem, triton, step):
+                if id(entry) not in seen and fits(entry.record):
+                    seen.add(id(entry))
+                    yield _found(entry.record, step.how, _sentence(step, problem, entry.record))
+
+    def _nearest(self, problem: Problem, triton: str, step: _Step) -> Iterator[_Entry]:
+        m, n, k = map(_log, problem.shape)
+        bucket = self._buckets.get(step.bucket, [])
+        reach = FARTHEST / WEIGHT_M
+        first = bisect.bisect_left(bucket, m - reach, key=itemgetter(0))
+        last = bisect.bisect_right(bucket, m + reach, key=itemgetter(0))
+        near: list[tuple[float, bool, int, bool, int, _Entry]] = []
+        for order, (log_m, log_n, log_k, e) in enumerate(islice(bucket, first, last)):
+            far = WEIGHT_M * abs(log_m - m) + WEIGHT_N * abs(log_n - n) + WEIGHT_K * abs(log_k - k)
+            if far <= FARTHEST and not (step.other_gpu and e.record.gpu == problem.gpu):
+                near.append((far, False, 0, False, order, e))
+        # mostly only the first is asked for, so the rest of the distance is added when an entry comes to the top
+        heapq.heapify(near)
+        while near:
+            far, whole, _, _, order, e = heapq.heappop(near)
+            if whole:
+                yield e
+            elif (far := far + _penalty(problem, e.record.problem)) <= FARTHEST:
+                heapq.heappush(near, (far, True, e.source, e.record.triton != triton, order, e))
+
+
+def _found(record: Record, how: str, why: str) -> Found:
+    return Found(record.kernel_config, why, record, how)
+
+
+def _where(record: Record) -> str:
+    return f"{extents(record.shape)} on {record.gpu}"
+
+
+def _sentence(step: _Step, problem: Problem, record: Record) -> str:
+    what = "this program" if step.same_program else f"an epilogue of this class, {short(record.program)},"
+    where = f"{record.gpu}, of the same architecture" if step.other_gpu else record.gpu
+    unlike = []
+    if _operands(record.problem) != _operands(problem):
+        unlike.append(f"with {record.a} operands" if record.a == record.b else f"with {record.a} and {record.b} operands")
+    if record.layout != problem.layout:
+        unlike.append(f"in layout {record.layout}")
+    if record.alignment != problem.alignment:
+        unlike.append(f"with rows aligned to {record.alignment} byte{'s' * (record.alignment > 1)}")
+    how = f" ({', '.join(unlike)})" if unlike else ""
+    return f"borrowed from {extents(record.shape)}{how}, the nearest tuned shape of {what} on {where}"

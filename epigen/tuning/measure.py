@@ -1,0 +1,122 @@
+"""The measuring worker, one a GPU: checks a candidate's answer, then times it as it will be launched.
+
+Timing: random data, the L2 cache flushed before every launch, CUDA events, medians. A candidate far behind the best so far is cut
+off after a few samples. Close calls are decided by `Compare`, in which the candidates take turns.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from epigen import settings
+from epigen.codegen.lower import output_dtype
+from epigen.codegen.render import Renderer
+from epigen.codegen.spec import KernelConfig
+from epigen.dtypes import BY_NAME
+from epigen.errors import EpigenError
+from epigen.ir import bound
+from epigen.tuning.process import serve
+from epigen.tuning.task import Baseline, Compare, Job, Measure, Outcome, Task, TimeBaseline
+
+_FLUSH_BYTES = 256 << 20  # several times the largest L2
+_CHECKED_EXTENT = 4096  # answers are checked at no more than this and the tail, which the float64 oracle manages in milliseconds
+_FIRST, _SAMPLES = 3, 9
+_FAR = 1.25  # a candidate this far behind the best is cut off
+
+
+class Meter:
+    """The state of one task on one GPU."""
+
+    def __init__(self, task: Task):
+        torch.cuda.set_device(task.device)
+        self.task, self.graph, self.renderer = task, task.graph(), Renderer(settings.templates_dir())
+        self.sample = task.sample(self.graph, "cuda")
+        m, n, k = (e if e <= _CHECKED_EXTENT else _CHECKED_EXTENT + e % 256 for e in task.shape)
+        self.checked = task.sample(self.graph, "cuda", (m, n, k))
+        dtypes = [output_dtype(self.graph, o, BY_NAME[task.a]) for o in self.graph.outputs]
+        self.expected = bound.expect(self.graph, self.checked.a, self.checked.b, self.checked.inputs, dtypes, task.precision)
+        self.flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+    def answer(self, job: Job) -> Outcome | list[Outcome] | Baseline:
+        if isinstance(job, TimeBaseline):
+            return self.baseline()
+        if isinstance(job, Compare):
+            return self.compare([self.runner(c) for c in job.configs], job.rounds)
+        try:
+            return self.measure(job)
+        except torch.OutOfMemoryError as error:
+            gc.collect()
+            torch.cuda.empty_cache()
+            return Outcome("out_of_resources", detail=str(error).split(".")[0])
+        except EpigenError as error:
+            return Outcome("out_of_resources" if "does not fit" in str(error) else "compile_error", detail=str(error))
+        except RuntimeError as error:  # an illegal access and its like: the parent ends this process
+            return Outcome("crashed", detail=str(error).splitlines()[0])
+
+    def runner(self, config: KernelConfig) -> Callable[[], Any]:
+        kernel = self.task.kernel(self.graph, self.renderer, config)
+        return lambda: kernel(self.sample.a, self.sample.b, **self.sample.inputs)
+
+    def measure(self, job: Measure) -> Outcome:
+        kernel = self.task.kernel(self.graph, self.renderer, job.config)
+        found = kernel(self.checked.a, self.checked.b, **self.checked.inputs)
+        results = [found] if isinstance(found, torch.Tensor) else list(found)
+        for output, result, expected in zip(self.graph.outputs, results, self.expected, strict=True):
+            difference = bound.compare(result, expected)
+            if not difference.ok:
+                detail = f"output '{output.name}' at {list(difference.where)}: error {difference.error:.3g}, bound {difference.bound:.3g}"
+                return Outcome("wrong", detail=detail)
+        del found, results
+        run = self.runner(job.config)
+        run()
+        samples = [self.once(run) for _ in range(_FIRST)]
+        middle = statistics.median(samples)
+        if job.limit_us and middle > _FAR * job.limit_us:
+            return Outcome("slower", middle, max(samples) - min(samples), len(samples))
+        samples += [self.once(run) for _ in range(_SAMPLES - _FIRST)]
+        return _outcome(samples)
+
+    def compare(self, runs: list[Callable[[], Any]], rounds: int) -> list[Outcome]:
+        for run in runs:
+            run()
+        samples: list[list[float]] = [[] for _ in runs]
+        for _ in range(rounds):
+            for run, into in zip(runs, samples, strict=True):
+                into.append(self.once(run))
+        return [_outcome(s) for s in samples]
+
+    def baseline(self) -> Baseline:
+        from epigen.runtime import vendor
+
+        a, b = self.sample.a, self.sample.b
+        plain = a.is_floating_point() and a.element_size() > 1
+
+        def product() -> torch.Tensor:
+            return torch.mm(a, b) if plain else vendor.product(a, b, self.task.precision)
+
+        alone, with_pass = self.compare([product, lambda: torch.relu(product())], 11)
+        return Baseline(alone.median_us, with_pass.median_us)
+
+    def once(self, run: Callable[[], Any]) -> float:
+        """Microseconds of one launch with a cold L2."""
+        self.flush.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3
+
+
+def _outcome(samples: list[float]) -> Outcome:
+    low, middle, high = statistics.quantiles(samples, n=4)
+    return Outcome("ok", middle, high - low, len(samples))
+
+
+if __name__ == "__main__":
+    serve(lambda task: Meter(task).answer)

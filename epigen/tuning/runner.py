@@ -1,0 +1,139 @@
+"""What a search measures with: the workers of a GPU, or a recorded table of measurements.
+
+A search sees `prepare` (start compiling), `measure` (an outcome, whatever happens), `compare` (close calls) and `baseline`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from epigen.codegen.spec import KernelConfig
+from epigen.errors import EpigenError
+from epigen.tuning import space
+from epigen.tuning.process import Lost, Worker
+from epigen.tuning.task import Baseline, Compare, Job, Measure, Outcome, Task, TimeBaseline
+
+class Runner(Protocol):
+    def prepare(self, configs: Sequence[KernelConfig]) -> None: ...
+    def measure(self, config: KernelConfig, limit_us: float) -> Outcome: ...
+    def compare(self, configs: Sequence[KernelConfig]) -> list[Outcome]: ...
+    def baseline(self) -> Baseline: ...
+    def close(self) -> None: ...
+    def available(self, config: KernelConfig) -> KernelConfig:
+        """The config itself, or what can be measured in its place."""
+        ...
+
+
+class Replay:
+    """A recorded table: config -> outcome. In place of a config that was not recorded it answers for the nearest that was."""
+
+    def __init__(self, table: Mapping[KernelConfig, Outcome], baseline: Baseline):
+        self.table, self._baseline = table, baseline
+        self.points = {c: space.parameters(c) for c in table}
+
+    def available(self, config: KernelConfig) -> KernelConfig:
+        if config in self.table:
+            return config
+        wanted = space.parameters(config)
+
+        def distance(point: Mapping[str, int]) -> int:
+            return sum(abs(wanted[n] - point[n]) if n in point else 100 for n in wanted)
+
+        return min(self.points, key=lambda c: distance(self.points[c]))
+
+    def prepare(self, configs: Sequence[KernelConfig]) -> None:
+        pass
+
+    def measure(self, config: KernelConfig, limit_us: float) -> Outcome:  # noqa: ARG002  # a table has nothing to cut off
+        return self.table[config]
+
+    def compare(self, configs: Sequence[KernelConfig]) -> list[Outcome]:
+        return [self.table[c] for c in configs]
+
+    def baseline(self) -> Baseline:
+        return self._baseline
+
+    def close(self) -> None:
+        pass
+
+
+class GpuRunner:
+    """A pool of compiling workers, and one measuring worker, which a lost job costs its process and nothing else."""
+
+    def __init__(
+        self, task: Task, builders: int | None = None, meter: str = "epigen.tuning.measure", builder: str = "epigen.tuning.build",
+        first_s: float = 120.0, measure_s: float = 20.0, build_s: float = 60.0,
+    ):  # fmt: skip
+        """builders: how many processes compile. meter, builder: the workers' modules. *_s: how long an answer may take, the first included."""
+        self.first_s, self.measure_s, self.build_s = first_s, measure_s, build_s
+        count = builders or max(1, min(12, (os.cpu_count() or 2) - 2))
+        self.builders = [Worker(builder, task) for _ in range(count)]
+        self.meter = Worker(meter, task)
+        self.fresh = True
+        self.building: dict[KernelConfig, Worker] = {}
+        self.built: dict[KernelConfig, Outcome] = {}
+        self.waiting: list[KernelConfig] = []
+
+    def available(self, config: KernelConfig) -> KernelConfig:
+        return config
+
+    def prepare(self, configs: Sequence[KernelConfig]) -> None:
+        known = {*self.building, *self.built, *self.waiting}
+        self.waiting += [c for c in dict.fromkeys(configs) if c not in known]
+        self._feed()
+
+    def _feed(self) -> None:
+        busy = set(map(id, self.building.values()))
+        for worker in self.builders:
+            if self.waiting and id(worker) not in busy:
+                config = self.waiting.pop(0)
+                worker.submit(config)
+                self.building[config] = worker
+
+    def _built(self, config: KernelConfig) -> Outcome:
+        self.prepare([config])
+        while config not in self.built:
+            # the asked one first, once it has begun; until then whichever is under way
+            current = config if config in self.building else next(iter(self.building))
+            answer = self.building.pop(current).answer(self.build_s)
+            self.built[current] = Outcome("compile_error" if answer.kind == "crashed" else answer.kind, detail=answer.detail) if isinstance(answer, Lost) else answer
+            self._feed()
+        return self.built[config]
+
+    def measure(self, config: KernelConfig, limit_us: float) -> Outcome:
+        built = self._built(config)
+        if built.kind != "ok":
+            return built
+        answer = self._ask(Measure(config, limit_us))
+        if isinstance(answer, Lost):
+            return Outcome(answer.kind, detail=answer.detail)
+        assert isinstance(answer, Outcome)
+        return answer
+
+    def compare(self, configs: Sequence[KernelConfig]) -> list[Outcome]:
+        answer = self._ask(Compare(tuple(configs)))
+        if isinstance(answer, Lost):
+            raise EpigenError(f"comparing the best configs failed: {answer.detail}")
+        assert isinstance(answer, list)
+        return answer
+
+    def baseline(self) -> Baseline:
+        answer = self._ask(TimeBaseline())
+        if isinstance(answer, Lost):
+            raise EpigenError(f"the vendor's product could not be measured: {answer.detail}")
+        assert isinstance(answer, Baseline)
+        return answer
+
+    def _ask(self, job: Job) -> Outcome | list[Outcome] | Baseline | Lost:
+        self.meter.submit(job)
+        answer: Outcome | list[Outcome] | Baseline | Lost = self.meter.answer(self.first_s if self.fresh else self.measure_s)
+        self.fresh = isinstance(answer, Lost) or (isinstance(answer, Outcome) and answer.kind == "crashed")
+        if self.fresh:
+            self.meter.stop()  # its GPU context may be poisoned
+        return answer
+
+    def close(self) -> None:
+        for worker in (*self.builders, self.meter):
+            worker.stop()

@@ -1,0 +1,185 @@
+"""One file of a tuning database: read defensively, written under a lock, never half.
+
+The file's bytes go in and its document comes out. A write merges with what is on disk, so two tuners lose nothing, and replaces the file
+by a rename, so that a reader, or a kill at any moment, finds the old file or the new one. A damaged file is kept beside the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from epigen.errors import DatabaseError
+from epigen.tuning import records
+from epigen.tuning.records import Damaged, Document, Key, Record
+
+MAX_BYTES = 64 << 20
+"""Of one file. A record takes about 700 bytes."""
+
+LOCK_TIMEOUT_S = 60.0
+_POLL_S = 0.005  # about as long as a write takes
+
+Change = Callable[[Mapping[Key, Record]], Iterable[Record]]
+"""From what is on disk, by key, to what shall be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a write found and did. complaints: what was wrong with the old file. aside: where it is kept, if it was damaged."""
+
+    count: int
+    complaints: tuple[str, ...] = ()
+    aside: Path | None = None
+
+
+class Store:
+    """One file, and what was last read from or written to it: only parts that changed are parsed again."""
+
+    def __init__(self, path: Path, timeout_s: float = LOCK_TIMEOUT_S):
+        # a link stays a link, and its target has one lock, whatever name it is opened by
+        self.path = Path(os.path.realpath(path))
+        self._timeout_s = timeout_s
+        self._known: tuple[str, str, dict[str, Record]] = ("", "", {})
+
+    def read(self) -> Document | None:
+        """The file's document; None where there is no file. Raises Damaged, DatabaseError; messages begin with the path."""
+        data = self._bytes()
+        if data is None:
+            return None
+        try:
+            found = self._quickly(data) or records.parse(data)
+        except Damaged as error:
+            raise Damaged(f"{self.path}: {error}") from None
+        except DatabaseError as error:
+            raise DatabaseError(f"{self.path}: {error}") from None
+        self._remember(found.gpu, found.capability, found.records)
+        return replace(found, complaints=tuple(f"{self.path}: {c}" for c in found.complaints))
+
+    def update(self, gpu: str, capability: str, change: Change) -> Written:
+        """Replaces the file by `change` of its content. Raises DatabaseError, and then leaves the file as it was."""
+        with self._locked():
+            complaints, found = self._to_change(gpu, capability)
+            before = records.merged(found.records if found else ())
+            after = list(change(before))
+            if found is not None and not complaints and len(after) == len(found.records) and all(before.get(r.key) is r for r in after):
+                return Written(len(after))  # nothing new: the file is not touched
+            data = records.render(gpu, capability, after).encode()
+            if len(data) > MAX_BYTES:
+                raise DatabaseError(f"{self.path} would take {len(data)} bytes, and the limit is {MAX_BYTES}: prune it, or name another database")
+            try:
+                aside = self._keep_damaged() if complaints else None
+                self._replace(data)
+            except OSError as error:
+                raise DatabaseError(f"cannot write {self.path}: {error.strerror}") from None
+            self._remember(gpu, capability, after)
+        return Written(len(after), complaints, aside)
+
+    def _to_change(self, gpu: str, capability: str) -> tuple[tuple[str, ...], Document | None]:
+        """What is on disk, and what is wrong with it."""
+        try:
+            found = self.read()
+        except Damaged as error:
+            return (str(error),), None
+        if found is None:
+            return (), None
+        if (found.gpu, found.capability) != (gpu, capability):
+            raise DatabaseError(
+                f"{self.path} holds records of {found.gpu} ({found.capability}), and this is one of {gpu} ({capability}): name a folder, or another file"
+            )
+        return found.complaints, found
+
+    def _bytes(self) -> bytes | None:
+        try:
+            # a pipe in the file's place must not hold up whoever opens it
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DatabaseError(f"cannot read {self.path}: {error.strerror}") from None
+        try:
+            with os.fdopen(descriptor, "rb") as file:
+                found = os.fstat(file.fileno())
+                if not stat.S_ISREG(found.st_mode):
+                    raise DatabaseError(f"{self.path} is no regular file")
+                data = file.read(MAX_BYTES + 1) if found.st_size <= MAX_BYTES else b""
+        except OSError as error:
+            raise DatabaseError(f"cannot read {self.path}: {error.strerror}") from None
+        if max(found.st_size, len(data)) > MAX_BYTES:
+            raise DatabaseError(f"{self.path} has {found.st_size} bytes, and the limit is {MAX_BYTES}")
+        return data
+
+    def _quickly(self, data: bytes) -> Document | None:
+        """The document, if the bytes are what `render` writes: parts seen before are known, and only new ones are parsed."""
+        gpu, capability, known = self._known
+        if not gpu:
+            return None
+        try:
+            text = data.decode("ascii")
+        except UnicodeDecodeError:
+            return None
+        found = []
+        for part in records.split(text, gpu, capability):
+            record = known.get(part) or records.parse_record(part, gpu, capability)
+            if record is None:
+                return None
+            found.append(record)
+        return Document(gpu, capability, tuple(found)) if found else None
+
+    def _remember(self, gpu: str, capability: str, found: Iterable[Record]) -> None:
+        self._known = (gpu, capability, {r.text: r for r in found})
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        lock = self.path.with_name(f"{self.path.name}.lock")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            holder = FileLock(lock).acquire(timeout=self._timeout_s, poll_interval=_POLL_S)
+        except Timeout:
+            raise DatabaseError(f"another process has held {lock} for more than {self._timeout_s:g} s: nothing was written") from None
+        except (OSError, NotImplementedError) as error:
+            raise DatabaseError(f"cannot lock {lock}: {getattr(error, 'strerror', None) or error}") from None
+        with holder:
+            yield
+
+    def _keep_damaged(self) -> Path:
+        """Keeps the file under another name too: the lowest free `.damaged-N`. Nothing is ever overwritten."""
+        number = 1
+        while True:
+            aside = self.path.with_name(f"{self.path.name}.damaged-{number}")
+            try:
+                os.link(self.path, aside)  # unlike a rename it fails where the name is taken
+            except FileExistsError:
+                number += 1
+            except OSError:  # a file system without links; the lock keeps others of our kind away
+                if os.path.lexists(aside):
+                    number += 1
+                    continue
+                self.path.rename(aside)
+                return aside
+            else:
+                return aside
+
+    def _replace(self, data: bytes) -> None:
+        """Write aside, fsync, rename, fsync the folder."""
+        # one name is enough under the lock, and what a killed process left is used up by the next
+        aside = self.path.with_name(f".{self.path.name}.writing")
+        mode = stat.S_IMODE(self.path.stat().st_mode) if self.path.exists() else None
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            if mode is not None:
+                os.fchmod(descriptor, mode)
+            os.fsync(descriptor)
+        aside.replace(self.path)
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -1,0 +1,99 @@
+"""What a tuning worker is told, and what it answers. Light: nothing here imports torch before a worker asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from epigen import dtypes
+from epigen.codegen.spec import Choice, KernelConfig
+from epigen.ir.check import check
+from epigen.ir.graph import Graph
+from epigen.ir.passes import normalise
+from epigen.lang.parser import parse
+from epigen.runtime.device import Target
+
+if TYPE_CHECKING:
+    from epigen.codegen.render import Renderer
+    from epigen.runtime.kernel import Kernel
+    from epigen.runtime.verify import Sample
+
+OUTCOMES = ("ok", "slower", "wrong", "compile_error", "out_of_resources", "timeout", "crashed")
+"""How a trial can end. slower: cut off early, far behind the best so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem to tune: the program and a call of it. a, b, inputs: dtype names. device: index of the GPU that measures."""
+
+    text: str
+    shape: tuple[int, int, int]
+    a: str
+    b: str
+    inputs: str
+    layout: str
+    precision: str
+    target: Target
+    device: int = 0
+    seed: int = 0
+
+    def graph(self) -> Graph:
+        return normalise(check(parse(self.text)))
+
+    def sample(self, graph: Graph, device: str, shape: tuple[int, int, int] | None = None) -> Sample:
+        """Arguments of a call, at the task's shape or another."""
+        from epigen.runtime import verify
+
+        a, b, inputs = (dtypes.BY_NAME[n] for n in (self.a, self.b, self.inputs))
+        return verify.sample(graph, shape or self.shape, a, b, inputs, seed=self.seed, device=device, layout=self.layout)
+
+    def kernel(self, graph: Graph, renderer: Renderer, config: KernelConfig) -> Kernel:
+        """The program's kernel with one config."""
+        from epigen.runtime.kernel import Kernel
+
+        choice = Choice(config, "a candidate")
+        return Kernel(graph, renderer, lambda *_: choice, config, "triton", self.precision)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One trial. median_us, spread_us: of the timed samples (spread: between the quartiles); 0 where nothing was timed."""
+
+    kind: str
+    median_us: float = 0.0
+    spread_us: float = 0.0
+    samples: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """The vendor's product alone, and with one pointwise pass after it, in microseconds."""
+
+    mm_us: float
+    unfused_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Check and time one config. limit_us: the best so far, or 0."""
+
+    config: KernelConfig
+    limit_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """Time configs that have been checked, taking turns."""
+
+    configs: tuple[KernelConfig, ...]
+    rounds: int = 21
+
+
+@dataclass(frozen=True, slots=True)
+class TimeBaseline:
+    """Time the vendor's product alone and with one pointwise pass."""
+
+
+Job = Measure | Compare | TimeBaseline
+"""What the measuring worker is asked."""

@@ -1,0 +1,100 @@
+"""Tunes problems and remembers the winners: composes space, model, runner, search and database."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import epigen
+from epigen import dtypes
+from epigen.codegen.lower import lower
+from epigen.codegen.spec import KernelSpec, Signature
+from epigen.errors import EpigenError
+from epigen.ir import graph as g
+from epigen.ir.graph import Graph
+from epigen.runtime.loader import triton_version
+from epigen.tuning import gpus, model, rule, space
+from epigen.tuning.choose import capability
+from epigen.tuning.database import Database
+from epigen.tuning.problem import Problem, problem_of
+from epigen.tuning.records import Record
+from epigen.tuning.runner import GpuRunner, Runner
+from epigen.tuning.search import Progress, Result, search
+from epigen.tuning.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """One tuned problem. record: what went into the database."""
+
+    problem: Problem
+    result: Result
+    record: Record | None
+
+
+def spec_of(graph: Graph, task: Task) -> KernelSpec:
+    """The kernel that a task's calls run: contiguous operands, scalars by value."""
+    a, b, inputs = (dtypes.BY_NAME[n] for n in (task.a, task.b, task.inputs))
+    m, n, k = task.shape
+    named = tuple((node.name, dtypes.UINT8 if node.op == g.BITS else inputs if node.indices else None) for node in graph.inputs())
+    wide = max(m * n, m * k, k * n) >= 1 << 31
+    return lower(graph, Signature(a, b, named, task.precision, min(k & -k, 256) if k else 256, 64 if wide else 32))
+
+
+def tune_one(
+    task: Task, database: Database | None, *, trials: int = 48, budget_s: float = math.inf, seed: int = 0, storage: str | None = None,
+    runner: Runner | None = None, report: Callable[[Progress], None] = lambda _: None,
+) -> Tuned:  # fmt: skip
+    """Tune one problem, and add the winner to the database.
+
+    runner: what measures, by default the workers of the task's GPU. Raises TuneError where no config works.
+    """
+    graph = task.graph()
+    spec = spec_of(graph, task)
+    target, shape = task.target, task.shape
+    problem = problem_of(graph, spec, shape, task.layout, target.part, capability(target))
+    legal = list(space.every(spec, shape, target))
+    hopeful = [c for c in legal if not model.refusal(spec, c, shape, target, task.layout)] or legal
+    ranked = model.rank(spec, hopeful, shape, _gpu(task), task.layout)
+    near = database.nearest(problem, triton_version(), 3, lambda c: space.legal(c, spec, shape, target)) if database else ()
+    first = [*(f.config for f in near), rule.choose(spec, shape, target).config, rule.library(spec, "").config]
+    name = f"{problem.spec} {'x'.join(map(str, shape))} {task.a} {task.layout} {target.part} {triton_version()}"
+    measuring = runner or GpuRunner(task)
+    try:
+        result = search(
+            spec, shape, target, measuring, first=first, ranked=ranked, trials=trials, budget_s=budget_s, seed=seed, storage=storage, name=name, report=report
+        )
+    finally:
+        measuring.close()
+    record = None
+    if database is not None and result.baseline.mm_us:
+        record = _record(problem, result)
+        database.add(record)
+    return Tuned(problem, result, record)
+
+
+def _gpu(task: Task) -> gpus.Gpu:
+    try:
+        return gpus.by_name(task.target.part)
+    except EpigenError:
+        return gpus.of_target(task.target)
+
+
+def _record(problem: Problem, result: Result) -> Record:
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return Record.make(
+        problem,
+        result.winner,
+        median_us=result.outcome.median_us,
+        spread_us=result.outcome.spread_us,
+        baseline_us=result.baseline.mm_us,
+        unfused_us=result.baseline.unfused_us,
+        trials=dict(result.counts),
+        date=now,
+        triton=triton_version(),
+        torch=importlib.metadata.version("torch"),
+        epigen=epigen.__version__,
+    )

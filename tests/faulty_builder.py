@@ -1,0 +1,26 @@
+"""A compiling worker that compiles nothing: 16 warps are a compiler's error, and a group of 16 a compiler's crash."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from epigen.codegen.spec import KernelConfig
+from epigen.tuning.process import serve
+from epigen.tuning.task import Outcome, Task
+
+
+def answer(config: KernelConfig) -> Outcome:
+    if config["num_warps"] == 16:
+        return Outcome("compile_error", detail="PassManager::run failed")
+    if config.schedule == "tiled" and config["group_m"] == 16:
+        os.abort()
+    return Outcome("ok")
+
+
+def builder(_task: Task) -> Callable[[KernelConfig], Outcome]:
+    return answer
+
+
+if __name__ == "__main__":
+    serve(builder)

@@ -1,0 +1,189 @@
+"""Which tuned config a problem gets: the order of look-up, its sentences, and the distance between problems."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tuned import A100, H100, NAME, OTHER_KIND, OTHER_SPEC, TRITON, config, opened, problem, record
+
+from epigen.tuning.lookup import FARTHEST, Index, distance, version_order
+from epigen.tuning.problem import LAYOUTS, Problem
+from epigen.tuning.records import Record, merged
+
+
+def test_look_up_takes_the_steps_in_order(tmp_path: Path) -> None:
+    """From the last step to the first, each new record is preferred to all before it, and says why."""
+    chain = opened(tmp_path)
+    wanted = problem((4096, 4096, 4096), a="bf16", b="bf16", outputs=("bf16",))
+    like: dict[str, Any] = {"a": "bf16", "b": "bf16", "outputs": ("bf16",)}
+    h100: dict[str, Any] = {"gpu": H100[0]}
+    other: dict[str, Any] = {"program": "gelu(mm + bias)", "spec": OTHER_SPEC}
+    steps: list[tuple[Record, str, str]] = [
+        (record(**h100, **other), "architecture", "borrowed from 4096x4096x4096 (with fp16 operands), the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H100 80GB HBM3, of the same architecture"),
+        (record(**h100), "architecture", "borrowed from 4096x4096x4096 (with fp16 operands), the nearest tuned shape of this program on NVIDIA H100 80GB HBM3, of the same architecture"),
+        (record(**h100, **other, **like), "architecture", "borrowed from 4096x4096x4096, the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H100 80GB HBM3, of the same architecture"),
+        (record(**h100, **like), "architecture", "borrowed from 4096x4096x4096, the nearest tuned shape of this program on NVIDIA H100 80GB HBM3, of the same architecture"),
+        (record(**other), "kind", "borrowed from 4096x4096x4096 (with fp16 operands), the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H200"),
+        (record(), "shape", "borrowed from 4096x4096x4096 (with fp16 operands), the nearest tuned shape of this program on NVIDIA H200"),
+        (record(**other, **like), "kind", "borrowed from 4096x4096x4096, the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H200"),
+        (record((16384, 4096, 4096), layout="nt", alignment=8, **like), "shape", "borrowed from 16384x4096x4096 (in layout nt, with rows aligned to 8 bytes), the nearest tuned shape of this program on NVIDIA H200"),
+        (record((8192, 4096, 4096), **like), "shape", "borrowed from 8192x4096x4096, the nearest tuned shape of this program on NVIDIA H200"),
+        (record((4096, 4096, 4096), layout="tn", **like), "shape", "borrowed from 4096x4096x4096 (in layout tn), the nearest tuned shape of this program on NVIDIA H200"),
+        (record(triton="3.6.0", **like), "triton", "tuned for 4096x4096x4096 on NVIDIA H200 under Triton 3.6.0, and 3.9.0 is the present one"),
+        (record(triton="3.10.0", **like), "triton", "tuned for 4096x4096x4096 on NVIDIA H200 under Triton 3.10.0, and 3.9.0 is the present one"),
+        (record(**like), "exact", "tuned for 4096x4096x4096 on NVIDIA H200 (exact)"),
+    ]  # fmt: skip
+    assert chain.find(wanted, TRITON) is None
+    for added, how, why in steps:
+        chain.add(added)
+        found = chain.find(wanted, TRITON)
+        assert found is not None
+        assert (found.record, found.how, found.why, found.config) == (added, how, why, added.kernel_config)
+    assert chain.complaints == ()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"gpu": A100[0], "capability": A100[1]},
+        {"spec": OTHER_SPEC, "kind": OTHER_KIND},
+        {"a": "fp32", "b": "fp32", "precision": "tf32"},
+        {"a": "fp8e4m3", "b": "fp8e4m3"},
+        {"b": "fp32"},
+        {"shape": (4096, 4096, 4096 * 2**9)},
+        {"shape": (4096 * 2**5, 4096, 4096)},
+        {"shape": (4096, 128, 4096)},
+        {"shape": (0, 4096, 4096)},
+    ],
+)
+def test_what_is_too_different_is_not_borrowed(tmp_path: Path, other: dict[str, Any]) -> None:
+    chain = opened(tmp_path)
+    chain.add(record(**other))
+    assert chain.find(problem(), TRITON) is None
+
+
+def test_full_precision_does_not_borrow_from_tf32(tmp_path: Path) -> None:
+    chain = opened(tmp_path)
+    chain.add(record(a="fp32", b="fp32", precision="tf32"))
+    assert chain.find(problem(a="fp32", b="fp32", precision="ieee"), TRITON) is None
+    assert chain.find(problem(a="fp32", b="fp32", precision="tf32"), TRITON)
+
+
+def test_integers_do_not_borrow_from_floats(tmp_path: Path) -> None:
+    chain = opened(tmp_path)
+    chain.add(record(a="fp8e5m2", b="fp8e5m2"))
+    assert chain.find(problem(a="int8", b="int8"), TRITON) is None
+    found = chain.find(problem(a="fp8e4m3", b="fp8e5m2"), TRITON)
+    assert found and "(with fp8e5m2 operands)" in found.why
+
+
+def test_the_users_record_goes_before_a_shipped_one(tmp_path: Path) -> None:
+    opened(tmp_path / "seed").add(record(median_us=5, config=config(64)), record((2048, 2048, 2048)))
+    chain = opened(tmp_path / "own", tmp_path / "seed")
+    assert chain.find(problem(), TRITON).config == config(64)  # type: ignore[union-attr]
+    chain.add(record(median_us=6, config=config(32)))
+    assert chain.find(problem(), TRITON).config == config(32)  # type: ignore[union-attr]
+    # a nearer shipped shape still goes before a farther one of the user's
+    found = chain.find(problem((2048, 2048, 2304)), TRITON)
+    assert found and found.record.shape == (2048, 2048, 2048)
+
+
+def test_a_config_that_is_not_legal_is_passed_over(tmp_path: Path) -> None:
+    chain = opened(tmp_path)
+    chain.add(record(config=config(256)), record((4096, 4096, 8192), config=config(64)), record(triton="3.8.0", config=config(256, num_warps=4)))
+    found = chain.find(problem(), TRITON, accept=lambda c: c["block_m"] < 256)
+    assert found and (found.how, found.config) == ("shape", config(64))
+    assert chain.find(problem(), TRITON, accept=lambda _: False) is None
+
+
+def test_the_nearest_configs_differ(tmp_path: Path) -> None:
+    chain = opened(tmp_path)
+    chain.add(*(record((m, 4096, 4096), config=config(64 if m > 5000 else 128)) for m in (4096, 4200, 4500, 6000, 7000)))
+    found = chain.nearest(problem((4400, 4096, 4096)), TRITON, 4)
+    assert [(f.record.shape[0], f.config["block_m"]) for f in found] == [(4500, 128), (6000, 64)]
+
+
+def test_a_damaged_user_database_leaves_the_shipped_one(tmp_path: Path) -> None:
+    opened(tmp_path / "seed").add(record())
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / NAME).write_text("{")
+    chain = opened(tmp_path / "own", tmp_path / "seed")
+    assert chain.find(problem(), TRITON) is not None
+    assert len(chain.complaints) == 1
+
+
+extents = st.integers(0, 2**20)
+problems = st.builds(problem, st.tuples(extents, extents, extents), layout=st.sampled_from(LAYOUTS), alignment=st.sampled_from([1, 2, 4, 8, 16]))
+
+
+@given(problems, problems, problems)
+def test_the_distance_is_one(one: Problem, two: Problem, three: Problem) -> None:
+    assert distance(one, one) == 0
+    assert distance(one, two) == distance(two, one) >= 0
+    assert distance(one, three) <= distance(one, two) + distance(two, three) + 1e-9
+    for axis in range(3):  # a longer extent is a farther one
+        shapes = [tuple(x << (i if a == axis else 0) for a, x in enumerate(one.shape)) for i in (0, 1, 2)]
+        near, far = (distance(replace(one, shape=shapes[0]), replace(one, shape=s)) for s in shapes[1:])
+        assert near <= far
+
+
+@given(problems, st.lists(problems, min_size=1, max_size=12))
+@settings(deadline=None)
+def test_the_nearest_is_what_a_search_of_all_would_find(wanted: Problem, tuned: list[Problem]) -> None:
+    some = list(merged(Record.make(p, config(), **RUN) for p in tuned).values())
+    index = Index([some])
+    found = [f for f in index.candidates(wanted, TRITON) if f.how == "shape"]
+    near = [distance(wanted, r.problem) for r in some if r.problem != wanted]
+    assert [distance(wanted, f.record.problem) for f in found] == pytest.approx(sorted(d for d in near if d <= FARTHEST))
+    assert [f.record for f in found] == [f.record for f in Index([some[::-1]]).candidates(wanted, TRITON) if f.how == "shape"]
+    for p in tuned:
+        exact = next(iter(index.candidates(p, TRITON)))
+        assert (exact.how, exact.record.problem) == ("exact", p)
+
+
+RUN: dict[str, Any] = {
+    "median_us": 1.0,
+    "spread_us": 0.0,
+    "baseline_us": 1.0,
+    "trials": {},
+    "date": "2026-11-05T12:00:00Z",
+    "triton": TRITON,
+    "torch": "2.13.0",
+    "epigen": "0.1.0",
+}
+
+
+def test_versions_are_ordered_by_number() -> None:
+    ordered = ["3", "3.6.0", "3.6.1rc1", "3.9.0", "3.10.0", "10.0"]
+    mixed = ordered[1::2] + ordered[::2]
+    assert sorted(mixed, key=version_order) == ordered
+
+
+def far_shapes() -> Iterator[tuple[int, int, int]]:
+    return itertools.islice(
+        itertools.product((16, 64, 512, 2048, 3072, 4096, 5000, 6000, 8192, 9000), range(512, 5120, 512), range(1024, 12 * 1024, 1024)), 1000
+    )
+
+
+@pytest.mark.parametrize("wanted", [(4096, 4096, 4096), (4100, 2000, 5000), (10**9, 1, 1), (17, 600, 700), (2048, 8, 8)])
+def test_a_look_up_takes_less_than_a_millisecond(tmp_path: Path, wanted: tuple[int, int, int]) -> None:
+    chain = opened(tmp_path)
+    chain.add(*(record(shape, config=config(b)) for shape, b in zip(far_shapes(), itertools.cycle((64, 128)), strict=False)))
+    call: Callable[[], object] = lambda: chain.find(problem(wanted), TRITON)  # noqa: E731
+    call()
+    assert len(chain.records()) > 800
+    # the least of some runs: a busy machine makes single ones long
+    times = []
+    for _ in range(30):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1e-3

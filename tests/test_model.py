@@ -1,0 +1,391 @@
+"""The analytic model and the table of GPUs: traffic by hand, ranking of measured times, and properties that hold everywhere."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epigen.codegen import schedules
+from epigen.codegen.lower import lower
+from epigen.codegen.spec import KernelConfig, KernelSpec, Signature
+from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, OPERANDS, UINT8, DType
+from epigen.errors import TargetError
+from epigen.ir import graph as g
+from epigen.ir.check import check
+from epigen.ir.passes import normalise
+from epigen.lang.parser import parse
+from epigen.runtime.device import TARGETS
+from epigen.tuning import gpus, model, space
+
+H200 = gpus.by_name("H200")
+PLAIN = "relu(mm + bias)"
+LONG = "z = gelu(mm * alpha + bias) + residual; z, bitmask(z > 0), bgrad(z), sum(z, n), amax(z), logsumexp(z, n)"
+BACKWARD = "dz = drelu(mm, mask); dz, bgrad(dz)"
+
+
+def spec_of(text: str, a: DType = FP16, k: int = 0, precision: str = "ieee") -> KernelSpec:
+    """A spec with inputs of the operands' dtype (fp32 beside 8-bit operands), scalars by value."""
+    graph = normalise(check(parse(text)))
+    other = FP32 if a.bits == 8 else a
+    inputs = tuple((n.name, UINT8 if n.op == g.BITS else other if n.indices else None) for n in graph.inputs())
+    return lower(graph, Signature(a, a, inputs, precision, min(k & -k, 256) or 256))
+
+
+def tiled(block_m: int, block_n: int, block_k: int, warps: int, stages: int, group_m: int = 8) -> KernelConfig:
+    return schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=warps, num_stages=stages)
+
+
+LIBRARY = schedules.config("library", block_m=8, block_n=128, num_warps=4)
+
+
+# -- traffic, counted by hand at M, N, K = 256, 512, 1024
+
+
+M, N, K = 256, 512, 1024
+OPERANDS_16 = 2 * (M * K + K * N)
+TILE_16, COLUMN_16 = 2 * M * N, 2 * N
+
+
+@pytest.mark.parametrize(
+    ("text", "fused", "launches", "unfused", "unfused_launches"),
+    [
+        ("mm", TILE_16, 1, TILE_16, 1),
+        # product written; + bias reads it, writes; relu reads, writes
+        (PLAIN, COLUMN_16 + TILE_16, 1, 5 * TILE_16 + COLUMN_16, 3),
+        ("mm + residual", 2 * TILE_16, 1, 4 * TILE_16, 2),
+        # product; + bias; relu; > 0 reads z and writes booleans; packing reads them and writes bits
+        ("z = mm + bias; relu(z), bitmask(z > 0)", COLUMN_16 + TILE_16 + M * N // 8, 1, 6 * TILE_16 + COLUMN_16 + 2 * M * N + M * N // 8, 5),
+        # product; unpacking; drelu reads product and booleans, writes; the sum reads and writes fp32; partials: two rows of tiles
+        (BACKWARD, TILE_16 + M * N // 8 + 4 * N + 2 * 4 * N, 2, 4 * TILE_16 + M * N // 8 + 2 * M * N + 4 * N, 4),
+        # a sum over k reads b once more, fused or not
+        ("mm, sum(b, k)", TILE_16 + 4 * N + 2 * K * N, 2, TILE_16 + 4 * N + 2 * K * N, 2),
+        ("cast(relu(mm), fp32)", 4 * M * N, 1, 3 * TILE_16 + TILE_16 + 4 * M * N, 3),
+    ],
+)
+def test_traffic(text: str, fused: int, launches: int, unfused: int, unfused_launches: int) -> None:
+    t = model.traffic(spec_of(text), (M, N, K))
+    assert t.flops == 2 * M * N * K
+    assert (t.bytes, t.launches) == (OPERANDS_16 + fused, launches)
+    assert (t.unfused_bytes, t.unfused_launches) == (OPERANDS_16 + unfused, unfused_launches)
+    assert t.bytes_saved == unfused - fused and t.launches_saved == unfused_launches - launches
+    assert t.intensity == t.flops / t.bytes
+
+
+def test_traffic_of_the_library_schedule_counts_its_product_twice() -> None:
+    spec = spec_of(PLAIN)
+    own, vendor = model.traffic(spec, (M, N, K), tiled(128, 128, 64, 8, 3)), model.traffic(spec, (M, N, K), LIBRARY)
+    assert (vendor.bytes - own.bytes, vendor.launches) == (2 * 4 * M * N, 2)
+
+
+def test_smaller_tiles_leave_more_partial_results() -> None:
+    spec = spec_of(BACKWARD)
+    small, large = (model.traffic(spec, (M, N, K), tiled(block, 128, 64, 4, 3)).bytes for block in (32, 128))
+    assert small - large == 4 * N * (M // 32 - M // 128)
+
+
+def test_scalars_and_int8() -> None:
+    assert model.traffic(spec_of("mm * alpha"), (M, N, K)).bytes == OPERANDS_16 + TILE_16
+    t = model.traffic(spec_of("cast(mm * scale_b[n], fp16)", INT8), (M, N, K))
+    assert t.bytes == M * K + K * N + 4 * N + TILE_16
+    # int32 product; as fp32; scaled; as fp16
+    assert t.unfused_bytes == M * K + K * N + 4 * M * N + 8 * M * N + (8 * M * N + 4 * N) + (4 * M * N + TILE_16)
+
+
+# -- resources and refusals
+
+
+@pytest.mark.parametrize(
+    ("target", "config", "layout", "dtype", "shared_bytes", "blocks"),
+    [
+        # as Triton 3.9 compiled relu(mm + bias)
+        ("sm_90", (128, 256, 64, 8, 4), "nn", FP16, 196608, 1),
+        ("sm_90", (128, 128, 64, 4, 3), "nn", FP16, 98304, 2),
+        ("sm_90", (64, 64, 64, 4, 4), "nt", FP16, 65536, 3),
+        ("sm_90", (16, 64, 64, 4, 4), "nn", FP16, 30720, 7),
+        ("sm_90", (64, 64, 64, 4, 1), "nn", FP16, 16384, 5),
+        ("sm_90", (128, 128, 64, 2, 3), "nn", FP16, 65536, 3),
+        ("sm_90", (128, 128, 128, 8, 3), "nt", FP8E4M3, 98304, 1),
+        ("sm_90", (128, 128, 128, 8, 4), "nn", INT8, 81920, 2),
+        ("sm_90", (128, 128, 64, 8, 3), "nt", INT8, 65536, 2),
+        ("sm_80", (128, 128, 64, 8, 4), "nn", FP16, 98304, 1),
+        ("sm_120", (64, 64, 64, 4, 4), "nn", FP16, 49152, 2),
+        ("gfx942", (128, 128, 64, 8, 2), "nn", FP16, 32768, 2),
+    ],
+)
+def test_resources_are_those_of_compiled_kernels(target: str, config: tuple[int, ...], layout: str, dtype: DType, shared_bytes: int, blocks: int) -> None:
+    found = model.resources(spec_of(PLAIN, dtype), tiled(*config), TARGETS[target], layout)
+    assert (found.shared_bytes, found.blocks_per_sm) == (shared_bytes, blocks)
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "registers"),
+    [
+        (PLAIN, (128, 256, 64, 8, 4), 191),
+        (PLAIN, (128, 128, 64, 4, 4), 218),
+        (PLAIN, (128, 128, 64, 8, 4), 110),
+        (PLAIN, (64, 64, 64, 4, 4), 72),
+        (BACKWARD, (128, 256, 64, 8, 3), 230),
+        ("z = mm + bias; relu(z), bitmask(z > 0)", (128, 128, 64, 8, 4), 140),
+        ("z = gelu(mm + bias); z * gate[m,n]", (128, 128, 64, 8, 3), 176),
+    ],
+)
+def test_registers_are_near_those_of_compiled_kernels(text: str, config: tuple[int, ...], registers: int) -> None:
+    assert model.resources(spec_of(text), tiled(*config), TARGETS["sm_90"]).registers == pytest.approx(registers, rel=0.18)
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "dtype", "target", "why"),
+    [
+        ((128, 256, 128, 8, 4), (4096, 4096, 4096), FP16, "sm_90", "393216 bytes of shared memory, and a block of sm_90 has 232448"),
+        ((256, 256, 32, 4, 2), (4096, 4096, 4096), FP16, "sm_90", "512 accumulators a thread, and it has 255 registers"),
+        ((256, 256, 32, 16, 2), (4096, 4096, 4096), FP16, "sm_90", "128 accumulators a thread, and it has 128 registers"),
+        ((256, 64, 64, 4, 3), (128, 4096, 4096), FP16, "sm_90", "block_m=256 is 2 times what 128 fills"),
+        ((64, 128, 64, 4, 3), (4096, 20, 4096), FP16, "sm_90", "block_n=128 is 4 times what 20 fills"),
+        ((64, 64, 256, 4, 1), (4096, 4096, 100), FP16, "sm_90", "block_k=256 is 2 times what 100 fills"),
+        ((64, 64, 16, 4, 3), (4096, 4096, 4096), INT8, "sm_90", "block_k=16 is below 32, the least for int8"),
+        ((16, 16, 64, 4, 3), (4096, 4096, 4096), FP16, "sm_90", "4 warps share 16x16 values: less than 16x8 each"),
+        ((64, 64, 64, 4, 3), (4096, 4096, 4096), FP8E4M3, "sm_80", "sm_80 does not multiply fp8e4m3"),
+        ((256, 256, 16, 16, 2), (4096, 4096, 4096), FP16, "gfx1100", ""),
+        ((128, 128, 32, 8, 2), (4096, 4096, 4096), FP16, "gfx942", ""),
+        ((128, 256, 64, 8, 4), (4096, 4096, 4096), FP16, "sm_90", ""),
+        ((16, 16, 16, 1, 1), (1, 1, 1), FP16, "sm_90", ""),
+    ],
+)
+def test_refusals(config: tuple[int, ...], shape: tuple[int, int, int], dtype: DType, target: str, why: str) -> None:
+    assert model.refusal(spec_of(PLAIN, dtype), tiled(*config), shape, TARGETS[target]) == why
+
+
+def test_too_many_warps_for_a_block() -> None:
+    assert model.refusal(spec_of(PLAIN), tiled(256, 256, 16, 16, 1), (4096, 4096, 4096), replace(TARGETS["gfx942"], warp_size=128)).endswith(
+        "a block holds 1024"
+    )
+
+
+def test_the_library_schedule_is_never_refused() -> None:
+    assert model.refusal(spec_of(PLAIN, FP8E4M3), LIBRARY, (1, 1, 1), TARGETS["sm_80"]) == ""
+
+
+# -- ranking
+
+
+SQUARE, WIDE = (4096, 4096, 4096), (8192, 8192, 1024)
+SWEPT = ((128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 8, 3),
+         (128, 128, 64, 4, 4), (128, 128, 64, 4, 3), (256, 128, 64, 8, 3), (64, 256, 64, 4, 3))  # fmt: skip
+# microseconds, relu(mm + bias), fp16, NVIDIA H200, cold L2, torch 2.11, Triton 3.6, 2026-11-20
+MEASURED = {
+    (SQUARE, "nn"): (193, 206, 211, 220, 228, 222, 230, 303),
+    (SQUARE, "nt"): (256, 255, 276, 248, 304, 252, 239, 348),
+    (WIDE, "nn"): (233, 245, 264, 249, 278, 254, 271, 322),
+    (WIDE, "nt"): (300, 299, 324, 271, 355, 282, 279, 387),
+}
+SINGLE = (
+    ((1024, 1024, 1024), "nn", (64, 64, 64, 4, 4), 11.0),
+    ((64, 128, 256), "nn", (64, 64, 64, 4, 4), 5.7),
+    ((128, 256, 256), "nn", (32, 32, 64, 4, 4), 5.6),
+    ((16, 4096, 4096), "nt", (16, 64, 64, 4, 4), 27.6),
+    ((4095, 4097, 1023), "nn", (128, 256, 64, 8, 4), 2060.0),
+)
+VENDOR = ((SQUARE, 182.0), (WIDE, 201.0), ((1024, 1024, 1024), 9.7), ((2048, 2048, 2048), 28.6), ((16, 4096, 4096), 17.6), ((4095, 4097, 1023), 275.0))
+
+
+def predicted(shape: tuple[int, int, int], layout: str, config: tuple[int, ...]) -> float:
+    return model.estimate_us(spec_of(PLAIN, k=shape[2]), tiled(*config), shape, H200, layout).us
+
+
+def spearman(x: list[float], y: list[float]) -> float:
+    ranks = [np.argsort(np.argsort(np.array(v))) for v in (x, y)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def facts() -> tuple[list[float], list[float]]:
+    found = [(us, predicted(shape, layout, config)) for (shape, layout), row in MEASURED.items() for config, us in zip(SWEPT, row, strict=True)]
+    found += [(us, predicted(shape, layout, config)) for shape, layout, config, us in SINGLE]
+    return [m for m, _ in found], [p for _, p in found]
+
+
+def test_the_ranking_of_measured_times() -> None:
+    measured, estimated = facts()
+    assert spearman(measured, estimated) >= 0.9
+    assert np.sqrt(np.mean(np.log(np.array(estimated) / np.array(measured)) ** 2)) <= 0.1
+
+
+@pytest.mark.parametrize(("problem", "row"), MEASURED.items(), ids=lambda v: "x".join(map(str, v[0])) + v[1] if isinstance(v[0], tuple) else "")
+def test_the_ranking_within_a_problem(problem: tuple[tuple[int, int, int], str], row: tuple[float, ...]) -> None:
+    """The best of the model's first three is within 5 % of the best."""
+    estimated = [predicted(*problem, config) for config in SWEPT]
+    assert spearman(list(row), estimated) >= 0.6
+    first = sorted(range(len(row)), key=estimated.__getitem__)[:3]
+    assert min(row[i] for i in first) <= 1.05 * min(row)
+
+
+def test_the_mean_of_the_rankings_within_problems() -> None:
+    each = [spearman(list(row), [predicted(*problem, config) for config in SWEPT]) for problem, row in MEASURED.items()]
+    assert np.mean(each) >= 0.75
+
+
+@pytest.mark.parametrize(("shape", "us"), VENDOR)
+def test_the_vendors_product(shape: tuple[int, int, int], us: float) -> None:
+    assert model.unfused_us(spec_of("mm"), shape, H200) == pytest.approx(us, rel=0.2)
+
+
+def test_rank_orders_by_estimate_and_keeps_ties() -> None:
+    spec, configs = spec_of(PLAIN), [tiled(*c) for c in SWEPT]
+    ranked = model.rank(spec, configs, SQUARE, H200)
+    times = [model.estimate_us(spec, c, SQUARE, H200).us for c in ranked]
+    assert times == sorted(times) and set(ranked) == set(configs)
+    twice = [LIBRARY, LIBRARY, configs[0]]
+    assert model.rank(spec, twice, SQUARE, H200) == [configs[0], LIBRARY, LIBRARY]
+
+
+# -- properties
+
+
+SHAPES = ((1, 1, 1), (16, 4096, 4096), (128, 256, 256), (300, 500, 1000), (1023, 1025, 511), (8192, 8192, 512), (65536, 1024, 1024), (0, 16, 16), (16, 16, 0))
+
+
+@pytest.mark.parametrize("gpu", ["H200", "A100", "RTX 5090", "MI300X", "RX 7900 XTX"])
+@pytest.mark.parametrize("text", [PLAIN, LONG], ids=["plain", "long"])
+def test_every_legal_config_has_an_estimate(gpu: str, text: str) -> None:
+    part = gpus.by_name(gpu)
+    for shape, dtype in itertools.product(SHAPES, OPERANDS):
+        spec = spec_of(text, dtype, shape[2])
+        configs = list(itertools.islice(space.every(spec, shape, part.target), 0, None, 97))
+        for layout in ("nn", "tt"):
+            for config, e in zip(configs, model.estimates(spec, configs, shape, part, layout), strict=True):
+                assert math.isfinite(e.us) and e.us > 0, (config, shape)
+                parts = (e.launch_us, e.mainloop_us, e.epilogue_us, e.finish_us, e.product_us, e.memory_us, e.tail_waste)
+                assert all(math.isfinite(p) and p >= 0 for p in parts), (config, shape)
+                assert e.us >= e.launch_us + max(e.mainloop_us + e.epilogue_us, e.memory_us, e.product_us) * 0.999 and e.tail_waste < 1
+
+
+@given(st.sampled_from(SWEPT), st.integers(1, 64), st.integers(1, 64), st.integers(1, 64), st.integers(0, 2), st.sampled_from(("nn", "nt", "tn", "tt")))
+def test_more_work_is_never_faster(config: tuple[int, ...], m: int, n: int, k: int, axis: int, layout: str) -> None:
+    spec, shape = spec_of(PLAIN), (128 * m, 128 * n, 128 * k)
+    larger = tuple(2 * v if i == axis else v for i, v in enumerate(shape))
+    small, large = (model.estimate_us(spec, tiled(*config), (s[0], s[1], s[2]), H200, layout).us for s in (shape, larger))
+    assert large >= small * 0.999
+
+
+@pytest.mark.parametrize("config", SWEPT)
+@pytest.mark.parametrize("shape", [SQUARE, (8192, 8192, 256), (256, 256, 256)])
+def test_more_bytes_are_never_faster(config: tuple[int, ...], shape: tuple[int, int, int]) -> None:
+    programs = ("mm", "relu(mm + bias)", "relu(mm + bias), bitmask(mm > 0)", "z = relu(mm + bias); z, bitmask(z > 0), mm", LONG)
+    times = [model.estimate_us(spec_of(text), tiled(*config), shape, H200).us for text in programs]
+    assert times == sorted(times)
+
+
+def test_what_is_known_to_cost_costs() -> None:
+    spec = spec_of(PLAIN)
+
+    def us(*config: int, shape: tuple[int, int, int] = SQUARE, layout: str = "nn", gpu: gpus.Gpu = H200) -> float:
+        return model.estimate_us(spec, tiled(*config), shape, gpu, layout).us
+
+    assert us(128, 256, 64, 8, 3) > us(128, 256, 64, 8, 4), "fewer stages hide less"
+    assert us(128, 256, 64, 4, 3) > 1.2 * us(128, 256, 64, 8, 3), "128x256 spills with four warps"
+    assert us(128, 256, 64, 8, 4, layout="nt") > 1.1 * us(128, 256, 64, 8, 4), "short runs of contiguous bytes"
+    assert us(128, 256, 64, 8, 4, shape=(4096, 4096, 4095)) > 4 * us(128, 256, 64, 8, 4), "loads of single elements"
+    assert us(128, 256, 64, 8, 4, gpu=gpus.by_name("A100")) > us(128, 256, 64, 8, 4), "a slower part"
+    assert us(128, 256, 64, 8, 4, shape=(1408, 3328, 4096)) > 1.7 * us(128, 256, 64, 8, 4, shape=(1408, 3072, 4096)), "143 tiles instead of 132"
+    assert us(64, 64, 64, 4, 4, shape=(256, 256, 4096)) < us(128, 256, 64, 8, 4, shape=(256, 256, 4096)), "small results want small tiles"
+
+
+def test_rows_of_tiles_in_groups_read_less() -> None:
+    """One column of tiles after the other, of a result too tall for L2: a group of rows shares what it reads."""
+    spec, shape = spec_of(PLAIN), (65536, 65536, 1024)
+    none, some = (model.estimate_us(spec, tiled(128, 256, 64, 8, 4, group_m=g), shape, H200).memory_us for g in (1, 8))
+    assert some < none
+
+
+def test_wide_dtypes_take_longer() -> None:
+    def us(dtype: DType, precision: str = "ieee") -> float:
+        return model.estimate_us(spec_of("mm", dtype, precision=precision), tiled(64, 64, 32, 4, 3), SQUARE, H200).us
+
+    assert us(FP8E4M3) < us(FP32, "tf32") < us(FP32)
+    assert us(BF16) == us(FP16)
+
+
+def test_two_thousand_configs_are_ranked_in_a_fifth_of_a_second() -> None:
+    spec = spec_of(LONG)
+    configs = list(itertools.islice(space.every(spec, SQUARE, H200.target), 0, None, 4))[:2000]
+    assert len(configs) == 2000
+    spans = []
+    for _ in range(3):
+        start = time.perf_counter()
+        model.rank(spec, configs, SQUARE, H200)
+        spans.append(time.perf_counter() - start)
+    assert min(spans) < 0.2
+
+
+# -- the table of GPUs
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("h200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100 PCIe"),
+        ("a100-40gb", "A100 40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("H100 PCIe", "H100 PCIe"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("mi300x", "MI300X"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("rtx5090", "RTX 5090"),
+        ("AMD Radeon RX 7900 GRE", "RX 7900 GRE"),
+        ("rx 9070 xt", "RX 9070 XT"),
+    ],
+)
+def test_a_gpu_is_found_by_the_names_it_goes_by(name: str, short: str) -> None:
+    assert gpus.by_name(name).short == short
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("h2000", "did you mean h200"), ("NVIDIA H100 NVL", "did you mean"), ("abacus", "known are A100"), ("", "known are")]
+)
+def test_an_unknown_gpu_is_refused(name: str, message: str) -> None:
+    with pytest.raises(TargetError, match=f"unknown GPU '{name}': {message}"):
+        gpus.by_name(name)
+
+
+@pytest.mark.parametrize("gpu", gpus.GPUS, ids=lambda gpu: gpu.short)
+def test_the_rows_make_sense(gpu: gpus.Gpu) -> None:
+    assert gpu.architecture in TARGETS
+    assert gpu.target.multiprocessors == gpu.multiprocessors and gpu.target.part == gpu.name
+    assert gpus.by_name(gpu.name) is gpu and gpus.by_name(gpu.short) is gpu
+    assert gpus.of_target(gpu.target) is gpu
+    assert gpu.peak(FP16) == gpu.peak(BF16) > gpu.peak(FP32) > 0
+    assert gpu.peak(FP8E4M3) >= gpu.peak(FP16)
+    assert (gpu.peak(FP8E4M3) > gpu.peak(FP16)) >= gpu.target.fp8
+    assert gpu.bandwidth_gbps * 0.8 < gpu.achieved_gbps < gpu.bandwidth_gbps
+    # the vector units do two operations a lane and clock, of which there are 64 to 256 a multiprocessor
+    lanes = gpu.peak(FP32) * 1e6 / (2 * gpu.clock_mhz * gpu.multiprocessors)
+    assert 60 <= lanes <= 260
+
+
+def test_names_are_unambiguous() -> None:
+    names = [n.lower() for g in gpus.GPUS for n in {g.name, g.short, *g.aliases}]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_every_target_has_figures(target: object) -> None:
+    assert isinstance(target, type(TARGETS["sm_90"]))
+    for part in (target, replace(target, part="a part of no table", multiprocessors=10)):
+        gpu = gpus.of_target(part)
+        assert gpu.architecture in TARGETS and gpu.multiprocessors > 0
+        assert model.estimate_us(spec_of(PLAIN), tiled(64, 64, 32, 4, 2), (1000, 1000, 1000), gpu).us > 0
+
+
+def test_an_unknown_part_is_scaled_by_its_multiprocessors() -> None:
+    half = gpus.of_target(replace(TARGETS["sm_90"], multiprocessors=66, part="NVIDIA H200 MIG 3g.71gb"))
+    assert half.name == "NVIDIA H200 MIG 3g.71gb"
+    assert half.peak(FP16) == pytest.approx(gpus.by_name("H100").peak(FP16) / 2)

@@ -1,0 +1,212 @@
+"""The search over recorded and failing workers: it ends with a right winner whatever happens, and says why where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from random import Random
+
+import faulty_meter
+import pytest
+
+import epigen
+from epigen.codegen import schedules
+from epigen.codegen.spec import KernelConfig, KernelSpec
+from epigen.dtypes import FP8E4M3, FP16, FP32, INT8
+from epigen.errors import TuneError
+from epigen.runtime.device import DEFAULT, TARGETS
+from epigen.tuning import space
+from epigen.tuning.runner import GpuRunner, Replay
+from epigen.tuning.search import search
+from epigen.tuning.task import Baseline, Outcome, Task
+
+SHAPE = (1024, 1024, 1024)
+SHAPES = (SHAPE, (1, 1, 1), (0, 7, 0), (16, 4096, 4096), (128, 256, 256), (1000, 1003, 17))
+
+
+def spec_of(text: str = "relu(mm + bias)", shape: tuple[int, int, int] = SHAPE, dtype: object = FP16) -> KernelSpec:
+    return epigen.compile(text).plan(shape, dtype=dtype, target=DEFAULT).spec  # type: ignore[arg-type]
+
+
+SPEC = spec_of()
+
+
+def tiled(block_m: int = 64, block_n: int = 64, block_k: int = 64, num_warps: int = 4, num_stages: int = 3, group_m: int = 4) -> KernelConfig:
+    return schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages, group_m=group_m)
+
+
+# -- the space
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=lambda t: t.name)
+@pytest.mark.parametrize("dtype", [FP16, FP32, FP8E4M3, INT8], ids=str)
+def test_every_point_is_legal_and_is_found_again(target: object, dtype: object) -> None:
+    for shape in SHAPES:
+        spec = spec_of(shape=shape, dtype=dtype)
+        configs = list(space.every(spec, shape, target))  # type: ignore[arg-type]
+        assert len(set(configs)) == len(configs) > 0
+        for config in configs[:: 1 + len(configs) // 40]:
+            values = space.parameters(config)
+
+            def again(name: str, low: int, high: int, values: dict[str, int] = values) -> int:
+                assert low <= values[name] <= high
+                return values[name]
+
+            assert space.point(again, spec, shape, target) == config  # type: ignore[arg-type]
+            if config.schedule == "tiled":
+                fits = (config["block_m"] + config["block_n"]) * config["block_k"] * spec.signature.a.bytes * config["num_stages"]
+                assert fits <= target.shared_bytes  # type: ignore[attr-defined]
+
+
+# -- replay
+
+
+def made_up(configs: Sequence[KernelConfig]) -> dict[KernelConfig, Outcome]:
+    """A smooth landscape with one best config, and some that fail."""
+    found = {}
+    for config in configs:
+        if config.schedule == "library":
+            found[config] = Outcome("ok", 140.0 + config["block_m"] / 10)
+            continue
+        values = space.parameters(config)
+        far = abs(values["tiled.block_m"] - 7) + abs(values["tiled.block_n"] - 8) + abs(values["tiled.block_k"] - 6) + abs(values["tiled.num_stages"] - 4) / 2
+        far += abs(values["tiled.num_warps"] - 3) + abs(values["tiled.group_m"] - 3) / 4
+        found[config] = Outcome("wrong", detail="planted") if far < 1 and values["tiled.group_m"] == 0 else Outcome("ok", 100.0 * (1 + far / 5))
+    return found
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[KernelConfig, Outcome]:
+    return made_up(list(space.every(SPEC, SHAPE, DEFAULT)))
+
+
+def best_of(table: dict[KernelConfig, Outcome]) -> float:
+    return min(o.median_us for o in table.values() if o.kind == "ok")
+
+
+def test_search_nears_the_best_of_a_recorded_space(table: dict[KernelConfig, Outcome]) -> None:
+    result = search(SPEC, SHAPE, DEFAULT, Replay(table, Baseline(100, 120)), trials=120, seed=1)
+    assert result.outcome.kind == "ok" and result.complete
+    assert result.outcome.median_us <= 1.45 * best_of(table)
+    assert len(result.outcomes) <= 120
+
+
+def test_a_good_ranking_is_enough_in_few_trials(table: dict[KernelConfig, Outcome]) -> None:
+    noisy = Random(0)
+    ranked = sorted(table, key=lambda c: (table[c].median_us or 1e9) * noisy.uniform(0.8, 1.25))
+    result = search(SPEC, SHAPE, DEFAULT, Replay(table, Baseline(100, 120)), ranked=ranked, trials=48, seed=3)
+    assert result.outcome.median_us <= 1.05 * best_of(table)
+
+
+def test_the_same_seed_gives_the_same_winner_and_no_config_is_measured_twice(table: dict[KernelConfig, Outcome]) -> None:
+    asked: list[KernelConfig] = []
+
+    class Counting(Replay):
+        def measure(self, config: KernelConfig, limit_us: float) -> Outcome:
+            asked.append(config)
+            return super().measure(config, limit_us)
+
+    first = search(SPEC, SHAPE, DEFAULT, Counting(table, Baseline(100, 120)), trials=40, seed=5)
+    assert len(asked) == len(set(asked)) == 40
+    again = search(SPEC, SHAPE, DEFAULT, Replay(table, Baseline(100, 120)), trials=40, seed=5)
+    assert again.winner == first.winner
+
+
+def test_a_small_space_is_searched_whole_and_ends() -> None:
+    shape = (1, 1, 1)
+    spec = spec_of(shape=shape)
+    table = {c: Outcome("ok", float(i + 1)) for i, c in enumerate(space.every(spec, shape, DEFAULT))}
+    result = search(spec, shape, DEFAULT, Replay(table, Baseline(1, 1)), ranked=list(table), trials=500)
+    assert set(result.outcomes) == set(table) and result.outcome.median_us == 1.0
+
+
+def test_ties_within_the_noise_go_to_the_first_by_rank() -> None:
+    configs = [tiled(group_m=g) for g in (1, 2, 4, 8)]
+    table = {c: Outcome("ok", 100.0 + i / 10) for i, c in enumerate(configs)}
+    for ranked in (configs, configs[::-1]):
+        result = search(SPEC, SHAPE, DEFAULT, Replay(table, Baseline(1, 1)), ranked=ranked, trials=4)
+        assert result.winner == ranked[0]
+
+
+def test_interrupted_search_keeps_what_it_found(table: dict[KernelConfig, Outcome]) -> None:
+    class Interrupted(Replay):
+        left = 10
+
+        def measure(self, config: KernelConfig, limit_us: float) -> Outcome:
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+            return super().measure(config, limit_us)
+
+    result = search(SPEC, SHAPE, DEFAULT, Interrupted(table, Baseline(100, 120)), trials=40)
+    assert not result.complete and len(result.outcomes) == 10
+    assert result.outcomes[result.winner].kind == "ok"
+
+
+def test_budget_ends_the_search(table: dict[KernelConfig, Outcome]) -> None:
+    result = search(SPEC, SHAPE, DEFAULT, Replay(table, Baseline(100, 120)), trials=40, budget_s=0.0)
+    assert len(result.outcomes) == 1
+
+
+def test_where_all_fail_the_commonest_cause_is_quoted() -> None:
+    table = {c: Outcome("wrong", detail="planted") for c in space.every(SPEC, SHAPE, DEFAULT)}
+    table |= dict.fromkeys(list(table)[::3], Outcome("compile_error", detail="PTXAS error"))
+    with pytest.raises(TuneError, match=r"none of 20 configs gave a right answer in time; \d+ ended as wrong: planted"):
+        search(SPEC, SHAPE, DEFAULT, Replay(table, Baseline(1, 1)), trials=20)
+
+
+def test_storage_is_shared(table: dict[KernelConfig, Outcome], tmp_path: object) -> None:
+    """A second tuner of the same study starts from the first one's trials."""
+    storage = f"sqlite:///{tmp_path}/study.db"
+    search(SPEC, SHAPE, DEFAULT, Replay(table, Baseline(1, 1)), trials=12, storage=storage, name="one")
+    import optuna
+
+    before = len(optuna.load_study(study_name="one", storage=storage).trials)
+    search(SPEC, SHAPE, DEFAULT, Replay(table, Baseline(1, 1)), trials=12, storage=storage, name="one")
+    assert len(optuna.load_study(study_name="one", storage=storage).trials) > before
+
+
+# -- isolation
+
+
+def failing(how: int) -> KernelConfig:
+    return tiled(16, 16, block_k=how, num_stages=6)
+
+
+@pytest.fixture
+def runner() -> Iterator[GpuRunner]:
+    task = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT))
+    made = GpuRunner(task, builders=2, meter="faulty_meter", builder="faulty_builder", first_s=20.0, measure_s=1.5)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "detail"),
+    [
+        (failing(faulty_meter.HANG), "timeout", "no answer"),
+        (failing(faulty_meter.KILLED), "crashed", "signal 9"),
+        (failing(faulty_meter.CRASH), "crashed", "illegal memory access"),
+        (failing(faulty_meter.WRONG), "wrong", "nan"),
+        (failing(faulty_meter.MEMORY), "out_of_resources", "out of memory"),
+        (tiled(128, 128, num_warps=16), "compile_error", "PassManager"),
+        (tiled(group_m=16), "compile_error", "signal 6"),
+    ],
+    ids=["hang", "signal 9", "illegal access", "NaN", "out of memory", "compile error", "compiler crash"],
+)
+def test_each_failure_costs_one_trial(runner: GpuRunner, config: KernelConfig, kind: str, detail: str) -> None:
+    assert runner.measure(tiled(), 0.0).kind == "ok"
+    found = runner.measure(config, 0.0)
+    assert found.kind == kind and detail in found.detail
+    assert runner.measure(tiled(block_m=128), 0.0).kind == "ok"
+
+
+def test_the_search_survives_all_of_them(runner: GpuRunner) -> None:
+    bad = [failing(k) for k in (16, 32, 64, 128, 256)] + [tiled(128, 128, num_warps=16), tiled(group_m=16)]
+    assert all(space.legal(c, SPEC, SHAPE, DEFAULT) for c in bad)
+    good = [tiled(block_m=m, block_n=n) for m in (16, 32, 64, 128) for n in (32, 64, 128)]
+    ranked = [c for pair in zip(bad, good, strict=False) for c in pair] + good[len(bad) :]
+    result = search(SPEC, SHAPE, DEFAULT, runner, first=ranked, trials=len(ranked))
+    assert (result.winner["block_m"], result.winner["block_n"]) == (64, 128)
+    assert set(result.counts) == {"ok", "timeout", "crashed", "wrong", "out_of_resources", "compile_error"}
+    assert result.baseline == Baseline(100.0, 120.0)
