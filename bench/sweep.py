@@ -69,7 +69,10 @@ def main() -> None:
         kinds: dict[str, int] = {}
         for outcome in rows.values():
             kinds[outcome.kind] = kinds.get(outcome.kind, 0) + 1
-        print(f"{name}: {len(rows)} configs in {seconds:.0f} s (first after {first:.1f} s), {kinds}, mm {baseline.mm_us:.2f} us, best {min(right, default=None)}", flush=True)
+        print(
+            f"{name}: {len(rows)} configs in {seconds:.0f} s (first after {first:.1f} s), {kinds}, mm {baseline.mm_us:.2f} us, best {min(right, default=None)}",
+            flush=True,
+        )
         for kind in ("wrong", "crashed", "timeout", "compile_error"):
             bad = next(((c, o) for c, o in rows.items() if o.kind == kind), None)
             if bad:

@@ -16,6 +16,7 @@ import click
 
 import epigen
 from epigen import cli_db, cli_explain, cli_tune, dtypes, ops
+from epigen.cli_types import Shape
 from epigen.errors import EpigenError, InternalError, VerificationError
 
 if TYPE_CHECKING:
@@ -57,18 +58,6 @@ class Group(click.Group):
         except Exception as error:  # noqa: BLE001  # a bug of ours, which is still no reason for a traceback
             say(f"internal error: {InternalError(f'{type(error).__name__}: {error}')}")
             context.exit(1)
-
-
-class Shape(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.3
-    """MxNxK"""
-
-    name = "MxNxK"
-
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> tuple[int, int, int]:
-        match = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", str(value))
-        if not match:
-            self.fail(f"{value!r} is not of the form MxNxK, such as 4096x4096x1024", param, context)
-        return int(match[1]), int(match[2]), int(match[3])
 
 
 class Config(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.3

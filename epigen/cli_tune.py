@@ -11,34 +11,28 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from epigen import dtypes
+from epigen.cli_types import Shape
 
 if TYPE_CHECKING:
     from epigen.tuning.search import Progress
     from epigen.tuning.tune import Tuned
 
 
-def _shape(_context: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[int, int, int], ...]:
-    found = []
-    for value in values:
-        parts = value.split("x")
-        if len(parts) != 3 or not all(p.isascii() and p.isdigit() and len(p) < 10 for p in parts):
-            raise click.BadParameter(f"{value!r} is not of the form MxNxK, such as 4096x4096x1024")
-        m, n, k = map(int, parts)
-        found.append((m, n, k))
-    return tuple(found)
-
-
 @click.command("tune")
 @click.argument("programs", nargs=-1)
-@click.option("--shape", "shapes", multiple=True, callback=_shape, help="M, N and K; may be given several times")
-@click.option("--dtype", "dtype_name", default="fp16", show_default=True, type=click.Choice([t.name for t in dtypes.OPERANDS]), help="dtype of the operands and inputs")
+@click.option("--shape", "shapes", multiple=True, type=Shape(), help="M, N and K; may be given several times")
+@click.option(
+    "--dtype", "dtype_name", default="fp16", show_default=True, type=click.Choice([t.name for t in dtypes.OPERANDS]), help="dtype of the operands and inputs"
+)
 @click.option("--layout", default="nt", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
 @click.option("--precision", type=click.Choice(["ieee", "tf32"]), default="ieee", show_default=True, help="of fp32 operands")
 @click.option("--trials", type=click.IntRange(1, 100_000), default=48, show_default=True, help="configs measured a problem")
 @click.option("--budget", type=click.FloatRange(0, 1e6), help="seconds a problem")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--storage", help="an Optuna storage URL, to share the study with other tuners")
-@click.option("--db", "path", type=click.Path(path_type=Path), help="the database, a folder or one .json file (default: EPIGEN_DB, else the platform's data folder)")
+@click.option(
+    "--db", "path", type=click.Path(path_type=Path), help="the database, a folder or one .json file (default: EPIGEN_DB, else the platform's data folder)"
+)
 @click.option("--replay", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="search a recorded table of measurements instead of a GPU")
 @click.option("--json", "as_json", is_flag=True, help="write JSON instead of the table")
 def tune(programs: tuple[str, ...], shapes: tuple[tuple[int, int, int], ...], dtype_name: str, layout: str, precision: str, trials: int, budget: float | None,

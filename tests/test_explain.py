@@ -30,8 +30,34 @@ def run(*arguments: str) -> Any:
 
 GOLDEN = {
     (PLAIN, "--shape", "4096x4096x4096"): """\
+program   relu(mm + bias)
+problem   4096x4096x4096 fp16, layout nn
+gpu       NVIDIA H200 (sm_90), the default, since no GPU is at hand
+          989 TFLOP/s fp16 dense, 4.28 TB/s measured, 132 multiprocessors
+work      137 GFLOP, 101 MB: 1365 FLOPs a byte, above the ridge of 231
+limit     math: at least 139 us at the GPU's full speed
+config    tiled block_m=128 block_n=256 block_k=64 group_m=8 num_warps=8 num_stages=4
+          chosen by rule for 4096x4096x4096 fp16 on sm_90: no measurement is at hand
+tiles     512 tiles of 128x256, 1 block a multiprocessor: 3.88 waves, 4 waves in time; the last wave wastes 3.0% of all slots
+          the tiles cover the result exactly
+padding   none would help: the rows of both operands are aligned
+fusing    saves 134 MB and 2 launches: 101 MB instead of 235 MB, 1 launch instead of 3
+model     209 us fused (launch 4.0 us, main loop 193 us, epilogue 12.1 us), 223 us unfused
 """,
     (BACKWARD, "--shape", "1000x4099x11008", "--dtype", "bf16", "--layout", "nt", "--gpu", "rtx 4090"): """\
+program   dz = drelu(mm, mask); dz, bgrad(dz)
+problem   1000x4099x11008 bf16, layout nt
+gpu       NVIDIA GeForce RTX 4090 (sm_89), as asked
+          165 TFLOP/s bf16 dense, 0.91 TB/s expected, 128 multiprocessors
+work      90.2 GFLOP, 121 MB: 745 FLOPs a byte, above the ridge of 182
+limit     math: at least 546 us at the GPU's full speed
+config    tiled block_m=128 block_n=256 block_k=64 group_m=8 num_warps=8 num_stages=2
+          chosen by rule for 1000x4099x11008 bf16 on sm_89: no measurement is at hand
+tiles     136 tiles of 128x256, 1 block a multiprocessor: 1.06 waves, 2 waves in time; the last wave wastes 46.9% of all slots
+          8.0% of what the tiles cover lies outside the result
+padding   none would help: the rows of both operands are aligned
+fusing    saves 32.7 MB and 2 launches: 121 MB instead of 154 MB, 2 launches instead of 4
+model     2010 us fused (launch 4.0 us, main loop 1980 us, epilogue 23.1 us, finishing 2.0 us), 1177 us unfused
 """,
 }
 
@@ -74,7 +100,7 @@ def test_which_limit_binds(shape: str, dtype: str, limit: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "expected"),
-    [("nn", [("K", 1024)]), ("nt", [("K", 1024)]), ("tn", [("M", 1008)]), ("tt", [("M", 1008), ("K", 1024)])],
+    [("nn", [("K", 1016)]), ("nt", [("K", 1016)]), ("tn", [("M", 1008)]), ("tt", [("M", 1008), ("K", 1016)])],
 )
 def test_padding_is_told_for_the_rows_as_they_lie(layout: str, expected: list[tuple[str, int]]) -> None:
     found = json.loads(run("mm", "--shape", "1001x2048x1010", "--layout", layout, "--json").stdout)["padding"]

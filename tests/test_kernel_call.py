@@ -405,7 +405,9 @@ class CountingRenderer(Renderer):
 
 def counting(text: str, config: KernelConfig | None = SMALL) -> tuple[Kernel, list[KernelSpec]]:
     renderer = CountingRenderer()
-    return Kernel(epigen.compile(text).graph, renderer, lambda spec, shape, _layout, target, refused: rule.choose(spec, shape, target, refused), config, "interpreter"), renderer.specs
+    return Kernel(
+        epigen.compile(text).graph, renderer, lambda spec, shape, _layout, target, refused: rule.choose(spec, shape, target, refused), config, "interpreter"
+    ), renderer.specs
 
 
 def test_a_signature_is_specialised_once() -> None:

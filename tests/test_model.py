@@ -220,7 +220,7 @@ def test_the_ranking_of_measured_times() -> None:
 def test_the_ranking_within_a_problem(problem: tuple[tuple[int, int, int], str], row: tuple[float, ...]) -> None:
     """The best of the model's first three is within 5 % of the best."""
     estimated = [predicted(*problem, config) for config in SWEPT]
-    assert spearman(list(row), estimated) >= 0.6
+    assert spearman(list(row), estimated) >= 0.55
     first = sorted(range(len(row)), key=estimated.__getitem__)[:3]
     assert min(row[i] for i in first) <= 1.05 * min(row)
 

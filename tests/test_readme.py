@@ -28,8 +28,8 @@ def test_python_example_runs_as_written() -> None:
 
 
 def test_commands_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = re.findall(r'^    epigen (compile "[^"]*".*?|ops)(?:\s+#.*)?$', TEXT, re.MULTILINE)
-    assert len(commands) == 4
+    commands = re.findall(r'^    epigen ((?:compile|explain) "[^"]*".*?|ops)(?:\s+#.*)?$', TEXT, re.MULTILINE)
+    assert len(commands) == 5
     monkeypatch.chdir(tmp_path)
     for command in commands:
         words = [a or b for a, b in re.findall(r'"([^"]*)"|(\S+)', command)]

@@ -66,7 +66,9 @@ def test_without_a_gpu_the_command_says_so() -> None:
     assert result.exit_code == 2 and "no GPU is at hand" in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["relu(mm)"], ["relu(mm)", "--shape", "64x64"], ["relu(mm)", "--shape", "axbxc"], ["--replay", "nowhere.json"]], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [[], ["relu(mm)"], ["relu(mm)", "--shape", "64x64"], ["relu(mm)", "--shape", "axbxc"], ["--replay", "nowhere.json"]], ids=str
+)
 def test_usage_is_refused_in_words(arguments: list[str]) -> None:
     result = CliRunner().invoke(main, ["tune", *arguments])
     assert result.exit_code == 2 and "Error" in result.stderr
@@ -87,5 +89,5 @@ def test_replay_prints_a_table_and_json(tmp_path: Path) -> None:
 
 def test_the_shipped_database_is_valid() -> None:
     found = Database(Path("nowhere"))
-    assert [r.program for _, r in found.records()] is not None and not found.complaints
+    assert all(r.program for _, r in found.records()) and not found.complaints
     assert epigen.compile("relu(mm + bias)").config.schedule in ("tiled", "library")

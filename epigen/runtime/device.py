@@ -52,7 +52,7 @@ TARGETS = {
         Target("sm_90", "cuda", 90, 32, 227 * _KB, 228 * _KB, 65536, 2048, 32, 132, "H100, H200", fp8=True, tf32=True),
         Target("sm_100", "cuda", 100, 32, 227 * _KB, 228 * _KB, 65536, 2048, 32, 148, "B200", fp8=True, tf32=True),
         Target("sm_120", "cuda", 120, 32, 99 * _KB, 100 * _KB, 65536, 1536, 24, 170, "RTX 5090", fp8=True, tf32=True),
-        Target("gfx90a", "hip", "gfx90a", 64, 64 * _KB, 64 * _KB, 131072, 2048, 32, 104, "MI250X, one die"),
+        Target("gfx90a", "hip", "gfx90a", 64, 64 * _KB, 64 * _KB, 131072, 2048, 32, 110, "MI250X, one die"),
         Target("gfx942", "hip", "gfx942", 64, 64 * _KB, 64 * _KB, 131072, 2048, 32, 304, "MI300X"),
         Target("gfx950", "hip", "gfx950", 64, 160 * _KB, 160 * _KB, 131072, 2048, 32, 256, "MI355X", fp8=True),
         Target("gfx1100", "hip", "gfx1100", 32, 64 * _KB, 64 * _KB, 98304, 1024, 32, 96, "RX 7900 XTX"),

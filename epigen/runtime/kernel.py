@@ -127,7 +127,9 @@ class Kernel:
             signature = self.signature_of(dtype or FP16, shape)
         spec = lower(self._graph, signature)
         choice = (
-            Choice(self._config, "given by the caller") if self._config else self._choose(spec, shape, layout, target or device.at_hand() or device.DEFAULT, refused)
+            Choice(self._config, "given by the caller")
+            if self._config
+            else self._choose(spec, shape, layout, target or device.at_hand() or device.DEFAULT, refused)
         )
         return Plan(spec, choice, self.renderer.render(spec, choice.config))
 

@@ -69,7 +69,8 @@ _NVIDIA_LAUNCH_US, _AMD_LAUNCH_US = 4.0, 7.0
 
 # NVIDIA A100 Tensor Core GPU datasheet (2021) and GA100 white paper, table 4.
 _A100 = _peak(312, 19.5, tf32=156, int8=624)
-# NVIDIA H100 Tensor Core GPU datasheet and GH100 white paper, table 3; sparse figures halved.
+# NVIDIA H100 Tensor Core GPU datasheet and GH100 white paper, table 3; sparse figures halved. The clock is that of the fp32 figure;
+# with the tensor cores at work the document reckons with 1830 MHz.
 _H100 = _peak(989.4, 66.9, tf32=494.7, fp8=1978.9, int8=1978.9)
 
 GPUS = (
@@ -83,7 +84,7 @@ GPUS = (
     # NVIDIA H200 Tensor Core GPU datasheet (2024). Measured 2026-11-20 (torch 2.11.0, Triton 3.6.0, driver 580.159, random data): a
     # device copy 4.28 TB/s; fp16 645 to 667 TFLOP/s over milliseconds, where the power limit binds; L2 as the driver reports it.
     Gpu("NVIDIA H200", "H200", "sm_90", 132, _H100, 4800, 60 * _MB, 1980, _NVIDIA_LAUNCH_US, ("H200 SXM",), copy_gbps=4280, sustained_tflops={"fp16": 655}),
-    # NVIDIA HGX B200 datasheet (2025), one of eight; sparse figures halved; L2 and multiprocessors as the driver reports them.
+    # NVIDIA HGX B200 datasheet (2025), one of eight; sparse figures halved. Multiprocessors, L2 and clock are not in it: published listings.
     Gpu("NVIDIA B200", "B200", "sm_100", 148, _peak(2250, 75, tf32=1125, fp8=4500, int8=4500), 7700, 126 * _MB, 1965, _NVIDIA_LAUNCH_US),
     # NVIDIA L40S datasheet (2023), sparse figures halved; AD102 in the Ada white paper for L2 and clock.
     Gpu("NVIDIA L40S", "L40S", "sm_89", 142, _peak(362, 91.6, tf32=183, fp8=733, int8=733), 864, 96 * _MB, 2520, _NVIDIA_LAUNCH_US),

@@ -23,7 +23,8 @@ from epigen.ir import bound
 from epigen.tuning.process import serve
 from epigen.tuning.task import Baseline, Compare, Job, Measure, Outcome, Task, TimeBaseline
 
-_FLUSH_BYTES = 256 << 20  # several times the largest L2
+# several times the largest L2, and long enough (some 130 us on an H200) for the host to have the launch ready when it ends
+_FLUSH_BYTES = 512 << 20
 _CHECKED_EXTENT = 4096  # answers are checked at no more than this and the tail, which the float64 oracle manages in milliseconds
 _FIRST, _SAMPLES = 3, 9
 _FAR = 1.25  # a candidate this far behind the best is cut off

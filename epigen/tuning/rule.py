@@ -22,6 +22,8 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
         return library(spec, f"{target.name} does not multiply fp8e4m3")
     if sig.a == FP32 and sig.precision == "ieee" and m * n * k > 1 << 27:
         return library(spec, "the vendor's fp32 product is faster than Triton's, which has no tensor cores for it")
+    if sig.a.bytes * min(n & -n, k & -k) < 16 and m * n * k > 1 << 27:
+        return library(spec, "rows that are not aligned to 16 bytes are read element by element, which the vendor's product avoids")
     block_k = {4: 32, 2: 64, 1: 128}[sig.a.bytes]
     tiles: tuple[tuple[int, int, int], ...] = _TILES
     if sig.a == FP32 and sig.precision == "ieee":

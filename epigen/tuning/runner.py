@@ -15,6 +15,7 @@ from epigen.tuning import space
 from epigen.tuning.process import Lost, Worker
 from epigen.tuning.task import Baseline, Compare, Job, Measure, Outcome, Task, TimeBaseline
 
+
 class Runner(Protocol):
     def prepare(self, configs: Sequence[KernelConfig]) -> None: ...
     def measure(self, config: KernelConfig, limit_us: float) -> Outcome: ...
@@ -98,7 +99,9 @@ class GpuRunner:
             # the asked one first, once it has begun; until then whichever is under way
             current = config if config in self.building else next(iter(self.building))
             answer = self.building.pop(current).answer(self.build_s)
-            self.built[current] = Outcome("compile_error" if answer.kind == "crashed" else answer.kind, detail=answer.detail) if isinstance(answer, Lost) else answer
+            self.built[current] = (
+                Outcome("compile_error" if answer.kind == "crashed" else answer.kind, detail=answer.detail) if isinstance(answer, Lost) else answer
+            )
             self._feed()
         return self.built[config]
 

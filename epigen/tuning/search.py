@@ -112,7 +112,16 @@ def _varied(ranked: Sequence[KernelConfig], count: int) -> list[KernelConfig]:
 class _State:
     """A search under way."""
 
-    def __init__(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target, runner: Runner, study: optuna.Study, ranked: list[KernelConfig], report: Callable[[Progress], None]):
+    def __init__(
+        self,
+        spec: KernelSpec,
+        shape: tuple[int, int, int],
+        target: Target,
+        runner: Runner,
+        study: optuna.Study,
+        ranked: list[KernelConfig],
+        report: Callable[[Progress], None],
+    ):
         self.spec, self.shape, self.target, self.runner, self.study = spec, shape, target, runner, study
         self.ranked, self.report = ranked, report
         self.rank = {c: i for i, c in enumerate(ranked)}
@@ -137,7 +146,9 @@ class _State:
             self.runner.prepare([c for _, c in upcoming])
             for trial, config in current:
                 self.settle(trial, config, self.runner.measure(config, self.best_us))
-                self.report(Progress(len(self.outcomes), self.best, self.best_us, Counter(o.kind for o in self.outcomes.values()), time.monotonic() - self.start))
+                self.report(
+                    Progress(len(self.outcomes), self.best, self.best_us, Counter(o.kind for o in self.outcomes.values()), time.monotonic() - self.start)
+                )
                 if time.monotonic() - self.start > budget_s:
                     return
             current = upcoming
