@@ -50,7 +50,7 @@ def main() -> None:
         spec = lower(graph, kernel.signature_of(dtypes.FP16, shape))
         configs = list(space.every(spec, shape, target))
         random.Random(0).shuffle(configs)
-        configs = list(dict.fromkeys([rule.choose(spec, shape, target).config, rule.library(spec, "").config, *configs]))[: options.configs]
+        configs = list(dict.fromkeys([rule.choose(spec, shape, target, layout=layout).config, rule.library(spec, "").config, *configs]))[: options.configs]
         runner = GpuRunner(task)
         rows: dict[object, Outcome] = {}
         first = 0.0

@@ -34,6 +34,6 @@ def explain_command(program: str, shape: tuple[int, int, int], dtype_name: str, 
     else:
         gpu, why = gpus.DEFAULT, "the default, since no GPU is at hand"
     signature = kernel.signature_of(dtypes.BY_NAME[dtype_name], shape)
-    plan = kernel.plan(shape, target=gpu.target, signature=signature)
+    plan = kernel.plan(shape, target=gpu.target, signature=signature, layout=layout)
     explained = explain.explain(plan.spec, shape, gpu, plan.choice, layout=layout, gpu_why=why)
     click.echo(json.dumps(explain.record(explained)) if as_json else explain.text(explained), nl=as_json)

@@ -105,7 +105,7 @@ def test_which_limit_binds(shape: str, dtype: str, limit: str) -> None:
 def test_padding_is_told_for_the_rows_as_they_lie(layout: str, expected: list[tuple[str, int]]) -> None:
     found = json.loads(run("mm", "--shape", "1001x2048x1010", "--layout", layout, "--json").stdout)["padding"]
     assert [(p["extent"], p["to"]) for p in found] == expected
-    assert all(p["saved_us"] > 0 for p in found)
+    assert all(p["saved_us"] >= 0 for p in found) and any(p["saved_us"] > 0 for p in found)
 
 
 def test_the_choice_and_its_reason_are_those_given() -> None:

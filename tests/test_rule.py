@@ -107,3 +107,10 @@ def test_long_epilogues_take_smaller_tiles() -> None:
     shape, target = (8192, 8192, 512), TARGETS["sm_90"]
     plain, long = (rule.choose(spec_of(text, FP16, 512), shape, target).config for text in (PLAIN, LONG))
     assert long["block_m"] * long["block_n"] < plain["block_m"] * plain["block_n"]
+
+
+@pytest.mark.parametrize(("layout", "schedule"), [("nn", "library"), ("nt", "tiled"), ("tt", "library")])
+def test_large_products_with_unaligned_rows_go_to_the_vendor(layout: str, schedule: str) -> None:
+    """Rows of b are N long where it is row-major and K long where it is transposed."""
+    shape = (1001, 4099, 4096)
+    assert rule.choose(spec_of(PLAIN, FP16, shape[2]), shape, TARGETS["sm_90"], layout=layout).config.schedule == schedule

@@ -30,4 +30,4 @@ class Chooser:
             return rule.library(spec, refused)
         problem = problem_of(self.graph, spec, shape, layout, target.part, capability(target))
         found = self.database.find(problem, triton_version(), lambda config: space.legal(config, spec, shape, target))
-        return found or rule.choose(spec, shape, target)
+        return found or rule.choose(spec, shape, target, layout=layout)

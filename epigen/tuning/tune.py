@@ -60,7 +60,7 @@ def tune_one(
     hopeful = [c for c in legal if not model.refusal(spec, c, shape, target, task.layout)] or legal
     ranked = model.rank(spec, hopeful, shape, _gpu(task), task.layout)
     near = database.nearest(problem, triton_version(), 3, lambda c: space.legal(c, spec, shape, target)) if database else ()
-    first = [*(f.config for f in near), rule.choose(spec, shape, target).config, rule.library(spec, "").config]
+    first = [*(f.config for f in near), rule.choose(spec, shape, target, layout=task.layout).config, rule.library(spec, "").config]
     name = f"{problem.spec} {'x'.join(map(str, shape))} {task.a} {task.layout} {target.part} {triton_version()}"
     measuring = runner or GpuRunner(task)
     try:
