@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,23 +58,29 @@ def tune(programs: tuple[str, ...], shapes: tuple[tuple[int, int, int], ...], dt
         if not programs or not shapes:
             raise click.UsageError("give a program and a --shape, such as: epigen tune 'relu(mm + bias)' --shape 4096x4096x4096")
         from epigen.runtime import device
+        from epigen.tuning.runner import GpuRunner
         from epigen.tuning.task import Task
 
         target = device.at_hand()
         if target is None:
             raise click.UsageError("no GPU is at hand to tune on; --replay TABLE searches recorded measurements")
         database = Database(path)
+        workers: GpuRunner | None = None
         inputs = "fp32" if dtypes.BY_NAME[dtype_name].bits == 8 else dtype_name
-        for program in programs:
-            for shape in shapes:
+        try:
+            for program, shape in product(programs, shapes):
                 task = Task(program, shape, dtype_name, dtype_name, inputs, layout, precision, target, seed=seed)
-                done.append(tune_one(task, database, trials=trials, budget_s=limit, seed=seed, storage=storage, report=_progress))
+                if workers is None:
+                    workers = GpuRunner(task)
+                else:
+                    workers.renew(task)
+                done.append(tune_one(task, database, trials=trials, budget_s=limit, seed=seed, storage=storage, runner=workers, report=_progress))
                 if not done[-1].result.complete:
                     click.echo("interrupted: what was found so far is kept", err=True)
                     break
-            else:
-                continue
-            break
+        finally:
+            if workers is not None:
+                workers.close()
     _show(done, as_json)
 
 

@@ -84,11 +84,13 @@ def best_of(table: dict[KernelConfig, Outcome]) -> float:
     return min(o.median_us for o in table.values() if o.kind == "ok")
 
 
-def test_search_nears_the_best_of_a_recorded_space(table: dict[KernelConfig, Outcome]) -> None:
-    result = search(SPEC, SHAPE, DEFAULT, Replay(table, Baseline(100, 120)), trials=120, seed=1)
-    assert result.outcome.kind == "ok" and result.complete
-    assert result.outcome.median_us <= 1.45 * best_of(table)
-    assert len(result.outcomes) <= 120
+def test_search_beats_random_choice_on_a_recorded_space(table: dict[KernelConfig, Outcome]) -> None:
+    """Without a model's ranking, and with a small schedule as a trap: 60 trials, mean over seeds."""
+    best = best_of(table)
+    found = [search(SPEC, SHAPE, DEFAULT, Replay(table, Baseline(100, 120)), trials=60, seed=s).outcome.median_us / best for s in range(6)]
+    configs = list(table)
+    random_ = [min(table[c].median_us or 1e9 for c in Random(s).sample(configs, 60)) / best for s in range(30)]
+    assert sum(found) / len(found) < sum(random_) / len(random_) - 0.05
 
 
 def test_a_good_ranking_is_enough_in_few_trials(table: dict[KernelConfig, Outcome]) -> None:
@@ -176,7 +178,7 @@ def failing(how: int) -> KernelConfig:
 @pytest.fixture
 def runner() -> Iterator[GpuRunner]:
     task = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT))
-    made = GpuRunner(task, builders=2, meter="faulty_meter", builder="faulty_builder", first_s=20.0, measure_s=1.5)
+    made = GpuRunner(task, builders=2, meter="faulty_meter", builder="faulty_builder", first_s=12.0, measure_s=2.0)
     yield made
     made.close()
 
@@ -210,3 +212,14 @@ def test_the_search_survives_all_of_them(runner: GpuRunner) -> None:
     assert (result.winner["block_m"], result.winner["block_n"]) == (64, 128)
     assert set(result.counts) == {"ok", "timeout", "crashed", "wrong", "out_of_resources", "compile_error"}
     assert result.baseline == Baseline(100.0, 120.0)
+
+
+def test_workers_go_on_with_another_task(runner: GpuRunner) -> None:
+    """The processes stay, and answer for the new task; what was under way for the old one is put aside."""
+    runner.prepare([tiled(block_m=m) for m in (16, 32, 64, 128)])
+    assert runner.measure(tiled(), 0.0).kind == "ok"
+    before = [runner.meter.process, *(w.process for w in runner.builders)]
+    runner.renew(Task("gelu(mm)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT)))
+    assert not runner.built and not runner.building and not runner.waiting
+    assert runner.measure(tiled(), 0.0).kind == "ok"
+    assert [runner.meter.process, *(w.process for w in runner.builders)] == before

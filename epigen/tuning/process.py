@@ -25,6 +25,13 @@ class Lost:
     detail: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Renew:
+    """Tells a running worker to take up another setup."""
+
+    setup: Any
+
+
 class Worker:
     """One process that runs `python -m MODULE FD SETUP…` and answers jobs in order.
 
@@ -45,6 +52,13 @@ class Worker:
         self.busy_since = time.monotonic()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died meanwhile: `answer` says so
             self.connection.send(job)
+
+    def renew(self, setup: Any) -> None:
+        """Answer by another setup from the next job on; a process that runs already keeps what it has imported. No job may be under way."""
+        self.setup = setup
+        if self.connection is not None:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self.connection.send(_Renew(setup))
 
     def answer(self, timeout_s: float) -> Any:
         """Wait for the answer of the job under way, `timeout_s` at most; a Lost where there will be none."""
@@ -89,6 +103,11 @@ def serve(answer_with: Any) -> None:
     try:
         handle = answer_with(connection.recv())
         while True:
-            connection.send(handle(connection.recv()))
+            job = connection.recv()
+            if isinstance(job, _Renew):
+                handle = None  # what the old setup holds goes before the new one is made
+                handle = answer_with(job.setup)
+            else:
+                connection.send(handle(job))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return

@@ -80,6 +80,16 @@ class GpuRunner:
     def available(self, config: KernelConfig) -> KernelConfig:
         return config
 
+    def renew(self, task: Task) -> None:
+        """Go on with another task in the same processes, which spares their start."""
+        for config in list(self.building):  # begun for the last task, and not wanted any more
+            self._collect(config)
+        self.waiting.clear()
+        self.built.clear()
+        self.fresh = True  # the new task's data takes a while to make
+        for worker in (*self.builders, self.meter):
+            worker.renew(task)
+
     def prepare(self, configs: Sequence[KernelConfig]) -> None:
         known = {*self.building, *self.built, *self.waiting}
         self.waiting += [c for c in dict.fromkeys(configs) if c not in known]
@@ -93,15 +103,19 @@ class GpuRunner:
                 worker.submit(config)
                 self.building[config] = worker
 
+    def _collect(self, config: KernelConfig) -> None:
+        """Wait for a build under way, and keep its outcome."""
+        answer = self.building.pop(config).answer(self.build_s)
+        if isinstance(answer, Lost):
+            answer = Outcome("compile_error" if answer.kind == "crashed" else answer.kind, detail=answer.detail)
+        self.built[config] = answer
+
     def _built(self, config: KernelConfig) -> Outcome:
         self.prepare([config])
         while config not in self.built:
             # the asked one first, once it has begun; until then whichever is under way
             current = config if config in self.building else next(iter(self.building))
-            answer = self.building.pop(current).answer(self.build_s)
-            self.built[current] = (
-                Outcome("compile_error" if answer.kind == "crashed" else answer.kind, detail=answer.detail) if isinstance(answer, Lost) else answer
-            )
+            self._collect(current)
             self._feed()
         return self.built[config]
 

@@ -6,7 +6,7 @@ a search, and an enumeration elsewhere: one walk serves both, so they cannot dis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
@@ -104,7 +104,18 @@ def every(spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> Iter
 
 def legal(config: KernelConfig, spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> bool:
     """Whether a config, borrowed from another problem say, is a point of this one's space."""
+    return _at(parameters(config), spec, shape, target) == config
+
+
+def around(config: KernelConfig, spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> list[KernelConfig]:
+    """The legal configs that differ from a legal one by one step of one dimension."""
     values = parameters(config)
+    steps = [values | {name: values[name] + step} for name in values if name != "schedule" for step in (-1, 1)]
+    return [found for found in (_at(s, spec, shape, target) for s in steps) if found is not None]
+
+
+def _at(values: Mapping[str, int], spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> KernelConfig | None:
+    """The config of these parameters; None where one is out of its bounds."""
     inside = True
 
     def walk(name: str, low: int, high: int) -> int:
@@ -113,7 +124,8 @@ def legal(config: KernelConfig, spec: KernelSpec, shape: tuple[int, int, int], t
         inside &= low <= value <= high
         return min(max(value, low), high)
 
-    return point(walk, spec, shape, target) == config and inside
+    found = point(walk, spec, shape, target)
+    return found if inside else None
 
 
 def parameters(config: KernelConfig) -> dict[str, int]:

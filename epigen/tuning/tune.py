@@ -50,7 +50,7 @@ def tune_one(
 ) -> Tuned:  # fmt: skip
     """Tune one problem, and add the winner to the database.
 
-    runner: what measures, by default the workers of the task's GPU. Raises TuneError where no config works.
+    runner: what measures, by default workers of the task's GPU, for this task alone. Raises TuneError where no config works.
     """
     graph = task.graph()
     spec = spec_of(graph, task)
@@ -68,7 +68,8 @@ def tune_one(
             spec, shape, target, measuring, first=first, ranked=ranked, trials=trials, budget_s=budget_s, seed=seed, storage=storage, name=name, report=report
         )
     finally:
-        measuring.close()
+        if runner is None:
+            measuring.close()
     record = None
     if database is not None and result.baseline.mm_us:
         record = _record(problem, result)
