@@ -193,7 +193,8 @@ def _row(record: Record) -> str:
 
 
 def _show(file: Path, record: Record) -> None:
-    from epigen.tuning.records import OUTCOMES, extents
+    from epigen.tuning.records import extents
+    from epigen.tuning.task import OUTCOMES
 
     precision = f", {record.precision}" if record.precision else ""
     unfused = "" if record.unfused_us is None else f"; with one pointwise pass {record.unfused_us:g} us"

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 
 from epigen import ops
 from epigen.codegen import schedules
-from epigen.codegen.spec import KernelConfig
+from epigen.codegen.spec import LAYOUTS, KernelConfig
 from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
 
 FLOATS = (FP32, FP16, BF16, FP8E4M3, FP8E5M2)
-LAYOUTS = ("nn", "nt", "tn", "tt")
 LIBRARY = schedules.config("library", block_m=16, block_n=64, num_warps=4)
 
 

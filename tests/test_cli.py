@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 import epigen
 from epigen import api, cli, dtypes, ops
+from epigen.codegen.spec import LAYOUTS
 from epigen.errors import InternalError
 from epigen.runtime import ahead, device, verify
 from epigen.runtime.device import TARGETS
@@ -334,7 +335,7 @@ def test_no_verify_runs_and_compiles_nothing(monkeypatch: pytest.MonkeyPatch, ch
 
 
 @pytest.mark.usefixtures("compile_once")
-@pytest.mark.parametrize("layout", verify.LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_is_verified_as_it_is(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[verify.Sample] = []
     sample = verify.sample

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tuned import A100, H100, NAME, OTHER_KIND, OTHER_SPEC, TRITON, config, opened, problem, record
 
+from epigen.codegen.spec import LAYOUTS
 from epigen.tuning.lookup import FARTHEST, Index, distance, version_order
-from epigen.tuning.problem import LAYOUTS, Problem
+from epigen.tuning.problem import Problem
 from epigen.tuning.records import Record, merged
 
 

@@ -12,6 +12,12 @@ from dataclasses import dataclass
 from epigen.dtypes import FP32, INT8, INT32, DType
 from epigen.errors import ConfigError
 
+LAYOUTS = ("nn", "nt", "tn", "tt")
+"""How a and b lie in memory: n for row-major, t for the transpose of a row-major matrix."""
+
+WIDE = 1 << 31
+"""Offsets from here on need 64 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Signature:
@@ -44,6 +50,18 @@ ACC = "acc"
 """Name of the main kernel's accumulator."""
 
 CAST, WIDEN = "cast", "widen"
+
+
+def k_multiple(k: int) -> int:
+    """The largest power of two up to 256 that divides k; 256 for 0."""
+    return min(k & -k, 256) if k else 256
+
+
+def index_bits(shape: tuple[int, int, int]) -> int:
+    """64 where contiguous tensors of these extents M, N, K have offsets past 32 bits, else 32."""
+    m, n, k = shape
+    return 64 if max(m * n, m * k, k * n) >= WIDE else 32
+
 
 Arg = str | float
 """The name of a value in the kernel, or a constant."""

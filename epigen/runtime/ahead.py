@@ -17,7 +17,7 @@ from epigen.runtime.loader import Compiled, compile_ahead
 
 
 def layout_constants(function: Function, layout: str = "nn") -> dict[str, int]:
-    """The strides of 1 that contiguous tensors have. layout: how a and b lie, as in `verify.LAYOUTS`."""
+    """The strides of 1 that contiguous tensors have. layout: how a and b lie, as in `codegen.spec.LAYOUTS`."""
     names = {a.name for a in function.arguments}
     ones = {"stride_ak" if layout[0] == "n" else "stride_am", "stride_bn" if layout[1] == "n" else "stride_bk"}
     # the last index of an input or an output

@@ -20,7 +20,7 @@ from torch import Tensor
 from epigen.codegen.lower import check_operands, lower, output_dtype
 from epigen.codegen.render import Function, Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Signature
+from epigen.codegen.spec import WIDE, Choice, KernelConfig, KernelSpec, Signature, index_bits, k_multiple
 from epigen.dtypes import BF16, BY_TORCH, FP16, FP32, UINT8, DType
 from epigen.errors import CallError, near_miss
 from epigen.ir import graph as g
@@ -33,9 +33,6 @@ from epigen.runtime.loader import Loader, Resources, interpreting, refusal, warm
 Chooser = Callable[[KernelSpec, tuple[int, int, int], str, Target, str], Choice]
 """(spec, shape, layout, target, refused) -> Choice. layout: "nn", "nt", "tn" or "tt", how a and b lie. refused: why a config with a
 main loop of Triton's did not work, "" at first."""
-
-_WIDE = 1 << 31
-"""Offsets from here on need 64 bits."""
 
 BACKENDS = ("triton", "interpreter", "reference")
 
@@ -142,9 +139,7 @@ class Kernel:
         inputs = tuple((n.name, UINT8 if n.op == g.BITS else other if n.indices else None) for n in self._inputs.values())
         if shape is None:
             return Signature(dtype, dtype, inputs, self._precision_now())
-        m, n, k = shape
-        wide = max(m * n, m * k, k * n) >= _WIDE
-        return Signature(dtype, dtype, inputs, self._precision_now(), _power_of_two_in(k), 64 if wide else 32)
+        return Signature(dtype, dtype, inputs, self._precision_now(), k_multiple(shape[2]), index_bits(shape))
 
     def source(self, **problem: Any) -> str:
         """The generated module's text: of the last call, or of the problem that is given as to `plan`."""
@@ -236,9 +231,9 @@ class Kernel:
         tensors = [a, b, *(t for t in (*inputs.values(), *outs.values()) if isinstance(t, Tensor))]
         if backend == "interpreter" and (culprit := uninterpretable(self._graph, [BY_TORCH.get(str(t.dtype)) for t in tensors], [o.dtype for o in outputs])):
             raise CallError(f"Triton's interpreter rounds to {culprit} wrongly: use fp16 or fp32 there, and {culprit} on a GPU")
-        wide = any(_reach(t) >= _WIDE for t in tensors) or m * n >= _WIDE
+        wide = any(_reach(t) >= WIDE for t in tensors) or m * n >= WIDE
         named = tuple((name, None if not isinstance(inputs[name], Tensor) else BY_TORCH[str(inputs[name].dtype)]) for name in self._inputs)
-        signature = Signature(dtypes["a"], dtypes["b"], named, self._precision_now(), _power_of_two_in(k), 64 if wide else 32)
+        signature = Signature(dtypes["a"], dtypes["b"], named, self._precision_now(), k_multiple(k), 64 if wide else 32)
         with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
             target = target or (device.at_hand() if a.is_cuda else None) or device.DEFAULT
             plan = self.plan((m, n, k), target=target, signature=signature, layout=_layout(a) + _layout(b), refused=refused)
@@ -421,11 +416,6 @@ def uninterpretable(graph: Graph, held: Iterable[DType | None], outputs: Iterabl
 def _reach(t: Tensor) -> int:
     """Largest offset, in elements, from a tensor's first element."""
     return sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1)
-
-
-def _power_of_two_in(k: int) -> int:
-    """The largest power of two up to 256 that divides k."""
-    return min(k & -k, 256) if k else 256
 
 
 def _check_input(name: str, node: Node, value: Any, m: int, n: int, on: torch.device) -> None:

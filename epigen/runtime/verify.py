@@ -18,9 +18,6 @@ from epigen.ir.bound import Difference
 from epigen.ir.graph import Graph
 from epigen.runtime.kernel import Kernel
 
-LAYOUTS = ("nn", "nt", "tn", "tt")
-"""How a and b lie in memory: n for row-major, t for the transpose of a row-major matrix."""
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:

@@ -12,8 +12,6 @@ from epigen.codegen.spec import KernelSpec, digest
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
 
-LAYOUTS = ("nn", "nt", "tn", "tt")
-
 
 @dataclass(frozen=True, slots=True)
 class Problem:

@@ -15,24 +15,22 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from epigen.codegen import schedules
-from epigen.codegen.spec import KernelConfig
+from epigen.codegen.spec import LAYOUTS, KernelConfig
 from epigen.dtypes import ALL
 from epigen.errors import ConfigError, DatabaseError
-from epigen.tuning.problem import LAYOUTS, Problem
+from epigen.tuning.problem import Problem
+from epigen.tuning.task import OUTCOMES, OutcomeKind
 
 SCHEMA = 1
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
 MIGRATIONS: Mapping[int, Migration] = MappingProxyType({})
 """From a schema's number to the step that turns its document into the next one's. Empty while there has been one schema only."""
-
-Outcome = Literal["ok", "slower", "wrong", "compile_error", "out_of_resources", "timeout", "crashed"]
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 _MAX_RECORDS = 100_000
 _SHOWN = 60  # characters of a wrong value that a message quotes
@@ -131,7 +129,7 @@ class Record(BaseModel):
     spread_us: Spread
     baseline_us: Time
     unfused_us: Time | None = None
-    trials: dict[Outcome, Count]
+    trials: dict[OutcomeKind, Count]
     date: Annotated[str, AfterValidator(_date)]
     triton: Version
     torch: Version

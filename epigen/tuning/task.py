@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from epigen import dtypes
 from epigen.codegen.spec import Choice, KernelConfig
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from epigen.runtime.kernel import Kernel
     from epigen.runtime.verify import Sample
 
-OUTCOMES = ("ok", "slower", "wrong", "compile_error", "out_of_resources", "timeout", "crashed")
+OutcomeKind = Literal["ok", "slower", "wrong", "compile_error", "out_of_resources", "timeout", "crashed"]
+OUTCOMES: tuple[OutcomeKind, ...] = get_args(OutcomeKind)
 """How a trial can end. slower: cut off early, far behind the best so far."""
 
 

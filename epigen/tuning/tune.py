@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import epigen
 from epigen import dtypes
 from epigen.codegen.lower import lower
-from epigen.codegen.spec import KernelSpec, Signature
+from epigen.codegen.spec import KernelSpec, Signature, index_bits, k_multiple
 from epigen.errors import EpigenError
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
@@ -38,10 +38,8 @@ class Tuned:
 def spec_of(graph: Graph, task: Task) -> KernelSpec:
     """The kernel that a task's calls run: contiguous operands, scalars by value."""
     a, b, inputs = (dtypes.BY_NAME[n] for n in (task.a, task.b, task.inputs))
-    m, n, k = task.shape
     named = tuple((node.name, dtypes.UINT8 if node.op == g.BITS else inputs if node.indices else None) for node in graph.inputs())
-    wide = max(m * n, m * k, k * n) >= 1 << 31
-    return lower(graph, Signature(a, b, named, task.precision, min(k & -k, 256) if k else 256, 64 if wide else 32))
+    return lower(graph, Signature(a, b, named, task.precision, k_multiple(task.shape[2]), index_bits(task.shape)))
 
 
 def tune_one(
