@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from epigen import ops
 from epigen.codegen.spec import CAST, WIDEN, Arg, Line, Partial, Source, number
 from epigen.dtypes import INT8, INT32, UINT8, DType
-from epigen.errors import InternalError
 
 _TL = re.compile(r"\btl\.")
 
@@ -122,7 +121,4 @@ def helpers(lines: Iterable[Line], rows: Iterable[str], converts_to: Iterable[DT
             define(function[1], "x, y", row.combine_body)
     if INT8 in converts_to:
         define("to_int8", "x", _TO_INT8)
-    for name in found:
-        if name in ("tl", "triton"):
-            raise InternalError(f"a helper function is called {name}")
     return [found[name] for name in sorted(found)]

@@ -55,11 +55,13 @@ def config(schedule: str, **values: object) -> KernelConfig:
     if schedule not in SCHEDULES:
         raise ConfigError(f"unknown schedule '{schedule}': {near_miss(schedule, SCHEDULES) or 'known are ' + ', '.join(SCHEDULES)}")
     dimensions = SCHEDULES[schedule].dimensions
+    checked: dict[str, int] = {}
     for name, value in values.items():
         if name not in dimensions:
             raise ConfigError(f"the schedule {schedule} has no dimension '{name}': {near_miss(name, dimensions) or 'it has ' + ', '.join(dimensions)}")
         if type(value) is not int or value not in dimensions[name]:
             raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(str, dimensions[name]))}")
-    if missing := [d for d in dimensions if d not in values]:
+        checked[name] = value
+    if missing := [d for d in dimensions if d not in checked]:
         raise ConfigError(f"the schedule {schedule} also needs {', '.join(missing)}")
-    return KernelConfig(schedule, tuple((d, v) for d in dimensions if isinstance(v := values[d], int)))
+    return KernelConfig(schedule, tuple((d, checked[d]) for d in dimensions))

@@ -159,9 +159,7 @@ def compile_ahead(rendered: Rendered, function: Function, target: Target, consta
         kernel = triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp_size), options=options)
     except Exception as error:  # Triton's front end, MLIR and ptxas each raise their own kind
         raise CompileError(f"{function.name} does not compile for {target.name}: {_last_words(error)}") from error
-    _demand_shared(kernel, function, target)
-    stages = {name: kernel.asm[name] for name in COMPILED_STAGES if name in kernel.asm}
-    return Compiled(stages, _resources(kernel, stages, function, target))
+    return _compiled(kernel, function, target)
 
 
 class _Absent:
@@ -194,13 +192,15 @@ def warm(jit: Any, function: Function, arguments: Sequence[Any], options: Mappin
         kernel = jit.warmup(*arguments, grid=(1,), **options)
     except Exception as error:  # as in compile_ahead
         raise CompileError(f"{function.name} does not compile for {target.name}: {_last_words(error)}") from error
-    _demand_shared(kernel, function, target)
-    return _resources(kernel, {name: kernel.asm[name] for name in COMPILED_STAGES if name in kernel.asm}, function, target)
+    return _compiled(kernel, function, target).resources
 
 
-def _demand_shared(kernel: Any, function: Function, target: Target) -> None:
+def _compiled(kernel: Any, function: Function, target: Target) -> Compiled:
+    """What Triton compiled. Raises CompileError for more shared memory than the target has, which Triton itself checks at a launch only."""
     if kernel.metadata.shared > target.shared_bytes:
         raise CompileError(f"{function.name} needs {kernel.metadata.shared} bytes of shared memory, and {target.name} has {target.shared_bytes}")
+    stages = {name: kernel.asm[name] for name in COMPILED_STAGES if name in kernel.asm}
+    return Compiled(stages, _resources(kernel, stages, function, target))
 
 
 def _last_words(error: BaseException) -> str:

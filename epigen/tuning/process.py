@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -42,14 +41,12 @@ class Worker:
         self.module, self.setup = module, setup
         self.process: subprocess.Popen[bytes] | None = None
         self.connection: Connection | None = None
-        self.busy_since: float | None = None
 
     def submit(self, job: Any) -> None:
         """Send a job; starts the process if there is none."""
         if self.process is None:
             self._start()
         assert self.connection is not None
-        self.busy_since = time.monotonic()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died meanwhile: `answer` says so
             self.connection.send(job)
 
@@ -67,9 +64,7 @@ class Worker:
             if not self.connection.poll(timeout_s):
                 self.stop()
                 return Lost("timeout", f"no answer within {timeout_s:.0f} s")
-            answer = self.connection.recv()
-            self.busy_since = None
-            return answer
+            return self.connection.recv()
         except (EOFError, ConnectionResetError):
             status = self.process.wait()
             self.stop()
@@ -82,7 +77,7 @@ class Worker:
             self.process.wait()
         if self.connection is not None:
             self.connection.close()
-        self.process = self.connection = self.busy_since = None
+        self.process = self.connection = None
 
     def _start(self) -> None:
         self.connection, theirs = Pipe()

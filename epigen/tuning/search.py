@@ -53,7 +53,7 @@ class Result:
 
     @property
     def counts(self) -> Counter[str]:
-        return Counter(o.kind for o in self.outcomes.values())
+        return _kinds(self.outcomes)
 
 
 def search(
@@ -64,7 +64,8 @@ def search(
     """Find the fastest correct config.
 
     first: tried before all else, such as winners of near shapes; those that are not legal here are passed over. ranked: every legal
-    config in a model's order, best first (by default in random order); half of the trials go to its head. trials: distinct configs measured. storage, name: an Optuna study to share with other tuners.
+    config in a model's order, best first (by default in random order); half of the trials go to its head. trials: distinct configs
+    measured. storage, name: an Optuna study to share with other tuners.
     Ctrl-C ends the search with what was found. Raises TuneError where no trial gave a right answer, with the commonest cause.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -146,9 +147,7 @@ class _State:
             self.runner.prepare([c for _, c in upcoming])
             for trial, config in current:
                 self.settle(trial, config, self.runner.measure(config, self.best_us))
-                self.report(
-                    Progress(len(self.outcomes), self.best, self.best_us, Counter(o.kind for o in self.outcomes.values()), time.monotonic() - self.start)
-                )
+                self.report(Progress(len(self.outcomes), self.best, self.best_us, _kinds(self.outcomes), time.monotonic() - self.start))
                 if time.monotonic() - self.start > budget_s:
                     return
             current = upcoming
@@ -225,9 +224,14 @@ class _State:
         return min(tied, key=lambda pair: (self.rank.get(pair[0], len(self.rank)), str(pair[0])))
 
 
+def _kinds(outcomes: dict[KernelConfig, Outcome]) -> Counter[str]:
+    """How many trials ended how."""
+    return Counter(o.kind for o in outcomes.values())
+
+
 def _why_none(outcomes: dict[KernelConfig, Outcome]) -> str:
     if not outcomes:
         return "the search ended before its first trial"
-    kind, count = Counter(o.kind for o in outcomes.values()).most_common(1)[0]
+    kind, count = _kinds(outcomes).most_common(1)[0]
     detail = next(o.detail for o in outcomes.values() if o.kind == kind)
     return f"none of {len(outcomes)} configs gave a right answer in time; {count} ended as {kind.replace('_', ' ')}: {detail}"
