@@ -56,7 +56,7 @@ def main() -> None:
         first = 0.0
         try:
             runner.prepare(configs)
-            baseline = runner.baseline()
+            baseline = runner.compare([]).baseline
             for config in configs:
                 rows[config] = runner.measure(config, 0.0)
                 first = first or time.perf_counter() - start

@@ -21,7 +21,7 @@ from epigen.dtypes import BY_NAME
 from epigen.errors import EpigenError
 from epigen.ir import bound
 from epigen.tuning.process import serve
-from epigen.tuning.task import Baseline, Compare, Job, Measure, Outcome, Task, TimeBaseline
+from epigen.tuning.task import Baseline, Compare, Comparison, Job, Measure, Outcome, Task
 
 # several times the largest L2, and long enough (some 130 us on an H200) for the host to have the launch ready when it ends
 _FLUSH_BYTES = 512 << 20
@@ -43,11 +43,9 @@ class Meter:
         self.expected = bound.expect(self.graph, self.checked.a, self.checked.b, self.checked.inputs, dtypes, task.precision)
         self.flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
-    def answer(self, job: Job) -> Outcome | list[Outcome] | Baseline:
-        if isinstance(job, TimeBaseline):
-            return self.baseline()
+    def answer(self, job: Job) -> Outcome | Comparison:
         if isinstance(job, Compare):
-            return self.compare([self.runner(c) for c in job.configs], job.rounds)
+            return self.compare(job)
         try:
             return self.measure(job)
         except torch.OutOfMemoryError as error:
@@ -82,26 +80,25 @@ class Meter:
         samples += [self.once(run) for _ in range(_SAMPLES - _FIRST)]
         return _outcome(samples)
 
-    def compare(self, runs: list[Callable[[], Any]], rounds: int) -> list[Outcome]:
+    def compare(self, job: Compare) -> Comparison:
+        runs: list[Callable[[], Any]] = [*(self.runner(c) for c in job.configs), self.product, lambda: torch.relu(self.product())]
         for run in runs:
             run()
         samples: list[list[float]] = [[] for _ in runs]
-        for _ in range(rounds):
+        for _ in range(job.rounds):
             for run, into in zip(runs, samples, strict=True):
                 into.append(self.once(run))
-        return [_outcome(s) for s in samples]
+        *outcomes, alone, with_pass = (_outcome(s) for s in samples)
+        return Comparison(tuple(outcomes), Baseline(alone.median_us, with_pass.median_us))
 
-    def baseline(self) -> Baseline:
+    def product(self) -> torch.Tensor:
+        """The vendor's product, without any epilogue."""
         from epigen.runtime import vendor
 
         a, b = self.sample.a, self.sample.b
-        plain = a.is_floating_point() and a.element_size() > 1
-
-        def product() -> torch.Tensor:
-            return torch.mm(a, b) if plain else vendor.product(a, b, self.task.precision)
-
-        alone, with_pass = self.compare([product, lambda: torch.relu(product())], 11)
-        return Baseline(alone.median_us, with_pass.median_us)
+        if a.is_floating_point() and a.element_size() > 1:
+            return torch.mm(a, b)
+        return vendor.product(a, b, self.task.precision)
 
     def once(self, run: Callable[[], Any]) -> float:
         """Microseconds of one launch with a cold L2."""

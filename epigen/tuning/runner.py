@@ -1,6 +1,6 @@
 """What a search measures with: the workers of a GPU, or a recorded table of measurements.
 
-A search sees `prepare` (start compiling), `measure` (an outcome, whatever happens), `compare` (close calls) and `baseline`.
+A search sees `prepare` (start compiling), `measure` (an outcome, whatever happens) and `compare` (close calls, with the vendor's product).
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError
 from epigen.tuning import space
 from epigen.tuning.process import Lost, Worker
-from epigen.tuning.task import Baseline, Compare, Job, Measure, Outcome, Task, TimeBaseline
+from epigen.tuning.task import Baseline, Compare, Comparison, Job, Measure, Outcome, Task
 
 
 class Runner(Protocol):
     def prepare(self, configs: Sequence[KernelConfig]) -> None: ...
     def measure(self, config: KernelConfig, limit_us: float) -> Outcome: ...
-    def compare(self, configs: Sequence[KernelConfig]) -> list[Outcome]: ...
-    def baseline(self) -> Baseline: ...
+    def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
+        """Times configs that were right, and the vendor's product, in turns; of no configs, the vendor's product alone."""
+        ...
+
     def close(self) -> None: ...
     def available(self, config: KernelConfig) -> KernelConfig:
         """The config itself, or what can be measured in its place."""
@@ -31,7 +33,7 @@ class Replay:
     """A recorded table: config -> outcome. In place of a config that was not recorded it answers for the nearest that was."""
 
     def __init__(self, table: Mapping[KernelConfig, Outcome], baseline: Baseline):
-        self.table, self._baseline = table, baseline
+        self.table, self.baseline = table, baseline
         self.points = {c: space.parameters(c) for c in table}
 
     def available(self, config: KernelConfig) -> KernelConfig:
@@ -50,11 +52,8 @@ class Replay:
     def measure(self, config: KernelConfig, limit_us: float) -> Outcome:  # noqa: ARG002  # a table has nothing to cut off
         return self.table[config]
 
-    def compare(self, configs: Sequence[KernelConfig]) -> list[Outcome]:
-        return [self.table[c] for c in configs]
-
-    def baseline(self) -> Baseline:
-        return self._baseline
+    def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
+        return Comparison(tuple(self.table[c] for c in configs), self.baseline)
 
     def close(self) -> None:
         pass
@@ -129,23 +128,15 @@ class GpuRunner:
         assert isinstance(answer, Outcome)
         return answer
 
-    def compare(self, configs: Sequence[KernelConfig]) -> list[Outcome]:
+    def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
         answer = self._ask(Compare(tuple(configs)))
-        if isinstance(answer, Lost):
-            raise EpigenError(f"comparing the best configs failed: {answer.detail}")
-        assert isinstance(answer, list)
+        if not isinstance(answer, Comparison):
+            raise EpigenError(f"timing the best configs beside the vendor's product failed: {answer.detail}")
         return answer
 
-    def baseline(self) -> Baseline:
-        answer = self._ask(TimeBaseline())
-        if isinstance(answer, Lost):
-            raise EpigenError(f"the vendor's product could not be measured: {answer.detail}")
-        assert isinstance(answer, Baseline)
-        return answer
-
-    def _ask(self, job: Job) -> Outcome | list[Outcome] | Baseline | Lost:
+    def _ask(self, job: Job) -> Outcome | Comparison | Lost:
         self.meter.submit(job)
-        answer: Outcome | list[Outcome] | Baseline | Lost = self.meter.answer(self.first_s if self.fresh else self.measure_s)
+        answer: Outcome | Comparison | Lost = self.meter.answer(self.first_s if self.fresh else self.measure_s)
         self.fresh = isinstance(answer, Lost) or (isinstance(answer, Outcome) and answer.kind == "crashed")
         if self.fresh:
             self.meter.stop()  # its GPU context may be poisoned

@@ -88,8 +88,7 @@ def search(
     if state.best is None:
         raise TuneError(_why_none(state.outcomes))
     try:
-        winner, outcome = state.final()
-        baseline = runner.baseline()
+        winner, outcome, baseline = state.final()
     except KeyboardInterrupt:
         winner, outcome, baseline, complete = state.best, state.outcomes[state.best], Baseline(0.0, 0.0), False
     return Result(winner, outcome, baseline, state.outcomes, time.monotonic() - state.start, complete)
@@ -211,17 +210,16 @@ class _State:
         else:
             self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
 
-    def final(self) -> tuple[KernelConfig, Outcome]:
+    def final(self) -> tuple[KernelConfig, Outcome, Baseline]:
         """The winner among the close ones: timed again in turns, and of those that tie the first by rank, so that two runs agree."""
         assert self.best is not None
         right = sorted((o.median_us, self.rank.get(c, len(self.rank)), str(c), c) for c, o in self.outcomes.items() if o.kind == "ok")
         close = [c for us, _, _, c in right if us <= _CLOSE * self.best_us][:_FINALISTS]
-        if len(close) == 1:
-            return self.best, self.outcomes[self.best]
-        timed = list(zip(close, self.runner.compare(close), strict=True))
-        least = min(o.median_us for _, o in timed)
-        tied = [(c, o) for c, o in timed if o.median_us <= _NOISE * least]
-        return min(tied, key=lambda pair: (self.rank.get(pair[0], len(self.rank)), str(pair[0])))
+        compared = self.runner.compare(close)
+        least = min(o.median_us for o in compared.outcomes)
+        tied = [(c, o) for c, o in zip(close, compared.outcomes, strict=True) if o.median_us <= _NOISE * least]
+        winner, outcome = min(tied, key=lambda pair: (self.rank.get(pair[0], len(self.rank)), str(pair[0])))
+        return winner, outcome, compared.baseline
 
 
 def _kinds(outcomes: dict[KernelConfig, Outcome]) -> Counter[str]:

@@ -76,6 +76,14 @@ class Baseline:
 
 
 @dataclass(frozen=True, slots=True)
+class Comparison:
+    """Configs and the vendor's product, timed in turns. outcomes: in the order of the configs."""
+
+    outcomes: tuple[Outcome, ...]
+    baseline: Baseline
+
+
+@dataclass(frozen=True, slots=True)
 class Measure:
     """Check and time one config. limit_us: the best so far, or 0."""
 
@@ -85,16 +93,11 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Time configs that have been checked, taking turns."""
+    """Time configs that have been checked, the vendor's product alone and with one pointwise pass, taking turns."""
 
     configs: tuple[KernelConfig, ...]
     rounds: int = 21
 
 
-@dataclass(frozen=True, slots=True)
-class TimeBaseline:
-    """Time the vendor's product alone and with one pointwise pass."""
-
-
-Job = Measure | Compare | TimeBaseline
+Job = Measure | Compare
 """What the measuring worker is asked."""
