@@ -16,8 +16,9 @@ from bench import record
 from epigen import api, dtypes
 from epigen.codegen.lower import lower
 from epigen.runtime import device
-from epigen.tuning import rule, space, table
+from epigen.tuning import rule, table
 from epigen.tuning.runner import GpuRunner
+from epigen.tuning.space import Space
 from epigen.tuning.task import Outcome, Task
 
 # name, program, shape, layout: the kinds of problem that stress different parts of the model
@@ -48,7 +49,7 @@ def main() -> None:
         graph = task.graph()
         kernel = api.compile(text)
         spec = lower(graph, kernel.signature_of(dtypes.FP16, shape))
-        configs = list(space.every(spec, shape, target))
+        configs = list(Space(spec, shape, target, layout).every())
         random.Random(0).shuffle(configs)
         configs = list(dict.fromkeys([rule.choose(spec, shape, target, layout=layout).config, rule.library(spec, "").config, *configs]))[: options.configs]
         runner = GpuRunner(task)

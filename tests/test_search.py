@@ -15,9 +15,9 @@ from epigen.codegen.spec import KernelConfig, KernelSpec
 from epigen.dtypes import FP8E4M3, FP16, FP32, INT8
 from epigen.errors import TuneError
 from epigen.runtime.device import DEFAULT, TARGETS
-from epigen.tuning import space
 from epigen.tuning.runner import GpuRunner, Replay
 from epigen.tuning.search import search
+from epigen.tuning.space import Space, parameters
 from epigen.tuning.task import Baseline, Outcome, Task
 
 SHAPE = (1024, 1024, 1024)
@@ -28,10 +28,10 @@ def spec_of(text: str = "relu(mm + bias)", shape: tuple[int, int, int] = SHAPE, 
     return epigen.compile(text).plan(shape, dtype=dtype, target=DEFAULT).spec  # type: ignore[arg-type]
 
 
-SPEC = spec_of()
+SPACE = Space(spec_of(), SHAPE, DEFAULT, "nn")
 
 
-def tiled(block_m: int = 64, block_n: int = 64, block_k: int = 64, num_warps: int = 4, num_stages: int = 3, group_m: int = 4) -> KernelConfig:
+def tiled(block_m: int = 64, block_n: int = 64, block_k: int = 64, num_warps: int = 4, num_stages: int = 3, group_m: int = 1) -> KernelConfig:
     return schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages, group_m=group_m)
 
 
@@ -43,16 +43,18 @@ def tiled(block_m: int = 64, block_n: int = 64, block_k: int = 64, num_warps: in
 def test_every_point_is_legal_and_is_found_again(target: object, dtype: object) -> None:
     for shape in SHAPES:
         spec = spec_of(shape=shape, dtype=dtype)
-        configs = list(space.every(spec, shape, target))  # type: ignore[arg-type]
+        layout = "nn" if shape[0] % 2 else "nt"
+        here = Space(spec, shape, target, layout)  # type: ignore[arg-type]
+        configs = list(here.every())
         assert len(set(configs)) == len(configs) > 0
         for config in configs[:: 1 + len(configs) // 40]:
-            values = space.parameters(config)
+            values = parameters(config)
 
             def again(name: str, low: int, high: int, values: dict[str, int] = values) -> int:
                 assert low <= values[name] <= high
                 return values[name]
 
-            assert space.point(again, spec, shape, target) == config  # type: ignore[arg-type]
+            assert here.point(again) == config
             if config.schedule == "tiled":
                 fits = (config["block_m"] + config["block_n"]) * config["block_k"] * spec.signature.a.bytes * config["num_stages"]
                 assert fits <= target.shared_bytes  # type: ignore[attr-defined]
@@ -68,16 +70,16 @@ def made_up(configs: Sequence[KernelConfig]) -> dict[KernelConfig, Outcome]:
         if config.schedule == "library":
             found[config] = Outcome("ok", 140.0 + config["block_m"] / 10)
             continue
-        values = space.parameters(config)
+        values = parameters(config)
         far = abs(values["tiled.block_m"] - 7) + abs(values["tiled.block_n"] - 8) + abs(values["tiled.block_k"] - 6) + abs(values["tiled.num_stages"] - 4) / 2
-        far += abs(values["tiled.num_warps"] - 3) + abs(values["tiled.group_m"] - 3) / 4
-        found[config] = Outcome("wrong", detail="planted") if far < 1 and values["tiled.group_m"] == 0 else Outcome("ok", 100.0 * (1 + far / 5))
+        far += abs(values["tiled.num_warps"] - 3) + values["tiled.group_m"] / 2
+        found[config] = Outcome("wrong", detail="planted") if far < 1 and values["tiled.group_m"] == 1 else Outcome("ok", 100.0 * (1 + far / 5))
     return found
 
 
 @pytest.fixture(scope="module")
 def table() -> dict[KernelConfig, Outcome]:
-    return made_up(list(space.every(SPEC, SHAPE, DEFAULT)))
+    return made_up(list(SPACE.every()))
 
 
 def best_of(table: dict[KernelConfig, Outcome]) -> float:
@@ -87,7 +89,7 @@ def best_of(table: dict[KernelConfig, Outcome]) -> float:
 def test_search_beats_random_choice_on_a_recorded_space(table: dict[KernelConfig, Outcome]) -> None:
     """Without a model's ranking, and with a small schedule as a trap: 60 trials, mean over seeds."""
     best = best_of(table)
-    found = [search(SPEC, SHAPE, DEFAULT, Replay(table, Baseline(100, 120)), trials=60, seed=s).outcome.median_us / best for s in range(6)]
+    found = [search(SPACE, Replay(table, Baseline(100, 120)), trials=60, seed=s).outcome.median_us / best for s in range(6)]
     configs = list(table)
     random_ = [min(table[c].median_us or 1e9 for c in Random(s).sample(configs, 60)) / best for s in range(30)]
     assert sum(found) / len(found) < sum(random_) / len(random_) - 0.05
@@ -96,7 +98,7 @@ def test_search_beats_random_choice_on_a_recorded_space(table: dict[KernelConfig
 def test_a_good_ranking_is_enough_in_few_trials(table: dict[KernelConfig, Outcome]) -> None:
     noisy = Random(0)
     ranked = sorted(table, key=lambda c: (table[c].median_us or 1e9) * noisy.uniform(0.8, 1.25))
-    result = search(SPEC, SHAPE, DEFAULT, Replay(table, Baseline(100, 120)), ranked=ranked, trials=48, seed=3)
+    result = search(SPACE, Replay(table, Baseline(100, 120)), ranked=ranked, trials=48, seed=3)
     assert result.outcome.median_us <= 1.05 * best_of(table)
 
 
@@ -108,25 +110,25 @@ def test_the_same_seed_gives_the_same_winner_and_no_config_is_measured_twice(tab
             asked.append(config)
             return super().measure(config, limit_us)
 
-    first = search(SPEC, SHAPE, DEFAULT, Counting(table, Baseline(100, 120)), trials=40, seed=5)
+    first = search(SPACE, Counting(table, Baseline(100, 120)), trials=40, seed=5)
     assert len(asked) == len(set(asked)) == 40
-    again = search(SPEC, SHAPE, DEFAULT, Replay(table, Baseline(100, 120)), trials=40, seed=5)
+    again = search(SPACE, Replay(table, Baseline(100, 120)), trials=40, seed=5)
     assert again.winner == first.winner
 
 
 def test_a_small_space_is_searched_whole_and_ends() -> None:
     shape = (1, 1, 1)
-    spec = spec_of(shape=shape)
-    table = {c: Outcome("ok", float(i + 1)) for i, c in enumerate(space.every(spec, shape, DEFAULT))}
-    result = search(spec, shape, DEFAULT, Replay(table, Baseline(1, 1)), ranked=list(table), trials=500)
+    small = Space(spec_of(shape=shape), shape, DEFAULT, "nn")
+    table = {c: Outcome("ok", float(i + 1)) for i, c in enumerate(small.every())}
+    result = search(small, Replay(table, Baseline(1, 1)), ranked=list(table), trials=500)
     assert set(result.outcomes) == set(table) and result.outcome.median_us == 1.0
 
 
 def test_ties_within_the_noise_go_to_the_first_by_rank() -> None:
-    configs = [tiled(group_m=g) for g in (1, 2, 4, 8)]
+    configs = [tiled(num_stages=s) for s in (2, 3, 4, 5)]
     table = {c: Outcome("ok", 100.0 + i / 10) for i, c in enumerate(configs)}
     for ranked in (configs, configs[::-1]):
-        result = search(SPEC, SHAPE, DEFAULT, Replay(table, Baseline(1, 1)), ranked=ranked, trials=4)
+        result = search(SPACE, Replay(table, Baseline(1, 1)), ranked=ranked, trials=4)
         assert result.winner == ranked[0]
 
 
@@ -140,31 +142,31 @@ def test_interrupted_search_keeps_what_it_found(table: dict[KernelConfig, Outcom
                 raise KeyboardInterrupt
             return super().measure(config, limit_us)
 
-    result = search(SPEC, SHAPE, DEFAULT, Interrupted(table, Baseline(100, 120)), trials=40)
+    result = search(SPACE, Interrupted(table, Baseline(100, 120)), trials=40)
     assert not result.complete and len(result.outcomes) == 10
     assert result.outcomes[result.winner].kind == "ok"
 
 
 def test_budget_ends_the_search(table: dict[KernelConfig, Outcome]) -> None:
-    result = search(SPEC, SHAPE, DEFAULT, Replay(table, Baseline(100, 120)), trials=40, budget_s=0.0)
+    result = search(SPACE, Replay(table, Baseline(100, 120)), trials=40, budget_s=0.0)
     assert len(result.outcomes) == 1
 
 
 def test_where_all_fail_the_commonest_cause_is_quoted() -> None:
-    table = {c: Outcome("wrong", detail="planted") for c in space.every(SPEC, SHAPE, DEFAULT)}
+    table = {c: Outcome("wrong", detail="planted") for c in SPACE.every()}
     table |= dict.fromkeys(list(table)[::3], Outcome("compile_error", detail="PTXAS error"))
     with pytest.raises(TuneError, match=r"none of 20 configs gave a right answer in time; \d+ ended as wrong: planted"):
-        search(SPEC, SHAPE, DEFAULT, Replay(table, Baseline(1, 1)), trials=20)
+        search(SPACE, Replay(table, Baseline(1, 1)), trials=20)
 
 
 def test_storage_is_shared(table: dict[KernelConfig, Outcome], tmp_path: object) -> None:
     """A second tuner of the same study starts from the first one's trials."""
     storage = f"sqlite:///{tmp_path}/study.db"
-    search(SPEC, SHAPE, DEFAULT, Replay(table, Baseline(1, 1)), trials=12, storage=storage, name="one")
+    search(SPACE, Replay(table, Baseline(1, 1)), trials=12, storage=storage, name="one")
     import optuna
 
     before = len(optuna.load_study(study_name="one", storage=storage).trials)
-    search(SPEC, SHAPE, DEFAULT, Replay(table, Baseline(1, 1)), trials=12, storage=storage, name="one")
+    search(SPACE, Replay(table, Baseline(1, 1)), trials=12, storage=storage, name="one")
     assert len(optuna.load_study(study_name="one", storage=storage).trials) > before
 
 
@@ -172,7 +174,7 @@ def test_storage_is_shared(table: dict[KernelConfig, Outcome], tmp_path: object)
 
 
 def failing(how: int) -> KernelConfig:
-    return tiled(16, 16, block_k=how, num_stages=6)
+    return tiled(32, 32, block_k=32, num_stages=how)
 
 
 @pytest.fixture
@@ -191,8 +193,8 @@ def runner() -> Iterator[GpuRunner]:
         (failing(faulty_meter.CRASH), "crashed", "illegal memory access"),
         (failing(faulty_meter.WRONG), "wrong", "nan"),
         (failing(faulty_meter.MEMORY), "out_of_resources", "out of memory"),
-        (tiled(128, 128, num_warps=16), "compile_error", "PassManager"),
-        (tiled(group_m=16), "compile_error", "signal 6"),
+        (tiled(128, 256, num_warps=16), "compile_error", "PassManager"),
+        (tiled(group_m=8), "compile_error", "signal 6"),
     ],
     ids=["hang", "signal 9", "illegal access", "NaN", "out of memory", "compile error", "compiler crash"],
 )
@@ -204,11 +206,11 @@ def test_each_failure_costs_one_trial(runner: GpuRunner, config: KernelConfig, k
 
 
 def test_the_search_survives_all_of_them(runner: GpuRunner) -> None:
-    bad = [failing(k) for k in (16, 32, 64, 128, 256)] + [tiled(128, 128, num_warps=16), tiled(group_m=16)]
-    assert all(space.legal(c, SPEC, SHAPE, DEFAULT) for c in bad)
-    good = [tiled(block_m=m, block_n=n) for m in (16, 32, 64, 128) for n in (32, 64, 128)]
+    bad = [failing(how) for how in faulty_meter.FAILURES] + [tiled(128, 256, num_warps=16), tiled(group_m=8)]
+    assert all(SPACE.legal(c) for c in bad)
+    good = [tiled(block_m=m, block_n=n) for m in (32, 64, 128) for n in (32, 64, 128)]
     ranked = [c for pair in zip(bad, good, strict=False) for c in pair] + good[len(bad) :]
-    result = search(SPEC, SHAPE, DEFAULT, runner, first=ranked, trials=len(ranked))
+    result = search(SPACE, runner, first=ranked, trials=len(ranked))
     assert (result.winner["block_m"], result.winner["block_n"]) == (64, 128)
     assert set(result.counts) == {"ok", "timeout", "crashed", "wrong", "out_of_resources", "compile_error"}
     assert result.baseline == Baseline(100.0, 120.0)

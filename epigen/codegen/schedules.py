@@ -29,7 +29,7 @@ TILED = Schedule(
         "block_k": (16, 32, 64, 128, 256),
         "group_m": (1, 2, 4, 8, 16),
         "num_warps": (1, 2, 4, 8, 16),
-        "num_stages": (1, 2, 3, 4, 5, 6),
+        "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),
     },
     multiplies=True,
 )

@@ -8,7 +8,7 @@ from epigen.codegen.spec import Choice, KernelSpec
 from epigen.ir.graph import Graph
 from epigen.runtime.device import Target
 from epigen.runtime.loader import triton_version
-from epigen.tuning import rule, space
+from epigen.tuning import model, rule
 from epigen.tuning.database import Database
 from epigen.tuning.problem import problem_of
 
@@ -29,5 +29,5 @@ class Chooser:
         if refused:
             return rule.library(spec, refused)
         problem = problem_of(self.graph, spec, shape, layout, target.part, capability(target))
-        found = self.database.find(problem, triton_version(), lambda config: space.legal(config, spec, shape, target))
+        found = self.database.find(problem, triton_version(), lambda config: not model.refusal(spec, config, shape, target, layout))
         return found or rule.choose(spec, shape, target, layout=layout)

@@ -27,7 +27,8 @@ from epigen.tuning.task import Baseline, Compare, Comparison, Job, Measure, Outc
 _FLUSH_BYTES = 512 << 20
 _CHECKED_EXTENT = 4096  # answers are checked at no more than this and the tail, which the float64 oracle manages in milliseconds
 _FIRST, _SAMPLES = 3, 9
-_FAR = 1.25  # a candidate this far behind the best is cut off
+_ENOUGH_US = 30_000.0  # a long kernel needs fewer samples: its spread is less
+_FAR, _HOPELESS = 1.25, 2.5  # a candidate this far behind the best is cut off after the first samples, or after one
 
 
 class Meter:
@@ -73,11 +74,15 @@ class Meter:
         del found, results
         run = self.runner(job.config)
         run()
-        samples = [self.once(run) for _ in range(_FIRST)]
+        samples = [self.once(run)]
+        if job.limit_us and samples[0] > _HOPELESS * job.limit_us:
+            return Outcome("slower", samples[0], 0.0, 1)
+        samples += [self.once(run) for _ in range(_FIRST - 1)]
         middle = statistics.median(samples)
         if job.limit_us and middle > _FAR * job.limit_us:
             return Outcome("slower", middle, max(samples) - min(samples), len(samples))
-        samples += [self.once(run) for _ in range(_SAMPLES - _FIRST)]
+        while len(samples) < _SAMPLES and sum(samples) < _ENOUGH_US:
+            samples.append(self.once(run))
         return _outcome(samples)
 
     def compare(self, job: Compare) -> Comparison:

@@ -86,8 +86,9 @@ class Worker:
             environment = settings.child_environment(interpret=False)
             # compilers and drivers print to the standard streams: nobody reads them
             self.process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
+                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a terminal's Ctrl-C is for the search, which ends its workers itself
+            )  # fmt: skip
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(self.setup)
 

@@ -6,6 +6,8 @@ A search sees `prepare` (start compiling), `measure` (an outcome, whatever happe
 from __future__ import annotations
 
 import os
+import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -17,6 +19,9 @@ from epigen.tuning.task import Baseline, Compare, Comparison, Job, Measure, Outc
 
 
 class Runner(Protocol):
+    spent: dict[str, float]
+    """Seconds waited, by what for: "start", "compile", "measure"."""
+
     def prepare(self, configs: Sequence[KernelConfig]) -> None: ...
     def measure(self, config: KernelConfig, limit_us: float) -> Outcome: ...
     def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
@@ -34,6 +39,7 @@ class Replay:
 
     def __init__(self, table: Mapping[KernelConfig, Outcome], baseline: Baseline):
         self.table, self.baseline = table, baseline
+        self.spent: dict[str, float] = defaultdict(float)
         self.points = {c: space.parameters(c) for c in table}
 
     def available(self, config: KernelConfig) -> KernelConfig:
@@ -75,6 +81,7 @@ class GpuRunner:
         self.building: dict[KernelConfig, Worker] = {}
         self.built: dict[KernelConfig, Outcome] = {}
         self.waiting: list[KernelConfig] = []
+        self.spent: dict[str, float] = defaultdict(float)
 
     def available(self, config: KernelConfig) -> KernelConfig:
         return config
@@ -86,6 +93,7 @@ class GpuRunner:
         self.waiting.clear()
         self.built.clear()
         self.fresh = True  # the new task's data takes a while to make
+        self.spent.clear()
         for worker in (*self.builders, self.meter):
             worker.renew(task)
 
@@ -104,7 +112,9 @@ class GpuRunner:
 
     def _collect(self, config: KernelConfig) -> None:
         """Wait for a build under way, and keep its outcome."""
+        start = time.monotonic()
         answer = self.building.pop(config).answer(self.build_s)
+        self.spent["compile"] += time.monotonic() - start
         if isinstance(answer, Lost):
             answer = Outcome("compile_error" if answer.kind == "crashed" else answer.kind, detail=answer.detail)
         self.built[config] = answer
@@ -135,8 +145,10 @@ class GpuRunner:
         return answer
 
     def _ask(self, job: Job) -> Outcome | Comparison | Lost:
+        start = time.monotonic()
         self.meter.submit(job)
         answer: Outcome | Comparison | Lost = self.meter.answer(self.first_s if self.fresh else self.measure_s)
+        self.spent["start" if self.fresh else "measure"] += time.monotonic() - start
         self.fresh = isinstance(answer, Lost) or (isinstance(answer, Outcome) and answer.kind == "crashed")
         if self.fresh:
             self.meter.stop()  # its GPU context may be poisoned

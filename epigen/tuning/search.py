@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 
 import optuna
 
-from epigen.codegen.spec import KernelConfig, KernelSpec
+from epigen.codegen.spec import KernelConfig
 from epigen.errors import TuneError
-from epigen.runtime.device import Target
-from epigen.tuning import space
 from epigen.tuning.runner import Runner
+from epigen.tuning.space import SCHEDULE_NAMES, Space, parameters
 from epigen.tuning.task import Baseline, Outcome
 
 BATCH = 6
@@ -57,7 +56,7 @@ class Result:
 
 
 def search(
-    spec: KernelSpec, shape: tuple[int, int, int], target: Target, runner: Runner, *,
+    space: Space, runner: Runner, *,
     first: Sequence[KernelConfig] = (), ranked: Sequence[KernelConfig] = (), trials: int = 48, budget_s: float = math.inf,
     seed: int = 0, storage: str | None = None, name: str | None = None, report: Callable[[Progress], None] = lambda _: None,
 ) -> Result:  # fmt: skip
@@ -73,12 +72,12 @@ def search(
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=1, constant_liar=True)
     study = optuna.create_study(sampler=sampler, direction="minimize", storage=storage, study_name=name, load_if_exists=True)
     if not ranked:
-        ranked = list(space.every(spec, shape, target))
+        ranked = list(space.every())
         random.Random(seed).shuffle(ranked)
-    state = _State(spec, shape, target, runner, study, list(ranked), report)
-    first = [c for c in first if space.legal(c, spec, shape, target)]
+    state = _State(space, runner, study, list(ranked), report)
+    first = [c for c in first if space.legal(c)]
     for config in dict.fromkeys([*first, *_varied(ranked, max(1, trials // 2 - len(first)))]):
-        study.enqueue_trial(space.parameters(config), skip_if_exists=True)
+        study.enqueue_trial(parameters(config), skip_if_exists=True)
         state.enqueued += 1
     complete = True
     try:
@@ -114,20 +113,18 @@ class _State:
 
     def __init__(
         self,
-        spec: KernelSpec,
-        shape: tuple[int, int, int],
-        target: Target,
+        space: Space,
         runner: Runner,
         study: optuna.Study,
         ranked: list[KernelConfig],
         report: Callable[[Progress], None],
     ):
-        self.spec, self.shape, self.target, self.runner, self.study = spec, shape, target, runner, study
+        self.space, self.runner, self.study = space, runner, study
         self.ranked, self.report = ranked, report
         self.rank = {c: i for i, c in enumerate(ranked)}
         self.outcomes: dict[KernelConfig, Outcome] = {}
         self.best: KernelConfig | None = None
-        counts = Counter(space.SCHEDULE_NAMES.index(c.schedule) for c in ranked)
+        counts = Counter(SCHEDULE_NAMES.index(c.schedule) for c in ranked)
         self.weights = {s: math.log2(1 + n) for s, n in sorted(counts.items())}
         self.proposed: Counter[int] = Counter()
         self.enqueued = 0
@@ -161,15 +158,15 @@ class _State:
                 following = next((c for c in self.ranked if c not in self.outcomes and c not in taken), None)
                 if following is None or repeats > 10 * _PATIENCE:
                     return fresh
-                self.study.enqueue_trial(space.parameters(following))
+                self.study.enqueue_trial(parameters(following))
             elif self.enqueued <= 0:
                 near = self.neighbour(taken) if sum(self.proposed.values()) % 2 else None
-                self.study.enqueue_trial(space.parameters(near) if near else {"schedule": self.turn()})
+                self.study.enqueue_trial(parameters(near) if near else {"schedule": self.turn()})
                 if near:
-                    self.proposed[space.SCHEDULE_NAMES.index(near.schedule)] += 1
+                    self.proposed[SCHEDULE_NAMES.index(near.schedule)] += 1
             self.enqueued -= 1
             trial = self.study.ask()
-            config = self.runner.available(space.point(trial.suggest_int, self.spec, self.shape, self.target))
+            config = self.runner.available(self.space.point(trial.suggest_int))
             if config in self.outcomes or config in taken:
                 # told as a failure, which TPE passes over: a repeat told as a result would draw it there ever more
                 repeats += 1
@@ -185,7 +182,7 @@ class _State:
         TPE alone hardly leaves its prior."""
         best = sorted((o.median_us, str(c), c) for c, o in self.outcomes.items() if o.kind == "ok")[:_FINALISTS]
         for _, _, config in best:
-            near = [c for c in space.around(config, self.spec, self.shape, self.target) if c not in self.outcomes and c not in taken]
+            near = [c for c in self.space.around(config) if c not in self.outcomes and c not in taken]
             if near:
                 return min(near, key=lambda c: (self.rank.get(c, len(self.rank)), str(c)))
         return None

@@ -6,7 +6,9 @@ a search, and an enumeration elsewhere: one walk serves both, so they cannot dis
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
@@ -19,125 +21,171 @@ Suggest = Callable[[str, int, int], int]
 
 SCHEDULE_NAMES = tuple(SCHEDULES)
 _MOST_ACCUMULATORS = 128  # fp32 values a thread: with more, little is left of the 255 registers for the epilogue
-_MOST_UNROLLED = 2048  # multiply-adds a thread that Triton unrolls where there is no tensor core: more compile for minutes
+_LEAST_ACCUMULATORS = 8  # a thread with fewer waits more than it multiplies
+_MOST_TILE = 256 * 128  # sixteen warps' worth of accumulators would leave no second block on a multiprocessor to hide the epilogue
+_MOST_TILES = 16  # tiles a multiprocessor; more of them, and so smaller ones, fill the GPU no better and read the operands more often
+_MOST_RATIO = 4  # between the sides of a tile, but where the result itself is narrower: a longer one reads more for as many products
+_LEAST_STEP, _MOST_STEP = 4 << 10, 64 << 10  # bytes that a step of the main loop loads: fewer do not cover its latency, more leave no second stage
+_MOST_LOADED = 96  # elements a thread loads one by one in a step; all of 40 measured configs with more than 136 spilled
+_MOST_MULTIPLIED = 2048  # multiply-adds a thread in a step where there is no tensor core: with more, the compiler takes minutes
+_GROUPS = (1, 8)  # rows of tiles that share columns: what the L2 keeps is decided by the order of magnitude
 
 
-def point(suggest: Suggest, spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> KernelConfig:
-    """One legal config, as `suggest` chooses."""
-    schedule = SCHEDULE_NAMES[suggest("schedule", *_schedule_bounds(spec, target))]
-    if schedule == "library":
-        return _library(suggest, shape)
-    return _tiled(suggest, spec, shape, target)
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The configs worth trying for one problem. layout: how a and b lie, as in a Problem."""
 
+    spec: KernelSpec
+    shape: tuple[int, int, int]
+    target: Target
+    layout: str
 
-def _schedule_bounds(spec: KernelSpec, target: Target) -> tuple[int, int]:
-    tiled, library = SCHEDULE_NAMES.index("tiled"), SCHEDULE_NAMES.index("library")
-    if FP8E4M3 in (spec.signature.a, spec.signature.b) and not target.fp8:
-        return library, library
-    return min(tiled, library), max(tiled, library)
+    def point(self, suggest: Suggest) -> KernelConfig:
+        """One legal config, as `suggest` chooses."""
+        schedule = SCHEDULE_NAMES[suggest("schedule", *self._schedules())]
+        if schedule == "library":
+            return self._library(suggest)
+        return self._tiled(suggest)
 
+    def every(self) -> Iterator[KernelConfig]:
+        """All legal configs, in a fixed order."""
+        path: list[tuple[int, int]] = []  # each choice made on the way to the current point, and its upper bound
+        while True:
+            depth = 0
 
-def _tiled(suggest: Suggest, spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> KernelConfig:
-    m, n, k = shape
-    element_bytes = spec.signature.a.bytes
-    plain = spec.signature.a == FP32 and (spec.signature.precision == "ieee" or not target.tf32)
-    most_warps = 16 if target.warp_size == 32 else 8
+            def walk(_name: str, low: int, high: int) -> int:
+                nonlocal depth
+                if depth == len(path):
+                    path.append((low, high))
+                value = path[depth][0]
+                depth += 1
+                return value
 
-    def exponent(name: str, low: int, high: int) -> int:
-        return 1 << suggest(f"tiled.{name}", _log2(low), _log2(max(low, high)))
+            yield self.point(walk)
+            while path and path[-1][0] >= path[-1][1]:
+                path.pop()
+            if not path:
+                return
+            path[-1] = (path[-1][0] + 1, path[-1][1])
 
-    most_tile = _MOST_ACCUMULATORS * most_warps * target.warp_size
-    least_k = 32 if element_bytes == 1 else 16
-    room = target.shared_bytes // element_bytes
-    if plain:
-        most_tile = min(most_tile, 128 * 128)
-    block_m = exponent("block_m", 16, min(256, _padded(m), room // least_k - 16))
-    block_n = exponent("block_n", 16, min(256, _padded(n), most_tile // block_m, room // least_k - block_m))
-    tile = block_m * block_n
-    most_k = room // (block_m + block_n)
-    if plain:
-        most_k = min(most_k, max(16, _MOST_UNROLLED * most_warps * target.warp_size // tile))
-    block_k = exponent("block_k", least_k, min(256, _padded(k), most_k))
-    least_warps = max(1, tile // (_MOST_ACCUMULATORS * target.warp_size))
-    if plain:
-        least_warps = max(least_warps, -(-tile * block_k // (_MOST_UNROLLED * target.warp_size)))
-    warps = exponent("num_warps", _up(least_warps), min(most_warps, max(4, tile // 1024)))
-    stages = suggest("tiled.num_stages", 1, max(1, min(6, room // ((block_m + block_n) * block_k))))
-    group_m = exponent("group_m", 1, min(16, -(-m // block_m)))
-    return schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=warps, num_stages=stages)
+    def legal(self, config: KernelConfig) -> bool:
+        """Whether a config, borrowed from another problem say, is a point of this space."""
+        return self.at(parameters(config)) == config
 
+    def around(self, config: KernelConfig) -> list[KernelConfig]:
+        """The legal configs that differ from a legal one by one step of one dimension."""
+        values = parameters(config)
+        steps = [values | {name: values[name] + step} for name in values if name != "schedule" for step in (-1, 1)]
+        return [found for found in (self.at(s) for s in steps) if found is not None]
 
-def _library(suggest: Suggest, shape: tuple[int, int, int]) -> KernelConfig:
-    m, n, _ = shape
+    def at(self, values: Mapping[str, int]) -> KernelConfig | None:
+        """The config of these parameters; None where one is out of its bounds or missing."""
+        inside = True
 
-    def exponent(name: str, low: int, high: int) -> int:
-        return 1 << suggest(f"library.{name}", _log2(low), _log2(max(low, high)))
+        def walk(name: str, low: int, high: int) -> int:
+            nonlocal inside
+            value = values.get(name, low - 1)
+            inside &= low <= value <= high
+            return min(max(value, low), high)
 
-    block_m = exponent("block_m", 1, min(128, _padded(m, 1)))
-    block_n = exponent("block_n", 16, min(1024, _padded(n), (1 << 14) // block_m))
-    # 4 to 64 values a thread
-    warps = exponent("num_warps", _up(-(-block_m * block_n // 2048)), min(16, max(1, block_m * block_n // 128)))
-    return schedules.config("library", block_m=block_m, block_n=block_n, num_warps=warps)
+        found = self.point(walk)
+        return found if inside else None
 
+    def _schedules(self) -> tuple[int, int]:
+        tiled, library = SCHEDULE_NAMES.index("tiled"), SCHEDULE_NAMES.index("library")
+        if FP8E4M3 in (self.spec.signature.a, self.spec.signature.b) and not self.target.fp8:
+            return library, library
+        return min(tiled, library), max(tiled, library)
 
-def every(spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> Iterator[KernelConfig]:
-    """All legal configs of a problem, in a fixed order."""
-    path: list[tuple[int, int]] = []  # each choice made on the way to the current point, and its upper bound
-    while True:
-        depth = 0
+    def _tiled(self, suggest: Suggest) -> KernelConfig:
+        target, element_bytes = self.target, self.spec.signature.a.bytes
+        (m, _, k), threads = self.shape, self.target.warp_size
 
-        def walk(_name: str, low: int, high: int) -> int:
-            nonlocal depth
-            if depth == len(path):
-                path.append((low, high))
-            value = path[depth][0]
-            depth += 1
-            return value
+        def exponent(name: str, low: int, high: int) -> int:
+            return 1 << suggest(f"tiled.{name}", _log2(low), _log2(max(low, high)))
 
-        yield point(walk, spec, shape, target)
-        while path and path[-1][0] >= path[-1][1]:
-            path.pop()
-        if not path:
-            return
-        path[-1] = (path[-1][0] + 1, path[-1][1])
+        block_m, block_n = self._tile(exponent)
+        tile = block_m * block_n
+        fewest = max(1, tile // (_MOST_ACCUMULATORS * threads), min(4, tile // (_MOST_ACCUMULATORS // 2 * threads)))
+        most = max(fewest, min(16 if threads == 32 else 8, max(4, 2 * fewest), tile // (_LEAST_ACCUMULATORS * threads)))
+        # what a thread does one by one grows with block_k, and Triton unrolls it
+        unrolled = (
+            (_MOST_MULTIPLIED, tile if self._plain() else 0),
+            (_MOST_LOADED, sum(block for block, scalar in zip((block_m, block_n), self._scalar_rows(), strict=True) if scalar)),
+        )
+        step_bytes, room = (block_m + block_n) * element_bytes, target.shared_bytes
+        most_k = min(room // step_bytes, _MOST_STEP // step_bytes, 256, _padded(k), *(int(limit * most * threads / each) for limit, each in unrolled if each))
+        least_k = 32 if element_bytes == 1 else 16
+        block_k = exponent("block_k", max(least_k, min(most_k, _LEAST_STEP // step_bytes)), most_k)
+        fewest = max(fewest, *(_up(math.ceil(block_k * each / (limit * threads))) for limit, each in unrolled))
+        warps = exponent("num_warps", min(fewest, most), most)
+        most_stages = max(1, min(8 if m <= 64 else 6, -(-k // block_k), room // (step_bytes * block_k)))
+        stages = suggest("tiled.num_stages", min(2, most_stages), most_stages)
+        group_m = _GROUPS[suggest("tiled.group_m", 0, int(m > block_m))]
+        return schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=warps, num_stages=stages)
 
+    def _tile(self, exponent: Callable[[str, int, int], int]) -> tuple[int, int]:
+        m, n, _ = self.shape
+        target, element_bytes = self.target, self.spec.signature.a.bytes
+        rows, columns = min(256, _padded(m)), min(256, _padded(n))
+        least = min(_down(m * n // (_MOST_TILES * target.multiprocessors)), 128 * 128, rows * columns)
+        most = 128 * 128 if self._plain() else _MOST_TILE
+        extents = target.shared_bytes // ((32 if element_bytes == 1 else 16) * element_bytes)  # of both sides together
+        block_m = exponent("block_m", max(16, least // columns, min(rows, _root(least // _MOST_RATIO))), min(rows, extents - 16))
+        widest = columns if block_m == rows else min(columns, _MOST_RATIO * block_m)
+        narrowest = max(16, least // block_m, min(columns, block_m // _MOST_RATIO))
+        block_n = exponent("block_n", min(widest, narrowest), min(widest, most // block_m, extents - block_m))
+        return block_m, block_n
 
-def legal(config: KernelConfig, spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> bool:
-    """Whether a config, borrowed from another problem say, is a point of this one's space."""
-    return _at(parameters(config), spec, shape, target) == config
+    def _plain(self) -> bool:
+        """Whether the product is taken without tensor cores."""
+        sig = self.spec.signature
+        return sig.a == FP32 and (sig.precision == "ieee" or not self.target.tf32)
 
+    def _scalar_rows(self) -> tuple[bool, bool]:
+        """Whether a and b are loaded element by element, because their rows in memory do not begin at multiples of 4 bytes."""
+        m, n, k = self.shape
+        extents = (k if self.layout[0] == "n" else m, n if self.layout[1] == "n" else k)
+        a, b = (extent * dtype.bytes % 4 != 0 for extent, dtype in zip(extents, (self.spec.signature.a, self.spec.signature.b), strict=True))
+        return a, b
 
-def around(config: KernelConfig, spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> list[KernelConfig]:
-    """The legal configs that differ from a legal one by one step of one dimension."""
-    values = parameters(config)
-    steps = [values | {name: values[name] + step} for name in values if name != "schedule" for step in (-1, 1)]
-    return [found for found in (_at(s, spec, shape, target) for s in steps) if found is not None]
+    def _library(self, suggest: Suggest) -> KernelConfig:
+        m, n, _ = self.shape
 
+        def exponent(name: str, low: int, high: int) -> int:
+            return 1 << suggest(f"library.{name}", _log2(low), _log2(max(low, high)))
 
-def _at(values: Mapping[str, int], spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> KernelConfig | None:
-    """The config of these parameters; None where one is out of its bounds."""
-    inside = True
-
-    def walk(name: str, low: int, high: int) -> int:
-        nonlocal inside
-        value = values.get(name, low)
-        inside &= low <= value <= high
-        return min(max(value, low), high)
-
-    found = point(walk, spec, shape, target)
-    return found if inside else None
+        block_m = exponent("block_m", 1, min(128, _padded(m, 1)))
+        block_n = exponent("block_n", min(_padded(n), max(32, 1024 // block_m)), min(1024, _padded(n), 8192 // block_m))
+        # 8 to 32 values a thread
+        warps = exponent("num_warps", _up(-(-block_m * block_n // 1024)), min(16, max(1, block_m * block_n // 256)))
+        return schedules.config("library", block_m=block_m, block_n=block_n, num_warps=warps)
 
 
 def parameters(config: KernelConfig) -> dict[str, int]:
     """A config as the names and numbers that `point` would have suggested."""
     found = {"schedule": SCHEDULE_NAMES.index(config.schedule)}
     for name, value in config.values:
-        found[f"{config.schedule}.{name}"] = value if name == "num_stages" else _log2(value)
+        found[f"{config.schedule}.{name}"] = value if name == "num_stages" else _group(value) if name == "group_m" else _log2(value)
     return found
+
+
+def _group(value: int) -> int:
+    return _GROUPS.index(value) if value in _GROUPS else -1  # -1: no point of any space
 
 
 def _log2(value: int) -> int:
     return max(0, value.bit_length() - 1)
+
+
+def _down(value: int) -> int:
+    """The greatest power of two that is no more; 1 below that."""
+    return 1 << _log2(value)
+
+
+def _root(value: int) -> int:
+    """The square root of a power of two, rounded up to one."""
+    return 1 << (_log2(value) + 1) // 2
 
 
 def _up(value: int) -> int:

@@ -16,13 +16,14 @@ from epigen.errors import EpigenError
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
 from epigen.runtime.loader import triton_version
-from epigen.tuning import gpus, model, rule, space
+from epigen.tuning import gpus, model, rule
 from epigen.tuning.choose import capability
 from epigen.tuning.database import Database
 from epigen.tuning.problem import Problem, problem_of
 from epigen.tuning.records import Record
 from epigen.tuning.runner import GpuRunner, Runner
 from epigen.tuning.search import Progress, Result, search
+from epigen.tuning.space import Space
 from epigen.tuning.task import Task
 
 
@@ -54,17 +55,16 @@ def tune_one(
     spec = spec_of(graph, task)
     target, shape = task.target, task.shape
     problem = problem_of(graph, spec, shape, task.layout, target.part, capability(target))
-    legal = list(space.every(spec, shape, target))
+    space = Space(spec, shape, target, task.layout)
+    legal = list(space.every())
     hopeful = [c for c in legal if not model.refusal(spec, c, shape, target, task.layout)] or legal
     ranked = model.rank(spec, hopeful, shape, _gpu(task), task.layout)
-    near = database.nearest(problem, triton_version(), 3, lambda c: space.legal(c, spec, shape, target)) if database else ()
+    near = database.nearest(problem, triton_version(), 3, space.legal) if database else ()
     first = [*(f.config for f in near), rule.choose(spec, shape, target, layout=task.layout).config, rule.library(spec, "").config]
     name = f"{problem.spec} {'x'.join(map(str, shape))} {task.a} {task.layout} {target.part} {triton_version()}"
     measuring = runner or GpuRunner(task)
     try:
-        result = search(
-            spec, shape, target, measuring, first=first, ranked=ranked, trials=trials, budget_s=budget_s, seed=seed, storage=storage, name=name, report=report
-        )
+        result = search(space, measuring, first=first, ranked=ranked, trials=trials, budget_s=budget_s, seed=seed, storage=storage, name=name, report=report)
     finally:
         if runner is None:
             measuring.close()
