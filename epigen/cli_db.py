@@ -188,7 +188,7 @@ def _row(record: Record) -> str:
     ratio = f"{record.median_us / record.baseline_us:.2f}x vendor"
     return (
         f"{record.name}  {extents(record.shape):<20} {operands:<8} {record.layout}  {record.median_us:>10.2f} us  {ratio}  "
-        f"{short(record.program)}  [{record.kernel_config}; Triton {record.triton}]"
+        f"{short(record.program)}{record.unlike_inputs}  [{record.kernel_config}; Triton {record.triton}]"
     )
 
 
@@ -197,10 +197,11 @@ def _show(file: Path, record: Record) -> None:
     from epigen.tuning.task import OUTCOMES
 
     precision = f", {record.precision}" if record.precision else ""
+    inputs = f", inputs {', '.join(record.inputs)}" if record.inputs else ""
     unfused = "" if record.unfused_us is None else f"; with one pointwise pass {record.unfused_us:g} us"
     rows = {
         "program": record.program.replace("\n", "\n           "),
-        "problem": f"{extents(record.shape)}, {record.a} x {record.b} -> {', '.join(record.outputs)}, layout {record.layout}, rows aligned to {record.alignment}{precision}",
+        "problem": f"{extents(record.shape)}, {record.a} x {record.b}{inputs} -> {', '.join(record.outputs)}, layout {record.layout}, rows aligned to {record.alignment}{precision}",
         "gpu": f"{record.gpu} ({record.capability}{f', driver {record.driver}' if record.driver else ''})",
         "config": str(record.kernel_config),
         "time": f"{record.median_us:g} us, spread {record.spread_us:g} us",

@@ -52,6 +52,9 @@ def test_list(tmp_path: Path) -> None:
     ).split()  # fmt: skip
     assert "16x8192x4096" in lines[2] and "fp16xbf16" in lines[2] and "z = mm; z * 2" in lines[2]
     assert len(lines) == 5
+    assert "(inputs" not in done.stdout
+    opened(tmp_path / "other").add(record(), record(inputs=("fp32[n]",)))
+    assert [" (inputs fp32[n])" in line for line in run("list", "--db", tmp_path / "other", "--gpu", "H200").stdout.splitlines()[1:]] == [False, True]
     assert "H100" not in run("list", "--gpu", "h200").stdout
     assert len(run("list", "--program", "z * 2").stdout.splitlines()) == 2
     whole = json.loads(run("list", "--json").stdout)
@@ -70,9 +73,10 @@ def test_damage_is_a_warning_and_the_rest_is_listed(tmp_path: Path) -> None:
 
 def test_show(tmp_path: Path) -> None:
     one, two = record(driver="580.65.06", a="fp32", b="fp32", precision="tf32"), record((16, 8192, 4096), unfused_us=None)
-    opened(tmp_path / "own").add(one, two)
+    opened(tmp_path / "own").add(one, two, bare := record((9, 9, 9), program="mm", inputs=()))
+    assert "9x9x9, fp16 x fp16 -> fp16, layout nn" in run("show", bare.name).stdout
     text = run("show", one.name[:6], two.name).stdout
-    for part in (one.name, two.name, "4096x4096x4096, fp32 x fp32 -> fp16, layout nn, rows aligned to 16, tf32", "NVIDIA H200 (9.0, driver 580.65.06)",
+    for part in (one.name, two.name, "4096x4096x4096, fp32 x fp32, inputs fp16[n] -> fp16, layout nn, rows aligned to 16, tf32", "NVIDIA H200 (9.0, driver 580.65.06)",
                  "100 us, spread 1 us", "90 us for the product alone; with one pointwise pass 130 us", "40 ok, 1 crashed",
                  "2026-11-05T12:00:00Z, Triton 3.9.0, torch 2.13.0+cu130, epigen 0.1.0", str(tmp_path / "own" / NAME)):  # fmt: skip
         assert part in text

@@ -53,13 +53,15 @@ def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
     some = [
         record(),
         record((1, 0, 2**31), unfused_us=None, driver="580.65.06"),
+        record((6, 8, 9), inputs=()),
+        record((6, 9, 9), inputs=("fp32[n]", "fp16[mn]", "bits", "scalar", "fp8e4m3[m]")),
         record((7, 8, 9), program='z = mm\nrelu(z)  # "é"', a="int8", b="int8", outputs=("int32", "uint8", "fp32"), layout="tt", alignment=1),
         record((5, 5, 5), a="fp32", b="fp32", precision="tf32", median_us=0.001, spread_us=0),
         record(config=schedules.config("library", block_m=8, block_n=128, num_warps=4), triton="3.6.0+git1a2b"),
     ]
     report = opened(tmp_path).add(*some)
-    assert (report.added, report.replaced, report.unchanged, report.dropped, report.complaints) == (5, 0, 0, [], [])
-    assert {r.key: r for _, r in opened(tmp_path).records()} == {r.key: r for r in some}
+    assert (report.added, report.replaced, report.unchanged, report.dropped, report.complaints) == (7, 0, 0, [], [])
+    assert by_key(opened(tmp_path)) == {r.key: r for r in some}
     assert [r.problem for r in some] == [Record.make(r.problem, r.kernel_config, **r.model_dump(exclude=WITHOUT)).problem for r in some]
     assert (tmp_path / NAME).read_text().isascii()
 
@@ -107,6 +109,7 @@ def test_a_file_is_named_after_its_gpu(tmp_path: Path, gpu: str, capability: str
 WRONG: list[tuple[str, Any, str]] = [
     *(("shape", v, "shape") for v in ([1, 2], [1, 2, 3, 4], [-1, 2, 3], [1, 2, 2**31 + 1], [1.5, 2, 3], ["1", 2, 3], [True, 2, 3], "4096x1x1", None, {"m": 1})),
     *((f, v, f) for f in ("a", "b") for v in ("fp64", "../fp16", "", 16, ["fp16"], None)),
+    *(("inputs", v, "inputs") for v in (["fp16"], ["fp64[n]"], ["fp16[k]"], ["fp16[nm]"], ["bits[mn]"], ["bias"], "fp16[n]", [1], [True], ["bits"] * 1001, None)),
     *(("outputs", v, "outputs") for v in ([], ["fp64"], "fp16", [1], ["fp16"] * 1001, None)),
     *(("layout", v, "layout") for v in ("n", "xx", 1, None)),
     *(("precision", v, "precision") for v in ("fast", 1, None)),
@@ -322,12 +325,12 @@ def test_files_that_are_none_of_ours_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_newer_schema_is_refused_in_words_and_never_touched(tmp_path: Path) -> None:
-    path = only(tmp_path, json.dumps({"schema": 2, "records": "another matter"}))
+    path = only(tmp_path, json.dumps({"schema": 3, "records": "another matter"}))
     before = path.read_bytes()
     chain = opened(tmp_path)
     assert chain.find(problem(), TRITON) is None
-    assert chain.complaints == (f"{path}: written in schema 2 by a newer epigen, and this one reads up to 1: update epigen, or name another database",)
-    with pytest.raises(DatabaseError, match="written in schema 2 by a newer epigen"):
+    assert chain.complaints == (f"{path}: written in schema 3 by a newer epigen, and this one reads up to 2: update epigen, or name another database",)
+    with pytest.raises(DatabaseError, match="written in schema 3 by a newer epigen"):
         chain.add(record())
     assert path.read_bytes() == before and db.files(tmp_path) == [path]
 
@@ -341,7 +344,7 @@ def test_an_older_schema_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def from_minus_1(old: dict[str, Any]) -> dict[str, Any]:
         return old | {"records": [r | {"trials": {"ok": r["trials"]}} for r in old["records"]]}
 
-    monkeypatch.setattr(records, "MIGRATIONS", {-2: from_minus_2, -1: from_minus_1, 0: lambda old: old})
+    monkeypatch.setattr(records, "MIGRATIONS", {-2: from_minus_2, -1: from_minus_1, 0: lambda old: old, **records.MIGRATIONS})
     whole = document(record(median_us=250.0, trials={"ok": 7}))
     whole["schema"] = -2
     whole["records"][0] |= {"trials": 7, "ms": 0.25}
@@ -350,10 +353,57 @@ def test_an_older_schema_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyP
     chain = opened(tmp_path)
     assert [r for _, r in chain.records()] == [record(median_us=250.0, trials={"ok": 7})] and chain.complaints == ()
     assert chain.add(record((16, 16, 16))).aside == []
-    assert json.loads(path.read_text())["schema"] == 1 and len(chain.records()) == 2
+    assert json.loads(path.read_text())["schema"] == records.SCHEMA and len(chain.records()) == 2
     whole["records"] = [{"program": "mm"}]
     with pytest.raises(Damaged, match=r"^does not keep to its schema, -2: KeyError \"'ms'\"$"):
         parse(json.dumps(whole).encode())
+
+
+def schema_1(*found: Record) -> str:
+    """The text of a file as schema 1 wrote it."""
+    whole = document(*found) | {"schema": 1}
+    for r in whole["records"]:
+        del r["inputs"]
+    return json.dumps(whole)
+
+
+def by_key(chain: Database) -> dict[records.Key, Record]:
+    return {r.key: r for _, r in chain.records()}
+
+
+def test_records_of_schema_1_had_inputs_of_the_operands_dtype(tmp_path: Path) -> None:
+    """fp32 beside 8-bit operands. The program says which inputs there are, and in which order."""
+    many = "z = drelu(mm, mask) * alpha + residual; z + bias, bgrad(z)"
+    some = [
+        record(),
+        record((1, 1, 1), program="mm", inputs=()),
+        record((2, 2, 2), program=many, a="bf16", b="bf16", inputs=("bits", "scalar", "bf16[mn]", "bf16[n]")),
+        record((3, 3, 3), program=many, a="int8", b="int8", inputs=("bits", "scalar", "fp32[mn]", "fp32[n]")),
+        record((4, 4, 4), program="mm * gate[m]", a="fp8e4m3", b="fp8e5m2", inputs=("fp32[m]",)),
+    ]
+    path = only(tmp_path, schema_1(*some))
+    before = path.read_bytes()
+    chain = opened(tmp_path)
+    assert by_key(chain) == {r.key: r for r in some} and chain.complaints == () and db.check(tmp_path) == []
+    found = chain.find(problem(), TRITON)
+    assert found and found.how == "exact" and path.read_bytes() == before, "reading changes nothing"
+
+    report = chain.add(record(inputs=("fp32[n]",), median_us=120))
+    assert (report.added, report.aside, report.complaints) == (1, [], [])
+    assert json.loads(path.read_text())["schema"] == 2
+    assert by_key(opened(tmp_path)) == {r.key: r for r in [*some, record(inputs=("fp32[n]",), median_us=120)]}
+
+
+@pytest.mark.parametrize("program", ["mm +", "relu(", "mm\x00", "\ud800", "(" * 5000, "m" * 20_001, 'relu(mm)  # "é"', "fp16(mm)", "", 5, None])
+def test_a_record_of_schema_1_that_says_nothing_of_its_inputs_is_left_out_alone(tmp_path: Path, program: Any) -> None:
+    whole = json.loads(schema_1(record((8, 8, 8)), record((16, 16, 16))))
+    whole["records"][0]["program"] = program
+    only(tmp_path, json.dumps(whole))
+    chain = opened(tmp_path)
+    assert [r.shape for _, r in chain.records()] == [(16, 16, 16)]
+    assert len(chain.complaints) == 1 and "record 0" in chain.complaints[0]
+    whole["records"] = [1, None, [], {"a": "fp16"}, {"program": "mm", "a": ["fp16"]}]
+    assert len(parse(json.dumps(whole).encode()).complaints) == 5
 
 
 # -- which record stays, and merging

@@ -23,17 +23,17 @@ from epigen.tuning.records import Record, merged
 def test_look_up_takes_the_steps_in_order(tmp_path: Path) -> None:
     """From the last step to the first, each new record is preferred to all before it, and says why."""
     chain = opened(tmp_path)
-    wanted = problem((4096, 4096, 4096), a="bf16", b="bf16", outputs=("bf16",))
-    like: dict[str, Any] = {"a": "bf16", "b": "bf16", "outputs": ("bf16",)}
+    wanted = problem((4096, 4096, 4096), a="bf16", b="bf16", inputs=("bf16[n]",), outputs=("bf16",))
+    like: dict[str, Any] = {"a": "bf16", "b": "bf16", "inputs": ("bf16[n]",), "outputs": ("bf16",)}
     h100: dict[str, Any] = {"gpu": H100[0]}
     other: dict[str, Any] = {"program": "gelu(mm + bias)", "spec": OTHER_SPEC}
     steps: list[tuple[Record, str, str]] = [
-        (record(**h100, **other), "architecture", "borrowed from 4096x4096x4096 (with fp16 operands), the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H100 80GB HBM3, of the same architecture"),
-        (record(**h100), "architecture", "borrowed from 4096x4096x4096 (with fp16 operands), the nearest tuned shape of this program on NVIDIA H100 80GB HBM3, of the same architecture"),
+        (record(**h100, **other), "architecture", "borrowed from 4096x4096x4096 (with fp16 operands, with inputs fp16[n]), the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H100 80GB HBM3, of the same architecture"),
+        (record(**h100), "architecture", "borrowed from 4096x4096x4096 (with fp16 operands, with inputs fp16[n]), the nearest tuned shape of this program on NVIDIA H100 80GB HBM3, of the same architecture"),
         (record(**h100, **other, **like), "architecture", "borrowed from 4096x4096x4096, the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H100 80GB HBM3, of the same architecture"),
         (record(**h100, **like), "architecture", "borrowed from 4096x4096x4096, the nearest tuned shape of this program on NVIDIA H100 80GB HBM3, of the same architecture"),
-        (record(**other), "kind", "borrowed from 4096x4096x4096 (with fp16 operands), the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H200"),
-        (record(), "shape", "borrowed from 4096x4096x4096 (with fp16 operands), the nearest tuned shape of this program on NVIDIA H200"),
+        (record(**other), "kind", "borrowed from 4096x4096x4096 (with fp16 operands, with inputs fp16[n]), the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H200"),
+        (record(), "shape", "borrowed from 4096x4096x4096 (with fp16 operands, with inputs fp16[n]), the nearest tuned shape of this program on NVIDIA H200"),
         (record(**other, **like), "kind", "borrowed from 4096x4096x4096, the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H200"),
         (record((16384, 4096, 4096), alignment=8, **like), "shape", "borrowed from 16384x4096x4096 (with rows aligned to 8 bytes), the nearest tuned shape of this program on NVIDIA H200"),
         (record((8192, 4096, 4096), **like), "shape", "borrowed from 8192x4096x4096, the nearest tuned shape of this program on NVIDIA H200"),
@@ -85,6 +85,40 @@ def test_integers_do_not_borrow_from_floats(tmp_path: Path) -> None:
     assert found and "(with fp8e5m2 operands)" in found.why
 
 
+BOTH = "relu(mm + bias) + residual"
+
+
+def test_other_inputs_are_near_and_said_so(tmp_path: Path) -> None:
+    """An fp32 bias beside an fp16 residual is another problem; a residual of another size lies farther than a bias of another size."""
+    chain = opened(tmp_path)
+    wanted = problem(program=BOTH, inputs=("fp32[n]", "fp16[mn]"))
+    steps = [
+        (("fp32[n]", "fp32[mn]"), "with inputs fp32[n], fp32[mn]"),
+        (("fp16[n]", "fp16[mn]"), "with inputs fp16[n], fp16[mn]"),
+        (("fp32[n]", "bf16[mn]"), "with inputs fp32[n], bf16[mn]"),
+    ]
+    for inputs, how in steps:
+        chain.add(record(program=BOTH, inputs=inputs))
+        found = chain.find(wanted, TRITON)
+        assert found and (found.how, found.record.inputs) == ("shape", inputs)
+        assert found.why == f"borrowed from 4096x4096x4096 ({how}), the nearest tuned shape of this program on NVIDIA H200"
+    chain.add(record(program=BOTH, inputs=wanted.inputs, median_us=500))
+    found = chain.find(wanted, TRITON)
+    assert found and (found.how, found.record.median_us) == ("exact", 500)
+    assert len(chain.records()) == 4, "none takes another one's place"
+
+
+def test_the_distance_of_inputs() -> None:
+    def apart(one: tuple[str, ...], other: tuple[str, ...]) -> float:
+        return distance(problem(inputs=one), problem(inputs=other))
+
+    assert apart(("fp16[n]",), ("bf16[n]",)) == 0
+    assert apart(("fp16[n]", "fp32[mn]"), ("fp32[mn]", "fp16[n]")) == 0, "programs of one class may name them in any order"
+    assert 0 < apart(("fp16[n]",), ("fp32[n]",)) < apart(("fp16[mn]",), ("fp32[mn]",)) < 1
+    assert apart(("fp16[mn]", "fp16[mn]"), ("fp32[mn]", "fp32[mn]")) == 2 * apart(("fp16[mn]",), ("fp32[mn]",))
+    assert apart(("bits", "scalar"), ("scalar", "bits")) == 0
+
+
 def test_the_users_record_goes_before_a_shipped_one(tmp_path: Path) -> None:
     opened(tmp_path / "seed").add(record(median_us=5, config=config(64)), record((2048, 2048, 2048)))
     chain = opened(tmp_path / "own", tmp_path / "seed")
@@ -121,7 +155,8 @@ def test_a_damaged_user_database_leaves_the_shipped_one(tmp_path: Path) -> None:
 
 
 extents = st.integers(0, 2**20)
-problems = st.builds(problem, st.tuples(extents, extents, extents), layout=st.sampled_from(LAYOUTS), alignment=st.sampled_from([1, 2, 4, 8, 16]))
+inputs = st.lists(st.sampled_from(["fp16[n]", "fp32[n]", "fp16[mn]", "fp32[mn]", "bits", "scalar"]), max_size=3).map(tuple)
+problems = st.builds(problem, st.tuples(extents, extents, extents), inputs=inputs, layout=st.sampled_from(LAYOUTS), alignment=st.sampled_from([1, 2, 4, 8, 16]))
 
 
 @given(problems, problems, problems)

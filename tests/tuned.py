@@ -27,7 +27,7 @@ PLAIN = config()
 
 
 def problem(shape: tuple[int, int, int] = (4096, 4096, 4096), **more: Any) -> Problem:
-    plain = Problem(*H200, shape, "fp16", "fp16", ("fp16",), "nn", "", "relu(mm + bias)", SPEC, KIND, 16)
+    plain = Problem(*H200, shape, "fp16", "fp16", ("fp16[n]",), ("fp16",), "nn", "", "relu(mm + bias)", SPEC, KIND, 16)
     return replace(plain, **more)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -34,6 +35,10 @@ ALIGNMENT_STEP = 0.25
 """For each halving of the alignment: narrower loads, until none can be asynchronous."""
 OUTPUT_STEP = 0.5
 """Where the outputs have other sizes: the epilogue moves other numbers of bytes."""
+INPUT_STEP = 0.5
+"""For each [m, n] input of another size, an fp32 residual instead of an fp16 one say: as with outputs, other numbers of bytes."""
+VECTOR_STEP = 0.125
+"""For each input of rows or columns of another size, whose bytes hardly count: enough to prefer the record that has them alike."""
 FARTHEST = 4.0
 """Beyond this nothing is borrowed, for instance where both M and N are more than four times as large."""
 
@@ -63,7 +68,7 @@ class _Step:
 
 
 def distance(one: Problem, other: Problem) -> float:
-    """How far two problems lie apart, in weighted doublings; 0 for equal extents, alignment, layout and output sizes."""
+    """How far two problems lie apart, in weighted doublings; 0 for equal extents, alignment, layout, and sizes of inputs and outputs."""
     m, n, k = (abs(_log(x) - _log(y)) for x, y in zip(one.shape, other.shape, strict=True))
     return WEIGHT_M * m + WEIGHT_N * n + WEIGHT_K * k + _penalty(one, other)
 
@@ -72,7 +77,20 @@ def _penalty(one: Problem, other: Problem) -> float:
     layouts = sum(x != y for x, y in zip(one.layout, other.layout, strict=True))
     halvings = abs(one.alignment.bit_length() - other.alignment.bit_length())
     outputs = one.outputs != other.outputs and [_DTYPES[o].bits for o in one.outputs] != [_DTYPES[o].bits for o in other.outputs]
-    return LAYOUT_STEP * layouts + ALIGNMENT_STEP * halvings + OUTPUT_STEP * outputs
+    inputs = _input_steps(one.inputs, other.inputs) if one.inputs != other.inputs else 0.0
+    return LAYOUT_STEP * layouts + ALIGNMENT_STEP * halvings + OUTPUT_STEP * outputs + inputs
+
+
+def _input_steps(one: tuple[str, ...], other: tuple[str, ...]) -> float:
+    """By how many inputs of which size: their order counts for nothing, since programs of one class may name them in any order."""
+    counts = _input_sizes(one)
+    counts.subtract(_input_sizes(other))
+    return sum((INPUT_STEP if indices == "mn" else VECTOR_STEP) * abs(n) for (_, indices), n in counts.items()) / 2
+
+
+def _input_sizes(inputs: tuple[str, ...]) -> Counter[tuple[int, str]]:
+    split = (kind.rstrip("]").partition("[") for kind in inputs)
+    return Counter((_DTYPES[dtype].bits if indices else 0, indices) for dtype, _, indices in split)
 
 
 def _log(extent: int) -> float:
@@ -190,6 +208,8 @@ def _sentence(step: _Step, problem: Problem, record: Record) -> str:
     unlike = []
     if _operands(record.problem) != _operands(problem):
         unlike.append(f"with {record.a} operands" if record.a == record.b else f"with {record.a} and {record.b} operands")
+    if record.inputs != problem.inputs:
+        unlike.append(f"with inputs {', '.join(record.inputs)}")
     if record.layout != problem.layout:
         unlike.append(f"in layout {record.layout}")
     if record.alignment != problem.alignment:

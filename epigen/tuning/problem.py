@@ -9,16 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from epigen.codegen.spec import KernelSpec, digest
+from epigen.dtypes import DType
 from epigen.ir import graph as g
-from epigen.ir.graph import Graph
+from epigen.ir.graph import Graph, Node
+
+BITS, SCALAR = "bits", "scalar"
+"""The inputs whose dtype decides nothing: packed masks, and numbers or tensors of one element."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing to tune.
 
-    gpu, capability: as torch names them ("NVIDIA H200", "9.0"). shape: M, N, K. a, b, outputs: dtype names. layout: how a and b lie.
-    spec: the graph's digest. kind: the epilogue's class. alignment: bytes that K, N and the row strides are a multiple of, up to 16.
+    gpu, capability: as torch names them ("NVIDIA H200", "9.0"). shape: M, N, K. a, b, outputs: dtype names. inputs: the epilogue's, in
+    the graph's order, whatever their names: "fp32[n]", "fp16[mn]", "bits", "scalar". layout: how a and b lie. spec: the graph's digest.
+    kind: the epilogue's class. alignment: bytes that K, N and the row strides are a multiple of, up to 16.
     """
 
     gpu: str
@@ -26,6 +31,7 @@ class Problem:
     shape: tuple[int, int, int]
     a: str
     b: str
+    inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     layout: str
     precision: str
@@ -35,14 +41,24 @@ class Problem:
     alignment: int
 
 
+def input_kind(node: Node, dtype: DType | None) -> str:
+    """An input as a problem spells it: dtype and indices, BITS or SCALAR. dtype: None for a number."""
+    if node.op == g.BITS:
+        return BITS
+    return f"{dtype}[{node.indices}]" if node.indices else SCALAR
+
+
 def problem_of(graph: Graph, spec: KernelSpec, shape: tuple[int, int, int], layout: str, gpu: str, capability: str) -> Problem:
+    """The problem of one call. graph: the program's, of which spec is the lowered form. shape: M, N, K. layout: how a and b lie."""
     sig = spec.signature
+    dtypes = dict(sig.inputs)
     return Problem(
         gpu=gpu,
         capability=capability,
         shape=shape,
         a=sig.a.name,
         b=sig.b.name,
+        inputs=tuple(input_kind(node, dtypes[node.name]) for node in graph.inputs()),
         outputs=tuple(o.dtype.name for o in spec.outputs),
         layout=layout,
         precision=sig.precision if sig.a.name == "fp32" else "",

@@ -10,28 +10,26 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cached_property
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from epigen.codegen import schedules
 from epigen.codegen.spec import LAYOUTS, KernelConfig
-from epigen.dtypes import ALL
+from epigen.dtypes import ALL, OPERANDS
 from epigen.errors import ConfigError, DatabaseError
-from epigen.tuning.problem import Problem
+from epigen.tuning.migrations import MIGRATIONS
+from epigen.tuning.problem import BITS, SCALAR, Problem
 from epigen.tuning.task import OUTCOMES, OutcomeKind
 
-SCHEMA = 1
+SCHEMA = 2
+"""2 added the inputs' dtypes; `migrations` has the steps from older ones."""
 
-Migration = Callable[[dict[str, Any]], dict[str, Any]]
-MIGRATIONS: Mapping[int, Migration] = MappingProxyType({})
-"""From a schema's number to the step that turns its document into the next one's. Empty while there has been one schema only."""
-
+_INPUT_KINDS = frozenset({BITS, SCALAR, *(f"{t.name}[{i}]" for t in OPERANDS for i in ("mn", "m", "n"))})
 _MAX_RECORDS = 100_000
 _SHOWN = 60  # characters of a wrong value that a message quotes
 
@@ -68,6 +66,12 @@ def _gpu(value: str) -> str:
     return value
 
 
+def _input_kind(value: str) -> str:
+    if value not in _INPUT_KINDS:
+        raise ValueError(f"expected a dtype and its indices, such as fp16[n], {BITS} or {SCALAR}")
+    return value
+
+
 def _date(value: str) -> str:
     try:
         if len(value) != 20 or not value.isascii():
@@ -94,6 +98,7 @@ Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Kind = Annotated[str, StringConstraints(max_length=4096, pattern=r"^load:[a-z,]* store:[a-z,]* reduce:[a-z,]*$")]
 Extent = Annotated[int, Field(ge=0, le=2**31)]
 DTypeName = Annotated[str, _one_of(t.name for t in ALL)]
+InputKind = Annotated[str, AfterValidator(_input_kind)]
 Alignment = Annotated[int, _one_of((1, 2, 4, 8, 16))]
 Time = Annotated[float, Field(ge=0.001, le=1e9, allow_inf_nan=False), AfterValidator(_time)]
 Spread = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False), AfterValidator(_time)]
@@ -116,6 +121,7 @@ class Record(BaseModel):
     shape: Annotated[tuple[Extent, Extent, Extent], BeforeValidator(_tuple)]
     a: DTypeName
     b: DTypeName
+    inputs: Annotated[tuple[InputKind, ...], Field(max_length=1000), BeforeValidator(_tuple)]
     outputs: Annotated[tuple[DTypeName, ...], Field(min_length=1, max_length=1000), BeforeValidator(_tuple)]
     layout: Annotated[str, _one_of(LAYOUTS)]
     precision: Literal["", "ieee", "tf32"]
@@ -156,9 +162,7 @@ class Record(BaseModel):
 
     @cached_property
     def problem(self) -> Problem:
-        return Problem(
-            self.gpu, self.capability, self.shape, self.a, self.b, self.outputs, self.layout, self.precision, self.program, self.spec, self.kind, self.alignment
-        )
+        return Problem(**{name: getattr(self, name) for name in Problem.__dataclass_fields__})
 
     @cached_property
     def kernel_config(self) -> KernelConfig:
@@ -185,7 +189,7 @@ class Record(BaseModel):
             {"program": self.program},
             {"spec": self.spec, "kind": self.kind},
             {
-                "shape": self.shape, "a": self.a, "b": self.b, "outputs": self.outputs, "layout": self.layout,
+                "shape": self.shape, "a": self.a, "b": self.b, "inputs": self.inputs, "outputs": self.outputs, "layout": self.layout,
                 "precision": self.precision, "alignment": self.alignment,
             },
             {"schedule": self.schedule, "config": dict(self.kernel_config.values)},
@@ -198,12 +202,18 @@ class Record(BaseModel):
 
     def __str__(self) -> str:
         """The problem in one line."""
-        return f"{short(self.program)} {extents(self.shape)} {self.a} {self.layout} on {self.gpu}, Triton {self.triton}"
+        return f"{short(self.program)}{self.unlike_inputs} {extents(self.shape)} {self.a} {self.layout} on {self.gpu}, Triton {self.triton}"
+
+    @property
+    def unlike_inputs(self) -> str:
+        """Such as " (inputs fp32[n])" where an input's dtype is not the operands'; else ''."""
+        unlike = any("[" in kind and not kind.startswith(f"{self.a}[") for kind in self.inputs)
+        return f" (inputs {', '.join(self.inputs)})" if unlike else ""
 
 
 def problem_key(problem: Problem) -> Key:
     p = problem
-    return p.gpu, p.capability, p.spec, p.a, p.b, p.outputs, p.precision, p.layout, p.shape, p.alignment
+    return p.gpu, p.capability, p.spec, p.a, p.b, p.inputs, p.outputs, p.precision, p.layout, p.shape, p.alignment
 
 
 def extents(shape: tuple[int, int, int]) -> str:

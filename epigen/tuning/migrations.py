@@ -1,0 +1,55 @@
+"""The way from an older schema of the tuning database to the present one: a step a schema, document to document. Pure functions.
+
+A step changes only what it understands: a record that it cannot carry over is left as it is, and then held against the present schema
+like any other, so that one bad record costs no other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from epigen.dtypes import BY_NAME, FP32
+from epigen.errors import EpigenError
+from epigen.ir.check import check
+from epigen.ir.graph import Graph
+from epigen.ir.passes import normalise
+from epigen.lang.parser import parse
+from epigen.tuning.problem import input_kind
+
+Migration = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def _from_1(document: dict[str, Any]) -> dict[str, Any]:
+    """Schema 1 did not name the inputs' dtypes: they were the operands', fp32 beside 8-bit operands. The program says which there are."""
+    found = document.get("records")
+    if not isinstance(found, list):
+        return document
+    graphs: dict[str, Graph | None] = {}
+    return document | {"records": [_with_inputs(r, graphs) for r in found]}
+
+
+def _with_inputs(record: object, graphs: dict[str, Graph | None]) -> object:
+    if not isinstance(record, dict) or "inputs" in record:
+        return record
+    program, a = record.get("program"), record.get("a")
+    if not isinstance(program, str) or not isinstance(a, str) or a not in BY_NAME:
+        return record
+    if program not in graphs:
+        graphs[program] = _graph(program)
+    graph, dtype = graphs[program], BY_NAME[a]
+    if graph is None:
+        return record
+    return record | {"inputs": [input_kind(node, FP32 if dtype.bits == 8 else dtype) for node in graph.inputs()]}
+
+
+def _graph(program: str) -> Graph | None:
+    try:
+        return normalise(check(parse(program)))
+    except EpigenError:
+        return None
+
+
+MIGRATIONS: Mapping[int, Migration] = MappingProxyType({1: _from_1})
+"""From a schema's number to the step that turns its document into the next one's."""
