@@ -14,9 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tuned import A100, H100, NAME, OTHER_KIND, OTHER_SPEC, TRITON, config, opened, problem, record
 
-from epigen.codegen.spec import LAYOUTS
+from epigen.codegen.lower import lower
+from epigen.codegen.spec import LAYOUTS, Signature
+from epigen.dtypes import FP16
+from epigen.ir.check import check
+from epigen.ir.passes import normalise
+from epigen.lang.parser import parse
+from epigen.tuning import gpus, space
+from epigen.tuning.choose import Chooser
 from epigen.tuning.lookup import FARTHEST, Index, distance, version_order
-from epigen.tuning.problem import Problem
+from epigen.tuning.problem import Problem, problem_of
 from epigen.tuning.records import Record, merged
 
 
@@ -28,10 +35,10 @@ def test_look_up_takes_the_steps_in_order(tmp_path: Path) -> None:
     h100: dict[str, Any] = {"gpu": H100[0]}
     other: dict[str, Any] = {"program": "gelu(mm + bias)", "spec": OTHER_SPEC}
     steps: list[tuple[Record, str, str]] = [
-        (record(**h100, **other), "architecture", "borrowed from 4096x4096x4096 (with fp16 operands, with inputs fp16[n]), the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H100 80GB HBM3, of the same architecture"),
-        (record(**h100), "architecture", "borrowed from 4096x4096x4096 (with fp16 operands, with inputs fp16[n]), the nearest tuned shape of this program on NVIDIA H100 80GB HBM3, of the same architecture"),
-        (record(**h100, **other, **like), "architecture", "borrowed from 4096x4096x4096, the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H100 80GB HBM3, of the same architecture"),
-        (record(**h100, **like), "architecture", "borrowed from 4096x4096x4096, the nearest tuned shape of this program on NVIDIA H100 80GB HBM3, of the same architecture"),
+        (record(**h100, **other), "architecture", "borrowed from 4096x4096x4096 (with fp16 operands, with inputs fp16[n]), the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H100 80GB HBM3, of the same architecture; not scaled, since both have 132 multiprocessors"),
+        (record(**h100), "architecture", "borrowed from 4096x4096x4096 (with fp16 operands, with inputs fp16[n]), the nearest tuned shape of this program on NVIDIA H100 80GB HBM3, of the same architecture; not scaled, since both have 132 multiprocessors"),
+        (record(**h100, **other, **like), "architecture", "borrowed from 4096x4096x4096, the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H100 80GB HBM3, of the same architecture; not scaled, since both have 132 multiprocessors"),
+        (record(**h100, **like), "architecture", "borrowed from 4096x4096x4096, the nearest tuned shape of this program on NVIDIA H100 80GB HBM3, of the same architecture; not scaled, since both have 132 multiprocessors"),
         (record(**other), "kind", "borrowed from 4096x4096x4096 (with fp16 operands, with inputs fp16[n]), the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H200"),
         (record(), "shape", "borrowed from 4096x4096x4096 (with fp16 operands, with inputs fp16[n]), the nearest tuned shape of this program on NVIDIA H200"),
         (record(**other, **like), "kind", "borrowed from 4096x4096x4096, the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H200"),
@@ -83,6 +90,70 @@ def test_integers_do_not_borrow_from_floats(tmp_path: Path) -> None:
     assert chain.find(problem(a="int8", b="int8"), TRITON) is None
     found = chain.find(problem(a="fp8e4m3", b="fp8e5m2"), TRITON)
     assert found and "(with fp8e5m2 operands)" in found.why
+
+
+# -- another GPU of the same architecture
+
+PCIE: dict[str, Any] = {"gpu": "NVIDIA H100 PCIe"}  # 114 multiprocessors, and an H200 has 132
+
+
+def test_on_a_smaller_gpu_the_shape_of_as_many_waves_is_borrowed(tmp_path: Path) -> None:
+    """4096x3584 is to 114 multiprocessors what 4096x4150 is to 132: 4096x4096 goes before 4096x3584 itself."""
+    chain = opened(tmp_path)
+    chain.add(record((4096, 3584, 4096), config=config(64)), record(config=config(128)))
+    assert chain.find(problem((4096, 3584, 4096)), TRITON).config == config(64)  # type: ignore[union-attr]
+    found = chain.find(problem((4096, 3584, 4096), **PCIE), TRITON)
+    assert found and (found.how, found.config) == ("architecture", config(128))
+    assert found.why == (
+        "borrowed from 4096x4096x4096, the nearest tuned shape of this program on NVIDIA H200, of the same architecture; "
+        "its shape scaled by 114/132 multiprocessors"
+    )
+    # and the other way: what the smaller one was tuned for is larger to the larger one
+    chain = opened(tmp_path / "back")
+    chain.add(record((4096, 3584, 4096), config=config(64), **PCIE), record(config=config(128), **PCIE))
+    back = chain.find(problem(), TRITON)
+    assert back and back.config == config(64) and back.why.endswith("of the same architecture; its shape scaled by 132/114 multiprocessors")
+
+
+def test_a_skinny_shape_is_scaled_along_its_long_side(tmp_path: Path) -> None:
+    assert distance(problem((16, 4096, 4096)), problem((16, 4096 * 132 // 114, 4096), **PCIE)) > distance(
+        problem((16, 4096, 4096)), problem((16, 4096 * 114 // 132, 4096), **PCIE)
+    )
+    chain = opened(tmp_path)
+    chain.add(record((16, 4096, 4096), config=config(16)), record((16, 4736, 4096), config=config(32)))
+    assert chain.find(problem((16, 4096, 4096), **PCIE), TRITON).config == config(32)  # type: ignore[union-attr]
+
+
+def test_the_gpu_with_the_likest_bandwidth_goes_first(tmp_path: Path) -> None:
+    """An H100 has an H200's multiprocessors, and 70 % of its bandwidth; an H100 PCIe has 15 % fewer, with half an H200's bandwidth each."""
+    chain = opened(tmp_path)
+    chain.add(record(config=config(32), gpu="NVIDIA H100 PCIe"), record(config=config(64), gpu="NVIDIA H100 80GB HBM3"))
+    assert chain.find(problem(), TRITON).config == config(64)  # type: ignore[union-attr]
+
+
+def test_a_gpu_of_no_table_lends_unscaled(tmp_path: Path) -> None:
+    chain = opened(tmp_path)
+    chain.add(record(gpu="NVIDIA H200 MIG 3g.71gb"), record((4096, 4096, 2048), gpu="NVIDIA H200 MIG 3g.71gb", config=config(64)))
+    found = chain.find(problem(), TRITON)
+    assert found and found.config == config()
+    assert found.why.endswith("on NVIDIA H200 MIG 3g.71gb, of the same architecture; not scaled, since the size of one of the two is unknown")
+
+
+def test_a_borrowed_config_is_legal_where_it_goes(tmp_path: Path) -> None:
+    """As a kernel asks: the nearest record's tile is larger than the result there is, so the next nearest serves."""
+    database = opened(tmp_path)
+    graph = normalise(check(parse("relu(mm + bias)")))
+    spec = lower(graph, Signature(FP16, FP16, (("bias", FP16),), k_multiple=256))
+    pcie = gpus.by_name("H100 PCIe").target
+    for shape, block_m in (((64, 8192, 4096), 64), ((72, 8192, 4096), 128)):
+        tuned = problem_of(graph, spec, shape, "nn", "NVIDIA H200", "9.0")
+        database.add(Record.make(tuned, config(block_m, group_m=1), **RUN))
+    wanted = (60, 8192, 4096)
+    first = database.find(problem_of(graph, spec, wanted, "nn", pcie.part, "9.0"), TRITON)
+    assert first and first.config == config(128, group_m=1), "by distance alone"
+    found = Chooser(graph, database)(spec, wanted, "nn", pcie, "")
+    assert found.config == config(64, group_m=1) and space.legal(found.config, spec, wanted, pcie)
+    assert "borrowed from 64x8192x4096" in found.why and "NVIDIA H200, of the same architecture; its shape scaled by 114/132" in found.why
 
 
 BOTH = "relu(mm + bias) + residual"
@@ -170,6 +241,19 @@ def test_the_distance_is_one(one: Problem, two: Problem, three: Problem) -> None
         assert near <= far
 
 
+gpu_names = st.sampled_from(["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H200 MIG 3g.71gb"])
+
+
+@given(problems, st.lists(st.tuples(problems, gpu_names), min_size=1, max_size=12))
+@settings(deadline=None)
+def test_the_nearest_on_other_gpus_is_what_a_search_of_all_would_find(wanted: Problem, tuned: list[tuple[Problem, str]]) -> None:
+    some = list(merged(Record.make(replace(p, gpu=gpu), config(), **RUN) for p, gpu in tuned).values())
+    found = [f for f in Index([some]).candidates(wanted, TRITON) if f.how == "architecture"]
+    assert all(distance(wanted, r.problem) == pytest.approx(distance(r.problem, wanted)) for r in some)
+    near = [distance(wanted, r.problem) for r in some if r.gpu != wanted.gpu]
+    assert [distance(wanted, f.record.problem) for f in found] == pytest.approx(sorted(d for d in near if d <= FARTHEST))
+
+
 @given(problems, st.lists(problems, min_size=1, max_size=12))
 @settings(deadline=None)
 def test_the_nearest_is_what_a_search_of_all_would_find(wanted: Problem, tuned: list[Problem]) -> None:
@@ -209,10 +293,11 @@ def far_shapes() -> Iterator[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("wanted", [(4096, 4096, 4096), (4100, 2000, 5000), (10**9, 1, 1), (17, 600, 700), (2048, 8, 8)])
-def test_a_look_up_takes_less_than_a_millisecond(tmp_path: Path, wanted: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100 PCIe"])
+def test_a_look_up_takes_less_than_a_millisecond(tmp_path: Path, wanted: tuple[int, int, int], gpu: str) -> None:
     chain = opened(tmp_path)
     chain.add(*(record(shape, config=config(b)) for shape, b in zip(far_shapes(), itertools.cycle((64, 128)), strict=False)))
-    call: Callable[[], object] = lambda: chain.find(problem(wanted), TRITON)  # noqa: E731
+    call: Callable[[], object] = lambda: chain.find(problem(wanted, gpu=gpu), TRITON)  # noqa: E731
     call()
     assert len(chain.records()) > 800
     # the least of some runs: a busy machine makes single ones long

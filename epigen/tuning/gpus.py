@@ -117,9 +117,14 @@ _BY_NAME = {_plain(n): g for g in GPUS for n in (g.name, g.short, *g.aliases)}
 DEFAULT = _BY_NAME["h200"]
 
 
+def find(name: str) -> Gpu | None:
+    """The row of "NVIDIA H200" or "h200"; None for a part that has none: a near name may be a slower part."""
+    return _BY_NAME.get(_plain(name))
+
+
 def by_name(name: str) -> Gpu:
-    """The row of "NVIDIA H200" or "h200". Raises TargetError for a part that has none: a near name may be a slower part."""
-    found = _BY_NAME.get(_plain(name))
+    """As `find`. Raises TargetError for a part that has no row."""
+    found = find(name)
     if found is None:
         hint = near_miss(name.lower(), (n for g in GPUS for n in (g.short.lower(), g.name.lower())))
         raise TargetError(f"unknown GPU '{name}': {hint or 'known are ' + ', '.join(g.short for g in GPUS)}")
@@ -128,7 +133,7 @@ def by_name(name: str) -> Gpu:
 
 def of_target(target: Target) -> Gpu:
     """The row of a target's part; where it has none, the first of its architecture (or its nearest kin), by number of multiprocessors."""
-    found = _BY_NAME.get(_plain(target.part))
+    found = find(target.part)
     if found is not None and found.architecture == target.name:
         return found
     kin = next((g for g in GPUS if g.architecture == target.name), None) or _kin(target)

@@ -4,7 +4,8 @@ Records go in; a config comes out with the record it is from and one sentence th
 
 Order: the same problem; the same under another Triton version; the nearest shape of this program on this GPU; the nearest of another
 program of the same epilogue class on this GPU; both once more with operands of another dtype of the same size; then the same four
-on another GPU of the same architecture. Within one step the user's own records go before the shipped ones where they are equally near.
+on another GPU of the same architecture, where the nearest shape is the one that fills as many waves there: extents are scaled by the
+ratio of multiprocessors. Within one step the user's own records go before the shipped ones where they are equally near.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from operator import itemgetter
 
 from epigen.codegen.spec import Choice, KernelConfig
 from epigen.dtypes import ALL
+from epigen.tuning import gpus
 from epigen.tuning.problem import Problem
 from epigen.tuning.records import Key, Record, extents, problem_key, short
 
@@ -39,6 +41,8 @@ INPUT_STEP = 0.5
 """For each [m, n] input of another size, an fp32 residual instead of an fp16 one say: as with outputs, other numbers of bytes."""
 VECTOR_STEP = 0.125
 """For each input of rows or columns of another size, whose bytes hardly count: enough to prefer the record that has them alike."""
+BANDWIDTH_STEP = 0.5
+"""For each doubling of the memory bandwidth that a multiprocessor of the other GPU has: whether math or memory binds moves with it."""
 FARTHEST = 4.0
 """Beyond this nothing is borrowed, for instance where both M and N are more than four times as large."""
 
@@ -59,6 +63,10 @@ class _Entry:
     source: int
 
 
+_Place = tuple[float, float, float, _Entry]
+"""An entry with the logarithms of its M, N and K."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     how: str
@@ -68,9 +76,48 @@ class _Step:
 
 
 def distance(one: Problem, other: Problem) -> float:
-    """How far two problems lie apart, in weighted doublings; 0 for equal extents, alignment, layout, and sizes of inputs and outputs."""
-    m, n, k = (abs(_log(x) - _log(y)) for x, y in zip(one.shape, other.shape, strict=True))
-    return WEIGHT_M * m + WEIGHT_N * n + WEIGHT_K * k + _penalty(one, other)
+    """How far two problems lie apart, in weighted doublings; 0 for equal extents, alignment, layout, and sizes of inputs and outputs.
+
+    On two GPUs that `gpus` knows, a shape is as far as it is from the one that fills as many waves of the other, and their bandwidths count.
+    """
+    m, n, k = (_log(x) - _log(y) for x, y in zip(other.shape, one.shape, strict=True))
+    scale = _scale(one.gpu, other.gpu) or _UNKNOWN
+    return _tiles_apart(m, n, scale.waves) + WEIGHT_K * abs(k) + scale.step + _penalty(one, other)
+
+
+def _tiles_apart(m: float, n: float, waves: float) -> float:
+    """m, n: doublings from one problem's extents to the other's. waves: doublings of the output that the other GPU takes to be as full,
+    which M and N may share in any way.
+    """
+    low, high = (waves, 0.0) if waves < 0 else (0.0, waves)
+    part = low if m < low else min(m, high)
+    return WEIGHT_M * abs(m - part) + WEIGHT_N * abs(n - (waves - part))
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """From one GPU to another. waves: doublings of multiprocessors. step: what the bandwidths add to a distance."""
+
+    waves: float
+    step: float
+    sentence: str
+
+
+_UNKNOWN = _Scale(0.0, 0.0, "not scaled, since the size of one of the two is unknown")
+
+
+def _scale(here: str, there: str) -> _Scale | None:
+    """None for the same GPU, and where the table lacks one of the two: nothing is known to scale by."""
+    own, other = gpus.find(here), gpus.find(there)
+    if own is None or other is None or here == there:
+        return None
+    waves = _log(other.multiprocessors) - _log(own.multiprocessors)
+    step = BANDWIDTH_STEP * abs(math.log2(other.bandwidth_gbps / own.bandwidth_gbps) - waves)
+    if other.multiprocessors == own.multiprocessors:
+        sentence = f"not scaled, since both have {own.multiprocessors} multiprocessors"
+    else:
+        sentence = f"its shape scaled by {own.multiprocessors}/{other.multiprocessors} multiprocessors"
+    return _Scale(waves, step, sentence)
 
 
 def _penalty(one: Problem, other: Problem) -> float:
@@ -134,13 +181,15 @@ class Index:
 
     def __init__(self, sources: Iterable[Iterable[Record]]):
         self._exact: dict[Key, list[_Entry]] = {}
-        self._buckets: dict[Key, list[tuple[float, float, float, _Entry]]] = {}  # logarithms of M, N and K; sorted by the first
+        self._gpus: dict[str, set[str]] = {}  # by capability
+        self._buckets: dict[Key, list[_Place]] = {}  # sorted by M
         for source, found in enumerate(sources):
             for record in sorted(found, key=lambda r: r.key):  # so that equal records are found whatever their order on disk
                 problem = record.problem
                 entry = _Entry(record, source)
                 log_m, log_n, log_k = map(_log, problem.shape)
                 self._exact.setdefault(record.problem_key, []).append(entry)
+                self._gpus.setdefault(problem.capability, set()).add(problem.gpu)
                 for step in _steps(problem):
                     self._buckets.setdefault(step.bucket, []).append((log_m, log_n, log_k, entry))
         for bucket in self._buckets.values():
@@ -176,14 +225,20 @@ class Index:
     def _nearest(self, problem: Problem, triton: str, step: _Step) -> Iterator[_Entry]:
         m, n, k = map(_log, problem.shape)
         bucket = self._buckets.get(step.bucket, [])
-        reach = FARTHEST / WEIGHT_M
-        first = bisect.bisect_left(bucket, m - reach, key=itemgetter(0))
-        last = bisect.bisect_right(bucket, m + reach, key=itemgetter(0))
         near: list[tuple[float, bool, int, bool, int, _Entry]] = []
-        for order, (log_m, log_n, log_k, e) in enumerate(islice(bucket, first, last)):
-            far = WEIGHT_M * abs(log_m - m) + WEIGHT_N * abs(log_n - n) + WEIGHT_K * abs(log_k - k)
-            if far <= FARTHEST and not (step.other_gpu and e.record.gpu == problem.gpu):
-                near.append((far, False, 0, False, order, e))
+        if not step.other_gpu:
+            for order, log_m, log_n, log_k, e in _between(bucket, m, FARTHEST / WEIGHT_M):
+                far = WEIGHT_M * abs(log_m - m) + WEIGHT_N * abs(log_n - n) + WEIGHT_K * abs(log_k - k)
+                if far <= FARTHEST:
+                    near.append((far, False, 0, False, order, e))
+        else:
+            scales = {gpu: _scale(problem.gpu, gpu) or _UNKNOWN for gpu in self._gpus.get(problem.capability, ())}
+            reach = FARTHEST / WEIGHT_M + max((abs(s.waves) for s in scales.values()), default=0.0)
+            for order, log_m, log_n, log_k, e in _between(bucket, m, reach):
+                scale = scales[e.record.problem.gpu]
+                far = WEIGHT_K * abs(log_k - k) + scale.step
+                if far <= FARTHEST and e.record.gpu != problem.gpu and (far := far + _tiles_apart(log_m - m, log_n - n, scale.waves)) <= FARTHEST:
+                    near.append((far, False, 0, False, order, e))
         # mostly only the first is asked for, so the rest of the distance is added when an entry comes to the top
         heapq.heapify(near)
         while near:
@@ -192,6 +247,13 @@ class Index:
                 yield e
             elif (far := far + _penalty(problem, e.record.problem)) <= FARTHEST:
                 heapq.heappush(near, (far, True, e.source, e.record.triton != triton, order, e))
+
+
+def _between(bucket: list[_Place], m: float, reach: float) -> Iterator[tuple[int, float, float, float, _Entry]]:
+    """The entries whose M is no farther than `reach` doublings from m, each with its number."""
+    first = bisect.bisect_left(bucket, m - reach, key=itemgetter(0))
+    last = bisect.bisect_right(bucket, m + reach, key=itemgetter(0))
+    return ((order, *place) for order, place in enumerate(islice(bucket, first, last)))
 
 
 def _found(record: Record, how: str, why: str) -> Found:
@@ -204,7 +266,12 @@ def _where(record: Record) -> str:
 
 def _sentence(step: _Step, problem: Problem, record: Record) -> str:
     what = "this program" if step.same_program else f"an epilogue of this class, {short(record.program)},"
-    where = f"{record.gpu}, of the same architecture" if step.other_gpu else record.gpu
+    where = record.gpu
+    if step.other_gpu:
+        scale = _scale(problem.gpu, record.gpu)
+        where += (
+            f", of the same architecture; {scale.sentence}" if scale else ", of the same architecture; not scaled, since the size of one of the two is unknown"
+        )
     unlike = []
     if _operands(record.problem) != _operands(problem):
         unlike.append(f"with {record.a} operands" if record.a == record.b else f"with {record.a} and {record.b} operands")
