@@ -27,13 +27,16 @@ def explain_command(program: str, shape: tuple[int, int, int], dtype_name: str, 
     from epigen.tuning import explain, gpus
 
     kernel = api.compile(program, precision=precision)
+    # a GPU at hand stays what its driver calls it: that name is in the database's key
     if gpu_name is not None:
         gpu, why = gpus.by_name(gpu_name), "as asked"
-    elif (target := device.at_hand()) is not None:
-        gpu, why = gpus.of_target(target), "the GPU at hand"
+        target = gpu.target
+    elif (found := device.at_hand()) is not None:
+        gpu, why, target = gpus.of_target(found), "the GPU at hand", found
     else:
         gpu, why = gpus.DEFAULT, "the default, since no GPU is at hand"
+        target = gpu.target
     signature = kernel.signature_of(dtypes.BY_NAME[dtype_name], shape)
-    plan = kernel.plan(shape, target=gpu.target, signature=signature, layout=layout)
+    plan = kernel.plan(shape, target=target, signature=signature, layout=layout)
     explained = explain.explain(plan.spec, shape, gpu, plan.choice, layout=layout, gpu_why=why)
     click.echo(json.dumps(explain.record(explained)) if as_json else explain.text(explained), nl=as_json)

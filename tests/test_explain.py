@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -10,18 +13,33 @@ import pytest
 from click.testing import CliRunner
 from test_model import BACKWARD, H200, PLAIN, spec_of, tiled
 
+from epigen import api, settings
 from epigen.cli_explain import explain_command
 from epigen.codegen.spec import Choice
 from epigen.errors import EpigenError
 from epigen.runtime import device
 from epigen.runtime.device import TARGETS
-from epigen.tuning import explain, gpus, rule
+from epigen.runtime.loader import triton_version
+from epigen.tuning import choose, explain, gpus, rule
+from epigen.tuning.database import Database
+from epigen.tuning.problem import Problem, problem_of
+from epigen.tuning.records import Record
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same answers on every machine."""
     monkeypatch.setattr(device, "at_hand", lambda index=None: None)  # noqa: ARG005
+
+
+@pytest.fixture(autouse=True)
+def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+    """The user's database, as the command finds it, empty at first; and no shipped one."""
+    monkeypatch.setenv("EPIGEN_DB", str(tmp_path))
+    monkeypatch.setattr(settings, "seed_database_dir", lambda: tmp_path / "none")
+    api.database.cache_clear()
+    yield Database()
+    api.database.cache_clear()
 
 
 def run(*arguments: str) -> Any:
@@ -73,7 +91,7 @@ def test_json_says_the_same() -> None:
     assert found["flops"] == 2 * 4096**3
     assert found["limit"] == "math" and found["config"]["block_n"] == 256
     assert found["bytes_saved"] == found["unfused_bytes"] - found["fused_bytes"] > 0
-    assert (found["launches"], found["unfused_launches"], found["measured_us"]) == (1, 3, None)
+    assert (found["launches"], found["unfused_launches"], found["measured"]) == (1, 3, None)
     assert found["gpu"]["name"] == "NVIDIA H200" and "default" in found["gpu"]["why"]
     assert found["model"]["us"] > found["floor_us"]
 
@@ -109,12 +127,127 @@ def test_padding_is_told_for_the_rows_as_they_lie(layout: str, expected: list[tu
 
 
 def test_the_choice_and_its_reason_are_those_given() -> None:
-    spec, choice = spec_of(PLAIN), Choice(tiled(64, 64, 64, 4, 4), "measured on this very GPU")
-    e = explain.explain(spec, (1024, 1024, 1024), H200, choice, measured_us=11.0)
+    spec, choice = spec_of(PLAIN), Choice(tiled(64, 64, 64, 4, 4), "given by the caller")
+    e = explain.explain(spec, (1024, 1024, 1024), H200, choice)
     said = explain.text(e)
-    assert "config    tiled block_m=64 block_n=64 block_k=64 group_m=8 num_warps=4 num_stages=4\n          measured on this very GPU\n" in said
-    assert f"measured  11.0 us: the model says {e.estimate.us / 11:.2f} of it\n" in said
-    assert explain.record(e)["measured_us"] == 11.0
+    assert "config    tiled block_m=64 block_n=64 block_k=64 group_m=8 num_warps=4 num_stages=4\n          given by the caller\n" in said
+    assert e.measured is None and "measured  " not in said
+
+
+# -- what the database knows
+
+SHAPE = (1024, 1024, 1024)
+WINNER = tiled(64, 64, 64, 4, 4)
+
+
+def remember(database: Database, shape: tuple[int, int, int] = SHAPE, part: str = "NVIDIA H200", triton: str | None = None, **more: Any) -> Record:
+    """A record of PLAIN, as `epigen tune` would write it."""
+    graph, target = api.graph_of(PLAIN), gpus.by_name(part).target
+    spec = spec_of(PLAIN, k=shape[2])
+    problem = problem_of(graph, spec, shape, "nn", part, choose.capability(target))
+    run: dict[str, Any] = {"median_us": 11.0, "spread_us": 0.1, "baseline_us": 10.0, "unfused_us": 14.5, "trials": {"ok": 40}}
+    run |= {"date": "2026-11-05T12:00:00Z", "triton": triton or triton_version(), "torch": "2.13.0", "epigen": "0.1.0"} | more
+    found = Record.make(problem, WINNER, **run)
+    assert database.add(found).added == 1
+    return found
+
+
+def command(shape: tuple[int, int, int], *more: str) -> tuple[str, dict[str, Any]]:
+    arguments = (PLAIN, "--shape", "x".join(map(str, shape)), *more)
+    return run(*arguments).stdout, json.loads(run(*arguments, "--json").stdout)
+
+
+def test_a_record_of_this_problem_is_chosen_and_its_times_are_told(database: Database) -> None:
+    remember(database)
+    said, found = command(SHAPE, "--gpu", "h200")
+    us = found["model"]["us"]
+    assert f"config    {WINNER}\n          tuned for 1024x1024x1024 on NVIDIA H200 (exact)\n" in said
+    assert said.splitlines()[-3].startswith(f"model     {us:.1f} us fused"), "the model's time stands beside the measured one"
+    assert said.endswith(
+        f"measured  11.0 us fused, of which the model says {us / 11:.2f}; Triton {triton_version()}, 2026-11-05\n"
+        "          10.0 us for the vendor's product alone: fused takes 1.10 of it; with one pointwise pass 14.5 us\n"
+    )
+    measured = found["measured"]
+    assert (measured["us"], measured["mm_us"], measured["unfused_us"], measured["fused_over_mm"]) == (11.0, 10.0, 14.5, 1.1)
+    assert measured["model_over_measured"] == pytest.approx(us / 11) and found["why"] == "tuned for 1024x1024x1024 on NVIDIA H200 (exact)"
+    assert found["config"]["block_m"] == 64
+
+
+def test_a_record_without_an_unfused_time(database: Database) -> None:
+    remember(database, unfused_us=None)
+    said, found = command(SHAPE)
+    assert said.endswith("fused takes 1.10 of it\n") and found["measured"]["unfused_us"] is None
+
+
+def test_another_version_of_triton_is_said_with_its_times(database: Database) -> None:
+    remember(database, triton="3.0.0")
+    said, found = command(SHAPE)
+    assert "measured  11.0 us fused" in said and "; Triton 3.0.0, 2026-11-05\n" in said
+    assert found["measured"]["triton"] == "3.0.0" and "under Triton 3.0.0" in found["why"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (((1024, 1024, 2048), "--gpu", "h200"), "borrowed from 1024x1024x1024, the nearest tuned shape"),
+        ((SHAPE, "--gpu", "h100 pcie"), "NVIDIA H200, of the same architecture; its shape scaled by 114/132 multiprocessors"),
+        ((SHAPE, "--dtype", "bf16"), "(with fp16 operands, with inputs fp16[n])"),
+        ((SHAPE, "--gpu", "a100"), "chosen by rule"),
+    ],
+    ids=["shape", "gpu", "dtype", "none"],
+)
+def test_a_borrowed_config_brings_no_time_of_another_problem(database: Database, asked: tuple[Any, ...], why: str) -> None:
+    remember(database)
+    said, found = command(*asked)
+    assert why in found["why"] and found["measured"] is None
+    assert "measured  " not in said and "11.0 us" not in said
+
+
+def test_a_gpu_at_hand_without_a_row_finds_its_own_records(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row is made up from its kin; its name and capability are the driver's."""
+    part = replace(TARGETS["sm_100"], name="sm_103", arch=103, part="NVIDIA B300", multiprocessors=148)
+    monkeypatch.setattr(device, "at_hand", lambda index=None: part)  # noqa: ARG005
+    problem = problem_of(api.graph_of(PLAIN), spec_of(PLAIN, k=SHAPE[2]), SHAPE, "nn", "NVIDIA B300", "10.3")
+    database.add(replace_problem(remember(database), problem))
+    said, found = command(SHAPE)
+    assert "tuned for 1024x1024x1024 on NVIDIA B300 (exact)" in said and found["measured"]["us"] == 11.0
+
+
+def replace_problem(found: Record, problem: Problem) -> Record:
+    return Record.make(problem, found.kernel_config, **found.model_dump(exclude={*Problem.__dataclass_fields__, "schedule", "config"}))
+
+
+# -- every item of an explanation
+
+
+def test_waste_of_tiles_and_of_the_last_wave() -> None:
+    """By hand: 10 x 9 tiles of 128x128 cover 1280x1152, of which 1200x1100 are wanted; two blocks a multiprocessor make 264 places."""
+    spec, shape = spec_of(PLAIN), (1200, 1100, 4096)
+    e = explain.explain(spec, shape, H200, Choice(tiled(128, 128, 64, 4, 3), "given"))
+    x = e.estimate
+    assert (x.tiles, x.blocks_per_sm) == (90, 1)
+    assert x.waves == pytest.approx(90 / 132) and x.tail_waste == pytest.approx(1 - 90 / 132)
+    assert e.tile_waste == pytest.approx(1 - 1200 * 1100 / (1280 * 1152))
+    assert "90 tiles of 128x128, 1 block a multiprocessor: 0.68 waves, 1 wave in time; the last wave wastes 31.8% of all slots\n" in explain.text(e)
+    assert "          10.5% of what the tiles cover lies outside the result\n" in explain.text(e)
+
+
+def test_the_work_is_counted_and_held_against_the_ridge() -> None:
+    m, n, k = 1024, 512, 256
+    found = json.loads(run(PLAIN, "--shape", f"{m}x{n}x{k}", "--json").stdout)
+    assert found["flops"] == 2 * m * n * k
+    assert found["fused_bytes"] == 2 * (m * k + k * n + n + m * n)
+    assert found["unfused_bytes"] == found["fused_bytes"] + 2 * 4 * m * n
+    assert found["intensity_flops_per_byte"] == pytest.approx(found["flops"] / found["fused_bytes"])
+    assert found["gpu"]["ridge_flops_per_byte"] == pytest.approx(found["gpu"]["peak_tflops"] * 1e3 / found["gpu"]["bandwidth_gbps"])
+    assert f"{found['intensity_flops_per_byte']:.0f} FLOPs a byte, below the ridge of 231\n" in run(PLAIN, "--shape", f"{m}x{n}x{k}").stdout
+
+
+def test_padding_that_helps_is_said_with_what_it_saves() -> None:
+    odd = (PLAIN, "--shape", "4096x4096x4095")
+    (padding,) = json.loads(run(*odd, "--json").stdout)["padding"]
+    assert (padding["extent"], padding["from"], padding["to"]) == ("K", 4095, 4096) and padding["saved_us"] > 100
+    assert "padding   K from 4095 to 4096 saves about " in run(*odd).stdout
 
 
 def test_the_library_schedule_reads_its_product_back() -> None:

@@ -1,4 +1,4 @@
-"""Why a kernel takes the time it takes, said from the model and the table of GPUs alone: nothing is compiled or run.
+"""Why a kernel takes the time it takes, said from the model, the table of GPUs and the choice's record: nothing is compiled or run.
 
 In go a spec, a shape, a GPU and a `Choice`; out comes an `Explanation`, pure data, and its text.
 """
@@ -12,6 +12,7 @@ from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelSpec
 from epigen.tuning import model
 from epigen.tuning.gpus import Gpu
+from epigen.tuning.lookup import Found
 from epigen.tuning.model import Estimate, Traffic
 
 MATH, MEMORY, LATENCY = "math", "memory", "latency"
@@ -31,11 +32,26 @@ class Padding:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What the database knows of this very problem with this config: medians of one run, with a cold L2.
+
+    us: of the fused kernel. mm_us: the vendor's product alone. unfused_us: that and one pointwise pass; None where it was not measured.
+    triton: the version it was measured under. date: in UTC.
+    """
+
+    us: float
+    mm_us: float
+    unfused_us: float | None
+    triton: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """What is known about one problem before it runs.
 
     ridge: FLOPs a byte above which the GPU computes longer than it loads. floor_us: no kernel can be faster. tile_waste: share of
-    the computed results that lie outside the matrix. measured_us: 0 where nobody has measured.
+    the computed results that lie outside the matrix. measured: None where nobody has measured this problem.
     """
 
     program: str
@@ -54,12 +70,10 @@ class Explanation:
     tile_waste: float
     unfused_us: float
     paddings: tuple[Padding, ...]
-    measured_us: float = 0.0
+    measured: Measured | None = None
 
 
-def explain(
-    spec: KernelSpec, shape: tuple[int, int, int], gpu: Gpu, choice: Choice, *, layout: str = "nn", gpu_why: str = "as asked", measured_us: float = 0.0
-) -> Explanation:
+def explain(spec: KernelSpec, shape: tuple[int, int, int], gpu: Gpu, choice: Choice, *, layout: str = "nn", gpu_why: str = "as asked") -> Explanation:
     """Everything that can be said about one problem. shape: M, N, K. choice: the config, and where it came from."""
     sig, config = spec.signature, choice.config
     m, n, _ = shape
@@ -86,8 +100,16 @@ def explain(
         tile_waste=1 - m * n / (tiles[0] * tiles[1]) if m and n else 0.0,
         unfused_us=model.unfused_us(spec, shape, gpu, layout),
         paddings=_paddings(spec, choice, shape, gpu, layout, estimate.us),
-        measured_us=measured_us,
+        measured=_measured(choice),
     )
+
+
+def _measured(choice: Choice) -> Measured | None:
+    """What a borrowed config took is the time of another problem, and none of this one's."""
+    if not isinstance(choice, Found) or choice.how not in ("exact", "triton"):
+        return None
+    record = choice.record
+    return Measured(record.median_us, record.baseline_us, record.unfused_us, record.triton, record.date)
 
 
 def _limit(math_us: float, memory_us: float, estimate: Estimate) -> str:
@@ -148,8 +170,8 @@ def text(e: Explanation) -> str:
     elif t.bytes_saved < 0 or t.launches_saved < 0:
         rows[-1] = ("fusing", f"is no gain in this config: {less}")
     rows.append(("model", f"{_us(x.us)} fused ({_parts(x)}), {_us(e.unfused_us)} unfused"))
-    if e.measured_us:
-        rows.append(("measured", f"{_us(e.measured_us)}: the model says {x.us / e.measured_us:.2f} of it"))
+    if e.measured:
+        rows += _measured_rows(e.measured, x)
     return "\n".join(f"{name:<10}{line}" for name, line in rows) + "\n"
 
 
@@ -175,6 +197,14 @@ def _tiles(e: Explanation) -> list[tuple[str, str]]:
 def _padding_text(p: Padding) -> str:
     gain = f"saves about {_us(p.saved_us)}" if p.saved_us >= 0.05 else "saves next to nothing here"
     return f"{p.extent} from {p.value} to {p.padded} {gain}: {p.why}"
+
+
+def _measured_rows(found: Measured, x: Estimate) -> list[tuple[str, str]]:
+    unfused = f"; with one pointwise pass {_us(found.unfused_us)}" if found.unfused_us else ""
+    return [
+        ("measured", f"{_us(found.us)} fused, of which the model says {x.us / found.us:.2f}; Triton {found.triton}, {found.date[:10]}"),
+        ("", f"{_us(found.mm_us)} for the vendor's product alone: fused takes {found.us / found.mm_us:.2f} of it{unfused}"),
+    ]
 
 
 def _parts(x: Estimate) -> str:
@@ -228,5 +258,12 @@ def record(e: Explanation) -> dict[str, object]:
             "us": x.us, "launch_us": x.launch_us, "product_us": x.product_us, "mainloop_us": x.mainloop_us, "epilogue_us": x.epilogue_us,
             "finish_us": x.finish_us, "memory_us": x.memory_us, "unfused_us": e.unfused_us,
         },
-        "measured_us": e.measured_us or None,
+        "measured": _measured_record(e.measured, x) if e.measured else None,
+    }  # fmt: skip
+
+
+def _measured_record(found: Measured, x: Estimate) -> dict[str, object]:
+    return {
+        "us": found.us, "mm_us": found.mm_us, "unfused_us": found.unfused_us, "fused_over_mm": found.us / found.mm_us,
+        "model_over_measured": x.us / found.us, "triton": found.triton, "date": found.date,
     }  # fmt: skip
