@@ -13,7 +13,8 @@ from epigen.codegen.spec import Choice, KernelSpec
 from epigen.tuning import model
 from epigen.tuning.gpus import Gpu
 from epigen.tuning.lookup import Found
-from epigen.tuning.model import Estimate, Traffic
+from epigen.tuning.model import Estimate
+from epigen.tuning.traffic import Traffic, traffic
 
 MATH, MEMORY, LATENCY = "math", "memory", "latency"
 _ALIGNED = (8, 16)  # elements: what the vendor's library and TMA want of 16-bit operands; what Triton's vector loads want
@@ -78,9 +79,9 @@ def explain(spec: KernelSpec, shape: tuple[int, int, int], gpu: Gpu, choice: Cho
     sig, config = spec.signature, choice.config
     m, n, _ = shape
     block = (config["block_m"], config["block_n"])
-    traffic = model.traffic(spec, shape, config)
+    work = traffic(spec, shape, config)
     peak = gpu.peak(sig.a, sig.precision)
-    math_us, memory_us = traffic.flops / (peak * 1e6), traffic.bytes / (gpu.achieved_gbps * 1e3)
+    math_us, memory_us = work.flops / (peak * 1e6), work.bytes / (gpu.achieved_gbps * 1e3)
     estimate = model.estimate_us(spec, config, shape, gpu, layout)
     tiles = (-(-m // block[0]) * block[0], -(-n // block[1]) * block[1])
     return Explanation(
@@ -90,7 +91,7 @@ def explain(spec: KernelSpec, shape: tuple[int, int, int], gpu: Gpu, choice: Cho
         layout=layout,
         gpu=gpu,
         gpu_why=gpu_why,
-        traffic=traffic,
+        traffic=work,
         peak_tflops=peak,
         ridge=peak * 1e3 / gpu.achieved_gbps,
         floor_us=max(math_us, memory_us),

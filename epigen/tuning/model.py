@@ -1,6 +1,6 @@
 """The analytic model: what a config needs, and about how long it takes, from datasheet figures alone. Pure functions.
 
-In go a kernel's meaning, a config, a shape and a GPU; out come traffic, resources, a refusal, or an estimate in microseconds. The
+In go a kernel's meaning, a config, a shape and a GPU; out come resources, a refusal, or an estimate in microseconds. The
 estimate is made to rank the configs of one problem: block sizes, warps, stages, order of tiles, alignment and layouts move it as they
 move measured times. It is not a promise of absolute time; on long kernels power limits add about a tenth.
 """
@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 from epigen import ops
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import ACC, CAST, WIDEN, Input, KernelConfig, KernelSpec, Store
-from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType
+from epigen.codegen.spec import KernelConfig, KernelSpec
+from epigen.dtypes import FP8E4M3, FP16, FP32
 from epigen.runtime.device import Target
 from epigen.tuning.gpus import Gpu
-
-Shape = tuple[int, int, int]
+from epigen.tuning.traffic import Shape, eager_dtype, item_bytes, partial_bytes, size_of, traffic
 
 # Constants of the estimate. Fitted to the log of 37 measured times of relu(mm + bias) on an H200, fp16, cold L2 (torch 2.11, Triton 3.6,
 # 2026-11-20; the table is in tests/test_model.py), to 8 % in the root mean square, then rounded. Each stands for something that other
@@ -50,33 +49,6 @@ _WGMMA = ("sm_90", "sm_100")
 _RUN_BYTES = 256
 _VECTOR_ELEMENTS = 16  # Triton specialises integers on divisibility by 16; other strides get loads of one element
 _MOST_ACCUMULATORS = 0.88  # of the registers a thread can have: 224 of 255
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What a program must compute and move. bytes: once for each operand, input, output and partial result.
-
-    unfused: the vendor's product in the operands' dtype, then eager PyTorch: a launch and a pass for each operation.
-    """
-
-    flops: float
-    bytes: float
-    launches: int
-    unfused_bytes: float
-    unfused_launches: int
-
-    @property
-    def bytes_saved(self) -> float:
-        return self.unfused_bytes - self.bytes
-
-    @property
-    def launches_saved(self) -> int:
-        return self.unfused_launches - self.launches
-
-    @property
-    def intensity(self) -> float:
-        """FLOPs a byte."""
-        return self.flops / max(1.0, self.bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,93 +88,6 @@ class Estimate:
     def tail_waste(self) -> float:
         """Share of all slots of all waves that stay empty."""
         return 1 - self.waves / math.ceil(self.waves) if self.waves > 0 else 0.0
-
-
-# -- traffic
-
-
-def traffic(spec: KernelSpec, shape: Shape, config: KernelConfig | None = None) -> Traffic:
-    """FLOPs, bytes and launches, fused and unfused. config: how large a tile is, of which there is one partial result each (128x128 if not
-    given), and whether the product is the vendor's, whose result is written and read back.
-    """
-    block, library = (128, 128), False
-    if config is not None:
-        block, library = (config["block_m"], config["block_n"]), not SCHEDULES[config.schedule].multiplies
-    m, n, k = shape
-    sig = spec.signature
-    operands = m * k * sig.a.bytes + k * n * sig.b.bytes
-    fused = operands + sum(_item_bytes(i, m, n) for i in spec.all_inputs) + sum(_item_bytes(o, m, n) for o in spec.outputs)
-    fused += sum(_partial_bytes(p.axes, m, n, block) for p in spec.partials)
-    # a finishing kernel that sums over k reads the operand again
-    again = sum({"a": m * k * sig.a.bytes, "b": k * n * sig.b.bytes}.get(s.operand, 0) for f in spec.finishes for s in f.sources)
-    between = 2 * 4 * m * n if library else 0
-    unfused, launches = _unfused(spec, shape)
-    return Traffic(2.0 * m * n * k, float(fused + again + between), 1 + int(library) + len(spec.finishes), float(operands + unfused + again), launches)
-
-
-def _count(indices: str, m: int, n: int) -> int:
-    return (m if "m" in indices else 1) * (n if "n" in indices else 1)
-
-
-def _item_bytes(item: Input | Store, m: int, n: int) -> int:
-    if item.dtype is None:  # a number, passed by value
-        return 0
-    return m * -(-n // 8) if item.packed else _count(item.indices, m, n) * item.dtype.bytes
-
-
-def _partial_bytes(axes: str, m: int, n: int, block: tuple[int, int]) -> int:
-    tiles_m, tiles_n = -(-m // block[0]), -(-n // block[1])
-    return 4 * {"m": tiles_m * n, "n": tiles_n * m, "mn": tiles_m * tiles_n}[axes]
-
-
-def eager_dtype(spec: KernelSpec) -> DType:
-    """What eager PyTorch holds the product in."""
-    a = spec.signature.a
-    return FP32 if a == INT8 else BF16 if a.is_fp8 else a
-
-
-def _unfused(spec: KernelSpec, shape: Shape) -> tuple[int, int]:
-    """Bytes beyond the operands, and launches, of the product and one eager operation a line, cast, mask and reduction."""
-    m, n, _ = shape
-    element = eager_dtype(spec)
-    product = 4 if spec.signature.a == INT8 else element.bytes
-    held: dict[str, tuple[str, int]] = {ACC: ("mn", product)}  # indices, bytes an element
-    moved, launches = m * n * product, 1
-
-    def size(name: str) -> int:
-        indices, each = held[name]
-        return _count(indices, m, n) * each
-
-    for item in spec.all_inputs:
-        if item.packed:  # unpacked to booleans first
-            moved, launches = moved + m * -(-n // 8) + m * n, launches + 1
-        held[item.name] = (item.indices, 0 if item.dtype is None else 1 if item.packed else item.dtype.bytes)
-    reduced = {s.name: f.indices for f in spec.finishes for s in f.sources}
-    lines = [*spec.lines, *(line for f in spec.finishes for line in f.lines)]
-    held |= {name: (indices, 4) for name, indices in reduced.items()}
-    for line in lines:
-        names = [a for a in line.args if isinstance(a, str) and a in held]
-        indices = "".join(i for i in "mn" if any(i in held[a][0] for a in names))
-        boolean = line.op in ops.TABLE and ops.TABLE[line.op].result == ops.BOOLEAN
-        finished = any(a in reduced for a in names)
-        each = 1 if boolean else 4 if finished or line.op == WIDEN else line.dtype.bytes if line.op == CAST and line.dtype else element.bytes
-        held[line.name] = (indices, each)
-        moved, launches = moved + sum(map(size, dict.fromkeys(names))) + size(line.name), launches + 1
-        if finished:
-            reduced[line.name] = indices
-    for partial in spec.partials:
-        kept = "".join(i for i in "mn" if i not in partial.axes)
-        source = size(partial.value) if isinstance(partial.value, str) and partial.value in held else 0
-        moved, launches = moved + source + 4 * _count(kept, m, n), launches + 1
-    for finish in spec.finishes:
-        over_k = sum(1 for s in finish.sources if s.operand)
-        moved, launches = moved + over_k * 4 * _count(finish.indices, m, n), launches + over_k
-    for store in spec.outputs:
-        value = held.get(store.value) if isinstance(store.value, str) else None
-        if store.packed or (value is not None and value[1] not in (store.dtype.bytes, 0)):
-            read = _count(value[0], m, n) * value[1] if value else 0
-            moved, launches = moved + read + _item_bytes(store, m, n), launches + 1
-    return moved, launches
 
 
 # -- resources
@@ -348,7 +233,7 @@ class _Timing(_Work):
         runs = (k if layout[0] == "n" else m, n if layout[1] == "n" else k)
         self.vectors = tuple(extent % _VECTOR_ELEMENTS == 0 for extent in runs)
         self.operand_bytes = (m * k * sig.a.bytes, k * n * sig.b.bytes)
-        self.vector_bytes = sum(_item_bytes(i, m, n) for i in spec.inputs if i.indices != "mn")
+        self.vector_bytes = sum(item_bytes(i, m, n) for i in spec.inputs if i.indices != "mn")
         self.product_us = self._vendor_us()
 
     def estimate(self, config: KernelConfig) -> Estimate:
@@ -376,7 +261,7 @@ class _Timing(_Work):
                 fill = latency + _BLOCK_US + needs.stage_bytes / (_L2_BYTES_CLOCK * self.clock_us)
                 mainloop += count * (steps * self._step_us(config, needs, blocks, latency, steps) + bare * fill)
                 epilogue += count * bare * self._epilogue_us(block_m, block_n, blocks, config["num_warps"])
-        partials = sum(_partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)
+        partials = sum(partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)
         memory = (moved + self._epilogue_bytes() + partials) / self.bytes_us
         # the memory's time overlaps the kernel's but for a rest
         mainloop += tiles / self.sms * _START_US + _MEMORY_BARE * moved / self.bytes_us
@@ -451,7 +336,7 @@ class _Timing(_Work):
         m, n, k = self.shape
         total = 0.0
         for finish in self.spec.finishes:
-            width = _count(finish.indices, m, n)
+            width = size_of(finish.indices, m, n)
             lengths = [k if s.operand else {"n": tiles_m, "m": tiles_n, "": tiles_m * tiles_n}[finish.indices] for s in finish.sources]
             # 4 warps a block walk over the length, 32 at a time, a load's latency each; the bytes are shared by all blocks
             chunks = sum(-(-length // 32) for length in lengths)
@@ -491,7 +376,7 @@ class _Timing(_Work):
         wave = latency + _BLOCK_US + resident * _norm(each * self.sms / self.bytes_us, alu)
         rest = tiles % (resident * self.sms)
         own = (tiles // (resident * self.sms)) * wave * (0.7 if resident > 1 else 1.0) + (latency + _BLOCK_US if rest else 0.0)
-        memory = (4 * m * n + self._epilogue_bytes() + sum(_partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)) / self.bytes_us
+        memory = (4 * m * n + self._epilogue_bytes() + sum(partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)) / self.bytes_us
         own += tiles / self.sms * _START_US
         kernel = _norm(own, memory)
         finish = self._finish_us(tiles_m, tiles_n)

@@ -1,0 +1,130 @@
+"""What a call is, before any schedule: FLOPs, bytes moved and launches, fused and unfused. Pure functions.
+
+In go a kernel's meaning and a shape; a config only says how large the tiles are that leave partial results. Times are `model`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epigen import ops
+from epigen.codegen.schedules import SCHEDULES
+from epigen.codegen.spec import ACC, CAST, WIDEN, Input, KernelConfig, KernelSpec, Store
+from epigen.dtypes import BF16, FP32, INT8, DType
+
+Shape = tuple[int, int, int]
+"""M, N, K."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a program must compute and move. bytes: once for each operand, input, output and partial result.
+
+    unfused: the vendor's product in the operands' dtype, then eager PyTorch: a launch and a pass for each operation.
+    """
+
+    flops: float
+    bytes: float
+    launches: int
+    unfused_bytes: float
+    unfused_launches: int
+
+    @property
+    def bytes_saved(self) -> float:
+        return self.unfused_bytes - self.bytes
+
+    @property
+    def launches_saved(self) -> int:
+        return self.unfused_launches - self.launches
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs a byte."""
+        return self.flops / max(1.0, self.bytes)
+
+
+def traffic(spec: KernelSpec, shape: Shape, config: KernelConfig | None = None) -> Traffic:
+    """FLOPs, bytes and launches, fused and unfused. config: how large a tile is, of which there is one partial result each (128x128 if not
+    given), and whether the product is the vendor's, whose result is written and read back.
+    """
+    block, library = (128, 128), False
+    if config is not None:
+        block, library = (config["block_m"], config["block_n"]), not SCHEDULES[config.schedule].multiplies
+    m, n, k = shape
+    sig = spec.signature
+    operands = m * k * sig.a.bytes + k * n * sig.b.bytes
+    fused = operands + sum(item_bytes(i, m, n) for i in spec.all_inputs) + sum(item_bytes(o, m, n) for o in spec.outputs)
+    fused += sum(partial_bytes(p.axes, m, n, block) for p in spec.partials)
+    # a finishing kernel that sums over k reads the operand again
+    again = sum({"a": m * k * sig.a.bytes, "b": k * n * sig.b.bytes}.get(s.operand, 0) for f in spec.finishes for s in f.sources)
+    between = 2 * 4 * m * n if library else 0
+    unfused, launches = _unfused(spec, shape)
+    return Traffic(2.0 * m * n * k, float(fused + again + between), 1 + int(library) + len(spec.finishes), float(operands + unfused + again), launches)
+
+
+def size_of(indices: str, m: int, n: int) -> int:
+    """Elements of a value with these indices."""
+    return (m if "m" in indices else 1) * (n if "n" in indices else 1)
+
+
+def item_bytes(item: Input | Store, m: int, n: int) -> int:
+    """Of an input or output in memory."""
+    if item.dtype is None:  # a number, passed by value
+        return 0
+    return m * -(-n // 8) if item.packed else size_of(item.indices, m, n) * item.dtype.bytes
+
+
+def partial_bytes(axes: str, m: int, n: int, block: tuple[int, int]) -> int:
+    """Of the fp32 results, one a tile of `block` rows and columns, of one reduction over `axes`."""
+    tiles_m, tiles_n = -(-m // block[0]), -(-n // block[1])
+    return 4 * {"m": tiles_m * n, "n": tiles_n * m, "mn": tiles_m * tiles_n}[axes]
+
+
+def eager_dtype(spec: KernelSpec) -> DType:
+    """What eager PyTorch holds the product in."""
+    a = spec.signature.a
+    return FP32 if a == INT8 else BF16 if a.is_fp8 else a
+
+
+def _unfused(spec: KernelSpec, shape: Shape) -> tuple[int, int]:
+    """Bytes beyond the operands, and launches, of the product and one eager operation a line, cast, mask and reduction."""
+    m, n, _ = shape
+    element = eager_dtype(spec)
+    product = 4 if spec.signature.a == INT8 else element.bytes
+    held: dict[str, tuple[str, int]] = {ACC: ("mn", product)}  # indices, bytes an element
+    moved, launches = m * n * product, 1
+
+    def size(name: str) -> int:
+        indices, each = held[name]
+        return size_of(indices, m, n) * each
+
+    for item in spec.all_inputs:
+        if item.packed:  # unpacked to booleans first
+            moved, launches = moved + m * -(-n // 8) + m * n, launches + 1
+        held[item.name] = (item.indices, 0 if item.dtype is None else 1 if item.packed else item.dtype.bytes)
+    reduced = {s.name: f.indices for f in spec.finishes for s in f.sources}
+    lines = [*spec.lines, *(line for f in spec.finishes for line in f.lines)]
+    held |= {name: (indices, 4) for name, indices in reduced.items()}
+    for line in lines:
+        names = [a for a in line.args if isinstance(a, str) and a in held]
+        indices = "".join(i for i in "mn" if any(i in held[a][0] for a in names))
+        boolean = line.op in ops.TABLE and ops.TABLE[line.op].result == ops.BOOLEAN
+        finished = any(a in reduced for a in names)
+        each = 1 if boolean else 4 if finished or line.op == WIDEN else line.dtype.bytes if line.op == CAST and line.dtype else element.bytes
+        held[line.name] = (indices, each)
+        moved, launches = moved + sum(map(size, dict.fromkeys(names))) + size(line.name), launches + 1
+        if finished:
+            reduced[line.name] = indices
+    for partial in spec.partials:
+        kept = "".join(i for i in "mn" if i not in partial.axes)
+        source = size(partial.value) if isinstance(partial.value, str) and partial.value in held else 0
+        moved, launches = moved + source + 4 * size_of(kept, m, n), launches + 1
+    for finish in spec.finishes:
+        over_k = sum(1 for s in finish.sources if s.operand)
+        moved, launches = moved + over_k * 4 * size_of(finish.indices, m, n), launches + over_k
+    for store in spec.outputs:
+        value = held.get(store.value) if isinstance(store.value, str) else None
+        if store.packed or (value is not None and value[1] not in (store.dtype.bytes, 0)):
+            read = size_of(value[0], m, n) * value[1] if value else 0
+            moved, launches = moved + read + item_bytes(store, m, n), launches + 1
+    return moved, launches
