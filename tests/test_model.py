@@ -319,6 +319,28 @@ def test_the_rows_make_sense(gpu: gpus.Gpu) -> None:
     assert 60 <= lanes <= 260
 
 
+# fp16 operations a clock of one multiprocessor, with fp32 accumulation: the makers' white papers give these, or the peak and the clock
+TENSOR_RATES = {
+    "sm_80": 2048,
+    "sm_89": 512,
+    "sm_90": 4096,
+    "sm_100": 8192,
+    "sm_120": 512,
+    "gfx90a": 1024,
+    "gfx942": 2048,
+    "gfx950": 4096,
+    "gfx1100": 512,
+    "gfx1201": 1024,
+}
+
+
+@pytest.mark.parametrize("gpu", gpus.GPUS, ids=lambda gpu: gpu.short)
+def test_peaks_agree_with_clocks(gpu: gpus.Gpu) -> None:
+    """Within the tenth by which a clock under tensor load may be the lower one; of the L40S the tensor cores' rate is not cut in half."""
+    rate = 1024 if gpu.short == "L40S" else TENSOR_RATES[gpu.architecture]
+    assert gpu.peak(FP16) == pytest.approx(gpu.multiprocessors * rate * gpu.clock_mhz / 1e6, rel=0.1)
+
+
 def test_names_are_unambiguous() -> None:
     names = [n.lower() for g in gpus.GPUS for n in {g.name, g.short, *g.aliases}]
     assert len(set(names)) == len(names)

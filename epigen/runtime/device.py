@@ -41,8 +41,10 @@ class Target:
 
 _KB = 1024
 
-# Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; AMD's CDNA 2, 3, 3.5 and RDNA 3, 4
-# instruction set references (vector registers, LDS) and the parts' datasheets (multiprocessors).
+# NVIDIA: CUDA C++ Programming Guide 12.9, table "Technical Specifications per Compute Capability" (of 7.5 to 12.0; all six rows checked).
+# AMD: ROCm documentation, "AMD GPU specifications" (compute units, LDS, vector register file; of RDNA a pair of compute units shares
+# 128 KB and 768 KB, of which one block can have 64 KB). Blocks: 16 of more than one wave, as LLVM's AMDGPU back end reckons; of RDNA
+# half of a pair's 32. Unconfirmed: the waves (CDNA 4 times 8 of 64 threads, RDNA 2 times 16 of 32).
 TARGETS = {
     t.name: t
     for t in (
@@ -52,11 +54,11 @@ TARGETS = {
         Target("sm_90", "cuda", 90, 32, 227 * _KB, 228 * _KB, 65536, 2048, 32, 132, "H100, H200", fp8=True, tf32=True),
         Target("sm_100", "cuda", 100, 32, 227 * _KB, 228 * _KB, 65536, 2048, 32, 148, "B200", fp8=True, tf32=True),
         Target("sm_120", "cuda", 120, 32, 99 * _KB, 100 * _KB, 65536, 1536, 24, 170, "RTX 5090", fp8=True, tf32=True),
-        Target("gfx90a", "hip", "gfx90a", 64, 64 * _KB, 64 * _KB, 131072, 2048, 32, 110, "MI250X, one die"),
-        Target("gfx942", "hip", "gfx942", 64, 64 * _KB, 64 * _KB, 131072, 2048, 32, 304, "MI300X"),
-        Target("gfx950", "hip", "gfx950", 64, 160 * _KB, 160 * _KB, 131072, 2048, 32, 256, "MI355X", fp8=True),
-        Target("gfx1100", "hip", "gfx1100", 32, 64 * _KB, 64 * _KB, 98304, 1024, 32, 96, "RX 7900 XTX"),
-        Target("gfx1201", "hip", "gfx1201", 32, 64 * _KB, 64 * _KB, 98304, 1024, 32, 64, "RX 9070 XT", fp8=True),
+        Target("gfx90a", "hip", "gfx90a", 64, 64 * _KB, 64 * _KB, 131072, 2048, 16, 110, "MI250X, one die"),
+        Target("gfx942", "hip", "gfx942", 64, 64 * _KB, 64 * _KB, 131072, 2048, 16, 304, "MI300X"),
+        Target("gfx950", "hip", "gfx950", 64, 160 * _KB, 160 * _KB, 131072, 2048, 16, 256, "MI355X", fp8=True),
+        Target("gfx1100", "hip", "gfx1100", 32, 64 * _KB, 64 * _KB, 98304, 1024, 16, 96, "RX 7900 XTX"),
+        Target("gfx1201", "hip", "gfx1201", 32, 64 * _KB, 64 * _KB, 98304, 1024, 16, 64, "RX 9070 XT", fp8=True),
     )
 }  # fmt: skip
 

@@ -67,10 +67,15 @@ def _peak(fp16: float, fp32: float, *, tf32: float = 0.0, fp8: float = 0.0, int8
 # Triton 3.6, 2026-11). The other NVIDIA figures are taken over from it; AMD's launches through HIP are longer.
 _NVIDIA_LAUNCH_US, _AMD_LAUNCH_US = 4.0, 7.0
 
-# NVIDIA A100 Tensor Core GPU datasheet (2021) and GA100 white paper, table 4.
+# Each row names the documents that its figures stand in; peaks are dense, so that datasheet figures "with sparsity" are halved. A clock
+# was held against the peaks, which are multiprocessors x operations a clock x clock. Checked 2026-11, where the document itself was not
+# at hand against what others quote from it; "unconfirmed" marks a figure for which neither was found.
+
+# NVIDIA A100 Tensor Core GPU datasheet (2021: peaks, bandwidths); NVIDIA A100 Tensor Core GPU Architecture white paper, table "Comparison
+# of NVIDIA Data Center GPUs" (multiprocessors, L2, boost clock).
 _A100 = _peak(312, 19.5, tf32=156, int8=624)
-# NVIDIA H100 Tensor Core GPU datasheet and GH100 white paper, table 3; sparse figures halved. The clock is that of the fp32 figure;
-# with the tensor cores at work the document reckons with 1830 MHz.
+# NVIDIA H100 Tensor Core GPU Architecture white paper, "Comparison of NVIDIA A100 and H100 Data Center GPUs". The boost clock is that of
+# the fp32 figure; the tensor cores' figures are for 1830 MHz.
 _H100 = _peak(989.4, 66.9, tf32=494.7, fp8=1978.9, int8=1978.9)
 
 GPUS = (
@@ -79,29 +84,36 @@ GPUS = (
     Gpu("NVIDIA A100 80GB PCIe", "A100 PCIe", "sm_80", 108, _A100, 1935, 40 * _MB, 1410, _NVIDIA_LAUNCH_US, ("A100-PCIE-80GB",)),
     Gpu("NVIDIA A100-PCIE-40GB", "A100 40GB PCIe", "sm_80", 108, _A100, 1555, 40 * _MB, 1410, _NVIDIA_LAUNCH_US),
     Gpu("NVIDIA H100 80GB HBM3", "H100", "sm_90", 132, _H100, 3352, 50 * _MB, 1980, _NVIDIA_LAUNCH_US, ("H100 SXM", "H100 80GB", "H100 SXM5")),
-    # the same documents, column "H100 PCIe": 114 multiprocessors, HBM2e
+    # The same white paper, column "H100 PCIe": 114 multiprocessors, HBM2e. The datasheet rounds the bandwidth to 2 TB/s.
     Gpu("NVIDIA H100 PCIe", "H100 PCIe", "sm_90", 114, _peak(756, 51.2, tf32=378, fp8=1513, int8=1513), 2039, 50 * _MB, 1755, _NVIDIA_LAUNCH_US),
-    # NVIDIA H200 Tensor Core GPU datasheet (2024). Measured 2026-11-20 (torch 2.11.0, Triton 3.6.0, driver 580.159, random data): a
-    # device copy 4.28 TB/s; fp16 645 to 667 TFLOP/s over milliseconds, where the power limit binds; L2 as the driver reports it.
+    # NVIDIA H200 Tensor Core GPU datasheet (2024): an H100's peaks, 4.8 TB/s. Measured 2026-11-20 (torch 2.11.0, Triton 3.6.0, driver
+    # 580.159, random data): a device copy 4.28 TB/s; fp16 645 to 667 TFLOP/s over milliseconds, where the power limit binds; L2 as the
+    # driver reports it.
     Gpu("NVIDIA H200", "H200", "sm_90", 132, _H100, 4800, 60 * _MB, 1980, _NVIDIA_LAUNCH_US, ("H200 SXM",), copy_gbps=4280, sustained_tflops={"fp16": 655}),
-    # NVIDIA HGX B200 datasheet (2025), one of eight; sparse figures halved. Multiprocessors, L2 and clock are not in it: published listings.
+    # NVIDIA HGX B200 datasheet (2025), one of eight: peaks, and 62 TB/s for the eight (the DGX B200 datasheet has 64). The architecture's
+    # technical brief (2024) has 80 TFLOP/s fp32, which 148 multiprocessors would need 2.1 GHz for. Multiprocessors, L2 and clock: unconfirmed.
     Gpu("NVIDIA B200", "B200", "sm_100", 148, _peak(2250, 75, tf32=1125, fp8=4500, int8=4500), 7700, 126 * _MB, 1965, _NVIDIA_LAUNCH_US),
-    # NVIDIA L40S datasheet (2023), sparse figures halved; AD102 in the Ada white paper for L2 and clock.
+    # NVIDIA L40S datasheet (2023): peaks, bandwidth. NVIDIA Ada GPU Architecture white paper: AD102's 98304 KB of L2, of which the L40S is
+    # taken to have all. Clock: unconfirmed, and what the peaks come to.
     Gpu("NVIDIA L40S", "L40S", "sm_89", 142, _peak(362, 91.6, tf32=183, fp8=733, int8=733), 864, 96 * _MB, 2520, _NVIDIA_LAUNCH_US),
-    # NVIDIA Ada GPU architecture white paper, appendix A: dense, fp16 and fp8 with fp32 accumulation.
+    # NVIDIA Ada GPU Architecture white paper, appendix A, "GeForce RTX 4090": fp16 and fp8 with fp32 accumulation.
     Gpu("NVIDIA GeForce RTX 4090", "RTX 4090", "sm_89", 128, _peak(165.2, 82.6, tf32=82.6, fp8=330.3, int8=660.6), 1008, 72 * _MB, 2520, _NVIDIA_LAUNCH_US, ("4090",)),
-    # NVIDIA RTX Blackwell GPU architecture white paper, appendix A: dense, fp16 and fp8 with fp32 accumulation.
+    # NVIDIA RTX Blackwell GPU Architecture white paper, appendix A, "GeForce RTX 5090": fp16 and fp8 with fp32 accumulation.
     Gpu("NVIDIA GeForce RTX 5090", "RTX 5090", "sm_120", 170, _peak(209.5, 104.8, tf32=104.8, fp8=419, int8=838), 1792, 96 * _MB, 2407, _NVIDIA_LAUNCH_US, ("5090",)),
-    # AMD Instinct MI250X data sheet, halved: torch sees each of the two dies as a GPU.
+    # AMD Instinct MI250X data sheet: 383 TFLOP/s fp16, 47.9 fp32 (vector), 3277 GB/s, halved: torch sees each of the two dies as a GPU. ROCm
+    # documentation, "AMD GPU specifications": 110 compute units and 8 MB of L2 a die.
     Gpu("AMD Instinct MI250X", "MI250X", "gfx90a", 110, _peak(191.5, 23.9, int8=191.5), 1638, 8 * _MB, 1700, _AMD_LAUNCH_US, ("MI250X/MI250",)),
-    # AMD Instinct MI300X data sheet (2023). The cache is the Infinity Cache: the L2 is 4 MB a die of 38 compute units.
+    # AMD Instinct MI300X data sheet (2023), and "AMD GPU specifications": the cache is the 256 MB of L3, since each die of 38 compute units
+    # has 4 MB of L2 to itself.
     Gpu("AMD Instinct MI300X", "MI300X", "gfx942", 304, _peak(1307.4, 163.4, tf32=653.7, fp8=2614.9, int8=2614.9), 5325, 256 * _MB, 2100, _AMD_LAUNCH_US, ("MI300X OAM",)),
-    # AMD Instinct MI355X data sheet (2025).
+    # AMD's page of the MI355X (2025): 2.5 and 5 PFLOP/s, here unrounded, 256 compute units x 4096 fp16 operations a clock; and "AMD GPU
+    # specifications", as for the MI300X.
     Gpu("AMD Instinct MI355X", "MI355X", "gfx950", 256, _peak(2516.6, 157.3, fp8=5033.2, int8=5033.2), 8000, 256 * _MB, 2400, _AMD_LAUNCH_US),
-    # AMD's product pages, "peak half precision compute performance" and "Infinity Cache".
+    # AMD's product pages ("peak half precision compute performance", bandwidth, boost) and "AMD GPU specifications" (compute units, Infinity
+    # Cache). int8 is unconfirmed: RDNA 3 is taken to multiply it at the rate of fp16.
     Gpu("AMD Radeon RX 7900 XTX", "RX 7900 XTX", "gfx1100", 96, _peak(122.8, 61.4, int8=122.8), 960, 96 * _MB, 2500, _AMD_LAUNCH_US, ("7900 XTX",)),
     Gpu("AMD Radeon RX 7900 GRE", "RX 7900 GRE", "gfx1100", 80, _peak(92.0, 46.0, int8=92.0), 576, 64 * _MB, 2245, _AMD_LAUNCH_US, ("7900 GRE",)),
-    # the same, "peak half precision matrix compute performance"
+    # The same; AMD announced 779 TOPS of int8 with sparsity, of which fp16 has a quarter. fp8 is unconfirmed: taken to be int8's rate.
     Gpu("AMD Radeon RX 9070 XT", "RX 9070 XT", "gfx1201", 64, _peak(195, 48.7, fp8=389, int8=389), 640, 64 * _MB, 2970, _AMD_LAUNCH_US, ("9070 XT",)),
 )  # fmt: skip
 
