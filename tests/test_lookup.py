@@ -20,7 +20,7 @@ from epigen.dtypes import FP16
 from epigen.ir.check import check
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
-from epigen.tuning import gpus, space
+from epigen.tuning import gpus, model
 from epigen.tuning.choose import Chooser
 from epigen.tuning.lookup import FARTHEST, Index, distance, version_order
 from epigen.tuning.problem import Problem, problem_of
@@ -152,7 +152,7 @@ def test_a_borrowed_config_is_legal_where_it_goes(tmp_path: Path) -> None:
     first = database.find(problem_of(graph, spec, wanted, "nn", pcie.part, "9.0"), TRITON)
     assert first and first.config == config(128, group_m=1), "by distance alone"
     found = Chooser(graph, database)(spec, wanted, "nn", pcie, "")
-    assert found.config == config(64, group_m=1) and space.legal(found.config, spec, wanted, pcie)
+    assert found.config == config(64, group_m=1) and not model.refusal(spec, found.config, wanted, pcie, "nn")
     assert "borrowed from 64x8192x4096" in found.why and "NVIDIA H200, of the same architecture; its shape scaled by 114/132" in found.why
 
 

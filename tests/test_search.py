@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
@@ -225,3 +227,13 @@ def test_workers_go_on_with_another_task(runner: GpuRunner) -> None:
     assert not runner.built and not runner.building and not runner.waiting
     assert runner.measure(tiled(), 0.0).kind == "ok"
     assert [runner.meter.process, *(w.process for w in runner.builders)] == before
+
+
+def test_a_compiling_worker_imports_no_more_than_it_needs() -> None:
+    """Twelve of them start at once: torch's compiler, which its random functions on the meta device import, would cost each a second."""
+    code = (
+        "import sys; from epigen.runtime.device import DEFAULT; from epigen.tuning.task import Task\n"
+        "task = Task('drelu(mm + bias, mask) + residual', (64, 64, 64), 'int8', 'int8', 'fp32', 'nt', 'ieee', DEFAULT)\n"
+        "task.sample(task.graph(), 'meta'); assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

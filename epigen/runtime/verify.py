@@ -35,7 +35,7 @@ def sample(
     """Random arguments for a program, of normal distribution and scaled so that mm has a standard deviation near 1.
 
     shape: M, N, K. inputs: dtype of the named inputs. integers: small whole numbers instead, whose sums are exact in every dtype.
-    On the meta device the tensors have shapes and strides alone.
+    On the meta device the tensors have dtypes, shapes and strides alone.
     """
     m, n, k = shape
     generator = torch.Generator(device).manual_seed(seed) if device != "meta" else None
@@ -43,22 +43,28 @@ def sample(
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device)
 
-    def whole(*size: int) -> Tensor:
-        return torch.randint(-2, 3, size, generator=generator, device=device).float()
+    def whole(low: int, high: int, *size: int) -> Tensor:
+        return torch.randint(low, high, size, generator=generator, device=device)
 
     def tensor(dtype: DType, *size: int, scale: float = 1.0, transposed: bool = False) -> Tensor:
         if transposed:
             return tensor(dtype, *reversed(size), scale=scale).T
+        wanted = reference.torch_dtype(dtype)
+        if generator is None:  # arithmetic on a meta tensor would import torch's whole compiler
+            return torch.empty(size, dtype=wanted, device=device)
         if integers:
-            return whole(*size).to(reference.torch_dtype(dtype))
-        if not dtype.is_float:
-            return torch.randint(-9, 10, size, generator=generator, device=device).to(reference.torch_dtype(dtype))
-        return (normal(*size) * scale).to(reference.torch_dtype(dtype))
+            return whole(-2, 3, *size).to(wanted)
+        return (normal(*size) * scale).to(wanted) if dtype.is_float else whole(-9, 10, *size).to(wanted)
+
+    def mask() -> Tensor:
+        if generator is None:
+            return torch.empty((m, reference.mask_stride(n)), dtype=torch.uint8, device=device)[:, : -(-n // 8)]
+        return reference.pack(torch.rand((m, n), generator=generator, device=device) < 0.5)
 
     named: dict[str, Any] = {}
     for node in graph.inputs():
         if node.op == g.BITS:
-            named[node.name] = reference.pack(torch.rand((m, n), generator=generator, device=device) < 0.5)
+            named[node.name] = mask()
         elif node.indices:
             named[node.name] = tensor(inputs, *({"m": m, "n": n}[i] for i in node.indices))
         else:
