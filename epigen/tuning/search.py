@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import optuna
@@ -30,18 +30,29 @@ _PATIENCE = 20  # repeated proposals in a row before the model's next best is ta
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a search has seen so far."""
+    """What a search has seen so far. trials: finished, of those wanted. baseline: None until the vendor's product was timed."""
 
     trials: int
+    wanted: int
     best: KernelConfig | None
     best_us: float
+    baseline: Baseline | None
     counts: Counter[str]
     seconds: float
+    budget_s: float = math.inf
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the search's end at its present pace, or to that of its budget; None before the first trial."""
+        if not self.trials:
+            return None
+        pace = self.seconds / self.trials
+        return max(0.0, min(self.budget_s - self.seconds, pace * (self.wanted - self.trials)))
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A search's end. outcomes: every config tried. complete: false where it was interrupted."""
+    """A search's end. outcomes: every config tried. complete: false where it was interrupted. spent: seconds by what they went into."""
 
     winner: KernelConfig
     outcome: Outcome
@@ -49,6 +60,7 @@ class Result:
     outcomes: dict[KernelConfig, Outcome] = field(repr=False)
     seconds: float = 0.0
     complete: bool = True
+    spent: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def counts(self) -> Counter[str]:
@@ -143,7 +155,7 @@ class _State:
             self.runner.prepare([c for _, c in upcoming])
             for trial, config in current:
                 self.settle(trial, config, self.runner.measure(config, self.best_us))
-                self.report(Progress(len(self.outcomes), self.best, self.best_us, _kinds(self.outcomes), time.monotonic() - self.start))
+                self.report(Progress(len(self.outcomes), trials, self.best, self.best_us, None, _kinds(self.outcomes), time.monotonic() - self.start, budget_s))
                 if time.monotonic() - self.start > budget_s:
                     return
             current = upcoming
