@@ -93,8 +93,12 @@ class VerificationError(EpigenError):
     """A generated kernel's answer is outside its error bound."""
 
 
+class SuiteError(EpigenError):
+    """A file of problems to tune cannot be read, or an entry of it does not fit; the message names each, with its field."""
+
+
 class TuneError(EpigenError):
-    """A search found no config that works."""
+    """A search found no config that works, or there is no GPU to search on."""
 
 
 def caret_lines(text: str, span: Span) -> list[str]:

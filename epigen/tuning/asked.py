@@ -1,0 +1,124 @@
+"""What is asked to be tuned: programs, shapes, dtypes and layouts, checked before anything is measured, and the GPUs to do it on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from epigen import dtypes
+from epigen.codegen.spec import LAYOUTS
+from epigen.errors import CallError, TuneError, near_miss
+from epigen.ir.check import check
+from epigen.ir.passes import normalise
+from epigen.lang.parser import parse
+from epigen.runtime import device
+from epigen.runtime.device import Target
+from epigen.tuning.problem import graph_digest
+from epigen.tuning.task import Task
+
+PRECISIONS = ("ieee", "tf32")
+NO_GPU = "no GPU is at hand to tune on"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One problem. program: as it was written. shape: M, N, K. dtype: of the operands, by name. digest: names what the program computes."""
+
+    program: str
+    shape: tuple[int, int, int]
+    dtype: str
+    layout: str
+    precision: str
+    digest: str
+
+    def task(self, target: Target, seed: int = 0) -> Task:
+        """The inputs beside 8-bit operands are fp32, as the numerics of such programs want."""
+        inputs = "fp32" if dtypes.BY_NAME[self.dtype].bits == 8 else self.dtype
+        return Task(self.program, self.shape, self.dtype, self.dtype, inputs, self.layout, self.precision, target, seed=seed)
+
+
+def every(
+    programs: Iterable[str], shapes: Iterable[tuple[int, int, int] | str], dtype_names: Iterable[Any] = ("fp16",), layouts: Iterable[str] = ("nt",),
+    precision: str = "ieee",
+) -> list[Asked]:  # fmt: skip
+    """All combinations, in the order of the arguments, the programs' first.
+
+    shapes: (M, N, K) or "MxNxK". dtype_names: epigen's names, torch's, or torch dtypes.
+    Raises ParseError or CheckError for a program, CallError for the rest.
+    """
+    named = [(program, digest_of(program)) for program in programs]
+    extents, operands, lies = [shape_of(s) for s in shapes], [dtype_of(t) for t in dtype_names], [layout_of(x) for x in layouts]
+    if precision not in PRECISIONS:
+        raise CallError(f"precision is 'ieee' or 'tf32', not {precision!r}")
+    return [
+        Asked(program, shape, dtype, layout, precision, digest)
+        for (program, digest), shape, dtype, layout in product(named, extents, operands, lies)
+    ]  # fmt: skip
+
+
+def distinct(asked: Iterable[Asked]) -> list[Asked]:
+    """Each problem once, the first as it stands: two spellings of one computation are one problem."""
+    return list({replace(a, program="", precision=a.precision if a.dtype == "fp32" else ""): a for a in reversed(list(asked))}.values())[::-1]
+
+
+def digest_of(program: str) -> str:
+    if not isinstance(program, str):
+        raise CallError(f"a program is text, and a {type(program).__name__} was given")
+    return graph_digest(normalise(check(parse(program))))
+
+
+def shape_of(given: Any) -> tuple[int, int, int]:
+    """M, N, K of "4096x4096x1024" or of three whole numbers. Raises CallError."""
+    found: Sequence[Any] = ()
+    if isinstance(given, str):
+        match = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", given, re.ASCII)
+        found = [int(e) for e in match.groups()] if match else ()
+    elif isinstance(given, Sequence):
+        found = given
+    if len(found) != 3 or any(type(e) is not int or not 0 <= e < 10**9 for e in found):
+        raise CallError(f"{given!r} is not of the form MxNxK, such as 4096x4096x1024")
+    return found[0], found[1], found[2]
+
+
+def dtype_of(given: Any) -> str:
+    """epigen's name of an operand's dtype. given: that name, torch's name, or a torch dtype. Raises CallError."""
+    name = str(given).removeprefix("torch.")
+    found = dtypes.BY_NAME.get(name)
+    if found is None:
+        known = [t.name for t in dtypes.OPERANDS]
+        raise CallError(f"unknown dtype '{name}': {near_miss(name, dtypes.BY_NAME) or 'known are ' + ', '.join(known)}")
+    return found.name
+
+
+def layout_of(given: Any) -> str:
+    if given not in LAYOUTS:
+        raise CallError(f"unknown layout {given!r}: it is one of {', '.join(LAYOUTS)}, how a and b lie (n row-major, t transposed)")
+    return str(given)
+
+
+def gpus_for(wanted: Sequence[int] | str | None) -> tuple[tuple[int, ...], Target]:
+    """The GPUs to tune on, each once, and what they are. wanted: their indices, "all", or None for the current one.
+
+    Raises TuneError without a GPU, for an index that there is not, and for GPUs that differ: what is best on one says nothing of another.
+    """
+    there = device.indices()
+    if not there:
+        raise TuneError(NO_GPU)
+    if isinstance(wanted, str) and wanted != "all":
+        raise TuneError(f"devices are 'all' or their indices, and {wanted!r} was given")
+    chosen = there[:1] if wanted is None else tuple(sorted(there)) if isinstance(wanted, str) else tuple(dict.fromkeys(wanted))
+    if not chosen:
+        raise TuneError("no device is named to tune on")
+    if missing := [i for i in chosen if i not in there]:
+        raise TuneError(f"there is no GPU {', '.join(map(str, missing))}: this machine has {', '.join(map(str, sorted(there)))}")
+    targets = [device.at_hand(i) for i in chosen]
+    first = targets[0]
+    if first is None:
+        raise TuneError(NO_GPU)
+    if other := next(((i, t) for i, t in zip(chosen, targets, strict=True) if t != first), None):
+        name = other[1].part if other[1] else "none"
+        raise TuneError(f"the GPUs differ ({chosen[0]} is {first.part}, {other[0]} is {name}): tune each kind by itself")
+    return chosen, first
