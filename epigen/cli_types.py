@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from epigen.errors import CallError
+
 
 class Shape(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.3
     """MxNxK"""
@@ -14,7 +16,22 @@ class Shape(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
     name = "MxNxK"
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> tuple[int, int, int]:
-        match = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", str(value))
-        if not match:
-            self.fail(f"{value!r} is not of the form MxNxK, such as 4096x4096x1024", param, context)
-        return int(match[1]), int(match[2]), int(match[3])
+        from epigen.tuning.asked import shape_of
+
+        try:
+            return shape_of(value)
+        except CallError as error:
+            self.fail(str(error), param, context)
+
+
+class Devices(click.ParamType):  # type: ignore[type-arg]
+    """0,1,… or all: None is left to mean the current one."""
+
+    name = "0,1,…|all"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> tuple[int, ...] | str:
+        if value == "all" or isinstance(value, tuple):
+            return value  # type: ignore[no-any-return]
+        if not re.fullmatch(r"\d{1,3}(,\d{1,3})*", str(value), re.ASCII):
+            self.fail(f"{value!r} is neither 'all' nor a list of GPUs such as 0,1", param, context)
+        return tuple(map(int, str(value).split(",")))

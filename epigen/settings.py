@@ -1,6 +1,6 @@
 """The only reader of the environment: where templates, databases and the cache lie.
 
-EPIGEN_CACHE  folder for generated modules (default: the platform's cache folder, per user)
+EPIGEN_CACHE  folder for generated modules and the trials of searches (default: the platform's cache folder, per user)
 EPIGEN_DB     the user's tuning database, a folder or one .json file (default: the platform's data folder, per user)
 """
 
@@ -39,13 +39,18 @@ def user_database_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """Folder for generated modules, private to the user."""
+    """Folder for what can be made anew, private to the user: generated modules, and the trials of searches."""
     if chosen := os.environ.get("EPIGEN_CACHE"):
         return Path(chosen)
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "epigen"
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "epigen"
+
+
+def studies_dir() -> Path:
+    """Folder for the trials of searches, from which a second search of the same problem goes on."""
+    return cache_dir() / "studies"
 
 
 def set_interpreter(on: bool) -> None:

@@ -1,4 +1,4 @@
-"""Targets: what a kernel can be compiled for, and the limits that a config must keep. Pure data but for `of_tensor_device`."""
+"""Targets: what a kernel can be compiled for, and the limits that a config must keep. Pure data but for what asks which GPUs are at hand."""
 
 from __future__ import annotations
 
@@ -70,6 +70,16 @@ def by_name(name: str) -> Target:
     if name not in TARGETS:
         raise TargetError(f"unknown target '{name}': {near_miss(name, TARGETS) or 'known are ' + ', '.join(TARGETS)}")
     return TARGETS[name]
+
+
+def indices() -> tuple[int, ...]:
+    """The GPUs of this machine, the current one first; none without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    current = torch.cuda.current_device()
+    return (current, *(i for i in range(torch.cuda.device_count()) if i != current))
 
 
 def at_hand(index: int | None = None) -> Target | None:
