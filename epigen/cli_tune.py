@@ -1,27 +1,69 @@
-"""`epigen tune`: finds the fastest correct config for problems, on the GPU at hand or over a recorded table."""
+"""`epigen tune`: finds the fastest correct config for problems, on the GPUs at hand or over recorded tables.
+
+The table or JSON goes to standard output, progress and talk to standard error. Exit status: 0, 1 (a mistake in what was given, or a
+problem in which no config works), 2 (usage, no GPU), 130 (Ctrl-C: what was found is kept and shown).
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from itertools import product
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from epigen import dtypes
-from epigen.cli_types import Shape
+from epigen.cli_live import Live
+from epigen.cli_types import Devices, Shape
+from epigen.errors import TuneError
 
 if TYPE_CHECKING:
+    from epigen.tuning.database import Database
     from epigen.tuning.search import Progress
-    from epigen.tuning.tune import Tuned
+    from epigen.tuning.task import Task
+    from epigen.tuning.tune import Storage, Tuned
+
+INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C has ended
+
+
+@dataclass(slots=True)
+class _Session:
+    """One run of the command. run: does the tuning, and tells of it. remembers: a second run goes on from this one."""
+
+    tasks: list[Task]
+    run: Callable[[Callable[[int, Progress], None], Callable[[int, Tuned], None]], object]
+    database: Database | None
+    remembers: bool
+    found: dict[int, Tuned] = field(default_factory=dict)
+    interrupted: bool = False
+
+    def go(self) -> None:
+        live = Live(self.tasks, sys.stderr)
+
+        def done(index: int, tuned: Tuned) -> None:
+            self.found[index] = tuned
+            live.done(index, tuned)
+
+        live.start()
+        try:
+            self.run(live.report, done)
+        except KeyboardInterrupt:
+            self.interrupted = True
+        finally:
+            live.clear()
+        self.interrupted |= len(self.found) < len(self.tasks) or any(t.result is not None and not t.result.complete for t in self.found.values())
 
 
 @click.command("tune")
 @click.argument("programs", nargs=-1)
 @click.option("--shape", "shapes", multiple=True, type=Shape(), help="M, N and K; may be given several times")
+@click.option(
+    "--suite", "suites", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), help="a TOML file of problems; may be given several times"
+)
 @click.option(
     "--dtype", "dtype_name", default="fp16", show_default=True, type=click.Choice([t.name for t in dtypes.OPERANDS]), help="dtype of the operands and inputs"
 )
@@ -29,87 +71,131 @@ if TYPE_CHECKING:
 @click.option("--precision", type=click.Choice(["ieee", "tf32"]), default="ieee", show_default=True, help="of fp32 operands")
 @click.option("--trials", type=click.IntRange(1, 100_000), default=48, show_default=True, help="configs measured a problem")
 @click.option("--budget", type=click.FloatRange(0, 1e6), help="seconds a problem")
+@click.option("--devices", type=Devices(), help="the GPUs to tune on, a problem each at a time (default: the current one)")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--storage", help="an Optuna storage URL, to share the study with other tuners")
+@click.option(
+    "--storage", help="where the trials are kept: PATH.journal, or an Optuna storage URL to share with other tuners (default: a journal in the cache)"
+)
+@click.option("--fresh", is_flag=True, help="forget the trials of earlier runs, and begin anew")
 @click.option(
     "--db", "path", type=click.Path(path_type=Path), help="the database, a folder or one .json file (default: EPIGEN_DB, else the platform's data folder)"
 )
-@click.option("--replay", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="search a recorded table of measurements instead of a GPU")
+@click.option(
+    "--replay", "tables", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="search a recorded table of measurements instead of a GPU; may be given several times",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="write JSON instead of the table")
-def tune(programs: tuple[str, ...], shapes: tuple[tuple[int, int, int], ...], dtype_name: str, layout: str, precision: str, trials: int, budget: float | None,
-         seed: int, storage: str | None, path: Path | None, replay: Path | None, as_json: bool) -> None:  # fmt: skip
-    """Tune PROGRAMS, such as "relu(mm + bias)", at every --shape, and remember the winners in the database.
+@click.pass_context
+def tune(context: click.Context, programs: tuple[str, ...], shapes: tuple[tuple[int, int, int], ...], suites: tuple[Path, ...], dtype_name: str, layout: str,
+         precision: str, trials: int, budget: float | None, devices: tuple[int, ...] | str | None, seed: int, storage: str | None, fresh: bool, path: Path | None,
+         tables: tuple[Path, ...], as_json: bool) -> None:  # fmt: skip
+    """Tune PROGRAMS, such as "relu(mm + bias)", at every --shape, and the problems of every --suite; remember the winners in the database.
 
-    Ctrl-C keeps what was found.
+    Ctrl-C keeps what was found, and a second run goes on from there.
     """
+    budget_s = math.inf if budget is None else budget
+    try:
+        if tables:
+            if programs or shapes or suites or fresh or devices is not None or path is not None:
+                raise click.UsageError("--replay searches the tables' own problems: give it no program, --shape, --suite, --devices, --db or --fresh")
+            session = _replayed(tables, trials, budget_s, seed, storage)
+        else:
+            if bool(programs) != bool(shapes) or not (programs or suites):
+                raise click.UsageError("give a program and a --shape, such as: epigen tune 'relu(mm + bias)' --shape 4096x4096x4096; or a --suite")
+            if fresh and storage is not None:
+                raise click.UsageError("--fresh forgets what epigen itself remembers: with --storage name a new one instead")
+            session = _asked(programs, shapes, suites, dtype_name, layout, precision, trials, budget_s, devices, seed, storage, fresh, path)
+        session.go()
+    except KeyboardInterrupt:
+        click.echo("\ninterrupted before anything was measured", err=True)
+        context.exit(INTERRUPTED)
+    _show(session, as_json)
+    context.exit(_status(session))
+
+
+def _asked(
+    programs: Sequence[str], shapes: Sequence[tuple[int, int, int]], suites: Sequence[Path], dtype_name: str, layout: str, precision: str, trials: int,
+    budget_s: float, devices: Sequence[int] | str | None, seed: int, storage: str | None, fresh: bool, path: Path | None,
+) -> _Session:  # fmt: skip
+    """What the options ask for. All mistakes come out here, before the first of many problems is measured."""
+    from epigen.tuning import asked, suite
+
+    listed = asked.every(programs, shapes, [dtype_name], [layout], precision)
+    for file in suites:
+        listed += suite.read(file)
+    try:
+        chosen, target = asked.gpus_for(devices)
+    except TuneError as error:
+        raise click.UsageError(f"{error}{'; --replay TABLE searches recorded measurements' if str(error) == asked.NO_GPU else ''}") from None
+
+    from epigen.tuning import remembered, tune
     from epigen.tuning.database import Database
+
+    tasks = [a.task(target, seed) for a in asked.distinct(listed)]
+    for task in tasks:
+        tune.spec_of(task.graph(), task)
+        if fresh:
+            remembered.forget(task)
+    database = Database(path)
+    where: Storage = remembered.default_storage if storage is None else storage
+
+    def run(report: Callable[[int, Progress], None], done: Callable[[int, Tuned], None]) -> object:
+        return tune.tune_all(tasks, database, devices=chosen, trials=trials, budget_s=budget_s, seed=seed, storage=where, report=report, done=done)
+
+    return _Session(tasks, run, database, remembers=True)
+
+
+def _replayed(tables: Sequence[Path], trials: int, budget_s: float, seed: int, storage: str | None) -> _Session:
+    from epigen.tuning import table
+    from epigen.tuning.runner import Replay
     from epigen.tuning.tune import tune_one
 
-    limit = math.inf if budget is None else budget
-    done: list[Tuned] = []
-    if replay is not None:
-        from epigen.tuning import table
-        from epigen.tuning.runner import Replay
+    recorded = [table.read(path) for path in tables]
 
-        recorded = table.read(replay)
-        runner = Replay(recorded.rows, recorded.baseline)
-        done.append(tune_one(recorded.task, None, trials=trials, budget_s=limit, seed=seed, storage=storage, runner=runner, report=_progress))
-    else:
-        if not programs or not shapes:
-            raise click.UsageError("give a program and a --shape, such as: epigen tune 'relu(mm + bias)' --shape 4096x4096x4096")
-        from epigen.runtime import device
-        from epigen.tuning.runner import GpuRunner
-        from epigen.tuning.task import Task
+    def run(report: Callable[[int, Progress], None], done: Callable[[int, Tuned], None]) -> None:
+        for i, one in enumerate(recorded):
 
-        target = device.at_hand()
-        if target is None:
-            raise click.UsageError("no GPU is at hand to tune on; --replay TABLE searches recorded measurements")
-        database = Database(path)
-        workers: GpuRunner | None = None
-        inputs = "fp32" if dtypes.BY_NAME[dtype_name].bits == 8 else dtype_name
-        try:
-            for program, shape in product(programs, shapes):
-                task = Task(program, shape, dtype_name, dtype_name, inputs, layout, precision, target, seed=seed)
-                if workers is None:
-                    workers = GpuRunner(task)
-                else:
-                    workers.renew(task)
-                done.append(tune_one(task, database, trials=trials, budget_s=limit, seed=seed, storage=storage, runner=workers, report=_progress))
-                if not done[-1].result.complete:
-                    click.echo("interrupted: what was found so far is kept", err=True)
-                    break
-        finally:
-            if workers is not None:
-                workers.close()
-    _show(done, as_json)
+            def told(progress: Progress, i: int = i) -> None:
+                report(i, progress)
+
+            runner = Replay(one.rows, one.baseline)
+            tuned = tune_one(one.task, None, trials=trials, budget_s=budget_s, seed=seed, storage=storage, runner=runner, report=told)
+            done(i, tuned)
+            if tuned.result is not None and not tuned.result.complete:
+                return
+
+    return _Session([r.task for r in recorded], run, None, remembers=storage is not None)
 
 
-def _progress(progress: Progress) -> None:
-    if not sys.stderr.isatty():
-        return
-    counts = ", ".join(f"{n} {k.replace('_', ' ')}" for k, n in progress.counts.most_common())
-    click.echo(f"\r\033[K{progress.trials} trials, {progress.seconds:.0f} s, best {progress.best_us:.2f} us ({counts})", nl=False, err=True)
+def _show(session: _Session, as_json: bool) -> None:
+    from epigen.tuning import report
 
-
-def _row(tuned: Tuned) -> dict[str, Any]:
-    result, problem = tuned.result, tuned.problem
-    row: dict[str, Any] = {"program": problem.program, "shape": list(problem.shape), "dtype": problem.a, "layout": problem.layout}
-    row |= {"winner": str(result.winner), "median_us": round(result.outcome.median_us, 3), "spread_us": round(result.outcome.spread_us, 3)}
-    row |= {"mm_us": round(result.baseline.mm_us, 3), "unfused_us": round(result.baseline.unfused_us, 3)}
-    row |= {"trials": dict(result.counts), "seconds": round(result.seconds, 2), "complete": result.complete}
-    return row
-
-
-def _show(done: list[Tuned], as_json: bool) -> None:
-    if sys.stderr.isatty():
-        click.echo(err=True)
-    rows = [_row(t) for t in done]
+    done = [(session.tasks[i], tuned) for i, tuned in sorted(session.found.items())]
     if as_json:
-        click.echo(json.dumps(rows))
-        return
-    for row in rows:
-        us = row["median_us"]
-        against = f"mm / this {row['mm_us'] / us:.2f}, mm and a pass / this {row['unfused_us'] / us:.2f}" if us and row["mm_us"] else "no baseline"
-        click.echo(f"{row['program']}  {'x'.join(map(str, row['shape']))} {row['dtype']} {row['layout']}")
-        click.echo(f"  {row['winner']}")
-        click.echo(f"  {us:.2f} us, {against}; {sum(row['trials'].values())} trials in {row['seconds']:.1f} s")
+        click.echo(json.dumps([report.record(task, tuned) for task, tuned in done]))
+    else:
+        click.echo(report.table(done), nl=False)
+    if session.interrupted:
+        click.echo(_kept(session), err=True)
+    elif failed := sum(t.result is None for _, t in done):
+        click.echo(f"error: no config works for {failed} of {report.count(len(done), 'problem')}", err=True)
+
+
+def _kept(session: _Session) -> str:
+    """What a Ctrl-C has left."""
+    results = [t.result for t in session.found.values() if t.result is not None]
+    whole = sum(r.complete for r in results)
+    failed = len(session.found) - len(results)
+    counted = ((whole, "finished"), (len(results) - whole, "in part"), (failed, "without a config that works"))
+    parts = [f"{number} {what}" for number, what in counted if number]
+    rest = len(session.tasks) - len(session.found)
+    where = f" in {session.database.path}" if session.database is not None and any(t.record for t in session.found.values()) else ""
+    kept = f"what was found is kept{where}: {', '.join(parts)} of {len(session.tasks)}" if parts else "nothing was found yet"
+    again = "; the same command goes on from there" if session.remembers and (rest or len(results) > whole) else ""
+    return f"interrupted: {kept}{again}"
+
+
+def _status(session: _Session) -> int:
+    if session.interrupted:
+        return INTERRUPTED
+    return int(any(t.result is None for t in session.found.values()))
