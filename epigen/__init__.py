@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from epigen.errors import EpigenError
 
 if TYPE_CHECKING:
-    from epigen.api import compile
+    from epigen.api import compile, tune
     from epigen.runtime.kernel import Kernel
+    from epigen.tuning.tune import Tuned
 
 __version__ = "0.1.0"
-__all__ = ["EpigenError", "Kernel", "__version__", "compile"]
+__all__ = ["EpigenError", "Kernel", "Tuned", "__version__", "compile", "tune"]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,4 +27,12 @@ def __getattr__(name: str) -> Any:
         from epigen.runtime.kernel import Kernel
 
         return Kernel
+    if name == "tune":
+        from epigen.api import tune
+
+        return tune
+    if name == "Tuned":
+        from epigen.tuning.tune import Tuned
+
+        return Tuned
     raise AttributeError(f"module 'epigen' has no attribute '{name}'")

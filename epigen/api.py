@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from epigen import settings
 from epigen.codegen import schedules
@@ -15,9 +17,17 @@ from epigen.ir.check import check
 from epigen.ir.graph import Graph
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
-from epigen.runtime.kernel import BACKENDS, Kernel
+from epigen.runtime.kernel import BACKENDS, Kernel, process_precision
+from epigen.tuning import asked, remembered
 from epigen.tuning.choose import Chooser
 from epigen.tuning.database import Database
+from epigen.tuning.first_use import FirstUse
+
+if TYPE_CHECKING:
+    from epigen.tuning.search import Progress
+    from epigen.tuning.tune import Tuned
+
+TUNE = (None, "missing")
 
 
 def graph_of(text: str) -> Graph:
@@ -36,7 +46,15 @@ def database() -> Database:
     return Database()
 
 
-def compile(text: str, *, config: KernelConfig | Mapping[str, Any] | None = None, backend: str | None = None, precision: str | None = None) -> Kernel:
+@functools.cache
+def first_use() -> FirstUse:
+    """What tunes at first use, one problem at a time for all kernels of this process."""
+    return FirstUse(database())
+
+
+def compile(
+    text: str, *, config: KernelConfig | Mapping[str, Any] | None = None, backend: str | None = None, precision: str | None = None, tune: str | None = None
+) -> Kernel:
     """Compile a program such as "relu(mm + bias)" to a callable kernel.
 
     text: the program, in the language that `epigen ops` and the README describe.
@@ -44,7 +62,9 @@ def compile(text: str, *, config: KernelConfig | Mapping[str, Any] | None = None
     backend: "triton" (a GPU), "interpreter" (the generated kernel under Triton's interpreter) or "reference" (torch, operation by
     operation); by default triton for GPU tensors and reference for CPU tensors.
     precision: "ieee" or "tf32" for fp32 operands; by default as torch.get_float32_matmul_precision() says.
-    Raises ParseError or CheckError for the text, ConfigError for the config.
+    tune: "missing" tunes at the first call of GPU tensors whose problem no database holds exactly: that call waits for 48 trials, the winner
+    goes into the user's database, and later calls of any process find it. Never inside a CUDA graph capture. By default nothing is tuned.
+    Raises ParseError or CheckError for the text, ConfigError for the config, CallError for the rest.
 
     >>> import torch, epigen
     >>> fused = epigen.compile("relu(mm + bias)")
@@ -56,6 +76,11 @@ def compile(text: str, *, config: KernelConfig | Mapping[str, Any] | None = None
         raise CallError(f"unknown backend '{backend}': {near_miss(str(backend), BACKENDS) or 'known are ' + ', '.join(BACKENDS)}")
     if precision not in (None, "ieee", "tf32"):
         raise CallError(f"precision is 'ieee' or 'tf32', not {precision!r}")
+    if tune not in TUNE:
+        hint = near_miss(str(tune), ["missing"]) or "it is 'missing' or None"
+        raise CallError(f"unknown tune={tune!r}: {hint}")
+    if tune is not None and config is not None:
+        raise CallError("config and tune exclude each other: a given config leaves nothing to tune")
     if not isinstance(text, str):
         raise CallError(f"a program is text, and a {type(text).__name__} was given")
     if isinstance(config, Mapping):
@@ -63,4 +88,54 @@ def compile(text: str, *, config: KernelConfig | Mapping[str, Any] | None = None
     elif config is not None and not isinstance(config, KernelConfig):
         raise ConfigError(f"a config is a mapping or a KernelConfig, and a {type(config).__name__} was given")
     graph = graph_of(text)
-    return Kernel(graph, renderer(), Chooser(graph, database()), config, backend, precision)
+    at_call = first_use().chooser(graph) if tune else None
+    return Kernel(graph, renderer(), Chooser(graph, database()), config, backend, precision, at_call)
+
+
+def tune(
+    programs: str | Iterable[str], shapes: str | Iterable[Any], *, dtype: Any = "fp16", layout: str = "nt", precision: str | None = None,
+    devices: Sequence[int] | str | None = None, trials: int = 48, budget_s: float | None = None, seed: int = 0, storage: str | None = None,
+    fresh: bool = False, database: Database | Path | str | None = None, report: Callable[[int, Progress], None] | None = None,
+) -> list[Tuned]:  # fmt: skip
+    """Find the fastest correct config of each program at each shape, and add the winners to the database, where later calls find them.
+
+    programs: one or several. shapes: (M, N, K) or "MxNxK", one or several. dtype: of operands and inputs, by epigen's or torch's name, or a
+    torch dtype. layout: how a and b lie, n row-major and t transposed: "nt" is x @ weight.T. precision: as for `compile`.
+    devices: indices of GPUs of one kind, or "all"; by default the current one. trials: configs measured a problem. budget_s: seconds a
+    problem. storage: where trials are kept, a "PATH.journal" or an Optuna storage URL; by default a journal a problem in the user's cache,
+    from which the next search of the same problem goes on, unless `fresh` forgets it first. database: a Database or its path; by default
+    the user's. report: told of the progress of the problem with an index, from any thread.
+    Returns one `Tuned` a problem, each problem once; one in which no config works has no result and says why in `error`. Ctrl-C ends it
+    with what was found.
+    Raises TuneError without a GPU, ParseError or CheckError for a program, CallError for the rest.
+
+    >>> import torch, epigen
+    >>> if torch.cuda.is_available():
+    ...     for tuned in epigen.tune("relu(mm + bias)", ["4096x4096x4096", (16, 4096, 4096)], dtype=torch.bfloat16):
+    ...         print(tuned)
+    """
+    from epigen.tuning.tune import spec_of, tune_all
+
+    if trials < 1:
+        raise CallError(f"trials={trials}: at least one config is measured")
+    several = [programs] if isinstance(programs, str) else list(programs)
+    given = [shapes] if isinstance(shapes, str) else list(shapes)
+    if given and all(isinstance(e, int) for e in given):
+        given = [tuple(given)]
+    if precision is None:
+        precision = process_precision()
+    wanted = asked.distinct(asked.every(several, given, [dtype], [layout], precision))
+    chosen, target = asked.gpus_for(devices)
+    tasks = [a.task(target, seed) for a in wanted]
+    for task in tasks:
+        spec_of(task.graph(), task)  # what does not fit together comes out before anything is measured
+        if fresh:
+            remembered.forget(task)
+    base = _database() if database is None else database if isinstance(database, Database) else Database(Path(database))
+    where = remembered.default_storage if storage is None else storage
+    limit = math.inf if budget_s is None else budget_s
+    told = report or (lambda _index, _progress: None)
+    return tune_all(tasks, base, devices=chosen, trials=trials, budget_s=limit, seed=seed, storage=where, report=told)
+
+
+_database = database  # under a name that the argument of `tune` does not hide

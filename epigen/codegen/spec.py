@@ -178,6 +178,11 @@ class Choice:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Provisional(Choice):
+    """A choice for one call: the next call of the same signature chooses anew."""
+
+
 def digest(parts: Iterable[str]) -> str:
     """Short stable name for a kernel: 16 hexadecimal digits of SHA-256."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

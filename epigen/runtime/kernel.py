@@ -20,7 +20,7 @@ from torch import Tensor
 from epigen.codegen.lower import check_operands, lower, output_dtype
 from epigen.codegen.render import Function, Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import WIDE, Choice, KernelConfig, KernelSpec, Signature, index_bits, k_multiple
+from epigen.codegen.spec import WIDE, Choice, KernelConfig, KernelSpec, Provisional, Signature, index_bits, k_multiple
 from epigen.dtypes import BF16, BY_TORCH, FP16, FP32, UINT8, DType
 from epigen.errors import CallError, near_miss
 from epigen.ir import graph as g
@@ -57,9 +57,11 @@ class Kernel:
     """
 
     def __init__(
-        self, graph: Graph, renderer: Renderer, choose: Chooser, config: KernelConfig | None = None, backend: str | None = None, precision: str | None = None
-    ):
-        self._graph, self.renderer, self._choose = graph, renderer, choose
+        self, graph: Graph, renderer: Renderer, choose: Chooser, config: KernelConfig | None = None, backend: str | None = None, precision: str | None = None,
+        at_call: Chooser | None = None,
+    ):  # fmt: skip
+        """at_call: chooses in place of `choose` where a call of GPU tensors is about to run, and may take its time."""
+        self._graph, self.renderer, self._choose, self._at_call = graph, renderer, choose, at_call or choose
         self._config, self._backend, self._precision = config, backend, precision
         self._inputs: dict[str, Node] = {n.name: n for n in graph.inputs()}
         self._names = tuple(o.name for o in graph.outputs)
@@ -102,7 +104,8 @@ class Kernel:
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared, results = self._first(a, b, inputs, outs)
-            self._prepared[key] = prepared
+            if prepared.plan is None or not isinstance(prepared.plan.choice, Provisional):
+                self._prepared[key] = prepared
         else:
             results = prepared.run(a, b, inputs, outs)
         self._last = prepared
@@ -122,12 +125,11 @@ class Kernel:
         """
         if signature is None:
             signature = self.signature_of(dtype or FP16, shape)
+        return self._planned(self._choose, shape, target or device.at_hand() or device.DEFAULT, signature, layout, refused)
+
+    def _planned(self, choose: Chooser, shape: tuple[int, int, int], target: Target, signature: Signature, layout: str, refused: str) -> Plan:
         spec = lower(self._graph, signature)
-        choice = (
-            Choice(self._config, "given by the caller")
-            if self._config
-            else self._choose(spec, shape, layout, target or device.at_hand() or device.DEFAULT, refused)
-        )
+        choice = Choice(self._config, "given by the caller") if self._config else choose(spec, shape, layout, target, refused)
         return Plan(spec, choice, self.renderer.render(spec, choice.config))
 
     def signature_of(self, dtype: DType, shape: tuple[int, int, int] | None = None) -> Signature:
@@ -177,9 +179,7 @@ class Kernel:
         return prepared, prepared.run(a, b, inputs, outs)
 
     def _precision_now(self) -> str:
-        if self._precision is not None:
-            return self._precision
-        return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+        return self._precision or process_precision()
 
     def _given_outputs(self, out: Any) -> Mapping[str, Tensor]:
         if out is None:
@@ -235,8 +235,9 @@ class Kernel:
         named = tuple((name, None if not isinstance(inputs[name], Tensor) else BY_TORCH[str(inputs[name].dtype)]) for name in self._inputs)
         signature = Signature(dtypes["a"], dtypes["b"], named, self._precision_now(), k_multiple(k), 64 if wide else 32)
         with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
+            choose = self._at_call if a.is_cuda and backend == "triton" and target is None else self._choose
             target = target or (device.at_hand() if a.is_cuda else None) or device.DEFAULT
-            plan = self.plan((m, n, k), target=target, signature=signature, layout=_layout(a) + _layout(b), refused=refused)
+            plan = self._planned(choose, (m, n, k), target, signature, _layout(a) + _layout(b), refused)
             module = self._loaders[backend == "interpreter"].load(plan.rendered)
         functions = [getattr(module, f.name) for f in plan.rendered.functions]
         prepared = _Prepared(self._graph, outputs, (m, n, k), a.device, plan, functions, backend == "interpreter")
@@ -405,6 +406,11 @@ def _declared(node: Node) -> str:
     if node.op == g.BITS:
         return " (a packed mask, uint8 [M, ceil(N / 8)])"
     return f"[{','.join(node.indices)}]" if node.indices else " (a scalar)"
+
+
+def process_precision() -> str:
+    """What this process has chosen for fp32 operands."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def uninterpretable(graph: Graph, held: Iterable[DType | None], outputs: Iterable[DType]) -> DType | None:

@@ -1,0 +1,111 @@
+"""Tuning at first use: what a call gets whose problem the database does not hold exactly.
+
+The problem is tuned while the call waits, the winner goes into the user's database, and the call runs it. Never inside a CUDA graph
+capture, where nothing may wait: there the plain choice serves, for that call alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from epigen.codegen.spec import Choice, KernelSpec, Provisional
+from epigen.dtypes import OPERANDS
+from epigen.errors import EpigenError
+from epigen.ir.graph import Graph
+from epigen.runtime.device import Target
+from epigen.tuning import remembered
+from epigen.tuning.choose import Chooser, capability
+from epigen.tuning.database import Database
+from epigen.tuning.lookup import Found
+from epigen.tuning.problem import problem_of
+from epigen.tuning.records import Key, extents, problem_key, short
+from epigen.tuning.task import Task
+
+TRIALS = 48
+
+
+def tune(task: Task, database: Database) -> Choice:
+    """The winner of one task, tuned in workers of the task's GPU, and added to the database. Raises TuneError, DatabaseError."""
+    import torch
+
+    from epigen.tuning.tune import tune_one
+
+    torch.cuda.synchronize(task.device)  # what the caller has under way would slow the candidates down
+    tuned = tune_one(task, database, trials=TRIALS, storage=remembered.default_storage(task))
+    assert tuned.result is not None
+    if not tuned.result.complete:
+        raise KeyboardInterrupt  # the caller's own Ctrl-C, which the search has only put off
+    return Choice(tuned.result.winner, f"tuned for {extents(task.shape)} at its first use")
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    import torch
+
+    return torch.cuda.is_current_stream_capturing()
+
+
+def current() -> int:
+    import torch
+
+    return torch.cuda.current_device()
+
+
+class FirstUse:
+    """What the choosers of a process share: one problem is tuned at a time, and each once.
+
+    tuner: tunes one task. capturing: whether nothing may wait now. device: index of the GPU that the call runs on.
+    """
+
+    def __init__(
+        self, database: Database, tuner: Callable[[Task, Database], Choice] = tune, capturing: Callable[[], bool] = capturing, device: Callable[[], int] = current,
+    ):  # fmt: skip
+        self.database, self.tuner, self.capturing, self.device = database, tuner, capturing, device
+        self.lock = threading.Lock()
+        self.settled: dict[Key, Choice | None] = {}
+        """What was tuned here, by problem; None where that failed."""
+
+    def chooser(self, graph: Graph) -> TuningChooser:
+        return TuningChooser(self, Chooser(graph, self.database))
+
+
+@dataclass(frozen=True, slots=True)
+class TuningChooser:
+    """Chooses for one program, as `Chooser` does, and tunes what the database does not hold exactly."""
+
+    shared: FirstUse
+    plain: Chooser
+
+    def __call__(self, spec: KernelSpec, shape: tuple[int, int, int], layout: str, target: Target, refused: str) -> Choice:
+        choice = self.plain(spec, shape, layout, target, refused)
+        if isinstance(choice, Found) and choice.how == "exact":
+            return choice
+        if self.shared.capturing():
+            return Provisional(choice.config, f"{choice.why}; to be tuned at the first call outside of a CUDA graph capture")
+        if refused or 0 in shape:
+            return choice
+        key = problem_key(problem_of(self.plain.graph, spec, shape, layout, target.part, capability(target)))
+        with self.shared.lock:
+            if key not in self.shared.settled:
+                again = self.plain(spec, shape, layout, target, "")  # another thread or process may have tuned it meanwhile
+                if isinstance(again, Found) and again.how == "exact":
+                    return again
+                self.shared.settled[key] = self._tuned(spec, shape, layout, target)
+            settled = self.shared.settled[key]
+        return settled or choice
+
+    def _tuned(self, spec: KernelSpec, shape: tuple[int, int, int], layout: str, target: Target) -> Choice | None:
+        sig = spec.signature
+        # one dtype stands for all inputs: they decide little of a kernel's time
+        held = [t.name for _, t in sig.inputs if t is not None and t in OPERANDS]
+        inputs = held[0] if held else "fp32" if sig.a.bits == 8 else sig.a.name
+        task = Task(self.plain.graph.text, shape, sig.a.name, sig.b.name, inputs, layout, sig.precision, target, device=self.shared.device())
+        try:
+            return self.shared.tuner(task, self.shared.database)
+        except EpigenError as error:
+            what = f"{short(task.text)} at {extents(shape)} {sig.a} {layout}"
+            warnings.warn(f"epigen could not tune {what}, which runs untuned: {error}", RuntimeWarning, stacklevel=2)
+            return None
