@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import epigen
-from epigen import cli_db, cli_explain, cli_tune, dtypes, ops
+from epigen import cli_db, cli_explain, cli_info, cli_tune, dtypes, ops
 from epigen.cli_types import Shape
 from epigen.errors import EpigenError, InternalError, VerificationError
 
@@ -292,6 +292,7 @@ def ops_command(as_json: bool) -> None:
 
 main.add_command(cli_db.db)
 main.add_command(cli_explain.explain_command)
+main.add_command(cli_info.info_command)
 main.add_command(cli_tune.tune)
 
 if __name__ == "__main__":

@@ -1,0 +1,151 @@
+"""`epigen info`: what epigen finds here: GPUs and what they can run, versions, tuning databases, folders. `cli` attaches it to its group."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import epigen
+from epigen import dtypes, settings
+from epigen.errors import DatabaseError, TargetError
+
+if TYPE_CHECKING:
+    from epigen.runtime.device import Target
+
+PACKAGES = ("torch", "triton", "optuna")
+_SHAPE = (4096, 4096, 4096)  # aligned, and large enough for every schedule
+
+
+@click.command("info")
+@click.option("--db", "path", type=click.Path(path_type=Path), help="a database to look at instead of the user's, a folder or one .json file")
+@click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
+def info_command(path: Path | None, as_json: bool) -> None:
+    """Show the GPUs and the schedules that each can run, versions, the tuning databases found, and the cache folder."""
+    found = gather(path)
+    click.echo(json.dumps(found) if as_json else text(found), nl=as_json)
+
+
+def gather(path: Path | None = None) -> dict[str, Any]:
+    """All of it as plain data. path: of a database in place of the user's."""
+    from epigen.runtime import device
+
+    versions = {"epigen": epigen.__version__, "python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    gpus = [_gpu(index) for index in sorted(device.indices())]
+    default = None if gpus else {"target": device.DEFAULT.name, "part": device.DEFAULT.part, "schedules": schedules(device.DEFAULT)}
+    studies = sorted(settings.studies_dir().glob("*.journal")) if settings.studies_dir().is_dir() else []
+    return {
+        "versions": versions, "driver": driver() if gpus else None, "gpus": gpus, "default": default, "databases": _databases(path),
+        "cache": {"path": str(settings.cache_dir()), "studies": len(studies)},
+    }  # fmt: skip
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    import torch
+
+    from epigen.runtime import device
+
+    properties = torch.cuda.get_device_properties(index)
+    found: dict[str, Any] = {"index": index, "name": properties.name, "memory_bytes": properties.total_memory}
+    try:
+        target = device.at_hand(index)
+    except TargetError as error:
+        return found | {"error": str(error)}
+    assert target is not None
+    return found | {"target": target.name, "multiprocessors": target.multiprocessors, "schedules": schedules(target)}
+
+
+def schedules(target: Target) -> dict[str, list[str]]:
+    """The dtypes of operands that each schedule multiplies on a target: those of which its search space holds a config."""
+    from epigen import api
+    from epigen.codegen.lower import lower
+    from epigen.tuning import space
+
+    graph = api.graph_of("relu(mm)")
+    kernel = api.compile("relu(mm)", precision="ieee")
+    found: dict[str, list[str]] = {name: [] for name in space.SCHEDULE_NAMES}
+    for dtype in dtypes.OPERANDS:
+        spec = lower(graph, kernel.signature_of(dtype, _SHAPE))
+        runs = set()
+        for wanted in range(len(space.SCHEDULE_NAMES)):
+            # the least value of every dimension but the schedule's, which is taken as near to the wanted one as there is
+            config = space.point(lambda name, low, high, w=wanted: min(max(w, low), high) if name == "schedule" else low, spec, _SHAPE, target)  # type: ignore[misc]
+            runs.add(config.schedule)
+        for name in runs:
+            found[name].append(dtype.name)
+    return found
+
+
+def _databases(path: Path | None) -> list[dict[str, Any]]:
+    from epigen.tuning import database
+
+    chain = database.Database(path)
+    found: list[dict[str, Any]] = []
+    for root in (chain.path, *chain.seeds):
+        one = database.Database(root, seeds=())
+        records = one.records()
+        try:
+            files = len(database.files(root))
+        except DatabaseError:  # said among the complaints
+            files = 0
+        parts = sorted({r.gpu for _, r in records})
+        found.append(
+            {"path": str(root), "writable": root == chain.path, "files": files, "records": len(records), "gpus": parts, "complaints": list(one.complaints)}
+        )
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def driver(version_file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """NVIDIA's kernel driver, from the file where it says so; None where there is no such file."""
+    try:
+        match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", version_file.read_text())
+    except OSError:
+        return None
+    return match[1] if match else None
+
+
+def text(found: dict[str, Any]) -> str:
+    """What was gathered, for a person: a fact a line."""
+    rows: list[tuple[str, str]] = []
+    versions = dict(found["versions"])
+    own = versions.pop("epigen")
+    rows.append(("epigen", ", ".join([own, *(f"{name} {version or 'is missing'}" for name, version in versions.items())])))
+    for gpu in found["gpus"]:
+        driver_text = f", driver {found['driver']}" if found["driver"] else ""
+        memory = f"{gpu['memory_bytes'] / (1 << 30):.0f} GiB"
+        if "error" in gpu:
+            rows.append((f"gpu {gpu['index']}", f"{gpu['name']}, {memory}: {gpu['error']}"))
+            continue
+        rows.append((f"gpu {gpu['index']}", f"{gpu['name']} ({gpu['target']}), {gpu['multiprocessors']} multiprocessors, {memory}{driver_text}"))
+        rows += _schedule_rows(gpu["schedules"])
+    if not found["gpus"]:
+        default = found["default"]
+        rows.append(("gpu", f"none at hand; kernels are compiled for {default['target']} ({default['part']}) unless another target is named, which runs:"))
+        rows += _schedule_rows(default["schedules"])
+    for base in found["databases"]:
+        whose = "yours" if base["writable"] else "shipped"
+        count = f"{base['records']} record{'s' * (base['records'] != 1)} in {base['files']} file{'s' * (base['files'] != 1)}"
+        parts = f" ({', '.join(base['gpus'])})" if base["gpus"] else ""
+        rows.append(("database", f"{base['path']}, {whose}: {count if base['files'] else 'empty'}{parts}"))
+        rows += [("", f"warning: {complaint}") for complaint in base["complaints"]]
+    cache = found["cache"]
+    studies = f", {cache['studies']} remembered search{'es' * (cache['studies'] != 1)}" if cache["studies"] else ""
+    rows.append(("cache", f"{cache['path']}{studies}"))
+    return "\n".join(f"{name:<10}{line}".rstrip() for name, line in rows) + "\n"
+
+
+def _schedule_rows(found: dict[str, list[str]]) -> list[tuple[str, str]]:
+    width = max(map(len, found))
+    return [("", f"{name:<{width}}  {', '.join(runs) if runs else 'cannot run here'}") for name, runs in found.items()]
