@@ -1,0 +1,166 @@
+"""Suites of problems to tune, and what else is asked for: every combination once, and mistakes in words, all together and with their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from epigen.errors import CallError, CheckError, SuiteError, TuneError
+from epigen.runtime import device
+from epigen.runtime.device import TARGETS
+from epigen.tuning import asked, suite
+from epigen.tuning.tune import spec_of
+
+ROOT = Path(__file__).resolve().parent.parent
+SHIPPED = ROOT / "bench" / "suite_h200.toml"
+
+
+def told(text: str) -> str:
+    with pytest.raises(SuiteError) as caught:
+        suite.parse(text, "my.toml")
+    return str(caught.value)
+
+
+def test_an_entry_stands_for_every_combination() -> None:
+    found = suite.parse(
+        '[[problem]]\nprogram = ["relu(mm)", "gelu(mm + bias)"]\nshapes = ["1x2x3", "4x5x6"]\ndtype = ["fp16", "bf16"]\nlayout = ["nt", "nn"]\n'
+        '[[problem]]\nprogram = "mm"\nshapes = "7x8x9"\ndtype = "fp32"\nprecision = "tf32"\n'
+    )
+    assert len(found) == 2 * 2 * 2 * 2 + 1
+    assert [(a.program, a.shape, a.dtype, a.layout) for a in found[:3]] == [
+        ("relu(mm)", (1, 2, 3), "fp16", "nt"), ("relu(mm)", (1, 2, 3), "fp16", "nn"), ("relu(mm)", (1, 2, 3), "bf16", "nt"),
+    ]  # fmt: skip
+    assert (found[-1].shape, found[-1].dtype, found[-1].layout, found[-1].precision) == ((7, 8, 9), "fp32", "nt", "tf32")
+
+
+def test_by_default_a_problem_is_fp16_with_a_transposed_weight() -> None:
+    (found,) = suite.parse('[[problem]]\nprogram = "relu(mm)"\nshapes = ["1x2x3"]')
+    assert (found.dtype, found.layout, found.precision) == ("fp16", "nt", "ieee")
+
+
+def test_a_problem_that_comes_twice_is_tuned_once() -> None:
+    """However it is written: names and spelling of a program, torch's name of a dtype, a precision that says nothing of fp16."""
+    found = suite.parse(
+        '[[problem]]\nprogram = ["relu(mm + bias)", "y = relu( mm+shift[n] ); y"]\nshapes = ["1x2x3", "1x2x3"]\ndtype = ["fp16", "float16"]\n'
+        '[[problem]]\nprogram = "relu(mm + bias)"\nshapes = ["1x2x3", "3x2x1"]\nprecision = "tf32"\n'
+    )
+    assert [(a.program, a.shape) for a in found] == [("relu(mm + bias)", (1, 2, 3)), ("relu(mm + bias)", (3, 2, 1))]
+    both = [asked.every(["mm"], ["1x1x1"], ["fp32"], precision=p) for p in ("ieee", "tf32")]
+    assert len(asked.distinct(both[0] + both[1])) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "my.toml: problem: this field is missing"),
+        ("problem = 3", "my.toml: problem: expected tables, written [[problem]], not 3"),
+        ("problem = []", "my.toml: problem: this list is empty"),
+        ("problem = [1]", "my.toml: problem 1: expected a table, written [[problem]]"),
+        ('[problem]\nprogram = "mm"', "my.toml: problem: expected tables, written [[problem]], not {'program': 'mm'}"),
+        ('[[problem]]\nprogram = "relu(mm)"', "my.toml: problem 1 (relu(mm)), shapes: this field is missing"),
+        ('[[problem]]\nprogram = "mm"\nshapes = []', "my.toml: problem 1 (mm), shapes: this list is empty"),
+        ('[[problem]]\nprogram = 3\nshapes = "1x1x1"', "my.toml: problem 1, program: expected text, not 3"),
+        ('[[problem]]\nprogram = "mm"\nshapes = ["1x1x1", "64x64"]', "my.toml: problem 1 (mm), shapes, item 2: '64x64' is not of the form MxNxK, such as 4096x4096x1024"),
+        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\ndtype = "fp61"', "my.toml: problem 1 (mm), dtype: unknown dtype 'fp61': did you mean fp16?"),
+        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\ndtype = "int32"', "my.toml: problem 1 (mm), dtype: unknown dtype 'int32': did you mean int8?"),
+        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nlayout = "nm"', "my.toml: problem 1 (mm), layout: unknown layout 'nm': it is one of nn, nt, tn, tt, how a and b lie (n row-major, t transposed)"),
+        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nprecision = "high"', "my.toml: problem 1 (mm), precision: input should be 'ieee' or 'tf32', not 'high'"),
+        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nlayouts = "nn"', "my.toml: problem 1 (mm), layouts: there is no such field: did you mean layout?"),
+        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nx = 1', "my.toml: problem 1 (mm), x: there is no such field: known are program, shapes, dtype, layout, precision"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named_with_file_entry_and_field(text: str, said: str) -> None:
+    assert told(text) == said
+
+
+def test_a_mistake_in_a_program_keeps_its_caret() -> None:
+    assert told('[[problem]]\nprogram = ["relu(mm)", "relu(mm + bais)"]\nshapes = "1x1x1"').startswith(
+        "my.toml: problem 1, program, item 2:\n  CheckError: unknown name 'bais'\n    relu(mm + bais)\n              ^^^^\n    did you mean bias?"
+    )
+
+
+def test_all_mistakes_come_together() -> None:
+    lines = told('x = 1\n[[problem]]\nprogram = "mm"\nshapes = "1"\ndtype = "a"\n[[problem]]\nshapes = "1x1x1"').splitlines()
+    assert [line.split(":")[1] for line in lines] == [" problem 1 (mm), shapes", " problem 1 (mm), dtype", " problem 2, program", " x"]
+
+
+@pytest.mark.parametrize("content", [b"x", b"\xff\xfe", b"[[problem]", b"a = " + b"[" * 100_000], ids=["no pair", "no UTF-8", "cut off", "deep"])
+def test_what_is_no_suite_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    path.write_bytes(content)
+    with pytest.raises(SuiteError, match=r"my\.toml: (this is no|nested too deeply)"):
+        suite.read(path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SuiteError, match=r"cannot read .*: Is a directory"):
+        suite.read(tmp_path)
+
+
+def test_the_shipped_suite_is_what_its_database_is_tuned_on() -> None:
+    found = suite.read(SHIPPED)
+    assert 48 <= len(found) <= 64
+    target = TARGETS["sm_90"]
+    for a in found:
+        task = a.task(target)
+        assert spec_of(task.graph(), task).outputs
+    main = ("relu(mm + bias)", "z = mm + bias; relu(z), bitmask(z > 0)", "dz = drelu(mm, mask); dz, bgrad(dz)")
+    assert {a.program for a in found} == {*main, "gelu(mm + bias)", "mm"}
+    assert [a.program for a in found if a.shape == (65536, 8192, 16384)] == list(main)
+    assert {a.layout for a in found if "drelu" in a.program} == {"nn"} and {a.layout for a in found if "drelu" not in a.program} == {"nt"}
+    assert {a.dtype for a in found} == {"fp16", "bf16"} and sum(a.dtype == "bf16" for a in found) > len(found) / 3
+
+
+# -- what is asked for in code
+
+
+@pytest.mark.parametrize("given", ["16x4096x1024", (16, 4096, 1024), [16, 4096, 1024], torch.Size((16, 4096, 1024))])
+def test_a_shape_is_text_or_three_numbers(given: object) -> None:
+    assert asked.shape_of(given) == (16, 4096, 1024)
+
+
+@pytest.mark.parametrize("given", ["16x4096", "16X4096x1024", " 1x1x1", (16, 4096), (16, 4096, 1024.0), (True, 1, 1), (-1, 1, 1), 7, None])
+def test_what_is_no_shape_is_refused(given: object) -> None:
+    with pytest.raises(CallError, match="is not of the form MxNxK, such as 4096x4096x1024"):
+        asked.shape_of(given)
+
+
+@pytest.mark.parametrize("given", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_a_dtype_has_several_names(given: object) -> None:
+    assert asked.dtype_of(given) == "bf16"
+
+
+def test_inputs_beside_8_bit_operands_are_fp32() -> None:
+    for dtype, inputs in (("fp16", "fp16"), ("fp8e4m3", "fp32"), ("int8", "fp32")):
+        (one,) = asked.every(["mm"], ["1x1x1"], [dtype])
+        assert one.task(TARGETS["sm_90"]).inputs == inputs
+
+
+def test_programs_are_checked_before_anything_runs() -> None:
+    with pytest.raises(CheckError, match="unknown name 'bais'"):
+        asked.every(["relu(mm)", "mm + bais"], ["1x1x1"])
+    with pytest.raises(CallError, match="a program is text, and a int was given"):
+        asked.every([3], ["1x1x1"])  # type: ignore[list-item]
+    with pytest.raises(CallError, match="precision is 'ieee' or 'tf32', not 'high'"):
+        asked.every(["mm"], ["1x1x1"], precision="high")
+
+
+def test_gpus_are_chosen_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "indices", lambda: (1, 0, 2))
+    monkeypatch.setattr(device, "at_hand", lambda index=None: TARGETS["sm_80" if index == 2 else "sm_90"])
+    h100 = TARGETS["sm_90"]
+    assert asked.gpus_for(None) == ((1,), h100)
+    assert asked.gpus_for((0, 1, 0)) == ((0, 1), h100)
+    for wanted, said in (
+        ("all", "the GPUs differ (0 is H100, H200, 2 is A100): tune each kind by itself"),
+        ((3, 0, 4), "there is no GPU 3, 4: this machine has 0, 1, 2"),
+        ("both", "devices are 'all' or their indices, and 'both' was given"),
+        ((), "no device is named to tune on"),
+    ):
+        with pytest.raises(TuneError) as caught:
+            asked.gpus_for(wanted)
+        assert str(caught.value) == said
+    monkeypatch.setattr(device, "indices", lambda: (0, 1))
+    assert asked.gpus_for("all") == ((0, 1), h100)
