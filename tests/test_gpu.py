@@ -15,7 +15,7 @@ from epigen.dtypes import FP16
 from epigen.ir import reference
 from epigen.runtime import verify
 from epigen.runtime.kernel import Kernel
-from epigen.tuning import rule
+from epigen.tuning import first_use, rule
 
 pytestmark = pytest.mark.gpu
 
@@ -185,3 +185,26 @@ def test_a_config_that_does_not_fit_gives_way_to_the_vendor() -> None:
     assert kernel.config.schedule == "library" and "does not fit" in kernel.explain()
     with pytest.raises(epigen.EpigenError, match="does not fit this GPU"):
         epigen.compile("relu(mm + bias)", config=large)(given.a, given.b, **given.inputs)
+
+
+def test_what_is_missing_is_tuned_at_first_use_and_captured_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_use, "TRIALS", 4)
+    kernel = epigen.compile("relu(mm + bias) * 0.8125", tune="missing")
+    x, w, bias = half(256, 128), half(192, 128), half(192)
+    y = kernel(x, w.T, bias=bias)
+    found = [r for _, r in api.database().records(seeds=False) if r.program == kernel.program]
+    assert [r.shape for r in found] == [(256, 192, 128)] and sum(found[0].trials.values()) <= 4 and kernel.config == found[0].kernel_config
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kernel(x, w.T, bias=bias)
+    graph.replay()
+    assert torch.equal(captured, y)
+    assert len([r for _, r in api.database().records(seeds=False) if r.program == kernel.program]) == 1
+
+
+def test_tune_from_python_is_found_by_the_next_call() -> None:
+    (tuned,) = epigen.tune("relu(mm + bias) * 0.6875", (256, 192, 128), trials=4)
+    assert tuned.error == "" and tuned.record is not None
+    kernel = epigen.compile("relu(mm + bias) * 0.6875")
+    kernel(half(256, 128), half(192, 128).T, bias=half(192))
+    assert kernel.config == tuned.record.kernel_config and kernel.explain().endswith("(exact)")

@@ -31,7 +31,12 @@ def run(command: list[str | Path], cwd: Path, **environment: str) -> subprocess.
 
 
 COMMAND_LINE = "from epigen.cli import main\ntry:\n    main({args!r}, prog_name='epigen')\nexcept SystemExit as done:\n    assert not done.code"
-STARTS = {"import": "import epigen", "help": COMMAND_LINE.format(args=["--help"]), "version": COMMAND_LINE.format(args=["--version"])}
+STARTS = {
+    "import": "import epigen",
+    "help": COMMAND_LINE.format(args=["--help"]),
+    "help of tune": COMMAND_LINE.format(args=["tune", "--help"]),
+    "version": COMMAND_LINE.format(args=["--version"]),
+}
 
 
 @pytest.mark.parametrize("start", STARTS)

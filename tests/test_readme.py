@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from bench import readme
 from epigen.cli import main
+from epigen.tuning import suite
 
 TEXT = readme.README.read_text()
 
@@ -28,8 +29,8 @@ def test_python_example_runs_as_written() -> None:
 
 
 def test_commands_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = re.findall(r'^    epigen ((?:compile|explain) "[^"]*".*?|ops)(?:\s+#.*)?$', TEXT, re.MULTILINE)
-    assert len(commands) == 5
+    commands = re.findall(r'^    epigen ((?:compile|explain) "[^"]*".*?|ops|info)(?:\s+#.*)?$', TEXT, re.MULTILINE)
+    assert len(commands) == 6
     monkeypatch.chdir(tmp_path)
     for command in commands:
         words = [a or b for a, b in re.findall(r'"([^"]*)"|(\S+)', command)]
@@ -44,3 +45,9 @@ def test_error_example_is_what_is_printed() -> None:
     result = CliRunner().invoke(main, ["compile", "relu(mm + bais)"])
     assert result.exit_code == 1
     assert result.stderr.strip() == "\n".join(line[4:] for line in shown[0].strip("\n").split("\n"))
+
+
+def test_suite_example_is_a_suite() -> None:
+    (example,) = re.findall(r"^    \[\[problem\]\]\n(?:    .*\n)+", TEXT, re.MULTILINE)
+    found = suite.parse("".join(line[4:] for line in example.splitlines(keepends=True)))
+    assert len(found) == 4 and {a.dtype for a in found} == {"bf16"}

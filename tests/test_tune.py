@@ -77,7 +77,7 @@ def test_usage_is_refused_in_words(arguments: list[str]) -> None:
 def test_replay_prints_a_table_and_json(tmp_path: Path) -> None:
     path = str(SWEEPS[0])
     result = CliRunner().invoke(main, ["tune", "--replay", path, "--trials", "20"])
-    assert result.exit_code == 0 and " us, mm / this " in result.stdout
+    assert result.exit_code == 0 and "x".join(map(str, table.read(SWEEPS[0]).task.shape)) in result.stdout
     result = CliRunner().invoke(main, ["tune", "--replay", path, "--trials", "20", "--json"])
     (row,) = json.loads(result.stdout)
     assert row["complete"] and row["median_us"] > 0 and sum(row["trials"].values()) <= 20
