@@ -71,7 +71,7 @@ class _Session:
 @click.option("--precision", type=click.Choice(["ieee", "tf32"]), default="ieee", show_default=True, help="of fp32 operands")
 @click.option("--trials", type=click.IntRange(1, 100_000), default=48, show_default=True, help="configs measured a problem")
 @click.option("--budget", type=click.FloatRange(0, 1e6), help="seconds a problem")
-@click.option("--devices", type=Devices(), help="the GPUs to tune on, a problem each at a time (default: the current one)")
+@click.option("--devices", type=Devices(), metavar="0,1|all", help="the GPUs to tune on, a problem each at a time (default: the current one)")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
     "--storage", help="where the trials are kept: PATH.journal, or an Optuna storage URL to share with other tuners (default: a journal in the cache)"

@@ -25,9 +25,9 @@ class Shape(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
 
 
 class Devices(click.ParamType):  # type: ignore[type-arg]
-    """0,1,… or all: None is left to mean the current one."""
+    """0,1 or all: indices of GPUs."""
 
-    name = "0,1,…|all"
+    name = "0,1|all"
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> tuple[int, ...] | str:
         if value == "all" or isinstance(value, tuple):
