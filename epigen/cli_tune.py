@@ -31,7 +31,7 @@ INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C has ended
 
 
 @dataclass(slots=True)
-class _Session:
+class _Run:
     """One run of the command. run: does the tuning, and tells of it. remembers: a second run goes on from this one."""
 
     tasks: list[Task]
@@ -98,25 +98,25 @@ def tune(context: click.Context, programs: tuple[str, ...], shapes: tuple[tuple[
         if tables:
             if programs or shapes or suites or fresh or devices is not None or path is not None:
                 raise click.UsageError("--replay searches the tables' own problems: give it no program, --shape, --suite, --devices, --db or --fresh")
-            session = _replayed(tables, trials, budget_s, seed, storage)
+            going = _replayed(tables, trials, budget_s, seed, storage)
         else:
             if bool(programs) != bool(shapes) or not (programs or suites):
                 raise click.UsageError("give a program and a --shape, such as: epigen tune 'relu(mm + bias)' --shape 4096x4096x4096; or a --suite")
             if fresh and storage is not None:
                 raise click.UsageError("--fresh forgets what epigen itself remembers: with --storage name a new one instead")
-            session = _asked(programs, shapes, suites, dtype_name, layout, precision, trials, budget_s, devices, seed, storage, fresh, path)
-        session.go()
+            going = _asked(programs, shapes, suites, dtype_name, layout, precision, trials, budget_s, devices, seed, storage, fresh, path)
+        going.go()
     except KeyboardInterrupt:
         click.echo("\ninterrupted before anything was measured", err=True)
         context.exit(INTERRUPTED)
-    _show(session, as_json)
-    context.exit(_status(session))
+    _show(going, as_json)
+    context.exit(_status(going))
 
 
 def _asked(
     programs: Sequence[str], shapes: Sequence[tuple[int, int, int]], suites: Sequence[Path], dtype_name: str, layout: str, precision: str, trials: int,
     budget_s: float, devices: Sequence[int] | str | None, seed: int, storage: str | None, fresh: bool, path: Path | None,
-) -> _Session:  # fmt: skip
+) -> _Run:  # fmt: skip
     """What the options ask for. All mistakes come out here, before the first of many problems is measured."""
     from epigen.tuning import asked, suite
 
@@ -142,10 +142,10 @@ def _asked(
     def run(report: Callable[[int, Progress], None], done: Callable[[int, Tuned], None]) -> object:
         return tune.tune_all(tasks, database, devices=chosen, trials=trials, budget_s=budget_s, seed=seed, storage=where, report=report, done=done)
 
-    return _Session(tasks, run, database, remembers=True)
+    return _Run(tasks, run, database, remembers=True)
 
 
-def _replayed(tables: Sequence[Path], trials: int, budget_s: float, seed: int, storage: str | None) -> _Session:
+def _replayed(tables: Sequence[Path], trials: int, budget_s: float, seed: int, storage: str | None) -> _Run:
     from epigen.tuning import table
     from epigen.tuning.runner import Replay
     from epigen.tuning.tune import tune_one
@@ -164,38 +164,38 @@ def _replayed(tables: Sequence[Path], trials: int, budget_s: float, seed: int, s
             if tuned.result is not None and not tuned.result.complete:
                 return
 
-    return _Session([r.task for r in recorded], run, None, remembers=storage is not None)
+    return _Run([r.task for r in recorded], run, None, remembers=storage is not None)
 
 
-def _show(session: _Session, as_json: bool) -> None:
+def _show(going: _Run, as_json: bool) -> None:
     from epigen.tuning import report
 
-    done = [(session.tasks[i], tuned) for i, tuned in sorted(session.found.items())]
+    done = [(going.tasks[i], tuned) for i, tuned in sorted(going.found.items())]
     if as_json:
         click.echo(json.dumps([report.record(task, tuned) for task, tuned in done]))
     else:
         click.echo(report.table(done), nl=False)
-    if session.interrupted:
-        click.echo(_kept(session), err=True)
+    if going.interrupted:
+        click.echo(_kept(going), err=True)
     elif failed := sum(t.result is None for _, t in done):
         click.echo(f"error: no config works for {failed} of {report.count(len(done), 'problem')}", err=True)
 
 
-def _kept(session: _Session) -> str:
+def _kept(going: _Run) -> str:
     """What a Ctrl-C has left."""
-    results = [t.result for t in session.found.values() if t.result is not None]
+    results = [t.result for t in going.found.values() if t.result is not None]
     whole = sum(r.complete for r in results)
-    failed = len(session.found) - len(results)
+    failed = len(going.found) - len(results)
     counted = ((whole, "finished"), (len(results) - whole, "in part"), (failed, "without a config that works"))
     parts = [f"{number} {what}" for number, what in counted if number]
-    rest = len(session.tasks) - len(session.found)
-    where = f" in {session.database.path}" if session.database is not None and any(t.record for t in session.found.values()) else ""
-    kept = f"what was found is kept{where}: {', '.join(parts)} of {len(session.tasks)}" if parts else "nothing was found yet"
-    again = "; the same command goes on from there" if session.remembers and (rest or len(results) > whole) else ""
+    rest = len(going.tasks) - len(going.found)
+    where = f" in {going.database.path}" if going.database is not None and any(t.record for t in going.found.values()) else ""
+    kept = f"what was found is kept{where}: {', '.join(parts)} of {len(going.tasks)}" if parts else "nothing was found yet"
+    again = "; the same command goes on from there" if going.remembers and (rest or len(results) > whole) else ""
     return f"interrupted: {kept}{again}"
 
 
-def _status(session: _Session) -> int:
-    if session.interrupted:
+def _status(going: _Run) -> int:
+    if going.interrupted:
         return INTERRUPTED
-    return int(any(t.result is None for t in session.found.values()))
+    return int(any(t.result is None for t in going.found.values()))
