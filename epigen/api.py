@@ -114,7 +114,8 @@ def tune(
     ...     for tuned in epigen.tune("relu(mm + bias)", ["4096x4096x4096", (16, 4096, 4096)], dtype=torch.bfloat16):
     ...         print(tuned)
     """
-    from epigen.tuning.tune import spec_of, tune_all
+    from epigen.tuning.fleet import tune_all
+    from epigen.tuning.tune import spec_of
 
     if trials < 1:
         raise CallError(f"trials={trials}: at least one config is measured")

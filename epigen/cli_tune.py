@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from epigen.tuning.database import Database
     from epigen.tuning.search import Progress
     from epigen.tuning.task import Task
-    from epigen.tuning.tune import Storage, Tuned
+    from epigen.tuning.fleet import Place
+    from epigen.tuning.tune import Tuned
 
 INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C has ended
 
@@ -128,7 +129,7 @@ def _asked(
     except TuneError as error:
         raise click.UsageError(f"{error}{'; --replay TABLE searches recorded measurements' if str(error) == asked.NO_GPU else ''}") from None
 
-    from epigen.tuning import remembered, tune
+    from epigen.tuning import fleet, remembered, tune
     from epigen.tuning.database import Database
 
     tasks = [a.task(target, seed) for a in asked.distinct(listed)]
@@ -137,10 +138,10 @@ def _asked(
         if fresh:
             remembered.forget(task)
     database = Database(path)
-    where: Storage = remembered.default_storage if storage is None else storage
+    where: Place = remembered.default_storage if storage is None else storage
 
     def run(report: Callable[[int, Progress], None], done: Callable[[int, Tuned], None]) -> object:
-        return tune.tune_all(tasks, database, devices=chosen, trials=trials, budget_s=budget_s, seed=seed, storage=where, report=report, done=done)
+        return fleet.tune_all(tasks, database, devices=chosen, trials=trials, budget_s=budget_s, seed=seed, storage=where, report=report, done=done)
 
     return _Run(tasks, run, database, remembers=True)
 

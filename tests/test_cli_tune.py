@@ -31,7 +31,7 @@ from epigen.codegen.spec import KernelConfig
 from epigen.dtypes import BF16
 from epigen.errors import CallError, CheckError, TuneError
 from epigen.runtime import device
-from epigen.tuning import remembered, report, table, tune
+from epigen.tuning import fleet, remembered, report, table
 from epigen.tuning.database import Database
 from epigen.tuning.runner import Replay
 from epigen.tuning.search import Progress, Result
@@ -89,7 +89,7 @@ class Tuner:
 def tuner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Tuner]:
     """A machine with two H200, whose cache and database lie in the test's folder."""
     made = Tuner()
-    monkeypatch.setattr(tune, "tune_all", made)
+    monkeypatch.setattr(fleet, "tune_all", made)
     monkeypatch.setattr(device, "indices", lambda: (0, 1))
     monkeypatch.setattr(device, "at_hand", lambda index=None: H200)  # noqa: ARG005
     monkeypatch.setenv("EPIGEN_CACHE", str(tmp_path / "cache"))
@@ -270,7 +270,7 @@ def test_ctrl_c_that_gets_away_is_no_traceback(tuner: Tuner, monkeypatch: pytest
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tune, "tune_all", interrupted)
+    monkeypatch.setattr(fleet, "tune_all", interrupted)
     assert "interrupted: nothing was found yet" in run(*ONE, status=130).stderr
     monkeypatch.setattr(device, "indices", interrupted)
     assert "interrupted before anything was measured" in run(*ONE, status=130).stderr
@@ -285,10 +285,10 @@ def test_ctrl_c_from_a_terminal_ends_a_replay_with_a_table() -> None:
         first = process.stderr.readline()
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    assert first.startswith("1/72 ")
+    assert first.startswith("1/84 ")
     assert process.returncode == 130, err
     assert out.startswith("  M x N x K") and re.search(r"^  \d+x\d+x\d+ ", out, re.MULTILINE)
-    assert "Traceback" not in err and re.search(r"^interrupted: what was found is kept: \d+ finished.* of 72$", err.splitlines()[-1])
+    assert "Traceback" not in err and re.search(r"^interrupted: what was found is kept: \d+ finished.* of 84$", err.splitlines()[-1])
 
 
 # -- what a second run goes on from

@@ -28,10 +28,19 @@ class Runner(Protocol):
         """Times configs that were right, and the vendor's product, in turns; of no configs, the vendor's product alone."""
         ...
 
+    def renew(self, task: Task) -> None:
+        """Go on with another task."""
+        ...
+
     def close(self) -> None: ...
     def available(self, config: KernelConfig) -> KernelConfig:
         """The config itself, or what can be measured in its place."""
         ...
+
+
+def builders_for(gpus: int) -> int:
+    """How many processes compile for each of so many GPUs: more than a dozen wait for the measuring."""
+    return max(1, min(12, ((os.cpu_count() or 2) - 2) // gpus))
 
 
 class Replay:
@@ -61,6 +70,9 @@ class Replay:
     def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
         return Comparison(tuple(self.table[c] for c in configs), self.baseline)
 
+    def renew(self, task: Task) -> None:
+        raise NotImplementedError("a recorded table is of one task")
+
     def close(self) -> None:
         pass
 
@@ -74,8 +86,7 @@ class GpuRunner:
     ):  # fmt: skip
         """builders: how many processes compile. meter, builder: the workers' modules. *_s: how long an answer may take, the first included."""
         self.first_s, self.measure_s, self.build_s = first_s, measure_s, build_s
-        count = builders or max(1, min(12, (os.cpu_count() or 2) - 2))
-        self.builders = [Worker(builder, task) for _ in range(count)]
+        self.builders = [Worker(builder, task) for _ in range(builders or builders_for(1))]
         self.meter = Worker(meter, task)
         self.fresh = True
         self.building: dict[KernelConfig, Worker] = {}

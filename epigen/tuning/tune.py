@@ -5,15 +5,17 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import epigen
-from epigen import dtypes
+from epigen import dtypes, settings
 from epigen.codegen.lower import lower
-from epigen.codegen.spec import KernelSpec, Signature, index_bits, k_multiple
-from epigen.errors import EpigenError, TuneError
+from epigen.codegen.render import Renderer
+from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, digest, index_bits, k_multiple
+from epigen.errors import EpigenError
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
 from epigen.runtime.loader import triton_version
@@ -23,12 +25,10 @@ from epigen.tuning.database import Database
 from epigen.tuning.problem import Problem, problem_of
 from epigen.tuning.records import Record, extents, short
 from epigen.tuning.runner import GpuRunner, Runner
-from epigen.tuning.search import Progress, Result, search
+from epigen.tuning.search import Progress, Result, assist, search
 from epigen.tuning.space import Space
+from epigen.tuning.storage import Storage
 from epigen.tuning.task import Task
-
-Storage = str | Callable[[Task], str | None] | None
-"""Where a study is kept: one place for all problems, or a place for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +57,40 @@ def spec_of(graph: Graph, task: Task) -> KernelSpec:
     return lower(graph, Signature(a, b, named, task.precision, k_multiple(task.shape[2]), index_bits(task.shape)))
 
 
+def problem_for(task: Task) -> Problem:
+    """What the database calls a task."""
+    graph = task.graph()
+    return problem_of(graph, spec_of(graph, task), task.shape, task.layout, task.target.part, capability(task.target))
+
+
+def study_name(task: Task) -> str:
+    """Names the trials of a task, of this Triton and of just these kernels: whoever changes a template begins another study."""
+    graph, renderer = task.graph(), Renderer(settings.templates_dir())
+    spec, problem = spec_of(graph, task), problem_for(task)
+    plain = rule.choose(spec, task.shape, task.target, layout=task.layout).config, rule.library(spec, "").config
+    texts = [renderer.render(spec, config).text for config in dict.fromkeys(plain)]
+    part = re.sub("[^a-z0-9]+", "_", task.target.part.lower()).strip("_")
+    return f"{part} {extents(task.shape)} {task.a} {task.layout} {digest([repr(problem), triton_version(), epigen.__version__, *texts])}"
+
+
 def tune_one(
-    task: Task, database: Database | None, *, trials: int = 48, budget_s: float = math.inf, seed: int = 0, storage: str | None = None,
-    runner: Runner | None = None, report: Callable[[Progress], None] = lambda _: None,
+    task: Task, database: Database | None, *, trials: int = 48, budget_s: float = math.inf, seed: int = 0, storage: str | Storage | None = None,
+    runner: Runner | None = None, report: Callable[[Progress], None] = lambda _: None, stop: threading.Event | None = None,
 ) -> Tuned:  # fmt: skip
     """Tune one problem, and add the winner to the database.
 
-    runner: what measures, by default workers of the task's GPU, for this task alone. Raises TuneError where no config works.
+    runner: what measures, by default workers of the task's GPU, for this task alone. storage, stop: as for `search`. Raises TuneError
+    where no config works.
     """
-    graph = task.graph()
-    spec = spec_of(graph, task)
-    target, shape = task.target, task.shape
-    problem = problem_of(graph, spec, shape, task.layout, target.part, capability(target))
-    space = Space(spec, shape, target, task.layout)
-    legal = list(space.every())
-    hopeful = [c for c in legal if not model.refusal(spec, c, shape, target, task.layout)] or legal
-    ranked = model.rank(spec, hopeful, shape, _gpu(task), task.layout)
-    near = database.nearest(problem, triton_version(), 3, space.legal) if database else ()
-    first = [*(f.config for f in near), rule.choose(spec, shape, target, layout=task.layout).config, rule.library(spec, "").config]
-    if storage is not None and storage.endswith(".journal"):
-        storage = None  # Optuna's journal is not wired in yet
-    name = f"{problem.spec} {'x'.join(map(str, shape))} {task.a} {task.layout} {target.part} {triton_version()}"
     measuring = runner or GpuRunner(task)
     try:
-        result = search(space, measuring, first=first, ranked=ranked, trials=trials, budget_s=budget_s, seed=seed, storage=storage, name=name, report=report)
+        problem, (space, prior) = problem_for(task), _space(task)
+        near = database.nearest(problem, triton_version(), 3, space.legal) if database else ()
+        plain = rule.choose(space.spec, space.shape, space.target, layout=space.layout).config, rule.library(space.spec, "").config
+        result = search(
+            space, measuring, first=[*(f.config for f in near), *plain], prior=prior, trials=trials, budget_s=budget_s, seed=seed,
+            storage=storage, name=study_name(task), report=report, stop=stop,
+        )  # fmt: skip
     finally:
         if runner is None:
             measuring.close()
@@ -91,41 +101,19 @@ def tune_one(
     return Tuned(problem, result, record)
 
 
-def tune_all(
-    tasks: Sequence[Task], database: Database | None, *, devices: Sequence[int] = (0,), trials: int = 48, budget_s: float = math.inf, seed: int = 0,
-    storage: Storage = None, report: Callable[[int, Progress], None] = lambda _i, _p: None, done: Callable[[int, Tuned], None] = lambda _i, _t: None,
-) -> list[Tuned]:  # fmt: skip
-    """Tune several problems, in their order, and add the winners to the database.
+def assist_one(task: Task, runner: Runner, *, trials: int = 48, seed: int = 0, storage: str | Storage, stop: threading.Event | None = None) -> int:
+    """Measure configs of a problem whose search another runner leads. Returns how many."""
+    space, prior = _space(task)
+    return assist(space, runner, prior=prior, trials=trials, seed=seed, storage=storage, name=study_name(task), stop=stop)
 
-    report, done: told of the problem with an index, under one lock. A problem in which no config works is told of in its `error`. Ctrl-C
-    ends it all with what was found: a search under way is marked as not complete, and what has found nothing yet is left out.
-    """
-    found: list[Tuned] = []
-    runner: GpuRunner | None = None
-    try:
-        for index, task in enumerate(tasks):
-            here = replace(task, device=devices[0])
-            if runner is None:
-                runner = GpuRunner(here)
-            else:
-                runner.renew(here)
-            where = storage(task) if callable(storage) else storage
-            try:
-                tuned = tune_one(here, database, trials=trials, budget_s=budget_s, seed=seed, storage=where, runner=runner, report=partial(report, index))
-            except TuneError as error:
-                graph = task.graph()
-                problem = problem_of(graph, spec_of(graph, task), task.shape, task.layout, task.target.part, capability(task.target))
-                tuned = Tuned(problem, None, None, str(error))
-            found.append(tuned)
-            done(index, tuned)
-            if tuned.result is not None and not tuned.result.complete:
-                break
-    except KeyboardInterrupt:
-        pass
-    finally:
-        if runner is not None:
-            runner.close()
-    return found
+
+def _space(task: Task) -> tuple[Space, dict[KernelConfig, float]]:
+    """What is searched, and the model's time of each config in microseconds."""
+    space = Space(spec_of(task.graph(), task), task.shape, task.target, task.layout)
+    configs = list(space.every())
+    hopeful = [c for c in configs if not model.refusal(space.spec, c, task.shape, task.target, task.layout)] or configs
+    estimates = model.estimates(space.spec, hopeful, task.shape, _gpu(task), task.layout)
+    return space, {config: e.us for config, e in zip(hopeful, estimates, strict=True)}
 
 
 def _gpu(task: Task) -> gpus.Gpu:

@@ -1,0 +1,169 @@
+"""Tunes many problems on the GPUs of one host: a thread, a measuring worker and compiling workers a GPU.
+
+Each GPU leads one problem after the other, and where none is left to begin, takes part in one that another GPU still leads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from epigen.errors import EpigenError, TuneError
+from epigen.tuning.database import Database
+from epigen.tuning.runner import GpuRunner, Runner, builders_for
+from epigen.tuning.search import Progress
+from epigen.tuning.storage import Storage, open_storage
+from epigen.tuning.task import Task
+from epigen.tuning.tune import Tuned, assist_one, problem_for, tune_one
+
+Place = str | Callable[[Task], str | None] | None
+"""Where studies are kept: one storage for all problems, or one for each; None for memory."""
+
+_POLL_S = 0.1
+_WORTH_S = 4.0  # an idle GPU needs about a second for another problem's data and first kernels
+
+
+@dataclass(slots=True)
+class _Job:
+    """One problem. state: "waiting", "led" (a GPU leads its search) or "over"."""
+
+    index: int
+    task: Task
+    state: str = "waiting"
+    storage: Storage | None = None
+    left_s: float | None = None
+    helpers: int = 0
+    tuned: Tuned | None = None
+
+
+@dataclass
+class _Fleet:
+    """What the threads share."""
+
+    jobs: list[_Job]
+    database: Database | None
+    trials: int
+    budget_s: float
+    seed: int
+    place: Place
+    report: Callable[[int, Progress], None]
+    done: Callable[[int, Tuned], None]
+    make: Callable[[Task], Runner]
+    lock: threading.Condition = field(default_factory=threading.Condition)
+    stop: threading.Event = field(default_factory=threading.Event)
+    failure: BaseException | None = None
+
+    def work(self, device: int) -> None:
+        """One GPU's part. Whatever unexpected happens ends all of them."""
+        runner: Runner | None = None
+        try:
+            while (found := self.next()) is not None:
+                job, leads = found
+                task = replace(job.task, device=device)
+                if runner is None:
+                    runner = self.make(task)
+                else:
+                    runner.renew(task)
+                if leads:
+                    self.lead(job, task, runner)
+                else:
+                    self.help(job, task, runner)
+        except BaseException as error:
+            self.failure = self.failure or error
+            self.stop.set()
+            with self.lock:
+                self.lock.notify_all()
+        finally:
+            if runner is not None:
+                runner.close()
+
+    def next(self) -> tuple[_Job, bool] | None:
+        """A problem to lead, else one to take part in; None when there will be no more of either."""
+        with self.lock:
+            while not self.stop.is_set():
+                for job in self.jobs:
+                    if job.state == "waiting":
+                        place = self.place(job.task) if callable(self.place) else self.place
+                        job.storage = open_storage(place)
+                        job.state = "led"
+                        return job, True
+                running = [j for j in self.jobs if j.state == "led"]
+                if not running:
+                    return None
+                worth = [j for j in running if (j.left_s or 0.0) / (1 + j.helpers) > _WORTH_S]
+                if worth:
+                    job = max(worth, key=lambda j: (j.left_s or 0.0) / (1 + j.helpers))
+                    job.helpers += 1
+                    return job, False
+                self.lock.wait(_POLL_S)
+            return None
+
+    def lead(self, job: _Job, task: Task, runner: Runner) -> None:
+        def told(progress: Progress) -> None:
+            with self.lock:
+                job.left_s = progress.left_s
+                self.report(job.index, progress)
+
+        assert job.storage is not None
+        try:
+            tuned = tune_one(
+                task, self.database, trials=self.trials, budget_s=self.budget_s, seed=self.seed, storage=job.storage, runner=runner, report=told, stop=self.stop
+            )
+        except TuneError as error:
+            if self.stop.is_set():
+                tuned = None
+            else:
+                tuned = Tuned(problem_for(task), None, None, str(error))
+        with self.lock:
+            job.state = "over"
+            while job.helpers:
+                self.lock.wait(_POLL_S)
+            job.storage.close()
+            job.tuned = tuned
+            if tuned is not None:
+                self.done(job.index, tuned)
+            self.lock.notify_all()
+
+    def help(self, job: _Job, task: Task, runner: Runner) -> None:
+        assert job.storage is not None
+        try:
+            with contextlib.suppress(EpigenError):  # the one who leads meets it too, and tells of it
+                assist_one(task, runner, trials=self.trials, seed=self.seed, storage=job.storage, stop=self.stop)
+        finally:
+            with self.lock:
+                job.helpers -= 1
+                self.lock.notify_all()
+
+
+def tune_all(
+    tasks: Sequence[Task], database: Database | None, *, devices: Sequence[int] = (0,), trials: int = 48, budget_s: float = math.inf, seed: int = 0,
+    storage: Place = None, report: Callable[[int, Progress], None] = lambda _i, _p: None, done: Callable[[int, Tuned], None] = lambda _i, _t: None,
+    make: Callable[[Task], Runner] | None = None,
+) -> list[Tuned]:  # fmt: skip
+    """Tune several problems on one or more GPUs, and add the winners to the database.
+
+    devices: indices of GPUs of one kind; `Task.device` is overruled. report, done: told of the problem with an index, under one lock, from
+    any thread. A problem in which no config works is told of in its `error`. make: makes a GPU's runner; by default its workers.
+    Ctrl-C ends it all with what was found: a search under way is marked as not complete, and what has found nothing yet is left out.
+    """
+    builders = builders_for(len(devices))
+    fleet = _Fleet(
+        [_Job(i, t) for i, t in enumerate(tasks)], database, trials, budget_s, seed, storage, report, done, make or (lambda task: GpuRunner(task, builders))
+    )
+    threads = [threading.Thread(target=fleet.work, args=(d,), name=f"tuning on GPU {d}", daemon=True) for d in devices]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join(_POLL_S)
+            except KeyboardInterrupt:
+                if fleet.stop.is_set():
+                    raise
+                fleet.stop.set()
+    if fleet.failure is not None:
+        raise fleet.failure
+    return [j.tuned for j in fleet.jobs if j.tuned is not None]
