@@ -98,7 +98,7 @@ class SuiteError(EpigenError):
 
 
 class TuneError(EpigenError):
-    """A search found no config that works, or there is no GPU to search on."""
+    """A search found no config that works, its storage cannot be used, or there is no GPU to search on."""
 
 
 def caret_lines(text: str, span: Span) -> list[str]:

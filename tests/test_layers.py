@@ -37,7 +37,8 @@ NO_TORCH = re.compile(r"(errors|settings|dtypes|ops|lang\..*|ir\.(graph|check|pa
 SOLE_IMPORTERS = {
     "triton": {"runtime.loader"},
     "jinja2": {"codegen.render"},
-    "optuna": {"tuning.search"},
+    "optuna": {"tuning.storage", "tuning.study", "tuning.tpe"},
+    "sqlalchemy": {"tuning.storage"},
     "pydantic": {"tuning.records", "tuning.suite"},
     "filelock": {"tuning.store"},
     "click": {"cli", "cli_types", "cli_db", "cli_explain", "cli_info", "cli_tune"},

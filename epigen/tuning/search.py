@@ -1,36 +1,47 @@
-"""The search: a model's best configs and borrowed winners first, Optuna's TPE from there. The sole importer of optuna.
+"""The search: a model's best configs and borrowed winners first, Optuna's TPE and the best ones' neighbours from there.
 
-Strategy apart from measuring: a Runner answers with outcomes, from a GPU or from a recorded table. While one batch is measured the
-next one compiles. A proposal that was seen before costs nothing. Failures are told to Optuna as failures and counted by kind.
+Strategy apart from measuring and from remembering: a Runner answers with outcomes, from a GPU or from a recorded table, and a Study
+holds what is known, whoever found it. While one batch is measured the next one compiles. Failures are counted by kind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import optuna
-
-from epigen.codegen.spec import KernelConfig
-from epigen.errors import TuneError
+from epigen.codegen.spec import KernelConfig, KernelSpec
+from epigen.errors import EpigenError, TuneError
+from epigen.runtime.device import Target
+from epigen.tuning import space
 from epigen.tuning.runner import Runner
-from epigen.tuning.space import SCHEDULE_NAMES, Space, parameters
+from epigen.tuning.storage import Storage, open_storage
+from epigen.tuning.study import Claim, Study
 from epigen.tuning.task import Baseline, Outcome
+from epigen.tuning.tpe import Model, Proposal
 
 BATCH = 6
 _CLOSE = 1.02  # configs within this of the best are timed again, taking turns
 _NOISE = 1.005  # what still counts as a tie after that: the first by the model's rank wins
 _FINALISTS = 5
 _PATIENCE = 20  # repeated proposals in a row before the model's next best is taken
+_POLL_S = 0.1  # between two looks at what other tuners have under way
+_OTHERS_S = 30.0  # what others have under way when the budget is spent is waited for this long
+_UNKNOWN = Baseline(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a search has seen so far. trials: finished, of those wanted. baseline: None until the vendor's product was timed."""
+    """What a search has seen so far.
+
+    trials: finished ones, those of other tuners and of earlier runs too; of the `wanted`, `before` were there at the start.
+    best_us: 0 before the first right answer. baseline: the vendor's product, None until it is timed.
+    """
 
     trials: int
     wanted: int
@@ -40,19 +51,21 @@ class Progress:
     counts: Counter[str]
     seconds: float
     budget_s: float = math.inf
+    before: int = 0
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the search's end at its present pace, or to that of its budget; None before the first trial."""
-        if not self.trials:
+        """Seconds until the end, by the pace so far, and no more than the budget leaves; None before the first trial."""
+        if self.trials <= self.before:
             return None
-        pace = self.seconds / self.trials
-        return max(0.0, min(self.budget_s - self.seconds, pace * (self.wanted - self.trials)))
+        pace = self.seconds / (self.trials - self.before)
+        return max(0.0, min(pace * (self.wanted - self.trials), self.budget_s - self.seconds))
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A search's end. outcomes: every config tried. complete: false where it was interrupted. spent: seconds by what they went into."""
+    """A search's end. outcomes: every config tried, by whomever. complete: false where it was interrupted, without a run-off then.
+    measured: trials of this search itself; 0 where earlier runs or other tuners had done them all."""
 
     winner: KernelConfig
     outcome: Outcome
@@ -60,7 +73,7 @@ class Result:
     outcomes: dict[KernelConfig, Outcome] = field(repr=False)
     seconds: float = 0.0
     complete: bool = True
-    spent: Mapping[str, float] = field(default_factory=dict)
+    measured: int = 0
 
     @property
     def counts(self) -> Counter[str]:
@@ -68,41 +81,60 @@ class Result:
 
 
 def search(
-    space: Space, runner: Runner, *,
+    spec: KernelSpec, shape: tuple[int, int, int], target: Target, runner: Runner, *,
     first: Sequence[KernelConfig] = (), ranked: Sequence[KernelConfig] = (), trials: int = 48, budget_s: float = math.inf,
-    seed: int = 0, storage: str | None = None, name: str | None = None, report: Callable[[Progress], None] = lambda _: None,
+    seed: int = 0, storage: str | Storage | None = None, name: str | None = None, report: Callable[[Progress], None] = lambda _: None,
+    stop: threading.Event | None = None,
 ) -> Result:  # fmt: skip
     """Find the fastest correct config.
 
     first: tried before all else, such as winners of near shapes; those that are not legal here are passed over. ranked: every legal
     config in a model's order, best first (by default in random order); half of the trials go to its head. trials: distinct configs
-    measured. storage, name: an Optuna study to share with other tuners.
-    Ctrl-C ends the search with what was found. Raises TuneError where no trial gave a right answer, with the commonest cause.
+    measured, other tuners' of the same study and earlier runs' included: none is measured again. storage, name: the study, by a URL for
+    `open_storage` or in a storage that is open.
+    Ctrl-C, or `stop` when it is set, ends the search with what was found. Raises TuneError where no trial gave a right answer, with the
+    commonest cause, and where the storage fails.
     """
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    # the first trials are enqueued: TPE needs no random ones of its own
-    sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=1, constant_liar=True)
-    study = optuna.create_study(sampler=sampler, direction="minimize", storage=storage, study_name=name, load_if_exists=True)
-    if not ranked:
-        ranked = list(space.every())
-        random.Random(seed).shuffle(ranked)
-    state = _State(space, runner, study, list(ranked), report)
-    first = [c for c in first if space.legal(c)]
-    for config in dict.fromkeys([*first, *_varied(ranked, max(1, trials // 2 - len(first)))]):
-        study.enqueue_trial(parameters(config), skip_if_exists=True)
-        state.enqueued += 1
-    complete = True
+    tuner = _Tuner(spec, shape, target, runner, ranked, trials, budget_s, seed, stop, report)
+    with _joined(tuner, storage, name) as study:
+        final = None
+        with contextlib.suppress(KeyboardInterrupt):
+            if tuner.lead([c for c in first if space.legal(c, spec, shape, target)]):
+                final = tuner.final()
+        best = tuner.best()
+        if best is None:
+            raise TuneError(_why_none(study.outcomes))
+        winner, outcome, baseline = final or (best, study.outcomes[best], tuner.baseline or _UNKNOWN)
+    seconds = time.monotonic() - tuner.start
+    return Result(winner, outcome, baseline, study.outcomes, seconds, final is not None, tuner.measured)
+
+
+def assist(
+    spec: KernelSpec, shape: tuple[int, int, int], target: Target, runner: Runner, *,
+    ranked: Sequence[KernelConfig] = (), trials: int = 48, budget_s: float = math.inf, seed: int = 0,
+    storage: str | Storage, name: str, stop: threading.Event | None = None,
+) -> int:  # fmt: skip
+    """Take part in a study that another tuner leads, on another GPU, until `trials` are finished. Returns how many were measured here.
+
+    Arguments as of `search`. Ctrl-C, or `stop` when it is set, ends it early. Raises TuneError where the storage fails.
+    """
+    tuner = _Tuner(spec, shape, target, runner, ranked, trials, budget_s, seed, stop, lambda _: None)
+    with _joined(tuner, storage, name), contextlib.suppress(KeyboardInterrupt):
+        tuner.explore(())
+    return tuner.measured
+
+
+@contextlib.contextmanager
+def _joined(tuner: _Tuner, storage: str | Storage | None, name: str | None) -> Iterator[Study]:
+    """The tuner's place in its study, which it leaves at the end."""
+    opened = storage if isinstance(storage, Storage) else open_storage(storage)
     try:
-        state.go(trials, budget_s)
-    except KeyboardInterrupt:
-        complete = False
-    if state.best is None:
-        raise TuneError(_why_none(state.outcomes))
-    try:
-        winner, outcome, baseline = state.final()
-    except KeyboardInterrupt:
-        winner, outcome, baseline, complete = state.best, state.outcomes[state.best], Baseline(0.0, 0.0), False
-    return Result(winner, outcome, baseline, state.outcomes, time.monotonic() - state.start, complete)
+        with contextlib.closing(Study(opened, name)) as study:
+            tuner.join(study)
+            yield study
+    finally:
+        if opened is not storage:
+            opened.close()
 
 
 def _varied(ranked: Sequence[KernelConfig], count: int) -> list[KernelConfig]:
@@ -120,81 +152,205 @@ def _varied(ranked: Sequence[KernelConfig], count: int) -> list[KernelConfig]:
     return taken
 
 
-class _State:
-    """A search under way."""
+class _Tuner:
+    """One tuner's part in a study."""
+
+    study: Study
 
     def __init__(
         self,
-        space: Space,
+        spec: KernelSpec,
+        shape: tuple[int, int, int],
+        target: Target,
         runner: Runner,
-        study: optuna.Study,
-        ranked: list[KernelConfig],
+        ranked: Sequence[KernelConfig],
+        trials: int,
+        budget_s: float,
+        seed: int,
+        stop: threading.Event | None,
         report: Callable[[Progress], None],
     ):
-        self.space, self.runner, self.study = space, runner, study
-        self.ranked, self.report = ranked, report
-        self.rank = {c: i for i, c in enumerate(ranked)}
-        self.outcomes: dict[KernelConfig, Outcome] = {}
-        self.best: KernelConfig | None = None
-        counts = Counter(SCHEDULE_NAMES.index(c.schedule) for c in ranked)
+        self.spec, self.shape, self.target, self.runner = spec, shape, target, runner
+        self.trials, self.budget_s, self.seed = trials, budget_s, seed
+        self.stop, self.report = stop or threading.Event(), report
+        self.ranked = list(ranked)
+        if not ranked:
+            self.ranked = list(space.every(spec, shape, target))
+            random.Random(seed).shuffle(self.ranked)
+        self.rank = {c: i for i, c in enumerate(self.ranked)}
+        counts = Counter(space.SCHEDULE_NAMES.index(c.schedule) for c in self.ranked)
         self.weights = {s: math.log2(1 + n) for s, n in sorted(counts.items())}
         self.proposed: Counter[int] = Counter()
-        self.enqueued = 0
+        self.model = Model(seed)
+        self.head: list[KernelConfig] = []
+        self.proposals: dict[Claim, Proposal] = {}
+        self.claimed = self.exhausted = False
+        self.baseline: Baseline | None = None
+        self.measured = 0
         self.start = time.monotonic()
 
-    @property
+    def join(self, study: Study) -> None:
+        self.study = study
+        self.before = len(study.outcomes)
+
+    # -- what is known
+
+    def right(self) -> list[KernelConfig]:
+        """The configs with right answers, the fastest first."""
+        found = [(o.median_us, self.rank.get(c, len(self.rank)), str(c), c) for c, o in self.study.outcomes.items() if o.kind == "ok"]
+        return [c for *_, c in sorted(found)]
+
+    def best(self) -> KernelConfig | None:
+        return next(iter(self.right()), None)
+
     def best_us(self) -> float:
-        return self.outcomes[self.best].median_us if self.best else 0.0
+        best = self.best()
+        return self.study.outcomes[best].median_us if best else 0.0
 
-    def go(self, trials: int, budget_s: float) -> None:
-        current = self.propose(min(BATCH, trials))
-        self.runner.prepare([c for _, c in current])
-        while current:
-            left = trials - len(self.outcomes) - len(current)
-            upcoming = self.propose(min(BATCH, left), frozenset(c for _, c in current))
-            self.runner.prepare([c for _, c in upcoming])
-            for trial, config in current:
-                self.settle(trial, config, self.runner.measure(config, self.best_us))
-                self.report(Progress(len(self.outcomes), trials, self.best, self.best_us, None, _kinds(self.outcomes), time.monotonic() - self.start, budget_s))
-                if time.monotonic() - self.start > budget_s:
-                    return
-            current = upcoming
+    def look(self) -> None:
+        """See what other tuners did meanwhile, and learn from it."""
+        self.study.refresh()
+        for point, outcome in self.study.news():
+            self.model.learn(point, outcome)
 
-    def propose(self, count: int, pending: frozenset[KernelConfig] = frozenset()) -> list[tuple[optuna.Trial, KernelConfig]]:
-        """New configs, each once: what was enqueued, then TPE's, then the model's next best where TPE only repeats itself."""
-        fresh: list[tuple[optuna.Trial, KernelConfig]] = []
-        taken = set(pending)
-        repeats = 0
-        while len(fresh) < count:
-            if repeats >= _PATIENCE:
-                following = next((c for c in self.ranked if c not in self.outcomes and c not in taken), None)
-                if following is None or repeats > 10 * _PATIENCE:
-                    return fresh
-                self.study.enqueue_trial(parameters(following))
-            elif self.enqueued <= 0:
-                near = self.neighbour(taken) if sum(self.proposed.values()) % 2 else None
-                self.study.enqueue_trial(parameters(near) if near else {"schedule": self.turn()})
-                if near:
-                    self.proposed[SCHEDULE_NAMES.index(near.schedule)] += 1
-            self.enqueued -= 1
-            trial = self.study.ask()
-            config = self.runner.available(self.space.point(trial.suggest_int))
-            if config in self.outcomes or config in taken:
-                # told as a failure, which TPE passes over: a repeat told as a result would draw it there ever more
-                repeats += 1
-                self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
+    def tell(self) -> None:
+        counts, seconds = _kinds(self.study.outcomes), time.monotonic() - self.start
+        trials, best = len(self.study.outcomes), self.best()
+        self.report(Progress(trials, self.trials, best, self.best_us(), self.baseline, counts, seconds, self.budget_s, self.before))
+
+    # -- the way through
+
+    def lead(self, first: Sequence[KernelConfig]) -> bool:
+        """Explore, beginning with the vendor's product and `first`. False where it was stopped."""
+        if not self.explore(first, self.time_baseline):
+            return False
+        self.study.release()
+        self.wait_for(self.study.others() if len(self.study.outcomes) < self.trials else set())
+        return not self.stop.is_set()
+
+    def explore(self, first: Sequence[KernelConfig], begun: Callable[[], None] = lambda: None) -> bool:
+        """Measure until the trials are done, the time is spent or the space is exhausted. begun: is called while the first batch is
+        built. False where it was stopped."""
+        self.head = list(dict.fromkeys([*first, *_varied(self.ranked, max(1, self.trials // 2 - len(first)))]))
+        current = self.take()
+        if current:
+            begun()
+        while len(self.study.outcomes) < self.trials:
+            if self.stop.is_set():
+                return False
+            if not current:
+                if self.exhausted and not self.study.others():
+                    return True
+                if self.spent():
+                    return True
+                self.stop.wait(_POLL_S)
+                current = self.take()
                 continue
-            repeats = 0
-            taken.add(config)
-            fresh.append((trial, config))
+            upcoming = self.take()
+            for claim in current:
+                if self.stop.is_set():
+                    return False
+                self.settle(claim, self.runner.measure(claim.config, self.best_us()))
+                if self.spent():
+                    return True
+            current = upcoming
+        return True
+
+    def spent(self) -> bool:
+        return time.monotonic() - self.start > self.budget_s
+
+    def wait_for(self, numbers: set[int]) -> None:
+        """Let other tuners end these trials; a dead one's are given up in the meantime."""
+        until = time.monotonic() + _OTHERS_S
+        while numbers & self.study.others() and time.monotonic() < until and not self.stop.wait(_POLL_S):
+            self.look()
+
+    def time_baseline(self) -> None:
+        """What an interrupted search, and one under way, compares with; the run-off times it again."""
+        with contextlib.suppress(EpigenError):  # the worker was lost: the trials go on in another
+            self.baseline = self.runner.compare([]).baseline
+        self.tell()
+
+    def settle(self, claim: Claim, outcome: Outcome) -> None:
+        self.measured += 1
+        self.study.record(claim, outcome)
+        self.model.tell(self.proposals.pop(claim), outcome)
+        self.tell()
+
+    def final(self) -> tuple[KernelConfig, Outcome, Baseline] | None:
+        """The winner among the close ones: timed again in turns, and of those that tie the first by rank, so that two runs agree."""
+        close = [c for c in self.right() if self.study.outcomes[c].median_us <= _CLOSE * self.best_us()][:_FINALISTS]
+        if not close:
+            return None
+        self.runner.prepare(close)  # some may have been measured elsewhere
+        compared = self.runner.compare(close)
+        least = min(o.median_us for o in compared.outcomes)
+        tied = [(c, o) for c, o in zip(close, compared.outcomes, strict=True) if o.median_us <= _NOISE * least]
+        winner, outcome = min(tied, key=lambda pair: (self.rank.get(pair[0], len(self.rank)), str(pair[0])))
+        return winner, outcome, compared.baseline
+
+    # -- what to try
+
+    def take(self) -> list[Claim]:
+        """Claim the next batch, and have it built. Smaller towards the end where others take part, so that nobody waits for long."""
+        self.look()
+        left = self.trials - len(self.study.outcomes) - len(self.study.under_way)
+        tuners = self.study.tuners()
+        fresh = self.propose(min(BATCH, left if tuners == 1 else -(-left // (2 * tuners))))
+        self.runner.prepare([c.config for c in fresh])
         return fresh
 
-    def neighbour(self, taken: set[KernelConfig]) -> KernelConfig | None:
+    def propose(self, count: int) -> list[Claim]:
+        """New configs, each once: the head, then TPE's and the best ones' neighbours, then the model's next best where they repeat."""
+        fresh: list[Claim] = []
+        repeats = 0
+        self.exhausted = False
+        while len(fresh) < count:
+            led = self.led(repeats)
+            if led is None:
+                self.exhausted = True
+                break
+            proposal = self.model.propose(led, lambda suggest: self.runner.available(space.point(suggest, self.spec, self.shape, self.target)))
+            claim = "repeat" if self.study.known(proposal.config) else self.study.claim(proposal.config, proposal.point, self.trials)
+            if isinstance(claim, Claim):
+                repeats = 0
+                fresh.append(claim)
+                self.proposals[claim] = proposal
+                self.diverge(claim)
+                continue
+            self.model.drop(proposal)
+            repeats += 1
+            if claim == "full":
+                break
+        return fresh
+
+    def led(self, repeats: int) -> dict[str, int] | None:
+        """The dimensions of the next proposal that TPE does not choose; None where nothing is left."""
+        while self.head and self.study.known(self.head[0]):
+            self.head.pop(0)
+        if repeats >= _PATIENCE:
+            following = next((c for c in self.ranked if not self.study.known(c)), None)
+            return None if following is None or repeats > 10 * _PATIENCE else space.parameters(following)
+        if self.head:
+            return space.parameters(self.head.pop(0))
+        near = self.neighbour() if sum(self.proposed.values()) % 2 else None
+        if near is None:
+            return {"schedule": self.turn()}
+        self.proposed[space.SCHEDULE_NAMES.index(near.schedule)] += 1
+        return space.parameters(near)
+
+    def diverge(self, claim: Claim) -> None:
+        """Tuners of one seed that share a study part here, by the number of their first claim: a lone one's is 0."""
+        if not self.claimed:
+            self.claimed = True
+            if claim.number:
+                self.model.reseed(self.seed + claim.number)
+
+    def neighbour(self) -> KernelConfig | None:
         """An untried config one step from one of the best few, the model's favourite among them: every other proposal. In so few trials
         TPE alone hardly leaves its prior."""
-        best = sorted((o.median_us, str(c), c) for c, o in self.outcomes.items() if o.kind == "ok")[:_FINALISTS]
-        for _, _, config in best:
-            near = [c for c in self.space.around(config) if c not in self.outcomes and c not in taken]
+        for config in self.right()[:_FINALISTS]:
+            near = [c for c in space.around(config, self.spec, self.shape, self.target) if not self.study.known(c)]
             if near:
                 return min(near, key=lambda c: (self.rank.get(c, len(self.rank)), str(c)))
         return None
@@ -205,30 +361,6 @@ class _State:
         schedule = min(self.weights, key=lambda s: (self.proposed[s] + 1) / self.weights[s])
         self.proposed[schedule] += 1
         return schedule
-
-    def settle(self, trial: optuna.Trial, config: KernelConfig, outcome: Outcome) -> None:
-        self.outcomes[config] = outcome
-        self.tell(trial, outcome)
-        if outcome.kind == "ok" and (self.best is None or outcome.median_us < self.best_us):
-            self.best = config
-
-    def tell(self, trial: optuna.Trial, outcome: Outcome) -> None:
-        """To Optuna a time is its logarithm, so that ten per cent count alike everywhere."""
-        if outcome.kind in ("ok", "slower"):
-            self.study.tell(trial, math.log(outcome.median_us))
-        else:
-            self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
-
-    def final(self) -> tuple[KernelConfig, Outcome, Baseline]:
-        """The winner among the close ones: timed again in turns, and of those that tie the first by rank, so that two runs agree."""
-        assert self.best is not None
-        right = sorted((o.median_us, self.rank.get(c, len(self.rank)), str(c), c) for c, o in self.outcomes.items() if o.kind == "ok")
-        close = [c for us, _, _, c in right if us <= _CLOSE * self.best_us][:_FINALISTS]
-        compared = self.runner.compare(close)
-        least = min(o.median_us for o in compared.outcomes)
-        tied = [(c, o) for c, o in zip(close, compared.outcomes, strict=True) if o.median_us <= _NOISE * least]
-        winner, outcome = min(tied, key=lambda pair: (self.rank.get(pair[0], len(self.rank)), str(pair[0])))
-        return winner, outcome, compared.baseline
 
 
 def _kinds(outcomes: dict[KernelConfig, Outcome]) -> Counter[str]:

@@ -1,0 +1,260 @@
+"""One problem's trials, shared by all who tune it: who measures which config, and what came of it.
+
+A config goes in as a claim, and its outcome as that trial's end; out comes what is known by now, whoever measured it and whenever.
+Invariant: of several claims of one config the lowest trial number holds, so no two living tuners measure the same. A trial is written
+with its claim in one step, so that no reader sees one without the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Literal
+
+import optuna
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from epigen.codegen import schedules
+from epigen.codegen.spec import KernelConfig
+from epigen.errors import ConfigError, TuneError
+from epigen.tuning.storage import Storage
+from epigen.tuning.task import OUTCOMES, Outcome
+from epigen.tuning.tpe import Point
+
+BEAT_S = 3.0
+DEAD_S = 20.0
+"""A tuner whose beat has not changed for this long is dead, and what it had under way is given up. Seen by the reader's own clock."""
+
+_CLAIM, _OUTCOME, _NOTE = "claim", "outcome", "note"  # a trial's attributes
+_GONE = -1  # the last beat of a tuner that ended by itself
+_JOIN_S = 5.0
+_LONGEST_DETAIL = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A trial under way. number: its place in the study. tuner: who measures it."""
+
+    number: int
+    config: KernelConfig
+    tuner: str
+
+
+class Study:
+    """A tuner's view of a study. outcomes: of every finished trial. under_way: the claims that hold, the tuner's own included."""
+
+    def __init__(self, storage: Storage, name: str | None, beat_s: float = BEAT_S, dead_s: float = DEAD_S):
+        """name: None for one of its own. Raises TuneError where the storage fails."""
+        self.storage = storage
+        self.tuner = uuid.uuid4().hex[:12]
+        self.outcomes: dict[KernelConfig, Outcome] = {}
+        self.under_way: dict[KernelConfig, Claim] = {}
+        self._news: list[tuple[Point, Outcome]] = []
+        self._closed: set[int] = set()  # numbers of trials that will not change any more
+        self._beats: dict[str, tuple[object, float]] = {}  # each other tuner's last beat, and when it was first seen
+        self._beats_read = -math.inf
+        self._beat_s, self._dead_s = beat_s, dead_s
+        self._over = threading.Event()
+        self._beating = threading.Thread(target=self._go_on_beating, name="study beat", daemon=True)
+        with storage.in_words():
+            self.backend = storage.backend(name or "")
+            self.study = optuna.create_study(storage=self.backend, study_name=name, direction="minimize", load_if_exists=True)
+            self.id = self.backend.get_study_id_from_name(self.study.study_name)
+            if storage.lasting:
+                self._beat(0)
+                self._beating.start()
+            self.refresh()
+
+    # -- what is known
+
+    def known(self, config: KernelConfig) -> bool:
+        return config in self.outcomes or config in self.under_way
+
+    def others(self) -> set[int]:
+        """Numbers of the trials that other tuners have under way."""
+        return {c.number for c in self.under_way.values() if c.tuner != self.tuner}
+
+    def tuners(self) -> int:
+        """How many are known to have trials under way, this one included."""
+        return len({self.tuner, *(c.tuner for c in self.under_way.values())})
+
+    def news(self) -> list[tuple[Point, Outcome]]:
+        """What other tuners found since the last call."""
+        found, self._news = self._news, []
+        return found
+
+    def refresh(self) -> None:
+        """Read what others did meanwhile, and give up what the dead among them had under way."""
+        with self.storage.in_words(), unbroken():
+            self._take_in(self.study.get_trials(deepcopy=False))
+            dead = self._dead({c.tuner for c in self.under_way.values()} - {self.tuner})
+            for claim in [c for c in self.under_way.values() if c.tuner in dead]:
+                self._give_up(claim.number, "abandoned")
+                del self.under_way[claim.config]
+
+    def _take_in(self, trials: Iterable[FrozenTrial]) -> None:
+        """Update the view to these trials; those that changed for the last time before are passed over."""
+        under_way: dict[KernelConfig, Claim] = {}
+        for trial in sorted(trials, key=lambda t: t.number):
+            if trial.number in self._closed:
+                continue
+            found, outcome = _claimed(trial), _outcome(trial)
+            if found is not None and outcome is not None:  # also where a kill came before the trial was told as finished
+                self._closed.add(trial.number)
+                if found[1] not in self.outcomes:
+                    self.outcomes[found[1]] = outcome
+                    self._news.append((Point(trial.params, trial.distributions), outcome))
+            elif trial.state.is_finished():
+                self._closed.add(trial.number)
+            elif found is not None:
+                under_way.setdefault(found[1], Claim(trial.number, found[1], found[0]))
+        self.under_way = {config: claim for config, claim in under_way.items() if config not in self.outcomes}
+
+    # -- taking part
+
+    def claim(self, config: KernelConfig, point: Point, most: int) -> Claim | Literal["repeat", "full"]:
+        """Take a config to measure. "repeat": another tuner has it. "full": with those of other tuners, `most` configs are tried or
+        under way."""
+        draft = create_trial(
+            state=TrialState.RUNNING,
+            params=dict(point.parameters),
+            distributions=dict(point.distributions),
+            user_attrs={_CLAIM: {"tuner": self.tuner, "schedule": config.schedule, **dict(config.values)}},
+        )
+        with self.storage.in_words(), unbroken():
+            trial_id = self.backend.create_new_trial(self.id, draft)
+            claim = Claim(self.backend.get_trial_number_from_id(trial_id), config, self.tuner)
+            self._take_in(t for t in self.study.get_trials(deepcopy=False) if t.number < claim.number)
+            if self.known(config):
+                self._give_up(claim.number, "repeat")
+                return "repeat"
+            if len(self.outcomes) + len(self.under_way) >= most:
+                self._give_up(claim.number, "full")
+                return "full"
+            self.under_way[config] = claim
+            return claim
+
+    def record(self, claim: Claim, outcome: Outcome) -> None:
+        """The end of a trial. Where others gave it up meanwhile, its outcome counts for this tuner alone."""
+        with self.storage.in_words(), unbroken():
+            self.outcomes[claim.config] = outcome
+            self.under_way.pop(claim.config, None)
+            self._closed.add(claim.number)
+            with contextlib.suppress(UpdateFinishedTrialError):
+                trial_id = self._trial_id(claim.number)
+                self.backend.set_trial_user_attr(trial_id, _OUTCOME, asdict(outcome) | {"detail": outcome.detail[:_LONGEST_DETAIL]})
+                time_us = outcome.median_us if outcome.kind in ("ok", "slower") else 0.0
+                if time_us > 0:
+                    self.backend.set_trial_state_values(trial_id, TrialState.COMPLETE, [math.log(time_us)])
+                else:
+                    self.backend.set_trial_state_values(trial_id, TrialState.FAIL)
+
+    def release(self) -> None:
+        """Let go of what this tuner claimed and has not measured, so that others may."""
+        with self.storage.in_words(), unbroken():
+            for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+                found = _claimed(trial)
+                if found is not None and found[0] == self.tuner and trial.number not in self._closed:
+                    self._give_up(trial.number, "released")
+            self.under_way = {config: claim for config, claim in self.under_way.items() if claim.tuner != self.tuner}
+
+    def close(self) -> None:
+        """Leave the study. What fails of the storage here costs others a short wait and nothing else."""
+        self._over.set()
+        if self._beating.is_alive():
+            self._beating.join(_JOIN_S)
+        with contextlib.suppress(TuneError):
+            self.release()
+            if self.storage.lasting:
+                with self.storage.in_words():
+                    self._beat(_GONE)
+
+    def _give_up(self, number: int, note: str) -> None:
+        with contextlib.suppress(UpdateFinishedTrialError):  # it ended after all, or another gave it up
+            trial_id = self._trial_id(number)
+            self.backend.set_trial_user_attr(trial_id, _NOTE, note)
+            self.backend.set_trial_state_values(trial_id, TrialState.FAIL)
+
+    def _trial_id(self, number: int) -> int:
+        return self.backend.get_trial_id_from_study_id_trial_number(self.id, number)
+
+    # -- who is alive
+
+    def _beat(self, beat: int) -> None:
+        self.backend.set_study_user_attr(self.id, f"tuner {self.tuner}", beat)
+
+    def _go_on_beating(self) -> None:
+        beat = 0
+        while not self._over.wait(self._beat_s):
+            beat += 1
+            with contextlib.suppress(TuneError), self.storage.in_words():  # the tuner itself meets the failure, and tells of it
+                self._beat(beat)
+
+    def _dead(self, tuners: set[str]) -> set[str]:
+        """Those of other tuners that ended, or whose beat stopped. One in memory is a thread of this process, and ends by itself."""
+        if not tuners or not self.storage.lasting:
+            return set()
+        now = time.monotonic()
+        if now - self._beats_read > self._beat_s / 2:
+            self._beats_read = now
+            beats = self.study.user_attrs
+            for tuner in tuners:
+                beat = beats.get(f"tuner {tuner}")
+                if tuner not in self._beats or self._beats[tuner][0] != beat:
+                    self._beats[tuner] = beat, now
+        return {t for t in tuners & self._beats.keys() if self._beats[t][0] == _GONE or now - self._beats[t][1] > self._dead_s}
+
+
+@contextlib.contextmanager
+def unbroken() -> Iterator[None]:
+    """Puts Ctrl-C off until the block is left, so that what is known and what is stored stay one. A second Ctrl-C breaks it."""
+    ordinary = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(ordinary):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+
+    def later(number: int, frame: FrameType | None) -> None:
+        came.append((number, frame))
+        if len(came) > 1:
+            ordinary(number, frame)
+
+    signal.signal(signal.SIGINT, later)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, ordinary)
+    if came:
+        ordinary(*came[0])
+
+
+def _claimed(trial: FrozenTrial) -> tuple[str, KernelConfig] | None:
+    """The tuner and the config of a trial; None where it is no trial of epigen's."""
+    found = trial.user_attrs.get(_CLAIM)
+    if not isinstance(found, dict):
+        return None
+    values = dict(found)
+    tuner = str(values.pop("tuner", ""))
+    try:
+        return tuner, schedules.from_mapping(values)
+    except ConfigError:
+        return None
+
+
+def _outcome(trial: FrozenTrial) -> Outcome | None:
+    found = trial.user_attrs.get(_OUTCOME)
+    if not isinstance(found, dict) or found.get("kind") not in OUTCOMES:
+        return None
+    try:
+        outcome = Outcome(found["kind"], float(found["median_us"]), float(found["spread_us"]), int(found["samples"]), str(found["detail"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+    return outcome if math.isfinite(outcome.median_us) and (outcome.median_us > 0 or outcome.kind != "ok") else None
