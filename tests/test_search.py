@@ -161,17 +161,6 @@ def test_where_all_fail_the_commonest_cause_is_quoted() -> None:
         search(SPACE, Replay(table, Baseline(1, 1)), trials=20)
 
 
-def test_storage_is_shared(table: dict[KernelConfig, Outcome], tmp_path: object) -> None:
-    """A second tuner of the same study starts from the first one's trials."""
-    storage = f"sqlite:///{tmp_path}/study.db"
-    search(SPACE, Replay(table, Baseline(1, 1)), trials=12, storage=storage, name="one")
-    import optuna
-
-    before = len(optuna.load_study(study_name="one", storage=storage).trials)
-    search(SPACE, Replay(table, Baseline(1, 1)), trials=12, storage=storage, name="one")
-    assert len(optuna.load_study(study_name="one", storage=storage).trials) > before
-
-
 # -- isolation
 
 

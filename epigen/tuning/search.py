@@ -19,6 +19,7 @@ from epigen.codegen.spec import KernelConfig, KernelSpec
 from epigen.errors import EpigenError, TuneError
 from epigen.runtime.device import Target
 from epigen.tuning import space
+from epigen.tuning.interrupt import noticed
 from epigen.tuning.runner import Runner
 from epigen.tuning.storage import Storage, open_storage
 from epigen.tuning.study import Claim, Study
@@ -129,8 +130,8 @@ def _joined(tuner: _Tuner, storage: str | Storage | None, name: str | None) -> I
     """The tuner's place in its study, which it leaves at the end."""
     opened = storage if isinstance(storage, Storage) else open_storage(storage)
     try:
-        with contextlib.closing(Study(opened, name)) as study:
-            tuner.join(study)
+        with noticed() as interrupted, Study(opened, name) as study:
+            tuner.join(study, interrupted)
             yield study
     finally:
         if opened is not storage:
@@ -156,6 +157,7 @@ class _Tuner:
     """One tuner's part in a study."""
 
     study: Study
+    interrupted: threading.Event
 
     def __init__(
         self,
@@ -189,8 +191,8 @@ class _Tuner:
         self.measured = 0
         self.start = time.monotonic()
 
-    def join(self, study: Study) -> None:
-        self.study = study
+    def join(self, study: Study, interrupted: threading.Event) -> None:
+        self.study, self.interrupted = study, interrupted
         self.before = len(study.outcomes)
 
     # -- what is known
@@ -201,7 +203,8 @@ class _Tuner:
         return [c for *_, c in sorted(found)]
 
     def best(self) -> KernelConfig | None:
-        return next(iter(self.right()), None)
+        right = ((o.median_us, self.rank.get(c, len(self.rank)), c) for c, o in self.study.outcomes.items() if o.kind == "ok")
+        return min(right, key=lambda found: found[:2], default=(0.0, 0, None))[2]
 
     def best_us(self) -> float:
         best = self.best()
@@ -226,7 +229,7 @@ class _Tuner:
             return False
         self.study.release()
         self.wait_for(self.study.others() if len(self.study.outcomes) < self.trials else set())
-        return not self.stop.is_set()
+        return not self.stopped()
 
     def explore(self, first: Sequence[KernelConfig], begun: Callable[[], None] = lambda: None) -> bool:
         """Measure until the trials are done, the time is spent or the space is exhausted. begun: is called while the first batch is
@@ -236,7 +239,7 @@ class _Tuner:
         if current:
             begun()
         while len(self.study.outcomes) < self.trials:
-            if self.stop.is_set():
+            if self.stopped():
                 return False
             if not current:
                 if self.exhausted and not self.study.others():
@@ -248,13 +251,19 @@ class _Tuner:
                 continue
             upcoming = self.take()
             for claim in current:
-                if self.stop.is_set():
+                if self.stopped():
                     return False
-                self.settle(claim, self.runner.measure(claim.config, self.best_us()))
+                outcome = self.runner.measure(claim.config, self.best_us())
+                if self.interrupted.is_set():  # Ctrl-C ends a terminal's workers too: that is no outcome
+                    return False
+                self.settle(claim, outcome)
                 if self.spent():
                     return True
             current = upcoming
         return True
+
+    def stopped(self) -> bool:
+        return self.stop.is_set() or self.interrupted.is_set()
 
     def spent(self) -> bool:
         return time.monotonic() - self.start > self.budget_s

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from types import FrameType
-from typing import Literal
+from typing import Literal, Self
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
@@ -25,6 +23,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import ConfigError, TuneError
+from epigen.tuning.interrupt import unbroken
 from epigen.tuning.storage import Storage
 from epigen.tuning.task import OUTCOMES, Outcome
 from epigen.tuning.tpe import Point
@@ -177,6 +176,12 @@ class Study:
                 with self.storage.in_words():
                     self._beat(_GONE)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _give_up(self, number: int, note: str) -> None:
         with contextlib.suppress(UpdateFinishedTrialError):  # it ended after all, or another gave it up
             trial_id = self._trial_id(number)
@@ -211,29 +216,6 @@ class Study:
                 if tuner not in self._beats or self._beats[tuner][0] != beat:
                     self._beats[tuner] = beat, now
         return {t for t in tuners & self._beats.keys() if self._beats[t][0] == _GONE or now - self._beats[t][1] > self._dead_s}
-
-
-@contextlib.contextmanager
-def unbroken() -> Iterator[None]:
-    """Puts Ctrl-C off until the block is left, so that what is known and what is stored stay one. A second Ctrl-C breaks it."""
-    ordinary = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(ordinary):
-        yield
-        return
-    came: list[tuple[int, FrameType | None]] = []
-
-    def later(number: int, frame: FrameType | None) -> None:
-        came.append((number, frame))
-        if len(came) > 1:
-            ordinary(number, frame)
-
-    signal.signal(signal.SIGINT, later)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, ordinary)
-    if came:
-        ordinary(*came[0])
 
 
 def _claimed(trial: FrozenTrial) -> tuple[str, KernelConfig] | None:

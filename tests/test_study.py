@@ -1,0 +1,524 @@
+"""Studies that tuners share, and that a later run goes on from: in memory, in a journal file, in a real PostgreSQL server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import optuna
+import postgres_server
+import pytest
+import tuner_process
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+from tuner_process import BASELINE, DEFAULT, SHAPE, SPEC, MadeUp, outcome_of, run
+
+from epigen import settings
+from epigen.codegen.spec import KernelConfig
+from epigen.errors import EpigenError, TuneError
+from epigen.tuning import space
+from epigen.tuning.interrupt import noticed, unbroken
+from epigen.tuning.search import Progress, assist
+from epigen.tuning.storage import Storage, open_storage
+from epigen.tuning.study import Claim, Study
+from epigen.tuning.task import Baseline, Comparison, Outcome
+from epigen.tuning.tpe import Model, Point
+
+CONFIGS = list(space.every(SPEC, SHAPE, DEFAULT))
+
+
+def point_of(config: KernelConfig) -> Point:
+    values = space.parameters(config)
+    return Point(values, {name: optuna.distributions.IntDistribution(0, 20) for name in values})
+
+
+def claim(study: Study, config: KernelConfig, most: int = 100) -> Claim:
+    found = study.claim(config, point_of(config), most)
+    assert isinstance(found, Claim)
+    return found
+
+
+def until(met: Callable[[], object], seconds: float = 30.0) -> None:
+    """Wait for a condition, no longer than this."""
+    end = time.monotonic() + seconds
+    while not met():
+        assert time.monotonic() < end, "what was waited for did not come"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    try:
+        with postgres_server.server() as url:
+            yield url
+    except postgres_server.NoServerError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=["journal", "folder", "postgres"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A storage that other processes can open. On the server, one a worker of pytest, every test has a study of its own."""
+    if request.param == "postgres":
+        return str(request.getfixturevalue("server"))
+    return f"{tmp_path}/study.journal" if request.param == "journal" else f"journal://{tmp_path}/studies/"
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    return request.node.name
+
+
+@pytest.fixture
+def storage(url: str) -> Iterator[Storage]:
+    opened = open_storage(url)
+    yield opened
+    opened.close()
+
+
+# -- storages
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nonsense", r"'nonsense' is no storage: write a file that ends in .journal, journal://FILE, sqlite:///FILE or postgresql"),
+        ("", r"'' is no storage"),
+        ("post gres://me:secret@x/y", r"'post gres://me:\*\*\*@x/y' is no storage"),
+        ("journal://", r"'journal://' names no file"),
+        ("redis://localhost", r"the storage redis://localhost is of no known kind"),
+        ("postgresql+psycopg://me:secret@127.0.0.1:1/x", r"the storage postgresql\+psycopg://me:\*\*\*@127.0.0.1:1/x cannot be used: .*refused"),
+        ("postgresql+psycopg://me@127.0.0.1:port/x", r"is no storage"),
+        (
+            "mysql+pymysql://me:secret@127.0.0.1:1/x",
+            r"the storage mysql\+pymysql://me:\*\*\*@127.0.0.1:1/x needs a driver: No module named 'pymysql'\n.*pip install",
+        ),
+        ("sqlite:////proc/nowhere/study.db", r"the storage sqlite:////proc/nowhere/study.db cannot be used: unable to open database file"),
+        ("journal:///proc/nowhere/study.journal", r"the storage journal:///proc/nowhere/study.journal cannot be opened: No such file or directory"),
+        ("/dev/null/study.journal", r"the storage /dev/null/study.journal cannot be opened: (Not a directory|File exists)"),
+    ],
+)
+def test_a_storage_that_cannot_be_used_is_refused_in_words(url: str, message: str) -> None:
+    with pytest.raises(TuneError, match=message) as caught:
+        run(MadeUp(), 4, url)
+    assert len(str(caught.value).splitlines()) <= 2 and "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"no journal\n", b"[]\n", b'{"a": 1}\n', b"\x00\xff\n", b"half a line of something else"])
+def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "some.journal"
+    path.write_bytes(content)
+    with pytest.raises(TuneError, match="is no journal of Optuna's, or is damaged in line 1"):
+        run(MadeUp(), 4, str(path))
+    assert path.read_bytes() == content
+
+
+def test_a_journal_that_a_kill_left_in_mid_line_is_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "study.journal"
+    run(MadeUp(), 8, str(path))
+    data = path.read_bytes()
+    for cut in (1, 2, 40, len(data.splitlines()[-1])):
+        path.write_bytes(data + data.splitlines()[-1][:cut])
+        runner = MadeUp()
+        assert len(run(runner, 10, str(path)).outcomes) == 10
+        assert len(runner.measured) == 2
+
+
+def test_the_journal_is_optunas_own_format(tmp_path: Path) -> None:
+    path = f"{tmp_path}/study.journal"
+    found = run(MadeUp(), 6, path)
+    theirs = optuna.storages.JournalStorage(JournalFileBackend(path))
+    study = optuna.load_study(study_name="one", storage=theirs)
+    assert len(study.trials) == 6 and math.exp(study.best_value) == pytest.approx(found.outcome.median_us)
+    optuna.create_study(study_name="two", storage=theirs)  # and what they write is read
+    assert len(run(MadeUp(), 3, path, "two").outcomes) == 3
+    assert set(optuna.get_all_study_names(theirs)) == {"one", "two"}
+
+
+def test_a_journal_costs_little(tmp_path: Path) -> None:
+    """Of 48 trials, less than a second more than in memory."""
+    start = time.monotonic()
+    run(MadeUp(), 48, None)
+    between = time.monotonic()
+    run(MadeUp(), 48, f"{tmp_path}/study.journal")
+    assert time.monotonic() - between < (between - start) + 1.0
+
+
+# -- claims
+
+
+def test_of_two_claims_the_first_holds(storage: Storage, name: str) -> None:
+    with Study(storage, name) as one, Study(storage, name) as two:
+        held = claim(one, CONFIGS[0])
+        assert two.claim(CONFIGS[0], point_of(CONFIGS[0]), 100) == "repeat"
+        assert two.known(CONFIGS[0]) and two.others() == {held.number} and two.tuners() == 2
+        one.record(held, Outcome("ok", 5.0, 0.5, 9))
+        two.refresh()
+        assert two.outcomes == {CONFIGS[0]: Outcome("ok", 5.0, 0.5, 9)} and not two.others()
+        ((point, outcome),) = two.news()
+        assert point.parameters == space.parameters(CONFIGS[0]) and outcome.median_us == 5.0
+        assert not one.news() and not two.news()
+
+
+def test_claims_end_at_the_number_wanted(storage: Storage, name: str) -> None:
+    with Study(storage, name) as one, Study(storage, name) as two:
+        first, _ = claim(one, CONFIGS[0], 2), claim(two, CONFIGS[1], 2)
+        assert one.claim(CONFIGS[2], point_of(CONFIGS[2]), 2) == "full"
+        one.record(first, Outcome("crashed", detail="x" * 1000))
+        assert two.claim(CONFIGS[2], point_of(CONFIGS[2]), 2) == "full"
+        assert two.outcomes[CONFIGS[0]].kind == "crashed" and len(two.outcomes[CONFIGS[0]].detail) == 300
+        two.release()
+        assert claim(one, CONFIGS[2], 2).config == CONFIGS[2]
+
+
+def test_what_a_dead_tuner_had_under_way_is_given_up(storage: Storage, name: str) -> None:
+    """One whose beat stopped; what it finds all the same counts for itself alone."""
+    with Study(storage, name, beat_s=1000.0) as dead, Study(storage, name, beat_s=0.05, dead_s=0.5) as alive:
+        lost = claim(dead, CONFIGS[0])
+        alive.refresh()
+        assert alive.others() == {lost.number}
+
+        def given_up() -> bool:
+            alive.refresh()
+            return not alive.others()
+
+        until(given_up)
+        again = claim(alive, CONFIGS[0])
+        dead.record(lost, Outcome("ok", 1.0, 0.0, 1))
+        assert dead.outcomes[CONFIGS[0]].median_us == 1.0
+        alive.record(again, Outcome("ok", 2.0, 0.0, 1))
+        with Study(storage, name) as third:
+            assert third.outcomes == {CONFIGS[0]: Outcome("ok", 2.0, 0.0, 1)}
+
+
+def test_a_tuner_that_is_alive_keeps_its_claims(storage: Storage, name: str) -> None:
+    with Study(storage, name, beat_s=0.05) as slow, Study(storage, name, beat_s=0.05, dead_s=0.6) as other:
+        held = claim(slow, CONFIGS[0])
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            other.refresh()
+            assert other.others() == {held.number}
+            time.sleep(0.05)
+
+
+def test_trials_of_anybody_else_are_left_alone(tmp_path: Path) -> None:
+    """A study that was not epigen's, or was damaged, costs nothing but those trials."""
+    storage = open_storage(f"sqlite:///{tmp_path}/study.db")
+    study = optuna.create_study(storage=storage.backend("one"), study_name="one")
+    study.add_trial(optuna.trial.create_trial(value=1.0))
+    study.ask()
+    for values in ({}, {"claim": 3}, {"claim": {"schedule": "__import__"}}, {"claim": {"tuner": "x"}}):
+        study.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs=values))
+    good = {"claim": {"tuner": "x", "schedule": CONFIGS[0].schedule, **dict(CONFIGS[0].values)}}
+    for outcome in (3, {}, {"kind": "ok"}, {"kind": "best"}, {"kind": "ok", "median_us": "nan", "spread_us": 0, "samples": 1, "detail": ""}):
+        study.add_trial(optuna.trial.create_trial(state=TrialState.FAIL, user_attrs={**good, "outcome": outcome}))
+    runner = MadeUp()
+    assert len(run(runner, 6, storage).outcomes) == len(runner.measured) == 6
+    storage.close()
+
+
+def test_ctrl_c_waits_for_the_end_of_a_step() -> None:
+    done = []
+
+    def steps(presses: int) -> None:
+        with unbroken():
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
+            done.append(presses)
+
+    for presses in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            steps(presses)
+    assert done == [1]  # the second press breaks it
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_is_noticed_where_python_loses_it() -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    class Losing(MadeUp):
+        def measure(self, config: KernelConfig, limit_us: float) -> Outcome:
+            if len(self.measured) == 4:
+                Finalized()
+            return super().measure(config, limit_us)
+
+    with noticed() as interrupted:
+        Finalized()
+        assert interrupted.is_set()
+    found = run(Losing(), 20, None)
+    assert not found.complete and found.measured == 4
+
+
+# -- a second run
+
+
+def test_a_second_run_measures_only_what_is_missing(url: str, name: str) -> None:
+    first, second, third = MadeUp(), MadeUp(), MadeUp()
+    found = run(first, 10, url, name)
+    assert found.measured == len(first.measured) == 10
+    more = run(second, 16, url, name)
+    assert more.measured == len(second.measured) == 6 and len(more.outcomes) == 16
+    assert not set(first.measured) & set(second.measured)
+    assert {c: more.outcomes[c] for c in first.measured} == {c: outcome_of(c) for c in first.measured}
+    assert set(more.counts) >= {"ok", "wrong"}  # failures are remembered too
+    again = run(third, 16, url, name)
+    assert again.measured == 0 and not third.measured and again.complete and again.baseline == BASELINE
+    assert again.winner == more.winner and len(third.compared) == 1 and again.winner in third.compared[0]
+
+
+@pytest.mark.parametrize("url", ["journal", "postgres"], indirect=True)
+def test_a_second_run_repeats_nothing_of_an_interrupted_one(url: str, name: str) -> None:
+    class Interrupted(MadeUp):
+        def measure(self, config: KernelConfig, limit_us: float) -> Outcome:
+            if len(self.measured) == 7:
+                raise KeyboardInterrupt
+            return super().measure(config, limit_us)
+
+    first, second = Interrupted(), MadeUp()
+    found = run(first, 20, url, name)
+    assert not found.complete and found.measured == 7 and found.outcome.kind == "ok"
+    assert found.baseline == BASELINE and first.compared == [()]  # the run-off is left out, and the first baseline serves
+    start = time.monotonic()
+    assert len(run(second, 20, url, name).outcomes) == 20
+    assert len(second.measured) == 13 and not set(first.measured) & set(second.measured)
+    assert time.monotonic() - start < 10.0  # it let go of the rest of its batch, so nobody waits for it
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("seed", range(6))
+def test_ctrl_c_at_any_moment_keeps_what_was_found(tmp_path: Path, seed: int) -> None:
+    path = f"{tmp_path}/study.journal"
+    runner = MadeUp(seconds=0.002)
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(0.03 + seed * 0.037, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    try:
+        found = run(runner, 500, path)
+        timer.join()
+        kept = found.outcomes
+        assert not found.complete
+    except (KeyboardInterrupt, TuneError):  # before the first trial
+        kept = {}
+    timer.join()
+    assert len(kept) >= len(runner.measured) - 1
+    second = MadeUp()
+    wanted = len(kept) + 5
+    assert len(run(second, wanted, path).outcomes) == wanted
+    assert not set(kept) & set(second.measured)
+
+
+def test_an_event_stops_it_like_ctrl_c() -> None:
+    stop = threading.Event()
+
+    def report(progress: Progress) -> None:
+        if progress.trials == 5:
+            stop.set()
+
+    storage = open_storage(None)
+    first, second = MadeUp(), MadeUp()
+    found = run(first, 20, storage, report=report, stop=stop)
+    assert not found.complete and found.measured == len(first.measured) == 5 and found.baseline == BASELINE
+    assert run(second, 20, storage).measured == 15
+
+
+# -- progress and the baseline
+
+
+def test_progress_tells_how_far_it_is() -> None:
+    storage, told = open_storage(None), list[Progress]()
+    run(MadeUp(), 5, storage)
+    run(MadeUp(seconds=0.005), 9, storage, report=told.append, budget_s=100.0)
+    assert [p.trials for p in told] == [5, 6, 7, 8, 9]
+    assert all(p.wanted == 9 and p.baseline == BASELINE and p.budget_s == 100.0 and sum(p.counts.values()) == p.trials for p in told)
+    assert told[0].left_s is None and told[-1].left_s == 0.0
+    assert all(p.left_s is not None and 0 < p.left_s < 60 for p in told[1:-1])
+
+
+def test_what_is_left_follows_the_pace_within_the_budget() -> None:
+    progress = partial(Progress, wanted=50, best=None, best_us=0.0, baseline=None, counts=Counter())
+    assert progress(trials=10, seconds=20.0).left_s == 80.0
+    assert progress(trials=10, seconds=20.0, before=5).left_s == 160.0
+    assert progress(trials=10, seconds=20.0, budget_s=30.0).left_s == 10.0
+    assert progress(trials=10, seconds=40.0, budget_s=30.0).left_s == 0.0
+    assert progress(trials=0, seconds=40.0).left_s is None
+
+
+def test_the_search_goes_on_where_the_first_baseline_is_lost() -> None:
+    class Lost(MadeUp):
+        def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
+            if not configs:
+                raise EpigenError("the worker ended with signal 9")
+            return super().compare(configs)
+
+    told: list[Progress] = []
+    found = run(Lost(), 4, None, report=told.append)
+    assert found.complete and found.baseline == BASELINE and {p.baseline for p in told} == {None}
+
+
+def test_interrupted_during_the_first_baseline() -> None:
+    class Interrupted(MadeUp):
+        def compare(self, configs: Sequence[KernelConfig]) -> Comparison:  # noqa: ARG002  # it never gets so far
+            raise KeyboardInterrupt
+
+    with pytest.raises(TuneError, match="the search ended before its first trial"):
+        run(Interrupted(), 4, None)
+    storage = open_storage(None)
+    run(MadeUp(), 4, storage)
+    found = run(Interrupted(), 4, storage)  # in the run-off
+    assert not found.complete and found.baseline == Baseline(0.0, 0.0) and found.outcome == found.outcomes[found.winner]
+
+
+# -- several tuners at once
+
+
+def test_threads_share_a_study_in_memory() -> None:
+    storage = open_storage(None)
+    runners = [MadeUp(seconds=0.004) for _ in range(3)]
+    counts: list[int] = []
+
+    def help_with(runner: MadeUp) -> None:
+        counts.append(assist(SPEC, SHAPE, DEFAULT, runner, trials=60, storage=storage, name="one"))
+
+    threads = [threading.Thread(target=help_with, args=(r,)) for r in runners[1:]]
+    for thread in threads:
+        thread.start()
+    found = run(runners[0], 60, storage)
+    for thread in threads:
+        thread.join()
+    measured = [c for r in runners for c in r.measured]
+    assert len(measured) == len(set(measured)) == len(found.outcomes) == 60
+    assert found.measured == len(runners[0].measured) and sorted(counts) == sorted(len(r.measured) for r in runners[1:])
+    assert all(r.measured for r in runners) and found.complete
+    assert [r.compared for r in runners[1:]] == [[], []]  # the leader alone concludes
+    least = min(o.median_us for o in found.outcomes.values() if o.kind == "ok")
+    assert found.outcome.median_us <= 1.02 * least
+
+
+def test_the_leader_waits_for_what_others_have_under_way() -> None:
+    """Its budget is spent, and the best config is being measured elsewhere."""
+    storage = open_storage(None)
+    best = min(CONFIGS, key=lambda c: outcome_of(c).median_us or math.inf)
+    with Study(storage, "one") as other:
+        held = claim(other, best)
+        told: list[Progress] = []
+
+        def report(progress: Progress) -> None:
+            told.append(progress)
+            if progress.trials == 1:
+                threading.Timer(0.3, other.record, (held, outcome_of(best))).start()
+
+        found = run(MadeUp(), 30, storage, report=report, budget_s=0.0)
+    assert found.complete and found.winner == best and found.measured == 1
+
+
+def test_tuners_of_one_seed_part_in_what_they_propose() -> None:
+    """The second has the first one's trials to learn from, and its own random numbers."""
+    storage = open_storage(None)
+    runner = MadeUp()
+    run(runner, 24, storage, seed=3)
+    first = [Model(3).propose({}, lambda s: space.point(s, SPEC, SHAPE, DEFAULT)).config for _ in range(2)]
+    assert first[0] == first[1]
+    alone = [run(MadeUp(), 30, None, seed=3).winner for _ in range(2)]
+    assert alone[0] == alone[1]
+
+
+def start(url: str, name: str, trials: int, log: Path, hang: int = 0) -> subprocess.Popen[str]:
+    """A tuner of its own, told to begin by a line."""
+    command = [sys.executable, tuner_process.__file__, url, name, str(trials), str(log), str(hang)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=settings.child_environment(interpret=False))
+
+
+def begin(*processes: subprocess.Popen[str]) -> None:
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+
+def answer(process: subprocess.Popen[str]) -> dict[str, object]:
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    return json.loads(text)
+
+
+def logged(what: str, *logs: Path) -> list[str]:
+    lines = [line for log in logs if log.exists() for line in log.read_text().splitlines()]
+    return [line.removeprefix(f"{what} ") for line in lines if line.startswith(f"{what} ")]
+
+
+@pytest.mark.parametrize("url", ["journal", "postgres"], indirect=True)
+def test_two_processes_share_trials_and_repeat_none(url: str, name: str, tmp_path: Path) -> None:
+    logs = [tmp_path / "one.log", tmp_path / "two.log"]
+    processes = [start(url, name, 30, log) for log in logs]
+    begin(*processes)
+    answers = [answer(p) for p in processes]
+    done = logged("begin", *logs)
+    assert len(done) == len(set(done)) == 30
+    assert [a["measured"] for a in answers] == [len(logged("done", log)) for log in logs] and all(logged("done", log) for log in logs)
+    assert {a["trials"] for a in answers} == {30} and answers[0]["winner"] == answers[1]["winner"]
+
+
+@pytest.mark.parametrize("url", ["journal", "postgres"], indirect=True)
+def test_a_tuner_that_is_killed_in_mid_trial_leaves_the_study_usable(url: str, name: str, tmp_path: Path) -> None:
+    log, other = tmp_path / "killed.log", tmp_path / "other.log"
+    killed = start(url, name, 16, log, hang=5)
+    begin(killed)
+    until(lambda: len(logged("begin", log)) == 5)
+    killed.kill()
+    killed.communicate()
+    second = start(url, name, 16, other)
+    begin(second)
+    found = answer(second)
+    assert found["trials"] == 16 and found["measured"] == 12 and found["complete"]
+    done = logged("done", log, other)
+    assert len(done) == len(set(done)) == 16
+    assert len(logged("begin", log, other)) == 17  # the one in which it was killed is begun again
+
+
+def test_a_process_that_is_interrupted_says_what_it_found(tmp_path: Path) -> None:
+    url, logs = f"{tmp_path}/study.journal", (tmp_path / "one.log", tmp_path / "two.log")
+    first = start(url, "one", 10_000, logs[0])
+    begin(first)
+    until(lambda: len(logged("done", logs[0])) >= 8)
+    os.kill(first.pid, signal.SIGINT)
+    found = answer(first)
+    assert not found["complete"] and found["winner"] and found["trials"] == found["measured"]
+    wanted = int(str(found["trials"])) + 4
+    second = start(url, "one", wanted, logs[1])
+    begin(second)
+    assert answer(second)["measured"] == 4
+
+
+def test_a_server_that_goes_away_is_told_in_words() -> None:
+    with contextlib.ExitStack() as stack:
+        try:
+            storage = open_storage(stack.enter_context(postgres_server.server()))
+        except postgres_server.NoServerError as error:
+            pytest.skip(str(error))
+
+        class Away(MadeUp):
+            def measure(self, config: KernelConfig, limit_us: float) -> Outcome:
+                if len(self.measured) == 3:
+                    stack.close()
+                return super().measure(config, limit_us)
+
+        with pytest.raises(TuneError, match=r"the storage postgresql\+psycopg://epigen:\*\*\*@127.0.0.1:\d+/postgres failed: .*") as caught:
+            run(Away(), 9, storage)
+        assert len(str(caught.value).splitlines()) == 1
+        storage.close()

@@ -1,0 +1,94 @@
+"""A tuner whose GPU is made up: for tests of several tuners on one study, in this process or in processes of their own.
+
+As a program: `python tuner_process.py URL NAME TRIALS LOG HANG`. It says "ready", waits for a line, searches, and prints what it found as
+JSON. It writes each config into LOG before and after it is measured, and never ends the measurement with the number HANG.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from epigen.codegen.lower import lower
+from epigen.codegen.spec import KernelConfig, Signature, index_bits, k_multiple
+from epigen.dtypes import FP16
+from epigen.runtime.device import DEFAULT
+from epigen.tuning import search as searching
+from epigen.tuning import space
+from epigen.tuning.search import Result, search
+from epigen.tuning.storage import Storage
+from epigen.tuning.study import Study
+from epigen.tuning.task import Baseline, Comparison, Outcome, Task
+
+SHAPE = (1024, 1024, 1024)
+GRAPH = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", DEFAULT).graph()
+SPEC = lower(GRAPH, Signature(FP16, FP16, (("bias", FP16),), "ieee", k_multiple(SHAPE[2]), index_bits(SHAPE)))
+BASELINE = Baseline(100.0, 120.0)
+DEAD_S = 2.0
+"""A dead tuner is found out this fast in the tests."""
+
+
+def outcome_of(config: KernelConfig) -> Outcome:
+    """Every seventh fails."""
+    values = space.parameters(config)
+    mixed = sum((i + 3) * v for i, v in enumerate(values.values()))
+    return Outcome("wrong", detail="planted") if mixed % 7 == 0 else Outcome("ok", 50.0 + mixed, 0.1, 9)
+
+
+class MadeUp:
+    """A runner. log: a line "begin CONFIG" and a line "done CONFIG" for each that it measures."""
+
+    def __init__(self, log: Path | None = None, seconds: float = 0.0, hang: int = 0):
+        self.log, self.seconds, self.hang = log, seconds, hang
+        self.measured: list[KernelConfig] = []
+        self.compared: list[tuple[KernelConfig, ...]] = []
+
+    def available(self, config: KernelConfig) -> KernelConfig:
+        return config
+
+    def prepare(self, configs: Sequence[KernelConfig]) -> None:
+        pass
+
+    def measure(self, config: KernelConfig, limit_us: float) -> Outcome:  # noqa: ARG002  # nothing to cut off
+        self.note("begin", config)
+        self.measured.append(config)
+        if len(self.measured) == self.hang:
+            threading.Event().wait()
+        time.sleep(self.seconds)
+        self.note("done", config)
+        return outcome_of(config)
+
+    def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
+        self.compared.append(tuple(configs))
+        return Comparison(tuple(outcome_of(c) for c in configs), BASELINE)
+
+    def close(self) -> None:
+        pass
+
+    def note(self, what: str, config: KernelConfig) -> None:
+        if self.log is not None:
+            with self.log.open("a") as file:
+                file.write(f"{what} {config}\n")
+
+
+def run(runner: MadeUp, trials: int, storage: str | Storage | None, name: str = "one", **more: object) -> Result:
+    return search(SPEC, SHAPE, DEFAULT, runner, trials=trials, storage=storage, name=name, **more)  # type: ignore[arg-type]
+
+
+def main() -> None:
+    url, name, trials, log, hang = sys.argv[1:]
+    searching.Study = functools.partial(Study, beat_s=0.2, dead_s=DEAD_S)  # type: ignore[assignment,misc]
+    runner = MadeUp(Path(log), 0.01, int(hang))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    result = run(runner, int(trials), url, name)
+    print(json.dumps({"measured": result.measured, "trials": len(result.outcomes), "complete": result.complete, "winner": str(result.winner)}))
+
+
+if __name__ == "__main__":
+    main()
