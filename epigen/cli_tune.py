@@ -23,9 +23,9 @@ from epigen.errors import TuneError
 
 if TYPE_CHECKING:
     from epigen.tuning.database import Database
+    from epigen.tuning.fleet import Place
     from epigen.tuning.search import Progress
     from epigen.tuning.task import Task
-    from epigen.tuning.fleet import Place
     from epigen.tuning.tune import Tuned
 
 INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C has ended

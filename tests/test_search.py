@@ -100,7 +100,7 @@ def test_search_beats_random_choice_on_a_recorded_space(table: dict[KernelConfig
 def test_a_good_ranking_is_enough_in_few_trials(table: dict[KernelConfig, Outcome]) -> None:
     noisy = Random(0)
     ranked = sorted(table, key=lambda c: (table[c].median_us or 1e9) * noisy.uniform(0.8, 1.25))
-    result = search(SPACE, Replay(table, Baseline(100, 120)), ranked=ranked, trials=48, seed=3)
+    result = search(SPACE, Replay(table, Baseline(100, 120)), prior={c: float(i + 1) for i, c in enumerate(ranked)}, trials=48, seed=3)
     assert result.outcome.median_us <= 1.05 * best_of(table)
 
 
@@ -122,7 +122,7 @@ def test_a_small_space_is_searched_whole_and_ends() -> None:
     shape = (1, 1, 1)
     small = Space(spec_of(shape=shape), shape, DEFAULT, "nn")
     table = {c: Outcome("ok", float(i + 1)) for i, c in enumerate(small.every())}
-    result = search(small, Replay(table, Baseline(1, 1)), ranked=list(table), trials=500)
+    result = search(small, Replay(table, Baseline(1, 1)), prior=dict.fromkeys(table, 1.0), trials=500)
     assert set(result.outcomes) == set(table) and result.outcome.median_us == 1.0
 
 
@@ -130,7 +130,7 @@ def test_ties_within_the_noise_go_to_the_first_by_rank() -> None:
     configs = [tiled(num_stages=s) for s in (2, 3, 4, 5)]
     table = {c: Outcome("ok", 100.0 + i / 10) for i, c in enumerate(configs)}
     for ranked in (configs, configs[::-1]):
-        result = search(SPACE, Replay(table, Baseline(1, 1)), ranked=ranked, trials=4)
+        result = search(SPACE, Replay(table, Baseline(1, 1)), prior={c: 1.0 + i for i, c in enumerate(ranked)}, trials=4)
         assert result.winner == ranked[0]
 
 

@@ -22,24 +22,24 @@ import pytest
 import tuner_process
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
-from tuner_process import BASELINE, DEFAULT, SHAPE, SPEC, MadeUp, outcome_of, run
+from tuner_process import BASELINE, SPACE, MadeUp, outcome_of, run
 
 from epigen import settings
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError, TuneError
-from epigen.tuning import space
 from epigen.tuning.interrupt import noticed, unbroken
 from epigen.tuning.search import Progress, assist
+from epigen.tuning.space import parameters
 from epigen.tuning.storage import Storage, open_storage
 from epigen.tuning.study import Claim, Study
 from epigen.tuning.task import Baseline, Comparison, Outcome
 from epigen.tuning.tpe import Model, Point
 
-CONFIGS = list(space.every(SPEC, SHAPE, DEFAULT))
+CONFIGS = list(SPACE.every())
 
 
 def point_of(config: KernelConfig) -> Point:
-    values = space.parameters(config)
+    values = parameters(config)
     return Point(values, {name: optuna.distributions.IntDistribution(0, 20) for name in values})
 
 
@@ -166,7 +166,7 @@ def test_of_two_claims_the_first_holds(storage: Storage, name: str) -> None:
         two.refresh()
         assert two.outcomes == {CONFIGS[0]: Outcome("ok", 5.0, 0.5, 9)} and not two.others()
         ((point, outcome),) = two.news()
-        assert point.parameters == space.parameters(CONFIGS[0]) and outcome.median_us == 5.0
+        assert point.parameters == parameters(CONFIGS[0]) and outcome.median_us == 5.0
         assert not one.news() and not two.news()
 
 
@@ -304,14 +304,17 @@ def test_ctrl_c_at_any_moment_keeps_what_was_found(tmp_path: Path, seed: int) ->
     runner = MadeUp(seconds=0.002)
     main = threading.main_thread().ident
     assert main is not None
-    timer = threading.Timer(0.03 + seed * 0.037, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
+    timer = threading.Timer(seed * 0.037, signal.pthread_kill, (main, signal.SIGINT))
+
+    def report(progress: Progress) -> None:
+        if not progress.trials:
+            timer.start()
+
     try:
-        found = run(runner, 500, path)
-        timer.join()
-        kept = found.outcomes
+        found = run(runner, 500, path, report=report)
         assert not found.complete
-    except (KeyboardInterrupt, TuneError):  # before the first trial
+        kept = found.outcomes
+    except TuneError:  # before the first right answer
         kept = {}
     timer.join()
     assert len(kept) >= len(runner.measured) - 1
@@ -391,7 +394,7 @@ def test_threads_share_a_study_in_memory() -> None:
     counts: list[int] = []
 
     def help_with(runner: MadeUp) -> None:
-        counts.append(assist(SPEC, SHAPE, DEFAULT, runner, trials=60, storage=storage, name="one"))
+        counts.append(assist(SPACE, runner, trials=60, storage=storage, name="one"))
 
     threads = [threading.Thread(target=help_with, args=(r,)) for r in runners[1:]]
     for thread in threads:
@@ -430,7 +433,7 @@ def test_tuners_of_one_seed_part_in_what_they_propose() -> None:
     storage = open_storage(None)
     runner = MadeUp()
     run(runner, 24, storage, seed=3)
-    first = [Model(3).propose({}, lambda s: space.point(s, SPEC, SHAPE, DEFAULT)).config for _ in range(2)]
+    first = [Model(3).propose({}, SPACE.point).config for _ in range(2)]
     assert first[0] == first[1]
     alone = [run(MadeUp(), 30, None, seed=3).winner for _ in range(2)]
     assert alone[0] == alone[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,17 +12,19 @@ from click.testing import CliRunner
 
 import epigen
 from bench.record import RESULTS
-from epigen import api
+from epigen import api, settings
 from epigen.cli import main
 from epigen.dtypes import FP16
 from epigen.errors import EpigenError
-from epigen.runtime.device import DEFAULT
+from epigen.runtime.device import DEFAULT, TARGETS
 from epigen.runtime.kernel import Kernel
 from epigen.tuning import table
+from epigen.tuning import tune as tune_module
 from epigen.tuning.choose import Chooser
 from epigen.tuning.database import Database
 from epigen.tuning.runner import Replay
-from epigen.tuning.tune import tune_one
+from epigen.tuning.task import Task
+from epigen.tuning.tune import study_name, tune_one
 
 SWEEPS = sorted(RESULTS.glob("sweep_*.json"))
 
@@ -91,3 +94,48 @@ def test_the_shipped_database_is_valid() -> None:
     found = Database(Path("nowhere"))
     assert all(r.program for _, r in found.records()) and not found.complaints
     assert epigen.compile("relu(mm + bias)").config.schedule in ("tiled", "library")
+
+
+def test_a_study_is_named_by_all_that_decides_its_outcomes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    task = Task("relu(mm + bias)", (256, 512, 64), "fp16", "fp16", "fp16", "nn", "ieee", DEFAULT)
+
+    name = study_name(task)
+    assert name.startswith(f"{DEFAULT.part.lower().replace(', ', '_')} 256x512x64 fp16 nn ") and len(name) < 150
+    assert name == study_name(replace(task, seed=3, device=1))  # neither changes an outcome
+    changes: list[dict[str, object]] = [
+        {"text": "gelu(mm + bias)"},
+        {"shape": (256, 512, 128)},
+        {"a": "bf16", "b": "bf16"},
+        {"inputs": "fp32"},
+        {"layout": "nt"},
+    ]
+    changes += [{"target": replace(DEFAULT, part="another")}, {"target": TARGETS["sm_80"]}, {"a": "fp32", "b": "fp32"}]
+    changes += [{"a": "fp32", "b": "fp32", "precision": "tf32"}]
+    names = [name, *(study_name(replace(task, **c)) for c in changes)]
+    assert len(set(names)) == len(names)
+    folder = tmp_path / "templates"
+    shutil.copytree(settings.templates_dir(), folder)
+    with (folder / "library.py.j2").open("a") as file:
+        file.write("# another\n")
+    monkeypatch.setattr(settings, "templates_dir", lambda: folder)
+    assert study_name(task) != name
+    monkeypatch.undo()
+    for module, attribute in ((epigen, "__version__"), (tune_module, "triton_version")):
+        monkeypatch.setattr(module, attribute, "9.9.9" if attribute == "__version__" else lambda: "9.9.9")
+        assert study_name(task) != name
+        monkeypatch.undo()
+
+
+def test_a_storage_keeps_a_tuned_problem_for_the_next_run(tmp_path: Path) -> None:
+    recorded = table.read(SWEEPS[0])
+    path = f"journal://{tmp_path}/studies/"
+    first = tune_one(recorded.task, None, trials=10, runner=Replay(recorded.rows, recorded.baseline), storage=path)
+    again = tune_one(recorded.task, None, trials=10, runner=Replay(recorded.rows, recorded.baseline), storage=path)
+    assert (first.result.measured, again.result.measured) == (10, 0) and again.result.winner == first.result.winner
+    assert len(list((tmp_path / "studies").iterdir())) == 1
+
+
+def test_a_storage_that_cannot_be_used_is_told_in_words() -> None:
+    result = CliRunner().invoke(main, ["tune", "--replay", str(SWEEPS[0]), "--storage", "postgresql+psycopg://me:secret@127.0.0.1:1/x"])
+    assert result.exit_code == 1 and "cannot be used" in result.stderr and "refused" in result.stderr
+    assert "Traceback" not in result.stderr and "secret" not in result.stderr and len(result.stderr.splitlines()) <= 2

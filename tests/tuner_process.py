@@ -19,8 +19,9 @@ from epigen.codegen.spec import KernelConfig, Signature, index_bits, k_multiple
 from epigen.dtypes import FP16
 from epigen.runtime.device import DEFAULT
 from epigen.tuning import search as searching
-from epigen.tuning import space
+from epigen.tuning.runner import RECORDED
 from epigen.tuning.search import Result, search
+from epigen.tuning.space import Space, parameters
 from epigen.tuning.storage import Storage
 from epigen.tuning.study import Study
 from epigen.tuning.task import Baseline, Comparison, Outcome, Task
@@ -28,6 +29,7 @@ from epigen.tuning.task import Baseline, Comparison, Outcome, Task
 SHAPE = (1024, 1024, 1024)
 GRAPH = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", DEFAULT).graph()
 SPEC = lower(GRAPH, Signature(FP16, FP16, (("bias", FP16),), "ieee", k_multiple(SHAPE[2]), index_bits(SHAPE)))
+SPACE = Space(SPEC, SHAPE, DEFAULT, "nn")
 BASELINE = Baseline(100.0, 120.0)
 DEAD_S = 2.0
 """A dead tuner is found out this fast in the tests."""
@@ -35,7 +37,7 @@ DEAD_S = 2.0
 
 def outcome_of(config: KernelConfig) -> Outcome:
     """Every seventh fails."""
-    values = space.parameters(config)
+    values = parameters(config)
     mixed = sum((i + 3) * v for i, v in enumerate(values.values()))
     return Outcome("wrong", detail="planted") if mixed % 7 == 0 else Outcome("ok", 50.0 + mixed, 0.1, 9)
 
@@ -44,7 +46,8 @@ class MadeUp:
     """A runner. log: a line "begin CONFIG" and a line "done CONFIG" for each that it measures."""
 
     def __init__(self, log: Path | None = None, seconds: float = 0.0, hang: int = 0):
-        self.log, self.seconds, self.hang = log, seconds, hang
+        self.log, self.seconds, self.hang, self.kind = log, seconds, hang, RECORDED
+        self.spent: dict[str, float] = {}
         self.measured: list[KernelConfig] = []
         self.compared: list[tuple[KernelConfig, ...]] = []
 
@@ -67,6 +70,9 @@ class MadeUp:
         self.compared.append(tuple(configs))
         return Comparison(tuple(outcome_of(c) for c in configs), BASELINE)
 
+    def renew(self, task: Task) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -77,7 +83,7 @@ class MadeUp:
 
 
 def run(runner: MadeUp, trials: int, storage: str | Storage | None, name: str = "one", **more: object) -> Result:
-    return search(SPEC, SHAPE, DEFAULT, runner, trials=trials, storage=storage, name=name, **more)  # type: ignore[arg-type]
+    return search(SPACE, runner, trials=trials, storage=storage, name=name, **more)  # type: ignore[arg-type]
 
 
 def main() -> None:

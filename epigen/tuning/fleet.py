@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from epigen.errors import EpigenError, TuneError
+from epigen.errors import EpigenError
 from epigen.tuning.database import Database
 from epigen.tuning.runner import GpuRunner, Runner, builders_for
 from epigen.tuning.search import Progress
@@ -71,7 +71,7 @@ class _Fleet:
                     self.lead(job, task, runner)
                 else:
                     self.help(job, task, runner)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  # raised again where the threads are waited for
             self.failure = self.failure or error
             self.stop.set()
             with self.lock:
@@ -108,14 +108,13 @@ class _Fleet:
                 self.report(job.index, progress)
 
         assert job.storage is not None
+        tuned: Tuned | None = None
         try:
             tuned = tune_one(
                 task, self.database, trials=self.trials, budget_s=self.budget_s, seed=self.seed, storage=job.storage, runner=runner, report=told, stop=self.stop
             )
-        except TuneError as error:
-            if self.stop.is_set():
-                tuned = None
-            else:
+        except EpigenError as error:
+            if not self.stop.is_set():
                 tuned = Tuned(problem_for(task), None, None, str(error))
         with self.lock:
             job.state = "over"

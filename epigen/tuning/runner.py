@@ -17,8 +17,12 @@ from epigen.tuning import space
 from epigen.tuning.process import Lost, Worker
 from epigen.tuning.task import Baseline, Compare, Comparison, Job, Measure, Outcome, Task
 
+MEASURED, RECORDED = "measured", "recorded"
+"""Where a runner's outcomes are from: trials of the two kinds never meet in one study."""
+
 
 class Runner(Protocol):
+    kind: str
     spent: dict[str, float]
     """Seconds waited, by what for: "start", "compile", "measure"."""
 
@@ -47,7 +51,7 @@ class Replay:
     """A recorded table: config -> outcome. In place of a config that was not recorded it answers for the nearest that was."""
 
     def __init__(self, table: Mapping[KernelConfig, Outcome], baseline: Baseline):
-        self.table, self.baseline = table, baseline
+        self.table, self.baseline, self.kind = table, baseline, RECORDED
         self.spent: dict[str, float] = defaultdict(float)
         self.points = {c: space.parameters(c) for c in table}
 
@@ -85,7 +89,7 @@ class GpuRunner:
         first_s: float = 120.0, measure_s: float = 20.0, build_s: float = 60.0,
     ):  # fmt: skip
         """builders: how many processes compile. meter, builder: the workers' modules. *_s: how long an answer may take, the first included."""
-        self.first_s, self.measure_s, self.build_s = first_s, measure_s, build_s
+        self.first_s, self.measure_s, self.build_s, self.kind = first_s, measure_s, build_s, MEASURED
         self.builders = [Worker(builder, task) for _ in range(builders or builders_for(1))]
         self.meter = Worker(meter, task)
         self.fresh = True

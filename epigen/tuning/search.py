@@ -1,4 +1,4 @@
-"""The search: a model's best configs and borrowed winners first, Optuna's TPE and the best ones' neighbours from there.
+"""The search: a model's best configs and borrowed winners first, then the corrected model's and Optuna's TPE's proposals by turns.
 
 Strategy apart from measuring and from remembering: a Runner answers with outcomes, from a GPU or from a recorded table, and a Study
 holds what is known, whoever found it. While one batch is measured the next one compiles. Failures are counted by kind.
@@ -12,17 +12,18 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from epigen.codegen.spec import KernelConfig, KernelSpec
+from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError, TuneError
-from epigen.runtime.device import Target
-from epigen.tuning import space
 from epigen.tuning.interrupt import noticed
 from epigen.tuning.runner import Runner
+from epigen.tuning.space import SCHEDULE_NAMES, Space, parameters
 from epigen.tuning.storage import Storage, open_storage
 from epigen.tuning.study import Claim, Study
+from epigen.tuning.surrogate import Surrogate
 from epigen.tuning.task import Baseline, Outcome
 from epigen.tuning.tpe import Model, Proposal
 
@@ -30,6 +31,8 @@ BATCH = 6
 _CLOSE = 1.02  # configs within this of the best are timed again, taking turns
 _NOISE = 1.005  # what still counts as a tie after that: the first by the model's rank wins
 _FINALISTS = 5
+_HEAD = 12  # of the model's best to begin with
+_TPE_TURN = 3  # after those, one proposal in so many is TPE's
 _PATIENCE = 20  # repeated proposals in a row before the model's next best is taken
 _POLL_S = 0.1  # between two looks at what other tuners have under way
 _OTHERS_S = 30.0  # what others have under way when the budget is spent is waited for this long
@@ -66,7 +69,7 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class Result:
     """A search's end. outcomes: every config tried, by whomever. complete: false where it was interrupted, without a run-off then.
-    measured: trials of this search itself; 0 where earlier runs or other tuners had done them all."""
+    measured: trials of this search itself; 0 where earlier runs or other tuners had done them all. spent: seconds waited, by what for."""
 
     winner: KernelConfig
     outcome: Outcome
@@ -75,6 +78,7 @@ class Result:
     seconds: float = 0.0
     complete: bool = True
     measured: int = 0
+    spent: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def counts(self) -> Counter[str]:
@@ -82,74 +86,74 @@ class Result:
 
 
 def search(
-    spec: KernelSpec, shape: tuple[int, int, int], target: Target, runner: Runner, *,
-    first: Sequence[KernelConfig] = (), ranked: Sequence[KernelConfig] = (), trials: int = 48, budget_s: float = math.inf,
+    space: Space, runner: Runner, *,
+    first: Sequence[KernelConfig] = (), prior: Mapping[KernelConfig, float] | None = None, trials: int = 48, budget_s: float = math.inf,
     seed: int = 0, storage: str | Storage | None = None, name: str | None = None, report: Callable[[Progress], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> Result:  # fmt: skip
     """Find the fastest correct config.
 
-    first: tried before all else, such as winners of near shapes; those that are not legal here are passed over. ranked: every legal
-    config in a model's order, best first (by default in random order); half of the trials go to its head. trials: distinct configs
-    measured, other tuners' of the same study and earlier runs' included: none is measured again. storage, name: the study, by a URL for
-    `open_storage` or in a storage that is open.
+    first: tried before all else, such as winners of near shapes; those that are not legal here are passed over. prior: every config to
+    choose from, with the microseconds that a model expects (by default all legal ones, alike). trials: distinct configs measured, other
+    tuners' of the same study and earlier runs' included: none is measured again. storage, name: the study, by a URL for `open_storage` or
+    in a storage that is open.
     Ctrl-C, or `stop` when it is set, ends the search with what was found. Raises TuneError where no trial gave a right answer, with the
     commonest cause, and where the storage fails.
     """
-    tuner = _Tuner(spec, shape, target, runner, ranked, trials, budget_s, seed, stop, report)
-    with _joined(tuner, storage, name) as study:
+    with _joined(storage, name, space, runner, prior, trials, budget_s, seed, stop, report) as tuner:
         final = None
         with contextlib.suppress(KeyboardInterrupt):
-            if tuner.lead([c for c in first if space.legal(c, spec, shape, target)]):
+            if tuner.lead([c for c in first if space.legal(c)]):
                 final = tuner.final()
         best = tuner.best()
+        outcomes = tuner.study.outcomes
         if best is None:
-            raise TuneError(_why_none(study.outcomes))
-        winner, outcome, baseline = final or (best, study.outcomes[best], tuner.baseline or _UNKNOWN)
-    seconds = time.monotonic() - tuner.start
-    return Result(winner, outcome, baseline, study.outcomes, seconds, final is not None, tuner.measured)
+            raise TuneError(_why_none(outcomes))
+        winner, outcome, baseline = final or (best, outcomes[best], tuner.baseline or _UNKNOWN)
+    return Result(winner, outcome, baseline, outcomes, time.monotonic() - tuner.start, final is not None, tuner.measured, dict(runner.spent))
 
 
 def assist(
-    spec: KernelSpec, shape: tuple[int, int, int], target: Target, runner: Runner, *,
-    ranked: Sequence[KernelConfig] = (), trials: int = 48, budget_s: float = math.inf, seed: int = 0,
+    space: Space, runner: Runner, *,
+    prior: Mapping[KernelConfig, float] | None = None, trials: int = 48, budget_s: float = math.inf, seed: int = 0,
     storage: str | Storage, name: str, stop: threading.Event | None = None,
 ) -> int:  # fmt: skip
     """Take part in a study that another tuner leads, on another GPU, until `trials` are finished. Returns how many were measured here.
 
     Arguments as of `search`. Ctrl-C, or `stop` when it is set, ends it early. Raises TuneError where the storage fails.
     """
-    tuner = _Tuner(spec, shape, target, runner, ranked, trials, budget_s, seed, stop, lambda _: None)
-    with _joined(tuner, storage, name), contextlib.suppress(KeyboardInterrupt):
+    with (
+        _joined(storage, name, space, runner, prior, trials, budget_s, seed, stop, lambda _: None) as tuner,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         tuner.explore(())
     return tuner.measured
 
 
 @contextlib.contextmanager
-def _joined(tuner: _Tuner, storage: str | Storage | None, name: str | None) -> Iterator[Study]:
-    """The tuner's place in its study, which it leaves at the end."""
-    opened = storage if isinstance(storage, Storage) else open_storage(storage)
-    try:
-        with noticed() as interrupted, Study(opened, name) as study:
-            tuner.join(study, interrupted)
-            yield study
-    finally:
-        if opened is not storage:
-            opened.close()
+def _joined(storage: str | Storage | None, name: str | None, *about: Any) -> Iterator[_Tuner]:
+    """A tuner in its study, which it leaves at the end. about: what a _Tuner is made of."""
+    with noticed() as interrupted, contextlib.ExitStack() as stack:
+        tuner = _Tuner(interrupted, *about)
+        if not isinstance(storage, Storage):
+            storage = stack.enter_context(contextlib.closing(open_storage(storage)))
+        tuner.join(stack.enter_context(Study(storage, name)))
+        yield tuner
 
 
-def _varied(ranked: Sequence[KernelConfig], count: int) -> list[KernelConfig]:
-    """The head of the ranking, with no more than two configs of one tile and schedule among them, so that a wrong model costs little."""
+def _head(ranked: Sequence[KernelConfig]) -> list[KernelConfig]:
+    """What a search begins with: the best of the ranking, but no more than two of one tile and schedule, so that a wrong model costs
+    little; and each schedule's best two, since the model may be wrong about a whole schedule."""
     taken: list[KernelConfig] = []
     tiles: Counter[tuple[object, ...]] = Counter()
+    schedules: Counter[str] = Counter()
     for config in ranked:
         values = dict(config.values)
         tile = (config.schedule, values.get("block_m"), values.get("block_n"), values.get("block_k"))
-        if tiles[tile] < 2:
+        if tiles[tile] < 2 and (len(taken) < _HEAD or schedules[config.schedule] < 2):
             tiles[tile] += 1
+            schedules[config.schedule] += 1
             taken.append(config)
-            if len(taken) == count:
-                break
     return taken
 
 
@@ -157,32 +161,33 @@ class _Tuner:
     """One tuner's part in a study."""
 
     study: Study
-    interrupted: threading.Event
 
     def __init__(
         self,
-        spec: KernelSpec,
-        shape: tuple[int, int, int],
-        target: Target,
+        interrupted: threading.Event,
+        space: Space,
         runner: Runner,
-        ranked: Sequence[KernelConfig],
+        prior: Mapping[KernelConfig, float] | None,
         trials: int,
         budget_s: float,
         seed: int,
         stop: threading.Event | None,
         report: Callable[[Progress], None],
     ):
-        self.spec, self.shape, self.target, self.runner = spec, shape, target, runner
+        self.space, self.runner = space, runner
         self.trials, self.budget_s, self.seed = trials, budget_s, seed
-        self.stop, self.report = stop or threading.Event(), report
-        self.ranked = list(ranked)
-        if not ranked:
-            self.ranked = list(space.every(spec, shape, target))
-            random.Random(seed).shuffle(self.ranked)
+        self.stop, self.interrupted, self.report = stop or threading.Event(), interrupted, report
+        if not prior:
+            unknown = list(space.every())
+            random.Random(seed).shuffle(unknown)
+            prior = dict.fromkeys(unknown, 1.0)
+        self.surrogate = Surrogate(prior)
+        self.ranked = sorted(prior, key=prior.__getitem__)
         self.rank = {c: i for i, c in enumerate(self.ranked)}
-        counts = Counter(space.SCHEDULE_NAMES.index(c.schedule) for c in self.ranked)
+        counts = Counter(SCHEDULE_NAMES.index(c.schedule) for c in self.ranked)
         self.weights = {s: math.log2(1 + n) for s, n in sorted(counts.items())}
         self.proposed: Counter[int] = Counter()
+        self.turns = 0
         self.model = Model(seed)
         self.head: list[KernelConfig] = []
         self.proposals: dict[Claim, Proposal] = {}
@@ -191,8 +196,8 @@ class _Tuner:
         self.measured = 0
         self.start = time.monotonic()
 
-    def join(self, study: Study, interrupted: threading.Event) -> None:
-        self.study, self.interrupted = study, interrupted
+    def join(self, study: Study) -> None:
+        self.study = study
         self.before = len(study.outcomes)
 
     # -- what is known
@@ -234,9 +239,9 @@ class _Tuner:
     def explore(self, first: Sequence[KernelConfig], begun: Callable[[], None] = lambda: None) -> bool:
         """Measure until the trials are done, the time is spent or the space is exhausted. begun: is called while the first batch is
         built. False where it was stopped."""
-        self.head = list(dict.fromkeys([*first, *_varied(self.ranked, max(1, self.trials // 2 - len(first)))]))
+        self.head = list(dict.fromkeys([*first, *_head(self.ranked)]))
         current = self.take()
-        if current:
+        if len(self.study.outcomes) < self.trials:
             begun()
         while len(self.study.outcomes) < self.trials:
             if self.stopped():
@@ -254,8 +259,8 @@ class _Tuner:
                 if self.stopped():
                     return False
                 outcome = self.runner.measure(claim.config, self.best_us())
-                if self.interrupted.is_set():  # Ctrl-C ends a terminal's workers too: that is no outcome
-                    return False
+                if self.interrupted.is_set() or (self.stop.is_set() and outcome.kind == "crashed"):
+                    return False  # Ctrl-C ends a terminal's workers too: that is no outcome
                 self.settle(claim, outcome)
                 if self.spent():
                     return True
@@ -319,7 +324,7 @@ class _Tuner:
             if led is None:
                 self.exhausted = True
                 break
-            proposal = self.model.propose(led, lambda suggest: self.runner.available(space.point(suggest, self.spec, self.shape, self.target)))
+            proposal = self.model.propose(led, lambda suggest: self.runner.available(self.space.point(suggest)))
             claim = "repeat" if self.study.known(proposal.config) else self.study.claim(proposal.config, proposal.point, self.trials)
             if isinstance(claim, Claim):
                 repeats = 0
@@ -339,14 +344,12 @@ class _Tuner:
             self.head.pop(0)
         if repeats >= _PATIENCE:
             following = next((c for c in self.ranked if not self.study.known(c)), None)
-            return None if following is None or repeats > 10 * _PATIENCE else space.parameters(following)
+            return None if following is None or repeats > 10 * _PATIENCE else parameters(following)
         if self.head:
-            return space.parameters(self.head.pop(0))
-        near = self.neighbour() if sum(self.proposed.values()) % 2 else None
-        if near is None:
-            return {"schedule": self.turn()}
-        self.proposed[space.SCHEDULE_NAMES.index(near.schedule)] += 1
-        return space.parameters(near)
+            return parameters(self.head.pop(0))
+        self.turns += 1
+        hopeful = self.hopeful() if self.turns % _TPE_TURN else None
+        return {"schedule": self.turn()} if hopeful is None else parameters(hopeful)
 
     def diverge(self, claim: Claim) -> None:
         """Tuners of one seed that share a study part here, by the number of their first claim: a lone one's is 0."""
@@ -355,14 +358,10 @@ class _Tuner:
             if claim.number:
                 self.model.reseed(self.seed + claim.number)
 
-    def neighbour(self) -> KernelConfig | None:
-        """An untried config one step from one of the best few, the model's favourite among them: every other proposal. In so few trials
-        TPE alone hardly leaves its prior."""
-        for config in self.right()[:_FINALISTS]:
-            near = [c for c in space.around(config, self.spec, self.shape, self.target) if not self.study.known(c)]
-            if near:
-                return min(near, key=lambda c: (self.rank.get(c, len(self.rank)), str(c)))
-        return None
+    def hopeful(self) -> KernelConfig | None:
+        """The corrected model's proposal. TPE, which knows no model, hardly leaves its prior in so few trials."""
+        measured = {c: o.median_us if o.kind in ("ok", "slower") else None for c, o in self.study.outcomes.items()}
+        return self.surrogate.propose(measured, self.study.under_way)
 
     def turn(self) -> int:
         """The schedule of TPE's next proposal, in proportion to the logarithm of how many configs each has. Left to itself, TPE would

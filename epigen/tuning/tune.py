@@ -8,7 +8,7 @@ import math
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import epigen
 from epigen import dtypes, settings
@@ -24,7 +24,7 @@ from epigen.tuning.choose import capability
 from epigen.tuning.database import Database
 from epigen.tuning.problem import Problem, problem_of
 from epigen.tuning.records import Record, extents, short
-from epigen.tuning.runner import GpuRunner, Runner
+from epigen.tuning.runner import MEASURED, GpuRunner, Runner
 from epigen.tuning.search import Progress, Result, assist, search
 from epigen.tuning.space import Space
 from epigen.tuning.storage import Storage
@@ -63,14 +63,19 @@ def problem_for(task: Task) -> Problem:
     return problem_of(graph, spec_of(graph, task), task.shape, task.layout, task.target.part, capability(task.target))
 
 
-def study_name(task: Task) -> str:
-    """Names the trials of a task, of this Triton and of just these kernels: whoever changes a template begins another study."""
+def study_name(task: Task, kind: str = MEASURED) -> str:
+    """A name for the trials of a task: under one name, an outcome counts for every tuner.
+
+    Its digest therefore covers the kernels' text, which follows from program, dtypes, templates and epigen's version, and what else
+    decides an outcome: shape, layout, precision, GPU, versions, and whether it was measured or read from a table (kind).
+    """
     graph, renderer = task.graph(), Renderer(settings.templates_dir())
-    spec, problem = spec_of(graph, task), problem_for(task)
-    plain = rule.choose(spec, task.shape, task.target, layout=task.layout).config, rule.library(spec, "").config
-    texts = [renderer.render(spec, config).text for config in dict.fromkeys(plain)]
+    spec, problem = spec_of(graph, task), replace(problem_for(task), program="")
+    samples = {c.schedule: c for c in Space(spec, task.shape, task.target, task.layout).every()}
+    texts = [renderer.render(spec, samples[s]).digest for s in sorted(samples)]
+    versions = (epigen.__version__, triton_version(), importlib.metadata.version("torch"))
     part = re.sub("[^a-z0-9]+", "_", task.target.part.lower()).strip("_")
-    return f"{part} {extents(task.shape)} {task.a} {task.layout} {digest([repr(problem), triton_version(), epigen.__version__, *texts])}"
+    return f"{part} {extents(task.shape)} {task.a} {task.layout} {digest([repr(problem), repr(task.target), *versions, *texts, kind])}"
 
 
 def tune_one(
@@ -89,7 +94,7 @@ def tune_one(
         plain = rule.choose(space.spec, space.shape, space.target, layout=space.layout).config, rule.library(space.spec, "").config
         result = search(
             space, measuring, first=[*(f.config for f in near), *plain], prior=prior, trials=trials, budget_s=budget_s, seed=seed,
-            storage=storage, name=study_name(task), report=report, stop=stop,
+            storage=storage, name=study_name(task, measuring.kind), report=report, stop=stop,
         )  # fmt: skip
     finally:
         if runner is None:
@@ -104,7 +109,7 @@ def tune_one(
 def assist_one(task: Task, runner: Runner, *, trials: int = 48, seed: int = 0, storage: str | Storage, stop: threading.Event | None = None) -> int:
     """Measure configs of a problem whose search another runner leads. Returns how many."""
     space, prior = _space(task)
-    return assist(space, runner, prior=prior, trials=trials, seed=seed, storage=storage, name=study_name(task), stop=stop)
+    return assist(space, runner, prior=prior, trials=trials, seed=seed, storage=storage, name=study_name(task, runner.kind), stop=stop)
 
 
 def _space(task: Task) -> tuple[Space, dict[KernelConfig, float]]:
