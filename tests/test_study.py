@@ -267,14 +267,14 @@ def test_ctrl_c_is_noticed_where_python_loses_it() -> None:
 
 def test_a_second_run_measures_only_what_is_missing(url: str, name: str) -> None:
     first, second, third = MadeUp(), MadeUp(), MadeUp()
-    found = run(first, 10, url, name)
-    assert found.measured == len(first.measured) == 10
-    more = run(second, 16, url, name)
-    assert more.measured == len(second.measured) == 6 and len(more.outcomes) == 16
+    found = run(first, 24, url, name)
+    assert found.measured == len(first.measured) == 24
+    more = run(second, 30, url, name)
+    assert more.measured == len(second.measured) == 6 and len(more.outcomes) == 30
     assert not set(first.measured) & set(second.measured)
     assert {c: more.outcomes[c] for c in first.measured} == {c: outcome_of(c) for c in first.measured}
     assert set(more.counts) >= {"ok", "wrong"}  # failures are remembered too
-    again = run(third, 16, url, name)
+    again = run(third, 30, url, name)
     assert again.measured == 0 and not third.measured and again.complete and again.baseline == BASELINE
     assert again.winner == more.winner and len(third.compared) == 1 and again.winner in third.compared[0]
 

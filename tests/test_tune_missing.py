@@ -18,7 +18,7 @@ from epigen import api
 from epigen.codegen import schedules
 from epigen.codegen.lower import lower
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Provisional, Signature
-from epigen.dtypes import FP16, FP32, INT8, INT32
+from epigen.dtypes import FP16, FP32, INT8, INT32, UINT8
 from epigen.errors import CallError, TuneError
 from epigen.runtime import device
 from epigen.runtime import kernel as kernel_module
@@ -32,6 +32,7 @@ from epigen.tuning.first_use import FirstUse
 from epigen.tuning.problem import problem_of
 from epigen.tuning.records import Record
 from epigen.tuning.task import Task
+from epigen.tuning.tune import problem_for
 
 SHAPE = (256, 512, 128)
 TARGET = replace(DEFAULT, part="NVIDIA H200")
@@ -178,32 +179,35 @@ def test_the_callers_ctrl_c_ends_the_call_and_the_next_one_tunes(database: Datab
     assert choose().config == WINNER
 
 
-def test_one_dtype_stands_for_all_inputs(database: Database) -> None:
+def test_what_is_tuned_is_what_was_called(database: Database) -> None:
+    """Each input's dtype goes into the task, so that the record is the exact one at the next look-up."""
     choose = Setting(database, Tuner(writes=False))
-    text = "relu(mm * alpha + bias + tile[m,n])"
-    chooser = choose.shared.chooser(api.graph_of(text))
-    for shape, dtype, inputs, expected in (
-        ((64, 64, 64), FP16, (("alpha", None), ("bias", FP32), ("tile", FP16)), "fp32"),
-        ((64, 64, 128), FP16, (("alpha", None), ("bias", INT32), ("tile", INT32)), "fp16"),
-        ((64, 64, 192), INT8, (("alpha", None), ("bias", INT32), ("tile", INT32)), "fp32"),
-    ):
-        chooser(spec(inputs, dtype, text), shape, "nt", TARGET, "")
-        assert choose.tuner.tasks[-1].inputs == expected and choose.tuner.tasks[-1].shape == shape
+    text = "where(mask, relu(mm * alpha + bias), tile[m,n])"
+    graph = api.graph_of(text)
+    chooser = choose.shared.chooser(graph)
+    for shape, dtype, bias, tile in (((64, 64, 64), FP16, FP32, FP16), ((64, 64, 128), FP16, INT32, INT32), ((64, 64, 192), INT8, FP32, FP32)):
+        inputs = {"mask": UINT8, "alpha": None, "bias": bias, "tile": tile}
+        mine = spec(tuple((n.name, inputs[n.name]) for n in graph.inputs()), dtype, text)
+        chooser(mine, shape, "nt", TARGET, "")
+        task = choose.tuner.tasks[-1]
+        assert task.input_dtypes(graph) == inputs
+        assert problem_for(task) == problem_of(graph, mine, shape, "nt", TARGET.part, "9.0")
 
 
 def test_two_threads_at_first_use_tune_once(database: Database) -> None:
     """And two kernels of one program, each with a chooser of its own."""
     tuner = Tuner(seconds=0.2)
     choose = Setting(database, tuner)
-    choosers = [choose.chooser, choose.shared.chooser(api.graph_of("relu(mm + shift[n])"))] * 3
+    other = "relu(mm + shift[n])"
+    choosers = [(choose.chooser, SPEC), (choose.shared.chooser(api.graph_of(other)), spec((("shift", FP16),), FP16, other))] * 3
     start = threading.Barrier(len(choosers))
     found: list[Choice] = []
 
-    def ask(chooser: Any) -> None:
+    def ask(chooser: Any, mine: KernelSpec) -> None:
         start.wait()
-        found.append(chooser(SPEC, SHAPE, "nt", TARGET, ""))
+        found.append(chooser(mine, SHAPE, "nt", TARGET, ""))
 
-    threads = [threading.Thread(target=ask, args=(c,)) for c in choosers]
+    threads = [threading.Thread(target=ask, args=c) for c in choosers]
     for thread in threads:
         thread.start()
     for thread in threads:

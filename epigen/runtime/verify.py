@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epigen.codegen.lower import output_dtype
-from epigen.dtypes import BY_TORCH, DType
+from epigen.dtypes import BY_TORCH, FP32, DType
 from epigen.errors import VerificationError
 from epigen.ir import bound, reference
 from epigen.ir import graph as g
@@ -29,12 +29,12 @@ class Sample:
 
 
 def sample(
-    graph: Graph, shape: tuple[int, int, int], a: DType, b: DType, inputs: DType, *,
+    graph: Graph, shape: tuple[int, int, int], a: DType, b: DType, inputs: DType | Mapping[str, DType], *,
     seed: int = 0, device: str = "cpu", layout: str = "nn", integers: bool = False, scalars_by_value: bool = True,
 ) -> Sample:  # fmt: skip
     """Random arguments for a program, of normal distribution and scaled so that mm has a standard deviation near 1.
 
-    shape: M, N, K. inputs: dtype of the named inputs. integers: small whole numbers instead, whose sums are exact in every dtype.
+    shape: M, N, K. inputs: dtype of the inputs that have indices, for all or each. integers: small whole numbers instead, whose sums are exact in every dtype.
     On the meta device the tensors have dtypes, shapes and strides alone.
     """
     m, n, k = shape
@@ -63,13 +63,14 @@ def sample(
 
     named: dict[str, Any] = {}
     for node in graph.inputs():
+        dtype = inputs if isinstance(inputs, DType) else inputs.get(node.name, FP32)
         if node.op == g.BITS:
             named[node.name] = mask()
         elif node.indices:
-            named[node.name] = tensor(inputs, *({"m": m, "n": n}[i] for i in node.indices))
+            named[node.name] = tensor(dtype, *({"m": m, "n": n}[i] for i in node.indices))
         else:
             value = 2.0 if integers or generator is None else 0.5 + torch.rand((), generator=generator, device=device).item()
-            named[node.name] = value if scalars_by_value else torch.tensor([value], device=device).to(reference.torch_dtype(inputs))
+            named[node.name] = value if scalars_by_value else torch.tensor([value], device=device).to(reference.torch_dtype(dtype))
     return Sample(tensor(a, m, k, transposed=layout[0] == "t"), tensor(b, k, n, scale=max(k, 1) ** -0.5, transposed=layout[1] == "t"), named)
 
 

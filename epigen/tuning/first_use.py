@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from epigen.codegen.spec import Choice, KernelSpec, Provisional
-from epigen.dtypes import OPERANDS
 from epigen.errors import EpigenError
+from epigen.ir import graph as g
 from epigen.ir.graph import Graph
 from epigen.runtime.device import Target
 from epigen.tuning import remembered
@@ -99,9 +99,9 @@ class TuningChooser:
 
     def _tuned(self, spec: KernelSpec, shape: tuple[int, int, int], layout: str, target: Target) -> Choice | None:
         sig = spec.signature
-        # one dtype stands for all inputs: they decide little of a kernel's time
-        held = [t.name for _, t in sig.inputs if t is not None and t in OPERANDS]
-        inputs = held[0] if held else "fp32" if sig.a.bits == 8 else sig.a.name
+        dtypes = dict(sig.inputs)
+        held = [str(dtypes[n.name]) for n in self.plain.graph.inputs() if n.op != g.BITS and n.indices]
+        inputs = ",".join(held) or "fp32"
         task = Task(self.plain.graph.text, shape, sig.a.name, sig.b.name, inputs, layout, sig.precision, target, device=self.shared.device())
         try:
             return self.shared.tuner(task, self.shared.database)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from epigen import dtypes
 from epigen.codegen.spec import Choice, KernelConfig
+from epigen.dtypes import DType
+from epigen.ir import graph as g
 from epigen.ir.check import check
 from epigen.ir.graph import Graph
 from epigen.ir.passes import normalise
@@ -25,7 +27,11 @@ OUTCOMES: tuple[OutcomeKind, ...] = get_args(OutcomeKind)
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem to tune: the program and a call of it. a, b, inputs: dtype names. device: index of the GPU that measures."""
+    """One problem to tune: the program and a call of it.
+
+    a, b: dtype names. inputs: the dtype of all inputs that have indices, or one for each of them, separated by commas, in the graph's order;
+    scalars are numbers. device: index of the GPU that measures.
+    """
 
     text: str
     shape: tuple[int, int, int]
@@ -45,8 +51,17 @@ class Task:
         """Arguments of a call, at the task's shape or another."""
         from epigen.runtime import verify
 
-        a, b, inputs = (dtypes.BY_NAME[n] for n in (self.a, self.b, self.inputs))
-        return verify.sample(graph, shape or self.shape, a, b, inputs, seed=self.seed, device=device, layout=self.layout)
+        a, b = dtypes.BY_NAME[self.a], dtypes.BY_NAME[self.b]
+        held = {name: dtype for name, dtype in self.input_dtypes(graph).items() if dtype is not None}
+        return verify.sample(graph, shape or self.shape, a, b, held, seed=self.seed, device=device, layout=self.layout)
+
+    def input_dtypes(self, graph: Graph) -> dict[str, DType | None]:
+        """Each named input's, as a Signature holds them."""
+        by_name = {t.name: t for t in dtypes.ALL}
+        given = [by_name[name] for name in self.inputs.split(",")]
+        dense = [n.name for n in graph.inputs() if n.op != g.BITS and n.indices]
+        each = dict(zip(dense, given if len(given) > 1 else given * len(dense), strict=True))
+        return {n.name: dtypes.UINT8 if n.op == g.BITS else each.get(n.name) for n in graph.inputs()}
 
     def kernel(self, graph: Graph, renderer: Renderer, config: KernelConfig) -> Kernel:
         """The program's kernel with one config."""

@@ -16,7 +16,6 @@ from epigen.codegen.lower import lower
 from epigen.codegen.render import Renderer
 from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, digest, index_bits, k_multiple
 from epigen.errors import EpigenError
-from epigen.ir import graph as g
 from epigen.ir.graph import Graph
 from epigen.runtime.loader import triton_version
 from epigen.tuning import gpus, model, rule
@@ -52,8 +51,7 @@ class Tuned:
 
 def spec_of(graph: Graph, task: Task) -> KernelSpec:
     """The kernel that a task's calls run: contiguous operands, scalars by value."""
-    a, b, inputs = (dtypes.BY_NAME[n] for n in (task.a, task.b, task.inputs))
-    named = tuple((node.name, dtypes.UINT8 if node.op == g.BITS else inputs if node.indices else None) for node in graph.inputs())
+    a, b, named = dtypes.BY_NAME[task.a], dtypes.BY_NAME[task.b], tuple(task.input_dtypes(graph).items())
     return lower(graph, Signature(a, b, named, task.precision, k_multiple(task.shape[2]), index_bits(task.shape)))
 
 

@@ -1,0 +1,157 @@
+"""Many problems on several GPUs: each is led once, idle GPUs take part, and whatever ends one of them ends none of the others wrongly."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tuner_process import BASELINE, MadeUp, outcome_of
+
+from epigen.codegen.spec import KernelConfig
+from epigen.errors import EpigenError
+from epigen.runtime.device import DEFAULT
+from epigen.tuning import fleet
+from epigen.tuning.database import Database
+from epigen.tuning.fleet import tune_all
+from epigen.tuning.search import Progress
+from epigen.tuning.task import Comparison, Outcome, Task
+from epigen.tuning.tune import Tuned
+
+
+def task(m: int = 256, text: str = "relu(mm + bias)") -> Task:
+    return Task(text, (m, 512, 512), "fp16", "fp16", "fp16", "nt", "ieee", DEFAULT)
+
+
+class Gpu(MadeUp):
+    """A made-up GPU, that notes which task each config was measured for."""
+
+    def __init__(self, first: Task, log: list[tuple[int, Task, KernelConfig]], seconds: float = 0.0):
+        super().__init__(seconds=seconds)
+        self.task, self.all, self.closed = first, log, False
+
+    def renew(self, task: Task) -> None:
+        self.task = task
+
+    def measure(self, config: KernelConfig, limit_us: float) -> Outcome:
+        self.all.append((self.task.device, self.task, config))
+        return super().measure(config, limit_us)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Gpus:
+    """Makes the runners, and remembers them."""
+
+    def __init__(self, seconds: float = 0.0):
+        self.seconds = seconds
+        self.log: list[tuple[int, Task, KernelConfig]] = []
+        self.made: list[Gpu] = []
+
+    def __call__(self, first: Task) -> Gpu:
+        self.made.append(Gpu(first, self.log, self.seconds))
+        return self.made[-1]
+
+
+def test_every_problem_is_tuned_once_and_the_gpus_share_them(tmp_path: Path) -> None:
+    database = Database(tmp_path, seeds=())
+    gpus = Gpus(seconds=0.005)
+    told: list[tuple[int, int]] = []
+    ended: list[int] = []
+    tasks = [task(64 << i) for i in range(6)]
+    found = tune_all(
+        tasks, database, devices=(0, 1), trials=12, make=gpus, report=lambda i, p: told.append((i, p.trials)), done=lambda i, _: ended.append(i)
+    )  # fmt: skip
+    assert [t.problem.shape for t in found] == [t.shape for t in tasks]
+    assert sorted(ended) == list(range(6)) and {i for i, _ in told} == set(range(6))
+    assert len(database.records()) == 6
+    by_gpu = Counter(device for device, _, _ in gpus.log)
+    assert set(by_gpu) == {0, 1} and min(by_gpu.values()) >= 24, "each GPU leads some of the problems"
+    assert Counter(t.shape for _, t, _ in gpus.log) == {t.shape: 12 for t in tasks}
+    assert len(gpus.made) == 2 and all(g.closed for g in gpus.made)
+
+
+def test_an_idle_gpu_takes_part_in_the_last_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "_WORTH_S", 0.1)
+    gpus = Gpus(seconds=0.02)
+    (tuned,) = tune_all([task()], None, devices=(0, 1), trials=80, make=gpus)
+    assert tuned.result is not None and len(tuned.result.outcomes) == 80
+    configs = [c for _, _, c in gpus.log]
+    assert len(configs) == len(set(configs)) == 80, "trials are shared and none is repeated"
+    by_gpu = Counter(device for device, _, _ in gpus.log)
+    assert min(by_gpu[0], by_gpu[1]) >= 15
+    best = min(outcome_of(c).median_us for c in configs if outcome_of(c).kind == "ok")
+    assert tuned.result.outcome.median_us <= 1.02 * best
+
+
+def test_a_problem_without_a_config_that_works_ends_alone() -> None:
+    class Wrong(Gpu):
+        def measure(self, config: KernelConfig, limit_us: float) -> Outcome:
+            return Outcome("wrong", detail="planted") if self.task.shape[0] == 128 else super().measure(config, limit_us)
+
+    log: list[tuple[int, Task, KernelConfig]] = []
+    found = tune_all([task(64), task(128), task(256)], None, trials=6, make=lambda t: Wrong(t, log))
+    assert [bool(t.error) for t in found] == [False, True, False]
+    assert found[1].result is None and "ended as wrong: planted" in found[1].error
+
+
+def test_a_lost_run_off_ends_its_problem_alone() -> None:
+    class Lost(Gpu):
+        def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
+            if configs and self.task.shape[0] == 64:
+                raise EpigenError("timing the best configs beside the vendor's product failed: signal 9")
+            return Comparison(tuple(outcome_of(c) for c in configs), BASELINE)
+
+    log: list[tuple[int, Task, KernelConfig]] = []
+    found = tune_all([task(64), task(128)], None, trials=4, make=lambda t: Lost(t, log))
+    assert "signal 9" in found[0].error and found[1].result is not None
+
+
+def test_what_nobody_expects_ends_all_and_is_raised() -> None:
+    class Broken(Gpu):
+        def measure(self, config: KernelConfig, limit_us: float) -> Outcome:  # noqa: ARG002  # it fails whatever it is given
+            raise ZeroDivisionError
+
+    log: list[tuple[int, Task, KernelConfig]] = []
+    made: list[Broken] = []
+
+    def make(first: Task) -> Broken:
+        made.append(Broken(first, log))
+        return made[-1]
+
+    with pytest.raises(ZeroDivisionError):
+        tune_all([task(64 << i) for i in range(4)], None, devices=(0, 1), make=make)
+    assert all(g.closed for g in made)
+
+
+def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C reaches the thread that waits; those that tune are told, and end with what they have."""
+    gpus = Gpus(seconds=0.01)
+    enough = threading.Event()
+    join = threading.Thread.join
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        join(thread, timeout)
+        if enough.is_set() and not sent:
+            sent.append(True)
+            raise KeyboardInterrupt
+
+    sent: list[bool] = []
+    ended: dict[int, Tuned] = {}
+
+    def told(index: int, progress: Progress) -> None:
+        if index == 1 and progress.trials >= 5:
+            enough.set()
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    start = time.monotonic()
+    found = tune_all([task(64 << i) for i in range(4)], None, trials=60, make=gpus, report=told, done=lambda i, t: ended.update({i: t}))
+    assert sent and time.monotonic() - start < 20
+    assert len(found) == 2 and list(ended) == [0, 1]
+    whole, part = (t.result for t in found)
+    assert whole is not None and whole.complete and part is not None and not part.complete
+    assert 5 <= len(part.outcomes) < 60 and part.baseline == BASELINE
