@@ -428,15 +428,21 @@ def test_the_leader_waits_for_what_others_have_under_way() -> None:
     assert found.complete and found.winner == best and found.measured == 1
 
 
-def test_tuners_of_one_seed_part_in_what_they_propose() -> None:
-    """The second has the first one's trials to learn from, and its own random numbers."""
+def test_tuners_of_one_seed_part_in_what_they_propose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the number of their first trial; the first of a study goes by the seed alone."""
+    seeds: list[int] = []
+    monkeypatch.setattr(Model, "reseed", lambda _, seed: seeds.append(seed))
     storage = open_storage(None)
-    runner = MadeUp()
-    run(runner, 24, storage, seed=3)
-    first = [Model(3).propose({}, SPACE.point).config for _ in range(2)]
-    assert first[0] == first[1]
-    alone = [run(MadeUp(), 30, None, seed=3).winner for _ in range(2)]
-    assert alone[0] == alone[1]
+    for wanted in (10, 20, 25):
+        run(MadeUp(), wanted, storage, seed=3)
+    assert seeds == [13, 23]
+
+
+def test_a_lone_search_is_the_same_for_a_seed() -> None:
+    runners = [MadeUp() for _ in range(3)]
+    for runner, seed in zip(runners, (3, 3, 4), strict=True):
+        run(runner, 40, None, seed=seed)
+    assert runners[0].measured == runners[1].measured != runners[2].measured
 
 
 def start(url: str, name: str, trials: int, log: Path, hang: int = 0) -> subprocess.Popen[str]:

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from typing import Literal, Self
 
 import optuna
-from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from epigen.codegen import schedules
@@ -33,6 +32,7 @@ DEAD_S = 20.0
 """A tuner whose beat has not changed for this long is dead, and what it had under way is given up. Seen by the reader's own clock."""
 
 _CLAIM, _OUTCOME, _NOTE = "claim", "outcome", "note"  # a trial's attributes
+_ENDED = RuntimeError  # what Optuna raises where a trial has ended: from version to version this one or a kind of it
 _GONE = -1  # the last beat of a tuner that ended by itself
 _JOIN_S = 5.0
 _LONGEST_DETAIL = 300
@@ -147,7 +147,7 @@ class Study:
             self.outcomes[claim.config] = outcome
             self.under_way.pop(claim.config, None)
             self._closed.add(claim.number)
-            with contextlib.suppress(UpdateFinishedTrialError):
+            with contextlib.suppress(_ENDED):
                 trial_id = self._trial_id(claim.number)
                 self.backend.set_trial_user_attr(trial_id, _OUTCOME, asdict(outcome) | {"detail": outcome.detail[:_LONGEST_DETAIL]})
                 time_us = outcome.median_us if outcome.kind in ("ok", "slower") else 0.0
@@ -183,7 +183,7 @@ class Study:
         self.close()
 
     def _give_up(self, number: int, note: str) -> None:
-        with contextlib.suppress(UpdateFinishedTrialError):  # it ended after all, or another gave it up
+        with contextlib.suppress(_ENDED):  # it ended after all, or another gave it up
             trial_id = self._trial_id(number)
             self.backend.set_trial_user_attr(trial_id, _NOTE, note)
             self.backend.set_trial_state_values(trial_id, TrialState.FAIL)
