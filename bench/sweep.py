@@ -49,10 +49,8 @@ def main() -> None:
         configs = list(Space(spec_of(task.graph(), task), shape, target, layout).every())
         legal = len(configs)
         random.Random(0).shuffle(configs)
-        if runner is None:
-            runner = GpuRunner(task)
-        else:
-            runner.renew(task)
+        runner = runner or GpuRunner()
+        runner.begin(task)
         start = time.perf_counter()
         rows: dict[KernelConfig, Outcome] = {}
         runner.prepare(configs[: options.configs])

@@ -6,6 +6,7 @@ problem in which no config works), 2 (usage, no GPU), 130 (Ctrl-C: what was foun
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -24,6 +25,7 @@ from epigen.errors import TuneError
 if TYPE_CHECKING:
     from epigen.tuning.database import Database
     from epigen.tuning.fleet import Place
+    from epigen.tuning.runner import GpuRunner
     from epigen.tuning.search import Progress
     from epigen.tuning.task import Task
     from epigen.tuning.tune import Tuned
@@ -124,26 +126,45 @@ def _asked(
     listed = asked.every(programs, shapes, [dtype_name], [layout], precision)
     for file in suites:
         listed += suite.read(file)
-    try:
-        chosen, target = asked.gpus_for(devices)
-    except TuneError as error:
-        raise click.UsageError(f"{error}{'; --replay TABLE searches recorded measurements' if str(error) == asked.NO_GPU else ''}") from None
+    with contextlib.ExitStack() as unused:
+        early = _started()
+        for runner in early:
+            unused.callback(runner.close)
+        try:
+            chosen, target = asked.gpus_for(devices)
+        except TuneError as error:
+            raise click.UsageError(f"{error}{'; --replay TABLE searches recorded measurements' if str(error) == asked.NO_GPU else ''}") from None
 
-    from epigen.tuning import fleet, remembered, tune
-    from epigen.tuning.database import Database
+        from epigen.tuning import fleet, remembered, tune
+        from epigen.tuning.database import Database
 
-    tasks = [a.task(target, seed) for a in asked.distinct(listed)]
-    for task in tasks:
-        tune.spec_of(task.graph(), task)
-        if fresh:
-            remembered.forget(task)
-    database = Database(path)
-    where: Place = remembered.default_storage if storage is None else storage
+        tasks = [a.task(target, seed) for a in asked.distinct(listed)]
+        for task in tasks:
+            tune.spec_of(task.graph(), task)
+            if fresh:
+                remembered.forget(task)
+        database = Database(path)
+        where: Place = remembered.default_storage if storage is None else storage
 
-    def run(report: Callable[[int, Progress], None], done: Callable[[int, Tuned], None]) -> object:
-        return fleet.tune_all(tasks, database, devices=chosen, trials=trials, budget_s=budget_s, seed=seed, storage=where, report=report, done=done)
+        def run(report: Callable[[int, Progress], None], done: Callable[[int, Tuned], None]) -> object:
+            return fleet.tune_all(
+                tasks, database, devices=chosen, trials=trials, budget_s=budget_s, seed=seed, storage=where, report=report, done=done, started=early
+            )
 
-    return _Run(tasks, run, database, remembers=True)
+        unused.pop_all()
+        return _Run(tasks, run, database, remembers=True)
+
+
+def _started() -> list[GpuRunner]:
+    """One GPU's workers, where there seems to be a GPU: they import torch, which takes seconds, while this process does."""
+    from epigen.runtime import device
+    from epigen.tuning.runner import GpuRunner
+
+    if not device.likely():
+        return []
+    runner = GpuRunner()
+    runner.start()
+    return [runner]
 
 
 def _replayed(tables: Sequence[Path], trials: int, budget_s: float, seed: int, storage: str | None) -> _Run:

@@ -171,7 +171,8 @@ def failing(how: int) -> KernelConfig:
 @pytest.fixture
 def runner() -> Iterator[GpuRunner]:
     task = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT))
-    made = GpuRunner(task, builders=2, meter="faulty_meter", builder="faulty_builder", first_s=12.0, measure_s=2.0)
+    made = GpuRunner(builders=2, meter="faulty_meter", builder="faulty_builder", first_s=12.0, measure_s=2.0)
+    made.begin(task)
     yield made
     made.close()
 
@@ -212,7 +213,7 @@ def test_workers_go_on_with_another_task(runner: GpuRunner) -> None:
     runner.prepare([tiled(block_m=m) for m in (16, 32, 64, 128)])
     assert runner.measure(tiled(), 0.0).kind == "ok"
     before = [runner.meter.process, *(w.process for w in runner.builders)]
-    runner.renew(Task("gelu(mm)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT)))
+    runner.begin(Task("gelu(mm)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT)))
     assert not runner.built and not runner.building and not runner.waiting
     assert runner.measure(tiled(), 0.0).kind == "ok"
     assert [runner.meter.process, *(w.process for w in runner.builders)] == before

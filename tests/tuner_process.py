@@ -70,7 +70,7 @@ class MadeUp:
         self.compared.append(tuple(configs))
         return Comparison(tuple(outcome_of(c) for c in configs), BASELINE)
 
-    def renew(self, task: Task) -> None:
+    def begin(self, task: Task) -> None:
         pass
 
     def close(self) -> None:

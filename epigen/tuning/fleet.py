@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from epigen.errors import EpigenError
 from epigen.tuning.database import Database
@@ -23,6 +25,7 @@ Place = str | Callable[[Task], str | None] | None
 """Where studies are kept: one storage for all problems, or one for each; None for memory."""
 
 _POLL_S = 0.1
+_PATIENCE_S = 1.0
 _WORTH_S = 4.0  # an idle GPU needs about a second for another problem's data and first kernels
 
 
@@ -51,7 +54,7 @@ class _Fleet:
     place: Place
     report: Callable[[int, Progress], None]
     done: Callable[[int, Tuned], None]
-    make: Callable[[Task], Runner]
+    make: Callable[[], Runner]
     lock: threading.Condition = field(default_factory=threading.Condition)
     stop: threading.Event = field(default_factory=threading.Event)
     failure: BaseException | None = None
@@ -63,10 +66,7 @@ class _Fleet:
             while (found := self.next()) is not None:
                 job, leads = found
                 task = replace(job.task, device=device)
-                if runner is None:
-                    runner = self.make(task)
-                else:
-                    runner.renew(task)
+                runner = runner or self.make()
                 if leads:
                     self.lead(job, task, runner)
                 else:
@@ -140,29 +140,38 @@ class _Fleet:
 def tune_all(
     tasks: Sequence[Task], database: Database | None, *, devices: Sequence[int] = (0,), trials: int = 48, budget_s: float = math.inf, seed: int = 0,
     storage: Place = None, report: Callable[[int, Progress], None] = lambda _i, _p: None, done: Callable[[int, Tuned], None] = lambda _i, _t: None,
-    make: Callable[[Task], Runner] | None = None,
+    started: Sequence[Runner] = (), make: Callable[[], Runner] | None = None,
 ) -> list[Tuned]:  # fmt: skip
     """Tune several problems on one or more GPUs, and add the winners to the database.
 
     devices: indices of GPUs of one kind; `Task.device` is overruled. report, done: told of the problem with an index, under one lock, from
-    any thread. A problem in which no config works is told of in its `error`. make: makes a GPU's runner; by default its workers.
+    any thread. A problem in which no config works is told of in its `error`. started: runners to begin with, which are closed at the end.
+    make: makes a further one; by default workers.
     Ctrl-C ends it all with what was found: a search under way is marked as not complete, and what has found nothing yet is left out.
     """
-    builders = builders_for(len(devices))
-    fleet = _Fleet(
-        [_Job(i, t) for i, t in enumerate(tasks)], database, trials, budget_s, seed, storage, report, done, make or (lambda task: GpuRunner(task, builders))
-    )
+    builders, ready = builders_for(len(devices)), list(started)
+
+    def runner() -> Runner:
+        with fleet.lock:
+            return ready.pop() if ready else (make or partial(GpuRunner, builders))()
+
+    fleet = _Fleet([_Job(i, t) for i, t in enumerate(tasks)], database, trials, budget_s, seed, storage, report, done, runner)
     threads = [threading.Thread(target=fleet.work, args=(d,), name=f"tuning on GPU {d}", daemon=True) for d in devices]
     for thread in threads:
         thread.start()
+    interrupted = 0.0
     for thread in threads:
         while thread.is_alive():
             try:
                 thread.join(_POLL_S)
             except KeyboardInterrupt:
-                if fleet.stop.is_set():
+                # one Ctrl-C often comes as two signals, to the process and to its group
+                if fleet.stop.is_set() and time.monotonic() - interrupted > _PATIENCE_S:
                     raise
+                interrupted = time.monotonic()
                 fleet.stop.set()
+    for left in ready:
+        left.close()
     if fleet.failure is not None:
         raise fleet.failure
     return [j.tuned for j in fleet.jobs if j.tuned is not None]

@@ -25,37 +25,44 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class _Renew:
-    """Tells a running worker to take up another setup."""
+class _Setup:
+    """Tells a worker what the jobs from here on are about."""
 
     setup: Any
 
 
 class Worker:
-    """One process that runs `python -m MODULE FD SETUP…` and answers jobs in order.
+    """One process that runs `python -m MODULE FD` and answers jobs in order.
 
-    module: its `__main__` opens the connection on the file descriptor FD, reads the setup, then answers one message a job.
+    module: its `__main__` opens the connection on the file descriptor FD and calls `serve`.
     """
 
-    def __init__(self, module: str, setup: Any):
-        self.module, self.setup = module, setup
+    def __init__(self, module: str):
+        self.module = module
+        self.setup: Any = None
         self.process: subprocess.Popen[bytes] | None = None
         self.connection: Connection | None = None
 
-    def submit(self, job: Any) -> None:
-        """Send a job; starts the process if there is none."""
+    def start(self) -> None:
+        """Start the process, if there is none: its imports take seconds, and need no setup."""
         if self.process is None:
             self._start()
+
+    def begin(self, setup: Any) -> None:
+        """Answer by a setup from the next job on; a process that runs already keeps what it has imported. No job may be under way."""
+        self.setup = setup
+        if self.process is not None:
+            self._send(_Setup(setup))
+
+    def submit(self, job: Any) -> None:
+        """Send a job; starts the process if there is none."""
+        self.start()
+        self._send(job)
+
+    def _send(self, message: Any) -> None:
         assert self.connection is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died meanwhile: `answer` says so
-            self.connection.send(job)
-
-    def renew(self, setup: Any) -> None:
-        """Answer by another setup from the next job on; a process that runs already keeps what it has imported. No job may be under way."""
-        self.setup = setup
-        if self.connection is not None:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self.connection.send(_Renew(setup))
+            self.connection.send(message)
 
     def answer(self, timeout_s: float) -> Any:
         """Wait for the answer of the job under way, `timeout_s` at most; a Lost where there will be none."""
@@ -89,18 +96,18 @@ class Worker:
                 command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 start_new_session=True,  # a terminal's Ctrl-C is for the search, which ends its workers itself
             )  # fmt: skip
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.connection.send(self.setup)
+        if self.setup is not None:
+            self._send(_Setup(self.setup))
 
 
 def serve(answer_with: Any) -> None:
     """A worker's main: `answer_with(setup)` gives the function that answers jobs. Ends when the pipe closes."""
     connection = Connection(int(sys.argv[1]))
+    handle: Any = None
     try:
-        handle = answer_with(connection.recv())
         while True:
             job = connection.recv()
-            if isinstance(job, _Renew):
+            if isinstance(job, _Setup):
                 handle = None  # what the old setup holds goes before the new one is made
                 handle = answer_with(job.setup)
             else:

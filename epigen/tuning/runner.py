@@ -32,8 +32,8 @@ class Runner(Protocol):
         """Times configs that were right, and the vendor's product, in turns; of no configs, the vendor's product alone."""
         ...
 
-    def renew(self, task: Task) -> None:
-        """Go on with another task."""
+    def begin(self, task: Task) -> None:
+        """Turn to a task, or to another one."""
         ...
 
     def close(self) -> None: ...
@@ -74,8 +74,8 @@ class Replay:
     def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
         return Comparison(tuple(self.table[c] for c in configs), self.baseline)
 
-    def renew(self, task: Task) -> None:
-        raise NotImplementedError("a recorded table is of one task")
+    def begin(self, task: Task) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -85,13 +85,13 @@ class GpuRunner:
     """A pool of compiling workers, and one measuring worker, which a lost job costs its process and nothing else."""
 
     def __init__(
-        self, task: Task, builders: int | None = None, meter: str = "epigen.tuning.measure", builder: str = "epigen.tuning.build",
+        self, builders: int | None = None, meter: str = "epigen.tuning.measure", builder: str = "epigen.tuning.build",
         first_s: float = 120.0, measure_s: float = 20.0, build_s: float = 60.0,
     ):  # fmt: skip
         """builders: how many processes compile. meter, builder: the workers' modules. *_s: how long an answer may take, the first included."""
         self.first_s, self.measure_s, self.build_s, self.kind = first_s, measure_s, build_s, MEASURED
-        self.builders = [Worker(builder, task) for _ in range(builders or builders_for(1))]
-        self.meter = Worker(meter, task)
+        self.builders = [Worker(builder) for _ in range(builders or builders_for(1))]
+        self.meter = Worker(meter)
         self.fresh = True
         self.building: dict[KernelConfig, Worker] = {}
         self.built: dict[KernelConfig, Outcome] = {}
@@ -101,8 +101,13 @@ class GpuRunner:
     def available(self, config: KernelConfig) -> KernelConfig:
         return config
 
-    def renew(self, task: Task) -> None:
-        """Go on with another task in the same processes, which spares their start."""
+    def start(self) -> None:
+        """Start the processes before there is a task for them: they import while the caller prepares it."""
+        for worker in (self.meter, *self.builders):
+            worker.start()
+
+    def begin(self, task: Task) -> None:
+        """Turn to a task. Processes that run already stay, which spares their start."""
         for config in list(self.building):  # begun for the last task, and not wanted any more
             self._collect(config)
         self.waiting.clear()
@@ -110,7 +115,7 @@ class GpuRunner:
         self.fresh = True  # the new task's data takes a while to make
         self.spent.clear()
         for worker in (*self.builders, self.meter):
-            worker.renew(task)
+            worker.begin(task)
 
     def prepare(self, configs: Sequence[KernelConfig]) -> None:
         known = {*self.building, *self.built, *self.waiting}

@@ -85,7 +85,8 @@ def tune_one(
     runner: what measures, by default workers of the task's GPU, for this task alone. storage, stop: as for `search`. Raises TuneError
     where no config works.
     """
-    measuring = runner or GpuRunner(task)
+    measuring = runner or GpuRunner()
+    measuring.begin(task)
     try:
         problem, (space, prior) = problem_for(task), _space(task)
         near = database.nearest(problem, triton_version(), 3, space.legal) if database else ()
@@ -106,6 +107,7 @@ def tune_one(
 
 def assist_one(task: Task, runner: Runner, *, trials: int = 48, seed: int = 0, storage: str | Storage, stop: threading.Event | None = None) -> int:
     """Measure configs of a problem whose search another runner leads. Returns how many."""
+    runner.begin(task)
     space, prior = _space(task)
     return assist(space, runner, prior=prior, trials=trials, seed=seed, storage=storage, name=study_name(task, runner.kind), stop=stop)
 
