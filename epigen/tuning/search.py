@@ -276,7 +276,8 @@ class _Tuner:
     def wait_for(self, numbers: set[int]) -> None:
         """Let other tuners end these trials; a dead one's are given up in the meantime."""
         until = time.monotonic() + _OTHERS_S
-        while numbers & self.study.others() and time.monotonic() < until and not self.stop.wait(_POLL_S):
+        while numbers & self.study.others() and time.monotonic() < until and not self.stopped():
+            self.stop.wait(_POLL_S)
             self.look()
 
     def time_baseline(self) -> None:
