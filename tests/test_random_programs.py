@@ -32,6 +32,17 @@ def test_interpreter(text: str) -> None:
     promised(text, "interpreter", "cpu", FP16)
 
 
+def test_what_an_unsure_choice_takes_is_rounded_where_it_lies() -> None:
+    """Both sides of the comparison are equal but for rounding, and the branches are far apart: the answer's last bit is that of either."""
+    text = (
+        "z0 = cast(mm, fp16); y0 = cast(mm, fp16); z1 = tanh(y0) ** 4; x0 = cast(tanh(-0.25) ** 4, fp32) >= (tanh(-0.25) ** 4); h0 = cast(bias, fp16); "
+        "q0 = cast(alpha, fp16); v0 = tanh(alpha) ** 2; w0 = alpha * tanh(alpha); y1 = alpha < y0; y2 = gelu_tanh(mm) / (abs(gelu_tanh(mm)) + 1); x1 = mm + mm; "
+        "h1 = sum(mm, m); cast(z0, fp16), cast(z1, fp32), cast(y2, fp16), cast(h1, fp16), cast(sum(mm, n), fp16), "
+        "cast(where(x0, x1, 0) + h0 + q0 + v0 + w0, fp16), bitmask(y1)"
+    )
+    promised(text, "interpreter", "cpu", FP16)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(most=20, tame=True, casts=INTERPRETABLE))
 def test_library_schedule(text: str) -> None:

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,7 +85,8 @@ def expect(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, reference.Nu
             error = torch.where(value.isnan(), 0, error + 0.5)
             value = torch.nan_to_num(value)
         elif dtype.is_float:
-            rounding = value.abs() * dtype.epsilon * 0.5 * (1 + 2.0**-10) + dtype.smallest
+            # what is rounded may lie anywhere within the error, as far as the other branch of an unsure choice
+            rounding = (value.abs() + error) * dtype.epsilon * 0.5 * (1 + 2.0**-10) + dtype.smallest
             error = error + torch.where(value.isfinite(), rounding, 0.0)  # NaN and infinities are exact
             if not dtype.is_fp8:  # near overflow both the largest number and infinity are right
                 error = torch.where(value.isfinite() & (value.abs() + error > dtype.largest * (1 - dtype.epsilon)), torch.inf, error)
@@ -98,7 +100,8 @@ def compare(found: Tensor, expected: Expected) -> Difference:
         bits = reference.unpack(found, expected.value.shape[1])
         wrong = (bits != expected.value) & ~expected.unsure
         promised = 1 - expected.unsure.double().mean().item() if wrong.numel() else 1.0
-        return Difference(not wrong.any().item(), float(wrong.any()), 0.0, promised, _first(wrong))
+        ok = not wrong.any().item()
+        return Difference(ok, float(not ok), 0.0, promised, () if ok else _place(wrong))
     value, bound = expected.value, expected.bound
     x = found.to(torch.float64)
     if not x.numel():
@@ -111,13 +114,16 @@ def compare(found: Tensor, expected: Expected) -> Difference:
     share = torch.where(bound > 0, difference / bound, torch.where(difference > 0, torch.inf, 0.0))
     share = torch.where(bound == torch.inf, 0.0, share)
     at = int(share.argmax())
+    ok = not wrong.any().item()
     return Difference(
-        not wrong.any().item(), difference.flatten()[at].item(), bound.expand_as(x).flatten()[at].item(),
-        bound.isfinite().double().mean().item(), _first(wrong) if wrong.any() else tuple(int(i) for i in torch.unravel_index(torch.tensor(at), x.shape)))  # fmt: skip
+        ok, difference.flatten()[at].item(), bound.expand_as(x).flatten()[at].item(), bound.isfinite().double().mean().item(), _place(share if ok else wrong)
+    )
 
 
-def _first(wrong: Tensor) -> tuple[int, ...]:
-    return tuple(int(i) for i in wrong.nonzero()[0]) if wrong.any() else ()
+def _place(of: Tensor) -> tuple[int, ...]:
+    """The indices of the first of the largest values."""
+    # numpy's, because torch's imports its symbolic shapes: seconds, in a worker that has just started
+    return tuple(int(i) for i in np.unravel_index(int(of.flatten().int().argmax() if of.dtype == torch.bool else of.argmax()), of.shape))
 
 
 def _error(node: Node, value: Tensor, args: list[tuple[Tensor, Tensor, str]], a: Tensor, b: Tensor, precision: str) -> Tensor:
@@ -131,8 +137,9 @@ def _error(node: Node, value: Tensor, args: list[tuple[Tensor, Tensor, str]], a:
             return torch.zeros((), dtype=torch.float64, device=a.device)
         case g.CAST:
             assert node.dtype is not None
-            ulp = 1.0 if node.dtype == INT8 else value.abs() * node.dtype.epsilon + node.dtype.smallest
-            return args[0][1] + ulp
+            before = args[0][1]
+            ulp = 1.0 if node.dtype == INT8 else (value.abs() + before) * node.dtype.epsilon + node.dtype.smallest
+            return before + ulp
         case g.BITMASK:
             return args[0][1]
         case g.REDUCE:
