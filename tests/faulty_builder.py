@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 
 from epigen.codegen.spec import KernelConfig
-from epigen.tuning.process import serve
 from epigen.tuning.task import Outcome, Task
 
 
@@ -18,9 +17,5 @@ def answer(config: KernelConfig) -> Outcome:
     return Outcome("ok")
 
 
-def builder(_task: Task) -> Callable[[KernelConfig], Outcome]:
+def worker(_task: Task) -> Callable[[KernelConfig], Outcome]:
     return answer
-
-
-if __name__ == "__main__":
-    serve(builder)

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable
 
-from epigen.tuning.process import serve
 from epigen.tuning.task import Baseline, Compare, Comparison, Job, Outcome, Task
 
 FAILURES = HANG, KILLED, CRASH, WRONG, MEMORY = 2, 3, 4, 5, 6
@@ -37,9 +36,5 @@ def time_of(block_m: int, block_n: int) -> float:
     return 50.0 + abs(block_m - 64) + abs(block_n - 128) / 2
 
 
-def meter(_task: Task) -> Callable[[Job], object]:
+def worker(_task: Task) -> Callable[[Job], object]:
     return answer
-
-
-if __name__ == "__main__":
-    serve(meter)

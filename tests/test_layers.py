@@ -159,7 +159,7 @@ def test_nothing_is_imported_by_a_computed_name() -> None:
         for node in ast.walk(tree)
         if (isinstance(node, ast.Name) and node.id in ways) or (isinstance(node, ast.Attribute) and node.attr in ways)
     }
-    assert not found
+    assert found == {"tuning.stem"}, "which is told by its command line what to fork, and tests put failing workers there"
 
 
 def test_only_settings_reads_the_environment() -> None:

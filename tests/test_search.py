@@ -212,11 +212,11 @@ def test_workers_go_on_with_another_task(runner: GpuRunner) -> None:
     """The processes stay, and answer for the new task; what was under way for the old one is put aside."""
     runner.prepare([tiled(block_m=m) for m in (16, 32, 64, 128)])
     assert runner.measure(tiled(), 0.0).kind == "ok"
-    before = [runner.meter.process, *(w.process for w in runner.builders)]
+    before = [runner.meter.key, *(w.key for w in runner.builders)]
     runner.begin(Task("gelu(mm)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT)))
     assert not runner.built and not runner.building and not runner.waiting
     assert runner.measure(tiled(), 0.0).kind == "ok"
-    assert [runner.meter.process, *(w.process for w in runner.builders)] == before
+    assert [runner.meter.key, *(w.key for w in runner.builders)] == before
 
 
 def test_workers_import_no_more_than_they_need() -> None:

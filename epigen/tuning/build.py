@@ -8,14 +8,13 @@ from epigen import settings
 from epigen.codegen.render import Renderer
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError
-from epigen.tuning.process import serve
 from epigen.tuning.task import Outcome, Task
 
 MOST_SPILLED_BYTES = 1024
 """A main loop that spills more a thread than this has never won."""
 
 
-def builder(task: Task) -> Callable[[KernelConfig], Outcome]:
+def worker(task: Task) -> Callable[[KernelConfig], Outcome]:
     """Answers a config with "ok", or with why it is not worth measuring."""
     graph, renderer = task.graph(), Renderer(settings.templates_dir())
     sample = task.sample(graph, "meta")
@@ -33,7 +32,3 @@ def builder(task: Task) -> Callable[[KernelConfig], Outcome]:
         return Outcome("ok")
 
     return build
-
-
-if __name__ == "__main__":
-    serve(builder)

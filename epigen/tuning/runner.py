@@ -14,7 +14,7 @@ from typing import Protocol
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError
 from epigen.tuning import space
-from epigen.tuning.process import Lost, Worker
+from epigen.tuning.process import Lost, Stem, Worker
 from epigen.tuning.task import Baseline, Compare, Comparison, Job, Measure, Outcome, Task
 
 MEASURED, RECORDED = "measured", "recorded"
@@ -90,8 +90,9 @@ class GpuRunner:
     ):  # fmt: skip
         """builders: how many processes compile. meter, builder: the workers' modules. *_s: how long an answer may take, the first included."""
         self.first_s, self.measure_s, self.build_s, self.kind = first_s, measure_s, build_s, MEASURED
-        self.builders = [Worker(builder) for _ in range(builders or builders_for(1))]
-        self.meter = Worker(meter)
+        self.stem = Stem(meter, builder, "epigen.runtime.kernel", "epigen.runtime.verify")
+        self.builders = [Worker(self.stem, builder) for _ in range(builders or builders_for(1))]
+        self.meter = Worker(self.stem, meter)
         self.fresh = True
         self.building: dict[KernelConfig, Worker] = {}
         self.built: dict[KernelConfig, Outcome] = {}
@@ -102,9 +103,8 @@ class GpuRunner:
         return config
 
     def start(self) -> None:
-        """Start the processes before there is a task for them: they import while the caller prepares it."""
-        for worker in (self.meter, *self.builders):
-            worker.start()
+        """Start importing before there is a task, while the caller prepares it."""
+        self.stem.start()
 
     def begin(self, task: Task) -> None:
         """Turn to a task. Processes that run already stay, which spares their start."""
@@ -175,5 +175,6 @@ class GpuRunner:
         return answer
 
     def close(self) -> None:
+        self.stem.stop()
         for worker in (*self.builders, self.meter):
             worker.stop()
