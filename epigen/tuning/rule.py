@@ -54,4 +54,4 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
 def library(spec: KernelSpec, why: str) -> Choice:
     """The vendor's product and one generated kernel for the epilogue: the answer where no tiled config fits."""
     rows = 8 if not any(p.axes != "n" for p in spec.partials) else 32
-    return Choice(schedules.config("library", block_m=rows, block_n=128, num_warps=4), f"vendor product, then one fused epilogue: {why}")
+    return Choice(schedules.config("library", block_m=rows, block_n=128, num_warps=rows // 8), f"vendor product, then one fused epilogue: {why}")

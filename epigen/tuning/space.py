@@ -72,12 +72,6 @@ class Space:
         """Whether a config, borrowed from another problem say, is a point of this space."""
         return self.at(parameters(config)) == config
 
-    def around(self, config: KernelConfig) -> list[KernelConfig]:
-        """The legal configs that differ from a legal one by one step of one dimension."""
-        values = parameters(config)
-        steps = [values | {name: values[name] + step} for name in values if name != "schedule" for step in (-1, 1)]
-        return [found for found in (self.at(s) for s in steps) if found is not None]
-
     def at(self, values: Mapping[str, int]) -> KernelConfig | None:
         """The config of these parameters; None where one is out of its bounds or missing."""
         inside = True
@@ -119,7 +113,9 @@ class Space:
         block_k = exponent("block_k", max(least_k, min(most_k, _LEAST_STEP // step_bytes)), most_k)
         fewest = max(fewest, *(_up(math.ceil(block_k * each / (limit * threads))) for limit, each in unrolled))
         warps = exponent("num_warps", min(fewest, most), most)
-        most_stages = max(1, min(8 if m <= 64 else 6, -(-k // block_k), room // (step_bytes * block_k)))
+        # what is loaded element by element is not fetched ahead: stages change nothing, and two say so
+        deepest = 3 if all(self._scalar_rows()) else 8 if m <= 64 else 6
+        most_stages = max(1, min(deepest, -(-k // block_k), room // (step_bytes * block_k)))
         stages = suggest("tiled.num_stages", min(2, most_stages), most_stages)
         group_m = _GROUPS[suggest("tiled.group_m", 0, int(m > block_m))]
         return schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=warps, num_stages=stages)
@@ -157,8 +153,8 @@ class Space:
 
         block_m = exponent("block_m", 1, min(128, _padded(m, 1)))
         block_n = exponent("block_n", min(_padded(n), max(32, 1024 // block_m)), min(1024, _padded(n), 8192 // block_m))
-        # 8 to 32 values a thread
-        warps = exponent("num_warps", _up(-(-block_m * block_n // 1024)), min(16, max(1, block_m * block_n // 256)))
+        # 32 values a thread: fewer are no faster in a pass over memory, and far slower where columns are summed
+        warps = max(1, block_m * block_n // 1024)
         return schedules.config("library", block_m=block_m, block_n=block_n, num_warps=warps)
 
 

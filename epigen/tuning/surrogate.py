@@ -20,10 +20,15 @@ Floats = npt.NDArray[np.float64]
 
 _STEPS = {"num_stages": 2.5, "group_m": 3.0}
 _STEP = 1.5  # how many steps of a dimension until two configs' factors have little in common
-_LOCAL = (0.2, 0.4, 0.8)  # standard deviation of the factor's logarithm among a schedule's configs: the likeliest of these, as the model is good or bad
+_LOCAL = (
+    0.05,
+    0.1,
+    0.2,
+    0.4,
+    0.8,
+)  # standard deviation of the factor's logarithm among a schedule's configs: the likeliest of these, as the model is good or bad
 _SHARED = 1.0  # of what a schedule's configs have in common: the model may be wrong about a whole schedule
 _NOISE = 0.01  # of a measurement
-_CONFIDENCE = 1.5  # standard deviations: a proposal is the config that may well be the fastest, not the one that probably is fast
 _FAILED = math.log(4.0)  # a config that fails counts as one that takes four times its estimate
 _MOST_OBSERVED = 256  # the fastest: beyond that the algebra would take longer than a measurement
 
@@ -57,9 +62,10 @@ class Surrogate:
         expected, deviation = self._posterior(observed, factors)
         if waiting:
             expected, deviation = self._posterior(observed + waiting, [*factors, *expected[waiting]])
-        hopeful = self.prior + expected - _CONFIDENCE * deviation
-        hopeful[~free] = np.inf
-        return self.configs[int(np.argmin(hopeful))]
+        best = min((self.prior[i] + f for i, f in zip(observed, factors, strict=True)), default=math.inf)
+        gain = _improvement(best - self.prior - expected, deviation)
+        gain[~free] = -np.inf
+        return self.configs[int(np.argmax(gain))]
 
     def _posterior(self, observed: list[int], factors: list[float]) -> tuple[Floats, Floats]:
         """Mean and standard deviation of every config's factor, as logarithms. What one schedule shows says nothing of another's factors."""
@@ -73,6 +79,17 @@ class Surrogate:
             mean, deviation[members] = _regression(self.points[members], rows, known[seen] - common)
             expected[members] = common + mean
         return expected, deviation
+
+
+def _improvement(ahead: Floats, deviation: Floats) -> Floats:
+    """By how much each is expected to beat the best so far: ahead by so much in the mean, give or take a normal deviation. Jones, Schonlau
+    and Welch, "Efficient Global Optimization of Expensive Black-Box Functions" (1998), section 4.1."""
+    if not np.isfinite(ahead).all():  # there is no best yet
+        return deviation - ahead
+    deviation = np.maximum(deviation, 1e-9)
+    z = ahead / deviation
+    below = np.array([math.erfc(-x / math.sqrt(2)) / 2 for x in z])
+    return ahead * below + deviation * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
 
 
 def _regression(points: Floats, rows: npt.NDArray[np.int64], values: Floats) -> tuple[Floats, Floats]:
