@@ -1,8 +1,12 @@
-"""The analytic model: what a config needs, and about how long it takes, from datasheet figures alone. Pure functions.
+"""The analytic model: about how long a config takes, from datasheet figures and a few constants. Pure functions.
 
 In go a kernel's meaning, a config, a shape and a GPU; out come resources, a refusal, or an estimate in microseconds. The
 estimate is made to rank the configs of one problem: block sizes, warps, stages, order of tiles, alignment and layouts move it as they
 move measured times. It is not a promise of absolute time; on long kernels power limits add about a tenth.
+
+Spearman's rank correlation with measured time over whole search spaces (fp16, H200, Triton 3.6, 2026-11; 5,572 configs of seven problems
+in bench/results/sweep_*.json, printed by `python -m bench.model`): small 0.97, square 0.97, medium 0.97, skinny 0.96, drelu_bgrad 0.95,
+short_k 0.93, odd 0.85.
 """
 
 from __future__ import annotations
@@ -11,58 +15,21 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from epigen import ops
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KernelConfig, KernelSpec
 from epigen.dtypes import FP8E4M3, FP16, FP32
 from epigen.runtime.device import Target
+from epigen.tuning.constants import FITTED, Constants
 from epigen.tuning.gpus import Gpu
+from epigen.tuning.resources import WGMMA, Resources, Work
 from epigen.tuning.traffic import Shape, eager_dtype, item_bytes, partial_bytes, size_of, traffic
 
-# Constants of the estimate. Fitted to the log of 37 measured times of relu(mm + bias) on an H200, fp16, cold L2 (torch 2.11, Triton 3.6,
-# 2026-11-20; the table is in tests/test_model.py), to 8 % in the root mean square, then rounded. Each stands for something that other
-# GPUs share, and none for a single shape or config.
-_TENSOR_SHARE = 0.88  # of the tensor cores' peak while they have work
-_SYNC_SHARE = 0.55  # Hopper without wgmma: the older instruction reaches about 60 % of the peak
-_OLDER_SHARE = 0.8  # the older instruction where it is the only one
-_PLAIN_SHARE = 0.5  # fp32 without tensor cores: the operands come through the same ports as the results
-_ONE_WARPGROUP = 0.97  # whole main loop: the only four warps also issue the loads
-_SHARED_BYTES_CLOCK = 128  # shared memory of one multiprocessor, bytes a clock, on every GPU in the table
-_L2_BYTES_CLOCK = 64  # from L2 into one multiprocessor, bytes a clock: the port's width
-_SHORT_RUN = 0.46  # each halving of a tile's row below 256 contiguous bytes adds this share of the feeding time, beside the products: "nt" against "nn"
-_SHORT_HIDDEN = 0.58  # of that, where another block multiplies meanwhile
-_SMOOTH = 8.0  # exponent of the norm that joins what overlaps: higher is nearer to a plain maximum
-_STEP_US = 0.02  # barriers and late loads of one step; each further stage in flight absorbs some
-_L2_US, _DRAM_US = 0.3, 0.35  # a load's latency, and what missing L2 adds: 16x4096x4096, which waits for nothing else
-_CHAIN_CLOCKS = 33  # one product of 16 fp16 along k, before the next can add to the same accumulators
-_MEMORY_BARE = 0.05  # of the memory's time for the operands that nothing hides: the order of tiles shows a little even where the math binds
-_START_US = 0.015  # a multiprocessor starts its blocks one by one
-_BLOCK_US = 0.1  # starting a block, and again the barriers around its epilogue
-_OVERLAP = 0.85  # of fill and epilogue left bare where another block computes meanwhile
-_SCALAR_NS = 1.0  # one element loaded by itself, for want of an asynchronous copy below 4 bytes: 4095x4097x1023
-_SPILLED, _SPILL = 1.14, 1.35  # beyond this share of the registers a thread can have, the main loop takes so much longer: 128x256 with 4 warps
-_GAP_US = 1.5  # between two kernels of one stream
 _VENDOR_TILES = ((128, 256, 0.86), (128, 128, 0.77), (64, 128, 0.66), (64, 64, 0.53))  # rows, columns, share of the peak
-_VENDOR_US = 2.0  # the vendor's kernel beyond its arithmetic: fill and drain
-_VENDOR_UNALIGNED = {16: 1.0, 8: 2.0, 4: 3.0, 2: 5.5, 1: 5.5}  # by bytes: 4095x4097x1023 fp16 at 125 instead of 755 TFLOP/s
-_WGMMA = ("sm_90", "sm_100")
+# Where rows are aligned to fewer than 16 bytes it has older kernels, of one tile and so many times slower: 4095x4097x1023 and 1000x1003x1001
+# fp16 at 125 and 66 TFLOP/s. Between 2 and 16 bytes nothing was measured.
+_VENDOR_UNALIGNED_TILE, _VENDOR_UNALIGNED = (128, 128, 0.77), {8: 2.0, 4: 3.0, 2: 4.7, 1: 4.7}
 _RUN_BYTES = 256
-_VECTOR_ELEMENTS = 16  # Triton specialises integers on divisibility by 16; other strides get loads of one element
 _MOST_ACCUMULATORS = 0.88  # of the registers a thread can have: 224 of 255
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What one block takes. stage_bytes: one step's operands. accumulators: fp32 values a thread. registers: what a thread would like to
-    have, estimated to about 15 %. most_registers: what it can have.
-    """
-
-    shared_bytes: int
-    stage_bytes: int
-    accumulators: int
-    registers: int
-    most_registers: int
-    blocks_per_sm: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +60,9 @@ class Estimate:
 # -- resources
 
 
-def resources(spec: KernelSpec, config: KernelConfig, target: Target, layout: str = "nn") -> Resources:
-    """What a block of the main kernel takes on a target, before anything is compiled."""
-    return _Work(spec, (0, 0, 0), target, layout).resources(config)
+def resources(spec: KernelSpec, config: KernelConfig, target: Target, layout: str = "nn", shape: Shape = (0, 0, 0)) -> Resources:
+    """What a block of the main kernel takes on a target, before anything is compiled. shape: by default one of aligned rows."""
+    return Work(spec, shape, target, layout).resources(config)
 
 
 def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target, layout: str = "nn") -> str:
@@ -116,7 +83,7 @@ def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target
         padded = max(floor, 1 << max(0, extent - 1).bit_length())
         if block > padded:
             return f"{name}={block} is {block // padded} times what {extent} fills"
-    needs = resources(spec, config, target, layout)
+    needs = resources(spec, config, target, layout, shape)
     if needs.shared_bytes > target.shared_bytes:
         return f"{needs.shared_bytes} bytes of shared memory, and a block of {target.name} has {target.shared_bytes}"
     if needs.accumulators > _MOST_ACCUMULATORS * needs.most_registers:
@@ -135,9 +102,9 @@ def estimate_us(spec: KernelSpec, config: KernelConfig, shape: Shape, gpu: Gpu, 
     return next(iter(estimates(spec, (config,), shape, gpu, layout)))
 
 
-def estimates(spec: KernelSpec, configs: Iterable[KernelConfig], shape: Shape, gpu: Gpu, layout: str = "nn") -> list[Estimate]:
+def estimates(spec: KernelSpec, configs: Iterable[KernelConfig], shape: Shape, gpu: Gpu, layout: str = "nn", constants: Constants = FITTED) -> list[Estimate]:
     """An estimate a config, in the given order; what the problem alone decides is worked out once."""
-    work = _Timing(spec, shape, gpu, layout)
+    work = _Timing(spec, shape, gpu, layout, constants)
     return [work.estimate(config) for config in configs]
 
 
@@ -146,8 +113,8 @@ def unfused_us(spec: KernelSpec, shape: Shape, gpu: Gpu, layout: str = "nn") -> 
     moved = traffic(spec, shape)
     operands = shape[0] * shape[2] * spec.signature.a.bytes + shape[2] * shape[1] * spec.signature.b.bytes
     beside = max(0.0, moved.unfused_bytes - operands - shape[0] * shape[1] * eager_dtype(spec).bytes)
-    product = _Timing(spec, shape, gpu, layout).product_us
-    return gpu.launch_us + product + (moved.unfused_launches - 1) * _GAP_US + beside / (gpu.achieved_gbps * 1e3)
+    product = _Timing(spec, shape, gpu, layout, FITTED).product_us
+    return gpu.launch_us + product + (moved.unfused_launches - 1) * FITTED.gap_us + beside / (gpu.achieved_gbps * 1e3)
 
 
 def rank(spec: KernelSpec, configs: Iterable[KernelConfig], shape: Shape, gpu: Gpu, layout: str = "nn") -> list[KernelConfig]:
@@ -157,71 +124,12 @@ def rank(spec: KernelSpec, configs: Iterable[KernelConfig], shape: Shape, gpu: G
     return [given[i] for i in sorted(range(len(given)), key=times.__getitem__)]
 
 
-def _operations(op: str) -> float:
-    """Instructions an element for a row of the operation table, read off its Triton text: the slow functions are 10 to 30 instructions."""
-    if op not in ops.TABLE:
-        return 1.0
-    text = "\n".join([ops.TABLE[op].triton, *ops.TABLE[op].body])
-    return 1.0 + sum(
-        weight * text.count(part) for part, weight in (("*", 1), (" + ", 1), (" - ", 1), (" / ", 8), ("exp(", 8), ("log(", 12), ("sqrt(", 8), ("erf(", 25))
-    )
-
-
-class _Work:
-    """What a spec decides about every config: bytes and instructions an element of a tile, and registers."""
-
-    def __init__(self, spec: KernelSpec, shape: Shape, target: Target, layout: str):
-        self.spec, self.shape, self.target, self.layout = spec, shape, target, layout
-        sig = spec.signature
-        self.element_bytes = max(sig.a.bytes, sig.b.bytes)
-        self.plain = sig.a == FP32 and (sig.precision == "ieee" or not target.tf32)
-        tiles = [i for i in spec.inputs if i.indices == "mn" and i.dtype is not None]
-        self.read_bytes = sum(0.125 if i.packed else i.dtype.bytes for i in tiles if i.dtype)
-        self.written_bytes = sum(0.125 if s.packed else float(s.dtype.bytes) for s in spec.stores)
-        bits = sum(i.packed for i in tiles) + sum(s.packed for s in spec.stores)
-        # a reduction costs its own instructions and the exchange between threads, a mask its shifts
-        self.operations = sum(_operations(line.op) for line in spec.lines) + 4.0 * bits + sum(16.0 if p.row == "logsumexp" else 4.0 for p in spec.partials)
-        self.store_bytes = max((s.dtype.bytes for s in spec.stores if s.indices == "mn" and not s.packed), default=0)
-        self.held_an_element = min(1.0, self.read_bytes / 4 + 0.3 * sum(s.packed for s in spec.stores) + 0.01 * max(0.0, self.operations - 4))
-
-    def wgmma(self, block_m: int, warps: int) -> bool:
-        """Hopper and later datacentre parts multiply straight from shared memory, 64 rows and four warps at a time."""
-        return self.target.name in _WGMMA and block_m >= 64 and warps % 4 == 0 and not self.plain
-
-    def resources(self, config: KernelConfig) -> Resources:
-        threads = config["num_warps"] * self.target.warp_size
-        block_m, block_n = config["block_m"], config["block_n"]
-        accumulators = -(-block_m * block_n // threads)
-        most = min(255, self.target.sm_registers // threads)
-        if not SCHEDULES[config.schedule].multiplies:
-            registers = 24 + int((1 + self.read_bytes / 4) * accumulators)
-            return Resources(0, 0, accumulators, registers, most, max(1, self.target.blocks_per_sm(threads, min(most, registers), 0)))
-        block_k, stages = config["block_k"], config["num_stages"]
-        wgmma = self.wgmma(block_m, config["num_warps"])
-        # Seen in 62 kernels that Triton 3.9 compiled, 2026-11: wgmma keeps `num_stages` buffers, the older instruction (sm_80, sm_120, gfx942,
-        # gfx1100, and sm_90 where block_m < 64 or there are fewer than four warps) one less.
-        buffers = max(1, stages if wgmma else stages - 1)
-        along_k = (self.layout[0] == "n", self.layout[1] == "t")
-        # wgmma wants 8-bit operands along k: another one goes through registers, and has one buffer
-        each = [buffers if k or self.element_bytes > 1 or not wgmma else 1 for k in along_k]
-        shared = (each[0] * block_m + each[1] * block_n) * block_k * self.element_bytes
-        if self.target.backend == "cuda":  # the stores' layout is reached through shared memory
-            shared = max(shared, min(block_m * block_n * self.store_bytes, 1 << 16))
-        # The same kernels: 36, the accumulators, what the epilogue holds beside them, and two for the address of each copy of 16 bytes. The
-        # older instruction also holds the operands, about as much again; fp8 a second accumulator, since the tensor cores' own is narrow.
-        again = 1.0 if not wgmma else 0.8 if self.spec.signature.a.is_fp8 else 0.0
-        copies = max(1, (block_m + block_n) * block_k * self.element_bytes // 16 // threads)
-        registers = int(36 + accumulators * (1 + self.held_an_element + again) + 2 * copies)
-        stage = (block_m + block_n) * block_k * self.element_bytes
-        return Resources(shared, stage, accumulators, registers, most, max(1, self.target.blocks_per_sm(threads, min(most, registers), shared)))
-
-
-class _Timing(_Work):
+class _Timing(Work):
     """Estimates for one problem on one GPU."""
 
-    def __init__(self, spec: KernelSpec, shape: Shape, gpu: Gpu, layout: str):
+    def __init__(self, spec: KernelSpec, shape: Shape, gpu: Gpu, layout: str, constants: Constants):
         super().__init__(spec, shape, gpu.target, layout)
-        self.gpu = gpu
+        self.gpu, self.c = gpu, constants
         m, n, k = shape
         sig = spec.signature
         self.sms = gpu.multiprocessors
@@ -229,9 +137,6 @@ class _Timing(_Work):
         self.flops_us = gpu.peak(FP32 if self.plain else sig.a, "ieee" if self.plain else sig.precision) * 1e6 / self.sms
         self.bytes_us = gpu.achieved_gbps * 1e3
         self.clock_us = float(gpu.clock_mhz)
-        # the extent along which each operand lies in memory, which is its other stride
-        runs = (k if layout[0] == "n" else m, n if layout[1] == "n" else k)
-        self.vectors = tuple(extent % _VECTOR_ELEMENTS == 0 for extent in runs)
         self.operand_bytes = (m * k * sig.a.bytes, k * n * sig.b.bytes)
         self.vector_bytes = sum(item_bytes(i, m, n) for i in spec.inputs if i.indices != "mn")
         self.product_us = self._vendor_us()
@@ -250,27 +155,27 @@ class _Timing(_Work):
         steps = -(-k // block_k)
         moved = self._operand_traffic(config, tiles_m, tiles_n, min(tiles, slots))
         # the first wave finds nothing in L2; the later ones find the operands, where L2 holds them
-        cold = _L2_US + _DRAM_US
-        later = _L2_US if sum(self.operand_bytes) <= self.gpu.l2_bytes / 2 else cold
+        cold = self.c.l2_us + self.c.dram_us
+        later = self.c.l2_us if sum(self.operand_bytes) <= self.gpu.l2_bytes / 2 else cold
         full, rest = divmod(tiles, slots)
         last = -(-rest // self.sms)
         mainloop = epilogue = 0.0
         for count, blocks, latency in ((min(1, full), resident, cold), (max(0, full - 1), resident, later), (min(1, rest), last, later if full else cold)):
             if count:
-                bare = _OVERLAP if blocks > 1 and tiles > slots else 1.0
-                fill = latency + _BLOCK_US + needs.stage_bytes / (_L2_BYTES_CLOCK * self.clock_us)
-                mainloop += count * (steps * self._step_us(config, needs, blocks, latency, steps) + bare * fill)
+                bare = self.c.overlap if blocks > 1 and tiles > slots else 1.0
+                fill, loop = self._loop_us(config, needs, blocks, latency, steps)
+                mainloop += count * (loop + bare * fill)
                 epilogue += count * bare * self._epilogue_us(block_m, block_n, blocks, config["num_warps"])
         partials = sum(partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)
         memory = (moved + self._epilogue_bytes() + partials) / self.bytes_us
         # the memory's time overlaps the kernel's but for a rest
-        mainloop += tiles / self.sms * _START_US + _MEMORY_BARE * moved / self.bytes_us
-        kernel = _norm(mainloop + epilogue, memory)
+        mainloop += self.c.memory_bare * moved / self.bytes_us
+        kernel = self._norm(mainloop + epilogue, memory)
         finish = self._finish_us(tiles_m, tiles_n)
         return Estimate(self.gpu.launch_us + kernel + finish, self.gpu.launch_us, mainloop, epilogue, finish, 0.0, memory, tiles, tiles / slots, resident)
 
-    def _step_us(self, config: KernelConfig, needs: Resources, blocks: int, latency: float, steps: int) -> float:
-        """One step over block_k, of all blocks that share a multiprocessor."""
+    def _loop_us(self, config: KernelConfig, needs: Resources, blocks: int, latency: float, steps: int) -> tuple[float, float]:
+        """Until the first step can begin, and all steps over block_k, of all blocks that share a multiprocessor."""
         block_m, block_n, block_k, warps = config["block_m"], config["block_n"], config["block_k"], config["num_warps"]
         a_bytes, b_bytes = block_m * block_k * self.element_bytes, block_n * block_k * self.element_bytes
         share = self._tensor_share(block_m, warps, blocks)
@@ -282,40 +187,70 @@ class _Timing(_Work):
             # warps side by side read the same rows: as square a grid of them as the tile has
             rows = min(max(1, block_m // 16), _power_at_most(math.sqrt(warps * block_m / block_n)), warps)
             read = a_bytes * (warps // rows) + b_bytes * rows
-        shared = (read + a_bytes + b_bytes) / (_SHARED_BYTES_CLOCK * self.clock_us)
-        along_k = block_k * self.element_bytes
-        a_run = along_k if self.layout[0] == "n" else block_m * self.element_bytes
-        b_run = block_n * self.element_bytes if self.layout[1] == "n" else along_k
-        port = _L2_BYTES_CLOCK * self.clock_us
-        feed = (a_bytes + b_bytes) / port
-        short = (a_bytes * _short_runs(a_run) + b_bytes * _short_runs(b_run)) / port
-        chain = 0.0 if self.plain else block_k * self.element_bytes / 32 * _CHAIN_CLOCKS / self.clock_us
-        in_flight = max(1, min(config["num_stages"] - 1, steps))
-        scalar = (0 if self.vectors[0] else block_m * block_k) + (0 if self.vectors[1] else block_n * block_k)
-        late = (latency + feed + short) / in_flight
-        step = _norm(blocks * products, blocks * shared, blocks * feed, late, chain) + _STEP_US * (0.5 + warps / 16) * (latency / _L2_US) / in_flight
-        step += short * (1.0 if blocks == 1 else blocks * _SHORT_HIDDEN)
-        if blocks * warps <= 4:
-            step /= _ONE_WARPGROUP
+        shared = (read + a_bytes + b_bytes) / (self.c.shared_bytes_clock * self.clock_us)
+        # a row of a tile is contiguous in memory: along k, or along m or n
+        feed = self._feed_us(*((block_m, block_k) if self.layout[0] == "n" else (block_k, block_m)))
+        feed += self._feed_us(*((block_k, block_n) if self.layout[1] == "n" else (block_n, block_k))) * (1.0 if self.layout[1] == "n" else self.c.b_along_k)
+        if any(self.narrow):
+            multiply = max(products, shared, self._multiply_us(block_m, block_n, block_k, warps))
+            return self.c.block_us, steps * self._narrow_step_us(config, needs, blocks, multiply)
+        spill = self.c.spill if needs.registers > self.c.spilled * needs.most_registers else 1.0
+        copies = (a_bytes / self.copy_bytes[0] + b_bytes / self.copy_bytes[1]) / (32 * warps)
+        issue, multiply = copies * self.c.copy_clocks / self.clock_us, self._multiply_us(block_m, block_n, block_k, warps)
         if config["num_stages"] == 1:  # load, wait, multiply
-            step = latency + blocks * (max(products, shared) + feed + short) + chain
-        if scalar:
-            step += blocks * scalar * _SCALAR_NS * 1e-3 + latency
-        return step * (_SPILL if needs.registers > _SPILLED * needs.most_registers else 1.0)
+            return self.c.block_us, steps * spill * (latency + max(issue, blocks * feed) + max(multiply, blocks * products, blocks * shared))
+        # the first loads are issued at once; each later one is waited for as long as those in flight do not cover it
+        in_flight = max(1, min(config["num_stages"] - 1, steps))
+        late = (latency + feed) / in_flight
+        busy = (blocks * products, blocks * shared, blocks * feed)
+        loop = min(in_flight, steps) * self._norm(*busy, issue + multiply) + max(0, steps - in_flight) * self._norm(*busy, issue + multiply, late)
+        return self.c.block_us + latency + feed, spill * loop
+
+    def _feed_us(self, rows: int, columns: int) -> float:
+        """What a multiprocessor takes to load a tile whose rows are contiguous in memory.
+
+        Of tiles that nothing else bounds, rows of 32 and of 64 bytes took the same 1.7 clocks, and rows of 128 bytes 2.9, from 64x64 to
+        128x128 and with 2 to 8 warps (4096x4096x4096 "nt" on an H200): the request counts as well as the bytes.
+        """
+        return rows * max(self.c.row_clocks, self.c.request_clocks + columns * self.element_bytes / self.c.l2_bytes_clock) / self.clock_us
+
+    def _multiply_us(self, block_m: int, block_n: int, block_k: int, warps: int) -> float:
+        """What one block's multiplications take in the order that they depend on each other."""
+        k16 = block_k * self.element_bytes / 32
+        if self.plain:
+            return 0.0
+        if self.wgmma(block_m, warps):
+            return (self.c.wait_clocks + k16 * self.c.chain_clocks) / self.clock_us
+        return k16 * max(self.c.mma_chain_clocks, block_m * block_n / (16 * 8 * warps) * self.c.mma_clocks) / self.clock_us
+
+    def _narrow_step_us(self, config: KernelConfig, needs: Resources, blocks: int, multiply: float) -> float:
+        """A step whose operands are loaded element by element: nothing of it is asynchronous, so that a block loads, waits and multiplies."""
+        warps = config["num_warps"]
+        loads = sum(config[b] * config["block_k"] for b, narrow in zip(("block_m", "block_n"), self.narrow, strict=True) if narrow) / 32
+        load = loads * self.c.narrow_clocks / self.clock_us
+        alone = max(load, loads / warps * self.c.narrow_warp_clocks / self.clock_us)
+        own = self.c.narrow_us + alone + multiply + needs.spilled * self.c.narrow_spill_ns * 1e-3
+        return self._norm(own, blocks * (load + multiply), smooth=self.c.narrow_smooth)
 
     def _tensor_share(self, block_m: int, warps: int, blocks: int) -> float:
         if self.plain:
-            return _PLAIN_SHARE * min(1.0, blocks * warps / 4)
+            return self.c.plain_share * min(1.0, blocks * warps / 4)
         if not self.wgmma(block_m, warps):
-            return (_SYNC_SHARE if self.target.name in _WGMMA else _OLDER_SHARE) * min(1.0, blocks * warps / 4)
-        return _TENSOR_SHARE
+            return (self.c.sync_share if self.target.name in WGMMA else self.c.older_share) * min(1.0, blocks * warps / 4)
+        return self.c.tensor_share
 
     def _epilogue_us(self, block_m: int, block_n: int, blocks: int, warps: int) -> float:
         """Inputs, lines and stores of a wave of tiles: the tiled schedule starts them when its product is done."""
         elements = block_m * block_n * blocks
         moved = elements * (self.read_bytes + self.written_bytes) * self.sms / self.bytes_us
         lanes = min(128, 32 * warps * blocks)
-        return moved + elements * (self.operations + 4.0) / (lanes * self.clock_us) + _BLOCK_US + (_L2_US if self.read_bytes else 0.0)
+        alu = elements * (self.operations + 4.0) / (lanes * self.clock_us)
+        exchange = blocks * self._exchange_us(block_n, warps)
+        return moved + alu + exchange + self.c.block_us + (self.c.l2_us if self.read_bytes else 0.0)
+
+    def _exchange_us(self, columns: int, warps: int) -> float:
+        """What the warps of a block take to add up the column sums that each holds for itself, through shared memory."""
+        return sum("m" in p.axes for p in self.spec.partials) * warps * columns * self.c.exchange_clocks / self.clock_us
 
     def _epilogue_bytes(self) -> float:
         m, n, _ = self.shape
@@ -340,7 +275,7 @@ class _Timing(_Work):
             lengths = [k if s.operand else {"n": tiles_m, "m": tiles_n, "": tiles_m * tiles_n}[finish.indices] for s in finish.sources]
             # 4 warps a block walk over the length, 32 at a time, a load's latency each; the bytes are shared by all blocks
             chunks = sum(-(-length // 32) for length in lengths)
-            total += _GAP_US + _L2_US * (1 + chunks / 4) + 4.0 * width * sum(lengths) / self.bytes_us
+            total += self.c.gap_us + self.c.l2_us * (1 + chunks / 4) + 4.0 * width * sum(lengths) / self.bytes_us
         return total
 
     def _vendor_us(self) -> float:
@@ -349,17 +284,17 @@ class _Timing(_Work):
         sig = self.spec.signature
         dtype = FP16 if sig.a.is_fp8 else sig.a  # fp8 is widened first
         peak = self.gpu.peak(dtype, sig.precision) * 1e6 / self.sms
-        arithmetic = min(
-            -(-(-(-m // rows) * -(-n // columns)) // self.sms) * 2.0 * rows * columns * k / (peak * share) for rows, columns, share in _VENDOR_TILES
-        )
         together = 16
         for extent in (k if self.layout[0] == "n" else m, n if self.layout[1] == "n" else k):
             while extent * dtype.bytes % together:
                 together //= 2
-        arithmetic *= _VENDOR_UNALIGNED[max(1, together)]
+        slower, tiles = _VENDOR_UNALIGNED.get(together, 1.0), (_VENDOR_UNALIGNED_TILE,) if together in _VENDOR_UNALIGNED else _VENDOR_TILES
+        arithmetic = min(
+            slower * -(-(-(-m // rows) * -(-n // columns)) // self.sms) * 2.0 * rows * columns * k / (peak * share) for rows, columns, share in tiles
+        )
         widened = 2 * sum(self.operand_bytes) if sig.a.is_fp8 else 0
         moved = (sum(self.operand_bytes) + widened + 4 * m * n) / self.bytes_us
-        return max(arithmetic, moved) + 0.5 * min(arithmetic, moved) + _VENDOR_US + (2 * _GAP_US if widened else 0.0)
+        return max(arithmetic, moved) + 0.5 * min(arithmetic, moved) + self.c.vendor_us + (2 * self.c.gap_us if widened else 0.0)
 
     def _library(self, config: KernelConfig) -> Estimate:
         m, n, _ = self.shape
@@ -369,32 +304,28 @@ class _Timing(_Work):
         tiles = tiles_m * tiles_n
         resident = min(needs.blocks_per_sm, max(1, -(-tiles // self.sms)))
         waves = tiles / (resident * self.sms)
-        each = (4 + self.read_bytes + self.written_bytes) * block_m * block_n * (1.0 + 0.5 * _short_runs(block_n * 4))
+        each = (4 + self.read_bytes + self.written_bytes) * block_m * block_n * (1.0 + self.c.short_run * max(0.0, math.log2(_RUN_BYTES / (block_n * 4))))
         # what is in flight over the latency, up to the multiprocessor's share of the memory
-        latency = _L2_US + _DRAM_US
+        latency = self.c.l2_us + self.c.dram_us
         alu = block_m * block_n * (self.operations + 4.0) / (min(128, 32 * warps * resident) * self.clock_us)
-        wave = latency + _BLOCK_US + resident * _norm(each * self.sms / self.bytes_us, alu)
+        # a warp reads 32 times 8 elements of a row
+        exchange = self._exchange_us(min(block_n, 256), warps) if warps > 1 else 0.0
+        wave = latency + self.c.block_us + resident * (self._norm(each * self.sms / self.bytes_us, alu) + exchange)
         rest = tiles % (resident * self.sms)
-        own = (tiles // (resident * self.sms)) * wave * (0.7 if resident > 1 else 1.0) + (latency + _BLOCK_US if rest else 0.0)
+        own = (tiles // (resident * self.sms)) * wave * (0.7 if resident > 1 else 1.0) + (latency + self.c.block_us if rest else 0.0)
         memory = (4 * m * n + self._epilogue_bytes() + sum(partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)) / self.bytes_us
-        own += tiles / self.sms * _START_US
-        kernel = _norm(own, memory)
+        kernel = self._norm(own, memory)
         finish = self._finish_us(tiles_m, tiles_n)
-        launch = self.gpu.launch_us + _GAP_US
+        launch = self.gpu.launch_us + self.c.gap_us
         return Estimate(launch + self.product_us + kernel + finish, launch, 0.0, own, finish, self.product_us, memory, tiles, waves, resident)
 
-
-def _norm(*parts: float) -> float:
-    """What overlapping parts take together: a little more than the longest."""
-    longest = max(parts)
-    if longest <= 0.0:
-        return 0.0
-    return float(longest * sum([(p / longest) ** _SMOOTH for p in parts]) ** (1 / _SMOOTH))
-
-
-def _short_runs(run_bytes: float) -> float:
-    """How much longer short runs of contiguous bytes take: a row of 128 bytes instead of 256."""
-    return _SHORT_RUN * max(0.0, math.log2(_RUN_BYTES / run_bytes))
+    def _norm(self, *parts: float, smooth: float = 0.0) -> float:
+        """What overlapping parts take together: a little more than the longest."""
+        longest = max(parts)
+        if longest <= 0.0:
+            return 0.0
+        exponent = smooth or self.c.smooth
+        return float(longest * sum([(p / longest) ** exponent for p in parts]) ** (1 / exponent))
 
 
 def _power_at_most(value: float) -> int:

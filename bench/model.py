@@ -1,0 +1,185 @@
+"""Holds the analytic model to the recorded sweeps, and fits its constants to them. Needs no GPU.
+
+For each table: Spearman's rank correlation of estimated and measured time over the legal configs that ran, where in the model's order
+the first config within 2 % of the best stands, and how far each value of each dimension is mispriced beside the others.
+
+Run: python -m bench.model [TABLE …] [--residuals] [--worst N] [--fit [--rounds N]]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, median, pstdev
+
+from bench import record
+from epigen.codegen.spec import KernelConfig, KernelSpec
+from epigen.tuning import gpus, model, table
+from epigen.tuning.constants import FITTED, Constants
+from epigen.tuning.table import Table
+from epigen.tuning.tune import spec_of
+
+FIXED = frozenset({
+    "tensor_share",  # a share above one would only make up for something else
+    "older_share", "plain_share", "vendor_us",  # of other GPUs and dtypes, and of the vendor's product alone
+    "l2_bytes_clock",  # the width of a port
+    "narrow_clocks", "narrow_warp_clocks", "narrow_us", "narrow_smooth", "narrow_spill_ns",  # read off the loops of compiled kernels
+})  # fmt: skip
+"""What a fit leaves alone unless it is asked for by name."""
+
+CLOSE = 1.02
+"""What counts as the best: repeated runs differ by so much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One table, and what of it the model is asked about: the configs that gave a right answer, and their times in microseconds."""
+
+    name: str
+    table: Table
+    spec: KernelSpec
+    configs: tuple[KernelConfig, ...]
+    measured: tuple[float, ...]
+
+    def estimates(self, constants: Constants = FITTED) -> list[float]:
+        """Microseconds a config. The table of GPUs must have a row for the one that measured."""
+        task = self.table.task
+        gpu = gpus.by_name(task.target.part)
+        return [e.us for e in model.estimates(self.spec, self.configs, task.shape, gpu, task.layout, constants)]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """correlation: Spearman's, of all configs. first: how many of the model's best to try until one is within CLOSE of the best.
+    bias: geometric mean of estimate over time. spread: standard deviation of its logarithm.
+    """
+
+    correlation: float
+    first: int
+    bias: float
+    spread: float
+
+
+def sweeps(folder: Path = record.RESULTS, names: Sequence[str] = ()) -> list[Sweep]:
+    """The tables of a folder, by name, or those that are named."""
+    return [read(p) for p in sorted(folder.glob("sweep_*.json")) if not names or p.stem.removeprefix("sweep_") in names]
+
+
+def read(path: Path) -> Sweep:
+    found = table.read(path)
+    ran = [(config, outcome.median_us) for config, outcome in found.rows.items() if outcome.kind in ("ok", "slower")]
+    spec = spec_of(found.task.graph(), found.task)
+    return Sweep(path.stem.removeprefix("sweep_"), found, spec, tuple(c for c, _ in ran), tuple(us for _, us in ran))
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    """Rank correlation; equal values share the mean of their ranks."""
+    x, y = _ranks(one), _ranks(other)
+    mean_x, mean_y = fmean(x), fmean(y)
+    covariance = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return covariance / math.sqrt(sum((a - mean_x) ** 2 for a in x) * sum((b - mean_y) ** 2 for b in y))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    places: dict[float, list[int]] = defaultdict(list)
+    for place, value in enumerate(sorted(values)):
+        places[value].append(place)
+    mean = {value: fmean(found) for value, found in places.items()}
+    return [mean[value] for value in values]
+
+
+def score(sweep: Sweep, estimated: Sequence[float]) -> Score:
+    logs = [math.log(e / m) for e, m in zip(estimated, sweep.measured, strict=True)]
+    order = sorted(range(len(estimated)), key=estimated.__getitem__)
+    best = min(sweep.measured)
+    first = 1 + next(place for place, i in enumerate(order) if sweep.measured[i] <= CLOSE * best)
+    return Score(spearman(sweep.measured, estimated), first, math.exp(fmean(logs)), pstdev(logs))
+
+
+def residuals(sweep: Sweep, estimated: Sequence[float]) -> Iterator[tuple[str, dict[int | str, tuple[float, int]]]]:
+    """By dimension: for each value, the median of estimate over time beside the table's own, and of how many configs."""
+    logs = [math.log(e / m) for e, m in zip(estimated, sweep.measured, strict=True)]
+    tiled = [(dict(c.values), r) for c, r in zip(sweep.configs, logs, strict=True) if c.schedule == "tiled"]
+    middle = median(r for _, r in tiled)
+    groups: dict[str, dict[int | str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for config, log in zip(sweep.configs, logs, strict=True):
+        groups["schedule"][config.schedule].append(log)
+    for values, log in tiled:
+        for name, value in values.items():
+            groups[name][value].append(log)
+        groups["elements a thread"][values["block_m"] * values["block_n"] // (32 * values["num_warps"])].append(log)
+    for name, found in groups.items():
+        yield name, {value: (math.exp(median(some) - middle), len(some)) for value, some in sorted(found.items(), key=lambda kv: str(kv[0]).zfill(8))}
+
+
+# -- fitting
+
+
+def loss(given: Sequence[Sweep], constants: Constants) -> float:
+    """What a fit makes small: ranks lost, the spread of errors, and most of all the distance of the fast configs from the front."""
+    total = 0.0
+    for sweep in given:
+        estimated = sweep.estimates(constants)
+        found = score(sweep, estimated)
+        best = min(sweep.measured)
+        order = sorted(range(len(estimated)), key=estimated.__getitem__)
+        # the regret of trying the model's first 6, 12, 24 and 48
+        regret = fmean(min(sweep.measured[i] for i in order[:n]) / best - 1 for n in (6, 12, 24, 48))
+        total += (1 - found.correlation) + 0.3 * found.spread + 2.0 * regret + 0.3 * abs(math.log(found.bias))
+    return total / len(given)
+
+
+def fit(given: Sequence[Sweep], constants: Constants, rounds: int, only: Sequence[str] = ()) -> Constants:
+    """Coordinate descent: each constant in turn, up or down by a factor that shrinks from round to round."""
+    best = loss(given, constants)
+    for turn in range(rounds):
+        factor = 1 + 0.5 * 0.6**turn
+        for name in only or [n for n in asdict(constants) if n not in FIXED]:
+            for ratio in (factor, 1 / factor):
+                candidate = replace(constants, **{name: getattr(constants, name) * ratio})
+                found = loss(given, candidate)
+                if found < best - 1e-5:
+                    constants, best = candidate, found
+                    print(f"  {name} {getattr(constants, name):.4g}: {best:.4f}", flush=True)
+                    break
+        print(f"round {turn + 1}: {best:.4f}", flush=True)
+    return constants
+
+
+# -- what is printed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="tables, such as square (default: all)")
+    parser.add_argument("--folder", type=Path, default=record.RESULTS)
+    parser.add_argument("--residuals", action="store_true", help="how far each value of each dimension is mispriced")
+    parser.add_argument("--worst", type=int, default=0, help="list so many of the worst estimates of a table")
+    parser.add_argument("--fit", action="store_true", help="fit the constants, and print those that changed")
+    parser.add_argument("--rounds", type=int, default=4)
+    options = parser.parse_args()
+    given = sweeps(options.folder, options.names)
+    constants = FITTED
+    if options.fit:
+        constants = fit(given, constants, options.rounds)
+        for name, value in asdict(constants).items():
+            if value != getattr(FITTED, name):
+                print(f"{name}: {getattr(FITTED, name):.4g} -> {value:.4g}")
+    for sweep in given:
+        estimated = sweep.estimates(constants)
+        s = score(sweep, estimated)
+        print(f"{sweep.name:<12} {len(estimated):>5} configs  Spearman {s.correlation:.3f}  first good {s.first:>4}  bias {s.bias:.2f}  spread {s.spread:.2f}")
+        if options.residuals:
+            for name, found in residuals(sweep, estimated):
+                print(f"    {name:<18}" + "  ".join(f"{value}: {ratio:.2f} ({count})" for value, (ratio, count) in found.items()))
+        worst = sorted(zip(sweep.configs, sweep.measured, estimated, strict=True), key=lambda row: -abs(math.log(row[2] / row[1] / s.bias)))
+        for config, us, guess in worst[: options.worst]:
+            print(f"    {us:9.2f} us measured, {guess:9.2f} estimated ({guess / us:.2f})  {config}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The constants of the analytic model: what no datasheet says.
+
+Each stands for something physical that other GPUs share, and none for a single shape or config. Fitted by `bench/model.py --fit` to the
+5,572 measured configs of bench/results/sweep_*.json (fp16 on an H200, torch 2.11, Triton 3.6, 2026-11), then rounded; those that these
+tables cannot tell, and those of narrow loads, were set by hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Times in microseconds, unless the name has another unit; shares of one."""
+
+    # multiplying
+    tensor_share: float = 1.0  # of the tensor cores' peak while they have work
+    sync_share: float = 0.35  # of it, what the older instruction reaches where there is wgmma
+    older_share: float = 0.8  # of it, where the older instruction is the only one
+    plain_share: float = 0.5  # fp32 without tensor cores: the operands come through the same ports as the results
+    mma_clocks: float = 6.0  # the older instruction: 16x8x16 products of fp16 by one warp, with the operands' way from shared memory
+    mma_chain_clocks: float = 30  # ... of which each along k waits so long for the one before
+    wait_clocks: float = 20  # wgmma: from the last of a step's products to its result, and the barrier
+    chain_clocks: float = 10  # wgmma: each product along k, of 16 fp16, that adds to the same accumulators
+    shared_bytes_clock: float = 120  # shared memory of one multiprocessor: 128 on every GPU in the table, less bank conflicts
+    spilled: float = 1.0  # share of the registers a thread can have, beyond which the main loop ...
+    spill: float = 1.3  # ... takes so much longer: 128x256 with 4 warps
+
+    # loading
+    l2_bytes_clock: float = 64  # from L2 into one multiprocessor: the port's width
+    row_clocks: float = 1.4  # a multiprocessor's request for a row of a tile, however few its bytes: the tag look-up of its line
+    request_clocks: float = 0.45  # what such a request adds to the time of its bytes
+    b_along_k: float = 1.6  # rows of b that lie along k take so much longer than a's: seen at 4096x4096x4096 and 8192x8192x1024, "nt" against "nn"
+    copy_clocks: float = 30  # a warp issues copies of 16 bytes a thread, with their addresses and masks
+    l2_us: float = 0.4  # a load's latency
+    dram_us: float = 0.26  # what missing L2 adds to it
+    memory_bare: float = 0.33  # of the memory's time for the operands that nothing hides
+
+    # loading element by element, for want of an asynchronous copy below 4 bytes
+    narrow_clocks: float = 4.7  # a multiprocessor loads 32 elements, each with a load, a store to shared memory, its address and its mask
+    narrow_warp_clocks: float = 13.0  # one warp alone does
+    narrow_us: float = 0.6  # latency of a step: load, store, wait, multiply
+    narrow_smooth: float = 4.5  # as `smooth`, of blocks that share a multiprocessor in such a step: they wait for each other more
+    narrow_spill_ns: float = 66.0  # each register too few in such a step: its way to memory and back
+
+    # blocks and kernels
+    smooth: float = 5.5  # exponent of the norm that joins what overlaps: higher is nearer to a plain maximum
+    block_us: float = 0.01  # starting a block, and again the barriers around its epilogue
+    overlap: float = 0.75  # of fill and epilogue left bare where another block computes meanwhile
+    exchange_clocks: float = 3.2  # one value that a warp passes on to the others of its block, through shared memory
+    gap_us: float = 1.4  # between two kernels of one stream
+    short_run: float = 0.4  # each halving of a row of the vendor's result below 256 bytes makes reading it so much longer
+    vendor_us: float = 2.2  # the vendor's kernel beyond its arithmetic: fill and drain
+
+
+FITTED = Constants()

@@ -1,0 +1,113 @@
+"""What a block of the main kernel takes before anything is compiled: shared memory, registers, and so how many blocks fit side by side.
+
+In go a kernel's meaning, a config and a target's limits. The rules were read off kernels that Triton compiled, and say which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epigen import ops
+from epigen.codegen.schedules import SCHEDULES
+from epigen.codegen.spec import KernelConfig, KernelSpec
+from epigen.dtypes import FP32
+from epigen.runtime.device import Target
+from epigen.tuning.traffic import Shape
+
+WGMMA = ("sm_90", "sm_100")
+_VECTOR_ELEMENTS = 16  # Triton specialises integers on divisibility by 16; other strides get loads of one element, 1000 as 1001
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one block takes. accumulators: fp32 values a thread. registers: what a thread would like to have, estimated to about 15 %. most_registers: what it can have. spilled: those that go to memory in a loop of narrow loads."""
+
+    shared_bytes: int
+    accumulators: int
+    registers: int
+    most_registers: int
+    blocks_per_sm: int
+    spilled: int = 0
+
+
+def _operations(op: str) -> float:
+    """Instructions an element for a row of the operation table, read off its Triton text: the slow functions are 10 to 30 instructions."""
+    if op not in ops.TABLE:
+        return 1.0
+    text = "\n".join([ops.TABLE[op].triton, *ops.TABLE[op].body])
+    return 1.0 + sum(
+        weight * text.count(part) for part, weight in (("*", 1), (" + ", 1), (" - ", 1), (" / ", 8), ("exp(", 8), ("log(", 12), ("sqrt(", 8), ("erf(", 25))
+    )
+
+
+class Work:
+    """What a spec decides about every config: bytes and instructions an element of a tile, and registers."""
+
+    def __init__(self, spec: KernelSpec, shape: Shape, target: Target, layout: str):
+        self.spec, self.shape, self.target, self.layout = spec, shape, target, layout
+        sig = spec.signature
+        self.element_bytes = max(sig.a.bytes, sig.b.bytes)
+        self.plain = sig.a == FP32 and (sig.precision == "ieee" or not target.tf32)
+        tiles = [i for i in spec.inputs if i.indices == "mn" and i.dtype is not None]
+        self.read_bytes = sum(0.125 if i.packed else i.dtype.bytes for i in tiles if i.dtype)
+        self.written_bytes = sum(0.125 if s.packed else float(s.dtype.bytes) for s in spec.stores)
+        bits = sum(i.packed for i in tiles) + sum(s.packed for s in spec.stores)
+        # a reduction costs its own instructions and the exchange between threads, a mask its shifts
+        self.operations = sum(_operations(line.op) for line in spec.lines) + 4.0 * bits + sum(16.0 if p.row == "logsumexp" else 4.0 for p in spec.partials)
+        self.store_bytes = max((s.dtype.bytes for s in spec.stores if s.indices == "mn" and not s.packed), default=0)
+        m, n, k = shape
+        # the extent along which each operand lies in memory, which is its other stride
+        vectors = tuple(e % _VECTOR_ELEMENTS == 0 for e in (k if layout[0] == "n" else m, n if layout[1] == "n" else k))
+        self.copy_bytes = tuple(16 if vector else self.element_bytes for vector in vectors)
+        # a copy of fewer than 4 bytes cannot be asynchronous: its way leads through registers
+        self.narrow = tuple(copy < 4 for copy in self.copy_bytes)
+        self.held_an_element = min(1.0, self.read_bytes / 4 + 0.3 * sum(s.packed for s in spec.stores) + 0.01 * max(0.0, self.operations - 4))
+
+    def wgmma(self, block_m: int, warps: int) -> bool:
+        """Hopper and later datacentre parts multiply straight from shared memory, 64 rows and four warps at a time."""
+        return self.target.name in WGMMA and block_m >= 64 and warps % 4 == 0 and not self.plain
+
+    def resources(self, config: KernelConfig) -> Resources:
+        threads = config["num_warps"] * self.target.warp_size
+        block_m, block_n = config["block_m"], config["block_n"]
+        accumulators = -(-block_m * block_n // threads)
+        most = min(255, self.target.sm_registers // threads)
+        if not SCHEDULES[config.schedule].multiplies:
+            registers = 24 + int((1 + self.read_bytes / 4) * accumulators)
+            return Resources(0, accumulators, registers, most, max(1, self.target.blocks_per_sm(threads, min(most, registers), 0)))
+        block_k, stages = config["block_k"], config["num_stages"]
+        wgmma = self.wgmma(block_m, config["num_warps"])
+        # Seen in 62 kernels that Triton 3.9 compiled, 2026-11: wgmma keeps `num_stages` buffers, the older instruction (sm_80, sm_120, gfx942,
+        # gfx1100, and sm_90 where block_m < 64 or there are fewer than four warps) one less.
+        buffers = max(1, stages if wgmma else stages - 1)
+        along_k = (self.layout[0] == "n", self.layout[1] == "t")
+        # wgmma wants 8-bit operands along k: another one goes through registers, and has one buffer
+        each = [buffers if k or self.element_bytes > 1 or not wgmma else 1 for k in along_k]
+        each = [1 if narrow else count for narrow, count in zip(self.narrow, each, strict=True)]
+        shared = (each[0] * block_m + each[1] * block_n) * block_k * self.element_bytes
+        if self.target.backend == "cuda":  # the stores' layout is reached through shared memory
+            shared = max(shared, min(block_m * block_n * self.store_bytes, 1 << 16))
+        # The same kernels: 36, the accumulators, what the epilogue holds beside them, and two for the address of each copy of 16 bytes. The
+        # older instruction also holds the operands, about as much again; fp8 a second accumulator, since the tensor cores' own is narrow.
+        again = 1.0 if not wgmma else 0.8 if self.spec.signature.a.is_fp8 else 0.0
+        copies = max(1, (block_m + block_n) * block_k * self.element_bytes // 16 // threads)
+        registers = int(36 + accumulators * (1 + self.held_an_element + again) + 2 * copies)
+        spilled = 0
+        if any(self.narrow):
+            registers, spilled = self._narrow_registers(config, accumulators, wgmma)
+        return Resources(shared, accumulators, registers, most, max(1, self.target.blocks_per_sm(threads, min(most, registers), shared)), spilled)
+
+    def _narrow_registers(self, config: KernelConfig, accumulators: int, wgmma: bool) -> tuple[int, int]:
+        """What a thread takes where operands are loaded element by element, and how many registers too few it has.
+
+        Fitted to 109 configs that Triton 3.6 compiled for sm_90, fp16, both operands narrow, 2026-11. An element whose row lies along k
+        takes an address and a mask; those along m or n share theirs. The compiler makes do with fewer before it spills, and in a block of
+        one warp the row is the same for all threads, and so is its mask.
+        """
+        warps = config["num_warps"]
+        threads = warps * self.target.warp_size
+        taken, least = 28 + 1.4 * accumulators + 17 * wgmma, 4 + 1.2 * accumulators + 29 * wgmma - 87 * (warps == 1)
+        for block, along_k, narrow in zip((config["block_m"], config["block_n"]), (self.layout[0] == "n", self.layout[1] == "t"), self.narrow, strict=True):
+            each = block * config["block_k"] / threads * narrow
+            taken, least = taken + each * (3.5 if along_k else 1.7), least + each * (3.5 if along_k else 0.5)
+        return int(taken), max(0, int(least) - min(255, self.target.sm_registers // threads))
