@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from epigen import dtypes
+from epigen import dtypes, settings
 from epigen.cli_live import Live
 from epigen.cli_types import Devices, Shape
 from epigen.errors import TuneError
@@ -96,6 +96,7 @@ def tune(context: click.Context, programs: tuple[str, ...], shapes: tuple[tuple[
 
     Ctrl-C keeps what was found, and a second run goes on from there.
     """
+    settings.one_thread()
     budget_s = math.inf if budget is None else budget
     try:
         if tables:

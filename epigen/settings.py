@@ -58,7 +58,17 @@ def set_interpreter(on: bool) -> None:
     os.environ["TRITON_INTERPRET"] = "1" if on else "0"
 
 
+_ALGEBRA = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def one_thread() -> None:
+    """Keep this process's linear algebra to one thread, where the user has not said otherwise; it counts only before numpy and torch are
+    imported. A search's matrices are small, and idle threads that spin take the processors from the workers."""
+    for name in _ALGEBRA:
+        os.environ.setdefault(name, "1")
+
+
 def child_environment(interpret: bool) -> dict[str, str]:
-    """The environment of a child process with Triton in one of its modes and this process's import path."""
+    """The environment of a worker with Triton in one of its modes, this process's import path, and one thread for linear algebra."""
     path = os.pathsep.join(p for p in sys.path if p)
-    return os.environ | {"TRITON_INTERPRET": "1" if interpret else "0", "PYTHONPATH": path}
+    return os.environ | {"TRITON_INTERPRET": "1" if interpret else "0", "PYTHONPATH": path} | dict.fromkeys(_ALGEBRA, "1")

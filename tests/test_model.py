@@ -367,7 +367,7 @@ def test_wide_dtypes_take_longer() -> None:
     assert us(BF16) == us(FP16)
 
 
-def test_two_thousand_configs_are_ranked_in_a_fifth_of_a_second() -> None:
+def test_two_thousand_configs_are_ranked_in_half_a_second() -> None:
     spec = spec_of(LONG)
     configs = (3 * list(Space(spec, SQUARE, H200.target, "nn").every()))[:2000]
     assert len(configs) == 2000
@@ -376,7 +376,7 @@ def test_two_thousand_configs_are_ranked_in_a_fifth_of_a_second() -> None:
         start = time.perf_counter()
         model.rank(spec, configs, SQUARE, H200)
         spans.append(time.perf_counter() - start)
-    assert min(spans) < 0.2
+    assert min(spans) < 0.5
 
 
 # -- the table of GPUs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from epigen import settings
@@ -10,12 +11,14 @@ from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError
 from epigen.tuning.task import Outcome, Task
 
+_NICE = 10
 MOST_SPILLED_BYTES = 1024
 """A main loop that spills more a thread than this has never won."""
 
 
 def worker(task: Task) -> Callable[[KernelConfig], Outcome]:
     """Answers a config with "ok", or with why it is not worth measuring."""
+    os.nice(max(0, _NICE - os.nice(0)))  # the measuring worker goes first: a launch that comes late is a sample lost
     graph, renderer = task.graph(), Renderer(settings.templates_dir())
     sample = task.sample(graph, "meta")
 

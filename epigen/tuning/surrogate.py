@@ -89,7 +89,8 @@ def _improvement(ahead: Floats, deviation: Floats) -> Floats:
     deviation = np.maximum(deviation, 1e-9)
     z = ahead / deviation
     below = np.array([math.erfc(-x / math.sqrt(2)) / 2 for x in z])
-    return ahead * below + deviation * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+    expected: Floats = ahead * below + deviation * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+    return expected
 
 
 def _regression(points: Floats, rows: npt.NDArray[np.int64], values: Floats) -> tuple[Floats, Floats]:
