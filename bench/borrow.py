@@ -1,0 +1,200 @@
+"""What a problem that was never tuned loses: half of a tuning database answers for the other half.
+
+Run: python -m bench.borrow [--db PATH] [--limit N] [--budget SECONDS] [--commit HASH] [--out FOLDER]
+The shapes of each program, dtype and layout are split in two. For each held-out shape the config is looked up among the others, as a call
+would look it up, and timed in turns with the config that was tuned for it. Claim: the geometric mean of the loss is at most 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from epigen import settings
+from epigen.codegen.spec import KernelConfig
+from epigen.errors import EpigenError
+from epigen.runtime import device
+from epigen.runtime.device import Target
+from epigen.runtime.loader import triton_version
+from epigen.tuning import report
+from epigen.tuning.choose import Chooser
+from epigen.tuning.database import Database
+from epigen.tuning.lookup import Found, version_order
+from epigen.tuning.records import Key, Record, problem_key
+from epigen.tuning.runner import GpuRunner, Runner
+from epigen.tuning.task import Task
+from epigen.tuning.tune import problem_for, spec_of
+
+CLAIMED = 1.05
+LEAST = 4
+"""Shapes of a group: of fewer, the other half says too little."""
+RULE = "rule"
+"""How a config was found where the database has nothing near enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A held-out problem. others: the records that may be borrowed from."""
+
+    record: Record
+    others: tuple[Record, ...]
+
+
+def held_out(records: Iterable[Record], seed: int) -> list[Case]:
+    """Every second shape of each program, dtypes and layout on one GPU, in a random order. Groups of fewer than LEAST shapes are left out."""
+    groups: dict[Key, list[Record]] = {}
+    for one in sorted(records, key=lambda r: r.key):
+        groups.setdefault((one.gpu, one.capability, one.spec, one.a, one.b, one.inputs, one.outputs, one.precision, one.layout), []).append(one)
+    shuffled = random.Random(seed)
+    cases = []
+    for members in groups.values():
+        if len(members) < LEAST:
+            continue
+        shuffled.shuffle(members)
+        others = tuple(members[::2])
+        cases += [Case(held, others) for held in members[1::2]]
+    shuffled.shuffle(cases)  # so that a run cut short has seen some of all groups
+    return cases
+
+
+def of_this_version(records: Iterable[Record], triton: str) -> list[Record]:
+    """One record a problem: of the present Triton, else of the newest."""
+    best: dict[Key, Record] = {}
+    for one in records:
+        best[one.problem_key] = max(best.get(one.problem_key, one), one, key=lambda r: (r.triton == triton, version_order(r.triton)))
+    return list(best.values())
+
+
+def task_of(one: Record, target: Target) -> Task:
+    """The task that the record was tuned by."""
+    dense = [kind.partition("[")[0] for kind in one.inputs if "[" in kind]
+    return Task(one.program, one.shape, one.a, one.b, ",".join(dense) or one.a, one.layout, one.precision or "ieee", target)
+
+
+def borrowed(task: Task, others: Sequence[Record]) -> tuple[KernelConfig, str, str]:
+    """What a call gets where only `others` were tuned: config, how it was found, and the sentence that says why."""
+    with tempfile.TemporaryDirectory() as folder:
+        database = Database(Path(folder), seeds=())
+        database.add(*others)
+        graph = task.graph()
+        found = Chooser(graph, database)(spec_of(graph, task), task.shape, task.layout, task.target, "")
+    return found.config, found.how if isinstance(found, Found) else RULE, found.why
+
+
+def measured(case: Case, task: Task, runner: Runner, comparisons: int) -> dict[str, Any]:
+    """The borrowed config against the tuned one. ratio: of their times, 1 where they are the same; missing where one gave no right answer."""
+    tuned = case.record.kernel_config
+    config, how, why = borrowed(task, case.others)
+    row: dict[str, Any] = {"problem": report.name(task), "how": how, "why": why, "tuned": str(tuned), "borrowed": str(config), "same": config == tuned}
+    if config == tuned:
+        return row | {"ratio": 1.0}
+    runner.begin(task)
+    runner.prepare([tuned, config])
+    for name, one in (("tuned", tuned), ("borrowed", config)):
+        outcome = runner.measure(one, 0.0)
+        if outcome.kind != "ok":
+            return row | {"failed": f"{name}: {outcome.kind.replace('_', ' ')}: {outcome.detail}"}
+    try:
+        turns = [runner.compare([tuned, config]) for _ in range(comparisons)]
+    except EpigenError as error:
+        return row | {"failed": str(error)}
+    tuned_us, borrowed_us = (statistics.median(t.outcomes[i].median_us for t in turns) for i in (0, 1))
+    return row | {
+        "tuned_us": round(tuned_us, 3),
+        "borrowed_us": round(borrowed_us, 3),
+        "mm_us": round(statistics.median(t.baseline.mm_us for t in turns), 3),
+        "ratio": round(statistics.median(t.outcomes[1].median_us / t.outcomes[0].median_us for t in turns), 5),
+    }
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Geometric means of the ratios: of what was borrowed, of what the rule chose, and of each step of the look-up."""
+    by_how: dict[str, list[float]] = {}
+    for row in rows:
+        if "ratio" in row:
+            by_how.setdefault(row["how"], []).append(row["ratio"])
+    found = [ratio for how, ratios in by_how.items() if how != RULE for ratio in ratios]
+    failed = [row for row in rows if "failed" in row]
+    mean = _geometric(found)
+    return {
+        "count": len(found),
+        "ratio": mean,
+        "worst": max(found, default=None),
+        "same": sum(row["same"] for row in rows),
+        "rule": {"count": len(by_how.get(RULE, [])), "ratio": _geometric(by_how.get(RULE, []))},
+        "by_how": {how: {"count": len(ratios), "ratio": _geometric(ratios)} for how, ratios in sorted(by_how.items())},
+        "failed": len(failed),
+        "holds": mean is not None and mean <= CLAIMED and not failed,
+    }
+
+
+def _geometric(ratios: Sequence[float]) -> float | None:
+    return round(math.exp(statistics.fmean(map(math.log, ratios))), 5) if ratios else None
+
+
+def _told(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return f"FAILED {row['failed'][:200]}"
+    if row["same"]:
+        return "the same config"
+    return f"{row['borrowed_us']:.2f} us against {row['tuned_us']:.2f} us, ratio {row['ratio']:.3f}; {row['borrowed']} against {row['tuned']}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--db", type=Path, default=settings.seed_database_dir(), help="the database, a folder or a file (default: the shipped one)")
+    parser.add_argument("--limit", type=int, default=1000, help="no more than so many problems")
+    parser.add_argument("--budget", type=float, default=480.0, help="seconds after which no further problem is begun")
+    parser.add_argument("--comparisons", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    options = parser.parse_args()
+    target = device.at_hand()
+    if target is None:
+        raise SystemExit("this wants a GPU")
+    start = time.monotonic()
+    database = Database(options.db, seeds=())
+    here = [r for _, r in database.records() if r.gpu == target.part]
+    for complaint in database.complaints:
+        print(complaint)
+    cases = held_out(of_this_version(here, triton_version()), options.seed)
+    print(f"{len(here)} records of {target.part} in {options.db}, {len(cases)} problems are held out", flush=True)
+    body: dict[str, Any] = {"environment": record.environment(options.commit), "claimed": CLAIMED, "seed": options.seed, "held_out": len(cases)}
+    rows: list[dict[str, Any]] = []
+    left_out: Counter[str] = Counter()
+    runner = GpuRunner()
+    try:
+        for case in cases[: options.limit]:
+            if time.monotonic() - start > options.budget:
+                break
+            task = task_of(case.record, target)
+            if problem_key(problem_for(task)) != case.record.problem_key:
+                left_out["made by an epigen whose problems are named otherwise"] += 1
+                continue
+            rows.append(measured(case, task, runner, options.comparisons))
+            print(f"{rows[-1]['problem']}: {rows[-1]['how']}: {_told(rows[-1])}", flush=True)
+            record.write("borrow", body | summary(rows) | {"problems": rows, "left_out": dict(left_out)}, options.out)
+    finally:
+        runner.close()
+    found = summary(rows)
+    print(
+        f"{found['count']} borrowed: geometric mean {found['ratio']}, worst {found['worst']}, {found['same']} the same config; "
+        f"by rule: {found['rule']}; failed: {found['failed']}; left out: {dict(left_out)}"
+    )
+    print(f"claimed <= {CLAIMED}: {found['holds']}")
+    print(record.write("borrow", body | found | {"problems": rows, "left_out": dict(left_out)}, options.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""The scripts behind the claims about tuning, where there is no GPU: what they reckon, over recorded sweeps in place of measurements."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from bench import borrow, cold, command, devices, record, repeat
+from epigen.codegen.spec import KernelConfig
+from epigen.runtime import device
+from epigen.runtime.loader import triton_version
+from epigen.tuning import suite, table
+from epigen.tuning.asked import every
+from epigen.tuning.database import Database
+from epigen.tuning.records import Record
+from epigen.tuning.runner import Replay
+from epigen.tuning.table import Table
+from epigen.tuning.task import Comparison, Outcome, Task
+from epigen.tuning.tune import problem_for
+
+SQUARE = table.read(record.RESULTS / "sweep_square.json")
+H200 = SQUARE.task.target
+
+
+def replay(recorded: Table = SQUARE) -> Replay:
+    return Replay(recorded.rows, recorded.baseline)
+
+
+# -- the command
+
+
+def test_the_command_runs_as_a_new_process_with_nothing_of_earlier_ones() -> None:
+    paths = [str(record.RESULTS / f"sweep_{name}.json") for name in ("skinny", "drelu_bgrad")]
+    run = command.tune(["--replay", paths[0], "--replay", paths[1], "--trials", "12"], timeout_s=120)
+    assert [p["shape"] for p in run.problems] == [[16, 4096, 4096], [4096, 4096, 1024]] and not run.failed
+    assert 0 < max(run.search_s) <= run.searching_s < run.wall_s, "the lines that tell of the problems are found"
+    assert run.searching_s == pytest.approx(sum(run.search_s), abs=1.0)
+    told = run.record()
+    assert told["problems"][0]["trials"] and told["problems"][1]["winner"] and json.dumps(told)
+    row = cold.one(command.Run(9.0, run.searching_s, run.problems[:1]))
+    assert row["wall_s"] == 9.0 and row["seconds"] > 0
+    suite_row = cold.together(run)
+    assert suite_row["count"] == 2 and suite_row["wall_a_problem_s"] == pytest.approx(run.wall_s / 2, abs=0.01)
+    gain = devices.gained(command.Run(20.0, 18.0, run.problems), command.Run(12.0, 9.0, run.problems))
+    assert (gain["searching"], gain["failed"]) == (2.0, []) and gain["wall"] == pytest.approx(1.667)
+
+
+def test_two_searches_at_a_time_are_counted_once() -> None:
+    """Two GPUs: one search from 5 to 15 s, the other from 6 to 12 s."""
+    problems = [{"program": "mm", "shape": [m, 64, 64], "dtype": "fp16", "layout": "nt", "seconds": s} for m, s in ((16, 10.0), (32, 6.0))]
+    told = [(1.0, "talk"), (12.0, "1/2 mm 32x64x64 fp16 nt: 9.00 us"), (15.0, "2/2 mm 16x64x64 fp16 nt: 8.00 us")]
+    assert command._searching_s(told, problems) == 10.0
+    failed = [*problems, {"program": "mm", "shape": [64, 64, 64], "dtype": "fp16", "layout": "nt", "error": "none of 4 configs"}]
+    assert command._searching_s([*told, (20.0, "3/3 mm 64x64x64 fp16 nt: none of 4 configs")], failed) == 10.0
+    assert command.Run(1.0, 1.0, tuple(failed)).failed == ["mm 64x64x64 fp16 nt: none of 4 configs"]
+    assert not cold.together(command.Run(3.0, 1.0, tuple(failed)))["holds"], "a problem without a winner is no success"
+
+
+def test_a_command_that_fails_says_why() -> None:
+    with pytest.raises(RuntimeError, match=r"status 2(.|\n)*no GPU is at hand"):
+        command.tune(["mm", "--shape", "64x64x64"], timeout_s=120)
+    with pytest.raises(RuntimeError, match=r"printed no JSON, status 1(.|\n)*unknown name"):
+        command.tune(["relu(mm + bais)", "--shape", "64x64x64"], timeout_s=120)
+
+
+def test_part_of_a_suite_is_a_suite() -> None:
+    asked = suite.read(cold.SUITE)[:20]
+    assert len(asked) == 20 and suite.parse(command.suite_text(asked)) == asked
+    other = every(["where(mm > 0, mm, 2 * mm)"], ["1x2x3"], ["fp32"], ["tn"], "tf32")
+    assert suite.parse(command.suite_text(other)) == other
+
+
+# -- repeated tunings
+
+
+def test_repeated_tunings_are_compared_with_the_best_of_their_winners() -> None:
+    found = repeat.repeated(SQUARE.task, replay(), range(3), 2)
+    times = {str(c): o.median_us for c, o in SQUARE.rows.items()}
+    best = min(times[r["winner"]] for r in found["repetitions"])
+    for row in found["repetitions"]:
+        assert row["us"] == pytest.approx(times[row["winner"]], abs=1e-3) and row["behind"] == pytest.approx(times[row["winner"]] / best - 1, abs=1e-4)
+    assert found["worst"] == max(r["behind"] for r in found["repetitions"]) and found["best_us"] == pytest.approx(best, abs=1e-3)
+    assert found["holds"] == (found["worst"] <= repeat.CLAIMED) and json.dumps(found)
+
+
+def test_a_winner_that_is_wrong_when_checked_again_breaks_the_claim() -> None:
+    class Forgetful(Replay):
+        compared = 0
+
+        def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
+            self.compared += 1
+            return super().compare(configs)
+
+        def measure(self, config: KernelConfig, limit_us: float) -> Outcome:
+            # each tuning compares twice: the vendor's product at its begin, and at its end the best
+            return Outcome("wrong", detail="planted") if limit_us == 0.0 and self.compared >= 4 else super().measure(config, limit_us)
+
+    found = repeat.repeated(SQUARE.task, Forgetful(SQUARE.rows, SQUARE.baseline), range(2), 2)
+    assert not found["holds"] and found["worst"] is None and {w["outcome"] for w in found["winners"].values()} == {"wrong"}
+
+
+# -- borrowing
+
+
+def tuned_record(task: Task, config: KernelConfig, **more: object) -> Record:
+    run = {"median_us": 10.0, "spread_us": 0.1, "baseline_us": 10.0, "unfused_us": 12.0, "trials": {"ok": 48}, "date": "2026-11-05T12:00:00Z"}
+    return Record.make(problem_for(task), config, **(run | {"triton": triton_version(), "torch": "2.11.0", "epigen": "0.1.0"} | more))
+
+
+def right(recorded: Table = SQUARE) -> list[KernelConfig]:
+    return sorted((c for c, o in recorded.rows.items() if o.kind == "ok"), key=lambda c: recorded.rows[c].median_us)
+
+
+def database(text: str = "relu(mm + bias)", extents: Sequence[int] = (2048, 4096, 8192, 16384, 32768), **more: str) -> list[Record]:
+    """Records of one program at several M; each with a config of its own."""
+    tasks = [replace(SQUARE.task, text=text, shape=(m, 4096, 4096), **more) for m in extents]
+    return [tuned_record(task, config) for task, config in zip(tasks, right()[: len(tasks)], strict=True)]
+
+
+def test_every_second_shape_of_each_group_is_held_out() -> None:
+    records = [*database(), *database("gelu(mm + bias)", (2048, 4096, 8192, 16384)), *database("mm", (2048, 4096, 8192)), *database(layout="nn")]
+    cases = borrow.held_out(records, seed=0)
+    held = [c.record.key for c in cases]
+    assert len(held) == len(set(held)) == 2 + 2 + 2, "the group of three shapes is too small"
+    for case in cases:
+        assert case.record not in case.others and len(case.others) in (2, 3)
+        assert {(r.program, r.layout) for r in case.others} == {(case.record.program, case.record.layout)}
+        assert not set(held) & {r.key for r in case.others}
+    assert borrow.held_out(records[::-1], seed=0) == cases
+    assert any([c.record.key for c in borrow.held_out(records, seed)] != held for seed in range(1, 5))
+
+
+def test_one_record_a_problem_is_left() -> None:
+    one = database()[0]
+    old, new = (tuned_record(SQUARE.task, right()[0], triton=v) for v in ("3.4.0", "3.10.0"))
+    here = tuned_record(SQUARE.task, right()[0], triton="3.5.0")
+    assert borrow.of_this_version([one, new, old, here], "3.5.0") == [one, here]
+    assert borrow.of_this_version([old, new], "3.5.0") == [new]
+
+
+@pytest.mark.parametrize(
+    "text", ["relu(mm + bias)", "dz = drelu(mm, mask); dz, bgrad(dz)", "mm", "mm * alpha + residual + bias", "z = gelu(mm + bias); z, bitmask(z > 0)"]
+)
+@pytest.mark.parametrize(("dtype", "inputs", "precision"), [("fp16", "fp16", "ieee"), ("int8", "fp32", "ieee"), ("fp32", "fp32", "tf32")])
+def test_a_record_tells_the_task_it_came_from(text: str, dtype: str, inputs: str, precision: str) -> None:
+    task = Task(text, (4096, 2048, 512), dtype, dtype, inputs, "nt", precision, H200)
+    again = borrow.task_of(tuned_record(task, right()[0]), H200)
+    assert problem_for(again) == problem_for(task)
+
+
+def test_what_is_borrowed_is_what_a_call_would_get() -> None:
+    records = database()
+    task = borrow.task_of(records[1], H200)  # M = 4096
+    config, how, why = borrow.borrowed(task, [records[0], records[3]])
+    assert (config, how) == (records[0].kernel_config, "shape") and "borrowed from 2048x4096x4096" in why
+    config, how, why = borrow.borrowed(replace(task, shape=(16, 4096, 4096)), records)
+    assert how == borrow.RULE and "chosen by rule" in why and config.schedule in ("tiled", "library")
+
+
+def test_borrowed_and_tuned_are_timed_in_turns_and_summed_up() -> None:
+    records = database()
+    task = borrow.task_of(records[1], H200)
+    row = borrow.measured(borrow.Case(records[1], (records[4], records[3])), task, replay(), 3)
+    times = SQUARE.rows
+    expected = times[records[3].kernel_config].median_us / times[records[1].kernel_config].median_us
+    assert row["how"] == "shape" and row["ratio"] == pytest.approx(expected, abs=1e-4) and not row["same"]
+    like = tuned_record(replace(task, shape=(2048, 4096, 4096)), records[1].kernel_config)
+    same = borrow.measured(borrow.Case(records[1], (like,)), task, replay(), 3)
+    assert same["same"] and same["ratio"] == 1.0
+    failing = dict(SQUARE.rows) | {records[3].kernel_config: Outcome("wrong", detail="planted")}
+    failed = borrow.measured(borrow.Case(records[1], (records[3],)), task, Replay(failing, SQUARE.baseline), 3)
+    assert failed["failed"] == "borrowed: wrong: planted" and "ratio" not in failed
+    rule = {**row, "how": borrow.RULE, "ratio": 2.0}
+    found = borrow.summary([{**row, "ratio": 1.21}, same, rule])
+    assert (found["count"], found["ratio"], found["worst"], found["same"]) == (2, 1.1, 1.21, 1) and not found["holds"]
+    assert found["rule"] == {"count": 1, "ratio": 2.0}
+    assert borrow.summary([same, rule])["holds"] and not borrow.summary([same, failed])["holds"] and not borrow.summary([])["holds"]
+    assert json.dumps(found) and all(borrow._told(r) for r in (row, same, failed))
+
+
+# -- the scripts as a whole, with a recorded sweep for a GPU
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Runs a script on a machine with two made-up GPUs. Returns what it wrote."""
+    monkeypatch.setattr(device, "at_hand", lambda: H200)
+    monkeypatch.setattr(device, "indices", lambda: (0, 1))
+    for script in (repeat, borrow):
+        monkeypatch.setattr(script, "GpuRunner", replay)
+    replayed = command.tune(["--replay", str(record.RESULTS / "sweep_skinny.json"), "--trials", "2"])
+    monkeypatch.setattr(command, "tune", lambda _: replayed)
+    monkeypatch.setattr(command, "warm_up", lambda: 1.0)
+
+    def run(script: ModuleType, *arguments: object) -> dict[str, Any]:
+        name = script.__name__.partition(".")[2]
+        monkeypatch.setattr("sys.argv", [name, "--out", str(tmp_path), "--commit", "abc1234", *map(str, arguments)])
+        script.main()
+        found: dict[str, Any] = json.loads((tmp_path / f"{name}.json").read_text())
+        assert found["environment"]["commit"] == "abc1234"
+        return found
+
+    return run
+
+
+def test_repeat_writes_what_it_found(written: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    found = written(repeat, "--repetitions", 2)
+    assert [len(p["repetitions"]) for p in found["problems"]] == [2, 2, 2] and isinstance(found["holds"], bool)
+    assert "relu(mm + bias) 1024x1024x1024 fp16 nn" in capsys.readouterr().out
+
+
+def test_borrow_writes_what_it_found(written: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "db"
+    strange = tuned_record(SQUARE.task, right()[0]).model_copy(update={"spec": "0123456789abcdef"})
+    strangers = [strange.model_copy(update={"shape": (m, 4096, 4096)}) for m in (64, 128, 256, 512)]
+    Database(folder, seeds=()).add(*database(), *strangers)
+    found = written(borrow, "--db", folder)
+    assert found["held_out"] == 4 and len(found["problems"]) == found["count"] == 2 and found["left_out"]
+    assert written(borrow, "--db", folder, "--limit", 1)["count"] <= 1
+    assert written(borrow, "--db", folder, "--budget", 0)["count"] == 0
+    assert "geometric mean" in capsys.readouterr().out
+
+
+def test_cold_and_devices_write_what_they_found(written: Callable[..., dict[str, Any]]) -> None:
+    found = written(cold)
+    assert len(found["runs"]) == 3 and found["worst_s"] >= found["median_s"] and found["suite"]["count"] == 1
+    found = written(devices)
+    assert found["suite"]["searching"] == found["many"]["wall"] == 1.0 and found["holds"] is False
+
+
+def test_without_a_gpu_the_scripts_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["bench", "--out", str(tmp_path)])
+    for script in (repeat, borrow, devices):
+        with pytest.raises(SystemExit, match="this wants"):
+            script.main()
+    assert not list(tmp_path.iterdir())
