@@ -6,24 +6,31 @@ import datetime
 import importlib.metadata
 import json
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+_NUMBERS = re.compile(r"\[\n(?:\s+(?:-?[\d.]+(?:e[-+]?\d+)?|null),?\n)+\s+\]")  # as JSON with an indent lays them out
+
+
+def versions(commit: str | None = None) -> dict[str, Any]:
+    """Packages, date and commit: all of the environment that a result without a GPU depends on."""
+    found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "commit": commit or _commit(), "python": platform.python_version()}
+    for package in ("torch", "triton", "numpy", "optuna", "nvmath-python"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:
     """GPU, driver, versions, date and commit. commit: where the tree has no git, the caller says it."""
     import torch
 
-    found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "commit": commit or _commit(), "python": platform.python_version()}
-    for package in ("torch", "triton", "numpy", "nvmath-python"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    found["torch"] = torch.__version__
+    found = versions(commit) | {"torch": torch.__version__}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         found["gpu"] = properties.name
@@ -39,8 +46,9 @@ def _commit() -> str:
 
 
 def write(name: str, body: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Write one result, sorted and indented so that a change reads well."""
+    """Write one result, sorted and indented so that a change reads well; a list of numbers is one line."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
+    text = json.dumps(body, indent=1, sort_keys=True)
+    path.write_text(_NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")
     return path

@@ -123,7 +123,7 @@ def test_the_wheels_metadata_says_what_pyproject_says(wheel: Path) -> None:
     required = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
     assert len(required) == len(project["dependencies"])
     assert any(r.startswith("triton") and "sys_platform == 'linux'" in r for r in required)
-    assert set(metadata.get_all("Provides-Extra", [])) == {"test", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"test", "bench", "dev"}
     assert b"epigen = epigen.cli:main" in files[f"{info}/entry_points.txt"]
     assert files[f"{info}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
 

@@ -1,0 +1,97 @@
+"""Draws the recorded results of `python -m bench.replay`: the best time so far by trial, a panel a table.
+
+Run: python -m bench.plot [--results FOLDER]; wants matplotlib (pip install "epigen[bench]"). Equal results give equal bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+from bench import record
+
+mpl.use("agg")
+from matplotlib import pyplot  # it takes the backend that is chosen by then
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+COLOURS = {"epigen": "#0b6e4f", "random": "#8a8d91", "TPE alone": "#d1603d"}
+_COLUMNS, _WIDTH, _HEIGHT = 4, 2.7, 2.6  # inches a panel
+_TICKS = (0, 1, 2, 5, 10, 20, 50, 100)
+_LINEAR, _MOST = 2.0, 100.0  # per cent: the axis is linear up to the one, logarithmic from there, and ends at the other
+_STYLE: dict[str, Any] = {
+    "svg.hashsalt": "epigen", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 8.0, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.titlesize": 8.0,
+}  # fmt: skip
+
+
+def panel(axes: Axes, one: dict[str, Any], result: dict[str, Any]) -> None:
+    """One table: medians as lines, with the 10th to the 90th percentile as bands."""
+    for name in reversed(COLOURS):  # ours on top
+        search = one["searches"][name]
+        low, middle, high = ([_lost(ratio) for ratio in search[key]] for key in ("low", "median", "high"))
+        count = len(middle)
+        # where nothing changes no point is needed: the file is a third of the size
+        marks = [i for i in range(count) if i in (0, count - 1) or any(c[i] != c[i - 1] for c in (low, middle, high))]
+        low, middle, high = ([c[i] for i in marks] for c in (low, middle, high))
+        trials = [i + 1 for i in marks]
+        axes.fill_between(trials, low, high, step="post", color=COLOURS[name], alpha=0.15, linewidth=0)
+        axes.step(trials, middle, where="post", color=COLOURS[name], label=name, linewidth=1.4)
+    axes.axhline(_lost(1 / result["enough"]), color="black", linewidth=0.6, linestyle=(0, (4, 3)))
+    axes.axvline(result["trials"], color="black", linewidth=0.6, linestyle=(0, (1, 2)))
+    program, *call = one["problem"].rsplit(" ", 3)
+    axes.set_title(f"{program}\n{' '.join(call)}")
+    axes.set_xlim(1, count)
+    axes.set_xticks([1, 24, 48, 72, 96])
+    axes.set_yscale("symlog", linthresh=_LINEAR, linscale=0.6)
+    axes.set_ylim(-0.15, _MOST)
+    axes.yaxis.set_major_locator(FixedLocator(_TICKS))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
+
+
+def _lost(ratio: float | None) -> float:
+    """Per cent over the best time. None: before the first right answer there is no time, and the curve comes from beyond the axis."""
+    return 10 * _MOST if ratio is None else 100 * (ratio - 1)
+
+
+def draw(result: dict[str, Any], folder: Path) -> list[Path]:
+    """result: what bench.replay has written. Returns the files, an SVG and a PNG."""
+    with mpl.rc_context(_STYLE):
+        tables = list(result["tables"].values())
+        rows = math.ceil((len(tables) + 1) / _COLUMNS)
+        figure, grid = pyplot.subplots(rows, _COLUMNS, figsize=(_COLUMNS * _WIDTH, rows * _HEIGHT), squeeze=False, layout="constrained")
+        panels = [axes for row in grid for axes in row]
+        for axes, one in zip(panels, tables, strict=False):
+            panel(axes, one, result)
+        for axes in panels[len(tables) :]:
+            axes.axis("off")
+        lines = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
+        words = [f"{name}: {result['all'][name]['reached']:.0%} of all runs there" for name in COLOURS]
+        title = f"median of {result['seeds']} runs,\nband: 10th to 90th percentile\ndashed: {result['enough']:.0%} of the best speed\ndotted: {result['trials']} trials"
+        panels[len(tables)].legend([lines[name] for name in COLOURS], words, loc="center", frameon=False, title=title, alignment="left")
+        figure.supxlabel("trials")
+        figure.supylabel("time of the best config so far, over the best in the table")
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [folder / f"replay.{kind}" for kind in ("svg", "png")]
+        figure.savefig(files[0], metadata={"Date": None, "Creator": None})
+        figure.savefig(files[1], dpi=110, metadata={"Software": None})
+        pyplot.close(figure)
+    return files
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=record.RESULTS)
+    options = parser.parse_args()
+    for file in draw(json.loads((options.results / "replay.json").read_text()), options.results):
+        print(file)
+
+
+if __name__ == "__main__":
+    main()
