@@ -54,7 +54,69 @@ def checked() -> str:
     )
 
 
-BLOCKS = {"gem": gem, "checked": checked}
+def tuning() -> str:
+    """What tuning finds, how soon and how surely: a line for each result that there is."""
+    lines = {"replay": _replay, "cold": _cold, "repeat": _repeat, "devices": _devices, "borrow": _borrow}
+    return "\n".join(f"- {line(_load(name))} (`python -m bench.{name}`)" for name, line in lines.items() if (RESULTS / f"{name}.json").exists())
+
+
+def _replay(result: dict[str, Any]) -> str:
+    every, tables = result["all"], result["tables"].values()
+    gpus = " and ".join(sorted({one["recorded"]["gpu"] for one in tables}))
+    return (
+        f"How good a search is, over {len(tables)} recorded sweeps ({gpus}) and {result['seeds']} seeds, with the noise of the recording: after {result['trials']} trials "
+        f"{every['epigen']['reached']:.0%} of the runs have a config of at least {result['enough']:.0%} of the best speed; of random choice {every['random']['reached']:.0%}, "
+        f"of Optuna's TPE alone {every['TPE alone']['reached']:.0%}. `bench/results/replay.svg` shows it by trial."
+    )
+
+
+def _cold(result: dict[str, Any]) -> str:
+    parts = []
+    if "worst_s" in result:
+        parts.append(f"`{result['program']}` at {result['shape']} takes {result['median_s']:.1f} s from start to end, at worst {result['worst_s']:.1f} s")
+    if "suite" in result:
+        suite = result["suite"]
+        parts.append(f"{suite['count']} problems in one command {suite['wall_a_problem_s']:.1f} s each, the start included")
+    return f"Time of `epigen tune` with nothing cached: {'; '.join(parts)} ({_measured(result['environment'])})."
+
+
+def _repeat(result: dict[str, Any]) -> str:
+    problems = result["problems"]
+    worst = [p["worst"] for p in problems]
+    lost = sum(r["behind"] is None for p in problems for r in p["repetitions"])
+    wrong = f"; {lost} winners were wrong when timed again" if lost else ""
+    return (
+        f"Tuning again: of {len(problems)} problems, each tuned {len(problems[0]['repetitions'])} times from nothing, the slowest winner is "
+        f"{max((w for w in worst if w is not None), default=0.0):.1%} behind the fastest{wrong} ({_measured(result['environment'])})."
+    )
+
+
+def _devices(result: dict[str, Any]) -> str:
+    parts = []
+    if "suite" in result:
+        suite = result["suite"]
+        parts.append(
+            f"{suite['count']} problems are searched {suite['searching']:.2f} times as fast as on one, {suite['wall']:.2f} times with the command's start"
+        )
+    if "many" in result:
+        many = result["many"]
+        parts.append(f"one problem with {many['trials']} trials {many['searching']:.2f} times")
+    return f"On two GPUs {'; '.join(parts)} ({_measured(result['environment'])})."
+
+
+def _borrow(result: dict[str, Any]) -> str:
+    if not result["count"]:
+        return f"Borrowed configs: nothing to compare yet ({_measured(result['environment'])})."
+    rule, failed = result["rule"], result["failed"]
+    others = f"; for {rule['count']} more nothing was near enough, and the plain rule's config takes {rule['ratio'] - 1:.0%} longer" if rule["count"] else ""
+    wrong = f"; {failed} failed" if failed else ""
+    return (
+        f"Borrowed configs: with half of the database held out, {result['count']} of its problems take {result['ratio'] - 1:.1%} longer in the geometric mean "
+        f"with a config of the other half than with their own, at worst {result['worst'] - 1:.0%}{others}{wrong} ({_measured(result['environment'])})."
+    )
+
+
+BLOCKS = {"gem": gem, "checked": checked, "tuning": tuning}
 
 
 def filled(text: str) -> str:

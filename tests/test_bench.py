@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench import borrow, cold, command, devices, record, repeat
+from bench import borrow, cold, command, devices, readme, record, repeat
 from epigen.codegen.spec import KernelConfig
 from epigen.runtime import device
 from epigen.runtime.loader import triton_version
@@ -197,6 +197,8 @@ def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., di
     replayed = command.tune(["--replay", str(record.RESULTS / "sweep_skinny.json"), "--trials", "2"])
     monkeypatch.setattr(command, "tune", lambda _: replayed)
     monkeypatch.setattr(command, "warm_up", lambda: 1.0)
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "environment", lambda commit: record.versions(commit) | {"gpu": "NVIDIA H200", "driver": "580"})
 
     def run(script: ModuleType, *arguments: object) -> dict[str, Any]:
         name = script.__name__.partition(".")[2]
@@ -213,6 +215,7 @@ def test_repeat_writes_what_it_found(written: Callable[..., dict[str, Any]], cap
     found = written(repeat, "--repetitions", 2)
     assert [len(p["repetitions"]) for p in found["problems"]] == [2, 2, 2] and isinstance(found["holds"], bool)
     assert "relu(mm + bias) 1024x1024x1024 fp16 nn" in capsys.readouterr().out
+    assert "of 3 problems, each tuned 2 times from nothing, the slowest winner is" in readme.tuning()
 
 
 def test_borrow_writes_what_it_found(written: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,16 +225,22 @@ def test_borrow_writes_what_it_found(written: Callable[..., dict[str, Any]], tmp
     Database(folder, seeds=()).add(*database(), *strangers)
     found = written(borrow, "--db", folder)
     assert found["held_out"] == 4 and len(found["problems"]) == found["count"] == 2 and found["left_out"]
+    assert "2 of its problems take" in readme.tuning()
     assert written(borrow, "--db", folder, "--limit", 1)["count"] <= 1
     assert written(borrow, "--db", folder, "--budget", 0)["count"] == 0
+    assert "nothing to compare" in readme.tuning()
     assert "geometric mean" in capsys.readouterr().out
 
 
 def test_cold_and_devices_write_what_they_found(written: Callable[..., dict[str, Any]]) -> None:
+    assert readme.tuning() == ""
     found = written(cold)
     assert len(found["runs"]) == 3 and found["worst_s"] >= found["median_s"] and found["suite"]["count"] == 1
     found = written(devices)
     assert found["suite"]["searching"] == found["many"]["wall"] == 1.0 and found["holds"] is False
+    assert "1 problems in one command" in readme.tuning() and "one problem with 600 trials 1.00 times" in readme.tuning()
+    written(cold, "--problems", 0)
+    assert "in one command" not in readme.tuning() and len(readme.tuning().splitlines()) == 2
 
 
 def test_without_a_gpu_the_scripts_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
