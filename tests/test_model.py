@@ -220,10 +220,10 @@ def test_the_ranking_of_a_whole_search_space(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "behind"), [("drelu_bgrad", 1.02), ("medium", 1.02), ("odd", 1.1), ("short_k", 1.03), ("skinny", 1.02), ("small", 1.04), ("square", 1.02)]
+    ("name", "behind"), [("drelu_bgrad", 1.02), ("medium", 1.02), ("odd", 1.03), ("short_k", 1.03), ("skinny", 1.02), ("small", 1.04), ("square", 1.02)]
 )
 def test_the_models_first_few_tiles_hold_a_good_config(name: str, behind: float) -> None:
-    """What a search of 48 trials begins with: 24 configs, no more than two of one tile."""
+    """Its best 24 with no more than two of one tile, much as a search begins."""
     sweep, taken = SWEEPS[name], Counter[tuple[int, ...]]()
     times, head = sweep.estimates(), []
     for i in sorted(range(len(times)), key=times.__getitem__):

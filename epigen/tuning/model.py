@@ -4,8 +4,8 @@ In go a kernel's meaning, a config, a shape and a GPU; out come resources, a ref
 estimate is made to rank the configs of one problem: block sizes, warps, stages, order of tiles, alignment and layouts move it as they
 move measured times. It is not a promise of absolute time; on long kernels power limits add about a tenth.
 
-Spearman's rank correlation with measured time over whole search spaces (fp16, H200, Triton 3.6, 2026-11; 5,572 configs of seven problems
-in bench/results/sweep_*.json, printed by `python -m bench.model`): small 0.97, square 0.97, medium 0.97, skinny 0.96, drelu_bgrad 0.95,
+Spearman's rank correlation with measured time over whole search spaces (fp16, H200, Triton 3.6, 2026-11; 5,572 configs of the seven
+problems in bench/results/sweep_*.json, printed by `python -m bench.model`): square 0.97, medium, small, skinny and drelu_bgrad 0.96,
 short_k 0.93, odd 0.85.
 """
 
@@ -230,7 +230,7 @@ class _Timing(Work):
         load = loads * self.c.narrow_clocks / self.clock_us
         alone = max(load, loads / warps * self.c.narrow_warp_clocks / self.clock_us)
         own = self.c.narrow_us + alone + multiply + needs.spilled * self.c.narrow_spill_ns * 1e-3
-        return self._norm(own, blocks * (load + multiply), smooth=self.c.narrow_smooth)
+        return self._norm(own, blocks * load, blocks * multiply, smooth=self.c.narrow_smooth)
 
     def _tensor_share(self, block_m: int, warps: int, blocks: int) -> float:
         if self.plain:
