@@ -62,7 +62,9 @@ def test_two_searches_at_a_time_are_counted_once() -> None:
     assert not cold.together(command.Run(3.0, 1.0, tuple(failed)))["holds"], "a problem without a winner is no success"
 
 
-def test_a_command_that_fails_says_why() -> None:
+def test_a_command_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
     with pytest.raises(RuntimeError, match=r"status 2(.|\n)*no GPU is at hand"):
         command.tune(["mm", "--shape", "64x64x64"], timeout_s=120)
     with pytest.raises(RuntimeError, match=r"printed no JSON, status 1(.|\n)*unknown name"):
@@ -245,6 +247,8 @@ def test_cold_and_devices_write_what_they_found(written: Callable[..., dict[str,
 
 def test_without_a_gpu_the_scripts_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["bench", "--out", str(tmp_path)])
+    monkeypatch.setattr(device, "at_hand", lambda: None)
+    monkeypatch.setattr(device, "indices", lambda: (0,))
     for script in (repeat, borrow, devices):
         with pytest.raises(SystemExit, match="this wants"):
             script.main()
