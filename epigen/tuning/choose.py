@@ -1,16 +1,24 @@
-"""Which config a call gets, and the sentence that says why: the tuning databases first, then the plain rule."""
+"""Which config a call gets, and the sentence that says why: the tuning databases first, then the plain rule.
+
+Where the very problem was not tuned, several near ones may lend their configs. Which of those is the fastest here, the model says: each
+one's measured time, carried over from its own shape to this one by the ratio of the model's times.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from epigen.codegen.spec import Choice, KernelSpec
 from epigen.ir.graph import Graph
 from epigen.runtime.device import Target
 from epigen.runtime.loader import triton_version
-from epigen.tuning import model, rule
+from epigen.tuning import gpus, model, rule
 from epigen.tuning.database import Database
+from epigen.tuning.lookup import Found
 from epigen.tuning.problem import problem_of
+
+_LENDERS = 12  # near problems that are asked; the estimates of more would take longer than they are worth
 
 
 def capability(target: Target) -> str:
@@ -29,5 +37,23 @@ class Chooser:
         if refused:
             return rule.library(spec, refused)
         problem = problem_of(self.graph, spec, shape, layout, target.part, capability(target))
-        found = self.database.find(problem, triton_version(), lambda config: not model.refusal(spec, config, shape, target, layout))
-        return found or rule.choose(spec, shape, target, layout=layout)
+        found = self.database.nearest(problem, triton_version(), _LENDERS, lambda config: not model.refusal(spec, config, shape, target, layout))
+        if not found or 0 in shape:
+            return rule.choose(spec, shape, target, layout=layout)
+        if found[0].how in ("exact", "triton") or len(found) == 1:
+            return found[0]
+        times = _carried_over(found, spec, shape, target, layout)
+        best = min(range(len(found)), key=times.__getitem__)
+        if best == 0:
+            return found[0]
+        return replace(found[best], why=f"{found[best].why}: of the configs of {len(found)} near problems the fastest here by the model")
+
+
+def _carried_over(found: Sequence[Found], spec: KernelSpec, shape: tuple[int, int, int], target: Target, layout: str) -> list[float]:
+    """Microseconds that each found config is expected to take here."""
+    here = model.estimates(spec, [f.config for f in found], shape, gpus.of_target(target), layout)
+    times = []
+    for f, estimate in zip(found, here, strict=True):
+        there = model.estimate_us(spec, f.config, f.record.problem.shape, gpus.find(f.record.gpu) or gpus.of_target(target), f.record.layout)
+        times.append(estimate.us * f.record.median_us / there.us)
+    return times
