@@ -1,7 +1,7 @@
 """What a problem that was never tuned loses: half of a tuning database answers for the other half.
 
 Run: python -m bench.borrow [--db PATH] [--limit N] [--budget SECONDS] [--commit HASH] [--out FOLDER]
-The shapes of each program, dtype and layout are split in two. For each held-out shape the config is looked up among the others, as a call
+The shapes are split in two. For each problem of a held-out shape the config is looked up among the records of the other shapes, as a call
 would look it up, and timed in turns with the config that was tuned for it. Claim: the geometric mean of the loss is at most 5 %.
 """
 
@@ -36,8 +36,6 @@ from epigen.tuning.task import Task
 from epigen.tuning.tune import problem_for, spec_of
 
 CLAIMED = 1.05
-LEAST = 4
-"""Shapes of a group: of fewer, the other half says too little."""
 RULE = "rule"
 """How a config was found where the database has nothing near enough."""
 
@@ -51,19 +49,15 @@ class Case:
 
 
 def held_out(records: Iterable[Record], seed: int) -> list[Case]:
-    """Every second shape of each program, dtypes and layout on one GPU, in a random order. Groups of fewer than LEAST shapes are left out."""
-    groups: dict[Key, list[Record]] = {}
-    for one in sorted(records, key=lambda r: r.key):
-        groups.setdefault((one.gpu, one.capability, one.spec, one.a, one.b, one.inputs, one.outputs, one.precision, one.layout), []).append(one)
+    """The problems of every second shape, in a random order; no program's record of such a shape may lend."""
+    known = sorted(records, key=lambda r: r.key)
+    shapes = sorted({r.shape for r in known})
     shuffled = random.Random(seed)
-    cases = []
-    for members in groups.values():
-        if len(members) < LEAST:
-            continue
-        shuffled.shuffle(members)
-        others = tuple(members[::2])
-        cases += [Case(held, others) for held in members[1::2]]
-    shuffled.shuffle(cases)  # so that a run cut short has seen some of all groups
+    shuffled.shuffle(shapes)
+    held = set(shapes[1::2])
+    others = tuple(r for r in known if r.shape not in held)
+    cases = [Case(r, others) for r in known if r.shape in held]
+    shuffled.shuffle(cases)  # so that a run cut short has seen some of all kinds
     return cases
 
 
