@@ -4,6 +4,7 @@ For each table: Spearman's rank correlation of estimated and measured time over 
 the first config within 2 % of the best stands, and how far each value of each dimension is mispriced beside the others.
 
 Run: python -m bench.model [TABLE …] [--residuals] [--worst N] [--fit [--rounds N]]
+Of all tables and without --fit, the correlations are also written to bench/results/model.json.
 """
 
 from __future__ import annotations
@@ -169,9 +170,11 @@ def main() -> None:
         for name, value in asdict(constants).items():
             if value != getattr(FITTED, name):
                 print(f"{name}: {getattr(FITTED, name):.4g} -> {value:.4g}")
+    correlations: dict[str, float] = {}
     for sweep in given:
         estimated = sweep.estimates(constants)
         s = score(sweep, estimated)
+        correlations[sweep.name] = round(s.correlation, 4)
         print(f"{sweep.name:<12} {len(estimated):>5} configs  Spearman {s.correlation:.3f}  first good {s.first:>4}  bias {s.bias:.2f}  spread {s.spread:.2f}")
         if options.residuals:
             for name, found in residuals(sweep, estimated):
@@ -179,6 +182,8 @@ def main() -> None:
         worst = sorted(zip(sweep.configs, sweep.measured, estimated, strict=True), key=lambda row: -abs(math.log(row[2] / row[1] / s.bias)))
         for config, us, guess in worst[: options.worst]:
             print(f"    {us:9.2f} us measured, {guess:9.2f} estimated ({guess / us:.2f})  {config}")
+    if not options.names and not options.fit and options.folder == record.RESULTS:
+        record.write("model", {"environment": record.versions(), "spearman": correlations})
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def checked() -> str:
 
 def tuning() -> str:
     """What tuning finds, how soon and how surely: a line for each result that there is."""
-    lines = {"replay": _replay, "cold": _cold, "repeat": _repeat, "devices": _devices, "borrow": _borrow}
+    lines = {"winner": _winner, "replay": _replay, "model": _model, "cold": _cold, "repeat": _repeat, "devices": _devices, "borrow": _borrow}
     return "\n".join(f"- {line(_load(name))} (`python -m bench.{name}`)" for name, line in lines.items() if (RESULTS / f"{name}.json").exists())
 
 
@@ -67,6 +67,22 @@ def _replay(result: dict[str, Any]) -> str:
         f"How good a search is, over {len(tables)} recorded sweeps ({gpus}) and {result['seeds']} seeds, with the noise of the recording: after {result['trials']} trials "
         f"{every['epigen']['reached']:.0%} of the runs have a config of at least {result['enough']:.0%} of the best speed; of random choice {every['random']['reached']:.0%}, "
         f"of Optuna's TPE alone {every['TPE alone']['reached']:.0%}. `bench/results/replay.svg` shows it by trial."
+    )
+
+
+def _winner(result: dict[str, Any]) -> str:
+    problems = result["problems"]
+    return (
+        f"A live search against the whole space, {len(problems)} problems of {min(p['configs'] for p in problems)} to {max(p['configs'] for p in problems)} measured "
+        f"configs: the winner of 48 trials takes {result['worst']:.1%} longer than the best at worst ({_measured(result['environment'])})."
+    )
+
+
+def _model(result: dict[str, Any]) -> str:
+    found = result["spearman"]
+    return (
+        f"The model without a search: Spearman's rank correlation with the measured times of all configs is {min(found.values()):.2f} to "
+        f"{max(found.values()):.2f} over the {len(found)} sweeps."
     )
 
 
