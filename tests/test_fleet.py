@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -18,8 +20,10 @@ from epigen.tuning import fleet
 from epigen.tuning.database import Database
 from epigen.tuning.fleet import tune_all
 from epigen.tuning.search import Progress
+from epigen.tuning.storage import open_storage
+from epigen.tuning.study import Study
 from epigen.tuning.task import Comparison, Outcome, Task
-from epigen.tuning.tune import Tuned
+from epigen.tuning.tune import Tuned, study_name
 
 
 def task(m: int = 256, text: str = "relu(mm + bias)") -> Task:
@@ -130,30 +134,50 @@ def test_what_nobody_expects_ends_all_and_is_raised() -> None:
     assert all(g.closed for g in made)
 
 
-def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C reaches the thread that waits; those that tune are told, and end with what they have."""
+def test_ctrl_c_keeps_what_was_found() -> None:
+    """Those that tune are told, and end with what they have; and one key press may come as two signals."""
     gpus = Gpus(seconds=0.01)
-    enough = threading.Event()
-    join = threading.Thread.join
-
-    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
-        join(thread, timeout)
-        if enough.is_set() and len(sent) < 2:  # as one key press may send it to the process and to its group
-            sent.append(True)
-            raise KeyboardInterrupt
-
-    sent: list[bool] = []
+    storage = open_storage(None)
     ended: dict[int, Tuned] = {}
+    sent: list[bool] = []
 
     def told(index: int, progress: Progress) -> None:
-        if index == 1 and progress.trials >= 5:
-            enough.set()
+        if index == 1 and progress.trials >= 5 and not sent:
+            sent.append(True)
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
     start = time.monotonic()
-    found = tune_all([task(64 << i) for i in range(4)], None, trials=60, make=gpus, report=told, done=lambda i, t: ended.update({i: t}))
+    tasks = [task(64 << i) for i in range(4)]
+    found = tune_all(tasks, None, trials=60, make=gpus, report=told, done=lambda i, t: ended.update({i: t}), storage=storage)
     assert sent and time.monotonic() - start < 20
     assert len(found) == 2 and list(ended) == [0, 1]
     whole, part = (t.result for t in found)
     assert whole is not None and whole.complete and part is not None and not part.complete
     assert 5 <= len(part.outcomes) < 60 and part.baseline == BASELINE
+    with Study(storage, study_name(tasks[1], gpus.made[0].kind)) as study:
+        assert len(study.outcomes) == len(part.outcomes) and not study.under_way, "nothing is left for another run to wait for"
+
+
+def test_an_impatient_ctrl_c_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second key press ends what does not end by itself."""
+    monkeypatch.setattr(fleet, "_PATIENCE_S", 0.2)
+    hanging = threading.Event()
+
+    class Hanging(Gpu):
+        def measure(self, config: KernelConfig, limit_us: float) -> Outcome:
+            hanging.wait(20)
+            return super().measure(config, limit_us)
+
+    def press() -> None:
+        for _ in range(2):
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    log: list[tuple[int, Task, KernelConfig]] = []
+    with pytest.raises(KeyboardInterrupt):
+        tune_all([task()], None, make=lambda: Hanging(log))
+    hanging.set()
+    pressing.join()

@@ -8,20 +8,20 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from epigen.errors import EpigenError
 from epigen.tuning.database import Database
+from epigen.tuning.interrupt import heeded
 from epigen.tuning.runner import GpuRunner, Runner, builders_for
 from epigen.tuning.search import Progress
 from epigen.tuning.storage import Storage, open_storage
 from epigen.tuning.task import Task
 from epigen.tuning.tune import Tuned, assist_one, problem_for, tune_one
 
-Place = str | Callable[[Task], str | None] | None
+Place = str | Storage | Callable[[Task], str | None] | None
 """Where studies are kept: one storage for all problems, or one for each; None for memory."""
 
 _POLL_S = 0.1
@@ -87,7 +87,7 @@ class _Fleet:
                 for job in self.jobs:
                     if job.state == "waiting":
                         place = self.place(job.task) if callable(self.place) else self.place
-                        job.storage = open_storage(place)
+                        job.storage = place if isinstance(place, Storage) else open_storage(place)
                         job.state = "led"
                         return job, True
                 running = [j for j in self.jobs if j.state == "led"]
@@ -120,7 +120,8 @@ class _Fleet:
             job.state = "over"
             while job.helpers:
                 self.lock.wait(_POLL_S)
-            job.storage.close()
+            if job.storage is not self.place:
+                job.storage.close()
             job.tuned = tuned
             if tuned is not None:
                 self.done(job.index, tuned)
@@ -157,19 +158,11 @@ def tune_all(
 
     fleet = _Fleet([_Job(i, t) for i, t in enumerate(tasks)], database, trials, budget_s, seed, storage, report, done, runner)
     threads = [threading.Thread(target=fleet.work, args=(d,), name=f"tuning on GPU {d}", daemon=True) for d in devices]
-    for thread in threads:
-        thread.start()
-    interrupted = 0.0
-    for thread in threads:
-        while thread.is_alive():
-            try:
-                thread.join(_POLL_S)
-            except KeyboardInterrupt:
-                # one Ctrl-C often comes as two signals, to the process and to its group
-                if fleet.stop.is_set() and time.monotonic() - interrupted > _PATIENCE_S:
-                    raise
-                interrupted = time.monotonic()
-                fleet.stop.set()
+    with heeded(fleet.stop, _PATIENCE_S):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     for left in ready:
         left.close()
     if fleet.failure is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -52,5 +53,28 @@ def noticed() -> Iterator[threading.Event]:
     signal.signal(signal.SIGINT, note)
     try:
         yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def heeded(event: threading.Event, patience_s: float) -> Iterator[None]:
+    """Inside the block Ctrl-C sets the event and does nothing else, for code that watches it. One that comes later than `patience_s` after
+    the first does what it always does: the first may come as two signals, to a process and to its group."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    first: list[float] = []
+
+    def heed(number: int, frame: FrameType | None) -> None:
+        event.set()
+        first.append(time.monotonic())
+        if first[-1] - first[0] > patience_s:
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, heed)
+    try:
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
