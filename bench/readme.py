@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
 from bench.record import RESULTS
+from epigen.tuning.database import Database
+from epigen.tuning.records import Record
 
 README = Path(__file__).parent.parent / "README.md"
 _BLOCK = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -132,7 +135,30 @@ def _borrow(result: dict[str, Any]) -> str:
     )
 
 
-BLOCKS = {"gem": gem, "checked": checked, "tuning": tuning}
+def shipped() -> str:
+    """The shipped database, by program: how its winners compare with the vendor's product."""
+    database = Database(Path("nothing"))
+    by_program: dict[str, list[Record]] = {}
+    for _, one in database.records():
+        by_program.setdefault(one.program, []).append(one)
+    lines = [
+        "| program | problems | mm / fused: geometric mean | worst and best | mm and one pass / fused | worst and best |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for program, found in sorted(by_program.items()):
+        cells = []
+        for ratios in ([r.baseline_us / r.median_us for r in found], [r.unfused_us / r.median_us for r in found]):
+            cells += [f"{statistics.geometric_mean(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}"]
+        lines.append(f"| `{program}` | {len(found)} | {' | '.join(cells)} |")
+    records = [r for some in by_program.values() for r in some]
+    gpus, versions = (", ".join(sorted({f(r) for r in records})) for f in (lambda r: r.gpu, lambda r: f"torch {r.torch}, Triton {r.triton}"))
+    return (
+        f"The {len(records)} problems of the shipped database ({gpus}, {versions}, {max(r.date for r in records)[:10]}); above 1 is faster than the vendor:\n\n"
+        + "\n".join(lines)
+    )
+
+
+BLOCKS = {"gem": gem, "checked": checked, "shipped": shipped, "tuning": tuning}
 
 
 def filled(text: str) -> str:
