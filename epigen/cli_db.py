@@ -185,7 +185,7 @@ def _row(record: Record) -> str:
     from epigen.tuning.records import extents, short
 
     operands = record.a if record.a == record.b else f"{record.a}x{record.b}"
-    ratio = f"{record.median_us / record.baseline_us:.2f}x vendor"
+    ratio = f"{record.baseline_us / record.median_us:.2f} vs mm"
     return (
         f"{record.name}  {extents(record.shape):<20} {operands:<8} {record.layout}  {record.median_us:>10.2f} us  {ratio}  "
         f"{short(record.program)}{record.unlike_inputs}  [{record.kernel_config}; Triton {record.triton}]"

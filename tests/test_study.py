@@ -33,7 +33,7 @@ from epigen.tuning.space import parameters
 from epigen.tuning.storage import Storage, open_storage
 from epigen.tuning.study import Claim, Study
 from epigen.tuning.task import Baseline, Comparison, Outcome
-from epigen.tuning.tpe import Model, Point
+from epigen.tuning.tpe import Point, Tpe
 
 CONFIGS = list(SPACE.every())
 
@@ -431,7 +431,7 @@ def test_the_leader_waits_for_what_others_have_under_way() -> None:
 def test_tuners_of_one_seed_part_in_what_they_propose(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the number of their first trial; the first of a study goes by the seed alone."""
     seeds: list[int] = []
-    monkeypatch.setattr(Model, "reseed", lambda _, seed: seeds.append(seed))
+    monkeypatch.setattr(Tpe, "reseed", lambda _, seed: seeds.append(seed))
     storage = open_storage(None)
     for wanted in (10, 20, 25):
         run(MadeUp(), wanted, storage, seed=3)

@@ -25,7 +25,7 @@ from epigen.tuning.storage import Storage, open_storage
 from epigen.tuning.study import Claim, Study
 from epigen.tuning.surrogate import Surrogate
 from epigen.tuning.task import Baseline, Outcome
-from epigen.tuning.tpe import Model, Proposal
+from epigen.tuning.tpe import Proposal, Tpe
 
 BATCH = 6
 _CLOSE = 1.02  # configs within this of the best are timed again, taking turns
@@ -188,7 +188,7 @@ class _Tuner:
         self.weights = {s: math.log2(1 + n) for s, n in sorted(counts.items())}
         self.proposed: Counter[int] = Counter()
         self.turns = 0
-        self.model = Model(seed)
+        self.tpe = Tpe(seed)
         self.head: list[KernelConfig] = []
         self.proposals: dict[Claim, Proposal] = {}
         self.claimed = self.exhausted = False
@@ -219,7 +219,7 @@ class _Tuner:
         """See what other tuners did meanwhile, and learn from it."""
         self.study.refresh()
         for point, outcome in self.study.news():
-            self.model.learn(point, outcome)
+            self.tpe.learn(point, outcome)
 
     def tell(self) -> None:
         counts, seconds = _kinds(self.study.outcomes), time.monotonic() - self.start
@@ -289,7 +289,7 @@ class _Tuner:
     def settle(self, claim: Claim, outcome: Outcome) -> None:
         self.measured += 1
         self.study.record(claim, outcome)
-        self.model.tell(self.proposals.pop(claim), outcome)
+        self.tpe.tell(self.proposals.pop(claim), outcome)
         self.tell()
 
     def final(self) -> tuple[KernelConfig, Outcome, Baseline] | None:
@@ -298,7 +298,10 @@ class _Tuner:
         if not close:
             return None
         self.runner.prepare(close)  # some may have been measured elsewhere
-        compared = self.runner.compare(close)
+        try:
+            compared = self.runner.compare(close)
+        except EpigenError:  # the worker was lost: what the trials showed must do
+            return close[0], self.study.outcomes[close[0]], self.baseline or _UNKNOWN
         least = min(o.median_us for o in compared.outcomes)
         tied = [(c, o) for c, o in zip(close, compared.outcomes, strict=True) if o.median_us <= _NOISE * least]
         winner, outcome = min(tied, key=lambda pair: (self.rank.get(pair[0], len(self.rank)), str(pair[0])))
@@ -316,7 +319,7 @@ class _Tuner:
         return fresh
 
     def propose(self, count: int) -> list[Claim]:
-        """New configs, each once: the head, then TPE's and the best ones' neighbours, then the model's next best where they repeat."""
+        """New configs, each once: the head, then the corrected model's and TPE's by turns, then the ranking's next where they repeat."""
         fresh: list[Claim] = []
         repeats = 0
         self.exhausted = False
@@ -325,7 +328,7 @@ class _Tuner:
             if led is None:
                 self.exhausted = True
                 break
-            proposal = self.model.propose(led, lambda suggest: self.runner.available(self.space.point(suggest)))
+            proposal = self.tpe.propose(led, lambda suggest: self.runner.available(self.space.point(suggest)))
             claim = "repeat" if self.study.known(proposal.config) else self.study.claim(proposal.config, proposal.point, self.trials)
             if isinstance(claim, Claim):
                 repeats = 0
@@ -333,7 +336,7 @@ class _Tuner:
                 self.proposals[claim] = proposal
                 self.diverge(claim)
                 continue
-            self.model.drop(proposal)
+            self.tpe.drop(proposal)
             repeats += 1
             if claim == "full":
                 break
@@ -357,7 +360,7 @@ class _Tuner:
         if not self.claimed:
             self.claimed = True
             if claim.number:
-                self.model.reseed(self.seed + claim.number)
+                self.tpe.reseed(self.seed + claim.number)
 
     def hopeful(self) -> KernelConfig | None:
         """The corrected model's proposal. TPE, which knows no model, hardly leaves its prior in so few trials."""

@@ -37,7 +37,7 @@ class Proposal:
     trial: optuna.Trial
 
 
-class Model:
+class Tpe:
     def __init__(self, seed: int):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.study = optuna.create_study(sampler=_sampler(seed))
