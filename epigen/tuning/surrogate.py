@@ -59,18 +59,21 @@ class Surrogate:
             return None
         observed = known[:_MOST_OBSERVED]
         factors = [_FAILED if us is None else math.log(us) - self.prior[i] for i in observed for us in (measured[self.configs[i]],)]
-        expected, deviation = self._posterior(observed, factors)
+        # of all schedules: the model's scale, of which what fails says nothing
+        right = [f for i, f in zip(observed, factors, strict=True) if measured[self.configs[i]] is not None]
+        common = float(np.median(right)) if right else 0.0
+        expected, deviation = self._posterior(observed, factors, common)
         if waiting:
-            expected, deviation = self._posterior(observed + waiting, [*factors, *expected[waiting]])
-        best = min((self.prior[i] + f for i, f in zip(observed, factors, strict=True)), default=math.inf)
-        gain = _improvement(best - self.prior - expected, deviation)
+            expected, deviation = self._posterior(observed + waiting, [*factors, *expected[waiting]], common)
+        times = self.prior + expected
+        # before the first measurement there is nothing to improve on: the shortest time goes first
+        gain = _improvement(min(self.prior[i] + f for i, f in zip(observed, factors, strict=True)) - times, deviation) if observed else deviation - times
         gain[~free] = -np.inf
         return self.configs[int(np.argmax(gain))]
 
-    def _posterior(self, observed: list[int], factors: list[float]) -> tuple[Floats, Floats]:
+    def _posterior(self, observed: list[int], factors: list[float], common: float) -> tuple[Floats, Floats]:
         """Mean and standard deviation of every config's factor, as logarithms. What one schedule shows says nothing of another's factors."""
         known = np.array(factors)
-        common = float(np.median(known)) if observed else 0.0
         expected, deviation = np.full(len(self.configs), common), np.full(len(self.configs), math.hypot(_LOCAL[0], _SHARED))
         for schedule in np.unique(self.schedule[observed]):
             members = np.flatnonzero(self.schedule == schedule)
@@ -84,8 +87,6 @@ class Surrogate:
 def _improvement(ahead: Floats, deviation: Floats) -> Floats:
     """By how much each is expected to beat the best so far: ahead by so much in the mean, give or take a normal deviation. Jones, Schonlau
     and Welch, "Efficient Global Optimization of Expensive Black-Box Functions" (1998), section 4.1."""
-    if not np.isfinite(ahead).all():  # there is no best yet
-        return deviation - ahead
     deviation = np.maximum(deviation, 1e-9)
     z = ahead / deviation
     below = np.array([math.erfc(-x / math.sqrt(2)) / 2 for x in z])
