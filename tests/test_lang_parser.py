@@ -327,7 +327,7 @@ def test_excess_is_refused_in_good_time(text: str, message: str) -> None:
     started = time.perf_counter()
     with pytest.raises(ParseError, match=message) as caught:
         parse(text)
-    assert time.perf_counter() - started < 1
+    assert time.perf_counter() - started < 10  # milliseconds, where nothing else runs; without the limits some take minutes
     assert len(str(caught.value)) < 2000
 
 

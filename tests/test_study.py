@@ -262,6 +262,20 @@ def test_ctrl_c_is_noticed_where_python_loses_it() -> None:
     assert not found.complete and found.measured == 4
 
 
+def test_ctrl_c_between_a_measurement_and_its_record_loses_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raised at the worst moment: the trial is counted, and not yet in the study."""
+    record = Study.record
+
+    def pressed(study: Study, claim: Claim, outcome: Outcome) -> None:
+        if len(study.outcomes) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        record(study, claim, outcome)
+
+    monkeypatch.setattr(Study, "record", pressed)
+    found = run(MadeUp(), 20, None)
+    assert not found.complete and found.measured == len(found.outcomes) == 4
+
+
 # -- a second run
 
 

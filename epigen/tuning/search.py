@@ -18,7 +18,7 @@ from typing import Any
 
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError, TuneError
-from epigen.tuning.interrupt import noticed
+from epigen.tuning.interrupt import noticed, unbroken
 from epigen.tuning.runner import Runner
 from epigen.tuning.space import SCHEDULE_NAMES, Space, parameters
 from epigen.tuning.storage import Storage, open_storage
@@ -287,8 +287,9 @@ class _Tuner:
         self.tell()
 
     def settle(self, claim: Claim, outcome: Outcome) -> None:
-        self.measured += 1
-        self.study.record(claim, outcome)
+        with unbroken():
+            self.measured += 1
+            self.study.record(claim, outcome)
         self.tpe.tell(self.proposals.pop(claim), outcome)
         self.tell()
 
