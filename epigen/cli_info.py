@@ -71,14 +71,8 @@ def schedules(target: Target) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {name: [] for name in space.SCHEDULE_NAMES}
     for dtype in dtypes.OPERANDS:
         spec = lower(graph, kernel.signature_of(dtype, _SHAPE))
-        runs = set()
-        here = space.Space(spec, _SHAPE, target, "nt")
-        for wanted in range(len(space.SCHEDULE_NAMES)):
-            # the least value of every dimension but the schedule's, which is taken as near to the wanted one as there is
-            config = here.point(lambda name, low, high, w=wanted: min(max(w, low), high) if name == "schedule" else low)  # type: ignore[misc]
-            runs.add(config.schedule)
-        for name in runs:
-            found[name].append(dtype.name)
+        for config in space.Space(spec, _SHAPE, target, "nt").samples():
+            found[config.schedule].append(dtype.name)
     return found
 
 

@@ -68,6 +68,11 @@ class Space:
                 return
             path[-1] = (path[-1][0] + 1, path[-1][1])
 
+    def samples(self) -> list[KernelConfig]:
+        """The first config of each schedule that has any."""
+        low, high = self._schedules()
+        return [self.point(lambda name, least, _, s=schedule: s if name == "schedule" else least) for schedule in range(low, high + 1)]  # type: ignore[misc]
+
     def legal(self, config: KernelConfig) -> bool:
         """Whether a config, borrowed from another problem say, is a point of this space."""
         return self.at(parameters(config)) == config

@@ -15,7 +15,6 @@ from epigen import dtypes, settings
 from epigen.codegen.lower import lower
 from epigen.codegen.render import Renderer
 from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, digest, index_bits, k_multiple
-from epigen.errors import EpigenError
 from epigen.ir.graph import Graph
 from epigen.runtime.loader import triton_version
 from epigen.tuning import gpus, model, rule
@@ -69,8 +68,7 @@ def study_name(task: Task, kind: str = MEASURED) -> str:
     """
     graph, renderer = task.graph(), Renderer(settings.templates_dir())
     spec, problem = spec_of(graph, task), replace(problem_for(task), program="")
-    samples = {c.schedule: c for c in Space(spec, task.shape, task.target, task.layout).every()}
-    texts = [renderer.render(spec, samples[s]).digest for s in sorted(samples)]
+    texts = [renderer.render(spec, config).digest for config in Space(spec, task.shape, task.target, task.layout).samples()]
     versions = (epigen.__version__, triton_version(), importlib.metadata.version("torch"))
     part = re.sub("[^a-z0-9]+", "_", task.target.part.lower()).strip("_")
     return f"{part} {extents(task.shape)} {task.a} {task.layout} {digest([repr(problem), repr(task.target), *versions, *texts, kind])}"
@@ -117,15 +115,8 @@ def _space(task: Task) -> tuple[Space, dict[KernelConfig, float]]:
     space = Space(spec_of(task.graph(), task), task.shape, task.target, task.layout)
     configs = list(space.every())
     hopeful = [c for c in configs if not model.refusal(space.spec, c, task.shape, task.target, task.layout)] or configs
-    estimates = model.estimates(space.spec, hopeful, task.shape, _gpu(task), task.layout)
+    estimates = model.estimates(space.spec, hopeful, task.shape, gpus.of_target(task.target), task.layout)
     return space, {config: e.us for config, e in zip(hopeful, estimates, strict=True)}
-
-
-def _gpu(task: Task) -> gpus.Gpu:
-    try:
-        return gpus.by_name(task.target.part)
-    except EpigenError:
-        return gpus.of_target(task.target)
 
 
 def _record(problem: Problem, result: Result) -> Record:
