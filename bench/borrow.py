@@ -23,7 +23,6 @@ from bench import record
 from epigen import settings
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError
-from epigen.runtime import device
 from epigen.runtime.device import Target
 from epigen.runtime.loader import triton_version
 from epigen.tuning import report
@@ -151,12 +150,9 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=480.0, help="seconds after which no further problem is begun")
     parser.add_argument("--comparisons", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    record.add_options(parser)
     options = parser.parse_args()
-    target = device.at_hand()
-    if target is None:
-        raise SystemExit("this wants a GPU")
+    target = record.gpu_at_hand()
     start = time.monotonic()
     database = Database(options.db, seeds=())
     here = [r for _, r in database.records() if r.gpu == target.part]

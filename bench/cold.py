@@ -42,8 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="of the one problem")
     parser.add_argument("--problems", type=int, default=20, help="the first so many of bench/suite_h200.toml")
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    record.add_options(parser)
     options = parser.parse_args()
     body: dict[str, Any] = {"program": PROGRAM, "shape": SHAPE, "claimed_s": CLAIMED_S, "claimed_a_problem_s": CLAIMED_A_PROBLEM_S}
     body["imports_s"] = round(command.warm_up(), 2)

@@ -43,8 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--problems", type=int, default=20, help="the first so many of bench/suite_h200.toml; 0: leave the suite out")
     parser.add_argument("--trials", type=int, default=600, help="of the one problem; 0: leave it out")
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    record.add_options(parser)
     options = parser.parse_args()
     if len(device.indices()) < 2:
         raise SystemExit("this wants two GPUs")

@@ -19,8 +19,7 @@ from bench import record
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    record.add_options(parser)
     parser.add_argument("--workers", default="14")
     parser.add_argument("--name", default="gpu_tests")
     options, rest = parser.parse_known_args()

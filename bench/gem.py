@@ -7,7 +7,6 @@ GEM reports 38.8 %, 33.5 % and 28.9 % less time than unfused on a Radeon RX 7900
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 
@@ -24,8 +23,7 @@ def _config(fused: epigen.Kernel, x: torch.Tensor, w: torch.Tensor, bias: torch.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    record.add_options(parser)
     options = parser.parse_args()
     torch.manual_seed(0)
     fused = epigen.compile("relu(mm + bias)")

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from bench import record
 
@@ -22,8 +21,7 @@ SELECTION = "test_gpu and (33x127x17 or 127x33x0 or 65x63x31 or (sliced and bf16
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    record.add_options(parser)
     options = parser.parse_args()
     command = [
         "compute-sanitizer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -11,8 +12,25 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from epigen.runtime import device
+from epigen.runtime.device import Target
+
 RESULTS = Path(__file__).parent / "results"
 _NUMBERS = re.compile(r"\[\n(?:\s+(?:-?[\d.]+(?:e[-+]?\d+)?|null),?\n)+\s+\]")  # as JSON with an indent lays them out
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What every script that records a result is told: the commit, where the tree has no git, and the folder to write to."""
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+
+
+def gpu_at_hand() -> Target:
+    """The GPU to measure on. Ends the script where there is none."""
+    target = device.at_hand()
+    if target is None:
+        raise SystemExit("this wants a GPU")
+    return target
 
 
 def versions(commit: str | None = None) -> dict[str, Any]:

@@ -10,11 +10,9 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from bench import record
-from epigen.runtime import device
 from epigen.tuning import report
 from epigen.tuning.runner import GpuRunner, Runner
 from epigen.tuning.task import Task
@@ -72,12 +70,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--comparisons", type=int, default=11)
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    record.add_options(parser)
     options = parser.parse_args()
-    target = device.at_hand()
-    if target is None:
-        raise SystemExit("this wants a GPU")
+    target = record.gpu_at_hand()
     body: dict[str, Any] = {"environment": record.environment(options.commit), "claimed": CLAIMED, "problems": []}
     runner = GpuRunner()
     try:

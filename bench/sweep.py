@@ -9,7 +9,6 @@ import argparse
 import random
 import time
 from collections import Counter
-from pathlib import Path
 
 from bench import record
 from epigen.codegen.spec import KernelConfig
@@ -37,8 +36,7 @@ def main() -> None:
     parser.add_argument("--configs", type=int, default=100_000, help="no more than so many a problem, in random order")
     parser.add_argument("--budget", type=float, default=150.0, help="seconds a problem")
     parser.add_argument("--only", nargs="*")
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    record.add_options(parser)
     options = parser.parse_args()
     target = device.at_hand() or device.DEFAULT
     runner: GpuRunner | None = None

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
 from bench import record
-from epigen.runtime import device
 from epigen.tuning import report, table
 from epigen.tuning.runner import GpuRunner, Runner
 from epigen.tuning.table import Table
@@ -53,11 +51,9 @@ def held(sweep: Table, runner: Runner, comparisons: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--comparisons", type=int, default=5)
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    record.add_options(parser)
     options = parser.parse_args()
-    if device.at_hand() is None:
-        raise SystemExit("this wants a GPU")
+    record.gpu_at_hand()
     body: dict[str, Any] = {"environment": record.environment(options.commit), "claimed": CLAIMED, "problems": []}
     runner = GpuRunner()
     try:
