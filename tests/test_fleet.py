@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -19,6 +20,7 @@ from epigen.runtime.device import DEFAULT
 from epigen.tuning import fleet
 from epigen.tuning.database import Database
 from epigen.tuning.fleet import tune_all
+from epigen.tuning.interrupt import heeded
 from epigen.tuning.search import Progress
 from epigen.tuning.storage import open_storage
 from epigen.tuning.study import Study
@@ -164,22 +166,35 @@ def test_ctrl_c_keeps_what_was_found() -> None:
 def test_an_impatient_ctrl_c_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second key press ends what does not end by itself."""
     monkeypatch.setattr(fleet, "_PATIENCE_S", 0.2)
-    hanging = threading.Event()
+    hangs, hanging, stops = threading.Event(), threading.Event(), list[threading.Event]()
 
     class Hanging(Gpu):
         def measure(self, config: KernelConfig, limit_us: float) -> Outcome:
-            hanging.wait(20)
+            hangs.set()
+            hanging.wait(60)
             return super().measure(config, limit_us)
 
+    def seen(stop: threading.Event, patience_s: float) -> contextlib.AbstractContextManager[None]:
+        stops.append(stop)
+        return heeded(stop, patience_s)
+
     def press() -> None:
-        for _ in range(2):
-            time.sleep(0.5)
+        for before in (hangs, stops[0]):  # the second no sooner than the first was heeded, however late that is
+            before.wait(60)
+            time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGINT)
 
-    pressing = threading.Thread(target=press)
-    pressing.start()
+    monkeypatch.setattr(fleet, "heeded", seen)
     log: list[tuple[int, Task, KernelConfig]] = []
-    with pytest.raises(KeyboardInterrupt):
-        tune_all([task()], None, make=lambda: Hanging(log))
-    hanging.set()
-    pressing.join()
+    pressing = threading.Thread(target=press)
+
+    def make() -> Hanging:
+        pressing.start()
+        return Hanging(log)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tune_all([task()], None, make=make)
+    finally:
+        hanging.set()
+        pressing.join()

@@ -146,12 +146,14 @@ def test_the_journal_is_optunas_own_format(tmp_path: Path) -> None:
 
 
 def test_a_journal_costs_little(tmp_path: Path) -> None:
-    """Of 48 trials, less than a second more than in memory."""
-    start = time.monotonic()
-    run(MadeUp(), 48, None)
-    between = time.monotonic()
-    run(MadeUp(), 48, f"{tmp_path}/study.journal")
-    assert time.monotonic() - between < (between - start) + 1.0
+    """Of 48 trials, less than a second more than in memory; the best of some pairs, because other tests load the machine."""
+
+    def seconds(url: str | None) -> float:
+        start = time.monotonic()
+        run(MadeUp(), 48, url)
+        return time.monotonic() - start
+
+    assert min(-seconds(None) + seconds(f"{tmp_path}/study-{i}.journal") for i in range(3)) < 1.0
 
 
 # -- claims
@@ -202,9 +204,9 @@ def test_what_a_dead_tuner_had_under_way_is_given_up(storage: Storage, name: str
 
 
 def test_a_tuner_that_is_alive_keeps_its_claims(storage: Storage, name: str) -> None:
-    with Study(storage, name, beat_s=0.05) as slow, Study(storage, name, beat_s=0.05, dead_s=0.6) as other:
+    with Study(storage, name, beat_s=0.05) as slow, Study(storage, name, beat_s=0.05, dead_s=2.0) as other:
         held = claim(slow, CONFIGS[0])
-        end = time.monotonic() + 1.5
+        end = time.monotonic() + 3.0
         while time.monotonic() < end:
             other.refresh()
             assert other.others() == {held.number}

@@ -68,8 +68,8 @@ def heeded(event: threading.Event, patience_s: float) -> Iterator[None]:
     first: list[float] = []
 
     def heed(number: int, frame: FrameType | None) -> None:
-        event.set()
         first.append(time.monotonic())
+        event.set()
         if first[-1] - first[0] > patience_s:
             before(number, frame)
 
