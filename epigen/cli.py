@@ -115,7 +115,7 @@ def compile_command(program: str, shape: tuple[int, int, int] | None, dtype_name
     target = device.by_name(target_name) if target_name else device.at_hand() or device.DEFAULT
     where = "as asked" if target_name else "the GPU at hand" if device.at_hand() else "the default, since no GPU is at hand"
     say(f"target    {target.name} ({target.part}), {where}")
-    signature = kernel.signature_of(dtype, shape)
+    signature = kernel.signature_of(dtype, shape, layout)
     plan = kernel.plan(shape or DEFAULT_SHAPE, target=target, signature=signature, layout=layout)
     say(f"config    {plan.choice.config}")
     say(f"          {plan.choice.why}")
@@ -198,6 +198,8 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: st
     """Run the kernel of the plan at a shape with tails, on the GPU or under the interpreter, and say how far it is from the oracle."""
     import torch
 
+    from epigen.codegen.schedules import SCHEDULES
+    from epigen.codegen.spec import TMA_BYTES
     from epigen.runtime import verify
     from epigen.runtime.kernel import Kernel, uninterpretable
 
@@ -210,7 +212,10 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: st
     config, k_multiple = plan.choice.config, plan.spec.signature.k_multiple
     sizes = dict(config.values)
     k = max(2 * sizes.get("block_k", 32), k_multiple)
-    shape = (sizes["block_m"] + 3, sizes["block_n"] + 5, k if k_multiple > 1 else k - 3)
+    if SCHEDULES[config.schedule].descriptors:  # rows that TMA can address
+        shape = (sizes["block_m"] + TMA_BYTES, sizes["block_n"] + TMA_BYTES, k + TMA_BYTES)
+    else:
+        shape = (sizes["block_m"] + 3, sizes["block_n"] + 5, k if k_multiple > 1 else k - 3)
     chosen = plan.choice
     one = Kernel(graph, kernel.renderer, lambda *_: chosen, None, "triton" if on_gpu else "interpreter", precision)
     inputs = dtypes.FP32 if run.bits == 8 else run

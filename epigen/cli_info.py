@@ -68,11 +68,11 @@ def schedules(target: Target) -> dict[str, list[str]]:
 
     graph = api.graph_of("relu(mm)")
     kernel = api.compile("relu(mm)", precision="ieee")
-    found: dict[str, list[str]] = {name: [] for name in space.SCHEDULE_NAMES}
+    found: dict[str, list[str]] = {}
     for dtype in dtypes.OPERANDS:
         spec = lower(graph, kernel.signature_of(dtype, _SHAPE))
         for config in space.Space(spec, _SHAPE, target, "nt").samples():
-            found[config.schedule].append(dtype.name)
+            found.setdefault(config.schedule, []).append(dtype.name)
     return found
 
 

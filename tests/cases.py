@@ -22,6 +22,16 @@ def tiled(block_m: int = 64, block_n: int = 64, block_k: int = 32, num_warps: in
     return schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=num_warps, num_stages=num_stages)
 
 
+def persistent(
+    block_m: int = 64, block_n: int = 64, block_k: int = 32, num_warps: int = 4, num_stages: int = 3, group_m: int = 2,
+    flatten: int = 1, halves: int = 1, tma_store: int = 1,
+) -> KernelConfig:  # fmt: skip
+    return schedules.config(
+        "persistent", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, flatten=flatten, halves=halves, tma_store=tma_store,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+
+
 SMALL = tiled(32, 32, 32)
 """Two or three tiles each way at the usual case's extents, quick under the interpreter."""
 
@@ -48,7 +58,11 @@ class Case:
         parts += [str(self.b)] if self.b else []
         parts += [p for p, default in ((str(self.inputs), "fp16"), (self.layout, "nn"), (self.view, "plain"), (self.precision, "ieee")) if p != default]
         parts += ["integers"] if self.integers else []
-        parts += [] if self.config is SMALL else [self.config.schedule if self.config else "rule"]
+        parts += (
+            []
+            if self.config is SMALL
+            else [str(self.config) if self.config and self.config.schedule == "persistent" else self.config.schedule if self.config else "rule"]
+        )
         parts += [] if self.by_value else ["pointer"]
         return " ".join(parts)
 
@@ -212,8 +226,37 @@ def config_cases() -> list[Case]:
     return found
 
 
+def persistent_cases() -> list[Case]:
+    """Rows of a multiple of 16 bytes, as TMA wants them, and extents that are no multiple of a tile; more tiles than programs."""
+    found = []
+    texts = (
+        "relu(mm + bias)",
+        "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)",
+        "dz = drelu(mm, mask); dz, bgrad(dz), amax(dz)",
+        "h = gelu(mm) * gate[m,n] * scale_a[m]; h, cast(h, fp32), sum(a, k)",
+        "sum(mm, m), max(mm, n), sum(mm)",
+    )
+    for text in texts:
+        for a in (FP16, BF16):
+            for layout in LAYOUTS:
+                for flatten, halves, tma_store in ((0, 1, 0), (1, 1, 1), (0, 2, 1), (1, 2, 0)):
+                    config = persistent(block_n=128 if halves == 2 else 64, flatten=flatten, halves=halves, tma_store=tma_store)
+                    found.append(Case(text, (136, 200, 88), a, inputs=a, layout=layout, config=config))
+    for a, layouts in ((FP32, LAYOUTS), (INT8, ("nt",)), (FP8E4M3, ("nt",)), (FP8E5M2, ("nt",))):
+        for layout in layouts:
+            config = persistent(block_k=32 if a == FP32 else 64, halves=1)
+            found.append(Case("relu(mm + bias)", (144, 208, 112), a, inputs=FP32, layout=layout, config=config, precision="tf32" if a == FP32 else "ieee"))
+    for shape in ((1, 8, 8), (64, 64, 32), (8, 264, 8), (65, 64, 2048), (1000, 8, 40), (640, 640, 64)):
+        for warps, stages in ((4, 2), (8, 4)):
+            for text in texts[:3]:
+                found.append(Case(text, shape, FP16, layout="nt", config=persistent(128, 128, 64, warps, stages, halves=2)))
+    for text in texts[:2]:
+        found.append(Case(text, (136, 200, 88), FP16, layout="nt", config=persistent(), integers=True))
+    return found
+
+
 def all_cases() -> list[Case]:
-    groups = (operation_cases, reduction_cases, shape_cases, view_cases, exact_cases, output_cases, config_cases)
+    groups = (operation_cases, reduction_cases, shape_cases, view_cases, exact_cases, output_cases, config_cases, persistent_cases)
     return list(dict.fromkeys(c for group in groups for c in group()))
 
 

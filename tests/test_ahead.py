@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import pytest
+from cases import persistent
 
 import epigen
 from epigen import cli
 from epigen.codegen import schedules
-from epigen.codegen.spec import KernelConfig
+from epigen.codegen.spec import LAYOUTS, KernelConfig
 from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
 from epigen.errors import CompileError
 from epigen.runtime import ahead
@@ -48,7 +49,7 @@ def job(
     precision: str | None = None,
 ) -> Job:
     target = TARGETS[target] if isinstance(target, str) else target
-    plan = epigen.compile(text, config=config, precision=precision).plan(shape, dtype=dtype, target=target)
+    plan = epigen.compile(text, config=config, precision=precision).plan(shape, dtype=dtype, target=target, layout=layout)
     return Job(plan.rendered, target, layout)
 
 
@@ -106,6 +107,32 @@ def assembly(results: list[Compiled]) -> str:
     text = stages["ptx"] if "ptx" in stages else stages["amdgcn"]
     assert isinstance(text, str)
     return text
+
+
+# -- TMA
+
+
+def test_the_persistent_schedule_multiplies_straight_from_what_tma_brings() -> None:
+    large = persistent(128, 256, 64, 8, 4, flatten=0, halves=2)
+    jobs = [job(text, "sm_90", BF16, large, layout) for text in (PLAIN, FORWARD) for layout in LAYOUTS]
+    jobs += [job(PLAIN, "sm_90", FP16, persistent(128, 256, 64, 8, 3, flatten=f, tma_store=0), "nt") for f in (0, 1)]
+    for one, results in zip(jobs, compiled(jobs), strict=True):
+        checked(one, results)
+        text = assembly(results)
+        loads, stores = (len(re.findall(rf"cp\.async\.bulk\.tensor\.2d\.{way}", text)) for way in (r"shared::\w+\.global", r"global\.shared"))
+        assert "wgmma.mma_async" in text and loads >= 2, one.layout
+        assert results[0].resources.spills == 0
+        # each half leaves by itself
+        assert (stores >= 2) == ("tma_store=1" in one.rendered.text) and (stores > 0) == (stores >= 2), one.layout
+        # nothing else reads the operands: what is loaded otherwise belongs to the epilogue
+        assert "cp.async.c" not in text
+
+
+def test_the_persistent_schedule_multiplies_every_dtype_that_space_lets_it() -> None:
+    jobs = [job(PLAIN, t, dtype, persistent(128, 128, 64, 8), "nt") for t in ("sm_90", "sm_100", "sm_120") for dtype in (FP16, BF16, INT8, FP8E4M3, FP8E5M2)]
+    jobs += [job(PLAIN, "sm_90", FP32, persistent(128, 128, 32, 8), "nt", precision="tf32")]
+    for one, results in zip(jobs, compiled(jobs), strict=True):
+        checked(one, results)
 
 
 # -- all targets

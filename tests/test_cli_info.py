@@ -82,8 +82,9 @@ def test_each_gpu_with_the_schedules_that_it_can_run() -> None:
     lines = text.splitlines()
     assert "gpu 0     NVIDIA H200 (sm_90), 132 multiprocessors, 140 GiB, driver 580.65.06" in lines
     a100 = lines.index("gpu 1     NVIDIA A100-SXM4-80GB (sm_80), 108 multiprocessors, 80 GiB, driver 580.65.06")
-    assert lines[a100 + 1].split(maxsplit=1) == ["tiled", "fp32, fp16, bf16, fp8e5m2, int8"]
-    assert lines[a100 + 2].split(maxsplit=1)[1] == "fp32, fp16, bf16, fp8e4m3, fp8e5m2, int8"
+    assert lines[a100 + 1].split(maxsplit=1)[1] == "fp32, fp16, bf16, fp8e4m3, fp8e5m2, int8"
+    assert lines[a100 + 2].split(maxsplit=1) == ["tiled", "fp32, fp16, bf16, fp8e5m2, int8"]
+    assert [line.split()[0] for line in lines if "fp16" in line] == ["library", "tiled", "persistent", "library", "tiled"]
     assert "gpu 2     Tesla V100, 80 GiB: Tesla V100 (sm_70) is older than sm_80, the oldest supported" in lines
     found = info("--json")
     assert [g["index"] for g in found["gpus"]] == [0, 1, 2] and found["default"] is None and found["driver"] == "580.65.06"

@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cases import persistent
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from programs import programs
@@ -32,7 +34,7 @@ TILED = schedules.config("tiled", block_m=64, block_n=128, block_k=32, group_m=8
 LIBRARY = schedules.config("library", block_m=8, block_n=128, num_warps=4)
 
 
-def spec_of(text: str, a: DType = FP16, by_value: tuple[str, ...] = (), input_dtype: DType | None = None, **signature: int | str) -> KernelSpec:
+def spec_of(text: str, a: DType = FP16, by_value: tuple[str, ...] = (), input_dtype: DType | None = None, **signature: Any) -> KernelSpec:
     graph = normalise(check(parse(text)))
     inputs = tuple((n.name, None if n.name in by_value else input_dtype or a) for n in graph.inputs())
     return lower(graph, Signature(a, a, inputs, **signature))
@@ -54,6 +56,11 @@ KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
             "z = gelu(mm); scale_out = amax(z); lse = logsumexp(z, n) + scale_a[m]; db = sum(z, m) * 0.5 + sum(b, k); z, db, lse, scale_out", k_multiple=64
         ),
         TILED,
+    ),
+    "persistent": (spec_of("relu(mm + bias)", layout="nt", tma=("a", "b", "out"), k_multiple=64), persistent(128, 128, 64, 8, flatten=0)),
+    "persistent_in_halves": (
+        spec_of("z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)", layout="tn", tma=("a", "b")),
+        persistent(128, 256, 64, 8, halves=2),
     ),
     "library": (spec_of("z = mm + bias; silu(z) * gate[m,n], bgrad(z)"), LIBRARY),
     "int8_scaled": (spec_of("cast(mm * scale_a[m] * scale_b[n], fp16)", INT8, input_dtype=FP32, k_multiple=64), TILED),
@@ -131,7 +138,7 @@ def test_another_config_has_another_digest(first: KernelConfig, second: KernelCo
     assert RENDERER.render(spec, first).digest != RENDERER.render(spec, second).digest
 
 
-@pytest.mark.parametrize("config", [TILED, LIBRARY], ids=lambda c: c.schedule)
+@pytest.mark.parametrize("config", [TILED, LIBRARY, persistent()], ids=lambda c: c.schedule)
 def test_each_dimension_counts_in_the_digest(config: KernelConfig) -> None:
     spec = KERNELS["relu_bias"][0]
     seen = {RENDERER.render(spec, config).digest}

@@ -6,6 +6,7 @@ import ast
 import builtins
 import keyword
 
+import cases
 import pytest
 from hypothesis import given
 from programs import programs
@@ -262,11 +263,14 @@ def test_every_name_in_a_generated_kernel_is_refused_as_an_input() -> None:
     configs = [
         schedules.config("tiled", block_m=64, block_n=64, block_k=32, group_m=8, num_warps=4, num_stages=3),
         schedules.config("library", block_m=8, block_n=128, num_warps=4),
+        cases.persistent(halves=2, tma_store=1),
     ]
     found: set[str] = set()
     for config in configs:
         for index_bits in (32, 64):
-            signature = Signature(FP16, FP16, tuple((n.name, None if n.name == "yy" else FP16) for n in graph.inputs()), index_bits=index_bits)
+            signature = Signature(
+                FP16, FP16, tuple((n.name, None if n.name == "yy" else FP16) for n in graph.inputs()), index_bits=index_bits, tma=("a", "b", "cc")
+            )
             tree = ast.parse(renderer.render(lower(graph, signature), config).text)
             for node in ast.walk(tree):
                 if isinstance(node, ast.FunctionDef):

@@ -505,7 +505,7 @@ def test_a_mapping_that_is_given_is_left_as_it_was() -> None:
     ("config", "message"),
     [
         ({"schedule": "tild"}, "unknown schedule 'tild': did you mean tiled?"),
-        ({"schedule": "qq"}, "unknown schedule 'qq': known are tiled, library"),
+        ({"schedule": "qq"}, "unknown schedule 'qq': known are library, tiled, persistent"),
         ({"blok_m": 32}, "the schedule tiled has no dimension 'blok_m': did you mean block_m"),
         ({"q": 32}, "the schedule tiled has no dimension 'q': it has block_m, block_n, block_k, group_m, num_warps, num_stages"),
         (VALUES | {"block_m": 48}, "block_m=48 is not one of 16, 32, 64, 128, 256"),
@@ -520,6 +520,34 @@ def test_a_mapping_that_is_given_is_left_as_it_was() -> None:
 def test_a_config_that_does_not_fit(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         epigen.compile("mm", config=config)
+
+
+def test_operands_that_tma_cannot_address() -> None:
+    kernel = epigen.compile("relu(mm)", config=cases.persistent(tma_store=1), backend="interpreter")
+    right = whole(24, 32) @ whole(32, 40)
+
+    def call(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> None:
+        torch.testing.assert_close(kernel(a, b, out=out), torch.relu(right), rtol=0, atol=0)
+
+    a, b = whole(24, 32), whole(32, 40)
+    call(a, b)
+    assert ".store([" in kernel.source()
+    call(a.T.contiguous().T, b.T.contiguous().T)
+    shifted = torch.zeros(a.numel() + 1, dtype=torch.half)[1:].view(a.shape).copy_(a)
+    with pytest.raises(ConfigError, match="by TMA descriptors, and a cannot have one: rows and the first address must be multiples of 16 bytes"):
+        call(shifted, b)
+    with pytest.raises(ConfigError, match="and a and b cannot have one"):
+        kernel(half(24, 33), half(33, 41))
+    with pytest.raises(ConfigError, match="and b cannot have one"):
+        call(a, torch.zeros(32, 80, dtype=torch.half)[:, ::2].copy_(b))
+    # an output that it cannot address is stored by pointers
+    wide = torch.zeros(24, 41, dtype=torch.half)
+    call(a, b, out=wide[:, 1:])
+    assert ".store([" not in kernel.source() and wide[:, 0].eq(0).all()
+    call(a, b, out=torch.zeros(24, 64, dtype=torch.half)[:, 8:48])
+    assert ".store([" in kernel.source()
+    with pytest.raises(ConfigError, match="the schedule persistent does not run on sm_80"):
+        epigen.compile("relu(mm)", config=cases.persistent()).plan((64, 64, 64), FP16, TARGETS["sm_80"])
 
 
 # -- what a kernel says of itself

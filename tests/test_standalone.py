@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import persistent
 from click.testing import CliRunner
 
 from epigen import api, cli
@@ -64,6 +65,8 @@ FILES = (
     File("gelu(mm * 0.01 + bias), sum(mm)", ("0.7071067811865476", "0.8"), INT8, LIBRARY),
     File("silu(mm) + residual", ("t0 + residual", "t0"), FP32, LIBRARY),
     File("softplus(mm), tanh(mm)", ("-0.33333333333333333", "-0.3"), FP32),
+    File("relu(mm + bias)", ("acc + bias", "acc - bias"), config=persistent(), k=4096),
+    File("z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)", ("z > 0.0", "z >= 0.0"), config=persistent(block_n=128, halves=2), k=4096),
     # names that the file itself uses
     File("mm * v1[m] + v0[n] - v2", ("", "")),
     File("where(bits(unpack), mm, reference[m,n]) * integers", ("", "")),

@@ -9,7 +9,24 @@ import re
 from collections.abc import Sequence
 
 from epigen import ops
-from epigen.codegen.spec import ACC, CAST, WIDEN, Arg, Finish, Input, KernelSpec, Line, Partial, Signature, Source, Store, digest
+from epigen.codegen.spec import (
+    ACC,
+    CAST,
+    TMA_BYTES,
+    WIDEN,
+    Arg,
+    Finish,
+    Input,
+    KernelSpec,
+    Line,
+    Partial,
+    Signature,
+    Source,
+    Store,
+    digest,
+    index_bits,
+    k_multiple,
+)
 from epigen.dtypes import BF16, FP32, INT8, INT32, OPERANDS, UINT8, DType
 from epigen.errors import CallError
 from epigen.ir import graph as g
@@ -47,6 +64,23 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
         finishes=tuple(finishes),
         outputs=tuple(stores),
     )
+
+
+def signature_of_contiguous(
+    graph: Graph, a: DType, b: DType, inputs: tuple[tuple[str, DType | None], ...], shape: tuple[int, int, int], layout: str, precision: str
+) -> Signature:
+    """The signature of a call whose tensors lie in memory without gaps. shape: M, N, K. layout: how a and b lie."""
+    m, n, k = shape
+    rows = {"a": (k if layout[0] == "n" else m) * a.bytes, "b": (n if layout[1] == "n" else k) * b.bytes}
+    rows |= {o.name: n * output_dtype(graph, o, a).bytes for o in graph.outputs if describable(graph, o)}
+    tma = tuple(name for name, row_bytes in rows.items() if row_bytes % TMA_BYTES == 0 and 0 not in shape)
+    return Signature(a, b, inputs, precision, k_multiple(k), index_bits(shape), layout, tma)
+
+
+def describable(graph: Graph, output: Output) -> bool:
+    """Whether an output is a plain matrix, which a TMA descriptor may address."""
+    node = graph.nodes[output.node]
+    return node.indices == "mn" and node.kind != g.PACKED and not node.reduced
 
 
 def check_operands(a: DType, b: DType) -> None:

@@ -7,6 +7,7 @@ leave. It needs triton only. Equal inputs render equal bytes.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import jinja2
 
 import epigen
-from epigen.codegen import emit
+from epigen.codegen import emit, schedules
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Finish, Input, KernelConfig, KernelSpec, Store, digest
 from epigen.dtypes import FP32, INT32, UINT8, DType
@@ -29,11 +30,15 @@ _FINISH_OPERAND = (128, 32)
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """A kernel's argument. type: as in Triton's signatures ("*fp16", "i32", "fp32"). about: shape, dtype and role, for the header."""
+    """A kernel's argument. type: as in Triton's signatures ("*fp16", "i32", "fp32"). about: shape, dtype and role, for the header.
+    block: rows and columns that a TMA descriptor moves at a time; none for other arguments. transposed: it describes the tensor's transpose.
+    """
 
     name: str
     type: str
     about: str = ""
+    block: tuple[int, ...] = ()
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,10 @@ class Renderer:
     def render(self, spec: KernelSpec, config: KernelConfig) -> Rendered:
         schedule = SCHEDULES[config.schedule]
         functions = [_main(spec, config), *(_finish(spec, f) for f in spec.finishes)]
-        text = self.text("module.py.j2", spec=spec, config=config, functions=functions, schedule=schedule, dot_arguments=dot_arguments(spec, config))
+        text = self.text(
+            "module.py.j2", spec=spec, config=config, functions=functions, schedule=schedule, dot_arguments=dot_arguments(spec, config),
+            described=[s.name for s in spec.stores if stored_by_tma(s, spec, config)],
+        )  # fmt: skip
         return Rendered(text, tuple(functions), digest([text]))
 
     def text(self, template: str, **values: Any) -> str:
@@ -101,6 +109,19 @@ def _pointer(name: str, dtype: DType, about: str) -> Argument:
     return Argument(f"{name}_ptr", f"*{_type(dtype)}", about)
 
 
+def _described(name: str, dtype: DType, block: tuple[int, int], indices: str, transposed: bool = False, role: str = "") -> Argument:
+    """A tensor by its TMA descriptor. block, indices: of the tensor, before it is transposed."""
+    if transposed:
+        block, indices = (block[1], block[0]), indices[::-1]
+    about = f"{_shape(indices)} {dtype}{role}: a TMA descriptor{' of the transpose' * transposed}, {block[0]} x {block[1]} at a time"
+    return Argument(f"{name}_desc", f"tensordesc<{_type(dtype)}[{block[0]}, {block[1]}]>", about, block, transposed)
+
+
+def stored_by_tma(store: Store, spec: KernelSpec, config: KernelConfig) -> bool:
+    """Whether an output leaves by its descriptor."""
+    return bool(dict(config.values).get("tma_store")) and not store.packed and store.name in spec.signature.tma
+
+
 def _shape(indices: str) -> str:
     return f"[{', '.join(i.upper() for i in indices)}]" if indices else "[1]"
 
@@ -119,7 +140,7 @@ def _output(store: Store) -> Argument:
     return _pointer(store.name, store.dtype, f"{_shape(store.indices)} {store.dtype}, written")
 
 
-def _strides(items: tuple[Input | Store, ...]) -> list[Argument]:
+def _strides(items: Iterable[Input | Store]) -> list[Argument]:
     """One a stored index; none for what is passed by value or has one element."""
     return [Argument(f"stride_{i.name}_{index}", "i32") for i in items if i.dtype is not None for index in i.indices]
 
@@ -129,23 +150,33 @@ def _integers(*names: str) -> list[Argument]:
 
 
 def _main(spec: KernelSpec, config: KernelConfig) -> Function:
-    multiplies = SCHEDULES[config.schedule].multiplies
-    sig = spec.signature
-    if multiplies:
+    schedule, sig = SCHEDULES[config.schedule], spec.signature
+    if schedule.descriptors:
+        block_k = config["block_k"]
+        operands = [
+            _described("a", sig.a, (config["block_m"], block_k), "mk", transposed=sig.layout[0] == "t"),
+            _described("b", sig.b, (block_k, config["block_n"]), "kn", transposed=sig.layout[1] == "t"),
+        ]
+        sizes = _integers("M", "N", "K")
+    elif schedule.multiplies:
         operands = [_pointer("a", sig.a, f"[M, K] {sig.a}"), _pointer("b", sig.b, f"[K, N] {sig.b}")]
         sizes = _integers("M", "N", "K", "stride_am", "stride_ak", "stride_bk", "stride_bn")
     else:
         operands = [_pointer("mm", spec.accumulator, f"[M, N] {spec.accumulator}, the product of a and b")]
         sizes = _integers("M", "N", "stride_mm_m", "stride_mm_n")
+    parts = schedules.parts(config)
+    rows, columns = (f"ceil({e} / BLOCK_{e}){f' * {count}' if count > 1 else ''}" for e, count in zip("MN", parts, strict=True))
     partials = []
     for p in spec.partials:
-        shape = {"m": "[ceil(M / BLOCK_M), N]", "n": "[ceil(N / BLOCK_N), M]", "mn": "[ceil(M / BLOCK_M) * ceil(N / BLOCK_N)]"}[p.axes]
-        partials.append(_pointer(f"{p.name}_partial", FP32, f"{shape} fp32, written: one {p.row} a tile"))
-    arguments = (*operands, *map(_input, spec.inputs), *map(_output, spec.stores), *partials, *sizes, *_strides(spec.inputs), *_strides(spec.stores))
-    constants = tuple((n.upper(), v) for n, v in config.values if n not in ("num_warps", "num_stages"))
+        shape = {"m": f"[{rows}, N]", "n": f"[{columns}, M]", "mn": f"[{rows} * {columns}]"}[p.axes]
+        partials.append(_pointer(f"{p.name}_partial", FP32, f"{shape} fp32, written: one {p.row} a {'part of a ' * (parts != (1, 1))}tile"))
+    part = (config["block_m"] // parts[0], config["block_n"] // parts[1])
+    pointed = [s for s in spec.stores if not stored_by_tma(s, spec, config)]
+    stores = [_output(s) if s in pointed else _described(s.name, s.dtype, part, s.indices, role=", written") for s in spec.stores]
+    arguments = (*operands, *map(_input, spec.inputs), *stores, *partials, *sizes, *_strides(spec.inputs), *_strides(pointed))
     stages = dict(config.values).get("num_stages", 1)
-    name = spec.name if multiplies else f"{spec.name}_epilogue"
-    return Function(name, arguments, constants, config["num_warps"], stages, None)
+    name = spec.name if schedule.multiplies else f"{spec.name}_epilogue"
+    return Function(name, arguments, schedules.constants(config), config["num_warps"], stages, None)
 
 
 def _finish(spec: KernelSpec, finish: Finish) -> Function:

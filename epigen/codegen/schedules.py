@@ -12,12 +12,21 @@ from epigen.errors import ConfigError, near_miss
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """template: file name under `templates`. dimensions: each with its legal values. multiplies: the template holds the main loop
-    (else the product comes from the vendor's library)."""
+    (else the product comes from the vendor's library). descriptors: a and b are addressed by TMA descriptors. persistent: one program a
+    multiprocessor, which takes one tile after the other. capabilities: of NVIDIA GPUs, such as 90; None: every GPU of every make.
+    """
 
     name: str
     template: str
     dimensions: Mapping[str, tuple[int, ...]]
     multiplies: bool
+    descriptors: bool = False
+    persistent: bool = False
+    capabilities: range | None = None
+
+    def runs_on(self, backend: str, arch: int | str) -> bool:
+        """Whether GPUs of this kind have what it takes. backend: "cuda" or "hip"."""
+        return self.capabilities is None or (backend == "cuda" and arch in self.capabilities)
 
 
 TILED = Schedule(
@@ -41,7 +50,46 @@ LIBRARY = Schedule(
     multiplies=False,
 )
 
-SCHEDULES = {s.name: s for s in (TILED, LIBRARY)}
+PERSISTENT = Schedule(
+    "persistent",
+    "persistent.py.j2",
+    {
+        "block_m": (64, 128, 256),
+        "block_n": (16, 32, 64, 128, 256),
+        "block_k": (16, 32, 64, 128, 256),
+        "group_m": (1, 2, 4, 8, 16),
+        "flatten": (0, 1),
+        "halves": (1, 2),
+        "tma_store": (0, 1),
+        "num_warps": (4, 8, 16),
+        "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),
+    },
+    multiplies=True,
+    descriptors=True,
+    persistent=True,
+    capabilities=range(90, 1000),
+)
+
+SCHEDULES = {s.name: s for s in (LIBRARY, TILED, PERSISTENT)}
+"""Each asks for all that those before it ask for, and for more."""
+
+_IN_TEXT = {"flatten", "halves", "tma_store", "num_warps", "num_stages"}
+"""Dimensions that decide what the template writes, or how it is launched; the others are the kernel's compile-time arguments."""
+
+
+def constants(config: KernelConfig) -> tuple[tuple[str, int], ...]:
+    """A kernel's compile-time arguments."""
+    return tuple((name.upper(), value) for name, value in config.values if name not in _IN_TEXT)
+
+
+def parts(config: KernelConfig) -> tuple[int, int]:
+    """In how many parts, along m and n, the epilogue takes a tile: each leaves its own partial results."""
+    return 1, dict(config.values).get("halves", 1)
+
+
+def programs(config: KernelConfig, tiles: int, multiprocessors: int) -> int:
+    """How many programs the main kernel is launched with."""
+    return min(tiles, multiprocessors) if SCHEDULES[config.schedule].persistent else tiles
 
 
 def from_mapping(given: Mapping[str, object]) -> KernelConfig:

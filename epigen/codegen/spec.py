@@ -25,7 +25,8 @@ class Signature:
 
     inputs: each named input's dtype; None for a Python number, which is passed by value.
     precision: "ieee" or "tf32", for fp32 operands only.  k_multiple: a power of two that divides K.
-    index_bits: 64 where some offset does not fit in 32 bits.
+    index_bits: 64 where some offset does not fit in 32 bits. layout: how a and b lie.
+    tma: those of "a", "b" and the outputs' names whose tensors a TMA descriptor can address.
     """
 
     a: DType
@@ -34,6 +35,8 @@ class Signature:
     precision: str = "ieee"
     k_multiple: int = 1
     index_bits: int = 32
+    layout: str = "nn"
+    tma: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,10 @@ def index_bits(shape: tuple[int, int, int]) -> int:
     """64 where contiguous tensors of these extents M, N, K have offsets past 32 bits, else 32."""
     m, n, k = shape
     return 64 if max(m * n, m * k, k * n) >= WIDE else 32
+
+
+TMA_BYTES = 16
+"""What a TMA descriptor wants a tensor's first address, and the distance between its rows, to be a multiple of."""
 
 
 Arg = str | float

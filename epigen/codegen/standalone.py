@@ -7,9 +7,9 @@ own oracle computes.
 from __future__ import annotations
 
 from epigen import ops
-from epigen.codegen.render import Function, Rendered, Renderer
-from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import Choice, KernelSpec, number
+from epigen.codegen.render import Argument, Function, Rendered, Renderer
+from epigen.codegen.schedules import SCHEDULES, parts
+from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, number
 from epigen.dtypes import BF16, FP32, INT8, DType
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
@@ -18,13 +18,14 @@ from epigen.ir.graph import Graph
 def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choice, rendered: Rendered) -> str:
     """The file's text."""
     heading, body = rendered.text.split("import triton\n", 1)
+    config, schedule = choice.config, SCHEDULES[choice.config.schedule]
     return renderer.text(
         "standalone.py.j2",
         spec=spec, choice=choice, graph=graph, heading=heading, body="import triton\n" + body,
         launcher=spec.name.removeprefix("epigen_"),
-        launches=[_launch(spec, f) for f in rendered.functions],
-        multiplies=SCHEDULES[choice.config.schedule].multiplies,
-        block_m=choice.config["block_m"], block_n=choice.config["block_n"], block_k=dict(choice.config.values).get("block_k", 32),
+        launches=[_launch(spec, config, f) for f in rendered.functions],
+        schedule=schedule, multiplies=schedule.multiplies, parts=parts(config),
+        block_m=config["block_m"], block_n=config["block_n"], block_k=dict(config.values).get("block_k", 32),
         reference=_reference(graph), results=_results(graph), tolerance=_tolerance(graph, spec),
         interpretable=not any(t == BF16 or t.is_fp8 for t in _dtypes(graph, spec)),
         packed_in=any(i.packed for i in spec.all_inputs), packed_out=any(o.packed for o in spec.outputs),
@@ -36,19 +37,24 @@ def _dtypes(graph: Graph, spec: KernelSpec) -> list[DType]:
     return [t for t in (*named, *(n.dtype for n in graph.nodes)) if t is not None]
 
 
-def _launch(spec: KernelSpec, function: Function) -> dict[str, object]:
+def _launch(spec: KernelSpec, config: KernelConfig, function: Function) -> dict[str, object]:
     """Grid and arguments of one launch, as text over the launcher's variables."""
     if function.finish is None:
-        grid = "tiles_m * tiles_n"
+        tiles = " * ".join(f"tiles_{i}{f' // {count}' if count > 1 else ''}" for i, count in zip("mn", parts(config), strict=True))
+        grid = f"min({tiles}, programs)" if SCHEDULES[config.schedule].persistent else tiles
     elif function.finish.indices:
         grid = f"triton.cdiv({function.finish.indices.upper()}, {dict(function.constants)['BLOCK_X']})"
     else:
         grid = "1"
     options = [f"{n}={v}" for n, v in function.constants] + [f"num_warps={function.num_warps}", f"num_stages={function.num_stages}", "enable_fp_fusion=True"]
-    return {"name": function.name, "grid": grid, "arguments": [_argument(a.name, spec) for a in function.arguments], "options": options}
+    return {"name": function.name, "grid": grid, "arguments": [_argument(a, spec) for a in function.arguments], "options": options}
 
 
-def _argument(name: str, spec: KernelSpec) -> str:
+def _argument(argument: Argument, spec: KernelSpec) -> str:
+    name = argument.name
+    if argument.block:
+        tensor = name.removesuffix("_desc")
+        return f"TensorDescriptor.from_tensor({tensor}{'.T' * argument.transposed}, {list(argument.block)})"
     if name.endswith("_ptr"):
         return name.removesuffix("_ptr")
     if name == "tiles":

@@ -28,7 +28,7 @@ _GENERATED = frozenset(
     """tl triton torch gl gluon acc pid pid_m pid_n group M N K GROUP_M logaddexp maximum out start first size chunk self
     load store dot arange zeros full program_id num_programs cdiv constexpr reduce reshape broadcast_to expand_dims trans cat join
     split atomic_add atomic_max make_block_ptr make_tensor_descriptor static_range assume multiple_of max_contiguous swizzle2d
-    tiles to_int8 float16 float32 float64 bfloat16 int1 int8 int16 int32 int64 uint8 uint32 math extra libdevice language jit""".split()
+    tile tiles programs half half_n left right HALF_N to_int8 float16 float32 float64 bfloat16 int1 int8 int16 int32 int64 uint8 uint32 math extra libdevice language jit""".split()
 )
 _GENERATED_PATTERN = re.compile(r"(stride|offs|block|tiles|num|in|BLOCK|GROUP|FINISH)_.*|.*_(ptrs?|desc|partial|length|value|byte|bit|in)|out\d+|t\d+")
 

@@ -17,24 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epigen.codegen.lower import check_operands, lower, output_dtype
-from epigen.codegen.render import Function, Rendered, Renderer
+from epigen.codegen import schedules
+from epigen.codegen.lower import check_operands, describable, lower, output_dtype, signature_of_contiguous
+from epigen.codegen.render import Argument, Function, Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import WIDE, Choice, KernelConfig, KernelSpec, Provisional, Signature, index_bits, k_multiple
+from epigen.codegen.spec import TMA_BYTES, WIDE, Choice, KernelConfig, KernelSpec, Provisional, Signature, k_multiple
 from epigen.dtypes import BF16, BY_TORCH, FP16, FP32, UINT8, DType
-from epigen.errors import CallError, near_miss
+from epigen.errors import CallError, ConfigError, near_miss
 from epigen.ir import graph as g
 from epigen.ir import reference
 from epigen.ir.graph import Graph, Node
 from epigen.runtime import device, vendor
 from epigen.runtime.device import Target
-from epigen.runtime.loader import Loader, Resources, interpreting, refusal, warm
+from epigen.runtime.loader import Loader, Resources, describe, interpreting, refusal, warm
 
 Chooser = Callable[[KernelSpec, tuple[int, int, int], str, Target, str], Choice]
 """(spec, shape, layout, target, refused) -> Choice. layout: "nn", "nt", "tn" or "tt", how a and b lie. refused: why a config with a
 main loop of Triton's did not work, "" at first."""
 
 BACKENDS = ("triton", "interpreter", "reference")
+_INTERPRETED_PROGRAMS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,24 +126,26 @@ class Kernel:
         layout: how a and b lie, n row-major and t transposed. refused: why Triton's own product is out of the question, if it is.
         """
         if signature is None:
-            signature = self.signature_of(dtype or FP16, shape)
+            signature = self.signature_of(dtype or FP16, shape, layout)
         return self._planned(self._choose, shape, target or device.at_hand() or device.DEFAULT, signature, layout, refused)
 
     def _planned(self, choose: Chooser, shape: tuple[int, int, int], target: Target, signature: Signature, layout: str, refused: str) -> Plan:
         spec = lower(self._graph, signature)
         choice = Choice(self._config, "given by the caller") if self._config else choose(spec, shape, layout, target, refused)
+        if why := unfit(choice.config, signature, target):
+            raise ConfigError(why)
         return Plan(spec, choice, self.renderer.render(spec, choice.config))
 
-    def signature_of(self, dtype: DType, shape: tuple[int, int, int] | None = None) -> Signature:
+    def signature_of(self, dtype: DType, shape: tuple[int, int, int] | None = None, layout: str = "nn") -> Signature:
         """The signature of a call whose operands and inputs have one dtype (inputs: fp32 beside 8-bit operands); scalars are numbers.
 
-        shape: M, N, K of contiguous tensors; None for any K, and offsets that fit in 32 bits.
+        shape: M, N, K of contiguous tensors; None for any K, and offsets that fit in 32 bits. layout: how a and b lie.
         """
         other = FP32 if dtype.bits == 8 else dtype
         inputs = tuple((n.name, UINT8 if n.op == g.BITS else other if n.indices else None) for n in self._inputs.values())
         if shape is None:
-            return Signature(dtype, dtype, inputs, self._precision_now())
-        return Signature(dtype, dtype, inputs, self._precision_now(), k_multiple(shape[2]), index_bits(shape))
+            return Signature(dtype, dtype, inputs, self._precision_now(), layout=layout)
+        return signature_of_contiguous(self._graph, dtype, dtype, inputs, shape, layout, self._precision_now())
 
     def source(self, **problem: Any) -> str:
         """The generated module's text: of the last call, or of the problem that is given as to `plan`."""
@@ -233,15 +237,22 @@ class Kernel:
             raise CallError(f"Triton's interpreter rounds to {culprit} wrongly: use fp16 or fp32 there, and {culprit} on a GPU")
         wide = any(_reach(t) >= WIDE for t in tensors) or m * n >= WIDE
         named = tuple((name, None if not isinstance(inputs[name], Tensor) else BY_TORCH[str(inputs[name].dtype)]) for name in self._inputs)
-        signature = Signature(dtypes["a"], dtypes["b"], named, self._precision_now(), k_multiple(k), 64 if wide else 32)
+        layout = _layout(a) + _layout(b)
+        tma = [name for name, t, lies in zip("ab", (a, b), layout, strict=True) if _describable(t if lies == "n" else t.T)]
+        # an output that is still to be allocated will lie without gaps
+        for output, out in zip(self._graph.outputs, outputs, strict=True):
+            if describable(self._graph, output) and _describable(outs.get(out.name, out.empty(m, n, torch.device("meta")))):
+                tma.append(out.name)
+        signature = Signature(dtypes["a"], dtypes["b"], named, self._precision_now(), k_multiple(k), 64 if wide else 32, layout, tuple(tma))
         with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
             choose = self._at_call if a.is_cuda and backend == "triton" and target is None else self._choose
             target = target or (device.at_hand() if a.is_cuda else None) or device.DEFAULT
-            plan = self._planned(choose, (m, n, k), target, signature, _layout(a) + _layout(b), refused)
+            plan = self._planned(choose, (m, n, k), target, signature, layout, refused)
             module = self._loaders[backend == "interpreter"].load(plan.rendered)
         functions = [getattr(module, f.name) for f in plan.rendered.functions]
         prepared = _Prepared(self._graph, outputs, (m, n, k), a.device, plan, functions, backend == "interpreter")
-        prepared.bind(a, b, inputs, outs)
+        # few enough in the interpreter that each has several tiles, as on a GPU
+        prepared.bind(a, b, inputs, outs, _INTERPRETED_PROGRAMS if prepared.interpreted else target.multiprocessors)
         return prepared
 
     def _check_operands(self, a: Tensor, b: Tensor) -> tuple[int, int, int]:
@@ -302,12 +313,14 @@ class _Prepared:
         self.plan, self.functions, self.interpreted = plan, functions, interpreted
         self.launches: list[_Launch] = []
 
-    def bind(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> None:
+    def bind(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], multiprocessors: int) -> None:
         """Fix every integer argument and grid."""
         assert self.plan is not None and self.functions is not None
         m, n, k = self.shape
         config = self.plan.choice.config
         tiles_m, tiles_n = -(-m // config["block_m"]), -(-n // config["block_n"])
+        programs = schedules.programs(config, tiles_m * tiles_n, multiprocessors)
+        tiles_m, tiles_n = (tiles * parts for tiles, parts in zip((tiles_m, tiles_n), schedules.parts(config), strict=True))
         integers = {"M": m, "N": n, "K": k, "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles_m * tiles_n}
         integers |= {"stride_mm_m": n, "stride_mm_n": 1}
         for name, indices, tensor in (("a", "mk", a), ("b", "kn", b)):
@@ -321,7 +334,7 @@ class _Prepared:
         self.partials = {"m": (tiles_m, n), "n": (tiles_n, m), "mn": (tiles_m * tiles_n,)}
         for function, jit in zip(self.plan.rendered.functions, self.functions, strict=True):
             if function.finish is None:
-                blocks = tiles_m * tiles_n
+                blocks = programs
             else:
                 extent = {"m": m, "n": n, "": 1}[function.finish.indices]
                 blocks = -(-extent // dict(function.constants)["BLOCK_X"])
@@ -384,10 +397,36 @@ class _Launch:
         self.jit[self.grid](*self.arguments(values), **self.options)
 
     def arguments(self, values: Mapping[str, Any]) -> list[Any]:
-        return [self.integers[n] if n in self.integers else values[n] for n in self.names]
+        return [self.integers[a.name] if a.name in self.integers else _value(a, values) for a in self.function.arguments]
 
 
 # -- checks and keys
+
+
+def _value(argument: Argument, values: Mapping[str, Any]) -> Any:
+    if not argument.block:
+        return values[argument.name]
+    tensor = values[argument.name.removesuffix("_desc") + "_ptr"]
+    return describe(tensor.T if argument.transposed else tensor, argument.block)
+
+
+def unfit(config: KernelConfig, signature: Signature, target: Target) -> str:
+    """'' or why a config's schedule cannot run on a target, or on tensors that lie so."""
+    schedule = SCHEDULES[config.schedule]
+    if not schedule.runs_on(target.backend, target.arch):
+        return f"the schedule {schedule.name} does not run on {target.name}"
+    if schedule.descriptors and (names := [name for name in "ab" if name not in signature.tma]):
+        return (
+            f"the schedule {schedule.name} addresses operands by TMA descriptors, and {' and '.join(names)} cannot have one: "
+            f"rows and the first address must be multiples of {TMA_BYTES} bytes"
+        )
+    return ""
+
+
+def _describable(t: Tensor) -> bool:
+    """Whether TMA can address a matrix as it lies; the extents may be any, but not 0."""
+    rows = t.stride(0) * t.element_size()
+    return t.stride(1) == 1 and rows > 0 and rows % TMA_BYTES == 0 and t.data_ptr() % TMA_BYTES == 0 and 0 not in t.shape
 
 
 def _layout(t: Tensor) -> str:
@@ -399,7 +438,7 @@ def _shown(value: Any) -> Any:
 
 
 def _tensor_key(t: Any) -> Any:
-    return (t.device, t.dtype, t.shape, t.stride(), t.is_neg()) if isinstance(t, Tensor) else type(t)
+    return (t.device, t.dtype, t.shape, t.stride(), t.is_neg(), t.data_ptr() % TMA_BYTES) if isinstance(t, Tensor) else type(t)
 
 
 def _declared(node: Node) -> str:

@@ -116,6 +116,13 @@ def refusal(error: Exception) -> EpigenError | None:
     return None
 
 
+def describe(tensor: Any, block: tuple[int, ...]) -> Any:
+    """A TMA descriptor, made on the host. tensor: its last stride is 1. block: rows and columns that are moved at a time."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(tensor, list(block))
+
+
 @dataclass(frozen=True, slots=True)
 class Resources:
     """What a compiled kernel takes. registers: a thread (AMD: vector registers). spills: bytes a thread (AMD: registers)."""
@@ -151,7 +158,7 @@ def compile_ahead(rendered: Rendered, function: Function, target: Target, consta
     signature = {n: "constexpr" if n in fixed else kinds[n] for n in names}
     aligned = [["tt.divisibility", 16]]
     # tile counts are small numbers of any value
-    attributes = {(i,): aligned for i, n in enumerate(names) if n not in fixed and kinds[n] != "fp32" and not n.startswith("tiles")}
+    attributes = {(i,): aligned for i, n in enumerate(names) if n not in fixed and kinds[n][:2] in ("*f", "*b", "*i", "*u", "i3") and not n.startswith("tiles")}
     module = Loader(interpret=False).load(rendered)
     source = ASTSource(getattr(module, function.name), signature=signature, constexprs={n: fixed[n] for n in names if n in fixed}, attrs=attributes)
     options = {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True}

@@ -79,7 +79,10 @@ def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target
         return f"block_k={block_k} is below {least}, the least for {sig.a}"
     if threads > 1024:
         return f"{config['num_warps']} warps are {threads} threads, and a block holds 1024"
-    for extent, (name, block, floor) in zip(shape, (("block_m", block_m, 16), ("block_n", block_n, 16), ("block_k", block_k, least)), strict=True):
+    if SCHEDULES[config.schedule].descriptors and not ({"a", "b"} <= set(sig.tma) and SCHEDULES[config.schedule].runs_on(target.backend, target.arch)):
+        return "TMA cannot address the operands"
+    fewest, least = (64, max(least, 64 // sig.a.bytes)) if SCHEDULES[config.schedule].descriptors else (16, least)
+    for extent, (name, block, floor) in zip(shape, (("block_m", block_m, fewest), ("block_n", block_n, 16), ("block_k", block_k, least)), strict=True):
         padded = max(floor, 1 << max(0, extent - 1).bit_length())
         if block > padded:
             return f"{name}={block} is {block // padded} times what {extent} fills"
@@ -142,7 +145,9 @@ class _Timing(Work):
         self.product_us = self._vendor_us()
 
     def estimate(self, config: KernelConfig) -> Estimate:
-        return self._tiled(config) if SCHEDULES[config.schedule].multiplies else self._library(config)
+        if not SCHEDULES[config.schedule].multiplies:
+            return self._library(config)
+        return self._persistent(config) if SCHEDULES[config.schedule].persistent else self._tiled(config)
 
     def _tiled(self, config: KernelConfig) -> Estimate:
         m, n, k = self.shape
@@ -173,6 +178,36 @@ class _Timing(Work):
         kernel = self._norm(mainloop + epilogue, memory)
         finish = self._finish_us(tiles_m, tiles_n)
         return Estimate(self.gpu.launch_us + kernel + finish, self.gpu.launch_us, mainloop, epilogue, finish, 0.0, memory, tiles, tiles / slots, resident)
+
+    def _persistent(self, config: KernelConfig) -> Estimate:
+        """Tile after tile on each multiprocessor: nothing but the next tile's loads, where the loops are one, overlaps an epilogue."""
+        m, n, k = self.shape
+        block_m, block_n, block_k, warps = config["block_m"], config["block_n"], config["block_k"], config["num_warps"]
+        tiles_m, tiles_n = -(-m // block_m), -(-n // block_n)
+        tiles, steps = tiles_m * tiles_n, max(1, -(-k // block_k))
+        rounds = -(-tiles // self.sms)
+        moved = self._operand_traffic(config, tiles_m, tiles_n, min(tiles, self.sms))
+        step_bytes = (block_m + block_n) * block_k * self.element_bytes
+        feed = step_bytes / (self.c.l2_bytes_clock * self.clock_us)
+        cold = self.c.l2_us + self.c.dram_us
+        later = self.c.l2_us if sum(self.operand_bytes) <= self.gpu.l2_bytes / 2 else cold
+        in_flight = max(1, min(config["num_stages"] - 1, steps))
+        products = 2.0 * block_m * block_n * block_k / (self.flops_us * self.c.tensor_share)
+        beside = max(1, warps // 4 // (block_m // 64))
+        read = block_m // 64 * (64 * beside + block_n) * block_k * self.element_bytes
+        shared = (read + step_bytes) / (self.c.shared_bytes_clock * self.clock_us)
+        step = self._norm(products, shared, feed, self._multiply_us(block_m, block_n, block_k, warps), (later + feed) / in_flight)
+        step += self.c.wait_clocks / self.clock_us
+        fill = self.c.block_us + later + feed
+        mainloop = cold - later + rounds * steps * step + (1 if config["flatten"] else rounds) * fill
+        epilogue = rounds * self._epilogue_us(block_m, block_n, 1, warps)
+        parts = (block_m, block_n // config["halves"])
+        memory = (moved + self._epilogue_bytes() + sum(partial_bytes(p.axes, m, n, parts) for p in self.spec.partials)) / self.bytes_us
+        mainloop += self.c.memory_bare * moved / self.bytes_us
+        kernel = self._norm(mainloop + epilogue, memory)
+        finish = self._finish_us(tiles_m, tiles_n * config["halves"])
+        launch = self.gpu.launch_us
+        return Estimate(launch + kernel + finish, launch, mainloop, epilogue, finish, 0.0, memory, tiles, tiles / self.sms, 1)
 
     def _loop_us(self, config: KernelConfig, needs: Resources, blocks: int, latency: float, steps: int) -> tuple[float, float]:
         """Until the first step can begin, and all steps over block_k, of all blocks that share a multiprocessor."""

@@ -76,6 +76,9 @@ class Work:
             registers = 24 + int((1 + self.read_bytes / 4) * accumulators)
             return Resources(0, accumulators, registers, most, max(1, self.target.blocks_per_sm(threads, min(most, registers), 0)))
         block_k, stages = config["block_k"], config["num_stages"]
+        if SCHEDULES[config.schedule].descriptors:
+            registers = int(36 + accumulators * (1 + self.held_an_element / config["halves"]))
+            return Resources(self._described_bytes(config), accumulators, registers, most, 1)
         wgmma = self.wgmma(block_m, config["num_warps"])
         # Seen in 62 kernels that Triton 3.9 compiled, 2026-11: wgmma keeps `num_stages` buffers, the older instruction (sm_80, sm_120, gfx942,
         # gfx1100, and sm_90 where block_m < 64 or there are fewer than four warps) one less.
@@ -96,6 +99,21 @@ class Work:
         if any(self.narrow):
             registers, spilled = self._narrow_registers(config, accumulators, wgmma)
         return Resources(shared, accumulators, registers, most, max(1, self.target.blocks_per_sm(threads, min(most, registers), shared)), spilled)
+
+    def _described_bytes(self, config: KernelConfig) -> int:
+        """Shared memory of a kernel whose operands come by TMA: 72 that Triton 3.6 and 3.9 compiled for sm_90, 2026-11.
+
+        All stages, and what a store goes through: the part of the tile itself for TMA, else the change to the layout of the stores, which
+        may take the stages' place where no load is under way meanwhile.
+        """
+        tile, stages = config["block_m"] * config["block_n"] // config["halves"], config["num_stages"]
+        loaded = stages * (config["block_m"] + config["block_n"]) * config["block_k"] * self.element_bytes + 24
+        if config["tma_store"]:
+            # what the warps exchange for a reduction or a mask has a place of its own, where loads may be under way
+            exchanged = 4096 if self.spec.partials else 2048 if any(s.packed for s in self.spec.stores) else 0
+            return loaded + tile * self.store_bytes + exchanged * config["flatten"]
+        passing = min(tile * self.store_bytes, 1 << 15)
+        return loaded + passing if config["flatten"] else max(loaded, passing)
 
     def _narrow_registers(self, config: KernelConfig, accumulators: int, wgmma: bool) -> tuple[int, int]:
         """What a thread takes where operands are loaded element by element, and how many registers too few it has.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from epigen.codegen.spec import KernelConfig
@@ -23,6 +23,8 @@ MEASURED, RECORDED = "measured", "recorded"
 
 class Runner(Protocol):
     kind: str
+    schedules: Collection[str]
+    """Those of which it can measure configs."""
     spent: dict[str, float]
     """Seconds waited, by what for: "start", "compile", "measure"."""
 
@@ -52,6 +54,7 @@ class Replay:
 
     def __init__(self, table: Mapping[KernelConfig, Outcome], baseline: Baseline):
         self.table, self.baseline, self.kind = table, baseline, RECORDED
+        self.schedules: Collection[str] = {c.schedule for c in table}
         self.spent: dict[str, float] = defaultdict(float)
         self.points = {c: space.parameters(c) for c in table}
 
@@ -90,6 +93,7 @@ class GpuRunner:
     ):  # fmt: skip
         """builders: how many processes compile. meter, builder: the workers' modules. *_s: how long an answer may take, the first included."""
         self.first_s, self.measure_s, self.build_s, self.kind = first_s, measure_s, build_s, MEASURED
+        self.schedules: Collection[str] = space.SCHEDULE_NAMES
         self.stem = Stem(meter, builder, "epigen.runtime.kernel", "epigen.runtime.verify")
         self.builders = [Worker(self.stem, builder) for _ in range(builders or builders_for(1))]
         self.meter = Worker(self.stem, meter)

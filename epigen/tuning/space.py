@@ -28,6 +28,10 @@ _MOST_RATIO = 4  # between the sides of a tile, but where the result itself is n
 _LEAST_STEP, _MOST_STEP = 4 << 10, 64 << 10  # bytes that a step of the main loop loads: fewer do not cover its latency, more leave no second stage
 _MOST_LOADED = 96  # elements a thread loads one by one in a step; all of 40 measured configs with more than 136 spilled
 _MOST_MULTIPLIED = 2048  # multiply-adds a thread in a step where there is no tensor core: with more, the compiler takes minutes
+_RUN, _LEAST_RUN = 128, 64  # bytes of a row that TMA lays out in one piece, and fewer that still pay
+_BARRIER_BYTES = 1 << 10  # of shared memory, for the barriers of all stages
+_HALVED = 128 * 128  # values of a tile from which on the epilogue may take halves
+_BY_VALUE = {"num_stages", "flatten", "tma_store"}  # searched by value; the other dimensions are powers of two, searched by exponent
 _GROUPS = (1, 8)  # rows of tiles that share columns: what the L2 keeps is decided by the order of magnitude
 
 
@@ -42,10 +46,8 @@ class Space:
 
     def point(self, suggest: Suggest) -> KernelConfig:
         """One legal config, as `suggest` chooses."""
-        schedule = SCHEDULE_NAMES[suggest("schedule", *self._schedules())]
-        if schedule == "library":
-            return self._library(suggest)
-        return self._tiled(suggest)
+        schedule = SCHEDULE_NAMES[suggest("schedule", 0, self._last())]
+        return {"library": self._library, "tiled": self._tiled, "persistent": self._persistent}[schedule](suggest)
 
     def every(self) -> Iterator[KernelConfig]:
         """All legal configs, in a fixed order."""
@@ -70,8 +72,7 @@ class Space:
 
     def samples(self) -> list[KernelConfig]:
         """The first config of each schedule that has any."""
-        low, high = self._schedules()
-        return [self.point(lambda name, least, _, s=schedule: s if name == "schedule" else least) for schedule in range(low, high + 1)]  # type: ignore[misc]
+        return [self.point(lambda name, least, _, s=schedule: s if name == "schedule" else least) for schedule in range(self._last() + 1)]  # type: ignore[misc]
 
     def legal(self, config: KernelConfig) -> bool:
         """Whether a config, borrowed from another problem say, is a point of this space."""
@@ -90,11 +91,14 @@ class Space:
         found = self.point(walk)
         return found if inside else None
 
-    def _schedules(self) -> tuple[int, int]:
-        tiled, library = SCHEDULE_NAMES.index("tiled"), SCHEDULE_NAMES.index("library")
-        if FP8E4M3 in (self.spec.signature.a, self.spec.signature.b) and not self.target.fp8:
-            return library, library
-        return min(tiled, library), max(tiled, library)
+    def _last(self) -> int:
+        """The last schedule that can run: those before it can too."""
+        sig, target = self.spec.signature, self.target
+        if FP8E4M3 in (sig.a, sig.b) and not target.fp8:
+            return SCHEDULE_NAMES.index("library")
+        if self._plain() or not {"a", "b"} <= set(sig.tma) or (sig.a.bytes == 1 and self.layout != "nt"):
+            return SCHEDULE_NAMES.index("tiled")  # 8-bit operands are multiplied straight from shared memory where they lie along k
+        return max(i for i, s in enumerate(SCHEDULES.values()) if s.runs_on(target.backend, target.arch))
 
     def _tiled(self, suggest: Suggest) -> KernelConfig:
         target, element_bytes = self.target, self.spec.signature.a.bytes
@@ -125,18 +129,46 @@ class Space:
         group_m = _GROUPS[suggest("tiled.group_m", 0, int(m > block_m))]
         return schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=warps, num_stages=stages)
 
-    def _tile(self, exponent: Callable[[str, int, int], int]) -> tuple[int, int]:
+    def _tile(self, exponent: Callable[[str, int, int], int], rows: int = 16) -> tuple[int, int]:
+        """block_m and block_n. rows: the fewest."""
         m, n, _ = self.shape
-        target, element_bytes = self.target, self.spec.signature.a.bytes
-        rows, columns = min(256, _padded(m)), min(256, _padded(n))
+        target, element_bytes, fewest = self.target, self.spec.signature.a.bytes, rows
+        rows, columns = min(256, _padded(m, fewest)), min(256, _padded(n))
         least = min(_down(m * n // (_MOST_TILES * target.multiprocessors)), 128 * 128, rows * columns)
         most = 128 * 128 if self._plain() else _MOST_TILE
         extents = target.shared_bytes // ((32 if element_bytes == 1 else 16) * element_bytes)  # of both sides together
-        block_m = exponent("block_m", max(16, least // columns, min(rows, _root(least // _MOST_RATIO))), min(rows, extents - 16))
+        block_m = exponent("block_m", max(fewest, least // columns, min(rows, _root(least // _MOST_RATIO))), min(rows, extents - 16))
         widest = columns if block_m == rows else min(columns, _MOST_RATIO * block_m)
         narrowest = max(16, least // block_m, min(columns, block_m // _MOST_RATIO))
         block_n = exponent("block_n", min(widest, narrowest), min(widest, most // block_m, extents - block_m))
         return block_m, block_n
+
+    def _persistent(self, suggest: Suggest) -> KernelConfig:
+        """One block a multiprocessor, of which no stage is too many as long as it fits."""
+        (m, _, k), target, element_bytes = self.shape, self.target, self.spec.signature.a.bytes
+
+        def exponent(name: str, low: int, high: int) -> int:
+            return 1 << suggest(f"persistent.{name}", _log2(low), _log2(max(low, high)))
+
+        block_m, block_n = self._tile(exponent, rows=64)
+        tile = block_m * block_n
+        warps = exponent("num_warps", max(4, tile // (_MOST_ACCUMULATORS * 32)), 8)
+        stored = [s for s in self.spec.stores if s.name in self.spec.signature.tma]
+        halves = 1 + suggest("persistent.halves", 0, int(tile > _HALVED))
+        row_bytes, room = (block_m + block_n) * element_bytes, target.shared_bytes - _BARRIER_BYTES
+        leaving = max((tile // halves * s.dtype.bytes for s in stored), default=0)
+        tma_store = suggest("persistent.tma_store", 0, int(0 < leaving <= room - 2 * (block_m + block_n) * _LEAST_RUN))
+        room -= tma_store * leaving
+        most_k = min(256, _down(room // (2 * row_bytes)), max(_LEAST_RUN // element_bytes, _padded(k)))
+        block_k = exponent("block_k", min(most_k, _LEAST_RUN // element_bytes), min(most_k, 2 * _RUN // element_bytes))
+        most_stages = min(8, room // (row_bytes * block_k))
+        stages = suggest("persistent.num_stages", max(2, most_stages - 1), most_stages)
+        flatten = suggest("persistent.flatten", 0, 1)
+        group_m = _GROUPS[suggest("persistent.group_m", 0, int(m > block_m))]
+        return schedules.config(
+            "persistent", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, flatten=flatten, halves=halves, tma_store=tma_store,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
 
     def _plain(self) -> bool:
         """Whether the product is taken without tensor cores."""
@@ -168,7 +200,7 @@ def parameters(config: KernelConfig) -> dict[str, int]:
     """A config as the names and numbers that `point` would have suggested."""
     found = {"schedule": SCHEDULE_NAMES.index(config.schedule)}
     for name, value in config.values:
-        found[f"{config.schedule}.{name}"] = value if name == "num_stages" else _group(value) if name == "group_m" else _log2(value)
+        found[f"{config.schedule}.{name}"] = value if name in _BY_VALUE else _group(value) if name == "group_m" else _log2(value)
     return found
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import epigen
 from epigen import dtypes, settings
-from epigen.codegen.lower import lower
+from epigen.codegen.lower import lower, signature_of_contiguous
 from epigen.codegen.render import Renderer
-from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, digest, index_bits, k_multiple
+from epigen.codegen.spec import KernelConfig, KernelSpec, digest
 from epigen.ir.graph import Graph
 from epigen.runtime.loader import triton_version
 from epigen.tuning import gpus, model, rule
@@ -51,7 +51,7 @@ class Tuned:
 def spec_of(graph: Graph, task: Task) -> KernelSpec:
     """The kernel that a task's calls run: contiguous operands, scalars by value."""
     a, b, named = dtypes.BY_NAME[task.a], dtypes.BY_NAME[task.b], tuple(task.input_dtypes(graph).items())
-    return lower(graph, Signature(a, b, named, task.precision, k_multiple(task.shape[2]), index_bits(task.shape)))
+    return lower(graph, signature_of_contiguous(graph, a, b, named, task.shape, task.layout, task.precision))
 
 
 def problem_for(task: Task) -> Problem:
@@ -86,7 +86,7 @@ def tune_one(
     measuring = runner or GpuRunner()
     measuring.begin(task)
     try:
-        problem, (space, prior) = problem_for(task), _space(task)
+        problem, (space, prior) = problem_for(task), _space(task, measuring)
         near = database.nearest(problem, triton_version(), 3, space.legal) if database else ()
         plain = rule.choose(space.spec, space.shape, space.target, layout=space.layout).config, rule.library(space.spec, "").config
         result = search(
@@ -106,14 +106,14 @@ def tune_one(
 def assist_one(task: Task, runner: Runner, *, trials: int = 48, seed: int = 0, storage: str | Storage, stop: threading.Event | None = None) -> int:
     """Measure configs of a problem whose search another runner leads. Returns how many."""
     runner.begin(task)
-    space, prior = _space(task)
+    space, prior = _space(task, runner)
     return assist(space, runner, prior=prior, trials=trials, seed=seed, storage=storage, name=study_name(task, runner.kind), stop=stop)
 
 
-def _space(task: Task) -> tuple[Space, dict[KernelConfig, float]]:
-    """What is searched, and the model's time of each config in microseconds."""
+def _space(task: Task, runner: Runner) -> tuple[Space, dict[KernelConfig, float]]:
+    """What is searched, and the model's time in microseconds of each config that the runner can measure."""
     space = Space(spec_of(task.graph(), task), task.shape, task.target, task.layout)
-    configs = list(space.every())
+    configs = [c for c in space.every() if c.schedule in runner.schedules]
     hopeful = [c for c in configs if not model.refusal(space.spec, c, task.shape, task.target, task.layout)] or configs
     estimates = model.estimates(space.spec, hopeful, task.shape, gpus.of_target(task.target), task.layout)
     return space, {config: e.us for config, e in zip(hopeful, estimates, strict=True)}
