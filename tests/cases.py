@@ -32,6 +32,15 @@ def persistent(
     )  # fmt: skip
 
 
+def warp_specialized(
+    block_m: int = 128, block_n: int = 64, block_k: int = 64, num_stages: int = 3, group_m: int = 2, pingpong: int = 0, halves: int = 1, tma_store: int = 1
+) -> KernelConfig:
+    return schedules.config(
+        "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, halves=halves, tma_store=tma_store,
+        num_stages=num_stages,
+    )  # fmt: skip
+
+
 SMALL = tiled(32, 32, 32)
 """Two or three tiles each way at the usual case's extents, quick under the interpreter."""
 

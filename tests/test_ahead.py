@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import pytest
-from cases import persistent
+from cases import persistent, warp_specialized
 
 import epigen
 from epigen import cli
@@ -32,6 +32,7 @@ BIG = (4096, 4096, 4096)
 
 PLAIN = "relu(mm + bias)"
 FORWARD = "z = mm * alpha + bias; relu(z), bitmask(z > 0), bgrad(z), amax(z)"
+ELABORATE = "y = gelu(mm) * gate[m,n] * scale_b[n]; y, sum(y, n), logsumexp(y), max(y, m) * 2, cast(tanh(y), fp16)"
 BACKWARD = "dz = drelu(mm, mask) * scale_a[m]; dz, bgrad(dz), sum(dz, n), sum(a, k)"
 
 
@@ -83,11 +84,13 @@ def compiled(jobs: Sequence[Job]) -> list[list[Compiled]]:
 def checked(one: Job, results: list[Compiled]) -> None:
     """What holds of every compiled module: each stage of the target is there and is its own, and the kernel can run there."""
     cuda = one.target.backend == "cuda"
+    # Gluon is written at the level that Triton's own language is lowered to
+    gluon = "gluon.jit" in one.rendered.text
     stages = ("ttir", "ttgir", "llir", "ptx", "cubin") if cuda else ("ttir", "ttgir", "llir", "amdgcn", "hsaco")
     assert len(results) == len(one.rendered.functions)
     for function, result in zip(one.rendered.functions, results, strict=True):
-        assert tuple(result.stages) == stages
-        for name in stages[:-1]:
+        assert tuple(result.stages) == stages[gluon and function.finish is None :]
+        for name in stages[1:-1]:
             text = result.stages[name]
             assert isinstance(text, str) and function.name in text
         binary = result.stages[stages[-1]]
@@ -125,6 +128,21 @@ def test_the_persistent_schedule_multiplies_straight_from_what_tma_brings() -> N
         # each half leaves by itself
         assert (stores >= 2) == ("tma_store=1" in one.rendered.text) and (stores > 0) == (stores >= 2), one.layout
         # nothing else reads the operands: what is loaded otherwise belongs to the epilogue
+        assert "cp.async.c" not in text
+
+
+def test_groups_of_warps_multiply_straight_from_what_another_warp_loads() -> None:
+    """Any epilogue is written in Gluon by the same lines: layouts follow from use."""
+    pingpong, cooperative = warp_specialized(128, 128, 64, 3, pingpong=1), warp_specialized(128, 256, 64, 2, halves=2)
+    jobs = [job(PLAIN, "sm_90", FP16, pingpong, layout) for layout in LAYOUTS]
+    jobs += [job(text, "sm_90", BF16, cooperative, "nt") for text in (FORWARD, BACKWARD, ELABORATE)]
+    jobs.append(job(BACKWARD, "sm_90", FP16, warp_specialized(128, 128, 64, 3, pingpong=1, halves=2), "tn"))
+    jobs.append(job(PLAIN, "sm_90", FP16, warp_specialized(256, 128, 64, 3, tma_store=0), "nt"))
+    for one, results in zip(jobs, compiled(jobs), strict=True):
+        checked(one, results)
+        text = assembly(results)
+        assert "wgmma.mma_async" in text and "setmaxnreg.inc.sync.aligned.u32 \t240" in text.replace("u32 240", "u32 \t240"), one.rendered.text
+        assert results[0].resources.registers == 168  # of three groups of 128 threads
         assert "cp.async.c" not in text
 
 

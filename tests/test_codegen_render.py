@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import persistent
+from cases import persistent, warp_specialized
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from programs import programs
@@ -61,6 +61,11 @@ KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
     "persistent_in_halves": (
         spec_of("z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)", layout="tn", tma=("a", "b")),
         persistent(128, 256, 64, 8, halves=2),
+    ),
+    "cooperative": (spec_of("relu(mm + bias)", layout="nt", tma=("a", "b", "out"), k_multiple=64), warp_specialized(128, 256, 64, 4, halves=2)),
+    "pingpong": (
+        spec_of("z = gelu_tanh(mm + bias); z, bitmask(z > 0), max(z, n) * 2, logsumexp(z, n)", layout="tn", tma=("a", "b", "out0")),
+        warp_specialized(128, 128, 64, 4, pingpong=1),
     ),
     "library": (spec_of("z = mm + bias; silu(z) * gate[m,n], bgrad(z)"), LIBRARY),
     "int8_scaled": (spec_of("cast(mm * scale_a[m] * scale_b[n], fp16)", INT8, input_dtype=FP32, k_multiple=64), TILED),
@@ -138,7 +143,7 @@ def test_another_config_has_another_digest(first: KernelConfig, second: KernelCo
     assert RENDERER.render(spec, first).digest != RENDERER.render(spec, second).digest
 
 
-@pytest.mark.parametrize("config", [TILED, LIBRARY, persistent()], ids=lambda c: c.schedule)
+@pytest.mark.parametrize("config", [TILED, LIBRARY, persistent(), warp_specialized()], ids=lambda c: c.schedule)
 def test_each_dimension_counts_in_the_digest(config: KernelConfig) -> None:
     spec = KERNELS["relu_bias"][0]
     seen = {RENDERER.render(spec, config).digest}

@@ -13,7 +13,7 @@ from epigen import ops
 from epigen.codegen.spec import CAST, WIDEN, Arg, Line, Partial, Source, number
 from epigen.dtypes import INT8, INT32, UINT8, DType
 
-_TL = re.compile(r"\btl\.")
+_TL = re.compile(r"\btl\.(?!PropagateNan)")  # which Gluon takes from Triton's language
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class Dialect:
 
 
 TRITON = Dialect("@triton.jit", "tl")
+GLUON = Dialect("@gluon.jit", "gl")
+DIALECTS = {"triton": TRITON, "gluon": GLUON}
 
 
 def _arg(arg: Arg) -> str:
@@ -96,8 +98,8 @@ def reduce_chunk(source: Source, x: str) -> str:
     return ops.REDUCTIONS[source.row].triton.format(x=x, axis=0)
 
 
-def helpers(lines: Iterable[Line], rows: Iterable[str], converts_to: Iterable[DType], combining: bool, dialect: Dialect = TRITON) -> list[str]:
-    """The small jit functions that the lines, reductions and conversions call, each once, in a fixed order.
+def helpers(lines: Iterable[Line], rows: Iterable[str], converts_to: Iterable[DType], combining: bool, dialect: Dialect = TRITON) -> dict[str, str]:
+    """The small jit functions that the lines, reductions and conversions call, by name in a fixed order.
 
     combining: partial results are joined here, so the combine functions are needed too.
     """
@@ -121,4 +123,10 @@ def helpers(lines: Iterable[Line], rows: Iterable[str], converts_to: Iterable[DT
             define(function[1], "x, y", row.combine_body)
     if INT8 in converts_to:
         define("to_int8", "x", _TO_INT8)
-    return [found[name] for name in sorted(found)]
+    return {name: found[name] for name in sorted(found)}
+
+
+def renamed(text: str, functions: Iterable[str]) -> str:
+    """A finishing kernel's text, or one of the functions that it calls, with `finish_` before the functions' names."""
+    names = "|".join(map(re.escape, functions))
+    return re.sub(rf"(?<![.\w])({names})\b", r"finish_\1", text) if names else text

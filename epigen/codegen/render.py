@@ -71,6 +71,7 @@ class Renderer:
             keep_trailing_newline=True, autoescape=False,
         )  # fmt: skip
         self.environment.globals["emit"] = emit
+        self.environment.filters["gluon"] = emit.GLUON.rename
 
     def render(self, spec: KernelSpec, config: KernelConfig) -> Rendered:
         schedule = SCHEDULES[config.schedule]
@@ -82,7 +83,7 @@ class Renderer:
         return Rendered(text, tuple(functions), digest([text]))
 
     def text(self, template: str, **values: Any) -> str:
-        values |= {"version": epigen.__version__, "helpers": _helpers, "describe": describe_indices, "zip": zip}
+        values |= {"version": epigen.__version__, "helpers": _helpers, "of_finish": _of_finish, "describe": describe_indices, "zip": zip}
         return _tidy(self.environment.get_template(template).render(values))
 
 
@@ -94,11 +95,26 @@ def _tidy(text: str) -> str:
     return re.sub(r"\):\n\n(?=    )", "):\n", text)
 
 
-def _helpers(spec: KernelSpec) -> list[str]:
-    lines = [*spec.lines, *(line for f in spec.finishes for line in f.lines)]
-    rows = [p.row for p in spec.partials] + [s.row for f in spec.finishes for s in f.sources]
-    casts = [line.dtype for line in lines if line.dtype] + [o.dtype for o in spec.outputs]
-    return emit.helpers(lines, rows, casts, combining=bool(spec.finishes))
+def _helpers(spec: KernelSpec, dialect: str) -> list[str]:
+    """The functions that the kernels call. Those of finishing kernels, which are Triton's, have names of their own beside Gluon's."""
+    finish = [line for f in spec.finishes for line in f.lines]
+    rows, joined = [p.row for p in spec.partials], [s.row for f in spec.finishes for s in f.sources]
+    casts = [line.dtype for line in [*spec.lines, *finish] if line.dtype] + [o.dtype for o in spec.outputs]
+    if dialect == "triton":
+        return list(emit.helpers([*spec.lines, *finish], rows + joined, casts, combining=bool(spec.finishes)).values())
+    main, own = emit.helpers(spec.lines, rows, casts, combining=False, dialect=emit.DIALECTS[dialect]), _finish_helpers(spec)
+    return [*main.values(), *(emit.renamed(text, own) for text in own.values())]
+
+
+def _finish_helpers(spec: KernelSpec) -> dict[str, str]:
+    lines = [line for f in spec.finishes for line in f.lines]
+    casts = [line.dtype for line in lines if line.dtype] + [o.dtype for f in spec.finishes for o in f.stores]
+    return emit.helpers(lines, [s.row for f in spec.finishes for s in f.sources], casts, combining=bool(spec.finishes))
+
+
+def _of_finish(text: str, spec: KernelSpec, dialect: str) -> str:
+    """A finishing kernel's text with the names of its own functions."""
+    return text if dialect == "triton" else emit.renamed(text, _finish_helpers(spec))
 
 
 def _type(dtype: DType) -> str:
@@ -150,11 +166,11 @@ def _integers(*names: str) -> list[Argument]:
 
 
 def _main(spec: KernelSpec, config: KernelConfig) -> Function:
-    schedule, sig = SCHEDULES[config.schedule], spec.signature
+    schedule, sig, parts = SCHEDULES[config.schedule], spec.signature, schedules.parts(config)
     if schedule.descriptors:
         block_k = config["block_k"]
         operands = [
-            _described("a", sig.a, (config["block_m"], block_k), "mk", transposed=sig.layout[0] == "t"),
+            _described("a", sig.a, (config["block_m"] // parts[0], block_k), "mk", transposed=sig.layout[0] == "t"),
             _described("b", sig.b, (block_k, config["block_n"]), "kn", transposed=sig.layout[1] == "t"),
         ]
         sizes = _integers("M", "N", "K")
@@ -164,7 +180,6 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     else:
         operands = [_pointer("mm", spec.accumulator, f"[M, N] {spec.accumulator}, the product of a and b")]
         sizes = _integers("M", "N", "stride_mm_m", "stride_mm_n")
-    parts = schedules.parts(config)
     rows, columns = (f"ceil({e} / BLOCK_{e}){f' * {count}' if count > 1 else ''}" for e, count in zip("MN", parts, strict=True))
     partials = []
     for p in spec.partials:
@@ -176,7 +191,7 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     arguments = (*operands, *map(_input, spec.inputs), *stores, *partials, *sizes, *_strides(spec.inputs), *_strides(pointed))
     stages = dict(config.values).get("num_stages", 1)
     name = spec.name if schedule.multiplies else f"{spec.name}_epilogue"
-    return Function(name, arguments, schedules.constants(config), config["num_warps"], stages, None)
+    return Function(name, arguments, schedules.constants(config), schedules.warps(config), stages, None)
 
 
 def _finish(spec: KernelSpec, finish: Finish) -> Function:

@@ -13,7 +13,8 @@ from epigen.errors import ConfigError, near_miss
 class Schedule:
     """template: file name under `templates`. dimensions: each with its legal values. multiplies: the template holds the main loop
     (else the product comes from the vendor's library). descriptors: a and b are addressed by TMA descriptors. persistent: one program a
-    multiprocessor, which takes one tile after the other. capabilities: of NVIDIA GPUs, such as 90; None: every GPU of every make.
+    multiprocessor, which takes one tile after the other. capabilities: of NVIDIA GPUs, such as 90; None: every GPU of every make. dialect:
+    "triton" or "gluon", of the main kernel.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Schedule:
     descriptors: bool = False
     persistent: bool = False
     capabilities: range | None = None
+    dialect: str = "triton"
 
     def runs_on(self, backend: str, arch: int | str) -> bool:
         """Whether GPUs of this kind have what it takes. backend: "cuda" or "hip"."""
@@ -70,21 +72,49 @@ PERSISTENT = Schedule(
     capabilities=range(90, 1000),
 )
 
-SCHEDULES = {s.name: s for s in (LIBRARY, TILED, PERSISTENT)}
+WARP_SPECIALIZED = Schedule(
+    "warp_specialized",
+    "warp_specialized.py.j2",
+    {
+        "block_m": (64, 128, 256),
+        "block_n": (16, 32, 64, 128, 256),
+        "block_k": (16, 32, 64, 128),
+        "group_m": (1, 2, 4, 8, 16),
+        "pingpong": (0, 1),
+        "halves": (1, 2),
+        "tma_store": (0, 1),
+        "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),
+    },
+    multiplies=True,
+    descriptors=True,
+    persistent=True,
+    capabilities=range(90, 91),
+    dialect="gluon",
+)
+
+SCHEDULES = {s.name: s for s in (LIBRARY, TILED, PERSISTENT, WARP_SPECIALIZED)}
 """Each asks for all that those before it ask for, and for more."""
 
-_IN_TEXT = {"flatten", "halves", "tma_store", "num_warps", "num_stages"}
+_IN_TEXT = {"flatten", "halves", "pingpong", "tma_store", "num_warps", "num_stages"}
 """Dimensions that decide what the template writes, or how it is launched; the others are the kernel's compile-time arguments."""
 
 
 def constants(config: KernelConfig) -> tuple[tuple[str, int], ...]:
     """A kernel's compile-time arguments."""
-    return tuple((name.upper(), value) for name, value in config.values if name not in _IN_TEXT)
+    found = tuple((name.upper(), value) for name, value in config.values if name not in _IN_TEXT)
+    # Gluon's compiler makes no stages of its own
+    return (*found, ("STAGES", config["num_stages"])) if SCHEDULES[config.schedule].dialect == "gluon" else found
+
+
+def warps(config: KernelConfig) -> int:
+    """Warps that the kernel is launched with. Gluon adds those of the other groups by itself."""
+    return dict(config.values).get("num_warps", 4)
 
 
 def parts(config: KernelConfig) -> tuple[int, int]:
     """In how many parts, along m and n, the epilogue takes a tile: each leaves its own partial results."""
-    return 1, dict(config.values).get("halves", 1)
+    values = dict(config.values)
+    return 1 if values.get("pingpong", 1) else 2, values.get("halves", 1)
 
 
 def programs(config: KernelConfig, tiles: int, multiprocessors: int) -> int:

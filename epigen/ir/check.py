@@ -28,9 +28,11 @@ _GENERATED = frozenset(
     """tl triton torch gl gluon acc pid pid_m pid_n group M N K GROUP_M logaddexp maximum out start first size chunk self
     load store dot arange zeros full program_id num_programs cdiv constexpr reduce reshape broadcast_to expand_dims trans cat join
     split atomic_add atomic_max make_block_ptr make_tensor_descriptor static_range assume multiple_of max_contiguous swizzle2d
-    tile tiles programs half half_n left right HALF_N to_int8 float16 float32 float64 bfloat16 int1 int8 int16 int32 int64 uint8 uint32 math extra libdevice language jit""".split()
+    tile tiles programs half half_n left right HALF_N part part_m row slot step
+    steps turn full empty order which WHICH ROWS LAYOUT STAGES gluon tma mbarrier fence_async_shared warpgroup_mma warpgroup_mma_wait copy_in copy_out load_tiles multiply_tiles
+    to_int8 float16 float32 float64 bfloat16 int1 int8 int16 int32 int64 uint8 uint32 math extra libdevice language jit""".split()
 )
-_GENERATED_PATTERN = re.compile(r"(stride|offs|block|tiles|num|in|BLOCK|GROUP|FINISH)_.*|.*_(ptrs?|desc|partial|length|value|byte|bit|in)|out\d+|t\d+")
+_GENERATED_PATTERN = re.compile(r"(stride|offs|block|tiles|num|in|BLOCK|GROUP|FINISH)_.*|.*_(ptrs?|desc|bufs?|partial|length|value|byte|bit|in)|finish_.*|out\d+|t\d+")
 
 _Value = int | None  # a node's number, or None where its expression held a mistake
 

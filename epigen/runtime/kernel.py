@@ -397,17 +397,17 @@ class _Launch:
         self.jit[self.grid](*self.arguments(values), **self.options)
 
     def arguments(self, values: Mapping[str, Any]) -> list[Any]:
-        return [self.integers[a.name] if a.name in self.integers else _value(a, values) for a in self.function.arguments]
+        return [self.integers[a.name] if a.name in self.integers else _value(a, values, self.jit) for a in self.function.arguments]
 
 
 # -- checks and keys
 
 
-def _value(argument: Argument, values: Mapping[str, Any]) -> Any:
+def _value(argument: Argument, values: Mapping[str, Any], jit: Any) -> Any:
     if not argument.block:
         return values[argument.name]
     tensor = values[argument.name.removesuffix("_desc") + "_ptr"]
-    return describe(tensor.T if argument.transposed else tensor, argument.block)
+    return describe(tensor.T if argument.transposed else tensor, argument, jit)
 
 
 def unfit(config: KernelConfig, signature: Signature, target: Target) -> str:

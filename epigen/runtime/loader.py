@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from epigen import settings
-from epigen.codegen.render import Function, Rendered
+from epigen.codegen.render import Argument, Function, Rendered
 from epigen.errors import CompileError, EpigenError
 from epigen.runtime.device import Target
 
@@ -116,11 +116,24 @@ def refusal(error: Exception) -> EpigenError | None:
     return None
 
 
-def describe(tensor: Any, block: tuple[int, ...]) -> Any:
-    """A TMA descriptor, made on the host. tensor: its last stride is 1. block: rows and columns that are moved at a time."""
+def describe(tensor: Any, argument: Argument, jit: Any) -> Any:
+    """A TMA descriptor, made on the host, for an argument of a jit function. tensor: its last stride is 1."""
+    if jit.is_gluon():
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Described
+
+        return Described.from_tensor(tensor, list(argument.block), _shared_layout(argument))
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(tensor, list(block))
+    return TensorDescriptor.from_tensor(tensor, list(argument.block))
+
+
+def _shared_layout(argument: Argument) -> Any:
+    """How Gluon lays a described block out in shared memory."""
+    from triton import language as tl
+    from triton.experimental.gluon import language as gl
+
+    element = argument.type.removeprefix("tensordesc<").partition("[")[0]
+    return gl.NVMMASharedLayout.get_default_for(list(argument.block), tl.dtype(element))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +163,6 @@ def compile_ahead(rendered: Rendered, function: Function, target: Target, consta
     """
     triton = _import_triton(interpret=False)
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     fixed = dict(function.constants) | dict(constants or {})
     names = [a.name for a in function.arguments] + [name for name, _ in function.constants]
@@ -160,7 +172,14 @@ def compile_ahead(rendered: Rendered, function: Function, target: Target, consta
     # tile counts are small numbers of any value
     attributes = {(i,): aligned for i, n in enumerate(names) if n not in fixed and kinds[n][:2] in ("*f", "*b", "*i", "*u", "i3") and not n.startswith("tiles")}
     module = Loader(interpret=False).load(rendered)
-    source = ASTSource(getattr(module, function.name), signature=signature, constexprs={n: fixed[n] for n in names if n in fixed}, attrs=attributes)
+    jit = getattr(module, function.name)
+    if jit.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+
+        signature |= {a.name: f"{a.type[:-1]},{_shared_layout(a)!r}>" for a in function.arguments if a.block}
+    else:
+        from triton.compiler import ASTSource as Source
+    source = Source(jit, signature=signature, constexprs={n: fixed[n] for n in names if n in fixed}, attrs=attributes)
     options = {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True}
     try:
         kernel = triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp_size), options=options)

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KernelConfig, KernelSpec
 from epigen.dtypes import FP8E4M3, FP16, FP32
@@ -71,17 +72,18 @@ def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target
         return ""
     sig = spec.signature
     block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
-    threads = config["num_warps"] * target.warp_size
+    warps = 4 * (3 - schedules.parts(config)[0]) if SCHEDULES[config.schedule].dialect == "gluon" else config["num_warps"]
+    threads = warps * target.warp_size
     if FP8E4M3 in (sig.a, sig.b) and not target.fp8:
         return f"{target.name} does not multiply fp8e4m3"
     least = 32 if sig.a.bytes == 1 else 16
     if block_k < least:
         return f"block_k={block_k} is below {least}, the least for {sig.a}"
     if threads > 1024:
-        return f"{config['num_warps']} warps are {threads} threads, and a block holds 1024"
+        return f"{warps} warps are {threads} threads, and a block holds 1024"
     if SCHEDULES[config.schedule].descriptors and not ({"a", "b"} <= set(sig.tma) and SCHEDULES[config.schedule].runs_on(target.backend, target.arch)):
         return "TMA cannot address the operands"
-    fewest, least = (64, max(least, 64 // sig.a.bytes)) if SCHEDULES[config.schedule].descriptors else (16, least)
+    fewest, least = (64 * schedules.parts(config)[0], max(least, 64 // sig.a.bytes)) if SCHEDULES[config.schedule].descriptors else (16, least)
     for extent, (name, block, floor) in zip(shape, (("block_m", block_m, fewest), ("block_n", block_n, 16), ("block_k", block_k, least)), strict=True):
         padded = max(floor, 1 << max(0, extent - 1).bit_length())
         if block > padded:
@@ -92,8 +94,8 @@ def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target
     if needs.accumulators > _MOST_ACCUMULATORS * needs.most_registers:
         return f"{needs.accumulators} accumulators a thread, and it has {needs.most_registers} registers"
     # a warp multiplies 16 rows by 8 columns at least; with fewer for each, warps repeat each other's work
-    if block_m * block_n < 128 * config["num_warps"]:
-        return f"{config['num_warps']} warps share {block_m}x{block_n} values: less than 16x8 each"
+    if block_m * block_n < 128 * warps:
+        return f"{warps} warps share {block_m}x{block_n} values: less than 16x8 each"
     return ""
 
 
@@ -180,9 +182,16 @@ class _Timing(Work):
         return Estimate(self.gpu.launch_us + kernel + finish, self.gpu.launch_us, mainloop, epilogue, finish, 0.0, memory, tiles, tiles / slots, resident)
 
     def _persistent(self, config: KernelConfig) -> Estimate:
-        """Tile after tile on each multiprocessor: nothing but the next tile's loads, where the loops are one, overlaps an epilogue."""
+        """Tile after tile on each multiprocessor.
+
+        What overlaps an epilogue: nothing; the next tile's loads, where the loops are one or a warp of its own loads; or, in turns, the other
+        group's main loop.
+        """
         m, n, k = self.shape
-        block_m, block_n, block_k, warps = config["block_m"], config["block_n"], config["block_k"], config["num_warps"]
+        block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
+        values, (down, across) = dict(config.values), schedules.parts(config)
+        pingpong = values.get("pingpong", 0)
+        warps = values.get("num_warps", 4 if pingpong else 8)
         tiles_m, tiles_n = -(-m // block_m), -(-n // block_n)
         tiles, steps = tiles_m * tiles_n, max(1, -(-k // block_k))
         rounds = -(-tiles // self.sms)
@@ -199,13 +208,14 @@ class _Timing(Work):
         step = self._norm(products, shared, feed, self._multiply_us(block_m, block_n, block_k, warps), (later + feed) / in_flight)
         step += self.c.wait_clocks / self.clock_us
         fill = self.c.block_us + later + feed
-        mainloop = cold - later + rounds * steps * step + (1 if config["flatten"] else rounds) * fill
-        epilogue = rounds * self._epilogue_us(block_m, block_n, 1, warps)
-        parts = (block_m, block_n // config["halves"])
+        mainloop = cold - later + rounds * steps * step + (1 if values.get("flatten", 1) else rounds) * fill
+        each = self._epilogue_us(block_m, block_n, 1, warps)
+        epilogue = each + max(0.0, (rounds - 1) * (each - steps * step) / 2) if pingpong else rounds * each
+        parts = (block_m // down, block_n // across)
         memory = (moved + self._epilogue_bytes() + sum(partial_bytes(p.axes, m, n, parts) for p in self.spec.partials)) / self.bytes_us
         mainloop += self.c.memory_bare * moved / self.bytes_us
         kernel = self._norm(mainloop + epilogue, memory)
-        finish = self._finish_us(tiles_m, tiles_n * config["halves"])
+        finish = self._finish_us(tiles_m * down, tiles_n * across)
         launch = self.gpu.launch_us
         return Estimate(launch + kernel + finish, launch, mainloop, epilogue, finish, 0.0, memory, tiles, tiles / self.sms, 1)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from epigen import ops
+from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KernelConfig, KernelSpec
 from epigen.dtypes import FP32
@@ -15,6 +16,7 @@ from epigen.runtime.device import Target
 from epigen.tuning.traffic import Shape
 
 WGMMA = ("sm_90", "sm_100")
+_GROUP_REGISTERS = 240  # what the warp_specialized template gives those that multiply
 _VECTOR_ELEMENTS = 16  # Triton specialises integers on divisibility by 16; other strides get loads of one element, 1000 as 1001
 
 
@@ -68,6 +70,8 @@ class Work:
         return self.target.name in WGMMA and block_m >= 64 and warps % 4 == 0 and not self.plain
 
     def resources(self, config: KernelConfig) -> Resources:
+        if SCHEDULES[config.schedule].dialect == "gluon":
+            return self._grouped(config)
         threads = config["num_warps"] * self.target.warp_size
         block_m, block_n = config["block_m"], config["block_n"]
         accumulators = -(-block_m * block_n // threads)
@@ -99,6 +103,16 @@ class Work:
         if any(self.narrow):
             registers, spilled = self._narrow_registers(config, accumulators, wgmma)
         return Resources(shared, accumulators, registers, most, max(1, self.target.blocks_per_sm(threads, min(most, registers), shared)), spilled)
+
+    def _grouped(self, config: KernelConfig) -> Resources:
+        """Of a kernel whose groups of four warps have a tile each, or half of one: registers are handed out by the kernel itself."""
+        groups, halves = schedules.parts(config)
+        accumulators = config["block_m"] // groups * config["block_n"] // 128
+        loaded = config["num_stages"] * ((config["block_m"] + config["block_n"]) * config["block_k"] * self.element_bytes + 16)
+        buffers = (2 // groups) * config["block_m"] * config["block_n"] // halves
+        leaving = sum(buffers * s.dtype.bytes for s in self.spec.stores if s.name in self.spec.signature.tma and config["tma_store"])
+        exchanged = 4096 if self.spec.partials else 0
+        return Resources(loaded + leaving + exchanged, accumulators, int(36 + accumulators * (1 + self.held_an_element / halves)), _GROUP_REGISTERS, 1)
 
     def _described_bytes(self, config: KernelConfig) -> int:
         """Shared memory of a kernel whose operands come by TMA: 72 that Triton 3.6 and 3.9 compiled for sm_90, 2026-11.

@@ -31,7 +31,8 @@ _MOST_MULTIPLIED = 2048  # multiply-adds a thread in a step where there is no te
 _RUN, _LEAST_RUN = 128, 64  # bytes of a row that TMA lays out in one piece, and fewer that still pay
 _BARRIER_BYTES = 1 << 10  # of shared memory, for the barriers of all stages
 _HALVED = 128 * 128  # values of a tile from which on the epilogue may take halves
-_BY_VALUE = {"num_stages", "flatten", "tma_store"}  # searched by value; the other dimensions are powers of two, searched by exponent
+_MOST_GROUP = _MOST_ACCUMULATORS * 128  # values that four warps accumulate
+_BY_VALUE = {"num_stages", "flatten", "pingpong", "tma_store"}  # searched by value; the other dimensions are powers of two, searched by exponent
 _GROUPS = (1, 8)  # rows of tiles that share columns: what the L2 keeps is decided by the order of magnitude
 
 
@@ -47,7 +48,7 @@ class Space:
     def point(self, suggest: Suggest) -> KernelConfig:
         """One legal config, as `suggest` chooses."""
         schedule = SCHEDULE_NAMES[suggest("schedule", 0, self._last())]
-        return {"library": self._library, "tiled": self._tiled, "persistent": self._persistent}[schedule](suggest)
+        return {"library": self._library, "tiled": self._tiled, "persistent": self._persistent, "warp_specialized": self._warp_specialized}[schedule](suggest)
 
     def every(self) -> Iterator[KernelConfig]:
         """All legal configs, in a fixed order."""
@@ -98,6 +99,8 @@ class Space:
             return SCHEDULE_NAMES.index("library")
         if self._plain() or not {"a", "b"} <= set(sig.tma) or (sig.a.bytes == 1 and self.layout != "nt"):
             return SCHEDULE_NAMES.index("tiled")  # 8-bit operands are multiplied straight from shared memory where they lie along k
+        if sig.a.bytes != 2 or self.shape[0] <= 64:
+            return SCHEDULE_NAMES.index("persistent")  # two groups of warps want rows for both, and the template knows 16-bit operands
         return max(i for i, s in enumerate(SCHEDULES.values()) if s.runs_on(target.backend, target.arch))
 
     def _tiled(self, suggest: Suggest) -> KernelConfig:
@@ -129,13 +132,13 @@ class Space:
         group_m = _GROUPS[suggest("tiled.group_m", 0, int(m > block_m))]
         return schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=warps, num_stages=stages)
 
-    def _tile(self, exponent: Callable[[str, int, int], int], rows: int = 16) -> tuple[int, int]:
-        """block_m and block_n. rows: the fewest."""
+    def _tile(self, exponent: Callable[[str, int, int], int], rows: int = 16, most: int = _MOST_TILE) -> tuple[int, int]:
+        """block_m and block_n. rows: the fewest. most: of values in a tile."""
         m, n, _ = self.shape
         target, element_bytes, fewest = self.target, self.spec.signature.a.bytes, rows
         rows, columns = min(256, _padded(m, fewest)), min(256, _padded(n))
         least = min(_down(m * n // (_MOST_TILES * target.multiprocessors)), 128 * 128, rows * columns)
-        most = 128 * 128 if self._plain() else _MOST_TILE
+        least, most = min(least, most), 128 * 128 if self._plain() else most
         extents = target.shared_bytes // ((32 if element_bytes == 1 else 16) * element_bytes)  # of both sides together
         block_m = exponent("block_m", max(fewest, least // columns, min(rows, _root(least // _MOST_RATIO))), min(rows, extents - 16))
         widest = columns if block_m == rows else min(columns, _MOST_RATIO * block_m)
@@ -168,6 +171,31 @@ class Space:
         return schedules.config(
             "persistent", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, flatten=flatten, halves=halves, tma_store=tma_store,
             num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+
+    def _warp_specialized(self, suggest: Suggest) -> KernelConfig:
+        (m, _, k), target, element_bytes = self.shape, self.target, self.spec.signature.a.bytes
+
+        def exponent(name: str, low: int, high: int) -> int:
+            return 1 << suggest(f"warp_specialized.{name}", _log2(low), _log2(max(low, high)))
+
+        pingpong = suggest("warp_specialized.pingpong", 0, 1)
+        # a group of four warps has a tile of its own, or half of the rows of one
+        block_m, block_n = self._tile(exponent, rows=64 if pingpong else 128, most=_MOST_GROUP if pingpong else 2 * _MOST_GROUP)
+        halves = 1 + suggest("warp_specialized.halves", 0, int(block_n >= 64))
+        stored = [s for s in self.spec.stores if s.name in self.spec.signature.tma]
+        # the products lie such that a pointer would store four bytes at a time
+        tma_store = suggest("warp_specialized.tma_store", int(bool(stored)), int(bool(stored)))
+        leaving = sum((1 + pingpong) * block_m * block_n // halves * s.dtype.bytes for s in stored)
+        row_bytes, room = (block_m + block_n) * element_bytes, max(0, target.shared_bytes - _BARRIER_BYTES - leaving)
+        most_k = max(_LEAST_RUN // element_bytes, min(128, _down(max(1, room // (2 * row_bytes))), _padded(k)))
+        block_k = exponent("block_k", min(most_k, _RUN // element_bytes), most_k)
+        most_stages = max(1, min(8, room // (row_bytes * block_k)))
+        stages = suggest("warp_specialized.num_stages", max(1, most_stages - 1), most_stages)
+        group_m = _GROUPS[suggest("warp_specialized.group_m", 0, int(m > block_m))]
+        return schedules.config(
+            "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, halves=halves,
+            tma_store=tma_store, num_stages=stages,
         )  # fmt: skip
 
     def _plain(self) -> bool:
