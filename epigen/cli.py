@@ -198,7 +198,7 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: st
     """Run the kernel of the plan at a shape with tails, on the GPU or under the interpreter, and say how far it is from the oracle."""
     import torch
 
-    from epigen.codegen.schedules import SCHEDULES
+    from epigen.codegen.schedules import SCHEDULES, in_triton
     from epigen.codegen.spec import TMA_BYTES
     from epigen.runtime import verify
     from epigen.runtime.kernel import Kernel, uninterpretable
@@ -209,7 +209,7 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: st
     if not on_gpu and (wrong := uninterpretable(graph, [dtype], [o.dtype for o in plan.spec.outputs])):
         graph, run = _twin(graph), dtypes.FP16 if dtype == dtypes.BF16 or dtype.is_fp8 else dtype
         twin = f" (its twin with fp16 for {wrong}, which Triton's interpreter rounds wrongly: run it on a GPU for {wrong} itself)"
-    config, k_multiple = plan.choice.config, plan.spec.signature.k_multiple
+    config, k_multiple = plan.choice.config if on_gpu else in_triton(plan.choice.config), plan.spec.signature.k_multiple
     sizes = dict(config.values)
     k = max(2 * sizes.get("block_k", 32), k_multiple)
     if SCHEDULES[config.schedule].descriptors:  # rows that TMA can address

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from epigen import ops
 from epigen.codegen import schedules
+from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import LAYOUTS, KernelConfig
 from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
 
@@ -70,15 +71,17 @@ class Case:
         parts += (
             []
             if self.config is SMALL
-            else [str(self.config) if self.config and self.config.schedule == "persistent" else self.config.schedule if self.config else "rule"]
+            else [str(self.config) if self.config and SCHEDULES[self.config.schedule].descriptors else self.config.schedule if self.config else "rule"]
         )
         parts += [] if self.by_value else ["pointer"]
         return " ".join(parts)
 
     @property
     def interpretable(self) -> bool:
-        """Whether Triton's interpreter computes it right: no bf16, and no rounding to fp8 (the default output of fp8 operands is bf16)."""
+        """Whether Triton's interpreter computes it right: no bf16, no rounding to fp8 (the default output of fp8 operands is bf16), no Gluon."""
         named = (self.a, self.b, self.inputs)
+        if self.config and self.config.schedule == "warp_specialized":
+            return False
         return BF16 not in named and not any(t is not None and t.is_fp8 for t in (self.a, self.b)) and not any(w in self.text for w in ("bf16", "fp8"))
 
 
@@ -235,17 +238,19 @@ def config_cases() -> list[Case]:
     return found
 
 
+_DESCRIBED_TEXTS = (
+    "relu(mm + bias)",
+    "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)",
+    "dz = drelu(mm, mask); dz, bgrad(dz), amax(dz)",
+    "h = gelu(mm) * gate[m,n] * scale_a[m]; h, cast(h, fp32), sum(a, k)",
+    "sum(mm, m), max(mm, n), sum(mm)",
+)
+
+
 def persistent_cases() -> list[Case]:
     """Rows of a multiple of 16 bytes, as TMA wants them, and extents that are no multiple of a tile; more tiles than programs."""
     found = []
-    texts = (
-        "relu(mm + bias)",
-        "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)",
-        "dz = drelu(mm, mask); dz, bgrad(dz), amax(dz)",
-        "h = gelu(mm) * gate[m,n] * scale_a[m]; h, cast(h, fp32), sum(a, k)",
-        "sum(mm, m), max(mm, n), sum(mm)",
-    )
-    for text in texts:
+    for text in _DESCRIBED_TEXTS:
         for a in (FP16, BF16):
             for layout in LAYOUTS:
                 for flatten, halves, tma_store in ((0, 1, 0), (1, 1, 1), (0, 2, 1), (1, 2, 0)):
@@ -257,15 +262,35 @@ def persistent_cases() -> list[Case]:
             found.append(Case("relu(mm + bias)", (144, 208, 112), a, inputs=FP32, layout=layout, config=config, precision="tf32" if a == FP32 else "ieee"))
     for shape in ((1, 8, 8), (64, 64, 32), (8, 264, 8), (65, 64, 2048), (1000, 8, 40), (640, 640, 64)):
         for warps, stages in ((4, 2), (8, 4)):
-            for text in texts[:3]:
+            for text in _DESCRIBED_TEXTS[:3]:
                 found.append(Case(text, shape, FP16, layout="nt", config=persistent(128, 128, 64, warps, stages, halves=2)))
-    for text in texts[:2]:
+    for text in _DESCRIBED_TEXTS[:2]:
         found.append(Case(text, (136, 200, 88), FP16, layout="nt", config=persistent(), integers=True))
     return found
 
 
+def warp_specialized_cases() -> list[Case]:
+    """As for the persistent schedule; the GPU alone can run them. More tiles than programs want some extents in the thousands."""
+    found = []
+    for text in _DESCRIBED_TEXTS:
+        for a in (FP16, BF16):
+            for layout in LAYOUTS:
+                for pingpong, halves, tma_store in ((0, 1, 1), (1, 1, 1), (0, 2, 0), (1, 2, 1)):
+                    config = warp_specialized(128, 128, 64, 3, pingpong=pingpong, halves=halves, tma_store=tma_store)
+                    found.append(Case(text, (264, 392, 136), a, inputs=a, layout=layout, config=config))
+    for shape in ((1, 8, 8), (64, 64, 32), (8, 264, 8), (65, 64, 2048), (2056, 2056, 72), (3000, 2048, 64), (2048, 2048, 328)):
+        for pingpong, block_n, halves, stages in ((0, 256, 2, 3), (1, 128, 1, 4), (1, 64, 1, 2), (0, 64, 1, 8)):
+            for text in _DESCRIBED_TEXTS[:3]:
+                config = warp_specialized(128, block_n, 64, stages, group_m=8, pingpong=pingpong, halves=halves)
+                found.append(Case(text, shape, FP16, layout="nt", config=config))
+    for text in _DESCRIBED_TEXTS[:2]:
+        for pingpong in (0, 1):
+            found.append(Case(text, (264, 392, 136), FP16, layout="nt", config=warp_specialized(pingpong=pingpong), integers=True))
+    return found
+
+
 def all_cases() -> list[Case]:
-    groups = (operation_cases, reduction_cases, shape_cases, view_cases, exact_cases, output_cases, config_cases, persistent_cases)
+    groups = (operation_cases, reduction_cases, shape_cases, view_cases, exact_cases, output_cases, config_cases, persistent_cases, warp_specialized_cases)
     return list(dict.fromkeys(c for group in groups for c in group()))
 
 

@@ -85,11 +85,10 @@ def checked(one: Job, results: list[Compiled]) -> None:
     """What holds of every compiled module: each stage of the target is there and is its own, and the kernel can run there."""
     cuda = one.target.backend == "cuda"
     # Gluon is written at the level that Triton's own language is lowered to
-    gluon = "gluon.jit" in one.rendered.text
     stages = ("ttir", "ttgir", "llir", "ptx", "cubin") if cuda else ("ttir", "ttgir", "llir", "amdgcn", "hsaco")
     assert len(results) == len(one.rendered.functions)
     for function, result in zip(one.rendered.functions, results, strict=True):
-        assert tuple(result.stages) == stages[gluon and function.finish is None :]
+        assert tuple(result.stages) == stages[function.dialect == "gluon" :]
         for name in stages[1:-1]:
             text = result.stages[name]
             assert isinstance(text, str) and function.name in text

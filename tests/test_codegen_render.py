@@ -175,7 +175,9 @@ def test_precision_counts_in_the_digest_of_fp32() -> None:
 def complaints(text: str) -> list[str]:
     """Unused arguments and locals, undefined and twice defined names of each function of a module."""
     module = ast.parse(text)
-    defined = {"triton", "tl"} | {f.name for f in module.body if isinstance(f, ast.FunctionDef)}
+    defined = {f.name for f in module.body if isinstance(f, ast.FunctionDef)}
+    defined |= {alias.asname or alias.name for n in module.body if isinstance(n, ast.Import | ast.ImportFrom) for alias in n.names}
+    defined |= {t.id for n in module.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)}
     found = []
     for function in (f for f in module.body if isinstance(f, ast.FunctionDef)):
         arguments = [a.arg for a in function.args.args]

@@ -550,6 +550,15 @@ def test_operands_that_tma_cannot_address() -> None:
         epigen.compile("relu(mm)", config=cases.persistent()).plan((64, 64, 64), FP16, TARGETS["sm_80"])
 
 
+def test_what_is_in_gluon_is_interpreted_in_tritons_own_language() -> None:
+    kernel = epigen.compile("z = mm; relu(z), bitmask(z > 0)", config=cases.warp_specialized(halves=2), backend="interpreter")
+    a, b = whole(136, 64), whole(64, 72)
+    found = kernel(a, b)
+    torch.testing.assert_close(found[0], torch.relu(a @ b), rtol=0, atol=0)
+    assert kernel.config == cases.persistent(128, 64, 64, 8, halves=2)
+    assert "in place of warp_specialized" in kernel.explain() and "cannot be interpreted" in kernel.explain()
+
+
 # -- what a kernel says of itself
 
 

@@ -43,7 +43,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One kernel of a module. finish: None for the main kernel. constants: its compile-time arguments."""
+    """One kernel of a module. finish: None for the main kernel. constants: its compile-time arguments. dialect: "triton" or "gluon"."""
 
     name: str
     arguments: tuple[Argument, ...]
@@ -51,6 +51,7 @@ class Function:
     num_warps: int
     num_stages: int
     finish: Finish | None
+    dialect: str = "triton"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     arguments = (*operands, *map(_input, spec.inputs), *stores, *partials, *sizes, *_strides(spec.inputs), *_strides(pointed))
     stages = dict(config.values).get("num_stages", 1)
     name = spec.name if schedule.multiplies else f"{spec.name}_epilogue"
-    return Function(name, arguments, schedules.constants(config), schedules.warps(config), stages, None)
+    return Function(name, arguments, schedules.constants(config), schedules.warps(config), stages, None, schedule.dialect)
 
 
 def _finish(spec: KernelSpec, finish: Finish) -> Function:

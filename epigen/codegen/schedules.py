@@ -111,6 +111,14 @@ def warps(config: KernelConfig) -> int:
     return dict(config.values).get("num_warps", 4)
 
 
+def in_triton(config: KernelConfig) -> KernelConfig:
+    """The config itself, or the nearest in Triton's own language, which its interpreter can run."""
+    if SCHEDULES[config.schedule].dialect == "triton":
+        return config
+    same = {name: value for name, value in config.values if name in PERSISTENT.dimensions}
+    return _config(PERSISTENT, same | {"flatten": 1, "num_warps": 8})
+
+
 def parts(config: KernelConfig) -> tuple[int, int]:
     """In how many parts, along m and n, the epilogue takes a tile: each leaves its own partial results."""
     values = dict(config.values)
@@ -142,4 +150,8 @@ def config(schedule: str, **values: object) -> KernelConfig:
         checked[name] = value
     if missing := [d for d in dimensions if d not in checked]:
         raise ConfigError(f"the schedule {schedule} also needs {', '.join(missing)}")
-    return KernelConfig(schedule, tuple((d, checked[d]) for d in dimensions))
+    return _config(SCHEDULES[schedule], checked)
+
+
+def _config(schedule: Schedule, values: Mapping[str, int]) -> KernelConfig:
+    return KernelConfig(schedule.name, tuple((d, values[d]) for d in schedule.dimensions))

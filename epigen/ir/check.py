@@ -32,7 +32,9 @@ _GENERATED = frozenset(
     steps turn full empty order which WHICH ROWS LAYOUT STAGES gluon tma mbarrier fence_async_shared warpgroup_mma warpgroup_mma_wait copy_in copy_out load_tiles multiply_tiles
     to_int8 float16 float32 float64 bfloat16 int1 int8 int16 int32 int64 uint8 uint32 math extra libdevice language jit""".split()
 )
-_GENERATED_PATTERN = re.compile(r"(stride|offs|block|tiles|num|in|BLOCK|GROUP|FINISH)_.*|.*_(ptrs?|desc|bufs?|partial|length|value|byte|bit|in)|finish_.*|out\d+|t\d+")
+_GENERATED_PATTERN = re.compile(
+    r"(stride|offs|block|tiles|num|in|BLOCK|GROUP|FINISH)_.*|.*_(ptrs?|desc|bufs?|partial|length|value|byte|bit|in)|finish_.*|out\d+|t\d+"
+)
 
 _Value = int | None  # a node's number, or None where its expression held a mistake
 

@@ -129,9 +129,13 @@ class Kernel:
             signature = self.signature_of(dtype or FP16, shape, layout)
         return self._planned(self._choose, shape, target or device.at_hand() or device.DEFAULT, signature, layout, refused)
 
-    def _planned(self, choose: Chooser, shape: tuple[int, int, int], target: Target, signature: Signature, layout: str, refused: str) -> Plan:
+    def _planned(
+        self, choose: Chooser, shape: tuple[int, int, int], target: Target, signature: Signature, layout: str, refused: str, interpreted: bool = False
+    ) -> Plan:
         spec = lower(self._graph, signature)
         choice = Choice(self._config, "given by the caller") if self._config else choose(spec, shape, layout, target, refused)
+        if interpreted and (twin := schedules.in_triton(choice.config)) != choice.config:
+            choice = Choice(twin, f"{choice.why}; in place of {choice.config}, which is in Gluon and cannot be interpreted")
         if why := unfit(choice.config, signature, target):
             raise ConfigError(why)
         return Plan(spec, choice, self.renderer.render(spec, choice.config))
@@ -247,7 +251,7 @@ class Kernel:
         with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
             choose = self._at_call if a.is_cuda and backend == "triton" and target is None else self._choose
             target = target or (device.at_hand() if a.is_cuda else None) or device.DEFAULT
-            plan = self._planned(choose, (m, n, k), target, signature, layout, refused)
+            plan = self._planned(choose, (m, n, k), target, signature, layout, refused, interpreted=backend == "interpreter")
             module = self._loaders[backend == "interpreter"].load(plan.rendered)
         functions = [getattr(module, f.name) for f in plan.rendered.functions]
         prepared = _Prepared(self._graph, outputs, (m, n, k), a.device, plan, functions, backend == "interpreter")
@@ -397,17 +401,17 @@ class _Launch:
         self.jit[self.grid](*self.arguments(values), **self.options)
 
     def arguments(self, values: Mapping[str, Any]) -> list[Any]:
-        return [self.integers[a.name] if a.name in self.integers else _value(a, values, self.jit) for a in self.function.arguments]
+        return [self.integers[a.name] if a.name in self.integers else _value(a, values, self.function.dialect) for a in self.function.arguments]
 
 
 # -- checks and keys
 
 
-def _value(argument: Argument, values: Mapping[str, Any], jit: Any) -> Any:
+def _value(argument: Argument, values: Mapping[str, Any], dialect: str) -> Any:
     if not argument.block:
         return values[argument.name]
     tensor = values[argument.name.removesuffix("_desc") + "_ptr"]
-    return describe(tensor.T if argument.transposed else tensor, argument, jit)
+    return describe(tensor.T if argument.transposed else tensor, argument, dialect)
 
 
 def unfit(config: KernelConfig, signature: Signature, target: Target) -> str:

@@ -116,9 +116,9 @@ def refusal(error: Exception) -> EpigenError | None:
     return None
 
 
-def describe(tensor: Any, argument: Argument, jit: Any) -> Any:
-    """A TMA descriptor, made on the host, for an argument of a jit function. tensor: its last stride is 1."""
-    if jit.is_gluon():
+def describe(tensor: Any, argument: Argument, dialect: str) -> Any:
+    """A TMA descriptor, made on the host, for an argument of a function in that dialect. tensor: its last stride is 1."""
+    if dialect == "gluon":
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Described
 
         return Described.from_tensor(tensor, list(argument.block), _shared_layout(argument))
@@ -173,7 +173,7 @@ def compile_ahead(rendered: Rendered, function: Function, target: Target, consta
     attributes = {(i,): aligned for i, n in enumerate(names) if n not in fixed and kinds[n][:2] in ("*f", "*b", "*i", "*u", "i3") and not n.startswith("tiles")}
     module = Loader(interpret=False).load(rendered)
     jit = getattr(module, function.name)
-    if jit.is_gluon():
+    if function.dialect == "gluon":
         from triton.experimental.gluon._runtime import GluonASTSource as Source
 
         signature |= {a.name: f"{a.type[:-1]},{_shared_layout(a)!r}>" for a in function.arguments if a.block}
