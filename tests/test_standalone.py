@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import persistent
+from cases import persistent, warp_specialized
 from click.testing import CliRunner
 
 from epigen import api, cli
@@ -72,7 +72,13 @@ FILES = (
     File("where(bits(unpack), mm, reference[m,n]) * integers", ("", "")),
     File("os = mm * device + inputs[n]; os, sum(os)", ("", ""), config=LIBRARY),
 )  # fmt: skip
-GPU_ONLY = (File("relu(mm + bias)", ("acc + bias", "acc - bias"), BF16), File("cast(mm, fp8e4m3)", ("", "")), File("mm", ("", ""), FP8E4M3))
+GPU_ONLY = (
+    File("relu(mm + bias)", ("acc + bias", "acc - bias"), BF16),
+    File("cast(mm, fp8e4m3)", ("", "")),
+    File("mm", ("", ""), FP8E4M3),
+    File("relu(mm + bias)", ("acc + bias", "acc - bias"), config=warp_specialized(halves=2), k=4096),
+    File("z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)", ("z > 0.0", "z >= 0.0"), config=warp_specialized(pingpong=1), k=4096),
+)
 
 
 @pytest.fixture
@@ -166,7 +172,7 @@ def test_a_wrong_kernel_ends_with_a_failure(away: Path) -> None:
 
 def test_dtypes_that_the_interpreter_gets_wrong_ask_for_a_gpu(away: Path) -> None:
     ends = self_checks(away, {f"file{i}": f.source for i, f in enumerate(GPU_ONLY)})
-    assert len(ends) == len(GPU_ONLY) and all(end.startswith("SystemExit: this kernel's dtypes need a GPU") for end in ends.values())
+    assert len(ends) == len(GPU_ONLY) and all(end.startswith("SystemExit: this kernel needs a GPU: Triton's interpreter r") for end in ends.values())
 
 
 LAUNCH = """

@@ -27,7 +27,7 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
         schedule=schedule, multiplies=schedule.multiplies, parts=parts(config),
         block_m=config["block_m"], block_n=config["block_n"], block_k=dict(config.values).get("block_k", 32),
         reference=_reference(graph), results=_results(graph), tolerance=_tolerance(graph, spec),
-        interpretable=not any(t == BF16 or t.is_fp8 for t in _dtypes(graph, spec)),
+        interpretable=schedule.dialect == "triton" and not any(t == BF16 or t.is_fp8 for t in _dtypes(graph, spec)),
         packed_in=any(i.packed for i in spec.all_inputs), packed_out=any(o.packed for o in spec.outputs),
     )  # fmt: skip
 
@@ -47,14 +47,18 @@ def _launch(spec: KernelSpec, config: KernelConfig, function: Function) -> dict[
     else:
         grid = "1"
     options = [f"{n}={v}" for n, v in function.constants] + [f"num_warps={function.num_warps}", f"num_stages={function.num_stages}", "enable_fp_fusion=True"]
-    return {"name": function.name, "grid": grid, "arguments": [_argument(a, spec) for a in function.arguments], "options": options}
+    return {"name": function.name, "grid": grid, "arguments": [_argument(a, spec, function.dialect) for a in function.arguments], "options": options}
 
 
-def _argument(argument: Argument, spec: KernelSpec) -> str:
+def _argument(argument: Argument, spec: KernelSpec, dialect: str) -> str:
     name = argument.name
     if argument.block:
         tensor = name.removesuffix("_desc")
-        return f"TensorDescriptor.from_tensor({tensor}{'.T' * argument.transposed}, {list(argument.block)})"
+        shared = ""
+        if dialect == "gluon":
+            element = next(o.dtype for o in spec.outputs if o.name == tensor) if tensor not in ("a", "b") else spec.signature.a
+            shared = f", gl.NVMMASharedLayout.get_default_for({list(argument.block)}, gl.{element.triton})"
+        return f"TensorDescriptor.from_tensor({tensor}{'.T' * argument.transposed}, {list(argument.block)}{shared})"
     if name.endswith("_ptr"):
         return name.removesuffix("_ptr")
     if name == "tiles":
