@@ -89,6 +89,11 @@ def tune(arguments: Sequence[str], timeout_s: float = 550.0) -> Run:
     return Run(wall_s, _searching_s(told, problems), problems)
 
 
+def plainly(arguments: Sequence[str]) -> int:
+    """Run `epigen ARGUMENTS` with this terminal and this environment's caches. Returns its exit status."""
+    return subprocess.run([sys.executable, "-c", _MAIN, *arguments], env=_environment(), stdin=subprocess.DEVNULL).returncode
+
+
 def warm_up() -> float:
     """Seconds that one process needs to import what the command imports: it brings those files into the system's own cache, so that all
     runs after it find them alike, whatever the machine did before."""

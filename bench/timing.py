@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
 
 import torch
 
+from epigen.tuning.timer import ColdTimer
+
 Contenders = Mapping[str, Callable[[], object]]
+
+LEAST = 5
+"""Rounds that even the longest kernels get."""
 
 
 def _summary(samples: dict[str, list[float]]) -> dict[str, dict[str, float]]:
@@ -20,23 +26,29 @@ def _summary(samples: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def cold(contenders: Contenders, rounds: int = 100) -> dict[str, dict[str, float]]:
-    """One launch a sample with the L2 cache flushed before it; contenders take turns within each round."""
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+def cold(contenders: Contenders, rounds: int = 100, budget_s: float = math.inf, timer: ColdTimer | None = None) -> dict[str, dict[str, float]]:
+    """One launch a sample with the L2 cache flushed before it; contenders take turns within each round, in every second one backwards.
+
+    budget_s: after so long no further round is begun, once there are LEAST. timer: what takes a sample; by default the current GPU's.
+    """
+    timer = timer or ColdTimer()
     samples: dict[str, list[float]] = {name: [] for name in contenders}
+    late = dict.fromkeys(contenders, 0)
     for run in contenders.values():
-        run()
-    torch.cuda.synchronize()
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            flush.zero_()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            samples[name].append(start.elapsed_time(end) * 1e3)
-    return _summary(samples)
+        run()  # whatever a first call does besides
+    start = time.perf_counter()
+    for number in range(rounds):
+        if number >= LEAST and time.perf_counter() - start > budget_s:
+            break
+        for name in list(contenders)[:: -1 if number % 2 else 1]:
+            before = timer.late
+            samples[name].append(timer.once(contenders[name]))
+            late[name] += timer.late - before
+    found = _summary(samples)
+    for name, count in late.items():
+        if count:  # these hold the host's delay
+            found[name]["late"] = count
+    return found
 
 
 def graphed(contenders: Contenders, rounds: int = 50, launches: int = 50) -> dict[str, dict[str, float]]:

@@ -1,6 +1,6 @@
 """The measuring worker, one a GPU: checks a candidate's answer, then times it as it will be launched.
 
-Timing: random data, the L2 cache flushed before every launch, CUDA events, medians. A candidate far behind the best so far is cut
+Timing: random data, the L2 cache flushed before every launch (`timer`), CUDA events, medians. A candidate far behind the best so far is cut
 off after a few samples. Close calls are decided by `Compare`, in which the candidates take turns.
 """
 
@@ -21,10 +21,8 @@ from epigen.dtypes import BY_NAME
 from epigen.errors import EpigenError
 from epigen.ir import bound
 from epigen.tuning.task import Baseline, Compare, Comparison, Job, Measure, Outcome, Task
+from epigen.tuning.timer import ColdTimer
 
-# several times the largest L2, and long enough (some 130 us on an H200) for the host to have the launch ready when it ends
-_FLUSH_BYTES = 512 << 20
-_MOST_FLUSHES, _TRIES = 16, 8  # where compiling workers keep the host busy
 _CHECKED_EXTENT = 4096  # answers are checked at no more than this and the tail, which the float64 oracle manages in milliseconds
 _FIRST, _SAMPLES = 3, 9
 _ENOUGH_US = 30_000.0  # a long kernel needs fewer samples: its spread is less
@@ -42,8 +40,7 @@ class Meter:
         self.checked = task.sample(self.graph, "cuda", (m, n, k))
         dtypes = [output_dtype(self.graph, o, BY_NAME[task.a]) for o in self.graph.outputs]
         self.expected = bound.expect(self.graph, self.checked.a, self.checked.b, self.checked.inputs, dtypes, task.precision)
-        self.flushes = 1
-        self.flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        self.once = ColdTimer().once
 
     def answer(self, job: Job) -> Outcome | Comparison:
         if isinstance(job, Compare):
@@ -105,23 +102,6 @@ class Meter:
         if a.is_floating_point() and a.element_size() > 1:
             return torch.mm(a, b)
         return vendor.product(a, b, self.task.precision)
-
-    def once(self, run: Callable[[], Any]) -> float:
-        """Microseconds of one launch with a cold L2."""
-        for _ in range(_TRIES):
-            for _ in range(self.flushes):
-                self.flush.zero_()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            late = start.query()
-            end.synchronize()
-            if not late:
-                break
-            # the GPU was through with the flush before the launch was there: the sample holds the host's delay as well
-            self.flushes = min(2 * self.flushes, _MOST_FLUSHES)
-        return float(start.elapsed_time(end)) * 1e3
 
 
 def _outcome(samples: list[float]) -> Outcome:

@@ -1,0 +1,285 @@
+"""The headline: every contender at the shapes of the bars, timed in turns, and a verdict on each bar.
+
+Run: python -m bench.headline [--group NAME] [--plan] [--budget SECONDS] [--more] [--tune TRIALS --db PATH] [--only WORD ...]
+                              [--commit HASH] [--out FOLDER]
+Group "headline" is a part of all the others that is done in under 5 minutes on an H200; `epilogues`, `compiled`, `small`, `skinny` and `odd` are
+the whole of it. Each case is timed with the L2 cache flushed, or under a CUDA graph, all of its contenders in turns, on random data. Absolute
+times move with power and temperature, so what counts is the ratio within a case. An answer that is wrong is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import ahead, bars, cases, clock, command, peers, record, timing
+from bench.cases import Case
+from bench.checked import Oracle, Wrong
+from bench.peers import Contender, Missing
+from bench.programs import BY_NAME
+from epigen.tuning.timer import ColdTimer
+
+BUDGET_S = 270.0
+"""Of a run: with torch's start and the end of the last case it stays under 5 minutes."""
+
+_MUCH = 40 << 30  # bytes of freed memory that torch may keep from one case to the next
+_COPIED = 1 << 30
+
+Time = Callable[[Mapping[str, Callable[[], object]]], dict[str, dict[str, float]]]
+
+
+class Lost(Exception):
+    """The GPU answers nothing any more: this process has to end."""
+
+
+def cold(contenders: Mapping[str, Callable[[], object]]) -> dict[str, dict[str, float]]:
+    return timing.cold(contenders, budget_s=cases.ROUND_S)
+
+
+def graphed(contenders: Mapping[str, Callable[[], object]]) -> dict[str, dict[str, float]]:
+    return timing.graphed(contenders, rounds=30)
+
+
+HOW: dict[str, Time] = {cases.COLD: cold, cases.GRAPH: graphed}
+
+
+def measured(case: Case, on: str = "cuda", how: Mapping[str, Time] = HOW) -> dict[str, Any]:
+    """One case: each contender is made and checked, then all that are right are timed in turns.
+
+    on: the device. how: what times them. Raises Lost where the GPU is gone.
+    """
+    start = time.perf_counter()
+    row: dict[str, Any] = {
+        "group": case.group, "program": case.program, "text": BY_NAME[case.program].text, "shape": list(case.shape), "dtype": case.dtype,
+        "layout": case.layout, "how": case.how, "bytes": case.bytes, "flops": case.flops, "checked": {}, "notes": {}, "missing": {}, "timing": {},
+    }  # fmt: skip
+    made: dict[str, Contender] = {}
+    try:
+        problem = peers.problem(BY_NAME[case.program], case.shape, case.dtype, case.layout, on)
+        oracle = Oracle(problem.sample)
+        for name in case.contenders:
+            reason = _made(name, problem, oracle, made, row)
+            if reason is not None:
+                row["missing"][name] = reason
+                _demand_life(on)
+        del oracle
+        before = clock.sm_mhz()
+        if made:
+            row["timing"] = how[case.how]({name: one.run for name, one in made.items()})
+        row["clock_mhz"] = [before, clock.sm_mhz()]
+    except Lost:
+        raise
+    except Exception as error:  # noqa: BLE001  # whatever it is, the other cases go on
+        row["failed"] = _reason(error)
+        _demand_life(on)
+    finally:
+        for one in made.values():
+            one.close()
+    row["seconds"] = round(time.perf_counter() - start, 2)
+    return row
+
+
+def _made(name: str, problem: peers.Problem, oracle: Oracle, made: dict[str, Contender], row: dict[str, Any]) -> str | None:
+    """Make a contender and check its answer. Returns why it does not take part, if so."""
+    try:
+        one = peers.MAKERS[name](problem)
+    except Missing as why:
+        return str(why)
+    except Exception as error:  # noqa: BLE001  # of four libraries, any of which may fail in its own way
+        return _reason(error)
+    try:
+        row["checked"][name] = oracle.demanded(one.outputs(one.run()), one.demands)
+    except Wrong as wrong:
+        one.close()
+        return f"wrong answer: {wrong}"
+    except Exception as error:  # noqa: BLE001
+        one.close()
+        return _reason(error)
+    made[name] = one
+    if one.note:
+        row["notes"][name] = one.note
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:300]}"
+
+
+def _demand_life(on: str) -> None:
+    if on == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise Lost(_reason(error)) from None
+
+
+def copy_gbps() -> float:
+    """GB/s read and written by a copy within the GPU's memory."""
+    source = torch.empty(_COPIED, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    timer = ColdTimer()
+    return round(2 * _COPIED / (statistics.median(timer.once(lambda: target.copy_(source)) for _ in range(11)) * 1e3), 1)
+
+
+# -- a run
+
+
+def chosen(group: str, only: Sequence[str]) -> list[Case]:
+    """The cases of a group; only: those whose name has one of the words."""
+    return [c for c in cases.GROUPS[group]() if not only or any(word in str(c) for word in only)]
+
+
+def run(
+    todo: Sequence[Case], body: dict[str, Any], budget_s: float, save: Callable[[], object], measure: Callable[[Case], dict[str, Any]] = measured,
+    now: Callable[[], float] = time.perf_counter,
+) -> None:  # fmt: skip
+    """Measure the cases in order into body["rows"]; body["left_out"] lists those for which the time was too short. Raises Lost."""
+    start = now()
+    known = {key(row) for row in body["rows"]}
+    body["left_out"] = []
+    for case in todo:
+        if case.key in known:
+            continue
+        if now() - start + case.seconds > budget_s:
+            body["left_out"].append(str(case))
+            continue
+        try:
+            row = measure(case)
+        except Lost as lost:
+            body["rows"].append(_blank(case) | {"failed": f"the GPU's context was lost: {lost}"})
+            save()
+            raise
+        body["rows"].append(row)
+        print(line(row), flush=True)
+        save()
+
+
+def _blank(case: Case) -> dict[str, Any]:
+    return {"group": case.group, "program": case.program, "shape": list(case.shape), "dtype": case.dtype, "layout": case.layout, "how": case.how, "timing": {}}
+
+
+def key(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """As Case.key."""
+    return (row["group"], row["program"], "x".join(map(str, row["shape"])), row["dtype"], row["layout"], row["how"])
+
+
+def line(row: Mapping[str, Any]) -> str:
+    head = " ".join(key(row))
+    if "failed" in row:
+        return f"{head}: FAILED {row['failed']}"
+    times = row["timing"]
+    found = [f"{name} {one['median_us']:.2f} us" for name, one in times.items() if name == peers.OURS]
+    for name in times:
+        value = bars.ratio(row, name)
+        if name != peers.OURS and value is not None:
+            found.append(f"{name} {value:.3f}")
+    found += [f"no {name}: {reason[:120]}" for name, reason in row["missing"].items()]
+    return f"{head}: {', '.join(found)}"
+
+
+def earlier(path: Path, environment: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a result that was made by the same GPU, versions and commit; none where there is no such result."""
+    import json
+
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return []
+    same = all(found.get("environment", {}).get(k) == environment.get(k) for k in ("gpu", "torch", "triton", "driver", "commit"))
+    return list(found["rows"]) if same else []
+
+
+def plan(todo: Sequence[Case], budget_s: float) -> str:
+    """The cases, each with its estimated seconds, and what would be left out."""
+    lines, total, left = [], 0.0, Counter[str]()
+    for case in todo:
+        fits = total + case.seconds <= budget_s
+        total += case.seconds if fits else 0.0
+        left[case.group] += not fits
+        lines.append(f"{case}: {case.seconds:.1f} s, {', '.join(case.contenders)}{'' if fits else '  LEFT OUT'}")
+    out = ", ".join(f"{count} of {group}" for group, count in left.items() if count) or "nothing"
+    return "\n".join([*lines, f"{len(todo)} cases, about {total:.0f} s of at most {budget_s:.0f} s; left out: {out}"])
+
+
+def _tune(todo: Sequence[Case], trials: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "suite.toml"
+        file.write_text(command.suite_text(cases.asked(list(todo))))
+        command.plainly(["tune", "--suite", str(file), "--trials", str(trials), "--devices", "all"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--group", choices=tuple(cases.GROUPS), default="headline")
+    parser.add_argument("--only", nargs="*", default=(), help="cases whose name has one of these words, such as bf16 or 4096x4096x4096")
+    parser.add_argument("--plan", action="store_true", help="print the cases and the estimated time, and measure nothing")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds after which no further case is begun")
+    parser.add_argument("--more", action="store_true", help="keep the rows that the result holds, and measure those that it does not")
+    parser.add_argument("--tune", type=int, metavar="TRIALS", help="first tune the problems, into --db")
+    parser.add_argument("--db", type=Path, help="the user's tuning database (default: EPIGEN_DB, else the platform's data folder)")
+    record.add_options(parser)
+    options = parser.parse_args()
+    todo = chosen(options.group, options.only)
+    if options.plan:
+        print(plan(todo, options.budget))
+        return
+    if options.tune and not options.db:
+        parser.error("--tune wants --db, a database to write to")
+    target = record.gpu_at_hand()
+    if options.db:
+        os.environ["EPIGEN_DB"] = str(options.db.resolve())  # before anything looks there
+    if options.tune:
+        _tune(todo, options.tune)
+    start = time.perf_counter()
+    body: dict[str, Any] = {"environment": record.environment(options.commit), "budget_s": options.budget, "tuned_first": options.tune, "rows": []}
+    if options.more:
+        body["rows"] = earlier(options.out / f"{options.group}.json", body["environment"])
+    known = {key(row) for row in body["rows"]}
+    wanted = cases.asked([c for c in todo if c.key not in known])
+    tanh = [replace(a, program=peers.with_tanh(a.program)) for a in wanted if "gelu(" in a.program]
+    count = ahead.compile_all([*wanted, *tanh], target)
+    print(f"{count} of {len(wanted) + len(tanh)} kernels compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    body["copy_gbps"] = copy_gbps()
+
+    def save() -> Path:
+        return record.write(options.group, body | {"bars": bars.verdicts(body["rows"], body["copy_gbps"])}, options.out)
+
+    def one(case: Case) -> dict[str, Any]:
+        row = measured(case)
+        if torch.cuda.memory_reserved() > _MUCH:
+            gc.collect()
+            torch.cuda.empty_cache()
+        return row
+
+    try:
+        run(todo, body, options.budget - (time.perf_counter() - start), save, one)
+    except Lost as lost:
+        print(f"{lost}: a new process goes on with the other cases", flush=True)
+        left = options.budget - (time.perf_counter() - start)
+        again = ["--group", options.group, "--more", "--budget", f"{left:.0f}", "--out", str(options.out), "--commit", body["environment"]["commit"]]
+        again += ["--db", str(options.db)] * bool(options.db) + ["--only", *options.only] * bool(options.only)
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "bench.headline", *again])
+    path = save()
+    for found in bars.verdicts(body["rows"], body["copy_gbps"]):
+        if found["rows"] or found["without"]:
+            print(bars.told(found))
+    if body["left_out"]:
+        print(f"left out, as the time was over ({len(body['left_out'])}):", *body["left_out"], sep="\n  ")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Times single launches on a GPU as a program meets them: random moments, a cold L2, the host's own delay left out.
+
+The L2 cache is flushed before each launch, which also keeps the GPU busy while the host prepares the launch. Where the GPU is through
+with that before the launch is there, the sample would hold the host's delay as well: it is taken again behind a longer flush.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# several times the largest L2, and long enough (some 130 us on an H200) for the host to have the launch ready when it ends
+_FLUSH_BYTES = 512 << 20
+_MOST_FLUSHES, _TRIES = 16, 8  # where compiling workers keep the host busy, or a call of several launches takes long to enqueue
+
+
+class ColdTimer:
+    """flushes: how many times the cache is flushed before a launch, as the slowest host so far needed. late: samples that were kept
+    although the launch came late each time.
+    """
+
+    def __init__(self, flush: Callable[[], object] | None = None, event: Callable[[], Any] | None = None):
+        """flush: enqueues one flush, event: makes an event that can time; by default the current GPU's."""
+        self.flush = flush or torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda").zero_
+        self.event = event or (lambda: torch.cuda.Event(enable_timing=True))
+        self.flushes, self.late = 1, 0
+
+    def once(self, run: Callable[[], object]) -> float:
+        """Microseconds of one call with a cold L2, its launches back to back."""
+        for _ in range(_TRIES):
+            for _ in range(self.flushes):
+                self.flush()
+            start, end = self.event(), self.event()
+            start.record()
+            run()
+            end.record()
+            late = start.query()
+            end.synchronize()
+            if not late:
+                break
+            self.flushes = min(2 * self.flushes, _MOST_FLUSHES)
+        else:
+            self.late += 1
+        return float(start.elapsed_time(end)) * 1e3
