@@ -45,8 +45,8 @@ class Bar:
     @property
     def words(self) -> str:
         """What is asked."""
-        asked = [f"{self.mean:.2f} in the mean"] * (self.mean is not None) + [f"{self.each:.2f} each"] * (self.each is not None)
-        return ", ".join(asked)
+        asked = ((self.mean, "in the mean"), (self.each, "each"))
+        return ", ".join(f"{least:.2f} {words}" for least, words in asked if least is not None)
 
 
 _BY_K = ((4096, math.inf, "K >= 4096"), (2048, 4096, "K = 2048"), (1024, 2048, "K = 1024"), (512, 1024, "K = 512"))

@@ -18,13 +18,14 @@ from bench import record
 mpl.use("agg")
 from matplotlib import pyplot  # it takes the backend that is chosen by then
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 COLOURS = {"epigen": "#0b6e4f", "random": "#8a8d91", "TPE alone": "#d1603d"}
 _COLUMNS, _WIDTH, _HEIGHT = 4, 2.7, 2.6  # inches a panel
 _TICKS = (0, 1, 2, 5, 10, 20, 50, 100)
 _LINEAR, _MOST = 2.0, 100.0  # per cent: the axis is linear up to the one, logarithmic from there, and ends at the other
-_STYLE: dict[str, Any] = {
+STYLE: dict[str, Any] = {
     "svg.hashsalt": "epigen", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 8.0, "axes.spines.top": False, "axes.spines.right": False,
     "axes.titlesize": 8.0,
 }  # fmt: skip
@@ -62,7 +63,7 @@ def _lost(ratio: float | None) -> float:
 
 def draw(result: dict[str, Any], folder: Path) -> list[Path]:
     """result: what bench.replay has written. Returns the files, an SVG and a PNG."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         tables = list(result["tables"].values())
         rows = math.ceil((len(tables) + 1) / _COLUMNS)
         figure, grid = pyplot.subplots(rows, _COLUMNS, figsize=(_COLUMNS * _WIDTH, rows * _HEIGHT), squeeze=False, layout="constrained")
@@ -77,11 +78,16 @@ def draw(result: dict[str, Any], folder: Path) -> list[Path]:
         panels[len(tables)].legend([lines[name] for name in COLOURS], words, loc="center", frameon=False, title=title, alignment="left")
         figure.supxlabel("trials")
         figure.supylabel("time of the best config so far, over the best in the table")
-        folder.mkdir(parents=True, exist_ok=True)
-        files = [folder / f"replay.{kind}" for kind in ("svg", "png")]
-        figure.savefig(files[0], metadata={"Date": None, "Creator": None})
-        figure.savefig(files[1], dpi=110, metadata={"Software": None})
-        pyplot.close(figure)
+        return save(figure, folder, "replay")
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """An SVG and a PNG, without what would differ from one run to the next."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{name}.{kind}" for kind in ("svg", "png")]
+    figure.savefig(files[0], metadata={"Date": None, "Creator": None})
+    figure.savefig(files[1], dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
     return files
 
 

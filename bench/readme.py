@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from epigen.tuning.database import Database
 from epigen.tuning.records import Record
 
 README = Path(__file__).parent.parent / "README.md"
+MEASURED = "## Measured\n\n"
 _BLOCK = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -44,6 +46,33 @@ def gem() -> str:
     host = [row["host"] for row in result["rows"]]
     eager, ours = (max(h[name]["median_us"] for h in host) for name in ("three operations", "epigen"))
     lines += ["", f"Host time of a call from Python: {ours:.0f} us, against {eager:.0f} us for the three operations: small problems want a CUDA graph for now."]
+    return "\n".join(lines)
+
+
+def headline() -> str:
+    """The bars, and what was measured of them."""
+    result = _load("headline")
+    measured = [bar for bar in result["bars"] if bar["met"] is not None]
+    lines = [
+        f"How many times as fast as its peers, by geometric mean and at the worst shape ({_measured(result['environment'])}):",
+        "",
+        "| case | against | mean | worst | asked | |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for bar in measured:
+        outcome = "met" if bar["met"] else f"missed by {bar['missed_by']:.1%}"
+        lines.append(f"| {bar['case']} | {bar['baseline']} | {bar['mean']:.2f} | {bar['worst']:.2f} | {bar['asked']} | {outcome} |")
+    counts = Counter(row["group"] for row in result["rows"] if row["timing"])
+    words = ", ".join(f"{count} {group}" for group, count in counts.items())
+    left = f"; {len(result['left_out'])} more were left out for time" if result["left_out"] else ""
+    lines += [
+        "",
+        f"fp16 and bf16, {sum(counts.values())} cases ({words}){left}; {sum(bar['met'] for bar in measured)} of {len(measured)} bars are met. Contenders take turns, with the L2 "
+        "cache flushed before each launch unless a CUDA graph is named; a wrong answer is not timed. `mm` is the product alone, so that 1 there means a free "
+        "epilogue; cuBLASLt (nvmath-python, autotuned) approximates gelu by tanh.",
+        "",
+        "![time of the product alone over that of each contender, by shape](bench/results/ratios.svg)",
+    ]
     return "\n".join(lines)
 
 
@@ -158,11 +187,14 @@ def shipped() -> str:
     )
 
 
-BLOCKS = {"gem": gem, "checked": checked, "shipped": shipped, "tuning": tuning}
+BLOCKS = {"headline": headline, "gem": gem, "checked": checked, "shipped": shipped, "tuning": tuning}
 
 
 def filled(text: str) -> str:
-    """The README with every block made anew."""
+    """The README with every block made anew. The headline stands first under its heading where there is a result of it, and nowhere else."""
+    text = re.sub(r"<!-- headline -->\n.*?<!-- end -->\n\n", "", text, flags=re.DOTALL)
+    if (RESULTS / "headline.json").exists():
+        text = text.replace(MEASURED, f"{MEASURED}<!-- headline -->\n<!-- end -->\n\n", 1)
     return _BLOCK.sub(lambda m: f"{m[1]}{BLOCKS[m[2]]()}\n{m[3]}", text)
 
 

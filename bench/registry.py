@@ -1,0 +1,53 @@
+"""THE table of claims: which script measures each, in the order in which they are run, and what it wants. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """name: on the command line. what: it claims. script: a module of bench, if it is not called as the claim. arguments: its own.
+
+    gpus: how many it wants. recorded: whether it takes --commit and --out. needs: programs that must be installed.
+    """
+
+    name: str
+    what: str
+    script: str = ""
+    arguments: tuple[str, ...] = ()
+    gpus: int = 1
+    recorded: bool = True
+    needs: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> str:
+        return f"bench.{self.script or self.name}"
+
+
+def _group(name: str, what: str, budget_s: int) -> Claim:
+    return Claim(name, what, "headline", ("--group", name, "--budget", str(budget_s)))
+
+
+CLAIMS = (
+    Claim("differential", "kernels agree with a float64 oracle on the GPU"),
+    Claim("memcheck", "they read and write what is theirs", needs=("compute-sanitizer",)),
+    Claim("gem", "relu(mm + bias) at the shapes of the GEM paper, with the host's cost"),
+    Claim("headline", "the bars, a part of each, in under 5 minutes"),
+    _group("epilogues", "six epilogues at every shape of the bars, against mm, eager torch and cuBLASLt", 900),
+    _group("compiled", "the same against torch.compile, which tunes for long", 3600),
+    _group("small", "three small products under a CUDA graph", 60),
+    _group("skinny", "1 to 64 rows", 120),
+    _group("odd", "extents that align with nothing", 120),
+    Claim("sweep", "whole search spaces, for the claims about search and model"),
+    Claim("replay", "how soon a search finds a good config", gpus=0),
+    Claim("model", "how well the model ranks configs", gpus=0, recorded=False),
+    Claim("winner", "a search finds what measuring everything finds"),
+    Claim("cold", "how long tuning takes with nothing cached"),
+    Claim("repeat", "tuning again gives as fast a kernel"),
+    Claim("borrow", "what a problem that was never tuned loses"),
+    Claim("devices", "what a second GPU gains for tuning", gpus=2),
+    Claim("plot", "draws the searches", gpus=0, recorded=False),
+    Claim("figures", "draws the headline, the roofline and the host's cost", gpus=0, recorded=False),
+)
+BY_NAME = {claim.name: claim for claim in CLAIMS}
