@@ -73,7 +73,9 @@ def timings(found: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[str, Timin
             yield from timings(one, name)
     if not isinstance(found, dict):
         return
-    own = tuple("x".join(map(str, found[f])) if isinstance(found[f], list) else str(found[f]) for f in _IDENTITY if f in found and not isinstance(found[f], dict))
+    own = tuple(
+        "x".join(map(str, found[f])) if isinstance(found[f], list) else str(found[f]) for f in _IDENTITY if f in found and not isinstance(found[f], dict)
+    )
     timed = {key: value for key, value in found.items() if is_time(value)}
     if timed:
         yield " ".join((*name, *own)), timed

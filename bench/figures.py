@@ -89,7 +89,9 @@ def roofline(result: Mapping[str, Any], folder: Path) -> list[Path]:
         intensities = [r["flops"] / r["bytes"] for r in rows]
         low, high = min(intensities) / 2, max(intensities) * 2
         knee = peak / bandwidth
-        axes.plot([low, min(knee, high), max(knee, high)], [low * bandwidth / 1e12, min(knee, high) * bandwidth / 1e12, peak / 1e12], color="black", linewidth=0.8)
+        axes.plot(
+            [low, min(knee, high), max(knee, high)], [low * bandwidth / 1e12, min(knee, high) * bandwidth / 1e12, peak / 1e12], color="black", linewidth=0.8
+        )
         for group, colour in groups.items():
             mine = [r for r in rows if r["group"] == group]
             if mine:

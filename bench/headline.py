@@ -36,6 +36,7 @@ BUDGET_S = 270.0
 
 _MUCH = 40 << 30  # bytes of freed memory that torch may keep from one case to the next
 _COPIED = 1 << 30
+_WRITTEN_S = 10.0  # the result is kept so often while a run goes on
 
 Time = Callable[[Mapping[str, Callable[[], object]]], dict[str, dict[str, float]]]
 
@@ -159,7 +160,6 @@ def run(
             row = measure(case)
         except Lost as lost:
             body["rows"].append(_blank(case) | {"failed": f"the GPU's context was lost: {lost}"})
-            save()
             raise
         body["rows"].append(row)
         print(line(row), flush=True)
@@ -256,6 +256,14 @@ def main() -> None:
     def save() -> Path:
         return record.write(options.group, body | {"bars": bars.verdicts(body["rows"], body["copy_gbps"])}, options.out)
 
+    written = time.perf_counter()
+
+    def now_and_then() -> None:
+        nonlocal written
+        if time.perf_counter() - written > _WRITTEN_S:
+            save()
+            written = time.perf_counter()
+
     def one(case: Case) -> dict[str, Any]:
         row = measured(case)
         if torch.cuda.memory_reserved() > _MUCH:
@@ -264,8 +272,9 @@ def main() -> None:
         return row
 
     try:
-        run(todo, body, options.budget - (time.perf_counter() - start), save, one)
+        run(todo, body, options.budget - (time.perf_counter() - start), now_and_then, one)
     except Lost as lost:
+        save()
         print(f"{lost}: a new process goes on with the other cases", flush=True)
         left = options.budget - (time.perf_counter() - start)
         again = ["--group", options.group, "--more", "--budget", f"{left:.0f}", "--out", str(options.out), "--commit", body["environment"]["commit"]]

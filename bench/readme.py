@@ -64,15 +64,14 @@ def headline() -> str:
         lines.append(f"| {bar['case']} | {bar['baseline']} | {bar['mean']:.2f} | {bar['worst']:.2f} | {bar['asked']} | {outcome} |")
     counts = Counter(row["group"] for row in result["rows"] if row["timing"])
     words = ", ".join(f"{count} {group}" for group, count in counts.items())
+    met = f"{sum(bar['met'] for bar in measured)} of {len(measured)} bars are met"
     left = f"; {len(result['left_out'])} more were left out for time" if result["left_out"] else ""
-    lines += [
-        "",
-        f"fp16 and bf16, {sum(counts.values())} cases ({words}){left}; {sum(bar['met'] for bar in measured)} of {len(measured)} bars are met. Contenders take turns, with the L2 "
-        "cache flushed before each launch unless a CUDA graph is named; a wrong answer is not timed. `mm` is the product alone, so that 1 there means a free "
-        "epilogue; cuBLASLt (nvmath-python, autotuned) approximates gelu by tanh.",
-        "",
-        "![time of the product alone over that of each contender, by shape](bench/results/ratios.svg)",
-    ]
+    how = (
+        "Contenders take turns, with the L2 cache flushed before each launch unless a CUDA graph is named; a wrong answer is not timed. `mm` is the product "
+        "alone, so that 1 there means a free epilogue; cuBLASLt (nvmath-python, autotuned) approximates gelu by tanh."
+    )
+    figure = "![time of the product alone over that of each contender, by shape](bench/results/ratios.svg)"
+    lines += ["", f"fp16 and bf16, {sum(counts.values())} cases ({words}){left}; {met}. {how}", "", figure]
     return "\n".join(lines)
 
 

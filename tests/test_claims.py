@@ -1,0 +1,256 @@
+"""`python -m bench`: the table of claims, comparing two results, and the figures, over made-up results."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import __main__ as bench
+from bench import bars, cases, compare, peers, record, registry
+from bench.registry import Claim
+from epigen.runtime import device
+
+# -- the table of claims
+
+
+@pytest.mark.parametrize("claim", registry.CLAIMS, ids=lambda c: c.name)
+def test_every_claim_has_a_script(claim: Claim) -> None:
+    assert importlib.util.find_spec(claim.module) is not None and claim.what
+    source = Path(str(importlib.util.find_spec(claim.module).origin)).read_text()  # type: ignore[union-attr]
+    assert "def main() -> None:" in source and 'if __name__ == "__main__":\n    main()' in source
+    assert claim.recorded == ("record.add_options(parser)" in source)
+    wants = any(words in source for words in ("gpu_at_hand", "GpuRunner(", "this wants two GPUs", "timing.graphed", "command.tune(", "pytest"))
+    assert wants == (claim.gpus > 0)
+
+
+def test_no_script_is_forgotten() -> None:
+    """Every module of bench that runs by itself is a claim, but for those that the command itself is made of."""
+    folder = Path(registry.__file__).parent
+    scripts = {p.stem for p in folder.glob("*.py") if '__name__ == "__main__"' in p.read_text()}
+    assert scripts - {"__main__", "compare", "readme"} == {c.script or c.name for c in registry.CLAIMS}
+    assert {c.name for c in registry.CLAIMS} >= set(cases.GROUPS)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that would have run. One of bench.gem fails."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+        commands.append(command[1:])
+        return subprocess.CompletedProcess(command, 3 if "bench.gem" in command else 0)
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    monkeypatch.setattr(bench.shutil, "which", lambda _: None)
+    return commands
+
+
+def on(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    monkeypatch.setattr(device, "indices", lambda: tuple(range(gpus)))
+
+
+def test_without_a_gpu_what_wants_one_is_skipped_in_words(ran: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    on(monkeypatch, 0)
+    assert bench.main([]) == 0
+    assert [c[1] for c in ran] == ["bench.replay", "bench.model", "bench.plot", "bench.figures"]
+    told = capsys.readouterr().out
+    assert "headline: skipped: it wants a GPU, and there is none" in told and "devices: skipped: it wants 2 GPUs, and there is none" in told
+
+
+def test_everything_runs_in_order_whatever_fails(
+    ran: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    on(monkeypatch, 1)
+    assert bench.main(["--commit", "abc1234", "--out", str(tmp_path)]) == 1
+    done = [c for c in registry.CLAIMS if c.name not in ("memcheck", "devices")]
+    recorded = ["--out", str(tmp_path), "--commit", "abc1234"]
+    assert ran == [["-m", c.module, *c.arguments, *(recorded if c.recorded else [])] for c in done]
+    told = capsys.readouterr().out
+    assert "gem: FAILED with status 3" in told and "headline: done" in told
+    assert "memcheck: skipped: it wants compute-sanitizer, which is not installed" in told
+    assert "devices: skipped: it wants 2 GPUs, and there is 1" in told
+
+
+def test_one_claim_runs_by_its_name(ran: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, 1)
+    assert bench.main(["skinny", "--", "--budget", "30"]) == 0
+    (command,) = ran
+    assert command[:4] == ["-m", "bench.headline", "--group", "skinny"] and command[-2:] == ["--budget", "30"]
+
+
+def test_an_unknown_claim_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["haedline"])
+    assert ended.value.code == 2 and "did you mean headline?" in capsys.readouterr().err
+
+
+def test_the_claims_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [c.name for c in registry.CLAIMS]
+
+
+def test_the_command_is_there() -> None:
+    ran = subprocess.run([sys.executable, "-m", "bench", "compare", "nowhere", "else"], capture_output=True, text=True, cwd=Path(bench.__file__).parent.parent)
+    assert (ran.returncode, ran.stderr) == (2, "there is no nowhere\n")
+
+
+# -- comparing
+
+
+def time_of(us: float, spread: float = 0.01, samples: int = 50) -> dict[str, float]:
+    return {"median_us": us, "spread_us": us * spread, "samples": samples}
+
+
+def result(ours: float = 10.0, mm: float = 10.0, gpu: str = "NVIDIA H200", spread: float = 0.01, samples: int = 50) -> dict[str, Any]:
+    """Two rows as bench.headline writes them, of which the second never changes."""
+    rows = [
+        {"group": "epilogues", "program": "relu + bias", "shape": [4096, 4096, k], "dtype": "fp16", "layout": "nt", "how": "cold", "notes": {"epigen": str(ours)},
+         "timing": {"epigen": time_of(mine, spread, samples), "mm": time_of(other, spread, samples)}}
+        for k, mine, other in ((4096, ours, mm), (512, 3.0, 3.0))
+    ]  # fmt: skip
+    return {"environment": {"gpu": gpu, "date": str(ours)}, "rows": rows}
+
+
+def compared(tmp_path: Path, old: Any, new: Any, *options: str) -> int:
+    paths = tmp_path / "old.json", tmp_path / "new.json"
+    for path, body in zip(paths, (old, new), strict=True):
+        path.write_text(json.dumps(body))
+    return compare.main([*map(str, paths), *options])
+
+
+def test_a_regression_is_found_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compared(tmp_path, result(), result(ours=11.0)) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "new: epilogues relu + bias 4096x4096x4096 fp16 nt cold: epigen against mm: 1.000 before, 0.909 now: 10.0% slower, noise 3.8%"
+    assert told[1:] == ["2 ratios compared: 1 slower by more than the noise, 0 faster"]
+
+
+def test_a_gain_and_a_slower_machine_are_no_regressions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compared(tmp_path, result(), result(ours=9.0)) == 0
+    assert "0 slower by more than the noise, 1 faster" in capsys.readouterr().out
+    assert compared(tmp_path, result(), result(ours=20.0, mm=20.0)) == 0, "twice the time of everything is the power limit's"
+
+
+def test_noise_is_what_the_samples_say(tmp_path: Path) -> None:
+    """5 % slower: beyond 3 % and three deviations where many samples agree, and within them where few differ by much."""
+    assert compared(tmp_path, result(), result(ours=10.5)) == 1
+    assert compared(tmp_path, result(spread=0.1, samples=9), result(ours=10.5, spread=0.1, samples=9)) == 0
+    assert compared(tmp_path, result(), result(ours=10.5), "--drift", "0.06") == 0
+    assert compare.deviation(time_of(10.0, 0.01349, 314)) == pytest.approx(0.01 * (3.14159265 / 2 / 314) ** 0.5)
+
+
+def test_other_layouts_of_results_are_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """bench.gem's and a host's: contenders under "host", or beside the program, the config being no part of the name."""
+    gem = {
+        "program": "relu(mm + bias)",
+        "rows": [{"m": 64, "k": 256, "n": 128, "config": "tiled", "host": {"epigen": time_of(30.0), "three operations": time_of(20.0)}}],
+    }
+    worse = json.loads(json.dumps(gem).replace("30.0", "40.0").replace("tiled", "persistent"))
+    assert compared(tmp_path, gem, worse) == 1
+    assert "relu(mm + bias) 64 128 256 host: epigen against three operations: 0.667 before, 0.500 now" in capsys.readouterr().out
+    host = {"rows": [{"program": "relu(mm + bias)", "epigen": time_of(8.0), "epigen, out=": time_of(5.0), "eager": time_of(20.0)}]}
+    worse = json.loads(json.dumps(host).replace("5.0", "6.0"))
+    assert compared(tmp_path, host, worse) == 1
+    assert "relu(mm + bias): epigen, out= against eager: 4.000 before, 3.333 now" in capsys.readouterr().out
+    alone = {"rows": [{"case": "first call", "epigen": time_of(8.0)}]}
+    assert compared(tmp_path, alone, {"rows": [{"case": "first call", "epigen": time_of(10.0)}]}) == 1
+    assert "first call: epigen against one microsecond" in capsys.readouterr().out
+
+
+def test_the_stored_results_are_as_good_as_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main([str(record.RESULTS)] * 2) == 0
+    assert " ratios compared: 0 slower by more than the noise, 0 faster" in capsys.readouterr().out
+
+
+def test_different_gpus_are_not_compared_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = result(gpu="NVIDIA H100 80GB HBM3")
+    assert compared(tmp_path, result(), other) == 2
+    assert "new: measured on different GPUs, NVIDIA H200 and NVIDIA H100 80GB HBM3: --across-gpus" in capsys.readouterr().err
+    assert compared(tmp_path, result(), other, "--across-gpus") == 0
+    assert "WARNING: new: measured on different GPUs" in capsys.readouterr().out
+
+
+def test_what_cannot_be_compared_is_said_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad, nothing = tmp_path / "good.json", tmp_path / "bad.json", tmp_path / "nothing.json"
+    good.write_text(json.dumps(result()))
+    bad.write_text("{")
+    nothing.write_text("{}")
+    folder, empty = tmp_path / "folder", tmp_path / "empty"
+    for path in (folder, empty):
+        path.mkdir()
+    (folder / "good.json").write_text(good.read_text())
+    for arguments, words in (
+        ((good, tmp_path / "none.json"), "there is no "), ((good, bad), "is no JSON"), ((good, folder), "a file and a folder"),
+        ((folder, empty), "no result in common"), ((nothing, nothing), "no timed case in common"),
+    ):  # fmt: skip
+        assert compare.main([str(a) for a in arguments]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_folders_are_compared_file_by_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder, ours in ((old, 10.0), (new, 12.0)):
+        folder.mkdir()
+        (folder / "headline.json").write_text(json.dumps(result(ours)))
+    (old / "gone.json").write_text(json.dumps(result()))
+    assert compare.main([str(old), str(new)]) == 1
+    told = capsys.readouterr().out
+    assert f"gone.json: {new} has none" in told and "headline: epilogues relu + bias" in told and "20.0% slower" in told
+
+
+# -- the figures
+
+
+def drawn_rows() -> list[dict[str, Any]]:
+    """Two shapes a group, so that drawing is quick."""
+    chosen = [c for c in cases.headline() if c.shape in (*cases.TABLE[5:7], *cases.GEM[1:], *cases.SKINNY[::9], *cases.ODD[:1])]
+    return [
+        {"group": c.group, "program": c.program, "shape": list(c.shape), "dtype": c.dtype, "layout": c.layout, "how": c.how, "bytes": c.bytes, "flops": c.flops,
+         "missing": {}, "timing": {name: time_of(c.kernel_s * 1e6 * (1.4 if name == peers.EAGER else 1.0)) for name in c.contenders}}
+        for c in chosen
+    ]  # fmt: skip
+
+
+needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib draws the results, and no test needs it")
+
+
+@needs_matplotlib
+def test_figures_are_drawn_from_the_stored_results_alone(tmp_path: Path) -> None:
+    from bench import figures
+
+    rows = drawn_rows()
+    body = {"environment": {"gpu": "NVIDIA H200"}, "copy_gbps": 4280.0, "rows": rows, "bars": bars.verdicts(rows, 4280.0), "left_out": []}
+    record.write("headline", body, tmp_path)
+    record.write("host", {"rows": [{"program": "relu(mm + bias)", "epigen": time_of(7.0), "eager": time_of(20.0)}, {"odd": 1}]}, tmp_path)
+    found = figures.draw(tmp_path, tmp_path)
+    assert [p.name for p in found] == [f"{name}.{kind}" for name in ("ratios", "roofline", "seeds", "host") for kind in ("svg", "png")]
+    before = [p.read_bytes() for p in found]
+    assert [p.read_bytes() for p in figures.draw(tmp_path, tmp_path)] == before
+    assert all(p.stat().st_size > 2000 for p in found)
+
+
+@needs_matplotlib
+def test_what_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
+    from bench import figures
+
+    assert figures.draw(tmp_path, tmp_path) == []
+    record.write("headline", {"environment": {"gpu": "NVIDIA H200"}, "rows": []}, tmp_path)
+    record.write("host", {"rows": [{"program": "relu(mm + bias)", "text": "no times"}]}, tmp_path)
+    assert figures.draw(tmp_path, tmp_path) == []
+
+
+def test_the_prototypes_figures_have_a_source_and_are_of_known_programs() -> None:
+    seed = json.loads((Path(compare.__file__).parent / "seed.json").read_text())
+    assert seed["gpu"] == "NVIDIA H200" and "2026-11-20" in seed["source"]
+    known = set(cases.TABLE)
+    rows: Sequence[dict[str, Any]] = [*seed["times"], *seed["ratios"]]
+    assert len(rows) == 9 * 3 + 8 * 4 and all(tuple(r["shape"]) in known and r["program"] in cases.BY_NAME for r in rows)
+    assert all(0.1 < v < 2 for r in seed["ratios"] for v in r["mm_over"].values()) and all(v > 1 for r in seed["times"] for v in r["us"].values())
