@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 
 import epigen
 from epigen.dtypes import BY_NAME
@@ -15,6 +14,8 @@ from epigen.runtime import verify
 from epigen.runtime.device import Target
 from epigen.tuning.asked import Asked
 from epigen.tuning.runner import builders_for
+
+_PATIENCE_S = 60.0
 
 
 def compile_one(asked: Asked, target: Target) -> str:
@@ -30,14 +31,16 @@ def compile_one(asked: Asked, target: Target) -> str:
 
 
 def compile_all(asked: Sequence[Asked], target: Target) -> int:
-    """Returns how many compiled. A compiler that dies takes the others with it, and then the calls compile for themselves."""
+    """Returns how many compiled. Where none has been done for a while, a compiler hangs or has died, and the calls compile for themselves."""
     if not asked:
         return 0
     done = 0
-    with ProcessPoolExecutor(min(len(asked), builders_for(1)), multiprocessing.get_context("spawn"), initializer=os.nice, initargs=(5,)) as pool:
+    # leaving it ends its processes, whatever they do
+    with multiprocessing.get_context("spawn").Pool(min(len(asked), builders_for(1)), os.nice, (5,)) as pool:
+        results = pool.imap_unordered(functools.partial(compile_one, target=target), asked)
         try:
-            for problem in pool.map(compile_one, asked, [target] * len(asked), timeout=120):
-                done += not problem
-        except (BrokenProcessPool, TimeoutError):
-            pool.shutdown(wait=False, cancel_futures=True)
+            for _ in asked:
+                done += not results.next(_PATIENCE_S)
+        except multiprocessing.TimeoutError:
+            pass
     return done

@@ -109,36 +109,49 @@ def geometric(ratios: Sequence[float]) -> float:
 
 
 def verdict(bar: Bar, rows: Sequence[Mapping[str, Any]], copy_gbps: float | None = None) -> dict[str, Any]:
-    """What the rows say of a bar. met: None where nothing of it was measured. missed_by: how much more is needed, as a ratio's part."""
+    """What the rows say of a bar.
+
+    met: None where nothing of it was measured. missed_by: how much more is needed, as a ratio's part. broken: rows in which epigen itself failed
+    or was wrong, with which no bar is met. without: rows that lack the baseline.
+    """
     found = []
     asked = [row for row in rows if bar.of(row)]
     for row in asked:
         value = ratio(row, bar.baseline, bar.ours, copy_gbps)
         if value is not None:
             found.append({"shape": list(row["shape"]), "program": row["program"], "dtype": row["dtype"], "layout": row["layout"], "ratio": round(value, 4)})
+    broken = sum(bar.ours not in row.get("timing", {}) for row in asked)
     body: dict[str, Any] = {
         "case": bar.case, "baseline": bar.baseline, "ours": bar.ours, "asked": bar.words, "mean_asked": bar.mean, "each_asked": bar.each,
-        "rows": found, "without": len(asked) - len(found), "met": None,
+        "rows": found, "broken": broken, "without": len(asked) - len(found) - broken, "met": False if broken else None,
     }  # fmt: skip
     if not found:
         return body
     found.sort(key=lambda r: r["ratio"])
     mean, worst = round(geometric([r["ratio"] for r in found]), 4), found[0]["ratio"]
     short = max((least / value - 1 for least, value in ((bar.mean, mean), (bar.each, worst)) if least is not None), default=0.0)
-    return body | {"mean": mean, "worst": worst, "met": short <= 0, "missed_by": round(max(0.0, short), 4)}
+    return body | {"mean": mean, "worst": worst, "met": short <= 0 and not broken, "missed_by": round(max(0.0, short), 4)}
 
 
 def verdicts(rows: Sequence[Mapping[str, Any]], copy_gbps: float | None = None) -> list[dict[str, Any]]:
     return [verdict(bar, rows, copy_gbps) for bar in BARS]
 
 
+def outcome(found: Mapping[str, Any]) -> str:
+    """Whether a bar is met, in words."""
+    if found["met"] is None:
+        return "not measured"
+    broken = f"{found['broken']} without an answer of epigen's" if found["broken"] else ""
+    short = f"by {found['missed_by']:.1%}" if found.get("missed_by") else ""
+    return "met" if found["met"] else f"missed {' and '.join(filter(None, (short, broken)))}"
+
+
 def told(found: Mapping[str, Any]) -> str:
     """One verdict as a line."""
-    head = f"{found['case']} against {found['baseline']}, asked {found['asked']}"
-    if found["met"] is None:
-        return f"{head}: not measured"
+    head = f"{found['case']} against {found['baseline']}, asked {found['asked']}: {outcome(found)}"
+    if not found["rows"]:
+        return head
     worst = found["rows"][0]
     place = f"{'x'.join(map(str, worst['shape']))} {worst['dtype']} {worst['layout']}"
-    without = f", {found['without']} rows without a ratio" if found["without"] else ""
-    outcome = "met" if found["met"] else f"missed by {found['missed_by']:.1%}"
-    return f"{head}: {outcome}: mean {found['mean']:.3f}, worst {found['worst']:.3f} ({place}), {len(found['rows'])} rows{without}"
+    without = f", {found['without']} more without the baseline" if found["without"] else ""
+    return f"{head}: mean {found['mean']:.3f}, worst {found['worst']:.3f} ({place}), {len(found['rows'])} rows{without}"

@@ -109,6 +109,13 @@ def changes(old: Any, new: Any, drift: float = DRIFT) -> Iterator[Change]:
                 yield Change(name, ours, "one microsecond", 1 / then[ours]["median_us"], 1 / now[ours]["median_us"], noise)
 
 
+def gone(old: Any, new: Any) -> tuple[list[str], int]:
+    """What epigen gave a time for and gives none any more though others are timed there; and how many cases the new result does not have."""
+    before, now = dict(timings(old)), dict(timings(new))
+    lost = [f"{name}: {ours}" for name, then in before.items() if name in now for ours in then if ours.startswith("epigen") and ours not in now[name]]
+    return lost, len(before.keys() - now.keys())
+
+
 def read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
@@ -144,9 +151,9 @@ def pairs(old: Path, new: Path) -> list[tuple[str, Path, Path]]:
     return [(Path(name).stem, old / name, new / name) for name in shared]
 
 
-def compared(old: Path, new: Path, drift: float = DRIFT, across: bool = False) -> list[tuple[str, Change]]:
-    """Every change, by result. Raises Incomparable."""
-    found = []
+def compared(old: Path, new: Path, drift: float = DRIFT, across: bool = False) -> tuple[list[tuple[str, Change]], list[str], int]:
+    """Every change, by result; what epigen gives no time for any more; and how many cases are missing. Raises Incomparable."""
+    found, lost, missing = [], [], 0
     for name, one, other in pairs(old, new):
         before, now = read(one), read(other)
         gpus = gpu_of(before), gpu_of(now)
@@ -156,9 +163,12 @@ def compared(old: Path, new: Path, drift: float = DRIFT, across: bool = False) -
                 raise Incomparable(f"{words}: --across-gpus compares them all the same")
             print(f"WARNING: {words}")
         found += [(name, change) for change in changes(before, now, drift)]
-    if not found:
+        here, fewer = gone(before, now)
+        lost += [f"{name}: {one}" for one in here]
+        missing += fewer
+    if not found and not lost:
         raise Incomparable(f"{old} and {new} have no timed case in common")
-    return found
+    return found, lost, missing
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -169,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--across-gpus", action="store_true", help="compare results of different GPUs, with a warning")
     options = parser.parse_args(arguments)
     try:
-        found = compared(options.old, options.new, options.drift, options.across_gpus)
+        found, lost, missing = compared(options.old, options.new, options.drift, options.across_gpus)
     except Incomparable as why:
         print(why, file=sys.stderr)
         return 2
@@ -177,8 +187,12 @@ def main(arguments: list[str] | None = None) -> int:
     better = sum(-c.slower > c.noise for _, c in found)
     for name, change in worse:
         print(f"{name}: {change}")
+    for one in lost:
+        print(f"{one} has no time any more")
+    if missing:
+        print(f"{missing} cases of the old result are not in the new one")
     print(f"{len(found)} ratios compared: {len(worse)} slower by more than the noise, {better} faster")
-    return 1 if worse else 0
+    return 1 if worse or lost else 0
 
 
 if __name__ == "__main__":

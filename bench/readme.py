@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from bench.bars import outcome
 from bench.record import RESULTS
 from epigen.tuning.database import Database
 from epigen.tuning.records import Record
@@ -52,7 +53,7 @@ def gem() -> str:
 def headline() -> str:
     """The bars, and what was measured of them."""
     result = _load("headline")
-    measured = [bar for bar in result["bars"] if bar["met"] is not None]
+    measured = [bar for bar in result["bars"] if bar["rows"]]
     lines = [
         f"How many times as fast as its peers, by geometric mean and at the worst shape ({_measured(result['environment'])}):",
         "",
@@ -60,8 +61,7 @@ def headline() -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for bar in measured:
-        outcome = "met" if bar["met"] else f"missed by {bar['missed_by']:.1%}"
-        lines.append(f"| {bar['case']} | {bar['baseline']} | {bar['mean']:.2f} | {bar['worst']:.2f} | {bar['asked']} | {outcome} |")
+        lines.append(f"| {bar['case']} | {bar['baseline']} | {bar['mean']:.2f} | {bar['worst']:.2f} | {bar['asked']} | {outcome(bar)} |")
     counts = Counter(row["group"] for row in result["rows"] if row["timing"])
     words = ", ".join(f"{count} {group}" for group, count in counts.items())
     met = f"{sum(bar['met'] for bar in measured)} of {len(measured)} bars are met"

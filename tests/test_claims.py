@@ -16,7 +16,6 @@ import pytest
 from bench import __main__ as bench
 from bench import bars, cases, compare, peers, record, registry
 from bench.registry import Claim
-from epigen.runtime import device
 
 # -- the table of claims
 
@@ -54,7 +53,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def on(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
-    monkeypatch.setattr(device, "indices", lambda: tuple(range(gpus)))
+    monkeypatch.setattr(bench, "gpus", lambda: gpus)
 
 
 def test_without_a_gpu_what_wants_one_is_skipped_in_words(ran: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +89,13 @@ def test_an_unknown_claim_is_corrected(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit) as ended:
         bench.main(["haedline"])
     assert ended.value.code == 2 and "did you mean headline?" in capsys.readouterr().err
+
+
+def test_the_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(Path(bench.__file__).parent.parent)
+    assert bench.gpus() == 0
 
 
 def test_the_claims_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,6 +174,16 @@ def test_other_layouts_of_results_are_compared_too(tmp_path: Path, capsys: pytes
 def test_the_stored_results_are_as_good_as_themselves(capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main([str(record.RESULTS)] * 2) == 0
     assert " ratios compared: 0 slower by more than the noise, 0 faster" in capsys.readouterr().out
+
+
+def test_a_kernel_that_gives_no_answer_any_more_is_a_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken, fewer = result(), result()
+    del broken["rows"][0]["timing"]["epigen"]
+    del fewer["rows"][0]
+    assert compared(tmp_path, result(), broken) == 1
+    assert "new: epilogues relu + bias 4096x4096x4096 fp16 nt cold: epigen has no time any more" in capsys.readouterr().out
+    assert compared(tmp_path, result(), fewer) == 0, "a part of the cases was measured"
+    assert "1 cases of the old result are not in the new one" in capsys.readouterr().out
 
 
 def test_different_gpus_are_not_compared_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

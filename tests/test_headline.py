@@ -363,8 +363,17 @@ def test_a_bar_is_met_by_its_mean_and_its_worst() -> None:
     found = bars.verdict(replace(bar, mean=2.0), rows)
     assert not found["met"] and found["missed_by"] == pytest.approx(2 / 1.8974 - 1, abs=1e-4)
     one_missing = bars.verdict(bar, [*rows, times((256, 64, 64), epigen=10.0)])
-    assert one_missing["met"] and one_missing["without"] == 1 and "1 rows without a ratio" in bars.told(one_missing)
+    assert one_missing["met"] and one_missing["without"] == 1 and "1 more without the baseline" in bars.told(one_missing)
     assert bars.verdict(bar, [])["met"] is None and "not measured" in bars.told(bars.verdict(bar, []))
+
+
+def test_no_bar_is_met_where_epigen_has_no_answer() -> None:
+    bar = bars.Bar("made up", ("relu + bias",), peers.EAGER, each=1.1)
+    right, wrong = times((64, 64, 64), epigen=10.0, eager=12.0), times((128, 64, 64), eager=12.0)
+    found = bars.verdict(bar, [right, wrong])
+    assert (found["met"], found["missed_by"], found["broken"], found["without"]) == (False, 0.0, 1, 0)
+    assert "missed 1 without an answer of epigen's: mean 1.200" in bars.told(found)
+    assert bars.verdict(bar, [wrong])["met"] is False and "missed 1 without" in bars.told(bars.verdict(bar, [wrong]))
 
 
 def test_a_bar_takes_its_own_rows_alone() -> None:
@@ -510,3 +519,24 @@ def test_kernels_are_compiled_for_the_gpu_that_will_run_them(monkeypatch: pytest
 def test_kernels_are_compiled_in_processes() -> None:
     asked = cases.asked([Case("small", p, (64, 128, 64), "fp16", ()) for p in ("relu + bias", "drelu + bgrad")])
     assert ahead.compile_all(asked, H200) == 2
+
+
+# -- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("program", BY_NAME)
+def test_every_contender_is_right_and_timed_on_a_gpu(program: str, dtype: str) -> None:
+    row = headline.measured(Case("epilogues", program, (1000, 512, 256), dtype, cases.fused(program)))
+    assert "failed" not in row and all("cannot be imported" in reason for reason in row["missing"].values()), row
+    assert row["checked"][peers.OURS] == "within epigen's bound" and all(one["median_us"] > 0 for one in row["timing"].values())
+
+
+@pytest.mark.gpu
+def test_torch_compile_and_a_cuda_graph_are_timed_on_a_gpu() -> None:
+    compiled = headline.measured(Case("compiled", "dgelu + bgrad", (512, 512, 256), "bf16", (peers.OURS, peers.COMPILED)))
+    graph = headline.measured(cases.small()[0])
+    for row in (compiled, graph):
+        assert "failed" not in row and not row["missing"] and len(row["timing"]) >= 2, row
+    assert headline.copy_gbps() > 100
