@@ -10,7 +10,9 @@ times move with power and temperature, so what counts is the ratio within a case
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import json
 import os
 import statistics
 import sys
@@ -28,7 +30,8 @@ from bench import ahead, bars, cases, clock, command, peers, record, timing
 from bench.cases import Case
 from bench.checked import Oracle, Wrong
 from bench.peers import Contender, Missing
-from bench.programs import BY_NAME
+from bench.programs import BY_NAME, with_tanh
+from epigen.runtime.device import Target
 from epigen.tuning.timer import ColdTimer
 
 BUDGET_S = 275.0
@@ -87,7 +90,7 @@ def measured(case: Case, on: str = "cuda", how: Mapping[str, Time] = HOW) -> dic
         _demand_life(on)
     finally:
         for one in made.values():
-            one.close()
+            _close(one)
     row["seconds"] = round(time.perf_counter() - start, 2)
     return row
 
@@ -103,15 +106,20 @@ def _made(name: str, problem: peers.Problem, oracle: Oracle, made: dict[str, Con
     try:
         row["checked"][name] = oracle.demanded(one.outputs(one.run()), one.demands)
     except Wrong as wrong:
-        one.close()
+        _close(one)
         return f"wrong answer: {wrong}"
     except Exception as error:  # noqa: BLE001
-        one.close()
+        _close(one)
         return _reason(error)
     made[name] = one
     if one.note:
         row["notes"][name] = one.note
     return None
+
+
+def _close(one: Contender) -> None:
+    with contextlib.suppress(Exception):  # of a GPU that is gone nothing can be given back
+        one.close()
 
 
 def _reason(error: BaseException) -> str:
@@ -191,8 +199,6 @@ def line(row: Mapping[str, Any]) -> str:
 
 def earlier(path: Path, environment: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of a result that was made by the same GPU, versions and commit; none where there is no such result."""
-    import json
-
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -216,8 +222,69 @@ def plan(todo: Sequence[Case], budget_s: float) -> str:
 def _tune(todo: Sequence[Case], trials: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "suite.toml"
-        file.write_text(command.suite_text(cases.asked(list(todo))))
-        command.plainly(["tune", "--suite", str(file), "--trials", str(trials), "--devices", "all"])
+        file.write_text(command.suite_text(cases.asked(todo)))
+        status = command.plainly(["tune", "--suite", str(file), "--trials", str(trials), "--devices", "all"])
+    if status not in (0, 1):  # 1: some problem has no config that works, which its row will show
+        raise SystemExit(f"tuning ended with status {status}")
+
+
+def _compile(todo: Sequence[Case], target: Target) -> None:
+    start = time.perf_counter()
+    wanted = cases.asked(todo)
+    wanted += [replace(a, program=with_tanh(a.program)) for a in wanted if with_tanh(a.program) != a.program]
+    count = ahead.compile_all(wanted, target)
+    print(f"{count} of {len(wanted)} kernels compiled in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def measure_all(todo: Sequence[Case], target: Target, options: argparse.Namespace) -> None:
+    """Measure what the result does not hold yet, and write and print what came of it. A GPU that is lost gets a new process for the rest."""
+    start = time.perf_counter()
+    body: dict[str, Any] = {"environment": record.environment(options.commit), "budget_s": options.budget, "rows": []}
+    if options.more:
+        body["rows"] = earlier(options.out / f"{options.group}.json", body["environment"])
+    known = {key(row) for row in body["rows"]}
+    _compile([c for c in todo if c.key not in known], target)
+    body["copy_gbps"] = copy_gbps()
+    written = time.perf_counter()
+
+    def save() -> Path:
+        nonlocal written
+        written = time.perf_counter()
+        return record.write(options.group, body | {"bars": bars.verdicts(body["rows"], body["copy_gbps"])}, options.out)
+
+    def now_and_then() -> None:
+        if time.perf_counter() - written > _WRITTEN_S:
+            save()
+
+    try:
+        run(todo, body, options.budget - (time.perf_counter() - start), now_and_then, one_after_another)
+    except Lost as lost:
+        save()
+        print(f"{lost}: a new process goes on with the other cases", flush=True)
+        go_on(options, body["environment"]["commit"], options.budget - (time.perf_counter() - start))
+    path = save()
+    for found in bars.verdicts(body["rows"], body["copy_gbps"]):
+        if found["met"] is not None:
+            print(bars.told(found))
+    if body["left_out"]:
+        print(f"left out, as the time was over ({len(body['left_out'])}):", *body["left_out"], sep="\n  ")
+    print(path)
+
+
+def one_after_another(case: Case) -> dict[str, Any]:
+    """One case, after which large tensors are given back."""
+    row = measured(case)
+    if torch.cuda.memory_reserved() > _MUCH:
+        gc.collect()
+        torch.cuda.empty_cache()
+    return row
+
+
+def go_on(options: argparse.Namespace, commit: str, left_s: float) -> None:
+    """Become a new process that measures the rest."""
+    again = ["--group", options.group, "--more", "--budget", f"{left_s:.0f}", "--out", str(options.out), "--commit", commit]
+    again += [*(["--db", str(options.db)] if options.db else []), *(["--only", *options.only] if options.only else [])]
+    os.execv(sys.executable, [sys.executable, "-m", "bench.headline", *again])
 
 
 def main() -> None:
@@ -242,52 +309,7 @@ def main() -> None:
         os.environ["EPIGEN_DB"] = str(options.db.resolve())  # before anything looks there
     if options.tune:
         _tune(todo, options.tune)
-    start = time.perf_counter()
-    body: dict[str, Any] = {"environment": record.environment(options.commit), "budget_s": options.budget, "tuned_first": options.tune, "rows": []}
-    if options.more:
-        body["rows"] = earlier(options.out / f"{options.group}.json", body["environment"])
-    known = {key(row) for row in body["rows"]}
-    wanted = cases.asked([c for c in todo if c.key not in known])
-    tanh = [replace(a, program=peers.with_tanh(a.program)) for a in wanted if "gelu(" in a.program]
-    count = ahead.compile_all([*wanted, *tanh], target)
-    print(f"{count} of {len(wanted) + len(tanh)} kernels compiled in {time.perf_counter() - start:.0f} s", flush=True)
-    body["copy_gbps"] = copy_gbps()
-
-    def save() -> Path:
-        return record.write(options.group, body | {"bars": bars.verdicts(body["rows"], body["copy_gbps"])}, options.out)
-
-    written = time.perf_counter()
-
-    def now_and_then() -> None:
-        nonlocal written
-        if time.perf_counter() - written > _WRITTEN_S:
-            save()
-            written = time.perf_counter()
-
-    def one(case: Case) -> dict[str, Any]:
-        row = measured(case)
-        if torch.cuda.memory_reserved() > _MUCH:
-            gc.collect()
-            torch.cuda.empty_cache()
-        return row
-
-    try:
-        run(todo, body, options.budget - (time.perf_counter() - start), now_and_then, one)
-    except Lost as lost:
-        save()
-        print(f"{lost}: a new process goes on with the other cases", flush=True)
-        left = options.budget - (time.perf_counter() - start)
-        again = ["--group", options.group, "--more", "--budget", f"{left:.0f}", "--out", str(options.out), "--commit", body["environment"]["commit"]]
-        again += ["--db", str(options.db)] * bool(options.db) + ["--only", *options.only] * bool(options.only)
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "bench.headline", *again])
-    path = save()
-    for found in bars.verdicts(body["rows"], body["copy_gbps"]):
-        if found["met"] is not None:
-            print(bars.told(found))
-    if body["left_out"]:
-        print(f"left out, as the time was over ({len(body['left_out'])}):", *body["left_out"], sep="\n  ")
-    print(path)
+    measure_all(todo, target, options)
 
 
 if __name__ == "__main__":

@@ -242,6 +242,20 @@ def test_a_case_that_cannot_be_timed_fails_alone() -> None:
     assert "FAILED" in headline.line(row)
 
 
+def test_a_gpu_that_is_gone_is_told_even_where_nothing_can_be_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead(*_: object) -> None:
+        raise headline.Lost("gone")
+
+    def close() -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setitem(peers.MAKERS, peers.MM, lambda p: replace(peers.ours(p), close=close))
+    monkeypatch.setitem(peers.MAKERS, peers.EAGER, lambda _: 1 / 0)
+    monkeypatch.setattr(headline, "_demand_life", dead)
+    with pytest.raises(headline.Lost, match="gone"):
+        headline.measured(Case("odd", "relu + bias", SHAPE, "fp16", (peers.MM, peers.EAGER)), "cpu", HOW)
+
+
 @pytest.mark.parametrize(("program", "where"), [(p, w) for p in ("relu + bias + mask", "drelu + bgrad") for w in ("first row", "last column", "small output")])
 def test_the_oracle_sees_the_edges(program: str, where: str) -> None:
     problem = peers.problem(BY_NAME[program], SHAPE, "fp16", "nt", "cpu")
