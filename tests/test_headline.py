@@ -208,6 +208,15 @@ def test_torch_compile_gets_static_shapes_and_forgets_what_was_before(monkeypatc
     assert list(row["timing"]) == [peers.OURS, peers.COMPILED] and row["notes"][peers.COMPILED] == peers.COMPILE_MODE
 
 
+def test_what_torch_compiles_is_one_graph() -> None:
+    for program in PROGRAMS:
+        problem = peers.problem(program, (32, 48, 16), "fp16", "nt", "cpu")
+        torch._dynamo.reset()
+        traced = torch.compile(program.eager, backend="eager", dynamic=False, fullgraph=True)
+        arguments = problem.sample.a, problem.sample.b, problem.eager
+        assert all(map(torch.equal, traced(*arguments), program.eager(*arguments)))
+
+
 def test_a_contender_that_fails_is_recorded_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch, nvmath: type[FakeMatmul]) -> None:
     def wrong(p: peers.Problem) -> peers.Contender:
         right = peers.mm(p)
