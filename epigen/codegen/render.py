@@ -189,6 +189,10 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     part = (config["block_m"] // parts[0], config["block_n"] // parts[1])
     pointed = [s for s in spec.stores if not stored_by_tma(s, spec, config)]
     stores = [_output(s) if s in pointed else _described(s.name, s.dtype, part, s.indices, role=", written") for s in spec.stores]
+    if config.schedule == "split_k":
+        held = "[tiles * SPLITS, BLOCK_M, BLOCK_N]"
+        partials.append(_pointer("part", spec.accumulator, f"{held} {spec.accumulator}, written: sums over parts of k"))
+        partials.append(_pointer("arrived", INT32, "[tiles] int32, written: 0 before and after"))
     arguments = (*operands, *map(_input, spec.inputs), *stores, *partials, *sizes, *_strides(spec.inputs), *_strides(pointed))
     stages = dict(config.values).get("num_stages", 1)
     name = spec.name if schedule.multiplies else f"{spec.name}_epilogue"

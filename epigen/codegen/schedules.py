@@ -52,6 +52,13 @@ LIBRARY = Schedule(
     multiplies=False,
 )
 
+SPLIT_K = Schedule(
+    "split_k",
+    "split_k.py.j2",
+    TILED.dimensions | {"splits": (2, 4, 8, 16, 32)},
+    multiplies=True,
+)
+
 PERSISTENT = Schedule(
     "persistent",
     "persistent.py.j2",
@@ -92,8 +99,7 @@ WARP_SPECIALIZED = Schedule(
     dialect="gluon",
 )
 
-SCHEDULES = {s.name: s for s in (LIBRARY, TILED, PERSISTENT, WARP_SPECIALIZED)}
-"""Each asks for all that those before it ask for, and for more."""
+SCHEDULES = {s.name: s for s in (LIBRARY, TILED, SPLIT_K, PERSISTENT, WARP_SPECIALIZED)}
 
 _IN_TEXT = {"flatten", "halves", "pingpong", "tma_store", "num_warps", "num_stages"}
 """Dimensions that decide what the template writes, or how it is launched; the others are the kernel's compile-time arguments."""

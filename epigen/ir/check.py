@@ -29,7 +29,7 @@ _GENERATED = frozenset(
     load store dot arange zeros full program_id num_programs cdiv constexpr reduce reshape broadcast_to expand_dims trans cat join
     split atomic_add atomic_max make_block_ptr make_tensor_descriptor static_range assume multiple_of max_contiguous swizzle2d
     tile tiles programs half half_n left right HALF_N part part_m row slot step
-    steps turn full empty order which WHICH ROWS LAYOUT STAGES gluon tma mbarrier fence_async_shared warpgroup_mma warpgroup_mma_wait copy_in copy_out load_tiles multiply_tiles
+    split from_k to_k other steps turn full empty order which WHICH ROWS LAYOUT STAGES gluon tma mbarrier fence_async_shared warpgroup_mma warpgroup_mma_wait copy_in copy_out load_tiles multiply_tiles
     to_int8 float16 float32 float64 bfloat16 int1 int8 int16 int32 int64 uint8 uint32 math extra libdevice language jit""".split()
 )
 _GENERATED_PATTERN = re.compile(

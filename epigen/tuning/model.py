@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
@@ -149,17 +149,20 @@ class _Timing(Work):
     def estimate(self, config: KernelConfig) -> Estimate:
         if not SCHEDULES[config.schedule].multiplies:
             return self._library(config)
+        if config.schedule == "split_k":
+            return self._split_k(config)
         return self._persistent(config) if SCHEDULES[config.schedule].persistent else self._tiled(config)
 
-    def _tiled(self, config: KernelConfig) -> Estimate:
+    def _tiled(self, config: KernelConfig, splits: int = 1) -> Estimate:
+        """splits: how many blocks share a tile, and k."""
         m, n, k = self.shape
         block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
         needs = self.resources(config)
         tiles_m, tiles_n = -(-m // block_m), -(-n // block_n)
-        tiles = tiles_m * tiles_n
+        tiles = tiles_m * tiles_n * splits
         resident = min(needs.blocks_per_sm, max(1, -(-tiles // self.sms)))
         slots = resident * self.sms
-        steps = -(-k // block_k)
+        steps = -(-k // (block_k * splits))
         moved = self._operand_traffic(config, tiles_m, tiles_n, min(tiles, slots))
         # the first wave finds nothing in L2; the later ones find the operands, where L2 holds them
         cold = self.c.l2_us + self.c.dram_us
@@ -180,6 +183,17 @@ class _Timing(Work):
         kernel = self._norm(mainloop + epilogue, memory)
         finish = self._finish_us(tiles_m, tiles_n)
         return Estimate(self.gpu.launch_us + kernel + finish, self.gpu.launch_us, mainloop, epilogue, finish, 0.0, memory, tiles, tiles / slots, resident)
+
+    def _split_k(self, config: KernelConfig) -> Estimate:
+        """As many times as many tiles of as much shorter a k, then one of each tile reads what all of them have left."""
+        (m, n, k), splits = self.shape, config["splits"]
+        whole = self._tiled(config, splits)
+        tiles = -(-m // config["block_m"]) * -(-n // config["block_n"])
+        part_bytes = 4.0 * config["block_m"] * config["block_n"]
+        # from L2, where it has just been written
+        gathered = self.c.l2_us * 2 + (splits + 1) * part_bytes / (self.c.l2_bytes_clock * self.clock_us)
+        moved = 2 * splits * tiles * part_bytes / self.bytes_us
+        return replace(whole, us=whole.us + gathered + 0.3 * moved, epilogue_us=whole.epilogue_us + gathered)
 
     def _persistent(self, config: KernelConfig) -> Estimate:
         """Tile after tile on each multiprocessor.

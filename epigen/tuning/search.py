@@ -20,7 +20,7 @@ from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError, TuneError
 from epigen.tuning.interrupt import noticed, unbroken
 from epigen.tuning.runner import Runner
-from epigen.tuning.space import SCHEDULE_NAMES, Space, parameters
+from epigen.tuning.space import Space
 from epigen.tuning.storage import Storage, open_storage
 from epigen.tuning.study import Claim, Study
 from epigen.tuning.surrogate import Surrogate
@@ -184,7 +184,7 @@ class _Tuner:
         self.surrogate = Surrogate(prior)
         self.ranked = sorted(prior, key=prior.__getitem__)
         self.rank = {c: i for i, c in enumerate(self.ranked)}
-        counts = Counter(SCHEDULE_NAMES.index(c.schedule) for c in self.ranked)
+        counts = Counter(space.schedules.index(c.schedule) for c in self.ranked)
         self.weights = {s: math.log2(1 + n) for s, n in sorted(counts.items())}
         self.proposed: Counter[int] = Counter()
         self.turns = 0
@@ -349,12 +349,12 @@ class _Tuner:
             self.head.pop(0)
         if repeats >= _PATIENCE:
             following = next((c for c in self.ranked if not self.study.known(c)), None)
-            return None if following is None or repeats > 10 * _PATIENCE else parameters(following)
+            return None if following is None or repeats > 10 * _PATIENCE else self.space.parameters(following)
         if self.head:
-            return parameters(self.head.pop(0))
+            return self.space.parameters(self.head.pop(0))
         self.turns += 1
         hopeful = self.hopeful() if self.turns % _TPE_TURN else None
-        return {"schedule": self.turn()} if hopeful is None else parameters(hopeful)
+        return {"schedule": self.turn()} if hopeful is None else self.space.parameters(hopeful)
 
     def diverge(self, claim: Claim) -> None:
         """Tuners of one seed that share a study part here, by the number of their first claim: a lone one's is 0."""

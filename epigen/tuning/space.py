@@ -32,6 +32,7 @@ _RUN, _LEAST_RUN = 128, 64  # bytes of a row that TMA lays out in one piece, and
 _BARRIER_BYTES = 1 << 10  # of shared memory, for the barriers of all stages
 _HALVED = 128 * 128  # values of a tile from which on the epilogue may take halves
 _MOST_GROUP = _MOST_ACCUMULATORS * 128  # values that four warps accumulate
+_LEAST_SPLIT, _MOST_SPLIT, _SPLIT_WAVES = 512, 2 * 64 * 128, 4  # k from which on, values of the result a multiprocessor up to which, and blocks each to which splitting may pay
 _BY_VALUE = {"num_stages", "flatten", "pingpong", "tma_store"}  # searched by value; the other dimensions are powers of two, searched by exponent
 _GROUPS = (1, 8)  # rows of tiles that share columns: what the L2 keeps is decided by the order of magnitude
 
@@ -47,8 +48,13 @@ class Space:
 
     def point(self, suggest: Suggest) -> KernelConfig:
         """One legal config, as `suggest` chooses."""
-        schedule = SCHEDULE_NAMES[suggest("schedule", 0, self._last())]
-        return {"library": self._library, "tiled": self._tiled, "persistent": self._persistent, "warp_specialized": self._warp_specialized}[schedule](suggest)
+        schedules = self.schedules
+        schedule = schedules[suggest("schedule", 0, len(schedules) - 1)]
+        walks = {
+            "library": self._library, "tiled": self._tiled, "split_k": self._split_k, "persistent": self._persistent,
+            "warp_specialized": self._warp_specialized,
+        }  # fmt: skip
+        return walks[schedule](suggest)
 
     def every(self) -> Iterator[KernelConfig]:
         """All legal configs, in a fixed order."""
@@ -73,11 +79,15 @@ class Space:
 
     def samples(self) -> list[KernelConfig]:
         """The first config of each schedule that has any."""
-        return [self.point(lambda name, least, _, s=schedule: s if name == "schedule" else least) for schedule in range(self._last() + 1)]  # type: ignore[misc]
+        return [self.point(lambda name, least, _, s=schedule: s if name == "schedule" else least) for schedule in range(len(self.schedules))]  # type: ignore[misc]
 
     def legal(self, config: KernelConfig) -> bool:
         """Whether a config, borrowed from another problem say, is a point of this space."""
-        return self.at(parameters(config)) == config
+        return config.schedule in self.schedules and self.at(self.parameters(config)) == config
+
+    def parameters(self, config: KernelConfig) -> dict[str, int]:
+        """A config of one of these schedules as the names and numbers that `point` would have suggested."""
+        return parameters(config) | {"schedule": self.schedules.index(config.schedule)}
 
     def at(self, values: Mapping[str, int]) -> KernelConfig | None:
         """The config of these parameters; None where one is out of its bounds or missing."""
@@ -92,23 +102,39 @@ class Space:
         found = self.point(walk)
         return found if inside else None
 
-    def _last(self) -> int:
-        """The last schedule that can run: those before it can too."""
-        sig, target = self.spec.signature, self.target
-        if FP8E4M3 in (sig.a, sig.b) and not target.fp8:
-            return SCHEDULE_NAMES.index("library")
-        if self._plain() or not {"a", "b"} <= set(sig.tma) or (sig.a.bytes == 1 and self.layout != "nt"):
-            return SCHEDULE_NAMES.index("tiled")  # 8-bit operands are multiplied straight from shared memory where they lie along k
-        if sig.a.bytes != 2 or self.shape[0] <= 64:
-            return SCHEDULE_NAMES.index("persistent")  # two groups of warps want rows for both, and the template knows 16-bit operands
-        return max(i for i, s in enumerate(SCHEDULES.values()) if s.runs_on(target.backend, target.arch))
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """The schedules that can run, and may pay."""
+        (m, n, k), sig, target = self.shape, self.spec.signature, self.target
+        found = ["library"]
+        if FP8E4M3 not in (sig.a, sig.b) or target.fp8:
+            found.append("tiled")
+            if k >= _LEAST_SPLIT and m * n <= _MOST_SPLIT * target.multiprocessors:
+                found.append("split_k")
+            # 8-bit operands are multiplied straight from shared memory where they lie along k
+            if not self._plain() and {"a", "b"} <= set(sig.tma) and (sig.a.bytes > 1 or self.layout == "nt"):
+                found.append("persistent")
+                if sig.a.bytes == 2 and m > 64:  # two groups of warps want rows for both, and the template knows 16-bit operands
+                    found.append("warp_specialized")
+        return tuple(name for name in found if SCHEDULES[name].runs_on(target.backend, target.arch))
 
     def _tiled(self, suggest: Suggest) -> KernelConfig:
+        return schedules.config("tiled", **self._pointers(suggest, "tiled"))
+
+    def _split_k(self, suggest: Suggest) -> KernelConfig:
+        values = self._pointers(suggest, "split_k")
+        (m, n, k), slots = self.shape, _SPLIT_WAVES * self.target.multiprocessors
+        tiles, steps = -(-m // values["block_m"]) * -(-n // values["block_n"]), -(-k // values["block_k"])
+        most = max(2, min(32, _down(max(1, steps)), _down(max(1, slots // tiles))))
+        return schedules.config("split_k", **values, splits=1 << suggest("split_k.splits", 1, _log2(most)))
+
+    def _pointers(self, suggest: Suggest, schedule: str) -> dict[str, int]:
+        """The dimensions of the schedules that address operands by pointers."""
         target, element_bytes = self.target, self.spec.signature.a.bytes
         (m, _, k), threads = self.shape, self.target.warp_size
 
         def exponent(name: str, low: int, high: int) -> int:
-            return 1 << suggest(f"tiled.{name}", _log2(low), _log2(max(low, high)))
+            return 1 << suggest(f"{schedule}.{name}", _log2(low), _log2(max(low, high)))
 
         block_m, block_n = self._tile(exponent)
         tile = block_m * block_n
@@ -128,9 +154,9 @@ class Space:
         # what is loaded element by element is not fetched ahead: stages change nothing, and two say so
         deepest = 3 if all(self._scalar_rows()) else 8 if m <= 64 else 6
         most_stages = max(1, min(deepest, -(-k // block_k), room // (step_bytes * block_k)))
-        stages = suggest("tiled.num_stages", min(2, most_stages), most_stages)
-        group_m = _GROUPS[suggest("tiled.group_m", 0, int(m > block_m))]
-        return schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=warps, num_stages=stages)
+        stages = suggest(f"{schedule}.num_stages", min(2, most_stages), most_stages)
+        group_m = _GROUPS[suggest(f"{schedule}.group_m", 0, int(m > block_m and schedule == "tiled"))]
+        return {"block_m": block_m, "block_n": block_n, "block_k": block_k, "group_m": group_m, "num_warps": warps, "num_stages": stages}
 
     def _tile(self, exponent: Callable[[str, int, int], int], rows: int = 16, most: int = _MOST_TILE) -> tuple[int, int]:
         """block_m and block_n. rows: the fewest. most: of values in a tile."""
@@ -225,7 +251,7 @@ class Space:
 
 
 def parameters(config: KernelConfig) -> dict[str, int]:
-    """A config as the names and numbers that `point` would have suggested."""
+    """A config as names and numbers, of which near ones are near in speed. Those of the schedules are for all spaces."""
     found = {"schedule": SCHEDULE_NAMES.index(config.schedule)}
     for name, value in config.values:
         found[f"{config.schedule}.{name}"] = value if name in _BY_VALUE else _group(value) if name == "group_m" else _log2(value)
