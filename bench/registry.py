@@ -33,6 +33,7 @@ CLAIMS = (
     Claim("differential", "kernels agree with a float64 oracle on the GPU"),
     Claim("memcheck", "they read and write what is theirs", needs=("compute-sanitizer",)),
     Claim("gem", "relu(mm + bias) at the shapes of the GEM paper, with the host's cost"),
+    Claim("host", "what a call costs the Python thread, and a process's first call"),
     Claim("headline", "the bars, a part of each, in under 5 minutes"),
     _group("epilogues", "six epilogues at every shape of the bars, against mm, eager torch and cuBLASLt", 900),
     _group("compiled", "the same against torch.compile, which tunes for long", 3600),

@@ -17,7 +17,8 @@ from epigen.ir.check import check
 from epigen.ir.graph import Graph
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
-from epigen.runtime.kernel import BACKENDS, Kernel, process_precision
+from epigen.runtime.arguments import process_precision
+from epigen.runtime.kernel import BACKENDS, Kernel
 from epigen.tuning import asked, remembered
 from epigen.tuning.choose import Chooser
 from epigen.tuning.database import Database

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from epigen.ir.graph import Graph
     from epigen.runtime.ahead import Running
     from epigen.runtime.device import Target
-    from epigen.runtime.kernel import Kernel, Plan
+    from epigen.runtime.kernel import Kernel
     from epigen.runtime.loader import Compiled
+    from epigen.runtime.prepared import Plan
 
 EARLY = ("ast", "ir", "lowered")
 COMPILED = ("ttir", "ttgir", "llir", "ptx", "cubin", "amdgcn", "hsaco")
@@ -201,7 +202,8 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: st
     from epigen.codegen.schedules import SCHEDULES, in_triton
     from epigen.codegen.spec import TMA_BYTES
     from epigen.runtime import verify
-    from epigen.runtime.kernel import Kernel, uninterpretable
+    from epigen.runtime.arguments import uninterpretable
+    from epigen.runtime.kernel import Kernel
 
     on_gpu = torch.cuda.is_available()
     run, graph = dtype, kernel.graph

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from epigen import ops
 from epigen.codegen import schedules
-from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import LAYOUTS, KernelConfig
 from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
 
@@ -21,6 +20,14 @@ LIBRARY = schedules.config("library", block_m=16, block_n=64, num_warps=4)
 
 def tiled(block_m: int = 64, block_n: int = 64, block_k: int = 32, num_warps: int = 4, num_stages: int = 2, group_m: int = 4) -> KernelConfig:
     return schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=num_warps, num_stages=num_stages)
+
+
+def split_k(
+    block_m: int = 32, block_n: int = 32, block_k: int = 32, splits: int = 4, num_warps: int = 4, num_stages: int = 2, group_m: int = 1
+) -> KernelConfig:
+    return schedules.config(
+        "split_k", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=num_warps, num_stages=num_stages, splits=splits
+    )
 
 
 def persistent(
@@ -71,7 +78,7 @@ class Case:
         parts += (
             []
             if self.config is SMALL
-            else [str(self.config) if self.config and SCHEDULES[self.config.schedule].descriptors else self.config.schedule if self.config else "rule"]
+            else [str(self.config) if self.config and self.config.schedule not in ("tiled", "library") else self.config.schedule if self.config else "rule"]
         )
         parts += [] if self.by_value else ["pointer"]
         return " ".join(parts)
@@ -269,6 +276,23 @@ def persistent_cases() -> list[Case]:
     return found
 
 
+def split_k_cases() -> list[Case]:
+    """More parts than steps, tails in k, and what a repeated call finds of the last one's counters."""
+    found = []
+    for text in _DESCRIBED_TEXTS:
+        for a in (FP16, BF16, FP32):
+            for layout in LAYOUTS:
+                found.append(Case(text, (50, 70, 200), a, inputs=a, layout=layout, config=split_k(splits=4 if layout < "t" else 8)))
+    for a in (INT8, FP8E4M3, FP8E5M2):
+        found.append(Case("relu(mm + bias)", (33, 65, 130), a, inputs=FP32, layout="nt", config=split_k(block_k=64)))
+    for shape in ((1, 64, 1000), (16, 128, 2048), (17, 31, 40), (64, 64, 0), (40, 40, 1)):
+        for splits in (2, 16, 32):
+            found.append(Case(_DESCRIBED_TEXTS[1], shape, FP16, layout="nt", config=split_k(16, 64, 64, splits)))
+    for text in _DESCRIBED_TEXTS[:2]:
+        found.append(Case(text, (50, 70, 200), FP16, layout="nt", config=split_k(), integers=True))
+    return found
+
+
 def warp_specialized_cases() -> list[Case]:
     """As for the persistent schedule; the GPU alone can run them. More tiles than programs want some extents in the thousands."""
     found = []
@@ -290,7 +314,18 @@ def warp_specialized_cases() -> list[Case]:
 
 
 def all_cases() -> list[Case]:
-    groups = (operation_cases, reduction_cases, shape_cases, view_cases, exact_cases, output_cases, config_cases, persistent_cases, warp_specialized_cases)
+    groups = (
+        operation_cases,
+        reduction_cases,
+        shape_cases,
+        view_cases,
+        exact_cases,
+        output_cases,
+        config_cases,
+        split_k_cases,
+        persistent_cases,
+        warp_specialized_cases,
+    )
     return list(dict.fromkeys(c for group in groups for c in group()))
 
 

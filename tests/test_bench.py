@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench import borrow, cold, command, devices, readme, record, repeat
+from bench import borrow, cold, command, devices, host, readme, record, repeat
 from epigen.codegen.spec import KernelConfig
 from epigen.runtime import device
 from epigen.runtime.loader import triton_version
@@ -253,3 +253,20 @@ def test_without_a_gpu_the_scripts_say_so(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(SystemExit, match="this wants"):
             script.main()
     assert not list(tmp_path.iterdir())
+
+
+# -- host
+
+
+def test_the_claims_about_the_host_are_of_every_program() -> None:
+    row = {"epigen, out=": {"median_us": 4.0}, "epigen": {"median_us": 7.9}, "Triton's launch": {"median_us": 13.0}}
+    assert host.holds({"one": row, "two": row})
+    assert not host.holds({"one": row, "two": row | {"epigen": {"median_us": 8.1}}})
+    assert not host.holds({"one": row | {"epigen, out=": {"median_us": 5.5}}, "two": row})
+
+
+def test_the_first_call_is_the_median_of_the_processes() -> None:
+    rows = [{"torch_s": 2.0, "imported_s": 0.1, "first_s": s} for s in (0.25, 0.2, 0.9)]
+    found = host.summary(rows)
+    assert (found["first_s"], found["worst_s"], found["processes"], found["holds"]) == (0.25, 0.9, 3, True)
+    assert not host.summary([r | {"first_s": 0.31} for r in rows])["holds"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import persistent, warp_specialized
+from cases import persistent, split_k, warp_specialized
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from programs import programs
@@ -57,6 +57,7 @@ KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
         ),
         TILED,
     ),
+    "split_k": (spec_of("z = mm + bias; relu(z), bgrad(z)"), split_k()),
     "persistent": (spec_of("relu(mm + bias)", layout="nt", tma=("a", "b", "out"), k_multiple=64), persistent(128, 128, 64, 8, flatten=0)),
     "persistent_in_halves": (
         spec_of("z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)", layout="tn", tma=("a", "b")),
@@ -143,7 +144,7 @@ def test_another_config_has_another_digest(first: KernelConfig, second: KernelCo
     assert RENDERER.render(spec, first).digest != RENDERER.render(spec, second).digest
 
 
-@pytest.mark.parametrize("config", [TILED, LIBRARY, persistent(), warp_specialized()], ids=lambda c: c.schedule)
+@pytest.mark.parametrize("config", [TILED, LIBRARY, split_k(), persistent(), warp_specialized()], ids=lambda c: c.schedule)
 def test_each_dimension_counts_in_the_digest(config: KernelConfig) -> None:
     spec = KERNELS["relu_bias"][0]
     seen = {RENDERER.render(spec, config).digest}

@@ -505,7 +505,7 @@ def test_a_mapping_that_is_given_is_left_as_it_was() -> None:
     ("config", "message"),
     [
         ({"schedule": "tild"}, "unknown schedule 'tild': did you mean tiled?"),
-        ({"schedule": "qq"}, "unknown schedule 'qq': known are library, tiled, persistent, warp_specialized"),
+        ({"schedule": "qq"}, "unknown schedule 'qq': known are library, tiled, split_k, persistent, warp_specialized"),
         ({"blok_m": 32}, "the schedule tiled has no dimension 'blok_m': did you mean block_m"),
         ({"q": 32}, "the schedule tiled has no dimension 'q': it has block_m, block_n, block_k, group_m, num_warps, num_stages"),
         (VALUES | {"block_m": 48}, "block_m=48 is not one of 16, 32, 64, 128, 256"),

@@ -25,7 +25,7 @@ ORDER = (
     "lang.syntax", "lang.parser",
     "ir.graph", "ir.check", "ir.passes", "ir.reference", "ir.bound",
     "codegen.spec", "codegen.schedules", "codegen.emit", "codegen.lower", "codegen.render", "codegen.standalone",
-    "runtime.device", "runtime.loader", "runtime.*",
+    "runtime.device", "runtime.private", "runtime.triton_key", "runtime.loader", "runtime.*",
     "tuning.*",
     "api", "show", "cli_types", "cli_db", "cli_explain", "cli_info", "cli_live", "cli_tune", "cli",
 )  # fmt: skip
@@ -35,7 +35,7 @@ NO_TORCH = re.compile(r"(errors|settings|dtypes|ops|lang\..*|ir\.(graph|check|pa
 """The front end: it works where neither torch nor Triton is installed."""
 
 SOLE_IMPORTERS = {
-    "triton": {"runtime.loader"},
+    "triton": {"runtime.direct", "runtime.loader", "runtime.triton_key"},
     "jinja2": {"codegen.render"},
     "optuna": {"tuning.storage", "tuning.study", "tuning.tpe"},
     "sqlalchemy": {"tuning.storage"},

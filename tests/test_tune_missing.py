@@ -22,6 +22,7 @@ from epigen.dtypes import FP16, FP32, INT8, INT32, UINT8
 from epigen.errors import CallError, TuneError
 from epigen.runtime import device
 from epigen.runtime import kernel as kernel_module
+from epigen.runtime import prepared as prepared_module
 from epigen.runtime.device import DEFAULT
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.loader import Loader, triton_version
@@ -272,7 +273,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
         made.append(self.plan.choice)
         return [None]
 
-    monkeypatch.setattr(kernel_module._Prepared, "run", run)
+    monkeypatch.setattr(prepared_module.Prepared, "run", run)
     monkeypatch.setattr(Loader, "load", lambda _self, _rendered: Anything())
     monkeypatch.setattr(device, "at_hand", lambda index=None: TARGET)  # noqa: ARG005
     monkeypatch.setattr("torch.cuda.device", lambda _: nullcontext())

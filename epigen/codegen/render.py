@@ -31,13 +31,15 @@ _FINISH_OPERAND = (128, 32)
 @dataclass(frozen=True, slots=True)
 class Argument:
     """A kernel's argument. type: as in Triton's signatures ("*fp16", "i32", "fp32"). about: shape, dtype and role, for the header.
-    block: rows and columns that a TMA descriptor moves at a time; none for other arguments. transposed: it describes the tensor's transpose.
+
+    block: of a tensor that the kernel addresses by TMA, rows and columns of what it moves at a time; its name ends in `_desc`, a
+    pointer's in `_ptr`. transposed: it is the tensor's transpose that has contiguous rows, and is so addressed.
     """
 
     name: str
     type: str
     about: str = ""
-    block: tuple[int, ...] = ()
+    block: tuple[int, int] | None = None
     transposed: bool = False
 
 

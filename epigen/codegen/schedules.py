@@ -55,7 +55,7 @@ LIBRARY = Schedule(
 SPLIT_K = Schedule(
     "split_k",
     "split_k.py.j2",
-    TILED.dimensions | {"splits": (2, 4, 8, 16, 32)},
+    {**TILED.dimensions, "splits": (2, 4, 8, 16, 32)},
     multiplies=True,
 )
 
@@ -133,7 +133,7 @@ def parts(config: KernelConfig) -> tuple[int, int]:
 
 def programs(config: KernelConfig, tiles: int, multiprocessors: int) -> int:
     """How many programs the main kernel is launched with."""
-    return min(tiles, multiprocessors) if SCHEDULES[config.schedule].persistent else tiles
+    return min(tiles, multiprocessors) if SCHEDULES[config.schedule].persistent else tiles * dict(config.values).get("splits", 1)
 
 
 def from_mapping(given: Mapping[str, object]) -> KernelConfig:

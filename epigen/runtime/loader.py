@@ -1,4 +1,4 @@
-"""Source text -> jit functions, and ahead-of-time compilation. The sole importer of triton.
+"""Source text -> jit functions, and ahead-of-time compilation.
 
 A module is compiled from the text in hand; the file under the cache folder is there for Triton, which reads a function's source from
 its file, and for whoever reads a traceback or a profile. Nothing is ever loaded from a file that was found.
@@ -7,7 +7,6 @@ its file, and for whoever reads a traceback or a profile. Nothing is ever loaded
 from __future__ import annotations
 
 import linecache
-import os
 import re
 import subprocess
 import sys
@@ -23,7 +22,9 @@ from typing import Any
 from epigen import settings
 from epigen.codegen.render import Argument, Function, Rendered
 from epigen.errors import CompileError, EpigenError
+from epigen.runtime import triton_key
 from epigen.runtime.device import Target
+from epigen.runtime.private import Private
 
 BINARY = {"cuda": "cubin", "hip": "hsaco"}
 ASSEMBLY = {"cuda": "ptx", "hip": "amdgcn"}
@@ -56,7 +57,7 @@ class Loader:
 
     def __init__(self, interpret: bool, cache: Path | None = None):
         self.interpret = interpret
-        self.cache = cache or settings.cache_dir()
+        self.store = Private(cache or settings.cache_dir())
         self.modules: dict[str, types.ModuleType] = {}
 
     def load(self, rendered: Rendered) -> types.ModuleType:
@@ -65,30 +66,17 @@ class Loader:
         return self.modules[rendered.digest]
 
     def _load(self, rendered: Rendered) -> types.ModuleType:
-        _import_triton(self.interpret)
+        triton = _import_triton(self.interpret)
+        if not self.interpret:
+            triton_key.remember(triton, self.store)
         name = f"{rendered.functions[0].name}_{rendered.digest}"
-        path = self._write(f"{name}.py", rendered.text)
+        path = self.store.write(f"{name}.py", rendered.text)
+        # Triton reads the source through linecache: an entry without a time stamp is never read from the file again
+        linecache.cache[str(path)] = (len(rendered.text), None, rendered.text.splitlines(keepends=True), str(path))
         module = types.ModuleType(name)
         module.__file__ = str(path)
         exec(compile(rendered.text, str(path), "exec"), module.__dict__)
         return module
-
-    def _write(self, name: str, text: str) -> Path:
-        """The text's file, written aside and renamed so that no reader sees half of it."""
-        for folder in (self.cache, Path(tempfile.gettempdir()) / f"epigen-{os.getuid()}"):
-            path = folder / name
-            try:
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                if not (path.is_file() and path.read_text() == text):
-                    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
-                        file.write(text)
-                    Path(file.name).replace(path)
-            except OSError:
-                continue
-            # Triton reads the source through linecache: an entry without a time stamp is never read from the file again
-            linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
-            return path
-        raise EpigenError(f"no folder for generated modules can be written: tried {self.cache} and the temporary folder; set EPIGEN_CACHE")
 
 
 @contextmanager
@@ -116,22 +104,12 @@ def refusal(error: Exception) -> EpigenError | None:
     return None
 
 
-def describe(tensor: Any, argument: Argument, dialect: str) -> Any:
-    """A TMA descriptor, made on the host, for an argument of a function in that dialect. tensor: its last stride is 1."""
-    if dialect == "gluon":
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Described
-
-        return Described.from_tensor(tensor, list(argument.block), _shared_layout(argument))
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(tensor, list(argument.block))
-
-
 def _shared_layout(argument: Argument) -> Any:
     """How Gluon lays a described block out in shared memory."""
     from triton import language as tl
     from triton.experimental.gluon import language as gl
 
+    assert argument.block is not None
     element = argument.type.removeprefix("tensordesc<").partition("[")[0]
     return gl.NVMMASharedLayout.get_default_for(list(argument.block), tl.dtype(element))
 

@@ -186,7 +186,7 @@ class _Timing(Work):
 
     def _split_k(self, config: KernelConfig) -> Estimate:
         """As many times as many tiles of as much shorter a k, then one of each tile reads what all of them have left."""
-        (m, n, k), splits = self.shape, config["splits"]
+        (m, n, _), splits = self.shape, config["splits"]
         whole = self._tiled(config, splits)
         tiles = -(-m // config["block_m"]) * -(-n // config["block_n"])
         part_bytes = 4.0 * config["block_m"] * config["block_n"]

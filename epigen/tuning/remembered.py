@@ -6,7 +6,6 @@ from pathlib import Path
 
 from epigen import settings
 from epigen.tuning.task import Task
-from epigen.tuning.tune import study_name
 
 
 def default_storage(task: Task) -> str | None:
@@ -31,4 +30,6 @@ def forget(task: Task) -> None:
 
 
 def journal(task: Task) -> Path:
+    from epigen.tuning.tune import study_name  # with it comes all of Optuna, for which no call of a kernel should wait
+
     return settings.studies_dir() / f"{study_name(task).replace(' ', '_')}.journal"

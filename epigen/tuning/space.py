@@ -32,7 +32,11 @@ _RUN, _LEAST_RUN = 128, 64  # bytes of a row that TMA lays out in one piece, and
 _BARRIER_BYTES = 1 << 10  # of shared memory, for the barriers of all stages
 _HALVED = 128 * 128  # values of a tile from which on the epilogue may take halves
 _MOST_GROUP = _MOST_ACCUMULATORS * 128  # values that four warps accumulate
-_LEAST_SPLIT, _MOST_SPLIT, _SPLIT_WAVES = 512, 2 * 64 * 128, 4  # k from which on, values of the result a multiprocessor up to which, and blocks each to which splitting may pay
+_LEAST_SPLIT, _MOST_SPLIT, _SPLIT_WAVES = (
+    512,
+    2 * 64 * 128,
+    4,
+)  # k from which on, values of the result a multiprocessor up to which, and blocks each to which splitting may pay
 _BY_VALUE = {"num_stages", "flatten", "pingpong", "tma_store"}  # searched by value; the other dimensions are powers of two, searched by exponent
 _GROUPS = (1, 8)  # rows of tiles that share columns: what the L2 keeps is decided by the order of magnitude
 

@@ -1,0 +1,141 @@
+"""What a call is given: the checks of operands and inputs, and what of them a prepared call depends on. Raises CallError."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epigen.codegen import lower
+from epigen.codegen.spec import TMA_BYTES
+from epigen.dtypes import BF16, BY_TORCH, UINT8, DType
+from epigen.errors import CallError, near_miss
+from epigen.ir import graph as g
+from epigen.ir.graph import Graph, Node
+
+ALIGNED_BYTES = 16
+"""Triton compiles one kernel for addresses that are multiples of this, and another for those that are not."""
+
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Types whose tensors are nothing but memory: one of a subclass may hold none, or none of its own."""
+
+
+def check_operands(a: Tensor, b: Tensor) -> tuple[int, int, int]:
+    """Returns M, N, K."""
+    for name, tensor in (("a", a), ("b", b)):
+        if not isinstance(tensor, Tensor):
+            raise CallError(f"operand {name} is a {type(tensor).__name__}, and a tensor was expected")
+        if tensor.dim() != 2:
+            raise CallError(f"operand {name} has shape {list(tensor.shape)}, and {'[M, K]' if name == 'a' else '[K, N]'} was expected")
+        if str(tensor.dtype) not in BY_TORCH:
+            raise CallError(f"operand {name} is {tensor.dtype}, which epigen does not multiply")
+    lower.check_operands(BY_TORCH[str(a.dtype)], BY_TORCH[str(b.dtype)])
+    if a.shape[1] != b.shape[0]:
+        raise CallError(f"a is [M, K] = {list(a.shape)} and b is [K, N] = {list(b.shape)}: K differs (for a Linear layer's weight pass weight.T)")
+    if a.device != b.device:
+        raise CallError(f"operand a is on {a.device} and operand b on {b.device}")
+    return a.shape[0], b.shape[1], a.shape[1]
+
+
+def check_inputs(declared: Mapping[str, Node], inputs: Mapping[str, Any], m: int, n: int, on: torch.device) -> None:
+    """declared: the program's inputs by name. inputs: what the call gives."""
+    for name in inputs:
+        if name not in declared:
+            raise CallError(f"the program has no input '{name}': {near_miss(name, declared) or 'its inputs are ' + (', '.join(declared) or 'none')}")
+    if missing := [name for name in declared if name not in inputs]:
+        raise CallError(f"missing input{'s' * (len(missing) > 1)}: {', '.join(f'{n}{_declared(declared[n])}' for n in missing)}")
+    for name, node in declared.items():
+        _check_input(name, node, inputs[name], m, n, on)
+
+
+def _check_input(name: str, node: Node, value: Any, m: int, n: int, on: torch.device) -> None:
+    what = f"input '{name}'"
+    if not isinstance(value, Tensor):
+        if node.op == g.BITS or node.indices:
+            raise CallError(f"{what} is declared as {name}{_declared(node)}, and a {type(value).__name__} was given: pass a tensor")
+        if not isinstance(value, numbers.Real):
+            raise CallError(f"{what} is a scalar, and a {type(value).__name__} was given: pass a number or a tensor with one element")
+        number(name, value)
+        return
+    if value.device != on:
+        raise CallError(f"{what} is on {value.device}, and the operands are on {on}")
+    if node.op == g.BITS:
+        if value.dtype != torch.uint8 or tuple(value.shape) != (m, -(-n // 8)):
+            raise CallError(f"{what} is a packed mask, uint8 [M, ceil(N / 8)] = [{m}, {-(-n // 8)}], and {value.dtype} {list(value.shape)} was given")
+        return
+    dtype = BY_TORCH.get(str(value.dtype))
+    if dtype is None or dtype == UINT8:
+        raise CallError(f"{what} is {value.dtype}, which epigen does not compute with")
+    wanted = tuple({"m": m, "n": n}[i] for i in node.indices)
+    if (tuple(value.shape) != wanted) if node.indices else (value.numel() != 1):
+        expected = f"[{', '.join(i.upper() for i in node.indices)}] = {list(wanted)}" if node.indices else "one element"
+        raise CallError(f"{what} is declared as {name}{_declared(node)}, so {expected} was expected, and it has shape {list(value.shape)}")
+
+
+def number(name: str, value: Any) -> float:
+    """A scalar input that is passed by value."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise CallError(f"input '{name}' is too large for fp32") from None
+
+
+def check_no_gradient(values: Iterable[Any]) -> None:
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in values):
+        raise CallError("an argument requires grad, and a kernel has no backward of its own: call it under torch.no_grad(), or on detached tensors")
+
+
+def _declared(node: Node) -> str:
+    if node.op == g.BITS:
+        return " (a packed mask, uint8 [M, ceil(N / 8)])"
+    return f"[{','.join(node.indices)}]" if node.indices else " (a scalar)"
+
+
+# -- what a prepared call depends on
+
+
+def key(value: Any) -> Any:
+    """Of a tensor all but its contents and its place; of its place the alignment. Of a number its type."""
+    if not isinstance(value, Tensor):
+        return type(value)
+    return value.device, value.dtype, value.shape, value.stride(), value.is_neg(), aligned(value)
+
+
+def aligned(t: Tensor) -> bool:
+    """Whether a tensor's address is a multiple of ALIGNED_BYTES; False where it may have none."""
+    return type(t) in PLAIN and t.data_ptr() % ALIGNED_BYTES == 0
+
+
+def describable(t: Tensor) -> bool:
+    """Whether TMA can address a matrix as it lies; the extents may be any, but not 0."""
+    rows = t.stride(0) * t.element_size()
+    return t.stride(1) == 1 and rows > 0 and rows % TMA_BYTES == 0 and t.data_ptr() % TMA_BYTES == 0 and 0 not in t.shape
+
+
+def layout(t: Tensor) -> str:
+    """How an operand lies: "n" for row-major, "t" for the transpose of a row-major matrix."""
+    return "n" if t.stride(1) == 1 or t.stride(0) != 1 else "t"
+
+
+def reach(t: Tensor) -> int:
+    """Largest offset, in elements, from a tensor's first element."""
+    return sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1)
+
+
+def shown(value: Any) -> Any:
+    """A lazily negated view holds the opposite of what it shows: here as a tensor that holds what it shows."""
+    return value.resolve_neg() if isinstance(value, Tensor) else value
+
+
+def process_precision() -> str:
+    """What this process has chosen for fp32 operands."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def uninterpretable(graph: Graph, held: Iterable[DType | None], outputs: Iterable[DType]) -> DType | None:
+    """A dtype of the call that Triton's interpreter gets wrong, if any: bf16 anywhere, and rounding to fp8 (seen in 3.6.0 and 3.9.0)."""
+    rounded = [*outputs, *(n.dtype for n in graph.nodes if n.dtype is not None)]
+    return next((t for t in held if t == BF16), None) or next((t for t in rounded if t == BF16 or t.is_fp8), None)

@@ -1,0 +1,101 @@
+"""One launch of a prepared call: a jit function, its grid, and its arguments, of which the integers are fixed.
+
+By name and through Triton the first time; from then on, where that is possible, straight to the compiled kernel's launcher with a list
+of arguments in which only the addresses and numbers change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from epigen.codegen import schedules
+from epigen.codegen.render import Argument, Function
+from epigen.codegen.spec import KernelConfig
+from epigen.runtime import direct
+from epigen.runtime.workspace import tiles
+
+Direct = Callable[[int, Sequence[Any]], None]
+"""(stream, values) launches. values: of the whole call, in the order of its slots."""
+
+
+def blocks(function: Function, config: KernelConfig, shape: tuple[int, int, int], multiprocessors: int) -> int:
+    """How many blocks the grid of one function has; 0 where there is nothing to do. shape: M, N, K."""
+    m, n, _ = shape
+    if function.finish is None:
+        return schedules.programs(config, math.prod(tiles(config, shape)), multiprocessors)
+    extent = {"m": m, "n": n, "": 1}[function.finish.indices]
+    return -(-extent // dict(function.constants)["BLOCK_X"])
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """integers: the arguments that are fixed, by name. options: the compile-time arguments and Triton's own."""
+
+    jit: Any
+    function: Function
+    grid: tuple[int]
+    integers: Mapping[str, int]
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, jit: Any, function: Function, grid: int, integers: Mapping[str, int]) -> Launch:
+        options = dict(function.constants) | {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True}
+        return cls(jit, function, (grid,), {a.name: integers[a.name] for a in function.arguments if a.name in integers}, options)
+
+    def __call__(self, values: Mapping[str, Any]) -> Any:
+        """Launch through Triton, which compiles at the first time. Returns the compiled kernel; None from the interpreter."""
+        return self.jit[self.grid](*self.arguments(values), **self.options)
+
+    def arguments(self, values: Mapping[str, Any]) -> list[Any]:
+        """In the function's order. values: all that are no fixed integers, by name."""
+        return [self.integers[a.name] if a.name in self.integers else self._argument(a, values) for a in self.function.arguments]
+
+    def _argument(self, argument: Argument, values: Mapping[str, Any]) -> Any:
+        value = values[source(argument)]
+        return value if argument.block is None else direct.describe_by_triton(self.function.dialect, value, argument.block)
+
+    def direct(self, compiled: Any, slots: Mapping[str, int], tensors: Sequence[Any]) -> Direct | None:
+        """The same launch again, with other addresses of the same alignment and with other numbers; None where it has to go through Triton.
+
+        compiled: what this launch has returned. slots: where in the values of the whole call each argument's is. tensors: those of this call.
+        """
+        fixed: list[Any] = []
+        holes: list[tuple[int, int]] = []
+        described: list[tuple[int, int, direct.Describe]] = []
+        for argument in self.function.arguments:
+            if argument.name in self.integers:
+                fixed.append(self.integers[argument.name])
+                continue
+            slot = slots[source(argument)]
+            if argument.block is None:
+                holes.append((len(fixed), slot))
+                fixed.append(None)
+                continue
+            describe = direct.describe(compiled, len(described), tensors[slot])
+            if describe is None:
+                return None
+            described.append((len(fixed), slot, describe))
+            fixed += [None] * direct.SPREAD
+        fixed += [value for _, value in self.function.constants]
+        names = [*(a.name for a in self.function.arguments), *(name for name, _ in self.function.constants)]
+        start = direct.start(self.jit, compiled, names, self.grid[0], len(fixed))
+        if start is None:
+            return None
+
+        def again(stream: int, values: Sequence[Any]) -> None:
+            arguments = fixed.copy()
+            for place, slot in holes:
+                arguments[place] = values[slot]
+            for place, slot, describe in described:
+                arguments[place : place + direct.SPREAD] = describe(values[slot])
+            start(stream, arguments)
+
+        return again
+
+
+def source(argument: Argument) -> str:
+    """Under which name an argument's value goes: a described tensor's is that of its pointer."""
+    return argument.name if argument.block is None else f"{argument.name.removesuffix('_desc')}_ptr"

@@ -1,0 +1,105 @@
+"""The outputs of a call: their dtypes and shapes, new tensors for them, and the caller's own buffers, checked. Raises CallError."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epigen.codegen.lower import output_dtype
+from epigen.dtypes import DType
+from epigen.errors import CallError
+from epigen.ir import graph as g
+from epigen.ir import reference
+from epigen.ir.graph import Graph
+
+Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+"""(shape, strides, dtype) -> a tensor of unknown contents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Out:
+    """One output of a call."""
+
+    name: str
+    indices: str
+    dtype: DType
+    packed: bool
+
+    def shape(self, m: int, n: int) -> tuple[int, ...]:
+        if self.packed:
+            return (m, -(-n // 8))
+        return tuple({"m": m, "n": n}[i] for i in self.indices)
+
+    def held(self, m: int, n: int) -> Held:
+        shape, dtype = self.shape(m, n), reference.torch_dtype(self.dtype)
+        if self.packed:
+            stride = reference.mask_stride(n)
+            return Held((m, stride), (max(stride, 1), 1), dtype, shape[1] if shape[1] < stride else None)
+        return Held(shape, (max(n, 1), 1)[-len(shape) :] if shape else (), dtype, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a new output is allocated as. width: where it is only so many columns of that, as a mask with padded rows is."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    width: int | None
+
+    def empty(self, allocate: Allocate) -> Tensor:
+        held = allocate(self.shape, self.strides, self.dtype)
+        return held if self.width is None else held.narrow(1, 0, self.width)
+
+
+def of(graph: Graph, a: DType) -> list[Out]:
+    """The outputs of a program for operands of dtype `a`."""
+    found = []
+    for output in graph.outputs:
+        node = graph.nodes[output.node]
+        found.append(Out(output.name, node.indices, output_dtype(graph, output, a), node.kind == g.PACKED))
+    return found
+
+
+def allocator(on: torch.device) -> Allocate:
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=on)
+
+
+def quick_allocator(on: torch.device) -> Allocate:
+    """As `allocator`; a CUDA device has to be the current one. It is what the code that torch.compile generates allocates with: it
+    leaves the dispatcher out, a half of the time."""
+    quick = getattr(torch._C._dynamo.guards, f"_empty_strided_{on.type}", None)
+    return allocator(on) if quick is None else quick
+
+
+def given(out: Any, names: Sequence[str]) -> Mapping[str, Tensor]:
+    """The caller's buffers by name. names: the program's outputs."""
+    if out is None:
+        return {}
+    if isinstance(out, Tensor):
+        out = (out,)
+    if isinstance(out, Mapping):
+        if unknown := out.keys() - set(names):
+            raise CallError(f"out has no place for {', '.join(sorted(map(str, unknown)))}: the outputs are {', '.join(names)}")
+        return out
+    if not isinstance(out, Sequence):
+        raise CallError(f"out is a {type(out).__name__}: pass a tensor, or for several outputs a sequence or a mapping by name")
+    if len(out) != len(names):
+        raise CallError(f"out holds {len(out)} tensors, and the program has {len(names)} outputs: {', '.join(names)}")
+    return dict(zip(names, out, strict=True))
+
+
+def check(t: Any, out: Out, m: int, n: int, on: torch.device) -> None:
+    """One of the caller's buffers."""
+    shape, dtype = out.shape(m, n), reference.torch_dtype(out.dtype)
+    if isinstance(t, Tensor) and t.is_neg():
+        raise CallError(f"out for '{out.name}' is a lazily negated view: pass a plain tensor")
+    if not isinstance(t, Tensor) or tuple(t.shape) != shape or t.dtype != dtype or t.device != on:
+        found = f"{t.dtype} {list(t.shape)} on {t.device}" if isinstance(t, Tensor) else f"a {type(t).__name__}"
+        raise CallError(f"out for '{out.name}' is {found}, and {dtype} {list(shape)} on {on} was expected")
+    if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
+        raise CallError(f"out for '{out.name}' is expanded: several elements share one place")

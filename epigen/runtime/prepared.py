@@ -1,0 +1,140 @@
+"""A call's fixed part: what to allocate, and which functions to launch with which integers. Made once for all calls that are alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epigen.codegen.render import Rendered
+from epigen.codegen.schedules import SCHEDULES
+from epigen.codegen.spec import Choice, KernelSpec
+from epigen.ir import reference
+from epigen.ir.graph import Graph
+from epigen.runtime import arguments, outputs, vendor
+from epigen.runtime.launch import Direct, Launch, blocks
+from epigen.runtime.loader import interpreting
+from epigen.runtime.outputs import Out
+from epigen.runtime.workspace import Arrivals, Workspace, parts, tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a kernel does for one signature: meaning, schedule, where the schedule came from, and the text."""
+
+    spec: KernelSpec
+    choice: Choice
+    rendered: Rendered
+
+    @property
+    def source(self) -> str:
+        return self.rendered.text
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the product is the main kernel's own; else it comes from the vendor's library."""
+        return SCHEDULES[self.choice.config.schedule].multiplies
+
+
+class Prepared:
+    """What of a call follows from everything but addresses and numbers. Without a plan the reference computes it."""
+
+    def __init__(self, graph: Graph, outs: list[Out], shape: tuple[int, int, int], on: torch.device, plan: Plan | None = None, interpreted: bool = False):
+        self.graph, self.outputs, self.shape, self.device, self.plan, self.interpreted = graph, outs, shape, on, plan, interpreted
+        self.launches: list[Launch] = []
+        self.workspace = Workspace()
+        self.arrivals: Arrivals | None = None
+        self.compiled: list[Any] = []
+        """What each launch has returned."""
+        self.asked, self.launchers = False, list[Direct]()
+
+    def bind(self, functions: Sequence[Any], a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], multiprocessors: int) -> None:
+        """Fix every integer argument and grid. functions: of the loaded module, in the plan's order. multiprocessors: of the GPU."""
+        assert self.plan is not None
+        m, n, k = self.shape
+        config = self.plan.choice.config
+        tiles_m, tiles_n = parts(config, self.shape)
+        integers = {"M": m, "N": n, "K": k, "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles_m * tiles_n}
+        integers |= {"stride_mm_m": n, "stride_mm_n": 1}
+        for name, indices, tensor in (("a", "mk", a), ("b", "kn", b)):
+            integers |= {f"stride_{name}{i}": s for i, s in zip(indices, tensor.stride(), strict=True)}
+        strided = [(i.name, i.indices, inputs[i.name]) for i in self.plan.spec.all_inputs if i.dtype is not None]
+        nowhere = outputs.allocator(torch.device("meta"))
+        for out in self.outputs:
+            like = outs[out.name] if out.name in outs else out.held(m, n).empty(nowhere)
+            strided.append((out.name, out.indices, like))
+        for name, indices, tensor in strided:
+            integers |= {f"stride_{name}_{i}": s for i, s in zip(indices, tensor.stride(), strict=False)}
+        self.workspace = Workspace.of(self.plan.spec, config, self.shape)
+        if any(x.name == "arrived_ptr" for x in self.plan.rendered.functions[0].arguments):
+            self.arrivals = Arrivals(math.prod(tiles(config, self.shape)), self.device)
+        for function, jit in zip(self.plan.rendered.functions, functions, strict=True):
+            if grid := blocks(function, config, self.shape, multiprocessors):
+                self.launches.append(Launch.of(jit, function, grid, integers))
+
+    def run(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
+        """One output tensor each: the caller's, or a new one."""
+        if self.plan is None:
+            return self._reference(a, b, inputs, outs)
+        results = self.results(outs)
+        values = self.values(a, b, inputs, results)
+        here = self.device.type != "cuda" or self.device.index == torch.cuda.current_device()
+        with nullcontext() if here else torch.cuda.device(self.device), interpreting() if self.interpreted else nullcontext():
+            if self.arrivals is not None:
+                values["arrived_ptr"] = self.arrivals.counters()
+            if not self.plan.multiplies:
+                values["mm_ptr"] = self.product(a, b)
+            self.compiled = [launch(values) for launch in self.launches]
+        return results
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """The vendor's. [M, N], contiguous."""
+        assert self.plan is not None
+        return vendor.product(a, b, self.plan.spec.signature.precision).contiguous()
+
+    def results(self, outs: Mapping[str, Tensor]) -> list[Tensor]:
+        """The caller's buffers, and new ones where it gave none."""
+        m, n, _ = self.shape
+        allocate = outputs.allocator(self.device)
+        return [outs[o.name] if o.name in outs else o.held(m, n).empty(allocate) for o in self.outputs]
+
+    def values(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], results: Sequence[Tensor]) -> dict[str, Any]:
+        """The launches' arguments that are no fixed integers, by name."""
+        assert self.plan is not None
+        values: dict[str, Any] = {"a_ptr": a, "b_ptr": b}
+        for item in self.plan.spec.all_inputs:
+            if item.dtype is None:
+                values[item.name] = arguments.number(item.name, inputs[item.name])
+            else:
+                values[f"{item.name}_ptr"] = inputs[item.name]
+        values |= {f"{o.name}_ptr": t for o, t in zip(self.outputs, results, strict=True)}
+        return values | self.workspace.tensors(self.device)
+
+    def slots(self, names: Sequence[str]) -> dict[str, int]:
+        """Where `values` puts each launch's argument when it is called with a list in place of names. names: the inputs', as the caller orders them.
+
+        The order: a, b, inputs, outputs, workspace, counters, the vendor's product.
+        """
+        assert self.plan is not None
+        numbers = {i.name for i in self.plan.spec.all_inputs if i.dtype is None}
+        order = ["a_ptr", "b_ptr", *(n if n in numbers else f"{n}_ptr" for n in names), *(f"{o.name}_ptr" for o in self.outputs)]
+        order += [b.name for b in self.workspace.buffers] + ["arrived_ptr"] * (self.arrivals is not None) + ["mm_ptr"]
+        return {name: place for place, name in enumerate(order)}
+
+    def direct(self, names: Sequence[str], tensors: Sequence[Any]) -> list[Direct] | None:
+        """The launches without Triton, after `run` has gone through it; None where one cannot do without. tensors: in the order of the slots."""
+        if not self.asked:
+            slots = self.slots(names)
+            found = [launch.direct(c, slots, tensors) for launch, c in zip(self.launches, self.compiled, strict=True)]
+            self.launchers = [f for f in found if f is not None]
+            self.asked = True
+        return self.launchers if len(self.launchers) == len(self.launches) else None
+
+    def _reference(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
+        results = reference.evaluate(self.graph, a, b, inputs, [o.dtype for o in self.outputs])
+        return [outs[o.name].copy_(r) if o.name in outs else r for o, r in zip(self.outputs, results, strict=True)]

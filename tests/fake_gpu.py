@@ -1,0 +1,104 @@
+"""A GPU that is none: Triton compiles for sm_90 and launches for real, down to the driver, which keeps what it is given (fake_cuda.c).
+
+For a process of its own, since it changes torch and Triton for good. Tensors lie in the CPU's memory and say that they are on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_SIZES = {"i1": 1, "i8": 1, "u1": 1, "i32": 4, "i64": 8, "fp32": 4}
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_int * 3), ("block", ctypes.c_int), ("shared", ctypes.c_int), ("bytes", ctypes.c_int),
+        ("stream", ctypes.c_ulonglong), ("function", ctypes.c_ulonglong), ("parameters", ctypes.c_ubyte * 2048),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What the driver was given at one launch. kernel: Triton's digest of the source and of what it was compiled for. parameters: by value."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: int
+    shared: int
+    stream: int
+    parameters: tuple[bytes, ...]
+
+
+class FakeGpu:
+    """stream: of all launches to come."""
+
+    def __init__(self) -> None:
+        import triton
+        from triton.backends import nvidia
+
+        folder = Path(tempfile.mkdtemp(prefix="fake-cuda-"))
+        library = folder / "libcuda.so.1"
+        include = Path(nvidia.__path__[0]) / "include"
+        source = Path(__file__).with_name("fake_cuda.c")
+        subprocess.run(["cc", "-shared", "-fPIC", "-w", f"-I{include}", "-Wl,-soname,libcuda.so.1", "-o", library, source], check=True)
+        self.library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        self.library.fake_launch.restype = ctypes.POINTER(_Launch)
+        triton.knobs.nvidia.libcuda_path = str(folder)
+        self.stream = 7
+        self.known: dict[int, tuple[str, list[int]]] = {}
+        self._pretend()
+
+    def _pretend(self) -> None:
+        import torch
+        from triton.backends.nvidia.driver import CudaDriver
+        from triton.runtime import driver
+
+        from epigen.runtime import device, warmed
+
+        cuda = CudaDriver()
+        cuda.get_current_device = lambda: 0
+        cuda.get_current_stream = lambda _index: self.stream
+        cuda.get_device_capability = lambda _index=0: (9, 0)
+        driver.set_active(cuda)
+        torch.Tensor.is_cuda = property(lambda _t: True)  # type: ignore[assignment, method-assign]
+        torch.cuda.device = lambda _device: nullcontext()  # type: ignore[assignment, misc]
+        device.at_hand = lambda index=None: device.DEFAULT  # noqa: ARG005
+        warmed.current_device = lambda: None  # type: ignore[assignment, return-value]
+        warmed.current_stream = lambda _index: self.stream
+
+    @property
+    def descriptors(self) -> int:
+        """How many have been made so far."""
+        return int(self.library.fake_described())
+
+    def know(self, compiled: Any) -> None:
+        """From now on the parameters of this kernel are kept."""
+        sizes = []
+        for kind in compiled.src.signature.values():
+            if kind.startswith("tensordesc"):
+                sizes += [128, 4, 4, 8, 8]
+            elif kind != "constexpr":
+                sizes.append(8 if kind.startswith("*") else _SIZES[kind])
+        self.known[compiled.function] = (compiled.hash, sizes)
+        self.library.fake_parameters(ctypes.c_ulonglong(compiled.function), len(sizes), (ctypes.c_int * len(sizes))(*sizes))
+
+    def during(self, call: Callable[[], object]) -> list[Launched]:
+        """The launches that a call makes."""
+        before = self.library.fake_launches()
+        call()
+        return [self._launched(self.library.fake_launch(i).contents) for i in range(before, self.library.fake_launches())]
+
+    def _launched(self, it: Any) -> Launched:
+        kernel, sizes = self.known.get(it.function, ("", []))
+        held, parameters = bytes(it.parameters[: it.bytes]), []
+        for size in sizes:
+            parameters.append(held[:size])
+            held = held[size:]
+        return Launched(kernel, tuple(it.grid), it.block, it.shared, it.stream, tuple(parameters))

@@ -1,0 +1,634 @@
+"""What warmed calls give the driver, on a GPU that is none. Run by tests/test_direct.py in a process of its own: no pytest file by name.
+
+The oracle is Triton itself: a warmed kernel has to launch, parameter by parameter, what a kernel that has seen no call yet launches.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import struct
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cases
+import pytest
+import torch
+from fake_gpu import FakeGpu, Launched
+
+import epigen
+from epigen.codegen import schedules
+from epigen.codegen.render import Argument, Function, Rendered
+from epigen.codegen.spec import digest
+from epigen.errors import CallError
+from epigen.runtime import direct, vendor, warmed
+from epigen.runtime.kernel import Kernel
+from epigen.runtime.launch import Launch
+from epigen.runtime.loader import Loader
+
+TINY = cases.tiled(16, 16, 16, 1, 1)
+LIBRARY = schedules.config("library", block_m=16, block_n=16, num_warps=1)
+M, N, K = 32, 48, 64
+
+
+@pytest.fixture(scope="session")
+def gpu() -> FakeGpu:
+    return FakeGpu()
+
+
+@pytest.fixture(autouse=True)
+def _stream(gpu: FakeGpu) -> Iterator[None]:
+    gpu.stream = 7
+    yield
+    gpu.stream = 7
+
+
+def half(*size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.float16)
+
+
+def shifted(t: torch.Tensor) -> torch.Tensor:
+    """The same in all but its address, which is no multiple of 16."""
+    held = torch.zeros(t.numel() + 1, dtype=t.dtype)
+    return held[1:].view(t.shape) if t.is_contiguous() else held[1:].view(t.T.shape).T
+
+
+def compiled(text: str, config: Any = TINY) -> Kernel:
+    return epigen.compile(text, config=config, backend="triton")
+
+
+def forget(kernel: Kernel) -> None:
+    for memory in (kernel._recent, kernel._prepared, kernel._ready):
+        memory.clear()
+
+
+def direct_calls(kernel: Kernel) -> bool:
+    """Whether anything has been readied to be launched without Triton."""
+    return any(kernel._recent.values())
+
+
+class Watch:
+    """Counts what goes through Triton's own launch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.count = 0
+        call = Launch.__call__
+
+        def counted(launch: Launch, values: Any) -> Any:
+            self.count += 1
+            return call(launch, values)
+
+        monkeypatch.setattr(Launch, "__call__", counted)
+
+
+@pytest.fixture
+def through_triton(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return Watch(monkeypatch)
+
+
+def learn(gpu: FakeGpu, kernel: Kernel) -> None:
+    assert kernel._last is not None
+    for it in kernel._last.compiled:
+        gpu.know(it)
+
+
+def launched(gpu: FakeGpu, kernel: Kernel, *operands: Any, **inputs: Any) -> list[Launched]:
+    """What a call launches; made twice where its kernels were not known yet."""
+    kernel(*operands, **inputs)
+    learn(gpu, kernel)
+    return gpu.during(lambda: kernel(*operands, **inputs))
+
+
+def as_triton_does(gpu: FakeGpu, kernel: Kernel, *operands: Any, **inputs: Any) -> list[Launched]:
+    forget(kernel)
+    kernel(*operands, **inputs)
+    learn(gpu, kernel)
+    forget(kernel)
+    return gpu.during(lambda: kernel(*operands, **inputs))
+
+
+# -- the same launch
+
+
+def operands(layout: str = "nn") -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = half(M, K), half(K, N)
+    return (a if layout[0] == "n" else half(K, M).T), (b if layout[1] == "n" else half(N, K).T)
+
+
+@pytest.mark.parametrize("layout", ["nn", "tt"])
+@pytest.mark.parametrize(
+    ("text", "inputs"),
+    [
+        ("relu(mm + bias)", {"bias": half(N)}),
+        ("mm * alpha + beta", {"beta": 2, "alpha": 1.5}),
+        ("mm * alpha + residual", {"residual": half(M, N), "alpha": torch.ones(1)}),
+        ("where(bits(mask), mm, 0) * s", {"s": 0.5, "mask": torch.zeros(M, N // 8, dtype=torch.uint8)}),
+    ],
+    ids=["column", "numbers", "tile", "mask"],
+)
+def test_a_warmed_call_launches_what_triton_launches(gpu: FakeGpu, through_triton: Watch, text: str, inputs: dict[str, Any], layout: str) -> None:
+    kernel, oracle, out = compiled(text), compiled(text), half(M, N)
+    a, b = operands(layout)
+    expected = as_triton_does(gpu, oracle, a, b, out=out, **inputs)
+    kernel(a, b, out=out, **inputs)
+    before = through_triton.count
+    assert launched(gpu, kernel, a, b, out=out, **inputs) == expected and expected[0].parameters
+    assert through_triton.count == before
+
+
+@pytest.mark.parametrize("text", ["dz = drelu(mm, mask); dz, bgrad(dz)", "mm, sum(mm, m), sum(mm, n), amax(mm)", "mm, sum(a, k), sum(b, k)"])
+def test_kernels_hand_on_what_lies_between_them(gpu: FakeGpu, through_triton: Watch, text: str) -> None:
+    """All but the addresses of what is allocated are Triton's; the partial results are read where they were written, and lie apart."""
+    kernel = compiled(text)
+    a, b = operands()
+    inputs = {"mask": torch.zeros(M, N // 8, dtype=torch.uint8)} if "mask" in text else {}
+    outs = tuple(torch.empty_like(t) for t in kernel(a, b, **inputs))
+    expected = as_triton_does(gpu, kernel, a, b, out=outs, **inputs)
+    kernel(a, b, out=outs, **inputs)
+    before = through_triton.count
+    found = launched(gpu, kernel, a, b, out=outs, **inputs)
+    assert through_triton.count == before and len(found) == len(expected) > 1
+    fixed = {t.data_ptr() for t in (a, b, *inputs.values(), *outs)}
+    ours, theirs = dict[int, int](), dict[int, int]()
+    for f, e in zip(found, expected, strict=True):
+        assert (f.kernel, f.grid, f.block, f.shared, f.stream) == (e.kernel, e.grid, e.block, e.shared, e.stream)
+        for x, y in zip(f.parameters, e.parameters, strict=True):
+            if len(x) == 8 and x != y:
+                theirs_at, ours_at = (struct.unpack("Q", v)[0] for v in (y, x))
+                assert ours_at % 16 == 0 and ours_at not in fixed and ours.setdefault(theirs_at, ours_at) == ours_at
+                theirs.setdefault(ours_at, theirs_at)
+            else:
+                assert x == y
+    assert len(ours) == len(theirs)
+
+
+def test_new_outputs_are_as_triton_got_them(gpu: FakeGpu, through_triton: Watch) -> None:
+    kernel = compiled("z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), amax(z)")
+    for n in (48, 128):
+        a, b, bias = half(M, K), half(K, n), half(n)
+        first = kernel(a, b, bias=bias)
+        before = through_triton.count
+        again = kernel(a, b, bias=bias)
+        assert through_triton.count == before
+        for x, y in zip(first, again, strict=True):
+            assert (x.shape, x.stride(), x.dtype, type(x)) == (y.shape, y.stride(), y.dtype, type(y)) and x.data_ptr() != y.data_ptr()
+        learn(gpu, kernel)
+        results = []
+        main, *_ = gpu.during(lambda a=a, b=b, bias=bias, results=results: results.append(kernel(a, b, bias=bias)))
+        given = {struct.unpack("Q", p)[0] for p in main.parameters if len(p) == 8}
+        assert {t.data_ptr() for t in (a, b, bias, *results[0][:2])} <= given
+
+
+def test_the_vendors_product_is_handed_on(gpu: FakeGpu, through_triton: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    product = torch.zeros(M, N)
+    monkeypatch.setattr(vendor, "product", lambda _a, _b, _precision: product)
+    kernel, out = compiled("relu(mm + bias)", LIBRARY), half(M, N)
+    a, b = operands()
+    kernel(a, b, bias=half(N), out=out)
+    before = through_triton.count
+    (found,) = launched(gpu, kernel, a, b, bias=half(N), out=out)
+    assert through_triton.count == before and struct.unpack("Q", found.parameters[0])[0] == product.data_ptr()
+
+
+# -- never the wrong one
+
+
+def pool() -> list[Callable[[], tuple[Any, ...]]]:
+    """Calls of relu(mm * s + bias), each with something that Triton or epigen treats apart from the others."""
+
+    def call(
+        m: int = M, n: int = N, k: int = K, dtype: torch.dtype = torch.float16, change: str = "", at: int = 0, s: Any = 0.5
+    ) -> Callable[[], tuple[Any, ...]]:
+        def made() -> tuple[Any, ...]:
+            tensors = [torch.zeros(m, k, dtype=dtype), torch.zeros(k, n, dtype=dtype), torch.zeros(n, dtype=dtype), torch.zeros(m, n, dtype=dtype)]
+            t = tensors[at]
+            if change == "shifted":
+                tensors[at] = shifted(t)
+            elif change == "transposed":
+                tensors[at] = torch.zeros(t.shape[1], t.shape[0], dtype=dtype).T
+            elif change == "spread":
+                tensors[at] = torch.zeros(*t.shape[:-1], 2 * t.shape[-1], dtype=dtype)[..., ::2]
+            elif change == "wide":
+                tensors[at] = torch.zeros(t.shape[0], t.shape[1] + 1, dtype=dtype)[:, :-1]
+            elif change == "negative":
+                tensors[at] = torch._neg_view(t)
+            elif change == "parameter":
+                tensors[at] = torch.nn.Parameter(t)
+            elif change == "fp32":
+                tensors[at] = t.float()
+            return (*tensors, s)
+
+        return made
+
+    return [
+        call(), call(), call(m=16), call(n=16), call(n=1), call(k=33), call(m=1), call(dtype=torch.bfloat16), call(s=torch.ones(1)), call(s=1),
+        *(call(change="shifted", at=i) for i in range(4)), call(change="transposed", at=0), call(change="transposed", at=1),
+        call(change="transposed", at=3), call(change="spread", at=2), call(change="wide", at=0), call(change="wide", at=3),
+        call(change="negative", at=2), call(change="parameter", at=1), call(change="fp32", at=2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("guards", [True, False], ids=["torch's guard", "attributes"])
+def test_whatever_comes_in_whatever_order(gpu: FakeGpu, guards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not guards:
+        monkeypatch.setattr(warmed, "_guards", None)
+    kernel, oracle = compiled("relu(mm * s + bias)"), compiled("relu(mm * s + bias)")
+    makers = pool()
+    order = [*range(len(makers)), *random.Random(0).choices(range(len(makers)), k=150)]
+    held: list[Any] = []
+    with torch.no_grad():
+        for number in order:
+            a, b, bias, out, s = makers[number]()
+            held = [a] if number % 3 else []  # what is freed comes back as something else at the same address
+            gpu.stream = number + 1
+            expected = as_triton_does(gpu, oracle, a, b, bias=bias, s=s, out=out)
+            found = launched(gpu, kernel, a, b, bias=bias, s=s, out=out)
+            for x, y in zip(found, expected, strict=True):
+                if any(t.is_neg() for t in (a, b, bias)):  # read from a copy of its own, wherever that lies
+                    assert (x.kernel, x.grid, x.stream, len(x.parameters)) == (y.kernel, y.grid, y.stream, len(y.parameters))
+                else:
+                    assert x == y, number
+    assert held is not None and len(kernel._prepared) >= len(makers) - 3
+
+
+def test_more_shapes_than_are_compared_with(gpu: FakeGpu) -> None:
+    kernel, oracle = compiled("relu(mm)"), compiled("relu(mm)")
+    for _ in range(3):
+        for m in range(1, 24):
+            a, b, out = half(m, K), half(K, N), half(m, N)
+            assert launched(gpu, kernel, a, b, out=out) == as_triton_does(gpu, oracle, a, b, out=out)
+
+
+def test_an_address_that_comes_back_with_another_shape(gpu: FakeGpu) -> None:
+    kernel, oracle = compiled("relu(mm)"), compiled("relu(mm)")
+    held, b = half(M * K), half(K, N)
+    for m in (32, 16, 32, 1, 16):
+        out = half(m, N)
+        for a in (held[: m * K].view(m, K), held[: m * K].view(K, m).T):
+            assert launched(gpu, kernel, a, b, out=out) == as_triton_does(gpu, oracle, a, b, out=out)
+
+
+def test_no_tensor_is_kept_alive() -> None:
+    kernel = compiled("mm * s + bias")
+    a, b = operands()
+    given = {"a": a, "b": b, "bias": half(N), "out": half(M, N)}
+    for s in (0.5, torch.ones(1)):
+        for _ in range(3):
+            kernel(given["a"], given["b"], bias=given["bias"], s=s, out=given["out"])
+    held = [weakref.ref(t) for t in given.values()]
+    del a, b, given
+    assert direct_calls(kernel) and not any(t() is not None for t in held)
+
+
+def test_a_guard_that_says_otherwise_is_not_trusted(monkeypatch: pytest.MonkeyPatch, through_triton: Watch) -> None:
+    class Guard:
+        def __init__(self, *_: Any, **__: Any):
+            pass
+
+        def check(self, *_: Any) -> bool:
+            return False
+
+    monkeypatch.setattr(warmed, "_guards", Guard)
+    kernel = compiled("relu(mm)")
+    a, b = operands()
+    for _ in range(3):
+        kernel(a, b)
+    assert through_triton.count == 1
+
+
+def test_a_gradient_is_refused_however_warm(through_triton: Watch) -> None:
+    kernel = compiled("mm + bias")
+    a, b = operands()
+    for bias in (half(N).requires_grad_(), torch.nn.Parameter(half(N))):
+        with torch.no_grad():
+            kernel(a, b, bias=bias)
+            before = through_triton.count
+            kernel(a, b, bias=bias)
+            assert through_triton.count == before
+        with pytest.raises(CallError, match="requires grad"):
+            kernel(a, b, bias=bias)
+    plain = half(N)
+    kernel(a, b, bias=plain)
+    kernel(a, b, bias=plain)
+    with pytest.raises(CallError, match="requires grad"):
+        kernel(a, b, bias=half(N).requires_grad_())
+
+
+def test_a_process_wide_precision_that_changes() -> None:
+    kernel = compiled("mm")
+    a, b = operands()
+    a, b = a.float(), b.float()
+    before = torch.get_float32_matmul_precision()
+    try:
+        for setting in ("highest", "high", "highest", "high"):
+            torch.set_float32_matmul_precision(setting)
+            for _ in range(2):
+                kernel(a, b)
+                assert ('input_precision="ieee"' in kernel.source()) == (setting == "highest")
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_wrong_arguments_are_refused_however_warm() -> None:
+    kernel = compiled("mm * alpha + bias")
+    a, b = operands()
+    good = {"alpha": 1.0, "bias": half(N)}
+    for _ in range(2):
+        kernel(a, b, out=half(M, N), **good)
+        kernel(a, b, **good)
+    for given, message in (
+        ({"alpha": "1", "bias": half(N)}, "alpha"), ({"alpha": 1.0, "bias": half(N + 1)}, "bias"), ({"alpha": 1.0}, "missing input: bias"),
+        ({"alpha": 1.0, "bias": 3}, "bias"), ({"alpha": 1.0, "bias": half(N), "x": 1}, "no input 'x'"), (good | {"out": half(N, M)}, "out for"),
+        (good | {"out": [None]}, "out for"), (good | {"out": ()}, "out holds 0 tensors"), (good | {"out": 3}, "out is a int"), ({"bias": 1.0, "alpha": half(N)}, "alpha"),
+    ):  # fmt: skip
+        with pytest.raises(CallError, match=message):
+            kernel(a, b, **({"out": half(M, N)} | given))
+    big = compiled("mm * alpha")
+    for _ in range(2):
+        big(a, b, alpha=3)
+    with pytest.raises(CallError, match="too large"):
+        big(a, b, alpha=10**400)
+
+
+def test_modes_of_torch(through_triton: Watch) -> None:
+    """Inference and autocast change how torch sees a tensor, not what the kernel does with it."""
+    kernel = compiled("relu(mm)")
+    a, b = operands()
+    for _ in range(3):
+        kernel(a, b)
+        with torch.inference_mode():
+            assert kernel(a, b).is_inference()
+        with torch.autocast("cpu"):
+            kernel(a, b)
+    assert through_triton.count < 6 and len(kernel._prepared) == 1
+
+
+# -- who takes part
+
+
+def test_a_hook_sees_every_launch(through_triton: Watch) -> None:
+    import triton
+
+    kernel, seen = compiled("relu(mm)"), []
+    a, b = operands()
+    kernel(a, b)
+    runtime = triton.knobs.runtime
+    runtime.launch_enter_hook.add(seen.append)
+    try:
+        for _ in range(3):
+            kernel(a, b)
+    finally:
+        runtime.launch_enter_hook.remove(seen.append)
+    assert len(seen) == 3
+    before = through_triton.count
+    kernel(a, b)
+    assert through_triton.count == before
+    chain, calls = runtime.launch_exit_hook, []
+    try:
+        runtime.launch_exit_hook = calls.append
+        kernel(a, b)
+    finally:
+        runtime.launch_exit_hook = chain
+    assert len(calls) == 1
+
+
+def test_a_launcher_of_another_make_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    original = CudaLauncher.__call__
+    a, b = operands()
+    for other in (
+        lambda self, x, y, z, stream, function, *rest: original(self, x, y, z, stream, function, *rest[:4], *reversed(rest[4:])),
+        lambda self, x, y, z, stream, *rest: original(self, x, y, z, int(stream), *rest),  # does something with the stream
+        lambda self, x, *rest: [original(self, x, *rest) for _ in range(2)],
+        lambda self: self,
+    ):
+        kernel = compiled("relu(mm)")
+        kernel(a, b)
+        assert kernel._last is not None
+        monkeypatch.setattr(CudaLauncher, "__call__", other)
+        assert direct.start(kernel._last.launches[0].jit, kernel._last.compiled[0], _names(kernel), 4, _count(kernel)) is None
+        monkeypatch.setattr(CudaLauncher, "__call__", original)
+    monkeypatch.setattr(direct, "start", lambda *_: None)
+    kernel = compiled("relu(mm)")
+    for _ in range(3):
+        kernel(a, b)
+    assert not direct_calls(kernel)
+
+
+def _names(kernel: Kernel) -> list[str]:
+    assert kernel._last is not None
+    function = kernel._last.launches[0].function
+    return [*(a.name for a in function.arguments), *(n for n, _ in function.constants)]
+
+
+def _count(kernel: Kernel) -> int:
+    return len(_names(kernel))
+
+
+def test_parameters_in_another_order_are_left_to_triton() -> None:
+    kernel = compiled("relu(mm)")
+    kernel(*operands())
+    assert kernel._last is not None
+    launch, it, names = kernel._last.launches[0], kernel._last.compiled[0], _names(kernel)
+    assert direct.start(launch.jit, it, names, 4, len(names)) is not None
+    assert direct.start(launch.jit, it, [*names[1:], names[0]], 4, len(names)) is None
+    assert direct.start(launch.jit, None, names, 4, len(names)) is None
+
+
+def test_another_device_than_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = compiled("relu(mm)")
+    a, b = operands()
+    kernel(a, b)
+    now, seen = [3], []
+
+    class Guard:
+        def __init__(self, device: Any):
+            self.device = device
+
+        def __enter__(self) -> None:
+            seen.append(self.device)
+            self.before, now[0] = now[0], self.device
+
+        def __exit__(self, *_: object) -> None:
+            now[0] = self.before
+
+    monkeypatch.setattr(warmed, "current_device", lambda: now[0])
+    monkeypatch.setattr("torch.cuda.device", Guard)
+    kernel(a, b)
+    assert seen == [None] and now == [3]  # None is the index of where these tensors lie
+
+
+# -- threads
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> list[Exception]:
+    """What went wrong in threads that begin at one time."""
+    ready, failures = threading.Barrier(count), list[Exception]()
+
+    def run(number: int) -> None:
+        ready.wait()
+        try:
+            work(number)
+        except Exception as error:  # noqa: BLE001  # the caller wants every kind
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    return failures
+
+
+def test_threads_with_shapes_of_their_own(gpu: FakeGpu) -> None:
+    kernel, oracle = compiled("relu(mm + bias)"), compiled("relu(mm + bias)")
+    b, bias = half(K, N), half(N)
+    given = [(half(m, K), half(m, N)) for m in range(1, 9)]
+
+    def work(number: int) -> None:
+        a, out = given[number]
+        for _ in range(40):
+            assert kernel(a, b, bias=bias, out=out) is out
+
+    before = gpu.library.fake_launches()
+    assert not in_threads(8, work)
+    assert gpu.library.fake_launches() - before == 8 * 40
+    for a, out in given:
+        assert launched(gpu, kernel, a, b, bias=bias, out=out) == as_triton_does(gpu, oracle, a, b, bias=bias, out=out)
+
+
+def test_threads_that_want_the_same_kernel_for_the_first_time() -> None:
+    a, b = operands()
+    for _ in range(3):
+        kernel = compiled("relu(mm)")
+        assert not in_threads(8, lambda _number, kernel=kernel: kernel(a, b))
+
+
+# -- tensors that TMA addresses
+
+TRITON_COPY = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def copy(x_desc, y_desc, alpha, M, N, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK
+    y_desc.store([at, 0], (x_desc.load([at, 0]) * alpha).to(tl.float16))
+"""
+
+GLUON_COPY = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@gluon.jit
+def copy(x_desc, y_desc, alpha, M, N, BLOCK: gl.constexpr):
+    at = gl.program_id(0) * BLOCK
+    held = gl.allocate_shared_memory(gl.float16, x_desc.block_type.shape, x_desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, x_desc.block_type.nbytes)
+    load(x_desc, [at, 0], bar, held)
+    mbarrier.wait(bar, 0)
+    mbarrier.invalidate(bar)
+    store(y_desc, [at, 0], held)
+    tma.store_wait(0)
+"""
+
+BLOCK = (16, 64)
+
+
+@pytest.fixture(scope="session", params=[TRITON_COPY, GLUON_COPY], ids=["triton", "gluon"])
+def copy(request: pytest.FixtureRequest, gpu: FakeGpu) -> tuple[Any, Function]:
+    assert gpu.stream == 7
+    names = (("x_desc", "*fp16", BLOCK), ("y_desc", "*fp16", BLOCK), ("alpha", "fp32", None), ("M", "i32", None), ("N", "i32", None))
+    function = Function("copy", tuple(Argument(n, t, block=b) for n, t, b in names), (("BLOCK", 16),), 4, 1, None)
+    module: types.ModuleType = Loader(interpret=False).load(Rendered(request.param, (function,), digest([request.param])))
+    return module.copy, function
+
+
+SLOTS = {"x_ptr": 0, "y_ptr": 1, "alpha": 2}
+
+
+def bound(gpu: FakeGpu, copy: tuple[Any, Function], x: torch.Tensor, y: torch.Tensor) -> tuple[Launch, Any]:
+    """The launch, and the same without Triton."""
+    jit, function = copy
+    launch = Launch.of(jit, function, -(-x.shape[0] // 16), {"M": x.shape[0], "N": x.shape[1]})
+    it = launch({"x_ptr": x, "y_ptr": y, "alpha": 2.0})
+    gpu.know(it)
+    again = launch.direct(it, SLOTS, (x, y))
+    assert again is not None
+    return launch, again
+
+
+def both(gpu: FakeGpu, pair: tuple[Launch, Any], x: torch.Tensor, y: torch.Tensor) -> list[Launched]:
+    launch, again = pair
+    expected = gpu.during(lambda: launch({"x_ptr": x, "y_ptr": y, "alpha": 2.0}))
+    found = gpu.during(lambda: again(gpu.stream, [x.data_ptr(), y.data_ptr(), 2.0]))
+    assert found == expected and len(found[0].parameters[0]) == 128
+    return found
+
+
+def test_descriptors_are_tritons(gpu: FakeGpu, copy: tuple[Any, Function]) -> None:
+    x, y = half(48, 64), half(48, 64)
+    pair = bound(gpu, copy, x, y)
+    (found,) = both(gpu, pair, x, y)
+    assert struct.unpack("Q", found.parameters[0][:8])[0] == x.data_ptr()
+    (other,) = both(gpu, pair, half(48, 64), y)
+    assert other.parameters[0] != found.parameters[0] and other.parameters[5] == found.parameters[5]
+
+
+def test_descriptors_are_made_once(gpu: FakeGpu, copy: tuple[Any, Function]) -> None:
+    x, y = half(48, 64), half(48, 64)
+    _, again = bound(gpu, copy, x, y)
+    values = [x.data_ptr(), y.data_ptr(), 2.0]
+    again(7, values)
+    before = gpu.descriptors
+    for _ in range(5):
+        again(7, values)
+    assert gpu.descriptors == before
+    buffers = [half(48, 64) for _ in range(direct._REMEMBERED + 1)]
+    for t in [*buffers, x]:
+        again(7, [t.data_ptr(), y.data_ptr(), 2.0])
+    assert gpu.descriptors == before + len(buffers) + 1, "no more are kept than so many"
+
+
+def test_an_address_that_comes_back_is_described_by_its_own_shape(gpu: FakeGpu, copy: tuple[Any, Function]) -> None:
+    held, y = half(64 * 128), half(32, 64)
+    tall, wide, transposed = held[: 32 * 64].view(32, 64), held[: 64 * 64].view(32, 128)[:, :64], held[: 64 * 64].view(64, 64)
+    pairs = [bound(gpu, copy, t, y) for t in (tall, wide, transposed)]
+    for _ in range(2):
+        found = [both(gpu, pair, t, y)[0].parameters[0] for pair, t in zip(pairs, (tall, wide, transposed), strict=True)]
+        assert len(set(found)) == 3
+
+
+def test_the_transpose_is_described_where_that_has_contiguous_rows(gpu: FakeGpu, copy: tuple[Any, Function]) -> None:
+    jit, function = copy
+    x = half(64, 48)
+    launch = Launch.of(jit, function, 3, {"M": 48, "N": 64})
+    plain = gpu.during(lambda: gpu.know(launch({"x_ptr": x, "y_ptr": x, "alpha": 2.0})))
+    assert len(plain) == 1
+    for t in (x, x.T):
+        both(gpu, bound(gpu, copy, t, t), t, t)
+
+
+def test_descriptors_that_cannot_be_made_are_left_to_triton(gpu: FakeGpu, copy: tuple[Any, Function], monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.nvidia import driver
+
+    x = half(48, 64)
+    launch, _ = bound(gpu, copy, x, x)
+    it = launch({"x_ptr": x, "y_ptr": x, "alpha": 2.0})
+    make = driver.make_tensordesc_arg
+    monkeypatch.setattr(driver, "make_tensordesc_arg", functools.wraps(make)(lambda *given: [*make(*given), 0]))
+    assert launch.direct(it, SLOTS, (x, x)) is None
+    monkeypatch.delattr(driver, "make_tensordesc_arg")
+    assert launch.direct(it, SLOTS, (x, x)) is None

@@ -1,0 +1,34 @@
+"""Warmed calls down to the driver, without a GPU: tests/fake_gpu_cases.py in a process where Triton takes the CPU for one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="Triton's launcher is C, and there is no compiler for it")
+def test_warmed_calls_are_tritons_own(tmp_path: Path) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "0", "EPIGEN_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "--rootdir",
+        str(TESTS.parent),
+        str(TESTS / "fake_gpu_cases.py"),
+    ]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout and "skipped" not in run.stdout
