@@ -94,10 +94,10 @@ class Kernel:
         given: tuple[Any, ...] | None
         if out is None:
             given = (a, b, *inputs.values())
-        elif isinstance(out, (tuple, list)):
-            given = (a, b, *inputs.values(), *out) if out else None
+        elif type(out) in arguments.PLAIN:
+            given = (a, b, *inputs.values(), out)
         else:
-            given = (a, b, *inputs.values(), out) if isinstance(out, Tensor) else None
+            given = (a, b, *inputs.values(), *out) if out and isinstance(out, (tuple, list)) else None
         if given is not None:
             for before in self._recent.get((*inputs, len(given)), ()):
                 if before.check(*given) and (found := before.again(given)) is not None:
