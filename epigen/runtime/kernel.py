@@ -102,7 +102,8 @@ class Kernel:
             for before in self._recent.get((*inputs, len(given)), ()):
                 if before.check(*given) and (found := before.again(given)) is not None:
                     self._last = before.prepared
-                    return found[0] if self._outputs is None else self._outputs(*found)
+                    # by the tuple's own constructor: that of a named tuple is written in Python, and takes three times as long
+                    return found[0] if self._outputs is None else tuple.__new__(self._outputs, found)
         results = self._call(a, b, inputs, out, given)
         return results[0] if self._outputs is None else self._outputs(*results)
 
