@@ -551,7 +551,9 @@ BLOCK = (16, 64)
 def copy(request: pytest.FixtureRequest, gpu: FakeGpu) -> tuple[Any, Function]:
     assert gpu.stream == 7
     names = (("x_desc", "*fp16", BLOCK), ("y_desc", "*fp16", BLOCK), ("alpha", "fp32", None), ("M", "i32", None), ("N", "i32", None))
-    function = Function("copy", tuple(Argument(n, t, block=b) for n, t, b in names), (("BLOCK", 16),), 4, 1, None)
+    function = Function(
+        "copy", tuple(Argument(n, t, block=b) for n, t, b in names), (("BLOCK", 16),), 4, 1, None, "gluon" if request.param is GLUON_COPY else "triton"
+    )
     module: types.ModuleType = Loader(interpret=False).load(Rendered(request.param, (function,), digest([request.param])))
     return module.copy, function
 

@@ -17,6 +17,7 @@ from bench import ahead, bars, cases, cold, headline, peers, readme, record, tim
 from bench.cases import Case
 from bench.checked import Demand, Oracle, Wrong
 from bench.programs import BY_NAME, PROGRAMS
+from epigen import settings
 from epigen.errors import CompileError
 from epigen.ir import reference
 from epigen.runtime import device
@@ -209,6 +210,7 @@ def test_torch_compile_gets_static_shapes_and_forgets_what_was_before(monkeypatc
 
 
 def test_what_torch_compiles_is_one_graph() -> None:
+    settings.set_interpreter(True)  # torch's compiler imports Triton, and other tests of this process want it so
     for program in PROGRAMS:
         problem = peers.problem(program, (32, 48, 16), "fp16", "nt", "cpu")
         torch._dynamo.reset()

@@ -41,7 +41,7 @@ def _launch(spec: KernelSpec, config: KernelConfig, function: Function) -> dict[
     """Grid and arguments of one launch, as text over the launcher's variables."""
     if function.finish is None:
         tiles = " * ".join(f"tiles_{i}{f' // {count}' if count > 1 else ''}" for i, count in zip("mn", parts(config), strict=True))
-        grid = f"min({tiles}, programs)" if SCHEDULES[config.schedule].persistent else tiles
+        grid = f"min({tiles}, num_programs)" if SCHEDULES[config.schedule].persistent else tiles
     elif function.finish.indices:
         grid = f"triton.cdiv({function.finish.indices.upper()}, {dict(function.constants)['BLOCK_X']})"
     else:
