@@ -199,8 +199,8 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: st
     """Run the kernel of the plan at a shape with tails, on the GPU or under the interpreter, and say how far it is from the oracle."""
     import torch
 
-    from epigen.codegen.schedules import SCHEDULES, in_triton
-    from epigen.codegen.spec import TMA_BYTES
+    from epigen.codegen.schedules import in_triton
+    from epigen.codegen.standalone import check_shape
     from epigen.runtime import verify
     from epigen.runtime.arguments import uninterpretable
     from epigen.runtime.kernel import Kernel
@@ -211,13 +211,8 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: st
     if not on_gpu and (wrong := uninterpretable(graph, [dtype], [o.dtype for o in plan.spec.outputs])):
         graph, run = _twin(graph), dtypes.FP16 if dtype == dtypes.BF16 or dtype.is_fp8 else dtype
         twin = f" (its twin with fp16 for {wrong}, which Triton's interpreter rounds wrongly: run it on a GPU for {wrong} itself)"
-    config, k_multiple = plan.choice.config if on_gpu else in_triton(plan.choice.config), plan.spec.signature.k_multiple
-    sizes = dict(config.values)
-    k = max(2 * sizes.get("block_k", 32), k_multiple)
-    if SCHEDULES[config.schedule].descriptors:  # rows that TMA can address
-        shape = (sizes["block_m"] + TMA_BYTES, sizes["block_n"] + TMA_BYTES, k + TMA_BYTES)
-    else:
-        shape = (sizes["block_m"] + 3, sizes["block_n"] + 5, k if k_multiple > 1 else k - 3)
+    config = plan.choice.config if on_gpu else in_triton(plan.choice.config)
+    shape = check_shape(plan.spec, config)
     chosen = plan.choice
     one = Kernel(graph, kernel.renderer, lambda *_: chosen, None, "triton" if on_gpu else "interpreter", precision)
     inputs = dtypes.FP32 if run.bits == 8 else run

@@ -355,6 +355,15 @@ def test_a_layout_is_verified_as_it_is(layout: str, monkeypatch: pytest.MonkeyPa
     assert "".join("n" if t.stride(1) == 1 else "t" for t in (one.a, one.b)) == layout
 
 
+@pytest.mark.usefixtures("compile_once")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", ["1000x1002x1004", "1001x1003x999", "1024x1000x1000"])
+def test_a_kernel_of_unaligned_rows_is_verified_itself(layout: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_start_compiling", lambda *_: None)
+    done = run("compile", "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z)", "--config", SMALL, "--layout", layout, "--shape", shape)
+    assert "under Triton's interpreter, this very kernel, against float64\n" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("program", "dtype", "said"),
     [

@@ -21,9 +21,10 @@ from epigen.codegen import schedules
 from epigen.codegen.lower import kernel_name, lower
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import KernelConfig, KernelSpec, Signature
+from epigen.codegen.spec import LAYOUTS, KernelConfig, KernelSpec, Signature
 from epigen.dtypes import FP8E4M3, FP16, FP32, INT8, DType
 from epigen.ir.check import check
+from epigen.ir.graph import BITS, PACKED
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
 
@@ -50,6 +51,14 @@ KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
     "relu_bias": (spec_of("relu(mm + bias)", k_multiple=64), TILED),
     "relu_bias_any_k": (spec_of("relu(mm + bias)"), TILED),
     "relu_and_mask": (spec_of("z = mm + bias; relu(z), bitmask(z > 0)", k_multiple=64), TILED),
+    "unaligned_rows": (
+        spec_of(
+            "dz = drelu(mm, mask) * scale_a[m]; dz, bitmask(dz > 0)",
+            factors=(("K", 4), ("N", 8), ("stride_am", 4), ("stride_bk", 8), ("stride_dz_m", 8)),
+            bytewise=("mask", "out1"),
+        ),
+        TILED,
+    ),
     "drelu_and_bgrad": (spec_of("dz = drelu(mm, mask); dz, bgrad(dz)", k_multiple=64), TILED),
     "three_finishing_kernels": (
         spec_of(
@@ -105,7 +114,15 @@ def specs(draw: st.DrawFn) -> KernelSpec:
     operand = draw(st.sampled_from(dtypes.OPERANDS))
     inputs = tuple((n.name, draw(st.sampled_from(dtypes.OPERANDS if n.indices else (None, FP32, FP16)))) for n in graph.inputs())
     precision = draw(st.sampled_from(("ieee", "tf32"))) if operand == FP32 else "ieee"
-    return lower(graph, Signature(operand, operand, inputs, precision, draw(st.sampled_from((1, 16, 256))), draw(st.sampled_from((32, 64)))))
+    factors = tuple(
+        (name, draw(st.sampled_from((1, 2, 4, 8)))) for name in draw(st.sets(st.sampled_from(("K", "M", "N", "stride_am", "stride_bn", "stride_mm_m"))))
+    )
+    packed = [n.name for n in graph.inputs() if n.op == BITS] + [o.name for o in graph.outputs if graph.nodes[o.node].kind == PACKED]
+    bytewise = tuple(draw(st.sets(st.sampled_from(packed)))) if packed else ()
+    bits, multiple = draw(st.sampled_from((32, 64))), draw(st.sampled_from((1, 16, 256)))
+    layout = draw(st.sampled_from(LAYOUTS))
+    tma = tuple(draw(st.sets(st.sampled_from(["a", "b", *(o.name for o in graph.outputs)]))))
+    return lower(graph, Signature(operand, operand, inputs, precision, multiple, bits, layout, tma, factors, bytewise))
 
 
 @st.composite
@@ -158,7 +175,7 @@ def test_each_dimension_counts_in_the_digest(config: KernelConfig) -> None:
     "other",
     [
         spec_of("relu(mm - bias)"), spec_of("relu(mm + bias)", dtypes.BF16), spec_of("relu(mm + bias)", input_dtype=FP32), spec_of("relu(mm + bias)", k_multiple=64), spec_of("relu(mm + bias)", index_bits=64),
-        spec_of("cast(relu(mm + bias), fp32)"), spec_of("y = relu(mm + bias); y"), spec_of("relu(mm + gate[n])"), spec_of("relu(mm + bias[m])"),
+        spec_of("relu(mm + bias)", factors=(("N", 8),)), spec_of("relu(mm + bias)", factors=(("stride_am", 2),)), spec_of("cast(relu(mm + bias), fp32)"), spec_of("y = relu(mm + bias); y"), spec_of("relu(mm + gate[n])"), spec_of("relu(mm + bias[m])"),
     ],
 )  # fmt: skip
 def test_another_spec_has_another_digest(other: KernelSpec) -> None:

@@ -270,10 +270,9 @@ def test_every_name_in_a_generated_kernel_is_refused_as_an_input() -> None:
     ]
     found: set[str] = set()
     for config in configs:
-        for index_bits in (32, 64):
-            signature = Signature(
-                FP16, FP16, tuple((n.name, None if n.name == "yy" else FP16) for n in graph.inputs()), index_bits=index_bits, tma=("a", "b", "cc")
-            )
+        for index_bits, factors, bytewise in ((32, (), ()), (64, (("K", 2), ("M", 4), ("N", 8), ("stride_am", 2), ("stride_vv_m", 8)), ("uu", "out4"))):
+            inputs = tuple((n.name, None if n.name == "yy" else FP16) for n in graph.inputs())
+            signature = Signature(FP16, FP16, inputs, index_bits=index_bits, factors=factors, bytewise=bytewise, tma=("a", "b", "cc"))
             tree = ast.parse(renderer.render(lower(graph, signature), config).text)
             for node in ast.walk(tree):
                 if isinstance(node, ast.FunctionDef):
@@ -281,7 +280,21 @@ def test_every_name_in_a_generated_kernel_is_refused_as_an_input() -> None:
                         found |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} | {a.arg for a in node.args.args}
                     else:
                         found.add(node.name)
-    assert {"tl", "acc", "pid_m", "offs_n", "to_int8", "uu_byte", "stride_vv_m", "tiles_n"} <= found
+    assert {
+        "tl",
+        "acc",
+        "pid_m",
+        "offs_n",
+        "to_int8",
+        "uu_byte",
+        "uu_word",
+        "columns_byte",
+        "columns_word",
+        "stride_vv_m",
+        "stride_vv_m_8",
+        "N_8",
+        "tiles_n",
+    } <= found
     free = set()
     for name in found - own:
         try:

@@ -109,6 +109,13 @@ def test_long_epilogues_take_smaller_tiles() -> None:
     assert long["block_m"] * long["block_n"] < plain["block_m"] * plain["block_n"]
 
 
+def test_rows_of_whole_words_need_no_vendor() -> None:
+    """What 4 bytes divide is copied ahead."""
+    for n, schedule in ((4098, "tiled"), (4099, "library")):
+        shape = (4096, n, 4096)
+        assert rule.choose(spec_of(PLAIN, FP16, shape[2]), shape, TARGETS["sm_90"]).config.schedule == schedule
+
+
 @pytest.mark.parametrize(("layout", "schedule"), [("nn", "library"), ("nt", "tiled"), ("tt", "library")])
 def test_large_products_with_unaligned_rows_go_to_the_vendor(layout: str, schedule: str) -> None:
     """Rows of b are N long where it is row-major and K long where it is transposed."""

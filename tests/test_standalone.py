@@ -239,6 +239,33 @@ def test_what_a_file_is_made_of(file: File) -> None:
     assert f"# schedule {file.config}" in source
 
 
+UNALIGNED = """
+import sys, warnings
+import torch
+import fused
+warnings.simplefilter("ignore")
+fused.self_check()
+for (m, n, k), said in (((64, 24, 8), ""), ((60, 24, 8), "M divisible by 8"), ((64, 20, 8), "N divisible by 8"), ((64, 24, 12), "K divisible by 8")):
+    a, b, bias = torch.randn(m, k).half(), torch.randn(n, k).half().T, torch.randn(n).half()
+    try:
+        found = fused.relu_mm_bias(a.T.contiguous().T, b, bias=bias)
+        assert torch.allclose(found.float(), (a.float() @ b.float() + bias).relu(), atol=1e-2) and not said, said
+    except ValueError as error:
+        assert said and said in str(error), error
+"""
+
+
+@pytest.mark.parametrize("config", [SMALL, LIBRARY], ids=lambda c: c.schedule)
+def test_a_file_for_unaligned_rows_says_what_it_was_made_for(away: Path, config: KernelConfig) -> None:
+    """a transposed, b transposed: 8 divides every row, and 16 none."""
+    kernel = api.compile("relu(mm + bias)", config=config)
+    plan = kernel.plan((1000, 1000, 1000), dtype=FP16, target=TARGETS["sm_90"], layout="tt")
+    (away / "fused.py").write_text(standalone(api.renderer(), kernel.graph, plan.spec, plan.choice, plan.rendered))
+    # the library's kernel sees the product alone, and K never
+    done = python(away, "-c", UNALIGNED if config is SMALL else UNALIGNED.replace('"K divisible by 8"', '""'))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("file", [FILES[0], FILES[3]], ids=str)
 def test_equal_inputs_give_equal_bytes(file: File) -> None:
     assert file.source == file.source

@@ -23,7 +23,9 @@ from epigen.codegen.spec import (
     Signature,
     Source,
     Store,
+    contiguous,
     digest,
+    factors,
     index_bits,
     k_multiple,
 )
@@ -74,7 +76,7 @@ def signature_of_contiguous(
     rows = {"a": (k if layout[0] == "n" else m) * a.bytes, "b": (n if layout[1] == "n" else k) * b.bytes}
     rows |= {o.name: n * output_dtype(graph, o, a).bytes for o in graph.outputs if describable(graph, o)}
     tma = tuple(name for name, row_bytes in rows.items() if row_bytes % TMA_BYTES == 0 and 0 not in shape)
-    return Signature(a, b, inputs, precision, k_multiple(k), index_bits(shape), layout, tma)
+    return Signature(a, b, inputs, precision, k_multiple(k), index_bits(shape), layout, tma, factors(shape, contiguous(shape, layout, graph.tiles())))
 
 
 def describable(graph: Graph, output: Output) -> bool:

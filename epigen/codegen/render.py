@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,14 @@ import jinja2
 import epigen
 from epigen.codegen import emit, schedules
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import Finish, Input, KernelConfig, KernelSpec, Store, digest
+from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, Signature, Store, digest, stride_name
 from epigen.dtypes import FP32, INT32, UINT8, DType
 from epigen.ir.graph import describe_indices
 
 _TRITON_TYPES = {"fp8e4m3": "fp8e4nv", "fp8e5m2": "fp8e5", "int8": "i8", "int32": "i32", "uint8": "u8"}
 
 # elements of a reduction's length, and of what it leaves, that one step of a finishing kernel holds
-_FINISH_TILES = {"n": (32, 32), "m": (32, 32), "": (1024, 1)}
-_FINISH_OPERAND = (128, 32)
+_FINISH_TILES = {"n": (128, 32), "m": (128, 32), "": (1024, 1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +33,7 @@ class Argument:
 
     block: of a tensor that the kernel addresses by TMA, rows and columns of what it moves at a time; its name ends in `_desc`, a
     pointer's in `_ptr`. transposed: it is the tensor's transpose that has contiguous rows, and is so addressed.
+    of, factor: an integer's value is that of `of` over `factor`, if `of` is not empty; else factor is what is known to divide it.
     """
 
     name: str
@@ -41,6 +41,8 @@ class Argument:
     about: str = ""
     block: tuple[int, int] | None = None
     transposed: bool = False
+    of: str = ""
+    factor: int = KNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +83,20 @@ class Renderer:
         functions = [_main(spec, config), *(_finish(spec, f) for f in spec.finishes)]
         text = self.text(
             "module.py.j2", spec=spec, config=config, functions=functions, schedule=schedule, dot_arguments=dot_arguments(spec, config),
-            described=[s.name for s in spec.stores if stored_by_tma(s, spec, config)],
+            described=[s.name for s in spec.stores if stored_by_tma(s, spec, config)], **units(spec, config),
         )  # fmt: skip
         return Rendered(text, tuple(functions), digest([text]))
 
     def text(self, template: str, **values: Any) -> str:
         values |= {"version": epigen.__version__, "helpers": _helpers, "of_finish": _of_finish, "describe": describe_indices, "zip": zip}
         return _tidy(self.environment.get_template(template).render(values))
+
+
+def units(spec: KernelSpec, config: KernelConfig) -> dict[str, frozenset[str]]:
+    """Which packed masks the main kernel accesses in words of 32 columns, and which in bytes."""
+    masks = frozenset([i.name for i in spec.inputs if i.packed] + [s.name for s in spec.stores if s.packed])
+    in_bytes = masks & frozenset(spec.signature.bytewise) if config["block_n"] // schedules.parts(config)[1] >= 32 else masks
+    return {"in_words": masks - in_bytes, "in_bytes": in_bytes}
 
 
 def _tidy(text: str) -> str:
@@ -161,11 +170,21 @@ def _output(store: Store) -> Argument:
 
 def _strides(items: Iterable[Input | Store]) -> list[Argument]:
     """One a stored index; none for what is passed by value or has one element."""
-    return [Argument(f"stride_{i.name}_{index}", "i32") for i in items if i.dtype is not None for index in i.indices]
+    return [Argument(stride_name(i.name, index), "i32") for i in items if i.dtype is not None for index in i.indices]
 
 
 def _integers(*names: str) -> list[Argument]:
     return [Argument(n, "i32") for n in names]
+
+
+def _factored(arguments: Iterable[Argument], signature: Signature) -> tuple[Argument, ...]:
+    """The arguments, each once. Those that Triton would take to be of any value are passed divided, so that the kernel can say of what
+    they are a multiple."""
+    found = []
+    for argument in dict.fromkeys(arguments):
+        factor = dict(signature.factors).get(argument.name, KNOWN)
+        found.append(Argument(f"{argument.name}_{factor}", "i32", of=argument.name, factor=factor) if 1 < factor < KNOWN else replace(argument, factor=factor))
+    return tuple(found)
 
 
 def _main(spec: KernelSpec, config: KernelConfig) -> Function:
@@ -191,14 +210,17 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     part = (config["block_m"] // parts[0], config["block_n"] // parts[1])
     pointed = [s for s in spec.stores if not stored_by_tma(s, spec, config)]
     stores = [_output(s) if s in pointed else _described(s.name, s.dtype, part, s.indices, role=", written") for s in spec.stores]
-    if config.schedule == "split_k":
+    if config.schedule == schedules.SPLIT_K.name:
         held = "[tiles * SPLITS, BLOCK_M, BLOCK_N]"
-        partials.append(_pointer("part", spec.accumulator, f"{held} {spec.accumulator}, written: sums over parts of k"))
-        partials.append(_pointer("arrived", INT32, "[tiles] int32, written: 0 before and after"))
-    arguments = (*operands, *map(_input, spec.inputs), *stores, *partials, *sizes, *_strides(spec.inputs), *_strides(pointed))
+        partials.append(_pointer("split_partial", spec.accumulator, f"{held} {spec.accumulator}, written: sums over parts of k"))
+        partials.append(_pointer("num_arrived", INT32, "[tiles] int32, written: 0 before and after"))
+    # the bytes of a word lie side by side
+    fixed = {stride_name(name, "n") for name in units(spec, config)["in_words"]}
+    strides = [s for s in (*_strides(spec.inputs), *_strides(pointed)) if s.name not in fixed]
+    arguments = (*operands, *map(_input, spec.inputs), *stores, *partials, *sizes, *strides)
     stages = dict(config.values).get("num_stages", 1)
     name = spec.name if schedule.multiplies else f"{spec.name}_epilogue"
-    return Function(name, arguments, schedules.constants(config), schedules.warps(config), stages, None, schedule.dialect)
+    return Function(name, _factored(arguments, sig), schedules.constants(config), schedules.warps(config), stages, None, schedule.dialect)
 
 
 def _finish(spec: KernelSpec, finish: Finish) -> Function:
@@ -226,9 +248,9 @@ def _finish(spec: KernelSpec, finish: Finish) -> Function:
         *_strides(finish.inputs),
         *_strides(finish.stores),
     )
-    length, width = _FINISH_OPERAND if any(s.operand for s in finish.sources) else _FINISH_TILES[finish.indices]
+    length, width = _FINISH_TILES[finish.indices]
     name = f"{spec.name}_finish_{finish.indices}".rstrip("_")
-    return Function(name, tuple(dict.fromkeys(arguments)), (("BLOCK_T", length), ("BLOCK_X", width)), 4, 1, finish)
+    return Function(name, _factored(arguments, sig), (("BLOCK_T", length), ("BLOCK_X", width)), 4, 1, finish)
 
 
 def dot_arguments(spec: KernelSpec, config: KernelConfig) -> str:

@@ -26,7 +26,8 @@ class Signature:
     inputs: each named input's dtype; None for a Python number, which is passed by value.
     precision: "ieee" or "tf32", for fp32 operands only.  k_multiple: a power of two that divides K.
     index_bits: 64 where some offset does not fit in 32 bits. layout: how a and b lie.
-    tma: those of "a", "b" and the outputs' names whose tensors a TMA descriptor can address.
+    tma: those of "a", "b" and the outputs' names whose tensors a TMA descriptor can address.  factors: as `factors` finds them.
+    bytewise: packed masks that are read or written a byte at a time, since their rows are not whole, aligned words of 4.
     """
 
     a: DType
@@ -37,6 +38,8 @@ class Signature:
     index_bits: int = 32
     layout: str = "nn"
     tma: tuple[str, ...] = ()
+    factors: tuple[tuple[str, int], ...] = ()
+    bytewise: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,48 @@ def index_bits(shape: tuple[int, int, int]) -> int:
 
 TMA_BYTES = 16
 """What a TMA descriptor wants a tensor's first address, and the distance between its rows, to be a multiple of."""
+Strided = tuple[str, str, tuple[int, ...]]
+"""A tensor's name, its indices, and its stride along each."""
+
+KNOWN = 16
+"""What Triton finds of an integer argument by itself: whether this divides it."""
+
+
+def stride_name(tensor: str, index: str) -> str:
+    """What a kernel calls the stride of a tensor along an index."""
+    return f"stride_{tensor}{index}" if tensor in ("a", "b") else f"stride_{tensor}_{index}"
+
+
+def factors(shape: tuple[int, int, int], tensors: Iterable[Strided]) -> tuple[tuple[str, int], ...]:
+    """What divides the integer arguments that loads and stores of several elements hang on: N, the extent along which a matrix is
+    contiguous, and its other stride.
+
+    Each that KNOWN does not divide, with the largest power of two that does. shape: M, N, K.
+    """
+    extents = dict(zip("mnk", shape, strict=True))
+    values = {"N": extents["n"]}  # of the outputs' rows and of partial results
+    for name, indices, strides in tensors:
+        if len(indices) == 2 and 1 in strides:
+            along = strides.index(1) if strides[1] != 1 else 1
+            values[indices[along].upper()] = extents[indices[along]]
+            values[stride_name(name, indices[1 - along])] = strides[1 - along]
+    # Triton itself makes a constant of 1, and a larger stride's quotient would be multiplied back in 32 bits
+    return tuple((name, value & -value) for name, value in sorted(values.items()) if value % KNOWN and 1 < value < WIDE)
+
+
+def contiguous(shape: tuple[int, int, int], layout: str, tiles: Iterable[str]) -> tuple[Strided, ...]:
+    """The matrices of a call whose tensors leave no gaps. tiles: names of the [m,n] inputs and outputs, but for packed masks."""
+    m, n, k = shape
+    a, b = (k, 1) if layout[0] == "n" else (1, m), (n, 1) if layout[1] == "n" else (1, k)
+    return ("a", "mk", a), ("b", "kn", b), *((name, "mn", (n, 1)) for name in ("mm", *tiles))
+
+
+def whole_words(strides: tuple[int, ...], address: int) -> bool:
+    """Whether each row of a packed mask begins at a word of 4 bytes. address: of the first, of which Triton too asks whether 16 divides it.
+
+    The last word may reach past a row's end, but holds some byte of it, so it lies in the same allocation.
+    """
+    return strides[1] == 1 and strides[0] % 4 == 0 and address % 16 == 0
 
 
 Arg = str | float

@@ -7,9 +7,9 @@ own oracle computes.
 from __future__ import annotations
 
 from epigen import ops
-from epigen.codegen.render import Argument, Function, Rendered, Renderer
+from epigen.codegen.render import Argument, Function, Rendered, Renderer, units
 from epigen.codegen.schedules import SCHEDULES, parts
-from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, number
+from epigen.codegen.spec import TMA_BYTES, Choice, KernelConfig, KernelSpec, number
 from epigen.dtypes import BF16, FP32, INT8, DType
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
@@ -24,12 +24,40 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
         spec=spec, choice=choice, graph=graph, heading=heading, body="import triton\n" + body,
         launcher=spec.name.removeprefix("epigen_"),
         launches=[_launch(spec, config, f) for f in rendered.functions],
-        schedule=schedule, multiplies=schedule.multiplies, parts=parts(config),
+        schedule=schedule, multiplies=schedule.multiplies, parts=parts(config), splits=dict(config.values).get("splits", 0),
         block_m=config["block_m"], block_n=config["block_n"], block_k=dict(config.values).get("block_k", 32),
+        words=[i.name for i in spec.inputs if i.name in units(spec, config)["in_words"]],
+        check_shape=check_shape(spec, config), divisors=_divisors(spec, rendered), transposed=[t for t in "ab" if _transposed(spec, config, t)],
         reference=_reference(graph), results=_results(graph), tolerance=_tolerance(graph, spec),
         interpretable=schedule.dialect == "triton" and not any(t == BF16 or t.is_fp8 for t in _dtypes(graph, spec)),
         packed_in=any(i.packed for i in spec.all_inputs), packed_out=any(o.packed for o in spec.outputs),
     )  # fmt: skip
+
+
+def check_shape(spec: KernelSpec, config: KernelConfig) -> tuple[int, int, int]:
+    """M, N, K that leave a tail in each where the kernel's text allows one, for a check of the kernel."""
+    if SCHEDULES[config.schedule].descriptors:  # rows that TMA can address
+        return config["block_m"] + TMA_BYTES, config["block_n"] + TMA_BYTES, 2 * config["block_k"] + TMA_BYTES
+    divisors = dict(spec.signature.factors)
+
+    def tail(odd: int, divisor: int) -> int:
+        return divisor if divisor > 1 else odd
+
+    block_k, multiple = dict(config.values).get("block_k", 32), spec.signature.k_multiple
+    k = max(2 * block_k, 64) + (0 if multiple % block_k == 0 else tail(-3, multiple))
+    return config["block_m"] + tail(3, divisors.get("M", 1)), config["block_n"] + tail(5, divisors.get("N", 1)), k
+
+
+def _divisors(spec: KernelSpec, rendered: Rendered) -> dict[str, int]:
+    """What the launcher divides without remainder, as text over its variables."""
+    return {_argument(a.of, spec): a.factor for f in rendered.functions for a in f.arguments if a.of}
+
+
+def _transposed(spec: KernelSpec, config: KernelConfig, operand: str) -> bool:
+    """Whether the kernel takes it that this operand lies transposed."""
+    if SCHEDULES[config.schedule].descriptors:
+        return spec.signature.layout["ab".index(operand)] == "t"
+    return f"stride_{operand}{'k' if operand == 'a' else 'n'}" in dict(spec.signature.factors)
 
 
 def _dtypes(graph: Graph, spec: KernelSpec) -> list[DType]:
@@ -41,24 +69,27 @@ def _launch(spec: KernelSpec, config: KernelConfig, function: Function) -> dict[
     """Grid and arguments of one launch, as text over the launcher's variables."""
     if function.finish is None:
         tiles = " * ".join(f"tiles_{i}{f' // {count}' if count > 1 else ''}" for i, count in zip("mn", parts(config), strict=True))
-        grid = f"min({tiles}, num_programs)" if SCHEDULES[config.schedule].persistent else tiles
+        splits = dict(config.values).get("splits", 1)
+        grid = f"min({tiles}, num_programs)" if SCHEDULES[config.schedule].persistent else f"{tiles}{f' * {splits}' if splits > 1 else ''}"
     elif function.finish.indices:
         grid = f"triton.cdiv({function.finish.indices.upper()}, {dict(function.constants)['BLOCK_X']})"
     else:
         grid = "1"
     options = [f"{n}={v}" for n, v in function.constants] + [f"num_warps={function.num_warps}", f"num_stages={function.num_stages}", "enable_fp_fusion=True"]
-    return {"name": function.name, "grid": grid, "arguments": [_argument(a, spec, function.dialect) for a in function.arguments], "options": options}
+    return {"name": function.name, "grid": grid, "arguments": [_passed(a, spec, function.dialect) for a in function.arguments], "options": options}
 
 
-def _argument(argument: Argument, spec: KernelSpec, dialect: str) -> str:
-    name = argument.name
+def _passed(argument: Argument, spec: KernelSpec, dialect: str) -> str:
     if argument.block:
-        tensor = name.removesuffix("_desc")
-        shared = ""
+        tensor, shared = argument.name.removesuffix("_desc"), ""
         if dialect == "gluon":
             element = next(o.dtype for o in spec.outputs if o.name == tensor) if tensor not in ("a", "b") else spec.signature.a
             shared = f", gl.NVMMASharedLayout.get_default_for({list(argument.block)}, gl.{element.triton})"
         return f"TensorDescriptor.from_tensor({tensor}{'.T' * argument.transposed}, {list(argument.block)}{shared})"
+    return f"{_argument(argument.of, spec)} // {argument.factor}" if argument.of else _argument(argument.name, spec)
+
+
+def _argument(name: str, spec: KernelSpec) -> str:
     if name.endswith("_ptr"):
         return name.removesuffix("_ptr")
     if name == "tiles":

@@ -34,7 +34,7 @@ _GENERATED = frozenset(
     to_int8 float16 float32 float64 bfloat16 int1 int8 int16 int32 int64 uint8 uint32 math extra libdevice language jit""".split()
 )
 _GENERATED_PATTERN = re.compile(
-    r"(stride|offs|block|tiles|num|in|BLOCK|GROUP|FINISH)_.*|.*_(ptrs?|desc|bufs?|partial|length|value|byte|bit|in)|finish_.*|out\d+|t\d+"
+    r"(stride|offs|columns|block|tiles|num|in|split|BLOCK|GROUP|FINISH)_.*|.*_(ptrs?|desc|bufs?|partial|length|value|word|byte|bit|in)|finish_.*|out\d+|t\d+|[MNK]_\d+"
 )
 
 _Value = int | None  # a node's number, or None where its expression held a mistake

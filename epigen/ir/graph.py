@@ -59,6 +59,11 @@ class Graph:
         """The named inputs, packed masks among them, in order of first use; operands and mm are not listed."""
         return tuple(n for n in self.nodes if n.op in (INPUT, BITS))
 
+    def tiles(self) -> tuple[str, ...]:
+        """Names of the inputs and outputs with an element for each of the result's, packed masks left out."""
+        inputs = [n.name for n in self.inputs() if n.indices == "mn" and n.kind != PACKED and n.op != BITS]
+        return (*inputs, *(o.name for o in self.outputs if self.nodes[o.node].indices == "mn" and self.nodes[o.node].kind != PACKED))
+
 
 def describe_indices(indices: str) -> str:
     """'[m, n]', '[n]' or 'a scalar'."""

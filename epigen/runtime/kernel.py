@@ -19,7 +19,7 @@ from epigen.codegen import schedules
 from epigen.codegen.lower import describable, lower, signature_of_contiguous
 from epigen.codegen.render import Renderer
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import TMA_BYTES, WIDE, Choice, KernelConfig, KernelSpec, Provisional, Signature, k_multiple
+from epigen.codegen.spec import TMA_BYTES, WIDE, Choice, KernelConfig, KernelSpec, Provisional, Signature, factors, k_multiple, whole_words
 from epigen.dtypes import BY_TORCH, FP16, FP32, UINT8, DType
 from epigen.errors import CallError, ConfigError
 from epigen.ir import graph as g
@@ -266,16 +266,30 @@ class Kernel:
         tensors = [t for t in (a, b, *inputs.values(), *outs.values()) if isinstance(t, Tensor)]
         wide = any(arguments.reach(t) >= WIDE for t in tensors) or a.shape[0] * b.shape[1] >= WIDE
         named = tuple((name, BY_TORCH[str(inputs[name].dtype)] if isinstance(inputs[name], Tensor) else None) for name in self._inputs)
+        (m, k), n = a.shape, b.shape[1]
         nowhere = outputs.allocator(torch.device("meta"))
-        lies = [*((name, t, arguments.layout(t)) for name, t in (("a", a), ("b", b)))]
-        for output, out in zip(self._graph.outputs, found, strict=True):
-            if describable(self._graph, output):
-                lies.append((out.name, outs[out.name] if out.name in outs else out.held(a.shape[0], b.shape[1]).empty(nowhere), "n"))
+        results = {out.name: outs[out.name] if out.name in outs else out.held(m, n).empty(nowhere) for out in found}
+        layout = arguments.layout(a) + arguments.layout(b)
+        upright = {"a": a if layout[0] == "n" else a.T, "b": b if layout[1] == "n" else b.T}
+        upright |= {o.name: results[o.name] for o in self._graph.outputs if describable(self._graph, o)}
+        strided = [("a", "mk", a.stride()), ("b", "kn", b.stride()), ("mm", "mn", (n, 1))]
+        strided += [(name, node.indices, inputs[name].stride()) for name, node in self._inputs.items() if isinstance(inputs[name], Tensor)]
+        strided += [(out.name, out.indices, results[out.name].stride()) for out in found]
         return Signature(
-            BY_TORCH[str(a.dtype)], BY_TORCH[str(b.dtype)], named, self._precision_now(), k_multiple(a.shape[1]), 64 if wide else 32,
-            layout=arguments.layout(a) + arguments.layout(b),
-            tma=tuple(name for name, t, way in lies if arguments.describable(t if way == "n" else t.T)),
+            BY_TORCH[str(a.dtype)], BY_TORCH[str(b.dtype)], named, self._precision_now(), k_multiple(k), 64 if wide else 32, layout,
+            tma=tuple(name for name, t in upright.items() if arguments.describable(t)),
+            factors=factors((m, n, k), strided), bytewise=self._bytewise(inputs, outs),
         )  # fmt: skip
+
+    def _bytewise(self, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """The packed masks whose rows are not whole words. What lies behind a row's end may be read, but is written only in epigen's own."""
+        found = [name for name, node in self._inputs.items() if node.op == g.BITS and not whole_words(inputs[name].stride(), inputs[name].data_ptr())]
+        for o in self._graph.outputs:
+            if o.name in outs and self._graph.nodes[o.node].kind == g.PACKED:
+                out = outs[o.name]
+                if out.shape[1] % 4 or not whole_words(out.stride(), out.data_ptr()):
+                    found.append(o.name)
+        return tuple(found)
 
     def _check_interpretable(self, values: tuple[Any, ...], found: list[outputs.Out]) -> None:
         held = [BY_TORCH.get(str(t.dtype)) for t in values if isinstance(t, Tensor)]

@@ -21,6 +21,7 @@ from typing import Any
 
 from epigen import settings
 from epigen.codegen.render import Argument, Function, Rendered
+from epigen.codegen.spec import KNOWN
 from epigen.errors import CompileError, EpigenError
 from epigen.runtime import triton_key
 from epigen.runtime.device import Target
@@ -136,7 +137,7 @@ def compile_ahead(rendered: Rendered, function: Function, target: Target, consta
     """Compile one function with no GPU at hand.
 
     Assumed of the arguments, as Triton would find for contiguous tensors: pointers aligned to 16 bytes, extents and strides divisible
-    by 16. constants: integer arguments with a fixed value, such as a stride of 1.
+    by 16 but for those of which the signature says otherwise. constants: integer arguments with a fixed value, such as a stride of 1.
     Raises CompileError where Triton refuses the kernel.
     """
     triton = _import_triton(interpret=False)
@@ -145,10 +146,12 @@ def compile_ahead(rendered: Rendered, function: Function, target: Target, consta
     fixed = dict(function.constants) | dict(constants or {})
     names = [a.name for a in function.arguments] + [name for name, _ in function.constants]
     kinds = {a.name: a.type for a in function.arguments}
+    plain = {a.name for a in function.arguments if a.factor < KNOWN}
     signature = {n: "constexpr" if n in fixed else kinds[n] for n in names}
     aligned = [["tt.divisibility", 16]]
     # tile counts are small numbers of any value
-    attributes = {(i,): aligned for i, n in enumerate(names) if n not in fixed and kinds[n][:2] in ("*f", "*b", "*i", "*u", "i3") and not n.startswith("tiles")}
+    numbers = ("*f", "*b", "*i", "*u", "i3")  # pointers and integers; descriptors are what they are
+    attributes = {(i,): aligned for i, n in enumerate(names) if n not in fixed.keys() | plain and kinds[n][:2] in numbers and not n.startswith("tiles")}
     module = Loader(interpret=False).load(rendered)
     jit = getattr(module, function.name)
     if function.dialect == "gluon":

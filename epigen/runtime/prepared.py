@@ -70,8 +70,9 @@ class Prepared:
             strided.append((out.name, out.indices, like))
         for name, indices, tensor in strided:
             integers |= {f"stride_{name}_{i}": s for i, s in zip(indices, tensor.stride(), strict=False)}
+        integers |= {x.name: integers[x.of] // x.factor for f in self.plan.rendered.functions for x in f.arguments if x.of}
         self.workspace = Workspace.of(self.plan.spec, config, self.shape)
-        if any(x.name == "arrived_ptr" for x in self.plan.rendered.functions[0].arguments):
+        if any(x.name == "num_arrived_ptr" for x in self.plan.rendered.functions[0].arguments):
             self.arrivals = Arrivals(math.prod(tiles(config, self.shape)), self.device)
         for function, jit in zip(self.plan.rendered.functions, functions, strict=True):
             if grid := blocks(function, config, self.shape, multiprocessors):
@@ -86,7 +87,7 @@ class Prepared:
         here = self.device.type != "cuda" or self.device.index == torch.cuda.current_device()
         with nullcontext() if here else torch.cuda.device(self.device), interpreting() if self.interpreted else nullcontext():
             if self.arrivals is not None:
-                values["arrived_ptr"] = self.arrivals.counters()
+                values["num_arrived_ptr"] = self.arrivals.counters()
             if not self.plan.multiplies:
                 values["mm_ptr"] = self.product(a, b)
             self.compiled = [launch(values) for launch in self.launches]
@@ -123,7 +124,7 @@ class Prepared:
         assert self.plan is not None
         numbers = {i.name for i in self.plan.spec.all_inputs if i.dtype is None}
         order = ["a_ptr", "b_ptr", *(n if n in numbers else f"{n}_ptr" for n in names), *(f"{o.name}_ptr" for o in self.outputs)]
-        order += [b.name for b in self.workspace.buffers] + ["arrived_ptr"] * (self.arrivals is not None) + ["mm_ptr"]
+        order += [b.name for b in self.workspace.buffers] + ["num_arrived_ptr"] * (self.arrivals is not None) + ["mm_ptr"]
         return {name: place for place, name in enumerate(order)}
 
     def direct(self, names: Sequence[str], tensors: Sequence[Any]) -> list[Direct] | None:

@@ -55,7 +55,7 @@ class Workspace:
         shapes: dict[str, tuple[int, ...]] = {"m": (tiles_m, n), "n": (tiles_n, m), "mn": (tiles_m * tiles_n,)}
         wanted = [(f"{p.name}_partial_ptr", shapes[p.axes], FP32) for p in spec.partials]
         if config.schedule == schedules.SPLIT_K.name:
-            wanted.append(("part_ptr", (math.prod(tiles(config, shape)) * config["splits"], config["block_m"], config["block_n"]), spec.accumulator))
+            wanted.append(("split_partial_ptr", (math.prod(tiles(config, shape)) * config["splits"], config["block_m"], config["block_n"]), spec.accumulator))
         buffers, end = [], 0
         for name, size, dtype in wanted:
             buffers.append(Buffer(name, size, dtype, end))

@@ -17,7 +17,6 @@ from epigen.tuning.model import Estimate
 from epigen.tuning.traffic import Traffic, traffic
 
 MATH, MEMORY, LATENCY = "math", "memory", "latency"
-_ALIGNED = (8, 16)  # elements: what the vendor's library and TMA want of 16-bit operands; what Triton's vector loads want
 _LAUNCH_SHARE = 0.5  # with this share of its time in launches, a kernel is bound by them
 
 
@@ -126,7 +125,7 @@ def _paddings(spec: KernelSpec, choice: Choice, shape: tuple[int, int, int], gpu
     """Extents that are no multiple of what loads want, and what padding each to it would spare, the copy into the padded operand not counted."""
     m, n, k = shape
     tiled = SCHEDULES[choice.config.schedule].multiplies
-    wanted = _ALIGNED[1] if tiled or spec.signature.a.bytes == 1 else max(4, 16 // spec.signature.a.bytes)
+    wanted = 16 // spec.signature.a.bytes
     rows = {"K" if layout[0] == "n" else "M": "a", "N" if layout[1] == "n" else "K": "b"}
     if layout == "nt":
         rows = {"K": "a and b"}
@@ -140,7 +139,7 @@ def _paddings(spec: KernelSpec, choice: Choice, shape: tuple[int, int, int], gpu
         saved = us - model.estimate_us(spec, choice.config, (larger[0], larger[1], larger[2]), gpu, layout).us
         loads = "Triton loads" if tiled else "the vendor's library loads"
         whose = f"{operand}'s rows" if operand != "a and b" else "the rows of a and b"
-        found.append(Padding(extent, value, padded, max(0.0, saved), f"{loads} {whose} in vectors where they are a multiple of {wanted} elements"))
+        found.append(Padding(extent, value, padded, max(0.0, saved), f"{loads} {whose} in vectors of 16 bytes where they are a multiple of {wanted} elements"))
     return tuple(found)
 
 

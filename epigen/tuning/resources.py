@@ -5,6 +5,7 @@ In go a kernel's meaning, a config and a target's limits. The rules were read of
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from epigen import ops
@@ -17,7 +18,7 @@ from epigen.tuning.traffic import Shape
 
 WGMMA = ("sm_90", "sm_100")
 _GROUP_REGISTERS = 240  # what the warp_specialized template gives those that multiply
-_VECTOR_ELEMENTS = 16  # Triton specialises integers on divisibility by 16; other strides get loads of one element, 1000 as 1001
+_VECTOR_BYTES, _ASYNC_BYTES = 16, 4  # the most that one load or copy moves, and the least that a copy can move asynchronously
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +59,10 @@ class Work:
         self.operations = sum(_operations(line.op) for line in spec.lines) + 4.0 * bits + sum(16.0 if p.row == "logsumexp" else 4.0 for p in spec.partials)
         self.store_bytes = max((s.dtype.bytes for s in spec.stores if s.indices == "mn" and not s.packed), default=0)
         m, n, k = shape
-        # the extent along which each operand lies in memory, which is its other stride
-        vectors = tuple(e % _VECTOR_ELEMENTS == 0 for e in (k if layout[0] == "n" else m, n if layout[1] == "n" else k))
-        self.copy_bytes = tuple(16 if vector else self.element_bytes for vector in vectors)
-        # a copy of fewer than 4 bytes cannot be asynchronous: its way leads through registers
-        self.narrow = tuple(copy < 4 for copy in self.copy_bytes)
+        # the extent along which each operand lies in memory is its other stride
+        rows = (k if layout[0] == "n" else m) * sig.a.bytes, (n if layout[1] == "n" else k) * sig.b.bytes
+        self.copy_bytes = tuple(math.gcd(_VECTOR_BYTES, row_bytes) for row_bytes in rows)
+        self.narrow = tuple(copy < _ASYNC_BYTES for copy in self.copy_bytes)  # they lead through registers
         self.held_an_element = min(1.0, self.read_bytes / 4 + 0.3 * sum(s.packed for s in spec.stores) + 0.01 * max(0.0, self.operations - 4))
 
     def wgmma(self, block_m: int, warps: int) -> bool:
@@ -94,11 +94,13 @@ class Work:
         shared = (each[0] * block_m + each[1] * block_n) * block_k * self.element_bytes
         if self.target.backend == "cuda":  # the stores' layout is reached through shared memory
             shared = max(shared, min(block_m * block_n * self.store_bytes, 1 << 16))
-        # The same kernels: 36, the accumulators, what the epilogue holds beside them, and two for the address of each copy of 16 bytes. The
-        # older instruction also holds the operands, about as much again; fp8 a second accumulator, since the tensor cores' own is narrow.
+        # The same kernels: 36, the accumulators, what the epilogue holds beside them, and two for the address of each copy of 16 bytes, or
+        # two and a half of a narrower one (16 more kernels, Triton 3.6, sm_90: rows of 1004 and 1002 elements of fp16). The older
+        # instruction also holds the operands, about as much again; fp8 a second accumulator, since the tensor cores' own is narrow.
         again = 1.0 if not wgmma else 0.8 if self.spec.signature.a.is_fp8 else 0.0
-        copies = max(1, (block_m + block_n) * block_k * self.element_bytes // 16 // threads)
-        registers = int(36 + accumulators * (1 + self.held_an_element + again) + 2 * copies)
+        bytes_a_thread = [block * block_k * self.element_bytes / threads for block in (block_m, block_n)]
+        copies = max(2.0, sum(held * (2.0 if copy == _VECTOR_BYTES else 2.5) / copy for held, copy in zip(bytes_a_thread, self.copy_bytes, strict=True)))
+        registers = int(36 + accumulators * (1 + self.held_an_element + again) + copies)
         spilled = 0
         if any(self.narrow):
             registers, spilled = self._narrow_registers(config, accumulators, wgmma)

@@ -23,8 +23,8 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
     if sig.a == FP32 and sig.precision == "ieee" and m * n * k > 1 << 27:
         return library(spec, "the vendor's fp32 product is faster than Triton's, which has no tensor cores for it")
     rows = (k if layout[0] == "n" else m, n if layout[1] == "n" else k)
-    if any(extent * sig.a.bytes % 16 for extent in rows) and m * n * k > 1 << 27:
-        return library(spec, "rows that are not aligned to 16 bytes are read element by element, which the vendor's product avoids")
+    if any(extent * sig.a.bytes % 4 for extent in rows) and m * n * k > 1 << 27:
+        return library(spec, "rows that are not aligned to 4 bytes are read element by element, which the vendor's product avoids")
     block_k = {4: 32, 2: 64, 1: 128}[sig.a.bytes]
     tiles: tuple[tuple[int, int, int], ...] = _TILES
     if sig.a == FP32 and sig.precision == "ieee":

@@ -234,11 +234,10 @@ class Space:
         return sig.a == FP32 and (sig.precision == "ieee" or not self.target.tf32)
 
     def _scalar_rows(self) -> tuple[bool, bool]:
-        """Whether a and b are loaded element by element: Triton knows of a row's length only whether 16 divides it, and copies ahead no
-        fewer than 4 bytes."""
+        """Whether a and b are loaded element by element: what is copied ahead is no fewer than 4 bytes."""
         m, n, k = self.shape
         extents = (k if self.layout[0] == "n" else m, n if self.layout[1] == "n" else k)
-        a, b = (extent % 16 != 0 and dtype.bytes < 4 for extent, dtype in zip(extents, (self.spec.signature.a, self.spec.signature.b), strict=True))
+        a, b = (extent * dtype.bytes % 4 != 0 for extent, dtype in zip(extents, (self.spec.signature.a, self.spec.signature.b), strict=True))
         return a, b
 
     def _library(self, suggest: Suggest) -> KernelConfig:
