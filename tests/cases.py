@@ -271,6 +271,11 @@ def persistent_cases() -> list[Case]:
         for warps, stages in ((4, 2), (8, 4)):
             for text in _DESCRIBED_TEXTS[:3]:
                 found.append(Case(text, shape, FP16, layout="nt", config=persistent(128, 128, 64, warps, stages, halves=2)))
+    for text in _DESCRIBED_TEXTS:
+        for layout in LAYOUTS:  # rows that are copied into aligned ones first
+            found.append(Case(text, (135, 201, 87), FP16, layout=layout, config=persistent()))
+    for view in ("sliced", "expanded", "shifted"):
+        found.append(Case(_DESCRIBED_TEXTS[3], (136, 200, 88), FP16, view=view, config=persistent()))
     for text in _DESCRIBED_TEXTS[:2]:
         found.append(Case(text, (136, 200, 88), FP16, layout="nt", config=persistent(), integers=True))
     return found
@@ -307,6 +312,8 @@ def warp_specialized_cases() -> list[Case]:
             for text in _DESCRIBED_TEXTS[:3]:
                 config = warp_specialized(128, block_n, 64, stages, group_m=8, pingpong=pingpong, halves=halves)
                 found.append(Case(text, shape, FP16, layout="nt", config=config))
+    for text in _DESCRIBED_TEXTS:
+        found.append(Case(text, (263, 391, 135), BF16, inputs=BF16, layout="nt", config=warp_specialized(pingpong=1)))
     for text in _DESCRIBED_TEXTS[:2]:
         for pingpong in (0, 1):
             found.append(Case(text, (264, 392, 136), FP16, layout="nt", config=warp_specialized(pingpong=pingpong), integers=True))

@@ -15,6 +15,7 @@ from tuned import opened, record
 
 import epigen
 from epigen import cli, cli_info, settings
+from epigen.codegen.schedules import SCHEDULES
 from epigen.errors import TargetError
 from epigen.runtime import device
 from epigen.runtime.device import TARGETS, Target
@@ -84,7 +85,7 @@ def test_each_gpu_with_the_schedules_that_it_can_run() -> None:
     a100 = lines.index("gpu 1     NVIDIA A100-SXM4-80GB (sm_80), 108 multiprocessors, 80 GiB, driver 580.65.06")
     assert lines[a100 + 1].split(maxsplit=1)[1] == "fp32, fp16, bf16, fp8e4m3, fp8e5m2, int8"
     assert lines[a100 + 2].split(maxsplit=1) == ["tiled", "fp32, fp16, bf16, fp8e5m2, int8"]
-    assert [line.split()[0] for line in lines if "fp16" in line] == ["library", "tiled", "persistent", "library", "tiled"]
+    assert [line.split()[0] for line in lines if "fp16" in line] == [*SCHEDULES, "library", "tiled", "split_k"]
     assert "gpu 2     Tesla V100, 80 GiB: Tesla V100 (sm_70) is older than sm_80, the oldest supported" in lines
     found = info("--json")
     assert [g["index"] for g in found["gpus"]] == [0, 1, 2] and found["default"] is None and found["driver"] == "580.65.06"

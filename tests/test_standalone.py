@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import persistent, warp_specialized
+from cases import persistent, split_k, warp_specialized
 from click.testing import CliRunner
 
 from epigen import api, cli
@@ -67,6 +67,8 @@ FILES = (
     File("softplus(mm), tanh(mm)", ("-0.33333333333333333", "-0.3"), FP32),
     File("relu(mm + bias)", ("acc + bias", "acc - bias"), config=persistent(), k=4096),
     File("z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)", ("z > 0.0", "z >= 0.0"), config=persistent(block_n=128, halves=2), k=4096),
+    File("relu(mm + bias)", ("acc + bias", "acc - bias"), config=persistent(), k=1),
+    File("z = mm + bias; relu(z), bgrad(z)", ("acc + bias", "acc - bias"), config=split_k(), k=4096),
     # names that the file itself uses
     File("mm * v1[m] + v0[n] - v2", ("", "")),
     File("where(bits(unpack), mm, reference[m,n]) * integers", ("", "")),

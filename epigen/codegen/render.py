@@ -32,7 +32,8 @@ class Argument:
     """A kernel's argument. type: as in Triton's signatures ("*fp16", "i32", "fp32"). about: shape, dtype and role, for the header.
 
     block: of a tensor that the kernel addresses by TMA, rows and columns of what it moves at a time; its name ends in `_desc`, a
-    pointer's in `_ptr`. transposed: it is the tensor's transpose that has contiguous rows, and is so addressed.
+    pointer's in `_ptr`. transposed: it is the tensor's transpose that has contiguous rows, and is so addressed. padded: it is a copy of
+    the tensor whose rows are aligned.
     of, factor: an integer's value is that of `of` over `factor`, if `of` is not empty; else factor is what is known to divide it.
     """
 
@@ -41,6 +42,7 @@ class Argument:
     about: str = ""
     block: tuple[int, int] | None = None
     transposed: bool = False
+    padded: bool = False
     of: str = ""
     factor: int = KNOWN
 
@@ -137,12 +139,13 @@ def _pointer(name: str, dtype: DType, about: str) -> Argument:
     return Argument(f"{name}_ptr", f"*{_type(dtype)}", about)
 
 
-def _described(name: str, dtype: DType, block: tuple[int, int], indices: str, transposed: bool = False, role: str = "") -> Argument:
+def _described(name: str, dtype: DType, block: tuple[int, int], indices: str, transposed: bool = False, role: str = "", padded: bool = False) -> Argument:
     """A tensor by its TMA descriptor. block, indices: of the tensor, before it is transposed."""
     if transposed:
         block, indices = (block[1], block[0]), indices[::-1]
-    about = f"{_shape(indices)} {dtype}{role}: a TMA descriptor{' of the transpose' * transposed}, {block[0]} x {block[1]} at a time"
-    return Argument(f"{name}_desc", f"tensordesc<{_type(dtype)}[{block[0]}, {block[1]}]>", about, block, transposed)
+    whose = f"{' of the transpose' * transposed}{' of a copy with aligned rows' * padded}"
+    about = f"{_shape(indices)} {dtype}{role}: a TMA descriptor{whose}, {block[0]} x {block[1]} at a time"
+    return Argument(f"{name}_desc", f"tensordesc<{_type(dtype)}[{block[0]}, {block[1]}]>", about, block, transposed, padded)
 
 
 def stored_by_tma(store: Store, spec: KernelSpec, config: KernelConfig) -> bool:
@@ -190,10 +193,10 @@ def _factored(arguments: Iterable[Argument], signature: Signature) -> tuple[Argu
 def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     schedule, sig, parts = SCHEDULES[config.schedule], spec.signature, schedules.parts(config)
     if schedule.descriptors:
-        block_k = config["block_k"]
+        block_k, copied = config["block_k"], schedules.padded(config, sig.tma)
         operands = [
-            _described("a", sig.a, (config["block_m"] // parts[0], block_k), "mk", transposed=sig.layout[0] == "t"),
-            _described("b", sig.b, (block_k, config["block_n"]), "kn", transposed=sig.layout[1] == "t"),
+            _described("a", sig.a, (config["block_m"] // parts[0], block_k), "mk", sig.layout[0] == "t", padded="a" in copied),
+            _described("b", sig.b, (block_k, config["block_n"]), "kn", sig.layout[1] == "t", padded="b" in copied),
         ]
         sizes = _integers("M", "N", "K")
     elif schedule.multiplies:

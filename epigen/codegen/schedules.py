@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from epigen.codegen.spec import KernelConfig
@@ -115,6 +115,11 @@ def constants(config: KernelConfig) -> tuple[tuple[str, int], ...]:
 def warps(config: KernelConfig) -> int:
     """Warps that the kernel is launched with. Gluon adds those of the other groups by itself."""
     return dict(config.values).get("num_warps", 4)
+
+
+def padded(config: KernelConfig, tma: Collection[str]) -> tuple[str, ...]:
+    """The operands that are copied into aligned rows first, so that TMA can address them. tma: what it can address as it lies."""
+    return tuple(name for name in "ab" if name not in tma) if SCHEDULES[config.schedule].descriptors else ()
 
 
 def in_triton(config: KernelConfig) -> KernelConfig:

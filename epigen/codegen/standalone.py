@@ -27,6 +27,7 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
         schedule=schedule, multiplies=schedule.multiplies, parts=parts(config), splits=dict(config.values).get("splits", 0),
         block_m=config["block_m"], block_n=config["block_n"], block_k=dict(config.values).get("block_k", 32),
         words=[i.name for i in spec.inputs if i.name in units(spec, config)["in_words"]],
+        padded=[a for a in rendered.functions[0].arguments if a.padded], tma_bytes=TMA_BYTES,
         check_shape=check_shape(spec, config), divisors=_divisors(spec, rendered), transposed=[t for t in "ab" if _transposed(spec, config, t)],
         reference=_reference(graph), results=_results(graph), tolerance=_tolerance(graph, spec),
         interpretable=schedule.dialect == "triton" and not any(t == BF16 or t.is_fp8 for t in _dtypes(graph, spec)),
@@ -85,7 +86,8 @@ def _passed(argument: Argument, spec: KernelSpec, dialect: str) -> str:
         if dialect == "gluon":
             element = next(o.dtype for o in spec.outputs if o.name == tensor) if tensor not in ("a", "b") else spec.signature.a
             shared = f", gl.NVMMASharedLayout.get_default_for({list(argument.block)}, gl.{element.triton})"
-        return f"TensorDescriptor.from_tensor({tensor}{'.T' * argument.transposed}, {list(argument.block)}{shared})"
+        tensor += "_padded" if argument.padded else ".T" * argument.transposed
+        return f"TensorDescriptor.from_tensor({tensor}, {list(argument.block)}{shared})"
     return f"{_argument(argument.of, spec)} // {argument.factor}" if argument.of else _argument(argument.name, spec)
 
 

@@ -115,6 +115,16 @@ def describable(t: Tensor) -> bool:
     return t.stride(1) == 1 and rows > 0 and rows % TMA_BYTES == 0 and t.data_ptr() % TMA_BYTES == 0 and 0 not in t.shape
 
 
+def padded(t: Tensor) -> Tensor:
+    """A copy of a matrix, or of its transpose if that is what has contiguous rows, with rows that TMA can address. What lies between
+    their ends is left as it is: TMA knows the extents, and fetches zeros beyond."""
+    t = t if layout(t) == "n" else t.T
+    rows, columns = t.shape
+    each = TMA_BYTES // t.element_size()
+    held = torch.empty((rows, -(-columns // each) * each), dtype=t.dtype, device=t.device)[:, :columns]
+    return held if t.is_meta else held.copy_(t)
+
+
 def layout(t: Tensor) -> str:
     """How an operand lies: "n" for row-major, "t" for the transpose of a row-major matrix."""
     return "n" if t.stride(1) == 1 or t.stride(0) != 1 else "t"

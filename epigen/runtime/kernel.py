@@ -19,7 +19,7 @@ from epigen.codegen import schedules
 from epigen.codegen.lower import describable, lower, signature_of_contiguous
 from epigen.codegen.render import Renderer
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import TMA_BYTES, WIDE, Choice, KernelConfig, KernelSpec, Provisional, Signature, factors, k_multiple, whole_words
+from epigen.codegen.spec import WIDE, Choice, KernelConfig, KernelSpec, Provisional, Signature, factors, k_multiple, whole_words
 from epigen.dtypes import BY_TORCH, FP16, FP32, UINT8, DType
 from epigen.errors import CallError, ConfigError
 from epigen.ir import graph as g
@@ -161,7 +161,7 @@ class Kernel:
         choice = Choice(self._config, "given by the caller") if self._config else choose(spec, shape, layout, target, refused)
         if interpreted and (twin := schedules.in_triton(choice.config)) != choice.config:
             choice = Choice(twin, f"{choice.why}; in place of {choice.config}, which is in Gluon and cannot be interpreted")
-        if why := unfit(choice.config, signature, target):
+        if why := unfit(choice.config, shape, target):
             raise ConfigError(why)
         return Plan(spec, choice, self.renderer.render(spec, choice.config))
 
@@ -297,14 +297,11 @@ class Kernel:
             raise CallError(f"Triton's interpreter rounds to {culprit} wrongly: use fp16 or fp32 there, and {culprit} on a GPU")
 
 
-def unfit(config: KernelConfig, signature: Signature, target: Target) -> str:
-    """'' or why a config's schedule cannot run on a target, or on tensors that lie so."""
+def unfit(config: KernelConfig, shape: tuple[int, int, int], target: Target) -> str:
+    """'' or why a config's schedule cannot run on a target, or at a shape."""
     schedule = SCHEDULES[config.schedule]
     if not schedule.runs_on(target.backend, target.arch):
         return f"the schedule {schedule.name} does not run on {target.name}"
-    if schedule.descriptors and (names := [name for name in "ab" if name not in signature.tma]):
-        return (
-            f"the schedule {schedule.name} addresses operands by TMA descriptors, and {' and '.join(names)} cannot have one: "
-            f"rows and the first address must be multiples of {TMA_BYTES} bytes"
-        )
+    if schedule.descriptors and 0 in shape:
+        return f"the schedule {schedule.name} addresses operands by TMA descriptors, and there are none of empty tensors"
     return ""

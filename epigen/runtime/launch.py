@@ -97,5 +97,5 @@ class Launch:
 
 
 def source(argument: Argument) -> str:
-    """Under which name an argument's value goes: a described tensor's is that of its pointer."""
-    return argument.name if argument.block is None else f"{argument.name.removesuffix('_desc')}_ptr"
+    """Under which name an argument's value goes: a described tensor's is that of its pointer, or of its copy's."""
+    return argument.name if argument.block is None else f"{argument.name.removesuffix('_desc')}{'_padded' * argument.padded}_ptr"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epigen.codegen import schedules
 from epigen.codegen.render import Rendered
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelSpec
@@ -49,6 +50,7 @@ class Prepared:
         self.launches: list[Launch] = []
         self.workspace = Workspace()
         self.arrivals: Arrivals | None = None
+        self.padded = schedules.padded(plan.choice.config, plan.spec.signature.tma) if plan is not None else ()
         self.compiled: list[Any] = []
         """What each launch has returned."""
         self.asked, self.launchers = False, list[Direct]()
@@ -113,6 +115,7 @@ class Prepared:
                 values[item.name] = arguments.number(item.name, inputs[item.name])
             else:
                 values[f"{item.name}_ptr"] = inputs[item.name]
+        values |= {f"{name}_padded_ptr": arguments.padded(values[f"{name}_ptr"]) for name in self.padded}
         values |= {f"{o.name}_ptr": t for o, t in zip(self.outputs, results, strict=True)}
         return values | self.workspace.tensors(self.device)
 

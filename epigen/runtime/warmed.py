@@ -102,7 +102,7 @@ def warmed(prepared: Prepared, names: Sequence[str], given: Sequence[Any], resul
 
     given: as for `Warmed`. results: that call's outputs.
     """
-    if prepared.plan is None or prepared.interpreted or not all(type(v) in arguments.PLAIN for v in given if isinstance(v, Tensor)):
+    if prepared.plan is None or prepared.interpreted or prepared.padded or not all(type(v) in arguments.PLAIN for v in given if isinstance(v, Tensor)):
         return None
     unobserved = direct.unobserved([launch.jit for launch in prepared.launches])
     if unobserved is None or not unobserved():

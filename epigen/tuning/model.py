@@ -81,8 +81,10 @@ def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target
         return f"block_k={block_k} is below {least}, the least for {sig.a}"
     if threads > 1024:
         return f"{warps} warps are {threads} threads, and a block holds 1024"
-    if SCHEDULES[config.schedule].descriptors and not ({"a", "b"} <= set(sig.tma) and SCHEDULES[config.schedule].runs_on(target.backend, target.arch)):
-        return "TMA cannot address the operands"
+    if not SCHEDULES[config.schedule].runs_on(target.backend, target.arch):
+        return f"{target.name} does not run the schedule {config.schedule}"
+    if SCHEDULES[config.schedule].descriptors and 0 in shape:
+        return "TMA addresses no empty tensors"
     fewest, least = (64 * schedules.parts(config)[0], max(least, 64 // sig.a.bytes)) if SCHEDULES[config.schedule].descriptors else (16, least)
     for extent, (name, block, floor) in zip(shape, (("block_m", block_m, fewest), ("block_n", block_n, 16), ("block_k", block_k, least)), strict=True):
         padded = max(floor, 1 << max(0, extent - 1).bit_length())
@@ -231,6 +233,8 @@ class _Timing(Work):
         kernel = self._norm(mainloop + epilogue, memory)
         finish = self._finish_us(tiles_m * down, tiles_n * across)
         launch = self.gpu.launch_us
+        for name in schedules.padded(config, self.spec.signature.tma):  # read and written
+            launch += self.c.gap_us + 2.0 * self.operand_bytes["ab".index(name)] / self.bytes_us
         return Estimate(launch + kernel + finish, launch, mainloop, epilogue, finish, 0.0, memory, tiles, tiles / self.sms, 1)
 
     def _loop_us(self, config: KernelConfig, needs: Resources, blocks: int, latency: float, steps: int) -> tuple[float, float]:

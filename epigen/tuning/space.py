@@ -32,6 +32,7 @@ _RUN, _LEAST_RUN = 128, 64  # bytes of a row that TMA lays out in one piece, and
 _BARRIER_BYTES = 1 << 10  # of shared memory, for the barriers of all stages
 _HALVED = 128 * 128  # values of a tile from which on the epilogue may take halves
 _MOST_GROUP = _MOST_ACCUMULATORS * 128  # values that four warps accumulate
+_LEAST_PADDED = 1 << 27  # multiply-adds
 _LEAST_SPLIT, _MOST_SPLIT, _SPLIT_WAVES = (
     512,
     2 * 64 * 128,
@@ -116,7 +117,9 @@ class Space:
             if k >= _LEAST_SPLIT and m * n <= _MOST_SPLIT * target.multiprocessors:
                 found.append("split_k")
             # 8-bit operands are multiplied straight from shared memory where they lie along k
-            if not self._plain() and {"a", "b"} <= set(sig.tma) and (sig.a.bytes > 1 or self.layout == "nt"):
+            # what TMA cannot address as it lies is copied first, which pays for large products alone
+            addressed = {"a", "b"} <= set(sig.tma) or m * n * k > _LEAST_PADDED
+            if not self._plain() and addressed and 0 not in self.shape and (sig.a.bytes > 1 or self.layout == "nt"):
                 found.append("persistent")
                 if sig.a.bytes == 2 and m > 64:  # two groups of warps want rows for both, and the template knows 16-bit operands
                     found.append("warp_specialized")

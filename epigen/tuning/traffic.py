@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from epigen import ops
+from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import ACC, CAST, WIDEN, Input, KernelConfig, KernelSpec, Store
 from epigen.dtypes import BF16, FP32, INT8, DType
@@ -48,18 +49,23 @@ def traffic(spec: KernelSpec, shape: Shape, config: KernelConfig | None = None) 
     given), and whether the product is the vendor's, whose result is written and read back.
     """
     block, library = (128, 128), False
-    if config is not None:
-        block, library = (config["block_m"], config["block_n"]), not SCHEDULES[config.schedule].multiplies
-    m, n, k = shape
+    copied: tuple[str, ...] = ()
     sig = spec.signature
+    if config is not None:
+        down, across = schedules.parts(config)
+        block, library = (config["block_m"] // down, config["block_n"] // across), not SCHEDULES[config.schedule].multiplies
+        copied = schedules.padded(config, sig.tma)
+    m, n, k = shape
     operands = m * k * sig.a.bytes + k * n * sig.b.bytes
     fused = operands + sum(item_bytes(i, m, n) for i in spec.all_inputs) + sum(item_bytes(o, m, n) for o in spec.outputs)
     fused += sum(partial_bytes(p.axes, m, n, block) for p in spec.partials)
     # a finishing kernel that sums over k reads the operand again
     again = sum({"a": m * k * sig.a.bytes, "b": k * n * sig.b.bytes}.get(s.operand, 0) for f in spec.finishes for s in f.sources)
     between = 2 * 4 * m * n if library else 0
+    between += sum(2 * {"a": m * k * sig.a.bytes, "b": k * n * sig.b.bytes}[name] for name in copied)
     unfused, launches = _unfused(spec, shape)
-    return Traffic(2.0 * m * n * k, float(fused + again + between), 1 + int(library) + len(spec.finishes), float(operands + unfused + again), launches)
+    ours = 1 + int(library) + len(copied) + len(spec.finishes)
+    return Traffic(2.0 * m * n * k, float(fused + again + between), ours, float(operands + unfused + again), launches)
 
 
 def size_of(indices: str, m: int, n: int) -> int:
