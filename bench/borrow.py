@@ -80,7 +80,7 @@ def borrowed(task: Task, others: Sequence[Record]) -> tuple[KernelConfig, str, s
         database = Database(Path(folder), seeds=())
         database.add(*others)
         graph = task.graph()
-        found = Chooser(graph, database)(spec_of(graph, task), task.shape, task.layout, task.target, "")
+        found = Chooser(graph, database)(spec_of(graph, task), task.shape, task.target, "")
     return found.config, found.how if isinstance(found, Found) else RULE, found.why
 
 

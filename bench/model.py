@@ -50,7 +50,7 @@ class Sweep:
         """Microseconds a config. The table of GPUs must have a row for the one that measured."""
         task = self.table.task
         gpu = gpus.by_name(task.target.part)
-        return [e.us for e in model.estimates(self.spec, self.configs, task.shape, gpu, task.layout, constants)]
+        return [e.us for e in model.estimates(self.spec, self.configs, task.shape, gpu, constants)]
 
 
 @dataclass(frozen=True, slots=True)

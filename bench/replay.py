@@ -118,7 +118,7 @@ def tpe_alone(recorded: Table, runner: Noisy, seed: int) -> None:
 
 def _space(recorded: Table) -> Space:
     task = recorded.task
-    return Space(spec_of(task.graph(), task), task.shape, task.target, task.layout)
+    return Space(spec_of(task.graph(), task), task.shape, task.target)
 
 
 def everything(recorded: Table, runner: Noisy, seed: int) -> None:  # noqa: ARG001  # there is nothing to choose

@@ -44,7 +44,7 @@ def main() -> None:
         if options.only and name not in options.only:
             continue
         task = Task(text, shape, "fp16", "fp16", "fp16", layout, "ieee", target)
-        configs = list(Space(spec_of(task.graph(), task), shape, target, layout).every())
+        configs = list(Space(spec_of(task.graph(), task), shape, target).every())
         legal = len(configs)
         random.Random(0).shuffle(configs)
         runner = runner or GpuRunner()

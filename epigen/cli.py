@@ -117,7 +117,7 @@ def compile_command(program: str, shape: tuple[int, int, int] | None, dtype_name
     where = "as asked" if target_name else "the GPU at hand" if device.at_hand() else "the default, since no GPU is at hand"
     say(f"target    {target.name} ({target.part}), {where}")
     signature = kernel.signature_of(dtype, shape, layout)
-    plan = kernel.plan(shape or DEFAULT_SHAPE, target=target, signature=signature, layout=layout)
+    plan = kernel.plan(shape or DEFAULT_SHAPE, target=target, signature=signature)
     say(f"config    {plan.choice.config}")
     say(f"          {plan.choice.why}")
     if emit == "lowered":

@@ -37,6 +37,6 @@ def explain_command(program: str, shape: tuple[int, int, int], dtype_name: str, 
         gpu, why = gpus.DEFAULT, "the default, since no GPU is at hand"
         target = gpu.target
     signature = kernel.signature_of(dtypes.BY_NAME[dtype_name], shape, layout)
-    plan = kernel.plan(shape, target=target, signature=signature, layout=layout)
-    explained = explain.explain(plan.spec, shape, gpu, plan.choice, layout=layout, gpu_why=why)
+    plan = kernel.plan(shape, target=target, signature=signature)
+    explained = explain.explain(plan.spec, shape, gpu, plan.choice, gpu_why=why)
     click.echo(json.dumps(explain.record(explained)) if as_json else explain.text(explained), nl=as_json)

@@ -71,7 +71,7 @@ def schedules(target: Target) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for dtype in dtypes.OPERANDS:
         # not every schedule may pay at every shape
-        spaces = [space.Space(lower(graph, kernel.signature_of(dtype, shape, "nt")), shape, target, "nt") for shape in _SHAPES]
+        spaces = [space.Space(lower(graph, kernel.signature_of(dtype, shape, "nt")), shape, target) for shape in _SHAPES]
         for name in {name: None for here in spaces for name in here.schedules}:
             found.setdefault(name, []).append(dtype.name)
     return {name: found[name] for name in space.SCHEDULE_NAMES if name in found}

@@ -144,7 +144,7 @@ def remember(database: Database, shape: tuple[int, int, int] = SHAPE, part: str 
     """A record of PLAIN, as `epigen tune` would write it."""
     graph, target = api.graph_of(PLAIN), gpus.by_name(part).target
     spec = spec_of(PLAIN, k=shape[2])
-    problem = problem_of(graph, spec, shape, "nn", part, choose.capability(target))
+    problem = problem_of(graph, spec, shape, part, choose.capability(target))
     run: dict[str, Any] = {"median_us": 11.0, "spread_us": 0.1, "baseline_us": 10.0, "unfused_us": 14.5, "trials": {"ok": 40}}
     run |= {"date": "2026-11-05T12:00:00Z", "triton": triton or triton_version(), "torch": "2.13.0", "epigen": "0.1.0"} | more
     found = Record.make(problem, WINNER, **run)
@@ -207,7 +207,7 @@ def test_a_gpu_at_hand_without_a_row_finds_its_own_records(database: Database, m
     """Its row is made up from its kin; its name and capability are the driver's."""
     part = replace(TARGETS["sm_100"], name="sm_103", arch=103, part="NVIDIA B300", multiprocessors=148)
     monkeypatch.setattr(device, "at_hand", lambda index=None: part)  # noqa: ARG005
-    problem = problem_of(api.graph_of(PLAIN), spec_of(PLAIN, k=SHAPE[2]), SHAPE, "nn", "NVIDIA B300", "10.3")
+    problem = problem_of(api.graph_of(PLAIN), spec_of(PLAIN, k=SHAPE[2]), SHAPE, "NVIDIA B300", "10.3")
     database.add(replace_problem(remember(database), problem))
     said, found = command(SHAPE)
     assert "tuned for 1024x1024x1024 on NVIDIA B300 (exact)" in said and found["measured"]["us"] == 11.0

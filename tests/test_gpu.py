@@ -178,7 +178,7 @@ def test_a_config_that_does_not_fit_gives_way_to_the_vendor() -> None:
     kernel = Kernel(
         api.graph_of("relu(mm + bias)"),
         api.renderer(),
-        lambda spec, shape, _layout, target, refused: rule.choose(spec, shape, target, refused) if refused else Choice(large, "too large"),
+        lambda spec, shape, target, refused: rule.choose(spec, shape, target, refused) if refused else Choice(large, "too large"),
     )
     given = verify.sample(kernel.graph, (512, 512, 512), FP16, FP16, FP16, device="cuda")
     verify.demand(verify.differences(kernel, given))

@@ -406,7 +406,7 @@ class CountingRenderer(Renderer):
 def counting(text: str, config: KernelConfig | None = SMALL) -> tuple[Kernel, list[KernelSpec]]:
     renderer = CountingRenderer()
     return Kernel(
-        epigen.compile(text).graph, renderer, lambda spec, shape, _layout, target, refused: rule.choose(spec, shape, target, refused), config, "interpreter"
+        epigen.compile(text).graph, renderer, lambda spec, shape, target, refused: rule.choose(spec, shape, target, refused), config, "interpreter"
     ), renderer.specs
 
 

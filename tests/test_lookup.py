@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tuned import A100, H100, NAME, OTHER_KIND, OTHER_SPEC, TRITON, config, opened, problem, record
 
 from epigen.codegen.lower import lower
-from epigen.codegen.spec import LAYOUTS, Signature
+from epigen.codegen.spec import LAYOUTS, Signature, laid
 from epigen.dtypes import FP16
 from epigen.ir.check import check
 from epigen.ir.passes import normalise
@@ -155,13 +155,13 @@ def test_a_borrowed_config_is_legal_where_it_goes(tmp_path: Path) -> None:
     spec = lower(graph, Signature(FP16, FP16, (("bias", FP16),), k_multiple=256))
     pcie = gpus.by_name("H100 PCIe").target
     for shape, block_m in (((64, 8192, 4096), 64), ((72, 8192, 4096), 128)):
-        tuned = problem_of(graph, spec, shape, "nn", "NVIDIA H200", "9.0")
+        tuned = problem_of(graph, spec, shape, "NVIDIA H200", "9.0")
         database.add(Record.make(tuned, config(block_m, group_m=1), **RUN))
     wanted = (60, 8192, 4096)
-    first = database.find(problem_of(graph, spec, wanted, "nn", pcie.part, "9.0"), TRITON)
+    first = database.find(problem_of(graph, spec, wanted, pcie.part, "9.0"), TRITON)
     assert first and first.config == config(128, group_m=1), "by distance alone"
     found = Chooser(graph, database)(spec, wanted, "nn", pcie, "")
-    assert found.config == config(64, group_m=1) and not model.refusal(spec, found.config, wanted, pcie, "nn")
+    assert found.config == config(64, group_m=1) and not model.refusal(spec, found.config, wanted, pcie)
     assert "borrowed from 64x8192x4096" in found.why and "NVIDIA H200, of the same architecture; its shape scaled by 114/132" in found.why
 
 
@@ -326,9 +326,9 @@ def test_of_several_lenders_the_model_takes_the_fastest_here(tmp_path: Path) -> 
     here = gpus.by_name("H200").target
     wide, narrow = config(16, block_n=128, block_k=128, group_m=1, num_stages=4), config(16, block_n=32, block_k=128, group_m=1, num_warps=2, num_stages=8)
     for shape, best, us in (((16, 8192, 4096), wide, 25.0), ((16, 2048, 8192), narrow, 17.0)):
-        database.add(Record.make(problem_of(graph, spec, shape, "nt", here.part, "9.0"), best, **RUN | {"median_us": us}))
+        database.add(Record.make(problem_of(graph, laid(spec, "nt"), shape, here.part, "9.0"), best, **RUN | {"median_us": us}))
     wanted = (16, 4096, 4096)
-    problem_here = problem_of(graph, spec, wanted, "nt", here.part, "9.0")
+    problem_here = problem_of(graph, laid(spec, "nt"), wanted, here.part, "9.0")
     nearest = database.find(problem_here, TRITON)
     found = Chooser(graph, database)(spec, wanted, "nt", here, "")
     assert nearest is not None and nearest.config == wide

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from bench import model as held
 from epigen.codegen import schedules
 from epigen.codegen.lower import lower
-from epigen.codegen.spec import KernelConfig, KernelSpec, Signature
+from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, laid
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, OPERANDS, UINT8, DType
 from epigen.errors import TargetError
 from epigen.ir import graph as g
@@ -71,7 +71,7 @@ LIBRARY = schedules.config("library", block_m=8, block_n=128, num_warps=4)
     ],
 )
 def test_resources_are_those_of_compiled_kernels(target: str, config: tuple[int, ...], layout: str, dtype: DType, shared_bytes: int, blocks: int) -> None:
-    found = model.resources(spec_of(PLAIN, dtype), tiled(*config), TARGETS[target], layout)
+    found = model.resources(laid(spec_of(PLAIN, dtype), layout), tiled(*config), TARGETS[target])
     assert (found.shared_bytes, found.blocks_per_sm) == (shared_bytes, blocks)
 
 
@@ -101,7 +101,7 @@ ODD = (1000, 1003, 1001)
 )  # fmt: skip
 def test_what_narrow_loads_spill_is_near_what_compiled_kernels_spill(config: tuple[int, ...], spilled: int) -> None:
     """In registers a thread, to about 40 %; Triton 3.6, sm_90."""
-    found = model.resources(spec_of(PLAIN, k=1001), tiled(*config), TARGETS["sm_90"], "nn", ODD).spilled
+    found = model.resources(spec_of(PLAIN, k=1001), tiled(*config), TARGETS["sm_90"], ODD).spilled
     assert abs(found - spilled) <= max(45, 0.4 * spilled)
     assert model.resources(spec_of(PLAIN), tiled(*config), TARGETS["sm_90"]).spilled == 0
 
@@ -123,7 +123,7 @@ def test_what_narrow_loads_spill_is_near_what_compiled_kernels_spill(config: tup
 def test_what_is_loaded_element_by_element_has_one_buffer(shape: tuple[int, int, int], layout: str, dtype: DType, shared_bytes: int) -> None:
     """Elements of 4 bytes can still be copied asynchronously, 16-bit ones in pairs."""
     config = tiled(64, 64, 64 if dtype == FP16 else 32, 4, 3)
-    assert model.resources(spec_of(PLAIN, dtype, precision="tf32"), config, TARGETS["sm_90"], layout, shape).shared_bytes == shared_bytes
+    assert model.resources(laid(spec_of(PLAIN, dtype, precision="tf32"), layout), config, TARGETS["sm_90"], shape).shared_bytes == shared_bytes
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_what_is_loaded_element_by_element_has_one_buffer(shape: tuple[int, int,
 )  # fmt: skip
 def test_registers_of_narrower_copies_are_near_those_of_compiled_kernels(config: tuple[int, ...], elements: int, registers: int) -> None:
     """relu(mm + bias), fp16, Triton 3.6, sm_90."""
-    found = model.resources(spec_of(PLAIN, k=elements), tiled(*config), TARGETS["sm_90"], "nn", (elements, elements, elements))
+    found = model.resources(spec_of(PLAIN, k=elements), tiled(*config), TARGETS["sm_90"], (elements, elements, elements))
     assert found.registers == pytest.approx(registers, rel=0.18) and not found.spilled
 
 
@@ -203,7 +203,7 @@ VENDOR = ((SQUARE, 182.0), (WIDE, 201.0), ((1024, 1024, 1024), 9.7), ((2048, 204
 
 
 def predicted(shape: tuple[int, int, int], layout: str, config: tuple[int, ...]) -> float:
-    return model.estimate_us(spec_of(PLAIN, k=shape[2]), tiled(*config), shape, H200, layout).us
+    return model.estimate_us(laid(spec_of(PLAIN, k=shape[2]), layout), tiled(*config), shape, H200).us
 
 
 def facts() -> tuple[list[float], list[float]]:
@@ -324,9 +324,9 @@ def test_every_legal_config_has_an_estimate(gpu: str, text: str) -> None:
     part = gpus.by_name(gpu)
     for shape, dtype in itertools.product(SHAPES, OPERANDS):
         spec = spec_of(text, dtype, shape[2])
-        configs = list(itertools.islice(Space(spec, shape, part.target, "nn").every(), 0, None, 37))
+        configs = list(itertools.islice(Space(spec, shape, part.target).every(), 0, None, 37))
         for layout in ("nn", "tt"):
-            for config, e in zip(configs, model.estimates(spec, configs, shape, part, layout), strict=True):
+            for config, e in zip(configs, model.estimates(laid(spec, layout), configs, shape, part), strict=True):
                 assert math.isfinite(e.us) and e.us > 0, (config, shape)
                 parts = (e.launch_us, e.mainloop_us, e.epilogue_us, e.finish_us, e.product_us, e.memory_us, e.tail_waste)
                 assert all(math.isfinite(p) and p >= 0 for p in parts), (config, shape)
@@ -337,7 +337,7 @@ def test_every_legal_config_has_an_estimate(gpu: str, text: str) -> None:
 def test_more_work_is_never_faster(config: tuple[int, ...], m: int, n: int, k: int, axis: int, layout: str) -> None:
     spec, shape = spec_of(PLAIN), (128 * m, 128 * n, 128 * k)
     larger = tuple(2 * v if i == axis else v for i, v in enumerate(shape))
-    small, large = (model.estimate_us(spec, tiled(*config), (s[0], s[1], s[2]), H200, layout).us for s in (shape, larger))
+    small, large = (model.estimate_us(laid(spec, layout), tiled(*config), (s[0], s[1], s[2]), H200).us for s in (shape, larger))
     assert large >= small * 0.999
 
 
@@ -353,7 +353,7 @@ def test_what_is_known_to_cost_costs() -> None:
     spec = spec_of(PLAIN)
 
     def us(*config: int, shape: tuple[int, int, int] = SQUARE, layout: str = "nn", gpu: gpus.Gpu = H200) -> float:
-        return model.estimate_us(spec, tiled(*config), shape, gpu, layout).us
+        return model.estimate_us(laid(spec, layout), tiled(*config), shape, gpu).us
 
     assert us(128, 256, 64, 8, 3) > us(128, 256, 64, 8, 4), "fewer stages hide less"
     assert us(128, 256, 64, 4, 3) > 1.2 * us(128, 256, 64, 8, 3), "128x256 spills with four warps"
@@ -381,7 +381,7 @@ def test_wide_dtypes_take_longer() -> None:
 
 def test_two_thousand_configs_are_ranked_in_half_a_second() -> None:
     spec = spec_of(LONG)
-    configs = (3 * list(Space(spec, SQUARE, H200.target, "nn").every()))[:2000]
+    configs = (3 * list(Space(spec, SQUARE, H200.target).every()))[:2000]
     assert len(configs) == 2000
     spans = []
     for _ in range(3):

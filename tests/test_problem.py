@@ -28,7 +28,7 @@ def lowered(text: str, **dtypes: DType | None) -> tuple[Graph, KernelSpec]:
 
 
 def problem(text: str, **dtypes: DType | None) -> Problem:
-    return problem_of(*lowered(text, **dtypes), SHAPE, "nn", TARGET.part, "9.0")
+    return problem_of(*lowered(text, **dtypes), SHAPE, TARGET.part, "9.0")
 
 
 def test_inputs_are_spelled_in_the_order_of_use() -> None:
@@ -56,7 +56,7 @@ def test_a_call_with_other_inputs_borrows(tmp_path: Path) -> None:
     database = opened(tmp_path)
     graph, half = lowered("relu(mm + bias)", bias=FP16)
     _, full = lowered("relu(mm + bias)", bias=FP32)
-    tuned = problem_of(graph, half, SHAPE, "nn", TARGET.part, "9.0")
+    tuned = problem_of(graph, half, SHAPE, TARGET.part, "9.0")
     run = {"median_us": 1.0, "spread_us": 0.0, "baseline_us": 1.0, "trials": {}, "date": "2026-11-05T12:00:00Z", "triton": TRITON, "torch": "2.13.0"}
     database.add(Record.make(tuned, config(64), **run, epigen="0.1.0"))
     chooser = choose.Chooser(graph, database)

@@ -14,7 +14,7 @@ import pytest
 import epigen
 from epigen.codegen import schedules
 from epigen.codegen.lower import lower
-from epigen.codegen.spec import KernelConfig, KernelSpec, Signature
+from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, laid
 from epigen.dtypes import FP8E4M3, FP16, FP32, INT8
 from epigen.errors import TuneError
 from epigen.runtime.device import DEFAULT, TARGETS
@@ -31,7 +31,7 @@ def spec_of(text: str = "relu(mm + bias)", shape: tuple[int, int, int] = SHAPE, 
     return epigen.compile(text).plan(shape, dtype=dtype, target=DEFAULT).spec  # type: ignore[arg-type]
 
 
-SPACE = Space(lower(epigen.compile("relu(mm + bias)").graph, Signature(FP16, FP16, (("bias", FP16),), k_multiple=256)), SHAPE, DEFAULT, "nn")
+SPACE = Space(lower(epigen.compile("relu(mm + bias)").graph, Signature(FP16, FP16, (("bias", FP16),), k_multiple=256)), SHAPE, DEFAULT)
 """Of the schedules with pointers alone: the tables below are made up for them."""
 
 
@@ -47,8 +47,7 @@ def tiled(block_m: int = 64, block_n: int = 64, block_k: int = 64, num_warps: in
 def test_every_point_is_legal_and_is_found_again(target: object, dtype: object) -> None:
     for shape in SHAPES:
         spec = spec_of(shape=shape, dtype=dtype)
-        layout = "nn" if shape[0] % 2 else "nt"
-        here = Space(spec, shape, target, layout)  # type: ignore[arg-type]
+        here = Space(laid(spec, "nn" if shape[0] % 2 else "nt"), shape, target)  # type: ignore[arg-type]
         configs = list(here.every())
         assert len(set(configs)) == len(configs) > 0
         for config in configs[:: 1 + len(configs) // 40]:
@@ -122,7 +121,7 @@ def test_the_same_seed_gives_the_same_winner_and_no_config_is_measured_twice(tab
 
 def test_a_small_space_is_searched_whole_and_ends() -> None:
     shape = (1, 1, 1)
-    small = Space(spec_of(shape=shape), shape, DEFAULT, "nn")
+    small = Space(spec_of(shape=shape), shape, DEFAULT)
     table = {c: Outcome("ok", float(i + 1)) for i, c in enumerate(small.every())}
     result = search(small, Replay(table, Baseline(1, 1)), prior=dict.fromkeys(table, 1.0), trials=500)
     assert set(result.outcomes) == set(table) and result.outcome.median_us == 1.0

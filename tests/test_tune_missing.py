@@ -17,7 +17,7 @@ import epigen
 from epigen import api
 from epigen.codegen import schedules
 from epigen.codegen.lower import lower
-from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Provisional, Signature
+from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Provisional, Signature, laid
 from epigen.dtypes import FP16, FP32, INT8, INT32, UINT8
 from epigen.errors import CallError, TuneError
 from epigen.runtime import device
@@ -50,7 +50,7 @@ SPEC = spec()
 
 
 def record(config: KernelConfig = WINNER, shape: tuple[int, int, int] = SHAPE, triton: str | None = None) -> Record:
-    problem = problem_of(GRAPH, SPEC, shape, "nt", TARGET.part, capability(TARGET))
+    problem = problem_of(GRAPH, laid(SPEC, "nt"), shape, TARGET.part, capability(TARGET))
     return Record.make(
         problem, config, median_us=9.0, spread_us=0.1, baseline_us=10.0, trials={"ok": 4}, date="2026-11-05T12:00:00Z",
         triton=triton or triton_version(), torch="2.11.0", epigen="0.1.0",
@@ -192,7 +192,7 @@ def test_what_is_tuned_is_what_was_called(database: Database) -> None:
         chooser(mine, shape, "nt", TARGET, "")
         task = choose.tuner.tasks[-1]
         assert task.input_dtypes(graph) == inputs
-        assert problem_for(task) == problem_of(graph, mine, shape, "nt", TARGET.part, "9.0")
+        assert problem_for(task) == problem_of(graph, laid(mine, "nt"), shape, TARGET.part, "9.0")
 
 
 def test_two_threads_at_first_use_tune_once(database: Database) -> None:

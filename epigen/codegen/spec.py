@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from epigen.dtypes import FP32, INT8, INT32, DType
 from epigen.errors import ConfigError
@@ -233,6 +233,11 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class Provisional(Choice):
     """A choice for one call: the next call of the same signature chooses anew."""
+
+
+def laid(spec: KernelSpec, layout: str) -> KernelSpec:
+    """The same kernel for operands that lie otherwise. layout: one of LAYOUTS."""
+    return replace(spec, signature=replace(spec.signature, layout=layout))
 
 
 def digest(parts: Iterable[str]) -> str:

@@ -32,9 +32,8 @@ from epigen.runtime.loader import Loader, Resources, refusal, warm
 from epigen.runtime.prepared import Plan, Prepared
 from epigen.runtime.warmed import Warmed, warmed
 
-Chooser = Callable[[KernelSpec, tuple[int, int, int], str, Target, str], Choice]
-"""(spec, shape, layout, target, refused) -> Choice. layout: "nn", "nt", "tn" or "tt", how a and b lie. refused: why a config with a
-main loop of Triton's did not work, "" at first."""
+Chooser = Callable[[KernelSpec, tuple[int, int, int], Target, str], Choice]
+"""(spec, shape, target, refused) -> Choice. refused: why a config with a main loop of Triton's did not work, "" at first."""
 
 BACKENDS = ("triton", "interpreter", "reference")
 
@@ -147,18 +146,16 @@ class Kernel:
     ) -> Plan:  # fmt: skip
         """The plan for a problem without running it.
 
-        shape: M, N, K. dtype: of operands and inputs. target: default the GPU at hand, else sm_90. signature: in place of dtype.
-        layout: how a and b lie, n row-major and t transposed. refused: why Triton's own product is out of the question, if it is.
+        shape: M, N, K. dtype: of operands and inputs. target: default the GPU at hand, else sm_90. signature: in place of dtype and
+        layout, which is how a and b lie: n row-major, t transposed. refused: why Triton's own product is out of the question, if it is.
         """
         if signature is None:
             signature = self.signature_of(dtype or FP16, shape, layout)
-        return self._planned(self._choose, shape, target or device.at_hand() or device.DEFAULT, signature, layout, refused)
+        return self._planned(self._choose, shape, target or device.at_hand() or device.DEFAULT, signature, refused)
 
-    def _planned(
-        self, choose: Chooser, shape: tuple[int, int, int], target: Target, signature: Signature, layout: str, refused: str, interpreted: bool = False
-    ) -> Plan:
+    def _planned(self, choose: Chooser, shape: tuple[int, int, int], target: Target, signature: Signature, refused: str, interpreted: bool = False) -> Plan:
         spec = lower(self._graph, signature)
-        choice = Choice(self._config, "given by the caller") if self._config else choose(spec, shape, layout, target, refused)
+        choice = Choice(self._config, "given by the caller") if self._config else choose(spec, shape, target, refused)
         if interpreted and (twin := schedules.in_triton(choice.config)) != choice.config:
             choice = Choice(twin, f"{choice.why}; in place of {choice.config}, which is in Gluon and cannot be interpreted")
         if why := unfit(choice.config, shape, target):
@@ -253,7 +250,7 @@ class Kernel:
         with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
             choose = self._at_call if a.is_cuda and backend == "triton" and target is None else self._choose
             target = target or (device.at_hand() if a.is_cuda else None) or device.DEFAULT
-            plan = self._planned(choose, (m, n, k), target, signature, signature.layout, refused, interpreted=backend == "interpreter")
+            plan = self._planned(choose, (m, n, k), target, signature, refused, interpreted=backend == "interpreter")
             module = self._loaders[backend == "interpreter"].load(plan.rendered)
         functions = [getattr(module, f.name) for f in plan.rendered.functions]
         prepared = Prepared(self._graph, found, (m, n, k), a.device, plan, backend == "interpreter")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from epigen.codegen.spec import Choice, KernelSpec
+from epigen.codegen.spec import Choice, KernelSpec, laid
 from epigen.ir.graph import Graph
 from epigen.runtime.device import Target
 from epigen.runtime.loader import triton_version
@@ -33,27 +33,27 @@ class Chooser:
     graph: Graph
     database: Database
 
-    def __call__(self, spec: KernelSpec, shape: tuple[int, int, int], layout: str, target: Target, refused: str) -> Choice:
+    def __call__(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str) -> Choice:
         if refused:
             return rule.library(spec, refused)
-        problem = problem_of(self.graph, spec, shape, layout, target.part, capability(target))
-        found = self.database.nearest(problem, triton_version(), _LENDERS, lambda config: not model.refusal(spec, config, shape, target, layout))
+        problem = problem_of(self.graph, spec, shape, target.part, capability(target))
+        found = self.database.nearest(problem, triton_version(), _LENDERS, lambda config: not model.refusal(spec, config, shape, target))
         if not found or 0 in shape:
-            return rule.choose(spec, shape, target, layout=layout)
+            return rule.choose(spec, shape, target)
         if found[0].how in ("exact", "triton") or len(found) == 1:
             return found[0]
-        times = _carried_over(found, spec, shape, target, layout)
+        times = _carried_over(found, spec, shape, target)
         best = min(range(len(found)), key=times.__getitem__)
         if best == 0:
             return found[0]
         return replace(found[best], why=f"{found[best].why}: of the configs of {len(found)} near problems the fastest here by the model")
 
 
-def _carried_over(found: Sequence[Found], spec: KernelSpec, shape: tuple[int, int, int], target: Target, layout: str) -> list[float]:
+def _carried_over(found: Sequence[Found], spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> list[float]:
     """Microseconds that each found config is expected to take here."""
-    here = model.estimates(spec, [f.config for f in found], shape, gpus.of_target(target), layout)
+    here = model.estimates(spec, [f.config for f in found], shape, gpus.of_target(target))
     times = []
     for f, estimate in zip(found, here, strict=True):
-        there = model.estimate_us(spec, f.config, f.record.problem.shape, gpus.find(f.record.gpu) or gpus.of_target(target), f.record.layout)
+        there = model.estimate_us(laid(spec, f.record.layout), f.config, f.record.problem.shape, gpus.find(f.record.gpu) or gpus.of_target(target))
         times.append(estimate.us * f.record.median_us / there.us)
     return times

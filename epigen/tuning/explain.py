@@ -73,7 +73,7 @@ class Explanation:
     measured: Measured | None = None
 
 
-def explain(spec: KernelSpec, shape: tuple[int, int, int], gpu: Gpu, choice: Choice, *, layout: str = "nn", gpu_why: str = "as asked") -> Explanation:
+def explain(spec: KernelSpec, shape: tuple[int, int, int], gpu: Gpu, choice: Choice, *, gpu_why: str = "as asked") -> Explanation:
     """Everything that can be said about one problem. shape: M, N, K. choice: the config, and where it came from."""
     sig, config = spec.signature, choice.config
     m, n, _ = shape
@@ -81,13 +81,13 @@ def explain(spec: KernelSpec, shape: tuple[int, int, int], gpu: Gpu, choice: Cho
     work = traffic(spec, shape, config)
     peak = gpu.peak(sig.a, sig.precision)
     math_us, memory_us = work.flops / (peak * 1e6), work.bytes / (gpu.achieved_gbps * 1e3)
-    estimate = model.estimate_us(spec, config, shape, gpu, layout)
+    estimate = model.estimate_us(spec, config, shape, gpu)
     tiles = (-(-m // block[0]) * block[0], -(-n // block[1]) * block[1])
     return Explanation(
         program=spec.program,
         shape=shape,
         dtype=str(sig.a),
-        layout=layout,
+        layout=spec.signature.layout,
         gpu=gpu,
         gpu_why=gpu_why,
         traffic=work,
@@ -98,8 +98,8 @@ def explain(spec: KernelSpec, shape: tuple[int, int, int], gpu: Gpu, choice: Cho
         choice=choice,
         estimate=estimate,
         tile_waste=1 - m * n / (tiles[0] * tiles[1]) if m and n else 0.0,
-        unfused_us=model.unfused_us(spec, shape, gpu, layout),
-        paddings=_paddings(spec, choice, shape, gpu, layout, estimate.us),
+        unfused_us=model.unfused_us(spec, shape, gpu),
+        paddings=_paddings(spec, choice, shape, gpu, estimate.us),
         measured=_measured(choice),
     )
 
@@ -121,11 +121,12 @@ def _limit(math_us: float, memory_us: float, estimate: Estimate) -> str:
     return MATH if math_us >= memory_us else MEMORY
 
 
-def _paddings(spec: KernelSpec, choice: Choice, shape: tuple[int, int, int], gpu: Gpu, layout: str, us: float) -> tuple[Padding, ...]:
+def _paddings(spec: KernelSpec, choice: Choice, shape: tuple[int, int, int], gpu: Gpu, us: float) -> tuple[Padding, ...]:
     """Extents that are no multiple of what loads want, and what padding each to it would spare, the copy into the padded operand not counted."""
     m, n, k = shape
     tiled = SCHEDULES[choice.config.schedule].multiplies
     wanted = 16 // spec.signature.a.bytes
+    layout = spec.signature.layout
     rows = {"K" if layout[0] == "n" else "M": "a", "N" if layout[1] == "n" else "K": "b"}
     if layout == "nt":
         rows = {"K": "a and b"}
@@ -136,7 +137,7 @@ def _paddings(spec: KernelSpec, choice: Choice, shape: tuple[int, int, int], gpu
             continue
         padded = -(-value // wanted) * wanted
         larger = tuple(padded if name == extent else v for name, v in zip("MNK", shape, strict=True))
-        saved = us - model.estimate_us(spec, choice.config, (larger[0], larger[1], larger[2]), gpu, layout).us
+        saved = us - model.estimate_us(spec, choice.config, (larger[0], larger[1], larger[2]), gpu).us
         loads = "Triton loads" if tiled else "the vendor's library loads"
         whose = f"{operand}'s rows" if operand != "a and b" else "the rows of a and b"
         found.append(Padding(extent, value, padded, max(0.0, saved), f"{loads} {whose} in vectors of 16 bytes where they are a multiple of {wanted} elements"))

@@ -79,33 +79,33 @@ class TuningChooser:
     shared: FirstUse
     plain: Chooser
 
-    def __call__(self, spec: KernelSpec, shape: tuple[int, int, int], layout: str, target: Target, refused: str) -> Choice:
-        choice = self.plain(spec, shape, layout, target, refused)
+    def __call__(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str) -> Choice:
+        choice = self.plain(spec, shape, target, refused)
         if isinstance(choice, Found) and choice.how == "exact":
             return choice
         if self.shared.capturing():
             return Provisional(choice.config, f"{choice.why}; to be tuned at the first call outside of a CUDA graph capture")
         if refused or 0 in shape:
             return choice
-        key = problem_key(problem_of(self.plain.graph, spec, shape, layout, target.part, capability(target)))
+        key = problem_key(problem_of(self.plain.graph, spec, shape, target.part, capability(target)))
         with self.shared.lock:
             if key not in self.shared.settled:
-                again = self.plain(spec, shape, layout, target, "")  # another thread or process may have tuned it meanwhile
+                again = self.plain(spec, shape, target, "")  # another thread or process may have tuned it meanwhile
                 if isinstance(again, Found) and again.how == "exact":
                     return again
-                self.shared.settled[key] = self._tuned(spec, shape, layout, target)
+                self.shared.settled[key] = self._tuned(spec, shape, target)
             settled = self.shared.settled[key]
         return settled or choice
 
-    def _tuned(self, spec: KernelSpec, shape: tuple[int, int, int], layout: str, target: Target) -> Choice | None:
+    def _tuned(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> Choice | None:
         sig = spec.signature
         dtypes = dict(sig.inputs)
         held = [str(dtypes[n.name]) for n in self.plain.graph.inputs() if n.op != g.BITS and n.indices]
         inputs = ",".join(held) or "fp32"
-        task = Task(self.plain.graph.text, shape, sig.a.name, sig.b.name, inputs, layout, sig.precision, target, device=self.shared.device())
+        task = Task(self.plain.graph.text, shape, sig.a.name, sig.b.name, inputs, sig.layout, sig.precision, target, device=self.shared.device())
         try:
             return self.shared.tuner(task, self.shared.database)
         except EpigenError as error:
-            what = f"{short(task.text)} at {extents(shape)} {sig.a} {layout}"
+            what = f"{short(task.text)} at {extents(shape)} {sig.a} {sig.layout}"
             warnings.warn(f"epigen could not tune {what}, which runs untuned: {error}", RuntimeWarning, stacklevel=2)
             return None

@@ -61,12 +61,12 @@ class Estimate:
 # -- resources
 
 
-def resources(spec: KernelSpec, config: KernelConfig, target: Target, layout: str = "nn", shape: Shape = (0, 0, 0)) -> Resources:
+def resources(spec: KernelSpec, config: KernelConfig, target: Target, shape: Shape = (0, 0, 0)) -> Resources:
     """What a block of the main kernel takes on a target, before anything is compiled. shape: by default one of aligned rows."""
-    return Work(spec, shape, target, layout).resources(config)
+    return Work(spec, shape, target).resources(config)
 
 
-def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target, layout: str = "nn") -> str:
+def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target) -> str:
     """'' or why a config cannot run, or is hopeless."""
     if not SCHEDULES[config.schedule].multiplies:
         return ""
@@ -90,7 +90,7 @@ def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target
         padded = max(floor, 1 << max(0, extent - 1).bit_length())
         if block > padded:
             return f"{name}={block} is {block // padded} times what {extent} fills"
-    needs = resources(spec, config, target, layout, shape)
+    needs = resources(spec, config, target, shape)
     if needs.shared_bytes > target.shared_bytes:
         return f"{needs.shared_bytes} bytes of shared memory, and a block of {target.name} has {target.shared_bytes}"
     if needs.accumulators > _MOST_ACCUMULATORS * needs.most_registers:
@@ -104,38 +104,38 @@ def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target
 # -- time
 
 
-def estimate_us(spec: KernelSpec, config: KernelConfig, shape: Shape, gpu: Gpu, layout: str = "nn") -> Estimate:
-    """About how long one call takes, launches included, with nothing of the operands in L2. shape: M, N, K. layout: how a and b lie."""
-    return next(iter(estimates(spec, (config,), shape, gpu, layout)))
+def estimate_us(spec: KernelSpec, config: KernelConfig, shape: Shape, gpu: Gpu) -> Estimate:
+    """About how long one call takes, launches included, with nothing of the operands in L2. shape: M, N, K."""
+    return next(iter(estimates(spec, (config,), shape, gpu)))
 
 
-def estimates(spec: KernelSpec, configs: Iterable[KernelConfig], shape: Shape, gpu: Gpu, layout: str = "nn", constants: Constants = FITTED) -> list[Estimate]:
+def estimates(spec: KernelSpec, configs: Iterable[KernelConfig], shape: Shape, gpu: Gpu, constants: Constants = FITTED) -> list[Estimate]:
     """An estimate a config, in the given order; what the problem alone decides is worked out once."""
-    work = _Timing(spec, shape, gpu, layout, constants)
+    work = _Timing(spec, shape, gpu, constants)
     return [work.estimate(config) for config in configs]
 
 
-def unfused_us(spec: KernelSpec, shape: Shape, gpu: Gpu, layout: str = "nn") -> float:
+def unfused_us(spec: KernelSpec, shape: Shape, gpu: Gpu) -> float:
     """About how long the product takes in the vendor's library, followed by eager PyTorch's operations, each a launch and a pass."""
     moved = traffic(spec, shape)
     operands = shape[0] * shape[2] * spec.signature.a.bytes + shape[2] * shape[1] * spec.signature.b.bytes
     beside = max(0.0, moved.unfused_bytes - operands - shape[0] * shape[1] * eager_dtype(spec).bytes)
-    product = _Timing(spec, shape, gpu, layout, FITTED).product_us
+    product = _Timing(spec, shape, gpu, FITTED).product_us
     return gpu.launch_us + product + (moved.unfused_launches - 1) * FITTED.gap_us + beside / (gpu.achieved_gbps * 1e3)
 
 
-def rank(spec: KernelSpec, configs: Iterable[KernelConfig], shape: Shape, gpu: Gpu, layout: str = "nn") -> list[KernelConfig]:
+def rank(spec: KernelSpec, configs: Iterable[KernelConfig], shape: Shape, gpu: Gpu) -> list[KernelConfig]:
     """The configs, fastest first by estimate; equal estimates keep the given order."""
     given = list(configs)
-    times = [e.us for e in estimates(spec, given, shape, gpu, layout)]
+    times = [e.us for e in estimates(spec, given, shape, gpu)]
     return [given[i] for i in sorted(range(len(given)), key=times.__getitem__)]
 
 
 class _Timing(Work):
     """Estimates for one problem on one GPU."""
 
-    def __init__(self, spec: KernelSpec, shape: Shape, gpu: Gpu, layout: str, constants: Constants):
-        super().__init__(spec, shape, gpu.target, layout)
+    def __init__(self, spec: KernelSpec, shape: Shape, gpu: Gpu, constants: Constants):
+        super().__init__(spec, shape, gpu.target)
         self.gpu, self.c = gpu, constants
         m, n, k = shape
         sig = spec.signature

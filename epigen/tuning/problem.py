@@ -48,8 +48,8 @@ def input_kind(node: Node, dtype: DType | None) -> str:
     return f"{dtype}[{node.indices}]" if node.indices else SCALAR
 
 
-def problem_of(graph: Graph, spec: KernelSpec, shape: tuple[int, int, int], layout: str, gpu: str, capability: str) -> Problem:
-    """The problem of one call. graph: the program's, of which spec is the lowered form. shape: M, N, K. layout: how a and b lie."""
+def problem_of(graph: Graph, spec: KernelSpec, shape: tuple[int, int, int], gpu: str, capability: str) -> Problem:
+    """The problem of one call. graph: the program's, of which spec is the lowered form. shape: M, N, K."""
     sig = spec.signature
     dtypes = dict(sig.inputs)
     return Problem(
@@ -60,12 +60,12 @@ def problem_of(graph: Graph, spec: KernelSpec, shape: tuple[int, int, int], layo
         b=sig.b.name,
         inputs=tuple(input_kind(node, dtypes[node.name]) for node in graph.inputs()),
         outputs=tuple(o.dtype.name for o in spec.outputs),
-        layout=layout,
+        layout=sig.layout,
         precision=sig.precision if sig.a.name == "fp32" else "",
         program=graph.text,
         spec=graph_digest(graph),
         kind=epilogue_kind(spec),
-        alignment=alignment(shape, layout, sig.a.bytes),
+        alignment=alignment(shape, sig.layout, sig.a.bytes),
     )
 
 

@@ -125,7 +125,7 @@ def _ratio(vendor_us: float, found: Result) -> float | None:
 def _explained(task: Task, found: Result) -> Explanation:
     choice = Choice(found.winner, "the winner")
     gpu = gpus.of_target(task.target)
-    return explain.explain(spec_of(task.graph(), task), task.shape, gpu, choice, layout=task.layout)
+    return explain.explain(spec_of(task.graph(), task), task.shape, gpu, choice)
 
 
 def _spent(results: Sequence[Result]) -> str:

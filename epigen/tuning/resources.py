@@ -46,7 +46,8 @@ def _operations(op: str) -> float:
 class Work:
     """What a spec decides about every config: bytes and instructions an element of a tile, and registers."""
 
-    def __init__(self, spec: KernelSpec, shape: Shape, target: Target, layout: str):
+    def __init__(self, spec: KernelSpec, shape: Shape, target: Target):
+        layout = spec.signature.layout
         self.spec, self.shape, self.target, self.layout = spec, shape, target, layout
         sig = spec.signature
         self.element_bytes = max(sig.a.bytes, sig.b.bytes)

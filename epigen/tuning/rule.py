@@ -12,8 +12,8 @@ _TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4), (32, 64, 4), 
 _SKINNY = {16: (16, 64, 4), 32: (32, 64, 4), 64: (64, 64, 4)}
 
 
-def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str = "", layout: str = "nn") -> Choice:
-    """A legal config for one problem. shape: M, N, K. refused: why a tiled config did not work, if one was tried. layout: how a and b lie."""
+def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str = "") -> Choice:
+    """A legal config for one problem. shape: M, N, K. refused: why a tiled config did not work, if one was tried."""
     m, n, k = shape
     sig = spec.signature
     if refused:
@@ -22,7 +22,7 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
         return library(spec, f"{target.name} does not multiply fp8e4m3")
     if sig.a == FP32 and sig.precision == "ieee" and m * n * k > 1 << 27:
         return library(spec, "the vendor's fp32 product is faster than Triton's, which has no tensor cores for it")
-    rows = (k if layout[0] == "n" else m, n if layout[1] == "n" else k)
+    rows = (k if sig.layout[0] == "n" else m, n if sig.layout[1] == "n" else k)
     if any(extent * sig.a.bytes % 4 for extent in rows) and m * n * k > 1 << 27:
         return library(spec, "rows that are not aligned to 4 bytes are read element by element, which the vendor's product avoids")
     block_k = {4: 32, 2: 64, 1: 128}[sig.a.bytes]

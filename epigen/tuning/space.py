@@ -44,12 +44,11 @@ _GROUPS = (1, 8)  # rows of tiles that share columns: what the L2 keeps is decid
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The configs worth trying for one problem. layout: how a and b lie, as in a Problem."""
+    """The configs worth trying for one problem. shape: M, N, K."""
 
     spec: KernelSpec
     shape: tuple[int, int, int]
     target: Target
-    layout: str
 
     def point(self, suggest: Suggest) -> KernelConfig:
         """One legal config, as `suggest` chooses."""
@@ -119,7 +118,7 @@ class Space:
             # 8-bit operands are multiplied straight from shared memory where they lie along k
             # what TMA cannot address as it lies is copied first, which pays for large products alone
             addressed = {"a", "b"} <= set(sig.tma) or m * n * k > _LEAST_PADDED
-            if not self._plain() and addressed and 0 not in self.shape and (sig.a.bytes > 1 or self.layout == "nt"):
+            if not self._plain() and addressed and 0 not in self.shape and (sig.a.bytes > 1 or sig.layout == "nt"):
                 found.append("persistent")
                 if sig.a.bytes == 2 and m > 64:  # two groups of warps want rows for both, and the template knows 16-bit operands
                     found.append("warp_specialized")
@@ -238,8 +237,8 @@ class Space:
 
     def _scalar_rows(self) -> tuple[bool, bool]:
         """Whether a and b are loaded element by element: what is copied ahead is no fewer than 4 bytes."""
-        m, n, k = self.shape
-        extents = (k if self.layout[0] == "n" else m, n if self.layout[1] == "n" else k)
+        (m, n, k), layout = self.shape, self.spec.signature.layout
+        extents = (k if layout[0] == "n" else m, n if layout[1] == "n" else k)
         a, b = (extent * dtype.bytes % 4 != 0 for extent, dtype in zip(extents, (self.spec.signature.a, self.spec.signature.b), strict=True))
         return a, b
 

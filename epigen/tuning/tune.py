@@ -57,7 +57,7 @@ def spec_of(graph: Graph, task: Task) -> KernelSpec:
 def problem_for(task: Task) -> Problem:
     """What the database calls a task."""
     graph = task.graph()
-    return problem_of(graph, spec_of(graph, task), task.shape, task.layout, task.target.part, capability(task.target))
+    return problem_of(graph, spec_of(graph, task), task.shape, task.target.part, capability(task.target))
 
 
 def study_name(task: Task, kind: str = MEASURED) -> str:
@@ -68,7 +68,7 @@ def study_name(task: Task, kind: str = MEASURED) -> str:
     """
     graph, renderer = task.graph(), Renderer(settings.templates_dir())
     spec, problem = spec_of(graph, task), replace(problem_for(task), program="")
-    texts = [renderer.render(spec, config).digest for config in Space(spec, task.shape, task.target, task.layout).samples()]
+    texts = [renderer.render(spec, config).digest for config in Space(spec, task.shape, task.target).samples()]
     versions = (epigen.__version__, triton_version(), importlib.metadata.version("torch"))
     part = re.sub("[^a-z0-9]+", "_", task.target.part.lower()).strip("_")
     return f"{part} {extents(task.shape)} {task.a} {task.layout} {digest([repr(problem), repr(task.target), *versions, *texts, kind])}"
@@ -88,7 +88,7 @@ def tune_one(
     try:
         problem, (space, prior) = problem_for(task), _space(task, measuring)
         near = database.nearest(problem, triton_version(), 3, space.legal) if database else ()
-        plain = rule.choose(space.spec, space.shape, space.target, layout=space.layout).config, rule.library(space.spec, "").config
+        plain = rule.choose(space.spec, space.shape, space.target).config, rule.library(space.spec, "").config
         result = search(
             space, measuring, first=[*(f.config for f in near), *plain], prior=prior, trials=trials, budget_s=budget_s, seed=seed,
             storage=storage, name=study_name(task, measuring.kind), report=report, stop=stop,
@@ -112,10 +112,10 @@ def assist_one(task: Task, runner: Runner, *, trials: int = 48, seed: int = 0, s
 
 def _space(task: Task, runner: Runner) -> tuple[Space, dict[KernelConfig, float]]:
     """What is searched, and the model's time in microseconds of each config that the runner can measure."""
-    space = Space(spec_of(task.graph(), task), task.shape, task.target, task.layout)
+    space = Space(spec_of(task.graph(), task), task.shape, task.target)
     configs = [c for c in space.every() if c.schedule in runner.schedules]
-    hopeful = [c for c in configs if not model.refusal(space.spec, c, task.shape, task.target, task.layout)] or configs
-    estimates = model.estimates(space.spec, hopeful, task.shape, gpus.of_target(task.target), task.layout)
+    hopeful = [c for c in configs if not model.refusal(space.spec, c, task.shape, task.target)] or configs
+    estimates = model.estimates(space.spec, hopeful, task.shape, gpus.of_target(task.target))
     return space, {config: e.us for config, e in zip(hopeful, estimates, strict=True)}
 
 
