@@ -41,11 +41,11 @@ def persistent(
 
 
 def warp_specialized(
-    block_m: int = 128, block_n: int = 64, block_k: int = 64, num_stages: int = 3, group_m: int = 2, pingpong: int = 0, halves: int = 1, tma_store: int = 1
+    block_m: int = 128, block_n: int = 64, block_k: int = 64, num_stages: int = 3, group_m: int = 2, pingpong: int = 0, halves: int = 1, tma_store: int = 1, early: int = 0
 ) -> KernelConfig:
     return schedules.config(
-        "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, halves=halves, tma_store=tma_store,
-        num_stages=num_stages,
+        "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, halves=halves, early=early,
+        tma_store=tma_store, num_stages=num_stages,
     )  # fmt: skip
 
 
@@ -310,7 +310,7 @@ def warp_specialized_cases() -> list[Case]:
     for shape in ((1, 8, 8), (64, 64, 32), (8, 264, 8), (65, 64, 2048), (2056, 2056, 72), (3000, 2048, 64), (2048, 2048, 328)):
         for pingpong, block_n, halves, stages in ((0, 256, 2, 3), (1, 128, 1, 4), (1, 64, 1, 2), (0, 64, 1, 8)):
             for text in _DESCRIBED_TEXTS[:3]:
-                config = warp_specialized(128, block_n, 64, stages, group_m=8, pingpong=pingpong, halves=halves)
+                config = warp_specialized(128, block_n, 64, stages, group_m=8, pingpong=pingpong, halves=halves, early=int(stages == 4))
                 found.append(Case(text, shape, FP16, layout="nt", config=config))
     for text in _DESCRIBED_TEXTS:
         found.append(Case(text, (263, 391, 135), BF16, inputs=BF16, layout="nt", config=warp_specialized(pingpong=1)))

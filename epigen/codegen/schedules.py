@@ -89,6 +89,7 @@ WARP_SPECIALIZED = Schedule(
         "group_m": (1, 2, 4, 8, 16),
         "pingpong": (0, 1),
         "halves": (1, 2),
+        "early": (0, 1),
         "tma_store": (0, 1),
         "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),
     },
@@ -101,7 +102,7 @@ WARP_SPECIALIZED = Schedule(
 
 SCHEDULES = {s.name: s for s in (LIBRARY, TILED, SPLIT_K, PERSISTENT, WARP_SPECIALIZED)}
 
-_IN_TEXT = {"flatten", "halves", "pingpong", "tma_store", "num_warps", "num_stages"}
+_IN_TEXT = {"early", "flatten", "halves", "pingpong", "tma_store", "num_warps", "num_stages"}
 """Dimensions that decide what the template writes, or how it is launched; the others are the kernel's compile-time arguments."""
 
 

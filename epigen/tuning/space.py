@@ -38,7 +38,7 @@ _LEAST_SPLIT, _MOST_SPLIT, _SPLIT_WAVES = (
     2 * 64 * 128,
     4,
 )  # k from which on, values of the result a multiprocessor up to which, and blocks each to which splitting may pay
-_BY_VALUE = {"num_stages", "flatten", "pingpong", "tma_store"}  # searched by value; the other dimensions are powers of two, searched by exponent
+_BY_VALUE = {"num_stages", "early", "flatten", "pingpong", "tma_store"}  # searched by value; the other dimensions are powers of two, searched by exponent
 _GROUPS = (1, 8)  # rows of tiles that share columns: what the L2 keeps is decided by the order of magnitude
 
 
@@ -218,6 +218,8 @@ class Space:
         stored = [s for s in self.spec.stores if s.name in self.spec.signature.tma]
         # the products lie such that a pointer would store four bytes at a time
         tma_store = suggest("warp_specialized.tma_store", int(bool(stored)), int(bool(stored)))
+        loaded = [i for i in self.spec.inputs if i.indices and i.dtype is not None]
+        early = suggest("warp_specialized.early", 0, int(halves == 1 and bool(loaded)))
         leaving = sum((1 + pingpong) * block_m * block_n // halves * s.dtype.bytes for s in stored)
         row_bytes, room = (block_m + block_n) * element_bytes, max(0, target.shared_bytes - _BARRIER_BYTES - leaving)
         most_k = max(_LEAST_RUN // element_bytes, min(128, _down(max(1, room // (2 * row_bytes))), _padded(k)))
@@ -226,7 +228,7 @@ class Space:
         stages = suggest("warp_specialized.num_stages", max(1, most_stages - 1), most_stages)
         group_m = _GROUPS[suggest("warp_specialized.group_m", 0, int(m > block_m))]
         return schedules.config(
-            "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, halves=halves,
+            "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, halves=halves, early=early,
             tma_store=tma_store, num_stages=stages,
         )  # fmt: skip
 
