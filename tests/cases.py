@@ -41,7 +41,15 @@ def persistent(
 
 
 def warp_specialized(
-    block_m: int = 128, block_n: int = 64, block_k: int = 64, num_stages: int = 3, group_m: int = 2, pingpong: int = 0, halves: int = 1, tma_store: int = 1, early: int = 0
+    block_m: int = 128,
+    block_n: int = 64,
+    block_k: int = 64,
+    num_stages: int = 3,
+    group_m: int = 2,
+    pingpong: int = 0,
+    halves: int = 1,
+    tma_store: int = 1,
+    early: int = 0,
 ) -> KernelConfig:
     return schedules.config(
         "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, halves=halves, early=early,

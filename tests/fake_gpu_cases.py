@@ -22,7 +22,7 @@ from fake_gpu import FakeGpu, Launched
 import epigen
 from epigen.codegen import schedules
 from epigen.codegen.render import Argument, Function, Rendered
-from epigen.codegen.spec import digest
+from epigen.codegen.spec import KernelConfig, digest
 from epigen.errors import CallError
 from epigen.runtime import direct, vendor, warmed
 from epigen.runtime.kernel import Kernel
@@ -137,6 +137,45 @@ def test_a_warmed_call_launches_what_triton_launches(gpu: FakeGpu, through_trito
     before = through_triton.count
     assert launched(gpu, kernel, a, b, out=out, **inputs) == expected and expected[0].parameters
     assert through_triton.count == before
+
+
+@pytest.mark.parametrize("layout", ["nt", "tn"])
+@pytest.mark.parametrize(
+    "config", [cases.persistent(64, 16, 32), cases.persistent(64, 16, 32, tma_store=0), cases.warp_specialized(pingpong=1)], ids=lambda c: c.schedule
+)
+def test_a_warmed_call_describes_what_triton_describes(gpu: FakeGpu, through_triton: Watch, config: KernelConfig, layout: str) -> None:
+    """Operands and output by TMA, at other addresses in every call."""
+    text, bias = "relu(mm + bias)", half(N)
+    kernel, oracle = compiled(text, config), compiled(text, config)
+    kernel(*operands(layout), bias=bias)
+    for _ in range(3):
+        a, b = operands(layout)
+        out = half(M, N)
+        expected = as_triton_does(gpu, oracle, a, b, out=out, bias=bias)
+        kernel(a, b, out=out, bias=bias)
+        before = through_triton.count
+        assert launched(gpu, kernel, a, b, out=out, bias=bias) == expected and len(expected[0].parameters) > 10
+        assert through_triton.count == before
+
+
+def test_copies_with_aligned_rows_are_left_to_triton(through_triton: Watch) -> None:
+    kernel, a, b = compiled("mm", cases.persistent(64, 16, 32)), half(M, K + 1)[:, :K], half(K, N)
+    for _ in range(3):
+        before = through_triton.count
+        kernel(a, b)
+        assert through_triton.count == before + 1
+
+
+def test_counters_and_parts_of_sums_are_handed_on(gpu: FakeGpu, through_triton: Watch) -> None:
+    kernel, out = compiled("relu(mm)", cases.split_k(16, 16, 16, 2, 1, 1)), half(M, N)
+    a, b = operands()
+    (expected,) = as_triton_does(gpu, kernel, a, b, out=out)
+    kernel(a, b, out=out)
+    before = through_triton.count
+    (found,) = launched(gpu, kernel, a, b, out=out)
+    assert through_triton.count == before and (found.kernel, found.grid) == (expected.kernel, expected.grid) and found.grid[0] == M // 16 * (N // 16) * 2
+    # but for the addresses of what is allocated: the parts of the sums and the counters, after a, b and out
+    assert found.parameters[:3] + found.parameters[5:] == expected.parameters[:3] + expected.parameters[5:]
 
 
 @pytest.mark.parametrize("text", ["dz = drelu(mm, mask); dz, bgrad(dz)", "mm, sum(mm, m), sum(mm, n), amax(mm)", "mm, sum(a, k), sum(b, k)"])

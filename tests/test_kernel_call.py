@@ -19,7 +19,7 @@ from epigen.codegen.spec import KernelConfig, KernelSpec
 from epigen.dtypes import BF16, FP16, FP32
 from epigen.errors import CallError, ConfigError
 from epigen.ir import reference
-from epigen.runtime import verify
+from epigen.runtime import verify, workspace
 from epigen.runtime.device import TARGETS
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.loader import Loader
@@ -550,6 +550,30 @@ def test_operands_that_tma_cannot_address_are_copied() -> None:
         epigen.compile("relu(mm)", config=cases.persistent()).plan((64, 64, 64), FP16, TARGETS["sm_80"])
     with pytest.raises(ConfigError, match="there are none of empty tensors"):
         kernel(half(24, 0), half(0, 40))
+
+
+def test_launches_of_a_stream_share_counters_and_those_of_a_graph_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, capturing = [1], [False]
+    monkeypatch.setattr(workspace, "current_stream", lambda _index: stream[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    arrivals = workspace.Arrivals(5, torch.device("cpu"))
+    assert arrivals.counters() is not arrivals.counters(), "the interpreter may be stopped in mid-launch"
+    arrivals.shared = True
+    first = arrivals.counters()
+    assert first.tolist() == [0] * 5 and arrivals.counters() is first
+    stream[0] = 2
+    assert arrivals.counters() is not first and arrivals.counters() is arrivals.counters()
+    capturing[0] = True
+    assert arrivals.counters() is not arrivals.counters()
+    stream[0], capturing[0] = 1, False
+    assert arrivals.counters() is first
+
+
+def test_a_split_sum_is_the_same_every_time() -> None:
+    kernel = epigen.compile("z = mm + bias; relu(z), sum(z, m)", config=cases.split_k(splits=8), backend="interpreter")
+    a, b, bias = half(40, 300), half(300, 50), half(50)
+    found = [kernel(a, b, bias=bias) for _ in range(3)]
+    assert all(torch.equal(x, y) for one in found[1:] for x, y in zip(one, found[0], strict=True))
 
 
 def test_what_is_in_gluon_is_interpreted_in_tritons_own_language() -> None:

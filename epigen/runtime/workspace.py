@@ -76,12 +76,12 @@ class Arrivals:
     """Counters, one a tile, which a kernel finds at 0 and leaves at 0. Launches of one stream follow one another, so they share a buffer."""
 
     def __init__(self, count: int, on: torch.device):
-        self.count, self.device = count, on
+        self.count, self.device, self.shared = count, on, on.type == "cuda"
         self.held: dict[int, Tensor] = {}
 
     def counters(self) -> Tensor:
         """For a launch on the current stream."""
-        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if not self.shared or torch.cuda.is_current_stream_capturing():
             # a graph may run beside other work of the stream that it was captured on, so it has counters of its own, which it sets to 0
             return self._new()
         stream = current_stream(self.device.index)
