@@ -20,6 +20,7 @@ from epigen.codegen.spec import KernelConfig
 from epigen.dtypes import BY_NAME
 from epigen.errors import EpigenError
 from epigen.ir import bound
+from epigen.runtime.kernel import Kernel
 from epigen.tuning.task import Baseline, Compare, Comparison, Job, Measure, Outcome, Task
 from epigen.tuning.timer import ColdTimer
 
@@ -56,12 +57,14 @@ class Meter:
         except RuntimeError as error:  # an illegal access and its like: the parent ends this process
             return Outcome("crashed", detail=str(error).splitlines()[0])
 
-    def runner(self, config: KernelConfig) -> Callable[[], Any]:
-        kernel = self.task.kernel(self.graph, self.renderer, config)
+    def kernel(self, config: KernelConfig) -> Kernel:
+        return self.task.kernel(self.graph, self.renderer, config)
+
+    def runner(self, kernel: Kernel) -> Callable[[], Any]:
         return lambda: kernel(self.sample.a, self.sample.b, **self.sample.inputs)
 
     def measure(self, job: Measure) -> Outcome:
-        kernel = self.task.kernel(self.graph, self.renderer, job.config)
+        kernel = self.kernel(job.config)
         found = kernel(self.checked.a, self.checked.b, **self.checked.inputs)
         results = [found] if isinstance(found, torch.Tensor) else list(found)
         for output, result, expected in zip(self.graph.outputs, results, self.expected, strict=True):
@@ -70,7 +73,7 @@ class Meter:
                 detail = f"output '{output.name}' at {list(difference.where)}: error {difference.error:.3g}, bound {difference.bound:.3g}"
                 return Outcome("wrong", detail=detail)
         del found, results
-        run = self.runner(job.config)
+        run = self.runner(kernel)
         run()
         samples = [self.once(run)]
         if job.limit_us and samples[0] > _HOPELESS * job.limit_us:
@@ -84,7 +87,7 @@ class Meter:
         return _outcome(samples)
 
     def compare(self, job: Compare) -> Comparison:
-        runs: list[Callable[[], Any]] = [*(self.runner(c) for c in job.configs), self.product, lambda: torch.relu(self.product())]
+        runs: list[Callable[[], Any]] = [*(self.runner(self.kernel(c)) for c in job.configs), self.product, lambda: torch.relu(self.product())]
         for run in runs:
             run()
         samples: list[list[float]] = [[] for _ in runs]
