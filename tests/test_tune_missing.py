@@ -17,7 +17,7 @@ import epigen
 from epigen import api
 from epigen.codegen import schedules
 from epigen.codegen.lower import lower
-from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Provisional, Signature, laid
+from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Provisional, Signature
 from epigen.dtypes import FP16, FP32, INT8, INT32, UINT8
 from epigen.errors import CallError, TuneError
 from epigen.runtime import device
@@ -43,14 +43,14 @@ GRAPH = api.graph_of(TEXT)
 
 
 def spec(inputs: tuple[tuple[str, Any], ...] = (("bias", FP16),), dtype: Any = FP16, text: str = TEXT) -> KernelSpec:
-    return lower(api.graph_of(text), Signature(dtype, dtype, inputs, "ieee", 16, 32))
+    return lower(api.graph_of(text), Signature(dtype, dtype, inputs, "ieee", 16, 32, "nt"))
 
 
 SPEC = spec()
 
 
 def record(config: KernelConfig = WINNER, shape: tuple[int, int, int] = SHAPE, triton: str | None = None) -> Record:
-    problem = problem_of(GRAPH, laid(SPEC, "nt"), shape, TARGET.part, capability(TARGET))
+    problem = problem_of(GRAPH, SPEC, shape, TARGET.part, capability(TARGET))
     return Record.make(
         problem, config, median_us=9.0, spread_us=0.1, baseline_us=10.0, trials={"ok": 4}, date="2026-11-05T12:00:00Z",
         triton=triton or triton_version(), torch="2.11.0", epigen="0.1.0",
@@ -89,7 +89,7 @@ class Setting:
         self.chooser = self.shared.chooser(GRAPH)
 
     def __call__(self, one: KernelSpec = SPEC, shape: tuple[int, int, int] = SHAPE, refused: str = "") -> Choice:
-        return self.chooser(one, shape, "nt", TARGET, refused)
+        return self.chooser(one, shape, TARGET, refused)
 
 
 # -- the chooser
@@ -140,7 +140,7 @@ def test_within_a_capture_the_plain_choice_serves_for_that_call_alone(database: 
     choose = Setting(database, Tuner())
     choose.capturing = True
     found = choose()
-    plain = Chooser(GRAPH, database)(SPEC, SHAPE, "nt", TARGET, "")
+    plain = Chooser(GRAPH, database)(SPEC, SHAPE, TARGET, "")
     assert isinstance(found, Provisional) and found.config == plain.config and "outside of a CUDA graph capture" in found.why
     assert isinstance(choose(refused="it does not compile"), Provisional)
     assert not choose.tuner.tasks
@@ -150,7 +150,7 @@ def test_within_a_capture_the_plain_choice_serves_for_that_call_alone(database: 
 
 def test_where_tuning_fails_the_plain_choice_stays_and_one_warning_says_so(database: Database) -> None:
     choose = Setting(database, Tuner(fails="none of 48 configs gave a right answer in time; 48 ended as crashed: no memory"))
-    plain = Chooser(GRAPH, database)(SPEC, SHAPE, "nt", TARGET, "")
+    plain = Chooser(GRAPH, database)(SPEC, SHAPE, TARGET, "")
     with pytest.warns(RuntimeWarning, match=r"epigen could not tune relu\(mm \+ bias\) at 256x512x128 fp16 nt, which runs untuned: none of 48 .* no memory"):
         assert choose() == plain
     with warnings.catch_warnings():
@@ -189,10 +189,10 @@ def test_what_is_tuned_is_what_was_called(database: Database) -> None:
     for shape, dtype, bias, tile in (((64, 64, 64), FP16, FP32, FP16), ((64, 64, 128), FP16, INT32, INT32), ((64, 64, 192), INT8, FP32, FP32)):
         inputs = {"mask": UINT8, "alpha": None, "bias": bias, "tile": tile}
         mine = spec(tuple((n.name, inputs[n.name]) for n in graph.inputs()), dtype, text)
-        chooser(mine, shape, "nt", TARGET, "")
+        chooser(mine, shape, TARGET, "")
         task = choose.tuner.tasks[-1]
         assert task.input_dtypes(graph) == inputs
-        assert problem_for(task) == problem_of(graph, laid(mine, "nt"), shape, TARGET.part, "9.0")
+        assert problem_for(task) == problem_of(graph, mine, shape, TARGET.part, "9.0")
 
 
 def test_two_threads_at_first_use_tune_once(database: Database) -> None:
@@ -206,7 +206,7 @@ def test_two_threads_at_first_use_tune_once(database: Database) -> None:
 
     def ask(chooser: Any, mine: KernelSpec) -> None:
         start.wait()
-        found.append(chooser(mine, SHAPE, "nt", TARGET, ""))
+        found.append(chooser(mine, SHAPE, TARGET, ""))
 
     threads = [threading.Thread(target=ask, args=c) for c in choosers]
     for thread in threads:
