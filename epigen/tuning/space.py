@@ -139,9 +139,7 @@ class Space:
         target, element_bytes = self.target, self.spec.signature.a.bytes
         (m, _, k), threads = self.shape, self.target.warp_size
 
-        def exponent(name: str, low: int, high: int) -> int:
-            return 1 << suggest(f"{schedule}.{name}", _log2(low), _log2(max(low, high)))
-
+        exponent = _powers(suggest, schedule)
         block_m, block_n = self._tile(exponent)
         tile = block_m * block_n
         fewest = max(1, tile // (_MOST_ACCUMULATORS * threads), min(4, tile // (_MOST_ACCUMULATORS // 2 * threads)))
@@ -182,9 +180,7 @@ class Space:
         """One block a multiprocessor, of which no stage is too many as long as it fits."""
         (m, _, k), target, element_bytes = self.shape, self.target, self.spec.signature.a.bytes
 
-        def exponent(name: str, low: int, high: int) -> int:
-            return 1 << suggest(f"persistent.{name}", _log2(low), _log2(max(low, high)))
-
+        exponent = _powers(suggest, "persistent")
         block_m, block_n = self._tile(exponent, rows=64)
         tile = block_m * block_n
         warps = exponent("num_warps", max(4, tile // (_MOST_ACCUMULATORS * 32)), 8)
@@ -208,9 +204,7 @@ class Space:
     def _warp_specialized(self, suggest: Suggest) -> KernelConfig:
         (m, _, k), target, element_bytes = self.shape, self.target, self.spec.signature.a.bytes
 
-        def exponent(name: str, low: int, high: int) -> int:
-            return 1 << suggest(f"warp_specialized.{name}", _log2(low), _log2(max(low, high)))
-
+        exponent = _powers(suggest, "warp_specialized")
         pingpong = suggest("warp_specialized.pingpong", 0, 1)
         # a group of four warps has a tile of its own, or half of the rows of one
         block_m, block_n = self._tile(exponent, rows=64 if pingpong else 128, most=_MOST_GROUP if pingpong else 2 * _MOST_GROUP)
@@ -247,14 +241,17 @@ class Space:
     def _library(self, suggest: Suggest) -> KernelConfig:
         m, n, _ = self.shape
 
-        def exponent(name: str, low: int, high: int) -> int:
-            return 1 << suggest(f"library.{name}", _log2(low), _log2(max(low, high)))
-
+        exponent = _powers(suggest, "library")
         block_m = exponent("block_m", 1, min(128, _padded(m, 1)))
         block_n = exponent("block_n", min(_padded(n), max(32, 1024 // block_m)), min(1024, _padded(n), 8192 // block_m))
         # 32 values a thread: fewer are no faster in a pass over memory, and far slower where columns are summed
         warps = max(1, block_m * block_n // 1024)
         return schedules.config("library", block_m=block_m, block_n=block_n, num_warps=warps)
+
+
+def _powers(suggest: Suggest, schedule: str) -> Callable[[str, int, int], int]:
+    """Suggests a dimension of a schedule that is a power of two, by its exponent. Takes name, low and high."""
+    return lambda name, low, high: 1 << suggest(f"{schedule}.{name}", _log2(low), _log2(max(low, high)))
 
 
 def parameters(config: KernelConfig) -> dict[str, int]:
