@@ -212,6 +212,8 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: st
         graph, run = _twin(graph), dtypes.FP16 if dtype == dtypes.BF16 or dtype.is_fp8 else dtype
         twin = f" (its twin with fp16 for {wrong}, which Triton's interpreter rounds wrongly: run it on a GPU for {wrong} itself)"
     config = plan.choice.config if on_gpu else in_triton(plan.choice.config)
+    if config != plan.choice.config:
+        twin += f" (its like in Triton's own language, {config}: Gluon cannot be interpreted)"
     shape = check_shape(plan.spec, config)
     chosen = plan.choice
     one = Kernel(graph, kernel.renderer, lambda *_: chosen, None, "triton" if on_gpu else "interpreter", precision)

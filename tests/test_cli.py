@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cases
 import pytest
 from click.testing import CliRunner
 
@@ -362,6 +363,14 @@ def test_a_kernel_of_unaligned_rows_is_verified_itself(layout: str, shape: str, 
     monkeypatch.setattr(cli, "_start_compiling", lambda *_: None)
     done = run("compile", "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z)", "--config", SMALL, "--layout", layout, "--shape", shape)
     assert "under Triton's interpreter, this very kernel, against float64\n" in done.stderr
+
+
+def test_a_kernel_in_gluon_is_verified_by_its_like_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_start_compiling", lambda *_: None)
+    config = f"schedule=warp_specialized,{','.join(f'{name}={value}' for name, value in cases.warp_specialized().values)}"
+    done = run("compile", "relu(mm + bias)", "--config", config, "--layout", "nt", "--shape", "256x256x256")
+    assert "under Triton's interpreter, the kernel (its like in Triton's own language, persistent block_m=128 " in done.stderr
+    assert "gl.warp_specialize(" in done.stdout
 
 
 @pytest.mark.parametrize(
