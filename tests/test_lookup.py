@@ -160,7 +160,7 @@ def test_a_borrowed_config_is_legal_where_it_goes(tmp_path: Path) -> None:
     wanted = (60, 8192, 4096)
     first = database.find(problem_of(graph, spec, wanted, pcie.part, "9.0"), TRITON)
     assert first and first.config == config(128, group_m=1), "by distance alone"
-    found = Chooser(graph, database)(spec, wanted, "nn", pcie, "")
+    found = Chooser(graph, database)(spec, wanted, pcie, "")
     assert found.config == config(64, group_m=1) and not model.refusal(spec, found.config, wanted, pcie)
     assert "borrowed from 64x8192x4096" in found.why and "NVIDIA H200, of the same architecture; its shape scaled by 114/132" in found.why
 
@@ -330,7 +330,7 @@ def test_of_several_lenders_the_model_takes_the_fastest_here(tmp_path: Path) -> 
     wanted = (16, 4096, 4096)
     problem_here = problem_of(graph, laid(spec, "nt"), wanted, here.part, "9.0")
     nearest = database.find(problem_here, TRITON)
-    found = Chooser(graph, database)(spec, wanted, "nt", here, "")
+    found = Chooser(graph, database)(laid(spec, "nt"), wanted, here, "")
     assert nearest is not None and nearest.config == wide
     assert found.config == narrow and found.why.startswith("borrowed from 16x2048x8192")
     assert found.why.endswith("of the configs of 2 near problems the fastest here by the model")

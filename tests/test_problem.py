@@ -60,6 +60,6 @@ def test_a_call_with_other_inputs_borrows(tmp_path: Path) -> None:
     run = {"median_us": 1.0, "spread_us": 0.0, "baseline_us": 1.0, "trials": {}, "date": "2026-11-05T12:00:00Z", "triton": TRITON, "torch": "2.13.0"}
     database.add(Record.make(tuned, config(64), **run, epigen="0.1.0"))
     chooser = choose.Chooser(graph, database)
-    whys = [chooser(spec, SHAPE, "nn", TARGET, "").why for spec in (half, full)]
+    whys = [chooser(spec, SHAPE, TARGET, "").why for spec in (half, full)]
     assert "with inputs" not in whys[0] and "borrowed" not in whys[0]
     assert whys[1] == "borrowed from 4096x4096x4096 (with inputs fp16[n]), the nearest tuned shape of this program on H100, H200"

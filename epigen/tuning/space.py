@@ -32,12 +32,10 @@ _RUN, _LEAST_RUN = 128, 64  # bytes of a row that TMA lays out in one piece, and
 _BARRIER_BYTES = 1 << 10  # of shared memory, for the barriers of all stages
 _HALVED = 128 * 128  # values of a tile from which on the epilogue may take halves
 _MOST_GROUP = _MOST_ACCUMULATORS * 128  # values that four warps accumulate
-_LEAST_PADDED = 1 << 27  # multiply-adds
-_LEAST_SPLIT, _MOST_SPLIT, _SPLIT_WAVES = (
-    512,
-    2 * 64 * 128,
-    4,
-)  # k from which on, values of the result a multiprocessor up to which, and blocks each to which splitting may pay
+_LEAST_PADDED = 1 << 27  # multiply-adds from which on operands may be copied first
+_LEAST_SPLIT = 512  # k from which on splitting it may pay
+_MOST_SPLIT = 2 * 64 * 128  # values of the result a multiprocessor up to which it may: beyond, there are tiles enough
+_SPLIT_BLOCKS = 4  # a multiprocessor: with more, each has too little to add up
 _BY_VALUE = {"num_stages", "early", "flatten", "pingpong", "tma_store"}  # searched by value; the other dimensions are powers of two, searched by exponent
 _GROUPS = (1, 8)  # rows of tiles that share columns: what the L2 keeps is decided by the order of magnitude
 
@@ -52,8 +50,8 @@ class Space:
 
     def point(self, suggest: Suggest) -> KernelConfig:
         """One legal config, as `suggest` chooses."""
-        schedules = self.schedules
-        schedule = schedules[suggest("schedule", 0, len(schedules) - 1)]
+        names = self.schedules
+        schedule = names[suggest("schedule", 0, len(names) - 1)]
         walks = {
             "library": self._library, "tiled": self._tiled, "split_k": self._split_k, "persistent": self._persistent,
             "warp_specialized": self._warp_specialized,
@@ -115,10 +113,10 @@ class Space:
             found.append("tiled")
             if k >= _LEAST_SPLIT and m * n <= _MOST_SPLIT * target.multiprocessors:
                 found.append("split_k")
-            # 8-bit operands are multiplied straight from shared memory where they lie along k
             # what TMA cannot address as it lies is copied first, which pays for large products alone
-            addressed = {"a", "b"} <= set(sig.tma) or m * n * k > _LEAST_PADDED
-            if not self._plain() and addressed and 0 not in self.shape and (sig.a.bytes > 1 or sig.layout == "nt"):
+            addressed = 0 not in self.shape and ({"a", "b"} <= set(sig.tma) or m * n * k > _LEAST_PADDED)
+            along_k = sig.a.bytes > 1 or sig.layout == "nt"  # as the tensor cores want 8-bit operands, which nothing turns round on the way
+            if addressed and along_k and not self._plain():
                 found.append("persistent")
                 if sig.a.bytes == 2 and m > 64:  # two groups of warps want rows for both, and the template knows 16-bit operands
                     found.append("warp_specialized")
@@ -129,7 +127,7 @@ class Space:
 
     def _split_k(self, suggest: Suggest) -> KernelConfig:
         values = self._pointers(suggest, "split_k")
-        (m, n, k), slots = self.shape, _SPLIT_WAVES * self.target.multiprocessors
+        (m, n, k), slots = self.shape, _SPLIT_BLOCKS * self.target.multiprocessors
         tiles, steps = -(-m // values["block_m"]) * -(-n // values["block_n"]), -(-k // values["block_k"])
         most = max(2, min(32, _down(max(1, steps)), _down(max(1, slots // tiles))))
         return schedules.config("split_k", **values, splits=1 << suggest("split_k.splits", 1, _log2(most)))
