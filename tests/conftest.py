@@ -11,6 +11,9 @@ import pytest
 os.environ.setdefault("EPIGEN_CACHE", tempfile.mkdtemp(prefix="epigen-tests-"))
 # and nothing that the user has tuned changes what the tests see
 os.environ["EPIGEN_DB"] = tempfile.mkdtemp(prefix="epigen-tests-db-")
+# OpenBLAS's threads do not survive every fork of a process (numpy 2.3.5: a search's solve waited for ever for the lock of threads that were
+# gone); as on the command line, linear algebra has one. Set before numpy is imported
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
