@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 from cases import persistent, warp_specialized
 
 import epigen
-from epigen import cli
+from epigen import cli, settings
 from epigen.codegen import schedules
 from epigen.codegen.spec import LAYOUTS, KernelConfig
 from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
@@ -353,3 +355,30 @@ def test_equal_jobs_give_equal_stages() -> None:
     first, second = (Running(one).result() for _ in range(2))
     assert first[0].resources == second[0].resources
     assert {n: s for n, s in first[0].stages.items() if n != "cubin"} == {n: s for n, s in second[0].stages.items() if n != "cubin"}
+
+
+# -- what the tuner's builders compile
+
+WARMING = """
+import cases
+import epigen
+from epigen.dtypes import FP16
+from epigen.runtime import verify
+from epigen.runtime.device import DEFAULT
+
+for config in (cases.tiled(), cases.LIBRARY, cases.split_k(), cases.persistent(), cases.warp_specialized(pingpong=1)):
+    for shape in ((128, 128, 512), (135, 129, 513)):
+        kernel = epigen.compile("relu(mm + bias)", config=config)
+        given = verify.sample(kernel.graph, shape, FP16, FP16, FP16, device="meta", layout="nt")
+        main, *_ = kernel.warm(given.a, given.b, target=DEFAULT, **given.inputs)
+        assert main.registers > 0
+print("warmed")
+"""
+
+
+def test_every_schedule_is_compiled_for_tensors_that_are_not_there() -> None:
+    tests = Path(__file__).parent
+    environment = settings.child_environment(interpret=False)
+    environment["PYTHONPATH"] = os.pathsep.join((str(tests), str(tests.parent)))
+    done = subprocess.run([sys.executable, "-c", WARMING], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "warmed\n", done.stderr

@@ -85,11 +85,9 @@ class Prepared:
         if self.plan is None:
             return self._reference(a, b, inputs, outs)
         results = self.results(outs)
-        values = self.values(a, b, inputs, results)
         here = self.device.type != "cuda" or self.device.index == torch.cuda.current_device()
         with nullcontext() if here else torch.cuda.device(self.device), interpreting() if self.interpreted else nullcontext():
-            if self.arrivals is not None:
-                values["num_arrived_ptr"] = self.arrivals.counters()
+            values = self.values(a, b, inputs, results)
             if not self.plan.multiplies:
                 values["mm_ptr"] = self.product(a, b)
             self.compiled = [launch(values) for launch in self.launches]
@@ -107,7 +105,7 @@ class Prepared:
         return [outs[o.name] if o.name in outs else o.held(m, n).empty(allocate) for o in self.outputs]
 
     def values(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], results: Sequence[Tensor]) -> dict[str, Any]:
-        """The launches' arguments that are no fixed integers, by name."""
+        """The launches' arguments that are no fixed integers, by name, but for the vendor's product. The device is the current one."""
         assert self.plan is not None
         values: dict[str, Any] = {"a_ptr": a, "b_ptr": b}
         for item in self.plan.spec.all_inputs:
@@ -115,6 +113,8 @@ class Prepared:
                 values[item.name] = arguments.number(item.name, inputs[item.name])
             else:
                 values[f"{item.name}_ptr"] = inputs[item.name]
+        if self.arrivals is not None:
+            values["num_arrived_ptr"] = self.arrivals.counters()
         values |= {f"{name}_padded_ptr": arguments.padded(values[f"{name}_ptr"]) for name in self.padded}
         values |= {f"{o.name}_ptr": t for o, t in zip(self.outputs, results, strict=True)}
         return values | self.workspace.tensors(self.device)
