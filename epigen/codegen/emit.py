@@ -76,7 +76,7 @@ def reduce_tile(partial: Partial, masked: str) -> tuple[str, str]:
     elements = f"tl.where({masked}, {row.prepare.format(x=_arg(partial.value))}, {row.identity})"
     text = f"{partial.name}_in"
     for axis in {"m": (0,), "n": (1,), "mn": (1, 0)}[partial.axes]:
-        text = row.triton.format(x=text, axis=axis)
+        text = reduce(partial.row, text, axis)
     return elements, text
 
 
@@ -94,8 +94,9 @@ def combine(source: Source, x: str, y: str) -> str:
     return ops.REDUCTIONS[source.row].combine.format(x=x, y=y)
 
 
-def reduce_chunk(source: Source, x: str) -> str:
-    return ops.REDUCTIONS[source.row].triton.format(x=x, axis=0)
+def reduce(row: str, x: str, axis: int) -> str:
+    """A reduction along one axis, which is kept with extent 1."""
+    return ops.REDUCTIONS[row].triton.format(x=x, axis=axis)
 
 
 def helpers(lines: Iterable[Line], rows: Iterable[str], converts_to: Iterable[DType], combining: bool, dialect: Dialect = TRITON) -> dict[str, str]:
