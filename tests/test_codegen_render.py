@@ -274,6 +274,26 @@ def test_each_operation_renders_to_sound_text(op: ops.Op) -> None:
 # -- names
 
 
+@pytest.mark.parametrize(
+    ("text", "zero"),
+    [
+        ("dz = drelu(mm, mask); dz, bgrad(dz)", True),
+        ("sum(where(bits(mask) & (mm > 0), mm * s, 0), m)", True),
+        ("sum(-gate[m,n] + scale_a[m], m)", True),
+        ("amax(cast(drelu(mm, mask), bf16), m)", True),
+        ("bgrad(mm)", False),  # 0 * inf
+        ("bgrad(drelu(mm, mask) * scale_b[n])", False),
+        ("bgrad(drelu(mm, ~bits(mask)))", False),
+        ("sum(where(mm > 0, gate[m,n], mm), m)", False),
+        ("max(drelu(mm, mask), m)", False),  # all may be below 0
+        ("sum(drelu(mm, mask), n)", False),  # of rows, not columns
+    ],
+)
+def test_rows_that_are_zero_anyway_are_not_masked_once_more(text: str, zero: bool) -> None:
+    found = source(text if "mm" in text else f"mm, {text}")
+    assert bool(re.search(r"_in = tl\.where\((offs_m < M|offs_n < N), ", found)) is not zero
+
+
 def test_names_of_the_user_are_the_kernels_names() -> None:
     text = source("hidden = mm + bias; active = silu(hidden); gated = active * gate[m,n]; total = sum(gated, m); gated, total * 2")
     for line in ("hidden = acc + bias", "active = silu(hidden)", "gated = active * gate", "gated_ptr", "total_partial_ptr"):

@@ -73,7 +73,9 @@ _TO_INT8 = (
 def reduce_tile(partial: Partial, masked: str) -> tuple[str, str]:
     """The elements to reduce, with the identity outside the matrix, and their reduction over the tile."""
     row = ops.REDUCTIONS[partial.row]
-    elements = f"tl.where({masked}, {row.prepare.format(x=_arg(partial.value))}, {row.identity})"
+    elements = row.prepare.format(x=_arg(partial.value))
+    if not (partial.zero_below and partial.axes == "m" and row.identity == "0.0"):
+        elements = f"tl.where({masked}, {elements}, {row.identity})"
     text = f"{partial.name}_in"
     for axis in {"m": (0,), "n": (1,), "mn": (1, 0)}[partial.axes]:
         text = reduce(partial.row, text, axis)

@@ -50,7 +50,7 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
             nodes = [graph.outputs[i].node for i in chosen]
             finishes.append(_finish(body, indices, nodes, tuple(stores[i] for i in chosen)))
             found = [n for n in _reached(graph, nodes, through=True) if graph.nodes[n].op == g.REDUCE and graph.nodes[n].axes != "k"]
-            partials += [Partial(body.name(n), graph.nodes[n].name, body.arg(graph.nodes[n].args[0]), graph.nodes[n].axes) for n in found]
+            partials += [_partial(graph, n, body) for n in found]
             roots += [graph.nodes[n].args[0] for n in found]
     tiles = [i for i in range(len(stores)) if not reduced[i]]
     roots += [_stored_node(graph, graph.outputs[i]) for i in tiles if stores[i].value != ACC]
@@ -138,6 +138,36 @@ def _finish(body: _Body, indices: str, roots: Sequence[int], stores: tuple[Store
             sources.append(Source(body.name(number), node.name, operand, dtype))
     inputs, lines = body.lines(roots)
     return Finish(indices, tuple(sources), inputs, lines, stores)
+
+
+def _partial(graph: Graph, number: int, body: _Body) -> Partial:
+    node = graph.nodes[number]
+    return Partial(body.name(number), node.name, body.arg(node.args[0]), node.axes, _zero_below(graph, node.args[0]))
+
+
+def _zero_below(graph: Graph, number: int) -> bool:
+    """Whether a value is 0, or false, in a tile's rows past the last, where inputs of such rows are read as 0 and bits as unset.
+
+    Nothing is known of the product there, nor of what varies along n alone: 0 * inf is NaN.
+    """
+    node = graph.nodes[number]
+    zero = [_zero_below(graph, a) for a in node.args]
+    match node.op:
+        case g.INPUT:
+            return "m" in node.indices
+        case g.BITS:
+            return True
+        case g.CONSTANT:
+            return node.value == 0
+        case "drelu":
+            return all(zero) or zero[1]
+        case "where":
+            return zero[2] and (zero[0] or zero[1])
+        case "and":
+            return any(zero)
+        case "or" | "add" | "sub" | "neg" | "abs" | "relu" | "maximum" | "minimum" | g.CAST:
+            return all(zero)
+    return False
 
 
 def _reached(graph: Graph, roots: Sequence[int], through: bool) -> list[int]:

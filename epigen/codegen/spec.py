@@ -152,12 +152,13 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A reduction of tiles, one result a tile, that the finishing kernel completes."""
+    """A reduction of tiles, one result a tile, that the finishing kernel completes. zero_below: its elements are 0 in a tile's rows past M."""
 
     name: str
     row: str
     value: Arg
     axes: str  # "m", "n" or "mn"
+    zero_below: bool = False
 
 
 @dataclass(frozen=True, slots=True)
