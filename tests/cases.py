@@ -18,25 +18,31 @@ FLOATS = (FP32, FP16, BF16, FP8E4M3, FP8E5M2)
 LIBRARY = schedules.config("library", block_m=16, block_n=64, num_warps=4)
 
 
-def tiled(block_m: int = 64, block_n: int = 64, block_k: int = 32, num_warps: int = 4, num_stages: int = 2, group_m: int = 4) -> KernelConfig:
-    return schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=num_warps, num_stages=num_stages)
+def tiled(
+    block_m: int = 64, block_n: int = 64, block_k: int = 32, num_warps: int = 4, num_stages: int = 2, group_m: int = 4, one_launch: int = 0
+) -> KernelConfig:
+    return schedules.config(
+        "tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=num_warps, num_stages=num_stages, one_launch=one_launch
+    )
 
 
 def split_k(
-    block_m: int = 32, block_n: int = 32, block_k: int = 32, splits: int = 4, num_warps: int = 4, num_stages: int = 2, group_m: int = 1
-) -> KernelConfig:
+    block_m: int = 32, block_n: int = 32, block_k: int = 32, splits: int = 4, num_warps: int = 4, num_stages: int = 2, group_m: int = 1,
+    one_launch: int = 0,
+) -> KernelConfig:  # fmt: skip
     return schedules.config(
-        "split_k", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=num_warps, num_stages=num_stages, splits=splits
-    )
+        "split_k", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=num_warps, num_stages=num_stages, splits=splits,
+        one_launch=one_launch,
+    )  # fmt: skip
 
 
 def persistent(
     block_m: int = 64, block_n: int = 64, block_k: int = 32, num_warps: int = 4, num_stages: int = 3, group_m: int = 2,
-    flatten: int = 1, halves: int = 1, tma_store: int = 1,
+    flatten: int = 1, halves: int = 1, tma_store: int = 1, one_launch: int = 0,
 ) -> KernelConfig:  # fmt: skip
     return schedules.config(
         "persistent", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, flatten=flatten, halves=halves, tma_store=tma_store,
-        num_warps=num_warps, num_stages=num_stages,
+        num_warps=num_warps, num_stages=num_stages, one_launch=one_launch,
     )  # fmt: skip
 
 
@@ -50,10 +56,11 @@ def warp_specialized(
     halves: int = 1,
     tma_store: int = 1,
     early: int = 0,
+    one_launch: int = 0,
 ) -> KernelConfig:
     return schedules.config(
         "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, halves=halves, early=early,
-        tma_store=tma_store, num_stages=num_stages,
+        tma_store=tma_store, num_stages=num_stages, one_launch=one_launch,
     )  # fmt: skip
 
 
@@ -327,6 +334,39 @@ def warp_specialized_cases() -> list[Case]:
     return found
 
 
+def one_launch_cases() -> list[Case]:
+    """Reductions that the last block to arrive completes: of each kind, beside others that it cannot, inputs of both parts, one tile and many."""
+    texts = (
+        "dz = drelu(mm, mask); dz, bgrad(dz)",
+        "z = gelu(mm + bias) * scale_b[n]; z, sum(z, m) * scale_b[n], logsumexp(z, m), sum(z, n) * alpha, max(z), sum(z) * alpha",
+        "sum(mm, m), sum(a, k), max(mm, m) - sum(b, k)",
+        "bitmask(mm > 0), max(mm, n) * scale_a[m], amax(mm) + 1, cast(amax(mm, m), fp16)",
+    )
+    found = []
+    for i, text in enumerate(texts):
+        configs = [
+            tiled(32, 32, 32, one_launch=1),
+            tiled(16, 64, 32, num_warps=1, one_launch=1),
+            split_k(one_launch=1),
+            persistent(flatten=0, one_launch=1),
+            persistent(64, 128, flatten=0, halves=2, tma_store=0, one_launch=1),
+            schedules.config("library", block_m=4, block_n=64, num_warps=4, one_launch=1),
+            warp_specialized(128, 128, 64, 3, pingpong=1, one_launch=1),
+            warp_specialized(128, 64, 64, 3, halves=2, one_launch=1),
+            warp_specialized(64, 32, 64, 3, pingpong=1, early=1, one_launch=1),
+        ]
+        for j, config in enumerate(configs):
+            shape = (264, 200, 88) if config.schedule == "warp_specialized" else (72, 136, 40)
+            found.append(Case(text, shape, (FP16, BF16)[(i + j) % 2], layout="nt", config=config))
+            if config.schedule != "library":
+                found.append(Case(text, ((17, 24, 16), (264, 24, 64))[(i + j) % 2], FP16, layout=LAYOUTS[(i + j) % 4], config=config))
+    for config in (tiled(32, 32, 32, one_launch=1), warp_specialized(pingpong=1, one_launch=1)):
+        found.append(Case(texts[0], (136, 72, 40), FP16, layout="nt", config=config, integers=True))
+    sums = "mm + bias, sum(mm, m) + bias, sum(mm, n), sum(mm)"
+    found += [Case(sums, shape, FP16, config=tiled(32, 32, 32, one_launch=1)) for shape in ((0, 40, 8), (40, 0, 8), (40, 40, 0), (1, 1, 1), (1200, 24, 8))]
+    return found
+
+
 def all_cases() -> list[Case]:
     groups = (
         operation_cases,
@@ -339,6 +379,7 @@ def all_cases() -> list[Case]:
         split_k_cases,
         persistent_cases,
         warp_specialized_cases,
+        one_launch_cases,
     )
     return list(dict.fromkeys(c for group in groups for c in group()))
 

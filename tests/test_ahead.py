@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import cases
 import pytest
 from cases import persistent, warp_specialized
 
@@ -145,6 +146,18 @@ def test_groups_of_warps_multiply_straight_from_what_another_warp_loads() -> Non
         assert "wgmma.mma_async" in text and "setmaxnreg.inc.sync.aligned.u32 \t240" in text.replace("u32 240", "u32 \t240"), one.rendered.text
         assert results[0].resources.registers == 168  # of three groups of 128 threads
         assert "cp.async.c" not in text
+
+
+def test_the_last_block_completes_reductions_on_every_make() -> None:
+    """The counter's addition orders memory for the whole GPU, and what others have left is read past the first cache."""
+    configs = [cases.tiled(64, 64, 32, one_launch=1), persistent(flatten=0, one_launch=1), warp_specialized(pingpong=1, one_launch=1)]
+    jobs = [job(text, "sm_90", BF16, config, "nt") for text in (BACKWARD, ELABORATE) for config in configs]
+    jobs += [job(ELABORATE, target, FP16, configs[0]) for target in ("sm_80", "sm_120", "gfx90a", "gfx1201")]
+    for one, results in zip(jobs, compiled(jobs), strict=True):
+        checked(one, results)
+        assert len(results) == 1 + ("sum(a, k)" in one.rendered.text)
+        if one.target.backend == "cuda":
+            assert re.search(r"atom\.global\.gpu\.acq_rel\.add|atom\.global\.acq_rel\.gpu\.add", assembly(results)) and "ld.global.cg" in assembly(results)
 
 
 def test_the_persistent_schedule_multiplies_every_dtype_that_space_lets_it() -> None:

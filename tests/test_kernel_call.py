@@ -576,6 +576,26 @@ def test_a_split_sum_is_the_same_every_time() -> None:
     assert all(torch.equal(x, y) for one in found[1:] for x, y in zip(one, found[0], strict=True))
 
 
+def test_the_last_block_leaves_what_the_next_launch_finds() -> None:
+    text = "z = mm + bias; sum(z, m), sum(z, n) * 2, amax(z)"
+    inside, after = (epigen.compile(text, config=cases.tiled(32, 32, 32, one_launch=i), backend="interpreter") for i in (1, 0))
+    a, b, bias = half(40, 64), half(64, 50), half(50)
+    found = [inside(a, b, bias=bias) for _ in range(3)]
+    assert all(torch.equal(x, y) for one in found[1:] for x, y in zip(one, found[0], strict=True))
+    for x, y in zip(found[0], after(a, b, bias=bias), strict=True):
+        torch.testing.assert_close(x, y)
+    plans = [kernel.plan((40, 50, 64)) for kernel in (inside, after)]
+    assert [len(plan.rendered.functions) for plan in plans] == [1, 4]
+
+
+def test_of_an_empty_result_no_block_is_the_last() -> None:
+    """A kernel of its own completes what no block has left anything of."""
+    kernel = epigen.compile("sum(mm, m) + 1, sum(mm)", config=cases.tiled(32, 32, 32, one_launch=1), backend="interpreter")
+    found = kernel(half(0, 16), half(16, 40))
+    assert found[0].tolist() == [1.0] * 40 and found[1].item() == 0.0
+    assert kernel.config["one_launch"] == 0 and kernel.plan((64, 64, 64)).choice.config["one_launch"] == 1
+
+
 def test_what_is_in_gluon_is_interpreted_in_tritons_own_language() -> None:
     kernel = epigen.compile("z = mm; relu(z), bitmask(z > 0)", config=cases.warp_specialized(halves=2), backend="interpreter")
     a, b = whole(136, 64), whole(64, 72)

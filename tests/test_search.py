@@ -42,6 +42,17 @@ def tiled(block_m: int = 64, block_n: int = 64, block_k: int = 64, num_warps: in
 # -- the space
 
 
+@pytest.mark.parametrize(("text", "values"), [("relu(mm + bias)", {0}), ("mm, sum(a, k)", {0}), ("mm, bgrad(mm)", {0, 1}), ("sum(mm), sum(a, k)", {0, 1})])
+def test_one_launch_is_a_choice_where_a_kernel_can_complete_what_it_reduces(text: str, values: set[int]) -> None:
+    shape = (1024, 1024, 1024)
+    spec = lower(epigen.compile(text).graph, Signature(FP16, FP16, tuple((n, FP16) for n in ("bias",) if n in text), k_multiple=256, tma=("a", "b")))
+    found: dict[str, set[int]] = {}
+    for config in Space(spec, shape, DEFAULT).every():
+        found.setdefault(config.schedule, set()).add(config["one_launch"])
+        assert not (config["one_launch"] and dict(config.values).get("flatten"))
+    assert found == dict.fromkeys(("library", "tiled", "split_k", "persistent", "warp_specialized"), values)
+
+
 @pytest.mark.parametrize("target", TARGETS.values(), ids=lambda t: t.name)
 @pytest.mark.parametrize("dtype", [FP16, FP32, FP8E4M3, INT8], ids=str)
 def test_every_point_is_legal_and_is_found_again(target: object, dtype: object) -> None:

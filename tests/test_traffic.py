@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cases
 import pytest
 from test_model import BACKWARD, LIBRARY, PLAIN, spec_of, tiled
 
@@ -42,6 +43,12 @@ def test_traffic_of_the_library_schedule_counts_its_product_twice() -> None:
     spec = spec_of(PLAIN)
     own, vendor = traffic(spec, (M, N, K), tiled(128, 128, 64, 8, 3)), traffic(spec, (M, N, K), LIBRARY)
     assert (vendor.bytes - own.bytes, vendor.launches) == (2 * 4 * M * N, 2)
+
+
+def test_a_reduction_that_the_last_block_completes_takes_no_launch() -> None:
+    for text, launches in ((BACKWARD, 1), ("mm, bgrad(mm), sum(b, k), sum(mm)", 2)):
+        inside, after = (traffic(spec_of(text), (M, N, K), cases.tiled(128, 128, 64, 8, 3, one_launch=i)) for i in (1, 0))
+        assert (inside.launches, inside.bytes) == (launches, after.bytes)
 
 
 def test_smaller_tiles_leave_more_partial_results() -> None:

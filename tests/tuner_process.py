@@ -11,7 +11,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from epigen.codegen.lower import lower
@@ -21,7 +21,7 @@ from epigen.runtime.device import DEFAULT
 from epigen.tuning import search as searching
 from epigen.tuning.runner import RECORDED
 from epigen.tuning.search import Result, search
-from epigen.tuning.space import SCHEDULE_NAMES, Space, parameters
+from epigen.tuning.space import Space, parameters
 from epigen.tuning.storage import Storage
 from epigen.tuning.study import Study
 from epigen.tuning.task import Baseline, Comparison, Outcome, Task
@@ -47,13 +47,15 @@ class MadeUp:
 
     def __init__(self, log: Path | None = None, seconds: float = 0.0, hang: int = 0):
         self.log, self.seconds, self.hang, self.kind = log, seconds, hang, RECORDED
-        self.schedules: Collection[str] = SCHEDULE_NAMES
         self.spent: dict[str, float] = {}
         self.measured: list[KernelConfig] = []
         self.compared: list[tuple[KernelConfig, ...]] = []
 
     def available(self, config: KernelConfig) -> KernelConfig:
         return config
+
+    def knows(self, config: KernelConfig) -> bool:  # noqa: ARG002  # of every kind
+        return True
 
     def prepare(self, configs: Sequence[KernelConfig]) -> None:
         pass

@@ -82,15 +82,22 @@ class Renderer:
 
     def render(self, spec: KernelSpec, config: KernelConfig) -> Rendered:
         schedule = SCHEDULES[config.schedule]
-        functions = [_main(spec, config), *(_finish(spec, f) for f in spec.finishes)]
+        functions = [_main(spec, config), *(_finish(spec, f) for f in _after(spec, config))]
         text = self.text(
             "module.py.j2", spec=spec, config=config, functions=functions, schedule=schedule, dot_arguments=dot_arguments(spec, config),
-            described=[s.name for s in spec.stores if stored_by_tma(s, spec, config)], **units(spec, config),
+            described=[s.name for s in spec.stores if stored_by_tma(s, spec, config)], inside=_inside(spec, config), **units(spec, config),
         )  # fmt: skip
         return Rendered(text, tuple(functions), digest([text]))
 
     def text(self, template: str, **values: Any) -> str:
-        values |= {"version": epigen.__version__, "helpers": _helpers, "of_finish": _of_finish, "describe": describe_indices, "zip": zip}
+        values |= {
+            "version": epigen.__version__,
+            "helpers": _helpers,
+            "of_finish": _of_finish,
+            "finishing_step": finishing_step,
+            "describe": describe_indices,
+            "zip": zip,
+        }
         return _tidy(self.environment.get_template(template).render(values))
 
 
@@ -101,6 +108,16 @@ def units(spec: KernelSpec, config: KernelConfig) -> dict[str, frozenset[str]]:
     return {"in_words": masks - in_bytes, "in_bytes": in_bytes}
 
 
+def _inside(spec: KernelSpec, config: KernelConfig) -> list[Finish]:
+    """The reductions that the main kernel completes."""
+    return [f for f in spec.finishes if schedules.finished_inside(f, config)]
+
+
+def _after(spec: KernelSpec, config: KernelConfig) -> list[Finish]:
+    """Those that kernels of their own complete."""
+    return [f for f in spec.finishes if not schedules.finished_inside(f, config)]
+
+
 def _tidy(text: str) -> str:
     """No trailing blanks; inside a function no blank line after another or before the first line."""
     text = "".join(f"{line.rstrip()}\n" for line in text.strip().split("\n"))
@@ -109,26 +126,27 @@ def _tidy(text: str) -> str:
     return re.sub(r"\):\n\n(?=    )", "):\n", text)
 
 
-def _helpers(spec: KernelSpec, dialect: str) -> list[str]:
+def _helpers(spec: KernelSpec, config: KernelConfig, dialect: str) -> list[str]:
     """The functions that the kernels call. Those of finishing kernels, which are Triton's, have names of their own beside Gluon's."""
-    finish = [line for f in spec.finishes for line in f.lines]
-    rows, joined = [p.row for p in spec.partials], [s.row for f in spec.finishes for s in f.sources]
-    casts = [line.dtype for line in [*spec.lines, *finish] if line.dtype] + [o.dtype for o in spec.outputs]
+    inside, after = _inside(spec, config), _after(spec, config)
     if dialect == "triton":
-        return list(emit.helpers([*spec.lines, *finish], rows + joined, casts, combining=bool(spec.finishes)).values())
-    main, own = emit.helpers(spec.lines, rows, casts, combining=False, dialect=emit.DIALECTS[dialect]), _finish_helpers(spec)
-    return [*main.values(), *(emit.renamed(text, own) for text in own.values())]
+        return list(_helpers_of(spec, [*inside, *after]).values())
+    own = _helpers_of(None, after)
+    return [*_helpers_of(spec, inside, emit.DIALECTS[dialect]).values(), *(emit.renamed(text, own) for text in own.values())]
 
 
-def _finish_helpers(spec: KernelSpec) -> dict[str, str]:
-    lines = [line for f in spec.finishes for line in f.lines]
-    casts = [line.dtype for line in lines if line.dtype] + [o.dtype for f in spec.finishes for o in f.stores]
-    return emit.helpers(lines, [s.row for f in spec.finishes for s in f.sources], casts, combining=bool(spec.finishes))
+def _helpers_of(spec: KernelSpec | None, finishes: list[Finish], dialect: emit.Dialect = emit.TRITON) -> dict[str, str]:
+    """What a main kernel, if it is one of them, and the completion of reductions call."""
+    lines = [*(spec.lines if spec else ()), *(line for f in finishes for line in f.lines)]
+    rows = [*(p.row for p in (spec.partials if spec else ())), *(s.row for f in finishes for s in f.sources)]
+    stores = [*(spec.stores if spec else ()), *(o for f in finishes for o in f.stores)]
+    casts = [line.dtype for line in lines if line.dtype] + [o.dtype for o in stores]
+    return emit.helpers(lines, rows, casts, combining=bool(finishes), dialect=dialect)
 
 
-def _of_finish(text: str, spec: KernelSpec, dialect: str) -> str:
+def _of_finish(text: str, spec: KernelSpec, config: KernelConfig, dialect: str) -> str:
     """A finishing kernel's text with the names of its own functions."""
-    return text if dialect == "triton" else emit.renamed(text, _finish_helpers(spec))
+    return text if dialect == "triton" else emit.renamed(text, _helpers_of(None, _after(spec, config)))
 
 
 def _type(dtype: DType) -> str:
@@ -211,19 +229,37 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
         shape = {"m": f"[{rows}, N]", "n": f"[{columns}, M]", "mn": f"[{rows} * {columns}]"}[p.axes]
         partials.append(_pointer(f"{p.name}_partial", FP32, f"{shape} fp32, written: one {p.row} a {'part of a ' * (parts != (1, 1))}tile"))
     part = (config["block_m"] // parts[0], config["block_n"] // parts[1])
-    pointed = [s for s in spec.stores if not stored_by_tma(s, spec, config)]
-    stores = [_output(s) if s in pointed else _described(s.name, s.dtype, part, s.indices, role=", written") for s in spec.stores]
+    inside = _inside(spec, config)
+    completed = [o for f in inside for o in f.stores]
+    inputs = [*spec.inputs, *(i for f in inside for i in f.inputs)]
+    pointed = [*(s for s in spec.stores if not stored_by_tma(s, spec, config)), *completed]
+    stores = [_output(s) if s in pointed else _described(s.name, s.dtype, part, s.indices, role=", written") for s in (*spec.stores, *completed)]
     if config.schedule == schedules.SPLIT_K.name:
         held = "[tiles * SPLITS, BLOCK_M, BLOCK_N]"
         partials.append(_pointer("split_partial", spec.accumulator, f"{held} {spec.accumulator}, written: sums over parts of k"))
-        partials.append(_pointer("num_arrived", INT32, "[tiles] int32, written: 0 before and after"))
+    if counted := " + ".join(arrivals(spec, config)):
+        partials.append(_pointer("num_arrived", INT32, f"[{counted}] int32, written: 0 before and after"))
     # the bytes of a word lie side by side
     fixed = {stride_name(name, "n") for name in units(spec, config)["in_words"]}
-    strides = [s for s in (*_strides(spec.inputs), *_strides(pointed)) if s.name not in fixed]
-    arguments = (*operands, *map(_input, spec.inputs), *stores, *partials, *sizes, *strides)
+    strides = [s for s in (*_strides(inputs), *_strides(pointed)) if s.name not in fixed]
+    arguments = (*operands, *map(_input, inputs), *stores, *partials, *sizes, *strides)
     stages = dict(config.values).get("num_stages", 1)
     name = spec.name if schedule.multiplies else f"{spec.name}_epilogue"
     return Function(name, _factored(arguments, sig), schedules.constants(config), schedules.warps(config), stages, None, schedule.dialect)
+
+
+def finishing_step(finish: Finish, config: KernelConfig) -> int:
+    """How many partial results of each of a tile's rows or columns a block holds at a time: 32 values a thread."""
+    rows, columns = (config[f"block_{i}"] // count for i, count in zip("mn", schedules.parts(config), strict=True))
+    values = 32 * 32 * schedules.warps(config)
+    return max(1, min(128, values // {"n": columns, "m": rows}[finish.indices])) if finish.indices else values // 4
+
+
+def arrivals(spec: KernelSpec, config: KernelConfig) -> list[str]:
+    """What blocks count of which they are the last to arrive, in the counters' order: the parts of "tiles" along k, or the parts of tiles
+    along the other index, of which there are counters "parts_n" or "parts_m", or all, "1"."""
+    split = ["tiles"] if config.schedule == schedules.SPLIT_K.name else []
+    return split + [{"n": "parts_n", "m": "parts_m", "": "1"}[f.indices] for f in _inside(spec, config)]
 
 
 def _finish(spec: KernelSpec, finish: Finish) -> Function:

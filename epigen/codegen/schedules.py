@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from epigen.codegen.spec import KernelConfig
+from epigen.codegen.spec import Finish, KernelConfig
 from epigen.errors import ConfigError, near_miss
 
 
@@ -41,6 +41,7 @@ TILED = Schedule(
         "group_m": (1, 2, 4, 8, 16),
         "num_warps": (1, 2, 4, 8, 16),
         "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),
+        "one_launch": (0, 1),
     },
     multiplies=True,
 )
@@ -48,7 +49,12 @@ TILED = Schedule(
 LIBRARY = Schedule(
     "library",
     "library.py.j2",
-    {"block_m": (1, 2, 4, 8, 16, 32, 64, 128), "block_n": (16, 32, 64, 128, 256, 512, 1024), "num_warps": (1, 2, 4, 8, 16)},
+    {
+        "block_m": (1, 2, 4, 8, 16, 32, 64, 128),
+        "block_n": (16, 32, 64, 128, 256, 512, 1024),
+        "num_warps": (1, 2, 4, 8, 16),
+        "one_launch": (0, 1),
+    },
     multiplies=False,
 )
 
@@ -72,6 +78,7 @@ PERSISTENT = Schedule(
         "tma_store": (0, 1),
         "num_warps": (4, 8, 16),
         "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),
+        "one_launch": (0, 1),
     },
     multiplies=True,
     descriptors=True,
@@ -92,6 +99,7 @@ WARP_SPECIALIZED = Schedule(
         "early": (0, 1),
         "tma_store": (0, 1),
         "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),
+        "one_launch": (0, 1),
     },
     multiplies=True,
     descriptors=True,
@@ -102,8 +110,11 @@ WARP_SPECIALIZED = Schedule(
 
 SCHEDULES = {s.name: s for s in (LIBRARY, TILED, SPLIT_K, PERSISTENT, WARP_SPECIALIZED)}
 
-_IN_TEXT = {"early", "flatten", "halves", "pingpong", "tma_store", "num_warps", "num_stages"}
+_IN_TEXT = {"early", "flatten", "halves", "one_launch", "pingpong", "tma_store", "num_warps", "num_stages"}
 """Dimensions that decide what the template writes, or how it is launched; the others are the kernel's compile-time arguments."""
+
+_UNLESS_GIVEN = {"one_launch": 0}
+"""Of dimensions that a config may leave out, as those do that are older than the dimension."""
 
 
 def constants(config: KernelConfig) -> tuple[tuple[str, int], ...]:
@@ -128,13 +139,26 @@ def in_triton(config: KernelConfig) -> KernelConfig:
     if SCHEDULES[config.schedule].dialect == "triton":
         return config
     same = {name: value for name, value in config.values if name in PERSISTENT.dimensions}
-    return _config(PERSISTENT, same | {"flatten": 1, "num_warps": 8})
+    return _config(PERSISTENT, same | {"flatten": 1 - config["one_launch"], "num_warps": 8})
 
 
 def parts(config: KernelConfig) -> tuple[int, int]:
     """In how many parts, along m and n, the epilogue takes a tile: each leaves its own partial results."""
     values = dict(config.values)
     return 1 if values.get("pingpong", 1) else 2, values.get("halves", 1)
+
+
+def finished_inside(finish: Finish, config: KernelConfig) -> bool:
+    """Whether the last block to leave partial results completes these reductions; else a kernel of their own does, after all blocks.
+
+    What an operand's k is reduced over, no block has parts of.
+    """
+    return bool(config["one_launch"]) and not any(s.operand for s in finish.sources)
+
+
+def several_launches(config: KernelConfig) -> KernelConfig:
+    """The same, but that all reductions are completed by kernels of their own."""
+    return KernelConfig(config.schedule, tuple((name, 0 if name == "one_launch" else value) for name, value in config.values))
 
 
 def programs(config: KernelConfig, tiles: int, multiprocessors: int) -> int:
@@ -153,7 +177,7 @@ def config(schedule: str, **values: object) -> KernelConfig:
     if schedule not in SCHEDULES:
         raise ConfigError(f"unknown schedule '{schedule}': {near_miss(schedule, SCHEDULES) or 'known are ' + ', '.join(SCHEDULES)}")
     dimensions = SCHEDULES[schedule].dimensions
-    checked: dict[str, int] = {}
+    checked: dict[str, int] = {name: value for name, value in _UNLESS_GIVEN.items() if name in dimensions}
     for name, value in values.items():
         if name not in dimensions:
             raise ConfigError(f"the schedule {schedule} has no dimension '{name}': {near_miss(name, dimensions) or 'it has ' + ', '.join(dimensions)}")
@@ -162,6 +186,8 @@ def config(schedule: str, **values: object) -> KernelConfig:
         checked[name] = value
     if missing := [d for d in dimensions if d not in checked]:
         raise ConfigError(f"the schedule {schedule} also needs {', '.join(missing)}")
+    if checked.get("flatten") and checked["one_launch"]:
+        raise ConfigError("flatten=1 and one_launch=1 exclude each other: Triton makes one loop of a tile's and the one over k, and completing takes a third")
     return _config(SCHEDULES[schedule], checked)
 
 

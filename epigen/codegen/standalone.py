@@ -7,7 +7,7 @@ own oracle computes.
 from __future__ import annotations
 
 from epigen import ops
-from epigen.codegen.render import Argument, Function, Rendered, Renderer, units
+from epigen.codegen.render import Argument, Function, Rendered, Renderer, arrivals, units
 from epigen.codegen.schedules import SCHEDULES, parts
 from epigen.codegen.spec import TMA_BYTES, Choice, KernelConfig, KernelSpec, number
 from epigen.dtypes import BF16, FP32, INT8, DType
@@ -25,6 +25,7 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
         launcher=spec.name.removeprefix("epigen_"),
         launches=[_launch(spec, config, f) for f in rendered.functions],
         schedule=schedule, multiplies=schedule.multiplies, parts=parts(config), splits=dict(config.values).get("splits", 0),
+        counters=" + ".join({"tiles": "tiles_m * tiles_n", "parts_m": "tiles_m", "parts_n": "tiles_n"}.get(name, name) for name in arrivals(spec, config)),
         block_m=config["block_m"], block_n=config["block_n"], block_k=dict(config.values).get("block_k", 32),
         words=[i.name for i in spec.inputs if i.name in units(spec, config)["in_words"]],
         padded=[a for a in rendered.functions[0].arguments if a.padded], tma_bytes=TMA_BYTES,

@@ -10,6 +10,7 @@ import threading
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -158,6 +159,8 @@ class Kernel:
         choice = Choice(self._config, "given by the caller") if self._config else choose(spec, shape, target, refused)
         if interpreted and (twin := schedules.in_triton(choice.config)) != choice.config:
             choice = Choice(twin, f"{choice.why}; in place of {choice.config}, which is in Gluon and cannot be interpreted")
+        if 0 in shape[:2]:  # of no tiles none is the last
+            choice = replace(choice, config=schedules.several_launches(choice.config))
         if why := unfit(choice.config, shape, target):
             raise ConfigError(why)
         return Plan(spec, choice, self.renderer.render(spec, choice.config))

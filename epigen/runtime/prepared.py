@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from epigen.runtime import arguments, outputs, vendor
 from epigen.runtime.launch import Direct, Launch, blocks
 from epigen.runtime.loader import interpreting
 from epigen.runtime.outputs import Out
-from epigen.runtime.workspace import Arrivals, Workspace, parts, tiles
+from epigen.runtime.workspace import Arrivals, Workspace, counters, parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +73,8 @@ class Prepared:
             integers |= {f"stride_{name}_{i}": s for i, s in zip(indices, tensor.stride(), strict=False)}
         integers |= {x.name: integers[x.of] // x.factor for f in self.plan.rendered.functions for x in f.arguments if x.of}
         self.workspace = Workspace.of(self.plan.spec, config, self.shape)
-        if any(x.name == "num_arrived_ptr" for x in self.plan.rendered.functions[0].arguments):
-            self.arrivals = Arrivals(math.prod(tiles(config, self.shape)), self.device)
+        if count := counters(self.plan.spec, config, self.shape):
+            self.arrivals = Arrivals(count, self.device)
         for function, jit in zip(self.plan.rendered.functions, functions, strict=True):
             if grid := blocks(function, config, self.shape, multiprocessors):
                 self.launches.append(Launch.of(jit, function, grid, integers))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from epigen.codegen import schedules
+from epigen.codegen.render import arrivals
 from epigen.codegen.spec import KernelConfig, KernelSpec
 from epigen.dtypes import FP32, DType
 from epigen.ir import reference
@@ -17,6 +18,13 @@ from epigen.runtime.arguments import ALIGNED_BYTES
 
 # what torch.cuda asks, without the Python around it
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
+
+
+def counters(spec: KernelSpec, config: KernelConfig, shape: tuple[int, int, int]) -> int:
+    """How many counters of arrived blocks a launch needs. shape: M, N, K."""
+    parts_m, parts_n = parts(config, shape)
+    counts = {"tiles": math.prod(tiles(config, shape)), "parts_m": parts_m, "parts_n": parts_n, "1": 1}
+    return sum(counts[name] for name in arrivals(spec, config))
 
 
 def tiles(config: KernelConfig, shape: tuple[int, int, int]) -> tuple[int, int]:
@@ -73,7 +81,7 @@ class Workspace:
 
 
 class Arrivals:
-    """Counters, one a tile, which a kernel finds at 0 and leaves at 0. Launches of one stream follow one another, so they share a buffer."""
+    """Counters, which a kernel finds at 0 and leaves at 0. Launches of one stream follow one another, so they share a buffer."""
 
     def __init__(self, count: int, on: torch.device):
         self.count, self.device, self.shared = count, on, on.type == "cuda"

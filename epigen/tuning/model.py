@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from epigen.codegen import schedules
+from epigen.codegen.render import finishing_step
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KernelConfig, KernelSpec
 from epigen.dtypes import FP8E4M3, FP16, FP32
@@ -183,7 +184,7 @@ class _Timing(Work):
         # the memory's time overlaps the kernel's but for a rest
         mainloop += self.c.memory_bare * moved / self.bytes_us
         kernel = self._norm(mainloop + epilogue, memory)
-        finish = self._finish_us(tiles_m, tiles_n)
+        finish = self._finish_us(config, tiles_m, tiles_n, -(-tiles // slots) * (self.c.overlap if resident > 1 else 1.0))
         return Estimate(self.gpu.launch_us + kernel + finish, self.gpu.launch_us, mainloop, epilogue, finish, 0.0, memory, tiles, tiles / slots, resident)
 
     def _split_k(self, config: KernelConfig) -> Estimate:
@@ -231,7 +232,7 @@ class _Timing(Work):
         memory = (moved + self._epilogue_bytes() + sum(partial_bytes(p.axes, m, n, parts) for p in self.spec.partials)) / self.bytes_us
         mainloop += self.c.memory_bare * moved / self.bytes_us
         kernel = self._norm(mainloop + epilogue, memory)
-        finish = self._finish_us(tiles_m * down, tiles_n * across)
+        finish = self._finish_us(config, tiles_m * down, tiles_n * across, 1 if pingpong else rounds * across)
         launch = self.gpu.launch_us
         for name in schedules.padded(config, self.spec.signature.tma):  # read and written
             launch += self.c.gap_us + 2.0 * self.operand_bytes["ab".index(name)] / self.bytes_us
@@ -330,12 +331,18 @@ class _Timing(Work):
         panel = (rows * config["block_m"] + columns * config["block_n"]) * self.shape[2] * self.element_bytes
         return max(once, tiles_m * tiles_n / concurrent * panel)
 
-    def _finish_us(self, tiles_m: int, tiles_n: int) -> float:
+    def _finish_us(self, config: KernelConfig, tiles_m: int, tiles_n: int, arrivals: float) -> float:
+        """arrivals: how many parts of tiles a multiprocessor ends one after the other, with nothing else to do meanwhile."""
         m, n, k = self.shape
         total = 0.0
         for finish in self.spec.finishes:
             width = size_of(finish.indices, m, n)
             lengths = [k if s.operand else {"n": tiles_m, "m": tiles_n, "": tiles_m * tiles_n}[finish.indices] for s in finish.sources]
+            if schedules.finished_inside(finish, config):
+                # to memory and back for each arrival; the last one, then, reads from L2 what all have left
+                steps = sum(-(-length // finishing_step(finish, config)) for length in lengths)
+                total += self.c.l2_us * (2 * arrivals + steps)
+                continue
             # 4 warps a block walk over the length, 32 at a time, a load's latency each; the bytes are shared by all blocks
             chunks = sum(-(-length // 32) for length in lengths)
             total += self.c.gap_us + self.c.l2_us * (1 + chunks / 4) + 4.0 * width * sum(lengths) / self.bytes_us
@@ -378,7 +385,7 @@ class _Timing(Work):
         own = (tiles // (resident * self.sms)) * wave * (0.7 if resident > 1 else 1.0) + (latency + self.c.block_us if rest else 0.0)
         memory = (4 * m * n + self._epilogue_bytes() + sum(partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)) / self.bytes_us
         kernel = self._norm(own, memory)
-        finish = self._finish_us(tiles_m, tiles_n)
+        finish = self._finish_us(config, tiles_m, tiles_n, waves)
         launch = self.gpu.launch_us + self.c.gap_us
         return Estimate(launch + self.product_us + kernel + finish, launch, 0.0, own, finish, self.product_us, memory, tiles, waves, resident)
 

@@ -141,10 +141,10 @@ def _spent(results: Sequence[Result]) -> str:
 
 
 def brief(config: KernelConfig) -> str:
-    """A config in little space: "tiled 128x256x64 group_m=8 warps=8 stages=3"."""
+    """A config in little space, without what it does not do: "tiled 128x256x64 group_m=8 warps=8 stages=3"."""
     values = dict(config.values)
     block = "x".join(str(values.pop(d)) for d in ("block_m", "block_n", "block_k") if d in values)
-    return " ".join([config.schedule, *([block] if block else []), *(f"{n.removeprefix('num_')}={v}" for n, v in values.items())])
+    return " ".join([config.schedule, *([block] if block else []), *(f"{n.removeprefix('num_')}={v}" for n, v in values.items() if v)])
 
 
 def record(task: Task, tuned: Tuned) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from epigen.codegen.spec import KernelConfig
@@ -23,8 +23,6 @@ MEASURED, RECORDED = "measured", "recorded"
 
 class Runner(Protocol):
     kind: str
-    schedules: Collection[str]
-    """Those of which it can measure configs."""
     spent: dict[str, float]
     """Seconds waited, by what for: "start", "compile", "measure"."""
 
@@ -32,6 +30,10 @@ class Runner(Protocol):
     def measure(self, config: KernelConfig, limit_us: float) -> Outcome: ...
     def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
         """Times configs that were right, and the vendor's product, in turns; of no configs, the vendor's product alone."""
+        ...
+
+    def knows(self, config: KernelConfig) -> bool:
+        """Whether it can measure configs of this kind."""
         ...
 
     def begin(self, task: Task) -> None:
@@ -54,7 +56,7 @@ class Replay:
 
     def __init__(self, table: Mapping[KernelConfig, Outcome], baseline: Baseline):
         self.table, self.baseline, self.kind = table, baseline, RECORDED
-        self.schedules: Collection[str] = {c.schedule for c in table}
+        self.values = {(c.schedule, *value) for c in table for value in c.values}
         self.spent: dict[str, float] = defaultdict(float)
         self.points = {c: space.parameters(c) for c in table}
 
@@ -67,6 +69,9 @@ class Replay:
             return sum(abs(wanted[n] - point[n]) if n in point else 100 for n in wanted)
 
         return min(self.points, key=lambda c: distance(self.points[c]))
+
+    def knows(self, config: KernelConfig) -> bool:
+        return all((config.schedule, *value) in self.values for value in config.values)
 
     def prepare(self, configs: Sequence[KernelConfig]) -> None:
         pass
@@ -93,7 +98,6 @@ class GpuRunner:
     ):  # fmt: skip
         """builders: how many processes compile. meter, builder: the workers' modules. *_s: how long an answer may take, the first included."""
         self.first_s, self.measure_s, self.build_s, self.kind = first_s, measure_s, build_s, MEASURED
-        self.schedules: Collection[str] = space.SCHEDULE_NAMES
         self.stem = Stem(meter, builder, "epigen.runtime.kernel", "epigen.runtime.verify")
         self.builders = [Worker(self.stem, builder) for _ in range(builders or builders_for(1))]
         self.meter = Worker(self.stem, meter)
@@ -105,6 +109,9 @@ class GpuRunner:
 
     def available(self, config: KernelConfig) -> KernelConfig:
         return config
+
+    def knows(self, config: KernelConfig) -> bool:  # noqa: ARG002  # of every kind
+        return True
 
     def start(self) -> None:
         """Start importing before there is a task, while the caller prepares it."""

@@ -36,7 +36,14 @@ _LEAST_PADDED = 1 << 27  # multiply-adds from which on operands may be copied fi
 _LEAST_SPLIT = 512  # k from which on splitting it may pay
 _MOST_SPLIT = 2 * 64 * 128  # values of the result a multiprocessor up to which it may: beyond, there are tiles enough
 _SPLIT_BLOCKS = 4  # a multiprocessor: with more, each has too little to add up
-_BY_VALUE = {"num_stages", "early", "flatten", "pingpong", "tma_store"}  # searched by value; the other dimensions are powers of two, searched by exponent
+_BY_VALUE = {
+    "num_stages",
+    "early",
+    "flatten",
+    "one_launch",
+    "pingpong",
+    "tma_store",
+}  # searched by value; the other dimensions are powers of two, searched by exponent
 _GROUPS = (1, 8)  # rows of tiles that share columns: what the L2 keeps is decided by the order of magnitude
 
 
@@ -158,7 +165,14 @@ class Space:
         most_stages = max(1, min(deepest, -(-k // block_k), room // (step_bytes * block_k)))
         stages = suggest(f"{schedule}.num_stages", min(2, most_stages), most_stages)
         group_m = _GROUPS[suggest(f"{schedule}.group_m", 0, int(m > block_m and schedule == "tiled"))]
-        return {"block_m": block_m, "block_n": block_n, "block_k": block_k, "group_m": group_m, "num_warps": warps, "num_stages": stages}
+        return {
+            "block_m": block_m, "block_n": block_n, "block_k": block_k, "group_m": group_m, "num_warps": warps, "num_stages": stages,
+            "one_launch": self._one_launch(suggest, schedule),
+        }  # fmt: skip
+
+    def _one_launch(self, suggest: Suggest, schedule: str, possible: bool = True) -> int:
+        reduces = any(not s.operand for f in self.spec.finishes for s in f.sources)
+        return suggest(f"{schedule}.one_launch", 0, int(possible and reduces))
 
     def _tile(self, exponent: Callable[[str, int, int], int], rows: int = 16, most: int = _MOST_TILE) -> tuple[int, int]:
         """block_m and block_n. rows: the fewest. most: of values in a tile."""
@@ -196,7 +210,7 @@ class Space:
         group_m = _GROUPS[suggest("persistent.group_m", 0, int(m > block_m))]
         return schedules.config(
             "persistent", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, flatten=flatten, halves=halves, tma_store=tma_store,
-            num_warps=warps, num_stages=stages,
+            num_warps=warps, num_stages=stages, one_launch=self._one_launch(suggest, "persistent", not flatten),
         )  # fmt: skip
 
     def _warp_specialized(self, suggest: Suggest) -> KernelConfig:
@@ -221,7 +235,7 @@ class Space:
         group_m = _GROUPS[suggest("warp_specialized.group_m", 0, int(m > block_m))]
         return schedules.config(
             "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, halves=halves, early=early,
-            tma_store=tma_store, num_stages=stages,
+            tma_store=tma_store, num_stages=stages, one_launch=self._one_launch(suggest, "warp_specialized"),
         )  # fmt: skip
 
     def _plain(self) -> bool:
@@ -244,7 +258,8 @@ class Space:
         block_n = exponent("block_n", min(_padded(n), max(32, 1024 // block_m)), min(1024, _padded(n), 8192 // block_m))
         # 32 values a thread: fewer are no faster in a pass over memory, and far slower where columns are summed
         warps = max(1, block_m * block_n // 1024)
-        return schedules.config("library", block_m=block_m, block_n=block_n, num_warps=warps)
+        one_launch = self._one_launch(suggest, "library")
+        return schedules.config("library", block_m=block_m, block_n=block_n, num_warps=warps, one_launch=one_launch)
 
 
 def _powers(suggest: Suggest, schedule: str) -> Callable[[str, int, int], int]:

@@ -50,11 +50,12 @@ def traffic(spec: KernelSpec, shape: Shape, config: KernelConfig | None = None) 
     """
     block, library = (128, 128), False
     copied: tuple[str, ...] = ()
-    sig = spec.signature
+    sig, after = spec.signature, len(spec.finishes)
     if config is not None:
         down, across = schedules.parts(config)
         block, library = (config["block_m"] // down, config["block_n"] // across), not SCHEDULES[config.schedule].multiplies
         copied = schedules.padded(config, sig.tma)
+        after = sum(not schedules.finished_inside(f, config) for f in spec.finishes)
     m, n, k = shape
     operands = m * k * sig.a.bytes + k * n * sig.b.bytes
     fused = operands + sum(item_bytes(i, m, n) for i in spec.all_inputs) + sum(item_bytes(o, m, n) for o in spec.outputs)
@@ -64,7 +65,7 @@ def traffic(spec: KernelSpec, shape: Shape, config: KernelConfig | None = None) 
     between = 2 * 4 * m * n if library else 0
     between += sum(2 * {"a": m * k * sig.a.bytes, "b": k * n * sig.b.bytes}[name] for name in copied)
     unfused, launches = _unfused(spec, shape)
-    ours = 1 + int(library) + len(copied) + len(spec.finishes)
+    ours = 1 + int(library) + len(copied) + after
     return Traffic(2.0 * m * n * k, float(fused + again + between), ours, float(operands + unfused + again), launches)
 
 

@@ -113,7 +113,7 @@ def assist_one(task: Task, runner: Runner, *, trials: int = 48, seed: int = 0, s
 def _space(task: Task, runner: Runner) -> tuple[Space, dict[KernelConfig, float]]:
     """What is searched, and the model's time in microseconds of each config that the runner can measure."""
     space = Space(spec_of(task.graph(), task), task.shape, task.target)
-    configs = [c for c in space.every() if c.schedule in runner.schedules]
+    configs = [c for c in space.every() if runner.knows(c)]
     hopeful = [c for c in configs if not model.refusal(space.spec, c, task.shape, task.target)] or configs
     estimates = model.estimates(space.spec, hopeful, task.shape, gpus.of_target(task.target))
     return space, {config: e.us for config, e in zip(hopeful, estimates, strict=True)}
