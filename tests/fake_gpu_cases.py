@@ -232,6 +232,44 @@ def test_the_vendors_product_is_handed_on(gpu: FakeGpu, through_triton: Watch, m
     assert through_triton.count == before and struct.unpack("Q", found.parameters[0])[0] == product.data_ptr()
 
 
+@pytest.mark.parametrize(
+    ("text", "inputs"),
+    [
+        ("relu(mm)", {}),
+        ("mm * alpha + residual", {"residual": half(M, N), "alpha": 0.5}),
+        ("dz = drelu(mm, mask); dz, bgrad(dz)", {"mask": torch.zeros(M, N // 8, dtype=torch.uint8)}),
+    ],
+    ids=["nothing else", "a number", "a reduction"],
+)
+@pytest.mark.parametrize("view", ["plain", "transposed", "shifted", "fp32"])
+def test_a_product_that_is_given_is_handed_on(gpu: FakeGpu, through_triton: Watch, text: str, inputs: dict[str, Any], view: str) -> None:
+    """All but the address of what is allocated between two kernels is Triton's own, and no call goes through it a second time."""
+    kernel, oracle = compiled(text, LIBRARY), compiled(text, LIBRARY)
+    for m in (M, 16, M):
+        t = half(m, N)
+        mm = {"plain": lambda t=t: t, "transposed": lambda m=m: half(N, m).T, "shifted": lambda t=t: shifted(t), "fp32": lambda t=t: t.float()}[view]()
+        given = {name: v[:m] if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
+        found = kernel.over(mm, **given)
+        outs = tuple(torch.empty_like(t) for t in (found if isinstance(found, tuple) else (found,)))
+        forget(oracle._over)
+        oracle.over(mm, out=outs, **given)
+        learn(gpu, oracle)
+        forget(oracle._over)
+        expected = gpu.during(lambda mm=mm, outs=outs, given=given: oracle.over(mm, out=outs, **given))
+        kernel.over(mm, out=outs, **given)
+        learn(gpu, kernel)
+        before = through_triton.count
+        launches = gpu.during(lambda mm=mm, outs=outs, given=given: kernel.over(mm, out=outs, **given))
+        assert through_triton.count == before and len(launches) == len(expected) == (2 if "bgrad" in text else 1)
+        for x, y in zip(launches, expected, strict=True):
+            assert (x.kernel, x.grid, x.block, x.stream) == (y.kernel, y.grid, y.block, y.stream)
+            unlike = [i for i, (p, q) in enumerate(zip(x.parameters, y.parameters, strict=True)) if p != q]
+            assert len(unlike) == (1 if "bgrad" in text else 0), "the partial results"
+        addresses = {struct.unpack("Q", p)[0] for p in launches[0].parameters if len(p) == 8}
+        assert {mm.data_ptr(), outs[0].data_ptr()} <= addresses
+    assert direct_calls(kernel._over) and not direct_calls(kernel)
+
+
 # -- never the wrong one
 
 

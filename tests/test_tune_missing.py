@@ -327,7 +327,7 @@ def test_the_interpreter_and_the_cpu_tune_nothing(database: Database, calls: lis
     assert len(calls) == 1 and not choose.tuner.tasks
     x, w, bias = torch.ones(2, 3), torch.ones(3, 4), torch.zeros(4)
     kernel = made(choose)
-    kernel._prepare(x, w, {"bias": bias}, {})
+    kernel._prepare((x, w), {"bias": bias}, {})
     assert not choose.tuner.tasks
 
 

@@ -36,6 +36,8 @@ class Chooser:
     def __call__(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str) -> Choice:
         if refused:
             return rule.library(spec, refused)
+        if spec.pointwise:
+            return rule.pointwise(spec)
         problem = problem_of(self.graph, spec, shape, target.part, capability(target))
         found = self.database.nearest(problem, triton_version(), _LENDERS, lambda config: not model.refusal(spec, config, shape, target))
         if not found or 0 in shape:
