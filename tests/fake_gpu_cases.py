@@ -233,6 +233,39 @@ def test_the_vendors_product_is_handed_on(gpu: FakeGpu, through_triton: Watch, m
 
 
 @pytest.mark.parametrize(
+    "config",
+    [TINY, cases.split_k(16, 16, 16, 2, 1, 1), cases.persistent(64, 16, 32), cases.persistent(64, 16, 32, tma_store=0), LIBRARY, None],
+    ids=["tiled", "split_k", "TMA", "pointers", "library", "over a product"],
+)
+@pytest.mark.parametrize("guards", [True, False], ids=["torch's guard", "attributes"])
+def test_in_place_and_not_in_any_order(gpu: FakeGpu, through_triton: Watch, config: KernelConfig | None, guards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the buffer is the input itself or another one is no part of what is remembered: each call gets the addresses it was given."""
+    if guards:  # which takes no tensor twice: in-place calls used to be compared attribute by attribute, eight times as long
+        monkeypatch.setattr(warmed, "_likeness", None)
+    else:
+        monkeypatch.setattr(warmed, "_guards", None)
+    monkeypatch.setattr(vendor, "product", lambda _a, _b, _precision: torch.zeros(M, N))
+    kernel = compiled("cast(mm + grad[m,n], fp32)", config or LIBRARY)
+    a, b = operands("tn")
+    grad, other, mm = torch.zeros(M, N), torch.zeros(M, N), half(M, N)
+
+    def call(out: torch.Tensor | None) -> Any:
+        return kernel(a, b, grad=grad, out=out) if config else kernel.over(mm, grad=grad, out=out)
+
+    for out in (grad, other, None):
+        call(out)
+        learn(gpu, kernel)
+    before = through_triton.count
+    for out in random.Random(1).choices((grad, other, grad.view(M, N), None), k=30):
+        (found,) = gpu.during(lambda out=out: call(out))
+        given = {struct.unpack("Q", p)[0] for p in found.parameters if len(p) == 8} | {struct.unpack("Q", p[:8])[0] for p in found.parameters if len(p) == 128}
+        assert grad.data_ptr() in given
+        assert out is None or out.data_ptr() in given
+        assert (other.data_ptr() in given) == (out is other)
+    assert through_triton.count - before <= 2
+
+
+@pytest.mark.parametrize(
     ("text", "inputs"),
     [
         ("relu(mm)", {}),

@@ -86,8 +86,9 @@ class Kernel:
 
         a: [M, K]. b: [K, N]. Any strides. inputs: the program's, by name: tile [M, N], row [M], column [N], mask uint8
         [M, ceil(N / 8)], scalar a number or a tensor with one element.
-        out: a tensor for a lone output; for several a mapping by name or a sequence; written and returned. It must not overlap an
-        operand, or an input that is read at other places than it is written.
+        out: a tensor for a lone output; for several a mapping by name or a sequence; written and returned. It may be an input of the same
+        indices from which that output is computed, such as grad in "cast(mm + grad[m,n], fp32)", which then accumulates in place: every kernel
+        reads an element before it writes it. Beyond that it must overlap neither an operand nor an input.
         Returns a tensor, or a named tuple where the program has several outputs.
         Raises CallError for names, devices, dtypes or shapes that do not fit.
         """

@@ -8,7 +8,7 @@ freed and another that lies at its address are told apart like any two.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from epigen.runtime.workspace import current_stream
 _guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # torch may take it away, as it promises nothing
 
 Check = Callable[..., bool]
+Pick = Callable[[Sequence[Any]], Sequence[Tensor]]
 
 _address = Tensor.data_ptr
 _UNALIGNED = ALIGNED_BYTES - 1
@@ -116,7 +117,7 @@ def count_operands(plan: Plan) -> int:
     return 0 if plan.spec.pointwise else 2
 
 
-def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Tensor]]:
+def _picker(places: Sequence[int]) -> Pick:
     """Those at some places, of which there is one at least."""
     if len(places) > 1:
         return itemgetter(*places)
@@ -124,12 +125,23 @@ def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Tensor]
     return lambda given: (given[only],)
 
 
-def _check(given: Sequence[Any], numbers: Sequence[tuple[int, str]], pick: Callable[[Sequence[Any]], Sequence[Tensor]]) -> Check:
-    compare = _comparison(pick(given))
+def _check(given: Sequence[Any], numbers: Sequence[tuple[int, str]], pick: Pick) -> Check:
+    compare = _distinct(pick(given))
     if not numbers:
         return compare
     kinds = [(place, type(given[place])) for place, _ in numbers]
     return lambda *found: all(type(found[place]) is kind for place, kind in kinds) and compare(*pick(found))
+
+
+def _distinct(tensors: Sequence[Tensor]) -> Check:
+    """As `_comparison`, which takes no tensor twice: one that is an input and, in place, an output has to be the same in both places."""
+    first = {id(t): place for place, t in reversed([*enumerate(tensors)])}
+    twice = [place for place, t in enumerate(tensors) if first[id(t)] != place]
+    if not twice:
+        return _comparison(tensors)
+    once, again, before = _picker(sorted(first.values())), _picker(twice), _picker([first[id(tensors[place])] for place in twice])
+    compare = _comparison(once(tensors))
+    return lambda *found: all(map(is_, again(found), before(found))) and compare(*once(found))
 
 
 def _comparison(tensors: Sequence[Tensor]) -> Check:
