@@ -9,6 +9,7 @@ import functools
 import random
 import struct
 import threading
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from epigen.codegen.render import Argument, Function, Rendered
 from epigen.codegen.spec import KernelConfig, digest
 from epigen.errors import CallError
 from epigen.runtime import direct, vendor, warmed
+from epigen.runtime import kernel as kernel_module
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.launch import Launch
 from epigen.runtime.loader import Loader
@@ -379,6 +381,37 @@ def test_an_address_that_comes_back_with_another_shape(gpu: FakeGpu) -> None:
         out = half(m, N)
         for a in (held[: m * K].view(m, K), held[: m * K].view(K, m).T):
             assert launched(gpu, kernel, a, b, out=out) == as_triton_does(gpu, oracle, a, b, out=out)
+
+
+def test_batches_of_ever_new_sizes_need_few_kernels(gpu: FakeGpu, through_triton: Watch) -> None:
+    """What compiles is found by Triton's own digest; a size that comes back is launched without Triton, however long ago it was."""
+    kernel = compiled("z = mm + bias; relu(z), bitmask(z > 0), bgrad(z)", None)
+    held, b, bias, kernels = half(4096, 64), half(256, 64).T, half(256), set()
+    sizes = [*range(1, 300), *range(300, 4097, 17)]
+    for m in sizes:
+        kernel(held[:m], b, bias=bias)
+        assert kernel._last is not None
+        kernels |= {it.hash for it in kernel._last.compiled}
+    assert len(sizes) > 500 and len(kernels) <= 24
+    before = through_triton.count
+    for m in sizes:
+        kernel(held[:m], b, bias=bias)
+    assert through_triton.count == before and gpu.library.fake_launches() > 2 * len(sizes)
+    times = []
+    for m in range(2050, 3000):
+        start = time.perf_counter()
+        kernel(held[:m], b, bias=bias)
+        times.append(time.perf_counter() - start)
+    # about 0.5 ms; a quarter of them, since a busy machine makes some long
+    assert sorted(times)[len(times) // 4] < 2e-3
+
+
+def test_prepared_calls_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_module, "_KEPT", 4)
+    kernel, b = compiled("relu(mm)"), half(K, N)
+    for m in [*range(1, 24), *range(1, 24), 23]:
+        kernel(half(m, K), b)
+    assert len(kernel._prepared) == len(kernel._ready) == 4 and sum(map(len, kernel._recent.values())) == kernel_module._RECENT
 
 
 def test_no_tensor_is_kept_alive() -> None:
