@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from cases import SMALL
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lookup import RUN
 from tuned import TRITON, config
 
 import epigen
-from epigen import settings
 from epigen.codegen.lower import lower, signature_of_contiguous
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.spec import LAYOUTS, KernelConfig, KernelSpec
@@ -23,6 +22,7 @@ from epigen.dtypes import FP16
 from epigen.runtime import kernel as kernel_module
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.latest import Latest
+from epigen.settings import templates_dir
 from epigen.tuning import choose, gpus, model
 from epigen.tuning.choose import Chooser
 from epigen.tuning.database import Database
@@ -47,6 +47,7 @@ def problem(shape: tuple[int, int, int], layout: str = "nt") -> Problem:
 # -- buckets
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1 << 20), st.sampled_from(LAYOUTS))
 def test_a_bucket_is_of_one_power_of_two_and_one_alignment(m: int, layout: str) -> None:
     stands, *rest = bucket((m, N, K), layout)
@@ -57,6 +58,7 @@ def test_a_bucket_is_of_one_power_of_two_and_one_alignment(m: int, layout: str) 
         assert alignment((stands, N, K), layout, size) == alignment((m, N, K), layout, size)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5000), st.sampled_from((16, 32, 64, 128, 256)), st.sampled_from(LAYOUTS))
 def test_what_is_legal_for_a_bucket_is_legal_for_all_of_it(m: int, block_m: int, layout: str) -> None:
     one = config(block_m, num_warps=4)
@@ -149,7 +151,7 @@ def test_the_nearest_is_that_of_the_bucket(database: Database, monkeypatch: pyte
 
 class CountingRenderer(Renderer):
     def __init__(self) -> None:
-        super().__init__(settings.templates_dir())
+        super().__init__(templates_dir())
         self.count = 0
 
     def render(self, spec: KernelSpec, config: KernelConfig) -> Rendered:

@@ -38,17 +38,20 @@ def kernels() -> list[Any]:
 
 
 @pytest.mark.parametrize(("config", "backend"), kernels())
-@pytest.mark.parametrize("shape", [(M, N, K), (41, 73, 57)], ids=["aligned", "copies with aligned rows"])
-@pytest.mark.parametrize("view", ["plain", "transposed", "sliced"])
+@pytest.mark.parametrize(
+    ("shape", "view"),
+    [((M, N, K), "plain"), ((M, N, K), "transposed"), ((41, 73, 57), "sliced")],
+    ids=["aligned", "transposed", "sliced, after copies with aligned rows"],
+)
 def test_a_weight_gradient_accumulates(config: KernelConfig | None, backend: str, shape: tuple[int, int, int], view: str) -> None:
-    """db = a^T @ dmm, three times into one buffer; what lies beside the buffer is left alone."""
+    """db = a^T @ dmm, twice into one buffer; what lies beside the buffer is left alone."""
     m, n, k = shape
     kernel = epigen.compile(ACCUMULATE, config=config, backend=backend)
     around = torch.full((2 * m, 2 * n), 7.0) if view == "sliced" else torch.zeros((n, m) if view == "transposed" else (m, n))
     grad = around[::2, ::2] if view == "sliced" else around.T if view == "transposed" else around
     grad.copy_(whole(m, n, seed=9))
     expected = grad.clone()
-    for step in range(3):
+    for step in range(2):
         x, dmm = whole(k, m, seed=step), whole(k, n, seed=step + 5)
         expected += x.float().T @ dmm.float()
         assert kernel(x.T, dmm, grad=grad, out=grad) is grad

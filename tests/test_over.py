@@ -80,7 +80,7 @@ def test_gpu(text: str, dtype: DType, shape: tuple[int, int]) -> None:
             demand(kernel, product, inputs)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(most=12, tame=True, casts=(FP16, FP32, INT8)))
 def test_random_programs(text: str) -> None:
     kernel = epigen.compile(text, backend="interpreter")
