@@ -89,8 +89,8 @@ def _through_triton(kernel: epigen.Kernel, x: torch.Tensor, w: torch.Tensor, inp
     """The same kernels by `jit[grid](...)`, with buffers made beforehand."""
     prepared = kernel._last
     assert prepared is not None and prepared.plan is not None
-    values = prepared.values(x, w, inputs, prepared.results({}))
-    if not prepared.plan.multiplies:
+    values = prepared.values((x, w), inputs, prepared.results({}))
+    if prepared.plan.by_vendor:
         values["mm_ptr"] = prepared.product(x, w)
     launches = [(launch.jit, launch.grid, launch.arguments(values), launch.options) for launch in prepared.launches]
 

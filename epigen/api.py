@@ -63,8 +63,9 @@ def compile(
     backend: "triton" (a GPU), "interpreter" (the generated kernel under Triton's interpreter) or "reference" (torch, operation by
     operation); by default triton for GPU tensors and reference for CPU tensors.
     precision: "ieee" or "tf32" for fp32 operands; by default as torch.get_float32_matmul_precision() says.
-    tune: "missing" tunes at the first call of GPU tensors whose problem no database holds exactly: that call waits for 48 trials, the winner
-    goes into the user's database, and later calls of any process find it. Never inside a CUDA graph capture. By default nothing is tuned.
+    tune: "missing" tunes at the first call of GPU tensors of whose problem, or one alike but for M up to the same power of two, no database
+    has a record: that call waits for 48 trials, the winner goes into the user's database, and later calls of any process find it. Never
+    inside a CUDA graph capture. By default nothing is tuned.
     Raises ParseError or CheckError for the text, ConfigError for the config, CallError for the rest.
 
     >>> import torch, epigen

@@ -9,6 +9,7 @@ import functools
 import random
 import struct
 import threading
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from epigen.codegen.render import Argument, Function, Rendered
 from epigen.codegen.spec import KernelConfig, digest
 from epigen.errors import CallError
 from epigen.runtime import direct, vendor, warmed
+from epigen.runtime import kernel as kernel_module
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.launch import Launch
 from epigen.runtime.loader import Loader
@@ -232,6 +234,77 @@ def test_the_vendors_product_is_handed_on(gpu: FakeGpu, through_triton: Watch, m
     assert through_triton.count == before and struct.unpack("Q", found.parameters[0])[0] == product.data_ptr()
 
 
+@pytest.mark.parametrize(
+    "config",
+    [TINY, cases.split_k(16, 16, 16, 2, 1, 1), cases.persistent(64, 16, 32), cases.persistent(64, 16, 32, tma_store=0), LIBRARY, None],
+    ids=["tiled", "split_k", "TMA", "pointers", "library", "over a product"],
+)
+@pytest.mark.parametrize("guards", [True, False], ids=["torch's guard", "attributes"])
+def test_in_place_and_not_in_any_order(gpu: FakeGpu, through_triton: Watch, config: KernelConfig | None, guards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the buffer is the input itself or another one is no part of what is remembered: each call gets the addresses it was given."""
+    if guards:  # which takes no tensor twice: in-place calls used to be compared attribute by attribute, eight times as long
+        monkeypatch.setattr(warmed, "_likeness", None)
+    else:
+        monkeypatch.setattr(warmed, "_guards", None)
+    monkeypatch.setattr(vendor, "product", lambda _a, _b, _precision: torch.zeros(M, N))
+    kernel = compiled("cast(mm + grad[m,n], fp32)", config or LIBRARY)
+    a, b = operands("tn")
+    grad, other, mm = torch.zeros(M, N), torch.zeros(M, N), half(M, N)
+
+    def call(out: torch.Tensor | None) -> Any:
+        return kernel(a, b, grad=grad, out=out) if config else kernel.over(mm, grad=grad, out=out)
+
+    for out in (grad, other, None):
+        call(out)
+        learn(gpu, kernel)
+    before = through_triton.count
+    for out in random.Random(1).choices((grad, other, grad.view(M, N), None), k=30):
+        (found,) = gpu.during(lambda out=out: call(out))
+        given = {struct.unpack("Q", p)[0] for p in found.parameters if len(p) == 8} | {struct.unpack("Q", p[:8])[0] for p in found.parameters if len(p) == 128}
+        assert grad.data_ptr() in given
+        assert out is None or out.data_ptr() in given
+        assert (other.data_ptr() in given) == (out is other)
+    assert through_triton.count - before <= 2
+
+
+@pytest.mark.parametrize(
+    ("text", "inputs"),
+    [
+        ("relu(mm)", {}),
+        ("mm * alpha + residual", {"residual": half(M, N), "alpha": 0.5}),
+        ("dz = drelu(mm, mask); dz, bgrad(dz)", {"mask": torch.zeros(M, N // 8, dtype=torch.uint8)}),
+    ],
+    ids=["nothing else", "a number", "a reduction"],
+)
+@pytest.mark.parametrize("view", ["plain", "transposed", "shifted", "fp32"])
+def test_a_product_that_is_given_is_handed_on(gpu: FakeGpu, through_triton: Watch, text: str, inputs: dict[str, Any], view: str) -> None:
+    """All but the address of what is allocated between two kernels is Triton's own, and no call goes through it a second time."""
+    kernel, oracle = compiled(text, LIBRARY), compiled(text, LIBRARY)
+    for m in (M, 16, M):
+        t = half(m, N)
+        mm = {"plain": lambda t=t: t, "transposed": lambda m=m: half(N, m).T, "shifted": lambda t=t: shifted(t), "fp32": lambda t=t: t.float()}[view]()
+        given = {name: v[:m] if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
+        found = kernel.over(mm, **given)
+        outs = tuple(torch.empty_like(t) for t in (found if isinstance(found, tuple) else (found,)))
+        forget(oracle._over)
+        oracle.over(mm, out=outs, **given)
+        learn(gpu, oracle)
+        forget(oracle._over)
+        expected = gpu.during(lambda mm=mm, outs=outs, given=given: oracle.over(mm, out=outs, **given))
+        kernel.over(mm, out=outs, **given)
+        learn(gpu, kernel)
+        before = through_triton.count
+        launches = gpu.during(lambda mm=mm, outs=outs, given=given: kernel.over(mm, out=outs, **given))
+        assert through_triton.count == before and len(launches) == len(expected) == (2 if "bgrad" in text else 1)
+        for x, y in zip(launches, expected, strict=True):
+            assert (x.kernel, x.grid, x.block, x.stream) == (y.kernel, y.grid, y.block, y.stream)
+            unlike = [i for i, (p, q) in enumerate(zip(x.parameters, y.parameters, strict=True)) if p != q]
+            assert len(unlike) == (1 if "bgrad" in text else 0), "the partial results"
+        addresses = {struct.unpack("Q", p)[0] for p in launches[0].parameters if len(p) == 8}
+        assert {mm.data_ptr(), outs[0].data_ptr()} <= addresses
+    assert direct_calls(kernel._over) and not direct_calls(kernel)
+
+
 # -- never the wrong one
 
 
@@ -308,6 +381,37 @@ def test_an_address_that_comes_back_with_another_shape(gpu: FakeGpu) -> None:
         out = half(m, N)
         for a in (held[: m * K].view(m, K), held[: m * K].view(K, m).T):
             assert launched(gpu, kernel, a, b, out=out) == as_triton_does(gpu, oracle, a, b, out=out)
+
+
+def test_batches_of_ever_new_sizes_need_few_kernels(gpu: FakeGpu, through_triton: Watch) -> None:
+    """What compiles is found by Triton's own digest; a size that comes back is launched without Triton, however long ago it was."""
+    kernel = compiled("z = mm + bias; relu(z), bitmask(z > 0), bgrad(z)", None)
+    held, b, bias, kernels = half(4096, 64), half(256, 64).T, half(256), set()
+    sizes = [*range(1, 300), *range(300, 4097, 17)]
+    for m in sizes:
+        kernel(held[:m], b, bias=bias)
+        assert kernel._last is not None
+        kernels |= {it.hash for it in kernel._last.compiled}
+    assert len(sizes) > 500 and len(kernels) <= 24
+    before = through_triton.count
+    for m in sizes:
+        kernel(held[:m], b, bias=bias)
+    assert through_triton.count == before and gpu.library.fake_launches() > 2 * len(sizes)
+    times = []
+    for m in range(2050, 3000):
+        start = time.perf_counter()
+        kernel(held[:m], b, bias=bias)
+        times.append(time.perf_counter() - start)
+    # about 0.5 ms; a quarter of them, since a busy machine makes some long
+    assert sorted(times)[len(times) // 4] < 2e-3
+
+
+def test_prepared_calls_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_module, "_KEPT", 4)
+    kernel, b = compiled("relu(mm)"), half(K, N)
+    for m in [*range(1, 24), *range(1, 24), 23]:
+        kernel(half(m, K), b)
+    assert len(kernel._prepared) == len(kernel._ready) == 4 and sum(map(len, kernel._recent.values())) == kernel_module._RECENT
 
 
 def test_no_tensor_is_kept_alive() -> None:

@@ -18,11 +18,11 @@ from programs import programs
 
 from epigen import dtypes, ops, settings
 from epigen.codegen import schedules
-from epigen.codegen.lower import kernel_name, lower
+from epigen.codegen.lower import kernel_name, lower, over_product
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import LAYOUTS, KernelConfig, KernelSpec, Signature
-from epigen.dtypes import FP8E4M3, FP16, FP32, INT8, DType
+from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType
 from epigen.ir.check import check
 from epigen.ir.graph import BITS, PACKED
 from epigen.ir.passes import normalise
@@ -39,6 +39,12 @@ def spec_of(text: str, a: DType = FP16, by_value: tuple[str, ...] = (), input_dt
     graph = normalise(check(parse(text)))
     inputs = tuple((n.name, None if n.name in by_value else input_dtype or a) for n in graph.inputs())
     return lower(graph, Signature(a, a, inputs, **signature))
+
+
+def spec_over(text: str, mm: DType, **signature: Any) -> KernelSpec:
+    """The kernel of a program over a product that is given."""
+    graph = over_product(normalise(check(parse(text))))
+    return lower(graph, Signature(mm, mm, tuple((n.name, mm) for n in graph.inputs()), **signature))
 
 
 def source(text: str, config: KernelConfig = TILED, **signature: object) -> str:
@@ -60,6 +66,7 @@ KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
         TILED,
     ),
     "drelu_and_bgrad": (spec_of("dz = drelu(mm, mask); dz, bgrad(dz)", k_multiple=64), TILED),
+    "drelu_and_bgrad_over_a_product": (spec_over("dz = drelu(mm, mask); dz, bgrad(dz)", BF16), LIBRARY),
     "three_finishing_kernels": (
         spec_of(
             "z = gelu(mm); scale_out = amax(z); lse = logsumexp(z, n) + scale_a[m]; db = sum(z, m) * 0.5 + sum(b, k); z, db, lse, scale_out", k_multiple=64

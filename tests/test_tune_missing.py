@@ -115,6 +115,28 @@ def test_what_is_only_near_is_tuned(database: Database, stored: Record) -> None:
     assert len(choose.tuner.tasks) == 1
 
 
+def test_batches_of_ever_new_sizes_are_tuned_once_a_bucket(database: Database) -> None:
+    """The first M that is met is tuned as it is, and serves the others up to the next power of two: here, and in a process that comes after."""
+    choose = Setting(database, Tuner())
+    sizes = (200, 130, 256, 129, 257, 512, 300, 128, 65)
+    found = {m: choose(shape=(m, *SHAPE[1:])) for m in sizes}
+    assert [t.shape[0] for t in choose.tuner.tasks] == [200, 257, 128]
+    assert {c.config for c in found.values()} == {WINNER}
+    assert "borrowed from 200x512x128" in found[130].why and "found for 256x512x128, which stands for M from 129 to 256" in found[130].why
+    assert choose(shape=(200, *SHAPE[1:])).why.endswith("(exact)")
+    later = Setting(database, Tuner())
+    for later.capturing in (False, True):
+        assert not any(isinstance(later(shape=(m, *SHAPE[1:])), Provisional) for m in (140, 250, 260, 500, 70))
+    assert not later.tuner.tasks
+
+
+def test_a_winner_that_was_not_written_serves_its_bucket(database: Database) -> None:
+    choose = Setting(database, Tuner(writes=False))
+    for m in (200, 130, 256):
+        assert choose(shape=(m, *SHAPE[1:])) == Choice(WINNER, "tuned just now")
+    assert len(choose.tuner.tasks) == 1
+
+
 def test_an_exact_record_is_taken_as_it_is(database: Database) -> None:
     database.add(record())
     choose = Setting(database, Tuner())
@@ -327,7 +349,7 @@ def test_the_interpreter_and_the_cpu_tune_nothing(database: Database, calls: lis
     assert len(calls) == 1 and not choose.tuner.tasks
     x, w, bias = torch.ones(2, 3), torch.ones(3, 4), torch.zeros(4)
     kernel = made(choose)
-    kernel._prepare(x, w, {"bias": bias}, {})
+    kernel._prepare((x, w), {"bias": bias}, {})
     assert not choose.tuner.tasks
 
 

@@ -13,8 +13,10 @@ from test_ahead import FORWARD, assembly, compiled, job, tiled
 
 import epigen
 from epigen.codegen.spec import KNOWN, LAYOUTS, WIDE, KernelConfig, contiguous, factors
-from epigen.dtypes import FP16, FP32, INT8, DType
+from epigen.dtypes import BF16, FP16, FP32, INT8, DType
 from epigen.runtime import verify
+from epigen.runtime.ahead import Job
+from epigen.runtime.device import TARGETS
 from epigen.runtime.kernel import Kernel
 
 TEXT = "relu(mm + bias) + residual"
@@ -60,6 +62,22 @@ def test_other_dtypes(dtype: DType, elements: int, row_bytes: int) -> None:
     extent = 1024 + elements
     (results,) = compiled([job("mm", "sm_90", dtype, tiled(64, 64, 32), "nt", (extent, extent, extent), "tf32" if dtype == FP32 else None)])
     assert widths(assembly(results))[0] == {row_bytes}
+
+
+def test_a_product_that_is_given_is_read_as_wide_as_its_rows_are_aligned() -> None:
+    """The main kernel and the finishing one, of each dtype that a gradient may have, and for another maker's GPU."""
+    cases = [(FP16, *row) for row in ROWS[:4]] + [(BF16, *ROWS[1]), (FP32, *ROWS[1]), (FP32, *ROWS[3])]
+    jobs = [over("dz = drelu(mm, mask); dz, bgrad(dz)", "sm_90", dtype, (extent, extent, 0)) for dtype, extent, _ in cases]
+    *found, amd = compiled([*jobs, over("dz = drelu(mm, mask); dz, bgrad(dz)", "gfx942", FP16, (1024, 1024, 0))])
+    for (dtype, extent, elements), results in zip(cases, found, strict=True):
+        _, loads, stores = widths(assembly(results))
+        assert len(results) == 2 and max(loads) == max(stores) == min(16, dtype.bytes * elements), (dtype, extent)
+    assert len(amd) == 2
+
+
+def over(text: str, target: str, dtype: DType, shape: tuple[int, int, int]) -> Job:
+    plan = epigen.compile(text)._over.plan(shape, dtype=dtype, target=TARGETS[target])
+    return Job(plan.rendered, TARGETS[target])
 
 
 def test_what_is_known_of_aligned_extents_is_left_to_triton() -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from epigen import ops
 from epigen.codegen.spec import (
     ACC,
     CAST,
+    PRODUCT,
     TMA_BYTES,
     WIDEN,
     Arg,
@@ -77,6 +79,16 @@ def signature_of_contiguous(
     rows |= {o.name: n * output_dtype(graph, o, a).bytes for o in graph.outputs if describable(graph, o)}
     tma = tuple(name for name, row_bytes in rows.items() if row_bytes % TMA_BYTES == 0 and 0 not in shape)
     return Signature(a, b, inputs, precision, k_multiple(k), index_bits(shape), layout, tma, factors(shape, contiguous(shape, layout, graph.tiles())))
+
+
+def over_product(graph: Graph) -> Graph:
+    """The program with the product as an input, `mm`, in place of the operands. Raises CallError where it needs them besides."""
+    for node in graph.nodes:
+        if node.op == g.REDUCE and node.axes == "k":
+            operand = graph.nodes[node.args[0]].name
+            raise CallError(f"the program reduces operand {operand} over k, and a product that is given has no operands: call the kernel with a and b")
+    nodes = (replace(n, op=g.INPUT, name=PRODUCT) if n.op == g.MM else n for n in graph.nodes)
+    return Graph(tuple(nodes), graph.outputs, graph.text)
 
 
 def describable(graph: Graph, output: Output) -> bool:

@@ -217,6 +217,8 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
             _described("b", sig.b, (block_k, config["block_n"]), "kn", sig.layout[1] == "t", padded="b" in copied),
         ]
         sizes = _integers("M", "N", "K")
+    elif spec.pointwise:
+        operands, sizes = [], _integers("M", "N")
     elif schedule.multiplies:
         operands = [_pointer("a", sig.a, f"[M, K] {sig.a}"), _pointer("b", sig.b, f"[K, N] {sig.b}")]
         sizes = _integers("M", "N", "K", "stride_am", "stride_ak", "stride_bk", "stride_bn")

@@ -23,6 +23,7 @@ WIDE = 1 << 31
 class Signature:
     """What of a call the kernel's text depends on.
 
+    a, b: the operands' dtypes; both are the product's where that is an input.
     inputs: each named input's dtype; None for a Python number, which is passed by value.
     precision: "ieee" or "tf32", for fp32 operands only.  k_multiple: a power of two that divides K.
     index_bits: 64 where some offset does not fit in 32 bits. layout: how a and b lie.
@@ -54,6 +55,9 @@ class Input:
 
 ACC = "acc"
 """Name of the main kernel's accumulator."""
+
+PRODUCT = "mm"
+"""Name of the product where it is an input."""
 
 CAST, WIDEN = "cast", "widen"
 
@@ -199,6 +203,11 @@ class KernelSpec:
     @property
     def accumulator(self) -> DType:
         return INT32 if self.signature.a == INT8 else FP32
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether the product is an input, so that there are no operands and nothing to multiply."""
+        return any(name == PRODUCT for name, _ in self.signature.inputs)
 
     @property
     def all_inputs(self) -> tuple[Input, ...]:

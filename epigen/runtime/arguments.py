@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epigen.codegen import lower
 from epigen.codegen.spec import TMA_BYTES
-from epigen.dtypes import BF16, BY_TORCH, UINT8, DType
+from epigen.dtypes import BF16, BY_TORCH, FP16, FP32, UINT8, DType
 from epigen.errors import CallError, near_miss
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph, Node
@@ -21,6 +21,9 @@ ALIGNED_BYTES = 16
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types whose tensors are nothing but memory: one of a subclass may hold none, or none of its own."""
+
+PRODUCTS = (FP32, FP16, BF16)
+"""What a product that is given may be: the dtypes of gradients."""
 
 
 def check_operands(a: Tensor, b: Tensor) -> tuple[int, int, int]:
@@ -38,6 +41,17 @@ def check_operands(a: Tensor, b: Tensor) -> tuple[int, int, int]:
     if a.device != b.device:
         raise CallError(f"operand a is on {a.device} and operand b on {b.device}")
     return a.shape[0], b.shape[1], a.shape[1]
+
+
+def check_product(mm: Tensor) -> tuple[int, int]:
+    """A product that is given. Returns M, N."""
+    if not isinstance(mm, Tensor):
+        raise CallError(f"mm is a {type(mm).__name__}, and a tensor was expected")
+    if mm.dim() != 2:
+        raise CallError(f"mm has shape {list(mm.shape)}, and [M, N] was expected")
+    if BY_TORCH.get(str(mm.dtype)) not in PRODUCTS:
+        raise CallError(f"mm is {mm.dtype}, and a product that is given is one of {', '.join(map(str, PRODUCTS))}")
+    return mm.shape[0], mm.shape[1]
 
 
 def check_inputs(declared: Mapping[str, Node], inputs: Mapping[str, Any], m: int, n: int, on: torch.device) -> None:
@@ -61,7 +75,7 @@ def _check_input(name: str, node: Node, value: Any, m: int, n: int, on: torch.de
         number(name, value)
         return
     if value.device != on:
-        raise CallError(f"{what} is on {value.device}, and the operands are on {on}")
+        raise CallError(f"{what} is on {value.device}, and the call's other tensors are on {on}")
     if node.op == g.BITS:
         if value.dtype != torch.uint8 or tuple(value.shape) != (m, -(-n // 8)):
             raise CallError(f"{what} is a packed mask, uint8 [M, ceil(N / 8)] = [{m}, {-(-n // 8)}], and {value.dtype} {list(value.shape)} was given")

@@ -6,6 +6,7 @@ call that has been made before is made again with as little Python as that takes
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +18,10 @@ import torch
 from torch import Tensor
 
 from epigen.codegen import schedules
-from epigen.codegen.lower import describable, lower, signature_of_contiguous
-from epigen.codegen.render import Renderer
+from epigen.codegen.lower import describable, lower, over_product, signature_of_contiguous
+from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import WIDE, Choice, KernelConfig, KernelSpec, Provisional, Signature, factors, k_multiple, whole_words
+from epigen.codegen.spec import PRODUCT, WIDE, Choice, KernelConfig, KernelSpec, Provisional, Signature, factors, k_multiple, whole_words
 from epigen.dtypes import BY_TORCH, FP16, FP32, UINT8, DType
 from epigen.errors import CallError, ConfigError
 from epigen.ir import graph as g
@@ -29,8 +30,9 @@ from epigen.ir.graph import Graph, Node
 from epigen.runtime import arguments, device, outputs
 from epigen.runtime.arguments import process_precision
 from epigen.runtime.device import Target
+from epigen.runtime.latest import Latest
 from epigen.runtime.loader import Loader, Resources, refusal, warm
-from epigen.runtime.prepared import Plan, Prepared
+from epigen.runtime.prepared import Operands, Plan, Prepared
 from epigen.runtime.warmed import Warmed, warmed
 
 Chooser = Callable[[KernelSpec, tuple[int, int, int], Target, str], Choice]
@@ -39,6 +41,11 @@ Chooser = Callable[[KernelSpec, tuple[int, int, int], Target, str], Choice]
 BACKENDS = ("triton", "interpreter", "reference")
 
 _INTERPRETED_PROGRAMS = 3
+_KEPT = 1024
+"""Prepared calls of one kernel, each of other shapes, dtypes or strides. To prepare one again compiles nothing, and takes half a millisecond of
+the host (0.4 to 0.6 for a new M; Triton 3.9 without a GPU, 2026-11)."""
+_TEXTS = 64
+"""Texts of one kernel: few of its signatures differ, however many shapes there are."""
 _RECENT = 16
 """Calls of one form that are compared with one after another, a tenth of a microsecond each, before the key is looked up."""
 
@@ -60,10 +67,12 @@ class Kernel:
         self._names = tuple(o.name for o in graph.outputs)
         self._outputs: Any = namedtuple("Outputs", self._names) if len(self._names) > 1 else None
         self._loaders = {interpret: Loader(interpret) for interpret in (False, True)}
-        self._prepared: dict[tuple[Any, ...], Prepared] = {}
+        self._prepared: Latest[tuple[Any, ...], Prepared] = Latest(_KEPT)
+        self._specs: Latest[Signature, KernelSpec] = Latest(_TEXTS)
+        self._rendered: Latest[tuple[Signature, KernelConfig], Rendered] = Latest(_TEXTS)
         self._recent: dict[tuple[Any, ...], tuple[Warmed, ...]] = {}
         """By the names of the inputs and the count of all arguments: what was called last, the newest first."""
-        self._ready: dict[Prepared, Warmed] = {}
+        self._ready: Latest[Prepared, Warmed] = Latest(_KEPT)
         self._starting = threading.Lock()
         self._last: Prepared | None = None
 
@@ -86,48 +95,87 @@ class Kernel:
 
         a: [M, K]. b: [K, N]. Any strides. inputs: the program's, by name: tile [M, N], row [M], column [N], mask uint8
         [M, ceil(N / 8)], scalar a number or a tensor with one element.
-        out: a tensor for a lone output; for several a mapping by name or a sequence; written and returned. It must not overlap an
-        operand, or an input that is read at other places than it is written.
+        out: a tensor for a lone output; for several a mapping by name or a sequence; written and returned. It may be an input of the same
+        indices from which that output is computed, such as grad in "cast(mm + grad[m,n], fp32)", which then accumulates in place: every kernel
+        reads an element before it writes it. Beyond that it must overlap neither an operand nor an input.
         Returns a tensor, or a named tuple where the program has several outputs.
         Raises CallError for names, devices, dtypes or shapes that do not fit.
         """
+        return self._answer((a, b), inputs, out)
+
+    def over(self, mm: Tensor, /, *, out: Any = None, **inputs: Tensor | float) -> Any:
+        """Run the program over a product that is there already: one pointwise kernel in place of the multiplication and its epilogue.
+
+        mm: [M, N], fp32, fp16 or bf16, any strides. inputs, out, and what is returned: as of a call, but that mm's dtype is what outputs have
+        that are not cast. out may be mm itself, where that output is computed from it.
+        Raises CallError as a call does, and for a program that reduces an operand over k; ConfigError for a kernel that was compiled with a
+        config whose schedule multiplies.
+
+        >>> import torch, epigen
+        >>> backward = epigen.compile("dz = drelu(mm, y[m,n] > 0); dz, bgrad(dz)")
+        >>> dz, dbias = backward.over(torch.ones(2, 2), y=torch.tensor([[0.0, 1.0], [2.0, 3.0]]))
+        >>> dz, dbias
+        (tensor([[0., 1.],
+                [1., 1.]]), tensor([1., 2.]))
+        """
+        if PRODUCT in inputs:
+            raise CallError("the program has no input 'mm': it is the product, given once and by position")
+        kernel = self._over
+        results = kernel._answer((), {PRODUCT: mm, **inputs}, out)
+        self._last = kernel._last
+        return results
+
+    @functools.cached_property
+    def _over(self) -> Kernel:
+        """The program whose product is an input."""
+        if self._config and SCHEDULES[self._config.schedule].multiplies:
+            raise ConfigError(f"the schedule {self._config.schedule} multiplies, and the product is given: compile without a config, or with one of library")
+        return Kernel(over_product(self._graph), self.renderer, self._choose, self._config, self._backend, self._precision)
+
+    def _answer(self, operands: Operands, inputs: dict[str, Any], out: Any) -> Any:
+        """operands: a and b; none where the product is among the inputs."""
         given: tuple[Any, ...] | None
         if out is None:
-            given = (a, b, *inputs.values())
+            given = (*operands, *inputs.values())
         elif type(out) in arguments.PLAIN:
-            given = (a, b, *inputs.values(), out)
+            given = (*operands, *inputs.values(), out)
         else:
-            given = (a, b, *inputs.values(), *out) if out and isinstance(out, (tuple, list)) else None
+            given = (*operands, *inputs.values(), *out) if out and isinstance(out, (tuple, list)) else None
         if given is not None:
             for before in self._recent.get((*inputs, len(given)), ()):
                 if before.check(*given) and (found := before.again(given)) is not None:
                     self._last = before.prepared
                     # by the tuple's own constructor: that of a named tuple is written in Python, and takes three times as long
                     return found[0] if self._outputs is None else tuple.__new__(self._outputs, found)
-        results = self._call(a, b, inputs, out, given)
+        results = self._call(operands, inputs, out, given)
         return results[0] if self._outputs is None else self._outputs(*results)
 
-    def _call(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], out: Any, given: tuple[Any, ...] | None) -> list[Tensor]:
+    def _call(self, operands: Operands, inputs: Mapping[str, Any], out: Any, given: tuple[Any, ...] | None) -> Sequence[Tensor]:
         """given: all arguments in a row, where they can be told apart by their order."""
         outs = outputs.given(out, self._names)
-        if any(isinstance(t, Tensor) and t.is_neg() for t in (a, b, *inputs.values())):
-            a, b, inputs, given = arguments.shown(a), arguments.shown(b), {name: arguments.shown(value) for name, value in inputs.items()}, None
+        if any(isinstance(t, Tensor) and t.is_neg() for t in (*operands, *inputs.values())):
+            operands, inputs, given = tuple(map(arguments.shown, operands)), {name: arguments.shown(value) for name, value in inputs.items()}, None
         named = [*inputs.items(), *outs.items()]
-        key = (*map(arguments.key, (a, b)), *((name, arguments.key(value)) for name, value in named), len(inputs), torch.get_float32_matmul_precision())
-        arguments.check_no_gradient((a, b, *inputs.values(), *outs.values()))
+        key = (*map(arguments.key, operands), *((name, arguments.key(value)) for name, value in named), len(inputs), torch.get_float32_matmul_precision())
+        arguments.check_no_gradient((*operands, *inputs.values(), *outs.values()))
         prepared = self._prepared.get(key)
+        results: Sequence[Tensor] | None = None
+        kept = prepared is not None
         if prepared is None:
-            prepared, results = self._first(a, b, inputs, outs)
-            if prepared.plan is None or not isinstance(prepared.plan.choice, Provisional):
-                self._prepared[key] = prepared
-        else:
-            results = prepared.run(a, b, inputs, outs)
+            prepared, results = self._first(operands, inputs, outs)
+            kept = prepared.plan is None or not isinstance(prepared.plan.choice, Provisional)
+            if kept:
+                self._prepared.put(key, prepared)
+        elif given is not None and (ready := self._ready.get(prepared)) is not None and ready.check(*given):
+            results = ready.again(given)  # it was only longer ago than those that are compared with
+        if results is None:
+            results = prepared.run(operands, inputs, outs)
         self._last = prepared
-        if given is not None and key in self._prepared:
+        if given is not None and kept:
             self._remember(prepared, tuple(inputs), given, results)
         return results
 
-    def _remember(self, prepared: Prepared, names: tuple[str, ...], given: tuple[Any, ...], results: list[Tensor]) -> None:
+    def _remember(self, prepared: Prepared, names: tuple[str, ...], given: tuple[Any, ...], results: Sequence[Tensor]) -> None:
         """Have the next call like this one found by comparison."""
         form = (*names, len(given))
         recent = self._recent.get(form, ())
@@ -135,7 +183,7 @@ class Kernel:
         if known is None or known in recent:  # it may differ in what a key leaves out: torch's modes of the thread
             known = warmed(prepared, names, given, results)
         if known is not None:
-            self._ready[prepared] = known
+            self._ready.put(prepared, known)
             self._recent[form] = (known, *recent)[:_RECENT]
 
     # -- what the kernel would run
@@ -155,7 +203,7 @@ class Kernel:
         return self._planned(self._choose, shape, target or device.at_hand() or device.DEFAULT, signature, refused)
 
     def _planned(self, choose: Chooser, shape: tuple[int, int, int], target: Target, signature: Signature, refused: str, interpreted: bool = False) -> Plan:
-        spec = lower(self._graph, signature)
+        spec = self._specs.get(signature) or self._specs.put(signature, lower(self._graph, signature))
         choice = Choice(self._config, "given by the caller") if self._config else choose(spec, shape, target, refused)
         if interpreted and (twin := schedules.in_triton(choice.config)) != choice.config:
             choice = Choice(twin, f"{choice.why}; in place of {choice.config}, which is in Gluon and cannot be interpreted")
@@ -163,7 +211,8 @@ class Kernel:
             choice = replace(choice, config=schedules.several_launches(choice.config))
         if why := unfit(choice.config, shape, target):
             raise ConfigError(why)
-        return Plan(spec, choice, self.renderer.render(spec, choice.config))
+        text = (signature, choice.config)
+        return Plan(spec, choice, self._rendered.get(text) or self._rendered.put(text, self.renderer.render(spec, choice.config)))
 
     def signature_of(self, dtype: DType, shape: tuple[int, int, int] | None = None, layout: str = "nn") -> Signature:
         """The signature of a call whose operands and inputs have one dtype (inputs: fp32 beside 8-bit operands); scalars are numbers.
@@ -197,24 +246,24 @@ class Kernel:
 
     # -- preparing a call
 
-    def _first(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> tuple[Prepared, list[Tensor]]:
+    def _first(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> tuple[Prepared, list[Tensor]]:
         """Prepare a call and run it, which compiles. Where Triton refuses the chosen config, the vendor's product takes its place."""
-        prepared = self._prepare(a, b, inputs, outs)
+        prepared = self._prepare(operands, inputs, outs)
         try:
-            return prepared, self._start(prepared, a, b, inputs, outs)
+            return prepared, self._start(prepared, operands, inputs, outs)
         except Exception as error:
             refused = refusal(error) if prepared.plan and not prepared.interpreted else None
             if refused is None:
                 raise
             if self._config is not None or prepared.plan is None or not prepared.plan.multiplies:
                 raise refused from error
-        prepared = self._prepare(a, b, inputs, outs, str(refused))
-        return prepared, self._start(prepared, a, b, inputs, outs)
+        prepared = self._prepare(operands, inputs, outs, str(refused))
+        return prepared, self._start(prepared, operands, inputs, outs)
 
-    def _start(self, prepared: Prepared, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
+    def _start(self, prepared: Prepared, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
         """The first run. One at a time: Triton shows a kernel to other threads before it has loaded it (3.6 and 3.9)."""
         with self._starting:
-            return prepared.run(a, b, inputs, outs)
+            return prepared.run(operands, inputs, outs)
 
     def _precision_now(self) -> str:
         return self._precision or process_precision()
@@ -225,58 +274,61 @@ class Kernel:
         a, b, inputs: tensors on torch's meta device, or numbers. A later call in any process finds the kernels compiled.
         Returns each kernel's resources, the main one first. Raises CompileError where Triton refuses one.
         """
-        prepared = self._prepare(a, b, inputs, {}, target=target)
-        values = prepared.values(a, b, inputs, prepared.results({}))
+        prepared = self._prepare((a, b), inputs, {}, target=target)
+        values = prepared.values((a, b), inputs, prepared.results({}))
         assert prepared.plan is not None
-        if not prepared.plan.multiplies:
+        if prepared.plan.by_vendor:
             values["mm_ptr"] = torch.empty(prepared.shape[:2], dtype=reference.torch_dtype(prepared.plan.spec.accumulator), device="meta")
         return [warm(x.jit, x.function, x.arguments(values), x.options, target) for x in prepared.launches]
 
-    def _prepare(
-        self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], refused: str = "", target: Target | None = None
-    ) -> Prepared:
+    def _prepare(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], refused: str = "", target: Target | None = None) -> Prepared:
         """target: compile for it; the tensors then lie on the meta device. By default for the tensors' own device."""
-        m, n, k = arguments.check_operands(a, b)
-        arguments.check_inputs(self._inputs, inputs, m, n, a.device)
-        found = outputs.of(self._graph, BY_TORCH[str(a.dtype)])
+        m, n, k = arguments.check_operands(*operands) if operands else (*arguments.check_product(inputs[PRODUCT]), 0)
+        what, first = ("operand a", operands[0]) if operands else (PRODUCT, inputs[PRODUCT])
+        arguments.check_inputs(self._inputs, inputs, m, n, first.device)
+        found = outputs.of(self._graph, BY_TORCH[str(first.dtype)])
         for out in found:
             if out.name in outs:
-                outputs.check(outs[out.name], out, m, n, a.device)
-        backend = self._backend or ("reference" if a.device.type == "cpu" else "triton")
+                outputs.check(outs[out.name], out, m, n, first.device)
+        backend = self._backend or ("reference" if first.device.type == "cpu" else "triton")
         if backend == "reference":
-            return Prepared(self._graph, found, (m, n, k), a.device)
-        if backend == "triton" and not a.is_cuda and target is None:
-            raise CallError(f"operand a is on {a.device}, and compiled kernels run on a GPU: move the tensors, or use backend='interpreter'")
+            return Prepared(self._graph, found, (m, n, k), first.device)
+        if backend == "triton" and not first.is_cuda and target is None:
+            raise CallError(f"{what} is on {first.device}, and compiled kernels run on a GPU: move the tensors, or use backend='interpreter'")
         if backend == "interpreter":
-            self._check_interpretable((a, b, *inputs.values(), *outs.values()), found)
-        signature = self._signature(a, b, inputs, outs, found)
-        with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
-            choose = self._at_call if a.is_cuda and backend == "triton" and target is None else self._choose
-            target = target or (device.at_hand() if a.is_cuda else None) or device.DEFAULT
+            self._check_interpretable((*operands, *inputs.values(), *outs.values()), found)
+        signature = self._signature((m, n, k), operands, inputs, outs, found)
+        with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
+            choose = self._at_call if first.is_cuda and backend == "triton" and target is None else self._choose
+            target = target or (device.at_hand() if first.is_cuda else None) or device.DEFAULT
             plan = self._planned(choose, (m, n, k), target, signature, refused, interpreted=backend == "interpreter")
             module = self._loaders[backend == "interpreter"].load(plan.rendered)
         functions = [getattr(module, f.name) for f in plan.rendered.functions]
-        prepared = Prepared(self._graph, found, (m, n, k), a.device, plan, backend == "interpreter")
+        prepared = Prepared(self._graph, found, (m, n, k), first.device, plan, backend == "interpreter")
         # few enough in the interpreter that each has several tiles, as on a GPU
-        prepared.bind(functions, a, b, inputs, outs, _INTERPRETED_PROGRAMS if prepared.interpreted else target.multiprocessors)
+        prepared.bind(functions, operands, inputs, outs, _INTERPRETED_PROGRAMS if prepared.interpreted else target.multiprocessors)
         return prepared
 
-    def _signature(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], found: Sequence[outputs.Out]) -> Signature:
+    def _signature(
+        self, shape: tuple[int, int, int], operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], found: Sequence[outputs.Out]
+    ) -> Signature:
         """What of a call its kernel's text depends on. found: all outputs; one that is still to be allocated will lie without gaps."""
-        tensors = [t for t in (a, b, *inputs.values(), *outs.values()) if isinstance(t, Tensor)]
-        wide = any(arguments.reach(t) >= WIDE for t in tensors) or a.shape[0] * b.shape[1] >= WIDE
+        m, n, k = shape
+        tensors = [t for t in (*operands, *inputs.values(), *outs.values()) if isinstance(t, Tensor)]
+        wide = any(arguments.reach(t) >= WIDE for t in tensors) or m * n >= WIDE
         named = tuple((name, BY_TORCH[str(inputs[name].dtype)] if isinstance(inputs[name], Tensor) else None) for name in self._inputs)
-        (m, k), n = a.shape, b.shape[1]
         nowhere = outputs.allocator(torch.device("meta"))
         results = {out.name: outs[out.name] if out.name in outs else out.held(m, n).empty(nowhere) for out in found}
-        layout = arguments.layout(a) + arguments.layout(b)
-        upright = {"a": a if layout[0] == "n" else a.T, "b": b if layout[1] == "n" else b.T}
+        matrices = dict(zip("ab", operands, strict=False))
+        upright = {name: t if arguments.layout(t) == "n" else t.T for name, t in matrices.items()}
         upright |= {o.name: results[o.name] for o in self._graph.outputs if describable(self._graph, o)}
-        strided = [("a", "mk", a.stride()), ("b", "kn", b.stride()), ("mm", "mn", (n, 1))]
+        strided = [(name, {"a": "mk", "b": "kn"}[name], t.stride()) for name, t in matrices.items()]
+        strided += [(PRODUCT, "mn", (n, 1))] if operands else []
         strided += [(name, node.indices, inputs[name].stride()) for name, node in self._inputs.items() if isinstance(inputs[name], Tensor)]
         strided += [(out.name, out.indices, results[out.name].stride()) for out in found]
+        a, b = (BY_TORCH[str(t.dtype)] for t in operands or (inputs[PRODUCT],) * 2)
         return Signature(
-            BY_TORCH[str(a.dtype)], BY_TORCH[str(b.dtype)], named, self._precision_now(), k_multiple(k), 64 if wide else 32, layout,
+            a, b, named, self._precision_now(), k_multiple(k), 64 if wide else 32, "".join(map(arguments.layout, operands)) or "nn",
             tma=tuple(name for name, t in upright.items() if arguments.describable(t)),
             factors=factors((m, n, k), strided), bytewise=self._bytewise(inputs, outs),
         )  # fmt: skip

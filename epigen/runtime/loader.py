@@ -6,6 +6,7 @@ its file, and for whoever reads a traceback or a profile. Nothing is ever loaded
 
 from __future__ import annotations
 
+import functools
 import linecache
 import re
 import subprocess
@@ -47,6 +48,7 @@ def _import_triton(interpret: bool) -> Any:
     return triton
 
 
+@functools.cache
 def triton_version() -> str:
     from importlib.metadata import version
 

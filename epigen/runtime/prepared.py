@@ -37,12 +37,23 @@ class Plan:
 
     @property
     def multiplies(self) -> bool:
-        """Whether the product is the main kernel's own; else it comes from the vendor's library."""
+        """Whether the product is the main kernel's own."""
         return SCHEDULES[self.choice.config.schedule].multiplies
+
+    @property
+    def by_vendor(self) -> bool:
+        """Whether the product is the vendor's, and none that is given."""
+        return not self.multiplies and not self.spec.pointwise
+
+
+Operands = tuple[Tensor, ...]
 
 
 class Prepared:
-    """What of a call follows from everything but addresses and numbers. Without a plan the reference computes it."""
+    """What of a call follows from everything but addresses and numbers. Without a plan the reference computes it.
+
+    operands: of a call, a and b; none where the product is among the inputs.
+    """
 
     def __init__(self, graph: Graph, outs: list[Out], shape: tuple[int, int, int], on: torch.device, plan: Plan | None = None, interpreted: bool = False):
         self.graph, self.outputs, self.shape, self.device, self.plan, self.interpreted = graph, outs, shape, on, plan, interpreted
@@ -54,7 +65,7 @@ class Prepared:
         """What each launch has returned."""
         self.asked, self.launchers = False, list[Direct]()
 
-    def bind(self, functions: Sequence[Any], a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], multiprocessors: int) -> None:
+    def bind(self, functions: Sequence[Any], operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], multiprocessors: int) -> None:
         """Fix every integer argument and grid. functions: of the loaded module, in the plan's order. multiprocessors: of the GPU."""
         assert self.plan is not None
         m, n, k = self.shape
@@ -62,7 +73,7 @@ class Prepared:
         tiles_m, tiles_n = parts(config, self.shape)
         integers = {"M": m, "N": n, "K": k, "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles_m * tiles_n}
         integers |= {"stride_mm_m": n, "stride_mm_n": 1}
-        for name, indices, tensor in (("a", "mk", a), ("b", "kn", b)):
+        for name, indices, tensor in zip("ab", ("mk", "kn"), operands, strict=False):
             integers |= {f"stride_{name}{i}": s for i, s in zip(indices, tensor.stride(), strict=True)}
         strided = [(i.name, i.indices, inputs[i.name]) for i in self.plan.spec.all_inputs if i.dtype is not None]
         nowhere = outputs.allocator(torch.device("meta"))
@@ -79,16 +90,16 @@ class Prepared:
             if grid := blocks(function, config, self.shape, multiprocessors):
                 self.launches.append(Launch.of(jit, function, grid, integers))
 
-    def run(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
+    def run(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
         """One output tensor each: the caller's, or a new one."""
         if self.plan is None:
-            return self._reference(a, b, inputs, outs)
+            return self._reference(operands, inputs, outs)
         results = self.results(outs)
         here = self.device.type != "cuda" or self.device.index == torch.cuda.current_device()
         with nullcontext() if here else torch.cuda.device(self.device), interpreting() if self.interpreted else nullcontext():
-            values = self.values(a, b, inputs, results)
-            if not self.plan.multiplies:
-                values["mm_ptr"] = self.product(a, b)
+            values = self.values(operands, inputs, results)
+            if self.plan.by_vendor:
+                values["mm_ptr"] = self.product(*operands)
             self.compiled = [launch(values) for launch in self.launches]
         return results
 
@@ -103,10 +114,10 @@ class Prepared:
         allocate = outputs.allocator(self.device)
         return [outs[o.name] if o.name in outs else o.held(m, n).empty(allocate) for o in self.outputs]
 
-    def values(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], results: Sequence[Tensor]) -> dict[str, Any]:
+    def values(self, operands: Operands, inputs: Mapping[str, Any], results: Sequence[Tensor]) -> dict[str, Any]:
         """The launches' arguments that are no fixed integers, by name, but for the vendor's product. The device is the current one."""
         assert self.plan is not None
-        values: dict[str, Any] = {"a_ptr": a, "b_ptr": b}
+        values: dict[str, Any] = {f"{name}_ptr": t for name, t in zip("ab", operands, strict=False)}
         for item in self.plan.spec.all_inputs:
             if item.dtype is None:
                 values[item.name] = arguments.number(item.name, inputs[item.name])
@@ -121,12 +132,13 @@ class Prepared:
     def slots(self, names: Sequence[str]) -> dict[str, int]:
         """Where `values` puts each launch's argument when it is called with a list in place of names. names: the inputs', as the caller orders them.
 
-        The order: a, b, inputs, outputs, workspace, counters, the vendor's product.
+        The order: operands, inputs, outputs, workspace, counters, the vendor's product.
         """
         assert self.plan is not None
         numbers = {i.name for i in self.plan.spec.all_inputs if i.dtype is None}
-        order = ["a_ptr", "b_ptr", *(n if n in numbers else f"{n}_ptr" for n in names), *(f"{o.name}_ptr" for o in self.outputs)]
-        order += [b.name for b in self.workspace.buffers] + ["num_arrived_ptr"] * (self.arrivals is not None) + ["mm_ptr"]
+        order = [] if self.plan.spec.pointwise else ["a_ptr", "b_ptr"]
+        order += [*(n if n in numbers else f"{n}_ptr" for n in names), *(f"{o.name}_ptr" for o in self.outputs)]
+        order += [b.name for b in self.workspace.buffers] + ["num_arrived_ptr"] * (self.arrivals is not None) + ["mm_ptr"] * self.plan.by_vendor
         return {name: place for place, name in enumerate(order)}
 
     def direct(self, names: Sequence[str], tensors: Sequence[Any]) -> list[Direct] | None:
@@ -138,6 +150,20 @@ class Prepared:
             self.asked = True
         return self.launchers if len(self.launchers) == len(self.launches) else None
 
-    def _reference(self, a: Tensor, b: Tensor, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
-        results = reference.evaluate(self.graph, a, b, inputs, [o.dtype for o in self.outputs])
+    def _reference(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
+        m, n, _ = self.shape
+        # where the product is given, operands without a k have its extents and its device
+        a, b = operands or (torch.empty((m, 0), device=self.device), torch.empty((0, n), device=self.device))
+        taken, results = {_storage(t) for t in inputs.values() if isinstance(t, Tensor)}, []
+        for out, found in zip(self.outputs, reference.evaluate(self.graph, a, b, inputs, [o.dtype for o in self.outputs]), strict=True):
+            held = out.held(m, n)
+            # as a kernel writes it: without gaps, and in memory of its own even where it equals an input or another output
+            if _storage(found) in taken or found.stride() != held.strides:
+                found = held.empty(outputs.allocator(self.device)).copy_(found)
+            taken.add(_storage(found))
+            results.append(found)
         return [outs[o.name].copy_(r) if o.name in outs else r for o, r in zip(self.outputs, results, strict=True)]
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()

@@ -8,7 +8,7 @@ freed and another that lies at its address are told apart like any two.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from epigen.dtypes import FP32
 from epigen.runtime import arguments, direct, outputs
 from epigen.runtime.arguments import ALIGNED_BYTES
 from epigen.runtime.launch import Direct
-from epigen.runtime.prepared import Prepared
+from epigen.runtime.prepared import Plan, Prepared
 from epigen.runtime.workspace import current_stream
 
 _guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # torch may take it away, as it promises nothing
 
 Check = Callable[..., bool]
+Pick = Callable[[Sequence[Any]], Sequence[Tensor]]
 
 _address = Tensor.data_ptr
 _UNALIGNED = ALIGNED_BYTES - 1
@@ -36,23 +37,24 @@ class Warmed:
     """check: whether arguments are as those of the call that this was made from. It takes what `again` takes, one by one."""
 
     def __init__(self, prepared: Prepared, names: Sequence[str], given: Sequence[Any], launches: Sequence[Direct], unobserved: Callable[[], bool]):
-        """names: the inputs', in the caller's order. given: a, b, the inputs in that order, and the caller's buffers if it gave any."""
+        """names: the inputs', in the caller's order. given: the operands, the inputs in that order, and the caller's buffers if it gave any."""
         assert prepared.plan is not None
         self.prepared, self.launches, self.unobserved, self.index = prepared, launches, unobserved, prepared.device.index
-        self.numbers = [(place, name) for place, name in enumerate(names, 2) if not isinstance(given[place], Tensor)]
-        self.pick = itemgetter(*(place for place, value in enumerate(given) if isinstance(value, Tensor)))  # two at least, the operands
+        operands = count_operands(prepared.plan)
+        self.numbers = [(place, name) for place, name in enumerate(names, operands) if not isinstance(given[place], Tensor)]
+        self.pick = _picker([place for place, value in enumerate(given) if isinstance(value, Tensor)])
         tensors = self.pick(given)
         self.check = _check(given, self.numbers, self.pick)
         self.aligned = [not _address(t) & _UNALIGNED for t in tensors]
         self.all_aligned = all(self.aligned)
         self.gradient = any(t.requires_grad for t in tensors)
         self.precision = torch.get_float32_matmul_precision() if prepared.plan.spec.signature.a == FP32 else None
-        self.buffers = 2 + len(names) if len(given) > 2 + len(names) else None
+        self.buffers = operands + len(names) if len(given) > operands + len(names) else None
         self.new = [o.held(*prepared.shape[:2]) for o in prepared.outputs]
         self.allocate = outputs.quick_allocator(prepared.device)
         self.workspace_bytes = prepared.workspace.size_bytes
         self.offsets, self.arrivals = [b.at for b in prepared.workspace.buffers], prepared.arrivals
-        self.multiplies = prepared.plan.multiplies
+        self.by_vendor = prepared.plan.by_vendor
 
     def again(self, given: Sequence[Any]) -> Sequence[Tensor] | None:
         """The outputs; None where the call is not the same after all, and nothing was done."""
@@ -88,7 +90,7 @@ class Warmed:
             values += [start + at for at in self.offsets]
         if self.arrivals is not None:
             values.append(_address(self.arrivals.counters()))
-        if not self.multiplies:
+        if self.by_vendor:
             product = self.prepared.product(given[0], given[1])
             values.append(_address(product))
         stream = current_stream(self.index)
@@ -107,16 +109,39 @@ def warmed(prepared: Prepared, names: Sequence[str], given: Sequence[Any], resul
     unobserved = direct.unobserved([launch.jit for launch in prepared.launches])
     if unobserved is None or not unobserved():
         return None
-    launches = prepared.direct(names, (*given[: 2 + len(names)], *results))
+    launches = prepared.direct(names, (*given[: count_operands(prepared.plan) + len(names)], *results))
     return None if launches is None else Warmed(prepared, names, given, launches, unobserved)
 
 
-def _check(given: Sequence[Any], numbers: Sequence[tuple[int, str]], pick: Callable[[Sequence[Any]], Sequence[Tensor]]) -> Check:
-    compare = _comparison(pick(given))
+def count_operands(plan: Plan) -> int:
+    return 0 if plan.spec.pointwise else 2
+
+
+def _picker(places: Sequence[int]) -> Pick:
+    """Those at some places, of which there is one at least."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    (only,) = places
+    return lambda given: (given[only],)
+
+
+def _check(given: Sequence[Any], numbers: Sequence[tuple[int, str]], pick: Pick) -> Check:
+    compare = _distinct(pick(given))
     if not numbers:
         return compare
     kinds = [(place, type(given[place])) for place, _ in numbers]
     return lambda *found: all(type(found[place]) is kind for place, kind in kinds) and compare(*pick(found))
+
+
+def _distinct(tensors: Sequence[Tensor]) -> Check:
+    """As `_comparison`, which takes no tensor twice: one that is an input and, in place, an output has to be the same in both places."""
+    first = {id(t): place for place, t in reversed([*enumerate(tensors)])}
+    twice = [place for place, t in enumerate(tensors) if first[id(t)] != place]
+    if not twice:
+        return _comparison(tensors)
+    once, again, before = _picker(sorted(first.values())), _picker(twice), _picker([first[id(tensors[place])] for place in twice])
+    compare = _comparison(once(tensors))
+    return lambda *found: all(map(is_, again(found), before(found))) and compare(*once(found))
 
 
 def _comparison(tensors: Sequence[Tensor]) -> Check:

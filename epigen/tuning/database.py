@@ -9,22 +9,18 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
 from epigen import settings
-from epigen.codegen.spec import KernelConfig
 from epigen.errors import DatabaseError
-from epigen.tuning.lookup import Found, Index
+from epigen.tuning.lookup import Accept, Found, Index, distinct
 from epigen.tuning.problem import Problem
 from epigen.tuning.records import Key, Record, better, merged
 from epigen.tuning.store import LOCK_TIMEOUT_S, Store, Written
 
 _SUFFIX = ".json"
-
-Accept = Callable[[KernelConfig], bool]
 
 
 @dataclass(slots=True)
@@ -123,18 +119,13 @@ class Database:
 
     def nearest(self, problem: Problem, triton: str, count: int, accept: Accept | None = None) -> tuple[Found, ...]:
         """Up to `count` different configs, best first, in the order that `lookup` describes."""
+        return distinct(self.index().candidates(problem, triton, accept), count)
+
+    def index(self) -> Index:
+        """The records as they are now, in the order of look-up: another object once a file has changed."""
         with self._mutex:
             self._refresh()
-            index = self._index
-
-        def different() -> Iterator[Found]:
-            seen: set[KernelConfig] = set()
-            for found in index.candidates(problem, triton, accept):
-                if found.config not in seen:
-                    seen.add(found.config)
-                    yield found
-
-        return tuple(islice(different(), count))
+            return self._index
 
     def records(self, seeds: bool = True) -> list[tuple[Path, Record]]:
         """Every record that can be read, with its file: the user's, then those of the seeds."""

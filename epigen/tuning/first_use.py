@@ -1,4 +1,4 @@
-"""Tuning at first use: what a call gets whose problem the database does not hold exactly.
+"""Tuning at first use: what a call gets of whose bucket, problems alike but for M, the database holds none.
 
 The problem is tuned while the call waits, the winner goes into the user's database, and the call runs it. Never inside a CUDA graph
 capture, where nothing may wait: there the plain choice serves, for that call alone.
@@ -17,10 +17,8 @@ from epigen.ir import graph as g
 from epigen.ir.graph import Graph
 from epigen.runtime.device import Target
 from epigen.tuning import remembered
-from epigen.tuning.choose import Chooser, capability
+from epigen.tuning.choose import Chooser
 from epigen.tuning.database import Database
-from epigen.tuning.lookup import Found
-from epigen.tuning.problem import problem_of
 from epigen.tuning.records import Key, extents, problem_key, short
 from epigen.tuning.task import Task
 
@@ -66,7 +64,7 @@ class FirstUse:
         self.database, self.tuner, self.capturing, self.device = database, tuner, capturing, device
         self.lock = threading.Lock()
         self.settled: dict[Key, Choice | None] = {}
-        """What was tuned here, by problem; None where that failed."""
+        """What was tuned here, by the problem that stands for a bucket; None where that failed."""
 
     def chooser(self, graph: Graph) -> TuningChooser:
         return TuningChooser(self, Chooser(graph, self.database))
@@ -74,25 +72,25 @@ class FirstUse:
 
 @dataclass(frozen=True, slots=True)
 class TuningChooser:
-    """Chooses for one program, as `Chooser` does, and tunes what the database does not hold exactly."""
+    """Chooses for one program, as `Chooser` does, and tunes the first problem of each bucket of which the database holds none."""
 
     shared: FirstUse
     plain: Chooser
 
     def __call__(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str) -> Choice:
         choice = self.plain(spec, shape, target, refused)
-        if isinstance(choice, Found) and choice.how == "exact":
+        tunable = not refused and 0 not in shape
+        if tunable and self.plain.bucket(spec, shape, target).tuned:
             return choice
         if self.shared.capturing():
             return Provisional(choice.config, f"{choice.why}; to be tuned at the first call outside of a CUDA graph capture")
-        if refused or 0 in shape:
+        if not tunable:
             return choice
-        key = problem_key(problem_of(self.plain.graph, spec, shape, target.part, capability(target)))
+        key = problem_key(self.plain.bucket(spec, shape, target).problem)
         with self.shared.lock:
             if key not in self.shared.settled:
-                again = self.plain(spec, shape, target, "")  # another thread or process may have tuned it meanwhile
-                if isinstance(again, Found) and again.how == "exact":
-                    return again
+                if self.plain.bucket(spec, shape, target).tuned:  # by another thread or process, meanwhile
+                    return self.plain(spec, shape, target, "")
                 self.shared.settled[key] = self._tuned(spec, shape, target)
             settled = self.shared.settled[key]
         return settled or choice

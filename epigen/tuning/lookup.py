@@ -15,14 +15,14 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from operator import itemgetter
 
 from epigen.codegen.spec import Choice, KernelConfig
 from epigen.dtypes import ALL
 from epigen.tuning import gpus
-from epigen.tuning.problem import Problem
+from epigen.tuning.problem import Problem, bucket
 from epigen.tuning.records import Key, Record, extents, problem_key, short
 
 # Distances are in doublings. One of M or of N doubles the output tiles, which decides the tile that fills the GPU; one of K only
@@ -46,6 +46,8 @@ BANDWIDTH_STEP = 0.5
 """For each doubling of the memory bandwidth that a multiprocessor of the other GPU has: whether math or memory binds moves with it."""
 FARTHEST = 4.0
 """Beyond this nothing is borrowed, for instance where both M and N are more than four times as large."""
+
+Accept = Callable[[KernelConfig], bool]
 
 _DTYPES = {t.name: t for t in ALL}
 
@@ -184,33 +186,47 @@ class Index:
         self._exact: dict[Key, list[_Entry]] = {}
         self._gpus: dict[str, set[str]] = {}  # by capability
         self._buckets: dict[Key, list[_Place]] = {}  # sorted by M
+        self._alike: set[Key] = set()  # tuned problems but for M, of which there is the bucket
         for source, found in enumerate(sources):
             for record in sorted(found, key=lambda r: r.key):  # so that equal records are found whatever their order on disk
                 problem = record.problem
                 entry = _Entry(record, source)
                 log_m, log_n, log_k = map(_log, problem.shape)
                 self._exact.setdefault(record.problem_key, []).append(entry)
+                self._alike.add((*_alike(problem), record.triton))
                 self._gpus.setdefault(problem.capability, set()).add(problem.gpu)
                 for step in _steps(problem):
                     self._buckets.setdefault(step.bucket, []).append((log_m, log_n, log_k, entry))
-        for bucket in self._buckets.values():
-            bucket.sort(key=itemgetter(0))
+        for places in self._buckets.values():
+            places.sort(key=itemgetter(0))
 
-    def candidates(self, problem: Problem, triton: str, accept: Callable[[KernelConfig], bool] | None = None) -> Iterator[Found]:
+    def candidates(self, problem: Problem, triton: str, accept: Accept | None = None) -> Iterator[Found]:
         """All records that may serve, best first, each config with its sentence. accept: which configs are legal for the problem."""
+        yield from self.same(problem, triton, accept)
+        same = {id(e) for e in self._exact.get(problem_key(problem), [])}
+        yield from self._near(problem, triton, accept, same)
 
-        def fits(record: Record) -> bool:
-            return accept is None or accept(record.kernel_config)
+    def near(self, problem: Problem, triton: str, accept: Accept | None = None) -> Iterator[Found]:
+        """As `candidates`, for one that is not there: a record of this very problem is only the nearest one."""
+        return self._near(problem, triton, accept, set())
 
+    def same(self, problem: Problem, triton: str, accept: Accept | None = None) -> Iterator[Found]:
+        """Those of this very problem."""
         same = self._exact.get(problem_key(problem), [])
         for entry in same:
-            if entry.record.triton == triton and fits(entry.record):
+            if entry.record.triton == triton and _fits(entry.record, accept):
                 yield _found(entry.record, "exact", f"tuned for {_where(entry.record)} (exact)")
         others = [e for e in same if e.record.triton != triton]
         for entry in sorted(others, key=lambda e: (version_order(e.record.triton), -e.source), reverse=True):
-            if fits(entry.record):
+            if _fits(entry.record, accept):
                 yield _found(entry.record, "triton", f"tuned for {_where(entry.record)} under Triton {entry.record.triton}, and {triton} is the present one")
-        seen = {id(e) for e in same}
+
+    def tuned_alike(self, problem: Problem, triton: str) -> bool:
+        """Whether some M of this one's bucket was tuned, under this version of Triton."""
+        return (*_alike(problem), triton) in self._alike
+
+    def _near(self, problem: Problem, triton: str, accept: Accept | None, seen: set[int]) -> Iterator[Found]:
+        """seen: entries that are passed over."""
         sizes: dict[Key, int] = {}
         for step in _steps(problem):
             # operands of the same size take in those of the same dtype: equally many are the same ones, which were asked already
@@ -219,7 +235,7 @@ class Index:
             if here == asked:
                 continue
             for entry in self._nearest(problem, triton, step):
-                if id(entry) not in seen and fits(entry.record):
+                if id(entry) not in seen and _fits(entry.record, accept):
                     seen.add(id(entry))
                     yield _found(entry.record, step.how, _sentence(step, problem, entry.record))
 
@@ -248,6 +264,24 @@ class Index:
                 yield e
             elif (far := far + _penalty(problem, e.record.problem)) <= FARTHEST:
                 heapq.heappush(near, (far, True, e.source, e.record.triton != triton, order, e))
+
+
+def distinct(found: Iterable[Found], count: int) -> tuple[Found, ...]:
+    """The first `count` that differ in their configs."""
+    seen: dict[KernelConfig, Found] = {}
+    for one in found:
+        seen.setdefault(one.config, one)
+        if len(seen) == count:
+            break
+    return tuple(seen.values())
+
+
+def _alike(problem: Problem) -> Key:
+    return problem_key(replace(problem, shape=bucket(problem.shape, problem.layout)))
+
+
+def _fits(record: Record, accept: Accept | None) -> bool:
+    return accept is None or accept(record.kernel_config)
 
 
 def _between(bucket: list[_Place], m: float, reach: float) -> Iterator[tuple[int, float, float, float, _Entry]]:

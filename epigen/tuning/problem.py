@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from epigen.codegen.spec import KernelSpec, digest
+from epigen.codegen.spec import KNOWN, KernelSpec, digest
 from epigen.dtypes import DType
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph, Node
@@ -39,6 +39,16 @@ class Problem:
     spec: str
     kind: str
     alignment: int
+
+
+def bucket(shape: tuple[int, int, int], layout: str) -> tuple[int, int, int]:
+    """The shape that stands for this one where M comes in many sizes, as batches do: M rounded up to a power of two.
+
+    Where a's rows are M long, up to the largest M below it that powers of two divide alike, so that rows are aligned alike.
+    """
+    m, n, k = shape
+    top, alike = 1 << max(0, m - 1).bit_length(), m & -m
+    return (m if m == 0 else top if layout[0] == "n" or alike >= KNOWN or m == top else top - alike), n, k
 
 
 def input_kind(node: Node, dtype: DType | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from epigen.codegen import schedules
-from epigen.codegen.spec import Choice, KernelSpec
+from epigen.codegen.spec import Choice, KernelConfig, KernelSpec
 from epigen.dtypes import FP8E4M3, FP32
 from epigen.runtime.device import Target
 
@@ -53,5 +53,14 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
 
 def library(spec: KernelSpec, why: str) -> Choice:
     """The vendor's product and one generated kernel for the epilogue: the answer where no tiled config fits."""
+    return Choice(_epilogue(spec), f"vendor product, then one fused epilogue: {why}")
+
+
+def pointwise(spec: KernelSpec) -> Choice:
+    """The epilogue alone, over a product that is given."""
+    return Choice(_epilogue(spec), "one fused epilogue: the product is given")
+
+
+def _epilogue(spec: KernelSpec) -> KernelConfig:
     rows = 8 if not any(p.axes != "n" for p in spec.partials) else 32
-    return Choice(schedules.config("library", block_m=rows, block_n=128, num_warps=rows // 8), f"vendor product, then one fused epilogue: {why}")
+    return schedules.config("library", block_m=rows, block_n=128, num_warps=rows // 8)
