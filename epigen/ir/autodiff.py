@@ -56,7 +56,7 @@ def differentiate(graph: Graph, of: Collection[str], wrt: Collection[str]) -> Gr
     if not wanted and not tape.found:
         tape.refuse("no gradient flows to mm or to an input", None, "comparisons and masks have none: what is trained has to reach an output as a number")
     if tape.found:
-        raise DerivationError(graph.text, tape.found)
+        raise DerivationError(graph.text, sorted(tape.found, key=lambda d: d.span.start if d.span else -1))
     return Gradients(tuple(tape.nodes), wanted)
 
 
