@@ -9,7 +9,7 @@ from pathlib import Path
 import cases
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from programs import programs, write_program
 from torch import Tensor
 
@@ -140,6 +140,7 @@ def test_programs(text: str) -> None:
     agree(text, **({"wrt": ["mm", "bias"][: 1 + ("bias" in text)]} if "sqrt(sum" in text else {}))
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(programs(most=12, tame=True, casts=()))
 def test_random_programs(text: str) -> None:
     try:

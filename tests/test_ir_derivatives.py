@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import programs, write_program
 from torch import Tensor
@@ -276,6 +276,7 @@ def dtypes_of(graph: Graph, operand: DType) -> list[DType]:
     return [output_dtype(graph, o, operand) for o in graph.outputs]
 
 
+@settings(deadline=None)
 @given(programs(tame=True), st.sampled_from((FP32, FP16, BF16, FP8E5M2, INT8)), st.integers(0, 2**32))
 def test_the_fp32_reference_lies_within_the_bound(text: str, operand: DType, seed: int) -> None:
     graph = normalise(check(parse(text)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from programs import programs
 
 from epigen.errors import near_miss
@@ -18,6 +18,7 @@ def graph_of(text: str) -> Graph:
     return normalise(check(parse(text)))
 
 
+@settings(deadline=None)
 @given(programs())
 def test_a_graph_written_back_is_the_same_graph(text: str) -> None:
     graph = graph_of(text)
