@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from epigen.errors import EpigenError
 
 if TYPE_CHECKING:
-    from epigen.api import compile, tune
+    from epigen.api import compile, derive, tune
+    from epigen.ir.derivation import Derivation
     from epigen.runtime.kernel import Kernel
     from epigen.tuning.tune import Tuned
 
 __version__ = "0.1.0"
-__all__ = ["EpigenError", "Kernel", "Tuned", "__version__", "compile", "tune"]
+__all__ = ["Derivation", "EpigenError", "Kernel", "Tuned", "__version__", "compile", "derive", "tune"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,6 +24,14 @@ def __getattr__(name: str) -> Any:
         from epigen.api import compile
 
         return compile
+    if name == "derive":
+        from epigen.api import derive
+
+        return derive
+    if name == "Derivation":
+        from epigen.ir.derivation import Derivation
+
+        return Derivation
     if name == "Kernel":
         from epigen.runtime.kernel import Kernel
 

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from epigen import settings
+from epigen import dtypes, settings
 from epigen.codegen import schedules
 from epigen.codegen.render import Renderer
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import CallError, ConfigError, near_miss
 from epigen.ir.check import check
+from epigen.ir.derivation import Derivation
+from epigen.ir.derive import derive as derivation_of
 from epigen.ir.graph import Graph
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
@@ -34,6 +36,27 @@ TUNE = (None, "missing")
 def graph_of(text: str) -> Graph:
     """Parse, check and normalise a program. Raises ParseError or CheckError."""
     return normalise(check(parse(text)))
+
+
+def derive(
+    text: str, *, save: str | None = None, wrt: str | Iterable[str] | None = None, of: str | Iterable[str] | None = None, dtype: Any = "fp16"
+) -> Derivation:
+    """The program of the gradients of a program, what the forward keeps for it, and how the two are wired.
+
+    text: the forward. save: what it keeps: "mask", "output", "preactivation" or "recompute"; by default the way that moves the fewest bytes.
+    wrt: whose gradients are wanted, of "mm" and the inputs; by default all. of: the outputs at which gradients arrive; by default all that
+    carry any, which masks, int8 and fp8 do not. dtype: of the operands, by epigen's or torch's name, or a torch dtype.
+    Raises ParseError or CheckError for the text, DerivationError where there is no derivative, CallError for the rest.
+
+    >>> import epigen
+    >>> derived = epigen.derive("relu(mm + bias)")
+    >>> print(derived.forward.text)
+    out = relu(mm + bias); saved = bitmask(~(out <= 0)); out, saved
+    >>> print(derived.backward.text)
+    dmm = drelu(mm, mask); dbias = bgrad(dmm); dmm, dbias
+    """
+    operands = dtypes.BY_NAME[asked.dtype_of(dtype)]
+    return derivation_of(graph_of(text), operands, save, wrt, of)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import epigen
-from epigen import cli_db, cli_explain, cli_info, cli_tune, dtypes, ops
+from epigen import cli_db, cli_derivation, cli_explain, cli_info, cli_tune, dtypes, ops
 from epigen.cli_types import Shape
 from epigen.errors import EpigenError, InternalError, VerificationError
 
@@ -99,11 +99,20 @@ def main() -> None:
     type=click.Path(dir_okay=False, path_type=Path),
     help="write to a file; source becomes a stand-alone file with a launcher and a self-check",
 )
+@click.option("--backward", is_flag=True, help="derive the program of the gradients, and compile that")
+@cli_derivation.save_option
+@cli_derivation.wrt_option
 @click.option("--no-verify", is_flag=True, help="do not run the kernel before showing it")
 @click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
 def compile_command(program: str, shape: tuple[int, int, int] | None, dtype_name: str, layout: str, precision: str, target_name: str | None,
-                    emit: str, config: dict[str, Any] | None, output: Path | None, no_verify: bool, as_json: bool) -> None:  # fmt: skip
+                    emit: str, config: dict[str, Any] | None, output: Path | None, backward: bool, save: str | None, wrt: str | None, no_verify: bool,
+                    as_json: bool) -> None:  # fmt: skip
     """Compile PROGRAM, such as "relu(mm + bias)", and show the kernel once it has been checked."""
+    derived = cli_derivation.asked(program, dtype_name, backward, save, wrt)
+    if derived is not None:
+        for name, line in cli_derivation.rows(derived, shape or DEFAULT_SHAPE):
+            say(f"{name:<10}{line}")
+        program = derived.backward.text
     if emit in EARLY[:2]:
         _write_stage(program, emit, _early(program, emit), output, as_json)
         return
@@ -129,6 +138,8 @@ def compile_command(program: str, shape: tuple[int, int, int] | None, dtype_name
         "program": kernel.program, "name": plan.spec.name, "target": target.name, "dtype": dtype.name, "config": {"schedule": plan.choice.config.schedule, **dict(plan.choice.config.values)},
         "why": plan.choice.why, "digest": plan.rendered.digest, "epigen": epigen.__version__,
     }  # fmt: skip
+    if derived is not None:
+        report["derivation"] = cli_derivation.record(derived, shape or DEFAULT_SHAPE)
     compiling = None if no_verify and emit == "source" else _start_compiling(plan, target, layout)
     try:
         if not no_verify:

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from epigen import dtypes
+from epigen import cli_derivation, dtypes
 from epigen.cli_types import Shape
 
 
@@ -21,7 +21,7 @@ from epigen.cli_types import Shape
 @click.option("--gpu", "gpu_name", help="a GPU by name, such as H200 or 'RTX 4090' (default: the GPU at hand, else H200)")
 @click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
 def explain_command(program: str, shape: tuple[int, int, int], dtype_name: str, layout: str, precision: str, gpu_name: str | None, as_json: bool) -> None:
-    """Explain what bounds PROGRAM, such as "relu(mm + bias)", at a shape: work, limits, config, waste, and what fusing saves."""
+    """Explain what bounds PROGRAM, such as "relu(mm + bias)", at a shape: work, limits, config, waste, what fusing saves, and its derivative."""
     from epigen import api
     from epigen.runtime import device
     from epigen.tuning import explain, gpus
@@ -39,4 +39,5 @@ def explain_command(program: str, shape: tuple[int, int, int], dtype_name: str, 
     signature = kernel.signature_of(dtypes.BY_NAME[dtype_name], shape, layout)
     plan = kernel.plan(shape, target=target, signature=signature)
     explained = explain.explain(plan.spec, shape, gpu, plan.choice, gpu_why=why)
-    click.echo(json.dumps(explain.record(explained)) if as_json else explain.text(explained), nl=as_json)
+    rows, record = cli_derivation.explained(program, shape, dtype_name)
+    click.echo(json.dumps(explain.record(explained) | {"backward": record}) if as_json else explain.text(explained, rows), nl=as_json)

@@ -69,6 +69,10 @@ class CheckError(ProgramError):
     """The text parses, and its names, kinds or indices do not fit together."""
 
 
+class DerivationError(ProgramError):
+    """The program is sound, and a derivative that was asked for cannot be taken, or not by a program of the language."""
+
+
 class CallError(EpigenError):
     """A kernel was called with arguments that do not fit its program."""
 

@@ -8,7 +8,7 @@ Texts in a row:
   `tl`; another dialect renames that module.
 - `torch`: the reference, an expression over tensors, independent of the Triton spelling: it is what the spelling is tested against.
 - `gradient`: one text in epigen's own language a parameter, the gradient that flows to it; `grad` is the gradient that arrives,
-  `out` the result. Linear in `grad`. None where there is none.
+  `out` the result. Linear in `grad`. None where there is none. What it reads is what training has to keep: `out` is often there anyway.
 - `error`: the operation's own rounding error in units of 2^-24, in epigen's own language, for exact arguments. The figures are
   upper bounds read from the CUDA programming guide's tables (approximate division, square root, exp2) and confirmed by the
   differential tests on every backend.
@@ -48,6 +48,9 @@ class Op:
 class Reduction:
     """A row for a reduction: an associative `combine` with an identity.
 
+    gradient: what flows to each element `x`. None where one kernel cannot tell: the largest elements share what arrives, and how many
+    are equal is known only after all have been seen.
+
     triton: reduces {x} along {axis}, keeping it with extent 1. combine: joins two partial results, elementwise. Both may be helper functions (`body`,
     `combine_body`). A reduction over tiles is the same reduction over the tiles' results, which every row here satisfies once
     `prepare` has been applied to the elements.
@@ -59,7 +62,7 @@ class Reduction:
     combine: str
     identity: str
     torch: str
-    gradient: str
+    gradient: str | None
     prepare: str = "{x}"
     error: str = "abs(out)"
     body: tuple[str, ...] = ()
@@ -108,7 +111,7 @@ _ARITHMETIC = (
 )  # fmt: skip
 
 _ACTIVATIONS = (
-    Op("relu", _X, "max(x, 0); NaN stays NaN", f"tl.maximum({{x}}, 0.0, {_NAN})", "torch.relu({x})", ("where(x <= 0, 0, grad)",), "0"),
+    Op("relu", _X, "max(x, 0); NaN stays NaN", f"tl.maximum({{x}}, 0.0, {_NAN})", "torch.relu({x})", ("drelu(grad, ~(out <= 0))",), "0"),
     Op("leaky_relu", _numbers("x slope"), "x where x >= 0, else slope * x", "tl.where({x} >= 0.0, {x}, {x} * {slope})",
        "torch.where({x} >= 0, {x}, {x} * {slope})", ("where(x >= 0, grad, grad * slope)", "where(x >= 0, 0, grad * x)")),
     Op("gelu", _X, "x * (1 + erf(x / sqrt 2)) / 2", "0.5 * {x} * (1.0 + tl.erf({x} * 0.7071067811865476))",
@@ -169,10 +172,10 @@ REDUCTIONS: dict[str, Reduction] = {
         Reduction("sum", "sum of the elements", "tl.sum({x}, {axis}, keep_dims=True)", "{x} + {y}", "0.0", "torch.sum({x}, {dim})", "grad",
                   error="64 * sum(abs(x))"),
         Reduction("max", "largest element; NaN if any is", "tl.reduce({x}, {axis}, maximum, keep_dims=True)", "maximum({x}, {y})", "float('-inf')",
-                  "torch.amax({x}, {dim})", "where(x == out, grad, 0)", error="0",
+                  "torch.amax({x}, {dim})", None, error="0",
                   combine_body=(f"return tl.maximum(x, y, {_NAN})",)),
         Reduction("amax", "largest magnitude; NaN if any is", "tl.reduce({x}, {axis}, maximum, keep_dims=True)", "maximum({x}, {y})", "0.0",
-                  "torch.amax(torch.abs({x}), {dim})", "where(abs(x) == out, where(x < 0, -grad, grad), 0)", prepare="tl.abs({x})", error="0",
+                  "torch.amax(torch.abs({x}), {dim})", None, prepare="tl.abs({x})", error="0",
                   combine_body=(f"return tl.maximum(x, y, {_NAN})",)),
         Reduction("logsumexp", "log of the sum of e^x", "logsumexp({x}, {axis})", "logaddexp({x}, {y})", "float('-inf')",
                   "torch.logsumexp({x}, {dim})", "grad * exp(x - out)", error="64 + 16 * abs(out)",

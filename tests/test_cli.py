@@ -104,7 +104,21 @@ def test_help_and_version() -> None:
         text = run(*arguments).stdout
         assert text.startswith("Usage: epigen [OPTIONS] COMMAND") and "compile" in text and "ops" in text
     text = re.sub(r"\s+", " ", run("compile", "--help").stdout)
-    for option in ("--shape", "--dtype", "--layout", "--precision", "--target", "--emit", "--config", "--output", "--no-verify", "--json"):
+    for option in (
+        "--shape",
+        "--dtype",
+        "--layout",
+        "--precision",
+        "--target",
+        "--emit",
+        "--config",
+        "--output",
+        "--backward",
+        "--save",
+        "--wrt",
+        "--no-verify",
+        "--json",
+    ):
         assert option in text
     for choice in (*cli.TARGETS, *EARLY, *cli.COMPILED, "fp8e4m3"):
         assert choice in text.replace("| ", "|")
@@ -129,6 +143,9 @@ def test_help_and_version() -> None:
         (("compile", "mm", "--config", "block_m"), "'block_m' is not of the form name=value"),
         (("compile", "mm", "--config", ""), "'' is not of the form name=value"),
         (("compile", "mm", "--config", "block_m=64,,"), "'' is not of the form name=value"),
+        (("compile", "mm", "--backward", "--save", "all"), "'all' is not one of 'mask', 'output', 'preactivation', 'recompute'"),
+        (("compile", "mm", "--save", "mask"), "--save belongs to --backward"),
+        (("compile", "mm", "--wrt", "mm"), "--wrt belongs to --backward"),
     ],
     ids=lambda v: " ".join(v) or "nothing" if isinstance(v, tuple) else None,
 )
@@ -320,6 +337,62 @@ def test_any_shape_has_a_kernel(shape: str) -> None:
 def test_a_library_config() -> None:
     done = run("compile", "relu(mm + bias)", "--no-verify", "--config", "schedule=library,block_m=8,block_n=64,num_warps=4")
     assert "def epigen_relu_mm_bias_epilogue(" in done.stdout and "tl.dot(" not in done.stdout
+
+
+# -- the derivative
+
+
+def test_backward_is_derived_told_and_compiled() -> None:
+    done = run("compile", "relu(mm + bias)", "--backward", "--shape", "512x300x200", *QUICK)
+    assert done.stdout == run("compile", "dmm = drelu(mm, mask); dbias = bgrad(dmm); dmm, dbias", "--shape", "512x300x200", *QUICK).stdout
+    assert done.stderr.splitlines()[:7] == [
+        "backward  dmm = drelu(mm, mask); dbias = bgrad(dmm); dmm, dbias",
+        "          mm is the gradient that arrives at 'out'; mask is the forward's 'saved'",
+        "forward   out = relu(mm + bias); saved = bitmask(~(out <= 0)); out, saved",
+        "saves     mask: 19.5 KB kept, 38.9 KB moved",
+        "          or output: nothing kept, 307 KB moved",
+        "          or preactivation: 307 KB kept, 614 KB moved",
+        "          or recompute: nothing kept, 939 KB moved",
+    ]
+
+
+def test_backward_as_asked() -> None:
+    """Another way of keeping, fewer gradients, and what needs no kernel."""
+    done = run("compile", "gelu(mm + bias) + residual", "--backward", "--save", "recompute", "--wrt", "mm,residual", "--emit", "ast")
+    assert done.stdout == "assign dmm\n  call dgelu\n    name grad[m,n]\n    call add\n      name mm\n      name bias\noutput\n  name dmm\n"
+    assert done.stderr.splitlines()[:3] == [
+        "backward  dmm = dgelu(grad[m,n], mm + bias); dmm",
+        "          mm is the forward's own product, taken again; grad is the gradient that arrives at 'out'",
+        "          the gradient of residual is the gradient that arrives at 'out'",
+    ]
+    assert "forward " not in done.stderr, "nothing is added to it"
+
+
+def test_backward_as_json() -> None:
+    found = json.loads(run("compile", "tanh(mm)", "--backward", "--json", *QUICK).stdout)
+    assert found["program"] == "dmm = dtanh(mm, y[m,n]); dmm" and "def epigen_dmm_dtanh" in found["source"]
+    assert found["derivation"]["save"] == "output" and found["derivation"]["product"] == "out"
+    assert found["derivation"]["arguments"] == [{"name": "y", "source": "saved", "of": "out"}]
+    assert found["derivation"]["gradients"] == [{"of": "mm", "output": "dmm", "passed": ""}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("amax(mm)",), "DerivationError: 'amax' has no derivative"),
+        (("relu(mm + bais)",), "CheckError: unknown name 'bais'"),
+        (
+            ("gelu(mm)", "--save", "mask"),
+            "error: save='mask' does not give the derivative of 'gelu(mm)' all that it reads: possible are preactivation, recompute",
+        ),
+        (("mm + bias", "--wrt", "mm,bais"), "error: the program has no input 'bais': did you mean bias?"),
+        (("mm", "--dtype", "int8"), "error: int8 operands have no gradient"),
+    ],
+    ids=lambda v: v[0] if isinstance(v, tuple) else None,
+)
+def test_backward_of_what_has_none(arguments: tuple[str, ...], message: str) -> None:
+    done = run("compile", *arguments, "--backward", status=1)
+    assert done.stdout == "" and done.stderr.startswith(message)
 
 
 # -- verification and resources

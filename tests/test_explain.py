@@ -61,6 +61,13 @@ tiles     512 tiles of 128x256, 1 block a multiprocessor: 3.88 waves, 4 waves in
 padding   none would help: the rows of both operands are aligned
 fusing    saves 134 MB and 2 launches: 101 MB instead of 235 MB, 1 launch instead of 3
 model     201 us fused (launch 4.0 us, main loop 186 us, epilogue 11.7 us), 223 us unfused
+backward  dmm = drelu(mm, mask); dbias = bgrad(dmm); dmm, dbias
+          mm is the gradient that arrives at 'out'; mask is the forward's 'saved'
+forward   out = relu(mm + bias); saved = bitmask(~(out <= 0)); out, saved
+saves     mask: 2.10 MB kept, 4.19 MB moved
+          or output: nothing kept, 33.6 MB moved
+          or preactivation: 33.6 MB kept, 67.1 MB moved
+          or recompute: nothing kept, 134 MB moved
 """,
     (BACKWARD, "--shape", "1000x4099x11008", "--dtype", "bf16", "--layout", "nt", "--gpu", "rtx 4090"): """\
 program   dz = drelu(mm, mask); dz, bgrad(dz)
@@ -76,6 +83,9 @@ tiles     136 tiles of 128x256, 1 block a multiprocessor: 1.06 waves, 2 waves in
 padding   none would help: the rows of both operands are aligned
 fusing    saves 32.7 MB and 2 launches: 121 MB instead of 154 MB, 2 launches instead of 4
 model     1897 us fused (launch 4.0 us, main loop 1863 us, epilogue 28.3 us, finishing 2.0 us), 1177 us unfused
+backward  dmm = drelu(mm + grad_out1[n], mask); dmm
+          mm is the gradient that arrives at 'dz'; grad_out1 is the gradient that arrives at 'out1'
+saves     nothing: the derivative reads no tile of the forward
 """,
 }
 
@@ -162,11 +172,11 @@ def test_a_record_of_this_problem_is_chosen_and_its_times_are_told(database: Dat
     said, found = command(SHAPE, "--gpu", "h200")
     us = found["model"]["us"]
     assert f"config    {WINNER}\n          tuned for 1024x1024x1024 on NVIDIA H200 (exact)\n" in said
-    assert said.splitlines()[-3].startswith(f"model     {us:.1f} us fused"), "the model's time stands beside the measured one"
-    assert said.endswith(
-        f"measured  11.0 us fused, of which the model says {us / 11:.2f}; Triton {triton_version()}, 2026-11-05\n"
+    assert (
+        f"us unfused\nmeasured  11.0 us fused, of which the model says {us / 11:.2f}; Triton {triton_version()}, 2026-11-05\n"
         "          10.0 us for the vendor's product alone: fused takes 1.10 of it; with one pointwise pass 14.5 us\n"
-    )
+    ) in said
+    assert f"\nmodel     {us:.1f} us fused" in said, "the model's time stands beside the measured one"
     measured = found["measured"]
     assert (measured["us"], measured["mm_us"], measured["unfused_us"], measured["fused_over_mm"]) == (11.0, 10.0, 14.5, 1.1)
     assert measured["model_over_measured"] == pytest.approx(us / 11) and found["why"] == "tuned for 1024x1024x1024 on NVIDIA H200 (exact)"
@@ -176,7 +186,7 @@ def test_a_record_of_this_problem_is_chosen_and_its_times_are_told(database: Dat
 def test_a_record_without_an_unfused_time(database: Database) -> None:
     remember(database, unfused_us=None)
     said, found = command(SHAPE)
-    assert said.endswith("fused takes 1.10 of it\n") and found["measured"]["unfused_us"] is None
+    assert "fused takes 1.10 of it\n" in said and found["measured"]["unfused_us"] is None
 
 
 def test_another_version_of_triton_is_said_with_its_times(database: Database) -> None:
@@ -271,6 +281,26 @@ def test_every_gpu_and_dtype_can_be_explained(text: str, dtype: str, gpu: gpus.G
     done = run(text, "--shape", "300x500x700", "--dtype", dtype, "--gpu", gpu.short)
     assert done.exit_code == 0
     assert all(len(line) < 300 and "nan" not in line and "inf " not in line for line in done.stdout.splitlines())
+
+
+def test_the_derivative_is_explained_in_bytes() -> None:
+    found = json.loads(run("gelu(mm + bias)", "--shape", "512x300x200", "--dtype", "fp32", "--json").stdout)["backward"]
+    assert (found["save"], found["product"], found["program"]) == ("preactivation", "out", "dmm = dgelu(mm, z[m,n]); dbias = bgrad(dmm); dmm, dbias")
+    kept, tile = 512 * 300 * 4, 512 * 300 * 4
+    assert found["options"] == [
+        {"save": "preactivation", "kept_bytes": kept, "moved_bytes": 2 * kept},
+        {"save": "recompute", "kept_bytes": 0, "moved_bytes": (512 * 200 + 200 * 300) * 4 + 2 * tile},
+    ]
+    masks = json.loads(run("relu(mm)", "--shape", "512x300x200", "--json").stdout)["backward"]["options"][0]
+    assert masks == {"save": "mask", "kept_bytes": 512 * 38, "moved_bytes": 2 * 512 * 38}
+
+
+@pytest.mark.parametrize(("text", "dtype", "why"), [("amax(mm)", "fp16", "'amax' has no derivative"), ("mm", "int8", "int8 operands have no gradient")])
+def test_a_program_without_a_derivative_is_explained_all_the_same(text: str, dtype: str, why: str) -> None:
+    asked = (text, "--shape", "64x64x64", "--dtype", dtype)
+    assert f"\nbackward  none: {why}" in run(*asked).stdout
+    found = json.loads(run(*asked, "--json").stdout)
+    assert found["backward"]["program"] is None and why in found["backward"]["why"] and found["flops"] > 0
 
 
 def test_mistakes_are_errors_of_the_user() -> None:

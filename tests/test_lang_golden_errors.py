@@ -1,4 +1,4 @@
-"""Every error message that a program's text can cause, as the user reads it."""
+"""Every error message that a program's text can cause, its derivation included, as the user reads it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from types import FrameType, ModuleType
 import pytest
 
 from epigen.errors import ProgramError
+from epigen.ir import autodiff as autodiff_module
 from epigen.ir import check as check_module
+from epigen.ir import derive as derive_module
 from epigen.ir.check import check
+from epigen.ir.derive import derive
+from epigen.ir.passes import normalise
 from epigen.lang import parser as parser_module
 from epigen.lang.parser import _INSTEAD, parse
 
@@ -54,12 +58,16 @@ CASES: dict[str, tuple[str, ...]] = {
         "mm - max(mm, n)", "mm / sum(mm)", "sum(mm) * bias, mm", "sum(mm, m) + sum(mm, n)", "sum(sum(mm, m))", "sum(bias), mm", "sum(alpha), mm", "sum(mm, k)", "bgrad(bias), mm", "sum(mm, 0)", "max(mm, 0)", "sum(mm, mm)",
     ),
     "outputs": ("z = mm + 1; z, z", "out1 = mm + 1; out1, mm * 2", "out = mm + 1; out, out"),
+    "derivatives": (
+        "y = relu(mm); y, max(y, n), amax(y)", "mm + bias, sum(a, k), logsumexp(b, k)", "z = cast(mm + bias, int8); w = cast(mm ** 2, fp8e4m3); z * 2 + w", "bitmask(mm > 0)", "cast(mm, int8), cast(mm, fp8e5m2)",
+        "where(mm > 0, 1, 0)", "sum(mm, m)", "mm, sum(mm, n) * alpha", "mm, sum(mm, m) * scale_b[n]", "relu(mm), sum(residual, n)", "sum(mm + bias, m), mm", "sum(where(mask, mm, 0), m)",
+    ),
 }  # fmt: skip
 
 
 def _message(text: str) -> str:
     with pytest.raises(ProgramError, match=r"Error: ") as caught:
-        check(parse(text))
+        derive(normalise(check(parse(text))))
     return str(caught.value)
 
 
@@ -86,7 +94,7 @@ def test_messages_have_the_house_form(topic: str) -> None:
     """`Kind: what was found`, the line, carets under it, and what to do instead; never a traceback or a Python class."""
     for text in CASES[topic]:
         for line in _message(text).split("\n"):
-            assert line.startswith(("ParseError: ", "CheckError: ", "  ")), line
+            assert line.startswith(("ParseError: ", "CheckError: ", "DerivationError: ", "  ")), line
             assert len(line) < 200
             assert not any(word in line for word in ("Traceback", "<class", "ast.", "NoneType", "object at")), line
 
@@ -112,7 +120,7 @@ def _call_sites(module: ModuleType) -> set[int]:
     return sites
 
 
-@pytest.mark.parametrize("module", [parser_module, check_module], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [parser_module, check_module, autodiff_module, derive_module], ids=lambda m: m.__name__)
 def test_every_message_has_a_case(module: ModuleType) -> None:
     reached: set[int] = set()
     source = module.__file__
@@ -128,7 +136,7 @@ def test_every_message_has_a_case(module: ModuleType) -> None:
     for text in (t for cases in CASES.values() for t in cases):
         sys.settrace(trace)
         try:
-            check(parse(text))
+            derive(normalise(check(parse(text))))
         except ProgramError:
             continue
         finally:

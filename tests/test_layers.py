@@ -23,15 +23,15 @@ PACKAGE = ROOT / "epigen"
 ORDER = (
     "errors", "settings", "dtypes", "ops",
     "lang.syntax", "lang.parser",
-    "ir.graph", "ir.check", "ir.passes", "ir.reference", "ir.bound",
+    "ir.graph", "ir.check", "ir.passes", "ir.rules", "ir.unparse", "ir.autodiff", "ir.derivation", "ir.derive", "ir.reference", "ir.bound",
     "codegen.spec", "codegen.schedules", "codegen.emit", "codegen.lower", "codegen.render", "codegen.standalone",
     "runtime.device", "runtime.private", "runtime.triton_key", "runtime.loader", "runtime.*",
     "tuning.*",
-    "api", "show", "cli_types", "cli_db", "cli_explain", "cli_info", "cli_live", "cli_tune", "cli",
+    "api", "show", "cli_types", "cli_db", "cli_derivation", "cli_explain", "cli_info", "cli_live", "cli_tune", "cli",
 )  # fmt: skip
 """A module imports only from earlier rows. A row with a star holds a folder's remaining modules, which may import each other."""
 
-NO_TORCH = re.compile(r"(errors|settings|dtypes|ops|lang\..*|ir\.(graph|check|passes)|codegen\..*)")
+NO_TORCH = re.compile(r"(errors|settings|dtypes|ops|lang\..*|ir\.(graph|check|passes|rules|unparse|autodiff|derivation|derive)|codegen\..*)")
 """The front end: it works where neither torch nor Triton is installed."""
 
 SOLE_IMPORTERS = {
@@ -41,7 +41,7 @@ SOLE_IMPORTERS = {
     "sqlalchemy": {"tuning.storage"},
     "pydantic": {"tuning.records", "tuning.suite"},
     "filelock": {"tuning.store"},
-    "click": {"cli", "cli_types", "cli_db", "cli_explain", "cli_info", "cli_tune"},
+    "click": {"cli", "cli_types", "cli_db", "cli_derivation", "cli_explain", "cli_info", "cli_tune"},
 }
 
 

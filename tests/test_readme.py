@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import epigen
 from bench import readme
 from epigen.cli import main
 from epigen.tuning import suite
@@ -28,9 +29,16 @@ def test_python_example_runs_as_written() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+def test_gradients_are_those_that_are_derived() -> None:
+    (asked,) = re.findall(r'`epigen.derive\("(.*?)"\)`', TEXT)
+    shown = re.findall(r"^    (.*?) +# derived\.(forward|backward): ", TEXT, re.MULTILINE)
+    derived = epigen.derive(asked)
+    assert shown == [(derived.forward.text, "forward"), (derived.backward.text, "backward")]
+
+
 def test_commands_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = re.findall(r'^    epigen ((?:compile|explain) "[^"]*".*?|ops|info)(?:\s+#.*)?$', TEXT, re.MULTILINE)
-    assert len(commands) == 6
+    assert len(commands) == 7
     monkeypatch.chdir(tmp_path)
     for command in commands:
         words = [a or b for a, b in re.findall(r'"([^"]*)"|(\S+)', command)]

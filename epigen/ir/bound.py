@@ -20,10 +20,8 @@ from torch import Tensor
 from epigen import ops
 from epigen.dtypes import BY_TORCH, FP32, INT8, DType
 from epigen.ir import graph as g
-from epigen.ir import reference
-from epigen.ir.check import check_rule
+from epigen.ir import reference, rules
 from epigen.ir.graph import Graph, Node
-from epigen.ir.passes import normalise
 from epigen.ops import BOOLEAN, NUMBER
 
 UNIT = 2.0**-24  # unit roundoff of fp32
@@ -195,15 +193,6 @@ def _as_amax(node: Node) -> Node:
     return Node(g.REDUCE, (), NUMBER, node.indices, True, name="amax", axes=node.axes)
 
 
-@functools.cache
-def _rules(name: str) -> tuple[list[Graph | None], Graph]:
-    """An operation's gradients and own error, as graphs over its parameters, `grad` and `out`."""
-    op = ops.TABLE[name]
-    kinds = {p.name: p.kind for p in op.params} | {"grad": NUMBER, "out": op.result}
-    gradients = [normalise(check_rule(text, kinds)) if text is not None else None for text in op.gradient]
-    return gradients, normalise(check_rule(op.error, kinds))
-
-
 def evaluate_rule(graph: Graph, values: Mapping[str, Tensor]) -> Tensor:
     """A rule's value; every name is a tensor of one shape, numbers in float64."""
     results: list[Tensor] = []
@@ -219,7 +208,7 @@ def evaluate_rule(graph: Graph, values: Mapping[str, Tensor]) -> Tensor:
 
 def _elementwise_error(name: str, args: list[tuple[Tensor, Tensor, str]]) -> Tensor:
     op = ops.TABLE[name]
-    gradients, own = _rules(name)
+    gradients, own = rules.gradients(name), rules.error(name)
     names = [p.name for p in op.params]
     tensors = torch.broadcast_tensors(*(t for x, e, _ in args for t in (x, e)))
     points, errors = (

@@ -67,6 +67,24 @@ def check_rule(text: str, kinds: Mapping[str, str]) -> Graph:
     return Graph(tuple(builder.nodes), (Output("out", value, None),), to_text(program))
 
 
+def refused_name(name: str) -> tuple[str, str] | None:
+    """Why no input or assignment may have this name, and what to do instead; None where one may."""
+    another = "choose another name"
+    if name in ("mm", *OPERANDS):
+        return f"'{name}' is predeclared, and cannot be bound", another
+    if name in INDEX_NAMES:
+        return f"'{name}' is an index, not a value", another
+    if name in ops.FUNCTIONS:
+        return f"'{name}' is an operation, not a value", f"call it, as in {name}(mm), or choose another name"
+    if name in dtypes.BY_NAME:
+        return f"'{name}' is a dtype, not a value", another
+    if keyword.iskeyword(name) or hasattr(builtins, name):
+        return f"'{name}' is a Python name that generated code may need", another
+    if name in _GENERATED or _GENERATED_PATTERN.fullmatch(name):
+        return f"'{name}' is a name that Triton or the generated kernel uses", another
+    return None
+
+
 class _Builder:
     """Holds the nodes made so far, the names bound so far, and the mistakes found so far."""
 
@@ -127,21 +145,11 @@ class _Builder:
 
     def name_is_free(self, name: str, span: Span) -> bool:
         """Whether an input or an assignment may have this name; notes the mistake if not."""
-        if name in ("mm", *OPERANDS):
-            self.error(f"'{name}' is predeclared, and cannot be bound", span, "choose another name")
-        elif name in INDEX_NAMES:
-            self.error(f"'{name}' is an index, not a value", span, "choose another name")
-        elif name in ops.FUNCTIONS:
-            self.error(f"'{name}' is an operation, not a value", span, f"call it, as in {name}(mm), or choose another name")
-        elif name in dtypes.BY_NAME:
-            self.error(f"'{name}' is a dtype, not a value", span, "choose another name")
-        elif keyword.iskeyword(name) or hasattr(builtins, name):
-            self.error(f"'{name}' is a Python name that generated code may need", span, "choose another name")
-        elif name in _GENERATED or _GENERATED_PATTERN.fullmatch(name):
-            self.error(f"'{name}' is a name that Triton or the generated kernel uses", span, "choose another name")
-        else:
-            return True
-        return False
+        refused = refused_name(name)
+        if refused is not None:
+            message, hint = refused
+            self.error(message, span, hint)
+        return refused is None
 
     # -- expressions
 

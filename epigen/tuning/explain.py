@@ -6,6 +6,7 @@ In go a spec, a shape, a GPU and a `Choice`; out comes an `Explanation`, pure da
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from epigen.codegen.schedules import SCHEDULES
@@ -147,8 +148,8 @@ def _paddings(spec: KernelSpec, choice: Choice, shape: tuple[int, int, int], gpu
 # -- text
 
 
-def text(e: Explanation) -> str:
-    """The explanation, a fact a line, for a person."""
+def text(e: Explanation, further: Iterable[tuple[str, str]] = ()) -> str:
+    """The explanation, a fact a line, for a person. further: rows beyond those of the kernel, each a name and a line."""
     t, x, g = e.traffic, e.estimate, e.gpu
     m, n, k = e.shape
     side = "above" if t.intensity >= e.ridge else "below"
@@ -157,15 +158,15 @@ def text(e: Explanation) -> str:
         ("problem", f"{m}x{n}x{k} {e.dtype}, layout {e.layout}"),
         ("gpu", f"{g.name} ({g.architecture}), {e.gpu_why}"),
         ("", f"{_short(e.peak_tflops)} TFLOP/s {e.dtype} dense, {_short(g.achieved_gbps / 1e3)} TB/s {'measured' if g.copy_gbps else 'expected'}, {g.multiprocessors} multiprocessors"),
-        ("work", f"{_scaled(t.flops, 1000, ('', 'K', 'M', 'G', 'T', 'P'))}FLOP, {_bytes(t.bytes)}: {_short(t.intensity)} FLOPs a byte, {side} the ridge of {_short(e.ridge)}"),
+        ("work", f"{_scaled(t.flops, 1000, ('', 'K', 'M', 'G', 'T', 'P'))}FLOP, {bytes_text(t.bytes)}: {_short(t.intensity)} FLOPs a byte, {side} the ridge of {_short(e.ridge)}"),
         ("limit", _limit_text(e)),
         ("config", str(e.choice.config)),
         ("", e.choice.why),
         *_tiles(e),
     ]  # fmt: skip
     rows += [("padding", _padding_text(p)) for p in e.paddings] or [("padding", "none would help: the rows of both operands are aligned")]
-    less = f"{_bytes(t.bytes)} instead of {_bytes(t.unfused_bytes)}, {_count(t.launches, 'launch', 'launches')} instead of {t.unfused_launches}"
-    rows.append(("fusing", f"saves {_bytes(max(0.0, t.bytes_saved))} and {_count(t.launches_saved, 'launch', 'launches')}: {less}"))
+    less = f"{bytes_text(t.bytes)} instead of {bytes_text(t.unfused_bytes)}, {_count(t.launches, 'launch', 'launches')} instead of {t.unfused_launches}"
+    rows.append(("fusing", f"saves {bytes_text(max(0.0, t.bytes_saved))} and {_count(t.launches_saved, 'launch', 'launches')}: {less}"))
     if t.unfused_launches == 1:
         rows[-1] = ("fusing", "there is nothing to fuse: the program is the bare product")
     elif t.bytes_saved < 0 or t.launches_saved < 0:
@@ -173,7 +174,7 @@ def text(e: Explanation) -> str:
     rows.append(("model", f"{_us(x.us)} fused ({_parts(x)}), {_us(e.unfused_us)} unfused"))
     if e.measured:
         rows += _measured_rows(e.measured, x)
-    return "\n".join(f"{name:<10}{line}" for name, line in rows) + "\n"
+    return "\n".join(f"{name:<10}{line}" for name, line in [*rows, *further]) + "\n"
 
 
 def _limit_text(e: Explanation) -> str:
@@ -224,7 +225,8 @@ def _us(us: float) -> str:
     return f"{us / 1000:.2f} ms" if us >= 10_000 else f"{us:.0f} us" if us >= 100 else f"{us:.1f} us"
 
 
-def _bytes(count: float) -> str:
+def bytes_text(count: float) -> str:
+    """Three digits and a unit: 33.6 MB."""
     return f"{_scaled(count, 1000, ('', 'K', 'M', 'G', 'T'))}B"
 
 

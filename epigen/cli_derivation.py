@@ -1,0 +1,82 @@
+"""What `compile --backward` and `explain` say of a program's derivative. Both attach it to what they print anyway."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from epigen.errors import CallError, DerivationError
+from epigen.ir.derivation import ARRIVING, NOTHING, SAVE, SAVED
+
+if TYPE_CHECKING:
+    from epigen.ir.derivation import Derivation, Option, Shape
+
+Row = tuple[str, str]
+
+save_option = click.option("--save", type=click.Choice(SAVE), help="with --backward: what the forward keeps (default: the way that moves the fewest bytes)")
+wrt_option = click.option("--wrt", metavar="NAME,…", help="with --backward: whose gradients are wanted, of mm and the inputs (default: all)")
+
+
+def asked(program: str, dtype_name: str, backward: bool, save: str | None, wrt: str | None) -> Derivation | None:
+    """The derivation that the options ask for, if they do."""
+    if not backward:
+        for option, value in (("--save", save), ("--wrt", wrt)):
+            if value is not None:
+                raise click.UsageError(f"{option} belongs to --backward")
+        return None
+    from epigen import api
+
+    return api.derive(program, save=save, wrt=None if wrt is None else wrt.split(","), dtype=dtype_name)
+
+
+def explained(program: str, shape: Shape, dtype_name: str) -> tuple[list[Row], dict[str, Any]]:
+    """Rows and a record for any program, a reason where there is no derivative."""
+    from epigen import api
+
+    try:
+        found = api.derive(program, dtype=dtype_name)
+    except (DerivationError, CallError) as error:
+        why = error.diagnostics[0].message if isinstance(error, DerivationError) else str(error)
+        return [("backward", f"none: {why}")], {"program": None, "why": why}
+    return rows(found, shape), record(found, shape)
+
+
+def rows(derived: Derivation, shape: Shape) -> list[Row]:
+    """The two programs and the ways of keeping what the derivative reads, in bytes at a shape: M, N, K."""
+    held = [f"mm is {_arriving(derived.product)}" if derived.product else "mm is the forward's own product, taken again"]
+    held += [f"{a.name} is the forward's '{a.of}'" for a in derived.arguments if a.source == SAVED and a.name != a.of]
+    held += [f"{a.name} is {_arriving(a.of)}" for a in derived.arguments if a.source == ARRIVING]
+    said = [("backward", derived.backward.text), ("", "; ".join(held))]
+    said += [("", f"the gradient of {g.of} is {_arriving(g.passed)}") for g in derived.gradients if g.passed]
+    if len(derived.forward.outputs) > derived.results:
+        said.append(("forward", derived.forward.text))
+    chosen = next(o for o in derived.options if o.save == derived.save)
+    others = [o for o in derived.options if o is not chosen]
+    said.append(("saves", "nothing: the derivative reads no tile of the forward" if chosen.save == NOTHING and not chosen.saved else _way(chosen, shape)))
+    said += [("", f"or {_way(o, shape)}") for o in others]
+    return said
+
+
+def _arriving(output: str) -> str:
+    return f"the gradient that arrives at '{output}'"
+
+
+def _way(option: Option, shape: Shape) -> str:
+    from epigen.tuning.explain import bytes_text
+
+    kept, moved = (bytes_text(b) if b else "nothing" for b in (option.kept_bytes(shape), option.moved_bytes(shape)))
+    return f"{option.save}: {kept} kept, {moved} moved"
+
+
+def record(derived: Derivation, shape: Shape) -> dict[str, Any]:
+    """The same as plain data for JSON."""
+    return {
+        "program": derived.backward.text,
+        "forward": derived.forward.text,
+        "product": derived.product,
+        "arguments": [{"name": a.name, "source": a.source, "of": a.of} for a in derived.arguments],
+        "gradients": [{"of": g.of, "output": g.output, "passed": g.passed} for g in derived.gradients],
+        "save": derived.save,
+        "options": [{"save": o.save, "kept_bytes": o.kept_bytes(shape), "moved_bytes": o.moved_bytes(shape)} for o in derived.options],
+    }

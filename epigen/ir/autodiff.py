@@ -1,0 +1,197 @@
+"""Reverse differentiation: a forward graph -> one graph of its values and of the gradients of `mm` and of its inputs.
+
+Requires a normalised graph. The rules are the operation table's `gradient` texts. Broadcasting is undone by sums over the missing indices,
+taken last: every rule is linear in what arrives, so up to there a gradient stays a tile, and each sum is one fused reduction.
+What stands in the way of one kernel is refused: all of it together, each with its place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+import epigen.ir.graph as g
+from epigen import ops
+from epigen.dtypes import INT8, DType
+from epigen.errors import DerivationError, Diagnostic, Span
+from epigen.ir import rules
+from epigen.ir.graph import Graph, Node, Output
+from epigen.ir.passes import order
+from epigen.ir.unparse import unparse
+from epigen.ops import NUMBER
+
+GRADIENT = "gradient"
+"""Node kind of the gradient that arrives at the output of the node's name."""
+
+MM = g.MM
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """nodes: the forward graph's, with their numbers, then the derivative's. wanted: "mm" or an input's name, and its gradient's node."""
+
+    nodes: tuple[Node, ...]
+    wanted: tuple[tuple[str, int], ...]
+
+
+def carries_gradient(graph: Graph, output: Output) -> bool:
+    """Whether a gradient can arrive at an output: numbers of a dtype that training computes in; no mask, int8 or fp8."""
+    return graph.nodes[output.node].kind == NUMBER and not _quantised(output.dtype)
+
+
+def differentiate(graph: Graph, of: Collection[str], wrt: Collection[str]) -> Gradients:
+    """of: names of the outputs whose gradients arrive. wrt: "mm" and the inputs whose gradients are wanted, if anything flows to them.
+
+    Raises DerivationError.
+    """
+    tape = _Tape(graph, wrt)
+    for output in graph.outputs:
+        if output.name in of and carries_gradient(graph, output):
+            indices = graph.nodes[output.node].indices
+            tape.add(output.node, indices, tape.node(Node(GRADIENT, (), NUMBER, indices, name=output.name)))
+    if not tape.arrived:
+        tape.refuse("no output carries a gradient: masks, int8 and fp8 have none", None, "list a number among the outputs, such as relu(mm + bias)")
+    wanted = tape.run()
+    if not wanted and not tape.found:
+        tape.refuse("no gradient flows to mm or to an input", None, "comparisons and masks have none: what is trained has to reach an output as a number")
+    if tape.found:
+        raise DerivationError(graph.text, sorted(tape.found, key=lambda d: d.span.start if d.span else -1))
+    return Gradients(tuple(tape.nodes), wanted)
+
+
+def _quantised(dtype: DType | None) -> bool:
+    return dtype is not None and (dtype == INT8 or dtype.is_fp8)
+
+
+class _Tape:
+    """The nodes so far, and the gradients that have arrived at the forward's nodes.
+
+    A gradient is held as tiles that still have to be summed, by the indices to sum over: at bias[n], the sum over m of a tile, and what
+    arrived there directly.
+    """
+
+    def __init__(self, graph: Graph, wrt: Collection[str]):
+        self.graph = graph
+        self.nodes = list(graph.nodes)
+        self.numbers = {node: i for i, node in enumerate(graph.nodes)}
+        self.arrived: dict[int, dict[str, int]] = {}
+        self.found: list[Diagnostic] = []
+        self.leads: list[bool] = []
+        """Whether a forward node's gradient is needed, for itself or on the way to one that is wanted."""
+        for node in graph.nodes:
+            wanted = node.op in (g.MM, g.INPUT) and (node.name or MM) in wrt
+            wanted |= node.op == g.OPERAND and MM in wrt
+            self.leads.append(wanted or (node.kind == NUMBER and any(self.leads[a] for a in node.args)))
+
+    def node(self, node: Node) -> int:
+        if node not in self.numbers:
+            self.numbers[node] = len(self.nodes)
+            self.nodes.append(node)
+        return self.numbers[node]
+
+    def apply(self, op: str, args: tuple[int, ...], kind: str = NUMBER) -> int:
+        indices = "".join(i for i in "mn" if any(i in self.nodes[a].indices for a in args))
+        return self.node(Node(op, args, kind, indices))
+
+    def rule(self, rule: Graph, values: Mapping[str, int]) -> int:
+        made: list[int] = []
+        for node in rule.nodes:
+            if node.op == g.INPUT:
+                made.append(values[node.name])
+            elif node.op == g.CONSTANT:
+                made.append(self.node(node))
+            else:
+                made.append(self.apply(node.op, tuple(made[a] for a in node.args), node.kind))
+        return made[rule.outputs[0].node]
+
+    def refuse(self, message: str, number: int | None, hint: str) -> None:
+        span = None if number is None else self.place(number)
+        self.found.append(Diagnostic(message, span, hint))
+
+    def place(self, number: int) -> Span | None:
+        """Where a forward node's expression stands in the program, if it is written there as epigen writes it."""
+        named = [
+            replace(n, op=g.INPUT, args=(), indices="", name=n.label, label="") if n.label and i != number else replace(n, label="")
+            for i, n in enumerate(self.graph.nodes)
+        ]
+        text = unparse(order(Graph(tuple(named), (Output("out", number, None),), "")))
+        found = re.search(rf"(?<!\w){re.escape(text)}(?!\w)", self.graph.text)
+        return Span(*found.span()) if found else None
+
+    def add(self, number: int, had: str, gradient: int) -> None:
+        """A gradient that arrives at a node, of the indices `had`: those that the node has not are to be summed over."""
+        axes = "".join(i for i in had if i not in self.graph.nodes[number].indices)
+        parts = self.arrived.setdefault(number, {})
+        parts[axes] = self.apply("add", (parts[axes], gradient)) if axes in parts else gradient
+
+    def run(self) -> tuple[tuple[str, int], ...]:
+        for number in reversed(range(len(self.graph.nodes))):
+            if self.leads[number]:
+                for axes, gradient in self.arrived.get(number, {}).items():
+                    self.pass_on(number, axes, gradient)
+        wanted = []
+        for number, node in enumerate(self.graph.nodes):
+            if node.op in (g.MM, g.INPUT) and self.leads[number] and number in self.arrived:
+                wanted.append((node.name or MM, self.total(number)))
+        # the gradient of mm first: the others reduce it
+        return tuple(sorted(wanted, key=lambda w: w[0] != MM))
+
+    def pass_on(self, number: int, axes: str, gradient: int) -> None:
+        """What flows from a node to its arguments."""
+        node = self.graph.nodes[number]
+        had = "".join(i for i in "mn" if i in node.indices + axes)
+        if node.op == g.CAST:
+            if _quantised(node.dtype):
+                self.refuse(
+                    f"a cast to {node.dtype} has no derivative",
+                    number,
+                    "it rounds to few values and saturates: cast at an output, which then carries no gradient",
+                )
+            else:
+                self.add(node.args[0], had, gradient)
+        elif node.op == g.REDUCE:
+            self.reduction(number, gradient)
+        elif node.op in ops.TABLE:
+            op = ops.TABLE[node.op]
+            values = dict(zip((p.name for p in op.params), node.args, strict=True)) | {"grad": gradient, "out": number}
+            for arg, rule in zip(node.args, rules.gradients(node.op), strict=True):
+                if rule is not None and self.leads[arg]:
+                    self.add(arg, had, self.rule(rule, values))
+
+    def reduction(self, number: int, gradient: int) -> None:
+        node = self.graph.nodes[number]
+        (x,) = node.args
+        rule = rules.reduction_gradient(node.name)
+        apart = "leave its output out of the derivation (of=...), or take it of a stored output, outside the kernel"
+        if node.axes == "k":
+            operand = self.nodes[x].name
+            self.refuse(f"a reduction of the operand '{operand}' gives it a gradient that does not pass through mm", number, apart)
+        elif rule is None:
+            self.refuse(f"'{node.name}' has no derivative within one kernel: equal elements share it, and how many there are is known too late", number, apart)
+        else:
+            self.add(x, "mn", self.rule(rule, {"x": x, "grad": gradient, "out": number}))
+
+    def total(self, number: int) -> int:
+        """A leaf's gradient in the leaf's own indices."""
+        node = self.nodes[number]
+        parts = [self.summed(tile, axes) for axes, tile in self.arrived[number].items()]
+        found = parts[0]
+        for part in parts[1:]:
+            found = self.apply("add", (found, part)) if found is not None and part is not None else None
+        whole = found is not None and (node.indices == self.nodes[found].indices)
+        if found is None or not whole or not (node.indices == "mn" or self.nodes[found].op == GRADIENT or any(self.arrived[number])):
+            what = f"{node.name or MM}[{','.join(node.indices)}]" if node.indices else node.name
+            self.refuse(
+                f"the gradient of {what} follows from reductions alone, and a kernel computes its outputs from tiles", number,
+                "make the reductions themselves the outputs, and compute with them outside the kernel; or leave it out (wrt=...)",
+            )  # fmt: skip
+            return number
+        return found
+
+    def summed(self, tile: int, axes: str) -> int | None:
+        if not axes:
+            return tile
+        if self.nodes[tile].indices != "mn":
+            return None
+        return self.node(Node(g.REDUCE, (tile,), NUMBER, "".join(i for i in "mn" if i not in axes), True, name="sum", axes=axes))

@@ -1,0 +1,116 @@
+"""What training needs of a program, as plain data: the forward that keeps it, the backward that reads it, and how the two are wired.
+
+`derive` makes it; whoever runs it needs no algebra. A backward program has one product, as every program has. By default its `mm` stands
+for the gradient that arrives at the forward's first tile output: in a chain of layers that is the product of the next layer's
+input-gradient GEMM, into which the derivative and the bias gradient are fused. With "recompute" its `mm` is the forward's own product,
+taken again, and the gradient is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epigen.dtypes import DType
+from epigen.ir.graph import Graph
+
+MASK, OUTPUT, PREACTIVATION, RECOMPUTE = "mask", "output", "preactivation", "recompute"
+SAVE = (MASK, OUTPUT, PREACTIVATION, RECOMPUTE)
+NOTHING = "nothing"
+"""What a derivation reports where no tile is needed: every choice is then as good."""
+
+INPUT, SAVED, ARRIVING = "input", "saved", "gradient"
+"""Where an input of the backward comes from."""
+
+Shape = tuple[int, int, int]
+"""M, N, K."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A value that the forward keeps and the backward reads.
+
+    output: the forward's output that holds it. extra: written for the derivative alone; else it is one of the program's own outputs.
+    indices: "mn", "m", "n" or "". dtype: UINT8 for a packed mask. packed: one bit an element.
+    """
+
+    output: str
+    extra: bool
+    indices: str
+    dtype: DType
+    packed: bool
+
+    def bytes(self, shape: Shape) -> int:
+        m, n, _ = shape
+        if self.packed:
+            return m * -(-n // 8)
+        return (m if "m" in self.indices else 1) * (n if "n" in self.indices else 1) * self.dtype.bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way of keeping what the derivative reads. save: one of SAVE, or NOTHING. operands: their dtype."""
+
+    save: str
+    saved: tuple[Saved, ...]
+    operands: DType
+
+    def kept_bytes(self, shape: Shape) -> int:
+        """Held from forward to backward for the derivative's sake, beyond operands, inputs and the program's own outputs."""
+        return sum(s.bytes(shape) for s in self.saved if s.extra)
+
+    def moved_bytes(self, shape: Shape) -> int:
+        """Written by the forward for the derivative's sake, and read by the backward beyond what it reads in any case.
+
+        With "recompute" those are the operands, read again, and the gradient, which a product has to write before this one can read it.
+        """
+        m, n, k = shape
+        moved = self.kept_bytes(shape) + sum(s.bytes(shape) for s in self.saved)
+        return moved + (m * k + k * n + 2 * m * n) * self.operands.bytes if self.save == RECOMPUTE else moved
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One named input of the backward program, and where it comes from.
+
+    source: INPUT (the forward's input `of`), SAVED (the forward's output `of`) or ARRIVING (the gradient that arrives at the output `of`).
+    """
+
+    name: str
+    source: str
+    of: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """Where the gradient of "mm" or of an input is found.
+
+    output: the backward's output that holds it, in the input's own indices. passed: "", or instead the forward's output whose arriving
+    gradient it is, unchanged. Two inputs may share one output.
+    """
+
+    of: str
+    output: str
+    passed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Derivation:
+    """A program made ready for training.
+
+    forward: the program; its own outputs first, `results` of them, then what is saved for the derivative alone.
+    backward: the program of the gradients. Its mm is the gradient that arrives at the forward's output `product`; where that is "", the
+    forward's own product.
+    arguments: the backward's inputs, in its order. gradients: of mm and of each input that was asked for and that anything flows to.
+    arriving: the program's own outputs at which gradients arrive. save, saved: the choice. options: all that were possible.
+    """
+
+    forward: Graph
+    results: int
+    backward: Graph
+    product: str
+    arguments: tuple[Argument, ...]
+    gradients: tuple[Gradient, ...]
+    arriving: tuple[str, ...]
+    save: str
+    saved: tuple[Saved, ...]
+    options: tuple[Option, ...]

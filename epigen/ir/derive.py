@@ -1,0 +1,240 @@
+"""Forward graph -> Derivation: chooses what the forward keeps, and writes both programs.
+
+**Save policy.** The derivative reads values of the forward. Inputs are there anyway, and the results of reductions are a value a row or
+column; what it reads of the tiles that depend on mm is kept in one of four ways, each a cut of the forward graph:
+
+    mask            booleans, a bit an element
+    output          outputs of the forward, which the caller has anyway
+    preactivation   one more tile, of the operands' dtype; the derivative sees it rounded to that, as in eager PyTorch
+    recompute       nothing: the product is taken again
+
+The choice is the way that moves the fewest bytes, and of equals the one that keeps the fewest. Traffic comes first because time is what a
+training step is short of unless its user says otherwise; memory is bought with it, by asking: "recompute" keeps nothing and costs a second
+product, so that it is never chosen where there is another way, and "output" keeps nothing and reads whole elements where a mask reads bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import epigen.ir.graph as g
+from epigen.dtypes import FP16, FP32, UINT8, DType
+from epigen.errors import CallError, DerivationError, Diagnostic, near_miss
+from epigen.ir.autodiff import GRADIENT, MM, Gradients, carries_gradient, differentiate
+from epigen.ir.check import check
+from epigen.ir.derivation import ARRIVING, INPUT, MASK, NOTHING, OUTPUT, PREACTIVATION, RECOMPUTE, SAVE, SAVED, Argument, Derivation, Gradient, Option, Saved
+from epigen.ir.graph import Graph, Node, Output
+from epigen.ir.passes import normalise
+from epigen.ir.unparse import Names, unparse
+from epigen.lang.parser import parse
+from epigen.ops import BOOLEAN, NUMBER
+
+_USUAL = (4096, 4096, 4096)  # where ways are compared: their order hangs on no extent
+
+
+def derive(graph: Graph, operands: DType = FP16, save: str | None = None, wrt: Iterable[str] | None = None, of: Iterable[str] | None = None) -> Derivation:
+    """The derivation of a normalised graph.
+
+    operands: the dtype of a and b, which a saved tile has too. save: one of SAVE; by default the choice of the save policy.
+    wrt: "mm" and names of inputs; by default all. of: names of the outputs that gradients arrive at; by default all that carry any.
+    Raises DerivationError for the program, CallError for the rest.
+    """
+    if not operands.is_float or operands.is_fp8:
+        raise CallError(f"{operands} operands have no gradient: train with fp16, bf16 or fp32, and cast for the product alone")
+    if save is not None and save not in SAVE:
+        raise CallError(f"unknown save={save!r}: {near_miss(str(save), SAVE) or 'it is one of ' + ', '.join(SAVE)}")
+    inputs, arriving = [MM, *(n.name for n in graph.inputs())], [o.name for o in graph.outputs if carries_gradient(graph, o)]
+    if wrt is not None:
+        inputs = _known("input", wrt, inputs)
+    if of is not None:
+        among = _known("output", of, [o.name for o in graph.outputs])
+        arriving = [name for name in arriving if name in among]
+    found = differentiate(graph, arriving, inputs)
+    ways = list(_ways(graph, found, operands))
+    if not ways:
+        message = "the gradients need neither mm nor the gradient of a tile, so that no kernel computes them"
+        raise DerivationError(graph.text, [Diagnostic(message, None, "list a tile that depends on mm among the outputs")])
+    possible = [w.option.save for w in ways]
+    chosen = min(ways, key=lambda w: (w.option.moved_bytes(_USUAL), w.option.kept_bytes(_USUAL)))
+    if save is not None and chosen.option.save != NOTHING:
+        if save not in possible:
+            raise CallError(f"save={save!r} does not give the derivative of {graph.text!r} all that it reads: possible are {', '.join(possible)}")
+        chosen = ways[possible.index(save)]
+    return _assemble(graph, found, chosen, tuple(w.option for w in ways), tuple(arriving))
+
+
+def _known(what: str, names: Iterable[str], known: Collection[str]) -> list[str]:
+    names = [names] if isinstance(names, str) else list(names)
+    for name in names:
+        if name not in known:
+            raise CallError(f"the program has no {what} '{name}': {near_miss(str(name), known) or f'its {what}s are ' + ', '.join(known)}")
+    return names
+
+
+# -- the ways
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """An option, the nodes that its values belong to, in the same order, and the output whose gradient the backward's mm is ("": none)."""
+
+    option: Option
+    nodes: tuple[int, ...]
+    product: str
+
+
+def _ways(graph: Graph, found: Gradients, operands: DType) -> Iterable[_Way]:
+    """Every way that gives the derivative what it reads."""
+    nodes, forward = found.nodes, len(graph.nodes)
+    from_mm: list[bool] = []  # elementwise
+    for node in nodes:
+        from_mm.append(node.op == MM or (node.op != g.REDUCE and any(from_mm[a] for a in node.args)))
+    kept = {_value(graph, o): o for o in reversed(graph.outputs) if _serves(graph, o, operands)}
+
+    def finished(i: int) -> bool:
+        return i < forward and nodes[i].reduced and (i in kept or nodes[i].op == g.REDUCE)
+
+    def way(save: str, stop: Callable[[int], bool]) -> _Way | None:
+        stops, reached = _cut(found, lambda i: finished(i) or (from_mm[i] and stop(i)))
+        product = next((o.name for o in graph.outputs if graph.nodes[o.node].indices == "mn" and o.name in reached), "")
+        again = MM in reached
+        if again != (save == RECOMPUTE) or not (again or product):
+            return None
+        labels = (n.label for i, n in enumerate(nodes) if i not in stops or i in kept)
+        names = Names([*(n.name for n in graph.inputs()), *labels, *(o.name for o in graph.outputs)])
+        saved = tuple(_saved(nodes[i], kept.get(i), operands, names) for i in stops)
+        return _Way(Option(save, saved, operands), stops, "" if again else product)
+
+    nothing = way(NOTHING, lambda _i: False)
+    if nothing is not None:
+        yield nothing
+        return
+    tiles = [i for i in reversed(range(forward)) if from_mm[i] and nodes[i].kind == NUMBER and i not in kept]
+    several = (
+        way(MASK, lambda i: nodes[i].kind == BOOLEAN),
+        way(OUTPUT, lambda i: i in kept),
+        # of the tiles that each do alone, the one nearest to the outputs
+        next(filter(None, (way(PREACTIVATION, tile.__eq__) for tile in tiles)), None),
+        way(RECOMPUTE, lambda _i: False),
+    )
+    yield from filter(None, several)
+
+
+def _value(graph: Graph, output: Output) -> int:
+    """The node whose value an output holds: of a packed mask the boolean."""
+    node = graph.nodes[output.node]
+    return node.args[0] if node.op == g.BITMASK else output.node
+
+
+def _serves(graph: Graph, output: Output, operands: DType) -> bool:
+    """Whether the derivative can read an output in place of its value: it is rounded no more than what would be saved instead."""
+    node = graph.nodes[output.node]
+    if node.op == g.BITMASK:
+        return True
+    least = FP32 if node.reduced else operands
+    return carries_gradient(graph, output) and (output.dtype is None or output.dtype.bits >= least.bits)
+
+
+def _cut(found: Gradients, stop: Callable[[int], bool]) -> tuple[tuple[int, ...], set[str]]:
+    """Where the ways down from the gradients end: the nodes that stop them, and MM and the arriving gradients that they reach."""
+    stops, reached, seen = [], set(), set()
+    pending = [node for _, node in found.wanted]
+    while pending:
+        number = pending.pop()
+        if number in seen:
+            continue
+        seen.add(number)
+        node = found.nodes[number]
+        if stop(number):
+            stops.append(number)
+        elif node.op in (MM, GRADIENT):
+            reached.add(node.name or MM)
+        else:
+            pending += node.args
+    return tuple(sorted(stops)), reached
+
+
+def _saved(node: Node, output: Output | None, operands: DType, names: Names) -> Saved:
+    if node.kind == BOOLEAN:
+        return Saved(output.name if output else names.fresh("saved"), output is None, "mn", UINT8, True)
+    if output is not None:
+        return Saved(output.name, False, node.indices, output.dtype or (FP32 if node.reduced else operands), False)
+    if node.reduced:
+        return Saved(names.fresh(node.label or "reduced"), True, node.indices, FP32, False)
+    return Saved(names.fresh(node.label or "z"), True, "mn", node.dtype or operands, False)
+
+
+# -- the programs
+
+
+def _assemble(graph: Graph, found: Gradients, way: _Way, options: tuple[Option, ...], arriving: tuple[str, ...]) -> Derivation:
+    saved = dict(zip(way.nodes, way.option.saved, strict=True))
+    inputs = [n.name for n in graph.inputs()]
+    names = Names([*inputs, *(n.label for i, n in enumerate(found.nodes) if i not in saved)])
+
+    # the wanted gradients that have to be computed, each once
+    own: dict[int, str] = {}
+    gradients = []
+    for name, number in found.wanted:
+        node = found.nodes[number]
+        if node.op == GRADIENT and node.name != way.product:
+            gradients.append(Gradient(name, "", node.name))
+            continue
+        if number not in own:
+            own[number] = names.fresh(f"d{name}")
+        gradients.append(Gradient(name, own[number]))
+
+    # values of the forward, and gradients, become the backward's inputs
+    sources = {name: Argument(name, INPUT, name) for name in inputs}
+    nodes = []
+    for number, node in enumerate(found.nodes):
+        if number in saved:
+            s = saved[number]
+            name = names.fresh(MASK if s.packed else node.label or (s.output if s.extra else "y"), scalar=not s.indices)
+            sources[name] = Argument(name, SAVED, s.output)
+            node = Node(g.BITS, (), BOOLEAN, "mn", name=name) if s.packed else Node(g.INPUT, (), NUMBER, s.indices, name=name)
+        elif node.op == GRADIENT and node.name == way.product:
+            node = Node(g.MM, (), NUMBER, "mn")
+        elif node.op == GRADIENT:
+            first = node.indices == "mn" and not way.product and not any(a.source == ARRIVING for a in sources.values())
+            name = names.fresh("grad" if first else f"grad_{node.name}", scalar=not node.indices)
+            sources[name] = Argument(name, ARRIVING, node.name)
+            node = Node(g.INPUT, (), NUMBER, node.indices, name=name)
+        nodes.append(node)
+    backward = _graph(nodes, [Output(name, number, None) for number, name in own.items()])
+
+    return Derivation(
+        forward=_extended(graph, found, saved) if any(s.extra for s in way.option.saved) else graph,
+        results=len(graph.outputs),
+        backward=backward,
+        product=way.product,
+        arguments=tuple(sources[n.name] for n in backward.inputs()),
+        gradients=tuple(gradients),
+        arriving=arriving,
+        save=way.option.save,
+        saved=way.option.saved,
+        options=options,
+    )
+
+
+def _extended(graph: Graph, found: Gradients, saved: Mapping[int, Saved]) -> Graph:
+    """The forward with what is saved for the derivative alone as further outputs."""
+    nodes, outputs = [*found.nodes], [*graph.outputs]
+    for number, s in saved.items():
+        if not s.extra:
+            continue
+        node = found.nodes[number]
+        if s.packed:
+            nodes.append(Node(g.BITMASK, (number,), g.PACKED, "mn"))
+            outputs.append(Output(s.output, len(nodes) - 1, None))
+        elif node.op == g.CAST:  # the store rounds
+            outputs.append(Output(s.output, node.args[0], node.dtype))
+        else:
+            outputs.append(Output(s.output, number, None))
+    return _graph(nodes, outputs)
+
+
+def _graph(nodes: list[Node], outputs: list[Output]) -> Graph:
+    """Through its text, so that it is what a user would get who wrote that."""
+    return normalise(check(parse(unparse(normalise(Graph(tuple(nodes), tuple(outputs), ""))))))
