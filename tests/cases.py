@@ -313,13 +313,14 @@ def split_k_cases() -> list[Case]:
 
 
 def warp_specialized_cases() -> list[Case]:
-    """As for the persistent schedule; the GPU alone can run them. More tiles than programs want some extents in the thousands."""
+    """As for the persistent schedule. More tiles than a GPU has multiprocessors want some extents in the thousands."""
     found = []
     for text in _DESCRIBED_TEXTS:
         for a in (FP16, BF16):
             for i, layout in enumerate(LAYOUTS):
                 for pingpong, halves, tma_store in ((0, 1, 1), (1, 2, 1), (1, 1, 1), (0, 2, 0))[i % 2 :: 2]:
-                    config = warp_specialized(128, 128, 64, 3, pingpong=pingpong, halves=halves, tma_store=tma_store)
+                    # two whole tiles of two results would leave the operands too little shared memory
+                    config = warp_specialized(128, 64 if (pingpong, halves) == (1, 1) else 128, 64, 3, pingpong=pingpong, halves=halves, tma_store=tma_store)
                     found.append(Case(text, (264, 392, 136), a, inputs=a, layout=layout, config=config))
     for shape in ((1, 8, 8), (64, 64, 32), (8, 264, 8), (65, 64, 2048), (2056, 2056, 72), (3000, 2048, 64), (2048, 2048, 328)):
         for pingpong, block_n, halves, stages in ((0, 256, 2, 3), (1, 128, 1, 4), (1, 64, 1, 2), (0, 64, 1, 8)):
@@ -331,6 +332,15 @@ def warp_specialized_cases() -> list[Case]:
     for text in _DESCRIBED_TEXTS[:2]:
         for pingpong in (0, 1):
             found.append(Case(text, (264, 392, 136), FP16, layout="nt", config=warp_specialized(pingpong=pingpong), integers=True))
+    for text in (*_DESCRIBED_TEXTS[1:4], "z = gelu_tanh(mm * alpha) + residual; z, max(z, n) * 2, logsumexp(z, n), logsumexp(z, m), amax(z)"):
+        for i, view in enumerate(("sliced", "expanded", "shifted")):  # masks in bytes, but for the sliced ones
+            config = warp_specialized(pingpong=i % 2, early=1, tma_store=int(i > 0))
+            found.append(Case(text, (264, 392, 136), FP16, view=view, config=config, by_value=False))
+        for block_m, block_n, pingpong, halves in ((128, 16, 0, 1), (128, 32, 1, 2), (64, 128, 1, 1), (256, 64, 0, 2)):
+            config = warp_specialized(block_m, block_n, pingpong=pingpong, halves=halves)
+            found.append(Case(text, (264, 200, 136), BF16, inputs=FP32, layout="tt", config=config))
+    for dtype in (FP32, FP8E4M3, FP8E5M2, INT8):
+        found.append(Case(f"cast(mm * 3 + bias, {dtype}), cast(amax(mm), {dtype})", (264, 400, 136), FP16, layout="nt", config=warp_specialized(pingpong=1)))
     return found
 
 

@@ -524,6 +524,13 @@ def test_a_config_that_does_not_fit(config: dict[str, Any], message: str) -> Non
         epigen.compile("mm", config=config)
 
 
+def test_groups_of_warps_that_share_a_tile_need_64_rows_each() -> None:
+    """With fewer, Triton 3.6 and 3.9 refuse the product, and a reduction takes the process down with the compiler."""
+    with pytest.raises(ConfigError, match="block_m=64 needs pingpong=1"):
+        epigen.compile("mm, sum(mm, m)", config=cases.warp_specialized(block_m=64)).plan()
+    assert epigen.compile("mm", config=cases.warp_specialized(block_m=64, pingpong=1)).plan().choice.config["block_m"] == 64
+
+
 def test_operands_that_tma_cannot_address_are_copied() -> None:
     kernel = epigen.compile("relu(mm), sum(a, k)", config=cases.persistent(tma_store=1), backend="interpreter")
     right = whole(24, 32) @ whole(32, 40)

@@ -18,6 +18,7 @@ from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, laid
 from epigen.dtypes import FP8E4M3, FP16, FP32, INT8
 from epigen.errors import TuneError
 from epigen.runtime.device import DEFAULT, TARGETS
+from epigen.tuning.resources import Work
 from epigen.tuning.runner import GpuRunner, Replay
 from epigen.tuning.search import search
 from epigen.tuning.space import Space, parameters
@@ -72,6 +73,17 @@ def test_every_point_is_legal_and_is_found_again(target: object, dtype: object) 
             if config.schedule == "tiled":
                 fits = (config["block_m"] + config["block_n"]) * config["block_k"] * spec.signature.a.bytes * config["num_stages"]
                 assert fits <= target.shared_bytes  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("text", ["relu(mm + bias)", "mm, relu(mm), cast(mm, fp32)", "cast(mm, fp32), cast(relu(mm), fp32), cast(gelu(mm), fp32)"])
+@pytest.mark.parametrize("shape", [(8192, 8192, 8192), (4096, 4096, 64)], ids=str)
+def test_groups_of_warps_have_two_buffers_beside_what_is_stored(text: str, shape: tuple[int, int, int]) -> None:
+    """With one, the kernel would never end: it is filled again only when the step after its own has been issued."""
+    spec = spec_of(text, shape)
+    configs = [c for c in Space(spec, shape, DEFAULT).every() if c.schedule == "warp_specialized"]
+    work = Work(spec, shape, DEFAULT)
+    assert configs and all(c["num_stages"] >= 2 and work.resources(c).shared_bytes <= DEFAULT.shared_bytes for c in configs)
+    assert {c["tma_store"] for c in configs} == ({1} if text == "relu(mm + bias)" else {0, 1})
 
 
 # -- replay

@@ -354,6 +354,8 @@ def unfit(config: KernelConfig, shape: tuple[int, int, int], target: Target) -> 
     schedule = SCHEDULES[config.schedule]
     if not schedule.runs_on(target.backend, target.arch):
         return f"the schedule {schedule.name} does not run on {target.name}"
+    if schedule.dialect == "gluon" and config["block_m"] < 64 * schedules.parts(config)[0]:
+        return f"two groups of warps share a tile's rows and multiply 64 each at least: {schedule.name} with block_m={config['block_m']} needs pingpong=1"
     if schedule.descriptors and 0 in shape:
         return f"the schedule {schedule.name} addresses operands by TMA descriptors, and there are none of empty tensors"
     return ""

@@ -222,16 +222,18 @@ class Space:
         block_m, block_n = self._tile(exponent, rows=64 if pingpong else 128, most=_MOST_GROUP if pingpong else 2 * _MOST_GROUP)
         halves = 1 + suggest("warp_specialized.halves", 0, int(block_n >= 64))
         stored = [s for s in self.spec.stores if s.name in self.spec.signature.tma]
+        leaving = sum((1 + pingpong) * block_m * block_n // halves * s.dtype.bytes for s in stored)
+        row_bytes, room = (block_m + block_n) * element_bytes, target.shared_bytes - _BARRIER_BYTES
         # the products lie such that a pointer would store four bytes at a time
-        tma_store = suggest("warp_specialized.tma_store", int(bool(stored)), int(bool(stored)))
+        described = int(0 < leaving <= room - 2 * (block_m + block_n) * _LEAST_RUN)
+        tma_store = suggest("warp_specialized.tma_store", described, described)
+        room -= tma_store * leaving
         loaded = [i for i in self.spec.inputs if i.indices and i.dtype is not None]
         early = suggest("warp_specialized.early", 0, int(halves == 1 and bool(loaded)))
-        leaving = sum((1 + pingpong) * block_m * block_n // halves * s.dtype.bytes for s in stored)
-        row_bytes, room = (block_m + block_n) * element_bytes, max(0, target.shared_bytes - _BARRIER_BYTES - leaving)
-        most_k = max(_LEAST_RUN // element_bytes, min(128, _down(max(1, room // (2 * row_bytes))), _padded(k)))
+        most_k = max(_LEAST_RUN // element_bytes, min(128, _down(room // (2 * row_bytes)), _padded(k)))
         block_k = exponent("block_k", min(most_k, _RUN // element_bytes), most_k)
-        most_stages = max(1, min(8, room // (row_bytes * block_k)))
-        stages = suggest("warp_specialized.num_stages", max(1, most_stages - 1), most_stages)
+        most_stages = min(8, room // (row_bytes * block_k))
+        stages = suggest("warp_specialized.num_stages", max(2, most_stages - 1), most_stages)
         group_m = _GROUPS[suggest("warp_specialized.group_m", 0, int(m > block_m))]
         return schedules.config(
             "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, halves=halves, early=early,

@@ -1,0 +1,233 @@
+"""Hopper's asynchronous machinery: shared memory, barriers, TMA's copies and the tensor cores' multiplications.
+
+What is asynchronous happens as late as it may: a copy into shared memory some turns after it was issued (until then the buffer holds NaN), a
+multiplication and a copy out of shared memory when they are waited for. An operand that changes meanwhile is a Fault. A barrier knows
+whether it has completed an even or an odd number of phases, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from gluon_turns import CopyIn, here, turn
+from gluon_values import BITS, UNKNOWN, Block, Fault, demand
+
+SHARED_BYTES = 232_448  # of one block on sm_90
+
+# -- shared memory and barriers
+
+
+class Shared:
+    """A buffer of shared memory, or several."""
+
+    def __init__(self, data: torch.Tensor, layout: object):
+        self.data, self.layout = data, layout
+
+    def index(self, at: int) -> Shared:
+        demand(0 <= at < len(self.data), f"buffer {at} of {len(self.data)}")
+        return Shared(self.data[at], self.layout)
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.data.permute(*order), self.layout)
+
+    def store(self, value: Block) -> None:
+        actor = turn()
+        demand(
+            value.data.shape == self.data.shape and value.data.dtype == self.data.dtype,
+            f"{value.data.dtype} {list(value.data.shape)} is stored in another buffer",
+        )
+        self.data.copy_(value.data)
+        actor.program.unfenced[self.data.data_ptr()] = actor
+
+    def bits(self) -> torch.Tensor:
+        return self.data.view(BITS[self.data.itemsize])
+
+    def spoil(self) -> None:
+        self.bits().fill_(UNKNOWN)
+
+
+class Barrier:
+    """Counts arrivals and bytes; knows its phase by its parity alone."""
+
+    def __init__(self, name: str):
+        self.name, self.count, self.missing, self.bytes, self.parity = name, 0, 0, 0, 0
+
+    def arrive(self, count: int = 1) -> None:
+        demand(self.count > 0, f"{self.name} was not initialised")
+        self.missing -= count
+        demand(self.missing >= 0, f"{self.name} counts {self.count} arrivals, and one more has come")
+        self._complete()
+
+    def deliver(self, count: int) -> None:
+        self.bytes -= count
+        demand(self.bytes >= 0, f"{self.name} was told of {-self.bytes} bytes too few")
+        self._complete()
+
+    def _complete(self) -> None:
+        if self.missing == 0 and self.bytes == 0:
+            self.missing, self.parity = self.count, self.parity ^ 1
+
+
+class Barriers(list[Barrier]):
+    def index(self, at: int) -> Barrier:
+        demand(0 <= at < len(self), f"barrier {at} of {len(self)}")
+        return self[at]
+
+
+@dataclass(frozen=True)
+class MBarrierLayout:
+    pass
+
+
+def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: object) -> Shared | Barriers:
+    program = here().program
+    size = math.prod(shape)
+    program.shared_bytes += size * dtype.itemsize
+    demand(program.shared_bytes <= SHARED_BYTES, f"{program.shared_bytes} bytes of shared memory")
+    if isinstance(layout, MBarrierLayout):
+        return Barriers(Barrier(f"barrier {i} of {size} at {program.shared_bytes}") for i in range(shape[0]))
+    buffers = Shared(torch.empty(tuple(shape), dtype=dtype), layout)
+    buffers.spoil()
+    return buffers
+
+
+def _init(barrier: Barrier, count: int) -> None:
+    actor = turn()
+    barrier.count = barrier.missing = count
+    actor.program.unfenced[id(barrier)] = actor
+
+
+def _expect(barrier: Barrier, expected: int, pred: bool = True) -> None:
+    turn()
+    if pred:
+        barrier.bytes += expected
+        barrier.arrive()
+
+
+def _arrive(barrier: Barrier, *, count: int = 1, pred: bool = True) -> None:
+    turn()
+    if pred:
+        barrier.arrive(count)
+
+
+def _wait(barrier: Barrier, phase: int) -> None:
+    demand(phase in (0, 1), f"a barrier is waited for with parity {phase}")
+    demand(barrier.count > 0, f"{barrier.name} was not initialised")
+    turn(lambda: barrier.parity != phase, f"{barrier.name} to complete a phase of parity {phase}")
+
+
+def fence_async_shared() -> None:
+    actor = turn()
+    actor.program.unfenced = {at: a for at, a in actor.program.unfenced.items() if a is not actor}
+
+
+# -- what is asynchronous
+
+
+class Descriptor:
+    """What TMA addresses: a matrix with contiguous rows, in blocks."""
+
+    def __init__(self, tensor: torch.Tensor, block: tuple[int, int]):
+        demand(tensor.stride(1) == 1 and tensor.stride(0) * tensor.itemsize % 16 == 0 and tensor.data_ptr() % 16 == 0, "rows that TMA cannot address")
+        demand(max(block) <= 256 and block[1] * tensor.itemsize >= 16, f"TMA moves no block of {block}")
+        self.tensor, self.block, self.dtype, self.layout = tensor, block, tensor.dtype, ("TMA", block)
+
+    def part(self, at: Sequence[int]) -> torch.Tensor:
+        """The elements of a block that the matrix has."""
+        return self.tensor[tuple(slice(i, i + size) for i, size in zip(at, self.block, strict=True))]
+
+    def check(self, buffer: Shared) -> None:
+        demand(buffer.layout == self.layout and tuple(buffer.data.shape) == self.block and buffer.data.dtype == self.dtype,
+               f"a block of {self.block} does not fit a buffer of {list(buffer.data.shape)}")  # fmt: skip
+
+
+def copy_in(source: Descriptor, at: Sequence[int], barrier: Barrier, buffer: Shared) -> None:
+    actor = turn()
+    source.check(buffer)
+    demand(id(barrier) not in actor.program.unfenced, f"{barrier.name} was initialised, and no fence has shown it to the copies")
+    buffer.spoil()
+
+    def land() -> None:
+        part = source.part(at)
+        buffer.data.zero_()
+        buffer.data[: part.shape[0], : part.shape[1]] = part
+        barrier.deliver(buffer.data.nbytes)
+
+    actor.machine.copies.append(CopyIn(actor.program, actor.machine.copy_weight, land))
+
+
+class CopyOut:
+    """A copy out of shared memory. What it reads has to stay as it is until it has been waited for; others see it when the launch has ended."""
+
+    def __init__(self, target: Descriptor, at: Sequence[int], buffer: Shared):
+        self.target, self.at, self.buffer, self.seen = target, tuple(at), buffer, buffer.bits().clone()
+
+    def end(self) -> None:
+        demand(torch.equal(self.seen, self.buffer.bits()), "a buffer was overwritten while it was copied out")
+        part, data = self.target.part(self.at), self.buffer.data.clone()
+        here().machine.late.append(lambda: part.copy_(data[: part.shape[0], : part.shape[1]]))
+
+
+def copy_out(target: Descriptor, at: Sequence[int], buffer: Shared) -> None:
+    actor = turn()
+    target.check(buffer)
+    demand(buffer.data.data_ptr() not in actor.program.unfenced, "a buffer was written, and no fence has shown it to the copy out of it")
+    actor.stores.append(CopyOut(target, at, buffer))
+
+
+def _store_wait(pending: int) -> None:
+    actor = turn()
+    while len(actor.stores) > pending:
+        actor.stores.popleft().end()
+
+
+class Product(Block):
+    """A multiplication in flight. Its operands have to stay as they are until it has been waited for."""
+
+    def __init__(self, a: Shared, b: Shared, acc: Block | None, shape: torch.Size):
+        self.a, self.b, self.acc, self.shape = a, b, acc, shape
+        self.seen = a.bits().clone(), b.bits().clone()
+        self.value: Block | None = None
+
+    @property
+    def data(self) -> torch.Tensor:
+        raise Fault("a product is used, and it was not waited for")
+
+    def end(self) -> None:
+        for seen, operand in zip(self.seen, (self.a, self.b), strict=True):
+            demand(torch.equal(seen, operand.bits()), "an operand changed while it was multiplied")
+        product = self.a.data.float() @ self.b.data.float()
+        acc = self.acc.value if isinstance(self.acc, Product) else self.acc
+        self.value = Block(product if acc is None else acc.data + product)
+
+
+def warpgroup_mma(a: Shared, b: Shared, acc: Block, *, use_acc: bool = True, is_async: bool = False) -> Any:
+    actor = turn()
+    shape = acc.shape if isinstance(acc, Product) else acc.data.shape
+    demand(actor.warps == 4 and shape[0] % 64 == 0, f"{actor.warps} warps multiply a tile of {list(shape)}")
+    demand((a.data.shape[0], b.data.shape[1]) == shape and a.data.shape[1] == b.data.shape[0] and a.data.dtype.itemsize == b.data.dtype.itemsize,
+           f"{list(a.data.shape)} times {list(b.data.shape)} into {list(shape)}")  # fmt: skip
+    product = Product(a, b, acc if use_acc else None, shape)
+    actor.products.append(product)
+    return product if is_async else warpgroup_mma_wait(0, (product,))
+
+
+def warpgroup_mma_wait(outstanding: int = 0, deps: Sequence[Block] = ()) -> Any:
+    """What is still in flight stays a Product, with which nothing can be computed."""
+    actor = turn()
+    while len(actor.products) > outstanding:
+        actor.products.popleft().end()
+    found = tuple(d.value if isinstance(d, Product) and d.value is not None else d for d in deps)
+    return found[0] if len(found) == 1 else found
+
+
+HOPPER = SimpleNamespace(
+    fence_async_shared=fence_async_shared, warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait,
+    mbarrier=SimpleNamespace(init=_init, expect=_expect, arrive=_arrive, wait=_wait, MBarrierLayout=MBarrierLayout),
+    tma=SimpleNamespace(async_load=copy_in, async_store=copy_out, store_wait=_store_wait),
+)  # fmt: skip

@@ -1,0 +1,267 @@
+"""The warp-specialised schedule, run on the CPU against the float64 oracle; and what is out for its mistakes, shown to find them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import cases
+import gluon_on_cpu
+import pytest
+import torch
+from cases import Case, warp_specialized
+from gluon_hopper import Descriptor
+from gluon_values import Fault
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from programs import programs
+from test_differential import arguments
+
+import epigen
+from epigen.codegen.render import Rendered
+from epigen.codegen.schedules import WARP_SPECIALIZED
+from epigen.codegen.spec import LAYOUTS
+from epigen.dtypes import BF16, FP16, FP32
+from epigen.errors import ConfigError
+from epigen.ir import reference
+from epigen.ir.graph import Graph
+from epigen.runtime import direct, verify
+from epigen.runtime.device import TARGETS
+
+PROGRAMS = 3
+"""Few, so that each has several tiles; the GPU has one a multiprocessor."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_cpu() -> Iterator[None]:
+    """One thread for torch, which would start more for each partition; descriptors of the executor's."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "describe_by_triton", lambda _dialect, t, block: Descriptor(direct.upright(t), block))
+        yield
+    torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Executed:
+    """A program that the executor runs, in place of a Kernel. edit: of the generated text. wide: with offsets of 64 bits."""
+
+    case: Case
+    seed: object
+    edit: Callable[[str], str] = lambda text: text
+    wide: bool = False
+
+    @property
+    def graph(self) -> Graph:
+        return epigen.compile(self.case.text).graph
+
+    def load(self, rendered: Rendered) -> SimpleNamespace:
+        return gluon_on_cpu.module(self.edit(rendered.text), self.seed)
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: None = None, **inputs: torch.Tensor | float) -> list[torch.Tensor]:
+        assert out is None
+        kernel = epigen.compile(self.case.text, config=self.case.config, backend="triton")
+        kernel._loaders[False] = self
+        if self.wide:
+            signature = kernel._signature
+            kernel._signature = lambda *given: replace(signature(*given), index_bits=64)
+        prepared = kernel._prepare((a, b), inputs, {}, target=replace(TARGETS["sm_90"], multiprocessors=PROGRAMS))
+        results = prepared.results({})
+        values = prepared.values((a, b), inputs, results)
+        for t in (*results, *(values[b.name] for b in prepared.workspace.buffers)):
+            t.untyped_storage().fill_(255)  # NaN, so that what is not written shows
+        for launch in prepared.launches:
+            launch(values)
+        assert not values.get("num_arrived_ptr", torch.zeros(1)).any(), "the next launch begins to count where this one has ended"
+        return results
+
+
+def check(executed: Executed) -> None:
+    case = executed.case
+    found = verify.differences(executed, arguments(case, executed, "cpu"), case.precision)
+    verify.demand(found)
+    assert case.integers or all(d.promised > 0.5 for d in found.values()), found
+
+
+def small(case: Case) -> Case:
+    """Fewer tiles and steps, with the same remainders."""
+    m, n, k = case.shape
+    return replace(case, shape=(min(m, 384 + m % 256), min(n, 384 + n % 256), min(k, 640 + k % 64)))
+
+
+CASES = [small(c) for c in (*cases.warp_specialized_cases(), *cases.one_launch_cases()) if c.config and c.config.schedule == "warp_specialized"]
+FAST = set(cases.share(CASES, 2))
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in FAST else [pytest.mark.slow]) for c in CASES if not c.integers], ids=str)
+def test_warp_specialized(case: Case) -> None:
+    check(Executed(case, seed=case))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.integers], ids=str)
+def test_integers_bit_for_bit(case: Case) -> None:
+    executed = Executed(case, seed=case)
+    given = arguments(case, executed, "cpu")
+    results = executed(given.a, given.b, **given.inputs)
+    expected = reference.evaluate(executed.graph, given.a, given.b, given.inputs, [FP16 if r.dtype == torch.float16 else FP32 for r in results])
+    for result, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, right, rtol=0, atol=0)
+
+
+EVERYTHING = "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n), where(mask, z, 0)"
+
+
+@pytest.mark.parametrize("stages", WARP_SPECIALIZED.dimensions["num_stages"])
+@pytest.mark.parametrize("pingpong", [0, 1])
+def test_any_number_of_buffers(stages: int, pingpong: int) -> None:
+    """Fewer and more than a tile has steps. One buffer would not do: it is handed back when the next step has been issued."""
+    config = warp_specialized(128, 64, 32, stages, pingpong=pingpong)
+    check(Executed(Case("relu(mm + bias)", (264, 200, 168), layout="nt", config=config), stages))
+
+
+def test_one_buffer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="num_stages=1 is not one of 2, 3"):
+        warp_specialized(num_stages=1)
+
+
+@pytest.mark.parametrize("pingpong", [0, 1])
+def test_offsets_of_64_bits(pingpong: int) -> None:
+    check(Executed(Case(EVERYTHING, (264, 200, 72), layout="nt", config=warp_specialized(128, 64, 64, pingpong=pingpong)), 0, wide=True))
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, int]:
+    config = {name: draw(st.sampled_from(values)) for name, values in WARP_SPECIALIZED.dimensions.items()}
+    if not config["pingpong"]:
+        config["block_m"] = max(config["block_m"], 128)
+    config["block_n"] = min(config["block_n"], 64)
+    config["num_stages"] = min(config["num_stages"], 3 if config["block_k"] < 128 else 2)  # what a tile of 256x64 leaves room for
+    return config
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(programs(most=8, tame=True, casts=(FP32, FP16, BF16)), configs(), st.sampled_from(LAYOUTS), st.sampled_from((FP16, BF16)))
+def test_random_programs(text: str, values: dict[str, int], layout: str, a: object) -> None:
+    case = Case(text, (200, 135, 70), a, inputs=FP32, layout=layout, config=warp_specialized(**values))  # type: ignore[arg-type]
+    executed = Executed(case, seed=text)
+    verify.demand(verify.differences(executed, arguments(case, executed, "cpu")))
+
+
+# -- mistakes that are found
+
+FORWARD = "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z)"
+PINGPONG = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1))
+COOPERATIVE = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3))
+HALVES = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 128, 64, 3, halves=2))
+
+ONE_LAUNCH = Case("dz = drelu(mm, mask); dz, bgrad(dz)", (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, one_launch=1))
+
+_FULL = "            mbarrier.wait(full_bars.index(slot_id), step_id // STAGES & 1)\n"
+_EMPTY = "            mbarrier.wait(empty_bars.index(slot_id), step_id // STAGES & 1 ^ 1)\n"
+_RELEASE = "        mbarrier.arrive(empty_bars.index((step_id + STAGES - 1) % STAGES))\n"
+_LAST = "        acc = warpgroup_mma_wait(0, deps=(acc,))\n"
+
+MISTAKES = {
+    # of the two groups' order: a wait for a buffer cannot tell a phase from the next but one
+    "no order": (PINGPONG, "mbarrier.wait(order_bars.index(WHICH), turn_id & 1 ^ 1 - WHICH)", "pass"),
+    "the other group is never let on": (PINGPONG, "mbarrier.arrive(order_bars.index(1 - WHICH))", "pass"),
+    "the other group first": (PINGPONG, "turn_id & 1 ^ 1 - WHICH", "turn_id & 1 ^ WHICH"),
+    "always the first turn": (PINGPONG, "        turn_id += 1\n", ""),
+    "the other group's steps are not counted": (PINGPONG, "        step_id += num_steps\n", ""),
+    # of the buffers
+    "no wait for a full buffer": (COOPERATIVE, _FULL, ""),
+    "no wait for a full buffer, ping-pong": (PINGPONG, _FULL, ""),
+    "no wait for an empty buffer": (COOPERATIVE, _EMPTY, ""),
+    "no wait for an empty buffer, ping-pong": (PINGPONG, _EMPTY, ""),
+    "the first wait for an empty buffer waits": (COOPERATIVE, "step_id // STAGES & 1 ^ 1", "step_id // STAGES & 1"),
+    "a buffer is released a step early": (COOPERATIVE, "warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,"),
+    "a buffer is released a step early, ping-pong": (PINGPONG, "warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,"),
+    "the last buffer is released before the last product": (COOPERATIVE, _LAST + _RELEASE, _RELEASE + _LAST),
+    "the last buffer is not released": (COOPERATIVE, _RELEASE, ""),
+    "a buffer is released by one group for both": (COOPERATIVE, "mbarrier.init(empty_bars.index(slot_id), count=2)", "mbarrier.init(empty_bars.index(slot_id), count=1)"),
+    "fewer bytes are expected than come": (COOPERATIVE, "(BLOCK_M + BLOCK_N) * BLOCK_K * 2", "BLOCK_M * BLOCK_K * 2"),
+    "more bytes are expected than come": (COOPERATIVE, "(BLOCK_M + BLOCK_N) * BLOCK_K * 2", "(BLOCK_M + BLOCK_N) * BLOCK_K * 4"),
+    "barriers are not shown to the copies": (COOPERATIVE, "    fence_async_shared()\n    gl.warp", "    gl.warp"),
+    "a group reads the other's rows": (COOPERATIVE, "a_bufs.index(2 * slot_id + WHICH)", "a_bufs.index(2 * slot_id + 1 - WHICH)"),
+    # of the accumulator
+    "the epilogue begins before the last product": (COOPERATIVE, "warpgroup_mma_wait(0,", "warpgroup_mma_wait(1,"),
+    "a tile adds to the one before": (COOPERATIVE, "use_acc=k > 0", "use_acc=k > BLOCK_K"),
+    # of the stores
+    "no wait before a store's buffer is overwritten": (COOPERATIVE, "        tma.store_wait(0)\n        out0_buf", "        out0_buf"),
+    "no wait between halves": (HALVES, "            tma.store_wait(0)\n            out0_buf", "            out0_buf"),
+    "no wait for the last store": (COOPERATIVE, "    tma.store_wait(0)\n\n\n@", "\n\n@"),
+    "a store's buffer is not shown to the copy": (COOPERATIVE, "        fence_async_shared()\n        copy_out", "        copy_out"),
+    "both groups store through one buffer": (PINGPONG, "out0_bufs.index(1)", "out0_bufs.index(0)"),
+    "halves in the wrong order": (HALVES, "acc_left, acc_right = ", "acc_right, acc_left = "),
+    # of reductions that the last block completes
+    "others do not see what was stored": (ONE_LAUNCH, "        block_barrier()\n", ""),
+    "the last but one completes": (ONE_LAUNCH, "== tiles_m - 1:", "== tiles_m - 2:"),
+    "the next launch goes on counting": (ONE_LAUNCH, "gl.store(num_arrived_ptr + pid_n, 0)", "pass"),
+    "the last completes the first part alone": (ONE_LAUNCH, "(offs_t < tiles_m)", "(offs_t < 1)"),
+    # of offsets, masks and layouts
+    "words of a mask past the last": (PINGPONG, "mask=in_kept_words", "mask=None"),
+    "a bias past the last": (PINGPONG, "mask=offs_col < N, other=0.0", ""),
+    "rows past the last are summed": (PINGPONG, "gl.where(offs_m < M, z, 0.0)", "z"),
+    "tiles past the last": (PINGPONG, "size = min(tiles_m - first, GROUP_M)", "size = GROUP_M"),
+    "words that no thread has": (PINGPONG, "[8, 0, 0, 0], *", "[4, 0, 0, 0], *"),
+    "sums that no thread has": (PINGPONG, "[[0, 1, 0, 0], [0, 0, 0, 1], *", "[[0, 0, 0, 1], [0, 0, 0, 1], *"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_found(name: str) -> None:
+    """By a Fault, or by wrong results; in one of three orders of events at least."""
+    case, right, wrong = MISTAKES[name]
+
+    def edit(text: str) -> str:
+        assert right in text, text
+        return text.replace(right, wrong)
+
+    def passes(seed: int) -> bool:
+        try:
+            check(Executed(case, seed, edit))
+        except (Fault, verify.VerificationError, AssertionError):
+            return False
+        return True
+
+    assert not all(passes(seed) for seed in range(3))
+
+
+@pytest.mark.parametrize("case", [PINGPONG, COOPERATIVE, HALVES, ONE_LAUNCH], ids=["pingpong", "cooperative", "halves", "one launch"])
+def test_the_same_without_a_mistake(case: Case) -> None:
+    for seed in range(3):
+        check(Executed(case, seed))
+
+
+def test_a_deadlock_says_who_waits_for_what() -> None:
+    executed = Executed(PINGPONG, 0, lambda text: text.replace("mbarrier.arrive(order_bars.index(1 - WHICH))", "pass"))
+    with pytest.raises(Fault, match=r"^deadlock: .*multiply_tiles 0 of block 0 waits for barrier 0 of 2 .* to complete a phase of parity 0"):
+        check(executed)
+
+
+LAST_OF_ALL = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def add_up(total_ptr, partial_ptr, num_arrived_ptr, COUNT: gl.constexpr):
+    gl.store(partial_ptr + gl.program_id(0), 1)
+    gl.barrier()
+    if gl.atomic_add(num_arrived_ptr, 1, sem="acq_rel") == COUNT - 1:
+        gl.store(total_ptr, gl.sum(gl.load(partial_ptr + gl.arange(0, COUNT)), 0))
+"""
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_what_others_stored_is_seen_behind_their_barrier_alone(barrier: bool) -> None:
+    text = LAST_OF_ALL if barrier else LAST_OF_ALL.replace("    gl.barrier()\n", "")
+    right = []
+    for seed in range(5):
+        total, partial, num_arrived = (torch.zeros(size, dtype=torch.int32) for size in (1, 8, 1))
+        gluon_on_cpu.module(text, seed).add_up[(8,)](total, partial, num_arrived, COUNT=8, num_warps=4, num_stages=1, enable_fp_fusion=True)
+        assert num_arrived.item() == 8
+        right.append(total.item() == 8)
+    assert all(right) if barrier else not all(right)
