@@ -13,7 +13,7 @@ import torch
 from cases import Case, warp_specialized
 from gluon_hopper import Descriptor
 from gluon_values import Fault
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from programs import programs
 from test_differential import arguments
@@ -74,7 +74,8 @@ class Executed:
             t.untyped_storage().fill_(255)  # NaN, so that what is not written shows
         for launch in prepared.launches:
             launch(values)
-        assert not values.get("num_arrived_ptr", torch.zeros(1)).any(), "the next launch begins to count where this one has ended"
+        if values.get("num_arrived_ptr", torch.zeros(1)).any():
+            raise Fault("the next launch begins to count where this one has ended")
         return results
 
 
@@ -91,8 +92,8 @@ def small(case: Case) -> Case:
     return replace(case, shape=(min(m, 384 + m % 256), min(n, 384 + n % 256), min(k, 640 + k % 64)))
 
 
-CASES = [small(c) for c in (*cases.warp_specialized_cases(), *cases.one_launch_cases()) if c.config and c.config.schedule == "warp_specialized"]
-FAST = set(cases.share(CASES, 2))
+CASES = [small(c) for c in cases.all_cases() if c.config is not None and c.config.schedule == WARP_SPECIALIZED.name]
+FAST = set(cases.share(CASES, 3))
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in FAST else [pytest.mark.slow]) for c in CASES if not c.integers], ids=str)
@@ -137,7 +138,7 @@ def configs(draw: st.DrawFn) -> dict[str, int]:
     if not config["pingpong"]:
         config["block_m"] = max(config["block_m"], 128)
     config["block_n"] = min(config["block_n"], 64)
-    config["num_stages"] = min(config["num_stages"], 3 if config["block_k"] < 128 else 2)  # what a tile of 256x64 leaves room for
+    config["num_stages"] = min(config["num_stages"], 3)
     return config
 
 
@@ -146,7 +147,11 @@ def configs(draw: st.DrawFn) -> dict[str, int]:
 def test_random_programs(text: str, values: dict[str, int], layout: str, a: object) -> None:
     case = Case(text, (200, 135, 70), a, inputs=FP32, layout=layout, config=warp_specialized(**values))  # type: ignore[arg-type]
     executed = Executed(case, seed=text)
-    verify.demand(verify.differences(executed, arguments(case, executed, "cpu")))
+    try:
+        verify.demand(verify.differences(executed, arguments(case, executed, "cpu")))
+    except Fault as fault:
+        assume(not str(fault).endswith("bytes of shared memory"))  # many results leave room for small tiles alone
+        raise
 
 
 # -- mistakes that are found
@@ -154,9 +159,8 @@ def test_random_programs(text: str, values: dict[str, int], layout: str, a: obje
 FORWARD = "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z)"
 PINGPONG = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1))
 COOPERATIVE = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3))
+LAST_BLOCK = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, one_launch=1))
 HALVES = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 128, 64, 3, halves=2))
-
-ONE_LAUNCH = Case("dz = drelu(mm, mask); dz, bgrad(dz)", (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, one_launch=1))
 
 _FULL = "            mbarrier.wait(full_bars.index(slot_id), step_id // STAGES & 1)\n"
 _EMPTY = "            mbarrier.wait(empty_bars.index(slot_id), step_id // STAGES & 1 ^ 1)\n"
@@ -185,6 +189,10 @@ MISTAKES = {
     "more bytes are expected than come": (COOPERATIVE, "(BLOCK_M + BLOCK_N) * BLOCK_K * 2", "(BLOCK_M + BLOCK_N) * BLOCK_K * 4"),
     "barriers are not shown to the copies": (COOPERATIVE, "    fence_async_shared()\n    gl.warp", "    gl.warp"),
     "a group reads the other's rows": (COOPERATIVE, "a_bufs.index(2 * slot_id + WHICH)", "a_bufs.index(2 * slot_id + 1 - WHICH)"),
+    # of reductions that the last block completes
+    "partial results are not shown before they are counted": (LAST_BLOCK, "block_barrier()\n", "pass\n"),
+    "the last but one is taken for the last": (LAST_BLOCK, "tiles_m - 1:", "tiles_m - 2:"),
+    "counters are left as they are": (LAST_BLOCK, "gl.store(num_arrived_ptr", "(num_arrived_ptr"),
     # of the accumulator
     "the epilogue begins before the last product": (COOPERATIVE, "warpgroup_mma_wait(0,", "warpgroup_mma_wait(1,"),
     "a tile adds to the one before": (COOPERATIVE, "use_acc=k > 0", "use_acc=k > BLOCK_K"),
@@ -195,11 +203,6 @@ MISTAKES = {
     "a store's buffer is not shown to the copy": (COOPERATIVE, "        fence_async_shared()\n        copy_out", "        copy_out"),
     "both groups store through one buffer": (PINGPONG, "out0_bufs.index(1)", "out0_bufs.index(0)"),
     "halves in the wrong order": (HALVES, "acc_left, acc_right = ", "acc_right, acc_left = "),
-    # of reductions that the last block completes
-    "others do not see what was stored": (ONE_LAUNCH, "        block_barrier()\n", ""),
-    "the last but one completes": (ONE_LAUNCH, "== tiles_m - 1:", "== tiles_m - 2:"),
-    "the next launch goes on counting": (ONE_LAUNCH, "gl.store(num_arrived_ptr + pid_n, 0)", "pass"),
-    "the last completes the first part alone": (ONE_LAUNCH, "(offs_t < tiles_m)", "(offs_t < 1)"),
     # of offsets, masks and layouts
     "words of a mask past the last": (PINGPONG, "mask=in_kept_words", "mask=None"),
     "a bias past the last": (PINGPONG, "mask=offs_col < N, other=0.0", ""),
@@ -212,7 +215,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_found(name: str) -> None:
-    """By a Fault, or by wrong results; in one of three orders of events at least."""
+    """By a Fault or by wrong results; in one of three orders of events at least."""
     case, right, wrong = MISTAKES[name]
 
     def edit(text: str) -> str:
@@ -222,14 +225,14 @@ def test_mistakes_are_found(name: str) -> None:
     def passes(seed: int) -> bool:
         try:
             check(Executed(case, seed, edit))
-        except (Fault, verify.VerificationError, AssertionError):
+        except (Fault, verify.VerificationError):
             return False
         return True
 
     assert not all(passes(seed) for seed in range(3))
 
 
-@pytest.mark.parametrize("case", [PINGPONG, COOPERATIVE, HALVES, ONE_LAUNCH], ids=["pingpong", "cooperative", "halves", "one launch"])
+@pytest.mark.parametrize("case", [PINGPONG, COOPERATIVE, LAST_BLOCK, HALVES], ids=["pingpong", "cooperative", "last block", "halves"])
 def test_the_same_without_a_mistake(case: Case) -> None:
     for seed in range(3):
         check(Executed(case, seed))
