@@ -583,6 +583,15 @@ def test_a_split_sum_is_the_same_every_time() -> None:
     assert all(torch.equal(x, y) for one in found[1:] for x, y in zip(one, found[0], strict=True))
 
 
+def test_a_value_before_and_after_its_cast_has_two_names() -> None:
+    text = """w = cast(cast(cast(mm, fp16), fp32), int8); y = cast(cast(mm, fp16), fp32)
+    w, y, cast(cast(cast(mm, fp16), fp32), int8) + 1, cast(cast(mm, fp16), fp32) * 2"""
+    kernel = epigen.compile(text, config=cases.tiled(32, 32, 32), backend="interpreter")
+    found = kernel(half(20, 16), half(16, 24))
+    assert torch.equal(found[3].float(), 2 * found[1]) and not torch.equal(found[1], found[0].float())
+    assert torch.equal(found[2].float(), found[0].float() + 1)
+
+
 def test_the_last_block_leaves_what_the_next_launch_finds() -> None:
     text = "z = mm + bias; sum(z, m), sum(z, n) * 2, amax(z)"
     inside, after = (epigen.compile(text, config=cases.tiled(32, 32, 32, one_launch=i), backend="interpreter") for i in (1, 0))

@@ -139,7 +139,8 @@ def test_the_journal_is_optunas_own_format(tmp_path: Path) -> None:
     found = run(MadeUp(), 6, path)
     theirs = optuna.storages.JournalStorage(JournalFileBackend(path))
     study = optuna.load_study(study_name="one", storage=theirs)
-    assert len(study.trials) == 6 and math.exp(study.best_value) == pytest.approx(found.outcome.median_us)
+    assert len(study.trials) == 6
+    assert math.exp(study.best_value) == pytest.approx(found.outcome.median_us, rel=0.01)  # what is as good within the noise may win
     optuna.create_study(study_name="two", storage=theirs)  # and what they write is read
     assert len(run(MadeUp(), 3, path, "two").outcomes) == 3
     assert set(optuna.get_all_study_names(theirs)) == {"one", "two"}

@@ -211,7 +211,8 @@ class _Body:
             elif node.op == g.MM:
                 self.names[number] = "mm" if signature.a == INT8 else ACC
             elif node.op not in (g.CONSTANT, g.OPERAND, g.BITMASK):
-                name = node.label or from_output.get(number)
+                # a cast at an output is the store's, so what is stored has the output's name; the cast's value, used elsewhere, may have it as label
+                name = next((name for name in (node.label, from_output.get(number)) if name and name not in self.names.values()), "")
                 if not name:
                     name, temporaries = f"t{temporaries}", temporaries + 1
                 self.names[number] = name
