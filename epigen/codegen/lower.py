@@ -34,7 +34,7 @@ from epigen.codegen.spec import (
 from epigen.dtypes import BF16, FP32, INT8, INT32, OPERANDS, UINT8, DType
 from epigen.errors import CallError
 from epigen.ir import graph as g
-from epigen.ir.graph import Graph, Output
+from epigen.ir.graph import Graph, Node, Output
 
 _LONGEST_NAME = 60
 
@@ -45,14 +45,14 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
     body = _Body(graph, signature)
     stores = [_store(graph, output, body) for output in graph.outputs]
     reduced = [graph.nodes[o.node].reduced for o in graph.outputs]
-    finishes, partials, roots = [], [], []
+    finishes, partials, roots, zero = [], [], [], _zero_below(graph)
     for indices in ("n", "m", ""):
         chosen = [i for i, s in enumerate(stores) if reduced[i] and s.indices == indices]
         if chosen:
             nodes = [graph.outputs[i].node for i in chosen]
             finishes.append(_finish(body, indices, nodes, tuple(stores[i] for i in chosen)))
             found = [n for n in _reached(graph, nodes, through=True) if graph.nodes[n].op == g.REDUCE and graph.nodes[n].axes != "k"]
-            partials += [_partial(graph, n, body) for n in found]
+            partials += [_partial(graph, n, body, zero) for n in found]
             roots += [graph.nodes[n].args[0] for n in found]
     tiles = [i for i in range(len(stores)) if not reduced[i]]
     roots += [_stored_node(graph, graph.outputs[i]) for i in tiles if stores[i].value != ACC]
@@ -152,18 +152,24 @@ def _finish(body: _Body, indices: str, roots: Sequence[int], stores: tuple[Store
     return Finish(indices, tuple(sources), inputs, lines, stores)
 
 
-def _partial(graph: Graph, number: int, body: _Body) -> Partial:
+def _partial(graph: Graph, number: int, body: _Body, zero: Sequence[bool]) -> Partial:
     node = graph.nodes[number]
-    return Partial(body.name(number), node.name, body.arg(node.args[0]), node.axes, _zero_below(graph, node.args[0]))
+    return Partial(body.name(number), node.name, body.arg(node.args[0]), node.axes, zero[node.args[0]])
 
 
-def _zero_below(graph: Graph, number: int) -> bool:
-    """Whether a value is 0, or false, in a tile's rows past the last, where inputs of such rows are read as 0 and bits as unset.
+def _zero_below(graph: Graph) -> list[bool]:
+    """Of each value whether it is 0, or false, in a tile's rows past the last, where inputs of such rows are read as 0 and bits as unset.
 
     Nothing is known of the product there, nor of what varies along n alone: 0 * inf is NaN.
     """
-    node = graph.nodes[number]
-    zero = [_zero_below(graph, a) for a in node.args]
+    found: list[bool] = []
+    for node in graph.nodes:
+        found.append(_stays_zero(node, [found[a] for a in node.args]))
+    return found
+
+
+def _stays_zero(node: Node, zero: Sequence[bool]) -> bool:
+    """zero: of each argument."""
     match node.op:
         case g.INPUT:
             return "m" in node.indices
