@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -209,23 +209,17 @@ def test_the_least_recently_used_makes_room() -> None:
 
 
 def test_threads_may_share_it() -> None:
-    held, wrong = Latest[int, int](8), list[object]()
+    held = Latest[int, int](8)
 
     def work(first: int) -> None:
-        try:
-            for i in range(2000):
-                key = (first * 7 + i) % 20
-                found = held.get(key)
-                if found is None:
-                    held.put(key, key)
-                elif found != key:
-                    wrong.append(found)
-        except Exception as error:  # noqa: BLE001  # a thread's exception would be lost
-            wrong.append(error)
+        for i in range(2000):
+            key = (first * 7 + i) % 20
+            found = held.get(key)
+            if found is None:
+                held.put(key, key)
+            else:
+                assert found == key
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and len(held) == 8
+    with ThreadPoolExecutor(6) as threads:
+        assert len(list(threads.map(work, range(6)))) == 6  # raises what one of them has raised
+    assert len(held) == 8
