@@ -157,10 +157,6 @@ def minimum(x: Any, y: Any, propagate_nan: str = "") -> Block:
     return elementwise(torch.minimum if propagate_nan == ALL else torch.fmin)(x, y)
 
 
-def clamp(x: Any, low: Any, high: Any, propagate_nan: str = "") -> Block:
-    return minimum(maximum(x, low, propagate_nan), high, propagate_nan)
-
-
 def reduce(x: Block, axis: int, combine: Callable[[Block, Block], Block], keep_dims: bool = False) -> Block:
     data = x.data
     while (size := data.shape[axis]) > 1:
@@ -187,7 +183,7 @@ FUNCTIONS: dict[str, Any] = {
     "reshape": reshape, "split": split, "reduce": reduce,
     "permute": lambda x, order: Block(x.data.permute(*order)),
     "where": where,
-    "maximum": maximum, "minimum": minimum, "clamp": clamp,
+    "maximum": maximum, "minimum": minimum,
     "sum": _reduction(operator.add), "max": _reduction(maximum), "reduce_or": _reduction(operator.or_),
     **{name: elementwise(getattr(torch, name)) for name in ("abs", "exp", "log", "sqrt", "rsqrt", "erf")},
 }  # fmt: skip

@@ -25,7 +25,7 @@ from epigen.codegen import schedules
 from epigen.codegen.spec import LAYOUTS, KernelConfig
 from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
 from epigen.errors import CompileError
-from epigen.runtime import ahead
+from epigen.runtime import ahead, loader
 from epigen.runtime.ahead import Job, Running, layout_constants
 from epigen.runtime.device import TARGETS, Target
 from epigen.runtime.loader import COMPILED_STAGES, Compiled
@@ -140,6 +140,7 @@ def test_groups_of_warps_multiply_straight_from_what_another_warp_loads() -> Non
     jobs += [job(text, "sm_90", BF16, cooperative, "nt") for text in (FORWARD, BACKWARD, ELABORATE)]
     jobs.append(job(BACKWARD, "sm_90", FP16, warp_specialized(128, 128, 64, 3, pingpong=1, halves=2), "tn"))
     jobs.append(job(PLAIN, "sm_90", FP16, warp_specialized(256, 128, 64, 3, tma_store=0), "nt"))
+    jobs += [job(f"cast(mm, {dtype})", "sm_90", FP16, pingpong, "nt") for dtype in ("fp8e4m3", "fp8e5m2", "int8")]
     for one, results in zip(jobs, compiled(jobs), strict=True):
         checked(one, results)
         text = assembly(results)
@@ -300,6 +301,13 @@ def test_a_dtype_that_a_target_lacks_is_refused_in_one_line() -> None:
         assert re.fullmatch(r"epigen_\w+ does not compile for sm_80: .*fp8e4nv not supported.*", message)
         assert len(message) < 400
     assert re.fullmatch(r"epigen_mm does not compile for sm_90: .*K >= 32.*", short_k)
+
+
+def test_what_a_called_function_is_refused_for_is_quoted() -> None:
+    """Triton's refusal of the kernel says only where it calls; the cause is chained to it."""
+    refused = CompileError("at 20:4:\n    gl.warp_specialize(\n    ^")
+    refused.__cause__ = CompileError("at 46:23:\n    gl.clamp(x)\n    ^\nAttributeError(\"has no attribute 'clamp'\")")
+    assert loader._last_words(refused) == "AttributeError(\"has no attribute 'clamp'\")"
 
 
 def test_a_config_that_does_not_fit_in_shared_memory_is_refused() -> None:

@@ -59,13 +59,14 @@ def convert(value: str, dtype: DType) -> str:
     if dtype == INT8:
         return f"to_int8({value})"
     if dtype.is_fp8:
-        return f"tl.clamp({value}, {-dtype.largest}, {dtype.largest}, propagate_nan=tl.PropagateNan.ALL).to(tl.{dtype.triton})"
+        saturated = ops.TABLE["clamp"].triton.format(x=value, lo=-dtype.largest, hi=dtype.largest)
+        return f"{saturated}.to(tl.{dtype.triton})"
     return f"{value}.to(tl.{dtype.triton})"
 
 
 _TO_INT8 = (
     "# adding 1.5 * 2^23 leaves no fraction bits, so the addition rounds to nearest even",
-    "x = tl.where(x == x, tl.clamp(x, -128.0, 127.0), 0.0)",
+    "x = tl.where(x == x, tl.minimum(tl.maximum(x, -128.0), 127.0), 0.0)",
     "return ((x + 12582912.0) - 12582912.0).to(tl.int8)",
 )
 

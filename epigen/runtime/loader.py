@@ -114,7 +114,7 @@ def _shared_layout(argument: Argument) -> Any:
 
     assert argument.block is not None
     element = argument.type.removeprefix("tensordesc<").partition("[")[0]
-    return gl.NVMMASharedLayout.get_default_for(list(argument.block), tl.dtype(element))
+    return gl.NVMMASharedLayout.get_default_for(list(argument.block), tl.int8 if element == "i8" else tl.dtype(element))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,10 @@ def _compiled(kernel: Any, function: Function, target: Target) -> Compiled:
 
 
 def _last_words(error: BaseException) -> str:
-    """The telling line of a compiler's message, which can hold kilobytes of MLIR."""
+    """The telling line of a compiler's message, which can hold kilobytes of MLIR. What a function called by the kernel was refused for is
+    a cause of the kernel's own refusal, which says nothing but where."""
+    while isinstance(error.__cause__, type(error)):
+        error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "error" in line.lower()] or lines[-1:]
     return (telling[0] if telling else type(error).__name__)[:300]
