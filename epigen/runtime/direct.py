@@ -21,6 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
+from epigen.dtypes import BY_TORCH
+
 Start = Callable[[int, Sequence[Any]], object]
 """(stream, arguments) launches. arguments: all of the kernel's, constants too; addresses as integers, a described tensor as `Describe` says."""
 
@@ -41,19 +43,13 @@ def describe_by_triton(dialect: str, t: Tensor, block: tuple[int, int]) -> Any:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-    dtype = gl.dtype(_type_name(t))
+    dtype = getattr(gl, BY_TORCH[str(t.dtype)].triton)
     return GluonDescriptor.from_tensor(t, list(block), gl.NVMMASharedLayout.get_default_for(list(block), dtype))
 
 
 def upright(t: Tensor) -> Tensor:
     """The matrix or its transpose, whichever has contiguous rows: TMA addresses nothing else."""
     return t if t.stride(1) == 1 else t.T
-
-
-def _type_name(t: Tensor) -> str:
-    from triton._utils import canonicalize_dtype
-
-    return str(canonicalize_dtype(t.dtype))
 
 
 def start(jit: Any, compiled: Any, names: Sequence[str], blocks: int, arguments: int) -> Start | None:

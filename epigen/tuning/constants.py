@@ -49,6 +49,7 @@ class Constants:
     block_us: float = 0.01  # starting a block, and again the barriers around its epilogue
     overlap: float = 0.75  # of fill and epilogue left bare where another block computes meanwhile
     exchange_clocks: float = 3.2  # one value that a warp passes on to the others of its block, through shared memory
+    arrival_us: float = 1.0  # until all that a block has written is seen by the GPU, and its arrival counted
     gap_us: float = 1.4  # between two kernels of one stream
     short_run: float = 0.4  # each halving of a row of the vendor's result below 256 bytes makes reading it so much longer
     vendor_us: float = 2.2  # the vendor's kernel beyond its arithmetic: fill and drain

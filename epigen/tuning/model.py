@@ -178,13 +178,13 @@ class _Timing(Work):
                 bare = self.c.overlap if blocks > 1 and tiles > slots else 1.0
                 fill, loop = self._loop_us(config, needs, blocks, latency, steps)
                 mainloop += count * (loop + bare * fill)
-                epilogue += count * bare * self._epilogue_us(block_m, block_n, blocks, config["num_warps"])
+                epilogue += count * bare * (self._epilogue_us(block_m, block_n, blocks, config["num_warps"]) + self._arrival_us(config))
         partials = sum(partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)
         memory = (moved + self._epilogue_bytes() + partials) / self.bytes_us
         # the memory's time overlaps the kernel's but for a rest
         mainloop += self.c.memory_bare * moved / self.bytes_us
         kernel = self._norm(mainloop + epilogue, memory)
-        finish = self._finish_us(config, tiles_m, tiles_n, -(-tiles // slots) * (self.c.overlap if resident > 1 else 1.0))
+        finish = self._finish_us(config, tiles_m, tiles_n)
         return Estimate(self.gpu.launch_us + kernel + finish, self.gpu.launch_us, mainloop, epilogue, finish, 0.0, memory, tiles, tiles / slots, resident)
 
     def _split_k(self, config: KernelConfig) -> Estimate:
@@ -226,13 +226,13 @@ class _Timing(Work):
         step += self.c.wait_clocks / self.clock_us
         fill = self.c.block_us + later + feed
         mainloop = cold - later + rounds * steps * step + (1 if values.get("flatten", 1) else rounds) * fill
-        each = self._epilogue_us(block_m, block_n, 1, warps)
+        each = self._epilogue_us(block_m, block_n, 1, warps) + across * self._arrival_us(config)
         epilogue = each + max(0.0, (rounds - 1) * (each - steps * step) / 2) if pingpong else rounds * each
         parts = (block_m // down, block_n // across)
         memory = (moved + self._epilogue_bytes() + sum(partial_bytes(p.axes, m, n, parts) for p in self.spec.partials)) / self.bytes_us
         mainloop += self.c.memory_bare * moved / self.bytes_us
         kernel = self._norm(mainloop + epilogue, memory)
-        finish = self._finish_us(config, tiles_m * down, tiles_n * across, 1 if pingpong else rounds * across)
+        finish = self._finish_us(config, tiles_m * down, tiles_n * across)
         launch = self.gpu.launch_us
         for name in schedules.padded(config, self.spec.signature.tma):  # read and written
             launch += self.c.gap_us + 2.0 * self.operand_bytes["ab".index(name)] / self.bytes_us
@@ -331,17 +331,19 @@ class _Timing(Work):
         panel = (rows * config["block_m"] + columns * config["block_n"]) * self.shape[2] * self.element_bytes
         return max(once, tiles_m * tiles_n / concurrent * panel)
 
-    def _finish_us(self, config: KernelConfig, tiles_m: int, tiles_n: int, arrivals: float) -> float:
-        """arrivals: how many parts of tiles a multiprocessor ends one after the other, with nothing else to do meanwhile."""
+    def _arrival_us(self, config: KernelConfig) -> float:
+        """What a part of a tile waits, where the last block completes reductions, until the GPU sees what it has written and that it is there."""
+        return self.c.arrival_us * any(schedules.finished_inside(f, config) for f in self.spec.finishes)
+
+    def _finish_us(self, config: KernelConfig, tiles_m: int, tiles_n: int) -> float:
         m, n, k = self.shape
         total = 0.0
         for finish in self.spec.finishes:
             width = size_of(finish.indices, m, n)
             lengths = [k if s.operand else {"n": tiles_m, "m": tiles_n, "": tiles_m * tiles_n}[finish.indices] for s in finish.sources]
             if schedules.finished_inside(finish, config):
-                # to memory and back for each arrival; the last one, then, reads from L2 what all have left
-                steps = sum(-(-length // finishing_step(finish, config)) for length in lengths)
-                total += self.c.l2_us * (2 * arrivals + steps)
+                # the last one reads from L2 what all have left
+                total += self.c.l2_us * sum(-(-length // finishing_step(finish, config)) for length in lengths)
                 continue
             # 4 warps a block walk over the length, 32 at a time, a load's latency each; the bytes are shared by all blocks
             chunks = sum(-(-length // 32) for length in lengths)
@@ -384,8 +386,8 @@ class _Timing(Work):
         rest = tiles % (resident * self.sms)
         own = (tiles // (resident * self.sms)) * wave * (0.7 if resident > 1 else 1.0) + (latency + self.c.block_us if rest else 0.0)
         memory = (4 * m * n + self._epilogue_bytes() + sum(partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)) / self.bytes_us
-        kernel = self._norm(own, memory)
-        finish = self._finish_us(config, tiles_m, tiles_n, waves)
+        kernel = self._norm(own + math.ceil(waves) * self._arrival_us(config), memory)
+        finish = self._finish_us(config, tiles_m, tiles_n)
         launch = self.gpu.launch_us + self.c.gap_us
         return Estimate(launch + self.product_us + kernel + finish, launch, 0.0, own, finish, self.product_us, memory, tiles, waves, resident)
 

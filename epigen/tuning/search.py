@@ -1,7 +1,8 @@
 """The search: a model's best configs and borrowed winners first, then the corrected model's and Optuna's TPE's proposals by turns.
 
 Strategy apart from measuring and from remembering: a Runner answers with outcomes, from a GPU or from a recorded table, and a Study
-holds what is known, whoever found it. While one batch is measured the next one compiles. Failures are counted by kind.
+holds what is known, whoever found it. While one batch is measured the next one compiles; the first holds all that nothing measured could
+change. Failures are counted by kind.
 """
 
 from __future__ import annotations
@@ -240,31 +241,28 @@ class _Tuner:
         """Measure until the trials are done, the time is spent or the space is exhausted. begun: is called while the first batch is
         built. False where it was stopped."""
         self.head = list(dict.fromkeys([*first, *_head(self.ranked)]))
-        current = self.take()
+        current = self.take(max(BATCH, len(self.head)))  # which no measurement changes
         if len(self.study.outcomes) < self.trials:
             begun()
         while len(self.study.outcomes) < self.trials:
             if self.stopped():
                 return False
+            if len(current) <= BATCH:
+                current += self.take()
             if not current:
                 if self.exhausted and not self.study.others():
                     return True
                 if self.spent():
                     return True
                 self.stop.wait(_POLL_S)
-                current = self.take()
                 continue
-            upcoming = self.take()
-            for claim in current:
-                if self.stopped():
-                    return False
-                outcome = self.runner.measure(claim.config, self.best_us())
-                if self.interrupted.is_set() or (self.stop.is_set() and outcome.kind == "crashed"):
-                    return False  # Ctrl-C ends a terminal's workers too: that is no outcome
-                self.settle(claim, outcome)
-                if self.spent():
-                    return True
-            current = upcoming
+            claim = current.pop(0)
+            outcome = self.runner.measure(claim.config, self.best_us())
+            if self.interrupted.is_set() or (self.stop.is_set() and outcome.kind == "crashed"):
+                return False  # Ctrl-C ends a terminal's workers too: that is no outcome
+            self.settle(claim, outcome)
+            if self.spent():
+                return True
         return True
 
     def stopped(self) -> bool:
@@ -310,12 +308,12 @@ class _Tuner:
 
     # -- what to try
 
-    def take(self) -> list[Claim]:
+    def take(self, most: int = BATCH) -> list[Claim]:
         """Claim the next batch, and have it built. Smaller towards the end where others take part, so that nobody waits for long."""
         self.look()
         left = self.trials - len(self.study.outcomes) - len(self.study.under_way)
         tuners = self.study.tuners()
-        fresh = self.propose(min(BATCH, left if tuners == 1 else -(-left // (2 * tuners))))
+        fresh = self.propose(min(most, left if tuners == 1 else -(-left // (2 * tuners))))
         self.runner.prepare([c.config for c in fresh])
         return fresh
 
