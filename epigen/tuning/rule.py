@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epigen.codegen import schedules
+from epigen.codegen import schedules, vendor
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec
 from epigen.dtypes import FP8E4M3, FP32
 from epigen.runtime.device import Target
@@ -52,8 +52,9 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
 
 
 def library(spec: KernelSpec, why: str) -> Choice:
-    """The vendor's product and one generated kernel for the epilogue: the answer where no tiled config fits."""
-    return Choice(_epilogue(spec), f"vendor product, then one fused epilogue: {why}")
+    """The vendor's product and one generated kernel for the epilogue, or the vendor's alone: the answer where no tiled config fits."""
+    how = "the vendor's kernel is the whole program" if vendor.whole(spec) else "vendor product, then one fused epilogue"
+    return Choice(_epilogue(spec), f"{how}: {why}")
 
 
 def pointwise(spec: KernelSpec) -> Choice:
