@@ -140,7 +140,9 @@ def compile_command(program: str, shape: tuple[int, int, int] | None, dtype_name
     }  # fmt: skip
     if derived is not None:
         report["derivation"] = cli_derivation.record(derived, shape or DEFAULT_SHAPE)
-    compiling = None if no_verify and emit == "source" else _start_compiling(plan, target, layout)
+    if plan.rendered.whole and emit != "source":
+        raise EpigenError(f"the vendor's library computes all of this program, so there is no {emit} of it: give --config with a schedule that multiplies")
+    compiling = None if plan.rendered.whole or (no_verify and emit == "source") else _start_compiling(plan, target, layout)
     try:
         if not no_verify:
             report["verified"] = _verify(kernel, plan, dtype, precision, layout)
@@ -233,7 +235,7 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: st
     # the interpreter multiplies in full precision
     found = verify.differences(one, given, precision if on_gpu else "ieee")
     same = one.source() == plan.source
-    how = f"{torch.cuda.get_device_name()}" if on_gpu else "Triton's interpreter"
+    how = torch.cuda.get_device_name() if on_gpu else "torch on the CPU" if plan.rendered.whole else "Triton's interpreter"
     for name, d in found.items():
         bits = next(o.packed for o in plan.spec.outputs if o.name == name)
         figures = (

@@ -267,6 +267,14 @@ def test_the_library_schedule_reads_its_product_back() -> None:
     assert "tiles of the epilogue of 8x128" in explain.text(e) and "product" in explain.text(e)
 
 
+def test_a_program_that_the_vendor_computes_whole() -> None:
+    spec = spec_of("mm + bias")
+    e = explain.explain(spec, (1001, 1024, 1024), H200, rule.library(spec, "because"))
+    said = explain.text(e)
+    assert (e.traffic.launches, e.traffic.launches_saved, e.tile_waste) == (1, 1, 0)
+    assert "tiles     the vendor's own: its library computes all of the program\n" in said and "the vendor's kernel is the whole program: because" in said
+
+
 def test_nothing_to_fuse_and_nothing_to_compute() -> None:
     assert "fusing    there is nothing to fuse: the program is the bare product\n" in run("mm", "--shape", "64x64x64").stdout
     empty = run(PLAIN, "--shape", "0x64x64").stdout

@@ -24,7 +24,7 @@ ORDER = (
     "errors", "settings", "dtypes", "ops",
     "lang.syntax", "lang.parser",
     "ir.graph", "ir.check", "ir.passes", "ir.rules", "ir.unparse", "ir.autodiff", "ir.derivation", "ir.derive", "ir.reference", "ir.bound",
-    "codegen.spec", "codegen.schedules", "codegen.emit", "codegen.lower", "codegen.render", "codegen.standalone",
+    "codegen.spec", "codegen.schedules", "codegen.vendor", "codegen.emit", "codegen.lower", "codegen.render", "codegen.standalone",
     "runtime.device", "runtime.private", "runtime.triton_key", "runtime.loader", "runtime.*",
     "tuning.*",
     "api", "show", "cli_types", "cli_db", "cli_derivation", "cli_explain", "cli_info", "cli_live", "cli_tune", "cli",

@@ -303,6 +303,12 @@ def test_the_vendors_product(shape: tuple[int, int, int], us: float) -> None:
     assert model.unfused_us(spec_of("mm"), shape, H200) == pytest.approx(us, rel=0.2)
 
 
+def test_the_vendors_product_alone_takes_what_it_takes_unfused() -> None:
+    bare, biased = (model.estimate_us(spec_of(text), LIBRARY, SQUARE, H200) for text in ("mm", "mm + bias"))
+    assert bare == biased and bare.us == bare.launch_us + bare.product_us == model.unfused_us(spec_of("mm"), SQUARE, H200)
+    assert (bare.tiles, bare.waves, bare.tail_waste) == (0, 0, 0)
+
+
 def test_rank_orders_by_estimate_and_keeps_ties() -> None:
     spec, configs = spec_of(PLAIN), [tiled(*c) for c in SWEPT]
     ranked = model.rank(spec, configs, SQUARE, H200)

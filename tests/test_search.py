@@ -18,6 +18,7 @@ from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, laid
 from epigen.dtypes import FP8E4M3, FP16, FP32, INT8
 from epigen.errors import TuneError
 from epigen.runtime.device import DEFAULT, TARGETS
+from epigen.tuning import rule
 from epigen.tuning.resources import Work
 from epigen.tuning.runner import GpuRunner, Replay
 from epigen.tuning.search import search
@@ -52,6 +53,13 @@ def test_one_launch_is_a_choice_where_a_kernel_can_complete_what_it_reduces(text
         found.setdefault(config.schedule, set()).add(config["one_launch"])
         assert not (config["one_launch"] and dict(config.values).get("flatten"))
     assert found == dict.fromkeys(("library", "tiled", "split_k", "persistent", "warp_specialized"), values)
+
+
+@pytest.mark.parametrize(("text", "one"), [("mm", True), ("mm + bias", True), ("relu(mm + bias)", False)])
+def test_a_kernel_of_the_vendors_is_tried_once(text: str, one: bool) -> None:
+    space = Space(spec_of(text), SHAPE, DEFAULT)
+    found = [c for c in space.every() if c.schedule == "library"]
+    assert (found == [rule.library(space.spec, "").config]) == one and all(map(space.legal, found))
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=lambda t: t.name)

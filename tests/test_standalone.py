@@ -69,6 +69,8 @@ FILES = (
     File("z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)", ("z > 0.0", "z >= 0.0"), config=persistent(block_n=128, halves=2), k=4096),
     File("relu(mm + bias)", ("acc + bias", "acc - bias"), config=persistent(), k=1),
     File("z = mm + bias; relu(z), bgrad(z)", ("acc + bias", "acc - bias"), config=split_k(), k=4096),
+    File("mm", ("torch.mm(a, b, out=out)", "torch.mm(a, b, out=out).mul_(2)"), FP32, LIBRARY),
+    File("z = mm + shift[n]; z", ("torch.addmm(shift, a, b, out=z)", "torch.mm(a, b, out=z)"), BF16, LIBRARY),
     # names that the file itself uses
     File("mm * v1[m] + v0[n] - v2", ("", "")),
     File("where(bits(unpack), mm, reference[m,n]) * integers", ("", "")),
@@ -233,7 +235,7 @@ def test_what_a_file_is_made_of(file: File) -> None:
     tree = ast.parse(source)
     imported = {alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module).split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"os", "sys", "warnings", "torch", "triton"}
+    assert imported == {"sys", "warnings", "torch", *({"os", "triton"} if "@triton.jit" in source or "@gluon.jit" in source else ())}
     assert source.startswith(f"# {file.text.split('; ')[0]}\n") and source.endswith("\n")
     assert not any(line != line.rstrip() for line in source.splitlines())
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]

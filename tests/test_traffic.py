@@ -45,6 +45,12 @@ def test_traffic_of_the_library_schedule_counts_its_product_twice() -> None:
     assert (vendor.bytes - own.bytes, vendor.launches) == (2 * 4 * M * N, 2)
 
 
+@pytest.mark.parametrize("text", ["mm", "mm + bias"])
+def test_a_program_that_the_vendor_computes_whole_is_one_launch(text: str) -> None:
+    spec = spec_of(text)
+    assert traffic(spec, (M, N, K), LIBRARY) == traffic(spec, (M, N, K), tiled(128, 128, 64, 8, 3))
+
+
 def test_a_reduction_that_the_last_block_completes_takes_no_launch() -> None:
     for text, launches in ((BACKWARD, 1), ("mm, bgrad(mm), sum(b, k), sum(mm)", 2)):
         inside, after = (traffic(spec_of(text), (M, N, K), cases.tiled(128, 128, 64, 8, 3, one_launch=i)) for i in (1, 0))

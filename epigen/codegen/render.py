@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 
 import epigen
-from epigen.codegen import emit, schedules
+from epigen.codegen import emit, schedules, vendor
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, Signature, Store, digest, stride_name
 from epigen.dtypes import FP32, INT32, UINT8, DType
@@ -62,11 +62,15 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A module's text, its functions with the main kernel first, and the digest that names it."""
+    """A module's text, its functions with the main kernel first, and the digest that names it.
+
+    whole: the vendor's call that is all of the program, as in `vendor.CALLS`: then there are no functions. "" elsewhere.
+    """
 
     text: str
     functions: tuple[Function, ...]
     digest: str
+    whole: str = ""
 
 
 class Renderer:
@@ -82,12 +86,13 @@ class Renderer:
 
     def render(self, spec: KernelSpec, config: KernelConfig) -> Rendered:
         schedule = SCHEDULES[config.schedule]
-        functions = [_main(spec, config), *(_finish(spec, f) for f in _after(spec, config))]
+        whole = "" if schedule.multiplies else vendor.whole(spec)
+        functions = [] if whole else [_main(spec, config), *(_finish(spec, f) for f in _after(spec, config))]
         text = self.text(
             "module.py.j2", spec=spec, config=config, functions=functions, schedule=schedule, dot_arguments=dot_arguments(spec, config),
-            described=[s.name for s in spec.stores if stored_by_tma(s, spec, config)], inside=_inside(spec, config), **units(spec, config),
+            described=[s.name for s in spec.stores if stored_by_tma(s, spec, config)], inside=_inside(spec, config), whole=_written(whole, spec), **units(spec, config),
         )  # fmt: skip
-        return Rendered(text, tuple(functions), digest([text]))
+        return Rendered(text, tuple(functions), digest([text]), whole)
 
     def text(self, template: str, **values: Any) -> str:
         values |= {
@@ -106,6 +111,11 @@ def units(spec: KernelSpec, config: KernelConfig) -> dict[str, frozenset[str]]:
     masks = frozenset([i.name for i in spec.inputs if i.packed] + [s.name for s in spec.stores if s.packed])
     in_bytes = masks & frozenset(spec.signature.bytewise) if config["block_n"] // schedules.parts(config)[1] >= 32 else masks
     return {"in_words": masks - in_bytes, "in_bytes": in_bytes}
+
+
+def _written(whole: str, spec: KernelSpec) -> str:
+    """A row of the vendor's calls with the program's own names."""
+    return whole.format(bias=next((i.name for i in spec.inputs), ""), out=spec.outputs[0].name)
 
 
 def _inside(spec: KernelSpec, config: KernelConfig) -> list[Finish]:

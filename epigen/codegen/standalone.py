@@ -17,21 +17,21 @@ from epigen.ir.graph import Graph
 
 def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choice, rendered: Rendered) -> str:
     """The file's text."""
-    heading, body = rendered.text.split("import triton\n", 1)
+    heading, body = rendered.text.split("import torch\n" if rendered.whole else "import triton\n", 1)
     config, schedule = choice.config, SCHEDULES[choice.config.schedule]
     return renderer.text(
         "standalone.py.j2",
-        spec=spec, choice=choice, graph=graph, heading=heading, body="import triton\n" + body,
+        spec=spec, choice=choice, graph=graph, heading=heading, body=body if rendered.whole else "import triton\n" + body, whole=bool(rendered.whole),
         launcher=spec.name.removeprefix("epigen_"),
         launches=[_launch(spec, config, f) for f in rendered.functions],
         schedule=schedule, multiplies=schedule.multiplies, parts=parts(config), splits=dict(config.values).get("splits", 0),
         counters=" + ".join({"tiles": "tiles_m * tiles_n", "parts_m": "tiles_m", "parts_n": "tiles_n"}.get(name, name) for name in arrivals(spec, config)),
         block_m=config["block_m"], block_n=config["block_n"], block_k=dict(config.values).get("block_k", 32),
         words=[i.name for i in spec.inputs if i.name in units(spec, config)["in_words"]],
-        padded=[a for a in rendered.functions[0].arguments if a.padded], tma_bytes=TMA_BYTES,
+        padded=[a for f in rendered.functions[:1] for a in f.arguments if a.padded], tma_bytes=TMA_BYTES,
         check_shape=check_shape(spec, config), divisors=_divisors(spec, rendered), transposed=[t for t in "ab" if _transposed(spec, config, t)],
         reference=_reference(graph), results=_results(graph), tolerance=_tolerance(graph, spec),
-        interpretable=schedule.dialect == "triton" and not any(t == BF16 or t.is_fp8 for t in _dtypes(graph, spec)),
+        interpretable=bool(rendered.whole) or (schedule.dialect == "triton" and not any(t == BF16 or t.is_fp8 for t in _dtypes(graph, spec))),
         packed_in=any(i.packed for i in spec.all_inputs), packed_out=any(o.packed for o in spec.outputs),
     )  # fmt: skip
 

@@ -302,7 +302,7 @@ class Kernel:
             choose = self._at_call if first.is_cuda and backend == "triton" and target is None else self._choose
             target = target or (device.at_hand() if first.is_cuda else None) or device.DEFAULT
             plan = self._planned(choose, (m, n, k), target, signature, refused, interpreted=backend == "interpreter")
-            module = self._loaders[backend == "interpreter"].load(plan.rendered)
+            module = self._loaders[backend == "interpreter"].load(plan.rendered) if plan.rendered.functions else None
         functions = [getattr(module, f.name) for f in plan.rendered.functions]
         prepared = Prepared(self._graph, found, (m, n, k), first.device, plan, backend == "interpreter")
         # few enough in the interpreter that each has several tiles, as on a GPU

@@ -42,8 +42,8 @@ class Plan:
 
     @property
     def by_vendor(self) -> bool:
-        """Whether the product is the vendor's, and none that is given."""
-        return not self.multiplies and not self.spec.pointwise
+        """Whether the main kernel's product is the vendor's, and none that is given."""
+        return not self.multiplies and not self.spec.pointwise and not self.rendered.whole
 
 
 Operands = tuple[Tensor, ...]
@@ -97,6 +97,9 @@ class Prepared:
         results = self.results(outs)
         here = self.device.type != "cuda" or self.device.index == torch.cuda.current_device()
         with nullcontext() if here else torch.cuda.device(self.device), interpreting() if self.interpreted else nullcontext():
+            if self.plan.rendered.whole:
+                self.compute((*operands, *inputs.values()), results[0])
+                return results
             values = self.values(operands, inputs, results)
             if self.plan.by_vendor:
                 values["mm_ptr"] = self.product(*operands)
@@ -107,6 +110,11 @@ class Prepared:
         """The vendor's. [M, N], contiguous."""
         assert self.plan is not None
         return vendor.product(a, b, self.plan.spec.signature.precision).contiguous()
+
+    def compute(self, given: Sequence[Tensor], out: Tensor) -> None:
+        """The whole program, by the vendor. given: the operands, and the bias if it has one."""
+        assert self.plan is not None
+        vendor.compute(self.plan.rendered.whole, given, out, self.plan.spec.signature.precision)
 
     def results(self, outs: Mapping[str, Tensor]) -> list[Tensor]:
         """The caller's buffers, and new ones where it gave none."""

@@ -1,41 +1,91 @@
-"""The vendor library's product with an fp32 (int8: int32) result: what the `library` schedule puts its epilogue after."""
+"""The vendor library's kernels: the product with an fp32 (int8: int32) result that the `library` schedule puts its epilogue after, and those
+that are a whole program.
+
+All add in fp32. That is a matter of the process's own settings, which are put back after each call.
+"""
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
+
+_SETTINGS = threading.RLock()
+"""Held from changing a setting to putting it back: of two threads, the second would take the first one's value for the process's own."""
+
+_REDUCED = {torch.float16: "allow_fp16_reduced_precision_reduction", torch.bfloat16: "allow_bf16_reduced_precision_reduction"}
+"""Whether parts of a product that is split along k may be rounded before they are added. They may, unless the user says otherwise."""
 
 
 def product(a: Tensor, b: Tensor, precision: str) -> Tensor:
     """a [M, K] @ b [K, N] -> [M, N] fp32, or int32 for int8 operands.
 
-    precision: "ieee" or "tf32", for fp32 operands; the process's own setting is put back afterwards. fp8 is widened to fp16,
-    which holds every fp8 value, so the products are exact.
+    precision: "ieee" or "tf32", for fp32 operands. fp8 is widened to fp16, which holds every fp8 value, so the products are exact.
     """
     m, n = a.shape[0], b.shape[1]
     if a.dtype == torch.int8:
         return _int8(a, b)
     if 0 in (m, n, a.shape[1]):
         return torch.zeros((m, n), dtype=torch.float32, device=a.device)
-    if a.dtype == torch.float32:
-        return _fp32(a, b, precision)
     if a.element_size() == 1:
         a, b = a.to(torch.float16), b.to(torch.float16)
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+    with _sums_in_fp32(a.dtype, precision):
+        if a.is_cuda and a.dtype != torch.float32:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        # into a tensor of ours: what has none, autocast rounds
+        return torch.mm(a.float(), b.float(), out=torch.empty((m, n), dtype=torch.float32, device=a.device))
 
 
-def _fp32(a: Tensor, b: Tensor, precision: str) -> Tensor:
-    wanted = "highest" if precision == "ieee" else "high"
-    before = torch.get_float32_matmul_precision()
-    if (before == "highest") == (wanted == "highest"):
-        return a @ b
-    torch.set_float32_matmul_precision(wanted)
-    try:
-        return a @ b
-    finally:
-        torch.set_float32_matmul_precision(before)
+def compute(call: str, given: Sequence[Tensor], out: Tensor, precision: str) -> None:
+    """Write what a whole program computes to `out` [M, N], rounded once.
+
+    call: as `codegen.vendor.whole` finds it. given: a [M, K], b [K, N] and, if the call has one, the bias [N]; all of out's dtype.
+    """
+    function = _function(call)
+    with _sums_in_fp32(out.dtype, precision):
+        if out.is_cuda:
+            function(out, *given)
+        else:  # where torch says nothing of how it adds 16-bit products
+            out.copy_(function(torch.empty(out.shape, dtype=torch.float32), *(t.float() for t in given)))
+
+
+@functools.cache
+def _function(call: str) -> Callable[..., Tensor]:
+    """A row of `codegen.vendor.CALLS` as a function. The text is the table's own, never a user's."""
+    function: Callable[..., Tensor] = eval(f"lambda out, a, b, bias=None: {call.format(bias='bias', out='out')}", {"torch": torch})
+    return function
+
+
+@contextmanager
+def _sums_in_fp32(dtype: torch.dtype, precision: str) -> Iterator[None]:
+    """dtype: of the operands."""
+    with _SETTINGS:
+        undo = _set(dtype, precision)
+        try:
+            yield
+        finally:
+            for put_back in undo:
+                put_back()
+
+
+def _set(dtype: torch.dtype, precision: str) -> list[Callable[[], None]]:
+    """Returns what puts the settings back."""
+    if dtype == torch.float32:
+        wanted, before = "highest" if precision == "ieee" else "high", torch.get_float32_matmul_precision()
+        if (before == "highest") == (wanted == "highest"):
+            return []
+        torch.set_float32_matmul_precision(wanted)
+        return [functools.partial(torch.set_float32_matmul_precision, before)]
+    matmul = torch.backends.cuda.matmul
+    names = [_REDUCED[dtype], *["allow_fp16_accumulation"] * (dtype == torch.float16)]
+    found = [name for name in names if getattr(matmul, name)]
+    for name in found:
+        setattr(matmul, name, False)
+    return [functools.partial(setattr, matmul, name, True) for name in found]
 
 
 def _int8(a: Tensor, b: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ def explain(spec: KernelSpec, shape: tuple[int, int, int], gpu: Gpu, choice: Cho
     peak = gpu.peak(sig.a, sig.precision)
     math_us, memory_us = work.flops / (peak * 1e6), work.bytes / (gpu.achieved_gbps * 1e3)
     estimate = model.estimate_us(spec, config, shape, gpu)
-    tiles = (-(-m // block[0]) * block[0], -(-n // block[1]) * block[1])
+    tiles = (-(-m // block[0]) * block[0], -(-n // block[1]) * block[1]) if estimate.tiles else (m, n)
     return Explanation(
         program=spec.program,
         shape=shape,
@@ -187,7 +187,7 @@ def _tiles(e: Explanation) -> list[tuple[str, str]]:
     x = e.estimate
     block = f"{e.choice.config['block_m']}x{e.choice.config['block_n']}"
     if not x.tiles:
-        return [("tiles", "none: the result is empty")]
+        return [("tiles", "none: the result is empty" if 0 in e.shape[:2] else "the vendor's own: its library computes all of the program")]
     waves = math.ceil(x.waves)
     each = f"{_count(x.blocks_per_sm, 'block', 'blocks')} a multiprocessor"
     tail = f"the last wave wastes {x.tail_waste:.1%} of all slots" if x.tail_waste >= 0.0005 else "no waste in the last wave"

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from epigen.codegen import schedules
+from epigen.codegen import schedules, vendor
 from epigen.codegen.render import finishing_step
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KernelConfig, KernelSpec
@@ -39,7 +39,8 @@ class Estimate:
     """Microseconds, and what they are made of. mainloop_us, epilogue_us, launch_us, finish_us and product_us add up to us, but where the
     memory's time memory_us is longer than the kernel's own. product_us: the vendor's, for the schedules that take it.
 
-    tiles, waves: blocks, and how often the GPU is filled with them (the last time in part). blocks_per_sm: at a time.
+    tiles, waves: blocks, and how often the GPU is filled with them (the last time in part). blocks_per_sm: at a time. All 0 where the
+    vendor computes all of the program, and nobody knows how.
     """
 
     us: float
@@ -369,6 +370,8 @@ class _Timing(Work):
         return max(arithmetic, moved) + 0.5 * min(arithmetic, moved) + self.c.vendor_us + (2 * self.c.gap_us if widened else 0.0)
 
     def _library(self, config: KernelConfig) -> Estimate:
+        if vendor.whole(self.spec):
+            return Estimate(self.gpu.launch_us + self.product_us, self.gpu.launch_us, 0.0, 0.0, 0.0, self.product_us, 0.0, 0, 0.0, 0)
         m, n, _ = self.shape
         block_m, block_n, warps = config["block_m"], config["block_n"], config["num_warps"]
         needs = self.resources(config)

@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from epigen.codegen import schedules
+from epigen.codegen import schedules, vendor
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KernelConfig, KernelSpec
 from epigen.dtypes import FP8E4M3, FP32
 from epigen.runtime.device import Target
+from epigen.tuning import rule
 
 Suggest = Callable[[str, int, int], int]
 """(name, low, high) -> a whole number in between, both ends included."""
@@ -255,6 +256,8 @@ class Space:
     def _library(self, suggest: Suggest) -> KernelConfig:
         m, n, _ = self.shape
 
+        if vendor.whole(self.spec):  # by one kernel, which has no dimensions
+            return rule.library(self.spec, "").config
         exponent = _powers(suggest, "library")
         block_m = exponent("block_m", 1, min(128, _padded(m, 1)))
         block_n = exponent("block_n", min(_padded(n), max(32, 1024 // block_m)), min(1024, _padded(n), 8192 // block_m))

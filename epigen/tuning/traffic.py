@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from epigen import ops
-from epigen.codegen import schedules
+from epigen.codegen import schedules, vendor
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import ACC, CAST, WIDEN, Input, KernelConfig, KernelSpec, Store
 from epigen.dtypes import BF16, FP32, INT8, DType
@@ -46,14 +46,14 @@ class Traffic:
 
 def traffic(spec: KernelSpec, shape: Shape, config: KernelConfig | None = None) -> Traffic:
     """FLOPs, bytes and launches, fused and unfused. config: how large a tile is, of which there is one partial result each (128x128 if not
-    given), and whether the product is the vendor's, whose result is written and read back.
+    given), and whether the product is the vendor's, whose result is written and read back unless the vendor computes all of the program.
     """
     block, library = (128, 128), False
     copied: tuple[str, ...] = ()
     sig, after = spec.signature, len(spec.finishes)
     if config is not None:
         down, across = schedules.parts(config)
-        block, library = (config["block_m"] // down, config["block_n"] // across), not SCHEDULES[config.schedule].multiplies
+        block, library = (config["block_m"] // down, config["block_n"] // across), not SCHEDULES[config.schedule].multiplies and not vendor.whole(spec)
         copied = schedules.padded(config, sig.tma)
         after = sum(not schedules.finished_inside(f, config) for f in spec.finishes)
     m, n, k = shape
