@@ -110,12 +110,23 @@ _ARITHMETIC = (
     Op("scale", _numbers("x s"), "x * s", "{x} * {s}", "{x} * {s}", ("grad * s", "grad * x")),
 )  # fmt: skip
 
+# Phi(-|x|) as a power of two whose exponent is a polynomial: no branch and no division, where erf has both and takes three times as long. The
+# minimax fit on [0, 6], weighted so that the relative error stays below 2e-4 up to 5, is within 1.2e-7 of it everywhere.
+_TAIL = (
+    "# Phi(-a): the normal distribution's tail",
+    "a = tl.abs({x})",
+    "p = -8.20433706e-05 + a * (1.79877661e-05 - a * 1.101978e-06)",
+    "p = -0.459138751 + a * (-0.0527213626 + a * (0.00739692245 + a * (-0.00039226716 + a * p)))",
+    "tail = tl.exp2(-1.0 + a * (-1.1511122 + a * p))",
+    "cdf = tl.where({x} < 0.0, tail, 1.0 - tail)",
+)
+
 _ACTIVATIONS = (
     Op("relu", _X, "max(x, 0); NaN stays NaN", f"tl.maximum({{x}}, 0.0, {_NAN})", "torch.relu({x})", ("drelu(grad, ~(out <= 0))",), "0"),
     Op("leaky_relu", _numbers("x slope"), "x where x >= 0, else slope * x", "tl.where({x} >= 0.0, {x}, {x} * {slope})",
        "torch.where({x} >= 0, {x}, {x} * {slope})", ("where(x >= 0, grad, grad * slope)", "where(x >= 0, 0, grad * x)")),
-    Op("gelu", _X, "x * (1 + erf(x / sqrt 2)) / 2", "0.5 * {x} * (1.0 + tl.erf({x} * 0.7071067811865476))",
-       "torch.nn.functional.gelu({x})", ("dgelu(grad, x)",), "8 * abs(x)"),
+    Op("gelu", _X, "x * (1 + erf(x / sqrt 2)) / 2", "{x} * cdf",
+       "torch.nn.functional.gelu({x})", ("dgelu(grad, x)",), "8 * abs(x)", body=_TAIL),
     Op("gelu_tanh", _X, "x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2", "{x} / (1.0 + tl.exp(-2.0 * u))",
        "torch.nn.functional.gelu({x}, approximate='tanh')", ("dgelu_tanh(grad, x)",), "(16 + 12 * abs(x)) * abs(x)",
        body=("u = 0.7978845608028654 * {x} * (1.0 + 0.044715 * {x} * {x})",)),
@@ -146,7 +157,7 @@ _DERIVATIVES = (
     Op("dgelu", _GZ, "g * (Phi(z) + z * phi(z))", "{g} * (cdf + {z} * pdf)",
        "{g} * (0.5 * (1.0 + torch.erf({z} * 0.7071067811865476)) + {z} * torch.exp(-0.5 * {z} * {z}) * 0.3989422804014327)",
        ("dgelu(grad, z)", "grad * g * 0.3989422804014327 * exp(-0.5 * z * z) * (2 - z * z)"), "16 * abs(g)",
-       body=("cdf = 0.5 * (1.0 + tl.erf({z} * 0.7071067811865476))", "pdf = 0.3989422804014327 * tl.exp(-0.5 * {z} * {z})")),
+       body=(*(line.replace("{x}", "{z}") for line in _TAIL), "pdf = 0.3989422804014327 * tl.exp(-0.5 * {z} * {z})")),
     Op("dgelu_tanh", _GZ, "g * d/dz gelu_tanh(z)", "{g} * s * (1.0 + {z} * (1.0 - s) * du)",
        "{g} * torch.ops.aten.gelu_backward(torch.ones_like({z}), {z}, approximate='tanh')",
        ("dgelu_tanh(grad, z)",

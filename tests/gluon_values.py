@@ -185,7 +185,7 @@ FUNCTIONS: dict[str, Any] = {
     "where": where,
     "maximum": maximum, "minimum": minimum,
     "sum": _reduction(operator.add), "max": _reduction(maximum), "reduce_or": _reduction(operator.or_),
-    **{name: elementwise(getattr(torch, name)) for name in ("abs", "exp", "log", "sqrt", "rsqrt", "erf")},
+    **{name: elementwise(getattr(torch, name)) for name in ("abs", "exp", "exp2", "log", "sqrt", "rsqrt", "erf")},
 }  # fmt: skip
 
 

@@ -135,6 +135,36 @@ def test_error_texts_are_finite_and_not_negative(op: ops.Op, spread: float) -> N
     assert (found >= 0).all()
 
 
+def computed(op: ops.Op, **args: Tensor) -> Tensor:
+    """A row's Triton text on torch's numbers, which round as a GPU does."""
+    scope: dict[str, object] = {"tl": torch, **args}
+    names = {name: name for name in args}
+    for line in op.body:
+        if not line.startswith("#"):
+            name, text = line.format(**names).split(" = ", 1)
+            scope[name] = eval(text, scope)
+    found = eval(op.triton.format(**names), scope)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def test_the_normal_distributions_tail_is_as_close_as_promised() -> None:
+    x = torch.cat([torch.linspace(-40, 40, 400_001), torch.tensor([0.0, -0.0, 1e30, math.inf, math.nan])])
+    exact = torch.special.ndtr(x.double())
+    found = computed(ops.TABLE["gelu"], x=x).double()
+    number = ~x.isnan()
+    finite = x.abs() < math.inf
+    assert found[~number].isnan().all() and found[x == math.inf] == math.inf
+    assert ((found - x * exact).abs()[finite] <= 3 * x.abs()[finite] * bound.UNIT).all()
+    # small results are right as well, which 1 + erf(x) loses
+    near = (x < 0) & (x > -5)
+    assert ((found / (x * exact) - 1).abs()[near] < 2e-4).all()
+    slope = computed(ops.TABLE["dgelu"], g=torch.ones_like(x), z=x).double()
+    z = x.double()[finite]
+    density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+    assert ((slope[finite] - exact[finite] - z * density).abs() <= 6 * bound.UNIT).all()
+
+
 def test_a_comparison_has_no_error_of_its_own() -> None:
     args = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 2.0, 1.0])]
     for op in (o for o in ops.TABLE.values() if o.result == BOOLEAN and o.params[0].kind == NUMBER):

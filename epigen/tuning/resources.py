@@ -39,7 +39,8 @@ def _operations(op: str) -> float:
         return 1.0
     text = "\n".join([ops.TABLE[op].triton, *ops.TABLE[op].body])
     return 1.0 + sum(
-        weight * text.count(part) for part, weight in (("*", 1), (" + ", 1), (" - ", 1), (" / ", 8), ("exp(", 8), ("log(", 12), ("sqrt(", 8), ("erf(", 25))
+        weight * text.count(part)
+        for part, weight in (("*", 1), (" + ", 1), (" - ", 1), (" / ", 8), ("exp(", 8), ("exp2(", 6), ("log(", 12), ("sqrt(", 8), ("erf(", 25))
     )
 
 

@@ -53,9 +53,7 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
         stages = min(stages, 2)
     # with few tiles, a second launch takes longer than the last block's way over what all have left
     at_once = int(-(-m // block_m) * -(-n // block_n) <= target.multiprocessors and any(not s.operand for f in spec.finishes for s in f.sources))
-    chosen = schedules.config(
-        "tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=8, num_warps=warps, num_stages=stages, one_launch=at_once
-    )
+    chosen = schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=8, num_warps=warps, num_stages=stages, one_launch=at_once)
     return Choice(chosen, f"chosen by rule for {m}x{n}x{k} {sig.a} on {target.name}: no measurement is at hand")
 
 
