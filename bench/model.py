@@ -1,4 +1,4 @@
-"""Holds the analytic model to the recorded sweeps, and fits its constants to them. Needs no GPU.
+"""Holds the analytic model to the recorded sweeps and samples, and fits its constants to them. Needs no GPU.
 
 For each table: Spearman's rank correlation of estimated and measured time over the legal configs that ran, where in the model's order
 the first config within 2 % of the best stands, and how far each value of each dimension is mispriced beside the others.
@@ -65,16 +65,20 @@ class Score:
     spread: float
 
 
-def sweeps(folder: Path = record.RESULTS, names: Sequence[str] = ()) -> list[Sweep]:
-    """The tables of a folder, by name, or those that are named."""
-    return [read(p) for p in sorted(folder.glob("sweep_*.json")) if not names or p.stem.removeprefix("sweep_") in names]
+def sweeps(folder: Path = record.RESULTS, names: Sequence[str] = (), prefix: str = "sweep_") -> list[Sweep]:
+    """The tables of a folder, by name, or those that are named. prefix: "sample_" for those that hold a part of their space."""
+    return [read(p) for p in sorted(folder.glob(f"{prefix}*.json")) if not names or _name(p) in names]
+
+
+def _name(path: Path) -> str:
+    return path.stem.removeprefix("sweep_")
 
 
 def read(path: Path) -> Sweep:
     found = table.read(path)
     ran = [(config, outcome.median_us) for config, outcome in found.rows.items() if outcome.kind in ("ok", "slower")]
     spec = spec_of(found.task.graph(), found.task)
-    return Sweep(path.stem.removeprefix("sweep_"), found, spec, tuple(c for c, _ in ran), tuple(us for _, us in ran))
+    return Sweep(_name(path), found, spec, tuple(c for c, _ in ran), tuple(us for _, us in ran))
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
@@ -156,14 +160,14 @@ def fit(given: Sequence[Sweep], constants: Constants, rounds: int, only: Sequenc
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="tables, such as square (default: all)")
+    parser.add_argument("names", nargs="*", help="tables, such as square and sample_tiny (default: all)")
     parser.add_argument("--folder", type=Path, default=record.RESULTS)
     parser.add_argument("--residuals", action="store_true", help="how far each value of each dimension is mispriced")
     parser.add_argument("--worst", type=int, default=0, help="list so many of the worst estimates of a table")
     parser.add_argument("--fit", action="store_true", help="fit the constants, and print those that changed")
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
-    given = sweeps(options.folder, options.names)
+    given = sweeps(options.folder, options.names) + sweeps(options.folder, options.names, "sample_")
     constants = FITTED
     if options.fit:
         constants = fit(given, constants, options.rounds)
@@ -175,7 +179,7 @@ def main() -> None:
         estimated = sweep.estimates(constants)
         s = score(sweep, estimated)
         correlations[sweep.name] = round(s.correlation, 4)
-        print(f"{sweep.name:<12} {len(estimated):>5} configs  Spearman {s.correlation:.3f}  first good {s.first:>4}  bias {s.bias:.2f}  spread {s.spread:.2f}")
+        print(f"{sweep.name:<19} {len(estimated):>5} configs  Spearman {s.correlation:.3f}  first good {s.first:>4}  bias {s.bias:.2f}  spread {s.spread:.2f}")
         if options.residuals:
             for name, found in residuals(sweep, estimated):
                 print(f"    {name:<18}" + "  ".join(f"{value}: {ratio:.2f} ({count})" for value, (ratio, count) in found.items()))

@@ -1,6 +1,8 @@
-"""Measures the search space of some problems on the GPU, whole or a sample of it, for replay: what the search and the model are held to.
+"""Measures the search space of some problems on the GPU: what the search and the model are held to.
 
-Run: python -m bench.sweep [--configs N] [--budget SECONDS] [--commit HASH] [--out FOLDER]
+Run: python -m bench.sweep [--sample N] [--configs N] [--budget SECONDS] [--only NAME ...] [--commit HASH] [--out FOLDER]
+Whole spaces, for replay, are written to sweep_NAME.json. A sample, to sample_NAME.json: the model's first N, and of each schedule as many
+again, half of them the model's first and half at random, so that it can be told where the model is wrong about a schedule.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ import argparse
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from bench import record
 from epigen.codegen.spec import KernelConfig
 from epigen.runtime import device
-from epigen.tuning import table
+from epigen.tuning import gpus, model, table
 from epigen.tuning.runner import GpuRunner
 from epigen.tuning.space import Space
 from epigen.tuning.task import Outcome, Task
@@ -28,12 +31,28 @@ PROBLEMS = (
     ("odd", "relu(mm + bias)", (1000, 1003, 1001), "nn"),
     ("medium", "gelu(mm + bias)", (2048, 2048, 2048), "nt"),
     ("drelu_bgrad", "dz = drelu(mm, mask); dz, bgrad(dz)", (4096, 4096, 1024), "nn"),
+    ("square_drelu", "dz = drelu(mm, mask); dz, bgrad(dz)", (4096, 4096, 4096), "nn"),
+    ("short_drelu", "dz = drelu(mm, mask); dz, bgrad(dz)", (8192, 8192, 512), "nn"),
+    ("thousand", "relu(mm + bias)", (1000, 1000, 1000), "nn"),
+    ("skinny16", "relu(mm + bias)", (16, 14336, 4096), "nt"),
+    ("skinny64", "relu(mm + bias)", (64, 8192, 8192), "nt"),
+    ("tiny", "relu(mm + bias)", (128, 256, 256), "nn"),
 )
+
+
+def sample(ranked: Sequence[KernelConfig], count: int) -> list[KernelConfig]:
+    """The first `count`, and of each schedule as many: half of them the first, half any."""
+    chosen = list(ranked[:count])
+    for schedule in sorted({c.schedule for c in ranked}):
+        own = [c for c in ranked if c.schedule == schedule]
+        chosen += own[: count // 2] + random.Random(0).sample(own, min(len(own), count // 2))
+    return list(dict.fromkeys(chosen))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--configs", type=int, default=100_000, help="no more than so many a problem, in random order")
+    parser.add_argument("--sample", type=int, default=0, help="no whole space, but a sample around so many a problem")
     parser.add_argument("--budget", type=float, default=150.0, help="seconds a problem")
     parser.add_argument("--only", nargs="*")
     record.add_options(parser)
@@ -44,8 +63,11 @@ def main() -> None:
         if options.only and name not in options.only:
             continue
         task = Task(text, shape, "fp16", "fp16", "fp16", layout, "ieee", target)
-        configs = list(Space(spec_of(task.graph(), task), shape, target).every())
+        spec = spec_of(task.graph(), task)
+        configs = list(Space(spec, shape, target).every())
         legal = len(configs)
+        if options.sample:
+            configs = sample(model.rank(spec, configs, shape, gpus.by_name(target.part)), options.sample)
         random.Random(0).shuffle(configs)
         runner = runner or GpuRunner()
         runner.begin(task)
@@ -66,7 +88,7 @@ def main() -> None:
                 print("   ", kind, config, outcome.detail[:200], flush=True)
         environment = record.environment(options.commit) | {"seconds": round(seconds), "legal": legal}
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"sweep_{name}.json").write_text(table.to_json(table.Table(task, baseline, rows, environment)))
+        (options.out / f"{'sample' if options.sample else 'sweep'}_{name}.json").write_text(table.to_json(table.Table(task, baseline, rows, environment)))
     if runner is not None:
         runner.close()
 
