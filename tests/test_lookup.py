@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import warp_specialized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tuned import A100, H100, NAME, OTHER_KIND, OTHER_SPEC, TRITON, config, opened, problem, record
@@ -36,14 +37,14 @@ def test_look_up_takes_the_steps_in_order(tmp_path: Path) -> None:
     other: dict[str, Any] = {"program": "gelu(mm + bias)", "spec": OTHER_SPEC}
     steps: list[tuple[Record, str, str]] = [
         (record(**h100, **other), "architecture", "borrowed from 4096x4096x4096 (with fp16 operands, with inputs fp16[n]), the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H100 80GB HBM3, of the same architecture; not scaled, since both have 132 multiprocessors"),
-        (record(**h100), "architecture", "borrowed from 4096x4096x4096 (with fp16 operands, with inputs fp16[n]), the nearest tuned shape of this program on NVIDIA H100 80GB HBM3, of the same architecture; not scaled, since both have 132 multiprocessors"),
         (record(**h100, **other, **like), "architecture", "borrowed from 4096x4096x4096, the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H100 80GB HBM3, of the same architecture; not scaled, since both have 132 multiprocessors"),
+        (record(**h100), "architecture", "borrowed from 4096x4096x4096 (with fp16 operands, with inputs fp16[n]), the nearest tuned shape of this program on NVIDIA H100 80GB HBM3, of the same architecture; not scaled, since both have 132 multiprocessors"),
         (record(**h100, **like), "architecture", "borrowed from 4096x4096x4096, the nearest tuned shape of this program on NVIDIA H100 80GB HBM3, of the same architecture; not scaled, since both have 132 multiprocessors"),
         (record(**other), "kind", "borrowed from 4096x4096x4096 (with fp16 operands, with inputs fp16[n]), the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H200"),
-        (record(), "shape", "borrowed from 4096x4096x4096 (with fp16 operands, with inputs fp16[n]), the nearest tuned shape of this program on NVIDIA H200"),
         (record(**other, **like), "kind", "borrowed from 4096x4096x4096, the nearest tuned shape of an epilogue of this class, gelu(mm + bias), on NVIDIA H200"),
         (record((16384, 4096, 4096), alignment=8, **like), "shape", "borrowed from 16384x4096x4096 (with rows aligned to 8 bytes), the nearest tuned shape of this program on NVIDIA H200"),
         (record((8192, 4096, 4096), **like), "shape", "borrowed from 8192x4096x4096, the nearest tuned shape of this program on NVIDIA H200"),
+        (record(), "shape", "borrowed from 4096x4096x4096 (with fp16 operands, with inputs fp16[n]), the nearest tuned shape of this program on NVIDIA H200"),
         (record(triton="3.6.0", **like), "triton", "tuned for 4096x4096x4096 on NVIDIA H200 under Triton 3.6.0, and 3.9.0 is the present one"),
         (record(triton="3.10.0", **like), "triton", "tuned for 4096x4096x4096 on NVIDIA H200 under Triton 3.10.0, and 3.9.0 is the present one"),
         (record(**like), "exact", "tuned for 4096x4096x4096 on NVIDIA H200 (exact)"),
@@ -99,6 +100,25 @@ def test_integers_do_not_borrow_from_floats(tmp_path: Path) -> None:
     assert chain.find(problem(a="int8", b="int8"), TRITON) is None
     found = chain.find(problem(a="fp8e4m3", b="fp8e5m2"), TRITON)
     assert found and "(with fp8e5m2 operands)" in found.why
+
+
+def test_the_same_shape_in_the_other_half_precision_goes_before_a_shape_twice_as_large(tmp_path: Path) -> None:
+    bf16: dict[str, Any] = {"a": "bf16", "b": "bf16", "inputs": ("bf16[n]",), "outputs": ("bf16",)}
+    chain = opened(tmp_path)
+    chain.add(record(config=config(64), **bf16), record((8192, 4096, 4096), config=config(128)))
+    found = chain.find(problem(), TRITON)
+    assert found and found.config == config(64) and "from 4096x4096x4096 (with bf16 operands" in found.why
+    chain.add(record((4096, 4096, 4000), config=config(32)))
+    assert chain.find(problem(), TRITON).config == config(32)  # type: ignore[union-attr]
+
+
+def test_another_layout_is_borrowed_from_where_tma_loads(tmp_path: Path) -> None:
+    chain = opened(tmp_path)
+    chain.add(record(layout="nt"))
+    assert chain.find(problem(), TRITON) is None
+    chain.add(record((8192, 8192, 4096), config=warp_specialized(128, 256), layout="nt"))
+    found = chain.find(problem(), TRITON)
+    assert found and found.config == warp_specialized(128, 256) and "(in layout nt)" in found.why
 
 
 # -- another GPU of the same architecture

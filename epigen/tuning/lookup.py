@@ -3,9 +3,10 @@
 Records go in; a config comes out with the record it is from and one sentence that explains it. Pure data: no file is read here.
 
 Order: the same problem; the same under another Triton version; the nearest shape of this program on this GPU; the nearest of another
-program of the same epilogue class on this GPU; that of any program on this GPU; all three once more with operands of another dtype of
-the same size; then the same six on another GPU of the same architecture, where the nearest shape is the one that fills as many waves there: extents are scaled by the
-ratio of multiprocessors. Within one step the user's own records go before the shipped ones where they are equally near.
+program of the same epilogue class on this GPU; that of any program on this GPU; then the same three on another GPU of the same
+architecture, where the nearest shape is the one that fills as many waves there: extents are scaled by the ratio of multiprocessors.
+Operands of another dtype of the same size are a little farther. Within one step the user's own records go before the shipped ones where
+they are equally near.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from operator import itemgetter
 
+from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelConfig
 from epigen.dtypes import ALL
 from epigen.tuning import gpus
@@ -33,9 +35,14 @@ LAYOUT_STEP = 4.5
 """For each operand that lies otherwise, and so beyond FARTHEST: the best config of one layout can lose in another. relu(mm + bias) at
 4096x4096x4096 fp16 on an H200 (Triton 3.6, 2026-11): 193 us tiled against 213 us by the vendor's product where b is row-major, 256
 against 212 where it is transposed."""
+LAYOUT_STEP_TMA = 0.5
+"""The same where TMA loads the operands, which lays them out alike. At 8192x8192x4096 and x512 bf16 the winners of "nn" and "nt" were the
+same but for the order of tiles, and their times within 1 %."""
 ALIGNMENT_STEP = 1.5
 """For each halving of the alignment: narrower loads, until none can be asynchronous. relu(mm + bias) at 1000x1003x1001 fp16 on an H200
 (Triton 3.6, 2026-11): the best config of aligned shapes is 1.4 to 2 times slower than the best one."""
+DTYPE_STEP = 0.25
+"""Where the operands have another dtype of the same size: bf16 and fp16 take the same time but for the power that their bits draw."""
 OUTPUT_STEP = 0.5
 """Where the outputs have other sizes: the epilogue moves other numbers of bytes."""
 INPUT_STEP = 0.5
@@ -78,14 +85,14 @@ class _Step:
     other_gpu: bool = False
 
 
-def distance(one: Problem, other: Problem) -> float:
-    """How far two problems lie apart, in weighted doublings; 0 for equal extents, alignment, layout, and sizes of inputs and outputs.
+def distance(one: Problem, other: Problem, layout_step: float = LAYOUT_STEP) -> float:
+    """How far two problems lie apart, in weighted doublings; 0 for equal extents, alignment, layout, dtypes, and sizes of inputs and outputs.
 
-    On two GPUs that `gpus` knows, a shape is as far as it is from the one that fills as many waves of the other, and their bandwidths count.
+    layout_step: of what is borrowed. On two GPUs that `gpus` knows, a shape is as far as it is from the one that fills as many waves of the other, and their bandwidths count.
     """
     m, n, k = (_log(x) - _log(y) for x, y in zip(other.shape, one.shape, strict=True))
     scale = _scale(one.gpu, other.gpu) or _UNKNOWN
-    return _tiles_apart(m, n, scale.waves) + WEIGHT_K * abs(k) + scale.step + _penalty(one, other)
+    return _tiles_apart(m, n, scale.waves) + WEIGHT_K * abs(k) + scale.step + _penalty(one, other, layout_step)
 
 
 def _tiles_apart(m: float, n: float, waves: float) -> float:
@@ -123,12 +130,17 @@ def _scale(here: str, there: str) -> _Scale | None:
     return _Scale(waves, step, sentence)
 
 
-def _penalty(one: Problem, other: Problem) -> float:
+def _layout_step(record: Record) -> float:
+    return LAYOUT_STEP_TMA if SCHEDULES[record.schedule].descriptors else LAYOUT_STEP
+
+
+def _penalty(one: Problem, other: Problem, layout_step: float) -> float:
     layouts = sum(x != y for x, y in zip(one.layout, other.layout, strict=True))
     halvings = abs(one.alignment.bit_length() - other.alignment.bit_length())
     outputs = one.outputs != other.outputs and [_DTYPES[o].bits for o in one.outputs] != [_DTYPES[o].bits for o in other.outputs]
     inputs = _input_steps(one.inputs, other.inputs) if one.inputs != other.inputs else 0.0
-    return LAYOUT_STEP * layouts + ALIGNMENT_STEP * halvings + OUTPUT_STEP * outputs + inputs
+    dtypes = _operands(one) != _operands(other)
+    return layout_step * layouts + ALIGNMENT_STEP * halvings + DTYPE_STEP * dtypes + OUTPUT_STEP * outputs + inputs
 
 
 def _input_steps(one: tuple[str, ...], other: tuple[str, ...]) -> float:
@@ -148,11 +160,11 @@ def _log(extent: int) -> float:
 
 
 def _operands(problem: Problem) -> Key:
-    """fp32 in full precision has no tensor cores, so precision counts as a dtype does."""
-    return problem.a, problem.b, problem.precision
+    return problem.a, problem.b
 
 
 def _sizes(problem: Problem) -> Key:
+    """fp32 in full precision has no tensor cores, so precision counts as a size does."""
     a, b = _DTYPES[problem.a], _DTYPES[problem.b]
     return a.kind, a.bits, b.kind, b.bits, problem.precision
 
@@ -161,9 +173,8 @@ def _steps(p: Problem) -> Iterator[_Step]:
     """The buckets of one problem, in order. A record lies in the same ones."""
     gpu = (p.gpu, p.capability)
     for where, other_gpu in ((gpu, False), (p.capability, True)):
-        for operands in (_operands(p), _sizes(p)):
-            for how, likeness, what in (("shape", "spec", p.spec), ("kind", "kind", p.kind), ("program", "any", "")):
-                yield _Step("architecture" if other_gpu else how, (likeness, where, what, operands), likeness, other_gpu)
+        for how, likeness, what in (("shape", "spec", p.spec), ("kind", "kind", p.kind), ("program", "any", "")):
+            yield _Step("architecture" if other_gpu else how, (likeness, where, what, _sizes(p)), likeness, other_gpu)
 
 
 def version_order(version: str) -> tuple[int, ...]:
@@ -227,13 +238,7 @@ class Index:
 
     def _near(self, problem: Problem, triton: str, accept: Accept | None, seen: set[int]) -> Iterator[Found]:
         """seen: entries that are passed over."""
-        sizes: dict[Key, int] = {}
         for step in _steps(problem):
-            # operands of the same size take in those of the same dtype: equally many are the same ones, which were asked already
-            here, asked = len(self._buckets.get(step.bucket, ())), sizes.get(step.bucket[:-1], 0)
-            sizes[step.bucket[:-1]] = here
-            if here == asked:
-                continue
             for entry in self._nearest(problem, triton, step):
                 if id(entry) not in seen and _fits(entry.record, accept):
                     seen.add(id(entry))
@@ -262,7 +267,7 @@ class Index:
             far, whole, _, _, order, e = heapq.heappop(near)
             if whole:
                 yield e
-            elif (far := far + _penalty(problem, e.record.problem)) <= FARTHEST:
+            elif (far := far + _penalty(problem, e.record.problem, _layout_step(e.record))) <= FARTHEST:
                 heapq.heappush(near, (far, True, e.source, e.record.triton != triton, order, e))
 
 

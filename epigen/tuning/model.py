@@ -223,8 +223,8 @@ class _Timing(Work):
         beside = max(1, warps // 4 // (block_m // 64))
         read = block_m // 64 * (64 * beside + block_n) * block_k * self.element_bytes
         shared = (read + step_bytes) / (self.c.shared_bytes_clock * self.clock_us)
-        step = self._norm(products, shared, feed, self._multiply_us(block_m, block_n, block_k, warps), (later + feed) / in_flight)
-        step += self.c.wait_clocks / self.clock_us
+        multiply = self._multiply_us(block_m, block_n, block_k, warps)
+        step = self._norm(products, shared, feed, multiply, (later + feed) / in_flight, smooth=self.c.tma_smooth) + self.c.wait_clocks / self.clock_us
         fill = self.c.block_us + later + feed
         mainloop = cold - later + rounds * steps * step + (1 if values.get("flatten", 1) else rounds) * fill
         each = self._epilogue_us(block_m, block_n, 1, warps) + across * self._arrival_us(config)
