@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from epigen.errors import CallError
 from epigen.training import library
 from epigen.training.plan import Backward, Step
 
@@ -63,25 +63,54 @@ class Layer(torch.autograd.Function):
         return given
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *arrived: Tensor) -> tuple[Any, ...]:
-        step, own, before = ctx.step, ctx.step.own, ctx.step.before
-        x, weight, *saved = ctx.saved_tensors
-        dmm, inputs = arrived[0], [None] * len(step.inputs)
-        if own is not None:
-            held, saved = saved[: len(own.kept)], saved[len(own.kept) :]
-            dmm, inputs = _gradients(own, ctx.tune, held, ctx.numbers[0], arrived)
-        dweight = None
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return _backward(ctx, arrived)
+        with torch.no_grad():  # create_graph=True
+            found = _backward(ctx, arrived)
+        return apply(Undifferentiable, torch.zeros((), requires_grad=True), *found)
+
+
+class Undifferentiable(torch.autograd.Function):
+    """(anchor, *gradients) -> the gradients, which a second backward cannot pass. anchor: anything that requires a gradient, so that it tries."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *gradients: Any) -> tuple[Any, ...]:  # noqa: ARG004  # autograd's own signature
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *arrived: Any) -> Any:  # noqa: ARG004
+        raise CallError(
+            "a layer of epigen has no second derivative: for double backward write it in torch's own operations, such as torch.relu(F.linear(x, weight, bias))"
+        )
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> tuple[Any, ...]:
+    """Of what torch leaves untyped."""
+    found: tuple[Any, ...] = function.apply(*args)
+    return found
+
+
+def _backward(ctx: Any, arrived: Sequence[Tensor]) -> tuple[Any, ...]:
+    step, own, before = ctx.step, ctx.step.own, ctx.step.before
+    x, weight, *saved = ctx.saved_tensors
+    dmm: Tensor | None = arrived[0]
+    inputs: list[Tensor | None] = [None] * len(step.inputs)
+    if own is not None:
+        held, saved = saved[: len(own.kept)], saved[len(own.kept) :]
+        dmm, inputs = _gradients(own, ctx.tune, held, ctx.numbers[0], arrived)
+    dx, dweight = None, None
+    taken: list[Tensor | None] = []
+    if dmm is not None:
         if step.weight and ctx.main_grad is not None:
             library.accumulate(ctx.main_grad, dmm.t(), x)
         elif step.weight:
             dweight = torch.mm(dmm.t(), x)
-        dx, taken = None, []
         if before is not None:
             dx, taken = _gradients(before, ctx.tune, saved, ctx.numbers[1], (), (dmm, weight))
         elif step.x:
             dx = torch.mm(dmm, weight)
-        return None, None, None, dx, dweight, *inputs, *taken, *(None for _ in saved)
+    return None, None, None, dx, dweight, *inputs, *taken, *(None for _ in saved)
 
 
 def _gradients(
@@ -90,7 +119,7 @@ def _gradients(
     """The gradients of mm and of the inputs. product: the two matrices whose product is the gradient that arrives."""
     if product is not None and backward.product is None:
         arrived, product = (torch.mm(*product),), None
-    given = [*held, *scalars, *arrived]
+    given: list[Value] = [*held, *scalars, *arrived]
     inputs = split([given[i] for i in backward.arguments])
     results: list[Tensor] = []
     if backward.product is None:

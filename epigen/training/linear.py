@@ -10,7 +10,7 @@ from torch import Tensor
 
 from epigen.errors import CallError, near_miss
 from epigen.training import plan
-from epigen.training.layer import Layer, Value, forward, kept
+from epigen.training.layer import Layer, Value, apply, forward, kept
 from epigen.training.plan import Asked, Declared, Step
 
 
@@ -51,7 +51,12 @@ def linear(
     """
     if bias is not None:
         inputs = {"bias": bias, **inputs}
-    return chain(x, [Linear(weight, inputs, epilogue, save, (of,) if isinstance(of, str) else None if of is None else tuple(of), tune, main_grad)])
+    return chain(x, [Linear(weight, inputs, epilogue, save, names(of), tune, main_grad)])
+
+
+def names(of: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """Outputs as an argument `of` gives them."""
+    return of if of is None else (of,) if isinstance(of, str) else tuple(of)
 
 
 def chain(x: Tensor, layers: Sequence[Linear]) -> Any:
@@ -79,7 +84,7 @@ def _run(x: Tensor, layers: Sequence[Linear], values: Sequence[Sequence[Value]],
     taken: list[Value] = []
     for number, (layer, inputs, step) in enumerate(zip(layers, values, steps, strict=True)):
         if step.trains:
-            results = Layer.apply(step, layer.tune, layer.main_grad, *_distinct([x, layer.weight, *inputs, *taken]))
+            results = apply(Layer, step, layer.tune, layer.main_grad, *_distinct([x, layer.weight, *inputs, *taken]))
         else:
             results = forward(step, layer.tune, x, layer.weight, inputs)
         before = steps[number + 1].before if number + 1 < len(steps) else None
@@ -125,10 +130,10 @@ def _unrolled(t: Tensor, indices: str, lead: torch.Size) -> Tensor:
 
 def _inputs(layer: Linear, program: Declared) -> list[Value]:
     """The layer's inputs in the program's order, without leading dimensions."""
-    names = [i.name for i in program.inputs]
+    known = [i.name for i in program.inputs]
     for name in layer.inputs:
-        if name not in names:
-            hint = near_miss(name, names) or "its inputs are " + (", ".join(names) or "none")
+        if name not in known:
+            hint = near_miss(name, known) or "its inputs are " + (", ".join(known) or "none")
             raise CallError(f"the epilogue {layer.epilogue!r} has no input '{name}': {hint}")
     found = []
     for declared in program.inputs:
