@@ -27,7 +27,7 @@ class Linear(NamedTuple):
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, epilogue: str = "relu(mm + bias)", *, save: str | None = None, of: str | Iterable[str] | None = None,
+    x: Tensor, weight: Tensor, /, bias: Tensor | None = None, epilogue: str = "relu(mm + bias)", *, save: str | None = None, of: str | Iterable[str] | None = None,
     tune: str | None = None, main_grad: Tensor | None = None, **inputs: Value,
 ) -> Any:  # fmt: skip
     """A linear layer and all that follows it in one kernel, differentiable: with mm = x @ weight.T, as `torch.nn.functional.linear` has it.
