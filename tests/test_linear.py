@@ -13,13 +13,10 @@ from torch.nn import functional as F  # noqa: N812  # as everyone calls it
 
 import epigen
 from epigen import api
-from epigen.dtypes import FP32, DType
 from epigen.errors import CallError, DerivationError
-from epigen.ir import graph as g
-from epigen.ir import reference
 from epigen.ir.derivation import SAVE
 from epigen.runtime import kernel as kernel_module
-from epigen.training import library, plan
+from epigen.training import library
 from epigen.training.linear import Linear, chain
 
 
@@ -119,7 +116,6 @@ def test_relu_at_zero_and_nan_is_as_in_pytorch() -> None:
 
 
 def test_results_of_several_kinds_and_leading_dimensions() -> None:
-    text = "z = mm + bias; y = relu(z) * gate[m,n] * scale_a[m]; y, live = bitmask(z > 0), rows = sum(y, n), columns = sum(y, m), sum(y)"
     text = "z = mm + bias; y = relu(z) * gate[m,n] * scale_a[m]; live = bitmask(z > 0); rows = sum(y, n); columns = sum(y, m); y, live, rows, columns, sum(y)"
     x, w, b = normal(2, 3, 4), normal(9, 4, seed=1), normal(9, seed=2)
     gate, row = normal(2, 3, 9, seed=3), normal(2, 3, seed=4)
@@ -218,7 +214,7 @@ def test_what_does_not_fit_is_said(change: dict[str, Any], message: str) -> None
 def test_dtypes_that_do_not_fit_are_said() -> None:
     with pytest.raises(CallError, match=r"operand a is fp32 and operand b is fp16"):
         epigen.linear(normal(5, 4), normal(9, 4, dtype=torch.float16), epilogue="mm")
-    with pytest.raises(CallError, match=r"weight is torch\.float64, which epigen does not multiply: train with fp16, bf16 or fp32"):
+    with pytest.raises(CallError, match=r"weight is torch\.float64, which epigen does not compute with: train with fp16, bf16 or fp32"):
         epigen.linear(normal(5, 4, dtype=torch.float64), normal(9, 4, dtype=torch.float64), epilogue="mm")
     with pytest.raises(CallError, match="does not give one tile, which the next layer could multiply"):
         chain(normal(5, 4), [Linear(normal(4, 4), {}, "mm, sum(mm, n)"), Linear(normal(4, 4), {}, "mm")])

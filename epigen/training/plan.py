@@ -130,7 +130,7 @@ def _steps(x: bool, layers: tuple[Asked, ...]) -> tuple[Step, ...]:
     found: list[Step] = []
     flows, before = x, None
     for number, layer in enumerate(layers):
-        graph, operands = api.graph_of(layer.text), _dtype(layer.dtype)
+        graph, operands = api.graph_of(layer.text), _dtype(layer.dtype, "weight")
         names = _places(n.name for n in graph.inputs())
         wrt = [MM] * (layer.weight or flows) + [name for name, want in zip(names, layer.wanted, strict=True) if want]
         if not wrt:
@@ -147,9 +147,9 @@ def _steps(x: bool, layers: tuple[Asked, ...]) -> tuple[Step, ...]:
     return tuple(found)
 
 
-def _dtype(dtype: torch.dtype) -> DType:
+def _dtype(dtype: torch.dtype, what: str) -> DType:
     if str(dtype) not in BY_TORCH:
-        raise CallError(f"x is {dtype}, which epigen does not multiply: train with fp16, bf16 or fp32")
+        raise CallError(f"{what} is {dtype}, which epigen does not compute with: train with fp16, bf16 or fp32")
     return BY_TORCH[str(dtype)]
 
 
@@ -164,7 +164,7 @@ def _chains(graph: Graph, operands: DType) -> bool:
 def _backward(derived: Derivation, inputs: Mapping[str, int], layer: Asked, operands: DType, chained: bool) -> Backward:
     """inputs: the layer's, by place. chained: the gradient arrives as a product that the program's own kernel takes; else as a tensor."""
     outputs = _places(o.name for o in derived.forward.outputs)
-    dtypes = {name: _dtype(d) for (name, d) in zip(inputs, layer.inputs, strict=True) if d is not None}
+    dtypes = {name: _dtype(d, f"input '{name}'") for name, d in zip(inputs, layer.inputs, strict=True) if d is not None}
     program, gradients = _settled(derived, dtypes | {MM: operands}, operands, chained)
     sources = {a.name: a for a in derived.arguments}
     read = [sources[n.name] for n in program.inputs()] if program else []
@@ -207,13 +207,14 @@ def _settled(derived: Derivation, dtypes: Mapping[str, DType], operands: DType, 
     if over:
         default = output_dtype(derived.forward, derived.forward.outputs[results.index(derived.product)], operands)
     wanted = {x.output: dtypes[x.of] for x in reversed(derived.gradients)}
-    computed, repeated = [], set()
-    for output in graph.outputs:
-        node = graph.nodes[output.node]
-        if over and node.op == g.MM and wanted[output.name] == default:
-            repeated.add(output.name)
-        else:
-            computed.append(replace(output, dtype=wanted[output.name]) if node.indices == "mn" and wanted[output.name] != default else output)
+    reads: list[bool] = []  # mm, without which there is no program
+    for node in graph.nodes:
+        reads.append(node.op == g.MM or any(reads[a] for a in node.args))
+    repeated = {o.name for o in graph.outputs if over and graph.nodes[o.node].op == g.MM and wanted[o.name] == default}
+    rest = [o for o in graph.outputs if o.name not in repeated]
+    if rest and not any(reads[o.node] for o in rest):
+        repeated, rest = set(), list(graph.outputs)
+    computed = [replace(o, dtype=wanted[o.name]) if graph.nodes[o.node].indices == "mn" and wanted[o.name] != default else o for o in rest]
     order = [o.name for o in computed]
     places = {}
     for x in derived.gradients:
