@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import fx, nn
+
+from epigen.training.modules import Chain
 
 _MOST_DEFAULTS = 4
 """Arguments with defaults of one forward, each of which doubles the traces."""
@@ -63,6 +66,8 @@ class _Whole(fx.Tracer):
 
 def _traces(module: nn.Module) -> Iterator[fx.Graph]:
     """Of a module's forward, one for each way that it can be told to go."""
+    if isinstance(module, Chain):  # which gives what its modules give in turn
+        module = nn.Sequential(OrderedDict(module._modules))
     parameters = inspect.signature(module.forward).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     if len(defaults) > _MOST_DEFAULTS:

@@ -32,9 +32,14 @@ def kernel(text: str, tune: str | None) -> Kernel:
     return api.compile(text, tune=tune)
 
 
-def _named(graph: Graph, inputs: Inputs, numbers: Sequence[float]) -> dict[str, Any]:
+@functools.cache
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(node.name for node in kernel(text, None).graph.inputs())
+
+
+def _named(text: str, inputs: Inputs, numbers: Sequence[float]) -> dict[str, Any]:
     rest = iter(numbers)
-    return {node.name: next(rest) if value is None else value for node, value in zip(graph.inputs(), inputs, strict=True)}
+    return {name: next(rest) if value is None else value for name, value in zip(_names(text), inputs, strict=True)}
 
 
 def _listed(found: Any) -> list[Tensor]:
@@ -42,17 +47,15 @@ def _listed(found: Any) -> list[Tensor]:
 
 
 def _program(text: str, tune: str | None, a: Tensor, b: Tensor, inputs: Inputs, numbers: Sequence[float]) -> list[Tensor]:
-    run = kernel(text, tune)
-    if torch.is_grad_enabled():  # as in a program that torch.export wrote down: below autograd nothing is recorded any more
+    if torch.is_grad_enabled():  # as in a model that torch.export wrote down: below autograd nothing is recorded any more
         with torch.no_grad():
-            return _listed(run(a, b, **_named(run.graph, inputs, numbers)))
-    return _listed(run(a, b, **_named(run.graph, inputs, numbers)))
+            return _program(text, tune, a, b, inputs, numbers)
+    return _listed(kernel(text, tune)(a, b, **_named(text, inputs, numbers)))
 
 
 def _over(text: str, mm: Tensor, inputs: Inputs, numbers: Sequence[float]) -> list[Tensor]:
-    run = kernel(text, None)
     with torch.no_grad():
-        return _listed(run.over(mm, **_named(run.graph, inputs, numbers)))
+        return _listed(kernel(text, None).over(mm, **_named(text, inputs, numbers)))
 
 
 def _accumulate(grad: Tensor, a: Tensor, b: Tensor) -> None:
@@ -63,13 +66,13 @@ def _accumulate(grad: Tensor, a: Tensor, b: Tensor) -> None:
 def _fake_program(text: str, tune: str | None, a: Tensor, b: Tensor, inputs: Inputs, numbers: Sequence[float]) -> list[Tensor]:
     graph = kernel(text, tune).graph
     m, n, _ = arguments.check_operands(a, b)
-    return _fake(graph, a, m, n, _named(graph, inputs, numbers))
+    return _fake(graph, a, m, n, _named(text, inputs, numbers))
 
 
 def _fake_over(text: str, mm: Tensor, inputs: Inputs, numbers: Sequence[float]) -> list[Tensor]:
     graph = kernel(text, None).graph
     m, n = arguments.check_product(mm)
-    return _fake(graph, mm, m, n, _named(graph, inputs, numbers))
+    return _fake(graph, mm, m, n, _named(text, inputs, numbers))
 
 
 def _fake(graph: Graph, like: Tensor, m: int, n: int, inputs: dict[str, Any]) -> list[Tensor]:
