@@ -152,7 +152,7 @@ def _check(x: Tensor, layers: Sequence[Linear], programs: Sequence[Declared]) ->
         raise CallError("x has no dimensions, and [..., K] was expected")
     extent = x.shape[-1]
     for number, layer in enumerate(layers):
-        if number and programs[number - 1].outputs != ("mn",):
+        if number and not programs[number - 1].tile:
             raise CallError(f"the epilogue {layers[number - 1].epilogue!r} does not give one tile, which the next layer could multiply")
         weight = layer.weight
         if weight.dim() != 2 or weight.shape[1] != extent:

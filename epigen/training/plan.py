@@ -24,6 +24,7 @@ from epigen.ir.autodiff import MM, carries_gradient
 from epigen.ir.derivation import ARRIVING, INPUT, SAVED, Derivation
 from epigen.ir.derive import derive, through_text
 from epigen.ir.graph import Graph
+from epigen.ops import NUMBER
 
 
 class Asked(NamedTuple):
@@ -96,10 +97,11 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What a program declares. outputs: the indices of each. type: of several outputs."""
+    """What a program declares. outputs: the indices of each. tile: whether it gives one tile of numbers, and no more. type: of several outputs."""
 
     inputs: tuple[Input, ...]
     outputs: tuple[str, ...]
+    tile: bool
     type: Any
 
 
@@ -122,7 +124,9 @@ def _declared(text: str) -> Declared:
     graph = api.graph_of(text)
     names = [o.name for o in graph.outputs]
     inputs = tuple(Input(n.name, n.indices, n.op == g.BITS) for n in graph.inputs())
-    return Declared(inputs, tuple(graph.nodes[o.node].indices for o in graph.outputs), namedtuple("Outputs", names) if len(names) > 1 else None)
+    nodes = [graph.nodes[o.node] for o in graph.outputs]
+    tile = len(nodes) == 1 and nodes[0].indices == "mn" and nodes[0].kind == NUMBER
+    return Declared(inputs, tuple(n.indices for n in nodes), tile, namedtuple("Outputs", names) if len(names) > 1 else None)
 
 
 @functools.cache
@@ -154,11 +158,9 @@ def _dtype(dtype: torch.dtype, what: str) -> DType:
 
 
 def _chains(graph: Graph, operands: DType) -> bool:
-    """Whether the next layer can take the derivative over: autograd then sees one tensor between them, of the dtype of its gradient."""
-    if len(graph.outputs) > 1:
-        return False
+    """Whether the layer after this one, which gives one tile, can take its derivative over: that tile then has the dtype of its gradient."""
     (output,) = graph.outputs
-    return graph.nodes[output.node].indices == "mn" and carries_gradient(graph, output) and output_dtype(graph, output, operands) == operands
+    return carries_gradient(graph, output) and output_dtype(graph, output, operands) == operands
 
 
 def _backward(derived: Derivation, inputs: Mapping[str, int], layer: Asked, operands: DType, chained: bool) -> Backward:
