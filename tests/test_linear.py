@@ -17,7 +17,7 @@ from epigen.errors import CallError, DerivationError
 from epigen.ir.derivation import SAVE
 from epigen.runtime import kernel as kernel_module
 from epigen.training import library
-from epigen.training.linear import Linear, chain
+from epigen.training.linear import Link, chain
 
 
 def normal(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 1.0, grad: bool = True) -> Tensor:
@@ -32,16 +32,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "gelu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
-def layers_of(sizes: tuple[int, ...], dtype: torch.dtype, act: str, save: str | None = None) -> tuple[list[Linear], list[Tensor]]:
+def layers_of(sizes: tuple[int, ...], dtype: torch.dtype, act: str, save: str | None = None) -> tuple[list[Link], list[Tensor]]:
     """A chain of layers, and its parameters."""
     weights = [normal(n, k, seed=n, dtype=dtype, scale=k**-0.5) for k, n in itertools.pairwise(sizes)]
     biases = [normal(n, seed=n + 50, dtype=dtype, scale=0.5) for n in sizes[1:]]
     epilogues = [*(f"{act}(mm + bias)" for _ in sizes[2:]), "mm + bias"]
-    layers = [Linear(w, {"bias": b}, e, save) for w, b, e in zip(weights, biases, epilogues, strict=True)]
+    layers = [Link(w, {"bias": b}, e, save) for w, b, e in zip(weights, biases, epilogues, strict=True)]
     return layers, [*weights, *biases]
 
 
-def eager(x: Tensor, layers: list[Linear], act: str) -> Tensor:
+def eager(x: Tensor, layers: list[Link], act: str) -> Tensor:
     """The same by torch in float64, of leaves that share nothing with it."""
     for i, layer in enumerate(layers):
         x = F.linear(x, layer.weight.double(), layer.inputs["bias"].double())  # type: ignore[union-attr]
@@ -217,7 +217,7 @@ def test_dtypes_that_do_not_fit_are_said() -> None:
     with pytest.raises(CallError, match=r"weight is torch\.float64, which epigen does not compute with: train with fp16, bf16 or fp32"):
         epigen.linear(normal(5, 4, dtype=torch.float64), normal(9, 4, dtype=torch.float64), epilogue="mm")
     with pytest.raises(CallError, match="does not give one tile, which the next layer could multiply"):
-        chain(normal(5, 4), [Linear(normal(4, 4), {}, "mm, sum(mm, n)"), Linear(normal(4, 4), {}, "mm")])
+        chain(normal(5, 4), [Link(normal(4, 4), {}, "mm, sum(mm, n)"), Link(normal(4, 4), {}, "mm")])
 
 
 def test_a_change_in_place_between_forward_and_backward_is_noticed() -> None:

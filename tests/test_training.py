@@ -30,5 +30,6 @@ def test_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
 def test_on_a_gpu(tmp_path: Path) -> None:
+    """Of all cases one alone may be skipped: that which needs two GPUs."""
     report = cases(tmp_path)
-    assert " passed" in report and "no GPU at hand" not in report
+    assert " passed" in report and ("skipped" not in report or ", 1 skipped" in report)

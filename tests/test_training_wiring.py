@@ -24,7 +24,7 @@ from epigen.ir import graph as g
 from epigen.ir import reference
 from epigen.ir.derivation import NOTHING, SAVE
 from epigen.training import library, plan
-from epigen.training.linear import Linear, chain
+from epigen.training.linear import Link, chain
 
 M, K, N = 6, 4, 9
 Values = dict[str, Tensor]
@@ -86,7 +86,7 @@ def agree(text: str, seed: int = 0, rtol: float = 1e-8, **options: Any) -> None:
     compare(epigen.linear(x, w, epilogue=text, **options, **inputs), outputs_of(graph, x, w.t(), inputs), leaves, rtol)
     if [graph.nodes[o.node].indices for o in graph.outputs] != ["mn"] or graph.nodes[graph.outputs[0].node].kind != "number":
         return
-    found = chain(x, [Linear(first, {}, "tanh(mm)"), Linear(w, inputs, text, options.get("save")), Linear(last, {}, "mm")])
+    found = chain(x, [Link(first, {}, "tanh(mm)"), Link(w, inputs, text, options.get("save")), Link(last, {}, "mm")])
     expected = outputs_of(graph, torch.tanh(x @ first.t()), w.t(), inputs)[0] @ last.t()
     compare(found, [expected], [*leaves, first, last], rtol)
 
@@ -142,9 +142,9 @@ def test_gradcheck(save: str | None) -> None:
 
     def run(x: Tensor, first: Tensor, second: Tensor, third: Tensor, gate: Tensor, row: Tensor, s: Tensor) -> Tensor:
         layers = [
-            Linear(first, {"scale_a": row}, "silu(mm * scale_a[m])", save),
-            Linear(second, {"gate": gate, "s": s, "t": 0.5}, "gelu(s * mm + t) * gate[m,n]", save),
-            Linear(third, {}, "tanh(mm)", save),
+            Link(first, {"scale_a": row}, "silu(mm * scale_a[m])", save),
+            Link(second, {"gate": gate, "s": s, "t": 0.5}, "gelu(s * mm + t) * gate[m,n]", save),
+            Link(third, {}, "tanh(mm)", save),
         ]
         found: Tensor = chain(x, layers)
         return found
@@ -158,7 +158,7 @@ def test_only_what_requires_a_gradient_gets_one(wanted: tuple[str, ...], save: s
     """And only what that needs is computed: frozen weights, frozen first layers, biases alone."""
     tensors = {"x": (M, K), "w1": (N, K), "b1": (N,), "w2": (5, N), "b2": (5,)}
     t = {name: normal(*size, seed=i, grad=name in wanted) for i, (name, size) in enumerate(tensors.items())}
-    found = chain(t["x"], [Linear(t["w1"], {"bias": t["b1"]}, "gelu(mm + bias)", save), Linear(t["w2"], {"bias": t["b2"]}, "tanh(mm + bias)", save)])
+    found = chain(t["x"], [Link(t["w1"], {"bias": t["b1"]}, "gelu(mm + bias)", save), Link(t["w2"], {"bias": t["b2"]}, "tanh(mm + bias)", save)])
     expected = torch.tanh(F.linear(F.gelu(F.linear(t["x"], t["w1"], t["b1"])), t["w2"], t["b2"]))
     assert found.requires_grad == bool(wanted)
     if wanted:

@@ -14,7 +14,7 @@ from epigen.training.layer import Layer, Value, apply, forward, kept
 from epigen.training.plan import Asked, Declared, Step
 
 
-class Linear(NamedTuple):
+class Link(NamedTuple):
     """One layer of a chain: its weight [N, K] and inputs, and how it is to be run. Fields as the arguments of `linear`."""
 
     weight: Tensor
@@ -51,7 +51,7 @@ def linear(
     """
     if bias is not None:
         inputs = {"bias": bias, **inputs}
-    return chain(x, [Linear(weight, inputs, epilogue, save, names(of), tune, main_grad)])
+    return chain(x, [Link(weight, inputs, epilogue, save, names(of), tune, main_grad)])
 
 
 def names(of: str | Iterable[str] | None) -> tuple[str, ...] | None:
@@ -59,7 +59,7 @@ def names(of: str | Iterable[str] | None) -> tuple[str, ...] | None:
     return of if of is None else (of,) if isinstance(of, str) else tuple(of)
 
 
-def chain(x: Tensor, layers: Sequence[Linear]) -> Any:
+def chain(x: Tensor, layers: Sequence[Link]) -> Any:
     """Layers one after another, each but the last with one tile as its result. x: [..., K]. Returns the last one's results.
 
     What a layer's derivative is runs within the next layer's input-gradient product.
@@ -78,7 +78,7 @@ def chain(x: Tensor, layers: Sequence[Linear]) -> Any:
     return shaped[0] if last.type is None else tuple.__new__(last.type, shaped)
 
 
-def _run(x: Tensor, layers: Sequence[Linear], values: Sequence[Sequence[Value]], steps: Sequence[Step]) -> Sequence[Tensor]:
+def _run(x: Tensor, layers: Sequence[Link], values: Sequence[Sequence[Value]], steps: Sequence[Step]) -> Sequence[Tensor]:
     """The last layer's results."""
     results: Sequence[Tensor] = ()
     taken: list[Value] = []
@@ -102,7 +102,7 @@ def _distinct(values: list[Value]) -> list[Value]:
     return values
 
 
-def _asked(layer: Linear, values: Sequence[Value], recorded: bool) -> Asked:
+def _asked(layer: Link, values: Sequence[Value], recorded: bool) -> Asked:
     dtypes = tuple(v.dtype if isinstance(v, Tensor) else None for v in values)
     wanted = tuple(recorded and isinstance(v, Tensor) and v.requires_grad for v in values)
     return Asked(layer.epilogue, layer.save, layer.of, layer.weight.dtype, dtypes, wanted, recorded and layer.weight.requires_grad)
@@ -128,7 +128,7 @@ def _unrolled(t: Tensor, indices: str, lead: torch.Size) -> Tensor:
     return t.unflatten(0, lead) if lead else t[0]
 
 
-def _inputs(layer: Linear, program: Declared) -> list[Value]:
+def _inputs(layer: Link, program: Declared) -> list[Value]:
     """The layer's inputs in the program's order, without leading dimensions."""
     known = [i.name for i in program.inputs]
     for name in layer.inputs:
@@ -146,7 +146,7 @@ def _inputs(layer: Linear, program: Declared) -> list[Value]:
     return found
 
 
-def _check(x: Tensor, layers: Sequence[Linear], programs: Sequence[Declared]) -> None:
+def _check(x: Tensor, layers: Sequence[Link], programs: Sequence[Declared]) -> None:
     """What the kernels would say in words of their own."""
     if x.dim() == 0:
         raise CallError("x has no dimensions, and [..., K] was expected")

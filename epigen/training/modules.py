@@ -48,15 +48,15 @@ class Linear(nn.Linear):
         made.weight, made.bias = module.weight, module.bias
         return made.train(module.training)
 
-    def layer(self, **inputs: Value) -> linear.Linear:
+    def link(self, **inputs: Value) -> linear.Link:
         """As a part of a chain."""
         if self.bias is not None:
             inputs["bias"] = self.bias
-        return linear.Linear(self.weight, inputs, self.epilogue, self.save, self.of, self.tune, getattr(self.weight, "main_grad", None))
+        return linear.Link(self.weight, inputs, self.epilogue, self.save, self.of, self.tune, getattr(self.weight, "main_grad", None))
 
     def forward(self, input: Tensor, **inputs: Value) -> Any:  # noqa: A002  # torch.nn.Linear's own name for it
         """input: [..., in_features]. inputs: the program's. Returns what `epigen.linear` returns."""
-        return linear.chain(input, [self.layer(**inputs)])
+        return linear.chain(input, [self.link(**inputs)])
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, epilogue={self.epilogue!r}"
@@ -79,10 +79,10 @@ class Chain(nn.Sequential):
     """
 
     def forward(self, input: Any) -> Any:  # noqa: A002  # torch.nn.Sequential's own name for it
-        run: list[linear.Linear] = []
+        run: list[linear.Link] = []
         for module in self:
             if isinstance(module, Linear) and not hooked(module):
-                run.append(module.layer())
+                run.append(module.link())
                 continue
             if type(module) is nn.Identity and not hooked(module):
                 continue
