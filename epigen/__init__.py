@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 from epigen.errors import EpigenError
 
 if TYPE_CHECKING:
+    from epigen import nn
     from epigen.api import compile, derive, tune
     from epigen.ir.derivation import Derivation
     from epigen.runtime.kernel import Kernel
+    from epigen.training.fuse import fuse
+    from epigen.training.linear import linear
     from epigen.tuning.tune import Tuned
 
 __version__ = "0.1.0"
-__all__ = ["Derivation", "EpigenError", "Kernel", "Tuned", "__version__", "compile", "derive", "tune"]
+__all__ = ["Derivation", "EpigenError", "Kernel", "Tuned", "__version__", "compile", "derive", "fuse", "linear", "nn", "tune"]
 
 
 def __getattr__(name: str) -> Any:
@@ -44,4 +47,16 @@ def __getattr__(name: str) -> Any:
         from epigen.tuning.tune import Tuned
 
         return Tuned
+    if name == "linear":
+        from epigen.training.linear import linear
+
+        return linear
+    if name == "fuse":
+        from epigen.training.fuse import fuse
+
+        return fuse
+    if name == "nn":
+        import epigen.nn as nn  # not `from epigen import nn`, which would ask this function again
+
+        return nn
     raise AttributeError(f"module 'epigen' has no attribute '{name}'")

@@ -315,7 +315,7 @@ A, B, BIAS = half(M, K), half(K, N), half(N)
         ("mm * alpha", (A, B), {"alpha": None}, r"input 'alpha' is a scalar, and a NoneType was given"),
         ("mm + bias", (A, B), {"bias": BIAS.to("meta")}, r"input 'bias' is on meta, and the call's other tensors are on cpu"),
         # derivatives
-        ("mm", (A.clone().requires_grad_(), B), {}, r"an argument requires grad, and a kernel has no backward of its own: call it under torch\.no_grad\(\), or on detached tensors"),
+        ("mm", (A.clone().requires_grad_(), B), {}, r"an argument requires grad, and a kernel has no backward of its own: use epigen\.linear, or call it under torch\.no_grad\(\)"),
         ("mm + bias", (A, B), {"bias": BIAS.clone().requires_grad_()}, r"an argument requires grad"),
     ],
 )  # fmt: skip

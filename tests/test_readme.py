@@ -22,9 +22,17 @@ def test_tables_are_the_stored_results() -> None:
     assert readme.filled(TEXT) == TEXT, "run: python -m bench.readme"
 
 
-def test_python_example_runs_as_written() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    check = "\nassert y.shape == dz.shape == (64, 256) and mask.shape == (64, 32) and db.shape == (256,)\n"
+CHECKS = (
+    "assert y.shape == dz.shape == (64, 256) and mask.shape == (64, 32) and db.shape == (256,)",
+    "assert losses[-1] < 0.95 * losses[0] and type(yours) is epigen.nn.Chain and y.shape == (512, 256) and y.requires_grad",
+)
+
+
+@pytest.mark.parametrize("number", range(len(CHECKS)))
+def test_python_examples_run_as_written(number: int) -> None:
+    examples = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert len(examples) == len(CHECKS)
+    example, check = examples[number], f"\n{CHECKS[number]}\n"
     ran = subprocess.run([sys.executable, "-W", "error", "-c", example + check], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 

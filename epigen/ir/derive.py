@@ -15,7 +15,7 @@ product, so that it is never chosen where there is another way, and "output" kee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import epigen.ir.graph as g
@@ -202,7 +202,7 @@ def _assemble(graph: Graph, found: Gradients, way: _Way, options: tuple[Option, 
             sources[name] = Argument(name, ARRIVING, node.name)
             node = Node(g.INPUT, (), NUMBER, node.indices, name=name)
         nodes.append(node)
-    backward = _graph(nodes, [Output(name, number, None) for number, name in own.items()])
+    backward = through_text(nodes, [Output(name, number, None) for number, name in own.items()])
 
     return Derivation(
         forward=_extended(graph, found, saved) if any(s.extra for s in way.option.saved) else graph,
@@ -232,9 +232,9 @@ def _extended(graph: Graph, found: Gradients, saved: Mapping[int, Saved]) -> Gra
             outputs.append(Output(s.output, node.args[0], node.dtype))
         else:
             outputs.append(Output(s.output, number, None))
-    return _graph(nodes, outputs)
+    return through_text(nodes, outputs)
 
 
-def _graph(nodes: list[Node], outputs: list[Output]) -> Graph:
-    """Through its text, so that it is what a user would get who wrote that."""
+def through_text(nodes: Sequence[Node], outputs: Sequence[Output]) -> Graph:
+    """A program of what these outputs need, by way of its text, so that it is what a user would get who wrote that."""
     return normalise(check(parse(unparse(normalise(Graph(tuple(nodes), tuple(outputs), ""))))))

@@ -99,7 +99,7 @@ def number(name: str, value: Any) -> float:
 
 def check_no_gradient(values: Iterable[Any]) -> None:
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in values):
-        raise CallError("an argument requires grad, and a kernel has no backward of its own: call it under torch.no_grad(), or on detached tensors")
+        raise CallError("an argument requires grad, and a kernel has no backward of its own: use epigen.linear, or call it under torch.no_grad()")
 
 
 def _declared(node: Node) -> str:

@@ -1,0 +1,107 @@
+"""Programs as operations of `torch.library`: what torch.compile, torch.export and autograd see of epigen.
+
+An operation names its program by text and takes the inputs in the program's order, a number's place held by None. None has a derivative of
+its own: `layer` wires them. A fake implementation allocates on torch's fake tensors what the kernel would, by the same description of the
+outputs, and checks the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epigen import api
+from epigen.dtypes import BY_TORCH
+from epigen.ir.graph import Graph
+from epigen.runtime import arguments, outputs
+from epigen.runtime.kernel import Kernel
+
+Inputs = Sequence[Tensor | None]
+"""In the program's order; None stands for a number."""
+
+ACCUMULATE = "cast(mm + grad[m,n], fp32)"
+
+
+@functools.cache
+def kernel(text: str, tune: str | None) -> Kernel:
+    """The process's own kernel of a program. tune: as of `epigen.compile`."""
+    return api.compile(text, tune=tune)
+
+
+@functools.cache
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(node.name for node in kernel(text, None).graph.inputs())
+
+
+def _named(text: str, inputs: Inputs, numbers: Sequence[float]) -> dict[str, Any]:
+    rest = iter(numbers)
+    return {name: next(rest) if value is None else value for name, value in zip(_names(text), inputs, strict=True)}
+
+
+def _listed(found: Any) -> list[Tensor]:
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def _program(text: str, tune: str | None, a: Tensor, b: Tensor, inputs: Inputs, numbers: Sequence[float]) -> list[Tensor]:
+    if torch.is_grad_enabled():  # as in a model that torch.export wrote down: below autograd nothing is recorded any more
+        with torch.no_grad():
+            return _program(text, tune, a, b, inputs, numbers)
+    return _listed(kernel(text, tune)(a, b, **_named(text, inputs, numbers)))
+
+
+def _over(text: str, mm: Tensor, inputs: Inputs, numbers: Sequence[float]) -> list[Tensor]:
+    with torch.no_grad():
+        return _listed(kernel(text, None).over(mm, **_named(text, inputs, numbers)))
+
+
+def _accumulate(grad: Tensor, a: Tensor, b: Tensor) -> None:
+    with torch.no_grad():
+        kernel(ACCUMULATE, None)(a, b, grad=grad, out=grad)
+
+
+def _fake_program(text: str, tune: str | None, a: Tensor, b: Tensor, inputs: Inputs, numbers: Sequence[float]) -> list[Tensor]:
+    graph = kernel(text, tune).graph
+    m, n, _ = arguments.check_operands(a, b)
+    return _fake(graph, a, m, n, _named(text, inputs, numbers))
+
+
+def _fake_over(text: str, mm: Tensor, inputs: Inputs, numbers: Sequence[float]) -> list[Tensor]:
+    graph = kernel(text, None).graph
+    m, n = arguments.check_product(mm)
+    return _fake(graph, mm, m, n, _named(text, inputs, numbers))
+
+
+def _fake(graph: Graph, like: Tensor, m: int, n: int, inputs: dict[str, Any]) -> list[Tensor]:
+    arguments.check_inputs({node.name: node for node in graph.inputs()}, inputs, m, n, like.device)
+    allocate = outputs.allocator(like.device)
+    return [out.held(m, n).empty(allocate) for out in outputs.of(graph, BY_TORCH[str(like.dtype)])]
+
+
+def _fake_accumulate(grad: Tensor, a: Tensor, b: Tensor) -> None:
+    m, n, _ = arguments.check_operands(a, b)
+    (out,) = outputs.of(kernel(ACCUMULATE, None).graph, BY_TORCH[str(a.dtype)])
+    outputs.check(grad, out, m, n, a.device)
+
+
+# defined in torch's own words and not by `custom_op`, whose calls take 18 us of the host where these take 4 (torch 2.13, 2026-11)
+LIBRARY = torch.library.Library("epigen", "FRAGMENT")
+for _signature, _run, _faked in (
+    ("program(str text, str? tune, Tensor a, Tensor b, Tensor?[] inputs, float[] numbers) -> Tensor[]", _program, _fake_program),
+    ("over(str text, Tensor mm, Tensor?[] inputs, float[] numbers) -> Tensor[]", _over, _fake_over),
+    ("accumulate(Tensor(a!) grad, Tensor a, Tensor b) -> ()", _accumulate, _fake_accumulate),
+):
+    _name = _signature.partition("(")[0]
+    LIBRARY.define(_signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"epigen::{_name}", _faked, lib=LIBRARY)
+
+program: Any = torch.ops.epigen.program.default
+"""(text, tune, a, b, inputs, numbers) -> the outputs. As a kernel's call."""
+over: Any = torch.ops.epigen.over.default
+"""(text, mm, inputs, numbers) -> the outputs. As `Kernel.over`."""
+accumulate: Any = torch.ops.epigen.accumulate.default
+"""(grad, a, b) adds a @ b to grad, an fp32 buffer, in place."""

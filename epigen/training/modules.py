@@ -1,0 +1,126 @@
+"""Modules that train: a linear layer with its epilogue, a sequence of such layers that runs as one chain, and a multilayer perceptron."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epigen import ops
+from epigen.errors import CallError, near_miss
+from epigen.training import linear, plan
+from epigen.training.layer import Value
+
+ACTIVATIONS = tuple(name for name, op in ops.TABLE.items() if op.group == "activation" and len(op.params) == 1)
+"""What an MLP can have between its layers."""
+
+
+class Linear(nn.Linear):
+    """`torch.nn.Linear` and what follows it, in one kernel: parameters, their initialisation and the state dict are the same.
+
+    epilogue: the program, whose mm is x @ weight.T. bias: whether the program's input `bias` is a parameter. Its other inputs are given at
+    each call, by name. save, of, tune: as for `epigen.linear`. A weight with an attribute `main_grad`, an fp32 tensor of its shape, has its
+    gradient added to that in place, and its `grad` left alone.
+    Raises ParseError or CheckError for the epilogue, CallError where it and `bias` disagree.
+
+    >>> import torch, epigen
+    >>> epigen.nn.Linear(128, 256, epilogue="gelu(mm + bias)")
+    Linear(in_features=128, out_features=256, bias=True, epilogue='gelu(mm + bias)')
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, epilogue: str, save: str | None = None, of: str | Iterable[str] | None = None,
+        tune: str | None = None, device: Any = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        read = any(i.name == "bias" for i in plan.declared(epilogue).inputs)
+        if read != bias:
+            found, wanted = ("reads", f"bias=True, or {without_bias(epilogue)}") if read else ("does not read", "bias=False, or mm + bias in the epilogue")
+            raise CallError(f"bias={bias}, and the epilogue {epilogue!r} {found} a bias: write {wanted}")
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.epilogue, self.save, self.of, self.tune = epilogue, save, linear.names(of), tune
+
+    @classmethod
+    def sharing(cls, module: nn.Linear, epilogue: str) -> Linear:
+        """A layer with the parameters of another."""
+        made = cls(module.in_features, module.out_features, module.bias is not None, epilogue=epilogue, device="meta")
+        made.weight, made.bias = module.weight, module.bias
+        return made.train(module.training)
+
+    def link(self, **inputs: Value) -> linear.Link:
+        """As a part of a chain."""
+        if self.bias is not None:
+            inputs["bias"] = self.bias
+        return linear.Link(self.weight, inputs, self.epilogue, self.save, self.of, self.tune, getattr(self.weight, "main_grad", None))
+
+    def forward(self, input: Tensor, **inputs: Value) -> Any:  # noqa: A002  # torch.nn.Linear's own name for it
+        """input: [..., in_features]. inputs: the program's. Returns what `epigen.linear` returns."""
+        return linear.chain(input, [self.link(**inputs)])
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, epilogue={self.epilogue!r}"
+
+
+def without_bias(epilogue: str) -> str:
+    return "an epilogue without it" if "mm + bias" not in epilogue else f"epilogue={epilogue.replace('mm + bias', 'mm')!r}"
+
+
+class Chain(nn.Sequential):
+    """`torch.nn.Sequential` in which `Linear` layers that follow one another run as one chain.
+
+    Backward, each layer's derivative and bias gradient are then computed within the product that the next layer takes for its input gradient,
+    instead of a pass of their own. A layer with hooks runs by itself.
+
+    >>> import torch, epigen
+    >>> model = epigen.nn.Chain(epigen.nn.Linear(8, 16, epilogue="silu(mm + bias)"), epigen.nn.Linear(16, 4, epilogue="mm + bias"))
+    >>> model(torch.zeros(2, 8)).shape
+    torch.Size([2, 4])
+    """
+
+    def forward(self, input: Any) -> Any:  # noqa: A002  # torch.nn.Sequential's own name for it
+        run: list[linear.Link] = []
+        for module in self:
+            if isinstance(module, Linear) and not hooked(module):
+                run.append(module.link())
+                continue
+            if type(module) is nn.Identity and not hooked(module):
+                continue
+            if run:
+                input, run = linear.chain(input, run), []  # noqa: A001
+            input = module(input)  # noqa: A001
+        return linear.chain(input, run) if run else input
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether something wants to be told when the module itself is called."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+class MLP(Chain):
+    """A multilayer perceptron as one chain: an activation after each linear layer but the last.
+
+    sizes: of the input, of each hidden layer and of the output. activation: one of the language's, by name. save, tune: as for `epigen.linear`.
+    The state dict is that of a `torch.nn.Sequential` of the linear layers alone.
+    Raises CallError for what does not fit.
+
+    >>> import torch, epigen
+    >>> epigen.nn.MLP([8, 16, 4], activation="gelu")
+    MLP(
+      (0): Linear(in_features=8, out_features=16, bias=True, epilogue='gelu(mm + bias)')
+      (1): Linear(in_features=16, out_features=4, bias=True, epilogue='mm + bias')
+    )
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], activation: str = "relu", bias: bool = True, *, save: str | None = None, tune: str | None = None, device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        if len(sizes) < 2:
+            raise CallError(f"sizes={list(sizes)}: an MLP has the size of its input and of its output at least")
+        if activation not in ACTIVATIONS:
+            raise CallError(f"unknown activation '{activation}': {near_miss(str(activation), ACTIVATIONS) or 'known are ' + ', '.join(ACTIVATIONS)}")
+        z = "mm + bias" if bias else "mm"
+        epilogues = [*(f"{activation}({z})" for _ in sizes[2:]), z]
+        options: dict[str, Any] = {"save": save, "tune": tune, "device": device, "dtype": dtype}
+        super().__init__(*(Linear(k, n, bias, epilogue=e, **options) for k, n, e in zip(sizes, sizes[1:], epilogues, strict=False)))

@@ -1,0 +1,227 @@
+"""What a chain of layers runs forward and backward: which programs, what they read, and where each gradient comes out. Plain data.
+
+A chain's layers multiply one another's results. Where a layer gives one tile of its operands' dtype, the next takes the derivative of it
+over: the gradient that arrives there is the next layer's input-gradient product, and the derivative is that product's epilogue. The last
+layer's derivative, and that of a layer which gives anything else, runs over the gradients that arrive from outside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import namedtuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from epigen import api
+from epigen.codegen.lower import output_dtype
+from epigen.dtypes import BY_TORCH, DType
+from epigen.errors import CallError
+from epigen.ir import graph as g
+from epigen.ir.autodiff import MM, carries_gradient
+from epigen.ir.derivation import ARRIVING, INPUT, SAVED, Derivation
+from epigen.ir.derive import derive, through_text
+from epigen.ir.graph import Graph
+from epigen.ops import NUMBER
+
+
+class Asked(NamedTuple):
+    """One layer, as far as a plan hangs on it.
+
+    text: the program. save, of: as of `epigen.derive`. dtype: of the operands. inputs: the dtypes of the program's inputs in its order, None
+    for numbers. wanted: those of them whose gradients are. weight: whether the weight's is.
+    """
+
+    text: str
+    save: str | None
+    of: tuple[str, ...] | None
+    dtype: torch.dtype
+    inputs: tuple[torch.dtype | None, ...]
+    wanted: tuple[bool, ...]
+    weight: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """One layer's derivative.
+
+    text: the program; "" where all that is wanted is what arrives. product: at which of the layer's results the gradient arrives that is its
+    mm; None where its mm is the layer's own product, taken again.
+    kept: what it needs, by place among the layer's inputs, all outputs of its forward, its x and its weight, in a row. For a product that
+    is taken again x and the weight come last.
+    arguments: the program's inputs, by place among what is kept, the layer's numbers and the gradients that arrive.
+    mm, inputs: where the gradients of mm and of each input of the layer are, by place among the program's outputs and the gradients that
+    arrive; None for those that are not wanted. dtypes: the inputs' own, which their gradients have to have.
+    """
+
+    text: str
+    product: int | None
+    kept: tuple[int, ...]
+    arguments: tuple[int, ...]
+    mm: int | None
+    inputs: tuple[int | None, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one layer runs.
+
+    text: the forward; what it keeps are further outputs after the first `results`. inputs: the program's, by place among the layer's.
+    constant: the outputs that carry no gradient. own: the derivative, over the gradients that arrive; None where there is none, or the next
+    layer takes it over. before: the derivative of the layer before, taken over.
+    trains: whether any gradient is wanted. weight, x: whether those of the weight and of what it multiplies are; with `before`, the latter
+    is what that gives.
+    """
+
+    text: str
+    inputs: tuple[int, ...]
+    results: int
+    constant: tuple[int, ...]
+    own: Backward | None = None
+    before: Backward | None = None
+    trains: bool = False
+    weight: bool = False
+    x: bool = False
+
+
+class Input(NamedTuple):
+    """A declared input. packed: a mask."""
+
+    name: str
+    indices: str
+    packed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What a program declares. outputs: the indices of each. tile: whether it gives one tile of numbers, and no more. type: of several outputs."""
+
+    inputs: tuple[Input, ...]
+    outputs: tuple[str, ...]
+    tile: bool
+    type: Any
+
+
+def declared(text: str) -> Declared:
+    return _declared(text)
+
+
+def steps(x: bool, layers: tuple[Asked, ...]) -> tuple[Step, ...]:
+    """x: whether the gradient of what the first layer multiplies is wanted. Raises what `epigen.derive` raises."""
+    return _steps(x, layers)
+
+
+# What torch.compile is not to look into: what torch.compiler.assume_constant_result sets, which imports all of torch.compile to do so
+declared._dynamo_marked_constant = True  # type: ignore[attr-defined]
+steps._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _declared(text: str) -> Declared:
+    graph = api.graph_of(text)
+    names = [o.name for o in graph.outputs]
+    inputs = tuple(Input(n.name, n.indices, n.op == g.BITS) for n in graph.inputs())
+    nodes = [graph.nodes[o.node] for o in graph.outputs]
+    tile = len(nodes) == 1 and nodes[0].indices == "mn" and nodes[0].kind == NUMBER
+    return Declared(inputs, tuple(n.indices for n in nodes), tile, namedtuple("Outputs", names) if len(names) > 1 else None)
+
+
+@functools.cache
+def _steps(x: bool, layers: tuple[Asked, ...]) -> tuple[Step, ...]:
+    found: list[Step] = []
+    flows, before = x, None
+    for number, layer in enumerate(layers):
+        graph, operands = api.graph_of(layer.text), _dtype(layer.dtype, "weight")
+        names = _places(n.name for n in graph.inputs())
+        wrt = [MM] * (layer.weight or flows) + [name for name, want in zip(names, layer.wanted, strict=True) if want]
+        if not wrt:
+            found.append(Step(layer.text, tuple(names.values()), len(graph.outputs), ()))
+            continue
+        derived = derive(graph, operands, layer.save, wrt, layer.of)
+        forward = derived.forward
+        chained = number + 1 < len(layers) and _chains(graph, operands)
+        backward = _backward(derived, names, layer, operands, chained)
+        constant = tuple(i for i, o in enumerate(forward.outputs) if i >= derived.results or o.name not in derived.arriving)
+        order = tuple(names[n.name] for n in forward.inputs())
+        found.append(Step(forward.text, order, derived.results, constant, None if chained else backward, before, True, layer.weight, flows))
+        flows, before = True, backward if chained else None
+    return tuple(found)
+
+
+def _dtype(dtype: torch.dtype, what: str) -> DType:
+    if str(dtype) not in BY_TORCH:
+        raise CallError(f"{what} is {dtype}, which epigen does not compute with: train with fp16, bf16 or fp32")
+    return BY_TORCH[str(dtype)]
+
+
+def _chains(graph: Graph, operands: DType) -> bool:
+    """Whether the layer after this one, which gives one tile, can take its derivative over: that tile then has the dtype of its gradient."""
+    (output,) = graph.outputs
+    return carries_gradient(graph, output) and output_dtype(graph, output, operands) == operands
+
+
+def _backward(derived: Derivation, inputs: Mapping[str, int], layer: Asked, operands: DType, chained: bool) -> Backward:
+    """inputs: the layer's, by place. chained: the gradient arrives as a product that the program's own kernel takes; else as a tensor."""
+    outputs = _places(o.name for o in derived.forward.outputs)
+    dtypes = {name: _dtype(d, f"input '{name}'") for name, d in zip(inputs, layer.inputs, strict=True) if d is not None}
+    program, gradients = _settled(derived, dtypes | {MM: operands}, operands, chained)
+    sources = {a.name: a for a in derived.arguments}
+    read = [sources[n.name] for n in program.inputs()] if program else []
+    # among inputs, outputs, x and weight in a row
+    numbers = [i for i, d in enumerate(layer.inputs) if d is None]
+    found = [(a.source, inputs[a.of] if a.source == INPUT else len(inputs) * (a.source == SAVED) + outputs[a.of]) for a in read]
+    again = (len(inputs) + len(outputs), len(inputs) + len(outputs) + 1) if not derived.product else ()
+    kept = (*dict.fromkeys(i for source, i in found if source != ARRIVING and not (source == INPUT and i in numbers)), *again)
+    arguments = []
+    for source, i in found:
+        if source == ARRIVING:
+            arguments.append(len(kept) + len(numbers) + i)
+        elif source == INPUT and i in numbers:
+            arguments.append(len(kept) + numbers.index(i))
+        else:
+            arguments.append(kept.index(i))
+    return Backward(
+        text=program.text if program else "",
+        product=outputs.get(derived.product),
+        kept=kept,
+        arguments=tuple(arguments),
+        mm=gradients.get(MM),
+        inputs=tuple(gradients.get(name) for name in inputs),
+        dtypes=layer.inputs,
+    )
+
+
+def _places(names: Iterable[str]) -> dict[str, int]:
+    return {name: i for i, name in enumerate(names)}
+
+
+def _settled(derived: Derivation, dtypes: Mapping[str, DType], operands: DType, chained: bool) -> tuple[Graph | None, dict[str, int]]:
+    """The backward program with each tile in the dtype that its use wants, and by name where each gradient is, as `Backward` has it.
+
+    Over a gradient that is there, what only repeats it is left out; None where nothing remains.
+    """
+    graph, results = derived.backward, [o.name for o in derived.forward.outputs]
+    over = bool(derived.product) and not chained
+    default = operands
+    if over:
+        default = output_dtype(derived.forward, derived.forward.outputs[results.index(derived.product)], operands)
+    wanted = {x.output: dtypes[x.of] for x in reversed(derived.gradients)}
+    reads: list[bool] = []  # mm, without which there is no program
+    for node in graph.nodes:
+        reads.append(node.op == g.MM or any(reads[a] for a in node.args))
+    repeated = {o.name for o in graph.outputs if over and graph.nodes[o.node].op == g.MM and wanted[o.name] == default}
+    rest = [o for o in graph.outputs if o.name not in repeated]
+    if rest and not any(reads[o.node] for o in rest):
+        repeated, rest = set(), list(graph.outputs)
+    computed = [replace(o, dtype=wanted[o.name]) if graph.nodes[o.node].indices == "mn" and wanted[o.name] != default else o for o in rest]
+    order = [o.name for o in computed]
+    places = {}
+    for x in derived.gradients:
+        arrives = x.passed or (derived.product if x.output in repeated else "")
+        places[x.of] = len(order) + results.index(arrives) if arrives else order.index(x.output)
+    if computed == list(graph.outputs):
+        return graph, places
+    return through_text(graph.nodes, computed) if computed else None, places

@@ -1,0 +1,163 @@
+"""`epigen.nn`: modules that take the place of torch's own."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # as everyone calls it
+
+import epigen
+from epigen.errors import CallError, CheckError
+from epigen.training import library
+
+
+def drawn(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The programs that run."""
+    found: list[str] = []
+    compiled = library.kernel
+
+    def noted(text: str, tune: str | None) -> Any:
+        found.append(text)
+        return compiled(text, tune)
+
+    monkeypatch.setattr(library, "kernel", noted)
+    return found
+
+
+# -- Linear
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_starts_as_torchs_does_and_takes_its_state(bias: bool) -> None:
+    options: dict[str, Any] = {"bias": bias, "dtype": torch.bfloat16}
+    torch.manual_seed(3)
+    ours = epigen.nn.Linear(6, 5, epilogue="gelu(mm + bias)" if bias else "gelu(mm)", **options)
+    torch.manual_seed(3)
+    theirs = nn.Linear(6, 5, **options)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert all(torch.equal(t, theirs.state_dict()[name]) and t.dtype == torch.bfloat16 for name, t in ours.state_dict().items())
+    other = nn.Linear(6, 5, **options)
+    ours.load_state_dict(other.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    assert torch.equal(theirs.weight, other.weight)
+    assert repr(ours) == repr(theirs)[:-1] + f", epilogue={ours.epilogue!r})"
+
+
+def test_a_layer_takes_the_programs_inputs_at_the_call() -> None:
+    layer = epigen.nn.Linear(6, 5, epilogue="y = silu(mm + bias) * gate[m,n] * s; y, amax(y)", of="y")
+    x, gate = drawn(2, 3, 6), drawn(2, 3, 5, seed=1).requires_grad_()
+    y, top = layer(x, gate=gate, s=2.0)
+    torch.testing.assert_close(y, F.silu(F.linear(x, layer.weight, layer.bias)) * gate * 2)
+    assert top == y.abs().max() and not top.requires_grad
+    y.sum().backward()
+    assert all(t.grad is not None for t in (gate, layer.weight, layer.bias))
+
+
+def test_a_layer_moves_copies_and_is_stored() -> None:
+    layer = epigen.nn.Linear(6, 5, epilogue="relu(mm + bias)", save="output")
+    stored = io.BytesIO()
+    torch.save(layer, stored)
+    stored.seek(0)
+    for other in (copy.deepcopy(layer), torch.load(stored, weights_only=False)):
+        assert repr(other) == repr(layer) and other.save == "output" and torch.equal(other(drawn(3, 6)), layer(drawn(3, 6)))
+    assert layer.half()(drawn(3, 6).half()).dtype == torch.float16
+
+
+def test_the_bias_and_the_epilogue_agree() -> None:
+    with pytest.raises(CallError, match=r"bias=False, and the epilogue 'relu\(mm \+ bias\)' reads a bias: write bias=True, or epilogue='relu\(mm\)'"):
+        epigen.nn.Linear(6, 5, bias=False, epilogue="relu(mm + bias)")
+    with pytest.raises(CallError, match=r"bias=True, and the epilogue 'relu\(mm\)' does not read a bias: write bias=False, or mm \+ bias in the epilogue"):
+        epigen.nn.Linear(6, 5, epilogue="relu(mm)")
+    with pytest.raises(CheckError, match="did you mean bias"):
+        epigen.nn.Linear(6, 5, epilogue="relu(mm + bais)")
+
+
+def test_a_weight_with_a_main_grad_adds_to_it() -> None:
+    model = epigen.nn.MLP([6, 5, 4], dtype=torch.float16)
+    for layer in model:
+        layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    for _ in range(2):
+        model(drawn(3, 6).half()).sum().backward()
+    assert all(layer.weight.grad is None and layer.weight.main_grad.any() and layer.bias.grad is not None for layer in model)
+
+
+# -- chains
+
+
+def test_an_mlp_is_its_layers_in_turn(ran: list[str]) -> None:
+    model = epigen.nn.MLP([6, 8, 5, 4], "silu")
+    layers = nn.Sequential(*(nn.Linear(k, n) for k, n in itertools.pairwise((6, 8, 5, 4))))
+    layers.load_state_dict(model.state_dict())
+    x = drawn(2, 3, 6)
+    first, second, last = layers
+    torch.testing.assert_close(model(x), last(F.silu(second(F.silu(first(x))))))
+    ran.clear()
+    model(x).sum().backward()
+    assert len(ran) == 6, "three products forward, a pass over the gradient, and two products with a derivative"
+    assert epigen.nn.MLP([6, 4], bias=False)[0].epilogue == "mm"
+    with pytest.raises(CallError, match="unknown activation 'rleu': did you mean relu"):
+        epigen.nn.MLP([6, 8, 4], "rleu")
+    with pytest.raises(CallError, match="has the size of its input and of its output at least"):
+        epigen.nn.MLP([6])
+
+
+def test_a_chain_breaks_where_something_else_stands() -> None:
+    parts = [epigen.nn.Linear(6, 8, epilogue="relu(mm + bias)"), epigen.nn.Linear(8, 8, epilogue="gelu(mm + bias)")]
+    chain = epigen.nn.Chain(*parts, nn.LayerNorm(8), nn.Identity(), epigen.nn.Linear(8, 2, epilogue="y = mm + bias; y, sum(y, n)"))
+    x = drawn(3, 6)
+    y, total = chain(x)
+    expected = chain[4](chain[2](parts[1](parts[0](x))))
+    torch.testing.assert_close((y, total), tuple(expected))
+    assert torch.equal(epigen.nn.Chain()(x), x)
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+def test_a_layer_with_hooks_is_called(register: str) -> None:
+    model = epigen.nn.MLP([6, 8, 4])
+    seen: list[nn.Module] = []
+    getattr(model[0], register)(lambda module, *_: seen.append(module))
+    x = drawn(3, 6).requires_grad_()
+    model(x).sum().backward()
+    assert seen == [model[0]]
+    again = copy.deepcopy(x.grad)
+    model[0]._forward_hooks.clear()
+    x.grad = None
+    model(x).sum().backward()
+    torch.testing.assert_close(x.grad, again)
+
+
+def test_saved_tensors_are_those_of_the_policy() -> None:
+    """Bytes from forward to backward, of a chain of three layers."""
+
+    def kept(**options: Any) -> int:
+        torch.manual_seed(0)
+        model = epigen.nn.MLP([64, 128, 128, 32], dtype=torch.float16, **options)
+        held: dict[int, int] = {}
+        mine = {t.untyped_storage().data_ptr() for t in (x, *model.parameters())}
+
+        def pack(t: Tensor) -> Tensor:
+            if t.untyped_storage().data_ptr() not in mine:
+                held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = model(x).sum()
+        assert loss.requires_grad
+        return sum(held.values())
+
+    x = drawn(16, 64).half()
+    tile, mask = 16 * 128 * 2, 16 * 128 // 8
+    assert kept(activation="relu") == 2 * (tile + mask)
+    assert kept(activation="relu", save="output") == kept(activation="gelu", save="recompute") == 2 * tile
+    assert kept(activation="gelu") == 2 * (tile + tile)

@@ -1,0 +1,35 @@
+"""Layers under torch.compile, torch.export, autocast, checkpoints and several processes: tests/training_cases.py in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+
+def cases(tmp_path: Path, **environment: str) -> str:
+    """The cases' report, once they have passed."""
+    path = os.pathsep.join((str(TESTS.parent), str(TESTS)))
+    own = os.environ | {"TRITON_INTERPRET": "0", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": path} | environment
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--show-capture=no", "--rootdir", str(TESTS.parent), "--durations=8"]
+    run = subprocess.run([sys.executable, "-m", "pytest", *options, str(TESTS / "training_cases.py")], env=own, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+@pytest.mark.slow
+def test_on_the_cpu(tmp_path: Path) -> None:
+    assert " passed" in cases(tmp_path, CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+def test_on_a_gpu(tmp_path: Path) -> None:
+    """Of all cases one alone may be skipped: that which needs two GPUs."""
+    report = cases(tmp_path)
+    assert " passed" in report and ("skipped" not in report or ", 1 skipped" in report)
