@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import cases
@@ -563,10 +564,16 @@ def test_launches_of_a_stream_share_counters_and_those_of_a_graph_have_their_own
     stream, capturing = [1], [False]
     monkeypatch.setattr(workspace, "current_stream", lambda _index: stream[0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream[0])
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    made: list[int] = []
+    new = workspace.Arrivals._new
+    monkeypatch.setattr(workspace.Arrivals, "_new", lambda self: made.append(threading.get_ident()) or new(self))
     arrivals = workspace.Arrivals(5, torch.device("cpu"))
     assert arrivals.counters() is not arrivals.counters(), "the interpreter may be stopped in mid-launch"
     arrivals.shared = True
     first = arrivals.counters()
+    assert made.pop() != threading.get_ident(), "what outlives a call is not put into the pool that this thread allocates from"
     assert first.tolist() == [0] * 5 and arrivals.counters() is first
     stream[0] = 2
     assert arrivals.counters() is not first and arrivals.counters() is arrivals.counters()

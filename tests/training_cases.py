@@ -29,7 +29,10 @@ from epigen.training.linear import linear
 
 # torch's own, of what its compiler does with any autograd function (2.13)
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning", "ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch"
+    "ignore:.*should not be instantiated:DeprecationWarning",
+    "ignore::DeprecationWarning:torch",
+    "ignore::FutureWarning:torch",
+    "ignore:TensorFloat32 tensor cores:UserWarning",
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -272,14 +275,17 @@ def test_odd_shapes(dtype: torch.dtype, act: str, save: str | None, shape: tuple
     """Twice, as the second call goes another way; backward runs on autograd's own thread."""
     model = mlp(act, dtype, save=save)
     exact = copy.deepcopy(model).double()
-    tolerance = {torch.float16: 0.02, torch.bfloat16: 0.1, torch.float32: 0.003}[dtype]
+    tolerance = {torch.float16: 0.01, torch.bfloat16: 0.05, torch.float32: 0.003}[dtype]
     for seed in range(2):
         x = drawn(*shape, seed=seed, dtype=dtype, grad=True)
         expected = step(plain(exact, getattr(nn.functional, act)), x.detach().double().requires_grad_(), exact)
-        close([t.double() for t in step(model, x, model)], expected, rtol=tolerance)
+        for found, exactly in zip(step(model, x, model), expected, strict=True):
+            # not element by element: where a relu's argument is about 0, both sides of it are right
+            assert (found.double() - exactly).norm() <= tolerance * exactly.norm()
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # the parameters were made on the stream outside, as always
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_a_step_in_a_cuda_graph(dtype: torch.dtype) -> None:
     model, x = mlp("gelu", dtype), drawn(96, 24, dtype=dtype)

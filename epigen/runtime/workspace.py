@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -95,8 +96,15 @@ class Arrivals:
         stream = current_stream(self.device.index)
         found = self.held.get(stream)
         if found is None:
-            found = self.held[stream] = self._new()
+            # torch.compile's CUDA graphs have what a thread allocates put into a pool of theirs, where nothing may outlive the call: this does,
+            # and so is allocated by a thread of its own, for the same stream
+            with ThreadPoolExecutor(1) as apart:
+                found = self.held[stream] = apart.submit(self._new_on, torch.cuda.current_stream(self.device)).result()
         return found
+
+    def _new_on(self, stream: torch.cuda.Stream) -> Tensor:
+        with torch.cuda.stream(stream):
+            return self._new()
 
     def _new(self) -> Tensor:
         return torch.zeros(self.count, dtype=torch.int32, device=self.device)
