@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tuned import A100, H100, NAME, OTHER_KIND, OTHER_SPEC, TRITON, config, opened, problem, record
 
+import epigen
 from epigen.codegen.lower import lower
-from epigen.codegen.spec import LAYOUTS, Signature, laid
+from epigen.codegen.spec import LAYOUTS, Choice, KernelConfig, Signature, laid
 from epigen.dtypes import FP16
 from epigen.ir.check import check
 from epigen.ir.passes import normalise
@@ -183,6 +184,25 @@ def test_a_borrowed_config_is_legal_where_it_goes(tmp_path: Path) -> None:
     found = Chooser(graph, database)(spec, wanted, pcie, "")
     assert found.config == config(64, group_m=1) and not model.refusal(spec, found.config, wanted, pcie)
     assert "borrowed from 64x8192x4096" in found.why and "NVIDIA H200, of the same architecture; its shape scaled by 114/132" in found.why
+
+
+def test_a_borrowed_config_has_as_many_stages_as_there_is_room_for(tmp_path: Path) -> None:
+    """What was measured for the very problem is taken as it is, though the model thinks it too large."""
+    database, here = opened(tmp_path), gpus.by_name("H200").target
+    shape, deep = (8192, 8192, 1024), warp_specialized(128, 128, 64, 6, pingpong=1, halves=2, group_m=8)
+
+    def asked(text: str, own: KernelConfig | None = None) -> Choice:
+        kernel = epigen.compile(text)
+        spec = kernel.plan(shape, FP16, here, layout="nt").spec
+        if own is not None:
+            database.add(Record.make(problem_of(kernel.graph, spec, shape, here.part, "9.0"), own, **RUN))
+        return Chooser(kernel.graph, database)(spec, shape, here, "")
+
+    assert asked("relu(mm + bias)", deep).config == deep
+    found = asked("z = mm + bias; relu(z), z")
+    assert found.config == warp_specialized(128, 128, 64, 5, pingpong=1, halves=2, group_m=8)
+    assert found.why.endswith("with 5 stages, for which there is room here")
+    assert asked("z = mm + bias; relu(z), z", deep).config == deep
 
 
 BOTH = "relu(mm + bias) + residual"

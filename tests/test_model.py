@@ -10,9 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cases import warp_specialized
 from hypothesis import given
 from hypothesis import strategies as st
 
+import epigen
 from bench import model as held
 from epigen.codegen import schedules
 from epigen.codegen.lower import lower
@@ -104,6 +106,27 @@ def test_what_narrow_loads_spill_is_near_what_compiled_kernels_spill(config: tup
     found = model.resources(spec_of(PLAIN, k=1001), tiled(*config), TARGETS["sm_90"], ODD).spilled
     assert abs(found - spilled) <= max(45, 0.4 * spilled)
     assert model.resources(spec_of(PLAIN), tiled(*config), TARGETS["sm_90"]).spilled == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks", "pingpong", "halves", "stages", "shared_bytes"),
+    [
+        # as Triton 3.6 compiled them for sm_90, bf16, block_k=64, with TMA stores
+        ("relu(mm + bias)", (128, 128), 1, 2, 6, 229656),
+        ("relu(mm + bias)", (128, 128), 1, 1, 4, 196856),
+        ("relu(mm + bias)", (128, 256), 0, 1, 3, 213200),
+        ("dz = drelu(mm, mask); dz, bgrad(dz)", (128, 128), 1, 2, 6, 231544),
+        ("dz = drelu(mm, mask); dz, bgrad(dz)", (128, 128), 1, 1, 4, 200792),
+        ("dz = drelu(mm, mask); dz, bgrad(dz)", (128, 256), 0, 1, 3, 221248),
+        ("dz = drelu(mm, mask); dz, bgrad(dz)", (256, 128), 0, 2, 4, 231496),
+        ("sum(mm, n), sum(mm, m)", (256, 128), 0, 2, 4, 198728),
+    ],
+)
+def test_shared_memory_of_groups_of_warps(text: str, blocks: tuple[int, int], pingpong: int, halves: int, stages: int, shared_bytes: int) -> None:
+    """Never too little, and too much by no more than would matter."""
+    config = warp_specialized(*blocks, 64, stages, pingpong=pingpong, halves=halves)
+    spec = epigen.compile(text, config=config).plan(SQUARE, BF16, TARGETS["sm_90"], layout="nt").spec
+    assert shared_bytes <= model.resources(spec, config, TARGETS["sm_90"]).shared_bytes <= shared_bytes + 200
 
 
 @pytest.mark.parametrize(

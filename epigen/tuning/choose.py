@@ -68,8 +68,8 @@ class Chooser:
         if 0 in shape:
             return rule.choose(spec, shape, target)
         own = self.bucket(spec, shape, target)
-        problem = replace(own.problem, shape=shape)
-        same = own.index.same(problem, triton_version(), lambda config: not model.refusal(spec, config, shape, target))
+        # what was measured for this very problem runs, whatever the model takes it to need
+        same = own.index.same(replace(own.problem, shape=shape), triton_version())
         return next(same, None) or own.lends(shape) or rule.choose(spec, shape, target)
 
     def bucket(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> Bucket:
@@ -87,7 +87,8 @@ class Chooser:
 def _lent(index: Index, problem: Problem, spec: KernelSpec, target: Target) -> Found | None:
     """Of the configs of near problems the one that is expected to be the fastest here."""
     shape = problem.shape
-    found = distinct(index.near(problem, triton_version(), lambda config: not model.refusal(spec, config, shape, target)), _LENDERS)
+    near = index.near(problem, triton_version(), lambda config: model.fitted(spec, config, shape, target) is not None)
+    found = [_with_room(f, spec, shape, target) for f in distinct(near, _LENDERS)]
     if len(found) < 2:
         return found[0] if found else None
     times = _carried_over(found, spec, shape, target)
@@ -97,11 +98,22 @@ def _lent(index: Index, problem: Problem, spec: KernelSpec, target: Target) -> F
     return replace(found[best], why=f"{found[best].why}: of the configs of {len(found)} near problems the fastest here by the model")
 
 
+def _with_room(found: Found, spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> Found:
+    """Another epilogue may leave less shared memory for stages."""
+    config = model.fitted(spec, found.config, shape, target)
+    assert config is not None
+    if config == found.config:
+        return found
+    return replace(found, config=config, why=f"{found.why}; with {config['num_stages']} stages, for which there is room here")
+
+
 def _carried_over(found: Sequence[Found], spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> list[float]:
     """Microseconds that each found config is expected to take here."""
     here = model.estimates(spec, [f.config for f in found], shape, gpus.of_target(target))
     times = []
     for f, estimate in zip(found, here, strict=True):
-        there = model.estimate_us(laid(spec, f.record.layout), f.config, f.record.problem.shape, gpus.find(f.record.gpu) or gpus.of_target(target))
+        there = model.estimate_us(
+            laid(spec, f.record.layout), f.record.kernel_config, f.record.problem.shape, gpus.find(f.record.gpu) or gpus.of_target(target)
+        )
         times.append(estimate.us * f.record.median_us / there.us)
     return times

@@ -103,6 +103,16 @@ def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target
     return ""
 
 
+def fitted(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target) -> KernelConfig | None:
+    """A config as it was found for another problem, with as many of its stages as there is room for; None where it cannot run with any."""
+    while refusal(spec, config, shape, target):
+        stages = dict(config.values).get("num_stages", 0)
+        if stages <= 2:
+            return None
+        config = KernelConfig(config.schedule, tuple((name, stages - 1 if name == "num_stages" else value) for name, value in config.values))
+    return config
+
+
 # -- time
 
 
