@@ -44,10 +44,21 @@ def gem() -> str:
         for kind, what in (("graph", "CUDA graph"), ("cold", "L2-cold launch")):
             eager, addmm, ours = (row[kind][name]["median_us"] for name in ("three operations", "_addmm_activation", "epigen"))
             lines.append(f"| {row['m']}x{row['k']}x{row['n']}, {what} | {eager:.2f} | {addmm:.2f} | {ours:.2f} | {1 - ours / eager:.0%} |")
-    host = [row["host"] for row in result["rows"]]
-    eager, ours = (max(h[name]["median_us"] for h in host) for name in ("three operations", "epigen"))
-    lines += ["", f"Host time of a call from Python: {ours:.0f} us, against {eager:.0f} us for the three operations: small problems want a CUDA graph for now."]
     return "\n".join(lines)
+
+
+def host() -> str:
+    """What a call costs the Python thread."""
+    result = _load("host")
+    costs = {name: found["median_us"] for name, found in result["host"]["relu + bias"].items()}
+    others = {"Triton's launch": "Triton's own launch", "eager operations": "the three operations of torch", "nvmath, execute": "nvmath's `execute`"}
+    beside = ", ".join(f"{costs[name]:.1f} of {what}" for name, what in others.items() if name in costs)
+    first = result["first"]["first_s"]
+    return (
+        f"Host time of a warmed call of a small `relu(mm + bias)`: {costs['epigen, out=']:.1f} us with `out=` and {costs['epigen']:.1f} us where the result is allocated "
+        f"(asked: {result['claimed_out_us']:.0f} and {result['claimed_new_us']:.0f}), against {beside}. The first call of a process comes {first:.2f} s after torch has "
+        f"started (asked: {result['claimed_first_s']:.1f}). {_measured(result['environment'])}."
+    )
 
 
 def headline() -> str:
@@ -186,7 +197,7 @@ def shipped() -> str:
     )
 
 
-BLOCKS = {"headline": headline, "gem": gem, "checked": checked, "shipped": shipped, "tuning": tuning}
+BLOCKS = {"headline": headline, "gem": gem, "host": host, "checked": checked, "shipped": shipped, "tuning": tuning}
 
 
 def filled(text: str) -> str:
