@@ -343,7 +343,7 @@ def test_the_vendors_product(shape: tuple[int, int, int], us: float) -> None:
 
 def test_the_vendors_product_alone_takes_what_it_takes_unfused() -> None:
     bare, biased = (model.estimate_us(spec_of(text), LIBRARY, SQUARE, H200) for text in ("mm", "mm + bias"))
-    assert bare == biased and bare.us == bare.launch_us + bare.product_us == model.unfused_us(spec_of("mm"), SQUARE, H200)
+    assert bare.us < biased.us and bare.us == bare.launch_us + bare.product_us == model.unfused_us(spec_of("mm"), SQUARE, H200)
     assert (bare.tiles, bare.waves, bare.tail_waste) == (0, 0, 0)
 
 

@@ -62,15 +62,16 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A module's text, its functions with the main kernel first, and the digest that names it.
-
-    whole: the vendor's call that is all of the program, as in `vendor.CALLS`: then there are no functions. "" elsewhere.
-    """
+    """A module's text, its functions with the main kernel first, and the digest that names it."""
 
     text: str
     functions: tuple[Function, ...]
     digest: str
-    whole: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the vendor's library computes all of the program, so that there is nothing to generate."""
+        return not self.functions
 
 
 class Renderer:
@@ -86,13 +87,13 @@ class Renderer:
 
     def render(self, spec: KernelSpec, config: KernelConfig) -> Rendered:
         schedule = SCHEDULES[config.schedule]
-        whole = "" if schedule.multiplies else vendor.whole(spec)
+        whole = not schedule.multiplies and vendor.whole(spec)
         functions = [] if whole else [_main(spec, config), *(_finish(spec, f) for f in _after(spec, config))]
         text = self.text(
             "module.py.j2", spec=spec, config=config, functions=functions, schedule=schedule, dot_arguments=dot_arguments(spec, config),
-            described=[s.name for s in spec.stores if stored_by_tma(s, spec, config)], inside=_inside(spec, config), whole=_written(whole, spec), **units(spec, config),
+            described=[s.name for s in spec.stores if stored_by_tma(s, spec, config)], inside=_inside(spec, config), whole=whole, **units(spec, config),
         )  # fmt: skip
-        return Rendered(text, tuple(functions), digest([text]), whole)
+        return Rendered(text, tuple(functions), digest([text]))
 
     def text(self, template: str, **values: Any) -> str:
         values |= {
@@ -111,11 +112,6 @@ def units(spec: KernelSpec, config: KernelConfig) -> dict[str, frozenset[str]]:
     masks = frozenset([i.name for i in spec.inputs if i.packed] + [s.name for s in spec.stores if s.packed])
     in_bytes = masks & frozenset(spec.signature.bytewise) if config["block_n"] // schedules.parts(config)[1] >= 32 else masks
     return {"in_words": masks - in_bytes, "in_bytes": in_bytes}
-
-
-def _written(whole: str, spec: KernelSpec) -> str:
-    """A row of the vendor's calls with the program's own names."""
-    return whole.format(bias=next((i.name for i in spec.inputs), ""), out=spec.outputs[0].name)
 
 
 def _inside(spec: KernelSpec, config: KernelConfig) -> list[Finish]:

@@ -21,7 +21,7 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
     config, schedule = choice.config, SCHEDULES[choice.config.schedule]
     return renderer.text(
         "standalone.py.j2",
-        spec=spec, choice=choice, graph=graph, heading=heading, body=body if rendered.whole else "import triton\n" + body, whole=bool(rendered.whole),
+        spec=spec, choice=choice, graph=graph, heading=heading, body=body if rendered.whole else "import triton\n" + body, whole=rendered.whole,
         launcher=spec.name.removeprefix("epigen_"),
         launches=[_launch(spec, config, f) for f in rendered.functions],
         schedule=schedule, multiplies=schedule.multiplies, parts=parts(config), splits=dict(config.values).get("splits", 0),
@@ -31,7 +31,7 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
         padded=[a for f in rendered.functions[:1] for a in f.arguments if a.padded], tma_bytes=TMA_BYTES,
         check_shape=check_shape(spec, config), divisors=_divisors(spec, rendered), transposed=[t for t in "ab" if _transposed(spec, config, t)],
         reference=_reference(graph), results=_results(graph), tolerance=_tolerance(graph, spec),
-        interpretable=bool(rendered.whole) or (schedule.dialect == "triton" and not any(t == BF16 or t.is_fp8 for t in _dtypes(graph, spec))),
+        interpretable=rendered.whole or (schedule.dialect == "triton" and not any(t == BF16 or t.is_fp8 for t in _dtypes(graph, spec))),
         packed_in=any(i.packed for i in spec.all_inputs), packed_out=any(o.packed for o in spec.outputs),
     )  # fmt: skip
 

@@ -1,39 +1,22 @@
-"""Which programs the vendor's library computes whole, by a kernel of its own: what the `library` schedule then calls, and generates nothing.
+"""Which programs the vendor's library computes whole, by a kernel of its own: the product alone, which the `library` schedule then calls, and
+generates nothing.
 
-Only calls that keep the numerics contract: fp32 sums, rounded once at the end. Of those with an epilogue more than a bias, none is known to.
-torch runs `_addmm_activation` in two steps where cuBLASLt does not take the problem, and so takes gelu of a rounded value; whether cuBLASLt's
-own relu hands NaN on is a question for a GPU.
+What of torch's adds an epilogue does not keep the numerics contract, fp32 sums that are rounded once (H200, torch 2.11, 2026-11):
+`torch.addmm` rounds the product before it adds the bias where there is one row, and raises CUBLAS_STATUS_INVALID_VALUE for some extents and
+strides of `out`; `torch._addmm_activation` turns NaN into 0 by relu in some fp32 problems, and takes gelu in two steps, of a rounded value,
+where cuBLASLt does not take the problem.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from epigen.codegen.spec import ACC, Arg, KernelSpec
+from epigen.codegen.spec import ACC, KernelSpec
 from epigen.dtypes import BF16, FP16, FP32
-
-CALLS: Mapping[tuple[str, ...], str] = {
-    (): "torch.mm(a, b, out={out})",
-    ("add",): "torch.addmm({bias}, a, b, out={out})",
-}
-"""By the operations that follow the product, each upon the last, and of which an addition adds a bias [n]."""
 
 _DTYPES = (FP16, BF16, FP32)
 
 
-def whole(spec: KernelSpec) -> str:
-    """The row of CALLS that computes a program, in the dtype of its operands; "" if there is none."""
+def whole(spec: KernelSpec) -> bool:
+    """Whether a program is the product alone, in the dtype of its operands."""
     operands = spec.signature.a
-    if spec.pointwise or spec.finishes or len(spec.stores) != 1 or operands not in _DTYPES:
-        return ""
-    (store,) = spec.stores
-    value, operations, beside = ACC, list[str](), list[Arg]()
-    for line in spec.lines:
-        if line.args.count(value) != 1:
-            return ""
-        beside += [a for a in line.args if a != value]
-        operations.append(line.op)
-        value = line.name
-    biases = [i.name for i in spec.inputs if i.indices == "n" and i.dtype == operands]
-    fits = store.value == value and store.dtype == operands and not store.packed and beside == biases == [i.name for i in spec.inputs]
-    return CALLS.get(tuple(operations), "") if fits else ""
+    alone = not spec.pointwise and not spec.finishes and [(s.value, s.dtype) for s in spec.stores] == [(ACC, operands)]
+    return alone and operands in _DTYPES

@@ -98,7 +98,8 @@ class Prepared:
         here = self.device.type != "cuda" or self.device.index == torch.cuda.current_device()
         with nullcontext() if here else torch.cuda.device(self.device), interpreting() if self.interpreted else nullcontext():
             if self.plan.rendered.whole:
-                self.compute((*operands, *inputs.values()), results[0])
+                a, b = operands
+                self.compute(a, b, results[0])
                 return results
             values = self.values(operands, inputs, results)
             if self.plan.by_vendor:
@@ -111,10 +112,10 @@ class Prepared:
         assert self.plan is not None
         return vendor.product(a, b, self.plan.spec.signature.precision).contiguous()
 
-    def compute(self, given: Sequence[Tensor], out: Tensor) -> None:
-        """The whole program, by the vendor. given: the operands, and the bias if it has one."""
+    def compute(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """The whole program, by the vendor."""
         assert self.plan is not None
-        vendor.compute(self.plan.rendered.whole, given, out, self.plan.spec.signature.precision)
+        vendor.compute(a, b, out, self.plan.spec.signature.precision)
 
     def results(self, outs: Mapping[str, Tensor]) -> list[Tensor]:
         """The caller's buffers, and new ones where it gave none."""

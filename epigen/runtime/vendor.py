@@ -1,5 +1,5 @@
-"""The vendor library's kernels: the product with an fp32 (int8: int32) result that the `library` schedule puts its epilogue after, and those
-that are a whole program.
+"""The vendor library's kernels: the product with an fp32 (int8: int32) result that the `library` schedule puts its epilogue after, and that
+which is a whole program.
 
 All add in fp32. That is a matter of the process's own settings, which are put back after each call.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -40,24 +40,16 @@ def product(a: Tensor, b: Tensor, precision: str) -> Tensor:
         return torch.mm(a.float(), b.float(), out=torch.empty((m, n), dtype=torch.float32, device=a.device))
 
 
-def compute(call: str, given: Sequence[Tensor], out: Tensor, precision: str) -> None:
-    """Write what a whole program computes to `out` [M, N], rounded once.
+def compute(a: Tensor, b: Tensor, out: Tensor, precision: str) -> None:
+    """Write a [M, K] @ b [K, N] to `out` [M, N], rounded once, where `codegen.vendor.whole` says that this is all of the program.
 
-    call: as `codegen.vendor.whole` finds it. given: a [M, K], b [K, N] and, if the call has one, the bias [N]; all of out's dtype.
+    All three of one dtype. precision: as for `product`.
     """
-    function = _function(call)
     with _sums_in_fp32(out.dtype, precision):
         if out.is_cuda:
-            function(out, *given)
+            torch.mm(a, b, out=out)
         else:  # where torch says nothing of how it adds 16-bit products
-            out.copy_(function(torch.empty(out.shape, dtype=torch.float32), *(t.float() for t in given)))
-
-
-@functools.cache
-def _function(call: str) -> Callable[..., Tensor]:
-    """A row of `codegen.vendor.CALLS` as a function. The text is the table's own, never a user's."""
-    function: Callable[..., Tensor] = eval(f"lambda out, a, b, bias=None: {call.format(bias='bias', out='out')}", {"torch": torch})
-    return function
+            out.copy_(torch.mm(a.float(), b.float(), out=torch.empty(out.shape, dtype=torch.float32)))
 
 
 @contextmanager

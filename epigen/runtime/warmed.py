@@ -54,7 +54,7 @@ class Warmed:
         self.allocate = outputs.quick_allocator(prepared.device)
         self.workspace_bytes = prepared.workspace.size_bytes
         self.offsets, self.arrivals = [b.at for b in prepared.workspace.buffers], prepared.arrivals
-        self.by_vendor, self.whole, self.given = prepared.plan.by_vendor, bool(prepared.plan.rendered.whole), operands + len(names)
+        self.by_vendor, self.whole = prepared.plan.by_vendor, prepared.plan.rendered.whole
 
     def again(self, given: Sequence[Any]) -> Sequence[Tensor] | None:
         """The outputs; None where the call is not the same after all, and nothing was done."""
@@ -85,7 +85,7 @@ class Warmed:
         else:
             results = given[self.buffers :]
         if self.whole:
-            self.prepared.compute(given[: self.given], results[0])
+            self.prepared.compute(given[0], given[1], results[0])
             return results
         if self.offsets:
             workspace = self.allocate((self.workspace_bytes,), (1,), torch.uint8)

@@ -255,7 +255,6 @@ class Space:
 
     def _library(self, suggest: Suggest) -> KernelConfig:
         m, n, _ = self.shape
-
         if vendor.whole(self.spec):  # by one kernel, which has no dimensions
             return rule.library(self.spec, "").config
         exponent = _powers(suggest, "library")
