@@ -93,7 +93,7 @@ def test_replay_prints_a_table_and_json(tmp_path: Path) -> None:
 def test_the_shipped_database_is_valid() -> None:
     found = Database(Path("nowhere"))
     assert all(r.program for _, r in found.records()) and not found.complaints
-    assert epigen.compile("relu(mm + bias)").config.schedule in ("tiled", "library")
+    assert epigen.compile("relu(mm + bias)").config.schedule in ("persistent", "warp_specialized")  # of 4096x4096x4096 on an H200
 
 
 def test_a_study_is_named_by_all_that_decides_its_outcomes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from epigen.tuning.task import Baseline, Outcome
 from epigen.tuning.tpe import Proposal, Tpe
 
 BATCH = 6
+_AHEAD = 9  # claimed and not measured when the next batch is taken: enough that a dozen compilers have work
 _CLOSE = 1.02  # configs within this of the best are timed again, taking turns
 _NOISE = 1.005  # what still counts as a tie after that: the first by the model's rank wins
 _FINALISTS = 5
@@ -247,7 +248,7 @@ class _Tuner:
         while len(self.study.outcomes) < self.trials:
             if self.stopped():
                 return False
-            if len(current) <= BATCH:
+            if len(current) <= _AHEAD:
                 current += self.take()
             if not current:
                 if self.exhausted and not self.study.others():
