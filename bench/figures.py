@@ -181,7 +181,7 @@ def digits(result: Mapping[str, Any], folder: Path) -> list[Path]:
             )
             below.set_xlabel("step")
         grid[0][0].set_ylabel("loss")
-        grid[1][0].set_ylabel("distance of the losses; dashed: tolerance")
+        grid[1][0].set_ylabel("distance (dashed: tolerance)")
         grid[0][0].legend(frameon=False)
         return save(figure, folder, f"digits_{result['device']}")
 
