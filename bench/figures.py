@@ -1,4 +1,4 @@
-"""Draws the recorded speed: ratio by shape, the roofline with every kernel on it, the prototypes' figures beside ours, the host's cost.
+"""Draws the recorded speed: ratio by shape, the roofline with every kernel on it, the prototypes' figures beside ours, the host's cost; and the digits.
 
 Run: python -m bench.figures [--results FOLDER]; wants matplotlib (pip install "epigen[bench]"). Equal results give equal bytes.
 What has no result is not drawn. seed.json holds the prototypes' figures, with their source.
@@ -161,12 +161,38 @@ def host(result: Mapping[str, Any], folder: Path) -> list[Path]:
         return save(figure, folder, "host")
 
 
+def digits(result: Mapping[str, Any], folder: Path) -> list[Path]:
+    """The loss of every step, by epigen and by eager torch, and below how far they are apart, under the tolerance; a column a dtype."""
+    rows = result["rows"]
+    with mpl.rc_context(STYLE):
+        figure, grid = pyplot.subplots(2, len(rows), figsize=(3.6 * len(rows), 4.4), squeeze=False, sharex=True, sharey="row", layout="constrained")
+        for above, below, row in zip(*grid, rows, strict=True):
+            losses = row["losses"]
+            steps = range(1, len(losses["eager"]) + 1)
+            above.plot(steps, losses["eager"], color=COLOURS[peers.EAGER], linewidth=2.2, label="eager torch")
+            above.plot(steps, losses["epigen"], color=COLOURS[peers.OURS], linewidth=0.7, label="epigen")
+            apart = [abs(a - b) for a, b in zip(losses["epigen"], losses["eager"], strict=True)]
+            below.plot(steps, apart, color=COLOURS[peers.OURS], linewidth=0.7)
+            below.axhline(row["tolerance"], color="black", linewidth=0.6, linestyle=(0, (4, 3)))
+            above.set_yscale("log")
+            below.set_yscale("log")
+            above.set_title(
+                f"{row['dtype']}, {result['device']}: {row['right']['epigen']} of {result['held_out']} read rightly, eager torch {row['right']['eager'][0]}"
+            )
+            below.set_xlabel("step")
+        grid[0][0].set_ylabel("loss")
+        grid[1][0].set_ylabel("distance (dashed: tolerance)")
+        grid[0][0].legend(frameon=False)
+        return save(figure, folder, f"digits_{result['device']}")
+
+
 def draw(results: Path, folder: Path) -> list[Path]:
     """Whatever there are results of."""
     seed = json.loads(SEED.read_text())
     of: dict[str, Sequence[Callable[[Mapping[str, Any]], list[Path]]]] = {
         "headline": (lambda r: ratios(r, folder), lambda r: roofline(r, folder), lambda r: seeds(r, folder, seed)),
         "host": (lambda r: host(r, folder),),
+        **{f"digits_{device}": (lambda r: digits(r, folder),) for device in ("cpu", "cuda")},
     }
     files = []
     for name, figures in of.items():

@@ -86,7 +86,7 @@ def measured(case: Case, on: str = "cuda", how: Mapping[str, Time] = HOW) -> dic
     except Lost:
         raise
     except Exception as error:  # noqa: BLE001  # whatever it is, the other cases go on
-        row["failed"] = _reason(error)
+        row["failed"] = peers.reason(error)
         _demand_life(on)
     finally:
         for one in made.values():
@@ -102,7 +102,7 @@ def _made(name: str, problem: peers.Problem, oracle: Oracle, made: dict[str, Con
     except Missing as why:
         return str(why)
     except Exception as error:  # noqa: BLE001  # of four libraries, any of which may fail in its own way
-        return _reason(error)
+        return peers.reason(error)
     try:
         row["checked"][name] = oracle.demanded(one.outputs(one.run()), one.demands)
     except Wrong as wrong:
@@ -110,7 +110,7 @@ def _made(name: str, problem: peers.Problem, oracle: Oracle, made: dict[str, Con
         return f"wrong answer: {wrong}"
     except Exception as error:  # noqa: BLE001
         _close(one)
-        return _reason(error)
+        return peers.reason(error)
     made[name] = one
     if one.note:
         row["notes"][name] = one.note
@@ -122,16 +122,12 @@ def _close(one: Contender) -> None:
         one.close()
 
 
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:300]}"
-
-
 def _demand_life(on: str) -> None:
     if on == "cuda":
         try:
             torch.cuda.synchronize()
         except RuntimeError as error:
-            raise Lost(_reason(error)) from None
+            raise Lost(peers.reason(error)) from None
 
 
 def copy_gbps() -> float:

@@ -42,6 +42,11 @@ class Missing(Exception):
     """Why there is no such contender."""
 
 
+def reason(error: BaseException) -> str:
+    """What failed, as one line of a record."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:300]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """extra: the program's further input. eager: the same as eager torch takes it, a mask as booleans."""

@@ -36,7 +36,7 @@ def gpu_at_hand() -> Target:
 def versions(commit: str | None = None) -> dict[str, Any]:
     """Packages, date and commit: all of the environment that a result without a GPU depends on."""
     found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "commit": commit or _commit(), "python": platform.python_version()}
-    for package in ("torch", "triton", "numpy", "optuna", "nvmath-python"):
+    for package in ("torch", "triton", "numpy", "optuna", "nvmath-python", "scikit-learn"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -9,17 +9,18 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import fake_nvmath
 import pytest
 import torch
+from fake_nvmath import FakeMatmul
 
 from bench import ahead, bars, cases, cold, headline, peers, readme, record, timing
 from bench.cases import Case
 from bench.checked import Demand, Oracle, Wrong
-from bench.programs import BY_NAME, PROGRAMS
+from bench.programs import BY_NAME
 from epigen.errors import CompileError
-from epigen.ir import reference
 from epigen.runtime import device
 from epigen.runtime.kernel import Kernel
 from epigen.tuning import gpus, suite
@@ -123,64 +124,9 @@ def fake_times(contenders: Mapping[str, Callable[[], object]]) -> dict[str, dict
 HOW = {cases.COLD: fake_times, cases.GRAPH: fake_times}
 
 
-class FakeMatmul:
-    """nvmath's stateful call as its documentation has it, over torch: D [M, N] by columns, masks and tiles padded, by columns too."""
-
-    tuned: ClassVar[list[int]] = []
-    freed = 0
-
-    def __init__(self, a: torch.Tensor, b: torch.Tensor):
-        self.a, self.b, self.m, self.n = a, b, a.shape[0], b.shape[1]
-
-    def plan(self, *, epilog: str, epilog_inputs: Mapping[str, torch.Tensor]) -> None:
-        self.epilog, self.inputs = epilog, dict(epilog_inputs)
-        rows = {"bias": self.m, "relu_aux": -(-self.m // 128) * 16, "gelu_aux": -(-self.m // 8) * 8}
-        (name,) = self.inputs
-        given = self.inputs[name]
-        if tuple(given.shape) != (rows[name], 1 if name == "bias" else self.n) or given.stride(0) != 1:
-            raise ValueError(f"{name} has shape {tuple(given.shape)} and strides {given.stride()}")
-
-    def autotune(self, iterations: int) -> None:
-        self.tuned.append(iterations)
-
-    def free(self) -> None:
-        FakeMatmul.freed += 1
-
-    def execute(self) -> Any:
-        x, dtype = self.a.float() @ self.b.float(), self.a.dtype
-        if "BIAS" in self.epilog:
-            x = x + self.inputs["bias"].float()
-        aux: dict[str, torch.Tensor] = {}
-        if self.epilog == "RELU_AUX_BIAS":
-            packed = reference.pack((x >= 0).T)
-            aux["relu_aux"] = torch.zeros((self.n, -(-self.m // 128) * 16), dtype=torch.uint8)
-            aux["relu_aux"][:, : packed.shape[1]] = packed
-            aux["relu_aux"] = aux["relu_aux"].T
-        if self.epilog == "GELU_AUX_BIAS":
-            padded = torch.zeros((self.n, -(-self.m // 8) * 8), dtype=dtype)
-            padded[:, : self.m] = x.T
-            aux["gelu_aux"] = padded.T
-        if self.epilog.startswith("RELU"):
-            x = torch.relu(x)
-        elif self.epilog.startswith("GELU"):
-            x = torch.nn.functional.gelu(x, approximate="tanh")
-        elif self.epilog == "DRELU_BGRAD":
-            x = x * reference.unpack(self.inputs["relu_aux"].T, self.m).T
-        elif self.epilog == "DGELU_BGRAD":
-            x = torch.ops.aten.gelu_backward(x, self.inputs["gelu_aux"][: self.m].float(), approximate="tanh")
-        if "BGRAD" in self.epilog:
-            aux[self.epilog.lower()] = x.sum(1).to(dtype)
-        y = x.T.contiguous().to(dtype).T
-        return (y, aux) if aux else y
-
-
 @pytest.fixture
 def nvmath(monkeypatch: pytest.MonkeyPatch) -> type[FakeMatmul]:
-    names = types.SimpleNamespace(**{p.epilog: p.epilog for p in PROGRAMS})
-    module = types.SimpleNamespace(Matmul=FakeMatmul, MatmulEpilog=names)
-    for name, one in (("nvmath", types.SimpleNamespace()), ("nvmath.linalg", types.SimpleNamespace()), ("nvmath.linalg.advanced", module)):
-        monkeypatch.setitem(sys.modules, name, one)  # type: ignore[misc]
-    return FakeMatmul
+    return fake_nvmath.installed(monkeypatch)
 
 
 @pytest.mark.parametrize("layout", ["nt", "nn"])

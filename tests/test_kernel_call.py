@@ -20,7 +20,7 @@ from epigen.codegen.spec import KernelConfig, KernelSpec
 from epigen.dtypes import BF16, FP16, FP32
 from epigen.errors import CallError, ConfigError
 from epigen.ir import reference
-from epigen.runtime import verify, workspace
+from epigen.runtime import vendor, verify, workspace
 from epigen.runtime.device import TARGETS
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.loader import Loader
@@ -342,6 +342,17 @@ def test_an_argument_that_requires_grad_is_fine_where_no_graph_is_recorded() -> 
         y = epigen.compile("mm")(A, weight)
     assert not y.requires_grad and torch.equal(y, epigen.compile("mm")(A, B))
     assert torch.equal(epigen.compile("mm")(A, weight.detach()), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_leaves_a_kernels_arithmetic_alone(dtype: torch.dtype) -> None:
+    """It would round the operands of an fp32 product, and the product itself, to half precision."""
+    kernel, a, b = epigen.compile("gelu(mm + bias)"), torch.randn(M, K).to(dtype), torch.randn(K, N).to(dtype)
+    expected, product = kernel(a, b, bias=torch.ones(N)), vendor.product(a, b, "ieee")
+    with torch.autocast("cpu", torch.bfloat16):
+        found, again = kernel(a, b, bias=torch.ones(N)), vendor.product(a, b, "ieee")
+    assert torch.equal(found, expected) and found.dtype == dtype
+    assert torch.equal(again, product) and again.dtype == torch.float32
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -72,8 +72,9 @@ def node_values(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number]
     """Every node's value, in shapes that broadcast: [M, N], [M, 1], [1, N] or a scalar; packed masks as bytes."""
     m, n = a.shape[0], b.shape[1]
     values: list[Tensor] = []
-    for node in graph.nodes:
-        values.append(_value(node, [values[i] for i in node.args], a, b, inputs, compute, m, n))
+    with torch.autocast(a.device.type, enabled=False):  # which would round the operands and the product of fp32 values to half precision
+        for node in graph.nodes:
+            values.append(_value(node, [values[i] for i in node.args], a, b, inputs, compute, m, n))
     return values
 
 

@@ -26,6 +26,9 @@ def product(a: Tensor, b: Tensor, precision: str) -> Tensor:
 
     precision: "ieee" or "tf32", for fp32 operands. fp8 is widened to fp16, which holds every fp8 value, so the products are exact.
     """
+    if torch.is_autocast_enabled(a.device.type):  # it would round fp32 operands to half precision
+        with torch.autocast(a.device.type, enabled=False):
+            return product(a, b, precision)
     m, n = a.shape[0], b.shape[1]
     if a.dtype == torch.int8:
         return _int8(a, b)

@@ -1,0 +1,286 @@
+"""The scripts behind the claims about training, where there is no GPU: few steps of the digits, and the contenders of a step on CPU tensors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import fake_nvmath
+import pytest
+import torch
+from torch import Tensor
+
+import epigen
+from bench import digits, networks, peers, record, training
+from bench.digits import Digits
+from bench.networks import LAYERS, Network
+from epigen.runtime import device
+from epigen.tuning import gpus
+
+WIDTH, BATCH = 128, 40  # cuBLASLt pads masks to 128 columns
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small tensors: several threads wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# -- the digits
+
+SOME = Digits(torch.rand(160, 64, generator=torch.Generator().manual_seed(0)), torch.arange(160) % 10, held_out=32)
+
+
+@pytest.fixture(autouse=True)
+def _two_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digits, "ORDERS", 2)
+
+
+needs_sklearn = pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn has the digits, and no other test needs it")
+
+
+def test_both_networks_begin_alike() -> None:
+    ours, eager = digits.start(by_epigen=True), digits.start()
+    assert isinstance(ours, epigen.nn.MLP) and not any(isinstance(m, epigen.nn.Linear) for m in eager)
+    assert all(map(torch.equal, ours.parameters(), eager.parameters())) and len(list(eager.parameters())) == 6
+    with torch.no_grad():
+        torch.testing.assert_close(digits.reordered(digits.start(), 1)(SOME.x), eager(SOME.x))
+    assert not torch.equal(digits.reordered(digits.start(), 1)[0].weight, eager[0].weight), "the sums are in another order"
+
+
+def test_a_few_steps_of_every_dtype_agree() -> None:
+    body = digits.measure(SOME, list(digits.DTYPES), epochs=2)
+    assert [row["dtype"] for row in body["rows"]] == ["fp32", "bf16", "fp16"] and json.dumps(body)
+    for row in body["rows"]:
+        assert len(row["losses"]["epigen"]) == len(row["losses"]["eager"]) == 4 and len(row["right"]["eager"]) == 1 + digits.ORDERS
+        assert row["apart"] <= row["tolerance"] == 2 * row["from_float64"]["eager"] and row["losses"]["epigen"][0] == pytest.approx(2.3, abs=0.1)
+    apart = [row["apart"] for row in body["rows"]]
+    assert apart[0] < 1e-5 < max(apart[1:]) < 0.05, "bf16 and fp16 are what they are called"
+
+
+def test_a_run_that_goes_astray_breaks_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = digits.trained(digits.start(), SOME, torch.float64, 1)
+
+    def start(by_epigen: bool = False) -> torch.nn.Sequential:
+        torch.manual_seed(digits.SEED)
+        return networks.plain(digits.SIZES, "silu" if by_epigen else "relu")
+
+    monkeypatch.setattr(digits, "start", start)
+    row = digits.compared("fp32", SOME, right, 1)
+    assert not row["holds"]["curves"] and "False" in digits.told(row, 32)
+
+
+@needs_sklearn
+def test_the_script_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = digits.digits("cpu")
+    assert found.x.shape == (1797, 64) and found.x.max() == 1 and found.y.bincount().min() > 170
+    monkeypatch.setattr(digits, "digits", lambda _: SOME)
+    monkeypatch.setattr("sys.argv", ["digits", "--dtypes", "fp32", "--epochs", "1", "--device", "cpu", "--commit", "abc1234", "--out", str(tmp_path)])
+    digits.main()
+    body = json.loads((tmp_path / "digits_cpu.json").read_text())
+    assert body["environment"]["commit"] == "abc1234" and body["holds"] and "claimed: True" in capsys.readouterr().out
+    if importlib.util.find_spec("matplotlib") is not None:
+        from bench import figures
+
+        before = [(tmp_path / f"digits_cpu.{kind}").read_bytes() for kind in ("svg", "png")]
+        assert min(map(len, before)) > 2000
+        assert [p.read_bytes() for p in figures.draw(tmp_path, tmp_path)] == before, "it is a figure like the others"
+
+
+def test_without_scikit_learn_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(SystemExit, match=r'wants scikit-learn: pip install "epigen\[bench\]"'):
+        digits.digits("cpu")
+
+
+def test_the_stored_run_holds() -> None:
+    body = json.loads((record.RESULTS / "digits_cpu.json").read_text())
+    assert body["holds"] and {row["dtype"] for row in body["rows"]} == set(digits.DTYPES)
+    for row in body["rows"]:
+        ours, eager = row["losses"].values()
+        assert max(abs(a - b) for a, b in zip(ours, eager, strict=True)) == pytest.approx(row["apart"], rel=1e-2)
+        assert row["right"]["epigen"] in row["right"]["eager"] and row["right"]["epigen"] > 0.95 * body["held_out"]
+    assert len(set(body["rows"][0]["right"]["eager"])) == 1, "in fp32 all orders read the same number"
+
+
+# -- a training step
+
+
+def times(contenders: Mapping[str, Callable[[], object]]) -> dict[str, dict[str, float]]:
+    """In place of a GPU's: 20 ms by eager torch, 2 ms less by each that comes earlier in the table."""
+    for run in contenders.values():
+        run()
+    return {name: {"median_us": 18e3 + 2e3 * i, "spread_us": 10.0, "samples": 20} for i, name in enumerate(contenders)}
+
+
+def saved(network: Network) -> dict[str, int]:
+    """What autograd keeps from forward to backward, beside parameters and x; on the CPU nobody counts what is allocated."""
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if not t.requires_grad or t.grad_fn is not None:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        left = network.forward()
+    held = sum(size for size in kept.values() if size == 2 * BATCH * WIDTH)
+    network.backward(left)
+    return {"held_bytes": held, "peak_bytes": held}
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """torch.compile, which would import Triton in the mode that other tests of this process do not want."""
+    told: list[Any] = []
+    monkeypatch.setattr(networks.torch, "_dynamo", type("", (), {"reset": lambda: told.append("reset")}), raising=False)
+    monkeypatch.setattr(torch, "compile", lambda run, **options: told.append(options) or run)
+    return told
+
+
+def test_every_contender_gives_the_same_gradients(monkeypatch: pytest.MonkeyPatch, compiler: list[Any]) -> None:
+    nvmath = fake_nvmath.installed(monkeypatch)
+    freed = nvmath.freed
+    row = training.timed(WIDTH, BATCH, list(networks.MAKERS), "cpu", times, saved)
+    assert list(row["timing"]) == list(row["memory"]) == ["epigen", "eager", "torch.compile", "nvmath"] and not row["missing"] and "failed" not in row
+    assert all(len(e) == 2 * LAYERS and min(e) > 0 and max(e) < 0.5 for e in row["errors"].values())
+    assert compiler == ["reset", {"mode": peers.COMPILE_MODE, "dynamic": False, "fullgraph": True}]
+    assert nvmath.freed == freed + 4 and nvmath.tuned[-4:] == [peers.AUTOTUNED] * 4
+    assert json.dumps(row) and "epigen 18.000 ms; eager 20.000 ms" in training.line(row)
+
+
+def test_a_step_begins_anew_each_time() -> None:
+    task = networks.task(WIDTH, BATCH, on="cpu")
+    for make in (networks.ours, networks.eager):
+        one = make(task)
+        first, second = one.step(), one.step()
+        assert all(map(torch.equal, first, second)), "gradients do not add up"
+
+
+@pytest.mark.parametrize("spoil", [lambda g: g[0].mul_(1.5), lambda g: g[5].__setitem__(3, 9.0), lambda g: g[2][:4].zero_(), lambda g: g[7].fill_(torch.nan)])
+def test_a_wrong_gradient_is_not_timed(spoil: Callable[[list[Tensor]], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    def wrong(task: networks.Task) -> Network:
+        right = networks.eager(task)
+
+        def backward(left: Any) -> list[Tensor]:
+            found = [g.clone() for g in right.backward(left)]
+            spoil(found)
+            return found
+
+        return Network(right.forward, backward, close=lambda: closed.append("closed"))
+
+    monkeypatch.setitem(networks.MAKERS, peers.OURS, wrong)
+    row = training.timed(WIDTH, BATCH, [peers.OURS, peers.EAGER], "cpu", times, saved)
+    assert row["missing"][peers.OURS].startswith("wrong gradient of the ") and list(row["timing"]) == [peers.EAGER] and closed == ["closed"]
+    assert [one["met"] for one in training.verdicts([row])] == [None] * 3
+
+
+def test_a_peer_that_is_missing_or_fails_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: networks.Task) -> Network:
+        raise RuntimeError("no algorithm\nand a long story")
+
+    monkeypatch.setitem(sys.modules, "nvmath", None)
+    monkeypatch.setitem(networks.MAKERS, peers.COMPILED, fails)
+    row = training.timed(WIDTH, BATCH, list(networks.MAKERS), "cpu", times, saved)
+    assert "nvmath-python cannot be imported" in row["missing"]["nvmath"] and row["missing"][peers.COMPILED] == "RuntimeError: no algorithm"
+    assert list(row["timing"]) == [peers.OURS, peers.EAGER]
+
+
+def test_a_timer_that_fails_leaves_the_other_widths() -> None:
+    body: dict[str, Any] = {}
+    training.run([WIDTH], BATCH, [peers.OURS], body, 1e9, lambda: None, "cpu", lambda _: 1 / 0, saved)
+    assert body["rows"][0]["failed"] == "ZeroDivisionError: division by zero" and len(body["rows"]) == 4 and "FAILED" in training.line(body["rows"][0])
+
+
+@pytest.mark.parametrize("activation", networks.ACTIVATIONS)
+def test_what_a_forward_leaves_behind(activation: str) -> None:
+    """In tiles: between layers, and the pre-activations. The verdict follows from it."""
+    row = training.weighed(WIDTH, BATCH, activation, "cpu", saved)
+    assert not row["missing"]
+    tiles = {name: one["held_bytes"] / (2 * BATCH * WIDTH) for name, one in row["memory"].items()}
+    hidden = LAYERS - 1
+    eager = hidden * (1 if activation == "relu" else 2) + 1  # and x
+    assert tiles == {peers.EAGER: eager, peers.OURS: eager, training.RECOMPUTED: hidden + 1}
+    found = training.verdicts([row])
+    assert [one["met"] for one in found] == [True] * (1 if activation == "relu" else 2)
+    row["memory"][peers.OURS]["peak_bytes"] *= 2
+    assert training.verdicts([row])[0]["met"] is False
+
+
+def test_the_bars_of_speed() -> None:
+    def met(**us: float) -> list[Any]:
+        timing = {name.replace("_", "."): {"median_us": value} for name, value in us.items()}
+        return [one["met"] for one in training.verdicts([{"case": "", "timing": timing}])]
+
+    assert met(epigen=100, eager=115, torch_compile=105, nvmath=100.1) == [True] * 3
+    assert met(epigen=100, eager=114.9, torch_compile=104.9, nvmath=100) == [False] * 3
+    assert met(epigen=100, nvmath=120) == [None, None, True] and met(eager=100) == [None] * 3
+
+
+def test_the_budget_leaves_out_what_has_not_begun(capsys: pytest.CaptureFixture[str]) -> None:
+    body, clock, saves = {}, iter([0.0, 1.0, 2.0, 99.0, 99.0, 99.0, 99.0, 99.0, 99.0]), []
+    training.run([WIDTH, 2 * WIDTH], BATCH, [peers.EAGER], body, 10.0, lambda: saves.append(1), "cpu", times, saved, lambda: next(clock))
+    assert [row["width"] for row in body["rows"]] == [WIDTH, 2 * WIDTH] and len(saves) == 2
+    assert body["left_out"] == [f"width {w}: memory with {a}" for w in (WIDTH, 2 * WIDTH) for a in networks.ACTIVATIONS]
+    assert f"width {WIDTH}, batch {BATCH}, relu: eager 18.000 ms" in capsys.readouterr().out
+
+
+def test_the_whole_script_with_a_stand_in_for_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*given: Any, **_: Any) -> None:
+        whole(*given, "cpu", times, saved)
+
+    whole = training.run
+    monkeypatch.setattr(training, "run", run)
+    monkeypatch.setattr(device, "at_hand", lambda: gpus.DEFAULT.target)
+    arguments = ["--widths", str(WIDTH), "--batch", str(BATCH), "--without", "compile", "nvmath", "--commit", "abc1234", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["training", *arguments])
+    training.main()
+    body = json.loads((tmp_path / "training.json").read_text())
+    assert body["environment"]["commit"] == "abc1234" and body["without"] == ["compile", "nvmath"] and len(body["rows"]) == 4
+    assert body["claims"] == training.verdicts(body["rows"]) and len(body["claims"]) == 3 + 5
+    told = capsys.readouterr().out
+    assert "1.15 times as fast as eager: 1.1111, DOES NOT HOLD" in told and "as fast as nvmath: None, not measured" in told
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.argv", ["training", "--out", str(tmp_path)])
+    monkeypatch.setattr(device, "at_hand", lambda: None)
+    with pytest.raises(SystemExit, match="this wants a GPU"):
+        training.main()
+    assert not list(tmp_path.iterdir())
+
+
+ONE_GRAPH = """
+import torch
+from bench import networks
+task = networks.task(64, 16, on="cpu")
+module = task.plain()
+traced = networks.of_module(module, task.x, task.gradient, torch.compile(module, backend="aot_eager", dynamic=False, fullgraph=True))
+assert all(map(torch.allclose, traced.step(), networks.eager(task).step()))
+"""
+
+
+@pytest.mark.slow
+def test_what_torch_compiles_is_one_graph() -> None:
+    """In a process of its own: torch's compiler imports Triton, which other tests of this one want in its other mode."""
+    subprocess.run([sys.executable, "-c", ONE_GRAPH], cwd=Path(__file__).parent.parent, check=True, timeout=300)
+
+
+@pytest.mark.gpu
+def test_every_contender_is_right_timed_and_weighed_on_a_gpu() -> None:
+    names = [name for name in networks.MAKERS if name != peers.COMPILED]
+    row = training.timed(1024, 512, names)
+    assert "failed" not in row and all("cannot be imported" in why for why in row["missing"].values()), row
+    assert all(one["median_us"] > 0 for one in row["timing"].values()) and all(one["peak_bytes"] >= one["held_bytes"] > 0 for one in row["memory"].values())
+    for activation in networks.ACTIVATIONS:
+        assert all(one["met"] for one in training.verdicts([training.weighed(1024, 512, activation)]))
