@@ -26,7 +26,7 @@ def product(a: Tensor, b: Tensor, precision: str) -> Tensor:
 
     precision: "ieee" or "tf32", for fp32 operands. fp8 is widened to fp16, which holds every fp8 value, so the products are exact.
     """
-    if torch.is_autocast_enabled(a.device.type):  # it would round fp32 operands to half precision
+    if torch.is_autocast_enabled(a.device.type):  # it would take the product in half precision
         with torch.autocast(a.device.type, enabled=False):
             return product(a, b, precision)
     m, n = a.shape[0], b.shape[1]
@@ -39,8 +39,7 @@ def product(a: Tensor, b: Tensor, precision: str) -> Tensor:
     with _sums_in_fp32(a.dtype, precision):
         if a.is_cuda and a.dtype != torch.float32:
             return torch.mm(a, b, out_dtype=torch.float32)
-        # into a tensor of ours: what has none, autocast rounds
-        return torch.mm(a.float(), b.float(), out=torch.empty((m, n), dtype=torch.float32, device=a.device))
+        return torch.mm(a.float(), b.float())
 
 
 def compute(a: Tensor, b: Tensor, out: Tensor, precision: str) -> None:
