@@ -275,7 +275,7 @@ def test_the_layout_reaches_the_loads() -> None:
     [("nn", {"stride_ak", "stride_bn"}), ("nt", {"stride_ak", "stride_bk"}), ("tn", {"stride_am", "stride_bn"}), ("tt", {"stride_am", "stride_bk"})],
 )
 def test_the_strides_that_contiguous_tensors_fix(layout: str, expected: set[str]) -> None:
-    main, *_ = job("mm * scale_a[m] + bias + residual", "sm_90").rendered.functions
+    main, *_ = job("mm * scale_a[m] + bias + residual", "sm_90", config=tiled(64, 64, 32)).rendered.functions
     fixed = layout_constants(main, layout)
     assert set(fixed) == expected | {"stride_scale_a_m", "stride_bias_n", "stride_residual_n", "stride_out_n"}
     assert set(fixed.values()) == {1} and set(fixed) <= {a.name for a in main.arguments}
@@ -284,7 +284,7 @@ def test_the_strides_that_contiguous_tensors_fix(layout: str, expected: set[str]
 @pytest.mark.parametrize("text", ["mm + h_m[m] + g_n[n]", "mm * s_n", "sum(mm, m) * w_n[n] + s_m, mm"])
 def test_only_strides_are_fixed(text: str) -> None:
     """An input may have a name that ends as a stride does."""
-    for function in job(text, "sm_90").rendered.functions:
+    for function in job(text, "sm_90", config=tiled(64, 64, 32)).rendered.functions:
         assert all(name.startswith("stride_") for name in layout_constants(function))
 
 
