@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import epigen
 from epigen.errors import CallError, CheckError, SuiteError, TuneError
 from epigen.runtime import device
 from epigen.runtime.device import TARGETS
@@ -108,7 +109,8 @@ def test_the_shipped_suite_is_what_its_database_is_tuned_on() -> None:
         assert spec_of(task.graph(), task).outputs
     forward = ("relu(mm + bias)", "z = mm + bias; relu(z), bitmask(z > 0)", "gelu(mm + bias)", "z = mm + bias; gelu(z), z")
     backward = ("dz = drelu(mm, mask); dz, bgrad(dz)", "dz = dgelu(mm, z[m,n]); dz, bgrad(dz)")
-    assert {a.program for a in found} == {*forward, *backward, "mm"}
+    derived = epigen.derive("relu(mm + bias)", dtype="bf16").forward.text
+    assert {a.program for a in found} == {*forward, *backward, "mm", "mm + bias", derived}
     assert {(a.program, a.dtype) for a in found if a.shape == (65536, 8192, 16384)} == {(p, t) for p in (*forward, *backward) for t in ("fp16", "bf16")}
     # a weight as it lies is what a gradient by the input multiplies with
     assert {a.layout for a in found if a.program in backward} == {"nn", "nt"} and {a.layout for a in found if a.program in forward} == {"nt"}
