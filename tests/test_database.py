@@ -284,9 +284,9 @@ def test_a_huge_file_is_refused_at_once(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 30)
     chain = opened(tmp_path)
-    start = time.perf_counter()
+    start = time.process_time()
     assert chain.find(problem(), TRITON) is None
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
     assert chain.complaints == (f"{path} has 1073741824 bytes, and the limit is 67108864",)
     with pytest.raises(DatabaseError, match="and the limit is 67108864"):
         chain.add(record())

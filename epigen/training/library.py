@@ -34,7 +34,7 @@ def kernel(text: str, tune: str | None) -> Kernel:
 
 @functools.cache
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(node.name for node in kernel(text, None).graph.inputs())
+    return tuple(node.name for node in api.graph_of(text).inputs())
 
 
 def _named(text: str, inputs: Inputs, numbers: Sequence[float]) -> dict[str, Any]:
