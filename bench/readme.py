@@ -122,9 +122,10 @@ def _winner(result: dict[str, Any]) -> str:
 
 def _model(result: dict[str, Any]) -> str:
     found = result["spearman"]
+    parts = sum(name.startswith("sample_") for name in found)
     return (
-        f"The model without a search: Spearman's rank correlation with the measured times of all configs is {min(found.values()):.2f} to "
-        f"{max(found.values()):.2f} over the {len(found)} sweeps."
+        f"The model without a search: Spearman's rank correlation with the measured times is {min(found.values()):.2f} to {max(found.values()):.2f} "
+        f"over all configs of {len(found) - parts} sweeps and {parts} samples."
     )
 
 
