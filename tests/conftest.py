@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def update_golden(request: pytest.FixtureRequest) -> bool:
     return request.config.getoption("--update-golden")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For small tensors: several threads wait for each other longer than they compute."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The programs that layers which train run, in order."""
+    from epigen.training import library
+
+    found: list[str] = []
+    compiled = library.kernel
+
+    def noted(text: str, tune: str | None) -> Any:
+        found.append(text)
+        return compiled(text, tune)
+
+    monkeypatch.setattr(library, "kernel", noted)
+    return found
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -84,16 +84,8 @@ def test_the_generated_kernels_run_a_step(act: str, dtype: torch.dtype, save: st
     assert len(run) == 4 and backward in run[3]
 
 
-def test_a_layers_derivative_rides_in_the_next_ones_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layers_derivative_rides_in_the_next_ones_product(ran: list[str]) -> None:
     """The programs of a step, in order: what runs over a gradient that is there is a pass of its own."""
-    ran: list[str] = []
-    compiled = library.kernel
-
-    def noted(text: str, tune: str | None) -> Any:
-        ran.append(text)
-        return compiled(text, tune)
-
-    monkeypatch.setattr(library, "kernel", noted)
     layers, _ = layers_of((8, 8, 8, 8), torch.float32, "relu")
     chain(normal(4, 8), layers).sum().backward()
     forward = "out = relu(mm + bias); saved = bitmask(~(out <= 0)); out, saved"

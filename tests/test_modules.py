@@ -14,25 +14,10 @@ from torch.nn import functional as F  # noqa: N812  # as everyone calls it
 
 import epigen
 from epigen.errors import CallError, CheckError
-from epigen.training import library
 
 
 def drawn(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The programs that run."""
-    found: list[str] = []
-    compiled = library.kernel
-
-    def noted(text: str, tune: str | None) -> Any:
-        found.append(text)
-        return compiled(text, tune)
-
-    monkeypatch.setattr(library, "kernel", noted)
-    return found
 
 
 # -- Linear

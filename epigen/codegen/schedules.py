@@ -158,7 +158,7 @@ def finished_inside(finish: Finish, config: KernelConfig) -> bool:
 
 def several_launches(config: KernelConfig) -> KernelConfig:
     """The same, but that all reductions are completed by kernels of their own."""
-    return KernelConfig(config.schedule, tuple((name, 0 if name == "one_launch" else value) for name, value in config.values))
+    return config.but("one_launch", 0)
 
 
 def programs(config: KernelConfig, tiles: int, multiprocessors: int) -> int:

@@ -231,6 +231,10 @@ class KernelConfig:
     def __str__(self) -> str:
         return " ".join([self.schedule, *(f"{name}={value}" for name, value in self.values)])
 
+    def but(self, dimension: str, value: int) -> KernelConfig:
+        """The same with another value of one dimension, if it has that."""
+        return KernelConfig(self.schedule, tuple((name, value if name == dimension else own) for name, own in self.values))
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:

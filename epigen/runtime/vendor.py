@@ -47,11 +47,11 @@ def compute(a: Tensor, b: Tensor, out: Tensor, precision: str) -> None:
 
     All three of one dtype. precision: as for `product`.
     """
+    if not out.is_cuda:  # where torch says nothing of how it adds 16-bit products
+        out.copy_(product(a, b, precision))
+        return
     with _sums_in_fp32(out.dtype, precision):
-        if out.is_cuda:
-            torch.mm(a, b, out=out)
-        else:  # where torch says nothing of how it adds 16-bit products
-            out.copy_(torch.mm(a.float(), b.float(), out=torch.empty(out.shape, dtype=torch.float32)))
+        torch.mm(a, b, out=out)
 
 
 @contextmanager

@@ -7,10 +7,11 @@ config, so that batches of ever new sizes need few kernels, and few look-ups.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from epigen.codegen.spec import Choice, KernelSpec, Signature, laid
+from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Signature, laid
 from epigen.ir.graph import Graph
 from epigen.runtime.device import Target
 from epigen.runtime.latest import Latest
@@ -87,8 +88,9 @@ class Chooser:
 def _lent(index: Index, problem: Problem, spec: KernelSpec, target: Target) -> Found | None:
     """Of the configs of near problems the one that is expected to be the fastest here."""
     shape = problem.shape
-    near = index.near(problem, triton_version(), lambda config: model.fitted(spec, config, shape, target) is not None)
-    found = [_with_room(f, spec, shape, target) for f in distinct(near, _LENDERS)]
+    fitted = functools.cache(lambda config: model.fitted(spec, config, shape, target))
+    near = index.near(problem, triton_version(), lambda config: fitted(config) is not None)
+    found = [_with_room(f, fitted(f.config)) for f in distinct(near, _LENDERS)]
     if len(found) < 2:
         return found[0] if found else None
     times = _carried_over(found, spec, shape, target)
@@ -98,9 +100,8 @@ def _lent(index: Index, problem: Problem, spec: KernelSpec, target: Target) -> F
     return replace(found[best], why=f"{found[best].why}: of the configs of {len(found)} near problems the fastest here by the model")
 
 
-def _with_room(found: Found, spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> Found:
-    """Another epilogue may leave less shared memory for stages."""
-    config = model.fitted(spec, found.config, shape, target)
+def _with_room(found: Found, config: KernelConfig | None) -> Found:
+    """Another epilogue may leave less shared memory for stages. config: what fits."""
     assert config is not None
     if config == found.config:
         return found

@@ -109,7 +109,7 @@ def fitted(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target)
         stages = dict(config.values).get("num_stages", 0)
         if stages <= 2:
             return None
-        config = KernelConfig(config.schedule, tuple((name, stages - 1 if name == "num_stages" else value) for name, value in config.values))
+        config = config.but("num_stages", stages - 1)
     return config
 
 

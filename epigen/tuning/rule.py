@@ -25,8 +25,8 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
     rows = (k if sig.layout[0] == "n" else m, n if sig.layout[1] == "n" else k)
     if any(extent * sig.a.bytes % 4 for extent in rows) and large:
         return library(spec, "rows that are not aligned to 4 bytes are read element by element, which the vendor's product avoids")
-    # Tuned, `mm` took 1.05 to 1.13 times as long as the vendor's in 6 problems of M from 128 on, 0.90 to 0.96 in 3 of M up to 16 (the shipped
-    # database: H200, torch 2.11, Triton 3.6, 2026-11)
+    # Tuned, a tiled `mm` took 1.05 to 1.13 times as long as the vendor's in 6 problems of M from 128 on, 0.90 to 0.96 in 3 of M up to 16 (H200,
+    # torch 2.11, Triton 3.6, 2026-11)
     if vendor.whole(spec) and large and m > 64:
         return library(spec, "large products of Triton's are slower")
     block_k = {4: 32, 2: 64, 1: 128}[sig.a.bytes]
