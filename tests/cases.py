@@ -325,7 +325,7 @@ def warp_specialized_cases() -> list[Case]:
     for shape in ((1, 8, 8), (64, 64, 32), (8, 264, 8), (65, 64, 2048), (2056, 2056, 72), (3000, 2048, 64), (2048, 2048, 328)):
         for pingpong, block_n, halves, stages in ((0, 256, 2, 3), (1, 128, 1, 4), (1, 64, 1, 2), (0, 64, 1, 8)):
             for text in _DESCRIBED_TEXTS[:3]:
-                config = warp_specialized(128, block_n, 64, stages, group_m=8, pingpong=pingpong, halves=halves, early=int(stages == 4))
+                config = warp_specialized(128, block_n, 64, stages, group_m=8, pingpong=pingpong, halves=halves, early=int(stages in (3, 4)))
                 found.append(Case(text, shape, FP16, layout="nt", config=config))
     for text in _DESCRIBED_TEXTS:
         found.append(Case(text, (263, 391, 135), BF16, inputs=BF16, layout="nt", config=warp_specialized(pingpong=1)))

@@ -57,13 +57,15 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
     tiles = [i for i in range(len(stores)) if not reduced[i]]
     roots += [_stored_node(graph, graph.outputs[i]) for i in tiles if stores[i].value != ACC]
     inputs, lines = body.lines(roots)
+    # what is there first is stored first: its copy is on the way while the others are computed
+    computed: dict[Arg, int] = {line.name: i for i, line in enumerate(lines)}
     return KernelSpec(
         name=kernel_name(graph.text),
         program=graph.text,
         signature=signature,
         inputs=inputs,
         lines=lines,
-        stores=tuple(stores[i] for i in tiles),
+        stores=tuple(sorted((stores[i] for i in tiles), key=lambda s: computed.get(s.value, -1))),
         partials=tuple(partials),
         finishes=tuple(finishes),
         outputs=tuple(stores),
