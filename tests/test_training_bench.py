@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,18 @@ def test_every_contender_gives_the_same_gradients(monkeypatch: pytest.MonkeyPatc
     assert compiler == ["reset", {"mode": peers.COMPILE_MODE, "dynamic": False, "fullgraph": True}]
     assert nvmath.freed == freed + 4 and nvmath.tuned[-4:] == [peers.AUTOTUNED] * 4
     assert json.dumps(row) and "epigen 18.000 ms; eager 20.000 ms" in training.line(row)
+
+
+def test_nvmath_holds_no_operands_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they would count among what a step leaves behind."""
+    fake_nvmath.installed(monkeypatch)
+    one = networks.nvmath(networks.task(WIDTH, BATCH, on="cpu"))
+    left = one.forward()
+    between = weakref.ref(left[2])
+    assert between() is not None
+    one.backward(left)
+    assert not left and between() is None
+    one.close()
 
 
 def test_a_step_begins_anew_each_time() -> None:
