@@ -220,8 +220,13 @@ def test_what_a_forward_leaves_behind(activation: str) -> None:
     assert tiles == {peers.EAGER: eager, peers.OURS: eager, training.RECOMPUTED: hidden + 1}
     found = training.verdicts([row])
     assert [one["met"] for one in found] == [True] * (1 if activation == "relu" else 2)
+    row["memory"][peers.OURS]["held_bytes"] *= 2
+    assert training.verdicts([row])[0]["met"], "masks are kept beside the activations, and the claim is of the peak"
     row["memory"][peers.OURS]["peak_bytes"] *= 2
     assert training.verdicts([row])[0]["met"] is False
+    if activation != "relu":
+        row["memory"][training.RECOMPUTED]["held_bytes"] *= 2
+        assert training.verdicts([row])[1]["met"] is False
 
 
 def test_the_bars_of_speed() -> None:
