@@ -114,7 +114,10 @@ def exact(t: Task) -> Network:
 
 
 class _Product:
-    """One of nvmath's stateful products, planned and autotuned for its first operands, and called with others like them."""
+    """One of nvmath's stateful products (nvmath-python 1.0), planned and autotuned for its first operands, and called with others like them.
+
+    Once its operands are released, as they are between calls, it wants all of them again, the epilog's inputs as well.
+    """
 
     def __init__(self, a: Tensor, b: Tensor, epilog: Any = None, inputs: dict[str, Tensor] | None = None):
         from nvmath.linalg.advanced import Matmul
@@ -123,15 +126,15 @@ class _Product:
         try:
             self.call.plan(**({"epilog": epilog, "epilog_inputs": inputs} if epilog is not None else {}))
             self.call.autotune(iterations=peers.AUTOTUNED)
-            self.call.reset_operands()
+            self.call.release_operands()
         except BaseException:
             self.call.free()
             raise
 
     def __call__(self, a: Tensor, b: Tensor, inputs: dict[str, Tensor] | None = None) -> Any:
-        self.call.reset_operands(a, b, epilog_inputs=inputs)
+        self.call.reset_operands(a=a, b=b, epilog_inputs=inputs)
         result = self.call.execute()
-        self.call.reset_operands()  # else it would keep its operands alive
+        self.call.release_operands()  # else it would keep them alive
         return result
 
 

@@ -15,7 +15,7 @@ from epigen.ir import reference
 
 
 class FakeMatmul:
-    """nvmath's stateful call as its documentation has it, over torch: D [M, N] by columns, masks and tiles padded, by columns too."""
+    """nvmath's stateful call as version 1.0 has it, over torch: D [M, N] by columns, masks and tiles padded, by columns too."""
 
     tuned: ClassVar[list[int]] = []
     freed = 0
@@ -29,14 +29,26 @@ class FakeMatmul:
     def plan(self, *, epilog: str = "", epilog_inputs: Mapping[str, torch.Tensor] | None = None) -> None:
         self.epilog = epilog
         self._take(epilog_inputs or {})
+        self.names = self.inputs.keys()
 
-    def reset_operands(self, a: torch.Tensor | None = None, b: torch.Tensor | None = None, *, epilog_inputs: Mapping[str, torch.Tensor] | None = None) -> None:
-        """All of them, as the real one wants it where it was given none before, which lets go of them."""
-        if a is not None and b is not None:
-            if [(t.shape, t.stride(), t.dtype) for t in (a, b)] != self.like:
-                raise ValueError(f"the operands are {a.shape} {a.stride()} and {b.shape} {b.stride()}, planned was {self.like}")
-            self._take(epilog_inputs or {})
+    def reset_operands(self, *, a: torch.Tensor | None = None, b: torch.Tensor | None = None, epilog_inputs: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Some of them, or all where they were released."""
+        if a is None and b is None and epilog_inputs is None:
+            raise ValueError("reset_operands() requires at least one operand to be provided.")
+        released = self.a is None or self.b is None
+        if released and (a is None or b is None or (self.names and epilog_inputs is None)):
+            raise ValueError("After release_operands(), all required operands must be provided to reset_operands().")
+        a, b = self.a if a is None else a, self.b if b is None else b
+        assert a is not None and b is not None
+        if [(t.shape, t.stride(), t.dtype) for t in (a, b)] != self.like:
+            raise ValueError(f"the operands are {a.shape} {a.stride()} and {b.shape} {b.stride()}, planned was {self.like}")
+        if epilog_inputs is not None:
+            self._take(epilog_inputs)
         self.a, self.b = a, b
+
+    def release_operands(self) -> None:
+        self.a = self.b = None
+        self.inputs = {}
 
     def _take(self, inputs: Mapping[str, torch.Tensor]) -> None:
         self.inputs = dict(inputs)
@@ -55,7 +67,7 @@ class FakeMatmul:
 
     def execute(self) -> Any:
         if self.a is None or self.b is None:
-            raise RuntimeError("there are no operands")
+            raise RuntimeError("Execution cannot be performed after the operands have been released.")
         x, dtype = self.a.float() @ self.b.float(), self.a.dtype
         if "BIAS" in self.epilog:
             x = x + self.inputs["bias"].float()

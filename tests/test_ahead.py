@@ -398,8 +398,41 @@ print("warmed")
 
 
 def test_every_schedule_is_compiled_for_tensors_that_are_not_there() -> None:
-    tests = Path(__file__).parent
     environment = settings.child_environment(interpret=False)
-    environment["PYTHONPATH"] = os.pathsep.join((str(tests), str(tests.parent)))
     done = subprocess.run([sys.executable, "-c", WARMING], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "warmed\n", done.stderr
+
+
+# -- what ptxas gets wrong
+
+ROUNDING = """
+import cases
+import epigen
+from epigen.dtypes import BF16
+from epigen.runtime import verify
+from epigen.runtime.device import DEFAULT
+
+for text in ("x = cast(gate[m,n], fp8e4m3); cast(silu(x), fp8e4m3), x * mm", "x = cast(gate[m,n], fp8e5m2); x, x * mm"):
+    kernel = epigen.compile(text, config=cases.SMALL)
+    for shape in ((37, 45, 34), (128, 128, 64)):  # strides that align with nothing, and with everything
+        given = verify.sample(kernel.graph, shape, BF16, BF16, BF16, device="meta", layout="nn")
+        kernel.warm(given.a, given.b, target=DEFAULT, **given.inputs)
+"""
+
+
+def misread(ptx: str) -> list[str]:
+    """Pairs of fp8 that are packed with others after them and read elsewhere too: of those ptxas 12.8 and 12.9 read an undefined register."""
+    pairs = set(re.findall(r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32 +(%rs\d+),", ptx))
+    assert pairs
+    first = pairs.intersection(re.findall(r"mov\.b32\s+%r\d+, {(%rs\d+), %rs\d+}", ptx))
+    return sorted(r for r in first if len(re.findall(rf"{r}\b", ptx)) > 2)  # where it is written, and packed
+
+
+def test_ptxas_loses_no_fp8(tmp_path: Path) -> None:
+    """The register held the thread's number, and 127 is a NaN."""
+    environment = settings.child_environment(interpret=False) | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", ROUNDING], env=environment, capture_output=True, text=True, check=False)
+    found = [misread(path.read_text()) for path in tmp_path.glob("*/epigen_*.ptx")]
+    assert found == [[]] * 4, done.stderr
+    packed = "cvt.rn.satfinite.e4m3x2.f32  %rs5, %r2, %r1;\nmov.b32 \t%r3, {%rs5, %rs6};\n"
+    assert not misread(packed) and misread(packed + "cvt.u32.u16 \t%r4, %rs5;\n") == ["%rs5"]

@@ -608,7 +608,7 @@ def test_ops_lists_every_row() -> None:
 
 
 def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environment = settings.child_environment(interpret=False) | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-W", "error", "-m", "epigen.cli", *arguments]
     return subprocess.run(command, env=environment, text=True, check=False, **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options))
 

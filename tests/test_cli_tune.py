@@ -25,7 +25,7 @@ from click.testing import CliRunner
 
 import epigen
 from bench.record import RESULTS
-from epigen import api, cli
+from epigen import api, cli, settings
 from epigen.cli_live import Live
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
@@ -280,7 +280,7 @@ def test_ctrl_c_that_gets_away_is_no_traceback(tuner: Tuner, monkeypatch: pytest
 
 def test_ctrl_c_from_a_terminal_ends_a_replay_with_a_table() -> None:
     command = [sys.executable, "-m", "epigen.cli", "tune", *(a for _ in range(12) for path in SWEEPS for a in ("--replay", str(path)))]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = settings.child_environment(interpret=False)
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
         first = process.stderr.readline()

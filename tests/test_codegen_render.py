@@ -163,11 +163,9 @@ def test_equal_spec_and_config_render_equal_bytes(spec: KernelSpec, config: Kern
 def test_equal_bytes_in_every_process() -> None:
     # sets and hashes of strings have another order in each process
     code = "from test_codegen_render import KERNELS, RENDERER; print(*(RENDERER.render(*k).digest for k in KERNELS.values()))"
-    root = Path(__file__).resolve().parent
+    environment = settings.child_environment(interpret=False)
     digests = {
-        subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed, "PYTHONPATH": f"{root}:{root.parent}"}, check=True, capture_output=True, text=True
-        ).stdout
+        subprocess.run([sys.executable, "-c", code], env=environment | {"PYTHONHASHSEED": seed}, check=True, capture_output=True, text=True).stdout
         for seed in ("1", "2", "3")
     }
     assert digests == {" ".join(RENDERER.render(*k).digest for k in KERNELS.values()) + "\n"}
@@ -408,8 +406,8 @@ print(len(texts), statistics.median(seconds))
 
 
 def test_the_front_end_takes_milliseconds_and_no_torch() -> None:
-    root = Path(__file__).resolve().parent
-    done = subprocess.run([sys.executable, "-c", _TIMING], env={"PYTHONPATH": f"{root}:{root.parent}"}, capture_output=True, text=True, check=False)
+    environment = settings.child_environment(interpret=False)
+    done = subprocess.run([sys.executable, "-c", _TIMING], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     count, median = done.stdout.split()
     assert int(count) == 60

@@ -660,7 +660,7 @@ def test_writers_that_are_killed_lose_nothing_that_was_acknowledged(tmp_path: Pa
     """
     chance = random.Random(5)
     path = tmp_path / "db" / NAME
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment = places.child_environment(interpret=False)
     logs = [tmp_path / f"acknowledged-{n}" for n in range(8)]
     writers = []
     for n, log in enumerate(logs):
@@ -711,7 +711,7 @@ database.add(new)
 @pytest.mark.slow
 def test_a_kill_at_each_step_of_a_write_leaves_a_valid_file(tmp_path: Path) -> None:
     """The process ends, without any clean-up, at every system call of a write in turn; then another one writes."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment = places.child_environment(interpret=False)
     ended = []
     for step in range(40):
         folder = tmp_path / str(step)

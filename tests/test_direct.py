@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from epigen import settings
+
 TESTS = Path(__file__).parent
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the real driver is in the way of the one that is none: tests/test_gpu_calls.py has the same on a GPU")
 @pytest.mark.skipif(shutil.which("cc") is None, reason="Triton's launcher is C, and there is no compiler for it")
 def test_warmed_calls_are_tritons_own(tmp_path: Path) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "0", "EPIGEN_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
+    environment = settings.child_environment(interpret=False) | {"EPIGEN_CACHE": str(tmp_path)}
     command = [
         sys.executable,
         "-m",

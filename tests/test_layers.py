@@ -173,6 +173,12 @@ def test_only_settings_reads_the_environment() -> None:
     assert readers == {"settings"}
 
 
+def test_the_processes_of_tests_find_what_the_tests_find() -> None:
+    """By `settings.child_environment`: an import path of a test's own would lose packages that are themselves found by PYTHONPATH."""
+    tests = sorted((ROOT / "tests").glob("*.py"))
+    assert len(tests) > 50 and not [path.name for path in tests if re.search(r"""["']PYTHONPATH["'](:|\] *=)""", path.read_text(encoding="utf-8"))]
+
+
 @pytest.mark.parametrize("name", [name for name in MODULES if NO_TORCH.fullmatch(name)])
 def test_the_front_end_names_neither_torch_nor_triton(name: str) -> None:
     assert not roots(name) & {"torch", "triton"}

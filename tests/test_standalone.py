@@ -15,7 +15,7 @@ import pytest
 from cases import persistent, split_k, warp_specialized
 from click.testing import CliRunner
 
-from epigen import api, cli
+from epigen import api, cli, settings
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
 from epigen.codegen.standalone import standalone
@@ -283,13 +283,13 @@ def arguments(file: File) -> list[str]:
 def test_the_command_line_writes_the_same_file_in_every_process(tmp_path: Path) -> None:
     """Also where Python's hashes, and so its sets' order, are others."""
     file = FILES[5]
-    root = str(Path(cli.__file__).resolve().parent.parent)
+    environment = settings.child_environment(interpret=False)
     written = []
     for seed in ("1", "2"):
         path = tmp_path / f"{seed}.py"
         subprocess.run(
             [sys.executable, "-m", "epigen.cli", *arguments(file), "--no-verify", "-o", str(path)],
-            cwd=tmp_path, env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": root}, capture_output=True, check=True,
+            cwd=tmp_path, env=environment | {"PYTHONHASHSEED": seed}, capture_output=True, check=True,
         )  # fmt: skip
         written.append(path.read_text())
     assert written == [file.source] * 2

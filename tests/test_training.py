@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from epigen import settings
+
 TESTS = Path(__file__).parent
 
 
 def cases(tmp_path: Path, **environment: str) -> str:
     """The cases' report, once they have passed."""
-    path = os.pathsep.join((str(TESTS.parent), str(TESTS)))
-    own = os.environ | {"TRITON_INTERPRET": "0", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": path} | environment
+    own = settings.child_environment(interpret=False) | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)} | environment
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--show-capture=no", "--rootdir", str(TESTS.parent), "--durations=8"]
     run = subprocess.run([sys.executable, "-m", "pytest", *options, str(TESTS / "training_cases.py")], env=own, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

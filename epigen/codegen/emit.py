@@ -45,7 +45,7 @@ def line(line: Line, dialect: Dialect = TRITON) -> str:
         text = f"{args[0]}.to(tl.float32)"
     elif line.op == CAST:
         assert line.dtype is not None
-        text = f"{convert(args[0], line.dtype)}.to(tl.float32)"
+        text = rounded(args[0], line.dtype)
     else:
         op = ops.TABLE[line.op]
         text = f"{op.name}({', '.join(args)})" if op.body else op.triton.format(**{p.name: a for p, a in zip(op.params, args, strict=True)})
@@ -62,6 +62,21 @@ def convert(value: str, dtype: DType) -> str:
         saturated = ops.TABLE["clamp"].triton.format(x=value, lo=-dtype.largest, hi=dtype.largest)
         return f"{saturated}.to(tl.{dtype.triton})"
     return f"{value}.to(tl.{dtype.triton})"
+
+
+def rounded(value: str, dtype: DType) -> str:
+    """An fp32 value rounded to `dtype` and widened again.
+
+    Of two fp8 numbers that are packed with two others ptxas loses the first pair where anything else reads it too: it then reads a register
+    that nothing has written (ptxas 12.8.93 and 12.9.86, which Triton 3.6 to 3.9 have; not 13.4.59). So what is fp8 here has one reader. It is
+    widened to fp16, which holds every fp8, lest Triton take it to another layout as fp8; and it is clamped in another order than an output is, lest
+    the two be one.
+    """
+    if not dtype.is_fp8:
+        return f"{convert(value, dtype)}.to(tl.float32)"
+    below = ops.TABLE["minimum"].triton.format(x=value, y=dtype.largest)
+    saturated = ops.TABLE["maximum"].triton.format(x=below, y=-dtype.largest)
+    return f"{saturated}.to(tl.{dtype.triton}).to(tl.float16).to(tl.float32)"
 
 
 _TO_INT8 = (

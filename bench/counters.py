@@ -1,0 +1,108 @@
+"""What the hardware counters say of a kernel beside the vendor's bare product: where the time of an epilogue goes.
+
+Run: python -m bench.counters [--commit HASH] [--out FOLDER]
+Wants Nsight Compute (ncu). Each kernel of a call is replayed with a cold L2 and at the GPU's own clock, so its time is not that of the headline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from bench import record
+from bench.programs import BY_NAME
+
+PROGRAMS = ("relu + bias", "relu + bias + mask", "drelu + bgrad", "gelu + bias + aux", "dgelu + bgrad")
+CASES = (*((program, shape) for shape in ((8192, 8192, 512), (4096, 4096, 4096)) for program in PROGRAMS), ("relu + bias", (4, 14336, 4096)))
+"""Program and M x N x K: a short main loop, a long one, and a few rows. The layout is that of a Linear's weight.T."""
+
+DTYPE = "bf16"
+
+SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "WarpStateStats", "LaunchStats", "Occupancy")
+
+KEPT = re.compile(
+    r"gpu__time_duration\.sum|launch__(registers_per_thread|grid_size|block_size)|(lts_|gpu__dram)_throughput\.avg\.pct_of_peak_sustained_elapsed"
+    r"|sm__(pipe_tensor_cycles_active|inst_executed_pipe_(lsu|alu|fma|xu)|warps_active)\.avg\.pct_of_peak_sustained_active"
+    r"|smsp__issue_active\.avg\.per_cycle_active|smsp__average_warps_issue_stalled_\w+_per_issue_active\.ratio"
+)
+"""The metrics that a record keeps, of the several hundred: time, what the kernel takes up, how busy memory and pipes are, what warps wait for."""
+
+_MARK = "FillFunctor"  # a kernel of torch's that no contender launches: it stands before each contender's
+
+
+def _watched() -> None:
+    """What ncu watches: a mark and a call, for each contender of each case."""
+    import torch
+
+    from bench import peers
+
+    torch.manual_seed(0)
+    mark = torch.empty(1, device="cuda")
+    for program, shape in CASES:
+        problem = peers.problem(BY_NAME[program], shape, DTYPE, "nt")
+        for make in (peers.ours, peers.mm):
+            one = make(problem)
+            one.run()
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
+            mark.fill_(0.0)
+            one.run()
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+
+
+def kernels(text: str) -> tuple[list[list[dict[str, Any]]], dict[str, str]]:
+    """ncu's raw table, as CSV after whatever else was printed: for each mark, the kernels launched after it with their kept metrics; and the
+    metrics' units. Raises ValueError where there is no table."""
+    units, *rows = csv.DictReader(io.StringIO(text[text.index('"ID"') :]))
+    kept = [name for name in units if KEPT.fullmatch(name)]
+    found: list[list[dict[str, Any]]] = []
+    for row in rows:
+        if _MARK in row["Kernel Name"]:
+            found.append([])
+        else:
+            metrics = {name: float(row[name].replace(",", "")) for name in kept}
+            found[-1].append({"kernel": row["Kernel Name"].partition("(")[0], "metrics": metrics})
+    return found, {name: units[name] for name in kept if units[name]}
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """Of each contender the kernels with their times."""
+    times = (
+        f"{name} " + " + ".join(f"{one['metrics']['gpu__time_duration.sum'] / 1e3:.1f} us ({one['kernel'][:40]})" for one in row[name])
+        for name in ("epigen", "mm")
+    )
+    return f"{row['program']}, {'x'.join(map(str, row['shape']))}: {'; '.join(times)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    record.add_options(parser)
+    parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)  # the process that ncu starts
+    options = parser.parse_args()
+    record.gpu_at_hand()
+    if options.watched:
+        _watched()
+        return
+    asked = ["--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
+    asked += [word for section in SECTIONS for word in ("--section", section)]
+    ran = subprocess.run(["ncu", *asked, sys.executable, "-m", "bench.counters", "--watched"], capture_output=True, text=True)
+    try:
+        found, units = kernels(ran.stdout)
+        pairs = list(zip(CASES, found[::2], found[1::2], strict=True))
+    except ValueError:  # such as where the driver keeps its counters to administrators
+        sys.exit(f"ncu has not measured every case, and ended with status {ran.returncode}: {ran.stdout[-2000:]} {ran.stderr[-2000:]}")
+    rows = [{"program": program, "shape": list(shape), "epigen": ours, "mm": mm} for (program, shape), ours, mm in pairs]
+    print(*map(line, rows), sep="\n")
+    body = {"environment": record.environment(options.commit), "dtype": DTYPE, "units": units, "rows": rows}
+    print(record.write("counters", body, options.out))
+
+
+if __name__ == "__main__":
+    main()
