@@ -301,3 +301,49 @@ def test_what_others_stored_is_seen_behind_their_barrier_alone(barrier: bool) ->
         assert num_arrived.item() == 8
         right.append(total.item() == 8)
     assert all(right) if barrier else not all(right)
+
+
+COPY = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+
+@gluon.jit
+def copy(source_desc, BYTES: gl.constexpr):
+    buf = gl.allocate_shared_memory(source_desc.dtype, [64, 64], source_desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    mbarrier.init(bar, count=1)
+    fence_async_shared()
+    mbarrier.expect(bar, BYTES)
+    tma.async_load(source_desc, [0, 0], bar, buf)
+    # meanwhile
+    mbarrier.wait(bar, 0)
+    buf.store(buf.load(gl.AutoLayout()))
+    fence_async_shared()
+    mbarrier.expect(bar, BYTES)
+    tma.async_load(source_desc, [0, 0], bar, buf)
+    mbarrier.wait(bar, 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "what"),
+    [
+        ("# meanwhile", "buf.load(gl.AutoLayout())", "a buffer is read, and the copy into it"),
+        ("# meanwhile", "buf.store(gl.zeros([64, 64], gl.float16))", "a buffer is written, and the copy into it"),
+        ("# meanwhile", "tma.async_load(source_desc, [0, 0], bar, buf)", "a buffer is copied into, and the copy into it before"),
+        ("    mbarrier.wait(bar, 0)", "    mbarrier.wait(bar, 1)", "a buffer is read, and the copy into it|deadlock"),
+        ("    fence_async_shared()\n    mbarrier.expect(bar, BYTES)\n    tma.async_load(source_desc, [0, 0], bar, buf)\n    mbarrier.wait(bar, 1)",
+         "    tma.async_load(source_desc, [0, 0], bar, buf)", "a buffer was written, and no fence has shown it to the copy into it"),
+    ],
+)  # fmt: skip
+def test_a_buffer_is_left_alone_until_the_copy_into_it_was_waited_for(right: str, wrong: str, what: str) -> None:
+    """Whether or not it has come by then."""
+    source = Descriptor(torch.zeros(64, 64, dtype=torch.float16), (64, 64))
+    options = {"BYTES": 64 * 64 * 2, "num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+    assert COPY.count(right) == 1
+    for seed in range(5):
+        gluon_on_cpu.module(COPY, seed).copy[(1,)](source, **options)
+        with pytest.raises(Fault, match=what):
+            gluon_on_cpu.module(COPY.replace(right, wrong), seed).copy[(1,)](source, **options)
