@@ -55,12 +55,13 @@ def warp_specialized(
     pingpong: int = 0,
     halves: int = 1,
     tma_store: int = 1,
+    tma_load: int = 0,
     early: int = 0,
     one_launch: int = 0,
 ) -> KernelConfig:
     return schedules.config(
         "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, halves=halves, early=early,
-        tma_store=tma_store, num_stages=num_stages, one_launch=one_launch,
+        tma_store=tma_store, tma_load=tma_load, num_stages=num_stages, one_launch=one_launch,
     )  # fmt: skip
 
 
@@ -344,6 +345,35 @@ def warp_specialized_cases() -> list[Case]:
     return found
 
 
+def tma_load_cases() -> list[Case]:
+    """Inputs that TMA brings, beside masks and reductions: buffers for all of them, for some and, where rows are not aligned, for none; tails;
+    several tiles of each group of warps."""
+    found = []
+    texts = (
+        "dz = dgelu(mm, z[m,n]); dz, bgrad(dz)",
+        "relu(mm + bias + residual)",
+        "h = gelu(mm) * gate[m,n] + where(mask, u[m,n], v[m,n]); h, relu(h), cast(h, fp32), bitmask(h > 0), sum(h, n)",
+    )
+    for i, text in enumerate(texts):
+        for j, a in enumerate((FP16, BF16)):
+            for pingpong, halves in ((0, 1), (1, 1), (0, 2), (1, 2)):
+                config = warp_specialized(128, 64, 64, pingpong=pingpong, halves=halves, tma_load=1, early=pingpong, one_launch=j)
+                found.append(Case(text, (264, 392, 136), a, inputs=a, layout=LAYOUTS[(i + pingpong + halves) % 4], config=config))
+        for view in ("sliced", "expanded", "shifted"):
+            found.append(Case(text, (264, 392, 136), FP16, view=view, config=warp_specialized(tma_load=1, early=1)))
+        found.append(Case(text, (263, 391, 135), FP16, layout="nt", config=warp_specialized(pingpong=1, tma_load=1)))
+        found.append(Case(text, (264, 392, 136), FP16, inputs=FP32, layout="nt", config=warp_specialized(pingpong=1, tma_load=1)))
+    for shape in ((1, 8, 8), (65, 64, 2048), (2056, 2056, 72), (3000, 2048, 328)):
+        for pingpong, block_n, halves in ((0, 128, 1), (0, 256, 2), (1, 128, 1), (1, 128, 2)):
+            found.append(Case(texts[0], shape, FP16, layout="nt", config=warp_specialized(128, block_n, 64, 3, pingpong=pingpong, halves=halves, tma_load=1)))
+    for pingpong in (0, 1):
+        config = warp_specialized(64 << 1 - pingpong, 128, 64, pingpong=pingpong, tma_load=1)
+        found.append(Case("cast(mm + grad[m,n], fp32)", (264, 392, 136), FP16, inputs=FP32, layout="tn", config=config, integers=True))
+        found.append(Case("cast(mm + u[m,n], int8)", (264, 400, 136), FP16, inputs=INT8, layout="tn", config=config, integers=True))
+        found.append(Case(texts[1], (264, 392, 136), BF16, inputs=BF16, layout="nn", config=warp_specialized(pingpong=pingpong, tma_load=1), integers=True))
+    return found
+
+
 def one_launch_cases() -> list[Case]:
     """Reductions that the last block to arrive completes: of each kind, beside others that it cannot, inputs of both parts, one tile and many."""
     texts = (
@@ -389,6 +419,7 @@ def all_cases() -> list[Case]:
         split_k_cases,
         persistent_cases,
         warp_specialized_cases,
+        tma_load_cases,
         one_launch_cases,
     )
     return list(dict.fromkeys(c for group in groups for c in group()))

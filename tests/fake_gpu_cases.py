@@ -143,20 +143,22 @@ def test_a_warmed_call_launches_what_triton_launches(gpu: FakeGpu, through_trito
 
 @pytest.mark.parametrize("layout", ["nt", "tn"])
 @pytest.mark.parametrize(
-    "config", [cases.persistent(64, 16, 32), cases.persistent(64, 16, 32, tma_store=0), cases.warp_specialized(pingpong=1)], ids=lambda c: c.schedule
+    "config",
+    [cases.persistent(64, 16, 32), cases.persistent(64, 16, 32, tma_store=0), cases.warp_specialized(pingpong=1), cases.warp_specialized(tma_load=1)],
+    ids=str,
 )
 def test_a_warmed_call_describes_what_triton_describes(gpu: FakeGpu, through_triton: Watch, config: KernelConfig, layout: str) -> None:
-    """Operands and output by TMA, at other addresses in every call."""
-    text, bias = "relu(mm + bias)", half(N)
+    """Operands, output and an input by TMA, at other addresses in every call."""
+    text, bias = "relu(mm + bias + residual)", half(N)
     kernel, oracle = compiled(text, config), compiled(text, config)
-    kernel(*operands(layout), bias=bias)
+    kernel(*operands(layout), bias=bias, residual=half(M, N))
     for _ in range(3):
         a, b = operands(layout)
-        out = half(M, N)
-        expected = as_triton_does(gpu, oracle, a, b, out=out, bias=bias)
-        kernel(a, b, out=out, bias=bias)
+        out, residual = half(M, N), half(M, N)
+        expected = as_triton_does(gpu, oracle, a, b, out=out, bias=bias, residual=residual)
+        kernel(a, b, out=out, bias=bias, residual=residual)
         before = through_triton.count
-        assert launched(gpu, kernel, a, b, out=out, bias=bias) == expected and len(expected[0].parameters) > 10
+        assert launched(gpu, kernel, a, b, out=out, bias=bias, residual=residual) == expected and len(expected[0].parameters) > 10
         assert through_triton.count == before
 
 

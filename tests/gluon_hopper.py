@@ -35,14 +35,26 @@ class Shared:
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.data.permute(*order), self.layout)
 
+    def load(self, layout: Any = None) -> Block:
+        actor = turn()
+        demand(self.place not in actor.program.arriving, "a buffer is read, and the copy into it was not waited for")
+        if layout is not None:
+            layout.check(self.data.shape, actor.warps)
+        return Block(self.data.clone())
+
     def store(self, value: Block) -> None:
         actor = turn()
+        demand(self.place not in actor.program.arriving, "a buffer is written, and the copy into it was not waited for")
         demand(
             value.data.shape == self.data.shape and value.data.dtype == self.data.dtype,
             f"{value.data.dtype} {list(value.data.shape)} is stored in another buffer",
         )
         self.data.copy_(value.data)
-        actor.program.unfenced[self.data.data_ptr()] = actor
+        actor.program.unfenced[self.place] = actor
+
+    @property
+    def place(self) -> int:
+        return self.data.data_ptr()
 
     def bits(self) -> torch.Tensor:
         return self.data.view(BITS[self.data.itemsize])
@@ -118,7 +130,8 @@ def _arrive(barrier: Barrier, *, count: int = 1, pred: bool = True) -> None:
 def _wait(barrier: Barrier, phase: int) -> None:
     demand(phase in (0, 1), f"a barrier is waited for with parity {phase}")
     demand(barrier.count > 0, f"{barrier.name} was not initialised")
-    turn(lambda: barrier.parity != phase, f"{barrier.name} to complete a phase of parity {phase}")
+    program = turn(lambda: barrier.parity != phase, f"{barrier.name} to complete a phase of parity {phase}").program
+    program.arriving = {at: copy for at, copy in program.arriving.items() if copy.barrier is not barrier or copy in here().machine.copies}
 
 
 def fence_async_shared() -> None:
@@ -150,6 +163,8 @@ def copy_in(source: Descriptor, at: Sequence[int], barrier: Barrier, buffer: Sha
     actor = turn()
     source.check(buffer)
     demand(id(barrier) not in actor.program.unfenced, f"{barrier.name} was initialised, and no fence has shown it to the copies")
+    demand(buffer.place not in actor.program.unfenced, "a buffer was written, and no fence has shown it to the copy into it")
+    demand(buffer.place not in actor.program.arriving, "a buffer is copied into, and the copy into it before was not waited for")
     buffer.spoil()
 
     def land() -> None:
@@ -158,7 +173,8 @@ def copy_in(source: Descriptor, at: Sequence[int], barrier: Barrier, buffer: Sha
         buffer.data[: part.shape[0], : part.shape[1]] = part
         barrier.deliver(buffer.data.nbytes)
 
-    actor.machine.copies.append(CopyIn(actor.program, actor.machine.copy_weight, land))
+    copy = actor.program.arriving[buffer.place] = CopyIn(actor.program, actor.machine.copy_weight, land, barrier)
+    actor.machine.copies.append(copy)
 
 
 class CopyOut:
@@ -176,7 +192,7 @@ class CopyOut:
 def copy_out(target: Descriptor, at: Sequence[int], buffer: Shared) -> None:
     actor = turn()
     target.check(buffer)
-    demand(buffer.data.data_ptr() not in actor.program.unfenced, "a buffer was written, and no fence has shown it to the copy out of it")
+    demand(buffer.place not in actor.program.unfenced, "a buffer was written, and no fence has shown it to the copy out of it")
     actor.stores.append(CopyOut(target, at, buffer))
 
 

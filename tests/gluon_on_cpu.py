@@ -186,7 +186,7 @@ LANGUAGE = SimpleNamespace(
     zeros=lambda shape, dtype, layout=None: _lying(full(shape, 0, dtype), layout),
     load=load, store=store, atomic_add=atomic_add, barrier=barrier, thread_barrier=barrier, debug_barrier=barrier,
     convert_layout=convert_layout, allocate_shared_memory=allocate_shared_memory, warp_specialize=warp_specialize,
-    DistributedLinearLayout=Linear, BlockedLayout=Blocked, SliceLayout=Slice, NVMMADistributedLayout=Multiplied,
+    AutoLayout=lambda: None, DistributedLinearLayout=Linear, BlockedLayout=Blocked, SliceLayout=Slice, NVMMADistributedLayout=Multiplied,
 )  # fmt: skip
 
 

@@ -30,13 +30,15 @@ class _Stopped(BaseException):
 
 @dataclass(eq=False)
 class Program:
-    """A block: index, of how many; shared memory in use; places in it that were written by no copy and not fenced since, and by whom."""
+    """A block: index, of how many; shared memory in use; places in it that were written by no copy and not fenced since, and by whom; and those that
+    a copy is on its way to, or has reached unknown to anybody, for nobody has waited for its barrier since."""
 
     id: int
     count: int
     warps: int
     shared_bytes: int = 0
     unfenced: dict[int, Actor] = field(default_factory=dict)
+    arriving: dict[int, CopyIn] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -68,11 +70,12 @@ class Actor:
 
 @dataclass(eq=False)
 class CopyIn:
-    """A copy into shared memory on its way."""
+    """A copy into shared memory on its way. barrier: what it tells of its bytes."""
 
     program: Program
     weight: float
     land: Callable[[], None]
+    barrier: object
 
     def ready(self) -> bool:
         return True

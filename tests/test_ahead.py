@@ -149,6 +149,22 @@ def test_groups_of_warps_multiply_straight_from_what_another_warp_loads() -> Non
         assert "cp.async.c" not in text
 
 
+def test_what_tma_brings_is_read_from_shared_memory() -> None:
+    """No thread loads it from global memory, and none overwrites a buffer from which another has still to read."""
+    backward, residual = "dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", "relu(mm + bias + residual)"
+    jobs = [job(backward, "sm_90", (BF16, FP16)[p], warp_specialized(128, 128, 64, 4, pingpong=p, halves=2 - p, tma_load=1), "nt") for p in (0, 1)]
+    jobs += [job(residual, "sm_90", (FP16, BF16)[p], warp_specialized(128, 128, 64, 4, pingpong=p, halves=1 + p, tma_load=1), "nt") for p in (0, 1)]
+    jobs.append(job("cast(mm, fp8e5m2), cast(mm * residual, fp16)", "sm_90", FP16, warp_specialized(128, 64, 64, 2, tma_load=1), "tn"))
+    for one, results in zip(jobs, compiled(jobs), strict=True):
+        checked(one, results)
+        text = assembly(results)
+        assert ("ld.global" in text) == ("bias" in one.rendered.text)
+        # what happens between a barrier and the next, of each group of warps: a thread may read what another wrote, and the other way round
+        phases = [set(re.findall(r"ldmatrix|stmatrix", phase)) for phase in re.split(r"bar\.sync", text)]
+        assert {"ldmatrix"} in phases and {"stmatrix"} in phases and {"ldmatrix", "stmatrix"} not in phases, one.rendered.text
+        assert results[0].resources.spills <= 8
+
+
 def test_the_last_block_completes_reductions_on_every_make() -> None:
     """The counter's addition orders memory for the whole GPU, and what others have left is read past the first cache."""
     configs = [cases.tiled(64, 64, 32, one_launch=1), persistent(flatten=0, one_launch=1), warp_specialized(pingpong=1, one_launch=1)]

@@ -93,6 +93,14 @@ KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
         spec_of("dz = drelu(mm, mask); dz, bgrad(dz), amax(dz)", layout="nt", tma=("a", "b", "dz")),
         warp_specialized(128, 128, 64, 4, pingpong=1, early=1, one_launch=1),
     ),
+    "brought_by_tma": (
+        spec_of("dz = dgelu(mm, z[m,n]) + residual; dz, bgrad(dz)", layout="nt", tma=("a", "b", "z", "dz")),
+        warp_specialized(128, 128, 64, 4, pingpong=1, tma_load=1),
+    ),
+    "brought_by_tma_in_halves": (
+        spec_of("relu(mm + bias + residual)", layout="nt", tma=("a", "b", "residual", "out")),
+        warp_specialized(128, 128, 64, 4, halves=2, tma_load=1),
+    ),
     "library": (spec_of("z = mm + bias; silu(z) * gate[m,n], bgrad(z)"), LIBRARY),
     "vendors_own": (spec_of("z = mm; z"), LIBRARY),
     "int8_scaled": (spec_of("cast(mm * scale_a[m] * scale_b[n], fp16)", INT8, input_dtype=FP32, k_multiple=64), TILED),
@@ -138,7 +146,7 @@ def specs(draw: st.DrawFn) -> KernelSpec:
     bytewise = tuple(draw(st.sets(st.sampled_from(packed)))) if packed else ()
     bits, multiple = draw(st.sampled_from((32, 64))), draw(st.sampled_from((1, 16, 256)))
     layout = draw(st.sampled_from(LAYOUTS))
-    tma = tuple(draw(st.sets(st.sampled_from(["a", "b", *(o.name for o in graph.outputs)]))))
+    tma = tuple(draw(st.sets(st.sampled_from(["a", "b", *(o.name for o in graph.outputs), *graph.tiles()]))))
     return lower(graph, Signature(operand, operand, inputs, precision, multiple, bits, layout, tma, factors, bytewise))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ import epigen
 from epigen.codegen.render import Rendered
 from epigen.codegen.schedules import WARP_SPECIALIZED
 from epigen.codegen.spec import LAYOUTS
-from epigen.dtypes import BF16, FP16, FP32
+from epigen.dtypes import BF16, BY_TORCH, FP16, FP32
 from epigen.errors import ConfigError
 from epigen.ir import reference
 from epigen.ir.graph import Graph
@@ -60,17 +60,18 @@ class Executed:
     def load(self, rendered: Rendered) -> SimpleNamespace:
         return gluon_on_cpu.module(self.edit(rendered.text), self.seed)
 
-    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: None = None, **inputs: torch.Tensor | float) -> list[torch.Tensor]:
-        assert out is None
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: Mapping[str, torch.Tensor] | None = None, **inputs: torch.Tensor | float) -> list[torch.Tensor]:
+        outs = out or {}
         kernel = epigen.compile(self.case.text, config=self.case.config, backend="triton")
         kernel._loaders[False] = self
         if self.wide:
             signature = kernel._signature
             kernel._signature = lambda *given: replace(signature(*given), index_bits=64)
-        prepared = kernel._prepare((a, b), inputs, {}, target=replace(TARGETS["sm_90"], multiprocessors=PROGRAMS))
-        results = prepared.results({})
+        prepared = kernel._prepare((a, b), inputs, outs, target=replace(TARGETS["sm_90"], multiprocessors=PROGRAMS))
+        results = prepared.results(outs)
         values = prepared.values((a, b), inputs, results)
-        for t in (*results, *(values[b.name] for b in prepared.workspace.buffers)):
+        new = [t for o, t in zip(prepared.outputs, results, strict=True) if o.name not in outs]
+        for t in (*new, *(values[b.name] for b in prepared.workspace.buffers)):
             t.untyped_storage().fill_(255)  # NaN, so that what is not written shows
         for launch in prepared.launches:
             launch(values)
@@ -106,11 +107,12 @@ def test_integers_bit_for_bit(case: Case) -> None:
     executed = Executed(case, seed=case)
     given = arguments(case, executed, "cpu")
     results = executed(given.a, given.b, **given.inputs)
-    expected = reference.evaluate(executed.graph, given.a, given.b, given.inputs, [FP16 if r.dtype == torch.float16 else FP32 for r in results])
+    expected = reference.evaluate(executed.graph, given.a, given.b, given.inputs, [BY_TORCH[str(r.dtype)] for r in results])
     for result, right in zip(results, expected, strict=True):
         torch.testing.assert_close(result, right, rtol=0, atol=0)
 
 
+BROUGHT = "dz = dgelu(mm, z[m,n]); dz, bgrad(dz)"
 EVERYTHING = "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n), where(mask, z, 0)"
 
 
@@ -130,6 +132,22 @@ def test_one_buffer_is_refused() -> None:
 @pytest.mark.parametrize("pingpong", [0, 1])
 def test_offsets_of_64_bits(pingpong: int) -> None:
     check(Executed(Case(EVERYTHING, (264, 200, 72), layout="nt", config=warp_specialized(128, 64, 64, pingpong=pingpong)), 0, wide=True))
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("pingpong", [0, 1])
+def test_what_tma_brings_may_be_written_in_its_place(pingpong: int, halves: int) -> None:
+    """Each tile is there before it leaves, and no other group of warps reads it."""
+    case = Case(BROUGHT, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=pingpong, halves=halves, tma_load=1))
+    executed = Executed(case, seed=halves)
+    given = arguments(case, executed, "cpu")
+    z = given.inputs["z"]
+    assert isinstance(z, torch.Tensor)
+    expected = executed(given.a, given.b, z=z.clone())
+    found = executed(given.a, given.b, out={"dz": z}, z=z)
+    assert found[0] is z
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
 @st.composite
@@ -161,6 +179,8 @@ PINGPONG = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(1
 COOPERATIVE = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3))
 LAST_BLOCK = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, one_launch=1))
 HALVES = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 128, 64, 3, halves=2))
+BROUGHT_PINGPONG = Case(BROUGHT, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, tma_load=1))
+BROUGHT_HALVES = Case(BROUGHT, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, halves=2, tma_load=1))
 
 _FULL = "            mbarrier.wait(full_bars.index(slot_id), step_id // STAGES & 1)\n"
 _EMPTY = "            mbarrier.wait(empty_bars.index(slot_id), step_id // STAGES & 1 ^ 1)\n"
@@ -203,6 +223,19 @@ MISTAKES = {
     "a store's buffer is not shown to the copy": (COOPERATIVE, "        fence_async_shared()\n        copy_out", "        copy_out"),
     "both groups store through one buffer": (PINGPONG, "out0_bufs.index(1)", "out0_bufs.index(0)"),
     "halves in the wrong order": (HALVES, "acc_left, acc_right = ", "acc_right, acc_left = "),
+    # of inputs that come through a store's buffer
+    "an input is not waited for": (BROUGHT_PINGPONG, "        mbarrier.wait(in_bar, turn_id & 1)\n", ""),
+    "an input is waited for as one turn before": (BROUGHT_HALVES, "mbarrier.wait(in_bar, turn_id & 1)", "mbarrier.wait(in_bar, turn_id & 1 ^ 1)"),
+    "all inputs are waited for as in the first turn": (BROUGHT_PINGPONG, "mbarrier.wait(in_bar, turn_id & 1)", "mbarrier.wait(in_bar, 0)"),
+    "an input comes before the last tile has left": (BROUGHT_PINGPONG, "tma.store_wait(0)\n        mbarrier.expect(in_bar", "mbarrier.expect(in_bar"),
+    "an input comes before the last tile has left, in halves": (BROUGHT_HALVES, "tma.store_wait(0)\n        mbarrier.expect(in_bar", "mbarrier.expect(in_bar"),
+    "two inputs come into one buffer": (BROUGHT_HALVES, "in_bar, dz_bufs.index(2 * WHICH + 1))", "in_bar, dz_bufs.index(2 * WHICH + 0))"),
+    "a half's input comes into the other's buffer": (BROUGHT_HALVES, "dz_buf = dz_bufs.index(2 * WHICH + half_id)", "dz_buf = dz_bufs.index(2 * WHICH + 1 - half_id)"),
+    "fewer bytes of an input are expected than come": (BROUGHT_PINGPONG, "mbarrier.expect(in_bar, BLOCK_M", "mbarrier.expect(in_bar, BLOCK_M // 2"),
+    "more bytes of an input are expected than come": (BROUGHT_PINGPONG, "mbarrier.expect(in_bar, BLOCK_M", "mbarrier.expect(in_bar, 2 * BLOCK_M"),
+    "both groups' inputs share a barrier": (BROUGHT_PINGPONG, "in_bars.index(1),", "in_bars.index(0),"),
+    "both groups' inputs share a buffer": (BROUGHT_PINGPONG, "dz_bufs.index(1),", "dz_bufs.index(0),"),
+    "what was computed leaves before it is shown to the copy": (BROUGHT_HALVES, "            fence_async_shared()\n            copy_out", "            copy_out"),
     # of offsets, masks and layouts
     "words of a mask past the last": (PINGPONG, "mask=in_kept_words", "mask=None"),
     "a bias past the last": (PINGPONG, "mask=offs_col < N, other=0.0", ""),
@@ -232,7 +265,7 @@ def test_mistakes_are_found(name: str) -> None:
     assert not all(passes(seed) for seed in range(3))
 
 
-@pytest.mark.parametrize("case", [PINGPONG, COOPERATIVE, LAST_BLOCK, HALVES], ids=["pingpong", "cooperative", "last block", "halves"])
+@pytest.mark.parametrize("case", [PINGPONG, COOPERATIVE, LAST_BLOCK, HALVES, BROUGHT_PINGPONG, BROUGHT_HALVES], ids=str)
 def test_the_same_without_a_mistake(case: Case) -> None:
     for seed in range(3):
         check(Executed(case, seed))
@@ -268,3 +301,49 @@ def test_what_others_stored_is_seen_behind_their_barrier_alone(barrier: bool) ->
         assert num_arrived.item() == 8
         right.append(total.item() == 8)
     assert all(right) if barrier else not all(right)
+
+
+COPY = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+
+@gluon.jit
+def copy(source_desc, BYTES: gl.constexpr):
+    buf = gl.allocate_shared_memory(source_desc.dtype, [64, 64], source_desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    mbarrier.init(bar, count=1)
+    fence_async_shared()
+    mbarrier.expect(bar, BYTES)
+    tma.async_load(source_desc, [0, 0], bar, buf)
+    # meanwhile
+    mbarrier.wait(bar, 0)
+    buf.store(buf.load(gl.AutoLayout()))
+    fence_async_shared()
+    mbarrier.expect(bar, BYTES)
+    tma.async_load(source_desc, [0, 0], bar, buf)
+    mbarrier.wait(bar, 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "what"),
+    [
+        ("# meanwhile", "buf.load(gl.AutoLayout())", "a buffer is read, and the copy into it"),
+        ("# meanwhile", "buf.store(gl.zeros([64, 64], gl.float16))", "a buffer is written, and the copy into it"),
+        ("# meanwhile", "tma.async_load(source_desc, [0, 0], bar, buf)", "a buffer is copied into, and the copy into it before"),
+        ("    mbarrier.wait(bar, 0)", "    mbarrier.wait(bar, 1)", "a buffer is read, and the copy into it|deadlock"),
+        ("    fence_async_shared()\n    mbarrier.expect(bar, BYTES)\n    tma.async_load(source_desc, [0, 0], bar, buf)\n    mbarrier.wait(bar, 1)",
+         "    tma.async_load(source_desc, [0, 0], bar, buf)", "a buffer was written, and no fence has shown it to the copy into it"),
+    ],
+)  # fmt: skip
+def test_a_buffer_is_left_alone_until_the_copy_into_it_was_waited_for(right: str, wrong: str, what: str) -> None:
+    """Whether or not it has come by then."""
+    source = Descriptor(torch.zeros(64, 64, dtype=torch.float16), (64, 64))
+    options = {"BYTES": 64 * 64 * 2, "num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+    assert COPY.count(right) == 1
+    for seed in range(5):
+        gluon_on_cpu.module(COPY, seed).copy[(1,)](source, **options)
+        with pytest.raises(Fault, match=what):
+            gluon_on_cpu.module(COPY.replace(right, wrong), seed).copy[(1,)](source, **options)

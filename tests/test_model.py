@@ -123,8 +123,36 @@ def test_what_narrow_loads_spill_is_near_what_compiled_kernels_spill(config: tup
     ],
 )
 def test_shared_memory_of_groups_of_warps(text: str, blocks: tuple[int, int], pingpong: int, halves: int, stages: int, shared_bytes: int) -> None:
+    compare(text, warp_specialized(*blocks, 64, stages, pingpong=pingpong, halves=halves), shared_bytes)
+
+
+@pytest.mark.parametrize(
+    ("text", "pingpong", "halves", "shared_bytes"),
+    [
+        # as above; halves that come at once have a buffer each
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 1, 1, 200808),
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 1, 2, 198760),
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 0, 1, 168024),
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 0, 2, 165976),
+        ("relu(mm + bias + r[m,n])", 1, 1, 196888),
+        ("relu(mm + bias + r[m,n])", 0, 2, 164088),
+    ],
+)
+def test_what_tma_brings_takes_the_shared_memory_of_what_leaves(text: str, pingpong: int, halves: int, shared_bytes: int) -> None:
+    compare(text, warp_specialized(128, 128, 64, 4, pingpong=pingpong, halves=halves, tma_load=1), shared_bytes)
+
+
+@pytest.mark.parametrize(("text", "faster"), [("relu(mm + bias + r[m,n])", True), ("relu(mm + bias)", False), ("cast(mm + r[m,n], fp32)", False)])
+def test_what_tma_brings_is_not_waited_for(text: str, faster: bool) -> None:
+    shape = (8192, 8192, 512)
+    spec = epigen.compile(text).plan(shape, BF16, TARGETS["sm_90"], layout="nt").spec
+    for pingpong in (0, 1):
+        pointed, brought = (model.estimate_us(spec, warp_specialized(128, 128, pingpong=pingpong, tma_load=t), shape, H200).us for t in (0, 1))
+        assert brought < pointed if faster else brought == pointed
+
+
+def compare(text: str, config: KernelConfig, shared_bytes: int) -> None:
     """Never too little, and too much by no more than would matter."""
-    config = warp_specialized(*blocks, 64, stages, pingpong=pingpong, halves=halves)
     spec = epigen.compile(text, config=config).plan(SQUARE, BF16, TARGETS["sm_90"], layout="nt").spec
     assert shared_bytes <= model.resources(spec, config, TARGETS["sm_90"]).shared_bytes <= shared_bytes + 200
 

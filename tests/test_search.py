@@ -10,6 +10,7 @@ from random import Random
 
 import faulty_meter
 import pytest
+from cases import warp_specialized
 
 import epigen
 from epigen.codegen import schedules
@@ -83,7 +84,9 @@ def test_every_point_is_legal_and_is_found_again(target: object, dtype: object) 
                 assert fits <= target.shared_bytes  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("text", ["relu(mm + bias)", "mm, relu(mm), cast(mm, fp32)", "cast(mm, fp32), cast(relu(mm), fp32), cast(gelu(mm), fp32)"])
+@pytest.mark.parametrize(
+    "text", ["relu(mm + bias)", "relu(mm + residual)", "mm, relu(mm), cast(mm, fp32)", "cast(mm, fp32), cast(relu(mm), fp32), cast(gelu(mm), fp32)"]
+)
 @pytest.mark.parametrize("shape", [(8192, 8192, 8192), (4096, 4096, 64)], ids=str)
 def test_groups_of_warps_have_two_buffers_beside_what_is_stored(text: str, shape: tuple[int, int, int]) -> None:
     """With one, the kernel would never end: it is filled again only when the step after its own has been issued."""
@@ -91,7 +94,30 @@ def test_groups_of_warps_have_two_buffers_beside_what_is_stored(text: str, shape
     configs = [c for c in Space(spec, shape, DEFAULT).every() if c.schedule == "warp_specialized"]
     work = Work(spec, shape, DEFAULT)
     assert configs and all(c["num_stages"] >= 2 and work.resources(c).shared_bytes <= DEFAULT.shared_bytes for c in configs)
-    assert {c["tma_store"] for c in configs} == ({1} if text == "relu(mm + bias)" else {0, 1})
+    assert {c["tma_store"] for c in configs} == ({1} if text.startswith("relu") else {0, 1})
+
+
+def test_a_config_may_be_older_than_loads_by_tma() -> None:
+    older = {name: value for name, value in warp_specialized(tma_load=0).values if name not in ("tma_load", "one_launch")}
+    assert schedules.from_mapping({"schedule": "warp_specialized", **older}) == warp_specialized(tma_load=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "aligned", "loads"),
+    [
+        ("relu(mm + bias)", True, {0}),
+        ("cast(mm, fp32), drelu(mm, mask)", True, {0}),
+        ("relu(mm + bias + residual)", True, {0, 1}),
+        ("relu(mm + bias + residual)", False, {0}),
+        ("cast(mm + residual, fp32)", True, {0}),  # through a buffer of another dtype
+        ("sum(mm + residual, m)", True, {0}),  # no output leaves by TMA
+    ],
+)
+def test_what_tma_can_bring_is_tried_both_ways(text: str, aligned: bool, loads: set[int]) -> None:
+    shape = (4096, 4096 if aligned else 4095, 512)
+    spec = spec_of(text, shape)
+    configs = [c for c in Space(laid(spec, "nt"), shape, DEFAULT).every() if c.schedule == "warp_specialized"]
+    assert {c["tma_load"] for c in configs} == loads
 
 
 # -- replay

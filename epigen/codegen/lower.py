@@ -78,6 +78,7 @@ def signature_of_contiguous(
     """The signature of a call whose tensors lie in memory without gaps. shape: M, N, K. layout: how a and b lie."""
     m, n, k = shape
     rows = {"a": (k if layout[0] == "n" else m) * a.bytes, "b": (n if layout[1] == "n" else k) * b.bytes}
+    rows |= {name: n * dtype.bytes for name, dtype in inputs if dtype is not None and name in graph.tiles()}
     rows |= {o.name: n * output_dtype(graph, o, a).bytes for o in graph.outputs if describable(graph, o)}
     tma = tuple(name for name, row_bytes in rows.items() if row_bytes % TMA_BYTES == 0 and 0 not in shape)
     return Signature(a, b, inputs, precision, k_multiple(k), index_bits(shape), layout, tma, factors(shape, contiguous(shape, layout, graph.tiles())))

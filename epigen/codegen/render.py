@@ -91,7 +91,7 @@ class Renderer:
         functions = [] if whole else [_main(spec, config), *(_finish(spec, f) for f in _after(spec, config))]
         text = self.text(
             "module.py.j2", spec=spec, config=config, functions=functions, schedule=schedule, dot_arguments=dot_arguments(spec, config),
-            described=[s.name for s in spec.stores if stored_by_tma(s, spec, config)], inside=_inside(spec, config), whole=whole, **units(spec, config),
+            described=schedules.stored_by_tma(spec, config), brought=schedules.loaded_by_tma(spec, config), inside=_inside(spec, config), whole=whole, **units(spec, config),
         )  # fmt: skip
         return Rendered(text, tuple(functions), digest([text]))
 
@@ -172,11 +172,6 @@ def _described(name: str, dtype: DType, block: tuple[int, int], indices: str, tr
     return Argument(f"{name}_desc", f"tensordesc<{_type(dtype)}[{block[0]}, {block[1]}]>", about, block, transposed, padded)
 
 
-def stored_by_tma(store: Store, spec: KernelSpec, config: KernelConfig) -> bool:
-    """Whether an output leaves by its descriptor."""
-    return bool(dict(config.values).get("tma_store")) and not store.packed and store.name in spec.signature.tma
-
-
 def _shape(indices: str) -> str:
     return f"[{', '.join(i.upper() for i in indices)}]" if indices else "[1]"
 
@@ -240,8 +235,10 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     inside = _inside(spec, config)
     completed = [o for f in inside for o in f.stores]
     inputs = [*spec.inputs, *(i for f in inside for i in f.inputs)]
-    pointed = [*(s for s in spec.stores if not stored_by_tma(s, spec, config)), *completed]
-    stores = [_output(s) if s in pointed else _described(s.name, s.dtype, part, s.indices, role=", written") for s in (*spec.stores, *completed)]
+    brought, leaving = schedules.loaded_by_tma(spec, config), schedules.stored_by_tma(spec, config)
+    pointed: list[Input | Store] = [*(i for i in inputs if i.name not in brought), *(s for s in spec.stores if s.name not in leaving), *completed]
+    described = {i.name: _described(i.name, i.dtype, part, i.indices) for i in inputs if i.dtype is not None and i.name in brought}
+    described |= {s.name: _described(s.name, s.dtype, part, s.indices, role=", written") for s in spec.stores if s.name in leaving}
     if config.schedule == schedules.SPLIT_K.name:
         held = "[tiles * SPLITS, BLOCK_M, BLOCK_N]"
         partials.append(_pointer("split_partial", spec.accumulator, f"{held} {spec.accumulator}, written: sums over parts of k"))
@@ -249,8 +246,9 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
         partials.append(_pointer("num_arrived", INT32, f"[{counted}] int32, written: 0 before and after"))
     # the bytes of a word lie side by side
     fixed = {stride_name(name, "n") for name in units(spec, config)["in_words"]}
-    strides = [s for s in (*_strides(inputs), *_strides(pointed)) if s.name not in fixed]
-    arguments = (*operands, *map(_input, inputs), *stores, *partials, *sizes, *strides)
+    strides = [s for s in _strides(pointed) if s.name not in fixed]
+    addressed = [*(described.get(i.name) or _input(i) for i in inputs), *(described.get(s.name) or _output(s) for s in (*spec.stores, *completed))]
+    arguments = (*operands, *addressed, *partials, *sizes, *strides)
     stages = dict(config.values).get("num_stages", 1)
     name = spec.name if schedule.multiplies else f"{spec.name}_epilogue"
     return Function(name, _factored(arguments, sig), schedules.constants(config), schedules.warps(config), stages, None, schedule.dialect)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from epigen.codegen.spec import Finish, KernelConfig
+from epigen.codegen.spec import Finish, KernelConfig, KernelSpec, Store
 from epigen.errors import ConfigError, near_miss
 
 
@@ -98,6 +98,7 @@ WARP_SPECIALIZED = Schedule(
         "halves": (1, 2),
         "early": (0, 1),
         "tma_store": (0, 1),
+        "tma_load": (0, 1),
         "num_stages": (2, 3, 4, 5, 6, 7, 8),  # a buffer is handed back a step after its own: the only one would never be filled again
         "one_launch": (0, 1),
     },
@@ -110,10 +111,10 @@ WARP_SPECIALIZED = Schedule(
 
 SCHEDULES = {s.name: s for s in (LIBRARY, TILED, SPLIT_K, PERSISTENT, WARP_SPECIALIZED)}
 
-_IN_TEXT = {"early", "flatten", "halves", "one_launch", "pingpong", "tma_store", "num_warps", "num_stages"}
+_IN_TEXT = {"early", "flatten", "halves", "one_launch", "pingpong", "tma_load", "tma_store", "num_warps", "num_stages"}
 """Dimensions that decide what the template writes, or how it is launched; the others are the kernel's compile-time arguments."""
 
-_UNLESS_GIVEN = {"one_launch": 0}
+_UNLESS_GIVEN = {"one_launch": 0, "tma_load": 0}
 """Of dimensions that a config may leave out, as those do that are older than the dimension."""
 
 
@@ -132,6 +133,34 @@ def warps(config: KernelConfig) -> int:
 def padded(config: KernelConfig, tma: Collection[str]) -> tuple[str, ...]:
     """The operands that are copied into aligned rows first, so that TMA can address them. tma: what it can address as it lies."""
     return tuple(name for name in "ab" if name not in tma) if SCHEDULES[config.schedule].descriptors else ()
+
+
+def stored_by_tma(spec: KernelSpec, config: KernelConfig) -> tuple[str, ...]:
+    """The outputs that leave by their descriptors."""
+    return tuple(s.name for s in storable_by_tma(spec)) if dict(config.values).get("tma_store") else ()
+
+
+def loaded_by_tma(spec: KernelSpec, config: KernelConfig) -> Mapping[str, str]:
+    """The inputs that TMA brings while a tile is multiplied, each with the output through whose buffer, of the same dtype, it comes."""
+    values = dict(config.values)
+    return loadable_by_tma(spec) if values.get("tma_load") and values.get("tma_store") else {}
+
+
+def loadable_by_tma(spec: KernelSpec) -> Mapping[str, str]:
+    """As `loaded_by_tma`, of a config that has TMA load and store all that it can."""
+    free = storable_by_tma(spec)
+    found = {}
+    for item in spec.inputs:
+        like = next((s for s in free if s.dtype == item.dtype), None)
+        if item.indices == "mn" and not item.packed and item.name in spec.signature.tma and like is not None:
+            found[item.name] = like.name
+            free.remove(like)
+    return found
+
+
+def storable_by_tma(spec: KernelSpec) -> list[Store]:
+    """The outputs that can leave by a descriptor."""
+    return [s for s in spec.stores if s.name in spec.signature.tma and not s.packed]
 
 
 def in_triton(config: KernelConfig) -> KernelConfig:

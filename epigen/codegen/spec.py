@@ -27,7 +27,7 @@ class Signature:
     inputs: each named input's dtype; None for a Python number, which is passed by value.
     precision: "ieee" or "tf32", for fp32 operands only.  k_multiple: a power of two that divides K.
     index_bits: 64 where some offset does not fit in 32 bits. layout: how a and b lie.
-    tma: those of "a", "b" and the outputs' names whose tensors a TMA descriptor can address as they lie.  factors: as `factors` finds them.
+    tma: those of "a", "b" and the [m,n] inputs' and outputs' names whose tensors a TMA descriptor can address as they lie.  factors: as `factors` finds them.
     bytewise: packed masks that are read or written a byte at a time, since their rows are not whole, aligned words of 4.
     """
 

@@ -7,6 +7,7 @@ own oracle computes.
 from __future__ import annotations
 
 from epigen import ops
+from epigen.codegen import schedules
 from epigen.codegen.render import Argument, Function, Rendered, Renderer, arrivals, units
 from epigen.codegen.schedules import SCHEDULES, parts
 from epigen.codegen.spec import TMA_BYTES, Choice, KernelConfig, KernelSpec, number
@@ -27,6 +28,7 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
         schedule=schedule, multiplies=schedule.multiplies, parts=parts(config), splits=dict(config.values).get("splits", 0),
         counters=" + ".join({"tiles": "tiles_m * tiles_n", "parts_m": "tiles_m", "parts_n": "tiles_n"}.get(name, name) for name in arrivals(spec, config)),
         block_m=config["block_m"], block_n=config["block_n"], block_k=dict(config.values).get("block_k", 32),
+        brought=list(schedules.loaded_by_tma(spec, config)),
         words=[i.name for i in spec.inputs if i.name in units(spec, config)["in_words"]],
         padded=[a for f in rendered.functions[:1] for a in f.arguments if a.padded], tma_bytes=TMA_BYTES,
         check_shape=check_shape(spec, config), divisors=_divisors(spec, rendered), transposed=[t for t in "ab" if _transposed(spec, config, t)],
@@ -85,7 +87,8 @@ def _passed(argument: Argument, spec: KernelSpec, dialect: str) -> str:
     if argument.block:
         tensor, shared = argument.name.removesuffix("_desc"), ""
         if dialect == "gluon":
-            element = next(o.dtype for o in spec.outputs if o.name == tensor) if tensor not in ("a", "b") else spec.signature.a
+            held = {o.name: o.dtype for o in spec.outputs} | {i.name: i.dtype for i in spec.inputs if i.dtype is not None}
+            element = held.get(tensor, spec.signature.a)
             shared = f", gl.NVMMASharedLayout.get_default_for({list(argument.block)}, gl.{element.triton})"
         tensor += "_padded" if argument.padded else ".T" * argument.transposed
         return f"TensorDescriptor.from_tensor({tensor}, {list(argument.block)}{shared})"

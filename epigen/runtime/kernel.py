@@ -321,6 +321,7 @@ class Kernel:
         results = {out.name: outs[out.name] if out.name in outs else out.held(m, n).empty(nowhere) for out in found}
         matrices = dict(zip("ab", operands, strict=False))
         upright = {name: t if arguments.layout(t) == "n" else t.T for name, t in matrices.items()}
+        upright |= {name: inputs[name] for name in self._inputs if name in self._graph.tiles()}
         upright |= {o.name: results[o.name] for o in self._graph.outputs if describable(self._graph, o)}
         strided = [(name, {"a": "mk", "b": "kn"}[name], t.stride()) for name, t in matrices.items()]
         strided += [(PRODUCT, "mn", (n, 1))] if operands else []

@@ -189,7 +189,7 @@ class _Timing(Work):
                 bare = self.c.overlap if blocks > 1 and tiles > slots else 1.0
                 fill, loop = self._loop_us(config, needs, blocks, latency, steps)
                 mainloop += count * (loop + bare * fill)
-                epilogue += count * bare * (self._epilogue_us(block_m, block_n, blocks, config["num_warps"]) + self._arrival_us(config))
+                epilogue += count * bare * (self._epilogue_us(block_m, block_n, blocks, config["num_warps"], self.read_bytes) + self._arrival_us(config))
         partials = sum(partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)
         memory = (moved + self._epilogue_bytes() + partials) / self.bytes_us
         # the memory's time overlaps the kernel's but for a rest
@@ -237,7 +237,10 @@ class _Timing(Work):
         step = self._norm(products, shared, feed, multiply, (later + feed) / in_flight, smooth=self.c.tma_smooth) + self.c.wait_clocks / self.clock_us
         fill = self.c.block_us + later + feed
         mainloop = cold - later + rounds * steps * step + (1 if values.get("flatten", 1) else rounds) * fill
-        each = self._epilogue_us(block_m, block_n, 1, warps) + across * self._arrival_us(config)
+        # what TMA brings is there by then
+        brought = schedules.loaded_by_tma(self.spec, config)
+        read_bytes = self.read_bytes - sum(i.dtype.bytes for i in self.spec.inputs if i.dtype and i.name in brought)
+        each = self._epilogue_us(block_m, block_n, 1, warps, read_bytes) + across * self._arrival_us(config)
         epilogue = each + max(0.0, (rounds - 1) * (each - steps * step) / 2) if pingpong else rounds * each
         parts = (block_m // down, block_n // across)
         memory = (moved + self._epilogue_bytes() + sum(partial_bytes(p.axes, m, n, parts) for p in self.spec.partials)) / self.bytes_us
@@ -314,14 +317,14 @@ class _Timing(Work):
             return (self.c.sync_share if self.target.name in WGMMA else self.c.older_share) * min(1.0, blocks * warps / 4)
         return self.c.tensor_share
 
-    def _epilogue_us(self, block_m: int, block_n: int, blocks: int, warps: int) -> float:
-        """Inputs, lines and stores of a wave of tiles: the tiled schedule starts them when its product is done."""
+    def _epilogue_us(self, block_m: int, block_n: int, blocks: int, warps: int, read_bytes: float) -> float:
+        """Inputs, lines and stores of a wave of tiles: the tiled schedule starts them when its product is done. read_bytes: of inputs, an element."""
         elements = block_m * block_n * blocks
-        moved = elements * (self.read_bytes + self.written_bytes) * self.sms / self.bytes_us
+        moved = elements * (read_bytes + self.written_bytes) * self.sms / self.bytes_us
         lanes = min(128, 32 * warps * blocks)
         alu = elements * (self.operations + 4.0) / (lanes * self.clock_us)
         exchange = blocks * self._exchange_us(block_n, warps)
-        return moved + alu + exchange + self.c.block_us + (self.c.l2_us if self.read_bytes else 0.0)
+        return moved + alu + exchange + self.c.block_us + (self.c.l2_us if read_bytes else 0.0)
 
     def _exchange_us(self, columns: int, warps: int) -> float:
         """What the warps of a block take to add up the column sums that each holds for itself, through shared memory."""

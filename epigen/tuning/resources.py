@@ -114,10 +114,12 @@ class Work:
         accumulators = config["block_m"] // groups * config["block_n"] // 128
         loaded = config["num_stages"] * ((config["block_m"] + config["block_n"]) * config["block_k"] * self.element_bytes + 16)
         buffers = (2 // groups) * config["block_m"] * config["block_n"] // halves
-        leaving = sum(buffers * s.dtype.bytes for s in self.spec.stores if s.name in self.spec.signature.tma and config["tma_store"])
-        # each of eight warps leaves its sums of the columns of a part; and 192 bytes, of barriers and of what a launch hands over
+        stored, brought = schedules.stored_by_tma(self.spec, config), schedules.loaded_by_tma(self.spec, config).values()
+        leaving = sum(buffers * s.dtype.bytes * (halves if s.name in brought else 1) for s in self.spec.stores if s.name in stored)
+        # each of eight warps leaves its sums of the columns of a part; and 192 bytes, of barriers and of what a launch hands over, or 224
         exchanged = 32 * config["block_n"] // schedules.parts(config)[1] if any("m" in p.axes for p in self.spec.partials) else 0
-        return Resources(loaded + leaving + exchanged + 192, accumulators, int(36 + accumulators * (1 + self.held_an_element / halves)), _GROUP_REGISTERS, 1)
+        registers = int(36 + accumulators * (1 + self.held_an_element / halves))
+        return Resources(loaded + leaving + exchanged + (224 if brought else 192), accumulators, registers, _GROUP_REGISTERS, 1)
 
     def _described_bytes(self, config: KernelConfig) -> int:
         """Shared memory of a kernel whose operands come by TMA: 72 that Triton 3.6 and 3.9 compiled for sm_90, 2026-11.

@@ -43,6 +43,7 @@ _BY_VALUE = {
     "flatten",
     "one_launch",
     "pingpong",
+    "tma_load",
     "tma_store",
 }  # searched by value; the other dimensions are powers of two, searched by exponent
 _GROUPS = (1, 8)  # rows of tiles that share columns: what the L2 keeps is decided by the order of magnitude
@@ -197,10 +198,9 @@ class Space:
         block_m, block_n = self._tile(exponent, rows=64)
         tile = block_m * block_n
         warps = exponent("num_warps", max(4, tile // (_MOST_ACCUMULATORS * 32)), 8)
-        stored = [s for s in self.spec.stores if s.name in self.spec.signature.tma]
         halves = 1 + suggest("persistent.halves", 0, int(tile > _HALVED))
         row_bytes, room = (block_m + block_n) * element_bytes, target.shared_bytes - _BARRIER_BYTES
-        leaving = max((tile // halves * s.dtype.bytes for s in stored), default=0)
+        leaving = max((tile // halves * s.dtype.bytes for s in schedules.storable_by_tma(self.spec)), default=0)
         tma_store = suggest("persistent.tma_store", 0, int(0 < leaving <= room - 2 * (block_m + block_n) * _LEAST_RUN))
         room -= tma_store * leaving
         most_k = min(256, _down(room // (2 * row_bytes)), max(_LEAST_RUN // element_bytes, _padded(k)))
@@ -222,14 +222,17 @@ class Space:
         # a group of four warps has a tile of its own, or half of the rows of one
         block_m, block_n = self._tile(exponent, rows=64 if pingpong else 128, most=_MOST_GROUP if pingpong else 2 * _MOST_GROUP)
         halves = 1 + suggest("warp_specialized.halves", 0, int(block_n >= 64))
-        stored = [s for s in self.spec.stores if s.name in self.spec.signature.tma]
-        leaving = sum((1 + pingpong) * block_m * block_n // halves * s.dtype.bytes for s in stored)
-        row_bytes, room = (block_m + block_n) * element_bytes, target.shared_bytes - _BARRIER_BYTES
+        leaving = {s.name: (1 + pingpong) * block_m * block_n // halves * s.dtype.bytes for s in schedules.storable_by_tma(self.spec)}
+        row_bytes, room, least = (block_m + block_n) * element_bytes, target.shared_bytes - _BARRIER_BYTES, 2 * (block_m + block_n) * _LEAST_RUN
         # the products lie such that a pointer would store four bytes at a time
-        described = int(0 < leaving <= room - 2 * (block_m + block_n) * _LEAST_RUN)
+        described = int(0 < sum(leaving.values()) <= room - least)
         tma_store = suggest("warp_specialized.tma_store", described, described)
-        room -= tma_store * leaving
-        loaded = [i for i in self.spec.inputs if i.indices and i.dtype is not None]
+        room -= tma_store * sum(leaving.values())
+        brought = schedules.loadable_by_tma(self.spec)
+        again = (halves - 1) * sum(leaving[name] for name in brought.values())  # halves that come at once have a buffer each
+        tma_load = suggest("warp_specialized.tma_load", 0, int(tma_store and bool(brought) and again <= room - least))
+        room -= tma_load * again
+        loaded = [i for i in self.spec.inputs if i.indices and i.dtype is not None and not (tma_load and i.name in brought)]
         # in halves both have to be held while the tile is multiplied, for which registers are left where it is a row, a column or bits
         whole = halves == 2 and any(i.indices == "mn" and not i.packed for i in loaded)
         early = suggest("warp_specialized.early", 0, int(bool(loaded) and not whole))
@@ -240,7 +243,7 @@ class Space:
         group_m = _GROUPS[suggest("warp_specialized.group_m", 0, int(m > block_m))]
         return schedules.config(
             "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, halves=halves, early=early,
-            tma_store=tma_store, num_stages=stages, one_launch=self._one_launch(suggest, "warp_specialized"),
+            tma_store=tma_store, tma_load=tma_load, num_stages=stages, one_launch=self._one_launch(suggest, "warp_specialized"),
         )  # fmt: skip
 
     def _plain(self) -> bool:
