@@ -1,6 +1,6 @@
 """Whether tuning again gives as fast a kernel: repeated tunings of some problems, each from nothing and with a seed of its own.
 
-Run: python -m bench.repeat [--repetitions N] [--commit HASH] [--out FOLDER]
+Run: python -m bench.repeat [--problems N] [--repetitions N] [--commit HASH] [--out FOLDER]
 Claim: every repetition's winner is within 1 % of the fastest of the winners. All winners of a problem are timed at the end, in turns.
 """
 
@@ -68,6 +68,7 @@ def repeated(task: Task, runner: Runner, seeds: Sequence[int], comparisons: int)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--problems", type=int, default=len(PROBLEMS), help="the first so many")
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--comparisons", type=int, default=11)
     record.add_options(parser)
@@ -76,7 +77,7 @@ def main() -> None:
     body: dict[str, Any] = {"environment": record.environment(options.commit), "claimed": CLAIMED, "problems": []}
     runner = GpuRunner()
     try:
-        for text, shape, layout in PROBLEMS:
+        for text, shape, layout in PROBLEMS[: options.problems]:
             task = Task(text, shape, "fp16", "fp16", "fp16", layout, "ieee", target)
             print(report.name(task), flush=True)
             found = repeated(task, runner, range(options.repetitions), options.comparisons)
