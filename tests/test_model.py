@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import warp_specialized
+from cases import persistent, warp_specialized
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -151,10 +151,34 @@ def test_what_tma_brings_is_not_waited_for(text: str, faster: bool) -> None:
         assert brought < pointed if faster else brought == pointed
 
 
-def compare(text: str, config: KernelConfig, shared_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("text", "blocks", "warps", "stages", "flatten", "halves", "tma_store", "shared_bytes", "over"),
+    [
+        # as Triton 3.6 compiled them for sm_90, bf16, block_k=64. over: what is counted too much
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", (128, 256), 8, 3, 0, 1, 1, 213016, 0),
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", (128, 256), 8, 3, 1, 1, 1, 245784, 0),
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", (128, 256), 8, 3, 1, 2, 0, 180248, 0),
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", (128, 128), 8, 3, 1, 2, 1, 131096, 0),
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", (64, 128), 4, 4, 1, 1, 1, 122912, 8192),
+        ("relu(mm + bias + r[m,n])", (128, 256), 8, 3, 1, 2, 1, 213016, 0),
+        ("dz = drelu(mm, mask); dz, bgrad(dz)", (128, 256), 8, 3, 1, 2, 1, 184344, 0),
+        ("dz = drelu(mm, mask); dz, bgrad(dz)", (128, 256), 8, 3, 1, 1, 1, 221208, 0),
+        ("dz = drelu(mm, mask); dz, bgrad(dz)", (64, 128), 4, 4, 1, 2, 1, 107552, 0),
+        ("z = mm * u[m,n]; z, cast(z + v[m,n], fp32)", (128, 256), 8, 3, 0, 2, 1, 245784, 0),
+        ("z = mm * u[m,n]; z, cast(z + v[m,n], fp32)", (128, 128), 8, 3, 1, 1, 1, 229400, 0),
+        ("z = mm * u[m,n]; z, cast(z + v[m,n], fp32)", (128, 256), 8, 3, 1, 1, 0, 278552, 0),
+    ],
+)
+def test_shared_memory_of_persistent_kernels(
+    text: str, blocks: tuple[int, int], warps: int, stages: int, flatten: int, halves: int, tma_store: int, shared_bytes: int, over: int
+) -> None:
+    compare(text, persistent(*blocks, 64, warps, stages, flatten=flatten, halves=halves, tma_store=tma_store), shared_bytes, over)
+
+
+def compare(text: str, config: KernelConfig, shared_bytes: int, over: int = 0) -> None:
     """Never too little, and too much by no more than would matter."""
     spec = epigen.compile(text, config=config).plan(SQUARE, BF16, TARGETS["sm_90"], layout="nt").spec
-    assert shared_bytes <= model.resources(spec, config, TARGETS["sm_90"]).shared_bytes <= shared_bytes + 200
+    assert shared_bytes <= model.resources(spec, config, TARGETS["sm_90"]).shared_bytes <= shared_bytes + over + 200
 
 
 @pytest.mark.parametrize(

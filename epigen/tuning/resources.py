@@ -44,6 +44,11 @@ def _operations(op: str) -> float:
     )
 
 
+def _passing(elements: int, element_bytes: int) -> int:
+    """Bytes that a part of a tile takes on its way to another layout: of 16 bits no more than half of the largest at a time."""
+    return elements * element_bytes if element_bytes > 2 else min(elements * element_bytes, 1 << 15)
+
+
 class Work:
     """What a spec decides about every config: bytes and instructions an element of a tile, and registers."""
 
@@ -59,7 +64,9 @@ class Work:
         bits = sum(i.packed for i in tiles) + sum(s.packed for s in spec.stores)
         # a reduction costs its own instructions and the exchange between threads, a mask its shifts
         self.operations = sum(_operations(line.op) for line in spec.lines) + 4.0 * bits + sum(16.0 if p.row == "logsumexp" else 4.0 for p in spec.partials)
-        self.store_bytes = max((s.dtype.bytes for s in spec.stores if s.indices == "mn" and not s.packed), default=0)
+        stored = [s for s in spec.stores if s.indices == "mn" and not s.packed]
+        self.store_bytes = max((s.dtype.bytes for s in stored), default=0)
+        self.pointed_bytes = max((i.dtype.bytes for i in tiles if i.dtype and not i.packed), default=0)
         m, n, k = shape
         # the extent along which each operand lies in memory is its other stride
         rows = (k if layout[0] == "n" else m) * sig.a.bytes, (n if layout[1] == "n" else k) * sig.b.bytes
@@ -122,18 +129,22 @@ class Work:
         return Resources(loaded + leaving + exchanged + (224 if brought else 192), accumulators, registers, _GROUP_REGISTERS, 1)
 
     def _described_bytes(self, config: KernelConfig) -> int:
-        """Shared memory of a kernel whose operands come by TMA: 72 that Triton 3.6 and 3.9 compiled for sm_90, 2026-11.
+        """Shared memory of a kernel whose operands come by TMA: 168 that Triton 3.6 and 3.9 compiled for sm_90, 2026-11.
 
-        All stages, and what a store goes through: the part of the tile itself for TMA, else the change to the layout of the stores, which
-        may take the stages' place where no load is under way meanwhile.
+        All stages, and what each store goes through: the part of the tile itself for TMA, else the change to the layout of the stores, which
+        may take the stages' place where no load is under way meanwhile, as may the change of what a pointer loads to the accumulator's layout.
         """
         tile, stages = config["block_m"] * config["block_n"] // config["halves"], config["num_stages"]
-        loaded = stages * (config["block_m"] + config["block_n"]) * config["block_k"] * self.element_bytes + 24
+        loaded = stages * (config["block_m"] + config["block_n"]) * config["block_k"] * self.element_bytes + 32
+        # what the warps exchange for a reduction or a mask, or to change a layout, has a place of its own where loads may be under way
+        sums = 4 * config["num_warps"] * config["block_n"] // config["halves"]  # each warp's, of the columns of a part
+        masks = 2048 if any(s.packed for s in self.spec.stores) else 0
+        across = max((sums if "m" in p.axes else 4096 for p in self.spec.partials), default=masks)
+        exchanged = max(across, _passing(tile, self.pointed_bytes))
         if config["tma_store"]:
-            # what the warps exchange for a reduction or a mask has a place of its own, where loads may be under way
-            exchanged = 4096 if self.spec.partials else 2048 if any(s.packed for s in self.spec.stores) else 0
-            return loaded + tile * self.store_bytes + exchanged * config["flatten"]
-        passing = min(tile * self.store_bytes, 1 << 15)
+            by_tma = schedules.stored_by_tma(self.spec, config)
+            return loaded + tile * sum(s.dtype.bytes for s in self.spec.stores if s.name in by_tma) + exchanged * config["flatten"]
+        passing = max(_passing(tile, self.store_bytes), _passing(tile, self.pointed_bytes))
         return loaded + passing if config["flatten"] else max(loaded, passing)
 
     def _narrow_registers(self, config: KernelConfig, accumulators: int, wgmma: bool) -> tuple[int, int]:

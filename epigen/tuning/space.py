@@ -200,7 +200,7 @@ class Space:
         warps = exponent("num_warps", max(4, tile // (_MOST_ACCUMULATORS * 32)), 8)
         halves = 1 + suggest("persistent.halves", 0, int(tile > _HALVED))
         row_bytes, room = (block_m + block_n) * element_bytes, target.shared_bytes - _BARRIER_BYTES
-        leaving = max((tile // halves * s.dtype.bytes for s in schedules.storable_by_tma(self.spec)), default=0)
+        leaving = sum(tile // halves * s.dtype.bytes for s in schedules.storable_by_tma(self.spec))
         tma_store = suggest("persistent.tma_store", 0, int(0 < leaving <= room - 2 * (block_m + block_n) * _LEAST_RUN))
         room -= tma_store * leaving
         most_k = min(256, _down(room // (2 * row_bytes)), max(_LEAST_RUN // element_bytes, _padded(k)))
