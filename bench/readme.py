@@ -19,6 +19,11 @@ from epigen.tuning.records import Record
 
 README = Path(__file__).parent.parent / "README.md"
 MEASURED = "## Measured\n\n"
+TRAINED = ("epigen", "eager", "torch.compile", "nvmath")
+COUNTED = (
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
+)  # fmt: skip
 _BLOCK = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -198,7 +203,64 @@ def shipped() -> str:
     )
 
 
-BLOCKS = {"headline": headline, "gem": gem, "host": host, "checked": checked, "shipped": shipped, "tuning": tuning}
+def training() -> str:
+    """A training step beside its peers', what it keeps, and what was learnt by it."""
+    result, learnt = _load("training"), _load("digits_cuda")
+    lines = [
+        f"A step, forward and backward, of an MLP of {result['layers']} layers in {result['dtype']} ({_measured(result['environment'])}):",
+        "",
+        "| | " + " | ".join(TRAINED) + " | peak memory: epigen | eager |",
+        "| --- |" + " --- |" * (len(TRAINED) + 2),
+    ]
+    for row in result["rows"]:
+        if row.get("timing"):
+            times = [f"{row['timing'][name]['median_us'] / 1e3:.2f} ms" if name in row["timing"] else "-" for name in TRAINED]
+            lines.append(f"| {row['case']} | {' | '.join(times)} | {_megabytes(row, 'epigen')} | {_megabytes(row, 'eager')} |")
+    activations = [row for row in result["rows"] if "activation" in row and "epigen, recompute" in row["memory"] and row["activation"] != "relu"]
+    kept = "; ".join(
+        f'{row["case"]}: {_megabytes(row, "epigen")} at the peak, {_megabytes(row, "epigen, recompute")} with `save="recompute"`, eager {_megabytes(row, "eager")}'
+        for row in activations
+    )
+    claims = [c for c in result["claims"] if c["met"] is not None]
+    missed = "; ".join(f"{c['case']}: {c['claim']}: {c['ratio']:.3f}" for c in claims if not c["met"])
+    read = ", ".join(f"{row['right']['epigen']} in {row['dtype']} (eager torch {row['right']['eager'][0]})" for row in learnt["rows"])
+    return "\n".join(lines) + (
+        f"\n\n{kept}. Of {len(claims)} claims {sum(c['met'] for c in claims)} hold{'; missed: ' + missed if missed else ''}. "
+        f"Of {learnt['held_out']} of scikit-learn's digits that it was not shown, an MLP learns to read {read}; the losses of all steps agree within "
+        "rounding (`python -m bench.training`, `python -m bench.digits`)."
+    )
+
+
+def _megabytes(row: dict[str, Any], name: str) -> str:
+    return f"{row['memory'][name]['peak_bytes'] / 1e6:.0f} MB"
+
+
+def counters() -> str:
+    """Where the time of an epilogue goes, beside the product alone."""
+    result = _load("counters")
+    lines = [
+        f"What the hardware counters say, main kernel, {result['dtype']}, layout nt ({_measured(result['environment'])}, `python -m bench.counters`):",
+        "",
+        "| | us | tensor cores busy | L2 | DRAM | instructions a cycle and scheduler |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    seen: set[str] = set()
+    for row in result["rows"]:
+        shape = "x".join(map(str, row["shape"]))
+        for name, found in (("mm", row["mm"]), (row["program"], row["epigen"])):
+            if name == "mm" and shape in seen:
+                continue
+            seen.add(shape)
+            metrics = found[0]["metrics"]
+            cells = [f"{metrics[m]:.0f}%" for m in COUNTED]
+            time_us, issued = metrics["gpu__time_duration.sum"] / 1e3, metrics["smsp__issue_active.avg.per_cycle_active"]
+            lines.append(f"| {shape}, {name} | {time_us:.1f} | {' | '.join(cells)} | {issued:.2f} |")
+    return "\n".join(lines)
+
+
+BLOCKS = {
+    "headline": headline, "gem": gem, "host": host, "training": training, "counters": counters, "checked": checked, "shipped": shipped, "tuning": tuning,
+}  # fmt: skip
 
 
 def filled(text: str) -> str:
