@@ -179,6 +179,8 @@ PINGPONG = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(1
 COOPERATIVE = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3))
 LAST_BLOCK = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, one_launch=1))
 HALVES = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 128, 64, 3, halves=2))
+EARLY_HALVES = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 128, 64, 3, halves=2, early=1))
+TWO = Case("z = mm + bias; relu(z), z", (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1))
 BROUGHT_PINGPONG = Case(BROUGHT, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, tma_load=1))
 BROUGHT_HALVES = Case(BROUGHT, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, halves=2, tma_load=1))
 
@@ -223,6 +225,10 @@ MISTAKES = {
     "a store's buffer is not shown to the copy": (COOPERATIVE, "        fence_async_shared()\n        copy_out", "        copy_out"),
     "both groups store through one buffer": (PINGPONG, "out0_bufs.index(1)", "out0_bufs.index(0)"),
     "halves in the wrong order": (HALVES, "acc_left, acc_right = ", "acc_right, acc_left = "),
+    "a buffer is overwritten while two copies are under way": (TWO, "tma.store_wait(1)", "tma.store_wait(2)"),
+    # of inputs that are loaded ahead
+    "the left half gets the right one's bias": (EARLY_HALVES, " bias = part_0_bias", " bias = part_1_bias"),
+    "the right half's bias is of the left": (EARLY_HALVES, "part_n = 2 * pid_n + half_id\n            offs_col", "part_n = 2 * pid_n\n            offs_col"),
     # of inputs that come through a store's buffer
     "an input is not waited for": (BROUGHT_PINGPONG, "        mbarrier.wait(in_bar, turn_id & 1)\n", ""),
     "an input is waited for as one turn before": (BROUGHT_HALVES, "mbarrier.wait(in_bar, turn_id & 1)", "mbarrier.wait(in_bar, turn_id & 1 ^ 1)"),
@@ -244,6 +250,12 @@ MISTAKES = {
     "words that no thread has": (PINGPONG, "[8, 0, 0, 0], *", "[4, 0, 0, 0], *"),
     "sums that no thread has": (PINGPONG, "[[0, 1, 0, 0], [0, 0, 0, 1], *", "[[0, 0, 0, 1], [0, 0, 0, 1], *"),
 }  # fmt: skip
+
+
+def test_what_is_computed_first_leaves_first() -> None:
+    """Its copy is under way while the others are computed; and only the copy before it out of its own buffer is waited for."""
+    text = epigen.compile(TWO.text, config=TWO.config).plan(TWO.shape, FP16, TARGETS["sm_90"], layout="nt").rendered.text
+    assert text.index("z_buf.store(") < text.index("out0_buf.store(") and text.count("tma.store_wait(1)") == 2
 
 
 @pytest.mark.parametrize("name", MISTAKES)
