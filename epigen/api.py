@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from epigen import dtypes, settings
+from epigen import dtypes
 from epigen.codegen import schedules
-from epigen.codegen.render import Renderer
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import CallError, ConfigError, near_miss
 from epigen.ir.check import check
@@ -21,6 +20,7 @@ from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
 from epigen.runtime.arguments import process_precision
 from epigen.runtime.kernel import BACKENDS, Kernel
+from epigen.runtime.rendering import renderer
 from epigen.tuning import asked, remembered
 from epigen.tuning.choose import Chooser
 from epigen.tuning.database import Database
@@ -57,11 +57,6 @@ def derive(
     """
     operands = dtypes.BY_NAME[asked.dtype_of(dtype)]
     return derivation_of(graph_of(text), operands, save, wrt, of)
-
-
-@functools.cache
-def renderer() -> Renderer:
-    return Renderer(settings.templates_dir())
 
 
 @functools.cache

@@ -202,10 +202,9 @@ def _stage(compiled: list[Compiled], emit: str, target: Target) -> str | bytes:
 
 
 def _standalone(kernel: Kernel, plan: Plan) -> str:
-    from epigen import api
     from epigen.codegen.standalone import standalone
 
-    return standalone(api.renderer(), kernel.graph, plan.spec, plan.choice, plan.rendered)
+    return standalone(kernel.renderer, kernel.graph, plan.spec, plan.choice, plan.rendered)
 
 
 def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: str) -> dict[str, Any]:

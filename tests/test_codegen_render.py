@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from cases import persistent, split_k, tiled, warp_specialized
 from hypothesis import assume, example, given
@@ -24,6 +26,7 @@ from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import LAYOUTS, KernelConfig, KernelSpec, Signature
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType
+from epigen.errors import EpigenError
 from epigen.ir.check import check
 from epigen.ir.graph import BITS, PACKED
 from epigen.ir.passes import normalise
@@ -177,6 +180,58 @@ def test_equal_bytes_in_every_process() -> None:
         for seed in ("1", "2", "3")
     }
     assert digests == {" ".join(RENDERER.render(*k).digest for k in KERNELS.values()) + "\n"}
+
+
+MASKED = "dz = drelu(mm, mask); dz, bgrad(dz)"
+
+
+class Shelf(dict[str, str]):
+    """Texts under names, in memory."""
+
+    def read(self, name: str) -> str | None:
+        return self.get(name)
+
+    def write(self, name: str, text: str) -> None:
+        self[name] = text
+
+
+def test_templates_are_compiled_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, shelf = spec_of(MASKED), Shelf()
+    text = Renderer(settings.templates_dir(), shelf).render(spec, TILED).text
+    assert text == RENDERER.render(spec, TILED).text and len(shelf) >= 3
+
+    def compiled(*_: Any, **__: Any) -> None:
+        raise AssertionError("a template is compiled again")
+
+    monkeypatch.setattr(jinja2.Environment, "compile", compiled)
+    assert Renderer(settings.templates_dir(), shelf).render(spec, TILED).text == text
+
+
+@pytest.mark.parametrize("damage", ["", "not base64!", "AAAA", "cut"])
+def test_a_damaged_compiled_template_is_made_anew(damage: str) -> None:
+    spec, shelf = spec_of(MASKED), Shelf()
+    text = Renderer(settings.templates_dir(), shelf).render(spec, TILED).text
+    whole = dict(shelf)
+    for name, kept in whole.items():
+        shelf[name] = kept[: len(kept) // 8 * 4] if damage == "cut" else damage
+    assert Renderer(settings.templates_dir(), shelf).render(spec, TILED).text == text and shelf == whole
+
+
+def test_an_edited_template_is_compiled_anew(tmp_path: Path) -> None:
+    spec, shelf, own = spec_of(MASKED), Shelf(), tmp_path / "templates"
+    shutil.copytree(settings.templates_dir(), own)
+    before = Renderer(own, shelf).render(spec, TILED).text
+    module = own / "module.py.j2"
+    module.write_text(module.read_text() + "# edited\n")
+    assert Renderer(own, shelf).render(spec, TILED).text.rstrip().endswith("# edited") and "# edited" not in before
+
+
+def test_where_nothing_can_be_written_templates_are_compiled_all_the_same() -> None:
+    class Full(Shelf):
+        def write(self, name: str, text: str) -> None:
+            raise EpigenError(f"no folder can be written for {name}, {len(text)} characters")
+
+    assert Renderer(settings.templates_dir(), Full()).render(spec_of(MASKED), TILED).text == RENDERER.render(spec_of(MASKED), TILED).text
 
 
 @given(configs(), configs())

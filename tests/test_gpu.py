@@ -15,6 +15,7 @@ from epigen.dtypes import FP16
 from epigen.ir import reference
 from epigen.runtime import verify
 from epigen.runtime.kernel import Kernel
+from epigen.runtime.rendering import renderer
 from epigen.tuning import first_use, rule
 
 pytestmark = pytest.mark.gpu
@@ -177,7 +178,7 @@ def test_a_config_that_does_not_fit_gives_way_to_the_vendor() -> None:
     large = schedules.config("tiled", block_m=256, block_n=256, block_k=128, group_m=8, num_warps=8, num_stages=6)
     kernel = Kernel(
         api.graph_of("relu(mm + bias)"),
-        api.renderer(),
+        renderer(),
         lambda spec, shape, target, refused: rule.choose(spec, shape, target, refused) if refused else Choice(large, "too large"),
     )
     given = verify.sample(kernel.graph, (512, 512, 512), FP16, FP16, FP16, device="cuda")

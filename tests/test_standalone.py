@@ -43,7 +43,7 @@ class File:
     def source(self) -> str:
         kernel = api.compile(self.text, config=self.config, precision="ieee")
         plan = kernel.plan((4096, 4096, self.k), dtype=self.dtype, target=TARGETS["sm_90"])
-        return standalone(api.renderer(), kernel.graph, plan.spec, plan.choice, plan.rendered)
+        return standalone(kernel.renderer, kernel.graph, plan.spec, plan.choice, plan.rendered)
 
     @property
     def damaged(self) -> str:
@@ -265,7 +265,7 @@ def test_a_file_for_unaligned_rows_says_what_it_was_made_for(away: Path, config:
     """a transposed, b transposed: 8 divides every row, and 16 none."""
     kernel = api.compile("relu(mm + bias)", config=config)
     plan = kernel.plan((1000, 1000, 1000), dtype=FP16, target=TARGETS["sm_90"], layout="tt")
-    (away / "fused.py").write_text(standalone(api.renderer(), kernel.graph, plan.spec, plan.choice, plan.rendered))
+    (away / "fused.py").write_text(standalone(kernel.renderer, kernel.graph, plan.spec, plan.choice, plan.rendered))
     # the library's kernel sees the product alone, and K never
     done = python(away, "-c", UNALIGNED if config is SMALL else UNALIGNED.replace('"K divisible by 8"', '""'))
     assert (done.returncode, done.stderr) == (0, "")

@@ -18,6 +18,7 @@ from epigen.dtypes import FP16
 from epigen.errors import EpigenError
 from epigen.runtime.device import DEFAULT, TARGETS
 from epigen.runtime.kernel import Kernel
+from epigen.runtime.rendering import renderer
 from epigen.tuning import table
 from epigen.tuning import tune as tune_module
 from epigen.tuning.choose import Chooser
@@ -55,7 +56,7 @@ def test_a_tuned_config_is_found_by_a_kernel(tmp_path: Path) -> None:
     tuned = tune_one(recorded.task, database, runner=Replay(recorded.rows, recorded.baseline))
     assert tuned.record is not None and tuned.record.median_us == pytest.approx(tuned.result.outcome.median_us, abs=1e-3)
     graph = api.graph_of(recorded.task.text)
-    kernel = Kernel(graph, api.renderer(), Chooser(graph, database))
+    kernel = Kernel(graph, renderer(), Chooser(graph, database))
     here = replace(DEFAULT, part=recorded.task.target.part, multiprocessors=132)
     plan = kernel.plan(recorded.task.shape, dtype=FP16, target=here, layout=recorded.task.layout)
     assert plan.choice.config == tuned.result.winner

@@ -26,6 +26,7 @@ from epigen.runtime import prepared as prepared_module
 from epigen.runtime.device import DEFAULT
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.loader import Loader, triton_version
+from epigen.runtime.rendering import renderer
 from epigen.tuning import first_use
 from epigen.tuning.choose import Chooser, capability
 from epigen.tuning.database import Database
@@ -309,7 +310,7 @@ def call(kernel: Kernel) -> None:
 
 
 def made(choose: Setting, **more: Any) -> Kernel:
-    return Kernel(GRAPH, api.renderer(), Chooser(GRAPH, choose.shared.database), at_call=choose.chooser, **more)
+    return Kernel(GRAPH, renderer(), Chooser(GRAPH, choose.shared.database), at_call=choose.chooser, **more)
 
 
 def test_the_first_call_tunes_and_the_others_are_prepared(database: Database, calls: list[Choice]) -> None:

@@ -6,11 +6,13 @@ leave. It needs triton only. Equal inputs render equal bytes.
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 
@@ -19,6 +21,7 @@ from epigen.codegen import emit, schedules, vendor
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, Signature, Store, digest, stride_name
 from epigen.dtypes import FP32, INT32, UINT8, DType
+from epigen.errors import EpigenError
 from epigen.ir.graph import describe_indices
 
 _TRITON_TYPES = {"fp8e4m3": "fp8e4nv", "fp8e5m2": "fp8e5", "int8": "i8", "int32": "i32", "uint8": "u8"}
@@ -74,13 +77,36 @@ class Rendered:
         return not self.functions
 
 
-class Renderer:
-    """Holds the template environment; one a process is enough."""
+class Shelf(Protocol):
+    """Texts under names, for the processes to come. None: there is nothing that may be trusted."""
 
-    def __init__(self, templates: Path):
+    def read(self, name: str) -> str | None: ...
+    def write(self, name: str, text: str) -> object: ...
+
+
+class _Compiled(jinja2.BytecodeCache):
+    """What Jinja makes of a template, which takes most of a first rendering. Jinja itself sees to it that it is of the same template, Jinja and Python."""
+
+    def __init__(self, shelf: Shelf):
+        self.shelf = shelf
+
+    def load_bytecode(self, bucket: Any) -> None:
+        found = self.shelf.read(f"template_{bucket.key}")
+        with contextlib.suppress(ValueError):  # of a damaged one
+            bucket.bytecode_from_string(base64.b64decode(found or "", validate=True))
+
+    def dump_bytecode(self, bucket: Any) -> None:
+        with contextlib.suppress(EpigenError):  # no folder can be written: the next process compiles it as well
+            self.shelf.write(f"template_{bucket.key}", base64.b64encode(bucket.bytecode_to_string()).decode())
+
+
+class Renderer:
+    """Holds the template environment; one a process is enough. shelf: keeps compiled templates, if given."""
+
+    def __init__(self, templates: Path, shelf: Shelf | None = None):
         self.environment = jinja2.Environment(
             loader=jinja2.FileSystemLoader(templates), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-            keep_trailing_newline=True, autoescape=False,
+            keep_trailing_newline=True, autoescape=False, bytecode_cache=None if shelf is None else _Compiled(shelf),
         )  # fmt: skip
         self.environment.globals["emit"] = emit
         self.environment.filters["gluon"] = emit.GLUON.rename

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from epigen import settings
-from epigen.codegen.render import Renderer
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError
+from epigen.runtime.rendering import renderer
 from epigen.tuning.task import Outcome, Task
 
 _NICE = 10
@@ -19,12 +18,12 @@ MOST_SPILLED_BYTES = 1024
 def worker(task: Task) -> Callable[[KernelConfig], Outcome]:
     """Answers a config with "ok", or with why it is not worth measuring."""
     os.nice(max(0, _NICE - os.nice(0)))  # the measuring worker goes first: a launch that comes late is a sample lost
-    graph, renderer = task.graph(), Renderer(settings.templates_dir())
+    graph = task.graph()
     sample = task.sample(graph, "meta")
 
     def build(config: KernelConfig) -> Outcome:
         try:
-            resources = task.kernel(graph, renderer, config).warm(sample.a, sample.b, target=task.target, **sample.inputs)
+            resources = task.kernel(graph, renderer(), config).warm(sample.a, sample.b, target=task.target, **sample.inputs)
         except EpigenError as error:
             return Outcome("out_of_resources" if "shared memory" in str(error) else "compile_error", detail=str(error))
         main = resources[0] if resources else None

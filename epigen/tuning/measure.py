@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from epigen import settings
 from epigen.codegen.lower import output_dtype
-from epigen.codegen.render import Renderer
 from epigen.codegen.spec import KernelConfig
 from epigen.dtypes import BY_NAME
 from epigen.errors import EpigenError
 from epigen.ir import bound
 from epigen.runtime.kernel import Kernel
+from epigen.runtime.rendering import renderer
 from epigen.tuning.task import Baseline, Compare, Comparison, Job, Measure, Outcome, Task
 from epigen.tuning.timer import ColdTimer
 
@@ -35,7 +34,7 @@ class Meter:
 
     def __init__(self, task: Task):
         torch.cuda.set_device(task.device)
-        self.task, self.graph, self.renderer = task, task.graph(), Renderer(settings.templates_dir())
+        self.task, self.graph = task, task.graph()
         self.sample = task.sample(self.graph, "cuda")
         m, n, k = (e if e <= _CHECKED_EXTENT else _CHECKED_EXTENT + e % 256 for e in task.shape)
         self.checked = task.sample(self.graph, "cuda", (m, n, k))
@@ -58,7 +57,7 @@ class Meter:
             return Outcome("crashed", detail=str(error).splitlines()[0])
 
     def kernel(self, config: KernelConfig) -> Kernel:
-        return self.task.kernel(self.graph, self.renderer, config)
+        return self.task.kernel(self.graph, renderer(), config)
 
     def runner(self, kernel: Kernel) -> Callable[[], Any]:
         return lambda: kernel(self.sample.a, self.sample.b, **self.sample.inputs)

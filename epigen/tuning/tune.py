@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import epigen
-from epigen import dtypes, settings
+from epigen import dtypes
 from epigen.codegen.lower import lower, signature_of_contiguous
-from epigen.codegen.render import Renderer
 from epigen.codegen.spec import KernelConfig, KernelSpec, digest
 from epigen.ir.graph import Graph
 from epigen.runtime.loader import triton_version
+from epigen.runtime.rendering import renderer
 from epigen.tuning import gpus, model, rule
 from epigen.tuning.choose import capability
 from epigen.tuning.database import Database
@@ -66,9 +66,9 @@ def study_name(task: Task, kind: str = MEASURED) -> str:
     Its digest therefore covers the kernels' text, which follows from program, dtypes, templates and epigen's version, and what else
     decides an outcome: shape, layout, precision, GPU, versions, and whether it was measured or read from a table (kind).
     """
-    graph, renderer = task.graph(), Renderer(settings.templates_dir())
+    graph = task.graph()
     spec, problem = spec_of(graph, task), replace(problem_for(task), program="")
-    texts = [renderer.render(spec, config).digest for config in Space(spec, task.shape, task.target).samples()]
+    texts = [renderer().render(spec, config).digest for config in Space(spec, task.shape, task.target).samples()]
     versions = (epigen.__version__, triton_version(), importlib.metadata.version("torch"))
     part = re.sub("[^a-z0-9]+", "_", task.target.part.lower()).strip("_")
     return f"{part} {extents(task.shape)} {task.a} {task.layout} {digest([repr(problem), repr(task.target), *versions, *texts, kind])}"
