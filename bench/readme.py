@@ -5,10 +5,12 @@ Run: python -m bench.readme    rewrites what stands between the markers in READM
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +38,24 @@ def _measured(environment: dict[str, Any]) -> str:
     return f"{environment['gpu']}, torch {environment['torch']}, Triton {environment['triton']}, driver {environment['driver']}, {environment['date']}"
 
 
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [_row(columns), _row(["---"] * len(columns)), *map(_row, rows)]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
+
+
 def gem() -> str:
     """relu(mm + bias) against three operations of torch."""
     result = _load("gem_fp16")
-    lines = [
-        f"`relu(mm + bias)`, fp16, microseconds a call ({_measured(result['environment'])}):",
-        "",
-        "| M x K x N | torch, three operations | `torch._addmm_activation` | epigen | less time than three operations |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     for row in result["rows"]:
         for kind, what in (("graph", "CUDA graph"), ("cold", "L2-cold launch")):
             eager, addmm, ours = (row[kind][name]["median_us"] for name in ("three operations", "_addmm_activation", "epigen"))
-            lines.append(f"| {row['m']}x{row['k']}x{row['n']}, {what} | {eager:.2f} | {addmm:.2f} | {ours:.2f} | {1 - ours / eager:.0%} |")
-    return "\n".join(lines)
+            rows.append([f"{row['m']}x{row['k']}x{row['n']}, {what}", f"{eager:.2f}", f"{addmm:.2f}", f"{ours:.2f}", f"{1 - ours / eager:.0%}"])
+    columns = ["M x K x N", "torch, three operations", "`torch._addmm_activation`", "epigen", "less time than three operations"]
+    return "\n".join([f"`relu(mm + bias)`, fp16, microseconds a call ({_measured(result['environment'])}):", "", *_table(columns, rows)])
 
 
 def host() -> str:
@@ -73,11 +79,11 @@ def headline() -> str:
     lines = [
         f"How many times as fast as its peers, by geometric mean and at the worst shape ({_measured(result['environment'])}):",
         "",
-        "| case | against | mean | worst | asked | |",
-        "| --- | --- | --- | --- | --- | --- |",
+        *_table(
+            ["case", "against", "mean", "worst", "asked", ""],
+            ([bar["case"], bar["baseline"], f"{bar['mean']:.2f}", f"{bar['worst']:.2f}", bar["asked"], outcome(bar)] for bar in measured),
+        ),
     ]
-    for bar in measured:
-        lines.append(f"| {bar['case']} | {bar['baseline']} | {bar['mean']:.2f} | {bar['worst']:.2f} | {bar['asked']} | {outcome(bar)} |")
     counts = Counter(row["group"] for row in result["rows"] if row["timing"])
     words = ", ".join(f"{count} {group}" for group, count in counts.items())
     met = f"{sum(bar['met'] for bar in measured)} of {len(measured)} bars are met"
@@ -186,36 +192,34 @@ def shipped() -> str:
     by_program: dict[str, list[Record]] = {}
     for _, one in database.records():
         by_program.setdefault(one.program, []).append(one)
-    lines = [
-        "| program | problems | mm / fused: geometric mean | worst and best | mm and one pass / fused | worst and best |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     for program, found in sorted(by_program.items()):
         cells = []
         for ratios in ([r.baseline_us / r.median_us for r in found], [r.unfused_us / r.median_us for r in found]):
             cells += [f"{statistics.geometric_mean(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}"]
-        lines.append(f"| `{program}` | {len(found)} | {' | '.join(cells)} |")
+        rows.append([f"`{program}`", str(len(found)), *cells])
+    columns = ["program", "problems", "mm / fused: geometric mean", "worst and best", "mm and one pass / fused", "worst and best"]
     records = [r for some in by_program.values() for r in some]
     gpus, versions = (", ".join(sorted({f(r) for r in records})) for f in (lambda r: r.gpu, lambda r: f"torch {r.torch}, Triton {r.triton}"))
     return (
         f"The {len(records)} problems of the shipped database ({gpus}, {versions}, {max(r.date for r in records)[:10]}); above 1 is faster than the vendor:\n\n"
-        + "\n".join(lines)
+        + "\n".join(_table(columns, rows))
     )
 
 
 def training() -> str:
     """A training step beside its peers', what it keeps, and what was learnt by it."""
     result, learnt = _load("training"), _load("digits_cuda")
-    lines = [
-        f"A step, forward and backward, of an MLP of {result['layers']} layers in {result['dtype']} ({_measured(result['environment'])}):",
-        "",
-        "| | " + " | ".join(TRAINED) + " | peak memory: epigen | eager |",
-        "| --- |" + " --- |" * (len(TRAINED) + 2),
-    ]
+    rows = []
     for row in result["rows"]:
         if row.get("timing"):
             times = [f"{row['timing'][name]['median_us'] / 1e3:.2f} ms" if name in row["timing"] else "-" for name in TRAINED]
-            lines.append(f"| {row['case']} | {' | '.join(times)} | {_megabytes(row, 'epigen')} | {_megabytes(row, 'eager')} |")
+            rows.append([row["case"], *times, _megabytes(row, "epigen"), _megabytes(row, "eager")])
+    lines = [
+        f"A step, forward and backward, of an MLP of {result['layers']} layers in {result['dtype']} ({_measured(result['environment'])}):",
+        "",
+        *_table(["", *TRAINED, "peak memory: epigen", "eager"], rows),
+    ]
     activations = [row for row in result["rows"] if "activation" in row and "epigen, recompute" in row["memory"] and row["activation"] != "relu"]
     kept = "; ".join(
         f'{row["case"]}: {_megabytes(row, "epigen")} at the peak, {_megabytes(row, "epigen, recompute")} with `save="recompute"`, eager {_megabytes(row, "eager")}'
@@ -238,24 +242,16 @@ def _megabytes(row: dict[str, Any], name: str) -> str:
 def counters() -> str:
     """Where the time of an epilogue goes, beside the product alone."""
     result = _load("counters")
-    lines = [
-        f"What the hardware counters say, main kernel, {result['dtype']}, layout nt ({_measured(result['environment'])}, `python -m bench.counters`):",
-        "",
-        "| | us | tensor cores busy | L2 | DRAM | instructions a cycle and scheduler |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    seen: set[str] = set()
-    for row in result["rows"]:
-        shape = "x".join(map(str, row["shape"]))
-        for name, found in (("mm", row["mm"]), (row["program"], row["epigen"])):
-            if name == "mm" and shape in seen:
-                continue
-            seen.add(shape)
-            metrics = found[0]["metrics"]
-            cells = [f"{metrics[m]:.0f}%" for m in COUNTED]
+    rows = []
+    for shape, of_shape in itertools.groupby(result["rows"], lambda row: "x".join(map(str, row["shape"]))):
+        measured = list(of_shape)
+        for name, kernels in (("mm", measured[0]["mm"]), *((row["program"], row["epigen"]) for row in measured)):
+            metrics = kernels[0]["metrics"]
             time_us, issued = metrics["gpu__time_duration.sum"] / 1e3, metrics["smsp__issue_active.avg.per_cycle_active"]
-            lines.append(f"| {shape}, {name} | {time_us:.1f} | {' | '.join(cells)} | {issued:.2f} |")
-    return "\n".join(lines)
+            rows.append([f"{shape}, {name}", f"{time_us:.1f}", *(f"{metrics[m]:.0f}%" for m in COUNTED), f"{issued:.2f}"])
+    about = f"{_measured(result['environment'])}, `python -m bench.counters`"
+    lines = [f"What the hardware counters say, main kernel, {result['dtype']}, layout nt ({about}):", ""]
+    return "\n".join(lines + _table(["", "us", "tensor cores busy", "L2", "DRAM", "instructions a cycle and scheduler"], rows))
 
 
 BLOCKS = {

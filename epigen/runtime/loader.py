@@ -1,7 +1,7 @@
 """Source text -> jit functions, and ahead-of-time compilation.
 
 A module is compiled from the text in hand; the file under the cache folder is there for Triton, which reads a function's source from
-its file, and for whoever reads a traceback or a profile. Nothing is ever loaded from a file that was found.
+its file, and for whoever reads a traceback or a profile. No module is ever loaded from a file that was found.
 """
 
 from __future__ import annotations

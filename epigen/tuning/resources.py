@@ -64,8 +64,7 @@ class Work:
         bits = sum(i.packed for i in tiles) + sum(s.packed for s in spec.stores)
         # a reduction costs its own instructions and the exchange between threads, a mask its shifts
         self.operations = sum(_operations(line.op) for line in spec.lines) + 4.0 * bits + sum(16.0 if p.row == "logsumexp" else 4.0 for p in spec.partials)
-        stored = [s for s in spec.stores if s.indices == "mn" and not s.packed]
-        self.store_bytes = max((s.dtype.bytes for s in stored), default=0)
+        self.store_bytes = max((s.dtype.bytes for s in spec.stores if s.indices == "mn" and not s.packed), default=0)
         self.pointed_bytes = max((i.dtype.bytes for i in tiles if i.dtype and not i.packed), default=0)
         m, n, k = shape
         # the extent along which each operand lies in memory is its other stride
@@ -124,7 +123,7 @@ class Work:
         stored, brought = schedules.stored_by_tma(self.spec, config), schedules.loaded_by_tma(self.spec, config).values()
         leaving = sum(buffers * s.dtype.bytes * (halves if s.name in brought else 1) for s in self.spec.stores if s.name in stored)
         # each of eight warps leaves its sums of the columns of a part; and 192 bytes, of barriers and of what a launch hands over, or 224
-        exchanged = 32 * config["block_n"] // schedules.parts(config)[1] if any("m" in p.axes for p in self.spec.partials) else 0
+        exchanged = 32 * config["block_n"] // halves if any("m" in p.axes for p in self.spec.partials) else 0
         registers = int(36 + accumulators * (1 + self.held_an_element / halves))
         return Resources(loaded + leaving + exchanged + (224 if brought else 192), accumulators, registers, _GROUP_REGISTERS, 1)
 
@@ -142,9 +141,8 @@ class Work:
         across = max((sums if "m" in p.axes else 4096 for p in self.spec.partials), default=masks)
         exchanged = max(across, _passing(tile, self.pointed_bytes))
         if config["tma_store"]:
-            by_tma = schedules.stored_by_tma(self.spec, config)
-            return loaded + tile * sum(s.dtype.bytes for s in self.spec.stores if s.name in by_tma) + exchanged * config["flatten"]
-        passing = max(_passing(tile, self.store_bytes), _passing(tile, self.pointed_bytes))
+            return loaded + tile * sum(s.dtype.bytes for s in schedules.storable_by_tma(self.spec)) + exchanged * config["flatten"]
+        passing = _passing(tile, max(self.store_bytes, self.pointed_bytes))
         return loaded + passing if config["flatten"] else max(loaded, passing)
 
     def _narrow_registers(self, config: KernelConfig, accumulators: int, wgmma: bool) -> tuple[int, int]:
