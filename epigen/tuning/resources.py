@@ -128,7 +128,7 @@ class Work:
         return Resources(loaded + leaving + exchanged + (224 if brought else 192), accumulators, registers, _GROUP_REGISTERS, 1)
 
     def _described_bytes(self, config: KernelConfig) -> int:
-        """Shared memory of a kernel whose operands come by TMA: 168 that Triton 3.6 and 3.9 compiled for sm_90, 2026-11.
+        """Shared memory of a kernel whose operands come by TMA: 72 that Triton 3.6 and 3.9 compiled for sm_90, and 96 of 3.6, 2026-11.
 
         All stages, and what each store goes through: the part of the tile itself for TMA, else the change to the layout of the stores, which
         may take the stages' place where no load is under way meanwhile, as may the change of what a pointer loads to the accumulator's layout.
