@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-# generated modules of a test run stay out of the user's own cache; set before anything of epigen is imported
-os.environ.setdefault("EPIGEN_CACHE", tempfile.mkdtemp(prefix="epigen-tests-"))
-# and nothing that the user has tuned changes what the tests see
-os.environ["EPIGEN_DB"] = tempfile.mkdtemp(prefix="epigen-tests-db-")
+# generated modules of a test run stay out of the user's own cache, and nothing that the user has tuned changes what the tests see; set before
+# anything of epigen is imported, in a folder that goes with the process
+_FOLDER = tempfile.TemporaryDirectory(prefix="epigen-tests-", ignore_cleanup_errors=True)
+os.environ.setdefault("EPIGEN_CACHE", f"{_FOLDER.name}/cache")
+os.environ["EPIGEN_DB"] = f"{_FOLDER.name}/db"
+Path(os.environ["EPIGEN_DB"]).mkdir()
 # OpenBLAS's threads do not survive every fork of a process (numpy 2.3.5: a search's solve waited for ever for the lock of threads that were
 # gone); as on the command line, linear algebra has one. Set before numpy is imported
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -43,7 +43,8 @@ class FakeGpu:
         import triton
         from triton.backends import nvidia
 
-        folder = Path(tempfile.mkdtemp(prefix="fake-cuda-"))
+        self._folder = tempfile.TemporaryDirectory(prefix="fake-cuda-")  # goes with this object
+        folder = Path(self._folder.name)
         library = folder / "libcuda.so.1"
         include = Path(nvidia.__path__[0]) / "include"
         source = Path(__file__).with_name("fake_cuda.c")

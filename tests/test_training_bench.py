@@ -339,5 +339,6 @@ def test_every_contender_is_right_timed_and_weighed_on_a_gpu() -> None:
     row = training.timed(1024, 512, names)
     assert "failed" not in row and all("cannot be imported" in why for why in row["missing"].values()), row
     assert all(one["median_us"] > 0 for one in row["timing"].values()) and all(one["peak_bytes"] >= one["held_bytes"] > 0 for one in row["memory"].values())
-    for activation in networks.ACTIVATIONS:
-        assert all(one["met"] for one in training.verdicts([training.weighed(1024, 512, activation)]))
+    for activation in networks.ACTIVATIONS:  # as in the claim, activations are larger than weights
+        claims = training.verdicts([training.weighed(1024, 4096, activation)])
+        assert all(one["met"] for one in claims), claims
