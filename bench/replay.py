@@ -35,9 +35,9 @@ ENOUGH = 0.98
 CLAIMED = 0.9
 ALL = "every config"
 _QUARTILES = 1.349  # standard deviations between the quartiles of a normal distribution
-_FIRST, _AGAIN = (math.sqrt(math.pi / 2 / samples) for samples in (9, 21))  # of a median, as a part of one sample's; a comparison takes 21
+_FIRST, _AGAIN = (math.sqrt(math.pi / 2 / samples) for samples in (9, 21))  # of a median, as a part of one sample's; a comparison takes 21 or so
 _MOST_SPREAD = 0.1  # of the time: what is recorded beyond that, of one config in fifty, is a few samples that something held up, and no median's
-_CLOSE, _FINALISTS = 1.02, 5  # which configs are timed again in the end, for every search alike
+_CLOSE, _FINALISTS = 1.02, 8  # which configs are timed again in the end, for every search alike
 
 Curve = list[float]
 """After each trial: the recorded time of the config that a search would keep, as a ratio to the table's best; inf before the first that is right."""

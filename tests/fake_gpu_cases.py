@@ -13,6 +13,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -25,7 +26,7 @@ from epigen.codegen import schedules
 from epigen.codegen.render import Argument, Function, Rendered
 from epigen.codegen.spec import KernelConfig, digest
 from epigen.errors import CallError
-from epigen.runtime import direct, vendor, warmed
+from epigen.runtime import device, direct, vendor, warmed
 from epigen.runtime import kernel as kernel_module
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.launch import Launch
@@ -110,6 +111,28 @@ def as_triton_does(gpu: FakeGpu, kernel: Kernel, *operands: Any, **inputs: Any) 
     learn(gpu, kernel)
     forget(kernel)
     return gpu.during(lambda: kernel(*operands, **inputs))
+
+
+# -- what a compiling worker leaves behind
+
+
+def test_what_was_warmed_needs_no_c_compiler(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Triton 3.6 makes a launcher for each list of argument types; this program's list is no other's."""
+    from triton import knobs
+    from triton.runtime import build, driver
+
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    kernel, (a, b) = compiled("where(keep[m,n] > 0, mm, mm * weight[n] + shift)"), operands()
+    inputs = {"keep": torch.zeros(M, N, dtype=torch.int8), "weight": torch.zeros(N, dtype=torch.float32), "shift": 2.0}
+    before = driver.active
+    kernel.warm(a, b, target=device.DEFAULT, **inputs)
+    driver.set_active(before)
+
+    def compile_c(*_arguments: Any) -> Any:
+        raise AssertionError("a C compiler was asked")
+
+    monkeypatch.setattr(build, "_build", compile_c)
+    assert launched(gpu, kernel, a, b, **inputs)
 
 
 # -- the same launch

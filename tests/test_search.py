@@ -192,6 +192,14 @@ def test_ties_within_the_noise_go_to_the_first_by_rank() -> None:
         assert result.winner == ranked[0]
 
 
+def test_the_last_trials_are_a_fine_step_from_the_best() -> None:
+    """The right tile comes first, and all others before its right group_m."""
+    tile, best = tiled(128, 128), tiled(128, 128, group_m=8)
+    table = {c: Outcome("ok", 90.0 if c == best else 100.0 if c == tile else 200.0) for c in SPACE.every()}
+    ranked = sorted(table, key=lambda c: (c != tile, c["block_m"] == c["block_n"] == 128, c != best))
+    assert search(SPACE, Replay(table, Baseline(1, 1)), prior={c: 1.0 + i for i, c in enumerate(ranked)}, trials=24).winner == best
+
+
 def test_interrupted_search_keeps_what_it_found(table: dict[KernelConfig, Outcome]) -> None:
     class Interrupted(Replay):
         left = 10

@@ -14,7 +14,7 @@ from typing import Any
 from epigen.codegen import schedules
 from epigen.codegen.render import Argument, Function
 from epigen.codegen.spec import KernelConfig
-from epigen.runtime import direct
+from epigen.runtime import direct, loader
 from epigen.runtime.workspace import tiles
 
 Direct = Callable[[int, Sequence[Any]], None]
@@ -41,8 +41,8 @@ class Launch:
     options: Mapping[str, Any]
 
     @classmethod
-    def of(cls, jit: Any, function: Function, grid: int, integers: Mapping[str, int]) -> Launch:
-        options = dict(function.constants) | {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True}
+    def of(cls, jit: Any, function: Function, grid: int, integers: Mapping[str, int], interpreted: bool = False) -> Launch:
+        options = dict(function.constants) | ({} if interpreted else loader.options(function))
         return cls(jit, function, (grid,), {a.name: integers[a.name] for a in function.arguments if a.name in integers}, options)
 
     def __call__(self, values: Mapping[str, Any]) -> Any:

@@ -6,6 +6,7 @@ its file, and for whoever reads a traceback or a profile. No module is ever load
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import linecache
 import re
@@ -15,7 +16,6 @@ import tempfile
 import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class Loader:
         return module
 
 
-@contextmanager
+@contextlib.contextmanager
 def interpreting() -> Iterator[None]:
     """Quiets numpy around an interpreted launch: infinities and NaN are part of the arithmetic, as on a GPU.
 
@@ -163,12 +163,17 @@ def compile_ahead(rendered: Rendered, function: Function, target: Target, consta
     else:
         from triton.compiler import ASTSource as Source
     source = Source(jit, signature=signature, constexprs={n: fixed[n] for n in names if n in fixed}, attrs=attributes)
-    options = {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True}
     try:
-        kernel = triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp_size), options=options)
+        kernel = triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp_size), options=options(function))
     except Exception as error:  # Triton's front end, MLIR and ptxas each raise their own kind
         raise CompileError(f"{function.name} does not compile for {target.name}: {_last_words(error)}") from error
     return _compiled(kernel, function, target)
+
+
+def options(function: Function) -> dict[str, Any]:
+    """What Triton's compiler is told of a function, beside its arguments."""
+    # the last: else every integer operation gets a check for overflow, which only debug mode keeps; a tenth of the time to compile
+    return {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True, "sanitize_overflow": False}
 
 
 class _Absent:
@@ -201,7 +206,19 @@ def warm(jit: Any, function: Function, arguments: Sequence[Any], options: Mappin
         kernel = jit.warmup(*arguments, grid=(1,), **options)
     except Exception as error:  # as in compile_ahead
         raise CompileError(f"{function.name} does not compile for {target.name}: {_last_words(error)}") from error
-    return _compiled(kernel, function, target).resources
+    compiled = _compiled(kernel, function, target)
+    _make_launcher(kernel)
+    return compiled.resources
+
+
+def _make_launcher(kernel: Any) -> None:
+    """Triton 3.6 has a C compiler make a launcher for each new list of argument types, at a launch: into its cache, too, so that the process
+    that measures need not wait. Newer ones have one launcher for all."""
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        with contextlib.suppress(Exception):  # without a C compiler or a driver's library: the launch will say so
+            driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
 def _compiled(kernel: Any, function: Function, target: Target) -> Compiled:

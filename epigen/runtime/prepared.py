@@ -88,7 +88,7 @@ class Prepared:
             self.arrivals = Arrivals(count, self.device)
         for function, jit in zip(self.plan.rendered.functions, functions, strict=True):
             if grid := blocks(function, config, self.shape, multiprocessors):
-                self.launches.append(Launch.of(jit, function, grid, integers))
+                self.launches.append(Launch.of(jit, function, grid, integers, self.interpreted))
 
     def run(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
         """One output tensor each: the caller's, or a new one."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from epigen.tuning.timer import ColdTimer
 _CHECKED_EXTENT = 4096  # answers are checked at no more than this and the tail, which the float64 oracle manages in milliseconds
 _FIRST, _SAMPLES = 3, 9
 _ENOUGH_US = 30_000.0  # a long kernel needs fewer samples: its spread is less
+_FEWEST, _MOST, _COMPARED_S = 7, 41, 0.3  # rounds of a comparison, and how long it goes on
 _FAR, _HOPELESS = 1.25, 2.5  # a candidate this far behind the best is cut off after the first samples, or after one
 
 
@@ -90,7 +92,8 @@ class Meter:
         for run in runs:
             run()
         samples: list[list[float]] = [[] for _ in runs]
-        for _ in range(job.rounds):
+        start = time.perf_counter()
+        while (rounds := len(samples[0])) < _FEWEST or (rounds < _MOST and time.perf_counter() - start < _COMPARED_S):
             for run, into in zip(runs, samples, strict=True):
                 into.append(self.once(run))
         *outcomes, alone, with_pass = (_outcome(s) for s in samples)

@@ -47,8 +47,8 @@ class Runner(Protocol):
 
 
 def builders_for(gpus: int) -> int:
-    """How many processes compile for each of so many GPUs: more than a dozen wait for the measuring."""
-    return max(1, min(12, ((os.cpu_count() or 2) - 2) // gpus))
+    """How many processes compile for each of so many GPUs: more than so many wait for the measuring."""
+    return max(1, min(14, ((os.cpu_count() or 2) - 2) // gpus))
 
 
 class Replay:

@@ -32,7 +32,9 @@ BATCH = 6
 _AHEAD = 9  # claimed and not measured when the next batch is taken: enough that a dozen compilers have work
 _CLOSE = 1.02  # configs within this of the best are timed again, taking turns
 _NOISE = 1.005  # what still counts as a tie after that: the first by the model's rank wins
-_FINALISTS = 5
+_FINALISTS = 8
+_POLISH = 3  # so many of the last trials are one step away from the best
+_COARSE = {"block_m", "block_n", "block_k", "num_warps", "num_stages"}
 _HEAD = 12  # of the model's best to begin with
 _TPE_TURN = 3  # after those, one proposal in so many is TPE's
 _PATIENCE = 20  # repeated proposals in a row before the model's next best is taken
@@ -351,6 +353,8 @@ class _Tuner:
             return None if following is None or repeats > 10 * _PATIENCE else self.space.parameters(following)
         if self.head:
             return self.space.parameters(self.head.pop(0))
+        if self.trials - len(self.study.outcomes) - len(self.study.under_way) <= _POLISH and (near := self.near_best()):
+            return self.space.parameters(near)
         self.turns += 1
         hopeful = self.hopeful() if self.turns % _TPE_TURN else None
         return {"schedule": self.turn()} if hopeful is None else self.space.parameters(hopeful)
@@ -367,12 +371,26 @@ class _Tuner:
         measured = {c: o.median_us if o.kind in ("ok", "slower") else None for c, o in self.study.outcomes.items()}
         return self.surrogate.propose(measured, self.study.under_way)
 
+    def near_best(self) -> KernelConfig | None:
+        """The best but for one of its finer values, the model's first such config: which of those is fastest the model cannot tell, and
+        searches that found the same tile should end with the same config."""
+        best = self.best()
+        if best is None:
+            return None
+        return next((c for c in self.ranked if _one_step(c, best) and not self.study.known(c)), None)
+
     def turn(self) -> int:
         """The schedule of TPE's next proposal, in proportion to the logarithm of how many configs each has. Left to itself, TPE would
         stay with a schedule of a few configs that are all nearly the best so far."""
         schedule = min(self.weights, key=lambda s: (self.proposed[s] + 1) / self.weights[s])
         self.proposed[schedule] += 1
         return schedule
+
+
+def _one_step(one: KernelConfig, other: KernelConfig) -> bool:
+    """Whether they differ in one value, which is none of the tile, the warps and the stages."""
+    apart = [name for name, _ in {*one.values} - {*other.values}]
+    return one.schedule == other.schedule and len(apart) == 1 and apart[0] not in _COARSE
 
 
 def _kinds(outcomes: dict[KernelConfig, Outcome]) -> Counter[str]:

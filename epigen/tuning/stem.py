@@ -6,6 +6,7 @@ FD: its end of the pipe to the tuner, over which it is told what to fork and wha
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -22,6 +23,7 @@ def main() -> None:
     control = Connection(int(sys.argv[1]))
     for module in sys.argv[2:]:
         importlib.import_module(module)
+    gc.freeze()  # what is imported stays: workers need not look through it again, nor copy its pages
     children: dict[int, int] = {}
     try:
         while True:

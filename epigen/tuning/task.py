@@ -111,7 +111,6 @@ class Compare:
     """Time configs that have been checked, the vendor's product alone and with one pointwise pass, taking turns."""
 
     configs: tuple[KernelConfig, ...]
-    rounds: int = 21
 
 
 Job = Measure | Compare
