@@ -128,7 +128,7 @@ def _asked(
     for file in suites:
         listed += suite.read(file)
     with contextlib.ExitStack() as unused:
-        early = _started()
+        early = _started(devices)
         for runner in early:
             unused.callback(runner.close)
         try:
@@ -156,16 +156,17 @@ def _asked(
         return _Run(tasks, run, database, remembers=True)
 
 
-def _started() -> list[GpuRunner]:
-    """One GPU's workers, where there seems to be a GPU: they import torch, which takes seconds, while this process does."""
+def _started(devices: Sequence[int] | str | None) -> list[GpuRunner]:
+    """The workers of as many GPUs as there seem to be and are asked for: they import torch, which takes seconds, while this process does."""
     from epigen.runtime import device
-    from epigen.tuning.runner import GpuRunner
+    from epigen.tuning.runner import GpuRunner, builders_for
 
-    if not device.likely():
-        return []
-    runner = GpuRunner()
-    runner.start()
-    return [runner]
+    asked = 1 if devices is None else 2**30 if isinstance(devices, str) else len(devices)
+    gpus = min(asked, device.likely())
+    runners = [GpuRunner(builders_for(gpus)) for _ in range(gpus)]
+    for runner in runners:
+        runner.start()
+    return runners
 
 
 def _replayed(tables: Sequence[Path], trials: int, budget_s: float, seed: int, storage: str | None) -> _Run:

@@ -53,6 +53,12 @@ def studies_dir() -> Path:
     return cache_dir() / "studies"
 
 
+def visible_gpus(there: int) -> int:
+    """How many of a machine's GPUs CUDA_VISIBLE_DEVICES names; all, where it is not set."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return there if named is None else len([name for name in named.split(",") if name])
+
+
 def set_interpreter(on: bool) -> None:
     """Choose Triton's mode for this process; it counts only before Triton is first imported."""
     os.environ["TRITON_INTERPRET"] = "1" if on else "0"

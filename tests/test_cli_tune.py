@@ -25,7 +25,7 @@ from click.testing import CliRunner
 
 import epigen
 from bench.record import RESULTS
-from epigen import api, cli, settings
+from epigen import api, cli, cli_tune, settings
 from epigen.cli_live import Live
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
@@ -34,7 +34,7 @@ from epigen.errors import CallError, CheckError, TuneError
 from epigen.runtime import device
 from epigen.tuning import fleet, remembered, report, table
 from epigen.tuning.database import Database
-from epigen.tuning.runner import Replay
+from epigen.tuning.runner import GpuRunner, Replay, builders_for
 from epigen.tuning.search import Progress, Result
 from epigen.tuning.task import Baseline, Outcome, Task
 from epigen.tuning.tune import Tuned, tune_one
@@ -150,6 +150,35 @@ def test_devices(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("nodes", "visible", "count"),
+    [
+        ((), None, 0),
+        (("nvidiactl", "nvidia0", "nvidia1", "nvidia-uvm"), None, 2),
+        (("nvidiactl", "nvidia0", "nvidia1"), "1", 1),
+        (("nvidiactl", "nvidia0"), "", 0),
+        (("nvidiactl", "nvidia0"), "GPU-a,GPU-b", 1),
+        (("kfd",), None, 1),
+        (("dxg",), None, 1),
+    ],
+)
+def test_how_many_gpus_there_seem_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: tuple[str, ...], visible: str | None, count: int) -> None:
+    for node in nodes:
+        (tmp_path / node).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert device.likely(tmp_path) == count
+
+
+@pytest.mark.parametrize(("asked", "gpus"), [(None, 1), ("all", 3), ((0, 2), 2), ((0, 1, 2, 3), 3)])
+def test_as_many_workers_import_early_as_gpus_will_tune(monkeypatch: pytest.MonkeyPatch, asked: tuple[int, ...] | str | None, gpus: int) -> None:
+    begun: list[GpuRunner] = []
+    monkeypatch.setattr(device, "likely", lambda: 3)
+    monkeypatch.setattr(GpuRunner, "start", lambda runner: begun.append(runner))
+    assert cli_tune._started(asked) == begun and [len(r.builders) for r in begun] == [builders_for(gpus)] * gpus
+
+
 def test_without_a_gpu_every_way_in_says_so(tmp_path: Path) -> None:
     suite = tmp_path / "my.toml"
     suite.write_text('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\n')

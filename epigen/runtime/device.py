@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from epigen import settings
 from epigen.errors import TargetError, near_miss
 
 
@@ -83,9 +84,10 @@ def indices() -> tuple[int, ...]:
     return (current, *(i for i in range(torch.cuda.device_count()) if i != current))
 
 
-def likely() -> bool:
-    """Whether a GPU's driver is there, told in no time and without torch."""
-    return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+def likely(nodes: Path = Path("/dev")) -> int:
+    """How many GPUs this process will see, by the drivers' device nodes: a guess, in no time and without torch."""
+    there = sum(node.name.removeprefix("nvidia").isdigit() for node in nodes.glob("nvidia*")) or int((nodes / "dxg").exists() or (nodes / "kfd").exists())
+    return min(there, settings.visible_gpus(there))
 
 
 def at_hand(index: int | None = None) -> Target | None:
