@@ -209,7 +209,7 @@ def shipped() -> str:
 
 def training() -> str:
     """A training step beside its peers', what it keeps, and what was learnt by it."""
-    result, learnt = _load("training"), _load("digits_cuda")
+    result, weighed, learnt = _load("training"), _load("training_memory"), _load("digits_cuda")
     rows = []
     for row in result["rows"]:
         if row.get("timing"):
@@ -220,12 +220,12 @@ def training() -> str:
         "",
         *_table(["", *TRAINED, "peak memory: epigen", "eager"], rows),
     ]
-    activations = [row for row in result["rows"] if "activation" in row and "epigen, recompute" in row["memory"] and row["activation"] != "relu"]
+    activations = [row for row in weighed["rows"] if row["activation"] != "relu"]
     kept = "; ".join(
         f'{row["case"]}: {_megabytes(row, "epigen")} at the peak, {_megabytes(row, "epigen, recompute")} with `save="recompute"`, eager {_megabytes(row, "eager")}'
         for row in activations
     )
-    claims = [c for c in result["claims"] if c["met"] is not None]
+    claims = {(c["case"], c["claim"]): c for c in result["claims"] + weighed["claims"] if c["met"] is not None}.values()
     missed = "; ".join(f"{c['case']}: {c['claim']}: {c['ratio']:.3f}" for c in claims if not c["met"])
     read = ", ".join(f"{row['right']['epigen']} in {row['dtype']} (eager torch {row['right']['eager'][0]})" for row in learnt["rows"])
     return "\n".join(lines) + (

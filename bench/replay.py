@@ -35,7 +35,7 @@ ENOUGH = 0.98
 CLAIMED = 0.9
 ALL = "every config"
 _QUARTILES = 1.349  # standard deviations between the quartiles of a normal distribution
-_FIRST, _AGAIN = (math.sqrt(math.pi / 2 / samples) for samples in (9, 21))  # of a median, as a part of one sample's; a comparison takes 21 or so
+_FIRST, _AGAIN = (math.sqrt(math.pi / 2 / samples) for samples in (15, 41))  # of a median, as a part of one sample's
 _MOST_SPREAD = 0.1  # of the time: what is recorded beyond that, of one config in fifty, is a few samples that something held up, and no median's
 _CLOSE, _FINALISTS = 1.02, 8  # which configs are timed again in the end, for every search alike
 

@@ -1,12 +1,13 @@
 """A training step of a multilayer perceptron of 4 layers: how long it takes and how much memory, beside eager torch, torch.compile and nvmath.
 
-Run: python -m bench.training [--widths N ...] [--batch N] [--without WORD ...] [--budget SECONDS] [--commit HASH] [--out FOLDER]
+Run: python -m bench.training [--widths N ...] [--batch N] [--without WORD ...] [--memory] [--budget SECONDS] [--commit HASH] [--out FOLDER]
 Claim, with relu in bf16: at least 1.15 times as fast as eager torch, 1.05 times as fast as torch.compile with max-autotune, and faster than
 the network by nvmath's epilogues. With relu, gelu and silu no step takes more memory than eager torch's at its peak, within 1 %; with
 save="recompute" a forward of gelu or silu leaves less behind, by the pre-activations, and the peak is lower.
 What a forward with relu leaves behind may be more than eager torch's, by its masks: each a sixteenth of an activation in bf16, kept beside it
 because the backward reads the mask faster. The first claim is of the peak alone, which comes in the backward.
 Contenders are timed in turns. One whose gradients are wrong is not timed. What torch.compile tunes for long `--without compile` leaves out.
+--memory takes the memory alone, which needs no quiet machine, into a result of its own: training_memory.
 """
 
 from __future__ import annotations
@@ -183,10 +184,10 @@ def run(
     widths: Sequence[int], batch: int, names: Sequence[str], body: dict[str, Any], budget_s: float, save: Callable[[], object], on: str = "cuda", how: Time = cold,
     meter: Meter = memory, now: Callable[[], float] = time.perf_counter,
 ) -> None:  # fmt: skip
-    """Times first, then memory, into body["rows"]; body["left_out"] lists what had not begun when the time was over."""
+    """Times of the named contenders first, if any, then memory, into body["rows"]; body["left_out"] lists what had not begun when the time was over."""
     start = now()
     todo: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-        (f"width {w}: times", functools.partial(timed, w, batch, names, on, how, meter)) for w in widths
+        (f"width {w}: times", functools.partial(timed, w, batch, names, on, how, meter)) for w in widths if names
     ] + [(f"width {w}: memory with {a}", functools.partial(weighed, w, batch, a, on, meter)) for w in widths for a in ACTIVATIONS]
     body["rows"], body["left_out"] = [], []
     for what, measure in todo:
@@ -214,15 +215,16 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--batch", type=int, default=8192)
     parser.add_argument("--without", nargs="*", default=(), metavar="WORD", help="contenders whose name has one of these words, such as compile or nvmath")
+    parser.add_argument("--memory", action="store_true", help="no times")
     parser.add_argument("--budget", type=float, default=600.0, metavar="SECONDS", help="after which nothing further is begun")
     record.add_options(parser)
     options = parser.parse_args()
-    names = [name for name in MAKERS if not any(word in name for word in options.without)]
+    names = [name for name in MAKERS if not options.memory and not any(word in name for word in options.without)]
     record.gpu_at_hand()
     body: dict[str, Any] = {"environment": record.environment(options.commit), "layers": LAYERS, "dtype": "bf16", "without": list(options.without)}
 
     def save() -> Any:
-        return record.write("training", body | {"claims": verdicts(body["rows"])}, options.out)
+        return record.write("training_memory" if options.memory else "training", body | {"claims": verdicts(body["rows"])}, options.out)
 
     run(options.widths, options.batch, names, body, options.budget, save)
     for one in verdicts(body["rows"]):

@@ -307,6 +307,20 @@ def test_the_whole_script_with_a_stand_in_for_the_gpu(monkeypatch: pytest.Monkey
     assert "1.15 times as fast as eager: 1.1111, DOES NOT HOLD" in told and "as fast as nvmath: None, not measured" in told
 
 
+def test_memory_alone_is_a_result_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(*given: Any, **_: Any) -> None:
+        whole(*given, "cpu", times, saved)
+
+    whole = training.run
+    monkeypatch.setattr(training, "run", run)
+    monkeypatch.setattr(device, "at_hand", lambda: gpus.DEFAULT.target)
+    monkeypatch.setattr("sys.argv", ["training", "--memory", "--widths", str(WIDTH), "--batch", str(BATCH), "--out", str(tmp_path)])
+    training.main()
+    (result,) = tmp_path.iterdir()
+    body = json.loads(result.read_text())
+    assert result.name == "training_memory.json" and [row["activation"] for row in body["rows"]] == list(networks.ACTIVATIONS) and len(body["claims"]) == 5
+
+
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.argv", ["training", "--out", str(tmp_path)])
     monkeypatch.setattr(device, "at_hand", lambda: None)

@@ -25,9 +25,9 @@ from epigen.tuning.task import Baseline, Compare, Comparison, Job, Measure, Outc
 from epigen.tuning.timer import ColdTimer
 
 _CHECKED_EXTENT = 4096  # answers are checked at no more than this and the tail, which the float64 oracle manages in milliseconds
-_FIRST, _SAMPLES = 3, 9
+_FIRST, _SAMPLES = 3, 15
 _ENOUGH_US = 30_000.0  # a long kernel needs fewer samples: its spread is less
-_FEWEST, _MOST, _COMPARED_S = 7, 41, 0.3  # rounds of a comparison, and how long it goes on
+_FEWEST, _MOST, _COMPARED_S = 7, 101, 0.3  # rounds of a comparison, and how long it goes on
 _FAR, _HOPELESS = 1.25, 2.5  # a candidate this far behind the best is cut off after the first samples, or after one
 
 
