@@ -10,9 +10,10 @@ import epigen
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelSpec, laid
-from epigen.dtypes import FP8E4M3, FP8E5M2, FP16, FP32, INT8, OPERANDS, DType
+from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, OPERANDS, DType
 from epigen.runtime.device import TARGETS, Target
-from epigen.tuning import rule
+from epigen.tuning import model, rule
+from epigen.tuning.space import Space
 
 EXTENTS = (0, 1, 15, 16, 17, 64, 65, 300, 4096, 100_000)
 PLAIN = "relu(mm + bias)"
@@ -31,6 +32,9 @@ def legal(choice: Choice, spec: KernelSpec, target: Target) -> None:
     values = dict(config.values)
     assert schedules.config(config.schedule, **values) == config
     assert choice.why
+    if SCHEDULES[config.schedule].dialect == "gluon":  # whose warps the template decides
+        assert target.name == "sm_90"
+        return
     threads = config["num_warps"] * target.warp_size
     assert threads <= 1024
     if not SCHEDULES[config.schedule].multiplies:
@@ -112,7 +116,7 @@ def test_a_long_skinny_problem_fills_the_device() -> None:
 
 
 def test_long_epilogues_take_smaller_tiles() -> None:
-    shape, target = (8192, 8192, 512), TARGETS["sm_90"]
+    shape, target = (8192, 8192, 512), TARGETS["sm_80"]
     plain, long = (rule.choose(spec_of(text, FP16, 512), shape, target).config for text in (PLAIN, LONG))
     assert long["block_m"] * long["block_n"] < plain["block_m"] * plain["block_n"]
 
@@ -121,11 +125,35 @@ def test_rows_of_whole_words_need_no_vendor() -> None:
     """What 4 bytes divide is copied ahead."""
     for n, schedule in ((4098, "tiled"), (4099, "library")):
         shape = (4096, n, 4096)
-        assert rule.choose(spec_of(PLAIN, FP16, shape[2]), shape, TARGETS["sm_90"]).config.schedule == schedule
+        spec = GRAPHS[PLAIN].plan(shape, dtype=FP16, target=TARGETS["sm_90"]).spec
+        assert rule.choose(spec, shape, TARGETS["sm_90"]).config.schedule == schedule
 
 
 @pytest.mark.parametrize(("layout", "schedule"), [("nn", "library"), ("nt", "tiled"), ("tt", "library")])
 def test_large_products_with_unaligned_rows_go_to_the_vendor(layout: str, schedule: str) -> None:
     """Rows of b are N long where it is row-major and K long where it is transposed."""
     shape = (1001, 4099, 4096)
-    assert rule.choose(laid(spec_of(PLAIN, FP16, shape[2]), layout), shape, TARGETS["sm_90"]).config.schedule == schedule
+    assert rule.choose(laid(spec_of(PLAIN, FP16, shape[2]), layout), shape, TARGETS["sm_80"]).config.schedule == schedule
+
+
+SHAPES = ((65536, 1024, 1024), (3072, 3072, 768), (2048, 16384, 64), (100_000, 4096, 4096))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("text", [PLAIN, LONG, "dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", "cast(mm, fp32), cast(relu(mm), fp32), cast(gelu(mm), fp32)"])
+def test_many_tiles_of_aligned_rows_are_for_groups_of_warps_on_hopper(text: str, shape: tuple[int, int, int]) -> None:
+    """A config that the tuner could have found, where the outputs leave through TMA."""
+    for dtype in (FP16, BF16):
+        spec = epigen.compile(text).plan(shape, dtype=dtype, target=TARGETS["sm_90"]).spec
+        config = rule.choose(spec, shape, TARGETS["sm_90"]).config
+        assert config.schedule == "warp_specialized"
+        assert not config["tma_store"] or Space(spec, shape, TARGETS["sm_90"]).legal(config), config
+        assert not model.refusal(spec, config, shape, TARGETS["sm_90"])
+        for target in ("sm_80", "sm_100", "gfx942"):
+            assert rule.choose(spec, shape, TARGETS[target]).config.schedule == "tiled"
+
+
+def test_groups_of_warps_want_a_tile_for_each_multiprocessor_and_rows_that_tma_can_address() -> None:
+    for shape in ((64, 65536, 1024), (1024, 1024, 4096), (4096, 4096, 1022)):
+        spec = epigen.compile(PLAIN).plan(shape, dtype=FP16, target=TARGETS["sm_90"]).spec
+        assert rule.choose(spec, shape, TARGETS["sm_90"]).config.schedule == "tiled", shape

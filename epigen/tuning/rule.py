@@ -6,6 +6,7 @@ from epigen.codegen import schedules, vendor
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec
 from epigen.dtypes import FP8E4M3, FP32
 from epigen.runtime.device import Target
+from epigen.tuning import model
 
 # block_m, block_n, num_warps; largest first. Read off the first measurements on an H200 (torch 2.11, Triton 3.6, 2026-11).
 _TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4), (32, 64, 4), (32, 32, 4), (16, 32, 2))
@@ -29,6 +30,8 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
     # torch 2.11, Triton 3.6, 2026-11)
     if vendor.whole(spec) and large and m > 64:
         return library(spec, "large products of Triton's are slower")
+    if specialized := _warp_specialized(spec, shape, target):
+        return Choice(specialized, _why(spec, shape, target))
     block_k = {4: 32, 2: 64, 1: 128}[sig.a.bytes]
     tiles: tuple[tuple[int, int, int], ...] = _TILES
     if sig.a == FP32 and sig.precision == "ieee":
@@ -54,7 +57,31 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
     # with few tiles, a second launch takes longer than the last block's way over what all have left
     at_once = int(-(-m // block_m) * -(-n // block_n) <= target.multiprocessors and any(not s.operand for f in spec.finishes for s in f.sources))
     chosen = schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=8, num_warps=warps, num_stages=stages, one_launch=at_once)
-    return Choice(chosen, f"chosen by rule for {m}x{n}x{k} {sig.a} on {target.name}: no measurement is at hand")
+    return Choice(chosen, _why(spec, shape, target))
+
+
+def _why(spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> str:
+    return f"chosen by rule for {'x'.join(map(str, shape))} {spec.signature.a} on {target.name}: no measurement is at hand"
+
+
+def _warp_specialized(spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> KernelConfig | None:
+    """Two groups of warps that take turns over tiles of 128x128, where each multiprocessor has one and TMA can address both operands.
+
+    It was the fastest of all, or few per cent behind, in every tuned problem of 256 such tiles and more; at 65536x1024x1024 the tiled kernel
+    took 1.43 to 1.62 times as long (H200, torch 2.11, Triton 3.6, 2026-11).
+    """
+    m, n, _ = shape
+    enough = -(-m // 128) * -(-n // 128) >= target.multiprocessors
+    if m <= 64 or not enough or spec.signature.a.bytes != 2 or not {"a", "b"} <= set(spec.signature.tma):
+        return None
+    for tma in (1, 0) if schedules.storable_by_tma(spec) else (0,):
+        config = schedules.config(
+            "warp_specialized", block_m=128, block_n=128, block_k=64, group_m=8, pingpong=1, halves=2, early=0,
+            tma_store=tma, tma_load=int(tma and bool(schedules.loadable_by_tma(spec))), num_stages=8, one_launch=0,
+        )  # fmt: skip
+        if fitting := model.fitted(spec, config, shape, target):
+            return fitting
+    return None
 
 
 def library(spec: KernelSpec, why: str) -> Choice:
