@@ -125,8 +125,7 @@ def test_rows_of_whole_words_need_no_vendor() -> None:
     """What 4 bytes divide is copied ahead."""
     for n, schedule in ((4098, "tiled"), (4099, "library")):
         shape = (4096, n, 4096)
-        spec = GRAPHS[PLAIN].plan(shape, dtype=FP16, target=TARGETS["sm_90"]).spec
-        assert rule.choose(spec, shape, TARGETS["sm_90"]).config.schedule == schedule
+        assert rule.choose(spec_of(PLAIN, FP16, shape[2]), shape, TARGETS["sm_80"]).config.schedule == schedule
 
 
 @pytest.mark.parametrize(("layout", "schedule"), [("nn", "library"), ("nt", "tiled"), ("tt", "library")])
@@ -153,7 +152,20 @@ def test_many_tiles_of_aligned_rows_are_for_groups_of_warps_on_hopper(text: str,
             assert rule.choose(spec, shape, TARGETS[target]).config.schedule == "tiled"
 
 
-def test_groups_of_warps_want_a_tile_for_each_multiprocessor_and_rows_that_tma_can_address() -> None:
-    for shape in ((64, 65536, 1024), (1024, 1024, 4096), (4096, 4096, 1022)):
-        spec = epigen.compile(PLAIN).plan(shape, dtype=FP16, target=TARGETS["sm_90"]).spec
-        assert rule.choose(spec, shape, TARGETS["sm_90"]).config.schedule == "tiled", shape
+@pytest.mark.parametrize(
+    ("text", "shape", "schedule"),
+    [
+        (PLAIN, (4095, 4097, 1023), "warp_specialized"),
+        ("mm", (4095, 4097, 1023), "warp_specialized"),
+        ("mm", (4096, 4096, 1024), "library"),
+        (PLAIN, (64, 65536, 1024), "tiled"),
+        (PLAIN, (1024, 1024, 4096), "tiled"),
+        (PLAIN, (2048, 2048, 30), "tiled"),
+    ],
+    ids=str,
+)
+def test_groups_of_warps_want_a_tile_for_each_multiprocessor_and_pay_for_copies_where_products_are_large(
+    text: str, shape: tuple[int, int, int], schedule: str
+) -> None:
+    spec = epigen.compile(text).plan(shape, dtype=FP16, target=TARGETS["sm_90"]).spec
+    assert rule.choose(spec, shape, TARGETS["sm_90"]).config.schedule == schedule

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelSpec
@@ -124,8 +124,7 @@ def _limit(math_us: float, memory_us: float, estimate: Estimate) -> str:
 
 def _paddings(spec: KernelSpec, choice: Choice, shape: tuple[int, int, int], gpu: Gpu, us: float) -> tuple[Padding, ...]:
     """Extents that are no multiple of what loads want, and what padding each to it would spare, the copy into the padded operand not counted."""
-    m, n, k = shape
-    tiled = SCHEDULES[choice.config.schedule].multiplies
+    (m, n, k), schedule = shape, SCHEDULES[choice.config.schedule]
     wanted = 16 // spec.signature.a.bytes
     layout = spec.signature.layout
     rows = {"K" if layout[0] == "n" else "M": "a", "N" if layout[1] == "n" else "K": "b"}
@@ -138,10 +137,13 @@ def _paddings(spec: KernelSpec, choice: Choice, shape: tuple[int, int, int], gpu
             continue
         padded = -(-value // wanted) * wanted
         larger = tuple(padded if name == extent else v for name, v in zip("MNK", shape, strict=True))
-        saved = us - model.estimate_us(spec, choice.config, (larger[0], larger[1], larger[2]), gpu).us
-        loads = "Triton loads" if tiled else "the vendor's library loads"
+        addressed = replace(spec, signature=replace(spec.signature, tma=(*spec.signature.tma, *operand.split(" and "))))
+        saved = us - model.estimate_us(addressed, choice.config, (larger[0], larger[1], larger[2]), gpu).us
         whose = f"{operand}'s rows" if operand != "a and b" else "the rows of a and b"
-        found.append(Padding(extent, value, padded, max(0.0, saved), f"{loads} {whose} in vectors of 16 bytes where they are a multiple of {wanted} elements"))
+        loads = f"Triton loads {whose} in vectors of 16 bytes" if schedule.multiplies else f"the vendor's library loads {whose} in vectors of 16 bytes"
+        if schedule.descriptors:
+            loads = f"TMA reads {whose} as they lie, and not a copy that is made first,"
+        found.append(Padding(extent, value, padded, max(0.0, saved), f"{loads} where they are a multiple of {wanted} elements"))
     return tuple(found)
 
 

@@ -10,28 +10,30 @@ from epigen.tuning import model
 
 # block_m, block_n, num_warps; largest first. Read off the first measurements on an H200 (torch 2.11, Triton 3.6, 2026-11).
 _TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4), (32, 64, 4), (32, 32, 4), (16, 32, 2))
+LARGE = 1 << 27  # multiply-adds
 _SKINNY = {16: (16, 64, 4), 32: (32, 64, 4), 64: (64, 64, 4)}
 
 
 def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str = "") -> Choice:
     """A legal config for one problem. shape: M, N, K. refused: why a tiled config did not work, if one was tried."""
     m, n, k = shape
-    sig, large = spec.signature, m * n * k > 1 << 27
+    sig, large = spec.signature, m * n * k > LARGE
     if refused:
         return library(spec, refused)
     if not target.fp8 and FP8E4M3 in (sig.a, sig.b):
         return library(spec, f"{target.name} does not multiply fp8e4m3")
     if sig.a == FP32 and sig.precision == "ieee" and large:
         return library(spec, "the vendor's fp32 product is faster than Triton's, which has no tensor cores for it")
+    # Tuned, a tiled `mm` took 1.05 to 1.13 times as long as the vendor's in 6 problems of M from 128 on, 0.90 to 0.96 in 3 of M up to 16 (H200,
+    # torch 2.11, Triton 3.6, 2026-11); of rows that TMA cannot address the vendor's took twice as long as a fused kernel
+    whole, addressed = vendor.whole(spec) and large and m > 64, {"a", "b"} <= set(sig.tma)
+    if not (whole and addressed) and (specialized := _warp_specialized(spec, shape, target)):
+        return Choice(specialized, _why(spec, shape, target))
+    if whole:
+        return library(spec, "large products of Triton's are slower")
     rows = (k if sig.layout[0] == "n" else m, n if sig.layout[1] == "n" else k)
     if any(extent * sig.a.bytes % 4 for extent in rows) and large:
         return library(spec, "rows that are not aligned to 4 bytes are read element by element, which the vendor's product avoids")
-    # Tuned, a tiled `mm` took 1.05 to 1.13 times as long as the vendor's in 6 problems of M from 128 on, 0.90 to 0.96 in 3 of M up to 16 (H200,
-    # torch 2.11, Triton 3.6, 2026-11)
-    if vendor.whole(spec) and large and m > 64:
-        return library(spec, "large products of Triton's are slower")
-    if specialized := _warp_specialized(spec, shape, target):
-        return Choice(specialized, _why(spec, shape, target))
     block_k = {4: 32, 2: 64, 1: 128}[sig.a.bytes]
     tiles: tuple[tuple[int, int, int], ...] = _TILES
     if sig.a == FP32 and sig.precision == "ieee":
@@ -65,14 +67,16 @@ def _why(spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> str:
 
 
 def _warp_specialized(spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> KernelConfig | None:
-    """Two groups of warps that take turns over tiles of 128x128, where each multiprocessor has one and TMA can address both operands.
+    """Two groups of warps that take turns over tiles of 128x128, where each multiprocessor has one and the product is large or TMA can address
+    both operands as they lie.
 
-    It was the fastest of all, or few per cent behind, in every tuned problem of 256 such tiles and more; at 65536x1024x1024 the tiled kernel
-    took 1.43 to 1.62 times as long (H200, torch 2.11, Triton 3.6, 2026-11).
+    Such configs won 72 of 105 tuned problems of so many tiles. At 65536x1024x1024 the tiled kernel took 1.43 to 1.62 times as long as they do; at
+    4095x4097x1023, where operands are copied first, the vendor's product and a pass took 2.35 to 2.46 times as long (H200, torch 2.11, Triton
+    3.6, 2026-11). In halves, since registers spill where a whole tile's inputs are read by pointers.
     """
-    m, n, _ = shape
+    m, n, k = shape
     enough = -(-m // 128) * -(-n // 128) >= target.multiprocessors
-    if m <= 64 or not enough or spec.signature.a.bytes != 2 or not {"a", "b"} <= set(spec.signature.tma):
+    if m <= 64 or not enough or spec.signature.a.bytes != 2 or not ({"a", "b"} <= set(spec.signature.tma) or m * n * k > LARGE):
         return None
     for tma in (1, 0) if schedules.storable_by_tma(spec) else (0,):
         config = schedules.config(

@@ -33,7 +33,6 @@ _RUN, _LEAST_RUN = 128, 64  # bytes of a row that TMA lays out in one piece, and
 _BARRIER_BYTES = 1 << 10  # of shared memory, for the barriers of all stages
 _HALVED = 128 * 128  # values of a tile from which on the epilogue may take halves
 _MOST_GROUP = _MOST_ACCUMULATORS * 128  # values that four warps accumulate
-_LEAST_PADDED = 1 << 27  # multiply-adds from which on operands may be copied first
 _LEAST_SPLIT = 512  # k from which on splitting it may pay
 _MOST_SPLIT = 2 * 64 * 128  # values of the result a multiprocessor up to which it may: beyond, there are tiles enough
 _SPLIT_BLOCKS = 4  # a multiprocessor: with more, each has too little to add up
@@ -123,7 +122,7 @@ class Space:
             if k >= _LEAST_SPLIT and m * n <= _MOST_SPLIT * target.multiprocessors:
                 found.append("split_k")
             # what TMA cannot address as it lies is copied first, which pays for large products alone
-            addressed = 0 not in self.shape and ({"a", "b"} <= set(sig.tma) or m * n * k > _LEAST_PADDED)
+            addressed = 0 not in self.shape and ({"a", "b"} <= set(sig.tma) or m * n * k > rule.LARGE)
             along_k = sig.a.bytes > 1 or sig.layout == "nt"  # as the tensor cores want 8-bit operands, which nothing turns round on the way
             if addressed and along_k and not self._plain():
                 found.append("persistent")
