@@ -345,6 +345,25 @@ def warp_specialized_cases() -> list[Case]:
     return found
 
 
+APART = (
+    "max(mm), bitmask(bits(keep))",
+    "mm, gate[m,n] * bias + scale_a[m], sum(gate[m,n], m)",
+    "relu(mm), where(bias > 0, scale_a[m], 1), max(abs(residual), n), amax(residual), bgrad(mm)",
+)
+"""Programs with outputs that do not depend on the product."""
+
+
+def apart_cases() -> list[Case]:
+    """In Gluon, where layouts follow from use, and nothing that the product has part in uses these."""
+    found = []
+    for i, text in enumerate(APART):
+        for pingpong, halves in ((0, 1), (1, 1), (0, 2), (1, 2)):
+            config = warp_specialized(128, 64, 64, pingpong=pingpong, halves=halves, tma_load=pingpong)
+            found.append(Case(text, (264, 392, 136), (FP16, BF16)[halves - 1], layout=LAYOUTS[(i + pingpong) % 4], config=config))
+        found.append(Case(text, (263, 391, 135), FP16, inputs=FP32, layout="nt", config=warp_specialized(pingpong=1, halves=2)))
+    return found
+
+
 def tma_load_cases() -> list[Case]:
     """Inputs that TMA brings, beside masks and reductions: buffers for all of them, for some and, where rows are not aligned, for none; tails;
     several tiles of each group of warps."""
@@ -420,6 +439,7 @@ def all_cases() -> list[Case]:
         persistent_cases,
         warp_specialized_cases,
         tma_load_cases,
+        apart_cases,
         one_launch_cases,
     )
     return list(dict.fromkeys(c for group in groups for c in group()))

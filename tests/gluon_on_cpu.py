@@ -170,7 +170,7 @@ class Jit:
         return self.function(*arguments, **named)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int, num_stages: int, enable_fp_fusion: bool, **constants: int) -> None:  # noqa: ARG001
+        def launch(*arguments: Any, num_warps: int, num_stages: int, enable_fp_fusion: bool, sanitize_overflow: bool = True, **constants: int) -> None:  # noqa: ARG001
             programs = [Program(i, grid[0], num_warps) for i in range(grid[0])]
             Machine(self.seed).run(programs, self.function, [_argument(x) for x in arguments], constants)
 
@@ -185,7 +185,7 @@ LANGUAGE = SimpleNamespace(
     full=lambda shape, value, dtype, layout=None: _lying(full(shape, value, dtype), layout),
     zeros=lambda shape, dtype, layout=None: _lying(full(shape, 0, dtype), layout),
     load=load, store=store, atomic_add=atomic_add, barrier=barrier, thread_barrier=barrier, debug_barrier=barrier,
-    convert_layout=convert_layout, allocate_shared_memory=allocate_shared_memory, warp_specialize=warp_specialize,
+    convert_layout=convert_layout, set_auto_layout=lambda x, _layout: x, allocate_shared_memory=allocate_shared_memory, warp_specialize=warp_specialize,
     AutoLayout=lambda: None, DistributedLinearLayout=Linear, BlockedLayout=Blocked, SliceLayout=Slice, NVMMADistributedLayout=Multiplied,
 )  # fmt: skip
 

@@ -53,6 +53,11 @@ class Block:
     def __init__(self, data: torch.Tensor):
         self.data = data
 
+    @property
+    def type(self) -> SimpleNamespace:
+        """Which layout a block has nobody knows here."""
+        return SimpleNamespace(layout=None)
+
     def __getitem__(self, at: Any) -> Block:
         at = at if isinstance(at, tuple) else (at,)
         demand(all(i is None or i == slice(None) for i in at), f"a block is indexed by {at}")

@@ -149,6 +149,13 @@ def test_groups_of_warps_multiply_straight_from_what_another_warp_loads() -> Non
         assert "cp.async.c" not in text
 
 
+def test_outputs_that_do_not_depend_on_the_product_have_its_layout() -> None:
+    configs = [warp_specialized(128, 128, 64, 3, pingpong=1, halves=2, tma_load=1), warp_specialized(128, 128, 64, 3, pingpong=0, halves=1)]
+    jobs = [job(text, "sm_90", FP16, config, "nt") for text in cases.APART for config in configs]
+    for one, results in zip(jobs, compiled(jobs), strict=True):
+        checked(one, results)
+
+
 def test_what_tma_brings_is_read_from_shared_memory() -> None:
     """No thread loads it from global memory, and none overwrites a buffer from which another has still to read."""
     backward, residual = "dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", "relu(mm + bias + residual)"

@@ -210,6 +210,16 @@ class KernelSpec:
         return any(name == PRODUCT for name, _ in self.signature.inputs)
 
     @property
+    def apart(self) -> tuple[str, ...]:
+        """What is stored or reduced of values that do not depend on the product."""
+        reached: set[Arg] = {ACC}
+        for line in self.lines:
+            if reached.intersection(line.args):
+                reached.add(line.name)
+        values = dict.fromkeys([s.value for s in self.stores] + [p.value for p in self.partials])
+        return tuple(value for value in values if isinstance(value, str) and value not in reached)
+
+    @property
     def all_inputs(self) -> tuple[Input, ...]:
         """Inputs of the main and the finishing kernels, each once."""
         return tuple(dict.fromkeys([*self.inputs, *(i for f in self.finishes for i in f.inputs)]))
