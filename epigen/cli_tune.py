@@ -161,8 +161,8 @@ def _started(devices: Sequence[int] | str | None) -> list[GpuRunner]:
     from epigen.runtime import device
     from epigen.tuning.runner import GpuRunner, builders_for
 
-    asked = 1 if devices is None else 2**30 if isinstance(devices, str) else len(devices)
-    gpus = min(asked, device.likely())
+    there = device.likely()
+    gpus = there if isinstance(devices, str) else min(there, 1 if devices is None else len(devices))
     runners = [GpuRunner(builders_for(gpus)) for _ in range(gpus)]
     for runner in runners:
         runner.start()

@@ -207,7 +207,8 @@ def warm(jit: Any, function: Function, arguments: Sequence[Any], options: Mappin
     except Exception as error:  # as in compile_ahead
         raise CompileError(f"{function.name} does not compile for {target.name}: {_last_words(error)}") from error
     compiled = _compiled(kernel, function, target)
-    _make_launcher(kernel)
+    if target.backend == "cuda":
+        _make_launcher(kernel)
     return compiled.resources
 
 
