@@ -290,13 +290,19 @@ def test_the_budget_leaves_out_what_has_not_begun(capsys: pytest.CaptureFixture[
     assert f"width {WIDTH}, batch {BATCH}, relu: eager 18.000 ms" in capsys.readouterr().out
 
 
-def test_the_whole_script_with_a_stand_in_for_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def on_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script takes the CPU for a GPU."""
+
     def run(*given: Any, **_: Any) -> None:
         whole(*given, "cpu", times, saved)
 
     whole = training.run
     monkeypatch.setattr(training, "run", run)
     monkeypatch.setattr(device, "at_hand", lambda: gpus.DEFAULT.target)
+
+
+def test_the_whole_script_with_a_stand_in_for_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on_a_stand_in(monkeypatch)
     arguments = ["--widths", str(WIDTH), "--batch", str(BATCH), "--without", "compile", "nvmath", "--commit", "abc1234", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["training", *arguments])
     training.main()
@@ -308,12 +314,7 @@ def test_the_whole_script_with_a_stand_in_for_the_gpu(monkeypatch: pytest.Monkey
 
 
 def test_memory_alone_is_a_result_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def run(*given: Any, **_: Any) -> None:
-        whole(*given, "cpu", times, saved)
-
-    whole = training.run
-    monkeypatch.setattr(training, "run", run)
-    monkeypatch.setattr(device, "at_hand", lambda: gpus.DEFAULT.target)
+    on_a_stand_in(monkeypatch)
     monkeypatch.setattr("sys.argv", ["training", "--memory", "--widths", str(WIDTH), "--batch", str(BATCH), "--out", str(tmp_path)])
     training.main()
     (result,) = tmp_path.iterdir()

@@ -275,8 +275,8 @@ def test_odd_shapes(dtype: torch.dtype, act: str, save: str | None, shape: tuple
     """Twice, as the second call goes another way; backward runs on autograd's own thread."""
     model = mlp(act, dtype, save=save)
     exact = copy.deepcopy(model).double()
-    # where a relu's argument is about 0, both sides of it are right: one such element is 2 % of these gradients, and bf16 has some
-    tolerance = {torch.float16: 0.04, torch.bfloat16: 0.1, torch.float32: 0.003}[dtype]
+    # where a relu's argument is about 0, both sides of it are right: one such element is 2 % of these gradients
+    tolerance = {torch.float16: 0.04, torch.bfloat16: 0.05, torch.float32: 0.003}[dtype]
     function = getattr(nn.functional, act)
     for seed in range(2):
         x = drawn(*shape, seed=seed, dtype=dtype, grad=True)
