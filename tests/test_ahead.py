@@ -152,7 +152,9 @@ def test_groups_of_warps_multiply_straight_from_what_another_warp_loads() -> Non
 
 
 def test_outputs_that_do_not_depend_on_the_product_have_its_layout() -> None:
-    configs = [warp_specialized(128, 128, 64, 3, pingpong=1, halves=2, tma_load=1), warp_specialized(128, 128, 64, 3, pingpong=0, halves=1)]
+    """Inputs that TMA brings, whole or in halves, among them."""
+    configs = [warp_specialized(128, 128, 64, 2, pingpong=p, halves=1 + p, tma_load=1) for p in (0, 1)]
+    configs.append(warp_specialized(128, 64, 64, 3, pingpong=0, halves=1))
     jobs = [job(text, "sm_90", FP16, config, "nt") for text in cases.APART for config in configs]
     for one, results in zip(jobs, compiled(jobs), strict=True):
         checked(one, results)
@@ -160,8 +162,8 @@ def test_outputs_that_do_not_depend_on_the_product_have_its_layout() -> None:
 
 def test_any_program_can_be_written_in_gluon() -> None:
     """Where layouts follow from use, whatever uses what; at the tile that the plain rule takes."""
-    config = warp_specialized(128, 128, 64, 3, pingpong=1, halves=2)
-    jobs = [job(write_program(Random(seed), most=8, tame=True), "sm_90", FP16, config, LAYOUTS[seed % 4]) for seed in range(8)]
+    configs = [warp_specialized(128, 128, 64, 3, pingpong=1, halves=2), warp_specialized(128, 64, 64, 2, tma_load=1)]
+    jobs = [job(write_program(Random(seed), most=8, tame=True), "sm_90", FP16, configs[seed % 3 // 2], LAYOUTS[seed % 4]) for seed in range(10)]
     for one, results in zip(jobs, compiled(jobs), strict=True):
         checked(one, results)
 
