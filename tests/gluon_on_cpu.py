@@ -24,7 +24,16 @@ from gluon_values import FUNCTIONS, UNKNOWN, Block, Int, Pointer, arange, demand
 # -- global memory
 
 
+def _ended() -> None:
+    demand(not here().program.ahead, "memory is accessed before the kernel that was launched before has ended")
+
+
+def gdc_wait() -> None:
+    here().program.ahead = False
+
+
 def load(pointer: Pointer, mask: Block | None = None, other: float | None = None, cache_modifier: str = "") -> Block:  # noqa: ARG001
+    _ended()
     memory, at, inside = pointer.cells(mask)
     found = memory.take(at)
     if mask is not None:
@@ -34,6 +43,7 @@ def load(pointer: Pointer, mask: Block | None = None, other: float | None = None
 
 
 def store(pointer: Pointer, value: Block | float, mask: Block | None = None) -> None:
+    _ended()
     memory, at, inside = pointer.cells(mask)
     data = value.data if isinstance(value, Block) else torch.tensor(value)
     demand(data.dim() in (0, at.dim()), f"a block of shape {list(data.shape)} is stored at {list(at.shape)}")
@@ -170,9 +180,12 @@ class Jit:
         return self.function(*arguments, **named)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int, num_stages: int, enable_fp_fusion: bool, sanitize_overflow: bool = True, **constants: int) -> None:  # noqa: ARG001
-            programs = [Program(i, grid[0], num_warps) for i in range(grid[0])]
+        def launch(*arguments: Any, launch_pdl: bool = False, num_warps: int, **constants: int) -> None:
+            for option in ("num_stages", "enable_fp_fusion", "sanitize_overflow"):
+                constants.pop(option, None)
+            programs = [Program(i, grid[0], num_warps, launch_pdl) for i in range(grid[0])]
             Machine(self.seed).run(programs, self.function, [_argument(x) for x in arguments], constants)
+            demand(not any(p.ahead for p in programs), "a kernel may end before the one that was launched before")
 
         return launch
 
@@ -202,7 +215,8 @@ def module(text: str, seed: object = 0) -> SimpleNamespace:
 
     language = SimpleNamespace(**vars(LANGUAGE), nvidia=SimpleNamespace(hopper=HOPPER))
     gluon = SimpleNamespace(jit=jit, constexpr_function=lambda f: f, language=language)
-    triton = SimpleNamespace(jit=jit, language=LANGUAGE, experimental=SimpleNamespace(gluon=gluon))
+    extra = SimpleNamespace(cuda=SimpleNamespace(gdc_wait=gdc_wait))
+    triton = SimpleNamespace(jit=jit, language=SimpleNamespace(**vars(LANGUAGE), extra=extra), experimental=SimpleNamespace(gluon=gluon))
 
     def imported(name: str, _globals: object = None, _locals: object = None, fromlist: Sequence[str] | None = (), _level: int = 0) -> Any:
         demand(name.partition(".")[0] == "triton", f"a kernel imports {name}")

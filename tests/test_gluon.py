@@ -205,7 +205,7 @@ MISTAKES = {
     "a buffer is released a step early": (COOPERATIVE, "warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,"),
     "a buffer is released a step early, ping-pong": (PINGPONG, "warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,"),
     "the last buffer is released before the last product": (COOPERATIVE, _LAST + _RELEASE, _RELEASE + _LAST),
-    "the last buffer is not released": (COOPERATIVE, _RELEASE, ""),
+    "the last buffer is not released": (COOPERATIVE, _LAST + _RELEASE, _LAST),
     "a buffer is released by one group for both": (COOPERATIVE, "mbarrier.init(empty_bars.index(slot_id), count=2)", "mbarrier.init(empty_bars.index(slot_id), count=1)"),
     "fewer bytes are expected than come": (COOPERATIVE, "(BLOCK_M + BLOCK_N) * BLOCK_K * 2", "BLOCK_M * BLOCK_K * 2"),
     "more bytes are expected than come": (COOPERATIVE, "(BLOCK_M + BLOCK_N) * BLOCK_K * 2", "(BLOCK_M + BLOCK_N) * BLOCK_K * 4"),
@@ -217,7 +217,8 @@ MISTAKES = {
     "counters are left as they are": (LAST_BLOCK, "gl.store(num_arrived_ptr", "(num_arrived_ptr"),
     # of the accumulator
     "the epilogue begins before the last product": (COOPERATIVE, "warpgroup_mma_wait(0,", "warpgroup_mma_wait(1,"),
-    "a tile adds to the one before": (COOPERATIVE, "use_acc=k > 0", "use_acc=k > BLOCK_K"),
+    "a step does not add to the one before": (COOPERATIVE, "warpgroup_mma(a, b, acc,", "warpgroup_mma(a, b, acc, use_acc=False,"),
+    "the first step counts twice": (PINGPONG, "range(BLOCK_K, K,", "range(0, K,"),
     # of the stores
     "no wait before a store's buffer is overwritten": (COOPERATIVE, "        tma.store_wait(0)\n        out0_buf", "        out0_buf"),
     "no wait between halves": (HALVES, "            tma.store_wait(0)\n            out0_buf", "            out0_buf"),
@@ -242,6 +243,8 @@ MISTAKES = {
     "both groups' inputs share a barrier": (BROUGHT_PINGPONG, "in_bars.index(1),", "in_bars.index(0),"),
     "both groups' inputs share a buffer": (BROUGHT_PINGPONG, "dz_bufs.index(1),", "dz_bufs.index(0),"),
     "what was computed leaves before it is shown to the copy": (BROUGHT_HALVES, "            fence_async_shared()\n            copy_out", "            copy_out"),
+    # of the kernel that completes reductions
+    "it begins before the main kernel has ended": (BROUGHT_PINGPONG, "    gdc_wait()\n", ""),
     # of offsets, masks and layouts
     "words of a mask past the last": (PINGPONG, "mask=in_kept_words", "mask=None"),
     "a bias past the last": (PINGPONG, "mask=offs_col < N, other=0.0", ""),

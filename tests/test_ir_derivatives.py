@@ -156,21 +156,21 @@ def _by_tanh(x: Tensor) -> Tensor:
     return torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
 
-@pytest.mark.parametrize(("name", "exact", "relative", "units"), [("gelu", _normal, 2e-4, 6), ("gelu_tanh", _by_tanh, 7e-4, 32)])
-def test_what_gelu_multiplies_by_is_as_close_as_promised(name: str, exact: Callable[[Tensor], Tensor], relative: float, units: int) -> None:
+@pytest.mark.parametrize(("name", "exact", "relative", "units", "slope_units"), [("gelu", _normal, 2e-4, 3, 6), ("gelu_tanh", _by_tanh, 3e-6, 6, 8)])
+def test_what_gelu_multiplies_by_is_as_close_as_promised(name: str, exact: Callable[[Tensor], Tensor], relative: float, units: int, slope_units: int) -> None:
     x = torch.cat([torch.linspace(-40, 40, 400_001), torch.tensor([0.0, -0.0, 1e30, math.inf, math.nan])])
     found = computed(ops.TABLE[name], x=x).double()
     number, finite = ~x.isnan(), x.abs() < math.inf
     assert found[~number].isnan().all() and found[x == math.inf] == math.inf
     cdf = exact(x.double())
-    assert ((found - x * cdf).abs()[finite] <= 5 * x.abs()[finite] * bound.UNIT).all()
+    assert ((found - x * cdf).abs()[finite] <= units * x.abs()[finite] * bound.UNIT).all()
     # small results are right as well, which 1 + erf(x) and 1 + tanh(x) lose
     near = (x < 0) & (x > -5)
     assert ((found / (x * cdf) - 1).abs()[near] < relative).all()
     z = x.double()[x.abs() < 41].requires_grad_()
     (slope,) = torch.autograd.grad((z * exact(z)).sum(), z)
     z = z.detach()
-    assert ((computed(ops.TABLE[f"d{name}"], g=torch.ones_like(z).float(), z=z.float()).double() - slope).abs() <= units * bound.UNIT).all()
+    assert ((computed(ops.TABLE[f"d{name}"], g=torch.ones_like(z).float(), z=z.float()).double() - slope).abs() <= slope_units * bound.UNIT).all()
 
 
 def test_a_comparison_has_no_error_of_its_own() -> None:

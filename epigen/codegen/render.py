@@ -18,7 +18,7 @@ import jinja2
 
 import epigen
 from epigen.codegen import emit, schedules, vendor
-from epigen.codegen.schedules import SCHEDULES
+from epigen.codegen.schedules import SCHEDULES, Schedule
 from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, Signature, Store, digest, stride_name
 from epigen.dtypes import FP32, INT32, UINT8, DType
 from epigen.errors import EpigenError
@@ -52,7 +52,10 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One kernel of a module. finish: None for the main kernel. constants: its compile-time arguments. dialect: "triton" or "gluon"."""
+    """One kernel of a module. finish: None for the main kernel. constants: its compile-time arguments. dialect: "triton" or "gluon".
+
+    ahead: it may be launched while the kernel before it still runs, for whose end it waits by itself.
+    """
 
     name: str
     arguments: tuple[Argument, ...]
@@ -61,6 +64,7 @@ class Function:
     num_stages: int
     finish: Finish | None
     dialect: str = "triton"
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ class Renderer:
     def render(self, spec: KernelSpec, config: KernelConfig) -> Rendered:
         schedule = SCHEDULES[config.schedule]
         whole = not schedule.multiplies and vendor.whole(spec)
-        functions = [] if whole else [_main(spec, config), *(_finish(spec, f) for f in _after(spec, config))]
+        functions = [] if whole else [_main(spec, config), *(_finish(spec, f, schedule) for f in _after(spec, config))]
         text = self.text(
             "module.py.j2", spec=spec, config=config, functions=functions, schedule=schedule, dot_arguments=dot_arguments(spec, config),
             described=schedules.stored_by_tma(spec, config), brought=schedules.loaded_by_tma(spec, config), inside=_inside(spec, config), whole=whole, **units(spec, config),
@@ -294,7 +298,7 @@ def arrivals(spec: KernelSpec, config: KernelConfig) -> list[str]:
     return split + [{"n": "parts_n", "m": "parts_m", "": "1"}[f.indices] for f in _inside(spec, config)]
 
 
-def _finish(spec: KernelSpec, finish: Finish) -> Function:
+def _finish(spec: KernelSpec, finish: Finish, schedule: Schedule) -> Function:
     sig = spec.signature
     pointers, lengths, strides = [], [], []
     tiles = {"n": "tiles_m", "m": "tiles_n", "": "tiles"}[finish.indices]
@@ -321,7 +325,8 @@ def _finish(spec: KernelSpec, finish: Finish) -> Function:
     )
     length, width = _FINISH_TILES[finish.indices]
     name = f"{spec.name}_finish_{finish.indices}".rstrip("_")
-    return Function(name, _factored(arguments, sig), (("BLOCK_T", length), ("BLOCK_X", width)), 4, 1, finish)
+    # Gluon runs where kernels can wait, and where an interpreter that cannot has no say
+    return Function(name, _factored(arguments, sig), (("BLOCK_T", length), ("BLOCK_X", width)), 4, 1, finish, ahead=schedule.dialect == "gluon")
 
 
 def dot_arguments(spec: KernelSpec, config: KernelConfig) -> str:

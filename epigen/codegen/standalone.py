@@ -80,6 +80,7 @@ def _launch(spec: KernelSpec, config: KernelConfig, function: Function) -> dict[
     else:
         grid = "1"
     options = [f"{n}={v}" for n, v in function.constants] + [f"num_warps={function.num_warps}", f"num_stages={function.num_stages}", "enable_fp_fusion=True"]
+    options += ["launch_pdl=True"] * function.ahead
     return {"name": function.name, "grid": grid, "arguments": [_passed(a, spec, function.dialect) for a in function.arguments], "options": options}
 
 

@@ -173,7 +173,8 @@ def compile_ahead(rendered: Rendered, function: Function, target: Target, consta
 def options(function: Function) -> dict[str, Any]:
     """What Triton's compiler is told of a function, beside its arguments."""
     # the last: else every integer operation gets a check for overflow, which only debug mode keeps; a tenth of the time to compile
-    return {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True, "sanitize_overflow": False}
+    found = {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True, "sanitize_overflow": False}
+    return found | {"launch_pdl": True} if function.ahead else found
 
 
 class _Absent:
