@@ -33,7 +33,6 @@ _RUN, _LEAST_RUN = 128, 64  # bytes of a row that TMA lays out in one piece, and
 _BARRIER_BYTES = 1 << 10  # of shared memory, for the barriers of all stages
 _HALVED = 128 * 128  # values of a tile from which on the epilogue may take halves
 _MOST_GROUP = _MOST_ACCUMULATORS * 128  # values that four warps accumulate
-_LEAST_SPLIT = 512  # k from which on splitting it may pay
 _MOST_SPLIT = 2 * 64 * 128  # values of the result a multiprocessor up to which it may: beyond, there are tiles enough
 _SPLIT_BLOCKS = 4  # a multiprocessor: with more, each has too little to add up
 _BY_VALUE = {
@@ -119,7 +118,7 @@ class Space:
         found = ["library"]
         if FP8E4M3 not in (sig.a, sig.b) or target.fp8:
             found.append("tiled")
-            if k >= _LEAST_SPLIT and m * n <= _MOST_SPLIT * target.multiprocessors:
+            if k >= rule.LEAST_SPLIT and m * n <= _MOST_SPLIT * target.multiprocessors:
                 found.append("split_k")
             # what TMA cannot address as it lies is copied first, which pays for large products alone
             addressed = 0 not in self.shape and ({"a", "b"} <= set(sig.tma) or m * n * k > rule.LARGE)
