@@ -7,8 +7,9 @@ a search, and an enumeration elsewhere: one walk serves both, so they cannot dis
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 from epigen.codegen import schedules, vendor
 from epigen.codegen.schedules import SCHEDULES
@@ -93,6 +94,16 @@ class Space:
     def legal(self, config: KernelConfig) -> bool:
         """Whether a config, borrowed from another problem say, is a point of this space."""
         return config.schedule in self.schedules and self.at(self.parameters(config)) == config
+
+    def nearest(self, config: KernelConfig, open_choices: Collection[str] = ()) -> tuple[KernelConfig, ...]:
+        """The points nearest to a config of one of these schedules, each dimension within its bounds. open_choices: of 0 and 1, to be taken both ways."""
+        own = self.parameters(config)
+        both = [name for name in (f"{config.schedule}.{choice}" for choice in open_choices) if name in own]
+        found: dict[KernelConfig, None] = {}
+        for values in product(*((own[name], 1 - own[name]) for name in both)):
+            wanted = own | dict(zip(both, values, strict=True))
+            found[self.point(lambda name, low, high, w=wanted: min(max(w.get(name, low), low), high))] = None  # type: ignore[misc]
+        return tuple(found)
 
     def parameters(self, config: KernelConfig) -> dict[str, int]:
         """A config of one of these schedules as the names and numbers that `point` would have suggested."""
@@ -283,7 +294,7 @@ def parameters(config: KernelConfig) -> dict[str, int]:
 
 
 def _group(value: int) -> int:
-    return _GROUPS.index(value) if value in _GROUPS else -1  # -1: no point of any space
+    return _GROUPS.index(value) if value in _GROUPS else len(_GROUPS)  # beyond the last: no point of any space, and nearest to the last
 
 
 def _log2(value: int) -> int:
