@@ -180,9 +180,13 @@ def _borrow(result: dict[str, Any]) -> str:
     rule, failed = result["rule"], result["failed"]
     others = f"; for {rule['count']} more nothing was near enough, and the plain rule's config takes {rule['ratio'] - 1:.0%} longer" if rule["count"] else ""
     wrong = f"; {failed} failed" if failed else ""
+    ways = len(result.get("seeds", ()))
+    held = f"with half of the database held out, in {ways} ways," if ways > 1 else "with half of the database held out,"
+    preferred = result["by_how"].get("preferred", {}).get("count", 0)
+    rule_too = f" ({preferred} of them with the plain rule's, which the model prefers)" if preferred else ""
     return (
-        f"Borrowed configs: with half of the database held out, {result['count']} of its problems take {result['ratio'] - 1:.1%} longer in the geometric mean "
-        f"with a config of the other half than with their own, at worst {result['worst'] - 1:.0%}{others}{wrong} ({_measured(result['environment'])})."
+        f"Borrowed configs: {held} {result['count']} of its problems take {result['ratio'] - 1:.1%} longer in the geometric mean "
+        f"with a config of the other half{rule_too} than with their own, at worst {result['worst'] - 1:.0%}{others}{wrong} ({_measured(result['environment'])})."
     )
 
 

@@ -162,21 +162,25 @@ def test_what_is_borrowed_is_what_a_call_would_get() -> None:
     config, how, why = borrow.borrowed(task, [records[0]])
     assert (config, how) == (records[0].kernel_config, "shape") and "borrowed from 2048x4096x4096" in why
     config, how, why = borrow.borrowed(replace(task, shape=(16, 4096, 4096)), records)
-    assert how == borrow.RULE and "chosen by rule" in why and config.schedule in ("tiled", "library")
+    assert how == borrow.RULE and "chosen by rule" in why and config.schedule == "split_k"
+    config, how, why = borrow.borrowed(replace(task, shape=(256, 4096, 4096)), records)
+    assert how == borrow.PREFERRED and "by the model faster here" in why
 
 
 def test_borrowed_and_tuned_are_timed_in_turns_and_summed_up() -> None:
     records = database()
     task = borrow.task_of(records[1], H200)
-    row = borrow.measured(borrow.Case(records[1], (records[3],)), task, replay(), 3)
+    timed: dict[borrow.Pair, dict[str, Any]] = {}
+    row = borrow.measured(borrow.Case(records[1], (records[3],)), task, replay(), 3, timed)
     times = SQUARE.rows
     expected = times[records[3].kernel_config].median_us / times[records[1].kernel_config].median_us
     assert row["how"] == "shape" and row["ratio"] == pytest.approx(expected, abs=1e-4) and not row["same"]
     like = tuned_record(replace(task, shape=(2048, 4096, 4096)), records[1].kernel_config)
-    same = borrow.measured(borrow.Case(records[1], (like,)), task, replay(), 3)
+    assert borrow.measured(borrow.Case(records[1], (records[3],)), task, Replay({}, SQUARE.baseline), 3, timed) == row, "a pair is timed once"
+    same = borrow.measured(borrow.Case(records[1], (like,)), task, replay(), 3, {})
     assert same["same"] and same["ratio"] == 1.0
     failing = dict(SQUARE.rows) | {records[3].kernel_config: Outcome("wrong", detail="planted")}
-    failed = borrow.measured(borrow.Case(records[1], (records[3],)), task, Replay(failing, SQUARE.baseline), 3)
+    failed = borrow.measured(borrow.Case(records[1], (records[3],)), task, Replay(failing, SQUARE.baseline), 3, {})
     assert failed["failed"] == "borrowed: wrong: planted" and "ratio" not in failed
     rule = {**row, "how": borrow.RULE, "ratio": 2.0}
     found = borrow.summary([{**row, "ratio": 1.21}, same, rule])
@@ -228,6 +232,10 @@ def test_borrow_writes_what_it_found(written: Callable[..., dict[str, Any]], tmp
     found = written(borrow, "--db", folder)
     assert found["held_out"] == 4 and len(found["problems"]) == found["count"] == 2 and found["left_out"]
     assert "2 of its problems take" in readme.tuning()
+    both = written(borrow, "--db", folder, "--seeds", 2)
+    assert both["seeds"] == [0, 1] and {row["seed"] for row in both["problems"]} == {0, 1} and both["held_out"] == 8
+    assert [{**row, "seed": 0} for row in both["problems"]][: found["count"]] == found["problems"] and both["count"] > found["count"]
+    assert f"in 2 ways, {both['count']} of its problems take" in readme.tuning()
     assert written(borrow, "--db", folder, "--limit", 1)["count"] <= 1
     assert written(borrow, "--db", folder, "--budget", 0)["count"] == 0
     assert "nothing to compare" in readme.tuning()

@@ -93,9 +93,12 @@ def test_few_configs_for_many_sizes(database: Database) -> None:
         if isinstance(choice, Found):
             assert choice.how == "shape" and choice.record.kernel_config == choice.config
             assert choice.why.startswith(f"borrowed from {choice.record.shape[0]}x{N}x{K}, the nearest tuned shape of this program on NVIDIA H200")
-            assert m == stands or choice.why.endswith(f"; found for {stands}x{N}x{K}, which stands for M from {stands // 2 + 1} to {stands}")
-            assert found.get(stands, choice).config == choice.config
-    assert sum(isinstance(c, Found) for c in found.values()) > 500
+        else:
+            assert choice.why.startswith("chosen by rule")
+        near = isinstance(choice, Found) or "; by the model faster here than the configs of " in choice.why
+        assert near == (m > 2)
+        assert m == stands or not near or choice.why.endswith(f"; found for {stands}x{N}x{K}, which stands for M from {stands // 2 + 1} to {stands}")
+        assert found.get(stands, choice).config == choice.config
 
 
 def test_a_record_of_the_very_shape_wins_for_that_shape(database: Database) -> None:

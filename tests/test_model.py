@@ -291,7 +291,7 @@ def facts() -> tuple[list[float], list[float]]:
 CORRELATIONS = {"drelu_bgrad": 0.95, "medium": 0.96, "odd": 0.84, "short_k": 0.93, "skinny": 0.95, "small": 0.96, "square": 0.96}
 SWEEPS = {sweep.name: sweep for sweep in held.sweeps()}
 # of configs of all schedules; mostly those that the model takes for fast, which are harder to tell apart
-SAMPLED = {"short_drelu": 0.83, "skinny16": 0.68, "skinny64": 0.94, "square": 0.91, "square_drelu": 0.82, "thousand": 0.86, "tiny": 0.69}
+SAMPLED = {"short_drelu": 0.83, "skinny16": 0.88, "skinny64": 0.94, "square": 0.91, "square_drelu": 0.82, "thousand": 0.86, "tiny": 0.69}
 SAMPLES = {sample.name.removeprefix("sample_"): sample for sample in held.sweeps(prefix="sample_")}
 
 
@@ -318,7 +318,7 @@ def test_the_ranking_of_a_sample_of_all_schedules(name: str) -> None:
     assert len({c.schedule for c in sample.configs}) >= 4
     assert held.score(sample, estimated).correlation >= SAMPLED[name]
     first = sorted(range(len(estimated)), key=estimated.__getitem__)[:24]
-    assert min(sample.measured[i] for i in first) <= (1.07 if name in ("skinny16", "thousand", "tiny") else 1.03) * min(sample.measured)
+    assert min(sample.measured[i] for i in first) <= (1.07 if name in ("thousand", "tiny") else 1.03) * min(sample.measured)
 
 
 @pytest.mark.parametrize(

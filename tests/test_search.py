@@ -78,10 +78,25 @@ def test_every_point_is_legal_and_is_found_again(target: object, dtype: object) 
                 assert low <= values[name] <= high
                 return values[name]
 
-            assert here.point(again) == config
+            assert here.point(again) == config and here.nearest(config) == (config,)
             if config.schedule == "tiled":
                 fits = (config["block_m"] + config["block_n"]) * config["block_k"] * spec.signature.a.bytes * config["num_stages"]
                 assert fits <= target.shared_bytes  # type: ignore[attr-defined]
+
+
+def test_the_nearest_point_is_legal() -> None:
+    """Each dimension goes to its nearest bound, an order of tiles that is not searched to the nearest that is, and a choice that is open both ways."""
+    spec = spec_of("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)")
+    for shape in ((16, 4096, 4096), (128, 256, 256), (4096, 4096, 4096)):
+        here, there = Space(spec, shape, DEFAULT), Space(SPACE.spec, (8192, 8192, 512), DEFAULT)
+        for config in list(there.every())[::97]:
+            if config.schedule in here.schedules:
+                found = here.nearest(config, ("one_launch", "tma_load"))
+                assert found and len(set(found)) == len(found) and all(map(here.legal, found))
+    here = Space(spec, (4096, 4096, 4096), DEFAULT)
+    assert [c["group_m"] for g in (1, 2, 4, 8, 16) for c in here.nearest(tiled(128, 128, group_m=g))] == [1, 8, 8, 8, 8]
+    assert [c["one_launch"] for c in here.nearest(tiled(128, 128), ("one_launch",))] == [0, 1]
+    assert not here.legal(tiled(128, 128, group_m=4))
 
 
 @pytest.mark.parametrize(

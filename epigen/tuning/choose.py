@@ -1,13 +1,12 @@
 """Which config a call gets, and the sentence that says why: the tuning databases first, then the plain rule.
 
-Where the very problem was not tuned, several near ones may lend their configs. Which of those is the fastest here, the model says: each
-one's measured time, carried over from its own shape to this one by the ratio of the model's times. All M of one bucket are lent the same
-config, so that batches of ever new sizes need few kernels, and few look-ups.
+Where the very problem was not tuned, several near ones may lend their configs, made fit for it. Which of those and of the plain rule's is the
+fastest here, the model says, held to what the nearest record knows better. All M of one bucket get the same config, so that batches of ever
+new sizes need few kernels, and few look-ups.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,11 +17,15 @@ from epigen.runtime.latest import Latest
 from epigen.runtime.loader import triton_version
 from epigen.tuning import gpus, model, rule
 from epigen.tuning.database import Database
-from epigen.tuning.lookup import Found, Index, distinct
+from epigen.tuning.lookup import FARTHEST, PROGRAM_STEP, Found, Index
 from epigen.tuning.problem import Problem, bucket, problem_of
 from epigen.tuning.records import extents
+from epigen.tuning.space import Space
 
-_LENDERS = 12  # near problems that are asked; the estimates of more would take longer than they are worth
+_LENDERS = 8  # near problems that are asked; the estimates of more would take longer than they are worth
+_DOUBT = 0.02  # a share of the time for each doubling that a config comes from afar
+_UNMEASURED = FARTHEST + PROGRAM_STEP  # the plain rule's config, which nobody measured, is no nearer than the farthest that is lent
+_BY_EPILOGUE = ("one_launch", "tma_load")  # what a program without reductions, or without a tile to load, has no choice in
 _BUCKETS = 256
 
 
@@ -33,17 +36,17 @@ def capability(target: Target) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What all M of a bucket have in common. problem: of the M that stands for them. lent: the config, if one is near enough.
+    """What all M of a bucket have in common. problem: of the M that stands for them. lent: the config, if a tuned problem is near enough.
 
     tuned: whether it was tuned for one of them. index: the records that were asked.
     """
 
     problem: Problem
-    lent: Found | None
+    lent: Choice | None
     tuned: bool
     index: Index
 
-    def lends(self, shape: tuple[int, int, int]) -> Found | None:
+    def lends(self, shape: tuple[int, int, int]) -> Choice | None:
         """To one of them."""
         stands = self.problem.shape
         if self.lent is None or shape == stands:
@@ -85,36 +88,59 @@ class Chooser:
         return found
 
 
-def _lent(index: Index, problem: Problem, spec: KernelSpec, target: Target) -> Found | None:
-    """Of the configs of near problems the one that is expected to be the fastest here."""
-    shape = problem.shape
-    fitted = functools.cache(lambda config: model.fitted(spec, config, shape, target))
-    near = index.near(problem, triton_version(), lambda config: fitted(config) is not None)
-    found = [_with_room(f, fitted(f.config)) for f in distinct(near, _LENDERS)]
-    if len(found) < 2:
-        return found[0] if found else None
-    times = _carried_over(found, spec, shape, target)
-    best = min(range(len(found)), key=times.__getitem__)
-    if best == 0:
-        return found[0]
-    return replace(found[best], why=f"{found[best].why}: of the configs of {len(found)} near problems the fastest here by the model")
+def _lent(index: Index, problem: Problem, spec: KernelSpec, target: Target) -> Choice | None:
+    """The config that is expected to be the fastest here, of those of near problems and the plain rule's; None where nothing is near."""
+    space = Space(spec, problem.shape, target)
+    runs = frozenset(space.schedules)
+    suited: dict[KernelConfig, list[Found]] = {}
+    for found in index.near(problem, triton_version(), lambda config: config.schedule in runs):
+        if found.config not in suited and (here := _suited(found, problem, space)):
+            suited[found.config] = here
+            if len(suited) == _LENDERS:
+                break
+    if not suited:
+        return None
+    lent, ruled = [one for here in suited.values() for one in here], rule.choose(spec, problem.shape, target)
+    times = _expected(lent, ruled, problem, spec, target)
+    best = min(range(len(times)), key=times.__getitem__)
+    near = f"the configs of {len(suited)} near problem{'s' * (len(suited) > 1)}"
+    if best == len(lent):
+        return replace(ruled, why=f"{ruled.why}; by the model faster here than {near}")
+    return replace(lent[best], why=f"{lent[best].why}: of {near} the fastest here by the model") if best else lent[0]
 
 
-def _with_room(found: Found, config: KernelConfig | None) -> Found:
-    """Another epilogue may leave less shared memory for stages. config: what fits."""
-    assert config is not None
+def _suited(found: Found, problem: Problem, space: Space) -> list[Found]:
+    """A lender's config as it can run here, with as many stages as there is room for.
+
+    From an epilogue of the same class as it was measured. From another one the nearest legal points, since what pays beside its loads, stores
+    and reductions may not beside these; and what it had nothing to decide by is tried both ways.
+    """
+    configs = (found.config,) if found.record.kind == problem.kind else space.nearest(found.config, _BY_EPILOGUE)
+    fitting = dict.fromkeys(model.fitted(space.spec, config, space.shape, space.target) for config in configs)
+    return [_changed(found, config) for config in fitting if config]
+
+
+def _changed(found: Found, config: KernelConfig) -> Found:
     if config == found.config:
         return found
-    return replace(found, config=config, why=f"{found.why}; with {config['num_stages']} stages, for which there is room here")
+    changes = ", ".join(f"{name}={value}" for name, value in config.values if value != found.config[name])
+    return replace(found, config=config, why=f"{found.why}; here with {changes}")
 
 
-def _carried_over(found: Sequence[Found], spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> list[float]:
-    """Microseconds that each found config is expected to take here."""
-    here = model.estimates(spec, [f.config for f in found], shape, gpus.of_target(target))
-    times = []
-    for f, estimate in zip(found, here, strict=True):
-        there = model.estimate_us(
-            laid(spec, f.record.layout), f.record.kernel_config, f.record.problem.shape, gpus.find(f.record.gpu) or gpus.of_target(target)
-        )
-        times.append(estimate.us * f.record.median_us / there.us)
-    return times
+def _expected(lent: Sequence[Found], ruled: Choice, problem: Problem, spec: KernelSpec, target: Target) -> list[float]:
+    """Microseconds that each lent config is expected to take here, and the rule's.
+
+    They are the model's, with what the nearest record is sure of: where it was tuned, nothing was faster than its config. What the model takes
+    to be faster there it flatters, here as well, the more so the nearer that is. And each doubling of a lender's distance makes it doubtful.
+
+    How much slower or faster than estimated a lender was is not carried over: of 182 records on an H200 those ratios have nothing in common
+    beyond one doubling (correlation 0.0), and little within it (0.2 for one program).
+    """
+    gpu, nearest = gpus.of_target(target), min(lent, key=lambda found: found.far)
+    configs = [one.config for one in (*lent, ruled)]
+    here = model.estimates(spec, configs, problem.shape, gpu)
+    tuned = nearest.record
+    won, *there = model.estimates(laid(spec, tuned.layout), [tuned.kernel_config, *configs], tuned.shape, gpus.find(tuned.gpu) or gpu)
+    sure = max(0.0, 1 - nearest.far / FARTHEST)
+    far = [*(found.far for found in lent), _UNMEASURED]
+    return [h.us * max(1.0, won.us / t.us) ** sure * (1 + _DOUBT * f) for h, t, f in zip(here, there, far, strict=True)]

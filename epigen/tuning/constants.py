@@ -2,7 +2,7 @@
 
 Each stands for something physical that other GPUs share, and none for a single shape or config. Fitted by `bench/model.py --fit` to the
 5,572 measured configs of bench/results/sweep_*.json (fp16 on an H200, torch 2.11, Triton 3.6, 2026-11), then rounded; those that these
-tables cannot tell, and those of narrow loads, were set by hand.
+tables cannot tell, and those of narrow loads, were set by hand; outside_clocks to the persistent ones of sample_skinny16.json.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Constants:
     request_clocks: float = 0.45  # what such a request adds to the time of its bytes
     b_along_k: float = 1.6  # rows of b that lie along k take so much longer than a's: seen at 4096x4096x4096 and 8192x8192x1024, "nt" against "nn"
     copy_clocks: float = 30  # a warp issues copies of 16 bytes a thread, with their addresses and masks
+    outside_clocks: float = 3.5  # each row of 128 bytes that lies outside of the operand, where TMA fills in zeros: 48 of a tile of 64 rows where M is 16
     l2_us: float = 0.4  # a load's latency
     dram_us: float = 0.26  # what missing L2 adds to it
     memory_bare: float = 0.33  # of the memory's time for the operands that nothing hides

@@ -51,20 +51,27 @@ VECTOR_STEP = 0.125
 """For each input of rows or columns of another size, whose bytes hardly count: enough to prefer the record that has them alike."""
 BANDWIDTH_STEP = 0.5
 """For each doubling of the memory bandwidth that a multiprocessor of the other GPU has: whether math or memory binds moves with it."""
+CLASS_STEP, PROGRAM_STEP = 1.0, 2.0
+"""What another program of the same epilogue class, and one of any class, add once a problem is near enough to lend: they go in order of likeness,
+and then of distance, but are trusted less."""
 FARTHEST = 4.0
 """Beyond this nothing is borrowed, for instance where both M and N are more than four times as large."""
 
 Accept = Callable[[KernelConfig], bool]
 
 _DTYPES = {t.name: t for t in ALL}
+_UNLIKE = {"spec": 0.0, "kind": CLASS_STEP, "any": PROGRAM_STEP}  # by a step's likeness
 
 
 @dataclass(frozen=True, slots=True)
 class Found(Choice):
-    """A config from a record. how: "exact", "triton", "shape", "kind", "program" or "architecture": the step that found it."""
+    """A config from a record. how: "exact", "triton", "shape", "kind", "program" or "architecture": the step that found it. far: the distance
+    of its problem, in doublings, another program's step included.
+    """
 
     record: Record
     how: str
+    far: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,12 +246,12 @@ class Index:
     def _near(self, problem: Problem, triton: str, accept: Accept | None, seen: set[int]) -> Iterator[Found]:
         """seen: entries that are passed over."""
         for step in _steps(problem):
-            for entry in self._nearest(problem, triton, step):
+            for far, entry in self._nearest(problem, triton, step):
                 if id(entry) not in seen and _fits(entry.record, accept):
                     seen.add(id(entry))
-                    yield _found(entry.record, step.how, _sentence(step, problem, entry.record))
+                    yield _found(entry.record, step.how, _sentence(step, problem, entry.record), far + _UNLIKE[step.likeness])
 
-    def _nearest(self, problem: Problem, triton: str, step: _Step) -> Iterator[_Entry]:
+    def _nearest(self, problem: Problem, triton: str, step: _Step) -> Iterator[tuple[float, _Entry]]:
         m, n, k = map(_log, problem.shape)
         bucket = self._buckets.get(step.bucket, [])
         near: list[tuple[float, bool, int, bool, int, _Entry]] = []
@@ -266,7 +273,7 @@ class Index:
         while near:
             far, whole, _, _, order, e = heapq.heappop(near)
             if whole:
-                yield e
+                yield far, e
             elif (far := far + _penalty(problem, e.record.problem, _layout_step(e.record))) <= FARTHEST:
                 heapq.heappush(near, (far, True, e.source, e.record.triton != triton, order, e))
 
@@ -296,8 +303,8 @@ def _between(bucket: list[_Place], m: float, reach: float) -> Iterator[tuple[int
     return ((order, *place) for order, place in enumerate(islice(bucket, first, last)))
 
 
-def _found(record: Record, how: str, why: str) -> Found:
-    return Found(record.kernel_config, why, record, how)
+def _found(record: Record, how: str, why: str, far: float = 0.0) -> Found:
+    return Found(record.kernel_config, why, record, how, far)
 
 
 def _where(record: Record) -> str:

@@ -31,6 +31,7 @@ _VENDOR_TILES = ((128, 256, 0.86), (128, 128, 0.77), (64, 128, 0.66), (64, 64, 0
 # fp16 at 125 and 66 TFLOP/s. Between 2 and 16 bytes nothing was measured.
 _VENDOR_UNALIGNED_TILE, _VENDOR_UNALIGNED = (128, 128, 0.77), {8: 2.0, 4: 3.0, 2: 4.7, 1: 4.7}
 _RUN_BYTES = 256
+_TMA_ROW_BYTES = 128  # TMA lays a tile out in pieces whose rows are so long
 _MOST_ACCUMULATORS = 0.88  # of the registers a thread can have: 224 of 255
 
 
@@ -234,7 +235,9 @@ class _Timing(Work):
         read = block_m // 64 * (64 * beside + block_n) * block_k * self.element_bytes
         shared = (read + step_bytes) / (self.c.shared_bytes_clock * self.clock_us)
         multiply = self._multiply_us(block_m, block_n, block_k, warps)
-        step = self._norm(products, shared, feed, multiply, (later + feed) / in_flight, smooth=self.c.tma_smooth) + self.c.wait_clocks / self.clock_us
+        outside = max(0, block_m - m) * -(-block_k * self.element_bytes // _TMA_ROW_BYTES)
+        step = self._norm(products, shared, feed, multiply, (later + feed) / in_flight, smooth=self.c.tma_smooth)
+        step += (self.c.wait_clocks + outside * self.c.outside_clocks) / self.clock_us
         fill = self.c.block_us + later + feed
         mainloop = cold - later + rounds * steps * step + (1 if values.get("flatten", 1) else rounds) * fill
         # what TMA brings is there by then

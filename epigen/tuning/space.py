@@ -7,8 +7,9 @@ a search, and an enumeration elsewhere: one walk serves both, so they cannot dis
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 from epigen.codegen import schedules, vendor
 from epigen.codegen.schedules import SCHEDULES
@@ -33,7 +34,6 @@ _RUN, _LEAST_RUN = 128, 64  # bytes of a row that TMA lays out in one piece, and
 _BARRIER_BYTES = 1 << 10  # of shared memory, for the barriers of all stages
 _HALVED = 128 * 128  # values of a tile from which on the epilogue may take halves
 _MOST_GROUP = _MOST_ACCUMULATORS * 128  # values that four warps accumulate
-_LEAST_SPLIT = 512  # k from which on splitting it may pay
 _MOST_SPLIT = 2 * 64 * 128  # values of the result a multiprocessor up to which it may: beyond, there are tiles enough
 _SPLIT_BLOCKS = 4  # a multiprocessor: with more, each has too little to add up
 _BY_VALUE = {
@@ -95,6 +95,16 @@ class Space:
         """Whether a config, borrowed from another problem say, is a point of this space."""
         return config.schedule in self.schedules and self.at(self.parameters(config)) == config
 
+    def nearest(self, config: KernelConfig, open_choices: Collection[str] = ()) -> tuple[KernelConfig, ...]:
+        """The points nearest to a config of one of these schedules, each dimension within its bounds. open_choices: of 0 and 1, to be taken both ways."""
+        own = self.parameters(config)
+        both = [name for name in (f"{config.schedule}.{choice}" for choice in open_choices) if name in own]
+        found: dict[KernelConfig, None] = {}
+        for values in product(*((own[name], 1 - own[name]) for name in both)):
+            wanted = own | dict(zip(both, values, strict=True))
+            found[self.point(lambda name, low, high, w=wanted: min(max(w.get(name, low), low), high))] = None  # type: ignore[misc]
+        return tuple(found)
+
     def parameters(self, config: KernelConfig) -> dict[str, int]:
         """A config of one of these schedules as the names and numbers that `point` would have suggested."""
         return parameters(config) | {"schedule": self.schedules.index(config.schedule)}
@@ -119,7 +129,7 @@ class Space:
         found = ["library"]
         if FP8E4M3 not in (sig.a, sig.b) or target.fp8:
             found.append("tiled")
-            if k >= _LEAST_SPLIT and m * n <= _MOST_SPLIT * target.multiprocessors:
+            if k >= rule.LEAST_SPLIT and m * n <= _MOST_SPLIT * target.multiprocessors:
                 found.append("split_k")
             # what TMA cannot address as it lies is copied first, which pays for large products alone
             addressed = 0 not in self.shape and ({"a", "b"} <= set(sig.tma) or m * n * k > rule.LARGE)
@@ -284,7 +294,7 @@ def parameters(config: KernelConfig) -> dict[str, int]:
 
 
 def _group(value: int) -> int:
-    return _GROUPS.index(value) if value in _GROUPS else -1  # -1: no point of any space
+    return _GROUPS.index(value) if value in _GROUPS else len(_GROUPS)  # beyond the last: no point of any space, and nearest to the last
 
 
 def _log2(value: int) -> int:
