@@ -1,4 +1,4 @@
-"""The Python entry points: they compose the stages and hold no logic of their own."""
+"""The Python entry points: they compose the stages and hold no logic of their own. What `compile` does not need is imported where it is used."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import CallError, ConfigError, near_miss
 from epigen.ir.check import check
-from epigen.ir.derivation import Derivation
-from epigen.ir.derive import derive as derivation_of
 from epigen.ir.graph import Graph
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
 from epigen.runtime.arguments import process_precision
 from epigen.runtime.kernel import BACKENDS, Kernel
 from epigen.runtime.rendering import renderer
-from epigen.tuning import asked, remembered
 from epigen.tuning.choose import Chooser
 from epigen.tuning.database import Database
-from epigen.tuning.first_use import FirstUse
 
 if TYPE_CHECKING:
+    from epigen.ir.derivation import Derivation
+    from epigen.tuning.first_use import FirstUse
     from epigen.tuning.search import Progress
     from epigen.tuning.tune import Tuned
 
@@ -55,8 +53,11 @@ def derive(
     >>> print(derived.backward.text)
     dmm = drelu(mm, mask); dbias = bgrad(dmm); dmm, dbias
     """
+    from epigen.ir.derive import derive
+    from epigen.tuning import asked
+
     operands = dtypes.BY_NAME[asked.dtype_of(dtype)]
-    return derivation_of(graph_of(text), operands, save, wrt, of)
+    return derive(graph_of(text), operands, save, wrt, of)
 
 
 @functools.cache
@@ -68,6 +69,8 @@ def database() -> Database:
 @functools.cache
 def first_use() -> FirstUse:
     """What tunes at first use, one problem at a time for all kernels of this process."""
+    from epigen.tuning.first_use import FirstUse
+
     return FirstUse(database())
 
 
@@ -134,6 +137,7 @@ def tune(
     ...     for tuned in epigen.tune("relu(mm + bias)", ["4096x4096x4096", (16, 4096, 4096)], dtype=torch.bfloat16):
     ...         print(tuned)
     """
+    from epigen.tuning import asked, remembered
     from epigen.tuning.fleet import tune_all
     from epigen.tuning.tune import spec_of
 

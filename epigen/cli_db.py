@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -178,7 +179,7 @@ def _tell(report: Report, where: str, as_json: bool) -> None:
 
 
 def _object(file: Path, record: Record) -> dict[str, Any]:
-    return {"name": record.name, "file": str(file), **record.model_dump(mode="json", exclude_none=True)}
+    return {"name": record.name, "file": str(file), **{name: value for name, value in asdict(record).items() if value is not None}}
 
 
 def _row(record: Record) -> str:

@@ -6,6 +6,7 @@ The oracle is Triton itself: a warmed kernel has to launch, parameter by paramet
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import struct
 import threading
@@ -26,11 +27,13 @@ from epigen.codegen import schedules
 from epigen.codegen.render import Argument, Function, Rendered
 from epigen.codegen.spec import KernelConfig, digest
 from epigen.errors import CallError
-from epigen.runtime import device, direct, vendor, warmed
+from epigen.runtime import device, direct, vendor, warmed, workspace
 from epigen.runtime import kernel as kernel_module
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.launch import Launch
 from epigen.runtime.loader import Loader
+from epigen.runtime.prepared import Prepared
+from epigen.runtime.written import Written
 
 TINY = cases.tiled(16, 16, 16, 1, 1)
 LIBRARY = schedules.config("library", block_m=16, block_n=16, num_warps=1)
@@ -164,6 +167,32 @@ def test_a_warmed_call_launches_what_triton_launches(gpu: FakeGpu, through_trito
     assert through_triton.count == before
 
 
+def test_inputs_come_in_any_order(gpu: FakeGpu, through_triton: Watch) -> None:
+    kernel, oracle, out = compiled("mm * alpha + beta"), compiled("mm * alpha + beta"), half(M, N)
+    a, b = operands()
+    expected = as_triton_does(gpu, oracle, a, b, out=out, alpha=1.5, beta=2.5)
+    kernel(a, b, out=out, alpha=0.5, beta=0.25)
+    learn(gpu, kernel)
+    before = through_triton.count
+    assert gpu.during(lambda: kernel(a, b, beta=2.5, out=out, alpha=1.5)) == expected
+    assert through_triton.count == before
+
+
+def test_buffers_come_in_a_list_or_a_tuple(gpu: FakeGpu, through_triton: Watch) -> None:
+    kernel, (a, b) = compiled("mm, relu(mm)"), operands()
+    outs = [half(M, N), half(M, N)]
+    ways = (outs, tuple(outs), kernel._outputs(*outs))
+    for out in ways:
+        kernel(a, b, out=out)
+    learn(gpu, kernel)
+    before = through_triton.count
+    (first, *others) = [gpu.during(lambda out=out: kernel(a, b, out=out)) for out in ways]
+    assert all(other == first for other in others) and through_triton.count == before
+    for few in (outs[:1], tuple(outs[:1]), [*outs, *outs]):
+        with pytest.raises(CallError, match=f"out holds {len(few)} tensors"):
+            kernel(a, b, out=few)
+
+
 @pytest.mark.parametrize("layout", ["nt", "tn"])
 @pytest.mark.parametrize(
     "config",
@@ -257,6 +286,27 @@ def test_the_vendors_product_is_handed_on(gpu: FakeGpu, through_triton: Watch, m
     before = through_triton.count
     (found,) = launched(gpu, kernel, a, b, bias=half(N), out=out)
     assert through_triton.count == before and struct.unpack("Q", found.parameters[0])[0] == product.data_ptr()
+
+
+def test_counters_are_held_until_the_kernel_is_launched(gpu: FakeGpu, through_triton: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a CUDA graph's capture they are new in each call: freed too early, their memory would be the vendor's product."""
+    counters: list[weakref.ref[torch.Tensor]] = []
+    new = workspace.Arrivals._new
+
+    def made(arrivals: workspace.Arrivals) -> torch.Tensor:
+        counters.append(weakref.ref(found := new(arrivals)))
+        return found
+
+    def product(_a: Any, _b: Any, _precision: str) -> torch.Tensor:
+        assert counters[-1]() is not None
+        return torch.zeros(M, N)
+
+    monkeypatch.setattr(workspace.Arrivals, "_new", made)
+    monkeypatch.setattr(vendor, "product", product)
+    kernel, (a, b) = compiled("relu(mm), bgrad(mm)", LIBRARY.but("one_launch", 1)), operands()
+    for _ in range(3):
+        kernel(a, b)
+    assert gpu.stream == 7 and len(counters) == 3 and through_triton.count == 1
 
 
 def test_what_the_vendor_computes_whole_launches_nothing(gpu: FakeGpu, through_triton: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,6 +523,22 @@ def test_no_tensor_is_kept_alive() -> None:
     assert direct_calls(kernel) and not any(t() is not None for t in held)
 
 
+def test_what_is_forgotten_goes_at_once() -> None:
+    """Counters lie in the GPU's memory, and garbage collection knows nothing of how little of that is left."""
+    kernel, (a, b) = compiled("relu(mm)", cases.split_k(16, 16, 16, 2, 1, 1)), operands()
+    for _ in range(3):
+        kernel(a, b)
+    assert kernel._last is not None and kernel._last.arrivals is not None
+    counted = weakref.ref(kernel._last.arrivals)
+    gc.disable()
+    try:
+        forget(kernel)
+        kernel._last = None
+        assert counted() is None
+    finally:
+        gc.enable()
+
+
 def test_a_guard_that_says_otherwise_is_not_trusted(monkeypatch: pytest.MonkeyPatch, through_triton: Watch) -> None:
     class Guard:
         def __init__(self, *_: Any, **__: Any):
@@ -585,6 +651,26 @@ def test_a_hook_sees_every_launch(through_triton: Watch) -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("own", [{}, {"jit_cache_hook": None}], ids=["the first", "another before"])
+@pytest.mark.parametrize(("knob", "value"), [("debug", True), ("add_stages_inspection_hook", print)])
+def test_a_knob_that_is_set_is_seen(knob: str, value: Any, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton then compiles another kernel, or is asked to show how; and launches are direct once more when it is as it was."""
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime, "__dict__", own)
+    run, asked = Prepared.run, []
+    monkeypatch.setattr(Prepared, "run", lambda *given: (asked.append(1), half(M, N))[1:] if own.get(knob) else run(*given))
+    kernel, (a, b) = compiled("relu(mm)"), operands()
+    for turn in (1, 2):
+        for _ in range(3):
+            kernel(a, b)
+        assert direct_calls(kernel) and len(asked) == turn - 1
+        setattr(knobs.runtime, knob, value)
+        kernel(a, b)
+        assert len(asked) == turn
+        delattr(knobs.runtime, knob)
+
+
 def test_a_launcher_of_another_make_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.backends.nvidia.driver import CudaLauncher
 
@@ -632,8 +718,7 @@ def test_parameters_in_another_order_are_left_to_triton() -> None:
 def test_another_device_than_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = compiled("relu(mm)")
     a, b = operands()
-    kernel(a, b)
-    now, seen = [3], []
+    now, seen = [None], []
 
     class Guard:
         def __init__(self, device: Any):
@@ -647,7 +732,10 @@ def test_another_device_than_the_current_one(monkeypatch: pytest.MonkeyPatch) ->
             now[0] = self.before
 
     monkeypatch.setattr(warmed, "current_device", lambda: now[0])
+    for _ in range(2):
+        kernel(a, b)
     monkeypatch.setattr("torch.cuda.device", Guard)
+    now[0] = 3
     kernel(a, b)
     assert seen == [None] and now == [3]  # None is the index of where these tensors lie
 
@@ -757,9 +845,11 @@ def bound(gpu: FakeGpu, copy: tuple[Any, Function], x: torch.Tensor, y: torch.Te
     launch = Launch.of(jit, function, -(-x.shape[0] // 16), {"M": x.shape[0], "N": x.shape[1]})
     it = launch({"x_ptr": x, "y_ptr": y, "alpha": 2.0})
     gpu.know(it)
-    again = launch.direct(it, SLOTS, (x, y))
-    assert again is not None
-    return launch, again
+    straight = launch.direct(it, SLOTS, (x, y))
+    assert straight is not None
+    text = Written("again(stream, values)")
+    text.add(straight.call(text, "stream", [f"values[{i}]" for i in range(3)]))
+    return launch, text.function()
 
 
 def both(gpu: FakeGpu, pair: tuple[Launch, Any], x: torch.Tensor, y: torch.Tensor) -> list[Launched]:

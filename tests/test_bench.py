@@ -226,8 +226,8 @@ def test_repeat_writes_what_it_found(written: Callable[..., dict[str, Any]], cap
 
 def test_borrow_writes_what_it_found(written: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "db"
-    strange = tuned_record(SQUARE.task, right()[0]).model_copy(update={"spec": "0123456789abcdef"})
-    strangers = [strange.model_copy(update={"shape": (m, 4096, 4096)}) for m in (64, 128, 256, 512)]
+    strange = replace(tuned_record(SQUARE.task, right()[0]), spec="0123456789abcdef")
+    strangers = [replace(strange, shape=(m, 4096, 4096)) for m in (64, 128, 256, 512)]
     Database(folder, seeds=()).add(*database(), *strangers)
     found = written(borrow, "--db", folder)
     assert found["held_out"] == 4 and len(found["problems"]) == found["count"] == 2 and found["left_out"]

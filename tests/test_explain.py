@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +224,7 @@ def test_a_gpu_at_hand_without_a_row_finds_its_own_records(database: Database, m
 
 
 def replace_problem(found: Record, problem: Problem) -> Record:
-    return Record.make(problem, found.kernel_config, **found.model_dump(exclude={*Problem.__dataclass_fields__, "schedule", "config"}))
+    return replace(found, **asdict(problem))
 
 
 # -- every item of an explanation

@@ -6,6 +6,7 @@ import ast
 import email
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -58,6 +59,17 @@ def test_starting_is_light(start: str) -> None:
         if best < IMPORT_SECONDS:
             break
     assert best < IMPORT_SECONDS
+
+
+def test_a_first_call_waits_for_nothing_that_only_tuning_needs() -> None:
+    """Finding a config in the shipped database and rendering its kernel: pydantic and its models took a quarter of a first call."""
+    code = (
+        "import sys, epigen\n"
+        "why = epigen.compile('relu(mm + bias)').plan().choice.why\n"
+        "heavy = {'pydantic', 'filelock', 'optuna', 'sqlalchemy', 'click', 'epigen.ir.derive', 'epigen.tuning.asked', 'epigen.tuning.first_use'}\n"
+        "print(why, sorted(heavy & set(sys.modules)))\n"
+    )
+    assert re.fullmatch(r"(tuned for|borrowed from) .* \[\]\n", run([sys.executable, "-c", code], ROOT).stdout)
 
 
 def test_the_version_is_printed() -> None:

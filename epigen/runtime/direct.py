@@ -22,12 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from epigen.dtypes import BY_TORCH
-
-Start = Callable[[int, Sequence[Any]], object]
-"""(stream, arguments) launches. arguments: all of the kernel's, constants too; addresses as integers, a described tensor as `Describe` says."""
-
-Describe = Callable[[int], Sequence[Any]]
-"""Address -> what the C function takes of a tensor that TMA addresses: the descriptor, and its shape and strides."""
+from epigen.runtime.written import Written
 
 
 def describe_by_triton(dialect: str, t: Tensor, block: tuple[int, int]) -> Any:
@@ -50,6 +45,24 @@ def describe_by_triton(dialect: str, t: Tensor, block: tuple[int, int]) -> Any:
 def upright(t: Tensor) -> Tensor:
     """The matrix or its transpose, whichever has contiguous rows: TMA addresses nothing else."""
     return t if t.stride(1) == 1 else t.T
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A kernel's C function and what it takes before and behind the stream. packed: its kernel's arguments are one tuple. owner: of its code."""
+
+    function: Callable[..., object]
+    head: tuple[Any, ...]
+    middle: tuple[Any, ...]
+    packed: bool
+    owner: Any
+
+    def call(self, text: Written, stream: str, arguments: Sequence[str]) -> str:
+        """The statement that launches. arguments: expressions for all of the kernel's, constants too; addresses are integers, and a described
+        tensor is its descriptor and what `Descriptors` says that follows."""
+        text.hold(self.owner)
+        last = f"({', '.join(arguments)},)" if self.packed else ", ".join(arguments)
+        return f"{text.hold(self.function)}({', '.join([*map(text.hold, self.head), stream, *map(text.hold, self.middle), last])})"
 
 
 def start(jit: Any, compiled: Any, names: Sequence[str], blocks: int, arguments: int) -> Start | None:
@@ -76,7 +89,7 @@ def start(jit: Any, compiled: Any, names: Sequence[str], blocks: int, arguments:
 
 
 def _replay(function: Callable[..., object], reached: Sequence[tuple[Any, ...]], stream: object, marks: tuple[Any, ...], compiled: Any) -> Start | None:
-    """Calls the C function with what arrived there, other streams and arguments in place of the marks. compiled: kept alive, for it owns the code."""
+    """The C function with what arrived there, but for the stream and the arguments, where the marks were. compiled: owns the code."""
     if len(reached) != 1:
         return None
     (given,) = reached
@@ -87,14 +100,7 @@ def _replay(function: Callable[..., object], reached: Sequence[tuple[Any, ...]],
     head, middle = given[: places[0]], given[places[0] + 1 : -len(marks) if spread else -1]
     if any(value in marks for value in (*head, *middle)):
         return None
-
-    def start_spread(stream: int, arguments: Sequence[Any], _owner: Any = compiled) -> None:
-        function(*head, stream, *middle, *arguments)
-
-    def start_packed(stream: int, arguments: Sequence[Any], _owner: Any = compiled) -> None:
-        function(*head, stream, *middle, arguments)
-
-    return start_spread if spread else start_packed
+    return Start(function, head, middle, not spread, compiled)
 
 
 def _launcher(compiled: Any) -> Any:
@@ -149,12 +155,26 @@ _REMEMBERED = 64
 """Descriptors kept of one argument: an activation comes back at one of a few addresses, as the allocator hands them out."""
 
 
-def describe(compiled: Any, number: int, t: Tensor) -> Describe | None:
-    """Describes tensors that differ from `t` in their address alone. number: the argument's among those that are described.
+class Descriptors(dict[int, object]):
+    """By address, those of tensors that differ in their address alone. rest: what the C function takes after each, shape and strides.
 
     A descriptor holds nothing but the address and what is fixed here (shape, strides, dtype, block, swizzle), so that of an address
     stays right whatever lay there meanwhile.
     """
+
+    def __init__(self, make: Callable[[int], Sequence[object]], rest: tuple[int, ...]):
+        super().__init__()
+        self.make, self.rest = make, rest
+
+    def __missing__(self, address: int) -> object:
+        if len(self) >= _REMEMBERED:
+            self.clear()
+        found = self[address] = self.make(address)[0]
+        return found
+
+
+def describe(compiled: Any, number: int, t: Tensor) -> Descriptors | None:
+    """The descriptors of tensors like `t`. number: the argument's among those that are described."""
     launcher = _launcher(compiled)
     metadata = getattr(compiled.metadata, "tensordesc_meta", None) if launcher is not None else None
     make = getattr(sys.modules.get(type(launcher).__module__), "make_tensordesc_arg", None)
@@ -167,45 +187,32 @@ def describe(compiled: Any, number: int, t: Tensor) -> Describe | None:
         made = make(_Described(_Place(t.data_ptr()), shape, strides), meta, *rest)
     except (TypeError, AttributeError, KeyError):  # it wants to know something else
         return None
-    if len(made) != SPREAD or tuple(made[1:]) != (*shape, *strides):
+    if tuple(made[1:]) != (*shape, *strides):
         return None
-    held: dict[int, Sequence[Any]] = {}
-
-    def describe(address: int) -> Sequence[Any]:
-        found = held.get(address)
-        if found is None:
-            if len(held) >= _REMEMBERED:
-                held.clear()
-            found = held[address] = make(_Described(_Place(address), shape, strides), meta, *rest)
-        return found
-
-    return describe
-
-
-SPREAD = 5
-"""Arguments of the C function that one described matrix becomes: the descriptor, two extents and two strides."""
+    return Descriptors(lambda address: make(_Described(_Place(address), shape, strides), meta, *rest), (*shape, *strides))
 
 
 # -- who else takes part in a launch
 
 
-def unobserved(jits: Sequence[Any]) -> Callable[[], bool] | None:
-    """A function that says whether a launch of these is Triton's own business still: nobody has hooked into it or changed how it compiles."""
+def observed(jits: Sequence[Any], text: Written) -> str | None:
+    """An expression that is true once a launch of these is not Triton's own business any more: somebody has hooked into it or changed how it
+    compiles. None where that is so already, or cannot be told."""
     from triton import knobs
 
     runtime = knobs.runtime
-    enter, leave = getattr(runtime, "launch_enter_hook", None), getattr(runtime, "launch_exit_hook", None)
+    enter: Any = getattr(runtime, "launch_enter_hook", None)
+    leave: Any = getattr(runtime, "launch_exit_hook", None)
     watched = [getattr(j, "pre_run_hooks", None) for j in jits]
     if any(not isinstance(calls, list) for calls in (*watched, getattr(enter, "calls", None), getattr(leave, "calls", None))):
         return None
-    debug, inspect_stages = runtime.debug, getattr(runtime, "add_stages_inspection_hook", None)
-    if debug or inspect_stages is not None:
+    if runtime.debug or getattr(runtime, "add_stages_inspection_hook", None) is not None or enter.calls or leave.calls or any(watched):
         return None
-
-    def unobserved() -> bool:
-        return (
-            runtime.launch_enter_hook is enter and runtime.launch_exit_hook is leave and not enter.calls and not leave.calls
-            and not runtime.debug and getattr(runtime, "add_stages_inspection_hook", None) is None and not any(watched)
-        )  # fmt: skip
-
-    return unobserved
+    x, y, z = map(text.hold, (runtime, enter, leave))
+    ways = [f"{y}.calls", f"{z}.calls", *map(text.hold, watched)]
+    own = getattr(runtime, "__dict__", None)
+    if own == {}:  # nothing has been set, and all has the class's values: one question in place of four
+        return " or ".join([text.hold(own), *ways])
+    ways += [f"{x}.launch_enter_hook is not {y}", f"{x}.launch_exit_hook is not {z}", f"{x}.debug"]
+    ways += [f"{x}.add_stages_inspection_hook is not None"] * hasattr(runtime, "add_stages_inspection_hook")
+    return " or ".join(ways)

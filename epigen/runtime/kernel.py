@@ -33,7 +33,7 @@ from epigen.runtime.device import Target
 from epigen.runtime.latest import Latest
 from epigen.runtime.loader import Loader, Resources, refusal, warm
 from epigen.runtime.prepared import Operands, Plan, Prepared
-from epigen.runtime.warmed import Warmed, warmed
+from epigen.runtime.warmed import Again, warmed
 
 Chooser = Callable[[KernelSpec, tuple[int, int, int], Target, str], Choice]
 """(spec, shape, target, refused) -> Choice. refused: why a config with a main loop of Triton's did not work, "" at first."""
@@ -42,12 +42,12 @@ BACKENDS = ("triton", "interpreter", "reference")
 
 _INTERPRETED_PROGRAMS = 3
 _KEPT = 1024
-"""Prepared calls of one kernel, each of other shapes, dtypes or strides. To prepare one again compiles nothing, and takes half a millisecond of
-the host (0.4 to 0.6 for a new M; Triton 3.9 without a GPU, 2026-11)."""
+"""Prepared calls of one kernel, each of other shapes, dtypes or strides. To prepare one again compiles nothing, and takes two thirds of a
+millisecond of the host (0.5 to 0.8 for a new M; Triton 3.6 and 3.9 without a GPU, 2026-11)."""
 _TEXTS = 64
 """Texts of one kernel: few of its signatures differ, however many shapes there are."""
 _RECENT = 16
-"""Calls of one form that are compared with one after another, a tenth of a microsecond each, before the key is looked up."""
+"""Calls that are compared with one after another, a third of a microsecond each, before the key is looked up."""
 
 
 class Kernel:
@@ -70,9 +70,9 @@ class Kernel:
         self._prepared: Latest[tuple[Any, ...], Prepared] = Latest(_KEPT)
         self._specs: Latest[Signature, KernelSpec] = Latest(_TEXTS)
         self._rendered: Latest[tuple[Signature, KernelConfig], Rendered] = Latest(_TEXTS)
-        self._recent: dict[tuple[Any, ...], tuple[Warmed, ...]] = {}
-        """By the names of the inputs and the count of all arguments: what was called last, the newest first."""
-        self._ready: Latest[Prepared, Warmed] = Latest(_KEPT)
+        self._recent: dict[type, tuple[tuple[Again, Prepared], ...]] = {}
+        """By the type of `out`: what was called last, the newest first."""
+        self._ready: Latest[tuple[Prepared, type], Again] = Latest(_KEPT)
         self._starting = threading.Lock()
         self._last: Prepared | None = None
 
@@ -101,7 +101,7 @@ class Kernel:
         Returns a tensor, or a named tuple where the program has several outputs.
         Raises CallError for names, devices, dtypes or shapes that do not fit.
         """
-        return self._answer((a, b), inputs, out)
+        return self._answer(a, b, inputs, out)
 
     def over(self, mm: Tensor, /, *, out: Any = None, **inputs: Tensor | float) -> Any:
         """Run the program over a product that is there already: one pointwise kernel in place of the multiplication and its epilogue.
@@ -121,7 +121,7 @@ class Kernel:
         if PRODUCT in inputs:
             raise CallError("the program has no input 'mm': it is the product, given once and by position")
         kernel = self._over
-        results = kernel._answer((), {PRODUCT: mm, **inputs}, out)
+        results = kernel._answer(None, None, {PRODUCT: mm, **inputs}, out)
         self._last = kernel._last
         return results
 
@@ -132,29 +132,20 @@ class Kernel:
             raise ConfigError(f"the schedule {self._config.schedule} multiplies, and the product is given: compile without a config, or with one of library")
         return Kernel(over_product(self._graph), self.renderer, self._choose, self._config, self._backend, self._precision)
 
-    def _answer(self, operands: Operands, inputs: dict[str, Any], out: Any) -> Any:
-        """operands: a and b; none where the product is among the inputs."""
-        given: tuple[Any, ...] | None
-        if out is None:
-            given = (*operands, *inputs.values())
-        elif type(out) in arguments.PLAIN:
-            given = (*operands, *inputs.values(), out)
-        else:
-            given = (*operands, *inputs.values(), *out) if out and isinstance(out, (tuple, list)) else None
-        if given is not None:
-            for before in self._recent.get((*inputs, len(given)), ()):
-                if before.check(*given) and (found := before.again(given)) is not None:
-                    self._last = before.prepared
-                    # by the tuple's own constructor: that of a named tuple is written in Python, and takes three times as long
-                    return found[0] if self._outputs is None else tuple.__new__(self._outputs, found)
-        results = self._call(operands, inputs, out, given)
-        return results[0] if self._outputs is None else self._outputs(*results)
+    def _answer(self, a: Any, b: Any, inputs: dict[str, Any], out: Any) -> Any:
+        """a, b: None where the product is among the inputs."""
+        for again, prepared in self._recent.get(type(out), ()):
+            found = again(again, a, b, inputs, out)
+            if found is not None:
+                self._last = prepared
+                return found
+        return self._call(() if PRODUCT in self._inputs else (a, b), inputs, out)
 
-    def _call(self, operands: Operands, inputs: Mapping[str, Any], out: Any, given: tuple[Any, ...] | None) -> Sequence[Tensor]:
-        """given: all arguments in a row, where they can be told apart by their order."""
-        outs = outputs.given(out, self._names)
+    def _call(self, operands: Operands, inputs: Mapping[str, Any], out: Any) -> Any:
+        """A call that is like none of the last ones."""
+        outs, form = outputs.given(out, self._names), _form(out)
         if any(isinstance(t, Tensor) and t.is_neg() for t in (*operands, *inputs.values())):
-            operands, inputs, given = tuple(map(arguments.shown, operands)), {name: arguments.shown(value) for name, value in inputs.items()}, None
+            operands, inputs, form = tuple(map(arguments.shown, operands)), {name: arguments.shown(value) for name, value in inputs.items()}, None
         named = [*inputs.items(), *outs.items()]
         key = (*map(arguments.key, operands), *((name, arguments.key(value)) for name, value in named), len(inputs), torch.get_float32_matmul_precision())
         arguments.check_no_gradient((*operands, *inputs.values(), *outs.values()))
@@ -166,25 +157,28 @@ class Kernel:
             kept = prepared.plan is None or not isinstance(prepared.plan.choice, Provisional)
             if kept:
                 self._prepared.put(key, prepared)
-        elif given is not None and (ready := self._ready.get(prepared)) is not None and ready.check(*given):
-            results = ready.again(given)  # it was only longer ago than those that are compared with
+        elif form is not None and (again := self._ready.get((prepared, form))) is not None:
+            a, b = operands or (None, None)
+            answer = again(again, a, b, inputs, out)
+            if answer is not None:  # it was only longer ago than those that are compared with
+                self._last = prepared
+                self._remember(form, again, prepared)
+                return answer
         if results is None:
             results = prepared.run(operands, inputs, outs)
         self._last = prepared
-        if given is not None and kept:
-            self._remember(prepared, tuple(inputs), given, results)
-        return results
+        if form is not None and kept:
+            known = self._ready.get((prepared, form))
+            if known is None or (known, prepared) in self._recent.get(form, ()):  # it may differ in what a key leaves out: torch's modes of the thread
+                known = warmed(prepared, operands, {name: inputs[name] for name in self._inputs}, out, results, self._outputs)
+            if known is not None:
+                self._ready.put((prepared, form), known)
+                self._remember(form, known, prepared)
+        return results[0] if self._outputs is None else self._outputs(*results)
 
-    def _remember(self, prepared: Prepared, names: tuple[str, ...], given: tuple[Any, ...], results: Sequence[Tensor]) -> None:
+    def _remember(self, form: type, again: Again, prepared: Prepared) -> None:
         """Have the next call like this one found by comparison."""
-        form = (*names, len(given))
-        recent = self._recent.get(form, ())
-        known = self._ready.get(prepared)
-        if known is None or known in recent:  # it may differ in what a key leaves out: torch's modes of the thread
-            known = warmed(prepared, names, given, results)
-        if known is not None:
-            self._ready.put(prepared, known)
-            self._recent[form] = (known, *recent)[:_RECENT]
+        self._recent[form] = ((again, prepared), *self._recent.get(form, ()))[:_RECENT]
 
     # -- what the kernel would run
 
@@ -348,6 +342,11 @@ class Kernel:
         held = [BY_TORCH.get(str(t.dtype)) for t in values if isinstance(t, Tensor)]
         if culprit := arguments.uninterpretable(self._graph, held, [o.dtype for o in found]):
             raise CallError(f"Triton's interpreter rounds to {culprit} wrongly: use fp16 or fp32 there, and {culprit} on a GPU")
+
+
+def _form(out: Any) -> type | None:
+    """The type of a call's buffers, where they can be told apart by their order."""
+    return type(out) if out is None or type(out) in arguments.PLAIN or (out and isinstance(out, (tuple, list))) else None
 
 
 def unfit(config: KernelConfig, shape: tuple[int, int, int], target: Target) -> str:

@@ -1,13 +1,13 @@
 """One launch of a prepared call: a jit function, its grid, and its arguments, of which the integers are fixed.
 
-By name and through Triton the first time; from then on, where that is possible, straight to the compiled kernel's launcher with a list
-of arguments in which only the addresses and numbers change.
+By name and through Triton the first time; from then on, where that is possible, straight to the compiled kernel's launcher, with
+arguments of which only the addresses and numbers change.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,7 @@ from epigen.codegen.render import Argument, Function
 from epigen.codegen.spec import KernelConfig
 from epigen.runtime import direct, loader
 from epigen.runtime.workspace import tiles
-
-Direct = Callable[[int, Sequence[Any]], None]
-"""(stream, values) launches. values: of the whole call, in the order of its slots."""
+from epigen.runtime.written import Written
 
 
 def blocks(function: Function, config: KernelConfig, shape: tuple[int, int, int], multiprocessors: int) -> int:
@@ -28,6 +26,41 @@ def blocks(function: Function, config: KernelConfig, shape: tuple[int, int, int]
         return schedules.programs(config, math.prod(tiles(config, shape)), multiprocessors)
     extent = {"m": m, "n": n, "": 1}[function.finish.indices]
     return -(-extent // dict(function.constants)["BLOCK_X"])
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """A launch without Triton. arguments: the kernel's, each fixed, or what to make of the value in a slot of the whole call."""
+
+    start: direct.Start
+    arguments: tuple[Fixed | Slot, ...]
+
+    def call(self, text: Written, stream: str, values: Sequence[str]) -> str:
+        """The statement that launches. stream, values: expressions, the values in the order of the call's slots."""
+        found: list[str] = []
+        for argument in self.arguments:
+            if isinstance(argument, Fixed):
+                found.append(text.hold(argument.value))
+            elif argument.described is None:
+                found.append(values[argument.place])
+            else:
+                found += [f"{text.hold(argument.described)}[{values[argument.place]}]", *map(text.hold, argument.described.rest)]
+        return self.start.call(text, stream, found)
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """An argument that is the same in every call."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """An argument that changes. described: by TMA, from the address in the slot."""
+
+    place: int
+    described: direct.Descriptors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,38 +95,26 @@ class Launch:
 
         compiled: what this launch has returned. slots: where in the values of the whole call each argument's is. tensors: those of this call.
         """
-        fixed: list[Any] = []
-        holes: list[tuple[int, int]] = []
-        described: list[tuple[int, int, direct.Describe]] = []
+        found: list[Fixed | Slot] = []
+        described = 0
         for argument in self.function.arguments:
             if argument.name in self.integers:
-                fixed.append(self.integers[argument.name])
+                found.append(Fixed(self.integers[argument.name]))
                 continue
-            slot = slots[source(argument)]
+            place = slots[source(argument)]
             if argument.block is None:
-                holes.append((len(fixed), slot))
-                fixed.append(None)
+                found.append(Slot(place))
                 continue
-            describe = direct.describe(compiled, len(described), tensors[slot])
-            if describe is None:
+            descriptors = direct.describe(compiled, described, tensors[place])
+            if descriptors is None:
                 return None
-            described.append((len(fixed), slot, describe))
-            fixed += [None] * direct.SPREAD
-        fixed += [value for _, value in self.function.constants]
+            described += 1
+            found.append(Slot(place, descriptors))
+        found += [Fixed(value) for _, value in self.function.constants]
         names = [*(a.name for a in self.function.arguments), *(name for name, _ in self.function.constants)]
-        start = direct.start(self.jit, compiled, names, self.grid[0], len(fixed))
-        if start is None:
-            return None
-
-        def again(stream: int, values: Sequence[Any]) -> None:
-            arguments = fixed.copy()
-            for place, slot in holes:
-                arguments[place] = values[slot]
-            for place, slot, describe in described:
-                arguments[place : place + direct.SPREAD] = describe(values[slot])
-            start(stream, arguments)
-
-        return again
+        count = sum(1 if isinstance(x, Fixed) or x.described is None else 1 + len(x.described.rest) for x in found)
+        start = direct.start(self.jit, compiled, names, self.grid[0], count)
+        return None if start is None else Direct(start, tuple(found))
 
 
 def source(argument: Argument) -> str:

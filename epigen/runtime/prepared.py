@@ -139,7 +139,7 @@ class Prepared:
         return values | self.workspace.tensors(self.device)
 
     def slots(self, names: Sequence[str]) -> dict[str, int]:
-        """Where `values` puts each launch's argument when it is called with a list in place of names. names: the inputs', as the caller orders them.
+        """Where each launch's argument is in a row of all values of a call that change. names: the inputs', in the order of their slots.
 
         The order: operands, inputs, outputs, workspace, counters, the vendor's product.
         """

@@ -3,12 +3,13 @@
 What the comparison covers is what a prepared call depends on: types, devices, dtypes, shapes, strides, negative bits. Addresses are
 looked at anew in every call, and their alignment has to be as it was; numbers are handed on. No tensor is remembered, so one that is
 freed and another that lies at its address are told apart like any two.
+
+Each such call has a function of its own, written out for it: Python takes longer over what it need not ask than over what it must.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import is_, itemgetter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,134 +18,157 @@ from torch import Tensor
 from epigen.dtypes import FP32
 from epigen.runtime import arguments, direct, outputs
 from epigen.runtime.arguments import ALIGNED_BYTES
-from epigen.runtime.launch import Direct
-from epigen.runtime.prepared import Plan, Prepared
+from epigen.runtime.prepared import Operands, Plan, Prepared
 from epigen.runtime.workspace import current_stream
+from epigen.runtime.written import Written
 
 _guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # torch may take it away, as it promises nothing
 
+Again = Callable[[Any, Any, Any, Mapping[str, Any], Any], Any]
+"""(itself, a, b, inputs, out) -> what the call returns; None where it is not the same call after all, and nothing was done.
+
+itself: the function, which would live until the next garbage collection if it were in its own closure. a, b: None where the product is
+among the inputs. out: as the caller gave it, of the type that it had in the call before.
+"""
+
 Check = Callable[..., bool]
-Pick = Callable[[Sequence[Any]], Sequence[Tensor]]
 
-_address = Tensor.data_ptr
-_UNALIGNED = ALIGNED_BYTES - 1
-
-# what torch.cuda and Triton ask, without their Python around it
+# what torch.cuda asks, without its Python around it
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
-class Warmed:
-    """check: whether arguments are as those of the call that this was made from. It takes what `again` takes, one by one."""
-
-    def __init__(self, prepared: Prepared, names: Sequence[str], given: Sequence[Any], launches: Sequence[Direct], unobserved: Callable[[], bool]):
-        """names: the inputs', in the caller's order. given: the operands, the inputs in that order, and the caller's buffers if it gave any."""
-        assert prepared.plan is not None
-        self.prepared, self.launches, self.unobserved, self.index = prepared, launches, unobserved, prepared.device.index
-        operands = count_operands(prepared.plan)
-        self.numbers = [(place, name) for place, name in enumerate(names, operands) if not isinstance(given[place], Tensor)]
-        self.pick = _picker([place for place, value in enumerate(given) if isinstance(value, Tensor)])
-        tensors = self.pick(given)
-        self.check = _check(given, self.numbers, self.pick)
-        self.aligned = [not _address(t) & _UNALIGNED for t in tensors]
-        self.all_aligned = all(self.aligned)
-        self.gradient = any(t.requires_grad for t in tensors)
-        self.precision = torch.get_float32_matmul_precision() if prepared.plan.spec.signature.a == FP32 else None
-        self.buffers = operands + len(names) if len(given) > operands + len(names) else None
-        self.new = [o.held(*prepared.shape[:2]) for o in prepared.outputs]
-        self.allocate = outputs.quick_allocator(prepared.device)
-        self.workspace_bytes = prepared.workspace.size_bytes
-        self.offsets, self.arrivals = [b.at for b in prepared.workspace.buffers], prepared.arrivals
-        self.by_vendor, self.whole = prepared.plan.by_vendor, prepared.plan.rendered.whole
-
-    def again(self, given: Sequence[Any]) -> Sequence[Tensor] | None:
-        """The outputs; None where the call is not the same after all, and nothing was done."""
-        if self.gradient and torch.is_grad_enabled():
-            return None
-        if self.precision is not None and self.precision != torch.get_float32_matmul_precision():
-            return None
-        if not self.unobserved():
-            return None
-        if current_device() != self.index:
-            with torch.cuda.device(self.index):
-                return self.again(given)
-        addresses: list[Any] = list(map(_address, self.pick(given) if self.numbers else given))
-        values = addresses
-        if self.numbers:
-            values = addresses.copy()
-            for place, name in self.numbers:
-                values.insert(place, arguments.number(name, given[place]))
-        bits = 0
-        for address in addresses:
-            bits |= address
-        if (bits & _UNALIGNED or not self.all_aligned) and [not address & _UNALIGNED for address in addresses] != self.aligned:
-            return None
-        results: Sequence[Tensor]
-        if self.buffers is None:
-            results = [new.empty(self.allocate) for new in self.new]
-            values += map(_address, results)
-        else:
-            results = given[self.buffers :]
-        if self.whole:
-            self.prepared.compute(given[0], given[1], results[0])
-            return results
-        if self.offsets:
-            workspace = self.allocate((self.workspace_bytes,), (1,), torch.uint8)
-            start = _address(workspace)
-            values += [start + at for at in self.offsets]
-        if self.arrivals is not None:
-            values.append(_address(self.arrivals.counters()))
-        if self.by_vendor:
-            product = self.prepared.product(given[0], given[1])
-            values.append(_address(product))
-        stream = current_stream(self.index)
-        for launch in self.launches:
-            launch(stream, values)
-        return results
-
-
-def warmed(prepared: Prepared, names: Sequence[str], given: Sequence[Any], results: Sequence[Tensor]) -> Warmed | None:
+def warmed(prepared: Prepared, operands: Operands, inputs: Mapping[str, Any], out: Any, results: Sequence[Tensor], named: Any) -> Again | None:
     """After `prepared` has run with these arguments: what makes calls like it from now on; None where only Triton can.
 
-    given: as for `Warmed`. results: that call's outputs.
+    out: None, a tensor, or a sequence of tensors. results: that call's outputs. named: makes of several outputs what a call returns.
     """
-    if prepared.plan is None or prepared.interpreted or prepared.padded or not all(type(v) in arguments.PLAIN for v in given if isinstance(v, Tensor)):
+    values = (*operands, *inputs.values())
+    tensors = [v for v in (*values, *(() if out is None else results)) if isinstance(v, Tensor)]
+    if prepared.plan is None or prepared.interpreted or prepared.padded or not all(type(t) in arguments.PLAIN for t in tensors):
         return None
-    unobserved = direct.unobserved([launch.jit for launch in prepared.launches])
-    if unobserved is None or not unobserved():
+    text = Written("again(itself, a, b, inputs, out)")
+    observed = direct.observed([launch.jit for launch in prepared.launches], text)
+    launches = prepared.direct(tuple(inputs), (*values, *results)) if observed is not None else None
+    if launches is None:
         return None
-    launches = prepared.direct(names, (*given[: count_operands(prepared.plan) + len(names)], *results))
-    return None if launches is None else Warmed(prepared, names, given, launches, unobserved)
+    names = [*"ab"[: len(operands)], *_inputs(text, inputs)]
+    returned = _outputs(text, out, len(results))
+    given = dict(zip(names, values, strict=True)) | (dict(zip(returned, results, strict=True)) if out is not None else {})
+    _compare(text, given)
+    _refuse(text, *_modes(text, prepared.plan, tensors), *filter(None, [observed]))
+    index = text.hold(prepared.device.index)
+    text.add(f"if {text.hold(current_device)}() != {index}:", f"    return {text.hold(_elsewhere)}({index}, itself, a, b, inputs, out)")
+    slots = _slots(text, given, dict(zip(names[len(operands) :], inputs, strict=True)))
+    if out is None:
+        slots += _new(text, prepared, returned)
+    if prepared.plan.rendered.whole:
+        text.add(f"{text.hold(prepared.compute)}(a, b, {returned[0]})")
+    else:
+        slots += _between(text, prepared)
+        text.add(f"stream = {text.hold(current_stream)}({index})", *(launch.call(text, "stream", slots) for launch in launches))
+    # by the tuple's own constructor: that of a named tuple is written in Python, and takes three times as long
+    text.add(f"return {text.hold(tuple.__new__)}({text.hold(named)}, ({', '.join(returned)}))" if len(returned) > 1 else f"return {returned[0]}")
+    again: Again = text.function()
+    return again
 
 
-def count_operands(plan: Plan) -> int:
-    return 0 if plan.spec.pointwise else 2
+def _refuse(text: Written, *ways: str) -> None:
+    """Where one of these expressions is true, it is another call."""
+    text.add(f"if {' or '.join(ways)}:", "    return None")
 
 
-def _picker(places: Sequence[int]) -> Pick:
-    """Those at some places, of which there is one at least."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    (only,) = places
-    return lambda given: (given[only],)
+def _inputs(text: Written, inputs: Mapping[str, Any]) -> list[str]:
+    """Takes the inputs by their names, in whatever order they come."""
+    names = [f"v{i}" for i in range(len(inputs))]
+    if inputs:
+        text.add("try:", *(f"    {v} = inputs[{name!r}]" for v, name in zip(names, inputs, strict=True)), "except KeyError:", "    return None")
+    _refuse(text, f"len(inputs) != {len(inputs)}")
+    return names
 
 
-def _check(given: Sequence[Any], numbers: Sequence[tuple[int, str]], pick: Pick) -> Check:
-    compare = _distinct(pick(given))
-    if not numbers:
-        return compare
-    kinds = [(place, type(given[place])) for place, _ in numbers]
-    return lambda *found: all(type(found[place]) is kind for place, kind in kinds) and compare(*pick(found))
+def _outputs(text: Written, out: Any, count: int) -> list[str]:
+    """What the outputs are called, which are taken apart here if the caller gave several."""
+    if isinstance(out, Tensor):
+        return ["out"]
+    names = [f"r{i}" for i in range(count)]
+    if out is not None:
+        _refuse(text, f"len(out) != {count}")
+        text.add(f"({', '.join(names)},) = out")
+    return names
 
 
-def _distinct(tensors: Sequence[Tensor]) -> Check:
-    """As `_comparison`, which takes no tensor twice: one that is an input and, in place, an output has to be the same in both places."""
-    first = {id(t): place for place, t in reversed([*enumerate(tensors)])}
-    twice = [place for place, t in enumerate(tensors) if first[id(t)] != place]
-    if not twice:
-        return _comparison(tensors)
-    once, again, before = _picker(sorted(first.values())), _picker(twice), _picker([first[id(tensors[place])] for place in twice])
-    compare = _comparison(once(tensors))
-    return lambda *found: all(map(is_, again(found), before(found))) and compare(*once(found))
+def _compare(text: Written, given: Mapping[str, Any]) -> None:
+    """Whether the arguments are as those of that call. given: those, by what the text calls them."""
+    ways = [f"type({name}) is not {text.hold(type(value))}" for name, value in given.items() if not isinstance(value, Tensor)]
+    once: dict[int, str] = {}
+    for name, value in given.items():
+        if isinstance(value, Tensor) and once.setdefault(id(value), name) != name:
+            # an input that is an output in place as well, and has to be again: the comparison takes no tensor twice
+            ways.append(f"{name} is not {once[id(value)]}")
+    compare = text.hold(_comparison([given[name] for name in once.values()]))
+    _refuse(text, *ways, f"not {compare}({', '.join(once.values())})")
+
+
+def _modes(text: Written, plan: Plan, tensors: Sequence[Tensor]) -> list[str]:
+    """What torch's modes must not be, of the thread or of the process, where they make a difference."""
+    ways = []
+    if any(t.requires_grad for t in tensors):
+        ways.append(f"{text.hold(torch.is_grad_enabled)}()")
+    if plan.spec.signature.a == FP32:
+        ways.append(f"{text.hold(torch.get_float32_matmul_precision)}() != {text.hold(torch.get_float32_matmul_precision())}")
+    return ways
+
+
+def _elsewhere(index: int, again: Again, *given: Any) -> Any:
+    """The same where the current device is another one."""
+    with torch.cuda.device(index):
+        return again(again, *given)
+
+
+def _slots(text: Written, given: Mapping[str, Any], inputs: Mapping[str, str]) -> list[str]:
+    """The addresses of tensors, which have to be aligned as they were, and the numbers. inputs: the inputs' own names."""
+    slots: list[str] = []
+    together: list[str] = []
+    apart: list[str] = []
+    for name, value in given.items():
+        slot = name if type(value) is float else f"of_{name}"
+        slots.append(slot)
+        if isinstance(value, Tensor):
+            text.add(f"{slot} = {name}.data_ptr()")
+            (apart if value.data_ptr() % ALIGNED_BYTES else together).append(slot)
+        elif slot != name:
+            text.add(f"{slot} = {text.hold(arguments.number)}({inputs[name]!r}, {name})")
+    ways = [f"not {slot} % {ALIGNED_BYTES}" for slot in apart]
+    _refuse(text, *([f"({' | '.join(together)}) % {ALIGNED_BYTES}"] if together else []), *ways)
+    return slots
+
+
+def _new(text: Written, prepared: Prepared, names: Sequence[str]) -> list[str]:
+    """Allocates the outputs."""
+    allocate = text.hold(outputs.quick_allocator(prepared.device))
+    for name, new in zip(names, [o.held(*prepared.shape[:2]) for o in prepared.outputs], strict=True):
+        narrow = "" if new.width is None else f".narrow(1, 0, {text.hold(new.width)})"
+        text.add(f"{name} = {allocate}({', '.join(map(text.hold, (new.shape, new.strides, new.dtype)))}){narrow}", f"of_{name} = {name}.data_ptr()")
+    return [f"of_{name}" for name in names]
+
+
+def _between(text: Written, prepared: Prepared) -> list[str]:
+    """Allocates what is neither given nor returned: workspace, counters, the vendor's product. Each is held until the launches are made."""
+    slots: list[str] = []
+    if prepared.workspace.buffers:
+        allocate = text.hold(outputs.quick_allocator(prepared.device))
+        text.add(f"workspace = {allocate}({text.hold((prepared.workspace.size_bytes,))}, (1,), {text.hold(torch.uint8)})", "start = workspace.data_ptr()")
+        for number, buffer in enumerate(prepared.workspace.buffers):
+            text.add(f"w{number} = start + {text.hold(buffer.at)}")
+            slots.append(f"w{number}")
+    if prepared.arrivals is not None:
+        text.add(f"counters = {text.hold(prepared.arrivals.counters)}()", "of_counters = counters.data_ptr()")
+        slots.append("of_counters")
+    assert prepared.plan is not None
+    if prepared.plan.by_vendor:
+        text.add(f"product = {text.hold(prepared.product)}(a, b)", "of_product = product.data_ptr()")
+        slots.append("of_product")
+    return slots
 
 
 def _comparison(tensors: Sequence[Tensor]) -> Check:

@@ -10,18 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
-
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from typing import Annotated, Any, Self, get_type_hints
 
 from epigen.codegen import schedules
 from epigen.codegen.spec import LAYOUTS, KernelConfig
 from epigen.dtypes import ALL, OPERANDS
 from epigen.errors import ConfigError, DatabaseError
+from epigen.tuning import fields
+from epigen.tuning.fields import quoted
 from epigen.tuning.migrations import MIGRATIONS
 from epigen.tuning.problem import BITS, SCALAR, Problem
 from epigen.tuning.task import OUTCOMES, OutcomeKind
@@ -31,7 +31,7 @@ SCHEMA = 2
 
 _INPUT_KINDS = frozenset({BITS, SCALAR, *(f"{t.name}[{i}]" for t in OPERANDS for i in ("mn", "m", "n"))})
 _MAX_RECORDS = 100_000
-_SHOWN = 60  # characters of a wrong value that a message quotes
+_SHOWN = 60  # characters of a program
 
 Key = tuple[Any, ...]
 
@@ -40,125 +40,88 @@ class Damaged(DatabaseError):
     """The text is no tuning database, in whole: truncated, edited by hand, or something else altogether."""
 
 
-def _one_of(values: Iterable[str | int]) -> AfterValidator:
-    """Unlike `Literal`, it leaves the type to the field: True is no 1."""
-    known = tuple(values)
-
-    def check(value: str | int) -> str | int:
-        if value not in known:
-            raise ValueError(f"expected one of {', '.join(map(str, known))}")
-        return value
-
-    return AfterValidator(check)
-
-
-def _printable(value: str) -> str:
-    """A control character in a program would reach the terminal of whoever lists the database."""
-    if not all(c.isprintable() or c == "\n" for c in value):
-        raise ValueError("expected printable text")
-    return value
-
-
-def _gpu(value: str) -> str:
+def _gpu(value: str) -> bool:
     # drivers put a slash into some names ("Radeon RX 6800/6800 XT"); file names are made from letters and digits alone
-    if ".." in value or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 ()+@,./_-]*", value):
-        raise ValueError("expected a GPU's name, of letters, digits, spaces and ()+@,./_-")
-    return value
+    return len(value) <= 128 and ".." not in value and bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 ()+@,./_-]*", value))
 
 
-def _input_kind(value: str) -> str:
-    if value not in _INPUT_KINDS:
-        raise ValueError(f"expected a dtype and its indices, such as fp16[n], {BITS} or {SCALAR}")
-    return value
+def _program(value: str) -> bool:
+    """A control character in a program would reach the terminal of whoever lists the database."""
+    return 0 < len(value) <= 20_000 and value.replace("\n", "").isprintable()
 
 
-def _date(value: str) -> str:
+def _date(value: str) -> bool:
+    if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", value, re.ASCII):
+        return False
     try:
-        if len(value) != 20 or not value.isascii():
-            raise ValueError
-        datetime.strptime(value, "%Y-%m-%dT%H:%M:%SZ")
+        datetime.fromisoformat(value)
     except ValueError:
-        raise ValueError("expected a time in UTC, such as 2026-11-05T12:00:00Z") from None
-    return value
+        return False
+    return True
 
 
-def _tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
+_GPU = fields.text("a GPU's name, of letters, digits, spaces and ()+@,./_-", _gpu)
+_CAPABILITY = fields.pattern("a compute capability, such as 9.0, or gfx942", r"[0-9]{1,2}\.[0-9]|gfx[0-9a-f]{3,5}")
+_DTYPE = fields.one_of([t.name for t in ALL])
+_INPUT = fields.text(f"a dtype and its indices, such as fp16[n], {BITS} or {SCALAR}", _INPUT_KINDS.__contains__)
+_TIME, _SPREAD = fields.number(0.001, 1e9, digits=3), fields.number(0, 1e9, digits=3)  # what lies below a nanosecond no clock of a GPU tells
+_VERSION = fields.pattern("a version, such as 3.9.0", r"[0-9][0-9A-Za-z.+_-]{0,63}")
+_NAME = fields.pattern("a name, of small letters, digits and _", r"[a-z][a-z0-9_]{0,31}")
 
 
-def _time(value: float) -> float:
-    """Three decimals of a microsecond are below what any clock of a GPU tells."""
-    return round(value, 3)
-
-
-Gpu = Annotated[str, StringConstraints(max_length=128), AfterValidator(_gpu)]
-Capability = Annotated[str, StringConstraints(pattern=r"^([0-9]{1,2}\.[0-9]|gfx[0-9a-f]{3,5})$")]
-Program = Annotated[str, StringConstraints(min_length=1, max_length=20_000), AfterValidator(_printable)]
-Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
-Kind = Annotated[str, StringConstraints(max_length=4096, pattern=r"^load:[a-z,]* store:[a-z,]* reduce:[a-z,]*$")]
-Extent = Annotated[int, Field(ge=0, le=2**31)]
-DTypeName = Annotated[str, _one_of(t.name for t in ALL)]
-InputKind = Annotated[str, AfterValidator(_input_kind)]
-Alignment = Annotated[int, _one_of((1, 2, 4, 8, 16))]
-Time = Annotated[float, Field(ge=0.001, le=1e9, allow_inf_nan=False), AfterValidator(_time)]
-Spread = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False), AfterValidator(_time)]
-Count = Annotated[int, Field(ge=0, le=10**9)]
-Version = Annotated[str, StringConstraints(pattern=r"^[0-9][0-9A-Za-z.+_-]{0,63}$")]
-Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
-
-
-class Record(BaseModel):
-    """The winner of one problem, and how it was found. The first fields are those of `problem.Problem`.
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """The winner of one problem, and how it was found. The first fields are those of `problem.Problem`. Made by `make` and `of`, which check it.
 
     median_us, spread_us: of the winner. baseline_us: the vendor's product alone, measured in the same run. unfused_us: the vendor's
     product and one pointwise pass. trials: how many ended how. date: in UTC.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    gpu: Annotated[str, _GPU]
+    capability: Annotated[str, _CAPABILITY]
+    shape: Annotated[tuple[int, int, int], fields.listed(fields.whole(0, 2**31), 3, 3)]
+    a: Annotated[str, _DTYPE]
+    b: Annotated[str, _DTYPE]
+    inputs: Annotated[tuple[str, ...], fields.listed(_INPUT, 0, 1000)]
+    outputs: Annotated[tuple[str, ...], fields.listed(_DTYPE, 1, 1000)]
+    layout: Annotated[str, fields.one_of(LAYOUTS)]
+    precision: Annotated[str, fields.one_of(("", "ieee", "tf32"))]
+    program: Annotated[str, fields.text("a program in printable text", _program)]
+    spec: Annotated[str, fields.pattern("16 hexadecimal digits", "[0-9a-f]{16}")]
+    kind: Annotated[str, fields.pattern("an epilogue's class, such as load:n store:mn reduce:", r"(?!.{4097})load:[a-z,]* store:[a-z,]* reduce:[a-z,]*")]
+    alignment: Annotated[int, fields.one_of((1, 2, 4, 8, 16))]
+    schedule: Annotated[str, _NAME]
+    config: Annotated[dict[str, int], fields.named(_NAME, fields.whole(0, 2**31))]
+    median_us: Annotated[float, _TIME]
+    spread_us: Annotated[float, _SPREAD]
+    baseline_us: Annotated[float, _TIME]
+    unfused_us: Annotated[float | None, fields.optional(_TIME)] = None
+    trials: Annotated[dict[OutcomeKind, int], fields.named(fields.one_of(OUTCOMES), fields.whole(0, 10**9))]
+    date: Annotated[str, fields.text("a time in UTC, such as 2026-11-05T12:00:00Z", _date)]
+    triton: Annotated[str, _VERSION]
+    torch: Annotated[str, _VERSION]
+    epigen: Annotated[str, _VERSION]
+    driver: Annotated[str | None, fields.optional(_VERSION)] = None
 
-    gpu: Gpu
-    capability: Capability
-    shape: Annotated[tuple[Extent, Extent, Extent], BeforeValidator(_tuple)]
-    a: DTypeName
-    b: DTypeName
-    inputs: Annotated[tuple[InputKind, ...], Field(max_length=1000), BeforeValidator(_tuple)]
-    outputs: Annotated[tuple[DTypeName, ...], Field(min_length=1, max_length=1000), BeforeValidator(_tuple)]
-    layout: Annotated[str, _one_of(LAYOUTS)]
-    precision: Literal["", "ieee", "tf32"]
-    program: Program
-    spec: Digest
-    kind: Kind
-    alignment: Alignment
-    schedule: Name
-    config: Annotated[dict[Name, int], Field(max_length=64)]
-    median_us: Time
-    spread_us: Spread
-    baseline_us: Time
-    unfused_us: Time | None = None
-    trials: dict[OutcomeKind, Count]
-    date: Annotated[str, AfterValidator(_date)]
-    triton: Version
-    torch: Version
-    epigen: Version
-    driver: Version | None = None
-
-    @model_validator(mode="after")
-    def _legal(self) -> Self:
-        if "schedule" in self.config:
-            raise ValueError("config: the schedule has a field of its own")
+    @classmethod
+    def of(cls, found: Mapping[str, object]) -> Self:
+        """The record of these values. Raises `fields.Wrong`."""
+        record = cls(**fields.held(found, _CHECKS, without=_OPTIONAL))
+        if "schedule" in record.config:
+            raise fields.Wrong("config: the schedule has a field of its own")
         try:
-            schedules.config(self.schedule, **self.config)
+            _ = record.kernel_config
         except ConfigError as error:
-            raise ValueError(f"config: {error}") from None
-        return self
+            raise fields.Wrong(f"config: {error}") from None
+        return record
 
     @classmethod
     def make(cls, problem: Problem, config: KernelConfig, **measured: Any) -> Self:
         """A record of `config`, the winner of `problem`. measured: the other fields. Raises DatabaseError."""
         try:
-            return cls(**asdict(problem), schedule=config.schedule, config=dict(config.values), **measured)
-        except ValidationError as error:
-            raise DatabaseError(f"this is no record of a tuned problem: {_mistake(error)}") from None
+            return cls.of(asdict(problem) | {"schedule": config.schedule, "config": dict(config.values)} | measured)
+        except fields.Wrong as wrong:
+            raise DatabaseError(f"this is no record of a tuned problem: {wrong}") from None
 
     @cached_property
     def problem(self) -> Problem:
@@ -211,6 +174,10 @@ class Record(BaseModel):
         return f" (inputs {', '.join(self.inputs)})" if unlike else ""
 
 
+_CHECKS: Mapping[str, fields.Check] = {name: hint.__metadata__[0] for name, hint in get_type_hints(Record, include_extras=True).items()}
+_OPTIONAL = [name for name in _CHECKS if hasattr(Record, name)]
+
+
 def problem_key(problem: Problem) -> Key:
     p = problem
     return p.gpu, p.capability, p.spec, p.a, p.b, p.inputs, p.outputs, p.precision, p.layout, p.shape, p.alignment
@@ -239,7 +206,8 @@ def merged(records: Iterable[Record]) -> dict[Key, Record]:
     """The better record of each key."""
     kept: dict[Key, Record] = {}
     for record in records:
-        kept[record.key] = better(kept.get(record.key, record), record)
+        before = kept.get(record.key)
+        kept[record.key] = record if before is None else better(before, record)
     return kept
 
 
@@ -256,13 +224,7 @@ class Document:
     complaints: tuple[str, ...] = ()
 
 
-class _Head(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    schema_: Annotated[int, Field(ge=0, alias="schema")]
-    gpu: Gpu
-    capability: Capability
-    records: list[Any]
+_HEAD = {"schema": fields.one_of((SCHEMA,)), "gpu": _GPU, "capability": _CAPABILITY, "records": fields.listed(lambda record: record, 0, _MAX_RECORDS)}
 
 
 _BETWEEN = ",\n    "
@@ -298,7 +260,7 @@ def parse_record(text: str, gpu: str, capability: str) -> Record | None:
     """One part of `split` as a record, if it is one in just the form that `render` writes."""
     try:
         found = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
-        record = Record(gpu=gpu, capability=capability, **found)
+        record = Record.of(found | {"gpu": gpu, "capability": capability})
     except (ValueError, TypeError, RecursionError):
         return None
     return record if record.text == text else None
@@ -309,23 +271,20 @@ def parse(data: bytes) -> Document:
 
     Raises Damaged where the whole is unusable, DatabaseError where it was written by a newer epigen.
     """
-    document = _migrate(_load(data))
     try:
-        head = _Head.model_validate(document)
-    except ValidationError as error:
-        raise Damaged(_mistake(error)) from None
-    if len(head.records) > _MAX_RECORDS:
-        raise Damaged(f"{len(head.records)} records, and the limit is {_MAX_RECORDS}")
+        head = fields.held(_migrate(_load(data)), _HEAD)
+    except fields.Wrong as wrong:
+        raise Damaged(str(wrong)) from None
+    gpu, capability = head["gpu"], head["capability"]
     records, complaints = [], []
-    for number, found in enumerate(head.records):
+    for number, found in enumerate(head["records"]):
         try:
             if not isinstance(found, dict) or {"gpu", "capability"} & found.keys():
-                complaints.append(f"record {number}: expected an object of a record's fields, without gpu and capability, not {_quoted(found)}")
-                continue
-            records.append(Record.model_validate(found | {"gpu": head.gpu, "capability": head.capability}))
-        except ValidationError as error:
-            complaints.append(f"record {number}{_of(found)}: {_mistake(error)}")
-    return Document(head.gpu, head.capability, tuple(records), tuple(complaints))
+                raise fields.unexpected("an object of a record's fields, without gpu and capability", found)
+            records.append(Record.of({"gpu": gpu, "capability": capability} | found))
+        except fields.Wrong as wrong:
+            complaints.append(f"record {number}{_program_of(found)}: {wrong}")
+    return Document(gpu, capability, tuple(records), tuple(complaints))
 
 
 def _load(data: bytes) -> object:
@@ -345,7 +304,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the name {_quoted(next(n for n in names if names.count(n) > 1))} stands twice in one object")
+        raise ValueError(f"the name {quoted(next(n for n in names if names.count(n) > 1))} stands twice in one object")
     return found
 
 
@@ -355,51 +314,24 @@ def _constant(name: str) -> float:
 
 def _migrate(document: object) -> dict[str, Any]:
     if not isinstance(document, dict):
-        raise Damaged(f"expected an object with schema, gpu, capability and records, not {_quoted(document)}")
+        raise Damaged(f"expected an object with schema, gpu, capability and records, not {quoted(document)}")
     found = document.get("schema")
     if type(found) is not int:
-        raise Damaged(f"schema: expected a whole number, not {_quoted(found)}")
+        raise Damaged(f"schema: expected a whole number, not {quoted(found)}")
     if found > SCHEMA:
-        raise DatabaseError(f"written in schema {_quoted(found)} by a newer epigen, and this one reads up to {SCHEMA}: update epigen, or name another database")
+        raise DatabaseError(f"written in schema {quoted(found)} by a newer epigen, and this one reads up to {SCHEMA}: update epigen, or name another database")
     while found != SCHEMA:
         if found not in MIGRATIONS:
-            raise Damaged(f"schema: {_quoted(found)} was never in use")
+            raise Damaged(f"schema: {quoted(found)} was never in use")
         try:
             document = MIGRATIONS[found](document)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise Damaged(f"does not keep to its schema, {found}: {type(error).__name__} {_quoted(str(error))}") from None
+            raise Damaged(f"does not keep to its schema, {found}: {type(error).__name__} {quoted(str(error))}") from None
         found += 1
         document = document | {"schema": found}
     return document
 
 
-def _of(found: dict[str, Any]) -> str:
-    program = found.get("program")
-    return f" ({_quoted(short(program))})" if isinstance(program, str) else ""
-
-
-def _mistake(error: ValidationError) -> str:
-    """The first mistake in one line: where, what was expected, what was found."""
-    first = error.errors(include_url=False)[0]
-    place = ".".join(_plain(str(part)) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    if first["type"] in ("missing", "extra_forbidden"):
-        return f"{place}: {'this field is missing' if first['type'] == 'missing' else 'there is no such field'}"
-    if not place:  # a check of the whole record, which names its field itself
-        return message
-    return f"{place}: {message}, not {_quoted(first['input'])}"
-
-
-def _quoted(value: object) -> str:
-    """A value as a message may show it: short, in one line, ASCII."""
-    if isinstance(value, dict | list):
-        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
-    if isinstance(value, int) and value.bit_length() > 128:
-        return "a number of many digits"
-    text = ascii(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
-
-
-def _plain(name: str) -> str:
-    return _quoted(name) if not re.fullmatch(r"\w{1,40}", name, re.ASCII) else name
+def _program_of(found: object) -> str:
+    program = found.get("program") if isinstance(found, dict) else None
+    return f" ({quoted(short(program))})" if isinstance(program, str) else ""

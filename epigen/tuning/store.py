@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from epigen.errors import DatabaseError
 from epigen.tuning import records
 from epigen.tuning.records import Damaged, Document, Key, Record
@@ -45,7 +43,7 @@ class Store:
         # a link stays a link, and its target has one lock, whatever name it is opened by
         self.path = Path(os.path.realpath(path))
         self._timeout_s = timeout_s
-        self._known: tuple[str, str, dict[str, Record]] = ("", "", {})
+        self._known: tuple[str, str, tuple[Record, ...]] = ("", "", ())
 
     def read(self) -> Document | None:
         """The file's document; None where there is no file. Raises Damaged, DatabaseError; messages begin with the path."""
@@ -116,9 +114,10 @@ class Store:
 
     def _quickly(self, data: bytes) -> Document | None:
         """The document, if the bytes are what `render` writes: parts seen before are known, and only new ones are parsed."""
-        gpu, capability, known = self._known
+        gpu, capability, before = self._known
         if not gpu:
             return None
+        known = {r.text: r for r in before}
         try:
             text = data.decode("ascii")
         except UnicodeDecodeError:
@@ -132,10 +131,12 @@ class Store:
         return Document(gpu, capability, tuple(found)) if found else None
 
     def _remember(self, gpu: str, capability: str, found: Iterable[Record]) -> None:
-        self._known = (gpu, capability, {r.text: r for r in found})
+        self._known = (gpu, capability, tuple(found))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
+        from filelock import FileLock, Timeout  # readers take no lock, and a kernel's first call is one
+
         lock = self.path.with_name(f"{self.path.name}.lock")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,151 @@
+"""What the fields of a document may hold: checks that a value read from a file passes, or is refused by in words.
+
+A check takes any value and returns it as it is to be held; for any other it raises `Wrong`. Types are strict: True is no 1, and "1" is none
+either. Plain functions, since a process's first call reads a database: to import pydantic and make models of it took longer than to read it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+Check = Callable[[Any], Any]
+
+_SHOWN = 60  # characters of a wrong value that a message quotes
+
+
+class Wrong(ValueError):
+    """What is wrong, in one line. place: the names and numbers on the way to it, from the outside in."""
+
+    def __init__(self, message: str, place: tuple[object, ...] = ()):
+        super().__init__(": ".join(filter(None, (".".join(_plain(str(part)) for part in place), message))))
+        self.message, self.place = message, place
+
+    def within(self, part: object) -> Wrong:
+        """The same, seen from around a part of what holds it."""
+        return Wrong(self.message, (part, *self.place))
+
+
+def unexpected(what: str, value: object) -> Wrong:
+    """what: was expected where `value` is."""
+    return Wrong(f"expected {what}, not {quoted(value)}")
+
+
+def text(what: str, fits: Callable[[str], object]) -> Check:
+    """what: the text is. fits: returns something true for such a one."""
+
+    def check(value: Any) -> str:
+        if type(value) is not str or not fits(value):
+            raise unexpected(what, value)
+        return value
+
+    return check
+
+
+def pattern(what: str, expression: str) -> Check:
+    """All of the text matches an expression, in ASCII."""
+    return text(what, re.compile(expression, re.ASCII).fullmatch)
+
+
+def one_of(known: Collection[str | int]) -> Check:
+    kinds = {type(k) for k in known}
+
+    def check(value: Any) -> Any:
+        if type(value) not in kinds or value not in known:
+            raise unexpected(f"one of {', '.join(filter(None, map(str, known)))}", value)
+        return value
+
+    return check
+
+
+def whole(low: int, high: int) -> Check:
+    def check(value: Any) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise unexpected(f"a whole number from {low} to {high}", value)
+        return value
+
+    return check
+
+
+def number(low: float, high: float, digits: int) -> Check:
+    """digits: that are kept behind the point."""
+
+    def check(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise unexpected(f"a number from {low:g} to {high:g}", value)
+        return round(float(value), digits)
+
+    return check
+
+
+def listed(each: Check, least: int, most: int) -> Check:
+    """Held as a tuple."""
+
+    def check(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, (list, tuple)) or not least <= len(value) <= most:
+            raise unexpected(f"a list of {least}{f' to {most}' * (most > least)}", value)
+        found = []
+        try:
+            for item in value:
+                found.append(each(item))
+        except Wrong as wrong:
+            raise wrong.within(len(found)) from None
+        return tuple(found)
+
+    return check
+
+
+def named(name: Check, each: Check) -> Check:
+    """An object with any names that `name` lets pass."""
+
+    def check(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise unexpected("an object", value)
+        found, key = {}, ""
+        try:
+            for key, item in value.items():
+                found[name(key)] = each(item)
+        except Wrong as wrong:
+            raise wrong.within(key) from None
+        return found
+
+    return check
+
+
+def optional(each: Check) -> Check:
+    return lambda value: None if value is None else each(value)
+
+
+def held(found: Mapping[str, Any], checks: Mapping[str, Check], without: Collection[str] = ()) -> dict[str, Any]:
+    """An object's values under the names of `checks`, each as its check returns it. without: names that may be missing."""
+    values, name = {}, ""
+    try:
+        for name, check in checks.items():
+            if name in found:
+                values[name] = check(found[name])
+            elif name not in without:
+                raise Wrong("this field is missing")
+        for name in found:
+            if name not in checks:
+                raise Wrong("there is no such field")
+    except Wrong as wrong:
+        raise wrong.within(name) from None
+    return values
+
+
+def quoted(value: object) -> str:
+    """A value as a message may show it: short, in one line, ASCII."""
+    if isinstance(value, Mapping) or (isinstance(value, Sequence) and not isinstance(value, str)):
+        return f"{'an object' if isinstance(value, Mapping) else 'a list'} of {len(value)}"
+    if isinstance(value, int) and value.bit_length() > 128:
+        return "a number of many digits"
+    return _short(ascii(value))
+
+
+def _short(line: str) -> str:
+    return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 3]}..."
+
+
+def _plain(name: str) -> str:
+    return quoted(name) if not re.fullmatch(r"\w{1,40}", name, re.ASCII) else name
