@@ -193,6 +193,7 @@ def copy_out(target: Descriptor, at: Sequence[int], buffer: Shared) -> None:
     actor = turn()
     target.check(buffer)
     demand(buffer.place not in actor.program.unfenced, "a buffer was written, and no fence has shown it to the copy out of it")
+    demand(target.tensor.shape[1] * target.tensor.itemsize % 16 == 0, "TMA writes pieces of 16 bytes whole, past the ends of these rows")
     actor.stores.append(CopyOut(target, at, buffer))
 
 

@@ -26,7 +26,7 @@ from epigen.dtypes import BF16, BY_TORCH, FP16, FP32
 from epigen.errors import ConfigError
 from epigen.ir import reference
 from epigen.ir.graph import Graph
-from epigen.runtime import direct, verify
+from epigen.runtime import direct, outputs, verify
 from epigen.runtime.device import TARGETS
 
 PROGRAMS = 3
@@ -132,6 +132,21 @@ def test_one_buffer_is_refused() -> None:
 @pytest.mark.parametrize("pingpong", [0, 1])
 def test_offsets_of_64_bits(pingpong: int) -> None:
     check(Executed(Case(EVERYTHING, (264, 200, 72), layout="nt", config=warp_specialized(128, 64, 64, pingpong=pingpong)), 0, wide=True))
+
+
+@pytest.mark.parametrize(("columns", "stored"), [(40, True), (36, False), (33, False)])
+def test_nothing_is_written_past_the_ends_of_rows(columns: int, stored: bool) -> None:
+    """TMA writes whole pieces of 16 bytes: only where rows are made of such pieces may it."""
+    config = warp_specialized(128, 64, 64, pingpong=1, tma_load=1)
+    executed = Executed(Case("relu(mm + residual)", (72, columns, 64), config=config), 0)
+    wide, residual = torch.full((72, 48), 7.0).half(), torch.randn(72, 48).half()[:, :columns]
+    a, b = torch.randn(72, 64).half(), torch.randn(64, 48).half()[:, :columns]
+    kernel = epigen.compile(executed.case.text, config=config)
+    signature = kernel._signature((72, columns, 64), (a, b), {"residual": residual}, {"out": wide[:, :columns]}, outputs.of(kernel.graph, FP16))
+    assert signature.tma == ("a", "b", "residual", *(["out"] * stored))
+    (found,) = executed(a, b, out={"out": wide[:, :columns]}, residual=residual)
+    torch.testing.assert_close(found, torch.relu(a.float() @ b.float() + residual).half(), rtol=2e-3, atol=2e-3)
+    assert (wide[:, columns:] == 7).all()
 
 
 @pytest.mark.parametrize("halves", [1, 2])

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from cases import persistent, warp_specialized
 from hypothesis import given
 from hypothesis import strategies as st
 from test_ahead import FORWARD, assembly, compiled, job, tiled
@@ -127,7 +128,11 @@ def test_any_mix_of_extents_and_strides_computes_the_same(extent: int, stride: i
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("extent", "stride"), [*SLICED, (1000, 1000), (1000, 1004), (1004, 1008), (1002, 1002), (1001, 1001), (999, 1016)])
-@pytest.mark.parametrize("config", [CONFIG, tiled(32, 64, 32), None], ids=["large", "small", "chosen"])
+@pytest.mark.parametrize(
+    "config",
+    [CONFIG, tiled(32, 64, 32), warp_specialized(128, 64, 64, pingpong=1, tma_load=1), persistent(flatten=0), None],
+    ids=["large", "small", "specialized", "persistent", "chosen"],
+)
 def test_gpu_mix_of_extents_and_strides(config: KernelConfig | None, extent: int, stride: int, layout: str) -> None:
     check_slices(epigen.compile(SUMS, config=config), extent, stride, layout, "cuda")
 

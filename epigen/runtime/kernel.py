@@ -316,7 +316,7 @@ class Kernel:
         matrices = dict(zip("ab", operands, strict=False))
         upright = {name: t if arguments.layout(t) == "n" else t.T for name, t in matrices.items()}
         upright |= {name: inputs[name] for name in self._inputs if name in self._graph.tiles()}
-        upright |= {o.name: results[o.name] for o in self._graph.outputs if describable(self._graph, o)}
+        written = {o.name: results[o.name] for o in self._graph.outputs if describable(self._graph, o)}
         strided = [(name, {"a": "mk", "b": "kn"}[name], t.stride()) for name, t in matrices.items()]
         strided += [(PRODUCT, "mn", (n, 1))] if operands else []
         strided += [(name, node.indices, inputs[name].stride()) for name, node in self._inputs.items() if isinstance(inputs[name], Tensor)]
@@ -324,7 +324,7 @@ class Kernel:
         a, b = (BY_TORCH[str(t.dtype)] for t in operands or (inputs[PRODUCT],) * 2)
         return Signature(
             a, b, named, self._precision_now(), k_multiple(k), 64 if wide else 32, "".join(map(arguments.layout, operands)) or "nn",
-            tma=tuple(name for name, t in upright.items() if arguments.describable(t)),
+            tma=(*(name for name, t in upright.items() if arguments.describable(t)), *(name for name, t in written.items() if arguments.describable(t, True))),
             factors=factors((m, n, k), strided), bytewise=self._bytewise(inputs, outs),
         )  # fmt: skip
 
