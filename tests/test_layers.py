@@ -39,7 +39,6 @@ SOLE_IMPORTERS = {
     "jinja2": {"codegen.render"},
     "optuna": {"tuning.storage", "tuning.study", "tuning.tpe"},
     "sqlalchemy": {"tuning.storage"},
-    "pydantic": {"tuning.suite"},
     "filelock": {"tuning.store"},
     "click": {"cli", "cli_types", "cli_db", "cli_derivation", "cli_explain", "cli_info", "cli_tune"},
 }

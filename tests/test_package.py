@@ -62,11 +62,11 @@ def test_starting_is_light(start: str) -> None:
 
 
 def test_a_first_call_waits_for_nothing_that_only_tuning_needs() -> None:
-    """Finding a config in the shipped database and rendering its kernel: pydantic and its models took a quarter of a first call."""
+    """Finding a config in the shipped database and rendering its kernel."""
     code = (
         "import sys, epigen\n"
         "why = epigen.compile('relu(mm + bias)').plan().choice.why\n"
-        "heavy = {'pydantic', 'filelock', 'optuna', 'sqlalchemy', 'click', 'epigen.ir.derive', 'epigen.tuning.asked', 'epigen.tuning.first_use'}\n"
+        "heavy = {'filelock', 'optuna', 'sqlalchemy', 'click', 'epigen.ir.derive', 'epigen.tuning.asked', 'epigen.tuning.first_use'}\n"
         "print(why, sorted(heavy & set(sys.modules)))\n"
     )
     assert re.fullmatch(r"(tuned for|borrowed from) .* \[\]\n", run([sys.executable, "-c", code], ROOT).stdout)

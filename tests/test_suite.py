@@ -67,7 +67,9 @@ def test_a_problem_that_comes_twice_is_tuned_once() -> None:
         ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\ndtype = "fp61"', "my.toml: problem 1 (mm), dtype: unknown dtype 'fp61': did you mean fp16?"),
         ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\ndtype = "int32"', "my.toml: problem 1 (mm), dtype: unknown dtype 'int32': did you mean int8?"),
         ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nlayout = "nm"', "my.toml: problem 1 (mm), layout: unknown layout 'nm': it is one of nn, nt, tn, tt, how a and b lie (n row-major, t transposed)"),
-        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nprecision = "high"', "my.toml: problem 1 (mm), precision: input should be 'ieee' or 'tf32', not 'high'"),
+        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nprecision = "high"', "my.toml: problem 1 (mm), precision: expected one of ieee, tf32, not 'high'"),
+        ('[[problem]]\nprogram = "mm"\nshapes = [' + '"1x1x1",' * 1001 + "]", "my.toml: problem 1 (mm), shapes: expected a list of 1 to 1000, not a list of 1001"),
+        ('[[problem]]\nprogram = "' + "\\n" * 20_001 + '"\nshapes = "1x1x1"', "my.toml: problem 1, program: a program has at most 20000 characters, and this one has 20001"),
         ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nlayouts = "nn"', "my.toml: problem 1 (mm), layouts: there is no such field: did you mean layout?"),
         ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nx = 1', "my.toml: problem 1 (mm), x: there is no such field: known are program, shapes, dtype, layout, precision"),
     ],
@@ -83,8 +85,9 @@ def test_a_mistake_in_a_program_keeps_its_caret() -> None:
 
 
 def test_all_mistakes_come_together() -> None:
-    lines = told('x = 1\n[[problem]]\nprogram = "mm"\nshapes = "1"\ndtype = "a"\n[[problem]]\nshapes = "1x1x1"').splitlines()
-    assert [line.split(":")[1] for line in lines] == [" problem 1 (mm), shapes", " problem 1 (mm), dtype", " problem 2, program", " x"]
+    lines = told('x = 1\n[[problem]]\nprogram = "mm"\nshapes = "1"\ndtype = ["a", "fp16", 3]\n[[problem]]\nshapes = "1x1x1"').splitlines()
+    first = " problem 1 (mm)"
+    assert [line.split(":")[1] for line in lines] == [f"{first}, shapes", f"{first}, dtype, item 1", f"{first}, dtype, item 3", " problem 2, program", " x"]
 
 
 @pytest.mark.parametrize("content", [b"x", b"\xff\xfe", b"[[problem]", b"a = " + b"[" * 100_000], ids=["no pair", "no UTF-8", "cut off", "deep"])

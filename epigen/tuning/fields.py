@@ -1,7 +1,8 @@
 """What the fields of a document may hold: checks that a value read from a file passes, or is refused by in words.
 
-A check takes any value and returns it as it is to be held; for any other it raises `Wrong`. Types are strict: True is no 1, and "1" is none
-either. Plain functions, since a process's first call reads a database: to import pydantic and make models of it took longer than to read it.
+A check takes any value and returns it as it is to be held; for any other it raises `Wrong`, with the mistakes of all its parts. Types are
+strict: True is no 1, and "1" is none either. Plain functions, since a process's first call reads a database: to import pydantic and make
+models of it took longer than to read it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,22 @@ _SHOWN = 60  # characters of a wrong value that a message quotes
 
 
 class Wrong(ValueError):
-    """What is wrong, in one line. place: the names and numbers on the way to it, from the outside in."""
+    """What is wrong, in words. place: the names and numbers on the way to it, from the outside in. others: what else is wrong, after it."""
 
     def __init__(self, message: str, place: tuple[object, ...] = ()):
         super().__init__(": ".join(filter(None, (".".join(_plain(str(part)) for part in place), message))))
         self.message, self.place = message, place
+        self.others: list[Wrong] = []
 
-    def within(self, part: object) -> Wrong:
-        """The same, seen from around a part of what holds it."""
-        return Wrong(self.message, (part, *self.place))
+    def within(self, part: object) -> list[Wrong]:
+        """This one and the others, seen from around a part of what holds them."""
+        return [Wrong(one.message, (part, *one.place)) for one in (self, *self.others)]
+
+
+def _together(mistakes: list[Wrong]) -> Wrong:
+    """The first, with the others."""
+    mistakes[0].others = mistakes[1:]
+    return mistakes[0]
 
 
 def unexpected(what: str, value: object) -> Wrong:
@@ -85,12 +93,14 @@ def listed(each: Check, least: int, most: int) -> Check:
     def check(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, (list, tuple)) or not least <= len(value) <= most:
             raise unexpected(f"a list of {least}{f' to {most}' * (most > least)}", value)
-        found = []
-        try:
-            for item in value:
+        found, mistakes = [], []
+        for place, item in enumerate(value):
+            try:
                 found.append(each(item))
-        except Wrong as wrong:
-            raise wrong.within(len(found)) from None
+            except Wrong as wrong:
+                mistakes += wrong.within(place)
+        if mistakes:
+            raise _together(mistakes)
         return tuple(found)
 
     return check
@@ -102,12 +112,14 @@ def named(name: Check, each: Check) -> Check:
     def check(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise unexpected("an object", value)
-        found, key = {}, ""
-        try:
-            for key, item in value.items():
+        found, mistakes = {}, []
+        for key, item in value.items():
+            try:
                 found[name(key)] = each(item)
-        except Wrong as wrong:
-            raise wrong.within(key) from None
+            except Wrong as wrong:
+                mistakes += wrong.within(key)
+        if mistakes:
+            raise _together(mistakes)
         return found
 
     return check
@@ -119,18 +131,20 @@ def optional(each: Check) -> Check:
 
 def held(found: Mapping[str, Any], checks: Mapping[str, Check], without: Collection[str] = ()) -> dict[str, Any]:
     """An object's values under the names of `checks`, each as its check returns it. without: names that may be missing."""
-    values, name = {}, ""
-    try:
-        for name, check in checks.items():
+    values, mistakes = {}, []
+    for name, check in checks.items():
+        try:
             if name in found:
                 values[name] = check(found[name])
             elif name not in without:
                 raise Wrong("this field is missing")
-        for name in found:
-            if name not in checks:
-                raise Wrong("there is no such field")
-    except Wrong as wrong:
-        raise wrong.within(name) from None
+        except Wrong as wrong:
+            mistakes += wrong.within(name)
+    for name in found:
+        if name not in checks:
+            mistakes.append(Wrong("there is no such field", (name,)))
+    if mistakes:
+        raise _together(mistakes)
     return values
 
 

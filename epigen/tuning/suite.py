@@ -15,70 +15,73 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from typing import Any
 
 from epigen.errors import CallError, ProgramError, SuiteError, near_miss
-from epigen.tuning.asked import Asked, digest_of, distinct, dtype_of, every, layout_of, shape_of
+from epigen.tuning import fields
+from epigen.tuning.asked import PRECISIONS, Asked, digest_of, distinct, dtype_of, every, layout_of, shape_of
 from epigen.tuning.records import short
 
-_MOST = 1000  # of one entry's list
-_WORDS = {
-    "missing": "this field is missing",
-    "model_type": "expected a table, written [[problem]]",
-    "list_type": "expected tables, written [[problem]]",
-    "too_short": "this list is empty",
-    "string_type": "expected text",
-}
-"""What pydantic's commonest errors are called in words of the file's own format."""
+_MOST = 1000  # of one list
+_LONGEST = 20_000  # characters of a program
 
 
-def _checked(check: Callable[[Any], Any]) -> AfterValidator:
-    """The value as `check` returns it; its message where it refuses."""
+def _filled(each: fields.Check) -> fields.Check:
+    several = fields.listed(each, 1, _MOST)
 
-    def convert(value: str) -> Any:
+    def check(value: Any) -> Any:
+        if value == []:
+            raise fields.Wrong("this list is empty")
+        return several(value)
+
+    return check
+
+
+def _texts(convert: Callable[[str], Any]) -> fields.Check:
+    """A list of texts, or a single one, each as `convert` returns it, whose message stands where it refuses."""
+
+    def each(value: Any) -> Any:
+        if not isinstance(value, str):
+            raise fields.unexpected("text", value)
         try:
-            return check(value)
+            return convert(value)
         except (CallError, ProgramError) as error:
-            raise ValueError(str(error)) from None
+            raise fields.Wrong(str(error)) from None
 
-    return AfterValidator(convert)
+    several = _filled(each)
+    return lambda value: several(value) if isinstance(value, list) else (each(value),)
 
 
 def _program(text: str) -> str:
+    if len(text) > _LONGEST:
+        raise fields.Wrong(f"a program has at most {_LONGEST} characters, and this one has {len(text)}")
     digest_of(text)
     return text
 
 
-def _listed(value: object) -> object:
-    return value if isinstance(value, list) else [value]
+_ENTRY = {
+    "program": _texts(_program),
+    "shapes": _texts(shape_of),
+    "dtype": _texts(dtype_of),
+    "layout": _texts(layout_of),
+    "precision": fields.one_of(PRECISIONS),
+}
+_DEFAULTS = {"dtype": ("fp16",), "layout": ("nt",), "precision": "ieee"}
 
 
-Program = Annotated[str, Field(max_length=20_000), _checked(_program)]
-Shape = Annotated[str, _checked(shape_of)]
-DType = Annotated[str, _checked(dtype_of)]
-Layout = Annotated[str, _checked(layout_of)]
+def _entry(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise fields.Wrong("expected a table, written [[problem]]")
+    return _DEFAULTS | fields.held(value, _ENTRY, without=_DEFAULTS)
 
 
-class Entry(BaseModel):
-    """One [[problem]] of a suite."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    program: Annotated[list[Program], Field(min_length=1, max_length=_MOST), BeforeValidator(_listed)]
-    shapes: Annotated[list[Shape], Field(min_length=1, max_length=_MOST), BeforeValidator(_listed)]
-    dtype: Annotated[list[DType], Field(min_length=1, max_length=_MOST), BeforeValidator(_listed)] = ["fp16"]
-    layout: Annotated[list[Layout], Field(min_length=1, max_length=_MOST), BeforeValidator(_listed)] = ["nt"]
-    precision: Literal["ieee", "tf32"] = "ieee"
+def _entries(value: Any) -> Any:
+    if not isinstance(value, list):
+        raise fields.Wrong(f"expected tables, written [[problem]], not {short(repr(value))}")
+    return _filled(_entry)(value)
 
 
-class Suite(BaseModel):
-    """The whole file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    problem: Annotated[list[Entry], Field(min_length=1, max_length=_MOST)]
+_SUITE = {"problem": _entries}
 
 
 def read(path: Path) -> list[Asked]:
@@ -95,38 +98,31 @@ def parse(text: str, name: str = "the suite") -> list[Asked]:
     """The problems of a suite's text. name: what messages call it."""
     try:
         found = tomllib.loads(text)
-        suite = Suite.model_validate(found)
+        entries = fields.held(found, _SUITE)["problem"]
     except tomllib.TOMLDecodeError as error:
         raise SuiteError(f"{name}: this is no TOML: {error}") from None
     except RecursionError:
         raise SuiteError(f"{name}: nested too deeply") from None
-    except ValidationError as error:
-        raise SuiteError("\n".join(f"{name}: {_mistake(e, found)}" for e in error.errors(include_url=False))) from None
-    return distinct(a for e in suite.problem for a in every(e.program, e.shapes, e.dtype, e.layout, e.precision))
+    except fields.Wrong as wrong:
+        raise SuiteError("\n".join(f"{name}: {_mistake(one, found)}" for one in (wrong, *wrong.others))) from None
+    return distinct(a for e in entries for a in every(e["program"], e["shapes"], e["dtype"], e["layout"], e["precision"]))
 
 
-def _mistake(error: Any, found: dict[str, Any]) -> str:
+def _mistake(wrong: fields.Wrong, found: dict[str, Any]) -> str:
     """Where it is, and what is wrong there: "problem 2 (relu(mm)), shapes, item 1: …"."""
-    place = list(error["loc"])
-    known: dict[str, Any] = dict(Suite.model_fields)
+    place: list[Any] = list(wrong.place)
+    known: dict[str, Any] = _SUITE
     where: list[str] = []
-    if place[:1] == ["problem"] and len(place) > 1:
-        known = dict(Entry.model_fields)
-        entry = found["problem"][place[1]] if isinstance(found["problem"], list) else {}
+    what = wrong.message
+    if len(place) > 1:
+        number, known = place[1], _ENTRY
+        entry = found["problem"][number]
         program = entry.get("program") if isinstance(entry, dict) else None
-        where.append(f"problem {place[1] + 1}{f' ({short(program)})' if isinstance(program, str) and program.isprintable() else ''}")
+        where.append(f"problem {number + 1}{f' ({short(program)})' if isinstance(program, str) and program.isprintable() else ''}")
         place = place[2:]
-        if len(place) > 1 and isinstance(entry, dict) and not isinstance(entry.get(str(place[0])), list):
-            place = place[:1]  # a single value, which was made a list of one
-    where += [f"item {part + 1}" if isinstance(part, int) else str(part) for part in place]
-    what = _WORDS.get(error["type"])
-    if error["type"] == "extra_forbidden":
-        what = f"there is no such field: {near_miss(str(place[-1]), known) or 'known are ' + ', '.join(known)}"
-    elif what is None:
-        message = error["msg"].removeprefix("Value error, ")
-        what = message if error["type"] == "value_error" else f"{message[0].lower()}{message[1:]}, not {short(repr(error['input']))}"
-    elif error["type"] in ("string_type", "list_type"):
-        what += f", not {short(repr(error['input']))}"
+    if place and place[0] not in known:
+        what += f": {near_miss(place[0], known) or 'known are ' + ', '.join(known)}"
+    where += [f"item {part + 1}" if isinstance(part, int) else part for part in place]
     if "\n" in what:  # a program's mistakes, with carets that stand under its text
         return f"{', '.join(where)}:\n  " + what.replace("\n", "\n  ")
     return f"{', '.join(where)}: {what}"
