@@ -100,9 +100,10 @@ def headline() -> str:
 def checked() -> str:
     """What ran on the GPU."""
     tests, memory = _load("gpu_tests"), _load("memcheck")
+    wrong = sum(count for outcome, count in tests["total"].items() if outcome not in ("passed", "skipped"))
     return (
         f"On the GPU {tests['total']['passed']:,} cases agree with a float64 oracle within a bound derived from dtype and K, or bit for bit "
-        f"({_measured(tests['environment'])}, commit {tests['environment']['commit']}); "
+        f"({_measured(tests['environment'])}, commit {tests['environment']['commit']}){f' and {wrong} did not' * (wrong > 0)}; "
         f"compute-sanitizer's memcheck finds {memory['memcheck_errors']} errors in {memory['tests']['passed']} of them."
     )
 
