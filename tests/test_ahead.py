@@ -148,7 +148,11 @@ def test_groups_of_warps_multiply_straight_from_what_another_warp_loads() -> Non
         text = assembly(results)
         assert "wgmma.mma_async" in text and "setmaxnreg.inc.sync.aligned.u32 \t240" in text.replace("u32 240", "u32 \t240"), one.rendered.text
         assert results[0].resources.registers == 168  # of three groups of 128 threads
+        # a tile's first product is added to nothing: zeros to add it to would be written first, one an element
+        assert re.search(r"wgmma\.mma_async.*\}, %rd\d+, %rd\d+, 0, 1, 1", text), one.rendered.text
         assert "cp.async.c" not in text
+        for function, after in zip(one.rendered.functions[1:], results[1:], strict=True):
+            assert loader.options(function)["launch_pdl"] and "griddepcontrol.wait" in str(after.stages["ptx"])
 
 
 def test_outputs_that_do_not_depend_on_the_product_have_its_layout() -> None:
