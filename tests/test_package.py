@@ -179,6 +179,7 @@ def test_an_installed_command_prints_a_kernel(installed: Path, tmp_path: Path) -
     cache = tmp_path / "cache"
     text = run([installed / "epigen", "compile", "relu(mm+bias)", "--no-verify"], tmp_path, EPIGEN_CACHE=str(cache)).stdout
     functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-    assert any("triton.jit" in map(ast.unparse, f.decorator_list) for f in functions)
-    assert "tl.dot(" in text
-    assert "tl.maximum(" in text
+    # whichever schedule the shipped database takes for the fastest there
+    assert any({"triton.jit", "gluon.jit"} & {ast.unparse(d) for d in f.decorator_list} for f in functions)
+    assert "tl.dot(" in text or "warpgroup_mma(" in text
+    assert "tl.maximum(" in text or "gl.maximum(" in text
