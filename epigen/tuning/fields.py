@@ -8,7 +8,7 @@ models of it took longer than to read it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 Check = Callable[[Any], Any]
@@ -29,10 +29,18 @@ class Wrong(ValueError):
         return [Wrong(one.message, (part, *one.place)) for one in (self, *self.others)]
 
 
-def _together(mistakes: list[Wrong]) -> Wrong:
-    """The first, with the others."""
-    mistakes[0].others = mistakes[1:]
-    return mistakes[0]
+def _all(parts: Iterable[tuple[object, Check, Any]]) -> list[Any]:
+    """Each part as its check returns it. parts: place, check and value. Raises Wrong with the mistakes of all."""
+    found, mistakes = [], []
+    for place, check, value in parts:
+        try:
+            found.append(check(value))
+        except Wrong as wrong:
+            mistakes += wrong.within(place)
+    if mistakes:
+        mistakes[0].others = mistakes[1:]
+        raise mistakes[0]
+    return found
 
 
 def unexpected(what: str, value: object) -> Wrong:
@@ -93,15 +101,7 @@ def listed(each: Check, least: int, most: int) -> Check:
     def check(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, (list, tuple)) or not least <= len(value) <= most:
             raise unexpected(f"a list of {least}{f' to {most}' * (most > least)}", value)
-        found, mistakes = [], []
-        for place, item in enumerate(value):
-            try:
-                found.append(each(item))
-            except Wrong as wrong:
-                mistakes += wrong.within(place)
-        if mistakes:
-            raise _together(mistakes)
-        return tuple(found)
+        return tuple(_all((place, each, item) for place, item in enumerate(value)))
 
     return check
 
@@ -109,18 +109,13 @@ def listed(each: Check, least: int, most: int) -> Check:
 def named(name: Check, each: Check) -> Check:
     """An object with any names that `name` lets pass."""
 
+    def pair(item: tuple[Any, Any]) -> tuple[Any, Any]:
+        return name(item[0]), each(item[1])
+
     def check(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise unexpected("an object", value)
-        found, mistakes = {}, []
-        for key, item in value.items():
-            try:
-                found[name(key)] = each(item)
-            except Wrong as wrong:
-                mistakes += wrong.within(key)
-        if mistakes:
-            raise _together(mistakes)
-        return found
+        return dict(_all((item[0], pair, item) for item in value.items()))
 
     return check
 
@@ -131,21 +126,14 @@ def optional(each: Check) -> Check:
 
 def held(found: Mapping[str, Any], checks: Mapping[str, Check], without: Collection[str] = ()) -> dict[str, Any]:
     """An object's values under the names of `checks`, each as its check returns it. without: names that may be missing."""
-    values, mistakes = {}, []
-    for name, check in checks.items():
-        try:
-            if name in found:
-                values[name] = check(found[name])
-            elif name not in without:
-                raise Wrong("this field is missing")
-        except Wrong as wrong:
-            mistakes += wrong.within(name)
-    for name in found:
-        if name not in checks:
-            mistakes.append(Wrong("there is no such field", (name,)))
-    if mistakes:
-        raise _together(mistakes)
-    return values
+    names = [name for name in checks if name in found or name not in without]
+    parts = [(name, checks[name], found[name]) if name in found else (name, _refused, "this field is missing") for name in names]
+    parts += [(name, _refused, "there is no such field") for name in found if name not in checks]
+    return dict(zip(names, _all(parts), strict=True))
+
+
+def _refused(why: str) -> Any:
+    raise Wrong(why)
 
 
 def quoted(value: object) -> str:
