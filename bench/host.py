@@ -22,6 +22,7 @@ import torch
 
 import epigen
 from bench import record, timing
+from epigen.runtime.written import Written
 
 M, N, K = 64, 256, 128
 ROUNDS, CALLS = 20, 100  # 2,000 calls of each contender, in turns; so few at a time that the GPU's queue never fills
@@ -62,6 +63,7 @@ def contenders(text: str) -> tuple[dict[str, Callable[[], object]], epigen.Kerne
     ways: dict[str, Callable[[], object]] = {
         "epigen, out=": lambda: kernel(x, w, out=outs, **inputs),
         "epigen": lambda: kernel(x, w, **inputs),
+        "the launch alone": _launch_alone(kernel, x, w, inputs),
         "Triton's launch": _through_triton(kernel, x, w, inputs),
     }
     if "drelu" in text:
@@ -83,6 +85,19 @@ def contenders(text: str) -> tuple[dict[str, Callable[[], object]], epigen.Kerne
 def _launches(kernel: epigen.Kernel) -> int:
     assert kernel._last is not None
     return len(kernel._last.launches)
+
+
+def _launch_alone(kernel: epigen.Kernel, x: torch.Tensor, w: torch.Tensor, inputs: Mapping[str, Any]) -> Callable[[], object]:
+    """The same kernels by the same C function, with all of its arguments made beforehand: what the driver and Triton's launcher take of a call."""
+    prepared = kernel._last
+    assert prepared is not None and prepared.launchers
+    values = prepared.values((x, w), inputs, prepared.results({}))
+    text = Written("launch()")
+    text.hold(values)  # the tensors live as long as the function
+    slots = [text.hold(v.data_ptr() if isinstance(v, torch.Tensor) else v) for v in (values[name] for name in prepared.slots(tuple(inputs)))]
+    stream = text.hold(torch.cuda.current_stream().cuda_stream)
+    text.add(*(launch.call(text, stream, slots) for launch in prepared.launchers))
+    return text.function()
 
 
 def _through_triton(kernel: epigen.Kernel, x: torch.Tensor, w: torch.Tensor, inputs: Mapping[str, Any]) -> Callable[[], object]:

@@ -65,9 +65,10 @@ def host() -> str:
     others = {"Triton's launch": "Triton's own launch", "eager operations": "the three operations of torch", "nvmath, execute": "nvmath's `execute`"}
     beside = ", ".join(f"{costs[name]:.1f} of {what}" for name, what in others.items() if name in costs)
     first = result["first"]["first_s"]
+    alone = f"; {costs['the launch alone']:.1f} us of it are the driver's launch" if "the launch alone" in costs else ""
     return (
         f"Host time of a warmed call of a small `relu(mm + bias)`: {costs['epigen, out=']:.1f} us with `out=` and {costs['epigen']:.1f} us where the result is allocated "
-        f"(asked: {result['claimed_out_us']:.0f} and {result['claimed_new_us']:.0f}), against {beside}. The first call of a process comes {first:.2f} s after torch has "
+        f"(asked: {result['claimed_out_us']:.0f} and {result['claimed_new_us']:.0f}){alone}, against {beside}. The first call of a process comes {first:.2f} s after torch has "
         f"started (asked: {result['claimed_first_s']:.1f}). {_measured(result['environment'])}."
     )
 

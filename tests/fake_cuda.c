@@ -10,7 +10,7 @@
 #define MOST_BYTES 2048
 
 typedef struct {
-  int grid[3], block, shared, bytes;
+  int grid[3], block, shared, ahead, bytes;
   unsigned long long stream, function;
   unsigned char parameters[MOST_BYTES];
 } Launch;
@@ -35,6 +35,9 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
   unsigned long long handle = (unsigned long long)function;
   *l = (Launch){.grid = {config->gridDimX, config->gridDimY, config->gridDimZ}, .block = config->blockDimX, .shared = config->sharedMemBytes,
                 .stream = (unsigned long long)config->hStream, .function = handle};
+  for (unsigned i = 0; i < config->numAttrs; ++i)
+    if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+      l->ahead = config->attrs[i].value.programmaticStreamSerializationAllowed;
   for (int p = 0; p < functions[handle].count; ++p) {
     memcpy(l->parameters + l->bytes, parameters[p], functions[handle].sizes[p]);
     l->bytes += functions[handle].sizes[p];

@@ -19,25 +19,27 @@ _SIZES = {"i1": 1, "i8": 1, "u1": 1, "i32": 4, "i64": 8, "fp32": 4}
 
 class _Launch(ctypes.Structure):
     _fields_ = [
-        ("grid", ctypes.c_int * 3), ("block", ctypes.c_int), ("shared", ctypes.c_int), ("bytes", ctypes.c_int),
+        ("grid", ctypes.c_int * 3), ("block", ctypes.c_int), ("shared", ctypes.c_int), ("ahead", ctypes.c_int), ("bytes", ctypes.c_int),
         ("stream", ctypes.c_ulonglong), ("function", ctypes.c_ulonglong), ("parameters", ctypes.c_ubyte * 2048),
     ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Launched:
-    """What the driver was given at one launch. kernel: Triton's digest of the source and of what it was compiled for. parameters: by value."""
+    """What the driver was given at one launch. kernel: Triton's digest of the source and of what it was compiled for. ahead: before the kernel before it ends.
+    parameters: by value."""
 
     kernel: str
     grid: tuple[int, int, int]
     block: int
     shared: int
     stream: int
+    ahead: bool
     parameters: tuple[bytes, ...]
 
 
 class FakeGpu:
-    """stream: of all launches to come."""
+    """stream, capturing: of all launches to come."""
 
     def __init__(self) -> None:
         import triton
@@ -52,7 +54,7 @@ class FakeGpu:
         self.library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self.library.fake_launch.restype = ctypes.POINTER(_Launch)
         triton.knobs.nvidia.libcuda_path = str(folder)
-        self.stream = 7
+        self.stream, self.capturing = 7, False
         self.known: dict[int, tuple[str, list[int]]] = {}
         self._pretend()
 
@@ -61,7 +63,7 @@ class FakeGpu:
         from triton.backends.nvidia.driver import CudaDriver
         from triton.runtime import driver
 
-        from epigen.runtime import device, warmed
+        from epigen.runtime import device, launch, warmed
 
         cuda = CudaDriver()
         cuda.get_current_device = lambda: 0
@@ -73,6 +75,7 @@ class FakeGpu:
         device.at_hand = lambda index=None: device.DEFAULT  # noqa: ARG005
         warmed.current_device = lambda: None  # type: ignore[assignment, return-value]
         warmed.current_stream = lambda _index: self.stream
+        launch.capturing = lambda: self.capturing
 
     @property
     def descriptors(self) -> int:
@@ -102,4 +105,4 @@ class FakeGpu:
         for size in sizes:
             parameters.append(held[:size])
             held = held[size:]
-        return Launched(kernel, tuple(it.grid), it.block, it.shared, it.stream, tuple(parameters))
+        return Launched(kernel, tuple(it.grid), it.block, it.shared, it.stream, bool(it.ahead), tuple(parameters))

@@ -14,6 +14,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,42 @@ def test_a_warmed_call_launches_what_triton_launches(gpu: FakeGpu, through_trito
     before = through_triton.count
     assert launched(gpu, kernel, a, b, out=out, **inputs) == expected and expected[0].parameters
     assert through_triton.count == before
+
+
+@pytest.fixture
+def captured(gpu: FakeGpu) -> Iterator[None]:
+    gpu.capturing = True
+    yield
+    gpu.capturing, gpu.stream = False, 7
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_call_in_a_graph_is_launched_before_the_kernel_before_it_ends(gpu: FakeGpu) -> None:
+    """Kernels of its own that follow are so in every stream; the default stream cannot be captured, and is not asked."""
+    kernel, (a, b) = compiled("z = relu(mm); z, bgrad(z)"), operands()
+    assert [x.ahead for x in launched(gpu, kernel, a, b)] == [True, True]
+    gpu.capturing = False
+    assert [x.ahead for x in gpu.during(lambda: kernel(a, b))] == [False, True]
+    gpu.stream = 0
+    assert [x.ahead for x in gpu.during(lambda: kernel(a, b))] == [False, True]
+    assert [x.ahead for x in as_triton_does(gpu, kernel, a, b)] == [False, True]
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_an_epilogue_is_launched_before_the_vendors_product_ends(gpu: FakeGpu, capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vendor, "product", lambda _a, _b, _precision: torch.zeros(M, N))
+    monkeypatch.setattr(gpu, "capturing", capturing)
+    (found,) = launched(gpu, compiled("relu(mm)", LIBRARY), *operands())
+    assert found.ahead
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("name", ["sm_80", "sm_89"])
+def test_older_gpus_end_one_kernel_before_the_next(gpu: FakeGpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "at_hand", lambda index=None: replace(device.DEFAULT, name=name, arch=int(name[3:])))  # noqa: ARG005
+    kernel = compiled("z = relu(mm); z, bgrad(z)")
+    assert [x.ahead for x in launched(gpu, kernel, *operands())] == [False, False]
+    assert kernel._last is not None and not any("griddepcontrol" in x.asm["ptx"] for x in kernel._last.compiled)
 
 
 def test_inputs_come_in_any_order(gpu: FakeGpu, through_triton: Watch) -> None:
@@ -680,6 +717,7 @@ def test_a_launcher_of_another_make_is_left_to_triton(monkeypatch: pytest.Monkey
         lambda self, x, y, z, stream, function, *rest: original(self, x, y, z, stream, function, *rest[:4], *reversed(rest[4:])),
         lambda self, x, y, z, stream, *rest: original(self, x, y, z, int(stream), *rest),  # does something with the stream
         lambda self, x, *rest: [original(self, x, *rest) for _ in range(2)],
+        lambda self, *given: original(types.SimpleNamespace(**vars(self) | {"launch_pdl": False}), *given),
         lambda self: self,
     ):
         kernel = compiled("relu(mm)")
@@ -697,8 +735,7 @@ def test_a_launcher_of_another_make_is_left_to_triton(monkeypatch: pytest.Monkey
 
 def _names(kernel: Kernel) -> list[str]:
     assert kernel._last is not None
-    function = kernel._last.launches[0].function
-    return [*(a.name for a in function.arguments), *(n for n, _ in function.constants)]
+    return kernel._last.launches[0].function.names
 
 
 def _count(kernel: Kernel) -> int:
@@ -738,6 +775,16 @@ def test_another_device_than_the_current_one(monkeypatch: pytest.MonkeyPatch) ->
     now[0] = 3
     kernel(a, b)
     assert seen == [None] and now == [3]  # None is the index of where these tensors lie
+
+
+def test_where_there_is_one_gpu_nobody_asks_which(monkeypatch: pytest.MonkeyPatch, through_triton: Watch) -> None:
+    kernel = compiled("relu(mm)")
+    a, b = operands()
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(warmed, "current_device", lambda: pytest.fail("asked"))
+    for _ in range(3):
+        kernel(a, b)
+    assert through_triton.count == 1 and direct_calls(kernel)
 
 
 # -- threads
@@ -794,7 +841,7 @@ import triton.language as tl
 
 
 @triton.jit
-def copy(x_desc, y_desc, alpha, M, N, BLOCK: tl.constexpr):
+def copy(x_desc, y_desc, alpha, M, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
     at = tl.program_id(0) * BLOCK
     y_desc.store([at, 0], (x_desc.load([at, 0]) * alpha).to(tl.float16))
 """
@@ -809,7 +856,7 @@ store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @gluon.jit
-def copy(x_desc, y_desc, alpha, M, N, BLOCK: gl.constexpr):
+def copy(x_desc, y_desc, alpha, M, N, BLOCK: gl.constexpr, PDL: gl.constexpr):
     at = gl.program_id(0) * BLOCK
     held = gl.allocate_shared_memory(gl.float16, x_desc.block_type.shape, x_desc.layout)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -842,7 +889,7 @@ SLOTS = {"x_ptr": 0, "y_ptr": 1, "alpha": 2}
 def bound(gpu: FakeGpu, copy: tuple[Any, Function], x: torch.Tensor, y: torch.Tensor) -> tuple[Launch, Any]:
     """The launch, and the same without Triton."""
     jit, function = copy
-    launch = Launch.of(jit, function, -(-x.shape[0] // 16), {"M": x.shape[0], "N": x.shape[1]})
+    launch = Launch.of(jit, function, -(-x.shape[0] // 16), {"M": x.shape[0], "N": x.shape[1]}, device.DEFAULT, follows=False)
     it = launch({"x_ptr": x, "y_ptr": y, "alpha": 2.0})
     gpu.know(it)
     straight = launch.direct(it, SLOTS, (x, y))
@@ -896,7 +943,7 @@ def test_an_address_that_comes_back_is_described_by_its_own_shape(gpu: FakeGpu, 
 def test_the_transpose_is_described_where_that_has_contiguous_rows(gpu: FakeGpu, copy: tuple[Any, Function]) -> None:
     jit, function = copy
     x = half(64, 48)
-    launch = Launch.of(jit, function, 3, {"M": 48, "N": 64})
+    launch = Launch.of(jit, function, 3, {"M": 48, "N": 64}, device.DEFAULT, follows=False)
     plain = gpu.during(lambda: gpu.know(launch({"x_ptr": x, "y_ptr": x, "alpha": 2.0})))
     assert len(plain) == 1
     for t in (x, x.T):

@@ -19,6 +19,12 @@ from gluon_values import BITS, UNKNOWN, Block, Fault, demand
 
 SHARED_BYTES = 232_448  # of one block on sm_90
 
+
+def after_the_kernel_before() -> None:
+    """Every kernel may have been launched while the one before it still runs, and accesses no global memory until it has waited for its end."""
+    demand(here().program.waited, "memory is accessed before the kernel that was launched before has ended")
+
+
 # -- shared memory and barriers
 
 
@@ -160,6 +166,7 @@ class Descriptor:
 
 
 def copy_in(source: Descriptor, at: Sequence[int], barrier: Barrier, buffer: Shared) -> None:
+    after_the_kernel_before()
     actor = turn()
     source.check(buffer)
     demand(id(barrier) not in actor.program.unfenced, f"{barrier.name} was initialised, and no fence has shown it to the copies")
@@ -190,6 +197,7 @@ class CopyOut:
 
 
 def copy_out(target: Descriptor, at: Sequence[int], buffer: Shared) -> None:
+    after_the_kernel_before()
     actor = turn()
     target.check(buffer)
     demand(buffer.place not in actor.program.unfenced, "a buffer was written, and no fence has shown it to the copy out of it")

@@ -17,23 +17,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from gluon_hopper import HOPPER, allocate_shared_memory
+from gluon_hopper import HOPPER, after_the_kernel_before, allocate_shared_memory
 from gluon_turns import Machine, Program, here, turn
 from gluon_values import FUNCTIONS, UNKNOWN, Block, Int, Pointer, arange, demand, full
 
 # -- global memory
 
 
-def _ended() -> None:
-    demand(not here().program.ahead, "memory is accessed before the kernel that was launched before has ended")
-
-
 def gdc_wait() -> None:
-    here().program.ahead = False
+    here().program.waited = True
 
 
 def load(pointer: Pointer, mask: Block | None = None, other: float | None = None, cache_modifier: str = "") -> Block:  # noqa: ARG001
-    _ended()
+    after_the_kernel_before()
     memory, at, inside = pointer.cells(mask)
     found = memory.take(at)
     if mask is not None:
@@ -43,7 +39,7 @@ def load(pointer: Pointer, mask: Block | None = None, other: float | None = None
 
 
 def store(pointer: Pointer, value: Block | float, mask: Block | None = None) -> None:
-    _ended()
+    after_the_kernel_before()
     memory, at, inside = pointer.cells(mask)
     data = value.data if isinstance(value, Block) else torch.tensor(value)
     demand(data.dim() in (0, at.dim()), f"a block of shape {list(data.shape)} is stored at {list(at.shape)}")
@@ -55,6 +51,7 @@ def store(pointer: Pointer, value: Block | float, mask: Block | None = None) -> 
 def atomic_add(pointer: Pointer, value: Block | int, mask: Block | None = None, sem: str = "acq_rel") -> Block:  # noqa: ARG001
     """What was there before. The partition's own stores are not shown to others by it: each of its warps may be behind."""
     turn()
+    after_the_kernel_before()
     memory, at, inside = pointer.cells(mask)
     before = memory.view(pointer.dtype).take(at)
     data = value.data if isinstance(value, Block) else torch.tensor(value)
@@ -180,12 +177,12 @@ class Jit:
         return self.function(*arguments, **named)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, launch_pdl: bool = False, num_warps: int, **constants: int) -> None:
-            for option in ("num_stages", "enable_fp_fusion", "sanitize_overflow"):
+        def launch(*arguments: Any, num_warps: int, **constants: int) -> None:
+            for option in ("num_stages", "enable_fp_fusion", "sanitize_overflow", "launch_pdl"):
                 constants.pop(option, None)
-            programs = [Program(i, grid[0], num_warps, launch_pdl) for i in range(grid[0])]
+            programs = [Program(i, grid[0], num_warps) for i in range(grid[0])]
             Machine(self.seed).run(programs, self.function, [_argument(x) for x in arguments], constants)
-            demand(not any(p.ahead for p in programs), "a kernel may end before the one that was launched before")
+            demand(all(p.waited for p in programs), "a kernel may end before the one that was launched before")
 
         return launch
 

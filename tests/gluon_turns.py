@@ -30,13 +30,13 @@ class _Stopped(BaseException):
 
 @dataclass(eq=False)
 class Program:
-    """A block: index, of how many; whether it may run before the kernel before it has ended; shared memory in use; places in it that were written by no copy and not fenced since, and by whom; and those that
+    """A block: index, of how many; whether it has waited for the end of the kernel before; shared memory in use; places in it that were written by no copy and not fenced since, and by whom; and those that
     a copy is on its way to, or has reached unknown to anybody, for nobody has waited for its barrier since."""
 
     id: int
     count: int
     warps: int
-    ahead: bool = False
+    waited: bool = False
     shared_bytes: int = 0
     unfenced: dict[int, Actor] = field(default_factory=dict)
     arriving: dict[int, CopyIn] = field(default_factory=dict)

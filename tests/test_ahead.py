@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import cases
 import pytest
-from cases import persistent, warp_specialized
+from cases import persistent, split_k, warp_specialized
 from programs import write_program
 
 import epigen
@@ -151,8 +151,19 @@ def test_groups_of_warps_multiply_straight_from_what_another_warp_loads() -> Non
         # a tile's first product is added to nothing: zeros to add it to would be written first, one an element
         assert re.search(r"wgmma\.mma_async.*\}, %rd\d+, %rd\d+, 0, 1, 1", text), one.rendered.text
         assert "cp.async.c" not in text
-        for function, after in zip(one.rendered.functions[1:], results[1:], strict=True):
-            assert loader.options(function)["launch_pdl"] and "griddepcontrol.wait" in str(after.stages["ptx"])
+        assert all("griddepcontrol.wait" in str(r.stages["ptx"]) for r in results)
+
+
+def test_a_kernel_waits_for_the_one_before_it_and_accesses_memory_after_that() -> None:
+    """Where GPUs can launch it before that one has ended."""
+    configs = [tiled(64, 64, 32, 2), split_k(), persistent(128, 128, 64, 8), persistent(128, 128, 64, 8, halves=2), LIBRARY]
+    for one, results in zip(jobs := [job(FORWARD, "sm_90", FP16, config) for config in configs], compiled(jobs), strict=True):
+        for result in results:
+            before, wait, after = str(result.stages["ptx"]).partition("griddepcontrol.wait")
+            accesses = re.compile(r"\b(ld\.global|st\.global|cp\.async|atom\.|red\.)")
+            assert wait and not accesses.search(before) and accesses.search(after), one.rendered.text
+    for one, results in zip(jobs := [job(FORWARD, target, FP16, tiled(64, 64, 32, 2)) for target in ("sm_80", "gfx942")], compiled(jobs), strict=True):
+        assert "gdc_wait" in one.rendered.text and all("griddepcontrol" not in str(r.stages.get("ptx", r.stages.get("amdgcn"))) for r in results)
 
 
 def test_outputs_that_do_not_depend_on_the_product_have_its_layout() -> None:

@@ -309,9 +309,8 @@ def arguments_disagree(rendered: Rendered) -> list[str]:
     found = []
     for f in rendered.functions:
         in_text = [a.arg for a in functions[f.name].args.args]
-        recorded = [a.name for a in f.arguments] + [name for name, _ in f.constants]
-        if in_text != recorded:
-            found.append(f"{f.name}: {in_text} != {recorded}")
+        if in_text != f.names:
+            found.append(f"{f.name}: {in_text} != {f.names}")
     return found
 
 

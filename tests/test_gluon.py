@@ -204,6 +204,10 @@ _EMPTY = "            mbarrier.wait(empty_bars.index(slot_id), step_id // STAGES
 _RELEASE = "        mbarrier.arrive(empty_bars.index((step_id + STAGES - 1) % STAGES))\n"
 _LAST = "        acc = warpgroup_mma_wait(0, deps=(acc,))\n"
 
+WAIT = """    if PDL:
+        # launched while the kernel before this one may still run, whose results are there from here on
+        tl.extra.cuda.gdc_wait()
+"""
 MISTAKES = {
     # of the two groups' order: a wait for a buffer cannot tell a phase from the next but one
     "no order": (PINGPONG, "mbarrier.wait(order_bars.index(WHICH), turn_id & 1 ^ 1 - WHICH)", "pass"),
@@ -224,7 +228,7 @@ MISTAKES = {
     "a buffer is released by one group for both": (COOPERATIVE, "mbarrier.init(empty_bars.index(slot_id), count=2)", "mbarrier.init(empty_bars.index(slot_id), count=1)"),
     "fewer bytes are expected than come": (COOPERATIVE, "(BLOCK_M + BLOCK_N) * BLOCK_K * 2", "BLOCK_M * BLOCK_K * 2"),
     "more bytes are expected than come": (COOPERATIVE, "(BLOCK_M + BLOCK_N) * BLOCK_K * 2", "(BLOCK_M + BLOCK_N) * BLOCK_K * 4"),
-    "barriers are not shown to the copies": (COOPERATIVE, "    fence_async_shared()\n    gl.warp", "    gl.warp"),
+    "barriers are not shown to the copies": (COOPERATIVE, "    fence_async_shared()\n    if PDL", "    if PDL"),
     "a group reads the other's rows": (COOPERATIVE, "a_bufs.index(2 * slot_id + WHICH)", "a_bufs.index(2 * slot_id + 1 - WHICH)"),
     # of reductions that the last block completes
     "partial results are not shown before they are counted": (LAST_BLOCK, "block_barrier()\n", "pass\n"),
@@ -258,8 +262,9 @@ MISTAKES = {
     "both groups' inputs share a barrier": (BROUGHT_PINGPONG, "in_bars.index(1),", "in_bars.index(0),"),
     "both groups' inputs share a buffer": (BROUGHT_PINGPONG, "dz_bufs.index(1),", "dz_bufs.index(0),"),
     "what was computed leaves before it is shown to the copy": (BROUGHT_HALVES, "            fence_async_shared()\n            copy_out", "            copy_out"),
-    # of the kernel that completes reductions
-    "it begins before the main kernel has ended": (BROUGHT_PINGPONG, "    gdc_wait()\n", ""),
+    # of what the kernel before leaves
+    "operands are read before the kernel before has ended": (BROUGHT_PINGPONG, WAIT + "    gl.warp_specialize", "    gl.warp_specialize"),
+    "a reduction is completed before the main kernel has ended": (BROUGHT_PINGPONG, WAIT + "    offs_x", "    offs_x"),
     # of offsets, masks and layouts
     "words of a mask past the last": (PINGPONG, "mask=in_kept_words", "mask=None"),
     "a bias past the last": (PINGPONG, "mask=offs_col < N, other=0.0", ""),
@@ -308,12 +313,14 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
 
 
 LAST_OF_ALL = """
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
 def add_up(total_ptr, partial_ptr, num_arrived_ptr, COUNT: gl.constexpr):
+    tl.extra.cuda.gdc_wait()
     gl.store(partial_ptr + gl.program_id(0), 1)
     gl.barrier()
     if gl.atomic_add(num_arrived_ptr, 1, sem="acq_rel") == COUNT - 1:
@@ -334,6 +341,7 @@ def test_what_others_stored_is_seen_behind_their_barrier_alone(barrier: bool) ->
 
 
 COPY = """
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -341,6 +349,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 @gluon.jit
 def copy(source_desc, BYTES: gl.constexpr):
+    tl.extra.cuda.gdc_wait()
     buf = gl.allocate_shared_memory(source_desc.dtype, [64, 64], source_desc.layout)
     bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(bar, count=1)

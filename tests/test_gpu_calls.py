@@ -6,13 +6,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import cases
 import pytest
 import torch
 
 import epigen
 from epigen.codegen import schedules
+from epigen.codegen.render import Function, Rendered
+from epigen.codegen.spec import KernelConfig, digest
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.launch import Launch
+from epigen.runtime.loader import Loader
 
 pytestmark = pytest.mark.gpu
 
@@ -236,6 +240,87 @@ def test_a_captured_call_is_replayed_on_new_contents(text: str, buffers: bool, t
         pairs = zip(captured, wanted, strict=True) if isinstance(wanted, tuple) else [(captured, wanted)]
         for found, right in pairs:
             assert torch.equal(found, right)
+
+
+LATE = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def late(source_ptr, target_ptr, COUNT: tl.constexpr):
+    tl.extra.cuda.gdc_launch_dependents()
+    start = tl.extra.cuda.globaltimer()
+    while tl.extra.cuda.globaltimer() - start < 200_000:
+        pass
+    offsets = tl.arange(0, COUNT)
+    tl.store(target_ptr + offsets, tl.load(source_ptr + offsets))
+"""
+"""Lets the kernel after it begin at once, and writes 0.2 ms later."""
+
+
+@pytest.fixture(scope="module")
+def late() -> Any:
+    return Loader(interpret=False).load(Rendered(LATE, (Function("late", (), (), 4, 1, None),), digest([LATE]))).late
+
+
+@pytest.mark.parametrize(
+    "config", [None, cases.tiled(), cases.split_k(), cases.persistent(), cases.persistent(halves=2), cases.warp_specialized(), cases.warp_specialized(pingpong=1)],
+    ids=lambda c: str(c) if c is None else "-".join([c.schedule, *(f"{n}{v}" for n, v in c.values if n in ("halves", "pingpong"))]),
+)  # fmt: skip
+def test_a_captured_call_waits_for_the_kernel_before_it(config: KernelConfig | None, late: Any) -> None:
+    """Which lets it begin before it has written any of the operands: an activation, weights, a bias or a residual."""
+    kernel = epigen.compile("y = relu(mm + bias + residual); y, bgrad(y)", config=config)
+    given = [whole(128, 128), whole(128, 128), whole(128), whole(128, 128)]
+    for which in range(4):
+        held = [t.clone() for t in given]
+        x, w, bias, residual = held
+        source = whole(*given[which].shape)
+        late[(1,)](source, held[which], COUNT=source.numel())
+        for _ in range(3):
+            kernel(x, w, bias=bias, residual=residual)
+        graph = torch.cuda.CUDAGraph()
+        held[which].zero_()
+        with torch.cuda.graph(graph):
+            late[(1,)](source, held[which], COUNT=source.numel())
+            y, sums = kernel(x, w, bias=bias, residual=residual)
+        for _ in range(3):
+            source.copy_(whole(*source.shape))
+            graph.replay()
+            wanted = torch.relu(x.double() @ w.double() + bias.double() + residual.double())
+            assert torch.equal(held[which], source) and torch.equal(y, wanted.half()) and torch.equal(sums, wanted.sum(0).half())
+
+
+def test_a_captured_call_follows_what_is_no_kernel() -> None:
+    """The graph's first node; a copy; what another stream has done; and calls that follow one another."""
+    kernel, side = epigen.compile("relu(mm + bias)"), torch.cuda.Stream()
+    x, w, bias, other = whole(64, 64), whole(64, 64).clamp(-1, 1), whole(64), whole(64, 64)
+    w *= torch.rand(64, 64, device="cuda") < 0.05
+    for _ in range(3):
+        kernel(x, w, bias=bias)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = kernel(x, w, bias=bias)
+        copied = torch.empty_like(x)
+        copied.copy_(other)
+        second = kernel(copied, w, bias=bias)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            apart = kernel(second, w, bias=bias)
+        beside = kernel(first, w, bias=bias)
+        torch.cuda.current_stream().wait_stream(side)
+        joined = kernel(apart, w, bias=bias)
+        for _ in range(4):
+            joined = kernel(joined, w, bias=bias)
+        total = joined + beside
+    for _ in range(3):
+        x.copy_(whole(64, 64))
+        other.copy_(whole(64, 64))
+        graph.replay()
+        wanted, aside = kernel(other, w, bias=bias), kernel(kernel(x, w, bias=bias), w, bias=bias)
+        for _ in range(6):
+            wanted = kernel(wanted, w, bias=bias)
+        assert torch.equal(total, wanted + aside)
 
 
 def test_a_gradient_is_refused_however_warm(fused: Kernel) -> None:

@@ -18,13 +18,16 @@ import jinja2
 
 import epigen
 from epigen.codegen import emit, schedules, vendor
-from epigen.codegen.schedules import SCHEDULES, Schedule
+from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, Signature, Store, digest, stride_name
 from epigen.dtypes import FP32, INT32, UINT8, DType
 from epigen.errors import EpigenError
 from epigen.ir.graph import describe_indices
 
 _TRITON_TYPES = {"fp8e4m3": "fp8e4nv", "fp8e5m2": "fp8e5", "int8": "i8", "int32": "i32", "uint8": "u8"}
+
+PDL = "PDL"
+"""The compile-time argument that says whether a kernel may be launched while the one before it still runs, for whose end it waits by itself."""
 
 # elements of a reduction's length, and of what it leaves, that one step of a finishing kernel holds
 _FINISH_TILES = {"n": (128, 32), "m": (128, 32), "": (1024, 1)}
@@ -52,9 +55,8 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One kernel of a module. finish: None for the main kernel. constants: its compile-time arguments. dialect: "triton" or "gluon".
-
-    ahead: it may be launched while the kernel before it still runs, for whose end it waits by itself.
+    """One kernel of a module. finish: None for the main kernel. constants: its compile-time arguments, but for the last, PDL, which depends
+    on where it runs. dialect: "triton" or "gluon".
     """
 
     name: str
@@ -64,7 +66,11 @@ class Function:
     num_stages: int
     finish: Finish | None
     dialect: str = "triton"
-    ahead: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """Of all parameters, in their order."""
+        return [*(a.name for a in self.arguments), *(name for name, _ in self.constants), PDL]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +124,7 @@ class Renderer:
     def render(self, spec: KernelSpec, config: KernelConfig) -> Rendered:
         schedule = SCHEDULES[config.schedule]
         whole = not schedule.multiplies and vendor.whole(spec)
-        functions = [] if whole else [_main(spec, config), *(_finish(spec, f, schedule) for f in _after(spec, config))]
+        functions = [] if whole else [_main(spec, config), *(_finish(spec, f) for f in _after(spec, config))]
         text = self.text(
             "module.py.j2", spec=spec, config=config, functions=functions, schedule=schedule, dot_arguments=dot_arguments(spec, config),
             described=schedules.stored_by_tma(spec, config), brought=schedules.loaded_by_tma(spec, config), inside=_inside(spec, config), whole=whole, **units(spec, config),
@@ -298,7 +304,7 @@ def arrivals(spec: KernelSpec, config: KernelConfig) -> list[str]:
     return split + [{"n": "parts_n", "m": "parts_m", "": "1"}[f.indices] for f in _inside(spec, config)]
 
 
-def _finish(spec: KernelSpec, finish: Finish, schedule: Schedule) -> Function:
+def _finish(spec: KernelSpec, finish: Finish) -> Function:
     sig = spec.signature
     pointers, lengths, strides = [], [], []
     tiles = {"n": "tiles_m", "m": "tiles_n", "": "tiles"}[finish.indices]
@@ -325,8 +331,7 @@ def _finish(spec: KernelSpec, finish: Finish, schedule: Schedule) -> Function:
     )
     length, width = _FINISH_TILES[finish.indices]
     name = f"{spec.name}_finish_{finish.indices}".rstrip("_")
-    # Gluon runs where kernels can wait, and where an interpreter that cannot has no say
-    return Function(name, _factored(arguments, sig), (("BLOCK_T", length), ("BLOCK_X", width)), 4, 1, finish, ahead=schedule.dialect == "gluon")
+    return Function(name, _factored(arguments, sig), (("BLOCK_T", length), ("BLOCK_X", width)), 4, 1, finish)
 
 
 def dot_arguments(spec: KernelSpec, config: KernelConfig) -> str:

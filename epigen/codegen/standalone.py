@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from epigen import ops
 from epigen.codegen import schedules
-from epigen.codegen.render import Argument, Function, Rendered, Renderer, arrivals, units
+from epigen.codegen.render import PDL, Argument, Function, Rendered, Renderer, arrivals, units
 from epigen.codegen.schedules import SCHEDULES, parts
 from epigen.codegen.spec import TMA_BYTES, Choice, KernelConfig, KernelSpec, number
 from epigen.dtypes import BF16, FP32, INT8, DType
@@ -79,8 +79,8 @@ def _launch(spec: KernelSpec, config: KernelConfig, function: Function) -> dict[
         grid = f"triton.cdiv({function.finish.indices.upper()}, {dict(function.constants)['BLOCK_X']})"
     else:
         grid = "1"
-    options = [f"{n}={v}" for n, v in function.constants] + [f"num_warps={function.num_warps}", f"num_stages={function.num_stages}", "enable_fp_fusion=True"]
-    options += ["launch_pdl=True"] * function.ahead
+    options = [f"{n}={v}" for n, v in function.constants] + [f"{PDL}=pdl"]
+    options += [f"num_warps={function.num_warps}", f"num_stages={function.num_stages}", "enable_fp_fusion=True"]
     return {"name": function.name, "grid": grid, "arguments": [_passed(a, spec, function.dialect) for a in function.arguments], "options": options}
 
 

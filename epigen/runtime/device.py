@@ -31,6 +31,12 @@ class Target:
     fp8: bool = False
     tf32: bool = False
 
+    @property
+    def launches_ahead(self) -> bool:
+        """Whether a kernel can be launched while the one before it still runs, for whose end it then waits by itself: CUDA's programmatic
+        dependent launch, since compute capability 9.0."""
+        return self.backend == "cuda" and int(self.arch) >= 90
+
     def blocks_per_sm(self, threads: int, registers: int, shared_bytes: int) -> int:
         """How many blocks of a kernel one multiprocessor can hold at a time."""
         # registers are handed out in units of 8 a thread; CUDA keeps 1 KB of shared memory a block for itself

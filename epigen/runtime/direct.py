@@ -49,20 +49,23 @@ def upright(t: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A kernel's C function and what it takes before and behind the stream. packed: its kernel's arguments are one tuple. owner: of its code."""
+    """A kernel's C function and what it takes before and behind the stream. ahead: where in `middle` it says whether the kernel is launched while
+    the one before it still runs. packed: its kernel's arguments are one tuple. owner: of its code."""
 
     function: Callable[..., object]
     head: tuple[Any, ...]
     middle: tuple[Any, ...]
+    ahead: int
     packed: bool
     owner: Any
 
-    def call(self, text: Written, stream: str, arguments: Sequence[str]) -> str:
-        """The statement that launches. arguments: expressions for all of the kernel's, constants too; addresses are integers, and a described
-        tensor is its descriptor and what `Descriptors` says that follows."""
+    def call(self, text: Written, stream: str, ahead: str, arguments: Sequence[str]) -> str:
+        """The statement that launches. stream, ahead: expressions. arguments: those for all of the kernel's, constants too; addresses are integers,
+        and a described tensor is its descriptor and what `Descriptors` says that follows."""
         text.hold(self.owner)
+        middle = [ahead if place == self.ahead else text.hold(value) for place, value in enumerate(self.middle)]
         last = f"({', '.join(arguments)},)" if self.packed else ", ".join(arguments)
-        return f"{text.hold(self.function)}({', '.join([*map(text.hold, self.head), stream, *map(text.hold, self.middle), last])})"
+        return f"{text.hold(self.function)}({', '.join([*map(text.hold, self.head), stream, *middle, last])})"
 
 
 def start(jit: Any, compiled: Any, names: Sequence[str], blocks: int, arguments: int) -> Start | None:
@@ -80,16 +83,22 @@ def start(jit: Any, compiled: Any, names: Sequence[str], blocks: int, arguments:
     reached: list[tuple[Any, ...]] = []
     stand_in = copy.copy(launcher)
     stand_in.launch = lambda *given: reached.append(given)
-    stream, marks = object(), tuple(object() for _ in range(arguments))
+    stream, ahead, marks = object(), object(), tuple(object() for _ in range(arguments))
+    stand_in.launch_pdl = ahead
     try:
         stand_in(blocks, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *marks)
     except (TypeError, AttributeError):  # another calling convention than the known ones
         return None
-    return _replay(function, reached, stream, marks, compiled)
+    return _replay(function, reached, stream, ahead, marks, compiled)
 
 
-def _replay(function: Callable[..., object], reached: Sequence[tuple[Any, ...]], stream: object, marks: tuple[Any, ...], compiled: Any) -> Start | None:
-    """The C function with what arrived there, but for the stream and the arguments, where the marks were. compiled: owns the code."""
+def _replay(
+    function: Callable[..., object], reached: Sequence[tuple[Any, ...]], stream: object, ahead: object, marks: tuple[Any, ...], compiled: Any
+) -> Start | None:
+    """The C function with what arrived there, but for what the marks stood for: the stream, whether it is launched ahead, the arguments.
+
+    compiled: owns the code.
+    """
     if len(reached) != 1:
         return None
     (given,) = reached
@@ -98,9 +107,10 @@ def _replay(function: Callable[..., object], reached: Sequence[tuple[Any, ...]],
     if len(places) != 1 or not (spread or given[-1:] == (marks,)):
         return None
     head, middle = given[: places[0]], given[places[0] + 1 : -len(marks) if spread else -1]
-    if any(value in marks for value in (*head, *middle)):
+    told = [i for i, value in enumerate(middle) if value is ahead]
+    if len(told) != 1 or any(value in marks for value in (*head, *middle)):
         return None
-    return Start(function, head, middle, not spread, compiled)
+    return Start(function, head, middle, told[0], not spread, compiled)
 
 
 def _launcher(compiled: Any) -> Any:

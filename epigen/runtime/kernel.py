@@ -40,7 +40,6 @@ Chooser = Callable[[KernelSpec, tuple[int, int, int], Target, str], Choice]
 
 BACKENDS = ("triton", "interpreter", "reference")
 
-_INTERPRETED_PROGRAMS = 3
 _KEPT = 1024
 """Prepared calls of one kernel, each of other shapes, dtypes or strides. To prepare one again compiles nothing, and takes two thirds of a
 millisecond of the host (0.5 to 0.8 for a new M; Triton 3.6 and 3.9 without a GPU, 2026-11)."""
@@ -299,8 +298,7 @@ class Kernel:
             module = self._loaders[backend == "interpreter"].load(plan.rendered) if plan.rendered.functions else None
         functions = [getattr(module, f.name) for f in plan.rendered.functions]
         prepared = Prepared(self._graph, found, (m, n, k), first.device, plan, backend == "interpreter")
-        # few enough in the interpreter that each has several tiles, as on a GPU
-        prepared.bind(functions, operands, inputs, outs, _INTERPRETED_PROGRAMS if prepared.interpreted else target.multiprocessors)
+        prepared.bind(functions, operands, inputs, outs, target)
         return prepared
 
     def _signature(

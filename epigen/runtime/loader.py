@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from epigen import settings
-from epigen.codegen.render import Argument, Function, Rendered
+from epigen.codegen.render import PDL, Argument, Function, Rendered
 from epigen.codegen.spec import KNOWN
 from epigen.errors import CompileError, EpigenError
 from epigen.runtime import triton_key
@@ -145,8 +145,8 @@ def compile_ahead(rendered: Rendered, function: Function, target: Target, consta
     triton = _import_triton(interpret=False)
     from triton.backends.compiler import GPUTarget
 
-    fixed = dict(function.constants) | dict(constants or {})
-    names = [a.name for a in function.arguments] + [name for name, _ in function.constants]
+    fixed = compile_time(function, target) | dict(constants or {})
+    names = function.names
     kinds = {a.name: a.type for a in function.arguments}
     plain = {a.name for a in function.arguments if a.factor < KNOWN}
     signature = {n: "constexpr" if n in fixed else kinds[n] for n in names}
@@ -170,11 +170,15 @@ def compile_ahead(rendered: Rendered, function: Function, target: Target, consta
     return _compiled(kernel, function, target)
 
 
+def compile_time(function: Function, target: Target | None) -> dict[str, int]:
+    """A function's compile-time arguments. target: None under the interpreter, where one kernel runs after another."""
+    return dict(function.constants) | {PDL: target is not None and target.launches_ahead}
+
+
 def options(function: Function) -> dict[str, Any]:
     """What Triton's compiler is told of a function, beside its arguments."""
     # the last: else every integer operation gets a check for overflow, which only debug mode keeps; a tenth of the time to compile
-    found = {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True, "sanitize_overflow": False}
-    return found | {"launch_pdl": True} if function.ahead else found
+    return {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True, "sanitize_overflow": False}
 
 
 class _Absent:

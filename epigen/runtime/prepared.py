@@ -17,10 +17,14 @@ from epigen.codegen.spec import Choice, KernelSpec
 from epigen.ir import reference
 from epigen.ir.graph import Graph
 from epigen.runtime import arguments, outputs, vendor
+from epigen.runtime.device import Target
 from epigen.runtime.launch import Direct, Launch, blocks
 from epigen.runtime.loader import interpreting
 from epigen.runtime.outputs import Out
 from epigen.runtime.workspace import Arrivals, Workspace, counters, parts
+
+_INTERPRETED_PROGRAMS = 3
+"""Of a persistent grid: so few in the interpreter that each has several tiles, as on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +69,8 @@ class Prepared:
         """What each launch has returned."""
         self.asked, self.launchers = False, list[Direct]()
 
-    def bind(self, functions: Sequence[Any], operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], multiprocessors: int) -> None:
-        """Fix every integer argument and grid. functions: of the loaded module, in the plan's order. multiprocessors: of the GPU."""
+    def bind(self, functions: Sequence[Any], operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], target: Target) -> None:
+        """Fix every integer argument and grid. functions: of the loaded module, in the plan's order."""
         assert self.plan is not None
         m, n, k = self.shape
         config = self.plan.choice.config
@@ -87,8 +91,9 @@ class Prepared:
         if count := counters(self.plan.spec, config, self.shape):
             self.arrivals = Arrivals(count, self.device)
         for function, jit in zip(self.plan.rendered.functions, functions, strict=True):
-            if grid := blocks(function, config, self.shape, multiprocessors):
-                self.launches.append(Launch.of(jit, function, grid, integers, self.interpreted))
+            if grid := blocks(function, config, self.shape, _INTERPRETED_PROGRAMS if self.interpreted else target.multiprocessors):
+                follows = bool(self.launches) or self.plan.by_vendor
+                self.launches.append(Launch.of(jit, function, grid, integers, None if self.interpreted else target, follows))
 
     def run(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
         """One output tensor each: the caller's, or a new one."""

@@ -57,7 +57,8 @@ def warmed(prepared: Prepared, operands: Operands, inputs: Mapping[str, Any], ou
     _compare(text, given)
     _refuse(text, *_modes(text, prepared.plan, tensors), *filter(None, [observed]))
     index = text.hold(prepared.device.index)
-    text.add(f"if {text.hold(current_device)}() != {index}:", f"    return {text.hold(_elsewhere)}({index}, itself, a, b, inputs, out)")
+    if torch.cuda.device_count() != 1:  # else it is the current one
+        text.add(f"if {text.hold(current_device)}() != {index}:", f"    return {text.hold(_elsewhere)}({index}, itself, a, b, inputs, out)")
     slots = _slots(text, given, dict(zip(names[len(operands) :], inputs, strict=True)))
     if out is None:
         slots += _new(text, prepared, returned)

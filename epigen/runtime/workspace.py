@@ -19,6 +19,7 @@ from epigen.runtime.arguments import ALIGNED_BYTES
 
 # what torch.cuda asks, without the Python around it
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
+capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 
 
 def counters(spec: KernelSpec, config: KernelConfig, shape: tuple[int, int, int]) -> int:
@@ -90,7 +91,7 @@ class Arrivals:
 
     def counters(self) -> Tensor:
         """For a launch on the current stream."""
-        if not self.shared or torch.cuda.is_current_stream_capturing():
+        if not self.shared or capturing():
             # a graph may run beside other work of the stream that it was captured on, so it has counters of its own, which it sets to 0
             return self._new()
         stream = current_stream(self.device.index)
