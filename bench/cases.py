@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
@@ -89,6 +91,8 @@ ROUND_S = 0.15
 """What the timed rounds of a case may take, once each contender has had its least."""
 
 
+_UNTUNED = 44
+
 START_S = 25.0
 """What compiling all kernels of the headline beforehand takes, about."""
 
@@ -125,6 +129,23 @@ def compiled() -> list[Case]:
     return _cases("compiled", BY_NAME, TABLE + LAYERS, _COMPILED)
 
 
+def untuned(seed: int = 11) -> list[Case]:
+    """Problems that nobody chose and nobody tuned, each with two programs: random extents, a third of them multiples of 8 alone."""
+    rng, found = random.Random(seed), []
+    while len(found) < 2 * _UNTUNED:
+        m, n, k = (_extent(rng, least, most) for least, most in ((32, 32768), (64, 16384), (64, 16384)))
+        if 1 << 24 <= m * n * k <= 750_000_000_000 and m * n + n * k + m * k <= 750_000_000:
+            other = ("drelu + bgrad", "gelu + bias", "relu + bias + mask")[len(found) // 2 % 3]
+            layout = "nn" if len(found) // 2 % 4 == 3 else "nt"
+            found += [Case("untuned", program, (m, n, k), "bf16", fused(program), layout) for program in ("relu + bias", other)]
+    return found
+
+
+def _extent(rng: random.Random, least: int, most: int) -> int:
+    unit = 64 if rng.random() < 2 / 3 else 8
+    return max(unit, round(math.exp(rng.uniform(math.log(least), math.log(most))) / unit) * unit)
+
+
 def headline() -> list[Case]:
     """A part of every group, so ordered that what comes last is missed least."""
     # torch.compile tunes for many seconds a shape: two shapes, taken in turns by the programs; `compiled` has them all
@@ -137,7 +158,9 @@ def every_epilogue() -> list[Case]:
     return [*epilogues(), *gradients()]
 
 
-GROUPS = {"headline": headline, "epilogues": every_epilogue, "small": small, "skinny": skinny, "odd": odd, "compiled": compiled}
+GROUPS = {
+    "headline": headline, "epilogues": every_epilogue, "small": small, "skinny": skinny, "odd": odd, "compiled": compiled, "untuned": untuned,
+}  # fmt: skip
 """What each claim measures."""
 
 

@@ -60,7 +60,7 @@ tiles     1024 tiles of 128x128, 1 block a multiprocessor: 7.76 waves, 8 waves i
           the tiles cover the result exactly
 padding   none would help: the rows of both operands are aligned
 fusing    saves 134 MB and 2 launches: 101 MB instead of 235 MB, 1 launch instead of 3
-model     207 us fused (launch 4.0 us, main loop 201 us, epilogue 1.5 us), 223 us unfused
+model     207 us fused (launch 4.0 us, main loop 202 us, epilogue 1.5 us), 222 us unfused
 backward  dmm = drelu(mm, mask); dbias = bgrad(dmm); dmm, dbias
           mm is the gradient that arrives at 'out'; mask is the forward's 'saved'
 forward   out = relu(mm + bias); saved = bitmask(~(out <= 0)); out, saved
@@ -82,7 +82,7 @@ tiles     136 tiles of 128x256, 1 block a multiprocessor: 1.06 waves, 2 waves in
           8.0% of what the tiles cover lies outside the result
 padding   none would help: the rows of both operands are aligned
 fusing    saves 32.7 MB and 2 launches: 121 MB instead of 154 MB, 2 launches instead of 4
-model     1897 us fused (launch 4.0 us, main loop 1863 us, epilogue 28.3 us, finishing 2.0 us), 1177 us unfused
+model     1897 us fused (launch 4.0 us, main loop 1863 us, epilogue 28.3 us, finishing 2.0 us), 878 us unfused
 backward  dmm = drelu(mm + grad_out1[n], mask); dmm
           mm is the gradient that arrives at 'dz'; grad_out1 is the gradient that arrives at 'out1'
 saves     nothing: the derivative reads no tile of the forward
@@ -255,7 +255,7 @@ def test_the_work_is_counted_and_held_against_the_ridge() -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "least", "most", "why"),
-    [("L40S", 100, 10_000, "the vendor's library loads a's rows in vectors of 16 bytes"), ("H200", 10, 40, "TMA reads a's rows as they lie")],
+    [("L40S", 50, 10_000, "the vendor's library loads a's rows in vectors of 16 bytes"), ("H200", 10, 40, "TMA reads a's rows as they lie")],
 )
 def test_padding_that_helps_is_said_with_what_it_saves(gpu: str, least: float, most: float, why: str) -> None:
     """On Hopper: reading and writing 34 MB once more."""

@@ -574,7 +574,7 @@ def test_operands_that_tma_cannot_address_are_copied() -> None:
 def test_launches_of_a_stream_share_counters_and_those_of_a_graph_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, capturing = [1], [False]
     monkeypatch.setattr(workspace, "current_stream", lambda _index: stream[0])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(workspace, "capturing", lambda: capturing[0])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream[0])
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     made: list[int] = []

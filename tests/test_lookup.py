@@ -22,6 +22,7 @@ from epigen.dtypes import FP16
 from epigen.ir.check import check
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
+from epigen.runtime.device import TARGETS
 from epigen.tuning import gpus, model, rule
 from epigen.tuning.choose import Chooser
 from epigen.tuning.database import Database
@@ -390,17 +391,42 @@ def chosen_here(database: Database, text: str, shape: tuple[int, int, int]) -> t
     return Chooser(kernel.graph, database)(spec, shape, here, ""), Space(spec, shape, here)
 
 
-def test_the_plain_rule_goes_before_a_lender_that_does_not_suit(tmp_path: Path) -> None:
+def test_the_models_choice_goes_before_a_lender_that_does_not_suit(tmp_path: Path) -> None:
     """Tiles of 64 rows for a product of 16: at 16x4096x14336 on an H200 (Triton 3.6, 2026-11) they took 1.86 times as long as the best."""
     database, lent = opened(tmp_path), persistent(64, 32, 128, num_stages=8, group_m=1, flatten=0, tma_store=0)
     tuned_here(database, "relu(mm + bias)", (64, 4096, 4096), lent)
     found, _ = chosen_here(database, "relu(mm + bias)", (16, 4096, 14336))
     assert not isinstance(found, Found) and found.config["block_m"] == 16
-    assert found.why.startswith("chosen by rule for 16x4096x14336 fp16") and found.why.endswith("; by the model faster here than the configs of 1 near problem")
+    assert found.why.startswith("the model's choice for 16x4096x14336 fp16 on sm_90: no measurement is at hand") and found.why.endswith(
+        "; by the model faster here than the configs of 1 near problem"
+    )
     same, _ = chosen_here(database, "relu(mm + bias)", (64, 4096, 4200))
     assert same.config == lent
     rest, _ = chosen_here(database, "relu(mm + bias)", (13, 4096, 14336))
     assert rest.config == found.config and rest.why == f"{found.why}; found for 16x4096x14336, which stands for M from 9 to 16"
+
+
+def test_where_nothing_is_near_the_model_chooses(tmp_path: Path) -> None:
+    """At 88x320x16320 bf16 on an H200 what 128x256x256 lent took 84 us, the plain rule's tile 40, the vendor's product and an epilogue 15."""
+    database = opened(tmp_path)
+    tuned_here(database, "relu(mm + bias)", (8192, 8192, 8192), config(128))
+    found, space = chosen_here(database, "relu(mm + bias)", (128, 320, 16320))
+    assert found.why == "the model's choice for 128x320x16320 fp16 on sm_90: no measurement is at hand"
+    ruled = rule.choose(space.spec, space.shape, space.target).config
+    chosen, plain = model.estimates(space.spec, (found.config, ruled), space.shape, gpus.by_name("H200"))
+    assert chosen.us < 0.5 * plain.us and space.legal(found.config)
+    near, _ = chosen_here(database, "relu(mm + bias)", (8192, 8192, 7168))
+    assert near.config == config(128), "what was measured so near by is not doubted"
+
+
+def test_a_gpu_on_which_nothing_was_measured_gets_the_plain_rule(tmp_path: Path) -> None:
+    """The model's constants are held to measurements of one architecture."""
+    database, kernel = opened(tmp_path), epigen.compile("relu(mm + bias)")
+    tuned_here(database, "relu(mm + bias)", (8192, 8192, 8192), config(128))
+    for target in (TARGETS["sm_80"], TARGETS["gfx942"]):
+        shape = (128, 320, 16320)
+        spec = kernel.plan(shape, FP16, target, layout="nt").spec
+        assert Chooser(kernel.graph, database)(spec, shape, target, "").why.startswith("chosen by rule for 128x320x16320 fp16 on ")
 
 
 def test_the_model_is_held_to_what_the_nearest_record_knows(tmp_path: Path) -> None:

@@ -161,6 +161,16 @@ def best_of(table: dict[KernelConfig, Outcome]) -> float:
     return min(o.median_us for o in table.values() if o.kind == "ok")
 
 
+@pytest.mark.parametrize("shape", [SHAPE, (64, 320, 16320), (100, 72, 64), (32768, 1344, 9424)], ids=str)
+def test_an_outline_is_the_part_of_a_space_that_shape_and_gpu_decide(shape: tuple[int, int, int]) -> None:
+    space = Space(SPACE.spec, shape, DEFAULT)
+    outline = list(space.outline())
+    assert len(outline) == len(set(outline)) <= 1000 and all(map(space.legal, outline))
+    assert {c.schedule for c in outline} == set(space.schedules)
+    tiles = {(c.schedule, c["block_m"], c["block_n"]) for c in space.every()}
+    assert {(c.schedule, c["block_m"], c["block_n"]) for c in outline} == tiles
+
+
 def test_search_beats_random_choice_on_a_recorded_space(table: dict[KernelConfig, Outcome]) -> None:
     """Without a model's ranking, and with a small schedule as a trap: 60 trials, mean over seeds."""
     best = best_of(table)

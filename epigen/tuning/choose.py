@@ -1,12 +1,13 @@
-"""Which config a call gets, and the sentence that says why: the tuning databases first, then the plain rule.
+"""Which config a call gets, and the sentence that says why: the tuning databases first, then the model and the plain rule.
 
-Where the very problem was not tuned, several near ones may lend their configs, made fit for it. Which of those and of the plain rule's is the
-fastest here, the model says, held to what the nearest record knows better. All M of one bucket get the same config, so that batches of ever
-new sizes need few kernels, and few look-ups.
+Where the very problem was not tuned, several near ones may lend their configs, made fit for it. Which of those, of the plain rule's and of an
+outline of the whole space is the fastest here, the model says, held to what the nearest record knows better. All M of one bucket get the same
+config, so that batches of ever new sizes need few kernels, and few look-ups.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +25,10 @@ from epigen.tuning.space import Space
 
 _LENDERS = 8  # near problems that are asked; the estimates of more would take longer than they are worth
 _DOUBT = 0.02  # a share of the time for each doubling that a config comes from afar
-_UNMEASURED = FARTHEST + PROGRAM_STEP  # the plain rule's config, which nobody measured, is no nearer than the farthest that is lent
+_UNMEASURED = FARTHEST + PROGRAM_STEP  # what nobody measured is no nearer than the farthest that is lent
+_OUTLINED = 3  # of the space's outline, the fastest by the model
+_NEAR = 0.5  # doublings within which a lender's config is no worse than what the model could find
+_RULED = 0.9  # where nothing is near, the share of the plain rule's time that a config of the outline has to keep to
 _BY_EPILOGUE = ("one_launch", "tma_load")  # what a program without reductions, or without a tile to load, has no choice in
 _BUCKETS = 256
 
@@ -36,7 +40,7 @@ def capability(target: Target) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What all M of a bucket have in common. problem: of the M that stands for them. lent: the config, if a tuned problem is near enough.
+    """What all M of a bucket have in common. problem: of the M that stands for them. lent: the config, but where nothing is near and the plain rule's is as good as any.
 
     tuned: whether it was tuned for one of them. index: the records that were asked.
     """
@@ -89,7 +93,10 @@ class Chooser:
 
 
 def _lent(index: Index, problem: Problem, spec: KernelSpec, target: Target) -> Choice | None:
-    """The config that is expected to be the fastest here, of those of near problems and the plain rule's; None where nothing is near."""
+    """The config that is expected to be the fastest here, of those of near problems, the plain rule's, and those of the space's outline.
+
+    None where nothing is near and the outline is hardly better than the plain rule, and on GPUs on which nobody has measured what the model says.
+    """
     space = Space(spec, problem.shape, target)
     runs = frozenset(space.schedules)
     suited: dict[KernelConfig, list[Found]] = {}
@@ -98,15 +105,35 @@ def _lent(index: Index, problem: Problem, spec: KernelSpec, target: Target) -> C
             suited[found.config] = here
             if len(suited) == _LENDERS:
                 break
-    if not suited:
-        return None
     lent, ruled = [one for here in suited.values() for one in here], rule.choose(spec, problem.shape, target)
-    times = _expected(lent, ruled, problem, spec, target)
+    near = min((found.far for found in lent), default=math.inf)
+    outlined = _outlined(space, _OUTLINED) if near > _NEAR and index.measured(problem.capability) else []
+    if not lent:
+        enough = _RULED * model.estimate_us(spec, ruled.config, problem.shape, gpus.of_target(target)).us
+        return next((one for one, us in outlined if us <= enough), None)
+    unmeasured = [ruled, *(one for one, _ in outlined)]
+    times = _expected(lent, unmeasured, problem, spec, target)
     best = min(range(len(times)), key=times.__getitem__)
-    near = f"the configs of {len(suited)} near problem{'s' * (len(suited) > 1)}"
-    if best == len(lent):
-        return replace(ruled, why=f"{ruled.why}; by the model faster here than {near}")
-    return replace(lent[best], why=f"{lent[best].why}: of {near} the fastest here by the model") if best else lent[0]
+    those = f"the configs of {len(suited)} near problem{'s' * (len(suited) > 1)}"
+    if best >= len(lent):
+        chosen = unmeasured[best - len(lent)]
+        return replace(chosen, why=f"{chosen.why}; by the model faster here than {those}")
+    return replace(lent[best], why=f"{lent[best].why}: of {those} the fastest here by the model") if best else lent[0]
+
+
+def _outlined(space: Space, count: int) -> list[tuple[Choice, float]]:
+    """The fastest of the space's outline by the model that the GPU has room for, each with its microseconds."""
+    spec, shape, target = space.spec, space.shape, space.target
+    configs = list(space.outline())
+    times = [e.us for e in model.estimates(spec, configs, shape, gpus.of_target(target))]
+    why = f"the model's choice for {extents(shape)} {spec.signature.a} on {target.name}: no measurement is at hand"
+    found: dict[KernelConfig, float] = {}
+    for i in sorted(range(len(configs)), key=times.__getitem__):
+        if fitting := model.fitted(spec, configs[i], shape, target):
+            found.setdefault(fitting, times[i])
+        if len(found) == count:
+            break
+    return [(Choice(config, why), us) for config, us in found.items()]
 
 
 def _suited(found: Found, problem: Problem, space: Space) -> list[Found]:
@@ -127,8 +154,8 @@ def _changed(found: Found, config: KernelConfig) -> Found:
     return replace(found, config=config, why=f"{found.why}; here with {changes}")
 
 
-def _expected(lent: Sequence[Found], ruled: Choice, problem: Problem, spec: KernelSpec, target: Target) -> list[float]:
-    """Microseconds that each lent config is expected to take here, and the rule's.
+def _expected(lent: Sequence[Found], unmeasured: Sequence[Choice], problem: Problem, spec: KernelSpec, target: Target) -> list[float]:
+    """Microseconds that each lent config is expected to take here, and each that nobody measured.
 
     They are the model's, with what the nearest record is sure of: where it was tuned, nothing was faster than its config. What the model takes
     to be faster there it flatters, here as well, the more so the nearer that is. And each doubling of a lender's distance makes it doubtful.
@@ -137,10 +164,10 @@ def _expected(lent: Sequence[Found], ruled: Choice, problem: Problem, spec: Kern
     beyond one doubling (correlation 0.0), and little within it (0.2 for one program).
     """
     gpu, nearest = gpus.of_target(target), min(lent, key=lambda found: found.far)
-    configs = [one.config for one in (*lent, ruled)]
+    configs = [one.config for one in (*lent, *unmeasured)]
     here = model.estimates(spec, configs, problem.shape, gpu)
     tuned = nearest.record
     won, *there = model.estimates(laid(spec, tuned.layout), [tuned.kernel_config, *configs], tuned.shape, gpus.find(tuned.gpu) or gpu)
     sure = max(0.0, 1 - nearest.far / FARTHEST)
-    far = [*(found.far for found in lent), _UNMEASURED]
+    far = [*(found.far for found in lent), *[_UNMEASURED] * len(unmeasured)]
     return [h.us * max(1.0, won.us / t.us) ** sure * (1 + _DOUBT * f) for h, t, f in zip(here, there, far, strict=True)]

@@ -2,7 +2,8 @@
 
 Each stands for something physical that other GPUs share, and none for a single shape or config. Fitted by `bench/model.py --fit` to the
 5,572 measured configs of bench/results/sweep_*.json (fp16 on an H200, torch 2.11, Triton 3.6, 2026-11), then rounded; those that these
-tables cannot tell, and those of narrow loads, were set by hand; outside_clocks to the persistent ones of sample_skinny16.json.
+tables cannot tell, and those of narrow loads, were set by hand; outside_clocks to the persistent ones of sample_skinny16.json; those of the
+vendor's product, of split k and of how TMA's kernels begin to 429 configs of 44 random shapes (bf16, the same GPU and versions).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Constants:
 
     # loading
     l2_bytes_clock: float = 64  # from L2 into one multiprocessor: the port's width
+    crossing_clocks: float = 1.5  # a run of up to 128 bytes that lies across two lines of L2: 2 to 3.4 at 4992x14656x648 "nt" in tiles of 128x128
     row_clocks: float = 1.4  # a multiprocessor's request for a row of a tile, however few its bytes: the tag look-up of its line
     request_clocks: float = 0.45  # what such a request adds to the time of its bytes
     b_along_k: float = 1.6  # rows of b that lie along k take so much longer than a's: seen at 4096x4096x4096 and 8192x8192x1024, "nt" against "nn"
@@ -54,7 +56,11 @@ class Constants:
     arrival_us: float = 1.0  # until all that a block has written is seen by the GPU, and its arrival counted
     gap_us: float = 1.4  # between two kernels of one stream
     short_run: float = 0.4  # each halving of a row of the vendor's result below 256 bytes makes reading it so much longer
-    vendor_us: float = 2.2  # the vendor's kernel beyond its arithmetic: fill and drain
+    vendor_us: float = 1.8  # the vendor's kernel beyond its arithmetic: fill and drain
+    vendor_split_us: float = 2.0  # ... and where it splits k: to add up the parts
+    described_us: float = 0.5  # until the first descriptors have been fetched
+    flattened_us: float = 0.7  # what the loop that is one of two takes to begin and to end
+    gather_share: float = 0.45  # of what L2 feeds one multiprocessor: the last block of a tile reads one part after the other
 
 
 FITTED = Constants()

@@ -239,6 +239,10 @@ class Index:
             if _fits(entry.record, accept):
                 yield _found(entry.record, "triton", f"tuned for {_where(entry.record)} under Triton {entry.record.triton}, and {triton} is the present one")
 
+    def measured(self, capability: str) -> bool:
+        """Whether any problem was tuned on a GPU of this architecture."""
+        return capability in self._gpus
+
     def tuned_alike(self, problem: Problem, triton: str) -> bool:
         """Whether some M of this one's bucket was tuned, under this version of Triton."""
         return (*_alike(problem), triton) in self._alike

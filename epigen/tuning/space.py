@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from types import MappingProxyType
 
 from epigen.codegen import schedules, vendor
 from epigen.codegen.schedules import SCHEDULES
@@ -20,6 +21,9 @@ from epigen.tuning import rule
 
 Suggest = Callable[[str, int, int], int]
 """(name, low, high) -> a whole number in between, both ends included."""
+
+Settle = Callable[[int, int], int]
+"""(low, high) -> the value that is taken."""
 
 SCHEDULE_NAMES = tuple(SCHEDULES)
 _MOST_ACCUMULATORS = 128  # fp32 values a thread: with more, little is left of the 255 registers for the epilogue
@@ -45,6 +49,12 @@ _BY_VALUE = {
     "tma_load",
     "tma_store",
 }  # searched by value; the other dimensions are powers of two, searched by exponent
+_SETTLED: Mapping[str, Settle] = (
+    dict.fromkeys((f"{s}.{name}" for s in SCHEDULE_NAMES for name in ("num_stages", "group_m", "early", "tma_store")), max)
+    | dict.fromkeys(("persistent.flatten", "persistent.one_launch", "warp_specialized.one_launch", "warp_specialized.tma_load", "library.one_launch"), min)
+    | dict.fromkeys(("tiled.one_launch", "split_k.one_launch"), max)
+)
+"""What shape and GPU do not decide, by the name of the dimension, and as it mostly pays."""
 _GROUPS = (1, 8)  # rows of tiles that share columns: what the L2 keeps is decided by the order of magnitude
 
 
@@ -66,14 +76,16 @@ class Space:
         }  # fmt: skip
         return walks[schedule](suggest)
 
-    def every(self) -> Iterator[KernelConfig]:
-        """All legal configs, in a fixed order."""
+    def every(self, settled: Mapping[str, Settle] = MappingProxyType({})) -> Iterator[KernelConfig]:
+        """All legal configs, in a fixed order. settled: dimensions of which one value is taken, by name."""
         path: list[tuple[int, int]] = []  # each choice made on the way to the current point, and its upper bound
         while True:
             depth = 0
 
-            def walk(_name: str, low: int, high: int) -> int:
+            def walk(name: str, low: int, high: int) -> int:
                 nonlocal depth
+                if settle := settled.get(name):
+                    return settle(low, high)
                 if depth == len(path):
                     path.append((low, high))
                 value = path[depth][0]
@@ -86,6 +98,10 @@ class Space:
             if not path:
                 return
             path[-1] = (path[-1][0] + 1, path[-1][1])
+
+    def outline(self) -> Iterator[KernelConfig]:
+        """The configs that differ in what shape and GPU decide: schedule, tile, step, warps, turns and parts. All else is as it mostly pays."""
+        return self.every(_SETTLED)
 
     def samples(self) -> list[KernelConfig]:
         """The first config of each schedule that has any."""
