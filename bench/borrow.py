@@ -37,7 +37,7 @@ from epigen.tuning.tune import problem_for, spec_of
 
 CLAIMED = 1.05
 RULE, PREFERRED = "rule", "preferred"
-"""How the plain rule's config was found: where the database has nothing near enough, and where the model takes it for faster than what is near."""
+"""How a config that nobody measured was found: the plain rule's where the database has nothing near enough; and one that the model prefers."""
 
 Pair = tuple[str, str, str]
 """A problem's name, and its tuned and its borrowed config."""

@@ -66,7 +66,7 @@ def host() -> str:
     others = {"Triton's launch": "Triton's own launch", "eager operations": "the three operations of torch", "nvmath, execute": "nvmath's `execute`"}
     beside = ", ".join(f"{costs[name]:.1f} of {what}" for name, what in others.items() if name in costs)
     first = result["first"]["first_s"]
-    alone = f"; {costs['the launch alone']:.1f} us of it are the driver's launch" if "the launch alone" in costs else ""
+    alone = f", {costs['the launch alone']:.1f} us of it for the launch itself" if "the launch alone" in costs else ""
     return (
         f"Host time of a warmed call of a small `relu(mm + bias)`: {costs['epigen, out=']:.1f} us with `out=` and {costs['epigen']:.1f} us where the result is allocated "
         f"(asked: {result['claimed_out_us']:.0f} and {result['claimed_new_us']:.0f}){alone}, against {beside}. The first call of a process comes {first:.2f} s after torch has "
@@ -195,7 +195,7 @@ def _borrow(result: dict[str, Any]) -> str:
     ways = len(result.get("seeds", ()))
     held = f"with half of the database held out, in {ways} ways," if ways > 1 else "with half of the database held out,"
     preferred = result["by_how"].get("preferred", {}).get("count", 0)
-    rule_too = f" ({preferred} of them with the plain rule's, which the model prefers)" if preferred else ""
+    rule_too = f" ({preferred} of them with one that nobody measured, which the model prefers)" if preferred else ""
     return (
         f"Borrowed configs: {held} {result['count']} of its problems take {result['ratio'] - 1:.1%} longer in the geometric mean "
         f"with a config of the other half{rule_too} than with their own, at worst {result['worst'] - 1:.0%}{others}{wrong} ({_measured(result['environment'])})."
