@@ -91,8 +91,6 @@ ROUND_S = 0.15
 """What the timed rounds of a case may take, once each contender has had its least."""
 
 
-_UNTUNED = 44
-
 START_S = 25.0
 """What compiling all kernels of the headline beforehand takes, about."""
 
@@ -127,6 +125,9 @@ def odd() -> list[Case]:
 
 def compiled() -> list[Case]:
     return _cases("compiled", BY_NAME, TABLE + LAYERS, _COMPILED)
+
+
+_UNTUNED = 44  # problems
 
 
 def untuned(seed: int = 11) -> list[Case]:

@@ -94,7 +94,7 @@ def test_few_configs_for_many_sizes(database: Database) -> None:
             assert choice.how == "shape" and choice.record.kernel_config == choice.config
             assert choice.why.startswith(f"borrowed from {choice.record.shape[0]}x{N}x{K}, the nearest tuned shape of this program on NVIDIA H200")
         else:
-            assert choice.why.startswith("chosen by rule")
+            assert choice.why.startswith(("chosen by rule", "the model's choice"))
         near = isinstance(choice, Found) or "; by the model faster here than the configs of " in choice.why
         assert near == (m > 2)
         assert m == stands or not near or choice.why.endswith(f"; found for {stands}x{N}x{K}, which stands for M from {stands // 2 + 1} to {stands}")
