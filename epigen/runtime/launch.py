@@ -40,8 +40,9 @@ class Direct:
 
     def call(self, text: Written, stream: str, values: Sequence[str]) -> str:
         """The statement that launches. stream, values: expressions, the values in the order of the call's slots."""
-        # the default stream, which is 0, cannot be captured, and need not be asked
-        ahead = {Ahead.NEVER: "False", Ahead.CAPTURED: f"{stream} and {text.hold(capturing)}()", Ahead.ALWAYS: "True"}[self.ahead]
+        ahead = str(self.ahead == Ahead.ALWAYS)
+        if self.ahead == Ahead.CAPTURED:  # the default stream, which is 0, cannot be, and need not be asked
+            ahead = f"{stream} and {text.hold(capturing)}()"
         found: list[str] = []
         for argument in self.arguments:
             if isinstance(argument, Fixed):
