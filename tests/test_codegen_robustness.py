@@ -58,7 +58,7 @@ def test_any_text_gives_a_kernel_or_an_error(part: int, renderer: Renderer) -> N
             text = whole = write_program(source, tame=number % 16 == 0)
         else:
             text = damage(source, text if number % 8 in (3, 6) else whole)
-        started = time.perf_counter()
+        started = time.process_time()  # not the clock: others may be busy
         try:
             generated = source_of(renderer, text, source.choice(CONFIGS), source.choice(SIGNATURES), source)
         except EpigenError as error:
@@ -76,7 +76,7 @@ def test_any_text_gives_a_kernel_or_an_error(part: int, renderer: Renderer) -> N
             except SyntaxError as error:
                 error.add_note(f"program: {text!r}\n{generated}")
                 raise
-        slowest = max(slowest, time.perf_counter() - started)
+        slowest = max(slowest, time.process_time() - started)
     assert accepted > PROGRAMS // PARTS // 6
     assert accepted + refused == PROGRAMS // PARTS
     assert slowest < LONGEST_SECONDS
