@@ -165,13 +165,13 @@ def test_nothing_in_a_text_is_executed(text: str, renderer: Renderer, tmp_path: 
     ],
 )
 def test_large_programs_take_less_than_a_second(text: str, renderer: Renderer) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         generated = source_of(renderer, text, CONFIGS[0], SIGNATURES[1], random.Random(0))
     except EpigenError as error:
         generated = str(error)
     assert generated
-    assert time.perf_counter() - started < LONGEST_SECONDS
+    assert time.process_time() - started < LONGEST_SECONDS
 
 
 @pytest.mark.parametrize(("a", "b"), [(dtypes.FP16, dtypes.BF16), (dtypes.INT8, dtypes.FP8E4M3), (dtypes.INT32, dtypes.INT32), (dtypes.UINT8, dtypes.UINT8)])
