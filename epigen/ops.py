@@ -191,7 +191,7 @@ _DERIVATIVES = (
              "tail = e * s", "cdf = tl.where({z} < 0.0, tail, s)", "du = 1.5957691216057308 + 0.21406444881780072 * ({z} * {z})")),
     Op("dsilu", _GZ, "g * s * (1 + z * (1 - s)), s = sigmoid(z)", "{g} * s * (1.0 + {z} * (1.0 - s))",
        "{g} * torch.sigmoid({z}) * (1 + {z} * (1 - torch.sigmoid({z})))",
-       ("dsilu(grad, z)", "grad * g * dsigmoid(2 + z * (1 - 2 * sigmoid(z)), sigmoid(z))"), "24 * abs(g)",
+       ("dsilu(grad, z)", "grad * g * dsigmoid(2 + z * (1 - 2 * sigmoid(z)), sigmoid(z))"), "(24 + 4 * minimum(abs(z), 20)) * abs(g)",
        body=(*_of_z(_SIGMOID), "s = r * r")),
     Op("dsigmoid", _GY, "g * y * (1 - y)", "{g} * {y} * (1.0 - {y})", "{g} * {y} * (1 - {y})",
        ("grad * y * (1 - y)", "grad * g * (1 - 2 * y)"), "4 * abs(g * y) * (1 + abs(y))"),
