@@ -22,6 +22,7 @@ import torch
 
 import epigen
 from bench import record, timing
+from epigen.runtime.prepared import Prepared
 from epigen.runtime.written import Written
 
 M, N, K = 64, 256, 128
@@ -87,11 +88,20 @@ def _launches(kernel: epigen.Kernel) -> int:
     return len(kernel._last.launches)
 
 
+def _arguments(kernel: epigen.Kernel, x: torch.Tensor, w: torch.Tensor, inputs: Mapping[str, Any]) -> tuple[Prepared, dict[str, Any]]:
+    """The last call, and what its launches take by name, with buffers of their own."""
+    prepared = kernel._last
+    assert prepared is not None and prepared.plan is not None
+    values = prepared.values((x, w), inputs, prepared.results({}))
+    if prepared.plan.by_vendor:
+        values["mm_ptr"] = prepared.product(x, w)
+    return prepared, values
+
+
 def _launch_alone(kernel: epigen.Kernel, x: torch.Tensor, w: torch.Tensor, inputs: Mapping[str, Any]) -> Callable[[], object]:
     """The same kernels by the same C function, with all of its arguments made beforehand: what the driver and Triton's launcher take of a call."""
-    prepared = kernel._last
-    assert prepared is not None and prepared.launchers
-    values = prepared.values((x, w), inputs, prepared.results({}))
+    prepared, values = _arguments(kernel, x, w, inputs)
+    assert prepared.launchers
     text = Written("launch()")
     text.hold(values)  # the tensors live as long as the function
     slots = [text.hold(v.data_ptr() if isinstance(v, torch.Tensor) else v) for v in (values[name] for name in prepared.slots(tuple(inputs)))]
@@ -102,11 +112,7 @@ def _launch_alone(kernel: epigen.Kernel, x: torch.Tensor, w: torch.Tensor, input
 
 def _through_triton(kernel: epigen.Kernel, x: torch.Tensor, w: torch.Tensor, inputs: Mapping[str, Any]) -> Callable[[], object]:
     """The same kernels by `jit[grid](...)`, with buffers made beforehand."""
-    prepared = kernel._last
-    assert prepared is not None and prepared.plan is not None
-    values = prepared.values((x, w), inputs, prepared.results({}))
-    if prepared.plan.by_vendor:
-        values["mm_ptr"] = prepared.product(x, w)
+    prepared, values = _arguments(kernel, x, w, inputs)
     launches = [(launch.jit, launch.grid, launch.arguments(values), launch.options) for launch in prepared.launches]
 
     def run() -> None:
