@@ -120,6 +120,7 @@ def tuning() -> str:
         "repeat": _repeat,
         "devices": _devices,
         "borrow": _borrow,
+        "tuned": _tuned,
         "untuned": _untuned,
     }
     return "\n".join(f"- {line(_load(name))} (`python -m bench {name}`)" for name, line in lines.items() if (RESULTS / f"{name}.json").exists())
@@ -202,12 +203,20 @@ def _borrow(result: dict[str, Any]) -> str:
     )
 
 
+def _tuned(result: dict[str, Any]) -> str:
+    return f"Tuned: for {_drawn(result, 'each tuned with 48 trials')}"
+
+
 def _untuned(result: dict[str, Any]) -> str:
+    return f"Untuned: for {_drawn(result, 'which the database does not know')}"
+
+
+def _drawn(result: dict[str, Any], about: str) -> str:
     rows = [row["timing"] for row in result["rows"] if peers.OURS in row["timing"]]
     fused = [min(row[name]["median_us"] for name in (peers.EAGER, peers.ADDMM, peers.CUBLASLT) if name in row) / row[peers.OURS]["median_us"] for row in rows]
     eager = [row[peers.EAGER]["median_us"] / row[peers.OURS]["median_us"] for row in rows if peers.EAGER in row]
     return (
-        f"Untuned: for {len(rows)} random problems that the database does not know, up to 32768x16384x16384, the fastest of eager torch, `_addmm_activation` and "
+        f"{len(rows)} random problems, up to 32768x16384x16384, {about}, the fastest of eager torch, `_addmm_activation` and "
         f"cuBLASLt, autotuned, takes {statistics.geometric_mean(fused):.2f} times as long as epigen in the geometric mean, {min(fused):.2f} times at worst; "
         f"eager torch alone {statistics.geometric_mean(eager):.2f} times, {min(eager):.2f} at worst ({_measured(result['environment'])})."
     )

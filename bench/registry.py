@@ -40,6 +40,7 @@ CLAIMS = (
     _group("small", "three small products under a CUDA graph", 60),
     _group("skinny", "1 to 64 rows", 120),
     _group("odd", "extents that align with nothing", 120),
+    _group("tuned", "random problems after tuning them, against eager torch and the vendor's fused products", 120),
     _group("untuned", "random problems that nobody tuned, against eager torch and the vendor's fused products", 120),
     Claim("counters", "where the time of an epilogue goes, by the hardware's counters", needs=("ncu",)),
     Claim("digits", "an MLP learns to read digits as it does in eager torch", gpus=0),

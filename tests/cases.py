@@ -58,10 +58,11 @@ def warp_specialized(
     tma_load: int = 0,
     early: int = 0,
     one_launch: int = 0,
+    splits: int = 1,
 ) -> KernelConfig:
     return schedules.config(
         "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, halves=halves, early=early,
-        tma_store=tma_store, tma_load=tma_load, num_stages=num_stages, one_launch=one_launch,
+        tma_store=tma_store, tma_load=tma_load, num_stages=num_stages, one_launch=one_launch, splits=splits,
     )  # fmt: skip
 
 
@@ -345,6 +346,24 @@ def warp_specialized_cases() -> list[Case]:
     return found
 
 
+def split_in_groups_cases() -> list[Case]:
+    """Sums over parts of k in the warp-specialised schedule: two and more, parts without a step, one tile and many, two rows of warps a group."""
+    found = []
+    texts = (*_DESCRIBED_TEXTS[:3], "dz = dgelu(mm, z[m,n]); dz, bgrad(dz), amax(dz)")
+    for i, text in enumerate(texts):
+        for j, (pingpong, halves, splits) in enumerate(((0, 1, 2), (1, 1, 3), (0, 2, 5), (1, 2, 2))):
+            config = warp_specialized(128, 64, 64, 3, pingpong=pingpong, halves=halves, splits=splits, one_launch=j // 2, early=i % 2)
+            found.append(Case(text, (264, 200, 520), (FP16, BF16)[(i + j) % 2], layout=LAYOUTS[(i + j) % 4], config=config))
+        found.append(Case(text, (263, 199, 391), BF16, layout="nt", config=warp_specialized(256, 32, 64, splits=3)))
+        found.append(Case(text, (200, 136, 72), FP16, inputs=FP32, layout="nt", config=warp_specialized(128, 16, 64, pingpong=1, tma_store=0, splits=16)))
+    for shape in ((1, 8, 8), (65, 64, 4096), (256, 1024, 2056)):
+        for pingpong, block_n, halves, splits in ((0, 256, 2, 4), (1, 128, 1, 2), (0, 64, 1, 7)):
+            config = warp_specialized(128, block_n, 64, 3, group_m=8, pingpong=pingpong, halves=halves, splits=splits)
+            found.append(Case(texts[0], shape, FP16, layout="nt", config=config))
+    found.append(Case(texts[0], (264, 200, 520), FP16, layout="tn", config=warp_specialized(splits=4), integers=True))
+    return found
+
+
 APART = (
     "max(mm), bitmask(bits(keep))",
     "mm, gate[m,n] * bias + scale_a[m], sum(gate[m,n], m)",
@@ -441,6 +460,7 @@ def all_cases() -> list[Case]:
         tma_load_cases,
         apart_cases,
         one_launch_cases,
+        split_in_groups_cases,
     )
     return list(dict.fromkeys(c for group in groups for c in group()))
 

@@ -113,7 +113,7 @@ class Multiplied:
 
     def check(self, shape: Sequence[int], warps: int) -> None:
         demand(
-            math.prod(self.warps_per_cta) == warps and self.instr_shape[1] <= 256 and shape[1] % self.instr_shape[1] == 0,
+            math.prod(self.warps_per_cta) == warps and self.instr_shape[1] <= 256 and (shape[1] == 1 or shape[1] % self.instr_shape[1] == 0),
             f"a product of {list(shape)} in {self.instr_shape} on {self.warps_per_cta}",
         )
 

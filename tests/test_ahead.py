@@ -199,6 +199,23 @@ def test_what_tma_brings_is_read_from_shared_memory() -> None:
         assert results[0].resources.spills <= 16
 
 
+def test_sums_over_parts_of_k_move_sixteen_bytes_a_thread_and_fit_the_registers() -> None:
+    """Each thread leaves its values side by side and finds them so: no exchange, and no more registers than the product takes."""
+    shapes = (
+        {"block_n": 256, "halves": 2, "splits": 3},
+        {"block_m": 256, "block_n": 128, "halves": 2, "splits": 2},
+        {"block_n": 128, "pingpong": 1, "splits": 4},
+    )
+    jobs = [job(text, "sm_90", BF16, warp_specialized(**values), "nt") for text in (PLAIN, BACKWARD) for values in shapes]
+    for one, results in zip(jobs, compiled(jobs), strict=True):
+        checked(one, results)
+        moved = re.findall(r"(st\.global|ld\.global\.cg)\.(v4\.b32|v2\.b32|b32)", assembly(results))
+        assert {("st.global", "v4.b32"), ("ld.global.cg", "v4.b32")} <= set(moved) and not any(
+            way == "ld.global.cg" and size != "v4.b32" for way, size in moved
+        )
+        assert results[0].resources.spills <= 16, one.rendered.text
+
+
 def test_the_last_block_completes_reductions_on_every_make() -> None:
     """The counter's addition orders memory for the whole GPU, and what others have left is read past the first cache."""
     configs = [cases.tiled(64, 64, 32, one_launch=1), persistent(flatten=0, one_launch=1), warp_specialized(pingpong=1, one_launch=1)]

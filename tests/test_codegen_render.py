@@ -84,6 +84,10 @@ KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
         persistent(128, 256, 64, 8, halves=2),
     ),
     "cooperative": (spec_of("relu(mm + bias)", layout="nt", tma=("a", "b", "out"), k_multiple=64), warp_specialized(128, 256, 64, 4, halves=2)),
+    "cooperative_in_parts": (
+        spec_of("relu(mm + bias)", layout="nt", tma=("a", "b", "out"), k_multiple=64),
+        warp_specialized(128, 128, 64, 4, halves=2, splits=3),
+    ),
     "pingpong": (
         spec_of("z = gelu_tanh(mm + bias); z, bitmask(z > 0), max(z, n) * 2, logsumexp(z, n)", layout="tn", tma=("a", "b", "out0")),
         warp_specialized(128, 128, 64, 4, pingpong=1),

@@ -54,7 +54,7 @@ gpu       NVIDIA H200 (sm_90), the default, since no GPU is at hand
           989 TFLOP/s fp16 dense, 4.28 TB/s measured, 132 multiprocessors
 work      137 GFLOP, 101 MB: 1365 FLOPs a byte, above the ridge of 231
 limit     math: at least 139 us at the GPU's full speed
-config    warp_specialized block_m=128 block_n=128 block_k=64 group_m=8 pingpong=1 halves=2 early=0 tma_store=1 tma_load=0 num_stages=6 one_launch=0
+config    warp_specialized block_m=128 block_n=128 block_k=64 group_m=8 pingpong=1 halves=2 early=0 tma_store=1 tma_load=0 num_stages=6 one_launch=0 splits=1
           chosen by rule for 4096x4096x4096 fp16 on sm_90: no measurement is at hand
 tiles     1024 tiles of 128x128, 1 block a multiprocessor: 7.76 waves, 8 waves in time; the last wave wastes 3.0% of all slots
           the tiles cover the result exactly

@@ -193,6 +193,8 @@ FORWARD = "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z)"
 PINGPONG = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1))
 COOPERATIVE = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3))
 LAST_BLOCK = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, one_launch=1))
+PARTS = Case(FORWARD, (264, 136, 392), layout="nt", config=warp_specialized(128, 64, 64, 3, splits=3))
+TWO_PARTS = Case(FORWARD, (264, 136, 392), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, splits=2))
 HALVES = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 128, 64, 3, halves=2))
 EARLY_HALVES = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 128, 64, 3, halves=2, early=1))
 TWO = Case("z = mm + bias; relu(z), z", (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1))
@@ -230,6 +232,16 @@ MISTAKES = {
     "more bytes are expected than come": (COOPERATIVE, "(BLOCK_M + BLOCK_N) * BLOCK_K * 2", "(BLOCK_M + BLOCK_N) * BLOCK_K * 4"),
     "barriers are not shown to the copies": (COOPERATIVE, "    fence_async_shared()\n    if PDL", "    if PDL"),
     "a group reads the other's rows": (COOPERATIVE, "a_bufs.index(2 * slot_id + WHICH)", "a_bufs.index(2 * slot_id + 1 - WHICH)"),
+    # of sums over parts of k
+    "sums are not shown before they are counted": (PARTS, "block_barrier()\n", "pass\n"),
+    "one of two sums is not shown before it is counted": (TWO_PARTS, "block_barrier()\n", "pass\n"),
+    "the last part but one is taken for the last": (PARTS, "SPLITS - 1:", "SPLITS - 2:"),
+    "the parts' counters are left as they are": (PARTS, "gl.store(num_arrived_ptr", "(num_arrived_ptr"),
+    "a part is left out": (PARTS, "range(1, SPLITS)", "range(2, SPLITS)"),
+    "a part is added to itself": (TWO_PARTS, "(1 - split_id) *", "split_id *"),
+    "each part begins at the first step": (PARTS, "range(split_id * num_steps * BLOCK_K, ", "range(0, "),
+    "a part of a tile is left where another's is": (PARTS, "gl.store(split_ptrs + split_id *", "gl.store(split_ptrs + 0 *"),
+    "both groups count their parts together": (PARTS, "num_arrived_ptr + (2 * tile_id + WHICH)", "num_arrived_ptr + 2 * tile_id"),
     # of reductions that the last block completes
     "partial results are not shown before they are counted": (LAST_BLOCK, "block_barrier()\n", "pass\n"),
     "the last but one is taken for the last": (LAST_BLOCK, "tiles_m - 1:", "tiles_m - 2:"),
@@ -300,7 +312,7 @@ def test_mistakes_are_found(name: str) -> None:
     assert not all(passes(seed) for seed in range(3))
 
 
-@pytest.mark.parametrize("case", [PINGPONG, COOPERATIVE, LAST_BLOCK, HALVES, BROUGHT_PINGPONG, BROUGHT_HALVES], ids=str)
+@pytest.mark.parametrize("case", [PINGPONG, COOPERATIVE, LAST_BLOCK, PARTS, TWO_PARTS, HALVES, BROUGHT_PINGPONG, BROUGHT_HALVES], ids=str)
 def test_the_same_without_a_mistake(case: Case) -> None:
     for seed in range(3):
         check(Executed(case, seed))

@@ -266,6 +266,7 @@ def test_every_name_in_a_generated_kernel_is_refused_as_an_input() -> None:
         cases.split_k(),
         cases.persistent(halves=2, tma_store=1),
         cases.warp_specialized(halves=2),
+        cases.warp_specialized(halves=2, splits=3),
         cases.warp_specialized(pingpong=1),
     ]
     found: set[str] = set()

@@ -414,6 +414,25 @@ def test_the_last_of_many_parts_adds_them_up_one_after_the_other() -> None:
     assert eight < two and eight < many
 
 
+@pytest.mark.parametrize(
+    ("shape", "tile", "times"),
+    [
+        # relu(mm + bias), bf16 "nt", in tiles of two groups each: microseconds by parts (H200, Triton 3.6, 2026-11)
+        ((256, 1024, 7080), (128, 128), {1: 49.7, 2: 30.2, 4: 20.9, 8: 21.3}),
+        ((256, 4096, 14336), (128, 256), {1: 135.3, 2: 76.8, 3: 59.3, 4: 50.7}),
+        ((512, 2248, 15424), (256, 128), {1: 145.9, 2: 82.9, 3: 62.6}),
+        ((512, 4096, 4096), (128, 256), {1: 45.1, 2: 33.7}),
+    ],
+    ids=str,
+)
+def test_parts_of_k_shorten_few_tiles_as_measured(shape: tuple[int, int, int], tile: tuple[int, int], times: dict[int, float]) -> None:
+    """In proportion to a tile's own time; the whole is estimated for a clock that few tiles do not pull down."""
+    spec = epigen.compile(PLAIN).plan(shape, BF16, TARGETS["sm_90"], layout="nt").spec
+    found = {s: model.estimate_us(spec, warp_specialized(*tile, 64, 4, halves=2, splits=s), shape, H200).us for s in times}
+    for splits, us in times.items():
+        assert found[splits] / found[1] == pytest.approx(us / times[1], rel=0.25)
+
+
 def test_rows_that_lie_across_lines_of_l2_are_loaded_more_slowly() -> None:
     """4992x14656x648 in tiles of 128x128 took 251 us on an H200, and cuBLAS 161 (Triton 3.6, 2026-11)."""
     config = warp_specialized(128, 128, 64, 6, pingpong=1, halves=2)

@@ -10,14 +10,14 @@ from random import Random
 
 import faulty_meter
 import pytest
-from cases import warp_specialized
+from cases import split_k, warp_specialized
 
 import epigen
 from epigen.codegen import schedules
 from epigen.codegen.lower import lower
 from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, laid
 from epigen.dtypes import FP8E4M3, FP16, FP32, INT8
-from epigen.errors import TuneError
+from epigen.errors import ConfigError, TuneError
 from epigen.runtime.device import DEFAULT, TARGETS
 from epigen.tuning import rule
 from epigen.tuning.resources import Work
@@ -112,9 +112,25 @@ def test_groups_of_warps_have_two_buffers_beside_what_is_stored(text: str, shape
     assert {c["tma_store"] for c in configs} == ({1} if text.startswith("relu") else {0, 1})
 
 
-def test_a_config_may_be_older_than_loads_by_tma() -> None:
-    older = {name: value for name, value in warp_specialized(tma_load=0).values if name not in ("tma_load", "one_launch")}
+def test_a_config_may_be_older_than_loads_by_tma_and_parts_of_k() -> None:
+    older = {name: value for name, value in warp_specialized(tma_load=0).values if name not in ("tma_load", "one_launch", "splits")}
     assert schedules.from_mapping({"schedule": "warp_specialized", **older}) == warp_specialized(tma_load=0)
+
+
+def test_split_k_always_says_how_often() -> None:
+    with pytest.raises(ConfigError, match="the schedule split_k also needs splits"):
+        schedules.from_mapping({name: value for name, value in [("schedule", "split_k"), *split_k().values] if name != "splits"})
+
+
+@pytest.mark.parametrize(("shape", "most"), [((256, 1024, 7168), 16), ((256, 4096, 14336), 4), ((4096, 4096, 4096), 1), ((256, 1024, 512), 2)], ids=str)
+def test_groups_of_warps_take_parts_of_k_where_there_are_few_tiles(shape: tuple[int, int, int], most: int) -> None:
+    """No more than the GPU takes at a time, each of 256 steps of k at least; and what TMA would bring to parts that do not finish a tile is not brought."""
+    spec = spec_of("relu(mm + residual)", shape)
+    configs = [c for c in Space(spec, shape, DEFAULT).every() if c.schedule == "warp_specialized"]
+    assert {c["splits"] for c in configs} == set(range(1, most + 1))
+    for c in configs:
+        tiles = -(-shape[0] // c["block_m"]) * -(-shape[1] // c["block_n"])
+        assert c["splits"] == 1 or (c["tma_load"] == 0 and tiles * c["splits"] <= (1 + c["pingpong"]) * DEFAULT.multiprocessors)
 
 
 @pytest.mark.parametrize(

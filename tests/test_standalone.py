@@ -82,6 +82,8 @@ GPU_ONLY = (
     File("mm", ("", ""), FP8E4M3),
     File("relu(mm + bias)", ("acc + bias", "acc - bias"), config=warp_specialized(halves=2), k=4096),
     File("z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)", ("z > 0.0", "z >= 0.0"), config=warp_specialized(pingpong=1), k=4096),
+    File("relu(mm + bias)", ("acc + bias", "acc - bias"), config=warp_specialized(halves=2, splits=3), k=4096),
+    File("z = mm + bias; z, bgrad(z)", ("acc + bias", "acc - bias"), config=warp_specialized(pingpong=1, splits=2, one_launch=1), k=4096),
     File("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", ("dgelu(acc, z)", "dgelu(acc, -z)"), config=warp_specialized(pingpong=1, tma_load=1), k=4096),
 )
 

@@ -66,6 +66,7 @@ def float64() -> Iterator[None]:
         patched.setattr(library, "kernel", lambda text, _tune: Exact(api.graph_of(text)))
         patched.setattr(plan, "_dtype", dtype)
         yield
+    plan._steps.cache_clear()  # of what it remembers of float64
 
 
 def inputs_of(text: str, seed: int) -> Values:

@@ -127,7 +127,8 @@ class Renderer:
         functions = [] if whole else [_main(spec, config), *(_finish(spec, f) for f in _after(spec, config))]
         text = self.text(
             "module.py.j2", spec=spec, config=config, functions=functions, schedule=schedule, dot_arguments=dot_arguments(spec, config),
-            described=schedules.stored_by_tma(spec, config), brought=schedules.loaded_by_tma(spec, config), inside=_inside(spec, config), whole=whole, **units(spec, config),
+            described=schedules.stored_by_tma(spec, config), brought=schedules.loaded_by_tma(spec, config), inside=_inside(spec, config), counted=arrivals(spec, config),
+            whole=whole, **units(spec, config),
         )  # fmt: skip
         return Rendered(text, tuple(functions), digest([text]))
 
@@ -275,7 +276,7 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     pointed: list[Input | Store] = [*(i for i in inputs if i.name not in brought), *(s for s in spec.stores if s.name not in leaving), *completed]
     described = {i.name: _described(i.name, i.dtype, part, i.indices) for i in inputs if i.dtype is not None and i.name in brought}
     described |= {s.name: _described(s.name, s.dtype, part, s.indices, role=", written") for s in spec.stores if s.name in leaving}
-    if config.schedule == schedules.SPLIT_K.name:
+    if schedules.splits(config) > 1:
         held = "[tiles * SPLITS, BLOCK_M, BLOCK_N]"
         partials.append(_pointer("split_partial", spec.accumulator, f"{held} {spec.accumulator}, written: sums over parts of k"))
     if counted := " + ".join(arrivals(spec, config)):
@@ -298,9 +299,9 @@ def finishing_step(finish: Finish, config: KernelConfig) -> int:
 
 
 def arrivals(spec: KernelSpec, config: KernelConfig) -> list[str]:
-    """What blocks count of which they are the last to arrive, in the counters' order: the parts of "tiles" along k, or the parts of tiles
-    along the other index, of which there are counters "parts_n" or "parts_m", or all, "1"."""
-    split = ["tiles"] if config.schedule == schedules.SPLIT_K.name else []
+    """What blocks count of which they are the last to arrive, in the counters' order: the parts along k of "tiles", or of "halves" of them,
+    or the parts of tiles along the other index, of which there are counters "parts_n" or "parts_m", or all, "1"."""
+    split = [("tiles", "halves")[schedules.parts(config)[0] - 1]] if schedules.splits(config) > 1 else []
     return split + [{"n": "parts_n", "m": "parts_m", "": "1"}[f.indices] for f in _inside(spec, config)]
 
 

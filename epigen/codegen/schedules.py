@@ -101,6 +101,7 @@ WARP_SPECIALIZED = Schedule(
         "tma_load": (0, 1),
         "num_stages": (2, 3, 4, 5, 6, 7, 8),  # a buffer is handed back a step after its own: the only one would never be filled again
         "one_launch": (0, 1),
+        "splits": tuple(range(1, 17)),
     },
     multiplies=True,
     descriptors=True,
@@ -114,13 +115,13 @@ SCHEDULES = {s.name: s for s in (LIBRARY, TILED, SPLIT_K, PERSISTENT, WARP_SPECI
 _IN_TEXT = {"early", "flatten", "halves", "one_launch", "pingpong", "tma_load", "tma_store", "num_warps", "num_stages"}
 """Dimensions that decide what the template writes, or how it is launched; the others are the kernel's compile-time arguments."""
 
-_UNLESS_GIVEN = {"one_launch": 0, "tma_load": 0}
-"""Of dimensions that a config may leave out, as those do that are older than the dimension."""
+_UNLESS_GIVEN = {"one_launch": 0, "splits": 1, "tma_load": 0}
+"""Of dimensions that a config may leave out where the value is legal, as those do that are older than the dimension."""
 
 
 def constants(config: KernelConfig) -> tuple[tuple[str, int], ...]:
     """A kernel's compile-time arguments."""
-    found = tuple((name.upper(), value) for name, value in config.values if name not in _IN_TEXT)
+    found = tuple((name.upper(), value) for name, value in config.values if name not in _IN_TEXT and (name, value) != ("splits", 1))
     # Gluon's compiler makes no stages of its own
     return (*found, ("STAGES", config["num_stages"])) if SCHEDULES[config.schedule].dialect == "gluon" else found
 
@@ -192,7 +193,13 @@ def several_launches(config: KernelConfig) -> KernelConfig:
 
 def programs(config: KernelConfig, tiles: int, multiprocessors: int) -> int:
     """How many programs the main kernel is launched with."""
-    return min(tiles, multiprocessors) if SCHEDULES[config.schedule].persistent else tiles * dict(config.values).get("splits", 1)
+    items = tiles * splits(config)
+    return min(items, multiprocessors) if SCHEDULES[config.schedule].persistent else items
+
+
+def splits(config: KernelConfig) -> int:
+    """In how many parts of k, each summed for itself, the main kernel takes a tile."""
+    return dict(config.values).get("splits", 1)
 
 
 def from_mapping(given: Mapping[str, object]) -> KernelConfig:
@@ -206,7 +213,7 @@ def config(schedule: str, **values: object) -> KernelConfig:
     if schedule not in SCHEDULES:
         raise ConfigError(f"unknown schedule '{schedule}': {near_miss(schedule, SCHEDULES) or 'known are ' + ', '.join(SCHEDULES)}")
     dimensions = SCHEDULES[schedule].dimensions
-    checked: dict[str, int] = {name: value for name, value in _UNLESS_GIVEN.items() if name in dimensions}
+    checked: dict[str, int] = {name: value for name, value in _UNLESS_GIVEN.items() if value in dimensions.get(name, ())}
     for name, value in values.items():
         if name not in dimensions:
             raise ConfigError(f"the schedule {schedule} has no dimension '{name}': {near_miss(name, dimensions) or 'it has ' + ', '.join(dimensions)}")

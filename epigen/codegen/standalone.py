@@ -15,6 +15,9 @@ from epigen.dtypes import BF16, FP32, INT8, DType
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
 
+_COUNTED = {"parts_m": "tiles_m", "parts_n": "tiles_n", "1": "1"}
+"""How many counters there are, as text over the launcher's variables; else one a tile, or two."""
+
 
 def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choice, rendered: Rendered) -> str:
     """The file's text."""
@@ -25,8 +28,8 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
         spec=spec, choice=choice, graph=graph, heading=heading, body=body if rendered.whole else "import triton\n" + body, whole=rendered.whole,
         launcher=spec.name.removeprefix("epigen_"),
         launches=[_launch(spec, config, f) for f in rendered.functions],
-        schedule=schedule, multiplies=schedule.multiplies, parts=parts(config), splits=dict(config.values).get("splits", 0),
-        counters=" + ".join({"tiles": "tiles_m * tiles_n", "parts_m": "tiles_m", "parts_n": "tiles_n"}.get(name, name) for name in arrivals(spec, config)),
+        schedule=schedule, multiplies=schedule.multiplies, parts=parts(config), splits=schedules.splits(config), tiles=_tiles(config),
+        counters=" + ".join(_COUNTED.get(name) or f"{'2 * ' * (name == 'halves')}{_tiles(config)}" for name in arrivals(spec, config)),
         block_m=config["block_m"], block_n=config["block_n"], block_k=dict(config.values).get("block_k", 32),
         brought=list(schedules.loaded_by_tma(spec, config)),
         words=[i.name for i in spec.inputs if i.name in units(spec, config)["in_words"]],
@@ -72,9 +75,9 @@ def _dtypes(graph: Graph, spec: KernelSpec) -> list[DType]:
 def _launch(spec: KernelSpec, config: KernelConfig, function: Function) -> dict[str, object]:
     """Grid and arguments of one launch, as text over the launcher's variables."""
     if function.finish is None:
-        tiles = " * ".join(f"tiles_{i}{f' // {count}' if count > 1 else ''}" for i, count in zip("mn", parts(config), strict=True))
-        splits = dict(config.values).get("splits", 1)
-        grid = f"min({tiles}, num_programs)" if SCHEDULES[config.schedule].persistent else f"{tiles}{f' * {splits}' if splits > 1 else ''}"
+        splits = schedules.splits(config)
+        grid = f"{_tiles(config)}{f' * {splits}' if splits > 1 else ''}"
+        grid = f"min({grid}, num_programs)" if SCHEDULES[config.schedule].persistent else grid
     elif function.finish.indices:
         grid = f"triton.cdiv({function.finish.indices.upper()}, {dict(function.constants)['BLOCK_X']})"
     else:
@@ -82,6 +85,11 @@ def _launch(spec: KernelSpec, config: KernelConfig, function: Function) -> dict[
     options = [f"{n}={v}" for n, v in function.constants] + [f"{PDL}=pdl"]
     options += [f"num_warps={function.num_warps}", f"num_stages={function.num_stages}", "enable_fp_fusion=True"]
     return {"name": function.name, "grid": grid, "arguments": [_passed(a, spec, function.dialect) for a in function.arguments], "options": options}
+
+
+def _tiles(config: KernelConfig) -> str:
+    """How many output tiles there are, as text over the launcher's variables, which count parts of them."""
+    return " * ".join(f"tiles_{i}{f' // {count}' if count > 1 else ''}" for i, count in zip("mn", parts(config), strict=True))
 
 
 def _passed(argument: Argument, spec: KernelSpec, dialect: str) -> str:

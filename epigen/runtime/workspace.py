@@ -25,7 +25,8 @@ capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturin
 def counters(spec: KernelSpec, config: KernelConfig, shape: tuple[int, int, int]) -> int:
     """How many counters of arrived blocks a launch needs. shape: M, N, K."""
     parts_m, parts_n = parts(config, shape)
-    counts = {"tiles": math.prod(tiles(config, shape)), "parts_m": parts_m, "parts_n": parts_n, "1": 1}
+    count = math.prod(tiles(config, shape))
+    counts = {"tiles": count, "halves": 2 * count, "parts_m": parts_m, "parts_n": parts_n, "1": 1}
     return sum(counts[name] for name in arrivals(spec, config))
 
 
@@ -64,8 +65,8 @@ class Workspace:
         tiles_m, tiles_n = parts(config, shape)
         shapes: dict[str, tuple[int, ...]] = {"m": (tiles_m, n), "n": (tiles_n, m), "mn": (tiles_m * tiles_n,)}
         wanted = [(f"{p.name}_partial_ptr", shapes[p.axes], FP32) for p in spec.partials]
-        if config.schedule == schedules.SPLIT_K.name:
-            wanted.append(("split_partial_ptr", (math.prod(tiles(config, shape)) * config["splits"], config["block_m"], config["block_n"]), spec.accumulator))
+        if (splits := schedules.splits(config)) > 1:
+            wanted.append(("split_partial_ptr", (math.prod(tiles(config, shape)) * splits, config["block_m"], config["block_n"]), spec.accumulator))
         buffers, end = [], 0
         for name, size, dtype in wanted:
             buffers.append(Buffer(name, size, dtype, end))

@@ -61,6 +61,7 @@ class Constants:
     described_us: float = 0.5  # until the first descriptors have been fetched
     flattened_us: float = 0.7  # what the loop that is one of two takes to begin and to end
     gather_share: float = 0.45  # of what L2 feeds one multiprocessor: the last block of a tile reads one part after the other
+    grouped_share: float = 0.9  # ... and where the loads of a part are under way together, which Gluon's order leaves registers for
 
 
 FITTED = Constants()

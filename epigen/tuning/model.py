@@ -208,15 +208,18 @@ class _Timing(Work):
 
     def _split_k(self, config: KernelConfig) -> Estimate:
         """As many times as many tiles of as much shorter a k, then one of each tile reads what all of them have left."""
-        (m, n, _), splits = self.shape, config["splits"]
-        whole = self._tiled(config, splits)
+        whole = self._tiled(config, config["splits"])
+        gathered = self._gathered_us(config, self.c.gather_share)
+        return replace(whole, us=whole.us + gathered, epilogue_us=whole.epilogue_us + gathered)
+
+    def _gathered_us(self, config: KernelConfig, share: float) -> float:
+        """What it takes to add up a tile's parts, where k is split. share: of what L2 feeds a multiprocessor."""
+        (m, n, _), splits = self.shape, schedules.splits(config)
         tiles = -(-m // config["block_m"]) * -(-n // config["block_n"])
         part_bytes = 4.0 * config["block_m"] * config["block_n"]
         # from L2, where it has just been written, one part after the other: each is waited for
-        each = self.c.l2_us / 2 + part_bytes / (self.c.gather_share * self.c.l2_bytes_clock * self.clock_us)
-        gathered = 2 * self.c.l2_us + (splits + 1) * each
-        moved = 2 * splits * tiles * part_bytes / self.bytes_us
-        return replace(whole, us=whole.us + gathered + 0.3 * moved, epilogue_us=whole.epilogue_us + gathered)
+        each = self.c.l2_us / 2 + part_bytes / (share * self.c.l2_bytes_clock * self.clock_us)
+        return 2 * self.c.l2_us + (splits + 1) * each + 0.3 * 2 * splits * tiles * part_bytes / self.bytes_us
 
     def _persistent(self, config: KernelConfig) -> Estimate:
         """Tile after tile on each multiprocessor.
@@ -230,7 +233,8 @@ class _Timing(Work):
         pingpong = values.get("pingpong", 0)
         warps = values.get("num_warps", 4 if pingpong else 8)
         tiles_m, tiles_n = -(-m // block_m), -(-n // block_n)
-        tiles, steps = tiles_m * tiles_n, max(1, -(-k // block_k))
+        splits = schedules.splits(config)
+        tiles, steps = tiles_m * tiles_n * splits, max(1, -(-k // (block_k * splits)))
         rounds = -(-tiles // self.sms)
         moved = self._operand_traffic(config, tiles_m, tiles_n, min(tiles, self.sms))
         step_bytes = (block_m + block_n) * block_k * self.element_bytes
@@ -254,6 +258,8 @@ class _Timing(Work):
         read_bytes = self.read_bytes - sum(i.dtype.bytes for i in self.spec.inputs if i.dtype and i.name in brought)
         each = self._epilogue_us(block_m, block_n, 1, warps, read_bytes) + across * self._arrival_us(config)
         epilogue = each + max(0.0, (rounds - 1) * (each - steps * step) / 2) if pingpong else rounds * each
+        if splits > 1:
+            epilogue += self.c.arrival_us + self._gathered_us(config, self.c.grouped_share)
         parts = (block_m // down, block_n // across)
         memory = (moved + self._epilogue_bytes() + sum(partial_bytes(p.axes, m, n, parts) for p in self.spec.partials)) / self.bytes_us
         mainloop += self.c.memory_bare * moved / self.bytes_us

@@ -38,8 +38,10 @@ _RUN, _LEAST_RUN = 128, 64  # bytes of a row that TMA lays out in one piece, and
 _BARRIER_BYTES = 1 << 10  # of shared memory, for the barriers of all stages
 _HALVED = 128 * 128  # values of a tile from which on the epilogue may take halves
 _MOST_GROUP = _MOST_ACCUMULATORS * 128  # values that four warps accumulate
+_MOST_PARTS = schedules.WARP_SPECIALIZED.dimensions["splits"][-1]
 _MOST_SPLIT = 2 * 64 * 128  # values of the result a multiprocessor up to which it may: beyond, there are tiles enough
 _SPLIT_BLOCKS = 4  # a multiprocessor: with more, each has too little to add up
+_LEAST_PART = 256  # of k, that TMA brings: with less, adding the parts up takes longer than multiplying them
 _BY_VALUE = {
     "num_stages",
     "early",
@@ -48,6 +50,7 @@ _BY_VALUE = {
     "pingpong",
     "tma_load",
     "tma_store",
+    "warp_specialized.splits",
 }  # searched by value; the other dimensions are powers of two, searched by exponent
 _SETTLED: Mapping[str, Settle] = (
     dict.fromkeys((f"{s}.{name}" for s in SCHEDULE_NAMES for name in ("num_stages", "group_m", "early", "tma_store")), max)
@@ -240,12 +243,15 @@ class Space:
         )  # fmt: skip
 
     def _warp_specialized(self, suggest: Suggest) -> KernelConfig:
-        (m, _, k), target, element_bytes = self.shape, self.target, self.spec.signature.a.bytes
+        (m, n, k), target, element_bytes = self.shape, self.target, self.spec.signature.a.bytes
 
         exponent = _powers(suggest, "warp_specialized")
         pingpong = suggest("warp_specialized.pingpong", 0, 1)
         # a group of four warps has a tile of its own, or half of the rows of one
         block_m, block_n = self._tile(exponent, rows=64 if pingpong else 128, most=_MOST_GROUP if pingpong else 2 * _MOST_GROUP)
+        # parts that take turns gain nothing
+        parts = min((1 + pingpong) * target.multiprocessors // (-(-m // block_m) * -(-n // block_n)), k // _LEAST_PART, _MOST_PARTS)
+        splits = suggest("warp_specialized.splits", 1, max(1, parts))
         halves = 1 + suggest("warp_specialized.halves", 0, int(block_n >= 64))
         leaving = {s.name: (1 + pingpong) * block_m * block_n // halves * s.dtype.bytes for s in schedules.storable_by_tma(self.spec)}
         row_bytes, room, least = (block_m + block_n) * element_bytes, target.shared_bytes - _BARRIER_BYTES, 2 * (block_m + block_n) * _LEAST_RUN
@@ -255,7 +261,7 @@ class Space:
         room -= tma_store * sum(leaving.values())
         brought = schedules.loadable_by_tma(self.spec)
         again = (halves - 1) * sum(leaving[name] for name in brought.values())  # halves that come at once have a buffer each
-        tma_load = suggest("warp_specialized.tma_load", 0, int(tma_store and bool(brought) and again <= room - least))
+        tma_load = suggest("warp_specialized.tma_load", 0, int(tma_store and bool(brought) and again <= room - least and splits == 1))
         room -= tma_load * again
         loaded = [i for i in self.spec.inputs if i.indices and i.dtype is not None and not (tma_load and i.name in brought)]
         # in halves both have to be held while the tile is multiplied, for which registers are left where it is a row, a column or bits
@@ -268,7 +274,7 @@ class Space:
         group_m = _GROUPS[suggest("warp_specialized.group_m", 0, int(m > block_m))]
         return schedules.config(
             "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, halves=halves, early=early,
-            tma_store=tma_store, tma_load=tma_load, num_stages=stages, one_launch=self._one_launch(suggest, "warp_specialized"),
+            tma_store=tma_store, tma_load=tma_load, num_stages=stages, one_launch=self._one_launch(suggest, "warp_specialized"), splits=splits,
         )  # fmt: skip
 
     def _plain(self) -> bool:
@@ -305,7 +311,7 @@ def parameters(config: KernelConfig) -> dict[str, int]:
     """A config as names and numbers, of which near ones are near in speed. Those of the schedules are for all spaces."""
     found = {"schedule": SCHEDULE_NAMES.index(config.schedule)}
     for name, value in config.values:
-        found[f"{config.schedule}.{name}"] = value if name in _BY_VALUE else _group(value) if name == "group_m" else _log2(value)
+        found[f"{config.schedule}.{name}"] = value if {name, f"{config.schedule}.{name}"} & _BY_VALUE else _group(value) if name == "group_m" else _log2(value)
     return found
 
 
