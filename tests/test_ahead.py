@@ -203,8 +203,8 @@ def test_sums_over_parts_of_k_move_sixteen_bytes_a_thread_and_fit_the_registers(
     """Each thread leaves its values side by side and finds them so: no exchange, and no more registers than the product takes."""
     shapes = (
         {"block_n": 256, "halves": 2, "splits": 3},
-        {"block_m": 256, "block_n": 128, "halves": 2, "splits": 2},
-        {"block_n": 128, "pingpong": 1, "splits": 4},
+        {"block_m": 256, "block_n": 128, "halves": 2, "early": 1, "splits": 2},
+        {"block_n": 128, "pingpong": 1, "early": 1, "splits": 4},
     )
     jobs = [job(text, "sm_90", BF16, warp_specialized(**values), "nt") for text in (PLAIN, BACKWARD) for values in shapes]
     for one, results in zip(jobs, compiled(jobs), strict=True):

@@ -259,7 +259,8 @@ class _Timing(Work):
         each = self._epilogue_us(block_m, block_n, 1, warps, read_bytes) + across * self._arrival_us(config)
         epilogue = each + max(0.0, (rounds - 1) * (each - steps * step) / 2) if pingpong else rounds * each
         if splits > 1:
-            epilogue += self.c.arrival_us + self._gathered_us(config, self.c.grouped_share)
+            # each part's arrival, and the last one's look at the others
+            epilogue += 2 * self.c.arrival_us + self._gathered_us(config, self.c.grouped_share)
         parts = (block_m // down, block_n // across)
         memory = (moved + self._epilogue_bytes() + sum(partial_bytes(p.axes, m, n, parts) for p in self.spec.partials)) / self.bytes_us
         mainloop += self.c.memory_bare * moved / self.bytes_us
