@@ -138,9 +138,11 @@ def _replay(result: dict[str, Any]) -> str:
 
 def _winner(result: dict[str, Any]) -> str:
     problems = result["problems"]
+    ahead = [-p["behind"] for p in problems if p["behind"] < -0.01]
+    newer = f"; {len(ahead)} winners are ahead of all of them, by up to {max(ahead):.0%}, for the sweeps are older than some schedules" if ahead else ""
     return (
         f"A live search against the whole space, {len(problems)} problems of {min(p['configs'] for p in problems)} to {max(p['configs'] for p in problems)} measured "
-        f"configs: the winner of 48 trials takes {result['worst']:.1%} longer than the best at worst ({_measured(result['environment'])})."
+        f"configs: the winner of 48 trials takes {result['worst']:.1%} longer than the best at worst{newer} ({_measured(result['environment'])})."
     )
 
 
