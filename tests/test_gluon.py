@@ -318,6 +318,18 @@ def test_the_same_without_a_mistake(case: Case) -> None:
         check(Executed(case, seed))
 
 
+@pytest.mark.parametrize("splits", [2, 3, 5])
+@pytest.mark.parametrize("pingpong", [0, 1])
+def test_sums_over_parts_of_k_do_not_depend_on_who_comes_last(splits: int, pingpong: int) -> None:
+    case = Case("cast(mm, fp32)", (264, 136, 392), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=pingpong, splits=splits))
+    found = []
+    for seed in range(4):
+        executed = Executed(case, seed)
+        given = arguments(case, executed, "cpu")
+        found += executed(given.a, given.b, **given.inputs)
+    assert len(found) == 4 and all(torch.equal(f, found[0]) for f in found)
+
+
 def test_a_deadlock_says_who_waits_for_what() -> None:
     executed = Executed(PINGPONG, 0, lambda text: text.replace("mbarrier.arrive(order_bars.index(1 - WHICH))", "pass"))
     with pytest.raises(Fault, match=r"^deadlock: .*multiply_tiles 0 of block 0 waits for barrier 0 of 2 .* to complete a phase of parity 0"):
