@@ -380,6 +380,7 @@ def apart_cases() -> list[Case]:
             config = warp_specialized(128, 64, 64, pingpong=pingpong, halves=halves, tma_load=pingpong)
             found.append(Case(text, (264, 392, 136), (FP16, BF16)[halves - 1], layout=LAYOUTS[(i + pingpong) % 4], config=config))
         found.append(Case(text, (263, 391, 135), FP16, inputs=FP32, layout="nt", config=warp_specialized(pingpong=1, halves=2)))
+        found.append(Case(text, (264, 200, 520), FP16, layout="nt", config=warp_specialized(early=1, splits=3)))
     return found
 
 

@@ -216,6 +216,14 @@ def test_sums_over_parts_of_k_move_sixteen_bytes_a_thread_and_fit_the_registers(
         assert results[0].resources.spills <= 16, one.rendered.text
 
 
+def test_parts_of_k_compile_with_whatever_is_held_meanwhile() -> None:
+    """A name that is defined before the last part is told from the others keeps its layout behind that."""
+    shapes = [{"pingpong": p, "halves": h, "early": 1, "one_launch": o, "splits": 2} for p in (0, 1) for h, o in ((1, 0), (2, 1))]
+    jobs = [job(text, "sm_90", FP16, warp_specialized(**values), "nt") for text in (*cases.APART, BACKWARD) for values in shapes]
+    for one, results in zip(jobs, compiled(jobs), strict=True):
+        checked(one, results)
+
+
 def test_the_last_block_completes_reductions_on_every_make() -> None:
     """The counter's addition orders memory for the whole GPU, and what others have left is read past the first cache."""
     configs = [cases.tiled(64, 64, 32, one_launch=1), persistent(flatten=0, one_launch=1), warp_specialized(pingpong=1, one_launch=1)]

@@ -159,6 +159,15 @@ def loadable_by_tma(spec: KernelSpec) -> Mapping[str, str]:
     return found
 
 
+def holds_inputs(spec: KernelSpec, halves: int, splits: int) -> bool:
+    """Whether the epilogue's inputs can be loaded before their tile is multiplied, and held.
+
+    Where the last of several parts goes on, that is a condition, behind which a name keeps its layout; in halves, and where outputs do not
+    depend on the product, names that are held would get another.
+    """
+    return splits == 1 or (halves == 1 and not spec.apart)
+
+
 def storable_by_tma(spec: KernelSpec) -> list[Store]:
     """The outputs that can leave by a descriptor."""
     return [s for s in spec.stores if s.name in spec.signature.tma and not s.packed]

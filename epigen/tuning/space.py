@@ -266,7 +266,7 @@ class Space:
         loaded = [i for i in self.spec.inputs if i.indices and i.dtype is not None and not (tma_load and i.name in brought)]
         # in halves both have to be held while the tile is multiplied, for which registers are left where it is a row, a column or bits
         whole = halves == 2 and any(i.indices == "mn" and not i.packed for i in loaded)
-        early = suggest("warp_specialized.early", 0, int(bool(loaded) and not whole and (splits == 1 or halves == 1)))
+        early = suggest("warp_specialized.early", 0, int(bool(loaded) and not whole and schedules.holds_inputs(self.spec, halves, splits)))
         most_k = max(_LEAST_RUN // element_bytes, min(128, _down(room // (2 * row_bytes)), _padded(k)))
         block_k = exponent("block_k", min(most_k, _RUN // element_bytes), most_k)
         most_stages = min(8, room // (row_bytes * block_k))
