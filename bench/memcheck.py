@@ -15,11 +15,11 @@ import time
 
 from bench import record
 
-# extents beside the block size in every layout, then views, masks, reductions and the vendor's product; then small products of the schedules with TMA,
-# and what the last block to arrive completes
+# extents beside the block size in every layout, then views, masks, reductions and the vendor's product; then small products of the schedules with TMA, also
+# in parts of k, and what the last block to arrive completes
 SELECTION = (
     "test_gpu and not integers and (33x127x17 or 127x33x0 or 65x63x31 or (sliced and bf16) or (150x300x96 and fp16)"
-    " or ((warp_specialized or persistent) and (1x8x8 or 65x64x2048)) or 17x24x16)"
+    " or ((warp_specialized or persistent) and (1x8x8 or 65x64x2048 or 65x64x4096 or 263x199x391)) or 17x24x16)"
 )
 
 

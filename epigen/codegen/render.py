@@ -299,9 +299,9 @@ def finishing_step(finish: Finish, config: KernelConfig) -> int:
 
 
 def arrivals(spec: KernelSpec, config: KernelConfig) -> list[str]:
-    """What blocks count of which they are the last to arrive, in the counters' order: the parts along k of "tiles", or of "halves" of them,
-    or the parts of tiles along the other index, of which there are counters "parts_n" or "parts_m", or all, "1"."""
-    split = [("tiles", "halves")[schedules.parts(config)[0] - 1]] if schedules.splits(config) > 1 else []
+    """What blocks count of which they are the last to arrive, in the counters' order: the parts along k of "tiles", or of what each of two
+    "groups" of warps has of them, or the parts of tiles along the other index, of which there are counters "parts_n" or "parts_m", or all, "1"."""
+    split = [("tiles", "groups")[schedules.parts(config)[0] - 1]] if schedules.splits(config) > 1 else []
     return split + [{"n": "parts_n", "m": "parts_m", "": "1"}[f.indices] for f in _inside(spec, config)]
 
 

@@ -29,7 +29,7 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
         launcher=spec.name.removeprefix("epigen_"),
         launches=[_launch(spec, config, f) for f in rendered.functions],
         schedule=schedule, multiplies=schedule.multiplies, parts=parts(config), splits=schedules.splits(config), tiles=_tiles(config),
-        counters=" + ".join(_COUNTED.get(name) or f"{'2 * ' * (name == 'halves')}{_tiles(config)}" for name in arrivals(spec, config)),
+        counters=" + ".join(_COUNTED.get(name) or f"{'2 * ' * (name == 'groups')}{_tiles(config)}" for name in arrivals(spec, config)),
         block_m=config["block_m"], block_n=config["block_n"], block_k=dict(config.values).get("block_k", 32),
         brought=list(schedules.loaded_by_tma(spec, config)),
         words=[i.name for i in spec.inputs if i.name in units(spec, config)["in_words"]],
