@@ -132,15 +132,15 @@ _DRAWN = 44  # problems
 
 def tuned() -> list[Case]:
     """Problems that nobody chose: what the tuner makes of them."""
-    return _drawn("tuned", 11)
+    return drawn("tuned", 11)
 
 
 def untuned() -> list[Case]:
     """The like, which nobody tuned."""
-    return _drawn("untuned", 13)
+    return drawn("untuned", 13)
 
 
-def _drawn(group: str, seed: int) -> list[Case]:
+def drawn(group: str, seed: int) -> list[Case]:
     """Random extents, a third of them multiples of 8 alone, each with two programs."""
     rng, found = random.Random(seed), list[Case]()
     while len(found) < 2 * _DRAWN:

@@ -1,10 +1,11 @@
 """Holds the analytic model to the recorded sweeps and samples, and fits its constants to them. Needs no GPU.
 
 For each table: Spearman's rank correlation of estimated and measured time over the legal configs that ran, where in the model's order
-the first config within 2 % of the best stands, and how far each value of each dimension is mispriced beside the others.
+the first config within 2 % of the best stands, and how far each value of each dimension is mispriced beside the others. Of the samples of
+random shapes: how much longer the model's first takes than the best, and the best of its first three.
 
 Run: python -m bench.model [TABLE …] [--residuals] [--worst N] [--fit [--rounds N]]
-Of all tables and without --fit, the correlations are also written to bench/results/model.json.
+A fit takes the random shapes in. Of all tables and without --fit, the figures are also written to bench/results/model.json.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean, median, pstdev
+from statistics import fmean, geometric_mean, median, pstdev
 
 from bench import record
 from epigen.codegen.spec import KernelConfig, KernelSpec
@@ -75,10 +76,30 @@ def _name(path: Path) -> str:
 
 
 def read(path: Path) -> Sweep:
-    found = table.read(path)
+    return _sweep(_name(path), table.read(path))
+
+
+def random_shapes(folder: Path = record.RESULTS) -> list[Sweep]:
+    """Those of which several configs ran."""
+    path = folder / "shapes.json"
+    found = table.list_from_json(path.read_text()) if path.exists() else []
+    return [s for s in (_sweep("x".join(map(str, t.task.shape)), t) for t in found) if len(s.configs) > 3]
+
+
+def _sweep(name: str, found: Table) -> Sweep:
     ran = [(config, outcome.median_us) for config, outcome in found.rows.items() if outcome.kind in ("ok", "slower")]
     spec = spec_of(found.task.graph(), found.task)
-    return Sweep(_name(path), found, spec, tuple(c for c, _ in ran), tuple(us for _, us in ran))
+    return Sweep(name, found, spec, tuple(c for c, _ in ran), tuple(us for _, us in ran))
+
+
+def lost(given: Sequence[Sweep], constants: Constants = FITTED, first: int = 1) -> list[float]:
+    """By how much the best of the model's `first` configs takes longer than the best of all, of each table: 1 where it is the same."""
+    found = []
+    for sweep in given:
+        estimated = sweep.estimates(constants)
+        order = sorted(range(len(estimated)), key=estimated.__getitem__)
+        found.append(min(sweep.measured[i] for i in order[:first]) / min(sweep.measured))
+    return found
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
@@ -124,8 +145,11 @@ def residuals(sweep: Sweep, estimated: Sequence[float]) -> Iterator[tuple[str, d
 # -- fitting
 
 
-def loss(given: Sequence[Sweep], constants: Constants) -> float:
-    """What a fit makes small: ranks lost, the spread of errors, and most of all the distance of the fast configs from the front."""
+def loss(given: Sequence[Sweep], constants: Constants, shapes: Sequence[Sweep] = ()) -> float:
+    """What a fit makes small: ranks lost, the spread of errors, and most of all the distance of the fast configs from the front.
+
+    Of random shapes the same, where the model's first and its first three take the place of its first 6 to 48.
+    """
     total = 0.0
     for sweep in given:
         estimated = sweep.estimates(constants)
@@ -135,18 +159,22 @@ def loss(given: Sequence[Sweep], constants: Constants) -> float:
         # the regret of trying the model's first 6, 12, 24 and 48
         regret = fmean(min(sweep.measured[i] for i in order[:n]) / best - 1 for n in (6, 12, 24, 48))
         total += (1 - found.correlation) + 0.3 * found.spread + 2.0 * regret + 0.3 * abs(math.log(found.bias))
-    return total / len(given)
+    found = total / len(given) if given else 0.0
+    if shapes:
+        spread = fmean(score(s, s.estimates(constants)).spread for s in shapes)
+        found += 2.0 * (geometric_mean(lost(shapes, constants)) - 1) + geometric_mean(lost(shapes, constants, 3)) - 1 + 0.3 * spread
+    return found
 
 
-def fit(given: Sequence[Sweep], constants: Constants, rounds: int, only: Sequence[str] = ()) -> Constants:
+def fit(given: Sequence[Sweep], constants: Constants, rounds: int, only: Sequence[str] = (), shapes: Sequence[Sweep] = ()) -> Constants:
     """Coordinate descent: each constant in turn, up or down by a factor that shrinks from round to round."""
-    best = loss(given, constants)
+    best = loss(given, constants, shapes)
     for turn in range(rounds):
         factor = 1 + 0.5 * 0.6**turn
         for name in only or [n for n in asdict(constants) if n not in FIXED]:
             for ratio in (factor, 1 / factor):
                 candidate = replace(constants, **{name: getattr(constants, name) * ratio})
-                found = loss(given, candidate)
+                found = loss(given, candidate, shapes)
                 if found < best - 1e-5:
                     constants, best = candidate, found
                     print(f"  {name} {getattr(constants, name):.4g}: {best:.4f}", flush=True)
@@ -168,9 +196,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
     given = sweeps(options.folder, options.names) + sweeps(options.folder, options.names, "sample_")
+    shapes = [] if options.names else random_shapes(options.folder)
     constants = FITTED
     if options.fit:
-        constants = fit(given, constants, options.rounds)
+        constants = fit(given, constants, options.rounds, shapes=shapes)
         for name, value in asdict(constants).items():
             if value != getattr(FITTED, name):
                 print(f"{name}: {getattr(FITTED, name):.4g} -> {value:.4g}")
@@ -186,8 +215,14 @@ def main() -> None:
         worst = sorted(zip(sweep.configs, sweep.measured, estimated, strict=True), key=lambda row: -abs(math.log(row[2] / row[1] / s.bias)))
         for config, us, guess in worst[: options.worst]:
             print(f"    {us:9.2f} us measured, {guess:9.2f} estimated ({guess / us:.2f})  {config}")
+    random: dict[str, float] = {}
+    if shapes:
+        first, three = lost(shapes, constants), lost(shapes, constants, 3)
+        random = {"problems": len(shapes), "first": round(geometric_mean(first), 4), "worst": round(max(first), 4), "three": round(geometric_mean(three), 4)}
+        print(f"{len(shapes)} random shapes: the model's first takes {random['first']:.3f} times as long as the best, at worst {max(first):.2f};", end=" ")
+        print(f"the best of its first three {random['three']:.3f}")
     if not options.names and not options.fit and options.folder == record.RESULTS:
-        record.write("model", {"environment": record.versions(), "spearman": correlations})
+        record.write("model", {"environment": record.versions(), "spearman": correlations, "random": random})
 
 
 if __name__ == "__main__":

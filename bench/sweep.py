@@ -1,8 +1,9 @@
 """Measures the search space of some problems on the GPU: what the search and the model are held to.
 
-Run: python -m bench.sweep [--sample N] [--configs N] [--budget SECONDS] [--only NAME ...] [--commit HASH] [--out FOLDER]
+Run: python -m bench.sweep [--sample N] [--random SEED ...] [--configs N] [--budget SECONDS] [--only NAME ...] [--commit HASH] [--out FOLDER]
 Whole spaces, for replay, are written to sweep_NAME.json. A sample, to sample_NAME.json: the model's first N, and of each schedule as many
-again, half of them the model's first and half at random, so that it can be told where the model is wrong about a schedule.
+again, half of them the model's first and half at random, so that it can be told where the model is wrong about a schedule. Samples of
+random problems, as those of the claims "tuned" and "untuned" are drawn, all to shapes.json.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import argparse
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from bench import record
+from bench import cases, record
+from bench.programs import BY_NAME
 from epigen.codegen.spec import KernelConfig
 from epigen.runtime import device
 from epigen.tuning import gpus, model, table
@@ -49,20 +51,31 @@ def sample(ranked: Sequence[KernelConfig], count: int) -> list[KernelConfig]:
     return list(dict.fromkeys(chosen))
 
 
+def random_problems(seeds: Sequence[int]) -> Iterator[tuple[str, str, tuple[int, int, int], str]]:
+    """Of each random shape one of its two programs, as `PROBLEMS`."""
+    for seed in seeds:
+        found = cases.drawn("shapes", seed)
+        for i, pair in enumerate(zip(found[::2], found[1::2], strict=True)):
+            case = pair[i % 2]
+            yield "x".join(map(str, case.shape)), BY_NAME[case.program].text, case.shape, case.layout
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--configs", type=int, default=100_000, help="no more than so many a problem, in random order")
     parser.add_argument("--sample", type=int, default=0, help="no whole space, but a sample around so many a problem")
     parser.add_argument("--budget", type=float, default=150.0, help="seconds a problem")
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--random", nargs="*", type=int, metavar="SEED", help="samples of random shapes instead, in bf16: 44 of each seed")
     record.add_options(parser)
     options = parser.parse_args()
     target = device.at_hand() or device.DEFAULT
     runner: GpuRunner | None = None
-    for name, text, shape, layout in PROBLEMS:
+    dtype, tables = "bf16" if options.random else "fp16", list[table.Table]()
+    for name, text, shape, layout in random_problems(options.random) if options.random else PROBLEMS:
         if options.only and name not in options.only:
             continue
-        task = Task(text, shape, "fp16", "fp16", "fp16", layout, "ieee", target)
+        task = Task(text, shape, dtype, dtype, dtype, layout, "ieee", target)
         spec = spec_of(task.graph(), task)
         configs = list(Space(spec, shape, target).every())
         legal = len(configs)
@@ -88,7 +101,11 @@ def main() -> None:
                 print("   ", kind, config, outcome.detail[:200], flush=True)
         environment = record.environment(options.commit) | {"seconds": round(seconds), "legal": legal}
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"{'sample' if options.sample else 'sweep'}_{name}.json").write_text(table.to_json(table.Table(task, baseline, rows, environment)))
+        tables.append(table.Table(task, baseline, rows, environment))
+        if options.random:
+            (options.out / "shapes.json").write_text(table.list_to_json(tables))
+        else:
+            (options.out / f"{'sample' if options.sample else 'sweep'}_{name}.json").write_text(table.to_json(tables[-1]))
     if runner is not None:
         runner.close()
 

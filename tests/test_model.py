@@ -435,11 +435,39 @@ def test_parts_of_k_shorten_few_tiles_as_measured(shape: tuple[int, int, int], t
 
 def test_rows_that_lie_across_lines_of_l2_are_loaded_more_slowly() -> None:
     """4992x14656x648 in tiles of 128x128 took 251 us on an H200, and cuBLAS 161 (Triton 3.6, 2026-11)."""
-    config = warp_specialized(128, 128, 64, 6, pingpong=1, halves=2)
-    aligned, across = (model.estimate_us(spec_of(PLAIN, BF16, k), config, (4992, 14656, k), H200).us for k in (640, 648))
-    assert across > 1.1 * aligned
-    for k in (640, 704):
-        assert model._Timing(spec_of(PLAIN, BF16, k), (4992, 14656, k), H200, FITTED)._crossings(128, 128, 64) == 0
+    config, found = warp_specialized(128, 128, 64, 6, pingpong=1, halves=2), {}
+    for k in (640, 648, 656, 672, 704):
+        shape = (4992, 14656, k)
+        spec = epigen.compile(PLAIN).plan(shape, BF16, TARGETS["sm_90"], layout="nt").spec
+        found[k] = model._Timing(spec, shape, H200, FITTED)._crossing_clocks(config), model.estimate_us(spec, config, shape, H200).us
+    assert found[648][1] == pytest.approx(251, rel=0.15) and found[640][1] < 0.75 * found[648][1]
+    assert found[640][0] == found[704][0] == 0 < found[672][0] < found[656][0] < found[648][0], "whole lines, halves, sectors, and half sectors"
+
+
+def test_copies_have_rows_of_whole_lines() -> None:
+    """Where TMA cannot address an operand, nothing that it loads lies across lines."""
+    shape, config = (4096, 4096, 1003), warp_specialized(128, 128, 64, 6, pingpong=1, halves=2)
+    spec = epigen.compile(PLAIN).plan(shape, BF16, TARGETS["sm_90"], layout="nt").spec
+    assert spec.signature.tma == ("out",) and model._Timing(spec, shape, H200, FITTED)._crossing_clocks(config) == 0
+
+
+def test_what_is_stored_in_pieces_of_lines_takes_longer() -> None:
+    """20608x8392x128 took 1.44 times as long as its bytes would in tiles 128 wide, and 1.28 in tiles 256 wide, in proportion to 8384 (H200, Triton 3.6, 2026-11)."""
+    times = {}
+    for n in (8384, 8392):
+        spec = epigen.compile(PLAIN).plan((20608, n, 128), BF16, TARGETS["sm_90"], layout="nt").spec
+        for width in (128, 256):
+            config = warp_specialized(64, width, 64, 4, pingpong=1)
+            times[n, width] = model.estimate_us(spec, config, (20608, n, 128), H200).memory_us
+    assert times[8392, 128] > 1.2 * times[8384, 128] and times[8392, 128] > 1.1 * times[8392, 256]
+
+
+def test_what_tma_stores_waits_for_nobody() -> None:
+    """3712x7104x256 in tiles of 128x128 by two groups together took 32.9 us, of which the stores' time alone would be 14 (H200, Triton 3.6, 2026-11)."""
+    shape = (3712, 7104, 256)
+    spec = epigen.compile(PLAIN).plan(shape, BF16, TARGETS["sm_90"], layout="nt").spec
+    by_tma, by_threads = (model.estimate_us(spec, warp_specialized(128, 128, 64, 6, early=1, tma_store=t), shape, H200) for t in (1, 0))
+    assert by_tma.us == pytest.approx(32.9, rel=0.1) and by_tma.epilogue_us < by_threads.epilogue_us - 5
 
 
 def test_the_vendors_product_alone_takes_what_it_takes_unfused() -> None:

@@ -116,14 +116,14 @@ def test_what_is_only_near_is_tuned(database: Database, stored: Record) -> None:
     assert len(choose.tuner.tasks) == 1
 
 
-def test_batches_of_ever_new_sizes_are_tuned_once_a_bucket(database: Database) -> None:
+def test_batches_of_ever_new_sizes_are_tuned_once_an_octave(database: Database) -> None:
     """The first M that is met is tuned as it is, and serves the others up to the next power of two: here, and in a process that comes after."""
     choose = Setting(database, Tuner())
     sizes = (200, 130, 256, 129, 257, 512, 300, 128, 65)
     found = {m: choose(shape=(m, *SHAPE[1:])) for m in sizes}
     assert [t.shape[0] for t in choose.tuner.tasks] == [200, 257, 128]
     assert {c.config for c in found.values()} == {WINNER}
-    assert "borrowed from 200x512x128" in found[130].why and "found for 256x512x128, which stands for M from 129 to 256" in found[130].why
+    assert "borrowed from 200x512x128" in found[130].why and "found for 160x512x128, which stands for M from 129 to 160" in found[130].why
     assert choose(shape=(200, *SHAPE[1:])).why.endswith("(exact)")
     later = Setting(database, Tuner())
     for later.capturing in (False, True):
@@ -131,7 +131,7 @@ def test_batches_of_ever_new_sizes_are_tuned_once_a_bucket(database: Database) -
     assert not later.tuner.tasks
 
 
-def test_a_winner_that_was_not_written_serves_its_bucket(database: Database) -> None:
+def test_a_winner_that_was_not_written_serves_its_octave(database: Database) -> None:
     choose = Setting(database, Tuner(writes=False))
     for m in (200, 130, 256):
         assert choose(shape=(m, *SHAPE[1:])) == Choice(WINNER, "tuned just now")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epigen.codegen import lower
-from epigen.codegen.spec import TMA_BYTES
+from epigen.codegen.spec import LINE_BYTES, TMA_BYTES
 from epigen.dtypes import BF16, BY_TORCH, FP16, FP32, UINT8, DType
 from epigen.errors import CallError, near_miss
 from epigen.ir import graph as g
@@ -135,11 +135,11 @@ def describable(t: Tensor, written: bool = False) -> bool:
 
 
 def padded(t: Tensor) -> Tensor:
-    """A copy of a matrix, or of its transpose if that is what has contiguous rows, with rows that TMA can address. What lies between
-    their ends is left as it is: TMA knows the extents, and fetches zeros beyond."""
+    """A copy of a matrix, or of its transpose if that is what has contiguous rows, with rows that begin with a line of L2, as TMA loads them
+    fastest. What lies between their ends is left as it is: TMA knows the extents, and fetches zeros beyond."""
     t = t if layout(t) == "n" else t.T
     rows, columns = t.shape
-    each = TMA_BYTES // t.element_size()
+    each = LINE_BYTES // t.element_size()
     held = torch.empty((rows, -(-columns // each) * each), dtype=t.dtype, device=t.device)[:, :columns]
     return held if t.is_meta else held.copy_(t)
 

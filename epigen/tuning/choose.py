@@ -19,7 +19,7 @@ from epigen.runtime.loader import triton_version
 from epigen.tuning import gpus, model, rule
 from epigen.tuning.database import Database
 from epigen.tuning.lookup import FARTHEST, PROGRAM_STEP, Found, Index
-from epigen.tuning.problem import Problem, bucket, problem_of
+from epigen.tuning.problem import Problem, bucket, bucket_step, problem_of
 from epigen.tuning.records import extents
 from epigen.tuning.space import Space
 
@@ -42,7 +42,7 @@ def capability(target: Target) -> str:
 class Bucket:
     """What all M of a bucket have in common. problem: of the M that stands for them. lent: the config, but where nothing is near and the plain rule's is as good as any.
 
-    tuned: whether it was tuned for one of them. index: the records that were asked.
+    tuned: whether it was tuned for one of their octave. index: the records that were asked.
     """
 
     problem: Problem
@@ -55,7 +55,8 @@ class Bucket:
         stands = self.problem.shape
         if self.lent is None or shape == stands:
             return self.lent
-        least = (1 << (stands[0] - 1).bit_length() >> 1) + 1
+        step = bucket_step(stands[0])
+        least = (stands[0] - 1) // step * step + 1
         like = "" if self.problem.layout[0] == "n" else ", of rows aligned alike"
         return replace(self.lent, why=f"{self.lent.why}; found for {extents(stands)}, which stands for M from {least} to {stands[0]}{like}")
 

@@ -3,7 +3,8 @@
 Each stands for something physical that other GPUs share, and none for a single shape or config. Fitted by `bench/model.py --fit` to the
 5,572 measured configs of bench/results/sweep_*.json (fp16 on an H200, torch 2.11, Triton 3.6, 2026-11), then rounded; those that these
 tables cannot tell, and those of narrow loads, were set by hand; outside_clocks to the persistent ones of sample_skinny16.json; those of the
-vendor's product, of split k and of how TMA's kernels begin to 429 configs of 44 random shapes (bf16, the same GPU and versions).
+vendor's product, of split k and of how TMA's kernels begin to 429 configs of 44 random shapes (bf16, the same GPU and versions); and those
+of crossings, of TMA's stores and of what is torn to 1,900 of 158 others, and are held to the 88 of bench/results/shapes.json.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Constants:
 
     # loading
     l2_bytes_clock: float = 64  # from L2 into one multiprocessor: the port's width
-    crossing_clocks: float = 1.5  # a run of up to 128 bytes that lies across two lines of L2: 2 to 3.4 at 4992x14656x648 "nt" in tiles of 128x128
+    crossing_clocks: float = 0.6  # a run of up to 128 bytes that lies across two lines of L2
+    torn_clocks: float = 3.6  # ... and one that begins within a sector of 32 bytes: by TMA 4.3 to 4.9 for a run that else takes 2, of rows of 16 bytes more
     row_clocks: float = 1.4  # a multiprocessor's request for a row of a tile, however few its bytes: the tag look-up of its line
     request_clocks: float = 0.45  # what such a request adds to the time of its bytes
     b_along_k: float = 1.6  # rows of b that lie along k take so much longer than a's: seen at 4096x4096x4096 and 8192x8192x1024, "nt" against "nn"
@@ -58,6 +60,9 @@ class Constants:
     short_run: float = 0.4  # each halving of a row of the vendor's result below 256 bytes makes reading it so much longer
     vendor_us: float = 1.8  # the vendor's kernel beyond its arithmetic: fill and drain
     vendor_split_us: float = 2.0  # ... and where it splits k: to add up the parts
+    issued_clocks: float = 80  # where the warps that multiply also ask TMA for the tiles to come: each step
+    stored_share: float = 0.2  # of the memory's time for what TMA stores, which it does while the next tile is multiplied
+    torn_bytes: float = 100  # that a piece of an output's row, as a tile has it, moves besides where rows do not begin with a line of L2
     described_us: float = 0.5  # until the first descriptors have been fetched
     flattened_us: float = 0.7  # what the loop that is one of two takes to begin and to end
     gather_share: float = 0.45  # of what L2 feeds one multiprocessor: the last block of a tile reads one part after the other

@@ -1,4 +1,4 @@
-"""Tuning at first use: what a call gets of whose bucket, problems alike but for M, the database holds none.
+"""Tuning at first use: what a call gets of whose octave, problems alike but for M up to the same power of two, the database holds none.
 
 The problem is tuned while the call waits, the winner goes into the user's database, and the call runs it. Never inside a CUDA graph
 capture, where nothing may wait: there the plain choice serves, for that call alone.
@@ -19,7 +19,8 @@ from epigen.runtime.device import Target
 from epigen.tuning import remembered
 from epigen.tuning.choose import Chooser
 from epigen.tuning.database import Database
-from epigen.tuning.records import Key, extents, problem_key, short
+from epigen.tuning.lookup import alike
+from epigen.tuning.records import Key, extents, short
 from epigen.tuning.task import Task
 
 TRIALS = 48
@@ -64,7 +65,7 @@ class FirstUse:
         self.database, self.tuner, self.capturing, self.device = database, tuner, capturing, device
         self.lock = threading.Lock()
         self.settled: dict[Key, Choice | None] = {}
-        """What was tuned here, by the problem that stands for a bucket; None where that failed."""
+        """What was tuned here, by what stands for an octave; None where that failed."""
 
     def chooser(self, graph: Graph) -> TuningChooser:
         return TuningChooser(self, Chooser(graph, self.database))
@@ -72,7 +73,7 @@ class FirstUse:
 
 @dataclass(frozen=True, slots=True)
 class TuningChooser:
-    """Chooses for one program, as `Chooser` does, and tunes the first problem of each bucket of which the database holds none."""
+    """Chooses for one program, as `Chooser` does, and tunes the first problem of each octave of which the database holds none."""
 
     shared: FirstUse
     plain: Chooser
@@ -86,7 +87,7 @@ class TuningChooser:
             return Provisional(choice.config, f"{choice.why}; to be tuned at the first call outside of a CUDA graph capture")
         if not tunable:
             return choice
-        key = problem_key(self.plain.bucket(spec, shape, target).problem)
+        key = alike(self.plain.bucket(spec, shape, target).problem)
         with self.shared.lock:
             if key not in self.shared.settled:
                 if self.plain.bucket(spec, shape, target).tuned:  # by another thread or process, meanwhile

@@ -24,7 +24,7 @@ from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelConfig
 from epigen.dtypes import ALL
 from epigen.tuning import gpus
-from epigen.tuning.problem import Problem, bucket
+from epigen.tuning.problem import Problem, octave
 from epigen.tuning.records import Key, Record, extents, problem_key, short
 
 # Distances are in doublings. One of M or of N doubles the output tiles, which decides the tile that fills the GPU; one of K only
@@ -204,14 +204,14 @@ class Index:
         self._exact: dict[Key, list[_Entry]] = {}
         self._gpus: dict[str, set[str]] = {}  # by capability
         self._buckets: dict[Key, list[_Place]] = {}  # sorted by M
-        self._alike: set[Key] = set()  # tuned problems but for M, of which there is the bucket
+        self._alike: set[Key] = set()  # tuned problems but for M, of which there is the octave
         for source, found in enumerate(sources):
             for record in sorted(found, key=lambda r: r.key):  # so that equal records are found whatever their order on disk
                 problem = record.problem
                 entry = _Entry(record, source)
                 log_m, log_n, log_k = map(_log, problem.shape)
                 self._exact.setdefault(record.problem_key, []).append(entry)
-                self._alike.add((*_alike(problem), record.triton))
+                self._alike.add((*alike(problem), record.triton))
                 self._gpus.setdefault(problem.capability, set()).add(problem.gpu)
                 for step in _steps(problem):
                     self._buckets.setdefault(step.bucket, []).append((log_m, log_n, log_k, entry))
@@ -244,8 +244,8 @@ class Index:
         return capability in self._gpus
 
     def tuned_alike(self, problem: Problem, triton: str) -> bool:
-        """Whether some M of this one's bucket was tuned, under this version of Triton."""
-        return (*_alike(problem), triton) in self._alike
+        """Whether some M of this one's octave was tuned, under this version of Triton."""
+        return (*alike(problem), triton) in self._alike
 
     def _near(self, problem: Problem, triton: str, accept: Accept | None, seen: set[int]) -> Iterator[Found]:
         """seen: entries that are passed over."""
@@ -292,8 +292,9 @@ def distinct(found: Iterable[Found], count: int) -> tuple[Found, ...]:
     return tuple(seen.values())
 
 
-def _alike(problem: Problem) -> Key:
-    return problem_key(replace(problem, shape=bucket(problem.shape, problem.layout)))
+def alike(problem: Problem) -> Key:
+    """Of problems that one was tuned for: all whose M lie in one octave."""
+    return problem_key(replace(problem, shape=octave(problem.shape, problem.layout)))
 
 
 def _fits(record: Record, accept: Accept | None) -> bool:

@@ -19,7 +19,7 @@ from itertools import product
 from epigen.codegen import schedules, vendor
 from epigen.codegen.render import finishing_step
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import KernelConfig, KernelSpec
+from epigen.codegen.spec import LINE_BYTES, KernelConfig, KernelSpec
 from epigen.dtypes import FP8E4M3, FP16, FP32
 from epigen.runtime.device import Target
 from epigen.tuning.constants import FITTED, Constants
@@ -38,6 +38,7 @@ _VENDOR_SPLITS, _VENDOR_PART = (1, 2, 4, 8, 16, 32), 256
 # fp16 at 125 and 66 TFLOP/s. Between 2 and 16 bytes nothing was measured.
 _VENDOR_UNALIGNED_TILE, _VENDOR_UNALIGNED = (128, 128, 0.77), {8: 2.0, 4: 3.0, 2: 4.7, 1: 4.7}
 _RUN_BYTES = 256
+_SECTOR_BYTES = 32  # of a line of L2
 _TMA_ROW_BYTES = 128  # TMA lays a tile out in pieces whose rows are so long
 _MOST_ACCUMULATORS = 0.88  # of the registers a thread can have: 224 of 255
 
@@ -199,7 +200,7 @@ class _Timing(Work):
                 mainloop += count * (loop + bare * fill)
                 epilogue += count * bare * (self._epilogue_us(block_m, block_n, blocks, config["num_warps"], self.read_bytes) + self._arrival_us(config))
         partials = sum(partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)
-        memory = (moved + self._epilogue_bytes() + partials) / self.bytes_us
+        memory = (moved + self._epilogue_bytes(tiles_n) + partials) / self.bytes_us
         # the memory's time overlaps the kernel's but for a rest
         mainloop += self.c.memory_bare * moved / self.bytes_us
         kernel = self._norm(mainloop + epilogue, memory)
@@ -238,7 +239,7 @@ class _Timing(Work):
         rounds = -(-tiles // self.sms)
         moved = self._operand_traffic(config, tiles_m, tiles_n, min(tiles, self.sms))
         step_bytes = (block_m + block_n) * block_k * self.element_bytes
-        feed = (step_bytes / self.c.l2_bytes_clock + self._crossings(block_m, block_n, block_k) * self.c.crossing_clocks) / self.clock_us
+        feed = (step_bytes / self.c.l2_bytes_clock + self._crossing_clocks(config)) / self.clock_us
         cold = self.c.l2_us + self.c.dram_us
         later = self.c.l2_us if sum(self.operand_bytes) <= self.gpu.l2_bytes / 2 else cold
         in_flight = max(1, min(config["num_stages"] - 1, steps))
@@ -249,20 +250,22 @@ class _Timing(Work):
         multiply = self._multiply_us(block_m, block_n, block_k, warps)
         outside = max(0, block_m - m) * -(-block_k * self.element_bytes // _TMA_ROW_BYTES)
         step = self._norm(products, shared, feed, multiply, (later + feed) / in_flight, smooth=self.c.tma_smooth)
-        step += (self.c.wait_clocks + outside * self.c.outside_clocks) / self.clock_us
+        issued = 0.0 if SCHEDULES[config.schedule].dialect == "gluon" else self.c.issued_clocks
+        step += (self.c.wait_clocks + issued + outside * self.c.outside_clocks) / self.clock_us
         fill = self.c.block_us + later + feed
         mainloop = cold - later + rounds * steps * step + (1 if values.get("flatten", 1) else rounds) * fill
         mainloop += self.c.described_us + self.c.flattened_us * values.get("flatten", 0)
         # what TMA brings is there by then
         brought = schedules.loaded_by_tma(self.spec, config)
         read_bytes = self.read_bytes - sum(i.dtype.bytes for i in self.spec.inputs if i.dtype and i.name in brought)
-        each = self._epilogue_us(block_m, block_n, 1, warps, read_bytes) + across * self._arrival_us(config)
+        stored = self.c.stored_share if values.get("tma_store") else 1.0
+        each = self._epilogue_us(block_m, block_n, 1, warps, read_bytes, stored) + across * self._arrival_us(config)
         epilogue = each + max(0.0, (rounds - 1) * (each - steps * step) / 2) if pingpong else rounds * each
         if splits > 1:
             # each part's arrival, and the last one's look at the others
             epilogue += 2 * self.c.arrival_us + self._gathered_us(config, self.c.grouped_share)
         parts = (block_m // down, block_n // across)
-        memory = (moved + self._epilogue_bytes() + sum(partial_bytes(p.axes, m, n, parts) for p in self.spec.partials)) / self.bytes_us
+        memory = (moved + self._epilogue_bytes(tiles_n * across) + sum(partial_bytes(p.axes, m, n, parts) for p in self.spec.partials)) / self.bytes_us
         mainloop += self.c.memory_bare * moved / self.bytes_us
         kernel = self._norm(mainloop + epilogue, memory)
         finish = self._finish_us(config, tiles_m * down, tiles_n * across)
@@ -271,18 +274,24 @@ class _Timing(Work):
             launch += self.c.gap_us + 2.0 * self.operand_bytes["ab".index(name)] / self.bytes_us
         return Estimate(launch + kernel + finish, launch, mainloop, epilogue, finish, 0.0, memory, tiles, tiles / self.sms, 1)
 
-    def _crossings(self, block_m: int, block_n: int, block_k: int) -> float:
-        """How many of the runs of up to 128 bytes that a step loads lie across two lines of L2. Operands without gaps are assumed."""
-        m, n, k = self.shape
+    def _crossing_clocks(self, config: KernelConfig) -> float:
+        """What a step's loads take longer since runs of up to 128 bytes lie across two lines of L2, or begin within a sector.
+
+        Operands without gaps are assumed, and copies whose rows begin with a line.
+        """
+        (m, n, k), copied = self.shape, schedules.padded(config, self.spec.signature.tma)
+        block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
         total = 0.0
-        for (rows, columns), pitch in (
-            ((block_m, block_k), k) if self.layout[0] == "n" else ((block_k, block_m), m),
-            ((block_k, block_n), n) if self.layout[1] == "n" else ((block_n, block_k), k),
+        for name, (rows, columns), pitch in (
+            ("a", (block_m, block_k), k) if self.layout[0] == "n" else ("a", (block_k, block_m), m),
+            ("b", (block_k, block_n), n) if self.layout[1] == "n" else ("b", (block_n, block_k), k),
         ):
+            if name in copied:
+                continue
             width = min(columns * self.element_bytes, _TMA_ROW_BYTES)
             apart = math.gcd(pitch * self.element_bytes, width)  # places in a line where a row may begin
-            across = (width // apart - 1) * apart / _TMA_ROW_BYTES
-            total += rows * columns * self.element_bytes / width * across
+            across, within = (width // apart - 1) * apart / LINE_BYTES, 1 - min(apart, _SECTOR_BYTES) / _SECTOR_BYTES
+            total += rows * columns * self.element_bytes / width * (across * self.c.crossing_clocks + within * self.c.torn_clocks)
         return total
 
     def _loop_us(self, config: KernelConfig, needs: Resources, blocks: int, latency: float, steps: int) -> tuple[float, float]:
@@ -302,7 +311,7 @@ class _Timing(Work):
         # a row of a tile is contiguous in memory: along k, or along m or n
         feed = self._feed_us(*((block_m, block_k) if self.layout[0] == "n" else (block_k, block_m)))
         feed += self._feed_us(*((block_k, block_n) if self.layout[1] == "n" else (block_n, block_k))) * (1.0 if self.layout[1] == "n" else self.c.b_along_k)
-        feed += self._crossings(block_m, block_n, block_k) * self.c.crossing_clocks / self.clock_us
+        feed += self._crossing_clocks(config) / self.clock_us
         if any(self.narrow):
             multiply = max(products, shared, self._multiply_us(block_m, block_n, block_k, warps))
             return self.c.block_us, steps * self._narrow_step_us(config, needs, blocks, multiply)
@@ -351,10 +360,13 @@ class _Timing(Work):
             return (self.c.sync_share if self.target.name in WGMMA else self.c.older_share) * min(1.0, blocks * warps / 4)
         return self.c.tensor_share
 
-    def _epilogue_us(self, block_m: int, block_n: int, blocks: int, warps: int, read_bytes: float) -> float:
-        """Inputs, lines and stores of a wave of tiles: the tiled schedule starts them when its product is done. read_bytes: of inputs, an element."""
+    def _epilogue_us(self, block_m: int, block_n: int, blocks: int, warps: int, read_bytes: float, stored: float = 1.0) -> float:
+        """Inputs, lines and stores of a wave of tiles: the tiled schedule starts them when its product is done.
+
+        read_bytes: of inputs, an element. stored: the share of the stores' time that the block waits for them.
+        """
         elements = block_m * block_n * blocks
-        moved = elements * (read_bytes + self.written_bytes) * self.sms / self.bytes_us
+        moved = elements * (read_bytes + stored * self.written_bytes) * self.sms / self.bytes_us
         lanes = min(128, 32 * warps * blocks)
         alu = elements * (self.operations + 4.0) / (lanes * self.clock_us)
         exchange = blocks * self._exchange_us(block_n, warps)
@@ -364,9 +376,11 @@ class _Timing(Work):
         """What the warps of a block take to add up the column sums that each holds for itself, through shared memory."""
         return sum("m" in p.axes for p in self.spec.partials) * warps * columns * self.c.exchange_clocks / self.clock_us
 
-    def _epilogue_bytes(self) -> float:
+    def _epilogue_bytes(self, parts: int) -> float:
+        """Of inputs and outputs, and what a piece of an output's row that ends within a line of L2 costs besides. parts: pieces of a row."""
         m, n, _ = self.shape
-        return m * n * (self.read_bytes + self.written_bytes) + self.vector_bytes
+        torn = sum(s.indices == "mn" and not s.packed and n * s.dtype.bytes % LINE_BYTES > 0 for s in self.spec.stores)
+        return m * n * (self.read_bytes + self.written_bytes) + self.vector_bytes + torn * m * parts * self.c.torn_bytes
 
     def _operand_traffic(self, config: KernelConfig, tiles_m: int, tiles_n: int, concurrent: int) -> float:
         """Bytes of operands that come from memory: group_m decides how much of a wave lies in the same rows and columns."""
@@ -439,7 +453,7 @@ class _Timing(Work):
         wave = latency + self.c.block_us + resident * (self._norm(each * self.sms / self.bytes_us, alu) + exchange)
         rest = tiles % (resident * self.sms)
         own = (tiles // (resident * self.sms)) * wave * (0.7 if resident > 1 else 1.0) + (latency + self.c.block_us if rest else 0.0)
-        memory = (4 * m * n + self._epilogue_bytes() + sum(partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)) / self.bytes_us
+        memory = (4 * m * n + self._epilogue_bytes(tiles_n) + sum(partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)) / self.bytes_us
         kernel = self._norm(own + math.ceil(waves) * self._arrival_us(config), memory)
         finish = self._finish_us(config, tiles_m, tiles_n)
         launch = self.gpu.launch_us + self.c.gap_us

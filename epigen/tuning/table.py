@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,32 @@ def to_json(table: Table) -> str:
     return json.dumps(head, indent=1, sort_keys=True)[:-2] + ',\n "rows": [\n' + ",\n".join(rows) + "\n]}\n"
 
 
+def list_to_json(tables: Iterable[Table]) -> str:
+    return "[\n" + ",\n".join(to_json(table).rstrip() for table in tables) + "\n]\n"
+
+
+def list_from_json(text: str) -> list[Table]:
+    """Raises EpigenError for text that is no list of tables."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise EpigenError(f"this is no list of tables: {error}") from error
+    if not isinstance(found, list):
+        raise EpigenError("this is no list of tables")
+    return [_from_data(one) for one in found]
+
+
 def from_json(text: str) -> Table:
     """Raises EpigenError for text that is no table."""
     try:
         found = json.loads(text)
+    except ValueError as error:
+        raise EpigenError(f"this is no table of measurements: {error}") from error
+    return _from_data(found)
+
+
+def _from_data(found: Any) -> Table:
+    try:
         task = found["task"]
         target = Target(**task.pop("target"))
         rows = {}
