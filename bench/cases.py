@@ -136,8 +136,8 @@ def tuned() -> list[Case]:
 
 
 def untuned() -> list[Case]:
-    """The like, which nobody tuned."""
-    return drawn("untuned", 13)
+    """The like, which nobody tuned, and to none of which the model was fitted: that were the seeds 13, 41 and 42."""
+    return drawn("untuned", 17)
 
 
 def drawn(group: str, seed: int) -> list[Case]:
