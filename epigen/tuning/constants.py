@@ -4,7 +4,8 @@ Each stands for something physical that other GPUs share, and none for a single 
 5,572 measured configs of bench/results/sweep_*.json (fp16 on an H200, torch 2.11, Triton 3.6, 2026-11), then rounded; those that these
 tables cannot tell, and those of narrow loads, were set by hand; outside_clocks to the persistent ones of sample_skinny16.json; those of the
 vendor's product, of split k and of how TMA's kernels begin to 429 configs of 44 random shapes (bf16, the same GPU and versions); and those
-of crossings, of TMA's stores and of what is torn to 1,900 of 158 others, and are held to the 88 of bench/results/shapes.json.
+of crossings, of TMA's stores and of what is torn to the 1,990 configs of 132 random shapes in bench/results/shapes.json, as well as to the
+sample_*.json.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ class Constants:
     short_run: float = 0.4  # each halving of a row of the vendor's result below 256 bytes makes reading it so much longer
     vendor_us: float = 1.8  # the vendor's kernel beyond its arithmetic: fill and drain
     vendor_split_us: float = 2.0  # ... and where it splits k: to add up the parts
-    issued_clocks: float = 80  # where the warps that multiply also ask TMA for the tiles to come: each step
+    issued_clocks: float = 55  # where the warps that multiply also ask TMA for the tiles to come: each step
     stored_share: float = 0.2  # of the memory's time for what TMA stores, which it does while the next tile is multiplied
     torn_bytes: float = 100  # that a piece of an output's row, as a tile has it, moves besides where rows do not begin with a line of L2
     described_us: float = 0.5  # until the first descriptors have been fetched
-    flattened_us: float = 0.7  # what the loop that is one of two takes to begin and to end
+    flattened_us: float = 0.1  # what the loop that is one of two takes to begin and to end
     gather_share: float = 0.45  # of what L2 feeds one multiprocessor: the last block of a tile reads one part after the other
     grouped_share: float = 0.9  # ... and where the loads of a part are under way together, which Gluon's order leaves registers for
 

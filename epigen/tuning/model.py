@@ -252,15 +252,16 @@ class _Timing(Work):
         step = self._norm(products, shared, feed, multiply, (later + feed) / in_flight, smooth=self.c.tma_smooth)
         issued = 0.0 if SCHEDULES[config.schedule].dialect == "gluon" else self.c.issued_clocks
         step += (self.c.wait_clocks + issued + outside * self.c.outside_clocks) / self.clock_us
-        fill = self.c.block_us + later + feed
+        # the slower of loading and multiplying is there in each step, the other once more
+        fill = self.c.block_us + later + min(feed, max(products, multiply))
         mainloop = cold - later + rounds * steps * step + (1 if values.get("flatten", 1) else rounds) * fill
         mainloop += self.c.described_us + self.c.flattened_us * values.get("flatten", 0)
         # what TMA brings is there by then
         brought = schedules.loaded_by_tma(self.spec, config)
         read_bytes = self.read_bytes - sum(i.dtype.bytes for i in self.spec.inputs if i.dtype and i.name in brought)
         stored = self.c.stored_share if values.get("tma_store") else 1.0
-        each = self._epilogue_us(block_m, block_n, 1, warps, read_bytes, stored) + across * self._arrival_us(config)
-        epilogue = each + max(0.0, (rounds - 1) * (each - steps * step) / 2) if pingpong else rounds * each
+        last, each = (self._epilogue_us(block_m, block_n, 1, warps, read_bytes, s) + across * self._arrival_us(config) for s in (1.0, stored))
+        epilogue = last + (max(0.0, (rounds - 1) * (each - steps * step) / 2) if pingpong else (rounds - 1) * each)
         if splits > 1:
             # each part's arrival, and the last one's look at the others
             epilogue += 2 * self.c.arrival_us + self._gathered_us(config, self.c.grouped_share)
