@@ -136,7 +136,7 @@ def tuned() -> list[Case]:
 
 
 def untuned() -> list[Case]:
-    """The like, which nobody tuned, and to none of which the model was fitted: that were the seeds 13, 41 and 42."""
+    """The like, which nobody tuned, and to none of which the model was fitted, as it was to those of the seeds 13, 41 and 42."""
     return drawn("untuned", 17)
 
 

@@ -159,11 +159,11 @@ def loss(given: Sequence[Sweep], constants: Constants, shapes: Sequence[Sweep] =
         # the regret of trying the model's first 6, 12, 24 and 48
         regret = fmean(min(sweep.measured[i] for i in order[:n]) / best - 1 for n in (6, 12, 24, 48))
         total += (1 - found.correlation) + 0.3 * found.spread + 2.0 * regret + 0.3 * abs(math.log(found.bias))
-    found = total / len(given) if given else 0.0
+    whole = total / len(given) if given else 0.0
     if shapes:
         spread = fmean(score(s, s.estimates(constants)).spread for s in shapes)
-        found += 2.0 * (geometric_mean(lost(shapes, constants)) - 1) + geometric_mean(lost(shapes, constants, 3)) - 1 + 0.3 * spread
-    return found
+        whole += 2.0 * (geometric_mean(lost(shapes, constants)) - 1) + geometric_mean(lost(shapes, constants, 3)) - 1 + 0.3 * spread
+    return whole
 
 
 def fit(given: Sequence[Sweep], constants: Constants, rounds: int, only: Sequence[str] = (), shapes: Sequence[Sweep] = ()) -> Constants:
@@ -215,14 +215,14 @@ def main() -> None:
         worst = sorted(zip(sweep.configs, sweep.measured, estimated, strict=True), key=lambda row: -abs(math.log(row[2] / row[1] / s.bias)))
         for config, us, guess in worst[: options.worst]:
             print(f"    {us:9.2f} us measured, {guess:9.2f} estimated ({guess / us:.2f})  {config}")
-    random: dict[str, float] = {}
+    chosen: dict[str, float] = {}
     if shapes:
         first, three = lost(shapes, constants), lost(shapes, constants, 3)
-        random = {"problems": len(shapes), "first": round(geometric_mean(first), 4), "worst": round(max(first), 4), "three": round(geometric_mean(three), 4)}
-        print(f"{len(shapes)} random shapes: the model's first takes {random['first']:.3f} times as long as the best, at worst {max(first):.2f};", end=" ")
-        print(f"the best of its first three {random['three']:.3f}")
+        chosen = {"problems": len(shapes), "first": round(geometric_mean(first), 4), "worst": round(max(first), 4), "three": round(geometric_mean(three), 4)}
+        print(f"{len(shapes)} random shapes: the model's first takes {chosen['first']:.3f} times as long as the best, at worst {max(first):.2f};", end=" ")
+        print(f"the best of its first three {chosen['three']:.3f}")
     if not options.names and not options.fit and options.folder == record.RESULTS:
-        record.write("model", {"environment": record.versions(), "spearman": correlations, "random": random})
+        record.write("model", {"environment": record.versions(), "spearman": correlations, "random": chosen})
 
 
 if __name__ == "__main__":

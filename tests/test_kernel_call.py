@@ -20,7 +20,7 @@ from epigen.codegen.spec import KernelConfig, KernelSpec
 from epigen.dtypes import BF16, FP16, FP32
 from epigen.errors import CallError, ConfigError
 from epigen.ir import reference
-from epigen.runtime import vendor, verify, workspace
+from epigen.runtime import arguments, vendor, verify, workspace
 from epigen.runtime.device import TARGETS
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.loader import Loader
@@ -751,6 +751,16 @@ def test_a_kernel_can_be_made_in_one_thread_and_called_in_another() -> None:
     thread.start()
     thread.join()
     assert torch.equal(found[0], kernel(A, B))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8], ids=str)
+def test_a_copy_for_tma_has_rows_of_whole_lines(dtype: torch.dtype) -> None:
+    """Of the transpose where that has contiguous rows, and where neither has, of the matrix."""
+    given = torch.randint(-8, 8, (7, 1003)).to(dtype)
+    for matrix, held in ((given, given), (given.T, given), (given[:, ::2], given[:, ::2])):
+        copy = arguments.padded(matrix)
+        assert torch.equal(copy, held) and copy.stride(1) == 1
+        assert copy.stride(0) * copy.element_size() % 128 == 0 and copy.stride(0) * copy.element_size() - held.shape[1] * copy.element_size() < 128
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
