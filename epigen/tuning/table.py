@@ -34,17 +34,15 @@ def to_json(table: Table) -> str:
 
 
 def list_to_json(tables: Iterable[Table]) -> str:
-    return "[\n" + ",\n".join(to_json(table).rstrip() for table in tables) + "\n]\n"
+    return '{"tables": [\n' + ",\n".join(to_json(table).rstrip() for table in tables) + "\n]}\n"
 
 
 def list_from_json(text: str) -> list[Table]:
     """Raises EpigenError for text that is no list of tables."""
     try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise EpigenError(f"this is no list of tables: {error}") from error
-    if not isinstance(found, list):
-        raise EpigenError("this is no list of tables")
+        found = json.loads(text)["tables"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise EpigenError(f"this is no list of tables: {type(error).__name__}: {error}") from error
     return [_from_data(one) for one in found]
 
 
