@@ -76,7 +76,7 @@ def index_bits(shape: tuple[int, int, int]) -> int:
 TMA_BYTES = 16
 """What a TMA descriptor wants a tensor's first address, and the distance between its rows, to be a multiple of."""
 LINE_BYTES = 128
-"""A line of L2. A run of so many bytes that lies across two takes TMA 3.0 to 4.6 clocks, else 2 (tiles of 28 shapes on an H200, Triton 3.6, 2026-11)."""
+"""A line of L2. A run of so many bytes that lies across two takes TMA about 3 to 5 clocks, and the port's width else 2 (27 shapes on an H200, Triton 3.6, 2026-11)."""
 Strided = tuple[str, str, tuple[int, ...]]
 """A tensor's name, its indices, and its stride along each."""
 
