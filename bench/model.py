@@ -92,14 +92,14 @@ def _sweep(name: str, found: Table) -> Sweep:
     return Sweep(name, found, spec, tuple(c for c, _ in ran), tuple(us for _, us in ran))
 
 
-def lost(given: Sequence[Sweep], constants: Constants = FITTED, first: int = 1) -> list[float]:
-    """By how much the best of the model's `first` configs takes longer than the best of all, of each table: 1 where it is the same."""
-    found = []
-    for sweep in given:
-        estimated = sweep.estimates(constants)
-        order = sorted(range(len(estimated)), key=estimated.__getitem__)
-        found.append(min(sweep.measured[i] for i in order[:first]) / min(sweep.measured))
-    return found
+def ranked(sweep: Sweep, estimated: Sequence[float]) -> list[float]:
+    """The measured times, in the model's order."""
+    return [sweep.measured[i] for i in sorted(range(len(estimated)), key=estimated.__getitem__)]
+
+
+def lost(sweep: Sweep, estimated: Sequence[float], first: int) -> float:
+    """How many times as long as the best of all configs the best of the model's first few takes."""
+    return min(ranked(sweep, estimated)[:first]) / min(sweep.measured)
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
@@ -120,9 +120,8 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def score(sweep: Sweep, estimated: Sequence[float]) -> Score:
     logs = [math.log(e / m) for e, m in zip(estimated, sweep.measured, strict=True)]
-    order = sorted(range(len(estimated)), key=estimated.__getitem__)
     best = min(sweep.measured)
-    first = 1 + next(place for place, i in enumerate(order) if sweep.measured[i] <= CLOSE * best)
+    first = 1 + next(place for place, us in enumerate(ranked(sweep, estimated)) if us <= CLOSE * best)
     return Score(spearman(sweep.measured, estimated), first, math.exp(fmean(logs)), pstdev(logs))
 
 
@@ -154,15 +153,14 @@ def loss(given: Sequence[Sweep], constants: Constants, shapes: Sequence[Sweep] =
     for sweep in given:
         estimated = sweep.estimates(constants)
         found = score(sweep, estimated)
-        best = min(sweep.measured)
-        order = sorted(range(len(estimated)), key=estimated.__getitem__)
         # the regret of trying the model's first 6, 12, 24 and 48
-        regret = fmean(min(sweep.measured[i] for i in order[:n]) / best - 1 for n in (6, 12, 24, 48))
+        regret = fmean(lost(sweep, estimated, n) - 1 for n in (6, 12, 24, 48))
         total += (1 - found.correlation) + 0.3 * found.spread + 2.0 * regret + 0.3 * abs(math.log(found.bias))
     whole = total / len(given) if given else 0.0
     if shapes:
-        spread = fmean(score(s, s.estimates(constants)).spread for s in shapes)
-        whole += 2.0 * (geometric_mean(lost(shapes, constants)) - 1) + geometric_mean(lost(shapes, constants, 3)) - 1 + 0.3 * spread
+        answers = [(s, s.estimates(constants)) for s in shapes]
+        first, three = (geometric_mean(lost(s, e, n) for s, e in answers) for n in (1, 3))
+        whole += 2.0 * (first - 1) + three - 1 + 0.3 * fmean(score(s, e).spread for s, e in answers)
     return whole
 
 
@@ -217,7 +215,8 @@ def main() -> None:
             print(f"    {us:9.2f} us measured, {guess:9.2f} estimated ({guess / us:.2f})  {config}")
     chosen: dict[str, float] = {}
     if shapes:
-        first, three = lost(shapes, constants), lost(shapes, constants, 3)
+        answers = [(s, s.estimates(constants)) for s in shapes]
+        first, three = ([lost(s, e, n) for s, e in answers] for n in (1, 3))
         chosen = {"problems": len(shapes), "first": round(geometric_mean(first), 4), "worst": round(max(first), 4), "three": round(geometric_mean(three), 4)}
         print(f"{len(shapes)} random shapes: the model's first takes {chosen['first']:.3f} times as long as the best, at worst {max(first):.2f};", end=" ")
         print(f"the best of its first three {chosen['three']:.3f}")

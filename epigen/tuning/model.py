@@ -259,8 +259,10 @@ class _Timing(Work):
         # what TMA brings is there by then
         brought = schedules.loaded_by_tma(self.spec, config)
         read_bytes = self.read_bytes - sum(i.dtype.bytes for i in self.spec.inputs if i.dtype and i.name in brought)
-        stored = self.c.stored_share if values.get("tma_store") else 1.0
-        last, each = (self._epilogue_us(block_m, block_n, 1, warps, read_bytes, s) + across * self._arrival_us(config) for s in (1.0, stored))
+        last = self._epilogue_us(block_m, block_n, 1, warps, read_bytes) + across * self._arrival_us(config)
+        # what TMA stores leaves while the next tile is multiplied
+        hidden = (1.0 - self.c.stored_share) * self._moved_us(block_m * block_n * self.written_bytes) if values.get("tma_store") else 0.0
+        each = last - hidden
         epilogue = last + (max(0.0, (rounds - 1) * (each - steps * step) / 2) if pingpong else (rounds - 1) * each)
         if splits > 1:
             # each part's arrival, and the last one's look at the others
@@ -361,17 +363,18 @@ class _Timing(Work):
             return (self.c.sync_share if self.target.name in WGMMA else self.c.older_share) * min(1.0, blocks * warps / 4)
         return self.c.tensor_share
 
-    def _epilogue_us(self, block_m: int, block_n: int, blocks: int, warps: int, read_bytes: float, stored: float = 1.0) -> float:
-        """Inputs, lines and stores of a wave of tiles: the tiled schedule starts them when its product is done.
-
-        read_bytes: of inputs, an element. stored: the share of the stores' time that the block waits for them.
-        """
+    def _epilogue_us(self, block_m: int, block_n: int, blocks: int, warps: int, read_bytes: float) -> float:
+        """Inputs, lines and stores of a wave of tiles: the tiled schedule starts them when its product is done. read_bytes: of inputs, an element."""
         elements = block_m * block_n * blocks
-        moved = elements * (read_bytes + stored * self.written_bytes) * self.sms / self.bytes_us
+        moved = self._moved_us(elements * (read_bytes + self.written_bytes))
         lanes = min(128, 32 * warps * blocks)
         alu = elements * (self.operations + 4.0) / (lanes * self.clock_us)
         exchange = blocks * self._exchange_us(block_n, warps)
         return moved + alu + exchange + self.c.block_us + (self.c.l2_us if read_bytes else 0.0)
+
+    def _moved_us(self, moved_bytes: float) -> float:
+        """What a multiprocessor's own bytes take, of which all move as many at once."""
+        return moved_bytes * self.sms / self.bytes_us
 
     def _exchange_us(self, columns: int, warps: int) -> float:
         """What the warps of a block take to add up the column sums that each holds for itself, through shared memory."""
