@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from epigen.tuning.task import median_error
+
 DRIFT = 0.03
 """Between runs of the same prototype kernels on H200s, 2026-11."""
 
@@ -26,7 +28,6 @@ _SIGMAS = 3.0
 _IDENTITY = ("group", "program", "case", "shape", "m", "n", "k", "dtype", "layout", "how", "contender")
 """The fields of a row that say what was measured; all others, such as the config, are how."""
 
-_QUARTILES = 1.349  # standard deviations between the quartiles of a normal distribution
 
 Timing = Mapping[str, Mapping[str, float]]
 
@@ -87,7 +88,7 @@ def timings(found: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[str, Timin
 
 def deviation(one: Mapping[str, float]) -> float:
     """Standard deviation of a median, as a part of it: that of a normal distribution with the recorded quartiles."""
-    return math.sqrt(math.pi / 2 / max(1.0, one["samples"])) * one["spread_us"] / _QUARTILES / one["median_us"]
+    return median_error(one["spread_us"], max(1, one["samples"])) / one["median_us"]
 
 
 def changes(old: Any, new: Any, drift: float = DRIFT) -> Iterator[Change]:

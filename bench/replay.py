@@ -26,7 +26,7 @@ from epigen.tuning import report, table
 from epigen.tuning.runner import Replay
 from epigen.tuning.space import Space
 from epigen.tuning.table import Table
-from epigen.tuning.task import Comparison, Outcome
+from epigen.tuning.task import Comparison, Outcome, median_error
 from epigen.tuning.tune import spec_of, tune_one
 
 TRIALS, AT, SEEDS = 96, 48, 50
@@ -34,8 +34,7 @@ ENOUGH = 0.98
 """Of the speed of the table's best."""
 CLAIMED = 0.9
 ALL = "every config"
-_QUARTILES = 1.349  # standard deviations between the quartiles of a normal distribution
-_FIRST, _AGAIN = (math.sqrt(math.pi / 2 / samples) for samples in (15, 41))  # of a median, as a part of one sample's
+_FIRST, _AGAIN = 15, 41  # samples
 _MOST_SPREAD = 0.1  # of the time: what is recorded beyond that, of one config in fifty, is a few samples that something held up, and no median's
 _CLOSE, _FINALISTS = 1.02, 8  # which configs are timed again in the end, for every search alike
 
@@ -52,8 +51,8 @@ class Noisy(Replay):
     def __init__(self, recorded: Table, seed: Sequence[int]):
         super().__init__(recorded.rows, recorded.baseline)
         generator = np.random.default_rng(list(seed))
-        self.first = {c: _disturbed(o, generator.standard_normal() * _FIRST) for c, o in recorded.rows.items()}
-        self.again = {c: _disturbed(o, generator.standard_normal() * _AGAIN) for c, o in recorded.rows.items()}
+        self.first = {c: _disturbed(o, _FIRST, generator.standard_normal()) for c, o in recorded.rows.items()}
+        self.again = {c: _disturbed(o, _AGAIN, generator.standard_normal()) for c, o in recorded.rows.items()}
         self.history: list[KernelConfig] = []
 
     def measure(self, config: KernelConfig, limit_us: float) -> Outcome:  # noqa: ARG002  # nothing to cut off
@@ -77,11 +76,11 @@ class Noisy(Replay):
         return found + found[-1:] * (TRIALS - len(found))
 
 
-def _disturbed(outcome: Outcome, deviations: float) -> Outcome:
+def _disturbed(outcome: Outcome, samples: int, deviations: float) -> Outcome:
     if outcome.kind != "ok":
         return outcome
-    spread = min(outcome.spread_us / outcome.median_us, _MOST_SPREAD) / _QUARTILES
-    return replace(outcome, median_us=outcome.median_us * math.exp(spread * deviations))
+    error = median_error(min(outcome.spread_us / outcome.median_us, _MOST_SPREAD), samples)
+    return replace(outcome, median_us=outcome.median_us * math.exp(error * deviations), samples=samples)
 
 
 def best_us(rows: Mapping[KernelConfig, Outcome]) -> float:

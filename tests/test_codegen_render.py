@@ -22,7 +22,7 @@ from programs import programs
 from epigen import dtypes, ops, settings
 from epigen.codegen import schedules
 from epigen.codegen.lower import kernel_name, lower, over_product
-from epigen.codegen.render import Rendered, Renderer
+from epigen.codegen.render import Rendered, Renderer, finishing_step, finishing_threads
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import LAYOUTS, KernelConfig, KernelSpec, Signature
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType
@@ -34,6 +34,7 @@ from epigen.lang.parser import parse
 
 GOLDEN = Path(__file__).parent / "golden" / "kernels"
 RENDERER = Renderer(settings.templates_dir())
+
 
 TILED = schedules.config("tiled", block_m=64, block_n=128, block_k=32, group_m=8, num_warps=4, num_stages=3)
 LIBRARY = schedules.config("library", block_m=8, block_n=128, num_warps=4)
@@ -130,6 +131,17 @@ def test_kernels_are_the_golden_ones(name: str, update_golden: bool) -> None:
 
 def test_no_golden_file_is_left_over() -> None:
     assert {p.stem for p in GOLDEN.iterdir()} == set(KERNELS)
+
+
+@pytest.mark.parametrize("width", [16, 32, 64, 128, 256])
+def test_what_the_last_completes_is_held_once(width: int) -> None:
+    """16 values a thread of [step, width], each by one of 128 threads: down lie only those that are left over across."""
+    (finish,) = spec_of("mm, bgrad(mm)", layout="nt", tma=("a", "b")).finishes
+    config = warp_specialized(64, width, 64, 2, pingpong=1, one_launch=1)
+    threads, warps = finishing_threads("n", config)
+    assert threads[0] * threads[1] == 32 and warps[0] * warps[1] == 4 and threads[1] * warps[1] == min(128, width)
+    assert finishing_step(finish, config) == min(128, 16 * 128 // width)
+    assert finishing_threads("m", config) == ([1, 32], [2, 2])
 
 
 def test_the_three_finishing_kernels_are_there() -> None:

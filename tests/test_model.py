@@ -292,7 +292,7 @@ def facts() -> tuple[list[float], list[float]]:
 CORRELATIONS = {"drelu_bgrad": 0.95, "medium": 0.96, "odd": 0.84, "short_k": 0.93, "skinny": 0.95, "small": 0.96, "square": 0.96}
 SWEEPS = {sweep.name: sweep for sweep in held.sweeps()}
 # of configs of all schedules; mostly those that the model takes for fast, which are harder to tell apart
-SAMPLED = {"short_drelu": 0.85, "skinny16": 0.89, "skinny64": 0.96, "square": 0.94, "square_drelu": 0.88, "thousand": 0.92, "tiny": 0.86}
+SAMPLED = {"short_drelu": 0.9, "skinny16": 0.89, "skinny64": 0.96, "square": 0.94, "square_drelu": 0.85, "thousand": 0.91, "tiny": 0.86}
 SAMPLES = {sample.name.removeprefix("sample_"): sample for sample in held.sweeps(prefix="sample_")}
 
 
@@ -320,6 +320,46 @@ def test_the_ranking_of_a_sample_of_all_schedules(name: str) -> None:
     assert held.score(sample, estimated).correlation >= SAMPLED[name]
     first = sorted(range(len(estimated)), key=estimated.__getitem__)[:24]
     assert min(sample.measured[i] for i in first) <= (1.07 if name in ("thousand", "tiny") else 1.03) * min(sample.measured)
+
+
+# shape, layout, and what `warp_specialized` of this tile, in halves, takes with 1, 2, 4, 8 and 16 rows of tiles to a group: relu(mm + bias), bf16,
+# microseconds (H200, torch 2.11, Triton 3.6.0, 2026-11-22)
+ORDERS = (
+    ((2112, 1408, 2496), "nn", (64, 128), (32.74, 28.70, 26.59, 27.62, 30.21)),
+    ((384, 6016, 608), "nt", (64, 128), (14.82, 13.22, 12.06, 12.64, 11.97)),
+    ((3712, 3712, 1688), "nn", (128, 128), (100.19, 90.24, 88.42, 85.98, 86.78)),
+    ((3712, 3712, 1688), "nn", (128, 256), (92.67, 81.47, 81.09, 80.96, 81.22)),
+    ((24272, 1984, 3328), "nt", (128, 128), (512.03, 431.58, 430.40, 475.97, 481.89)),
+    ((5952, 832, 2112), "nt", (128, 128), (37.63, 37.60, 38.56, 40.90, 42.88)),
+    ((21728, 208, 448), "nt", (128, 128), (14.74, 14.69, 15.94, 15.62, 16.18)),
+    ((4096, 4096, 4096), "nt", (128, 256), (181.09, 179.23, 178.69, 178.62, 178.11)),
+    ((8192, 8192, 1024), "nt", (128, 128), (187.62, 179.90, 180.64, 181.54, 184.16)),
+    ((1344, 6016, 4096), "nt", (128, 128), (117.25, 104.03, 96.22, 93.73, 101.47)),
+)
+
+
+def test_the_order_of_the_tiles() -> None:
+    """The worst order takes up to a quarter longer than the best; the model's choice among those of the space is within 3 % in the mean."""
+    lost, worst = [], []
+    for shape, layout, (block_m, block_n), measured in ORDERS:
+        spec = epigen.compile("relu(mm + bias)").plan(shape, BF16, H200.target, layout=layout).spec
+        pingpong = int(block_n == 128)
+        first = warp_specialized(block_m, block_n, 64, 4, pingpong=pingpong, halves=2, group_m=1)
+        orders = Space(spec, shape, H200.target).orders(first)
+        assert sorted(c["group_m"] for c in orders) == [1, 2, 4, 8]
+        taken = model.rank(spec, orders, shape, H200)[0]["group_m"]
+        lost.append(measured[(1, 2, 4, 8, 16).index(taken)] / min(measured))
+        worst.append(max(measured) / min(measured))
+    assert geometric_mean(lost) < 1.03 and max(lost) < 1.07 and max(worst) > 1.25
+
+
+def test_counting_arrivals_is_not_hidden_by_the_other_group() -> None:
+    """22048x2176x832, bf16: 117.6 us with a second launch and 164.7 without, in 128x128 and halves (H200, Triton 3.6.0, 2026-11-22)."""
+    shape = (22048, 2176, 832)
+    spec = epigen.compile("dz = drelu(mm, mask); dz, bgrad(dz)").plan(shape, BF16, H200.target, layout="nt").spec
+    two, one = (warp_specialized(128, 128, 64, 6, pingpong=1, halves=2, group_m=8, one_launch=one) for one in (0, 1))
+    after, within = model.estimates(spec, [two, one], shape, H200)
+    assert 1.2 < within.us / after.us < 1.6
 
 
 def test_the_models_choice_for_random_shapes() -> None:

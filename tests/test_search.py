@@ -24,7 +24,7 @@ from epigen.tuning.resources import Work
 from epigen.tuning.runner import GpuRunner, Replay
 from epigen.tuning.search import search
 from epigen.tuning.space import Space, parameters
-from epigen.tuning.task import Baseline, Outcome, Task
+from epigen.tuning.task import Baseline, Comparison, Outcome, Task
 
 SHAPE = (1024, 1024, 1024)
 SHAPES = (SHAPE, (1, 1, 1), (0, 7, 0), (16, 4096, 4096), (128, 256, 256), (1000, 1003, 17))
@@ -187,6 +187,16 @@ def test_an_outline_is_the_part_of_a_space_that_shape_and_gpu_decide(shape: tupl
     assert {(c.schedule, c["block_m"], c["block_n"]) for c in outline} == tiles
 
 
+@pytest.mark.parametrize(("rows", "groups"), [(2, [1, 8]), (3, [1, 2, 8]), (4, [1, 2, 8]), (5, [1, 2, 4, 8]), (100, [1, 2, 4, 8])])
+def test_each_order_of_the_tiles_is_there_once(rows: int, groups: list[int]) -> None:
+    """As many rows of tiles as there are, or more, are one group whatever it is called."""
+    shape = (64 * rows, 512, 512)
+    space = Space(spec_of(shape=shape), shape, DEFAULT)
+    config = warp_specialized(64, 128, 64, 8, pingpong=1, group_m=1)
+    assert space.legal(config) and sorted(c["group_m"] for c in space.orders(config)) == groups
+    assert all(map(space.legal, space.orders(config))) and space.orders(tiled()) == [tiled()]
+
+
 def test_search_beats_random_choice_on_a_recorded_space(table: dict[KernelConfig, Outcome]) -> None:
     """Without a model's ranking, and with a small schedule as a trap: 60 trials, mean over seeds."""
     best = best_of(table)
@@ -231,6 +241,23 @@ def test_ties_within_the_noise_go_to_the_first_by_rank() -> None:
     for ranked in (configs, configs[::-1]):
         result = search(SPACE, Replay(table, Baseline(1, 1)), prior={c: 1.0 + i for i, c in enumerate(ranked)}, trials=4)
         assert result.winner == ranked[0]
+
+
+def test_what_may_be_behind_by_chance_is_timed_again() -> None:
+    """5 % behind in 15 samples that scatter by a tenth, and the fastest when all take turns."""
+    first, second, far = (tiled(num_stages=s) for s in (2, 3, 4))
+    table = {first: Outcome("ok", 100.0, 10.0, 15), second: Outcome("ok", 105.0, 10.0, 15), far: Outcome("ok", 115.0, 10.0, 15)}
+
+    class Again(Replay):
+        def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
+            assert far not in configs
+            return Comparison(tuple(Outcome("ok", 98.0 if c == second else 100.0, 1.0, 41) for c in configs), self.baseline)
+
+    def winner(spread_us: float) -> KernelConfig:
+        rows = {c: replace(o, spread_us=spread_us) for c, o in table.items()}
+        return search(SPACE, Again(rows, Baseline(1, 1)), prior={c: 1.0 + i for i, c in enumerate(rows)}, trials=3).winner
+
+    assert winner(10.0) == second and winner(1.0) == first
 
 
 def test_the_last_trials_are_a_fine_step_from_the_best() -> None:

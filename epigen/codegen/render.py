@@ -138,6 +138,7 @@ class Renderer:
             "helpers": _helpers,
             "of_finish": _of_finish,
             "finishing_step": finishing_step,
+            "finishing_threads": finishing_threads,
             "describe": describe_indices,
             "zip": zip,
         }
@@ -292,10 +293,25 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
 
 
 def finishing_step(finish: Finish, config: KernelConfig) -> int:
-    """How many partial results of each of a tile's rows or columns a block holds at a time: 32 values a thread."""
-    rows, columns = (config[f"block_{i}"] // count for i, count in zip("mn", schedules.parts(config), strict=True))
-    values = 32 * 32 * schedules.warps(config)
-    return max(1, min(128, values // {"n": columns, "m": rows}[finish.indices])) if finish.indices else values // 4
+    """How many partial results of each of a tile's rows or columns a block holds at a time: 32 values a thread, and 16 in Gluon, where the other
+    half of a tile may wait in registers."""
+    values = (16 if SCHEDULES[config.schedule].dialect == "gluon" else 32) * 32 * schedules.warps(config)
+    return max(1, min(128, values // _finishing_width(finish.indices, config))) if finish.indices else values // 4
+
+
+def finishing_threads(indices: str, config: KernelConfig) -> tuple[list[int], list[int]]:
+    """How the threads of a warp, and the warps, lie over such a [step, width]: across it first, and what is left over down, so that no value
+    is held twice."""
+    width = _finishing_width(indices, config)
+    threads, warps = min(32, width), schedules.warps(config)
+    across = min(warps, max(1, width // 32))
+    return [32 // threads, threads], [warps // across, across]
+
+
+def _finishing_width(indices: str, config: KernelConfig) -> int:
+    """How many rows ("m") or columns ("n") a part of a tile has."""
+    axis = "mn".index(indices)
+    return config[f"block_{indices}"] // schedules.parts(config)[axis]
 
 
 def arrivals(spec: KernelSpec, config: KernelConfig) -> list[str]:

@@ -131,21 +131,30 @@ def _outlined(space: Space, count: int) -> list[tuple[Choice, float]]:
     found: dict[KernelConfig, float] = {}
     for i in sorted(range(len(configs)), key=times.__getitem__):
         if fitting := model.fitted(spec, configs[i], shape, target):
-            found.setdefault(fitting, times[i])
+            found.setdefault(_ordered(fitting, space), times[i])
         if len(found) == count:
             break
     return [(Choice(config, why), us) for config, us in found.items()]
 
 
 def _suited(found: Found, problem: Problem, space: Space) -> list[Found]:
-    """A lender's config as it can run here, with as many stages as there is room for.
+    """A lender's config as it can run here, with as many stages as there is room for, and its tiles in an order that suits another shape.
 
     From an epilogue of the same class as it was measured. From another one the nearest legal points, since what pays beside its loads, stores
     and reductions may not beside these; and what it had nothing to decide by is tried both ways.
     """
     configs = (found.config,) if found.record.kind == problem.kind else space.nearest(found.config, _BY_EPILOGUE)
-    fitting = dict.fromkeys(model.fitted(space.spec, config, space.shape, space.target) for config in configs)
-    return [_changed(found, config) for config in fitting if config]
+    fitting = [fit for config in configs if (fit := model.fitted(space.spec, config, space.shape, space.target))]
+    if found.record.shape != space.shape:
+        fitting = [_ordered(config, space) for config in fitting]
+    return [_changed(found, config) for config in dict.fromkeys(fitting)]
+
+
+def _ordered(config: KernelConfig, space: Space) -> KernelConfig:
+    """A config with its tiles in the order that the model takes to be the fastest here: that depends on the shape more than on all else."""
+    orders = space.orders(config)
+    times = [e.us for e in model.estimates(space.spec, orders, space.shape, gpus.of_target(space.target))]
+    return orders[min(range(len(orders)), key=times.__getitem__)]
 
 
 def _changed(found: Found, config: KernelConfig) -> Found:

@@ -40,6 +40,8 @@ _VENDOR_UNALIGNED_TILE, _VENDOR_UNALIGNED = (128, 128, 0.77), {8: 2.0, 4: 3.0, 2
 _RUN_BYTES = 256
 _SECTOR_BYTES = 32  # of a line of L2
 _TMA_ROW_BYTES = 128  # TMA lays a tile out in pieces whose rows are so long
+_ORDERS = (1, 2, 4, 8, 16)
+_BESIDE = 16  # multiprocessors whose requests meet before L2: those of a processing cluster
 _MOST_ACCUMULATORS = 0.88  # of the registers a thread can have: 224 of 255
 
 
@@ -239,10 +241,11 @@ class _Timing(Work):
         rounds = -(-tiles // self.sms)
         moved = self._operand_traffic(config, tiles_m, tiles_n, min(tiles, self.sms))
         step_bytes = (block_m + block_n) * block_k * self.element_bytes
-        feed = (step_bytes / self.c.l2_bytes_clock + self._crossing_clocks(config)) / self.clock_us
+        apart = self._rows_apart(config, tiles_m, tiles_n) * block_k * self.element_bytes / _TMA_ROW_BYTES
+        feed = (step_bytes / self.c.l2_bytes_clock + self._crossing_clocks(config) + apart * self.c.apart_clocks) / self.clock_us
         cold = self.c.l2_us + self.c.dram_us
         later = self.c.l2_us if sum(self.operand_bytes) <= self.gpu.l2_bytes / 2 else cold
-        in_flight = max(1, min(config["num_stages"] - 1, steps))
+        in_flight = max(1.0, min(config["num_stages"] - 1 - pingpong * self.c.held_stages, steps))
         products = 2.0 * block_m * block_n * block_k / (self.flops_us * self.c.tensor_share)
         beside = max(1, warps // 4 // (block_m // 64))
         read = block_m // 64 * (64 * beside + block_n) * block_k * self.element_bytes
@@ -259,11 +262,15 @@ class _Timing(Work):
         # what TMA brings is there by then
         brought = schedules.loaded_by_tma(self.spec, config)
         read_bytes = self.read_bytes - sum(i.dtype.bytes for i in self.spec.inputs if i.dtype and i.name in brought)
-        last = self._epilogue_us(block_m, block_n, 1, warps, read_bytes) + across * self._arrival_us(config)
+        late = self.c.late_us if self.spec.inputs and not values.get("early", 1) else 0.0
+        arrivals = across * self._arrival_us(config)
+        last = self._epilogue_us(block_m, block_n, 1, warps, read_bytes) + late + arrivals
         # what TMA stores leaves while the next tile is multiplied
         hidden = (1.0 - self.c.stored_share) * self._moved_us(block_m * block_n * self.written_bytes) if values.get("tma_store") else 0.0
         each = last - hidden
-        epilogue = last + (max(0.0, (rounds - 1) * (each - steps * step) / 2) if pingpong else (rounds - 1) * each)
+        # what is counted in memory waits for all that a multiprocessor has written, whosever turn it is
+        bare = arrivals + max(0.0, (each - arrivals - steps * step) / 2) if pingpong else each
+        epilogue = last + (rounds - 1) * bare
         if splits > 1:
             # each part's arrival, and the last one's look at the others
             epilogue += 2 * self.c.arrival_us + self._gathered_us(config, self.c.grouped_share)
@@ -276,6 +283,19 @@ class _Timing(Work):
         for name in schedules.padded(config, self.spec.signature.tma):  # read and written
             launch += self.c.gap_us + 2.0 * self.operand_bytes["ab".index(name)] / self.bytes_us
         return Estimate(launch + kernel + finish, launch, mainloop, epilogue, finish, 0.0, memory, tiles, tiles / self.sms, 1)
+
+    def _rows_apart(self, config: KernelConfig, tiles_m: int, tiles_n: int) -> float:
+        """Rows of both operands that each of the multiprocessors side by side asks L2 for, beyond those in the best order of the tiles.
+
+        What several of them ask for at once is read once, as the hardware's request coalescer has it; group_m decides how many tiles share what.
+        """
+        beside = min(_BESIDE, tiles_m * tiles_n)
+
+        def asked(group: int) -> float:
+            rows = min(beside, group) if beside <= group * tiles_n else beside / tiles_n
+            return (rows * config["block_m"] + min(tiles_n, (beside - 1) / group + 1) * config["block_n"]) / beside
+
+        return asked(min(config["group_m"], tiles_m)) - min(asked(min(group, tiles_m)) for group in _ORDERS)
 
     def _crossing_clocks(self, config: KernelConfig) -> float:
         """What a step's loads take longer since runs of up to 128 bytes lie across two lines of L2, or begin within a sector.

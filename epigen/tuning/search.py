@@ -30,7 +30,7 @@ from epigen.tuning.tpe import Proposal, Tpe
 
 BATCH = 6
 _AHEAD = 9  # claimed and not measured when the next batch is taken: enough that a dozen compilers have work
-_CLOSE = 1.02  # configs within this of the best are timed again, taking turns
+_CLOSE = 1.02  # configs within this of the best are timed again, taking turns, and those whose difference may be chance
 _NOISE = 1.005  # what still counts as a tie after that: the first by the model's rank wins
 _FINALISTS = 8
 _POLISH = 3  # so many of the last trials are one step away from the best
@@ -296,9 +296,10 @@ class _Tuner:
 
     def final(self) -> tuple[KernelConfig, Outcome, Baseline] | None:
         """The winner among the close ones: timed again in turns, and of those that tie the first by rank, so that two runs agree."""
-        close = [c for c in self.right() if self.study.outcomes[c].median_us <= _CLOSE * self.best_us()][:_FINALISTS]
-        if not close:
+        best = self.best()
+        if best is None:
             return None
+        close = [c for c in self.right() if self.may_be_as_fast(c, best)][:_FINALISTS]
         self.runner.prepare(close)  # some may have been measured elsewhere
         try:
             compared = self.runner.compare(close)
@@ -308,6 +309,10 @@ class _Tuner:
         tied = [(c, o) for c, o in zip(close, compared.outcomes, strict=True) if o.median_us <= _NOISE * least]
         winner, outcome = min(tied, key=lambda pair: (self.rank.get(pair[0], len(self.rank)), str(pair[0])))
         return winner, outcome, compared.baseline
+
+    def may_be_as_fast(self, config: KernelConfig, best: KernelConfig) -> bool:
+        one, other = self.study.outcomes[config], self.study.outcomes[best]
+        return one.median_us - other.median_us <= max((_CLOSE - 1) * other.median_us, 2 * math.hypot(one.error_us, other.error_us))
 
     # -- what to try
 

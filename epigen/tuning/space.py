@@ -58,7 +58,7 @@ _SETTLED: Mapping[str, Settle] = (
     | dict.fromkeys(("tiled.one_launch", "split_k.one_launch"), max)
 )
 """What shape and GPU do not decide, by the name of the dimension, and as it mostly pays."""
-_GROUPS = (1, 8)  # rows of tiles that share columns: what the L2 keeps is decided by the order of magnitude
+_GROUPS = (1, 8, 2, 4)  # rows of tiles that share columns: the first two for all kernels, the others where TMA's requests show the difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,13 @@ class Space:
     def outline(self) -> Iterator[KernelConfig]:
         """The configs that differ in what shape and GPU decide: schedule, tile, step, warps, turns and parts. All else is as it mostly pays."""
         return self.every(_SETTLED)
+
+    def orders(self, config: KernelConfig) -> list[KernelConfig]:
+        """A config, and those like it that take their tiles in another order."""
+        if not SCHEDULES[config.schedule].descriptors:
+            return [config]
+        groups = _GROUPS[: 1 + _orders(-(-self.shape[0] // config["block_m"]))]
+        return [config, *(config.but("group_m", group) for group in groups if group != config["group_m"])]
 
     def samples(self) -> list[KernelConfig]:
         """The first config of each schedule that has any."""
@@ -236,7 +243,7 @@ class Space:
         most_stages = min(8, room // (row_bytes * block_k))
         stages = suggest("persistent.num_stages", max(2, most_stages - 1), most_stages)
         flatten = suggest("persistent.flatten", 0, 1)
-        group_m = _GROUPS[suggest("persistent.group_m", 0, int(m > block_m))]
+        group_m = _GROUPS[suggest("persistent.group_m", 0, _orders(-(-m // block_m)))]
         return schedules.config(
             "persistent", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, flatten=flatten, halves=halves, tma_store=tma_store,
             num_warps=warps, num_stages=stages, one_launch=self._one_launch(suggest, "persistent", not flatten),
@@ -271,7 +278,7 @@ class Space:
         block_k = exponent("block_k", min(most_k, _RUN // element_bytes), most_k)
         most_stages = min(8, room // (row_bytes * block_k))
         stages = suggest("warp_specialized.num_stages", max(2, most_stages - 1), most_stages)
-        group_m = _GROUPS[suggest("warp_specialized.group_m", 0, int(m > block_m))]
+        group_m = _GROUPS[suggest("warp_specialized.group_m", 0, _orders(-(-m // block_m)))]
         return schedules.config(
             "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, halves=halves, early=early,
             tma_store=tma_store, tma_load=tma_load, num_stages=stages, one_launch=self._one_launch(suggest, "warp_specialized"), splits=splits,
@@ -313,6 +320,11 @@ def parameters(config: KernelConfig) -> dict[str, int]:
     for name, value in config.values:
         found[f"{config.schedule}.{name}"] = value if {name, f"{config.schedule}.{name}"} & _BY_VALUE else _group(value) if name == "group_m" else _log2(value)
     return found
+
+
+def _orders(tiles_m: int) -> int:
+    """The last of the groups that makes a difference: four rows of tiles or fewer are one group of four, and of eight."""
+    return min(len(_GROUPS) - 1, _log2(_up(tiles_m)))
 
 
 def _group(value: int) -> int:

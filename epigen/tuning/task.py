@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -71,6 +72,15 @@ class Task:
         return Kernel(graph, renderer, lambda *_: choice, config, "triton", self.precision)
 
 
+QUARTILES = 1.349
+"""Standard deviations between the quartiles of a normal distribution."""
+
+
+def median_error(spread: float, samples: int) -> float:
+    """The standard error of the median of so many samples that scatter normally. spread: between their quartiles."""
+    return math.sqrt(math.pi / 2 / samples) * spread / QUARTILES
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """One trial. median_us, spread_us: of the timed samples (spread: between the quartiles); 0 where nothing was timed."""
@@ -80,6 +90,11 @@ class Outcome:
     spread_us: float = 0.0
     samples: int = 0
     detail: str = ""
+
+    @property
+    def error_us(self) -> float:
+        """The standard error of the median; 0 where it is not known how many samples there were."""
+        return median_error(self.spread_us, self.samples) if self.samples else 0.0
 
 
 @dataclass(frozen=True, slots=True)
