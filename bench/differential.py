@@ -26,7 +26,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         start = time.perf_counter()
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", options.workers, "-p", "no:cacheprovider", "-p", "no:benchmark", f"--junitxml={report}", *rest]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", options.workers, "-p", "no:cacheprovider", f"--junitxml={report}", *rest]
         status = subprocess.run(command).returncode
         seconds = time.perf_counter() - start
         found: dict[str, Counter[str]] = {}

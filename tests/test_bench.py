@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from cases import warp_specialized
 
 from bench import borrow, cold, command, devices, host, readme, record, repeat
 from epigen.codegen.spec import KernelConfig
@@ -159,8 +160,10 @@ def test_a_record_tells_the_task_it_came_from(text: str, dtype: str, inputs: str
 def test_what_is_borrowed_is_what_a_call_would_get() -> None:
     records = database()
     task = borrow.task_of(records[1], H200)  # M = 4096
-    config, how, why = borrow.borrowed(task, [records[0]])
-    assert (config, how) == (records[0].kernel_config, "shape") and "borrowed from 2048x4096x4096" in why
+    lender = tuned_record(replace(task, shape=(3072, 4096, 4096)), warp_specialized(128, 256, 64, 4, group_m=1, halves=2, early=1))
+    config, how, why = borrow.borrowed(task, [lender])
+    assert (config.but("group_m", 1), how) == (lender.kernel_config, "shape") and "borrowed from 3072x4096x4096" in why
+    assert config["group_m"] > 1 and why.endswith(f"; here with group_m={config['group_m']}"), "which the model knows better"
     config, how, why = borrow.borrowed(replace(task, shape=(16, 4096, 4096)), records)
     assert how == borrow.RULE and "chosen by rule" in why and config.schedule == "split_k"
     config, how, why = borrow.borrowed(replace(task, shape=(256, 4096, 4096)), records)

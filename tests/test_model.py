@@ -292,7 +292,7 @@ def facts() -> tuple[list[float], list[float]]:
 CORRELATIONS = {"drelu_bgrad": 0.95, "medium": 0.96, "odd": 0.84, "short_k": 0.93, "skinny": 0.95, "small": 0.96, "square": 0.96}
 SWEEPS = {sweep.name: sweep for sweep in held.sweeps()}
 # of configs of all schedules; mostly those that the model takes for fast, which are harder to tell apart
-SAMPLED = {"short_drelu": 0.9, "skinny16": 0.89, "skinny64": 0.96, "square": 0.94, "square_drelu": 0.85, "thousand": 0.91, "tiny": 0.86}
+SAMPLED = {"short_drelu": 0.9, "skinny16": 0.89, "skinny64": 0.96, "square": 0.94, "square_drelu": 0.87, "thousand": 0.92, "tiny": 0.86}
 SAMPLES = {sample.name.removeprefix("sample_"): sample for sample in held.sweeps(prefix="sample_")}
 
 
@@ -367,7 +367,7 @@ def test_the_models_choice_for_random_shapes() -> None:
     shapes = held.random_shapes()
     assert len(shapes) > 100 and sum(len(s.configs) for s in shapes) > 1900 and len({s.table.task.shape for s in shapes}) > 100
     first, three = ([held.lost(s, s.estimates(), n) for s in shapes] for n in (1, 3))
-    assert geometric_mean(first) < 1.045 and geometric_mean(three) < 1.03
+    assert geometric_mean(first) < 1.035 and geometric_mean(three) < 1.02
     assert all(1 <= t <= f for f, t in zip(first, three, strict=True)) and max(first) < 1.5
     backwards = [replace(s, configs=s.configs[::-1]) for s in shapes]
     assert geometric_mean(held.lost(s, s.estimates(), 1) for s in backwards) > 1.1, "times of other configs"

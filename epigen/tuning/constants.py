@@ -6,7 +6,7 @@ tables cannot tell, and those of narrow loads, were set by hand; outside_clocks 
 vendor's product, of split k and of how TMA's kernels begin to 429 configs of 44 random shapes (bf16, the same GPU and versions); and those
 of crossings, of TMA's stores and of what is torn to the 1,990 configs of 132 random shapes in bench/results/shapes.json, as well as to the
 sample_*.json; and those of what multiprocessors ask L2 for together, of stages held and of late inputs to the 4,224 trials of the searches
-of 88 random problems, and to 9 shapes with five orders of their tiles.
+of 88 random problems, and to 9 shapes with five orders of their tiles (tests/test_model.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Constants:
     request_clocks: float = 0.45  # what such a request adds to the time of its bytes
     b_along_k: float = 1.6  # rows of b that lie along k take so much longer than a's: seen at 4096x4096x4096 and 8192x8192x1024, "nt" against "nn"
     copy_clocks: float = 30  # a warp issues copies of 16 bytes a thread, with their addresses and masks
-    outside_clocks: float = 3.5  # each row of 128 bytes that lies outside of the operand, where TMA fills in zeros: 48 of a tile of 64 rows where M is 16
+    outside_clocks: float = 3.5  # each row of 128 bytes that lies outside of an operand, where TMA fills in zeros: 48 of a tile of 64 rows where M is 16
     l2_us: float = 0.4  # a load's latency
     dram_us: float = 0.26  # what missing L2 adds to it
     memory_bare: float = 0.33  # of the memory's time for the operands that nothing hides
@@ -54,7 +54,8 @@ class Constants:
 
     # blocks and kernels
     smooth: float = 5.5  # exponent of the norm that joins what overlaps: higher is nearer to a plain maximum
-    tma_smooth: float = 10.0  # as `smooth`, of loads that no warp has to issue: they wait for each other less
+    tma_smooth: float = 14.0  # as `smooth`, of loads that no warp has to issue: they wait for each other less
+    tma_memory_smooth: float = 2.3  # ... and of the memory's whole time with that of all steps, which it shares no evener than the tiles come
     block_us: float = 0.01  # starting a block, and again the barriers around its epilogue
     overlap: float = 0.75  # of fill and epilogue left bare where another block computes meanwhile
     exchange_clocks: float = 3.2  # one value that a warp passes on to the others of its block, through shared memory

@@ -251,7 +251,8 @@ class _Timing(Work):
         read = block_m // 64 * (64 * beside + block_n) * block_k * self.element_bytes
         shared = (read + step_bytes) / (self.c.shared_bytes_clock * self.clock_us)
         multiply = self._multiply_us(block_m, block_n, block_k, warps)
-        outside = max(0, block_m - m) * -(-block_k * self.element_bytes // _TMA_ROW_BYTES)
+        padding = block_m - m / tiles_m + block_n - n / tiles_n  # rows and columns of a tile that lie outside, in the mean
+        outside = padding * -(-block_k * self.element_bytes // _TMA_ROW_BYTES)
         step = self._norm(products, shared, feed, multiply, (later + feed) / in_flight, smooth=self.c.tma_smooth)
         issued = 0.0 if SCHEDULES[config.schedule].dialect == "gluon" else self.c.issued_clocks
         step += (self.c.wait_clocks + issued + outside * self.c.outside_clocks) / self.clock_us
@@ -276,8 +277,7 @@ class _Timing(Work):
             epilogue += 2 * self.c.arrival_us + self._gathered_us(config, self.c.grouped_share)
         parts = (block_m // down, block_n // across)
         memory = (moved + self._epilogue_bytes(tiles_n * across) + sum(partial_bytes(p.axes, m, n, parts) for p in self.spec.partials)) / self.bytes_us
-        mainloop += self.c.memory_bare * moved / self.bytes_us
-        kernel = self._norm(mainloop + epilogue, memory)
+        kernel = self._norm(mainloop + epilogue, memory, smooth=self.c.tma_memory_smooth)
         finish = self._finish_us(config, tiles_m * down, tiles_n * across)
         launch = self.gpu.launch_us
         for name in schedules.padded(config, self.spec.signature.tma):  # read and written
