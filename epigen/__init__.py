@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from epigen.errors import EpigenError
+from epigen.uncollected import uncollected
 
 if TYPE_CHECKING:
     from epigen import nn
@@ -23,6 +24,11 @@ __all__ = ["Derivation", "EpigenError", "Kernel", "Tuned", "__version__", "compi
 
 
 def __getattr__(name: str) -> Any:
+    with uncollected():
+        return _imported(name)
+
+
+def _imported(name: str) -> Any:
     if name == "compile":
         from epigen.api import compile
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import email
+import gc
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import epigen
+from epigen.uncollected import uncollected
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ("templates", "tuning_db")
@@ -70,6 +72,30 @@ def test_a_first_call_waits_for_nothing_that_only_tuning_needs() -> None:
         "print(why, sorted(heavy & set(sys.modules)))\n"
     )
     assert re.fullmatch(r"(tuned for|borrowed from) .* \[\]\n", run([sys.executable, "-c", code], ROOT).stdout)
+
+
+def test_nothing_is_collected_on_the_way_to_a_first_kernel() -> None:
+    """A look through all that torch has made takes 0.1 s: at the first import, at the database, or at Triton's import. The collector is as it was after."""
+    code = (
+        "import gc, sys, torch\n"
+        "from epigen.dtypes import FP16\n"
+        "looks = []\n"
+        "gc.callbacks.append(lambda phase, info: looks.append(info['generation']) if phase == 'start' else None)\n"
+        "import epigen\n"
+        "from epigen.runtime.device import TARGETS\n"
+        "kernel = epigen.compile('relu(mm + bias)')\n"
+        "plan = kernel.plan((64, 256, 128), FP16, TARGETS['sm_90'], layout='nt')\n"
+        "kernel._loaders[False].load(plan.rendered)\n"
+        "assert 'triton' in sys.modules and gc.isenabled()\n"
+        "print(looks.count(2))\n"
+    )
+    assert run([sys.executable, "-c", code], ROOT).stdout == "0\n"
+    with uncollected():
+        assert not gc.isenabled()
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 def test_the_version_is_printed() -> None:

@@ -27,6 +27,7 @@ from epigen.errors import CompileError, EpigenError
 from epigen.runtime import triton_key
 from epigen.runtime.device import Target
 from epigen.runtime.private import Private
+from epigen.uncollected import uncollected
 
 BINARY = {"cuda": "cubin", "hip": "hsaco"}
 ASSEMBLY = {"cuda": "ptx", "hip": "amdgcn"}
@@ -69,7 +70,8 @@ class Loader:
         return self.modules[rendered.digest]
 
     def _load(self, rendered: Rendered) -> types.ModuleType:
-        triton = _import_triton(self.interpret)
+        with uncollected():
+            triton = _import_triton(self.interpret)
         if not self.interpret:
             triton_key.remember(triton, self.store)
         name = f"{rendered.functions[0].name}_{rendered.digest}"

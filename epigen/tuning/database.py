@@ -19,6 +19,7 @@ from epigen.tuning.lookup import Accept, Found, Index, distinct
 from epigen.tuning.problem import Problem
 from epigen.tuning.records import Key, Record, better, merged
 from epigen.tuning.store import LOCK_TIMEOUT_S, Store, Written
+from epigen.uncollected import uncollected
 
 _SUFFIX = ".json"
 
@@ -124,7 +125,8 @@ class Database:
     def index(self) -> Index:
         """The records as they are now, in the order of look-up: another object once a file has changed."""
         with self._mutex:
-            self._refresh()
+            with uncollected():
+                self._refresh()
             return self._index
 
     def records(self, seeds: bool = True) -> list[tuple[Path, Record]]:
