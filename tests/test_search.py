@@ -27,7 +27,7 @@ from epigen.tuning.space import Space, parameters
 from epigen.tuning.task import Baseline, Comparison, Outcome, Task
 
 SHAPE = (1024, 1024, 1024)
-SHAPES = (SHAPE, (1, 1, 1), (0, 7, 0), (16, 4096, 4096), (128, 256, 256), (1000, 1003, 17))
+SHAPES = (SHAPE, (1, 1, 1), (0, 7, 0), (0, 4096, 4096), (4096, 0, 4096), (16, 4096, 4096), (128, 256, 256), (1000, 1003, 17))
 
 
 def spec_of(text: str = "relu(mm + bias)", shape: tuple[int, int, int] = SHAPE, dtype: object = FP16) -> KernelSpec:

@@ -40,7 +40,6 @@ _VENDOR_UNALIGNED_TILE, _VENDOR_UNALIGNED = (128, 128, 0.77), {8: 2.0, 4: 3.0, 2
 _RUN_BYTES = 256
 _SECTOR_BYTES = 32  # of a line of L2
 _TMA_ROW_BYTES = 128  # TMA lays a tile out in pieces whose rows are so long
-_ORDERS = (1, 2, 4, 8, 16)
 _BESIDE = 16  # multiprocessors whose requests meet before L2: those of a processing cluster
 _MOST_ACCUMULATORS = 0.88  # of the registers a thread can have: 224 of 255
 
@@ -251,7 +250,7 @@ class _Timing(Work):
         read = block_m // 64 * (64 * beside + block_n) * block_k * self.element_bytes
         shared = (read + step_bytes) / (self.c.shared_bytes_clock * self.clock_us)
         multiply = self._multiply_us(block_m, block_n, block_k, warps)
-        padding = block_m - m / tiles_m + block_n - n / tiles_n  # rows and columns of a tile that lie outside, in the mean
+        padding = block_m + block_n - m / max(1, tiles_m) - n / max(1, tiles_n)  # rows and columns of a tile that lie outside, in the mean
         outside = padding * -(-block_k * self.element_bytes // _TMA_ROW_BYTES)
         step = self._norm(products, shared, feed, multiply, (later + feed) / in_flight, smooth=self.c.tma_smooth)
         issued = 0.0 if SCHEDULES[config.schedule].dialect == "gluon" else self.c.issued_clocks
@@ -289,13 +288,13 @@ class _Timing(Work):
 
         What several of them ask for at once is read once, as the hardware's request coalescer has it; group_m decides how many tiles share what.
         """
-        beside = min(_BESIDE, tiles_m * tiles_n)
+        beside, tiles_m, tiles_n = max(1, min(_BESIDE, tiles_m * tiles_n)), max(1, tiles_m), max(1, tiles_n)
 
         def asked(group: int) -> float:
             rows = min(beside, group) if beside <= group * tiles_n else beside / tiles_n
             return (rows * config["block_m"] + min(tiles_n, (beside - 1) / group + 1) * config["block_n"]) / beside
 
-        return asked(min(config["group_m"], tiles_m)) - min(asked(min(group, tiles_m)) for group in _ORDERS)
+        return asked(min(config["group_m"], tiles_m)) - min(asked(min(group, tiles_m)) for group in SCHEDULES[config.schedule].dimensions["group_m"])
 
     def _crossing_clocks(self, config: KernelConfig) -> float:
         """What a step's loads take longer since runs of up to 128 bytes lie across two lines of L2, or begin within a sector.

@@ -173,7 +173,7 @@ class Space:
         values = self._pointers(suggest, "split_k")
         (m, n, k), slots = self.shape, _SPLIT_BLOCKS * self.target.multiprocessors
         tiles, steps = -(-m // values["block_m"]) * -(-n // values["block_n"]), -(-k // values["block_k"])
-        most = max(2, min(32, _down(max(1, steps)), _down(max(1, slots // tiles))))
+        most = max(2, min(32, _down(max(1, steps)), _down(max(1, slots // max(1, tiles)))))
         return schedules.config("split_k", **values, splits=1 << suggest("split_k.splits", 1, _log2(most)))
 
     def _pointers(self, suggest: Suggest, schedule: str) -> dict[str, int]:
@@ -257,7 +257,7 @@ class Space:
         # a group of four warps has a tile of its own, or half of the rows of one
         block_m, block_n = self._tile(exponent, rows=64 if pingpong else 128, most=_MOST_GROUP if pingpong else 2 * _MOST_GROUP)
         # parts that take turns gain nothing
-        parts = min((1 + pingpong) * target.multiprocessors // (-(-m // block_m) * -(-n // block_n)), k // _LEAST_PART, _MOST_PARTS)
+        parts = min((1 + pingpong) * target.multiprocessors // max(1, -(-m // block_m) * -(-n // block_n)), k // _LEAST_PART, _MOST_PARTS)
         splits = suggest("warp_specialized.splits", 1, max(1, parts))
         halves = 1 + suggest("warp_specialized.halves", 0, int(block_n >= 64))
         leaving = {s.name: (1 + pingpong) * block_m * block_n // halves * s.dtype.bytes for s in schedules.storable_by_tma(self.spec)}

@@ -72,13 +72,12 @@ class Task:
         return Kernel(graph, renderer, lambda *_: choice, config, "triton", self.precision)
 
 
-QUARTILES = 1.349
-"""Standard deviations between the quartiles of a normal distribution."""
+_QUARTILES = 1.349  # standard deviations between the quartiles of a normal distribution
 
 
 def median_error(spread: float, samples: int) -> float:
     """The standard error of the median of so many samples that scatter normally. spread: between their quartiles."""
-    return math.sqrt(math.pi / 2 / samples) * spread / QUARTILES
+    return math.sqrt(math.pi / 2 / samples) * spread / _QUARTILES
 
 
 @dataclass(frozen=True, slots=True)
