@@ -433,7 +433,7 @@ def test_a_product_that_is_given_is_handed_on(gpu: FakeGpu, through_triton: Watc
         for x, y in zip(launches, expected, strict=True):
             assert (x.kernel, x.grid, x.block, x.stream) == (y.kernel, y.grid, y.block, y.stream)
             unlike = [i for i, (p, q) in enumerate(zip(x.parameters, y.parameters, strict=True)) if p != q]
-            assert len(unlike) == (1 if "bgrad" in text else 0), "the partial results"
+            assert len(unlike) <= (1 if "bgrad" in text else 0), "the partial results, unless those lie where the others have lain"
         addresses = {struct.unpack("Q", p)[0] for p in launches[0].parameters if len(p) == 8}
         assert {mm.data_ptr(), outs[0].data_ptr()} <= addresses
     assert direct_calls(kernel._over) and not direct_calls(kernel)
