@@ -25,7 +25,8 @@ __all__ = ["Derivation", "EpigenError", "Kernel", "Tuned", "__version__", "compi
 
 def __getattr__(name: str) -> Any:
     with uncollected():
-        return _imported(name)
+        globals()[name] = found = _imported(name)
+    return found
 
 
 def _imported(name: str) -> Any:

@@ -35,7 +35,6 @@ from epigen.lang.parser import parse
 GOLDEN = Path(__file__).parent / "golden" / "kernels"
 RENDERER = Renderer(settings.templates_dir())
 
-
 TILED = schedules.config("tiled", block_m=64, block_n=128, block_k=32, group_m=8, num_warps=4, num_stages=3)
 LIBRARY = schedules.config("library", block_m=8, block_n=128, num_warps=4)
 

@@ -322,7 +322,7 @@ def test_the_ranking_of_a_sample_of_all_schedules(name: str) -> None:
     assert min(sample.measured[i] for i in first) <= (1.07 if name in ("thousand", "tiny") else 1.03) * min(sample.measured)
 
 
-# shape, layout, and what `warp_specialized` of this tile, in halves, takes with 1, 2, 4, 8 and 16 rows of tiles to a group: relu(mm + bias), bf16,
+# shape, layout, and what `warp_specialized` of this tile takes with 1, 2, 4, 8 and 16 rows of tiles to a group: relu(mm + bias), bf16,
 # microseconds (H200, torch 2.11, Triton 3.6.0, 2026-11-22)
 ORDERS = (
     ((2112, 1408, 2496), "nn", (64, 128), (32.74, 28.70, 26.59, 27.62, 30.21)),

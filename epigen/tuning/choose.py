@@ -153,8 +153,7 @@ def _suited(found: Found, problem: Problem, space: Space) -> list[Found]:
 def _ordered(config: KernelConfig, space: Space) -> KernelConfig:
     """A config with its tiles in the order that the model takes to be the fastest here: that depends on the shape more than on all else."""
     orders = space.orders(config)
-    times = [e.us for e in model.estimates(space.spec, orders, space.shape, gpus.of_target(space.target))]
-    return orders[min(range(len(orders)), key=times.__getitem__)]
+    return model.rank(space.spec, orders, space.shape, gpus.of_target(space.target))[0] if len(orders) > 1 else config
 
 
 def _changed(found: Found, config: KernelConfig) -> Found:
