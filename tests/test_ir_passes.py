@@ -19,13 +19,13 @@ from epigen.codegen import schedules
 from epigen.codegen.lower import lower
 from epigen.codegen.render import Renderer
 from epigen.codegen.spec import Signature
-from epigen.dtypes import FP16, FP32
+from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, UINT8, DType
 from epigen.errors import CheckError
 from epigen.ir import graph as g
 from epigen.ir import reference
 from epigen.ir.check import check
 from epigen.ir.graph import Graph
-from epigen.ir.passes import fold_constants, normalise, order
+from epigen.ir.passes import fold_constants, normalise, order, rounded
 from epigen.lang.parser import parse
 from epigen.lang.syntax import Assign, Expr, Program, to_text
 
@@ -165,6 +165,44 @@ def test_the_order_of_assignments_shows_in_the_header_alone() -> None:
     signature = Signature(FP16, FP16, (("bias", FP16), ("alpha", None)))
     first, second = (lower(graph_of(t), signature) for t in ("x = mm * alpha; y = relu(bias); x + y", "y = relu(bias); x = mm * alpha; x + y"))
     assert replace(first, program="", name="") == replace(second, program="", name="")
+
+
+# -- what is rounded to 16 bits
+
+
+@pytest.mark.parametrize(
+    ("text", "dtypes", "found"),
+    [
+        ("gelu(mm + bias)", [FP16], {"gelu_16bit"}),
+        ("gelu(mm + bias)", [FP8E4M3], {"gelu_16bit"}),
+        ("gelu(mm + bias)", [FP32], {"gelu"}),
+        ("gelu(mm + bias)", [INT8], {"gelu"}),  # a half of a step is no small error
+        ("z = mm + bias; gelu(z), z", [BF16, FP32], {"gelu_16bit"}),
+        ("y = gelu(mm); y, cast(y, fp32)", [BF16, FP32], {"gelu"}),
+        ("y = gelu(mm); y, sum(y, m)", [BF16, FP32], {"gelu_16bit"}),
+        ("sum(gelu(mm), m), mm", [FP32, BF16], {"gelu"}),  # nothing rounds what is summed
+        ("y = gelu(mm); y, max(y, m)", [BF16, FP32], {"gelu"}),
+        ("y = gelu(mm); y, bitmask(y > 0.5)", [BF16, UINT8], {"gelu"}),
+        ("where(gelu(mm) > 0.5, mm, 0)", [BF16], {"gelu"}),
+        ("where(mm > 0.5, gelu(mm), -gelu(-mm) * up[m,n] / s)", [BF16], {"gelu_16bit"}),
+        ("gelu(mm) + residual[m,n]", [BF16], {"gelu"}),  # the sum may be small beside it
+        ("cast(gelu(mm), bf16) + residual[m,n]", [FP32], {"gelu_16bit"}),
+        ("cast(gelu(mm), int8) + residual[m,n]", [BF16], {"gelu"}),
+        ("gelu(gelu(mm))", [BF16], {"gelu", "gelu_16bit"}),
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", [FP16, FP32], {"dgelu_16bit"}),
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", [FP32, FP32], {"dgelu"}),
+    ],
+)
+def test_gelu_is_cheaper_where_nothing_but_rounded_results_come_of_it(text: str, dtypes: list[DType], found: set[str]) -> None:
+    graph = graph_of(text)
+    assert {n.op for n in rounded(graph, dtypes).nodes if "gelu" in n.op} == found
+    assert rounded(rounded(graph, dtypes), dtypes) == rounded(graph, dtypes)
+
+
+def test_what_has_become_one_is_computed_once() -> None:
+    graph = rounded(graph_of("gelu(mm), gelu_16bit(mm) * 2"), [FP16, FP16])
+    assert [n.op for n in graph.nodes].count("gelu_16bit") == 1
+    assert len(graph.outputs) == 2 and order(graph) == graph
 
 
 # -- common parts and constants

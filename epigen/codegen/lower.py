@@ -35,6 +35,7 @@ from epigen.dtypes import BF16, FP32, INT8, INT32, OPERANDS, UINT8, DType
 from epigen.errors import CallError
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph, Node, Output
+from epigen.ir.passes import rounded
 
 _LONGEST_NAME = 60
 
@@ -42,6 +43,7 @@ _LONGEST_NAME = 60
 def lower(graph: Graph, signature: Signature) -> KernelSpec:
     """Raises CallError where the operands' dtypes cannot be multiplied."""
     check_operands(signature.a, signature.b)
+    graph = rounded(graph, [output_dtype(graph, o, signature.a) for o in graph.outputs])
     body = _Body(graph, signature)
     stores = [_store(graph, output, body) for output in graph.outputs]
     reduced = [graph.nodes[o.node].reduced for o in graph.outputs]

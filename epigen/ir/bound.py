@@ -22,6 +22,7 @@ from epigen.dtypes import BY_TORCH, FP32, INT8, DType
 from epigen.ir import graph as g
 from epigen.ir import reference, rules
 from epigen.ir.graph import Graph, Node
+from epigen.ir.passes import rounded
 from epigen.ops import BOOLEAN, NUMBER
 
 UNIT = 2.0**-24  # unit roundoff of fp32
@@ -57,6 +58,7 @@ def expect(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, reference.Nu
     one bit for the tensor cores' truncation), and 2^-9 |a| @ |b| more for tf32. fp8 accumulates in tensor-core steps of about 14
     bits: 2^-12 |a| @ |b| more.
     """
+    graph = rounded(graph, dtypes)
     values = reference.node_values(graph, a, b, inputs, torch.float64)
     errors: list[Tensor] = []
     for number, node in enumerate(graph.nodes):

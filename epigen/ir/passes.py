@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import epigen.ir.graph as g
-from epigen.dtypes import FP32, FP32_TINY
+from epigen import ops
+from epigen.dtypes import FP32, FP32_TINY, DType
 from epigen.ir.graph import Graph, Node, Output
 from epigen.ops import NUMBER
 
@@ -19,6 +20,7 @@ _FOLD: dict[str, Callable[..., float]] = {
     "neg": operator.neg,
     "scale": operator.mul,
 }
+_KEEPS_RELATIVE = ("neg", "mul", "div", "scale", "abs", "drelu", "where")
 
 
 def normalise(graph: Graph) -> Graph:
@@ -39,6 +41,32 @@ def fold_constants(graph: Graph) -> Graph:
                 node = Node(g.CONSTANT, (), NUMBER, "", value=value)
         nodes.append(node)
     return Graph(tuple(nodes), graph.outputs, graph.text)
+
+
+def rounded(graph: Graph, dtypes: Sequence[DType]) -> Graph:
+    """Operations take their form for 16 bits where nothing comes of them but what is rounded to so many, as an output or by a cast, and sums of it.
+
+    dtypes: of the outputs. Between the two lies only what keeps a relative error as it is. A sum may be fp32: what is summed without epigen is rounded.
+    Requires: canonical order. Ensures: it; values change by no more than the error of the rows in their place.
+    """
+    coarse = [False] * len(graph.nodes)
+    exact = [False] * len(graph.nodes)
+    for output, dtype in zip(graph.outputs, dtypes, strict=True):
+        (coarse if dtype.is_float and dtype.bits <= 16 else exact)[output.node] = True
+    for number in reversed(range(len(graph.nodes))):
+        node = graph.nodes[number]
+        if node.op == g.CAST:
+            assert node.dtype is not None
+            (coarse if node.dtype.is_float and node.dtype.bits <= 16 else exact)[node.args[0]] = True
+        elif not (node.op == g.REDUCE and node.name == "sum"):
+            for arg in node.args:
+                coarse[arg] |= coarse[number]
+                exact[arg] |= exact[number] or node.op not in _KEEPS_RELATIVE
+    rows = {number: ops.TABLE[n.op].rounded for number, n in enumerate(graph.nodes) if n.op in ops.TABLE and coarse[number] and not exact[number]}
+    if not any(rows.values()):
+        return graph
+    nodes = tuple(replace(n, op=rows.get(number) or n.op) for number, n in enumerate(graph.nodes))
+    return order(Graph(nodes, graph.outputs, graph.text))  # two may have become one
 
 
 def order(graph: Graph) -> Graph:
