@@ -146,7 +146,7 @@ def _executed(planned: Any, epilog: Any, given: Mapping[str, torch.Tensor]) -> A
 
 def first_calls(processes: int) -> dict[str, Any]:
     """Seconds in as many fresh processes, after one that fills the caches: kernels, and Python's own of compiled modules, as an installed package has
-    them. Where the environment forbids the latter, 0.25 of 0.47 s went into compiling Python (H200, 2026-11)."""
+    them. Where the environment forbids the latter, half of the time goes into compiling Python: 0.25 of 0.55 s under a profiler (an H200's host, 2026-11)."""
     with tempfile.TemporaryDirectory() as modules:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {"PYTHONPYCACHEPREFIX": modules}
         rows = []
