@@ -11,19 +11,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import epigen
-from bench import record, timing
+from bench import command, record, timing
 from epigen.runtime.prepared import Prepared
 from epigen.runtime.written import Written
 
@@ -145,14 +142,11 @@ def _executed(planned: Any, epilog: Any, given: Mapping[str, torch.Tensor]) -> A
 
 
 def first_calls(processes: int) -> dict[str, Any]:
-    """Seconds in as many fresh processes, after one that fills the caches: kernels, and Python's own of compiled modules, as an installed package has
-    them. Where the environment forbids the latter, half of the time goes into compiling Python: 0.25 of 0.55 s under a profiler (an H200's host, 2026-11)."""
-    with tempfile.TemporaryDirectory() as modules:
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {"PYTHONPYCACHEPREFIX": modules}
-        rows = []
-        for _ in range(processes + 1):
-            run = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent, env=environment)
-            rows.append(json.loads(run.stdout))
+    """Seconds in as many fresh processes, after one that fills the caches: kernels, and Python's own of compiled modules."""
+    rows = []
+    for _ in range(processes + 1):
+        run = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True, env=command.environment())
+        rows.append(json.loads(run.stdout))
     return summary(rows[1:])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -291,3 +292,13 @@ def test_the_first_call_finds_the_modules_compiled(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setattr(host, "FIRST", "import json, os, sys, bench\nprint(json.dumps({'first_s': os.path.exists(bench.__cached__)}))")
     assert host.first_calls(1) == {"first_s": 1, "worst_s": 1, "processes": 1, "holds": False}
+
+
+def test_what_the_environment_says_of_compiled_modules_is_left_where_it_lets_them_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", "/elsewhere")
+    assert command.environment()["PYTHONPYCACHEPREFIX"] == "/elsewhere"
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    found = command.environment()
+    assert "PYTHONDONTWRITEBYTECODE" not in found and Path(found["PYTHONPYCACHEPREFIX"]).is_dir()
+    assert os.environ["PYTHONDONTWRITEBYTECODE"] == "1"

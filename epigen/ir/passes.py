@@ -49,16 +49,14 @@ def rounded(graph: Graph, dtypes: Sequence[DType]) -> Graph:
     dtypes: of the outputs. Between the two lies only what keeps a relative error as it is. A sum may be fp32: what is summed without epigen is rounded.
     Requires: canonical order. Ensures: it; values change by no more than the error of the rows in their place.
     """
-    coarse = [False] * len(graph.nodes)
-    exact = [False] * len(graph.nodes)
-    for output, dtype in zip(graph.outputs, dtypes, strict=True):
-        (coarse if dtype.is_float and dtype.bits <= 16 else exact)[output.node] = True
+    coarse, exact = [False] * len(graph.nodes), [False] * len(graph.nodes)
+    ends = [(output.node, dtype) for output, dtype in zip(graph.outputs, dtypes, strict=True)]
+    ends += [(n.args[0], n.dtype) for n in graph.nodes if n.op == g.CAST and n.dtype is not None]
+    for number, dtype in ends:
+        (coarse if dtype.is_float and dtype.bits <= 16 else exact)[number] = True
     for number in reversed(range(len(graph.nodes))):
         node = graph.nodes[number]
-        if node.op == g.CAST:
-            assert node.dtype is not None
-            (coarse if node.dtype.is_float and node.dtype.bits <= 16 else exact)[node.args[0]] = True
-        elif not (node.op == g.REDUCE and node.name == "sum"):
+        if node.op != g.CAST and not (node.op == g.REDUCE and node.name == "sum"):
             for arg in node.args:
                 coarse[arg] |= coarse[number]
                 exact[arg] |= exact[number] or node.op not in _KEEPS_RELATIVE
