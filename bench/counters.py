@@ -1,4 +1,4 @@
-"""What the hardware counters say of a kernel beside the vendor's bare product: where the time of an epilogue goes.
+"""What the hardware counters say of a kernel beside the vendor's bare product and its fused one: where the time of an epilogue goes.
 
 Run: python -m bench.counters [--commit HASH] [--out FOLDER]
 Wants Nsight Compute (ncu). Each kernel of a call is replayed with a cold L2 and at the GPU's own clock, so its time is not that of the headline.
@@ -15,12 +15,18 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from bench import record
+from bench import peers, record
 from bench.programs import BY_NAME
 
 PROGRAMS = ("relu + bias", "relu + bias + mask", "drelu + bgrad", "gelu + bias + aux", "dgelu + bgrad")
-CASES = (*((program, shape) for shape in ((8192, 8192, 512), (4096, 4096, 4096)) for program in PROGRAMS), ("relu + bias", (4, 14336, 4096)))
-"""Program and M x N x K: a short main loop, a long one, and a few rows. The layout is that of a Linear's weight.T."""
+CASES = (
+    *((program, shape) for shape in ((8192, 8192, 512), (4096, 4096, 4096)) for program in PROGRAMS),
+    *((program, (8192, 8192, 8192)) for program in ("relu + bias", "gelu + bias", "gelu + bias + aux")),
+    *(("relu + bias", shape) for shape in ((64, 4096, 4096), (4, 14336, 4096))),
+)
+"""Program and M x N x K: a short main loop, a long one, the longest, and few rows. The layout is that of a Linear's weight.T."""
+
+CONTENDERS = (peers.OURS, peers.MM, peers.CUBLASLT)
 
 DTYPE = "bf16"
 
@@ -29,32 +35,42 @@ SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis",
 KEPT = re.compile(
     r"gpu__time_duration\.sum|launch__(registers_per_thread|grid_size|block_size)|(lts_|gpu__dram)_throughput\.avg\.pct_of_peak_sustained_elapsed"
     r"|sm__(pipe_tensor_cycles_active|inst_executed_pipe_(lsu|alu|fma|xu)|warps_active)\.avg\.pct_of_peak_sustained_active"
-    r"|smsp__issue_active\.avg\.per_cycle_active|smsp__average_warps_issue_stalled_\w+_per_issue_active\.ratio"
+    r"|smsp__cycles_elapsed\.avg\.per_second|smsp__issue_active\.avg\.per_cycle_active|smsp__average_warps_issue_stalled_\w+_per_issue_active\.ratio"
 )
-"""The metrics that a record keeps, of the several hundred: time, what the kernel takes up, how busy memory and pipes are, what warps wait for."""
+"""The metrics that a record keeps, of the several hundred: time and clock, what the kernel takes up, how busy memory and pipes are, what warps
+wait for."""
 
 _MARK = "FillFunctor"  # a kernel of torch's that no contender launches: it stands before each contender's
 
 
 def _watched() -> None:
-    """What ncu watches: a mark and a call, for each contender of each case."""
+    """What ncu watches: a mark and a call, for each contender of each case; the mark alone for one that is missing."""
     import torch
-
-    from bench import peers
 
     torch.manual_seed(0)
     mark = torch.empty(1, device="cuda")
     for program, shape in CASES:
         problem = peers.problem(BY_NAME[program], shape, DTYPE, "nt")
-        for make in (peers.ours, peers.mm):
-            one = make(problem)
-            one.run()
+        for name in CONTENDERS:
+            one = _made(name, problem)
+            if one:
+                one.run()
             torch.cuda.synchronize()
             torch.cuda.profiler.start()
             mark.fill_(0.0)
-            one.run()
+            if one:
+                one.run()
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
+            if one:
+                one.close()
+
+
+def _made(name: str, problem: peers.Problem) -> peers.Contender | None:
+    try:
+        return peers.MAKERS[name](problem)
+    except peers.Missing:
+        return None
 
 
 def kernels(text: str) -> tuple[list[list[dict[str, Any]]], dict[str, str]]:
@@ -75,8 +91,9 @@ def kernels(text: str) -> tuple[list[list[dict[str, Any]]], dict[str, str]]:
 def line(row: Mapping[str, Any]) -> str:
     """Of each contender the kernels with their times."""
     times = (
-        f"{name} " + " + ".join(f"{one['metrics']['gpu__time_duration.sum'] / 1e3:.1f} us ({one['kernel'][:40]})" for one in row[name])
-        for name in ("epigen", "mm")
+        f"{name} " + " + ".join(f"{one['metrics']['gpu__time_duration.sum'] / 1e3:.1f} us ({one['kernel'][:60]})" for one in row[name])
+        for name in CONTENDERS
+        if name in row
     )
     return f"{row['program']}, {'x'.join(map(str, row['shape']))}: {'; '.join(times)}"
 
@@ -95,10 +112,13 @@ def main() -> None:
     ran = subprocess.run(["ncu", *asked, sys.executable, "-m", "bench.counters", "--watched"], capture_output=True, text=True)
     try:
         found, units = kernels(ran.stdout)
-        pairs = list(zip(CASES, found[::2], found[1::2], strict=True))
+        each = list(zip(CASES, *(found[i :: len(CONTENDERS)] for i in range(len(CONTENDERS))), strict=True))
     except ValueError:  # such as where the driver keeps its counters to administrators
         sys.exit(f"ncu has not measured every case, and ended with status {ran.returncode}: {ran.stdout[-2000:]} {ran.stderr[-2000:]}")
-    rows = [{"program": program, "shape": list(shape), "epigen": ours, "mm": mm} for (program, shape), ours, mm in pairs]
+    rows = [
+        {"program": program, "shape": list(shape)} | {name: one for name, one in zip(CONTENDERS, measured, strict=True) if one}
+        for (program, shape), *measured in each
+    ]
     print(*map(line, rows), sep="\n")
     body = {"environment": record.environment(options.commit), "dtype": DTYPE, "units": units, "rows": rows}
     print(record.write("counters", body, options.out))

@@ -2,9 +2,10 @@
 
 Run: python -m bench.headline [--group NAME] [--plan] [--budget SECONDS] [--more] [--tune TRIALS --db PATH] [--only WORD ...]
                               [--commit HASH] [--out FOLDER]
-Group "headline" is a part of all the others that is done in under 5 minutes on an H200; `epilogues`, `compiled`, `small`, `skinny` and `odd` are
-the whole of it. Each case is timed with the L2 cache flushed, or under a CUDA graph, all of its contenders in turns, on random data. Absolute
-times move with power and temperature, so what counts is the ratio within a case. An answer that is wrong is not timed.
+Group "headline" is a part of all the others that is done in under 5 minutes on an H200; `epilogues`, `small`, `skinny` and `odd` are the whole
+of it. torch.compile, which tunes for long, has a script of its own, bench.compiled. Each case is timed with the L2 cache flushed, or under a CUDA
+graph, all of its contenders in turns, on random data. Absolute times move with power and temperature, so what counts is the ratio within a
+case. An answer that is wrong is not timed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 from bench import ahead, bars, cases, clock, command, peers, record, timing
 from bench.cases import Case
 from bench.checked import Oracle, Wrong
-from bench.peers import Contender, Missing
+from bench.peers import Contender, Maker, Missing
 from bench.programs import BY_NAME, with_tanh
 from epigen.runtime.device import Target
 from epigen.tuning.timer import ColdTimer
@@ -59,10 +60,10 @@ def graphed(contenders: Mapping[str, Callable[[], object]]) -> dict[str, dict[st
 HOW: dict[str, Time] = {cases.COLD: cold, cases.GRAPH: graphed}
 
 
-def measured(case: Case, on: str = "cuda", how: Mapping[str, Time] = HOW) -> dict[str, Any]:
+def measured(case: Case, on: str = "cuda", how: Mapping[str, Time] = HOW, makers: Mapping[str, Maker] = peers.MAKERS) -> dict[str, Any]:
     """One case: each contender is made and checked, then all that are right are timed in turns.
 
-    on: the device. how: what times them. Raises Lost where the GPU is gone.
+    on: the device. how: what times them. makers: of the contenders. Raises Lost where the GPU is gone.
     """
     start = time.perf_counter()
     row: dict[str, Any] = {
@@ -74,7 +75,7 @@ def measured(case: Case, on: str = "cuda", how: Mapping[str, Time] = HOW) -> dic
         problem = peers.problem(BY_NAME[case.program], case.shape, case.dtype, case.layout, on)
         oracle = Oracle(problem.sample)
         for name in case.contenders:
-            reason = _made(name, problem, oracle, made, row)
+            reason = _made(name, makers[name], problem, oracle, made, row)
             if reason is not None:
                 row["missing"][name] = reason
                 _demand_life(on)
@@ -95,10 +96,10 @@ def measured(case: Case, on: str = "cuda", how: Mapping[str, Time] = HOW) -> dic
     return row
 
 
-def _made(name: str, problem: peers.Problem, oracle: Oracle, made: dict[str, Contender], row: dict[str, Any]) -> str | None:
+def _made(name: str, make: Maker, problem: peers.Problem, oracle: Oracle, made: dict[str, Contender], row: dict[str, Any]) -> str | None:
     """Make a contender and check its answer. Returns why it does not take part, if so."""
     try:
-        one = peers.MAKERS[name](problem)
+        one = make(problem)
     except Missing as why:
         return str(why)
     except Exception as error:  # noqa: BLE001  # of four libraries, any of which may fail in its own way

@@ -79,6 +79,9 @@ class Contender:
     close: Callable[[], object] = lambda: None
 
 
+Maker = Callable[[Problem], Contender]
+
+
 def _plain(result: Any) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
@@ -205,6 +208,6 @@ def _epigen(p: Problem, text: str) -> Contender:
     return Contender(lambda: fused(a, b, **inputs), _plain, (_exact(text),), "; ".join(found.splitlines()[1:]))
 
 
-MAKERS: dict[str, Callable[[Problem], Contender]] = {
+MAKERS: dict[str, Maker] = {
     MM: mm, EAGER: eager, ADDMM: addmm_activation, COMPILED: compiled, CUBLASLT: cublaslt, OURS: ours, OURS_TANH: ours_tanh,
 }  # fmt: skip

@@ -75,9 +75,10 @@ def host() -> str:
 
 
 def headline() -> str:
-    """The bars, and what was measured of them."""
+    """The bars, and what was measured of them. torch.compile has a result of its own."""
     result = _load("headline")
-    measured = [bar for bar in result["bars"] if bar["rows"]]
+    results = [result, *(_load(name) for name in ("compiled",) if (RESULTS / f"{name}.json").exists())]
+    measured = [bar for one in results for bar in one["bars"] if bar["rows"]]
     lines = [
         f"How many times as fast as its peers, by geometric mean and at the worst shape ({_measured(result['environment'])}):",
         "",
@@ -86,13 +87,15 @@ def headline() -> str:
             ([bar["case"], bar["baseline"], f"{bar['mean']:.2f}", f"{bar['worst']:.2f}", bar["asked"], outcome(bar)] for bar in measured),
         ),
     ]
-    counts = Counter(row["group"] for row in result["rows"] if row["timing"])
+    counts = Counter(row["group"] for one in results for row in one["rows"] if row["timing"])
     words = ", ".join(f"{count} {group}" for group, count in counts.items())
     met = f"{sum(bar['met'] for bar in measured)} of {len(measured)} bars are met"
-    left = f"; {len(result['left_out'])} more were left out for time" if result["left_out"] else ""
+    out = sum(len(one["left_out"]) for one in results)
+    left = f"; {out} more were left out for time" if out else ""
     how = (
         "Contenders take turns, with the L2 cache flushed before each launch unless a CUDA graph is named; a wrong answer is not timed. `mm` is the product "
-        "alone, so that 1 there means a free epilogue; cuBLASLt (nvmath-python, autotuned) approximates gelu by tanh."
+        "alone, so that 1 there means a free epilogue; cuBLASLt (nvmath-python, autotuned) approximates gelu by tanh; torch.compile is in the mode "
+        "`max-autotune-no-cudagraphs`."
     )
     figure = "![time of the product alone over that of each contender, by shape](bench/results/ratios.svg)"
     lines += ["", f"fp16 and bf16, {sum(counts.values())} cases ({words}){left}; {met}. {how}", "", figure]

@@ -1,0 +1,166 @@
+"""The six epilogues at every shape of the bars against torch.compile, tuned at its utmost.
+
+Run: python -m bench.compiled [--processes N] [--budget SECONDS] [--commit HASH] [--out FOLDER]
+A case takes torch.compile ten seconds and more, nearly all of which compiles on the CPU. So several processes share each GPU: while one
+compiles, another measures. Who measures has the GPU alone, torch.compile's own tuning too. Its caches are empty at the start; the
+programs of one shape and dtype are one process's, so that it tunes their bare product once, as it does in a user's process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import logging
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from bench import ahead, bars, cases, headline, peers, record
+from bench.cases import Case
+from bench.peers import Contender, Problem
+from epigen.runtime import device
+
+_CORES = 3  # that each process keeps busy: its own, and two that compile for it
+
+Lock = AbstractContextManager[Any]
+
+
+class Turn:
+    """Whose turn at the GPU it is, as one process sees it: the lock is held but for the while of `given_up`."""
+
+    def __init__(self, lock: Any):
+        self.lock = lock
+
+    @contextlib.contextmanager
+    def given_up(self) -> Iterator[None]:
+        self.lock.release()
+        try:
+            yield
+        finally:
+            self.lock.acquire()
+
+    def beside(self, make: Callable[[Problem], Contender]) -> Callable[[Problem], Contender]:
+        """A contender that is made while others have the GPU."""
+
+        def made(problem: Problem) -> Contender:
+            with self.given_up():
+                return make(problem)
+
+        return made
+
+
+def alone(benchmarker: type, lock: Lock) -> None:
+    """Let torch.compile's benchmarker take the lock for as long as it measures. What is called compiles at its first call, which is not measured."""
+    measure = benchmarker.benchmark_gpu  # type: ignore[attr-defined]
+
+    def benchmark_gpu(self: Any, call: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
+        call()
+        with lock:
+            return measure(self, call, *arguments, **options)
+
+    benchmarker.benchmark_gpu = benchmark_gpu  # type: ignore[attr-defined]
+
+
+# -- a process that measures
+
+_turn: Turn
+
+
+def _begin(gpus: Sequence[int], locks: Sequence[Any], begun: Any) -> None:
+    """Processes take the GPUs in turns."""
+    global _turn
+    from torch._inductor import config
+    from torch._inductor.runtime import benchmarking
+
+    with begun:
+        place = begun.value % len(gpus)
+        begun.value += 1
+    torch.cuda.set_device(gpus[place])
+    _turn = Turn(locks[place])
+    alone(type(benchmarking.benchmarker), locks[place])
+    config.autotune_num_choices_displayed, config.max_autotune_report_choices_stats = 0, False
+    logging.getLogger("torch._inductor").setLevel(logging.CRITICAL)  # a config that does not fit is no news
+
+
+def _measured(group: Sequence[Case], until: float) -> list[dict[str, Any]]:
+    """The rows of a group; none of the cases that would begin after `until`."""
+    found = []
+    for case in group:
+        if time.monotonic() < until:
+            with _turn.lock:
+                found.append(headline.measured(case, makers=peers.MAKERS | {peers.COMPILED: _turn.beside(peers.compiled)}))
+                torch.cuda.empty_cache()  # the memory is that of several processes
+    return found
+
+
+# -- a run
+
+
+def groups(todo: Sequence[Case]) -> list[list[Case]]:
+    """The cases of each shape and dtype, the longest first: so none of them begins when all others are done."""
+    found: dict[Any, list[Case]] = {}
+    for case in todo:
+        found.setdefault((case.shape, case.dtype), []).append(case)
+    return sorted(found.values(), key=lambda group: -group[0].flops)
+
+
+def gather(
+    todo: Sequence[Case], pool: concurrent.futures.Executor, measure: Callable[[Sequence[Case], float], list[dict[str, Any]]], until: float,
+    save: Callable[[dict[str, Any]], object],
+) -> dict[str, Any]:  # fmt: skip
+    """Measure the groups in the pool. Returns, and saves after each group, the rows in the order of the cases, and what is left out so far."""
+    order = {case.key: case for case in todo}
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    body: dict[str, Any] = {"rows": [], "left_out": [str(case) for case in todo]}
+    waiting = [pool.submit(measure, group, until) for group in groups(todo)]
+    for done in concurrent.futures.as_completed(waiting):
+        try:
+            found = done.result()
+        except (headline.Lost, concurrent.futures.BrokenExecutor) as lost:
+            print(f"lost: {peers.reason(lost)}", flush=True)
+            continue
+        rows |= {headline.key(row): row for row in found}
+        for row in found:
+            print(headline.line(row), flush=True)
+        body = {"rows": [rows[key] for key in order if key in rows], "left_out": [str(case) for key, case in order.items() if key not in rows]}
+        save(body)
+    return body
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, help="that share a GPU")
+    parser.add_argument("--budget", type=float, default=900.0, help="seconds after which no further case is begun")
+    record.add_options(parser)
+    options = parser.parse_args()
+    start = time.monotonic()
+    target, gpus, todo = record.gpu_at_hand(), device.indices(), cases.compiled()
+    each = options.processes or max(1, min(6, (os.cpu_count() or 2) // len(gpus) // _CORES))
+    print(f"{ahead.compile_all(cases.asked(todo), target)} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
+    about = {"environment": record.environment(options.commit), "budget_s": options.budget, "gpus": len(gpus), "processes": each}
+
+    def save(body: dict[str, Any]) -> None:
+        record.write("compiled", about | body | {"seconds": round(time.monotonic() - start), "bars": bars.verdicts(body["rows"])}, options.out)
+
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": str(_CORES - 1)}
+        shared = (gpus, [context.RLock() for _ in gpus], context.Value("i", 0))
+        with concurrent.futures.ProcessPoolExecutor(each * len(gpus), context, _begin, shared) as pool:
+            body = gather(todo, pool, _measured, start + options.budget, save)
+    for found in bars.verdicts(body["rows"]):
+        if found["met"] is not None:
+            print(bars.told(found))
+    if body["left_out"]:
+        print(f"left out, as the time was over ({len(body['left_out'])}):", *body["left_out"], sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""`bench.compiled` without a GPU: whose turn it is, and what becomes of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import bars, cases, compiled, headline, peers
+from bench.cases import Case
+from bench.programs import BY_NAME
+from epigen.tuning import gpus
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Owned:
+    """A lock that says who has it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.depth = 0
+
+    def acquire(self) -> None:
+        self.lock.acquire()
+        self.depth += 1
+
+    def release(self) -> None:
+        self.depth -= 1
+        self.lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def test_the_gpu_is_given_up_while_a_contender_is_made_and_for_no_longer() -> None:
+    lock = Owned()
+    depths: list[int] = []
+
+    def make(problem: peers.Problem) -> peers.Contender:
+        depths.append(lock.depth)
+        return peers.eager(problem)
+
+    def broken(_: peers.Problem) -> peers.Contender:
+        depths.append(lock.depth)
+        raise ValueError("it does not compile")
+
+    turn = compiled.Turn(lock)
+    problem = peers.problem(BY_NAME["relu + bias"], (8, 16, 8), "fp16", "nt", "cpu")
+    with lock:
+        assert turn.beside(make)(problem).outputs is not None and lock.depth == 1
+        with pytest.raises(ValueError, match="does not compile"):
+            turn.beside(broken)(problem)
+        assert lock.depth == 1, "it is taken back whatever happens"
+    assert depths == [0, 0]
+
+
+def test_what_tuning_measures_has_the_gpu_alone_and_is_compiled_before() -> None:
+    lock = Owned()
+    depths: list[int] = []
+
+    class Benchmarker:
+        def benchmark_gpu(self, call: Any, *, rep: int) -> tuple[int, int]:
+            call()
+            return lock.depth, rep
+
+    compiled.alone(Benchmarker, lock)
+    assert Benchmarker().benchmark_gpu(lambda: depths.append(lock.depth), rep=7) == (1, 7)
+    assert depths == [0, 1] and lock.depth == 0
+
+
+def row_of(case: Case) -> dict[str, Any]:
+    return {
+        "group": case.group, "program": case.program, "shape": list(case.shape), "dtype": case.dtype, "layout": case.layout, "how": case.how,
+        "timing": {name: {"median_us": 10.0 + i} for i, name in enumerate(case.contenders)}, "missing": {},
+    }  # fmt: skip
+
+
+def test_the_programs_of_a_shape_are_one_group_and_the_longest_come_first() -> None:
+    todo = cases.compiled()
+    found = compiled.groups(todo)
+    assert {len(group) for group in found} == {len(BY_NAME)} and {c for group in found for c in group} == set(todo)
+    assert all(len({(c.shape, c.dtype) for c in group}) == 1 for group in found)
+    work = [math.prod(group[0].shape) for group in found]
+    assert work == sorted(work, reverse=True)
+
+
+def test_rows_come_in_order_and_what_is_left_out_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    todo = [c for c in cases.compiled() if max(c.shape) <= 1024]
+    saved: list[tuple[int, int]] = []
+
+    def measure(group: Sequence[Case], until: float) -> list[dict[str, Any]]:
+        assert until == 5.0
+        if group[0].shape == (1024, 1024, 1024) and group[0].dtype == "bf16":
+            raise BrokenExecutor("a process ended")
+        return [row_of(case) for case in group[: 3 if group[0].dtype == "fp16" else None]]
+
+    with ThreadPoolExecutor(2) as pool:
+        body = compiled.gather(todo, pool, measure, 5.0, lambda body: saved.append((len(body["rows"]), len(body["left_out"]))))
+    lost = [c for c in todo if c.shape[0] == 1024 and c.dtype == "bf16"]
+    late = [c for c in todo if c.dtype == "fp16" and c.program in list(BY_NAME)[3:]]
+    there = [c for c in todo if c not in lost and c not in late]
+    assert [headline.key(row) for row in body["rows"]] == [c.key for c in there] and len(there) > 12
+    assert sorted(body["left_out"]) == sorted(map(str, [*lost, *late]))
+    assert len(saved) == 5 and all(sum(one) == len(todo) for one in saved) and saved[-1][0] == len(there)
+    told = capsys.readouterr().out
+    assert "lost: BrokenExecutor: a process ended" in told and told.count("torch.compile 1.100") == len(there)
+    (verdict,) = [v for v in bars.verdicts(body["rows"]) if v["rows"]]
+    assert verdict["baseline"] == peers.COMPILED and verdict["met"] is True and verdict["mean"] == 1.1
+
+
+def test_the_script_writes_what_the_processes_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begun: list[Any] = []
+
+    def pool(count: int, _: object, begin: object, shared: tuple[Any, ...]) -> ThreadPoolExecutor:
+        begun.append((count, begin, len(shared[1]), os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+        return ThreadPoolExecutor(1)
+
+    monkeypatch.setattr(compiled.device, "at_hand", lambda: gpus.DEFAULT.target)
+    monkeypatch.setattr(compiled.device, "indices", lambda: (0, 1))
+    monkeypatch.setattr(compiled.ahead, "compile_all", lambda asked, _: len(asked))
+    monkeypatch.setattr(compiled.concurrent.futures, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(compiled, "_measured", lambda group, until: [row_of(case) for case in group if until > 100])
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr("sys.argv", ["compiled", "--processes", "3", "--commit", "abc1234", "--out", str(tmp_path)])
+    compiled.main()
+    assert begun[0][:3] == (6, compiled._begin, 2) and not Path(begun[0][3]).exists(), "torch.compile's caches were fresh, and are gone"
+    found = json.loads((tmp_path / "compiled.json").read_text())
+    assert found["gpus"] == 2 and found["processes"] == 3 and found["environment"]["commit"] == "abc1234"
+    assert [headline.key(row) for row in found["rows"]] == [c.key for c in cases.compiled()] and found["left_out"] == []
+    assert found["bars"] == bars.verdicts(found["rows"])
+    assert "every epilogue against torch.compile, asked 1.10 in the mean, 1.00 each: met: mean 1.100" in capsys.readouterr().out
