@@ -1,9 +1,10 @@
 """The six epilogues at every shape of the bars against torch.compile, tuned at its utmost.
 
-Run: python -m bench.compiled [--processes N] [--budget SECONDS] [--commit HASH] [--out FOLDER]
+Run: python -m bench.compiled [--processes N] [--budget SECONDS] [--more] [--commit HASH] [--out FOLDER]
 A case takes torch.compile ten seconds and more, nearly all of which compiles on the CPU. So several processes share each GPU: while one
-compiles, another measures. Who measures has the GPU alone, torch.compile's own tuning too. Its caches are empty at the start; the
-programs of one shape and dtype are one process's, so that it tunes their bare product once, as it does in a user's process.
+compiles, another measures. Who measures has the GPU alone, torch.compile's own tuning too, but for the first launch of what has just been
+compiled; times that such a launch has disturbed are taken again. Its caches are empty at the start; the programs of one shape and dtype
+are one process's, so that it tunes their bare product once, as it does in a user's process.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from bench import ahead, bars, cases, headline, peers, record
+from bench import ahead, bars, cases, headline, peers, record, timing
 from bench.cases import Case
 from bench.peers import Contender, Problem
 from epigen.runtime import device
@@ -72,6 +73,22 @@ def alone(benchmarker: type, lock: Lock) -> None:
 
 _turn: Turn
 
+_TRIES, _STEADY = 4, 0.2
+
+
+def disturbed(times: Mapping[str, Mapping[str, float]]) -> bool:
+    """Whether the quartiles of a contender's times are further apart than clocks explain: by more than a fifth of the median."""
+    return any(one["spread_us"] > _STEADY * one["median_us"] for one in times.values())
+
+
+def cold(contenders: timing.Contenders, measure: headline.Time = headline.cold) -> dict[str, dict[str, float]]:
+    """As the headline's, again while it is disturbed."""
+    for _ in range(_TRIES - 1):
+        found = measure(contenders)
+        if not disturbed(found):
+            return found
+    return measure(contenders)
+
 
 def _begin(gpus: Sequence[int], locks: Sequence[Any], begun: Any) -> None:
     """Processes take the GPUs in turns."""
@@ -95,7 +112,8 @@ def _measured(group: Sequence[Case], until: float) -> list[dict[str, Any]]:
     for case in group:
         if time.monotonic() < until:
             with _turn.lock:
-                found.append(headline.measured(case, makers=peers.MAKERS | {peers.COMPILED: _turn.beside(peers.compiled)}))
+                makers = peers.MAKERS | {peers.COMPILED: _turn.beside(peers.compiled)}
+                found.append(headline.measured(case, how={cases.COLD: cold}, makers=makers))
                 torch.cuda.empty_cache()  # the memory is that of several processes
     return found
 
@@ -112,14 +130,15 @@ def groups(todo: Sequence[Case]) -> list[list[Case]]:
 
 
 def gather(
-    todo: Sequence[Case], pool: concurrent.futures.Executor, measure: Callable[[Sequence[Case], float], list[dict[str, Any]]], until: float,
-    save: Callable[[dict[str, Any]], object],
+    todo: Sequence[Case], known: Sequence[dict[str, Any]], pool: concurrent.futures.Executor,
+    measure: Callable[[Sequence[Case], float], list[dict[str, Any]]], until: float, save: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure the groups in the pool. Returns, and saves after each group, the rows in the order of the cases, and what is left out so far."""
+    """Measure the groups in the pool. known: rows that are there. Returns, and saves after each group, the rows in the order of the cases, and what
+    is left out so far."""
     order = {case.key: case for case in todo}
-    rows: dict[tuple[str, ...], dict[str, Any]] = {}
-    body: dict[str, Any] = {"rows": [], "left_out": [str(case) for case in todo]}
-    waiting = [pool.submit(measure, group, until) for group in groups(todo)]
+    rows = {headline.key(row): row for row in known}
+    body: dict[str, Any] = {"rows": list(known), "left_out": [str(case) for key, case in order.items() if key not in rows]}
+    waiting = [pool.submit(measure, group, until) for group in groups([case for key, case in order.items() if key not in rows])]
     for done in concurrent.futures.as_completed(waiting):
         try:
             found = done.result()
@@ -138,13 +157,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, help="that share a GPU")
     parser.add_argument("--budget", type=float, default=900.0, help="seconds after which no further case is begun")
+    parser.add_argument("--more", action="store_true", help="keep the rows that the result holds, but for disturbed ones, and measure the others")
     record.add_options(parser)
     options = parser.parse_args()
     start = time.monotonic()
     target, gpus, todo = record.gpu_at_hand(), device.indices(), cases.compiled()
     each = options.processes or max(1, min(6, (os.cpu_count() or 2) // len(gpus) // _CORES))
-    print(f"{ahead.compile_all(cases.asked(todo), target)} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
     about = {"environment": record.environment(options.commit), "budget_s": options.budget, "gpus": len(gpus), "processes": each}
+    known = headline.earlier(options.out / "compiled.json", about["environment"]) if options.more else []
+    known = [row for row in known if len(row["timing"]) == len(todo[0].contenders) and not disturbed(row["timing"])]
+    there = {headline.key(row) for row in known}
+    count = ahead.compile_all(cases.asked(case for case in todo if case.key not in there), target)
+    print(f"{count} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
 
     def save(body: dict[str, Any]) -> None:
         record.write("compiled", about | body | {"seconds": round(time.monotonic() - start), "bars": bars.verdicts(body["rows"])}, options.out)
@@ -154,7 +178,7 @@ def main() -> None:
         os.environ |= {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": str(_CORES - 1)}
         shared = (gpus, [context.RLock() for _ in gpus], context.Value("i", 0))
         with concurrent.futures.ProcessPoolExecutor(each * len(gpus), context, _begin, shared) as pool:
-            body = gather(todo, pool, _measured, start + options.budget, save)
+            body = gather(todo, known, pool, _measured, start + options.budget, save)
     for found in bars.verdicts(body["rows"]):
         if found["met"] is not None:
             print(bars.told(found))

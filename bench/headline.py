@@ -195,13 +195,16 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def earlier(path: Path, environment: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a result that was made by the same GPU, versions and commit; none where there is no such result."""
+    """The rows of a result that was made by the same GPU and versions; none where there is no such result. One of another commit tells which."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
         return []
-    same = all(found.get("environment", {}).get(k) == environment.get(k) for k in ("gpu", "torch", "triton", "driver", "commit"))
-    return list(found["rows"]) if same else []
+    about = found.get("environment", {})
+    if any(about.get(k) != environment.get(k) for k in ("gpu", "torch", "triton", "driver")):
+        return []
+    told = {} if about.get("commit") == environment.get("commit") else {"commit": about.get("commit")}
+    return [told | row for row in found["rows"]]
 
 
 def plan(todo: Sequence[Case], budget_s: float) -> str:
@@ -238,7 +241,7 @@ def measure_all(todo: Sequence[Case], target: Target, options: argparse.Namespac
     start = time.perf_counter()
     body: dict[str, Any] = {"environment": record.environment(options.commit), "budget_s": options.budget, "rows": []}
     if options.more:
-        body["rows"] = earlier(options.out / f"{options.group}.json", body["environment"])
+        body["rows"] = [row for row in earlier(options.out / f"{options.group}.json", body["environment"]) if "commit" not in row]
     known = {key(row) for row in body["rows"]}
     _compile([c for c in todo if c.key not in known], target)
     body["copy_gbps"] = copy_gbps()
