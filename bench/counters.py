@@ -35,10 +35,9 @@ SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis",
 KEPT = re.compile(
     r"gpu__time_duration\.sum|launch__(registers_per_thread|grid_size|block_size)|(lts_|gpu__dram)_throughput\.avg\.pct_of_peak_sustained_elapsed"
     r"|sm__(pipe_tensor_cycles_active|inst_executed_pipe_(lsu|alu|fma|xu)|warps_active)\.avg\.pct_of_peak_sustained_active"
-    r"|smsp__cycles_elapsed\.avg\.per_second|smsp__issue_active\.avg\.per_cycle_active|smsp__average_warps_issue_stalled_\w+_per_issue_active\.ratio"
+    r"|smsp__issue_active\.avg\.per_cycle_active|smsp__average_warps_issue_stalled_\w+_per_issue_active\.ratio"
 )
-"""The metrics that a record keeps, of the several hundred: time and clock, what the kernel takes up, how busy memory and pipes are, what warps
-wait for."""
+"""The metrics that a record keeps, of the several hundred: time, what the kernel takes up, how busy memory and pipes are, what warps wait for."""
 
 _MARK = "FillFunctor"  # a kernel of torch's that no contender launches: it stands before each contender's
 

@@ -281,18 +281,23 @@ def _megabytes(row: dict[str, Any], name: str) -> str:
 
 
 def counters() -> str:
-    """Where the time of an epilogue goes, beside the product alone."""
+    """Where the time of an epilogue goes, beside the product alone and cuBLASLt's fused product."""
     result = _load("counters")
     rows = []
     for shape, of_shape in itertools.groupby(result["rows"], lambda row: "x".join(map(str, row["shape"]))):
         measured = list(of_shape)
-        for name, kernels in (("mm", measured[0]["mm"]), *((row["program"], row["epigen"]) for row in measured)):
+        for name, kernels, vendor in (("mm", measured[0]["mm"], ()), *((row["program"], row["epigen"], row.get("cuBLASLt", ())) for row in measured)):
             metrics = kernels[0]["metrics"]
-            time_us, issued = metrics["gpu__time_duration.sum"] / 1e3, metrics["smsp__issue_active.avg.per_cycle_active"]
-            rows.append([f"{shape}, {name}", f"{time_us:.1f}", *(f"{metrics[m]:.0f}%" for m in COUNTED), f"{issued:.2f}"])
+            busy = [f"{metrics[m]:.0f}%" for m in COUNTED]
+            issued = metrics["smsp__issue_active.avg.per_cycle_active"]
+            rows.append([f"{shape}, {name}", _counted_us(kernels), _counted_us(vendor), *busy, f"{issued:.2f}"])
     about = f"{_measured(result['environment'])}, `python -m bench.counters`"
-    lines = [f"What the hardware counters say, main kernel, {result['dtype']}, layout nt ({about}):", ""]
-    return "\n".join(lines + _table(["", "us", "tensor cores busy", "L2", "DRAM", "instructions a cycle and scheduler"], rows))
+    lines = [f"What the hardware counters say of the main kernel, {result['dtype']}, layout nt, and the time of all kernels, with a cold L2 ({about}):", ""]
+    return "\n".join(lines + _table(["", "us", "cuBLASLt, us", "tensor cores busy", "L2", "DRAM", "instructions a cycle and scheduler"], rows))
+
+
+def _counted_us(kernels: Sequence[dict[str, Any]]) -> str:
+    return f"{sum(one['metrics']['gpu__time_duration.sum'] for one in kernels) / 1e3:.1f}" if kernels else ""
 
 
 BLOCKS = {
