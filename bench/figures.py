@@ -16,7 +16,6 @@ from typing import Any
 import matplotlib as mpl
 
 from bench import bars, peers, record
-from bench.compare import is_time
 from bench.plot import STYLE, pyplot, save
 from epigen.dtypes import BY_NAME as DTYPES
 from epigen.tuning import gpus
@@ -26,6 +25,8 @@ COLOURS = {
     "prototype": "#c9a227",
 }  # fmt: skip
 _MARKERS = {"bf16": "o", "fp16": "^"}
+OWN = (peers.OURS, f"{peers.OURS}, out=", "the launch alone")
+"""Of the contenders of bench.host those that are epigen."""
 SEED = Path(__file__).parent / "seed.json"
 
 Row = Mapping[str, Any]
@@ -83,7 +84,7 @@ def roofline(result: Mapping[str, Any], folder: Path) -> list[Path]:
         return []
     gpu = gpus.find(result["environment"].get("gpu", "")) or gpus.DEFAULT
     bandwidth, peak = (result.get("copy_gbps") or gpu.achieved_gbps) * 1e9, gpu.peak(DTYPES["fp16"]) * 1e12
-    groups = {"epilogues": "#0b6e4f", "compiled": "#5fb08f", "skinny": "#d1603d", "odd": "#8a5fa8", "small": "#3d6fb4"}
+    groups = {"epilogues": "#0b6e4f", "skinny": "#d1603d", "odd": "#8a5fa8", "small": "#3d6fb4"}
     with mpl.rc_context(STYLE):
         figure, axes = pyplot.subplots(figsize=(6.4, 4.4), layout="constrained")
         intensities = [r["flops"] / r["bytes"] for r in rows]
@@ -142,21 +143,18 @@ def seeds(result: Mapping[str, Any], folder: Path, seed: Mapping[str, Any]) -> l
 
 
 def host(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Microseconds of host time a call. Rows hold a program, or another name, and contenders with their times, beside it or under "host"."""
-    found: list[tuple[str, str, float, float]] = []
-    for row in result.get("rows", []):
-        name = next((str(row[f]) for f in ("case", "name", "program") if f in row), "")
-        for times in (row, row.get("host"), row.get("timing")):
-            if isinstance(times, dict):
-                found += [(name, contender, one["median_us"], one["spread_us"]) for contender, one in times.items() if is_time(one)]
-    if not found:
-        return []
+    """Microseconds of host time a call, of each program by each contender, the quickest first."""
+    found = [
+        (f"{program}: {contender}", contender, one["median_us"], one["spread_us"])
+        for program, times in result["host"].items()
+        for contender, one in sorted(times.items(), key=lambda of: of[1]["median_us"])
+    ]
     with mpl.rc_context(STYLE):
         figure, axes = pyplot.subplots(figsize=(6.4, 0.6 + 0.2 * len(found)), layout="constrained")
-        places = range(len(found))[::-1]
-        colours = [COLOURS[peers.OURS] if contender.startswith("epigen") else COLOURS[peers.EAGER] for _, contender, _, _ in found]
-        axes.barh(list(places), [us for _, _, us, _ in found], xerr=[spread / 2 for *_, spread in found], color=colours, height=0.7)
-        axes.set_yticks(list(places), [f"{name}: {contender}" if name else contender for name, contender, _, _ in found], fontsize=7)
+        places = list(range(len(found)))[::-1]
+        colours = [COLOURS[peers.OURS] if contender in OWN else COLOURS[peers.EAGER] for _, contender, _, _ in found]
+        axes.barh(places, [us for _, _, us, _ in found], xerr=[spread / 2 for *_, spread in found], color=colours, height=0.7)
+        axes.set_yticks(places, [name for name, *_ in found], fontsize=7)
         axes.set_xlabel("host time of a call, microseconds")
         return save(figure, folder, "host")
 

@@ -245,7 +245,7 @@ def test_figures_are_drawn_from_the_stored_results_alone(tmp_path: Path) -> None
     rows = drawn_rows()
     body = {"environment": {"gpu": "NVIDIA H200"}, "copy_gbps": 4280.0, "rows": rows, "bars": bars.verdicts(rows, 4280.0), "left_out": []}
     record.write("headline", body, tmp_path)
-    record.write("host", {"rows": [{"program": "relu(mm + bias)", "epigen": time_of(7.0), "eager": time_of(20.0)}, {"odd": 1}]}, tmp_path)
+    record.write("host", {"host": {"relu + bias": {"epigen": time_of(7.0), "eager operations": time_of(20.0)}}}, tmp_path)
     found = figures.draw(tmp_path, tmp_path)
     assert [p.name for p in found] == [f"{name}.{kind}" for name in ("ratios", "roofline", "seeds", "host") for kind in ("svg", "png")]
     before = [p.read_bytes() for p in found]
@@ -259,8 +259,16 @@ def test_what_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
 
     assert figures.draw(tmp_path, tmp_path) == []
     record.write("headline", {"environment": {"gpu": "NVIDIA H200"}, "rows": []}, tmp_path)
-    record.write("host", {"rows": [{"program": "relu(mm + bias)", "text": "no times"}]}, tmp_path)
     assert figures.draw(tmp_path, tmp_path) == []
+
+
+@needs_matplotlib
+def test_every_stored_result_that_has_a_figure_has_it_beside_it(tmp_path: Path) -> None:
+    from bench import figures
+
+    found = {p.name for p in figures.draw(record.RESULTS, tmp_path)}
+    assert found <= {p.name for p in record.RESULTS.iterdir()}, "run: python -m bench.figures"
+    assert {f"{name}.svg" for name in ("ratios", "roofline", "seeds", "host")} <= found
 
 
 def test_the_prototypes_figures_have_a_source_and_are_of_known_programs() -> None:
