@@ -156,7 +156,7 @@ def gather(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, help="that share a GPU")
-    parser.add_argument("--budget", type=float, default=900.0, help="seconds after which no further case is begun")
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which no further case is begun")
     parser.add_argument("--more", action="store_true", help="keep the rows that the result holds, but for disturbed ones, and measure the others")
     record.add_options(parser)
     options = parser.parse_args()
