@@ -130,6 +130,18 @@ def test_a_study_is_named_by_all_that_decides_its_outcomes(monkeypatch: pytest.M
         monkeypatch.undo()
 
 
+def test_tuning_again_times_what_is_known(tmp_path: Path) -> None:
+    recorded = table.read(next(p for p in SWEEPS if "skinny" in p.stem))
+    runner = Replay(recorded.rows, recorded.baseline)
+    first = tune_one(recorded.task, Database(tmp_path / "none", seeds=()), trials=20, runner=runner)
+    assert first.record is not None
+    known = next(c for c, o in recorded.rows.items() if o.kind == "ok" and c not in first.result.outcomes)
+    database = Database(tmp_path / "one", seeds=())
+    database.add(replace(first.record, schedule=known.schedule, config=dict(known.values)))
+    again = tune_one(recorded.task, database, trials=20, runner=runner)
+    assert known in again.result.outcomes and len(again.result.outcomes) == 20
+
+
 def test_a_storage_keeps_a_tuned_problem_for_the_next_run(tmp_path: Path) -> None:
     recorded = table.read(SWEEPS[0])
     path = f"journal://{tmp_path}/studies/"
