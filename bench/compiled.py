@@ -11,53 +11,38 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import logging
 import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bench import ahead, bars, cases, headline, peers, record, timing
 from bench.cases import Case
-from bench.peers import Contender, Problem
+from bench.peers import Contender, Maker, Problem
 from epigen.runtime import device
 
 _CORES = 3  # that each process keeps busy: its own, and two that compile for it
 
-Lock = AbstractContextManager[Any]
 
+def beside(make: Maker, lock: Any) -> Maker:
+    """A contender that is made while others have the GPU: who makes it holds the lock before and after."""
 
-class Turn:
-    """Whose turn at the GPU it is, as one process sees it: the lock is held but for the while of `given_up`."""
-
-    def __init__(self, lock: Any):
-        self.lock = lock
-
-    @contextlib.contextmanager
-    def given_up(self) -> Iterator[None]:
-        self.lock.release()
+    def made(problem: Problem) -> Contender:
+        lock.release()
         try:
-            yield
+            return make(problem)
         finally:
-            self.lock.acquire()
+            lock.acquire()
 
-    def beside(self, make: Callable[[Problem], Contender]) -> Callable[[Problem], Contender]:
-        """A contender that is made while others have the GPU."""
-
-        def made(problem: Problem) -> Contender:
-            with self.given_up():
-                return make(problem)
-
-        return made
+    return made
 
 
-def alone(benchmarker: type, lock: Lock) -> None:
+def alone(benchmarker: type, lock: Any) -> None:
     """Let torch.compile's benchmarker take the lock for as long as it measures. What is called compiles at its first call, which is not measured."""
     measure = benchmarker.benchmark_gpu  # type: ignore[attr-defined]
 
@@ -71,7 +56,7 @@ def alone(benchmarker: type, lock: Lock) -> None:
 
 # -- a process that measures
 
-_turn: Turn
+_lock: Any  # of its GPU
 
 _TRIES, _STEADY = 4, 0.2
 
@@ -92,7 +77,7 @@ def cold(contenders: timing.Contenders, measure: headline.Time = headline.cold) 
 
 def _begin(gpus: Sequence[int], locks: Sequence[Any], begun: Any) -> None:
     """Processes take the GPUs in turns."""
-    global _turn
+    global _lock
     from torch._inductor import config
     from torch._inductor.runtime import benchmarking
 
@@ -100,19 +85,18 @@ def _begin(gpus: Sequence[int], locks: Sequence[Any], begun: Any) -> None:
         place = begun.value % len(gpus)
         begun.value += 1
     torch.cuda.set_device(gpus[place])
-    _turn = Turn(locks[place])
-    alone(type(benchmarking.benchmarker), locks[place])
+    _lock = locks[place]
+    alone(type(benchmarking.benchmarker), _lock)
     config.autotune_num_choices_displayed, config.max_autotune_report_choices_stats = 0, False
     logging.getLogger("torch._inductor").setLevel(logging.CRITICAL)  # a config that does not fit is no news
 
 
 def _measured(group: Sequence[Case], until: float) -> list[dict[str, Any]]:
     """The rows of a group; none of the cases that would begin after `until`."""
-    found = []
+    makers, found = peers.MAKERS | {peers.COMPILED: beside(peers.compiled, _lock)}, []
     for case in group:
         if time.monotonic() < until:
-            with _turn.lock:
-                makers = peers.MAKERS | {peers.COMPILED: _turn.beside(peers.compiled)}
+            with _lock:
                 found.append(headline.measured(case, how={cases.COLD: cold}, makers=makers))
                 torch.cuda.empty_cache()  # the memory is that of several processes
     return found
@@ -137,7 +121,10 @@ def gather(
     is left out so far."""
     order = {case.key: case for case in todo}
     rows = {headline.key(row): row for row in known}
-    body: dict[str, Any] = {"rows": list(known), "left_out": [str(case) for key, case in order.items() if key not in rows]}
+
+    def body() -> dict[str, Any]:
+        return {"rows": [rows[key] for key in order if key in rows], "left_out": [str(case) for key, case in order.items() if key not in rows]}
+
     waiting = [pool.submit(measure, group, until) for group in groups([case for key, case in order.items() if key not in rows])]
     for done in concurrent.futures.as_completed(waiting):
         try:
@@ -145,12 +132,11 @@ def gather(
         except (headline.Lost, concurrent.futures.BrokenExecutor) as lost:
             print(f"lost: {peers.reason(lost)}", flush=True)
             continue
-        rows |= {headline.key(row): row for row in found}
+        rows.update({headline.key(row): row for row in found})
         for row in found:
             print(headline.line(row), flush=True)
-        body = {"rows": [rows[key] for key in order if key in rows], "left_out": [str(case) for key, case in order.items() if key not in rows]}
-        save(body)
-    return body
+        save(body())
+    return body()
 
 
 def main() -> None:
@@ -164,7 +150,7 @@ def main() -> None:
     target, gpus, todo = record.gpu_at_hand(), device.indices(), cases.compiled()
     each = options.processes or max(1, min(6, (os.cpu_count() or 2) // len(gpus) // _CORES))
     about = {"environment": record.environment(options.commit), "budget_s": options.budget, "gpus": len(gpus), "processes": each}
-    known = headline.earlier(options.out / "compiled.json", about["environment"]) if options.more else []
+    known = headline.earlier(options.out / "compiled.json", about["environment"], any_commit=True) if options.more else []
     known = [row for row in known if len(row["timing"]) == len(todo[0].contenders) and not disturbed(row["timing"])]
     there = {headline.key(row) for row in known}
     count = ahead.compile_all(cases.asked(case for case in todo if case.key not in there), target)

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from bench import peers, record
 from bench.programs import BY_NAME
 
@@ -44,32 +46,28 @@ _MARK = "FillFunctor"  # a kernel of torch's that no contender launches: it stan
 
 def _watched() -> None:
     """What ncu watches: a mark and a call, for each contender of each case; the mark alone for one that is missing."""
-    import torch
-
     torch.manual_seed(0)
     mark = torch.empty(1, device="cuda")
     for program, shape in CASES:
         problem = peers.problem(BY_NAME[program], shape, DTYPE, "nt")
         for name in CONTENDERS:
             one = _made(name, problem)
-            if one:
-                one.run()
+            one.run()
             torch.cuda.synchronize()
             torch.cuda.profiler.start()
             mark.fill_(0.0)
-            if one:
-                one.run()
+            one.run()
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
-            if one:
-                one.close()
+            one.close()
 
 
-def _made(name: str, problem: peers.Problem) -> peers.Contender | None:
+def _made(name: str, problem: peers.Problem) -> peers.Contender:
+    """In place of one that is missing, one that does nothing."""
     try:
         return peers.MAKERS[name](problem)
     except peers.Missing:
-        return None
+        return peers.Contender(lambda: None, tuple, ())
 
 
 def kernels(text: str) -> tuple[list[list[dict[str, Any]]], dict[str, str]]:

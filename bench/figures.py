@@ -146,9 +146,11 @@ def host(result: Mapping[str, Any], folder: Path) -> list[Path]:
     """Microseconds of host time a call, of each program by each contender, the quickest first."""
     found = [
         (f"{program}: {contender}", contender, one["median_us"], one["spread_us"])
-        for program, times in result["host"].items()
+        for program, times in result.get("host", {}).items()
         for contender, one in sorted(times.items(), key=lambda of: of[1]["median_us"])
     ]
+    if not found:
+        return []
     with mpl.rc_context(STYLE):
         figure, axes = pyplot.subplots(figsize=(6.4, 0.6 + 0.2 * len(found)), layout="constrained")
         places = list(range(len(found)))[::-1]

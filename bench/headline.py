@@ -194,17 +194,20 @@ def line(row: Mapping[str, Any]) -> str:
     return f"{head}: {', '.join(found)}"
 
 
-def earlier(path: Path, environment: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a result that was made by the same GPU and versions; none where there is no such result. One of another commit tells which."""
+def earlier(path: Path, environment: Mapping[str, Any], any_commit: bool = False) -> list[dict[str, Any]]:
+    """The rows of a result that was made by the same GPU, versions and commit; none where there is no such result.
+
+    any_commit: another commit's too, each of which then tells it.
+    """
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
         return []
     about = found.get("environment", {})
-    if any(about.get(k) != environment.get(k) for k in ("gpu", "torch", "triton", "driver")):
+    unlike = {k for k in ("gpu", "torch", "triton", "driver", "commit") if about.get(k) != environment.get(k)}
+    if unlike - ({"commit"} if any_commit else set()):
         return []
-    told = {} if about.get("commit") == environment.get("commit") else {"commit": about.get("commit")}
-    return [told | row for row in found["rows"]]
+    return [{k: about.get(k) for k in unlike} | row for row in found["rows"]]
 
 
 def plan(todo: Sequence[Case], budget_s: float) -> str:
@@ -241,7 +244,7 @@ def measure_all(todo: Sequence[Case], target: Target, options: argparse.Namespac
     start = time.perf_counter()
     body: dict[str, Any] = {"environment": record.environment(options.commit), "budget_s": options.budget, "rows": []}
     if options.more:
-        body["rows"] = [row for row in earlier(options.out / f"{options.group}.json", body["environment"]) if "commit" not in row]
+        body["rows"] = earlier(options.out / f"{options.group}.json", body["environment"])
     known = {key(row) for row in body["rows"]}
     _compile([c for c in todo if c.key not in known], target)
     body["copy_gbps"] = copy_gbps()

@@ -76,11 +76,10 @@ def host() -> str:
 
 def headline() -> str:
     """The bars, and what was measured of them. torch.compile has a result of its own."""
-    result = _load("headline")
-    results = [result, *(_load(name) for name in ("compiled",) if (RESULTS / f"{name}.json").exists())]
+    results = [_load(name) for name in ("headline", "compiled") if (RESULTS / f"{name}.json").exists()]
     measured = [bar for one in results for bar in one["bars"] if bar["rows"]]
     lines = [
-        f"How many times as fast as its peers, by geometric mean and at the worst shape ({_measured(result['environment'])}):",
+        f"How many times as fast as its peers, by geometric mean and at the worst shape ({_measured(results[0]['environment'])}):",
         "",
         *_table(
             ["case", "against", "mean", "worst", "asked", ""],
@@ -95,7 +94,7 @@ def headline() -> str:
     how = (
         "Contenders take turns, with the L2 cache flushed before each launch unless a CUDA graph is named; a wrong answer is not timed. `mm` is the product "
         "alone, so that 1 there means a free epilogue; cuBLASLt (nvmath-python, autotuned) approximates gelu by tanh; torch.compile is in the mode "
-        "`max-autotune-no-cudagraphs`."
+        f"`{peers.COMPILE_MODE}`."
     )
     figure = "![time of the product alone over that of each contender, by shape](bench/results/ratios.svg)"
     lines += ["", f"fp16 and bf16, {sum(counts.values())} cases ({words}){left}; {met}. {how}", "", figure]

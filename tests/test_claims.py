@@ -259,7 +259,9 @@ def test_what_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
 
     assert figures.draw(tmp_path, tmp_path) == []
     record.write("headline", {"environment": {"gpu": "NVIDIA H200"}, "rows": []}, tmp_path)
-    assert figures.draw(tmp_path, tmp_path) == []
+    for nothing in ({"rows": [{"program": "relu(mm + bias)", "text": "no times"}]}, {"host": {}}):
+        record.write("host", nothing, tmp_path)
+        assert figures.draw(tmp_path, tmp_path) == []
 
 
 @needs_matplotlib

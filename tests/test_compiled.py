@@ -55,12 +55,11 @@ def test_the_gpu_is_given_up_while_a_contender_is_made_and_for_no_longer() -> No
         depths.append(lock.depth)
         raise ValueError("it does not compile")
 
-    turn = compiled.Turn(lock)
     problem = peers.problem(BY_NAME["relu + bias"], (8, 16, 8), "fp16", "nt", "cpu")
     with lock:
-        assert turn.beside(make)(problem).outputs is not None and lock.depth == 1
+        assert compiled.beside(make, lock)(problem).outputs is not None and lock.depth == 1
         with pytest.raises(ValueError, match="does not compile"):
-            turn.beside(broken)(problem)
+            compiled.beside(broken, lock)(problem)
         assert lock.depth == 1, "it is taken back whatever happens"
     assert depths == [0, 0]
 

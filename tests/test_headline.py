@@ -314,8 +314,9 @@ def test_rows_of_another_environment_are_not_kept(tmp_path: Path) -> None:
     rows = [row_of(cases.small()[0])]
     path = record.write("small", {"environment": here, "rows": rows}, tmp_path)
     assert headline.earlier(path, here | {"date": "2026-11-21"}) == rows
-    assert headline.earlier(path, here | {"commit": "def5678"}) == [{"commit": "abc1234"} | row for row in rows]
-    assert headline.earlier(path, here | {"torch": "2.12.0"}) == [] == headline.earlier(tmp_path / "none.json", here)
+    assert headline.earlier(path, here | {"commit": "def5678"}) == [] == headline.earlier(tmp_path / "none.json", here)
+    assert headline.earlier(path, here | {"commit": "def5678"}, any_commit=True) == [{"commit": "abc1234"} | row for row in rows]
+    assert headline.earlier(path, here | {"commit": "def5678", "torch": "2.12.0"}, any_commit=True) == []
 
 
 # -- the verdicts
