@@ -25,10 +25,14 @@ CASES = (
     *((program, shape) for shape in ((8192, 8192, 512), (4096, 4096, 4096)) for program in PROGRAMS),
     *((program, (8192, 8192, 8192)) for program in ("relu + bias", "gelu + bias", "gelu + bias + aux")),
     *(("relu + bias", shape) for shape in ((64, 4096, 4096), (4, 14336, 4096))),
+    *(("gelu + bias", shape) for shape in ((2048, 2048, 2048), (65536, 1024, 1024))),
+    ("relu + bias", (4096, 28672, 8192)),
+    ("relu + bias + mask", (8192, 28672, 8192)),
 )
-"""Program and M x N x K: a short main loop, a long one, the longest, and few rows. The layout is that of a Linear's weight.T."""
+"""Program and M x N x K: a short main loop, a long one, the longest, few rows, and where the headline's ratios have been lowest. The layout is that
+of a Linear's weight.T."""
 
-CONTENDERS = (peers.OURS, peers.MM, peers.CUBLASLT)
+CONTENDERS = (peers.OURS, peers.OURS_TANH, peers.MM, peers.CUBLASLT)
 
 DTYPE = "bf16"
 

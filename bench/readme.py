@@ -285,7 +285,13 @@ def counters() -> str:
     rows = []
     for shape, of_shape in itertools.groupby(result["rows"], lambda row: "x".join(map(str, row["shape"]))):
         measured = list(of_shape)
-        for name, kernels, vendor in (("mm", measured[0]["mm"], ()), *((row["program"], row["epigen"], row.get("cuBLASLt", ())) for row in measured)):
+        ours = [
+            (row["program"] + how, row[name], row.get("cuBLASLt", ()))
+            for row in measured
+            for name, how in (("epigen", ""), ("epigen, tanh", ", by tanh"))
+            if name in row
+        ]
+        for name, kernels, vendor in (("mm", measured[0]["mm"], ()), *ours):
             metrics = kernels[0]["metrics"]
             busy = [f"{metrics[m]:.0f}%" for m in COUNTED]
             issued = metrics["smsp__issue_active.avg.per_cycle_active"]
