@@ -260,6 +260,21 @@ def test_what_may_be_behind_by_chance_is_timed_again() -> None:
     assert winner(10.0) == second and winner(1.0) == first
 
 
+@pytest.mark.parametrize(("scale", "names"), [(0.1, "first"), (1.0, "other")])
+def test_of_long_launches_every_way_is_timed_again(scale: float, names: str) -> None:
+    """A tile is 5 % behind nine configs of another one on a cool GPU, and ahead of them on a hot one."""
+    first, other = [c for c in SPACE.every() if (c.schedule, c["block_m"], c["block_n"]) == ("tiled", 128, 128)][:9], tiled(128, 64)
+    space = {c: Outcome("ok", scale * (1000.0 + i)) for i, c in enumerate(first)} | {other: Outcome("ok", scale * 1050.0)}
+
+    class Hot(Replay):
+        def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
+            assert not configs or (other in configs) == (names == "other")
+            return Comparison(tuple(Outcome("ok", scale * (1180.0 if c == other else 1200.0)) for c in configs), self.baseline)
+
+    found = search(SPACE, Hot(space, Baseline(1, 1)), prior={c: 1.0 + i for i, c in enumerate(space)}, trials=len(space))
+    assert found.winner == {"first": first[0], "other": other}[names]
+
+
 def test_the_last_trials_are_a_fine_step_from_the_best() -> None:
     """The right tile comes first, and all others before its right group_m."""
     tile, best = tiled(128, 128), tiled(128, 128, group_m=8)

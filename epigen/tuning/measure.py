@@ -1,14 +1,12 @@
 """The measuring worker, one a GPU: checks a candidate's answer, then times it as it will be launched.
 
-Timing: random data, the L2 cache flushed before every launch (`timer`), CUDA events, medians. A candidate far behind the best so far is cut
-off after a few samples. Close calls are decided by `Compare`, in which the candidates take turns.
+Timing: random data, the L2 cache flushed before every launch (`timer`), CUDA events, medians of as many samples as are needed (`sampling`).
+Close calls are decided by `Compare`, in which the candidates take turns.
 """
 
 from __future__ import annotations
 
 import gc
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,14 +19,11 @@ from epigen.errors import EpigenError
 from epigen.ir import bound
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.rendering import renderer
+from epigen.tuning.sampling import Sampler
 from epigen.tuning.task import Baseline, Compare, Comparison, Job, Measure, Outcome, Task
 from epigen.tuning.timer import ColdTimer
 
 _CHECKED_EXTENT = 4096  # answers are checked at no more than this and the tail, which the float64 oracle manages in milliseconds
-_FIRST, _SAMPLES = 3, 15
-_ENOUGH_US = 30_000.0  # a long kernel needs fewer samples: its spread is less
-_FEWEST, _MOST, _COMPARED_S = 7, 101, 0.3  # rounds of a comparison, and how long it goes on
-_FAR, _HOPELESS = 1.25, 2.5  # a candidate this far behind the best is cut off after the first samples, or after one
 
 
 class Meter:
@@ -42,7 +37,7 @@ class Meter:
         self.checked = task.sample(self.graph, "cuda", (m, n, k))
         dtypes = [output_dtype(self.graph, o, BY_NAME[task.a]) for o in self.graph.outputs]
         self.expected = bound.expect(self.graph, self.checked.a, self.checked.b, self.checked.inputs, dtypes, task.precision)
-        self.once = ColdTimer().once
+        self.sampler = Sampler(ColdTimer().once, self.product)
 
     def answer(self, job: Job) -> Outcome | Comparison:
         if isinstance(job, Compare):
@@ -76,27 +71,13 @@ class Meter:
         del found, results
         run = self.runner(kernel)
         run()
-        samples = [self.once(run)]
-        if job.limit_us and samples[0] > _HOPELESS * job.limit_us:
-            return Outcome("slower", samples[0], 0.0, 1)
-        samples += [self.once(run) for _ in range(_FIRST - 1)]
-        middle = statistics.median(samples)
-        if job.limit_us and middle > _FAR * job.limit_us:
-            return Outcome("slower", middle, max(samples) - min(samples), len(samples))
-        while len(samples) < _SAMPLES and sum(samples) < _ENOUGH_US:
-            samples.append(self.once(run))
-        return _outcome(samples)
+        return self.sampler.single(run, job.limit_us)
 
     def compare(self, job: Compare) -> Comparison:
         runs: list[Callable[[], Any]] = [*(self.runner(self.kernel(c)) for c in job.configs), self.product, lambda: torch.relu(self.product())]
         for run in runs:
             run()
-        samples: list[list[float]] = [[] for _ in runs]
-        start = time.perf_counter()
-        while (rounds := len(samples[0])) < _FEWEST or (rounds < _MOST and time.perf_counter() - start < _COMPARED_S):
-            for run, into in zip(runs, samples, strict=True):
-                into.append(self.once(run))
-        *outcomes, alone, with_pass = (_outcome(s) for s in samples)
+        *outcomes, alone, with_pass = self.sampler.turns(runs)
         return Comparison(tuple(outcomes), Baseline(alone.median_us, with_pass.median_us))
 
     def product(self) -> torch.Tensor:
@@ -107,11 +88,6 @@ class Meter:
         if a.is_floating_point() and a.element_size() > 1:
             return torch.mm(a, b)
         return vendor.product(a, b, self.task.precision)
-
-
-def _outcome(samples: list[float]) -> Outcome:
-    low, middle, high = statistics.quantiles(samples, n=4)
-    return Outcome("ok", middle, high - low, len(samples))
 
 
 def worker(task: Task) -> Callable[[Job], Outcome | Comparison]:

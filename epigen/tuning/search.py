@@ -21,6 +21,7 @@ from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError, TuneError
 from epigen.tuning.interrupt import noticed, unbroken
 from epigen.tuning.runner import Runner
+from epigen.tuning.sampling import LONG_US
 from epigen.tuning.space import Space
 from epigen.tuning.storage import Storage, open_storage
 from epigen.tuning.study import Claim, Study
@@ -31,6 +32,7 @@ from epigen.tuning.tpe import Proposal, Tpe
 BATCH = 6
 _AHEAD = 9  # claimed and not measured when the next batch is taken: enough that a dozen compilers have work
 _CLOSE = 1.02  # configs within this of the best are timed again, taking turns, and those whose difference may be chance
+_CLOSE_LONG = 1.06  # of long launches: so much the clock, which is lower then, moves ways to share the work against each other
 _NOISE = 1.005  # what still counts as a tie after that: the first by the model's rank wins
 _FINALISTS = 8
 _POLISH = 3  # so many of the last trials are one step away from the best
@@ -299,7 +301,7 @@ class _Tuner:
         best = self.best()
         if best is None:
             return None
-        close = [c for c in self.right() if self.may_be_as_fast(c, best)][:_FINALISTS]
+        close = _of_every_way([c for c in self.right() if self.may_be_as_fast(c, best)])[:_FINALISTS]
         self.runner.prepare(close)  # some may have been measured elsewhere
         try:
             compared = self.runner.compare(close)
@@ -312,7 +314,8 @@ class _Tuner:
 
     def may_be_as_fast(self, config: KernelConfig, best: KernelConfig) -> bool:
         one, other = self.study.outcomes[config], self.study.outcomes[best]
-        return one.median_us - other.median_us <= max((_CLOSE - 1) * other.median_us, 2 * math.hypot(one.error_us, other.error_us))
+        close = _CLOSE_LONG if other.median_us >= LONG_US else _CLOSE
+        return one.median_us - other.median_us <= max((close - 1) * other.median_us, 2 * math.hypot(one.error_us, other.error_us))
 
     # -- what to try
 
@@ -390,6 +393,17 @@ class _Tuner:
         schedule = min(self.weights, key=lambda s: (self.proposed[s] + 1) / self.weights[s])
         self.proposed[schedule] += 1
         return schedule
+
+
+def _of_every_way(configs: Sequence[KernelConfig]) -> list[KernelConfig]:
+    """The first of each tile and way to share it, then the second of each, and so on."""
+    ways, nth = Counter[tuple[object, ...]](), {}
+    for config in configs:
+        values = dict(config.values)
+        way = (config.schedule, values.get("block_m"), values.get("block_n"), values.get("pingpong"))
+        nth[config] = ways[way]
+        ways[way] += 1
+    return sorted(configs, key=nth.__getitem__)
 
 
 def _one_step(one: KernelConfig, other: KernelConfig) -> bool:

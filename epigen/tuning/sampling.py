@@ -1,0 +1,90 @@
+"""How often, and beside what, launches are timed, so that configs can be told apart on a GPU whose clock moves.
+
+A GPU at its power limit lowers its clock while it is timed, and raises it while it waits for the next config: an H200's sinks from 1.97 to 1.6 GHz
+within 0.15 s of large products, which is more than good configs differ by. So a long launch is timed in turns with the vendor's product, whose time
+tells how fast the GPU is just then; and close calls are decided once the GPU is as hot as work will make it, since two groups in turns lose up to
+6 % less to a low clock than groups that multiply together.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from epigen.tuning.task import Outcome
+
+LONG_US = 250.0
+"""Launches from here on keep the GPU busy enough to lower its clock: between shorter ones the flushes of the L2 cache let it rest."""
+
+_FIRST, _SAMPLES = 3, 15
+_ENOUGH_US = 30_000.0  # a long kernel needs fewer samples: its spread is less
+_FAR, _HOPELESS = 1.25, 2.5  # a candidate this far behind the best is cut off after the first samples, or after one
+_FEWEST, _MOST, _COMPARED_S = 7, 101, 0.3  # rounds of a comparison, and how long it goes on
+_HEATED_S = 0.25  # how long the GPU is kept busy before it
+
+Run = Callable[[], object]
+
+
+class Sampler:
+    """Times the launches of one task."""
+
+    def __init__(self, once: Callable[[Run], float], product: Run, now: Callable[[], float] = time.perf_counter):
+        """once: microseconds of one launch. product: the vendor's product alone. now: seconds."""
+        self.once, self.product, self.now = once, product, now
+        self.product_us = 0.0  # as it was beside the first long launch
+
+    def single(self, run: Run, best_us: float) -> Outcome:
+        """One config. best_us: of the fastest so far, or 0; a candidate far behind it is cut off after a few samples. A long launch's time is what
+        it would be while the product takes `product_us`."""
+        samples = [self.once(run)]
+        if best_us and samples[0] > _HOPELESS * best_us:
+            return Outcome("slower", samples[0], 0.0, 1)
+        if samples[0] >= LONG_US:
+            return self._beside_the_product(run, best_us)
+        while len(samples) < _FIRST:
+            samples.append(self.once(run))
+        if best_us and statistics.median(samples) > _FAR * best_us:
+            return _slower(samples)
+        while len(samples) < _SAMPLES:
+            samples.append(self.once(run))
+        return _outcome(samples)
+
+    def _beside_the_product(self, run: Run, best_us: float) -> Outcome:
+        if not self.product_us:
+            self.product()  # a first call takes longer
+        ours, vendors = list[float](), list[float]()
+
+        def scaled() -> list[float]:
+            reference = self.product_us or statistics.median(vendors)
+            return [reference * one / vendor for one, vendor in zip(ours, vendors, strict=True)]
+
+        while len(ours) < _FIRST or (len(ours) < _SAMPLES and sum(ours) + sum(vendors) < _ENOUGH_US):
+            ours.append(self.once(run))
+            vendors.append(self.once(self.product))
+            if len(ours) == _FIRST and best_us and statistics.median(scaled()) > _FAR * best_us:
+                return _slower(scaled())
+        found = scaled()
+        self.product_us = self.product_us or statistics.median(vendors)
+        return _outcome(found)
+
+    def turns(self, runs: Sequence[Run]) -> list[Outcome]:
+        """Several, taking turns."""
+        begun = self.now()
+        while min(self.once(run) for run in runs) >= LONG_US and self.now() - begun < _HEATED_S:
+            pass
+        samples: list[list[float]] = [[] for _ in runs]
+        begun = self.now()
+        while (rounds := len(samples[0])) < _FEWEST or (rounds < _MOST and self.now() - begun < _COMPARED_S):
+            for run, into in zip(runs, samples, strict=True):
+                into.append(self.once(run))
+        return [_outcome(s) for s in samples]
+
+
+def _slower(samples: Sequence[float]) -> Outcome:
+    return Outcome("slower", statistics.median(samples), max(samples) - min(samples), len(samples))
+
+
+def _outcome(samples: Sequence[float]) -> Outcome:
+    low, middle, high = statistics.quantiles(samples, n=4)
+    return Outcome("ok", middle, high - low, len(samples))
