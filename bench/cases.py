@@ -10,6 +10,7 @@ from itertools import product
 
 from bench import peers
 from bench.programs import BACKWARD, BY_NAME, PROGRAMS
+from epigen.tuning import sampling
 from epigen.tuning.asked import Asked, distinct, every
 
 Shape = tuple[int, int, int]
@@ -74,6 +75,8 @@ class Case:
     def seconds(self) -> float:
         """About what the case takes: data, checks, a first call each, cuBLASLt's autotuning, and the timed rounds."""
         found = 0.05 + 0.03 * len(self.contenders) + 40 * self.kernel_s + min(max(ROUND_S, 5 * self._round_s), 100 * self._round_s)
+        if self.kernel_s * 1e6 >= sampling.LONG_US:
+            found += sampling.HEATED_S
         if peers.CUBLASLT in self.contenders:
             found += peers.AUTOTUNED * 8 * (0.004 + self.kernel_s)
         return found
@@ -84,8 +87,7 @@ class Case:
 
 
 ROUND_S = 0.5
-"""What the timed rounds of a case may take, once each contender has had its least. In the first 0.15 s of large products the clock still sinks to
-what the power allows, from 1.97 to 1.6 GHz (H200), and the quartiles of one kernel's times are up to 10 % apart."""
+"""What the timed rounds of a case may take, once each contender has had its least."""
 
 
 START_S = 25.0

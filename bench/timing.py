@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from epigen.tuning.sampling import heat
 from epigen.tuning.timer import ColdTimer
 
 Contenders = Mapping[str, Callable[[], object]]
@@ -27,7 +28,8 @@ def _summary(samples: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 def cold(contenders: Contenders, rounds: int = 100, budget_s: float = math.inf, timer: ColdTimer | None = None) -> dict[str, dict[str, float]]:
-    """One launch a sample with the L2 cache flushed before it; contenders take turns within each round, in every second one backwards.
+    """One launch a sample with the L2 cache flushed before it; contenders take turns within each round, in every second one backwards. Long ones are
+    timed on a GPU that they have heated, as it is in the middle of a training run.
 
     budget_s: after so long no further round is begun, once there are LEAST. timer: what takes a sample; by default the current GPU's.
     """
@@ -36,6 +38,7 @@ def cold(contenders: Contenders, rounds: int = 100, budget_s: float = math.inf, 
     late = dict.fromkeys(contenders, 0)
     for run in contenders.values():
         run()  # whatever a first call does besides
+    heat(timer.once, list(contenders.values()))
     start = time.perf_counter()
     for number in range(rounds):
         if number >= LEAST and time.perf_counter() - start > budget_s:

@@ -100,7 +100,7 @@ def test_contenders_take_turns_and_long_ones_get_fewer_rounds() -> None:
 
     contenders = {name: lambda name=name: order.append(name) for name in "abc"}
     found = timing.cold(contenders, rounds=4, timer=Timer(lambda: None, lambda: None))
-    assert "".join(order) == "abc" + "abc" + "cba" + "abc" + "cba" and {one["samples"] for one in found.values()} == {4}
+    assert "".join(order) == 2 * "abc" + "abc" + "cba" + "abc" + "cba" and {one["samples"] for one in found.values()} == {4}
     assert found["b"]["late"] == 4 and "late" not in found["a"]
     found = timing.cold(contenders, budget_s=0.0, timer=Timer(lambda: None, lambda: None))
     assert found["a"]["samples"] == timing.LEAST

@@ -21,9 +21,18 @@ _FIRST, _SAMPLES = 3, 15
 _ENOUGH_US = 30_000.0  # a long kernel needs fewer samples: its spread is less
 _FAR, _HOPELESS = 1.25, 2.5  # a candidate this far behind the best is cut off after the first samples, or after one
 _FEWEST, _MOST, _COMPARED_S = 7, 101, 0.3  # rounds of a comparison, and how long it goes on
-_HEATED_S = 0.25  # how long the GPU is kept busy before it
+
+HEATED_S = 0.25
+"""How long the GPU is kept busy before long launches are compared."""
 
 Run = Callable[[], object]
+
+
+def heat(once: Callable[[Run], float], runs: Sequence[Run], now: Callable[[], float] = time.perf_counter) -> None:
+    """Launch them in turns for HEATED_S where all are long; else once each, which tells that they are not. once: microseconds of a launch."""
+    begun = now()
+    while min(once(run) for run in runs) >= LONG_US and now() - begun < HEATED_S:
+        pass
 
 
 class Sampler:
@@ -70,9 +79,7 @@ class Sampler:
 
     def turns(self, runs: Sequence[Run]) -> list[Outcome]:
         """Several, taking turns."""
-        begun = self.now()
-        while min(self.once(run) for run in runs) >= LONG_US and self.now() - begun < _HEATED_S:
-            pass
+        heat(self.once, runs, self.now)
         samples: list[list[float]] = [[] for _ in runs]
         begun = self.now()
         while (rounds := len(samples[0])) < _FEWEST or (rounds < _MOST and self.now() - begun < _COMPARED_S):
