@@ -201,7 +201,7 @@ _DERIVATIVES = (
          " * (1 - z * tanh(0.7978845608028654 * (z + 0.044715 * z ** 3)) * 0.7978845608028654 * (1 + 0.134145 * z * z))"
          " + 0.10703222440890037 * z * z)")), "64 * abs(g)",
        body=("# 1 - cdf from e where it is small, for 1 - s would cancel", *_logistic(_TANH_EXPONENT.format(x="tl.abs({z})", s="({z} * {z})")), "s = r * r",
-             "tail = e * s", "cdf = tl.where({z} < 0.0, tail, s)", "du = 1.5957691216057308 + 0.21406444881780072 * ({z} * {z})")),
+             "tail = e * s", "cdf = tl.where({z} < 0.0, tail, s)", "du = 1.5957691216057308 + 0.21406444881780072 * ({z} * {z})"), rounded="dgelu_tanh_16bit"),
     Op("dsilu", _GZ, "g * s * (1 + z * (1 - s)), s = sigmoid(z)", "{g} * s * (1.0 + {z} * (1.0 - s))",
        "{g} * torch.sigmoid({z}) * (1 + {z} * (1 - torch.sigmoid({z})))",
        ("dsilu(grad, z)", "grad * g * dsigmoid(2 + z * (1 - 2 * sigmoid(z)), sigmoid(z))"), "(24 + 4 * minimum(abs(z), 20)) * abs(g)",
@@ -237,16 +237,21 @@ REDUCTIONS: dict[str, Reduction] = {
 _EXACT = {op.name: op for op in (*_ACTIVATIONS, *_DERIVATIVES)}
 
 
-def _to_16_bits(name: str, error: str, body: tuple[str, ...]) -> Op:
-    """What takes the place of a row."""
+def _to_16_bits(name: str, below: str, error: str, body: tuple[str, ...], triton: str = "") -> Op:
+    """What takes the place of a row. below: what its error is below."""
     row = _EXACT[name]
-    return replace(row, name=row.rounded, formula=f"{name}, with an error below 6.2e-5 * Phi(-|{row.params[-1].name}|)", error=error, body=body, rounded="")
+    return replace(row, name=row.rounded, formula=f"{name}, with an error below {below}", triton=triton or row.triton, error=error, body=body, rounded="")
 
 
 _ROUNDED = (
-    _to_16_bits("gelu", f"abs(x) * ({_TAIL_ERROR.format(x='x')} + 8)", _CDF_16BIT),
-    _to_16_bits("dgelu", f"abs(g) * ({_TAIL_ERROR.format(x='z')} + 16)", (*_of_z(_CDF_16BIT), _PDF)),
-)
+    _to_16_bits("gelu", "6.2e-5 * Phi(-|x|)", f"abs(x) * ({_TAIL_ERROR.format(x='x')} + 8)", _CDF_16BIT),
+    _to_16_bits("dgelu", "6.2e-5 * Phi(-|z|)", f"abs(g) * ({_TAIL_ERROR.format(x='z')} + 16)", (*_of_z(_CDF_16BIT), _PDF)),
+    # four instructions less than where 1 - s is taken from e; so it cancels, and what s is rounded by counts up to 35 times, which is what du becomes
+    # before e is nothing beside 1
+    _to_16_bits("dgelu_tanh", "3.1e-5 * |g|", "512 * abs(g)",
+                ("# s * (1 + du * (1 - s)), where results are rounded to 16 bits", *_logistic(_TANH_EXPONENT.format(x="{z}", s="({z} * {z})")), "s = r * r",
+                 "du = {z} * (1.5957691216057308 + 0.21406444881780072 * ({z} * {z}))", "w = {g} * s"), "w + w * (du - s * du)"),
+)  # fmt: skip
 
 TABLE: dict[str, Op] = {
     op.name: replace(op, group=group)

@@ -109,6 +109,15 @@ def test_nan_and_infinity(shape: tuple[int, int, int]) -> None:
     assert torch.equal(found[5].isnan() | found[5].isinf() | (found[5] == 0), torch.ones_like(found[5], dtype=torch.bool))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_logistic_function_is_1_where_it_rounds_to_1(dtype: torch.dtype) -> None:
+    """Far from 0 its derivative by tanh multiplies 1 - s by a thousand: were s off by its last bit, that would be seen."""
+    z = torch.linspace(-60, 60, 256 * 1024, device="cuda").reshape(256, 1024).to(dtype)
+    found = epigen.compile("dgelu_tanh(mm, z[m,n])").over(torch.ones_like(z), z=z).double()
+    expected = torch.ops.aten.gelu_backward(torch.ones_like(z).double(), z.double(), approximate="tanh")
+    assert ((found - expected).abs() <= 3.1e-5 + expected.abs() * torch.finfo(dtype).eps / 2).all()
+
+
 def test_out_in_place_on_the_residual() -> None:
     kernel = epigen.compile("mm + residual")
     x, w, residual = half(300, 200), half(200, 100), half(300, 100)

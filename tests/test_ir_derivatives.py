@@ -77,8 +77,8 @@ _IDS = [f"{op.name}-{name}" for op, name in _PAIRS]
 def test_each_numeric_row_has_a_gradient_for_each_number() -> None:
     expected = {(op.name, p.name) for op in NUMERIC for p in op.params if p.kind == NUMBER}
     assert {(op.name, name) for op, name in _PAIRS} == expected
-    assert len(expected) == 50
-    assert len(NUMERIC) == 33
+    assert len(expected) == 52
+    assert len(NUMERIC) == 34
 
 
 def test_a_boolean_has_no_gradient() -> None:
@@ -173,9 +173,9 @@ def test_what_gelu_multiplies_by_is_as_close_as_promised(name: str, exact: Calla
     assert ((computed(ops.TABLE[f"d{name}"], g=torch.ones_like(z).float(), z=z.float()).double() - slope).abs() <= slope_units * bound.UNIT).all()
 
 
-@pytest.mark.parametrize("name", ["gelu_16bit", "dgelu_16bit"])
-def test_what_is_rounded_to_16_bits_is_as_close_as_promised(name: str) -> None:
-    z = torch.cat([torch.linspace(-40, 40, 400_001), torch.tensor([0.0, -0.0, 1e30])])
+@pytest.mark.parametrize(("name", "largest"), [("gelu_16bit", 1e30), ("dgelu_16bit", 1e30), ("dgelu_tanh_16bit", 1e12)])
+def test_what_is_rounded_to_16_bits_is_as_close_as_promised(name: str, largest: float) -> None:
+    z = torch.cat([torch.linspace(-40, 40, 400_001), torch.tensor([0.0, -0.0, largest])])
     args = {"x": z} if name == "gelu_16bit" else {"g": torch.full_like(z, -3.0), "z": z}
     wide = {n: x.double() for n, x in args.items()}
     found, expected = computed(ops.TABLE[name], **args).double(), call(ops.TABLE[name], wide)
@@ -224,6 +224,11 @@ def _inner(z: float) -> float:
     return math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)
 
 
+def _dgelu_tanh(g: float, z: float) -> float:
+    s = _sigmoid(2 * _inner(z))
+    return g * (s + z * s * (1 - s) * 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * z * z))
+
+
 _NAIVE: dict[str, Callable[..., float]] = {
     "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y, "div": lambda x, y: x / y, "neg": lambda x: -x,
     "gt": lambda x, y: x > y, "ge": lambda x, y: x >= y, "lt": lambda x, y: x < y, "le": lambda x, y: x <= y, "eq": lambda x, y: x == y, "ne": lambda x, y: x != y,
@@ -233,8 +238,7 @@ _NAIVE: dict[str, Callable[..., float]] = {
     "gelu": lambda x: x * _cdf(x), "gelu_tanh": lambda x: x * (1 + math.tanh(_inner(x))) / 2, "silu": lambda x: x * _sigmoid(x), "sigmoid": _sigmoid, "tanh": math.tanh,
     "softplus": lambda x: math.log1p(math.exp(-abs(x))) + max(x, 0.0), "hardswish": lambda x: x * min(max(x + 3, 0), 6) / 6, "drelu": lambda g, p: g if p else 0.0,
     "dgelu": lambda g, z: g * (_cdf(z) + z * _phi(z)),
-    "dgelu_tanh": lambda g, z: g * ((1 + math.tanh(_inner(z))) / 2 + z / 2 * (1 - math.tanh(_inner(z)) ** 2) * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * z * z)),
-    "gelu_16bit": lambda x: x * _cdf(x), "dgelu_16bit": lambda g, z: g * (_cdf(z) + z * _phi(z)),
+    "dgelu_tanh": _dgelu_tanh, "gelu_16bit": lambda x: x * _cdf(x), "dgelu_16bit": lambda g, z: g * (_cdf(z) + z * _phi(z)), "dgelu_tanh_16bit": _dgelu_tanh,
     "dsilu": lambda g, z: g * (_sigmoid(z) + z * _sigmoid(z) * (1 - _sigmoid(z))), "dsigmoid": lambda g, y: g * y * (1 - y), "dtanh": lambda g, y: g * (1 - y * y),
 }  # fmt: skip
 
@@ -250,7 +254,8 @@ def test_reference_is_the_naive_formula(op: ops.Op) -> None:
         args["y"][:50] = args["x"][:50]
     found = call(op, args)
     expected = torch.tensor([_NAIVE[op.name](*row) for row in zip(*(args[p.name].tolist() for p in op.params), strict=True)], dtype=found.dtype)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    # torch's dgelu_tanh subtracts numbers up to 35 times g from one another
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13 if "dgelu_tanh" in op.name else 1e-14)
 
 
 @pytest.mark.parametrize(

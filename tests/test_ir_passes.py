@@ -191,6 +191,8 @@ def test_the_order_of_assignments_shows_in_the_header_alone() -> None:
         ("gelu(gelu(mm))", [BF16], {"gelu", "gelu_16bit"}),
         ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", [FP16, FP32], {"dgelu_16bit"}),
         ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", [FP32, FP32], {"dgelu"}),
+        ("dz = dgelu_tanh(mm, z[m,n]); dz, bgrad(dz)", [BF16, FP32], {"dgelu_tanh_16bit"}),
+        ("dgelu_tanh(mm, z[m,n])", [FP32], {"dgelu_tanh"}),
     ],
 )
 def test_gelu_is_cheaper_where_nothing_but_rounded_results_come_of_it(text: str, dtypes: list[DType], found: set[str]) -> None:
