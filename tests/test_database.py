@@ -485,6 +485,13 @@ def test_merge_says_what_it_dropped(tmp_path: Path) -> None:
     assert one.merge(tmp_path / NAME).complaints == [f"{tmp_path / NAME}: line 1, column 2: Expecting property name enclosed in double quotes"]
 
 
+def test_a_record_may_take_the_place_of_a_better_one(tmp_path: Path) -> None:
+    chain, slow = opened(tmp_path), record(median_us=10, config=config(64))
+    chain.add(record(median_us=9))
+    assert chain.add(slow).replaced == 0 and chain.add(slow, replacing=True).replaced == 1
+    assert [r for _, r in opened(tmp_path).records()] == [slow]
+
+
 def test_nothing_new_writes_nothing(tmp_path: Path) -> None:
     chain = opened(tmp_path)
     chain.add(record())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,9 +138,14 @@ def test_tuning_again_times_what_is_known(tmp_path: Path) -> None:
     assert first.record is not None
     known = next(c for c, o in recorded.rows.items() if o.kind == "ok" and c not in first.result.outcomes)
     database = Database(tmp_path / "one", seeds=())
-    database.add(replace(first.record, schedule=known.schedule, config=dict(known.values)))
+    lucky = replace(first.record, schedule=known.schedule, config=dict(known.values), median_us=first.record.median_us / 2)
+    database.add(lucky)
+    stop = threading.Event()
+    part = tune_one(recorded.task, database, trials=20, runner=runner, stop=stop, report=lambda p: stop.set() if p.trials == 5 else None)
+    assert part.result.complete is False and [r for _, r in database.records()] == [lucky], "a part of a search knows no better"
     again = tune_one(recorded.task, database, trials=20, runner=runner)
     assert known in again.result.outcomes and len(again.result.outcomes) == 20
+    assert [r for _, r in database.records()] == [again.record], "what a GPU was on another day counts no more"
 
 
 def test_a_storage_keeps_a_tuned_problem_for_the_next_run(tmp_path: Path) -> None:

@@ -180,10 +180,10 @@ class Database:
 
     # -- writing
 
-    def add(self, *found: Record) -> Report:
+    def add(self, *found: Record, replacing: bool = False) -> Report:
         """Adds records to the user's database; where it has a better one of the same key, that one stays. Raises DatabaseError.
 
-        When this returns, the records are on disk, whatever becomes of this process.
+        replacing: it goes, whatever its time. When this returns, the records are on disk, whatever becomes of this process.
         """
         report = Report()
         by_gpu: dict[tuple[str, str], list[Record]] = {}
@@ -192,7 +192,7 @@ class Database:
         for (gpu, capability), some in sorted(by_gpu.items()):
 
             def change(before: Mapping[Key, Record], some: list[Record] = some) -> Iterable[Record]:
-                return _add(dict(before), some, report)
+                return _add(dict(before), some, report, replacing)
 
             self._update(gpu, capability, change, report)
         return report
@@ -263,7 +263,7 @@ class Database:
         return self.path if _one_file(self.path) else self.path / file_name(gpu, capability)
 
 
-def _add(kept: dict[Key, Record], found: Iterable[Record], report: Report) -> Iterable[Record]:
+def _add(kept: dict[Key, Record], found: Iterable[Record], report: Report, replacing: bool) -> Iterable[Record]:
     for record in found:
         before = kept.get(record.key)
         if before is None:
@@ -272,7 +272,7 @@ def _add(kept: dict[Key, Record], found: Iterable[Record], report: Report) -> It
         elif before == record:
             report.unchanged += 1
         else:
-            winner = better(before, record)
+            winner = record if replacing else better(before, record)
             loser = before if winner is record else record
             report.replaced += winner is record
             kept[record.key] = winner

@@ -99,7 +99,8 @@ def tune_one(
     record = None
     if database is not None and result.baseline.mm_us:
         record = _record(problem, result)
-        database.add(record)
+        # a complete search has timed what was known anew: its time of another day, on a cooler GPU, says less
+        database.add(record, replacing=result.complete)
     return Tuned(problem, result, record)
 
 
