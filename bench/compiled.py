@@ -21,10 +21,14 @@ from typing import Any
 
 import torch
 
+import epigen
 from bench import ahead, bars, cases, headline, peers, record, timing
 from bench.cases import Case
 from bench.peers import Contender, Maker, Problem
+from bench.programs import BY_NAME
+from epigen import dtypes
 from epigen.runtime import device
+from epigen.runtime.device import Target
 
 _CORES = 3  # that each process keeps busy: its own, and two that compile for it
 
@@ -113,6 +117,21 @@ def groups(todo: Sequence[Case]) -> list[list[Case]]:
     return sorted(found.values(), key=lambda group: -group[0].flops)
 
 
+def launched(row: Mapping[str, Any], target: Target) -> str:
+    """The config that a call of the row's problem launches by now."""
+    plan = epigen.compile(BY_NAME[row["program"]].text).plan(tuple(row["shape"]), dtypes.BY_NAME[row["dtype"]], target, layout=row["layout"])
+    return str(plan.choice.config)
+
+
+def stands(row: Mapping[str, Any], target: Target) -> bool:
+    """Whether all were timed, undisturbed, and epigen with the config that it has by now."""
+    return (
+        {peers.OURS, peers.COMPILED} <= row["timing"].keys()
+        and not disturbed(row["timing"])
+        and row["notes"][peers.OURS].startswith(f"{launched(row, target)};")
+    )
+
+
 def gather(
     todo: Sequence[Case], known: Sequence[dict[str, Any]], pool: concurrent.futures.Executor,
     measure: Callable[[Sequence[Case], float], list[dict[str, Any]]], until: float, save: Callable[[dict[str, Any]], object],
@@ -143,7 +162,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, help="that share a GPU")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which no further case is begun")
-    parser.add_argument("--more", action="store_true", help="keep the rows that the result holds, but for disturbed ones, and measure the others")
+    parser.add_argument(
+        "--more", action="store_true", help="keep the rows that the result holds, but for disturbed ones and those of another config, and measure the others"
+    )
     record.add_options(parser)
     options = parser.parse_args()
     start = time.monotonic()
@@ -151,7 +172,7 @@ def main() -> None:
     each = options.processes or max(1, min(6, (os.cpu_count() or 2) // len(gpus) // _CORES))
     about = {"environment": record.environment(options.commit), "budget_s": options.budget, "gpus": len(gpus), "processes": each}
     known = headline.earlier(options.out / "compiled.json", about["environment"], any_commit=True) if options.more else []
-    known = [row for row in known if len(row["timing"]) == len(todo[0].contenders) and not disturbed(row["timing"])]
+    known = [row for row in known if stands(row, target)]
     there = {headline.key(row) for row in known}
     count = ahead.compile_all(cases.asked(case for case in todo if case.key not in there), target)
     print(f"{count} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)

@@ -93,6 +93,7 @@ def row_of(case: Case) -> dict[str, Any]:
     return {
         "group": case.group, "program": case.program, "shape": list(case.shape), "dtype": case.dtype, "layout": case.layout, "how": case.how,
         "timing": {name: {"median_us": 10.0 + i, "spread_us": 1.0} for i, name in enumerate(case.contenders)}, "missing": {},
+        "notes": {peers.OURS: f"config {case.shape[2]}; tuned"},
     }  # fmt: skip
 
 
@@ -139,6 +140,7 @@ def test_the_script_writes_what_the_processes_measured(monkeypatch: pytest.Monke
     monkeypatch.setattr(compiled.device, "at_hand", lambda: gpus.DEFAULT.target)
     monkeypatch.setattr(compiled.device, "indices", lambda: (0, 1))
     monkeypatch.setattr(compiled.ahead, "compile_all", lambda asked, _: len(asked))
+    monkeypatch.setattr(compiled, "launched", lambda row, _: f"config {row['shape'][2]}")
     monkeypatch.setattr(compiled.concurrent.futures, "ProcessPoolExecutor", pool)
     monkeypatch.setattr(compiled, "_measured", lambda group, until: [row_of(case) for case in group if until > 100])
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -152,10 +154,12 @@ def test_the_script_writes_what_the_processes_measured(monkeypatch: pytest.Monke
     found["rows"][5]["timing"][peers.OURS]["spread_us"] = 5.0
     del found["rows"][7]["timing"][peers.COMPILED]
     del found["rows"][9]
+    found["rows"][10]["notes"][peers.OURS] = "config 1; tuned on another day"
     (tmp_path / "compiled.json").write_text(json.dumps(found))
     monkeypatch.setattr("sys.argv", ["compiled", "--more", "--commit", "def5678", "--out", str(tmp_path)])
     compiled.main()
     more = json.loads((tmp_path / "compiled.json").read_text())
     assert [headline.key(row) for row in more["rows"]] == [c.key for c in cases.compiled()] and more["environment"]["commit"] == "def5678"
-    assert [i for i, row in enumerate(more["rows"]) if "commit" not in row] == [5, 7, 9] and {row.get("commit") for row in more["rows"]} == {"abc1234", None}
+    assert [i for i, row in enumerate(more["rows"]) if "commit" not in row] == [5, 7, 9, 11]
+    assert {row.get("commit") for row in more["rows"]} == {"abc1234", None}
     assert "every epilogue against torch.compile, asked 1.10 in the mean, 1.00 each: met: mean 1.100" in capsys.readouterr().out
