@@ -248,7 +248,7 @@ _ROUNDED = (
     _to_16_bits("dgelu", "6.2e-5 * Phi(-|z|)", f"abs(g) * ({_TAIL_ERROR.format(x='z')} + 16)", (*_of_z(_CDF_16BIT), _PDF)),
     # four instructions less than where 1 - s is taken from e; so it cancels, and what s is rounded by counts up to 35 times, which is what du becomes
     # before e is nothing beside 1
-    _to_16_bits("dgelu_tanh", "3.1e-5 * |g|", "512 * abs(g)",
+    _to_16_bits("dgelu_tanh", "2.5e-5 * |g|", "(24 + 10 * minimum(abs(z) * (1.6 + 0.22 * z * z), 38)) * abs(g)",
                 ("# s * (1 + du * (1 - s)), where results are rounded to 16 bits", *_logistic(_TANH_EXPONENT.format(x="{z}", s="({z} * {z})")), "s = r * r",
                  "du = {z} * (1.5957691216057308 + 0.21406444881780072 * ({z} * {z}))", "w = {g} * s"), "w + w * (du - s * du)"),
 )  # fmt: skip
