@@ -23,7 +23,7 @@ from bench.programs import BY_NAME
 from epigen.errors import CompileError
 from epigen.runtime import device
 from epigen.runtime.kernel import Kernel
-from epigen.tuning import gpus, suite
+from epigen.tuning import gpus, sampling, suite
 from epigen.tuning.timer import ColdTimer
 
 H200 = gpus.DEFAULT.target
@@ -104,6 +104,20 @@ def test_contenders_take_turns_and_long_ones_get_fewer_rounds() -> None:
     assert found["b"]["late"] == 4 and "late" not in found["a"]
     found = timing.cold(contenders, budget_s=0.0, timer=Timer(lambda: None, lambda: None))
     assert found["a"]["samples"] == timing.LEAST
+
+
+@pytest.mark.parametrize(("microseconds", "heated"), [(sampling.LONG_US - 1, False), (sampling.LONG_US, True)])
+def test_long_launches_heat_the_gpu_first(microseconds: float, heated: bool) -> None:
+    class Timer(ColdTimer):
+        launched = 0
+
+        def once(self, run: Callable[[], object]) -> float:  # noqa: ARG002
+            self.launched += 1
+            return microseconds
+
+    timer = Timer(lambda: None, lambda: None)
+    assert timing.cold({"a": list}, rounds=7, timer=timer)["a"]["samples"] == 7
+    assert (timer.launched > 8) == heated
 
 
 # -- the contenders
