@@ -286,12 +286,12 @@ def counters() -> str:
     for shape, of_shape in itertools.groupby(result["rows"], lambda row: "x".join(map(str, row["shape"]))):
         measured = list(of_shape)
         ours = [
-            (row["program"] + how, row[name], row.get("cuBLASLt", ()))
+            (row["program"] + how, row[name], row.get(peers.CUBLASLT, ()))
             for row in measured
-            for name, how in (("epigen", ""), ("epigen, tanh", ", by tanh"))
+            for name, how in ((peers.OURS, ""), (peers.OURS_TANH, ", by tanh"))
             if name in row
         ]
-        for name, kernels, vendor in (("mm", measured[0]["mm"], ()), *ours):
+        for name, kernels, vendor in ((peers.MM, measured[0][peers.MM], ()), *ours):
             metrics = kernels[0]["metrics"]
             busy = [f"{metrics[m]:.0f}%" for m in COUNTED]
             issued = metrics["smsp__issue_active.avg.per_cycle_active"]

@@ -18,7 +18,7 @@ LONG_US = 250.0
 """Launches from here on keep the GPU busy enough to lower its clock: between shorter ones the flushes of the L2 cache let it rest."""
 
 _FIRST, _SAMPLES = 3, 15
-_ENOUGH_US = 30_000.0  # a long kernel needs fewer samples: its spread is less
+_ENOUGH_US = 15_000.0  # a long kernel needs fewer samples, for its spread is less; the product beside it takes about as long again
 _FAR, _HOPELESS = 1.25, 2.5  # a candidate this far behind the best is cut off after the first samples, or after one
 _FEWEST, _MOST, _COMPARED_S = 7, 101, 0.3  # rounds of a comparison, and how long it goes on
 
@@ -41,41 +41,31 @@ class Sampler:
     def __init__(self, once: Callable[[Run], float], product: Run, now: Callable[[], float] = time.perf_counter):
         """once: microseconds of one launch. product: the vendor's product alone. now: seconds."""
         self.once, self.product, self.now = once, product, now
-        self.product_us = 0.0  # as it was beside the first long launch
+        self.product_us = 0.0  # before the first long launch
 
     def single(self, run: Run, best_us: float) -> Outcome:
         """One config. best_us: of the fastest so far, or 0; a candidate far behind it is cut off after a few samples. A long launch's time is what
         it would be while the product takes `product_us`."""
-        samples = [self.once(run)]
+        once, samples = self.once, [self.once(run)]
         if best_us and samples[0] > _HOPELESS * best_us:
             return Outcome("slower", samples[0], 0.0, 1)
         if samples[0] >= LONG_US:
-            return self._beside_the_product(run, best_us)
+            once, samples = self._beside_the_product, []
         while len(samples) < _FIRST:
-            samples.append(self.once(run))
-        if best_us and statistics.median(samples) > _FAR * best_us:
-            return _slower(samples)
-        while len(samples) < _SAMPLES:
-            samples.append(self.once(run))
+            samples.append(once(run))
+        middle = statistics.median(samples)
+        if best_us and middle > _FAR * best_us:
+            return Outcome("slower", middle, max(samples) - min(samples), len(samples))
+        while len(samples) < _SAMPLES and sum(samples) < _ENOUGH_US:
+            samples.append(once(run))
         return _outcome(samples)
 
-    def _beside_the_product(self, run: Run, best_us: float) -> Outcome:
+    def _beside_the_product(self, run: Run) -> float:
+        """Microseconds that a launch would take while the product takes `product_us`."""
         if not self.product_us:
             self.product()  # a first call takes longer
-        ours, vendors = list[float](), list[float]()
-
-        def scaled() -> list[float]:
-            reference = self.product_us or statistics.median(vendors)
-            return [reference * one / vendor for one, vendor in zip(ours, vendors, strict=True)]
-
-        while len(ours) < _FIRST or (len(ours) < _SAMPLES and sum(ours) + sum(vendors) < _ENOUGH_US):
-            ours.append(self.once(run))
-            vendors.append(self.once(self.product))
-            if len(ours) == _FIRST and best_us and statistics.median(scaled()) > _FAR * best_us:
-                return _slower(scaled())
-        found = scaled()
-        self.product_us = self.product_us or statistics.median(vendors)
-        return _outcome(found)
+            self.product_us = statistics.median(self.once(self.product) for _ in range(_FIRST))
+        return self.product_us * self.once(run) / self.once(self.product)
 
     def turns(self, runs: Sequence[Run]) -> list[Outcome]:
         """Several, taking turns."""
@@ -86,10 +76,6 @@ class Sampler:
             for run, into in zip(runs, samples, strict=True):
                 into.append(self.once(run))
         return [_outcome(s) for s in samples]
-
-
-def _slower(samples: Sequence[float]) -> Outcome:
-    return Outcome("slower", statistics.median(samples), max(samples) - min(samples), len(samples))
 
 
 def _outcome(samples: Sequence[float]) -> Outcome:
