@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
 
-from epigen.tuning.sampling import LONG_US, Run, Sampler
+import pytest
+import timed_gpu
+
+from epigen.tuning.sampling import ALONE_S, LONG_US, SETTLED_S, Run, Sampler
+from epigen.tuning.task import Outcome
+from epigen.tuning.timer import back_to_back
 
 COOL, HOT = 1.0, 0.8  # clocks
 HEATING_US, FLUSH_US = 100_000.0, 130.0
@@ -44,7 +49,14 @@ class Gpu:
         return took
 
     def sampler(self, product: Run) -> Sampler:
-        return Sampler(self.once, product, lambda: self.now_us / 1e6)
+        return Sampler(self.once, product, self.loop, lambda: self.now_us / 1e6)
+
+    def loop(self, run: Run, seconds: float) -> float:
+        begun, count = self.now_us, 0
+        while self.now_us - begun < seconds * 1e6:
+            run()
+            count += 1
+        return (self.now_us - begun) / count
 
 
 def test_the_clock_decides_nothing_between_long_launches() -> None:
@@ -91,7 +103,7 @@ def test_what_is_far_behind_is_cut_off(behind: float, samples: int, best_us: flo
 
 def test_a_long_kernel_needs_fewer_samples() -> None:
     gpu = Gpu()
-    assert [gpu.sampler(gpu.kernel(us)).single(gpu.kernel(us), 0.0).samples for us in (300.0, 2000.0, 50_000.0)] == [15, 8, 3]
+    assert [gpu.sampler(gpu.kernel(us)).single(gpu.kernel(us), 0.0).samples for us in (200.0, 300.0, 1000.0, 50_000.0)] == [15, 15, 8, 3]
 
 
 @pytest.mark.parametrize("microseconds", [1000.0, 30_000.0])
@@ -109,3 +121,62 @@ def test_short_launches_leave_the_gpu_cool() -> None:
     gpu = Gpu()
     runs = [gpu.kernel(10.0), gpu.kernel(1000.0)]
     assert [o.samples for o in gpu.sampler(runs[0]).turns(runs)] == [101, 101] and len(gpu.launched) == 2 * 102, "one round tells that one is short"
+
+
+def test_what_is_only_told_of_a_search_under_way_heats_nothing() -> None:
+    gpu = Gpu()
+    runs = [gpu.kernel(30_000.0), gpu.kernel(31_000.0)]
+    gpu.sampler(runs[0]).turns(runs, hot=False)
+    assert len(gpu.launched) == 2 * 7
+
+
+def test_what_runs_alone_is_timed_once_its_clock_has_settled() -> None:
+    gpu = Gpu()
+    gpu.rest(1e6)
+    runs = [gpu.kernel(1000.0, 1250.0), gpu.kernel(1030.0, 1220.0)]
+    in_turns = [Outcome("ok", 1240.0), Outcome("ok", 1230.0)]
+    sampler = gpu.sampler(runs[0])
+    assert sampler.alone(runs, in_turns, "ab") == pytest.approx((1250.0, 1220.0), rel=0.001)
+    assert gpu.now_us - 1e6 == pytest.approx(4e6 * (SETTLED_S + ALONE_S), rel=0.01)
+    gpu.launched.clear()
+    assert sampler.alone(runs, [Outcome("ok", 0.9 * LONG_US), in_turns[1]], "ab") == (), "a short one among them"
+    assert sampler.alone(runs, in_turns, "aa") == () == sampler.alone([], [], ""), "nothing to tell apart"
+    assert not gpu.launched
+
+
+def test_of_each_way_the_fastest_runs_alone_and_speaks_for_the_others() -> None:
+    gpu = Gpu()
+    gpu.work(1e6)
+    runs = [gpu.kernel(us, us) for us in (1100.0, 1000.0, 990.0, 1200.0)]
+    in_turns = [Outcome("ok", us) for us in (1050.0, 1000.0, 1010.0, 1020.0)]
+    assert gpu.sampler(runs[0]).alone(runs, in_turns, "abab") == pytest.approx((1050 * 990 / 1010, 1000.0, 990.0, 1020.0), rel=0.001)
+    assert set(gpu.launched) == {runs[1], runs[2]}
+
+
+def test_what_grows_warmer_meanwhile_favours_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For seconds: of three alike the third loop takes 3 % longer than the first."""
+    monkeypatch.setitem(globals(), "HEATING_US", 5e6)
+    gpu = Gpu()
+    runs = [gpu.kernel(1000.0) for _ in range(3)]
+    first, second, third = gpu.sampler(runs[0]).alone(runs, [Outcome("ok", 1000.0)] * 3, "abc")
+    assert second == pytest.approx(first, rel=0.002) and third == pytest.approx(first, rel=0.002)
+    gpu.heat = 0.0
+    once = [gpu.loop(run, 2 * (SETTLED_S + ALONE_S)) for run in runs]
+    assert once[2] > 1.03 * once[0], "each by itself"
+
+
+# -- the loop
+
+
+def test_a_loop_keeps_the_gpu_busy() -> None:
+    gpu, ahead, looks = timed_gpu.Gpu(host_us=10, kernel_us=900), list[float](), list[float]()
+
+    def run() -> None:
+        gpu.run()
+        ahead.append(gpu.free - gpu.now)
+
+    us = back_to_back(run, 0.5, lambda: looks.append(gpu.now), lambda: gpu.now / 1e6, gpu.event)
+    assert us == pytest.approx(900, rel=0.001) and 0.5e6 <= gpu.now <= 0.52e6
+    assert min(ahead[8:]) > 900, "it is never waited for with nothing left to do"
+    assert len(looks) == len(ahead) // 8 - 1 and all(a < b for a, b in itertools.pairwise(looks))
+    assert back_to_back(run, 0.0, now=lambda: gpu.now / 1e6, event=gpu.event) == pytest.approx(900, rel=0.01), "a batch at least"

@@ -275,6 +275,22 @@ def test_of_long_launches_every_way_is_timed_again(scale: float, names: str) -> 
     assert found.winner == {"first": first[0], "other": other}[names]
 
 
+@pytest.mark.parametrize(("alone_us", "wins"), [((), "hungry"), ((1300.0, 1340.0), "hungry"), ((1300.0, 1400.0), "frugal")], ids=["short", "close", "far"])
+def test_what_draws_more_power_has_to_be_ahead_by_more(alone_us: tuple[float, ...], wins: str) -> None:
+    """In turns, where all have one clock, it is 5 % ahead."""
+    frugal, hungry = tiled(128, 128), tiled(128, 64)
+    space = {frugal: Outcome("ok", 1050.0), hungry: Outcome("ok", 1000.0)}
+
+    class Hot(Replay):
+        def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
+            alone = dict(zip(space, alone_us, strict=False))
+            return Comparison(tuple(space[c] for c in configs), self.baseline, tuple(alone[c] for c in configs if c in alone))
+
+    found = search(SPACE, Hot(space, Baseline(1, 1)), prior={c: 1.0 + i for i, c in enumerate(space)}, trials=2)
+    assert found.winner == {"frugal": frugal, "hungry": hungry}[wins]
+    assert found.outcome == space[found.winner], "what is told of it is its time in turns"
+
+
 def test_the_last_trials_are_a_fine_step_from_the_best() -> None:
     """The right tile comes first, and all others before its right group_m."""
     tile, best = tiled(128, 128), tiled(128, 128, group_m=8)

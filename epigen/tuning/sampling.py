@@ -2,15 +2,18 @@
 
 A GPU at its power limit lowers its clock while it is timed, and raises it while it waits for the next config: an H200's sinks from 1.97 to 1.6 GHz
 within 0.15 s of large products, which is more than good configs differ by. So a long launch is timed in turns with the vendor's product, whose time
-tells how fast the GPU is just then; and close calls are decided once the GPU is as hot as work will make it, since two groups in turns lose up to
-6 % less to a low clock than groups that multiply together.
+tells how fast the GPU is just then; and close calls are decided once the GPU is as hot as work will make it.
+There what counts is not the cycles alone. In turns all have one clock, and one that draws more power takes it from the others; alone each has the
+clock that its own power leaves. In turns two groups that take turns are up to 8 % ahead of groups that multiply together, and alone up to 7 % behind
+(`bench.power`). In a program a kernel is neither among others nor alone, so close calls are decided by both.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from epigen.tuning.task import Outcome
 
@@ -18,12 +21,15 @@ LONG_US = 250.0
 """Launches from here on keep the GPU busy enough to lower its clock: between shorter ones the flushes of the L2 cache let it rest."""
 
 _FIRST, _SAMPLES = 3, 15
-_ENOUGH_US = 15_000.0  # a long kernel needs fewer samples, for its spread is less; the product beside it takes about as long again
+_ENOUGH_US = 15_000.0  # a long kernel needs fewer samples, for its spread is less
 _FAR, _HOPELESS = 1.25, 2.5  # a candidate this far behind the best is cut off after the first samples, or after one
 _FEWEST, _MOST, _COMPARED_S = 7, 101, 0.3  # rounds of a comparison, and how long it goes on
 
 HEATED_S = 0.25
 """How long the GPU is kept busy before long launches are compared."""
+
+SETTLED_S, ALONE_S = 0.15, 0.1
+"""How long a config is launched alone until its clock has settled, and how long it is timed then; both twice."""
 
 Run = Callable[[], object]
 
@@ -38,25 +44,28 @@ def heat(once: Callable[[Run], float], runs: Sequence[Run], now: Callable[[], fl
 class Sampler:
     """Times the launches of one task."""
 
-    def __init__(self, once: Callable[[Run], float], product: Run, now: Callable[[], float] = time.perf_counter):
-        """once: microseconds of one launch. product: the vendor's product alone. now: seconds."""
-        self.once, self.product, self.now = once, product, now
+    def __init__(
+        self, once: Callable[[Run], float], product: Run, loop: Callable[[Run, float], float], now: Callable[[], float] = time.perf_counter
+    ):  # fmt: skip
+        """once: microseconds of one launch. product: the vendor's product alone. loop: microseconds of a launch of many back to back for so many
+        seconds. now: seconds."""
+        self.once, self.product, self.loop, self.now = once, product, loop, now
         self.product_us = 0.0  # before the first long launch
 
     def single(self, run: Run, best_us: float) -> Outcome:
         """One config. best_us: of the fastest so far, or 0; a candidate far behind it is cut off after a few samples. A long launch's time is what
         it would be while the product takes `product_us`."""
-        once, samples = self.once, [self.once(run)]
+        once, enough_us, samples = self.once, _ENOUGH_US, [self.once(run)]
         if best_us and samples[0] > _HOPELESS * best_us:
             return Outcome("slower", samples[0], 0.0, 1)
         if samples[0] >= LONG_US:
-            once, samples = self._beside_the_product, []
+            once, enough_us, samples = self._beside_the_product, _ENOUGH_US / 2, []  # the product takes about as long again
         while len(samples) < _FIRST:
             samples.append(once(run))
         middle = statistics.median(samples)
         if best_us and middle > _FAR * best_us:
             return Outcome("slower", middle, max(samples) - min(samples), len(samples))
-        while len(samples) < _SAMPLES and sum(samples) < _ENOUGH_US:
+        while len(samples) < _SAMPLES and sum(samples) < enough_us:
             samples.append(once(run))
         return _outcome(samples)
 
@@ -67,15 +76,43 @@ class Sampler:
             self.product_us = statistics.median(self.once(self.product) for _ in range(_FIRST))
         return self.product_us * self.once(run) / self.once(self.product)
 
-    def turns(self, runs: Sequence[Run]) -> list[Outcome]:
-        """Several, taking turns."""
-        heat(self.once, runs, self.now)
+    def turns(self, runs: Sequence[Run], hot: bool = True) -> list[Outcome]:
+        """Several, taking turns. hot: on a GPU that long ones have heated."""
+        if hot:
+            heat(self.once, runs, self.now)
         samples: list[list[float]] = [[] for _ in runs]
         begun = self.now()
         while (rounds := len(samples[0])) < _FEWEST or (rounds < _MOST and self.now() - begun < _COMPARED_S):
             for run, into in zip(runs, samples, strict=True):
                 into.append(self.once(run))
         return [_outcome(s) for s in samples]
+
+    def alone(self, runs: Sequence[Run], in_turns: Sequence[Outcome], ways: Sequence[Hashable]) -> tuple[float, ...]:
+        """Microseconds of a launch of each in a loop of its own; none where all are alike in this or one is not long.
+
+        in_turns: what they took so just now, which has heated the GPU. ways: those of one way draw about the same power, so of each the fastest alone
+        is timed, and its ratio holds for the others.
+        """
+        if len(set(ways)) < 2 or min(o.median_us for o in in_turns) < LONG_US:
+            return ()
+        fastest = dict[Hashable, int]()
+        for i in sorted(range(len(runs)), key=lambda i: in_turns[i].median_us):
+            fastest.setdefault(ways[i], i)
+        loops = there_and_back([functools.partial(self._alone, runs[i]) for i in fastest.values()])
+        ratios = {way: us / in_turns[i].median_us for (way, i), us in zip(fastest.items(), loops, strict=True)}
+        return tuple(o.median_us * ratios[way] for o, way in zip(in_turns, ways, strict=True))
+
+    def _alone(self, run: Run) -> float:
+        self.loop(run, SETTLED_S)
+        return self.loop(run, ALONE_S)
+
+
+def there_and_back(measures: Sequence[Callable[[], float]]) -> list[float]:
+    """The means of two measurements of each, the second ones in the opposite order: what drifts meanwhile favours nobody. Groups in turns were 1 to 4 %
+    slower as the fourth to be timed alone than as the first, of one config; groups together, as the fifth, were not (H200, 2026-11)."""
+    there = [measure() for measure in measures]
+    back = [measure() for measure in reversed(measures)]
+    return [(one + other) / 2 for one, other in zip(there, reversed(back), strict=True)]
 
 
 def _outcome(samples: Sequence[float]) -> Outcome:

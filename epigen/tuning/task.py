@@ -106,10 +106,24 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Configs and the vendor's product, timed in turns. outcomes: in the order of the configs."""
+    """Configs and the vendor's product, timed in turns. outcomes: in the order of the configs. alone_us: of a launch of each in a loop of its own,
+    where launches are long; else empty."""
 
     outcomes: tuple[Outcome, ...]
     baseline: Baseline
+    alone_us: tuple[float, ...] = ()
+
+    @property
+    def costs_us(self) -> list[float]:
+        """What tells the configs apart: the time in turns, or its geometric mean with that alone."""
+        in_turns = [o.median_us for o in self.outcomes]
+        return [math.sqrt(us * alone) for us, alone in zip(in_turns, self.alone_us, strict=True)] if self.alone_us else in_turns
+
+
+def way(config: KernelConfig) -> tuple[object, ...]:
+    """The tile, and how warps share it: configs that agree in this differ little in what they draw, and in what a low clock makes of them."""
+    values = dict(config.values)
+    return (config.schedule, values.get("block_m"), values.get("block_n"), values.get("pingpong"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +136,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Time configs that have been checked, the vendor's product alone and with one pointwise pass, taking turns."""
+    """Time configs that have been checked, the vendor's product alone and with one pointwise pass, taking turns; then configs of long launches alone."""
 
     configs: tuple[KernelConfig, ...]
 
