@@ -243,6 +243,30 @@ def test_refusals(config: tuple[int, ...], shape: tuple[int, int, int], dtype: D
     assert model.refusal(spec_of(PLAIN, dtype), tiled(*config), shape, TARGETS[target]) == why
 
 
+HELD = "128 accumulators and {} registers for inputs a thread, and it has 240"
+
+
+@pytest.mark.parametrize(
+    ("text", "block_n", "options", "why"),
+    [
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 256, {"early": 1}, HELD.format(64)),
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 128, {"early": 1, "pingpong": 1, "halves": 2}, HELD.format(64)),
+        ("mm * x[m,n] + y[m,n]", 256, {"early": 1, "tma_load": 1}, HELD.format(64)),
+        ("mm * x[m,n] + y[m,n]", 256, {"early": 1, "tma_load": 0}, HELD.format(128)),
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 256, {"early": 1, "tma_load": 1}, ""),
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 256, {"early": 0}, ""),
+        ("mm * x[m,n] + y[m,n]", 128, {"early": 1}, ""),
+        ("dz = drelu(mm, mask); dz, bgrad(dz)", 256, {"early": 1}, ""),
+        ("gelu(mm + bias)", 256, {"early": 1}, ""),
+    ],
+)
+def test_a_thread_that_keeps_too_much_beside_its_accumulators_is_hopeless(text: str, block_n: int, options: dict[str, int], why: str) -> None:
+    """As many as were seen to spill when compiled for sm_90, and no others."""
+    config = warp_specialized(128, block_n, **options)
+    spec = epigen.compile(text, config=config).plan(SQUARE, BF16, TARGETS["sm_90"], layout="nt").spec
+    assert model.refusal(spec, config, SQUARE, TARGETS["sm_90"]) == why
+
+
 def test_too_many_warps_for_a_block() -> None:
     assert model.refusal(spec_of(PLAIN), tiled(256, 256, 16, 16, 1), (4096, 4096, 4096), replace(TARGETS["gfx942"], warp_size=128)).endswith(
         "a block holds 1024"

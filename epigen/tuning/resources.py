@@ -23,7 +23,9 @@ _VECTOR_BYTES, _ASYNC_BYTES = 16, 4  # the most that one load or copy moves, and
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one block takes. accumulators: fp32 values a thread. registers: what a thread would like to have, estimated to about 15 %. most_registers: what it can have. spilled: those that go to memory in a loop of narrow loads."""
+    """What one block takes. accumulators: fp32 values a thread. held: registers for inputs that it loads before the main loop and keeps beside them.
+    registers: what a thread would like to have, estimated to about 15 %. most_registers: what it can have. spilled: those that go to memory in a
+    loop of narrow loads."""
 
     shared_bytes: int
     accumulators: int
@@ -31,6 +33,7 @@ class Resources:
     most_registers: int
     blocks_per_sm: int
     spilled: int = 0
+    held: int = 0
 
 
 def _operations(op: str) -> float:
@@ -125,7 +128,13 @@ class Work:
         # each of eight warps leaves its sums of the columns of a part; and 192 bytes, of barriers and of what a launch hands over, or 224
         exchanged = 32 * config["block_n"] // halves if any("m" in p.axes for p in self.spec.partials) else 0
         registers = int(36 + accumulators * (1 + self.held_an_element / halves))
-        return Resources(loaded + leaving + exchanged + (224 if brought else 192), accumulators, registers, _GROUP_REGISTERS, 1)
+        held = int(accumulators * self.pointed_at(config) / 4) if config["early"] else 0
+        return Resources(loaded + leaving + exchanged + (224 if brought else 192), accumulators, registers, _GROUP_REGISTERS, 1, held=held)
+
+    def pointed_at(self, config: KernelConfig) -> float:
+        """Bytes an element of the inputs with a value for each, but for those that TMA brings."""
+        brought = schedules.loaded_by_tma(self.spec, config)
+        return self.read_bytes - sum(i.dtype.bytes for i in self.spec.inputs if i.dtype and i.name in brought)
 
     def _described_bytes(self, config: KernelConfig) -> int:
         """Shared memory of a kernel whose operands come by TMA: 72 that Triton 3.6 and 3.9 compiled for sm_90, and 96 of 3.6, 2026-11.
