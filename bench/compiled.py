@@ -21,12 +21,9 @@ from typing import Any
 
 import torch
 
-import epigen
 from bench import ahead, bars, cases, headline, peers, record, timing
 from bench.cases import Case
 from bench.peers import Contender, Maker, Problem
-from bench.programs import BY_NAME
-from epigen import dtypes
 from epigen.runtime import device
 from epigen.runtime.device import Target
 
@@ -117,19 +114,9 @@ def groups(todo: Sequence[Case]) -> list[list[Case]]:
     return sorted(found.values(), key=lambda group: -group[0].flops)
 
 
-def launched(row: Mapping[str, Any], target: Target) -> str:
-    """The config that a call of the row's problem launches by now."""
-    plan = epigen.compile(BY_NAME[row["program"]].text).plan(tuple(row["shape"]), dtypes.BY_NAME[row["dtype"]], target, layout=row["layout"])
-    return str(plan.choice.config)
-
-
 def stands(row: Mapping[str, Any], target: Target) -> bool:
     """Whether all were timed, undisturbed, and epigen with the config that it has by now."""
-    return (
-        {peers.OURS, peers.COMPILED} <= row["timing"].keys()
-        and not disturbed(row["timing"])
-        and row["notes"][peers.OURS].startswith(f"{launched(row, target)};")
-    )
+    return peers.COMPILED in row["timing"] and not disturbed(row["timing"]) and headline.stands(row, target)
 
 
 def gather(
@@ -171,7 +158,7 @@ def main() -> None:
     target, gpus, todo = record.gpu_at_hand(), device.indices(), cases.compiled()
     each = options.processes or max(1, min(6, (os.cpu_count() or 2) // len(gpus) // _CORES))
     about = {"environment": record.environment(options.commit), "budget_s": options.budget, "gpus": len(gpus), "processes": each}
-    known = headline.earlier(options.out / "compiled.json", about["environment"], any_commit=True) if options.more else []
+    known = headline.earlier(options.out / "compiled.json", about["environment"]) if options.more else []
     known = [row for row in known if stands(row, target)]
     there = {headline.key(row) for row in known}
     count = ahead.compile_all(cases.asked(case for case in todo if case.key not in there), target)

@@ -27,11 +27,13 @@ from typing import Any
 
 import torch
 
+import epigen
 from bench import ahead, bars, cases, clock, command, peers, record, timing
 from bench.cases import Case
 from bench.checked import Oracle, Wrong
 from bench.peers import Contender, Maker, Missing
 from bench.programs import BY_NAME, with_tanh
+from epigen import dtypes
 from epigen.runtime.device import Target
 from epigen.tuning.timer import ColdTimer
 
@@ -194,20 +196,30 @@ def line(row: Mapping[str, Any]) -> str:
     return f"{head}: {', '.join(found)}"
 
 
-def earlier(path: Path, environment: Mapping[str, Any], any_commit: bool = False) -> list[dict[str, Any]]:
-    """The rows of a result that was made by the same GPU, versions and commit; none where there is no such result.
-
-    any_commit: another commit's too, each of which then tells it.
-    """
+def earlier(path: Path, environment: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a result that was made by the same GPU and versions; none where there is no such result. Those of another commit tell it."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
         return []
     about = found.get("environment", {})
-    unlike = {k for k in ("gpu", "torch", "triton", "driver", "commit") if about.get(k) != environment.get(k)}
-    if unlike - ({"commit"} if any_commit else set()):
+    if any(about.get(k) != environment.get(k) for k in ("gpu", "torch", "triton", "driver")):
         return []
-    return [{k: about.get(k) for k in unlike} | row for row in found["rows"]]
+    of_another = {"commit": about.get("commit")} if about.get("commit") != environment.get("commit") else {}
+    return [of_another | row for row in found["rows"]]
+
+
+def launched(row: Mapping[str, Any], name: str, target: Target) -> str:
+    """The config that a call of the row's problem launches by now. name: of the contender, one of epigen's."""
+    program = BY_NAME[row["program"]]
+    kernel = epigen.compile(program.tanh if name == peers.OURS_TANH else program.text)
+    return str(kernel.plan(tuple(row["shape"]), dtypes.BY_NAME[row["dtype"]], target, layout=row["layout"]).choice.config)
+
+
+def stands(row: Mapping[str, Any], target: Target) -> bool:
+    """Whether epigen was timed, and with the configs that it has by now."""
+    ours = [name for name in (peers.OURS, peers.OURS_TANH) if name in row["timing"]]
+    return peers.OURS in ours and all(row["notes"][name].startswith(f"{launched(row, name, target)};") for name in ours)
 
 
 def plan(todo: Sequence[Case], budget_s: float) -> str:
@@ -244,15 +256,18 @@ def measure_all(todo: Sequence[Case], target: Target, options: argparse.Namespac
     start = time.perf_counter()
     body: dict[str, Any] = {"environment": record.environment(options.commit), "budget_s": options.budget, "rows": []}
     if options.more:
-        body["rows"] = earlier(options.out / f"{options.group}.json", body["environment"])
+        rows = earlier(options.out / f"{options.group}.json", body["environment"])
+        body["rows"] = [row for row in rows if "commit" not in row or stands(row, target)]
     known = {key(row) for row in body["rows"]}
     _compile([c for c in todo if c.key not in known], target)
     body["copy_gbps"] = copy_gbps()
     written = time.perf_counter()
+    order = {case.key: place for place, case in enumerate(todo)}
 
     def save() -> Path:
         nonlocal written
         written = time.perf_counter()
+        body["rows"].sort(key=lambda row: order.get(key(row), len(order)))
         return record.write(options.group, body | {"bars": bars.verdicts(body["rows"], body["copy_gbps"])}, options.out)
 
     def now_and_then() -> None:
@@ -296,7 +311,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=(), help="cases whose name has one of these words, such as bf16 or 4096x4096x4096")
     parser.add_argument("--plan", action="store_true", help="print the cases and the estimated time, and measure nothing")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds after which no further case is begun")
-    parser.add_argument("--more", action="store_true", help="keep the rows that the result holds, and measure those that it does not")
+    parser.add_argument(
+        "--more", action="store_true", help="keep the rows that the result holds, but for another commit's with another config, and measure the others"
+    )
     parser.add_argument("--tune", type=int, metavar="TRIALS", help="first tune the problems, into --db")
     parser.add_argument("--db", type=Path, help="the user's tuning database (default: EPIGEN_DB, else the platform's data folder)")
     record.add_options(parser)

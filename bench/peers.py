@@ -6,7 +6,7 @@ says why (`Missing`): the others go on without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,18 +191,19 @@ _LENT = {"bias": ("bias", lent_bias), "mask": ("relu_aux", lent_mask), "z": ("ge
 
 
 def ours(p: Problem) -> Contender:
-    return _epigen(p, p.program.text)
+    return epigen_contender(p, p.program.text)
 
 
 def ours_tanh(p: Problem) -> Contender:
     """What cuBLASLt's gelu is, so that like is held against like."""
     if not p.program.approximated:
         raise Missing("there is no gelu in it")
-    return _epigen(p, p.program.tanh)
+    return epigen_contender(p, p.program.tanh)
 
 
-def _epigen(p: Problem, text: str) -> Contender:
-    fused, a, b, inputs = epigen.compile(text), p.sample.a, p.sample.b, dict(p.sample.inputs)
+def epigen_contender(p: Problem, text: str, config: Mapping[str, Any] | None = None) -> Contender:
+    """config: by default the one that epigen chooses."""
+    fused, a, b, inputs = epigen.compile(text, config=config), p.sample.a, p.sample.b, dict(p.sample.inputs)
     fused(a, b, **inputs)
     found = fused.explain() if a.is_cuda else ""
     return Contender(lambda: fused(a, b, **inputs), _plain, (_exact(text),), "; ".join(found.splitlines()[1:]))

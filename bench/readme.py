@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import peers
+from bench import peers, power
 from bench.bars import outcome
 from bench.record import RESULTS
 from epigen.tuning.database import Database
@@ -91,13 +91,15 @@ def headline() -> str:
     met = f"{sum(bar['met'] for bar in measured)} of {len(measured)} bars are met"
     out = sum(len(one["left_out"]) for one in results)
     left = f"; {out} more were left out for time" if out else ""
+    older = sum("commit" in row for one in results for row in one["rows"])
+    before = f"; {older} cases were timed at an earlier commit, with the configs that they have now" if older else ""
     how = (
         "Contenders take turns, with the L2 cache flushed before each launch unless a CUDA graph is named; a wrong answer is not timed. `mm` is the product "
         "alone, so that 1 there means a free epilogue; cuBLASLt (nvmath-python, autotuned) approximates gelu by tanh; torch.compile is in the mode "
         f"`{peers.COMPILE_MODE}`."
     )
     figure = "![time of the product alone over that of each contender, by shape](bench/results/ratios.svg)"
-    lines += ["", f"fp16 and bf16, {sum(counts.values())} cases ({words}){left}; {met}. {how}", "", figure]
+    lines += ["", f"fp16 and bf16, {sum(counts.values())} cases ({words}){left}{before}; {met}. {how}", "", figure]
     return "\n".join(lines)
 
 
@@ -305,8 +307,27 @@ def _counted_us(kernels: Sequence[dict[str, Any]]) -> str:
     return f"{sum(one['metrics']['gpu__time_duration.sum'] for one in kernels) / 1e3:.1f}" if kernels else ""
 
 
+def power_limited() -> str:
+    """What the power limit makes of large products."""
+    result = _load("power")
+    columns = (peers.CUBLASLT, peers.OURS, power.TURNS, power.TOGETHER)
+    rows = []
+    for row in result["rows"]:
+        mm, ratios = row["timing"][peers.MM], power.ratios(row)
+        cells = [f"{ratios[name][0]:.2f}, {ratios[name][1]:.2f} ({row['timing'][name]['alone_mhz']:.0f})" if name in ratios else "" for name in columns]
+        shape = "x".join(map(str, row["shape"]))
+        rows.append([f"{shape}, {row['program']}", f"{mm['median_us']:.0f}, {mm['alone_us']:.0f} ({mm['alone_mhz']:.0f})", *cells])
+    about = (
+        "At its power limit a GPU lowers its clock, in turns one for all contenders, alone to what each one's power allows. Microseconds of the product, "
+        "and how many times as fast the others are: in turns with a cold L2, then each in a loop of its own, with the clock in MHz there "
+        f"({_measured(result['environment'])}, `python -m bench.power`):"
+    )
+    return "\n".join([about, "", *_table(["bf16, layout nt", "mm, us", *columns], rows)])
+
+
 BLOCKS = {
-    "headline": headline, "gem": gem, "host": host, "training": training, "counters": counters, "checked": checked, "shipped": shipped, "tuning": tuning,
+    "headline": headline, "gem": gem, "host": host, "training": training, "counters": counters, "power": power_limited, "checked": checked,
+    "shipped": shipped, "tuning": tuning,
 }  # fmt: skip
 
 

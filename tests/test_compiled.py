@@ -140,7 +140,7 @@ def test_the_script_writes_what_the_processes_measured(monkeypatch: pytest.Monke
     monkeypatch.setattr(compiled.device, "at_hand", lambda: gpus.DEFAULT.target)
     monkeypatch.setattr(compiled.device, "indices", lambda: (0, 1))
     monkeypatch.setattr(compiled.ahead, "compile_all", lambda asked, _: len(asked))
-    monkeypatch.setattr(compiled, "launched", lambda row, _: f"config {row['shape'][2]}")
+    monkeypatch.setattr(headline, "launched", lambda row, *_: f"config {row['shape'][2]}")
     monkeypatch.setattr(compiled.concurrent.futures, "ProcessPoolExecutor", pool)
     monkeypatch.setattr(compiled, "_measured", lambda group, until: [row_of(case) for case in group if until > 100])
     monkeypatch.setattr(os, "environ", dict(os.environ))

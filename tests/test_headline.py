@@ -7,7 +7,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import fake_nvmath
 import pytest
 import torch
 from fake_nvmath import FakeMatmul
+from timed_gpu import Gpu
 
 from bench import ahead, bars, cases, cold, headline, peers, readme, record, timing
 from bench.cases import Case
@@ -34,47 +35,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # -- the timer
-
-
-@dataclass
-class Gpu:
-    """A GPU whose flush takes 130 us, its kernel 10, and a host that needs `host_us` to launch it."""
-
-    host_us: float
-    now: float = 0.0
-    free: float = 0.0
-
-    def busy(self, us: float) -> None:
-        self.free = max(self.free, self.now) + us
-
-    def flush(self) -> None:
-        self.now += 1
-        self.busy(130)
-
-    def run(self) -> None:
-        self.now += self.host_us
-        self.busy(10)
-
-    def event(self) -> Event:
-        return Event(self)
-
-
-@dataclass
-class Event:
-    gpu: Gpu
-    at: float = 0.0
-
-    def record(self) -> None:
-        self.at = max(self.gpu.free, self.gpu.now)
-
-    def query(self) -> bool:
-        return self.gpu.now >= self.at
-
-    def synchronize(self) -> None:
-        self.gpu.now = max(self.gpu.now, self.at)
-
-    def elapsed_time(self, end: Event) -> float:
-        return (end.at - self.at) / 1e3
 
 
 def test_a_launch_that_comes_late_is_timed_again_behind_a_longer_flush() -> None:
@@ -328,9 +288,8 @@ def test_rows_of_another_environment_are_not_kept(tmp_path: Path) -> None:
     rows = [row_of(cases.small()[0])]
     path = record.write("small", {"environment": here, "rows": rows}, tmp_path)
     assert headline.earlier(path, here | {"date": "2026-11-21"}) == rows
-    assert headline.earlier(path, here | {"commit": "def5678"}) == [] == headline.earlier(tmp_path / "none.json", here)
-    assert headline.earlier(path, here | {"commit": "def5678"}, any_commit=True) == [{"commit": "abc1234"} | row for row in rows]
-    assert headline.earlier(path, here | {"commit": "def5678", "torch": "2.12.0"}, any_commit=True) == []
+    assert headline.earlier(path, here | {"commit": "def5678"}) == [{"commit": "abc1234"} | row for row in rows]
+    assert headline.earlier(path, here | {"torch": "2.12.0"}) == [] == headline.earlier(tmp_path / "none.json", here)
 
 
 # -- the verdicts
@@ -404,12 +363,13 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., d
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
 
     def measured(case: Case) -> dict[str, Any]:
-        return row_of(case, **{name: 10.0 if name == peers.OURS else 12.0 for name in case.contenders})
+        row = row_of(case, **{name: 10.0 if name == peers.OURS else 12.0 for name in case.contenders})
+        return row | {"notes": {name: f"{headline.launched(row, name, H200)}; tuned" for name in (peers.OURS, peers.OURS_TANH) if name in case.contenders}}
 
     monkeypatch.setattr(headline, "measured", measured)
 
-    def run(*arguments: object, name: str = "headline") -> dict[str, Any]:
-        monkeypatch.setattr("sys.argv", ["headline", "--out", str(tmp_path), "--commit", "abc1234", *map(str, arguments)])
+    def run(*arguments: object, name: str = "headline", commit: str = "abc1234") -> dict[str, Any]:
+        monkeypatch.setattr("sys.argv", ["headline", "--out", str(tmp_path), "--commit", commit, *map(str, arguments)])
         headline.main()
         found: dict[str, Any] = json.loads((tmp_path / f"{name}.json").read_text())
         return found
@@ -448,6 +408,21 @@ def test_a_second_run_goes_on_where_the_first_ended(on_a_gpu: Callable[..., dict
     second = on_a_gpu("--group", "skinny", "--more", name="skinny")
     assert len(second["rows"]) == 32 and second["left_out"] == []
     assert len(on_a_gpu("--group", "skinny", "--only", "fp16", name="skinny")["rows"]) == 16, "without --more it begins anew"
+
+
+def test_another_commits_rows_stand_while_the_configs_are_the_same(on_a_gpu: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    found = on_a_gpu("--only", "gelu + bias 8192x8192x512", "relu + bias 64x128x256", "--budget", 10_000)
+    assert len(found["rows"]) == 6 and not any("commit" in row for row in found["rows"])
+    exact, tanh = (next(row for row in found["rows"] if row["program"] == "gelu + bias" and row["dtype"] == dtype) for dtype in ("bf16", "fp16"))
+    exact["notes"][peers.OURS] = tanh["notes"][peers.OURS_TANH] = "persistent block_m=64; tuned on another day"
+    lost = found["rows"][0]
+    lost["timing"].pop(peers.OURS)
+    (tmp_path / "headline.json").write_text(json.dumps(found))
+    again = on_a_gpu("--only", "gelu + bias 8192x8192x512", "relu + bias 64x128x256", "--budget", 10_000, "--more", commit="def5678")
+    anew = [headline.key(row) for row in again["rows"] if "commit" not in row]
+    assert [headline.key(row) for row in again["rows"]] == [headline.key(row) for row in found["rows"]]
+    assert sorted(anew) == sorted(map(headline.key, (exact, tanh, lost)))
+    assert "3 cases were timed at an earlier commit, with the configs that they have now" in readme.headline()
 
 
 def test_a_lost_gpu_gets_a_new_process_for_the_rest(on_a_gpu: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""`bench.power` without a GPU: made-up times, contenders on CPU tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import cases, clock, headline, peers, power, readme
+from epigen.codegen import schedules
+from epigen.runtime import device
+from epigen.tuning import gpus
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_a_loop_tells_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = iter([1900, None, 1500, 1400])
+
+    def back_to_back(run: Callable[[], float], seconds: float, look: Callable[[], object]) -> float:
+        for _ in range(4):
+            look()
+        return run() * seconds
+
+    monkeypatch.setattr(power, "back_to_back", back_to_back)
+    monkeypatch.setattr(clock, "sm_mhz", lambda: next(clocks, None))
+    assert power.loop(lambda: 900.0, 0.5) == (450.0, 1500)
+    assert power.loop(lambda: 900.0, 0.5) == (450.0, None), "nobody tells it"
+
+
+def test_the_clock_has_settled_before_anything_counts_and_the_last_is_the_first_of_a_second_round() -> None:
+    loops: list[tuple[Any, float]] = []
+
+    def loop(run: Callable[[], object], for_s: float) -> tuple[float, float]:
+        loops.append((run(), for_s))
+        return 100.0 * len(loops), 1500.0 + len(loops)
+
+    def turns(contenders: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+        return {name: {"median_us": 50.0, "spread_us": 1.0, "samples": 5} for name in contenders}
+
+    found = power.both({"one": lambda: 1, "other": lambda: 2}, turns, loop)
+    assert loops == [(which, seconds) for which in (1, 2, 2, 1) for seconds in (power.SETTLED_S, power.MEASURED_S)]
+    assert found["one"] == {"median_us": 50.0, "spread_us": 1.0, "samples": 5, "alone_us": 500.0, "alone_mhz": 1505.0}
+    assert found["other"]["alone_us"] == 500.0, "what has grown all the while"
+
+
+@pytest.mark.parametrize("case", power.CASES, ids=str)
+def test_contenders_are_made_and_checked(case: cases.Case) -> None:
+    small = replace(case, shape=(48, 40, 64))
+    asked: list[set[str]] = []
+
+    def how(contenders: Mapping[str, Callable[[], object]]) -> dict[str, dict[str, float]]:
+        asked.append(set(contenders))
+        return {}
+
+    row = headline.measured(small, "cpu", {cases.COLD: how}, power.MAKERS)
+    assert asked == [{peers.OURS, peers.MM, *power.WAYS}] and set(row["missing"]) == {peers.CUBLASLT} and "failed" not in row
+
+
+def test_the_ways_are_configs() -> None:
+    for config in power.WAYS.values():
+        values = dict(config)
+        schedules.config(values.pop("schedule"), **values)
+
+
+def test_the_script_writes_and_the_readme_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = {
+        peers.MM: (100.0, 120.0, 1500), peers.CUBLASLT: (110.0, 125.0, 1490), peers.OURS: (98.0, 124.0, 1400), power.TURNS: (98.0, 124.0, 1400)
+    }  # fmt: skip
+
+    def measured(case: cases.Case, **_: Any) -> dict[str, Any]:
+        found = {name: {"median_us": turns, "alone_us": us, "alone_mhz": mhz} for name, (turns, us, mhz) in times.items()}
+        return {"program": case.program, "shape": list(case.shape), "timing": found}
+
+    monkeypatch.setattr(power, "CASES", power.CASES[:1])
+    monkeypatch.setattr(headline, "measured", measured)
+    monkeypatch.setattr(device, "at_hand", lambda: gpus.DEFAULT.target)
+    monkeypatch.setattr("sys.argv", ["power", "--commit", "abc1234", "--out", str(tmp_path)])
+    power.main()
+    told = capsys.readouterr().out
+    assert "relu + bias 8192x8192x4096: mm 100, 120 us (1500 MHz); cuBLASLt 0.909, 0.960 (1490 MHz); epigen 1.020, 0.968 (1400 MHz)" in told
+    path = tmp_path / "power.json"
+    body = json.loads(path.read_text())
+    assert body["environment"]["commit"] == "abc1234"
+    path.write_text(json.dumps(body | {"environment": body["environment"] | {"gpu": "H200", "triton": "3.6.0", "driver": "580"}}))
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    table = readme.power_limited()
+    assert table.splitlines()[-1] == "| 8192x8192x4096, relu + bias | 100, 120 (1500) | 0.91, 0.96 (1490) | 1.02, 0.97 (1400) | 1.02, 0.97 (1400) | |"
+
+
+def test_a_case_that_failed_says_so() -> None:
+    row = headline._blank(power.CASES[0]) | {"failed": "RuntimeError: out of memory"}
+    assert power.line(row).endswith("FAILED RuntimeError: out of memory")
