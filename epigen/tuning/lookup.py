@@ -11,14 +11,15 @@ they are equally near.
 
 from __future__ import annotations
 
-import bisect
+import functools
 import heapq
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from operator import itemgetter
+
+import numpy as np
+import numpy.typing as npt
 
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelConfig
@@ -58,6 +59,8 @@ FARTHEST = 4.0
 """Beyond this nothing is borrowed, for instance where both M and N are more than four times as large."""
 
 Accept = Callable[[KernelConfig], bool]
+_Floats = npt.NDArray[np.float64]
+_Integers = npt.NDArray[np.intp]
 
 _DTYPES = {t.name: t for t in ALL}
 _UNLIKE = {"spec": 0.0, "kind": CLASS_STEP, "any": PROGRAM_STEP}  # by a step's likeness
@@ -80,8 +83,31 @@ class _Entry:
     source: int
 
 
-_Place = tuple[float, float, float, _Entry]
-"""An entry with the logarithms of its M, N and K."""
+class _Bucket:
+    """Records among which the nearest is looked for: every one at each look-up, which is arithmetic on arrays."""
+
+    def __init__(self) -> None:
+        self._added: list[_Entry] = []
+
+    def add(self, entry: _Entry) -> None:
+        self._added.append(entry)
+
+    @functools.cached_property
+    def entries(self) -> list[_Entry]:
+        """By M. Once they are asked for, none may be added."""
+        return sorted(self._added, key=lambda e: e.record.shape[0])
+
+    @functools.cached_property
+    def logs(self) -> _Floats:
+        """A row for M, one for N and one for K."""
+        return _logs([e.record.shape for e in self.entries])
+
+    @functools.cached_property
+    def gpus(self) -> tuple[list[str], _Integers]:
+        """Each one once, and which of them an entry has."""
+        names = list(dict.fromkeys(e.record.gpu for e in self.entries))
+        place = {name: i for i, name in enumerate(names)}
+        return names, np.array([place[e.record.gpu] for e in self.entries])
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +123,19 @@ def distance(one: Problem, other: Problem, layout_step: float = LAYOUT_STEP) -> 
 
     layout_step: of what is borrowed. On two GPUs that `gpus` knows, a shape is as far as it is from the one that fills as many waves of the other, and their bandwidths count.
     """
-    m, n, k = (_log(x) - _log(y) for x, y in zip(other.shape, one.shape, strict=True))
     scale = _scale(one.gpu, other.gpu) or _UNKNOWN
-    return _tiles_apart(m, n, scale.waves) + WEIGHT_K * abs(k) + scale.step + _penalty(one, other, layout_step)
+    (apart,) = _apart(one, _logs([other.shape]), np.array([scale.waves]), np.array([scale.step]))
+    return float(apart) + _penalty(one, other, layout_step)
 
 
-def _tiles_apart(m: float, n: float, waves: float) -> float:
-    """m, n: doublings from one problem's extents to the other's. waves: doublings of the output that the other GPU takes to be as full,
-    which M and N may share in any way.
+def _apart(one: Problem, logs: _Floats, waves: _Floats, steps: _Floats) -> _Floats:
+    """The part of the distance that the extents and the GPUs make, to each of several. waves, steps: of their `_Scale`s; M and N may share
+    the doublings of the output in any way.
     """
-    low, high = (waves, 0.0) if waves < 0 else (0.0, waves)
-    part = low if m < low else min(m, high)
-    return WEIGHT_M * abs(m - part) + WEIGHT_N * abs(n - (waves - part))
+    m, n, k = logs - _logs([one.shape])
+    part = np.clip(m, np.minimum(waves, 0.0), np.maximum(waves, 0.0))
+    found: _Floats = WEIGHT_M * np.abs(m - part) + WEIGHT_N * np.abs(n - (waves - part)) + WEIGHT_K * np.abs(k) + steps
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +155,7 @@ def _scale(here: str, there: str) -> _Scale | None:
     own, other = gpus.find(here), gpus.find(there)
     if own is None or other is None or here == there:
         return None
-    waves = _log(other.multiprocessors) - _log(own.multiprocessors)
+    waves = math.log2(other.multiprocessors / own.multiprocessors)
     step = BANDWIDTH_STEP * abs(math.log2(other.bandwidth_gbps / own.bandwidth_gbps) - waves)
     if other.multiprocessors == own.multiprocessors:
         sentence = f"not scaled, since both have {own.multiprocessors} multiprocessors"
@@ -162,8 +189,9 @@ def _input_sizes(inputs: tuple[str, ...]) -> Counter[tuple[int, str]]:
     return Counter((_DTYPES[dtype].bits if indices else 0, indices) for dtype, _, indices in split)
 
 
-def _log(extent: int) -> float:
-    return math.log2(max(1, extent))
+def _logs(shapes: Sequence[tuple[int, int, int]]) -> _Floats:
+    """Of M, N and K, a row each. Not numpy's logarithm, whose last bit depends on the processor and would decide between equally near shapes."""
+    return np.array([[math.log2(max(1, shape[axis])) for shape in shapes] for axis in range(3)])
 
 
 def _operands(problem: Problem) -> Key:
@@ -202,21 +230,18 @@ class Index:
 
     def __init__(self, sources: Iterable[Iterable[Record]]):
         self._exact: dict[Key, list[_Entry]] = {}
-        self._gpus: dict[str, set[str]] = {}  # by capability
-        self._buckets: dict[Key, list[_Place]] = {}  # sorted by M
+        self._capabilities: set[str] = set()
+        self._buckets: dict[Key, _Bucket] = defaultdict(_Bucket)
         self._alike: set[Key] = set()  # tuned problems but for M, of which there is the octave
         for source, found in enumerate(sources):
             for record in sorted(found, key=lambda r: r.key):  # so that equal records are found whatever their order on disk
                 problem = record.problem
                 entry = _Entry(record, source)
-                log_m, log_n, log_k = map(_log, problem.shape)
                 self._exact.setdefault(record.problem_key, []).append(entry)
                 self._alike.add((*alike(problem), record.triton))
-                self._gpus.setdefault(problem.capability, set()).add(problem.gpu)
+                self._capabilities.add(problem.capability)
                 for step in _steps(problem):
-                    self._buckets.setdefault(step.bucket, []).append((log_m, log_n, log_k, entry))
-        for places in self._buckets.values():
-            places.sort(key=itemgetter(0))
+                    self._buckets[step.bucket].add(entry)
 
     def candidates(self, problem: Problem, triton: str, accept: Accept | None = None) -> Iterator[Found]:
         """All records that may serve, best first, each config with its sentence. accept: which configs are legal for the problem."""
@@ -241,7 +266,7 @@ class Index:
 
     def measured(self, capability: str) -> bool:
         """Whether any problem was tuned on a GPU of this architecture."""
-        return capability in self._gpus
+        return capability in self._capabilities
 
     def tuned_alike(self, problem: Problem, triton: str) -> bool:
         """Whether some M of this one's octave was tuned, under this version of Triton."""
@@ -256,22 +281,17 @@ class Index:
                     yield _found(entry.record, step.how, _sentence(step, problem, entry.record), far + _UNLIKE[step.likeness])
 
     def _nearest(self, problem: Problem, triton: str, step: _Step) -> Iterator[tuple[float, _Entry]]:
-        m, n, k = map(_log, problem.shape)
-        bucket = self._buckets.get(step.bucket, [])
-        near: list[tuple[float, bool, int, bool, int, _Entry]] = []
-        if not step.other_gpu:
-            for order, log_m, log_n, log_k, e in _between(bucket, m, FARTHEST / WEIGHT_M):
-                far = WEIGHT_M * abs(log_m - m) + WEIGHT_N * abs(log_n - n) + WEIGHT_K * abs(log_k - k)
-                if far <= FARTHEST:
-                    near.append((far, False, 0, False, order, e))
-        else:
-            scales = {gpu: _scale(problem.gpu, gpu) or _UNKNOWN for gpu in self._gpus.get(problem.capability, ())}
-            reach = FARTHEST / WEIGHT_M + max((abs(s.waves) for s in scales.values()), default=0.0)
-            for order, log_m, log_n, log_k, e in _between(bucket, m, reach):
-                scale = scales[e.record.problem.gpu]
-                far = WEIGHT_K * abs(log_k - k) + scale.step
-                if far <= FARTHEST and e.record.gpu != problem.gpu and (far := far + _tiles_apart(log_m - m, log_n - n, scale.waves)) <= FARTHEST:
-                    near.append((far, False, 0, False, order, e))
+        bucket = self._buckets.get(step.bucket)
+        if bucket is None:
+            return
+        names, which = bucket.gpus
+        scales = [_scale(problem.gpu, name) or _UNKNOWN for name in names]
+        apart = _apart(problem, bucket.logs, np.array([s.waves for s in scales])[which], np.array([s.step for s in scales])[which])
+        near: list[tuple[float, bool, int, bool, int, _Entry]] = [
+            (float(apart[order]), False, 0, False, order, bucket.entries[order])
+            for order in np.flatnonzero(apart <= FARTHEST).tolist()
+            if not step.other_gpu or bucket.entries[order].record.gpu != problem.gpu
+        ]
         # mostly only the first is asked for, so the rest of the distance is added when an entry comes to the top
         heapq.heapify(near)
         while near:
@@ -299,13 +319,6 @@ def alike(problem: Problem) -> Key:
 
 def _fits(record: Record, accept: Accept | None) -> bool:
     return accept is None or accept(record.kernel_config)
-
-
-def _between(bucket: list[_Place], m: float, reach: float) -> Iterator[tuple[int, float, float, float, _Entry]]:
-    """The entries whose M is no farther than `reach` doublings from m, each with its number."""
-    first = bisect.bisect_left(bucket, m - reach, key=itemgetter(0))
-    last = bisect.bisect_right(bucket, m + reach, key=itemgetter(0))
-    return ((order, *place) for order, place in enumerate(islice(bucket, first, last)))
 
 
 def _found(record: Record, how: str, why: str, far: float = 0.0) -> Found:
