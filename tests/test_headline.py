@@ -137,6 +137,7 @@ for program in PROGRAMS:
 """
 
 
+@pytest.mark.slow
 def test_what_torch_compiles_is_one_graph() -> None:
     """In a process of its own: torch's compiler imports Triton, which other tests of this one want in its other mode."""
     subprocess.run([sys.executable, "-c", ONE_GRAPH], cwd=Path(__file__).parent.parent, check=True, timeout=300)

@@ -10,7 +10,7 @@ from random import Random
 
 import faulty_meter
 import pytest
-from cases import split_k, warp_specialized
+from cases import persistent, split_k, warp_specialized
 
 import epigen
 from epigen.codegen import schedules
@@ -289,6 +289,16 @@ def test_what_draws_more_power_has_to_be_ahead_by_more(alone_us: tuple[float, ..
     found = search(SPACE, Hot(space, Baseline(1, 1)), prior={c: 1.0 + i for i, c in enumerate(space)}, trials=2)
     assert found.winner == {"frugal": frugal, "hungry": hungry}[wins]
     assert found.outcome == space[found.winner], "what is told of it is its time in turns"
+
+
+def test_in_place_of_what_a_table_lacks_its_nearest_answers() -> None:
+    """By steps of the parameters; of another schedule none is near, and of equally near ones the first answers."""
+    small, large, other = tiled(32, 64), tiled(128, 64), persistent(64, 64, 64)
+    for rows in ((other, small, large), (large, other, small)):
+        recorded = Replay(dict.fromkeys(rows, Outcome("ok", 1.0)), Baseline(1, 1))
+        wanted = (large, tiled(256, 128), tiled(16, 64), persistent(128, 64, 64))
+        assert [recorded.available(c) for c in wanted] == [large, large, small, other]
+        assert recorded.available(tiled(64, 64)) == next(c for c in rows if c != other)
 
 
 def test_the_last_trials_are_a_fine_step_from_the_best() -> None:

@@ -146,6 +146,7 @@ def test_the_journal_is_optunas_own_format(tmp_path: Path) -> None:
     assert set(optuna.get_all_study_names(theirs)) == {"one", "two"}
 
 
+@pytest.mark.slow
 def test_a_journal_costs_little(tmp_path: Path) -> None:
     """Of 48 trials, less than a second more than in memory; the best of some pairs, because other tests load the machine."""
 
@@ -204,6 +205,7 @@ def test_what_a_dead_tuner_had_under_way_is_given_up(storage: Storage, name: str
             assert third.outcomes == {CONFIGS[0]: Outcome("ok", 2.0, 0.0, 1)}
 
 
+@pytest.mark.slow
 def test_a_tuner_that_is_alive_keeps_its_claims(storage: Storage, name: str) -> None:
     with Study(storage, name, beat_s=0.05) as slow, Study(storage, name, beat_s=0.05, dead_s=2.0) as other:
         held = claim(slow, CONFIGS[0])
@@ -488,6 +490,7 @@ def logged(what: str, *logs: Path) -> list[str]:
     return [line.removeprefix(f"{what} ") for line in lines if line.startswith(f"{what} ")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["journal", "postgres"], indirect=True)
 def test_two_processes_share_trials_and_repeat_none(url: str, name: str, tmp_path: Path) -> None:
     logs = [tmp_path / "one.log", tmp_path / "two.log"]
@@ -500,6 +503,7 @@ def test_two_processes_share_trials_and_repeat_none(url: str, name: str, tmp_pat
     assert {a["trials"] for a in answers} == {30} and answers[0]["winner"] == answers[1]["winner"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["journal", "postgres"], indirect=True)
 def test_a_tuner_that_is_killed_in_mid_trial_leaves_the_study_usable(url: str, name: str, tmp_path: Path) -> None:
     log, other = tmp_path / "killed.log", tmp_path / "other.log"
@@ -531,6 +535,7 @@ def test_a_process_that_is_interrupted_says_what_it_found(tmp_path: Path) -> Non
     assert answer(second)["measured"] == 4
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_away_is_told_in_words() -> None:
     with contextlib.ExitStack() as stack:
         try:

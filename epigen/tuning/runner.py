@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError
 from epigen.tuning import space
@@ -58,17 +60,18 @@ class Replay:
         self.table, self.baseline, self.kind = table, baseline, RECORDED
         self.values = {(c.schedule, *value) for c in table for value in c.values}
         self.spent: dict[str, float] = defaultdict(float)
-        self.points = {c: space.parameters(c) for c in table}
+        self.configs, points = list(table), [space.parameters(c) for c in table]
+        names = {name for point in points for name in point}
+        self.columns = {n: np.array([point.get(n, np.nan) for point in points]) for n in names}
 
     def available(self, config: KernelConfig) -> KernelConfig:
         if config in self.table:
             return config
-        wanted = space.parameters(config)
-
-        def distance(point: Mapping[str, int]) -> int:
-            return sum(abs(wanted[n] - point[n]) if n in point else 100 for n in wanted)
-
-        return min(self.points, key=lambda c: distance(self.points[c]))
+        far = np.zeros(len(self.configs))
+        for name, value in space.parameters(config).items():
+            if name in self.columns:
+                far += np.nan_to_num(np.abs(self.columns[name] - value), nan=100.0)  # of one that has no such parameter
+        return self.configs[far.argmin()]
 
     def knows(self, config: KernelConfig) -> bool:
         return all((config.schedule, *value) in self.values for value in config.values)
