@@ -84,18 +84,10 @@ class _Entry:
 
 
 class _Bucket:
-    """Records among which the nearest is looked for: every one at each look-up, which is arithmetic on arrays."""
+    """Records among which the nearest is looked for: every one at each look-up, which is arithmetic on arrays that the first one makes."""
 
-    def __init__(self) -> None:
-        self._added: list[_Entry] = []
-
-    def add(self, entry: _Entry) -> None:
-        self._added.append(entry)
-
-    @functools.cached_property
-    def entries(self) -> list[_Entry]:
-        """By M. Once they are asked for, none may be added."""
-        return sorted(self._added, key=lambda e: e.record.shape[0])
+    def __init__(self, entries: Sequence[_Entry]):
+        self.entries = entries
 
     @functools.cached_property
     def logs(self) -> _Floats:
@@ -231,17 +223,19 @@ class Index:
     def __init__(self, sources: Iterable[Iterable[Record]]):
         self._exact: dict[Key, list[_Entry]] = {}
         self._capabilities: set[str] = set()
-        self._buckets: dict[Key, _Bucket] = defaultdict(_Bucket)
         self._alike: set[Key] = set()  # tuned problems but for M, of which there is the octave
+        buckets: dict[Key, list[_Entry]] = defaultdict(list)
         for source, found in enumerate(sources):
-            for record in sorted(found, key=lambda r: r.key):  # so that equal records are found whatever their order on disk
+            # of equally near records the one of the smaller M is found, and whatever their order on disk the same one
+            for record in sorted(found, key=lambda r: (r.shape[0], r.key)):
                 problem = record.problem
                 entry = _Entry(record, source)
                 self._exact.setdefault(record.problem_key, []).append(entry)
                 self._alike.add((*alike(problem), record.triton))
                 self._capabilities.add(problem.capability)
                 for step in _steps(problem):
-                    self._buckets[step.bucket].add(entry)
+                    buckets[step.bucket].append(entry)
+        self._buckets = {key: _Bucket(entries) for key, entries in buckets.items()}
 
     def candidates(self, problem: Problem, triton: str, accept: Accept | None = None) -> Iterator[Found]:
         """All records that may serve, best first, each config with its sentence. accept: which configs are legal for the problem."""

@@ -399,8 +399,9 @@ def _of_every_way(configs: Sequence[KernelConfig]) -> list[KernelConfig]:
     """The first of each tile and way to share it, then the second of each, and so on."""
     ways, nth = Counter[tuple[object, ...]](), {}
     for config in configs:
-        nth[config] = ways[way(config)]
-        ways[way(config)] += 1
+        own = way(config)
+        nth[config] = ways[own]
+        ways[own] += 1
     return sorted(configs, key=nth.__getitem__)
 
 

@@ -18,8 +18,6 @@ import torch
 # several times the largest L2, and long enough (some 130 us on an H200) for the host to have the launch ready when it ends
 _FLUSH_BYTES = 512 << 20
 _MOST_FLUSHES, _TRIES = 16, 8  # where compiling workers keep the host busy, or a call of several launches takes long to enqueue
-
-
 _BATCH = 8  # launches back to back between two looks at the time
 
 
