@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from epigen.tuning.sampling import heat
+from epigen.tuning.sampling import heat, in_turns
 from epigen.tuning.timer import ColdTimer
 
 Contenders = Mapping[str, Callable[[], object]]
@@ -18,10 +19,10 @@ LEAST = 5
 """Rounds that even the longest kernels get."""
 
 
-def _summary(samples: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+def _summary(names: Iterable[str], samples: Iterable[Sequence[float]]) -> dict[str, dict[str, float]]:
     """Median, and the distance between the quartiles, in microseconds."""
     found = {}
-    for name, values in samples.items():
+    for name, values in zip(names, samples, strict=True):
         low, middle, high = statistics.quantiles(values, n=4)
         found[name] = {"median_us": round(middle, 3), "spread_us": round(high - low, 3), "samples": len(values)}
     return found
@@ -34,20 +35,18 @@ def cold(contenders: Contenders, rounds: int = 100, budget_s: float = math.inf, 
     budget_s: after so long no further round is begun, once there are LEAST. timer: what takes a sample; by default the current GPU's.
     """
     timer = timer or ColdTimer()
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
     late = dict.fromkeys(contenders, 0)
+
+    def sample(name: str) -> float:
+        before = timer.late
+        us = timer.once(contenders[name])
+        late[name] += timer.late - before
+        return us
+
     for run in contenders.values():
         run()  # whatever a first call does besides
     heat(timer.once, list(contenders.values()))
-    start = time.perf_counter()
-    for number in range(rounds):
-        if number >= LEAST and time.perf_counter() - start > budget_s:
-            break
-        for name in list(contenders)[:: -1 if number % 2 else 1]:
-            before = timer.late
-            samples[name].append(timer.once(contenders[name]))
-            late[name] += timer.late - before
-    found = _summary(samples)
+    found = _summary(contenders, in_turns([functools.partial(sample, name) for name in contenders], rounds, LEAST, budget_s))
     for name, count in late.items():
         if count:  # these hold the host's delay
             found[name]["late"] = count
@@ -56,8 +55,8 @@ def cold(contenders: Contenders, rounds: int = 100, budget_s: float = math.inf, 
 
 def graphed(contenders: Contenders, rounds: int = 50, launches: int = 50) -> dict[str, dict[str, float]]:
     """A CUDA graph of many calls a sample, per call: what the GPU takes when the host is out of the way."""
-    graphs = {}
-    for name, run in contenders.items():
+    graphs = []
+    for run in contenders.values():
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(3):
@@ -68,31 +67,32 @@ def graphed(contenders: Contenders, rounds: int = 50, launches: int = 50) -> dic
             for _ in range(launches):
                 run()
         graph.replay()
-        graphs[name] = graph
+        graphs.append(graph)
     torch.cuda.synchronize()
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            samples[name].append(start.elapsed_time(end) * 1e3 / launches)
-    return _summary(samples)
+
+    def sample(graph: torch.cuda.CUDAGraph) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / launches
+
+    return _summary(contenders, in_turns([functools.partial(sample, graph) for graph in graphs], rounds))
 
 
 def hosted(contenders: Contenders, rounds: int = 20, calls: int = 100) -> dict[str, dict[str, float]]:
     """Host time of a call among many back to back: what the Python thread pays."""
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
+
+    def sample(run: Callable[[], object]) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        took = time.perf_counter() - start
+        torch.cuda.synchronize()
+        return took * 1e6 / calls
+
     for run in contenders.values():
         run()
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                run()
-            samples[name].append((time.perf_counter() - start) * 1e6 / calls)
-            torch.cuda.synchronize()
-    return _summary(samples)
+    return _summary(contenders, in_turns([functools.partial(sample, run) for run in contenders.values()], rounds))

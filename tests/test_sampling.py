@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 
 import pytest
 import timed_gpu
 
-from epigen.tuning.sampling import ALONE_S, LONG_US, SETTLED_S, Run, Sampler
+from epigen.tuning.sampling import ALONE_S, LONG_US, SETTLED_S, Run, Sampler, in_turns
 from epigen.tuning.task import Outcome
 from epigen.tuning.timer import back_to_back
 
@@ -134,13 +136,13 @@ def test_what_runs_alone_is_timed_once_its_clock_has_settled() -> None:
     gpu = Gpu()
     gpu.rest(1e6)
     runs = [gpu.kernel(1000.0, 1250.0), gpu.kernel(1030.0, 1220.0)]
-    in_turns = [Outcome("ok", 1240.0), Outcome("ok", 1230.0)]
+    among = [Outcome("ok", 1240.0), Outcome("ok", 1230.0)]
     sampler = gpu.sampler(runs[0])
-    assert sampler.alone(runs, in_turns, "ab") == pytest.approx((1250.0, 1220.0), rel=0.001)
+    assert sampler.alone(runs, among, "ab") == pytest.approx((1250.0, 1220.0), rel=0.001)
     assert gpu.now_us - 1e6 == pytest.approx(4e6 * (SETTLED_S + ALONE_S), rel=0.01)
     gpu.launched.clear()
-    assert sampler.alone(runs, [Outcome("ok", 0.9 * LONG_US), in_turns[1]], "ab") == (), "a short one among them"
-    assert sampler.alone(runs, in_turns, "aa") == () == sampler.alone([], [], ""), "nothing to tell apart"
+    assert sampler.alone(runs, [Outcome("ok", 0.9 * LONG_US), among[1]], "ab") == (), "a short one among them"
+    assert sampler.alone(runs, among, "aa") == () == sampler.alone([], [], ""), "nothing to tell apart"
     assert not gpu.launched
 
 
@@ -148,8 +150,8 @@ def test_of_each_way_the_fastest_runs_alone_and_speaks_for_the_others() -> None:
     gpu = Gpu()
     gpu.work(1e6)
     runs = [gpu.kernel(us, us) for us in (1100.0, 1000.0, 990.0, 1200.0)]
-    in_turns = [Outcome("ok", us) for us in (1050.0, 1000.0, 1010.0, 1020.0)]
-    assert gpu.sampler(runs[0]).alone(runs, in_turns, "abab") == pytest.approx((1050 * 990 / 1010, 1000.0, 990.0, 1020.0), rel=0.001)
+    among = [Outcome("ok", us) for us in (1050.0, 1000.0, 1010.0, 1020.0)]
+    assert gpu.sampler(runs[0]).alone(runs, among, "abab") == pytest.approx((1050 * 990 / 1010, 1000.0, 990.0, 1020.0), rel=0.001)
     assert set(gpu.launched) == {runs[1], runs[2]}
 
 
@@ -163,6 +165,19 @@ def test_what_grows_warmer_meanwhile_favours_nobody(monkeypatch: pytest.MonkeyPa
     gpu.heat = 0.0
     once = [gpu.loop(run, 2 * (SETTLED_S + ALONE_S)) for run in runs]
     assert once[2] > 1.03 * once[0], "each by itself"
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(math.inf, 9), (100.0, 9), (12.0, 4), (11.0, 4), (0.0, 3)])
+def test_turns_go_there_and_back_until_the_time_is_up_but_not_before_the_fewest(seconds: float, rounds: int) -> None:
+    """Each round takes 3 s."""
+    told: list[str] = []
+
+    def measure(name: str) -> float:
+        told.append(name)
+        return float(len(told))
+
+    found = in_turns([functools.partial(measure, name) for name in "abc"], 9, 3, seconds, lambda: float(len(told)))
+    assert "".join(told) == ("abccba" * 5)[: 3 * rounds] and found[0][:3] == [1.0, 6.0, 7.0] and [len(one) for one in found] == [rounds] * 3
 
 
 # -- the loop

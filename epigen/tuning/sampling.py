@@ -11,6 +11,7 @@ clock that its own power leaves. In turns two groups that take turns are up to 8
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -80,39 +81,48 @@ class Sampler:
         """Several, taking turns. hot: on a GPU that long ones have heated."""
         if hot:
             heat(self.once, runs, self.now)
-        samples: list[list[float]] = [[] for _ in runs]
-        begun = self.now()
-        while (rounds := len(samples[0])) < _FEWEST or (rounds < _MOST and self.now() - begun < _COMPARED_S):
-            for run, into in zip(runs, samples, strict=True):
-                into.append(self.once(run))
-        return [_outcome(s) for s in samples]
+        measures = [functools.partial(self.once, run) for run in runs]
+        return [_outcome(s) for s in in_turns(measures, _MOST, _FEWEST, _COMPARED_S, self.now)]
 
-    def alone(self, runs: Sequence[Run], in_turns: Sequence[Outcome], ways: Sequence[Hashable]) -> tuple[float, ...]:
+    def alone(self, runs: Sequence[Run], among: Sequence[Outcome], ways: Sequence[Hashable]) -> tuple[float, ...]:
         """Microseconds of a launch of each in a loop of its own; none where all are alike in this or one is not long.
 
-        in_turns: what they took so just now, which has heated the GPU. ways: those of one way draw about the same power, so of each the fastest alone
+        among: what they took in turns just now, which has heated the GPU. ways: those of one way draw about the same power, so of each the fastest alone
         is timed, and its ratio holds for the others.
         """
-        if len(set(ways)) < 2 or min(o.median_us for o in in_turns) < LONG_US:
+        if len(set(ways)) < 2 or min(o.median_us for o in among) < LONG_US:
             return ()
         fastest = dict[Hashable, int]()
-        for i in sorted(range(len(runs)), key=lambda i: in_turns[i].median_us):
+        for i in sorted(range(len(runs)), key=lambda i: among[i].median_us):
             fastest.setdefault(ways[i], i)
         loops = there_and_back([functools.partial(self._alone, runs[i]) for i in fastest.values()])
-        ratios = {way: us / in_turns[i].median_us for (way, i), us in zip(fastest.items(), loops, strict=True)}
-        return tuple(o.median_us * ratios[way] for o, way in zip(in_turns, ways, strict=True))
+        ratios = {way: us / among[i].median_us for (way, i), us in zip(fastest.items(), loops, strict=True)}
+        return tuple(o.median_us * ratios[way] for o, way in zip(among, ways, strict=True))
 
     def _alone(self, run: Run) -> float:
         self.loop(run, SETTLED_S)
         return self.loop(run, ALONE_S)
 
 
+def in_turns(
+    measures: Sequence[Callable[[], float]], most: int, fewest: int = 1, seconds: float = math.inf, now: Callable[[], float] = time.perf_counter
+) -> list[list[float]]:  # fmt: skip
+    """What each measured, one a round, in every second round backwards: what drifts meanwhile favours nobody. most, fewest: rounds. After so many
+    seconds no further one is begun, once there are the fewest."""
+    samples: list[list[float]] = [[] for _ in measures]
+    begun = now()
+    for number in range(most):
+        if number >= fewest and now() - begun >= seconds:
+            break
+        for i in range(len(measures))[:: -1 if number % 2 else 1]:
+            samples[i].append(measures[i]())
+    return samples
+
+
 def there_and_back(measures: Sequence[Callable[[], float]]) -> list[float]:
-    """The means of two measurements of each, the second ones in the opposite order: what drifts meanwhile favours nobody. Groups in turns were 1 to 4 %
-    slower as the fourth to be timed alone than as the first, of one config; groups together, as the fifth, were not (H200, 2026-11)."""
-    there = [measure() for measure in measures]
-    back = [measure() for measure in reversed(measures)]
-    return [(one + other) / 2 for one, other in zip(there, reversed(back), strict=True)]
+    """The means of two measurements of each, the second ones in the opposite order. Groups in turns were 1 to 4 % slower as the fourth to be timed
+    alone than as the first, of one config; groups together, as the fifth, were not (H200, 2026-11)."""
+    return [statistics.mean(both) for both in in_turns(measures, 2)]
 
 
 def _outcome(samples: Sequence[float]) -> Outcome:
