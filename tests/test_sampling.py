@@ -146,7 +146,7 @@ def test_what_runs_alone_is_timed_once_its_clock_has_settled() -> None:
     assert not gpu.launched
 
 
-def test_of_each_way_the_fastest_runs_alone_and_speaks_for_the_others() -> None:
+def test_of_each_kind_the_fastest_runs_alone_and_speaks_for_the_others() -> None:
     gpu = Gpu()
     gpu.work(1e6)
     runs = [gpu.kernel(us, us) for us in (1100.0, 1000.0, 990.0, 1200.0)]
@@ -192,6 +192,13 @@ def test_a_loop_keeps_the_gpu_busy() -> None:
 
     us = back_to_back(run, 0.5, lambda: looks.append(gpu.now), lambda: gpu.now / 1e6, gpu.event)
     assert us == pytest.approx(900, rel=0.001) and 0.5e6 <= gpu.now <= 0.52e6
-    assert min(ahead[8:]) > 900, "it is never waited for with nothing left to do"
-    assert len(looks) == len(ahead) // 8 - 1 and all(a < b for a, b in itertools.pairwise(looks))
+    assert min(ahead[12:]) > 900, "it is never waited for with nothing left to do"
+    assert len(looks) == (len(ahead) - 1) // 11 - 1 and all(a < b for a, b in itertools.pairwise(looks)), "one that tells how long they are; 11 a batch"
     assert back_to_back(run, 0.0, now=lambda: gpu.now / 1e6, event=gpu.event) == pytest.approx(900, rel=0.01), "a batch at least"
+
+
+@pytest.mark.parametrize("kernel_us", [250.0, 900.0, 27_000.0])
+def test_a_loop_ends_soon_after_its_time(kernel_us: float) -> None:
+    gpu = timed_gpu.Gpu(host_us=10, kernel_us=kernel_us)
+    assert back_to_back(gpu.run, 0.1, now=lambda: gpu.now / 1e6, event=gpu.event) == pytest.approx(kernel_us, rel=0.01)
+    assert 0.1e6 <= gpu.now <= 0.13e6 + 2 * kernel_us

@@ -20,7 +20,7 @@ from epigen.ir import bound
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.rendering import renderer
 from epigen.tuning.sampling import Sampler
-from epigen.tuning.task import Baseline, Compare, Comparison, Job, Measure, Outcome, Task, way
+from epigen.tuning.task import Baseline, Compare, Comparison, Job, Measure, Outcome, Task, sharing
 from epigen.tuning.timer import ColdTimer, back_to_back
 
 _CHECKED_EXTENT = 4096  # answers are checked at no more than this and the tail, which the float64 oracle manages in milliseconds
@@ -78,7 +78,7 @@ class Meter:
         for run in runs:
             run()
         *outcomes, product, with_pass = self.sampler.turns(runs, hot=bool(job.configs))
-        alone_us = self.sampler.alone(runs[: len(outcomes)], outcomes, [way(c) for c in job.configs])
+        alone_us = self.sampler.alone(runs[: len(outcomes)], outcomes, [sharing(c) for c in job.configs])
         return Comparison(tuple(outcomes), Baseline(product.median_us, with_pass.median_us), alone_us)
 
     def product(self) -> torch.Tensor:

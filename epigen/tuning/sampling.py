@@ -84,20 +84,20 @@ class Sampler:
         measures = [functools.partial(self.once, run) for run in runs]
         return [_outcome(s) for s in in_turns(measures, _MOST, _FEWEST, _COMPARED_S, self.now)]
 
-    def alone(self, runs: Sequence[Run], among: Sequence[Outcome], ways: Sequence[Hashable]) -> tuple[float, ...]:
+    def alone(self, runs: Sequence[Run], among: Sequence[Outcome], kinds: Sequence[Hashable]) -> tuple[float, ...]:
         """Microseconds of a launch of each in a loop of its own; none where all are alike in this or one is not long.
 
-        among: what they took in turns just now, which has heated the GPU. ways: those of one way draw about the same power, so of each the fastest alone
-        is timed, and its ratio holds for the others.
+        among: what they took in turns just now, which has heated the GPU. kinds: those of one kind draw about the same power, so of each the fastest
+        alone is timed, for half a second, and its ratio holds for the others.
         """
-        if len(set(ways)) < 2 or min(o.median_us for o in among) < LONG_US:
+        if len(set(kinds)) < 2 or min(o.median_us for o in among) < LONG_US:
             return ()
         fastest = dict[Hashable, int]()
         for i in sorted(range(len(runs)), key=lambda i: among[i].median_us):
-            fastest.setdefault(ways[i], i)
+            fastest.setdefault(kinds[i], i)
         loops = there_and_back([functools.partial(self._alone, runs[i]) for i in fastest.values()])
-        ratios = {way: us / among[i].median_us for (way, i), us in zip(fastest.items(), loops, strict=True)}
-        return tuple(o.median_us * ratios[way] for o, way in zip(among, ways, strict=True))
+        ratios = {kind: us / among[i].median_us for (kind, i), us in zip(fastest.items(), loops, strict=True)}
+        return tuple(o.median_us * ratios[kind] for o, kind in zip(among, kinds, strict=True))
 
     def _alone(self, run: Run) -> float:
         self.loop(run, SETTLED_S)

@@ -120,10 +120,15 @@ class Comparison:
         return [math.sqrt(us * alone) for us, alone in zip(in_turns, self.alone_us, strict=True)] if self.alone_us else in_turns
 
 
+def sharing(config: KernelConfig) -> tuple[object, ...]:
+    """How warps share the work: configs that agree in this and are as fast draw about the same power, and a low clock costs them the same."""
+    return (config.schedule, dict(config.values).get("pingpong"))
+
+
 def way(config: KernelConfig) -> tuple[object, ...]:
-    """The tile, and how warps share it: configs that agree in this differ little in what they draw, and in what a low clock makes of them."""
+    """How warps share the work, and the tile."""
     values = dict(config.values)
-    return (config.schedule, values.get("block_m"), values.get("block_n"), values.get("pingpong"))
+    return (*sharing(config), values.get("block_m"), values.get("block_n"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import torch
 # several times the largest L2, and long enough (some 130 us on an H200) for the host to have the launch ready when it ends
 _FLUSH_BYTES = 512 << 20
 _MOST_FLUSHES, _TRIES = 16, 8  # where compiling workers keep the host busy, or a call of several launches takes long to enqueue
-_BATCH = 8  # launches back to back between two looks at the time
+_BATCH_US = 10_000.0  # of launches back to back between two looks at the time
 
 
 def _timed() -> Any:
@@ -67,13 +67,18 @@ def back_to_back(
 ) -> float:  # fmt: skip
     """Microseconds of a launch of long ones that follow each other for so many seconds, with a batch of them always waiting. look: is called after
     each batch, while the next one runs."""
-    first, ends, count = event(), deque[Any](), 0
+    first, end, ends, count = event(), event(), deque[Any](), 0
+    first.record()
+    run()
+    end.record()
+    end.synchronize()
+    batch = max(1, round(_BATCH_US / (1e3 * first.elapsed_time(end))))
     first.record()
     start = now()
     while count == 0 or now() - start < seconds:
-        for _ in range(_BATCH):
+        for _ in range(batch):
             run()
-        count += _BATCH
+        count += batch
         ends.append(event())
         ends[-1].record()
         if len(ends) > 1:
