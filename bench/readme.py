@@ -90,7 +90,7 @@ def headline() -> str:
     words = ", ".join(f"{count} {group}" for group, count in counts.items())
     met = f"{sum(bar['met'] for bar in measured)} of {len(measured)} bars are met"
     out = sum(len(one["left_out"]) for one in results)
-    left = f"; {out} more were left out for time" if out else ""
+    left = f"; {out} more left out for time" if out else ""
     older = sum("commit" in row for one in results for row in one["rows"])
     before = f"; {older} cases were timed at an earlier commit, with the configs that they have now" if older else ""
     how = (

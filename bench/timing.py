@@ -1,4 +1,4 @@
-"""Timing on a GPU: interleaved contenders, medians, random data, L2 flushed between runs or a CUDA graph of many launches."""
+"""Timing on a GPU: interleaved contenders, medians, random data, L2 flushed between runs or a CUDA graph of many launches; a loop of one kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import functools
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -17,6 +19,12 @@ Contenders = Mapping[str, Callable[[], object]]
 
 LEAST = 5
 """Rounds that even the longest kernels get."""
+
+_BATCH_US = 10_000.0  # of launches back to back between two looks at the time
+
+
+def _timed() -> Any:
+    return torch.cuda.Event(enable_timing=True)
 
 
 def _summary(names: Iterable[str], samples: Iterable[Sequence[float]]) -> dict[str, dict[str, float]]:
@@ -71,7 +79,7 @@ def graphed(contenders: Contenders, rounds: int = 50, launches: int = 50) -> dic
     torch.cuda.synchronize()
 
     def sample(graph: torch.cuda.CUDAGraph) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = _timed(), _timed()
         start.record()
         graph.replay()
         end.record()
@@ -96,3 +104,30 @@ def hosted(contenders: Contenders, rounds: int = 20, calls: int = 100) -> dict[s
     for run in contenders.values():
         run()
     return _summary(contenders, in_turns([functools.partial(sample, run) for run in contenders.values()], rounds))
+
+
+def back_to_back(
+    run: Callable[[], object], seconds: float, look: Callable[[], object] = lambda: None, now: Callable[[], float] = time.perf_counter,
+    event: Callable[[], Any] = _timed,
+) -> float:  # fmt: skip
+    """Microseconds of a launch of long ones that follow each other for so many seconds, with a batch of them always waiting. look: is called after
+    each batch, while the next one runs."""
+    first, end, ends, count = event(), event(), deque[Any](), 0
+    first.record()
+    run()
+    end.record()
+    end.synchronize()
+    batch = max(1, round(_BATCH_US / (1e3 * first.elapsed_time(end))))
+    first.record()
+    start = now()
+    while count == 0 or now() - start < seconds:
+        for _ in range(batch):
+            run()
+        count += batch
+        ends.append(event())
+        ends[-1].record()
+        if len(ends) > 1:
+            ends.popleft().synchronize()
+            look()
+    ends[-1].synchronize()
+    return float(first.elapsed_time(ends[-1])) * 1e3 / count

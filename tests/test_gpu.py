@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-from cases import tiled
 
 import epigen
 from epigen import api
@@ -14,12 +13,10 @@ from epigen.codegen import schedules
 from epigen.codegen.spec import Choice
 from epigen.dtypes import FP16
 from epigen.ir import reference
-from epigen.runtime import device, verify
+from epigen.runtime import verify
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.rendering import renderer
 from epigen.tuning import first_use, rule
-from epigen.tuning.measure import Meter
-from epigen.tuning.task import Compare, Comparison, Task
 
 pytestmark = pytest.mark.gpu
 
@@ -213,21 +210,6 @@ def test_what_is_missing_is_tuned_at_first_use_and_captured_afterwards(monkeypat
     graph.replay()
     assert torch.equal(captured, y)
     assert len([r for _, r in api.database().records(seeds=False) if r.program == kernel.program]) == 1
-
-
-def test_close_calls_of_long_launches_are_timed_alone_too() -> None:
-    target = device.at_hand()
-    assert target is not None
-    in_turns = schedules.config("warp_specialized", block_m=128, block_n=128, block_k=64, group_m=8, pingpong=1, halves=2, early=0, tma_store=1, num_stages=6)
-    configs = (tiled(128, 128), tiled(128, 64), in_turns)
-
-    def compared(m: int, n: int, k: int) -> Comparison:
-        return Meter(Task("relu(mm)", (m, n, k), "fp16", "fp16", "fp16", "nt", "ieee", target)).compare(Compare(configs))
-
-    long, short = compared(8192, 8192, 8192), compared(256, 192, 128)
-    ratios = [us / o.median_us for us, o in zip(long.alone_us, long.outcomes, strict=True)]
-    assert all(0.5 < ratio < 2 for ratio in ratios) and ratios[0] == pytest.approx(ratios[1]) != ratios[2], "the tiled ones share theirs"
-    assert short.alone_us == () and all(o.kind == "ok" for o in short.outcomes)
 
 
 def test_tune_from_python_is_found_by_the_next_call() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timed_gpu
 
 from bench import cases, clock, headline, peers, power, readme
+from bench.timing import back_to_back
 from epigen.codegen import schedules
 from epigen.runtime import device
 from epigen.tuning import gpus
@@ -21,12 +24,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_a_loop_tells_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = iter([1900, None, 1500, 1400])
 
-    def back_to_back(run: Callable[[], float], seconds: float, look: Callable[[], object]) -> float:
+    def looped(run: Callable[[], float], seconds: float, look: Callable[[], object]) -> float:
         for _ in range(4):
             look()
         return run() * seconds
 
-    monkeypatch.setattr(power, "back_to_back", back_to_back)
+    monkeypatch.setattr(power, "back_to_back", looped)
     monkeypatch.setattr(clock, "sm_mhz", lambda: next(clocks, None))
     assert power.loop(lambda: 900.0, 0.5) == (450.0, 1500)
     assert power.loop(lambda: 900.0, 0.5) == (450.0, None), "nobody tells it"
@@ -95,3 +98,27 @@ def test_the_script_writes_and_the_readme_shows_what_was_found(monkeypatch: pyte
 def test_a_case_that_failed_says_so() -> None:
     row = headline._blank(power.CASES[0]) | {"failed": "RuntimeError: out of memory"}
     assert power.line(row).endswith("FAILED RuntimeError: out of memory")
+
+
+# -- the loop
+
+
+def test_a_loop_keeps_the_gpu_busy() -> None:
+    gpu, ahead, looks = timed_gpu.Gpu(host_us=10, kernel_us=900), list[float](), list[float]()
+
+    def run() -> None:
+        gpu.run()
+        ahead.append(gpu.free - gpu.now)
+
+    us = back_to_back(run, 0.5, lambda: looks.append(gpu.now), lambda: gpu.now / 1e6, gpu.event)
+    assert us == pytest.approx(900, rel=0.001) and 0.5e6 <= gpu.now <= 0.52e6
+    assert min(ahead[12:]) > 900, "it is never waited for with nothing left to do"
+    assert len(looks) == (len(ahead) - 1) // 11 - 1 and all(a < b for a, b in itertools.pairwise(looks)), "one that tells how long they are; 11 a batch"
+    assert back_to_back(run, 0.0, now=lambda: gpu.now / 1e6, event=gpu.event) == pytest.approx(900, rel=0.01), "a batch at least"
+
+
+@pytest.mark.parametrize("kernel_us", [250.0, 900.0, 27_000.0])
+def test_a_loop_ends_soon_after_its_time(kernel_us: float) -> None:
+    gpu = timed_gpu.Gpu(host_us=10, kernel_us=kernel_us)
+    assert back_to_back(gpu.run, 0.1, now=lambda: gpu.now / 1e6, event=gpu.event) == pytest.approx(kernel_us, rel=0.01)
+    assert 0.1e6 <= gpu.now <= 0.13e6 + 2 * kernel_us

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 
 import pytest
-import timed_gpu
 
-from epigen.tuning.sampling import ALONE_S, LONG_US, SETTLED_S, Run, Sampler, in_turns
-from epigen.tuning.task import Outcome
-from epigen.tuning.timer import back_to_back
+from epigen.tuning.sampling import LONG_US, Run, Sampler, in_turns
 
 COOL, HOT = 1.0, 0.8  # clocks
 HEATING_US, FLUSH_US = 100_000.0, 130.0
@@ -51,14 +47,7 @@ class Gpu:
         return took
 
     def sampler(self, product: Run) -> Sampler:
-        return Sampler(self.once, product, self.loop, lambda: self.now_us / 1e6)
-
-    def loop(self, run: Run, seconds: float) -> float:
-        begun, count = self.now_us, 0
-        while self.now_us - begun < seconds * 1e6:
-            run()
-            count += 1
-        return (self.now_us - begun) / count
+        return Sampler(self.once, product, lambda: self.now_us / 1e6)
 
 
 def test_the_clock_decides_nothing_between_long_launches() -> None:
@@ -132,41 +121,6 @@ def test_what_is_only_told_of_a_search_under_way_heats_nothing() -> None:
     assert len(gpu.launched) == 2 * 7
 
 
-def test_what_runs_alone_is_timed_once_its_clock_has_settled() -> None:
-    gpu = Gpu()
-    gpu.rest(1e6)
-    runs = [gpu.kernel(1000.0, 1250.0), gpu.kernel(1030.0, 1220.0)]
-    among = [Outcome("ok", 1240.0), Outcome("ok", 1230.0)]
-    sampler = gpu.sampler(runs[0])
-    assert sampler.alone(runs, among, "ab") == pytest.approx((1250.0, 1220.0), rel=0.001)
-    assert gpu.now_us - 1e6 == pytest.approx(4e6 * (SETTLED_S + ALONE_S), rel=0.01)
-    gpu.launched.clear()
-    assert sampler.alone(runs, [Outcome("ok", 0.9 * LONG_US), among[1]], "ab") == (), "a short one among them"
-    assert sampler.alone(runs, among, "aa") == () == sampler.alone([], [], ""), "nothing to tell apart"
-    assert not gpu.launched
-
-
-def test_of_each_kind_the_fastest_runs_alone_and_speaks_for_the_others() -> None:
-    gpu = Gpu()
-    gpu.work(1e6)
-    runs = [gpu.kernel(us, us) for us in (1100.0, 1000.0, 990.0, 1200.0)]
-    among = [Outcome("ok", us) for us in (1050.0, 1000.0, 1010.0, 1020.0)]
-    assert gpu.sampler(runs[0]).alone(runs, among, "abab") == pytest.approx((1050 * 990 / 1010, 1000.0, 990.0, 1020.0), rel=0.001)
-    assert set(gpu.launched) == {runs[1], runs[2]}
-
-
-def test_what_grows_warmer_meanwhile_favours_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For seconds: of three alike the third loop takes 3 % longer than the first."""
-    monkeypatch.setitem(globals(), "HEATING_US", 5e6)
-    gpu = Gpu()
-    runs = [gpu.kernel(1000.0) for _ in range(3)]
-    first, second, third = gpu.sampler(runs[0]).alone(runs, [Outcome("ok", 1000.0)] * 3, "abc")
-    assert second == pytest.approx(first, rel=0.002) and third == pytest.approx(first, rel=0.002)
-    gpu.heat = 0.0
-    once = [gpu.loop(run, 2 * (SETTLED_S + ALONE_S)) for run in runs]
-    assert once[2] > 1.03 * once[0], "each by itself"
-
-
 @pytest.mark.parametrize(("seconds", "rounds"), [(math.inf, 9), (100.0, 9), (12.0, 4), (11.0, 4), (0.0, 3)])
 def test_turns_go_there_and_back_until_the_time_is_up_but_not_before_the_fewest(seconds: float, rounds: int) -> None:
     """Each round takes 3 s."""
@@ -178,27 +132,3 @@ def test_turns_go_there_and_back_until_the_time_is_up_but_not_before_the_fewest(
 
     found = in_turns([functools.partial(measure, name) for name in "abc"], 9, 3, seconds, lambda: float(len(told)))
     assert "".join(told) == ("abccba" * 5)[: 3 * rounds] and found[0][:3] == [1.0, 6.0, 7.0] and [len(one) for one in found] == [rounds] * 3
-
-
-# -- the loop
-
-
-def test_a_loop_keeps_the_gpu_busy() -> None:
-    gpu, ahead, looks = timed_gpu.Gpu(host_us=10, kernel_us=900), list[float](), list[float]()
-
-    def run() -> None:
-        gpu.run()
-        ahead.append(gpu.free - gpu.now)
-
-    us = back_to_back(run, 0.5, lambda: looks.append(gpu.now), lambda: gpu.now / 1e6, gpu.event)
-    assert us == pytest.approx(900, rel=0.001) and 0.5e6 <= gpu.now <= 0.52e6
-    assert min(ahead[12:]) > 900, "it is never waited for with nothing left to do"
-    assert len(looks) == (len(ahead) - 1) // 11 - 1 and all(a < b for a, b in itertools.pairwise(looks)), "one that tells how long they are; 11 a batch"
-    assert back_to_back(run, 0.0, now=lambda: gpu.now / 1e6, event=gpu.event) == pytest.approx(900, rel=0.01), "a batch at least"
-
-
-@pytest.mark.parametrize("kernel_us", [250.0, 900.0, 27_000.0])
-def test_a_loop_ends_soon_after_its_time(kernel_us: float) -> None:
-    gpu = timed_gpu.Gpu(host_us=10, kernel_us=kernel_us)
-    assert back_to_back(gpu.run, 0.1, now=lambda: gpu.now / 1e6, event=gpu.event) == pytest.approx(kernel_us, rel=0.01)
-    assert 0.1e6 <= gpu.now <= 0.13e6 + 2 * kernel_us

@@ -24,7 +24,7 @@ from epigen.tuning.resources import Work
 from epigen.tuning.runner import GpuRunner, Replay
 from epigen.tuning.search import search
 from epigen.tuning.space import Space, parameters
-from epigen.tuning.task import Baseline, Comparison, Outcome, Task, sharing, way
+from epigen.tuning.task import Baseline, Comparison, Outcome, Task
 
 SHAPE = (1024, 1024, 1024)
 SHAPES = (SHAPE, (1, 1, 1), (0, 7, 0), (0, 4096, 4096), (4096, 0, 4096), (16, 4096, 4096), (128, 256, 256), (1000, 1003, 17))
@@ -273,28 +273,6 @@ def test_of_long_launches_every_way_is_timed_again(scale: float, names: str) -> 
 
     found = search(SPACE, Hot(space, Baseline(1, 1)), prior={c: 1.0 + i for i, c in enumerate(space)}, trials=len(space))
     assert found.winner == {"first": first[0], "other": other}[names]
-
-
-@pytest.mark.parametrize(("alone_us", "wins"), [((), "hungry"), ((1300.0, 1340.0), "hungry"), ((1300.0, 1400.0), "frugal")], ids=["short", "close", "far"])
-def test_what_draws_more_power_has_to_be_ahead_by_more(alone_us: tuple[float, ...], wins: str) -> None:
-    """In turns, where all have one clock, it is 5 % ahead."""
-    frugal, hungry = tiled(128, 128), tiled(128, 64)
-    space = {frugal: Outcome("ok", 1050.0), hungry: Outcome("ok", 1000.0)}
-
-    class Hot(Replay):
-        def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
-            alone = dict(zip(space, alone_us, strict=False))
-            return Comparison(tuple(space[c] for c in configs), self.baseline, tuple(alone[c] for c in configs if c in alone))
-
-    found = search(SPACE, Hot(space, Baseline(1, 1)), prior={c: 1.0 + i for i, c in enumerate(space)}, trials=2)
-    assert found.winner == {"frugal": frugal, "hungry": hungry}[wins]
-    assert found.outcome == space[found.winner], "what is told of it is its time in turns"
-
-
-def test_of_one_kind_are_configs_that_share_the_work_alike_whatever_their_tiles() -> None:
-    configs = [c for c in SPACE.every() if c.schedule in ("tiled", "persistent", "warp_specialized")]
-    assert {sharing(c) for c in configs} == {("tiled", None), ("persistent", None), ("warp_specialized", 0), ("warp_specialized", 1)}
-    assert len({way(c) for c in configs}) > 4 * len({sharing(c) for c in configs})
 
 
 def test_in_place_of_what_a_table_lacks_its_nearest_answers() -> None:

@@ -1,7 +1,7 @@
 """The measuring worker, one a GPU: checks a candidate's answer, then times it as it will be launched.
 
 Timing: random data, the L2 cache flushed before every launch (`timer`), CUDA events, medians of as many samples as are needed (`sampling`).
-Close calls are decided by `Compare`, in which the candidates take turns, and are then launched each alone where that takes them long.
+Close calls are decided by `Compare`, in which the candidates take turns.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from epigen.ir import bound
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.rendering import renderer
 from epigen.tuning.sampling import Sampler
-from epigen.tuning.task import Baseline, Compare, Comparison, Job, Measure, Outcome, Task, sharing
-from epigen.tuning.timer import ColdTimer, back_to_back
+from epigen.tuning.task import Baseline, Compare, Comparison, Job, Measure, Outcome, Task
+from epigen.tuning.timer import ColdTimer
 
 _CHECKED_EXTENT = 4096  # answers are checked at no more than this and the tail, which the float64 oracle manages in milliseconds
 
@@ -37,7 +37,7 @@ class Meter:
         self.checked = task.sample(self.graph, "cuda", (m, n, k))
         dtypes = [output_dtype(self.graph, o, BY_NAME[task.a]) for o in self.graph.outputs]
         self.expected = bound.expect(self.graph, self.checked.a, self.checked.b, self.checked.inputs, dtypes, task.precision)
-        self.sampler = Sampler(ColdTimer().once, self.product, back_to_back)
+        self.sampler = Sampler(ColdTimer().once, self.product)
 
     def answer(self, job: Job) -> Outcome | Comparison:
         if isinstance(job, Compare):
@@ -78,8 +78,7 @@ class Meter:
         for run in runs:
             run()
         *outcomes, product, with_pass = self.sampler.turns(runs, hot=bool(job.configs))
-        alone_us = self.sampler.alone(runs[: len(outcomes)], outcomes, [sharing(c) for c in job.configs])
-        return Comparison(tuple(outcomes), Baseline(product.median_us, with_pass.median_us), alone_us)
+        return Comparison(tuple(outcomes), Baseline(product.median_us, with_pass.median_us))
 
     def product(self) -> torch.Tensor:
         """The vendor's product, without any epilogue."""

@@ -2,10 +2,8 @@
 
 A GPU at its power limit lowers its clock while it is timed, and raises it while it waits for the next config: an H200's sinks from 1.97 to 1.6 GHz
 within 0.15 s of large products, which is more than good configs differ by. So a long launch is timed in turns with the vendor's product, whose time
-tells how fast the GPU is just then; and close calls are decided once the GPU is as hot as work will make it.
-There what counts is not the cycles alone. In turns all have one clock, and one that draws more power takes it from the others; alone each has the
-clock that its own power leaves. In turns two groups that take turns are up to 8 % ahead of groups that multiply together, and alone up to 7 % behind
-(`bench.power`). In a program a kernel is neither among others nor alone, so close calls are decided by both.
+tells how fast the GPU is just then; and close calls are decided in turns, once the GPU is as hot as work will make it. So all candidates have one
+clock, and their cycles decide: what each one's power would make of the clock, were it launched alone, `bench.power` shows.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 from epigen.tuning.task import Outcome
 
@@ -29,9 +27,6 @@ _FEWEST, _MOST, _COMPARED_S = 7, 101, 0.3  # rounds of a comparison, and how lon
 HEATED_S = 0.25
 """How long the GPU is kept busy before long launches are compared."""
 
-SETTLED_S, ALONE_S = 0.15, 0.1
-"""How long a config is launched alone until its clock has settled, and how long it is timed then; both twice."""
-
 Run = Callable[[], object]
 
 
@@ -45,12 +40,9 @@ def heat(once: Callable[[Run], float], runs: Sequence[Run], now: Callable[[], fl
 class Sampler:
     """Times the launches of one task."""
 
-    def __init__(
-        self, once: Callable[[Run], float], product: Run, loop: Callable[[Run, float], float], now: Callable[[], float] = time.perf_counter
-    ):  # fmt: skip
-        """once: microseconds of one launch. product: the vendor's product alone. loop: microseconds of a launch of many back to back for so many
-        seconds. now: seconds."""
-        self.once, self.product, self.loop, self.now = once, product, loop, now
+    def __init__(self, once: Callable[[Run], float], product: Run, now: Callable[[], float] = time.perf_counter):
+        """once: microseconds of one launch. product: the vendor's product alone. now: seconds."""
+        self.once, self.product, self.now = once, product, now
         self.product_us = 0.0  # before the first long launch
 
     def single(self, run: Run, best_us: float) -> Outcome:
@@ -84,25 +76,6 @@ class Sampler:
         measures = [functools.partial(self.once, run) for run in runs]
         return [_outcome(s) for s in in_turns(measures, _MOST, _FEWEST, _COMPARED_S, self.now)]
 
-    def alone(self, runs: Sequence[Run], among: Sequence[Outcome], kinds: Sequence[Hashable]) -> tuple[float, ...]:
-        """Microseconds of a launch of each in a loop of its own; none where all are alike in this or one is not long.
-
-        among: what they took in turns just now, which has heated the GPU. kinds: those of one kind draw about the same power, so of each the fastest
-        alone is timed, for half a second, and its ratio holds for the others.
-        """
-        if len(set(kinds)) < 2 or min(o.median_us for o in among) < LONG_US:
-            return ()
-        fastest = dict[Hashable, int]()
-        for i in sorted(range(len(runs)), key=lambda i: among[i].median_us):
-            fastest.setdefault(kinds[i], i)
-        loops = there_and_back([functools.partial(self._alone, runs[i]) for i in fastest.values()])
-        ratios = {kind: us / among[i].median_us for (kind, i), us in zip(fastest.items(), loops, strict=True)}
-        return tuple(o.median_us * ratios[kind] for o, kind in zip(among, kinds, strict=True))
-
-    def _alone(self, run: Run) -> float:
-        self.loop(run, SETTLED_S)
-        return self.loop(run, ALONE_S)
-
 
 def in_turns(
     measures: Sequence[Callable[[], float]], most: int, fewest: int = 1, seconds: float = math.inf, now: Callable[[], float] = time.perf_counter
@@ -117,12 +90,6 @@ def in_turns(
         for i in range(len(measures))[:: -1 if number % 2 else 1]:
             samples[i].append(measures[i]())
     return samples
-
-
-def there_and_back(measures: Sequence[Callable[[], float]]) -> list[float]:
-    """The means of two measurements of each, the second ones in the opposite order. Groups in turns were 1 to 4 % slower as the fourth to be timed
-    alone than as the first, of one config; groups together, as the fifth, were not (H200, 2026-11)."""
-    return [statistics.mean(both) for both in in_turns(measures, 2)]
 
 
 def _outcome(samples: Sequence[float]) -> Outcome:

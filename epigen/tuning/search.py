@@ -26,7 +26,7 @@ from epigen.tuning.space import Space
 from epigen.tuning.storage import Storage, open_storage
 from epigen.tuning.study import Claim, Study
 from epigen.tuning.surrogate import Surrogate
-from epigen.tuning.task import Baseline, Outcome, way
+from epigen.tuning.task import Baseline, Outcome
 from epigen.tuning.tpe import Proposal, Tpe
 
 BATCH = 6
@@ -297,7 +297,7 @@ class _Tuner:
         self.tell()
 
     def final(self) -> tuple[KernelConfig, Outcome, Baseline] | None:
-        """The winner among the close ones: timed again, and of those that tie the first by rank, so that two runs agree."""
+        """The winner among the close ones: timed again in turns, and of those that tie the first by rank, so that two runs agree."""
         best = self.best()
         if best is None:
             return None
@@ -307,8 +307,8 @@ class _Tuner:
             compared = self.runner.compare(close)
         except EpigenError:  # the worker was lost: what the trials showed must do
             return close[0], self.study.outcomes[close[0]], self.baseline or _UNKNOWN
-        costs = compared.costs_us
-        tied = [(c, o) for c, o, cost in zip(close, compared.outcomes, costs, strict=True) if cost <= _NOISE * min(costs)]
+        least = min(o.median_us for o in compared.outcomes)
+        tied = [(c, o) for c, o in zip(close, compared.outcomes, strict=True) if o.median_us <= _NOISE * least]
         winner, outcome = min(tied, key=lambda pair: (self.rank.get(pair[0], len(self.rank)), str(pair[0])))
         return winner, outcome, compared.baseline
 
@@ -399,9 +399,10 @@ def _of_every_way(configs: Sequence[KernelConfig]) -> list[KernelConfig]:
     """The first of each tile and way to share it, then the second of each, and so on."""
     ways, nth = Counter[tuple[object, ...]](), {}
     for config in configs:
-        own = way(config)
-        nth[config] = ways[own]
-        ways[own] += 1
+        values = dict(config.values)
+        way = (config.schedule, values.get("block_m"), values.get("block_n"), values.get("pingpong"))
+        nth[config] = ways[way]
+        ways[way] += 1
     return sorted(configs, key=nth.__getitem__)
 
 

@@ -106,29 +106,10 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Configs and the vendor's product, timed in turns. outcomes: in the order of the configs. alone_us: of a launch of each in a loop of its own,
-    where launches are long; else empty."""
+    """Configs and the vendor's product, timed in turns. outcomes: in the order of the configs."""
 
     outcomes: tuple[Outcome, ...]
     baseline: Baseline
-    alone_us: tuple[float, ...] = ()
-
-    @property
-    def costs_us(self) -> list[float]:
-        """What tells the configs apart: the time in turns, or its geometric mean with that alone."""
-        in_turns = [o.median_us for o in self.outcomes]
-        return [math.sqrt(us * alone) for us, alone in zip(in_turns, self.alone_us, strict=True)] if self.alone_us else in_turns
-
-
-def sharing(config: KernelConfig) -> tuple[object, ...]:
-    """How warps share the work: configs that agree in this and are as fast draw about the same power, and a low clock costs them the same."""
-    return (config.schedule, dict(config.values).get("pingpong"))
-
-
-def way(config: KernelConfig) -> tuple[object, ...]:
-    """How warps share the work, and the tile."""
-    values = dict(config.values)
-    return (*sharing(config), values.get("block_m"), values.get("block_n"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +122,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Time configs that have been checked, the vendor's product alone and with one pointwise pass, taking turns; then configs of long launches alone."""
+    """Time configs that have been checked, the vendor's product alone and with one pointwise pass, taking turns."""
 
     configs: tuple[KernelConfig, ...]
 

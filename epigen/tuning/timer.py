@@ -1,4 +1,4 @@
-"""Times launches on a GPU: single ones as a program meets them, at random moments, with a cold L2, the host's own delay left out; and back to back.
+"""Times single launches on a GPU as a program meets them: random moments, a cold L2, the host's own delay left out.
 
 The L2 cache is flushed before each launch, which also keeps the GPU busy while the host prepares the launch. Where the GPU is through
 with that before the launch is there, the sample would hold the host's delay as well: it is taken again behind a longer flush.
@@ -8,8 +8,6 @@ for a product of 117 MB).
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +16,6 @@ import torch
 # several times the largest L2, and long enough (some 130 us on an H200) for the host to have the launch ready when it ends
 _FLUSH_BYTES = 512 << 20
 _MOST_FLUSHES, _TRIES = 16, 8  # where compiling workers keep the host busy, or a call of several launches takes long to enqueue
-_BATCH_US = 10_000.0  # of launches back to back between two looks at the time
-
-
-def _timed() -> Any:
-    return torch.cuda.Event(enable_timing=True)
 
 
 def _reader(size: int) -> Callable[[], object]:
@@ -39,7 +32,7 @@ class ColdTimer:
     def __init__(self, flush: Callable[[], object] | None = None, event: Callable[[], Any] | None = None):
         """flush: enqueues one flush, event: makes an event that can time; by default the current GPU's."""
         self.flush = flush or _reader(_FLUSH_BYTES)
-        self.event = event or _timed
+        self.event = event or (lambda: torch.cuda.Event(enable_timing=True))
         self.flushes, self.late = 1, 0
 
     def once(self, run: Callable[[], object]) -> float:
@@ -59,30 +52,3 @@ class ColdTimer:
         else:
             self.late += 1
         return float(start.elapsed_time(end)) * 1e3
-
-
-def back_to_back(
-    run: Callable[[], object], seconds: float, look: Callable[[], object] = lambda: None, now: Callable[[], float] = time.perf_counter,
-    event: Callable[[], Any] = _timed,
-) -> float:  # fmt: skip
-    """Microseconds of a launch of long ones that follow each other for so many seconds, with a batch of them always waiting. look: is called after
-    each batch, while the next one runs."""
-    first, end, ends, count = event(), event(), deque[Any](), 0
-    first.record()
-    run()
-    end.record()
-    end.synchronize()
-    batch = max(1, round(_BATCH_US / (1e3 * first.elapsed_time(end))))
-    first.record()
-    start = now()
-    while count == 0 or now() - start < seconds:
-        for _ in range(batch):
-            run()
-        count += batch
-        ends.append(event())
-        ends[-1].record()
-        if len(ends) > 1:
-            ends.popleft().synchronize()
-            look()
-    ends[-1].synchronize()
-    return float(first.elapsed_time(ends[-1])) * 1e3 / count
