@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick_interpreter import quicken
 
 # generated modules of a test run stay out of the user's own cache, and nothing that the user has tuned changes what the tests see; set before
 # anything of epigen is imported, in a folder that goes with the process
@@ -28,6 +29,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def update_golden(request: pytest.FixtureRequest) -> bool:
     return request.config.getoption("--update-golden")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_interpreter() -> Iterator[None]:
+    """From when Triton is imported to interpret, which a process decides with the first kernel that it loads."""
+    from epigen.runtime import loader
+
+    imported = loader._import_triton
+
+    def quickened(interpret: bool) -> Any:
+        triton = imported(interpret)
+        if interpret:
+            quicken()
+        return triton
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "_import_triton", quickened)
+        yield
 
 
 @pytest.fixture

@@ -277,13 +277,13 @@ def test_a_captured_call_waits_for_the_kernel_before_it(config: KernelConfig | N
         held = [t.clone() for t in given]
         x, w, bias, residual = held
         source = whole(*given[which].shape)
-        late[(1,)](source, held[which], COUNT=source.numel())
+        late[(1,)](source, held[which], COUNT=source.numel(), enable_fp_fusion=True)
         for _ in range(3):
             kernel(x, w, bias=bias, residual=residual)
         graph = torch.cuda.CUDAGraph()
         held[which].zero_()
         with torch.cuda.graph(graph):
-            late[(1,)](source, held[which], COUNT=source.numel())
+            late[(1,)](source, held[which], COUNT=source.numel(), enable_fp_fusion=True)
             y, sums = kernel(x, w, bias=bias, residual=residual)
         for _ in range(3):
             source.copy_(whole(*source.shape))
