@@ -10,7 +10,7 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +104,19 @@ def headline() -> str:
 
 
 def checked() -> str:
-    """What ran on the GPU."""
-    tests, memory = _load("gpu_tests"), _load("memcheck")
-    wrong = sum(count for outcome, count in tests["total"].items() if outcome not in ("passed", "skipped"))
+    """What ran on the GPU, under the oldest Triton and the newest."""
+    tests, newest, memory = _load("gpu_tests"), _load("gpu_tests_newest"), _load("memcheck")
+    environment, later = tests["environment"], newest["environment"]
     return (
-        f"On the GPU {tests['total']['passed']:,} cases agree with a float64 oracle within a bound derived from dtype and K, or bit for bit "
-        f"({_measured(tests['environment'])}, commit {tests['environment']['commit']}){f' and {wrong} did not' * (wrong > 0)}; "
+        f"On the GPU {_outcome(tests)} with a float64 oracle within a bound derived from dtype and K, or bit for bit "
+        f"({_measured(environment)}, commit {environment['commit']}), and {_outcome(newest)} under Triton {later['triton']} (commit {later['commit']}); "
         f"compute-sanitizer's memcheck finds {memory['memcheck_errors']} errors in {memory['tests']['passed']} of them."
     )
+
+
+def _outcome(tests: Mapping[str, Any]) -> str:
+    wrong = sum(count for outcome, count in tests["total"].items() if outcome not in ("passed", "skipped"))
+    return f"{tests['total']['passed']:,} cases agree{f' and {wrong} do not' * (wrong > 0)}"
 
 
 def tuning() -> str:
