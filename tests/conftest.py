@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ Path(os.environ["EPIGEN_DB"]).mkdir()
 # OpenBLAS's threads do not survive every fork of a process (numpy 2.3.5: a search's solve waited for ever for the lock of threads that were
 # gone); as on the command line, linear algebra has one. Set before numpy is imported
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# A script's background jobs begin with Ctrl-C ignored, and so does all that they start: the tests of Ctrl-C waited there for ever
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

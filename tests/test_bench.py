@@ -64,6 +64,7 @@ def test_two_searches_at_a_time_are_counted_once() -> None:
     assert not cold.together(command.Run(3.0, 1.0, tuple(failed)))["holds"], "a problem without a winner is no success"
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
@@ -222,6 +223,7 @@ def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., di
     return run
 
 
+@pytest.mark.slow
 def test_repeat_writes_what_it_found(written: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     found = written(repeat, "--repetitions", 2)
     assert [len(p["repetitions"]) for p in found["problems"]] == [2, 2, 2] and isinstance(found["holds"], bool)

@@ -65,6 +65,7 @@ class Gpus:
         return self.made[-1]
 
 
+@pytest.mark.slow
 def test_every_problem_is_tuned_once_and_the_gpus_share_them(tmp_path: Path) -> None:
     database = Database(tmp_path, seeds=())
     gpus = Gpus(seconds=0.005)
@@ -83,6 +84,7 @@ def test_every_problem_is_tuned_once_and_the_gpus_share_them(tmp_path: Path) -> 
     assert len(gpus.made) == 2 and all(g.closed for g in gpus.made)
 
 
+@pytest.mark.slow
 def test_an_idle_gpu_takes_part_in_the_last_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "_WORTH_S", 0.1)
     gpus = Gpus(seconds=0.02)

@@ -567,6 +567,7 @@ def test_rank_orders_by_estimate_and_keeps_ties() -> None:
 SHAPES = ((1, 1, 1), (16, 4096, 4096), (128, 256, 256), (300, 500, 1000), (1023, 1025, 511), (8192, 8192, 512), (65536, 1024, 1024), (0, 16, 16), (16, 16, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["H200", "A100", "RTX 5090", "MI300X", "RX 7900 XTX"])
 @pytest.mark.parametrize("text", [PLAIN, LONG], ids=["plain", "long"])
 def test_every_legal_config_has_an_estimate(gpu: str, text: str) -> None:

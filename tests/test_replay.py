@@ -26,6 +26,7 @@ def some() -> dict[str, Any]:
     return replay.replayed([SWEEPS["drelu_bgrad"], SWEEPS["skinny"]], seeds=3, workers=0)
 
 
+@pytest.mark.slow
 def test_ours_finds_a_good_config_and_is_the_best_of_the_searches(some: dict[str, Any]) -> None:
     every = some["all"]
     assert every["epigen"]["reached"] >= replay.CLAIMED
@@ -33,6 +34,7 @@ def test_ours_finds_a_good_config_and_is_the_best_of_the_searches(some: dict[str
     assert some["holds"] and every["epigen"]["runs"] == 6
 
 
+@pytest.mark.slow
 def test_a_search_finds_the_best_where_the_model_ranks_it_behind_another_schedule() -> None:
     """1000x1000x1000: of 16 seeds none kept a config within 1 % while the model took a tile's first loads for one step more than they are."""
     recorded = table.read(record.RESULTS / "sample_thousand.json")
@@ -51,6 +53,7 @@ def test_ours_finds_a_good_config_in_the_other_tables() -> None:
     assert every["epigen"]["mean"] < min(every["random"]["mean"], every["TPE alone"]["mean"])
 
 
+@pytest.mark.slow
 def test_curves_never_rise_but_by_noise_and_end_at_what_is_found(some: dict[str, Any]) -> None:
     for one in some["tables"].values():
         assert set(one["searches"]) == set(replay.SEARCHES)
@@ -63,6 +66,7 @@ def test_curves_never_rise_but_by_noise_and_end_at_what_is_found(some: dict[str,
     assert json.loads(json.dumps(some)) == some
 
 
+@pytest.mark.slow
 def test_the_curve_is_what_the_search_itself_keeps() -> None:
     """But for its ties, of which the model's first wins."""
     recorded = table.read(SWEEPS["skinny"])
@@ -105,6 +109,7 @@ def test_before_the_first_right_answer_there_is_no_time() -> None:
     assert replay.summary([curve])["median"][:2] == [None, round(curve[1], 4)]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_curves() -> None:
     assert replay.run(SWEEPS["short_k"], 3) == replay.run(SWEEPS["short_k"], 3)
 

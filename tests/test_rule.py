@@ -49,6 +49,7 @@ def legal(choice: Choice, spec: KernelSpec, target: Target) -> None:
     assert target.fp8 or FP8E4M3 not in (spec.signature.a, spec.signature.b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [PLAIN, LONG], ids=["plain", "long"])
 @pytest.mark.parametrize("dtype", OPERANDS, ids=str)
 def test_every_shape_has_a_legal_config_on_every_target(dtype: DType, text: str) -> None:

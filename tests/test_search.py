@@ -63,6 +63,7 @@ def test_a_kernel_of_the_vendors_is_tried_once(text: str, one: bool) -> None:
     assert (found == [rule.library(space.spec, "").config]) == one and all(map(space.legal, found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS.values(), ids=lambda t: t.name)
 @pytest.mark.parametrize("dtype", [FP16, FP32, FP8E4M3, INT8], ids=str)
 def test_every_point_is_legal_and_is_found_again(target: object, dtype: object) -> None:
@@ -197,6 +198,7 @@ def test_each_order_of_the_tiles_is_there_once(rows: int, groups: list[int]) -> 
     assert all(map(space.legal, space.orders(config))) and space.orders(tiled()) == [tiled()]
 
 
+@pytest.mark.slow
 def test_search_beats_random_choice_on_a_recorded_space(table: dict[KernelConfig, Outcome]) -> None:
     """Without a model's ranking, and with a small schedule as a trap: 60 trials, mean over seeds."""
     best = best_of(table)
@@ -336,6 +338,7 @@ def runner() -> Iterator[GpuRunner]:
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "kind", "detail"),
     [
@@ -356,6 +359,7 @@ def test_each_failure_costs_one_trial(runner: GpuRunner, config: KernelConfig, k
     assert runner.measure(tiled(block_m=128), 0.0).kind == "ok"
 
 
+@pytest.mark.slow
 def test_the_search_survives_all_of_them(runner: GpuRunner) -> None:
     bad = [failing(how) for how in faulty_meter.FAILURES] + [tiled(128, 256, num_warps=16), tiled(group_m=8)]
     assert all(SPACE.legal(c) for c in bad)

@@ -89,6 +89,7 @@ def storage(url: str) -> Iterator[Storage]:
 # -- storages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("url", "message"),
     [
@@ -284,6 +285,7 @@ def test_ctrl_c_between_a_measurement_and_its_record_loses_neither(monkeypatch: 
 # -- a second run
 
 
+@pytest.mark.slow
 def test_a_second_run_measures_only_what_is_missing(url: str, name: str) -> None:
     first, second, third = MadeUp(), MadeUp(), MadeUp()
     found = run(first, 24, url, name)
@@ -298,6 +300,7 @@ def test_a_second_run_measures_only_what_is_missing(url: str, name: str) -> None
     assert again.winner == more.winner and len(third.compared) == 1 and again.winner in third.compared[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["journal", "postgres"], indirect=True)
 def test_a_second_run_repeats_nothing_of_an_interrupted_one(url: str, name: str) -> None:
     class Interrupted(MadeUp):
@@ -316,6 +319,7 @@ def test_a_second_run_repeats_nothing_of_an_interrupted_one(url: str, name: str)
     assert time.monotonic() - start < 10.0  # it let go of the rest of its batch, so nobody waits for it
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("seed", range(6))
 def test_ctrl_c_at_any_moment_keeps_what_was_found(tmp_path: Path, seed: int) -> None:

@@ -31,6 +31,7 @@ from epigen.tuning.tune import study_name, tune_one
 SWEEPS = sorted(RESULTS.glob("sweep_*.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda p: p.stem)
 def test_replay_of_a_recorded_sweep_comes_within_two_per_cent_of_its_best(path: Path) -> None:
     recorded = table.read(path)
