@@ -19,30 +19,32 @@ LIBRARY = schedules.config("library", block_m=16, block_n=64, num_warps=4)
 
 
 def tiled(
-    block_m: int = 64, block_n: int = 64, block_k: int = 32, num_warps: int = 4, num_stages: int = 2, group_m: int = 4, one_launch: int = 0
-) -> KernelConfig:
+    block_m: int = 64, block_n: int = 64, block_k: int = 32, num_warps: int = 4, num_stages: int = 2, group_m: int = 4, one_launch: int = 0,
+    early: int = 0,
+) -> KernelConfig:  # fmt: skip
     return schedules.config(
-        "tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=num_warps, num_stages=num_stages, one_launch=one_launch
-    )
+        "tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=num_warps, num_stages=num_stages, one_launch=one_launch,
+        early=early,
+    )  # fmt: skip
 
 
 def split_k(
     block_m: int = 32, block_n: int = 32, block_k: int = 32, splits: int = 4, num_warps: int = 4, num_stages: int = 2, group_m: int = 1,
-    one_launch: int = 0,
+    one_launch: int = 0, early: int = 0,
 ) -> KernelConfig:  # fmt: skip
     return schedules.config(
         "split_k", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=num_warps, num_stages=num_stages, splits=splits,
-        one_launch=one_launch,
+        one_launch=one_launch, early=early,
     )  # fmt: skip
 
 
 def persistent(
     block_m: int = 64, block_n: int = 64, block_k: int = 32, num_warps: int = 4, num_stages: int = 3, group_m: int = 2,
-    flatten: int = 1, halves: int = 1, tma_store: int = 1, one_launch: int = 0,
+    flatten: int = 1, halves: int = 1, tma_store: int = 1, one_launch: int = 0, early: int = 0,
 ) -> KernelConfig:  # fmt: skip
     return schedules.config(
         "persistent", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, flatten=flatten, halves=halves, tma_store=tma_store,
-        num_warps=num_warps, num_stages=num_stages, one_launch=one_launch,
+        num_warps=num_warps, num_stages=num_stages, one_launch=one_launch, early=early,
     )  # fmt: skip
 
 
@@ -446,6 +448,34 @@ def one_launch_cases() -> list[Case]:
     return found
 
 
+def early_cases() -> list[Case]:
+    """Inputs that are loaded before the product, in Triton's own language: of each set of indices and either kind of mask, held in 16 bits and in 32,
+    in halves, by parts of k, beside reductions that the last block completes."""
+    found = []
+    texts = (
+        "relu(mm + bias)",
+        "dz = drelu(mm, mask); dz, bgrad(dz)",
+        "z = gelu(mm * alpha + bias) + residual; z, bitmask(z > scale_a[m]), sum(z, n) * scale_a[m], amax(z)",
+        "relu(mm), where(bias > 0, scale_a[m], 1), max(abs(residual), n)",
+        "mm, bgrad(mm)",
+    )
+    configs = (
+        tiled(32, 32, 32, early=1),
+        tiled(64, 16, 64, num_stages=1, group_m=1, one_launch=1, early=1),
+        split_k(early=1),
+        split_k(16, 64, 32, 8, one_launch=1, early=1),
+        persistent(flatten=0, early=1),
+        persistent(64, 128, flatten=0, halves=2, tma_store=0, group_m=1, one_launch=1, early=1),
+    )
+    for i, text in enumerate(texts):
+        for j, config in enumerate(configs):
+            for a, inputs in ((FP16, FP16), (BF16, BF16), (FP16, FP32)):
+                layout = LAYOUTS[(i + j) % 4]
+                found.append(Case(text, (72, 136, 88), a, inputs=inputs, layout=layout, config=config, by_value=inputs != FP16))
+            found.append(Case(text, (17, 31, 40), FP16, layout="nt", view=("plain", "sliced", "expanded", "shifted")[(i + j) % 4], config=config))
+    return found
+
+
 def all_cases() -> list[Case]:
     groups = (
         operation_cases,
@@ -462,6 +492,7 @@ def all_cases() -> list[Case]:
         apart_cases,
         one_launch_cases,
         split_in_groups_cases,
+        early_cases,
     )
     return list(dict.fromkeys(c for group in groups for c in group()))
 

@@ -78,6 +78,18 @@ KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
         TILED,
     ),
     "split_k": (spec_of("z = mm + bias; relu(z), bgrad(z)"), split_k()),
+    "early": (
+        spec_of("z = mm * alpha + bias + residual; z, bitmask(z > scale_a[m])", k_multiple=64),
+        tiled(16, 32, 64, 2, 1, group_m=1, early=1),
+    ),
+    "early_in_halves": (
+        spec_of("dz = drelu(mm + bias, mask); dz, bgrad(dz)", layout="nt", tma=("a", "b", "dz"), k_multiple=64),
+        persistent(128, 128, 64, 8, flatten=0, halves=2, early=1),
+    ),
+    "early_cooperative": (
+        spec_of("relu(mm + bias)", layout="nt", tma=("a", "b", "out"), k_multiple=64),
+        warp_specialized(128, 256, 64, 4, halves=2, early=1),
+    ),
     "persistent": (spec_of("relu(mm + bias)", layout="nt", tma=("a", "b", "out"), k_multiple=64), persistent(128, 128, 64, 8, flatten=0)),
     "persistent_in_halves": (
         spec_of("z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)", layout="tn", tma=("a", "b")),
@@ -172,7 +184,7 @@ def specs(draw: st.DrawFn) -> KernelSpec:
 def configs(draw: st.DrawFn) -> KernelConfig:
     schedule = draw(st.sampled_from(sorted(SCHEDULES)))
     values = {name: draw(st.sampled_from(values)) for name, values in SCHEDULES[schedule].dimensions.items()}
-    assume(not (values.get("flatten") and values["one_launch"]))
+    assume(not (values.get("flatten") and (values["one_launch"] or values["early"])))
     return schedules.config(schedule, **values)
 
 

@@ -76,7 +76,7 @@ gpu       NVIDIA GeForce RTX 4090 (sm_89), as asked
           165 TFLOP/s bf16 dense, 0.91 TB/s expected, 128 multiprocessors
 work      90.2 GFLOP, 121 MB: 745 FLOPs a byte, above the ridge of 182
 limit     math: at least 546 us at the GPU's full speed
-config    tiled block_m=128 block_n=256 block_k=64 group_m=8 num_warps=8 num_stages=2 one_launch=0
+config    tiled block_m=128 block_n=256 block_k=64 group_m=8 num_warps=8 num_stages=2 one_launch=0 early=0
           chosen by rule for 1000x4099x11008 bf16 on sm_89: no measurement is at hand
 tiles     136 tiles of 128x256, 1 block a multiprocessor: 1.06 waves, 2 waves in time; the last wave wastes 46.9% of all slots
           8.0% of what the tiles cover lies outside the result
@@ -140,7 +140,7 @@ def test_the_choice_and_its_reason_are_those_given() -> None:
     spec, choice = spec_of(PLAIN), Choice(tiled(64, 64, 64, 4, 4), "given by the caller")
     e = explain.explain(spec, (1024, 1024, 1024), H200, choice)
     said = explain.text(e)
-    assert "config    tiled block_m=64 block_n=64 block_k=64 group_m=8 num_warps=4 num_stages=4 one_launch=0\n          given by the caller\n" in said
+    assert "config    tiled block_m=64 block_n=64 block_k=64 group_m=8 num_warps=4 num_stages=4 one_launch=0 early=0\n          given by the caller\n" in said
     assert e.measured is None and "measured  " not in said
 
 

@@ -259,7 +259,7 @@ MISTAKES = {
     "halves in the wrong order": (HALVES, "acc_left, acc_right = ", "acc_right, acc_left = "),
     "a buffer is overwritten while two copies are under way": (TWO, "tma.store_wait(1)", "tma.store_wait(2)"),
     # of inputs that are loaded ahead
-    "the left half gets the right one's bias": (EARLY_HALVES, " bias = part_0_bias", " bias = part_1_bias"),
+    "the left half gets the right one's bias": (EARLY_HALVES, " bias_value = part_0_bias_value", " bias_value = part_1_bias_value"),
     "the right half's bias is of the left": (EARLY_HALVES, "part_n = 2 * pid_n + half_id\n            offs_col", "part_n = 2 * pid_n\n            offs_col"),
     # of inputs that come through a store's buffer
     "an input is not waited for": (BROUGHT_PINGPONG, "        mbarrier.wait(in_bar, turn_id & 1)\n", ""),

@@ -20,10 +20,13 @@ M, N, K = 40, 72, 56
 
 CONFIGS = {
     "tiled": SMALL,
+    "tiled, early": tiled(32, 32, 32, early=1),
     "split_k": split_k(),
+    "split_k, early": split_k(early=1),
     "persistent": persistent(tma_store=0),
     "persistent, TMA stores": persistent(tma_store=1),
     "persistent, in halves": persistent(block_n=128, halves=2, flatten=0),
+    "persistent, in halves, early": persistent(block_n=128, halves=2, flatten=0, early=1),
     "library": LIBRARY,
 }
 

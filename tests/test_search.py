@@ -52,7 +52,7 @@ def test_one_launch_is_a_choice_where_a_kernel_can_complete_what_it_reduces(text
     found: dict[str, set[int]] = {}
     for config in Space(spec, shape, DEFAULT).every():
         found.setdefault(config.schedule, set()).add(config["one_launch"])
-        assert not (config["one_launch"] and dict(config.values).get("flatten"))
+        assert not (dict(config.values).get("flatten") and (config["one_launch"] or config["early"]))
     assert found == dict.fromkeys(("library", "tiled", "split_k", "persistent", "warp_specialized"), values)
 
 
@@ -188,7 +188,7 @@ def test_an_outline_is_the_part_of_a_space_that_shape_and_gpu_decide(shape: tupl
     assert {(c.schedule, c["block_m"], c["block_n"]) for c in outline} == tiles
 
 
-@pytest.mark.parametrize(("rows", "groups"), [(2, [1, 8]), (3, [1, 2, 8]), (4, [1, 2, 8]), (5, [1, 2, 4, 8]), (100, [1, 2, 4, 8])])
+@pytest.mark.parametrize(("rows", "groups"), [(2, [1, 8]), (3, [1, 2, 8]), (4, [1, 2, 8]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 16]), (100, [1, 2, 4, 8, 16])])
 def test_each_order_of_the_tiles_is_there_once(rows: int, groups: list[int]) -> None:
     """As many rows of tiles as there are, or more, are one group whatever it is called."""
     shape = (64 * rows, 512, 512)

@@ -128,7 +128,7 @@ class Renderer:
         text = self.text(
             "module.py.j2", spec=spec, config=config, functions=functions, schedule=schedule, dot_arguments=dot_arguments(spec, config),
             described=schedules.stored_by_tma(spec, config), brought=schedules.loaded_by_tma(spec, config), inside=_inside(spec, config), counted=arrivals(spec, config),
-            whole=whole, holds=schedules.holds_inputs(spec, schedules.parts(config)[1], schedules.splits(config)), **units(spec, config),
+            whole=whole, early=schedules.loaded_early(spec, config), **units(spec, config),
         )  # fmt: skip
         return Rendered(text, tuple(functions), digest([text]))
 

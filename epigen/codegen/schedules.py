@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from epigen.codegen.spec import Finish, KernelConfig, KernelSpec, Store
+from epigen.codegen.spec import Finish, Input, KernelConfig, KernelSpec, Store
 from epigen.errors import ConfigError, near_miss
 
 
@@ -42,6 +42,7 @@ TILED = Schedule(
         "num_warps": (1, 2, 4, 8, 16),
         "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),
         "one_launch": (0, 1),
+        "early": (0, 1),
     },
     multiplies=True,
 )
@@ -79,6 +80,7 @@ PERSISTENT = Schedule(
         "num_warps": (4, 8, 16),
         "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),
         "one_launch": (0, 1),
+        "early": (0, 1),
     },
     multiplies=True,
     descriptors=True,
@@ -115,13 +117,16 @@ SCHEDULES = {s.name: s for s in (LIBRARY, TILED, SPLIT_K, PERSISTENT, WARP_SPECI
 _IN_TEXT = {"early", "flatten", "halves", "one_launch", "pingpong", "tma_load", "tma_store", "num_warps", "num_stages"}
 """Dimensions that decide what the template writes, or how it is launched; the others are the kernel's compile-time arguments."""
 
-_UNLESS_GIVEN = {"one_launch": 0, "splits": 1, "tma_load": 0}
+_OF_ONE = {("group_m", 1), ("splits", 1)}
+"""Values with which the text says less, and needs no number."""
+
+_UNLESS_GIVEN = {"early": 0, "one_launch": 0, "splits": 1, "tma_load": 0}
 """Of dimensions that a config may leave out where the value is legal, as those do that are older than the dimension."""
 
 
 def constants(config: KernelConfig) -> tuple[tuple[str, int], ...]:
     """A kernel's compile-time arguments."""
-    found = tuple((name.upper(), value) for name, value in config.values if name not in _IN_TEXT and (name, value) != ("splits", 1))
+    found = tuple((name.upper(), value) for name, value in config.values if name not in _IN_TEXT and (name, value) not in _OF_ONE)
     # Gluon's compiler makes no stages of its own
     return (*found, ("STAGES", config["num_stages"])) if SCHEDULES[config.schedule].dialect == "gluon" else found
 
@@ -159,8 +164,15 @@ def loadable_by_tma(spec: KernelSpec) -> Mapping[str, str]:
     return found
 
 
+def loaded_early(spec: KernelSpec, config: KernelConfig) -> tuple[Input, ...]:
+    """The inputs that are loaded before their tile is multiplied, and held."""
+    values, brought = dict(config.values), loaded_by_tma(spec, config)
+    holds = SCHEDULES[config.schedule].dialect == "triton" or holds_inputs(spec, parts(config)[1], splits(config))
+    return tuple(i for i in spec.inputs if i.dtype is not None and i.name not in brought) if values.get("early") and holds else ()
+
+
 def holds_inputs(spec: KernelSpec, halves: int, splits: int) -> bool:
-    """Whether the epilogue's inputs can be loaded before their tile is multiplied, and held.
+    """Whether inputs can be held in Gluon, beside a product of which each half, and each of so many parts along k, is taken by itself.
 
     Where the last of several parts goes on, that is a condition, behind which a name keeps its layout; in halves, and where outputs do not
     depend on the product, names that are held would get another.
@@ -178,7 +190,7 @@ def in_triton(config: KernelConfig) -> KernelConfig:
     if SCHEDULES[config.schedule].dialect == "triton":
         return config
     same = {name: value for name, value in config.values if name in PERSISTENT.dimensions}
-    return _config(PERSISTENT, same | {"flatten": 1 - config["one_launch"], "num_warps": 8})
+    return _config(PERSISTENT, same | {"flatten": int(not same["one_launch"] and not same["early"]), "num_warps": 8})
 
 
 def parts(config: KernelConfig) -> tuple[int, int]:
@@ -233,6 +245,8 @@ def config(schedule: str, **values: object) -> KernelConfig:
         raise ConfigError(f"the schedule {schedule} also needs {', '.join(missing)}")
     if checked.get("flatten") and checked["one_launch"]:
         raise ConfigError("flatten=1 and one_launch=1 exclude each other: Triton makes one loop of a tile's and the one over k, and completing takes a third")
+    if checked.get("flatten") and checked["early"]:
+        raise ConfigError("flatten=1 and early=1 exclude each other: in the loop that Triton makes of two, inputs would be waited for before the product")
     return _config(SCHEDULES[schedule], checked)
 
 

@@ -62,11 +62,11 @@ class Constants:
     arrival_us: float = 1.0  # until all that a block has written is seen by the GPU, and its arrival counted
     gap_us: float = 1.4  # between two kernels of one stream
     short_run: float = 0.4  # each halving of a row of the vendor's result below 256 bytes makes reading it so much longer
-    vendor_us: float = 1.8  # the vendor's kernel beyond its arithmetic: fill and drain
+    vendor_us: float = 2.0  # the vendor's kernel beyond its arithmetic: fill and drain
     vendor_split_us: float = 2.0  # ... and where it splits k: to add up the parts
     issued_clocks: float = 55  # where the warps that multiply also ask TMA for the tiles to come: each step
     held_stages: float = 0.5  # of two groups in turns, the one that begins finds so much of a stage still held by the other
-    late_us: float = 0.25  # until what the epilogue reads is there, where it was not asked for under the main loop
+    late_us: float = 0.2  # until what the epilogue reads is there, where it was not asked for under the main loop
     stored_share: float = 0.2  # of the memory's time for what TMA stores, which it does while the next tile is multiplied
     torn_bytes: float = 100  # that a piece of an output's row, as a tile has it, moves besides where rows do not begin with a line of L2
     described_us: float = 0.5  # until the first descriptors have been fetched

@@ -205,6 +205,7 @@ class _Timing(Work):
                 fill, loop = self._loop_us(config, needs, blocks, latency, steps)
                 mainloop += count * (loop + bare * fill)
                 epilogue += count * bare * (self._epilogue_us(block_m, block_n, blocks, config["num_warps"], self.read_bytes) + self._arrival_us(config))
+        epilogue += self._late_us(config)  # what the blocks beside it, and those after it, do not cover
         partials = sum(partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)
         memory = (moved + self._epilogue_bytes(tiles_n) + partials) / self.bytes_us
         # the memory's time overlaps the kernel's but for a rest
@@ -264,7 +265,7 @@ class _Timing(Work):
         fill = self.c.block_us + later + min(feed, max(products, multiply))
         mainloop = cold - later + rounds * steps * step + (1 if values.get("flatten", 1) else rounds) * fill
         mainloop += self.c.described_us + self.c.flattened_us * values.get("flatten", 0)
-        late = self.c.late_us if self.spec.inputs and not values.get("early", 1) else 0.0
+        late = self._late_us(config)
         arrivals = across * self._arrival_us(config)
         last = self._epilogue_us(block_m, block_n, 1, warps, self.pointed_at(config)) + late + arrivals  # what TMA brings is there by then
         # what TMA stores leaves while the next tile is multiplied
@@ -392,6 +393,10 @@ class _Timing(Work):
         alu = elements * (self.operations + 4.0) / (lanes * self.clock_us)
         exchange = blocks * self._exchange_us(block_n, warps)
         return moved + alu + exchange + self.c.block_us + (self.c.l2_us if read_bytes else 0.0)
+
+    def _late_us(self, config: KernelConfig) -> float:
+        """What an epilogue waits for its inputs."""
+        return self.c.late_us if self.spec.inputs and not config["early"] else 0.0
 
     def _moved_us(self, moved_bytes: float) -> float:
         """What a multiprocessor's own bytes take, of which all move as many at once."""

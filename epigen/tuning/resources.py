@@ -91,9 +91,10 @@ class Work:
             registers = 24 + int((1 + self.read_bytes / 4) * accumulators)
             return Resources(0, accumulators, registers, most, max(1, self.target.blocks_per_sm(threads, min(most, registers), 0)))
         block_k, stages = config["block_k"], config["num_stages"]
+        held = self._held(config, accumulators)
         if SCHEDULES[config.schedule].descriptors:
-            registers = int(36 + accumulators * (1 + self.held_an_element / config["halves"]))
-            return Resources(self._described_bytes(config), accumulators, registers, most, 1)
+            registers = int(36 + accumulators * (1 + self.held_an_element / config["halves"])) + held
+            return Resources(self._described_bytes(config), accumulators, registers, most, 1, held=held)
         wgmma = self.wgmma(block_m, config["num_warps"])
         # Seen in 62 kernels that Triton 3.9 compiled, 2026-11: wgmma keeps `num_stages` buffers, the older instruction (sm_80, sm_120, gfx942,
         # gfx1100, and sm_90 where block_m < 64 or there are fewer than four warps) one less.
@@ -111,11 +112,11 @@ class Work:
         again = 1.0 if not wgmma else 0.8 if self.spec.signature.a.is_fp8 else 0.0
         bytes_a_thread = [block * block_k * self.element_bytes / threads for block in (block_m, block_n)]
         copies = max(2.0, sum(held * (2.0 if copy == _VECTOR_BYTES else 2.5) / copy for held, copy in zip(bytes_a_thread, self.copy_bytes, strict=True)))
-        registers = int(36 + accumulators * (1 + self.held_an_element + again) + copies)
-        spilled = 0
+        registers, spilled = int(36 + accumulators * (1 + self.held_an_element + again) + copies), 0
         if any(self.narrow):
             registers, spilled = self._narrow_registers(config, accumulators, wgmma)
-        return Resources(shared, accumulators, registers, most, max(1, self.target.blocks_per_sm(threads, min(most, registers), shared)), spilled)
+        registers += held
+        return Resources(shared, accumulators, registers, most, max(1, self.target.blocks_per_sm(threads, min(most, registers), shared)), spilled, held)
 
     def _grouped(self, config: KernelConfig) -> Resources:
         """Of a kernel whose groups of four warps have a tile each, or half of one: registers are handed out by the kernel itself."""
@@ -128,8 +129,12 @@ class Work:
         # each of eight warps leaves its sums of the columns of a part; and 192 bytes, of barriers and of what a launch hands over, or 224
         exchanged = 32 * config["block_n"] // halves if any("m" in p.axes for p in self.spec.partials) else 0
         registers = int(36 + accumulators * (1 + self.held_an_element / halves))
-        held = int(accumulators * self.pointed_at(config) / 4) if config["early"] else 0
+        held = self._held(config, accumulators)
         return Resources(loaded + leaving + exchanged + (224 if brought else 192), accumulators, registers, _GROUP_REGISTERS, 1, held=held)
+
+    def _held(self, config: KernelConfig, accumulators: int) -> int:
+        """Registers of a thread for what the epilogue reads of an [m, n] input, as it lies in memory, where it is loaded before the main loop."""
+        return int(accumulators * self.pointed_at(config) / 4) if config["early"] else 0
 
     def pointed_at(self, config: KernelConfig) -> float:
         """Bytes an element of the inputs with a value for each, but for those that TMA brings."""

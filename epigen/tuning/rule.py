@@ -61,7 +61,9 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
     # with few tiles, a second launch takes longer than the last block's way over what all have left
     count = -(-m // block_m) * -(-n // block_n)
     at_once = int(count <= target.multiprocessors and any(not s.operand for f in spec.finishes for s in f.sources))
-    values = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "group_m": 8, "num_warps": warps, "num_stages": stages, "one_launch": at_once}
+    early = int(count <= target.multiprocessors and bool(spec.inputs))  # where no other tile's work covers the wait for the epilogue's inputs
+    values = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "group_m": 8, "num_warps": warps, "num_stages": stages}
+    values |= {"one_launch": at_once, "early": early}
     if m <= 64 and k >= LEAST_SPLIT and 0 < count < target.multiprocessors:
         return Choice(schedules.config("split_k", **values, splits=_splits(count, -(-k // block_k), target)), _why(spec, shape, target))
     return Choice(schedules.config("tiled", **values), _why(spec, shape, target))

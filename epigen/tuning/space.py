@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from epigen.codegen import schedules, vendor
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import KernelConfig, KernelSpec
+from epigen.codegen.spec import Input, KernelConfig, KernelSpec
 from epigen.dtypes import FP8E4M3, FP32
 from epigen.runtime.device import Target
 from epigen.tuning import rule
@@ -58,7 +58,7 @@ _SETTLED: Mapping[str, Settle] = (
     | dict.fromkeys(("tiled.one_launch", "split_k.one_launch"), max)
 )
 """What shape and GPU do not decide, by the name of the dimension, and as it mostly pays."""
-_GROUPS = (1, 8, 2, 4)  # rows of tiles that share columns: the first two for all kernels, the others where TMA's requests show the difference
+_GROUPS = (1, 8, 2, 4, 16)  # rows of tiles that share columns: the first two for all kernels, the others where TMA's requests show the difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +204,12 @@ class Space:
         group_m = _GROUPS[suggest(f"{schedule}.group_m", 0, int(m > block_m and schedule == "tiled"))]
         return {
             "block_m": block_m, "block_n": block_n, "block_k": block_k, "group_m": group_m, "num_warps": warps, "num_stages": stages,
-            "one_launch": self._one_launch(suggest, schedule),
+            "one_launch": self._one_launch(suggest, schedule), "early": suggest(f"{schedule}.early", 0, int(bool(self._loaded()))),
         }  # fmt: skip
+
+    def _loaded(self, brought: Collection[str] = ()) -> list[Input]:
+        """The inputs that a kernel loads by pointers, of which it may ask for the values early. brought: those that come by TMA."""
+        return [i for i in self.spec.inputs if i.indices and i.dtype is not None and i.name not in brought]
 
     def _one_launch(self, suggest: Suggest, schedule: str, possible: bool = True) -> int:
         reduces = any(not s.operand for f in self.spec.finishes for s in f.sources)
@@ -243,10 +247,11 @@ class Space:
         most_stages = min(8, room // (row_bytes * block_k))
         stages = suggest("persistent.num_stages", max(2, most_stages - 1), most_stages)
         flatten = suggest("persistent.flatten", 0, 1)
+        early = suggest("persistent.early", 0, int(not flatten and bool(self._loaded())))
         group_m = _GROUPS[suggest("persistent.group_m", 0, _orders(-(-m // block_m)))]
         return schedules.config(
             "persistent", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, flatten=flatten, halves=halves, tma_store=tma_store,
-            num_warps=warps, num_stages=stages, one_launch=self._one_launch(suggest, "persistent", not flatten),
+            num_warps=warps, num_stages=stages, one_launch=self._one_launch(suggest, "persistent", not flatten), early=early,
         )  # fmt: skip
 
     def _warp_specialized(self, suggest: Suggest) -> KernelConfig:
@@ -270,7 +275,7 @@ class Space:
         again = (halves - 1) * sum(leaving[name] for name in brought.values())  # halves that come at once have a buffer each
         tma_load = suggest("warp_specialized.tma_load", 0, int(tma_store and bool(brought) and again <= room - least and splits == 1))
         room -= tma_load * again
-        loaded = [i for i in self.spec.inputs if i.indices and i.dtype is not None and not (tma_load and i.name in brought)]
+        loaded = self._loaded(brought if tma_load else ())
         # in halves both have to be held while the tile is multiplied, for which registers are left where it is a row, a column or bits
         whole = halves == 2 and any(i.indices == "mn" and not i.packed for i in loaded)
         early = suggest("warp_specialized.early", 0, int(bool(loaded) and not whole and schedules.holds_inputs(self.spec, halves, splits)))
@@ -323,7 +328,7 @@ def parameters(config: KernelConfig) -> dict[str, int]:
 
 
 def _orders(tiles_m: int) -> int:
-    """The last of the groups that makes a difference: four rows of tiles or fewer are one group of four, and of eight."""
+    """The last of the groups that makes a difference: four rows of tiles or fewer are one group of four, of eight and of sixteen."""
     return min(len(_GROUPS) - 1, _log2(_up(tiles_m)))
 
 
