@@ -2,7 +2,7 @@
 
 Run: python -m bench.host [--processes N] [--commit HASH] [--out FOLDER]
 Claims: a warmed call of one small kernel takes at most 5 us of host time with `out=` and 8 us where it allocates its outputs (a program
-whose reductions want a second kernel is timed beside it); the first call of a process, the kernel in the cache on disk and the
+whose reductions want a second kernel is timed beside it), where the driver's own share of a launch is told as well; the first call of a process, the kernel in the cache on disk and the
 modules in Python's own, comes at most 0.3 s after torch has started.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import epigen
-from bench import command, record, timing
+from bench import command, driver, record, timing
 from epigen.runtime.prepared import Prepared
 from epigen.runtime.written import Written
 
@@ -177,9 +177,11 @@ def main() -> None:
         configs[name], kernels[name] = str(kernel.config), _launches(kernel)
         rows[name] = timing.hosted(ways, ROUNDS, CALLS)
         print(f"{name} {M}x{N}x{K} {configs[name]}: { {c: v['median_us'] for c, v in rows[name].items()} }", flush=True)
+    least = driver.launch_us(ROUNDS, CALLS)
+    print(f"the driver alone, from C: {statistics.median(least):.2f} us a launch, {min(least):.2f} at least", flush=True)
     body = {
         "environment": record.environment(options.commit), "shape": [M, N, K], "dtype": "fp16", "programs": PROGRAMS, "configs": configs, "kernels": kernels,
-        "calls": ROUNDS * CALLS, "host": rows, "claimed_out_us": CLAIMED_OUT_US, "claimed_new_us": CLAIMED_NEW_US,
+        "calls": ROUNDS * CALLS, "host": rows, "driver_us": round(statistics.median(least), 3), "claimed_out_us": CLAIMED_OUT_US, "claimed_new_us": CLAIMED_NEW_US,
         "claimed_first_s": CLAIMED_FIRST_S, "holds": holds(rows, kernels),
     }  # fmt: skip
     print(f"claimed <= {CLAIMED_OUT_US} us with out=, <= {CLAIMED_NEW_US} us without: {body['holds']}", flush=True)

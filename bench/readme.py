@@ -67,6 +67,8 @@ def host() -> str:
     beside = ", ".join(f"{costs[name]:.1f} of {what}" for name, what in others.items() if name in costs)
     first = result["first"]["first_s"]
     alone = f", {costs['the launch alone']:.1f} us of it for the launch itself" if "the launch alone" in costs else ""
+    if alone and "driver_us" in result:
+        alone += f", of which the driver takes {result['driver_us']:.1f} from C as well"
     return (
         f"Host time of a warmed call of a small `relu(mm + bias)`: {costs['epigen, out=']:.1f} us with `out=` and {costs['epigen']:.1f} us where the result is allocated "
         f"(asked: {result['claimed_out_us']:.0f} and {result['claimed_new_us']:.0f}){alone}, against {beside}. The first call of a process comes {first:.2f} s after torch has "

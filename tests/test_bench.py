@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing import Any
 import pytest
 from cases import warp_specialized
 
-from bench import borrow, cold, command, devices, host, readme, record, repeat
+from bench import borrow, cold, command, devices, driver, host, readme, record, repeat
 from epigen.codegen.spec import KernelConfig
 from epigen.runtime import device
 from epigen.runtime.loader import triton_version
@@ -304,3 +307,25 @@ def test_what_the_environment_says_of_compiled_modules_is_left_where_it_lets_the
     found = command.environment()
     assert "PYTHONDONTWRITEBYTECODE" not in found and Path(found["PYTHONPYCACHEPREFIX"]).is_dir()
     assert os.environ["PYTHONDONTWRITEBYTECODE"] == "1"
+
+
+STUB = """
+static int count;
+int launched(void) { return count; }
+int cuModuleLoadData(void **module, const void *text) { return *(const char *)text == '.' ? 0 : 218; }
+int cuModuleGetFunction(void **function, void *module, const char *name) { return 0; }
+int cuLaunchKernel() { return ++count % 1000 == 0; }
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_the_driver_is_timed_by_its_own_launches(tmp_path: Path) -> None:
+    (tmp_path / "stub.c").write_text(STUB)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", library, tmp_path / "stub.c"], check=True)
+    launches, counted = driver.launcher(str(library)), ctypes.CDLL(str(library))
+    assert 0 <= launches(0, 600) < 100 and counted.launched() == 600
+    with pytest.raises(RuntimeError, match="refused a launch"):
+        launches(0, 600)
+    with pytest.raises(RuntimeError, match=r"nothing\.so has answered with error -1"):
+        driver.launcher("nothing.so")

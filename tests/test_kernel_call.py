@@ -528,6 +528,7 @@ def test_a_mapping_that_is_given_is_left_as_it_was() -> None:
         ({"block_m": 32, "num_warps": 4}, "the schedule tiled also needs block_n, block_k, group_m, num_stages"),
         ({"schedule": "library", "block_k": 32}, "the schedule library has no dimension 'block_k': did you mean block_n or block_m?"),
         ({"schedule": 5}, "unknown schedule"),
+        (dict(cases.persistent().values) | {"schedule": "persistent", "early": 1}, "flatten=1 and early=1 exclude each other"),
     ],
     ids=lambda v: None if isinstance(v, str) else ",".join(f"{k}={x}" for k, x in v.items()),
 )

@@ -56,6 +56,17 @@ def test_one_launch_is_a_choice_where_a_kernel_can_complete_what_it_reduces(text
     assert found == dict.fromkeys(("library", "tiled", "split_k", "persistent", "warp_specialized"), values)
 
 
+@pytest.mark.parametrize(("text", "values"), [("relu(mm + bias)", {0, 1}), ("mm", {0}), ("mm * alpha", {0}), ("dz = drelu(mm, mask); dz, bgrad(dz)", {0, 1})])
+def test_inputs_can_be_asked_for_early_where_there_are_any(text: str, values: set[int]) -> None:
+    kernel = epigen.compile(text)
+    spec = lower(kernel.graph, kernel.signature_of(FP16, SHAPE, "nt"))
+    found: dict[str, set[int]] = {}
+    for config in Space(spec, SHAPE, DEFAULT).every():
+        found.setdefault(config.schedule, set()).add(dict(config.values).get("early", -1))
+    assert found.pop("library") == {-1}
+    assert found and set(map(frozenset, found.values())) == {frozenset(values)}
+
+
 @pytest.mark.parametrize(("text", "one"), [("mm", True), ("mm + bias", False)])
 def test_a_kernel_of_the_vendors_is_tried_once(text: str, one: bool) -> None:
     space = Space(spec_of(text), SHAPE, DEFAULT)

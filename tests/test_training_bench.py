@@ -181,6 +181,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     told: list[Any] = []
     monkeypatch.setattr(networks.torch, "_dynamo", type("", (), {"reset": lambda: told.append("reset")}), raising=False)
     monkeypatch.setattr(torch, "compile", lambda run, **options: told.append(options) or run)
+    seed = torch.manual_seed.__wrapped__  # at its first call in a process torch asks torch._dynamo how to run it
+    monkeypatch.setattr(seed, "__dynamo_disable", seed, raising=False)
     return told
 
 
