@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -18,9 +19,10 @@ def launcher(library: str = "libcuda.so.1") -> Callable[[int, int], float]:
 
     library: the driver's. Raises RuntimeError where there is no driver or no C compiler, or where a launch fails.
     """
-    from triton.backends import nvidia
-
-    include = Path(nvidia.__path__[0]) / "include"
+    triton = importlib.util.find_spec("triton")
+    if triton is None or triton.origin is None:
+        raise RuntimeError("the driver's launch cannot be timed without Triton, which has CUDA's header")
+    include = Path(triton.origin).parent / "backends" / "nvidia" / "include"
     with tempfile.TemporaryDirectory(prefix="epigen-driver-") as folder:
         built = Path(folder) / "driver.so"
         command = ["cc", "-O2", "-shared", "-fPIC", "-w", f"-I{include}", "-o", str(built), str(_SOURCE), "-ldl"]
