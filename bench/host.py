@@ -2,8 +2,8 @@
 
 Run: python -m bench.host [--processes N] [--commit HASH] [--out FOLDER]
 Claims: a warmed call of one small kernel takes at most 5 us of host time with `out=` and 8 us where it allocates its outputs (a program
-whose reductions want a second kernel is timed beside it), where the driver's own share of a launch is told as well; the first call of a process, the kernel in the cache on disk and the
-modules in Python's own, comes at most 0.3 s after torch has started.
+whose reductions want a second kernel is timed beside it), where the driver's own share of a launch is told as well; the first call of a
+process, the kernel in the cache on disk and the modules in Python's own, comes at most 0.3 s after torch has started.
 """
 
 from __future__ import annotations

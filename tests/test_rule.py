@@ -169,8 +169,9 @@ def test_inputs_are_asked_for_early_where_no_other_tile_covers_the_wait() -> Non
     for target in ("sm_80", "gfx942"):
         few, many = (rule.choose(spec_of(PLAIN, FP16, 256), (m, m, 256), TARGETS[target]).config for m in (128, 8192))
         assert (few["early"], many["early"]) == (1, 0)
-    bare = epigen.compile("mm").plan((128, 256, 256), dtype=FP16, target=TARGETS["sm_80"]).spec
-    assert rule.choose(bare, (128, 256, 256), TARGETS["sm_80"]).config["early"] == 0
+    for text in ("mm", "mm * alpha"):  # a number that is passed by value is there when the kernel begins
+        bare = epigen.compile(text).plan((128, 256, 256), dtype=FP16, target=TARGETS["sm_80"]).spec
+        assert rule.choose(bare, (128, 256, 256), TARGETS["sm_80"]).config["early"] == 0
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def loaded_early(spec: KernelSpec, config: KernelConfig) -> tuple[Input, ...]:
     """The inputs that are loaded before their tile is multiplied, and held."""
     values, brought = dict(config.values), loaded_by_tma(spec, config)
     holds = SCHEDULES[config.schedule].dialect == "triton" or holds_inputs(spec, parts(config)[1], splits(config))
-    return tuple(i for i in spec.inputs if i.dtype is not None and i.name not in brought) if values.get("early") and holds else ()
+    return tuple(i for i in spec.loaded if i.name not in brought) if values.get("early") and holds else ()
 
 
 def holds_inputs(spec: KernelSpec, halves: int, splits: int) -> bool:

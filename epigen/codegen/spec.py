@@ -222,6 +222,11 @@ class KernelSpec:
         return tuple(value for value in values if isinstance(value, str) and value not in reached)
 
     @property
+    def loaded(self) -> tuple[Input, ...]:
+        """Inputs of the main kernel that lie in memory; the others are numbers, passed by value."""
+        return tuple(i for i in self.inputs if i.dtype is not None)
+
+    @property
     def all_inputs(self) -> tuple[Input, ...]:
         """Inputs of the main and the finishing kernels, each once."""
         return tuple(dict.fromkeys([*self.inputs, *(i for f in self.finishes for i in f.inputs)]))

@@ -61,7 +61,7 @@ class Work:
         sig = spec.signature
         self.element_bytes = max(sig.a.bytes, sig.b.bytes)
         self.plain = sig.a == FP32 and (sig.precision == "ieee" or not target.tf32)
-        tiles = [i for i in spec.inputs if i.indices == "mn" and i.dtype is not None]
+        tiles = [i for i in spec.loaded if i.indices == "mn"]
         self.read_bytes = sum(0.125 if i.packed else i.dtype.bytes for i in tiles if i.dtype)
         self.written_bytes = sum(0.125 if s.packed else float(s.dtype.bytes) for s in spec.stores)
         bits = sum(i.packed for i in tiles) + sum(s.packed for s in spec.stores)

@@ -58,10 +58,11 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
     stages = next((s for s in (4, 3, 2) if s * a_and_b <= target.shared_bytes - 1024), 1)
     if target.backend == "hip":
         stages = min(stages, 2)
-    # with few tiles, a second launch takes longer than the last block's way over what all have left
     count = -(-m // block_m) * -(-n // block_n)
-    at_once = int(count <= target.multiprocessors and any(not s.operand for f in spec.finishes for s in f.sources))
-    early = int(count <= target.multiprocessors and bool(spec.inputs))  # where no other tile's work covers the wait for the epilogue's inputs
+    few = count <= target.multiprocessors
+    # a second launch takes longer than the last block's way over what few tiles have left
+    at_once = int(few and any(not s.operand for f in spec.finishes for s in f.sources))
+    early = int(few and bool(spec.loaded))  # where no other tile's work covers the wait for the epilogue's inputs
     values = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "group_m": 8, "num_warps": warps, "num_stages": stages}
     values |= {"one_launch": at_once, "early": early}
     if m <= 64 and k >= LEAST_SPLIT and 0 < count < target.multiprocessors:

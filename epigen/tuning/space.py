@@ -209,7 +209,7 @@ class Space:
 
     def _loaded(self, brought: Collection[str] = ()) -> list[Input]:
         """The inputs that a kernel loads by pointers, of which it may ask for the values early. brought: those that come by TMA."""
-        return [i for i in self.spec.inputs if i.indices and i.dtype is not None and i.name not in brought]
+        return [i for i in self.spec.loaded if i.indices and i.name not in brought]
 
     def _one_launch(self, suggest: Suggest, schedule: str, possible: bool = True) -> int:
         reduces = any(not s.operand for f in self.spec.finishes for s in f.sources)
