@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 
 import torch
 import torch.distributed
+import torch.distributed.nn  # before there is a group: DistributedDataParallel imports it, and its functions keep the group of that time for good
 from torch.nn import functional as F  # noqa: N812  # as everyone calls it
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +19,12 @@ EACH = 8
 
 def run(rank: int, count: int, device: str, place: str) -> None:
     """place: a file that is not there yet, where they meet."""
+    group = _train(rank, count, device, place)
+    # while it lives, so do gloo's threads: one that holds a tensor when the interpreter ends aborts the process
+    assert device == "cuda" or group() is None
+
+
+def _train(rank: int, count: int, device: str, place: str) -> weakref.ref[torch.distributed.ProcessGroup]:
     where = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(where)
@@ -35,4 +43,6 @@ def run(rank: int, count: int, device: str, place: str) -> None:
     for p, e in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad * count, e, rtol=1e-3, atol=1e-3)
     torch.distributed.barrier()  # who leaves first takes the meeting place along
+    group = weakref.ref(torch.distributed.group.WORLD)
     torch.distributed.destroy_process_group()
+    return group
