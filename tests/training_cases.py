@@ -261,7 +261,7 @@ def test_training_follows_torchs_own_step_for_step() -> None:
 def test_processes_share_their_gradients(tmp_path: Path) -> None:
     if DEVICE == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("two processes on GPUs need two GPUs")
-    torch.multiprocessing.spawn(training_process.run, (2, DEVICE, str(tmp_path / "meet")), nprocs=2)
+    torch.multiprocessing.spawn(training_process.run, (2, DEVICE, str(tmp_path / "meet")), nprocs=2, daemon=True)
 
 
 # -- a GPU's own
