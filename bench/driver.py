@@ -17,7 +17,7 @@ _SOURCE = Path(__file__).with_name("driver.c")
 def launcher(library: str = "libcuda.so.1") -> Callable[[int, int], float]:
     """Compiles `driver.c`. Returns what takes a stream's handle and a count, launches an empty kernel so often and returns microseconds a launch.
 
-    library: the driver's. Raises RuntimeError where there is no driver or no C compiler, or where a launch fails.
+    library: the driver's. Raises RuntimeError where there is no driver or no C compiler that takes it, or where a launch fails.
     """
     triton = importlib.util.find_spec("triton")
     if triton is None or triton.origin is None:
@@ -28,8 +28,10 @@ def launcher(library: str = "libcuda.so.1") -> Callable[[int, int], float]:
         command = ["cc", "-O2", "-shared", "-fPIC", "-w", f"-I{include}", "-o", str(built), str(_SOURCE), "-ldl"]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True)
-        except (OSError, subprocess.CalledProcessError) as error:
+        except OSError as error:
             raise RuntimeError(f"the driver's launch cannot be timed without a C compiler: {error}") from None
+        except subprocess.CalledProcessError as error:
+            raise RuntimeError(f"{_SOURCE.name} does not compile here:\n{error.stderr}") from None
         code = ctypes.CDLL(str(built))
     code.prepare.argtypes = [ctypes.c_char_p]
     code.launches.argtypes, code.launches.restype = [ctypes.c_void_p, ctypes.c_int], ctypes.c_double

@@ -329,3 +329,14 @@ def test_the_driver_is_timed_by_its_own_launches(tmp_path: Path) -> None:
         launches(0, 600)
     with pytest.raises(RuntimeError, match=r"nothing\.so has answered with error -1"):
         driver.launcher("nothing.so")
+
+
+def test_without_a_compiler_or_with_one_that_refuses_the_drivers_launch_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("cc") is not None:
+        (tmp_path / "driver.c").write_text("no C at all")
+        monkeypatch.setattr(driver, "_SOURCE", tmp_path / "driver.c")
+        with pytest.raises(RuntimeError, match=r"driver\.c does not compile here:\n(.|\n)*error"):
+            driver.launcher()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="without a C compiler"):
+        driver.launcher()
