@@ -45,7 +45,6 @@ def test_the_command_runs_as_a_new_process_with_nothing_of_earlier_ones() -> Non
     run = command.tune(["--replay", paths[0], "--replay", paths[1], "--trials", "12"], timeout_s=120)
     assert [p["shape"] for p in run.problems] == [[16, 4096, 4096], [4096, 4096, 1024]] and not run.failed
     assert 0 < max(run.search_s) <= run.searching_s < run.wall_s, "the lines that tell of the problems are found"
-    assert run.searching_s == pytest.approx(sum(run.search_s), abs=1.0)
     told = run.record()
     assert told["problems"][0]["trials"] and told["problems"][1]["winner"] and json.dumps(told)
     row = cold.one(command.Run(9.0, run.searching_s, run.problems[:1]))
