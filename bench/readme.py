@@ -112,7 +112,7 @@ def checked() -> str:
     return (
         f"On the GPU {_outcome(tests)} with a float64 oracle within a bound derived from dtype and K, or bit for bit "
         f"({_measured(environment)}, commit {environment['commit']}), and {_outcome(newest)} under Triton {later['triton']} (commit {later['commit']}); "
-        f"compute-sanitizer's memcheck finds {memory['memcheck_errors']} errors in {memory['tests']['passed']} of them."
+        f"compute-sanitizer's memcheck finds {memory['memcheck_errors']} errors in {memory['tests']['passed']} of them (commit {memory['environment']['commit']})."
     )
 
 
