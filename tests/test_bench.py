@@ -44,7 +44,7 @@ def test_the_command_runs_as_a_new_process_with_nothing_of_earlier_ones() -> Non
     paths = [str(record.RESULTS / f"sweep_{name}.json") for name in ("skinny", "drelu_bgrad")]
     run = command.tune(["--replay", paths[0], "--replay", paths[1], "--trials", "12"], timeout_s=120)
     assert [p["shape"] for p in run.problems] == [[16, 4096, 4096], [4096, 4096, 1024]] and not run.failed
-    assert 0 < max(run.search_s) <= run.searching_s < run.wall_s, "the lines that tell of the problems are found"
+    assert 0 < sum(run.search_s) <= run.searching_s < run.wall_s, "the lines that tell of both problems are found, one after the other"
     told = run.record()
     assert told["problems"][0]["trials"] and told["problems"][1]["winner"] and json.dumps(told)
     row = cold.one(command.Run(9.0, run.searching_s, run.problems[:1]))
@@ -339,3 +339,13 @@ def test_without_a_compiler_or_with_one_that_refuses_the_drivers_launch_says_whi
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match="without a C compiler"):
         driver.launcher()
+
+
+def test_what_the_driver_cannot_be_asked_for_costs_no_other_figure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(*_: int) -> list[float]:
+        raise RuntimeError("libcuda.so.1 has answered with error -1")
+
+    monkeypatch.setattr(driver, "launch_us", fails)
+    assert host.of_the_driver() == {} and "left out: libcuda.so.1 has answered with error -1" in capsys.readouterr().out
+    monkeypatch.setattr(driver, "launch_us", lambda *_: [3.0, 4.25, 9.0])
+    assert host.of_the_driver() == {"driver_us": 4.25} and "4.25 us a launch, 3.00 at least" in capsys.readouterr().out
