@@ -13,7 +13,6 @@ import concurrent.futures
 import copy
 import datetime
 import json
-import math
 import os
 import statistics
 import threading
@@ -26,6 +25,7 @@ from typing import Any
 from bench import record
 from bench.borrow import of_this_version, task_of
 from epigen import settings
+from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError
 from epigen.runtime import device
@@ -117,7 +117,8 @@ def gather(
                 print(f"{contest.name}: {error}", flush=True)
                 continue
             with lock:
-                row = found.setdefault(contest.name, {"recorded": str(contest.record.kernel_config), "configs": {}, "seen": []})
+                row = found.setdefault(contest.name, {"configs": {}, "seen": []})
+                row["recorded"] = str(contest.record.kernel_config)
                 row["configs"] |= {str(c): {"schedule": c.schedule, **dict(c.values)} for c in contest.configs}
                 row["seen"].append(seen)
                 print(f"{contest.name}: {_told(row['recorded'], seen)}", flush=True)
@@ -135,6 +136,16 @@ def _told(own: str, seen: Mapping[str, Any]) -> str:
 # -- what follows from it
 
 
+def config_of(row: Mapping[str, Any], name: str) -> KernelConfig:
+    return schedules.config(**row["configs"][name])
+
+
+def times(row: Mapping[str, Any]) -> dict[str, float]:
+    """Microseconds of each config that was right on every GPU, in the geometric mean over these."""
+    every = {name: [seen["us"][name] for seen in row["seen"] if name in seen["us"]] for name in row["configs"]}
+    return {name: statistics.geometric_mean(some) for name, some in every.items() if len(some) == len(row["seen"])}
+
+
 def standing(row: Mapping[str, Any], own: Record) -> dict[str, float]:
     """How many times as fast as the product each config is that was right on every GPU, in the mean over these; the record's own over the GPU that tuned it as well."""
     ratios: dict[str, list[float]] = {}
@@ -144,7 +155,7 @@ def standing(row: Mapping[str, Any], own: Record) -> dict[str, float]:
     found = {name: some for name, some in ratios.items() if len(some) == len(row["seen"])}
     if row["recorded"] in found and row["recorded"] == str(own.kernel_config):
         found[row["recorded"]] = [*found[row["recorded"]], own.baseline_us / own.median_us]
-    return {name: math.exp(statistics.fmean(map(math.log, some))) for name, some in found.items()}
+    return {name: statistics.geometric_mean(some) for name, some in found.items()}
 
 
 def settled(row: Mapping[str, Any], own: Record) -> Record | None:
@@ -156,7 +167,7 @@ def settled(row: Mapping[str, Any], own: Record) -> Record | None:
     seen = min(row["seen"], key=lambda s: s["mm_us"] / s["us"][best])
     return replace(
         own,
-        config={name: value for name, value in row["configs"][best].items() if name != "schedule"},
+        config=dict(config_of(row, best).values),
         median_us=seen["us"][best],
         spread_us=seen["spread_us"][best],
         baseline_us=seen["mm_us"],

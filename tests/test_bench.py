@@ -17,10 +17,10 @@ import pytest
 from cases import warp_specialized
 
 from bench import borrow, cold, command, devices, driver, host, readme, record, repeat
-from epigen.codegen.spec import KernelConfig
+from epigen.codegen.spec import Choice, KernelConfig
 from epigen.runtime import device
 from epigen.runtime.loader import triton_version
-from epigen.tuning import choose, suite, table
+from epigen.tuning import choose, rule, suite, table
 from epigen.tuning.asked import every
 from epigen.tuning.database import Database
 from epigen.tuning.records import Record
@@ -175,8 +175,9 @@ def test_what_is_borrowed_is_what_a_call_would_get() -> None:
 
 
 def test_borrowed_and_tuned_are_timed_in_turns_and_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "_outlined", lambda *_: [])  # the sweep knows one schedule
     records = database()
+    monkeypatch.setattr(choose, "_outlined", lambda *_: [])  # the sweep knows one schedule
+    monkeypatch.setattr(rule, "choose", lambda *_: Choice(records[3].kernel_config, "planted"))
     task = borrow.task_of(records[1], H200)
     timed: dict[borrow.Pair, dict[str, Any]] = {}
     row = borrow.measured(borrow.Case(records[1], (records[3],)), task, replay(), 3, timed)
@@ -190,11 +191,11 @@ def test_borrowed_and_tuned_are_timed_in_turns_and_summed_up(monkeypatch: pytest
     failing = dict(SQUARE.rows) | {records[3].kernel_config: Outcome("wrong", detail="planted")}
     failed = borrow.measured(borrow.Case(records[1], (records[3],)), task, Replay(failing, SQUARE.baseline), 3, {})
     assert failed["failed"] == "borrowed: wrong: planted" and "ratio" not in failed
-    rule = {**row, "how": borrow.RULE, "ratio": 2.0}
-    found = borrow.summary([{**row, "ratio": 1.21}, same, rule])
+    ruled = {**row, "how": borrow.RULE, "ratio": 2.0}
+    found = borrow.summary([{**row, "ratio": 1.21}, same, ruled])
     assert (found["count"], found["ratio"], found["worst"], found["same"]) == (2, 1.1, 1.21, 1) and not found["holds"]
     assert found["rule"] == {"count": 1, "ratio": 2.0}
-    assert borrow.summary([same, rule])["holds"] and not borrow.summary([same, failed])["holds"] and not borrow.summary([])["holds"]
+    assert borrow.summary([same, ruled])["holds"] and not borrow.summary([same, failed])["holds"] and not borrow.summary([])["holds"]
     assert json.dumps(found) and all(borrow._told(r) for r in (row, same, failed))
 
 

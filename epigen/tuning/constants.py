@@ -7,7 +7,7 @@ vendor's product, of split k and of how TMA's kernels begin to 429 configs of 44
 of crossings, of TMA's stores and of what is torn to the 1,990 configs of 132 random shapes in bench/results/shapes.json, as well as to the
 sample_*.json; and those of what multiprocessors ask L2 for together, of stages held and of late inputs to the 4,224 trials of the searches
 of 88 random problems, and to 9 shapes with five orders of their tiles (tests/test_model.py); late_us and vendor_us set again by hand when
-all schedules could load inputs early.
+all schedules could load inputs early; and arriving_share to both ways to share a long product, of 149 in bench/results/ways.json.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Constants:
     wait_clocks: float = 20  # wgmma: from the last of a step's products to its result, and the barrier
     chain_clocks: float = 10  # wgmma: each product along k, of 16 fp16, that adds to the same accumulators
     shared_bytes_clock: float = 120  # shared memory of one multiprocessor: 128 on every GPU in the table, less bank conflicts
+    arriving_share: float = 0.4  # of what TMA writes there, which takes of that width from what is multiplied
     spilled: float = 1.0  # share of the registers a thread can have, beyond which the main loop ...
     spill: float = 1.3  # ... takes so much longer: 128x256 with 4 warps
 

@@ -254,7 +254,7 @@ class _Timing(Work):
         products = 2.0 * block_m * block_n * block_k / (self.flops_us * self.c.tensor_share)
         beside = max(1, warps // 4 // (block_m // 64))
         read = block_m // 64 * (64 * beside + block_n) * block_k * self.element_bytes
-        shared = (read + step_bytes) / (self.c.shared_bytes_clock * self.clock_us)
+        shared = (read + self.c.arriving_share * step_bytes) / (self.c.shared_bytes_clock * self.clock_us)
         multiply = self._multiply_us(block_m, block_n, block_k, warps)
         padding = block_m + block_n - m / max(1, tiles_m) - n / max(1, tiles_n)  # rows and columns of a tile that lie outside, in the mean
         outside = padding * -(-block_k * self.element_bytes // _TMA_ROW_BYTES)
