@@ -131,6 +131,7 @@ def tuning() -> str:
         "repeat": _repeat,
         "devices": _devices,
         "borrow": _borrow,
+        "ways": _ways,
         "tuned": _tuned,
         "untuned": _untuned,
     }
@@ -213,6 +214,16 @@ def _borrow(result: dict[str, Any]) -> str:
     return (
         f"Borrowed configs: {held} {result['count']} of its problems take {result['ratio'] - 1:.1%} longer in the geometric mean "
         f"with a config of the other half{rule_too} than with their own, at worst {result['worst'] - 1:.0%}{others}{wrong} ({_measured(result['environment'])})."
+    )
+
+
+def _ways(result: dict[str, Any]) -> str:
+    turns, together = (result["moved"][way] for way in ("in turns", "together"))
+    gpus = sum(run["gpus"] for run in result["runs"])
+    return (
+        f"How a long product's work is shared, of {len(result['rows'])} problems on {gpus} GPUs that did not tune them: against the product, groups in turns "
+        f"are on one GPU {turns['mean']:.1%} faster than on another in the mean, {turns['most']:.0%} at most; groups together {together['mean']:.1%} and "
+        f"{together['most']:.0%} ({_measured(result['environment'])})."
     )
 
 

@@ -12,8 +12,8 @@ import argparse
 import concurrent.futures
 import copy
 import datetime
+import itertools
 import json
-import os
 import statistics
 import threading
 import time
@@ -45,6 +45,10 @@ AHEAD = 1.03
 to lead by more than those differ on average."""
 
 
+Rows = Mapping[str, Mapping[str, Any]]
+"""By problem: "recorded", the record's config; "configs", each by its name; "seen", what each GPU measured."""
+
+
 @dataclass(frozen=True, slots=True)
 class Contest:
     """A record, and configs of near problems that share the work in the other way."""
@@ -61,8 +65,8 @@ class Contest:
         return self.record.kernel_config, *self.rivals
 
 
-def contests(records: Sequence[Record], target: Target, least_us: float, rivals: int) -> list[Contest]:
-    """Those of the long problems, the shorter ones first: so a run that is cut short has seen the most."""
+def contests(records: Sequence[Record], target: Target, least_us: float, rivals: int, known: Rows) -> list[Contest]:
+    """Those of the long problems, the shorter ones first: so a run that is cut short has seen the most. What other GPUs measured takes part."""
     index, found = Index([records]), []
     for one in sorted(records, key=lambda r: r.median_us):
         task = task_of(one, target)
@@ -76,8 +80,10 @@ def contests(records: Sequence[Record], target: Target, least_us: float, rivals:
 
         fitting = (model.fitted(spec, near.config, task.shape, target) for near in index.near(one.problem, triton_version(), runs))
         legal = dict.fromkeys(c for c in fitting if c is not None and space.legal(c))
-        if legal:
-            found.append(Contest(one, tuple(legal)[:rivals]))
+        row = known.get(str(one), {"configs": {}})
+        every = dict.fromkeys([*itertools.islice(legal, rivals), *(config_of(row, name) for name in row["configs"])])
+        if others := tuple(c for c in every if c != one.kernel_config):
+            found.append(Contest(one, others))
     return found
 
 
@@ -85,10 +91,9 @@ def timed(contest: Contest, runner: Runner, target: Target, index: int = 0) -> d
     """All configs of a contest, and the vendor's product, in turns on one GPU. "us" and "spread_us" are by config, of those that were right."""
     task = replace(task_of(contest.record, target), device=index)
     runner.begin(task)
-    configs = contest.configs
-    runner.prepare(configs)
-    outcomes = {c: runner.measure(c, 0.0) for c in configs}
-    right = [c for c in configs if outcomes[c].kind in ("ok", "slower")]
+    runner.prepare(contest.configs)
+    outcomes = {c: runner.measure(c, 0.0) for c in contest.configs}
+    right = [c for c in contest.configs if outcomes[c].kind in ("ok", "slower")]
     compared = runner.compare(right)
     found = dict(zip(map(str, right), compared.outcomes, strict=True))
     return {
@@ -101,11 +106,12 @@ def timed(contest: Contest, runner: Runner, target: Target, index: int = 0) -> d
 
 
 def gather(
-    todo: Sequence[Contest], gpus: Sequence[int], measure: Callable[[Contest, int], dict[str, Any]], known: Mapping[str, Any], until: float,
+    todo: Sequence[Contest], gpus: Sequence[int], measure: Callable[[Contest, int], dict[str, Any]], known: Rows, until: float,
     save: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any]:  # fmt: skip
     """Every GPU measures all contests, begun before `until`. known: what each problem's rows hold already. Returns, and now and then saves, all of it."""
-    found, lock = copy.deepcopy(dict(known)), threading.Lock()
+    found: dict[str, Any] = copy.deepcopy(dict(known))
+    lock = threading.Lock()
 
     def work(gpu: int) -> None:
         for contest in todo:
@@ -133,6 +139,13 @@ def _told(own: str, seen: Mapping[str, Any]) -> str:
     return ", ".join(f"{'own' if name == own else 'rival'} {seen['mm_us'] / us:.3f}" for name, us in seen["us"].items())
 
 
+def earlier(path: Path, environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What runs on GPUs of this kind with these versions left; nothing of others."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"environment": {}}
+    alike = all(found["environment"].get(k) == environment.get(k) for k in ("gpu", "torch", "triton"))
+    return found if alike else {"rows": {}, "runs": []}
+
+
 # -- what follows from it
 
 
@@ -153,7 +166,7 @@ def standing(row: Mapping[str, Any], own: Record) -> dict[str, float]:
         for name, us in seen["us"].items():
             ratios.setdefault(name, []).append(seen["mm_us"] / us)
     found = {name: some for name, some in ratios.items() if len(some) == len(row["seen"])}
-    if row["recorded"] in found and row["recorded"] == str(own.kernel_config):
+    if row["recorded"] in found:
         found[row["recorded"]] = [*found[row["recorded"]], own.baseline_us / own.median_us]
     return {name: statistics.geometric_mean(some) for name, some in found.items()}
 
@@ -176,19 +189,20 @@ def settled(row: Mapping[str, Any], own: Record) -> Record | None:
     )
 
 
-def settle(path: Path, rows: Mapping[str, Mapping[str, Any]], records: Iterable[Record]) -> list[str]:
-    """Replaces records of the database at `path`. Returns a line for each."""
+def settle(path: Path, rows: Rows, records: Iterable[Record]) -> list[str]:
+    """Replaces records of the database at `path`. Returns a line for each. Those that have changed since they were measured stay."""
     database, told = Database(path, seeds=()), []
     for own in records:
         row = rows.get(str(own))
-        if row is not None and row["recorded"] == str(own.kernel_config) and (new := settled(row, own)):
-            means = standing(row, own)
-            told.append(f"{own}: {means[str(own.kernel_config)]:.3f} -> {means[str(new.kernel_config)]:.3f}, {new.kernel_config}")
-            database.add(new, replacing=True)
+        if row is None or row["recorded"] != str(own.kernel_config) or not (new := settled(row, own)):
+            continue
+        means = standing(row, own)
+        told.append(f"{own}: {means[str(own.kernel_config)]:.3f} -> {means[str(new.kernel_config)]:.3f}, {new.kernel_config}")
+        database.add(new, replacing=True)
     return told
 
 
-def summary(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def summary(rows: Rows) -> dict[str, Any]:
     """How far each way's speed against the product moves between two GPUs of this result, over all configs that ran on several: the mean and the most."""
     moved: dict[str, list[float]] = {"in turns": [], "together": []}
     for row in rows.values():
@@ -196,7 +210,7 @@ def summary(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         for name in names:
             ratios = [seen["mm_us"] / seen["us"][name] for seen in row["seen"] if name in seen["us"]]
             if len(ratios) > 1:
-                moved["in turns" if "pingpong=1" in name else "together"].append(max(ratios) / min(ratios) - 1)
+                moved["in turns" if config_of(row, name)["pingpong"] else "together"].append(max(ratios) / min(ratios) - 1)
     return {way: {"count": len(some), "mean": round(statistics.fmean(some), 5), "most": round(max(some), 5)} for way, some in moved.items() if some}
 
 
@@ -208,15 +222,15 @@ def main() -> None:
     parser.add_argument("--settle", type=Path, metavar="PATH", help="measure nothing, and write what the result says into this database")
     record.add_options(parser)
     options = parser.parse_args()
-    start, path = time.monotonic(), options.out / "ways.json"
-    known = json.loads(path.read_text()) if path.exists() else {"rows": {}, "runs": []}
+    start = time.monotonic()
     every = [r for _, r in Database(options.settle or settings.seed_database_dir(), seeds=()).records()]
     if options.settle:
-        print(*settle(options.settle, known["rows"], every), sep="\n")
+        print(*settle(options.settle, json.loads((options.out / "ways.json").read_text())["rows"], every), sep="\n")
         return
-    target, gpus = record.gpu_at_hand(), device.indices()
-    todo = contests(of_this_version([r for r in every if r.gpu == target.part], triton_version()), target, options.least, options.rivals)
-    about = {"environment": record.environment(options.commit), "runs": [*known["runs"], {"gpus": len(gpus), "date": datetime.date.today().isoformat()}]}
+    target, gpus, environment = record.gpu_at_hand(), device.indices(), record.environment(options.commit)
+    known = earlier(options.out / "ways.json", environment)
+    todo = contests(of_this_version([r for r in every if r.gpu == target.part], triton_version()), target, options.least, options.rivals, known["rows"])
+    about = {"environment": environment, "runs": [*known["runs"], {"gpus": len(gpus), "date": environment["date"]}]}
     print(f"{len(todo)} problems on {len(gpus)} GPUs", flush=True)
     runners = {gpu: GpuRunner(builders=builders_for(len(gpus))) for gpu in gpus}
 
@@ -229,7 +243,7 @@ def main() -> None:
         for runner in runners.values():
             runner.close()
     save(rows)
-    print(f"{len(rows)} problems in {time.monotonic() - start:.0f} s; moved between GPUs: {summary(rows)}; {os.cpu_count()} cores")
+    print(f"{len(rows)} problems in {time.monotonic() - start:.0f} s; moved between GPUs: {summary(rows)}")
 
 
 if __name__ == "__main__":

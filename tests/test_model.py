@@ -364,7 +364,9 @@ def test_which_way_to_share_a_long_product_is_the_faster() -> None:
         regrets.append(times[min(times, key=estimated.__getitem__)] / min(times.values()))
         turns, together = ([c for c in times if configs[c]["pingpong"] == way] for way in (1, 0))
         if turns and together:
-            biases.append(min(estimated[c] for c in turns) / min(times[c] for c in turns) * min(times[c] for c in together) / min(estimated[c] for c in together))
+            biases.append(
+                min(estimated[c] for c in turns) / min(times[c] for c in turns) * min(times[c] for c in together) / min(estimated[c] for c in together)
+            )
     assert len(regrets) > 140 and geometric_mean(regrets) < 1.015 and 0.97 < geometric_mean(biases) < 1.03
 
 
