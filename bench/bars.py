@@ -142,7 +142,8 @@ def outcome(found: Mapping[str, Any]) -> str:
     if found["met"] is None:
         return "not measured"
     broken = f"{found['broken']} without an answer of epigen's" if found["broken"] else ""
-    short = f"by {found['missed_by']:.1%}" if found.get("missed_by") else ""
+    by = found.get("missed_by")
+    short = (f"by {by:.1%}" if by >= 0.0005 else f"by {by:.2%}") if by else ""
     return "met" if found["met"] else f"missed {' and '.join(filter(None, (short, broken)))}"
 
 

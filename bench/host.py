@@ -21,6 +21,7 @@ import torch
 
 import epigen
 from bench import command, driver, record, timing
+from epigen.runtime import launch
 from epigen.runtime.prepared import Prepared
 from epigen.runtime.written import Written
 
@@ -98,21 +99,27 @@ def _arguments(kernel: epigen.Kernel, x: torch.Tensor, w: torch.Tensor, inputs: 
 
 
 def _launch_alone(kernel: epigen.Kernel, x: torch.Tensor, w: torch.Tensor, inputs: Mapping[str, Any]) -> Callable[[], object]:
-    """The same kernels by the same C function, with all of its arguments made beforehand: what the driver and Triton's launcher take of a call."""
+    """The same kernels by the same C function, with all of its arguments made beforehand: what the driver and the launcher take of a call."""
     prepared, values = _arguments(kernel, x, w, inputs)
-    assert prepared.launchers
+    launches = prepared.launchers
+    assert launches
     text = Written("launch()")
     text.hold(values)  # the tensors live as long as the function
-    slots = [text.hold(v.data_ptr() if isinstance(v, torch.Tensor) else v) for v in (values[name] for name in prepared.slots(tuple(inputs)))]
+    given = [values[name] for name in prepared.slots(tuple(inputs))]
+    slots = [text.hold(v.data_ptr() if isinstance(v, torch.Tensor) else v) for v in given]
     stream = text.hold(torch.cuda.current_stream().cuda_stream)
-    text.add(*(launch.call(text, stream, slots) for launch in prepared.launchers))
+    step = launch.in_one_step(launches, (), len(slots), prepared.device.index)
+    if step is None:
+        text.add(*(x.call(text, stream, slots) for x in launches))
+    else:
+        text.add(f"{text.hold(step)}({', '.join([stream, launch.captured(text, launches, stream), *slots])})")
     return text.function()
 
 
 def _through_triton(kernel: epigen.Kernel, x: torch.Tensor, w: torch.Tensor, inputs: Mapping[str, Any]) -> Callable[[], object]:
     """The same kernels by `jit[grid](...)`, with buffers made beforehand."""
     prepared, values = _arguments(kernel, x, w, inputs)
-    launches = [(launch.jit, launch.grid, launch.arguments(values), launch.options) for launch in prepared.launches]
+    launches = [(x.jit, x.grid, x.arguments(values), x.options) for x in prepared.launches]
 
     def run() -> None:
         for jit, grid, arguments, options in launches:

@@ -20,17 +20,21 @@ static struct {
 } functions[MOST_FUNCTIONS];  // by handle
 static unsigned long long loaded = 0;
 static Launch launches[MOST_LAUNCHES];
-static int launched = 0, described = 0;
+static int launched = 0, described = 0, refusing = 0;
+static __thread CUcontext context = NULL;  // as in the driver, a thread begins without one
 
 void fake_parameters(unsigned long long function, int count, const int *sizes) {
   functions[function].count = count;
   memcpy(functions[function].sizes, sizes, count * sizeof(int));
 }
+void fake_refuse(int error) { refusing = error; }
 int fake_launches(void) { return launched; }
 int fake_described(void) { return described; }
 const Launch *fake_launch(int i) { return &launches[i % MOST_LAUNCHES]; }
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
+  if (refusing || !context)
+    return refusing ? refusing : CUDA_ERROR_INVALID_CONTEXT;
   Launch *l = &launches[__atomic_fetch_add(&launched, 1, __ATOMIC_SEQ_CST) % MOST_LAUNCHES];
   unsigned long long handle = (unsigned long long)function;
   *l = (Launch){.grid = {config->gridDimX, config->gridDimY, config->gridDimZ}, .block = config->blockDimX, .shared = config->sharedMemBytes,
@@ -66,6 +70,14 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
 CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) { *function = (CUfunction)module; return CUDA_SUCCESS; }
 CUresult cuFuncGetAttribute(int *value, CUfunction_attribute which, CUfunction function) { *value = which == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0; return CUDA_SUCCESS; }
+CUresult cuFuncGetParamInfo(CUfunction function, size_t place, size_t *offset, size_t *size) {
+  unsigned long long handle = (unsigned long long)function;
+  if (place >= functions[handle].count)
+    return CUDA_ERROR_INVALID_VALUE;
+  *offset = 0;  // which nobody asks for
+  *size = functions[handle].sizes[place];
+  return CUDA_SUCCESS;
+}
 CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute which, int value) { return CUDA_SUCCESS; }
 CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) { return CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice *device, int ordinal) { *device = ordinal; return CUDA_SUCCESS; }
@@ -73,13 +85,14 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute which, CUdevice dev
   *value = which == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? 9 : which == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR ? 0 : 232448;
   return CUDA_SUCCESS;
 }
-CUresult cuCtxGetCurrent(CUcontext *context) { *context = (CUcontext)1; return CUDA_SUCCESS; }
-CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_SUCCESS; }
+CUresult cuCtxGetCurrent(CUcontext *found) { *found = context; return CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext given) { context = given; return CUDA_SUCCESS; }
 CUresult cuCtxGetDevice(CUdevice *device) { *device = 0; return CUDA_SUCCESS; }
 CUresult cuCtxGetLimit(size_t *value, CUlimit limit) { *value = 1 << 20; return CUDA_SUCCESS; }
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { *context = (CUcontext)1; return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int *version) { *version = 13020; return CUDA_SUCCESS; }
+CUresult cuGetErrorName(CUresult error, const char **text) { *text = "FAKE"; return CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult error, const char **text) { *text = "fake"; return CUDA_SUCCESS; }
 CUresult cuInit(unsigned int flags) { return CUDA_SUCCESS; }
 CUresult cuDeviceGetCount(int *count) { *count = 1; return CUDA_SUCCESS; }

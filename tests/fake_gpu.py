@@ -6,6 +6,7 @@ For a process of its own, since it changes torch and Triton for good. Tensors li
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_SIZES = {"i1": 1, "i8": 1, "u1": 1, "i32": 4, "i64": 8, "fp32": 4}
+_PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.[a-z](\d+) [^,\[]+(?:\[(\d+)\])?")
+"""Of a kernel in PTX: how many bits, or how many at a time and how many times."""
 
 
 class _Launch(ctypes.Structure):
@@ -61,6 +63,7 @@ class FakeGpu:
     def _pretend(self) -> None:
         import torch
         from triton.backends.nvidia.driver import CudaDriver
+        from triton.compiler import CompiledKernel
         from triton.runtime import driver
 
         from epigen.runtime import device, launch, warmed
@@ -70,6 +73,8 @@ class FakeGpu:
         cuda.get_current_stream = lambda _index: self.stream
         cuda.get_device_capability = lambda _index=0: (9, 0)
         driver.set_active(cuda)
+        load = CompiledKernel._init_handles
+        CompiledKernel._init_handles = lambda kernel: (load(kernel), self._know(kernel))[0]
         torch.Tensor.is_cuda = property(lambda _t: True)  # type: ignore[assignment, method-assign]
         torch.cuda.device = lambda _device: nullcontext()  # type: ignore[assignment, misc]
         device.at_hand = lambda index=None: device.DEFAULT  # noqa: ARG005
@@ -82,14 +87,12 @@ class FakeGpu:
         """How many have been made so far."""
         return int(self.library.fake_described())
 
-    def know(self, compiled: Any) -> None:
-        """From now on the parameters of this kernel are kept."""
-        sizes = []
-        for kind in compiled.src.signature.values():
-            if kind.startswith("tensordesc"):
-                sizes += [128, 4, 4, 8, 8]
-            elif kind != "constexpr":
-                sizes.append(8 if kind.startswith("*") else _SIZES[kind])
+    def _know(self, compiled: Any) -> None:
+        """A kernel that has been loaded: what its parameters are, the driver would read in its binary, and this one in its text."""
+        if compiled.function in self.known:
+            return
+        text = compiled.asm["ptx"].partition(".entry")[2].partition(")")[0]
+        sizes = [int(bits) // 8 * int(times or 1) for bits, times in _PARAMETER.findall(text)]
         self.known[compiled.function] = (compiled.hash, sizes)
         self.library.fake_parameters(ctypes.c_ulonglong(compiled.function), len(sizes), (ctypes.c_int * len(sizes))(*sizes))
 
@@ -100,7 +103,7 @@ class FakeGpu:
         return [self._launched(self.library.fake_launch(i).contents) for i in range(before, self.library.fake_launches())]
 
     def _launched(self, it: Any) -> Launched:
-        kernel, sizes = self.known.get(it.function, ("", []))
+        kernel, sizes = self.known[it.function]
         held, parameters = bytes(it.parameters[: it.bytes]), []
         for size in sizes:
             parameters.append(held[:size])

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import random
 import struct
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -28,7 +31,7 @@ from epigen.codegen import schedules
 from epigen.codegen.render import Argument, Function, Rendered
 from epigen.codegen.spec import KernelConfig, digest
 from epigen.errors import CallError
-from epigen.runtime import device, direct, vendor, warmed, workspace
+from epigen.runtime import device, direct, launch, loader, native, vendor, warmed, workspace
 from epigen.runtime import kernel as kernel_module
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.launch import Launch
@@ -44,6 +47,15 @@ M, N, K = 32, 48, 64
 @pytest.fixture(scope="session")
 def gpu() -> FakeGpu:
     return FakeGpu()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _without() -> Iterator[None]:
+    """As where native.c cannot be compiled, if tests/test_direct.py asks for that."""
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("LAUNCHER") == "triton":
+            patch.setattr(native, "_module", lambda: None)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -96,23 +108,14 @@ def through_triton(monkeypatch: pytest.MonkeyPatch) -> Watch:
     return Watch(monkeypatch)
 
 
-def learn(gpu: FakeGpu, kernel: Kernel) -> None:
-    assert kernel._last is not None
-    for it in kernel._last.compiled:
-        gpu.know(it)
-
-
 def launched(gpu: FakeGpu, kernel: Kernel, *operands: Any, **inputs: Any) -> list[Launched]:
-    """What a call launches; made twice where its kernels were not known yet."""
+    """What a call launches that has been made before."""
     kernel(*operands, **inputs)
-    learn(gpu, kernel)
     return gpu.during(lambda: kernel(*operands, **inputs))
 
 
 def as_triton_does(gpu: FakeGpu, kernel: Kernel, *operands: Any, **inputs: Any) -> list[Launched]:
-    forget(kernel)
-    kernel(*operands, **inputs)
-    learn(gpu, kernel)
+    """What the same call launches that no other has come before."""
     forget(kernel)
     return gpu.during(lambda: kernel(*operands, **inputs))
 
@@ -209,7 +212,6 @@ def test_inputs_come_in_any_order(gpu: FakeGpu, through_triton: Watch) -> None:
     a, b = operands()
     expected = as_triton_does(gpu, oracle, a, b, out=out, alpha=1.5, beta=2.5)
     kernel(a, b, out=out, alpha=0.5, beta=0.25)
-    learn(gpu, kernel)
     before = through_triton.count
     assert gpu.during(lambda: kernel(a, b, beta=2.5, out=out, alpha=1.5)) == expected
     assert through_triton.count == before
@@ -221,7 +223,6 @@ def test_buffers_come_in_a_list_or_a_tuple(gpu: FakeGpu, through_triton: Watch) 
     ways = (outs, tuple(outs), kernel._outputs(*outs))
     for out in ways:
         kernel(a, b, out=out)
-    learn(gpu, kernel)
     before = through_triton.count
     (first, *others) = [gpu.during(lambda out=out: kernel(a, b, out=out)) for out in ways]
     assert all(other == first for other in others) and through_triton.count == before
@@ -307,7 +308,6 @@ def test_new_outputs_are_as_triton_got_them(gpu: FakeGpu, through_triton: Watch)
         assert through_triton.count == before and type(first) is type(again) and again._fields == first._fields
         for x, y in zip(first, again, strict=True):
             assert (x.shape, x.stride(), x.dtype, type(x)) == (y.shape, y.stride(), y.dtype, type(y)) and x.data_ptr() != y.data_ptr()
-        learn(gpu, kernel)
         results = []
         main, *_ = gpu.during(lambda a=a, b=b, bias=bias, results=results: results.append(kernel(a, b, bias=bias)))
         given = {struct.unpack("Q", p)[0] for p in main.parameters if len(p) == 8}
@@ -390,7 +390,6 @@ def test_in_place_and_not_in_any_order(gpu: FakeGpu, through_triton: Watch, conf
 
     for out in (grad, other, None):
         call(out)
-        learn(gpu, kernel)
     before = through_triton.count
     for out in random.Random(1).choices((grad, other, grad.view(M, N), None), k=30):
         (found,) = gpu.during(lambda out=out: call(out))
@@ -426,12 +425,8 @@ def test_a_product_that_is_given_is_handed_on(
         found = kernel.over(mm, **given)
         outs = tuple(torch.empty_like(t) for t in (found if isinstance(found, tuple) else (found,)))
         forget(oracle._over)
-        oracle.over(mm, out=outs, **given)
-        learn(gpu, oracle)
-        forget(oracle._over)
         expected = gpu.during(lambda mm=mm, outs=outs, given=given: oracle.over(mm, out=outs, **given))
         kernel.over(mm, out=outs, **given)
-        learn(gpu, kernel)
         before = through_triton.count
         launches = gpu.during(lambda mm=mm, outs=outs, given=given: kernel.over(mm, out=outs, **given))
         assert through_triton.count == before and len(launches) == len(expected) == (2 if "bgrad" in text else 1)
@@ -792,6 +787,174 @@ def test_where_there_is_one_gpu_nobody_asks_which(monkeypatch: pytest.MonkeyPatc
     assert through_triton.count == 1 and direct_calls(kernel)
 
 
+# -- straight to the driver
+
+
+@pytest.fixture
+def without_tritons_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a call's second time on."""
+    monkeypatch.setattr(direct.Start, "call", lambda *_: pytest.fail("goes through Triton's launcher"))
+
+
+def addresses(launches: list[Launched]) -> set[int]:
+    return {struct.unpack("Q", p)[0] for x in launches for p in x.parameters if len(p) == 8}
+
+
+@pytest.mark.usefixtures("without_tritons_launcher")
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        ("relu(mm * 0.5)", TINY),
+        ("mm, sum(mm, m), sum(mm, n), amax(mm)", TINY),
+        ("mm, bgrad(mm)", TINY.but("one_launch", 1)),
+        ("relu(mm)", cases.split_k(16, 16, 16, 2, 1, 1)),
+        ("relu(mm)", LIBRARY),
+    ],
+    ids=["tiled", "two kernels", "counters", "split_k", "library"],
+)
+def test_straight_to_the_driver(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, text: str, config: KernelConfig) -> None:
+    monkeypatch.setattr(vendor, "product", lambda _a, _b, _precision: torch.zeros(M, N))
+    kernel, (a, b) = compiled(text, config), operands()
+    found = kernel(a, b)
+    outs = found if isinstance(found, tuple) else (found,)
+    expected = as_triton_does(gpu, compiled(text, config), a, b, out=outs)
+    kernel(a, b, out=outs)
+    launches = launched(gpu, kernel, a, b, out=outs)
+    assert [(x.kernel, x.grid, x.block, x.shared, x.ahead) for x in launches] == [(x.kernel, x.grid, x.block, x.shared, x.ahead) for x in expected]
+    assert {t.data_ptr() for t in (*((a, b) if config != LIBRARY else ()), *outs)} <= addresses(launches)
+
+
+@pytest.mark.usefixtures("without_tritons_launcher")
+def test_straight_calls_are_told_apart_by_alignment(gpu: FakeGpu, through_triton: Watch) -> None:
+    """Of whichever tensor; a launch that is not made leaves the call to one that fits."""
+    kernel, (a, b) = compiled("z = mm + bias; z, bgrad(z)"), operands()
+    tensors = [a, b, half(N), half(M, N), torch.zeros(N)]
+    found = dict[int | None, list[Launched]]()
+    for _ in range(2):
+        for at in (None, 0, 2, 3, 4, 1, None):
+            x, y, bias, *out = [shifted(t) if i == at else t for i, t in enumerate(tensors)]
+            before = through_triton.count
+            launches = gpu.during(lambda x=x, y=y, bias=bias, out=out: kernel(x, y, bias=bias, out=tuple(out)))
+            assert found.setdefault(at, launches)[0].kernel == launches[0].kernel and len(launches) == 2
+            assert {t.data_ptr() for t in (x, y, bias, out[0])} <= addresses(launches[:1])
+            assert out[1].data_ptr() in addresses(launches[1:])
+    assert through_triton.count == before and len({x[0].kernel for at, x in found.items() if at in (None, 0, 1, 2, 3)}) == 5
+
+
+@pytest.mark.usefixtures("without_tritons_launcher")
+def test_straight_from_a_thread_that_cuda_has_not_served(gpu: FakeGpu) -> None:
+    kernel, (a, b) = compiled("relu(mm)"), operands()
+    kernel(a, b)
+    before = gpu.library.fake_launches()
+    assert not in_threads(1, lambda _: kernel(a, b))
+    assert gpu.library.fake_launches() == before + 1
+
+
+def test_straight_launches_that_fail_say_why(gpu: FakeGpu) -> None:
+    kernel, (a, b) = compiled("relu(mm)"), operands()
+    kernel(a, b)
+    gpu.library.fake_refuse(700)
+    try:
+        with pytest.raises(RuntimeError, match=r"the driver refused a launch: FAKE \(700\)"):
+            kernel(a, b)
+    finally:
+        gpu.library.fake_refuse(0)
+    assert launched(gpu, kernel, a, b)
+
+
+def straight_step(kernel: Kernel, *values: Any) -> Any:
+    assert kernel._last is not None
+    return launch.in_one_step(kernel._last.launchers, values, len(values), None)
+
+
+def test_straight_steps_take_what_they_were_made_for(gpu: FakeGpu) -> None:
+    """And let go of what they were made of."""
+    kernel, (a, b), out = compiled("mm * alpha"), operands(), half(M, N)
+    kernel(a, b, alpha=0.5)
+    step = straight_step(kernel, a, b, 0.5, out)
+    (x,) = gpu.during(lambda: step(7, False, a, b, 2.0, out))
+    (y,) = gpu.during(lambda: step(7, False, a.data_ptr(), b.data_ptr(), 2.0, out.data_ptr()))
+    assert x == y and x.parameters[2] == struct.pack("f", 2.0) and step(7, False, shifted(a), b, 2.0, out) is False
+    for wrong in ((), (7, False, a, b, 2.0), (7, False, a, b, 2.0, out, 1), (7, False, "a", b, 2.0, out), ("7", False, a, b, 2.0, out)):
+        with pytest.raises(TypeError):
+            step(*wrong)
+    with pytest.raises(TypeError):
+        step(7, False, a, b, 2.0, out=out)
+    make, held = type(step), b"===="
+    before = sys.getrefcount(held)
+    steps = [make(0, torch.Tensor.data_ptr, held, ((1, 2, 3, 4, False, True, ((0, 0), (-1, 9))),)) for _ in range(10)]
+    assert sys.getrefcount(held) == before + 10
+    del steps
+    for wrong in (((1, 2),), ((1, 2, 3, 4, 0, 0, ((4, 0),)),), ((1, 2, 3, 4, 0, 0, ((0,),)),), ((1, 2, 3, 4, 0, 0, ((0, "0"),)),)):
+        with pytest.raises((TypeError, ValueError)):
+            make(0, torch.Tensor.data_ptr, held, wrong)
+    assert sys.getrefcount(held) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        ("signature", {"a_ptr": "*fp16"}),
+        ("signature", {"a_ptr": "*fp16", "b_ptr": "*fp16", "out_ptr": "*fp16", "M": "fp64"}),
+        ("num_ctas", 2),
+        ("launch_cooperative_grid", True),
+    ],
+    ids=["fewer arguments", "an unknown type", "a cluster", "a cooperative grid"],
+)
+def test_straight_launches_are_made_of_what_is_known(gpu: FakeGpu, change: str, value: Any) -> None:
+    kernel, (a, b) = compiled("relu(mm)"), operands()
+    kernel(a, b)
+    assert kernel._last is not None and gpu.stream == 7
+    it, direct_launch = kernel._last.compiled[0], kernel._last.launchers[0]
+    parameters = [(-1, x.value) if isinstance(x, launch.Fixed) else (x.place, 0) for x in direct_launch.arguments]
+    assert native.kernel(it, 4, parameters) == replace(direct_launch.native, blocks=4)
+    metadata = types.SimpleNamespace(**it.metadata._asdict() | ({} if change == "signature" else {change: value}))
+    source = types.SimpleNamespace(signature=it.src.signature | value if change == "signature" and len(value) > 1 else value)
+    other = types.SimpleNamespace(metadata=metadata, src=source if change == "signature" else it.src, function=it.function)
+    assert native.kernel(other, 4, parameters) is None
+
+
+def test_straight_only_where_the_driver_sees_the_same_parameters(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, through_triton: Watch) -> None:
+    kernel, (a, b) = compiled("relu(mm)"), operands()
+    kernel(a, b)
+    assert kernel._last is not None
+    it = kernel._last.compiled[0]
+    sizes = gpu.known[it.function][1]
+    count = len(sizes)
+    assert native._sizes(it.function, count) == sizes and native._sizes(it.function, 2) == sizes[:3]
+    for other in ([*sizes, 8], sizes[:-1], [4, *sizes[1:]], []):
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "_sizes", lambda _function, _most, other=other: other)
+            forget(kernel)
+            kernel(a, b)
+        assert kernel._last.launchers[0].native is None and direct_calls(kernel)
+        before = through_triton.count
+        assert len(gpu.during(lambda: kernel(a, b))) == 1 and through_triton.count == before
+
+
+@pytest.mark.parametrize("error", [subprocess.CalledProcessError(1, "cc"), RuntimeError("no compiler"), OSError("no folder")], ids=repr)
+def test_straight_or_not_where_nothing_can_be_compiled(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    from triton.runtime import build
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(build, "compile_module_from_src", fail)
+    assert loader.native() is None
+    monkeypatch.setattr(native, "_module", native._module.__wrapped__)
+    kernel, oracle, (a, b), out = compiled("relu(mm)"), compiled("relu(mm)"), operands(), half(M, N)
+    assert launched(gpu, kernel, a, b, out=out) == as_triton_does(gpu, oracle, a, b, out=out) and direct_calls(kernel)
+
+
+def test_straight_or_not_without_the_drivers_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> Any:
+        raise OSError(name)
+
+    assert native._module.__wrapped__() is not None
+    monkeypatch.setattr(native, "_driver", functools.partial(load, "libcuda.so.1"))
+    assert native._module.__wrapped__() is None and native._sizes(1, 3) == []
+
+
 # -- threads
 
 
@@ -891,12 +1054,11 @@ def copy(request: pytest.FixtureRequest, gpu: FakeGpu) -> tuple[Any, Function]:
 SLOTS = {"x_ptr": 0, "y_ptr": 1, "alpha": 2}
 
 
-def bound(gpu: FakeGpu, copy: tuple[Any, Function], x: torch.Tensor, y: torch.Tensor) -> tuple[Launch, Any]:
+def bound(copy: tuple[Any, Function], x: torch.Tensor, y: torch.Tensor) -> tuple[Launch, Any]:
     """The launch, and the same without Triton."""
     jit, function = copy
     launch = Launch.of(jit, function, -(-x.shape[0] // 16), {"M": x.shape[0], "N": x.shape[1]}, device.DEFAULT, follows=False)
     it = launch({"x_ptr": x, "y_ptr": y, "alpha": 2.0})
-    gpu.know(it)
     straight = launch.direct(it, SLOTS, (x, y))
     assert straight is not None
     text = Written("again(stream, values)")
@@ -914,7 +1076,7 @@ def both(gpu: FakeGpu, pair: tuple[Launch, Any], x: torch.Tensor, y: torch.Tenso
 
 def test_descriptors_are_tritons(gpu: FakeGpu, copy: tuple[Any, Function]) -> None:
     x, y = half(48, 64), half(48, 64)
-    pair = bound(gpu, copy, x, y)
+    pair = bound(copy, x, y)
     (found,) = both(gpu, pair, x, y)
     assert struct.unpack("Q", found.parameters[0][:8])[0] == x.data_ptr()
     (other,) = both(gpu, pair, half(48, 64), y)
@@ -923,7 +1085,7 @@ def test_descriptors_are_tritons(gpu: FakeGpu, copy: tuple[Any, Function]) -> No
 
 def test_descriptors_are_made_once(gpu: FakeGpu, copy: tuple[Any, Function]) -> None:
     x, y = half(48, 64), half(48, 64)
-    _, again = bound(gpu, copy, x, y)
+    _, again = bound(copy, x, y)
     values = [x.data_ptr(), y.data_ptr(), 2.0]
     again(7, values)
     before = gpu.descriptors
@@ -939,7 +1101,7 @@ def test_descriptors_are_made_once(gpu: FakeGpu, copy: tuple[Any, Function]) -> 
 def test_an_address_that_comes_back_is_described_by_its_own_shape(gpu: FakeGpu, copy: tuple[Any, Function]) -> None:
     held, y = half(64 * 128), half(32, 64)
     tall, wide, transposed = held[: 32 * 64].view(32, 64), held[: 64 * 64].view(32, 128)[:, :64], held[: 64 * 64].view(64, 64)
-    pairs = [bound(gpu, copy, t, y) for t in (tall, wide, transposed)]
+    pairs = [bound(copy, t, y) for t in (tall, wide, transposed)]
     for _ in range(2):
         found = [both(gpu, pair, t, y)[0].parameters[0] for pair, t in zip(pairs, (tall, wide, transposed), strict=True)]
         assert len(set(found)) == 3
@@ -949,17 +1111,17 @@ def test_the_transpose_is_described_where_that_has_contiguous_rows(gpu: FakeGpu,
     jit, function = copy
     x = half(64, 48)
     launch = Launch.of(jit, function, 3, {"M": 48, "N": 64}, device.DEFAULT, follows=False)
-    plain = gpu.during(lambda: gpu.know(launch({"x_ptr": x, "y_ptr": x, "alpha": 2.0})))
+    plain = gpu.during(lambda: launch({"x_ptr": x, "y_ptr": x, "alpha": 2.0}))
     assert len(plain) == 1
     for t in (x, x.T):
-        both(gpu, bound(gpu, copy, t, t), t, t)
+        both(gpu, bound(copy, t, t), t, t)
 
 
-def test_descriptors_that_cannot_be_made_are_left_to_triton(gpu: FakeGpu, copy: tuple[Any, Function], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptors_that_cannot_be_made_are_left_to_triton(copy: tuple[Any, Function], monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.backends.nvidia import driver
 
     x = half(48, 64)
-    launch, _ = bound(gpu, copy, x, x)
+    launch, _ = bound(copy, x, x)
     it = launch({"x_ptr": x, "y_ptr": x, "alpha": 2.0})
     make = driver.make_tensordesc_arg
     monkeypatch.setattr(driver, "make_tensordesc_arg", functools.wraps(make)(lambda *given: [*make(*given), 0]))

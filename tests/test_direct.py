@@ -17,8 +17,10 @@ TESTS = Path(__file__).parent
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the real driver is in the way of the one that is none: tests/test_gpu_calls.py has the same on a GPU")
 @pytest.mark.skipif(shutil.which("cc") is None, reason="Triton's launcher is C, and there is no compiler for it")
-def test_warmed_calls_are_tritons_own(tmp_path: Path) -> None:
-    environment = settings.child_environment(interpret=False) | {"EPIGEN_CACHE": str(tmp_path)}
+@pytest.mark.parametrize("launcher", ["driver", "triton"])
+def test_warmed_calls_are_tritons_own(tmp_path: Path, launcher: str) -> None:
+    """Straight to the driver, and by Triton's launcher, as where nothing can be compiled for the former."""
+    environment = settings.child_environment(interpret=False) | {"EPIGEN_CACHE": str(tmp_path), "LAUNCHER": launcher}
     command = [
         sys.executable,
         "-m",
@@ -31,6 +33,8 @@ def test_warmed_calls_are_tritons_own(tmp_path: Path) -> None:
         "--rootdir",
         str(TESTS.parent),
         str(TESTS / "fake_gpu_cases.py"),
+        "-k",
+        "not straight" if launcher == "triton" else "",
     ]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

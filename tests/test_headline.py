@@ -310,6 +310,7 @@ def test_a_bar_is_met_by_its_mean_and_its_worst() -> None:
     assert [r["shape"] for r in found["rows"]] == [[64, 64, 64], [128, 64, 64]], "the worst first"
     found = bars.verdict(replace(bar, each=1.26), rows)
     assert found["met"] is False and found["missed_by"] == 0.05 and "missed by 5.0%" in bars.told(found) and "64x64x64 fp16 nt" in bars.told(found)
+    assert bars.outcome(bars.verdict(replace(bar, each=1.2003), rows)) == "missed by 0.03%"
     found = bars.verdict(replace(bar, mean=2.0), rows)
     assert not found["met"] and found["missed_by"] == pytest.approx(2 / 1.8974 - 1, abs=1e-4)
     one_missing = bars.verdict(bar, [*rows, times((256, 64, 64), epigen=10.0)])

@@ -100,7 +100,12 @@ class Kernel:
         Returns a tensor, or a named tuple where the program has several outputs.
         Raises CallError for names, devices, dtypes or shapes that do not fit.
         """
-        return self._answer(a, b, inputs, out)
+        for again, prepared in self._recent.get(type(out), ()):
+            found = again(again, a, b, inputs, out)
+            if found is not None:
+                self._last = prepared
+                return found
+        return self._call(() if PRODUCT in self._inputs else (a, b), inputs, out)
 
     def over(self, mm: Tensor, /, *, out: Any = None, **inputs: Tensor | float) -> Any:
         """Run the program over a product that is there already: one pointwise kernel in place of the multiplication and its epilogue.
@@ -120,7 +125,8 @@ class Kernel:
         if PRODUCT in inputs:
             raise CallError("the program has no input 'mm': it is the product, given once and by position")
         kernel = self._over
-        results = kernel._answer(None, None, {PRODUCT: mm, **inputs}, out)
+        nothing: Any = None
+        results = kernel(nothing, nothing, out=out, **{PRODUCT: mm}, **inputs)
         self._last = kernel._last
         return results
 
@@ -130,15 +136,6 @@ class Kernel:
         if self._config and SCHEDULES[self._config.schedule].multiplies:
             raise ConfigError(f"the schedule {self._config.schedule} multiplies, and the product is given: compile without a config, or with one of library")
         return Kernel(over_product(self._graph), self.renderer, self._choose, self._config, self._backend, self._precision)
-
-    def _answer(self, a: Any, b: Any, inputs: dict[str, Any], out: Any) -> Any:
-        """a, b: None where the product is among the inputs."""
-        for again, prepared in self._recent.get(type(out), ()):
-            found = again(again, a, b, inputs, out)
-            if found is not None:
-                self._last = prepared
-                return found
-        return self._call(() if PRODUCT in self._inputs else (a, b), inputs, out)
 
     def _call(self, operands: Operands, inputs: Mapping[str, Any], out: Any) -> Any:
         """A call that is like none of the last ones."""

@@ -15,7 +15,7 @@ from typing import Any
 from epigen.codegen import schedules
 from epigen.codegen.render import PDL, Argument, Function
 from epigen.codegen.spec import KernelConfig
-from epigen.runtime import direct, loader
+from epigen.runtime import direct, loader, native
 from epigen.runtime.device import Target
 from epigen.runtime.workspace import capturing, tiles
 from epigen.runtime.written import Written
@@ -32,17 +32,17 @@ def blocks(function: Function, config: KernelConfig, shape: tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """A launch without Triton. ahead: as of `Launch`. arguments: the kernel's, each fixed, or what to make of the value in a slot of the whole call."""
+    """A launch without the Python that Triton puts around it. ahead: as of `Launch`. arguments: the kernel's, each fixed, or what to make of the value in
+    a slot of the whole call. native: the same without Triton's launcher, where that is possible."""
 
     start: direct.Start
     ahead: Ahead
     arguments: tuple[Fixed | Slot, ...]
+    native: native.Kernel | None
 
     def call(self, text: Written, stream: str, values: Sequence[str]) -> str:
         """The statement that launches. stream, values: expressions, the values in the order of the call's slots."""
-        ahead = str(self.ahead == Ahead.ALWAYS)
-        if self.ahead == Ahead.CAPTURED:  # the default stream, which is 0, cannot be, and need not be asked
-            ahead = f"{stream} and {text.hold(capturing)}()"
+        ahead = "True" if self.ahead == Ahead.ALWAYS else captured(text, [self], stream)
         found: list[str] = []
         for argument in self.arguments:
             if isinstance(argument, Fixed):
@@ -52,6 +52,21 @@ class Direct:
             else:
                 found += [f"{text.hold(argument.described)}[{values[argument.place]}]", *map(text.hold, argument.described.rest)]
         return self.start.call(text, stream, ahead, found)
+
+
+def captured(text: Written, launches: Sequence[Direct], stream: str) -> str:
+    """An expression of whether the stream is captured into a CUDA graph, where that makes a difference to a launch. The default stream, which is 0,
+    cannot be, and need not be asked."""
+    return f"{stream} and {text.hold(capturing)}()" if any(x.ahead == Ahead.CAPTURED for x in launches) else "False"
+
+
+def in_one_step(launches: Sequence[Direct], values: Sequence[Any], slots: int, index: int | None) -> native.Step | None:
+    """All launches of a call; None where one of them cannot do without Triton's launcher.
+
+    values: of the first slots, the tensors among which have to be aligned as they are here. slots: how many there are. index: the device's.
+    """
+    kernels = [(x.native, x.ahead == Ahead.ALWAYS, x.ahead != Ahead.NEVER) for x in launches if x.native is not None]
+    return native.step(kernels, values, slots, index) if 0 < len(kernels) == len(launches) else None
 
 
 class Ahead(Enum):
@@ -137,7 +152,10 @@ class Launch:
         found += [Fixed(value) for value in self.constants.values()]
         count = sum(1 if isinstance(x, Fixed) or x.described is None else 1 + len(x.described.rest) for x in found)
         start = direct.start(self.jit, compiled, self.function.names, self.grid[0], count)
-        return None if start is None else Direct(start, self.ahead, tuple(found))
+        if start is None:
+            return None
+        places = [(-1, int(x.value)) if isinstance(x, Fixed) else (x.place, 0) for x in found]
+        return Direct(start, self.ahead, tuple(found), None if described else native.kernel(compiled, self.grid[0], places))
 
 
 def source(argument: Argument) -> str:

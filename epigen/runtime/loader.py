@@ -220,13 +220,26 @@ def warm(jit: Any, function: Function, arguments: Sequence[Any], options: Mappin
 
 
 def _make_launcher(kernel: Any) -> None:
-    """Triton 3.6 has a C compiler make a launcher for each new list of argument types, at a launch: into its cache, too, so that the process
-    that measures need not wait. Newer ones have one launcher for all."""
+    """What a C compiler would make at the first launch, into Triton's cache, too, so that the process that measures need not wait: our own launcher,
+    and that of Triton 3.6 for each new list of argument types. Newer ones have one launcher for all."""
+    native()
     from triton.backends.nvidia import driver
 
     if hasattr(driver, "make_launcher"):
         with contextlib.suppress(Exception):  # without a C compiler or a driver's library: the launch will say so
             driver.CudaLauncher(kernel.src, kernel.metadata)
+
+
+def native() -> Any:
+    """native.c as a module, from Triton's cache or by its C compiler; None where it cannot be compiled."""
+    try:
+        from triton.backends.nvidia.driver import include_dirs
+        from triton.runtime.build import compile_module_from_src
+
+        source = Path(__file__).with_name("native.c").read_text(encoding="utf-8")
+        return compile_module_from_src(source, "epigen_native", include_dirs=include_dirs)
+    except (ImportError, OSError, RuntimeError, TypeError, subprocess.CalledProcessError):
+        return None
 
 
 def _compiled(kernel: Any, function: Function, target: Target) -> Compiled:

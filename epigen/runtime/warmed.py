@@ -10,13 +10,14 @@ Each such call has a function of its own, written out for it: Python takes longe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from epigen.dtypes import FP32
-from epigen.runtime import arguments, direct, outputs
+from epigen.runtime import arguments, direct, launch, outputs
 from epigen.runtime.arguments import ALIGNED_BYTES
 from epigen.runtime.prepared import Operands, Plan, Prepared
 from epigen.runtime.workspace import current_stream
@@ -47,7 +48,7 @@ def warmed(prepared: Prepared, operands: Operands, inputs: Mapping[str, Any], ou
     if prepared.plan is None or prepared.interpreted or prepared.padded or not all(type(t) in arguments.PLAIN for t in tensors):
         return None
     text = Written("again(itself, a, b, inputs, out)")
-    observed = direct.observed([launch.jit for launch in prepared.launches], text)
+    observed = direct.observed([x.jit for x in prepared.launches], text)
     launches = prepared.direct(tuple(inputs), (*values, *results)) if observed is not None else None
     if launches is None:
         return None
@@ -59,14 +60,22 @@ def warmed(prepared: Prepared, operands: Operands, inputs: Mapping[str, Any], ou
     index = text.hold(prepared.device.index)
     if torch.cuda.device_count() != 1:  # else it is the current one
         text.add(f"if {text.hold(current_device)}() != {index}:", f"    return {text.hold(_elsewhere)}({index}, itself, a, b, inputs, out)")
-    slots = _slots(text, given, dict(zip(names[len(operands) :], inputs, strict=True)))
+    # the vendor's product takes long: whether all is aligned as it was has to be known before it, and not by the launches
+    asked = () if prepared.plan.by_vendor else tuple(given.values())
+    step = launch.in_one_step(launches, asked, len(prepared.slots(tuple(inputs))), prepared.device.index)
+    addresses = _Addresses(text, now=step is None or not asked)
+    slots = _slots(text, given, dict(zip(names[len(operands) :], inputs, strict=True)), addresses)
     if out is None:
-        slots += _new(text, prepared, returned)
+        slots += _new(text, prepared, returned, addresses)
     if prepared.plan.rendered.whole:
         text.add(f"{text.hold(prepared.compute)}(a, b, {returned[0]})")
     else:
-        slots += _between(text, prepared)
-        text.add(f"stream = {text.hold(current_stream)}({index})", *(launch.call(text, "stream", slots) for launch in launches))
+        slots += _between(text, prepared, addresses)
+        text.add(f"stream = {text.hold(current_stream)}({index})")
+        if step is None:
+            text.add(*(x.call(text, "stream", slots) for x in launches))
+        else:
+            _refuse(text, f"not {text.hold(step)}({', '.join(['stream', launch.captured(text, launches, 'stream'), *slots])})")
     # by the tuple's own constructor: that of a named tuple is written in Python, and takes three times as long
     text.add(f"return {text.hold(tuple.__new__)}({text.hold(named)}, ({', '.join(returned)}))" if len(returned) > 1 else f"return {returned[0]}")
     again: Again = text.function()
@@ -126,34 +135,53 @@ def _elsewhere(index: int, again: Again, *given: Any) -> Any:
         return again(again, *given)
 
 
-def _slots(text: Written, given: Mapping[str, Any], inputs: Mapping[str, str]) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class _Addresses:
+    """now: the text asks tensors for their addresses; else the launches do."""
+
+    text: Written
+    now: bool
+
+    def of(self, name: str) -> str:
+        if not self.now:
+            return name
+        self.text.add(f"of_{name} = {name}.data_ptr()")
+        return f"of_{name}"
+
+
+def _slots(text: Written, given: Mapping[str, Any], inputs: Mapping[str, str], addresses: _Addresses) -> list[str]:
     """The addresses of tensors, which have to be aligned as they were, and the numbers. inputs: the inputs' own names."""
     slots: list[str] = []
     together: list[str] = []
     apart: list[str] = []
     for name, value in given.items():
-        slot = name if type(value) is float else f"of_{name}"
-        slots.append(slot)
         if isinstance(value, Tensor):
-            text.add(f"{slot} = {name}.data_ptr()")
-            (apart if value.data_ptr() % ALIGNED_BYTES else together).append(slot)
-        elif slot != name:
-            text.add(f"{slot} = {text.hold(arguments.number)}({inputs[name]!r}, {name})")
+            slots.append(addresses.of(name))
+            (apart if value.data_ptr() % ALIGNED_BYTES else together).append(slots[-1])
+        elif type(value) is float:
+            slots.append(name)
+        else:
+            text.add(f"of_{name} = {text.hold(arguments.number)}({inputs[name]!r}, {name})")
+            slots.append(f"of_{name}")
+    if not addresses.now:
+        return slots
     ways = [f"not {slot} % {ALIGNED_BYTES}" for slot in apart]
     _refuse(text, *([f"({' | '.join(together)}) % {ALIGNED_BYTES}"] if together else []), *ways)
     return slots
 
 
-def _new(text: Written, prepared: Prepared, names: Sequence[str]) -> list[str]:
+def _new(text: Written, prepared: Prepared, names: Sequence[str], addresses: _Addresses) -> list[str]:
     """Allocates the outputs."""
+    slots: list[str] = []
     allocate = text.hold(outputs.quick_allocator(prepared.device))
     for name, new in zip(names, [o.held(*prepared.shape[:2]) for o in prepared.outputs], strict=True):
         narrow = "" if new.width is None else f".narrow(1, 0, {text.hold(new.width)})"
-        text.add(f"{name} = {allocate}({', '.join(map(text.hold, (new.shape, new.strides, new.dtype)))}){narrow}", f"of_{name} = {name}.data_ptr()")
-    return [f"of_{name}" for name in names]
+        text.add(f"{name} = {allocate}({', '.join(map(text.hold, (new.shape, new.strides, new.dtype)))}){narrow}")
+        slots.append(addresses.of(name))
+    return slots
 
 
-def _between(text: Written, prepared: Prepared) -> list[str]:
+def _between(text: Written, prepared: Prepared, addresses: _Addresses) -> list[str]:
     """Allocates what is neither given nor returned: workspace, counters, the vendor's product. Each is held until the launches are made."""
     slots: list[str] = []
     if prepared.workspace.buffers:
@@ -163,12 +191,12 @@ def _between(text: Written, prepared: Prepared) -> list[str]:
             text.add(f"w{number} = start + {text.hold(buffer.at)}")
             slots.append(f"w{number}")
     if prepared.arrivals is not None:
-        text.add(f"counters = {text.hold(prepared.arrivals.counters)}()", "of_counters = counters.data_ptr()")
-        slots.append("of_counters")
+        text.add(f"counters = {text.hold(prepared.arrivals.counters)}()")
+        slots.append(addresses.of("counters"))
     assert prepared.plan is not None
     if prepared.plan.by_vendor:
-        text.add(f"product = {text.hold(prepared.product)}(a, b)", "of_product = product.data_ptr()")
-        slots.append("of_product")
+        text.add(f"product = {text.hold(prepared.product)}(a, b)")
+        slots.append(addresses.of("product"))
     return slots
 
 

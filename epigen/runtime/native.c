@@ -1,0 +1,202 @@
+// The launches of a call in one step: the addresses of its tensors, whether each is aligned as it was, and the driver's launch of every kernel.
+// What it takes from Python is made once (native.py); nothing in it changes afterwards, so threads may share it.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <cuda.h>
+#include <stddef.h>
+#include <string.h>
+
+#define ALIGNED_BYTES 16
+
+typedef unsigned long long Word;
+
+static CUresult (*launch_kernel)(const CUlaunchConfig *, CUfunction, void **, void **);
+static CUresult (*get_context)(CUcontext *);
+static CUresult (*set_context)(CUcontext);
+static CUresult (*name_error)(CUresult, const char **);
+
+typedef struct {
+  int place;  // of its value among those of a call; negative where it is the same in every call
+  Word fixed;
+} Parameter;
+
+typedef struct {
+  Word function;
+  unsigned blocks, threads, shared_bytes;
+  int ahead[2];  // whether it starts before the kernel in front of it has ended: in a stream, and into a graph
+  Py_ssize_t count;
+  Parameter *parameters;
+} Kernel;
+
+typedef struct {
+  PyObject_HEAD
+  vectorcallfunc call;
+  Word context;
+  PyObject *data_ptr, *alignments;
+  Py_ssize_t values, count;
+  Kernel *kernels;
+} Launches;
+
+static Word word(PyObject *value) { return PyLong_AsUnsignedLongLongMask(value); }
+
+// What a kernel is given for a value. alignment: '=' asks for a tensor that is aligned, '!' for one that is not, and '.' for neither.
+// 1; 0 where the tensor is not as it was; -1 with an exception.
+static int given(Launches *self, PyObject *value, char alignment, Word *found) {
+  if (PyFloat_CheckExact(value)) {
+    float number = (float)PyFloat_AS_DOUBLE(value);
+    *found = 0;
+    memcpy(found, &number, sizeof number);
+    return 1;
+  }
+  if (PyLong_CheckExact(value)) {
+    *found = word(value);
+    return 1;
+  }
+  PyObject *address = PyObject_CallOneArg(self->data_ptr, value);
+  if (!address)
+    return -1;
+  *found = word(address);
+  Py_DECREF(address);
+  return alignment == '.' || (*found % ALIGNED_BYTES == 0) == (alignment == '=');
+}
+
+static CUresult launch(const Kernel *kernel, CUstream stream, int captured, Word *values) {
+  void *parameters[kernel->count + 1];
+  for (Py_ssize_t i = 0; i < kernel->count; ++i) {
+    Parameter *p = &kernel->parameters[i];
+    parameters[i] = p->place < 0 ? &p->fixed : &values[p->place];
+  }
+  CUlaunchAttribute ahead = {.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, .value = {.programmaticStreamSerializationAllowed = 1}};
+  CUlaunchConfig config = {.gridDimX = kernel->blocks, .gridDimY = 1, .gridDimZ = 1, .blockDimX = kernel->threads, .blockDimY = 1, .blockDimZ = 1,
+                           .sharedMemBytes = kernel->shared_bytes, .hStream = stream, .attrs = &ahead, .numAttrs = kernel->ahead[captured]};
+  return launch_kernel(&config, (CUfunction)(uintptr_t)kernel->function, parameters, NULL);
+}
+
+// A thread that CUDA has not served yet has no context.
+static CUresult ensure_context(Word context) {
+  CUcontext current = NULL;
+  CUresult error = get_context(&current);
+  return error || current ? error : set_context((CUcontext)(uintptr_t)context);
+}
+
+// launches(stream, captured, *values) -> bool: false where a tensor is not aligned as it was, and nothing was launched
+static PyObject *call(PyObject *object, PyObject *const *arguments, size_t flags, PyObject *names) {
+  Launches *self = (Launches *)object;
+  if (PyVectorcall_NARGS(flags) != self->values + 2 || (names && PyTuple_GET_SIZE(names)))
+    return PyErr_Format(PyExc_TypeError, "a stream, whether it is captured, and %zd values are wanted", self->values);
+  CUstream stream = (CUstream)(uintptr_t)word(arguments[0]);
+  int captured = PyObject_IsTrue(arguments[1]);
+  if (captured < 0 || PyErr_Occurred())
+    return NULL;
+  Word values[self->values + 1];
+  const char *alignments = PyBytes_AS_STRING(self->alignments);
+  for (Py_ssize_t i = 0; i < self->values; ++i) {
+    int fits = given(self, arguments[2 + i], alignments[i], &values[i]);
+    if (fits < 0 || PyErr_Occurred())
+      return NULL;
+    if (!fits)
+      Py_RETURN_FALSE;
+  }
+  CUresult error;
+  Py_BEGIN_ALLOW_THREADS
+  error = ensure_context(self->context);
+  for (Py_ssize_t i = 0; i < self->count && !error; ++i)
+    error = launch(&self->kernels[i], stream, captured, values);
+  Py_END_ALLOW_THREADS
+  if (!error)
+    Py_RETURN_TRUE;
+  const char *name = NULL;
+  name_error(error, &name);
+  return PyErr_Format(PyExc_RuntimeError, "the driver refused a launch: %s (%d)", name ? name : "an unknown error", error);
+}
+
+static void release(PyObject *object) {
+  Launches *self = (Launches *)object;
+  for (Py_ssize_t i = 0; i < self->count; ++i)
+    PyMem_Free(self->kernels[i].parameters);
+  PyMem_Free(self->kernels);
+  Py_XDECREF(self->data_ptr);
+  Py_XDECREF(self->alignments);
+  Py_TYPE(object)->tp_free(object);
+}
+
+// from: (function, blocks, threads, shared_bytes, ahead, ahead in a graph, ((place, value), ...))
+static void fill(Kernel *kernel, PyObject *from, Py_ssize_t values) {
+  PyObject *parameters, *fixed;
+  if (!PyArg_ParseTuple(from, "KIIIppO!", &kernel->function, &kernel->blocks, &kernel->threads, &kernel->shared_bytes, &kernel->ahead[0],
+                        &kernel->ahead[1], &PyTuple_Type, &parameters))
+    return;
+  kernel->count = PyTuple_GET_SIZE(parameters);
+  kernel->parameters = PyMem_Calloc(kernel->count + 1, sizeof(Parameter));
+  if (!kernel->parameters)
+    PyErr_NoMemory();
+  for (Py_ssize_t i = 0; i < kernel->count && !PyErr_Occurred(); ++i) {
+    Parameter *p = &kernel->parameters[i];
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(parameters, i), "iO!", &p->place, &PyLong_Type, &fixed))
+      return;
+    p->fixed = word(fixed);
+    if (p->place >= values)
+      PyErr_Format(PyExc_ValueError, "a parameter is value %d of %zd", p->place, values);
+  }
+}
+
+// Launches(context, data_ptr, alignments, kernels)
+static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *names) {
+  Word context;
+  PyObject *data_ptr, *alignments, *kernels;
+  if (!PyArg_ParseTuple(arguments, "KOSO!", &context, &data_ptr, &alignments, &PyTuple_Type, &kernels))
+    return NULL;
+  Launches *self = (Launches *)type->tp_alloc(type, 0);
+  if (!self)
+    return NULL;
+  self->call = call;
+  self->context = context;
+  self->data_ptr = Py_NewRef(data_ptr);
+  self->alignments = Py_NewRef(alignments);
+  self->values = PyBytes_GET_SIZE(alignments);
+  self->kernels = PyMem_Calloc(PyTuple_GET_SIZE(kernels) + 1, sizeof(Kernel));
+  if (!self->kernels)
+    PyErr_NoMemory();
+  while (!PyErr_Occurred() && self->count < PyTuple_GET_SIZE(kernels)) {
+    Kernel *kernel = &self->kernels[self->count];
+    fill(kernel, PyTuple_GET_ITEM(kernels, self->count++), self->values);
+  }
+  if (!PyErr_Occurred())
+    return (PyObject *)self;
+  Py_DECREF(self);
+  return NULL;
+}
+
+static PyTypeObject launches = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "epigen_native.Launches",
+    .tp_basicsize = sizeof(Launches),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_vectorcall_offset = offsetof(Launches, call),
+    .tp_call = PyVectorcall_Call,
+    .tp_new = make,
+    .tp_dealloc = release,
+};
+
+// bind(cuLaunchKernelEx, cuCtxGetCurrent, cuCtxSetCurrent, cuGetErrorName): where the driver has them
+static PyObject *bind(PyObject *module, PyObject *arguments) {
+  Word found[4];
+  if (!PyArg_ParseTuple(arguments, "KKKK", &found[0], &found[1], &found[2], &found[3]))
+    return NULL;
+  launch_kernel = (void *)(uintptr_t)found[0];
+  get_context = (void *)(uintptr_t)found[1];
+  set_context = (void *)(uintptr_t)found[2];
+  name_error = (void *)(uintptr_t)found[3];
+  Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {{"bind", bind, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "epigen_native", NULL, -1, functions};
+
+PyMODINIT_FUNC PyInit_epigen_native(void) {
+  PyObject *found = PyType_Ready(&launches) ? NULL : PyModule_Create(&module);
+  if (found && PyModule_AddObjectRef(found, "Launches", (PyObject *)&launches)) {
+    Py_DECREF(found);
+    return NULL;
+  }
+  return found;
+}
