@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import peers, power
-from bench.bars import outcome
+from bench.bars import geometric, outcome, ratio
+from bench.headline import key
 from bench.record import RESULTS
 from epigen.tuning.database import Database
 from epigen.tuning.records import Record
@@ -27,6 +28,8 @@ COUNTED = (
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", "lts__throughput.avg.pct_of_peak_sustained_elapsed",
     "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
 )  # fmt: skip
+_H100_THEN = 92
+"""Records of an H100 when its headline was measured."""
 _BLOCK = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -260,9 +263,10 @@ def shipped() -> str:
         rows.append([f"`{program}`", str(len(found)), *cells])
     columns = ["program", "problems", "mm / fused: geometric mean", "worst and best", "mm and one pass / fused", "worst and best"]
     records = [r for some in by_program.values() for r in some]
-    gpus, versions = (", ".join(sorted({f(r) for r in records})) for f in (lambda r: r.gpu, lambda r: f"torch {r.torch}, Triton {r.triton}"))
+    gpus = ", ".join(f"{count} on {gpu}" for gpu, count in Counter(r.gpu for r in records).most_common())
+    versions = ", ".join(sorted({f"torch {r.torch}, Triton {r.triton}" for r in records}))
     return (
-        f"The {len(records)} problems of the shipped database ({gpus}, {versions}, {max(r.date for r in records)[:10]}); above 1 is faster than the vendor:\n\n"
+        f"The problems of the shipped database ({gpus}, {versions}, {max(r.date for r in records)[:10]}); above 1 is faster than the vendor:\n\n"
         + "\n".join(_table(columns, rows))
     )
 
@@ -343,9 +347,28 @@ def power_limited() -> str:
     return "\n".join([about, "", *_table(["bf16, layout nt", "mm, us", *columns], rows)])
 
 
+def h100() -> str:
+    """What another GPU of the architecture makes of the H200's records, and of its own."""
+    borrowed, own = (_load(f"headline_h100{name}") for name in ("_borrowed", ""))
+    cases = {key(row): row for row in borrowed["rows"]}
+    pairs = [(cases[key(row)], row) for row in own["rows"] if key(row) in cases]
+    rows = []
+    for peer in (peers.MM, peers.EAGER, peers.ADDMM, peers.CUBLASLT):
+        both = [(before, after) for before, after in ((ratio(x, peer), ratio(y, peer)) for x, y in pairs) if before and after]
+        told = [[f"{geometric(some):.2f}", f"{min(some):.2f}", f"{sum(r >= 1 for r in some) / len(some):.0%}"] for some in zip(*both, strict=True)]
+        rows.append([peer, str(len(both)), *told[0], *told[1]])
+    about = (
+        "On an H100 the H200's records are not enough where products are large, and its own make up for most of it: how many times as fast as its peers "
+        "epigen is in the headline's cases, in the mean, at worst, and in how many it is no slower "
+        f"({_measured(own['environment'])}; first by the H200's records, then by the {_H100_THEN} that there were of its own, while another GPU tuned):"
+    )
+    columns = ["against", "cases", "H200's records: mean", "worst", "no slower", "its own: mean", "worst", "no slower"]
+    return "\n".join([about, "", *_table(columns, rows)])
+
+
 BLOCKS = {
     "headline": headline, "gem": gem, "host": host, "training": training, "counters": counters, "power": power_limited, "checked": checked,
-    "shipped": shipped, "tuning": tuning,
+    "h100": h100, "shipped": shipped, "tuning": tuning,
 }  # fmt: skip
 
 
