@@ -936,14 +936,19 @@ def test_straight_only_where_the_driver_sees_the_same_parameters(gpu: FakeGpu, m
 def test_straight_or_not_where_nothing_can_be_compiled(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     from triton.runtime import build
 
-    def fail(*_: Any, **__: Any) -> Any:
+    tried: list[str] = []
+
+    def fail(_source: str, name: str, **_: Any) -> Any:
+        tried.append(name)
         raise error
 
     monkeypatch.setattr(build, "compile_module_from_src", fail)
-    assert loader.native() is None
+    monkeypatch.setattr(loader, "native", functools.cache(loader.native.__wrapped__))
     monkeypatch.setattr(native, "_module", native._module.__wrapped__)
     kernel, oracle, (a, b), out = compiled("relu(mm)"), compiled("relu(mm)"), operands(), half(M, N)
     assert launched(gpu, kernel, a, b, out=out) == as_triton_does(gpu, oracle, a, b, out=out) and direct_calls(kernel)
+    kernel(a[:16], b)
+    assert tried == ["epigen_native"]
 
 
 def test_straight_or_not_without_the_drivers_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from bench.programs import BY_NAME
 from epigen.errors import CompileError
 from epigen.runtime import device
 from epigen.runtime.kernel import Kernel
-from epigen.tuning import gpus, sampling, suite
+from epigen.tuning import choose, gpus, sampling, suite
 from epigen.tuning.timer import ColdTimer
 
 H200 = gpus.DEFAULT.target
@@ -515,3 +515,26 @@ def test_torch_compile_and_a_cuda_graph_are_timed_on_a_gpu() -> None:
     for row in (compiled, graph):
         assert "failed" not in row and not row["missing"] and len(row["timing"]) >= 2, row
     assert headline.copy_gbps() > 100
+
+
+# -- another GPU of the architecture
+
+
+@pytest.mark.slow
+def test_an_h100_is_lent_what_is_fast_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two configs that were timed on an H100, one from the H200's records and one from its own, the shipped records choose one that is within 1 % in the mean."""
+    monkeypatch.setattr(choose, "triton_version", lambda: "3.6.0")
+    target = gpus.by_name("H100").target
+    by_h200, by_own = (
+        {headline.key(r): r for r in json.loads((record.RESULTS / f"headline_h100{name}.json").read_text())["rows"]} for name in ("_borrowed", "")
+    )
+    by_now, by_then = [], []
+    for key in by_h200.keys() & by_own.keys():
+        timed = {row["notes"][peers.OURS].partition(";")[0]: 1 / ratio for row in (by_h200[key], by_own[key]) if (ratio := bars.ratio(row, peers.MM))}
+        borrowed = by_h200[key]["notes"].get(peers.OURS, "").partition(";")[0]
+        now = headline.launched(by_own[key], peers.OURS, target)
+        if now in timed and borrowed in timed:
+            by_now.append(timed[now] / min(timed.values()))
+            by_then.append(timed[borrowed] / min(timed.values()))
+    assert len(by_now) > 150 and bars.geometric(by_now) < 1.01 and max(by_now) < 1.15
+    assert bars.geometric(by_then) > 1.02 and max(by_then) > 1.3, "the H200's are not"

@@ -230,8 +230,9 @@ def _make_launcher(kernel: Any) -> None:
             driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
+@functools.cache
 def native() -> Any:
-    """native.c as a module, from Triton's cache or by its C compiler; None where it cannot be compiled."""
+    """native.c as a module, from Triton's cache or by its C compiler; None where it cannot be compiled, which is not tried twice."""
     try:
         from triton.backends.nvidia.driver import include_dirs
         from triton.runtime.build import compile_module_from_src
