@@ -112,7 +112,7 @@ def _launch_alone(kernel: epigen.Kernel, x: torch.Tensor, w: torch.Tensor, input
     if step is None:
         text.add(*(x.call(text, stream, slots) for x in launches))
     else:
-        text.add(f"{text.hold(step)}({', '.join([stream, launch.captured(text, launches, stream), *slots])})")
+        text.add(launch.step_call(text, step, launches, stream, slots))
     return text.function()
 
 

@@ -912,6 +912,23 @@ def test_straight_launches_are_made_of_what_is_known(gpu: FakeGpu, change: str, 
     source = types.SimpleNamespace(signature=it.src.signature | value if change == "signature" and len(value) > 1 else value)
     other = types.SimpleNamespace(metadata=metadata, src=source if change == "signature" else it.src, function=it.function)
     assert native.kernel(other, 4, parameters) is None
+    for name in ("shared", "num_warps", "num_ctas", "launch_cooperative_grid", "target"):
+        fewer = types.SimpleNamespace(**{key: held for key, held in it.metadata._asdict().items() if key != name})
+        assert native.kernel(types.SimpleNamespace(metadata=fewer, src=it.src, function=it.function), 4, parameters) is None
+
+
+@pytest.mark.parametrize("answer", ["an error", "no context", "no such function"])
+def test_straight_or_not_where_the_driver_gives_no_context(gpu: FakeGpu, through_triton: Watch, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    driver = types.SimpleNamespace(cuDeviceGet=lambda _device, _index: 0, cuDevicePrimaryCtxRetain=lambda _found, _device: 201 * (answer == "an error"))
+    if answer == "no such function":
+        del driver.cuDevicePrimaryCtxRetain
+    driver.cuFuncGetParamInfo = native._driver().cuFuncGetParamInfo
+    monkeypatch.setattr(native, "_context", native._context.__wrapped__)
+    monkeypatch.setattr(native, "_driver", lambda: driver)
+    kernel, (a, b) = compiled("relu(mm)"), operands()
+    kernel(a, b)
+    before = through_triton.count
+    assert straight_step(kernel, a, b) is None and len(launched(gpu, kernel, a, b)) == 1 and through_triton.count == before
 
 
 def test_straight_only_where_the_driver_sees_the_same_parameters(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, through_triton: Watch) -> None:

@@ -69,6 +69,11 @@ def in_one_step(launches: Sequence[Direct], values: Sequence[Any], slots: int, i
     return native.step(kernels, values, slots, index) if 0 < len(kernels) == len(launches) else None
 
 
+def step_call(text: Written, step: native.Step, launches: Sequence[Direct], stream: str, slots: Sequence[str]) -> str:
+    """The expression that makes all launches of a step, and is whether they were made. stream, slots: expressions."""
+    return f"{text.hold(step)}({', '.join([stream, captured(text, launches, stream), *slots])})"
+
+
 class Ahead(Enum):
     """When a kernel is launched while the one before it still runs, for whose end it then waits by itself.
 

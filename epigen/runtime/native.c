@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <string.h>
 
-#define ALIGNED_BYTES 16
+#define ALIGNED_BYTES 16  // as arguments.py has it
 
 typedef unsigned long long Word;
 

@@ -42,15 +42,20 @@ class Kernel:
 
 def kernel(compiled: Any, blocks: int, parameters: Sequence[tuple[int, int]]) -> Kernel | None:
     """compiled: what a launch has returned. blocks: of the grid. parameters: as of `Kernel`, those for all of the function's arguments, constants too."""
-    metadata, types = compiled.metadata, list(compiled.src.signature.values())
-    if len(types) != len(parameters) or metadata.num_ctas != 1 or metadata.launch_cooperative_grid:
+    try:
+        metadata, types = compiled.metadata, list(compiled.src.signature.values())
+        threads, shared_bytes = metadata.num_warps * metadata.target.warp_size, metadata.shared
+        known = len(types) == len(parameters) and metadata.num_ctas == 1 and not metadata.launch_cooperative_grid
+    except AttributeError:  # another Triton's
+        return None
+    if not known:
         return None
     taken = [(kind, parameter) for kind, parameter in zip(types, parameters, strict=True) if kind != "constexpr"]
     sizes = [_POINTER_BYTES if kind.startswith("*") else _BYTES.get(kind, 0) for kind, _ in taken] + [_POINTER_BYTES] * _TRITONS_OWN
     if sizes != _sizes(compiled.function, len(sizes)):
         return None
     found = (*(parameter for _, parameter in taken), *[(-1, 0)] * _TRITONS_OWN)
-    return Kernel(compiled.function, blocks, metadata.num_warps * metadata.target.warp_size, metadata.shared, found)
+    return Kernel(compiled.function, blocks, threads, shared_bytes, found)
 
 
 def step(kernels: Sequence[tuple[Kernel, bool, bool]], values: Sequence[Any], count: int, index: int | None) -> Step | None:
@@ -59,12 +64,12 @@ def step(kernels: Sequence[tuple[Kernel, bool, bool]], values: Sequence[Any], co
     kernels: each with whether it starts before the one in front of it has ended, in a stream and in a graph. values: those of a call, of which each
     tensor has to be aligned as it is here. count: of all values, of which the rest may be aligned in any way. index: the device's.
     """
-    module = _module()
-    if module is None:
+    module, context = _module(), _context(index or 0)
+    if module is None or not context:
         return None
     alignments = "".join(_alignment(value) for value in values).ljust(count, ".").encode()
     launches = tuple((k.function, k.blocks, k.threads, k.shared_bytes, *ahead, k.parameters) for k, *ahead in kernels)
-    found: Step = module.Launches(_context(index or 0), Tensor.data_ptr, alignments, launches)
+    found: Step = module.Launches(context, Tensor.data_ptr, alignments, launches)
     return found
 
 
@@ -94,11 +99,13 @@ def _driver() -> ctypes.CDLL:
 
 @functools.cache
 def _context(index: int) -> int:
-    """The context of a device that torch and Triton use, too. Held as long as the process lives."""
+    """The context of a device that torch and Triton use, too, held as long as the process lives; 0 where the driver has none for it."""
     found, device = ctypes.c_void_p(), ctypes.c_int()
-    if _driver().cuDeviceGet(ctypes.byref(device), index) or _driver().cuDevicePrimaryCtxRetain(ctypes.byref(found), device):
-        raise RuntimeError(f"the driver has no context for GPU {index}")
-    return found.value or 0
+    try:
+        failed = _driver().cuDeviceGet(ctypes.byref(device), index) or _driver().cuDevicePrimaryCtxRetain(ctypes.byref(found), device)
+    except (OSError, AttributeError):
+        return 0
+    return 0 if failed else found.value or 0
 
 
 def _sizes(function: int, most: int) -> list[int]:

@@ -75,7 +75,7 @@ def warmed(prepared: Prepared, operands: Operands, inputs: Mapping[str, Any], ou
         if step is None:
             text.add(*(x.call(text, "stream", slots) for x in launches))
         else:
-            _refuse(text, f"not {text.hold(step)}({', '.join(['stream', launch.captured(text, launches, 'stream'), *slots])})")
+            _refuse(text, f"not {launch.step_call(text, step, launches, 'stream', slots)}")
     # by the tuple's own constructor: that of a named tuple is written in Python, and takes three times as long
     text.add(f"return {text.hold(tuple.__new__)}({text.hold(named)}, ({', '.join(returned)}))" if len(returned) > 1 else f"return {returned[0]}")
     again: Again = text.function()
@@ -157,16 +157,17 @@ def _slots(text: Written, given: Mapping[str, Any], inputs: Mapping[str, str], a
     for name, value in given.items():
         if isinstance(value, Tensor):
             slots.append(addresses.of(name))
-            (apart if value.data_ptr() % ALIGNED_BYTES else together).append(slots[-1])
+            if addresses.now:
+                (apart if value.data_ptr() % ALIGNED_BYTES else together).append(slots[-1])
         elif type(value) is float:
             slots.append(name)
         else:
             text.add(f"of_{name} = {text.hold(arguments.number)}({inputs[name]!r}, {name})")
             slots.append(f"of_{name}")
-    if not addresses.now:
-        return slots
-    ways = [f"not {slot} % {ALIGNED_BYTES}" for slot in apart]
-    _refuse(text, *([f"({' | '.join(together)}) % {ALIGNED_BYTES}"] if together else []), *ways)
+    ways = [f"({' | '.join(together)}) % {ALIGNED_BYTES}"] if together else []
+    ways += [f"not {slot} % {ALIGNED_BYTES}" for slot in apart]
+    if ways:
+        _refuse(text, *ways)
     return slots
 
 
