@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from bench import record
@@ -26,6 +27,7 @@ SELECTION = (
     " or 72x136x88 or 17x31x40 or (264x392x136 and (expanded or shifted)))"
 )
 _PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
+_MOST = 8  # of 15 side by side none had ended after 175 s
 _MEMCHECK = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
 
 
@@ -61,25 +63,26 @@ def outcome(ran: Iterable[Ran]) -> dict[str, object]:
     return {"tests": dict(tests), "memcheck_errors": errors, "status": max(statuses, key=abs, default=0)}
 
 
-def together(commands: Iterable[Sequence[str]]) -> list[Ran]:
-    """Run them side by side."""
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    begun = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) for c in commands]
-    told = [process.communicate()[0] for process in begun]
-    return [Ran(process.returncode, text) for process, text in zip(begun, told, strict=True)]
+def run(command: Sequence[str]) -> Ran:
+    begun = time.perf_counter()
+    ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    print(f"status {ran.returncode} after {time.perf_counter() - begun:.0f} s: {ran.stdout[-80:].strip()}", flush=True)
+    return Ran(ran.returncode, ran.stdout)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--workers", type=int, default=min(_MOST, os.cpu_count() or 2))
     record.add_options(parser)
     options = parser.parse_args()
     start = time.perf_counter()
-    (listed,) = together([[*_PYTEST, "--collect-only", "tests/test_differential.py", "-k", SELECTION]])
+    listed = run([*_PYTEST, "--collect-only", "tests/test_differential.py", "-k", SELECTION])
     tests = collected(listed.text)
     if listed.status or not tests:
         sys.exit(f"no tests were found:\n{listed.text[-2000:]}")
-    ran = together([*_MEMCHECK, *_PYTEST, "-p", "no:cacheprovider", *share] for share in shares(tests, options.workers))
+    commands = [[*_MEMCHECK, *_PYTEST, "-p", "no:cacheprovider", *share] for share in shares(tests, options.workers)]
+    with ThreadPoolExecutor(len(commands)) as pool:
+        ran = list(pool.map(run, commands))
     found = {**outcome(ran), "seconds": round(time.perf_counter() - start)}
     print(found)
     for one in ran:

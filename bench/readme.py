@@ -74,8 +74,8 @@ def host() -> str:
         alone += f", of which the driver takes {result['driver_us']:.1f} from C as well"
     return (
         f"Host time of a warmed call of a small `relu(mm + bias)`: {costs['epigen, out=']:.1f} us with `out=` and {costs['epigen']:.1f} us where the result is allocated "
-        f"(asked: {result['claimed_out_us']:.0f} and {result['claimed_new_us']:.0f}){alone}, against {beside}. The first call of a process comes {first:.2f} s after torch has "
-        f"started (asked: {result['claimed_first_s']:.1f}). {_measured(result['environment'])}."
+        f"(asked: {result['claimed_out_us']:.0f} and {result['claimed_new_us']:.0f}, of a host where Triton's own launch takes 13 and torch's three operations 20){alone}, "
+        f"against {beside}. The first call of a process comes {first:.2f} s after torch has started (asked: {result['claimed_first_s']:.1f}). {_measured(result['environment'])}."
     )
 
 
@@ -153,11 +153,13 @@ def _replay(result: dict[str, Any]) -> str:
 
 def _winner(result: dict[str, Any]) -> str:
     problems = result["problems"]
-    ahead = [-p["behind"] for p in problems if p["behind"] < -0.01]
-    newer = f"; {len(ahead)} winners are ahead of all of them, by up to {max(ahead):.0%}, for the sweeps are older than some schedules" if ahead else ""
+    configs, ahead = [p["configs"] for p in problems], [-p["behind"] for p in problems if p["behind"] < -0.01]
+    found = [f"the winner of 48 trials takes {result['worst']:.1%} longer than the best at worst"] if result["worst"] > 0 else []
+    if ahead:
+        found.append(f"{len(ahead)} winners of 48 trials are ahead of all of them, by {min(ahead):.0%} to {max(ahead):.0%}, for the sweeps know fewer ways")
     return (
-        f"A live search against the whole space, {len(problems)} problems of {min(p['configs'] for p in problems)} to {max(p['configs'] for p in problems)} measured "
-        f"configs: the winner of 48 trials takes {result['worst']:.1%} longer than the best at worst{newer} ({_measured(result['environment'])})."
+        f"A live search against the whole space, {len(problems)} problems of {min(configs)} to {max(configs)} measured configs: "
+        f"{'; '.join(found) or 'the winners of 48 trials are the best'} ({_measured(result['environment'])})."
     )
 
 
@@ -173,10 +175,15 @@ def _model(result: dict[str, Any]) -> str:
 def _cold(result: dict[str, Any]) -> str:
     parts = []
     if "worst_s" in result:
-        parts.append(f"`{result['program']}` at {result['shape']} takes {result['median_s']:.1f} s from start to end, at worst {result['worst_s']:.1f} s")
+        parts.append(
+            f"`{result['program']}` at {result['shape']} takes {result['median_s']:.1f} s from start to end, at worst {result['worst_s']:.1f} s "
+            f"(asked: {result['claimed_s']:.0f})"
+        )
     if "suite" in result:
         suite = result["suite"]
-        parts.append(f"{suite['count']} problems in one command {suite['wall_a_problem_s']:.1f} s each, the start included")
+        parts.append(
+            f"{suite['count']} problems in one command {suite['wall_a_problem_s']:.1f} s each, the start included (asked: {result['claimed_a_problem_s']:.0f})"
+        )
     return f"Time of `epigen tune` with nothing cached: {'; '.join(parts)} ({_measured(result['environment'])})."
 
 
@@ -187,7 +194,7 @@ def _repeat(result: dict[str, Any]) -> str:
     wrong = f"; {lost} winners were wrong when timed again" if lost else ""
     return (
         f"Tuning again: of {len(problems)} problems, each tuned {len(problems[0]['repetitions'])} times from nothing, the slowest winner is "
-        f"{max((w for w in worst if w is not None), default=0.0):.1%} behind the fastest{wrong} ({_measured(result['environment'])})."
+        f"{max((w for w in worst if w is not None), default=0.0):.1%} behind the fastest (asked: {result['claimed']:.0%}){wrong} ({_measured(result['environment'])})."
     )
 
 

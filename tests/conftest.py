@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bounded_interpreter import bound
 from quick_interpreter import quicken
 
 # generated modules of a test run stay out of the user's own cache, and nothing that the user has tuned changes what the tests see; set before
@@ -36,20 +37,21 @@ def update_golden(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def quick_interpreter() -> Iterator[None]:
-    """From when Triton is imported to interpret, which a process decides with the first kernel that it loads."""
+def interpreter() -> Iterator[None]:
+    """Quick and bounded, from when Triton is imported to interpret, which a process decides with the first kernel that it loads."""
     from epigen.runtime import loader
 
     imported = loader._import_triton
 
-    def quickened(interpret: bool) -> Any:
+    def changed(interpret: bool) -> Any:
         triton = imported(interpret)
         if interpret:
             quicken()
+            bound()
         return triton
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader, "_import_triton", quickened)
+        patch.setattr(loader, "_import_triton", changed)
         yield
 
 
