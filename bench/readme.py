@@ -1,6 +1,6 @@
-"""The README's measured tables, made from the stored results.
+"""The measured tables of the README and of bench/README.md, made from the stored results.
 
-Run: python -m bench.readme    rewrites what stands between the markers in README.md
+Run: python -m bench.readme    rewrites what stands between the markers in both
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from epigen.tuning.database import Database
 from epigen.tuning.records import Record
 
 README = Path(__file__).parent.parent / "README.md"
+DOCUMENTS = (README, Path(__file__).with_name("README.md"))
 MEASURED = "## Measured\n\n"
 TRAINED = ("epigen", "eager", "torch.compile", "nvmath")
 COUNTED = (
@@ -124,13 +125,28 @@ def _outcome(tests: Mapping[str, Any]) -> str:
     return f"{tests['total']['passed']:,} cases agree{f' and {wrong} do not' * (wrong > 0)}"
 
 
+def tuned_in() -> str:
+    """How long tuning takes."""
+    result, parts = _load("cold"), []
+    if "worst_s" in result:
+        parts.append(
+            f"`{result['program']}` at {result['shape']} takes {result['median_s']:.1f} s from start to end, at worst {result['worst_s']:.1f} s "
+            f"(asked: {result['claimed_s']:.0f})"
+        )
+    if "suite" in result:
+        suite = result["suite"]
+        parts.append(
+            f"{suite['count']} problems in one command {suite['wall_a_problem_s']:.1f} s each, the start included (asked: {result['claimed_a_problem_s']:.0f})"
+        )
+    return f"Time of `epigen tune` with nothing cached: {'; '.join(parts)} ({_measured(result['environment'])}, `python -m bench cold`)."
+
+
 def tuning() -> str:
     """What tuning finds, how soon and how surely: a line for each result that there is."""
     lines = {
         "winner": _winner,
         "replay": _replay,
         "model": _model,
-        "cold": _cold,
         "repeat": _repeat,
         "devices": _devices,
         "borrow": _borrow,
@@ -147,7 +163,7 @@ def _replay(result: dict[str, Any]) -> str:
     return (
         f"How good a search is, over {len(tables)} recorded sweeps ({gpus}) and {result['seeds']} seeds, with the noise of the recording: after {result['trials']} trials "
         f"{every['epigen']['reached']:.0%} of the runs have a config of at least {result['enough']:.0%} of the best speed; of random choice {every['random']['reached']:.0%}, "
-        f"of Optuna's TPE alone {every['TPE alone']['reached']:.0%}. `bench/results/replay.svg` shows it by trial."
+        f"of Optuna's TPE alone {every['TPE alone']['reached']:.0%}. The plot shows it by trial."
     )
 
 
@@ -156,7 +172,8 @@ def _winner(result: dict[str, Any]) -> str:
     configs, ahead = [p["configs"] for p in problems], [-p["behind"] for p in problems if p["behind"] < -0.01]
     found = [f"the winner of 48 trials takes {result['worst']:.1%} longer than the best at worst"] if result["worst"] > 0 else []
     if ahead:
-        found.append(f"{len(ahead)} winners of 48 trials are ahead of all of them, by {min(ahead):.0%} to {max(ahead):.0%}, for the sweeps know fewer ways")
+        those = "1 winner of 48 trials is" if len(ahead) == 1 else f"{len(ahead)} winners of 48 trials are"
+        found.append(f"{those} ahead of all of them, by up to {max(ahead):.0%}, for the sweeps know fewer ways")
     return (
         f"A live search against the whole space, {len(problems)} problems of {min(configs)} to {max(configs)} measured configs: "
         f"{'; '.join(found) or 'the winners of 48 trials are the best'} ({_measured(result['environment'])})."
@@ -170,21 +187,6 @@ def _model(result: dict[str, Any]) -> str:
         f"The model without a search: Spearman's rank correlation with the measured times is {min(found.values()):.2f} to {max(found.values()):.2f} "
         f"over all configs of {len(found) - parts} sweeps and {parts} samples."
     )
-
-
-def _cold(result: dict[str, Any]) -> str:
-    parts = []
-    if "worst_s" in result:
-        parts.append(
-            f"`{result['program']}` at {result['shape']} takes {result['median_s']:.1f} s from start to end, at worst {result['worst_s']:.1f} s "
-            f"(asked: {result['claimed_s']:.0f})"
-        )
-    if "suite" in result:
-        suite = result["suite"]
-        parts.append(
-            f"{suite['count']} problems in one command {suite['wall_a_problem_s']:.1f} s each, the start included (asked: {result['claimed_a_problem_s']:.0f})"
-        )
-    return f"Time of `epigen tune` with nothing cached: {'; '.join(parts)} ({_measured(result['environment'])})."
 
 
 def _repeat(result: dict[str, Any]) -> str:
@@ -374,13 +376,13 @@ def h100() -> str:
 
 
 BLOCKS = {
-    "headline": headline, "gem": gem, "host": host, "training": training, "counters": counters, "power": power_limited, "checked": checked,
+    "headline": headline, "gem": gem, "host": host, "tuned_in": tuned_in, "training": training, "counters": counters, "power": power_limited, "checked": checked,
     "h100": h100, "shipped": shipped, "tuning": tuning,
 }  # fmt: skip
 
 
 def filled(text: str) -> str:
-    """The README with every block made anew. The headline stands first under its heading where there is a result of it, and nowhere else."""
+    """A document with every block made anew. The headline stands first under its heading where there is a result of it, and nowhere else."""
     text = re.sub(r"<!-- headline -->\n.*?<!-- end -->\n\n", "", text, flags=re.DOTALL)
     if (RESULTS / "headline.json").exists():
         text = text.replace(MEASURED, f"{MEASURED}<!-- headline -->\n<!-- end -->\n\n", 1)
@@ -388,4 +390,5 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(filled(README.read_text()))
+    for document in DOCUMENTS:
+        document.write_text(filled(document.read_text()))

@@ -258,9 +258,27 @@ def test_cold_and_devices_write_what_they_found(written: Callable[..., dict[str,
     assert len(found["runs"]) == 3 and found["worst_s"] >= found["median_s"] and found["suite"]["count"] == 1
     found = written(devices)
     assert found["suite"]["searching"] == found["many"]["wall"] == 1.0 and found["holds"] is False
-    assert "1 problems in one command" in readme.tuning() and "one problem with 600 trials 1.00 times" in readme.tuning()
+    assert "1 problems in one command" in readme.tuned_in() and "one problem with 600 trials 1.00 times" in readme.tuning()
     written(cold, "--problems", 0)
-    assert "in one command" not in readme.tuning() and len(readme.tuning().splitlines()) == 2
+    assert "in one command" not in readme.tuned_in() and "(asked: 15)" in readme.tuned_in() and len(readme.tuning().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("behind", "told"),
+    [
+        ((-0.02, -0.38), "configs: 2 winners of 48 trials are ahead of all of them, by up to 38%, for the sweeps know fewer ways ("),
+        (
+            (0.005, -0.38),
+            "configs: the winner of 48 trials takes 0.5% longer than the best at worst; 1 winner of 48 trials is ahead of all of them, by up to 38%",
+        ),
+        ((0.0, -0.004), "configs: the winners of 48 trials are the best ("),
+    ],
+    ids=["all ahead", "one behind", "the same"],
+)
+def test_how_winners_stand_to_a_sweep_is_said_in_words(behind: tuple[float, ...], told: str) -> None:
+    environment = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "driver": "580", "date": "2026-11-25"}
+    problems = [{"behind": b, "configs": 100 + i} for i, b in enumerate(behind)]
+    assert told in readme._winner({"problems": problems, "worst": max(behind), "environment": environment})
 
 
 def test_without_a_gpu_the_scripts_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

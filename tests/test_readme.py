@@ -1,4 +1,4 @@
-"""The README is true: its tables are the stored results, its Python example runs, its commands exist."""
+"""The README is true: its tables are the stored results, its Python examples run, its commands exist. So are the tables of bench/README.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,16 @@ TEXT = readme.README.read_text()
 
 
 def test_tables_are_the_stored_results() -> None:
-    assert readme.filled(TEXT) == TEXT, "run: python -m bench.readme"
+    for document in readme.DOCUMENTS:
+        text = document.read_text()
+        assert readme.filled(text) == text, "run: python -m bench.readme"
+
+
+def test_every_block_stands_once_and_every_link_leads_somewhere() -> None:
+    texts = {document: document.read_text() for document in readme.DOCUMENTS}
+    assert sorted(re.findall(r"<!-- (\w+) -->", "".join(texts.values()).replace("<!-- end -->", ""))) == sorted(readme.BLOCKS)
+    links = [(document, link) for document, text in texts.items() for link in re.findall(r"\]\(([^)#]+)\)", text)]
+    assert len(links) >= 4 and [link for document, link in links if not (document.parent / link).exists()] == []
 
 
 CHECKS = (
