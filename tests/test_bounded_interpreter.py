@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 import epigen
+from epigen import settings
 from epigen.codegen.render import Rendered, Renderer
 
 # by itself, for Triton decides once whether it interprets
@@ -78,7 +78,7 @@ print(json.dumps(told))
 def test_only_what_is_outside_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "kernels.py"  # where Triton reads them
     script.write_text(KERNELS + EACH)
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    environment = settings.child_environment(interpret=True)  # with this folder, from which pytest imports
     given = json.dumps([*FINE, *WRONG, FINE[0]])  # the last: a launch after one that went wrong
     ran = subprocess.run([sys.executable, str(script), given], capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr
