@@ -1,6 +1,6 @@
 """Runs a selection of the GPU tests under compute-sanitizer's memcheck and records the outcome.
 
-Run: python -m bench.memcheck [--workers N] [--commit HASH] [--out FOLDER]
+Run: python -m bench.memcheck [--commit HASH] [--out FOLDER]
 The caching allocator is off, so that an access past a tensor's end leaves its allocation.
 """
 
@@ -12,10 +12,6 @@ import re
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from bench import record
 
@@ -26,71 +22,38 @@ SELECTION = (
     " or ((warp_specialized or persistent) and (1x8x8 or 65x64x2048 or 65x64x4096 or 263x199x391)) or 17x24x16"
     " or 72x136x88 or 17x31x40 or (264x392x136 and (expanded or shifted)))"
 )
-_PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
-_MEMCHECK = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """A process that has ended: its exit status and what it wrote."""
-
-    status: int
-    text: str
-
-
-def collected(text: str) -> list[str]:
-    """The tests that pytest lists in what it wrote."""
-    return [line for line in text.splitlines() if re.match(r"\S+\.py::", line)]
-
-
-def shares(tests: Sequence[str], workers: int) -> list[list[str]]:
-    """The tests of each worker, of like kinds, which stand together, to each as many; no more workers than tests."""
-    return [list(tests[i::workers]) for i in range(min(workers, len(tests)))]
-
-
-def outcome(ran: Iterable[Ran]) -> dict[str, object]:
-    """What all workers have found. memcheck_errors: None where one of them has not said how many."""
-    tests: Counter[str] = Counter()
-    errors: int | None = 0
-    statuses = []
-    for one in ran:
-        for counts in re.findall(r"^(\d+ \w+(?:, \d+ \w+)*) in [\d.]+s", one.text, re.MULTILINE):
-            tests.update({kind: int(number) for number, kind in re.findall(r"(\d+) (\w+)", counts)})
-        said = re.search(r"ERROR SUMMARY: (\d+) error", one.text)
-        errors = None if errors is None or said is None else errors + int(said[1])
-        statuses.append(one.status)
-    return {"tests": dict(tests), "memcheck_errors": errors, "status": max(statuses, key=abs, default=0)}
-
-
-def run(command: Sequence[str]) -> Ran:
-    begun = time.perf_counter()
-    ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
-    print(f"status {ran.returncode} after {time.perf_counter() - begun:.0f} s: {ran.stdout[-80:].strip()}", flush=True)
-    return Ran(ran.returncode, ran.stdout)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    # of 15 side by side none had ended after 175 s on an H200
-    parser.add_argument("--workers", type=int, default=1, help="how many compute-sanitizers run side by side (default: 1)")
     record.add_options(parser)
     options = parser.parse_args()
+    command = [
+        "compute-sanitizer",
+        "--tool",
+        "memcheck",
+        "--error-exitcode",
+        "9",
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "tests/test_differential.py",
+        "-k",
+        SELECTION,
+    ]
     start = time.perf_counter()
-    listed = run([*_PYTEST, "--collect-only", "tests/test_differential.py", "-k", SELECTION])
-    tests = collected(listed.text)
-    if listed.status or not tests:
-        sys.exit(f"no tests were found:\n{listed.text[-2000:]}")
-    commands = [[*_MEMCHECK, *_PYTEST, "-p", "no:cacheprovider", *share] for share in shares(tests, options.workers)]
-    with ThreadPoolExecutor(len(commands)) as pool:
-        ran = list(pool.map(run, commands))
-    found = {**outcome(ran), "seconds": round(time.perf_counter() - start)}
+    ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    counts = {outcome: int(number) for number, outcome in re.findall(r"(\d+) (passed|failed|skipped)", ran.stdout)}
+    summary = re.search(r"ERROR SUMMARY: (\d+) error", ran.stdout)
+    found = {"tests": counts, "memcheck_errors": int(summary[1]) if summary else None, "status": ran.returncode, "seconds": round(time.perf_counter() - start)}
     print(found)
-    for one in ran:
-        if one.status:
-            print(one.text[-4000:])
-    body = {"environment": record.environment(options.commit), "selection": SELECTION, "workers": len(ran), **found}
-    print(record.write("memcheck", body, options.out))
-    sys.exit(found["status"])
+    if ran.returncode:
+        print(ran.stdout[-4000:], ran.stderr[-2000:])
+    print(record.write("memcheck", {"environment": record.environment(options.commit), "selection": SELECTION, **found}, options.out))
+    sys.exit(ran.returncode)
 
 
 if __name__ == "__main__":
