@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from epigen import dtypes, settings
+from epigen import settings
 from epigen.cli_live import Live
-from epigen.cli_types import Devices, Shape
+from epigen.cli_types import Devices, Dtype, Shape
 from epigen.errors import TuneError
 
 if TYPE_CHECKING:
@@ -67,9 +67,7 @@ class _Run:
 @click.option(
     "--suite", "suites", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), help="a TOML file of problems; may be given several times"
 )
-@click.option(
-    "--dtype", "dtype_name", default="fp16", show_default=True, type=click.Choice([t.name for t in dtypes.OPERANDS]), help="dtype of the operands and inputs"
-)
+@click.option("--dtype", "dtype_name", default="fp16", show_default=True, type=Dtype(), help="dtype of the operands and inputs, by epigen's name or torch's")
 @click.option("--layout", default="nt", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
 @click.option("--precision", type=click.Choice(["ieee", "tf32"]), default="ieee", show_default=True, help="of fp32 operands")
 @click.option("--trials", type=click.IntRange(1, 100_000), default=48, show_default=True, help="configs measured a problem")

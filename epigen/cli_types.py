@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from epigen import dtypes
 from epigen.errors import CallError
 
 
@@ -20,6 +21,23 @@ class Shape(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
 
         try:
             return shape_of(value)
+        except CallError as error:
+            self.fail(str(error), param, context)
+
+
+class Dtype(click.ParamType):  # type: ignore[type-arg]
+    """An operand's dtype, by epigen's name or by torch's; epigen's comes out."""
+
+    name = "dtype"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:  # noqa: ARG002  # the names are in small letters
+        return f"[{'|'.join(t.name for t in dtypes.OPERANDS)}]"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> str:
+        from epigen.tuning.asked import dtype_of
+
+        try:
+            return dtype_of(value)
         except CallError as error:
             self.fail(str(error), param, context)
 

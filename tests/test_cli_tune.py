@@ -132,6 +132,15 @@ def test_suites_come_after_the_programs_and_each_problem_once(tuner: Tuner, tmp_
     ]
 
 
+def test_a_dtype_by_torchs_name(tuner: Tuner) -> None:
+    for given, name in (("float16", "fp16"), ("torch.bfloat16", "bf16"), ("half", "fp16"), ("float32", "fp32"), ("fp32", "fp32")):
+        run(*ONE, "--trials", 1, "--dtype", given)
+        assert tuner.tasks[0].a == name
+    said = run(*ONE, "--dtype", "float61", status=2).stderr
+    assert "'--dtype': unknown dtype 'float61': did you mean float16 or float?" in said
+    assert "--dtype [fp32|fp16|bf16|fp8e4m3|fp8e5m2|int8]" in run("--help").stdout
+
+
 def test_where_the_winners_go_can_be_said(tuner: Tuner, tmp_path: Path) -> None:  # noqa: ARG001
     run(*ONE, "--trials", 4, "--db", tmp_path / "mine.json")
     ((file, record),) = Database(tmp_path / "mine.json", seeds=()).records()
