@@ -83,7 +83,8 @@ def compile(
     config: a schedule and its values, as {"schedule": "tiled", "block_m": 64, …}; by default chosen a call.
     backend: "triton" (a GPU), "interpreter" (the generated kernel under Triton's interpreter) or "reference" (torch, operation by
     operation); by default triton for GPU tensors and reference for CPU tensors.
-    precision: "ieee" or "tf32" for fp32 operands; by default as torch.get_float32_matmul_precision() says.
+    precision: "ieee" or "tf32" for fp32 operands; by default what torch's own CUDA products go by at each call, which is
+    `torch.backends.cuda.matmul.fp32_precision`: of that and torch.set_float32_matmul_precision() the one that was set last.
     tune: "missing" tunes at the first call of GPU tensors of whose problem, or one alike but for M up to the same power of two, no database
     has a record: that call waits for 48 trials, the winner goes into the user's database, and later calls of any process find it. Never
     inside a CUDA graph capture. By default nothing is tuned.

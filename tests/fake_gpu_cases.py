@@ -621,6 +621,11 @@ def test_a_process_wide_precision_that_changes() -> None:
             for _ in range(2):
                 kernel(a, b)
                 assert ('input_precision="ieee"' in kernel.source()) == (setting == "highest")
+        for setting in ("ieee", "tf32", "ieee"):  # the newer one, which the older may contradict
+            torch.backends.cuda.matmul.fp32_precision = setting
+            for _ in range(2):
+                kernel(a, b)
+                assert f'input_precision="{setting}"' in kernel.source()
     finally:
         torch.set_float32_matmul_precision(before)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -475,6 +476,40 @@ def test_the_process_wide_precision_is_read_at_every_call() -> None:
     assert [s.signature.precision for s in renders] == ["ieee", "tf32"]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_torchs_newer_precision_settings_are_read_too(backend: str) -> None:
+    """The setting of CUDA's products wins over that of all products, and the one that was set last over the older one; none of it makes a call raise."""
+    newer: Any = torch.backends
+    kernel, a, b, mixed = compiled("mm", backend), half(M, K).float(), half(K, N).float(), 0
+
+    def readable() -> bool:
+        try:
+            return bool(torch.get_float32_matmul_precision())
+        except RuntimeError:
+            return False
+
+    steps: tuple[tuple[Any, str, str, str], ...] = (
+        (newer.cuda.matmul, "fp32_precision", "tf32", "tf32"), (newer.cuda.matmul, "fp32_precision", "ieee", "ieee"),
+        (newer.cuda.matmul, "fp32_precision", "none", "ieee"), (newer, "fp32_precision", "tf32", "tf32"), (newer.cuda.matmul, "fp32_precision", "ieee", "ieee"),
+        (torch, "set_float32_matmul_precision", "high", "tf32"), (newer.cuda.matmul, "fp32_precision", "ieee", "ieee"),
+    )  # fmt: skip
+    try:
+        for holder, name, value, expected in steps:
+            holder.set_float32_matmul_precision(value) if holder is torch else setattr(holder, name, value)
+            kernel(a, b)
+            assert kernel.plan(dtype=FP32).spec.signature.precision == expected
+            if backend == "interpreter":
+                assert f'input_precision="{expected}"' in kernel.source()
+            epigen.compile("mm", backend=backend, precision="tf32")(a, b)
+            epigen.linear(a, b.T, epilogue="relu(mm)")
+            mixed += not readable()
+        assert mixed  # and so every call raised that asked the older one
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for module in (newer, newer.cuda.matmul, newer.mkldnn.matmul):
+            module.fp32_precision = "none"
+
+
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 def test_precision_can_be_fixed(precision: str) -> None:
     kernel = compiled("mm", "interpreter", precision=precision)
@@ -743,6 +778,22 @@ def test_several_threads_call_one_kernel() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_several_threads_interpret_kernels_of_their_own() -> None:
+    """Triton's interpreter has one place for the program that runs: launches beside one another took each other's, and left tiles unwritten."""
+    kernels = [compiled(f"relu(mm) * {i + 1}", "interpreter") for i in range(4)]
+    problems = [(whole(24 + 16 * i, K, seed=i), whole(K, 72 - 16 * i, seed=i + 9)) for i in range(4)]
+    expected = [torch.relu(a.float() @ b.float()).mul(i + 1).half() for i, (a, b) in enumerate(problems)]
+    start = threading.Barrier(4)
+
+    def work(i: int) -> list[bool]:
+        start.wait()
+        return [torch.equal(kernels[i](*problems[i]), expected[i]) for _ in range(6)]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(work, range(4)))
+    assert all(map(all, found)), found
 
 
 def test_a_kernel_can_be_made_in_one_thread_and_called_in_another() -> None:

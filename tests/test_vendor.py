@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +19,7 @@ import epigen
 from epigen.codegen.vendor import whole
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType
 from epigen.runtime import vendor, verify
+from epigen.runtime.arguments import process_precision
 from epigen.runtime.kernel import Kernel
 
 
@@ -136,6 +137,61 @@ def test_sums_are_taken_in_fp32_and_the_settings_put_back(given: DType, process:
         assert precision == process[0] if given != FP32 else precision != "highest"
         assert not (given == FP16 and (fp16 or accumulation)) and not (given == BF16 and bf16)
     assert len(seen) == 2
+
+
+NEWER = (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn, torch.backends.mkldnn.matmul)
+
+
+@pytest.fixture
+def _precision() -> Iterator[None]:
+    """Puts torch's settings of fp32 products back, of both kinds."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for module in NEWER:
+        module.fp32_precision = "none"  # type: ignore[attr-defined]
+
+
+def newer() -> list[str]:
+    return [module.fp32_precision for module in NEWER]  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("_precision")
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        (None, None, None),
+        ("high", None, None),
+        ("medium", None, None),
+        (None, "tf32", None),
+        (None, None, "tf32"),
+        ("high", "ieee", None),
+        ("high", "ieee", "tf32"),
+    ],
+    ids=str,
+)
+def test_the_newer_precision_settings_are_put_back(chosen: tuple[str | None, str | None, str | None], precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older one, that of CUDA's products and that of all products, also where they disagree; and what follows the setting above it goes on doing so."""
+    older, of_cuda, of_all = chosen
+    if older is not None:
+        torch.set_float32_matmul_precision(older)
+    if of_cuda is not None:
+        torch.backends.cuda.matmul.fp32_precision = of_cuda
+    if of_all is not None:
+        torch.backends.fp32_precision = of_all  # type: ignore[attr-defined]
+    seen, own, before = [], torch.mm, newer()
+
+    def watched(*given: Any, **named: Any) -> torch.Tensor:
+        seen.append(process_precision())
+        return own(*given, **named)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    a = torch.ones(2, 2)
+    assert torch.equal(vendor.product(a, a, precision), own(a, a))
+    assert seen == [precision] and newer() == before
+    if older is None and of_cuda is None:
+        torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]
+        assert newer() == ["ieee"] * 4
 
 
 def test_threads_put_back_what_they_found(monkeypatch: pytest.MonkeyPatch) -> None:

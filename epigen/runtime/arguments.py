@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -159,9 +159,19 @@ def shown(value: Any) -> Any:
     return value.resolve_neg() if isinstance(value, Tensor) else value
 
 
+_torchs_precision: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
 def process_precision() -> str:
-    """What this process has chosen for fp32 operands."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    """What this process has chosen for fp32 operands, "ieee" or "tf32": what torch's own CUDA products go by.
+
+    That is `torch.backends.cuda.matmul.fp32_precision`, which `torch.set_float32_matmul_precision` and `allow_tf32` set as well, so that of the
+    older and the newer settings the one that was set last wins; where it is "none", `torch.backends.fp32_precision`. The older getters raise
+    once the two disagree.
+    """
+    # what the attribute asks, without the 2 us of Python around it
+    found = torch.backends.cuda.matmul.fp32_precision if _torchs_precision is None else _torchs_precision("cuda", "matmul")
+    return "tf32" if found == "tf32" else "ieee"
 
 
 def uninterpretable(graph: Graph, held: Iterable[DType | None], outputs: Iterable[DType]) -> DType | None:

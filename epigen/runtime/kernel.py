@@ -143,7 +143,7 @@ class Kernel:
         if any(isinstance(t, Tensor) and t.is_neg() for t in (*operands, *inputs.values())):
             operands, inputs, form = tuple(map(arguments.shown, operands)), {name: arguments.shown(value) for name, value in inputs.items()}, None
         named = [*inputs.items(), *outs.items()]
-        key = (*map(arguments.key, operands), *((name, arguments.key(value)) for name, value in named), len(inputs), torch.get_float32_matmul_precision())
+        key = (*map(arguments.key, operands), *((name, arguments.key(value)) for name, value in named), len(inputs), process_precision())
         arguments.check_no_gradient((*operands, *inputs.values(), *outs.values()))
         prepared = self._prepared.get(key)
         results: Sequence[Tensor] | None = None

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,15 +85,20 @@ class Loader:
         return module
 
 
+_INTERPRETER = threading.Lock()
+"""Held around every interpreted launch of this process. Triton's interpreter keeps the place of the program that runs, and its patches of the
+language, in globals: of two launches at a time each would take the other's place. Nothing is compiled meanwhile, for a process has Triton in one mode."""
+
+
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """Quiets numpy around an interpreted launch: infinities and NaN are part of the arithmetic, as on a GPU.
+    """Around an interpreted launch: one at a time, and numpy is quiet, as infinities and NaN are part of the arithmetic, as on a GPU.
 
     Triton 3.6's interpreter also uses a conversion that numpy has deprecated.
     """
     import numpy
 
-    with numpy.errstate(all="ignore"), warnings.catch_warnings():
+    with _INTERPRETER, numpy.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="triton")
         yield
 

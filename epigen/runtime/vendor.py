@@ -10,9 +10,12 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from epigen.runtime.arguments import process_precision
 
 _SETTINGS = threading.RLock()
 """Held from changing a setting to putting it back: of two threads, the second would take the first one's value for the process's own."""
@@ -69,17 +72,31 @@ def _sums_in_fp32(dtype: torch.dtype, precision: str) -> Iterator[None]:
 def _set(dtype: torch.dtype, precision: str) -> list[Callable[[], None]]:
     """Returns what puts the settings back."""
     if dtype == torch.float32:
-        wanted, before = "highest" if precision == "ieee" else "high", torch.get_float32_matmul_precision()
-        if (before == "highest") == (wanted == "highest"):
-            return []
-        torch.set_float32_matmul_precision(wanted)
-        return [functools.partial(torch.set_float32_matmul_precision, before)]
+        return [] if process_precision() == precision else _set_precision(precision)
     matmul = torch.backends.cuda.matmul
     names = [_REDUCED[dtype], *["allow_fp16_accumulation"] * (dtype == torch.float16)]
-    found = [name for name in names if getattr(matmul, name)]
-    for name in found:
+    found = [(name, value) for name in names if (value := getattr(matmul, name))]
+    for name, _ in found:
         setattr(matmul, name, False)
-    return [functools.partial(setattr, matmul, name, True) for name in found]
+    return [functools.partial(setattr, matmul, name, value) for name, value in found]
+
+
+def _set_precision(precision: str) -> list[Callable[[], None]]:
+    """Of fp32 products. By torch's older setting where that may still be read, lest the two disagree before the eyes of another thread's torch.compile."""
+    backends: Any = torch.backends  # whose modules have the newer settings as properties
+    above = ((backends.cuda.matmul, backends.fp32_precision), (backends.mkldnn.matmul, backends.mkldnn.fp32_precision))
+    undo: list[Callable[[], None]] = []
+    for newer, inherited in above:  # both of which the older one sets as well
+        own = newer.fp32_precision
+        # what is as the setting above it goes on following that
+        undo.append(functools.partial(setattr, newer, "fp32_precision", "none" if own == inherited else own))
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the older and the newer settings disagree already
+        backends.cuda.matmul.fp32_precision = precision
+        return undo[:1]
+    torch.set_float32_matmul_precision("highest" if precision == "ieee" else "high")
+    return [functools.partial(torch.set_float32_matmul_precision, before), *undo]
 
 
 def _int8(a: Tensor, b: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def _modes(text: Written, plan: Plan, tensors: Sequence[Tensor]) -> list[str]:
     if any(t.requires_grad for t in tensors):
         ways.append(f"{text.hold(torch.is_grad_enabled)}()")
     if plan.spec.signature.a == FP32:
-        ways.append(f"{text.hold(torch.get_float32_matmul_precision)}() != {text.hold(torch.get_float32_matmul_precision())}")
+        ways.append(f"{text.hold(arguments.process_precision)}() != {text.hold(arguments.process_precision())}")
     return ways
 
 
