@@ -12,6 +12,7 @@ Exit status: 0, 1 (a script failed, or compare found something), 2 (usage, or no
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import compare, record
+from bench.command import import_path
 from bench.registry import BY_NAME, CLAIMS, Claim
 from epigen.errors import near_miss
 
@@ -26,7 +28,7 @@ from epigen.errors import near_miss
 def gpus() -> int:
     """How many this machine has, as a process of its own tells: one that has asked keeps the driver awake, which would shorten what is measured."""
     asking = "from epigen.runtime import device; print(len(device.indices()))"
-    return int(subprocess.run([sys.executable, "-c", asking], stdout=subprocess.PIPE, text=True, check=True).stdout)
+    return int(subprocess.run([sys.executable, "-c", asking], stdout=subprocess.PIPE, text=True, check=True, env=os.environ | import_path()).stdout)
 
 
 def lacking(claim: Claim, there: int) -> str | None:
@@ -49,7 +51,7 @@ def run(claims: Sequence[Claim], there: int, commit: str | None, out: Path, rest
         why = lacking(claim, there)
         if why is None:
             print(f"== {claim.name}: {claim.what}", flush=True)
-            status = subprocess.run(command(claim, commit, out, rest)).returncode
+            status = subprocess.run(command(claim, commit, out, rest), env=os.environ | import_path()).returncode
             told.append((claim, "done" if not status else f"FAILED with status {status}"))
         else:
             told.append((claim, f"skipped: it {why}"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from bench import peers, record
+from bench.command import import_path
 from bench.programs import BY_NAME
 
 PROGRAMS = ("relu + bias", "relu + bias + mask", "drelu + bgrad", "gelu + bias + aux", "dgelu + bgrad")
@@ -110,7 +112,8 @@ def main() -> None:
         return
     asked = ["--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
     asked += [word for section in SECTIONS for word in ("--section", section)]
-    ran = subprocess.run(["ncu", *asked, sys.executable, "-m", "bench.counters", "--watched"], capture_output=True, text=True)
+    watched = ["ncu", *asked, sys.executable, "-m", "bench.counters", "--watched"]
+    ran = subprocess.run(watched, capture_output=True, text=True, env=os.environ | import_path())
     try:
         found, units = kernels(ran.stdout)
         each = list(zip(CASES, *(found[i :: len(CONTENDERS)] for i in range(len(CONTENDERS))), strict=True))

@@ -6,6 +6,7 @@ Run: python -m bench.differential [--commit HASH] [--out FOLDER] [--workers N] [
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from bench import record
+from bench.command import import_path
 
 
 def main() -> None:
@@ -27,7 +29,7 @@ def main() -> None:
         report = Path(folder) / "report.xml"
         start = time.perf_counter()
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", options.workers, "-p", "no:cacheprovider", f"--junitxml={report}", *rest]
-        status = subprocess.run(command).returncode
+        status = subprocess.run(command, env=os.environ | import_path()).returncode
         seconds = time.perf_counter() - start
         found: dict[str, Counter[str]] = {}
         for case in ElementTree.parse(report).iter("testcase"):

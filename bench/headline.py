@@ -302,7 +302,7 @@ def go_on(options: argparse.Namespace, commit: str, left_s: float) -> None:
     """Become a new process that measures the rest."""
     again = ["--group", options.group, "--more", "--budget", f"{left_s:.0f}", "--out", str(options.out), "--commit", commit]
     again += [*(["--db", str(options.db)] if options.db else []), *(["--only", *options.only] if options.only else [])]
-    os.execv(sys.executable, [sys.executable, "-m", "bench.headline", *again])
+    os.execve(sys.executable, [sys.executable, "-m", "bench.headline", *again], os.environ | command.import_path())
 
 
 def main() -> None:

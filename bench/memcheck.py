@@ -14,6 +14,7 @@ import sys
 import time
 
 from bench import record
+from bench.command import import_path
 
 # extents beside the block size in every layout, then views, masks, reductions and the vendor's product; then small products of the schedules with TMA, also
 # in parts of k, and what the last block to arrive completes; then, half of them, with inputs that are loaded before the product
@@ -45,7 +46,7 @@ def main() -> None:
         SELECTION,
     ]
     start = time.perf_counter()
-    ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | import_path() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
     counts = {outcome: int(number) for number, outcome in re.findall(r"(\d+) (passed|failed|skipped)", ran.stdout)}
     summary = re.search(r"ERROR SUMMARY: (\d+) error", ran.stdout)
     found = {"tests": counts, "memcheck_errors": int(summary[1]) if summary else None, "status": ran.returncode, "seconds": round(time.perf_counter() - start)}

@@ -74,7 +74,22 @@ def one_thread() -> None:
         os.environ.setdefault(name, "1")
 
 
+def import_path() -> list[str]:
+    """Where this process's children find modules: where it does itself, but for the current folder, in which anything may lie.
+
+    epigen's own place stays, as the last, even where the user stands in it.
+    """
+    try:
+        here = str(Path.cwd())
+    except OSError:  # it is gone, and so is all that was in it
+        here = ""
+    known = [p for p in sys.path if Path(p).is_absolute() and os.path.realpath(p) != here]
+    own = str(_PACKAGE.parent)
+    # a name with the separator in it would be taken for two, the second one below the current folder
+    return [p for p in (*known, *([] if own in known else [own])) if os.pathsep not in p]
+
+
 def child_environment(interpret: bool) -> dict[str, str]:
     """The environment of a worker with Triton in one of its modes, this process's import path, and one thread for linear algebra."""
-    path = os.pathsep.join(p for p in sys.path if p)
-    return os.environ | {"TRITON_INTERPRET": "1" if interpret else "0", "PYTHONPATH": path} | dict.fromkeys(_ALGEBRA, "1")
+    mode = {"TRITON_INTERPRET": "1" if interpret else "0"}
+    return os.environ | mode | {"PYTHONPATH": os.pathsep.join(import_path()), "PYTHONSAFEPATH": "1"} | dict.fromkeys(_ALGEBRA, "1")

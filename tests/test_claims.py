@@ -43,7 +43,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands that would have run. One of bench.gem fails."""
     commands: list[list[str]] = []
 
-    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         commands.append(command[1:])
         return subprocess.CompletedProcess(command, 3 if "bench.gem" in command else 0)
 
