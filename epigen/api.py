@@ -113,7 +113,8 @@ def compile(
         raise ConfigError(f"a config is a mapping or a KernelConfig, and a {type(config).__name__} was given")
     graph = graph_of(text)
     at_call = first_use().chooser(graph) if tune else None
-    return Kernel(graph, renderer(), Chooser(graph, database()), config, backend, precision, at_call)
+    made_by = functools.partial(compile, text, config=config, backend=backend, precision=precision, tune=tune)
+    return Kernel(graph, renderer(), Chooser(graph, database()), config, backend, precision, at_call, made_by)
 
 
 def tune(

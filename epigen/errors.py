@@ -52,6 +52,9 @@ class ProgramError(EpigenError):
             shown.append(f"and {len(self.diagnostics) - _SHOWN_MISTAKES} more mistakes")
         super().__init__("\n".join(shown))
 
+    def __reduce__(self) -> tuple[type[ProgramError], tuple[str, tuple[Diagnostic, ...]]]:
+        return type(self), (self.text, self.diagnostics)  # an exception is else made again of its message alone
+
     def _format(self, diagnostic: Diagnostic) -> str:
         lines = [f"{type(self).__name__}: {diagnostic.message}"]
         if diagnostic.span is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -52,19 +51,20 @@ _RECENT = 16
 class Kernel:
     """A compiled epilogue program: call it with the operands and the program's inputs.
 
-    Made by `epigen.compile`. Safe to call from several threads.
+    Made by `epigen.compile`. Safe to call from several threads. It can be pickled, and is its own copy.
     """
 
     def __init__(
         self, graph: Graph, renderer: Renderer, choose: Chooser, config: KernelConfig | None = None, backend: str | None = None, precision: str | None = None,
-        at_call: Chooser | None = None,
+        at_call: Chooser | None = None, made_by: Callable[[], Kernel] | None = None,
     ):  # fmt: skip
-        """at_call: chooses in place of `choose` where a call of GPU tensors is about to run, and may take its time."""
+        """at_call: chooses in place of `choose` where a call of GPU tensors is about to run, and may take its time.
+        made_by: makes this kernel anew where it is unpickled, and can be pickled itself."""
         self._graph, self.renderer, self._choose, self._at_call = graph, renderer, choose, at_call or choose
         self._config, self._backend, self._precision = config, backend, precision
         self._inputs: dict[str, Node] = {n.name: n for n in graph.inputs()}
         self._names = tuple(o.name for o in graph.outputs)
-        self._outputs: Any = namedtuple("Outputs", self._names) if len(self._names) > 1 else None
+        self._outputs: Any = outputs.named(self._names) if len(self._names) > 1 else None
         self._loaders = {interpret: Loader(interpret) for interpret in (False, True)}
         self._prepared: Latest[tuple[Any, ...], Prepared] = Latest(_KEPT)
         self._specs: Latest[Signature, KernelSpec] = Latest(_TEXTS)
@@ -74,6 +74,20 @@ class Kernel:
         self._ready: Latest[tuple[Prepared, type], Again] = Latest(_KEPT)
         self._starting = threading.Lock()
         self._last: Prepared | None = None
+        self._made_by = made_by
+
+    def __reduce__(self) -> Any:
+        """By its program and options: whoever reads it compiles it anew, for the databases and the GPUs there."""
+        if self._made_by is None:
+            raise CallError("this kernel was made for one problem, and cannot be pickled: one of epigen.compile can")
+        return self._made_by, ()
+
+    def __copy__(self) -> Kernel:
+        return self
+
+    def __deepcopy__(self, _memo: Any) -> Kernel:
+        """Itself, as of a function: what a kernel remembers of its calls serves all that hold it."""
+        return self
 
     @property
     def graph(self) -> Graph:

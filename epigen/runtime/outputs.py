@@ -1,8 +1,11 @@
-"""The outputs of a call: their dtypes and shapes, new tensors for them, and the caller's own buffers, checked. Raises CallError."""
+"""The outputs of a call: their dtypes and shapes, new tensors for them, the caller's own buffers, checked, and the named tuple of several.
+Raises CallError."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +57,26 @@ class Held:
     def empty(self, allocate: Allocate) -> Tensor:
         held = allocate(self.shape, self.strides, self.dtype)
         return held if self.width is None else held.narrow(1, 0, self.width)
+
+
+_namedtuple: Any = namedtuple  # of names that no type checker can see
+
+
+@functools.lru_cache(maxsize=1024)  # a type takes 5 KB, and all but unending streams of programs have fewer lists of names
+def named(names: tuple[str, ...]) -> Any:
+    """The type of what a program of several outputs returns: a named tuple, the same for equal names. Its instances are pickled by their names, of
+    which whoever reads them makes the type anew."""
+    made = _namedtuple("Outputs", names)
+    made.__reduce__ = lambda results: (remade, (names, tuple(results)))
+    return made
+
+
+def remade(names: tuple[str, ...], results: Iterable[Any]) -> Any:
+    """A pickled named tuple, read back."""
+    return named(names)._make(results)
+
+
+torch.serialization.add_safe_globals([remade])  # without it torch.load refuses what torch.save wrote; it makes a tuple, and runs nothing that it reads
 
 
 def of(graph: Graph, a: DType) -> list[Out]:

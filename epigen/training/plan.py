@@ -8,7 +8,6 @@ layer's derivative, and that of a layer which gives anything else, runs over the
 from __future__ import annotations
 
 import functools
-from collections import namedtuple
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from epigen.ir.derivation import ARRIVING, INPUT, SAVED, Derivation
 from epigen.ir.derive import derive, through_text
 from epigen.ir.graph import Graph
 from epigen.ops import NUMBER
+from epigen.runtime import outputs
 
 
 class Asked(NamedTuple):
@@ -126,7 +126,7 @@ def _declared(text: str) -> Declared:
     inputs = tuple(Input(n.name, n.indices, n.op == g.BITS) for n in graph.inputs())
     nodes = [graph.nodes[o.node] for o in graph.outputs]
     tile = len(nodes) == 1 and nodes[0].indices == "mn" and nodes[0].kind == NUMBER
-    return Declared(inputs, tuple(n.indices for n in nodes), tile, namedtuple("Outputs", names) if len(names) > 1 else None)
+    return Declared(inputs, tuple(n.indices for n in nodes), tile, outputs.named(tuple(names)) if len(names) > 1 else None)
 
 
 @functools.cache
