@@ -83,7 +83,7 @@ _ARITHMETIC = (
     Op("add", _XY, "x + y", "{x} + {y}", "{x} + {y}", ("grad", "grad"), symbol="+"),
     Op("sub", _XY, "x - y", "{x} - {y}", "{x} - {y}", ("grad", "-grad"), symbol="-"),
     Op("mul", _XY, "x * y", "{x} * {y}", "{x} * {y}", ("grad * y", "grad * x"), symbol="*"),
-    Op("div", _XY, "x / y", "{x} / {y}", "{x} / {y}", ("grad / y", "-grad * out / y"), "4 * abs(out)", symbol="/"),
+    Op("div", _XY, "x / y", "{x} / {y}", "{x} / {y}", ("grad / y", "-grad * (out / y)"), "4 * abs(out)", symbol="/"),
     Op("neg", _X, "-x", "-{x}", "-{x}", ("-grad",), "0", symbol="-"),
     Op("gt", _XY, "x > y", "{x} > {y}", "{x} > {y}", result=BOOLEAN, symbol=">"),
     Op("ge", _XY, "x >= y", "{x} >= {y}", "{x} >= {y}", result=BOOLEAN, symbol=">="),
@@ -97,9 +97,9 @@ _ARITHMETIC = (
     Op("where", (Param("c", BOOLEAN), *_XY), "x where c, else y", "tl.where({c}, {x}, {y})", "torch.where({c}, {x}, {y})",
        (None, "where(c, grad, 0)", "where(c, 0, grad)"), "0"),
     Op("minimum", _XY, "the smaller; NaN if either is", f"tl.minimum({{x}}, {{y}}, {_NAN})", "torch.minimum({x}, {y})",
-       ("where(x < y, grad, where(x == y, grad / 2, 0))", "where(y < x, grad, where(x == y, grad / 2, 0))"), "0"),
+       ("where(x > y, 0, where(x == y, grad / 2, grad))", "where(y > x, 0, where(x == y, grad / 2, grad))"), "0"),
     Op("maximum", _XY, "the larger; NaN if either is", f"tl.maximum({{x}}, {{y}}, {_NAN})", "torch.maximum({x}, {y})",
-       ("where(x > y, grad, where(x == y, grad / 2, 0))", "where(y > x, grad, where(x == y, grad / 2, 0))"), "0"),
+       ("where(x < y, 0, where(x == y, grad / 2, grad))", "where(y < x, 0, where(x == y, grad / 2, grad))"), "0"),
     Op("clamp", _numbers("x lo hi"), "min(max(x, lo), hi)",
        f"tl.minimum(tl.maximum({{x}}, {{lo}}, {_NAN}), {{hi}}, {_NAN})", "torch.clamp({x}, {lo}, {hi})",
        ("where((x >= lo) & (x <= hi), grad, 0)", "where((x < lo) & (lo < hi), grad, 0)", "where((x > hi) | (lo > hi), grad, 0)"), "0"),
@@ -107,7 +107,7 @@ _ARITHMETIC = (
     Op("exp", _X, "e^x", "tl.exp({x})", "torch.exp({x})", ("grad * out",), "(4 + 2 * abs(x)) * out"),
     Op("log", _X, "natural logarithm", "tl.log({x})", "torch.log({x})", ("grad / x",), "4 + 4 * abs(out)"),
     Op("sqrt", _X, "square root", "tl.sqrt({x})", "torch.sqrt({x})", ("grad / (2 * out)",), "4 * out"),
-    Op("rsqrt", _X, "1 / sqrt(x)", "tl.rsqrt({x})", "torch.rsqrt({x})", ("-grad * out / (2 * x)",), "6 * out"),
+    Op("rsqrt", _X, "1 / sqrt(x)", "tl.rsqrt({x})", "torch.rsqrt({x})", ("-0.5 * grad * (out * out * out)",), "6 * out"),
     Op("erf", _X, "Gauss error function", "tl.erf({x})", "torch.erf({x})", ("grad * 1.1283791670955126 * exp(-x * x)",), "6 * abs(out)"),
     Op("scale", _numbers("x s"), "x * s", "{x} * {s}", "{x} * {s}", ("grad * s", "grad * x")),
 )  # fmt: skip
@@ -160,10 +160,10 @@ _TANH_EXPONENT = "{x} * (-2.302208198144325 - 0.1029432395800235 * {s})"
 
 _ACTIVATIONS = (
     Op("relu", _X, "max(x, 0); NaN stays NaN", f"tl.maximum({{x}}, 0.0, {_NAN})", "torch.relu({x})", ("drelu(grad, ~(out <= 0))",), "0"),
-    Op("leaky_relu", _numbers("x slope"), "x where x >= 0, else slope * x", "tl.where({x} >= 0.0, {x}, {x} * {slope})",
-       "torch.where({x} >= 0, {x}, {x} * {slope})", ("where(x >= 0, grad, grad * slope)", "where(x >= 0, 0, grad * x)")),
+    Op("leaky_relu", _numbers("x slope"), "x where x > 0, else slope * x", "tl.where({x} > 0.0, {x}, {x} * {slope})",
+       "torch.where({x} > 0, {x}, {x} * {slope})", ("where(x > 0, grad, grad * slope)", "where(x > 0, 0, grad * x)")),
     Op("gelu", _X, "x * (1 + erf(x / sqrt 2)) / 2", "{x} * cdf",
-       "torch.nn.functional.gelu({x})", ("dgelu(grad, x)",), "8 * abs(x)", body=_CDF, rounded="gelu_16bit"),
+       "{x} * torch.special.ndtr({x})", ("dgelu(grad, x)",), "8 * abs(x)", body=_CDF, rounded="gelu_16bit"),
     Op("gelu_tanh", _X, "x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2", "{x} * r * r",
        "torch.nn.functional.gelu({x}, approximate='tanh')", ("dgelu_tanh(grad, x)",), "12 * abs(x)", body=_logistic(_TANH_EXPONENT.format(x="{x}", s="({x} * {x})"))),
     Op("silu", _X, "x * sigmoid(x)", "{x} * r * r", "torch.nn.functional.silu({x})", ("dsilu(grad, x)",), "(12 + 4 * abs(x)) * abs(out)", body=_SIGMOID),
@@ -182,7 +182,7 @@ _ACTIVATIONS = (
              "u = 1.0 + e",
              "log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))")),
     Op("hardswish", _X, "x * clamp(x + 3, 0, 6) / 6", "{x} * gate * 0.16666666666666666", "torch.nn.functional.hardswish({x})",
-       ("grad * where(x < -3, 0, where(x > 3, 1, x / 3 + 0.5))",), "8 * abs(x)",
+       ("where(x <= -3, 0, where(x < 3, grad * (x / 3 + 0.5), grad))",), "8 * abs(x)",
        body=(f"gate = tl.minimum(tl.maximum({{x}} + 3.0, 0.0, {_NAN}), 6.0, {_NAN})",)),
 )  # fmt: skip
 
@@ -194,7 +194,7 @@ _DERIVATIVES = (
        "{g} * (0.5 * (1.0 + torch.erf({z} * 0.7071067811865476)) + {z} * torch.exp(-0.5 * {z} * {z}) * 0.3989422804014327)",
        ("dgelu(grad, z)", "grad * g * 0.3989422804014327 * exp(-0.5 * z * z) * (2 - z * z)"), "16 * abs(g)",
        body=(*_of_z(_CDF), _PDF), rounded="dgelu_16bit"),
-    Op("dgelu_tanh", _GZ, "g * d/dz gelu_tanh(z)", "{g} * (cdf + {z} * du * (tail * s))",
+    Op("dgelu_tanh", _GZ, "g * d/dz gelu_tanh(z)", "{g} * (cdf + {z} * (du * (tail * s)))",
        "{g} * torch.ops.aten.gelu_backward(torch.ones_like({z}), {z}, approximate='tanh')",
        ("dgelu_tanh(grad, z)",
         ("grad * g * (1 - tanh(0.7978845608028654 * (z + 0.044715 * z ** 3)) ** 2) * (0.7978845608028654 * (1 + 0.134145 * z * z)"
