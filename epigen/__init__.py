@@ -23,6 +23,11 @@ __version__ = "0.1.0"
 __all__ = ["Derivation", "EpigenError", "Kernel", "Tuned", "__version__", "compile", "derive", "fuse", "linear", "nn", "tune"]
 
 
+def __dir__() -> list[str]:
+    """What the package offers, imported yet or not: completion and `help` go by this."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+
+
 def __getattr__(name: str) -> Any:
     with uncollected():
         globals()[name] = found = _imported(name)

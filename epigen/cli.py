@@ -16,7 +16,7 @@ import click
 
 import epigen
 from epigen import cli_db, cli_derivation, cli_explain, cli_info, cli_tune, dtypes, ops
-from epigen.cli_types import Shape
+from epigen.cli_types import Program, ProgramCommand, Shape, dtype_option
 from epigen.errors import EpigenError, InternalError, VerificationError
 
 if TYPE_CHECKING:
@@ -82,12 +82,10 @@ def main() -> None:
     """Fused matrix-multiplication epilogues, from one line of text to a Triton kernel."""
 
 
-@main.command("compile")
-@click.argument("program")
+@main.command("compile", cls=ProgramCommand)
+@click.argument("program", type=Program())
 @click.option("--shape", type=Shape(), help="M, N and K the config is chosen for (default: any, chosen for 4096x4096x4096)")
-@click.option(
-    "--dtype", "dtype_name", default="fp16", show_default=True, type=click.Choice([t.name for t in dtypes.OPERANDS]), help="dtype of the operands and inputs"
-)
+@dtype_option
 @click.option("--layout", default="nn", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
 @click.option("--precision", type=click.Choice(["ieee", "tf32"]), default="ieee", show_default=True, help="of fp32 operands")
 @click.option("--target", "target_name", type=click.Choice(TARGETS), help="architecture (default: the GPU at hand, else sm_90)")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from epigen.errors import CallError, DerivationError
-from epigen.ir.derivation import ARRIVING, NOTHING, SAVE, SAVED
+from epigen.ir.derivation import NOTHING, SAVE
 
 if TYPE_CHECKING:
     from epigen.ir.derivation import Derivation, Option, Shape
@@ -44,11 +44,7 @@ def explained(program: str, shape: Shape, dtype_name: str) -> tuple[list[Row], d
 
 def rows(derived: Derivation, shape: Shape) -> list[Row]:
     """The two programs and the ways of keeping what the derivative reads, in bytes at a shape: M, N, K."""
-    held = [f"mm is {_arriving(derived.product)}" if derived.product else "mm is the forward's own product, taken again"]
-    held += [f"{a.name} is the forward's '{a.of}'" for a in derived.arguments if a.source == SAVED and a.name != a.of]
-    held += [f"{a.name} is {_arriving(a.of)}" for a in derived.arguments if a.source == ARRIVING]
-    said = [("backward", derived.backward.text), ("", "; ".join(held))]
-    said += [("", f"the gradient of {g.of} is {_arriving(g.passed)}") for g in derived.gradients if g.passed]
+    said = [("backward", derived.backward.text), *(("", line) for line in derived.wiring())]
     if len(derived.forward.outputs) > derived.results:
         said.append(("forward", derived.forward.text))
     chosen = next(o for o in derived.options if o.save == derived.save)
@@ -56,10 +52,6 @@ def rows(derived: Derivation, shape: Shape) -> list[Row]:
     said.append(("saves", "nothing: the derivative reads no tile of the forward" if chosen.save == NOTHING and not chosen.saved else _way(chosen, shape)))
     said += [("", f"or {_way(o, shape)}") for o in others]
     return said
-
-
-def _arriving(output: str) -> str:
-    return f"the gradient that arrives at '{output}'"
 
 
 def _way(option: Option, shape: Shape) -> str:

@@ -7,15 +7,13 @@ import json
 import click
 
 from epigen import cli_derivation, dtypes
-from epigen.cli_types import Shape
+from epigen.cli_types import Program, ProgramCommand, Shape, dtype_option
 
 
-@click.command("explain")
-@click.argument("program")
+@click.command("explain", cls=ProgramCommand)
+@click.argument("program", type=Program())
 @click.option("--shape", type=Shape(), required=True, help="M, N and K")
-@click.option(
-    "--dtype", "dtype_name", default="fp16", show_default=True, type=click.Choice([t.name for t in dtypes.OPERANDS]), help="dtype of the operands and inputs"
-)
+@dtype_option
 @click.option("--layout", default="nn", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
 @click.option("--precision", type=click.Choice(["ieee", "tf32"]), default="ieee", show_default=True, help="of fp32 operands")
 @click.option("--gpu", "gpu_name", help="a GPU by name, such as H200 or 'RTX 4090' (default: the GPU at hand, else H200)")

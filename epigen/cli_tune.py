@@ -19,7 +19,7 @@ import click
 
 from epigen import settings
 from epigen.cli_live import Live
-from epigen.cli_types import Devices, Dtype, Shape
+from epigen.cli_types import Devices, Program, ProgramCommand, Shape, dtype_option
 from epigen.errors import TuneError
 
 if TYPE_CHECKING:
@@ -61,13 +61,13 @@ class _Run:
         self.interrupted |= len(self.found) < len(self.tasks) or any(t.result is not None and not t.result.complete for t in self.found.values())
 
 
-@click.command("tune")
-@click.argument("programs", nargs=-1)
+@click.command("tune", cls=ProgramCommand)
+@click.argument("programs", nargs=-1, type=Program())
 @click.option("--shape", "shapes", multiple=True, type=Shape(), help="M, N and K; may be given several times")
 @click.option(
     "--suite", "suites", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), help="a TOML file of problems; may be given several times"
 )
-@click.option("--dtype", "dtype_name", default="fp16", show_default=True, type=Dtype(), help="dtype of the operands and inputs, by epigen's name or torch's")
+@dtype_option
 @click.option("--layout", default="nt", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
 @click.option("--precision", type=click.Choice(["ieee", "tf32"]), default="ieee", show_default=True, help="of fp32 operands")
 @click.option("--trials", type=click.IntRange(1, 100_000), default=48, show_default=True, help="configs measured a problem")

@@ -11,6 +11,38 @@ from epigen import dtypes
 from epigen.errors import CallError
 
 
+class Program(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.3
+    """A program of the language."""
+
+    name = "PROGRAM"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> str:  # noqa: ARG002
+        return str(value).removeprefix(_BLANK)
+
+
+class ProgramCommand(click.Command):
+    """A command whose programs may begin with a minus, as options do."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        valued = {name for p in self.params if isinstance(p, click.Option) and not p.is_flag for name in p.opts}
+        marked = []
+        for number, arg in enumerate(args):
+            if arg == "--":
+                marked += args[number:]
+                break
+            follows = number > 0 and args[number - 1] in valued
+            marked.append(f"{_BLANK}{arg}" if not follows and _negated(arg) else arg)
+        return super().parse_args(context, marked)
+
+
+_BLANK = " "  # before a program that begins with a minus: it is then no option
+
+
+def _negated(arg: str) -> bool:
+    """Whether an argument that looks like an option is a program. -oFILE is the option, unless it is written as no file is."""
+    return arg.startswith("-") and re.search(r"\bmm\b", arg) is not None and (not arg.startswith("-o") or " " in arg)
+
+
 class Shape(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.3
     """MxNxK"""
 
@@ -40,6 +72,11 @@ class Dtype(click.ParamType):  # type: ignore[type-arg]
             return dtype_of(value)
         except CallError as error:
             self.fail(str(error), param, context)
+
+
+def dtype_option(command: Any) -> Any:
+    help_text = "dtype of the operands and inputs, by epigen's name or torch's"
+    return click.option("--dtype", "dtype_name", default="fp16", show_default=True, type=Dtype(), help=help_text)(command)
 
 
 class Devices(click.ParamType):  # type: ignore[type-arg]

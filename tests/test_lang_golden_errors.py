@@ -37,10 +37,10 @@ CASES: dict[str, tuple[str, ...]] = {
         "x: int = mm; x", "def f(): pass\nmm", "class A: pass\nmm", "del mm; mm", "mm @ mm", "mm % 2", "mm // 2", "mm ^ 2", "mm << 2", "mm >> 2", "mm is mm", "mm in mm", "0 < mm < 1",
         "if mm: mm", "return mm", "await mm", "relu(mm)(mm)", "mm.T()",
     ),
-    "statements": ("z = mm", "mm; relu(mm)", "()", "x, y = mm; x", "x = y = mm; x", "z = mm; z = relu(z); z", "z = relu(mm); mm", "gate[m,n] * 2", "rleu(mm); x = mm.T; 'a' + 1, foo(2)"),
+    "statements": ("z = mm", "mm; relu(mm)", "()", "x, y = mm; x", "x = y = mm; x", "z = mm; z = relu(z); z", "z = relu(mm); mm", "gate[m,n] * 2", "relu(x + bias)", "bias * 2  # mm", "rleu(mm); x = mm.T; 'a' + 1, foo(2)"),
     "names": (
         "rleu(mm)", "frobnicate(mm)", "mm + __class__", "mm + _x", "mm + " + "x" * 65, "mm + baias", "g = mm + gate[m,n]; agte * g", "g = mm + gate[m,n]; gate = g; gate", "mask = mm; mask", "bias = mm; bias",
-        "mm = relu(mm); mm", "a + mm", "sum(a)", "sum(a, n)", "m + mm", "relu + mm", "fp16 + mm", "tl + mm", "stride_x[n] + mm", "print[n] + mm", "async[n] + mm",
+        "mm = relu(mm); mm", "a + mm", "sum(a)", "sum(a, n)", "m + mm", "where(n <= m, mm, 0)", "k + mm", "relu + mm", "fp16 + mm", "tl + mm", "stride_x[n] + mm", "print[n] + mm", "async[n] + mm",
     ),
     "indices": (
         "gate[0] + mm", "gate[n,m] + mm", "sum(a[k,m], k), mm", "gate[m,m] + mm", "gate[k] + mm", "mm[m]", "relu(mm)[m,n]", "z = mm; z[m,n]", "gate[m,n] + gate[n] + mm", "mm + bias[m] + bias", "mm + s[n] + s",

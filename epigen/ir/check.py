@@ -46,7 +46,7 @@ def check(program: Program) -> Graph:
     for assign in program.assigns:
         builder.assign(assign)
     outputs = builder.outputs(program.outputs)
-    builder.finish(program)
+    builder.finish()
     if builder.found:
         raise CheckError(program.text, builder.found)
     return Graph(tuple(builder.nodes), outputs, to_text(program))
@@ -73,7 +73,9 @@ def refused_name(name: str) -> tuple[str, str] | None:
     if name in ("mm", *OPERANDS):
         return f"'{name}' is predeclared, and cannot be bound", another
     if name in INDEX_NAMES:
-        return f"'{name}' is an index, not a value", another
+        vector = {"m": ("row[m]", "row=torch.arange(M"), "n": ("col[n]", "col=torch.arange(N")}.get(name)
+        hint = f"pass the positions along it as an input: write {vector[0]}, and call with {vector[1]}, dtype=torch.float32)" if vector else another
+        return f"'{name}' is an index, not a value", hint
     if name in ops.FUNCTIONS:
         return f"'{name}' is an operation, not a value", f"call it, as in {name}(mm), or choose another name"
     if name in dtypes.BY_NAME:
@@ -412,6 +414,7 @@ class _Builder:
 
     def outputs(self, exprs: tuple[Expr, ...]) -> tuple[Output, ...]:
         outputs: list[Output] = []
+        multiplies = re.search(r"\bmm\b", self.text) is not None  # where mm is missing, that is the mistake, and not what the outputs vary over
         for position, expr in enumerate(exprs):
             value = self.expr(expr)
             bound = isinstance(expr, Name) and expr.name in self.assigned
@@ -426,12 +429,22 @@ class _Builder:
                 value = x.args[0]
             if x.kind == BOOLEAN:
                 self.error("a boolean cannot be an output", expr.span, f"write bitmask({expr_text(expr)}), or where({expr_text(expr)}, 1, 0)")
-            elif x.indices != "mn" and not x.reduced:
+            elif x.indices != "mn" and not x.reduced and multiplies:
                 self.error(f"an output varies over [m, n] or is a reduction: found {describe_indices(x.indices)}", expr.span, "compute it outside the kernel")
             elif any(o.name == name for o in outputs):
                 self.error(f"two outputs are called '{name}'", expr.span, "list each output once, or bind one to another name")
             outputs.append(Output(name, value, dtype))
+        if not self.found and not any(n.op == MM for n in self.nodes):
+            self.without_product(exprs[0].span)
         return tuple(outputs)
+
+    def without_product(self, span: Span) -> None:
+        """The program names no mm: what stands for a scalar may be meant as one."""
+        message, scalar = "the program never uses mm, the product of a and b", next((n for n, (indices, *_) in self.inputs.items() if not indices), None)
+        if scalar is None:
+            self.error(message, span, "an epilogue works on mm, for example relu(mm + bias)")
+        else:
+            self.error(message, self.inputs[scalar][2], f"did you mean mm? '{scalar}' is read as a scalar input, and the product is mm")
 
     def move_label(self, cast: int, value: int) -> None:
         """The label of an output's cast, for what is cast; no two nodes have the same."""
@@ -440,7 +453,7 @@ class _Builder:
             self.nodes[cast] = replace(self.nodes[cast], label="")
             self.nodes[value] = replace(self.nodes[value], label=label)
 
-    def finish(self, program: Program) -> None:
+    def finish(self) -> None:
         """Mistakes that only the whole program shows."""
         for node in self.nodes:
             for arg in node.args:
@@ -451,6 +464,3 @@ class _Builder:
         for name, assign in self.assigned.items():
             if name not in self.used:
                 self.error(f"'{name}' is bound and never used", assign.span, "list it among the outputs, or drop it")
-        if not any(n.op == MM for n in self.nodes):
-            span = program.outputs[0].span
-            self.error("the program never uses mm, the product of a and b", span, "an epilogue works on mm, for example relu(mm + bias)")

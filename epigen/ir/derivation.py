@@ -93,9 +93,9 @@ class Gradient:
     passed: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Derivation:
-    """A program made ready for training.
+    """A program made ready for training. As text: its two programs, and how they are wired.
 
     forward: the program; its own outputs first, `results` of them, then what is saved for the derivative alone.
     backward: the program of the gradients. Its mm is the gradient that arrives at the forward's output `product`; where that is "", the
@@ -114,3 +114,21 @@ class Derivation:
     save: str
     saved: tuple[Saved, ...]
     options: tuple[Option, ...]
+
+    def __repr__(self) -> str:
+        return f"<epigen.Derivation backward: {self.backward.text!r}; forward: {self.forward.text!r}; save: {self.save!r}>"
+
+    def __str__(self) -> str:
+        wiring = "".join(f"\n          {line}" for line in self.wiring())
+        return f"forward   {self.forward.text}\nbackward  {self.backward.text}{wiring}\nsaves     {self.save}"
+
+    def wiring(self) -> list[str]:
+        """Where the backward's mm and inputs come from, and which gradients need no kernel, a line each."""
+        held = [f"mm is {_arriving(self.product)}" if self.product else "mm is the forward's own product, taken again"]
+        held += [f"{a.name} is the forward's '{a.of}'" for a in self.arguments if a.source == SAVED and a.name != a.of]
+        held += [f"{a.name} is {_arriving(a.of)}" for a in self.arguments if a.source == ARRIVING]
+        return ["; ".join(held), *(f"the gradient of {g.of} is {_arriving(g.passed)}" for g in self.gradients if g.passed)]
+
+
+def _arriving(output: str) -> str:
+    return f"the gradient that arrives at '{output}'"

@@ -230,12 +230,15 @@ class Kernel:
         return signature_of_contiguous(self._graph, dtype, dtype, inputs, shape, layout, self._precision_now())
 
     def source(self, **problem: Any) -> str:
-        """The generated module's text: of the last call, or of the problem that is given as to `plan`."""
+        """The generated module's text: of the last call, or of the problem that is given as to `plan`.
+
+        After a call that the reference answered: of the kernel that a GPU would run for it (the GPU at hand, else sm_90).
+        """
         return self._plan_or_last(problem).source
 
     @property
     def config(self) -> KernelConfig:
-        """The schedule and its values, of the last call; before any, of the default problem of `plan`."""
+        """The schedule and its values, of the same kernel as `source`; before any call, of the default problem of `plan`."""
         return self._plan_or_last({}).choice.config
 
     def explain(self, **problem: Any) -> str:
@@ -244,9 +247,9 @@ class Kernel:
         return f"{plan.spec.program}\n{plan.choice.config}\n{plan.choice.why}"
 
     def _plan_or_last(self, problem: dict[str, Any]) -> Plan:
-        if not problem and self._last is not None and self._last.plan is not None:
-            return self._last.plan
-        return self.plan(**problem)
+        if problem or self._last is None:
+            return self.plan(**problem)
+        return self._last.plan or self.plan(self._last.shape, signature=self._last.like)
 
     # -- preparing a call
 
@@ -296,7 +299,7 @@ class Kernel:
                 outputs.check(outs[out.name], out, m, n, first.device)
         backend = self._backend or ("reference" if first.device.type == "cpu" else "triton")
         if backend == "reference":
-            return Prepared(self._graph, found, (m, n, k), first.device)
+            return Prepared(self._graph, found, (m, n, k), first.device, like=self._signature_like((m, n, k), operands, inputs))
         if backend == "triton" and not first.is_cuda and target is None:
             raise CallError(f"{what} is on {first.device}, and compiled kernels run on a GPU: move the tensors, or use backend='interpreter'")
         if backend == "interpreter":
@@ -319,7 +322,6 @@ class Kernel:
         m, n, k = shape
         tensors = [t for t in (*operands, *inputs.values(), *outs.values()) if isinstance(t, Tensor)]
         wide = any(arguments.reach(t) >= WIDE for t in tensors) or m * n >= WIDE
-        named = tuple((name, BY_TORCH[str(inputs[name].dtype)] if isinstance(inputs[name], Tensor) else None) for name in self._inputs)
         nowhere = outputs.allocator(torch.device("meta"))
         results = {out.name: outs[out.name] if out.name in outs else out.held(m, n).empty(nowhere) for out in found}
         matrices = dict(zip("ab", operands, strict=False))
@@ -332,10 +334,20 @@ class Kernel:
         strided += [(out.name, out.indices, results[out.name].stride()) for out in found]
         a, b = (BY_TORCH[str(t.dtype)] for t in operands or (inputs[PRODUCT],) * 2)
         return Signature(
-            a, b, named, self._precision_now(), k_multiple(k), 64 if wide else 32, "".join(map(arguments.layout, operands)) or "nn",
+            a, b, self._dtypes(inputs), self._precision_now(), k_multiple(k), 64 if wide else 32, "".join(map(arguments.layout, operands)) or "nn",
             tma=(*(name for name, t in upright.items() if arguments.describable(t)), *(name for name, t in written.items() if arguments.describable(t, True))),
             factors=factors((m, n, k), strided), bytewise=self._bytewise(inputs, outs),
         )  # fmt: skip
+
+    def _signature_like(self, shape: tuple[int, int, int], operands: Operands, inputs: Mapping[str, Any]) -> Signature:
+        """That of a call of the same dtypes whose tensors lie without gaps."""
+        a, b = (BY_TORCH[str(t.dtype)] for t in operands or (inputs[PRODUCT],) * 2)
+        lies = "".join(map(arguments.layout, operands)) or "nn"
+        return signature_of_contiguous(self._graph, a, b, self._dtypes(inputs), shape, lies, self._precision_now())
+
+    def _dtypes(self, inputs: Mapping[str, Any]) -> tuple[tuple[str, DType | None], ...]:
+        """Of each input; None for a number."""
+        return tuple((name, BY_TORCH[str(inputs[name].dtype)] if isinstance(inputs[name], Tensor) else None) for name in self._inputs)
 
     def _bytewise(self, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> tuple[str, ...]:
         """The packed masks whose rows are not whole words. What lies behind a row's end may be read, but is written only in epigen's own."""

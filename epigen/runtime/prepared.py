@@ -13,7 +13,7 @@ from torch import Tensor
 from epigen.codegen import schedules
 from epigen.codegen.render import Rendered
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import Choice, KernelSpec
+from epigen.codegen.spec import Choice, KernelSpec, Signature
 from epigen.ir import reference
 from epigen.ir.graph import Graph
 from epigen.runtime import arguments, outputs, vendor
@@ -57,10 +57,15 @@ class Prepared:
     """What of a call follows from everything but addresses and numbers. Without a plan the reference computes it.
 
     operands: of a call, a and b; none where the product is among the inputs.
+    like: where there is no plan, the signature of the kernel that a GPU would run.
     """
 
-    def __init__(self, graph: Graph, outs: list[Out], shape: tuple[int, int, int], on: torch.device, plan: Plan | None = None, interpreted: bool = False):
+    def __init__(
+        self, graph: Graph, outs: list[Out], shape: tuple[int, int, int], on: torch.device, plan: Plan | None = None, interpreted: bool = False,
+        like: Signature | None = None,
+    ):  # fmt: skip
         self.graph, self.outputs, self.shape, self.device, self.plan, self.interpreted = graph, outs, shape, on, plan, interpreted
+        self.like = like
         self.launches: list[Launch] = []
         self.workspace = Workspace()
         self.arrivals: Arrivals | None = None

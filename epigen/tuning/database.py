@@ -244,8 +244,12 @@ class Database:
         return report
 
     def export(self, target: Path, wanted: Callable[[Record], bool] | None = None, seeds: bool = False) -> Report:
-        """Adds the database's records to another one, a folder or a .json file. Raises DatabaseError."""
-        report = Database(target, seeds=()).add(*(record for _, record in self.records(seeds) if wanted is None or wanted(record)))
+        """Adds the database's records to another one, a folder or a .json file. Raises DatabaseError, also where there is none to add."""
+        chosen = [record for _, record in self.records(seeds) if wanted is None or wanted(record)]
+        if not chosen:
+            which = "no records that were asked for" if self.records(seeds) else "no records"
+            raise DatabaseError("; ".join([f"nothing is exported: there are {which} in {self.path}", *self.complaints]))
+        report = Database(target, seeds=()).add(*chosen)
         report.complaints[:0] = self.complaints
         return report
 

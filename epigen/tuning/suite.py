@@ -87,7 +87,7 @@ _SUITE = {"problem": _entries}
 def read(path: Path) -> list[Asked]:
     """The problems of a suite file, in its order, each once. Raises SuiteError, with every mistake of the file in a line of its own."""
     try:
-        return parse(path.read_bytes().decode(), str(path))
+        return parse(path.read_bytes().decode("utf-8-sig"), str(path))
     except OSError as error:
         raise SuiteError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
