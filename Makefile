@@ -18,7 +18,7 @@ OLDEST_NUMPY := numpy==2.3.5
 .PHONY: demo test test-newest test-oldest lint clean
 
 demo: $(VENV)/.installed
-	$(VENV)/bin/epigen compile "relu(mm+bias)"
+	$(VENV)/bin/epigen compile "relu(mm+bias)" --schedule tiled
 
 test: test-newest
 	$(MAKE) test-oldest

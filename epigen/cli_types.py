@@ -11,6 +11,11 @@ from epigen import dtypes
 from epigen.errors import CallError
 
 
+def say(text: str) -> None:
+    """Talk, beside the results on standard output."""
+    click.echo(text, err=True)
+
+
 class Program(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.3
     """A program of the language."""
 

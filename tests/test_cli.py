@@ -6,6 +6,8 @@ import ast
 import json
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +20,8 @@ import pytest
 from click.testing import CliRunner
 
 import epigen
-from epigen import api, cli, dtypes, ops, settings
+from epigen import api, cli, cli_compile, dtypes, ops, settings
+from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import LAYOUTS
 from epigen.errors import InternalError
 from epigen.runtime import ahead, device, verify
@@ -120,7 +123,7 @@ def test_help_and_version() -> None:
         "--json",
     ):
         assert option in text
-    for choice in (*cli.TARGETS, *EARLY, *cli.COMPILED, "fp8e4m3"):
+    for choice in (*cli_compile.TARGETS, *EARLY, *cli_compile.COMPILED, "fp8e4m3"):
         assert choice in text.replace("| ", "|")
 
 
@@ -134,7 +137,7 @@ def test_help_and_version() -> None:
         (("compile", "mm", "--wrong"), "No such option"),
         (("compile", "mm", "--emit", "asm"), "'asm' is not one of"),
         (("compile", "mm", "--target", "sm_91"), "'sm_91' is not one of 'sm_80'"),
-        (("compile", "mm", "--dtype", "fp64"), "'fp64' is not one of"),
+        (("compile", "mm", "--dtype", "fp64"), "unknown dtype 'fp64'"),
         (("compile", "mm", "--layout", "n"), "'n' is not one of"),
         (("compile", "mm", "--precision", "tf31"), "'tf31' is not one of"),
         (("compile", "mm", "--shape", "4096x4096"), "'4096x4096' is not of the form MxNxK, such as 4096x4096x1024"),
@@ -217,6 +220,20 @@ def test_a_stage_that_a_target_lacks(emit: str, target: str, stages: str) -> Non
     assert done.stdout == "" and done.stderr.endswith(f"error: {target} has no stage '{emit}': it has {stages}\n")
 
 
+def test_a_stage_that_a_schedule_lacks_is_said_before_anything_is_run(children: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "differences", lambda *_, **__: pytest.fail("the kernel was run"))
+    for arguments in (("--emit", "ttir", "--target", "sm_90"), ("--emit", "hsaco")):
+        assert run("compile", "relu(mm + bias)", *arguments, status=1).stdout == ""
+    assert "the schedule warp_specialized is written in Gluon" in run("compile", "relu(mm + bias)", "--emit", "ttir", "--target", "sm_90", status=1).stderr
+    assert children == []
+
+
+@pytest.mark.usefixtures("compile_once")
+@pytest.mark.parametrize("emit", ["ttir", "ttgir", "ptx"])
+def test_every_stage_of_the_default_target_is_there(emit: str) -> None:
+    assert run("compile", "relu(mm + bias)", "--no-verify", "--emit", emit).stdout
+
+
 def test_a_kernel_that_the_compiler_refuses() -> None:
     done = run("compile", "cast(mm, fp8e4m3)", *QUICK, "--emit", "ptx", "--target", "sm_80", status=1)
     assert done.stdout == ""
@@ -240,6 +257,29 @@ def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     assert "is a directory" in run("compile", "mm", *QUICK, "-o", str(tmp_path), status=2).stderr
     for emit in EARLY:
         assert "cannot write" in run("compile", "mm", "--emit", emit, "-o", str(path), status=1).stderr
+
+
+@pytest.mark.parametrize(
+    "program", ["-mm + bias", "-mm", "--mm", "-relu(mm)", "-alpha * mm", "-offset * mm", "-1 * mm"]
+)  # fmt: skip
+@pytest.mark.parametrize("before", [True, False])
+def test_a_program_may_begin_with_a_minus(program: str, before: bool) -> None:
+    options = ("--emit", "ast")
+    done = run("compile", *((program, *options) if before else (*options, program)))
+    assert done.stdout == run("compile", f"({program})", *options).stdout == run("compile", *options, "--", program).stdout
+
+
+@pytest.mark.parametrize("option", ["-mmm", "--emmit", "-n", "--no-verifi"])
+def test_what_is_no_program_stays_a_mistaken_option(option: str) -> None:
+    assert "No such option" in run("compile", "mm", option, status=2).stderr
+
+
+def test_an_option_keeps_its_value_whatever_it_looks_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, arguments in (("-mm.py", ("-o", "-mm.py")), ("mm/f.py", ("-omm/f.py",)), ("-mm (1).py", ("--output", "-mm (1).py"))):
+        Path("mm").mkdir(exist_ok=True)
+        run("compile", "mm", "--emit", "ir", *arguments)
+        assert Path(name).is_file()
 
 
 # -- early stages
@@ -298,7 +338,59 @@ def test_source_goes_to_stdout_and_talk_to_stderr() -> None:
         "target    sm_90 (H100, H200), the default, since no GPU is at hand",
         f"config    {SMALL.removeprefix('schedule=').replace(',', ' ')} one_launch=0 early=0",
         "          given by the caller",
+        f"compiled  relu(mm + bias), fp16 for sm_90: {done.stdout.count(chr(10))} lines of Triton, schedule tiled",
+        "next      epigen compile 'relu(mm + bias)' -o fused.py             # a stand-alone file: kernel, launcher, self-check",
+        "          epigen explain 'relu(mm + bias)' --shape 4096x4096x4096  # what bounds it, and what fusing saves",
     ]
+
+
+@pytest.mark.usefixtures("compile_once")
+@pytest.mark.parametrize("program", ["relu(mm+bias)", "mm", "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z)"])
+def test_without_a_gpu_the_kernel_is_one_that_any_gpu_runs_and_was_itself_verified(program: str) -> None:
+    done = run("compile", program, "--json")
+    found = json.loads(done.stdout)
+    assert found["config"]["schedule"] == "tiled" and found["verified"]["same_source"]
+    assert found["source"].count("\n") < 90
+    least = min(t.shared_bytes for t in TARGETS.values())
+    assert 0 < found["resources"][0]["shared_bytes"] <= least
+
+
+@pytest.mark.usefixtures("compile_once")
+def test_the_summary_comes_last() -> None:
+    """After the source, as on a terminal, where both streams are one."""
+    done = run("compile", "relu(mm+bias)")
+    after = done.output[done.output.index(done.stdout) + len(done.stdout) :]
+    assert [line.split()[0] for line in after.splitlines() if not line.startswith(" ")] == ["compiled", "verified", "resources", "next"]
+    before = done.output[: done.output.index(done.stdout)]
+    assert [line.split()[0] for line in before.splitlines() if not line.startswith(" ")] == ["target", "config"]
+
+
+@pytest.mark.parametrize("arguments", [(), ("--backward", "--dtype", "bf16"), ("-o", "a file's name.py")], ids=" ".join)
+def test_the_commands_that_are_named_next_are_commands(arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run("compile", "relu(mm + bias)", "--no-verify", *arguments)
+    said = done.stderr[done.stderr.index("\nnext") + 1 :].splitlines()
+    named = [shlex.split(line[10:], comments=True) for line in said]
+    assert len(named) >= 2
+    for words in named:
+        if words[0] == "epigen":
+            run(*words[1:], *(("--no-verify",) if words[1] == "compile" else ()))
+        else:
+            assert words[0] == "python" and Path(words[1]).is_file()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_is_taken_as_asked(schedule: str) -> None:
+    """At a shape at which each may pay."""
+    shape = "16x4096x4096" if schedule == "split_k" else "4096x4096x4096"
+    found = json.loads(run("compile", "relu(mm + bias)", "--no-verify", "--schedule", schedule, "--shape", shape, "--json").stdout)
+    assert found["config"]["schedule"] == schedule
+
+
+def test_a_schedule_that_cannot_run_or_does_not_pay_is_said() -> None:
+    done = run("compile", "relu(mm + bias)", "--schedule", "persistent", "--target", "sm_80", status=1)
+    assert done.stderr == "error: no config of persistent suits 4096x4096x4096 fp16 on sm_80: there are some of library, tiled\n"
+    assert "give one of them" in run("compile", "mm", "--schedule", "tiled", "--config", SMALL, status=2).stderr
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -320,7 +412,7 @@ def test_precision_and_shape() -> None:
     # a K that the block divides needs no mask along K, and no K is promised by default
     assert "K - k" in run("compile", "mm", *QUICK).stdout
     done = run("compile", "mm", "--no-verify", "--shape", "100x200x4096")
-    assert "K - k" not in done.stdout and "chosen by rule for 100x200x4096 fp16 on sm_90" in done.stderr
+    assert "K - k" not in done.stdout and "the model's choice of tiled for 100x200x4096 fp16 on sm_90" in done.stderr
 
 
 def test_a_shape_past_32_bit_offsets() -> None:
@@ -346,7 +438,7 @@ def test_a_program_that_the_vendor_computes_whole() -> None:
     assert found["source"].endswith("def epigen_mm(a, b, out):\n    torch.mm(a, b, out=out)\n") and "triton" not in found["source"]
     assert found["resources"] == [] and found["verified"]["outputs"]["out"]["ok"] and "fp16 under torch on the CPU, this very kernel" in done.stderr
     said = run("compile", "mm", "--config", config, "--emit", "ptx", status=1).stderr
-    assert "error: the vendor's library computes all of this program, so there is no ptx of it: give --config with a schedule that multiplies" in said
+    assert "error: the vendor's library computes all of this program, so there is no ptx of it: give --schedule tiled, which multiplies" in said
 
 
 # -- the derivative
@@ -433,7 +525,7 @@ def test_a_layout_is_verified_as_it_is(layout: str, monkeypatch: pytest.MonkeyPa
     given: list[verify.Sample] = []
     sample = verify.sample
     monkeypatch.setattr(verify, "sample", lambda *args, **options: given.append(sample(*args, **options)) or given[-1])
-    monkeypatch.setattr(cli, "_start_compiling", lambda *_: None)
+    monkeypatch.setattr(cli_compile, "_start_compiling", lambda *_: None)
     run("compile", "relu(mm + bias)", "--config", SMALL, "--layout", layout)
     (one,) = given
     assert "".join("n" if t.stride(1) == 1 else "t" for t in (one.a, one.b)) == layout
@@ -443,16 +535,16 @@ def test_a_layout_is_verified_as_it_is(layout: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", ["1000x1002x1004", "1001x1003x999", "1024x1000x1000"])
 def test_a_kernel_of_unaligned_rows_is_verified_itself(layout: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_start_compiling", lambda *_: None)
+    monkeypatch.setattr(cli_compile, "_start_compiling", lambda *_: None)
     done = run("compile", "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z)", "--config", SMALL, "--layout", layout, "--shape", shape)
     assert "under Triton's interpreter, this very kernel, against float64\n" in done.stderr
 
 
 def test_a_kernel_in_gluon_is_verified_by_its_like_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_start_compiling", lambda *_: None)
+    monkeypatch.setattr(cli_compile, "_start_compiling", lambda *_: None)
     config = f"schedule=warp_specialized,{','.join(f'{name}={value}' for name, value in cases.warp_specialized().values)}"
     done = run("compile", "relu(mm + bias)", "--config", config, "--layout", "nt", "--shape", "256x256x256")
-    assert "under Triton's interpreter, the kernel (its like in Triton's own language, persistent block_m=128 " in done.stderr
+    assert "under Triton's interpreter, the kernel (in its place one in Triton's own language, persistent block_m=128 " in done.stderr
     assert "gl.warp_specialize(" in done.stdout
 
 
@@ -472,7 +564,7 @@ def test_a_kernel_in_gluon_is_verified_by_its_like_in_triton(monkeypatch: pytest
     ],
 )
 def test_what_was_verified_is_said(program: str, dtype: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_start_compiling", lambda *_: None)
+    monkeypatch.setattr(cli_compile, "_start_compiling", lambda *_: None)
     done = run("compile", program, "--config", SMALL, "--dtype", dtype, "--json")
     assert said in done.stderr
     verified = json.loads(done.stdout)["verified"]
@@ -493,7 +585,7 @@ def test_a_wrong_kernel_is_not_shown(
 
 
 def test_a_wrong_reduction_is_caught_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_start_compiling", lambda *_: None)
+    monkeypatch.setattr(cli_compile, "_start_compiling", lambda *_: None)
     monkeypatch.setitem(ops.REDUCTIONS, "sum", replace(ops.REDUCTIONS["sum"], combine="{x} + 1.01 * {y}"))
     assert "output 'out1' is wrong" in run("compile", "mm, bgrad(mm + 1)", "--config", SMALL, status=3).stderr
 
@@ -619,7 +711,9 @@ def test_a_whole_run() -> None:
     done = process("compile", "relu(mm + bias)", "--config", SMALL)
     assert done.returncode == 0, done.stderr
     assert done.stdout == run("compile", "relu(mm + bias)", *QUICK).stdout
-    assert [line.split()[0] for line in done.stderr.splitlines() if not line.startswith(" ")] == ["target", "config", "verified", "resources"]
+    assert [line.split()[0] for line in done.stderr.splitlines() if not line.startswith(" ")] == [
+        "target", "config", "compiled", "verified", "resources", "next",
+    ]  # fmt: skip
 
 
 def test_a_mistake_ends_in_a_message() -> None:
@@ -642,8 +736,29 @@ def test_a_reader_that_went_away(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_a_message() -> None:
+@pytest.mark.parametrize(
+    "arguments", [("ops",), ("ops", "--json"), ("compile", "mm", "--emit", "ir"), ("info",), ("--help",), ("compile", "--help"), ("--version",)], ids=" ".join
+)
+def test_a_full_disk_is_a_message(arguments: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:  # noqa: PTH123
-        done = process("compile", "mm", "--emit", "ir", stdout=full)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr and "No space left on device" in done.stderr
+        done = process(*arguments, stdout=full)
+    assert (done.returncode, done.stderr) == (1, "error: cannot write the output: No space left on device\n")
+
+
+def test_python_m_epigen_is_the_command() -> None:
+    environment = settings.child_environment(interpret=False)
+    for arguments, said in (
+        (("--version",), epigen.__version__),
+        (("compile", "mm", "--emit", "ir"), "output out = %0"),
+        (("--help",), "python -m epigen [OPTIONS]"),
+    ):
+        done = subprocess.run([sys.executable, "-W", "error", "-m", "epigen", *arguments], env=environment, capture_output=True, text=True, check=True)
+        assert said in done.stdout
+
+
+def test_ctrl_c_ends_a_command_with_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(api, "compile", interrupted)
+    assert run("compile", "mm", status=130).stderr == "interrupted\n"

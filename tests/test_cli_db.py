@@ -146,3 +146,13 @@ def test_prune(tmp_path: Path) -> None:
     assert len(own.records()) == 1
     assert len(json.loads(run("prune", "--triton", "3.9.0", "--json").stdout)["dropped"]) == 1
     assert own.records() == []
+
+
+@pytest.mark.parametrize("target", ["x.json", "folder"])
+def test_an_export_of_nothing_is_a_mistake_and_writes_nothing(target: str, tmp_path: Path) -> None:
+    assert str(tmp_path / "own") in run("export", tmp_path / target, status=1).stderr
+    opened(tmp_path / "own").add(record())
+    for arguments in (("--gpu", "MI300"), ("--program", "gelu")):
+        assert "asked for" in run("export", tmp_path / target, *arguments, status=1).stderr
+    assert not (tmp_path / target).exists()
+    assert run("export", tmp_path / target).stdout.startswith("1 added") and (tmp_path / target).exists()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from programs import programs, write_program
 from torch import Tensor
 
+import epigen
 from epigen import ops
 from epigen.codegen.lower import output_dtype
 from epigen.dtypes import BF16, FP8E5M2, FP16, FP32, INT8, DType
@@ -448,3 +449,11 @@ def test_special_values_have_to_arrive(special: float) -> None:
     assert bound.compare(found, expected).ok
     found[:, 3] = 1.0
     assert not bound.compare(found, expected).ok
+
+
+def test_a_derivation_reads_as_its_programs() -> None:
+    derived = epigen.derive("gelu(mm + bias) + residual")
+    assert len(repr(derived)) < 400 and "\n" not in repr(derived)
+    for said in (str(derived), repr(derived)):
+        assert derived.forward.text in said and derived.backward.text in said and derived.save in said
+    assert all(line in str(derived) for line in derived.wiring()) and len(derived.wiring()) >= 1

@@ -819,3 +819,15 @@ def test_a_copy_for_tma_has_rows_of_whole_lines(dtype: torch.dtype) -> None:
 def test_the_plan_needs_no_gpu_and_no_call(dtype: Any) -> None:
     plan = epigen.compile("relu(mm + bias)").plan((64, 64, 64), dtype=dtype, target=TARGETS["sm_90"])
     assert plan.spec.signature.a == dtype and plan.rendered.functions[0].name == "epigen_relu_mm_bias"
+
+
+def test_the_source_after_a_call_of_cpu_tensors_is_of_their_dtypes_and_extents() -> None:
+    kernel = epigen.compile("relu(mm + bias)")
+    before = kernel.source()
+    for dtype, short in ((torch.float32, "fp32"), (torch.float16, "fp16")):
+        kernel(torch.ones(4, 8, dtype=dtype), torch.ones(8, 4, dtype=dtype), bias=torch.ones(4))
+        assert f"[M, K] {short}" in kernel.source() and "[N] fp32" in kernel.source()
+        assert kernel.config["block_m"] <= 16 and "4x4x8" in kernel.explain()
+    assert kernel.source(shape=(4096, 4096, 4096)) == before
+    kernel.over(torch.ones(4, 4), bias=torch.ones(4))
+    assert kernel.config.schedule == "library"

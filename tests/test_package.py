@@ -222,3 +222,18 @@ def test_an_installed_command_prints_a_kernel(installed: Path, tmp_path: Path) -
     assert any({"triton.jit", "gluon.jit"} & {ast.unparse(d) for d in f.decorator_list} for f in functions)
     assert "tl.dot(" in text or "warpgroup_mma(" in text
     assert "tl.maximum(" in text or "gl.maximum(" in text
+
+
+def test_what_the_package_offers_is_what_completion_and_help_show() -> None:
+    """In a process of its own, where nothing of it is imported yet."""
+    code = (
+        "import pydoc, sys, epigen\n"
+        "names = dir(epigen)\n"
+        "assert not {'torch', 'triton'} & set(sys.modules)\n"
+        "print(*(n for n in names if not n.startswith('__')))\n"
+        "text = pydoc.render_doc(epigen, renderer=pydoc.plaintext)\n"
+        "print(all(f'    {name}(' in text for name in ('compile', 'derive', 'fuse', 'linear', 'tune')))\n"
+    )
+    offered, helped = run([sys.executable, "-c", code], ROOT).stdout.splitlines()
+    assert offered.split() == sorted(name for name in epigen.__all__ if name != "__version__")
+    assert helped == "True"

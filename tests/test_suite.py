@@ -171,3 +171,13 @@ def test_gpus_are_chosen_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
         assert str(caught.value) == said
     monkeypatch.setattr(device, "indices", lambda: (0, 1))
     assert asked.gpus_for("all") == ((0, 1), h100)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+    """As some editors leave one."""
+    file = tmp_path / "suite.toml"
+    text = b"[[problem]]\nprogram = 'relu(mm)'\nshapes = ['64x64x64']\n"
+    file.write_bytes(text)
+    plain = suite.read(file)
+    file.write_bytes(b"\xef\xbb\xbf" + text)
+    assert suite.read(file) == plain != []

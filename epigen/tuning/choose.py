@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Signature, laid
+from epigen.errors import ConfigError
 from epigen.ir.graph import Graph
 from epigen.runtime.device import Target
 from epigen.runtime.latest import Latest
@@ -91,6 +92,25 @@ class Chooser:
             tuned = index.tuned_alike(problem, triton_version())
             found = self.held.put(key, Bucket(problem, _lent(index, problem, spec, target), tuned, index))
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """Chooses among the configs of one schedule, which a caller has named: by the model, whatever was measured. Raises ConfigError where there is none."""
+
+    schedule: str
+
+    def __call__(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str) -> Choice:
+        if refused:
+            return rule.library(spec, refused)
+        space = Space(spec, shape, target)
+        configs = [config for config in space.outline() if config.schedule == self.schedule] if self.schedule in space.schedules else []
+        ranked = model.rank(spec, configs, shape, gpus.of_target(target))
+        fitting = next((fit for config in ranked if (fit := model.fitted(spec, config, shape, target))), None)
+        if fitting is None:
+            those = ", ".join(space.schedules)
+            raise ConfigError(f"no config of {self.schedule} suits {extents(shape)} {spec.signature.a} on {target.name}: there are some of {those}")
+        return Choice(fitting, f"the model's choice of {self.schedule} for {extents(shape)} {spec.signature.a} on {target.name}")
 
 
 def _lent(index: Index, problem: Problem, spec: KernelSpec, target: Target) -> Choice | None:
