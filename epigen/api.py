@@ -19,7 +19,7 @@ from epigen.lang.parser import parse
 from epigen.runtime.arguments import process_precision
 from epigen.runtime.kernel import BACKENDS, Kernel
 from epigen.runtime.rendering import renderer
-from epigen.tuning.choose import Chooser
+from epigen.tuning.choose import Chooser, capability
 from epigen.tuning.database import Database
 
 if TYPE_CHECKING:
@@ -159,6 +159,7 @@ def tune(
         if fresh:
             remembered.forget(task)
     base = _database() if database is None else database if isinstance(database, Database) else Database(Path(database))
+    base.demand_writable(target.part, capability(target))
     where = remembered.default_storage if storage is None else storage
     limit = math.inf if budget_s is None else budget_s
     told = report or (lambda _index, _progress: None)

@@ -76,7 +76,7 @@ def list_command(path: Path | None, gpu: str, program: str, as_json: bool) -> No
             where = file
         click.echo(f"  {_row(record)}")
     if not found:
-        click.echo(f"no records in {database.path}" + "".join(f", nor in {seed}" for seed in database.seeds), err=True)
+        click.echo(f"no records in {database.path or 'a database of yours'}" + "".join(f", nor in {seed}" for seed in database.seeds), err=True)
 
 
 @db.command("show")
@@ -136,8 +136,11 @@ def check_command(context: click.Context, paths: tuple[Path, ...], path: Path | 
     from epigen.tuning import database
 
     chain = _open(path)
-    where = [*paths, *([path] if path else [])] or [chain.path, *chain.seeds]
-    if missing := [str(p) for p in (*paths, *([path] if path else [])) if not p.exists()]:
+    asked = [*paths, *([path] if path else [])]
+    where = asked or [root for root in (chain.path, *chain.seeds) if root is not None]
+    if not asked:
+        _warn(*chain.complaints)
+    if missing := [str(p) for p in asked if not database.there(p)]:
         raise DatabaseError(f"{', '.join(missing)} does not exist")
     count = sum(len(database.files(p)) for p in where)
     problems = [problem for p in where for problem in database.check(p)]

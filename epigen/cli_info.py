@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
 from pathlib import Path
@@ -38,10 +39,11 @@ def gather(path: Path | None = None) -> dict[str, Any]:
     versions = {"epigen": epigen.__version__, "python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
     gpus = [_gpu(index) for index in sorted(device.indices())]
     default = None if gpus else {"target": device.DEFAULT.name, "part": device.DEFAULT.part, "schedules": schedules(device.DEFAULT)}
-    studies = sorted(settings.studies_dir().glob("*.journal")) if settings.studies_dir().is_dir() else []
+    cache, folder = settings.cache_dir(), settings.studies_dir()
+    studies = sorted(folder.glob("*.journal")) if folder is not None and os.path.isdir(folder) else []  # noqa: PTH112  # Path.is_dir may raise
     return {
         "versions": versions, "driver": driver() if gpus else None, "gpus": gpus, "default": default, "databases": _databases(path),
-        "cache": {"path": str(settings.cache_dir()), "studies": len(studies)},
+        "cache": {"path": None if cache is None else str(cache), "studies": len(studies)},
     }  # fmt: skip
 
 
@@ -86,12 +88,19 @@ def _databases(path: Path | None) -> list[dict[str, Any]]:
         one = database.Database(root, seeds=())
         records = one.records()
         try:
-            files = len(database.files(root))
+            files = len(database.files(root)) if root is not None else 0
         except DatabaseError:  # said among the complaints
             files = 0
         parts = sorted({r.gpu for _, r in records})
         found.append(
-            {"path": str(root), "writable": root == chain.path, "files": files, "records": len(records), "gpus": parts, "complaints": list(one.complaints)}
+            {
+                "path": None if root is None else str(root),
+                "writable": root == chain.path,
+                "files": files,
+                "records": len(records),
+                "gpus": parts,
+                "complaints": list(one.complaints),
+            }
         )
     return found
 
@@ -134,11 +143,11 @@ def text(found: dict[str, Any]) -> str:
         whose = "yours" if base["writable"] else "shipped"
         count = f"{base['records']} record{'s' * (base['records'] != 1)} in {base['files']} file{'s' * (base['files'] != 1)}"
         parts = f" ({', '.join(base['gpus'])})" if base["gpus"] else ""
-        rows.append(("database", f"{base['path']}, {whose}: {count if base['files'] else 'empty'}{parts}"))
+        rows.append(("database", f"{base['path'] or 'none'}, {whose}: {count if base['files'] else 'empty'}{parts}"))
         rows += [("", f"warning: {complaint}") for complaint in base["complaints"]]
     cache = found["cache"]
     studies = f", {cache['studies']} remembered search{'es' * (cache['studies'] != 1)}" if cache["studies"] else ""
-    rows.append(("cache", f"{cache['path']}{studies}"))
+    rows.append(("cache", f"{cache['path'] or 'no folder: this user has no home, or EPIGEN_CACHE names none that can be found'}{studies}"))
     return "\n".join(f"{name:<10}{line}".rstrip() for name, line in rows) + "\n"
 
 

@@ -135,6 +135,7 @@ def _asked(
             raise click.UsageError(f"{error}{'; --replay TABLE searches recorded measurements' if str(error) == asked.NO_GPU else ''}") from None
 
         from epigen.tuning import fleet, remembered, tune
+        from epigen.tuning.choose import capability
         from epigen.tuning.database import Database
 
         tasks = [a.task(target, seed) for a in asked.distinct(listed)]
@@ -143,6 +144,7 @@ def _asked(
             if fresh:
                 remembered.forget(task)
         database = Database(path)
+        database.demand_writable(target.part, capability(target))
         where: Place = remembered.default_storage if storage is None else storage
 
         def run(report: Callable[[int, Progress], None], done: Callable[[int, Tuned], None]) -> object:

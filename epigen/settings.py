@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+from epigen.errors import DatabaseError
+
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -29,28 +31,59 @@ def seed_database_dir() -> Path:
 
 
 def user_database_dir() -> Path:
-    """The user's own tuning databases, which tuning writes to; a folder, or one file where EPIGEN_DB names a .json file."""
-    if chosen := os.environ.get("EPIGEN_DB"):
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "epigen"
-    base = os.environ.get("XDG_DATA_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "share") / "epigen"
+    """The user's own tuning databases, which tuning writes to; a folder, or one file where EPIGEN_DB names a .json file.
+
+    Raises DatabaseError where there is no such place: without a home folder, or for that of a user whom nobody knows.
+    """
+    try:
+        return _place("EPIGEN_DB", "XDG_DATA_HOME", ".local/share", "Application Support")
+    except LookupError as error:
+        raise DatabaseError(f"{error.args[0]}: set EPIGEN_DB to a folder or a .json file") from None
 
 
-def cache_dir() -> Path:
-    """Folder for what can be made anew, private to the user: generated modules, and the trials of searches."""
-    if chosen := os.environ.get("EPIGEN_CACHE"):
-        return Path(chosen)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "epigen"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "epigen"
+def cache_dir() -> Path | None:
+    """Folder for what can be made anew, private to the user: generated modules, and the trials of searches. None where there is no such place."""
+    try:
+        return _place("EPIGEN_CACHE", "XDG_CACHE_HOME", ".cache", "Caches")
+    except LookupError:
+        return None
 
 
-def studies_dir() -> Path:
-    """Folder for the trials of searches, from which a second search of the same problem goes on."""
-    return cache_dir() / "studies"
+def _place(variable: str, base: str, below_home: str, on_a_mac: str) -> Path:
+    """What a variable names, or else the platform's own folder for such things. Raises LookupError, in words."""
+    if chosen := os.environ.get(variable):
+        try:
+            return Path(chosen).expanduser().absolute()  # relative to the folder that is the current one now
+        except RuntimeError:
+            raise LookupError(f"{variable} is {chosen!r}, and there is no such home folder") from None
+        except OSError as error:
+            raise LookupError(f"{variable} is {chosen!r}, and the current folder cannot be found: {error.strerror}") from None
+    given = Path(os.environ.get(base, ""))  # a relative one has no meaning there
+    if given.is_absolute() and sys.platform != "darwin":
+        return given / "epigen"
+    try:
+        home = Path.home()
+    except RuntimeError:
+        raise LookupError("this user has no home folder") from None
+    if not home.is_absolute():
+        raise LookupError(f"this user's home folder, {str(home)!r}, is no absolute path")
+    return home / ("Library/" + on_a_mac if sys.platform == "darwin" else below_home) / "epigen"
+
+
+def studies_dir() -> Path | None:
+    """Folder for the trials of searches, from which a second search of the same problem goes on. None where there is no place for it."""
+    cache = cache_dir()
+    return None if cache is None else cache / "studies"
+
+
+def triton_cache_chosen() -> bool:
+    """Whether the user has said where Triton keeps what it compiles."""
+    return bool(os.environ.get("TRITON_CACHE_DIR") or os.environ.get("TRITON_HOME"))
+
+
+def set_triton_cache(folder: Path) -> None:
+    """Choose that place for this process and its children."""
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
 
 
 def visible_gpus(there: int) -> int:

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tuned import A100, H200, NAME, OTHER_KIND, OTHER_SPEC, SPEC, TRITON, config, opened, problem, record
@@ -25,7 +25,7 @@ from epigen import settings as places
 from epigen.codegen import schedules
 from epigen.errors import DatabaseError, EpigenError
 from epigen.tuning import database as db
-from epigen.tuning import records, store
+from epigen.tuning import lock, records, store
 from epigen.tuning.database import Database
 from epigen.tuning.problem import Problem
 from epigen.tuning.records import Damaged, Record, better, merged, parse, render
@@ -578,7 +578,7 @@ def test_a_linked_file_stays_a_link_and_keeps_its_mode(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_is_held_is_reported(tmp_path: Path) -> None:
-    with FileLock(tmp_path / f"{NAME}.lock"), pytest.raises(DatabaseError, match=r"has held .*\.lock for more than 0.05 s: nothing was written"):
+    with lock.held(tmp_path / f"{NAME}.lock", 1.0, 0.01), pytest.raises(DatabaseError, match=r"has held .*\.lock for more than 0.05 s: nothing was written"):
         Database(tmp_path, seeds=(), timeout_s=0.05).add(record())
 
 
@@ -604,6 +604,128 @@ def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / NAME).read_bytes() == before
     monkeypatch.undo()
     assert chain.add(record((16, 16, 16))).added == 1
+
+
+def everything(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
+
+
+@pytest.mark.parametrize("name", [f".{NAME}.writing", f"{NAME}.lock"])
+@pytest.mark.parametrize("kind", ["a pipe", "a hard link", "a link", "a dangling link"])
+def test_what_lies_under_the_names_of_a_write_is_neither_followed_nor_changed(name: str, kind: str, tmp_path: Path) -> None:
+    """In a folder where others may write too."""
+    folder, precious = tmp_path / "db", tmp_path / "precious"
+    folder.mkdir()
+    precious.write_text("precious")
+    match kind:
+        case "a pipe":
+            os.mkfifo(folder / name)
+        case "a hard link":
+            os.link(precious, folder / name)
+        case "a link":
+            (folder / name).symlink_to(precious)
+        case "a dangling link":
+            (folder / name).symlink_to(tmp_path / "nothing")
+    chain = Database(folder, seeds=(), timeout_s=0.05)
+    if name.endswith(".lock") and kind.endswith("link") and kind != "a hard link":
+        with pytest.raises(DatabaseError, match=r"cannot lock .*\.lock: Too many levels of symbolic links"):
+            chain.add(record())
+    else:
+        assert chain.add(record()).added == 1 and everything(folder) == [NAME]
+    assert precious.read_text() == "precious" and not (tmp_path / "nothing").exists()
+
+
+def test_a_folder_under_the_name_of_a_write_is_an_error_in_words(tmp_path: Path) -> None:
+    (tmp_path / f".{NAME}.writing").mkdir()
+    with pytest.raises(DatabaseError, match=r"^cannot write .*: (Is a directory|Operation not permitted)$"):
+        opened(tmp_path).add(record())
+
+
+def failing(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("step", ["fsync", "rename"])
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+@pytest.mark.parametrize("damaged", [True, False], ids=["damaged", "sound"])
+def test_writes_that_fail_leave_all_as_it_was(step: str, links: bool, damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = only(tmp_path, text_of(record(), record((16, 16, 16))))
+    if damaged:
+        path.write_text(path.read_text().replace('"median_us"', '"medianus"', 1))
+    before = path.read_bytes()
+    chain = opened(tmp_path)
+    with monkeypatch.context() as patch:
+        if not links:
+            patch.setattr(os, "link", lambda *_: failing())
+        patch.setattr(*((os, "fsync") if step == "fsync" else (Path, "replace")), failing)
+        for _ in range(3):
+            with pytest.raises(DatabaseError, match=r"cannot write .*: No space left on device"):
+                chain.add(record((32, 32, 32)))
+            assert path.read_bytes() == before and everything(tmp_path) == [NAME]
+    report = chain.add(record((32, 32, 32)))
+    assert report.added == 1 and everything(tmp_path) == [NAME, *[f"{NAME}.damaged-1"] * damaged]
+
+
+def test_a_file_system_without_permissions_or_synced_folders_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = only(tmp_path, text_of(record()))
+    fsync = os.fsync
+
+    def refused(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    def of_files(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(22, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fchmod", refused)
+    monkeypatch.setattr(os, "fsync", of_files)
+    assert opened(tmp_path).add(record((16, 16, 16))).added == 1 and len(parse(path.read_bytes()).records) == 2
+
+
+def test_a_folder_whose_names_cannot_be_listed_may_hold_a_file_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that may be written and not read."""
+    opened_for_real = os.open
+
+    def unlisted(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_DIRECTORY:
+            raise PermissionError(13, "Permission denied", path)
+        return opened_for_real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", unlisted)
+    assert opened(tmp_path / NAME).add(record()).added == 1
+
+
+def test_an_error_without_the_systems_words_still_says_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(DatabaseError, match=r"^cannot write .*: TimeoutError$"):
+        opened(tmp_path).add(record())
+
+
+@pytest.mark.parametrize("below", ["x" * 300, f"{'x' * 300}.json", "file/db", "file/x.json"])
+def test_a_path_that_cannot_be_is_left_out_in_words(below: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    chain = opened(tmp_path / below)
+    assert chain.find(problem(), TRITON) is None
+    (complaint,) = chain.complaints
+    assert complaint.startswith("cannot read ") and complaint.endswith((": File name too long", ": Not a directory"))
+    for attempt in (lambda: chain.add(record()), lambda: chain.demand_writable(*H200)):
+        with pytest.raises(DatabaseError, match=r"^cannot lock "):
+            attempt()
+    with pytest.raises(DatabaseError, match=r"^cannot read "):
+        opened(tmp_path / "other").merge(tmp_path / below)
+
+
+def test_whether_something_can_be_written_is_known_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = opened(tmp_path / "db")
+    chain.demand_writable(*H200)
+    assert chain.records() == [] and everything(tmp_path / "db") == []
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(DatabaseError, match=r"cannot write .*nvidia_h200_sm90\.json: the folder may not be written to"):
+        chain.demand_writable(*H200)
 
 
 def test_a_path_that_is_no_database(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "epigen"
 
 ORDER = (
-    "errors", "uncollected", "settings", "dtypes", "ops",
+    "errors", "uncollected", "files", "settings", "dtypes", "ops",
     "lang.syntax", "lang.parser",
     "ir.graph", "ir.check", "ir.passes", "ir.rules", "ir.unparse", "ir.autodiff", "ir.derivation", "ir.derive", "ir.reference", "ir.bound",
     "codegen.spec", "codegen.schedules", "codegen.vendor", "codegen.emit", "codegen.lower", "codegen.render", "codegen.standalone",
@@ -31,7 +31,7 @@ ORDER = (
 )  # fmt: skip
 """A module imports only from earlier rows. A row with a star holds a folder's remaining modules, which may import each other."""
 
-NO_TORCH = re.compile(r"(errors|uncollected|settings|dtypes|ops|lang\..*|ir\.(graph|check|passes|rules|unparse|autodiff|derivation|derive)|codegen\..*)")
+NO_TORCH = re.compile(r"(errors|uncollected|files|settings|dtypes|ops|lang\..*|ir\.(graph|check|passes|rules|unparse|autodiff|derivation|derive)|codegen\..*)")
 """The front end: it works where neither torch nor Triton is installed."""
 
 SOLE_IMPORTERS = {
@@ -39,7 +39,6 @@ SOLE_IMPORTERS = {
     "jinja2": {"codegen.render"},
     "optuna": {"tuning.storage", "tuning.study", "tuning.tpe"},
     "sqlalchemy": {"tuning.storage"},
-    "filelock": {"tuning.store"},
     "click": {"cli", "cli_types", "cli_compile", "cli_db", "cli_derivation", "cli_explain", "cli_info", "cli_tune"},
 }
 

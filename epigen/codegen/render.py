@@ -21,7 +21,6 @@ from epigen.codegen import emit, schedules, vendor
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, Signature, Store, digest, stride_name
 from epigen.dtypes import FP32, INT32, UINT8, DType
-from epigen.errors import EpigenError
 from epigen.ir.graph import describe_indices
 
 _TRITON_TYPES = {"fp8e4m3": "fp8e4nv", "fp8e5m2": "fp8e5", "int8": "i8", "int32": "i32", "uint8": "u8"}
@@ -106,8 +105,7 @@ class _Compiled(jinja2.BytecodeCache):
             bucket.bytecode_from_string(base64.b64decode(found or "", validate=True))
 
     def dump_bytecode(self, bucket: Any) -> None:
-        with contextlib.suppress(EpigenError):  # no folder can be written: the next process compiles it as well
-            self.shelf.write(f"template_{bucket.key}", base64.b64encode(bucket.bytecode_to_string()).decode())
+        self.shelf.write(f"template_{bucket.key}", base64.b64encode(bucket.bytecode_to_string()).decode())
 
 
 class Renderer:

@@ -30,7 +30,7 @@ from epigen.runtime import arguments, device, outputs
 from epigen.runtime.arguments import process_precision
 from epigen.runtime.device import Target
 from epigen.runtime.latest import Latest
-from epigen.runtime.loader import Loader, Resources, refusal, warm
+from epigen.runtime.loader import Loader, Resources, refusal, unwritten, warm
 from epigen.runtime.prepared import Operands, Plan, Prepared
 from epigen.runtime.warmed import Again, warmed
 
@@ -258,6 +258,8 @@ class Kernel:
         prepared = self._prepare(operands, inputs, outs)
         try:
             return prepared, self._start(prepared, operands, inputs, outs)
+        except OSError as error:
+            raise unwritten(error) from error
         except Exception as error:
             refused = refusal(error) if prepared.plan and not prepared.interpreted else None
             if refused is None:

@@ -1,7 +1,7 @@
 """Source text -> jit functions, and ahead-of-time compilation.
 
-A module is compiled from the text in hand; the file under the cache folder is there for Triton, which reads a function's source from
-its file, and for whoever reads a traceback or a profile. No module is ever loaded from a file that was found.
+A module is compiled from the text in hand; the file under the cache folder is there for whoever reads a traceback or a profile, and there is
+none where no folder can be written. No module is ever loaded from a file that was found.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from epigen import settings
 from epigen.codegen.render import PDL, Argument, Function, Rendered
 from epigen.codegen.spec import KNOWN
 from epigen.errors import CompileError, EpigenError
+from epigen.files import reason
 from epigen.runtime import triton_key
 from epigen.runtime.device import Target
-from epigen.runtime.private import Private
+from epigen.runtime.private import Private, can_be_written
 from epigen.uncollected import uncollected
 
 BINARY = {"cuda": "cubin", "hip": "hsaco"}
@@ -47,7 +48,18 @@ def _import_triton(interpret: bool) -> Any:
             f"Triton was imported {have}: set TRITON_INTERPRET={need} before Triton is first imported "
             f"to {'interpret' if interpret else 'compile'} kernels in this process"
         )
+    if not interpret:
+        _place_cache(triton)
     return triton
+
+
+def _place_cache(triton: Any) -> None:
+    """Where Triton could not write its cache, as in a home that is missing or read-only, it gets a folder beside epigen's own."""
+    if settings.triton_cache_chosen():
+        return
+    own = Path(triton.knobs.cache.dir)
+    if not (own.is_absolute() and can_be_written(own)) and (folder := Private(settings.cache_dir()).folder("triton")) is not None:
+        settings.set_triton_cache(folder)
 
 
 @functools.cache
@@ -76,7 +88,7 @@ class Loader:
         if not self.interpret:
             triton_key.remember(triton, self.store)
         name = f"{rendered.functions[0].name}_{rendered.digest}"
-        path = self.store.write(f"{name}.py", rendered.text)
+        path = self.store.write(f"{name}.py", rendered.text) or f"<{name}>"
         # Triton reads the source through linecache: an entry without a time stamp is never read from the file again
         linecache.cache[str(path)] = (len(rendered.text), None, rendered.text.splitlines(keepends=True), str(path))
         module = types.ModuleType(name)
@@ -113,6 +125,12 @@ def refusal(error: Exception) -> EpigenError | None:
     if isinstance(error, (CompilationError, PTXASError)) or "PassManager" in str(error):
         return CompileError(f"the kernel does not compile: {_last_words(error)}")
     return None
+
+
+def unwritten(error: OSError) -> EpigenError:
+    """What to say where Triton cannot keep what it compiles, as on a disk that is full: nothing runs from memory alone."""
+    place = f" ({error.filename})" if error.filename else ""
+    return EpigenError(f"Triton cannot write its cache: {reason(error)}{place}: set TRITON_CACHE_DIR to a folder that can be written")
 
 
 def _shared_layout(argument: Argument) -> Any:
@@ -173,6 +191,8 @@ def compile_ahead(rendered: Rendered, function: Function, target: Target, consta
     source = Source(jit, signature=signature, constexprs={n: fixed[n] for n in names if n in fixed}, attrs=attributes)
     try:
         kernel = triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp_size), options=options(function))
+    except OSError as error:
+        raise unwritten(error) from error
     except Exception as error:  # Triton's front end, MLIR and ptxas each raise their own kind
         raise CompileError(f"{function.name} does not compile for {target.name}: {_last_words(error)}") from error
     return _compiled(kernel, function, target)
@@ -217,6 +237,8 @@ def warm(jit: Any, function: Function, arguments: Sequence[Any], options: Mappin
     triton.runtime.driver.set_active(_Absent(GPUTarget(target.backend, target.arch, target.warp_size)))
     try:
         kernel = jit.warmup(*arguments, grid=(1,), **options)
+    except OSError as error:
+        raise unwritten(error) from error
     except Exception as error:  # as in compile_ahead
         raise CompileError(f"{function.name} does not compile for {target.name}: {_last_words(error)}") from error
     compiled = _compiled(kernel, function, target)

@@ -11,38 +11,68 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from epigen.errors import EpigenError
+from epigen.files import write_new
 
 
 class Private:
-    """Writes to the first folder that will do."""
+    """Writes to the first folder that will do. cache: the cache folder, if there is one."""
 
-    def __init__(self, cache: Path):
+    def __init__(self, cache: Path | None):
         self.cache = cache
         self.own: Path | None = None
 
-    def write(self, name: str, text: str) -> Path:
-        """The text's file. One with the same text is left as it is, so that any number of processes may write it at a time."""
-        for folder in (self.cache, Path(tempfile.gettempdir()) / f"epigen-{os.getuid()}"):
+    def write(self, name: str, text: str) -> Path | None:
+        """The text's file; None where no folder can be written. One with the same text is left as it is, so that any number of processes
+        may write it at a time."""
+        for folder in self._folders():
             with contextlib.suppress(OSError):
-                if _make(folder):
-                    return _write(folder / name, text)
-        try:
-            if self.own is None:  # for as long as this process runs
-                self.own = Path(tempfile.mkdtemp(prefix="epigen-"))
-                atexit.register(shutil.rmtree, self.own, ignore_errors=True)
-            return _write(self.own / name, text)
-        except OSError:
-            raise EpigenError(f"no folder for generated modules can be written: tried {self.cache} and the temporary folder; set EPIGEN_CACHE") from None
+                return _write(folder / name, text)
+        return None
+
+    def folder(self, name: str) -> Path | None:
+        """A folder of that name, which only this user can change; None where none can be made."""
+        for folder in self._folders():
+            with contextlib.suppress(OSError):
+                if os.access(folder, os.W_OK | os.X_OK) and _make(folder / name):
+                    return folder / name
+        return None
 
     def read(self, name: str) -> str | None:
         """What an earlier process wrote to the cache folder; None where there is nothing, or where somebody else might have written it."""
         try:
-            return _read(self.cache / name) if _safe(self.cache) else None
+            return _read(self.cache / name) if self.cache is not None and _safe(self.cache) else None
         except (OSError, UnicodeDecodeError):
             return None
+
+    def _folders(self) -> Iterator[Path]:
+        """Those that are there and this user's alone, best first."""
+        if self.cache is not None:
+            with contextlib.suppress(OSError):
+                if _make(self.cache):
+                    yield self.cache
+        with contextlib.suppress(OSError):  # there may be no temporary folder
+            shared = Path(tempfile.gettempdir()) / f"epigen-{os.getuid()}"
+            if _make(shared):
+                yield shared
+        with contextlib.suppress(OSError):
+            if self.own is None:  # for as long as this process runs
+                self.own = Path(tempfile.mkdtemp(prefix="epigen-"))
+                atexit.register(shutil.rmtree, self.own, ignore_errors=True)
+            yield self.own
+
+
+def can_be_written(folder: Path) -> bool:
+    """Whether files can be made in a folder, which need not be there yet."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return folder.parent != folder and can_be_written(folder.parent)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and os.access(folder, os.W_OK | os.X_OK)
 
 
 def _make(folder: Path) -> bool:
@@ -64,13 +94,12 @@ def _write(path: Path, text: str) -> Path:
             return path
     except (OSError, UnicodeDecodeError):
         pass
-    file = tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8")  # noqa: SIM115  # it outlives its closing
+    aside = path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp")
+    write_new(aside, text.encode(), 0o600)
     try:
-        with file:
-            file.write(text)
-        Path(file.name).replace(path)
-    except OSError:
-        Path(file.name).unlink(missing_ok=True)
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
         raise
     return path
 

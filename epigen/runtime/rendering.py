@@ -16,5 +16,5 @@ def renderer() -> Renderer:
 
 
 @functools.cache
-def _of(templates: Path, cache: Path) -> Renderer:
+def _of(templates: Path, cache: Path | None) -> Renderer:
     return Renderer(templates, Private(cache))

@@ -6,7 +6,6 @@ sources and a library of 400 MB: 0.3 s, and with the kernel already in the cache
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from epigen.errors import EpigenError
 from epigen.runtime.private import Private
 
 _HASHED = ("compiler", "backends", "language", "runtime", "_C")
@@ -44,8 +42,7 @@ def digest(compute: Callable[[], str], folder: Path, version: str, store: Privat
     if found is not None and re.fullmatch(rf"{re.escape(version)}[0-9a-f]{{64}}(-[0-9a-f]{{64}})*", found):
         return found
     made = compute()
-    with contextlib.suppress(EpigenError):
-        store.write(name, made)
+    store.write(name, made)
     return made
 
 

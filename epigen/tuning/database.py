@@ -15,6 +15,7 @@ from pathlib import Path
 
 from epigen import settings
 from epigen.errors import DatabaseError
+from epigen.files import reason
 from epigen.tuning.lookup import Accept, Found, Index, distinct
 from epigen.tuning.problem import Problem
 from epigen.tuning.records import Key, Record, better, merged
@@ -55,19 +56,44 @@ def file_name(gpu: str, capability: str) -> str:
 
 def _one_file(path: Path) -> bool:
     """Whether `path` names a file, there already or not, and no folder."""
-    return path.is_file() or (path.suffix == _SUFFIX and not path.is_dir())
+    # unlike Path's own methods these two raise nothing, as where a folder on the way may not be searched
+    return os.path.isfile(path) or (path.suffix == _SUFFIX and not os.path.isdir(path))  # noqa: PTH112, PTH113
 
 
 def files(path: Path) -> list[Path]:
     """The database's files: `path` itself, or those of the folder. Raises DatabaseError for a folder that cannot be read."""
-    if _one_file(path):
-        return [path] if os.path.lexists(path) else []
+    one = _one_file(path)
     try:
-        return sorted(Path(e.path) for e in os.scandir(path) if e.name.endswith(_SUFFIX) and not e.name.startswith("."))
+        if one:
+            path.lstat()
+            return [path]
+        with os.scandir(path) as entries:
+            return sorted(Path(e.path) for e in entries if e.name.endswith(_SUFFIX) and not e.name.startswith("."))
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise DatabaseError(f"cannot read the folder {path}: {error.strerror}") from None
+        raise DatabaseError(f"cannot read {'' if one else 'the folder '}{path}: {reason(error)}") from None
+    except ValueError as error:  # a NUL in the name
+        raise DatabaseError(f"cannot read {str(path)!r}: {error}") from None
+
+
+def there(path: Path) -> bool:
+    """Whether there is such a file or folder. Raises DatabaseError where that cannot be found out."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as error:
+        raise DatabaseError(f"cannot read {path}: {reason(error) if isinstance(error, OSError) else error}") from None
+    return True
+
+
+def _own_place() -> tuple[Path | None, str]:
+    """The user's database; or else why there is none."""
+    try:
+        return settings.user_database_dir(), ""
+    except DatabaseError as error:
+        return None, str(error)
 
 
 def check(path: Path) -> list[str]:
@@ -87,18 +113,19 @@ def check(path: Path) -> list[str]:
 
 
 class Database:
-    """path: the user's, a folder or one .json file (default: EPIGEN_DB, else the platform's data folder). seeds: read-only ones, looked
+    """path: the user's, a folder or one .json file (default: EPIGEN_DB, else the platform's data folder; None where there is no such place). seeds: read-only ones, looked
     up after it (default: the shipped one).
 
     Reads follow the files: what another process writes is found at the next look-up.
     """
 
     def __init__(self, path: Path | None = None, seeds: Sequence[Path] | None = None, timeout_s: float = LOCK_TIMEOUT_S):
-        self.path = settings.user_database_dir() if path is None else path
-        self.seeds = tuple(s for s in ((settings.seed_database_dir(),) if seeds is None else seeds) if s.absolute() != self.path.absolute())
+        self.path, self._nowhere = _own_place() if path is None else (path, "")
+        given = (settings.seed_database_dir(),) if seeds is None else seeds
+        self.seeds = tuple(s for s in given if self.path is None or s.absolute() != self.path.absolute())
         self._timeout_s = timeout_s
         self._seen: dict[Path, _Seen] = {}
-        self._unreadable: list[str] = []
+        self._unreadable = self._homeless()
         self._stores: dict[Path, Store] = {}
         self._index = Index(())
         self._mutex = threading.RLock()
@@ -133,17 +160,26 @@ class Database:
         """Every record that can be read, with its file: the user's, then those of the seeds."""
         with self._mutex:
             self._refresh()
-            own = None if seeds else {f for f in self._seen if self._source(f) == 0}
+            own = None if seeds else {f for f in self._seen if self._own(f)}
             return [(file, record) for file, seen in self._seen.items() if own is None or file in own for record in seen.records]
 
+    def _homeless(self) -> list[str]:
+        return [self._nowhere] if self._nowhere else []
+
+    def _roots(self) -> tuple[Path, ...]:
+        return self.seeds if self.path is None else (self.path, *self.seeds)
+
     def _source(self, file: Path) -> int:
-        return next(i for i, root in enumerate((self.path, *self.seeds)) if file == root or file.parent == root)
+        return next(i for i, root in enumerate(self._roots()) if file == root or file.parent == root)
+
+    def _own(self, file: Path) -> bool:
+        return self.path is not None and self._source(file) == 0
 
     def _refresh(self) -> None:
         """Reads what is new or has changed on disk since the last time."""
-        self._unreadable = []
+        self._unreadable = self._homeless()
         now: dict[Path, _Seen] = {}
-        for root in (self.path, *self.seeds):
+        for root in self._roots():
             try:
                 listed = files(root)
             except DatabaseError as error:
@@ -154,7 +190,7 @@ class Database:
                     now[file] = self._read(file)
         if len(now) != len(self._seen) or any(self._seen.get(f) is not seen for f, seen in now.items()):
             self._seen = now
-            sources: list[list[Record]] = [[] for _ in range(1 + len(self.seeds))]
+            sources: list[list[Record]] = [[] for _ in self._roots()]
             for file, seen in now.items():
                 sources[self._source(file)] += seen.records
             self._index = Index(merged(source).values() for source in sources)
@@ -180,11 +216,16 @@ class Database:
 
     # -- writing
 
+    def demand_writable(self, gpu: str, capability: str) -> None:
+        """Raises DatabaseError where nothing could be added for that GPU, so that nobody measures for an hour before it is found out."""
+        Store(self._file(gpu, capability), self._timeout_s).demand_writable()
+
     def add(self, *found: Record, replacing: bool = False) -> Report:
         """Adds records to the user's database; where it has a better one of the same key, that one stays. Raises DatabaseError.
 
         replacing: it goes, whatever its time. When this returns, the records are on disk, whatever becomes of this process.
         """
+        self._demand_place()
         report = Report()
         by_gpu: dict[tuple[str, str], list[Record]] = {}
         for record in found:
@@ -202,7 +243,7 @@ class Database:
         found: list[Record] = []
         complaints: list[str] = []
         for path in paths:
-            if not path.exists():
+            if not there(path):
                 raise DatabaseError(f"{path} does not exist")
             other = Database(path, seeds=())
             found += (record for _, record in other.records())
@@ -217,6 +258,7 @@ class Database:
         triton: drop what was measured under other versions. beaten: drop what is slower than the same problem's record under another
         version. dry: only say what would be dropped.
         """
+        self._demand_place()
         report = Report()
 
         def change(before: Mapping[Key, Record]) -> Iterable[Record]:
@@ -262,9 +304,15 @@ class Database:
         if written.aside:
             report.aside.append(written.aside)
 
+    def _demand_place(self) -> Path:
+        if self.path is None:
+            raise DatabaseError(self._nowhere)
+        return self.path
+
     def _file(self, gpu: str, capability: str) -> Path:
-        """The file that is written to."""
-        return self.path if _one_file(self.path) else self.path / file_name(gpu, capability)
+        """The file that is written to. Raises DatabaseError where there is none."""
+        path = self._demand_place()
+        return path if _one_file(path) else path / file_name(gpu, capability)
 
 
 def _add(kept: dict[Key, Record], found: Iterable[Record], report: Report, replacing: bool) -> Iterable[Record]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from epigen import settings
+from epigen.errors import TuneError
+from epigen.files import reason
 from epigen.tuning.task import Task
 
 
@@ -14,22 +17,33 @@ def default_storage(task: Task) -> str | None:
     A new version of Triton or of epigen, or a changed template, makes other kernels: it begins with an empty journal.
     """
     path = journal(task)
+    if path is None:
+        return None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # the cache folder: no other may write to it whatever the umask
+        path.parent.mkdir(exist_ok=True, mode=0o700)
     except OSError:
         return None
-    return str(path)
+    return str(path) if os.access(path.parent, os.W_OK | os.X_OK) else None
 
 
 def forget(task: Task) -> None:
-    """Remove what is remembered of a task's problem."""
+    """Remove what is remembered of a task's problem. Raises TuneError where it cannot be removed."""
     path = journal(task)
+    if path is None:
+        return
     # the lock that lies beside a journal goes too: a killed run leaves it behind
-    for file in (path, *path.parent.glob(f"{path.name}.*")):
-        file.unlink(missing_ok=True)
+    try:
+        for file in (path, *path.parent.glob(f"{path.name}.*")):
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        if os.access(path.parent, os.W_OK | os.X_OK):
+            raise TuneError(f"cannot forget what {path} remembers: {reason(error)}") from None
+        # else nothing is remembered there: see `default_storage`
 
 
-def journal(task: Task) -> Path:
+def journal(task: Task) -> Path | None:
     from epigen.tuning.tune import study_name  # with it comes all of Optuna, for which no call of a kernel should wait
 
-    return settings.studies_dir() / f"{study_name(task).replace(' ', '_')}.journal"
+    folder = settings.studies_dir()
+    return folder and folder / f"{study_name(task).replace(' ', '_')}.journal"

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from epigen.errors import DatabaseError
-from epigen.tuning import records
+from epigen.files import reason, sync_folder, write_new
+from epigen.tuning import lock, records
 from epigen.tuning.records import Damaged, Document, Key, Record
 
 MAX_BYTES = 64 << 20
@@ -59,6 +60,13 @@ class Store:
         self._remember(found.gpu, found.capability, found.records)
         return replace(found, complaints=tuple(f"{self.path}: {c}" for c in found.complaints))
 
+    def demand_writable(self) -> None:
+        """Take the lock and give it back. Raises DatabaseError where nothing could be written."""
+        with self._locked():
+            pass
+        if not os.access(self.path.parent, os.W_OK | os.X_OK):
+            raise DatabaseError(f"cannot write {self.path}: the folder may not be written to")
+
     def update(self, gpu: str, capability: str, change: Change) -> Written:
         """Replaces the file by `change` of its content. Raises DatabaseError, and then leaves the file as it was."""
         with self._locked():
@@ -71,10 +79,9 @@ class Store:
             if len(data) > MAX_BYTES:
                 raise DatabaseError(f"{self.path} would take {len(data)} bytes, and the limit is {MAX_BYTES}: prune it, or name another database")
             try:
-                aside = self._keep_damaged() if complaints else None
-                self._replace(data)
+                aside = self._replace(data, damaged=bool(complaints))
             except OSError as error:
-                raise DatabaseError(f"cannot write {self.path}: {error.strerror}") from None
+                raise DatabaseError(f"cannot write {self.path}: {reason(error)}") from None
             self._remember(gpu, capability, after)
         return Written(len(after), complaints, aside)
 
@@ -99,7 +106,7 @@ class Store:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise DatabaseError(f"cannot read {self.path}: {error.strerror}") from None
+            raise DatabaseError(f"cannot read {self.path}: {reason(error)}") from None
         try:
             with os.fdopen(descriptor, "rb") as file:
                 found = os.fstat(file.fileno())
@@ -107,7 +114,7 @@ class Store:
                     raise DatabaseError(f"{self.path} is no regular file")
                 data = file.read(MAX_BYTES + 1) if found.st_size <= MAX_BYTES else b""
         except OSError as error:
-            raise DatabaseError(f"cannot read {self.path}: {error.strerror}") from None
+            raise DatabaseError(f"cannot read {self.path}: {reason(error)}") from None
         if max(found.st_size, len(data)) > MAX_BYTES:
             raise DatabaseError(f"{self.path} has {found.st_size} bytes, and the limit is {MAX_BYTES}")
         return data
@@ -135,52 +142,59 @@ class Store:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        from filelock import FileLock, Timeout  # readers take no lock, and a kernel's first call is one
-
-        lock = self.path.with_name(f"{self.path.name}.lock")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            holder = FileLock(lock).acquire(timeout=self._timeout_s, poll_interval=_POLL_S)
-        except Timeout:
-            raise DatabaseError(f"another process has held {lock} for more than {self._timeout_s:g} s: nothing was written") from None
-        except (OSError, NotImplementedError) as error:
-            raise DatabaseError(f"cannot lock {lock}: {getattr(error, 'strerror', None) or error}") from None
-        with holder:
+        held = self.path.with_name(f"{self.path.name}.lock")
+        with contextlib.ExitStack() as stack:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(lock.held(held, self._timeout_s, _POLL_S))
+            except lock.Held:
+                raise DatabaseError(f"another process has held {held} for more than {self._timeout_s:g} s: nothing was written") from None
+            except OSError as error:
+                raise DatabaseError(f"cannot lock {held}: {reason(error)}") from None
             yield
+
+    def _replace(self, data: bytes, damaged: bool) -> Path | None:
+        """Write aside, fsync, rename, fsync the folder. damaged: the old file is kept too, under the name that is returned.
+
+        Raises OSError, and then all is as it was.
+        """
+        # one name is enough under the lock, and what a killed process left is used up by the next
+        aside = self.path.with_name(f".{self.path.name}.writing")
+        mode = stat.S_IMODE(self.path.stat().st_mode) if os.path.lexists(self.path) else None
+        write_new(aside, data, mode, lasting=True)
+        kept = None
+        try:
+            kept = self._keep_damaged() if damaged else None
+            aside.replace(self.path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            if kept is not None:
+                self._give_back(kept)
+            raise
+        sync_folder(self.path.parent)
+        return kept
 
     def _keep_damaged(self) -> Path:
         """Keeps the file under another name too: the lowest free `.damaged-N`. Nothing is ever overwritten."""
         number = 1
         while True:
-            aside = self.path.with_name(f"{self.path.name}.damaged-{number}")
+            kept = self.path.with_name(f"{self.path.name}.damaged-{number}")
             try:
-                os.link(self.path, aside)  # unlike a rename it fails where the name is taken
+                os.link(self.path, kept)  # unlike a rename it fails where the name is taken
             except FileExistsError:
                 number += 1
             except OSError:  # a file system without links; the lock keeps others of our kind away
-                if os.path.lexists(aside):
+                if os.path.lexists(kept):
                     number += 1
                     continue
-                self.path.rename(aside)
-                return aside
+                self.path.rename(kept)
+                return kept
             else:
-                return aside
+                return kept
 
-    def _replace(self, data: bytes) -> None:
-        """Write aside, fsync, rename, fsync the folder."""
-        # one name is enough under the lock, and what a killed process left is used up by the next
-        aside = self.path.with_name(f".{self.path.name}.writing")
-        mode = stat.S_IMODE(self.path.stat().st_mode) if self.path.exists() else None
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            if mode is not None:
-                os.fchmod(descriptor, mode)
-            os.fsync(descriptor)
-        aside.replace(self.path)
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    def _give_back(self, kept: Path) -> None:
+        """Undo `_keep_damaged`."""
+        if os.path.lexists(self.path):
+            kept.unlink()
+        else:
+            kept.rename(self.path)
