@@ -22,7 +22,7 @@ PACKAGE = ROOT / "epigen"
 
 ORDER = (
     "errors", "uncollected", "files", "settings", "dtypes", "ops",
-    "lang.syntax", "lang.parser",
+    "lang.walk", "lang.syntax", "lang.parser",
     "ir.graph", "ir.check", "ir.passes", "ir.rules", "ir.unparse", "ir.autodiff", "ir.derivation", "ir.derive", "ir.reference", "ir.bound",
     "codegen.spec", "codegen.schedules", "codegen.vendor", "codegen.emit", "codegen.lower", "codegen.render", "codegen.standalone",
     "runtime.device", "runtime.private", "runtime.triton_key", "runtime.loader", "runtime.*",

@@ -79,8 +79,9 @@ def signature_of_contiguous(
 ) -> Signature:
     """The signature of a call whose tensors lie in memory without gaps. shape: M, N, K. layout: how a and b lie."""
     m, n, k = shape
+    tiles = set(graph.tiles())
     rows = {"a": (k if layout[0] == "n" else m) * a.bytes, "b": (n if layout[1] == "n" else k) * b.bytes}
-    rows |= {name: n * dtype.bytes for name, dtype in inputs if dtype is not None and name in graph.tiles()}
+    rows |= {name: n * dtype.bytes for name, dtype in inputs if dtype is not None and name in tiles}
     rows |= {o.name: n * output_dtype(graph, o, a).bytes for o in graph.outputs if describable(graph, o)}
     tma = tuple(name for name, row_bytes in rows.items() if row_bytes % TMA_BYTES == 0 and 0 not in shape)
     return Signature(a, b, inputs, precision, k_multiple(k), index_bits(shape), layout, tma, factors(shape, contiguous(shape, layout, graph.tiles())))
@@ -215,6 +216,7 @@ class _Body:
         self.names: dict[int, str] = {}
         self.scalar = self._scalar_lines()
         temporaries = 0
+        given: set[str] = set()
         from_output = {_stored_node(graph, o): o.name for o in reversed(graph.outputs) if graph.nodes[o.node].op != g.BITMASK}
         for number, node in enumerate(graph.nodes):
             if node.op in (g.INPUT, g.BITS):
@@ -223,10 +225,12 @@ class _Body:
                 self.names[number] = "mm" if signature.a == INT8 else ACC
             elif node.op not in (g.CONSTANT, g.OPERAND, g.BITMASK):
                 # a cast at an output is the store's, so what is stored has the output's name; the cast's value, used elsewhere, may have it as label
-                name = next((name for name in (node.label, from_output.get(number)) if name and name not in self.names.values()), "")
+                name = next((name for name in (node.label, from_output.get(number)) if name and name not in given), "")
                 if not name:
                     name, temporaries = f"t{temporaries}", temporaries + 1
                 self.names[number] = name
+            if number in self.names:
+                given.add(self.names[number])
 
     def _scalar_lines(self) -> set[int]:
         """Lines over scalars alone whose first argument has to be made a block: Triton's operations want a tensor among their

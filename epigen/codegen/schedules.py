@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from epigen.codegen.spec import Finish, Input, KernelConfig, KernelSpec, Store
+from epigen.dtypes import DType
 from epigen.errors import ConfigError, near_miss
 
 
@@ -154,13 +155,13 @@ def loaded_by_tma(spec: KernelSpec, config: KernelConfig) -> Mapping[str, str]:
 
 def loadable_by_tma(spec: KernelSpec) -> Mapping[str, str]:
     """As `loaded_by_tma`, of a config that has TMA load and store all that it can."""
-    free = storable_by_tma(spec)
-    found = {}
+    free: dict[DType, list[str]] = {}
+    for store in reversed(storable_by_tma(spec)):
+        free.setdefault(store.dtype, []).append(store.name)
+    found, tma = {}, set(spec.signature.tma)
     for item in spec.inputs:
-        like = next((s for s in free if s.dtype == item.dtype), None)
-        if item.indices == "mn" and not item.packed and item.name in spec.signature.tma and like is not None:
-            found[item.name] = like.name
-            free.remove(like)
+        if item.indices == "mn" and not item.packed and item.name in tma and item.dtype is not None and free.get(item.dtype):
+            found[item.name] = free[item.dtype].pop()
     return found
 
 
@@ -182,7 +183,8 @@ def holds_inputs(spec: KernelSpec, halves: int, splits: int) -> bool:
 
 def storable_by_tma(spec: KernelSpec) -> list[Store]:
     """The outputs that can leave by a descriptor."""
-    return [s for s in spec.stores if s.name in spec.signature.tma and not s.packed]
+    tma = set(spec.signature.tma)
+    return [s for s in spec.stores if s.name in tma and not s.packed]
 
 
 def in_triton(config: KernelConfig) -> KernelConfig:

@@ -7,6 +7,7 @@ What stands in the way of one kernel is refused: all of it together, each with i
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -109,13 +110,16 @@ class _Tape:
         span = None if number is None else self.place(number)
         self.found.append(Diagnostic(message, span, hint))
 
+    @functools.cached_property
+    def named(self) -> tuple[Node, ...]:
+        """The forward's nodes, those that have a name as what stands in their place where they are used."""
+        nodes = self.graph.nodes
+        return tuple(replace(n, op=g.INPUT, args=(), indices="", name=n.label, label="") if n.label else n for n in nodes)
+
     def place(self, number: int) -> Span | None:
         """Where a forward node's expression stands in the program, if it is written there as epigen writes it."""
-        named = [
-            replace(n, op=g.INPUT, args=(), indices="", name=n.label, label="") if n.label and i != number else replace(n, label="")
-            for i, n in enumerate(self.graph.nodes)
-        ]
-        text = unparse(order(Graph(tuple(named), (Output("out", number, None),), "")))
+        own = replace(self.graph.nodes[number], label="")
+        text = unparse(order(Graph((*self.named[:number], own, *self.named[number + 1 :]), (Output("out", number, None),), "")))
         found = re.search(rf"(?<!\w){re.escape(text)}(?!\w)", self.graph.text)
         return Span(*found.span()) if found else None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 
 from epigen import dtypes, ops
@@ -17,6 +17,7 @@ from epigen.errors import CheckError, Diagnostic, InternalError, Span, near_miss
 from epigen.ir.graph import BITMASK, BITS, CAST, CONSTANT, INPUT, MM, OPERAND, PACKED, REDUCE, Graph, Node, Output, describe_indices
 from epigen.lang.parser import parse
 from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Power, Program, expr_text, to_text
+from epigen.lang.walk import walk
 from epigen.ops import BOOLEAN, NUMBER
 
 PREDECLARED = {"bias": "n", "residual": "mn"}
@@ -38,6 +39,7 @@ _GENERATED_PATTERN = re.compile(
 )
 
 _Value = int | None  # a node's number, or None where its expression held a mistake
+_Typing = Generator[Expr, _Value, _Value]  # yields the expressions whose values it needs
 
 
 def check(program: Program) -> Graph:
@@ -47,8 +49,8 @@ def check(program: Program) -> Graph:
         builder.assign(assign)
     outputs = builder.outputs(program.outputs)
     builder.finish()
-    if builder.found:
-        raise CheckError(program.text, builder.found)
+    if builder.mistakes:
+        raise CheckError(program.text, builder.mistakes)
     return Graph(tuple(builder.nodes), outputs, to_text(program))
 
 
@@ -61,9 +63,9 @@ def check_rule(text: str, kinds: Mapping[str, str]) -> Graph:
     builder = _Builder(text)
     for name, kind in kinds.items():
         builder.names[name] = builder.node(Node(INPUT, (), kind, "mn", name=name))
-    value = builder.expr(program.outputs[0])
-    if builder.found or value is None:
-        raise InternalError(str(CheckError(text, builder.found)))
+    value = builder.value(program.outputs[0])
+    if builder.mistakes or value is None:
+        raise InternalError(str(CheckError(text, builder.mistakes)))
     return Graph(tuple(builder.nodes), (Output("out", value, None),), to_text(program))
 
 
@@ -87,6 +89,11 @@ def refused_name(name: str) -> tuple[str, str] | None:
     return None
 
 
+def letters(name: str) -> str:
+    """What a name has in common with those that differ by the order of their letters: a slip of the pen. Numbers are meant as they stand."""
+    return "".join(sorted(c for c in name if not c.isdigit())) + " " + "".join(c for c in name if c.isdigit())
+
+
 class _Builder:
     """Holds the nodes made so far, the names bound so far, and the mistakes found so far."""
 
@@ -96,9 +103,10 @@ class _Builder:
         self.numbers: dict[Node, int] = {}
         self.names: dict[str, _Value] = {}
         self.assigned: dict[str, Assign] = {}
+        self.letters: dict[str, str] = {}  # of the names that are bound or declared so far, each with the first that has them
         self.used: set[str] = set()
         self.inputs: dict[str, tuple[str, bool, Span]] = {}  # name -> indices, packed, first use
-        self.found: list[Diagnostic] = []
+        self.mistakes: dict[Diagnostic, None] = {}  # in order, each once
 
     # -- nodes
 
@@ -115,15 +123,13 @@ class _Builder:
         return self.node(Node(CONSTANT, (), NUMBER, "", value=value))
 
     def error(self, message: str, span: Span, hint: str = "") -> None:
-        diagnostic = Diagnostic(message, span, hint)
-        if diagnostic not in self.found:
-            self.found.append(diagnostic)
+        self.mistakes[Diagnostic(message, span, hint)] = None
 
     # -- statements
 
     def assign(self, assign: Assign) -> None:
         name = assign.name
-        value = self.expr(assign.value)
+        value = self.value(assign.value)
         if name in self.assigned:
             self.error(f"'{name}' is bound twice", assign.span, "each name is bound once: choose another")
             return
@@ -136,11 +142,12 @@ class _Builder:
             self.names[name] = None
             return
         default = name == "out" or re.fullmatch(r"out\d+", name)
-        if not default and not self.name_is_free(name, assign.span):
+        if not (default or self.name_is_free(name, assign.span)) or not self.unlike_scalars(name, assign.span):
             self.names[name] = None
             return
         self.assigned[name] = assign
         self.names[name] = value
+        self.letters.setdefault(letters(name), name)
         # an output's default name is no label: that output's own value takes it
         if not default and value is not None and not self.nodes[value].label and self.nodes[value].op not in (INPUT, BITS, CONSTANT, MM, OPERAND):
             self.nodes[value] = replace(self.nodes[value], label=name)
@@ -153,28 +160,39 @@ class _Builder:
             self.error(message, span, hint)
         return refused is None
 
+    def unlike_scalars(self, name: str, span: Span) -> bool:
+        """As `scalar_name` of the scalars above, so that a program means the same in whatever order it is written; notes the mistake if not."""
+        known = self.letters.get(letters(name), name)
+        if len(name) > 2 and known != name and known in self.inputs and self.inputs[known][:2] == ("", False):
+            self.error(f"'{name}' has the letters of the scalar input '{known}'", span, "choose a name less like it")
+            return False
+        return True
+
     # -- expressions
 
-    def expr(self, expr: Expr) -> _Value:
+    def value(self, expr: Expr) -> _Value:
+        return walk(self.expr, self.expr(expr))
+
+    def expr(self, expr: Expr) -> _Typing:
         match expr:
             case Number(value):
                 return self.constant(value)
             case Name():
                 return self.name(expr)
             case Power(base, exponent):
-                return self.power(self.expr(base), exponent, expr)
+                return self.power((yield base), exponent, expr)
             case Call(function):
                 if function == "bgrad":
-                    return self.reduction("sum", expr, axes="m")
+                    return (yield from self.reduction("sum", expr, axes="m"))
                 if function in ops.REDUCTIONS:
-                    return self.reduction(function, expr)
+                    return (yield from self.reduction(function, expr))
                 if function == "bits":
                     return self.call_bits(expr)
                 if function == "bitmask":
-                    return self.call_bitmask(expr)
+                    return (yield from self.call_bitmask(expr))
                 if function == "cast":
-                    return self.call_cast(expr)
-                return self.elementwise(ops.TABLE[function], expr)
+                    return (yield from self.call_cast(expr))
+                return (yield from self.elementwise(ops.TABLE[function], expr))
 
     def name(self, name: Name) -> _Value:
         text, span = name.name, name.span
@@ -206,10 +224,10 @@ class _Builder:
 
     def scalar_name(self, name: str, span: Span) -> bool:
         """A bare name that is not known yet declares a scalar, unless it looks like a slip of the pen."""
-        anagrams = [n for n in (*self.assigned, *self.inputs) if len(n) > 2 and sorted(n) == sorted(name)]
-        close = near_miss(name, (*PREDECLARED, "mask", *anagrams)) if len(name) > 3 else ""
-        if close or anagrams:
-            hint = close or f"did you mean {anagrams[0]}?"
+        anagram = self.letters.get(letters(name)) if len(name) > 2 else None
+        close = near_miss(name, (*PREDECLARED, "mask", *([anagram] if anagram else []))) if len(name) > 3 else ""
+        if close or anagram:
+            hint = close or f"did you mean {anagram}?"
             self.error(f"unknown name '{name}'", span, f"{hint} (a bare name declares a scalar input: for one, choose a name less like it)")
             return False
         return True
@@ -225,10 +243,11 @@ class _Builder:
                     f"'{name}' is {describe_indices(known)} above and {describe_indices(indices)} here", span,
                     f"one input has one set of indices: write {name}{'[' + ','.join(known) + ']' if known else ''}, or use another name")  # fmt: skip
                 return None
-        elif not self.name_is_free(name, span):
+        elif not self.name_is_free(name, span) or not self.unlike_scalars(name, span):
             self.names[name] = None  # one report a name
             return None
         self.inputs.setdefault(name, (indices, packed, span))
+        self.letters.setdefault(letters(name), name)
         return self.node(Node(BITS if packed else INPUT, (), BOOLEAN if packed else NUMBER, indices, name=name))
 
     def bits(self, name: str, span: Span) -> _Value:
@@ -271,13 +290,15 @@ class _Builder:
             return None
         return [bound[p] for p in params]
 
-    def elementwise(self, op: ops.Op, call: Call) -> _Value:
+    def elementwise(self, op: ops.Op, call: Call) -> _Typing:
         given = self.arguments(call, tuple(p.name for p in op.params))
         if given is None:
             for arg in call.args:  # their own mistakes are worth reporting too
-                self.expr(arg)
+                _ = yield arg
             return None
-        values = [self.expr(g) for g in given]
+        values = []
+        for part in given:
+            values.append((yield part))
         what = f"'{op.symbol}'" if call.infix else op.name
         ok = [
             v is not None and self.expect(v, p.kind, g, f"{what}'s {p.name}" if not call.infix else f"an operand of {what}")
@@ -331,11 +352,11 @@ class _Builder:
         self.error("bits takes the name of a packed mask [m,n]", call.span, "write bits(name)")
         return None
 
-    def call_bitmask(self, call: Call) -> _Value:
+    def call_bitmask(self, call: Call) -> _Typing:
         given = self.arguments(call, ("p",))
         if not given:
             return None
-        value = self.expr(given[0])
+        value = yield given[0]
         if value is None or not self.expect(value, BOOLEAN, given[0], "what bitmask packs"):
             return None
         if self.nodes[value].indices != "mn":
@@ -345,11 +366,11 @@ class _Builder:
             return None
         return self.node(Node(BITMASK, (value,), PACKED, "mn"))
 
-    def call_cast(self, call: Call) -> _Value:
+    def call_cast(self, call: Call) -> _Typing:
         given = self.arguments(call, ("x", "dtype"))
         if not given:
             return None
-        value, dtype = self.expr(given[0]), None
+        value, dtype = (yield given[0]), None
         if isinstance(given[1], Name) and given[1].indices is None:
             dtype = dtypes.BY_NAME.get(given[1].name)
         if dtype is None:
@@ -362,7 +383,7 @@ class _Builder:
         x = self.nodes[value]
         return self.node(Node(CAST, (value,), NUMBER, x.indices, x.reduced, dtype=dtype))
 
-    def reduction(self, row: str, call: Call, axes: str | None = None) -> _Value:
+    def reduction(self, row: str, call: Call, axes: str | None = None) -> _Typing:
         if call.keywords or not 1 <= len(call.args) <= (2 if axes is None else 1):
             form = f"{call.function}(x)" if axes else f"{row}(x, m), {row}(x, n) or {row}(x)"
             self.error(f"the arguments do not fit {call.function}", call.span, f"write {form}")
@@ -395,7 +416,7 @@ class _Builder:
                     return None
                 operand = self.node(Node(OPERAND, (), NUMBER, OPERANDS[name], name=name))
                 return self.node(Node(REDUCE, (operand,), NUMBER, OPERANDS[name].replace("k", ""), True, name=row, axes="k"))
-        value = self.expr(call.args[0])
+        value = yield call.args[0]
         if value is None or not self.expect(value, NUMBER, call.args[0], f"what {call.function} reduces"):
             return None
         if axes == "k":
@@ -413,10 +434,10 @@ class _Builder:
     # -- outputs
 
     def outputs(self, exprs: tuple[Expr, ...]) -> tuple[Output, ...]:
-        outputs: list[Output] = []
+        outputs: dict[str, Output] = {}
         multiplies = re.search(r"\bmm\b", self.text) is not None  # where mm is missing, that is the mistake, and not what the outputs vary over
         for position, expr in enumerate(exprs):
-            value = self.expr(expr)
+            value = self.value(expr)
             bound = isinstance(expr, Name) and expr.name in self.assigned
             name = expr.name if bound and isinstance(expr, Name) else "out" if len(exprs) == 1 else f"out{position}"
             if value is None:
@@ -431,12 +452,12 @@ class _Builder:
                 self.error("a boolean cannot be an output", expr.span, f"write bitmask({expr_text(expr)}), or where({expr_text(expr)}, 1, 0)")
             elif x.indices != "mn" and not x.reduced and multiplies:
                 self.error(f"an output varies over [m, n] or is a reduction: found {describe_indices(x.indices)}", expr.span, "compute it outside the kernel")
-            elif any(o.name == name for o in outputs):
+            elif name in outputs:
                 self.error(f"two outputs are called '{name}'", expr.span, "list each output once, or bind one to another name")
-            outputs.append(Output(name, value, dtype))
-        if not self.found and not any(n.op == MM for n in self.nodes):
+            outputs[name] = Output(name, value, dtype)
+        if not self.mistakes and not any(n.op == MM for n in self.nodes):
             self.without_product(exprs[0].span)
-        return tuple(outputs)
+        return tuple(outputs.values())
 
     def without_product(self, span: Span) -> None:
         """The program names no mm: what stands for a scalar may be meant as one."""
@@ -459,7 +480,7 @@ class _Builder:
             for arg in node.args:
                 if self.nodes[arg].kind == PACKED:
                     raise InternalError("a packed mask is used inside")
-        if self.found:
+        if self.mistakes:
             return
         for name, assign in self.assigned.items():
             if name not in self.used:

@@ -26,8 +26,9 @@ from epigen.ir.check import check
 from epigen.ir.derivation import ARRIVING, INPUT, MASK, NOTHING, OUTPUT, PREACTIVATION, RECOMPUTE, SAVE, SAVED, Argument, Derivation, Gradient, Option, Saved
 from epigen.ir.graph import Graph, Node, Output
 from epigen.ir.passes import normalise
-from epigen.ir.unparse import Names, unparse
-from epigen.lang.parser import parse
+from epigen.ir.unparse import Names, program_of
+from epigen.lang.parser import MAX_CHARACTERS, MAX_NODES, parse
+from epigen.lang.syntax import parts, to_text
 from epigen.ops import BOOLEAN, NUMBER
 
 _USUAL = (4096, 4096, 4096)  # where ways are compared: their order hangs on no extent
@@ -110,12 +111,12 @@ def _ways(graph: Graph, found: Gradients, operands: DType) -> Iterable[_Way]:
     if nothing is not None:
         yield nothing
         return
-    tiles = [i for i in reversed(range(forward)) if from_mm[i] and nodes[i].kind == NUMBER and i not in kept]
+    tiles = [i for i in _passed_by_all(found, finished) if from_mm[i] and i < forward and nodes[i].kind == NUMBER and i not in kept]
     several = (
         way(MASK, lambda i: nodes[i].kind == BOOLEAN),
         way(OUTPUT, lambda i: i in kept),
         # of the tiles that each do alone, the one nearest to the outputs
-        next(filter(None, (way(PREACTIVATION, tile.__eq__) for tile in tiles)), None),
+        way(PREACTIVATION, tiles[0].__eq__) if tiles else None,
         way(RECOMPUTE, lambda _i: False),
     )
     yield from filter(None, several)
@@ -155,6 +156,29 @@ def _cut(found: Gradients, stop: Callable[[int], bool]) -> tuple[tuple[int, ...]
     return tuple(sorted(stops)), reached
 
 
+def _passed_by_all(found: Gradients, stop: Callable[[int], bool]) -> list[int]:
+    """The nodes that lie on all ways down from the gradients to MM, but for those that `stop` ends; from the gradients on.
+
+    A node lies on all of them where no step of any leads past it, from a later node to an earlier one.
+    """
+    nodes = found.nodes
+    leads: list[bool] = []  # to MM
+    for number, node in enumerate(nodes):
+        leads.append(node.op == MM or (not stop(number) and any(leads[a] for a in node.args)))
+    starts = {number for _, number in found.wanted if leads[number]}
+    earliest, passed = min(starts, default=0), []
+    seen = set(starts)
+    for number in reversed(range(len(nodes))):
+        if number not in seen:
+            continue
+        if earliest >= number:
+            passed.append(number)
+        following = [a for a in nodes[number].args if leads[a]]
+        seen.update(following)
+        earliest = min([earliest, *following])
+    return passed
+
+
 def _saved(node: Node, output: Output | None, operands: DType, names: Names) -> Saved:
     if node.kind == BOOLEAN:
         return Saved(output.name if output else names.fresh("saved"), output is None, "mn", UINT8, True)
@@ -188,6 +212,7 @@ def _assemble(graph: Graph, found: Gradients, way: _Way, options: tuple[Option, 
     # values of the forward, and gradients, become the backward's inputs
     sources = {name: Argument(name, INPUT, name) for name in inputs}
     nodes = []
+    first = not way.product  # what arrives at the first tile, if the product is the forward's own
     for number, node in enumerate(found.nodes):
         if number in saved:
             s = saved[number]
@@ -197,12 +222,12 @@ def _assemble(graph: Graph, found: Gradients, way: _Way, options: tuple[Option, 
         elif node.op == GRADIENT and node.name == way.product:
             node = Node(g.MM, (), NUMBER, "mn")
         elif node.op == GRADIENT:
-            first = node.indices == "mn" and not way.product and not any(a.source == ARRIVING for a in sources.values())
-            name = names.fresh("grad" if first else f"grad_{node.name}", scalar=not node.indices)
+            name = names.fresh("grad" if first and node.indices == "mn" else f"grad_{node.name}", scalar=not node.indices)
+            first = False
             sources[name] = Argument(name, ARRIVING, node.name)
             node = Node(g.INPUT, (), NUMBER, node.indices, name=name)
         nodes.append(node)
-    backward = through_text(nodes, [Output(name, number, None) for number, name in own.items()])
+    backward = through_text(nodes, [Output(name, number, None) for number, name in own.items()], graph.text)
 
     return Derivation(
         forward=_extended(graph, found, saved) if any(s.extra for s in way.option.saved) else graph,
@@ -232,9 +257,17 @@ def _extended(graph: Graph, found: Gradients, saved: Mapping[int, Saved]) -> Gra
             outputs.append(Output(s.output, node.args[0], node.dtype))
         else:
             outputs.append(Output(s.output, number, None))
-    return through_text(nodes, outputs)
+    return through_text(nodes, outputs, graph.text)
 
 
-def through_text(nodes: Sequence[Node], outputs: Sequence[Output]) -> Graph:
-    """A program of what these outputs need, by way of its text, so that it is what a user would get who wrote that."""
-    return normalise(check(parse(unparse(normalise(Graph(tuple(nodes), tuple(outputs), ""))))))
+def through_text(nodes: Sequence[Node], outputs: Sequence[Output], of: str) -> Graph:
+    """A program of what these outputs need, by way of its text, so that it is what a user would get who wrote that.
+
+    of: the program that it is made for. Raises DerivationError where the text would be longer than a program's may be.
+    """
+    program = program_of(normalise(Graph(tuple(nodes), tuple(outputs), "")))
+    count, text = parts(program), to_text(program)
+    if count > MAX_NODES or len(text) > MAX_CHARACTERS:
+        message = f"what training needs of it is a program of {count} parts in {len(text)} characters, and the limits are {MAX_NODES} and {MAX_CHARACTERS}"
+        raise DerivationError(of, [Diagnostic(message, None, "divide the program, or derive less of it: fewer outputs (of=...), or fewer inputs (wrt=...)")])
+    return normalise(check(parse(text)))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import epigen.ir.graph as g
 from epigen import ops
 from epigen.errors import Span, near_miss
-from epigen.ir.check import PREDECLARED, refused_name
+from epigen.ir.check import PREDECLARED, letters, refused_name
 from epigen.ir.graph import Graph, Node
 from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Program, to_text
 
@@ -27,34 +27,41 @@ class Names:
     """The names of one program, those that are taken and new ones."""
 
     def __init__(self, taken: Iterable[str]):
-        self.taken = set(taken)
+        self.letters = set(map(letters, taken))
+        self.others = (f"v{i}" for i in itertools.count())  # no end: some bases are refused with any number after them
+        self.numbered: dict[str, Iterator[str]] = {}
 
     def fresh(self, base: str, scalar: bool = False) -> str:
         """The base itself, or the first name like it that an input or a value may have. scalar: for an input that a bare name declares."""
         base = base[:_LONGEST_BASE]
-        # no end: some names are refused with any number after them
-        numbered = itertools.chain((f"{base}{i}" for i in range(1, 100)), (f"v{i}" for i in itertools.count()))
-        name = next(n for n in itertools.chain([base], numbered) if self._free(n, scalar))
-        self.taken.add(name)
+        # what was once refused or given is not tried again
+        left = self.numbered.setdefault(base, itertools.chain([base], (f"{base}{i}" for i in range(1, 100)), self.others))
+        name = next(n for n in left if self._free(n, scalar))
+        self.letters.add(letters(name))
         return name
 
     def _free(self, name: str, scalar: bool) -> bool:
         # the checker takes a scalar for a slip of the pen where it has the letters of another name, or is near a predeclared one
-        letters = sorted(name)
         if scalar and near_miss(name, (*PREDECLARED, "mask")):
             return False
-        return refused_name(name) is None and all(sorted(t) != letters for t in self.taken)
+        return letters(name) not in self.letters and refused_name(name) is None
 
 
 def unparse(graph: Graph) -> str:
     """The program's canonical text. Requires a normalised graph."""
-    return to_text(_Writer(graph).program())
+    return to_text(program_of(graph))
+
+
+def program_of(graph: Graph) -> Program:
+    """What `parse` makes of the program's canonical text, but for spans. Requires a normalised graph."""
+    return _Writer(graph).program()
 
 
 class _Writer:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.assigns: list[Assign] = []
+        self.bound: set[str] = set()
         self.exprs: list[tuple[Expr, int]] = []  # of each node, with its depth
         self.uses = Counter(a for n in graph.nodes for a in n.args) + Counter(o.node for o in graph.outputs)
         self.names = Names([*(n.name for n in graph.inputs()), *(n.label for n in graph.nodes), *(o.name for o in graph.outputs)])
@@ -75,12 +82,13 @@ class _Writer:
             expr = self.exprs[output.node][0]
             if output.dtype is not None:
                 expr = _call("cast", expr, _name(output.dtype.name))
-            found = expr.name if isinstance(expr, Name) and any(a.name == expr.name for a in self.assigns) else default.format(position)
+            found = expr.name if isinstance(expr, Name) and expr.name in self.bound else default.format(position)
             outputs.append(expr if found == output.name else self.bind(output.name, expr))
         return Program(tuple(self.assigns), tuple(outputs), "")
 
     def bind(self, name: str, expr: Expr) -> Name:
         self.assigns.append(Assign(name, expr, _NOWHERE))
+        self.bound.add(name)
         return _name(name)
 
     def expr(self, node: Node) -> tuple[Expr, int]:

@@ -10,15 +10,17 @@ import ast
 import inspect
 import keyword
 import re
+import sys
 import unicodedata
 import warnings
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import NoReturn
 
 from epigen import ops
 from epigen.dtypes import FP32, FP32_TINY
 from epigen.errors import Diagnostic, ParseError, Span, near_miss
 from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Power, Program
+from epigen.lang.walk import walk
 
 MAX_CHARACTERS = 20_000
 MAX_DEPTH = 100
@@ -26,6 +28,12 @@ MAX_NODES = 2_000
 MAX_EXPONENT = 8
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
+# what Python's parser recurses for; remarks and numbers, which begin the first line, are none
+_OPERATOR = re.compile(
+    r"#.*|\b\d[\w.]*(?:(?<=[eE])[-+]\d+)?"
+    r"|\*\*|//|[<>=!]=|<<|>>|[-+~*/%@&|^<>]|\.|[)\]]\s*[(\[]|\b(?:lambda|not|if|await)\b"
+)
+_PREFIXES = re.compile(rf"(?:[-+~]\s*){{{MAX_DEPTH + 2}}}")
 _LONG_NUMBER = re.compile(r"[\d_]{1000,}")
 _TOO_LARGE, _LARGEST = "a number is too large for fp32", f"the largest is {FP32.largest!r}"
 
@@ -74,8 +82,10 @@ def parse(text: str) -> Program:
     text: statements separated by ';' or newlines: assignments, then one expression or tuple, the outputs.
     Raises ParseError with every mistake found, each with its place.
     """
+    _refuse_length(text)
     text = inspect.cleandoc(text.replace("\r\n", "\n")).strip()
     _refuse_text(text)
+    _refuse_operators(text)
     try:
         with warnings.catch_warnings():
             # Python warns of text such as `1 is 1` or `0x1for`; what it means here is decided below
@@ -83,24 +93,39 @@ def parse(text: str) -> Program:
             body = ast.parse(text, mode="exec").body
     except SyntaxError as error:
         raise _syntax_error(text, error) from None
-    except (RecursionError, MemoryError):
+    except MemoryError:  # of the parser's own limit
         raise ParseError(text, [_too_deep(Span(0, 1))]) from None
+    except RecursionError:
+        raise _no_room(text) from None
     except ValueError as error:  # an integer literal past Python's digit limit
         raise ParseError(text, [Diagnostic(f"the text cannot be read: {error}", Span(0, len(text)))]) from None
     return _Reader(text).program(body)
+
+
+def _refuse_length(text: str) -> None:
+    """Before anything else is done with a text: all of that takes longer than this."""
+    if len(text) > MAX_CHARACTERS:
+        message = f"the program has {len(text)} characters, and the limit is {MAX_CHARACTERS}"
+        raise ParseError(text, [Diagnostic(message, None, "an epilogue is a few lines: bind repeated parts to names")])
 
 
 def _too_deep(span: Span) -> Diagnostic:
     return Diagnostic(f"nested more than {MAX_DEPTH} deep", span, "bind inner parts to names: 'z = ...; relu(z)'")
 
 
+def _too_many(span: Span) -> Diagnostic:
+    return Diagnostic(f"the program has more than {MAX_NODES} parts", span, "an epilogue is a few lines: bind repeated parts to names")
+
+
+def _no_room(text: str) -> ParseError:
+    message = f"the program cannot be read within what is left of Python's recursion limit of {sys.getrecursionlimit()}"
+    return ParseError(text, [Diagnostic(message, None, "call epigen less deep inside other calls, or raise sys.setrecursionlimit")])
+
+
 def _refuse_text(text: str) -> None:
     """Refuse what `ast.parse` should not see: nothing, too much, NUL bytes and letters that only look like ASCII."""
     if not text:
         raise ParseError(text, [Diagnostic("the program is empty", None, 'write an epilogue, for example "relu(mm + bias)"')])
-    if len(text) > MAX_CHARACTERS:
-        message = f"the program has {len(text)} characters, and the limit is {MAX_CHARACTERS}"
-        raise ParseError(text, [Diagnostic(message, None, "an epilogue is a few lines: bind repeated parts to names")])
     found: list[Diagnostic] = []
     for at, char in enumerate(text):
         if char == "\n" or " " <= char <= "~":
@@ -113,6 +138,15 @@ def _refuse_text(text: str) -> None:
             break
     if found:
         raise ParseError(text, found)
+
+
+def _refuse_operators(text: str) -> None:
+    """Refuse what `ast.parse` might recurse for too deeply: a thread's stack may be small, and it does not look. Every operator is a part."""
+    if run := _PREFIXES.search(text):
+        raise ParseError(text, [_too_deep(Span(run.start(), run.start() + 1))])
+    operators = [found for found in _OPERATOR.finditer(text) if found[0][0] not in "#0123456789"]
+    if len(operators) > MAX_NODES:
+        raise ParseError(text, [_too_many(Span(*operators[MAX_NODES].span()))])
 
 
 def _syntax_error(text: str, error: SyntaxError) -> ParseError:
@@ -133,6 +167,11 @@ def _syntax_error(text: str, error: SyntaxError) -> ParseError:
         message, hint = f"'{word[0]}' is a Python keyword", "choose another name"
     end = word.end() if word else start + 1
     return ParseError(text, [Diagnostic(f"invalid syntax: {message}" if message != "invalid syntax" else message, Span(start, end), hint)])
+
+
+_Placed = tuple[ast.expr, int]
+"""An expression and its depth."""
+_Reading = Generator[_Placed, Expr, Expr]
 
 
 class _Refused(Exception):
@@ -160,7 +199,7 @@ class _Reader:
             try:
                 match statement:
                     case ast.Assign(targets=[ast.Name(id=name) as target], value=value):
-                        assigns.append(Assign(self.identifier(name, target), self.expr(value, 0), self.span(target)))
+                        assigns.append(Assign(self.identifier(name, target), walk(self.expr, self.expr((value, 0))), self.span(target)))
                         if last:
                             self.note(f"the program ends with the assignment of '{name}', and has no output", statement, f"end with the outputs: '...; {name}'")
                     case ast.Assign(targets=targets):
@@ -173,7 +212,7 @@ class _Reader:
                         parts = value.elts if isinstance(value, ast.Tuple) else [value]
                         if not parts:
                             self.refuse("the program lists no output", value, "end with an expression")
-                        outputs = self.each(parts, 0)
+                        outputs = walk(self.expr, self.each(parts, 0))
                     case _:
                         self.refuse_python(statement)
             except _Refused:
@@ -182,26 +221,26 @@ class _Reader:
             raise ParseError(self.text, self.found)
         return Program(tuple(assigns), outputs, self.text)
 
-    def each(self, nodes: Iterable[ast.expr], depth: int) -> tuple[Expr, ...]:
+    def each(self, nodes: Iterable[ast.expr], depth: int) -> Generator[_Placed, Expr, tuple[Expr, ...]]:
         """Every expression, so that a mistake in one does not hide those in its siblings."""
         read: list[Expr] = []
         refused = False
         for node in nodes:
             try:
-                read.append(self.expr(node, depth))
+                read.append((yield node, depth))
             except _Refused:
                 refused = True
         if refused:
             raise _Refused
         return tuple(read)
 
-    def expr(self, node: ast.expr, depth: int) -> Expr:
+    def expr(self, placed: _Placed) -> _Reading:
+        node, depth = placed
         self.nodes += 1
         if depth > MAX_DEPTH:
             raise ParseError(self.text, [*self.found, _too_deep(self.span(node))])
         if self.nodes > MAX_NODES:
-            message = f"the program has more than {MAX_NODES} parts"
-            raise ParseError(self.text, [*self.found, Diagnostic(message, self.span(node), "an epilogue is a few lines: bind repeated parts to names")])
+            raise ParseError(self.text, [*self.found, _too_many(self.span(node))])
         match node:
             case ast.Constant(value=value):
                 return self.number(value, node)
@@ -212,25 +251,25 @@ class _Reader:
             case ast.Subscript(value=base):
                 self.refuse("only a bare name takes indices", base, "bind the expression to a name: no indices are needed there")
             case ast.Call():
-                return self.call(node, depth)
+                return (yield from self.call(node, depth))
             case ast.UnaryOp(op=ast.USub(), operand=x):
-                inner = self.expr(x, depth + 1)
+                inner = yield x, depth + 1
                 return Number(0.0 - inner.value, self.span(node)) if isinstance(inner, Number) else Call("neg", (inner,), self.span(node), infix=True)
             case ast.UnaryOp(op=ast.UAdd(), operand=x):
-                return self.expr(x, depth + 1)
+                return (yield x, depth + 1)
             case ast.UnaryOp(op=ast.Invert(), operand=x):
-                return Call("not", (self.expr(x, depth + 1),), self.span(node), infix=True)
+                return Call("not", ((yield x, depth + 1),), self.span(node), infix=True)
             case ast.UnaryOp(op=ast.Not()):
                 self.refuse("'not' is not in the language", node, "write ~(condition)")
             case ast.BinOp(left=base, op=ast.Pow(), right=exponent):
-                return self.power(base, exponent, node, depth)
+                return (yield from self.power(base, exponent, node, depth))
             case ast.BinOp(left=x, op=op, right=y) if type(op) in _BINARY:
-                return Call(ops.BINARY[_BINARY[type(op)]], self.each((x, y), depth + 1), self.span(node), infix=True)
+                return Call(ops.BINARY[_BINARY[type(op)]], (yield from self.each((x, y), depth + 1)), self.span(node), infix=True)
             case ast.BinOp(op=op):
                 what, instead = _INSTEAD[type(op)]
                 self.refuse(f"{what} is not in the language", node, instead)
             case ast.Compare(left=x, ops=[op], comparators=[y]) if type(op) in _BINARY:
-                return Call(ops.BINARY[_BINARY[type(op)]], self.each((x, y), depth + 1), self.span(node), infix=True)
+                return Call(ops.BINARY[_BINARY[type(op)]], (yield from self.each((x, y), depth + 1)), self.span(node), infix=True)
             case ast.Compare(ops=[_]):
                 self.refuse("'is' and 'in' are not in the language", node, "compare with > >= < <= == !=")
             case ast.Compare():
@@ -239,7 +278,7 @@ class _Reader:
                 self.refuse_python(node)
         raise AssertionError(node)
 
-    def call(self, node: ast.Call, depth: int) -> Call:
+    def call(self, node: ast.Call, depth: int) -> _Reading:
         if not isinstance(node.func, ast.Name):
             if isinstance(node.func, ast.Attribute):
                 self.refuse_python(node.func)
@@ -251,16 +290,16 @@ class _Reader:
         for k in node.keywords:
             if k.arg is None:
                 self.refuse("'**' before an argument is not in the language", k.value, "write the arguments out")
-        args = self.each([*node.args, *(k.value for k in node.keywords)], depth + 1)
+        args = yield from self.each([*node.args, *(k.value for k in node.keywords)], depth + 1)
         keywords = tuple((k.arg or "", v) for k, v in zip(node.keywords, args[len(node.args) :], strict=True))
         if function not in ops.FUNCTIONS:
             raise _Refused
         return Call(function, args[: len(node.args)], self.span(node), keywords)
 
-    def power(self, base: ast.expr, exponent: ast.expr, node: ast.expr, depth: int) -> Expr:
+    def power(self, base: ast.expr, exponent: ast.expr, node: ast.expr, depth: int) -> _Reading:
         match exponent:
             case ast.Constant(value=int(n)) if not isinstance(n, bool) and 2 <= n <= MAX_EXPONENT:
-                return Power(self.expr(base, depth + 1), n, self.span(node))
+                return Power((yield base, depth + 1), n, self.span(node))
             case ast.Constant(value=0.5):
                 self.refuse("a power takes a small integer", exponent, "write sqrt(x)")
         return self.refuse(

@@ -5,10 +5,12 @@ In: what the parser builds. Out: canonical text. Invariant: `parse(to_text(p))` 
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass, field
 
 from epigen import ops
 from epigen.errors import Span
+from epigen.lang.walk import walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def to_text(program: Program) -> str:
 
 
 def expr_text(expr: Expr) -> str:
-    return _print(expr)[0]
+    return walk(_print, _print(expr))[0]
 
 
 def number_text(value: float) -> str:
@@ -88,28 +90,54 @@ def number_text(value: float) -> str:
     return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
 
 
-def _print(expr: Expr) -> tuple[str, int]:
+def parts(program: Program) -> int:
+    """How many parts a program has, as the parser counts them in its text: names, numbers, operators and calls."""
+    count = 0
+    pending: list[Expr] = [*(a.value for a in program.assigns), *program.outputs]
+    while pending:
+        match pending.pop():
+            case Number(value):
+                count += 2 if value < 0 else 1  # the sign is an operator
+            case Name():
+                count += 1
+            case Power(base):
+                count += 1
+                pending.append(base)
+            case Call(_, args, _, keywords):
+                count += 1
+                pending += [*args, *(v for _, v in keywords)]
+    return count
+
+
+_Text = tuple[str, int]
+"""An expression's text, and how tightly it binds."""
+
+
+def _print(expr: Expr) -> Generator[Expr, _Text, _Text]:
     match expr:
         case Number(value):
             return number_text(value), _UNARY if value < 0 else _ATOM
         case Name(name, _, indices):
             return (name if indices is None else f"{name}[{','.join(indices)}]"), _ATOM
         case Power(base, exponent):
-            return f"{_wrapped(base, _ATOM)} ** {exponent}", _POWER
+            return f"{_wrapped((yield base), _ATOM)} ** {exponent}", _POWER
         case Call(function, args, _, keywords, False):
-            listed = [expr_text(a) for a in args] + [f"{k}={expr_text(v)}" for k, v in keywords]
+            listed = []
+            for key, arg in [*(("", a) for a in args), *keywords]:
+                text, _ = yield arg
+                listed.append(f"{key}={text}" if key else text)
             return f"{function}({', '.join(listed)})", _ATOM
         case Call(function, (x,)):
-            return f"{ops.TABLE[function].symbol}{_wrapped(x, _UNARY)}", _UNARY
+            return f"{ops.TABLE[function].symbol}{_wrapped((yield x), _UNARY)}", _UNARY
         case Call(function, (x, y)):
             symbol = ops.TABLE[function].symbol
             binds = _BINDS[symbol]
             # comparisons do not chain in the language, so both sides need to bind tighter
-            left = binds + 1 if binds == _COMPARE else binds
-            return f"{_wrapped(x, left)} {symbol} {_wrapped(y, binds + 1)}", binds
+            left = _wrapped((yield x), binds + 1 if binds == _COMPARE else binds)
+            return f"{left} {symbol} {_wrapped((yield y), binds + 1)}", binds
     raise AssertionError(expr)
 
 
-def _wrapped(expr: Expr, least: int) -> str:
-    text, binds = _print(expr)
+def _wrapped(printed: _Text, least: int) -> str:
+    text, binds = printed
     return text if binds >= least else f"({text})"

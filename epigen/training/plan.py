@@ -167,7 +167,7 @@ def _backward(derived: Derivation, inputs: Mapping[str, int], layer: Asked, oper
     """inputs: the layer's, by place. chained: the gradient arrives as a product that the program's own kernel takes; else as a tensor."""
     outputs = _places(o.name for o in derived.forward.outputs)
     dtypes = {name: _dtype(d, f"input '{name}'") for name, d in zip(inputs, layer.inputs, strict=True) if d is not None}
-    program, gradients = _settled(derived, dtypes | {MM: operands}, operands, chained)
+    program, gradients = _settled(layer.text, derived, dtypes | {MM: operands}, operands, chained)
     sources = {a.name: a for a in derived.arguments}
     read = [sources[n.name] for n in program.inputs()] if program else []
     # among inputs, outputs, x and weight in a row
@@ -198,7 +198,7 @@ def _places(names: Iterable[str]) -> dict[str, int]:
     return {name: i for i, name in enumerate(names)}
 
 
-def _settled(derived: Derivation, dtypes: Mapping[str, DType], operands: DType, chained: bool) -> tuple[Graph | None, dict[str, int]]:
+def _settled(text: str, derived: Derivation, dtypes: Mapping[str, DType], operands: DType, chained: bool) -> tuple[Graph | None, dict[str, int]]:
     """The backward program with each tile in the dtype that its use wants, and by name where each gradient is, as `Backward` has it.
 
     Over a gradient that is there, what only repeats it is left out; None where nothing remains.
@@ -224,4 +224,4 @@ def _settled(derived: Derivation, dtypes: Mapping[str, DType], operands: DType, 
         places[x.of] = len(order) + results.index(arrives) if arrives else order.index(x.output)
     if computed == list(graph.outputs):
         return graph, places
-    return through_text(graph.nodes, computed) if computed else None, places
+    return through_text(graph.nodes, computed, text) if computed else None, places
