@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import postgres_server
 import pytest
 from bounded_interpreter import bound
 from quick_interpreter import quicken
@@ -92,3 +93,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in chosen:
             item.add_marker(pytest.mark.skip(reason="no GPU at hand"))
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    """The URL of a PostgreSQL server, one a worker of pytest."""
+    try:
+        with postgres_server.server() as url:
+            yield url
+    except postgres_server.NoServerError as error:
+        pytest.skip(str(error))

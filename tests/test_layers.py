@@ -37,7 +37,7 @@ NO_TORCH = re.compile(r"(errors|uncollected|files|settings|dtypes|ops|lang\..*|i
 SOLE_IMPORTERS = {
     "triton": {"runtime.direct", "runtime.loader", "runtime.triton_key"},
     "jinja2": {"codegen.render"},
-    "optuna": {"tuning.storage", "tuning.study", "tuning.tpe"},
+    "optuna": {"tuning.journal", "tuning.storage", "tuning.study", "tuning.tpe"},
     "sqlalchemy": {"tuning.storage"},
     "click": {"cli", "cli_types", "cli_compile", "cli_db", "cli_derivation", "cli_explain", "cli_info", "cli_tune"},
 }

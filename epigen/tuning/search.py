@@ -143,7 +143,7 @@ def _joined(storage: str | Storage | None, name: str | None, *about: Any) -> Ite
         tuner = _Tuner(interrupted, *about)
         if not isinstance(storage, Storage):
             storage = stack.enter_context(contextlib.closing(open_storage(storage)))
-        tuner.join(stack.enter_context(Study(storage, name)))
+        tuner.join(stack.enter_context(Study(storage, name, accept=tuner.measurable)))
         yield tuner
 
 
@@ -205,6 +205,9 @@ class _Tuner:
     def join(self, study: Study) -> None:
         self.study = study
         self.before = len(study.outcomes)
+
+    def measurable(self, config: KernelConfig) -> bool:
+        return self.space.legal(config) and self.runner.available(config) == config
 
     # -- what is known
 

@@ -1,17 +1,16 @@
 """Where studies live: in memory, in Optuna's journal files, or in a database that Optuna can use.
 
 A URL goes in, an open Storage comes out, and whatever goes wrong with it is a TuneError in words. One open storage serves many studies
-and several threads.
+and several threads. A URL may hold a password: of a server's, no more than scheme and host is ever shown.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
-import os
+import random
 import re
 import time
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,27 +19,32 @@ import optuna
 import sqlalchemy
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import BaseJournalBackend
-from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, IntegrityError, SQLAlchemyError
 
 from epigen.errors import TuneError
+from epigen.tuning.journal import JournalFile
 
 _KNOWN = "a file that ends in .journal, journal://FILE, sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME"
+_CREDENTIALS = re.compile(r":.*@", re.DOTALL)  # in what should be a path: this was to be a server's URL
 _CONNECT_S = 10  # what a server that does not answer may take
-_LOCK_S = 30.0  # an append takes well under a millisecond
-_POLL_S = 0.001
-_OPENINGS = 5
-_FIRST_KEY = b'{"op_code"'  # what every line of a journal begins with
+_OPENINGS, _PAUSE_S = 100, 0.05  # while other tuners make the tables of a new database: each time one more of them is there
+_TABLES = frozenset({"studies", "version_info", "trials", "alembic_version"})  # some of Optuna's
+_HARMLESS = frozenset({"host", "port", "user", "sslmode", "connect_timeout", "timeout", "application_name", "driver", "charset", "mode", "uri"})
+"""What a URL's query may name without being kept secret."""
+_NAMES = frozenset({"password", "passwd", "pwd", "odbc_connect", "DRIVER", "PWD", "UID"})
+"""What a password stands behind: to show these gives nothing away, and may say what is wrong."""
+_DATA = (ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError, RecursionError)
+"""What Optuna raises over rows and lines that somebody else has written."""
 
 
 class Storage:
-    """An open storage. label: its URL, without the password. lasting: other processes and later runs see it too."""
+    """An open storage. label: its URL, without what is secret. lasting: other processes and later runs see it too."""
 
-    def __init__(self, label: str, backend: BaseStorage | None, folder: Path | None = None):
-        """backend: serves all studies. folder: in its place, holds one journal file a study."""
+    def __init__(self, label: str, backend: BaseStorage | None, folder: Path | None = None, secrets: frozenset[str] = frozenset()):
+        """backend: serves all studies. folder: in its place, holds one journal file a study. secrets: are never shown."""
         self.label, self.folder = label, folder
         self.lasting = not isinstance(backend, InMemoryStorage)
-        self._backend = backend
+        self._backend, self._secrets = backend, secrets
 
     def backend(self, study: str) -> BaseStorage:
         """Optuna's storage that holds a study of this name."""
@@ -55,8 +59,8 @@ class Storage:
         """Whatever fails of the storage inside the block becomes a TuneError."""
         try:
             yield
-        except (StorageInternalError, SQLAlchemyError, OSError) as error:
-            raise TuneError(f"the storage {self.label} failed: {_reason(error)}") from error
+        except (StorageInternalError, SQLAlchemyError, OSError, *_DATA) as error:
+            raise TuneError(f"the storage {self.label} failed: {_reason(error, self._secrets)}") from (None if self._secrets else error)
 
     def close(self) -> None:
         if isinstance(self._backend, RDBStorage):
@@ -75,45 +79,104 @@ def open_storage(url: str | None) -> Storage:
     if url is None:
         return Storage("memory", InMemoryStorage())
     scheme, found, rest = url.partition("://")
-    if (found and scheme == "journal") or url.endswith(".journal"):
-        place = rest if found else url
-        if not place.strip("/"):
-            raise TuneError(f"'{url}' names no file: write journal://FILE, or journal://FOLDER/ for one file a study")
-        path = Path(place).expanduser()
-        try:
-            if place.endswith("/"):
-                path.mkdir(parents=True, exist_ok=True)
-                return Storage(url, None, path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return Storage(url, _journal(path))
-        except OSError as error:
-            raise TuneError(f"the storage {url} cannot be opened: {_reason(error)}") from error
+    if scheme == "journal" if found else url.endswith(".journal"):
+        return _journals(url, rest if found else url)
     return _database(url)
+
+
+def _journals(url: str, place: str) -> Storage:
+    if not place.strip("/"):
+        raise TuneError(f"'{url}' names no file: write journal://FILE, or journal://FOLDER/ for one file a study")
+    if _CREDENTIALS.search(place) or "\0" in place:
+        raise _malformed(url)
+    try:
+        path = Path(place).expanduser()
+        if place.endswith("/"):
+            path.mkdir(parents=True, exist_ok=True)
+            return Storage(url, None, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return Storage(url, _journal(path))
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user whose home nobody knows
+        raise TuneError(f"the storage {url} cannot be opened: {_reason(error)}") from error
+
+
+def _journal(path: Path) -> BaseStorage:
+    return JournalStorage(JournalFile(path))
+
+
+# -- databases
 
 
 def _database(url: str) -> Storage:
     try:
         parsed = sqlalchemy.make_url(url)
     except (ArgumentError, ValueError):
-        raise TuneError(f"'{_without_password(url)}' is no storage: write {_KNOWN}") from None
-    label = parsed.render_as_string(hide_password=True)
+        raise _malformed(url) from None
+    lite = parsed.get_backend_name() == "sqlite"
+    # what follows an @ or a / in a password SQLAlchemy takes for part of the host or of the database
+    place = parsed.database or ""
+    if _CREDENTIALS.search(place) if lite else "@" in place or not re.fullmatch(r"[\w.:%-]*", parsed.host or ""):
+        raise _malformed(url)
+    if lite and parsed.database in (None, "", ":memory:"):
+        return Storage("memory", InMemoryStorage())
+    label, secrets = _label(parsed), _secrets(parsed)
+    if lite:
+        _check_file(label, parsed)
     for opening in range(1, _OPENINGS + 1):
         try:
-            return Storage(label, RDBStorage(url, engine_kwargs=_engine(parsed)))
+            # at first without a pool, which would keep the connection of an opening that fails
+            for pool in ({"poolclass": sqlalchemy.NullPool}, {}):
+                backend = RDBStorage(_untemplated(url), engine_kwargs=_engine(parsed) | pool)
+            return Storage(label, backend, secrets=secrets)
         except ImportError as error:
-            driver = _reason(error.__cause__ or error)
+            driver = _reason(error.__cause__ or error, secrets)
             raise TuneError(
                 f"the storage {label} needs a driver: {driver}\n  for PostgreSQL: pip install 'psycopg[binary]', and a URL that begins with postgresql+psycopg://"
-            ) from error
+            ) from None
         except ArgumentError as error:  # no such kind of database
-            raise TuneError(f"the storage {label} is of no known kind ({_reason(error)}): write {_KNOWN}") from error
-        except (StorageInternalError, SQLAlchemyError, OSError, ValueError, RuntimeError) as error:
-            # two tuners that open a new database make its tables at the same time: the one that lost finds them when it tries again
-            if isinstance(error, SQLAlchemyError) and not isinstance(error, OperationalError) and opening < _OPENINGS:
-                time.sleep(0.1 * opening)
+            raise TuneError(f"the storage {label} is of no known kind ({_reason(error, secrets)}): write {_KNOWN}") from None
+        except Exception as error:  # noqa: BLE001  # of Optuna, SQLAlchemy, alembic or any driver
+            if _overtaken(error) and opening < _OPENINGS:
+                time.sleep(random.uniform(0, _PAUSE_S))
                 continue
-            raise TuneError(f"the storage {label} cannot be used: {_reason(error)}") from error
+            raise TuneError(f"the storage {label} cannot be used: {_reason(error, secrets)}") from None
     raise AssertionError
+
+
+def _overtaken(error: Exception) -> bool:
+    """Whether another tuner has just made what this one was about to make in a new database: it finds that when it tries again."""
+    while isinstance(error, StorageInternalError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    if not isinstance(error, SQLAlchemyError):
+        return False
+    original = getattr(error, "orig", None)
+    state = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
+    return isinstance(error, IntegrityError) or state in ("42P07", "42710") or "already exists" in str(original)
+
+
+def _check_file(label: str, url: sqlalchemy.URL) -> None:
+    """What SQLite calls "unable to open database file", and a file that another program keeps its own tables in. Raises TuneError."""
+    path = Path(url.database or "")
+    if url.query.get("uri") or path.name.startswith("file:"):
+        return
+    try:
+        if path.is_dir():
+            raise TuneError(f"the storage {label} cannot be used: this is a folder, and a file is wanted")
+        if not path.absolute().parent.is_dir():
+            raise TuneError(f"the storage {label} cannot be used: there is no folder {path.absolute().parent}")
+        if not path.exists() or not path.stat().st_size:
+            return
+    except OSError as error:
+        raise TuneError(f"the storage {label} cannot be used: {_reason(error)}") from None
+    engine = sqlalchemy.create_engine(url, **_engine(url))
+    try:
+        there = sqlalchemy.inspect(engine).get_table_names()
+    except SQLAlchemyError as error:
+        raise TuneError(f"the storage {label} cannot be used: {_reason(error, _secrets(url))}") from None
+    finally:
+        engine.dispose()
+    if there and not _TABLES & {*there}:
+        raise TuneError(f"the storage {label} cannot be used: it holds tables of another program ({', '.join(sorted(there)[:3])}): name a new file")
 
 
 def _engine(url: sqlalchemy.URL) -> dict[str, Any]:
@@ -125,101 +188,52 @@ def _engine(url: sqlalchemy.URL) -> dict[str, Any]:
     return {"connect_args": connect, "pool_pre_ping": True}  # a server may restart between two trials
 
 
-def _without_password(url: str) -> str:
-    """A malformed URL may hold a password all the same."""
-    return re.sub(r":[^:/@]*@", ":***@", url)
+def _untemplated(url: str) -> str:
+    """Optuna formats a URL with its schema's version: a brace in a password is none of that."""
+    return url.replace("{", "{{").replace("}", "}}")
 
 
-def _reason(error: BaseException) -> str:
-    """One line of what went wrong at the root of an error."""
+# -- what is said of it
+
+
+def _label(url: sqlalchemy.URL) -> str:
+    """Scheme and host, or a file."""
+    if url.get_backend_name() == "sqlite":
+        return f"{url.drivername}:///{url.database}"
+    return f"{url.drivername}://{url.host or ''}"
+
+
+def _secrets(url: sqlalchemy.URL) -> frozenset[str]:
+    """Parts of a URL, each as it is written and as it is meant, that nobody should read in a message."""
+    found = {str(url.password)} if url.password else set()
+    for name, values in url.query.items():
+        if name not in _HARMLESS:
+            texts = (values,) if isinstance(values, str) else values
+            found |= {part for text in (name, *texts) for part in (text, *re.split(r"[;=,\s{}]+", text)) if len(part) > 2}
+    found -= _NAMES
+    return frozenset(form for part in found for form in (part, urllib.parse.quote(part, safe=""), urllib.parse.unquote(part)))
+
+
+def _malformed(url: str) -> TuneError:
+    scheme, found, _ = url.partition("://")
+    plain = re.fullmatch(r"[\w./~ +-]*", url)
+    shown = url if plain else f"{scheme}://…" if found and re.fullmatch(r"[\w+]+", scheme) else "what was given"
+    password = "; in a password @ is written %40, : is %3A and / is %2F" if "@" in url else ""
+    return TuneError(f"{shown if shown == 'what was given' else repr(shown)} is no storage: write {_KNOWN}{password}")
+
+
+def _reason(error: BaseException, secrets: frozenset[str] = frozenset()) -> str:
+    """One line of what went wrong at the root of an error, where it repeats nothing secret."""
     root = error
     while isinstance(root, StorageInternalError) and root.__cause__ is not None:
         root = root.__cause__
     original = getattr(root, "orig", None) or root
+    kind = type(original).__name__
     if isinstance(original, OSError) and original.strerror:
-        return f"{original.strerror}: {original.filename}" if original.filename else original.strerror
-    lines = [line.strip() for line in str(original).splitlines() if line.strip()]
-    return (lines[0] if lines else type(original).__name__)[:300]
-
-
-def _journal(path: Path) -> BaseStorage:
-    return JournalStorage(_JournalFile(path))
-
-
-class _JournalFile(BaseJournalBackend):
-    """Optuna's journal format, appended to without waiting for the disk, and mended after a kill.
-
-    Optuna's own file backend waits for the disk after every line, and its lock outlives a killed process by half a minute. Here the lock
-    is the kernel's, which goes with its process. A line that a kill left unfinished is read by nobody, and cut off before the next.
-    A loss of power may lose the last trials, which are then measured again.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.lines, self.bytes = 0, 0  # how far it has been read
-        os.close(self._open())
-
-    def _open(self) -> int:
-        return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-
-    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
-        if log_number_from < self.lines:
-            self.lines = self.bytes = 0
-        with self.path.open("rb") as file:
-            if self.bytes > os.fstat(file.fileno()).st_size:
-                raise TuneError(f"the journal {self.path} was cut short while in use")
-            file.seek(self.bytes)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return  # under way, or left unfinished
-                log = self._parsed(line)
-                self.lines, self.bytes = self.lines + 1, self.bytes + len(line)
-                if self.lines > log_number_from:
-                    yield log
-
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        data = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode()
-        descriptor = self._open()
-        try:
-            self._lock(descriptor)
-            self._cut(descriptor)
-            while data:
-                data = data[os.write(descriptor, data) :]
-        finally:
-            os.close(descriptor)  # and the lock goes
-
-    def _lock(self, descriptor: int) -> None:
-        deadline = time.monotonic() + _LOCK_S
-        while True:
-            try:
-                return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TuneError(f"the journal {self.path} has been locked by another process for {_LOCK_S:.0f} s") from None
-                time.sleep(_POLL_S)
-
-    def _cut(self, descriptor: int) -> None:
-        """Cut off a last line without its end: whoever was writing it is gone, or would hold the lock."""
-        size = os.fstat(descriptor).st_size
-        if not size or os.pread(descriptor, 1, size - 1) == b"\n":
-            return
-        tail, start = b"", size
-        while start and b"\n" not in tail:
-            start = max(0, start - 4096)
-            tail = os.pread(descriptor, size - start, start)
-        tail = tail[tail.rfind(b"\n") + 1 :]
-        if tail[: len(_FIRST_KEY)] != _FIRST_KEY[: len(tail)]:
-            raise self._damaged()  # some other file, which is left as it is
-        os.ftruncate(descriptor, size - len(tail))
-
-    def _parsed(self, line: bytes) -> dict[str, Any]:
-        try:
-            log = json.loads(line)
-        except ValueError:
-            raise self._damaged() from None
-        if not isinstance(log, dict) or "op_code" not in log:
-            raise self._damaged()
-        return log
-
-    def _damaged(self) -> TuneError:
-        return TuneError(f"{self.path} is no journal of Optuna's, or is damaged in line {self.lines + 1}: remove it, or name another file")
+        said = f"{original.strerror}: {original.filename}" if original.filename else original.strerror
+    else:
+        lines = [line.strip() for line in str(original).splitlines() if line.strip()]
+        said = (lines[0] if lines else kind)[:300]
+        if isinstance(original, _DATA):
+            said = f"{kind}: {said}"
+    return f"{kind}, of which the message repeats a part of the URL" if any(secret in said for secret in secrets) else said

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal, Self
 
@@ -22,6 +22,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import ConfigError, TuneError
+from epigen.tuning import fields
 from epigen.tuning.interrupt import unbroken
 from epigen.tuning.storage import Storage
 from epigen.tuning.task import OUTCOMES, Outcome
@@ -50,8 +51,11 @@ class Claim:
 class Study:
     """A tuner's view of a study. outcomes: of every finished trial. under_way: the claims that hold, the tuner's own included."""
 
-    def __init__(self, storage: Storage, name: str | None, beat_s: float = BEAT_S, dead_s: float = DEAD_S):
-        """name: None for one of its own. Raises TuneError where the storage fails."""
+    def __init__(
+        self, storage: Storage, name: str | None, beat_s: float = BEAT_S, dead_s: float = DEAD_S, accept: Callable[[KernelConfig], bool] = lambda _: True
+    ):
+        """name: None for one of its own. accept: which configs can be trials of it; what a damaged storage says of others is passed over.
+        Raises TuneError where the storage fails."""
         self.storage = storage
         self.tuner = uuid.uuid4().hex[:12]
         self.outcomes: dict[KernelConfig, Outcome] = {}
@@ -60,7 +64,7 @@ class Study:
         self._closed: set[int] = set()  # numbers of trials that will not change any more
         self._beats: dict[str, tuple[object, float]] = {}  # each other tuner's last beat, and when it was first seen
         self._beats_read = -math.inf
-        self._beat_s, self._dead_s = beat_s, dead_s
+        self._beat_s, self._dead_s, self._accept = beat_s, dead_s, accept
         self._over = threading.Event()
         self._beating = threading.Thread(target=self._go_on_beating, name="study beat", daemon=True)
         with storage.in_words():
@@ -106,6 +110,7 @@ class Study:
             if trial.number in self._closed:
                 continue
             found, outcome = _claimed(trial), _outcome(trial)
+            found = found if found is not None and self._accept(found[1]) else None
             if found is not None and outcome is not None:  # also where a kill came before the trial was told as finished
                 self._closed.add(trial.number)
                 if found[1] not in self.outcomes:
@@ -231,12 +236,17 @@ def _claimed(trial: FrozenTrial) -> tuple[str, KernelConfig] | None:
         return None
 
 
+_US = fields.number(0, 1e9, digits=6)
+_FIELDS = {
+    "kind": fields.one_of(OUTCOMES), "median_us": _US, "spread_us": _US, "samples": fields.whole(0, 10**6), "detail": fields.text("text", lambda _: True),
+}  # fmt: skip
+
+
 def _outcome(trial: FrozenTrial) -> Outcome | None:
+    """What came of a trial; None where it is no outcome of epigen's."""
     found = trial.user_attrs.get(_OUTCOME)
-    if not isinstance(found, dict) or found.get("kind") not in OUTCOMES:
-        return None
     try:
-        outcome = Outcome(found["kind"], float(found["median_us"]), float(found["spread_us"]), int(found["samples"]), str(found["detail"]))
-    except (KeyError, TypeError, ValueError):
+        outcome = Outcome(**fields.held(found, _FIELDS)) if isinstance(found, dict) else None
+    except fields.Wrong:
         return None
-    return outcome if math.isfinite(outcome.median_us) and (outcome.median_us > 0 or outcome.kind != "ok") else None
+    return None if outcome is None or (outcome.kind == "ok" and outcome.median_us == 0) else outcome

@@ -6,6 +6,7 @@ are, and TPE chooses the rest.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -64,9 +65,11 @@ class Tpe:
         self.study.tell(proposal.trial, state=TrialState.FAIL)
 
     def learn(self, point: Point, outcome: Outcome) -> None:
-        """Take in what another tuner found."""
+        """Take in what another tuner found. A point that was damaged on its way teaches nothing."""
         time = _log_us(outcome)
-        if time is not None:
+        if time is None:
+            return
+        with contextlib.suppress(ValueError):
             self.study.add_trial(create_trial(value=time, params=dict(point.parameters), distributions=dict(point.distributions)))
 
 
