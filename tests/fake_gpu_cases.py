@@ -401,6 +401,46 @@ def test_in_place_and_not_in_any_order(gpu: FakeGpu, through_triton: Watch, conf
 
 
 @pytest.mark.parametrize(
+    "config",
+    [TINY, cases.persistent(64, 16, 32), LIBRARY.but("one_launch", 1), None],
+    ids=["tiled", "TMA", "library", "over a product"],
+)
+def test_an_output_that_overlaps_is_refused_however_warm(
+    gpu: FakeGpu, through_triton: Watch, config: KernelConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call has other addresses than the one that it is found by, and may be the first to have some that overlap."""
+    monkeypatch.setattr(vendor, "product", lambda _a, _b, _precision: torch.zeros(N, N))
+    kernel, product, held = compiled("mm + x[m,n], mm * 2", config or LIBRARY), half(N, N), half(N, 4 * N)
+    x, b, y, z = (half(N, N) for _ in range(4))
+    side = [held[:, i * N : (i + 1) * N] for i in range(4)]  # between the bytes of one another
+    good = ((x, [y, z]), (x, [x, z]), (x, [x[:], z]), (side[0], side[1:3]), (side[1], side[2:4]), (side[0], [side[0], side[1]]))
+    bad = (
+        (x, [y, y]),
+        (x, [y, y[:]]),
+        (x, [y, x]),
+        (x, [y, x[:]]),
+        (side[0], [held[:, 8 : N + 8], side[2]]),
+        (side[0], [side[1], held[:, 2 * N - 8 : 3 * N - 8]]),
+    )
+
+    def call(x: torch.Tensor, out: Any) -> Any:
+        return kernel(product, b, x=x, out=out) if config else kernel.over(product, x=x, out=out)
+
+    def refused(x: torch.Tensor, out: Any) -> None:
+        with pytest.raises(CallError, match="overlaps"):
+            call(x, out)
+
+    for x, out in good * 2:
+        call(x, out)
+    before = through_triton.count
+    for _ in range(2):
+        for right, wrong in zip(good, bad, strict=True):
+            assert len(gpu.during(lambda right=right: call(*right))) == 1
+            assert not gpu.during(lambda wrong=wrong: refused(*wrong))
+    assert through_triton.count == before
+
+
+@pytest.mark.parametrize(
     ("text", "inputs"),
     [
         ("relu(mm)", {}),
@@ -887,12 +927,15 @@ def test_straight_steps_take_what_they_were_made_for(gpu: FakeGpu) -> None:
         step(7, False, a, b, 2.0, out=out)
     make, held = type(step), b"===="
     before = sys.getrefcount(held)
-    steps = [make(0, torch.Tensor.data_ptr, held, ((1, 2, 3, 4, False, True, ((0, 0), (-1, 9))),)) for _ in range(10)]
+    steps = [make(0, torch.Tensor.data_ptr, held, ((1, 2, 3, 4, False, True, ((0, 0), (-1, 9))),), ()) for _ in range(10)]
     assert sys.getrefcount(held) == before + 10
     del steps
     for wrong in (((1, 2),), ((1, 2, 3, 4, 0, 0, ((4, 0),)),), ((1, 2, 3, 4, 0, 0, ((0,),)),), ((1, 2, 3, 4, 0, 0, ((0, "0"),)),)):
         with pytest.raises((TypeError, ValueError)):
-            make(0, torch.Tensor.data_ptr, held, wrong)
+            make(0, torch.Tensor.data_ptr, held, wrong, ())
+    for pair in ((0, 1, 2), (0, 4, 2, 2), (-1, 0, 2, 2)):
+        with pytest.raises((TypeError, ValueError)):
+            make(0, torch.Tensor.data_ptr, held, (), (pair,))
     assert sys.getrefcount(held) == before
 
 

@@ -109,10 +109,10 @@ class Kernel:
         a: [M, K]. b: [K, N]. Any strides. inputs: the program's, by name: tile [M, N], row [M], column [N], mask uint8
         [M, ceil(N / 8)], scalar a number or a tensor with one element.
         out: a tensor for a lone output; for several a mapping by name or a sequence; written and returned. It may be an input of the same
-        indices from which that output is computed, such as grad in "cast(mm + grad[m,n], fp32)", which then accumulates in place: every kernel
-        reads an element before it writes it. Beyond that it must overlap neither an operand nor an input.
+        indices from which that output is computed element by element, such as grad in "cast(mm + grad[m,n], fp32)", which then accumulates in
+        place: every kernel reads an element before it writes it. Beyond that it may overlap nothing else of the call.
         Returns a tensor, or a named tuple where the program has several outputs.
-        Raises CallError for names, devices, dtypes or shapes that do not fit.
+        Raises CallError for names, devices, dtypes or shapes that do not fit, and for an `out` that overlaps what it may not.
         """
         for again, prepared in self._recent.get(type(out), ()):
             found = again(again, a, b, inputs, out)

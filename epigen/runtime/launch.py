@@ -60,13 +60,14 @@ def captured(text: Written, launches: Sequence[Direct], stream: str) -> str:
     return f"{stream} and {text.hold(capturing)}()" if any(x.ahead == Ahead.CAPTURED for x in launches) else "False"
 
 
-def in_one_step(launches: Sequence[Direct], values: Sequence[Any], slots: int, index: int | None) -> native.Step | None:
+def in_one_step(launches: Sequence[Direct], values: Sequence[Any], slots: int, index: int | None, apart: Sequence[native.Apart] = ()) -> native.Step | None:
     """All launches of a call; None where one of them cannot do without Triton's launcher.
 
     values: of the first slots, the tensors among which have to be aligned as they are here. slots: how many there are. index: the device's.
+    apart: as of `native.step`.
     """
     kernels = [(x.native, x.ahead == Ahead.ALWAYS, x.ahead != Ahead.NEVER) for x in launches if x.native is not None]
-    return native.step(kernels, values, slots, index) if 0 < len(kernels) == len(launches) else None
+    return native.step(kernels, values, slots, index, apart) if 0 < len(kernels) == len(launches) else None
 
 
 def step_call(text: Written, step: native.Step, launches: Sequence[Direct], stream: str, slots: Sequence[str]) -> str:

@@ -29,12 +29,18 @@ typedef struct {
 } Kernel;
 
 typedef struct {
+  int place, other;  // two values of a call, of which the first is written
+  Word bytes, other_bytes;
+} Apart;
+
+typedef struct {
   PyObject_HEAD
   vectorcallfunc call;
   Word context;
   PyObject *data_ptr, *alignments;
-  Py_ssize_t values, count;
+  Py_ssize_t values, count, pairs;
   Kernel *kernels;
+  Apart *apart;
 } Launches;
 
 static Word word(PyObject *value) { return PyLong_AsUnsignedLongLongMask(value); }
@@ -79,7 +85,18 @@ static CUresult ensure_context(Word context) {
   return error || current ? error : set_context((CUcontext)(uintptr_t)context);
 }
 
-// launches(stream, captured, *values) -> bool: false where a tensor is not aligned as it was, and nothing was launched
+// Whether the bytes of what is written and those of what else is given are apart. Unsigned, so that of two distances one is a small number.
+static int lie_apart(const Launches *self, const Word *values) {
+  for (Py_ssize_t i = 0; i < self->pairs; ++i) {
+    const Apart *pair = &self->apart[i];
+    Word gap = values[pair->other] - values[pair->place];
+    if (gap < pair->bytes || -gap < pair->other_bytes)
+      return 0;
+  }
+  return 1;
+}
+
+// launches(stream, captured, *values) -> bool: false where a tensor is not aligned as it was or too near to one that is written, and nothing was launched
 static PyObject *call(PyObject *object, PyObject *const *arguments, size_t flags, PyObject *names) {
   Launches *self = (Launches *)object;
   if (PyVectorcall_NARGS(flags) != self->values + 2 || (names && PyTuple_GET_SIZE(names)))
@@ -97,6 +114,8 @@ static PyObject *call(PyObject *object, PyObject *const *arguments, size_t flags
     if (!fits)
       Py_RETURN_FALSE;
   }
+  if (!lie_apart(self, values))
+    Py_RETURN_FALSE;
   CUresult error;
   Py_BEGIN_ALLOW_THREADS
   error = ensure_context(self->context);
@@ -115,6 +134,7 @@ static void release(PyObject *object) {
   for (Py_ssize_t i = 0; i < self->count; ++i)
     PyMem_Free(self->kernels[i].parameters);
   PyMem_Free(self->kernels);
+  PyMem_Free(self->apart);
   Py_XDECREF(self->data_ptr);
   Py_XDECREF(self->alignments);
   Py_TYPE(object)->tp_free(object);
@@ -140,11 +160,26 @@ static void fill(Kernel *kernel, PyObject *from, Py_ssize_t values) {
   }
 }
 
-// Launches(context, data_ptr, alignments, kernels)
+// from: ((place, other, bytes, other bytes), ...)
+static void fill_apart(Launches *self, PyObject *from) {
+  self->pairs = PyTuple_GET_SIZE(from);
+  self->apart = PyMem_Calloc(self->pairs + 1, sizeof(Apart));
+  if (!self->apart)
+    PyErr_NoMemory();
+  for (Py_ssize_t i = 0; i < self->pairs && !PyErr_Occurred(); ++i) {
+    Apart *pair = &self->apart[i];
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(from, i), "iiKK", &pair->place, &pair->other, &pair->bytes, &pair->other_bytes))
+      return;
+    if (pair->place < 0 || pair->other < 0 || pair->place >= self->values || pair->other >= self->values)
+      PyErr_Format(PyExc_ValueError, "values %d and %d are to be apart, of %zd", pair->place, pair->other, self->values);
+  }
+}
+
+// Launches(context, data_ptr, alignments, kernels, apart)
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *names) {
   Word context;
-  PyObject *data_ptr, *alignments, *kernels;
-  if (!PyArg_ParseTuple(arguments, "KOSO!", &context, &data_ptr, &alignments, &PyTuple_Type, &kernels))
+  PyObject *data_ptr, *alignments, *kernels, *apart;
+  if (!PyArg_ParseTuple(arguments, "KOSO!O!", &context, &data_ptr, &alignments, &PyTuple_Type, &kernels, &PyTuple_Type, &apart))
     return NULL;
   Launches *self = (Launches *)type->tp_alloc(type, 0);
   if (!self)
@@ -161,6 +196,8 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *names) 
     Kernel *kernel = &self->kernels[self->count];
     fill(kernel, PyTuple_GET_ITEM(kernels, self->count++), self->values);
   }
+  if (!PyErr_Occurred())
+    fill_apart(self, apart);
   if (!PyErr_Occurred())
     return (PyObject *)self;
   Py_DECREF(self);

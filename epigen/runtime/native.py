@@ -25,8 +25,11 @@ _TRITONS_OWN = 2
 """Parameters that Triton adds behind a kernel's: the addresses of memory for itself and for a profiler, of which none here has any."""
 
 Step = Callable[..., bool]
-"""(stream, whether it is captured, *values) -> whether the kernels were launched; if not, a tensor is not aligned as it was. The values are those of
-the call in the order of the slots: tensors, addresses, numbers."""
+"""(stream, whether it is captured, *values) -> whether the kernels were launched; if not, a tensor is not aligned as it was, or near to one that is
+written. The values are those of the call in the order of the slots: tensors, addresses, numbers."""
+
+Apart = tuple[int, int, int, int]
+"""The places of two tensors among the values of a call, of which the first is written, and how many bytes each reaches over: these are apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +61,19 @@ def kernel(compiled: Any, blocks: int, parameters: Sequence[tuple[int, int]]) ->
     return Kernel(compiled.function, blocks, threads, shared_bytes, found)
 
 
-def step(kernels: Sequence[tuple[Kernel, bool, bool]], values: Sequence[Any], count: int, index: int | None) -> Step | None:
+def step(kernels: Sequence[tuple[Kernel, bool, bool]], values: Sequence[Any], count: int, index: int | None, apart: Sequence[Apart] = ()) -> Step | None:
     """What launches these one after another.
 
     kernels: each with whether it starts before the one in front of it has ended, in a stream and in a graph. values: those of a call, of which each
     tensor has to be aligned as it is here. count: of all values, of which the rest may be aligned in any way. index: the device's.
+    apart: of each call.
     """
     module, context = _module(), _context(index or 0)
     if module is None or not context:
         return None
     alignments = "".join(_alignment(value) for value in values).ljust(count, ".").encode()
     launches = tuple((k.function, k.blocks, k.threads, k.shared_bytes, *ahead, k.parameters) for k, *ahead in kernels)
-    found: Step = module.Launches(context, Tensor.data_ptr, alignments, launches)
+    found: Step = module.Launches(context, Tensor.data_ptr, alignments, launches, tuple(apart))
     return found
 
 

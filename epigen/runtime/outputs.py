@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from epigen.dtypes import DType
 from epigen.errors import CallError
 from epigen.ir import graph as g
 from epigen.ir import reference
-from epigen.ir.graph import Graph
+from epigen.ir.graph import Graph, Node
+from epigen.runtime import overlap
 
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 """(shape, strides, dtype) -> a tensor of unknown contents."""
@@ -25,12 +26,13 @@ Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Out:
-    """One output of a call."""
+    """One output of a call. replaces: the inputs of the same indices from which it is computed element by element, in whose place it may be."""
 
     name: str
     indices: str
     dtype: DType
     packed: bool
+    replaces: frozenset[str] = frozenset()
 
     def shape(self, m: int, n: int) -> tuple[int, ...]:
         if self.packed:
@@ -84,8 +86,24 @@ def of(graph: Graph, a: DType) -> list[Out]:
     found = []
     for output in graph.outputs:
         node = graph.nodes[output.node]
-        found.append(Out(output.name, node.indices, output_dtype(graph, output, a), node.kind == g.PACKED))
+        packed = node.kind == g.PACKED
+        replaces = frozenset(i.name for i in _elementwise(graph, output.node) if i.indices == node.indices and (i.op == g.BITS) == packed)
+        found.append(Out(output.name, node.indices, output_dtype(graph, output, a), packed, replaces))
     return found
+
+
+def _elementwise(graph: Graph, root: int) -> Iterator[Node]:
+    """The inputs from which a value is computed, but for those of reductions within it."""
+    seen, pending = set[int](), [root]
+    while pending:
+        number = pending.pop()
+        node = graph.nodes[number]
+        if number in seen or node.op == g.REDUCE:
+            continue
+        seen.add(number)
+        pending += node.args
+        if node.op in (g.INPUT, g.BITS):
+            yield node
 
 
 def allocator(on: torch.device) -> Allocate:
@@ -124,5 +142,5 @@ def check(t: Any, out: Out, m: int, n: int, on: torch.device) -> None:
     if not isinstance(t, Tensor) or tuple(t.shape) != shape or t.dtype != dtype or t.device != on:
         found = f"{t.dtype} {list(t.shape)} on {t.device}" if isinstance(t, Tensor) else f"a {type(t).__name__}"
         raise CallError(f"out for '{out.name}' is {found}, and {dtype} {list(shape)} on {on} was expected")
-    if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
-        raise CallError(f"out for '{out.name}' is expanded: several elements share one place")
+    if overlap.within(t):
+        raise CallError(f"out for '{out.name}' has strides {list(t.stride())}: several elements share one place, and each wants its own")

@@ -16,7 +16,7 @@ from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelSpec, Signature
 from epigen.ir import reference
 from epigen.ir.graph import Graph
-from epigen.runtime import arguments, outputs, vendor
+from epigen.runtime import arguments, outputs, overlap, vendor
 from epigen.runtime.device import Target
 from epigen.runtime.launch import Direct, Launch, blocks
 from epigen.runtime.loader import interpreting
@@ -66,6 +66,7 @@ class Prepared:
     ):  # fmt: skip
         self.graph, self.outputs, self.shape, self.device, self.plan, self.interpreted = graph, outs, shape, on, plan, interpreted
         self.like = like
+        self.replaces = {o.name: o.replaces for o in outs}
         self.launches: list[Launch] = []
         self.workspace = Workspace()
         self.arrivals: Arrivals | None = None
@@ -101,7 +102,8 @@ class Prepared:
                 self.launches.append(Launch.of(jit, function, grid, integers, None if self.interpreted else target, follows))
 
     def run(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
-        """One output tensor each: the caller's, or a new one."""
+        """One output tensor each: the caller's, or a new one. Raises CallError where one of the caller's shares memory with what else it gives."""
+        overlap.check(self.replaces, operands, inputs, outs)
         if self.plan is None:
             return self._reference(operands, inputs, outs)
         results = self.results(outs)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from epigen.dtypes import FP32
-from epigen.runtime import arguments, direct, launch, outputs
+from epigen.runtime import arguments, direct, launch, outputs, overlap
 from epigen.runtime.arguments import ALIGNED_BYTES
 from epigen.runtime.prepared import Operands, Plan, Prepared
 from epigen.runtime.workspace import current_stream
@@ -61,10 +61,15 @@ def warmed(prepared: Prepared, operands: Operands, inputs: Mapping[str, Any], ou
     if torch.cuda.device_count() != 1:  # else it is the current one
         text.add(f"if {text.hold(current_device)}() != {index}:", f"    return {text.hold(_elsewhere)}({index}, itself, a, b, inputs, out)")
     # the vendor's product takes long: whether all is aligned as it was has to be known before it, and not by the launches
-    asked = () if prepared.plan.by_vendor else tuple(given.values())
-    step = launch.in_one_step(launches, asked, len(prepared.slots(tuple(inputs))), prepared.device.index)
-    addresses = _Addresses(text, now=step is None or not asked)
+    pairs = _pairs(prepared, operands, inputs, given, returned) if out is not None else []
+    now = prepared.plan.by_vendor or any(overlap.near(given[t], given[other]) for _, t, other in pairs)
+    places = {name: place for place, name in enumerate(given)}
+    apart = [(places[t], places[other], overlap.size_bytes(given[t]), overlap.size_bytes(given[other])) for _, t, other in pairs if not now]
+    step = launch.in_one_step(launches, () if now else tuple(given.values()), len(prepared.slots(tuple(inputs))), prepared.device.index, apart)
+    addresses = _Addresses(text, now=step is None or now)
     slots = _slots(text, given, dict(zip(names[len(operands) :], inputs, strict=True)), addresses)
+    if addresses.now:
+        _apart(text, given, pairs)
     if out is None:
         slots += _new(text, prepared, returned, addresses)
     if prepared.plan.rendered.whole:
@@ -169,6 +174,27 @@ def _slots(text: Written, given: Mapping[str, Any], inputs: Mapping[str, str], a
     if ways:
         _refuse(text, *ways)
     return slots
+
+
+def _pairs(
+    prepared: Prepared, operands: Operands, inputs: Mapping[str, Any], given: Mapping[str, Any], returned: Sequence[str]
+) -> list[tuple[overlap.Pair, str, str]]:
+    """Each output that is given and what else is that it may not share memory with, by what the text calls them, as `given` and `returned` do.
+
+    One tensor given twice is left out: that call was allowed it, and it is compared with that call.
+    """
+    names = list(given)
+    tensors = {name: held for name, held in zip(inputs, names[len(operands) :], strict=False) if isinstance(given[held], Tensor)}
+    outs = dict(zip((o.name for o in prepared.outputs), returned, strict=True))
+    found = overlap.pairs(prepared.replaces, dict(zip("ab", names[: len(operands)], strict=False)), tensors, outs)
+    return [(pair, t, other) for pair, t, other in found if given[t] is not given[other]]
+
+
+def _apart(text: Written, given: Mapping[str, Any], pairs: Sequence[tuple[overlap.Pair, str, str]]) -> None:
+    """Refuses outputs that share memory with what else is given, of which this is asked only where they are near: 0.05 us a pair."""
+    for pair, t, other in pairs:
+        before, behind = text.hold(-overlap.size_bytes(given[other])), text.hold(overlap.size_bytes(given[t]))
+        text.add(f"if {before} < of_{other} - of_{t} < {behind}:", f"    {text.hold(pair.check)}({t}, {other})")
 
 
 def _new(text: Written, prepared: Prepared, names: Sequence[str], addresses: _Addresses) -> list[str]:
