@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Check = Callable[[Any], Any]
@@ -29,6 +30,14 @@ class Wrong(ValueError):
         return [Wrong(one.message, (part, *one.place)) for one in (self, *self.others)]
 
 
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Stands where a document holds what cannot be read, and passes no check. why: in words. found: what there is of it, to name it by."""
+
+    why: str
+    found: object = None
+
+
 def _all(parts: Iterable[tuple[object, Check, Any]]) -> list[Any]:
     """Each part as its check returns it. parts: place, check and value. Raises Wrong with the mistakes of all."""
     found, mistakes = [], []
@@ -45,7 +54,7 @@ def _all(parts: Iterable[tuple[object, Check, Any]]) -> list[Any]:
 
 def unexpected(what: str, value: object) -> Wrong:
     """what: was expected where `value` is."""
-    return Wrong(f"expected {what}, not {quoted(value)}")
+    return Wrong(value.why) if isinstance(value, Broken) else Wrong(f"expected {what}, not {quoted(value)}")
 
 
 def text(what: str, fits: Callable[[str], object]) -> Check:
@@ -138,6 +147,8 @@ def _refused(why: str) -> Any:
 
 def quoted(value: object) -> str:
     """A value as a message may show it: short, in one line, ASCII."""
+    if isinstance(value, Broken):
+        return value.why
     if isinstance(value, Mapping) or (isinstance(value, Sequence) and not isinstance(value, str)):
         return f"{'an object' if isinstance(value, Mapping) else 'a list'} of {len(value)}"
     if isinstance(value, int) and value.bit_length() > 128:

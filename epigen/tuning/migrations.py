@@ -15,10 +15,15 @@ from epigen.errors import EpigenError
 from epigen.ir.check import check
 from epigen.ir.graph import Graph
 from epigen.ir.passes import normalise
-from epigen.lang.parser import parse
+from epigen.lang.parser import MAX_CHARACTERS, parse
+from epigen.tuning.fields import Broken
 from epigen.tuning.problem import input_kind
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+MOST_CHARACTERS = 100_000
+"""Of the different programs in a file of schema 1: to parse them takes time, and every process does it at its first look-up."""
 
 
 def _from_1(document: dict[str, Any]) -> dict[str, Any]:
@@ -37,6 +42,10 @@ def _with_inputs(record: object, graphs: dict[str, Graph | None]) -> object:
     if not isinstance(program, str) or not isinstance(a, str) or a not in BY_NAME:
         return record
     if program not in graphs:
+        if len(program) > MAX_CHARACTERS:
+            return record | {"inputs": Broken(f"schema 1 did not name them, and the program has more than {MAX_CHARACTERS} characters")}
+        if sum(map(len, graphs)) + len(program) > MOST_CHARACTERS:
+            return record | {"inputs": Broken(f"schema 1 did not name them, and the programs of this file have more than {MOST_CHARACTERS} characters")}
         graphs[program] = _graph(program)
     graph, dtype = graphs[program], BY_NAME[a]
     if graph is None:

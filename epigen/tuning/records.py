@@ -20,10 +20,12 @@ from epigen.codegen import schedules
 from epigen.codegen.spec import LAYOUTS, KernelConfig
 from epigen.dtypes import ALL, OPERANDS
 from epigen.errors import ConfigError, DatabaseError
+from epigen.lang.parser import MAX_CHARACTERS
 from epigen.tuning import fields
 from epigen.tuning.fields import quoted
 from epigen.tuning.migrations import MIGRATIONS
 from epigen.tuning.problem import BITS, SCALAR, Problem
+from epigen.tuning.salvage import load
 from epigen.tuning.task import OUTCOMES, OutcomeKind
 
 SCHEMA = 2
@@ -47,7 +49,7 @@ def _gpu(value: str) -> bool:
 
 def _program(value: str) -> bool:
     """A control character in a program would reach the terminal of whoever lists the database."""
-    return 0 < len(value) <= 20_000 and value.replace("\n", "").isprintable()
+    return 0 < len(value) <= MAX_CHARACTERS and value.replace("\n", "").isprintable()
 
 
 def _date(value: str) -> bool:
@@ -259,7 +261,7 @@ def split(text: str, gpu: str, capability: str) -> list[str]:
 def parse_record(text: str, gpu: str, capability: str) -> Record | None:
     """One part of `split` as a record, if it is one in just the form that `render` writes."""
     try:
-        found = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        found = json.loads(text)
         record = Record.of(found | {"gpu": gpu, "capability": capability})
     except (ValueError, TypeError, RecursionError):
         return None
@@ -272,11 +274,13 @@ def parse(data: bytes) -> Document:
     Raises Damaged where the whole is unusable, DatabaseError where it was written by a newer epigen.
     """
     try:
-        head = fields.held(_migrate(_load(data)), _HEAD)
-    except fields.Wrong as wrong:
-        raise Damaged(str(wrong)) from None
+        # what is no UTF-8 comes out as characters that no field lets pass
+        loaded = load(data.decode("utf-8-sig", "surrogateescape"), "records", _MAX_RECORDS)
+        head = fields.held(_migrate(loaded.document), _HEAD)
+    except ValueError as wrong:  # of which `fields.Wrong` is one
+        raise Damaged(_no_text(data) or str(wrong)) from None
     gpu, capability = head["gpu"], head["capability"]
-    records, complaints = [], []
+    records, complaints = [], list(loaded.complaints)
     for number, found in enumerate(head["records"]):
         try:
             if not isinstance(found, dict) or {"gpu", "capability"} & found.keys():
@@ -287,32 +291,17 @@ def parse(data: bytes) -> Document:
     return Document(gpu, capability, tuple(records), tuple(complaints))
 
 
-def _load(data: bytes) -> object:
+def _no_text(data: bytes) -> str:
     try:
-        return json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_constant)
+        data.decode()
     except UnicodeDecodeError as error:
-        raise Damaged(f"byte {error.start} is not UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        raise Damaged(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise Damaged("nested too deeply") from None
-    except ValueError as error:  # a number of thousands of digits, and what the two functions below refuse
-        raise Damaged(str(error).split(";")[0]) from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the name {quoted(next(n for n in names if names.count(n) > 1))} stands twice in one object")
-    return found
-
-
-def _constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+        return f"byte {error.start} is not UTF-8 text"
+    return ""
 
 
 def _migrate(document: object) -> dict[str, Any]:
+    if isinstance(document, fields.Broken):
+        raise Damaged(document.why)
     if not isinstance(document, dict):
         raise Damaged(f"expected an object with schema, gpu, capability and records, not {quoted(document)}")
     found = document.get("schema")
@@ -333,5 +322,6 @@ def _migrate(document: object) -> dict[str, Any]:
 
 
 def _program_of(found: object) -> str:
-    program = found.get("program") if isinstance(found, dict) else None
+    whole = found.found if isinstance(found, fields.Broken) else found
+    program = whole.get("program") if isinstance(whole, dict) else None
     return f" ({quoted(short(program))})" if isinstance(program, str) else ""

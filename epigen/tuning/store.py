@@ -18,8 +18,8 @@ from epigen.files import reason, sync_folder, write_new
 from epigen.tuning import lock, records
 from epigen.tuning.records import Damaged, Document, Key, Record
 
-MAX_BYTES = 64 << 20
-"""Of one file. A record takes about 700 bytes."""
+MAX_BYTES = 16 << 20
+"""Of one file, which every process reads whole at its first look-up. A record takes about 700 bytes."""
 
 LOCK_TIMEOUT_S = 60.0
 _POLL_S = 0.005  # about as long as a write takes
