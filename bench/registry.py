@@ -45,6 +45,7 @@ CLAIMS = (
     Claim("counters", "where the time of an epilogue goes, by the hardware's counters", needs=("ncu",)),
     Claim("power", "large products in turns and each alone, where the power limit sets the clock"),
     Claim("ways", "which way to share a long product is the faster on every GPU of a kind"),
+    Claim("fuzz", "30,000 programs, sound and hostile, are answered or refused in words by every stage", gpus=0),
     Claim("digits", "an MLP learns to read digits as it does in eager torch", gpus=0),
     Claim("training", "a training step and its memory, against eager torch, torch.compile and nvmath's epilogues"),
     Claim("sweep", "whole search spaces, for the claims about search and model"),

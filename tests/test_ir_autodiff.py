@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import cases
@@ -14,6 +14,8 @@ from programs import programs, write_program
 from torch import Tensor
 
 import epigen
+from bench import gradients
+from bench.gradients import Values, derived_gradients
 from epigen import api, ops
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, UINT8, DType
 from epigen.errors import CallError, DerivationError
@@ -26,7 +28,6 @@ from epigen.tuning import suite
 from epigen.tuning.problem import graph_digest
 
 M, N, K = 6, 9, 4
-Values = dict[str, Tensor]
 
 
 def graph_of(text: str) -> Graph:
@@ -37,56 +38,19 @@ def normal(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def inputs_of(graph: Graph, source: torch.Generator) -> Values:
-    found: Values = {}
-    for node in graph.inputs():
-        if node.op == g.BITS:
-            found[node.name] = reference.pack(torch.rand(M, N, generator=source) > 0.5)
-        else:
-            found[node.name] = torch.randn([{"m": M, "n": N}[i] for i in node.indices], generator=source, dtype=torch.float64)
-    return found
-
-
-def outputs_of(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Tensor]) -> Values:
-    """In float64 but for casts, by name; packed masks as bytes."""
-    values = reference.node_values(graph, a, b, inputs, torch.float64)
-    found = {}
-    for output in graph.outputs:
-        node = graph.nodes[output.node]
-        value = values[output.node] if output.dtype is None else reference.convert(values[output.node], output.dtype).to(torch.float64)
-        found[output.name] = value if node.kind == g.PACKED else reference.shaped(value, node.indices, M, N)
-    return found
-
-
 def autograd(graph: Graph, mm: Tensor, inputs: Values, arriving: Values, wanted: Sequence[str]) -> list[Tensor]:
-    """What torch says; zeros where nothing flows."""
-    leaves = {n: x.clone().requires_grad_() if x.is_floating_point() else x for n, x in inputs.items()} | {"mm": mm.clone().requires_grad_()}
     try:
-        outputs = outputs_of(graph, leaves["mm"], torch.eye(N, dtype=torch.float64), leaves)
-        reached = [(outputs[name], grad) for name, grad in arriving.items() if outputs[name].requires_grad]
-        found = torch.autograd.grad([x for x, _ in reached], [leaves[w] for w in wanted], [grad for _, grad in reached], allow_unused=True)
+        return gradients.autograd(graph, mm, inputs, arriving, wanted)
     except RuntimeError as error:
-        assume("broadcast shape" not in str(error))  # torch's own clamp fails where x is broadcast (2.13)
+        assume("broadcast shape" not in str(error))
         raise
-    return [torch.zeros_like(leaves[w]) if x is None else x for w, x in zip(wanted, found, strict=True)]
-
-
-def derived_gradients(derived: Derivation, a: Tensor, b: Tensor, inputs: Values, arriving: Values) -> list[Tensor]:
-    """As a training step takes them, in float64: by the wiring alone."""
-    kept = outputs_of(derived.forward, a, b, inputs)
-    sources = {INPUT: inputs, SAVED: kept, ARRIVING: arriving}
-    arguments = {x.name: sources[x.source][x.of] for x in derived.arguments}
-    if derived.product:
-        a, b = arriving[derived.product], torch.eye(N, dtype=torch.float64)
-    found = outputs_of(derived.backward, a, b, arguments)
-    return [arriving[x.passed] if x.passed else found[x.output] for x in derived.gradients]
 
 
 def agree(text: str, seed: int = 0, rtol: float = 1e-8, **asked: list[str]) -> list[Derivation]:
     """Every possible way of keeping gives torch's gradients, by programs that are canonical text."""
     graph, source = graph_of(text), normal(seed)
     a, b = torch.randn(M, K, generator=source, dtype=torch.float64), torch.randn(K, N, generator=source, dtype=torch.float64)
-    inputs = inputs_of(graph, source)
+    inputs = gradients.inputs_of(graph, (M, N), source)
     first = derive(graph, **asked)  # type: ignore[arg-type]
     indices = {o.name: graph.nodes[o.node].indices for o in graph.outputs}
     arriving = {name: torch.randn([{"m": M, "n": N}[i] for i in indices[name]], generator=source, dtype=torch.float64) for name in first.arriving}

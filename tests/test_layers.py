@@ -225,3 +225,25 @@ def test_a_template_names_no_operation(path: Path) -> None:
     assert not words & (ACTIVATIONS if path.name in HOST else OPERATIONS)
     if path.name not in HOST:
         assert not re.search(r"(?<!\btl\.)\bwhere\b", text), "a selection of values is an operation; tl.where may mask a load"
+
+
+# of an operation, a device or the templates' folder: as many as there are of these
+UNBOUNDED = {
+    "ir.rules.gradients",
+    "ir.rules.error",
+    "ir.rules.reduction_gradient",
+    "ir.reference.torch_function",
+    "ir.reference.torch_reduction",
+    "runtime.native._context",
+    "runtime.rendering._of",
+}
+
+
+def test_what_is_kept_of_programs_is_bounded() -> None:
+    """A process that is given ever new programs keeps what it made of the last ones."""
+    found = set()
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.args.args and any(ast.unparse(d) == "functools.cache" for d in node.decorator_list):
+                found.add(f"{module}.{node.name}")
+    assert found == UNBOUNDED

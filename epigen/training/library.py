@@ -19,6 +19,7 @@ from epigen.dtypes import BY_TORCH
 from epigen.ir.graph import Graph
 from epigen.runtime import arguments, outputs
 from epigen.runtime.kernel import Kernel
+from epigen.training.plan import MOST_PROGRAMS
 
 Inputs = Sequence[Tensor | None]
 """In the program's order; None stands for a number."""
@@ -26,13 +27,13 @@ Inputs = Sequence[Tensor | None]
 ACCUMULATE = "cast(mm + grad[m,n], fp32)"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=MOST_PROGRAMS)
 def kernel(text: str, tune: str | None) -> Kernel:
     """The process's own kernel of a program. tune: as of `epigen.compile`."""
     return api.compile(text, tune=tune)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=MOST_PROGRAMS)
 def _names(text: str) -> tuple[str, ...]:
     return tuple(node.name for node in api.graph_of(text).inputs())
 

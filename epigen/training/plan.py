@@ -26,6 +26,9 @@ from epigen.ir.graph import Graph
 from epigen.ops import NUMBER
 from epigen.runtime import outputs
 
+MOST_PROGRAMS = 1024
+"""How many programs, or chains of them, a process keeps what it has made of: those used last."""
+
 
 class Asked(NamedTuple):
     """One layer, as far as a plan hangs on it.
@@ -119,7 +122,7 @@ declared._dynamo_marked_constant = True  # type: ignore[attr-defined]
 steps._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=MOST_PROGRAMS)
 def _declared(text: str) -> Declared:
     graph = api.graph_of(text)
     names = [o.name for o in graph.outputs]
@@ -129,7 +132,7 @@ def _declared(text: str) -> Declared:
     return Declared(inputs, tuple(n.indices for n in nodes), tile, outputs.named(tuple(names)) if len(names) > 1 else None)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=MOST_PROGRAMS)
 def _steps(x: bool, layers: tuple[Asked, ...]) -> tuple[Step, ...]:
     found: list[Step] = []
     flows, before = x, None

@@ -1,0 +1,64 @@
+"""A derivation's gradients beside those of torch's autograd, both in float64: of programs as the reference evaluates them, never of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from epigen.ir import graph as g
+from epigen.ir import reference
+from epigen.ir.derivation import ARRIVING, INPUT, SAVED, Derivation
+from epigen.ir.graph import Graph
+
+Values = dict[str, Tensor]
+
+
+def inputs_of(graph: Graph, shape: tuple[int, int], source: torch.Generator) -> Values:
+    """Random inputs of a program, in float64, and packed masks. shape: M, N."""
+    found: Values = {}
+    for node in graph.inputs():
+        if node.op == g.BITS:
+            found[node.name] = reference.pack(torch.rand(shape, generator=source) > 0.5)
+        else:
+            found[node.name] = normal(node.indices, shape, source)
+    return found
+
+
+def normal(indices: str, shape: tuple[int, int], source: torch.Generator) -> Tensor:
+    return torch.randn([shape["mn".index(i)] for i in indices], generator=source, dtype=torch.float64)
+
+
+def outputs_of(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Tensor]) -> Values:
+    """In float64 but for casts, by name; packed masks as bytes."""
+    values = reference.node_values(graph, a, b, inputs, torch.float64)
+    found = {}
+    for output in graph.outputs:
+        node = graph.nodes[output.node]
+        value = values[output.node] if output.dtype is None else reference.convert(values[output.node], output.dtype).to(torch.float64)
+        found[output.name] = value if node.kind == g.PACKED else reference.shaped(value, node.indices, a.shape[0], b.shape[1])
+    return found
+
+
+def autograd(graph: Graph, mm: Tensor, inputs: Values, arriving: Values, wanted: Sequence[str]) -> list[Tensor]:
+    """What torch says; zeros where nothing flows. arriving: the gradients of outputs, by name. wanted: "mm" and names of inputs.
+
+    Raises RuntimeError "broadcast shape" of torch's own clamp where its x is broadcast (2.13).
+    """
+    leaves = {n: x.clone().requires_grad_() if x.is_floating_point() else x for n, x in inputs.items()} | {"mm": mm.clone().requires_grad_()}
+    outputs = outputs_of(graph, leaves["mm"], torch.eye(mm.shape[1], dtype=torch.float64), leaves)
+    reached = [(outputs[name], grad) for name, grad in arriving.items() if outputs[name].requires_grad]
+    found = torch.autograd.grad([x for x, _ in reached], [leaves[w] for w in wanted], [grad for _, grad in reached], allow_unused=True)
+    return [torch.zeros_like(leaves[w]) if x is None else x for w, x in zip(wanted, found, strict=True)]
+
+
+def derived_gradients(derived: Derivation, a: Tensor, b: Tensor, inputs: Values, arriving: Values) -> list[Tensor]:
+    """As a training step takes them, in float64: by the wiring alone."""
+    kept = outputs_of(derived.forward, a, b, inputs)
+    sources = {INPUT: inputs, SAVED: kept, ARRIVING: arriving}
+    arguments = {x.name: sources[x.source][x.of] for x in derived.arguments}
+    if derived.product:
+        a, b = arriving[derived.product], torch.eye(b.shape[1], dtype=torch.float64)
+    found = outputs_of(derived.backward, a, b, arguments)
+    return [arriving[x.passed] if x.passed else found[x.output] for x in derived.gradients]
