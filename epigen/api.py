@@ -132,7 +132,8 @@ def tune(
     the user's. report: told of the progress of the problem with an index, from any thread.
     Returns one `Tuned` a problem, each problem once; one in which no config works has no result and says why in `error`. Ctrl-C ends it
     with what was found.
-    Raises TuneError without a GPU, ParseError or CheckError for a program, CallError for the rest.
+    Raises TuneError without a GPU, DatabaseError where no winner could be added, ParseError or CheckError for a program, CallError for the
+    rest; all before anything is measured.
 
     >>> import torch, epigen
     >>> if torch.cuda.is_available():

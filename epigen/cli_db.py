@@ -189,7 +189,7 @@ def _row(record: Record) -> str:
     from epigen.tuning.records import extents, short
 
     operands = record.a if record.a == record.b else f"{record.a}x{record.b}"
-    ratio = f"{record.baseline_us / record.median_us:.2f} vs mm"
+    ratio = f"{record.baseline_us / record.median_us:.2f} vs mm" if record.baseline_us else "   - vs mm"
     return (
         f"{record.name}  {extents(record.shape):<20} {operands:<8} {record.layout}  {record.median_us:>10.2f} us  {ratio}  "
         f"{short(record.program)}{record.unlike_inputs}  [{record.kernel_config}; Triton {record.triton}]"
@@ -209,7 +209,7 @@ def _show(file: Path, record: Record) -> None:
         "gpu": f"{record.gpu} ({record.capability}{f', driver {record.driver}' if record.driver else ''})",
         "config": str(record.kernel_config),
         "time": f"{record.median_us:g} us, spread {record.spread_us:g} us",
-        "vendor": f"{record.baseline_us:g} us for the product alone{unfused}",
+        "vendor": f"{record.baseline_us:g} us for the product alone{unfused}" if record.baseline_us else "could not be timed",
         "trials": ", ".join(f"{record.trials[o]} {o.replace('_', ' ')}" for o in OUTCOMES if o in record.trials),
         "measured": f"{record.date}, Triton {record.triton}, torch {record.torch}, epigen {record.epigen}",
         "file": str(file),

@@ -53,7 +53,7 @@ def only(tmp_path: Path, content: str | bytes) -> Path:
 def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
     some = [
         record(),
-        record((1, 0, 2**31), unfused_us=None, driver="580.65.06"),
+        record((1, 0, 2**31), baseline_us=None, unfused_us=None, driver="580.65.06"),
         record((6, 8, 9), inputs=()),
         record((6, 9, 9), inputs=("fp32[n]", "fp16[mn]", "bits", "scalar", "fp8e4m3[m]")),
         record((7, 8, 9), program='z = mm\nrelu(z)  # "é"', a="int8", b="int8", outputs=("int32", "uint8", "fp32"), layout="tt", alignment=1),
@@ -144,7 +144,7 @@ def test_an_edited_field_is_refused_in_one_line(tmp_path: Path, number: int) -> 
     refused(tmp_path, json.dumps(whole), part, salvaged=1)
 
 
-@pytest.mark.parametrize("field", [f for f in Record.__dataclass_fields__ if f not in ("gpu", "capability", "unfused_us", "driver")])
+@pytest.mark.parametrize("field", [f for f in Record.__dataclass_fields__ if f not in ("gpu", "capability", "baseline_us", "unfused_us", "driver")])
 def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
     whole = document(record(), record((16, 16, 16)))
     del whole["records"][1][field]

@@ -411,3 +411,18 @@ assert bound.compare(expected.value.float(), expected).ok
 assert not {"torch._dynamo", "sympy"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_where_the_vendors_product_ends_its_worker_the_trials_decide() -> None:
+    """It is killed at the start, hangs in the run-off, and is killed again where it is timed by itself at last."""
+    task = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT))
+    made = GpuRunner(builders=2, meter="faulty_vendor", builder="faulty_builder", first_s=60.0, measure_s=2.0)
+    try:
+        made.begin(task)
+        good = [tiled(64, 128, num_warps=warps, num_stages=stages) for warps in (4, 8) for stages in (3, 4)]
+        result = search(SPACE, made, prior=dict.fromkeys(good, 1.0), trials=4)
+    finally:
+        made.close()
+    assert result.complete and result.counts == {"ok": 4} and result.outcome.median_us == faulty_meter.time_of(64, 128)
+    assert result.baseline == Baseline(0.0, 0.0) and result.untimed == "timing the vendor's product failed: the worker ended with signal 9"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,19 +16,23 @@ import epigen
 from bench.record import RESULTS
 from epigen import api, settings
 from epigen.cli import main
+from epigen.codegen.spec import KernelConfig
 from epigen.dtypes import FP16
-from epigen.errors import EpigenError
+from epigen.errors import DatabaseError, EpigenError
+from epigen.runtime import device
 from epigen.runtime.device import DEFAULT, TARGETS
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.rendering import renderer
-from epigen.tuning import table
+from epigen.tuning import explain, gpus, report, table
 from epigen.tuning import tune as tune_module
 from epigen.tuning.choose import Chooser
 from epigen.tuning.database import Database
+from epigen.tuning.database import check as check_database
 from epigen.tuning.runner import Replay
-from epigen.tuning.task import Task
+from epigen.tuning.task import Baseline, Comparison, Outcome, Task
 from epigen.tuning.tune import study_name, tune_one
 
+SKINNY = table.read(RESULTS / "sweep_skinny.json")
 SWEEPS = sorted(RESULTS.glob("sweep_*.json"))
 
 
@@ -147,6 +152,71 @@ def test_tuning_again_times_what_is_known(tmp_path: Path) -> None:
     again = tune_one(recorded.task, database, trials=20, runner=runner)
     assert known in again.result.outcomes and len(again.result.outcomes) == 20
     assert [r for _, r in database.records()] == [again.record], "what a GPU was on another day counts no more"
+
+
+class Untimed(Replay):
+    """The vendor's product has no time: nothing but the answers to `compare` tells."""
+
+    def __init__(self, how: str):
+        super().__init__(SKINNY.rows, SKINNY.baseline)
+        self.how = how
+
+    def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
+        found = super().compare(configs)
+        if self.how == "lost" or (self.how == "lost at the end" and configs):
+            raise EpigenError("timing the vendor's product failed: the worker ended with signal 9")
+        if self.how == "no memory":
+            return replace(found, baseline=Baseline(0.0, 0.0), untimed="the vendor's product could not be timed: CUDA out of memory")
+        if self.how == "no memory for a pass":
+            return replace(found, baseline=replace(SKINNY.baseline, unfused_us=0.0), untimed="the vendor's product with a pointwise pass could not be timed")
+        return found
+
+
+@pytest.mark.parametrize("how", ["lost", "lost at the end", "no memory", "no memory for a pass"])
+def test_a_winner_is_recorded_whatever_becomes_of_the_vendors_product(how: str, tmp_path: Path) -> None:
+    database = Database(tmp_path, seeds=())
+    tuned = tune_one(SKINNY.task, database, trials=8, runner=Untimed(how))
+    ((file, record),) = Database(tmp_path, seeds=()).records()
+    assert tuned.result and tuned.result.complete and record == tuned.record and record.kernel_config == tuned.result.winner
+    timed = how in ("lost at the end", "no memory for a pass")
+    assert (record.baseline_us is not None, record.unfused_us is not None) == (timed, how == "lost at the end")
+    assert bool(tuned.result.untimed) == (how != "lost at the end")
+    assert not check_database(tmp_path) and Database(tmp_path, seeds=()).complaints == ()
+
+    def said(*arguments: str) -> str:
+        done = CliRunner().invoke(main, [*arguments, "--db", str(file)])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    rows = report.table([(SKINNY.task, tuned)]).splitlines()
+    assert rows[2].split()[2:4] == [f"{SKINNY.baseline.mm_us / record.median_us:.2f}" if timed else "-", rows[2].split()[3]]
+    assert rows[3].strip() == tuned.result.untimed
+    assert json.loads(json.dumps(report.record(SKINNY.task, tuned)))["untimed"] == (tuned.result.untimed or None)
+    assert ("   - vs mm" in said("db", "list")) == (not timed) and ("could not be timed" in said("db", "show", record.name)) == (not timed)
+    merged = Database(tmp_path / "other", seeds=())
+    assert merged.merge(tmp_path).added == 1 and [r for _, r in merged.records()] == [record]
+    kernel = Kernel(api.graph_of(SKINNY.task.text), renderer(), Chooser(api.graph_of(SKINNY.task.text), database))
+    here = replace(DEFAULT, part=SKINNY.task.target.part, multiprocessors=132)
+    plan = kernel.plan(SKINNY.task.shape, dtype=FP16, target=here, layout=SKINNY.task.layout)
+    assert plan.choice.config == record.kernel_config and plan.choice.why.endswith("(exact)")
+    explained = explain.explain(plan.spec, SKINNY.task.shape, gpus.DEFAULT, plan.choice)
+    assert explained.measured and explained.measured.mm_us == record.baseline_us and json.dumps(explain.record(explained))
+    assert ("could not be timed" in explain.text(explained)) == (not timed)
+
+
+def test_a_database_that_cannot_be_written_is_found_out_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Never(Replay):
+        def measure(self, config: KernelConfig, limit_us: float) -> Outcome:
+            raise AssertionError((config, limit_us))
+
+    (tmp_path / "file").touch()
+    database = Database(tmp_path / "file" / "db", seeds=())
+    with pytest.raises(DatabaseError, match=f"{tmp_path}/file"):
+        tune_one(SKINNY.task, database, runner=Never(SKINNY.rows, SKINNY.baseline))
+    monkeypatch.setattr(device, "indices", lambda: (0,))
+    monkeypatch.setattr(device, "at_hand", lambda index=None: SKINNY.task.target)  # noqa: ARG005
+    with pytest.raises(DatabaseError, match=f"{tmp_path}/file"):
+        epigen.tune("relu(mm)", "64x64x64", database=database)
 
 
 def test_a_storage_keeps_a_tuned_problem_for_the_next_run(tmp_path: Path) -> None:

@@ -36,12 +36,12 @@ class Padding:
 class Measured:
     """What the database knows of this very problem with this config: medians of one run, with a cold L2.
 
-    us: of the fused kernel. mm_us: the vendor's product alone. unfused_us: that and one pointwise pass; None where it was not measured.
+    us: of the fused kernel. mm_us: the vendor's product alone. unfused_us: that and one pointwise pass. Either is None where it was not measured.
     triton: the version it was measured under. date: in UTC.
     """
 
     us: float
-    mm_us: float
+    mm_us: float | None
     unfused_us: float | None
     triton: str
     date: str
@@ -203,11 +203,14 @@ def _padding_text(p: Padding) -> str:
     return f"{p.extent} from {p.value} to {p.padded} {gain}: {p.why}"
 
 
+_UNTIMED = "the vendor's product could not be timed beside it"
+
+
 def _measured_rows(found: Measured, x: Estimate) -> list[tuple[str, str]]:
     unfused = f"; with one pointwise pass {_us(found.unfused_us)}" if found.unfused_us else ""
     return [
         ("measured", f"{_us(found.us)} fused, of which the model says {x.us / found.us:.2f}; Triton {found.triton}, {found.date[:10]}"),
-        ("", f"{_us(found.mm_us)} for the vendor's product alone: fused takes {found.us / found.mm_us:.2f} of it{unfused}"),
+        ("", f"{_us(found.mm_us)} for the vendor's product alone: fused takes {found.us / found.mm_us:.2f} of it{unfused}" if found.mm_us else _UNTIMED),
     ]
 
 
@@ -269,6 +272,6 @@ def record(e: Explanation) -> dict[str, object]:
 
 def _measured_record(found: Measured, x: Estimate) -> dict[str, object]:
     return {
-        "us": found.us, "mm_us": found.mm_us, "unfused_us": found.unfused_us, "fused_over_mm": found.us / found.mm_us,
+        "us": found.us, "mm_us": found.mm_us, "unfused_us": found.unfused_us, "fused_over_mm": found.mm_us and found.us / found.mm_us,
         "model_over_measured": x.us / found.us, "triton": found.triton, "date": found.date,
     }  # fmt: skip

@@ -40,13 +40,10 @@ class Meter:
         self.sampler = Sampler(ColdTimer().once, self.product)
 
     def answer(self, job: Job) -> Outcome | Comparison:
-        if isinstance(job, Compare):
-            return self.compare(job)
         try:
-            return self.measure(job)
+            return self.compare(job) if isinstance(job, Compare) else self.measure(job)
         except torch.OutOfMemoryError as error:
-            gc.collect()
-            torch.cuda.empty_cache()
+            _give_memory_back()
             return Outcome("out_of_resources", detail=str(error).split(".")[0])
         except EpigenError as error:
             return Outcome("out_of_resources" if "does not fit" in str(error) else "compile_error", detail=str(error))
@@ -74,11 +71,29 @@ class Meter:
         return self.sampler.single(run, job.limit_us)
 
     def compare(self, job: Compare) -> Comparison:
-        runs: list[Callable[[], Any]] = [*(self.runner(self.kernel(c)) for c in job.configs), self.product, lambda: torch.relu(self.product())]
-        for run in runs:
+        candidates = [self.runner(self.kernel(c)) for c in job.configs]
+        for run in candidates:
             run()
-        *outcomes, product, with_pass = self.sampler.turns(runs, hot=bool(job.configs))
-        return Comparison(tuple(outcomes), Baseline(product.median_us, with_pass.median_us))
+        vendors, untimed = self.vendors()
+        if not candidates and not vendors:
+            return Comparison((), Baseline(0.0, 0.0), untimed)
+        outcomes = self.sampler.turns([*candidates, *vendors], hot=bool(candidates))
+        product_us, with_pass_us = (*(o.median_us for o in outcomes[len(candidates) :]), 0.0, 0.0)[:2]
+        return Comparison(tuple(outcomes[: len(candidates)]), Baseline(product_us, with_pass_us), untimed)
+
+    def vendors(self) -> tuple[list[Callable[[], Any]], str]:
+        """The vendor's product alone and with one pointwise pass, as far as they run, and why the others do not."""
+        runs: list[Callable[[], Any]] = []
+        for what, run in (("the vendor's product", self.product), ("the vendor's product with a pointwise pass", lambda: torch.relu(self.product()))):
+            try:
+                run()
+                torch.cuda.synchronize()  # so that a fault is not taken for the next launch's
+            except (EpigenError, RuntimeError) as error:
+                torch.cuda.synchronize()  # raises where the GPU has failed: then this process can launch nothing any more
+                _give_memory_back()
+                return runs, f"{what} could not be timed: {(str(error).splitlines() or [type(error).__name__])[0]}"
+            runs.append(run)
+        return runs, ""
 
     def product(self) -> torch.Tensor:
         """The vendor's product, without any epilogue."""
@@ -88,6 +103,11 @@ class Meter:
         if a.is_floating_point() and a.element_size() > 1:
             return torch.mm(a, b)
         return vendor.product(a, b, self.task.precision)
+
+
+def _give_memory_back() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def worker(task: Task) -> Callable[[Job], Outcome | Comparison]:

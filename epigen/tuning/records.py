@@ -76,7 +76,7 @@ class Record:
     """The winner of one problem, and how it was found. The first fields are those of `problem.Problem`. Made by `make` and `of`, which check it.
 
     median_us, spread_us: of the winner. baseline_us: the vendor's product alone, measured in the same run. unfused_us: the vendor's
-    product and one pointwise pass. trials: how many ended how. date: in UTC.
+    product and one pointwise pass. Neither is there where it could not be timed. trials: how many ended how. date: in UTC.
     """
 
     gpu: Annotated[str, _GPU]
@@ -96,7 +96,7 @@ class Record:
     config: Annotated[dict[str, int], fields.named(_NAME, fields.whole(0, 2**31))]
     median_us: Annotated[float, _TIME]
     spread_us: Annotated[float, _SPREAD]
-    baseline_us: Annotated[float, _TIME]
+    baseline_us: Annotated[float | None, fields.optional(_TIME)] = None
     unfused_us: Annotated[float | None, fields.optional(_TIME)] = None
     trials: Annotated[dict[OutcomeKind, int], fields.named(fields.one_of(OUTCOMES), fields.whole(0, 10**9))]
     date: Annotated[str, fields.text("a time in UTC, such as 2026-11-05T12:00:00Z", _date)]

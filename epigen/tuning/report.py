@@ -14,6 +14,7 @@ from epigen.tuning.task import Task
 from epigen.tuning.tune import Tuned, spec_of
 
 _PROGRAM = 40  # characters of a program in a line that has more to say
+_REASON = 110  # characters of what the vendor's library says
 _COLUMNS = f"  {'M x N x K':<17} {'us':>9} {'vs mm':>6} {'vs mm+1':>7}  {'bound by':<10} {'search':<11} winner"
 _LEGEND = """\
 vs mm, vs mm+1: times as fast as the vendor's product alone, and as that with one pointwise pass after it
@@ -95,6 +96,8 @@ def table(done: Sequence[tuple[Task, Tuned]]) -> str:
             lines.append(mine)
             heading = mine
         lines.append(_line(task, tuned))
+        if tuned.result is not None and tuned.result.untimed:
+            lines.append(f"    {tuned.result.untimed[:_REASON]}")
     results = [t.result for _, t in done if t.result is not None]
     if results:
         lines += ["", _LEGEND, _spent(results)]
@@ -118,7 +121,7 @@ def _line(task: Task, tuned: Tuned) -> str:
 
 
 def _ratio(vendor_us: float, found: Result) -> float | None:
-    """None where an interruption came before the vendor's product was timed."""
+    """None where the vendor's product was not timed."""
     return vendor_us / found.outcome.median_us if vendor_us and found.outcome.median_us else None
 
 
@@ -161,7 +164,7 @@ def record(task: Task, tuned: Tuned) -> dict[str, Any]:
     row |= {"winner": str(found.winner), "config": {"schedule": found.winner.schedule, **dict(found.winner.values)}}
     row |= {"median_us": round(found.outcome.median_us, 3), "spread_us": round(found.outcome.spread_us, 3)}
     row |= {"mm_us": round(found.baseline.mm_us, 3) or None, "unfused_us": round(found.baseline.unfused_us, 3) or None}
-    row |= {"vs_mm": mm and round(mm, 4), "vs_unfused": unfused and round(unfused, 4)}
+    row |= {"vs_mm": mm and round(mm, 4), "vs_unfused": unfused and round(unfused, 4), "untimed": found.untimed or None}
     row |= {"trials": dict(found.counts), "seconds": round(found.seconds, 3), "spent_s": {k: round(v, 3) for k, v in found.spent.items()}}
     row |= {"complete": found.complete, "record": tuned.record.name if tuned.record else None}
     return row | {"limit": model["limit"], "floor_us": model["floor_us"], "model": model["model"]}

@@ -175,7 +175,8 @@ class GpuRunner:
     def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
         answer = self._ask(Compare(tuple(configs)))
         if not isinstance(answer, Comparison):
-            raise EpigenError(f"timing the best configs beside the vendor's product failed: {answer.detail}")
+            what = "the best configs beside the vendor's product" if configs else "the vendor's product"
+            raise EpigenError(f"timing {what} failed: {answer.detail}")
         return answer
 
     def _ask(self, job: Job) -> Outcome | Comparison | Lost:

@@ -43,7 +43,7 @@ class Sampler:
     def __init__(self, once: Callable[[Run], float], product: Run, now: Callable[[], float] = time.perf_counter):
         """once: microseconds of one launch. product: the vendor's product alone. now: seconds."""
         self.once, self.product, self.now = once, product, now
-        self.product_us = 0.0  # before the first long launch
+        self.product_us = 0.0  # before the first long launch; not a number where it cannot be timed
 
     def single(self, run: Run, best_us: float) -> Outcome:
         """One config. best_us: of the fastest so far, or 0; a candidate far behind it is cut off after a few samples. A long launch's time is what
@@ -51,7 +51,7 @@ class Sampler:
         once, enough_us, samples = self.once, _ENOUGH_US, [self.once(run)]
         if best_us and samples[0] > _HOPELESS * best_us:
             return Outcome("slower", samples[0], 0.0, 1)
-        if samples[0] >= LONG_US:
+        if samples[0] >= LONG_US and self._product_runs():
             once, enough_us, samples = self._beside_the_product, _ENOUGH_US / 2, []  # the product takes about as long again
         while len(samples) < _FIRST:
             samples.append(once(run))
@@ -62,11 +62,18 @@ class Sampler:
             samples.append(once(run))
         return _outcome(samples)
 
+    def _product_runs(self) -> bool:
+        """Whether the product can be timed, which is found out once; there may be no memory for its result."""
+        if not self.product_us:
+            try:
+                self.product()  # a first call takes longer
+                self.product_us = statistics.median(self.once(self.product) for _ in range(_FIRST))
+            except RuntimeError:
+                self.product_us = math.nan
+        return not math.isnan(self.product_us)
+
     def _beside_the_product(self, run: Run) -> float:
         """Microseconds that a launch would take while the product takes `product_us`."""
-        if not self.product_us:
-            self.product()  # a first call takes longer
-            self.product_us = statistics.median(self.once(self.product) for _ in range(_FIRST))
         return self.product_us * self.once(run) / self.once(self.product)
 
     def turns(self, runs: Sequence[Run], hot: bool = True) -> list[Outcome]:

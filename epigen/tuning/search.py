@@ -75,7 +75,8 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class Result:
     """A search's end. outcomes: every config tried, by whomever. complete: false where it was interrupted, without a run-off then.
-    measured: trials of this search itself; 0 where earlier runs or other tuners had done them all. spent: seconds waited, by what for."""
+    measured: trials of this search itself; 0 where earlier runs or other tuners had done them all. spent: seconds waited, by what for.
+    untimed: what of the baseline could not be timed, and why."""
 
     winner: KernelConfig
     outcome: Outcome
@@ -85,6 +86,7 @@ class Result:
     complete: bool = True
     measured: int = 0
     spent: Mapping[str, float] = field(default_factory=dict)
+    untimed: str = ""
 
     @property
     def counts(self) -> Counter[str]:
@@ -116,7 +118,7 @@ def search(
         if best is None:
             raise TuneError(_why_none(outcomes))
         winner, outcome, baseline = final or (best, outcomes[best], tuner.baseline or _UNKNOWN)
-    return Result(winner, outcome, baseline, outcomes, time.monotonic() - tuner.start, final is not None, tuner.measured, dict(runner.spent))
+    return Result(winner, outcome, baseline, outcomes, time.monotonic() - tuner.start, final is not None, tuner.measured, dict(runner.spent), tuner.untimed)
 
 
 def assist(
@@ -199,6 +201,7 @@ class _Tuner:
         self.proposals: dict[Claim, Proposal] = {}
         self.claimed = self.exhausted = False
         self.baseline: Baseline | None = None
+        self.untimed = ""
         self.measured = 0
         self.start = time.monotonic()
 
@@ -288,8 +291,12 @@ class _Tuner:
 
     def time_baseline(self) -> None:
         """What an interrupted search, and one under way, compares with; the run-off times it again."""
-        with contextlib.suppress(EpigenError):  # the worker was lost: the trials go on in another
-            self.baseline = self.runner.compare([]).baseline
+        try:
+            compared = self.runner.compare([])
+        except EpigenError as error:  # the worker was lost: the trials go on in another
+            self.untimed = str(error)
+        else:
+            self.baseline, self.untimed = compared.baseline, compared.untimed
         self.tell()
 
     def settle(self, claim: Claim, outcome: Outcome) -> None:
@@ -309,11 +316,15 @@ class _Tuner:
         try:
             compared = self.runner.compare(close)
         except EpigenError:  # the worker was lost: what the trials showed must do
+            if self.baseline is None:
+                self.time_baseline()
             return close[0], self.study.outcomes[close[0]], self.baseline or _UNKNOWN
         least = min(o.median_us for o in compared.outcomes)
         tied = [(c, o) for c, o in zip(close, compared.outcomes, strict=True) if o.median_us <= _NOISE * least]
         winner, outcome = min(tied, key=lambda pair: (self.rank.get(pair[0], len(self.rank)), str(pair[0])))
-        return winner, outcome, compared.baseline
+        if self.baseline is None or compared.baseline.mm_us:
+            self.baseline, self.untimed = compared.baseline, compared.untimed
+        return winner, outcome, self.baseline
 
     def may_be_as_fast(self, config: KernelConfig, best: KernelConfig) -> bool:
         one, other = self.study.outcomes[config], self.study.outcomes[best]

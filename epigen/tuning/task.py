@@ -98,7 +98,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The vendor's product alone, and with one pointwise pass after it, in microseconds."""
+    """The vendor's product alone, and with one pointwise pass after it, in microseconds; 0 where it could not be timed."""
 
     mm_us: float
     unfused_us: float
@@ -106,10 +106,11 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Configs and the vendor's product, timed in turns. outcomes: in the order of the configs."""
+    """Configs and the vendor's product, timed in turns. outcomes: in the order of the configs. untimed: what of the baseline could not be timed, and why."""
 
     outcomes: tuple[Outcome, ...]
     baseline: Baseline
+    untimed: str = ""
 
 
 @dataclass(frozen=True, slots=True)

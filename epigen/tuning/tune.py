@@ -81,8 +81,10 @@ def tune_one(
     """Tune one problem, and add the winner to the database.
 
     runner: what measures, by default workers of the task's GPU, for this task alone. storage, stop: as for `search`. Raises TuneError
-    where no config works.
+    where no config works, DatabaseError where the winner could not be added, before anything is measured.
     """
+    if database is not None:
+        database.demand_writable(task.target.part, capability(task.target))
     measuring = runner or GpuRunner()
     measuring.begin(task)
     try:
@@ -97,7 +99,7 @@ def tune_one(
         if runner is None:
             measuring.close()
     record = None
-    if database is not None and result.baseline.mm_us:
+    if database is not None:
         record = _record(problem, result)
         # a complete search has timed what was known anew: its time of another day, on a cooler GPU, says less
         database.add(record, replacing=result.complete)
@@ -127,8 +129,8 @@ def _record(problem: Problem, result: Result) -> Record:
         result.winner,
         median_us=result.outcome.median_us,
         spread_us=result.outcome.spread_us,
-        baseline_us=result.baseline.mm_us,
-        unfused_us=result.baseline.unfused_us,
+        baseline_us=result.baseline.mm_us or None,
+        unfused_us=result.baseline.unfused_us or None,
         trials=dict(result.counts),
         date=now,
         triton=triton_version(),
