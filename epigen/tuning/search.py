@@ -20,7 +20,7 @@ from typing import Any
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError, TuneError
 from epigen.tuning.interrupt import noticed, unbroken
-from epigen.tuning.runner import Runner
+from epigen.tuning.runner import RECORDED, Runner
 from epigen.tuning.sampling import LONG_US
 from epigen.tuning.space import Space
 from epigen.tuning.storage import Storage, open_storage
@@ -210,7 +210,8 @@ class _Tuner:
         self.before = len(study.outcomes)
 
     def measurable(self, config: KernelConfig) -> bool:
-        return self.space.legal(config) and self.runner.available(config) == config
+        """Whether the runner can have measured it: a table may hold what is no point of today's space."""
+        return self.runner.available(config) == config and (self.runner.kind == RECORDED or self.space.legal(config))
 
     # -- what is known
 

@@ -8,11 +8,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from epigen import dtypes
 from epigen.codegen import schedules
-from epigen.codegen.spec import KernelConfig
-from epigen.errors import EpigenError
-from epigen.runtime.device import Target
+from epigen.codegen.spec import LAYOUTS, KernelConfig
+from epigen.errors import ConfigError, EpigenError, ProgramError
+from epigen.files import reason
+from epigen.ir.check import check
+from epigen.lang.parser import parse
+from epigen.runtime.device import TARGETS, Target
+from epigen.tuning import fields
+from epigen.tuning.fields import quoted
 from epigen.tuning.task import OUTCOMES, Baseline, Outcome, Task
+
+_MOST_BYTES = 256 << 20
+_LONGEST = 20_000  # characters of a program
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,39 +48,131 @@ def list_to_json(tables: Iterable[Table]) -> str:
 
 def list_from_json(text: str) -> list[Table]:
     """Raises EpigenError for text that is no list of tables."""
+    found = _parsed(text, "list of tables")
     try:
-        found = json.loads(text)["tables"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise EpigenError(f"this is no list of tables: {type(error).__name__}: {error}") from error
-    return [_from_data(one) for one in found]
+        return [_table(one) for one in fields.held(_object(found), {"tables": _list})["tables"]]
+    except fields.Wrong as wrong:
+        raise EpigenError(f"this is no list of tables: {wrong}") from None
 
 
 def from_json(text: str) -> Table:
     """Raises EpigenError for text that is no table."""
     try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise EpigenError(f"this is no table of measurements: {error}") from error
-    return _from_data(found)
-
-
-def _from_data(found: Any) -> Table:
-    try:
-        task = found["task"]
-        target = Target(**task.pop("target"))
-        rows = {}
-        for schedule, values, kind, median_us, spread_us in found["rows"]:
-            if kind not in OUTCOMES:
-                raise ValueError(f"unknown outcome {kind!r}")
-            rows[schedules.config(schedule, **values)] = Outcome(kind, float(median_us), float(spread_us))
-        shape = tuple(int(e) for e in task.pop("shape"))
-        return Table(Task(**task, shape=shape, target=target), Baseline(**found["baseline"]), rows, found["environment"])  # type: ignore[arg-type]
-    except (ValueError, KeyError, TypeError) as error:
-        raise EpigenError(f"this is no table of measurements: {type(error).__name__}: {error}") from error
+        return _table(_parsed(text, "table of measurements"))
+    except fields.Wrong as wrong:
+        raise EpigenError(f"this is no table of measurements: {wrong}") from None
 
 
 def read(path: Path) -> Table:
+    """Raises EpigenError, with the file's name, where it cannot be read or is no table."""
     try:
-        return from_json(path.read_text())
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
     except OSError as error:
-        raise EpigenError(f"cannot read {path}: {error.strerror}") from error
+        raise EpigenError(f"cannot read {path}: {reason(error)}") from None
+    if len(data) > _MOST_BYTES:
+        raise EpigenError(f"{path} has more than {_MOST_BYTES} bytes, and a table of measurements has no more")
+    try:
+        return from_json(data.decode())
+    except UnicodeDecodeError:
+        raise EpigenError(f"{path}: this is no table of measurements: no text in UTF-8") from None
+    except EpigenError as error:
+        raise EpigenError(f"{path}: {error}") from None
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise EpigenError(f"this is no {what}: nested too deeply") from None
+    except ValueError as error:
+        raise EpigenError(f"this is no {what}: {str(error).split(';')[0]}") from None
+
+
+# -- what the fields may hold
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise fields.unexpected("an object", value)
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise fields.unexpected("a list", value)
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise fields.unexpected("true or false", value)
+    return value
+
+
+def _program(value: Any) -> str:
+    try:
+        if isinstance(value, str) and len(value) <= _LONGEST:
+            check(parse(value))
+            return value
+    except ProgramError as error:
+        raise fields.Wrong(f"no program: {error.diagnostics[0].message}") from None
+    raise fields.unexpected(f"a program of at most {_LONGEST} characters", value)
+
+
+def _inputs(value: Any) -> str:
+    return ",".join(fields.listed(_DTYPE, 1, 1000)(value.split(",") if isinstance(value, str) else value))
+
+
+def _target(value: Any) -> Target:
+    found = Target(**fields.held(_object(value), _TARGET, without=("fp8", "tf32")))
+    known = TARGETS[found.name]
+    if (found.backend, found.arch) != (known.backend, known.arch):
+        raise fields.Wrong(f"{found.name} is {known.backend} {known.arch}, not {quoted(found.backend)} {quoted(found.arch)}")
+    return found
+
+
+def _task(value: Any) -> Task:
+    task = Task(**fields.held(_object(value), _TASK))
+    try:
+        task.input_dtypes(task.graph())
+    except ValueError:
+        raise fields.Wrong("inputs: one dtype, or one for each input that has indices") from None
+    return task
+
+
+def _row(value: Any) -> tuple[KernelConfig, Outcome]:
+    schedule, values, kind, median_us, spread_us = fields.listed(lambda part: part, 5, 5)(value)
+    outcome = Outcome(_KIND(kind), _US(median_us), _US(spread_us))
+    if outcome.kind in ("ok", "slower") and not outcome.median_us:
+        raise fields.Wrong("a config that was timed has a time above 0")
+    try:
+        return schedules.from_mapping(_object(values) | {"schedule": schedule}), outcome
+    except ConfigError as error:
+        raise fields.Wrong(str(error)) from None
+
+
+def _table(found: Any) -> Table:
+    held = fields.held(_object(found), _TABLE)
+    return Table(held["task"], Baseline(**held["baseline"]), dict(held["rows"]), held["environment"])
+
+
+_DTYPE = fields.one_of([t.name for t in dtypes.OPERANDS])
+_KIND = fields.one_of(OUTCOMES)
+_US = fields.number(0, 1e9, digits=17)
+_COUNT = fields.whole(1, 1 << 31)
+_TARGET: Mapping[str, fields.Check] = {
+    "name": fields.one_of(TARGETS), "backend": fields.one_of(("cuda", "hip")), "arch": lambda value: value, "part": fields.text("a GPU's name", str.isprintable),
+    **dict.fromkeys(("warp_size", "shared_bytes", "sm_shared_bytes", "sm_registers", "sm_threads", "sm_blocks", "multiprocessors"), _COUNT),
+    "fp8": _flag, "tf32": _flag,
+}  # fmt: skip
+_TASK: Mapping[str, fields.Check] = {
+    "text": _program, "shape": fields.listed(fields.whole(1, 10**9), 3, 3), "a": _DTYPE, "b": _DTYPE, "inputs": _inputs,
+    "layout": fields.one_of(LAYOUTS), "precision": fields.one_of(("ieee", "tf32")), "target": _target, "device": fields.whole(0, 1000), "seed": fields.whole(0, 1 << 31),
+}  # fmt: skip
+_TABLE: Mapping[str, fields.Check] = {
+    "task": _task,
+    "baseline": lambda value: fields.held(_object(value), {"mm_us": _US, "unfused_us": _US}),
+    "rows": fields.listed(_row, 1, 1_000_000),
+    "environment": _object,
+}
