@@ -17,6 +17,7 @@ import epigen
 from bench.checked import Demand
 from bench.programs import Program, with_tanh
 from epigen.dtypes import BY_NAME
+from epigen.ir import graph as g
 from epigen.ir import reference
 from epigen.runtime import verify
 from epigen.runtime.verify import Sample
@@ -172,7 +173,7 @@ def lent_bias(bias: Tensor, n: int) -> Tensor:  # noqa: ARG001  # it needs no pa
 
 def lent_mask(mask: Tensor, n: int) -> Tensor:
     """The mask as cuBLASLt takes it: [padded N / 8, M] with strides (1, padded N / 8), N padded to a multiple of 128."""
-    padded = torch.zeros((mask.shape[0], reference.mask_stride(n)), dtype=torch.uint8, device=mask.device)
+    padded = torch.zeros((mask.shape[0], g.mask_stride(n)), dtype=torch.uint8, device=mask.device)
     padded[:, : mask.shape[1]] = mask
     return padded.T
 

@@ -305,7 +305,9 @@ def complaints(text: str) -> list[str]:
     found = []
     for function in (f for f in module.body if isinstance(f, ast.FunctionDef)):
         arguments = [a.arg for a in function.args.args]
-        body = [n for statement in function.body for n in ast.walk(statement)]
+        # that an extent takes 64 bits is neither a use of it nor another value
+        statements = [s for s in function.body if not re.fullmatch(r"(\w+) = tl\.cast\(\1, tl\.int64\)", ast.unparse(s))]
+        body = [n for statement in statements for n in ast.walk(statement)]
         loaded = {n.id for n in body if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
         # a counter that only counts is a loop's due
         counters = {n.target.id for n in body if isinstance(n, ast.For) and isinstance(n.target, ast.Name)}
@@ -315,7 +317,7 @@ def complaints(text: str) -> list[str]:
         found += [f"{function.name}: unused local {n}" for n in stored - loaded - updated - counters]
         found += [f"{function.name}: undefined {n}" for n in loaded - stored - set(arguments) - defined if not hasattr(builtins, n)]
         # an assignment in a loop's body may repeat the name it starts from; the lines of the epilogue are single assignments
-        targets = [t.id for s in function.body if isinstance(s, ast.Assign) for t in s.targets if isinstance(t, ast.Name)]
+        targets = [t.id for s in statements if isinstance(s, ast.Assign) for t in s.targets if isinstance(t, ast.Name)]
         reductions = {t.id for n in body if isinstance(n, ast.For) for s in n.body if isinstance(s, ast.Assign) for t in s.targets if isinstance(t, ast.Name)}
         if not any(isinstance(s, ast.Return) for s in function.body):  # helpers may build a result in steps
             found += [f"{function.name}: argument {n} is assigned" for n in stored & set(arguments)]

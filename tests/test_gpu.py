@@ -12,6 +12,7 @@ from epigen import api
 from epigen.codegen import schedules
 from epigen.codegen.spec import Choice
 from epigen.dtypes import FP16
+from epigen.ir import graph as g
 from epigen.ir import reference
 from epigen.runtime import verify
 from epigen.runtime.kernel import Kernel
@@ -155,7 +156,7 @@ def test_masks_are_exchanged_with_cublaslt(m: int, n: int) -> None:
 
 def lent(mask: torch.Tensor, n: int) -> torch.Tensor:
     """The mask as cuBLASLt takes it: [padded N / 8, M] with strides (1, padded N / 8), N padded to a multiple of 128."""
-    m, width = mask.shape[0], reference.mask_stride(n)
+    m, width = mask.shape[0], g.mask_stride(n)
     padded = torch.zeros((m, width), dtype=torch.uint8, device=mask.device)
     padded[:, : mask.shape[1]] = mask
     return padded.T

@@ -84,7 +84,9 @@ def signature_of_contiguous(
     rows |= {name: n * dtype.bytes for name, dtype in inputs if dtype is not None and name in tiles}
     rows |= {o.name: n * output_dtype(graph, o, a).bytes for o in graph.outputs if describable(graph, o)}
     tma = tuple(name for name, row_bytes in rows.items() if row_bytes % TMA_BYTES == 0 and 0 not in shape)
-    return Signature(a, b, inputs, precision, k_multiple(k), index_bits(shape), layout, tma, factors(shape, contiguous(shape, layout, graph.tiles())))
+    masks = [m * g.mask_stride(n)] if any(graph.nodes[o.node].kind == g.PACKED for o in graph.outputs) else []
+    bits = index_bits(shape, (m * n, m * k, k * n, *masks))
+    return Signature(a, b, inputs, precision, k_multiple(k), bits, layout, tma, factors(shape, contiguous(shape, layout, graph.tiles())))
 
 
 def over_product(graph: Graph) -> Graph:

@@ -71,6 +71,11 @@ class Function:
         """Of all parameters, in their order."""
         return [*(a.name for a in self.arguments), *(name for name, _ in self.constants), PDL]
 
+    @property
+    def extents(self) -> list[str]:
+        """The integers that are no strides: what the kernel counts up to."""
+        return [name for a in self.arguments if a.type == "i32" and not (name := a.of or a.name).startswith("stride_")]
+
 
 @dataclass(frozen=True, slots=True)
 class Rendered:

@@ -18,6 +18,9 @@ LAYOUTS = ("nn", "nt", "tn", "tt")
 WIDE = 1 << 31
 """Offsets from here on need 64 bits."""
 
+PAST = 1 << 14
+"""How far indices may go past an extent: to the end of a tile or a step, of up to 1024, and in parts along k to the end of the last, 32 * 256 at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Signature:
@@ -67,10 +70,14 @@ def k_multiple(k: int) -> int:
     return min(k & -k, 256) if k else 256
 
 
-def index_bits(shape: tuple[int, int, int]) -> int:
-    """64 where contiguous tensors of these extents M, N, K have offsets past 32 bits, else 32."""
-    m, n, k = shape
-    return 64 if max(m * n, m * k, k * n) >= WIDE else 32
+def index_bits(shape: tuple[int, int, int], reaches: Iterable[int]) -> int:
+    """64 where some index or offset of a call does not fit in 32 bits, else 32. reaches: the largest offset of each tensor, in elements.
+
+    Offsets of elements that a tile has past the last one may not fit in 32 either way: they are masked, and a step along k past the last is not
+    read. Partial results have no such reserve, of which each part of a tile leaves some, and one column makes two.
+    """
+    m, n, _ = shape
+    return 64 if max(max(shape) + PAST, max(m, 2) * max(n, 2), *reaches) >= WIDE else 32
 
 
 TMA_BYTES = 16

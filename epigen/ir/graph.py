@@ -65,6 +65,11 @@ class Graph:
         return (*inputs, *(o.name for o in self.outputs if self.nodes[o.node].indices == "mn" and self.nodes[o.node].kind != PACKED))
 
 
+def mask_stride(n: int) -> int:
+    """Bytes between the rows of a packed mask of N columns: a multiple of 16, as cuBLASLt asks."""
+    return -(-n // 128) * 16
+
+
 def describe_indices(indices: str) -> str:
     """'[m, n]', '[n]' or 'a scalar'."""
     return f"[{', '.join(indices)}]" if indices else "a scalar"

@@ -145,11 +145,6 @@ def convert(x: Tensor, dtype: DType) -> Tensor:
     return x.to(torch_dtype(dtype))
 
 
-def mask_stride(n: int) -> int:
-    """Bytes between the rows of a packed mask: a multiple of 16, as cuBLASLt asks."""
-    return -(-n // 128) * 16
-
-
 def pack(p: Tensor) -> Tensor:
     """Boolean [M, N] -> uint8 [M, ceil(N / 8)]: bit n % 8 of byte n // 8 is column n; padding bits are zero.
 
@@ -160,7 +155,7 @@ def pack(p: Tensor) -> Tensor:
     bits = torch.zeros((m, width * 8), dtype=torch.uint8, device=p.device)
     bits[:, :n] = p
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=p.device)
-    packed = torch.zeros((m, mask_stride(n)), dtype=torch.uint8, device=p.device)[:, :width]
+    packed = torch.zeros((m, g.mask_stride(n)), dtype=torch.uint8, device=p.device)[:, :width]
     packed.copy_((bits.reshape(m, width, 8) * weights).sum(2, dtype=torch.uint8))
     return packed
 

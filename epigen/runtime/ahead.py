@@ -20,8 +20,9 @@ def layout_constants(function: Function, layout: str = "nn") -> dict[str, int]:
     """The strides of 1 that contiguous tensors have. layout: how a and b lie, as in `codegen.spec.LAYOUTS`."""
     names = {a.name for a in function.arguments}
     ones = {"stride_ak" if layout[0] == "n" else "stride_am", "stride_bn" if layout[1] == "n" else "stride_bk"}
-    # the last index of an input or an output
-    ones |= {n for n in names if n.startswith("stride_") and (n.endswith("_n") or (n.endswith("_m") and f"{n[:-2]}_n" not in names))}
+    # the last index of an input or an output; of a packed mask read in words, the rows' stride is the only one
+    masks = {f"stride_{a.name.removesuffix('_ptr')}_m" for a in function.arguments if a.type == "*u8"}
+    ones |= {n for n in names - masks if n.startswith("stride_") and (n.endswith("_n") or (n.endswith("_m") and f"{n[:-2]}_n" not in names))}
     return dict.fromkeys(sorted(ones & names), 1)
 
 

@@ -130,7 +130,7 @@ def describable(t: Tensor, written: bool = False) -> bool:
     it wrote 1008 (H200, Triton 3.6, 2026-11).
     """
     rows, columns = t.stride(0) * t.element_size(), t.shape[1] * t.element_size()
-    addressed = t.stride(1) == 1 and rows > 0 and rows % TMA_BYTES == 0 and t.data_ptr() % TMA_BYTES == 0 and 0 not in t.shape
+    addressed = t.stride(1) == 1 and 0 < rows < 1 << 40 and rows % TMA_BYTES == 0 and t.data_ptr() % TMA_BYTES == 0 and 0 not in t.shape
     return addressed and not (written and columns % TMA_BYTES)
 
 

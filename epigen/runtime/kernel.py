@@ -20,7 +20,7 @@ from epigen.codegen import schedules
 from epigen.codegen.lower import describable, lower, over_product, signature_of_contiguous
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import PRODUCT, WIDE, Choice, KernelConfig, KernelSpec, Provisional, Signature, factors, k_multiple, whole_words
+from epigen.codegen.spec import PRODUCT, Choice, KernelConfig, KernelSpec, Provisional, Signature, factors, index_bits, k_multiple, whole_words
 from epigen.dtypes import BY_TORCH, FP16, FP32, UINT8, DType
 from epigen.errors import CallError, ConfigError
 from epigen.ir import graph as g
@@ -213,7 +213,7 @@ class Kernel:
             choice = Choice(twin, f"{choice.why}; in place of {choice.config}, which is in Gluon and cannot be interpreted")
         if 0 in shape[:2]:  # of no tiles none is the last
             choice = replace(choice, config=schedules.several_launches(choice.config))
-        if why := unfit(choice.config, shape, target):
+        if why := unfit(choice.config, shape, target) or schedules.beyond(spec, choice.config, shape):
             raise ConfigError(why)
         text = (signature, choice.config)
         return Plan(spec, choice, self._rendered.get(text) or self._rendered.put(text, self.renderer.render(spec, choice.config)))
@@ -322,10 +322,9 @@ class Kernel:
     ) -> Signature:
         """What of a call its kernel's text depends on. found: all outputs; one that is still to be allocated will lie without gaps."""
         m, n, k = shape
-        tensors = [t for t in (*operands, *inputs.values(), *outs.values()) if isinstance(t, Tensor)]
-        wide = any(arguments.reach(t) >= WIDE for t in tensors) or m * n >= WIDE
         nowhere = outputs.allocator(torch.device("meta"))
         results = {out.name: outs[out.name] if out.name in outs else out.held(m, n).empty(nowhere) for out in found}
+        tensors = [t for t in (*operands, *inputs.values(), *results.values()) if isinstance(t, Tensor)]
         matrices = dict(zip("ab", operands, strict=False))
         upright = {name: t if arguments.layout(t) == "n" else t.T for name, t in matrices.items()}
         upright |= {name: inputs[name] for name in self._inputs if name in self._graph.tiles()}
@@ -336,7 +335,7 @@ class Kernel:
         strided += [(out.name, out.indices, results[out.name].stride()) for out in found]
         a, b = (BY_TORCH[str(t.dtype)] for t in operands or (inputs[PRODUCT],) * 2)
         return Signature(
-            a, b, self._dtypes(inputs), self._precision_now(), k_multiple(k), 64 if wide else 32, "".join(map(arguments.layout, operands)) or "nn",
+            a, b, self._dtypes(inputs), self._precision_now(), k_multiple(k), index_bits(shape, map(arguments.reach, tensors)), "".join(map(arguments.layout, operands)) or "nn",
             tma=(*(name for name, t in upright.items() if arguments.describable(t)), *(name for name, t in written.items() if arguments.describable(t, True))),
             factors=factors((m, n, k), strided), bytewise=self._bytewise(inputs, outs),
         )  # fmt: skip

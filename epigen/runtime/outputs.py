@@ -42,7 +42,7 @@ class Out:
     def held(self, m: int, n: int) -> Held:
         shape, dtype = self.shape(m, n), reference.torch_dtype(self.dtype)
         if self.packed:
-            stride = reference.mask_stride(n)
+            stride = g.mask_stride(n)
             return Held((m, stride), (max(stride, 1), 1), dtype, shape[1] if shape[1] < stride else None)
         return Held(shape, (max(n, 1), 1)[-len(shape) :] if shape else (), dtype, None)
 

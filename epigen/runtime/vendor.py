@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epigen.codegen.spec import WIDE
 from epigen.runtime.arguments import process_precision
 
 _SETTINGS = threading.RLock()
@@ -32,7 +33,7 @@ def product(a: Tensor, b: Tensor, precision: str) -> Tensor:
     if torch.is_autocast_enabled(a.device.type):  # it would take the product in half precision
         with torch.autocast(a.device.type, enabled=False):
             return product(a, b, precision)
-    m, n = a.shape[0], b.shape[1]
+    m, n, (a, b) = a.shape[0], b.shape[1], map(_near, (a, b))
     if a.dtype == torch.int8:
         return _int8(a, b)
     if 0 in (m, n, a.shape[1]):
@@ -50,11 +51,16 @@ def compute(a: Tensor, b: Tensor, out: Tensor, precision: str) -> None:
 
     All three of one dtype. precision: as for `product`.
     """
-    if not out.is_cuda:  # where torch says nothing of how it adds 16-bit products
+    if not out.is_cuda or max(out.stride()) >= WIDE:  # on the CPU torch says nothing of how it adds 16-bit products
         out.copy_(product(a, b, precision))
         return
     with _sums_in_fp32(out.dtype, precision):
-        torch.mm(a, b, out=out)
+        torch.mm(_near(a), _near(b), out=out)
+
+
+def _near(t: Tensor) -> Tensor:
+    """The same in rows less than 2^31 elements apart: cuBLAS takes no others."""
+    return t if not t.is_cuda or max(t.stride()) < WIDE else t.clone(memory_format=torch.contiguous_format)
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def sample(
 
     def mask() -> Tensor:
         if generator is None:
-            return torch.empty((m, reference.mask_stride(n)), dtype=torch.uint8, device=device)[:, : -(-n // 8)]
+            return torch.empty((m, g.mask_stride(n)), dtype=torch.uint8, device=device)[:, : -(-n // 8)]
         return reference.pack(torch.rand((m, n), generator=generator, device=device) < 0.5)
 
     named: dict[str, Any] = {}

@@ -83,6 +83,8 @@ def resources(spec: KernelSpec, config: KernelConfig, target: Target, shape: Sha
 
 def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target) -> str:
     """'' or why a config cannot run, or is hopeless."""
+    if too_large := schedules.beyond(spec, config, shape):
+        return too_large
     if not SCHEDULES[config.schedule].multiplies:
         return ""
     sig = spec.signature

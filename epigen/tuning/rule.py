@@ -18,23 +18,23 @@ _SKINNY = {16: (16, 64, 4), 32: (32, 64, 4), 64: (64, 64, 4)}
 def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str = "") -> Choice:
     """A legal config for one problem. shape: M, N, K. refused: why a tiled config did not work, if one was tried."""
     m, n, k = shape
-    sig, large = spec.signature, m * n * k > LARGE
+    sig, large, vendors = spec.signature, m * n * k > LARGE, not schedules.beyond(spec, _epilogue(spec), shape)
     if refused:
         return library(spec, refused)
     if not target.fp8 and FP8E4M3 in (sig.a, sig.b):
         return library(spec, f"{target.name} does not multiply fp8e4m3")
-    if sig.a == FP32 and sig.precision == "ieee" and large:
+    if sig.a == FP32 and sig.precision == "ieee" and large and vendors:
         return library(spec, "the vendor's fp32 product is faster than Triton's, which has no tensor cores for it")
     # Tuned, a tiled `mm` took 1.05 to 1.13 times as long as the vendor's in 6 problems of M from 128 on, 0.90 to 0.96 in 3 of M up to 16 (H200,
     # torch 2.11, Triton 3.6, 2026-11); of rows that TMA cannot address the vendor's took twice as long as a fused kernel
-    whole, addressed = vendor.whole(spec) and large and m > 64, {"a", "b"} <= set(sig.tma)
+    whole, addressed = vendor.whole(spec) and large and m > 64 and vendors, {"a", "b"} <= set(sig.tma)
     # where TMA cannot address them, operands are copied first, which pays for large products alone
     if (not whole if addressed else large) and (specialized := _warp_specialized(spec, shape, target)):
         return Choice(specialized, _why(spec, shape, target))
     if whole:
         return library(spec, "large products of Triton's are slower")
     rows = (k if sig.layout[0] == "n" else m, n if sig.layout[1] == "n" else k)
-    if any(extent * sig.a.bytes % 4 for extent in rows) and large:
+    if any(extent * sig.a.bytes % 4 for extent in rows) and large and vendors:
         return library(spec, "rows that are not aligned to 4 bytes are read element by element, which the vendor's product avoids")
     block_k = {4: 32, 2: 64, 1: 128}[sig.a.bytes]
     tiles: tuple[tuple[int, int, int], ...] = _TILES
