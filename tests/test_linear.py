@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812  # as everyone calls it
 
 import epigen
@@ -169,16 +172,236 @@ def test_a_weights_gradient_is_added_to_a_buffer() -> None:
         chain(batches[0], [layers[0], layers[1]._replace(main_grad=buffers[1].bfloat16())]).sum().backward()
 
 
+def test_without_an_epilogue_it_is_torchs_linear() -> None:
+    x, w, b = normal(2, 3, 4), normal(9, 4, seed=1), normal(9, seed=2)
+    torch.testing.assert_close(epigen.linear(x, w, b), F.linear(x, w, b))
+    torch.testing.assert_close(epigen.linear(x, w), F.linear(x, w))
+
+
+@pytest.mark.parametrize("name", ["save", "of", "tune", "main_grad", "epilogue", "inputs", "x", "weight", "more"])
+def test_an_input_may_have_any_name(name: str) -> None:
+    """As a keyword, but for that of the program itself; and in a mapping."""
+    x, w, text = normal(5, 4), normal(9, 4, seed=1), f"gelu(mm) * {name}"
+    expected = F.gelu(F.linear(x, w)) * 2
+    torch.testing.assert_close(epigen.linear(x, w, epilogue=text, inputs={name: 2.0}), expected)
+    torch.testing.assert_close(epigen.nn.Linear(4, 9, bias=False, epilogue=text)(x, inputs={name: torch.tensor(2.0)}).shape, expected.shape)
+    if name != "epilogue":
+        given: dict[str, Any] = {name: 2.0}
+        torch.testing.assert_close(epigen.linear(x, w, epilogue=text, **given), expected)
+    if name in ("save", "of"):
+        given = {name: {"save": "recompute", "of": "out"}[name]}
+        torch.testing.assert_close(epigen.linear(x, w, epilogue=text, inputs={name: 2.0}, **given), expected)
+    if name == "main_grad":
+        buffer = torch.zeros(9, 4)
+        epigen.linear(x, w, epilogue=text, inputs={name: 2.0}, main_grad=buffer).sum().backward()
+        assert buffer.any() and w.grad is None
+
+
+# -- leading dimensions
+
+
+@pytest.mark.parametrize(
+    ("declared", "shape"),
+    [("g[m,n]", (3, 2, 9)), ("g[m,n]", (6, 9)), ("g[m,n]", (1, 3, 9)), ("g[m,n]", (9,)), ("g[m,n]", (2, 3, 1, 9)), ("g[m]", (3, 2)), ("g[m]", (1, 6)), ("g[m]", (6,)),
+     ("g[m]", (2, 1)), ("bits(g)", (3, 2, 2)), ("bits(g)", (6, 2))],
+)  # fmt: skip
+def test_inputs_have_the_leading_dimensions_of_x(declared: str, shape: tuple[int, ...]) -> None:
+    """Not as many elements in another order."""
+    text = f"where({declared}, mm, 0)" if "bits" in declared else f"mm * {declared}"
+    g = torch.zeros(shape, dtype=torch.uint8) if "bits" in declared else normal(*shape)
+    for x in (normal(2, 3, 4), normal(2, 3, 4, grad=False)):
+        with pytest.raises(CallError, match=r"input 'g' is a .*, and has shape \[.*\]: its leading dimensions are those of x, \[2, 3\]; expand it to them"):
+            epigen.linear(x, normal(9, 4), epilogue=text, g=g)
+
+
+LEADS = [(), (5,), (2, 3), (2, 1, 3), (0, 3)]
+
+
+@pytest.mark.parametrize("lead", LEADS, ids=str)
+@pytest.mark.parametrize("grad", [True, False])
+def test_results_are_ordinary_tensors(lead: tuple[int, ...], grad: bool) -> None:
+    """No views, and no memory that two share: what is done to them in place is what it is to torch's own."""
+    text = "z = mm + bias; mm, mm, tanh(z), residual, z, bitmask(z > 0), sum(z, n), sum(z, m), sum(z)"
+    x, w, b, residual = normal(*lead, 4, grad=grad), normal(9, 4, seed=1, grad=grad), normal(9, seed=2, grad=grad), normal(*lead, 9, seed=3, grad=grad)
+    found = epigen.linear(x, w, b, text, residual=residual)
+    held = [t for t in found if t.numel()]
+    assert len({t.untyped_storage().data_ptr() for t in held}) == len(held)
+    before = [t.detach().clone() for t in (x, w, b, residual)]
+    for t in found:
+        assert t.dtype == torch.uint8 or not t._is_view()
+        if t.dim():
+            t[...] = 0
+    assert all(torch.equal(t.detach(), e) for t, e in zip((x, w, b, residual), before, strict=True))
+    if grad:
+        y = epigen.linear(x, w, b, "gelu(mm + bias)")
+        y += residual
+        y *= 2.0
+        expected = 2 * (F.gelu(F.linear(x, w, b)) + residual)
+        for t, e in zip(*(torch.autograd.grad(r.sum(), (x, w, b, residual)) for r in (y, expected)), strict=True):
+            torch.testing.assert_close(t, e)
+
+
+@pytest.mark.parametrize("lead", LEADS[:-1], ids=str)
+def test_a_result_that_the_derivative_reads_may_not_change(lead: tuple[int, ...]) -> None:
+    """As with torch.tanh: an error, and no gradient of what is there by then."""
+    y = epigen.linear(normal(*lead, 4), normal(9, 4, seed=1), epilogue="tanh(mm)", save="output")
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# -- whose gradient is wanted
+
+
+def test_a_buffer_is_added_to_by_a_backward_of_the_weight_alone() -> None:
+    x, (w, b) = normal(7, 6), (normal(5, 6, seed=1), normal(5, seed=2))
+    buffer = torch.zeros(5, 6)
+    loss = epigen.linear(x, w, b, "tanh(mm + bias)", main_grad=buffer).sum()
+    expected = torch.autograd.grad(torch.tanh(F.linear(x, w, b)).sum(), (x, w, b))
+    for leaf, e in ((x, expected[0]), (b, expected[2]), (w, expected[1])):
+        torch.testing.assert_close(torch.autograd.grad(loss, leaf, retain_graph=True)[0], e)
+    loss.backward(inputs=[x], retain_graph=True)
+    assert not buffer.any() and w.grad is None
+    loss.backward(inputs=[w], retain_graph=True)
+    torch.testing.assert_close(buffer, expected[1])
+    loss.backward()
+    torch.testing.assert_close(buffer, 2 * expected[1])
+    assert w.grad is None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_buffer_is_added_to_once_by_a_checkpoint(reentrant: bool) -> None:
+    layers, (first, second, *_) = layers_of((6, 8, 5), torch.float32, "relu")
+    buffers = [torch.zeros_like(t) for t in (first, second)]
+    buffered = [layer._replace(main_grad=b) for layer, b in zip(layers, buffers, strict=True)]
+    x = normal(7, 6)
+    torch.utils.checkpoint.checkpoint(lambda x: chain(x, buffered), x, use_reentrant=reentrant).sum().backward()
+    torch.testing.assert_close(tuple(buffers), torch.autograd.grad(chain(x, layers).sum(), (first, second)))
+
+
+# -- torch.func and dual numbers
+
+JIT = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+"""torch's own, at the first tangent of a process (2.13)."""
+
+
+@JIT
+def test_torchs_other_derivatives() -> None:
+    """They are torch's own: of each argument, frozen or not, of several outputs, and of a model."""
+    x, w, b, gate = (normal(*size, seed=i, grad=False) for i, size in enumerate([(2, 3, 4), (5, 4), (5,), (2, 3, 5)]))
+    text = "z = mm + bias; gelu(z) * gate[m,n] * s, sum(z, n)"
+
+    def ours(x: Tensor, w: Tensor, b: Tensor, gate: Tensor) -> Any:
+        y, rows = epigen.linear(x, w, b, text, gate=gate, s=0.5)
+        return y, rows
+
+    def theirs(x: Tensor, w: Tensor, b: Tensor, gate: Tensor) -> Any:
+        z = F.linear(x, w, b)
+        return F.gelu(z) * gate * 0.5, z.sum(-1)
+
+    given = (x, w, b, gate)
+    for requires in (False, True):  # what requires a gradient may have a tangent too
+        primals = tuple(t.clone().requires_grad_(requires) for t in given)
+        for n in range(4):
+            tangents = tuple(normal(*t.shape, seed=9, grad=False) if i == n else torch.zeros_like(t) for i, t in enumerate(given))
+            torch.testing.assert_close(*(torch.func.jvp(f, primals, tangents) for f in (ours, theirs)))
+            torch.testing.assert_close(*(torch.func.jacfwd(f, n)(*given) for f in (ours, theirs)))
+            torch.testing.assert_close(*(torch.func.jacrev(f, n)(*given) for f in (ours, theirs)))
+            with forward_ad.dual_level():
+                duals = [forward_ad.make_dual(t, tangents[n]) if i == n else t for i, t in enumerate(primals)]
+                found, expected = ([forward_ad.unpack_dual(t).tangent for t in f(*duals)] for f in (ours, theirs))
+            torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.func.hessian(lambda w, f=f: f(x, w, b, gate)[0].sum())(w) for f in (ours, theirs)))
+    torch.testing.assert_close(*(torch.func.vmap(f, (0, None, None, 0))(*given) for f in (ours, theirs)))
+
+
+@JIT
+def test_torchs_other_derivatives_of_a_model() -> None:
+    torch.manual_seed(0)
+    model, x = epigen.nn.MLP([4, 6, 3], "silu"), normal(5, 4, grad=False)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def ours(p: dict[str, Tensor]) -> Tensor:
+        found: Tensor = torch.func.functional_call(model, p, (x,))
+        return found
+
+    def theirs(p: dict[str, Tensor]) -> Tensor:
+        return F.linear(F.silu(F.linear(x, p["0.weight"], p["0.bias"])), p["1.weight"], p["1.bias"])
+
+    torch.testing.assert_close(*(torch.func.grad(lambda p, f=f: f(p).square().sum())(parameters) for f in (ours, theirs)))
+    torch.testing.assert_close(*(torch.func.jvp(f, (parameters,), (parameters,)) for f in (ours, theirs)))
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    torch.testing.assert_close(torch.func.jacfwd(frozen)(x), torch.autograd.functional.jacobian(frozen, x))
+
+
+@JIT
+def test_a_dual_number_elsewhere_changes_nothing(ran: list[str]) -> None:
+    with forward_ad.dual_level():
+        forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        epigen.linear(normal(5, 4), normal(9, 4, seed=1), epilogue="gelu(mm)").sum().backward()
+    assert len(ran) == 2
+
+
+@JIT
+@pytest.mark.parametrize("operation", ["program", "over"])
+def test_an_operation_by_itself_refuses_derivatives(operation: str) -> None:
+    x, w = normal(5, 4, grad=False), normal(9, 4, seed=1, grad=False)
+
+    def run(x: Tensor) -> Tensor:
+        return library.program("tanh(mm)", None, x, w.t(), [], [])[0] if operation == "program" else library.over("tanh(mm)", x, [], [])[0]
+
+    assert not run(x).requires_grad
+    with pytest.raises(CallError, match=rf"torch\.ops\.epigen\.{operation} has no forward-mode derivative: use epigen\.linear"):
+        torch.func.jvp(run, (x,), (x,))
+    for attempt in (lambda: run(normal(5, 4)).sum().backward(), lambda: torch.func.grad(lambda x: run(x).sum())(x)):
+        with pytest.raises(CallError, match=rf"torch\.ops\.epigen\.{operation} has no derivative of its own: use epigen\.linear"):
+            attempt()
+    with torch.no_grad():
+        assert not run(normal(5, 4)).requires_grad
+
+
+@JIT
+@pytest.mark.parametrize("n", range(3))
+def test_a_kernel_refuses_derivatives(n: int) -> None:
+    kernel = epigen.compile("tanh(mm) * s")
+    given = [normal(5, 4, grad=False), normal(4, 9, seed=1, grad=False), torch.tensor(2.0)]
+    t = given[n]
+
+    def run(t: Tensor) -> Any:
+        a, b, s = (t if i == n else v for i, v in enumerate(given))
+        return kernel(a, b, s=s)
+
+    with forward_ad.dual_level(), pytest.raises(CallError, match="an argument has a tangent, and a kernel has no forward-mode derivative"):
+        run(forward_ad.make_dual(t, t))
+    for ask in (lambda: torch.func.jvp(run, (t,), (t,)), lambda: torch.func.grad(lambda t: run(t).sum())(t)):
+        with pytest.raises(CallError, match=r"an argument is one of torch\.func's"):
+            ask()
+    with pytest.raises(CallError, match="an argument requires grad"):
+        run(t.clone().requires_grad_())
+    with torch.no_grad():
+        assert not run(t.clone().requires_grad_()).requires_grad
+
+
 # -- what is refused
 
 
 def test_double_backward_says_what_to_write() -> None:
-    """Also where the gradient that arrives is a constant, as of a sum: else the second derivative would silently be 0."""
-    x, w = normal(5, 4), normal(9, 4, seed=1)
-    (dx,) = torch.autograd.grad(epigen.linear(x, w, epilogue="gelu(mm)").sum(), x, create_graph=True)
-    assert dx.requires_grad
-    with pytest.raises(CallError, match=r"no second derivative: for double backward write it in torch's own operations"):
-        dx.square().sum().backward()
+    """When it is asked for, whatever requires a gradient: of a detached x the second derivative would be 0 or None without a word."""
+    w = normal(9, 4, seed=1)
+    for x in (normal(5, 4), normal(5, 4, grad=False)):
+        y = epigen.linear(x, w, epilogue="gelu(mm)")
+        with pytest.raises(CallError, match=r"no second derivative, for which create_graph=True asks: for double backward write it in torch's own operations"):
+            torch.autograd.grad(y.sum(), w, create_graph=True)
+    functional = torch.autograd.functional
+    x, run = normal(5, 4, grad=False), lambda w: epigen.linear(normal(5, 4, grad=False), w, epilogue="gelu(mm)")
+    for ask in (
+        lambda: functional.hessian(lambda w: run(w).sum(), w), lambda: functional.hvp(lambda w: run(w).sum(), w, w), lambda: functional.jvp(run, w, w),
+        lambda: functional.vhp(lambda w: run(w).sum(), w, w),
+    ):  # fmt: skip
+        with pytest.raises(CallError, match="no second derivative"):
+            ask()
+    expected = functional.jacobian(lambda w: F.gelu(F.linear(x, w)), w)
+    torch.testing.assert_close(functional.jacobian(run, w), expected)
 
 
 @pytest.mark.parametrize(
@@ -188,10 +411,26 @@ def test_double_backward_says_what_to_write() -> None:
         ({"x": ()}, "x has no dimensions"),
         ({"weight": (9, 4, 1)}, r"weight is \[9, 4, 1\]"),
         ({"bias": (8,)}, r"input 'bias' is declared as bias\[n\], so \[N\] = \[9\] was expected, and it has shape \[8\]"),
-        ({"bias": None}, r"missing input 'bias' of the epilogue 'relu\(mm \+ bias\)': give it, or write the epilogue without it"),
+        ({"bias": None, "epilogue": "mm + bias"}, r"missing input 'bias' of the epilogue 'mm \+ bias': give it, or write the epilogue without it"),
         ({"gaet": (5, 9)}, r"has no input 'gaet': its inputs are bias"),
         ({"epilogue": "mm + bias + gate[m,n]", "gaet": (5, 9)}, "has no input 'gaet': did you mean gate"),
-        ({"epilogue": "mm + bias + gate[m,n]", "gate": (4, 9)}, r"input 'gate' is declared as gate\[m,n\]"),
+        (
+            {"epilogue": "mm + bias + gate[m,n]", "gate": (4, 9)},
+            r"input 'gate' is a tile \[\.\.\., N\], and has shape \[4, 9\]: its leading dimensions are those of x, \[5\]",
+        ),
+        ({"epilogue": "mm + bias + gate[m,n]", "gate": (5, 8)}, r"input 'gate' is declared as gate\[m,n\], so \[M, N\] = \[5, 9\] was expected"),
+        ({"x": [1.0]}, "x is a list, and a tensor was expected"),
+        ({"weight": numpy.ones((9, 4), numpy.float32)}, "weight is a ndarray, and a tensor was expected: torch.as_tensor"),
+        ({"weight": torch.eye(4).to_sparse()}, "weight is a sparse tensor, and a dense one was expected"),
+        ({"x": torch.ones(5, 4, device="meta")}, "x is on meta and weight on cpu"),
+        ({"x": torch.ones(5, 4, dtype=torch.complex64)}, "x is torch.complex64 and weight is torch.float32: both need the same dtype"),
+        ({"epilogue": 2.0}, r"an epilogue is text, such as 'relu\(mm \+ bias\)', and a float was given"),
+        ({"inputs": 2.0}, "inputs is a float, and a mapping from the names of the epilogue's inputs was expected"),
+        ({"inputs": {"bias": 1.0}}, "the input 'bias' is given twice"),
+        ({"epilogue": "(mm + bias) * s", "s": [1.0]}, "input 's' is a scalar, and a number or a tensor with one element was expected, not a list"),
+        ({"epilogue": "(mm + bias) * s", "s": (2,)}, r"input 's' is a scalar, and has shape \[2\]: one element was expected"),
+        ({"epilogue": "(mm + bias) * s", "s": 10**400}, "input 's' is too large for fp32"),
+        ({"bias": 1.0}, r"input 'bias' is a column \[N\], and a tensor was expected, not a float"),
         ({"save": "masks"}, "unknown save='masks': did you mean mask"),
         ({"of": "y"}, "the program has no output 'y'"),
     ],
@@ -203,8 +442,23 @@ def test_what_does_not_fit_is_said(change: dict[str, Any], message: str) -> None
         epigen.linear(given.pop("x"), given.pop("weight"), **given)
 
 
+def test_a_nested_tensor_is_refused() -> None:
+    with pytest.raises(CallError, match="x is a nested tensor, and a dense one was expected"):
+        epigen.linear(torch.nested.nested_tensor([torch.ones(5, 4)], layout=torch.jagged), normal(9, 4))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_tensors_without_memory(grad: bool) -> None:
+    x, w = torch.empty(2, 3, 4, device="meta"), torch.empty(9, 4, device="meta", requires_grad=grad)
+    y, rows = epigen.linear(x, w, epilogue="y = gelu(mm) * s; y, sum(y, n)", s=0.5)
+    assert (y.shape, rows.shape, y.device.type) == ((2, 3, 9), (2, 3), "meta")
+    if grad:
+        (y.sum() + rows.sum()).backward()
+        assert w.grad is not None and w.grad.shape == w.shape
+
+
 def test_dtypes_that_do_not_fit_are_said() -> None:
-    with pytest.raises(CallError, match=r"operand a is fp32 and operand b is fp16"):
+    with pytest.raises(CallError, match=r"x is torch\.float32 and weight is torch\.float16: both need the same dtype"):
         epigen.linear(normal(5, 4), normal(9, 4, dtype=torch.float16), epilogue="mm")
     with pytest.raises(CallError, match=r"weight is torch\.float64, which epigen does not compute with: train with fp16, bf16 or fp32"):
         epigen.linear(normal(5, 4, dtype=torch.float64), normal(9, 4, dtype=torch.float64), epilogue="mm")

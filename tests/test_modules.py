@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,6 +76,30 @@ def test_a_weight_with_a_main_grad_adds_to_it() -> None:
     for _ in range(2):
         model(drawn(3, 6).half()).sum().backward()
     assert all(layer.weight.grad is None and layer.weight.main_grad.any() and layer.bias.grad is not None for layer in model)
+
+
+class Noisy(nn.Module):
+    """A parametrisation that counts how often it is computed, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed = 0
+
+    def forward(self, t: Tensor) -> Tensor:
+        self.computed += 1
+        return t + torch.randn_like(t)
+
+
+@pytest.mark.parametrize("make", [lambda: epigen.nn.Linear(6, 6, epilogue="gelu(mm + bias)"), lambda: epigen.nn.MLP([6, 6, 6])], ids=["Linear", "MLP"])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parametrised_parameter_is_computed_once_a_forward(make: Callable[[], nn.Module], name: str) -> None:
+    model = make()
+    layer = model[0] if isinstance(model, epigen.nn.MLP) else model
+    noise = Noisy()
+    nn.utils.parametrize.register_parametrization(layer, name, noise, unsafe=True)
+    noise.computed = 0
+    model(drawn(2, 6))
+    assert noise.computed == 1
 
 
 # -- chains

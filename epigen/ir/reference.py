@@ -132,7 +132,7 @@ def broadcastable(value: Number, indices: str, compute: torch.dtype, device: tor
 def shaped(value: Tensor, indices: str, m: int, n: int) -> Tensor:
     """A node's value in the shape of an output: [M, N], [M], [N] or []."""
     if indices == "mn":
-        return value.expand(m, n)
+        return value if value.shape == (m, n) else value.expand(m, n)
     return value.reshape({"m": (m,), "n": (n,), "": ()}[indices])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from epigen.codegen import lower
 from epigen.codegen.spec import LINE_BYTES, TMA_BYTES
@@ -97,8 +98,19 @@ def number(name: str, value: Any) -> float:
         raise CallError(f"input '{name}' is too large for fp32") from None
 
 
+def has_tangent(t: Tensor) -> bool:
+    """Whether a tensor is a dual number of torch's forward-mode derivatives."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None
+
+
 def check_no_gradient(values: Iterable[Any]) -> None:
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in values):
+    """A kernel has no derivative: what one is wanted of is refused, for it would be lost without a word."""
+    tensors = [t for t in values if isinstance(t, Tensor)]
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
+        raise CallError("an argument is one of torch.func's (grad, jvp, vmap, …), which a kernel cannot look into: use epigen.linear there")
+    if any(map(has_tangent, tensors)):
+        raise CallError("an argument has a tangent, and a kernel has no forward-mode derivative: use epigen.linear")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise CallError("an argument requires grad, and a kernel has no backward of its own: use epigen.linear, or call it under torch.no_grad()")
 
 

@@ -154,11 +154,11 @@ class Kernel:
     def _call(self, operands: Operands, inputs: Mapping[str, Any], out: Any) -> Any:
         """A call that is like none of the last ones."""
         outs, form = outputs.given(out, self._names), _form(out)
+        arguments.check_no_gradient((*operands, *inputs.values(), *outs.values()))
         if any(isinstance(t, Tensor) and t.is_neg() for t in (*operands, *inputs.values())):
             operands, inputs, form = tuple(map(arguments.shown, operands)), {name: arguments.shown(value) for name, value in inputs.items()}, None
         named = [*inputs.items(), *outs.items()]
         key = (*map(arguments.key, operands), *((name, arguments.key(value)) for name, value in named), len(inputs), process_precision())
-        arguments.check_no_gradient((*operands, *inputs.values(), *outs.values()))
         prepared = self._prepared.get(key)
         results: Sequence[Tensor] | None = None
         kept = prepared is not None

@@ -178,8 +178,8 @@ class Prepared:
         taken, results = {_storage(t) for t in inputs.values() if isinstance(t, Tensor)}, []
         for out, found in zip(self.outputs, reference.evaluate(self.graph, a, b, inputs, [o.dtype for o in self.outputs]), strict=True):
             held = out.held(m, n)
-            # as a kernel writes it: without gaps, and in memory of its own even where it equals an input or another output
-            if _storage(found) in taken or found.stride() != held.strides:
+            # as a kernel writes it: without gaps, no view, and in memory of its own even where it equals an input or another output
+            if _storage(found) in taken or found._is_view() or found.stride() != held.strides:
                 found = held.empty(outputs.allocator(self.device)).copy_(found)
             taken.add(_storage(found))
             results.append(found)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from epigen.dtypes import FP32
 from epigen.runtime import arguments, direct, launch, outputs, overlap
@@ -126,7 +127,7 @@ def _compare(text: Written, given: Mapping[str, Any]) -> None:
 
 def _modes(text: Written, plan: Plan, tensors: Sequence[Tensor]) -> list[str]:
     """What torch's modes must not be, of the thread or of the process, where they make a difference."""
-    ways = []
+    ways = [f"{text.hold(forward_ad)}._current_level >= 0"]  # a tensor may have a tangent
     if any(t.requires_grad for t in tensors):
         ways.append(f"{text.hold(torch.is_grad_enabled)}()")
     if plan.spec.signature.a == FP32:

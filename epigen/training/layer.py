@@ -8,6 +8,7 @@ is freed, and its weight's gradient there, before the layer before it begins. No
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -32,8 +33,31 @@ def numbers(values: Sequence[Value]) -> list[float]:
 
 def forward(step: Step, tune: str | None, x: Tensor, weight: Tensor, inputs: Sequence[Value]) -> list[Tensor]:
     """All outputs of the forward program. x: [M, K]. weight: [N, K]. inputs: the layer's."""
-    found: list[Tensor] = library.program(step.text, tune, x, weight.t(), *split([inputs[i] for i in step.inputs]))
+    found: list[Tensor] = library.below_autograd(library.program, step.text, tune, x, weight.t(), *split([inputs[i] for i in step.inputs]))
     return found
+
+
+# -- leading dimensions
+
+
+def rows(t: Tensor, indices: str) -> Tensor:
+    """A tile [..., N] as [M, N], or a row [...] as [M]; anything else as it is. indices: of the value."""
+    if indices == "m":
+        return t if t.dim() == 1 else t.reshape(-1)
+    if indices != "mn" or t.dim() == 2:
+        return t
+    return t[None] if t.dim() == 1 else t.flatten(0, -2)
+
+
+def shaped(t: Tensor, indices: str, lead: Sequence[int]) -> Tensor:
+    """The inverse of `rows`, of a result that nothing else holds: no view of it, so that a change in place is one of an ordinary tensor."""
+    if "m" not in indices or len(lead) == 1:
+        return t
+    whole: Tensor = torch.ops.aten._unsafe_view.default(t, [*lead, *t.shape[1:]])
+    return whole
+
+
+# -- the function
 
 
 def kept(backward: Backward | None, x: Tensor, weight: Tensor, inputs: Sequence[Value], outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -43,46 +67,36 @@ def kept(backward: Backward | None, x: Tensor, weight: Tensor, inputs: Sequence[
 
 
 class Layer(torch.autograd.Function):
-    """(step, tune, main_grad, x, weight, *values) -> the layer's results; where the next layer takes its derivative over, all outputs.
+    """(x, weight, step, tune, main_grad, lead, *values) -> the layer's results; where the next layer takes its derivative over, all outputs.
 
-    values: the layer's inputs, and with `step.before` those of the layer before and what its derivative needs. main_grad: None, or the fp32
-    buffer to which the weight's gradient is added in place.
+    x: [M, K]. lead: the leading dimensions that the results have in place of M. values: the layer's inputs, and with `step.before` those of
+    the layer before and what its derivative needs. main_grad: None, or the fp32 buffer to which the weight's gradient is added in place.
     """
 
     @staticmethod
-    def forward(ctx: Any, step: Step, tune: str | None, main_grad: Tensor | None, x: Tensor, weight: Tensor, *values: Value) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, step: Step, tune: str | None, main_grad: Tensor | None, lead: Sequence[int], *values: Value
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         inputs, taken = values[: len(step.inputs)], values[len(step.inputs) :]
-        outputs = forward(step, tune, x, weight, inputs)
+        found = forward(step, tune, x, weight, inputs)
+        outputs = [*(shaped(t, indices, lead) for t, indices in zip(found, step.outputs, strict=False)), *found[len(step.outputs) :]]
         before = len(step.before.inputs) if step.before else 0
         own = kept(step.own, x, weight, inputs, outputs)
         ctx.save_for_backward(x if step.weight else None, weight if step.x else None, *own, *taken[before:])
         ctx.step, ctx.tune, ctx.main_grad, ctx.numbers = step, tune, main_grad, (numbers(inputs), numbers(taken[:before]))
-        given = tuple(outputs[: step.results] if step.own else outputs)
+        given = tuple(outputs[: len(step.outputs)] if step.own else outputs)
         ctx.set_materialize_grads(step.own is not None)
         ctx.mark_non_differentiable(*(given[i] for i in step.constant if i < len(given)))
         return given
 
     @staticmethod
     def backward(ctx: Any, *arrived: Tensor) -> tuple[Any, ...]:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return _backward(ctx, arrived)
-        with torch.no_grad():  # create_graph=True
-            found = _backward(ctx, arrived)
-        return apply(Undifferentiable, torch.zeros((), requires_grad=True), *found)
-
-
-class Undifferentiable(torch.autograd.Function):
-    """(anchor, *gradients) -> the gradients, which a second backward cannot pass. anchor: anything that requires a gradient, so that it tries."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *gradients: Any) -> tuple[Any, ...]:  # noqa: ARG004  # autograd's own signature
-        return gradients
-
-    @staticmethod
-    def backward(ctx: Any, *arrived: Any) -> Any:  # noqa: ARG004
-        raise CallError(
-            "a layer of epigen has no second derivative: for double backward write it in torch's own operations, such as torch.relu(F.linear(x, weight, bias))"
-        )
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise CallError(
+                "a layer of epigen has no second derivative, for which create_graph=True asks: for double backward write it in torch's own operations, "
+                "such as torch.relu(F.linear(x, weight, bias)), or use torch.func (hessian, jvp, …), where epigen.linear runs as such"
+            )
+        return _backward(ctx, arrived)
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> tuple[Any, ...]:
@@ -98,19 +112,46 @@ def _backward(ctx: Any, arrived: Sequence[Tensor]) -> tuple[Any, ...]:
     inputs: list[Tensor | None] = [None] * len(step.inputs)
     if own is not None:
         held, saved = saved[: len(own.kept)], saved[len(own.kept) :]
+        # the layer's results have the caller's leading dimensions, and so have their gradients
+        results = dict(enumerate(step.outputs, len(step.inputs)))
+        held = [rows(t, results.get(i, "")) for i, t in zip(own.kept, held, strict=True)]
+        arrived = [rows(t, indices) for t, indices in zip(arrived, step.outputs, strict=True)]
         dmm, inputs = _gradients(own, ctx.tune, held, ctx.numbers[0], arrived)
     dx, dweight = None, None
     taken: list[Tensor | None] = []
     if dmm is not None:
-        if step.weight and ctx.main_grad is not None:
-            library.accumulate(ctx.main_grad, dmm.t(), x)
-        elif step.weight:
+        wanted = _wanted(ctx) if step.weight else Wanted.NOT
+        if wanted is Wanted.ADDED and ctx.main_grad is not None:
+            library.below_autograd(library.accumulate, ctx.main_grad, dmm.t(), x)
+        elif wanted is not Wanted.NOT:
             dweight = torch.mm(dmm.t(), x)
         if before is not None:
             dx, taken = _gradients(before, ctx.tune, saved, ctx.numbers[1], (), (dmm, weight))
         elif step.x:
             dx = torch.mm(dmm, weight)
-    return None, None, None, dx, dweight, *inputs, *taken, *(None for _ in saved)
+    return dx, dweight, None, None, None, None, *inputs, *taken, *(None for _ in saved)
+
+
+class Wanted(Enum):
+    """What a backward wants a weight's gradient for."""
+
+    NOT = auto()
+    """It is one of something else, as torch.autograd.grad(loss, x) is."""
+    ADDED = auto()
+    """To add it to what the weight has."""
+    RETURNED = auto()
+    """To return it, as torch.autograd.grad(loss, weight) does, which adds to nothing."""
+
+
+def _wanted(ctx: Any) -> Wanted:
+    """A compiled backward is always a whole one."""
+    if torch.compiler.is_compiling():
+        return Wanted.ADDED
+    node = ctx.next_functions[1][0]
+    try:
+        return Wanted.ADDED if torch._C._will_engine_execute_node(node) else Wanted.NOT
+    except RuntimeError:  # torch's answer for a leaf whose gradient torch.autograd.grad was asked for
+        return Wanted.RETURNED
 
 
 def _gradients(
@@ -123,11 +164,11 @@ def _gradients(
     inputs = split([given[i] for i in backward.arguments])
     results: list[Tensor] = []
     if backward.product is None:
-        results = library.program(backward.text, tune, held[-2], held[-1].t(), *inputs)
+        results = library.below_autograd(library.program, backward.text, tune, held[-2], held[-1].t(), *inputs)
     elif product is not None:
-        results = library.program(backward.text, tune, *product, *inputs)
+        results = library.below_autograd(library.program, backward.text, tune, *product, *inputs)
     elif backward.text:
-        results = library.over(backward.text, arrived[backward.product], *inputs)
+        results = library.below_autograd(library.over, backward.text, arrived[backward.product], *inputs)
     found = [*results, *arrived]
     gradients = [None if i is None else found[i].to(dtype) for i, dtype in zip(backward.inputs, backward.dtypes, strict=True)]
     return None if backward.mm is None else found[backward.mm], gradients

@@ -1,8 +1,10 @@
 """Programs as operations of `torch.library`: what torch.compile, torch.export and autograd see of epigen.
 
 An operation names its program by text and takes the inputs in the program's order, a number's place held by None. None has a derivative of
-its own: `layer` wires them. A fake implementation allocates on torch's fake tensors what the kernel would, by the same description of the
-outputs, and checks the same.
+its own: `layer` wires them, and calls them by `below_autograd`. Whoever else calls one under autograd is told so, for torch itself would go
+on without the derivative: a tangent is refused at once, and a gradient where it arrives, since a model that torch.export wrote down has
+parameters that require one and is run for its results. A fake implementation allocates on torch's fake tensors what the kernel would, by
+the same description of the outputs, and checks the same.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from epigen import api
 from epigen.dtypes import BY_TORCH
+from epigen.errors import CallError
 from epigen.ir.graph import Graph
 from epigen.runtime import arguments, outputs
 from epigen.runtime.kernel import Kernel
@@ -88,6 +91,48 @@ def _fake_accumulate(grad: Tensor, a: Tensor, b: Tensor) -> None:
     outputs.check(grad, out, m, n, a.device)
 
 
+def below_autograd(operation: Any, *args: Any) -> Any:
+    """An operation's result, where its derivative is taken care of. It also costs less: the way by autograd doubles an operation's own time."""
+    if torch.compiler.is_compiling():
+        return operation(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operation(*args)
+
+
+def _refusing(name: str, keys: Any, *args: Any) -> Any:
+    """What autograd runs in place of an operation."""
+    operation = getattr(torch.ops.epigen, name).default
+    tensors = [t for arg in args for t in (arg if isinstance(arg, list) else [arg]) if isinstance(t, Tensor)]
+    if any(arguments.has_tangent(t) for t in tensors):
+        raise CallError(f"torch.ops.epigen.{name} has no forward-mode derivative: {_INSTEAD}")
+    run = functools.partial(operation.redispatch, keys & torch._C._after_autograd_keyset)
+    required = [t for t in tensors if t.requires_grad] if torch.is_grad_enabled() else []
+    if required and torch._C._are_functorch_transforms_active():
+        raise CallError(f"torch.ops.epigen.{name} has no derivative of its own: {_INSTEAD}")
+    with torch._C._AutoDispatchBelowAutograd():
+        found = run(*args)
+    if not required or found is None:
+        return found
+    derived: Any = _Underivable.apply  # which torch leaves untyped
+    return list(derived(name, found, *required))
+
+
+_INSTEAD = "use epigen.linear, or write it in torch's own operations"
+
+
+class _Underivable(torch.autograd.Function):
+    """(operation's name, its results, *what requires a gradient) -> the results, at which no gradient may arrive."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, results: list[Tensor], *_required: Tensor) -> tuple[Tensor, ...]:
+        ctx.name = name
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *_arrived: Any) -> Any:
+        raise CallError(f"torch.ops.epigen.{ctx.name} has no derivative of its own: {_INSTEAD}")
+
+
 # defined in torch's own words and not by `custom_op`, whose calls take 18 us of the host where these take 4 (torch 2.13, 2026-11)
 # An import that is interrupted leaves its definitions behind, and the next one makes this module anew: where that one finds them, in torch's own
 # namespace of these operations, stands whose they are
@@ -103,6 +148,7 @@ for _signature, _run, _faked in (
     _name = _signature.partition("(")[0]
     LIBRARY.define(_signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    LIBRARY.impl(_name, functools.partial(_refusing, _name), "Autograd", with_keyset=True)
     torch.library.register_fake(f"epigen::{_name}", _faked, lib=LIBRARY)
 
 program: Any = torch.ops.epigen.program.default

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from epigen.errors import CallError, near_miss
-from epigen.training import plan
-from epigen.training.layer import Layer, Value, apply, forward, kept
-from epigen.training.plan import Asked, Declared, Step
+from epigen.runtime import arguments
+from epigen.training import composed, plan
+from epigen.training.layer import Layer, Value, apply, forward, kept, rows, shaped
+from epigen.training.plan import Asked, Declared, Input, Step
 
 
 class Link(NamedTuple):
@@ -27,31 +29,55 @@ class Link(NamedTuple):
 
 
 def linear(
-    x: Tensor, weight: Tensor, /, bias: Tensor | None = None, epilogue: str = "relu(mm + bias)", *, save: str | None = None, of: str | Iterable[str] | None = None,
-    tune: str | None = None, main_grad: Tensor | None = None, **inputs: Value,
+    x: Tensor, weight: Tensor, /, bias: Tensor | None = None, epilogue: str | None = None, *, inputs: Mapping[str, Value] | Value | None = None,
+    save: str | None = None, of: str | Iterable[str] | None = None, tune: str | None = None, main_grad: Tensor | None = None, **more: Value,
 ) -> Any:  # fmt: skip
     """A linear layer and all that follows it in one kernel, differentiable: with mm = x @ weight.T, as `torch.nn.functional.linear` has it.
 
-    x: [..., K]. weight: [N, K]. bias: [N], the program's input of that name. epilogue: the program. inputs: its further inputs by name: tile
-    [..., N], row [...], column [N], packed mask [..., ceil(N / 8)], scalar a number or a tensor with one element. Gradients flow to those
-    that require them.
+    x: [..., K]. weight: [N, K], of x's dtype. bias: [N], the program's input of that name. epilogue: the program; by default "mm + bias", and
+    "mm" without a bias. Its further inputs are keywords: tile [..., N], row [...], column [N], packed mask [..., ceil(N / 8)], where the
+    dots stand for x's own leading dimensions (nothing is broadcast), scalar a number or a tensor with one element. Gradients flow to those
+    that require them. inputs: the same as a mapping, which can hold any name. A keyword that names an option below and an input of the
+    epilogue too is the input, or the option where `inputs` holds the input.
     save: what the forward keeps for the backward, and of: the outputs at which gradients arrive, both as for `epigen.derive`. Without a
-    gradient to take nothing is kept. tune: as for `epigen.compile`. main_grad: an fp32 buffer [N, K] to which the backward adds the
-    weight's gradient in place, in fp32; the weight's own `grad` is then left alone.
+    gradient to take nothing is kept. tune: as for `epigen.compile`. main_grad: an fp32 buffer [N, K] to which each backward() that wants the
+    weight's gradient adds it in place, in fp32; the weight's own `grad` is then left alone.
     Under autocast x and weight are cast as by `torch.nn.functional.linear`; the inputs stay as they are, for the kernel reads any dtype.
+    In torch.func and forward-mode derivatives it runs as torch's own operations, unfused, and has all derivatives.
     Returns a tile as [..., N], a row as [...]; several outputs as a named tuple.
     Raises ParseError or CheckError for the epilogue, DerivationError where it has no derivative, CallError for the rest.
 
     >>> import torch, epigen
     >>> weight = torch.tensor([[1.0, -1.0], [2.0, 0.0]], requires_grad=True)
-    >>> epigen.linear(torch.ones(1, 2), weight, torch.zeros(2)).sum().backward()
+    >>> epigen.linear(torch.ones(1, 2), weight, torch.zeros(2), "relu(mm + bias)").sum().backward()
     >>> weight.grad
     tensor([[0., 0.],
             [1., 1.]])
     """
-    if bias is not None:
-        inputs = {"bias": bias, **inputs}
-    return chain(x, [Link(weight, inputs, epilogue, save, names(of), tune, main_grad)])
+    if epilogue is None:
+        epilogue = "mm" if bias is None else "mm + bias"
+    declared = [i.name for i in plan.declared(epilogue).inputs]
+    if inputs is not None and not isinstance(inputs, Mapping):
+        if "inputs" not in declared:
+            raise CallError(f"inputs is a {type(inputs).__name__}, and a mapping from the names of the epilogue's inputs was expected")
+        more, inputs = {"inputs": inputs, **more}, None
+    given = joined({} if bias is None else {"bias": bias}, more, inputs or {})
+    options: dict[str, Any] = {"save": save, "of": of, "tune": tune, "main_grad": main_grad}
+    for name, value in options.items():
+        if value is not None and name in declared and name not in given:
+            given[name], options[name] = value, None
+    return chain(x, [Link(weight, given, epilogue, options["save"], names(options["of"]), options["tune"], options["main_grad"])])
+
+
+def joined(*several: Mapping[str, Value]) -> dict[str, Value]:
+    """Inputs that were given in several ways, each in one of them."""
+    found: dict[str, Value] = {}
+    for given in several:
+        for name, value in given.items():
+            if name in found:
+                raise CallError(f"the input '{name}' is given twice")
+            found[name] = value
+    return found
 
 
 def names(of: str | Iterable[str] | None) -> tuple[str, ...] | None:
@@ -64,33 +90,53 @@ def chain(x: Tensor, layers: Sequence[Link]) -> Any:
 
     What a layer's derivative is runs within the next layer's input-gradient product.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    for what, t in (("x", x), *(("weight", layer.weight) for layer in layers)):
+        _check_dense(what, t)
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, layers = _cast(x, dtype), [layer._replace(weight=_cast(layer.weight, dtype)) for layer in layers]
     programs = [plan.declared(layer.epilogue) for layer in layers]
-    values = [_inputs(layer, program) for layer, program in zip(layers, programs, strict=True)]
     _check(x, layers, programs)
-    recorded = torch.is_grad_enabled()
-    asked = [_asked(layer, given, recorded) for layer, given in zip(layers, values, strict=True)]
-    outputs = _run(_rows(x), layers, values, plan.steps(recorded and x.requires_grad, tuple(asked)))
+    values = [_inputs(layer, program, x) for layer, program in zip(layers, programs, strict=True)]
     lead, last = x.shape[:-1], programs[-1]
-    shaped = [_unrolled(t, indices, lead) for t, indices in zip(outputs, last.outputs, strict=True)]
-    return shaped[0] if last.type is None else tuple.__new__(last.type, shaped)
+    tensors = [t for layer, given in zip(layers, values, strict=True) for t in (layer.weight, *given) if isinstance(t, Tensor)]
+    if composed.asked([x, *tensors]):
+        results = _composed(rows(x, "mn"), lead, layers, values, programs)
+    else:
+        recorded = torch.is_grad_enabled()
+        asked = [_asked(layer, given, recorded) for layer, given in zip(layers, values, strict=True)]
+        results = _run(rows(x, "mn"), lead, layers, values, plan.steps(recorded and x.requires_grad, tuple(asked)))
+    return results[0] if last.type is None else tuple.__new__(last.type, results)
 
 
-def _run(x: Tensor, layers: Sequence[Link], values: Sequence[Sequence[Value]], steps: Sequence[Step]) -> Sequence[Tensor]:
-    """The last layer's results."""
+def _run(x: Tensor, lead: Sequence[int], layers: Sequence[Link], values: Sequence[Sequence[Value]], steps: Sequence[Step]) -> Sequence[Tensor]:
+    """The last layer's results. lead: the leading dimensions that they have."""
     results: Sequence[Tensor] = ()
     taken: list[Value] = []
     for number, (layer, inputs, step) in enumerate(zip(layers, values, steps, strict=True)):
+        at_end = number + 1 == len(steps)
         if step.trains:
-            results = apply(Layer, step, layer.tune, layer.main_grad, *_distinct([x, layer.weight, *inputs, *taken]))
+            tensors = _distinct([x, layer.weight, *inputs, *taken])
+            results = apply(Layer, *tensors[:2], step, layer.tune, layer.main_grad, lead if at_end else x.shape[:1], *tensors[2:])
         else:
             results = forward(step, layer.tune, x, layer.weight, inputs)
-        before = steps[number + 1].before if number + 1 < len(steps) else None
+            if at_end:
+                results = [shaped(t, indices, lead) for t, indices in zip(results, step.outputs, strict=True)]
+        before = None if at_end else steps[number + 1].before
         taken = [*inputs, *(t.detach() for t in kept(before, x, layer.weight, inputs, results))] if before else []
         x = results[0]
     return results
+
+
+def _composed(
+    x: Tensor, lead: Sequence[int], layers: Sequence[Link], values: Sequence[Sequence[Value]], programs: Sequence[Declared]
+) -> Sequence[Tensor]:  # fmt: skip
+    """As `_run`, by torch's own operations."""
+    results: Sequence[Tensor] = ()
+    for layer, given, program in zip(layers, values, programs, strict=True):
+        results = composed.run(layer.epilogue, x, layer.weight, dict(zip((i.name for i in program.inputs), given, strict=True)))
+        x = results[0]
+    return [shaped(t, indices, lead) for t, indices in zip(results, programs[-1].outputs, strict=True)]
 
 
 def _distinct(values: list[Value]) -> list[Value]:
@@ -113,37 +159,41 @@ def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
 
 
-# -- leading dimensions
+# -- what is given
 
 
-def _rows(t: Tensor) -> Tensor:
-    """[..., N] as [M, N]."""
-    return t if t.dim() == 2 else t[None] if t.dim() == 1 else t.flatten(0, -2)
-
-
-def _unrolled(t: Tensor, indices: str, lead: torch.Size) -> Tensor:
-    """An output as the caller's leading dimensions have it."""
-    if len(lead) == 1 or "m" not in indices:
-        return t
-    return t.unflatten(0, lead) if lead else t[0]
-
-
-def _inputs(layer: Link, program: Declared) -> list[Value]:
-    """The layer's inputs in the program's order, without leading dimensions."""
+def _inputs(layer: Link, program: Declared, x: Tensor) -> list[Value]:
+    """The layer's inputs in the program's order, without leading dimensions. x: of the call."""
     known = [i.name for i in program.inputs]
     for name in layer.inputs:
         if name not in known:
             hint = near_miss(name, known) or "its inputs are " + (", ".join(known) or "none")
             raise CallError(f"the epilogue {layer.epilogue!r} has no input '{name}': {hint}")
-    found = []
-    for declared in program.inputs:
-        if declared.name not in layer.inputs:
-            raise CallError(f"missing input '{declared.name}' of the epilogue {layer.epilogue!r}: give it, or write the epilogue without it")
-        value = layer.inputs[declared.name]
-        if isinstance(value, Tensor) and declared.indices != "n":
-            value = _rows(value) if declared.indices == "mn" else value.reshape(-1) if declared.indices else value.reshape(())
-        found.append(value)
-    return found
+    for name in known:
+        if name not in layer.inputs:
+            raise CallError(f"missing input '{name}' of the epilogue {layer.epilogue!r}: give it, or write the epilogue without it")
+    return [_input(declared, layer.inputs[declared.name], x) for declared in program.inputs]
+
+
+def _input(declared: Input, value: Any, x: Tensor) -> Value:
+    what, number = f"input '{declared.name}'", value
+    if not isinstance(value, Tensor):
+        if declared.indices or not isinstance(value, numbers.Real):
+            wanted = f"{declared}, and a tensor" if declared.indices else "a scalar, and a number or a tensor with one element"
+            raise CallError(f"{what} is {wanted} was expected, not a {type(value).__name__}")
+        if torch.compiler.is_dynamo_compiling():  # which compiles anew for each number, but for what it does arithmetic of tensors with
+            return torch.ones((), dtype=torch.float32, device=x.device).mul(number)
+        return arguments.number(declared.name, value)
+    _check_dense(what, value)
+    if not declared.indices:
+        if value.numel() != 1:
+            raise CallError(f"{what} is a scalar, and has shape {list(value.shape)}: one element was expected")
+        return value.reshape(())
+    if "m" in declared.indices:
+        lead, found = x.shape[:-1], value.shape if declared.indices == "m" else value.shape[:-1]
+        if len(found) != len(lead) or any(f != e for f, e in zip(found, lead, strict=True)):
+            raise CallError(f"{what} is {declared}, and has shape {list(value.shape)}: its leading dimensions are those of x, {list(lead)}; expand it to them")
+    return rows(value, declared.indices)
 
 
 def _check(x: Tensor, layers: Sequence[Link], programs: Sequence[Declared]) -> None:
@@ -157,4 +207,19 @@ def _check(x: Tensor, layers: Sequence[Link], programs: Sequence[Declared]) -> N
         weight = layer.weight
         if weight.dim() != 2 or weight.shape[1] != extent:
             raise CallError(f"weight is {list(weight.shape)}, and [N, K] with K = {extent} was expected: what it multiplies is [..., K]")
+        if weight.device != x.device:
+            raise CallError(f"x is on {x.device} and weight on {weight.device}")
         extent = weight.shape[0]
+    weight = layers[0].weight
+    if weight.dtype != x.dtype and not (x.dtype in _FP8 and weight.dtype in _FP8):
+        raise CallError(f"x is {x.dtype} and weight is {weight.dtype}: both need the same dtype, as by x.to(weight.dtype)")
+
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _check_dense(what: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise CallError(f"{what} is a {type(value).__name__}, and a tensor was expected: torch.as_tensor makes one of numbers")
+    if value.is_nested or value.layout != torch.strided:
+        raise CallError(f"{what} is a {'nested' if value.is_nested else 'sparse'} tensor, and a dense one was expected")

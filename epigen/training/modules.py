@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,15 +48,17 @@ class Linear(nn.Linear):
         made.weight, made.bias = module.weight, module.bias
         return made.train(module.training)
 
-    def link(self, **inputs: Value) -> linear.Link:
-        """As a part of a chain."""
-        if self.bias is not None:
-            inputs["bias"] = self.bias
-        return linear.Link(self.weight, inputs, self.epilogue, self.save, self.of, self.tune, getattr(self.weight, "main_grad", None))
+    def link(self, inputs: Mapping[str, Value]) -> linear.Link:
+        """As a part of a chain. Each parameter is read once: a parametrised one is computed anew whenever it is."""
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        given = linear.joined({} if bias is None else {"bias": bias}, inputs)
+        return linear.Link(weight, given, self.epilogue, self.save, self.of, self.tune, getattr(weight, "main_grad", None))
 
-    def forward(self, input: Tensor, **inputs: Value) -> Any:  # noqa: A002  # torch.nn.Linear's own name for it
-        """input: [..., in_features]. inputs: the program's. Returns what `epigen.linear` returns."""
-        return linear.chain(input, [self.link(**inputs)])
+    def forward(self, input: Tensor, inputs: Mapping[str, Value] | None = None, **more: Value) -> Any:  # noqa: A002  # torch.nn.Linear's own name
+        """input: [..., in_features]. more: the program's other inputs. inputs: the same as a mapping, for names that are taken here.
+        Returns what `epigen.linear` returns."""
+        return linear.chain(input, [self.link(linear.joined(inputs or {}, more))])
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, epilogue={self.epilogue!r}"
@@ -82,7 +84,7 @@ class Chain(nn.Sequential):
         run: list[linear.Link] = []
         for module in self:
             if isinstance(module, Linear) and not hooked(module):
-                run.append(module.link())
+                run.append(module.link({}))
                 continue
             if type(module) is nn.Identity and not hooked(module):
                 continue

@@ -72,16 +72,16 @@ class Backward:
 class Step:
     """What one layer runs.
 
-    text: the forward; what it keeps are further outputs after the first `results`. inputs: the program's, by place among the layer's.
-    constant: the outputs that carry no gradient. own: the derivative, over the gradients that arrive; None where there is none, or the next
-    layer takes it over. before: the derivative of the layer before, taken over.
+    text: the forward; what it keeps are further outputs after the results. inputs: the program's, by place among the layer's.
+    outputs: the indices of each of the results. constant: the outputs that carry no gradient. own: the derivative, over the gradients that
+    arrive; None where there is none, or the next layer takes it over. before: the derivative of the layer before, taken over.
     trains: whether any gradient is wanted. weight, x: whether those of the weight and of what it multiplies are; with `before`, the latter
     is what that gives.
     """
 
     text: str
     inputs: tuple[int, ...]
-    results: int
+    outputs: tuple[str, ...]
     constant: tuple[int, ...]
     own: Backward | None = None
     before: Backward | None = None
@@ -97,6 +97,13 @@ class Input(NamedTuple):
     indices: str
     packed: bool
 
+    def __str__(self) -> str:
+        return (
+            "a packed mask [..., ceil(N / 8)]"
+            if self.packed
+            else {"mn": "a tile [..., N]", "m": "a row [...]", "n": "a column [N]", "": "a scalar"}[self.indices]
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Declared:
@@ -109,6 +116,8 @@ class Declared:
 
 
 def declared(text: str) -> Declared:
+    if not isinstance(text, str):
+        raise CallError(f"an epilogue is text, such as 'relu(mm + bias)', and a {type(text).__name__} was given")
     return _declared(text)
 
 
@@ -138,10 +147,10 @@ def _steps(x: bool, layers: tuple[Asked, ...]) -> tuple[Step, ...]:
     flows, before = x, None
     for number, layer in enumerate(layers):
         graph, operands = api.graph_of(layer.text), _dtype(layer.dtype, "weight")
-        names = _places(n.name for n in graph.inputs())
+        names, indices = _places(n.name for n in graph.inputs()), tuple(graph.nodes[o.node].indices for o in graph.outputs)
         wrt = [MM] * (layer.weight or flows) + [name for name, want in zip(names, layer.wanted, strict=True) if want]
         if not wrt:
-            found.append(Step(layer.text, tuple(names.values()), len(graph.outputs), ()))
+            found.append(Step(layer.text, tuple(names.values()), indices, ()))
             continue
         derived = derive(graph, operands, layer.save, wrt, layer.of)
         forward = derived.forward
@@ -149,7 +158,7 @@ def _steps(x: bool, layers: tuple[Asked, ...]) -> tuple[Step, ...]:
         backward = _backward(derived, names, layer, operands, chained)
         constant = tuple(i for i, o in enumerate(forward.outputs) if i >= derived.results or o.name not in derived.arriving)
         order = tuple(names[n.name] for n in forward.inputs())
-        found.append(Step(forward.text, order, derived.results, constant, None if chained else backward, before, True, layer.weight, flows))
+        found.append(Step(forward.text, order, indices, constant, None if chained else backward, before, True, layer.weight, flows))
         flows, before = True, backward if chained else None
     return tuple(found)
 
