@@ -42,7 +42,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "names": (
         "rleu(mm)", "frobnicate(mm)", "mm + __class__", "mm + _x", "mm + " + "x" * 65, "mm + baias", "g = mm + gate[m,n]; agte * g", "g = mm + gate[m,n]; gate = g; gate", "mask = mm; mask", "bias = mm; bias",
         "mm = relu(mm); mm", "a + mm", "sum(a)", "sum(a, n)", "m + mm", "where(n <= m, mm, 0)", "k + mm", "relu + mm", "fp16 + mm", "tl + mm", "stride_x[n] + mm", "print[n] + mm", "async[n] + mm",
-        "y = mm * abc; cab = relu(y); cab", "mm * abc * cab[n]",
+        "y = mm * abc; cab = relu(y); cab", "mm * abc * cab[n]", "where(mask, mm, -inf)", "nan = mm; nan",
     ),
     "indices": (
         "gate[0] + mm", "gate[n,m] + mm", "sum(a[k,m], k), mm", "gate[m,m] + mm", "gate[k] + mm", "mm[m]", "relu(mm)[m,n]", "z = mm; z[m,n]", "gate[m,n] + gate[n] + mm", "mm + bias[m] + bias", "mm + s[n] + s",

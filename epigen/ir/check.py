@@ -72,6 +72,8 @@ def check_rule(text: str, kinds: Mapping[str, str]) -> Graph:
 def refused_name(name: str) -> tuple[str, str] | None:
     """Why no input or assignment may have this name, and what to do instead; None where one may."""
     another = "choose another name"
+    if name in ("inf", "nan"):
+        return f"'{name}' is a number that the language does not have", "pass it as an input of another name"
     if name in ("mm", *OPERANDS):
         return f"'{name}' is predeclared, and cannot be bound", another
     if name in INDEX_NAMES:
