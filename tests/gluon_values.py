@@ -68,6 +68,10 @@ class Block:
         demand(self.data.dim() == 0, f"a block of shape {list(self.data.shape)} is no condition")
         return bool(self.data)
 
+    def __index__(self) -> int:
+        demand(self.data.dim() == 0, f"a block of shape {list(self.data.shape)} is no limit of a loop")
+        return int(self.data)
+
     def __neg__(self) -> Block:
         return Block(-self.data)
 
@@ -185,6 +189,7 @@ FUNCTIONS: dict[str, Any] = {
     "pointer_type": lambda dtype: PointerType(dtype),
     "static_range": range,
     "cdiv": lambda x, y: -(-x // y),
+    "cast": lambda x, dtype: Int(x).to(dtype),
     "reshape": reshape, "split": split, "reduce": reduce,
     "permute": lambda x, order: Block(x.data.permute(*order)),
     "where": where,
