@@ -32,7 +32,9 @@ TUNE = (None, "missing")
 
 
 def graph_of(text: str) -> Graph:
-    """Parse, check and normalise a program. Raises ParseError or CheckError."""
+    """Parse, check and normalise a program. Raises ParseError or CheckError, and CallError for what is no text."""
+    if not isinstance(text, str):
+        raise CallError(f"a program is text, and a {type(text).__name__} was given")
     return normalise(check(parse(text)))
 
 
@@ -105,8 +107,6 @@ def compile(
         raise CallError(f"unknown tune={tune!r}: {hint}")
     if tune is not None and config is not None:
         raise CallError("config and tune exclude each other: a given config leaves nothing to tune")
-    if not isinstance(text, str):
-        raise CallError(f"a program is text, and a {type(text).__name__} was given")
     if isinstance(config, Mapping):
         config = schedules.from_mapping(config)
     elif config is not None and not isinstance(config, KernelConfig):

@@ -295,6 +295,15 @@ def test_wrt_drops_what_is_not_wanted() -> None:
     assert alone.backward.text == "dbias = bgrad(drelu(mm * gate[m,n], mask)); dbias" and alone.gradients == (Gradient("bias", "dbias"),)
     with pytest.raises(CallError, match="the program has no input 'bais': did you mean bias"):
         derive(graph_of(text), wrt=["bais"])
+    with pytest.raises(CallError, match="the inputs of a derivation are given by name, and a int was given"):
+        derive(graph_of(text), wrt=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", [None, 7, b"mm"])
+def test_what_is_no_text_is_no_program(text: object) -> None:
+    for entry in (epigen.derive, epigen.compile):
+        with pytest.raises(CallError, match=f"a program is text, and a {type(text).__name__} was given"):
+            entry(text)  # type: ignore[operator]
 
 
 def test_of_leaves_outputs_without_a_gradient() -> None:

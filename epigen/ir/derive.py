@@ -66,6 +66,8 @@ def derive(graph: Graph, operands: DType = FP16, save: str | None = None, wrt: I
 
 
 def _known(what: str, names: Iterable[str], known: Collection[str]) -> list[str]:
+    if not isinstance(names, Iterable):
+        raise CallError(f"the {what}s of a derivation are given by name, and a {type(names).__name__} was given")
     names = [names] if isinstance(names, str) else list(names)
     for name in names:
         if name not in known:
