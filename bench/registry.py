@@ -32,6 +32,7 @@ def _group(name: str, what: str, budget_s: int) -> Claim:
 CLAIMS = (
     Claim("differential", "kernels agree with a float64 oracle on the GPU"),
     Claim("memcheck", "they read and write what is theirs", needs=("compute-sanitizer",)),
+    Claim("mutants", "a tuning database damaged in any way costs its damaged records alone", gpus=0),
     Claim("gem", "relu(mm + bias) at the shapes of the GEM paper, with the host's cost"),
     Claim("host", "what a call costs the Python thread, and a process's first call"),
     Claim("headline", "the bars, a part of each, in under 5 minutes"),

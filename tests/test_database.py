@@ -394,6 +394,12 @@ def test_a_damaged_record_costs_no_other_one(kind: str, layout: str, tmp_path: P
     assert len(chain.records()) == 3 and chain.complaints == ()
 
 
+def test_records_without_a_comma_between_them_are_in_use_and_that_is_said(tmp_path: Path) -> None:
+    path = only(tmp_path, text_of(*SOUND).replace("},\n    {", "}\n    {", 1))
+    chain = opened(tmp_path)
+    assert len(chain.records()) == 3 and chain.complaints == (f"{path}: line 15, column 5: Expecting ',' delimiter",)
+
+
 @pytest.mark.parametrize("tail", ["}", "]}", "x", '{"schema": 2}', "\n\0"])
 def test_what_follows_a_database_is_complained_of(tail: str, tmp_path: Path) -> None:
     path = only(tmp_path, text_of(*SOUND) + tail)

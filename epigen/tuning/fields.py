@@ -147,8 +147,6 @@ def _refused(why: str) -> Any:
 
 def quoted(value: object) -> str:
     """A value as a message may show it: short, in one line, ASCII."""
-    if isinstance(value, Broken):
-        return value.why
     if isinstance(value, Mapping) or (isinstance(value, Sequence) and not isinstance(value, str)):
         return f"{'an object' if isinstance(value, Mapping) else 'a list'} of {len(value)}"
     if isinstance(value, int) and value.bit_length() > 128:

@@ -306,7 +306,7 @@ def _migrate(document: object) -> dict[str, Any]:
         raise Damaged(f"expected an object with schema, gpu, capability and records, not {quoted(document)}")
     found = document.get("schema")
     if type(found) is not int:
-        raise Damaged(f"schema: expected a whole number, not {quoted(found)}")
+        raise Damaged(f"schema: {fields.unexpected('a whole number', found)}")
     if found > SCHEMA:
         raise DatabaseError(f"written in schema {quoted(found)} by a newer epigen, and this one reads up to {SCHEMA}: update epigen, or name another database")
     while found != SCHEMA:

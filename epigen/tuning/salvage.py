@@ -47,7 +47,7 @@ def load(text: str, name: str, most: int) -> Loaded:
             items.append(_value(text[start:end]))
         except (ValueError, RecursionError) as error:
             items.append(Broken(_words(error, line)))
-    return Loaded(head | {name: items}, complaints)
+    return Loaded(head | {name: items}, complaints if complaints or any(isinstance(item, Broken) for item in items) else (damage,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,9 @@ def _split(text: str, name: str, most: int) -> _Parts | None:
             elif what[0] == '"' and depth == 1:
                 key = what[1:-1]
         elif what == _FIRST_LINE:
-            if depth > 2:  # the one before lacks a bracket
+            if text[start:at].strip():  # the one before lacks a bracket, or a comma behind it
                 items.append((start, at))
-                start = at
-            depth = 3
+            start, depth = at, 3
         elif what in ("[", "{"):
             depth += 1
         elif what == "]" and depth == 2 and at > last:
