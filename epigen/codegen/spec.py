@@ -15,6 +15,9 @@ from epigen.errors import ConfigError
 LAYOUTS = ("nn", "nt", "tn", "tt")
 """How a and b lie in memory: n for row-major, t for the transpose of a row-major matrix."""
 
+EXACT_INT8 = (2**31 - 1) // 128**2
+"""The largest K for which no sum of products of int8 leaves int32."""
+
 WIDE = 1 << 31
 """Offsets from here on need 64 bits."""
 

@@ -10,7 +10,7 @@ from epigen import ops
 from epigen.codegen import schedules
 from epigen.codegen.render import PDL, Argument, Function, Rendered, Renderer, arrivals, units
 from epigen.codegen.schedules import SCHEDULES, parts
-from epigen.codegen.spec import LINE_BYTES, TMA_BYTES, Choice, KernelConfig, KernelSpec, number
+from epigen.codegen.spec import EXACT_INT8, LINE_BYTES, TMA_BYTES, Choice, KernelConfig, KernelSpec, number
 from epigen.dtypes import BF16, FP32, INT8, DType
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
@@ -33,9 +33,9 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
         block_m=config["block_m"], block_n=config["block_n"], block_k=dict(config.values).get("block_k", 32),
         brought=list(schedules.loaded_by_tma(spec, config)),
         words=[i.name for i in spec.inputs if i.name in units(spec, config)["in_words"]],
-        padded=[a for f in rendered.functions[:1] for a in f.arguments if a.padded], tma_bytes=TMA_BYTES, line_bytes=LINE_BYTES,
+        padded=[a for f in rendered.functions[:1] for a in f.arguments if a.padded], tma_bytes=TMA_BYTES, line_bytes=LINE_BYTES, exact_int8=EXACT_INT8,
         check_shape=check_shape(spec, config), divisors=_divisors(spec, rendered), transposed=[t for t in "ab" if _transposed(spec, config, t)],
-        reference=_reference(graph), results=_results(graph), tolerance=_tolerance(graph, spec),
+        reference=_reference(graph, spec), results=_results(graph), tolerance=_tolerance(graph, spec),
         interpretable=rendered.whole or (schedule.dialect == "triton" and not any(t == BF16 or t.is_fp8 for t in _dtypes(graph, spec))),
         packed_in=any(i.packed for i in spec.all_inputs), packed_out=any(o.packed for o in spec.outputs),
     )  # fmt: skip
@@ -119,14 +119,14 @@ def _argument(name: str, spec: KernelSpec) -> str:
     return name
 
 
-def _reference(graph: Graph) -> list[str]:
+def _reference(graph: Graph, spec: KernelSpec) -> list[str]:
     """The program in float64 torch, a line a node, in shapes that broadcast. No name of a user's begins with an underscore."""
     lines = []
     for number_, node in enumerate(graph.nodes):
         args = [f"_v{a}" for a in node.args]
         match node.op:
             case g.MM:
-                text = "a.double() @ b.double()"
+                text = "(a.double() @ b.double()).long().int().double()" if spec.signature.a == INT8 else "a.double() @ b.double()"
             case g.CONSTANT:
                 text = f"torch.tensor({number(node.value)}, dtype=torch.float64, device=a.device)"
             case g.INPUT:

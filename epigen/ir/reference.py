@@ -107,10 +107,16 @@ def _value(node: Node, args: list[Tensor], a: Tensor, b: Tensor, inputs: Mapping
 
 
 def product(a: Tensor, b: Tensor, compute: torch.dtype) -> Tensor:
-    """a @ b in `compute`; int8 operands exactly, then rounded to `compute`."""
+    """a @ b in `compute`; of int8 operands the int32 sums, rounded to `compute`."""
     if a.dtype == torch.int8:
-        return (a.double() @ b.double()).to(compute)
+        return int8_product(a, b).to(compute)
     return a.to(compute) @ b.to(compute)
+
+
+def int8_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of int8 operands in int32, where sums past 2^31 wrap around."""
+    exact = a.double() @ b.double()  # up to K = 2^39
+    return exact.to(torch.int64).to(torch.int32)
 
 
 def reduce(node: Node, x: Tensor) -> Tensor:

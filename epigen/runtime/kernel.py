@@ -20,8 +20,8 @@ from epigen.codegen import schedules
 from epigen.codegen.lower import describable, lower, over_product, signature_of_contiguous
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import PRODUCT, Choice, KernelConfig, KernelSpec, Provisional, Signature, factors, index_bits, k_multiple, whole_words
-from epigen.dtypes import BY_TORCH, FP16, FP32, UINT8, DType
+from epigen.codegen.spec import EXACT_INT8, PRODUCT, Choice, KernelConfig, KernelSpec, Provisional, Signature, factors, index_bits, k_multiple, whole_words
+from epigen.dtypes import BY_TORCH, FP16, FP32, INT8, UINT8, DType
 from epigen.errors import CallError, ConfigError
 from epigen.ir import graph as g
 from epigen.ir import reference
@@ -208,6 +208,9 @@ class Kernel:
 
     def _planned(self, choose: Chooser, shape: tuple[int, int, int], target: Target, signature: Signature, refused: str, interpreted: bool = False) -> Plan:
         spec = self._specs.get(signature) or self._specs.put(signature, lower(self._graph, signature))
+        refused = refused or ("" if interpreted else _saturates(signature, shape[2], target))
+        if refused and self._config and SCHEDULES[self._config.schedule].multiplies:
+            raise ConfigError(f"the schedule {self._config.schedule} multiplies, and {refused}: compile without a config, or with one of library")
         choice = Choice(self._config, "given by the caller") if self._config else choose(spec, shape, target, refused)
         if interpreted and (twin := schedules.in_triton(choice.config)) != choice.config:
             choice = Choice(twin, f"{choice.why}; in place of {choice.config}, which is in Gluon and cannot be interpreted")
@@ -369,6 +372,16 @@ class Kernel:
 def _form(out: Any) -> type | None:
     """The type of a call's buffers, where they can be told apart by their order."""
     return type(out) if out is None or type(out) in arguments.PLAIN or (out and isinstance(out, (tuple, list))) else None
+
+
+def _saturates(signature: Signature, k: int, target: Target) -> str:
+    """'' or why a main loop of Triton's would not give the int32 sums of int8 products, which wrap around.
+
+    Triton has NVIDIA's mma.sync saturate (3.6 and 3.9, sm_80 to sm_90 and sm_120), and then a sum depends on the order in which it is taken.
+    """
+    if signature.a != INT8 or k <= EXACT_INT8 or target.backend != "cuda":
+        return ""
+    return f"int8 sums may pass 2^31 at K = {k} (beyond {EXACT_INT8}), where they are to wrap around and Triton's product saturates"
 
 
 def unfit(config: KernelConfig, shape: tuple[int, int, int], target: Target) -> str:

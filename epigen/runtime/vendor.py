@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epigen.codegen.spec import WIDE
+from epigen.codegen.spec import EXACT_INT8, WIDE
+from epigen.ir import reference
 from epigen.runtime.arguments import process_precision
 
 _SETTINGS = threading.RLock()
@@ -105,11 +106,28 @@ def _set_precision(precision: str) -> list[Callable[[], None]]:
     return [functools.partial(torch.set_float32_matmul_precision, before), *undo]
 
 
+_STEPS = 32
+"""Of the extents that cuBLASLt multiplies int8 matrices of."""
+_LONGEST = EXACT_INT8 // _STEPS * _STEPS
+
+
 def _int8(a: Tensor, b: Tensor) -> Tensor:
-    """torch._int_mm wants more than 16 rows, and cuBLASLt refuses extents off its tiles: pad with zeros, which change no sum."""
-    m, k, n = a.shape[0], a.shape[1], b.shape[1]
-    if not a.is_cuda or 0 in (m, n, k):
-        return (a.double() @ b.double()).to(torch.int32)
-    a = torch.nn.functional.pad(a, (0, -k % 32, 0, -m % 32))
-    b = torch.nn.functional.pad(b, (0, -n % 32, 0, -k % 32))
-    return torch._int_mm(a.contiguous(), b.contiguous())[:m, :n]
+    """[M, N] int32; sums past 2^31 wrap around."""
+    if not a.is_cuda or 0 in (a.shape[0], *b.shape):
+        return reference.int8_product(a, b)
+    return _int8_in_parts(a, b)
+
+
+def _int8_in_parts(a: Tensor, b: Tensor) -> Tensor:
+    """torch._int_mm wants more than 16 rows, and cuBLASLt refuses extents off its tiles: pad with zeros, which change no sum.
+
+    It may saturate where a sum leaves int32, and so is given parts along k in which none does; their sum wraps around.
+    """
+    (m, k), n = a.shape, b.shape[1]
+    a = torch.nn.functional.pad(a, (0, -k % _STEPS, 0, -m % _STEPS))
+    b = torch.nn.functional.pad(b, (0, -n % _STEPS, 0, -k % _STEPS))
+    parts = [_int_mm(x.contiguous(), y.contiguous()) for x, y in zip(a.split(_LONGEST, 1), b.split(_LONGEST, 0), strict=True)]
+    return functools.reduce(torch.add, parts)[:m, :n]
+
+
+_int_mm: Callable[[Tensor, Tensor], Tensor] = torch._int_mm
