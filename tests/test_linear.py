@@ -334,6 +334,25 @@ def test_torchs_other_derivatives_of_a_model() -> None:
     torch.testing.assert_close(torch.func.jacfwd(frozen)(x), torch.autograd.functional.jacobian(frozen, x))
 
 
+@pytest.mark.parametrize("lead", [(5,), (2, 3), ()], ids=str)
+def test_a_backward_is_mapped_over_many_gradients(lead: tuple[int, ...]) -> None:
+    layers, (first, *_) = layers_of((4, 6, 3), torch.float32, "relu")
+    y = chain(normal(*lead, 4), layers)
+    grads = normal(4, *y.shape, seed=5, grad=False)
+
+    def backward(grad: Tensor) -> Tensor:
+        return torch.autograd.grad(y, first, grad, retain_graph=True)[0]
+
+    torch.testing.assert_close(torch.func.vmap(backward)(grads), torch.stack([backward(g) for g in grads]))
+
+
+def test_an_operation_is_mapped() -> None:
+    x, w, s = normal(7, 5, 4, grad=False), normal(4, 9, grad=False), normal(7, grad=False)
+    found = torch.func.vmap(lambda x, s: library.program("z = mm * s * t; z, sum(z, n)", None, x, w, [s, None], [2.0]))(x, s)
+    z = x @ w * s[:, None, None] * 2
+    torch.testing.assert_close(found, [z, z.sum(-1)])
+
+
 @JIT
 def test_a_dual_number_elsewhere_changes_nothing(ran: list[str]) -> None:
     with forward_ad.dual_level():

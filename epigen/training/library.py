@@ -151,6 +151,25 @@ for _signature, _run, _faked in (
     LIBRARY.impl(_name, functools.partial(_refusing, _name), "Autograd", with_keyset=True)
     torch.library.register_fake(f"epigen::{_name}", _faked, lib=LIBRARY)
 
+
+def _each(operation: Any, info: Any, dims: Sequence[Any], *args: Any) -> tuple[list[Tensor], list[int]]:
+    """What torch.vmap runs in place of an operation, also where a backward is mapped over many gradients at once: one call after another."""
+    if not info.batch_size:
+        raise CallError("a layer of epigen is mapped over no examples, of which it cannot tell what comes out")
+    found = [operation(*(_one(arg, dim, i) for arg, dim in zip(args, dims, strict=True))) for i in range(info.batch_size)]
+    results = [torch.stack(several) for several in zip(*found, strict=True)]
+    return results, [0] * len(results)
+
+
+def _one(arg: Any, dim: Any, i: int) -> Any:
+    if isinstance(dim, (list, tuple)):
+        return [_one(a, d, i) for a, d in zip(arg, dim, strict=True)]
+    return arg if dim is None else arg.select(dim, i)
+
+
+for _name in ("program", "over"):
+    torch.library.register_vmap(f"epigen::{_name}", functools.partial(_each, getattr(torch.ops.epigen, _name).default), lib=LIBRARY)
+
 program: Any = torch.ops.epigen.program.default
 """(text, tune, a, b, inputs, numbers) -> the outputs. As a kernel's call."""
 over: Any = torch.ops.epigen.over.default
