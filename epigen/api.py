@@ -146,6 +146,10 @@ def tune(
 
     if trials < 1:
         raise CallError(f"trials={trials}: at least one config is measured")
+    if not 0 <= seed < 1 << 31:
+        raise CallError(f"seed={seed}: a seed is a whole number from 0 to {(1 << 31) - 1}")
+    if budget_s is not None and not budget_s >= 0:
+        raise CallError(f"budget_s={budget_s}: a problem's time is 0 seconds or more")
     several = [programs] if isinstance(programs, str) else list(programs)
     given = [shapes] if isinstance(shapes, str) else list(shapes)
     if given and all(isinstance(e, int) for e in given):

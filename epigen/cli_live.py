@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import time
 from typing import TYPE_CHECKING, TextIO
@@ -19,9 +20,10 @@ _EVERY_S = 0.1  # trials over a recorded table come by the thousand a second
 class Live:
     """Draws on `stream`. Its methods are called under the tuner's lock."""
 
-    def __init__(self, tasks: Sequence[Task], stream: TextIO):
-        self.tasks, self.stream = tasks, stream
-        self.terminal = stream.isatty()
+    def __init__(self, tasks: Sequence[Task], stream: TextIO | None):
+        """stream: None where the process was started without one: nobody reads what is drawn then."""
+        self.tasks, self.stream = tasks, stream or io.StringIO()
+        self.terminal = self.stream.isatty()
         self.running: dict[int, Progress] = {}
         self.finished_s: list[float] = []
         self.finished = 0

@@ -19,7 +19,7 @@ import click
 
 from epigen import settings
 from epigen.cli_live import Live
-from epigen.cli_types import Devices, Program, ProgramCommand, Shape, dtype_option
+from epigen.cli_types import Devices, Program, ProgramCommand, Seconds, Shape, dtype_option
 from epigen.errors import TuneError
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from epigen.tuning.task import Task
     from epigen.tuning.tune import Tuned
 
+LARGEST_SEED = (1 << 31) - 1  # what numpy and Optuna take, with room for the tuners of a study to part
 INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C has ended
 
 
@@ -71,9 +72,9 @@ class _Run:
 @click.option("--layout", default="nt", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
 @click.option("--precision", type=click.Choice(["ieee", "tf32"]), default="ieee", show_default=True, help="of fp32 operands")
 @click.option("--trials", type=click.IntRange(1, 100_000), default=48, show_default=True, help="configs measured a problem")
-@click.option("--budget", type=click.FloatRange(0, 1e6), help="seconds a problem")
+@click.option("--budget", type=Seconds(), help="seconds a problem")
 @click.option("--devices", type=Devices(), metavar="0,1|all", help="the GPUs to tune on, a problem each at a time (default: the current one)")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, LARGEST_SEED), default=0, show_default=True)
 @click.option(
     "--storage", help="where the trials are kept: PATH.journal, or an Optuna storage URL to share with other tuners (default: a journal in the cache)"
 )
@@ -202,7 +203,7 @@ def _show(going: _Run, as_json: bool) -> None:
     if going.interrupted:
         click.echo(_kept(going), err=True)
     elif failed := sum(t.result is None for _, t in done):
-        click.echo(f"error: no config works for {failed} of {report.count(len(done), 'problem')}", err=True)
+        click.echo(f"error: {failed} of {report.count(len(done), 'problem')} without a result", err=True)
 
 
 def _kept(going: _Run) -> str:

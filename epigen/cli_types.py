@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -82,6 +83,19 @@ class Dtype(click.ParamType):  # type: ignore[type-arg]
 def dtype_option(command: Any) -> Any:
     help_text = "dtype of the operands and inputs, by epigen's name or torch's"
     return click.option("--dtype", "dtype_name", default="fp16", show_default=True, type=Dtype(), help=help_text)(command)
+
+
+class Seconds(click.FloatRange):
+    """A time that is a number: "nan" is none, and compares with nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1e6)
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
+        found: float = super().convert(value, param, context)
+        if math.isnan(found):
+            self.fail(f"{value!r} is no number of seconds", param, context)
+        return found
 
 
 class Devices(click.ParamType):  # type: ignore[type-arg]

@@ -215,6 +215,12 @@ def test_a_mistake_in_a_program_comes_first() -> None:
         (["--replay", str(SWEEPS[0]), "--fresh"], "--replay searches the tables' own problems"),
         ([*ONE, "--fresh", "--storage", "x.journal"], "--fresh forgets what epigen itself remembers"),
         ([*ONE, "--trials", "0"], "0 is not in the range"),
+        ([*ONE, "--seed", "-1"], "-1 is not in the range"),
+        ([*ONE, "--seed", "1" * 30], "is not in the range"),
+        ([*ONE, "--budget", "nan"], "'nan' is no number of seconds"),
+        ([*ONE, "--budget", "-1"], "-1.0 is not in the range"),
+        ([*ONE, "--layout", "nx"], "'nx' is not one of"),
+        ([*ONE, "--shape", "0x1"], "'0x1' is not of the form MxNxK"),
     ],
 )
 def test_usage(tuner: Tuner, arguments: list[str], said: str) -> None:
@@ -271,7 +277,7 @@ def test_a_problem_without_a_working_config_fails_and_the_others_are_shown(tuner
     done = run(*ONE, "--shape", "64x4096x4096", "--trials", 4, status=1)
     assert "  64x4096x4096      failed: none of 4 configs gave a right answer in time; 4 ended as wrong: planted" in done.stdout
     assert re.search(r"^  16x4096x4096 +\d", done.stdout, re.MULTILINE)
-    assert done.stderr.splitlines()[-1] == "error: no config works for 1 of 2 problems"
+    assert done.stderr.splitlines()[-1] == "error: 1 of 2 problems without a result"
 
 
 def test_off_a_terminal_progress_is_a_line_a_finished_problem(tuner: Tuner) -> None:
@@ -453,6 +459,14 @@ def test_a_terminal_is_not_flooded() -> None:
     assert Live([RECORDED.task], io.StringIO()).terminal is False
 
 
+def test_a_process_without_an_error_stream_draws_nothing() -> None:
+    live = Live([RECORDED.task] * 2, None)
+    live.start()
+    live.report(0, seen())
+    live.clear()
+    assert not live.terminal
+
+
 def test_one_problem_on_a_terminal_needs_no_line_of_its_own() -> None:
     stream = Terminal()
     live = Live([RECORDED.task], stream)
@@ -537,6 +551,8 @@ def test_from_python_mistakes_are_refused(tuner: Tuner) -> None:
         (CallError, "unknown layout 'nx'", {"layout": "nx"}),
         (CallError, "precision is 'ieee' or 'tf32'", {"precision": "highest"}),
         (CallError, "trials=0", {"trials": 0}),
+        (CallError, "seed=-1: a seed is", {"seed": -1}),
+        (CallError, "budget_s=nan: a problem's time", {"budget_s": float("nan")}),
         (TuneError, "there is no GPU 7", {"devices": [7]}),
     ):
         with pytest.raises(error, match=said):

@@ -15,7 +15,7 @@ import pytest
 from tuner_process import BASELINE, MadeUp, outcome_of
 
 from epigen.codegen.spec import KernelConfig
-from epigen.errors import EpigenError
+from epigen.errors import EpigenError, TuneError
 from epigen.runtime.device import DEFAULT
 from epigen.tuning import fleet
 from epigen.tuning.database import Database
@@ -200,3 +200,16 @@ def test_an_impatient_ctrl_c_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         hanging.set()
         pressing.join()
+
+
+def test_a_damaged_journal_is_the_error_of_its_own_problem(tmp_path: Path) -> None:
+    (tmp_path / "256.journal").write_text("no journal\n")
+    told: list[tuple[int, str]] = []
+    gpus = Gpus()
+    found = tune_all(
+        [task(), task(512)], None, trials=4, storage=lambda one: f"{tmp_path}/{one.shape[0]}.journal", make=gpus, done=lambda i, tuned: told.append((i, tuned.error)),
+    )  # fmt: skip
+    assert found[0].result is None and found[0].error.startswith(f"{tmp_path}/256.journal is no journal of Optuna's, or is damaged in line 1: remove it")
+    assert found[1].result is not None and [i for i, _ in told] == [0, 1]
+    with pytest.raises(TuneError, match=r"256\.journal is no journal"):
+        tune_all([task(), task(512)], None, trials=4, storage=f"{tmp_path}/256.journal", make=gpus)

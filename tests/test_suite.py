@@ -90,12 +90,29 @@ def test_all_mistakes_come_together() -> None:
     assert [line.split(":")[1] for line in lines] == [f"{first}, shapes", f"{first}, dtype, item 1", f"{first}, dtype, item 3", " problem 2, program", " x"]
 
 
-@pytest.mark.parametrize("content", [b"x", b"\xff\xfe", b"[[problem]", b"a = " + b"[" * 100_000], ids=["no pair", "no UTF-8", "cut off", "deep"])
+@pytest.mark.parametrize(
+    "content",
+    [b"x", b"\xff\xfe", b"[[problem]", b"a = " + b"[" * 100_000, b"problem = " + b"9" * 5000, b"\0"],
+    ids=["no pair", "no UTF-8", "cut off", "deep", "digits", "NUL"],
+)
 def test_what_is_no_suite_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
     path.write_bytes(content)
     with pytest.raises(SuiteError, match=r"my\.toml: (this is no|nested too deeply)"):
         suite.read(path)
+
+
+def test_more_than_anybody_tunes_is_refused_before_it_is_written_out() -> None:
+    many = "[" + '"1x1x1",' * 1000 + "]"
+    dtypes, layouts = "[" + '"fp16",' * 1000 + "]", "[" + '"nn",' * 1000 + "]"
+    text = f'[[problem]]\nprogram = "mm"\nshapes = {many}\ndtype = {dtypes}\nlayout = {layouts}'
+    assert told(text) == "my.toml: 1000000000 problems, and a suite has at most 100000"
+
+
+def test_a_file_without_an_end_is_not_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "_MOST_BYTES", 1000)
+    with pytest.raises(SuiteError, match="/dev/zero has more than 1000 bytes"):
+        suite.read(Path("/dev/zero"))
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -96,6 +96,18 @@ class Setting:
 # -- the chooser
 
 
+def test_what_was_tuned_is_kept_within_bounds(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes that never come back make room; what failed is not tried again as long as it is known."""
+    monkeypatch.setattr(first_use, "_SETTLED", 4)
+    choose = Setting(database, Tuner(fails="planted"))
+    for n in range(1, 9):
+        with pytest.warns(RuntimeWarning, match="planted"):
+            choose(shape=(SHAPE[0], 64 * n, SHAPE[2]))
+    assert len(choose.shared.settled) == 4
+    choose(shape=(SHAPE[0], 64 * 8, SHAPE[2]))
+    assert len(choose.tuner.tasks) == 8
+
+
 def test_what_no_database_holds_exactly_is_tuned_once(database: Database) -> None:
     choose = Setting(database, Tuner())
     assert choose().config == WINNER

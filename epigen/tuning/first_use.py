@@ -16,6 +16,7 @@ from epigen.errors import EpigenError
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
 from epigen.runtime.device import Target
+from epigen.runtime.latest import Latest
 from epigen.tuning import remembered
 from epigen.tuning.choose import Chooser
 from epigen.tuning.database import Database
@@ -24,6 +25,7 @@ from epigen.tuning.records import Key, extents, short
 from epigen.tuning.task import Task
 
 TRIALS = 48
+_SETTLED = 1024
 
 
 def tune(task: Task, database: Database) -> Choice:
@@ -64,8 +66,9 @@ class FirstUse:
     ):  # fmt: skip
         self.database, self.tuner, self.capturing, self.device = database, tuner, capturing, device
         self.lock = threading.Lock()
-        self.settled: dict[Key, Choice | None] = {}
-        """What was tuned here, by what stands for an octave; None where that failed."""
+        self.settled: Latest[Key, tuple[Choice | None]] = Latest(_SETTLED)
+        """What was tuned here, by what stands for an octave; of None where that failed. What made room is asked of the database again, and
+        a failure of the trials that are remembered."""
 
     def chooser(self, graph: Graph) -> TuningChooser:
         return TuningChooser(self, Chooser(graph, self.database))
@@ -89,12 +92,12 @@ class TuningChooser:
             return choice
         key = alike(self.plain.bucket(spec, shape, target).problem)
         with self.shared.lock:
-            if key not in self.shared.settled:
+            settled = self.shared.settled.get(key)
+            if settled is None:
                 if self.plain.bucket(spec, shape, target).tuned:  # by another thread or process, meanwhile
                     return self.plain(spec, shape, target, "")
-                self.shared.settled[key] = self._tuned(spec, shape, target)
-            settled = self.shared.settled[key]
-        return settled or choice
+                settled = self.shared.settled.put(key, (self._tuned(spec, shape, target),))
+        return settled[0] or choice
 
     def _tuned(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> Choice | None:
         sig = spec.signature

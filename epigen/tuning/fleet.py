@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from epigen.errors import EpigenError
+from epigen.errors import EpigenError, TuneError
 from epigen.tuning.database import Database
 from epigen.tuning.interrupt import heeded
 from epigen.tuning.runner import GpuRunner, Runner, builders_for
@@ -85,9 +85,7 @@ class _Fleet:
         with self.lock:
             while not self.stop.is_set():
                 for job in self.jobs:
-                    if job.state == "waiting":
-                        place = self.place(job.task) if callable(self.place) else self.place
-                        job.storage = place if isinstance(place, Storage) else open_storage(place)
+                    if job.state == "waiting" and self.opened(job):
                         job.state = "led"
                         return job, True
                 running = [j for j in self.jobs if j.state == "led"]
@@ -100,6 +98,18 @@ class _Fleet:
                     return job, False
                 self.lock.wait(_POLL_S)
             return None
+
+    def opened(self, job: _Job) -> bool:
+        """Open a problem's storage. Where it has one of its own, one that is damaged is the error of that problem alone."""
+        try:
+            place = self.place(job.task) if callable(self.place) else self.place
+            job.storage = place if isinstance(place, Storage) else open_storage(place)
+        except TuneError as error:
+            if not callable(self.place):
+                raise
+            job.state, job.tuned = "over", Tuned(problem_for(job.task), None, None, str(error))
+            self.done(job.index, job.tuned)
+        return job.storage is not None
 
     def lead(self, job: _Job, task: Task, runner: Runner) -> None:
         def told(progress: Progress) -> None:

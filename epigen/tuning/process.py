@@ -8,17 +8,23 @@ so pickle reads only what epigen wrote.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
+import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import IO, Any
 
 from epigen import settings
+from epigen.errors import TuneError
+from epigen.files import reason
 
 _LAST_S = 10.0  # what the stem may take to end: it may still be importing
+_STARTS = 3  # in a row that come to nothing, until it is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +65,55 @@ class Stem:
         self.process: subprocess.Popen[bytes] | None = None
         self.control: Connection | None = None
         self.keys = itertools.count()
+        self.answered = False  # whether a worker of this process has answered anything
+        self.barren = 0  # processes in a row that ended before that
+        self.said: IO[bytes] | None = None  # what it says while it imports
 
     def start(self) -> None:
-        """Start it, if it does not run. Returns before it has imported anything."""
-        if self.process is not None and self.process.poll() is None:
-            return
+        """Start it, if it does not run. Returns before it has imported anything.
+
+        Raises TuneError where it cannot be started, or has ended several times before any worker answered.
+        """
+        if self.process is not None:
+            status = self.process.poll()
+            if status is None:
+                return
+            self.barren = 0 if self.answered else self.barren + 1
+            if self.barren >= _STARTS:
+                raise TuneError(f"the worker processes end with status {status} before they can measure anything: {self._last_words()}")
         self.stop()
-        self.control, theirs = Pipe()
+        if getattr(sys, "frozen", False) or not sys.executable:
+            raise TuneError("tuning starts processes of Python, and this program does not know where it is: tune with the command `epigen tune`")
+        self.answered = False
+        with contextlib.suppress(OSError):  # no folder for temporary files: then nobody can say
+            self.said = tempfile.TemporaryFile()  # noqa: SIM115  # `stop` closes it
+        self.control, theirs = _pipe()
         with theirs:
             command = [sys.executable, "-m", "epigen.tuning.stem", str(theirs.fileno()), *self.modules]
             # compilers and drivers print to the standard streams: nobody reads them
-            self.process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=settings.child_environment(interpret=False),
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                start_new_session=True,  # a terminal's Ctrl-C is for the search, which ends its workers itself
-            )  # fmt: skip
+            try:
+                self.process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], env=settings.child_environment(interpret=False), cwd=_folder(),
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.said or subprocess.DEVNULL,
+                    start_new_session=True,  # a terminal's Ctrl-C is for the search, which ends its workers itself
+                )  # fmt: skip
+            except OSError as error:
+                self.stop()
+                raise TuneError(f"the worker processes cannot be started with {sys.executable}: {reason(error)}") from None
+
+    def _last_words(self) -> str:
+        if self.said is None:
+            return "nobody knows why"
+        self.said.seek(0)
+        lines = [line.strip() for line in self.said.read().decode(errors="replace").splitlines() if line.strip()]
+        return lines[-1][:300] if lines else "it says nothing"
 
     def fork(self, module: str) -> tuple[int, Connection]:
         """A new worker's key and connection, at once: what is sent to it waits until the worker is there."""
         self.start()
         assert self.control is not None and self.process is not None
         key = next(self.keys)
-        mine, theirs = Pipe()
+        mine, theirs = _pipe()
         with theirs, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died meanwhile: then `mine` has no other end
             self.control.send(Fork(key, module))
             reduction.send_handle(self.control, theirs.fileno(), self.process.pid)
@@ -101,12 +134,37 @@ class Stem:
         """End it and all its workers."""
         if self.control is not None:
             self.control.close()
+        if self.said is not None:
+            self.said.close()
+            self.said = None
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(_LAST_S)
             self.process.kill()
             self.process.wait()
         self.process = self.control = None
+
+
+def _pipe() -> tuple[Connection, Connection]:
+    """As `Pipe`, beyond the standard streams' numbers: a process that was started without those has them free, and whatever prints writes to them."""
+    one, other = Pipe()
+    return _beyond_standard(one), _beyond_standard(other)
+
+
+def _beyond_standard(connection: Connection) -> Connection:
+    if connection.fileno() > 2:
+        return connection
+    with connection:
+        return Connection(fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
+
+
+def _folder() -> str | None:
+    """Where a child runs: where this process does, so that relative paths of the environment hold, unless that is gone."""
+    try:
+        os.getcwd()  # noqa: PTH109
+    except OSError:
+        return "/"
+    return None
 
 
 class Worker:
@@ -147,7 +205,9 @@ class Worker:
             if not self.connection.poll(timeout_s):
                 self.stop()
                 return Lost("timeout", f"no answer within {timeout_s:.0f} s")
-            return self.connection.recv()
+            found = self.connection.recv()
+            self.stem.answered = True
+            return found
         except (EOFError, ConnectionResetError):
             code = self.stop()
             how = "and nobody knows why" if code is None else f"with signal {-code}" if code < 0 else f"with status {code}"

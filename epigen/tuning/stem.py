@@ -23,6 +23,8 @@ def main() -> None:
     control = Connection(int(sys.argv[1]))
     for module in sys.argv[2:]:
         importlib.import_module(module)
+    with open(os.devnull, "wb") as nobody:  # noqa: PTH123  # what was said until here may tell why it could not begin
+        os.dup2(nobody.fileno(), 2)
     gc.freeze()  # what is imported stays: workers need not look through it again, nor copy its pages
     children: dict[int, int] = {}
     try:

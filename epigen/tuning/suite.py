@@ -12,17 +12,21 @@ An entry stands for every combination of what it lists; a problem that comes twi
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from epigen.errors import CallError, ProgramError, SuiteError, near_miss
+from epigen.files import reason
 from epigen.tuning import fields
 from epigen.tuning.asked import PRECISIONS, Asked, digest_of, distinct, dtype_of, every, layout_of, shape_of
 from epigen.tuning.records import short
 
 _MOST = 1000  # of one list
+_MOST_PROBLEMS = 100_000
+_MOST_BYTES = 16 << 20
 _LONGEST = 20_000  # characters of a program
 
 
@@ -87,9 +91,13 @@ _SUITE = {"problem": _entries}
 def read(path: Path) -> list[Asked]:
     """The problems of a suite file, in its order, each once. Raises SuiteError, with every mistake of the file in a line of its own."""
     try:
-        return parse(path.read_bytes().decode("utf-8-sig"), str(path))
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise SuiteError(f"{path} has more than {_MOST_BYTES} bytes, and a suite has no more")
+        return parse(data.decode("utf-8-sig"), str(path))
     except OSError as error:
-        raise SuiteError(f"cannot read {path}: {error.strerror}") from None
+        raise SuiteError(f"cannot read {path}: {reason(error)}") from None
     except UnicodeDecodeError:
         raise SuiteError(f"{path}: this is no text in UTF-8") from None
 
@@ -99,12 +107,15 @@ def parse(text: str, name: str = "the suite") -> list[Asked]:
     try:
         found = tomllib.loads(text)
         entries = fields.held(found, _SUITE)["problem"]
-    except tomllib.TOMLDecodeError as error:
-        raise SuiteError(f"{name}: this is no TOML: {error}") from None
-    except RecursionError:
-        raise SuiteError(f"{name}: nested too deeply") from None
     except fields.Wrong as wrong:
         raise SuiteError("\n".join(f"{name}: {_mistake(one, found)}" for one in (wrong, *wrong.others))) from None
+    except ValueError as error:  # TOML's own, and a number of thousands of digits
+        raise SuiteError(f"{name}: this is no TOML: {str(error).split(';')[0]}") from None
+    except RecursionError:
+        raise SuiteError(f"{name}: nested too deeply") from None
+    count = sum(math.prod(len(e[part]) for part in ("program", "shapes", "dtype", "layout")) for e in entries)
+    if count > _MOST_PROBLEMS:
+        raise SuiteError(f"{name}: {count} problems, and a suite has at most {_MOST_PROBLEMS}")
     return distinct(a for e in entries for a in every(e["program"], e["shapes"], e["dtype"], e["layout"], e["precision"]))
 
 
