@@ -153,10 +153,9 @@ def test_ctrl_c_keeps_what_was_found() -> None:
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGINT)
 
-    start = time.monotonic()
     tasks = [task(64 << i) for i in range(4)]
     found = tune_all(tasks, None, trials=60, make=gpus, report=told, done=lambda i, t: ended.update({i: t}), storage=storage)
-    assert sent and time.monotonic() - start < 20
+    assert sent
     assert len(found) == 2 and list(ended) == [0, 1]
     whole, part = (t.result for t in found)
     assert whole is not None and whole.complete and part is not None and not part.complete

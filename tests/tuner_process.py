@@ -28,7 +28,7 @@ from epigen.tuning.task import Baseline, Comparison, Outcome, Task
 
 SHAPE = (1024, 1024, 1024)
 GRAPH = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", DEFAULT).graph()
-SPEC = lower(GRAPH, Signature(FP16, FP16, (("bias", FP16),), "ieee", k_multiple(SHAPE[2]), index_bits(SHAPE)))
+SPEC = lower(GRAPH, Signature(FP16, FP16, (("bias", FP16),), "ieee", k_multiple(SHAPE[2]), index_bits(SHAPE, ())))
 SPACE = Space(SPEC, SHAPE, DEFAULT)
 BASELINE = Baseline(100.0, 120.0)
 DEAD_S = 2.0
