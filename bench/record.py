@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from epigen.files import write_whole
 from epigen.runtime import device
 from epigen.runtime.device import Target
 
@@ -68,5 +69,5 @@ def write(name: str, body: dict[str, Any], folder: Path = RESULTS) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     text = json.dumps(body, indent=1, sort_keys=True)
-    path.write_text(_NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")
+    write_whole(path, (_NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n").encode())
     return path

@@ -32,6 +32,17 @@ def write_new(path: Path, data: bytes, mode: int | None = None, lasting: bool = 
         raise
 
 
+def write_whole(path: Path, data: bytes, mode: int | None = None) -> None:
+    """Write aside and rename, so that no reader sees half of it; a link under the name is replaced, not followed. As `write_new` otherwise."""
+    aside = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
+    write_new(aside, data, mode)
+    try:
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
 def sync(descriptor: int) -> None:
     """Wait for the disk, where the file system knows how to."""
     try:

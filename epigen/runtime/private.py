@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from epigen.files import write_new
+from epigen.files import write_whole
 
 
 class Private:
@@ -88,19 +88,13 @@ def _safe(folder: Path) -> bool:
 
 
 def _write(path: Path, text: str) -> Path:
-    """Written aside and renamed, so that no reader sees half of it; a link under the name is replaced, not followed."""
+    """Whole, unless it is there."""
     try:
         if _read(path) == text:
             return path
     except (OSError, UnicodeDecodeError):
         pass
-    aside = path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp")
-    write_new(aside, text.encode(), 0o600)
-    try:
-        aside.replace(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    write_whole(path, text.encode(), 0o600)
     return path
 
 

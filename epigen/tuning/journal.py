@@ -7,12 +7,10 @@ more makes the file unusable.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import stat
-import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +22,7 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from epigen.errors import TuneError
+from epigen.tuning import lock
 
 _LOCK_S = 30.0  # an append takes well under a millisecond
 _POLL_S = 0.001
@@ -72,22 +71,14 @@ class JournalFile(BaseJournalBackend):
         data = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode()
         descriptor = self._open()
         try:
-            self._lock(descriptor)
+            lock.wait(descriptor, _LOCK_S, _POLL_S)
             self._cut(descriptor)
             while data:
                 data = data[os.write(descriptor, data) :]
+        except lock.Held:
+            raise TuneError(f"the journal {self.path} has been locked by another process for {_LOCK_S:.0f} s") from None
         finally:
             os.close(descriptor)  # and the lock goes
-
-    def _lock(self, descriptor: int) -> None:
-        deadline = time.monotonic() + _LOCK_S
-        while True:
-            try:
-                return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TuneError(f"the journal {self.path} has been locked by another process for {_LOCK_S:.0f} s") from None
-                time.sleep(_POLL_S)
 
     def _cut(self, descriptor: int) -> None:
         """Cut off a last line without its end: whoever was writing it is gone, or would hold the lock."""
