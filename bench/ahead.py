@@ -24,7 +24,7 @@ def compile_one(asked: Asked, target: Target) -> str:
     kernel = epigen.compile(asked.program)
     sample = verify.sample(kernel.graph, asked.shape, dtype, dtype, dtype, device="meta", layout=asked.layout)
     try:
-        kernel.warm(sample.a, sample.b, target=target, **sample.inputs)
+        kernel.warm(sample.a, sample.b, target, **sample.inputs)
     except EpigenError as error:
         return str(error).splitlines()[0]
     return ""

@@ -132,7 +132,7 @@ def test_what_was_warmed_needs_no_c_compiler(gpu: FakeGpu, monkeypatch: pytest.M
     kernel, (a, b) = compiled("where(keep[m,n] > 0, mm, mm * weight[n] + shift)"), operands()
     inputs = {"keep": torch.zeros(M, N, dtype=torch.int8), "weight": torch.zeros(N, dtype=torch.float32), "shift": 2.0}
     before = driver.active
-    kernel.warm(a, b, target=device.DEFAULT, **inputs)
+    kernel.warm(a, b, device.DEFAULT, **inputs)
     driver.set_active(before)
 
     def compile_c(*_arguments: Any) -> Any:

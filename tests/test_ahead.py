@@ -481,7 +481,7 @@ for config in (cases.tiled(), cases.LIBRARY, cases.split_k(), cases.persistent()
     for shape in ((128, 128, 512), (135, 129, 513)):
         kernel = epigen.compile("relu(mm + bias)", config=config)
         given = verify.sample(kernel.graph, shape, FP16, FP16, FP16, device="meta", layout="nt")
-        main, *_ = kernel.warm(given.a, given.b, target=DEFAULT, **given.inputs)
+        main, *_ = kernel.warm(given.a, given.b, DEFAULT, **given.inputs)
         assert main.registers > 0
 print("warmed")
 """
@@ -506,7 +506,7 @@ for text in ("x = cast(gate[m,n], fp8e4m3); cast(silu(x), fp8e4m3), x * mm", "x 
     kernel = epigen.compile(text, config=cases.SMALL)
     for shape in ((37, 45, 34), (128, 128, 64)):  # strides that align with nothing, and with everything
         given = verify.sample(kernel.graph, shape, BF16, BF16, BF16, device="meta", layout="nn")
-        kernel.warm(given.a, given.b, target=DEFAULT, **given.inputs)
+        kernel.warm(given.a, given.b, DEFAULT, **given.inputs)
 """
 
 

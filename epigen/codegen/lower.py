@@ -30,6 +30,7 @@ from epigen.codegen.spec import (
     factors,
     index_bits,
     k_multiple,
+    parameter,
 )
 from epigen.dtypes import BF16, FP32, INT8, INT32, OPERANDS, UINT8, DType
 from epigen.errors import CallError
@@ -222,7 +223,7 @@ class _Body:
         from_output = {_stored_node(graph, o): o.name for o in reversed(graph.outputs) if graph.nodes[o.node].op != g.BITMASK}
         for number, node in enumerate(graph.nodes):
             if node.op in (g.INPUT, g.BITS):
-                self.names[number] = node.name
+                self.names[number] = parameter(node.name) if node.name in self.by_value else node.name
             elif node.op == g.MM:
                 self.names[number] = "mm" if signature.a == INT8 else ACC
             elif node.op not in (g.CONSTANT, g.OPERAND, g.BITMASK):

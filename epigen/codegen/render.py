@@ -19,7 +19,7 @@ import jinja2
 import epigen
 from epigen.codegen import emit, schedules, vendor
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, Signature, Store, digest, stride_name
+from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, Signature, Store, digest, parameter, stride_name
 from epigen.dtypes import FP32, INT32, UINT8, DType
 from epigen.ir.graph import describe_indices
 
@@ -219,7 +219,7 @@ def _shape(indices: str) -> str:
 
 def _input(item: Input) -> Argument:
     if item.dtype is None:
-        return Argument(item.name, "fp32", "a number")
+        return Argument(parameter(item.name), "fp32", "a number")
     if item.packed:
         return _pointer(item.name, UINT8, "[M, ceil(N / 8)] uint8, bit n % 8 of byte n // 8 is column n")
     return _pointer(item.name, item.dtype, f"{_shape(item.indices)} {item.dtype}")

@@ -99,6 +99,20 @@ def stride_name(tensor: str, index: str) -> str:
     return f"stride_{tensor}{index}" if tensor in ("a", "b") else f"stride_{tensor}_{index}"
 
 
+LAUNCHER = frozenset(
+    """JITCallable backend debug enable_fp_fusion fpsan_homomorphic_casts instrumentation_mode launch_pdl options params sanitize_overflow specialization
+    specialize_impl""".split()
+)
+"""What Triton's launcher calls its own: keywords that it takes or adds beside a kernel's arguments, and variables of the function that it writes around
+them, where each argument has its own name (3.6 and 3.9; tests/test_names.py tries all that they have)."""
+
+
+def parameter(number: str) -> str:
+    """What a kernel calls a number that is passed by value: its own name, unless that is the launcher's. A tensor's parameters are called after what they
+    are of it, and collide with nothing."""
+    return f"{number}_value" if number in LAUNCHER else number
+
+
 def factors(shape: tuple[int, int, int], tensors: Iterable[Strided]) -> tuple[tuple[str, int], ...]:
     """What divides the integer arguments that loads and stores of several elements hang on: N, the extent along which a matrix is
     contiguous, and its other stride.

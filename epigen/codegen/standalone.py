@@ -10,7 +10,7 @@ from epigen import ops
 from epigen.codegen import schedules
 from epigen.codegen.render import PDL, Argument, Function, Rendered, Renderer, arrivals, units
 from epigen.codegen.schedules import SCHEDULES, parts
-from epigen.codegen.spec import EXACT_INT8, LINE_BYTES, TMA_BYTES, Choice, KernelConfig, KernelSpec, number
+from epigen.codegen.spec import EXACT_INT8, LINE_BYTES, TMA_BYTES, Choice, KernelConfig, KernelSpec, number, parameter
 from epigen.dtypes import BF16, FP32, INT8, DType
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
@@ -116,7 +116,7 @@ def _argument(name: str, spec: KernelSpec) -> str:
         tensor, index = rest.rsplit("_", 1)
         indices = {"mm": "mn"} | {i.name: i.indices for i in spec.all_inputs} | {o.name: o.indices for o in spec.outputs}
         return f"{tensor}.stride({indices[tensor].find(index)})"
-    return name
+    return next((i.name for i in spec.all_inputs if parameter(i.name) == name), name)
 
 
 def _reference(graph: Graph, spec: KernelSpec) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from epigen.codegen import schedules
 from epigen.codegen.render import Rendered
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import Choice, KernelSpec, Signature
+from epigen.codegen.spec import Choice, KernelSpec, Signature, parameter
 from epigen.ir import reference
 from epigen.ir.graph import Graph
 from epigen.runtime import arguments, outputs, overlap, vendor
@@ -141,7 +141,7 @@ class Prepared:
         values: dict[str, Any] = {f"{name}_ptr": t for name, t in zip("ab", operands, strict=False)}
         for item in self.plan.spec.all_inputs:
             if item.dtype is None:
-                values[item.name] = arguments.number(item.name, inputs[item.name])
+                values[parameter(item.name)] = arguments.number(item.name, inputs[item.name])
             else:
                 values[f"{item.name}_ptr"] = inputs[item.name]
         if self.arrivals is not None:
@@ -158,7 +158,7 @@ class Prepared:
         assert self.plan is not None
         numbers = {i.name for i in self.plan.spec.all_inputs if i.dtype is None}
         order = [] if self.plan.spec.pointwise else ["a_ptr", "b_ptr"]
-        order += [*(n if n in numbers else f"{n}_ptr" for n in names), *(f"{o.name}_ptr" for o in self.outputs)]
+        order += [*(parameter(n) if n in numbers else f"{n}_ptr" for n in names), *(f"{o.name}_ptr" for o in self.outputs)]
         order += [b.name for b in self.workspace.buffers] + ["num_arrived_ptr"] * (self.arrivals is not None) + ["mm_ptr"] * self.plan.by_vendor
         return {name: place for place, name in enumerate(order)}
 

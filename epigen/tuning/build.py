@@ -23,7 +23,7 @@ def worker(task: Task) -> Callable[[KernelConfig], Outcome]:
 
     def build(config: KernelConfig) -> Outcome:
         try:
-            resources = task.kernel(graph, renderer(), config).warm(sample.a, sample.b, target=task.target, **sample.inputs)
+            resources = task.kernel(graph, renderer(), config).warm(sample.a, sample.b, task.target, **sample.inputs)
         except EpigenError as error:
             return Outcome("out_of_resources" if "shared memory" in str(error) else "compile_error", detail=str(error))
         main = resources[0] if resources else None
