@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from epigen import dtypes
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
-from epigen.errors import CallError, ConfigError, near_miss
+from epigen.errors import CallError, near_miss, shown
 from epigen.ir.check import check
 from epigen.ir.graph import Graph
 from epigen.ir.passes import normalise
@@ -99,18 +99,15 @@ def compile(
             [1., 1., 1., 1.]])
     """
     if backend is not None and backend not in BACKENDS:
-        raise CallError(f"unknown backend '{backend}': {near_miss(str(backend), BACKENDS) or 'known are ' + ', '.join(BACKENDS)}")
+        raise CallError(f"unknown backend {shown(backend)}: {near_miss(shown(backend), BACKENDS) or 'known are ' + ', '.join(BACKENDS)}")
     if precision not in (None, "ieee", "tf32"):
-        raise CallError(f"precision is 'ieee' or 'tf32', not {precision!r}")
+        raise CallError(f"precision is 'ieee' or 'tf32', not {shown(precision)}")
     if tune not in TUNE:
-        hint = near_miss(str(tune), ["missing"]) or "it is 'missing' or None"
-        raise CallError(f"unknown tune={tune!r}: {hint}")
+        hint = near_miss(shown(tune), ["missing"]) or "it is 'missing' or None"
+        raise CallError(f"unknown tune={shown(tune)}: {hint}")
     if tune is not None and config is not None:
         raise CallError("config and tune exclude each other: a given config leaves nothing to tune")
-    if isinstance(config, Mapping):
-        config = schedules.from_mapping(config)
-    elif config is not None and not isinstance(config, KernelConfig):
-        raise ConfigError(f"a config is a mapping or a KernelConfig, and a {type(config).__name__} was given")
+    config = schedules.accepted(config) if config is not None else None
     graph = graph_of(text)
     at_call = first_use().chooser(graph) if tune else None
     made_by = functools.partial(compile, text, config=config, backend=backend, precision=precision, tune=tune)

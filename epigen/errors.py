@@ -127,6 +127,15 @@ def caret_lines(text: str, span: Span) -> list[str]:
     return [f"  {shown}", f"  {' ' * column}{'^' * width}"]
 
 
+def shown(value: object) -> str:
+    """Something that should not have been given, in a message: of a number with thousands of digits Python itself says nothing."""
+    try:
+        text = repr(value)
+    except ValueError:
+        text = "a huge number"
+    return text if len(text) <= _SHOWN_COLUMNS else f"{text[:_SHOWN_COLUMNS]}..."
+
+
 def near_miss(name: str, known: Iterable[str]) -> str:
     """'did you mean relu?' for a misspelt name, or '' where nothing is near."""
     close = get_close_matches(name, sorted(known), n=2, cutoff=0.6)

@@ -365,9 +365,17 @@ def test_lazily_negated_tensors_are_read_negated(backend: str) -> None:
     assert torch.equal(compiled("mm", backend)(lazy, whole(K, N).float()), -(whole(M, K).float() @ whole(K, N).float()))
 
 
-def test_an_operand_is_given_by_position() -> None:
-    with pytest.raises(TypeError, match="positional"):
-        compiled("mm + bias")(A, B, BIAS)
+def test_operands_are_given_by_position_and_inputs_by_name() -> None:
+    kernel: Any = compiled("mm + bias * s")
+    for call, words in (
+        (lambda: kernel(A, B, BIAS), r"by position operands a and b are given, and 1 more came: pass the program's inputs by name \(bias, s\)"),
+        (lambda: kernel.over(A, BIAS), r"by position mm is given, and 1 more came"),
+        (lambda: kernel(A), r"operand b is missing \(operands are given by position\)"),
+        (lambda: kernel(a=A, b=B, bias=BIAS, s=1.0), r"operand a is missing \(operands are given by position\)"),
+        (lambda: kernel.over(), r"mm is missing"),
+    ):
+        with pytest.raises(CallError, match=words):
+            call()
 
 
 def test_compiled_kernels_want_a_gpu() -> None:

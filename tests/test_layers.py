@@ -25,7 +25,7 @@ ORDER = (
     "lang.walk", "lang.syntax", "lang.parser",
     "ir.graph", "ir.check", "ir.passes", "ir.rules", "ir.unparse", "ir.autodiff", "ir.derivation", "ir.derive", "ir.reference", "ir.bound",
     "codegen.spec", "codegen.schedules", "codegen.vendor", "codegen.emit", "codegen.lower", "codegen.render", "codegen.standalone",
-    "runtime.device", "runtime.private", "runtime.triton_key", "runtime.loader", "runtime.*",
+    "runtime.device", "runtime.private", "runtime.triton_key", "runtime.latest", "runtime.loader", "runtime.*",
     "tuning.*",
     "api", "training.*", "nn", "show", "cli_types", "cli_db", "cli_derivation", "cli_compile", "cli_explain", "cli_info", "cli_live", "cli_tune", "cli", "__main__",
 )  # fmt: skip

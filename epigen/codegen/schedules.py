@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from epigen.codegen.spec import PAST, WIDE, Finish, Input, KernelConfig, KernelSpec, Store
 from epigen.dtypes import DType
-from epigen.errors import ConfigError, near_miss
+from epigen.errors import ConfigError, near_miss, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,10 +243,23 @@ def splits(config: KernelConfig) -> int:
     return dict(config.values).get("splits", 1)
 
 
-def from_mapping(given: Mapping[str, object]) -> KernelConfig:
+def accepted(given: object) -> KernelConfig:
+    """A config as somebody gives it: a mapping, or a KernelConfig, made by whomever. Raises ConfigError for what is neither, and as `config` does."""
+    if isinstance(given, Mapping):
+        return from_mapping(given)
+    if not isinstance(given, KernelConfig):
+        raise ConfigError(f"a config is a mapping or a KernelConfig, and a {type(given).__name__} was given")
+    try:
+        return config(given.schedule, **dict(given.values))
+    except (TypeError, ValueError):
+        raise ConfigError(f"{shown(given.values)} are no values of a config: build it with schedules.config, or give a mapping") from None
+
+
+def from_mapping(given: Mapping[Any, object]) -> KernelConfig:
     """A checked config from {"schedule": …, "block_m": …}; the schedule is tiled by default."""
-    values = {str(name): value for name, value in given.items()}
-    return config(str(values.pop("schedule", TILED.name)), **values)
+    values = {name if isinstance(name, str) else shown(name): value for name, value in given.items()}
+    schedule = values.pop("schedule", TILED.name)
+    return config(schedule if isinstance(schedule, str) else shown(schedule), **values)
 
 
 def config(schedule: str, **values: object) -> KernelConfig:
@@ -258,7 +272,7 @@ def config(schedule: str, **values: object) -> KernelConfig:
         if name not in dimensions:
             raise ConfigError(f"the schedule {schedule} has no dimension '{name}': {near_miss(name, dimensions) or 'it has ' + ', '.join(dimensions)}")
         if type(value) is not int or value not in dimensions[name]:
-            raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(str, dimensions[name]))}")
+            raise ConfigError(f"{name}={shown(value)} is not one of {', '.join(map(str, dimensions[name]))}")
         checked[name] = value
     if missing := [d for d in dimensions if d not in checked]:
         raise ConfigError(f"the schedule {schedule} also needs {', '.join(missing)}")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epigen.codegen import lower
-from epigen.codegen.spec import LINE_BYTES, TMA_BYTES
-from epigen.dtypes import BF16, BY_TORCH, FP16, FP32, UINT8, DType
+from epigen.codegen.spec import LINE_BYTES, PRODUCT, TMA_BYTES
+from epigen.dtypes import BF16, BY_TORCH, FP16, FP32, OPERANDS, UINT8, DType
 from epigen.errors import CallError, near_miss
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph, Node
@@ -27,15 +28,54 @@ PRODUCTS = (FP32, FP16, BF16)
 """What a product that is given may be: the dtypes of gradients."""
 
 
+def check_positional(wanted: str, extra: int, declared: Iterable[str]) -> None:
+    """wanted: what is given by position. extra: how many arguments came behind it."""
+    if extra:
+        names = ", ".join(name for name in declared if name != PRODUCT)
+        raise CallError(f"by position {wanted} given, and {extra} more came: pass the program's inputs by name ({names or 'it has none'})")
+
+
+def check_memory(operands: Sequence[Any], inputs: Mapping[str, Any], outs: Mapping[str, Any]) -> None:
+    """That what is a tensor has elements in memory of its own, or is on the meta device. The rest is for others to check."""
+    for name, value in zip("ab", operands, strict=False):
+        _check_memory("operand ", name, value)
+    for name, value in inputs.items():
+        _check_memory("input ", f"'{name}'", value)
+    for name, value in outs.items():
+        _check_memory("out for ", f"'{name}'", value)
+
+
+def _check_memory(kind: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        return
+    if value.layout != torch.strided or value.is_nested:
+        found = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        hint = "call once for each of its parts" if value.is_nested else "pass t.to_dense()"
+        raise CallError(f"{kind}{name} is a {found} tensor, and one with strides was expected: {hint}")
+    wraps: Any = is_traceable_wrapper_subclass
+    if type(value) not in PLAIN and wraps(value):
+        raise CallError(f"{kind}{name} is a {type(value).__name__}, which wraps other tensors: pass those (of a DTensor, t.to_local())")
+    if value.is_meta or not value.numel():
+        return
+    try:
+        held = value.data_ptr() != 0
+    except RuntimeError:  # so torch says it of what has been freed, and of tensors that only stand for others
+        held = False
+    if not held or not value.untyped_storage().nbytes():
+        raise CallError(
+            f"{kind}{name} is a {type(value).__name__} without memory: its storage was freed, or it only stands for a tensor, as in torch's tracing"
+        )
+
+
 def check_operands(a: Tensor, b: Tensor) -> tuple[int, int, int]:
     """Returns M, N, K."""
     for name, tensor in (("a", a), ("b", b)):
         if not isinstance(tensor, Tensor):
-            raise CallError(f"operand {name} is a {type(tensor).__name__}, and a tensor was expected")
+            raise CallError(f"operand {name} is {_kind(tensor)}, and a tensor was expected")
         if tensor.dim() != 2:
             raise CallError(f"operand {name} has shape {list(tensor.shape)}, and {'[M, K]' if name == 'a' else '[K, N]'} was expected")
         if str(tensor.dtype) not in BY_TORCH:
-            raise CallError(f"operand {name} is {tensor.dtype}, which epigen does not multiply")
+            raise CallError(f"operand {name} is {tensor.dtype}, which epigen does not multiply: the operands are one of {', '.join(map(str, OPERANDS))}")
     lower.check_operands(BY_TORCH[str(a.dtype)], BY_TORCH[str(b.dtype)])
     if a.shape[1] != b.shape[0]:
         raise CallError(f"a is [M, K] = {list(a.shape)} and b is [K, N] = {list(b.shape)}: K differs (for a Linear layer's weight pass weight.T)")
@@ -44,10 +84,14 @@ def check_operands(a: Tensor, b: Tensor) -> tuple[int, int, int]:
     return a.shape[0], b.shape[1], a.shape[1]
 
 
+def _kind(value: Any) -> str:
+    return "missing (operands are given by position)" if value is None else f"a {type(value).__name__}"
+
+
 def check_product(mm: Tensor) -> tuple[int, int]:
     """A product that is given. Returns M, N."""
     if not isinstance(mm, Tensor):
-        raise CallError(f"mm is a {type(mm).__name__}, and a tensor was expected")
+        raise CallError(f"mm is {_kind(mm)}, and a tensor was expected")
     if mm.dim() != 2:
         raise CallError(f"mm has shape {list(mm.shape)}, and [M, N] was expected")
     if BY_TORCH.get(str(mm.dtype)) not in PRODUCTS:
@@ -83,7 +127,8 @@ def _check_input(name: str, node: Node, value: Any, m: int, n: int, on: torch.de
         return
     dtype = BY_TORCH.get(str(value.dtype))
     if dtype is None or dtype == UINT8:
-        raise CallError(f"{what} is {value.dtype}, which epigen does not compute with")
+        hint = "pass it as a packed mask, or as int8" if value.dtype == torch.bool else f"inputs are one of {', '.join(map(str, OPERANDS))}"
+        raise CallError(f"{what} is {value.dtype}, which epigen does not compute with: {hint}")
     wanted = tuple({"m": m, "n": n}[i] for i in node.indices)
     if (tuple(value.shape) != wanted) if node.indices else (value.numel() != 1):
         expected = f"[{', '.join(i.upper() for i in node.indices)}] = {list(wanted)}" if node.indices else "one element"

@@ -103,10 +103,10 @@ class Kernel:
         inputs = ", ".join(f"{n.name}{'[' + ','.join(n.indices) + ']' if n.indices else ''}" for n in self._inputs.values())
         return f"<epigen.Kernel {self._graph.text!r} inputs: {inputs or 'none'}; outputs: {', '.join(self._names)}>"
 
-    def __call__(self, a: Tensor, b: Tensor, /, *, out: Any = None, **inputs: Tensor | float) -> Any:
-        """Run the program.
+    def __call__(self, a: Any = None, b: Any = None, /, *extra: Any, out: Any = None, **inputs: Tensor | float) -> Any:
+        """Run the program. Called as `kernel(a, b, bias=bias)`.
 
-        a: [M, K]. b: [K, N]. Any strides. inputs: the program's, by name: tile [M, N], row [M], column [N], mask uint8
+        a: [M, K]. b: [K, N]. Any strides; on the meta device the results are, too. inputs: the program's, by name: tile [M, N], row [M], column [N], mask uint8
         [M, ceil(N / 8)], scalar a number or a tensor with one element.
         out: a tensor for a lone output; for several a mapping by name or a sequence; written and returned. It may be an input of the same
         indices from which that output is computed element by element, such as grad in "cast(mm + grad[m,n], fp32)", which then accumulates in
@@ -114,14 +114,15 @@ class Kernel:
         Returns a tensor, or a named tuple where the program has several outputs.
         Raises CallError for names, devices, dtypes or shapes that do not fit, and for an `out` that overlaps what it may not.
         """
-        for again, prepared in self._recent.get(type(out), ()):
+        for again, prepared in self._recent.get(type(out), ()) if not extra else ():
             found = again(again, a, b, inputs, out)
             if found is not None:
                 self._last = prepared
                 return found
+        arguments.check_positional("operands a and b are", len(extra), self._inputs)
         return self._call(() if PRODUCT in self._inputs else (a, b), inputs, out)
 
-    def over(self, mm: Tensor, /, *, out: Any = None, **inputs: Tensor | float) -> Any:
+    def over(self, mm: Any = None, /, *extra: Any, out: Any = None, **inputs: Tensor | float) -> Any:
         """Run the program over a product that is there already: one pointwise kernel in place of the multiplication and its epilogue.
 
         mm: [M, N], fp32, fp16 or bf16, any strides. inputs, out, and what is returned: as of a call, but that mm's dtype is what outputs have
@@ -136,6 +137,7 @@ class Kernel:
         (tensor([[0., 1.],
                 [1., 1.]]), tensor([1., 2.]))
         """
+        arguments.check_positional("mm is", len(extra), self._inputs)
         if PRODUCT in inputs:
             raise CallError("the program has no input 'mm': it is the product, given once and by position")
         kernel = self._over
@@ -154,6 +156,7 @@ class Kernel:
     def _call(self, operands: Operands, inputs: Mapping[str, Any], out: Any) -> Any:
         """A call that is like none of the last ones."""
         outs, form = outputs.given(out, self._names), _form(out)
+        arguments.check_memory(operands, inputs, outs)
         arguments.check_no_gradient((*operands, *inputs.values(), *outs.values()))
         if any(isinstance(t, Tensor) and t.is_neg() for t in (*operands, *inputs.values())):
             operands, inputs, form = tuple(map(arguments.shown, operands)), {name: arguments.shown(value) for name, value in inputs.items()}, None
@@ -303,7 +306,7 @@ class Kernel:
             if out.name in outs:
                 outputs.check(outs[out.name], out, m, n, first.device)
         backend = self._backend or ("reference" if first.device.type == "cpu" else "triton")
-        if backend == "reference":
+        if backend == "reference" or (first.is_meta and target is None):
             return Prepared(self._graph, found, (m, n, k), first.device, like=self._signature_like((m, n, k), operands, inputs))
         if backend == "triton" and not first.is_cuda and target is None:
             raise CallError(f"{what} is on {first.device}, and compiled kernels run on a GPU: move the tensors, or use backend='interpreter'")
@@ -371,7 +374,7 @@ class Kernel:
 
 def _form(out: Any) -> type | None:
     """The type of a call's buffers, where they can be told apart by their order."""
-    return type(out) if out is None or type(out) in arguments.PLAIN or (out and isinstance(out, (tuple, list))) else None
+    return type(out) if out is None or type(out) in arguments.PLAIN or (isinstance(out, (tuple, list)) and out) else None
 
 
 def _saturates(signature: Signature, k: int, target: Target) -> str:

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from epigen.errors import CompileError, EpigenError
 from epigen.files import reason
 from epigen.runtime import triton_key
 from epigen.runtime.device import Target
+from epigen.runtime.latest import Latest
 from epigen.runtime.private import Private, can_be_written
 from epigen.uncollected import uncollected
 
@@ -69,18 +71,20 @@ def triton_version() -> str:
     return version("triton")
 
 
+_MODULES = 64
+"""Of one kernel, as many as it keeps texts of. One that is forgotten lives on in the calls that are prepared with it, of which a kernel keeps 1024."""
+
+
 class Loader:
-    """Loads rendered modules in one of Triton's modes; keeps each under its digest."""
+    """Loads rendered modules in one of Triton's modes; keeps the last ones under their digests."""
 
     def __init__(self, interpret: bool, cache: Path | None = None):
         self.interpret = interpret
         self.store = Private(cache or settings.cache_dir())
-        self.modules: dict[str, types.ModuleType] = {}
+        self.modules: Latest[str, types.ModuleType] = Latest(_MODULES)
 
     def load(self, rendered: Rendered) -> types.ModuleType:
-        if rendered.digest not in self.modules:
-            self.modules[rendered.digest] = self._load(rendered)
-        return self.modules[rendered.digest]
+        return self.modules.get(rendered.digest) or self.modules.put(rendered.digest, self._load(rendered))
 
     def _load(self, rendered: Rendered) -> types.ModuleType:
         with uncollected():
@@ -92,6 +96,7 @@ class Loader:
         # Triton reads the source through linecache: an entry without a time stamp is never read from the file again
         linecache.cache[str(path)] = (len(rendered.text), None, rendered.text.splitlines(keepends=True), str(path))
         module = types.ModuleType(name)
+        weakref.finalize(module, linecache.cache.pop, str(path), None)  # else an endless stream of programs would fill it
         module.__file__ = str(path)
         exec(compile(rendered.text, str(path), "exec"), module.__dict__)
         return module

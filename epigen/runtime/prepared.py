@@ -54,7 +54,7 @@ Operands = tuple[Tensor, ...]
 
 
 class Prepared:
-    """What of a call follows from everything but addresses and numbers. Without a plan the reference computes it.
+    """What of a call follows from everything but addresses and numbers. Without a plan the reference computes it, but on the meta device, where nothing is.
 
     operands: of a call, a and b; none where the product is among the inputs.
     like: where there is no plan, the signature of the kernel that a GPU would run.
@@ -104,9 +104,11 @@ class Prepared:
     def run(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
         """One output tensor each: the caller's, or a new one. Raises CallError where one of the caller's shares memory with what else it gives."""
         overlap.check(self.replaces, operands, inputs, outs)
-        if self.plan is None:
+        if self.plan is None and self.device.type != "meta":
             return self._reference(operands, inputs, outs)
         results = self.results(outs)
+        if self.plan is None:
+            return results
         here = self.device.type != "cuda" or self.device.index == torch.cuda.current_device()
         with nullcontext() if here else torch.cuda.device(self.device), interpreting() if self.interpreted else nullcontext():
             if self.plan.rendered.whole:

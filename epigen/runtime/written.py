@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,7 @@ class Written:
         return made
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256)  # 10 KB each; a text hangs on how many tensors of which kind a call has, and on inputs' names, not on shapes
 def _factory(signature: str, lines: tuple[str, ...], held: int) -> Callable[..., Any]:
     """Takes the held objects and returns the function, of which they are the closure."""
     body = "".join(f"        {line}\n" for line in lines)
@@ -46,4 +47,6 @@ def _factory(signature: str, lines: tuple[str, ...], held: int) -> Callable[...,
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # for tracebacks
     namespace: dict[str, Any] = {}
     exec(compile(text, name, "exec"), namespace)
-    return namespace["made"]  # type: ignore[no-any-return]
+    made: Callable[..., Any] = namespace["made"]
+    weakref.finalize(made, linecache.cache.pop, name, None)
+    return made
