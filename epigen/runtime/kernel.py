@@ -156,8 +156,8 @@ class Kernel:
     def _call(self, operands: Operands, inputs: Mapping[str, Any], out: Any) -> Any:
         """A call that is like none of the last ones."""
         outs, form = outputs.given(out, self._names), _form(out)
-        arguments.check_memory(operands, inputs, outs)
         arguments.check_no_gradient((*operands, *inputs.values(), *outs.values()))
+        arguments.check_memory(operands, inputs, outs)
         if any(isinstance(t, Tensor) and t.is_neg() for t in (*operands, *inputs.values())):
             operands, inputs, form = tuple(map(arguments.shown, operands)), {name: arguments.shown(value) for name, value in inputs.items()}, None
         named = [*inputs.items(), *outs.items()]
