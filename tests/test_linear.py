@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,6 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812  # as everyone calls it
 
 import epigen
@@ -269,138 +267,6 @@ def test_a_buffer_is_added_to_by_a_backward_of_the_weight_alone() -> None:
     assert w.grad is None
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_buffer_is_added_to_once_by_a_checkpoint(reentrant: bool) -> None:
-    layers, (first, second, *_) = layers_of((6, 8, 5), torch.float32, "relu")
-    buffers = [torch.zeros_like(t) for t in (first, second)]
-    buffered = [layer._replace(main_grad=b) for layer, b in zip(layers, buffers, strict=True)]
-    x = normal(7, 6)
-    torch.utils.checkpoint.checkpoint(lambda x: chain(x, buffered), x, use_reentrant=reentrant).sum().backward()
-    torch.testing.assert_close(tuple(buffers), torch.autograd.grad(chain(x, layers).sum(), (first, second)))
-
-
-# -- torch.func and dual numbers
-
-JIT = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-"""torch's own, at the first tangent of a process (2.13)."""
-
-
-@JIT
-def test_torchs_other_derivatives() -> None:
-    """They are torch's own: of each argument, frozen or not, of several outputs, and of a model."""
-    x, w, b, gate = (normal(*size, seed=i, grad=False) for i, size in enumerate([(2, 3, 4), (5, 4), (5,), (2, 3, 5)]))
-    text = "z = mm + bias; gelu(z) * gate[m,n] * s, sum(z, n)"
-
-    def ours(x: Tensor, w: Tensor, b: Tensor, gate: Tensor) -> Any:
-        y, rows = epigen.linear(x, w, b, text, gate=gate, s=0.5)
-        return y, rows
-
-    def theirs(x: Tensor, w: Tensor, b: Tensor, gate: Tensor) -> Any:
-        z = F.linear(x, w, b)
-        return F.gelu(z) * gate * 0.5, z.sum(-1)
-
-    given = (x, w, b, gate)
-    for requires in (False, True):  # what requires a gradient may have a tangent too
-        primals = tuple(t.clone().requires_grad_(requires) for t in given)
-        for n in range(4):
-            tangents = tuple(normal(*t.shape, seed=9, grad=False) if i == n else torch.zeros_like(t) for i, t in enumerate(given))
-            torch.testing.assert_close(*(torch.func.jvp(f, primals, tangents) for f in (ours, theirs)))
-            torch.testing.assert_close(*(torch.func.jacfwd(f, n)(*given) for f in (ours, theirs)))
-            torch.testing.assert_close(*(torch.func.jacrev(f, n)(*given) for f in (ours, theirs)))
-            with forward_ad.dual_level():
-                duals = [forward_ad.make_dual(t, tangents[n]) if i == n else t for i, t in enumerate(primals)]
-                found, expected = ([forward_ad.unpack_dual(t).tangent for t in f(*duals)] for f in (ours, theirs))
-            torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(*(torch.func.hessian(lambda w, f=f: f(x, w, b, gate)[0].sum())(w) for f in (ours, theirs)))
-    torch.testing.assert_close(*(torch.func.vmap(f, (0, None, None, 0))(*given) for f in (ours, theirs)))
-
-
-@JIT
-def test_torchs_other_derivatives_of_a_model() -> None:
-    torch.manual_seed(0)
-    model, x = epigen.nn.MLP([4, 6, 3], "silu"), normal(5, 4, grad=False)
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-
-    def ours(p: dict[str, Tensor]) -> Tensor:
-        found: Tensor = torch.func.functional_call(model, p, (x,))
-        return found
-
-    def theirs(p: dict[str, Tensor]) -> Tensor:
-        return F.linear(F.silu(F.linear(x, p["0.weight"], p["0.bias"])), p["1.weight"], p["1.bias"])
-
-    torch.testing.assert_close(*(torch.func.grad(lambda p, f=f: f(p).square().sum())(parameters) for f in (ours, theirs)))
-    torch.testing.assert_close(*(torch.func.jvp(f, (parameters,), (parameters,)) for f in (ours, theirs)))
-    frozen = copy.deepcopy(model).requires_grad_(False)
-    torch.testing.assert_close(torch.func.jacfwd(frozen)(x), torch.autograd.functional.jacobian(frozen, x))
-
-
-@pytest.mark.parametrize("lead", [(5,), (2, 3), ()], ids=str)
-def test_a_backward_is_mapped_over_many_gradients(lead: tuple[int, ...]) -> None:
-    layers, (first, *_) = layers_of((4, 6, 3), torch.float32, "relu")
-    y = chain(normal(*lead, 4), layers)
-    grads = normal(4, *y.shape, seed=5, grad=False)
-
-    def backward(grad: Tensor) -> Tensor:
-        return torch.autograd.grad(y, first, grad, retain_graph=True)[0]
-
-    torch.testing.assert_close(torch.func.vmap(backward)(grads), torch.stack([backward(g) for g in grads]))
-
-
-def test_an_operation_is_mapped() -> None:
-    x, w, s = normal(7, 5, 4, grad=False), normal(4, 9, grad=False), normal(7, grad=False)
-    found = torch.func.vmap(lambda x, s: library.program("z = mm * s * t; z, sum(z, n)", None, x, w, [s, None], [2.0]))(x, s)
-    z = x @ w * s[:, None, None] * 2
-    torch.testing.assert_close(found, [z, z.sum(-1)])
-
-
-@JIT
-def test_a_dual_number_elsewhere_changes_nothing(ran: list[str]) -> None:
-    with forward_ad.dual_level():
-        forward_ad.make_dual(torch.ones(2), torch.ones(2))
-        epigen.linear(normal(5, 4), normal(9, 4, seed=1), epilogue="gelu(mm)").sum().backward()
-    assert len(ran) == 2
-
-
-@JIT
-@pytest.mark.parametrize("operation", ["program", "over"])
-def test_an_operation_by_itself_refuses_derivatives(operation: str) -> None:
-    x, w = normal(5, 4, grad=False), normal(9, 4, seed=1, grad=False)
-
-    def run(x: Tensor) -> Tensor:
-        return library.program("tanh(mm)", None, x, w.t(), [], [])[0] if operation == "program" else library.over("tanh(mm)", x, [], [])[0]
-
-    assert not run(x).requires_grad
-    with pytest.raises(CallError, match=rf"torch\.ops\.epigen\.{operation} has no forward-mode derivative: use epigen\.linear"):
-        torch.func.jvp(run, (x,), (x,))
-    for attempt in (lambda: run(normal(5, 4)).sum().backward(), lambda: torch.func.grad(lambda x: run(x).sum())(x)):
-        with pytest.raises(CallError, match=rf"torch\.ops\.epigen\.{operation} has no derivative of its own: use epigen\.linear"):
-            attempt()
-    with torch.no_grad():
-        assert not run(normal(5, 4)).requires_grad
-
-
-@JIT
-@pytest.mark.parametrize("n", range(3))
-def test_a_kernel_refuses_derivatives(n: int) -> None:
-    kernel = epigen.compile("tanh(mm) * s")
-    given = [normal(5, 4, grad=False), normal(4, 9, seed=1, grad=False), torch.tensor(2.0)]
-    t = given[n]
-
-    def run(t: Tensor) -> Any:
-        a, b, s = (t if i == n else v for i, v in enumerate(given))
-        return kernel(a, b, s=s)
-
-    with forward_ad.dual_level(), pytest.raises(CallError, match="an argument has a tangent, and a kernel has no forward-mode derivative"):
-        run(forward_ad.make_dual(t, t))
-    for ask in (lambda: torch.func.jvp(run, (t,), (t,)), lambda: torch.func.grad(lambda t: run(t).sum())(t)):
-        with pytest.raises(CallError, match=r"an argument is one of torch\.func's"):
-            ask()
-    with pytest.raises(CallError, match="an argument requires grad"):
-        run(t.clone().requires_grad_())
-    with torch.no_grad():
-        assert not run(t.clone().requires_grad_()).requires_grad
-
-
 # -- what is refused
 
 
@@ -459,21 +325,6 @@ def test_what_does_not_fit_is_said(change: dict[str, Any], message: str) -> None
     given = {name: normal(*value) if isinstance(value, tuple) else value for name, value in given.items()}
     with pytest.raises(CallError, match=message):
         epigen.linear(given.pop("x"), given.pop("weight"), **given)
-
-
-def test_a_nested_tensor_is_refused() -> None:
-    with pytest.raises(CallError, match="x is a nested tensor, and a dense one was expected"):
-        epigen.linear(torch.nested.nested_tensor([torch.ones(5, 4)], layout=torch.jagged), normal(9, 4))
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_tensors_without_memory(grad: bool) -> None:
-    x, w = torch.empty(2, 3, 4, device="meta"), torch.empty(9, 4, device="meta", requires_grad=grad)
-    y, rows = epigen.linear(x, w, epilogue="y = gelu(mm) * s; y, sum(y, n)", s=0.5)
-    assert (y.shape, rows.shape, y.device.type) == ((2, 3, 9), (2, 3), "meta")
-    if grad:
-        (y.sum() + rows.sum()).backward()
-        assert w.grad is not None and w.grad.shape == w.shape
 
 
 def test_dtypes_that_do_not_fit_are_said() -> None:

@@ -1,4 +1,5 @@
-"""Layers under torch.compile, torch.export, autocast, checkpoints and several processes: tests/training_cases.py in a process of its own."""
+"""Layers under torch.compile, torch.export, autocast, checkpoints and several processes, and in torch.func: tests/training_cases.py and
+tests/derivative_cases.py, in processes of their own."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from epigen import settings
 TESTS = Path(__file__).parent
 
 
-def cases(tmp_path: Path, *workers: str, **environment: str) -> str:
+def cases(file: str, tmp_path: Path, *workers: str, **environment: str) -> str:
     """The cases' report, once they have passed."""
     own = settings.child_environment(interpret=False) | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)} | environment
     options = ["-q", "-p", "no:cacheprovider", *workers, "--show-capture=no", "--rootdir", str(TESTS.parent), "--durations=8"]
-    run = subprocess.run([sys.executable, "-m", "pytest", *options, str(TESTS / "training_cases.py")], env=own, capture_output=True, text=True, check=False)
+    run = subprocess.run([sys.executable, "-m", "pytest", *options, str(TESTS / file)], env=own, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 
@@ -26,12 +27,23 @@ def cases(tmp_path: Path, *workers: str, **environment: str) -> str:
 @pytest.mark.slow
 def test_on_the_cpu(tmp_path: Path) -> None:
     """A case that hangs ends before this does, and so is named."""
-    assert " passed" in cases(tmp_path, "-p", "no:xdist", "--timeout", "120", CUDA_VISIBLE_DEVICES="")
+    assert " passed" in cases("training_cases.py", tmp_path, "-p", "no:xdist", "--timeout", "120", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.slow
+def test_derivatives_on_the_cpu(tmp_path: Path) -> None:
+    assert " passed" in cases("derivative_cases.py", tmp_path, "-p", "no:xdist", "--timeout", "120", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.gpu
+def test_derivatives_on_a_gpu(tmp_path: Path) -> None:
+    report = cases("derivative_cases.py", tmp_path, "-p", "no:xdist")
+    assert " passed" in report and "skipped" not in report
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
 def test_on_a_gpu(tmp_path: Path) -> None:
     """Of all cases one alone may be skipped: that which needs two GPUs. By workers, since torch compiles for minutes."""
-    report = cases(tmp_path, *(("-n", "8") if importlib.util.find_spec("xdist") else ()))
+    report = cases("training_cases.py", tmp_path, *(("-n", "8") if importlib.util.find_spec("xdist") else ()))
     assert " passed" in report and ("skipped" not in report or ", 1 skipped" in report)
