@@ -201,8 +201,8 @@ def test_what_does_not_fit(backend: str, program: str, mm: Any, inputs: dict[str
 
 
 def test_operands_are_not_a_product() -> None:
-    with pytest.raises(TypeError, match="positional"):
-        epigen.compile("mm").over(MM, MM)  # type: ignore[call-arg]
+    with pytest.raises(CallError, match="by position mm is given, and 1 more came"):
+        epigen.compile("mm").over(MM, MM)
 
 
 def test_the_interpreter_does_not_take_bf16() -> None:
