@@ -79,3 +79,8 @@ def test_the_script_records_what_it_found(tmp_path: Path, monkeypatch: pytest.Mo
     found = json.loads((tmp_path / "mutants.json").read_text())
     assert ended.value.code in (0, False) and found["environment"]["commit"] == "abc1234" and (found["count"], found["seed"], found["failures"]) == (3, 7, [])
     assert sum(found["outcomes"].values()) == 3 and str(tmp_path / "mutants.json") in capsys.readouterr().out
+
+
+def test_the_recorded_result_is_of_five_thousand_and_none_failed() -> None:
+    found = json.loads((mutants.record.RESULTS / "mutants.json").read_text())
+    assert found["count"] >= 5000 and sum(found["outcomes"].values()) == found["count"] and found["failures"] == [] and "FAILED" not in found["outcomes"]

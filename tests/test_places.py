@@ -7,6 +7,8 @@ import pwd
 import stat
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,19 +172,25 @@ assert os.listdir(".") == [], os.listdir(".")
 """
 
 
-def test_calls_work_for_a_user_who_may_write_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("stranger")
-    for parent in (folder, folder.parent, folder.parent.parent):
-        parent.chmod(stat.S_IMODE(parent.stat().st_mode) | 0o055)  # pytest's own are closed to others
-    closed, current = folder / "closed", folder / "current"
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that every user can look into, unlike pytest's own."""
+    with tempfile.TemporaryDirectory(prefix="epigen-stranger-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
+
+
+def test_calls_work_for_a_user_who_may_write_nothing(public: Path) -> None:
+    closed, current = public / "closed", public / "current"
     closed.mkdir(mode=0o700)
     current.mkdir()
-    opened(folder / "some").add(record())
+    opened(public / "some").add(record())
     if os.getuid() != 0:
         closed.chmod(0)
     done = subprocess.run(
-        [sys.executable, "-c", STRANGER, folder / "some", closed, current],
-        env=settings.child_environment(interpret=True) | {"HOME": str(folder)}, capture_output=True, text=True, check=False,
+        [sys.executable, "-c", STRANGER, public / "some", closed, current],
+        env=settings.child_environment(interpret=True) | {"HOME": str(public)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     closed.chmod(0o700)
     assert done.returncode == 0, done.stderr
