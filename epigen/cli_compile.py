@@ -262,9 +262,9 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: st
     lines to say, which are said at once where it is too far: VerificationError is raised then."""
     import torch
 
+    from epigen.codegen.lower import uninterpretable
     from epigen.codegen.standalone import check_shape
     from epigen.runtime import verify
-    from epigen.runtime.arguments import uninterpretable
     from epigen.runtime.kernel import Kernel
 
     on_gpu = torch.cuda.is_available()

@@ -19,10 +19,11 @@ from epigen import api, cli, settings
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
 from epigen.codegen.standalone import standalone
-from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType
+from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
 from epigen.runtime.device import TARGETS
 
 SMALL = schedules.config("tiled", block_m=32, block_n=32, block_k=32, group_m=4, num_warps=4, num_stages=2)
+EARLY = schedules.config("tiled", block_m=32, block_n=32, block_k=32, group_m=1, num_warps=4, num_stages=2, early=1, one_launch=1)
 LIBRARY = schedules.config("library", block_m=8, block_n=64, num_warps=4)
 
 
@@ -71,9 +72,15 @@ FILES = (
     File("z = mm + bias; relu(z), bgrad(z)", ("acc + bias", "acc - bias"), config=split_k(), k=4096),
     File("mm", ("torch.mm(a, b, out=out)", "torch.mm(a, b, out=out).mul_(2)"), FP32, LIBRARY),
     File("z = mm; z", ("torch.mm(a, b, out=z)", "torch.mm(a, b, out=z).mul_(2)"), BF16, LIBRARY),
+    File("relu(mm + bias), bgrad(mm)", ("acc + bias", "acc - bias"), config=EARLY, k=4096),
+    File("z = mm + bias; z, bgrad(z)", ("acc + bias", "acc - bias"), config=split_k(one_launch=1), k=4096),
+    File("cast(mm, fp16)", ("acc.to(tl.float16)", "(2 * acc).to(tl.float16)"), FP8E5M2),
     # names that the file itself uses
     File("mm * v1[m] + v0[n] - v2", ("", "")),
     File("where(bits(unpack), mm, reference[m,n]) * integers", ("", "")),
+    File("mm * pdl + why[n]", ("", "")),
+    File("mm * TensorDescriptor[n] + described", ("", ""), config=persistent(), k=4096),
+    File("sys = mm * float16_; known = sys * dtype + shape[m]; sys, known", ("", "")),
     File("os = mm * device + inputs[n]; os, sum(os)", ("", ""), config=LIBRARY),
 )  # fmt: skip
 GPU_ONLY = (
@@ -177,9 +184,14 @@ def test_a_wrong_kernel_ends_with_a_failure(away: Path) -> None:
     assert "agrees" not in done.stdout
 
 
-def test_dtypes_that_the_interpreter_gets_wrong_ask_for_a_gpu(away: Path) -> None:
+def test_what_the_interpreter_cannot_run_asks_for_its_gpu(away: Path) -> None:
+    """In the file's heading as well."""
     ends = self_checks(away, {f"file{i}": f.source for i, f in enumerate(GPU_ONLY)})
-    assert len(ends) == len(GPU_ONLY) and all(end.startswith("SystemExit: this kernel needs a GPU: Triton's interpreter r") for end in ends.values())
+    for file, end in zip(GPU_ONLY, ends.values(), strict=True):
+        gluon = file.config.schedule == "warp_specialized"
+        needed = "an NVIDIA GPU of compute capability 9.0 (Hopper)" if gluon else "a GPU"
+        assert end.startswith(f"SystemExit: this kernel needs {needed}: ") and ("Gluon" in end) == gluon
+        assert f"# Run this file for a self-check against torch: on {needed}.\n" in file.source
 
 
 LAUNCH = """
@@ -226,7 +238,7 @@ def test_the_launcher_can_be_imported_and_called(away: Path) -> None:
     done = python(away, "launch.py")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
-        "a is [50, 33] and b is [32, 70]: K differs",
+        "b is torch.float16 [32, 70] on cpu, and torch.float16 [K, N] = [33, 70] on cpu was expected",
         "this kernel was made for K divisible by 32, and K is 33",
         "by name",
     ]
@@ -238,7 +250,13 @@ def test_what_a_file_is_made_of(file: File) -> None:
     tree = ast.parse(source)
     imported = {alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module).split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"sys", "warnings", "torch", *({"os", "triton"} if "@triton.jit" in source or "@gluon.jit" in source else ())}
+    assert imported == {
+        "sys",
+        "warnings",
+        "torch",
+        *({"triton"} if "@triton.jit" in source or "@gluon.jit" in source else ()),
+        *({"os"} if "TRITON_INTERPRET" in source else ()),
+    }
     assert source.startswith(f"# {file.text.split('; ')[0]}\n") and source.endswith("\n")
     assert not any(line != line.rstrip() for line in source.splitlines())
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]

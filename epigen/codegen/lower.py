@@ -6,7 +6,7 @@ Requires a normalised graph. Ensures that every name is used, and that a line's 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from epigen import ops
@@ -126,6 +126,12 @@ def output_dtype(graph: Graph, output: Output, a: DType) -> DType:
     if a == INT8:
         return INT32 if node.op == g.MM else FP32
     return BF16 if a.is_fp8 else a
+
+
+def uninterpretable(graph: Graph, held: Iterable[DType | None], outputs: Iterable[DType]) -> DType | None:
+    """A dtype of the call that Triton's interpreter gets wrong, if any: bf16 anywhere, and rounding to fp8 (seen in 3.6.0 and 3.9.0)."""
+    rounded = [*outputs, *(n.dtype for n in graph.nodes if n.dtype is not None)]
+    return next((t for t in held if t == BF16), None) or next((t for t in rounded if t == BF16 or t.is_fp8), None)
 
 
 def kernel_name(text: str) -> str:

@@ -1,20 +1,26 @@
 """A stand-alone file around a rendered module: the kernels, a plain launcher, and a self-check against torch.
 
-The file needs torch and triton only. Its reference is the operation table's torch column, so what it checks against is what epigen's
-own oracle computes.
+The file needs torch and triton only. Its launcher refuses, in words, what the kernel was not made for: other dtypes, extents and devices, offsets
+past its width, GPUs that it does not run on. What the file itself names, beside what no program may name, begins with an underscore: no input or
+output does. Its reference is the operation table's torch column, so what it checks against is what epigen's own oracle computes.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from epigen import ops
 from epigen.codegen import schedules
+from epigen.codegen.lower import uninterpretable
 from epigen.codegen.render import PDL, Argument, Function, Rendered, Renderer, arrivals, units
-from epigen.codegen.schedules import SCHEDULES, parts
+from epigen.codegen.schedules import SCHEDULES, Schedule, parts
 from epigen.codegen.spec import EXACT_INT8, LINE_BYTES, TMA_BYTES, Choice, KernelConfig, KernelSpec, number, parameter
-from epigen.dtypes import BF16, FP32, INT8, DType
+from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
 
+_PAST = 1 << 14
+"""How far a kernel's indices may go past an extent, to the end of a tile, a step or a part of K."""
 _COUNTED = {"parts_m": "tiles_m", "parts_n": "tiles_n", "1": "1"}
 """How many counters there are, as text over the launcher's variables; else one a tile, or two."""
 
@@ -31,12 +37,11 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
         schedule=schedule, multiplies=schedule.multiplies, parts=parts(config), splits=schedules.splits(config), tiles=_tiles(config),
         counters=" + ".join(_COUNTED.get(name) or f"{'2 * ' * (name == 'groups')}{_tiles(config)}" for name in arrivals(spec, config)),
         block_m=config["block_m"], block_n=config["block_n"], block_k=dict(config.values).get("block_k", 32),
-        brought=list(schedules.loaded_by_tma(spec, config)),
         words=[i.name for i in spec.inputs if i.name in units(spec, config)["in_words"]],
-        padded=[a for f in rendered.functions[:1] for a in f.arguments if a.padded], tma_bytes=TMA_BYTES, line_bytes=LINE_BYTES, exact_int8=EXACT_INT8,
-        check_shape=check_shape(spec, config), divisors=_divisors(spec, rendered), transposed=[t for t in "ab" if _transposed(spec, config, t)],
+        tma_bytes=TMA_BYTES, line_bytes=LINE_BYTES, exact_int8=EXACT_INT8, past=_PAST, nonempty=_nonempty(spec, config),
+        check_shape=check_shape(spec, config), divisors=_divisors(spec, config, rendered), transposed=[t for t in "ab" if _transposed(spec, config, t)],
         reference=_reference(graph, spec), results=_results(graph), tolerance=_tolerance(graph, spec),
-        interpretable=rendered.whole or (schedule.dialect == "triton" and not any(t == BF16 or t.is_fp8 for t in _dtypes(graph, spec))),
+        **_where(graph, spec, schedule, rendered.whole), setting=_setting(spec),
         packed_in=any(i.packed for i in spec.all_inputs), packed_out=any(o.packed for o in spec.outputs),
     )  # fmt: skip
 
@@ -55,9 +60,49 @@ def check_shape(spec: KernelSpec, config: KernelConfig) -> tuple[int, int, int]:
     return config["block_m"] + tail(3, divisors.get("M", 1)), config["block_n"] + tail(5, divisors.get("N", 1)), k
 
 
-def _divisors(spec: KernelSpec, rendered: Rendered) -> dict[str, int]:
-    """What the launcher divides without remainder, as text over its variables."""
-    return {_argument(a.of, spec): a.factor for f in rendered.functions for a in f.arguments if a.of}
+def _where(graph: Graph, spec: KernelSpec, schedule: Schedule, whole: bool) -> dict[str, Any]:
+    """Where the file runs: the GPUs that its kernel needs, if not all will do, and whether Triton's interpreter can run it.
+
+    needs, capability: what the only GPUs are called, and a comparison of theirs. nvidia_from: the least compute capability, of NVIDIA's.
+    """
+    rounded = uninterpretable(graph, [spec.signature.a, spec.signature.b, *(i.dtype for i in spec.all_inputs)], [o.dtype for o in spec.outputs])
+    interpretable = whole or (schedule.dialect == "triton" and rounded is None)
+    needs = capability = ""
+    if schedule.capabilities is not None:
+        least, only = schedule.capabilities.start, len(schedule.capabilities) == 1
+        needs = f"an NVIDIA GPU of compute capability {least // 10}.{least % 10}{' (Hopper)' if only else ' or later'}"
+        capability = f"{'==' if only else '>='} {divmod(least, 10)}"
+    fp8 = FP8E4M3 in (*(t for t in (spec.signature.a, spec.signature.b)), *(o.dtype for o in spec.outputs), *(n.dtype for n in graph.nodes))
+    why = "it is written in Gluon, which Triton's interpreter cannot run (epigen compile --schedule tiled makes one that it can)"
+    if schedule.dialect == "triton":
+        why = f"Triton's interpreter rounds to {rounded} wrongly"
+    beside = "" if not interpretable else ", or without one on the CPU" if whole else ", or without one under Triton's interpreter"
+    return {
+        "interpretable": interpretable, "needs": needs, "capability": capability, "nvidia_from": (8, 9) if fp8 else (), "no_interpreter": why,
+        "runs": f"on {needs or 'a GPU'}{beside}",
+    }  # fmt: skip
+
+
+def _setting(spec: KernelSpec) -> tuple[str, str] | None:
+    """The setting of torch's products that sums in fp32 want, if one does: else the vendor may round what it adds."""
+    sig = spec.signature
+    if sig.a == FP32:
+        return "fp32_precision", f'"{sig.precision}"'
+    return (f"allow_{sig.a}_reduced_precision_reduction", "False") if sig.a in (FP16, BF16) else None
+
+
+def _nonempty(spec: KernelSpec, config: KernelConfig) -> list[str]:
+    """The extents of which none may be 0."""
+    if SCHEDULES[config.schedule].descriptors:
+        return ["M", "N", "K"]
+    return ["M", "N"] if any(schedules.finished_inside(f, config) for f in spec.finishes) else []
+
+
+def _divisors(spec: KernelSpec, config: KernelConfig, rendered: Rendered) -> dict[str, int]:
+    """What the launcher divides without remainder, and rows that are stored by TMA, as text over its variables."""
+    found = {_argument(a.of, spec): a.factor for f in rendered.functions for a in f.arguments if a.of}
+    stored = [TMA_BYTES // s.dtype.bytes for s in spec.stores if s.name in schedules.stored_by_tma(spec, config)]
+    return found | ({"N": max(stored)} if stored else {})
 
 
 def _transposed(spec: KernelSpec, config: KernelConfig, operand: str) -> bool:
@@ -65,11 +110,6 @@ def _transposed(spec: KernelSpec, config: KernelConfig, operand: str) -> bool:
     if SCHEDULES[config.schedule].descriptors:
         return spec.signature.layout["ab".index(operand)] == "t"
     return f"stride_{operand}{'k' if operand == 'a' else 'n'}" in dict(spec.signature.factors)
-
-
-def _dtypes(graph: Graph, spec: KernelSpec) -> list[DType]:
-    named = [spec.signature.a, spec.signature.b, *(o.dtype for o in spec.outputs), *(i.dtype for i in spec.all_inputs)]
-    return [t for t in (*named, *(n.dtype for n in graph.nodes)) if t is not None]
 
 
 def _launch(spec: KernelSpec, config: KernelConfig, function: Function) -> dict[str, object]:
@@ -82,7 +122,7 @@ def _launch(spec: KernelSpec, config: KernelConfig, function: Function) -> dict[
         grid = f"triton.cdiv({function.finish.indices.upper()}, {dict(function.constants)['BLOCK_X']})"
     else:
         grid = "1"
-    options = [f"{n}={v}" for n, v in function.constants] + [f"{PDL}=pdl"]
+    options = [f"{n}={v}" for n, v in function.constants] + [f"{PDL}=False"]
     options += [f"num_warps={function.num_warps}", f"num_stages={function.num_stages}", "enable_fp_fusion=True"]
     return {"name": function.name, "grid": grid, "arguments": [_passed(a, spec, function.dialect) for a in function.arguments], "options": options}
 
@@ -94,13 +134,12 @@ def _tiles(config: KernelConfig) -> str:
 
 def _passed(argument: Argument, spec: KernelSpec, dialect: str) -> str:
     if argument.block:
-        tensor, shared = argument.name.removesuffix("_desc"), ""
-        if dialect == "gluon":
-            held = {o.name: o.dtype for o in spec.outputs} | {i.name: i.dtype for i in spec.inputs if i.dtype is not None}
-            element = held.get(tensor, spec.signature.a)
-            shared = f", gl.NVMMASharedLayout.get_default_for({list(argument.block)}, gl.{element.triton})"
-        tensor += "_padded" if argument.padded else ".T" * argument.transposed
-        return f"TensorDescriptor.from_tensor({tensor}, {list(argument.block)}{shared})"
+        tensor = argument.name.removesuffix("_desc")
+        written = {o.name: o.dtype for o in spec.outputs}
+        held = written | {i.name: i.dtype for i in spec.inputs if i.dtype is not None}
+        element = f", gl.{held.get(tensor, spec.signature.a).triton}" if dialect == "gluon" else ""
+        rows = tensor if tensor in written else f"_aligned({tensor}{'.T' * argument.transposed})"
+        return f"_described({rows}, {list(argument.block)}{element})"
     return f"{_argument(argument.of, spec)} // {argument.factor}" if argument.of else _argument(argument.name, spec)
 
 

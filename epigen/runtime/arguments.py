@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epigen.codegen import lower
 from epigen.codegen.spec import LINE_BYTES, PRODUCT, TMA_BYTES
-from epigen.dtypes import BF16, BY_TORCH, FP16, FP32, OPERANDS, UINT8, DType
+from epigen.dtypes import BF16, BY_TORCH, FP16, FP32, OPERANDS, UINT8
 from epigen.errors import CallError, near_miss
 from epigen.ir import graph as g
-from epigen.ir.graph import Graph, Node
+from epigen.ir.graph import Node
 
 ALIGNED_BYTES = 16
 """Triton compiles one kernel for addresses that are multiples of this, and another for those that are not."""
@@ -229,9 +229,3 @@ def process_precision() -> str:
     # what the attribute asks, without the 2 us of Python around it
     found = torch.backends.cuda.matmul.fp32_precision if _torchs_precision is None else _torchs_precision("cuda", "matmul")
     return "tf32" if found == "tf32" else "ieee"
-
-
-def uninterpretable(graph: Graph, held: Iterable[DType | None], outputs: Iterable[DType]) -> DType | None:
-    """A dtype of the call that Triton's interpreter gets wrong, if any: bf16 anywhere, and rounding to fp8 (seen in 3.6.0 and 3.9.0)."""
-    rounded = [*outputs, *(n.dtype for n in graph.nodes if n.dtype is not None)]
-    return next((t for t in held if t == BF16), None) or next((t for t in rounded if t == BF16 or t.is_fp8), None)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from epigen.codegen import schedules
-from epigen.codegen.lower import describable, lower, over_product, signature_of_contiguous
+from epigen.codegen.lower import describable, lower, over_product, signature_of_contiguous, uninterpretable
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import EXACT_INT8, PRODUCT, Choice, KernelConfig, KernelSpec, Provisional, Signature, factors, index_bits, k_multiple, whole_words
@@ -368,7 +368,7 @@ class Kernel:
 
     def _check_interpretable(self, values: tuple[Any, ...], found: list[outputs.Out]) -> None:
         held = [BY_TORCH.get(str(t.dtype)) for t in values if isinstance(t, Tensor)]
-        if culprit := arguments.uninterpretable(self._graph, held, [o.dtype for o in found]):
+        if culprit := uninterpretable(self._graph, held, [o.dtype for o in found]):
             raise CallError(f"Triton's interpreter rounds to {culprit} wrongly: use fp16 or fp32 there, and {culprit} on a GPU")
 
 
