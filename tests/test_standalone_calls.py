@@ -198,8 +198,9 @@ def test_what_does_not_fit_is_refused_before_it_is_read(away: Path) -> None:
 
 # Few pages are touched, so that all of it fits in any memory.
 FAR = """
-import sys
+import sys, warnings
 import torch
+warnings.simplefilter("ignore")
 fused = __import__(sys.argv[1])
 a, b = torch.randn(4, 64).half(), torch.randn(64, 24).half()
 base = torch.empty(3 * 2**30 + 4096, dtype=torch.float16)

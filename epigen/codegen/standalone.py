@@ -14,13 +14,11 @@ from epigen.codegen import schedules
 from epigen.codegen.lower import uninterpretable
 from epigen.codegen.render import PDL, Argument, Function, Rendered, Renderer, arrivals, units
 from epigen.codegen.schedules import SCHEDULES, Schedule, parts
-from epigen.codegen.spec import EXACT_INT8, LINE_BYTES, TMA_BYTES, Choice, KernelConfig, KernelSpec, number, parameter
+from epigen.codegen.spec import EXACT_INT8, LINE_BYTES, PAST, TMA_BYTES, Choice, KernelConfig, KernelSpec, number, parameter
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
 
-_PAST = 1 << 14
-"""How far a kernel's indices may go past an extent, to the end of a tile, a step or a part of K."""
 _COUNTED = {"parts_m": "tiles_m", "parts_n": "tiles_n", "1": "1"}
 """How many counters there are, as text over the launcher's variables; else one a tile, or two."""
 
@@ -38,7 +36,7 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
         counters=" + ".join(_COUNTED.get(name) or f"{'2 * ' * (name == 'groups')}{_tiles(config)}" for name in arrivals(spec, config)),
         block_m=config["block_m"], block_n=config["block_n"], block_k=dict(config.values).get("block_k", 32),
         words=[i.name for i in spec.inputs if i.name in units(spec, config)["in_words"]],
-        tma_bytes=TMA_BYTES, line_bytes=LINE_BYTES, exact_int8=EXACT_INT8, past=_PAST, nonempty=_nonempty(spec, config),
+        tma_bytes=TMA_BYTES, line_bytes=LINE_BYTES, exact_int8=EXACT_INT8, past=PAST, nonempty=_nonempty(spec, config),
         check_shape=check_shape(spec, config), divisors=_divisors(spec, config, rendered), transposed=[t for t in "ab" if _transposed(spec, config, t)],
         reference=_reference(graph, spec), results=_results(graph), tolerance=_tolerance(graph, spec),
         **_where(graph, spec, schedule, rendered.whole), setting=_setting(spec),
