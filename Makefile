@@ -1,6 +1,7 @@
 # make demo         print a kernel
-# make test         the CPU tests on the newest Triton, then the fast ones on the oldest
-# make test-oldest  the fast ones on the oldest alone
+# make test         the CPU tests on the newest Triton, then the fast ones on the oldest, whatever became of the former
+# make test-newest  the former alone
+# make test-oldest  the latter alone
 # make lint         ruff and mypy
 # make clean        remove what the others made
 
@@ -20,8 +21,9 @@ OLDEST_NUMPY := numpy==2.3.5
 demo: $(VENV)/.installed
 	$(VENV)/bin/epigen compile "relu(mm+bias)" --schedule tiled
 
-test: test-newest
-	$(MAKE) test-oldest
+# one after the other, also under make -j; it fails if either fails
+test:
+	$(MAKE) --keep-going --jobs=1 test-newest test-oldest
 
 test-newest: $(VENV)/.installed-test
 	$(VENV)/bin/python $(PYTEST) -m "not gpu"

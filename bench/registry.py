@@ -50,6 +50,7 @@ CLAIMS = (
     Claim("digits", "an MLP learns to read digits as it does in eager torch", gpus=0),
     Claim("training", "a training step and its memory, against eager torch, torch.compile and nvmath's epilogues"),
     Claim("sweep", "whole search spaces, for the claims about search and model"),
+    Claim("front", "what epigen's own Python costs, beside importing torch: starting, from a text to a kernel, ranking, look-up", gpus=0),
     Claim("replay", "how soon a search finds a good config", gpus=0),
     Claim("model", "how well the model ranks configs", gpus=0, recorded=False),
     Claim("winner", "a search finds what measuring everything finds"),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import postgres_server
 import pytest
 from bounded_interpreter import bound
@@ -26,6 +27,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # A script's background jobs begin with Ctrl-C ignored, and so does all that they start: the tests of Ctrl-C waited there for ever
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# no test is judged by how fast it is
+hypothesis.settings.register_profile("on any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("on any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -42,7 +42,7 @@ def replay(recorded: Table = SQUARE) -> Replay:
 
 def test_the_command_runs_as_a_new_process_with_nothing_of_earlier_ones() -> None:
     paths = [str(record.RESULTS / f"sweep_{name}.json") for name in ("skinny", "drelu_bgrad")]
-    run = command.tune(["--replay", paths[0], "--replay", paths[1], "--trials", "12"], timeout_s=120)
+    run = command.tune(["--replay", paths[0], "--replay", paths[1], "--trials", "12"])
     assert [p["shape"] for p in run.problems] == [[16, 4096, 4096], [4096, 4096, 1024]] and not run.failed
     assert 0 < sum(run.search_s) <= run.searching_s < run.wall_s, "the lines that tell of both problems are found, one after the other"
     told = run.record()
@@ -71,9 +71,9 @@ def test_a_command_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
     with pytest.raises(RuntimeError, match=r"status 2(.|\n)*no GPU is at hand"):
-        command.tune(["mm", "--shape", "64x64x64"], timeout_s=120)
+        command.tune(["mm", "--shape", "64x64x64"])
     with pytest.raises(RuntimeError, match=r"printed no JSON, status 1(.|\n)*unknown name"):
-        command.tune(["relu(mm + bais)", "--shape", "64x64x64"], timeout_s=120)
+        command.tune(["relu(mm + bais)", "--shape", "64x64x64"])
 
 
 def test_part_of_a_suite_is_a_suite() -> None:

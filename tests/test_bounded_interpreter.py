@@ -16,6 +16,9 @@ import epigen
 from epigen import settings
 from epigen.codegen.render import Rendered, Renderer
 
+pytestmark = pytest.mark.triton
+
+
 # by itself, for Triton decides once whether it interprets
 KERNELS = """
 import json, sys, torch

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,37 @@ import pytest
 from bench import __main__ as bench
 from bench import bars, cases, compare, peers, record, registry
 from bench.registry import Claim
+from epigen.runtime import device
+
+needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib draws the results, and no test needs it")
 
 # -- the table of claims
 
 
-@pytest.mark.parametrize("claim", registry.CLAIMS, ids=lambda c: c.name)
-def test_every_claim_has_a_script(claim: Claim) -> None:
-    assert importlib.util.find_spec(claim.module) is not None and claim.what
-    source = Path(str(importlib.util.find_spec(claim.module).origin)).read_text()  # type: ignore[union-attr]
-    assert "def main() -> None:" in source and 'if __name__ == "__main__":\n    main()' in source
-    assert claim.recorded == ("record.add_options(parser)" in source)
-    wants = any(words in source for words in ("gpu_at_hand", "GpuRunner(", "this wants two GPUs", "timing.graphed", "command.tune(", "pytest"))
-    assert wants == (claim.gpus > 0)
+@pytest.mark.parametrize(
+    "claim", [pytest.param(c, marks=needs_matplotlib if c.name in ("plot", "figures") else ()) for c in registry.CLAIMS], ids=lambda c: c.name
+)
+def test_every_claim_has_a_script_that_takes_what_the_table_says(claim: Claim, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [claim.name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(claim.module).main()
+    told = capsys.readouterr().out
+    assert ended.value.code == 0 and claim.what and ("--commit" in told and "--out" in told) == claim.recorded
+    assert all(option in told for option in claim.arguments[::2])
+
+
+# those that run a command or tests of their own are told by these
+_ASKED_BY_OTHERS = {"bench.differential", "bench.memcheck", "bench.gem", "bench.sweep", "bench.cold"}
+
+
+@pytest.mark.parametrize("claim", [c for c in registry.CLAIMS if c.gpus and c.module not in _ASKED_BY_OTHERS], ids=lambda c: c.name)
+def test_a_script_that_wants_a_gpu_says_so(claim: Claim, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(device, "at_hand", lambda: None)
+    monkeypatch.setattr(device, "indices", lambda: ())
+    monkeypatch.setattr(sys, "argv", [claim.name, *claim.arguments, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"this wants (a GPU|two GPUs)"):
+        importlib.import_module(claim.module).main()
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_script_is_forgotten() -> None:
@@ -59,7 +77,7 @@ def on(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
 def test_without_a_gpu_what_wants_one_is_skipped_in_words(ran: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     on(monkeypatch, 0)
     assert bench.main([]) == 0
-    assert [c[1] for c in ran] == ["bench.mutants", "bench.fuzz", "bench.digits", "bench.replay", "bench.model", "bench.plot", "bench.figures"]
+    assert [c[1] for c in ran] == ["bench.mutants", "bench.fuzz", "bench.digits", "bench.front", "bench.replay", "bench.model", "bench.plot", "bench.figures"]
     told = capsys.readouterr().out
     assert "headline: skipped: it wants a GPU, and there is none" in told and "devices: skipped: it wants 2 GPUs, and there is none" in told
 
@@ -171,9 +189,17 @@ def test_other_layouts_of_results_are_compared_too(tmp_path: Path, capsys: pytes
     assert "first call: epigen against one microsecond" in capsys.readouterr().out
 
 
-def test_the_stored_results_are_as_good_as_themselves(capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare.main([str(record.RESULTS)] * 2) == 0
-    assert " ratios compared: 0 slower by more than the noise, 0 faster" in capsys.readouterr().out
+@pytest.mark.parametrize("name", ["headline", "host", "compiled", "gem_fp16", "training"])
+def test_a_stored_result_whose_every_kernel_takes_twice_as_long_is_slower_throughout(name: str) -> None:
+    """The forms that the scripts write are those that are compared."""
+    old = json.loads((record.RESULTS / f"{name}.json").read_text())
+    new = json.loads(json.dumps(old))
+    for _, timed in compare.timings(new):
+        for contender, time in timed.items():
+            time["median_us"] *= 2 if contender.startswith("epigen") else 1  # type: ignore[index]
+    found = list(compare.changes(old, new))
+    assert len(found) > 5 and all(change.slower == pytest.approx(1) for change in found)
+    assert not any(change.slower for change in compare.changes(old, old))
 
 
 def test_a_kernel_that_gives_no_answer_any_more_is_a_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,9 +261,6 @@ def drawn_rows() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib draws the results, and no test needs it")
-
-
 @needs_matplotlib
 def test_figures_are_drawn_from_the_stored_results_alone(tmp_path: Path) -> None:
     from bench import figures
@@ -271,12 +294,3 @@ def test_every_stored_result_that_has_a_figure_has_it_beside_it(tmp_path: Path) 
     found = {p.name for p in figures.draw(record.RESULTS, tmp_path)}
     assert found <= {p.name for p in record.RESULTS.iterdir()}, "run: python -m bench.figures"
     assert {f"{name}.svg" for name in ("ratios", "roofline", "seeds", "host")} <= found
-
-
-def test_the_prototypes_figures_have_a_source_and_are_of_known_programs() -> None:
-    seed = json.loads((Path(compare.__file__).parent / "seed.json").read_text())
-    assert seed["gpu"] == "NVIDIA H200" and "2026-11-20" in seed["source"]
-    known = set(cases.TABLE)
-    rows: Sequence[dict[str, Any]] = [*seed["times"], *seed["ratios"]]
-    assert len(rows) == 9 * 3 + 8 * 4 and all(tuple(r["shape"]) in known and r["program"] in cases.BY_NAME for r in rows)
-    assert all(0.1 < v < 2 for r in seed["ratios"] for v in r["mm_over"].values()) and all(v > 1 for r in seed["times"] for v in r["us"].values())

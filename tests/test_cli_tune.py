@@ -329,7 +329,7 @@ def test_ctrl_c_from_a_terminal_ends_a_replay_with_a_table() -> None:
         assert process.stderr
         first = process.stderr.readline()
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate()
     assert first.startswith("1/84 ")
     assert process.returncode == 130, err
     assert out.startswith("  M x N x K") and re.search(r"^  \d+x\d+x\d+ ", out, re.MULTILINE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import cases
 import pytest
@@ -18,8 +19,9 @@ from epigen.runtime.kernel import Kernel
 
 INTERPRETED = cases.share(list(cases.interpreter_cases()), 3)
 # which knows no config, and to which a large case says no more than a small one
-REFERRED = list(dict.fromkeys(replace(c, config=None) for c in cases.all_cases() if c.shape[0] * c.shape[1] <= 1 << 20))
-FAST = set(cases.share(INTERPRETED, 6))
+REFERRED = list(dict.fromkeys(replace(c, config=None, shape=(min(c.shape[0], 128), min(c.shape[1], 128), c.shape[2])) for c in cases.all_cases()))
+EXACT = [c for c in cases.exact_cases() if c.interpretable]
+FAST = {*cases.share(INTERPRETED, 12), *cases.share(EXACT, 4)}
 
 
 def arguments(case: Case, kernel: Kernel, device: str) -> verify.Sample:
@@ -53,7 +55,11 @@ def check(case: Case, kernel: Kernel, device: str) -> None:
     assert case.integers or all(d.promised > 0.5 for d in found.values()), found
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in FAST else [pytest.mark.slow]) for c in INTERPRETED], ids=str)
+def marked(chosen: list[Case]) -> list[Any]:
+    return [pytest.param(c, marks=[pytest.mark.triton, *([] if c in FAST else [pytest.mark.slow])]) for c in chosen]
+
+
+@pytest.mark.parametrize("case", marked(INTERPRETED), ids=str)
 def test_interpreter(case: Case) -> None:
     check(case, epigen.compile(case.text, config=case.config, backend="interpreter", precision=case.precision), "cpu")
 
@@ -70,7 +76,7 @@ def test_gpu(case: Case) -> None:
     check(case, epigen.compile(case.text, config=case.config, precision=case.precision), "cuda")
 
 
-@pytest.mark.parametrize("case", [c for c in cases.exact_cases() if c.interpretable], ids=str)
+@pytest.mark.parametrize("case", marked(EXACT), ids=str)
 def test_integers_bit_for_bit(case: Case) -> None:
     check_bits(case, epigen.compile(case.text, config=case.config, backend="interpreter"), "cpu")
 

@@ -12,6 +12,9 @@ import torch
 
 from epigen import settings
 
+pytestmark = pytest.mark.triton
+
+
 TESTS = Path(__file__).parent
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from cases import persistent, warp_specialized
+from counting import calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tuned import A100, H100, NAME, OTHER_KIND, OTHER_SPEC, TRITON, config, opened, problem, record
@@ -346,19 +346,14 @@ def far_shapes() -> Iterator[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("wanted", [(4096, 4096, 4096), (4100, 2000, 5000), (10**9, 1, 1), (17, 600, 700), (2048, 8, 8)])
 @pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100 PCIe"])
-def test_a_look_up_takes_a_few_milliseconds(tmp_path: Path, wanted: tuple[int, int, int], gpu: str) -> None:
+def test_a_look_up_does_not_go_through_all_records(tmp_path: Path, wanted: tuple[int, int, int], gpu: str) -> None:
+    """bench.front has it in milliseconds."""
     chain = opened(tmp_path)
     chain.add(*(record(shape, config=config(b)) for shape, b in zip(far_shapes(), itertools.cycle((64, 128)), strict=False)))
     call: Callable[[], object] = lambda: chain.find(problem(wanted, gpu=gpu), TRITON)  # noqa: E731
     call()
     assert len(chain.records()) > 800
-    # the least of some runs: a busy machine makes single ones long
-    times = []
-    for _ in range(30):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    assert min(times) < 4e-3
+    assert calls(call) < 500
 
 
 def test_of_several_lenders_the_model_takes_the_fastest_here(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import time
 from collections import Counter
 from dataclasses import replace
 from statistics import geometric_mean
@@ -14,6 +13,7 @@ import cases
 import numpy as np
 import pytest
 from cases import persistent, warp_specialized
+from counting import calls
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -676,16 +676,13 @@ def test_wide_dtypes_take_longer() -> None:
     assert us(BF16) == us(FP16)
 
 
-def test_two_thousand_configs_are_ranked_in_half_a_second() -> None:
+def test_ranking_takes_a_few_hundred_calls_a_config() -> None:
+    """Every untuned problem waits for it once, with thousands of configs; bench.front has it in seconds."""
     spec = spec_of(LONG)
-    configs = (3 * list(Space(spec, SQUARE, H200.target).every()))[:2000]
+    configs = list(Space(spec, SQUARE, H200.target).every())[:2000]
     assert len(configs) == 2000
-    spans = []
-    for _ in range(3):
-        start = time.perf_counter()
-        model.rank(spec, configs, SQUARE, H200)
-        spans.append(time.perf_counter() - start)
-    assert min(spans) < 0.5
+    some, all_of_them = (calls(lambda: model.rank(spec, configs[:n], SQUARE, H200)) for n in (500, 2000))  # noqa: B023  # called at once
+    assert all_of_them < 300 * 2000 and all_of_them < 5 * some
 
 
 # -- the table of GPUs

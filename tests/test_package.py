@@ -23,7 +23,6 @@ from epigen.uncollected import uncollected
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ("templates", "tuning_db")
-IMPORT_SECONDS = 0.3
 
 
 def run(command: list[str | Path], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -43,25 +42,20 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_starting_is_light(start: str) -> None:
-    """No torch, no Triton, and quick; the best of several runs, because other tests load the machine."""
+@pytest.mark.parametrize(("start", "packages", "most"), [("import", [], 80), *((s, ["click"], 220) for s in STARTS if s != "import")])
+def test_starting_is_light(start: str, packages: list[str], most: int) -> None:
+    """Nothing of what others install but click, and few modules at all: torch alone has more than a thousand. bench.front has it in seconds."""
     code = (
-        "import json, sys, time\n"
-        "began = time.perf_counter()\n"
+        "import json, sys\n"
+        "before = set(sys.modules)\n"
         f"{STARTS[start]}\n"
-        "seconds = time.perf_counter() - began\n"
-        "heavy = [m for m in ('torch', 'triton', 'optuna') if m in sys.modules]\n"
-        "print(json.dumps([seconds, heavy]), file=sys.stderr)\n"
+        "new = set(sys.modules) - before\n"
+        "installed = {name.partition('.')[0] for name in new} - sys.stdlib_module_names - {'epigen'}\n"
+        "print(json.dumps([sorted(installed), len(new)]), file=sys.stderr)\n"
     )
-    best = float("inf")
-    for _ in range(8):
-        seconds, heavy = json.loads(run([sys.executable, "-c", code], ROOT).stderr)
-        assert heavy == []
-        best = min(best, seconds)
-        if best < IMPORT_SECONDS:
-            break
-    assert best < IMPORT_SECONDS
+    found, count = json.loads(run([sys.executable, "-c", code], ROOT).stderr)
+    assert found == packages
+    assert count < most
 
 
 def test_a_first_call_waits_for_nothing_that_only_tuning_needs() -> None:
@@ -180,7 +174,6 @@ def test_the_wheels_metadata_says_what_pyproject_says(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     """Built by the backend in a folder of its own, as a build front end does it; pip has no command for it."""
     requires = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]

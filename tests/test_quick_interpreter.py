@@ -10,6 +10,8 @@ from quick_interpreter import reduce_by_halves
 
 import epigen
 
+pytestmark = pytest.mark.triton
+
 
 @pytest.mark.parametrize("text", ["bitmask(mm > 0), max(mm, n), amax(mm, m), max(mm)", "z = mm + bias; z, bitmask(z > 0), amax(z)"])
 def test_both_find_the_same(text: str, monkeypatch: pytest.MonkeyPatch) -> None:

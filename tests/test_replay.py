@@ -45,7 +45,6 @@ def test_a_search_finds_the_best_where_the_model_ranks_it_behind_another_schedul
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_ours_finds_a_good_config_in_the_other_tables() -> None:
     found = replay.replayed([path for name, path in SWEEPS.items() if name not in ("drelu_bgrad", "skinny")], seeds=3, workers=0)
     every = found["all"]

@@ -60,11 +60,6 @@ def test_every_shape_has_a_legal_config_on_every_target(dtype: DType, text: str)
                 legal(rule.choose(spec, (m, n, k), target), spec, target)
 
 
-def test_equal_problems_get_equal_choices() -> None:
-    spec = spec_of(PLAIN, FP16, 512)
-    assert rule.choose(spec, (512, 512, 512), TARGETS["sm_90"]) == rule.choose(spec, (512, 512, 512), TARGETS["sm_90"])
-
-
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_vendor_multiplies_fp8e4m3_where_triton_does_not(target: str) -> None:
     choice = rule.choose(spec_of(PLAIN, FP8E4M3, 512), (512, 512, 512), TARGETS[target])

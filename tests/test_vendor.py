@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -197,17 +196,31 @@ def test_the_newer_precision_settings_are_put_back(chosen: tuple[str | None, str
 def test_threads_put_back_what_they_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second to come in used to take the first one's setting for the process's own, and lost it when the first was done."""
     before, seen, own = torch.get_float32_matmul_precision(), list[str](), torch.mm
+    multiplying, waited_for = threading.Event(), threading.Event()
 
-    multiplying = threading.Event()
+    class Door:
+        """The lock that is there, and an event for when somebody waits for it."""
+
+        def __init__(self) -> None:
+            self.lock = vendor._SETTINGS
+
+        def __enter__(self) -> None:
+            if not self.lock.acquire(blocking=False):
+                waited_for.set()
+                self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
 
     def slow(*given: Any, **named: Any) -> torch.Tensor:
-        first = not multiplying.is_set()
-        multiplying.set()
-        time.sleep(0.03 if first else 0.06)
+        if not multiplying.is_set():
+            multiplying.set()
+            assert waited_for.wait(250), "the second changes the setting while the first multiplies"
         seen.append(torch.get_float32_matmul_precision())
         return own(*given, **named)
 
     monkeypatch.setattr(torch, "mm", slow)
+    monkeypatch.setattr(vendor, "_SETTINGS", Door())
     a, other = torch.ones(2, 2), "tf32" if before == "highest" else "ieee"
     with ThreadPoolExecutor(2) as pool:
         one = pool.submit(vendor.product, a, a, other)

@@ -21,7 +21,7 @@ def run(rank: int, count: int, device: str, place: str) -> None:
     where = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(where)
-    meeting = {"init_method": f"file://{place}", "rank": rank, "world_size": count, "timeout": timedelta(seconds=60)}
+    meeting = {"init_method": f"file://{place}", "rank": rank, "world_size": count, "timeout": timedelta(seconds=600)}
     torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo", **meeting)
     torch.manual_seed(0)
     model = epigen.nn.MLP([24, 40, 7], "gelu", device=where)

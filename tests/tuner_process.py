@@ -1,22 +1,24 @@
 """A tuner whose GPU is made up: for tests of several tuners on one study, in this process or in processes of their own.
 
-As a program: `python tuner_process.py URL NAME TRIALS LOG HANG`. It says "ready", waits for a line, searches, and prints what it found as
-JSON. It writes each config into LOG before and after it is measured, and never ends the measurement with the number HANG.
+As a program: `python tuner_process.py URL NAME TRIALS HANG DEAD_S LOG OTHER...`. It says "ready", waits for a line, searches, and prints what it
+found as JSON. It writes each config into LOG before and after it is measured, and never ends the measurement with the number HANG. Others of
+the study are dead to it when their beat has not changed for DEAD_S seconds. Its first measurement ends when those that write the logs OTHER
+have begun one too.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import random
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from epigen.codegen.lower import lower
-from epigen.codegen.spec import KernelConfig, Signature, index_bits, k_multiple
-from epigen.dtypes import FP16
+from epigen.codegen.spec import KernelConfig
 from epigen.runtime.device import DEFAULT
 from epigen.tuning import search as searching
 from epigen.tuning.runner import RECORDED
@@ -25,14 +27,22 @@ from epigen.tuning.space import Space, parameters
 from epigen.tuning.storage import Storage
 from epigen.tuning.study import Study
 from epigen.tuning.task import Baseline, Comparison, Outcome, Task
+from epigen.tuning.tune import spec_of
 
 SHAPE = (1024, 1024, 1024)
-GRAPH = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", DEFAULT).graph()
-SPEC = lower(GRAPH, Signature(FP16, FP16, (("bias", FP16),), "ieee", k_multiple(SHAPE[2]), index_bits(SHAPE, ())))
+TASK = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", DEFAULT)
+SPEC = spec_of(TASK.graph(), TASK)
 SPACE = Space(SPEC, SHAPE, DEFAULT)
 BASELINE = Baseline(100.0, 120.0)
-DEAD_S = 2.0
-"""A dead tuner is found out this fast in the tests."""
+
+
+def known(config: KernelConfig) -> bool:
+    """A fixed choice of one config in 12: ranking all of them takes a second, and shows no more."""
+    return zlib.crc32(str(config).encode()) % 12 == 0
+
+
+CONFIGS = [c for c in SPACE.every() if known(c)]
+PRIOR = dict.fromkeys(random.Random(0).sample(CONFIGS, len(CONFIGS)), 1.0)
 
 
 def outcome_of(config: KernelConfig) -> Outcome:
@@ -45,8 +55,8 @@ def outcome_of(config: KernelConfig) -> Outcome:
 class MadeUp:
     """A runner. log: a line "begin CONFIG" and a line "done CONFIG" for each that it measures."""
 
-    def __init__(self, log: Path | None = None, seconds: float = 0.0, hang: int = 0):
-        self.log, self.seconds, self.hang, self.kind = log, seconds, hang, RECORDED
+    def __init__(self, log: Path | None = None, seconds: float = 0.0, hang: int = 0, others: Sequence[Path] = ()):
+        self.log, self.seconds, self.hang, self.others, self.kind = log, seconds, hang, others, RECORDED
         self.spent: dict[str, float] = {}
         self.measured: list[KernelConfig] = []
         self.compared: list[tuple[KernelConfig, ...]] = []
@@ -54,8 +64,8 @@ class MadeUp:
     def available(self, config: KernelConfig) -> KernelConfig:
         return config
 
-    def knows(self, config: KernelConfig) -> bool:  # noqa: ARG002  # of every kind
-        return True
+    def knows(self, config: KernelConfig) -> bool:
+        return known(config)
 
     def prepare(self, configs: Sequence[KernelConfig]) -> None:
         pass
@@ -65,6 +75,8 @@ class MadeUp:
         self.measured.append(config)
         if len(self.measured) == self.hang:
             threading.Event().wait()
+        while len(self.measured) == 1 and not all(log.exists() for log in self.others):
+            time.sleep(0.01)
         time.sleep(self.seconds)
         self.note("done", config)
         return outcome_of(config)
@@ -86,13 +98,13 @@ class MadeUp:
 
 
 def run(runner: MadeUp, trials: int, storage: str | Storage | None, name: str = "one", **more: object) -> Result:
-    return search(SPACE, runner, trials=trials, storage=storage, name=name, **more)  # type: ignore[arg-type]
+    return search(SPACE, runner, prior=PRIOR, trials=trials, storage=storage, name=name, **more)  # type: ignore[arg-type]
 
 
 def main() -> None:
-    url, name, trials, log, hang = sys.argv[1:]
-    searching.Study = functools.partial(Study, beat_s=0.2, dead_s=DEAD_S)  # type: ignore[assignment,misc]
-    runner = MadeUp(Path(log), 0.01, int(hang))
+    url, name, trials, hang, dead_s, log, *others = sys.argv[1:]
+    searching.Study = functools.partial(Study, beat_s=0.2, dead_s=float(dead_s))  # type: ignore[assignment,misc]
+    runner = MadeUp(Path(log), 0.01, int(hang), [Path(other) for other in others])
     print("ready", flush=True)
     sys.stdin.readline()
     result = run(runner, int(trials), url, name)

@@ -52,10 +52,11 @@ class Study:
     """A tuner's view of a study. outcomes: of every finished trial. under_way: the claims that hold, the tuner's own included."""
 
     def __init__(
-        self, storage: Storage, name: str | None, beat_s: float = BEAT_S, dead_s: float = DEAD_S, accept: Callable[[KernelConfig], bool] = lambda _: True
-    ):
+        self, storage: Storage, name: str | None, beat_s: float = BEAT_S, dead_s: float = DEAD_S, accept: Callable[[KernelConfig], bool] = lambda _: True,
+        clock: Callable[[], float] = time.monotonic,
+    ):  # fmt: skip
         """name: None for one of its own. accept: which configs can be trials of it; what a damaged storage says of others is passed over.
-        Raises TuneError where the storage fails."""
+        clock: seconds, by which others' beats are judged. Raises TuneError where the storage fails."""
         self.storage = storage
         self.tuner = uuid.uuid4().hex[:12]
         self.outcomes: dict[KernelConfig, Outcome] = {}
@@ -64,7 +65,7 @@ class Study:
         self._closed: set[int] = set()  # numbers of trials that will not change any more
         self._beats: dict[str, tuple[object, float]] = {}  # each other tuner's last beat, and when it was first seen
         self._beats_read = -math.inf
-        self._beat_s, self._dead_s, self._accept = beat_s, dead_s, accept
+        self._beat_s, self._dead_s, self._accept, self._clock = beat_s, dead_s, accept, clock
         self._over = threading.Event()
         self._beating = threading.Thread(target=self._go_on_beating, name="study beat", daemon=True)
         with storage.in_words():
@@ -212,7 +213,7 @@ class Study:
         """Those of other tuners that ended, or whose beat stopped. One in memory is a thread of this process, and ends by itself."""
         if not tuners or not self.storage.lasting:
             return set()
-        now = time.monotonic()
+        now = self._clock()
         if now - self._beats_read > self._beat_s / 2:
             self._beats_read = now
             beats = self.study.user_attrs
