@@ -110,3 +110,11 @@ def test_the_result_says_what_was_counted(arguments: list[str], tmp_path: Path, 
         fuzz.main()
     body = json.loads((tmp_path / "fuzz.json").read_text())
     assert left.value.code == 1 and body["holds"] is False and body["failures"]
+
+
+def test_the_recorded_result_is_of_thirty_thousand_and_none_failed() -> None:
+    found = json.loads((fuzz.record.RESULTS / "fuzz.json").read_text())
+    counts = found["counts"]
+    assert counts["sound programs"] + counts["hostile texts"] >= 30_000 and found["failures"] == [] and found["holds"]
+    assert counts["accepted"] + counts["refused with a ParseError"] + counts["refused with a CheckError"] == counts["sound programs"] + counts["hostile texts"]
+    assert counts["agrees with the oracle as a kernel"] > 300 and counts["agrees with torch's autograd"] > 1000
