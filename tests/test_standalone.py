@@ -322,3 +322,20 @@ def test_the_command_line_writes_the_file_once_it_is_checked(tmp_path: Path) -> 
     assert done.exit_code == 0 and done.stdout == ""
     assert path.read_text() == FILES[0].source
     assert "verified  out:" in done.stderr and f"wrote     {path}" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["mm", "relu(mm)"])
+def test_torchs_newer_precision_settings_are_no_hindrance(text: str, tmp_path: Path) -> None:
+    """Nor are they changed: the older ones cannot be read where both were used."""
+    (tmp_path / "fused.py").write_text(File(text, ("", ""), FP32, LIBRARY).source)
+    code = (
+        "import sys; sys.path.insert(0, '.'); import torch, fused\n"
+        "for chosen in ('tf32', 'ieee', 'none'):\n"
+        "    torch.set_float32_matmul_precision('high'); torch.backends.cuda.matmul.fp32_precision = chosen\n"
+        "    y = getattr(fused, sys.argv[1])(torch.ones(2, 3), torch.ones(3, 4))\n"
+        "    assert y.eq(3).all() and torch.backends.cuda.matmul.fp32_precision == chosen\n"
+    )
+    name = "mm" if text == "mm" else "relu_mm"
+    environment = settings.child_environment(interpret=True)
+    run = subprocess.run([sys.executable, "-c", code, name], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
