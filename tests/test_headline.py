@@ -435,13 +435,14 @@ def test_a_lost_gpu_gets_a_new_process_for_the_rest(on_a_gpu: Callable[..., dict
     class Replaced(Exception):
         pass
 
-    def execv(_: str, arguments: Sequence[str]) -> None:
+    def execve(_: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        assert "PYTHONSAFEPATH" in environment, "nothing of the current folder is run"
         assert arguments[1:5] == ["-m", "bench.headline", "--group", "odd"] and "--more" in arguments and "--tune" not in arguments
         assert arguments[arguments.index("--commit") + 1] == "abc1234" and arguments[-2:] == ["--only", "bf16"]
         raise Replaced
 
     monkeypatch.setattr(headline, "measured", lost)
-    monkeypatch.setattr("os.execv", execv)
+    monkeypatch.setattr("os.execve", execve)
     with pytest.raises(Replaced):
         on_a_gpu("--group", "odd", "--only", "bf16", name="odd")
     assert "gone" in json.loads((tmp_path / "odd.json").read_text())["rows"][0]["failed"]
