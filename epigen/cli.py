@@ -6,6 +6,7 @@ imported by the commands that need them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from typing import Any
@@ -23,6 +24,8 @@ class Group(click.Group):
     """Turns the user's mistakes into a message and a status: no traceback reaches the user of a command line."""
 
     def main(self, *args: Any, **options: Any) -> Any:
+        with contextlib.suppress(AttributeError):  # where there is no standard output
+            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files need be no text
         try:
             return super().main(*args, **options)
         except OSError as error:  # of writing: what is read is looked after where it is read

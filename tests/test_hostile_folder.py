@@ -7,16 +7,37 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
-from epigen import settings
+from epigen import cli, settings
+from epigen.tuning.database import Database
 
 ROOT = Path(__file__).resolve().parent.parent
 
 NAMES = ("abc", "ast", "bench", "ctypes", "dataclasses", "decimal", "epigen", "heapq", "json", "jinja2", "multiprocessing", "numpy", "optuna", "pickle")
-NAMES += ("random", "re", "socket", "sqlalchemy", "statistics", "string", "tempfile", "torch", "triton", "typing", "usercustomize")
+NAMES += (
+    "click",
+    "filelock",
+    "logging",
+    "platform",
+    "random",
+    "re",
+    "shlex",
+    "socket",
+    "sqlalchemy",
+    "sqlite3",
+    "statistics",
+    "string",
+    "tempfile",
+    "torch",
+    "triton",
+    "typing",
+    "usercustomize",
+)
 
 COMMANDS = """
 import sys
@@ -24,6 +45,15 @@ from epigen.cli import main
 for line in sys.argv[1:]:
     main(line.split("|"), standalone_mode=False)
 """
+
+
+def every(group: click.Group, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of each command of the command line."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from every(command, (*before, name))
+        else:
+            yield (*before, name)
 
 
 @pytest.fixture
@@ -61,13 +91,19 @@ def test_no_command_runs_modules_of_the_current_folder(hostile: Path) -> None:
     commands = [
         "compile|relu(mm + bias)|--target|sm_80|--emit|ptx|--no-verify",
         "compile|relu(mm + bias)|--target|sm_90",
+        f"compile|relu(mm + bias)|--backward|-o|{hostile.parent / 'fused.py'}",
         f"tune|--replay|{table}|--trials|30",
         "explain|relu(mm + bias)|--shape|512x512x512",
         "info",
         "ops",
         f"db|list|--db|{database}",
+        f"db|merge|{ROOT / 'tuning_db'}|--db|{database}",
         f"db|check|{database}",
+        f"db|export|{hostile.parent / 'exported.json'}|--db|{database}",
+        f"db|show|{next(iter(Database(ROOT / 'tuning_db', seeds=()).records()))[1].name}|--db|{database}",
+        f"db|prune|--beaten|--dry-run|--db|{database}",
     ]
+    assert {tuple(line.split("|")[: 1 + line.startswith("db|")]) for line in commands} == set(every(cli.main))
     done = started(COMMANDS, hostile, *commands)
     assert (done.returncode, ran(hostile)) == (0, ""), done.stderr
 
