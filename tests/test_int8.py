@@ -69,6 +69,24 @@ def test_the_vendors_product_may_saturate(k: int, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(vendor._int8_in_parts(a, b), wrapped(a, b)) and torch.equal(reference.int8_product(a, b), wrapped(a, b))
 
 
+def test_a_long_column_is_padded_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a whole it would take 32 times its memory."""
+    seen: list[int] = []
+
+    def noted(a: Tensor, b: Tensor) -> Tensor:
+        seen.append(max(a.numel(), b.numel()))
+        return saturating(a, b)
+
+    monkeypatch.setattr(vendor, "_int_mm", noted)
+    monkeypatch.setattr(vendor, "_PADDED", 1 << 12)
+    a, b = torch.randint(-128, 128, (1000, 3), dtype=torch.int8), torch.randint(-128, 128, (3, 300), dtype=torch.int8)
+    assert torch.equal(vendor._int8_in_parts(a, b), (a.int() @ b.int()))
+    assert len(seen) == 8 * 3 and max(seen) <= 1 << 12
+    seen.clear()
+    a, b = torch.randint(-128, 128, (1000, 32), dtype=torch.int8), torch.randint(-128, 128, (32, 300), dtype=torch.int8)
+    assert torch.equal(vendor._int8_in_parts(a, b), (a.int() @ b.int())) and len(seen) == 1  # nothing grows
+
+
 @pytest.mark.parametrize("name", ["sm_80", "sm_90", "sm_120"])
 def test_where_tritons_product_saturates_it_is_the_vendors(name: str) -> None:
     kernel, target = epigen.compile("relu(mm)"), TARGETS[name]

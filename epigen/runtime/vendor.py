@@ -109,6 +109,8 @@ def _set_precision(precision: str) -> list[Callable[[], None]]:
 _STEPS = 32
 """Of the extents that cuBLASLt multiplies int8 matrices of."""
 _LONGEST = EXACT_INT8 // _STEPS * _STEPS
+_PADDED = 1 << 30
+"""Bytes of an operand that grows more than twofold by being padded: of larger ones a part at a time, so that a column takes no 32 times its memory."""
 
 
 def _int8(a: Tensor, b: Tensor) -> Tensor:
@@ -119,15 +121,30 @@ def _int8(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _int8_in_parts(a: Tensor, b: Tensor) -> Tensor:
-    """torch._int_mm wants more than 16 rows, and cuBLASLt refuses extents off its tiles: pad with zeros, which change no sum.
+    """torch._int_mm may saturate where a sum leaves int32, and so is given parts along k in which none does; their sum wraps around."""
+    k = min(a.shape[1], _LONGEST)
+    strips = []
+    for part in a.split(_at_a_time(a.shape[0], k), 0):
+        tiles = []
+        for beside in b.split(_at_a_time(b.shape[1], k), 1):
+            parts = zip(part.split(_LONGEST, 1), beside.split(_LONGEST, 0), strict=True)
+            tiles.append(functools.reduce(torch.add, (_padded_product(x, y) for x, y in parts)))
+        strips.append(tiles[0] if len(tiles) == 1 else torch.cat(tiles, 1))
+    return strips[0] if len(strips) == 1 else torch.cat(strips)
 
-    It may saturate where a sum leaves int32, and so is given parts along k in which none does; their sum wraps around.
-    """
+
+def _at_a_time(extent: int, k: int) -> int:
+    """How many rows or columns of `k` elements are padded together."""
+    padded = -(-k // _STEPS) * _STEPS
+    return extent if extent * padded <= max(_PADDED, 2 * extent * k) else _PADDED // padded
+
+
+def _padded_product(a: Tensor, b: Tensor) -> Tensor:
+    """torch._int_mm wants more than 16 rows, and cuBLASLt refuses extents off its tiles: pad with zeros, which change no sum."""
     (m, k), n = a.shape, b.shape[1]
     a = torch.nn.functional.pad(a, (0, -k % _STEPS, 0, -m % _STEPS))
     b = torch.nn.functional.pad(b, (0, -n % _STEPS, 0, -k % _STEPS))
-    parts = [_int_mm(x.contiguous(), y.contiguous()) for x, y in zip(a.split(_LONGEST, 1), b.split(_LONGEST, 0), strict=True)]
-    return functools.reduce(torch.add, parts)[:m, :n]
+    return _int_mm(a.contiguous(), b.contiguous())[:m, :n]
 
 
 _int_mm: Callable[[Tensor, Tensor], Tensor] = torch._int_mm
