@@ -54,7 +54,7 @@ class Config(click.ParamType):  # type: ignore[type-arg]  # generic since click 
         return found
 
 
-@click.command("compile", cls=ProgramCommand)
+@click.command("compile", cls=ProgramCommand, short_help="Compile a program, and show the checked kernel.")
 @click.argument("program", type=Program())
 @click.option("--shape", type=Shape(), help="M, N and K the config is chosen for (default: any, chosen for 4096x4096x4096)")
 @dtype_option
@@ -92,7 +92,7 @@ def compile_command(program: str, shape: tuple[int, int, int] | None, dtype_name
 
     dtype = dtypes.BY_NAME[dtype_name]
     target, chosen = _target(target_name)
-    anywhere = chosen == _DEFAULT and not (schedule or config)
+    anywhere = chosen == _DEFAULT and not config and schedule in (None, ANYWHERE)
     if anywhere:
         target = replace(target, shared_bytes=_least_shared_bytes())
     kernel, plan = _planned(program, shape, dtype, layout, precision, target, ANYWHERE if anywhere else schedule, config)

@@ -10,7 +10,7 @@ from epigen import cli_derivation, dtypes
 from epigen.cli_types import Program, ProgramCommand, Shape, dtype_option
 
 
-@click.command("explain", cls=ProgramCommand)
+@click.command("explain", cls=ProgramCommand, short_help="Explain what bounds a program, and its config.")
 @click.argument("program", type=Program())
 @click.option("--shape", type=Shape(), required=True, help="M, N and K")
 @dtype_option

@@ -23,7 +23,7 @@ PACKAGES = ("torch", "triton", "optuna")
 _SHAPES = ((4096, 4096, 4096), (16, 4096, 4096))  # aligned; large and skinny enough for every schedule
 
 
-@click.command("info")
+@click.command("info", short_help="Show GPUs, versions, databases and folders.")
 @click.option("--db", "path", type=click.Path(path_type=Path), help="a database to look at instead of the user's, a folder or one .json file")
 @click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
 def info_command(path: Path | None, as_json: bool) -> None:

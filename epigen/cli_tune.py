@@ -62,7 +62,7 @@ class _Run:
         self.interrupted |= len(self.found) < len(self.tasks) or any(t.result is not None and not t.result.complete for t in self.found.values())
 
 
-@click.command("tune", cls=ProgramCommand)
+@click.command("tune", cls=ProgramCommand, short_help="Find the fastest configs, on a GPU.")
 @click.argument("programs", nargs=-1, type=Program())
 @click.option("--shape", "shapes", multiple=True, type=Shape(), help="M, N and K; may be given several times")
 @click.option(

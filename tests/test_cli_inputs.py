@@ -84,6 +84,7 @@ def test_odd_values_end_in_words(name: tuple[str, ...]) -> None:
 def test_each_help_is_short_and_names_every_option(name: tuple[str, ...]) -> None:
     done = CliRunner().invoke(cli.main, (*name, "--help"), prog_name="epigen", terminal_width=100)
     assert done.exit_code == 0 and done.stdout.count("\n") < 60
+    assert not [line for line in done.stdout.splitlines() if line.startswith("  ") and line.endswith("...")], "a command's line is cut off"
     for parameter in COMMANDS[name].params if name in COMMANDS else ():
         if isinstance(parameter, click.Option):
             assert all(option in done.stdout for option in parameter.opts)
