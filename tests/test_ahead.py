@@ -22,7 +22,7 @@ from cases import persistent, split_k, warp_specialized
 from programs import write_program
 
 import epigen
-from epigen import cli, settings
+from epigen import cli_compile, settings
 from epigen.codegen import schedules
 from epigen.codegen.spec import LAYOUTS, KernelConfig
 from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
@@ -274,7 +274,7 @@ def test_the_persistent_schedule_multiplies_every_dtype_that_space_lets_it() -> 
 
 
 def test_the_command_line_and_the_device_table_name_the_same_targets() -> None:
-    assert tuple(TARGETS) == cli.TARGETS
+    assert tuple(TARGETS) == cli_compile.TARGETS
     assert cli.COMPILED == COMPILED_STAGES
 
 
