@@ -275,7 +275,7 @@ def test_the_persistent_schedule_multiplies_every_dtype_that_space_lets_it() -> 
 
 def test_the_command_line_and_the_device_table_name_the_same_targets() -> None:
     assert tuple(TARGETS) == cli_compile.TARGETS
-    assert cli.COMPILED == COMPILED_STAGES
+    assert cli_compile.COMPILED == COMPILED_STAGES
 
 
 def test_every_target_compiles() -> None:
