@@ -287,9 +287,10 @@ def test_the_default_tuner_searches_and_remembers(database: Database, monkeypatc
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU, and has no data."""
+    """A tensor that says it is on a GPU."""
 
     is_cuda = True  # type: ignore[assignment]
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
 
 
 class Anything:
@@ -317,7 +318,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
 
 def call(kernel: Kernel) -> None:
     m, n, k = SHAPE
-    x, w, bias = (torch.empty(size, dtype=torch.float16, device="meta").as_subclass(OnGpu) for size in ((m, k), (n, k), (n,)))
+    x, w, bias = (torch.empty(size, dtype=torch.float16).as_subclass(OnGpu) for size in ((m, k), (n, k), (n,)))
     kernel(x, w.T, bias=bias)
 
 
