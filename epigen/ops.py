@@ -12,6 +12,8 @@ Texts in a row:
 - `error`: the operation's own rounding error in units of 2^-24, in epigen's own language, for exact arguments. The figures are
   upper bounds read from the CUDA programming guide's tables (approximate division, square root, exp2) and confirmed by the
   differential tests on every backend.
+- `aten`: the operations of torch that are this row, as `name(params)`: what torch gives in the place of a row's parameter has its name, and a
+  keyword is an argument that has to have that value. More of torch's operations are programs of several rows (`training.aten`).
 - `rounded`: the row that takes its place where results are rounded to 16 bits, which `ir.passes.rounded` tells: less work, more error.
 """
 
@@ -44,6 +46,7 @@ class Op:
     symbol: str = ""
     rounded: str = ""
     group: str = ""
+    aten: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,35 +83,35 @@ _X, _XY, _GZ, _GY = _numbers("x"), _numbers("x y"), _numbers("g z"), _numbers("g
 _BOOLS = (Param("x", BOOLEAN), Param("y", BOOLEAN))
 
 _ARITHMETIC = (
-    Op("add", _XY, "x + y", "{x} + {y}", "{x} + {y}", ("grad", "grad"), symbol="+"),
-    Op("sub", _XY, "x - y", "{x} - {y}", "{x} - {y}", ("grad", "-grad"), symbol="-"),
-    Op("mul", _XY, "x * y", "{x} * {y}", "{x} * {y}", ("grad * y", "grad * x"), symbol="*"),
-    Op("div", _XY, "x / y", "{x} / {y}", "{x} / {y}", ("grad / y", "-grad * (out / y)"), "4 * abs(out)", symbol="/"),
-    Op("neg", _X, "-x", "-{x}", "-{x}", ("-grad",), "0", symbol="-"),
-    Op("gt", _XY, "x > y", "{x} > {y}", "{x} > {y}", result=BOOLEAN, symbol=">"),
-    Op("ge", _XY, "x >= y", "{x} >= {y}", "{x} >= {y}", result=BOOLEAN, symbol=">="),
-    Op("lt", _XY, "x < y", "{x} < {y}", "{x} < {y}", result=BOOLEAN, symbol="<"),
-    Op("le", _XY, "x <= y", "{x} <= {y}", "{x} <= {y}", result=BOOLEAN, symbol="<="),
-    Op("eq", _XY, "x == y", "{x} == {y}", "{x} == {y}", result=BOOLEAN, symbol="=="),
-    Op("ne", _XY, "x != y", "{x} != {y}", "{x} != {y}", result=BOOLEAN, symbol="!="),
-    Op("and", _BOOLS, "both", "{x} & {y}", "{x} & {y}", result=BOOLEAN, symbol="&"),
-    Op("or", _BOOLS, "either", "{x} | {y}", "{x} | {y}", result=BOOLEAN, symbol="|"),
-    Op("not", (Param("x", BOOLEAN),), "the opposite", "~{x}", "~{x}", result=BOOLEAN, symbol="~"),
+    Op("add", _XY, "x + y", "{x} + {y}", "{x} + {y}", ("grad", "grad"), symbol="+", aten=("add(x, y, alpha=1)",)),
+    Op("sub", _XY, "x - y", "{x} - {y}", "{x} - {y}", ("grad", "-grad"), symbol="-", aten=("sub(x, y, alpha=1)",)),
+    Op("mul", _XY, "x * y", "{x} * {y}", "{x} * {y}", ("grad * y", "grad * x"), symbol="*", aten=("mul(x, y)",)),
+    Op("div", _XY, "x / y", "{x} / {y}", "{x} / {y}", ("grad / y", "-grad * (out / y)"), "4 * abs(out)", symbol="/", aten=("div(x, y)",)),
+    Op("neg", _X, "-x", "-{x}", "-{x}", ("-grad",), "0", symbol="-", aten=("neg(x)",)),
+    Op("gt", _XY, "x > y", "{x} > {y}", "{x} > {y}", result=BOOLEAN, symbol=">", aten=("gt(x, y)",)),
+    Op("ge", _XY, "x >= y", "{x} >= {y}", "{x} >= {y}", result=BOOLEAN, symbol=">=", aten=("ge(x, y)",)),
+    Op("lt", _XY, "x < y", "{x} < {y}", "{x} < {y}", result=BOOLEAN, symbol="<", aten=("lt(x, y)",)),
+    Op("le", _XY, "x <= y", "{x} <= {y}", "{x} <= {y}", result=BOOLEAN, symbol="<=", aten=("le(x, y)",)),
+    Op("eq", _XY, "x == y", "{x} == {y}", "{x} == {y}", result=BOOLEAN, symbol="==", aten=("eq(x, y)",)),
+    Op("ne", _XY, "x != y", "{x} != {y}", "{x} != {y}", result=BOOLEAN, symbol="!=", aten=("ne(x, y)",)),
+    Op("and", _BOOLS, "both", "{x} & {y}", "{x} & {y}", result=BOOLEAN, symbol="&", aten=("logical_and(x, y)", "bitwise_and(x, y)")),
+    Op("or", _BOOLS, "either", "{x} | {y}", "{x} | {y}", result=BOOLEAN, symbol="|", aten=("logical_or(x, y)", "bitwise_or(x, y)")),
+    Op("not", (Param("x", BOOLEAN),), "the opposite", "~{x}", "~{x}", result=BOOLEAN, symbol="~", aten=("logical_not(x)", "bitwise_not(x)")),
     Op("where", (Param("c", BOOLEAN), *_XY), "x where c, else y", "tl.where({c}, {x}, {y})", "torch.where({c}, {x}, {y})",
-       (None, "where(c, grad, 0)", "where(c, 0, grad)"), "0"),
+       (None, "where(c, grad, 0)", "where(c, 0, grad)"), "0", aten=("where(c, x, y)",)),
     Op("minimum", _XY, "the smaller; NaN if either is", f"tl.minimum({{x}}, {{y}}, {_NAN})", "torch.minimum({x}, {y})",
-       ("where(x > y, 0, where(x == y, grad / 2, grad))", "where(y > x, 0, where(x == y, grad / 2, grad))"), "0"),
+       ("where(x > y, 0, where(x == y, grad / 2, grad))", "where(y > x, 0, where(x == y, grad / 2, grad))"), "0", aten=("minimum(x, y)", "min(x, y)")),
     Op("maximum", _XY, "the larger; NaN if either is", f"tl.maximum({{x}}, {{y}}, {_NAN})", "torch.maximum({x}, {y})",
-       ("where(x < y, 0, where(x == y, grad / 2, grad))", "where(y < x, 0, where(x == y, grad / 2, grad))"), "0"),
+       ("where(x < y, 0, where(x == y, grad / 2, grad))", "where(y < x, 0, where(x == y, grad / 2, grad))"), "0", aten=("maximum(x, y)", "max(x, y)")),
     Op("clamp", _numbers("x lo hi"), "min(max(x, lo), hi)",
        f"tl.minimum(tl.maximum({{x}}, {{lo}}, {_NAN}), {{hi}}, {_NAN})", "torch.clamp({x}, {lo}, {hi})",
-       ("where((x >= lo) & (x <= hi), grad, 0)", "where((x < lo) & (lo < hi), grad, 0)", "where((x > hi) | (lo > hi), grad, 0)"), "0"),
-    Op("abs", _X, "|x|", "tl.abs({x})", "torch.abs({x})", ("where(x > 0, grad, where(x < 0, -grad, 0))",), "0"),
-    Op("exp", _X, "e^x", "tl.exp({x})", "torch.exp({x})", ("grad * out",), "(4 + 2 * abs(x)) * out"),
-    Op("log", _X, "natural logarithm", "tl.log({x})", "torch.log({x})", ("grad / x",), "4 + 4 * abs(out)"),
-    Op("sqrt", _X, "square root", "tl.sqrt({x})", "torch.sqrt({x})", ("grad / (2 * out)",), "4 * out"),
-    Op("rsqrt", _X, "1 / sqrt(x)", "tl.rsqrt({x})", "torch.rsqrt({x})", ("-0.5 * grad * (out * out * out)",), "6 * out"),
-    Op("erf", _X, "Gauss error function", "tl.erf({x})", "torch.erf({x})", ("grad * 1.1283791670955126 * exp(-x * x)",), "6 * abs(out)"),
+       ("where((x >= lo) & (x <= hi), grad, 0)", "where((x < lo) & (lo < hi), grad, 0)", "where((x > hi) | (lo > hi), grad, 0)"), "0", aten=("clamp(x, lo, hi)",)),
+    Op("abs", _X, "|x|", "tl.abs({x})", "torch.abs({x})", ("where(x > 0, grad, where(x < 0, -grad, 0))",), "0", aten=("abs(x)",)),
+    Op("exp", _X, "e^x", "tl.exp({x})", "torch.exp({x})", ("grad * out",), "(4 + 2 * abs(x)) * out", aten=("exp(x)",)),
+    Op("log", _X, "natural logarithm", "tl.log({x})", "torch.log({x})", ("grad / x",), "4 + 4 * abs(out)", aten=("log(x)",)),
+    Op("sqrt", _X, "square root", "tl.sqrt({x})", "torch.sqrt({x})", ("grad / (2 * out)",), "4 * out", aten=("sqrt(x)",)),
+    Op("rsqrt", _X, "1 / sqrt(x)", "tl.rsqrt({x})", "torch.rsqrt({x})", ("-0.5 * grad * (out * out * out)",), "6 * out", aten=("rsqrt(x)",)),
+    Op("erf", _X, "Gauss error function", "tl.erf({x})", "torch.erf({x})", ("grad * 1.1283791670955126 * exp(-x * x)",), "6 * abs(out)", aten=("erf(x)",)),
     Op("scale", _numbers("x s"), "x * s", "{x} * {s}", "{x} * {s}", ("grad * s", "grad * x")),
 )  # fmt: skip
 
@@ -159,31 +162,31 @@ _SIGMOID = _logistic("-1.4426950408889634 * {x}")
 _TANH_EXPONENT = "{x} * (-2.302208198144325 - 0.1029432395800235 * {s})"
 
 _ACTIVATIONS = (
-    Op("relu", _X, "max(x, 0); NaN stays NaN", f"tl.maximum({{x}}, 0.0, {_NAN})", "torch.relu({x})", ("drelu(grad, ~(out <= 0))",), "0"),
+    Op("relu", _X, "max(x, 0); NaN stays NaN", f"tl.maximum({{x}}, 0.0, {_NAN})", "torch.relu({x})", ("drelu(grad, ~(out <= 0))",), "0", aten=("relu(x)",)),
     Op("leaky_relu", _numbers("x slope"), "x where x > 0, else slope * x", "tl.where({x} > 0.0, {x}, {x} * {slope})",
-       "torch.where({x} > 0, {x}, {x} * {slope})", ("where(x > 0, grad, grad * slope)", "where(x > 0, 0, grad * x)")),
+       "torch.where({x} > 0, {x}, {x} * {slope})", ("where(x > 0, grad, grad * slope)", "where(x > 0, 0, grad * x)"), aten=("leaky_relu(x, slope)",)),
     Op("gelu", _X, "x * (1 + erf(x / sqrt 2)) / 2", "{x} * cdf",
-       "{x} * torch.special.ndtr({x})", ("dgelu(grad, x)",), "8 * abs(x)", body=_CDF, rounded="gelu_16bit"),
+       "{x} * torch.special.ndtr({x})", ("dgelu(grad, x)",), "8 * abs(x)", body=_CDF, rounded="gelu_16bit", aten=("gelu(x, approximate='none')",)),
     Op("gelu_tanh", _X, "x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2", "{x} * r * r",
-       "torch.nn.functional.gelu({x}, approximate='tanh')", ("dgelu_tanh(grad, x)",), "12 * abs(x)", body=_logistic(_TANH_EXPONENT.format(x="{x}", s="({x} * {x})"))),
-    Op("silu", _X, "x * sigmoid(x)", "{x} * r * r", "torch.nn.functional.silu({x})", ("dsilu(grad, x)",), "(12 + 4 * abs(x)) * abs(out)", body=_SIGMOID),
-    Op("sigmoid", _X, "1 / (1 + e^-x)", "r * r", "torch.sigmoid({x})", ("dsigmoid(grad, out)",), "(12 + 4 * abs(x)) * out", body=_SIGMOID),
+       "torch.nn.functional.gelu({x}, approximate='tanh')", ("dgelu_tanh(grad, x)",), "12 * abs(x)", body=_logistic(_TANH_EXPONENT.format(x="{x}", s="({x} * {x})")), aten=("gelu(x, approximate='tanh')",)),
+    Op("silu", _X, "x * sigmoid(x)", "{x} * r * r", "torch.nn.functional.silu({x})", ("dsilu(grad, x)",), "(12 + 4 * abs(x)) * abs(out)", body=_SIGMOID, aten=("silu(x)",)),
+    Op("sigmoid", _X, "1 / (1 + e^-x)", "r * r", "torch.sigmoid({x})", ("dsigmoid(grad, out)",), "(12 + 4 * abs(x)) * out", body=_SIGMOID, aten=("sigmoid(x)",)),
     Op("tanh", _X, "hyperbolic tangent", "tl.where(a < 0.3, small, tl.where({x} < 0.0, -large, large))", "torch.tanh({x})", ("dtanh(grad, out)",), "14 * abs(out)",
        body=("# a series near 0, where 1 - e would cancel",
              "a = tl.abs({x})",
              "s = {x} * {x}",
              "small = {x} * (1.0 + s * (-0.33333333333333333 + s * (0.13333333333333333 + s * (-0.05396825396825397 + s * 0.021869488536155203))))",
              *_logistic("-2.8853900817779268 * a"),
-             "large = (1.0 - e) * r * r")),
+             "large = (1.0 - e) * r * r"), aten=("tanh(x)",)),
     Op("softplus", _X, "log(1 + e^x)", f"tl.maximum({{x}}, 0.0, {_NAN}) + log1p", "torch.nn.functional.softplus({x}, threshold=50.0)",
        ("grad * sigmoid(x)",), "(12 + 4 * abs(x)) * out",
        body=("# log1p(e) for e in [0, 1]: the factor e / (u - 1) undoes the rounding of u",
              "e = tl.exp(-tl.abs({x}))",
              "u = 1.0 + e",
-             "log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))")),
+             "log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))"), aten=("softplus(x, beta=1, threshold=20)",)),
     Op("hardswish", _X, "x * clamp(x + 3, 0, 6) / 6", "{x} * gate * 0.16666666666666666", "torch.nn.functional.hardswish({x})",
        ("where(x <= -3, 0, where(x < 3, grad * (x / 3 + 0.5), grad))",), "8 * abs(x)",
-       body=(f"gate = tl.minimum(tl.maximum({{x}} + 3.0, 0.0, {_NAN}), 6.0, {_NAN})",)),
+       body=(f"gate = tl.minimum(tl.maximum({{x}} + 3.0, 0.0, {_NAN}), 6.0, {_NAN})",), aten=("hardswish(x)",)),
 )  # fmt: skip
 
 # f'(z) of the activations whose derivative needs z. Second derivatives follow by differentiating these formulas once more.
@@ -193,7 +196,7 @@ _DERIVATIVES = (
     Op("dgelu", _GZ, "g * (Phi(z) + z * phi(z))", "{g} * (cdf + {z} * pdf)",
        "{g} * (0.5 * (1.0 + torch.erf({z} * 0.7071067811865476)) + {z} * torch.exp(-0.5 * {z} * {z}) * 0.3989422804014327)",
        ("dgelu(grad, z)", "grad * g * 0.3989422804014327 * exp(-0.5 * z * z) * (2 - z * z)"), "16 * abs(g)",
-       body=(*_of_z(_CDF), _PDF), rounded="dgelu_16bit"),
+       body=(*_of_z(_CDF), _PDF), rounded="dgelu_16bit", aten=("gelu_backward(g, z, approximate='none')",)),
     Op("dgelu_tanh", _GZ, "g * d/dz gelu_tanh(z)", "{g} * (cdf + {z} * (du * (tail * s)))",
        "{g} * torch.ops.aten.gelu_backward(torch.ones_like({z}), {z}, approximate='tanh')",
        ("dgelu_tanh(grad, z)",
@@ -201,15 +204,15 @@ _DERIVATIVES = (
          " * (1 - z * tanh(0.7978845608028654 * (z + 0.044715 * z ** 3)) * 0.7978845608028654 * (1 + 0.134145 * z * z))"
          " + 0.10703222440890037 * z * z)")), "64 * abs(g)",
        body=("# 1 - cdf from e where it is small, for 1 - s would cancel", *_logistic(_TANH_EXPONENT.format(x="tl.abs({z})", s="({z} * {z})")), "s = r * r",
-             "tail = e * s", "cdf = tl.where({z} < 0.0, tail, s)", "du = 1.5957691216057308 + 0.21406444881780072 * ({z} * {z})"), rounded="dgelu_tanh_16bit"),
+             "tail = e * s", "cdf = tl.where({z} < 0.0, tail, s)", "du = 1.5957691216057308 + 0.21406444881780072 * ({z} * {z})"), rounded="dgelu_tanh_16bit", aten=("gelu_backward(g, z, approximate='tanh')",)),
     Op("dsilu", _GZ, "g * s * (1 + z * (1 - s)), s = sigmoid(z)", "{g} * s * (1.0 + {z} * (1.0 - s))",
        "{g} * torch.sigmoid({z}) * (1 + {z} * (1 - torch.sigmoid({z})))",
        ("dsilu(grad, z)", "grad * g * dsigmoid(2 + z * (1 - 2 * sigmoid(z)), sigmoid(z))"), "(24 + 4 * minimum(abs(z), 20)) * abs(g)",
-       body=(*_of_z(_SIGMOID), "s = r * r")),
+       body=(*_of_z(_SIGMOID), "s = r * r"), aten=("silu_backward(g, z)",)),
     Op("dsigmoid", _GY, "g * y * (1 - y)", "{g} * {y} * (1.0 - {y})", "{g} * {y} * (1 - {y})",
-       ("grad * y * (1 - y)", "grad * g * (1 - 2 * y)"), "4 * abs(g * y) * (1 + abs(y))"),
+       ("grad * y * (1 - y)", "grad * g * (1 - 2 * y)"), "4 * abs(g * y) * (1 + abs(y))", aten=("sigmoid_backward(g, y)",)),
     Op("dtanh", _GY, "g * (1 - y^2)", "{g} * (1.0 - {y} * {y})", "{g} * (1 - {y} * {y})",
-       ("grad * (1 - y * y)", "-2 * grad * g * y"), "4 * abs(g) * (1 + y * y)"),
+       ("grad * (1 - y * y)", "-2 * grad * g * y"), "4 * abs(g) * (1 + y * y)", aten=("tanh_backward(g, y)",)),
 )  # fmt: skip
 
 REDUCTIONS: dict[str, Reduction] = {
@@ -240,7 +243,9 @@ _EXACT = {op.name: op for op in (*_ACTIVATIONS, *_DERIVATIVES)}
 def _to_16_bits(name: str, below: str, error: str, body: tuple[str, ...], triton: str = "") -> Op:
     """What takes the place of a row. below: what its error is below."""
     row = _EXACT[name]
-    return replace(row, name=row.rounded, formula=f"{name}, with an error below {below}", triton=triton or row.triton, error=error, body=body, rounded="")
+    return replace(
+        row, name=row.rounded, formula=f"{name}, with an error below {below}", triton=triton or row.triton, error=error, body=body, rounded="", aten=()
+    )
 
 
 _ROUNDED = (

@@ -1,5 +1,5 @@
-"""Layers under torch.compile, torch.export, autocast, checkpoints and several processes, and in torch.func: tests/training_cases.py and
-tests/derivative_cases.py, in processes of their own."""
+"""Layers under torch.compile, torch.export, autocast, checkpoints and several processes, and in torch.func, and programs from torch's code: the files *_cases.py, in
+processes of their own."""
 
 from __future__ import annotations
 
@@ -33,6 +33,13 @@ def test_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_derivatives_on_the_cpu(tmp_path: Path) -> None:
     assert " passed" in cases("derivative_cases.py", tmp_path, "-p", "no:xdist", "--timeout", "600", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["aten_cases.py", "backend_cases.py"])
+def test_torchs_code_on_the_cpu(file: str, tmp_path: Path) -> None:
+    """What torch writes down of a function, and torch.compile's backend, which both import Triton."""
+    assert " passed" in cases(file, tmp_path, "-p", "no:xdist", "--timeout", "600", CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.gpu

@@ -1,0 +1,527 @@
+"""torch's operations -> a program of the language: what a graph of `torch.fx` computes of a matrix product, node by node.
+
+Which operations these are is said by the rows of the operation table (`aten`), and, for those of torch's that are several rows, by `SEVERAL`
+here. Broadcasting in torch is by place and in the language by name, so each value carries what its dimensions run along: rows, columns, or a
+part of either where a view has parted them. A program computes in fp32 and rounds its outputs once, so casts between floats in between are left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+import operator
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from epigen import ops
+from epigen.dtypes import BY_TORCH
+from epigen.ir.check import check
+from epigen.ir.graph import Graph
+from epigen.ir.passes import normalise
+from epigen.ir.unparse import unparse
+from epigen.lang.parser import parse
+
+SEVERAL = {
+    "prelu(x, y)": "where(x > 0, x, y * x)",
+    "_prelu_kernel(x, y)": "where(x > 0, x, y * x)",
+    "hardtanh(x, l, h)": "clamp(x, l, h)",
+    "hardsigmoid(x)": "clamp(x + 3, 0, 6) / 6",
+    "mish(x)": "x * tanh(softplus(x))",
+    "mish_backward(g, x)": "g * (tanh(softplus(x)) + x * sigmoid(x) * (1 - tanh(softplus(x)) ** 2))",
+    "log_sigmoid_forward(x)": "-softplus(-x)",
+    "square(x)": "x * x",
+    "reciprocal(x)": "1 / x",
+    "threshold(x, t, y)": "where(x <= t, y, x)",
+    "add(x, y, alpha=s)": "x + s * y",
+    "sub(x, y, alpha=s)": "x - s * y",
+    "rsub(x, y, alpha=s)": "y - s * x",
+    "addcmul(x, y, z, value=s)": "x + s * y * z",
+    "addcdiv(x, y, z, value=s)": "x + s * y / z",
+    "lerp(x, y, w)": "x + w * (y - x)",
+    "masked_fill(x, c, y)": "where(c, y, x)",
+    "clamp_min(x, y)": "where(x < y, y, x)",
+    "clamp_max(x, y)": "where(x > y, y, x)",
+    "clamp(x, y)": "where(x < y, y, x)",
+    "clamp(x, None, y)": "where(x > y, y, x)",
+    "logical_xor(x, y)": "(x & ~y) | (y & ~x)",
+    "bitwise_xor(x, y)": "(x & ~y) | (y & ~x)",
+    "softplus(x, beta=s, threshold=t)": "where(s * x > t, x, softplus(s * x) / s)",
+    "threshold_backward(g, x, t)": "drelu(g, ~(x <= t))",
+    "leaky_relu_backward(g, x, s, self_is_result=False)": "where(x > 0, g, s * g)",
+    "leaky_relu_backward(g, y, s, self_is_result=True)": "where(y > 0, g, s * g)",
+    "elu_backward(g, r, s, t, is_result=False, self_or_result=x)": "where(x > 0, s * g, r * s * t * g * exp(t * minimum(x, 0)))",
+    "elu_backward(g, r, s, t, is_result=True, self_or_result=y)": "where(y > 0, s * g, t * g * (y + r * s))",
+    "softplus_backward(g, x, beta=s, threshold=t)": "where(s * x > t, g, g * sigmoid(s * x))",
+    "hardswish_backward(g, x)": "where(x <= -3, 0, where(x < 3, g * (x / 3 + 0.5), g))",
+    "hardsigmoid_backward(g, x)": "where((x > -3) & (x < 3), g / 6, 0)",
+    "hardtanh_backward(g, x, l, h)": "where((x > l) & (x < h), g, 0)",
+    "softshrink_backward(g, x, w)": "where((x > w) | (x < -w), g, 0)",
+    "hardshrink_backward(g, x, w)": "where((x > w) | (x < -w), g, 0)",
+    "log_sigmoid_backward(g, x, _)": "g * sigmoid(-x)",
+}
+"""Operations of torch that are several rows: written as a row's `aten` is, with the program that takes their place."""
+
+_SAME = ("_to_copy", "convert_element_type", "clone", "alias", "detach", "lift_fresh_copy", "contiguous")
+_POWERS = {0.5: "sqrt(x)", -0.5: "rsqrt(x)", -1.0: "1 / x", 1.0: "x"}
+
+Role = tuple[str, int, int] | None
+"""What a dimension runs along: ("m" or "n", its extent, and how many rows or columns lie between neighbours); None for an extent of 1."""
+
+
+class Unknown(Exception):
+    """A node that is not in the language. node: which. why: in words. instead: what to write."""
+
+    def __init__(self, node: fx.Node, why: str, instead: str = ""):
+        super().__init__(why)
+        self.node, self.why, self.instead = node, why, instead
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value of the region. text: a name that the program binds, or a number. roles: of each dimension."""
+
+    text: str
+    roles: tuple[Role, ...] = ()
+    boolean: bool = False
+    reduced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An input of the program. name: there. node: what gives it. indices: as it is declared. shape: what it is viewed as before, where torch broadcasts it."""
+
+    name: str
+    node: fx.Node
+    indices: str
+    expand: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """text: the program, in canonical form. leaves: its inputs in its order. outputs: the indices of each."""
+
+    text: str
+    graph: Graph
+    leaves: tuple[Leaf, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """params: what torch's arguments are called, by place in its schema; a constant is one that the argument has to equal."""
+
+    params: tuple[tuple[str | int, Any], ...]
+    text: str
+
+
+def _rule(pattern: ast.Call, text: str) -> _Rule:
+    places: list[tuple[str | int, ast.expr]] = [*enumerate(pattern.args), *((k.arg or "", k.value) for k in pattern.keywords)]
+    return _Rule(tuple((key, value.id if isinstance(value, ast.Name) else (ast.literal_eval(value),)) for key, value in places), text)
+
+
+@functools.cache
+def _rules() -> Mapping[str, tuple[_Rule, ...]]:
+    """By the name of torch's operation, those of one row first."""
+    found: dict[str, list[_Rule]] = {}
+    written = [(pattern, _call_text(op)) for op in ops.TABLE.values() for pattern in op.aten]
+    for pattern, text in [*written, *SEVERAL.items()]:
+        call = ast.parse(pattern, mode="eval").body
+        assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+        found.setdefault(call.func.id, []).append(_rule(call, text))
+    return {name: tuple(rules) for name, rules in found.items()}
+
+
+def _call_text(op: ops.Op) -> str:
+    names = [p.name for p in op.params]
+    if not op.symbol:
+        return f"{op.name}({', '.join(names)})"
+    return f"{op.symbol}{names[0]}" if len(names) == 1 else f"{names[0]} {op.symbol} {names[1]}"
+
+
+def name_of(node: fx.Node) -> str:
+    """`gelu` for aten.gelu.default."""
+    target = node.target
+    return str(target._schema.name).split("::")[-1] if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+
+
+def is_view(node: fx.Node) -> bool:
+    return name_of(node) in ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "expand", "flatten", "unflatten")
+
+
+class Importer:
+    """Writes the program of one region.
+
+    product: the node that is mm; frame: its shape as torch has it, [..., N]. names: what leaves are to be called, by node. reductions: over what there may be
+    any: "m", "n" or "mn".
+    """
+
+    def __init__(self, product: fx.Node, frame: Sequence[int], names: Callable[[fx.Node], str] | None = None, reductions: Collection[str] = ("m", "n", "mn")):
+        self.frame = tuple(frame)
+        self.n = self.frame[-1]
+        self.m = math.prod(self.frame[:-1])
+        self.frame_roles = _roles_of(self.frame)
+        self.lines: list[str] = []
+        self.leaves: dict[str, Leaf] = {}
+        self.known: dict[fx.Node, Value | tuple[Value, ...]] = {product: Value("mm", self.frame_roles)}
+        self.reductions = reductions
+        self.naming = names or (lambda node: node.name)
+        self.numbers: dict[float, str] = {}
+
+    # -- what goes in
+
+    def value(self, arg: Any, node: fx.Node, beside: tuple[Role, ...] | None = None) -> Value:
+        """An argument of `node`. beside: the roles of the arguments that are known, to which torch broadcasts it."""
+        if isinstance(arg, bool):
+            raise Unknown(node, f"it takes {arg}, and the language has no booleans but comparisons")
+        if isinstance(arg, int | float):
+            return Value(_number(float(arg), node))
+        if not isinstance(arg, fx.Node):
+            raise Unknown(node, f"it takes {arg!r}")
+        found = self.known.get(arg)
+        if isinstance(found, tuple):
+            raise Unknown(node, f"it takes all results of {name_of(arg)}")
+        return self.leaf(arg, node, self.frame_roles if beside is None else beside) if found is None else found
+
+    def leaf(self, arg: fx.Node, node: fx.Node, beside: tuple[Role, ...]) -> Value:
+        """What comes from outside the region, as an input of the program."""
+        tensor = arg.meta.get("val")
+        if isinstance(tensor, int | float | torch.SymFloat | torch.SymInt):
+            shape: tuple[int, ...] = ()
+            boolean = False
+        elif isinstance(tensor, torch.Tensor):
+            shape, boolean = tuple(tensor.shape), tensor.dtype == torch.bool
+            if not boolean and str(tensor.dtype) not in BY_TORCH:
+                raise Unknown(node, f"its argument {arg.name} is {tensor.dtype}", f"inputs are {', '.join(t.removeprefix('torch.') for t in BY_TORCH)} or bool")
+        else:
+            raise Unknown(node, f"its argument {arg.name} is a {type(tensor).__name__}")
+        roles = _aligned(shape, beside)
+        if roles is None:
+            raise Unknown(node, f"its argument {arg.name} is {list(shape)}, which does not broadcast to what it is joined with")
+        rows, columns = extent_of(roles)
+        indices = "".join(axis for axis in "mn" if any(r and r[0] == axis for r in roles))
+        if "n" in indices and not same(columns, self.n):
+            raise Unknown(node, f"its argument {arg.name} is {list(shape)}, which varies over a part of the columns")
+        expand = None
+        if "m" in indices and not same(rows, self.m):  # over some of the leading dimensions alone
+            extents = [r[1] if r else 1 for r in beside]
+            expand = (*extents[:-1], extents[-1] if "n" in indices else 1)
+            if len([r for r in beside if r and r[0] == "n"]) > 1:
+                raise Unknown(node, f"its argument {arg.name} is {list(shape)}, which varies over a part of the rows")
+        name = self.naming(arg)
+        known = self.leaves.setdefault(name, Leaf(name, arg, indices, expand))
+        if known.indices != indices or known.expand != expand:
+            raise Unknown(node, f"its argument {arg.name} is joined with rows here and with columns there")
+        declared = f"{name}[{','.join(indices)}]" if indices else name
+        return self.bind(f"{declared} != 0", roles, True) if boolean else Value(declared, roles)
+
+    # -- the nodes
+
+    def plus(self, product: fx.Node, added: fx.Node) -> None:
+        """What addmm adds is a part of its value."""
+        x = self.value(added, product)
+        self.known[product] = self.bind(f"mm + {x.text}", self.frame_roles)
+
+    def add(self, node: fx.Node) -> None:
+        """Take one more node into the region. Raises Unknown."""
+        self.known[node] = self.read(node)
+
+    def read(self, node: fx.Node) -> Value | tuple[Value, ...]:
+        name = name_of(node)
+        if node.target is operator.getitem:
+            source = self.known.get(node.args[0])  # type: ignore[arg-type]
+            if isinstance(source, tuple) and isinstance(node.args[1], int) and node.args[1] < len(source):
+                return source[node.args[1]]
+            raise Unknown(node, "it indexes what is no result of the region")
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise Unknown(node, f"{name} is no operation of torch on tensors")
+        if name in _SAME:
+            return self.cast(node)
+        if is_view(node):
+            return self.viewed(node)
+        if name in ("sum", "amax", "logsumexp", "mean"):
+            return self.reduction(node, name)
+        if name == "pow":
+            return self.power(node)
+        if name == "scalar_tensor" or (name == "full" and not node.args[0]):
+            return Value(_number(float(node.args[0 if name == "scalar_tensor" else 1]), node))  # type: ignore[arg-type]
+        if name in ("zeros_like", "ones_like", "full_like"):
+            like = self.value(node.args[0], node)
+            return Value("0" if name == "zeros_like" else "1" if name == "ones_like" else _number(float(node.args[1]), node), like.roles)  # type: ignore[arg-type]
+        if name == "log_sigmoid_forward":
+            return (self.apply(node, name),)
+        return self.apply(node, name)
+
+    def apply(self, node: fx.Node, name: str) -> Value:
+        """An elementwise operation."""
+        given = _arguments(node)
+        for rule in _rules().get(name, ()):
+            values = self.matched(rule, given, node)
+            if values is not None:
+                roles = _broadcast([v.roles for v in values.values()], node)
+                text = _filled(rule.text, {name: value.text for name, value in values.items()})
+                tensor = node.meta.get("val")
+                tensor = tensor[0] if isinstance(tensor, tuple | list) else tensor
+                boolean = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool
+                if any(v.reduced for v in values.values()) and any(not v.reduced and len({r[0] for r in v.roles if r}) == 2 for v in values.values()):
+                    raise Unknown(node, "it joins a reduction with what it is taken of", "a second kernel has to read it")
+                if not boolean and any(v.boolean for v in values.values()) and not _takes_booleans(name):
+                    raise Unknown(node, "it computes with booleans as numbers", "write torch.where(condition, x, y)")
+                return self.bind(text, roles, boolean, any(v.reduced for v in values.values()))
+        raise Unknown(node, f"{name} is not in the language", "compute it outside of the epilogue, or see 'epigen ops' for what is")
+
+    def matched(self, rule: _Rule, given: Mapping[str | int, Any], node: fx.Node) -> dict[str, Value] | None:
+        """The rule's names, where the node's arguments are as it wants them."""
+        used: set[str] = set()
+        named: dict[str, Any] = {}
+        for key, wanted in rule.params:
+            if key not in given:
+                return None
+            schema_name, value = given[key]
+            used.add(schema_name)
+            if isinstance(wanted, tuple):
+                if isinstance(value, fx.Node) or value != wanted[0]:
+                    return None
+            elif wanted != "_":
+                if value is None or isinstance(value, str | bool):
+                    return None
+                named[wanted] = value
+        if any(value != default for schema_name, value, default in given.get("", ()) if schema_name not in used):
+            return None
+        inside = [self.known[x] for x in named.values() if isinstance(x, fx.Node) and x in self.known]
+        beside = _broadcast([v.roles for v in inside if isinstance(v, Value)], node) if inside else None
+        return {name: self.value(value, node, beside) for name, value in named.items()}
+
+    def power(self, node: fx.Node) -> Value:
+        base, exponent = node.args
+        if not isinstance(exponent, int | float):
+            return self.apply(node, "pow")
+        x = self.value(base, node)
+        if float(exponent) in _POWERS:
+            text = _POWERS[float(exponent)].replace("x", x.text) if exponent != 1 else x.text
+        elif float(exponent).is_integer() and 2 <= exponent <= 8:
+            text = f"({x.text}) ** {int(exponent)}"
+        else:
+            return self.apply(node, "pow")
+        return self.bind(text, x.roles, False, x.reduced)
+
+    def cast(self, node: fx.Node) -> Value:
+        x = self.value(node.args[0], node)
+        tensor = node.meta["val"]
+        if tensor.dtype == torch.bool and not x.boolean:
+            return self.bind(f"{x.text} != 0", x.roles, True, x.reduced)
+        if x.boolean and tensor.dtype != torch.bool:
+            return self.bind(f"where({x.text}, 1, 0)", x.roles, False, x.reduced)
+        if not tensor.dtype.is_floating_point and tensor.dtype != torch.bool:
+            raise Unknown(node, f"it casts to {tensor.dtype}", "the language computes in fp32: cast outside of the epilogue")
+        return x
+
+    def viewed(self, node: fx.Node) -> Value:
+        """A view that keeps rows and columns what they are."""
+        x = self.value(node.args[0], node)
+        shape = tuple(node.meta["val"].shape)
+        roles = _reshaped(x.roles, shape)
+        if roles is None:
+            raise Unknown(node, f"{name_of(node)} to {list(shape)} moves elements between rows and columns")
+        return Value(x.text, roles, x.boolean, x.reduced)
+
+    def reduction(self, node: fx.Node, name: str) -> Value:
+        given = _named(node)
+        x = self.value(node.args[0], node)
+        if x.reduced:
+            raise Unknown(node, "it reduces what is reduced already", "reduce over both at once, or outside of the epilogue")
+        if x.boolean:
+            raise Unknown(node, f"it takes the {name} of booleans", "write torch.where(condition, 1.0, 0.0) first")
+        rank = len(x.roles)
+        dims = given.get("dim")
+        listed = range(rank) if dims is None or dims == [] else [d % rank for d in ([dims] if isinstance(dims, int) else dims)]
+        over = [x.roles[d] for d in listed if x.roles[d] is not None]
+        axes = ""
+        for axis, extent in (("m", self.m), ("n", self.n)):
+            parts = [r[1] for r in over if r is not None and r[0] == axis]
+            if same(math.prod(parts), extent) and (parts or any(x.roles[d] is None for d in listed)):
+                axes += axis
+            elif parts:
+                raise Unknown(node, f"it reduces a part of the {'rows' if axis == 'm' else 'columns'}", "a program reduces over all rows, all columns or both")
+        if axes not in self.reductions:
+            raise Unknown(node, "it reduces over the columns" if axes else "it reduces over nothing")
+        if not all(map(same, extent_of(x.roles), (self.m, self.n))):
+            raise Unknown(node, "it reduces what does not vary over rows and columns", "compute it outside of the epilogue")
+        row = {"sum": "sum", "mean": "sum", "amax": "max", "logsumexp": "logsumexp"}[name]
+        count = (self.m if "m" in axes else 1) * (self.n if "n" in axes else 1)
+        if name == "mean" and not isinstance(count, int):
+            raise Unknown(node, "it takes the mean over an extent that varies")
+        text = f"{row}({x.text}{', ' + axes if axes != 'mn' else ''})" + (f" / {count}" if name == "mean" else "")
+        keep = bool(given.get("keepdim", False))
+        roles = tuple(None if d in listed else r for d, r in enumerate(x.roles) if keep or d not in listed)
+        return self.bind(text, roles, False, True)
+
+    def bind(self, text: str, roles: tuple[Role, ...], boolean: bool = False, reduced: bool = False) -> Value:
+        name = f"v{len(self.lines)}_"
+        self.lines.append(f"{name} = {text}")
+        return Value(name, roles, boolean, reduced)
+
+    # -- what comes out
+
+    def program(self, outputs: Iterable[tuple[str, fx.Node, torch.dtype | None]]) -> Imported:
+        """The program with these outputs: (name, or "" for the program's own, node, dtype where it is not the default). Raises ParseError, CheckError."""
+        listed = []
+        lines = list(self.lines)
+        results = list(outputs)
+        for position, (name, node, dtype) in enumerate(results):
+            value = self.known[node]
+            assert isinstance(value, Value)
+            text = f"bitmask({value.text})" if value.boolean else value.text
+            if dtype is not None:
+                text = f"cast({text}, {BY_TORCH[str(dtype)].name})"
+            listed.append(name or ("out" if len(results) == 1 else f"out{position}"))
+            lines.append(f"{listed[-1]} = {text}")
+        written = _used(lines, listed)
+        graph = normalise(check(parse("; ".join([*written, ", ".join(listed)]))))
+        graph = normalise(check(parse(unparse(_unlabelled(graph)))))
+        leaves = tuple(self.leaves[n.name] for n in graph.inputs())
+        return Imported(graph.text, graph, leaves, tuple(graph.nodes[o.node].indices for o in graph.outputs))
+
+
+_WORD = re.compile(r"v\d+_")
+
+
+def _used(lines: Sequence[str], outputs: Sequence[str]) -> list[str]:
+    """The assignments that the outputs need."""
+    needed = set(_WORD.findall(" ".join(outputs)))
+    kept: list[str] = []
+    for line in reversed(lines):
+        name, _, text = line.partition(" = ")
+        if name in needed or not _WORD.fullmatch(name):
+            needed |= set(_WORD.findall(text))
+            kept.append(line)
+    return kept[::-1]
+
+
+def _unlabelled(graph: Graph) -> Graph:
+    return Graph(tuple(replace(n, label="") if _WORD.fullmatch(n.label) else n for n in graph.nodes), graph.outputs, graph.text)
+
+
+def _filled(rule: str, values: Mapping[str, str]) -> str:
+    """A rule's text with values in the places of its names; a function's name is none of them."""
+    return re.sub(r"[a-z_]\w*\b(?!\()", lambda found: values.get(found[0], found[0]), rule)
+
+
+def _takes_booleans(name: str) -> bool:
+    return name in ("where", "masked_fill")
+
+
+def _number(value: float, node: fx.Node) -> str:
+    if math.isnan(value):
+        raise Unknown(node, "it takes NaN, which the language cannot write")
+    if math.isinf(value):
+        return "(1e38 * 1e38)" if value > 0 else "(-1e38 * 1e38)"
+    return f"({value!r})" if value < 0 else repr(value)
+
+
+def _named(node: fx.Node) -> dict[str, Any]:
+    """The node's arguments by torch's names for them."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    given = dict(node.kwargs)
+    given |= {a.name: v for a, v in zip(target._schema.arguments, node.args, strict=False)}
+    return given
+
+
+def _arguments(node: fx.Node) -> dict[str | int, Any]:
+    """By place and by name: (torch's name, value); under "" all that have defaults, as (name, value, default)."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    given = _named(node)
+    found: dict[str | int, Any] = {}
+    defaults = []
+    for place, argument in enumerate(target._schema.arguments):
+        default = argument.default_value if argument.has_default_value() else None
+        value = given.get(argument.name, default)
+        if argument.name in given or argument.has_default_value():
+            found[place] = found[argument.name] = (argument.name, value)
+        if argument.has_default_value():
+            defaults.append((argument.name, value, default))
+    found[""] = defaults
+    return found
+
+
+# -- dimensions
+
+
+def same(x: Any, y: Any) -> bool:
+    """Whether two extents are equal, of those that vary whether they are so always."""
+    return x == y if isinstance(x, int) and isinstance(y, int) else statically_known_true(x == y)
+
+
+def _roles_of(frame: Sequence[int]) -> tuple[Role, ...]:
+    roles: list[Role] = []
+    step = 1
+    for extent in reversed(frame[:-1]):
+        roles.append(None if same(extent, 1) else ("m", extent, step))
+        step *= extent
+    return (*reversed(roles), None if same(frame[-1], 1) else ("n", frame[-1], 1))
+
+
+def _alike(x: Role, y: Role) -> bool:
+    return x is None or y is None or (x[0] == y[0] and same(x[1], y[1]) and same(x[2], y[2]))
+
+
+def _aligned(shape: Sequence[int], frame: Sequence[Role]) -> tuple[Role, ...] | None:
+    """The roles of a tensor that torch would broadcast to the frame; None where it would not, or would make the frame larger."""
+    if len(shape) > len(frame):
+        return None
+    roles: list[Role] = []
+    for extent, role in zip(reversed(shape), reversed(frame), strict=False):
+        if same(extent, 1):
+            roles.append(None)
+        elif role is not None and same(role[1], extent):
+            roles.append(role)
+        else:
+            return None
+    return tuple(reversed(roles))
+
+
+def _broadcast(several: Sequence[tuple[Role, ...]], node: fx.Node) -> tuple[Role, ...]:
+    rank = max((len(r) for r in several), default=0)
+    found: list[Role] = [None] * rank
+    for roles in several:
+        for place, role in enumerate(reversed(roles)):
+            if not _alike(found[place], role):
+                raise Unknown(node, "it joins rows with columns, or different parts of them", "transpose outside of the epilogue")
+            found[place] = found[place] or role
+    return tuple(reversed(found))
+
+
+def _reshaped(roles: Sequence[Role], shape: Sequence[int]) -> tuple[Role, ...] | None:
+    """The roles after a view, where each new dimension lies within what one of rows and columns gave."""
+    pending = [r for r in roles if r is not None]
+    found: list[Role] = []
+    for extent in reversed(shape):
+        if same(extent, 1):
+            found.append(None)
+            continue
+        if not pending:
+            return None
+        axis, size, step = pending.pop()
+        while not same(size, extent):
+            if same(size % extent, 0):  # a part of it
+                pending.append((axis, size // extent, step * extent))
+                size = extent
+            elif pending and pending[-1][0] == axis and same(pending[-1][2], step * size):
+                size *= pending.pop()[1]
+            else:
+                return None
+        found.append((axis, extent, step))
+    return None if pending else tuple(reversed(found))
+
+
+def extent_of(roles: Sequence[Role]) -> tuple[int, int]:
+    """How many rows and columns a value varies over."""
+    return (math.prod(r[1] for r in roles if r and r[0] == "m"), math.prod(r[1] for r in roles if r and r[0] == "n"))

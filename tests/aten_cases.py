@@ -1,0 +1,132 @@
+"""torch's code as programs: what a plain function computes of a product, in the language, and what is said of what is not in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
+
+import epigen
+from epigen import ops
+from epigen.errors import CallError
+from epigen.training import aten
+from epigen.training.traced import trace
+
+SHAPE = (2, 3, 8)
+CPU = torch.device("cpu")
+
+
+def text_of(function: Callable[..., Any], shape: tuple[int, ...] = SHAPE, dtype: torch.dtype = torch.float32, **inputs: Any) -> str:
+    return trace(function, shape, dtype, CPU, inputs).program.text
+
+
+ACTIVATIONS = {
+    F.relu: "relu(mm)", F.gelu: "gelu(mm)", F.silu: "silu(mm)", F.sigmoid: "sigmoid(mm)", F.tanh: "tanh(mm)", F.softplus: "softplus(mm)", F.hardswish: "hardswish(mm)",
+    F.leaky_relu: "leaky_relu(mm, 0.01)", F.mish: "mm * tanh(softplus(mm))", F.hardtanh: "clamp(mm, -1, 1)", F.hardsigmoid: "clamp(mm + 3, 0, 6) / 6", F.relu6: "clamp(mm, 0, 6)",
+    F.logsigmoid: "-softplus(-mm)", F.softsign: "mm / (abs(mm) + 1)", F.tanhshrink: "mm - tanh(mm)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "text"), ACTIVATIONS.items(), ids=[f.__name__ for f in ACTIVATIONS])
+def test_torchs_activations_are_rows(function: Callable[..., Any], text: str) -> None:
+    assert text_of(function) == text
+
+
+def test_options_and_arithmetic() -> None:
+    assert text_of(lambda mm: F.gelu(mm, approximate="tanh")) == "gelu_tanh(mm)"
+    assert text_of(lambda mm: F.softplus(mm, beta=2.0)) == "v = 2 * mm; where(v > 20, mm, softplus(v) / 2)"
+    assert text_of(lambda mm: torch.add(mm, mm, alpha=3)) == "mm + 3 * mm"
+    assert text_of(lambda mm: 1 - mm) == "1 - 1 * mm"
+    assert text_of(lambda mm: mm**3 + mm**0.5 + mm**-1 + mm**2) == "v = mm * mm; mm * v + sqrt(mm) + 1 / mm + v"
+    assert text_of(lambda mm: mm.clamp(min=0.0)) == "where(mm < 0, 0, mm)"
+    assert text_of(lambda mm: torch.where(mm > 1, mm, -mm)) == "where(mm > 1, mm, -mm)"
+
+
+@pytest.mark.parametrize(
+    ("shape", "declared"),
+    [((8,), "g[n]"), ((1, 8), "g[n]"), ((2, 3, 8), "g[m,n]"), ((3, 8), "g[m,n]"), ((2, 3, 1), "g[m]"), ((2, 1, 1), "g[m]"), ((), "g"), ((1,), "g")],
+)
+def test_inputs_broadcast_as_torch_has_them(shape: tuple[int, ...], declared: str) -> None:
+    traced = trace(lambda mm, g: mm * g, SHAPE, torch.float32, CPU, {"g": torch.ones(shape)})
+    assert traced.program.text == f"mm * {declared}"
+    (leaf,) = traced.program.leaves
+    # over some of the leading dimensions alone: what it has to be expanded to
+    assert leaf.expand == {(3, 8): (2, 3, 8), (2, 1, 1): (2, 3, 1)}.get(shape)
+
+
+def test_numbers_stay_inputs_and_casts_between_are_left_out() -> None:
+    assert text_of(lambda mm, s: (mm * s).float().relu().to(mm.dtype), dtype=torch.bfloat16, s=2.0) == "relu(mm * s)"
+    assert text_of(lambda mm: mm.float() * 2, dtype=torch.bfloat16) == "cast(mm * 2, fp32)"
+
+
+def test_masks_of_booleans() -> None:
+    assert text_of(lambda mm, keep: torch.where(keep, mm, 0.0), keep=torch.ones(SHAPE, dtype=torch.bool)) == "where(keep[m,n] != 0, mm, 0)"
+    assert text_of(lambda mm, keep: mm.masked_fill(~keep, -1e4), keep=torch.ones(8, dtype=torch.bool)) == "where(~(keep[n] != 0), -10000, mm)"
+
+
+def test_several_results_views_and_reductions() -> None:
+    def function(mm: Tensor, bias: Tensor) -> Any:
+        z = mm + bias
+        return z.view(-1, 8).relu().view(2, 3, 8), z.sum(dim=-1), z.sum(dim=(0, 1)), z.flatten(0, 1).mean(0), z.amax()
+
+    traced = trace(function, SHAPE, torch.float32, CPU, {"bias": torch.ones(8)})
+    assert traced.program.text == "v = mm + bias; v1 = bgrad(v); out2 = v1; relu(v), sum(v, n), out2, v1 / 6, max(v)"
+    assert traced.program.outputs == ("mn", "m", "n", "n", "")
+
+
+def test_a_modules_parameters_become_inputs() -> None:
+    layer = nn.Sequential(nn.PReLU(8, init=0.25), nn.GELU())
+    traced = trace(layer, (4, 8), torch.float32, CPU, {})
+    assert traced.program.text == "gelu(where(mm > 0, mm, weight[n] * mm))"
+    assert list(traced.held) == ["weight"] and traced.held["weight"] is layer[0].weight
+
+
+def test_a_functions_own_tensor_has_its_name() -> None:
+    tint = torch.ones(8)
+    assert text_of(lambda mm: mm * tint) == "mm * tint[n]"
+
+
+def test_a_traced_program_is_the_texts_kernel() -> None:
+    """Byte for byte."""
+
+    def function(mm: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
+        return F.silu(mm + bias) * gate
+
+    text = text_of(function, bias=torch.ones(8), gate=torch.ones(SHAPE))
+    assert text == "silu(mm + bias) * gate[m,n]"
+    assert epigen.compile(text).source(shape=(64, 64, 64)) == epigen.compile("silu(mm+bias)*gate[m,n]").source(shape=(64, 64, 64))
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda mm: torch.cumsum(mm, 0), r"calls cumsum \(line \d+ of aten_cases.py: .*which no epilogue computes: cumsum is not in the language; compute it outside"),
+        (lambda mm: mm @ mm.mT, r"calls (permute|transpose).*which no epilogue computes"),
+        (lambda mm: mm > 0, "returns booleans: return torch.where"),
+        (lambda mm: torch.softmax(mm, -1), "calls _softmax"),
+        (lambda mm: mm / mm.sum(-1, keepdim=True), "calls div.*it joins a reduction with what it is taken of"),
+        (lambda mm: mm.long(), r"casts to torch\.int64"),
+        (lambda mm: mm.undefined(), "cannot be run on a product of .*AttributeError"),
+        (lambda mm: mm.reshape(3, 2, 8) + mm.reshape(3, 2, 8).sum(0), "it joins"),
+    ],
+)  # fmt: skip
+def test_what_is_not_in_the_language_is_said_with_its_place(function: Callable[..., Any], said: str) -> None:
+    with pytest.raises(CallError, match=said):
+        text_of(function)
+
+
+def test_rows_and_columns_of_one_extent_are_told_apart() -> None:
+    """torch pairs dimensions by place, whatever their extents: a sum of a row is no column."""
+    assert text_of(lambda mm: (mm.sum(1, keepdim=True), mm.sum(0)), shape=(8, 8)) == "sum(mm, n), bgrad(mm)"
+    with pytest.raises(CallError, match="it joins rows with columns"):
+        text_of(lambda mm: mm * 2 + (mm + 1).view(8, 8).sum(1), shape=(8, 8))
+
+
+def test_each_row_and_rule_names_an_operation_of_torchs() -> None:
+    names = [pattern.partition("(")[0] for op in ops.TABLE.values() for pattern in op.aten] + [pattern.partition("(")[0] for pattern in aten.SEVERAL]
+    missing = [name for name in names if not hasattr(torch.ops.aten, name)]
+    assert missing == []
