@@ -1,5 +1,5 @@
 # make demo         print a kernel
-# make test         the CPU tests on the newest Triton, then the fast ones on the oldest, whatever became of the former
+# make test         the CPU tests on the newest Triton, then the fast ones that reach Triton on the oldest, whatever became of the former
 # make test-newest  the former alone
 # make test-oldest  the latter alone
 # make lint         ruff and mypy
@@ -29,7 +29,7 @@ test-newest: $(VENV)/.installed-test
 	$(VENV)/bin/python $(PYTEST) -m "not gpu"
 
 test-oldest: $(OLDEST_VENV)/.installed-test
-	$(OLDEST_VENV)/bin/python $(PYTEST) -m "not slow and not gpu"
+	$(OLDEST_VENV)/bin/python $(PYTEST) -m "triton and not slow and not gpu"
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,16 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="epigen-tests-", ignore_cleanup_err
 os.environ.setdefault("EPIGEN_CACHE", f"{_FOLDER.name}/cache")
 os.environ["EPIGEN_DB"] = f"{_FOLDER.name}/db"
 Path(os.environ["EPIGEN_DB"]).mkdir()
+# tests that are not marked `triton` are watched, and so are the processes that they start, which import what leads their path
+_WATCHED = Path(__file__).parent / "watched"
+_spec = spec_from_file_location("watch", _WATCHED / "sitecustomize.py")
+assert _spec is not None and _spec.loader is not None
+_watch = module_from_spec(_spec)
+_spec.loader.exec_module(_watch)
+_watch.install()
+sys.path.insert(0, str(_WATCHED))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_WATCHED), os.environ.get("PYTHONPATH"))))
+_NOTES = Path(_FOLDER.name) / "notes"
 # OpenBLAS's threads do not survive every fork of a process (numpy 2.3.5: a search's solve waited for ever for the lock of threads that were
 # gone); as on the command line, linear algebra has one. Set before numpy is imported
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -60,6 +72,25 @@ def interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "_import_triton", changed)
         yield
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    _NOTES.unlink(missing_ok=True)
+    if item.get_closest_marker("triton") or item.get_closest_marker("gpu"):
+        os.environ.pop(_watch.NOTES, None)
+    else:
+        os.environ[_watch.NOTES] = str(_NOTES)
+    yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test without the mark is left out where the oldest Triton is tried, and so must not reach Triton."""
+    yield
+    if _NOTES.exists():
+        who = ", ".join(sorted(set(_NOTES.read_text().split())))
+        pytest.fail(f"{item.nodeid} reaches Triton, by {who}: it wants the mark @pytest.mark.triton")
 
 
 @pytest.fixture

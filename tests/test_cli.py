@@ -228,12 +228,14 @@ def test_a_stage_that_a_schedule_lacks_is_said_before_anything_is_run(children: 
     assert children == []
 
 
+@pytest.mark.triton
 @pytest.mark.usefixtures("compile_once")
 @pytest.mark.parametrize("emit", ["ttir", "ttgir", "ptx"])
 def test_every_stage_of_the_default_target_is_there(emit: str) -> None:
     assert run("compile", "relu(mm + bias)", "--no-verify", "--emit", emit).stdout
 
 
+@pytest.mark.triton
 def test_a_kernel_that_the_compiler_refuses() -> None:
     done = run("compile", "cast(mm, fp8e4m3)", *QUICK, "--emit", "ptx", "--target", "sm_80", status=1)
     assert done.stdout == ""
@@ -344,6 +346,7 @@ def test_source_goes_to_stdout_and_talk_to_stderr() -> None:
     ]
 
 
+@pytest.mark.triton
 @pytest.mark.usefixtures("compile_once")
 @pytest.mark.parametrize("program", ["relu(mm+bias)", "mm", "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z)"])
 def test_without_a_gpu_the_kernel_is_one_that_any_gpu_runs_and_was_itself_verified(program: str) -> None:
@@ -355,6 +358,7 @@ def test_without_a_gpu_the_kernel_is_one_that_any_gpu_runs_and_was_itself_verifi
     assert 0 < found["resources"][0]["shared_bytes"] <= least
 
 
+@pytest.mark.triton
 @pytest.mark.usefixtures("compile_once")
 def test_the_summary_comes_last() -> None:
     """After the source, as on a terminal, where both streams are one."""
@@ -500,6 +504,7 @@ def test_backward_of_what_has_none(arguments: tuple[str, ...], message: str) -> 
 # -- verification and resources
 
 
+@pytest.mark.triton
 @pytest.mark.usefixtures("compile_once")
 def test_a_kernel_is_checked_and_its_resources_are_told() -> None:
     done = run("compile", "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z)", "--config", SMALL)
@@ -519,6 +524,7 @@ def test_no_verify_runs_and_compiles_nothing(monkeypatch: pytest.MonkeyPatch, ch
     assert "verified" not in done.stderr and "resources" not in done.stderr and children == []
 
 
+@pytest.mark.triton
 @pytest.mark.usefixtures("compile_once")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_is_verified_as_it_is(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,6 +537,7 @@ def test_a_layout_is_verified_as_it_is(layout: str, monkeypatch: pytest.MonkeyPa
     assert "".join("n" if t.stride(1) == 1 else "t" for t in (one.a, one.b)) == layout
 
 
+@pytest.mark.triton
 @pytest.mark.usefixtures("compile_once")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", ["1000x1002x1004", "1001x1003x999", "1024x1000x1000"])
@@ -540,6 +547,7 @@ def test_a_kernel_of_unaligned_rows_is_verified_itself(layout: str, shape: str, 
     assert "under Triton's interpreter, this very kernel, against float64\n" in done.stderr
 
 
+@pytest.mark.triton
 def test_a_kernel_in_gluon_is_verified_by_its_like_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_compile, "_start_compiling", lambda *_: None)
     config = f"schedule=warp_specialized,{','.join(f'{name}={value}' for name, value in cases.warp_specialized().values)}"
@@ -548,6 +556,7 @@ def test_a_kernel_in_gluon_is_verified_by_its_like_in_triton(monkeypatch: pytest
     assert "gl.warp_specialize(" in done.stdout
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("program", "dtype", "said"),
     [
@@ -571,6 +580,7 @@ def test_what_was_verified_is_said(program: str, dtype: str, said: str, monkeypa
     assert verified["same_source"] == ("this very kernel" in said) and all(o["ok"] for o in verified["outputs"].values())
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("arguments", [(), ("--json",), ("--emit", "ptx"), ("-o", "fused.py")], ids=" ".join)
 def test_a_wrong_kernel_is_not_shown(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, children: list[subprocess.Popen[bytes]]
@@ -584,6 +594,7 @@ def test_a_wrong_kernel_is_not_shown(
     assert [process.poll() is None for process in children] == [False] * len(children), "a compiler was left running"
 
 
+@pytest.mark.triton
 def test_a_wrong_reduction_is_caught_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_compile, "_start_compiling", lambda *_: None)
     monkeypatch.setitem(ops.REDUCTIONS, "sum", replace(ops.REDUCTIONS["sum"], combine="{x} + 1.01 * {y}"))
@@ -602,6 +613,7 @@ STAGES = {
 }
 
 
+@pytest.mark.triton
 @pytest.mark.usefixtures("compile_once")
 @pytest.mark.parametrize("emit", STAGES)
 def test_text_stages(emit: str, tmp_path: Path) -> None:
@@ -636,6 +648,7 @@ def test_every_function_is_in_a_text_stage_and_a_binary_says_what_it_leaves_out(
     assert "note      the cubin holds the main kernel; 1 finishing kernel" in run(*arguments, "--emit", "cubin").stderr
 
 
+@pytest.mark.triton
 @pytest.mark.usefixtures("compile_once")
 def test_a_config_that_cannot_run_is_not_shown() -> None:
     """More shared memory than the target has."""
@@ -647,6 +660,7 @@ def test_a_config_that_cannot_run_is_not_shown() -> None:
 # -- JSON
 
 
+@pytest.mark.triton
 @pytest.mark.usefixtures("compile_once")
 def test_json_is_all_that_is_on_stdout(tmp_path: Path) -> None:
     done = run("compile", "relu(mm + bias)", "--config", SMALL, "--json")

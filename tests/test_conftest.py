@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from epigen import settings
 
 _ASKED = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
 
@@ -18,3 +24,63 @@ def test_ctrl_c_reaches_the_tests_of_a_background_job_and_what_they_start() -> N
 
     assert ran(_ASKED) == ["False"], "else this would show nothing"
     assert ran(script) == ["True", "True"]
+
+
+@pytest.mark.triton
+def test_who_reaches_triton_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, where Triton may have been imported before, and in one that it starts; by torch does not count."""
+    import torch  # noqa: F401  # which imports Triton for itself, or does not
+
+    notes = tmp_path / "notes"
+    monkeypatch.setenv("EPIGEN_TESTS_NOTES", str(notes))
+    for name, text in (
+        ("one", "import triton"),
+        ("two", "from triton.language import load"),
+        ("torch.some", "import triton"),
+        ("three", "import tritonclient_"),
+    ):
+        with contextlib.suppress(ModuleNotFoundError):
+            exec(text, {"__name__": name})
+    assert notes.read_text().split() == ["one", "two"]
+    for environment in (None, settings.child_environment(interpret=False)):
+        subprocess.run([sys.executable, "-c", "import triton"], env=environment, check=True)
+    assert notes.read_text().split() == ["one", "two", "__main__", "__main__"]
+
+
+THREE = """
+import pytest
+
+def test_does():
+    import triton
+
+@pytest.mark.triton
+def test_says_so():
+    import triton
+
+def test_does_not():
+    pass
+"""
+
+
+@pytest.mark.triton
+def test_a_test_that_reaches_triton_wants_the_mark(tmp_path: Path) -> None:
+    (tmp_path / "test_three.py").write_text(THREE)
+    here = Path(__file__).parent
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "conftest",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        here.parent / "pyproject.toml",
+        tmp_path,
+    ]
+    run = subprocess.run(command, env=settings.child_environment(interpret=False) | {"PYTHONPATH": str(here)}, capture_output=True, text=True, check=False)
+    assert re.search(r"^1 failed, 2 passed", run.stdout, re.MULTILINE), run.stdout + run.stderr
+    assert "test_does reaches Triton, by test_three: it wants the mark @pytest.mark.triton" in run.stdout

@@ -177,6 +177,7 @@ class CountingRenderer(Renderer):
         return super().render(spec, config)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("text", [TEXT, "z = mm + bias; relu(z), bitmask(z > 0)", "dz = drelu(mm, mask); dz, bgrad(dz)"])
 def test_few_texts_for_many_sizes(database: Database, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is rendered once, and what Triton adds to it, whether 16 divides an integer or it is 1, makes no dozens of them."""
@@ -197,6 +198,7 @@ def test_few_texts_for_many_sizes(database: Database, text: str, monkeypatch: py
     assert len(lowered) == len(set(lowered)) == 1
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", ["reference", "interpreter"])
 def test_calls_that_are_prepared_do_not_pile_up(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What makes room is prepared again when it comes back."""

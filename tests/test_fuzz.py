@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SAMPLE = range(120)
 
 
+@pytest.mark.triton
 def test_a_sample_has_no_failure() -> None:
     found = fuzz.fuzz(SAMPLE, seed=1)
     assert found.failures == []
@@ -98,6 +99,7 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return given
 
 
+@pytest.mark.triton
 def test_the_result_says_what_was_counted(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments += ["--programs", "6", "--commit", "abc", "--out", str(tmp_path)]
     with pytest.raises(SystemExit) as left:

@@ -85,6 +85,7 @@ def test_the_folder_is_hostile(hostile: Path) -> None:
     assert ran(hostile) == "pickle "
 
 
+@pytest.mark.triton
 def test_no_command_runs_modules_of_the_current_folder(hostile: Path) -> None:
     table = ROOT / "bench" / "results" / "sweep_skinny.json"
     database = hostile.parent / "db"

@@ -53,6 +53,7 @@ def test_one_output_is_a_tensor() -> None:
     assert torch.equal(y, torch.tensor([[1.0, 0.0, 0.0, 3.5]] * 2))
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_several_outputs_are_a_named_tuple(backend: str) -> None:
     """By the name that the program assigned, else by position."""
@@ -64,6 +65,7 @@ def test_several_outputs_are_a_named_tuple(backend: str) -> None:
     assert isinstance(found, tuple) and found[0] is found.z
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_default_dtypes_of_outputs(backend: str) -> None:
     found = compiled("mm, sum(mm, n), bitmask(mm > 0), cast(mm, int8), cast(sum(mm), fp16)", backend)(whole(M, K), whole(K, N))
@@ -73,6 +75,7 @@ def test_default_dtypes_of_outputs(backend: str) -> None:
     assert [t.dtype for t in int8] == [torch.int32, torch.float32]
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("program", ["mm + bias", "z = mm + bias; relu(z), bgrad(z)"])
 def test_operands_of_any_strides(program: str) -> None:
     a, b, bias = whole(M, K), whole(K, N), whole(N)
@@ -86,6 +89,7 @@ def test_operands_of_any_strides(program: str) -> None:
 # -- the two CPU backends
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(
     "program",
     [
@@ -109,6 +113,7 @@ def test_reference_and_generated_kernel_round_at_the_same_points(program: str) -
         assert x.dtype == y.dtype and torch.equal(x, y)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_both_backends_are_within_the_oracles_bound(backend: str) -> None:
     kernel = compiled("z = gelu(mm + bias); z, bitmask(z > 0), bgrad(z), logsumexp(z, n)", backend)
@@ -122,6 +127,7 @@ def test_cpu_tensors_take_the_reference_by_default() -> None:
     assert kernel._last is not None and kernel._last.plan is None
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", [(0, N, K), (M, 0, K), (M, N, 0), (0, 0, 0), (1, 1, 1)], ids=str)
 def test_extents_of_zero(backend: str, shape: tuple[int, int, int]) -> None:
@@ -141,6 +147,7 @@ def test_extents_of_zero(backend: str, shape: tuple[int, int, int]) -> None:
     assert torch.equal(all_of_it, z.sum())
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_and_infinity_go_through(backend: str) -> None:
     a = whole(M, K)
@@ -152,6 +159,7 @@ def test_nan_and_infinity_go_through(backend: str) -> None:
 # -- scalars
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("alpha", [3, 3.0, torch.tensor(3.0), torch.tensor([3.0]), torch.tensor([[3.0]]).half(), torch.tensor(3, dtype=torch.int32)], ids=repr)
 def test_a_scalar_is_a_number_or_one_element(backend: str, alpha: Any) -> None:
@@ -159,6 +167,7 @@ def test_a_scalar_is_a_number_or_one_element(backend: str, alpha: Any) -> None:
     assert torch.equal(compiled("mm * alpha", backend)(a, b, alpha=alpha), (3 * (a.float() @ b.float())).half())
 
 
+@pytest.mark.triton
 def test_a_scalars_value_is_not_part_of_the_specialisation() -> None:
     kernel, renders = counting("mm * alpha")
     a, b = whole(M, K), whole(K, N)
@@ -175,6 +184,7 @@ def test_an_integer_beyond_floating_point_is_refused() -> None:
 # -- masks
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masks_have_padded_rows_and_go_round(backend: str) -> None:
     """The row stride is a multiple of 16 bytes and the padding bits are zero, as cuBLASLt asks."""
@@ -188,6 +198,7 @@ def test_masks_have_padded_rows_and_go_round(backend: str) -> None:
     assert torch.equal(dz, expected.half()) and torch.equal(db, expected.sum(0))
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("width", [5, 7, 64])
 def test_a_mask_of_any_row_stride_is_read(backend: str, width: int) -> None:
@@ -198,6 +209,7 @@ def test_a_mask_of_any_row_stride_is_read(backend: str, width: int) -> None:
     assert torch.equal(y, torch.where(keep, whole(M, K).float() @ whole(K, N).float(), 0).half())
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_is_written_beside_a_masks_buffer(backend: str) -> None:
     held = torch.full((M + 2, 9), 0xA5, dtype=torch.uint8)
@@ -209,6 +221,7 @@ def test_nothing_is_written_beside_a_masks_buffer(backend: str) -> None:
 # -- the caller's buffers
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
 class TestOut:
     def test_a_tensor(self, backend: str) -> None:
@@ -356,6 +369,7 @@ def test_autocast_leaves_a_kernels_arithmetic_alone(dtype: torch.dtype) -> None:
     assert torch.equal(again, product) and again.dtype == torch.float32
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_lazily_negated_tensors_are_read_negated(backend: str) -> None:
     """`z.conj().imag` is a view whose elements in memory have the opposite sign."""
@@ -431,6 +445,7 @@ def counting(text: str, config: KernelConfig | None = SMALL) -> tuple[Kernel, li
     ), renderer.specs
 
 
+@pytest.mark.triton
 def test_a_signature_is_specialised_once() -> None:
     kernel, renders = counting("mm + bias")
     for seed in range(3):
@@ -438,6 +453,7 @@ def test_a_signature_is_specialised_once() -> None:
     assert len(renders) == 1
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("change", "same_module"),
     [
@@ -463,6 +479,7 @@ def test_what_a_module_depends_on(change: Callable[..., Any], same_module: bool,
     assert len(set(loads)) == len(loads) == (1 if same_module else 2)
 
 
+@pytest.mark.triton
 def test_the_order_of_named_inputs_does_not_matter() -> None:
     kernel = compiled("mm * x[m,n] - y[m,n]", "interpreter")
     x, y = whole(M, N), whole(M, N, seed=5)
@@ -470,6 +487,7 @@ def test_the_order_of_named_inputs_does_not_matter() -> None:
     assert not torch.equal(kernel(A, B, x=x, y=y), kernel(A, B, x=y, y=x))
 
 
+@pytest.mark.triton
 def test_the_process_wide_precision_is_read_at_every_call() -> None:
     kernel, renders = counting("mm")
     a, b = half(M, K).float(), half(K, N).float()
@@ -484,6 +502,7 @@ def test_the_process_wide_precision_is_read_at_every_call() -> None:
     assert [s.signature.precision for s in renders] == ["ieee", "tf32"]
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_torchs_newer_precision_settings_are_read_too(backend: str) -> None:
     """The setting of CUDA's products wins over that of all products, and the one that was set last over the older one; none of it makes a call raise."""
@@ -518,6 +537,7 @@ def test_torchs_newer_precision_settings_are_read_too(backend: str) -> None:
             module.fp32_precision = "none"
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 def test_precision_can_be_fixed(precision: str) -> None:
     kernel = compiled("mm", "interpreter", precision=precision)
@@ -587,6 +607,7 @@ def test_groups_of_warps_that_share_a_tile_need_64_rows_each() -> None:
     assert epigen.compile("mm", config=cases.warp_specialized(block_m=64, pingpong=1)).plan().choice.config["block_m"] == 64
 
 
+@pytest.mark.triton
 def test_operands_that_tma_cannot_address_are_copied() -> None:
     kernel = epigen.compile("relu(mm), sum(a, k)", config=cases.persistent(tma_store=1), backend="interpreter")
     right = whole(24, 32) @ whole(32, 40)
@@ -638,6 +659,7 @@ def test_launches_of_a_stream_share_counters_and_those_of_a_graph_have_their_own
     assert arrivals.counters() is first
 
 
+@pytest.mark.triton
 def test_a_split_sum_is_the_same_every_time() -> None:
     kernel = epigen.compile("z = mm + bias; relu(z), sum(z, m)", config=cases.split_k(splits=8), backend="interpreter")
     a, b, bias = half(40, 300), half(300, 50), half(50)
@@ -645,6 +667,7 @@ def test_a_split_sum_is_the_same_every_time() -> None:
     assert all(torch.equal(x, y) for one in found[1:] for x, y in zip(one, found[0], strict=True))
 
 
+@pytest.mark.triton
 def test_a_value_before_and_after_its_cast_has_two_names() -> None:
     text = """w = cast(cast(cast(mm, fp16), fp32), int8); y = cast(cast(mm, fp16), fp32)
     w, y, cast(cast(cast(mm, fp16), fp32), int8) + 1, cast(cast(mm, fp16), fp32) * 2"""
@@ -654,6 +677,7 @@ def test_a_value_before_and_after_its_cast_has_two_names() -> None:
     assert torch.equal(found[2].float(), found[0].float() + 1)
 
 
+@pytest.mark.triton
 def test_the_last_block_leaves_what_the_next_launch_finds() -> None:
     text = "z = mm + bias; sum(z, m), sum(z, n) * 2, amax(z)"
     inside, after = (epigen.compile(text, config=cases.tiled(32, 32, 32, one_launch=i), backend="interpreter") for i in (1, 0))
@@ -666,6 +690,7 @@ def test_the_last_block_leaves_what_the_next_launch_finds() -> None:
     assert [len(plan.rendered.functions) for plan in plans] == [1, 4]
 
 
+@pytest.mark.triton
 def test_of_an_empty_result_no_block_is_the_last() -> None:
     """A kernel of its own completes what no block has left anything of."""
     kernel = epigen.compile("sum(mm, m) + 1, sum(mm)", config=cases.tiled(32, 32, 32, one_launch=1), backend="interpreter")
@@ -674,6 +699,7 @@ def test_of_an_empty_result_no_block_is_the_last() -> None:
     assert kernel.config["one_launch"] == 0 and kernel.plan((64, 64, 64)).choice.config["one_launch"] == 1
 
 
+@pytest.mark.triton
 def test_what_is_in_gluon_is_interpreted_in_tritons_own_language() -> None:
     kernel = epigen.compile("z = mm; relu(z), bitmask(z > 0)", config=cases.warp_specialized(halves=2), backend="interpreter")
     a, b = whole(136, 64), whole(64, 72)
@@ -708,6 +734,7 @@ def test_source_config_and_explain_of_a_problem() -> None:
         assert "[M, K] bf16" in kernel.source(**problem) and f"# schedule {config}" in kernel.source(**problem)
 
 
+@pytest.mark.triton
 def test_source_config_and_explain_of_the_last_call() -> None:
     kernel = compiled("relu(mm + bias)", "interpreter")
     kernel(A.float(), B.float(), bias=BIAS)
@@ -725,6 +752,7 @@ def test_without_a_call_the_default_problem_is_meant() -> None:
     assert kernel.source() != kernel.source(shape=(4096, 4096, 4096), dtype=FP16)  # of a call on the CPU it is what a GPU would run
 
 
+@pytest.mark.triton
 def test_the_source_is_what_ran() -> None:
     kernel = compiled("relu(mm + bias)", "interpreter")
     kernel(A, B, bias=BIAS)
@@ -743,6 +771,7 @@ def test_a_program_with_a_mistake_is_refused_when_it_is_compiled() -> None:
 # -- schedules, threads
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("block_m", [1, 32])
 def test_the_library_schedule_agrees(block_m: int) -> None:
     config = schedules.config("library", block_m=block_m, block_n=64, num_warps=4)
@@ -789,6 +818,7 @@ def test_several_threads_call_one_kernel() -> None:
     assert wrong == []
 
 
+@pytest.mark.triton
 def test_several_threads_interpret_kernels_of_their_own() -> None:
     """Triton's interpreter has one place for the program that runs: launches beside one another took each other's, and left tiles unwritten."""
     kernels = [compiled(f"relu(mm) * {i + 1}", "interpreter") for i in range(4)]
@@ -805,6 +835,7 @@ def test_several_threads_interpret_kernels_of_their_own() -> None:
     assert all(map(all, found)), found
 
 
+@pytest.mark.triton
 def test_a_kernel_can_be_made_in_one_thread_and_called_in_another() -> None:
     found: list[torch.Tensor] = []
     kernel = compiled("relu(mm)", "interpreter")

@@ -65,6 +65,7 @@ def test_a_chain_in_each_dtype(dtype: torch.dtype, act: str, lead: tuple[int, ..
         torch.testing.assert_close(t, e, rtol=4 * TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("save", [None, "recompute"])
 @pytest.mark.parametrize(("act", "dtype"), [("relu", torch.float16), ("gelu", torch.float32)], ids=str)
 def test_the_generated_kernels_run_a_step(act: str, dtype: torch.dtype, save: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

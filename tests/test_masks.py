@@ -81,6 +81,7 @@ def check(config: KernelConfig | None, n: int, how: str, device: str, backend: s
     assert (buffer[outside] == FILL).all()
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("config", [tiled(32, 32, 32), tiled(16, 128, 32), LIBRARY], ids=["32", "128", "library"])
 @pytest.mark.parametrize("how", LYING)
 def test_any_width_stride_and_address(config: KernelConfig, how: str) -> None:
@@ -96,6 +97,7 @@ def test_gpu(config: KernelConfig | None, how: str) -> None:
         check(config, n, how, "cuda", "triton")
 
 
+@pytest.mark.triton
 def test_an_address_that_moves_gets_a_kernel_of_its_own() -> None:
     """The same shape and strides, so that only the address tells."""
     kernel = epigen.compile("drelu(mm, mask)", config=tiled(32, 32, 32), backend="interpreter")
@@ -129,6 +131,7 @@ FORWARD = "z = mm + bias; relu(z), bitmask(z > 0)"
 TILES = (compiled_tile(128, 256, 64, 8), compiled_tile(128, 128, 64, 4), compiled_tile(64, 128, 64, 4))
 
 
+@pytest.mark.triton
 def test_packing_and_reading_a_mask_take_few_instructions_on_hopper() -> None:
     """A thread's bits of a word are joined before any shuffle, and what is read comes in words."""
     forward, gated, backward = (
@@ -144,6 +147,7 @@ def test_packing_and_reading_a_mask_take_few_instructions_on_hopper() -> None:
         assert 0 < len(loaded) <= rows // 4
 
 
+@pytest.mark.triton
 def test_a_mask_of_bytes_takes_more() -> None:
     """The other path compiles too, from a signature of its own."""
     found = {}

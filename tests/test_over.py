@@ -59,6 +59,7 @@ PROGRAMS = (
 )
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("text", PROGRAMS)
 @pytest.mark.parametrize(
     ("backend", "dtype"), [("interpreter", FP16), ("interpreter", FP32), ("reference", FP16), ("reference", BF16), ("reference", FP32)], ids=str
@@ -80,6 +81,7 @@ def test_gpu(text: str, dtype: DType, shape: tuple[int, int]) -> None:
             demand(kernel, product, inputs)
 
 
+@pytest.mark.triton
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(most=12, tame=True, casts=(FP16, FP32, INT8)))
 def test_random_programs(text: str) -> None:
@@ -95,6 +97,7 @@ def test_random_programs(text: str) -> None:
         verify.demand({o.name: bound.compare(t, e) for o, t, e in zip(graph.outputs, results, oracle, strict=True)})
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("text", [BACKWARD, "z = mm * alpha + residual; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)"])
 def test_it_is_what_a_call_does_with_its_product(backend: str, text: str) -> None:
@@ -109,6 +112,7 @@ def test_it_is_what_a_call_does_with_its_product(backend: str, text: str) -> Non
         assert torch.equal(x, y) and x.dtype == y.dtype and x.stride() == y.stride()
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("view", ["transposed", "sliced", "expanded", "shifted", "rows apart", "negated"])
 def test_a_product_may_lie_anyhow(backend: str, view: str) -> None:
@@ -127,6 +131,7 @@ def test_a_product_may_lie_anyhow(backend: str, view: str) -> None:
     assert torch.equal(dz, expected.half()) and dz.is_contiguous() and torch.equal(db, expected.sum(0))
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", [(0, N), (M, 0), (0, 0), (1, 1), (1, N), (M, 1)], ids=str)
 def test_extents_of_zero_and_one(backend: str, shape: tuple[int, int]) -> None:
@@ -137,6 +142,7 @@ def test_extents_of_zero_and_one(backend: str, shape: tuple[int, int]) -> None:
     assert torch.equal(top, mm.float().amax(1) if shape[1] else torch.full(shape[:1], -torch.inf))
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_and_infinity_go_through(backend: str) -> None:
     mm = whole(M, N)
@@ -145,6 +151,7 @@ def test_nan_and_infinity_go_through(backend: str) -> None:
     assert y[3].isnan().all() and y[4].isinf().all() and torch.equal(y[:3], mm[:3].relu())
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_outputs_go_where_they_are_told(backend: str) -> None:
     kernel = epigen.compile(BACKWARD, backend=backend)
@@ -157,6 +164,7 @@ def test_outputs_go_where_they_are_told(backend: str) -> None:
     assert torch.equal(mm, expected.dz)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_output_is_never_a_view_of_an_input(backend: str) -> None:
     """On the CPU it was one, where nothing had to be computed: it changed with the input, and with an output that took the input's place."""
@@ -224,6 +232,7 @@ def test_a_config_with_a_main_loop_is_refused(backend: str) -> None:
 # -- the kernel
 
 
+@pytest.mark.triton
 def test_it_is_one_kernel_and_one_for_its_reductions() -> None:
     kernel = epigen.compile(BACKWARD, backend="interpreter")
     mask = reference.pack(MM > 0)
@@ -239,6 +248,7 @@ def test_it_is_one_kernel_and_one_for_its_reductions() -> None:
     assert "a_ptr" in kernel.source(), "of the last call, whichever it was"
 
 
+@pytest.mark.triton
 def test_a_config_of_the_epilogues_own_is_kept() -> None:
     config = schedules.config("library", block_m=1, block_n=64, num_warps=2)
     kernel = epigen.compile(BACKWARD, config=config, backend="interpreter")
@@ -246,6 +256,7 @@ def test_a_config_of_the_epilogues_own_is_kept() -> None:
     assert torch.equal(dz, MM.relu()) and torch.equal(db, MM.float().relu().sum(0)) and kernel.config == config
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("shape", [(8, 128), (8, 1000), (20, 33)])
 def test_a_call_has_the_text_that_was_planned_for_its_problem(shape: tuple[int, int]) -> None:
     """So that what is compiled ahead is what runs; rows that 16 elements do not divide are read as wide as they can be."""
@@ -267,6 +278,7 @@ def test_offsets_past_32_bits(shape: tuple[int, int], row_stride: int, bits: int
     assert signature.index_bits == bits and ("tl.int64" in kernel.plan((*shape, 0), signature=signature).source) == (bits == 64)
 
 
+@pytest.mark.triton
 def test_equal_products_are_specialised_once() -> None:
     kernel = epigen.compile("relu(mm)", backend="interpreter")
     for m in (5, 6, 5, 7):

@@ -88,6 +88,7 @@ def refused(backend: str, text: str, out: Any, words: str, a: Tensor | None = No
     assert all(map(torch.equal, kept, (a, b, *inputs.values(), *outs)))
 
 
+@pytest.mark.triton
 @BACKENDS
 @pytest.mark.parametrize("view", [lambda t: t, lambda t: t.view(M, M), lambda t: t.T, lambda t: t[:]], ids=["itself", "a view", "transposed", "a slice"])
 def test_an_operand_is_not_written(backend: str, view: Callable[[Tensor], Tensor]) -> None:
@@ -96,12 +97,14 @@ def test_an_operand_is_not_written(backend: str, view: Callable[[Tensor], Tensor
     refused(backend, "mm + 0", view(square), f"out for 'out' overlaps operand b: {APART}", other, square)
 
 
+@pytest.mark.triton
 @BACKENDS
 def test_an_operand_is_not_written_in_part(backend: str) -> None:
     buffer = whole(2 * M * K)
     refused(backend, "mm", buffer[M * K - 1 :][: M * 16].view(M, 16), f"overlaps operand a: {APART}", buffer[: M * K].view(M, K), whole(K, 16))
 
 
+@pytest.mark.triton
 @BACKENDS
 def test_an_output_is_no_other_output(backend: str) -> None:
     one, side = zeros(M + 1, N), zeros(M, N + 2)
@@ -110,6 +113,7 @@ def test_an_output_is_no_other_output(backend: str) -> None:
     refused(backend, "mm, sum(mm, n)", (side[:, :N], side.view(torch.float32)[:, N // 2 - 1]), f"out for 'out1' overlaps out for 'out0': {APART}")
 
 
+@pytest.mark.triton
 @BACKENDS
 @pytest.mark.parametrize(
     ("text", "like", "name"),
@@ -138,6 +142,7 @@ def test_an_input_that_an_output_does_not_replace_is_not_written(backend: str, t
     refused(backend, text, out, f"overlaps input '{name}': {APART}", **{name: given}, **({"y": column.clone()} if "y[n]" in text else {}))
 
 
+@pytest.mark.triton
 @BACKENDS
 def test_an_input_is_replaced_at_its_own_place_only(backend: str) -> None:
     tile, square, wide, shifted, rows = whole(M, N), whole(M, M), zeros(M, N, dtype=torch.float32), zeros(M + 1, N), zeros(M + 1, dtype=torch.float32)
@@ -150,6 +155,7 @@ def test_an_input_is_replaced_at_its_own_place_only(backend: str) -> None:
     refused(backend, "mm + x[m,n] - y[m,n]", tile, PLACE("y"), x=tile, y=tile[:1].expand(M, N))
 
 
+@pytest.mark.triton
 @BACKENDS
 def test_a_product_that_is_given_is_replaced_at_its_own_place_only(backend: str) -> None:
     kernel, square = epigen.compile("mm * 2, sum(mm)", backend=backend), whole(M, M)
@@ -170,6 +176,7 @@ def test_elements_of_an_output_have_places_of_their_own(backend: str, strides: t
 # -- what is not
 
 
+@pytest.mark.triton
 @BACKENDS
 def test_buffers_that_lie_side_by_side(backend: str) -> None:
     """Between the bytes of each lie those of the others, and none is common."""
@@ -184,6 +191,7 @@ def test_buffers_that_lie_side_by_side(backend: str) -> None:
     assert torch.equal(x, whole(M, 3 * N + 4)[:, 2 * N : 3 * N])
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("config", [SMALL, LIBRARY, split_k(early=1), None], ids=["tiled", "library", "split_k", "reference"])
 def test_an_input_by_another_name(config: Any) -> None:
     """A view of the same elements is the input itself; so are two inputs that both are."""
@@ -193,6 +201,7 @@ def test_an_input_by_another_name(config: Any) -> None:
     assert torch.equal(kernel(a, b, x=grad, y=grad.view(M, N), out=grad[:]), expected)
 
 
+@pytest.mark.triton
 @BACKENDS
 def test_a_mask_is_replaced(backend: str) -> None:
     kernel = epigen.compile("bitmask(mask & (mm > 0))", config=SMALL if backend == "interpreter" else None, backend=backend)
@@ -202,6 +211,7 @@ def test_a_mask_is_replaced(backend: str) -> None:
     assert torch.equal(kernel(a, b, mask=mask, out=mask), expected)
 
 
+@pytest.mark.triton
 @BACKENDS
 def test_tensors_without_elements_are_nowhere(backend: str) -> None:
     held = zeros(4, 4)

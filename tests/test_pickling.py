@@ -68,6 +68,7 @@ class Holds(nn.Module):
 # -- kernels
 
 
+@pytest.mark.triton
 @WAYS
 @pytest.mark.parametrize(
     "options",

@@ -181,6 +181,7 @@ def public() -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.triton
 def test_calls_work_for_a_user_who_may_write_nothing(public: Path) -> None:
     closed, current = public / "closed", public / "current"
     closed.mkdir(mode=0o700)
@@ -201,6 +202,7 @@ def test_calls_work_for_a_user_who_may_write_nothing(public: Path) -> None:
 # -- Triton's own cache
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("own", ["~/.triton/cache", "/dev/null/.triton/cache"])
 def test_tritons_cache_gets_a_place_where_it_has_none(own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a home it would make a folder called ~ in the current one."""
@@ -216,6 +218,7 @@ def test_tritons_cache_gets_a_place_where_it_has_none(own: str, tmp_path: Path, 
     loader._place_cache(SimpleNamespace())  # chosen: nothing is looked at
 
 
+@pytest.mark.triton
 def test_a_kernel_is_compiled_where_the_home_folder_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/dev/null/home")
     monkeypatch.setenv("EPIGEN_CACHE", str(tmp_path / "cache"))
@@ -225,6 +228,7 @@ def test_a_kernel_is_compiled_where_the_home_folder_cannot_be_written(tmp_path: 
     assert [p.name for p in tmp_path.iterdir()] == ["cache"] and any((tmp_path / "cache" / "triton").iterdir())
 
 
+@pytest.mark.triton
 def test_a_cache_that_triton_cannot_write_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "/dev/null/triton")
     done = CliRunner().invoke(main, ["compile", "relu(mm + bias)", "--target", "sm_80", "--no-verify", "--emit", "ptx"])

@@ -26,12 +26,14 @@ def promised(text: str, backend: str, device: str, a: DType, config: object = SM
     return min(d.promised for d in found.values())
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.triton
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(most=20, tame=True, casts=INTERPRETABLE))
 def test_interpreter(text: str) -> None:
     promised(text, "interpreter", "cpu", FP16)
 
 
+@pytest.mark.triton
 def test_what_an_unsure_choice_takes_is_rounded_where_it_lies() -> None:
     """Both sides of the comparison are equal but for rounding, and the branches are far apart: the answer's last bit is that of either."""
     text = (
@@ -43,30 +45,33 @@ def test_what_an_unsure_choice_takes_is_rounded_where_it_lies() -> None:
     promised(text, "interpreter", "cpu", FP16)
 
 
+@pytest.mark.triton
 def test_what_the_sigmoid_lacks_of_one_counts_as_often_as_z_says() -> None:
     """At z = 15.8 dsilu multiplies the rounding error of 1 - s by z, which the bound once left out."""
     promised("dsilu(shift[n], z=sum(mm, m)) + shift[n], cast(bgrad(mm), fp16)", "interpreter", "cpu", FP16)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.triton
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(most=20, tame=True, casts=INTERPRETABLE))
 def test_library_schedule(text: str) -> None:
     promised(text, "interpreter", "cpu", FP32, LIBRARY)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(most=20, tame=True))
 def test_reference(text: str) -> None:
     promised(text, "reference", "cpu", FP16)
 
 
+@pytest.mark.triton
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_many(part: int) -> None:
     """More programs than Hypothesis shrinks comfortably, and the bounds must cover most of what they compute."""
     random = Random(part)
     shares = []
-    for _ in range(60):
+    for _ in range(30):
         text = write_program(random, 20, tame=True, casts=INTERPRETABLE)
         shares.append(promised(text, "interpreter", "cpu", random.choice((FP16, FP32, INT8))))
     assert sum(s > 0.5 for s in shares) > 0.8 * len(shares)

@@ -53,6 +53,7 @@ def test_gradients_are_those_that_are_derived() -> None:
     assert shown == [(derived.forward.text, "forward"), (derived.backward.text, "backward")]
 
 
+@pytest.mark.triton
 def test_commands_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = re.findall(r'^    epigen ((?:compile|explain) "[^"]*".*?|ops|info)(?:\s+#.*)?$', TEXT, re.MULTILINE)
     assert len(commands) == 7

@@ -108,6 +108,7 @@ KERNELS = {
 }  # fmt: skip
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of what overflows
 def test_generated_kernels_have_torchs_values_and_gradients(name: str) -> None:
@@ -136,6 +137,7 @@ def run(text: str, mm: Tensor, **inputs: Tensor) -> list[Tensor]:
     return [found] if isinstance(found, Tensor) else list(found)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(("text", "name"), [("gelu(mm)", "gelu"), ("dgelu(mm, z[m,n])", "dgelu"), ("dgelu_tanh(mm, z[m,n])", "dgelu_tanh")])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_forms_for_16_bits_are_finite_where_torchs_are(text: str, name: str) -> None:

@@ -27,6 +27,10 @@ EARLY = schedules.config("tiled", block_m=32, block_n=32, block_k=32, group_m=1,
 LIBRARY = schedules.config("library", block_m=8, block_n=64, num_warps=4)
 
 
+WATCHED = Path(__file__).parent / "watched"
+"""What this leads to tells which tests reach Triton, and holds nothing else."""
+
+
 @dataclass(frozen=True)
 class File:
     """damage: an edit of the kernel that makes it wrong; empty where none is tried."""
@@ -104,10 +108,8 @@ def away(tmp_path: Path) -> Path:
 
 def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter in a folder, without this process's import path; no GPU, so that every machine tests the same."""
-    kept = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "TRITON_INTERPRET"}}
-    return subprocess.run(
-        [sys.executable, "-W", "error", *arguments], cwd=folder, env=kept | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False
-    )
+    own = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(WATCHED)}
+    return subprocess.run([sys.executable, "-W", "error", *arguments], cwd=folder, env=own, capture_output=True, text=True, check=False)
 
 
 def test_epigen_cannot_be_imported_there(away: Path) -> None:
@@ -115,28 +117,26 @@ def test_epigen_cannot_be_imported_there(away: Path) -> None:
     assert done.returncode and "ImportError: not here" in done.stderr
 
 
-def runs(away: Path, file: File) -> None:
+def agrees(file: File, said: str) -> bool:
+    """Whether a self-check told of each output in its order, and ended well."""
+    *outputs, last = said.splitlines() or [""]
+    names = [o.name for o in api.graph_of(file.text).outputs]
+    return last.endswith("on cpu: the kernel agrees with torch") and [line.split(":")[0] for line in outputs] == names
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    "file", [pytest.param(f, marks=[pytest.mark.slow] if i else []) for i, f in enumerate((FILES[2], FILES[3], FILES[13], FILES[15]))], ids=str
+)
+def test_it_runs_and_agrees(away: Path, file: File) -> None:
+    """By itself, one of each schedule; what is run so and not imported is the same for every file."""
     (away / "fused.py").write_text(file.source)
     done = python(away, "fused.py")
     assert (done.returncode, done.stderr) == (0, "")
-    *outputs, last = done.stdout.splitlines()
-    assert last.endswith("on cpu: the kernel agrees with torch")
-    names = [o.name for o in api.graph_of(file.text).outputs]
-    assert [line.split(":")[0] for line in outputs] == names
+    assert agrees(file, done.stdout)
 
 
-@pytest.mark.parametrize("file", FILES[2:3], ids=str)
-def test_it_runs_and_agrees(away: Path, file: File) -> None:
-    runs(away, file)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("file", [f for f in FILES if f not in FILES[2:3]], ids=str)
-def test_each_runs_and_agrees(away: Path, file: File) -> None:
-    runs(away, file)
-
-
-# imports every file that is named, and says how its self-check ends
+# imports every file that is named, and tells what its self-check says, or how it fails
 CHECK = """
 import contextlib, importlib, io, json, sys, warnings
 ends = {}
@@ -150,7 +150,7 @@ for name in sys.argv[1:]:
     except BaseException as error:
         ends[name] = f"{type(error).__name__}: {error}"
     else:
-        ends[name] = said.getvalue().splitlines()[-1]
+        ends[name] = said.getvalue()
 print(json.dumps(ends))
 """
 
@@ -166,17 +166,20 @@ def self_checks(away: Path, sources: dict[str, str]) -> dict[str, str]:
     return ends
 
 
+@pytest.mark.triton
 def test_every_self_check_agrees(away: Path) -> None:
     ends = self_checks(away, {f"file{i}": f.source for i, f in enumerate(FILES)})
-    assert {str(FILES[i]): end for i, end in enumerate(ends.values()) if "the kernel agrees with torch" not in end} == {}
+    assert {str(file): end for file, end in zip(FILES, ends.values(), strict=True) if not agrees(file, end)} == {}
 
 
+@pytest.mark.triton
 def test_every_self_check_catches_a_wrong_kernel(away: Path) -> None:
     damaged = [f for f in FILES if f.damage[0]]
     ends = self_checks(away, {f"file{i}": f.damaged for i, f in enumerate(damaged)})
     assert {str(damaged[i]): end for i, end in enumerate(ends.values()) if not end.startswith("SystemExit: ") or not end.endswith(" is wrong")} == {}
 
 
+@pytest.mark.triton
 def test_a_wrong_kernel_ends_with_a_failure(away: Path) -> None:
     (away / "fused.py").write_text(FILES[0].damaged)
     done = python(away, "fused.py")
@@ -184,6 +187,7 @@ def test_a_wrong_kernel_ends_with_a_failure(away: Path) -> None:
     assert "agrees" not in done.stdout
 
 
+@pytest.mark.triton
 def test_what_the_interpreter_cannot_run_asks_for_its_gpu(away: Path) -> None:
     """In the file's heading as well."""
     ends = self_checks(away, {f"file{i}": f.source for i, f in enumerate(GPU_ONLY)})
@@ -230,6 +234,7 @@ except TypeError:
 """
 
 
+@pytest.mark.triton
 def test_the_launcher_can_be_imported_and_called(away: Path) -> None:
     """Importing runs nothing; K that does not fit is refused before anything is launched."""
     (away / "fused.py").write_text(FILES[2].source)
@@ -280,6 +285,7 @@ for (m, n, k), said in (((64, 24, 8), ""), ((60, 24, 8), "M divisible by 8"), ((
 """
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("config", [SMALL, LIBRARY], ids=lambda c: c.schedule)
 def test_a_file_for_unaligned_rows_says_what_it_was_made_for(away: Path, config: KernelConfig) -> None:
     """a transposed, b transposed: 8 divides every row, and 16 none."""
@@ -316,6 +322,7 @@ def test_the_command_line_writes_the_same_file_in_every_process(tmp_path: Path) 
     assert written == [file.source] * 2
 
 
+@pytest.mark.triton
 def test_the_command_line_writes_the_file_once_it_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "fused.py"
     done: Any = CliRunner().invoke(cli.main, [*arguments(FILES[0]), "-o", str(path)])
@@ -324,6 +331,7 @@ def test_the_command_line_writes_the_file_once_it_is_checked(tmp_path: Path) -> 
     assert "verified  out:" in done.stderr and f"wrote     {path}" in done.stderr
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("text", ["mm", "relu(mm)"])
 def test_torchs_newer_precision_settings_are_no_hindrance(text: str, tmp_path: Path) -> None:
     """Nor are they changed: the older ones cannot be read where both were used."""
