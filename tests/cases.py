@@ -6,6 +6,7 @@ A case is a program, a problem and a config; what runs it compares with the floa
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -114,6 +115,23 @@ class Case:
 def share(cases: list[Case], one_in: int) -> list[Case]:
     """A fixed choice of one in so many, by a hash of the case, so that adding a case does not change which others are taken."""
     return [c for c in cases if int(hashlib.sha256(str(c).encode()).hexdigest(), 16) % one_in == 0]
+
+
+def covering(cases: list[Case], one_in: int) -> list[Case]:
+    """Such a share, and what else it takes to meet everything that some case has: each program, dtype, layout and view, and each two values of
+    a config that go together."""
+    chosen = set(share(cases, one_in))
+    met = {facet for case in chosen for facet in _facets(case)}
+    for case in cases:
+        if not met.issuperset(_facets(case)):
+            chosen.add(case)
+            met.update(_facets(case))
+    return [case for case in cases if case in chosen]
+
+
+def _facets(case: Case) -> set[object]:
+    values = case.config.values if case.config is not None else ()
+    return {case.text, case.layout, case.view, (case.a, case.b), ("inputs", case.inputs), *itertools.combinations(values, 2)}
 
 
 # arguments that keep an operation inside its domain and its values tame

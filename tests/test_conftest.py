@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from epigen import settings
+from epigen.runtime import loader
 
 _ASKED = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
 
@@ -29,8 +30,7 @@ def test_ctrl_c_reaches_the_tests_of_a_background_job_and_what_they_start() -> N
 @pytest.mark.triton
 def test_who_reaches_triton_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, where Triton may have been imported before, and in one that it starts; by torch does not count."""
-    import torch  # noqa: F401  # which imports Triton for itself, or does not
-
+    loader._import_triton(interpret=True)  # as all tests in this process have it
     notes = tmp_path / "notes"
     monkeypatch.setenv("EPIGEN_TESTS_NOTES", str(notes))
     for name, text in (

@@ -94,10 +94,9 @@ def small(case: Case) -> Case:
 
 
 CASES = [small(c) for c in cases.all_cases() if c.config is not None and c.config.schedule == WARP_SPECIALIZED.name]
-FAST = set(cases.share(CASES, 3))
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in FAST else [pytest.mark.slow]) for c in CASES if not c.integers], ids=str)
+@pytest.mark.parametrize("case", cases.covering([c for c in CASES if not c.integers], 2), ids=str)
 def test_warp_specialized(case: Case) -> None:
     check(Executed(case, seed=case))
 
