@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -39,7 +40,7 @@ from epigen.tuning.task import Outcome
 from epigen.tuning.tpe import Point, Tpe
 
 SWEEP = RESULTS / "sweep_skinny.json"
-CONFIGS = list(SPACE.every())[:400:37]
+CONFIGS = list(itertools.islice(SPACE.every(), 0, 400, 37))
 
 
 def point_of(config: KernelConfig) -> Point:
@@ -186,7 +187,7 @@ def together(urls: list[str]) -> list[str]:
     barrier, said = threading.Barrier(len(urls)), []
 
     def one(url: str) -> None:
-        barrier.wait(60)
+        barrier.wait(250)
         try:
             open_storage(url).close()
             said.append("opened")
