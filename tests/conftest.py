@@ -31,7 +31,7 @@ _watch = module_from_spec(_spec)
 _spec.loader.exec_module(_watch)
 _watch.install()
 sys.path.insert(0, str(_WATCHED))
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_WATCHED), os.environ.get("PYTHONPATH"))))
+os.environ.update(PYTHONPATH=os.pathsep.join(filter(None, (str(_WATCHED), os.environ.get("PYTHONPATH")))))
 _NOTES = Path(_FOLDER.name) / "notes"
 # OpenBLAS's threads do not survive every fork of a process (numpy 2.3.5: a search's solve waited for ever for the lock of threads that were
 # gone); as on the command line, linear algebra has one. Set before numpy is imported

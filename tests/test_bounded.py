@@ -6,6 +6,7 @@ import gc
 import linecache
 import weakref
 
+import pytest
 import torch
 from cases import LIBRARY
 
@@ -24,6 +25,7 @@ def sources() -> int:
     return sum("epigen" in name for name in linecache.cache)
 
 
+@pytest.mark.triton
 def test_programs_that_are_dropped_leave_nothing() -> None:
     a, b, dropped, before = torch.ones(2, 16).half(), torch.ones(16, 16).half(), list[weakref.ref[Kernel]](), sources()
     for i in range(20):
@@ -41,6 +43,7 @@ def test_shapes_of_one_kernel_are_kept_up_to_a_number() -> None:
     assert len(kernel._prepared) == kernel_module._KEPT and len(kernel._ready) <= kernel_module._KEPT
 
 
+@pytest.mark.triton
 def test_modules_of_one_kernel_are_kept_up_to_a_number() -> None:
     found, before = Loader(interpret=True), sources()
     texts = [f"import triton\n\n\ndef f():\n    return {i}\n" for i in range(loader._MODULES + 20)]

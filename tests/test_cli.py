@@ -720,6 +720,7 @@ def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, env=environment, text=True, check=False, **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options))
 
 
+@pytest.mark.triton
 def test_a_whole_run() -> None:
     """Checked and compiled, both of Triton's modes."""
     done = process("compile", "relu(mm + bias)", "--config", SMALL)

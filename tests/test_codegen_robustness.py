@@ -79,7 +79,7 @@ def test_any_text_gives_a_kernel_or_an_error(part: int, renderer: Renderer) -> N
                 error.add_note(f"program: {text!r}\n{generated}")
                 raise
         most = max(most, counted.calls)
-    assert accepted > PROGRAMS // PARTS // 6
+    assert accepted > PROGRAMS // PARTS // 7  # sound ones are an eighth
     assert accepted + refused == PROGRAMS // PARTS
     assert most < MOST_CALLS
 

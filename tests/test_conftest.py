@@ -81,6 +81,6 @@ def test_a_test_that_reaches_triton_wants_the_mark(tmp_path: Path) -> None:
         here.parent / "pyproject.toml",
         tmp_path,
     ]
-    run = subprocess.run(command, env=settings.child_environment(interpret=False) | {"PYTHONPATH": str(here)}, capture_output=True, text=True, check=False)
+    run = subprocess.run(command, env=settings.child_environment(interpret=False), capture_output=True, text=True, check=False)
     assert re.search(r"^1 failed, 2 passed", run.stdout, re.MULTILINE), run.stdout + run.stderr
     assert "test_does reaches Triton, by test_three: it wants the mark @pytest.mark.triton" in run.stdout

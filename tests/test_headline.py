@@ -490,6 +490,7 @@ def test_kernels_are_compiled_for_the_gpu_that_will_run_them(monkeypatch: pytest
     assert ahead.compile_all([], H200) == 0
 
 
+@pytest.mark.triton
 @pytest.mark.slow
 def test_kernels_are_compiled_in_processes() -> None:
     asked = cases.asked([Case("small", p, (64, 128, 64), "fp16", ()) for p in ("relu + bias", "drelu + bgrad")])

@@ -108,7 +108,8 @@ def away(tmp_path: Path) -> Path:
 
 def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter in a folder, without this process's import path; no GPU, so that every machine tests the same."""
-    own = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(WATCHED)}
+    own = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
+    own.update(PYTHONPATH=str(WATCHED))
     return subprocess.run([sys.executable, "-W", "error", *arguments], cwd=folder, env=own, capture_output=True, text=True, check=False)
 
 
