@@ -40,6 +40,7 @@ def kernels() -> list[Any]:
     return [pytest.param(None, "reference", id="reference"), *(pytest.param(c, "interpreter", id=name) for name, c in CONFIGS.items())]
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(("config", "backend"), kernels())
 @pytest.mark.parametrize(
     ("shape", "view"),
@@ -63,6 +64,7 @@ def test_a_weight_gradient_accumulates(config: KernelConfig | None, backend: str
         assert (around[1::2] == 7).all() and (around[:, 1::2] == 7).all()
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(("config", "backend"), kernels())
 def test_what_else_is_computed_sees_the_value_from_before(config: KernelConfig | None, backend: str) -> None:
     """A second output, a mask and reductions of what was read in place, and reductions that accumulate themselves."""
@@ -78,6 +80,7 @@ def test_what_else_is_computed_sees_the_value_from_before(config: KernelConfig |
         assert torch.equal(x, y)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", ["reference", "interpreter"])
 def test_over_a_product_that_is_given(backend: str) -> None:
     kernel = epigen.compile("z = mm * 2 + grad[m,n]; cast(z, fp32), bgrad(z)", backend=backend)
@@ -87,6 +90,7 @@ def test_over_a_product_that_is_given(backend: str) -> None:
     assert found[0] is grad and torch.equal(grad, expected[0]) and torch.equal(found[1], expected[1])
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", ["reference", "interpreter"])
 def test_in_place_and_not_in_turn(backend: str) -> None:
     kernel = epigen.compile(ACCUMULATE, config=SMALL, backend=backend)
@@ -100,6 +104,7 @@ def test_in_place_and_not_in_turn(backend: str) -> None:
         assert torch.equal(grad, step * product) and torch.equal(other, (step + 1) * product)
 
 
+@pytest.mark.triton
 def test_no_schedule_reads_past_the_caches_that_are_kept_up_to_date() -> None:
     """A read through the read-only path, or one moved into a loop over k, might see what another tile has not written yet."""
     large = tiled(128, 128, 64, 8, 3), split_k(64, 64, 64, 4), persistent(128, 128, 64, 8), persistent(128, 256, 64, 8, halves=2, tma_store=0), LIBRARY

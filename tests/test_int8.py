@@ -39,6 +39,7 @@ def wrapped(a: Tensor, b: Tensor) -> Tensor:
     return torch.tensor([[(r + 2**31) % 2**32 - 2**31] * N for r in rows], dtype=torch.int32)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(("backend", "config"), [("reference", None), ("interpreter", LONG), ("interpreter", LIBRARY)], ids=["reference", "tiled", "library"])
 def test_every_backend_wraps_around(backend: str, config: Any) -> None:
     """The product itself, and what is computed of it, in fp32 of the wrapped sum; within the bound of the oracle, which wraps around, too."""
@@ -100,6 +101,7 @@ def test_where_tritons_product_saturates_it_is_the_vendors(name: str) -> None:
     assert given.plan((64, 64, 200000), INT8, TARGETS["gfx942"]).multiplies  # whose products wrap around
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("config", [LIBRARY, LONG], ids=["library", "tiled"])
 def test_a_standalone_file_wraps_around(config: KernelConfig, tmp_path: Path) -> None:
     kernel = epigen.compile("mm * 1", config=config)

@@ -158,6 +158,7 @@ def test_relu_at_zero_and_nan_is_as_in_pytorch(save: str) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("backend", ["reference", "interpreter"])
 @pytest.mark.parametrize("save", SAVE)
 def test_kernels_of_a_derivation_run_as_eager_does(save: str, backend: str) -> None:

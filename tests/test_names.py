@@ -112,6 +112,7 @@ def _launchers_names() -> set[str]:
     return {name for name in found if not keyword.iskeyword(name)}
 
 
+@pytest.mark.triton
 def test_whatever_tritons_launcher_calls_its_own_can_be_an_input() -> None:
     refused, tried = Running(_Launches()).result()  # type: ignore[arg-type,misc]  # the child asks a job for run() only
     assert refused == {} and tried > 60  # type: ignore[comparison-overlap]
@@ -128,6 +129,7 @@ def test_a_number_is_called_otherwise_only_where_it_has_to_be() -> None:
     assert all(refused_name(parameter(name)) is not None for name in LAUNCHER)  # so that no other input has it
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("name", sorted(LAUNCHER | set(OTHERS)))
 def test_a_number_of_any_name_under_the_interpreter(name: str) -> None:
     a, b = torch.randn(4, 8).half(), torch.randn(8, 5).half()
@@ -206,6 +208,7 @@ CONFIGS: tuple[KernelConfig, ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.triton
 def test_programs_of_any_names_compile() -> None:
     jobs = []
     for number, text in enumerate(programs(4 * len(CONFIGS))):

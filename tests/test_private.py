@@ -219,6 +219,7 @@ def test_what_is_no_digest_is_not_taken_for_one(tmp_path: Path, triton: Path, te
     assert triton_key.digest(compute, triton, "3.6.0", store) == Digest()() and compute.count == 1
 
 
+@pytest.mark.triton
 def test_tritons_own_digest_is_what_is_remembered(tmp_path: Path) -> None:
     """With the Triton at hand, in two processes: the second does not read all of it, and both name the same cache entries."""
     code = (

@@ -81,6 +81,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@pytest.mark.triton
 @BACKENDS
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize("place", ["a", "b", "x", "row", "mask", "out"])
@@ -102,6 +103,7 @@ def test_what_is_no_plain_tensor_is_refused_by_name(backend: str, kind: str, pla
     assert place == "out" or re.search(words, said), said
 
 
+@pytest.mark.triton
 @BACKENDS
 def test_subclasses_with_memory_of_their_own_are_tensors(backend: str) -> None:
     class Tagged(Tensor):
@@ -124,6 +126,7 @@ def test_a_scalar_that_is_none(backend: str, value: Any) -> None:
         epigen.compile("mm * s", backend=backend, config=SMALL)(A, B, s=value)
 
 
+@pytest.mark.triton
 @BACKENDS
 @pytest.mark.parametrize(
     "value", [float("inf"), float("-inf"), float("nan"), 1e39, True, 2**1000, Fraction(1, 3), numpy.float32(2), torch.tensor(2.0)], ids=range(9)
