@@ -115,6 +115,7 @@ def lying(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return ends(folder, WAYS, json.dumps([(name, shape) for name in CONFIGS for shape in shapes]))
 
 
+@pytest.mark.triton
 def test_tensors_may_lie_in_any_way(lying: dict[str, str]) -> None:
     """Extents that are odd, whole and 1; what cannot be stored by TMA is refused by its extent."""
     full = {way: end for way, end in lying.items() if "0" not in way.split()[1].split("x")}
@@ -182,6 +183,7 @@ print(json.dumps(ends))
 """
 
 
+@pytest.mark.triton
 def test_what_does_not_fit_is_refused_before_it_is_read(away: Path) -> None:
     names = ("tiled", "persistent", "library")
     for name in names:
@@ -218,6 +220,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("config", [SMALL, persistent()], ids=lambda c: c.schedule)
 def test_offsets_past_32_bits_are_refused(config: KernelConfig, away: Path) -> None:
     written(away, config, "relu(mm)")
@@ -227,6 +230,7 @@ def test_offsets_past_32_bits_are_refused(config: KernelConfig, away: Path) -> N
     assert strided.startswith("a reaches over 2**31 elements") and extents == "this kernel's offsets have 32 bits: the tensors are too large"
 
 
+@pytest.mark.triton
 def test_a_file_of_64_bit_offsets_takes_them(away: Path) -> None:
     written(away, SMALL, "relu(mm)", shape=(70000, 70000, 64), signature=None, dtype=FP16)
     done = python(away, "-c", FAR[: FAR.rindex("try:")], "fused")
@@ -251,6 +255,7 @@ print(json.dumps(ends))
 """
 
 
+@pytest.mark.triton
 def test_other_gpus_are_refused_in_words(away: Path) -> None:
     written(away, SMALL, "relu(mm)", "tiled")
     written(away, persistent(), "relu(mm)", "persistent")
@@ -276,6 +281,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.triton
 def test_triton_that_was_imported_to_compile_is_said(away: Path) -> None:
     written(away, SMALL, "relu(mm)")
     done = python(away, "-c", IMPORTED_BEFORE)
@@ -301,11 +307,13 @@ for k, n in ((64, 64), (61, 64), (64, 60), (61, 59)):
 """
 
 
+@pytest.mark.triton
 def test_only_what_tma_cannot_address_is_copied(away: Path) -> None:
     written(away, persistent(tma_store=0), "relu(mm)")
     assert python(away, "-c", COPIES).stdout.splitlines() == ["0 0", "1 0", "0 1", "1 1"]
 
 
+@pytest.mark.triton
 def test_a_launcher_keeps_the_users_names_apart(away: Path) -> None:
     """Whatever the launcher itself names is refused as a name, or works as one."""
     names: set[str] = set()
@@ -329,6 +337,7 @@ def test_a_launcher_keeps_the_users_names_apart(away: Path) -> None:
     assert done.returncode == 0 and done.stdout.count("agrees with torch") == len(free) > 5, done.stderr
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP8E4M3, INT8], ids=str)
 def test_each_dtype_of_operands_says_where_it_runs(dtype: Any, away: Path) -> None:
     kernel = api.compile("relu(mm * 0.1)", config=SMALL, precision="ieee")

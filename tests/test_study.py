@@ -21,7 +21,7 @@ import postgres_server
 import pytest
 import tuner_process
 from optuna.trial import TrialState
-from tuner_process import BASELINE, CONFIGS, PRIOR, SPACE, MadeUp, outcome_of, run
+from tuner_process import BASELINE, CONFIGS, SPACE, MadeUp, outcome_of, prior, run
 
 from epigen import settings
 from epigen.codegen.spec import KernelConfig
@@ -376,7 +376,7 @@ def test_threads_share_a_study_in_memory() -> None:
     counts: list[int] = []
 
     def help_with(runner: MadeUp) -> None:
-        counts.append(assist(SPACE, runner, prior=PRIOR, trials=60, storage=storage, name="one"))
+        counts.append(assist(SPACE, runner, prior=prior(), trials=60, storage=storage, name="one"))
 
     threads = [threading.Thread(target=help_with, args=(r,)) for r in runners[1:]]
     for thread in threads:

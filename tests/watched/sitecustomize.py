@@ -29,8 +29,8 @@ def install() -> None:
 
     def noting(name: str, globals: Mapping[str, Any] | None = None, locals: Any = None, fromlist: Sequence[str] = (), level: int = 0) -> Any:  # noqa: A002
         if level == 0 and name.partition(".")[0] == "triton":
-            who = str((globals or {}).get("__name__"))
-            if who.partition(".")[0] not in ("torch", "triton"):
+            who = str((globals or {}).get("__name__", ""))  # what torch generates has none
+            if who.partition(".")[0] not in ("", "torch", "triton"):
                 note(who)
         return imported(name, globals, locals, fromlist, level)
 
