@@ -618,8 +618,9 @@ SHAPES = ((1, 1, 1), (16, 4096, 4096), (128, 256, 256), (300, 500, 1000), (1023,
 @pytest.mark.parametrize("gpu", ["H200", "A100", "RTX 5090", "MI300X", "RX 7900 XTX"])
 @pytest.mark.parametrize("text", [PLAIN, LONG], ids=["plain", "long"])
 def test_every_legal_config_has_an_estimate(gpu: str, text: str) -> None:
+    """Each shape with half of the dtypes, by turns, and with the others for the other program."""
     part = gpus.by_name(gpu)
-    for shape, dtype in itertools.product(SHAPES, OPERANDS):
+    for shape, dtype in [(s, d) for i, s in enumerate(SHAPES) for j, d in enumerate(OPERANDS) if (i + j) % 2 == (text == LONG)]:
         spec = spec_of(text, dtype, shape[2])
         configs = list(itertools.islice(Space(spec, shape, part.target).every(), 0, None, 37))
         for layout in ("nn", "tt"):

@@ -23,6 +23,8 @@ from epigen.errors import CallError, ConfigError
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "interpreter"])
 A, B = torch.ones(2, 4), torch.ones(4, 4)
 X, ROW, MASK = torch.ones(2, 4), torch.ones(2), torch.ones(2, 1, dtype=torch.uint8)
+pytestmark = pytest.mark.triton
+
 TEXT = "drelu(mm + x[m,n] * s + row[m], mask)"
 
 
@@ -81,7 +83,6 @@ def quiet() -> Iterator[None]:
         yield
 
 
-@pytest.mark.triton
 @BACKENDS
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize("place", ["a", "b", "x", "row", "mask", "out"])
@@ -103,7 +104,6 @@ def test_what_is_no_plain_tensor_is_refused_by_name(backend: str, kind: str, pla
     assert place == "out" or re.search(words, said), said
 
 
-@pytest.mark.triton
 @BACKENDS
 def test_subclasses_with_memory_of_their_own_are_tensors(backend: str) -> None:
     class Tagged(Tensor):
@@ -126,7 +126,6 @@ def test_a_scalar_that_is_none(backend: str, value: Any) -> None:
         epigen.compile("mm * s", backend=backend, config=SMALL)(A, B, s=value)
 
 
-@pytest.mark.triton
 @BACKENDS
 @pytest.mark.parametrize(
     "value", [float("inf"), float("-inf"), float("nan"), 1e39, True, 2**1000, Fraction(1, 3), numpy.float32(2), torch.tensor(2.0)], ids=range(9)

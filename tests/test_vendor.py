@@ -49,6 +49,7 @@ def test_the_result_has_the_operands_dtype(dtype: DType) -> None:
     assert not whole(spec_of("mm", dtype))
 
 
+@pytest.mark.triton
 def test_a_product_that_is_given_is_no_product_of_the_vendors() -> None:
     assert not whole(spec_over("mm", FP16))
     mm = half(20, 37)
@@ -80,6 +81,7 @@ def test_the_answer_is_the_references_wherever_it_is_written(dtype: torch.dtype,
         assert torch.equal(out, kernel(a, b))
 
 
+@pytest.mark.triton
 def test_a_sum_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """2049 - 2048 is 1, and in fp16 2049 is 2048. How torch's own 16-bit products add depends on the CPU, so they are not asked."""
     own, dtypes = torch.mm, list[torch.dtype]()
@@ -231,6 +233,7 @@ def test_threads_put_back_what_they_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.get_float32_matmul_precision() == before
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("text", ["mm", "relu(mm)"])
 def test_autocast_is_no_business_of_ours(text: str) -> None:
     """It used to hand the epilogue a product of 16 bits, which was read as one of 32."""

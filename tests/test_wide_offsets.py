@@ -67,6 +67,7 @@ def faults(one: Job, texts: list[str]) -> list[str]:
     return seen
 
 
+@pytest.mark.triton
 def test_what_becomes_an_offset_has_64_bits() -> None:
     """Where some offset needs as many, as Triton compiles it: for strides that fit in 32 bits, which are then passed in 32."""
     jobs = {(name, layout): job(config, layout=layout) for name, config in CONFIGS.items() for layout in ("nn", "tt")}
@@ -83,6 +84,7 @@ def over(config: KernelConfig) -> Job:
     return Job(kernel.plan((65536, 65536, 0), FP16, TARGETS["sm_90"]).rendered, TARGETS["sm_90"])
 
 
+@pytest.mark.triton
 def test_the_reader_of_types_finds_what_is_32_bits_wide() -> None:
     """Kernels for small problems: each schedule has offsets of 32 bits there."""
     jobs = {name: job(config, shape=(4096, 4096, 4096)) for name, config in CONFIGS.items()}
@@ -220,6 +222,7 @@ SMALL: Mapping[str, KernelConfig] = {
 }
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("gap", [WIDE // 16, WIDE // 16 + 3, 2 * WIDE // 16], ids=["step of 2^31", "past 2^31", "step of 2^32"])
 @pytest.mark.parametrize("schedule", SMALL)
 def test_a_step_along_k_past_32_bits(schedule: str, gap: int) -> None:
@@ -229,6 +232,7 @@ def test_a_step_along_k_past_32_bits(schedule: str, gap: int) -> None:
     assert torch.equal(found, (a.double() @ b.double()).int())
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("schedule", SMALL)
 def test_columns_of_a_past_32_bits(schedule: str) -> None:
     a, b = sparse((5, 40), (1, 2 * WIDE // 16), torch.int8), torch.randint(-2, 3, (40, 7)).to(torch.int8)
@@ -236,6 +240,7 @@ def test_columns_of_a_past_32_bits(schedule: str) -> None:
     assert torch.equal(found, (a.double() @ b.double()).int())
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("schedule", SMALL)
 def test_inputs_outputs_and_masks_past_32_bits(schedule: str) -> None:
     """Each in rows that are 2^31 bytes or elements apart, or near to that."""
@@ -255,12 +260,14 @@ def test_inputs_outputs_and_masks_past_32_bits(schedule: str) -> None:
     assert torch.equal(columns.double(), want.sum(0)) and torch.equal(rows.double(), want.sum(1))
 
 
+@pytest.mark.triton
 def test_over_a_product_past_32_bits() -> None:
     mm = sparse((70, 20), (WIDE // 64, 1), torch.float16)
     y, rows = epigen.compile("relu(mm), sum(mm, n)", config=SMALL["library"], backend="interpreter").over(mm)
     assert torch.equal(y, mm.relu()) and torch.equal(rows.double(), mm.double().sum(1))
 
 
+@pytest.mark.triton
 def test_reductions_of_operands_past_32_bits() -> None:
     """Over k, in a kernel of their own."""
     a, b = sparse((5, 200), (1, WIDE // 128), torch.int8), sparse((200, 7), (WIDE // 128, 1), torch.int8)
