@@ -91,8 +91,9 @@ def test_a_long_column_is_padded_a_part_at_a_time(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ["sm_80", "sm_90", "sm_120"])
 def test_where_tritons_product_saturates_it_is_the_vendors(name: str) -> None:
     kernel, target = epigen.compile("relu(mm)"), TARGETS[name]
-    plan = kernel.plan((4096, 4096, EXACT_INT8 + 1), INT8, target)
-    assert plan.by_vendor and f"int8 sums may pass 2^31 at K = {EXACT_INT8 + 1} (beyond {EXACT_INT8})" in plan.choice.why
+    for k in (EXACT_INT8 + 1, 2**31 + 24):  # the latter is past what the vendor takes at once
+        plan = kernel.plan((16, 16, k), INT8, target)
+        assert plan.by_vendor and f"int8 sums may pass 2^31 at K = {k} (beyond {EXACT_INT8})" in plan.choice.why
     for k, dtype in ((EXACT_INT8, INT8), (EXACT_INT8 + 1, FP16)):
         assert "sums" not in kernel.plan((4096, 4096, k), dtype, target).choice.why
     given = epigen.compile("relu(mm)", config=tiled(64, 64, 64))

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-import psycopg
 import pytest
 import sqlalchemy
 from click.testing import CliRunner
@@ -215,6 +214,8 @@ def test_several_open_one_new_journal(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_several_open_one_new_database_of_a_server(server: str) -> None:
+    import psycopg  # where there are GPUs there may be none
+
     with psycopg.connect(server.replace("+psycopg", ""), autocommit=True) as admin:
         for i in range(2):
             admin.execute(f"create database new_{i}")  # type: ignore[arg-type]

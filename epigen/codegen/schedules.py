@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from epigen.codegen.spec import PAST, WIDE, Finish, Input, KernelConfig, KernelSpec, Store
-from epigen.dtypes import DType
+from epigen.dtypes import INT8, DType
 from epigen.errors import ConfigError, near_miss, shown
 
 
@@ -233,8 +233,9 @@ def beyond(spec: KernelSpec, config: KernelConfig, shape: tuple[int, int, int]) 
         return f"{'x'.join(map(str, shape))} has {items} tiles of {config['block_m']}x{config['block_n']}, and {MOST_TILES} can be numbered: larger ones are needed"
     if schedule.descriptors and max(shape) + PAST >= WIDE:
         return f"TMA's coordinates have 32 bits, and {max(shape)} is too long an extent for the schedule {schedule.name}: tiled takes any"
-    if not schedule.multiplies and not spec.pointwise and max(shape) >= WIDE:
-        return f"the vendor's product takes extents below 2^31, and {max(shape)} was found: the schedule tiled takes any"
+    longest = max(m, n, 0 if spec.signature.a == INT8 else shape[2])  # int8's product is taken in parts along k
+    if not schedule.multiplies and not spec.pointwise and longest >= WIDE:
+        return f"the vendor's product takes extents below 2^31, and {longest} was found: the schedule tiled takes any"
     return ""
 
 
