@@ -78,6 +78,12 @@ def test_several_results_views_and_reductions() -> None:
     assert traced.program.outputs == ("mn", "m", "n", "n", "")
 
 
+def test_results_have_the_dtypes_that_torch_gives_them() -> None:
+    """Also reductions, which a program leaves in fp32."""
+    assert text_of(lambda mm: mm.sum(0), shape=(6, 8), dtype=torch.bfloat16) == "cast(bgrad(mm), bf16)"
+    assert text_of(lambda mm: mm.sum(-1, dtype=torch.float32), shape=(6, 8), dtype=torch.bfloat16) == "sum(mm, n)"
+
+
 def test_a_modules_parameters_become_inputs() -> None:
     layer = nn.Sequential(nn.PReLU(8, init=0.25), nn.GELU())
     traced = trace(layer, (4, 8), torch.float32, CPU, {})

@@ -369,18 +369,20 @@ class Importer:
 
     # -- what comes out
 
-    def program(self, outputs: Iterable[tuple[str, fx.Node, torch.dtype | None]]) -> Imported:
-        """The program with these outputs: (name, or "" for the program's own, node, dtype where it is not the default). Raises ParseError, CheckError."""
+    def program(self, outputs: Iterable[fx.Node], operands: torch.dtype) -> Imported:
+        """The program with these outputs, each in the dtype that torch gives it. operands: their dtype. Raises Unknown, ParseError, CheckError."""
         listed = []
         lines = list(self.lines)
         results = list(outputs)
-        for position, (name, node, dtype) in enumerate(results):
-            value = self.known[node]
+        for position, node in enumerate(results):
+            value, dtype = self.known[node], node.meta["val"].dtype
             assert isinstance(value, Value)
             text = f"bitmask({value.text})" if value.boolean else value.text
-            if dtype is not None:
+            if dtype not in (torch.bool, torch.float32 if value.reduced else operands):
+                if str(dtype) not in BY_TORCH:
+                    raise Unknown(node, f"its result is {dtype}", "cast it to a float outside of the epilogue")
                 text = f"cast({text}, {BY_TORCH[str(dtype)].name})"
-            listed.append(name or ("out" if len(results) == 1 else f"out{position}"))
+            listed.append("out" if len(results) == 1 else f"out{position}")
             lines.append(f"{listed[-1]} = {text}")
         written = _used(lines, listed)
         graph = normalise(check(parse("; ".join([*written, ", ".join(listed)]))))

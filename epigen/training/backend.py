@@ -161,7 +161,7 @@ def _region(product: fx.Node, levels: Mapping[fx.Node, int]) -> tuple[Region | N
         importer = _importer(product)
         for node in nodes[1:]:
             importer.add(node)
-        imported = importer.program(("", node, _cast(node, dtype)) for node in outputs)
+        imported = importer.program(outputs, dtype)
     except (Unknown, EpigenError) as error:
         return None, str(error).partition("\n")[0]
     if len([x for x in imported.leaves if x.indices == "mn"]) + len([x for x in imported.outputs if x == "mn"]) > _MOST_TILES:
@@ -338,11 +338,6 @@ def _held(value: Any) -> DType | None:
 def size_hint(extent: Any) -> int:
     """An extent that varies, as it is in the first call."""
     return extent if isinstance(extent, int) else int(extent.node.hint)
-
-
-def _cast(node: fx.Node, dtype: torch.dtype) -> torch.dtype | None:
-    own = node.meta["val"].dtype
-    return None if own in (dtype, torch.bool) else own
 
 
 def _namer() -> Callable[[fx.Node], str]:

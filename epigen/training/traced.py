@@ -83,7 +83,7 @@ def trace(function: Callable[..., Any], shape: Sequence[int], dtype: torch.dtype
             elif node.op == "call_function":
                 importer.add(node)
         (output,) = module.graph.find_nodes(op="output")
-        program = importer.program([("", node, _dtype(node, what, dtype)) for node in output.args[0]])
+        program = importer.program([_checked(node, what) for node in output.args[0]], dtype)
     except Unknown as unknown:
         place = _place(unknown.node)
         instead = f"; {unknown.instead}" if unknown.instead else ""
@@ -96,13 +96,12 @@ def _empty(value: Given, fake: FakeTensorMode) -> Tensor:
     return fake.from_tensor(value) if isinstance(value, Tensor) else torch.empty((), dtype=torch.float32)
 
 
-def _dtype(node: Any, what: str, dtype: torch.dtype) -> torch.dtype | None:
+def _checked(node: Any, what: str) -> fx.Node:
     if not isinstance(node, fx.Node):
         raise CallError(f"{what} returns {node!r}, and what it returns are tensors")
-    tensor = node.meta["val"]
-    if tensor.dtype == torch.bool:
+    if node.meta["val"].dtype == torch.bool:
         raise CallError(f"{what} returns booleans: return torch.where(condition, 1.0, 0.0), or write the program, with bitmask(condition)")
-    return None if tensor.dtype == dtype else tensor.dtype
+    return node
 
 
 def _described(function: Callable[..., Any]) -> str:
