@@ -29,6 +29,8 @@ _CONSTANTS = ("0", "1", "2", "0.5", "-1", "-0.25", "3", "1e-3", "0.1", "1.5", "-
 _TAMED = {
     ("div", 1): "(abs({}) + 1)", ("mul", 1): "tanh({})", ("scale", 1): "tanh({})", ("exp", 0): "tanh({})", ("log", 0): "abs({}) + 1",
     ("sqrt", 0): "abs({}) + 1", ("rsqrt", 0): "abs({}) + 1", ("leaky_relu", 1): "tanh({})", ("dsigmoid", 1): "sigmoid({})", ("dtanh", 1): "tanh({})",
+    ("square", 0): "tanh({})", ("reciprocal", 0): "abs({}) + 1", ("exp2", 0): "tanh({})", ("expm1", 0): "tanh({})", ("log1p", 0): "abs({})",
+    ("pow", 0): "abs(tanh({})) + 0.5", ("pow", 1): "tanh({})", ("prelu", 1): "tanh({})", ("elu", 1): "tanh({})", ("celu", 1): "abs({}) + 1",
 }  # fmt: skip
 
 _COMPUTED = tuple(ops.TABLE.values())

@@ -8,7 +8,7 @@ Texts in a row:
   `tl`; another dialect renames that module.
 - `torch`: the reference, an expression over tensors, independent of the Triton spelling: it is what the spelling is tested against.
 - `gradient`: one text in epigen's own language a parameter, the gradient that flows to it; `grad` is the gradient that arrives,
-  `out` the result. Linear in `grad`. None where there is none. What it reads is what training has to keep: `out` is often there anyway.
+  `out` the result. Linear in `grad`. None where there is none: of a boolean, and of a number that the result follows in steps alone. What it reads is what training has to keep: `out` is often there anyway.
 - `error`: the operation's own rounding error in units of 2^-24, in epigen's own language, for exact arguments. The figures are
   upper bounds read from the CUDA programming guide's tables (approximate division, square root, exp2) and confirmed by the
   differential tests on every backend.
@@ -48,6 +48,11 @@ class Op:
     group: str = ""
     aten: tuple[str, ...] = ()
 
+    @property
+    def jumps(self) -> bool:
+        """Whether the result has steps: some number moves it by them alone, and so has no gradient."""
+        return self.result == NUMBER and any(text is None and p.kind == NUMBER for p, text in zip(self.params, self.gradient, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
@@ -82,6 +87,17 @@ _NAN = "propagate_nan=tl.PropagateNan.ALL"
 _X, _XY, _GZ, _GY = _numbers("x"), _numbers("x y"), _numbers("g z"), _numbers("g y")
 _BOOLS = (Param("x", BOOLEAN), Param("y", BOOLEAN))
 
+
+def _expm1(x: str) -> tuple[str, ...]:
+    """`grown` is e^x - 1: near 0, where the subtraction would cancel, by its series, whose next term is 2e-9 of x at 0.5."""
+    return (
+        "# a series near 0, where e^x - 1 would cancel",
+        f"p = 0.00138888888888889 + {x} * (0.000198412698412698 + {x} * (2.48015873015873e-05 + {x} * 2.75573192239859e-06))",
+        f"small = {x} * (1.0 + {x} * (0.5 + {x} * (0.166666666666667 + {x} * (0.0416666666666667 + {x} * (0.00833333333333333 + {x} * p)))))",
+        f"grown = tl.where(tl.abs({x}) < 0.5, small, tl.exp({x}) - 1.0)",
+    )
+
+
 _ARITHMETIC = (
     Op("add", _XY, "x + y", "{x} + {y}", "{x} + {y}", ("grad", "grad"), symbol="+", aten=("add(x, y, alpha=1)",)),
     Op("sub", _XY, "x - y", "{x} - {y}", "{x} - {y}", ("grad", "-grad"), symbol="-", aten=("sub(x, y, alpha=1)",)),
@@ -100,9 +116,9 @@ _ARITHMETIC = (
     Op("where", (Param("c", BOOLEAN), *_XY), "x where c, else y", "tl.where({c}, {x}, {y})", "torch.where({c}, {x}, {y})",
        (None, "where(c, grad, 0)", "where(c, 0, grad)"), "0", aten=("where(c, x, y)",)),
     Op("minimum", _XY, "the smaller; NaN if either is", f"tl.minimum({{x}}, {{y}}, {_NAN})", "torch.minimum({x}, {y})",
-       ("where(x > y, 0, where(x == y, grad / 2, grad))", "where(y > x, 0, where(x == y, grad / 2, grad))"), "0", aten=("minimum(x, y)", "min(x, y)")),
+       ("where(x > y, 0, where(x == y, grad / 2, grad))", "where(y > x, 0, where(x == y, grad / 2, grad))"), "0", aten=("minimum(x, y)", "min(x, other=y)")),
     Op("maximum", _XY, "the larger; NaN if either is", f"tl.maximum({{x}}, {{y}}, {_NAN})", "torch.maximum({x}, {y})",
-       ("where(x < y, 0, where(x == y, grad / 2, grad))", "where(y < x, 0, where(x == y, grad / 2, grad))"), "0", aten=("maximum(x, y)", "max(x, y)")),
+       ("where(x < y, 0, where(x == y, grad / 2, grad))", "where(y < x, 0, where(x == y, grad / 2, grad))"), "0", aten=("maximum(x, y)", "max(x, other=y)")),
     Op("clamp", _numbers("x lo hi"), "min(max(x, lo), hi)",
        f"tl.minimum(tl.maximum({{x}}, {{lo}}, {_NAN}), {{hi}}, {_NAN})", "torch.clamp({x}, {lo}, {hi})",
        ("where((x >= lo) & (x <= hi), grad, 0)", "where((x < lo) & (lo < hi), grad, 0)", "where((x > hi) | (lo > hi), grad, 0)"), "0", aten=("clamp(x, lo, hi)",)),
@@ -113,6 +129,32 @@ _ARITHMETIC = (
     Op("rsqrt", _X, "1 / sqrt(x)", "tl.rsqrt({x})", "torch.rsqrt({x})", ("-0.5 * grad * (out * out * out)",), "6 * out", aten=("rsqrt(x)",)),
     Op("erf", _X, "Gauss error function", "tl.erf({x})", "torch.erf({x})", ("grad * 1.1283791670955126 * exp(-x * x)",), "6 * abs(out)", aten=("erf(x)",)),
     Op("scale", _numbers("x s"), "x * s", "{x} * {s}", "{x} * {s}", ("grad * s", "grad * x")),
+    Op("square", _X, "x * x", "{x} * {x}", "torch.square({x})", ("grad * (2 * x)",), aten=("square(x)",)),
+    Op("reciprocal", _X, "1 / x", "1.0 / {x}", "torch.reciprocal({x})", ("-grad * (out * out)",), "4 * abs(out)", aten=("reciprocal(x)",)),
+    Op("exp2", _X, "2^x", "tl.exp2({x})", "torch.exp2({x})", ("grad * out * 0.6931471805599453",), "4 * out", aten=("exp2(x)",)),
+    Op("expm1", _X, "e^x - 1", "grown", "torch.expm1({x})", ("grad * (out + 1)",), "(18 + 8 * abs(x)) * abs(out)", body=_expm1("{x}"), aten=("expm1(x)",)),
+    Op("log1p", _X, "natural logarithm of 1 + x", "tl.where(tl.abs({x}) < 0.3, small, tl.log(1.0 + {x}))", "torch.log1p({x})", ("grad / (x + 1)",), "28 * abs(out)",
+       body=("# a series near 0, where 1 + x would lose x",
+             "s = {x} / (2.0 + {x})",
+             "q = s * s",
+             "small = s * (2.0 + q * (0.66666666666666667 + q * (0.4 + q * (0.28571428571428571 + q * 0.22222222222222222))))"), aten=("log1p(x)",)),
+    Op("pow", _XY, "x to the power of y", "tl.where({x} < 0.0, mirrored, size)", "torch.pow({x}, {y})",
+       ("where(y == 0, 0, grad * (y * pow(x, y - 1)))", "where((x == 0) & (y >= 0), 0, grad * out * log(x))"),
+       "(8 + 4 * abs(y) * (1 + abs(log(maximum(abs(x), 1e-37))))) * abs(out)",
+       body=("a = tl.abs({x})",
+             "p = tl.where(a < 0.0, a, {y})  # of the shape of both",
+             "size = tl.where(p == 0.0, 1.0, tl.where(a == 1.0, 1.0, tl.exp2(p * tl.log2(a))))",
+             "# of a negative number only whole powers are real",
+             "whole = tl.where(2.0 * tl.floor(0.5 * p) == p, size, -size)",
+             "mirrored = tl.where(tl.floor(p) == p, whole, tl.where(a < float('inf'), float('nan'), size))"), aten=("pow(x, y)",)),
+    Op("sin", _X, "sine", "tl.sin({x})", "torch.sin({x})", ("grad * cos(x)",), "4 * abs(out)", aten=("sin(x)",)),
+    Op("cos", _X, "cosine", "tl.cos({x})", "torch.cos({x})", ("-grad * sin(x)",), "4 * abs(out)", aten=("cos(x)",)),
+    Op("sign", _X, "1, 0 or -1; 0 of NaN", "tl.where({x} > 0.0, 1.0, tl.where({x} < 0.0, -1.0, 0.0))", "torch.sign({x})", (None,), "0", aten=("sign(x)", "sgn(x)")),
+    Op("floor", _X, "the largest integer up to x", "tl.floor({x})", "torch.floor({x})", (None,), "0", aten=("floor(x)",)),
+    Op("ceil", _X, "the smallest integer from x on", "tl.ceil({x})", "torch.ceil({x})", (None,), "0", aten=("ceil(x)",)),
+    Op("round", _X, "the nearest integer; of two the even one", "tl.where(tl.abs({x}) < 4194304.0, nearest, {x})", "torch.round({x})", (None,), "0",
+       body=("# adding 1.5 * 2^23 leaves no fraction bits, so the addition rounds to nearest even",
+             "nearest = ({x} + 12582912.0) - 12582912.0"), aten=("round(x)",)),
 )  # fmt: skip
 
 
@@ -161,6 +203,32 @@ _SIGMOID = _logistic("-1.4426950408889634 * {x}")
 # (1 + tanh(y)) / 2 is 1 / (1 + e^(-2 y)), and y = sqrt(2 / pi) * (x + 0.044715 x^3)
 _TANH_EXPONENT = "{x} * (-2.302208198144325 - 0.1029432395800235 * {s})"
 
+_SOFTPLUS = (
+    "# log1p(e) for e in [0, 1]: the factor e / (u - 1) undoes the rounding of u",
+    "e = tl.exp(-tl.abs({x}))",
+    "u = 1.0 + e",
+    "log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))",
+)
+
+
+def _clamp(x: str, lo: str, hi: str) -> str:
+    return f"tl.minimum(tl.maximum({x}, {lo}, {_NAN}), {hi}, {_NAN})"
+
+
+def _below_zero(over: str = "") -> tuple[str, ...]:
+    """`grown` is e^x - 1 where x is negative, of x divided as `over` says; elsewhere it is 0, so that nothing overflows."""
+    return (f"below = tl.minimum({{x}}, 0.0, {_NAN}){over}", *_expm1("below"))
+
+
+def _mish(x: str) -> tuple[str, ...]:
+    """tanh(softplus(x)) is n / (n + rest), from e^-|x|: nothing cancels, and nothing overflows."""
+    return (
+        f"e = tl.exp(-tl.abs({x}))",
+        f"n = tl.where({x} >= 0.0, 1.0 + 2.0 * e, e * (e + 2.0))",
+        f"rest = tl.where({x} >= 0.0, 2.0 * e * e, 2.0)",
+    )
+
+
 _ACTIVATIONS = (
     Op("relu", _X, "max(x, 0); NaN stays NaN", f"tl.maximum({{x}}, 0.0, {_NAN})", "torch.relu({x})", ("drelu(grad, ~(out <= 0))",), "0", aten=("relu(x)",)),
     Op("leaky_relu", _numbers("x slope"), "x where x > 0, else slope * x", "tl.where({x} > 0.0, {x}, {x} * {slope})",
@@ -180,13 +248,48 @@ _ACTIVATIONS = (
              "large = (1.0 - e) * r * r"), aten=("tanh(x)",)),
     Op("softplus", _X, "log(1 + e^x)", f"tl.maximum({{x}}, 0.0, {_NAN}) + log1p", "torch.nn.functional.softplus({x}, threshold=50.0)",
        ("grad * sigmoid(x)",), "(12 + 4 * abs(x)) * out",
-       body=("# log1p(e) for e in [0, 1]: the factor e / (u - 1) undoes the rounding of u",
-             "e = tl.exp(-tl.abs({x}))",
-             "u = 1.0 + e",
-             "log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))"), aten=("softplus(x, beta=1, threshold=20)",)),
+       body=_SOFTPLUS, aten=("softplus(x, beta=1, threshold=20)",)),
     Op("hardswish", _X, "x * clamp(x + 3, 0, 6) / 6", "{x} * gate * 0.16666666666666666", "torch.nn.functional.hardswish({x})",
        ("where(x <= -3, 0, where(x < 3, grad * (x / 3 + 0.5), grad))",), "8 * abs(x)",
        body=(f"gate = tl.minimum(tl.maximum({{x}} + 3.0, 0.0, {_NAN}), 6.0, {_NAN})",), aten=("hardswish(x)",)),
+    Op("relu6", _X, "min(max(x, 0), 6)", _clamp("{x}", "0.0", "6.0"), "torch.nn.functional.relu6({x})", ("where((x > 0) & (x < 6), grad, 0)",), "0", aten=("relu6(x)", "hardtanh(x, 0, 6)")),
+    Op("hardtanh", _numbers("x lo hi"), "min(max(x, lo), hi); no gradient at lo and hi", _clamp("{x}", "{lo}", "{hi}"), "torch.clamp({x}, {lo}, {hi})",
+       ("where((x > lo) & (x < hi), grad, 0)", "where((x <= lo) & (lo < hi), grad, 0)", "where((x >= hi) | (lo >= hi), grad, 0)"), "0", aten=("hardtanh(x, lo, hi)",)),
+    Op("hardsigmoid", _X, "clamp(x + 3, 0, 6) / 6", f"{_clamp('{x} + 3.0', '0.0', '6.0')} * 0.16666666666666666", "torch.clamp({x} + 3.0, 0.0, 6.0) / 6.0",
+       ("where((x > -3) & (x < 3), grad / 6, 0)",), "2 + 2 * abs(out)", aten=("hardsigmoid(x)",)),
+    Op("elu", _numbers("x alpha"), "x where x > 0, else alpha * (e^x - 1)", "tl.where({x} > 0.0, {x}, {alpha} * grown)",
+       "torch.where({x} > 0, {x}, {alpha} * torch.expm1(torch.clamp({x}, max=0.0)))",
+       ("where(x > 0, grad, grad * alpha * exp(minimum(x, 0)))", "where(x > 0, 0, grad * expm1(minimum(x, 0)))"), "(20 + 8 * abs(x)) * abs(out)", body=_below_zero(), aten=("elu(x, alpha, scale=1, input_scale=1)",)),
+    Op("selu", _X, "1.0507 * x where x > 0, else 1.7581 * (e^x - 1)", "tl.where({x} > 0.0, 1.0507009873554805 * {x}, 1.7580993408473766 * grown)", "torch.selu({x})",
+       ("where(x > 0, 1.0507009873554805 * grad, 1.7580993408473766 * grad * exp(minimum(x, 0)))",), "(20 + 8 * abs(x)) * abs(out)", body=_below_zero(), aten=("selu(x)", "elu(x, 1.6732632423543772, 1.0507009873554805, 1)")),
+    Op("celu", _numbers("x alpha"), "x where x > 0, else alpha * (e^(x / alpha) - 1)", "tl.where({x} > 0.0, {x}, {alpha} * grown)",
+       "torch.where({x} > 0, {x}, {alpha} * torch.expm1(torch.clamp({x}, max=0.0) / {alpha}))",
+       ("where(x > 0, grad, grad * exp(minimum(x, 0) / alpha))",
+        "where(x > 0, 0, grad * (expm1(minimum(x, 0) / alpha) - minimum(x, 0) / alpha * exp(minimum(x, 0) / alpha)))"),
+       "(24 + 16 * abs(x / alpha)) * abs(out)", body=_below_zero(" / {alpha}"), aten=("celu(x, alpha)",)),
+    Op("mish", _X, "x * tanh(softplus(x))", "{x} * (n / (n + rest))", "torch.nn.functional.mish({x})", ("dmish(grad, x)",), "(16 + 4 * abs(x)) * abs(out)", body=_mish("{x}"), aten=("mish(x)",)),
+    Op("softsign", _X, "x / (1 + |x|)", "{x} / (1.0 + tl.abs({x}))", "torch.nn.functional.softsign({x})", ("grad / ((1 + abs(x)) * (1 + abs(x)))",), "6 * abs(out)"),
+    Op("logsigmoid", _X, "-log(1 + e^-x)", f"tl.minimum({{x}}, 0.0, {_NAN}) - log1p", "torch.nn.functional.logsigmoid({x})", ("grad * sigmoid(-x)",),
+       "(12 + 4 * abs(x)) * abs(out)", body=_SOFTPLUS, aten=("log_sigmoid(x)", "log_sigmoid_forward(x)")),
+    Op("quick_gelu", _X, "x * sigmoid(1.702 * x)", "{x} * r * r", "{x} * torch.sigmoid(1.702 * {x})", ("grad * (sigmoid(1.702 * x) + x * dsigmoid(1.702, sigmoid(1.702 * x)))",), "(12 + 8 * abs(x)) * abs(out)",
+       body=_logistic("-2.4554669595930157 * {x}")),
+    Op("threshold", _numbers("x least value"), "x where x > least, else value", "tl.where({x} <= {least}, {value}, {x})", "torch.where({x} <= {least}, {value}, {x})",
+       ("where(x <= least, 0, grad)", None, "where(x <= least, grad, 0)"), "0", aten=("threshold(x, least, value)",)),
+    Op("softshrink", _numbers("x width"), "x, nearer to 0 by width, and 0 up to there", f"{{x}} - {_clamp('{x}', '-{width}', '{width}')}",
+       "{x} - torch.clamp({x}, -{width}, {width})",
+       ("where((x > width) | (x < -width), grad, 0)", "where((x > width) | (width < 0), -grad, where(x < -width, grad, 0))"), aten=("softshrink(x, width)",)),
+    Op("hardshrink", _numbers("x width"), "x, and 0 where |x| <= width", "tl.where(tl.abs({x}) <= {width}, 0.0, {x})", "torch.where({x}.abs() <= {width}, 0.0, {x})",
+       ("where((x > width) | (x < -width), grad, 0)", None), "0", aten=("hardshrink(x, width)",)),
+    Op("tanhshrink", _X, "x - tanh(x)", "tl.where(a < 0.3, small, {x} - tl.where({x} < 0.0, -large, large))", "torch.nn.functional.tanhshrink({x})",
+       ("grad * (tanh(x) * tanh(x))",), "16 * abs(x)",
+       body=("# a series near 0, where the difference would cancel",
+             "a = tl.abs({x})",
+             "s = {x} * {x}",
+             "small = {x} * s * (0.33333333333333333 - s * (0.13333333333333333 - s * (0.05396825396825397 - s * 0.021869488536155203)))",
+             *_logistic("-2.8853900817779268 * a"),
+             "large = (1.0 - e) * r * r")),
+    Op("prelu", _numbers("x slope"), "x where x > 0, else slope * x", "tl.where({x} > 0.0, {x}, {slope} * {x})", "torch.where({x} > 0, {x}, {slope} * {x})",
+       ("where(x > 0, grad, grad * slope)", "where(x > 0, 0, grad * x)"), aten=("prelu(x, slope)", "_prelu_kernel(x, slope)")),
 )  # fmt: skip
 
 # f'(z) of the activations whose derivative needs z. Second derivatives follow by differentiating these formulas once more.
@@ -211,6 +314,12 @@ _DERIVATIVES = (
        body=(*_of_z(_SIGMOID), "s = r * r"), aten=("silu_backward(g, z)",)),
     Op("dsigmoid", _GY, "g * y * (1 - y)", "{g} * {y} * (1.0 - {y})", "{g} * {y} * (1 - {y})",
        ("grad * y * (1 - y)", "grad * g * (1 - 2 * y)"), "4 * abs(g * y) * (1 + abs(y))", aten=("sigmoid_backward(g, y)",)),
+    Op("dmish", _GZ, "g * (t + z * s * (1 - t^2)), t = tanh(softplus(z)), s = sigmoid(z)", "{g} * (t + {z} * (s * (1.0 + t) * (rest / (n + rest))))",
+       ("{g} * (torch.tanh(torch.nn.functional.softplus({z}, threshold=50.0))"
+        " + {z} * torch.sigmoid({z}) * (1 - torch.tanh(torch.nn.functional.softplus({z}, threshold=50.0)) ** 2))"),
+       ("dmish(grad, z)",
+        "grad * g * (1 - tanh(softplus(z)) ** 2) * sigmoid(z) * (2 + z * (1 - sigmoid(z) - 2 * tanh(softplus(z)) * sigmoid(z)))"), "(32 + 8 * minimum(abs(z), 20)) * abs(g)",
+       body=(*_mish("{z}"), "t = n / (n + rest)", "s = tl.where({z} >= 0.0, 1.0, e) / (1.0 + e)"), aten=("mish_backward(g, z)",)),
     Op("dtanh", _GY, "g * (1 - y^2)", "{g} * (1.0 - {y} * {y})", "{g} * (1 - {y} * {y})",
        ("grad * (1 - y * y)", "-2 * grad * g * y"), "4 * abs(g) * (1 + y * y)", aten=("tanh_backward(g, y)",)),
 )  # fmt: skip

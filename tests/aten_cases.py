@@ -26,8 +26,11 @@ def text_of(function: Callable[..., Any], shape: tuple[int, ...] = SHAPE, dtype:
 
 ACTIVATIONS = {
     F.relu: "relu(mm)", F.gelu: "gelu(mm)", F.silu: "silu(mm)", F.sigmoid: "sigmoid(mm)", F.tanh: "tanh(mm)", F.softplus: "softplus(mm)", F.hardswish: "hardswish(mm)",
-    F.leaky_relu: "leaky_relu(mm, 0.01)", F.mish: "mm * tanh(softplus(mm))", F.hardtanh: "clamp(mm, -1, 1)", F.hardsigmoid: "clamp(mm + 3, 0, 6) / 6", F.relu6: "clamp(mm, 0, 6)",
-    F.logsigmoid: "-softplus(-mm)", F.softsign: "mm / (abs(mm) + 1)", F.tanhshrink: "mm - tanh(mm)",
+    F.leaky_relu: "leaky_relu(mm, 0.01)", F.mish: "mish(mm)", F.hardtanh: "hardtanh(mm, -1, 1)", F.hardsigmoid: "hardsigmoid(mm)", F.relu6: "relu6(mm)",
+    F.elu: "elu(mm, 1)", F.selu: "selu(mm)", F.celu: "celu(mm, 1)", F.logsigmoid: "logsigmoid(mm)", F.softsign: "mm / (abs(mm) + 1)", F.tanhshrink: "mm - tanh(mm)",
+    F.softshrink: "softshrink(mm, 0.5)", F.hardshrink: "hardshrink(mm, 0.5)", torch.square: "mm * mm", torch.reciprocal: "reciprocal(mm)", torch.exp2: "exp2(mm)",
+    torch.expm1: "expm1(mm)", torch.log1p: "log1p(mm)", torch.sin: "sin(mm)", torch.cos: "cos(mm)", torch.sign: "sign(mm)", torch.floor: "floor(mm)", torch.ceil: "ceil(mm)",
+    torch.round: "round(mm)",
 }  # fmt: skip
 
 
@@ -42,6 +45,9 @@ def test_options_and_arithmetic() -> None:
     assert text_of(lambda mm: torch.add(mm, mm, alpha=3)) == "mm + 3 * mm"
     assert text_of(lambda mm: 1 - mm) == "1 - 1 * mm"
     assert text_of(lambda mm: mm**3 + mm**0.5 + mm**-1 + mm**2) == "v = mm * mm; mm * v + sqrt(mm) + 1 / mm + v"
+    assert text_of(lambda mm: mm**2.5 + 2.0**mm) == "pow(mm, 2.5) + pow(2, mm)"
+    assert text_of(lambda mm: F.celu(mm, 0.5) + F.threshold(mm, 1.0, 2.0)) == "celu(mm, 0.5) + threshold(mm, 1, 2)"
+    assert text_of(lambda mm: torch.maximum(mm, torch.max(mm, 2 * mm))) == "maximum(mm, maximum(mm, 2 * mm))"
     assert text_of(lambda mm: mm.clamp(min=0.0)) == "where(mm < 0, 0, mm)"
     assert text_of(lambda mm: torch.where(mm > 1, mm, -mm)) == "where(mm > 1, mm, -mm)"
 
@@ -87,7 +93,7 @@ def test_results_have_the_dtypes_that_torch_gives_them() -> None:
 def test_a_modules_parameters_become_inputs() -> None:
     layer = nn.Sequential(nn.PReLU(8, init=0.25), nn.GELU())
     traced = trace(layer, (4, 8), torch.float32, CPU, {})
-    assert traced.program.text == "gelu(where(mm > 0, mm, weight[n] * mm))"
+    assert traced.program.text == "gelu(prelu(mm, weight[n]))"
     assert list(traced.held) == ["weight"] and traced.held["weight"] is layer[0].weight
 
 
@@ -115,6 +121,9 @@ def test_a_traced_program_is_the_texts_kernel() -> None:
         (lambda mm: mm > 0, "returns booleans: return torch.where"),
         (lambda mm: torch.softmax(mm, -1), "calls _softmax"),
         (lambda mm: mm / mm.sum(-1, keepdim=True), "calls div.*it joins a reduction with what it is taken of"),
+        (lambda mm: torch.round(mm, decimals=1), "calls round.*is not in the language"),
+        (lambda mm: torch.div(mm, 2, rounding_mode="floor"), "calls div.*is not in the language"),
+        (lambda mm: mm.max(1).values, "calls max.*is not in the language"),
         (lambda mm: mm.long(), r"casts to torch\.int64"),
         (lambda mm: mm.undefined(), "cannot be run on a product of .*AttributeError"),
         (lambda mm: mm.reshape(3, 2, 8) + mm.reshape(3, 2, 8).sum(0), "it joins"),

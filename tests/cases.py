@@ -137,6 +137,7 @@ def _facets(case: Case) -> set[object]:
 # arguments that keep an operation inside its domain and its values tame
 _DOMAIN = {
     "exp": "tanh({x})", "log": "abs({x}) + 0.1", "sqrt": "abs({x})", "rsqrt": "abs({x}) + 0.1", "erf": "{x}",
+    "exp2": "tanh({x})", "expm1": "tanh({x})", "log1p": "abs({x}) - 0.9", "pow": "abs({x}) + 0.1", "reciprocal": "abs({x}) + 0.3",
 }  # fmt: skip
 _OPERANDS = {"tile": "u[m,n]", "row": "v[m]", "column": "w[n]", "scalar": "s", "constant": "0.75"}
 
@@ -149,7 +150,7 @@ def _call(op: ops.Op, kind: str) -> str:
     for position, param in enumerate(op.params):
         if param.kind == ops.BOOLEAN:
             args.append("(mm > 0.25)" if position == 0 else f"({other} > 0.25)")
-        elif op.name == "clamp" and param.name == "hi":
+        elif (op.name, param.name) in (("clamp", "hi"), ("hardtanh", "hi"), ("celu", "alpha")):
             args.append(f"(abs({other}) + 0.5)" if kind != "constant" else "1.5")
         elif op.name == "div" and position == 1:
             args.append(f"(abs({other}) + 0.5)" if kind != "constant" else "0.75")

@@ -22,7 +22,7 @@ from cases import persistent, split_k, warp_specialized
 from programs import write_program
 
 import epigen
-from epigen import cli_compile, settings
+from epigen import cli_compile, ops, settings
 from epigen.codegen import schedules
 from epigen.codegen.spec import LAYOUTS, KernelConfig
 from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
@@ -116,6 +116,23 @@ def assembly(results: list[Compiled]) -> str:
     text = stages["ptx"] if "ptx" in stages else stages["amdgcn"]
     assert isinstance(text, str)
     return text
+
+
+def test_every_row_compiles_of_blocks_and_of_constants() -> None:
+    """All rows in one program, of tiles; and of a constant and a scalar in the first place, which Triton takes otherwise than a block."""
+    rows = [op for op in ops.TABLE.values() if op.result == ops.NUMBER and op.group != "rounded" and not op.symbol]
+
+    def program(*others: str) -> str:
+        calls = []
+        for op in rows:
+            args = ["mm > 0.25" if p.kind == ops.BOOLEAN else x for p, x in zip(op.params, (*others, "1.5"), strict=False)]
+            calls.append(f"{op.name}({', '.join(args)})")
+        return " + ".join([*calls, "mm"])
+
+    texts = [program("mm", "mm + 1"), program("0.75", "mm"), program("s", "w[n]"), program("w[n]", "s")]
+    jobs = [job(text, target, FP16, tiled(32, 32, 32, 4, 2)) for text, target in zip(texts, ("sm_90", "sm_90", "sm_80", "gfx942"), strict=True)]
+    for one, results in zip(jobs, compiled(jobs), strict=True):
+        checked(one, results)
 
 
 # -- TMA

@@ -82,9 +82,21 @@ def test_each_operation_is_there() -> None:
     assert all((op.symbol or f"{op.name}(") in said for op in ops.TABLE.values() if op.result == ops.NUMBER)
 
 
-@pytest.mark.parametrize("text", _OPERATIONS)
+_STEPS = [f"{op.name}(mm)" for op in ops.TABLE.values() if op.jumps and len(op.params) == 1]
+
+
+@pytest.mark.parametrize("text", sorted(set(_OPERATIONS) - set(_STEPS)))
 def test_operations(text: str) -> None:
     agree(text)
+
+
+@pytest.mark.parametrize("text", _STEPS)
+def test_what_goes_in_steps_passes_no_gradient_on(text: str) -> None:
+    """torch says 0 of it; a step that all of mm takes is trained in vain, and one beside it changes nothing."""
+    assert len(_STEPS) == 4
+    with pytest.raises(DerivationError, match="no gradient flows to mm"):
+        derive(graph_of(text))
+    agree(f"mm * {text} + bias")
 
 
 _PROGRAMS = (

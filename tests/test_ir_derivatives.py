@@ -38,8 +38,21 @@ _DOMAINS: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
     ("dtanh", "y"): torch.tanh,
     ("clamp", "lo"): lambda x: x - 0.5,
     ("clamp", "hi"): lambda x: x + 0.5,
+    ("hardtanh", "lo"): lambda x: x - 0.5,
+    ("hardtanh", "hi"): lambda x: x + 0.5,
+    ("log1p", "x"): lambda x: x.abs() - 0.9,
+    ("pow", "x"): lambda x: x.abs() + 0.1,
+    ("reciprocal", "x"): lambda x: x + x.sign() * 0.3,
+    ("celu", "alpha"): lambda x: x.abs() + 0.3,
+    ("softshrink", "width"): torch.abs,
+    ("hardshrink", "width"): torch.abs,
 }
-_KINKS = {"hardswish": (-3.0, 3.0), "relu": (0.0,), "leaky_relu": (0.0,), "abs": (0.0,)}
+_KINKS = {
+    "hardswish": (-3.0, 3.0), "hardsigmoid": (-3.0, 3.0), "relu6": (0.0, 6.0), "relu": (0.0,), "leaky_relu": (0.0,), "prelu": (0.0,), "abs": (0.0,), "elu": (0.0,),
+    "selu": (0.0,), "celu": (0.0,), "sign": (0.0,),
+}  # fmt: skip
+_MEETING = ("minimum", "maximum", "clamp", "hardtanh", "threshold", "softshrink", "hardshrink")
+"""What bends, or jumps, where its arguments are equal, or opposite."""
 
 
 def rule(op: ops.Op, name: str) -> Graph:
@@ -58,10 +71,10 @@ def points(op: ops.Op, spread: float = 2.0, seed: int = 0) -> dict[str, Tensor]:
         args[p.name] = drawn > 0 if p.kind == BOOLEAN else _DOMAINS.get((op.name, p.name), lambda x: x)(drawn)
     numbers = [args[p.name] for p in op.params if p.kind == NUMBER]
     near = torch.zeros(POINTS, dtype=torch.bool)
-    if op.name in ("minimum", "maximum", "clamp"):
+    if op.name in _MEETING:
         for i, x in enumerate(numbers):
             for y in numbers[:i]:
-                near |= (x - y).abs() < 1e-3
+                near |= ((x - y).abs() < 1e-3) | ((x + y).abs() < 1e-3)
     for kink in _KINKS.get(op.name, ()):
         near |= (args["x"] - kink).abs() < 1e-3
     return {n: x[~near] for n, x in args.items()}
@@ -76,16 +89,18 @@ _IDS = [f"{op.name}-{name}" for op, name in _PAIRS]
 
 
 def test_each_numeric_row_has_a_gradient_for_each_number() -> None:
-    expected = {(op.name, p.name) for op in NUMERIC for p in op.params if p.kind == NUMBER}
+    steps = {("sign", "x"), ("floor", "x"), ("ceil", "x"), ("round", "x"), ("threshold", "least"), ("hardshrink", "width")}
+    expected = {(op.name, p.name) for op in NUMERIC for p in op.params if p.kind == NUMBER} - steps
     assert {(op.name, name) for op, name in _PAIRS} == expected
-    assert len(expected) == 52
-    assert len(NUMERIC) == 34
+    assert {op.name for op in NUMERIC if op.jumps} == {name for name, _ in steps}
+    assert len(expected) == 85
+    assert len(NUMERIC) == 62
 
 
 def test_a_boolean_has_no_gradient() -> None:
     for op in ops.TABLE.values():
         for p, text in zip(op.params, op.gradient or (None,) * len(op.params), strict=True):
-            assert (text is None) == (p.kind == BOOLEAN or op.result == BOOLEAN)
+            assert text is None or p.kind == NUMBER == op.result
 
 
 @pytest.mark.parametrize(("op", "name"), _PAIRS, ids=_IDS)
@@ -230,6 +245,12 @@ def _dgelu_tanh(g: float, z: float) -> float:
     return g * (s + z * s * (1 - s) * 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * z * z))
 
 
+def _tanh_softplus(x: float) -> float:
+    return math.tanh(math.log1p(math.exp(x)))
+
+
+_SELU, _SELU_ALPHA = 1.0507009873554804934193349852946, 1.6732632423543772848170429916717
+
 _NAIVE: dict[str, Callable[..., float]] = {
     "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y, "div": lambda x, y: x / y, "neg": lambda x: -x,
     "gt": lambda x, y: x > y, "ge": lambda x, y: x >= y, "lt": lambda x, y: x < y, "le": lambda x, y: x <= y, "eq": lambda x, y: x == y, "ne": lambda x, y: x != y,
@@ -240,6 +261,15 @@ _NAIVE: dict[str, Callable[..., float]] = {
     "softplus": lambda x: math.log1p(math.exp(-abs(x))) + max(x, 0.0), "hardswish": lambda x: x * min(max(x + 3, 0), 6) / 6, "drelu": lambda g, p: g if p else 0.0,
     "dgelu": lambda g, z: g * (_cdf(z) + z * _phi(z)),
     "dgelu_tanh": _dgelu_tanh, "gelu_16bit": lambda x: x * _cdf(x), "dgelu_16bit": lambda g, z: g * (_cdf(z) + z * _phi(z)), "dgelu_tanh_16bit": _dgelu_tanh,
+    "square": lambda x: x * x, "reciprocal": lambda x: 1 / x, "exp2": lambda x: 2.0**x, "expm1": math.expm1, "log1p": math.log1p, "pow": math.pow, "sin": math.sin,
+    "cos": math.cos, "sign": lambda x: math.copysign(1, x) if x else 0.0, "floor": math.floor, "ceil": math.ceil, "round": round,
+    "relu6": lambda x: min(max(x, 0.0), 6.0), "hardtanh": lambda x, lo, hi: min(max(x, lo), hi), "hardsigmoid": lambda x: min(max(x + 3, 0), 6) / 6,
+    "elu": lambda x, alpha: x if x > 0 else alpha * math.expm1(x), "selu": lambda x: _SELU * (x if x > 0 else _SELU_ALPHA * math.expm1(x)),
+    "celu": lambda x, alpha: x if x > 0 else alpha * math.expm1(x / alpha), "mish": lambda x: x * _tanh_softplus(x), "softsign": lambda x: x / (1 + abs(x)),
+    "logsigmoid": lambda x: min(x, 0.0) - math.log1p(math.exp(-abs(x))), "quick_gelu": lambda x: x * _sigmoid(1.702 * x),
+    "threshold": lambda x, least, value: x if x > least else value, "softshrink": lambda x, width: math.copysign(max(abs(x) - width, 0.0), x),
+    "hardshrink": lambda x, width: x if abs(x) > width else 0.0, "tanhshrink": lambda x: x - math.tanh(x), "prelu": lambda x, slope: x if x > 0 else slope * x,
+    "dmish": lambda g, z: g * (_tanh_softplus(z) + z * _sigmoid(z) * (1 - _tanh_softplus(z) ** 2)),
     "dsilu": lambda g, z: g * (_sigmoid(z) + z * _sigmoid(z) * (1 - _sigmoid(z))), "dsigmoid": lambda g, y: g * y * (1 - y), "dtanh": lambda g, y: g * (1 - y * y),
 }  # fmt: skip
 
@@ -261,7 +291,7 @@ def test_reference_is_the_naive_formula(op: ops.Op) -> None:
 
 @pytest.mark.parametrize(
     ("activation", "derivative"),
-    [("relu", None), ("gelu", "dgelu"), ("gelu_tanh", "dgelu_tanh"), ("silu", "dsilu"), ("sigmoid", "dsigmoid"), ("tanh", "dtanh")],
+    [("relu", None), ("gelu", "dgelu"), ("gelu_tanh", "dgelu_tanh"), ("silu", "dsilu"), ("sigmoid", "dsigmoid"), ("tanh", "dtanh"), ("mish", "dmish")],
 )
 def test_a_derivative_operation_is_its_activations_gradient(activation: str, derivative: str | None) -> None:
     z = torch.linspace(-6, 6, 101, dtype=torch.float64, requires_grad=True)
@@ -362,7 +392,7 @@ def test_the_fp32_reference_lies_within_the_bound(text: str, operand: DType, see
 _SIMPLE = [
     "mm", "relu(mm + bias)", "gelu(mm)", "gelu_tanh(mm + bias)", "silu(mm) * gate[m,n]", "sigmoid(mm)", "tanh(mm)", "softplus(mm)", "hardswish(mm)", "exp(tanh(mm))", "dgelu(mm, residual)", "dgelu_tanh(mm, residual)",
     "dsilu(mm, residual)", "dtanh(mm, tanh(residual))", "drelu(mm, mask)", "leaky_relu(mm, 0.1)", "mm / (1 + exp(tanh(bias)))", "sqrt(abs(mm) + 1)", "log(abs(mm) + 1)", "clamp(mm, -1, 1)", "sum(mm, m)", "max(mm, n)", "amax(mm)",
-    "logsumexp(mm, n)", "mm * scale_a[m] * scale_b[n]",
+    "logsumexp(mm, n)", "mm * scale_a[m] * scale_b[n]", "elu(mm, 1)", "mish(mm)", "logsigmoid(mm)", "pow(abs(mm) + 1, 1.5)", "softshrink(mm, 0.1) + mm",
 ]  # fmt: skip
 
 
@@ -407,6 +437,21 @@ def test_one_wrong_element_is_caught(text: str, wrong: str) -> None:
     difference = bound.compare(changed, expected)
     assert not difference.ok
     assert torch.tensor(difference.where).equal(torch.stack(torch.unravel_index(at, found.shape)) if found.dim() else torch.tensor(()))
+
+
+@pytest.mark.parametrize("text", ["round(mm)", "hardshrink(mm, 1)", "threshold(mm, 1, -5)"])
+def test_beside_a_step_both_sides_are_right(text: str) -> None:
+    """Within the error of mm another integer is as right; elsewhere the step itself adds nothing."""
+    graph = normalise(check(parse(text)))
+    a, b = torch.tensor([[1.0, 1.0, 1e-9]]), torch.tensor([[0.5, 1.0, -1.0], [0.5, 1.5, 0.25], [1.0, 1.0, 1.0]])
+    a[0, :2] *= {"round(mm)": 0.5}.get(text, 1.0)  # 0.5, 1.25, -0.375
+    (expected,) = bound.expect(graph, a, b, {}, [FP32], "ieee")
+    far = bound.compare(
+        torch.nextafter(expected.value, torch.tensor(torch.inf)).float() + torch.tensor([[{"round(mm)": 1.0}.get(text, 0.0), 0.0, 0.0]]), expected
+    )
+    assert far.ok
+    assert expected.bound[0, 0] > 0.9
+    assert (expected.bound[0, 1:] < 1e-5).all()
 
 
 def test_one_wrong_bit_of_a_mask_is_caught() -> None:

@@ -55,7 +55,11 @@ def differentiate(graph: Graph, of: Collection[str], wrt: Collection[str]) -> Gr
         tape.refuse("no output carries a gradient: masks, int8 and fp8 have none", None, "list a number among the outputs, such as relu(mm + bias)")
     wanted = tape.run()
     if not wanted and not tape.found:
-        tape.refuse("no gradient flows to mm or to an input", None, "comparisons and masks have none: what is trained has to reach an output as a number")
+        tape.refuse(
+            "no gradient flows to mm or to an input",
+            None,
+            "comparisons, masks and steps such as round have none: what is trained has to reach an output as a number that varies with it",
+        )
     if tape.found:
         raise DerivationError(graph.text, sorted(tape.found, key=lambda d: d.span.start if d.span else -1))
     return Gradients(tuple(tape.nodes), wanted)

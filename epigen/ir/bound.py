@@ -221,11 +221,14 @@ def _elementwise_error(name: str, args: list[tuple[Tensor, Tensor, str]]) -> Ten
     for signs in {(0,) * len(args), *itertools.product((-1, 1), repeat=len(args))}:
         at = {n: x + s * e if s and k == NUMBER else x for n, x, e, s, (_, _, k) in zip(names, points, errors, signs, args, strict=True)}
         at["out"] = reference.torch_function(name)(*(at[n] for n in names))
-        total = evaluate_rule(own, at).abs() * UNIT + TINY
+        passed = torch.zeros((), dtype=torch.float64)
         for gradient, error in zip(gradients, errors, strict=True):
             if gradient is not None:
-                passed = evaluate_rule(gradient, at | {"grad": error}).abs()
-                total = total + torch.where(error == 0, 0.0, passed)
+                passed = passed + torch.where(error == 0, 0.0, evaluate_rule(gradient, at | {"grad": error}).abs())
+        if op.jumps:  # of which a slope does not tell
+            step = at["out"] - reference.torch_function(name)(*points)
+            passed = torch.maximum(passed, torch.nan_to_num(step.abs()))
+        total = evaluate_rule(own, at).abs() * UNIT + TINY + passed
         worst = torch.maximum(worst, torch.nan_to_num(total, nan=torch.inf, posinf=torch.inf))
     # an argument that is not finite has a definite result (NaN or an infinity), and no error
     finite = functools.reduce(torch.logical_and, [x.isfinite() for x, (_, _, k) in zip(points, args, strict=True) if k == NUMBER])

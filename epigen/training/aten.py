@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import math
 import operator
 import re
@@ -29,19 +30,13 @@ from epigen.ir.unparse import unparse
 from epigen.lang.parser import parse
 
 SEVERAL = {
-    "prelu(x, y)": "where(x > 0, x, y * x)",
-    "_prelu_kernel(x, y)": "where(x > 0, x, y * x)",
-    "hardtanh(x, l, h)": "clamp(x, l, h)",
-    "hardsigmoid(x)": "clamp(x + 3, 0, 6) / 6",
-    "mish(x)": "x * tanh(softplus(x))",
-    "mish_backward(g, x)": "g * (tanh(softplus(x)) + x * sigmoid(x) * (1 - tanh(softplus(x)) ** 2))",
-    "log_sigmoid_forward(x)": "-softplus(-x)",
-    "square(x)": "x * x",
-    "reciprocal(x)": "1 / x",
-    "threshold(x, t, y)": "where(x <= t, y, x)",
     "add(x, y, alpha=s)": "x + s * y",
     "sub(x, y, alpha=s)": "x - s * y",
     "rsub(x, y, alpha=s)": "y - s * x",
+    "isnan(x)": "x != x",
+    "trunc(x)": "where(x < 0, ceil(x), floor(x))",
+    "log2(x)": "1.4426950408889634 * log(x)",
+    "log10(x)": "0.4342944819032518 * log(x)",
     "addcmul(x, y, z, value=s)": "x + s * y * z",
     "addcdiv(x, y, z, value=s)": "x + s * y / z",
     "lerp(x, y, w)": "x + w * (y - x)",
@@ -53,6 +48,7 @@ SEVERAL = {
     "logical_xor(x, y)": "(x & ~y) | (y & ~x)",
     "bitwise_xor(x, y)": "(x & ~y) | (y & ~x)",
     "softplus(x, beta=s, threshold=t)": "where(s * x > t, x, softplus(s * x) / s)",
+    "elu(x, r, s, t)": "where(x > 0, s * x, r * s * expm1(t * minimum(x, 0)))",
     "threshold_backward(g, x, t)": "drelu(g, ~(x <= t))",
     "leaky_relu_backward(g, x, s, self_is_result=False)": "where(x > 0, g, s * g)",
     "leaky_relu_backward(g, y, s, self_is_result=True)": "where(y > 0, g, s * g)",
@@ -437,20 +433,19 @@ def _named(node: fx.Node) -> dict[str, Any]:
 
 
 def _arguments(node: fx.Node) -> dict[str | int, Any]:
-    """By place and by name: (torch's name, value); under "" all that have defaults, as (name, value, default)."""
+    """By place and by name: (torch's name, value); under "" all, as (name, value, default), of which a default that is not there is like no value."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     given = _named(node)
     found: dict[str | int, Any] = {}
-    defaults = []
+    listed = []
     for place, argument in enumerate(target._schema.arguments):
         default = argument.default_value if argument.has_default_value() else None
         value = given.get(argument.name, default)
         if argument.name in given or argument.has_default_value():
             found[place] = found[argument.name] = (argument.name, value)
-        if argument.has_default_value():
-            defaults.append((argument.name, value, default))
-    found[""] = defaults
+            listed.append((argument.name, value, default if argument.has_default_value() else inspect.Parameter.empty))
+    found[""] = listed
     return found
 
 
