@@ -98,13 +98,14 @@ def measure(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
 def row_of(name: str, make: Callable[[], nn.Module], options: argparse.Namespace) -> dict[str, Any]:
     """One model: eager, as Inductor compiles it, and with epigen's backend."""
     from epigen.training import backend
+    from epigen.training.report import Seen
 
     torch.manual_seed(0)
     x = torch.randn(options.tokens // options.sequence, options.sequence, WIDTHS[name], device="cuda", dtype=torch.bfloat16, requires_grad=True)
     with torch.device("cuda"):
         plain = make().to(torch.bfloat16)
     grad = torch.randn_like(x)
-    seen: list[backend.Seen] = []
+    seen: list[Seen] = []
     ways: dict[str, dict[str, Any]] = {"inductor": {}}
     if options.autotune:
         ways["autotune"] = {"mode": "max-autotune-no-cudagraphs"}

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from epigen.runtime.kernel import Kernel
     from epigen.training.fuse import fuse
     from epigen.training.linear import linear
+    from epigen.training.report import Report, report
     from epigen.tuning.tune import Tuned
 
 __version__ = "0.1.0"
-__all__ = ["Derivation", "EpigenError", "Kernel", "Tuned", "__version__", "compile", "derive", "fuse", "linear", "nn", "tune"]
+__all__ = ["Derivation", "EpigenError", "Kernel", "Report", "Tuned", "__version__", "compile", "derive", "fuse", "linear", "nn", "report", "tune"]
 
 
 def __dir__() -> list[str]:
@@ -67,6 +68,10 @@ def _imported(name: str) -> Any:
         from epigen.training.fuse import fuse
 
         return fuse
+    if name in ("report", "Report"):
+        from epigen.training import report as module
+
+        return getattr(module, name)
     if name == "nn":
         import epigen.nn as nn  # not `from epigen import nn`, which would ask this function again
 

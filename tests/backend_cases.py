@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
 
+import epigen
 from epigen.errors import CallError
-from epigen.training.backend import Seen, backend
+from epigen.training.backend import backend
+from epigen.training.report import Seen
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler, which imports what it says to leave
 
@@ -30,7 +32,7 @@ class Block(nn.Module):
 
 FORWARD = {"v = mm + x0[n]; out0 = v; out0, gelu(v)", "x1[m,n] + (mm + x0[n])", "mm, silu(mm) * x0[m,n]", "x0[m,n] + mm"}
 BACKWARD = {
-    "mm * x0[m,n], dsilu(mm * x1[m,n], x2[m,n])", "v = x0[m,n] + mm + x1[m,n]; out0 = v; out0, bgrad(v)", "v = dgelu(mm, x0[m,n]); out0 = v; out0, bgrad(v)"
+    "mm * silu(x0[m,n]), dsilu(mm * x1[m,n], x0[m,n])", "v = x0[m,n] + mm + x1[m,n]; out0 = v; out0, bgrad(v)", "v = dgelu(mm, x0[m,n]); out0 = v; out0, bgrad(v)"
 }  # fmt: skip
 
 
@@ -123,8 +125,151 @@ def test_masks_slopes_and_activations_of_all_kinds() -> None:
 
 
 def test_options_are_checked() -> None:
-    for options, said in (({"rest": "triton"}, "rest is 'inductor' or 'eager'"), ({"tune": "all"}, "tune is 'missing' or None")):
+    wrong = {
+        "rest is 'inductor' or 'eager'": {"rest": "triton"},
+        "tune is 'missing' or None": {"tune": "all"},
+        "option 'tunes': did you mean 'tune'": {"tunes": "missing"},
+        "report is called with": {"report": 3},
+    }
+    for said, options in wrong.items():
         torch._dynamo.reset()
         with pytest.raises(Exception, match=said) as raised:
             torch.compile(nn.Linear(2, 2), backend=backend, options=options)(torch.ones(1, 2))
         assert isinstance(raised.value, CallError) or "CallError" in str(raised.value)
+
+
+def agree(function: Any, *given: Tensor, dynamic: bool | None = None, again: tuple[Tensor, ...] = ()) -> dict[str, Any]:
+    """That results and gradients are eager's; again: a second call's arguments. Returns what was taken forward and backward, by the product's shape."""
+    torch._dynamo.reset()
+    seen: list[Seen] = []
+    model = torch.compile(function, backend=backend, dynamic=dynamic, options={"rest": "eager", "report": seen.extend})
+    for arguments in (given, again) if again else (given,):
+        mine, theirs = ([t.clone().requires_grad_(t.is_floating_point()) for t in arguments] for _ in range(2))
+        found, expected = model(*mine), function(*theirs)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        expected.square().sum().backward()
+        found.square().sum().backward()
+        torch.testing.assert_close([t.grad for t in mine], [t.grad for t in theirs], rtol=1e-3, atol=1e-4)
+    return {f"{s.graph} {s.shape}": s.program or s.why for s in seen}
+
+
+def drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape) for shape in shapes]
+
+
+def test_products_of_all_kinds() -> None:
+    """A batch that shares its second operand is one product; of others it is said that they are left."""
+    assert agree(lambda x, w: F.relu(torch.einsum("bsd,df->bsf", x, w)), *drawn((2, 5, 8), (8, 6)))["forward (10, 6, 8)"] == "relu(mm)"
+    found = agree(lambda x, w: F.relu(torch.bmm(x, w.expand(3, 8, 6)) + 1), *drawn((3, 5, 8), (8, 6)))
+    assert found["forward (15, 6, 8)"] == "relu(mm + 1)" and found["backward (24, 6, 5)"] == "a batch of products, each with operands of its own"
+    scaled = agree(lambda y, x, w: F.relu(torch.baddbmm(y, x, w.expand(3, 8, 6), beta=0.5, alpha=2)), *drawn((3, 5, 6), (3, 5, 8), (8, 6)))
+    assert scaled["forward (15, 6, 8)"] == "relu(2 * mm + 0.5 * x0[m,n])"
+    assert (
+        agree(lambda y, x, w: F.relu(torch.addmm(y, x, w, beta=0.5, alpha=2)), *drawn((6,), (5, 8), (8, 6)))["forward (5, 6, 8)"]
+        == "relu(2 * mm + 0.5 * x0[n])"
+    )
+    assert agree(lambda y, x, w: F.relu(torch.addmm(y, x, w, beta=0)), *drawn((6,), (5, 8), (8, 6)))["forward (5, 6, 8)"] == "relu(mm)"
+    assert agree(lambda x, w: F.relu(x.t() @ w.t()), *drawn((8, 5), (6, 8)))["forward (5, 6, 8)"] == "relu(mm)"
+
+
+def test_rows_and_columns_that_change_places() -> None:
+    assert agree(lambda x, w, g: F.tanh((x @ w).t() * g), *drawn((5, 8), (8, 6), (5,)))["forward (5, 6, 8)"] == "mm, tanh(mm * x0[m])"
+    assert agree(lambda x, w, g: F.tanh((x @ w).t() * g), *drawn((5, 8), (8, 6), (6, 1)))["forward (5, 6, 8)"] == "mm, tanh(mm * x0[n])"
+    agree(lambda x, w, g: F.tanh((x @ w).t()) * g, *drawn((6, 8), (8, 6), (6, 6)))  # where extents cannot tell them apart
+    heads = agree(lambda x, w: F.tanh((x @ w).view(2, 5, 2, 3).transpose(1, 2) * 0.3), *drawn((2, 5, 8), (8, 6)))
+    assert heads["forward (10, 6, 8)"] == "tanh(mm * 0.3)"
+
+
+def test_what_was_to_be_computed_before_for_its_sake_alone() -> None:
+    """One tile is read in place of those that are computed of it."""
+    found = agree(lambda x, w, g: F.tanh(x @ w * torch.sigmoid(g) + torch.exp(g) * g.relu()), *drawn((5, 8), (8, 6), (5, 6)))
+    assert found["forward (5, 6, 8)"] == "mm, tanh(mm * sigmoid(x0[m,n]) + exp(x0[m,n]) * relu(x0[m,n]))"
+    added = agree(lambda x, w, g, h: F.tanh(x @ w + (g + h)), *drawn((5, 8), (8, 6), (5, 6), (5, 6)))
+    assert added["forward (5, 6, 8)"] == "tanh(mm + x0[m,n])"  # two tiles would be read in place of one
+
+
+def test_several_extents_that_vary() -> None:
+    first, second = drawn((2, 5, 8), (8, 6), (2, 5, 6)), drawn((3, 7, 8), (8, 6), (3, 7, 6))
+    found = agree(lambda x, w, g: F.tanh(x @ w) * g + x[..., :1], *first, dynamic=True, again=tuple(second))
+    assert found["forward (10, 6, 8)"] == "mm, tanh(mm) * x0[m,n] + x1[m]" and len(found) == 3  # compiled once
+    part = agree(lambda x, w, g: F.tanh(x @ w) * g, *drawn((2, 5, 8), (8, 6), (5, 6)), dynamic=True, again=tuple(drawn((3, 7, 8), (8, 6), (7, 6))))
+    assert part["forward (10, 6, 8)"] == "mm, tanh(mm) * x0[m,n]"
+
+
+def test_booleans_that_leave_a_region_are_booleans() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        positive = y > 0
+        return torch.where(positive, y * y, -y) + positive.cumsum(0)
+
+    assert "int8" in agree(function, *drawn((5, 8), (8, 6)))["forward (5, 6, 8)"]
+
+
+def test_double_precision_is_left() -> None:
+    assert agree(lambda x, w: F.tanh((x @ w).double()).float(), *drawn((5, 8), (8, 6)))["forward (5, 6, 8)"] == "nothing elementwise follows it"
+    doubles = [t.double() for t in drawn((5, 8), (8, 6))]
+    assert agree(lambda x, w: F.tanh(x @ w), *doubles)["forward (5, 6, 8)"] == "operands of torch.float64"
+
+
+def test_autocast() -> None:
+    torch.manual_seed(0)
+    module, x = Block(), torch.randn(2, 7, 16)
+
+    def run(model: Any) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return gradients(model, module, x)
+
+    expected = run(module)
+    model, seen = compiled(module)
+    torch.testing.assert_close(run(model), expected, rtol=0.1, atol=0.1)
+    assert {s.program for s in seen if s.taken} >= {"mm, silu(mm) * x0[m,n]"} and {s.dtype for s in seen} == {"torch.bfloat16"}
+
+
+def test_checkpoints() -> None:
+    torch.manual_seed(0)
+    module, x = Block(), torch.randn(3, 5, 16)
+    expected = gradients(module, module, x)
+    model, seen = compiled(module)
+    found = gradients(lambda t: torch.utils.checkpoint.checkpoint(model, t, use_reentrant=False), module, x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()
+    inside: list[Seen] = []
+    whole: Any = torch.compile(
+        lambda t: torch.utils.checkpoint.checkpoint(module, t, use_reentrant=False), backend=backend, options={"rest": "eager", "report": inside.extend}
+    )
+    torch.testing.assert_close(gradients(whole, module, x), expected, rtol=1e-4, atol=1e-4)
+    assert {s.graph for s in inside if s.taken} == {"forward", "backward"} == {s.graph for s in seen if s.taken}
+
+
+def test_a_report() -> None:
+    torch.manual_seed(0)
+    module, x = Block(), torch.randn(3, 5, 16)
+    model, seen = compiled(module)
+    with pytest.raises(CallError, match="nothing has been compiled yet: run it once"):
+        epigen.report(model)
+    gradients(model, module, x)
+    report = epigen.report(model)
+    assert sum(row.count for row in report.rows) == len(seen) == 15
+    *table, last = str(report).splitlines()
+    assert any(line.startswith("forward") and "15x32x16" in line and line.endswith("v = mm + x0[n]; out0 = v; out0, gelu(v)") for line in table)
+    assert any(line.startswith("backward") and line.endswith("left: nothing elementwise follows it") for line in table)
+    assert last.startswith("7 of 15 products taken (47 % of their FLOPs); their kernels move ")
+    with pytest.raises(CallError, match="measure=True takes times on a GPU, and torch sees none here"):
+        epigen.report(model, measure=True)
+
+
+def test_a_report_of_functions_and_of_modules_compiled_in_place() -> None:
+    torch._dynamo.reset()
+    function = torch.compile(lambda x, w: torch.tanh(x @ w), backend=backend, options={"rest": "eager"})
+    function(*drawn((5, 8), (8, 6)))
+    assert [row.seen.program for row in epigen.report(function).rows] == ["tanh(mm)"]
+    module = Block()
+    module.compile(backend=backend, options={"rest": "eager"})
+    with torch.no_grad():
+        module(torch.ones(5, 16))
+    assert {row.seen.program for row in epigen.report(module).rows} >= {"gelu(mm + x0[n])"}
+    plain = nn.Linear(8, 6)
+    for other, said in ((plain, "a Linear was given"), (torch.relu, "a builtin"), (torch.compile(plain), "compiled with backend 'inductor' was given")):
+        with pytest.raises(CallError, match=said):
+            epigen.report(other)

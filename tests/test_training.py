@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,33 @@ def test_derivatives_on_the_cpu(tmp_path: Path) -> None:
 def test_torchs_code_on_the_cpu(file: str, tmp_path: Path) -> None:
     """What torch writes down of a function, and torch.compile's backend, which both import Triton."""
     assert " passed" in cases(file, tmp_path, "-p", "no:xdist", "--timeout", "600", CUDA_VISIBLE_DEVICES="")
+
+
+_BY_NAME = """
+import sys
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+assert not any(name.partition(".")[0] == "epigen" for name in sys.modules)
+compiled = torch.compile(model, backend="epigen", options={"rest": "eager"})
+x = torch.randn(3, 4)
+torch.testing.assert_close(compiled(x), model(x))
+import epigen
+print(epigen.report(compiled))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.triton
+def test_the_backend_is_found_by_its_name() -> None:
+    """By the installation's entry point, in a process that imports nothing of epigen."""
+    found = {entry.name: entry.value for entry in entry_points(group="torch_dynamo_backends")}
+    again = "what is installed is older than this checkout's pyproject.toml: install it again (pip install -e ., which make does by itself)"
+    assert found.get("epigen") == "epigen.training.backend:backend", again
+    own = settings.child_environment(interpret=False)
+    run = subprocess.run([sys.executable, "-c", _BY_NAME], env=own, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "tanh(mm + x0[n])" in run.stdout
+    assert "1 of 2 products taken" in run.stdout.splitlines()[-1]
 
 
 @pytest.mark.gpu

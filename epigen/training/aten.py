@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from epigen import ops
 from epigen.dtypes import BY_TORCH
+from epigen.errors import EpigenError
 from epigen.ir.check import check
 from epigen.ir.graph import Graph
 from epigen.ir.passes import normalise
@@ -64,7 +65,7 @@ SEVERAL = {
 }
 """Operations of torch that are several rows: written as a row's `aten` is, with the program that takes their place."""
 
-_SAME = ("_to_copy", "convert_element_type", "clone", "alias", "detach", "lift_fresh_copy", "contiguous")
+SAME = ("_to_copy", "convert_element_type", "clone", "alias", "detach", "lift_fresh_copy", "contiguous")
 _POWERS = {0.5: "sqrt(x)", -0.5: "rsqrt(x)", -1.0: "1 / x", 1.0: "x"}
 
 Role = tuple[str, int, int] | None
@@ -101,12 +102,13 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """text: the program, in canonical form. leaves: its inputs in its order. outputs: the indices of each."""
+    """text: the program, in canonical form. leaves: its inputs in its order. outputs: the indices of each. roles: what the dimensions run along that torch has of it."""
 
     text: str
     graph: Graph
     leaves: tuple[Leaf, ...]
     outputs: tuple[str, ...]
+    roles: tuple[tuple[Role, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,22 +145,42 @@ def _call_text(op: ops.Op) -> str:
 
 def name_of(node: fx.Node) -> str:
     """`gelu` for aten.gelu.default."""
-    target = node.target
+    return _name_of(node.target)
+
+
+@functools.lru_cache(maxsize=4096)
+def _name_of(target: Any) -> str:
     return str(target._schema.name).split("::")[-1] if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
 
 
+_VIEWS = frozenset("view reshape _unsafe_view unsqueeze squeeze expand flatten unflatten permute t transpose".split())
+
+
 def is_view(node: fx.Node) -> bool:
-    return name_of(node) in ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "expand", "flatten", "unflatten")
+    return name_of(node) in _VIEWS
+
+
+def _moves(node: fx.Node) -> bool:
+    return name_of(node) in ("permute", "t", "transpose")
 
 
 class Importer:
     """Writes the program of one region.
 
     product: the node that is mm; frame: its shape as torch has it, [..., N]. names: what leaves are to be called, by node. reductions: over what there may be
-    any: "m", "n" or "mn".
+    any: "m", "n" or "mn". over: nodes before the product that the program computes as well, where they are in the language, instead of reading them.
+    moving: whether rows and columns of what is computed may change places, as `Imported.roles` then says.
     """
 
-    def __init__(self, product: fx.Node, frame: Sequence[int], names: Callable[[fx.Node], str] | None = None, reductions: Collection[str] = ("m", "n", "mn")):
+    def __init__(
+        self,
+        product: fx.Node,
+        frame: Sequence[int],
+        names: Callable[[fx.Node], str] | None = None,
+        reductions: Collection[str] = ("m", "n", "mn"),
+        over: Collection[fx.Node] = (),
+        moving: bool = False,
+    ):
         self.frame = tuple(frame)
         self.n = self.frame[-1]
         self.m = math.prod(self.frame[:-1])
@@ -167,6 +189,8 @@ class Importer:
         self.leaves: dict[str, Leaf] = {}
         self.known: dict[fx.Node, Value | tuple[Value, ...]] = {product: Value("mm", self.frame_roles)}
         self.reductions = reductions
+        self.over, self.moving = set(over), moving
+        self.around = self.frame_roles  # what the arguments of a node are broadcast to, of which none is known
         self.naming = names or (lambda node: node.name)
         self.numbers: dict[float, str] = {}
 
@@ -180,10 +204,35 @@ class Importer:
             return Value(_number(float(arg), node))
         if not isinstance(arg, fx.Node):
             raise Unknown(node, f"it takes {arg!r}")
-        found = self.known.get(arg)
+        around = self.around if beside is None else beside
+        found = self.taken_over(arg, around) if arg in self.over and arg not in self.known else self.known.get(arg)
         if isinstance(found, tuple):
             raise Unknown(node, f"it takes all results of {name_of(arg)}")
-        return self.leaf(arg, node, self.frame_roles if beside is None else beside) if found is None else found
+        return self.leaf(arg, node, around) if found is None else found
+
+    def taken_over(self, arg: fx.Node, around: tuple[Role, ...]) -> Value | None:
+        """A value from before the product, computed in the program; None where it is not in the language."""
+        before, self.around = self.around, around
+        try:
+            if is_view(arg) and not _moves(arg):
+                aligned = _aligned(tuple(arg.meta["val"].shape), around)
+                source = None if aligned is None else _reshaped(aligned, tuple(arg.all_input_nodes[0].meta["val"].shape))
+                if aligned is None or source is None:
+                    raise Unknown(arg, "it is viewed otherwise")
+                x = self.value(arg.all_input_nodes[0], arg, source)
+                found = Value(x.text, aligned, x.boolean, x.reduced)
+            else:
+                read = self.read(arg)
+                if isinstance(read, tuple) or read.roles != _aligned(tuple(arg.meta["val"].shape), around):
+                    raise Unknown(arg, "it varies over something else")
+                found = read
+        except (Unknown, EpigenError):
+            self.over.discard(arg)
+            return None
+        finally:
+            self.around = before
+        self.known[arg] = found
+        return found
 
     def leaf(self, arg: fx.Node, node: fx.Node, beside: tuple[Role, ...]) -> Value:
         """What comes from outside the region, as an input of the program."""
@@ -210,6 +259,8 @@ class Importer:
             expand = (*extents[:-1], extents[-1] if "n" in indices else 1)
             if len([r for r in beside if r and r[0] == "n"]) > 1:
                 raise Unknown(node, f"its argument {arg.name} is {list(shape)}, which varies over a part of the rows")
+        if not in_order(roles):
+            raise Unknown(node, f"its argument {arg.name} is {list(shape)}, of which rows and columns have changed places")
         name = self.naming(arg)
         known = self.leaves.setdefault(name, Leaf(name, arg, indices, expand))
         if known.indices != indices or known.expand != expand:
@@ -219,10 +270,11 @@ class Importer:
 
     # -- the nodes
 
-    def plus(self, product: fx.Node, added: fx.Node) -> None:
-        """What addmm adds is a part of its value."""
-        x = self.value(added, product)
-        self.known[product] = self.bind(f"mm + {x.text}", self.frame_roles)
+    def plus(self, product: fx.Node, added: fx.Node | None, scale: tuple[float, float] = (1.0, 1.0)) -> None:
+        """What addmm adds is a part of its value. scale: by how much the product and that are multiplied."""
+        parts = [("mm", scale[0])] + ([(self.value(added, product).text, scale[1])] if added is not None else [])
+        terms = [text if factor == 1 else f"{_number(factor, product)} * {text}" for text, factor in parts]
+        self.known[product] = self.bind(" + ".join(terms), self.frame_roles)
 
     def add(self, node: fx.Node) -> None:
         """Take one more node into the region. Raises Unknown."""
@@ -237,7 +289,7 @@ class Importer:
             raise Unknown(node, "it indexes what is no result of the region")
         if not isinstance(node.target, torch._ops.OpOverload):
             raise Unknown(node, f"{name} is no operation of torch on tensors")
-        if name in _SAME:
+        if name in SAME:
             return self.cast(node)
         if is_view(node):
             return self.viewed(node)
@@ -314,7 +366,7 @@ class Importer:
             return self.bind(f"{x.text} != 0", x.roles, True, x.reduced)
         if x.boolean and tensor.dtype != torch.bool:
             return self.bind(f"where({x.text}, 1, 0)", x.roles, False, x.reduced)
-        if not tensor.dtype.is_floating_point and tensor.dtype != torch.bool:
+        if (str(tensor.dtype) not in BY_TORCH and tensor.dtype != torch.bool) or not (tensor.dtype.is_floating_point or tensor.dtype == torch.bool):
             raise Unknown(node, f"it casts to {tensor.dtype}", "the language computes in fp32: cast outside of the epilogue")
         return x
 
@@ -322,7 +374,7 @@ class Importer:
         """A view that keeps rows and columns what they are."""
         x = self.value(node.args[0], node)
         shape = tuple(node.meta["val"].shape)
-        roles = _reshaped(x.roles, shape)
+        roles = _moved(x.roles, node) if _moves(node) and self.moving else None if _moves(node) else _reshaped(x.roles, shape)
         if roles is None:
             raise Unknown(node, f"{name_of(node)} to {list(shape)} moves elements between rows and columns")
         return Value(x.text, roles, x.boolean, x.reduced)
@@ -366,14 +418,14 @@ class Importer:
     # -- what comes out
 
     def program(self, outputs: Iterable[fx.Node], operands: torch.dtype) -> Imported:
-        """The program with these outputs, each in the dtype that torch gives it. operands: their dtype. Raises Unknown, ParseError, CheckError."""
+        """The program with these outputs, each in the dtype that torch gives it, booleans as int8. operands: their dtype. Raises Unknown, ParseError, CheckError."""
         listed = []
         lines = list(self.lines)
         results = list(outputs)
         for position, node in enumerate(results):
             value, dtype = self.known[node], node.meta["val"].dtype
             assert isinstance(value, Value)
-            text = f"bitmask({value.text})" if value.boolean else value.text
+            text = f"cast(where({value.text}, 1, 0), int8)" if value.boolean else value.text
             if dtype not in (torch.bool, torch.float32 if value.reduced else operands):
                 if str(dtype) not in BY_TORCH:
                     raise Unknown(node, f"its result is {dtype}", "cast it to a float outside of the epilogue")
@@ -384,7 +436,8 @@ class Importer:
         graph = normalise(check(parse("; ".join([*written, ", ".join(listed)]))))
         graph = normalise(check(parse(unparse(_unlabelled(graph)))))
         leaves = tuple(self.leaves[n.name] for n in graph.inputs())
-        return Imported(graph.text, graph, leaves, tuple(graph.nodes[o.node].indices for o in graph.outputs))
+        roles = tuple(value.roles for node in results if isinstance(value := self.known[node], Value))
+        return Imported(graph.text, graph, leaves, tuple(graph.nodes[o.node].indices for o in graph.outputs), roles)
 
 
 _WORD = re.compile(r"v\d+_")
@@ -517,6 +570,36 @@ def _reshaped(roles: Sequence[Role], shape: Sequence[int]) -> tuple[Role, ...] |
                 return None
         found.append((axis, extent, step))
     return None if pending else tuple(reversed(found))
+
+
+def _moved(roles: Sequence[Role], node: fx.Node) -> tuple[Role, ...]:
+    """The roles after a view that changes the order of dimensions."""
+    places = list(range(len(roles)))
+    given: tuple[Any, ...] = node.args[1:]
+    if name_of(node) == "permute":
+        places = list(given[0])
+    elif len(roles) > 1:
+        x, y = given or (0, 1)
+        places[x], places[y] = places[y], places[x]
+    return tuple(roles[place] for place in places)
+
+
+def order_of(roles: Sequence[Role]) -> list[int]:
+    """The dimensions as they lie in a matrix, rows first."""
+
+    def before(x: int, y: int) -> int:
+        one, other = roles[x], roles[y]
+        if one is None or other is None or one[0] != other[0]:
+            return (one is not None and one[0] == "n") - (other is not None and other[0] == "n")
+        if same(one[2], other[2]):
+            return 0
+        return 1 if statically_known_true(one[2] < other[2]) else -1
+
+    return sorted(range(len(roles)), key=functools.cmp_to_key(before))
+
+
+def in_order(roles: Sequence[Role]) -> bool:
+    return [d for d in order_of(roles) if roles[d]] == [d for d in range(len(roles)) if roles[d]]
 
 
 def extent_of(roles: Sequence[Role]) -> tuple[int, int]:

@@ -1,0 +1,450 @@
+"""The products of a graph of torch's, and what can be computed of each in the same kernel.
+
+A product's region grows over what `aten` can write as a program, as far as nothing that it reads depends on the region from outside. Then it gives back what
+the kernel that comes next computes as well, and takes over what was to be computed before it for its sake alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from epigen.dtypes import BY_TORCH, INT8, DType
+from epigen.errors import EpigenError
+from epigen.training import expected
+from epigen.training.aten import SAME, SEVERAL, Imported, Importer, Unknown, is_view, name_of
+
+MOST_TILES = 6
+"""Tiles that one kernel reads or writes beside its operands: each holds registers and a place in shared memory."""
+
+_aten: Any = torch.ops.aten
+_PRODUCTS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
+"""By operation: how many arguments come before the operands."""
+_GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_mm", "_int_mm")
+
+Levels = dict[fx.Node, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One product. a, b: its operands, [..., M, K] and [..., K, N]. added: what is added to it. scale: by how much it and that are multiplied."""
+
+    node: fx.Node
+    a: fx.Node
+    b: fx.Node
+    added: fx.Node | None = None
+    scale: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def shape(self) -> tuple[Any, Any, Any]:
+        """M, N, K, the rows of all matrices of a batch together."""
+        *rows, k = self.a.meta["val"].shape
+        return functools.reduce(operator.mul, rows), self.b.meta["val"].shape[-1], k
+
+
+@dataclass
+class Region:
+    """A product, and what is computed of it in the same kernel. nodes: in order, the product first. imported: its program."""
+
+    product: Product
+    nodes: list[fx.Node]
+    outputs: list[fx.Node]
+    imported: Imported
+    times: tuple[float, float] | None
+    """Of the program, and of what would run in its place, in microseconds; None where nothing is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A product that is left. absorbed: the kernel which comes next does all that follows it as well."""
+
+    why: str
+    neighbour: bool = False
+    absorbed: bool = False
+    times: tuple[float, float] | None = None
+
+
+# -- products
+
+
+def products(graph: fx.Graph) -> list[fx.Node]:
+    """All of a graph, also those that no program takes."""
+    return [n for n in graph.nodes if n.op == "call_function" and (n.target in _PRODUCTS or name_of(n) in _GROUPED)]
+
+
+def operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    before = _PRODUCTS.get(node.target, 0)
+    a, b = node.args[before : before + 2]
+    return a, b  # type: ignore[return-value]
+
+
+def product_of(node: fx.Node) -> Product | str:
+    """A node as a product, or why it is none that a program takes."""
+    if node.target not in _PRODUCTS:
+        return f"{name_of(node)} is a product of another kind"
+    before, given = _PRODUCTS[node.target], node.args
+    a, b = operands(node)
+    scale = tuple(node.kwargs.get(name, 1) for name in ("alpha", "beta"))
+    if not all(isinstance(s, int | float) for s in scale):
+        return "what it is multiplied with is known at run time alone"
+    x, w = a.meta["val"], b.meta["val"]
+    if str(x.dtype) not in BY_TORCH or not x.dtype.is_floating_point:
+        return f"operands of {x.dtype}"
+    if x.dim() == 3 and not (_is(x.shape[0], 1) or w.stride(0) == 0):
+        return "a batch of products, each with operands of its own"
+    added = given[0] if before and scale[1] != 0 else None
+    return Product(node, a, b, added, (float(scale[0]), float(scale[1])))  # type: ignore[arg-type]  # all are numbers
+
+
+def _is(extent: Any, number: int) -> bool:
+    return isinstance(extent, int) and extent == number
+
+
+# -- the region of one
+
+
+def region_of(product: Product, levels: Levels) -> Region | Left:
+    """The region of a product, or why there is none."""
+    dtype = product.a.meta["val"].dtype
+    nodes = _grown(product)
+    if not any(map(_computes, nodes[1:])):
+        return Left("nothing elementwise follows it")
+    nodes = _trimmed(nodes, levels)
+    if not any(map(_computes, nodes[1:])):
+        return Left("the kernel that reads it next does what follows it as well", True, True)
+    outputs = _outputs(nodes)
+    inside = set(nodes)
+    try:
+        leaves = _imported(product, nodes, outputs, dtype, ()).leaves
+        imported = _imported(product, nodes, outputs, dtype, _taken_over([leaf.node for leaf in leaves], inside))
+    except (Unknown, EpigenError) as error:
+        return Left(str(error).partition("\n")[0], True)
+    tiles = len([x for x in imported.leaves if x.indices == "mn"]) + len([x for x in imported.outputs if x == "mn"])
+    if tiles > MOST_TILES:
+        return Left(f"it reads and writes {tiles} tiles, and a kernel holds at most {MOST_TILES}", True)
+    times = _times(product, nodes, outputs, imported, levels)
+    if isinstance(times, str):
+        return Left(times, True)
+    if times is not None and times[0] > times[1]:
+        return Left(f"expected to take {times[0]:.1f} us, and the vendor's product with Inductor's kernel {times[1]:.1f}", True, times=times)
+    return Region(product, nodes, outputs, imported, times)
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether it is arithmetic, not a view, a copy or a part of a result."""
+    return not is_view(node) and name_of(node) not in SAME and node.target is not operator.getitem
+
+
+def _imported(product: Product, nodes: Sequence[fx.Node], outputs: Iterable[fx.Node], dtype: torch.dtype, over: Collection[fx.Node]) -> Imported:
+    importer = _importer(product, over)
+    for node in nodes[1:]:
+        importer.add(node)
+    return importer.program(outputs, dtype)
+
+
+def _importer(product: Product, over: Collection[fx.Node] = ()) -> Importer:
+    importer = Importer(product.node, product.node.meta["val"].shape, _namer(), ("m",), over, True)
+    if product.added is not None or product.scale[0] != 1:
+        importer.plus(product.node, product.added, product.scale)
+    return importer
+
+
+def _namer() -> Callable[[fx.Node], str]:
+    """Inputs are x0, x1 and so on, so that equal regions have equal texts."""
+    known: dict[fx.Node, str] = {}
+    return lambda node: known.setdefault(node, f"x{len(known)}")
+
+
+def _grown(product: Product) -> list[fx.Node]:
+    """All that can be computed with a product: what is in the language, and reads nothing that depends on the product from outside."""
+    try:
+        importer = _importer(product)
+    except Unknown:
+        return [product.node]
+    nodes, taken, outside = [product.node], {product.node}, set[fx.Node]()
+    for node in _after(product.node, taken, outside):
+        if not any(s in outside for s in node.all_input_nodes):
+            try:
+                importer.add(node)
+            except (Unknown, EpigenError):
+                pass
+            else:
+                taken.add(node)
+                nodes.append(node)
+                continue
+        outside.add(node)
+    return _whole(nodes)
+
+
+def _after(product: fx.Node, taken: Collection[fx.Node], outside: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """What depends on a product, in order, as long as any of it reads what is taken. Who asks puts each node into one of both."""
+    pending: list[fx.Node] = []
+    queued = set[fx.Node]()
+    reading = 0  # how many of those that are pending read what is taken
+    last = product
+    while True:
+        for user in last.users:
+            if user.op == "call_function":
+                if user not in queued:
+                    queued.add(user)
+                    heapq.heappush(pending, user)
+                    reading += last in taken
+                elif last in taken and not any(s in taken for s in user.all_input_nodes if s is not last):
+                    reading += 1
+        if not reading:
+            return
+        last = heapq.heappop(pending)
+        reading -= any(s in taken for s in last.all_input_nodes)
+        yield last
+        assert last in taken or last in outside
+
+
+def _whole(nodes: list[fx.Node]) -> list[fx.Node]:
+    """Without operations of several results of which somebody else reads any, and what is computed of those."""
+    kept = dict.fromkeys(nodes)
+    for node in nodes[1:]:
+        several = isinstance(node.meta.get("val"), tuple | list)
+        if (several and any(u not in kept for u in node.users)) or not any(s in kept for s in node.all_input_nodes):
+            del kept[node]
+    return list(kept)
+
+
+def _taken_over(leaves: Sequence[fx.Node], inside: Collection[fx.Node]) -> set[fx.Node]:
+    """What is computed before the region for its sake alone and reads no more than the region does anyway: it would be written, to be read at once.
+
+    Inductor would compute such a value in the kernel that reads it. All that has to be written in any case, for a product or for attention, is read as it is.
+    """
+    own = {leaf: bases for leaf in leaves if (bases := _bases(leaf, inside)) != {leaf}}
+    read = {leaf for leaf in leaves if leaf not in own}
+    over = set[fx.Node]()
+    for leaf, bases in own.items():
+        new = [b for b in bases if b not in read and len([e for e in b.meta["val"].shape if not _is(e, 1)]) > 1]
+        if len(new) <= 1:
+            over |= _between(leaf, bases)
+            read |= bases
+    return over
+
+
+def _bases(node: fx.Node, inside: Collection[fx.Node]) -> set[fx.Node]:
+    """The values in memory that a value is computed of by elementwise operations; the value itself where it is one."""
+    found = set[fx.Node]()
+    pending, seen = [node], {node}
+    while pending:
+        value = pending.pop()
+        if value.op != "call_function" or value.target is operator.getitem or not _lazy(value, inside):
+            found.add(value)
+        else:
+            pending += [s for s in value.all_input_nodes if s not in seen]
+            seen |= set(value.all_input_nodes)
+    return {v for v in found if isinstance(v.meta.get("val"), torch.Tensor)}
+
+
+def _between(node: fx.Node, bases: Collection[fx.Node]) -> set[fx.Node]:
+    found = set[fx.Node]()
+    pending = [node]
+    while pending:
+        value = pending.pop()
+        if value not in bases and value not in found and value.op == "call_function":
+            found.add(value)
+            pending += value.all_input_nodes
+    return found
+
+
+def _lazy(node: fx.Node, inside: Collection[fx.Node]) -> bool:
+    """Whether Inductor would compute a value anew wherever it is read: elementwise, and never written for somebody who cannot."""
+    if not (is_view(node) or name_of(node) in SAME or _pointwise(node.target)):
+        return False
+    pending = [u for u in node.users if u not in inside]
+    while pending:
+        user = pending.pop()
+        if is_view(user):
+            pending += user.users
+        elif not joins(user):
+            return False
+    return True
+
+
+# -- what Inductor would do with it
+
+
+_JOINED = frozenset("sum mean amax amin var_mean convert_element_type _to_copy clone alias detach logsumexp native_layer_norm".split()) | {
+    pattern.partition("(")[0] for pattern in SEVERAL
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def _pointwise(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def joins(node: fx.Node) -> bool:
+    """Whether Inductor computes a node in one kernel with what it reads."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is operator.getitem
+    return _pointwise(node.target) or is_view(node) or name_of(node) in _JOINED
+
+
+def levels_of(graph: fx.Graph) -> Levels:
+    """How many kernels lie before each value, of those that nothing joins: products, attention, and so on."""
+    found: Levels = {}
+    for node in graph.nodes:
+        found[node] = level_of(node, found)
+    return found
+
+
+def level_of(node: fx.Node, levels: Levels) -> int:
+    return max((levels[s] for s in node.all_input_nodes), default=0) + (node.op == "call_function" and not joins(node))
+
+
+def kept(node: fx.Node, inside: Collection[fx.Node], levels: Levels) -> bool:
+    """Whether a value has to be written to memory in any case: somebody outside reads it who is not in a kernel that could compute it anew."""
+    pending = [u for u in node.users if u not in inside]
+    while pending:
+        user = pending.pop()
+        if is_view(user):
+            pending += user.users
+        elif not joins(user) or levels[user] != levels[node]:
+            return True
+    return False
+
+
+def _trimmed(nodes: Sequence[fx.Node], levels: Levels) -> list[fx.Node]:
+    """Without what the kernels after it compute as well, where that leaves no more to write.
+
+    A sum over rows stays where it is of what is written in any case, such as a bias gradient: for any other the kernel would read tiles that Inductor's
+    kernel of a norm's backward reads again (on an H100 such sums cost training steps 10 to 14 %; torch 2.11, 2026-11-25).
+    """
+    taken = dict.fromkeys(nodes)
+    while True:
+        before = len(taken)
+        for node in reversed([n for n in taken if n is not nodes[0]]):
+            if any(u in taken for u in node.users):
+                continue
+            fewer = dict.fromkeys(n for n in taken if n is not node)
+            sums = name_of(node) == "sum"
+            if (
+                not node.users
+                or is_view(node)
+                or isinstance(node.meta.get("val"), tuple | list)
+                or (sums and not _written(node.all_input_nodes[0], fewer, levels))
+                or (not sums and not kept(node, taken, levels) and len(_outputs(list(fewer))) <= len(_outputs(list(taken))))
+            ):  # a view stays, of what is written
+                taken = fewer
+        if len(taken) == before:
+            return list(taken)
+
+
+def _written(node: fx.Node, taken: Collection[fx.Node], levels: Levels) -> bool:
+    """Whether a value of the region goes to memory, as it is or as a view or in another dtype."""
+    while (is_view(node) or name_of(node) in ("convert_element_type", "_to_copy")) and node in taken and not kept(node, taken, levels):
+        (node,) = node.all_input_nodes
+    return node in taken and kept(node, taken, levels)
+
+
+def _outputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The values that others than the region read; of a view what it is a view of."""
+    taken = set(nodes)
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        if any(user not in taken for user in node.users):
+            while is_view(node) and node in taken:
+                node = node.args[0]  # type: ignore[assignment]
+            found[node] = None
+    return list(found)
+
+
+def moved(graph: fx.Graph) -> dict[fx.Node, int]:
+    """By node, the bytes that are moved for its sake: written where it lies in memory, and read once by each kernel that reads it."""
+    levels = levels_of(graph)
+    found: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op == "output" or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        made = not joins(node.all_input_nodes[0] if node.target is operator.getitem else node)
+        if is_view(node) or not (made or kept(node, (), levels)):
+            continue
+        found[node] = found.get(node, 0) + (bytes_of(node) if node.op == "call_function" else 0)
+        for reader in _readers(node, levels):
+            found[reader] = found.get(reader, 0) + bytes_of(node)
+    return found
+
+
+def _readers(node: fx.Node, levels: Levels) -> list[fx.Node]:
+    """A node of each kernel that reads a value."""
+    alone: dict[fx.Node, None] = {}
+    joined: dict[int, fx.Node] = {}
+    pending = list(node.users)
+    while pending:
+        user = pending.pop()
+        if is_view(user):
+            pending += user.users
+        elif user.op == "call_function" and not joins(user):
+            alone[user] = None
+        elif user.op == "call_function":
+            joined.setdefault(levels[user], user)
+    return [*alone, *joined.values()]
+
+
+# -- what it is expected to take
+
+
+def bytes_of(node: fx.Node) -> int:
+    value = node.meta["val"]
+    hints = [size_hint(e) for e in value.shape] if isinstance(value, torch.Tensor) else [None]
+    return 0 if None in hints else math.prod(e or 0 for e in hints) * value.element_size()
+
+
+def size_hint(extent: Any) -> int | None:
+    """An extent that varies, as it is in the first call; None where it is known at run time alone."""
+    if isinstance(extent, int):
+        return extent
+    return int(extent.node.hint) if extent.node.has_hint() else None
+
+
+def _times(product: Product, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], imported: Imported, levels: Levels) -> tuple[float, float] | str | None:
+    """How long the program takes, and the vendor's product with Inductor's kernel; None where nothing is known, and in words why it cannot be.
+
+    Where a kernel of Inductor's reads the result in any case, what is fused spares it no launch, and it has to read what the program has written.
+    """
+    problem = problem_of(product, imported)
+    target = expected.target_of(product.a.meta["val"].device)
+    if target is None:
+        return None
+    if problem is None:
+        return "its extents are known at run time alone, and so is what takes less time"
+    gpu = expected.gpu_of(target)
+    fused, bare = expected.kernels_us(problem, target)
+    inside = set(nodes)
+    lazy = [n for n in outputs if any(u not in inside and joins(u) and levels[u] == levels[n] for u in n.users)]
+    moved = [
+        bytes_of(product.node),
+        *(bytes_of(leaf.node) for leaf in imported.leaves),
+        *(bytes_of(n) for n in outputs if n not in lazy or kept(n, inside, levels)),
+    ]
+    return fused + expected.moved_us([bytes_of(n) for n in lazy], gpu), bare + expected.moved_us(moved, gpu) + (0.0 if lazy else gpu.launch_us)
+
+
+def problem_of(product: Product, imported: Imported) -> expected.Problem | None:
+    """What a database knows of a region's program; None where an extent is known at run time alone."""
+    a, b = product.a.meta["val"], product.b.meta["val"]
+    m, n, k = (size_hint(e) for e in product.shape)
+    if m is None or n is None or k is None:
+        return None
+    layout = "".join("n" if t.stride(-1) == 1 or t.stride(-2) != 1 else "t" for t in (a, b))
+    return expected.Problem(
+        imported.text, (m, n, k), BY_TORCH[str(a.dtype)], layout, tuple((leaf.name, _held(leaf.node.meta["val"])) for leaf in imported.leaves)
+    )
+
+
+def _held(value: Any) -> DType | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return INT8 if value.dtype == torch.bool else BY_TORCH[str(value.dtype)]

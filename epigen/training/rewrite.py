@@ -1,0 +1,164 @@
+"""A program's call in the place of a region's nodes. What it adds to the graph lies where all that it reads is there, and who reads its results behind it."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from epigen.training import library
+from epigen.training.aten import Leaf, Role, is_view, order_of
+from epigen.training.regions import Levels, Region, level_of
+
+_aten: Any = torch.ops.aten
+
+
+def replace(graph: fx.Graph, region: Region, tune: str | None, levels: Levels) -> None:
+    """A call of the program instead of the region's nodes. levels: made right for what changes.
+
+    Raises NotImplementedError for a result with an extent that the graph's own cannot give; the graph then computes what it did.
+    """
+    product = region.product
+    placed = max([product.node, *(leaf.node for leaf in region.imported.leaves)])
+    following = placed.next
+    with graph.inserting_before(following):
+        sizes = _Sizes(graph)
+        inputs = [_presented(graph, sizes, leaf, product.node.meta["val"].shape[-1]) for leaf in region.imported.leaves]
+        a = _matrix(graph, sizes, product.a)
+        b = product.b if product.b.meta["val"].dim() == 2 else called(graph, _aten.select.int, (product.b, 0, 0))
+        call = called(graph, library.program, (region.imported.text, tune, a, b, inputs, []))
+        found = zip(region.outputs, region.imported.roles, strict=True)
+        results = [_result(graph, sizes, call, place, node, roles) for place, (node, roles) in enumerate(found)]
+    created = list(_between(placed, following))
+    inside = set(region.nodes)
+    for node, item in zip(region.outputs, results, strict=True):
+        # views of it inside the region are made anew of the result, by the nodes that were there
+        node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside or is_view(user))
+    _move_behind(product.node, created, following)
+    for node in reversed(region.nodes):
+        if not node.users:
+            graph.erase_node(node)
+    _level(created, levels)
+
+
+def is_program(node: fx.Node) -> bool:
+    """Whether what a node moves is moved by a program's kernel: it is a call of one, or a result."""
+    return node.target is library.program or (node.target is operator.getitem and node.args[0].target is library.program)  # type: ignore[union-attr]
+
+
+def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    node = first.next
+    while node is not last:
+        yield node
+        node = node.next
+
+
+def _result(graph: fx.Graph, sizes: _Sizes, call: fx.Node, place: int, node: fx.Node, roles: Sequence[Role]) -> fx.Node:
+    """One of the program's, as torch has it. roles: what its dimensions run along."""
+    item, value = called(graph, operator.getitem, (call, place)), node.meta["val"]
+    if value.dtype == torch.bool:
+        item = called(graph, _aten.view.dtype, (item, torch.bool))
+    order = order_of(roles)
+    shape = [value.shape[d] for d in order]
+    if tuple(item.meta["val"].shape) != tuple(shape):
+        item = called(graph, _aten.reshape.default, (item, sizes.listed(shape)))
+    if order != sorted(order):
+        item = called(graph, _aten.permute.default, (item, [order.index(d) for d in range(len(order))]))
+    if not all(isinstance(extent, int) for extent in value.shape):
+        item.meta["val"] = value  # of equal extents that vary, those that the graph speaks of
+    return item
+
+
+def _move_behind(product: fx.Node, created: Sequence[fx.Node], following: fx.Node) -> None:
+    """What reads the results and lies before them goes behind them, in its order."""
+    late = dict.fromkeys(created)
+    for node in _between(product, created[0]):
+        if any(s in late for s in node.all_input_nodes):
+            late[node] = None
+    for node in [n for n in late if n < created[0]]:
+        following.prepend(node)
+
+
+def _level(created: Sequence[fx.Node], levels: Levels) -> None:
+    """The levels of what is new, and of what reads it."""
+    pending = list(created)  # which are in order, and so a heap
+    while pending:
+        node = heapq.heappop(pending)
+        if levels.get(node) != (level := level_of(node, levels)):
+            levels[node] = level
+            for user in node.users:
+                heapq.heappush(pending, user)
+
+
+class _Sizes:
+    """Extents as arguments of nodes: numbers, or nodes that give those that vary."""
+
+    def __init__(self, graph: fx.Graph):
+        self.graph = graph
+        self.symbols: dict[Any, fx.Node | tuple[fx.Node, int]] = {}
+        for node in graph.nodes:
+            if node.op != "placeholder":
+                break
+            value = node.meta.get("val")
+            shape: tuple[Any, ...] = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+            if isinstance(value, torch.SymInt):
+                self.symbols.setdefault(value.node.expr, node)
+            for dim, extent in enumerate(shape):
+                if isinstance(extent, torch.SymInt):
+                    self.symbols.setdefault(extent.node.expr, (node, dim))
+
+    def listed(self, shape: Sequence[Any]) -> list[Any]:
+        """For a reshape, which finds one extent by itself."""
+        symbolic = [i for i, extent in enumerate(shape) if not isinstance(extent, int)]
+        return [-1 if symbolic == [i] else self.node(extent) for i, extent in enumerate(shape)]
+
+    def node(self, extent: Any) -> Any:
+        return extent if isinstance(extent, int) else self._of(extent.node.expr)
+
+    def _of(self, expression: Any) -> Any:
+        if expression.is_number:
+            return int(expression)
+        found = self.symbols.get(expression)
+        if isinstance(found, fx.Node):
+            return found
+        if found is not None:
+            return self.symbols.setdefault(expression, called(self.graph, _aten.sym_size.int, found))
+        if not (expression.is_Mul or expression.is_Add):
+            raise NotImplementedError(f"its extent {expression} is computed of others")
+        operation = operator.mul if expression.is_Mul else operator.add
+        return functools.reduce(lambda x, y: called(self.graph, operation, (x, y)), map(self._of, expression.args))
+
+
+def _matrix(graph: fx.Graph, sizes: _Sizes, operand: fx.Node) -> fx.Node:
+    shape = operand.meta["val"].shape
+    return operand if len(shape) == 2 else called(graph, _aten.reshape.default, (operand, [-1, sizes.node(shape[-1])]))
+
+
+def _presented(graph: fx.Graph, sizes: _Sizes, leaf: Leaf, n: Any) -> fx.Node:
+    """An input as a program takes it: [M, N], [M], [N] or []."""
+    node, value = leaf.node, leaf.node.meta["val"]
+    if leaf.expand is not None:
+        node = called(graph, _aten.expand.default, (node, [sizes.node(e) for e in leaf.expand]))
+    if isinstance(value, torch.Tensor) and value.dtype == torch.bool:
+        node = called(graph, _aten.view.dtype, (node, torch.int8))
+    dims = len(leaf.indices)
+    found = node.meta["val"]
+    if isinstance(found, torch.Tensor) and found.dim() != dims:
+        shape = {"mn": [-1, n], "m": [-1], "n": [-1], "": []}[leaf.indices]
+        node = called(graph, _aten.reshape.default, (node, [sizes.node(e) for e in shape]))
+    return node
+
+
+def called(graph: fx.Graph, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """A node with the value that it would have."""
+    node = graph.call_function(target, args)
+    values = fx.map_arg(args, lambda n: n.meta["val"])
+    mode = torch._guards.detect_fake_mode([v for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, torch.Tensor)])
+    with mode or torch.no_grad(), torch.no_grad():
+        node.meta["val"] = target(*values)
+    return node
