@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from epigen.api import compile, derive, tune
     from epigen.ir.derivation import Derivation
     from epigen.runtime.kernel import Kernel
-    from epigen.training.fuse import fuse
+    from epigen.training.fuse import fuse, unfuse
     from epigen.training.linear import linear
     from epigen.training.report import Report, report
     from epigen.tuning.tune import Tuned
 
 __version__ = "0.1.0"
-__all__ = ["Derivation", "EpigenError", "Kernel", "Report", "Tuned", "__version__", "compile", "derive", "fuse", "linear", "nn", "report", "tune"]
+__all__ = ["Derivation", "EpigenError", "Kernel", "Report", "Tuned", "__version__", "compile", "derive", "fuse", "linear", "nn", "report", "tune", "unfuse"]
 
 
 def __dir__() -> list[str]:
@@ -72,6 +72,10 @@ def _imported(name: str) -> Any:
         from epigen.training import report as module
 
         return getattr(module, name)
+    if name == "unfuse":
+        from epigen.training.fuse import unfuse
+
+        return unfuse
     if name == "nn":
         import epigen.nn as nn  # not `from epigen import nn`, which would ask this function again
 

@@ -1,38 +1,157 @@
-"""`epigen.fuse`: linear layers and the activations after them in a user's model -> layers that are both, with the same parameters.
+"""`epigen.fuse`: the forwards in a user's model that call linear layers run these and what follows them in one kernel each.
 
-A layer is replaced if all its calls, and all calls of its activation, are such pairs in every way that the model's forwards may go.
+No module is replaced and no class changed. A module whose own forward calls linear layers gets, as an attribute, a `Forward`: it runs the forward that the
+module has, by the plan that a rehearsal has found (`rehearse`, `deferred`). Where anything is not as it was rehearsed, that forward runs as it is.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules import module as torchs
+from torch.overrides import _pop_mode_temporarily
 
-from epigen.training.flow import Flow, flow
-from epigen.training.modules import Chain, Linear, hooked
+from epigen.errors import CallError
+from epigen.training.deferred import DEVICES, Plan, Run, state
+from epigen.training.rehearse import Observed, Rehearsed, Unseen, rehearse
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MOST_PLANS = 8
+"""Plans that one forward tries in turn where it never does what it did last."""
 
-_EPILOGUES: dict[type[nn.Module], Callable[[Any, str], str | None]] = {
-    nn.ReLU: lambda _, z: f"relu({z})",
-    nn.LeakyReLU: lambda m, z: f"leaky_relu({z}, {m.negative_slope!r})",
-    nn.GELU: lambda m, z: f"gelu_tanh({z})" if m.approximate == "tanh" else f"gelu({z})",
-    nn.SiLU: lambda _, z: f"silu({z})",
-    nn.Sigmoid: lambda _, z: f"sigmoid({z})",
-    nn.Tanh: lambda _, z: f"tanh({z})",
-    nn.Softplus: lambda m, z: f"softplus({z})" if (m.beta, m.threshold) == (1, 20) else None,
-    nn.Hardswish: lambda _, z: f"hardswish({z})",
-}
-"""By activation: its program, of the text of what it is applied to; None where its options are not in the language."""
+_LEADS = ((2, 3), (5,))
+"""Leading dimensions of the inputs with which a forward is rehearsed before it was ever called."""
+
+_MOST_TRIED = 24
+"""Combinations of widths of these inputs."""
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+_NOTHING = Rehearsed(Plan(()), [])
+
+
+class Forward:
+    # What a module has as its `forward`. It belongs to one module; a copy of the model holds a copy of it, of the copied module, which makes its own plans.
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.active = True
+        self.idle = False
+        self.known = Known()
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Of the module's own forward, which others read to know what to give."""
+        return inspect.signature(type(self.module).forward.__get__(self.module))
+
+    @property
+    def __code__(self) -> Any:
+        """As a method has it: torch.export reads where a forward was written."""
+        return type(self.module).forward.__code__
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return type(self.module).forward.__doc__
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not self.active:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        with _outside():
+            if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+                return self.plain(*args, **kwargs)
+            key = self.key(args, kwargs)
+            known = self.known
+            rehearsed = None if key is None else known.plans.get(key) or known.rehearsed(key, self.module, args, kwargs)
+            if rehearsed is None or rehearsed.plan.idle:
+                return self.plain(*args, **kwargs)
+            run = Run(rehearsed.plan)
+            with run:
+                result = self.plain(*args, **kwargs)
+            run.end()
+            if run.deviated:
+                known.deviated(key)
+            return result
+
+    def key(self, args: Any, kwargs: Any) -> Any:
+        """What a plan is made for: what the modules inside are, their modes, and torch's own. None where a plan could not hold."""
+        if torchs._global_forward_hooks or torchs._global_forward_pre_hooks or torchs._global_backward_hooks or torchs._global_backward_pre_hooks:
+            return None
+        first = next((x for x in itertools.chain(args, kwargs.values()) if isinstance(x, Tensor)), None)
+        if first is None or first.device.type not in DEVICES:
+            return None
+        found: list[Any] = [first.dtype, first.device.type, state(first.device.type).autocast, self.module.training]
+        pending = list(self.module._modules.values())
+        while pending:
+            module = pending.pop()
+            if module is None:
+                continue
+            own = module.__dict__
+            if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+                return None
+            forward = own.get("forward")
+            if forward is not None and type(forward) is not Forward:
+                return None
+            found += (type(module), own["training"])
+            pending += own["_modules"].values()
+        return tuple(found)
+
+
+class Known:
+    """What rehearsals have found of one forward. plans: by key. last: what was found last, or why nothing could be. deviations: by key, how often another plan was
+    made."""
+
+    def __init__(self) -> None:
+        self.plans: dict[Any, Rehearsed] = {}
+        self.last: Rehearsed | Unseen | None = None
+        self.deviations: dict[Any, int] = {}
+
+    def __reduce__(self) -> Any:
+        return Known, ()
+
+    def rehearsed(self, key: Any, module: nn.Module, args: Any, kwargs: Any) -> Rehearsed | None:
+        try:
+            found = rehearse(module, args, kwargs)
+        except Unseen as unseen:
+            self.last = unseen
+            found = _NOTHING
+        else:
+            self.last = found
+        self.plans[key] = found
+        return found
+
+    def deviated(self, key: Any) -> None:
+        """Rehearse it anew at the next call, but within a checkpoint, whose second forward has to do what its first did."""
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None and torch._C._current_graph_task_id() == -1:
+            self.deviations[key] = tried = self.deviations.get(key, 0) + 1
+            if tried < _MOST_PLANS:
+                self.plans.pop(key, None)
+            else:
+                self.plans[key] = _NOTHING
+
+
+def _outside() -> AbstractContextManager[Any]:
+    """Without the run or the rehearsal of a module around this one."""
+    count = torch._C._len_torch_function_stack()
+    return _pop_mode_temporarily() if count and isinstance(torch._C._get_function_stack_at(count - 1), Run | Observed) else nullcontext()
+
+
+# -- what a user is told
 
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A layer that was replaced. name: in the model. activation: the module that it took over; "" for none."""
+    """A linear layer that is computed in one kernel with what follows it. name: in the model. activation: the functions that were joined to it; "" for none, where
+    it runs in a chain with the layer before it."""
 
     name: str
     activation: str
@@ -41,124 +160,205 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A linear layer that was left as it is."""
+    """A linear layer that runs as it did."""
 
     name: str
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
-    """What `fuse` did. chains: the sequences whose layers now run as one chain. It prints as a table."""
+class Layer:
+    """A linear layer of the model. forward: of the module whose forward calls it; None where there is none, for the reason `why`."""
 
-    replaced: tuple[Replaced, ...]
-    left: tuple[Left, ...]
-    chains: tuple[str, ...]
+    name: str
+    module: nn.Module
+    owner: str
+    forward: Forward | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What `fuse` did. Of a forward that could not be rehearsed beforehand its first call decides, and this tells of it from then on. It prints as a table."""
+
+    layers: tuple[Layer, ...]
+
+    @property
+    def replaced(self) -> tuple[Replaced, ...]:
+        return tuple(said for said in map(_said, self.layers) if isinstance(said, Replaced))
+
+    @property
+    def left(self) -> tuple[Left, ...]:
+        return tuple(said for said in map(_said, self.layers) if isinstance(said, Left))
 
     def __str__(self) -> str:
-        rows = [(r.name, f"{r.epilogue}{f', with {r.activation}' if r.activation else ''}") for r in self.replaced]
-        rows += [(name or "the model", "layers that follow one another run as a chain") for name in self.chains]
-        rows += [(x.name or "the model", f"left: {x.why}") for x in self.left]
-        width = max((len(name) for name, _ in rows), default=0)
-        return "\n".join(f"{name:{width}}  {said}" for name, said in rows) or "there is no linear layer"
+        said = [_said(layer) for layer in self.layers]
+        width = max((len(s.name) for s in said), default=0)
+        texts = [(s.epilogue + (f", with {s.activation}" if s.activation else "")) if isinstance(s, Replaced) else f"left: {s.why}" for s in said]
+        rows = [f"{s.name or 'the model':{width}}  {text}" for s, text in zip(said, texts, strict=True)]
+        flops = [_flops(layer.module) for layer in self.layers]
+        done = [f for f, s in zip(flops, said, strict=True) if isinstance(s, Replaced)]
+        share = f" ({100 * sum(done) / sum(flops):.0f} % of FLOPs)" if sum(flops) else ""
+        return "\n".join([*rows, f"{len(done)} of {len(said)} linear layers fused{share}" if said else "there is no linear layer"])
 
 
-def fuse(model: nn.Module) -> Fused:
-    """Replace each `torch.nn.Linear` of a model and the activation module after it by one layer that computes both in one kernel.
+def _flops(layer: nn.Module) -> int:
+    """Multiplications a row."""
+    return sum(p.numel() for p in layer.parameters() if p.dim() > 1)
 
-    The model is changed in place, and its parameters stay the same objects: optimizers and state dicts are as they were. An activation that
-    was taken over becomes an Identity. In a plain `torch.nn.Sequential` layers that then follow one another run as a chain.
-    Returns what was replaced, and what was left and why: where the activation is a function in a forward and no module, or not in the
-    language; hooks; subclasses, parametrised and quantised layers; other dtypes; a forward that torch.fx cannot trace.
+
+def _said(layer: Layer) -> Replaced | Left:
+    forward = layer.forward
+    if forward is None:
+        return Left(layer.name, layer.why)
+    known = forward.known.last
+    if not isinstance(known, Rehearsed):
+        return Left(layer.name, f"the forward of {_shown(layer.owner, forward.module)} cannot be rehearsed: {known}" if known else layer.why)
+    own = layer.name.removeprefix(f"{layer.owner}." if layer.owner else "")
+    calls = [s for s in known.seen if s.layer is not None and (s.layer == own or s.layer.startswith(f"{own}."))]
+    fused = next((s for s in calls if s.fused), None)
+    if fused is not None and fused.planned is not None:
+        return Replaced(layer.name, ", ".join(fused.taken), fused.planned.text)
+    return Left(layer.name, calls[0].why if calls else f"the forward of {_shown(layer.owner, forward.module)} does not call it")
+
+
+def _shown(name: str, module: nn.Module) -> str:
+    return f"{name or 'the model'} ({type(module).__name__})"
+
+
+# -- what a user calls
+
+
+def fuse(model: nn.Module, *, only: str | Iterable[str] | Callable[[str, nn.Module], bool] | None = None, dry_run: bool = False) -> Fused:
+    """Have the forwards of a model that call linear layers compute each of them and what follows it in one kernel, forward and backward.
+
+    The model is changed in place; its modules, parameters, buffers and hooks stay what and where they are, and so does its state dict. Modules whose own forward
+    calls linear layers (`torch.nn.Linear`, and a transposed one as in GPT-2) get another `forward`, which runs their own code. What follows a layer is told by
+    what is computed, whatever module or function computes it: activations, gates, residuals, dropout that drops nothing. Layers that follow one another so run as
+    a chain. Where a module's code does anything else than when it was tried out, that code runs alone: adapters, quantised or parametrised layers, hooks, another
+    branch, torch.compile.
+
+    only: the modules whose forwards may be changed: names or patterns ("encoder.*.mlp"), with all that is in them, or a function of name and module. dry_run:
+    change nothing, and say what would be.
+    Returns what is fused, and what is left and why. Raises CallError for `only` that names no module. `unfuse` undoes it.
 
     >>> import torch, epigen
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     >>> print(epigen.fuse(model))
-    0          relu(mm + bias), with 1
-    2          mm + bias
-    the model  layers that follow one another run as a chain
+    0  relu(mm + bias), with relu
+    2  mm + bias
+    2 of 2 linear layers fused (100 % of FLOPs)
     """
-    seen = flow(model)
-    linears = [m for m in seen.names if isinstance(m, nn.Linear) and not isinstance(m, Linear)]
-    why = {m: _unfit(m, seen) or _unpaired(m, seen) for m in linears}
-    pairs = {m: act for m in linears if not why[m] for act in seen.after[m] if isinstance(act, nn.Module)}
-    # a layer that is lost to this may have been what another one's activation followed too
-    while lost := [m for m, act in pairs.items() if not seen.before[act] <= pairs.keys()]:
-        for m in lost:
-            why[m] = f"its activation {seen.names[pairs.pop(m)][0]} is called elsewhere too"
-    replaced = [_replace(model, seen, m, act) for m, act in pairs.items()]
-    for act in dict.fromkeys(pairs.values()):
-        _put(model, seen.names[act], nn.Identity())
-    chains = []
-    for module, names in seen.names.items():
-        if type(module) is nn.Sequential and (runs := [r for r in _runs(module, seen) if len(r) > 1 and any(isinstance(m, Linear) for m in r)]):
-            replaced += [_replace(model, seen, m, None) for m in dict.fromkeys(m for run in runs for m in run) if not isinstance(m, Linear)]
-            module.__class__ = Chain  # as it stays the same object, who holds it need not be found: it may be the model itself
-            chains.append(names[0])
-    done = {r.name for r in replaced}
-    left = [Left(seen.names[m][0], why[m]) for m in linears if seen.names[m][0] not in done]
-    order = [names[0] for names in seen.names.values()]
-    return Fused(tuple(sorted(replaced, key=lambda r: order.index(r.name))), tuple(left), tuple(chains))
+    if not isinstance(model, nn.Module):
+        raise CallError(f"a model is a torch.nn.Module, and a {type(model).__name__} was given")
+    names = {module: name for name, module in model.named_modules()}
+    wanted = _wanted(names, only)
+    owners = dict(_owners(model))
+    forwards: dict[nn.Module, Forward | None] = {}
+    reasons: dict[nn.Module, str] = {}
+    layers: list[Layer] = []
+    for name, module in model.named_modules():
+        if not is_layer(module):
+            continue
+        owner = owners.get(module)
+        if owner is None:
+            layers.append(Layer(name, module, "", None, "it is the model itself, and the forward of a module that calls it is what is changed"))
+            continue
+        if owner not in forwards:
+            forwards[owner], reasons[owner] = _made(owner, names[owner], wanted)
+        layers.append(Layer(name, module, names[owner], forwards[owner], reasons[owner]))
+    if not dry_run:
+        unfuse(model)
+        for owner, forward in forwards.items():
+            if forward is not None and not forward.idle:
+                owner.__dict__["forward"] = forward
+    return Fused(tuple(layers))
 
 
-def _unfit(module: nn.Linear, seen: Flow) -> str:
-    """'' or why a layer cannot be replaced, whatever follows it."""
-    if seen.names[module][0] == "":
-        return "it is the model itself, and only what a module holds is replaced"
-    if type(module) is not nn.Linear:
-        return f"it is a {type(module).__name__}, and of that only its own class knows what it does"
-    if hooked(module):
-        return "it has hooks, which would see the activation's result"
-    if "forward" in vars(module):
-        return "its forward was replaced"
-    for name, parameter in module.named_parameters():
-        if type(parameter) is not nn.Parameter:
-            return f"its {name} is a {type(parameter).__name__}"
-    if module.weight.dtype not in _DTYPES:
-        return f"its weight is {module.weight.dtype}, and fp32, fp16 and bf16 are trained"
-    return ""
+def unfuse(model: nn.Module) -> None:
+    """Undo `fuse`: each module has its own forward again."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if type(value) is Forward:
+                value.active = False  # for whoever has wrapped it
+                if name == "forward":
+                    del module.__dict__[name]
 
 
-def _unpaired(module: nn.Linear, seen: Flow) -> str:
-    """'' or why a layer has no activation that it can take over."""
-    if module in seen.untraced:
-        return seen.untraced[module]
-    after = seen.after.get(module, {"no forward that was traced calls it"})
-    for found in after:
-        if isinstance(found, str):
-            return found
-        name = f"{seen.names[found][0]} ({type(found).__name__})"
-        if type(found) not in _EPILOGUES:
-            return f"{name} follows, which no epilogue computes"
-        if hooked(found) or "forward" in vars(found):
-            return f"{name} follows, which has hooks or a forward of its own"
-        if _EPILOGUES[type(found)](found, "mm") is None:
-            return f"{name} follows, with options that the language does not have"
-    return "" if len(after) == 1 else "several activations follow it in turn"
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module is a linear layer: torch's, of whatever subclass, or Hugging Face's Conv1D, whose weight lies transposed."""
+    weight = getattr(module, "weight", None)
+    return isinstance(module, nn.Linear) or (hasattr(module, "nf") and isinstance(weight, Tensor) and weight.dim() == 2)
 
 
-def _runs(sequence: nn.Sequential, seen: Flow) -> Iterator[list[nn.Linear]]:
-    """The layers of a sequence that follow one another, of those that are replaced or could be."""
-    run: list[nn.Linear] = []
-    for module in sequence:
-        if isinstance(module, Linear) or (isinstance(module, nn.Linear) and not _unfit(module, seen)):
-            run.append(module)
-        elif type(module) is not nn.Identity:
-            yield run
-            run = []
-    yield run
+def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Of each linear layer the module whose forward calls it, as far as the tree tells: the next one above it that is no mere list."""
+    for module in model.modules():
+        if isinstance(module, _CONTAINERS):
+            continue
+        pending = list(module.children())
+        while pending:
+            child = pending.pop()
+            if isinstance(child, _CONTAINERS):
+                pending += child.children()
+            elif is_layer(child):
+                yield child, module
 
 
-def _replace(model: nn.Module, seen: Flow, module: nn.Linear, activation: nn.Module | None) -> Replaced:
-    """activation: None for a layer that only joins a chain."""
-    z = "mm + bias" if "bias" in dict(module.named_parameters()) else "mm"
-    epilogue = z if activation is None else _EPILOGUES[type(activation)](activation, z)
-    assert epilogue is not None
-    _put(model, seen.names[module], Linear.sharing(module, epilogue))
-    return Replaced(seen.names[module][0], seen.names[activation][0] if activation else "", epilogue)
+def _wanted(names: dict[nn.Module, str], only: Any) -> Callable[[str, nn.Module], bool]:
+    if only is None or callable(only):
+        return only or (lambda _name, _module: True)
+    patterns = [only] if isinstance(only, str) else list(only)
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names.values()):
+            raise CallError(f"only={pattern!r}: no module of the model has such a name; they are {', '.join(sorted(n for n in names.values() if n)[:8])}, …")
+
+    def inside(name: str, _module: nn.Module) -> bool:
+        parts = name.split(".")
+        above = [".".join(parts[:n]) for n in range(len(parts) + 1)]
+        return any(fnmatch.fnmatchcase(each, pattern) for each in above for pattern in patterns)
+
+    return inside
 
 
-def _put(model: nn.Module, names: Iterable[str], module: nn.Module) -> None:
-    for name in names:
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, module)
+def _made(owner: nn.Module, name: str, wanted: Callable[[str, nn.Module], bool]) -> tuple[Forward | None, str]:
+    """A module's new forward, or None and why there is none. Where it cannot be tried out yet, the reason stands beside it until it is called."""
+    shown = _shown(name, owner)
+    if not wanted(name, owner):
+        return None, f"{shown} is not in only"
+    if isinstance(owner, torch.jit.ScriptModule):
+        return None, f"{shown} is in TorchScript"
+    if type(vars(owner).get("forward", Forward(owner))) is not Forward:
+        return None, f"the forward of {shown} was replaced"
+    forward = Forward(owner)
+    why = _tried(forward)
+    return forward, f"the forward of {shown} is rehearsed at its first call{f', since beforehand {why}' if why else ''}"
+
+
+def _tried(forward: Forward) -> str:
+    """Rehearse a forward on made-up inputs. Returns why it could not be."""
+    module = forward.module
+    parameters = [p for p in forward.__signature__.parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    weights = [p for m in module.modules() for p in m.parameters(recurse=False) if p.dim() == 2]
+    widths = list(dict.fromkeys(extent for p in weights for extent in reversed(p.shape)))
+    if not parameters or not widths:
+        return "its inputs are not known"
+    why = ""
+    for lead, extents in itertools.islice(itertools.product(_LEADS, itertools.product(widths, repeat=len(parameters))), _MOST_TRIED):
+        given = {p.name: torch.empty((*lead, extent), dtype=weights[0].dtype, device=weights[0].device) for p, extent in zip(parameters, extents, strict=True)}
+        key = forward.key((), given)
+        if key is None:
+            return "there are hooks or replaced forwards inside"
+        try:
+            found = rehearse(module, (), given)
+        except Unseen as unseen:
+            why = why or str(unseen)
+            continue
+        forward.known.plans[key] = forward.known.last = found
+        if found.plan.idle:
+            try:
+                forward.idle = rehearse(module, (), given, not module.training).plan.idle
+            except Unseen:
+                forward.idle = False
+        return ""
+    return why

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torchs
 
 from epigen import ops
 from epigen.errors import CallError, near_miss
@@ -17,9 +19,10 @@ ACTIVATIONS = tuple(name for name, op in ops.TABLE.items() if op.group == "activ
 """What an MLP can have between its layers."""
 
 
-class Linear(nn.Linear):
+class Linear(nn.Module):
     """`torch.nn.Linear` and what follows it, in one kernel: parameters, their initialisation and the state dict are the same.
 
+    It is no subclass of `torch.nn.Linear`: who looks for those, to adapt, quantise or fold them, takes them for x @ weight.T + bias.
     epilogue: the program, whose mm is x @ weight.T. bias: whether the program's input `bias` is a parameter. Its other inputs are given at
     each call, by name. save, of, tune: as for `epigen.linear`. A weight with an attribute `main_grad`, an fp32 tensor of its shape, has its
     gradient added to that in place, and its `grad` left alone.
@@ -38,20 +41,21 @@ class Linear(nn.Linear):
         if read != bias:
             found, wanted = ("reads", f"bias=True, or {without_bias(epilogue)}") if read else ("does not read", "bias=False, or mm + bias in the epilogue")
             raise CallError(f"bias={bias}, and the epilogue {epilogue!r} {found} a bias: write {wanted}")
-        super().__init__(in_features, out_features, bias, device, dtype)
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        plain = nn.Linear(in_features, out_features, bias, device, dtype)
+        self.weight = plain.weight
+        self.register_parameter("bias", plain.bias)
         self.epilogue, self.save, self.of, self.tune = epilogue, save, linear.names(of), tune
 
-    @classmethod
-    def sharing(cls, module: nn.Linear, epilogue: str) -> Linear:
-        """A layer with the parameters of another."""
-        made = cls(module.in_features, module.out_features, module.bias is not None, epilogue=epilogue, device="meta")
-        made.weight, made.bias = module.weight, module.bias
-        return made.train(module.training)
+    def reset_parameters(self) -> None:
+        """As torch.nn.Linear's."""
+        nn.Linear.reset_parameters(self)  # type: ignore[arg-type]  # which asks for no more than the two parameters
 
     def link(self, inputs: Mapping[str, Value]) -> linear.Link:
         """As a part of a chain. Each parameter is read once: a parametrised one is computed anew whenever it is."""
         weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
+        bias: Any = self.bias
         given = linear.joined({} if bias is None else {"bias": bias}, inputs)
         return linear.Link(weight, given, self.epilogue, self.save, self.of, self.tune, getattr(weight, "main_grad", None))
 
@@ -61,7 +65,7 @@ class Linear(nn.Linear):
         return linear.chain(input, [self.link(linear.joined(inputs or {}, more))])
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, epilogue={self.epilogue!r}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, epilogue={self.epilogue!r}"
 
 
 def without_bias(epilogue: str) -> str:
@@ -72,7 +76,7 @@ class Chain(nn.Sequential):
     """`torch.nn.Sequential` in which `Linear` layers that follow one another run as one chain.
 
     Backward, each layer's derivative and bias gradient are then computed within the product that the next layer takes for its input gradient,
-    instead of a pass of their own. A layer with hooks runs by itself.
+    instead of a pass of their own. A layer with hooks, or with a forward of its own, is called by itself.
 
     >>> import torch, epigen
     >>> model = epigen.nn.Chain(epigen.nn.Linear(8, 16, epilogue="silu(mm + bias)"), epigen.nn.Linear(16, 4, epilogue="mm + bias"))
@@ -83,10 +87,10 @@ class Chain(nn.Sequential):
     def forward(self, input: Any) -> Any:  # noqa: A002  # torch.nn.Sequential's own name for it
         run: list[linear.Link] = []
         for module in self:
-            if isinstance(module, Linear) and not hooked(module):
+            if isinstance(module, Linear) and _as_it_is(module, Linear):
                 run.append(module.link({}))
                 continue
-            if type(module) is nn.Identity and not hooked(module):
+            if type(module) is nn.Identity and _as_it_is(module, nn.Identity):
                 continue
             if run:
                 input, run = linear.chain(input, run), []  # noqa: A001
@@ -94,9 +98,17 @@ class Chain(nn.Sequential):
         return linear.chain(input, run) if run else input
 
 
-def hooked(module: nn.Module) -> bool:
-    """Whether something wants to be told when the module itself is called."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+def _as_it_is(module: nn.Module, of: type[nn.Module]) -> bool:
+    """Whether calling a module is no more than the forward of its class, so that nobody notices where it is not called."""
+    called = type(module).forward is of.forward and type(module).__call__ is of.__call__ and "forward" not in vars(module)
+    if isinstance(module, Linear):
+        called = called and type(module).link is Linear.link
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return (
+        called
+        and not own
+        and not (torchs._global_forward_hooks or torchs._global_forward_pre_hooks or torchs._global_backward_hooks or torchs._global_backward_pre_hooks)
+    )
 
 
 class MLP(Chain):
@@ -126,3 +138,7 @@ class MLP(Chain):
         epilogues = [*(f"{activation}({z})" for _ in sizes[2:]), z]
         options: dict[str, Any] = {"save": save, "tune": tune, "device": device, "dtype": dtype}
         super().__init__(*(Linear(k, n, bias, epilogue=e, **options) for k, n, e in zip(sizes, sizes[1:], epilogues, strict=False)))
+
+    def __getitem__(self, idx: Any) -> Any:  # torch.nn.Sequential's own name for it
+        """A layer, or of a slice a `Chain` of these layers, which are the same objects."""
+        return Chain(OrderedDict(list(self._modules.items())[idx])) if isinstance(idx, slice) else super().__getitem__(idx)

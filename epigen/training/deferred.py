@@ -1,0 +1,570 @@
+"""The forward of a user's module, run as it stands, in which products wait for what follows them: what a plan expects becomes one kernel.
+
+While such a forward runs torch tells `Run` of each function that it calls. A product that the plan knows gives a tensor without contents, and so does each
+expected function of it; with the last one all are computed at once by `epigen.linear`, and nothing without contents is left. Wherever the forward does anything
+else than the plan expects, what waits is computed by the functions that were called, in their order. So a plan decides what is fast, and never what is
+computed: the forward's own code runs each time, with the branches that it takes and the attributes that it has by then.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
+from torch.overrides import TorchFunctionMode
+
+from epigen.errors import CallError, InternalError
+from epigen.training import linear
+from epigen.training.plan import MOST_PROGRAMS
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DEVICES = ("cpu", "cuda")
+_PLAIN = (Tensor, nn.Parameter)
+"""Tensors of any other class are computed by that class alone."""
+
+
+class Ref(NamedTuple):
+    """An argument of a step: the value that was there after so many steps."""
+
+    place: int
+
+
+class Taken(NamedTuple):
+    """An argument of a step: a tensor from elsewhere, an input of the program. indices: as it is declared there."""
+
+    name: str
+    indices: str
+    dtype: torch.dtype
+
+
+class Fixed(NamedTuple):
+    """An argument of a step that is no tensor."""
+
+    value: Any
+
+
+Argument = Ref | Taken | Fixed
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A function that is called of a product. view: it changes the leading dimensions alone. dtype: of what it gives."""
+
+    func: Any
+    args: tuple[Argument, ...]
+    kwargs: Mapping[str, Argument]
+    dtype: torch.dtype
+    in_place: bool = False
+    view: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What is expected of one product. dtype: of what it gives. text: its program. chained: the next product multiplies what the last step gives."""
+
+    func: Any
+    dtype: torch.dtype
+    bias: bool
+    steps: tuple[Step, ...]
+    text: str
+    chained: bool
+    after_chained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Of each product that a forward calls, in order, what is expected; None where it is computed at once."""
+
+    products: tuple[Planned | None, ...]
+
+    @property
+    def idle(self) -> bool:
+        return not any(self.products)
+
+
+# -- what torch calls things
+
+
+class Product(NamedTuple):
+    """A product as torch has it: x [..., K], weight [N, K], bias [N] or None."""
+
+    x: Any
+    weight: Any
+    bias: Any
+
+
+def _of_linear(input: Any, weight: Any, bias: Any = None) -> Product:  # noqa: A002  # torch's own name
+    return Product(input, weight, bias)
+
+
+def _of_addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Product | None:  # noqa: A002
+    if beta != 1 or alpha != 1 or not isinstance(mat2, nn.Parameter) or not isinstance(input, nn.Parameter) or input.dim() != 1:
+        return None
+    return Product(mat1, mat2.t(), input)
+
+
+PRODUCTS: dict[Any, Callable[..., Product | None]] = {F.linear: _of_linear, torch.addmm: _of_addmm}
+"""addmm: a linear layer whose weight lies transposed, as in GPT-2."""
+
+_GETTERS = "shape dtype device ndim layout is_cuda is_cpu requires_grad is_sparse is_quantized is_meta is_nested is_mkldnn is_mps is_xpu itemsize".split()
+_ASKING = (
+    {getattr(Tensor, name).__get__ for name in _GETTERS if hasattr(getattr(Tensor, name, None), "__get__")}
+    | {
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.element_size,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.get_device,
+        Tensor.__len__,
+    }
+    | {torch.is_tensor, torch.is_floating_point, torch.is_complex, torch.numel, Tensor.ndimension}
+)
+"""What asks how a tensor is made, and not for its contents."""
+
+VIEWS = {Tensor.view, Tensor.reshape, torch.reshape}
+
+
+@functools.lru_cache(maxsize=MOST_PROGRAMS)
+def pure(func: Any) -> bool:
+    """Whether a function, by its name, changes no tensor that it is given and no state of torch's."""
+    name = getattr(func, "__name__", "")
+    if (
+        not name
+        or name in ("__setitem__", "__set__", "__delete__", "set_", "copy_")
+        or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    ):
+        return False
+    if name.startswith("_") and not name.startswith("__"):  # such as torch._C._set_grad_enabled
+        return "set" not in name
+    return name.endswith("__") or not name.endswith("_")
+
+
+def asks(func: Any) -> bool:
+    return func in _ASKING
+
+
+@functools.lru_cache(maxsize=MOST_PROGRAMS)
+def functional(func: Any) -> Any:
+    """The function that computes the same and changes nothing; the function itself where it changes nothing; None where it is not known."""
+    name = getattr(func, "__name__", "")
+    if pure(func):
+        return func
+    if name.startswith("__i") and name.endswith("__"):
+        return getattr(Tensor, f"__{name[3:]}", None)
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    for home in (torch._C._nn, torch) if not hasattr(Tensor, name) or getattr(Tensor, name) is not func else (Tensor,):
+        if getattr(home, name, None) == func:
+            return getattr(home, name[:-1], None) or getattr(F, name[:-1], None)
+    return getattr(F, name[:-1], None) if getattr(F, name, None) is func else None
+
+
+# -- without contents
+
+
+class Deferred(Tensor):
+    """What a product, or a function of it, will give. It becomes an ordinary tensor as soon as anybody asks for more than how it is made."""
+
+    region: Region
+    place: int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Where no `Run` is at hand any more: an exception has ended it."""
+        if asks(func):
+            return _asked(func, args, kwargs)
+        for deferred in _all_deferred(args, kwargs):
+            deferred.region.settle()
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise CallError(_UNSEEN.format(what=f"{func} is called"))
+
+
+_UNSEEN = (
+    "{what} in a way that torch does not tell of, such as by a torch.autograd.Function, on a result that epigen.fuse has put off, since the module's forward does "
+    "something else than it did when it was fused: call epigen.fuse(model) again, or epigen.unfuse(model)"
+)
+
+
+def _asked(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
+def _all_deferred(args: Any, kwargs: Any) -> list[Deferred]:
+    found: list[Deferred] = []
+    pending = [*args, *(kwargs or {}).values()]
+    while pending:
+        item = pending.pop()
+        if type(item) is Deferred:
+            found.append(item)
+        elif isinstance(item, tuple | list):
+            pending += item
+        elif isinstance(item, dict):
+            pending += item.values()
+    return found
+
+
+class State(NamedTuple):
+    """What torch's own state is, as far as results hang on it."""
+
+    grad: bool
+    inference: bool
+    autocast: torch.dtype | None
+
+
+def state(device: str) -> State:
+    autocast = torch.get_autocast_dtype(device) if device in DEVICES and torch.is_autocast_enabled(device) else None
+    return State(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+
+
+class Region:
+    """One product that waits, and the steps that have come so far.
+
+    calls: what was called, each with the values that it takes as places, to be called in fact where the plan does not hold. values: by place. done: each place's
+    contents, once they are there.
+    """
+
+    __slots__ = ("_before", "calls", "frame", "inputs", "plan", "product", "settled", "state", "values", "wants")
+
+    def __init__(self, plan: Planned, product: Product, before: Region | None, shape: tuple[int, ...], now: State):
+        self.plan, self.product, self._before, self.frame, self.state = plan, product, before, shape, now
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], bool]] = []
+        self.values: list[Callable[[], Deferred | None]] = []
+        self.inputs: dict[str, Tensor] = {} if product.bias is None else {"bias": product.bias}
+        self.settled = False
+        self.wants = now.grad and (product.weight.requires_grad or product.x.requires_grad or (product.bias is not None and product.bias.requires_grad))
+
+    def give(self, dtype: torch.dtype) -> Deferred:
+        """The next place's tensor."""
+        device = self.product.weight.device
+        deferred: Deferred = Tensor._make_wrapper_subclass(Deferred, self.frame, dtype=dtype, device=device, requires_grad=self.wants)
+        deferred.region, deferred.place = self, len(self.values)
+        self.values.append(weakref.ref(deferred))
+        return deferred
+
+    def matched(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Step | None:
+        """The next step, where it is this call."""
+        at = len(self.values) - 1
+        if at >= len(self.plan.steps):
+            return None
+        step = self.plan.steps[at]
+        if func != step.func or len(args) != len(step.args) or len(kwargs) != len(step.kwargs) or state(self.product.weight.device.type) != self.state:
+            return None
+        if step.view:
+            return step if self.viewed(args) else None
+        for argument, value in zip(step.args, args, strict=True):
+            if not self.agrees(argument, value):
+                return None
+        for name, argument in step.kwargs.items():
+            if name not in kwargs or not self.agrees(argument, kwargs[name]):
+                return None
+        return step
+
+    def agrees(self, argument: Argument, value: Any) -> bool:
+        kind = type(argument)
+        if kind is Ref:
+            return type(value) is Deferred and value.region is self and value.place == argument.place  # type: ignore[union-attr]
+        if kind is Fixed:
+            wanted = argument.value  # type: ignore[union-attr]
+            return value is wanted or (type(value) is type(wanted) and not isinstance(value, Tensor) and bool(value == wanted))
+        if type(value) not in _PLAIN or value.dtype != argument.dtype or value.device != self.product.weight.device:  # type: ignore[union-attr]
+            return False
+        presented = present(value, argument.indices, self.frame)  # type: ignore[union-attr]
+        if presented is None:
+            return False
+        self.inputs[argument.name] = presented  # type: ignore[union-attr]
+        self.wants = self.wants or (self.state.grad and value.requires_grad)
+        return True
+
+    def viewed(self, args: tuple[Any, ...]) -> bool:
+        """Whether a view keeps the columns; it gives the new shape."""
+        shape = reshaped(self.frame, args[1:])
+        if shape is None or args[0].region is not self:
+            return False
+        self.frame = shape
+        return True
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], in_place: bool) -> None:
+        self.calls.append((func, tuple(map(_placed, args)), {k: _placed(v) for k, v in kwargs.items()}, in_place))
+
+    # -- as it was planned
+
+    def links(self) -> tuple[Tensor, list[linear.Link]]:
+        """What all products up to this one multiply in turn, and the layers."""
+        own = linear.Link(self.product.weight, self.inputs, self.plan.text)
+        if self._before is None:
+            return self.product.x, [own]
+        x, links = self._before.links()
+        return x, [*links, own]
+
+    def compute(self) -> Tensor:
+        """What the last step gives."""
+        x, links = self.links()
+        found: Tensor = linear.chain(x, links)
+        return found if tuple(found.shape) == self.frame else found.view(self.frame)
+
+    def regions(self) -> list[Region]:
+        """This one and those whose results it multiplies."""
+        return [self, *(self._before.regions() if self._before is not None else ())]
+
+    @property
+    def held(self) -> list[int]:
+        """The places whose tensors somebody has."""
+        return [place for place, value in enumerate(self.values) if value() is not None]
+
+    @property
+    def complete(self) -> bool:
+        return len(self.values) > len(self.plan.steps)
+
+    # -- as it was called
+
+    def settle(self) -> None:
+        """Compute all that somebody holds, by the functions that were called."""
+        held = self.held
+        if self.settled or not held:
+            return
+        self.settled = True
+        with _restored(self.state):
+            x = self.product.x
+            if type(x) is Deferred:
+                x.region.settle()
+            contents = [self.plan.func(*_arguments(self.plan.func, Product(x, self.product.weight, self.product.bias)))]
+            for func, args, kwargs, in_place in self.calls[: max(held)]:
+                called = functional(func) if in_place else func
+                named = {k: _content(v, contents) for k, v in kwargs.items()}
+                contents.append(called(*(_content(v, contents) for v in args), **(named | {"inplace": False} if "inplace" in named else named)))
+            given: list[Tensor] = []
+            for place in held:  # a function may give what it was given
+                given.append(contents[place].view_as(contents[place]) if any(contents[place] is other for other in given) else contents[place])
+            for place, tensor in zip(held, given, strict=True):
+                deferred = self.values[place]()
+                if deferred is not None:
+                    become(deferred, tensor)
+
+
+def _arguments(func: Any, product: Product) -> tuple[Any, ...]:
+    return (product.bias, product.x, product.weight.t()) if func == torch.addmm else (product.x, product.weight, product.bias)
+
+
+def _placed(value: Any) -> Any:
+    return Ref(value.place) if type(value) is Deferred else value
+
+
+def _content(value: Any, contents: Sequence[Any]) -> Any:
+    return contents[value.place] if type(value) is Ref else value
+
+
+class _restored:  # noqa: N801  # used as a context manager of torch's is
+    """torch's state as it was when what is computed was called."""
+
+    def __init__(self, then: State):
+        self.then = then
+
+    def __enter__(self) -> None:
+        now = torch.is_grad_enabled()
+        if self.then.grad and not now:
+            raise CallError(_UNSEEN.format(what="gradients are switched off"))
+        self.grad = torch.set_grad_enabled(self.then.grad)
+
+    def __exit__(self, *_: object) -> None:
+        self.grad.__exit__(None, None, None)
+
+
+def become(deferred: Deferred, contents: Tensor) -> None:
+    """The same object, from now on an ordinary tensor with these contents and their gradient."""
+    if type(contents) is not Tensor or contents.shape != _asked(Tensor.shape.__get__, (deferred,), None):  # type: ignore[attr-defined]
+        raise InternalError(f"a {type(contents).__name__} of shape {list(contents.shape)} was computed for a result of another")
+    if contents._use_count() > 1:  # type: ignore[attr-defined]  # somebody else holds it, as where a function gives what it was given
+        contents = contents.view_as(contents)
+    vars(deferred).clear()
+    deferred.__class__ = Tensor  # type: ignore[assignment]
+    torch._C._swap_tensor_impl(deferred, contents)
+
+
+# -- shapes
+
+
+def present(value: Tensor, indices: str, frame: tuple[int, ...]) -> Tensor | None:
+    """A tensor as the program takes it, where torch would broadcast it to the frame in this way; None where it is of another kind."""
+    if indices == "mn":
+        if value.shape == frame:
+            return value
+        return value.expand(frame) if kind(value.shape, frame) == "mn" else None
+    if kind(value.shape, frame) != indices:
+        return None
+    if indices == "n":
+        return value.reshape(-1)
+    return value.reshape(()) if not indices else value.squeeze(-1).expand(frame[:-1])
+
+
+def kind(shape: Sequence[int], frame: Sequence[int]) -> str | None:
+    """What a tensor that torch would broadcast to the frame varies along: "mn", "m", "n" or ""; None where it would not, or would make it larger.
+
+    What has the frame's own shape is a tile, also where an extent of it is 1.
+    """
+    if tuple(shape) == tuple(frame):
+        return "mn"
+    if len(shape) > len(frame):
+        return None
+    rows = columns = False
+    for place in range(1, len(shape) + 1):
+        if shape[-place] != frame[-place] and shape[-place] != 1:
+            return None
+        if shape[-place] != 1:
+            rows, columns = rows or place > 1, columns or place == 1
+    return "m" * rows + "n" * columns
+
+
+def reshaped(frame: tuple[int, ...], given: Sequence[Any]) -> tuple[int, ...] | None:
+    """The shape that a view asks for, where it has the same columns."""
+    wanted = tuple(given[0]) if len(given) == 1 and isinstance(given[0], tuple | list) else tuple(given)
+    if not wanted or not all(isinstance(extent, int) for extent in wanted) or wanted.count(-1) > 1:
+        return None
+    total, known = 1, 1
+    for extent in frame:
+        total *= extent
+    for extent in wanted:
+        known *= 1 if extent == -1 else extent
+    if -1 in wanted:
+        if not known or total % known:
+            return None
+        wanted = tuple(total // known if extent == -1 else extent for extent in wanted)
+    elif known != total:
+        return None
+    return wanted if wanted[-1] == frame[-1] else None
+
+
+# -- while a forward runs
+
+
+class Run(TorchFunctionMode):
+    """One call of a forward. deviated: it did something else than the plan expects."""
+
+    def __init__(self, plan: Plan):
+        super().__init__()
+        self.plan, self.count, self.deviated = plan, 0, False
+        self.pending: list[Region] = []
+        self.held: list[Region] = []
+
+    def end(self) -> None:
+        """What the forward has given or kept becomes ordinary tensors."""
+        self.deviate()
+        for region in self.held:
+            region.settle()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = PRODUCTS.get(func)
+        if read is not None:
+            return self.product(func, read, args, kwargs or {})
+        if not self.pending:
+            return func(*args, **(kwargs or {}))
+        if asks(func):
+            return _asked(func, args, kwargs)
+        if Deferred in types:
+            return self.step(func, args, kwargs or {})
+        if not pure(func) or (kwargs and (kwargs.get("inplace") or kwargs.get("out") is not None)):
+            self.deviate()
+        return func(*args, **(kwargs or {}))
+
+    def product(self, func: Any, read: Callable[..., Product | None], args: Any, kwargs: Any) -> Any:
+        place, self.count = self.count, self.count + 1
+        planned = self.plan.products[place] if place < len(self.plan.products) else None
+        if planned is not None and planned.func == func:
+            region = self.begun(planned, read(*args, **kwargs))
+            if region is not None:
+                if planned.steps:
+                    self.pending.append(region)
+                    return region.give(planned.dtype)
+                return self.computed(region)
+        if planned is not None or (self.pending and _all_deferred(args, kwargs)):
+            self.deviate()
+            self.deviated = True
+        return func(*args, **kwargs)
+
+    def begun(self, planned: Planned, product: Product | None) -> Region | None:
+        """A product's region, where it is what was planned."""
+        if product is None:
+            return None
+        x, weight, bias = product
+        before = None
+        if type(x) is Deferred:
+            before = x.region
+            if not planned.after_chained or not before.plan.chained or not before.complete or x.place != len(before.plan.steps):
+                return None
+        elif planned.after_chained or type(x) not in _PLAIN:
+            return None
+        if type(weight) not in _PLAIN or (bias is None) == planned.bias or (bias is not None and type(bias) not in _PLAIN):
+            return None
+        now = state(weight.device.type)
+        shape = tuple(_asked(Tensor.shape.__get__, (x,), None)) if before else tuple(x.shape)  # type: ignore[attr-defined]
+        if not fits(product, shape, now, planned.dtype) or (before is not None and before.state != now):
+            return None
+        if before is not None:
+            self.pending.remove(before)
+        return Region(planned, product, before, (*shape[:-1], weight.shape[0]), now)
+
+    def computed(self, region: Region) -> Tensor:
+        if region in self.pending:
+            self.pending.remove(region)
+        found = region.compute()
+        self.held += [r for r in region.regions() if r.held]
+        return found
+
+    def step(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        region = next((x.region for x in args if type(x) is Deferred), None)
+        step = region.matched(func, args, kwargs) if region is not None else None
+        if region is None or step is None:
+            self.deviate()
+            return func(*args, **kwargs)
+        region.note(func, args, kwargs, step.in_place)
+        last = len(region.values) == len(region.plan.steps)
+        if step.in_place:
+            changed: Deferred = args[0]
+            if last and not region.plan.chained:
+                become(changed, self.computed(region))
+            else:
+                region.values[changed.place] = _nobody
+                changed.place = len(region.values)
+                region.values.append(weakref.ref(changed))
+            return changed
+        if last and not region.plan.chained:
+            return self.computed(region)
+        return region.give(step.dtype)
+
+    def deviate(self) -> None:
+        """Go on as if nothing had been planned."""
+        self.deviated = self.deviated or bool(self.pending)
+        pending, self.pending = self.pending, []
+        for region in pending:
+            region.settle()
+
+
+def _nobody() -> None:
+    """In the place of a reference to a value that was changed since."""
+    return
+
+
+def fits(product: Product, shape: tuple[int, ...], now: State, dtype: torch.dtype) -> bool:
+    """Whether `epigen.linear` computes a product. shape: of x. dtype: what torch's own would give."""
+    x, weight, bias = product
+    wanted = (now.autocast,) if now.autocast is not None else (weight.dtype,)
+    if dtype not in wanted or dtype not in DTYPES or weight.dim() != 2 or not shape or shape[-1] != weight.shape[1] or 0 in shape or 0 in weight.shape:
+        return False
+    x_dtype, device = _asked(Tensor.dtype.__get__, (x,), None), _asked(Tensor.device.__get__, (x,), None)  # type: ignore[attr-defined]
+    if device != weight.device or device.type not in DEVICES or weight.layout != torch.strided:
+        return False
+    if now.autocast is None and x_dtype != weight.dtype:
+        return False
+    return bias is None or (tuple(bias.shape) == (weight.shape[0],) and bias.device == device and bias.dtype in DTYPES)

@@ -1,0 +1,450 @@
+"""What a module's forward does with its products: found by running it once on tensors without contents -> the plan by which `deferred` runs it.
+
+What runs is a copy of the module, hooks left out, whose parameters and buffers are stand-ins of the same shapes: whatever the forward changes, counts or keeps,
+it does to the copy. The modules inside that have plans of their own are called, and not looked into.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from epigen.errors import EpigenError
+from epigen.training import deferred
+from epigen.training.deferred import DTYPES, PRODUCTS, VIEWS, Argument, Fixed, Plan, Planned, Product, Ref, Step, Taken
+from epigen.training.plan import MOST_PROGRAMS
+
+_ROWS, _COLUMNS = 6, 7
+"""Extents of the tensors on which steps are traced: a program is the same whatever they are."""
+
+_FIXED = (int, float, bool, str, type(None), torch.dtype, torch.device)
+
+
+class Unseen(Exception):
+    """A forward that cannot be rehearsed: why, as the end of a sentence."""
+
+
+@dataclass
+class Seen:
+    """What became of one product of a forward. layer: the module whose own code calls it, by its name in the one that was rehearsed; None where it is none of its
+    own. taken: the functions that were joined to it. why: nothing was, where nothing was."""
+
+    layer: str | None
+    planned: Planned | None
+    taken: tuple[str, ...] = ()
+    why: str = ""
+
+    @property
+    def fused(self) -> bool:
+        return self.planned is not None
+
+
+@dataclass
+class Rehearsed:
+    plan: Plan
+    seen: list[Seen]
+
+
+def rehearse(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool | None = None) -> Rehearsed:
+    """args, kwargs: those of a call of the module's forward. training: the mode to rehearse it in; by default that which each module in it has. Raises Unseen."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    given, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    for value in given:
+        if not isinstance(value, _FIXED) and type(value) is not Tensor and type(value) is not nn.Parameter:
+            raise Unseen(f"it is called with a {type(value).__name__}, which is not tried out")
+    with _nothing_drawn(), _nothing_said(), FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+        stand_in = _copied(module, fakes)
+        if training is not None:
+            stand_in.train(training)
+        names = {m: name for of in (module, stand_in) for name, m in of.named_modules()}  # a closure holds the module's own
+        with torch.enable_grad():
+            given = [_fake(value, fakes) for value in given]
+            fake_args, fake_kwargs = pytree.tree_unflatten(given, structure)
+            observed = Observed(names)
+            try:
+                with observed:
+                    result = type(stand_in).forward(stand_in, *fake_args, **fake_kwargs)
+            except Exception as error:
+                said = (str(error).splitlines() or [""])[0]
+                raise Unseen(f"on tensors without contents it raises {type(error).__name__}: {said}") from error
+    return _analysed(observed, result)
+
+
+@contextmanager
+def _nothing_drawn() -> Iterator[None]:
+    """What a forward draws of Python's and numpy's random numbers is put back; torch's own draw nothing without contents."""
+    numpy = sys.modules.get("numpy")
+    before, numpys, torchs = random.getstate(), numpy.random.get_state() if numpy else None, torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        torch.set_rng_state(torchs)
+        if numpy:
+            numpy.random.set_state(numpys)
+
+
+@contextmanager
+def _nothing_said() -> Iterator[None]:
+    """torch logs each operation that refuses tensors without contents: here that is one way for a try to end."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _copied(module: nn.Module, fakes: Any) -> nn.Module:
+    memo: dict[int, Any] = {}
+    try:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            memo[id(tensor)] = fakes.from_tensor(tensor) if type(tensor) in (Tensor, nn.Parameter) else tensor
+        stand_in: nn.Module = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise Unseen(f"a {type(module).__name__} cannot be copied to try it out: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+    for inner in stand_in.modules():
+        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            getattr(inner, hooks).clear()
+    return stand_in
+
+
+def _fake(value: Any, fakes: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    found = fakes.from_tensor(value).detach()
+    # of what has a gradient, so that a torch.autograd.Function shows; and no leaf, which could not be changed in place
+    return found.requires_grad_().clone() if found.is_floating_point() else found
+
+
+# -- what was called
+
+
+@dataclass(slots=True)
+class Event:
+    """One call. given: the tensors among its arguments, at any depth. layer: of a product, the module whose code calls it."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    given: list[Tensor]
+    state: deferred.State
+    layer: str | None
+
+
+class Observed(TorchFunctionMode):
+    """The functions that a forward calls, in order, and what they give. names: of the modules that may call them."""
+
+    def __init__(self, names: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        self.names = names
+        self.events: list[Event] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        device = given[0].device.type if given else "cpu"
+        now = deferred.state(device)
+        result = func(*args, **kwargs)
+        if not deferred.asks(func):
+            self.events.append(Event(func, tuple(args), dict(kwargs), result, given, now, self.caller() if func in PRODUCTS else None))
+        return result
+
+    def caller(self) -> str | None:
+        frame: Any = sys._getframe(2)
+        while frame is not None:
+            own = frame.f_locals.get("self")
+            if isinstance(own, nn.Module):
+                return self.names.get(own)
+            frame = frame.f_back
+        return None
+
+
+# -- what it comes to
+
+
+@dataclass(eq=False)
+class _Region:
+    """A product and the functions of it that the language has. uses: by place, by whom else its value is read."""
+
+    number: int
+    event: Event
+    product: Product
+    dtype: torch.dtype
+    frame: tuple[int, ...]
+    steps: list[Step] = field(default_factory=list)
+    outside: dict[int, list[str]] = field(default_factory=dict)
+    fed: list[tuple[_Region, int]] = field(default_factory=list)
+    multiplied: dict[int, list[int]] = field(default_factory=dict)
+    open: bool = True
+    why: str = ""
+    names: list[str] = field(default_factory=list)
+
+    def read(self, place: int, by: str) -> None:
+        self.outside.setdefault(place, []).append(by)
+
+    @property
+    def cut(self) -> int:
+        """How many steps can be joined: up to a value that is all that is read of them."""
+        for k in range(len(self.steps), 0, -1):
+            inner = range(k)
+            read = {a.place for step in self.steps[:k] for a in (*step.args, *step.kwargs.values()) if isinstance(a, Ref)}
+            if all(j in read and j not in self.outside and j not in self.multiplied for j in inner) and not any(
+                isinstance(a, Ref) and a.place < k for step in self.steps[k:] for a in (*step.args, *step.kwargs.values())
+            ):
+                return k
+        return 0
+
+
+def _analysed(observed: Observed, result: Any) -> Rehearsed:
+    regions: list[_Region | None] = []
+    products: list[tuple[Event, str]] = []
+    now: dict[int, tuple[_Region, int]] = {}
+    for event in observed.events:
+        if any(isinstance(t.grad_fn, torch._C._FunctionBase) for t in event.given):
+            raise Unseen("it calls a torch.autograd.Function, of whose arguments torch does not tell")
+        values = {id(t): now[id(t)] for t in event.given if id(t) in now}
+        read = PRODUCTS.get(event.func)
+        if read is not None:
+            region, why = _begun(len(regions), event, read)
+            regions.append(region)
+            products.append((event, why))
+            for other, place in values.values():
+                other.multiplied.setdefault(place, []).append(len(regions) - 1) if region is not None and _is_x(region, other, place, now) else other.read(
+                    place, "another product takes its result"
+                )
+            if region is not None:
+                now[id(event.result)] = (region, 0)
+        elif values:
+            _stepped(event, values, now)
+        elif not deferred.pure(event.func) or event.kwargs.get("inplace"):
+            for r in regions:
+                if r is not None:
+                    r.open = False
+    for tensor in pytree.tree_leaves(result):
+        if isinstance(tensor, Tensor) and isinstance(tensor.grad_fn, torch._C._FunctionBase):
+            raise Unseen("it calls a torch.autograd.Function, of whose arguments torch does not tell")
+        if id(tensor) in now:
+            r, place = now[id(tensor)]
+            if place < len(r.steps):
+                r.read(place, "its result goes out of its module's forward")
+    return _planned(regions, products)
+
+
+def _is_x(region: _Region, other: _Region, place: int, now: Mapping[int, tuple[_Region, int]]) -> bool:
+    return isinstance(region.product.x, Tensor) and now.get(id(region.product.x)) == (other, place)
+
+
+def _begun(number: int, event: Event, read: Any) -> tuple[_Region | None, str]:
+    product = read(*event.args, **event.kwargs)
+    if product is None:
+        return None, "its product is no linear layer"
+    x, weight, bias = product
+    if type(event.result) is not type(x) and not isinstance(event.result, Tensor):
+        return None, "it gives no tensor"
+    for what, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and not _ordinary(tensor):
+            return None, f"its {what} is a {type(tensor).__name__}"
+    dtype = event.result.dtype
+    if dtype not in DTYPES:
+        return None, f"its product is {dtype}, and fp32, fp16 and bf16 are fused"
+    if not deferred.fits(product, tuple(x.shape), event.state, dtype):
+        return None, f"a product of {list(x.shape)} by a weight of {list(weight.shape)} is not taken"
+    return _Region(number, event, product, dtype, tuple(event.result.shape)), ""
+
+
+def _ordinary(tensor: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
+
+
+def _stepped(event: Event, values: dict[int, tuple[_Region, int]], now: dict[int, tuple[_Region, int]]) -> None:
+    """A call that takes values of regions: a step of one of them, or read from outside."""
+    name = getattr(event.func, "__name__", str(event.func)).strip("_")
+    tried = sorted({id(r): r for r, _ in values.values()}.values(), key=lambda r: (-len(r.steps), r.number))
+    why = ""
+    for region in tried:
+        step, why = _step(region, event, values) if region.open else (None, "another tensor is changed in between")
+        if step is None:
+            region.why = region.why or f"{name} follows{', which no epilogue computes' + (': ' + why if why else '')}"
+            continue
+        for r, place in values.values():
+            if r is not region:
+                r.read(place, f"the kernel of another layer takes its result, in {name}")
+        region.steps.append(step)
+        region.names.append(name)
+        if step.view:
+            region.frame = tuple(event.result.shape)
+        now[id(event.result)] = (region, len(region.steps))
+        return
+    for key, (r, place) in values.items():
+        r.read(place, name)
+        if not deferred.pure(event.func) or event.kwargs.get("inplace"):
+            r.open = False
+            del now[key]
+
+
+def _step(region: _Region, event: Event, values: Mapping[int, tuple[_Region, int]]) -> tuple[Step | None, str]:
+    result = event.result
+    first = event.args[0] if event.args else None
+    if not isinstance(result, Tensor):
+        return None, "it gives no tensor"
+    if event.state != region.event.state:
+        return None, "autocast or gradients are switched in between"
+    if event.func in VIEWS and result is not first:
+        return _view(region, event, values)
+    if tuple(result.shape) != region.frame or result.dtype not in DTYPES:
+        return None, ""
+    if not result.requires_grad:
+        return None, "it has no gradient"
+    changes = not deferred.pure(event.func) or bool(event.kwargs.get("inplace"))
+    in_place = result is first  # changed, or given as it was
+    if changes and (not in_place or region not in [r for r, _ in (values.get(id(first), (None, 0)),)] or deferred.functional(event.func) is None):
+        return None, "it changes a tensor in place"
+    if "out" in event.kwargs or (changes and any(s.view for s in region.steps)):  # a view's base would change too
+        return None, "it changes a tensor in place"
+    step = Step(event.func, (), {}, result.dtype, in_place)
+    count = sum(isinstance(a, Taken) for s in region.steps for a in (*s.args, *s.kwargs.values()))
+    args: list[Argument] = []
+    for value in [*event.args, *event.kwargs.values()]:
+        if isinstance(value, Tensor):
+            place = values.get(id(value))
+            if place is not None and place[0] is region:
+                args.append(Ref(place[1]))
+                continue
+            indices = deferred.kind(value.shape, region.frame)
+            if indices is None or not _ordinary(value) or value.dtype not in DTYPES or value.device != region.product.weight.device:
+                return None, f"it takes a tensor of {list(value.shape)} and {value.dtype} beside it"
+            args.append(Taken(f"x{count}", indices, value.dtype))
+            count += 1
+        elif isinstance(value, _FIXED):
+            args.append(Fixed(value))
+        else:
+            return None, f"it takes a {type(value).__name__}"
+    split = len(event.args)
+    step = replace(step, args=tuple(args[:split]), kwargs=dict(zip(event.kwargs, args[split:], strict=True)))
+    text, why = _program(region, [*region.steps, step])
+    return (step, "") if text else (None, why)
+
+
+def _view(region: _Region, event: Event, values: Mapping[int, tuple[_Region, int]]) -> tuple[Step | None, str]:
+    at = values.get(id(event.args[0]))
+    shape = deferred.reshaped(region.frame, event.args[1:])
+    if at != (region, len(region.steps)) or event.kwargs or shape is None or shape != tuple(event.result.shape):
+        return None, "it moves elements between rows and columns"
+    return Step(event.func, (Ref(at[1]), *map(Fixed, event.args[1:])), {}, event.result.dtype, view=True), ""
+
+
+def _planned(regions: Sequence[_Region | None], products: Sequence[tuple[Event, str]]) -> Rehearsed:
+    cuts = {r.number: r.cut for r in regions if r is not None}
+    for r in regions:
+        if r is not None and cuts[r.number] and _program(r, r.steps[: cuts[r.number]])[0] in ("mm", "mm + bias"):
+            r.why = r.why or f"{', '.join(r.names[: cuts[r.number]])} follows, and gives what it takes; nothing follows there"
+            cuts[r.number] = 0
+    chained: dict[int, int] = {}
+    for r in regions:
+        if r is not None and (k := cuts[r.number]) and r.multiplied.get(k, []) and len(r.multiplied[k]) == 1 and k not in r.outside and k == len(r.steps):
+            follower = regions[r.multiplied[k][0]]
+            if follower is not None and follower.event.state == r.event.state and r.open:
+                chained[r.number] = follower.number
+    plans: list[Planned | None] = []
+    seen: list[Seen] = []
+    for (event, why), r in zip(products, regions, strict=True):
+        planned = None
+        if r is not None and (cuts[r.number] or r.number in chained.values()):
+            k = cuts[r.number]
+            text, why = _program(r, r.steps[:k])
+            if text:
+                planned = Planned(event.func, r.dtype, r.product.bias is not None, tuple(r.steps[:k]), text, r.number in chained, r.number in chained.values())
+        plans.append(planned)
+        names = tuple(r.names[: cuts[r.number]]) if r is not None and planned else ()
+        seen.append(Seen(event.layer, planned, names, why or (_why(r) if r is not None else "")))
+    return Rehearsed(Plan(tuple(plans)), seen)
+
+
+def _why(region: _Region) -> str:
+    """Why nothing is joined to a product."""
+    if readers := region.outside.get(0):
+        if len(readers) + bool(region.steps) > 1 or (region.steps and readers):
+            return f"its result is used in {len(readers) + bool(region.steps)} places"
+        if region.why:
+            return region.why
+        return readers[0] if " " in readers[0] else f"{readers[0]} follows, which no epilogue computes"
+    if 0 in region.multiplied:
+        return "another product follows it, and nothing between them"
+    return region.why or "its result goes out of its module's forward, and nothing follows there"
+
+
+# -- programs
+
+
+def _program(region: _Region, steps: Sequence[Step]) -> tuple[str, str]:
+    """The text, or why there is none."""
+    taken = [(step.func, step.args, tuple(step.kwargs.items()), step.dtype, step.in_place) for step in steps if not step.view]
+    views = tuple(place for place, step in enumerate(steps) if step.view)
+    try:
+        return _traced(region.product.bias is not None, None if region.product.bias is None else region.product.bias.dtype, region.dtype, tuple(taken), views)
+    except TypeError:  # what cannot be hashed
+        return "", "it takes arguments that are not plain"
+
+
+@functools.lru_cache(maxsize=MOST_PROGRAMS)
+def _traced(bias: bool, bias_dtype: torch.dtype | None, dtype: torch.dtype, steps: tuple[Any, ...], views: tuple[int, ...]) -> tuple[str, str]:
+    """steps: those that are no views. views: where between them those are, which give what they take."""
+    if not steps:
+        return ("mm + bias" if bias else "mm"), ""
+    from epigen.training.traced import trace
+
+    shapes = {"mn": (_ROWS, _COLUMNS), "m": (_ROWS, 1), "n": (_COLUMNS,), "": ()}
+    meta = torch.device("meta")
+    inputs: dict[str, Any] = {"bias": torch.empty(_COLUMNS, dtype=bias_dtype, device=meta)} if bias else {}
+    for _, args, kwargs, _, _ in steps:
+        for argument in (*args, *(value for _, value in kwargs)):
+            if isinstance(argument, Taken):
+                inputs[argument.name] = torch.empty(shapes[argument.indices], dtype=argument.dtype, device=meta)
+
+    def function(mm: Tensor, **given: Tensor) -> Tensor:
+        values = [mm + given["bias"] if bias else mm]
+        pending = list(steps)
+        for place in range(len(steps) + len(views)):
+            if place in views:
+                values.append(values[-1])
+                continue
+            func, args, kwargs, made, in_place = pending.pop(0)
+
+            def content(argument: Argument) -> Any:
+                return values[argument.place] if isinstance(argument, Ref) else given[argument.name] if isinstance(argument, Taken) else argument.value
+
+            named = {name: content(value) for name, value in kwargs}
+            called = deferred.functional(func) if in_place else func
+            found = called(*map(content, args), **(named | {"inplace": False} if "inplace" in named else named))
+            if tuple(found.shape) != (_ROWS, _COLUMNS):
+                raise EpigenError("it changes the shape")
+            values.append(found.to(made))
+        return values[-1]
+
+    try:
+        found = trace(function, (_ROWS, _COLUMNS), dtype, meta, inputs)
+    except EpigenError as error:
+        said = str(error).partition("\n")[0]
+        return "", said.partition("which no epilogue computes: ")[2] or said
+    if found.held:
+        return "", "it reads a tensor of its own"
+    if {leaf.name for leaf in found.program.leaves} != set(inputs):
+        return "", "its result does not hang on all that it takes"
+    return found.program.text, ""
