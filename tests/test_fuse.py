@@ -99,7 +99,7 @@ ACTIVATIONS: dict[str, tuple[nn.Module | Callable[[Tensor], Tensor], str]] = {
     "gelu": (nn.GELU(), "gelu(mm + bias)"),
     "gelu by tanh": (nn.GELU(approximate="tanh"), "gelu_tanh(mm + bias)"),
     "leaky relu": (nn.LeakyReLU(0.2), "leaky_relu(mm + bias, 0.2)"),
-    "hardtanh": (nn.Hardtanh(), "clamp(mm + bias, -1, 1)"),
+    "hardtanh": (nn.Hardtanh(), "hardtanh(mm + bias, -1, 1)"),
     "softplus with options": (nn.Softplus(beta=2), "v = mm + bias; v1 = 2 * v; where(v1 > 20, v, softplus(v1) / 2)"),
     "a module of the user's": (Quick(), "v = mm + bias; v * sigmoid(v * 1.702)"),
     "a function": (F.silu, "silu(mm + bias)"),
