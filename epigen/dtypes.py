@@ -19,7 +19,7 @@ class DType:
 
     name: str
     bits: int
-    kind: str  # "float", "int" or "bits"
+    kind: str  # "float" or "int"
     triton: str
     torch: str
     largest: float
@@ -49,15 +49,20 @@ FP8E4M3 = DType("fp8e4m3", 8, "float", "float8e4nv", "float8_e4m3fn", 448.0, 2.0
 FP8E5M2 = DType("fp8e5m2", 8, "float", "float8e5", "float8_e5m2", 57344.0, 2.0**-2, 2.0**-16)
 INT8 = DType("int8", 8, "int", "int8", "int8", 127.0)
 INT32 = DType("int32", 32, "int", "int32", "int32", 2147483647.0)
-UINT8 = DType("uint8", 8, "bits", "uint8", "uint8", 255.0)  # eight mask bits; never arithmetic
+INT64 = DType("int64", 64, "int", "int64", "int64", 2.0**63)
+UINT8 = DType("uint8", 8, "int", "uint8", "uint8", 255.0)  # a number of an input; of a packed mask eight bits
+BOOL = DType("bool", 8, "int", "int1", "bool", 1.0)
 
 FP32_TINY = 2.0**-126
 """Smallest normal fp32 number. Triton types a smaller constant as fp64, and GPUs may flush a smaller result to zero."""
 
 OPERANDS = (FP32, FP16, BF16, FP8E4M3, FP8E5M2, INT8)
-"""What `a` and `b` may hold, what `cast` may name, and what inputs of the epilogue may hold."""
+"""What `a` and `b` may hold, and what `cast` may name."""
 
-ALL = (*OPERANDS, INT32, UINT8)
+INPUTS = (*OPERANDS, BOOL, UINT8, INT32, INT64)
+"""What inputs of the epilogue may hold. It computes in fp32, so booleans are 0 and 1, and integers past 2^24 are rounded to 24 bits, as torch's own conversion does."""
+
+ALL = INPUTS
 
 _ALIASES = {
     "float32": FP32, "float": FP32, "float16": FP16, "half": FP16, "bfloat16": BF16,

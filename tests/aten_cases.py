@@ -74,6 +74,24 @@ def test_masks_of_booleans() -> None:
     assert text_of(lambda mm, keep: mm.masked_fill(~keep, -1e4), keep=torch.ones(8, dtype=torch.bool)) == "where(~(keep[n] != 0), -10000, mm)"
 
 
+def test_integers_are_numbers_where_torch_computes_in_floats() -> None:
+    ids, bytes_ = torch.ones(2, 3, 1, dtype=torch.int64), torch.ones(8, dtype=torch.uint8)
+    assert text_of(lambda mm, ids: mm * ids, ids=ids) == "mm * ids[m]"
+    assert text_of(lambda mm, g: mm + g * 0.5, g=bytes_) == "mm + g[n] * 0.5"
+    assert text_of(lambda mm, ids: torch.where(ids == -100, 0.0, mm), ids=ids) == "where(ids[m] == -100, 0, mm)"
+    assert text_of(lambda mm, keep: mm * keep.to(mm.dtype), keep=ids == 1) == "mm * where(keep[m] != 0, 1, 0)"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda mm, ids: mm + (ids + ids), lambda mm, ids: torch.where(ids == ids + 0, mm, 0.0), lambda mm, ids: torch.where(ids < ids, mm, 0.0),
+     lambda mm, ids: torch.where(ids > 2**24, mm, 0.0), lambda mm, ids: mm + ids * 3],
+)  # fmt: skip
+def test_what_torch_computes_in_integers_is_not_rounded(function: Callable[..., Any]) -> None:
+    with pytest.raises(CallError, match="it computes with integers; the language computes in fp32: cast them to float32 first"):
+        text_of(function, ids=torch.ones(2, 3, 1, dtype=torch.int64))
+
+
 def test_several_results_views_and_reductions() -> None:
     def function(mm: Tensor, bias: Tensor) -> Any:
         z = mm + bias

@@ -22,10 +22,10 @@ from cases import persistent, split_k, warp_specialized
 from programs import write_program
 
 import epigen
-from epigen import cli_compile, ops, settings
-from epigen.codegen import schedules
+from epigen import api, cli_compile, ops, settings
+from epigen.codegen import lower, schedules
 from epigen.codegen.spec import LAYOUTS, KernelConfig
-from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
+from epigen.dtypes import BF16, BOOL, FP8E4M3, FP8E5M2, FP16, FP32, INT8, INT64, UINT8, DType
 from epigen.errors import CompileError
 from epigen.runtime import ahead, loader
 from epigen.runtime.ahead import Job, Running, layout_constants
@@ -131,6 +131,19 @@ def test_every_row_compiles_of_blocks_and_of_constants() -> None:
 
     texts = [program("mm", "mm + 1"), program("0.75", "mm"), program("s", "w[n]"), program("w[n]", "s")]
     jobs = [job(text, target, FP16, tiled(32, 32, 32, 4, 2)) for text, target in zip(texts, ("sm_90", "sm_90", "sm_80", "gfx942"), strict=True)]
+    for one, results in zip(jobs, compiled(jobs), strict=True):
+        checked(one, results)
+
+
+def test_booleans_and_integers_are_inputs() -> None:
+    """Loaded as they lie, early or late, by Triton and by Gluon."""
+    graph = api.graph_of("z = where(keep[m,n] != 0, mm * s, r[m]) + c[n]; z, bitmask(z > 0)")
+    small, hopper = tiled(32, 32, 32, 4, 2), warp_specialized(early=1, halves=2, block_n=128)
+    jobs = []
+    for dtype, config in ((BOOL, small), (UINT8, small), (INT64, small), (BOOL, hopper), (INT64, hopper)):
+        held = tuple((n.name, dtype) for n in graph.inputs())
+        signature = lower.signature_of_contiguous(graph, FP16, FP16, held, BIG, "nt", "ieee")
+        jobs.append(Job(api.renderer().render(lower.lower(graph, signature), config), TARGETS["sm_90"], "nt"))
     for one, results in zip(jobs, compiled(jobs), strict=True):
         checked(one, results)
 

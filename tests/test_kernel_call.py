@@ -283,6 +283,35 @@ class TestOut:
             compiled("relu(mm)", backend)(half(M, K), half(K, N), out=torch.empty(M, N).half().requires_grad_())
 
 
+# -- what inputs may hold
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("config", [SMALL, cases.LIBRARY], ids=["tiled", "library"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64], ids=str)
+def test_booleans_and_integers_are_numbers(backend: str, config: KernelConfig, dtype: torch.dtype) -> None:
+    source = torch.Generator().manual_seed(3)
+
+    def drawn(*size: int) -> torch.Tensor:
+        low, high = (0, 2) if dtype == torch.bool else (0, 256) if dtype == torch.uint8 else (-100, 100)
+        return torch.randint(low, high, size, generator=source).to(dtype)
+
+    a, b = whole(M, K).float(), whole(K, N, seed=1).float()
+    given = {"keep": drawn(M, N), "r": drawn(M), "c": drawn(N), "s": drawn(1)}
+    z, total = epigen.compile("z = where(keep[m,n] != 0, mm * s, r[m]) + c[n]; z, sum(z, m)", backend=backend, config=config)(a, b, **given)
+    expected = torch.where(given["keep"] != 0, a @ b * given["s"], given["r"][:, None]) + given["c"]
+    assert torch.equal(z, expected) and torch.equal(total, expected.sum(0))
+
+
+def test_integers_that_fp32_does_not_hold_are_rounded_as_torch_does() -> None:
+    large = torch.tensor([[2**24 + 1, 2**40 + 12345, -(2**31) + 1]])
+    kernel = epigen.compile("mm + large[m,n]")
+    given = verify.Sample(torch.zeros(1, 1), torch.zeros(1, 3), {"large": large})
+    assert torch.equal(kernel(given.a, given.b, large=large), large.float())
+    verify.demand(verify.differences(kernel, given))
+
+
 # -- what a call refuses
 
 
@@ -299,7 +328,7 @@ A, B, BIAS = half(M, K), half(K, N), half(N)
         ("mm", (A[0], B), {}, r"operand a has shape \[24\], and \[M, K\] was expected"),
         ("mm", (A, B[None]), {}, r"operand b has shape \[1, 24, 37\], and \[K, N\] was expected"),
         ("mm", (A.double(), B), {}, r"operand a is torch\.float64, which epigen does not multiply"),
-        ("mm", (A, B.bool()), {}, r"operand b is torch\.bool, which epigen does not multiply"),
+        ("mm", (A, B.bool()), {}, r"operand b is bool, and the operands are one of fp32"),
         ("mm", (A.to(torch.uint8), B), {}, r"operand a is uint8, and the operands are one of fp32, fp16, bf16, fp8e4m3, fp8e5m2, int8"),
         ("mm", (A, B.to(torch.int32)), {}, r"operand b is int32, and the operands are one of fp32"),
         ("mm", (A, B.float()), {}, r"operand a is fp16 and operand b is fp32: both need the same dtype \(the two fp8 kinds may be mixed\)"),
@@ -313,16 +342,16 @@ A, B, BIAS = half(M, K), half(K, N), half(N)
         ("drelu(mm * alpha, mask) + gate[m,n]", (A, B), {}, r"missing inputs: alpha \(a scalar\), mask \(a packed mask, uint8 \[M, ceil\(N / 8\)\]\), gate\[m,n\]$"),
         # shapes
         ("mm + bias", (A, B), {"bias": half(M)}, r"input 'bias' is declared as bias\[n\], so \[N\] = \[37\] was expected, and it has shape \[20\]"),
-        ("mm + bias", (A, B), {"bias": half(1, N)}, r"input 'bias' is declared as bias\[n\], so \[N\] = \[37\] was expected, and it has shape \[1, 37\]"),
-        ("mm * scale_a[m]", (A, B), {"scale_a": half(M, 1)}, r"input 'scale_a' is declared as scale_a\[m\], so \[M\] = \[20\] was expected, and it has shape \[20, 1\]"),
-        ("mm + gate[m,n]", (A, B), {"gate": half(N, M)}, r"input 'gate' is declared as gate\[m,n\], so \[M, N\] = \[20, 37\] was expected, and it has shape \[37, 20\]"),
+        ("mm + bias", (A, B), {"bias": half(1, N)}, r"input 'bias' is declared as bias\[n\], so \[N\] = \[37\] was expected, and it has shape \[1, 37\]: pass bias\.reshape\(37\)$"),
+        ("mm * scale_a[m]", (A, B), {"scale_a": half(M, 1)}, r"input 'scale_a' is declared as scale_a\[m\], so \[M\] = \[20\] was expected, and it has shape \[20, 1\]: pass scale_a\.reshape\(20\)$"),
+        ("mm + gate[m,n]", (A, B), {"gate": half(N, M)}, r"input 'gate' is declared as gate\[m,n\], so \[M, N\] = \[20, 37\] was expected, and it has shape \[37, 20\]$"),
+        ("mm + gate[m,n]", (A, B), {"gate": half(1, N)}, r"and it has shape \[1, 37\]: pass gate\.expand\(20, 37\)$"),
         ("mm * alpha", (A, B), {"alpha": half(2)}, r"input 'alpha' is declared as alpha \(a scalar\), so one element was expected, and it has shape \[2\]"),
         ("drelu(mm, mask)", (A, B), {"mask": torch.zeros(M, N, dtype=torch.uint8)}, r"input 'mask' is a packed mask, uint8 \[M, ceil\(N / 8\)\] = \[20, 5\], and torch\.uint8 \[20, 37\] was given"),
         # dtypes, kinds and devices
         ("drelu(mm, mask)", (A, B), {"mask": torch.zeros(M, 5, dtype=torch.bool)}, r"input 'mask' is a packed mask, .* and torch\.bool \[20, 5\] was given"),
         ("mm + bias", (A, B), {"bias": BIAS.double()}, r"input 'bias' is torch\.float64, which epigen does not compute with"),
-        ("mm + bias", (A, B), {"bias": BIAS.to(torch.uint8)}, r"input 'bias' is torch\.uint8, which epigen does not compute with"),
-        ("mm * alpha", (A, B), {"alpha": torch.tensor(2)}, r"input 'alpha' is torch\.int64, which epigen does not compute with"),
+        ("mm + bias", (A, B), {"bias": BIAS.to(torch.int16)}, r"input 'bias' is torch\.int16, which epigen does not compute with: inputs are one of .*bool, uint8, int32, int64"),
         ("mm + bias", (A, B), {"bias": 1.0}, r"input 'bias' is declared as bias\[n\], and a float was given: pass a tensor"),
         ("drelu(mm, mask)", (A, B), {"mask": 3}, r"input 'mask' is declared as mask \(a packed mask, .*\), and a int was given: pass a tensor"),
         ("mm * alpha", (A, B), {"alpha": "2"}, r"input 'alpha' is a scalar, and a str was given: pass a number or a tensor with one element"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -201,16 +202,51 @@ def test_an_input_may_have_any_name(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("declared", "shape"),
-    [("g[m,n]", (3, 2, 9)), ("g[m,n]", (6, 9)), ("g[m,n]", (1, 3, 9)), ("g[m,n]", (9,)), ("g[m,n]", (2, 3, 1, 9)), ("g[m]", (3, 2)), ("g[m]", (1, 6)), ("g[m]", (6,)),
-     ("g[m]", (2, 1)), ("bits(g)", (3, 2, 2)), ("bits(g)", (6, 2))],
+    [("g[m,n]", (3, 2, 9)), ("g[m,n]", (6, 9)), ("g[m,n]", (2, 1, 8)), ("g[m,n]", (2, 3, 1, 9)), ("g[m]", (3, 2)), ("g[m]", (1, 6)), ("g[m]", (6,)), ("g[m]", (2, 3, 2)),
+     ("g[n]", (8,)), ("g[n]", (2, 9)), ("bits(g)", (3, 2, 2)), ("bits(g)", (6, 2)), ("bits(g)", (2, 3, 1))],
 )  # fmt: skip
-def test_inputs_have_the_leading_dimensions_of_x(declared: str, shape: tuple[int, ...]) -> None:
+def test_inputs_that_do_not_broadcast_are_refused(declared: str, shape: tuple[int, ...]) -> None:
     """Not as many elements in another order."""
     text = f"where({declared}, mm, 0)" if "bits" in declared else f"mm * {declared}"
     g = torch.zeros(shape, dtype=torch.uint8) if "bits" in declared else normal(*shape)
     for x in (normal(2, 3, 4), normal(2, 3, 4, grad=False)):
-        with pytest.raises(CallError, match=r"input 'g' is a .*, and has shape \[.*\]: its leading dimensions are those of x, \[2, 3\]; expand it to them"):
+        with pytest.raises(
+            CallError,
+            match=rf"input 'g' is a .*, the leading dimensions of x being \[2, 3\], and it has shape {re.escape(str(list(shape)))}, which torch does not",
+        ):
             epigen.linear(x, normal(9, 4), epilogue=text, g=g)
+
+
+@pytest.mark.parametrize(
+    ("declared", "shape", "seen"),
+    [("g[m,n]", (1, 3, 9), None), ("g[m,n]", (9,), None), ("g[m,n]", (2, 1, 1), None), ("g[m,n]", (1,), None), ("g[m,n]", (), None), ("g[n]", (1, 1, 9), None), ("g[n]", (1,), None),
+     ("g[m]", (2, 3, 1), None), ("g[m]", (2, 1, 1), None), ("g[m]", (2, 1), (2, 1, 1)), ("g[m]", (3,), (3, 1)), ("g[m]", (2, 3), (2, 3, 1))],
+)  # fmt: skip
+def test_inputs_broadcast_as_torchs_do(declared: str, shape: tuple[int, ...], seen: tuple[int, ...] | None) -> None:
+    """With gradients of their own shape. seen: what torch would have to be given, where a row has no column's place."""
+    x, w, g = normal(2, 3, 4), normal(9, 4, seed=1), normal(*shape, seed=2)
+    found = epigen.linear(x, w, epilogue=f"tanh(mm) * {declared}", g=g)
+    expected = torch.tanh(F.linear(x, w)) * (g if seen is None else g.view(seen))
+    torch.testing.assert_close(found, expected)
+    for t, e in zip(*(torch.autograd.grad((y * y).sum(), (x, w, g)) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(t, e)
+
+
+def test_a_packed_mask_broadcasts_over_leading_dimensions() -> None:
+    x, w = normal(2, 3, 4), normal(9, 4, seed=1)
+    bits = torch.tensor([[[7, 1]], [[5, 0]]], dtype=torch.uint8)
+    given = [epigen.linear(x, w, epilogue="where(mask, mm, 0)", mask=m) for m in (bits, bits.expand(2, 3, 2).contiguous())]
+    assert torch.equal(*given)
+
+
+def test_booleans_and_integers_are_inputs_without_a_gradient() -> None:
+    x, w, row = normal(5, 4), normal(9, 4, seed=1), normal(5, seed=2)
+    keep, step = torch.rand(5, 9, generator=torch.Generator().manual_seed(3)) > 0.5, torch.arange(9)
+    found = epigen.linear(x, w, epilogue="where(keep[m,n] != 0, gelu(mm + step[n]), 0) * row[m]", keep=keep, step=step, row=row)
+    expected = torch.where(keep, F.gelu(F.linear(x, w) + step), 0) * row[:, None]
+    torch.testing.assert_close(found, expected)
+    for t, e in zip(*(torch.autograd.grad(y.sum(), (x, w, row)) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(t, e)
 
 
 LEADS = [(), (5,), (2, 3), (2, 1, 3), (0, 3)]
@@ -296,15 +332,15 @@ def test_double_backward_says_what_to_write() -> None:
         ({"x": (5, 3)}, r"weight is \[9, 4\], and \[N, K\] with K = 3 was expected"),
         ({"x": ()}, "x has no dimensions"),
         ({"weight": (9, 4, 1)}, r"weight is \[9, 4, 1\]"),
-        ({"bias": (8,)}, r"input 'bias' is declared as bias\[n\], so \[N\] = \[9\] was expected, and it has shape \[8\]"),
+        ({"bias": (8,)}, r"input 'bias' is a column \[N\], so \[9\] was expected, .* and it has shape \[8\]"),
         ({"bias": None, "epilogue": "mm + bias"}, r"missing input 'bias' of the epilogue 'mm \+ bias': give it, or write the epilogue without it"),
         ({"gaet": (5, 9)}, r"has no input 'gaet': its inputs are bias"),
         ({"epilogue": "mm + bias + gate[m,n]", "gaet": (5, 9)}, "has no input 'gaet': did you mean gate"),
         (
             {"epilogue": "mm + bias + gate[m,n]", "gate": (4, 9)},
-            r"input 'gate' is a tile \[\.\.\., N\], and has shape \[4, 9\]: its leading dimensions are those of x, \[5\]",
+            r"input 'gate' is a tile \[\.\.\., N\], so \[5, 9\] was expected, the leading dimensions of x being \[5\], and it has shape \[4, 9\]",
         ),
-        ({"epilogue": "mm + bias + gate[m,n]", "gate": (5, 8)}, r"input 'gate' is declared as gate\[m,n\], so \[M, N\] = \[5, 9\] was expected"),
+        ({"epilogue": "mm + bias + gate[m,n]", "gate": (5, 8)}, r"input 'gate' is a tile \[\.\.\., N\], so \[5, 9\] was expected"),
         ({"x": [1.0]}, "x is a list, and a tensor was expected"),
         ({"weight": numpy.ones((9, 4), numpy.float32)}, "weight is a ndarray, and a tensor was expected: torch.as_tensor"),
         ({"weight": torch.eye(4).to_sparse()}, "weight is a sparse tensor, and a dense one was expected"),

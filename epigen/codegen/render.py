@@ -23,7 +23,7 @@ from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, 
 from epigen.dtypes import FP32, INT32, UINT8, DType
 from epigen.ir.graph import describe_indices
 
-_TRITON_TYPES = {"fp8e4m3": "fp8e4nv", "fp8e5m2": "fp8e5", "int8": "i8", "int32": "i32", "uint8": "u8"}
+_TRITON_TYPES = {"fp8e4m3": "fp8e4nv", "fp8e5m2": "fp8e5", "int8": "i8", "int32": "i32", "int64": "i64", "uint8": "u8", "bool": "i1"}
 
 PDL = "PDL"
 """The compile-time argument that says whether a kernel may be launched while the one before it still runs, for whose end it waits by itself."""

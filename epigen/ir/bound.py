@@ -63,7 +63,7 @@ def expect(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, reference.Nu
     errors: list[Tensor] = []
     for number, node in enumerate(graph.nodes):
         args = [(values[i], errors[i], graph.nodes[i].kind) for i in node.args]
-        error = _error(node, values[number], args, a, b, precision)
+        error = _input_error(inputs[node.name], values[number]) if node.op == g.INPUT else _error(node, values[number], args, a, b, precision)
         if node.kind == NUMBER:
             overflow = ~(values[number].abs() + error <= FP32.largest) & values[number].isfinite()
             error = torch.where(overflow | error.isnan(), torch.inf, error)
@@ -133,7 +133,7 @@ def _error(node: Node, value: Tensor, args: list[tuple[Tensor, Tensor, str]], a:
             return _product_error(a, b, value, precision)
         case g.CONSTANT:
             return value.abs() * UNIT
-        case g.INPUT | g.BITS | g.OPERAND:
+        case g.BITS | g.OPERAND:
             return torch.zeros((), dtype=torch.float64, device=a.device)
         case g.CAST:
             assert node.dtype is not None
@@ -159,6 +159,12 @@ def _error(node: Node, value: Tensor, args: list[tuple[Tensor, Tensor, str]], a:
         near = (x - y).abs() <= ex + ey
         return (near & (ex + ey > 0)).double()
     return _elementwise_error(node.op, args)
+
+
+def _input_error(given: reference.Number, value: Tensor) -> Tensor:
+    """That of integers which fp32 does not hold; other numbers are widened."""
+    wide = isinstance(given, Tensor) and given.dtype in (torch.int32, torch.int64)
+    return torch.where(value.abs() > 2.0**24, value.abs() * UNIT, 0.0) if wide else torch.zeros((), dtype=torch.float64, device=value.device)
 
 
 def _product_error(a: Tensor, b: Tensor, value: Tensor, precision: str) -> Tensor:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epigen.codegen import lower
 from epigen.codegen.spec import LINE_BYTES, PRODUCT, TMA_BYTES
-from epigen.dtypes import BF16, BY_TORCH, FP16, FP32, OPERANDS, UINT8
+from epigen.dtypes import BF16, BY_TORCH, FP16, FP32, INPUTS, OPERANDS
 from epigen.errors import CallError, near_miss
 from epigen.ir import graph as g
 from epigen.ir.graph import Node
@@ -125,14 +125,22 @@ def _check_input(name: str, node: Node, value: Any, m: int, n: int, on: torch.de
         if value.dtype != torch.uint8 or tuple(value.shape) != (m, -(-n // 8)):
             raise CallError(f"{what} is a packed mask, uint8 [M, ceil(N / 8)] = [{m}, {-(-n // 8)}], and {value.dtype} {list(value.shape)} was given")
         return
-    dtype = BY_TORCH.get(str(value.dtype))
-    if dtype is None or dtype == UINT8:
-        hint = "pass it as a packed mask, or as int8" if value.dtype == torch.bool else f"inputs are one of {', '.join(map(str, OPERANDS))}"
-        raise CallError(f"{what} is {value.dtype}, which epigen does not compute with: {hint}")
+    if str(value.dtype) not in BY_TORCH:
+        raise CallError(f"{what} is {value.dtype}, which epigen does not compute with: inputs are one of {', '.join(map(str, INPUTS))}")
     wanted = tuple({"m": m, "n": n}[i] for i in node.indices)
     if (tuple(value.shape) != wanted) if node.indices else (value.numel() != 1):
         expected = f"[{', '.join(i.upper() for i in node.indices)}] = {list(wanted)}" if node.indices else "one element"
-        raise CallError(f"{what} is declared as {name}{_declared(node)}, so {expected} was expected, and it has shape {list(value.shape)}")
+        found = f"{what} is declared as {name}{_declared(node)}, so {expected} was expected, and it has shape {list(value.shape)}"
+        raise CallError(found + _as_expected(name, tuple(value.shape), wanted))
+
+
+def _as_expected(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    """What to write where torch would broadcast it, or it has extents of 1 too many; "" where its elements are others."""
+    size = ", ".join(map(str, wanted))
+    if [e for e in found if e != 1] == [e for e in wanted if e != 1]:
+        return f": pass {name}.reshape({size})"
+    broadcasts = len(found) <= len(wanted) and all(f in (1, w) for f, w in zip(reversed(found), reversed(wanted), strict=False))
+    return f": pass {name}.expand({size})" if broadcasts else ""
 
 
 def number(name: str, value: Any) -> float:

@@ -107,7 +107,8 @@ class Kernel:
         """Run the program. Called as `kernel(a, b, bias=bias)`.
 
         a: [M, K]. b: [K, N]. Any strides; on the meta device the results are, too. inputs: the program's, by name: tile [M, N], row [M], column [N], mask uint8
-        [M, ceil(N / 8)], scalar a number or a tensor with one element.
+        [M, ceil(N / 8)], scalar a number or a tensor with one element. Of any dtype of floats (but fp64), int8, uint8, int32, int64 or bool, and in the
+        kernel fp32: booleans are 0 and 1, and integers past 2^24 are rounded, as torch's own conversion to float32 rounds them.
         out: a tensor for a lone output; for several a mapping by name or a sequence; written and returned. It may be an input of the same
         indices from which that output is computed element by element, such as grad in "cast(mm + grad[m,n], fp32)", which then accumulates in
         place: every kernel reads an element before it writes it. Beyond that it may overlap nothing else of the call.

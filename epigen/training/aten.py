@@ -68,6 +68,9 @@ SEVERAL = {
 SAME = ("_to_copy", "convert_element_type", "clone", "alias", "detach", "lift_fresh_copy", "contiguous")
 _POWERS = {0.5: "sqrt(x)", -0.5: "rsqrt(x)", -1.0: "1 / x", 1.0: "x"}
 
+_EXACT = 2**24
+"""Below it fp32 holds every integer, so that comparing one with these is right whatever it is rounded to."""
+
 Role = tuple[str, int, int] | None
 """What a dimension runs along: ("m" or "n", its extent, and how many rows or columns lie between neighbours); None for an extent of 1."""
 
@@ -134,6 +137,11 @@ def _rules() -> Mapping[str, tuple[_Rule, ...]]:
         assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
         found.setdefault(call.func.id, []).append(_rule(call, text))
     return {name: tuple(rules) for name, rules in found.items()}
+
+
+def elementwise() -> Collection[str]:
+    """The names of torch's elementwise operations that are in the language."""
+    return _rules().keys()
 
 
 def _call_text(op: ops.Op) -> str:
@@ -242,8 +250,8 @@ class Importer:
             boolean = False
         elif isinstance(tensor, torch.Tensor):
             shape, boolean = tuple(tensor.shape), tensor.dtype == torch.bool
-            if not boolean and str(tensor.dtype) not in BY_TORCH:
-                raise Unknown(node, f"its argument {arg.name} is {tensor.dtype}", f"inputs are {', '.join(t.removeprefix('torch.') for t in BY_TORCH)} or bool")
+            if str(tensor.dtype) not in BY_TORCH:
+                raise Unknown(node, f"its argument {arg.name} is {tensor.dtype}", f"inputs are {', '.join(t.removeprefix('torch.') for t in BY_TORCH)}")
         else:
             raise Unknown(node, f"its argument {arg.name} is a {type(tensor).__name__}")
         roles = _aligned(shape, beside)
@@ -308,6 +316,8 @@ class Importer:
 
     def apply(self, node: fx.Node, name: str) -> Value:
         """An elementwise operation."""
+        if _counts(node):
+            raise Unknown(node, "it computes with integers", "the language computes in fp32: cast them to float32 first, which holds those up to 2^24")
         given = _arguments(node)
         for rule in _rules().get(name, ()):
             values = self.matched(rule, given, node)
@@ -366,7 +376,7 @@ class Importer:
             return self.bind(f"{x.text} != 0", x.roles, True, x.reduced)
         if x.boolean and tensor.dtype != torch.bool:
             return self.bind(f"where({x.text}, 1, 0)", x.roles, False, x.reduced)
-        if (str(tensor.dtype) not in BY_TORCH and tensor.dtype != torch.bool) or not (tensor.dtype.is_floating_point or tensor.dtype == torch.bool):
+        if str(tensor.dtype) not in BY_TORCH or not (tensor.dtype.is_floating_point or tensor.dtype == torch.bool):
             raise Unknown(node, f"it casts to {tensor.dtype}", "the language computes in fp32: cast outside of the epilogue")
         return x
 
@@ -384,6 +394,8 @@ class Importer:
         x = self.value(node.args[0], node)
         if x.reduced:
             raise Unknown(node, "it reduces what is reduced already", "reduce over both at once, or outside of the epilogue")
+        if _counts(node):
+            raise Unknown(node, f"it takes the {name} of integers", "the language computes in fp32: cast them to float32 first, which holds those up to 2^24")
         if x.boolean:
             raise Unknown(node, f"it takes the {name} of booleans", "write torch.where(condition, 1.0, 0.0) first")
         rank = len(x.roles)
@@ -427,7 +439,7 @@ class Importer:
             assert isinstance(value, Value)
             text = f"cast(where({value.text}, 1, 0), int8)" if value.boolean else value.text
             if dtype not in (torch.bool, torch.float32 if value.reduced else operands):
-                if str(dtype) not in BY_TORCH:
+                if not dtype.is_floating_point or str(dtype) not in BY_TORCH:
                     raise Unknown(node, f"its result is {dtype}", "cast it to a float outside of the epilogue")
                 text = f"cast({text}, {BY_TORCH[str(dtype)].name})"
             listed.append("out" if len(results) == 1 else f"out{position}")
@@ -462,6 +474,19 @@ def _unlabelled(graph: Graph) -> Graph:
 def _filled(rule: str, values: Mapping[str, str]) -> str:
     """A rule's text with values in the places of its names; a function's name is none of them."""
     return re.sub(r"[a-z_]\w*\b(?!\()", lambda found: values.get(found[0], found[0]), rule)
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether torch computes it in integers, exactly or around their ends, where fp32 rounds: all but comparisons of small ones."""
+    result, given = node.meta.get("val"), [n.meta.get("val") for n in node.all_input_nodes]
+    result = result[0] if isinstance(result, tuple | list) else result
+    held = {t.dtype for t in given if isinstance(t, torch.Tensor)}
+    if not isinstance(result, torch.Tensor) or any(d.is_floating_point for d in held):
+        return False
+    if result.dtype != torch.bool:
+        return not result.dtype.is_floating_point
+    rounded = [x for x in node.args if isinstance(x, fx.Node) or (isinstance(x, int | float) and abs(x) >= _EXACT)]
+    return not held.isdisjoint((torch.int32, torch.int64)) and len(rounded) > 1
 
 
 def _takes_booleans(name: str) -> bool:

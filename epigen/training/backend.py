@@ -203,7 +203,7 @@ def _call(region: Region, tune: str | None) -> Call | None:
     inputs = []
     for leaf in region.imported.leaves:
         value = leaf.node.meta["val"]
-        held = None if not isinstance(value, torch.Tensor) else torch.int8 if value.dtype == torch.bool else value.dtype
+        held = value.dtype if isinstance(value, torch.Tensor) else None
         lies = tuple(extents[i] for i in leaf.indices)
         inputs.append((leaf.name, Lying(lies, (n, 1)[-len(lies) :] if lies else (), held)))
     return Call(tune, _matrix(m, k, problem.layout[0], dtype), _matrix(k, n, problem.layout[1], dtype), tuple(inputs))

@@ -36,8 +36,8 @@ def linear(
 
     x: [..., K]. weight: [N, K], of x's dtype. bias: [N], the program's input of that name. epilogue: the program; by default "mm + bias", and
     "mm" without a bias. Its further inputs are keywords: tile [..., N], row [...], column [N], packed mask [..., ceil(N / 8)], where the
-    dots stand for x's own leading dimensions (nothing is broadcast), scalar a number or a tensor with one element. Gradients flow to those
-    that require them. inputs: the same as a mapping, which can hold any name. A keyword that names an option below and an input of the
+    dots stand for x's own leading dimensions, to which a tensor of other extents is broadcast as torch has it, scalar a number or a tensor
+    with one element. Of booleans and integers they are numbers too, 0 and 1 of booleans. Gradients flow to those that require them. inputs: the same as a mapping, which can hold any name. A keyword that names an option below and an input of the
     epilogue too is the input, or the option where `inputs` holds the input.
     save: what the forward keeps for the backward, and of: the outputs at which gradients arrive, both as for `epigen.derive`. Without a
     gradient to take nothing is kept. tune: as for `epigen.compile`. main_grad: an fp32 buffer [N, K] to which each backward() that wants the
@@ -172,28 +172,42 @@ def _inputs(layer: Link, program: Declared, x: Tensor) -> list[Value]:
     for name in known:
         if name not in layer.inputs:
             raise CallError(f"missing input '{name}' of the epilogue {layer.epilogue!r}: give it, or write the epilogue without it")
-    return [_input(declared, layer.inputs[declared.name], x) for declared in program.inputs]
+    return [_input(declared, layer.inputs[declared.name], x.shape[:-1], layer.weight) for declared in program.inputs]
 
 
-def _input(declared: Input, value: Any, x: Tensor) -> Value:
+def _input(declared: Input, value: Any, lead: Sequence[int], weight: Tensor) -> Value:
     what, number = f"input '{declared.name}'", value
     if not isinstance(value, Tensor):
         if declared.indices or not isinstance(value, numbers.Real):
             wanted = f"{declared}, and a tensor" if declared.indices else "a scalar, and a number or a tensor with one element"
             raise CallError(f"{what} is {wanted} was expected, not a {type(value).__name__}")
         if torch.compiler.is_dynamo_compiling():  # which compiles anew for each number, but for what it does arithmetic of tensors with
-            return torch.ones((), dtype=torch.float32, device=x.device).mul(number)
+            return torch.ones((), dtype=torch.float32, device=weight.device).mul(number)
         return arguments.number(declared.name, value)
     _check_dense(what, value)
     if not declared.indices:
         if value.numel() != 1:
             raise CallError(f"{what} is a scalar, and has shape {list(value.shape)}: one element was expected")
         return value.reshape(())
-    if "m" in declared.indices:
-        lead, found = x.shape[:-1], value.shape if declared.indices == "m" else value.shape[:-1]
-        if len(found) != len(lead) or any(f != e for f, e in zip(found, lead, strict=True)):
-            raise CallError(f"{what} is {declared}, and has shape {list(value.shape)}: its leading dimensions are those of x, {list(lead)}; expand it to them")
-    return rows(value, declared.indices)
+    return rows(_broadcast(declared, value, lead, weight.shape[0]), declared.indices)
+
+
+def _broadcast(declared: Input, value: Tensor, lead: Sequence[int], n: int) -> Tensor:
+    """As torch.broadcast_to has it, but for a packed mask's bytes; a row may come as [..., 1] too, as torch's own reductions keep it."""
+    last = -(-n // 8) if declared.packed else n
+    wanted = {"mn": (*lead, last), "m": tuple(lead), "n": (last,)}[declared.indices]
+    if value.shape == wanted:
+        return value
+    given = value[..., 0] if declared.indices == "m" and value.dim() > len(lead) and value.shape[-1] == 1 else value
+    while given.dim() > len(wanted) and given.shape[0] == 1:
+        given = given[0]
+    pairs = list(zip(reversed(given.shape), reversed(wanted), strict=False))
+    if given.dim() > len(wanted) or any(found not in (1, extent) for found, extent in pairs) or (declared.packed and pairs[:1] != [(last, last)]):
+        raise CallError(
+            f"input '{declared.name}' is {declared}, so {list(wanted)} was expected, the leading dimensions of x being {list(lead)}, and it has shape "
+            f"{list(value.shape)}, which torch does not broadcast to that: expand it"
+        )
+    return given.expand(wanted)
 
 
 def _check(x: Tensor, layers: Sequence[Link], programs: Sequence[Declared]) -> None:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from epigen.dtypes import BY_TORCH, INT8, DType
+from epigen.dtypes import BY_TORCH, DType
 from epigen.errors import EpigenError
 from epigen.training import expected
-from epigen.training.aten import SAME, SEVERAL, Imported, Importer, Unknown, is_view, name_of
+from epigen.training.aten import SAME, Imported, Importer, Unknown, elementwise, is_view, name_of
 
 MOST_TILES = 6
 """Tiles that one kernel reads or writes beside its operands: each holds registers and a place in shared memory."""
@@ -275,9 +275,7 @@ def _lazy(node: fx.Node, inside: Collection[fx.Node]) -> bool:
 # -- what Inductor would do with it
 
 
-_JOINED = frozenset("sum mean amax amin var_mean convert_element_type _to_copy clone alias detach logsumexp native_layer_norm".split()) | {
-    pattern.partition("(")[0] for pattern in SEVERAL
-}
+_JOINED = frozenset("sum mean amax amin var_mean convert_element_type _to_copy clone alias detach logsumexp native_layer_norm".split())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -289,7 +287,7 @@ def joins(node: fx.Node) -> bool:
     """Whether Inductor computes a node in one kernel with what it reads."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return node.target is operator.getitem
-    return _pointwise(node.target) or is_view(node) or name_of(node) in _JOINED
+    return _pointwise(node.target) or is_view(node) or name_of(node) in _JOINED or name_of(node) in elementwise()
 
 
 def levels_of(graph: fx.Graph) -> Levels:
@@ -447,4 +445,4 @@ def problem_of(product: Product, imported: Imported) -> expected.Problem | None:
 def _held(value: Any) -> DType | None:
     if not isinstance(value, torch.Tensor):
         return None
-    return INT8 if value.dtype == torch.bool else BY_TORCH[str(value.dtype)]
+    return BY_TORCH[str(value.dtype)]

@@ -141,11 +141,9 @@ def _matrix(graph: fx.Graph, sizes: _Sizes, operand: fx.Node) -> fx.Node:
 
 def _presented(graph: fx.Graph, sizes: _Sizes, leaf: Leaf, n: Any) -> fx.Node:
     """An input as a program takes it: [M, N], [M], [N] or []."""
-    node, value = leaf.node, leaf.node.meta["val"]
+    node = leaf.node
     if leaf.expand is not None:
         node = called(graph, _aten.expand.default, (node, [sizes.node(e) for e in leaf.expand]))
-    if isinstance(value, torch.Tensor) and value.dtype == torch.bool:
-        node = called(graph, _aten.view.dtype, (node, torch.int8))
     dims = len(leaf.indices)
     found = node.meta["val"]
     if isinstance(found, torch.Tensor) and found.dim() != dims:

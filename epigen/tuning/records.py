@@ -18,7 +18,7 @@ from typing import Annotated, Any, Self, get_type_hints
 
 from epigen.codegen import schedules
 from epigen.codegen.spec import LAYOUTS, KernelConfig
-from epigen.dtypes import ALL, OPERANDS
+from epigen.dtypes import ALL, INPUTS
 from epigen.errors import ConfigError, DatabaseError
 from epigen.lang.parser import MAX_CHARACTERS
 from epigen.tuning import fields
@@ -31,7 +31,7 @@ from epigen.tuning.task import OUTCOMES, OutcomeKind
 SCHEMA = 2
 """2 added the inputs' dtypes; `migrations` has the steps from older ones."""
 
-_INPUT_KINDS = frozenset({BITS, SCALAR, *(f"{t.name}[{i}]" for t in OPERANDS for i in ("mn", "m", "n"))})
+_INPUT_KINDS = frozenset({BITS, SCALAR, *(f"{t.name}[{i}]" for t in INPUTS for i in ("mn", "m", "n"))})
 _MAX_RECORDS = 100_000
 _SHOWN = 60  # characters of a program
 
