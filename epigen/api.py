@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from epigen import dtypes
 from epigen.codegen import schedules
@@ -19,6 +19,8 @@ from epigen.lang.parser import parse
 from epigen.runtime.arguments import process_precision
 from epigen.runtime.kernel import BACKENDS, Kernel
 from epigen.runtime.rendering import renderer
+from epigen.training import functions
+from epigen.training.functions import FunctionKernel
 from epigen.tuning.choose import Chooser, capability
 from epigen.tuning.database import Database
 
@@ -76,12 +78,35 @@ def first_use() -> FirstUse:
     return FirstUse(database())
 
 
+@overload
 def compile(
-    text: str, *, config: KernelConfig | Mapping[str, Any] | None = None, backend: str | None = None, precision: str | None = None, tune: str | None = None
-) -> Kernel:
+    text: str, *, config: KernelConfig | Mapping[str, Any] | None = ..., backend: str | None = ..., precision: str | None = ..., tune: str | None = ...
+) -> Kernel: ...
+
+
+@overload
+def compile(
+    text: Callable[..., Any],
+    *,
+    config: KernelConfig | Mapping[str, Any] | None = ...,
+    backend: str | None = ...,
+    precision: str | None = ...,
+    tune: str | None = ...,
+) -> FunctionKernel: ...
+
+
+def compile(
+    text: str | Callable[..., Any],
+    *,
+    config: KernelConfig | Mapping[str, Any] | None = None,
+    backend: str | None = None,
+    precision: str | None = None,
+    tune: str | None = None,
+) -> Kernel | FunctionKernel:
     """Compile a program such as "relu(mm + bias)" to a callable kernel.
 
-    text: the program, in the language that `epigen ops` and the README describe.
+    text: the program, in the language that `epigen ops` and the README describe; or a function of torch's, such as `lambda mm, bias: torch.relu(mm + bias)`,
+    of the product and of inputs by name: it is traced by the first call, with the shapes that it has there.
     config: a schedule and its values, as {"schedule": "tiled", "block_m": 64, …}; by default chosen a call.
     backend: "triton" (a GPU), "interpreter" (the generated kernel under Triton's interpreter) or "reference" (torch, operation by
     operation); by default triton for GPU tensors and reference for CPU tensors.
@@ -108,7 +133,10 @@ def compile(
     if tune is not None and config is not None:
         raise CallError("config and tune exclude each other: a given config leaves nothing to tune")
     config = schedules.accepted(config) if config is not None else None
-    graph = graph_of(text)
+    if functions.is_function(text):
+        options: dict[str, Any] = {"config": config, "backend": backend, "precision": precision, "tune": tune}
+        return functions.FunctionKernel(text, functools.partial(compile, **options), functools.partial(compile, text, **options))  # type: ignore[arg-type]
+    graph = graph_of(text)  # type: ignore[arg-type]  # which refuses what is no text
     at_call = first_use().chooser(graph) if tune else None
     made_by = functools.partial(compile, text, config=config, backend=backend, precision=precision, tune=tune)
     return Kernel(graph, renderer(), Chooser(graph, database()), config, backend, precision, at_call, made_by)

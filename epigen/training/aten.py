@@ -435,8 +435,9 @@ class Importer:
         lines = list(self.lines)
         results = list(outputs)
         for position, node in enumerate(results):
-            value, dtype = self.known[node], node.meta["val"].dtype
-            assert isinstance(value, Value)
+            value, dtype = self.known.get(node), node.meta["val"].dtype
+            if not isinstance(value, Value):
+                raise Unknown(node, "it is a result, and not computed of the product", "return it as it is, outside of the epilogue")
             text = f"cast(where({value.text}, 1, 0), int8)" if value.boolean else value.text
             if dtype not in (torch.bool, torch.float32 if value.reduced else operands):
                 if not dtype.is_floating_point or str(dtype) not in BY_TORCH:

@@ -11,17 +11,18 @@ from torch import Tensor
 
 from epigen.errors import CallError, near_miss
 from epigen.runtime import arguments
-from epigen.training import composed, plan
+from epigen.training import composed, functions, plan
+from epigen.training.functions import Function
 from epigen.training.layer import Layer, Value, apply, forward, kept, rows, shaped
 from epigen.training.plan import Asked, Declared, Input, Step
 
 
 class Link(NamedTuple):
-    """One layer of a chain: its weight [N, K] and inputs, and how it is to be run. Fields as the arguments of `linear`."""
+    """One layer of a chain: its weight [N, K] and inputs, and how it is to be run. Fields as the arguments of `linear`; below `chain` epilogues are texts."""
 
     weight: Tensor
     inputs: Mapping[str, Value]
-    epilogue: str
+    epilogue: Any
     save: str | None = None
     of: tuple[str, ...] | None = None
     tune: str | None = None
@@ -29,7 +30,7 @@ class Link(NamedTuple):
 
 
 def linear(
-    x: Tensor, weight: Tensor, /, bias: Tensor | None = None, epilogue: str | None = None, *, inputs: Mapping[str, Value] | Value | None = None,
+    x: Tensor, weight: Tensor, /, bias: Tensor | None = None, epilogue: str | Function | None = None, *, inputs: Mapping[str, Value] | Value | None = None,
     save: str | None = None, of: str | Iterable[str] | None = None, tune: str | None = None, main_grad: Tensor | None = None, **more: Value,
 ) -> Any:  # fmt: skip
     """A linear layer and all that follows it in one kernel, differentiable: with mm = x @ weight.T, as `torch.nn.functional.linear` has it.
@@ -39,12 +40,15 @@ def linear(
     dots stand for x's own leading dimensions, to which a tensor of other extents is broadcast as torch has it, scalar a number or a tensor
     with one element. Of booleans and integers they are numbers too, 0 and 1 of booleans. Gradients flow to those that require them. inputs: the same as a mapping, which can hold any name. A keyword that names an option below and an input of the
     epilogue too is the input, or the option where `inputs` holds the input.
+    A function of torch's, or a module, may stand for the text, such as `lambda mm, bias: torch.relu(mm + bias)`: of the product [..., N] and of inputs by
+    name, which then broadcast to it as in torch, and may be omitted where they have defaults. It is traced by the first call of each combination of shapes;
+    parameters of a module that it reads have gradients. Under torch.compile and torch.export its operations take the product as torch's own do.
     save: what the forward keeps for the backward, and of: the outputs at which gradients arrive, both as for `epigen.derive`. Without a
     gradient to take nothing is kept. tune: as for `epigen.compile`. main_grad: an fp32 buffer [N, K] to which each backward() that wants the
     weight's gradient adds it in place, in fp32; the weight's own `grad` is then left alone.
     Under autocast x and weight are cast as by `torch.nn.functional.linear`; the inputs stay as they are, for the kernel reads any dtype.
     In torch.func and forward-mode derivatives it runs as torch's own operations, unfused, and has all derivatives.
-    Returns a tile as [..., N], a row as [...]; several outputs as a named tuple.
+    Returns a tile as [..., N], a row as [...]; several outputs as a named tuple; of a function what it returns.
     Raises ParseError or CheckError for the epilogue, DerivationError where it has no derivative, CallError for the rest.
 
     >>> import torch, epigen
@@ -56,7 +60,7 @@ def linear(
     """
     if epilogue is None:
         epilogue = "mm" if bias is None else "mm + bias"
-    declared = [i.name for i in plan.declared(epilogue).inputs]
+    declared = names_of_inputs(epilogue)
     if inputs is not None and not isinstance(inputs, Mapping):
         if "inputs" not in declared:
             raise CallError(f"inputs is a {type(inputs).__name__}, and a mapping from the names of the epilogue's inputs was expected")
@@ -67,6 +71,13 @@ def linear(
         if value is not None and name in declared and name not in given:
             given[name], options[name] = value, None
     return chain(x, [Link(weight, given, epilogue, options["save"], names(options["of"]), options["tune"], options["main_grad"])])
+
+
+def names_of_inputs(epilogue: str | Function) -> tuple[str, ...]:
+    if isinstance(epilogue, str) or not functions.is_function(epilogue):
+        return tuple(i.name for i in plan.declared(epilogue).inputs)  # type: ignore[arg-type]  # which refuses what is no text
+    # what torch.compile looks into calls the function itself, and need not know
+    return () if torch.compiler.is_compiling() else functions.parameters(epilogue)
 
 
 def joined(*several: Mapping[str, Value]) -> dict[str, Value]:
@@ -95,8 +106,38 @@ def chain(x: Tensor, layers: Sequence[Link]) -> Any:
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, layers = _cast(x, dtype), [layer._replace(weight=_cast(layer.weight, dtype)) for layer in layers]
+    if any(functions.is_function(layer.epilogue) for layer in layers):
+        return _of_functions(x, layers)
+    return _of_texts(x, layers)
+
+
+def _of_functions(x: Tensor, layers: Sequence[Link]) -> Any:
+    """A chain in which functions stand for some of the texts: each is replaced by the program that it is for these shapes."""
+    values = [value for layer in layers for value in (layer.weight, *layer.inputs.values()) if isinstance(value, Tensor)]
+    if torch.compiler.is_compiling() or composed.asked([x, *values]):
+        for layer in layers:
+            x = _of_texts(x, [layer]) if isinstance(layer.epilogue, str) else functions.plain(layer.epilogue, x, layer.weight, layer.inputs)
+        return x
+    _check_operands(x, layers)
+    written, last = [], None
+    for layer in layers:
+        if not isinstance(layer.epilogue, str):
+            shape = (*x.shape[:-1], layer.weight.shape[0])
+            last = functions.traced(layer.epilogue, shape, functions.result_dtype(layer.weight.dtype), x.device, layer.inputs)
+            layer = layer._replace(epilogue=last.program.text, inputs=functions.presented(last, layer.inputs, shape))
+        written.append(layer)
+    results = _of_texts(x, written)
+    if last is None or isinstance(layers[-1].epilogue, str):
+        return results
+    return functions.returned(last, [results] if isinstance(results, Tensor) else list(results))
+
+
+def _of_texts(x: Tensor, layers: Sequence[Link]) -> Any:
+    _check_operands(x, layers)
     programs = [plan.declared(layer.epilogue) for layer in layers]
-    _check(x, layers, programs)
+    for layer, program in zip(layers[:-1], programs, strict=False):
+        if not program.tile:
+            raise CallError(f"the epilogue {layer.epilogue!r} does not give one tile, which the next layer could multiply")
     values = [_inputs(layer, program, x) for layer, program in zip(layers, programs, strict=True)]
     lead, last = x.shape[:-1], programs[-1]
     tensors = [t for layer, given in zip(layers, values, strict=True) for t in (layer.weight, *given) if isinstance(t, Tensor)]
@@ -210,14 +251,12 @@ def _broadcast(declared: Input, value: Tensor, lead: Sequence[int], n: int) -> T
     return given.expand(wanted)
 
 
-def _check(x: Tensor, layers: Sequence[Link], programs: Sequence[Declared]) -> None:
+def _check_operands(x: Tensor, layers: Sequence[Link]) -> None:
     """What the kernels would say in words of their own."""
     if x.dim() == 0:
         raise CallError("x has no dimensions, and [..., K] was expected")
     extent = x.shape[-1]
-    for number, layer in enumerate(layers):
-        if number and not programs[number - 1].tile:
-            raise CallError(f"the epilogue {layers[number - 1].epilogue!r} does not give one tile, which the next layer could multiply")
+    for layer in layers:
         weight = layer.weight
         if weight.dim() != 2 or weight.shape[1] != extent:
             raise CallError(f"weight is {list(weight.shape)}, and [N, K] with K = {extent} was expected: what it multiplies is [..., K]")

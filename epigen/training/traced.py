@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from epigen.errors import CallError, EpigenError
+from epigen.errors import CallError, CheckError, EpigenError, ParseError
 from epigen.ir.check import refused_name
 from epigen.training.aten import Imported, Importer, Unknown, name_of
 
@@ -29,19 +30,30 @@ Given = Tensor | float
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """program: what the function computes. held: tensors of the function's own, by the names that they have as inputs of the program."""
+    """program: what the function computes. held: tensors of the function's own, by the names that they have as inputs of the program.
+    renamed: by the same names, those arguments of the function that are called otherwise there, because the language has the names for itself. results: the shape and dtype of each tensor that it returns. structure: what holds them."""
 
     program: Imported
     held: Mapping[str, Tensor]
+    renamed: Mapping[str, str]
+    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    structure: pytree.TreeSpec
 
 
-def trace(function: Callable[..., Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device, inputs: Mapping[str, Given]) -> Traced:
-    """function: takes the product, [..., N], and the inputs by name. shape, dtype: of the product. Numbers among the inputs stay inputs.
+class Unrunnable(CallError):
+    """A function that torch cannot run on tensors such as these."""
 
-    Raises CallError, which names the operation that is not in the language and its place in the function.
+
+def trace(
+    function: Callable[..., Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device, inputs: Mapping[str, Given],
+    constants: Mapping[str, Any] = types.MappingProxyType({}), what: str = "the epilogue",
+) -> Traced:  # fmt: skip
+    """function: takes the product, [..., N], and the inputs by name. shape, dtype: of the product. Numbers among the inputs stay inputs. constants: what it
+    takes besides, by name. what: it is called in errors.
+
+    Raises CallError, which names the operation that is not in the language and its place in the function; Unrunnable where torch itself refuses.
     """
     called = function.__call__ if isinstance(function, nn.Module) else function
-    what = _described(function)
     names = list(inputs)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         empty = [torch.empty(tuple(shape), dtype=dtype, device=device), *(_empty(value, fake) for value in inputs.values())]
@@ -49,27 +61,33 @@ def trace(function: Callable[..., Any], shape: Sequence[int], dtype: torch.dtype
 
     def flat(mm: Tensor, *values: Tensor) -> list[Any]:
         with _Places():
-            results, spec = pytree.tree_flatten(called(mm, **dict(zip(names, values, strict=True))))
+            results, spec = pytree.tree_flatten(called(mm, **dict(zip(names, values, strict=True)), **constants))
         structure.append(spec)
         return results
 
     try:
-        with fake, torch.no_grad(), fx.traceback.preserve_node_meta():
-            module = make_fx(flat)(*empty)
+        with fake, torch.no_grad(), torch.autocast(device.type, enabled=False), fx.traceback.preserve_node_meta():
+            module = make_fx(torch.func.functionalize(flat))(*empty)  # what it changes in place is a value of its own
     except EpigenError:
         raise
     except Exception as error:
         said = str(error).partition("\n")[0]
-        raise CallError(f"{what} cannot be run on a product of {list(shape)}: {type(error).__name__}: {said}") from error
+        raise Unrunnable(f"{what} cannot be run on a product of {list(shape)}: {type(error).__name__}: {said}") from error
     module.graph.eliminate_dead_code()
     product, *placed = module.graph.find_nodes(op="placeholder")
     called_names = dict(zip(placed, names, strict=True))
     held: dict[str, Tensor] = {}
+    renamed: dict[str, str] = {}
     taken = {*names}
 
     def named(node: fx.Node) -> str:
         if node in called_names:
-            return str(called_names[node])
+            own = called_names[node]
+            if refused_name(own) is None:
+                return str(own)
+            if own not in renamed.values():
+                renamed[_free(own, taken)] = own
+            return next(name for name, known in renamed.items() if known == own)
         tensor = getattr(module, str(node.target))
         name = _free(_name_in(function, tensor) or "constant", taken)
         held[name] = tensor
@@ -80,15 +98,23 @@ def trace(function: Callable[..., Any], shape: Sequence[int], dtype: torch.dtype
         for node in module.graph.nodes:
             if node.op == "get_attr":
                 node.meta.setdefault("val", getattr(module, str(node.target)))
-            elif node.op == "call_function":
+            elif node.op == "call_function" and not (name_of(node) == "copy_" and node.args[0] is product):  # nothing else sees the product
                 importer.add(node)
         (output,) = module.graph.find_nodes(op="output")
-        program = importer.program([_checked(node, what) for node in output.args[0]], dtype)
+        results = [_checked(node, what) for node in output.args[0]]
+        program = importer.program(results, dtype)
     except Unknown as unknown:
         place = _place(unknown.node)
         instead = f"; {unknown.instead}" if unknown.instead else ""
+        if unknown.node.op == "placeholder":
+            raise CallError(f"{what} returns {called_names.get(unknown.node, 'the product')} as it is: {unknown.instead}") from None
+        if name_of(unknown.node) == "copy_":
+            raise CallError(f"{what} changes an input in place{place}, and a kernel only reads them: return the new value") from None
         raise CallError(f"{what} calls {name_of(unknown.node)}{place}, which no epilogue computes: {unknown.why}{instead}") from None
-    return Traced(program, held)
+    except (ParseError, CheckError) as error:  # about a text that nobody wrote
+        raise CallError(f"{what} is no epilogue: {error.diagnostics[0].message}; {error.diagnostics[0].hint}") from error
+    values = [node.meta["val"] for node in results]
+    return Traced(program, held, renamed, tuple((tuple(v.shape), v.dtype) for v in values), structure[0])
 
 
 def _empty(value: Given, fake: FakeTensorMode) -> Tensor:
@@ -102,11 +128,6 @@ def _checked(node: Any, what: str) -> fx.Node:
     if node.meta["val"].dtype == torch.bool:
         raise CallError(f"{what} returns booleans: return torch.where(condition, 1.0, 0.0), or write the program, with bitmask(condition)")
     return node
-
-
-def _described(function: Callable[..., Any]) -> str:
-    name = getattr(function, "__name__", type(function).__name__)
-    return f"the epilogue {name}" if name != "<lambda>" else "the epilogue"
 
 
 class _Places(TorchFunctionMode):

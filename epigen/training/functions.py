@@ -1,0 +1,307 @@
+"""Plain torch functions as epilogues: the program that a function is for the shapes of a call, found again for calls alike.
+
+A function is traced for each combination of shapes and dtypes that it meets, because torch broadcasts by shape and a function may go by it too. Most
+combinations give one program, and then share its kernel. What a function reads besides its arguments is looked at before a trace is used again: numbers,
+flags and tensors of its closure, its globals and its defaults, and of the functions it calls; of a module its attributes, parameters and training mode.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from epigen.dtypes import BY_TORCH
+from epigen.errors import CallError, near_miss
+from epigen.runtime import arguments
+from epigen.runtime.kernel import Kernel
+from epigen.runtime.latest import Latest
+
+if TYPE_CHECKING:
+    from epigen.training.aten import Leaf
+    from epigen.training.traced import Traced
+
+_TRACES = 1024
+"""Kept of one function: those used last."""
+
+Function = Callable[..., Any]
+
+
+def is_function(epilogue: object) -> bool:
+    return callable(epilogue) and not isinstance(epilogue, str | type)
+
+
+class _Known:
+    """What is known of one function. parameters: all of them. traces: by shapes, dtypes and what it has read."""
+
+    def __init__(self, function: Function):
+        self.parameters = _parameters(function)
+        self.names = tuple(p.name for p in self.parameters[1:])
+        self.traces: Latest[Hashable, Traced] = Latest(_TRACES)
+
+
+_OF: weakref.WeakKeyDictionary[Any, dict[object, _Known]] = weakref.WeakKeyDictionary()
+"""By the function, or by the object whose method it is, and then by the method."""
+
+
+def _known(function: Function) -> _Known:
+    owner, method = getattr(function, "__self__", None) or function, getattr(function, "__func__", None)
+    try:
+        of = _OF.get(owner)
+        if of is None:
+            of = _OF.setdefault(owner, {})
+    except TypeError:  # it cannot be held weakly, and so is known to nobody
+        return _Known(function)
+    return of[method] if method in of else of.setdefault(method, _Known(function))
+
+
+def parameters(function: Function) -> tuple[str, ...]:
+    """The names of a function's inputs: all its parameters but the first, which is the product. Raises CallError where they cannot be read."""
+    return _known(function).names
+
+
+def _parameters(function: Function) -> list[inspect.Parameter]:
+    what = described(function)
+    try:
+        found = list(inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters.values())
+    except (TypeError, ValueError):  # of a builtin, which takes the product alone
+        return [inspect.Parameter("input", inspect.Parameter.POSITIONAL_ONLY)]
+    if not found or found[0].kind not in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+        raise CallError(f"{what} takes nothing by position, and the product was to be its first argument: write def epilogue(mm, …)")
+    return [p for p in found if p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)]
+
+
+def described(function: Function) -> str:
+    name = getattr(function, "__name__", type(function).__name__)
+    return f"the epilogue {name}" if name != "<lambda>" else "the epilogue"
+
+
+def checked(function: Function, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The inputs, whose names are the function's. Raises CallError for others and for those that are missing."""
+    known = _known(function)
+    for name in inputs:
+        if name not in known.names:
+            hint = near_miss(name, known.names) or "its inputs are " + (", ".join(known.names) or "none")
+            raise CallError(f"{described(function)} has no input '{name}': {hint}")
+    for parameter in known.parameters[1:]:
+        if parameter.default is parameter.empty and parameter.name not in inputs and parameter.kind != parameter.POSITIONAL_ONLY:
+            raise CallError(f"missing input '{parameter.name}' of {described(function)}")
+    return inputs
+
+
+def plain(function: Function, x: Tensor, weight: Tensor, inputs: Mapping[str, Any]) -> Any:
+    """The function of x @ weight.T as torch runs it, unfused. Where torch takes derivatives itself, or traces, and a name that is wrong is for Python to refuse."""
+    return function(nn.functional.linear(x, weight), **inputs)
+
+
+# -- traces, found again
+
+
+def traced(function: Function, shape: Sequence[int], dtype: torch.dtype, device: torch.device, inputs: Mapping[str, Any]) -> Traced:
+    """What the function computes of a product. shape: [..., N], and dtype: of the product. inputs: by name.
+
+    Numbers stay inputs of the program, so that another number is no other kernel, unless the function takes them where torch takes no tensor.
+    Raises CallError for what no epilogue computes: it names the operation, its line and what to do.
+    """
+    known = _known(function).traces
+    given = {name: value for name, value in checked(function, inputs).items() if _is_input(value)}
+    constants = {name: value for name, value in inputs.items() if name not in given}
+    call = (tuple(shape), dtype, device.type, tuple((name, _seen(value)) for name, value in given.items()))
+    key = (call, _state(constants), _state(function))
+    found = known.get(key)
+    if found is None:
+        # with the numbers' values, where they had to become constants
+        numbers = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
+        valued = (key, _state(numbers))
+        found = known.get(valued) if numbers else None
+        if found is None:
+            found, general = _traced(function, shape, dtype, device, given, constants)
+            known.put(key if general else valued, found)
+    return found
+
+
+def _traced(
+    function: Function, shape: Sequence[int], dtype: torch.dtype, device: torch.device, given: Mapping[str, Any], constants: Mapping[str, Any]
+) -> tuple[Traced, bool]:  # fmt: skip
+    """And whether it holds for other numbers."""
+    from epigen.training.traced import Unrunnable, trace
+
+    what = described(function)
+    try:
+        return trace(function, shape, dtype, device, given, constants, what), True
+    except Unrunnable:
+        numbers = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
+        if not numbers:
+            raise
+        return trace(function, shape, dtype, device, {k: v for k, v in given.items() if k not in numbers}, {**constants, **numbers}, what), False
+
+
+def _is_input(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _seen(value: Any) -> Hashable:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else "number"
+
+
+def _state(value: Any) -> Hashable:
+    return tuple(_walk(value, set()))
+
+
+def _walk(value: Any, seen: set[int]) -> Iterator[Hashable]:
+    """What a function reads besides its arguments, as far as it can be compared. A tensor that a trace has read is held by it, so that no other gets its id."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
+        yield type(value), value
+        return
+    if isinstance(value, tuple | list | dict):
+        yield type(value), len(value)
+        if isinstance(value, dict):
+            value = [part for item in value.items() for part in item]
+        for item in value:
+            yield from _walk(item, seen)
+        return
+    if isinstance(value, types.MethodType):  # made anew whenever it is asked for
+        yield from _walk((value.__func__, value.__self__), seen)
+        return
+    yield id(value)
+    if id(value) in seen or isinstance(value, Tensor):
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        for name, item in vars(value).items():
+            if "_hooks" not in name:
+                yield name
+                yield from _walk(item, seen)
+    elif isinstance(value, functools.partial):
+        yield from _walk((value.func, value.args, *value.keywords.items()), seen)
+    elif isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] != "torch":
+        for item in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
+            yield from _walk(item, seen)
+        for cell in value.__closure__ or ():
+            try:
+                yield from _walk(cell.cell_contents, seen)
+            except ValueError:  # it is empty yet
+                yield "empty"
+        for name in _names(value.__code__):
+            found = value.__globals__.get(name)
+            if not isinstance(found, types.ModuleType | type):
+                yield from _walk(found, seen)
+
+
+@functools.lru_cache(maxsize=_TRACES)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Of what a function may read of its globals, also by functions inside it."""
+    return (*code.co_names, *(name for inner in code.co_consts if isinstance(inner, types.CodeType) for name in _names(inner)))
+
+
+# -- its inputs and results, as a program and as torch have them
+
+
+def presented(found: Traced, inputs: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Tensor | float]:
+    """The program's inputs: [..., N], [...], [N] or scalars. shape: of the product, [..., N]."""
+    given = {**inputs, **found.held, **{name: inputs[own] for name, own in found.renamed.items()}}
+    return {leaf.name: _presented(leaf, given[leaf.name], shape) for leaf in found.program.leaves}
+
+
+def _presented(leaf: Leaf, value: Any, shape: Sequence[int]) -> Tensor | float:
+    if not isinstance(value, Tensor):
+        number: float = value
+        return number
+    if leaf.expand is not None:
+        value = value.expand(leaf.expand)
+    wanted = {"mn": (*shape,), "m": (*shape[:-1],), "n": (shape[-1],), "": ()}[leaf.indices]
+    found: Tensor = value if tuple(value.shape) == wanted else value.reshape(wanted)
+    return found
+
+
+def returned(found: Traced, results: Sequence[Tensor]) -> Any:
+    """The program's results as the function returns them: shapes, dtypes, and what holds them."""
+    return pytree.tree_unflatten([_shaped(t, shape, dtype) for t, (shape, dtype) in zip(results, found.results, strict=True)], found.structure)
+
+
+def _shaped(t: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    t = t if t.dtype == dtype else t.to(dtype)  # a bare product of int8 is int32
+    return t if t.shape == shape else torch.ops.aten._unsafe_view.default(t, shape)  # nothing else holds it: an ordinary tensor
+
+
+def result_dtype(operands: torch.dtype) -> torch.dtype:
+    """What a function sees the product as. That of int8 is fp32, and of fp8 bf16: what a program gives there."""
+    if str(operands) not in BY_TORCH:
+        return operands
+    return torch.float32 if operands == torch.int8 else torch.bfloat16 if BY_TORCH[str(operands)].is_fp8 else operands
+
+
+class FunctionKernel:
+    """A torch function of a product as a callable kernel. Made by `epigen.compile`; safe to call from several threads.
+
+    It is traced by its first call, and by later ones of other shapes or dtypes. `kernel` is the `Kernel` of the last call, and has the rest: `source()`,
+    `config`, `explain()`.
+    """
+
+    def __init__(self, function: Function, make: Callable[[str], Kernel], made_by: Callable[[], FunctionKernel]):
+        """make: the kernel of a program. made_by: makes this anew where it is unpickled."""
+        parameters(function)  # refuses what takes no product
+        self.function, self._make, self._made_by = function, make, made_by
+        self._kernels: Latest[str, Kernel] = Latest(_TRACES)
+        self._last: Kernel | None = None
+
+    def __reduce__(self) -> Any:
+        return self._made_by, ()
+
+    def __repr__(self) -> str:
+        return f"<epigen.FunctionKernel of {described(self.function)}: {self._last.program if self._last else 'not called yet'}>"
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel of the last call. Raises CallError before the first."""
+        if self._last is None:
+            raise CallError(f"{described(self.function)} was not called yet, and what program it is hangs on the shapes: call it first")
+        return self._last
+
+    @property
+    def program(self) -> str:
+        """The program of the last call in canonical text, which compiles to the same kernel. Raises CallError before the first."""
+        return self.kernel.program
+
+    def __call__(self, a: Any = None, b: Any = None, /, *extra: Any, **inputs: Any) -> Any:
+        """Run the function on a @ b. Called as `kernel(a, b, bias=bias)`.
+
+        a: [..., K]. b: [K, N]. inputs: the function's further arguments, by name: tensors of any shape that torch broadcasts to [..., N], numbers.
+        Returns what the function returns, in its shapes and dtypes; each result was rounded once.
+        Raises CallError for what does not fit, and for a function that no program computes.
+        """
+        if torch.compiler.is_compiling():
+            return self.function(a @ b, *extra, **inputs)
+        arguments.check_positional("operands a and b are", len(extra), parameters(self.function))
+        for name, operand in (("a", a), ("b", b)):
+            if not isinstance(operand, Tensor):
+                raise CallError(f"operand {name} is a {type(operand).__name__}, and a tensor was expected")
+        if a.dim() < 1 or b.dim() != 2:
+            raise CallError(f"a is {list(a.shape)} and b {list(b.shape)}, and [..., K] and [K, N] were expected")
+        rows = a if a.dim() == 2 else a.reshape(-1, a.shape[-1]) if a.dim() > 2 else a[None]
+        return self._run((*a.shape[:-1], b.shape[1]), result_dtype(a.dtype), a.device, inputs, lambda kernel, given: kernel(rows, b, **given))
+
+    def over(self, mm: Any = None, /, *extra: Any, **inputs: Any) -> Any:
+        """Run the function on a product that is there already, in one pointwise kernel. mm: [..., N]. The rest as of a call."""
+        if torch.compiler.is_compiling():
+            return self.function(mm, *extra, **inputs)
+        arguments.check_positional("mm is", len(extra), parameters(self.function))
+        if not isinstance(mm, Tensor) or mm.dim() < 1:
+            raise CallError(f"mm is {list(mm.shape) if isinstance(mm, Tensor) else f'a {type(mm).__name__}'}, and a tensor [..., N] was expected")
+        rows = mm.reshape(math.prod(mm.shape[:-1]), mm.shape[-1])
+        return self._run(mm.shape, mm.dtype, mm.device, inputs, lambda kernel, given: kernel.over(rows, **given))
+
+    def _run(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, inputs: Mapping[str, Any], call: Callable[..., Any]) -> Any:
+        found = traced(self.function, shape, dtype, device, inputs)
+        text = found.program.text
+        self._last = kernel = self._kernels.get(text) or self._kernels.put(text, self._make(text))
+        results = call(kernel, presented(found, inputs, (math.prod(shape[:-1]), shape[-1])))
+        return returned(found, [results] if isinstance(results, Tensor) else list(results))

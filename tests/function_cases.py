@@ -1,0 +1,289 @@
+"""Torch functions as epilogues, in a process of their own: tracing imports Triton."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # as everybody calls it
+from torch import Tensor, nn
+
+import epigen
+from epigen.errors import CallError
+from epigen.training import functions, traced
+
+K, N = 16, 8
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """One entry a trace."""
+    made: list[Any] = []
+    own = traced.trace
+
+    def noted(*args: Any, **kwargs: Any) -> traced.Traced:
+        found = own(*args, **kwargs)
+        made.append(found.program.text)
+        return found
+
+    monkeypatch.setattr(traced, "trace", noted)
+    return made
+
+
+def close(found: Tensor, wanted: Tensor) -> bool:
+    return found.shape == wanted.shape and found.dtype == wanted.dtype and torch.allclose(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def gelu_gate(mm: Tensor, bias: Tensor, gate: Tensor, scale: float = 2.0) -> Tensor:
+    return F.gelu(mm + bias) * gate * scale
+
+
+# -- epigen.compile(function)
+
+
+def test_a_function_is_a_kernel_of_the_text_that_it_is() -> None:
+    a, b, bias = torch.randn(6, K), torch.randn(K, N), torch.randn(N)
+    kernel = epigen.compile(lambda mm, bias: torch.relu(mm + bias))
+    with pytest.raises(CallError, match="was not called yet"):
+        _ = kernel.program
+    assert close(kernel(a, b, bias=bias), torch.relu(a @ b + bias))
+    assert kernel.program == "relu(mm + bias)"
+    assert kernel.kernel.source(shape=(512, 256, 128)) == epigen.compile("relu(mm+bias)").source(shape=(512, 256, 128))
+
+
+@pytest.mark.parametrize("lead", [(6,), (2, 3), (), (1,), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(N,), (1, N), (3, N), (3, 1), (1,), (), (2, 3, N), (2, 3, 1), (2, 1, 1)], ids=str)
+def test_inputs_broadcast_as_in_torch(lead: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    def function(mm: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(mm * x) + x
+
+    a, b, x = torch.randn(*lead, K), torch.randn(K, N), torch.randn(shape)
+    try:
+        larger = torch.broadcast_shapes(shape, (*lead, N)) != (*lead, N)
+    except RuntimeError:
+        larger = True
+    if larger:
+        with pytest.raises(CallError):
+            epigen.compile(function)(a, b, x=x)
+        return
+    assert close(epigen.compile(function)(a, b, x=x), function(a @ b, x))
+    assert close(epigen.compile(function).over(a @ b, x=x), function(a @ b, x))
+
+
+def test_results_come_as_the_function_returns_them() -> None:
+    def function(mm: Tensor, bias: Tensor) -> dict[str, Any]:
+        z = mm + bias
+        return {"y": z, "more": (z.sum(-1, keepdim=True), [z.flatten(0, 1).sum(0), z.amax()]), "half": z.to(torch.float16)}
+
+    a, b, bias = torch.randn(2, 3, K), torch.randn(K, N), torch.randn(N)
+    found, wanted = epigen.compile(function)(a, b, bias=bias), function(a @ b, bias)
+    assert list(found) == list(wanted) and isinstance(found["more"], tuple) and isinstance(found["more"][1], list)
+    row, (column, largest) = found["more"]
+    assert close(found["y"], wanted["y"]) and close(row, wanted["more"][0]) and close(column, wanted["more"][1][0]) and close(largest, wanted["more"][1][1])
+    assert found["half"].dtype == torch.float16 and torch.allclose(found["half"], wanted["half"], atol=1e-2)
+    found["y"] += 1  # ordinary tensors
+
+
+def test_numbers_are_inputs_where_torch_takes_tensors(traces: list[str]) -> None:
+    a, b, bias, gate = torch.randn(6, K), torch.randn(K, N), torch.randn(N), torch.randn(6, N)
+    kernel = epigen.compile(gelu_gate)
+    for scale in (1.0, 2.0, 3.0):
+        assert close(kernel(a, b, bias=bias, gate=gate, scale=scale), gelu_gate(a @ b, bias, gate, scale))
+    assert traces == ["gelu(mm + bias) * gate[m,n] * scale_1"]
+    assert close(kernel(a, b, bias=bias, gate=gate), gelu_gate(a @ b, bias, gate))  # its default is a constant
+    slope = epigen.compile(lambda mm, slope: F.leaky_relu(mm, slope))
+    for value in (0.1, 0.2, 0.1):
+        assert close(slope(a, b, slope=value), F.leaky_relu(a @ b, value))
+    assert traces[2:] == ["leaky_relu(mm, 0.1)", "leaky_relu(mm, 0.2)"]
+
+
+def test_a_function_is_traced_once_for_calls_alike(traces: list[str]) -> None:
+    kernel = epigen.compile(gelu_gate)
+    b, bias = torch.randn(K, N), torch.randn(N)
+    for m in (4, 5, 4, 5):
+        a, gate = torch.randn(m, K), torch.randn(m, N)
+        kernel(a, b, bias=bias, gate=gate)
+        one = kernel.kernel
+    assert len(traces) == 2
+    kernel(torch.randn(7, K), b, bias=bias, gate=torch.randn(7, N))
+    assert kernel.kernel is one  # the same program has one kernel
+
+
+def test_pickled() -> None:
+    kernel = pickle.loads(pickle.dumps(epigen.compile(gelu_gate, precision="ieee")))
+    a, b, bias, gate = torch.randn(6, K), torch.randn(K, N), torch.randn(N), torch.randn(6, N)
+    assert close(kernel(a, b, bias=bias, gate=gate), gelu_gate(a @ b, bias, gate))
+
+
+def test_names_that_the_language_has_for_itself() -> None:
+    def function(mm: Tensor, relu: Tensor, n: Tensor, sum: float, where_1: Tensor, where: float) -> Tensor:  # noqa: A002
+        return (mm + relu) * n * sum + where_1 * where
+
+    a, b = torch.randn(6, K), torch.randn(K, N)
+    given: dict[str, Any] = {"relu": torch.randn(N), "n": torch.randn(6, 1), "sum": 3.0, "where_1": torch.randn(N), "where": 5.0}
+    kernel = epigen.compile(function)
+    assert close(kernel(a, b, **given), function(a @ b, **given))
+    assert kernel.program == "(mm + relu_1[n]) * n_1[m] * sum_1 + where_1[n] * where_2"
+
+
+# -- what a function reads besides its arguments
+
+
+SCALE = 1.0
+
+
+def by_a_global(mm: Tensor) -> Tensor:
+    return mm * SCALE
+
+
+def by_another(mm: Tensor) -> Tensor:
+    return by_a_global(mm).relu()
+
+
+def test_what_a_function_reads_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(6, K), torch.randn(N, K)
+    held = {"scale": 1.0}
+    tint = torch.ones(N)
+
+    def by_a_closure(mm: Tensor) -> Tensor:
+        return mm * held["scale"]
+
+    def by_a_tensor(mm: Tensor) -> Tensor:
+        return mm * tint
+
+    class ByAnAttribute(nn.Module):
+        scale = 1.0
+
+        def forward(self, mm: Tensor) -> Tensor:
+            return mm * self.scale
+
+    class Holder:
+        def method(self, mm: Tensor) -> Tensor:
+            return mm * held["scale"]
+
+    module = ByAnAttribute()
+    holder = Holder()
+    several: list[Callable[..., Any]] = [by_a_global, by_another, by_a_closure, by_a_tensor, module, functools.partial(torch.mul, other=2.0), holder.method]
+    first = [epigen.linear(x, weight, epilogue=f) for f in several]
+    assert all(close(y, f(F.linear(x, weight))) for y, f in zip(first, several, strict=True))
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    held["scale"], module.scale, tint = 5.0, 7.0, torch.full((N,), 9.0)
+    for f in several:
+        assert close(epigen.linear(x, weight, epilogue=f), f(F.linear(x, weight))), f
+
+
+def test_a_modules_mode_is_looked_at() -> None:
+    module = nn.Sequential(nn.GELU(), nn.Dropout(0.5))
+    x, weight = torch.randn(6, K), torch.randn(N, K)
+    assert close(epigen.linear(x, weight, epilogue=module.eval()), F.gelu(F.linear(x, weight)))
+    with pytest.raises(CallError, match=r"the epilogue Sequential calls .*which no epilogue computes"):
+        epigen.linear(x, weight, epilogue=module.train())
+
+
+def test_nothing_is_kept_of_a_function_that_is_gone() -> None:
+    module = nn.PReLU(1)
+    gone = weakref.ref(module.weight)
+    epigen.linear(torch.randn(6, K), torch.randn(N, K), epilogue=module)
+    del module
+    gc.collect()
+    assert gone() is None
+
+
+# -- epigen.linear
+
+
+def test_a_linear_layer_trains_through_a_function() -> None:
+    def run(linear: Callable[..., Tensor], act: nn.Module, given: list[Tensor]) -> list[Tensor]:
+        x, weight, bias, gate = (t.clone().requires_grad_() for t in given)
+        y = linear(x, weight, bias, act, gate)
+        y.square().sum().backward()
+        return [y, *(t.grad for t in (x, weight, bias, gate)), *(p.grad for p in act.parameters())]  # type: ignore[list-item]
+
+    class Act(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.PReLU(1)
+            self.register_buffer("shift", torch.full((N,), 0.1))
+
+        def forward(self, mm: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
+            return self.inner(mm + bias) * torch.sigmoid(gate) + self.shift  # type: ignore[operator]
+
+    given = [torch.randn(*shape) for shape in ((2, 3, K), (N, K), (N,), (3, 1))]
+    found = run(lambda x, w, bias, act, gate: epigen.linear(x, w, bias, act, gate=gate), Act(), given)
+    wanted = run(lambda x, w, bias, act, gate: act(F.linear(x, w), bias, gate), Act(), given)
+    assert len(found) == 6 and all(map(close, found, wanted))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch's own forward-mode derivatives
+def test_where_torch_derives_or_traces_itself() -> None:
+    x, weight, gate = torch.randn(6, K), torch.randn(N, K), torch.randn(6, N)
+
+    def layer(x: Tensor) -> Any:
+        return epigen.linear(x, weight, None, lambda mm, gate: F.silu(mm) * gate, gate=gate)
+
+    def wanted(x: Tensor) -> Tensor:
+        return F.silu(F.linear(x, weight)) * gate
+
+    assert close(torch.compile(layer, backend="eager", fullgraph=True)(x), wanted(x))
+    assert close(torch.func.jvp(layer, (x,), (x,))[1], torch.func.jvp(wanted, (x,), (x,))[1])
+    assert close(torch.func.grad(lambda x: layer(x).sum())(x), torch.func.grad(lambda x: wanted(x).sum())(x))
+    assert close(torch.func.vmap(lambda row: epigen.linear(row, weight, epilogue=torch.relu))(x), F.linear(x, weight).relu())
+
+
+def test_in_place_on_the_product_is_a_new_value() -> None:
+    x, weight = torch.randn(6, K), torch.randn(N, K)
+    assert close(epigen.linear(x, weight, epilogue=nn.ReLU(inplace=True)), F.linear(x, weight).relu())
+    assert close(epigen.linear(x, weight, epilogue=lambda mm: mm.add_(1).mul_(2)), (F.linear(x, weight) + 1) * 2)
+
+
+# -- what is refused, and how
+
+
+def changes_its_input(mm: Tensor, g: Tensor) -> Tensor:
+    g.add_(1)
+    return mm * g
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "said"),
+    [
+        (lambda mm: torch.cumsum(mm, 0), {}, r"calls cumsum \(line \d+ of function_cases.py.*which no epilogue computes"),
+        (lambda mm: mm[0], {}, r"calls select"),
+        (lambda _mm, g: g, {"g": 1}, r"returns g as it is: return it as it is, outside"),
+        (lambda _mm: 3, {}, r"returns 3, and what it returns are tensors"),
+        (lambda mm: mm > 0, {}, r"returns booleans"),
+        (lambda _mm: torch.ones(3), {}, r"the epilogue"),
+        (lambda mm, z: mm + z, {"z": torch.ones(3)}, r"cannot be run on a product of \[6, 8\]"),
+        (lambda mm, z: mm + z, {}, r"missing input 'z' of the epilogue"),
+        (lambda mm, bias: mm + bias, {"bais": torch.ones(N), "bias": torch.ones(N)}, r"has no input 'bais': did you mean bias\?"),
+        (lambda: 1, {}, r"takes nothing by position"),
+        (changes_its_input, {"g": torch.ones(N)}, r"the epilogue changes_its_input changes an input in place"),
+        (F.dropout, {}, r"the epilogue dropout calls"),
+    ],
+)
+def test_what_no_epilogue_computes(function: Callable[..., Any], inputs: dict[str, Any], said: str) -> None:
+    with pytest.raises(CallError, match=said):
+        epigen.linear(torch.randn(6, K), torch.randn(N, K), epilogue=function, inputs=inputs)
+    with pytest.raises(CallError, match=said):
+        epigen.compile(function)(torch.randn(6, K), torch.randn(K, N), **inputs)
+    before = inputs.get("g")
+    assert before is None or not isinstance(before, Tensor) or torch.equal(before, torch.ones(N))  # tracing changed nothing
+
+
+def test_wrong_operands() -> None:
+    kernel = epigen.compile(torch.relu)
+    for a, b in ((torch.ones(3, 4), torch.ones(5, 6)), (torch.ones(3), 4), (torch.tensor(1.0), torch.ones(2, 2)), (torch.ones(3, 4), torch.ones(4))):
+        with pytest.raises(CallError):
+            kernel(a, b)
+    assert functions.parameters(torch.relu) == ()
