@@ -14,6 +14,7 @@ Texts in a row:
   differential tests on every backend.
 - `aten`: the operations of torch that are this row, as `name(params)`: what torch gives in the place of a row's parameter has its name, and a
   keyword is an argument that has to have that value. More of torch's operations are programs of several rows (`training.aten`).
+- `grows`: whether the value or the derivative is infinite at numbers that fp32 holds, so that a gradient of 0 would become NaN.
 - `rounded`: the row that takes its place where results are rounded to 16 bits, which `ir.passes.rounded` tells: less work, more error.
 """
 
@@ -47,6 +48,7 @@ class Op:
     rounded: str = ""
     group: str = ""
     aten: tuple[str, ...] = ()
+    grows: bool = False
 
     @property
     def jumps(self) -> bool:
@@ -102,7 +104,7 @@ _ARITHMETIC = (
     Op("add", _XY, "x + y", "{x} + {y}", "{x} + {y}", ("grad", "grad"), symbol="+", aten=("add(x, y, alpha=1)",)),
     Op("sub", _XY, "x - y", "{x} - {y}", "{x} - {y}", ("grad", "-grad"), symbol="-", aten=("sub(x, y, alpha=1)",)),
     Op("mul", _XY, "x * y", "{x} * {y}", "{x} * {y}", ("grad * y", "grad * x"), symbol="*", aten=("mul(x, y)",)),
-    Op("div", _XY, "x / y", "{x} / {y}", "{x} / {y}", ("grad / y", "-grad * (out / y)"), "4 * abs(out)", symbol="/", aten=("div(x, y)",)),
+    Op("div", _XY, "x / y", "{x} / {y}", "{x} / {y}", ("grad / y", "-grad * (out / y)"), "4 * abs(out)", symbol="/", aten=("div(x, y)",), grows=True),
     Op("neg", _X, "-x", "-{x}", "-{x}", ("-grad",), "0", symbol="-", aten=("neg(x)",)),
     Op("gt", _XY, "x > y", "{x} > {y}", "{x} > {y}", result=BOOLEAN, symbol=">", aten=("gt(x, y)",)),
     Op("ge", _XY, "x >= y", "{x} >= {y}", "{x} >= {y}", result=BOOLEAN, symbol=">=", aten=("ge(x, y)",)),
@@ -123,21 +125,21 @@ _ARITHMETIC = (
        f"tl.minimum(tl.maximum({{x}}, {{lo}}, {_NAN}), {{hi}}, {_NAN})", "torch.clamp({x}, {lo}, {hi})",
        ("where((x >= lo) & (x <= hi), grad, 0)", "where((x < lo) & (lo < hi), grad, 0)", "where((x > hi) | (lo > hi), grad, 0)"), "0", aten=("clamp(x, lo, hi)",)),
     Op("abs", _X, "|x|", "tl.abs({x})", "torch.abs({x})", ("where(x > 0, grad, where(x < 0, -grad, 0))",), "0", aten=("abs(x)",)),
-    Op("exp", _X, "e^x", "tl.exp({x})", "torch.exp({x})", ("grad * out",), "(4 + 2 * abs(x)) * out", aten=("exp(x)",)),
-    Op("log", _X, "natural logarithm", "tl.log({x})", "torch.log({x})", ("grad / x",), "4 + 4 * abs(out)", aten=("log(x)",)),
-    Op("sqrt", _X, "square root", "tl.sqrt({x})", "torch.sqrt({x})", ("grad / (2 * out)",), "4 * out", aten=("sqrt(x)",)),
-    Op("rsqrt", _X, "1 / sqrt(x)", "tl.rsqrt({x})", "torch.rsqrt({x})", ("-0.5 * grad * (out * out * out)",), "6 * out", aten=("rsqrt(x)",)),
+    Op("exp", _X, "e^x", "tl.exp({x})", "torch.exp({x})", ("grad * out",), "(4 + 2 * abs(x)) * out", aten=("exp(x)",), grows=True),
+    Op("log", _X, "natural logarithm", "tl.log({x})", "torch.log({x})", ("grad / x",), "4 + 4 * abs(out)", aten=("log(x)",), grows=True),
+    Op("sqrt", _X, "square root", "tl.sqrt({x})", "torch.sqrt({x})", ("grad / (2 * out)",), "4 * out", aten=("sqrt(x)",), grows=True),
+    Op("rsqrt", _X, "1 / sqrt(x)", "tl.rsqrt({x})", "torch.rsqrt({x})", ("-0.5 * grad * (out * out * out)",), "6 * out", aten=("rsqrt(x)",), grows=True),
     Op("erf", _X, "Gauss error function", "tl.erf({x})", "torch.erf({x})", ("grad * 1.1283791670955126 * exp(-x * x)",), "6 * abs(out)", aten=("erf(x)",)),
     Op("scale", _numbers("x s"), "x * s", "{x} * {s}", "{x} * {s}", ("grad * s", "grad * x")),
     Op("square", _X, "x * x", "{x} * {x}", "torch.square({x})", ("grad * (2 * x)",), aten=("square(x)",)),
-    Op("reciprocal", _X, "1 / x", "1.0 / {x}", "torch.reciprocal({x})", ("-grad * (out * out)",), "4 * abs(out)", aten=("reciprocal(x)",)),
-    Op("exp2", _X, "2^x", "tl.exp2({x})", "torch.exp2({x})", ("grad * out * 0.6931471805599453",), "4 * out", aten=("exp2(x)",)),
-    Op("expm1", _X, "e^x - 1", "grown", "torch.expm1({x})", ("grad * (out + 1)",), "(18 + 8 * abs(x)) * abs(out)", body=_expm1("{x}"), aten=("expm1(x)",)),
+    Op("reciprocal", _X, "1 / x", "1.0 / {x}", "torch.reciprocal({x})", ("-grad * (out * out)",), "4 * abs(out)", aten=("reciprocal(x)",), grows=True),
+    Op("exp2", _X, "2^x", "tl.exp2({x})", "torch.exp2({x})", ("grad * out * 0.6931471805599453",), "4 * out", aten=("exp2(x)",), grows=True),
+    Op("expm1", _X, "e^x - 1", "grown", "torch.expm1({x})", ("grad * (out + 1)",), "(18 + 8 * abs(x)) * abs(out)", body=_expm1("{x}"), aten=("expm1(x)",), grows=True),
     Op("log1p", _X, "natural logarithm of 1 + x", "tl.where(tl.abs({x}) < 0.3, small, tl.log(1.0 + {x}))", "torch.log1p({x})", ("grad / (x + 1)",), "28 * abs(out)",
        body=("# a series near 0, where 1 + x would lose x",
              "s = {x} / (2.0 + {x})",
              "q = s * s",
-             "small = s * (2.0 + q * (0.66666666666666667 + q * (0.4 + q * (0.28571428571428571 + q * 0.22222222222222222))))"), aten=("log1p(x)",)),
+             "small = s * (2.0 + q * (0.66666666666666667 + q * (0.4 + q * (0.28571428571428571 + q * 0.22222222222222222))))"), aten=("log1p(x)",), grows=True),
     Op("pow", _XY, "x to the power of y", "tl.where({x} < 0.0, mirrored, size)", "torch.pow({x}, {y})",
        ("where(y == 0, 0, grad * (y * pow(x, y - 1)))", "where((x == 0) & (y >= 0), 0, grad * out * log(x))"),
        "(8 + 4 * abs(y) * (1 + abs(log(maximum(abs(x), 1e-37))))) * abs(out)",
@@ -146,7 +148,7 @@ _ARITHMETIC = (
              "size = tl.where(p == 0.0, 1.0, tl.where(a == 1.0, 1.0, tl.exp2(p * tl.log2(a))))",
              "# of a negative number only whole powers are real",
              "whole = tl.where(2.0 * tl.floor(0.5 * p) == p, size, -size)",
-             "mirrored = tl.where(tl.floor(p) == p, whole, tl.where(a < float('inf'), float('nan'), size))"), aten=("pow(x, y)",)),
+             "mirrored = tl.where(tl.floor(p) == p, whole, tl.where(a < float('inf'), float('nan'), size))"), aten=("pow(x, y)",), grows=True),
     Op("sin", _X, "sine", "tl.sin({x})", "torch.sin({x})", ("grad * cos(x)",), "4 * abs(out)", aten=("sin(x)",)),
     Op("cos", _X, "cosine", "tl.cos({x})", "torch.cos({x})", ("-grad * sin(x)",), "4 * abs(out)", aten=("cos(x)",)),
     Op("sign", _X, "1, 0 or -1; 0 of NaN", "tl.where({x} > 0.0, 1.0, tl.where({x} < 0.0, -1.0, 0.0))", "torch.sign({x})", (None,), "0", aten=("sign(x)", "sgn(x)")),

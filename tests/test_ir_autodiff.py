@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,6 +98,40 @@ def test_what_goes_in_steps_passes_no_gradient_on(text: str) -> None:
     with pytest.raises(DerivationError, match="no gradient flows to mm"):
         derive(graph_of(text))
     agree(f"mm * {text} + bias")
+
+
+_E = math.e
+_BRANCHES: dict[str, tuple[list[float], list[float]]] = {
+    "where(mm > 0, mm, exp(mm) - 1)": ([1000.0, -1.0], [1.0, 1 / _E]),
+    "s * where(mm > 0, mm, 3 * (exp(mm) - 1)) + bias": ([1000.0, -1.0], [2.0, 6 / _E]),
+    "where(mm > 20, mm, log(1 + exp(mm))) * gate[m,n]": ([1000.0, -1.0], [2.0, 2 / (1 + _E)]),
+    "where(mm > 0, sqrt(mm), 0)": ([0.0, 4.0], [0.0, 0.25]),
+    "where(mm != 0, 1 / mm, 0) + residual": ([0.0, 4.0], [0.0, -1 / 16]),
+    "where(mm > 0, mm, mm * exp(mm))": ([1000.0, -2.0], [1.0, -1 / _E**2]),
+    "where(mm > 0, mm, where(mm < -1, exp(mm), 3 * exp(mm)))": ([1000.0, -2.0, -0.5], [1.0, 1 / _E**2, 3 / _E**0.5]),
+    "where(mm > 0, where(mm < 50, exp(mm), 1), mm)": ([1000.0, -1.0, 2.0], [0.0, 1.0, _E**2]),
+    "drelu(exp(mm), mm < 50)": ([1000.0, 2.0], [0.0, _E**2]),
+}
+"""mm, and the gradient, where the branch that is not taken, or its slope, is infinite."""
+
+
+@pytest.mark.parametrize("text", _BRANCHES)
+def test_a_branch_that_is_not_taken_passes_0_on(text: str) -> None:
+    """However large it is: torch multiplies 0 with it, and has NaN."""
+    mm, expected = (torch.tensor([x], dtype=torch.float64) for x in _BRANCHES[text])
+    graph, n = graph_of(text), mm.shape[1]
+    eye = torch.eye(n, dtype=torch.float64)
+    inputs = {x.name: torch.full([{"m": 1, "n": n}[i] for i in x.indices], 2.0, dtype=torch.float64) for x in graph.inputs()}
+    for option in derive(graph, wrt=["mm"]).options:
+        derived = derive(graph, save=option.save, wrt=["mm"])
+        (found,) = derived_gradients(derived, mm, eye, inputs, {"out": torch.ones(1, n, dtype=torch.float64)})
+        torch.testing.assert_close(found, expected, msg=lambda m, d=derived: f"{d.save}, {d.backward.text}: {m}")
+
+
+def test_a_selection_before_what_stays_finite_is_taken_once() -> None:
+    assert derive(graph_of("clamp(mm * scale_a[m] + bias, -1, 1)"), wrt=["mm", "bias"], save="recompute").backward.text == (
+        "v = mm * scale_a[m] + bias; v1 = where((v >= -1) & (v <= 1), grad[m,n], 0); dmm = v1 * scale_a[m]; dbias = bgrad(v1); dmm, dbias"
+    )
 
 
 _PROGRAMS = (

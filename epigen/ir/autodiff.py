@@ -2,6 +2,8 @@
 
 Requires a normalised graph. The rules are the operation table's `gradient` texts. Broadcasting is undone by sums over the missing indices,
 taken last: every rule is linear in what arrives, so up to there a gradient stays a tile, and each sum is one fused reduction.
+A gradient that a selection has made 0 stays 0 where it meets an infinite derivative: of where(mm > 0, mm, exp(mm) - 1) the part of exp is
+selected once more after it has been multiplied, for 0 * inf is NaN.
 What stands in the way of one kernel is refused: all of it together, each with its place.
 """
 
@@ -20,7 +22,7 @@ from epigen.ir import rules
 from epigen.ir.graph import Graph, Node, Output
 from epigen.ir.passes import order
 from epigen.ir.unparse import unparse
-from epigen.ops import NUMBER
+from epigen.ops import BOOLEAN, NUMBER
 
 GRADIENT = "gradient"
 """Node kind of the gradient that arrives at the output of the node's name."""
@@ -88,6 +90,13 @@ class _Tape:
             wanted = node.op in (g.MM, g.INPUT) and (node.name or MM) in wrt
             wanted |= node.op == g.OPERAND and MM in wrt
             self.leads.append(wanted or (node.kind == NUMBER and any(self.leads[a] for a in node.args)))
+        self.grows: list[bool] = []
+        """Whether a forward node, or its derivative, may be infinite where what it is computed of is finite."""
+        for node in graph.nodes:
+            self.grows.append((node.op in ops.TABLE and ops.TABLE[node.op].grows) or any(self.grows[a] for a in node.args))
+        self.selected: dict[int, tuple[int | None, tuple[int, ...]]] = {}
+        """Gradients that are 0 where a condition is false: that, if the node itself selects by one, and the gradients that it is made of."""
+        self.live: dict[int, int | None] = {}
 
     def node(self, node: Node) -> int:
         if node not in self.numbers:
@@ -97,7 +106,57 @@ class _Tape:
 
     def apply(self, op: str, args: tuple[int, ...], kind: str = NUMBER) -> int:
         indices = "".join(i for i in "mn" if any(i in self.nodes[a].indices for a in args))
-        return self.node(Node(op, args, kind, indices))
+        made = self.node(Node(op, args, kind, indices))
+        if made >= len(self.graph.nodes) and made not in self.selected:
+            self.note(made)
+        return made
+
+    def note(self, number: int) -> None:
+        """What is known of a new node's zeros."""
+        node = self.nodes[number]
+        match node.op:
+            case "drelu":
+                self.selected[number] = (node.args[1], node.args[:1])
+            case "where" if self.zero(node.args[2]):
+                self.selected[number] = (node.args[0], node.args[1:2])
+            case "where" if self.zero(node.args[1]):
+                self.selected[number] = (self.apply("not", node.args[:1], BOOLEAN), node.args[2:])
+            case "add" | "sub" if all(a in self.selected for a in node.args):
+                self.selected[number] = (None, node.args)
+            case "neg" | "mul" | "scale" | "div":
+                if found := tuple(a for a in node.args if a in self.selected):
+                    self.selected[number] = (None, found[:1])
+
+    def zero(self, number: int) -> bool:
+        return self.nodes[number].op == g.CONSTANT and self.nodes[number].value == 0
+
+    def where_live(self, number: int) -> int | None:
+        """The condition outside of which a gradient is 0, if it has one."""
+        pending = [number]
+        while pending:
+            each = pending[-1]
+            condition, parts = self.selected.get(each, (None, ()))
+            if missing := [p for p in parts if p not in self.live]:
+                pending += missing
+                continue
+            pending.pop()
+            found = [self.live[p] for p in parts]
+            either = None
+            if found and None not in found:
+                either = functools.reduce(lambda x, y: self.apply("or", (x, y), BOOLEAN), found)  # type: ignore[arg-type]
+            both = [c for c in (either, condition) if c is not None]
+            self.live[each] = self.apply("and", (both[0], both[1]), BOOLEAN) if len(both) == 2 else both[0] if both else None
+        return self.live[number]
+
+    def passed(self, rule: Graph, values: Mapping[str, int], grows: bool) -> int:
+        """What a rule makes of a gradient. grows: whether it may multiply it with what is infinite."""
+        live = self.where_live(values["grad"]) if grows else None
+        if live is None:
+            return self.rule(rule, values)
+        gradient = values["grad"]
+        while gradient in self.selected and self.selected[gradient][0] is not None:
+            (gradient,) = self.selected[gradient][1]
+        return self.apply("drelu", (self.rule(rule, {**values, "grad": gradient}), live))
 
     def rule(self, rule: Graph, values: Mapping[str, int]) -> int:
         made: list[int] = []
@@ -163,9 +222,10 @@ class _Tape:
         elif node.op in ops.TABLE:
             op = ops.TABLE[node.op]
             values = dict(zip((p.name for p in op.params), node.args, strict=True)) | {"grad": gradient, "out": number}
+            grows = op.grows or any(self.grows[a] for a in node.args)
             for arg, rule in zip(node.args, rules.gradients(node.op), strict=True):
                 if rule is not None and self.leads[arg]:
-                    self.add(arg, had, self.rule(rule, values))
+                    self.add(arg, had, self.passed(rule, values, grows))
 
     def reduction(self, number: int, gradient: int) -> None:
         node = self.graph.nodes[number]
