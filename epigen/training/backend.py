@@ -36,6 +36,7 @@ def backend(module: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None =
     """
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
 
     own, patches = _options(mode, options or {})
     rest, tune, told = own.get("rest", "inductor"), own.get("tune"), own.get("report")
@@ -43,12 +44,13 @@ def backend(module: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None =
     record = record_of(caller.f_back.f_locals.get("self") if caller is not None and caller.f_back is not None else None)
     fusing = Fusing(tune, record, told)
 
-    @functools.wraps(compile_fx_inner)
     def by_inductor(graph_module: fx.GraphModule, given: Sequence[Any], **told: Any) -> Any:
+        told.pop("get_decomp_fn", None)  # once the pass is through Inductor goes by its own table, and keeps no graph that came with another
         with fusing.named(told):
             return compile_fx_inner(graph_module, given, **told)
 
     def by_torch(graph_module: fx.GraphModule, _given: Sequence[Any], **told: Any) -> Any:
+        view_to_reshape(graph_module)  # as Inductor does: what takes a value's place may lie in memory otherwise
         with fusing.named(told):
             fusing(graph_module.graph)
         graph_module.recompile()
