@@ -1,0 +1,131 @@
+"""Models that people have under `torch.compile(model, backend=backend)`: outputs, gradients and training steps are eager's, and of the products nearly all are
+taken that something elementwise follows.
+
+Run as a program it prints the table of docs/models.md, for all models or those named.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+
+from epigen.training.backend import backend
+from epigen.training.report import Seen
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages that the models come from
+
+SHARE = 0.95
+"""Of the products that something elementwise follows, but for those of which the kernel that comes next does all that."""
+
+
+@dataclass
+class Taken:
+    """What became of a model's products. absorbed: they are left, since the next kernel does what follows them as well."""
+
+    seen: list[Seen]
+
+    @property
+    def neighbours(self) -> list[Seen]:
+        return [s for s in self.seen if s.neighbour]
+
+    @property
+    def absorbed(self) -> list[Seen]:
+        return [s for s in self.seen if s.absorbed]
+
+    def taken(self, graph: str) -> int:
+        return sum(s.taken and s.graph == graph for s in self.seen)
+
+    @property
+    def share(self) -> float:
+        own = len(self.neighbours) - len(self.absorbed)
+        return sum(s.taken for s in self.seen) / own if own else 1.0
+
+
+def made(name: str) -> zoo.Made:
+    if missing := zoo.missing(name):
+        pytest.skip(f"{missing} is not installed")
+    with zoo.quiet():
+        return zoo.ZOO[name]()
+
+
+def compiled(model: nn.Module, seen: list[Seen], **options: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(model, backend=backend, options={"rest": "eager", "report": seen.extend}, **options)
+
+
+def gradients(call: Any, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and the gradients of what has any."""
+    model.zero_grad()
+    torch.manual_seed(0)
+    loss = zoo.scalar(call(**inputs))
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_a_model_is_eagers(name: str) -> None:
+    """Its loss and its gradients, three steps of training, and how many of its products are taken."""
+    model = made(name)
+    loss, expected = gradients(model.model, model.model, model.inputs)
+    seen: list[Seen] = []
+    call = compiled(model.model, seen)
+    torch._dynamo.utils.counters.clear()
+    found_loss, found = gradients(call, model.model, model.inputs)
+    torch.testing.assert_close(found_loss, loss, rtol=1e-4, atol=1e-5)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    largest = max(g.norm().item() for g in expected.values())
+    assert set(expected) <= set(found) | {n for n, g in expected.items() if g.norm() < 1e-5 * largest}
+    for parameter, gradient in found.items():
+        if parameter in expected:
+            torch.testing.assert_close(gradient, expected[parameter], rtol=1e-3, atol=1e-5 * max(1.0, largest), msg=lambda text, p=parameter: f"{p}: {text}")
+    result = Taken(seen)
+    assert result.neighbours and result.share >= SHARE, Counter(s.why for s in result.neighbours if not s.taken and not s.absorbed)
+    assert all(s.why for s in seen if not s.taken)
+    again = made(name)
+    assert trained(call, model) == pytest.approx(trained(again.model, again), rel=1e-3, abs=1e-5)
+
+
+def trained(call: Any, model: zoo.Made) -> list[float]:
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.model.parameters(), 1e-2)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = zoo.scalar(call(**model.inputs))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def table(names: list[str]) -> str:
+    """How many products each model has, what became of them, and why those are left that something elementwise follows."""
+    lines = [
+        "| model | products | with an elementwise neighbour | of these in the next kernel | taken forward | taken backward | others left |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in names:
+        seen: list[Seen] = []
+        with zoo.quiet():
+            model = zoo.ZOO[name]()
+        gradients(compiled(model.model, seen), model.model, model.inputs)
+        result = Taken(seen)
+        left = Counter(s.why for s in result.neighbours if not s.taken and not s.absorbed)
+        why = "; ".join(f"{count}: {reason}" for reason, count in left.items()) or "0"
+        counts = (len(seen), len(result.neighbours), len(result.absorbed), result.taken("forward"), result.taken("backward"))
+        lines.append(f"| {name} | {' | '.join(map(str, counts))} | {why} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    print(table(sys.argv[1:] or [name for name in zoo.ZOO if not zoo.missing(name)]))
