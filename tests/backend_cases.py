@@ -197,6 +197,23 @@ def test_several_extents_that_vary() -> None:
     assert part["forward (10, 6, 8)"] == "mm, tanh(mm) * x0[m,n]"
 
 
+def test_a_number_of_the_call_is_left_to_torch() -> None:
+    first, second = drawn((5, 8), (8, 6)), drawn((7, 8), (8, 6))
+    found = agree(lambda x, w: F.tanh(x @ w).exp() * x.shape[0], *first, dynamic=True, again=tuple(second))
+    assert len(found) == 3 and not any("x0" in program for program in found.values())
+
+
+def test_booleans_and_integers_among_the_inputs() -> None:
+    for kind in (torch.bool, torch.uint8, torch.int32, torch.int64):
+        keep = (torch.arange(30).view(5, 6) % 3).to(kind)
+
+        def function(x: Tensor, w: Tensor, keep: Tensor = keep) -> Tensor:
+            y = F.tanh(x @ w)
+            return torch.where(keep, y, 0.5) if keep.dtype == torch.bool else y * keep
+
+        assert "x0[m,n]" in agree(function, *drawn((5, 8), (8, 6)))["forward (5, 6, 8)"]
+
+
 def test_booleans_that_leave_a_region_are_booleans() -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         y = x @ w

@@ -204,10 +204,8 @@ def _call(region: Region, tune: str | None) -> Call | None:
     extents = {"m": m, "n": n}
     inputs = []
     for leaf in region.imported.leaves:
-        value = leaf.node.meta["val"]
-        held = value.dtype if isinstance(value, torch.Tensor) else None
         lies = tuple(extents[i] for i in leaf.indices)
-        inputs.append((leaf.name, Lying(lies, (n, 1)[-len(lies) :] if lies else (), held)))
+        inputs.append((leaf.name, Lying(lies, (n, 1)[-len(lies) :] if lies else (), leaf.node.meta["val"].dtype)))
     return Call(tune, _matrix(m, k, problem.layout[0], dtype), _matrix(k, n, problem.layout[1], dtype), tuple(inputs))
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from epigen.dtypes import BY_TORCH, DType
+from epigen.dtypes import BY_TORCH
 from epigen.errors import EpigenError
 from epigen.training import expected
-from epigen.training.aten import SAME, Imported, Importer, Unknown, elementwise, is_view, name_of
+from epigen.training.aten import SAME, Imported, Importer, Role, Unknown, Value, elementwise, is_view, name_of
 
 MOST_TILES = 6
 """Tiles that one kernel reads or writes beside its operands: each holds registers and a place in shared memory."""
@@ -150,8 +150,15 @@ def _imported(product: Product, nodes: Sequence[fx.Node], outputs: Iterable[fx.N
     return importer.program(outputs, dtype)
 
 
+class _Importer(Importer):
+    def leaf(self, arg: fx.Node, node: fx.Node, beside: tuple[Role, ...]) -> Value:
+        if not isinstance(arg.meta.get("val"), torch.Tensor):
+            raise Unknown(node, f"its argument {arg.name} is a number that is known at run time alone")
+        return super().leaf(arg, node, beside)
+
+
 def _importer(product: Product, over: Collection[fx.Node] = ()) -> Importer:
-    importer = Importer(product.node, product.node.meta["val"].shape, _namer(), ("m",), over, True)
+    importer = _Importer(product.node, product.node.meta["val"].shape, _namer(), ("m",), over, True)
     if product.added is not None or product.scale[0] != 1:
         importer.plus(product.node, product.added, product.scale)
     return importer
@@ -438,11 +445,5 @@ def problem_of(product: Product, imported: Imported) -> expected.Problem | None:
         return None
     layout = "".join("n" if t.stride(-1) == 1 or t.stride(-2) != 1 else "t" for t in (a, b))
     return expected.Problem(
-        imported.text, (m, n, k), BY_TORCH[str(a.dtype)], layout, tuple((leaf.name, _held(leaf.node.meta["val"])) for leaf in imported.leaves)
+        imported.text, (m, n, k), BY_TORCH[str(a.dtype)], layout, tuple((leaf.name, BY_TORCH[str(leaf.node.meta["val"].dtype)]) for leaf in imported.leaves)
     )
-
-
-def _held(value: Any) -> DType | None:
-    if not isinstance(value, torch.Tensor):
-        return None
-    return BY_TORCH[str(value.dtype)]

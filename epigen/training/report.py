@@ -16,15 +16,13 @@ from epigen.training import library
 
 @dataclass(frozen=True, slots=True)
 class Lying:
-    """A tensor of a call, without its contents; or a number, where dtype is None."""
+    """A tensor of a call, without its contents."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    dtype: torch.dtype | None
+    dtype: torch.dtype
 
-    def made(self, device: torch.device) -> Tensor | float:
-        if self.dtype is None:
-            return 1.0
+    def made(self, device: torch.device) -> Tensor:
         if not self.dtype.is_floating_point:
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).zero_()
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).normal_()
@@ -198,8 +196,7 @@ def _measured(seen: Sequence[Seen]) -> dict[tuple[str, Call | None], float]:
 def _runs(program: str, call: Call, place: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The program's kernel, and the vendor's product with a kernel for what follows."""
     kernel = library.kernel(program, call.tune)
-    a, b = (lying.made(place) for lying in (call.a, call.b))
-    assert isinstance(a, Tensor) and isinstance(b, Tensor)
+    a, b = call.a.made(place), call.b.made(place)
     inputs = {name: lying.made(place) for name, lying in call.inputs}
     return (lambda: kernel(a, b, **inputs)), (lambda: kernel.over(torch.mm(a, b), **inputs))
 
