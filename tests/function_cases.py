@@ -247,6 +247,54 @@ def test_in_place_on_the_product_is_a_new_value() -> None:
     assert close(epigen.linear(x, weight, epilogue=lambda mm: mm.add_(1).mul_(2)), (F.linear(x, weight) + 1) * 2)
 
 
+# -- modules
+
+
+def trained(model: nn.Module, x: Tensor) -> list[Tensor]:
+    y = model(x)
+    y.square().sum().backward()
+    return [y, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("function", "plain"),
+    [
+        (F.silu, F.silu),
+        (nn.GELU("tanh"), nn.GELU("tanh")),
+        (nn.PReLU(1), nn.PReLU(1)),
+        (lambda mm, bias: F.softplus(mm - bias), None),
+    ],
+    ids=["a function", "a module", "a module with a parameter", "a function of the bias"],
+)
+def test_a_layer_with_a_function(function: Any, plain: Any) -> None:
+    layer = epigen.nn.Linear(K, N, epilogue=function)
+    x = torch.randn(2, 3, K)
+    wanted = nn.Linear(K, N)
+    wanted.load_state_dict({name: layer.state_dict()[name] for name in ("weight", "bias")})
+    y = F.softplus(F.linear(x, wanted.weight) - wanted.bias) if plain is None else plain(wanted(x))
+    y.square().sum().backward()
+    of_plain = list(plain.parameters()) if isinstance(plain, nn.Module) else []
+    found = trained(layer, x)
+    assert len(found) == 3 + len(of_plain) and all(map(close, found, [y, *(p.grad for p in (wanted.weight, wanted.bias, *of_plain))]))
+    assert "epilogue=silu" in repr(layer) if function is F.silu else "Linear" in repr(layer)
+    assert close(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
+
+
+def test_a_perceptron_with_a_function() -> None:
+    model = epigen.nn.MLP([K, 24, 24, N], activation=F.silu)
+    plain = nn.Sequential(nn.Linear(K, 24), nn.SiLU(), nn.Linear(24, 24), nn.SiLU(), nn.Linear(24, N))
+    plain.load_state_dict(dict(zip(plain.state_dict(), model.state_dict().values(), strict=True)))
+    x = torch.randn(6, K)
+    assert all(map(close, trained(model, x), trained(plain, x)))
+
+
+def test_a_bias_that_the_function_takes_is_asked_for() -> None:
+    with pytest.raises(CallError, match=r"bias=False, and the epilogue .* reads a bias: write bias=True, or a function without it"):
+        epigen.nn.Linear(K, N, bias=False, epilogue=lambda mm, bias: mm + bias)
+    x, weight, bias = torch.randn(6, K), torch.randn(N, K), torch.randn(N)
+    assert close(epigen.linear(x, weight, bias, F.gelu), F.gelu(F.linear(x, weight, bias)))
+
+
 # -- what is refused, and how
 
 

@@ -85,10 +85,10 @@ def described(function: Function) -> str:
 
 
 def checked(function: Function, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The inputs, whose names are the function's. Raises CallError for others and for those that are missing."""
+    """The inputs, whose names are the function's; a bias may come besides. Raises CallError for others and for those that are missing."""
     known = _known(function)
     for name in inputs:
-        if name not in known.names:
+        if name not in known.names and name != "bias":
             hint = near_miss(name, known.names) or "its inputs are " + (", ".join(known.names) or "none")
             raise CallError(f"{described(function)} has no input '{name}': {hint}")
     for parameter in known.parameters[1:]:
@@ -98,8 +98,28 @@ def checked(function: Function, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def plain(function: Function, x: Tensor, weight: Tensor, inputs: Mapping[str, Any]) -> Any:
-    """The function of x @ weight.T as torch runs it, unfused. Where torch takes derivatives itself, or traces, and a name that is wrong is for Python to refuse."""
+    """The function of x @ weight.T as torch runs it, unfused. Where torch takes derivatives itself, or traces."""
+    if "bias" in inputs and not _takes_bias(function):
+        return function(nn.functional.linear(x, weight, inputs["bias"]), **{name: value for name, value in inputs.items() if name != "bias"})
     return function(nn.functional.linear(x, weight), **inputs)
+
+
+def _takes_bias(function: Function) -> bool:
+    return "bias" in _known(function).names
+
+
+# torch.compile is not to look into it: what torch.compiler.assume_constant_result sets, which imports all of torch.compile to do so
+_takes_bias._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _after_bias(function: Function) -> Function:
+    """A function that takes no bias, of the product with the bias added."""
+
+    @functools.wraps(function, updated=())
+    def biased(mm: Tensor, bias: Tensor, **inputs: Any) -> Any:
+        return function(mm + bias, **inputs)
+
+    return biased
 
 
 # -- traces, found again
@@ -108,6 +128,7 @@ def plain(function: Function, x: Tensor, weight: Tensor, inputs: Mapping[str, An
 def traced(function: Function, shape: Sequence[int], dtype: torch.dtype, device: torch.device, inputs: Mapping[str, Any]) -> Traced:
     """What the function computes of a product. shape: [..., N], and dtype: of the product. inputs: by name.
 
+    A bias that the function does not take is added to the product first, as a linear layer does.
     Numbers stay inputs of the program, so that another number is no other kernel, unless the function takes them where torch takes no tensor.
     Raises CallError for what no epilogue computes: it names the operation, its line and what to do.
     """
@@ -123,7 +144,8 @@ def traced(function: Function, shape: Sequence[int], dtype: torch.dtype, device:
         valued = (key, _state(numbers))
         found = known.get(valued) if numbers else None
         if found is None:
-            found, general = _traced(function, shape, dtype, device, given, constants)
+            run = _after_bias(function) if "bias" in inputs and not _takes_bias(function) else function
+            found, general = _traced(run, shape, dtype, device, given, constants)
             known.put(key if general else valued, found)
     return found
 

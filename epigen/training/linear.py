@@ -41,7 +41,7 @@ def linear(
     with one element. Of booleans and integers they are numbers too, 0 and 1 of booleans. Gradients flow to those that require them. inputs: the same as a mapping, which can hold any name. A keyword that names an option below and an input of the
     epilogue too is the input, or the option where `inputs` holds the input.
     A function of torch's, or a module, may stand for the text, such as `lambda mm, bias: torch.relu(mm + bias)`: of the product [..., N] and of inputs by
-    name, which then broadcast to it as in torch, and may be omitted where they have defaults. It is traced by the first call of each combination of shapes;
+    name, which then broadcast to it as in torch, and may be omitted where they have defaults; a bias that it does not take is added to the product first. It is traced by the first call of each combination of shapes;
     parameters of a module that it reads have gradients. Under torch.compile and torch.export its operations take the product as torch's own do.
     save: what the forward keeps for the backward, and of: the outputs at which gradients arrive, both as for `epigen.derive`. Without a
     gradient to take nothing is kept. tune: as for `epigen.compile`. main_grad: an fp32 buffer [N, K] to which each backward() that wants the

@@ -12,7 +12,8 @@ from torch.nn.modules import module as torchs
 
 from epigen import ops
 from epigen.errors import CallError, near_miss
-from epigen.training import linear, plan
+from epigen.training import functions, linear
+from epigen.training.functions import Function
 from epigen.training.layer import Value
 
 ACTIVATIONS = tuple(name for name, op in ops.TABLE.items() if op.group == "activation" and len(op.params) == 1)
@@ -23,8 +24,8 @@ class Linear(nn.Module):
     """`torch.nn.Linear` and what follows it, in one kernel: parameters, their initialisation and the state dict are the same.
 
     It is no subclass of `torch.nn.Linear`: who looks for those, to adapt, quantise or fold them, takes them for x @ weight.T + bias.
-    epilogue: the program, whose mm is x @ weight.T. bias: whether the program's input `bias` is a parameter. Its other inputs are given at
-    each call, by name. save, of, tune: as for `epigen.linear`. A weight with an attribute `main_grad`, an fp32 tensor of its shape, has its
+    epilogue: the program, whose mm is x @ weight.T, or a function or a module as for `epigen.linear`, such as `torch.nn.functional.gelu`; a module's
+    parameters are then the layer's too. bias: whether the program's input `bias` is a parameter. Its other inputs are given at each call, by name. save, of, tune: as for `epigen.linear`. A weight with an attribute `main_grad`, an fp32 tensor of its shape, has its
     gradient added to that in place, and its `grad` left alone.
     Raises ParseError or CheckError for the epilogue, CallError where it and `bias` disagree.
 
@@ -34,11 +35,12 @@ class Linear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, epilogue: str, save: str | None = None, of: str | Iterable[str] | None = None,
+        self, in_features: int, out_features: int, bias: bool = True, *, epilogue: str | Function, save: str | None = None, of: str | Iterable[str] | None = None,
         tune: str | None = None, device: Any = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
-        read = any(i.name == "bias" for i in plan.declared(epilogue).inputs)
-        if read != bias:
+        of_text = isinstance(epilogue, str) or not functions.is_function(epilogue)
+        read = "bias" in linear.names_of_inputs(epilogue)  # what takes none gets its product with the bias added
+        if read != bias and (of_text or read):
             found, wanted = ("reads", f"bias=True, or {without_bias(epilogue)}") if read else ("does not read", "bias=False, or mm + bias in the epilogue")
             raise CallError(f"bias={bias}, and the epilogue {epilogue!r} {found} a bias: write {wanted}")
         super().__init__()
@@ -65,10 +67,15 @@ class Linear(nn.Module):
         return linear.chain(input, [self.link(linear.joined(inputs or {}, more))])
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, epilogue={self.epilogue!r}"
+        shown = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        if isinstance(self.epilogue, nn.Module):  # which is shown as what the layer holds
+            return shown
+        return f"{shown}, epilogue={repr(self.epilogue) if isinstance(self.epilogue, str) else self.epilogue.__name__}"
 
 
-def without_bias(epilogue: str) -> str:
+def without_bias(epilogue: str | Function) -> str:
+    if not isinstance(epilogue, str):
+        return "a function without it"
     return "an epilogue without it" if "mm + bias" not in epilogue else f"epilogue={epilogue.replace('mm + bias', 'mm')!r}"
 
 
@@ -114,7 +121,8 @@ def _as_it_is(module: nn.Module, of: type[nn.Module]) -> bool:
 class MLP(Chain):
     """A multilayer perceptron as one chain: an activation after each linear layer but the last.
 
-    sizes: of the input, of each hidden layer and of the output. activation: one of the language's, by name. save, tune: as for `epigen.linear`.
+    sizes: of the input, of each hidden layer and of the output. activation: one of the language's, by name, or a function or a module as for
+    `epigen.linear`. save, tune: as for `epigen.linear`.
     The state dict is that of a `torch.nn.Sequential` of the linear layers alone.
     Raises CallError for what does not fit.
 
@@ -127,15 +135,16 @@ class MLP(Chain):
     """
 
     def __init__(
-        self, sizes: Sequence[int], activation: str = "relu", bias: bool = True, *, save: str | None = None, tune: str | None = None, device: Any = None,
+        self, sizes: Sequence[int], activation: str | Function = "relu", bias: bool = True, *, save: str | None = None, tune: str | None = None, device: Any = None,
         dtype: torch.dtype | None = None,
     ):  # fmt: skip
         if len(sizes) < 2:
             raise CallError(f"sizes={list(sizes)}: an MLP has the size of its input and of its output at least")
-        if activation not in ACTIVATIONS:
+        named = isinstance(activation, str) or not functions.is_function(activation)
+        if named and activation not in ACTIVATIONS:
             raise CallError(f"unknown activation '{activation}': {near_miss(str(activation), ACTIVATIONS) or 'known are ' + ', '.join(ACTIVATIONS)}")
         z = "mm + bias" if bias else "mm"
-        epilogues = [*(f"{activation}({z})" for _ in sizes[2:]), z]
+        epilogues = [*(f"{activation}({z})" if named else activation for _ in sizes[2:]), z]
         options: dict[str, Any] = {"save": save, "tune": tune, "device": device, "dtype": dtype}
         super().__init__(*(Linear(k, n, bias, epilogue=e, **options) for k, n, e in zip(sizes, sizes[1:], epilogues, strict=False)))
 

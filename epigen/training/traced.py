@@ -148,6 +148,7 @@ def _place(node: fx.Node) -> str:
 
 def _name_in(function: Callable[..., Any], tensor: Tensor) -> str:
     """What a function calls a tensor that it holds."""
+    function = inspect.unwrap(function)
     if isinstance(function, nn.Module):
         return next((name.rpartition(".")[2] for name, p in [*function.named_parameters(), *function.named_buffers()] if p is tensor), "")
     try:
