@@ -1,11 +1,12 @@
-"""Layers of real models, in bf16 with random weights: eager, torch.compile and backend="epigen", forward alone and a training step.
+"""Layers of real models, in bf16 with random weights: eager, torch.compile, backend="epigen" and epigen.fuse, forward alone and a training step.
 
-Run: python -m bench.models [--commit HASH] [--out FOLDER] [--models a,b] [--tokens N] [--layers N]
+Beside each stands what its products take alone, and so the most that fusing could reach. Run: python -m bench.models [--models a,b] [--tuned a,b]
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import gc
 import statistics
@@ -95,22 +96,38 @@ def measure(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
     return {name: round(statistics.median(values), 4) for name, values in samples.items()}
 
 
+def products_ms(run: Callable[[], object]) -> float:
+    """What the kernels of matrix products take of a run, by torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        run()
+        torch.cuda.synchronize()
+    kernels = [e for e in found.key_averages() if any(word in e.key for word in ("gemm", "nvjet", "cutlass", "splitK"))]
+    return round(sum(e.self_device_time_total for e in kernels) / 1e3, 4)
+
+
 def row_of(name: str, make: Callable[[], nn.Module], options: argparse.Namespace) -> dict[str, Any]:
-    """One model: eager, as Inductor compiles it, and with epigen's backend."""
+    """One model: eager, as Inductor compiles it, with epigen's backend, and fused in place."""
+    import epigen
     from epigen.training import backend
-    from epigen.training.report import Seen
 
     torch.manual_seed(0)
     x = torch.randn(options.tokens // options.sequence, options.sequence, WIDTHS[name], device="cuda", dtype=torch.bfloat16, requires_grad=True)
     with torch.device("cuda"):
         plain = make().to(torch.bfloat16)
     grad = torch.randn_like(x)
-    seen: list[Seen] = []
+    seen: list[backend.Seen] = []
+    fused = copy.deepcopy(plain)
+    report = str(epigen.fuse(fused))
     ways: dict[str, dict[str, Any]] = {"inductor": {}}
     if options.autotune:
         ways["autotune"] = {"mode": "max-autotune-no-cudagraphs"}
     ways["epigen"] = {"backend": backend.backend, "options": {"report": seen.extend}}
-    contenders: dict[str, Any] = {"eager": plain}
+    if name in options.tuned.split(","):
+        ways["tuned"] = {"backend": backend.backend, "options": {"tune": "missing"}}
+    contenders: dict[str, Any] = {"eager": plain, "fuse": fused}
     compile_s = {}
     for label, arguments in ways.items():
         start = time.perf_counter()
@@ -120,9 +137,11 @@ def row_of(name: str, make: Callable[[], nn.Module], options: argparse.Namespace
             compiled(x)
         torch.cuda.synchronize()
         compile_s[label] = round(time.perf_counter() - start, 1)
+        print(f"  {name} {label}: {compile_s[label]} s", flush=True)
 
     def step(model: Any) -> None:
-        plain.zero_grad(set_to_none=True)
+        for one in (plain, fused):
+            one.zero_grad(set_to_none=True)
         x.grad = None
         model(x).backward(grad)
 
@@ -141,10 +160,12 @@ def row_of(name: str, make: Callable[[], nn.Module], options: argparse.Namespace
         "errors": errors,
         "forward_ms": measure({label: functools.partial(forward, model) for label, model in contenders.items()}),
         "step_ms": measure({label: functools.partial(step, model) for label, model in contenders.items()}),
+        "products_ms": {"forward": products_ms(functools.partial(forward, plain)), "step": products_ms(functools.partial(step, plain))},
         "taken": sum(s.taken for s in seen),
         "products": len(seen),
         "programs": sorted({s.program for s in seen if s.taken}),
         "left": sorted({f"{list(s.shape)}: {s.why}" for s in seen if not s.taken}),
+        "fused": report.strip().splitlines()[-1],
     }
 
 
@@ -155,6 +176,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--tuned", default="", help="models whose programs are tuned too, which takes seconds a program")
     parser.add_argument("--autotune", action="store_true", help="max-autotune-no-cudagraphs too, which takes minutes")
     options = parser.parse_args()
     record.gpu_at_hand()
@@ -164,9 +186,11 @@ def main() -> None:
         rows.append(row := row_of(name, models(options.layers)[name], options))
         for what in ("forward_ms", "step_ms"):
             times = row[what]
-            best = min(ms for label, ms in times.items() if label != "epigen")
-            print(f"{name} {what} {times}: {best / times['epigen']:.3f} of the best other, {times['inductor'] / times['epigen']:.3f} of Inductor", flush=True)
-        print(f"  {row['compile_s']} s to compile; errors {row['errors']}; {row['taken']} of {row['products']} products taken", flush=True)
+            best = min(ms for label, ms in times.items() if label in ("eager", "inductor", "autotune"))
+            ratios = ", ".join(f"{label} {best / times[label]:.3f}" for label in ("epigen", "tuned", "fuse") if label in times)
+            print(f"{name} {what} {times}: of the best other: {ratios}; fuse of eager {times['eager'] / times['fuse']:.3f}", flush=True)
+        print(f"  errors {row['errors']}; {row['taken']} of {row['products']} products taken; {row['fused']}; products alone {row['products_ms']}", flush=True)
+        record.write("models", {"environment": record.environment(options.commit), "rows": rows}, options.out)
         gc.collect()
         torch.cuda.empty_cache()
     print(record.write("models", {"environment": record.environment(options.commit), "rows": rows}, options.out))
