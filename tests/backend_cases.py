@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documentati
 
 import epigen
 from epigen.errors import CallError
-from epigen.training.backend import backend
+from epigen.training.backend import Fusing, backend
 from epigen.training.report import Seen
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler, which imports what it says to leave
@@ -290,3 +294,66 @@ def test_a_report_of_functions_and_of_modules_compiled_in_place() -> None:
     for other, said in ((plain, "a Linear was given"), (torch.relu, "a builtin"), (torch.compile(plain), "compiled with backend 'inductor' was given")):
         with pytest.raises(CallError, match=said):
             epigen.report(other)
+
+
+_AGAIN = """
+import sys
+import torch
+from torch.nn import functional as F
+import epigen
+from epigen.training.backend import backend
+
+torch.manual_seed(0)
+x, w = torch.randn(6, 16, requires_grad=True), torch.randn(16, 32, requires_grad=True)
+def function(x, w):
+    return F.gelu(x @ w) + 1
+compiled = torch.compile(function, backend=backend)
+found = compiled(x, w)
+found.sum().backward()
+torch.testing.assert_close(found, function(x, w))
+counted = torch._dynamo.utils.counters["inductor"]
+print(counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"], counted["fxgraph_cache_bypass"])
+print(epigen.report(compiled))
+"""
+
+
+def test_a_second_process_compiles_nothing_anew(tmp_path: Path) -> None:
+    """Inductor has kept both graphs, and the report says so; for another tuning database it makes them anew."""
+    own = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "EPIGEN_DB": str(tmp_path / "db")}
+    printed = []
+    for _ in range(2):
+        run = subprocess.run([sys.executable, "-c", _AGAIN], env=own, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        printed.append(run.stdout)
+    assert printed[0].startswith("0 2 0") and "forward   1      6x32x16" in printed[0] and "Inductor's cache" not in printed[0]
+    assert printed[1].startswith("2 0 0") and "came from Inductor's cache, with the programs in place" in printed[1]
+
+
+def test_what_decides_is_in_the_keys_of_inductors_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from epigen.training import backend as module
+
+    keys = {Fusing().uuid(), Fusing("missing").uuid()}
+    monkeypatch.setattr(module, "_databases", lambda: "others")
+    keys.add(Fusing().uuid())
+    monkeypatch.undo()
+    assert len(keys) == 3 and Fusing().uuid() in keys
+    (tmp_path / "one.py").write_text("x = 1")
+    before = module._digest([tmp_path / "one.py"])
+    (tmp_path / "one.py").write_text("x = 2")
+    assert module._digest([tmp_path / "one.py"]) != before
+
+
+def test_what_is_left_is_inductors_own() -> None:
+    """Activations beside no product are taken apart again: forward Inductor computes them to the bit as it would alone."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        x = F.gelu(x) + F.silu(x) + F.elu(x) + F.hardswish(x) + F.softplus(x) + F.leaky_relu(x)
+        return torch.softmax(x @ w, -1)
+
+    x, w = drawn((6, 16), (16, 5))
+    found = []
+    for chosen in ("inductor", backend):
+        torch._dynamo.reset()
+        model: Any = torch.compile(function, backend=chosen)
+        found.append(model(x, w))
+    assert torch.equal(*found)
