@@ -1,12 +1,14 @@
 """epigen: fused matrix-multiplication epilogues, from one line of text to a tuned Triton kernel.
 
-`import epigen` is light: torch and Triton are imported by the first use of a name that needs them.
+`import epigen` is light: torch and Triton are imported by the first use of a name that needs them. What torch is told of epigen's operations it is told
+when it is imported.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from epigen.after_import import after_import
 from epigen.errors import EpigenError
 from epigen.uncollected import uncollected
 
@@ -15,13 +17,17 @@ if TYPE_CHECKING:
     from epigen.api import compile, derive, tune
     from epigen.ir.derivation import Derivation
     from epigen.runtime.kernel import Kernel
+    from epigen.training.composed import decompositions
     from epigen.training.fuse import fuse, unfuse
     from epigen.training.linear import linear
     from epigen.training.report import Report, report
     from epigen.tuning.tune import Tuned
 
 __version__ = "0.1.0"
-__all__ = ["Derivation", "EpigenError", "Kernel", "Report", "Tuned", "__version__", "compile", "derive", "fuse", "linear", "nn", "report", "tune", "unfuse"]
+__all__ = [
+    "Derivation", "EpigenError", "Kernel", "Report", "Tuned", "__version__", "compile", "decompositions", "derive", "fuse", "linear", "nn", "report", "tune",
+    "unfuse",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:
@@ -40,6 +46,10 @@ def _imported(name: str) -> Any:
         from epigen.api import compile
 
         return compile
+    if name == "decompositions":
+        from epigen.training.composed import decompositions
+
+        return decompositions
     if name == "derive":
         from epigen.api import derive
 
@@ -81,3 +91,27 @@ def _imported(name: str) -> Any:
 
         return nn
     raise AttributeError(f"module 'epigen' has no attribute '{name}'")
+
+
+def _operations() -> None:
+    from epigen.training import operations
+
+    operations.define()
+
+
+def _flops() -> None:
+    from epigen.training import operations
+
+    operations.count_flops()
+
+
+def _sharding() -> None:
+    from epigen.training import sharding
+
+    sharding.register()
+
+
+# each of the last two takes a tenth of torch's own import and more, and who does not use it does not import it
+after_import("torch", _operations)
+after_import("torch.utils.flop_counter", _flops)
+after_import("torch.distributed.tensor", _sharding)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -72,7 +73,8 @@ def node_values(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number]
     """Every node's value, in shapes that broadcast: [M, N], [M, 1], [1, N] or a scalar; packed masks as bytes."""
     m, n = a.shape[0], b.shape[1]
     values: list[Tensor] = []
-    with torch.autocast(a.device.type, enabled=False):  # which would round the operands and the product of fp32 values to half precision
+    # autocast would round the operands and the product of fp32 values to half precision; the meta device has none
+    with torch.autocast(a.device.type, enabled=False) if not a.is_meta else nullcontext():
         for node in graph.nodes:
             values.append(_value(node, [values[i] for i in node.args], a, b, inputs, compute, m, n))
     return values
@@ -83,8 +85,7 @@ def _value(node: Node, args: list[Tensor], a: Tensor, b: Tensor, inputs: Mapping
         case g.MM:
             return product(a, b, compute)
         case g.CONSTANT:
-            # through fp32, as the kernel sees it
-            return torch.tensor(node.value, dtype=torch.float32 if compute == torch.float32 else compute, device=a.device)
+            return torch.full((), node.value, dtype=compute, device=a.device)  # in fp32 as the kernel sees it
         case g.INPUT:
             return broadcastable(inputs[node.name], node.indices, compute, a.device)
         case g.BITS:
@@ -130,7 +131,7 @@ def reduce(node: Node, x: Tensor) -> Tensor:
 def broadcastable(value: Number, indices: str, compute: torch.dtype, device: torch.device) -> Tensor:
     """An input in a shape that broadcasts against [M, N]."""
     if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=torch.float32, device=device).to(compute)
+        return torch.full((), value, dtype=torch.float32, device=device).to(compute)
     value = value.to(compute)
     return {"mn": lambda: value, "m": lambda: value[:, None], "n": lambda: value[None, :], "": lambda: value.reshape(())}[indices]()
 
@@ -158,12 +159,11 @@ def pack(p: Tensor) -> Tensor:
     """
     m, n = p.shape
     width = -(-n // 8)
-    bits = torch.zeros((m, width * 8), dtype=torch.uint8, device=p.device)
-    bits[:, :n] = p
+    # by operations that change nothing in place, of which torch.export writes down no other
+    bits = torch.nn.functional.pad(p.to(torch.uint8), (0, width * 8 - n)).reshape(m, width, 8)
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=p.device)
-    packed = torch.zeros((m, g.mask_stride(n)), dtype=torch.uint8, device=p.device)[:, :width]
-    packed.copy_((bits.reshape(m, width, 8) * weights).sum(2, dtype=torch.uint8))
-    return packed
+    packed = (bits * weights).sum(2, dtype=torch.uint8)
+    return torch.nn.functional.pad(packed, (0, g.mask_stride(n) - width))[:, :width]
 
 
 def unpack(mask: Tensor, n: int) -> Tensor:

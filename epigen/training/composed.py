@@ -1,18 +1,25 @@
-"""A layer as torch's own operations, one for each of its program's: where torch itself takes a derivative of what is computed, or maps it.
+"""A layer as torch's own operations, one for each of its program's: where torch itself takes a derivative of what is computed, maps it, or writes it down for
+a machine without epigen.
 
-That is in torch.func (grad, vjp, jvp, jacfwd, hessian, vmap, …) and of dual numbers (torch.autograd.forward_ad): a kernel has no derivative of
-that kind, and torch would go on without it. It is the reference, with a kernel's rounding points; every intermediate goes through memory.
+That is in torch.func (grad, vjp, jvp, jacfwd, hessian, vmap, …), of dual numbers (torch.autograd.forward_ad): a kernel has no derivative of that kind, and torch
+would go on without it; and in a program that torch.export wrote down, by `decompositions`. It is the reference, with a kernel's rounding points; every
+intermediate goes through memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from epigen.codegen.lower import over_product
+from epigen.codegen.spec import PRODUCT
 from epigen.dtypes import BY_TORCH
+from epigen.ir import graph as g
 from epigen.ir import reference
+from epigen.ir.graph import Graph
 from epigen.runtime import arguments, outputs
 from epigen.training import library
 
@@ -29,4 +36,62 @@ def run(text: str, x: Tensor, weight: Tensor, inputs: Mapping[str, Tensor | floa
     graph, b = library.kernel(text, None).graph, weight.t()
     m, n, _ = arguments.check_operands(x, b)
     arguments.check_inputs({node.name: node for node in graph.inputs()}, inputs, m, n, x.device)
-    return reference.evaluate(graph, x, b, inputs, [out.dtype for out in outputs.of(graph, BY_TORCH[str(x.dtype)])])
+    return _evaluated(graph, x, b, inputs, x.dtype)
+
+
+def _evaluated(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Any], dtype: torch.dtype) -> list[Tensor]:
+    """dtype: of the operands, by which outputs have theirs."""
+    return reference.evaluate(graph, a, b, inputs, [out.dtype for out in outputs.of(graph, BY_TORCH[str(dtype)])])
+
+
+# -- the operations of `library`
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """epigen's operations in torch's own: what `run_decompositions` of a program that torch.export wrote down takes, beside torch's default table.
+
+    >>> import torch, epigen
+    >>> program = torch.export.export(epigen.nn.MLP([8, 16, 4]), (torch.zeros(2, 8),))
+    >>> written_out = program.run_decompositions(epigen.decompositions())
+    >>> [node.target for node in written_out.graph.nodes if "epigen" in str(node.target)]
+    []
+    """
+    return {**torch.export.default_decompositions().materialize(), **WRITTEN_OUT}
+
+
+def _program(text: str, _tune: str | None, a: Tensor, b: Tensor, inputs: library.Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
+    return _apart(library.kernel(text, None, options).graph, a, b, library.named(text, inputs, numbers), a.dtype)
+
+
+def _over(text: str, mm: Tensor, inputs: library.Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
+    m, n = arguments.check_product(mm)
+    a, b = (torch.empty(shape, device=mm.device) for shape in ((m, 0), (0, n)))
+    graph = over_product(library.kernel(text, None, options).graph)
+    return _apart(graph, a, b, {PRODUCT: mm, **library.named(text, inputs, numbers)}, mm.dtype)
+
+
+def _into(
+    text: str, tune: str | None, operands: Sequence[Tensor], inputs: library.Inputs, numbers: Sequence[float], out: Sequence[Tensor], options: str | None = None
+) -> None:  # fmt: skip
+    a, *b = operands
+    found = _program(text, tune, a, b[0], inputs, numbers, options) if b else _over(text, a, inputs, numbers, options)
+    for into, result in zip(out, found, strict=True):
+        into.copy_(result)
+
+
+def _accumulate(grad: Tensor, a: Tensor, b: Tensor) -> None:
+    grad.add_(reference.product(a, b, grad.dtype))
+
+
+def _apart(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Any], dtype: torch.dtype) -> list[Tensor]:
+    """Results that are no inputs, as an operation's are."""
+    found = _evaluated(graph, a, b, inputs, dtype)
+    return [t.clone() if graph.nodes[o.node].op in (g.INPUT, g.BITS) else t for t, o in zip(found, graph.outputs, strict=True)]
+
+
+WRITTEN_OUT: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.epigen.program.default: _program,
+    torch.ops.epigen.over.default: _over,
+    torch.ops.epigen.into.default: _into,
+    torch.ops.epigen.accumulate.default: _accumulate,
+}

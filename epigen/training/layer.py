@@ -7,6 +7,7 @@ is freed, and its weight's gradient there, before the layer before it begins. No
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any
@@ -46,7 +47,7 @@ def rows(t: Tensor, indices: str) -> Tensor:
         return t if t.dim() == 1 else t.reshape(-1)
     if indices != "mn" or t.dim() == 2:
         return t
-    return t[None] if t.dim() == 1 else t.flatten(0, -2)
+    return t[None] if t.dim() == 1 else t.reshape(math.prod(t.shape[:-1]), t.shape[-1])  # as flatten, but in older parts of torch too
 
 
 def shaped(t: Tensor, indices: str, lead: Sequence[int]) -> Tensor:

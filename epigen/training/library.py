@@ -1,4 +1,4 @@
-"""Programs as operations of `torch.library`: what torch.compile, torch.export and autograd see of epigen.
+"""What the operations of `operations` do: programs, as torch.compile, torch.export and autograd see them.
 
 An operation names its program by text and takes the inputs in the program's order, a number's place held by None. None has a derivative of
 its own: `layer` wires them, and calls them by `below_autograd`. Whoever else calls one under autograd is told so, for torch itself would go
@@ -10,7 +10,8 @@ the same description of the outputs, and checks the same.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from epigen import api
 from epigen.dtypes import BY_TORCH
-from epigen.errors import CallError
+from epigen.errors import CallError, InternalError
 from epigen.ir.graph import Graph
 from epigen.runtime import arguments, outputs
 from epigen.runtime.kernel import Kernel
@@ -31,9 +32,9 @@ ACCUMULATE = "cast(mm + grad[m,n], fp32)"
 
 
 @functools.lru_cache(maxsize=MOST_PROGRAMS)
-def kernel(text: str, tune: str | None) -> Kernel:
-    """The process's own kernel of a program. tune: as of `epigen.compile`."""
-    return api.compile(text, tune=tune)
+def kernel(text: str, tune: str | None, options: str | None = None) -> Kernel:
+    """The process's own kernel of a program. tune: as of `epigen.compile`. options: its others, as JSON."""
+    return api.compile(text, tune=tune, **(json.loads(options) if options else {}))
 
 
 @functools.lru_cache(maxsize=MOST_PROGRAMS)
@@ -41,7 +42,8 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(node.name for node in api.graph_of(text).inputs())
 
 
-def _named(text: str, inputs: Inputs, numbers: Sequence[float]) -> dict[str, Any]:
+def named(text: str, inputs: Inputs, numbers: Sequence[float]) -> dict[str, Any]:
+    """A program's inputs by name."""
     rest = iter(numbers)
     return {name: next(rest) if value is None else value for name, value in zip(_names(text), inputs, strict=True)}
 
@@ -50,33 +52,42 @@ def _listed(found: Any) -> list[Tensor]:
     return [found] if isinstance(found, Tensor) else list(found)
 
 
-def _program(text: str, tune: str | None, a: Tensor, b: Tensor, inputs: Inputs, numbers: Sequence[float]) -> list[Tensor]:
+def _program(text: str, tune: str | None, a: Tensor, b: Tensor, inputs: Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
     if torch.is_grad_enabled():  # as in a model that torch.export wrote down: below autograd nothing is recorded any more
         with torch.no_grad():
-            return _program(text, tune, a, b, inputs, numbers)
-    return _listed(kernel(text, tune)(a, b, **_named(text, inputs, numbers)))
+            return _program(text, tune, a, b, inputs, numbers, options)
+    made = kernel(text, tune, options) if options else kernel(text, tune)
+    return _listed(made(a, b, **named(text, inputs, numbers)))
 
 
-def _over(text: str, mm: Tensor, inputs: Inputs, numbers: Sequence[float]) -> list[Tensor]:
+def _over(text: str, mm: Tensor, inputs: Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
     with torch.no_grad():
-        return _listed(kernel(text, None).over(mm, **_named(text, inputs, numbers)))
+        made = kernel(text, None, options) if options else kernel(text, None)
+        return _listed(made.over(mm, **named(text, inputs, numbers)))
+
+
+def _into(
+    text: str, tune: str | None, operands: Sequence[Tensor], inputs: Inputs, numbers: Sequence[float], out: Sequence[Tensor], options: str | None = None
+) -> None:  # fmt: skip
+    made = kernel(text, tune, options)
+    with torch.no_grad():
+        (made if len(operands) == 2 else made.over)(*operands, out=list(out), **named(text, inputs, numbers))
 
 
 def _accumulate(grad: Tensor, a: Tensor, b: Tensor) -> None:
-    with torch.no_grad():
-        kernel(ACCUMULATE, None)(a, b, grad=grad, out=grad)
+    _into(ACCUMULATE, None, [a, b], [grad], [], [grad])
 
 
-def _fake_program(text: str, tune: str | None, a: Tensor, b: Tensor, inputs: Inputs, numbers: Sequence[float]) -> list[Tensor]:
-    graph = kernel(text, tune).graph
+def _fake_program(text: str, tune: str | None, a: Tensor, b: Tensor, inputs: Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
+    graph = kernel(text, tune, options).graph
     m, n, _ = arguments.check_operands(a, b)
-    return _fake(graph, a, m, n, _named(text, inputs, numbers))
+    return _fake(graph, a, m, n, named(text, inputs, numbers))
 
 
-def _fake_over(text: str, mm: Tensor, inputs: Inputs, numbers: Sequence[float]) -> list[Tensor]:
-    graph = kernel(text, None).graph
+def _fake_over(text: str, mm: Tensor, inputs: Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
+    graph = kernel(text, None, options).graph
     m, n = arguments.check_product(mm)
-    return _fake(graph, mm, m, n, _named(text, inputs, numbers))
+    return _fake(graph, mm, m, n, named(text, inputs, numbers))
 
 
 def _fake(graph: Graph, like: Tensor, m: int, n: int, inputs: dict[str, Any]) -> list[Tensor]:
@@ -85,10 +96,18 @@ def _fake(graph: Graph, like: Tensor, m: int, n: int, inputs: dict[str, Any]) ->
     return [out.held(m, n).empty(allocate) for out in outputs.of(graph, BY_TORCH[str(like.dtype)])]
 
 
+def _fake_into(
+    text: str, tune: str | None, operands: Sequence[Tensor], inputs: Inputs, numbers: Sequence[float], out: Sequence[Tensor], options: str | None = None
+) -> None:  # fmt: skip
+    graph = kernel(text, tune, options).graph
+    m, n = arguments.check_operands(*operands)[:2] if len(operands) == 2 else arguments.check_product(*operands)
+    arguments.check_inputs({node.name: node for node in graph.inputs()}, named(text, inputs, numbers), m, n, operands[0].device)
+    for found, expected in zip(out, outputs.of(graph, BY_TORCH[str(operands[0].dtype)]), strict=True):
+        outputs.check(found, expected, m, n, operands[0].device)
+
+
 def _fake_accumulate(grad: Tensor, a: Tensor, b: Tensor) -> None:
-    m, n, _ = arguments.check_operands(a, b)
-    (out,) = outputs.of(kernel(ACCUMULATE, None).graph, BY_TORCH[str(a.dtype)])
-    outputs.check(grad, out, m, n, a.device)
+    _fake_into(ACCUMULATE, None, [a, b], [grad], [], [grad])
 
 
 def below_autograd(operation: Any, *args: Any) -> Any:
@@ -99,13 +118,13 @@ def below_autograd(operation: Any, *args: Any) -> Any:
         return operation(*args)
 
 
-def _refusing(name: str, keys: Any, *args: Any) -> Any:
+def _refusing(name: str, keys: Any, *args: Any, **options: Any) -> Any:
     """What autograd runs in place of an operation."""
     operation = getattr(torch.ops.epigen, name).default
     tensors = [t for arg in args for t in (arg if isinstance(arg, list) else [arg]) if isinstance(t, Tensor)]
     if any(arguments.has_tangent(t) for t in tensors):
         raise CallError(f"torch.ops.epigen.{name} has no forward-mode derivative: {_INSTEAD}")
-    run = functools.partial(operation.redispatch, keys & torch._C._after_autograd_keyset)
+    run = functools.partial(operation.redispatch, keys & torch._C._after_autograd_keyset, **options)
     required = [t for t in tensors if t.requires_grad] if torch.is_grad_enabled() else []
     if required and torch._C._are_functorch_transforms_active():
         raise CallError(f"torch.ops.epigen.{name} has no derivative of its own: {_INSTEAD}")
@@ -133,32 +152,21 @@ class _Underivable(torch.autograd.Function):
         raise CallError(f"torch.ops.epigen.{ctx.name} has no derivative of its own: {_INSTEAD}")
 
 
-# defined in torch's own words and not by `custom_op`, whose calls take 18 us of the host where these take 4 (torch 2.13, 2026-11)
-# An import that is interrupted leaves its definitions behind, and the next one makes this module anew: where that one finds them, in torch's own
-# namespace of these operations, stands whose they are
-_operations: Any = torch.ops.epigen
-if _earlier := vars(_operations).get("LIBRARY"):
-    _earlier._destroy()
-_operations.LIBRARY = LIBRARY = torch.library.Library("epigen", "FRAGMENT")
-for _signature, _run, _faked in (
-    ("program(str text, str? tune, Tensor a, Tensor b, Tensor?[] inputs, float[] numbers) -> Tensor[]", _program, _fake_program),
-    ("over(str text, Tensor mm, Tensor?[] inputs, float[] numbers) -> Tensor[]", _over, _fake_over),
-    ("accumulate(Tensor(a!) grad, Tensor a, Tensor b) -> ()", _accumulate, _fake_accumulate),
-):
-    _name = _signature.partition("(")[0]
-    LIBRARY.define(_signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    LIBRARY.impl(_name, functools.partial(_refusing, _name), "Autograd", with_keyset=True)
-    torch.library.register_fake(f"epigen::{_name}", _faked, lib=LIBRARY)
+# -- many at once
 
 
-def _each(operation: Any, info: Any, dims: Sequence[Any], *args: Any) -> tuple[list[Tensor], list[int]]:
+def _each(operation: Any, info: Any, dims: Sequence[Any], *args: Any, **options: Any) -> tuple[list[Tensor], list[int]]:
     """What torch.vmap runs in place of an operation, also where a backward is mapped over many gradients at once: one call after another."""
-    if not info.batch_size:
-        raise CallError("a layer of epigen is mapped over no examples, of which it cannot tell what comes out")
-    found = [operation(*(_one(arg, dim, i) for arg, dim in zip(args, dims, strict=True))) for i in range(info.batch_size)]
-    results = [torch.stack(several) for several in zip(*found, strict=True)]
+    results = _one_by_one(operation, info.batch_size, dims, args, options)
     return results, [0] * len(results)
+
+
+def _one_by_one(operation: Any, count: int, dims: Sequence[Any], args: Sequence[Any], options: Mapping[str, Any]) -> list[Tensor]:
+    """Results with a first dimension of `count`. dims: in which dimension an argument has its many; None for one that all share."""
+    if not count:
+        raise CallError("a layer of epigen is mapped over no examples, of which it cannot tell what comes out")
+    found = [operation(*(_one(arg, dim, i) for arg, dim in zip(args, dims, strict=True)), **options) for i in range(count)]
+    return [torch.stack(several) for several in zip(*found, strict=True)]
 
 
 def _one(arg: Any, dim: Any, i: int) -> Any:
@@ -167,12 +175,53 @@ def _one(arg: Any, dim: Any, i: int) -> Any:
     return arg if dim is None else arg.select(dim, i)
 
 
-for _name in ("program", "over"):
-    torch.library.register_vmap(f"epigen::{_name}", functools.partial(_each, getattr(torch.ops.epigen, _name).default), lib=LIBRARY)
+def _batched(operation: Any, *args: Any, **options: Any) -> list[Tensor]:
+    """As `_each`, in torch's older map, which torch.autograd.grad(is_grads_batched=True) and jacobian(vectorize=True) still use (2.13).
+
+    There a tensor knows by itself that it is many, in each of the nested maps in which it is, and its dimension is the first when it is taken out of one.
+    """
+    nested = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    for level in range(nested, 0, -1):
+        counts = set[int]()
+
+        def taken(value: Any, level: int = level, counts: set[int] = counts) -> tuple[Any, Any]:
+            if isinstance(value, list):
+                pairs = [taken(v) for v in value]
+                return [v for v, _ in pairs], [d for _, d in pairs]
+            if not isinstance(value, Tensor) or not torch._C._dispatch_keys(value).has(_BATCHED):
+                return value, None
+            many = torch._remove_batch_dim(value, level, _ABSENT, 0)  # one that is not of this map is expanded to so many
+            if many.shape[0] == _ABSENT:
+                return value, None
+            counts.add(many.shape[0])
+            return many, 0
+
+        pairs = [taken(value) for value in args]
+        if counts:
+            results = _one_by_one(operation, counts.pop(), [d for _, d in pairs], [v for v, _ in pairs], options)
+            return [torch._add_batch_dim(t, 0, level) for t in results]
+    raise InternalError("an operation is mapped, and none of its tensors is")
+
+
+_BATCHED: Any = torch._C._parse_dispatch_key("Batched")
+_ABSENT = 1 << 40
+"""More examples than a tensor holds."""
+
+
+# -- by name, where `operations` looks for them
+
+RUN: Mapping[str, Callable[..., Any]] = {"program": _program, "over": _over, "into": _into, "accumulate": _accumulate}
+FAKE: Mapping[str, Callable[..., Any]] = {"program": _fake_program, "over": _fake_over, "into": _fake_into, "accumulate": _fake_accumulate}
+REFUSING = {name: functools.partial(_refusing, name) for name in RUN}
+MAPPED = {name: functools.partial(_each, getattr(torch.ops.epigen, name).default) for name in ("program", "over")}
+BATCHED = {name: functools.partial(_batched, getattr(torch.ops.epigen, name).default) for name in ("program", "over")}
 
 program: Any = torch.ops.epigen.program.default
-"""(text, tune, a, b, inputs, numbers) -> the outputs. As a kernel's call."""
+"""(text, tune, a, b, inputs, numbers, options=None) -> the outputs. As a kernel's call."""
 over: Any = torch.ops.epigen.over.default
-"""(text, mm, inputs, numbers) -> the outputs. As `Kernel.over`."""
+"""(text, mm, inputs, numbers, options=None) -> the outputs. As `Kernel.over`."""
+into: Any = torch.ops.epigen.into.default
+"""(text, tune, operands, inputs, numbers, out, options=None): as a call of two operands, or `Kernel.over` of one, with `out`."""
 accumulate: Any = torch.ops.epigen.accumulate.default
 """(grad, a, b) adds a @ b to grad, an fp32 buffer, in place."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from epigen.errors import CallError, near_miss
 from epigen.runtime import arguments
@@ -58,6 +59,11 @@ def linear(
     tensor([[0., 0.],
             [1., 1.]])
     """
+    values = (x, weight, bias, *(inputs.values() if isinstance(inputs, Mapping) else (inputs,)), *more.values())
+    options: dict[str, Any]
+    if has_torch_function(values):  # of torch.fx's proxies, which write the call down, and of tensors that want to be told of it
+        options = {"inputs": inputs, "save": save, "of": of, "tune": tune, "main_grad": main_grad, **more}
+        return handle_torch_function(linear, values, x, weight, bias, epilogue, **options)
     if epilogue is None:
         epilogue = "mm" if bias is None else "mm + bias"
     declared = names_of_inputs(epilogue)
@@ -66,7 +72,7 @@ def linear(
             raise CallError(f"inputs is a {type(inputs).__name__}, and a mapping from the names of the epilogue's inputs was expected")
         more, inputs = {"inputs": inputs, **more}, None
     given = joined({} if bias is None else {"bias": bias}, more, inputs or {})
-    options: dict[str, Any] = {"save": save, "of": of, "tune": tune, "main_grad": main_grad}
+    options = {"save": save, "of": of, "tune": tune, "main_grad": main_grad}
     for name, value in options.items():
         if value is not None and name in declared and name not in given:
             given[name], options[name] = value, None
@@ -101,6 +107,9 @@ def chain(x: Tensor, layers: Sequence[Link]) -> Any:
 
     What a layer's derivative is runs within the next layer's input-gradient product.
     """
+    given = (x, *(value for layer in layers for value in (layer.weight, *layer.inputs.values())))
+    if has_torch_function(given):
+        return handle_torch_function(chain, given, x, layers)
     for what, t in (("x", x), *(("weight", layer.weight) for layer in layers)):
         _check_dense(what, t)
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
@@ -144,7 +153,7 @@ def _of_texts(x: Tensor, layers: Sequence[Link]) -> Any:
     if composed.asked([x, *tensors]):
         results = _composed(rows(x, "mn"), lead, layers, values, programs)
     else:
-        recorded = torch.is_grad_enabled()
+        recorded = torch.is_grad_enabled() and not torch.compiler.is_exporting()  # what is exported is run for its results, and has no backward to keep for
         asked = [_asked(layer, given, recorded) for layer, given in zip(layers, values, strict=True)]
         results = _run(rows(x, "mn"), lead, layers, values, plan.steps(recorded and x.requires_grad, tuple(asked)))
     return results[0] if last.type is None else tuple.__new__(last.type, results)

@@ -56,10 +56,11 @@ class Linear(nn.Module):
 
     def link(self, inputs: Mapping[str, Value]) -> linear.Link:
         """As a part of a chain. Each parameter is read once: a parametrised one is computed anew whenever it is."""
-        weight: Tensor = self.weight
+        weight: Any = self.weight
         bias: Any = self.bias
         given = linear.joined({} if bias is None else {"bias": bias}, inputs)
-        return linear.Link(weight, given, self.epilogue, self.save, self.of, self.tune, getattr(weight, "main_grad", None))
+        held = weight if isinstance(weight, Tensor) else self._parameters.get("weight")  # while torch.fx traces, the weight is a proxy
+        return linear.Link(weight, given, self.epilogue, self.save, self.of, self.tune, getattr(held, "main_grad", None))
 
     def forward(self, input: Tensor, inputs: Mapping[str, Value] | None = None, **more: Value) -> Any:  # noqa: A002  # torch.nn.Linear's own name
         """input: [..., in_features]. more: the program's other inputs. inputs: the same as a mapping, for names that are taken here.

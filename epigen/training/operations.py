@@ -1,0 +1,91 @@
+"""The operations of `torch.library` by which torch knows epigen's programs: their signatures, and what each part of torch is told of them.
+
+They are there as soon as torch and epigen are, so this module is light, and what an operation does is imported when one is first called: `library`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+SIGNATURES = (
+    "program(str text, str? tune, Tensor a, Tensor b, Tensor?[] inputs, float[] numbers, *, str? options=None) -> Tensor[]",
+    "over(str text, Tensor mm, Tensor?[] inputs, float[] numbers, *, str? options=None) -> Tensor[]",
+    "into(str text, str? tune, Tensor[] operands, Tensor?[] inputs, float[] numbers, Tensor(a!)[] out, *, str? options=None) -> ()",
+    "accumulate(Tensor(a!) grad, Tensor a, Tensor b) -> ()",
+)
+"""text, tune, options: of `epigen.compile`, the options as JSON. inputs, numbers: the program's inputs in its order, a number's place held by None.
+
+program: as a kernel's call. over: as `Kernel.over`. into: as a call, or of one operand as `Kernel.over`, with `out`. accumulate: adds a @ b to grad, an fp32
+buffer, in place.
+"""
+MAPPED = ("program", "over")
+"""What has results, of which torch.vmap can make many, and what `aten` writes out."""
+
+
+def define() -> None:
+    """Have torch know the operations.
+
+    In torch's own words and not by `custom_op`, whose calls take 18 us of the host where these take 4 (torch 2.13, 2026-11). An import that is interrupted
+    leaves its definitions behind, and the next one makes them anew: where that one finds them, in torch's own namespace of these operations, stands whose
+    they are, and who defined all of them.
+    """
+    operations: Any = torch.ops.epigen
+    if vars(operations).get("DEFINED") is define:
+        return
+    if earlier := vars(operations).get("LIBRARY"):
+        earlier._destroy()
+    operations.LIBRARY = library = torch.library.Library("epigen", "FRAGMENT")
+    for signature in SIGNATURES:
+        name = signature.partition("(")[0]
+        library.define(signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+        library.impl(name, _later("RUN", name), "CompositeExplicitAutograd")
+        library.impl(name, _later("REFUSING", name), "Autograd", with_keyset=True)
+        torch.library.register_fake(f"epigen::{name}", _later("FAKE", name), lib=library)
+    for name in MAPPED:
+        torch.library.register_vmap(f"epigen::{name}", _later("MAPPED", name), lib=library)
+        library.impl(name, _later("BATCHED", name), "Batched")
+    operations.DEFINED = define
+
+
+def _later(table: str, name: str) -> Callable[..., Any]:
+    """An implementation of `library`, which the first call imports."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        return getattr(_implementations(), table)[name](*args, **options)
+
+    return run
+
+
+@functools.lru_cache(maxsize=1)
+def _implementations() -> Any:
+    from epigen.training import library
+
+    return library
+
+
+def count_flops() -> None:
+    """Have torch.utils.flop_counter count the operations' products, two for each multiplication and addition, as it counts its own."""
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    formulas: dict[str, Callable[..., int]] = {
+        "program": lambda _text, _tune, a, b, *_, **__: _flops([a, b]),
+        "over": lambda *_, **__: 0,
+        "into": lambda _text, _tune, operands, *_, **__: _flops(operands),
+        "accumulate": lambda _grad, a, b, **__: _flops([a, b]),
+    }
+    for name, formula in formulas.items():
+        packet = getattr(torch.ops.epigen, name)
+        flop_registry.pop(packet, None)  # of an import that was interrupted
+        register_flop_formula(packet)(formula)
+
+
+def _flops(shapes: Sequence[Sequence[int]]) -> int:
+    """Of the product of what has these shapes; a product that is given costs nothing."""
+    if len(shapes) == 1:
+        return 0
+    (m, k), (_, n) = shapes
+    return 2 * m * k * n
