@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from epigen.ir.graph import Graph
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
 from epigen.runtime.arguments import process_precision
-from epigen.runtime.kernel import BACKENDS, Kernel
+from epigen.runtime.kernel import BACKENDS, Kernel, KnownAs
 from epigen.runtime.rendering import renderer
 from epigen.training import functions
 from epigen.training.functions import FunctionKernel
@@ -139,7 +140,9 @@ def compile(
     graph = graph_of(text)  # type: ignore[arg-type]  # which refuses what is no text
     at_call = first_use().chooser(graph) if tune else None
     made_by = functools.partial(compile, text, config=config, backend=backend, precision=precision, tune=tune)
-    return Kernel(graph, renderer(), Chooser(graph, database()), config, backend, precision, at_call, made_by)
+    options = {"config": config and {"schedule": config.schedule, **dict(config.values)}, "backend": backend, "precision": precision}
+    known_as = KnownAs(text, tune, json.dumps({k: v for k, v in options.items() if v is not None}) if any(options.values()) else None)
+    return Kernel(graph, renderer(), Chooser(graph, database()), config, backend, precision, at_call, made_by, known_as)
 
 
 def tune(

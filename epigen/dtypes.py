@@ -47,6 +47,7 @@ FP16 = DType("fp16", 16, "float", "float16", "float16", 65504.0, 2.0**-10, 2.0**
 BF16 = DType("bf16", 16, "float", "bfloat16", "bfloat16", 3.3895313892515355e38, 2.0**-7, 2.0**-133)
 FP8E4M3 = DType("fp8e4m3", 8, "float", "float8e4nv", "float8_e4m3fn", 448.0, 2.0**-3, 2.0**-9)
 FP8E5M2 = DType("fp8e5m2", 8, "float", "float8e5", "float8_e5m2", 57344.0, 2.0**-2, 2.0**-16)
+FP64 = DType("fp64", 64, "float", "float64", "float64", 1.7976931348623157e308, 2.0**-52, 2.0**-1074)  # the reference's alone: no kernel computes in it
 INT8 = DType("int8", 8, "int", "int8", "int8", 127.0)
 INT32 = DType("int32", 32, "int", "int32", "int32", 2147483647.0)
 INT64 = DType("int64", 64, "int", "int64", "int64", 2.0**63)
@@ -71,3 +72,5 @@ _ALIASES = {
 BY_NAME: dict[str, DType] = {t.name: t for t in OPERANDS} | _ALIASES
 BY_TORCH: dict[str, DType] = {f"torch.{t.torch}": t for t in ALL}
 """From `str(tensor.dtype)` to the row, so that the table needs no torch."""
+BY_TORCH_ON_CPU = BY_TORCH | {"torch.float64": FP64}
+"""The same of what the reference computes with, for torch.autograd.gradcheck and those who want to know what is exact."""

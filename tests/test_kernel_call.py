@@ -327,7 +327,7 @@ A, B, BIAS = half(M, K), half(K, N), half(N)
         ("mm", (A, None), {}, r"operand b is missing"),
         ("mm", (A[0], B), {}, r"operand a has shape \[24\], and \[M, K\] was expected"),
         ("mm", (A, B[None]), {}, r"operand b has shape \[1, 24, 37\], and \[K, N\] was expected"),
-        ("mm", (A.double(), B), {}, r"operand a is torch\.float64, which epigen does not multiply"),
+        ("mm", (A.double(), B), {}, r"operand a is torch\.float64 and operand b is torch\.float16: both need the same dtype"),
         ("mm", (A, B.bool()), {}, r"operand b is bool, and the operands are one of fp32"),
         ("mm", (A.to(torch.uint8), B), {}, r"operand a is uint8, and the operands are one of fp32, fp16, bf16, fp8e4m3, fp8e5m2, int8"),
         ("mm", (A, B.to(torch.int32)), {}, r"operand b is int32, and the operands are one of fp32"),
@@ -350,7 +350,7 @@ A, B, BIAS = half(M, K), half(K, N), half(N)
         ("drelu(mm, mask)", (A, B), {"mask": torch.zeros(M, N, dtype=torch.uint8)}, r"input 'mask' is a packed mask, uint8 \[M, ceil\(N / 8\)\] = \[20, 5\], and torch\.uint8 \[20, 37\] was given"),
         # dtypes, kinds and devices
         ("drelu(mm, mask)", (A, B), {"mask": torch.zeros(M, 5, dtype=torch.bool)}, r"input 'mask' is a packed mask, .* and torch\.bool \[20, 5\] was given"),
-        ("mm + bias", (A, B), {"bias": BIAS.double()}, r"input 'bias' is torch\.float64, which epigen does not compute with"),
+        ("mm + bias", (A, B), {"bias": BIAS.double()}, r"input 'bias' is float64, and the operands are float16: float64 is computed where they are float64 too"),
         ("mm + bias", (A, B), {"bias": BIAS.to(torch.int16)}, r"input 'bias' is torch\.int16, which epigen does not compute with: inputs are one of .*bool, uint8, int32, int64"),
         ("mm + bias", (A, B), {"bias": 1.0}, r"input 'bias' is declared as bias\[n\], and a float was given: pass a tensor"),
         ("drelu(mm, mask)", (A, B), {"mask": 3}, r"input 'mask' is declared as mask \(a packed mask, .*\), and a int was given: pass a tensor"),

@@ -191,7 +191,7 @@ MM = whole(M, N)
     [
         ("mm", [1.0], {}, r"mm is a list, and a tensor was expected"),
         ("mm", MM[0], {}, r"mm has shape \[37\], and \[M, N\] was expected"),
-        ("mm", MM.double(), {}, r"mm is torch\.float64, and a product that is given is one of fp32, fp16, bf16"),
+        ("mm", MM.to(torch.complex64), {}, r"mm is torch\.complex64, and a product that is given is one of fp32, fp16, bf16"),
         ("mm", MM.to(torch.int8), {}, r"mm is torch\.int8, and a product that is given is one of fp32, fp16, bf16"),
         ("mm, sum(a, k)", MM, {}, r"the program reduces operand a over k, and a product that is given has no operands: call the kernel with a and b"),
         ("mm + bias", MM, {}, r"missing input: bias\[n\]$"),

@@ -62,7 +62,7 @@ MADE: Mapping[str, tuple[Callable[[Tensor], Any], str]] = {
     "quantized": (lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8), r"torch\.qint8"),
     "complex": (lambda t: t.to(torch.complex64), r"torch\.complex64"),
     "conjugate": (lambda t: t.to(torch.complex64).conj(), r"torch\.complex64"),
-    "float64": (lambda t: t.double(), r"torch\.float64"),
+    "float64": (lambda t: t.double(), "float64"),
     "bool": (lambda t: t.bool(), r"torch\.bool"),
     "int64": (lambda t: t.long(), r"torch\.int64"),
     "meta": (lambda t: t.to("meta"), "on meta"),

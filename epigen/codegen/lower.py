@@ -32,7 +32,7 @@ from epigen.codegen.spec import (
     k_multiple,
     parameter,
 )
-from epigen.dtypes import BF16, FP32, INT8, INT32, OPERANDS, UINT8, DType
+from epigen.dtypes import BF16, FP32, FP64, INT8, INT32, OPERANDS, UINT8, DType
 from epigen.errors import CallError
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph, Node, Output
@@ -122,7 +122,7 @@ def output_dtype(graph: Graph, output: Output, a: DType) -> DType:
     if output.dtype is not None:
         return output.dtype
     if node.reduced:
-        return FP32
+        return FP64 if a == FP64 else FP32
     if a == INT8:
         return INT32 if node.op == g.MM else FP32
     return BF16 if a.is_fp8 else a

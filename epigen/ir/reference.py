@@ -51,11 +51,14 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def evaluate(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], dtypes: Sequence[DType]) -> list[Tensor]:
-    """The program's outputs, in fp32 arithmetic, each rounded once to its dtype.
+    """The program's outputs, in fp32 arithmetic, each rounded once to its dtype; in fp64 where there is any, as torch has it.
 
     a: [M, K]. b: [K, N]. inputs: tile [M, N], row [M], column [N], mask uint8 [M, ceil(N / 8)], scalar. dtypes: one an output.
     """
-    values = node_values(graph, a, b, inputs, torch.float32)
+    compute = torch.float64 if any(isinstance(t, Tensor) and t.dtype == torch.float64 for t in (a, *inputs.values())) else torch.float32
+    if compute == torch.float64:  # a number is one as well, where a kernel's is fp32
+        inputs = {name: v if isinstance(v, Tensor) else torch.full((), v, dtype=compute, device=a.device) for name, v in inputs.items()}
+    values = node_values(graph, a, b, inputs, compute)
     m, n = a.shape[0], b.shape[1]
     results = []
     for output, dtype in zip(graph.outputs, dtypes, strict=True):
@@ -131,7 +134,7 @@ def reduce(node: Node, x: Tensor) -> Tensor:
 def broadcastable(value: Number, indices: str, compute: torch.dtype, device: torch.device) -> Tensor:
     """An input in a shape that broadcasts against [M, N]."""
     if not isinstance(value, Tensor):
-        return torch.full((), value, dtype=torch.float32, device=device).to(compute)
+        return torch.full((), float(value), dtype=torch.float64, device=device).to(torch.float32).to(compute)  # what is too large for fp32 is infinite
     value = value.to(compute)
     return {"mn": lambda: value, "m": lambda: value[:, None], "n": lambda: value[None, :], "": lambda: value.reshape(())}[indices]()
 

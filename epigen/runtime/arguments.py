@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epigen.codegen import lower
 from epigen.codegen.spec import LINE_BYTES, PRODUCT, TMA_BYTES
-from epigen.dtypes import BF16, BY_TORCH, FP16, FP32, INPUTS, OPERANDS
+from epigen.dtypes import BF16, BY_TORCH, BY_TORCH_ON_CPU, FP16, FP32, INPUTS, OPERANDS
 from epigen.errors import CallError, near_miss
 from epigen.ir import graph as g
 from epigen.ir.graph import Node
@@ -71,12 +71,17 @@ def check_operands(a: Tensor, b: Tensor) -> tuple[int, int, int]:
     """Returns M, N, K."""
     for name, tensor in (("a", a), ("b", b)):
         if not isinstance(tensor, Tensor):
-            raise CallError(f"operand {name} is {_kind(tensor)}, and a tensor was expected")
+            raise CallError(f"operand {name} is {kind(tensor)}, and a tensor was expected")
         if tensor.dim() != 2:
             raise CallError(f"operand {name} has shape {list(tensor.shape)}, and {'[M, K]' if name == 'a' else '[K, N]'} was expected")
-        if str(tensor.dtype) not in BY_TORCH:
+        check_double(f"operand {name}", tensor, tensor)
+        if str(tensor.dtype) not in BY_TORCH_ON_CPU:
             raise CallError(f"operand {name} is {tensor.dtype}, which epigen does not multiply: the operands are one of {', '.join(map(str, OPERANDS))}")
-    lower.check_operands(BY_TORCH[str(a.dtype)], BY_TORCH[str(b.dtype)])
+    if torch.float64 in (a.dtype, b.dtype):
+        if a.dtype != b.dtype:
+            raise CallError(f"operand a is {a.dtype} and operand b is {b.dtype}: both need the same dtype")
+    else:
+        lower.check_operands(BY_TORCH_ON_CPU[str(a.dtype)], BY_TORCH_ON_CPU[str(b.dtype)])
     if a.shape[1] != b.shape[0]:
         raise CallError(f"a is [M, K] = {list(a.shape)} and b is [K, N] = {list(b.shape)}: K differs (for a Linear layer's weight pass weight.T)")
     if a.device != b.device:
@@ -84,33 +89,46 @@ def check_operands(a: Tensor, b: Tensor) -> tuple[int, int, int]:
     return a.shape[0], b.shape[1], a.shape[1]
 
 
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
     return "missing (operands are given by position)" if value is None else f"a {type(value).__name__}"
 
 
 def check_product(mm: Tensor) -> tuple[int, int]:
     """A product that is given. Returns M, N."""
     if not isinstance(mm, Tensor):
-        raise CallError(f"mm is {_kind(mm)}, and a tensor was expected")
+        raise CallError(f"mm is {kind(mm)}, and a tensor was expected")
     if mm.dim() != 2:
         raise CallError(f"mm has shape {list(mm.shape)}, and [M, N] was expected")
-    if BY_TORCH.get(str(mm.dtype)) not in PRODUCTS:
+    check_double("mm", mm, mm)
+    if BY_TORCH.get(str(mm.dtype)) not in PRODUCTS and mm.dtype != torch.float64:
         raise CallError(f"mm is {mm.dtype}, and a product that is given is one of {', '.join(map(str, PRODUCTS))}")
     return mm.shape[0], mm.shape[1]
 
 
-def check_inputs(declared: Mapping[str, Node], inputs: Mapping[str, Any], m: int, n: int, on: torch.device) -> None:
-    """declared: the program's inputs by name. inputs: what the call gives."""
+def check_inputs(declared: Mapping[str, Node], inputs: Mapping[str, Any], m: int, n: int, first: Tensor) -> None:
+    """declared: the program's inputs by name. inputs: what the call gives. first: an operand, or the product that is given."""
+    check_names(declared, inputs)
+    for name, node in declared.items():
+        _check_input(name, node, inputs[name], m, n, first)
+
+
+def check_names(declared: Mapping[str, Node], inputs: Mapping[str, Any]) -> None:
     for name in inputs:
         if name not in declared:
             raise CallError(f"the program has no input '{name}': {near_miss(name, declared) or 'its inputs are ' + (', '.join(declared) or 'none')}")
     if missing := [name for name in declared if name not in inputs]:
         raise CallError(f"missing input{'s' * (len(missing) > 1)}: {', '.join(f'{n}{_declared(declared[n])}' for n in missing)}")
-    for name, node in declared.items():
-        _check_input(name, node, inputs[name], m, n, on)
 
 
-def _check_input(name: str, node: Node, value: Any, m: int, n: int, on: torch.device) -> None:
+def check_double(what: str, t: Tensor, first: Tensor) -> None:
+    """first: an operand, or the product that is given."""
+    if t.dtype == torch.float64 and t.device.type not in ("cpu", "meta"):
+        raise CallError(f"{what} is float64 on {t.device}, and only the reference on the CPU computes in it: pass it there, or as float32")
+    if t.dtype == torch.float64 != first.dtype:
+        raise CallError(f"{what} is float64, and the operands are {str(first.dtype).removeprefix('torch.')}: float64 is computed where they are float64 too")
+
+
+def _check_input(name: str, node: Node, value: Any, m: int, n: int, first: Tensor) -> None:
     what = f"input '{name}'"
     if not isinstance(value, Tensor):
         if node.op == g.BITS or node.indices:
@@ -119,13 +137,14 @@ def _check_input(name: str, node: Node, value: Any, m: int, n: int, on: torch.de
             raise CallError(f"{what} is a scalar, and a {type(value).__name__} was given: pass a number or a tensor with one element")
         number(name, value)
         return
-    if value.device != on:
-        raise CallError(f"{what} is on {value.device}, and the call's other tensors are on {on}")
+    if value.device != first.device:
+        raise CallError(f"{what} is on {value.device}, and the call's other tensors are on {first.device}")
+    check_double(what, value, first)
     if node.op == g.BITS:
         if value.dtype != torch.uint8 or tuple(value.shape) != (m, -(-n // 8)):
             raise CallError(f"{what} is a packed mask, uint8 [M, ceil(N / 8)] = [{m}, {-(-n // 8)}], and {value.dtype} {list(value.shape)} was given")
         return
-    if str(value.dtype) not in BY_TORCH:
+    if str(value.dtype) not in BY_TORCH_ON_CPU:
         raise CallError(f"{what} is {value.dtype}, which epigen does not compute with: inputs are one of {', '.join(map(str, INPUTS))}")
     wanted = tuple({"m": m, "n": n}[i] for i in node.indices)
     if (tuple(value.shape) != wanted) if node.indices else (value.numel() != 1):
@@ -151,6 +170,11 @@ def number(name: str, value: Any) -> float:
         raise CallError(f"input '{name}' is too large for fp32") from None
 
 
+def traced_number(value: float, device: torch.device) -> Tensor:
+    """A number for torch.compile, which compiles anew for each but for what it does arithmetic of tensors with."""
+    return torch.ones((), dtype=torch.float32, device=device).mul(value)
+
+
 def has_tangent(t: Tensor) -> bool:
     """Whether a tensor is a dual number of torch's forward-mode derivatives."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None
@@ -164,7 +188,10 @@ def check_no_gradient(values: Iterable[Any]) -> None:
     if any(map(has_tangent, tensors)):
         raise CallError("an argument has a tangent, and a kernel has no forward-mode derivative: use epigen.linear")
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise CallError("an argument requires grad, and a kernel has no backward of its own: use epigen.linear, or call it under torch.no_grad()")
+        raise CallError(NO_GRADIENT)
+
+
+NO_GRADIENT = "an argument requires grad, and a kernel has no backward of its own: use epigen.linear, or call it under torch.no_grad()"
 
 
 def _declared(node: Node) -> str:

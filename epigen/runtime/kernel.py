@@ -11,17 +11,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from epigen.codegen import schedules
 from epigen.codegen.lower import describable, lower, over_product, signature_of_contiguous, uninterpretable
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import EXACT_INT8, PRODUCT, Choice, KernelConfig, KernelSpec, Provisional, Signature, factors, index_bits, k_multiple, whole_words
-from epigen.dtypes import BY_TORCH, FP16, FP32, INT8, UINT8, DType
+from epigen.dtypes import BY_TORCH_ON_CPU, FP16, FP32, INT8, UINT8, DType
 from epigen.errors import CallError, ConfigError
 from epigen.ir import graph as g
 from epigen.ir import reference
@@ -48,6 +49,14 @@ _RECENT = 16
 """Calls that are compared with one after another, a third of a microsecond each, before the key is looked up."""
 
 
+class KnownAs(NamedTuple):
+    """What `epigen.compile` was given, as an operation of torch names it. options: those beside `tune`, as JSON."""
+
+    text: str
+    tune: str | None
+    options: str | None
+
+
 class Kernel:
     """A compiled epilogue program: call it with the operands and the program's inputs.
 
@@ -56,13 +65,14 @@ class Kernel:
 
     def __init__(
         self, graph: Graph, renderer: Renderer, choose: Chooser, config: KernelConfig | None = None, backend: str | None = None, precision: str | None = None,
-        at_call: Chooser | None = None, made_by: Callable[[], Kernel] | None = None,
+        at_call: Chooser | None = None, made_by: Callable[[], Kernel] | None = None, known_as: KnownAs | None = None,
     ):  # fmt: skip
         """at_call: chooses in place of `choose` where a call of GPU tensors is about to run, and may take its time.
-        made_by: makes this kernel anew where it is unpickled, and can be pickled itself."""
+        made_by: makes this kernel anew where it is unpickled, and can be pickled itself. known_as: how torch's operations name it."""
         self._graph, self.renderer, self._choose, self._at_call = graph, renderer, choose, at_call or choose
         self._config, self._backend, self._precision = config, backend, precision
         self._inputs: dict[str, Node] = {n.name: n for n in graph.inputs()}
+        self._input_names = tuple(self._inputs)
         self._names = tuple(o.name for o in graph.outputs)
         self._outputs: Any = outputs.named(self._names) if len(self._names) > 1 else None
         self._loaders = {interpret: Loader(interpret) for interpret in (False, True)}
@@ -74,7 +84,7 @@ class Kernel:
         self._ready: Latest[tuple[Prepared, type], Again] = Latest(_KEPT)
         self._starting = threading.Lock()
         self._last: Prepared | None = None
-        self._made_by = made_by
+        self._made_by, self._known_as = made_by, known_as
 
     def __reduce__(self) -> Any:
         """By its program and options: whoever reads it compiles it anew, for the databases and the GPUs there."""
@@ -115,6 +125,9 @@ class Kernel:
         Returns a tensor, or a named tuple where the program has several outputs.
         Raises CallError for names, devices, dtypes or shapes that do not fit, and for an `out` that overlaps what it may not.
         """
+        if is_dynamo_compiling():  # a constant to torch.compile, and 30 ns to others
+            arguments.check_positional("operands a and b are", len(extra), self._inputs)
+            return self._operation((a, b), inputs, out)
         for again, prepared in self._recent.get(type(out), ()) if not extra else ():
             found = again(again, a, b, inputs, out)
             if found is not None:
@@ -141,6 +154,8 @@ class Kernel:
         arguments.check_positional("mm is", len(extra), self._inputs)
         if PRODUCT in inputs:
             raise CallError("the program has no input 'mm': it is the product, given once and by position")
+        if is_dynamo_compiling() or traced():
+            return self._operation((mm,), inputs, out)
         kernel = self._over
         nothing: Any = None
         results = kernel(nothing, nothing, out=out, **{PRODUCT: mm}, **inputs)
@@ -158,6 +173,8 @@ class Kernel:
         """A call that is like none of the last ones."""
         outs, form = outputs.given(out, self._names), _form(out)
         arguments.check_no_gradient((*operands, *inputs.values(), *outs.values()))
+        if self._known_as is not None and traced():
+            return self._operation(operands, inputs, out)
         arguments.check_memory(operands, inputs, outs)
         if any(isinstance(t, Tensor) and t.is_neg() for t in (*operands, *inputs.values())):
             operands, inputs, form = tuple(map(arguments.shown, operands)), {name: arguments.shown(value) for name, value in inputs.items()}, None
@@ -189,6 +206,39 @@ class Kernel:
                 self._ready.put((prepared, form), known)
                 self._remember(form, known, prepared)
         return results[0] if self._outputs is None else self._outputs(*results)
+
+    def _operation(self, operands: Operands, inputs: Mapping[str, Any], out: Any) -> Any:
+        """A call that torch is to see as one operation: torch.compile, torch.export, or a mode that writes down, counts or only thinks it.
+
+        operands: a and b, or the product alone."""
+        if self._known_as is None:
+            raise CallError("this kernel was made for one problem, and torch cannot trace it: it can one of epigen.compile")
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*operands, *inputs.values())):
+            raise CallError(arguments.NO_GRADIENT)
+        arguments.check_names(self._inputs, inputs)
+        for name, operand in zip(("a", "b") if len(operands) == 2 else (PRODUCT,), operands, strict=True):
+            if not isinstance(operand, Tensor):
+                raise CallError(f"operand {name} is {arguments.kind(operand)}, and a tensor was expected")
+        text, tune, options = self._known_as
+        given = [inputs[name] for name in self._input_names]
+        if is_dynamo_compiling():
+            given = [v if isinstance(v, Tensor) else arguments.traced_number(v, operands[0].device) for v in given]
+        numbers = [arguments.number(name, v) for name, v in zip(self._input_names, given, strict=True) if not isinstance(v, Tensor)]
+        tensors = [v if isinstance(v, Tensor) else None for v in given]
+        if out is None:
+            if len(operands) == 2:
+                results = torch.ops.epigen.program.default(text, tune, *operands, tensors, numbers, options=options)
+            else:
+                results = torch.ops.epigen.over.default(text, *operands, tensors, numbers, options=options)
+        else:
+            outs = outputs.given(out, self._names)
+            if len(outs) != len(self._names):
+                raise CallError(
+                    f"out holds {len(outs)} of the {len(self._names)} outputs, and where torch traces a call it holds all: {', '.join(self._names)}"
+                )
+            results = [outs[name] for name in self._names]
+            torch.ops.epigen.into.default(text, tune, list(operands), tensors, numbers, results, options=options)
+        return results[0] if self._outputs is None else tuple.__new__(self._outputs, results)
 
     def _remember(self, form: type, again: Again, prepared: Prepared) -> None:
         """Have the next call like this one found by comparison."""
@@ -301,14 +351,16 @@ class Kernel:
         """target: compile for it; the tensors then lie on the meta device. By default for the tensors' own device."""
         m, n, k = arguments.check_operands(*operands) if operands else (*arguments.check_product(inputs[PRODUCT]), 0)
         what, first = ("operand a", operands[0]) if operands else (PRODUCT, inputs[PRODUCT])
-        arguments.check_inputs(self._inputs, inputs, m, n, first.device)
-        found = outputs.of(self._graph, BY_TORCH[str(first.dtype)])
+        arguments.check_inputs(self._inputs, inputs, m, n, first)
+        found = outputs.of(self._graph, BY_TORCH_ON_CPU[str(first.dtype)])
         for out in found:
             if out.name in outs:
                 outputs.check(outs[out.name], out, m, n, first.device)
         backend = self._backend or ("reference" if first.device.type == "cpu" else "triton")
         if backend == "reference" or (first.is_meta and target is None):
             return Prepared(self._graph, found, (m, n, k), first.device, like=self._signature_like((m, n, k), operands, inputs))
+        if first.dtype == torch.float64:
+            raise CallError(f"{what} is float64, which only the reference on the CPU computes in: no kernel does")
         if backend == "triton" and not first.is_cuda and target is None:
             raise CallError(f"{what} is on {first.device}, and compiled kernels run on a GPU: move the tensors, or use backend='interpreter'")
         if backend == "interpreter":
@@ -340,7 +392,7 @@ class Kernel:
         strided += [(PRODUCT, "mn", (n, 1))] if operands else []
         strided += [(name, node.indices, inputs[name].stride()) for name, node in self._inputs.items() if isinstance(inputs[name], Tensor)]
         strided += [(out.name, out.indices, results[out.name].stride()) for out in found]
-        a, b = (BY_TORCH[str(t.dtype)] for t in operands or (inputs[PRODUCT],) * 2)
+        a, b = (BY_TORCH_ON_CPU[str(t.dtype)] for t in operands or (inputs[PRODUCT],) * 2)
         return Signature(
             a, b, self._dtypes(inputs), self._precision_now(), k_multiple(k), index_bits(shape, map(arguments.reach, tensors)), "".join(map(arguments.layout, operands)) or "nn",
             tma=(*(name for name, t in upright.items() if arguments.describable(t)), *(name for name, t in written.items() if arguments.describable(t, True))),
@@ -349,13 +401,13 @@ class Kernel:
 
     def _signature_like(self, shape: tuple[int, int, int], operands: Operands, inputs: Mapping[str, Any]) -> Signature:
         """That of a call of the same dtypes whose tensors lie without gaps."""
-        a, b = (BY_TORCH[str(t.dtype)] for t in operands or (inputs[PRODUCT],) * 2)
+        a, b = (BY_TORCH_ON_CPU[str(t.dtype)] for t in operands or (inputs[PRODUCT],) * 2)
         lies = "".join(map(arguments.layout, operands)) or "nn"
         return signature_of_contiguous(self._graph, a, b, self._dtypes(inputs), shape, lies, self._precision_now())
 
     def _dtypes(self, inputs: Mapping[str, Any]) -> tuple[tuple[str, DType | None], ...]:
         """Of each input; None for a number."""
-        return tuple((name, BY_TORCH[str(inputs[name].dtype)] if isinstance(inputs[name], Tensor) else None) for name in self._inputs)
+        return tuple((name, BY_TORCH_ON_CPU[str(inputs[name].dtype)] if isinstance(inputs[name], Tensor) else None) for name in self._inputs)
 
     def _bytewise(self, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> tuple[str, ...]:
         """The packed masks whose rows are not whole words. What lies behind a row's end may be read, but is written only in epigen's own."""
@@ -368,9 +420,16 @@ class Kernel:
         return tuple(found)
 
     def _check_interpretable(self, values: tuple[Any, ...], found: list[outputs.Out]) -> None:
-        held = [BY_TORCH.get(str(t.dtype)) for t in values if isinstance(t, Tensor)]
+        held = [BY_TORCH_ON_CPU.get(str(t.dtype)) for t in values if isinstance(t, Tensor)]
         if culprit := uninterpretable(self._graph, held, [o.dtype for o in found]):
             raise CallError(f"Triton's interpreter rounds to {culprit} wrongly: use fp16 or fp32 there, and {culprit} on a GPU")
+
+
+def traced() -> bool:
+    """Whether one of torch's modes is to see what is called: what writes it down (torch.export, make_fx), counts it, or has no tensors but fake ones.
+
+    Not where an operation runs, for a mode is out of the way by then."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def _form(out: Any) -> type | None:

@@ -128,6 +128,7 @@ def _compare(text: Written, given: Mapping[str, Any]) -> None:
 def _modes(text: Written, plan: Plan, tensors: Sequence[Tensor]) -> list[str]:
     """What torch's modes must not be, of the thread or of the process, where they make a difference."""
     ways = [f"{text.hold(forward_ad)}._current_level >= 0"]  # a tensor may have a tangent
+    ways.append(f"{text.hold(torch._C._len_torch_dispatch_stack)}()")  # one of torch's modes is to see the call
     if any(t.requires_grad for t in tensors):
         ways.append(f"{text.hold(torch.is_grad_enabled)}()")
     if plan.spec.signature.a == FP32:

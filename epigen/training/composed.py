@@ -16,7 +16,7 @@ from torch import Tensor
 
 from epigen.codegen.lower import over_product
 from epigen.codegen.spec import PRODUCT
-from epigen.dtypes import BY_TORCH
+from epigen.dtypes import BY_TORCH_ON_CPU
 from epigen.ir import graph as g
 from epigen.ir import reference
 from epigen.ir.graph import Graph
@@ -35,13 +35,13 @@ def run(text: str, x: Tensor, weight: Tensor, inputs: Mapping[str, Tensor | floa
     """The program's outputs. x: [M, K]. weight: [N, K]. Raises CallError for what does not fit."""
     graph, b = library.kernel(text, None).graph, weight.t()
     m, n, _ = arguments.check_operands(x, b)
-    arguments.check_inputs({node.name: node for node in graph.inputs()}, inputs, m, n, x.device)
+    arguments.check_inputs({node.name: node for node in graph.inputs()}, inputs, m, n, x)
     return _evaluated(graph, x, b, inputs, x.dtype)
 
 
 def _evaluated(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Any], dtype: torch.dtype) -> list[Tensor]:
     """dtype: of the operands, by which outputs have theirs."""
-    return reference.evaluate(graph, a, b, inputs, [out.dtype for out in outputs.of(graph, BY_TORCH[str(dtype)])])
+    return reference.evaluate(graph, a, b, inputs, [out.dtype for out in outputs.of(graph, BY_TORCH_ON_CPU[str(dtype)])])
 
 
 # -- the operations of `library`

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from epigen import api
-from epigen.dtypes import BY_TORCH
+from epigen.dtypes import BY_TORCH_ON_CPU
 from epigen.errors import CallError, InternalError
 from epigen.ir.graph import Graph
 from epigen.runtime import arguments, outputs
@@ -91,9 +91,9 @@ def _fake_over(text: str, mm: Tensor, inputs: Inputs, numbers: Sequence[float], 
 
 
 def _fake(graph: Graph, like: Tensor, m: int, n: int, inputs: dict[str, Any]) -> list[Tensor]:
-    arguments.check_inputs({node.name: node for node in graph.inputs()}, inputs, m, n, like.device)
+    arguments.check_inputs({node.name: node for node in graph.inputs()}, inputs, m, n, like)
     allocate = outputs.allocator(like.device)
-    return [out.held(m, n).empty(allocate) for out in outputs.of(graph, BY_TORCH[str(like.dtype)])]
+    return [out.held(m, n).empty(allocate) for out in outputs.of(graph, BY_TORCH_ON_CPU[str(like.dtype)])]
 
 
 def _fake_into(
@@ -101,8 +101,8 @@ def _fake_into(
 ) -> None:  # fmt: skip
     graph = kernel(text, tune, options).graph
     m, n = arguments.check_operands(*operands)[:2] if len(operands) == 2 else arguments.check_product(*operands)
-    arguments.check_inputs({node.name: node for node in graph.inputs()}, named(text, inputs, numbers), m, n, operands[0].device)
-    for found, expected in zip(out, outputs.of(graph, BY_TORCH[str(operands[0].dtype)]), strict=True):
+    arguments.check_inputs({node.name: node for node in graph.inputs()}, named(text, inputs, numbers), m, n, operands[0])
+    for found, expected in zip(out, outputs.of(graph, BY_TORCH_ON_CPU[str(operands[0].dtype)]), strict=True):
         outputs.check(found, expected, m, n, operands[0].device)
 
 

@@ -231,8 +231,8 @@ def _input(declared: Input, value: Any, lead: Sequence[int], weight: Tensor) -> 
         if declared.indices or not isinstance(value, numbers.Real):
             wanted = f"{declared}, and a tensor" if declared.indices else "a scalar, and a number or a tensor with one element"
             raise CallError(f"{what} is {wanted} was expected, not a {type(value).__name__}")
-        if torch.compiler.is_dynamo_compiling():  # which compiles anew for each number, but for what it does arithmetic of tensors with
-            return torch.ones((), dtype=torch.float32, device=weight.device).mul(number)
+        if torch.compiler.is_dynamo_compiling():
+            return arguments.traced_number(number, weight.device)
         return arguments.number(declared.name, value)
     _check_dense(what, value)
     if not declared.indices:

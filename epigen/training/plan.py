@@ -16,7 +16,7 @@ import torch
 
 from epigen import api
 from epigen.codegen.lower import output_dtype
-from epigen.dtypes import BY_TORCH, DType
+from epigen.dtypes import BY_TORCH_ON_CPU, DType
 from epigen.errors import CallError
 from epigen.ir import graph as g
 from epigen.ir.autodiff import MM, carries_gradient
@@ -164,9 +164,9 @@ def _steps(x: bool, layers: tuple[Asked, ...]) -> tuple[Step, ...]:
 
 
 def _dtype(dtype: torch.dtype, what: str) -> DType:
-    if str(dtype) not in BY_TORCH:
-        raise CallError(f"{what} is {dtype}, which epigen does not compute with: train with fp16, bf16 or fp32")
-    return BY_TORCH[str(dtype)]
+    if str(dtype) not in BY_TORCH_ON_CPU:
+        raise CallError(f"{what} is {dtype}, which epigen does not compute with: train with fp16, bf16 or fp32, or with float64 on the CPU")
+    return BY_TORCH_ON_CPU[str(dtype)]
 
 
 def _chains(graph: Graph, operands: DType) -> bool:
