@@ -93,25 +93,14 @@ def _imported(name: str) -> Any:
     raise AttributeError(f"module 'epigen' has no attribute '{name}'")
 
 
-def _operations() -> None:
+def _known(to: str) -> None:
     from epigen.training import operations
 
-    operations.define()
+    getattr(operations, to)()
 
 
-def _flops() -> None:
-    from epigen.training import operations
-
-    operations.count_flops()
-
-
-def _sharding() -> None:
-    from epigen.training import sharding
-
-    sharding.register()
-
-
-# each of the last two takes a tenth of torch's own import and more, and who does not use it does not import it
-after_import("torch", _operations)
-after_import("torch.utils.flop_counter", _flops)
-after_import("torch.distributed.tensor", _sharding)
+# each but the first takes a tenth of torch's own import and more, and who does not use it does not import it
+after_import("torch", lambda: _known("define"))
+after_import("torch.utils.flop_counter", lambda: _known("count_flops"))
+after_import("torch.distributed.tensor", lambda: _known("share"))
+after_import("torch.distributed.tensor.parallel", lambda: _known("accept_layers"))

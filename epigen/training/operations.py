@@ -89,3 +89,53 @@ def _flops(shapes: Sequence[Sequence[int]]) -> int:
         return 0
     (m, k), (_, n) = shapes
     return 2 * m * k * n
+
+
+def share() -> None:
+    """Have DTensors take the operations: what they do with them is in `sharding`."""
+    from torch.distributed.tensor import DTensor
+
+    own: Any = torch.ops.epigen.LIBRARY
+    for signature in SIGNATURES:
+        name = signature.partition("(")[0]
+        torch.library.register_torch_dispatch(f"epigen::{name}", DTensor, _shared(name), lib=own)
+
+
+def _shared(name: str) -> Callable[..., Any]:
+    def run(_class: Any, operation: Any, _types: Any, args: Sequence[Any], kwargs: Any = None) -> Any:
+        from epigen.training import sharding
+
+        return sharding.run(name, operation, args, kwargs or {})
+
+    return run
+
+
+def accept_layers() -> None:
+    """Have torch's two styles of parallel linear layers take those of `epigen.nn`, whose parameters and rows are the same, and which are no torch.nn.Linear.
+
+    They look for that class and offer no place to name others (2.13), so that their method is wrapped. What each does is right for any epilogue.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    styles: Any = (ColwiseParallel, RowwiseParallel)
+    for style in styles:
+        style._apply = _accepting(getattr(style._apply, "__wrapped__", style._apply))
+
+
+def _accepting(apply: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(apply)
+    def accepting(style: Any, module: torch.nn.Module, mesh: Any) -> Any:
+        from epigen.training.modules import Linear
+
+        if not isinstance(module, Linear):
+            return apply(style, module, mesh)
+        layer: Any = module
+        like = torch.nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        like.weight, like.bias = layer.weight, layer.bias
+        apply(style, like, mesh)
+        layer.weight, layer.bias = like.weight, like.bias
+        module._forward_pre_hooks.update(like._forward_pre_hooks)  # what splits what goes in, and what comes out
+        module._forward_hooks.update(like._forward_hooks)
+        return module
+
+    return accepting

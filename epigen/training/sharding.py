@@ -39,12 +39,6 @@ class Way(NamedTuple):
     packs: bool = False
 
 
-def register() -> None:
-    own: Any = torch.ops.epigen.LIBRARY
-    for name in ("program", "over", "into", "accumulate"):
-        torch.library.register_torch_dispatch(f"epigen::{name}", DTensor, functools.partial(_run, name), lib=own)
-
-
 # -- which ways there are
 
 
@@ -179,7 +173,7 @@ class Call(NamedTuple):
         return [self.text, *self.operands, self.inputs, args[3]]
 
 
-def _run(name: str, _cls: Any, operation: Any, _types: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
+def run(name: str, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What torch runs in place of an operation of which any tensor is a DTensor."""
     call = Call.of(name, args)
     graph = _graph(call.text, len(call.operands))
@@ -195,7 +189,7 @@ def _run(name: str, _cls: Any, operation: Any, _types: Any, args: Sequence[Any],
             local |= {what: out for what, t in tensors.items() if t is whole}
         given = [local.get(what) for what in names]
         own = Call(call.text, given[: len(call.operands)], given[len(call.operands) :], outs)  # type: ignore[arg-type]  # operands are there
-        found = operation(*own.arguments(name, args), **(kwargs or {}))
+        found = operation(*own.arguments(name, args), **kwargs)
         if found is None:
             return None
         held = [out.held(m, n) for out in outputs.of(graph, BY_TORCH_ON_CPU[str(call.operands[0].dtype)])]
