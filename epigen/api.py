@@ -138,6 +138,7 @@ def compile(
         options: dict[str, Any] = {"config": config, "backend": backend, "precision": precision, "tune": tune}
         return functions.FunctionKernel(text, functools.partial(compile, **options), functools.partial(compile, text, **options))  # type: ignore[arg-type]
     graph = graph_of(text)  # type: ignore[arg-type]  # which refuses what is no text
+    assert isinstance(text, str)
     at_call = first_use().chooser(graph) if tune else None
     made_by = functools.partial(compile, text, config=config, backend=backend, precision=precision, tune=tune)
     options = {"config": config and {"schedule": config.schedule, **dict(config.values)}, "backend": backend, "precision": precision}

@@ -56,7 +56,7 @@ def mlp(activation: str = "relu", dtype: torch.dtype = torch.float32, **options:
 
 def plain(model: nn.Sequential, act: Callable[[Tensor], Tensor] = torch.relu) -> Callable[[Tensor], Tensor]:
     """The same by torch's own operations, with the same parameters."""
-    layers = [m for m in model if isinstance(m, nn.Linear)]
+    layers = [m for m in model if isinstance(m, nn.Linear | epigen.nn.Linear)]
 
     def run(x: Tensor) -> Tensor:
         for layer in layers[:-1]:
@@ -200,7 +200,7 @@ def test_a_compiled_step_adds_to_a_buffer() -> None:
 def test_mistakes_are_told_while_compiling() -> None:
     x, w, b = drawn(5, 8), drawn(9, 8), drawn(8)
     compiled = torch.compile(lambda x: linear(x, w, b), backend="aot_eager")
-    with pytest.raises(Exception, match=r"input 'bias' is declared as bias\[n\]"):
+    with pytest.raises(Exception, match=r"input 'bias' is a column \[N\], so \[9\] was expected"):
         compiled(x)
 
 
