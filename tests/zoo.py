@@ -294,8 +294,9 @@ def timm_swin() -> Made:
 
 @_listed("timm")
 def timm_eva02() -> Made:
-    model = _timm("eva02_tiny_patch14_224", **_VIT)
-    return Made(model, {"x": _drawn(BATCH, 3, 16, 16)}, r"mlp\.(fc1_g|fc1_x|fc2)")
+    """A norm stands before the last layers of its MLPs, and nothing after them."""
+    model = _timm("eva02_base_patch14_224", **_VIT)
+    return Made(model, {"x": _drawn(BATCH, 3, 16, 16)}, r"mlp\.(fc1_g|fc1_x)")
 
 
 @_listed("torchvision")

@@ -77,13 +77,13 @@ class Planned:
     after_chained: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Of each product that a forward calls, in order, what is expected; None where it is computed at once."""
 
     products: tuple[Planned | None, ...]
 
-    @property
+    @functools.cached_property
     def idle(self) -> bool:
         return not any(self.products)
 
@@ -216,17 +216,13 @@ def _all_deferred(args: Any, kwargs: Any) -> list[Deferred]:
     return found
 
 
-class State(NamedTuple):
-    """What torch's own state is, as far as results hang on it."""
-
-    grad: bool
-    inference: bool
-    autocast: torch.dtype | None
+State = tuple[bool, bool, torch.dtype | None]
+"""What torch's own state is, as far as results hang on it: whether gradients are recorded, inference mode, autocast's dtype."""
 
 
 def state(device: str) -> State:
     autocast = torch.get_autocast_dtype(device) if device in DEVICES and torch.is_autocast_enabled(device) else None
-    return State(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
 
 
 class Region:
@@ -236,20 +232,22 @@ class Region:
     contents, once they are there.
     """
 
-    __slots__ = ("_before", "calls", "frame", "inputs", "plan", "product", "settled", "state", "values", "wants")
+    __slots__ = ("_before", "calls", "device", "frame", "inputs", "lead", "plan", "product", "settled", "state", "values", "wants")
 
-    def __init__(self, plan: Planned, product: Product, before: Region | None, shape: tuple[int, ...], now: State):
-        self.plan, self.product, self._before, self.frame, self.state = plan, product, before, shape, now
+    def __init__(self, plan: Planned, product: Product, before: Region | None, shape: tuple[int, ...], now: State, device: torch.device):
+        self.plan, self.product, self._before, self.frame, self.state, self.device = plan, product, before, shape, now, device
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], bool]] = []
         self.values: list[Callable[[], Deferred | None]] = []
         self.inputs: dict[str, Tensor] = {} if product.bias is None else {"bias": product.bias}
         self.settled = False
-        self.wants = now.grad and (product.weight.requires_grad or product.x.requires_grad or (product.bias is not None and product.bias.requires_grad))
+        x_wants: bool = product.x.requires_grad if before is None else before.wants
+        # which the results of a chain have until its end, whatever is viewed in between
+        self.lead: tuple[int, ...] = shape[:-1] if before is None else before.lead
+        self.wants: bool = now[0] and (x_wants or product.weight.requires_grad or (product.bias is not None and product.bias.requires_grad))
 
     def give(self, dtype: torch.dtype) -> Deferred:
         """The next place's tensor."""
-        device = self.product.weight.device
-        deferred: Deferred = Tensor._make_wrapper_subclass(Deferred, self.frame, dtype=dtype, device=device, requires_grad=self.wants)
+        deferred: Deferred = Tensor._make_wrapper_subclass(Deferred, self.frame, dtype=dtype, device=self.device, requires_grad=self.wants)
         deferred.region, deferred.place = self, len(self.values)
         self.values.append(weakref.ref(deferred))
         return deferred
@@ -260,7 +258,7 @@ class Region:
         if at >= len(self.plan.steps):
             return None
         step = self.plan.steps[at]
-        if func != step.func or len(args) != len(step.args) or len(kwargs) != len(step.kwargs) or state(self.product.weight.device.type) != self.state:
+        if func != step.func or len(args) != len(step.args) or len(kwargs) != len(step.kwargs) or state(self.device.type) != self.state:
             return None
         if step.view:
             return step if self.viewed(args) else None
@@ -279,13 +277,15 @@ class Region:
         if kind is Fixed:
             wanted = argument.value  # type: ignore[union-attr]
             return value is wanted or (type(value) is type(wanted) and not isinstance(value, Tensor) and bool(value == wanted))
-        if type(value) not in _PLAIN or value.dtype != argument.dtype or value.device != self.product.weight.device:  # type: ignore[union-attr]
+        if type(value) not in _PLAIN or value.dtype != argument.dtype or value.device != self.device:  # type: ignore[union-attr]
             return False
         presented = present(value, argument.indices, self.frame)  # type: ignore[union-attr]
         if presented is None:
             return False
+        if "m" in argument.indices and self.frame[:-1] != self.lead:  # type: ignore[union-attr]
+            presented = presented.reshape(*self.lead, *presented.shape[len(self.frame) - 1 :])
         self.inputs[argument.name] = presented  # type: ignore[union-attr]
-        self.wants = self.wants or (self.state.grad and value.requires_grad)
+        self.wants = self.wants or (self.state[0] and value.requires_grad)
         return True
 
     def viewed(self, args: tuple[Any, ...]) -> bool:
@@ -323,6 +323,11 @@ class Region:
     def held(self) -> list[int]:
         """The places whose tensors somebody has."""
         return [place for place, value in enumerate(self.values) if value() is not None]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what the last step gives."""
+        return self.plan.steps[-1].dtype if self.plan.steps else self.plan.dtype
 
     @property
     def complete(self) -> bool:
@@ -374,9 +379,9 @@ class _restored:  # noqa: N801  # used as a context manager of torch's is
 
     def __enter__(self) -> None:
         now = torch.is_grad_enabled()
-        if self.then.grad and not now:
+        if self.then[0] and not now:
             raise CallError(_UNSEEN.format(what="gradients are switched off"))
-        self.grad = torch.set_grad_enabled(self.then.grad)
+        self.grad = torch.set_grad_enabled(self.then[0])
 
     def __exit__(self, *_: object) -> None:
         self.grad.__exit__(None, None, None)
@@ -507,13 +512,21 @@ class Run(TorchFunctionMode):
             return None
         if type(weight) not in _PLAIN or (bias is None) == planned.bias or (bias is not None and type(bias) not in _PLAIN):
             return None
-        now = state(weight.device.type)
-        shape = tuple(_asked(Tensor.shape.__get__, (x,), None)) if before else tuple(x.shape)  # type: ignore[attr-defined]
-        if not fits(product, shape, now, planned.dtype) or (before is not None and before.state != now):
+        device = weight.device
+        now = state(device.type)
+        if before is None:
+            shape, dtype = tuple(x.shape), x.dtype
+            if x.device != device:
+                return None
+        else:
+            shape, dtype = before.frame, before.dtype
+            if before.state != now or before.device != device:
+                return None
+        if not fits(product, shape, dtype, now, planned.dtype):
             return None
         if before is not None:
             self.pending.remove(before)
-        return Region(planned, product, before, (*shape[:-1], weight.shape[0]), now)
+        return Region(planned, product, before, (*shape[:-1], weight.shape[0]), now, device)
 
     def computed(self, region: Region) -> Tensor:
         if region in self.pending:
@@ -556,15 +569,21 @@ def _nobody() -> None:
     return
 
 
-def fits(product: Product, shape: tuple[int, ...], now: State, dtype: torch.dtype) -> bool:
-    """Whether `epigen.linear` computes a product. shape: of x. dtype: what torch's own would give."""
-    x, weight, bias = product
-    wanted = (now.autocast,) if now.autocast is not None else (weight.dtype,)
-    if dtype not in wanted or dtype not in DTYPES or weight.dim() != 2 or not shape or shape[-1] != weight.shape[1] or 0 in shape or 0 in weight.shape:
+def fits(product: Product, shape: tuple[int, ...], dtype: torch.dtype, now: State, gives: torch.dtype) -> bool:
+    """Whether `epigen.linear` computes a product of tensors of one device. shape, dtype: of x. gives: the dtype of what torch's own would give."""
+    _, weight, bias = product
+    n, k = weight.shape if weight.dim() == 2 else (0, 0)
+    if (
+        not n
+        or not k
+        or not shape
+        or shape[-1] != k
+        or 0 in shape
+        or gives not in DTYPES
+        or weight.layout != torch.strided
+        or weight.device.type not in DEVICES
+    ):
         return False
-    x_dtype, device = _asked(Tensor.dtype.__get__, (x,), None), _asked(Tensor.device.__get__, (x,), None)  # type: ignore[attr-defined]
-    if device != weight.device or device.type not in DEVICES or weight.layout != torch.strided:
+    if gives != (weight.dtype if now[2] is None else now[2]) or (now[2] is None and dtype != weight.dtype):
         return False
-    if now.autocast is None and x_dtype != weight.dtype:
-        return False
-    return bias is None or (tuple(bias.shape) == (weight.shape[0],) and bias.device == device and bias.dtype in DTYPES)
+    return bias is None or (tuple(bias.shape) == (n,) and bias.device == weight.device and bias.dtype in DTYPES)

@@ -10,7 +10,6 @@ import fnmatch
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,21 +65,27 @@ class Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self.active:
             return type(self.module).forward(self.module, *args, **kwargs)
-        with _outside():
-            if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
-                return self.plain(*args, **kwargs)
-            key = self.key(args, kwargs)
-            known = self.known
-            rehearsed = None if key is None else known.plans.get(key) or known.rehearsed(key, self.module, args, kwargs)
-            if rehearsed is None or rehearsed.plan.idle:
-                return self.plain(*args, **kwargs)
-            run = Run(rehearsed.plan)
-            with run:
-                result = self.plain(*args, **kwargs)
-            run.end()
-            if run.deviated:
-                known.deviated(key)
-            return result
+        around = torch._C._len_torch_function_stack()
+        if around and isinstance(torch._C._get_function_stack_at(around - 1), Run | Observed):
+            with _pop_mode_temporarily():  # of a module around this one, whose plan does not look into it
+                return self.run(args, kwargs)
+        return self.run(args, kwargs)
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+            return self.plain(*args, **kwargs)
+        key = self.key(args, kwargs)
+        known = self.known
+        rehearsed = None if key is None else known.plans.get(key) or known.rehearsed(key, self.module, args, kwargs)
+        if rehearsed is None or rehearsed.plan.idle:
+            return self.plain(*args, **kwargs)
+        run = Run(rehearsed.plan)
+        with run:
+            result = self.plain(*args, **kwargs)
+        run.end()
+        if run.deviated:
+            known.deviated(key)
+        return result
 
     def key(self, args: Any, kwargs: Any) -> Any:
         """What a plan is made for: what the modules inside are, their modes, and torch's own. None where a plan could not hold."""
@@ -89,7 +94,7 @@ class Forward:
         first = next((x for x in itertools.chain(args, kwargs.values()) if isinstance(x, Tensor)), None)
         if first is None or first.device.type not in DEVICES:
             return None
-        found: list[Any] = [first.dtype, first.device.type, state(first.device.type).autocast, self.module.training]
+        found: list[Any] = [first.dtype, first.device.type, state(first.device.type)[2], self.module.training]
         pending = list(self.module._modules.values())
         while pending:
             module = pending.pop()
@@ -137,12 +142,6 @@ class Known:
                 self.plans.pop(key, None)
             else:
                 self.plans[key] = _NOTHING
-
-
-def _outside() -> AbstractContextManager[Any]:
-    """Without the run or the rehearsal of a module around this one."""
-    count = torch._C._len_torch_function_stack()
-    return _pop_mode_temporarily() if count and isinstance(torch._C._get_function_stack_at(count - 1), Run | Observed) else nullcontext()
 
 
 # -- what a user is told
@@ -344,8 +343,13 @@ def _tried(forward: Forward) -> str:
     if not parameters or not widths:
         return "its inputs are not known"
     why = ""
-    for lead, extents in itertools.islice(itertools.product(_LEADS, itertools.product(widths, repeat=len(parameters))), _MOST_TRIED):
-        given = {p.name: torch.empty((*lead, extent), dtype=weights[0].dtype, device=weights[0].device) for p, extent in zip(parameters, extents, strict=True)}
+    later = [widths[0], None, *widths[1:]]  # such as a mask, which may be none
+    tried = itertools.product(_LEADS, itertools.product(widths, *(later for _ in parameters[1:])))
+    for lead, extents in itertools.islice(tried, _MOST_TRIED):
+        given = {
+            p.name: None if extent is None else torch.empty((*lead, extent), dtype=weights[0].dtype, device=weights[0].device)
+            for p, extent in zip(parameters, extents, strict=True)
+        }
         key = forward.key((), given)
         if key is None:
             return "there are hooks or replaced forwards inside"

@@ -11,6 +11,7 @@ import functools
 import logging
 import random
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -65,6 +66,7 @@ def rehearse(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
     for value in given:
         if not isinstance(value, _FIXED) and type(value) is not Tensor and type(value) is not nn.Parameter:
             raise Unseen(f"it is called with a {type(value).__name__}, which is not tried out")
+    given = [value.detach() if isinstance(value, Tensor) else value for value in given]
     with _nothing_drawn(), _nothing_said(), FakeTensorMode(allow_non_fake_inputs=True) as fakes:
         stand_in = _copied(module, fakes)
         if training is not None:
@@ -99,11 +101,13 @@ def _nothing_drawn() -> Iterator[None]:
 
 @contextmanager
 def _nothing_said() -> Iterator[None]:
-    """torch logs each operation that refuses tensors without contents: here that is one way for a try to end."""
+    """torch logs each operation that refuses tensors without contents: here that is one way for a try to end. What a forward warns of, its next call warns of."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         log.disabled = before
 
@@ -125,7 +129,7 @@ def _copied(module: nn.Module, fakes: Any) -> nn.Module:
 def _fake(value: Any, fakes: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    found = fakes.from_tensor(value).detach()
+    found = fakes.from_tensor(value)
     # of what has a gradient, so that a torch.autograd.Function shows; and no leaf, which could not be changed in place
     return found.requires_grad_().clone() if found.is_floating_point() else found
 
@@ -262,7 +266,7 @@ def _begun(number: int, event: Event, read: Any) -> tuple[_Region | None, str]:
     dtype = event.result.dtype
     if dtype not in DTYPES:
         return None, f"its product is {dtype}, and fp32, fp16 and bf16 are fused"
-    if not deferred.fits(product, tuple(x.shape), event.state, dtype):
+    if x.device != weight.device or not deferred.fits(product, tuple(x.shape), x.dtype, event.state, dtype):
         return None, f"a product of {list(x.shape)} by a weight of {list(weight.shape)} is not taken"
     return _Region(number, event, product, dtype, tuple(event.result.shape)), ""
 
