@@ -415,12 +415,12 @@ def _traced(bias: bool, bias_dtype: torch.dtype | None, dtype: torch.dtype, step
     from epigen.training.traced import trace
 
     shapes = {"mn": (_ROWS, _COLUMNS), "m": (_ROWS, 1), "n": (_COLUMNS,), "": ()}
-    meta = torch.device("meta")
-    inputs: dict[str, Any] = {"bias": torch.empty(_COLUMNS, dtype=bias_dtype, device=meta)} if bias else {}
+    cpu = torch.device("cpu")
+    inputs: dict[str, Any] = {"bias": torch.empty(_COLUMNS, dtype=bias_dtype, device=cpu)} if bias else {}
     for _, args, kwargs, _, _ in steps:
         for argument in (*args, *(value for _, value in kwargs)):
             if isinstance(argument, Taken):
-                inputs[argument.name] = torch.empty(shapes[argument.indices], dtype=argument.dtype, device=meta)
+                inputs[argument.name] = torch.empty(shapes[argument.indices], dtype=argument.dtype, device=cpu)
 
     def function(mm: Tensor, **given: Tensor) -> Tensor:
         values = [mm + given["bias"] if bias else mm]
@@ -443,7 +443,7 @@ def _traced(bias: bool, bias_dtype: torch.dtype | None, dtype: torch.dtype, step
         return values[-1]
 
     try:
-        found = trace(function, (_ROWS, _COLUMNS), dtype, meta, inputs)
+        found = trace(function, (_ROWS, _COLUMNS), dtype, cpu, inputs)
     except EpigenError as error:
         said = str(error).partition("\n")[0]
         return "", said.partition("which no epilogue computes: ")[2] or said
