@@ -123,8 +123,8 @@ class _Writer:
 
     def reduction(self) -> None:
         """One finished reduction, sometimes with arithmetic after it."""
-        row = self.random.choice((*ops.REDUCTIONS, "bgrad"))
-        axes = "m" if row == "bgrad" else self.random.choice(("m", "n", "", "k"))
+        row = self.random.choice((*ops.REDUCTIONS, "bgrad", "mean"))
+        axes = "m" if row == "bgrad" else self.random.choice(("m", "n", "") if row == "mean" else ("m", "n", "", "k"))
         if axes == "k":
             operand = self.random.choice("ab")
             value = _Value(f"{row}({operand}, k)", NUMBER, {"a": "m", "b": "n"}[operand], True)

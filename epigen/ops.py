@@ -383,6 +383,8 @@ SPECIAL = {
     "bitmask": "bitmask(p): packs a boolean tile, one bit an element, as an output",
     "bits": "bits(name): reads the packed mask `name` as a boolean tile",
     "bgrad": "bgrad(x) = sum(x, m), the gradient of a bias",
+    "mean": "mean(x, m | n), mean(x) = sum(x, m | n) / extent(m | n), sum(x) / (extent(m) * extent(n))",
+    "extent": "extent(m | n): how many rows or columns the result has, as a number",
 }
 """Calls that are part of the language's grammar and no elementwise function of numbers."""
 

@@ -135,6 +135,15 @@ def test_every_row_compiles_of_blocks_and_of_constants() -> None:
         checked(one, results)
 
 
+def test_means_compile_wherever_reductions_are_completed() -> None:
+    """In kernels of their own and in the block that is the last, by Triton and by Gluon."""
+    text = "z = mm + bias; z * extent(n), mean(z, m), mean(z, n), mean(z)"
+    configs = [tiled(32, 32, 32, 4, 2), warp_specialized(one_launch=1)]
+    jobs = [job(text, "sm_90", FP16, config, "nt") for config in configs]
+    for one, results in zip(jobs, compiled(jobs), strict=True):
+        checked(one, results)
+
+
 def test_booleans_and_integers_are_inputs() -> None:
     """Loaded as they lie, early or late, by Triton and by Gluon."""
     graph = api.graph_of("z = where(keep[m,n] != 0, mm * s, r[m]) + c[n]; z, bitmask(z > 0)")

@@ -140,7 +140,7 @@ _PROGRAMS = (
     "relu(mm * scale_a[m] + bias) + residual", "z = mm + bias; relu(z), bitmask(z > 0)", "y = relu(mm + bias); y, y * y + residual",
     "z = mm + bias; z, gelu(z), tanh(z) * gate[m,n]", "where(mask, mm + bias, residual)", "drelu(gelu(mm), bits(keep)) * 1.25",
     "clamp(mm + bias, -1, 1)", "clamp(mm, lo[n], hi[m])", "minimum(maximum(mm, residual), bias)", "leaky_relu(mm + bias, slope)", "abs(mm - residual) ** 3",
-    "where(mm > residual, exp(tanh(mm)), residual * 2)", "mm, logsumexp(mm + bias, n)", "logsumexp(mm * alpha + bias, n)", "z = mm + bias; z, sum(z * z, n), sum(z)",
+    "where(mm > residual, exp(tanh(mm)), residual * 2)", "mm, logsumexp(mm + bias, n)", "z = mm + bias; z, mean(z * z, n), mean(z, m), mean(z)", "mm * extent(n) / extent(m)", "logsumexp(mm * alpha + bias, n)", "z = mm + bias; z, sum(z * z, n), sum(z)",
     "relu(mm), sqrt(sum(mm * mm, n) + 1) * scale_a[m]", "sum(relu(mm + bias) * residual, m)", "y = exp(tanh(mm)); y, sum(y, m) * 2", "z = mm * bias; h = exp(bias * s); z * h + h, sum(z, m)",
 )  # fmt: skip
 

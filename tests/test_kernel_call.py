@@ -283,6 +283,19 @@ class TestOut:
             compiled("relu(mm)", backend)(half(M, K), half(K, N), out=torch.empty(M, N).half().requires_grad_())
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("config", [SMALL, SMALL.but("one_launch", 1), cases.LIBRARY, cases.split_k()], ids=["tiled", "completing", "library", "split_k"])
+def test_means_are_torchs(backend: str, config: KernelConfig) -> None:
+    """Of any number of rows and columns, 1 and 0 among them, by one kernel's text; and a tile may use how many there are."""
+    kernel = epigen.compile("z = relu(mm); z / (extent(m) * extent(n)), mean(z, m), mean(z, n) * 2, mean(z)", backend=backend, config=config)
+    for m, n in ((M, N), (1, N), (M, 1), (0, N)):
+        a, b = whole(m, K).float(), whole(K, n, seed=1).float()
+        z = torch.relu(a @ b)
+        for found, expected in zip(kernel(a, b), (z / z.numel() if m else z, z.mean(0), z.mean(1) * 2, z.mean()), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, equal_nan=True)
+
+
 # -- what inputs may hold
 
 

@@ -57,7 +57,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "sum()", "sum(mm, m, n)", "sum(x=mm)", "bgrad(mm, m)", "bgrad(x=mm)",
     ),
     "reductions": (
-        "mm - max(mm, n)", "mm / sum(mm)", "sum(mm) * bias, mm", "sum(mm, m) + sum(mm, n)", "sum(sum(mm, m))", "sum(bias), mm", "sum(alpha), mm", "sum(mm, k)", "bgrad(bias), mm", "sum(mm, 0)", "max(mm, 0)", "sum(mm, mm)",
+        "mm - max(mm, n)", "mm, mean(a, k)", "mean(mm, 2), mm", "mean(bias), mm", "mm * extent(k)", "mm * extent(m, n)", "mm / sum(mm)", "sum(mm) * bias, mm", "sum(mm, m) + sum(mm, n)", "sum(sum(mm, m))", "sum(bias), mm", "sum(alpha), mm", "sum(mm, k)", "bgrad(bias), mm", "sum(mm, 0)", "max(mm, 0)", "sum(mm, mm)",
     ),
     "outputs": ("z = mm + 1; z, z", "out1 = mm + 1; out1, mm * 2", "out = mm + 1; out, out"),
     "derivatives": (

@@ -26,6 +26,7 @@ from epigen.codegen.spec import (
     Source,
     Store,
     contiguous,
+    counted,
     digest,
     factors,
     index_bits,
@@ -232,6 +233,8 @@ class _Body:
                 self.names[number] = parameter(node.name) if node.name in self.by_value else node.name
             elif node.op == g.MM:
                 self.names[number] = "mm" if signature.a == INT8 else ACC
+            elif node.op == g.EXTENT:
+                self.names[number] = counted(node.name)
             elif node.op not in (g.CONSTANT, g.OPERAND, g.BITMASK):
                 # a cast at an output is the store's, so what is stored has the output's name; the cast's value, used elsewhere, may have it as label
                 name = next((name for name in (node.label, from_output.get(number)) if name and name not in given), "")
@@ -250,7 +253,7 @@ class _Body:
         for number, node in enumerate(nodes):
             if (node.op not in ops.TABLE and node.op != g.CAST) or node.indices or node.reduced:
                 continue
-            python = all(nodes[a].op == g.CONSTANT or (nodes[a].op == g.INPUT and nodes[a].name in self.by_value) for a in node.args)
+            python = all(nodes[a].op in (g.CONSTANT, g.EXTENT) or (nodes[a].op == g.INPUT and nodes[a].name in self.by_value) for a in node.args)
             if python or (node.kind == ops.BOOLEAN and not any(a in blocks for a in node.args)):
                 made.add(number)
             if number in made or any(a in blocks for a in node.args):

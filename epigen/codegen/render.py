@@ -19,7 +19,7 @@ import jinja2
 import epigen
 from epigen.codegen import emit, schedules, vendor
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, Signature, Store, digest, parameter, stride_name
+from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, Signature, Store, counted, digest, parameter, stride_name
 from epigen.dtypes import FP32, INT32, UINT8, DType
 from epigen.ir.graph import describe_indices
 
@@ -338,7 +338,7 @@ def _finish(spec: KernelSpec, finish: Finish) -> Function:
             extent = finish.indices.upper()
             pointers.append(_pointer(f"{source.name}_partial", FP32, f"[{tiles}{', ' + extent if extent else ''}] fp32: one {source.row} a tile"))
             lengths += _integers(tiles)
-    sizes = _integers(*finish.indices.upper())
+    sizes = _integers(*finish.indices.upper(), *(e.upper() for e in "mn" if any(counted(e) in line.args for line in finish.lines)))
     arguments = (
         *pointers,
         *map(_input, finish.inputs),

@@ -113,6 +113,11 @@ def parameter(number: str) -> str:
     return f"{number}_value" if number in LAUNCHER else number
 
 
+def counted(index: str) -> str:
+    """The number of rows ("m") or columns ("n") as an fp32 number in a kernel, which Triton may hold as a constant."""
+    return f"(1.0 * {index.upper()})"
+
+
 def factors(shape: tuple[int, int, int], tensors: Iterable[Strided]) -> tuple[tuple[str, int], ...]:
     """What divides the integer arguments that loads and stores of several elements hang on: N, the extent along which a matrix is
     contiguous, and its other stride.

@@ -166,6 +166,8 @@ def _reference(graph: Graph, spec: KernelSpec) -> list[str]:
                 text = "(a.double() @ b.double()).long().int().double()" if spec.signature.a == INT8 else "a.double() @ b.double()"
             case g.CONSTANT:
                 text = f"torch.tensor({number(node.value)}, dtype=torch.float64, device=a.device)"
+            case g.EXTENT:
+                text = f"torch.tensor(float({'a.shape[0]' if node.name == 'm' else 'b.shape[1]'}), dtype=torch.float64, device=a.device)"
             case g.INPUT:
                 text = (
                     f"{node.name}.double(){({'m': '[:, None]', 'n': '[None, :]'}).get(node.indices, '')}"

@@ -131,7 +131,7 @@ def _error(node: Node, value: Tensor, args: list[tuple[Tensor, Tensor, str]], a:
     match node.op:
         case g.MM:
             return _product_error(a, b, value, precision)
-        case g.CONSTANT:
+        case g.CONSTANT | g.EXTENT:
             return value.abs() * UNIT
         case g.BITS | g.OPERAND:
             return torch.zeros((), dtype=torch.float64, device=a.device)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from epigen import dtypes, ops
 from epigen.errors import CheckError, Diagnostic, InternalError, Span, near_miss
-from epigen.ir.graph import BITMASK, BITS, CAST, CONSTANT, INPUT, MM, OPERAND, PACKED, REDUCE, Graph, Node, Output, describe_indices
+from epigen.ir.graph import BITMASK, BITS, CAST, CONSTANT, EXTENT, INPUT, MM, OPERAND, PACKED, REDUCE, Graph, Node, Output, describe_indices
 from epigen.lang.parser import parse
 from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Power, Program, expr_text, to_text
 from epigen.lang.walk import walk
@@ -151,7 +151,7 @@ class _Builder:
         self.names[name] = value
         self.letters.setdefault(letters(name), name)
         # an output's default name is no label: that output's own value takes it
-        if not default and value is not None and not self.nodes[value].label and self.nodes[value].op not in (INPUT, BITS, CONSTANT, MM, OPERAND):
+        if not default and value is not None and not self.nodes[value].label and self.nodes[value].op not in (INPUT, BITS, CONSTANT, EXTENT, MM, OPERAND):
             self.nodes[value] = replace(self.nodes[value], label=name)
 
     def name_is_free(self, name: str, span: Span) -> bool:
@@ -186,6 +186,10 @@ class _Builder:
             case Call(function):
                 if function == "bgrad":
                     return (yield from self.reduction("sum", expr, axes="m"))
+                if function == "mean":
+                    return (yield from self.mean(expr))
+                if function == "extent":
+                    return self.call_extent(expr)
                 if function in ops.REDUCTIONS:
                     return (yield from self.reduction(function, expr))
                 if function == "bits":
@@ -385,9 +389,30 @@ class _Builder:
         x = self.nodes[value]
         return self.node(Node(CAST, (value,), NUMBER, x.indices, x.reduced, dtype=dtype))
 
+    def mean(self, call: Call) -> _Typing:
+        total = yield from self.reduction("sum", call)
+        if total is None:
+            return None
+        axes = self.nodes[total].axes
+        if axes == "k":
+            self.error(
+                "a mean is taken over m, n or both", call.span, f"write {expr_text(call).replace('mean', 'sum', 1)} / count, and pass K as the scalar count"
+            )
+            return None
+        counts = [self.node(Node(EXTENT, (), NUMBER, "", name=axis)) for axis in axes]
+        count: _Value = counts[0] if len(counts) == 1 else self.apply(ops.TABLE["mul"], (counts[0], counts[1]), call.span)
+        return None if count is None else self.apply(ops.TABLE["div"], (total, count), call.span)
+
+    def call_extent(self, call: Call) -> _Value:
+        match call.args:
+            case (Name("m" | "n" as axis, _, None),) if not call.keywords:
+                return self.node(Node(EXTENT, (), NUMBER, "", name=axis))
+        self.error("extent takes the name of an index of the result", call.span, "write extent(m) or extent(n)")
+        return None
+
     def reduction(self, row: str, call: Call, axes: str | None = None) -> _Typing:
         if call.keywords or not 1 <= len(call.args) <= (2 if axes is None else 1):
-            form = f"{call.function}(x)" if axes else f"{row}(x, m), {row}(x, n) or {row}(x)"
+            form = f"{call.function}(x)" if axes else f"{call.function}(x, m), {call.function}(x, n) or {call.function}(x)"
             self.error(f"the arguments do not fit {call.function}", call.span, f"write {form}")
             return None
         if axes is None:
@@ -400,9 +425,13 @@ class _Builder:
                         hint = (
                             f"write {row}imum({expr_text(call.args[0])}, {expr_text(other)}) for the larger of two values"
                             if row == "max"
-                            else f"write {row}(x, m), {row}(x, n) or {row}(x)"
+                            else f"write {call.function}(x, m), {call.function}(x, n) or {call.function}(x)"
                         )
-                        self.error(f"{row} reduces over m, n or k, and found '{expr_text(other)}'", other.span, hint)
+                        self.error(
+                            f"{call.function} reduces over {'m or n' if call.function == 'mean' else 'm, n or k'}, and found '{expr_text(other)}'",
+                            other.span,
+                            hint,
+                        )
                         return None
         match call.args[0]:
             case Name(name, _, indices) if name in OPERANDS and name not in self.names:
@@ -410,11 +439,11 @@ class _Builder:
                     self.error(
                         f"the operand '{name}' is {describe_indices(OPERANDS[name])}, not {describe_indices(''.join(indices))}",
                         call.args[0].span,
-                        f"write {row}({name}, k)",
+                        f"write {call.function}({name}, k)",
                     )
                     return None
                 if axes != "k":
-                    self.error(f"the operand '{name}' can only be reduced over k", call.span, f"write {row}({name}, k)")
+                    self.error(f"the operand '{name}' can only be reduced over k", call.span, f"write {call.function}({name}, k)")
                     return None
                 operand = self.node(Node(OPERAND, (), NUMBER, OPERANDS[name], name=name))
                 return self.node(Node(REDUCE, (operand,), NUMBER, OPERANDS[name].replace("k", ""), True, name=row, axes="k"))
@@ -422,11 +451,13 @@ class _Builder:
         if value is None or not self.expect(value, NUMBER, call.args[0], f"what {call.function} reduces"):
             return None
         if axes == "k":
-            self.error("only the operands a and b have the index k", call.span, f"write {row}(a, k) or {row}(b, k); mm is already summed over k")
+            self.error(
+                "only the operands a and b have the index k", call.span, f"write {call.function}(a, k) or {call.function}(b, k); mm is already summed over k"
+            )
             return None
         x = self.nodes[value]
         if x.reduced:
-            self.error("a reduction of a reduction", call.span, f"reduce the tile at once: {row}(x) reduces over m and n")
+            self.error("a reduction of a reduction", call.span, f"reduce the tile at once: {call.function}(x) reduces over m and n")
             return None
         if x.indices != "mn":
             self.error(f"{call.function} reduces a tile [m, n]: found {describe_indices(x.indices)}", call.span, "reduce something that varies over m and n")
@@ -472,7 +503,7 @@ class _Builder:
     def move_label(self, cast: int, value: int) -> None:
         """The label of an output's cast, for what is cast; no two nodes have the same."""
         label = self.nodes[cast].label
-        if label and not self.nodes[value].label and self.nodes[value].op not in (INPUT, BITS, CONSTANT, MM):
+        if label and not self.nodes[value].label and self.nodes[value].op not in (INPUT, BITS, CONSTANT, EXTENT, MM):
             self.nodes[cast] = replace(self.nodes[cast], label="")
             self.nodes[value] = replace(self.nodes[value], label=label)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from epigen.dtypes import DType
 
 # node kinds beside the rows of the operation table
-MM, INPUT, BITS, OPERAND, CONSTANT, CAST, BITMASK, REDUCE = "mm", "input", "bits", "operand", "constant", "cast", "bitmask", "reduce"
+MM, INPUT, BITS, OPERAND, CONSTANT, EXTENT, CAST, BITMASK, REDUCE = "mm", "input", "bits", "operand", "constant", "extent", "cast", "bitmask", "reduce"
 PACKED = "packed"
 """Kind of a value that holds one bit an element, beside the operation table's NUMBER and BOOLEAN."""
 
@@ -23,7 +23,7 @@ class Node:
     op: a row of the operation table or one of the node kinds above.
     indices: which of m, n it varies over, in that order ("mn", "m", "n" or ""; operands have "mk" and "kn").
     kind: NUMBER, BOOLEAN or PACKED.  reduced: computed from a finished reduction.
-    value: a constant's.  name: an input's or operand's, or the reduction's row.  axes: what a reduction contracts.
+    value: a constant's.  name: an input's or operand's, the index of an extent, or the reduction's row.  axes: what a reduction contracts.
     dtype: a cast's.  label: the name that the user gave the value ("" if none); no part of its meaning.
     """
 

@@ -89,6 +89,8 @@ def _value(node: Node, args: list[Tensor], a: Tensor, b: Tensor, inputs: Mapping
             return product(a, b, compute)
         case g.CONSTANT:
             return torch.full((), node.value, dtype=compute, device=a.device)  # in fp32 as the kernel sees it
+        case g.EXTENT:
+            return torch.full((), {"m": m, "n": n}[node.name], dtype=compute, device=a.device)
         case g.INPUT:
             return broadcastable(inputs[node.name], node.indices, compute, a.device)
         case g.BITS:

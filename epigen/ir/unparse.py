@@ -19,7 +19,7 @@ from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Program, to_tex
 
 _NOWHERE = Span(0, 0)
 _DEEPEST = 10  # a deeper expression is easier to read in two statements
-_LEAVES = (g.MM, g.INPUT, g.BITS, g.OPERAND, g.CONSTANT)
+_LEAVES = (g.MM, g.INPUT, g.BITS, g.OPERAND, g.CONSTANT, g.EXTENT)
 _LONGEST_BASE = 50
 
 
@@ -99,6 +99,8 @@ class _Writer:
                 return _name("mm"), 0
             case g.OPERAND:
                 return _name(node.name), 0
+            case g.EXTENT:
+                return _call("extent", _name(node.name)), 0
             case g.CONSTANT:
                 return Number(node.value, _NOWHERE), 0
             case g.INPUT:

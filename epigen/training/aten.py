@@ -413,11 +413,7 @@ class Importer:
             raise Unknown(node, "it reduces over the columns" if axes else "it reduces over nothing")
         if not all(map(same, extent_of(x.roles), (self.m, self.n))):
             raise Unknown(node, "it reduces what does not vary over rows and columns", "compute it outside of the epilogue")
-        row = {"sum": "sum", "mean": "sum", "amax": "max", "logsumexp": "logsumexp"}[name]
-        count = (self.m if "m" in axes else 1) * (self.n if "n" in axes else 1)
-        if name == "mean" and not isinstance(count, int):
-            raise Unknown(node, "it takes the mean over an extent that varies")
-        text = f"{row}({x.text}{', ' + axes if axes != 'mn' else ''})" + (f" / {count}" if name == "mean" else "")
+        text = f"{'max' if name == 'amax' else name}({x.text}{', ' + axes if axes != 'mn' else ''})"
         keep = bool(given.get("keepdim", False))
         roles = tuple(None if d in listed else r for d, r in enumerate(x.roles) if keep or d not in listed)
         return self.bind(text, roles, False, True)
