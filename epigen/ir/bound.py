@@ -132,7 +132,7 @@ def _error(node: Node, value: Tensor, args: list[tuple[Tensor, Tensor, str]], a:
         case g.MM:
             return _product_error(a, b, value, precision)
         case g.CONSTANT | g.EXTENT:
-            return value.abs() * UNIT
+            return torch.where(value.float() == value, 0.0, value.abs() * UNIT)  # which may lie at a step of what follows
         case g.BITS | g.OPERAND:
             return torch.zeros((), dtype=torch.float64, device=a.device)
         case g.CAST:
