@@ -357,3 +357,12 @@ def test_what_is_left_is_inductors_own() -> None:
         model: Any = torch.compile(function, backend=chosen)
         found.append(model(x, w))
     assert torch.equal(*found)
+
+
+def test_a_users_own_pass_of_inductors_comes_first() -> None:
+    """And is called by epigen's, since torch 2.11 takes no list of passes."""
+    order: list[str] = []
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU()), torch.randn(4, 8)
+    options = {"post_grad_custom_pre_pass": lambda _graph: order.append("own"), "report": lambda _seen: order.append("epigen")}
+    assert torch.allclose(torch.compile(model, backend=backend, options=options)(x), model(x), atol=1e-5)
+    assert order == ["own", "epigen"]

@@ -57,7 +57,8 @@ def backend(module: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None =
         return make_boxed_func(graph_module.forward)
 
     if rest == "inductor":
-        patches["post_grad_custom_pre_pass"] = [*_listed(patches.get("post_grad_custom_pre_pass")), fusing]
+        fusing.first = _listed(patches.get("post_grad_custom_pre_pass"))
+        patches["post_grad_custom_pre_pass"] = fusing  # a list of passes is taken by newer versions of torch than 2.11
     else:
         patches["fx_graph_cache"] = False  # which holds what Inductor has made of the same graph
     before = fusing.graphs
@@ -101,11 +102,12 @@ def _listed(passes: Any) -> list[Any]:
 
 
 class Fusing(CustomGraphPass):
-    """The pass over a graph of Inductor's, forward or backward. graphs: how many it has seen."""
+    """The pass over a graph of Inductor's, forward or backward. graphs: how many it has seen. first: the user's own passes, which come before it."""
 
     def __init__(self, tune: str | None = None, record: Record | None = None, report: Callable[[list[Seen]], object] | None = None):
         self.tune, self.record, self.report = tune, record or Record(), report
         self.graphs, self.kind = 0, ""
+        self.first: list[Any] = []
 
     def named(self, told: Mapping[str, Any]) -> _Named:
         """told: what AOTAutograd says of the graph that is being compiled."""
@@ -113,6 +115,8 @@ class Fusing(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         self.graphs += 1
+        for own in self.first:
+            own(graph)
         before = regions.moved(graph)
         seen = in_graph(fuse(graph, self.tune), self.kind)
         after = regions.moved(graph)
@@ -122,8 +126,11 @@ class Fusing(CustomGraphPass):
         whole.decompose(graph)
 
     def uuid(self) -> Any:
-        """Inductor keeps compiled graphs by this: what was kept by another epigen, or for other tuning databases, is no answer."""
-        return ("epigen", __version__, self.tune, _sources(), _databases())
+        """Inductor keeps compiled graphs by this: what was kept by another epigen, or for other tuning databases, is no answer. None: it keeps none."""
+        firsts = tuple(own.uuid() if isinstance(own, CustomGraphPass) else None for own in self.first)
+        if None in firsts:
+            return None
+        return ("epigen", __version__, self.tune, _sources(), _databases(), firsts)
 
 
 class _Named:
