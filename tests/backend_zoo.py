@@ -107,25 +107,24 @@ def trained(call: Any, model: zoo.Made) -> list[float]:
     return losses
 
 
-def table(names: list[str]) -> str:
-    """How many products each model has, what became of them, and why those are left that something elementwise follows."""
-    lines = [
-        "| model | products | with an elementwise neighbour | of these in the next kernel | taken forward | taken backward | others left |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name in names:
-        seen: list[Seen] = []
-        with zoo.quiet():
-            model = zoo.ZOO[name]()
-        gradients(compiled(model.model, seen), model.model, model.inputs)
-        result = Taken(seen)
-        left = Counter(s.why for s in result.neighbours if not s.taken and not s.absorbed)
-        why = "; ".join(f"{count}: {reason}" for reason, count in left.items()) or "0"
-        counts = (len(seen), len(result.neighbours), len(result.absorbed), result.taken("forward"), result.taken("backward"))
-        lines.append(f"| {name} | {' | '.join(map(str, counts))} | {why} |")
-    return "\n".join(lines)
+HEAD = "model | products | with an elementwise neighbour | of these in the next kernel | taken forward | taken backward | others left"
+
+
+def row(name: str) -> str:
+    """How many products a model has, what became of them, and why those are left that something elementwise follows."""
+    seen: list[Seen] = []
+    with zoo.quiet():
+        model = zoo.ZOO[name]()
+    gradients(compiled(model.model, seen), model.model, model.inputs)
+    result = Taken(seen)
+    left = Counter(s.why for s in result.neighbours if not s.taken and not s.absorbed)
+    why = "; ".join(f"{count}: {reason}" for reason, count in left.items()) or "0"
+    counts = (len(seen), len(result.neighbours), len(result.absorbed), result.taken("forward"), result.taken("backward"))
+    return f"| {name} | {' | '.join(map(str, counts))} | {why} |"
 
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
-    print(table(sys.argv[1:] or [name for name in zoo.ZOO if not zoo.missing(name)]))
+    print(f"| {HEAD} |\n|{' --- |' * len(HEAD.split('|'))}")
+    for chosen in sys.argv[1:] or [name for name in zoo.ZOO if not zoo.missing(name)]:
+        print(row(chosen), flush=True)
