@@ -23,7 +23,6 @@ from epigen.tuning.records import Record
 
 README = Path(__file__).parent.parent / "README.md"
 DOCUMENTS = (README, Path(__file__).with_name("README.md"))
-MEASURED = "## Measured\n\n"
 TRAINED = ("epigen", "eager", "torch.compile", "nvmath")
 COUNTED = (
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", "lts__throughput.avg.pct_of_peak_sustained_elapsed",
@@ -104,9 +103,48 @@ def headline() -> str:
         "alone, so that 1 there means a free epilogue; cuBLASLt (nvmath-python, autotuned) approximates gelu by tanh; torch.compile is in the mode "
         f"`{peers.COMPILE_MODE}`."
     )
-    figure = "![time of the product alone over that of each contender, by shape](bench/results/ratios.svg)"
+    figure = "![time of the product alone over that of each contender, by shape](results/ratios.svg)"
     lines += ["", f"fp16 and bf16, {sum(counts.values())} cases ({words}){left}{before}; {met}. {how}", "", figure]
     return "\n".join(lines)
+
+
+_SUMMARY = (
+    ("every epilogue", "eager"), ("every epilogue", "torch.compile"), ("drelu + bgrad", "cuBLASLt"), ("gelu + bias + aux", "cuBLASLt"),
+    ("relu + bias, 64x128x256 and 128x256x256, CUDA graph", "eager"),
+)  # fmt: skip
+
+
+def summary() -> str:
+    """Five bars that say what it is good for."""
+    results = [_load(name) for name in ("headline", "compiled")]
+    bars = {(bar["case"], bar["baseline"]): bar for one in results for bar in one["bars"] if bar["rows"]}
+    rows = ([case, baseline, f"{bars[case, baseline]['mean']:.2f}", f"{bars[case, baseline]['worst']:.2f}"] for case, baseline in _SUMMARY)
+    head = f"How many times as fast, tuned, in the geometric mean and at the worst shape; higher is better ({_measured(results[0]['environment'])}):"
+    picture = "![time of the product alone over that of each contender, by shape: above 1 the epilogue costs less than nothing](bench/results/ratios.svg)"
+    return "\n".join([head, "", *_table(["case", "against", "mean", "worst"], rows), "", picture])
+
+
+def models() -> str:
+    """Layers of real models, as torch.compile's backend and fuse run them."""
+    result = _load("models")
+    rows = []
+    for row in result["rows"]:
+        for what in ("forward", "step"):
+            times = row[f"{what}_ms"]
+            best = min(times["eager"], times["inductor"])
+            shown = [f"{times['eager']:.2f} ms", f"{times['inductor']:.2f} ms", *(f"{best / times[way]:.2f}" for way in ("epigen", "fuse"))]
+            rows.append([f"{row['model']}, {what}", *shown, f"{times['eager'] / times['fuse']:.2f}", f"{row['products_ms'][what] / best:.0%}"])
+    means = ", ".join(
+        f"{what} {geometric([min(r[f'{what}_ms']['eager'], r[f'{what}_ms']['inductor']) / r[f'{what}_ms']['epigen'] for r in result['rows']]):.2f}"
+        for what in ("forward", "step")
+    )
+    columns = ["", "eager", "Inductor", "epigen, of the better", "fuse, of the better", "fuse, of eager", "products' share of the better"]
+    first = result["rows"][0]
+    head = (
+        f"{first['layers']} layers of real models in bf16, {first['tokens']} tokens, random weights, untuned: `torch.compile` with Inductor and with "
+        f'`backend="epigen"`, and `epigen.fuse` ({_measured(result["environment"])}). Ratios above 1 are faster; epigen\'s geometric means: {means}.'
+    )
+    return "\n".join([head, "", *_table(columns, rows)])
 
 
 def checked() -> str:
@@ -376,16 +414,14 @@ def h100() -> str:
 
 
 BLOCKS = {
+    "summary": summary, "models": models,
     "headline": headline, "gem": gem, "host": host, "tuned_in": tuned_in, "training": training, "counters": counters, "power": power_limited, "checked": checked,
     "h100": h100, "shipped": shipped, "tuning": tuning,
 }  # fmt: skip
 
 
 def filled(text: str) -> str:
-    """A document with every block made anew. The headline stands first under its heading where there is a result of it, and nowhere else."""
-    text = re.sub(r"<!-- headline -->\n.*?<!-- end -->\n\n", "", text, flags=re.DOTALL)
-    if (RESULTS / "headline.json").exists():
-        text = text.replace(MEASURED, f"{MEASURED}<!-- headline -->\n<!-- end -->\n\n", 1)
+    """A document with every block made anew."""
     return _BLOCK.sub(lambda m: f"{m[1]}{BLOCKS[m[2]]()}\n{m[3]}", text)
 
 
