@@ -366,3 +366,14 @@ def test_a_users_own_pass_of_inductors_comes_first() -> None:
     options = {"post_grad_custom_pre_pass": lambda _graph: order.append("own"), "report": lambda _seen: order.append("epigen")}
     assert torch.allclose(torch.compile(model, backend=backend, options=options)(x), model(x), atol=1e-5)
     assert order == ["own", "epigen"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_norms_backward_sums_is_left_to_its_kernel(dtype: torch.dtype) -> None:
+    """Which reads the same tiles for the gradient of its input: also where the sums are taken in fp32, and the parameters are not."""
+    seen: list[Seen] = []
+    model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.LayerNorm(16), nn.Linear(16, 16)).to(dtype)
+    x = torch.randn(6, 16, dtype=dtype, requires_grad=True)
+    torch.compile(model, backend=backend, options={"rest": "eager", "report": seen.extend})(x).square().sum().backward()
+    (taken,) = (s for s in seen if s.graph == "backward" and s.taken)
+    assert taken.program.startswith("v = dgelu(mm, x0[m,n]); out0 = v; out0, ") and "bgrad(v)" in taken.program

@@ -334,23 +334,37 @@ def _trimmed(nodes: Sequence[fx.Node], levels: Levels) -> list[fx.Node]:
             if any(u in taken for u in node.users):
                 continue
             fewer = dict.fromkeys(n for n in taken if n is not node)
-            sums = name_of(node) == "sum"
+            summed = _summed(node, taken)
             if (
                 not node.users
                 or is_view(node)
                 or isinstance(node.meta.get("val"), tuple | list)
-                or (sums and not _written(node.all_input_nodes[0], fewer, levels))
-                or (not sums and not kept(node, taken, levels) and len(_outputs(list(fewer))) <= len(_outputs(list(taken))))
+                or (summed is not None and not _written(summed, fewer, levels))
+                or (summed is None and not kept(node, taken, levels) and len(_outputs(list(fewer))) <= len(_outputs(list(taken))))
             ):  # a view stays, of what is written
                 taken = fewer
         if len(taken) == before:
             return list(taken)
 
 
+def _summed(node: fx.Node, taken: Collection[fx.Node]) -> fx.Node | None:
+    """What a node is the sum of, as it is or as a view or in another dtype: a parameter's gradient is summed in fp32, and then is in its own. Else None."""
+    while (is_view(node) or name_of(node) in SAME) and node in taken:
+        node = _source(node)
+    return _source(node) if name_of(node) == "sum" and node in taken else None
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What a view, a cast or a sum is taken of; its extents may be nodes as well."""
+    found = node.args[0]
+    assert isinstance(found, fx.Node)
+    return found
+
+
 def _written(node: fx.Node, taken: Collection[fx.Node], levels: Levels) -> bool:
     """Whether a value of the region goes to memory, as it is or as a view or in another dtype."""
     while (is_view(node) or name_of(node) in ("convert_element_type", "_to_copy")) and node in taken and not kept(node, taken, levels):
-        (node,) = node.all_input_nodes
+        node = _source(node)
     return node in taken and kept(node, taken, levels)
 
 
