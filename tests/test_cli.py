@@ -734,7 +734,7 @@ def test_a_whole_run() -> None:
 def test_a_mistake_ends_in_a_message() -> None:
     done = process("compile", "reluu(mm + bias)")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "ParseError: unknown operation 'reluu'\n  reluu(mm + bias)\n  ^^^^^\n  did you mean relu or drelu?\n"
+    assert done.stderr == "ParseError: unknown operation 'reluu'\n  reluu(mm + bias)\n  ^^^^^\n  did you mean relu or relu6?\n"
 
 
 @pytest.mark.parametrize("arguments", [("ops",), ("ops", "--json"), ("compile", "mm", "--emit", "ir"), ("compile", "mm", *QUICK), ("--help",)], ids=" ".join)

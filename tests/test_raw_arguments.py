@@ -63,8 +63,8 @@ MADE: Mapping[str, tuple[Callable[[Tensor], Any], str]] = {
     "complex": (lambda t: t.to(torch.complex64), r"torch\.complex64"),
     "conjugate": (lambda t: t.to(torch.complex64).conj(), r"torch\.complex64"),
     "float64": (lambda t: t.double(), "float64"),
-    "bool": (lambda t: t.bool(), r"torch\.bool"),
-    "int64": (lambda t: t.long(), r"torch\.int64"),
+    "bool": (lambda t: t.bool(), r"is bool, and the operands are one of|torch\.bool"),
+    "int64": (lambda t: t.long(), r"is int64, and the operands are one of|torch\.int64"),
     "meta": (lambda t: t.to("meta"), "on meta"),
     "freed": (freed, "is a Tensor without memory: its storage was freed"),
     "fake": (fake, "is a FakeTensor without memory: .* it only stands for a tensor"),
@@ -92,10 +92,12 @@ def test_what_is_no_plain_tensor_is_refused_by_name(backend: str, kind: str, pla
     make, words = MADE[kind]
     if place == "out" and kind in ("none", "list"):  # no buffer; and a list is one of several
         return
+    if place in ("x", "row") and kind in ("bool", "int64"):  # numbers as any
+        return
     with quiet():
         given[place] = make(given[place])
         name = {"a": "operand a", "b": "operand b", "out": "out"}.get(place, f"input '{place}'")
-        if place == "mask" and words.startswith("torch"):
+        if place == "mask" and "torch" in words:
             words += "|packed mask"
         with pytest.raises(CallError) as found:
             kernel(given.pop("a"), given.pop("b"), s=1.0, **given)
@@ -118,8 +120,8 @@ def test_subclasses_with_memory_of_their_own_are_tensors(backend: str) -> None:
 @BACKENDS
 @pytest.mark.parametrize(
     "value",
-    [10**400, 10**5000, "1", None, 1j, [1.0], numpy.array([1.0]), torch.tensor([1.0, 2.0]), torch.tensor(2), torch.tensor(1.0).double()],
-    ids=range(10),
+    [10**400, 10**5000, "1", None, 1j, [1.0], numpy.array([1.0]), torch.tensor([1.0, 2.0]), torch.tensor(1.0).double()],
+    ids=range(9),
 )
 def test_a_scalar_that_is_none(backend: str, value: Any) -> None:
     with pytest.raises(CallError, match="input 's' is"):
@@ -128,7 +130,9 @@ def test_a_scalar_that_is_none(backend: str, value: Any) -> None:
 
 @BACKENDS
 @pytest.mark.parametrize(
-    "value", [float("inf"), float("-inf"), float("nan"), 1e39, True, 2**1000, Fraction(1, 3), numpy.float32(2), torch.tensor(2.0)], ids=range(9)
+    "value",
+    [float("inf"), float("-inf"), float("nan"), 1e39, True, 2**1000, Fraction(1, 3), numpy.float32(2), torch.tensor(2.0), torch.tensor(2)],
+    ids=range(10),
 )
 def test_a_scalar_of_any_value(backend: str, value: Any) -> None:
     found = epigen.compile("mm * s", backend=backend, config=SMALL)(A, B, s=value)
