@@ -190,10 +190,10 @@ def main() -> None:
             ratios = ", ".join(f"{label} {best / times[label]:.3f}" for label in ("epigen", "tuned", "fuse") if label in times)
             print(f"{name} {what} {times}: of the best other: {ratios}; fuse of eager {times['eager'] / times['fuse']:.3f}", flush=True)
         print(f"  errors {row['errors']}; {row['taken']} of {row['products']} products taken; {row['fused']}; products alone {row['products_ms']}", flush=True)
-        record.write("models", {"environment": record.environment(options.commit), "rows": rows}, options.out)
+        written = record.write("models", {"environment": record.environment(options.commit), "rows": rows}, options.out)  # each, should time run out
         gc.collect()
         torch.cuda.empty_cache()
-    print(record.write("models", {"environment": record.environment(options.commit), "rows": rows}, options.out))
+    print(written)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from child_pytest import child_pytest
 
 from epigen import settings
 from epigen.runtime import loader
@@ -65,22 +66,7 @@ def test_does_not():
 @pytest.mark.triton
 def test_a_test_that_reaches_triton_wants_the_mark(tmp_path: Path) -> None:
     (tmp_path / "test_three.py").write_text(THREE)
-    here = Path(__file__).parent
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "conftest",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        here.parent / "pyproject.toml",
-        tmp_path,
-    ]
-    run = subprocess.run(command, env=settings.child_environment(interpret=False), capture_output=True, text=True, check=False)
+    options = ("-p", "conftest", "-p", "no:xdist", "-c", Path(__file__).parent.parent / "pyproject.toml", tmp_path)
+    run = child_pytest(*options, env=settings.child_environment(interpret=False))
     assert re.search(r"^1 failed, 2 passed", run.stdout, re.MULTILINE), run.stdout + run.stderr
     assert "test_does reaches Triton, by test_three: it wants the mark @pytest.mark.triton" in run.stdout

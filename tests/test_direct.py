@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from child_pytest import child_pytest
 
 from epigen import settings
 
@@ -24,21 +23,7 @@ TESTS = Path(__file__).parent
 def test_warmed_calls_are_tritons_own(tmp_path: Path, launcher: str) -> None:
     """Straight to the driver, and by Triton's launcher, as where nothing can be compiled for the former."""
     environment = settings.child_environment(interpret=False) | {"EPIGEN_CACHE": str(tmp_path), "LAUNCHER": launcher}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "--rootdir",
-        str(TESTS.parent),
-        str(TESTS / "fake_gpu_cases.py"),
-        "-k",
-        "not straight" if launcher == "triton" else "",
-    ]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    chosen = "not straight" if launcher == "triton" else ""
+    run = child_pytest("-p", "no:xdist", "--rootdir", TESTS.parent, TESTS / "fake_gpu_cases.py", "-k", chosen, env=environment)
     assert run.returncode == 0, run.stdout + run.stderr
     assert " passed" in run.stdout and "skipped" not in run.stdout

@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from child_pytest import child_pytest
 
 from epigen import settings
 
@@ -19,8 +20,7 @@ TESTS = Path(__file__).parent
 def cases(file: str, tmp_path: Path, *workers: str, **environment: str) -> str:
     """The cases' report, once they have passed."""
     own = settings.child_environment(interpret=False) | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)} | environment
-    options = ["-q", "-p", "no:cacheprovider", *workers, "--show-capture=no", "--rootdir", str(TESTS.parent), "--durations=8"]
-    run = subprocess.run([sys.executable, "-m", "pytest", *options, str(TESTS / file)], env=own, capture_output=True, text=True, check=False)
+    run = child_pytest(*workers, "--show-capture=no", "--rootdir", TESTS.parent, "--durations=8", TESTS / file, env=own)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 

@@ -10,7 +10,8 @@ import difflib
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,9 @@ def backend(module: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None =
     rest, tune, told = own.get("rest", "inductor"), own.get("tune"), own.get("report")
     caller = inspect.currentframe()
     record = record_of(caller.f_back.f_locals.get("self") if caller is not None and caller.f_back is not None else None)
-    fusing = Fusing(tune, record, told)
+    # torch 2.11 takes one pass and no list of them, so that epigen's calls the user's own
+    first = _listed(patches.get("post_grad_custom_pre_pass")) if rest == "inductor" else []
+    fusing = Fusing(tune, record, told, first)
 
     def by_inductor(graph_module: fx.GraphModule, given: Sequence[Any], **told: Any) -> Any:
         told.pop("get_decomp_fn", None)  # once the pass is through Inductor goes by its own table, and keeps no graph that came with another
@@ -57,8 +60,7 @@ def backend(module: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None =
         return make_boxed_func(graph_module.forward)
 
     if rest == "inductor":
-        fusing.first = _listed(patches.get("post_grad_custom_pre_pass"))
-        patches["post_grad_custom_pre_pass"] = fusing  # a list of passes is taken by newer versions of torch than 2.11
+        patches["post_grad_custom_pre_pass"] = fusing
     else:
         patches["fx_graph_cache"] = False  # which holds what Inductor has made of the same graph
     before = fusing.graphs
@@ -104,14 +106,20 @@ def _listed(passes: Any) -> list[Any]:
 class Fusing(CustomGraphPass):
     """The pass over a graph of Inductor's, forward or backward. graphs: how many it has seen. first: the user's own passes, which come before it."""
 
-    def __init__(self, tune: str | None = None, record: Record | None = None, report: Callable[[list[Seen]], object] | None = None):
-        self.tune, self.record, self.report = tune, record or Record(), report
+    def __init__(
+        self, tune: str | None = None, record: Record | None = None, report: Callable[[list[Seen]], object] | None = None, first: Sequence[Any] = ()
+    ):  # fmt: skip
+        self.tune, self.record, self.report, self.first = tune, record or Record(), report, first
         self.graphs, self.kind = 0, ""
-        self.first: list[Any] = []
 
-    def named(self, told: Mapping[str, Any]) -> _Named:
-        """told: what AOTAutograd says of the graph that is being compiled."""
-        return _Named(self, "backward" if told.get("is_backward") else "inference" if told.get("is_inference") else "forward")
+    @contextmanager
+    def named(self, told: Mapping[str, Any]) -> Iterator[None]:
+        """While a graph is compiled the pass knows which it is. told: what AOTAutograd says of it."""
+        self.kind = "backward" if told.get("is_backward") else "inference" if told.get("is_inference") else "forward"
+        try:
+            yield
+        finally:
+            self.kind = ""
 
     def __call__(self, graph: fx.Graph) -> None:
         self.graphs += 1
@@ -131,19 +139,6 @@ class Fusing(CustomGraphPass):
         if None in firsts:
             return None
         return ("epigen", __version__, self.tune, _sources(), _databases(), firsts)
-
-
-class _Named:
-    """While a graph is compiled, the pass knows which it is."""
-
-    def __init__(self, fusing: Fusing, kind: str):
-        self.fusing, self.kind = fusing, kind
-
-    def __enter__(self) -> None:
-        self.fusing.kind = self.kind
-
-    def __exit__(self, *_error: object) -> None:
-        self.fusing.kind = ""
 
 
 @functools.cache

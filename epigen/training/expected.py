@@ -38,10 +38,6 @@ def target_of(place: torch.device) -> Target | None:
     return device.at_hand(place.index) if place.type == "cuda" else None
 
 
-def gpu_of(target: Target) -> Gpu:
-    return gpus.of_target(target)
-
-
 def kernels_us(problem: Problem, target: Target) -> tuple[float, float]:
     """The program's kernel, and the vendor's product alone, in microseconds."""
     precision = library.kernel(problem.text, None)._precision_now()

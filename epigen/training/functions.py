@@ -261,6 +261,11 @@ def result_dtype(operands: torch.dtype) -> torch.dtype:
     return torch.float32 if operands == torch.int8 else torch.bfloat16 if BY_TORCH[str(operands)].is_fp8 else operands
 
 
+def _matrix(t: Tensor) -> Tensor:
+    """[..., N] as [M, N]."""
+    return t if t.dim() == 2 else t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
+
+
 class FunctionKernel:
     """A torch function of a product as a callable kernel. Made by `epigen.compile`; safe to call from several threads.
 
@@ -308,8 +313,7 @@ class FunctionKernel:
                 raise CallError(f"operand {name} is a {type(operand).__name__}, and a tensor was expected")
         if a.dim() < 1 or b.dim() != 2:
             raise CallError(f"a is {list(a.shape)} and b {list(b.shape)}, and [..., K] and [K, N] were expected")
-        rows = a if a.dim() == 2 else a.reshape(-1, a.shape[-1]) if a.dim() > 2 else a[None]
-        return self._run((*a.shape[:-1], b.shape[1]), result_dtype(a.dtype), a.device, inputs, lambda kernel, given: kernel(rows, b, **given))
+        return self._run((*a.shape[:-1], b.shape[1]), result_dtype(a.dtype), a.device, inputs, lambda kernel, given: kernel(_matrix(a), b, **given))
 
     def over(self, mm: Any = None, /, *extra: Any, **inputs: Any) -> Any:
         """Run the function on a product that is there already, in one pointwise kernel. mm: [..., N]. The rest as of a call."""
@@ -318,8 +322,7 @@ class FunctionKernel:
         arguments.check_positional("mm is", len(extra), parameters(self.function))
         if not isinstance(mm, Tensor) or mm.dim() < 1:
             raise CallError(f"mm is {list(mm.shape) if isinstance(mm, Tensor) else f'a {type(mm).__name__}'}, and a tensor [..., N] was expected")
-        rows = mm.reshape(math.prod(mm.shape[:-1]), mm.shape[-1])
-        return self._run(mm.shape, mm.dtype, mm.device, inputs, lambda kernel, given: kernel.over(rows, **given))
+        return self._run(mm.shape, mm.dtype, mm.device, inputs, lambda kernel, given: kernel.over(_matrix(mm), **given))
 
     def _run(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, inputs: Mapping[str, Any], call: Callable[..., Any]) -> Any:
         found = traced(self.function, shape, dtype, device, inputs)

@@ -21,6 +21,7 @@ from epigen.dtypes import BY_TORCH
 from epigen.errors import EpigenError
 from epigen.training import expected
 from epigen.training.aten import SAME, Imported, Importer, Role, Unknown, Value, elementwise, is_view, name_of
+from epigen.tuning import gpus
 
 MOST_TILES = 6
 """Tiles that one kernel reads or writes beside its operands: each holds registers and a place in shared memory."""
@@ -439,7 +440,7 @@ def _times(product: Product, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node
         return None
     if problem is None:
         return "its extents are known at run time alone, and so is what takes less time"
-    gpu = expected.gpu_of(target)
+    gpu = gpus.of_target(target)
     fused, bare = expected.kernels_us(problem, target)
     inside = set(nodes)
     lazy = [n for n in outputs if any(u not in inside and joins(u) and levels[u] == levels[n] for u in n.users)]

@@ -31,7 +31,8 @@ Given = Tensor | float
 @dataclass(frozen=True, slots=True)
 class Traced:
     """program: what the function computes. held: tensors of the function's own, by the names that they have as inputs of the program.
-    renamed: by the same names, those arguments of the function that are called otherwise there, because the language has the names for itself. results: the shape and dtype of each tensor that it returns. structure: what holds them."""
+    renamed: by the same names, those arguments of the function that are called otherwise there, because the language has the names for itself.
+    results: the shape and dtype of each tensor that it returns. structure: what holds them."""
 
     program: Imported
     held: Mapping[str, Tensor]

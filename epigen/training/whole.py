@@ -20,18 +20,24 @@ def _names() -> set[str]:
     return rows | {pattern.partition("(")[0] for pattern in SEVERAL if "backward" in pattern or pattern.startswith(("elu", "softplus"))}
 
 
+def _parted() -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Inductor's decompositions of activations and their derivatives, and all others."""
+    names, whole, others = _names(), dict[Any, Any](), dict[Any, Any]()
+    for target, rule in select_decomp_table().items():
+        (whole if target.name().split("::")[-1].split(".")[0] in names else others)[target] = rule
+    return whole, others
+
+
 def kept_whole() -> dict[Any, Any]:
     """Inductor's decompositions but those of activations and their derivatives."""
-    names = _names()
-    return {target: rule for target, rule in select_decomp_table().items() if target.name().split("::")[-1].split(".")[0] not in names}
+    return _parted()[1]
 
 
 def decompose(graph: fx.Graph) -> None:
     """Take apart what was kept whole and is left."""
-    table = select_decomp_table()
-    left = table.keys() - kept_whole().keys()
+    (whole, _), table = _parted(), select_decomp_table()
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in left:
+        if node.op == "call_function" and node.target in whole:
             _inline(graph, node, table)
     graph.eliminate_dead_code()
 
