@@ -277,9 +277,10 @@ _ACTIVATIONS = (
        body=_logistic("-2.4554669595930157 * {x}")),
     Op("threshold", _numbers("x least value"), "x where x > least, else value", "tl.where({x} <= {least}, {value}, {x})", "torch.where({x} <= {least}, {value}, {x})",
        ("where(x <= least, 0, grad)", None, "where(x <= least, grad, 0)"), "0", aten=("threshold(x, least, value)",)),
-    Op("softshrink", _numbers("x width"), "x, nearer to 0 by width, and 0 up to there", f"{{x}} - {_clamp('{x}', '-{width}', '{width}')}",
-       "{x} - torch.clamp({x}, -{width}, {width})",
-       ("where((x > width) | (x < -width), grad, 0)", "where((x > width) | (width < 0), -grad, where(x < -width, grad, 0))"), aten=("softshrink(x, width)",)),
+    # no difference with what x is clamped to, which a compiler contracts with the product that x may be: then it is not 0 up to there
+    Op("softshrink", _numbers("x width"), "x, nearer to 0 by width, and 0 up to there", "tl.where({x} > {width}, {x} - {width}, tl.where({x} < -{width}, {x} + {width}, {x} * 0.0))",
+       "torch.where({x} > {width}, {x} - {width}, torch.where({x} < -{width}, {x} + {width}, {x} * 0.0))",
+       ("where((x > width) | (x < -width), grad, 0)", "where(x > width, -grad, where(x < -width, grad, 0))"), aten=("softshrink(x, width)",)),
     Op("hardshrink", _numbers("x width"), "x, and 0 where |x| <= width", "tl.where(tl.abs({x}) <= {width}, 0.0, {x})", "torch.where({x}.abs() <= {width}, 0.0, {x})",
        ("where((x > width) | (x < -width), grad, 0)", None), "0", aten=("hardshrink(x, width)",)),
     Op("tanhshrink", _X, "x - tanh(x)", "tl.where(a < 0.3, small, {x} - tl.where({x} < 0.0, -large, large))", "torch.nn.functional.tanhshrink({x})",

@@ -70,3 +70,14 @@ def test_a_test_that_reaches_triton_wants_the_mark(tmp_path: Path) -> None:
     run = child_pytest(*options, env=settings.child_environment(interpret=False))
     assert re.search(r"^1 failed, 2 passed", run.stdout, re.MULTILINE), run.stdout + run.stderr
     assert "test_does reaches Triton, by test_three: it wants the mark @pytest.mark.triton" in run.stdout
+
+
+@pytest.mark.triton
+def test_cases_of_a_child_are_noted_by_the_test_that_runs_it(tmp_path: Path) -> None:
+    """They have no marks of their own: on a GPU all of them reach Triton."""
+    (tmp_path / "three_cases.py").write_text(THREE)
+    options = ("-p", "conftest", "-p", "no:xdist", "-c", Path(__file__).parent.parent / "pyproject.toml", tmp_path / "three_cases.py")
+    notes = tmp_path / "notes"
+    run = child_pytest(*options, env=settings.child_environment(interpret=False) | {"EPIGEN_TESTS_NOTES": str(notes)})
+    assert re.search(r"^3 passed", run.stdout, re.MULTILINE), run.stdout + run.stderr
+    assert set(notes.read_text().split()) == {"three_cases"}

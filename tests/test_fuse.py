@@ -257,7 +257,7 @@ class Doubled(torch.autograd.Function):
 
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "not in the language": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)), "softmax follows, which no epilogue computes: _softmax is not in the language"),
-    "a subclass of Parameter": (lambda: with_weight(Subclass(drawn(8, 8))), "its weight is a Subclass"),
+    "a subclass of Parameter": (lambda: with_weight(Subclass(drawn(8, 8))), "its weight is a Subclass|the forward of the model .* cannot be rehearsed: .* Multiple dispatch failed"),
     "used twice": (lambda: Block(lambda s, x, _: s.norm(h := s.fc(x)) + h, **linears("fc"), norm=nn.LayerNorm(8)), "its result is used in 2 places"),
     "a gradient cut": (lambda: Block(lambda s, x, _: s.fc(x).detach() * x, **linears("fc")), "detach follows, which no epilogue computes: it has no gradient"),
     "a function of autograd": (lambda: Block(lambda s, x, _: Doubled.apply(s.fc(x)).relu(), **linears("fc")), "the forward of the model .* cannot be rehearsed: it calls a torch.autograd.Function"),

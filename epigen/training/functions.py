@@ -99,12 +99,15 @@ def checked(function: Function, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def plain(function: Function, x: Tensor, weight: Tensor, inputs: Mapping[str, Any]) -> Any:
     """The function of x @ weight.T as torch runs it, unfused. Where torch takes derivatives itself, or traces."""
-    if "bias" in inputs and not _takes_bias(function):
+    # by a module's class, since torch.compile takes no module as a constant up to torch 2.12
+    if "bias" in inputs and not _takes_bias(type(function) if isinstance(function, nn.Module) else function):
         return function(nn.functional.linear(x, weight, inputs["bias"]), **{name: value for name, value in inputs.items() if name != "bias"})
     return function(nn.functional.linear(x, weight), **inputs)
 
 
-def _takes_bias(function: Function) -> bool:
+def _takes_bias(function: Function | type[nn.Module]) -> bool:
+    if isinstance(function, type) and issubclass(function, nn.Module):
+        return "bias" in inspect.signature(function.forward).parameters
     return "bias" in _known(function).names
 
 

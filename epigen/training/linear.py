@@ -153,7 +153,8 @@ def _of_texts(x: Tensor, layers: Sequence[Link]) -> Any:
     if composed.asked([x, *tensors]):
         results = _composed(rows(x, "mn"), lead, layers, values, programs)
     else:
-        recorded = torch.is_grad_enabled() and not torch.compiler.is_exporting()  # what is exported is run for its results, and has no backward to keep for
+        # what is exported is run for its results, and has no backward to keep for. By the flag, since in torch.compile of torch up to 2.12 is_exporting() is true
+        recorded = torch.is_grad_enabled() and not torch.compiler._is_exporting_flag
         asked = [_asked(layer, given, recorded) for layer, given in zip(layers, values, strict=True)]
         results = _run(rows(x, "mn"), lead, layers, values, plan.steps(recorded and x.requires_grad, tuple(asked)))
     return results[0] if last.type is None else tuple.__new__(last.type, results)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
 from epigen.codegen.lower import over_product
 from epigen.codegen.spec import PRODUCT
@@ -259,6 +261,8 @@ def _local(t: Tensor, mesh: DeviceMesh, wanted: Sequence[Placement]) -> Tensor:
     if not isinstance(t, DTensor):
         return t
     summed = [d for d, p in enumerate(wanted) if p == SUMMAND and t.placements[d] != SUMMAND]
-    found: Tensor = t.redistribute(placements=[REPLICATE if d in summed else p for d, p in enumerate(wanted)]).to_local()
+    placements = tuple(REPLICATE if d in summed else p for d, p in enumerate(wanted))
+    # as DTensor.redistribute, which below autograd asks torch up to 2.12 for what it has no rule for: to detach in place
+    found = redistribute_local_tensor(t.to_local(), t._spec, DTensorSpec(t.device_mesh, placements, tensor_meta=t._spec.tensor_meta))
     # of a whole tensor one process has all, and the others nothing: so the sum is that
     return found if all(mesh.get_local_rank(d) == 0 for d in summed) else torch.zeros_like(found)
