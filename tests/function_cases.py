@@ -335,3 +335,19 @@ def test_wrong_operands() -> None:
         with pytest.raises(CallError):
             kernel(a, b)
     assert functions.parameters(torch.relu) == ()
+
+
+_HF = {
+    "gelu_new": "gelu_tanh(mm)", "gelu_fast": "gelu_tanh(mm)", "gelu_accurate": "gelu_tanh(mm)", "gelu_python": "gelu(mm)", "gelu_python_tanh": "gelu_tanh(mm)",
+    "gelu_10": "clamp(gelu(mm), -10, 10)", "quick_gelu": "quick_gelu(mm)", "mish": "mish(mm)", "swish": "silu(mm)", "sqrtsoftplus": "sqrt(softplus(mm))",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _HF)
+def test_activations_of_transformers_are_known_by_what_they_compute(name: str) -> None:
+    activations = pytest.importorskip("transformers.activations")
+    act = activations.ACT2FN[name]
+    kernel = epigen.compile(lambda mm: act(mm))
+    a, b = torch.randn(4, 8), torch.randn(8, 16)
+    torch.testing.assert_close(kernel(a, b), act(a @ b), rtol=1e-5, atol=1e-5)
+    assert kernel.program == _HF[name]

@@ -101,7 +101,7 @@ ACTIVATIONS: dict[str, tuple[nn.Module | Callable[[Tensor], Tensor], str]] = {
     "leaky relu": (nn.LeakyReLU(0.2), "leaky_relu(mm + bias, 0.2)"),
     "hardtanh": (nn.Hardtanh(), "hardtanh(mm + bias, -1, 1)"),
     "softplus with options": (nn.Softplus(beta=2), "v = mm + bias; v1 = 2 * v; where(v1 > 20, v, softplus(v1) / 2)"),
-    "a module of the user's": (Quick(), "v = mm + bias; v * sigmoid(v * 1.702)"),
+    "a module of the user's": (Quick(), "quick_gelu(mm + bias)"),
     "a function": (F.silu, "silu(mm + bias)"),
     "a method": (lambda x: x.tanh(), "tanh(mm + bias)"),
     "several": (lambda x: F.dropout(F.relu(x), 0.0) * 2 + 1, "relu(mm + bias) * 2 + 1"),

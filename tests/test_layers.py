@@ -23,7 +23,7 @@ PACKAGE = ROOT / "epigen"
 ORDER = (
     "errors", "uncollected", "after_import", "files", "settings", "dtypes", "ops",
     "lang.walk", "lang.syntax", "lang.parser",
-    "ir.graph", "ir.check", "ir.passes", "ir.rules", "ir.unparse", "ir.autodiff", "ir.derivation", "ir.derive", "ir.reference", "ir.bound",
+    "ir.graph", "ir.check", "ir.passes", "ir.rules", "ir.unparse", "ir.autodiff", "ir.derivation", "ir.derive", "ir.reference", "ir.recognise", "ir.bound",
     "codegen.spec", "codegen.schedules", "codegen.vendor", "codegen.emit", "codegen.lower", "codegen.render", "codegen.standalone",
     "runtime.device", "runtime.private", "runtime.triton_key", "runtime.latest", "runtime.loader", "runtime.*",
     "tuning.*",
@@ -232,13 +232,17 @@ def test_a_template_names_no_operation(path: Path) -> None:
         assert not re.search(r"(?<!\btl\.)\bwhere\b", text), "a selection of values is an operation; tl.where may mask a load"
 
 
-# of an operation, a device or the templates' folder: as many as there are of these
+# of an operation, of what one takes, a device or the templates' folder: as many as there are of these
 UNBOUNDED = {
     "ir.rules.gradients",
     "ir.rules.error",
     "ir.rules.reduction_gradient",
     "ir.reference.torch_function",
     "ir.reference.torch_reduction",
+    "ir.recognise._slow",
+    "ir.recognise._rows",
+    "ir.recognise._near",
+    "ir.recognise._far",
     "runtime.native._context",
     "runtime.rendering._of",
 }

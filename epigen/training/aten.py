@@ -27,6 +27,7 @@ from epigen.errors import EpigenError
 from epigen.ir.check import check
 from epigen.ir.graph import Graph
 from epigen.ir.passes import normalise
+from epigen.ir.recognise import recognised
 from epigen.ir.unparse import unparse
 from epigen.lang.parser import parse
 
@@ -443,7 +444,7 @@ class Importer:
             lines.append(f"{listed[-1]} = {text}")
         written = _used(lines, listed)
         graph = normalise(check(parse("; ".join([*written, ", ".join(listed)]))))
-        graph = normalise(check(parse(unparse(_unlabelled(graph)))))
+        graph = normalise(check(parse(unparse(recognised(_unlabelled(graph))))))
         leaves = tuple(self.leaves[n.name] for n in graph.inputs())
         roles = tuple(value.roles for node in results if isinstance(value := self.known[node], Value))
         return Imported(graph.text, graph, leaves, tuple(graph.nodes[o.node].indices for o in graph.outputs), roles)
