@@ -249,16 +249,17 @@ class Kernel:
     def plan(
         self, shape: tuple[int, int, int] = (4096, 4096, 4096), dtype: DType | None = None, target: Target | None = None,
         signature: Signature | None = None, layout: str = "nn",
-        refused: str = "",
+        refused: str = "", as_called: bool = False,
     ) -> Plan:  # fmt: skip
         """The plan for a problem without running it.
 
         shape: M, N, K. dtype: of operands and inputs. target: default the GPU at hand, else sm_90. signature: in place of dtype and
         layout, which is how a and b lie: n row-major, t transposed. refused: why Triton's own product is out of the question, if it is.
+        as_called: as a call on the GPU at hand would have it, which tunes first where the kernel was compiled so.
         """
         if signature is None:
             signature = self.signature_of(dtype or FP16, shape, layout)
-        return self._planned(self._choose, shape, target or device.at_hand() or device.DEFAULT, signature, refused)
+        return self._planned(self._at_call if as_called else self._choose, shape, target or device.at_hand() or device.DEFAULT, signature, refused)
 
     def _planned(self, choose: Chooser, shape: tuple[int, int, int], target: Target, signature: Signature, refused: str, interpreted: bool = False) -> Plan:
         spec = self._specs.get(signature) or self._specs.put(signature, lower(self._graph, signature))

@@ -231,7 +231,7 @@ class _Absent:
 
 
 def warm(jit: Any, function: Function, arguments: Sequence[Any], options: Mapping[str, Any], target: Target) -> Resources:
-    """Compile one launch into Triton's cache without launching it, for a GPU that this process does not use.
+    """Compile one launch into Triton's cache without launching it, for the GPU at hand, or for one that this process does not use.
 
     arguments: as for the launch; a tensor on torch's meta device stands for one aligned to 16 bytes. A launch with the same integers
     and dtypes finds the result in the cache. Raises CompileError where Triton refuses the kernel.
@@ -239,7 +239,9 @@ def warm(jit: Any, function: Function, arguments: Sequence[Any], options: Mappin
     triton = _import_triton(interpret=False)
     from triton.backends.compiler import GPUTarget
 
-    triton.runtime.driver.set_active(_Absent(GPUTarget(target.backend, target.arch, target.warp_size)))
+    wanted = GPUTarget(target.backend, target.arch, target.warp_size)
+    if not _is_at_hand(triton, wanted):  # else other threads launch by the driver that is there
+        triton.runtime.driver.set_active(_Absent(wanted))
     try:
         kernel = jit.warmup(*arguments, grid=(1,), **options)
     except OSError as error:
@@ -250,6 +252,12 @@ def warm(jit: Any, function: Function, arguments: Sequence[Any], options: Mappin
     if target.backend == "cuda":
         _make_launcher(kernel)
     return compiled.resources
+
+
+def _is_at_hand(triton: Any, target: Any) -> bool:
+    import torch
+
+    return torch.cuda.is_available() and triton.runtime.driver.active.get_current_target() == target
 
 
 def _make_launcher(kernel: Any) -> None:

@@ -170,7 +170,7 @@ def fuse(graph: fx.Graph, tune: str | None = None) -> list[Seen]:
     levels = regions.levels_of(graph)
     for node in regions.products(graph):
         product = regions.product_of(node)
-        found = Left(product) if isinstance(product, str) else regions.region_of(product, levels)
+        found = Left(product) if isinstance(product, str) else regions.region_of(product, levels, tune)
         shape, dtype = _hints(node), str(node.meta["val"].dtype if isinstance(product, str) else product.a.meta["val"].dtype)
         call = _call(found, tune) if isinstance(found, Region) else None
         if isinstance(found, Region):

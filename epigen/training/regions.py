@@ -112,8 +112,8 @@ def _is(extent: Any, number: int) -> bool:
 # -- the region of one
 
 
-def region_of(product: Product, levels: Levels) -> Region | Left:
-    """The region of a product, or why there is none."""
+def region_of(product: Product, levels: Levels, tune: str | None = None) -> Region | Left:
+    """The region of a product, or why there is none. tune: as of `epigen.compile`; "missing" has what is expected of it measured."""
     dtype = product.a.meta["val"].dtype
     nodes = _grown(product)
     if not any(map(_computes, nodes[1:])):
@@ -131,7 +131,7 @@ def region_of(product: Product, levels: Levels) -> Region | Left:
     tiles = len([x for x in imported.leaves if x.indices == "mn"]) + len([x for x in imported.outputs if x == "mn"])
     if tiles > MOST_TILES:
         return Left(f"it reads and writes {tiles} tiles, and a kernel holds at most {MOST_TILES}", True)
-    times = _times(product, nodes, outputs, imported, levels)
+    times = _times(product, nodes, outputs, imported, levels, tune)
     if isinstance(times, str):
         return Left(times, True)
     if times is not None and times[0] > times[1]:
@@ -429,7 +429,9 @@ def size_hint(extent: Any) -> int | None:
     return int(extent.node.hint) if extent.node.has_hint() else None
 
 
-def _times(product: Product, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], imported: Imported, levels: Levels) -> tuple[float, float] | str | None:
+def _times(
+    product: Product, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], imported: Imported, levels: Levels, tune: str | None
+) -> tuple[float, float] | str | None:
     """How long the program takes, and the vendor's product with Inductor's kernel; None where nothing is known, and in words why it cannot be.
 
     Where a kernel of Inductor's reads the result in any case, what is fused spares it no launch, and it has to read what the program has written.
@@ -441,7 +443,7 @@ def _times(product: Product, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node
     if problem is None:
         return "its extents are known at run time alone, and so is what takes less time"
     gpu = gpus.of_target(target)
-    fused, bare = expected.kernels_us(problem, target)
+    fused, bare = expected.kernels_us(problem, target, tune)
     inside = set(nodes)
     lazy = [n for n in outputs if any(u not in inside and joins(u) and levels[u] == levels[n] for u in n.users)]
     moved = [
@@ -449,7 +451,8 @@ def _times(product: Product, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node
         *(bytes_of(leaf.node) for leaf in imported.leaves),
         *(bytes_of(n) for n in outputs if n not in lazy or kept(n, inside, levels)),
     ]
-    return fused + expected.moved_us([bytes_of(n) for n in lazy], gpu), bare + expected.moved_us(moved, gpu) + (0.0 if lazy else gpu.launch_us)
+    times = fused + expected.moved_us([bytes_of(n) for n in lazy], gpu), bare + expected.moved_us(moved, gpu) + (0.0 if lazy else gpu.launch_us)
+    return (expected.spilled(problem, target) if times[0] <= times[1] else "") or times
 
 
 def problem_of(product: Product, imported: Imported) -> expected.Problem | None:
