@@ -377,3 +377,13 @@ def test_what_a_norms_backward_sums_is_left_to_its_kernel(dtype: torch.dtype) ->
     torch.compile(model, backend=backend, options={"rest": "eager", "report": seen.extend})(x).square().sum().backward()
     (taken,) = (s for s in seen if s.graph == "backward" and s.taken)
     assert taken.program.startswith("v = dgelu(mm, x0[m,n]); out0 = v; out0, ") and "bgrad(v)" in taken.program
+
+
+def test_calls_of_a_graph_ask_for_no_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has taken it already; the way by autograd would take as long as the rest of the call."""
+    model, seen = compiled(Block())
+    x = torch.randn(6, 16)
+    gradients(model, model, x)
+    assert any(s.taken and s.graph == "backward" for s in seen)
+    monkeypatch.setattr("epigen.training.library.REFUSING", {})
+    gradients(model, model, x)

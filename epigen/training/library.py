@@ -211,14 +211,22 @@ _ABSENT = 1 << 40
 
 # -- by name, where `operations` looks for them
 
-RUN: Mapping[str, Callable[..., Any]] = {"program": _program, "over": _over, "into": _into, "accumulate": _accumulate}
-FAKE: Mapping[str, Callable[..., Any]] = {"program": _fake_program, "over": _fake_over, "into": _fake_into, "accumulate": _fake_accumulate}
+RUN: Mapping[str, Callable[..., Any]] = {"program": _program, "fused": _program, "over": _over, "into": _into, "accumulate": _accumulate}
+FAKE: Mapping[str, Callable[..., Any]] = {
+    "program": _fake_program,
+    "fused": _fake_program,
+    "over": _fake_over,
+    "into": _fake_into,
+    "accumulate": _fake_accumulate,
+}
 REFUSING = {name: functools.partial(_refusing, name) for name in RUN}
 MAPPED = {name: functools.partial(_each, getattr(torch.ops.epigen, name).default) for name in ("program", "over")}
 BATCHED = {name: functools.partial(_batched, getattr(torch.ops.epigen, name).default) for name in ("program", "over")}
 
 program: Any = torch.ops.epigen.program.default
 """(text, tune, a, b, inputs, numbers, options=None) -> the outputs. As a kernel's call."""
+fused: Any = torch.ops.epigen.fused.default
+"""The same, of which torch asks no derivative."""
 over: Any = torch.ops.epigen.over.default
 """(text, mm, inputs, numbers, options=None) -> the outputs. As `Kernel.over`."""
 into: Any = torch.ops.epigen.into.default

@@ -31,7 +31,7 @@ def replace(graph: fx.Graph, region: Region, tune: str | None, levels: Levels) -
         inputs = [_presented(graph, sizes, leaf, product.node.meta["val"].shape[-1]) for leaf in region.imported.leaves]
         a = _matrix(graph, sizes, product.a)
         b = product.b if product.b.meta["val"].dim() == 2 else called(graph, _aten.select.int, (product.b, 0, 0))
-        call = called(graph, library.program, (region.imported.text, tune, a, b, inputs, []))
+        call = called(graph, library.fused, (region.imported.text, tune, a, b, inputs, []))
         found = zip(region.outputs, region.imported.roles, strict=True)
         results = [_result(graph, sizes, call, place, node, roles) for place, (node, roles) in enumerate(found)]
     created = list(_between(placed, following))
@@ -48,7 +48,7 @@ def replace(graph: fx.Graph, region: Region, tune: str | None, levels: Levels) -
 
 def is_program(node: fx.Node) -> bool:
     """Whether what a node moves is moved by a program's kernel: it is a call of one, or a result."""
-    return node.target is library.program or (node.target is operator.getitem and node.args[0].target is library.program)  # type: ignore[union-attr]
+    return node.target is library.fused or (node.target is operator.getitem and node.args[0].target is library.fused)  # type: ignore[union-attr]
 
 
 def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:

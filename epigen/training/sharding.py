@@ -158,7 +158,7 @@ class Call(NamedTuple):
                 return cls(library.ACCUMULATE, [a, b], [grad], [grad])
             case "into", (text, _, operands, inputs, _, outs):
                 return cls(text, operands, inputs, outs)
-            case "program", (text, _, a, b, inputs, _):
+            case "program" | "fused", (text, _, a, b, inputs, _):
                 return cls(text, [a, b], inputs, [])
         text, mm, inputs, _ = args
         return cls(text, [mm], inputs, [])
@@ -170,7 +170,7 @@ class Call(NamedTuple):
                 return [*self.outs, *self.operands]
             case "into":
                 return [*args[:2], self.operands, self.inputs, args[4], self.outs]
-            case "program":
+            case "program" | "fused":
                 return [*args[:2], *self.operands, self.inputs, args[5]]
         return [self.text, *self.operands, self.inputs, args[3]]
 
