@@ -1,6 +1,7 @@
 """Layers of real models, in bf16 with random weights: eager, torch.compile, backend="epigen" and epigen.fuse, forward alone and a training step.
 
-Beside each stands what its products take alone, and so the most that fusing could reach. Run: python -m bench.models [--models a,b] [--tuned a,b]
+Beside each stands what its products take alone, and so the most that fusing could reach. With --graphs as CUDA graphs too, which take the host's time out;
+with --losses the losses of so many steps of each way. Run: python -m bench.models [--models a,b] [--tuned a,b] [--graphs a,b] [--losses N]
 """
 
 from __future__ import annotations
@@ -108,13 +109,13 @@ def products_ms(run: Callable[[], object]) -> float:
     return round(sum(e.self_device_time_total for e in kernels) / 1e3, 4)
 
 
-def row_of(name: str, make: Callable[[], nn.Module], options: argparse.Namespace) -> dict[str, Any]:
+def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argparse.Namespace) -> dict[str, Any]:
     """One model: eager, as Inductor compiles it, with epigen's backend, and fused in place."""
     import epigen
     from epigen.training import backend
 
     torch.manual_seed(0)
-    x = torch.randn(options.tokens // options.sequence, options.sequence, WIDTHS[name], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(tokens // options.sequence, options.sequence, WIDTHS[name], device="cuda", dtype=torch.bfloat16, requires_grad=True)
     with torch.device("cuda"):
         plain = make().to(torch.bfloat16)
     grad = torch.randn_like(x)
@@ -127,6 +128,9 @@ def row_of(name: str, make: Callable[[], nn.Module], options: argparse.Namespace
     ways["epigen"] = {"backend": backend.backend, "options": {"report": seen.extend}}
     if name in options.tuned.split(","):
         ways["tuned"] = {"backend": backend.backend, "options": {"tune": "missing"}}
+    if name in options.graphs.split(","):
+        ways["inductor, graphs"] = {"mode": "reduce-overhead"}
+        ways["epigen, graphs"] = {"backend": backend.backend, "mode": "reduce-overhead"}
     contenders: dict[str, Any] = {"eager": plain, "fuse": fused}
     compile_s = {}
     for label, arguments in ways.items():
@@ -154,7 +158,7 @@ def row_of(name: str, make: Callable[[], nn.Module], options: argparse.Namespace
         errors = {label: round(((model(x).float() - want).norm() / want.norm()).item(), 5) for label, model in contenders.items()}
     return {
         "model": name,
-        "tokens": options.tokens,
+        "tokens": tokens,
         "layers": options.layers,
         "compile_s": compile_s,
         "errors": errors,
@@ -166,30 +170,69 @@ def row_of(name: str, make: Callable[[], nn.Module], options: argparse.Namespace
         "programs": sorted({s.program for s in seen if s.taken}),
         "left": sorted({f"{list(s.shape)}: {s.why}" for s in seen if not s.taken}),
         "fused": report.strip().splitlines()[-1],
+        "report": str(epigen.report(contenders["epigen"], measure=True)).splitlines() if options.report else [],
+        "losses": losses(plain, x, options.losses, {"eager": {}, **{label: ways[label] for label in ("inductor", "epigen")}}) if options.losses else {},
     }
+
+
+def losses(plain: nn.Module, x: Tensor, steps: int, ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The losses of training on one batch from the same weights, by way, and how far each way's are from eager's at most, in parts of them.
+
+    "fp32" is eager in that dtype: how far rounding alone takes a way.
+    """
+    import epigen
+
+    target = torch.randn_like(x)
+    found: dict[str, list[float]] = {}
+    for label, arguments in {**ways, "fuse": {}, "fp32": {}}.items():
+        model = copy.deepcopy(plain)
+        given, wanted = x.detach(), target
+        if label == "fp32":
+            model, given, wanted = model.float(), given.float(), wanted.float()
+        if label == "fuse":
+            epigen.fuse(model)
+        run = torch.compile(model, **arguments) if arguments or label == "inductor" else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        listed = []
+        for _ in range(steps):
+            optimizer.zero_grad(set_to_none=True)
+            loss = nn.functional.mse_loss(run(given).float(), wanted.float())
+            loss.backward()
+            optimizer.step()
+            listed.append(loss.detach())
+        found[label] = [round(v.item(), 6) for v in listed]
+    apart = {label: round(max(abs(v / e - 1) for v, e in zip(values, found["eager"], strict=True)), 6) for label, values in found.items()}
+    return {"first": found["eager"][0], "last": {label: values[-1] for label, values in found.items()}, "apart": apart}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     record.add_options(parser)
-    parser.add_argument("--models", default=",".join(WIDTHS))
+    parser.add_argument("--models", default=",".join(WIDTHS), help="names, or name@tokens")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tuned", default="", help="models whose programs are tuned too, which takes seconds a program")
+    parser.add_argument("--graphs", default="", help="models that run as CUDA graphs too")
+    parser.add_argument("--losses", type=int, default=0, help="steps of training whose losses are compared")
+    parser.add_argument("--report", action="store_true", help="what each product's program is measured to save, too")
     parser.add_argument("--autotune", action="store_true", help="max-autotune-no-cudagraphs too, which takes minutes")
     options = parser.parse_args()
     record.gpu_at_hand()
     torch._dynamo.config.recompile_limit = 64  # each model is another size of the same forward
     rows = []
-    for name in options.models.split(","):
-        rows.append(row := row_of(name, models(options.layers)[name], options))
+    for entry in options.models.split(","):
+        name, _, tokens = entry.partition("@")
+        rows.append(row := row_of(name, int(tokens or options.tokens), models(options.layers)[name], options))
         for what in ("forward_ms", "step_ms"):
             times = row[what]
             best = min(ms for label, ms in times.items() if label in ("eager", "inductor", "autotune"))
             ratios = ", ".join(f"{label} {best / times[label]:.3f}" for label in ("epigen", "tuned", "fuse") if label in times)
+            if "epigen, graphs" in times:
+                ratios += f", graphs {times['inductor, graphs'] / times['epigen, graphs']:.3f}"
             print(f"{name} {what} {times}: of the best other: {ratios}; fuse of eager {times['eager'] / times['fuse']:.3f}", flush=True)
         print(f"  errors {row['errors']}; {row['taken']} of {row['products']} products taken; {row['fused']}; products alone {row['products_ms']}", flush=True)
+        print(*row["report"], *([f"  losses {row['losses']}"] if row["losses"] else []), sep="\n", flush=True)
         written = record.write("models", {"environment": record.environment(options.commit), "rows": rows}, options.out)  # each, should time run out
         gc.collect()
         torch.cuda.empty_cache()

@@ -133,18 +133,41 @@ def models() -> str:
             times = row[f"{what}_ms"]
             best = min(times["eager"], times["inductor"])
             shown = [f"{times['eager']:.2f} ms", f"{times['inductor']:.2f} ms", *(f"{best / times[way]:.2f}" for way in ("epigen", "fuse"))]
-            rows.append([f"{row['model']}, {what}", *shown, f"{times['eager'] / times['fuse']:.2f}", f"{row['products_ms'][what] / best:.0%}"])
+            rows.append(
+                [f"{row['model']}{_tokens(row, result)}, {what}", *shown, f"{times['eager'] / times['fuse']:.2f}", f"{row['products_ms'][what] / best:.0%}"]
+            )
     means = ", ".join(
         f"{what} {geometric([min(r[f'{what}_ms']['eager'], r[f'{what}_ms']['inductor']) / r[f'{what}_ms']['epigen'] for r in result['rows']]):.2f}"
         for what in ("forward", "step")
     )
     columns = ["", "eager", "Inductor", "epigen, of the better", "fuse, of the better", "fuse, of eager", "products' share of the better"]
     first = result["rows"][0]
+    graphs = [
+        f"{row['model']}{_tokens(row, result)} {row['forward_ms']['inductor, graphs'] / row['forward_ms']['epigen, graphs']:.2f} forward and "
+        f"{row['step_ms']['inductor, graphs'] / row['step_ms']['epigen, graphs']:.2f} a step"
+        for row in result["rows"]
+        if "epigen, graphs" in row["step_ms"]
+    ]
+    apart = [row["losses"]["apart"] for row in result["rows"] if row.get("losses")]
+    below = []
+    if graphs:
+        below.append(f'As CUDA graphs (`mode="reduce-overhead"`), of Inductor\'s: {"; ".join(graphs)}.')
+    if apart:
+        worst = {way: max(a[way] for a in apart) for way in ("epigen", "inductor", "fuse", "fp32")}
+        below.append(
+            f"Losses of {len(apart)} models over the same steps of training lie at most {worst['epigen']:.1%} from eager's "
+            f"(Inductor's {worst['inductor']:.1%}, fuse's {worst['fuse']:.1%}, eager's own in fp32 {worst['fp32']:.1%})."
+        )
     head = (
         f"{first['layers']} layers of real models in bf16, {first['tokens']} tokens, random weights, untuned: `torch.compile` with Inductor and with "
         f'`backend="epigen"`, and `epigen.fuse` ({_measured(result["environment"])}). Ratios above 1 are faster; epigen\'s geometric means: {means}.'
     )
-    return "\n".join([head, "", *_table(columns, rows)])
+    return "\n".join([head, "", *_table(columns, rows), *(["", " ".join(below)] if below else [])])
+
+
+def _tokens(row: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    """Said where it is another number than the first model's."""
+    return "" if row["tokens"] == result["rows"][0]["tokens"] else f" with {row['tokens']} tokens"
 
 
 def checked() -> str:
