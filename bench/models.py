@@ -1,7 +1,7 @@
 """Layers of real models, in bf16 with random weights: eager, torch.compile, backend="epigen" and epigen.fuse, forward alone and a training step.
 
 Beside each stands what its products take alone, and so the most that fusing could reach. With --graphs as CUDA graphs too, which take the host's time out;
-with --losses the losses of so many steps of each way. Run: python -m bench.models [--models a,b] [--tuned a,b] [--graphs a,b] [--losses N]
+with --losses the losses of each way's training. Run: python -m bench.models [--models a,b] [--tuned a,b] [--graphs a,b] [--losses a,b]
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from bench import record
 
 _ROUNDS = 15
+_STEPS = 50
 
 
 def models(layers: int) -> dict[str, Callable[[], nn.Module]]:
@@ -171,11 +172,11 @@ def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argpa
         "left": sorted({f"{list(s.shape)}: {s.why}" for s in seen if not s.taken}),
         "fused": report.strip().splitlines()[-1],
         "report": str(epigen.report(contenders["epigen"], measure=True)).splitlines() if options.report else [],
-        "losses": losses(plain, x, options.losses, {"eager": {}, **{label: ways[label] for label in ("inductor", "epigen")}}) if options.losses else {},
+        "losses": losses(plain, x, {"eager": {}, **{label: ways[label] for label in ("inductor", "epigen")}}) if name in options.losses.split(",") else {},
     }
 
 
-def losses(plain: nn.Module, x: Tensor, steps: int, ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def losses(plain: nn.Module, x: Tensor, ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The losses of training on one batch from the same weights, by way, and how far each way's are from eager's at most, in parts of them.
 
     "fp32" is eager in that dtype: how far rounding alone takes a way.
@@ -194,7 +195,7 @@ def losses(plain: nn.Module, x: Tensor, steps: int, ways: dict[str, dict[str, An
         run = torch.compile(model, **arguments) if arguments or label == "inductor" else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         listed = []
-        for _ in range(steps):
+        for _ in range(_STEPS):
             optimizer.zero_grad(set_to_none=True)
             loss = nn.functional.mse_loss(run(given).float(), wanted.float())
             loss.backward()
@@ -214,7 +215,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tuned", default="", help="models whose programs are tuned too, which takes seconds a program")
     parser.add_argument("--graphs", default="", help="models that run as CUDA graphs too")
-    parser.add_argument("--losses", type=int, default=0, help="steps of training whose losses are compared")
+    parser.add_argument("--losses", default="", help=f"models whose losses over {_STEPS} steps of training are compared, for which they are compiled once more")
     parser.add_argument("--report", action="store_true", help="what each product's program is measured to save, too")
     parser.add_argument("--autotune", action="store_true", help="max-autotune-no-cudagraphs too, which takes minutes")
     options = parser.parse_args()
