@@ -46,7 +46,7 @@ _BLANK = " "  # before a program that begins with a minus: it is then no option
 
 def _negated(arg: str) -> bool:
     """Whether an argument that looks like an option is a program. -oFILE is the option, unless it is written as no file is."""
-    return arg.startswith("-") and re.search(r"\bmm\b", arg) is not None and (not arg.startswith("-o") or " " in arg)
+    return arg.startswith("-") and re.search(r"\bmm\b", arg) is not None and (not arg.startswith("-o") or re.search(r"[ *+()]", arg) is not None)
 
 
 class Shape(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.3

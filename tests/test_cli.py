@@ -262,7 +262,7 @@ def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "program", ["-mm + bias", "-mm", "--mm", "-relu(mm)", "-alpha * mm", "-offset * mm", "-1 * mm"]
+    "program", ["-mm + bias", "-mm", "--mm", "-relu(mm)", "-alpha * mm", "-offset * mm", "-offset*mm", "-offset+mm", "-1 * mm"]
 )  # fmt: skip
 @pytest.mark.parametrize("before", [True, False])
 def test_a_program_may_begin_with_a_minus(program: str, before: bool) -> None:
