@@ -115,6 +115,7 @@ def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argpa
     import epigen
     from epigen.training import backend
 
+    torch._dynamo.reset()  # else another number of tokens is one that varies, for which other code is made
     torch.manual_seed(0)
     x = torch.randn(tokens // options.sequence, options.sequence, WIDTHS[name], device="cuda", dtype=torch.bfloat16, requires_grad=True)
     with torch.device("cuda"):
@@ -220,7 +221,7 @@ def main() -> None:
     parser.add_argument("--autotune", action="store_true", help="max-autotune-no-cudagraphs too, which takes minutes")
     options = parser.parse_args()
     record.gpu_at_hand()
-    torch._dynamo.config.recompile_limit = 64  # each model is another size of the same forward
+    torch._dynamo.config.recompile_limit = 64  # each way is another compilation of the same forward
     rows = []
     for entry in options.models.split(","):
         name, _, tokens = entry.partition("@")
