@@ -34,6 +34,7 @@ from epigen.codegen.lower import lower, signature_of_contiguous
 from epigen.codegen.render import Renderer
 from epigen.dtypes import FP16, FP32, INT8, DType
 from epigen.errors import CallError, DerivationError, ProgramError
+from epigen.ir import graph as g
 from epigen.ir.check import check
 from epigen.ir.derive import derive
 from epigen.ir.graph import Graph
@@ -151,7 +152,7 @@ class Fuzzer:
         yield f"derived, keeping {found.save}"
         for program in (found.forward, found.backward):
             assert normalise(check(parse(program.text))) == program
-        if given.tame and given.number // 2 % GRADIENTS == 1:
+        if given.tame and given.number // 2 % GRADIENTS == 1 and not _bounds_vary(graph):
             source = torch.Generator().manual_seed(given.number)
             m, n, k = SHAPE
             a, b = gradients.normal("mn", (m, k), source), gradients.normal("mn", (k, n), source)
@@ -189,6 +190,11 @@ class Fuzzer:
         inputs = FP32 if a.bits == 8 else a
         sample = verify.sample(kernel.graph, shape, a, a, inputs, seed=random.randrange(1 << 20), integers=integers, scalars_by_value=random.random() < 0.5)
         verify.demand(verify.differences(kernel, sample))
+
+
+def _bounds_vary(graph: Graph) -> bool:
+    """Whether a hardtanh has bounds that are no constants: torch's takes numbers, and torch.clamp, which stands for it, shares a gradient at ties otherwise."""
+    return any(node.op == "hardtanh" and any(graph.nodes[i].op != g.CONSTANT for i in node.args[1:]) for node in graph.nodes)
 
 
 def refused(error: ProgramError) -> None:
