@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -66,6 +67,27 @@ def test_a_kernel_that_keeps_values_in_memory_is_not_taken(monkeypatch: pytest.M
     shapes = ((8192, 2048), (8192, 5120), (8192, 5120), (2048, 5120))
     assert "in memory, for want of registers" in taken(one, *shapes).why
     assert taken(lambda x, w: torch.relu(x @ w), (8192, 2048), (2048, 5120)).program == "relu(mm)"
+
+
+def test_the_kernels_of_a_graph_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All before the first is looked at, each once, and those alone that are expected to pay."""
+    monkeypatch.setattr(expected, "target_of", lambda _device: TARGETS["sm_90"])
+    started, alone = threading.Barrier(2, timeout=60), threading.get_ident()
+    asked: list[tuple[str, bool]] = []
+
+    def spilled(problem: expected.Problem, _target: Any) -> str:
+        asked.append((problem.text, threading.get_ident() == alone))
+        if threading.get_ident() != alone:
+            started.wait()  # of one after another the first would wait for ever
+        return ""
+
+    monkeypatch.setattr(expected, "spilled", spilled)
+    graph = make_fx(lambda x, u, v, w: (torch.relu(x @ u), torch.tanh(x @ v), torch.relu(x @ w)), tracing_mode="fake")(
+        *(torch.empty(s, dtype=torch.bfloat16) for s in ((8192, 2048), *[(2048, 4096)] * 3))
+    ).graph
+    assert [s.program for s in backend.fuse(graph)] == ["relu(mm)", "tanh(mm)", "relu(mm)"]
+    assert sorted(asked[:2]) == [("relu(mm)", False), ("tanh(mm)", False)]
+    assert [here for _, here in asked[2:]] == [True, True, True]
 
 
 @pytest.mark.gpu

@@ -168,8 +168,10 @@ def fuse(graph: fx.Graph, tune: str | None = None) -> list[Seen]:
     """Put programs in the places of products and of what follows them. Returns what was done with each product."""
     seen: list[Seen] = []
     levels = regions.levels_of(graph)
-    for node in regions.products(graph):
-        product = regions.product_of(node)
+    nodes = regions.products(graph)
+    regions.compile_ahead([p for node in nodes if isinstance(p := regions.product_of(node), Product)], levels, tune)
+    for node in nodes:
+        product = regions.product_of(node)  # whose operands may be results of the programs before it
         found = Left(product) if isinstance(product, str) else regions.region_of(product, levels, tune)
         shape, dtype = _hints(node), str(node.meta["val"].dtype if isinstance(product, str) else product.a.meta["val"].dtype)
         call = _call(found, tune) if isinstance(found, Region) else None

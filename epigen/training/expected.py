@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -86,6 +88,16 @@ def spilled(problem: Problem, target: Target) -> str:
     It is compiled for that, into Triton's cache, where the first call finds it.
     """
     return _spilled(problem, target, api.database().index())
+
+
+def compile_ahead(kernels: Iterable[tuple[Problem, Target]]) -> None:
+    """Have what `spilled` says of these known. Their compilers run side by side: nearly all of their time is LLVM's and ptxas's, outside of Python."""
+    several = list(dict.fromkeys(kernels))
+    if len(several) > 1:
+        here = functools.partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
+        with ThreadPoolExecutor(min(len(several), os.cpu_count() or 1), "epigen", here) as pool:
+            for _ in pool.map(lambda kernel: spilled(*kernel), several):
+                pass
 
 
 @functools.lru_cache(maxsize=4096)

@@ -19,6 +19,7 @@ from torch import fx
 
 from epigen.dtypes import BY_TORCH
 from epigen.errors import EpigenError
+from epigen.runtime.device import Target
 from epigen.training import expected
 from epigen.training.aten import SAME, Imported, Importer, Role, Unknown, Value, elementwise, is_view, name_of
 from epigen.tuning import gpus
@@ -114,6 +115,30 @@ def _is(extent: Any, number: int) -> bool:
 
 def region_of(product: Product, levels: Levels, tune: str | None = None) -> Region | Left:
     """The region of a product, or why there is none. tune: as of `epigen.compile`; "missing" has what is expected of it measured."""
+    found = _promising(product, levels, tune)
+    if isinstance(found, Region) and (kernel := _kernel_of(found)) is not None and (why := expected.spilled(*kernel)):
+        return Left(why, True, times=found.times)
+    return found
+
+
+def compile_ahead(products: Iterable[Product], levels: Levels, tune: str | None) -> None:
+    """Compile the kernels of a graph's regions at once, of which each would be waited for in turn.
+
+    A region that comes to be of one before it is taken may be another one then; its kernel is compiled when it is asked for.
+    """
+    known = [p for p in products if expected.target_of(p.a.meta["val"].device) is not None]
+    regions = [found for product in known if isinstance(found := _promising(product, levels, tune), Region)]
+    expected.compile_ahead([kernel for region in regions if (kernel := _kernel_of(region)) is not None])
+
+
+def _kernel_of(region: Region) -> tuple[expected.Problem, Target] | None:
+    """What is compiled for a region, and for what; None where the GPU is not known."""
+    problem, target = problem_of(region.product, region.imported), expected.target_of(region.product.a.meta["val"].device)
+    return None if problem is None or target is None else (problem, target)
+
+
+def _promising(product: Product, levels: Levels, tune: str | None) -> Region | Left:
+    """A region that is expected to pay, as far as nothing is compiled."""
     dtype = product.a.meta["val"].dtype
     nodes = _grown(product)
     if not any(map(_computes, nodes[1:])):
@@ -451,8 +476,7 @@ def _times(
         *(bytes_of(leaf.node) for leaf in imported.leaves),
         *(bytes_of(n) for n in outputs if n not in lazy or kept(n, inside, levels)),
     ]
-    times = fused + expected.moved_us([bytes_of(n) for n in lazy], gpu), bare + expected.moved_us(moved, gpu) + (0.0 if lazy else gpu.launch_us)
-    return (expected.spilled(problem, target) if times[0] <= times[1] else "") or times
+    return fused + expected.moved_us([bytes_of(n) for n in lazy], gpu), bare + expected.moved_us(moved, gpu) + (0.0 if lazy else gpu.launch_us)
 
 
 def problem_of(product: Product, imported: Imported) -> expected.Problem | None:
