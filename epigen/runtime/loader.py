@@ -254,6 +254,16 @@ def warm(jit: Any, function: Function, arguments: Sequence[Any], options: Mappin
     return compiled.resources
 
 
+def prepare() -> None:
+    """What a process compiles with, once, before several of its threads do: Triton's driver, which it makes at the first question, and our launcher."""
+    import torch
+
+    triton = _import_triton(interpret=False)
+    if torch.cuda.is_available():
+        triton.runtime.driver.active.get_current_target()
+    native()
+
+
 def _is_at_hand(triton: Any, target: Any) -> bool:
     import torch
 

@@ -17,7 +17,7 @@ from epigen.codegen.spec import Signature
 from epigen.dtypes import FP32, DType
 from epigen.errors import CompileError
 from epigen.ir.reference import torch_dtype
-from epigen.runtime import device
+from epigen.runtime import device, loader
 from epigen.runtime.device import Target
 from epigen.runtime.kernel import Kernel
 from epigen.training import library
@@ -94,6 +94,7 @@ def compile_ahead(kernels: Iterable[tuple[Problem, Target]]) -> None:
     """Have what `spilled` says of these known. Their compilers run side by side: nearly all of their time is LLVM's and ptxas's, outside of Python."""
     several = list(dict.fromkeys(kernels))
     if len(several) > 1:
+        loader.prepare()
         here = functools.partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
         with ThreadPoolExecutor(min(len(several), os.cpu_count() or 1), "epigen", here) as pool:
             for _ in pool.map(lambda kernel: spilled(*kernel), several):
