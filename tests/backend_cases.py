@@ -15,7 +15,8 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documentati
 
 import epigen
 from epigen.errors import CallError
-from epigen.training.backend import Fusing, backend
+from epigen.training.backend import Fusing, backend, fuse
+from epigen.training.convolutions import CHANNELS_LAST
 from epigen.training.report import Seen
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler, which imports what it says to leave
@@ -387,3 +388,152 @@ def test_calls_of_a_graph_ask_for_no_derivative(monkeypatch: pytest.MonkeyPatch)
     assert any(s.taken and s.graph == "backward" for s in seen)
     monkeypatch.setattr("epigen.training.library.REFUSING", {})
     gradients(model, model, x)
+
+
+# -- convolutions
+
+
+class Bottleneck(nn.Module):
+    """Convolutions of one element with what follows them in ResNets and MobileNets: norms, activations, a residual, a gate for each image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.first = nn.Conv2d(16, 8, 1, bias=False), nn.BatchNorm2d(8)
+        self.deep = nn.Conv2d(8, 8, 3, padding=1)
+        self.squeeze, self.excite = nn.Conv2d(8, 4, 1), nn.Conv2d(4, 8, 1)
+        self.up, self.last = nn.Conv2d(8, 16, 1), nn.BatchNorm2d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.silu(self.deep(F.relu(self.first(self.down(x)))))
+        y = y * F.hardsigmoid(self.excite(F.relu(self.squeeze(y.mean((2, 3), keepdim=True)))))
+        return F.relu(self.last(self.up(y)) + x)
+
+
+def lies(t: Tensor) -> list[int]:
+    """The strides of the dimensions that have any."""
+    return [step for extent, step in zip(t.shape, t.stride(), strict=True) if extent > 1]
+
+
+def same_as_eager(model: Any, module: nn.Module, x: Tensor) -> None:
+    found, expected = gradients(model, module, x), gradients(module, module, x)
+    largest = max(t.abs().max().item() for t in expected)  # a bias before a norm over the batch has the rounding of others as its gradient
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=5e-5 * largest)
+    assert [lies(t) for t in found] == [lies(t) for t in expected]
+
+
+NORM = "(mm - x0[n]) * (reciprocal(sqrt(x1[n] + 1e-05)) * 1) * x2[n] + x3[n]"
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("memory", [torch.channels_last, torch.contiguous_format])
+def test_convolutions_of_one_element(memory: torch.memory_format, training: bool) -> None:
+    """In memory where channels lie side by side each is a product; elsewhere those of one row an image alone are, and of the others it is said why they are left."""
+    torch.manual_seed(0)
+    module, x = Bottleneck().to(memory_format=memory).train(training), torch.randn(3, 16, 4, 5).to(memory_format=memory)
+    model, seen = compiled(module)
+    same_as_eager(model, module, x)
+    forward, backward = ({s.shape: s.program or s.why for s in seen if s.graph == graph} for graph in ("forward", "backward"))
+    assert len(forward) == 5 and len(backward) == 10 and forward[60, 8, 72] == "a convolution with a kernel of 3x3"
+    assert forward[3, 4, 8] == "relu(mm + x0[n])" and forward[3, 8, 4] == "mm + x0[n]"
+    assert backward[3, 4, 8].endswith("out0, bgrad(v)") and backward[8, 4, 3] == "nothing elementwise follows it"
+    if memory == torch.contiguous_format:
+        assert {found[60, 16, 8] for found in (forward, backward)} == {CHANNELS_LAST} == {forward[60, 8, 16], backward[60, 8, 16], backward[16, 8, 60]}
+    elif training:  # norms over the batch come next, and read all rows first
+        assert forward[60, 8, 16] == "nothing elementwise follows it" and forward[60, 16, 8] == "mm + x0[n]"
+        assert backward[60, 16, 8] == "x0[m,n] + mm"
+    else:
+        assert forward[60, 8, 16] == f"mm, relu({NORM})" and forward[60, 16, 8].startswith("v = mm + x0[n]; out0 = v; out0, relu((v - x1[n]) * ")
+        assert backward[60, 16, 8] == "x0[m,n] + mm"
+
+
+def test_sums_of_what_is_written_for_nobody_else_stay() -> None:
+    """Of a norm's parameters, where its statistics are those of the model: no kernel that comes next reads the tile."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(8, 6, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 1)).to(memory_format=torch.channels_last).eval()
+    model, seen = compiled(module)
+    same_as_eager(model, module, torch.randn(2, 8, 3, 5).to(memory_format=torch.channels_last))
+    (program,) = (s.program for s in seen if s.graph == "backward" and s.taken)
+    assert program == ("v = drelu(mm, ~(x0[m,n] <= 0)); v1 = rsqrt(x3[n] + 1e-05); bgrad(v), v * (v1 * x4[n]), bgrad(v * (x1[m,n] - x2[n])) * v1")
+
+
+def test_convolutions_under_inductor() -> None:
+    torch.manual_seed(0)
+    module = Bottleneck().to(memory_format=torch.channels_last).eval()
+    torch._dynamo.reset()
+    same_as_eager(torch.compile(module, backend=backend), module, torch.randn(2, 16, 4, 4).to(memory_format=torch.channels_last))
+
+
+def test_convolutions_of_several_batches_and_images() -> None:
+    def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        return F.silu(F.conv2d(x, w, b) * 0.5) + x.mean((1, 2, 3), keepdim=True)
+
+    first, second = drawn((2, 8, 3, 5), (6, 8, 1, 1), (6,)), drawn((4, 8, 7, 6), (6, 8, 1, 1), (6,))
+    found = agree(function, *first, dynamic=True, again=tuple(second))
+    assert found["forward (30, 6, 8)"] == "v = mm + x0[n]; out0 = v; out0, silu(v * 0.5) + x1[m]" and len(found) == 3  # compiled once
+
+
+def test_convolutions_of_other_dimensions_and_of_a_part_of_the_channels() -> None:
+    def sequence(x: Tensor, w: Tensor) -> Tensor:
+        return F.tanh(F.conv1d(x.transpose(1, 2), w))
+
+    def volume(x: Tensor, w: Tensor) -> Tensor:
+        return F.tanh(F.conv3d(x.contiguous(memory_format=torch.channels_last_3d), w))
+
+    def part(x: Tensor, w: Tensor) -> Tensor:
+        return F.tanh(F.conv2d(x.contiguous(memory_format=torch.channels_last)[:, 2:10], w))
+
+    assert agree(volume, *drawn((2, 8, 3, 4, 5), (6, 8, 1, 1, 1)))["forward (120, 6, 8)"] == "tanh(mm)"
+    assert agree(part, *drawn((2, 12, 4, 5), (6, 8, 1, 1)))["forward (40, 6, 8)"] in ("tanh(mm)", CHANNELS_LAST)
+    assert agree(sequence, *drawn((2, 5, 8), (6, 8, 1)))["forward (10, 6, 8)"] in ("tanh(mm)", CHANNELS_LAST)
+
+
+def test_convolutions_of_other_kinds_are_named() -> None:
+    def left(function: Any, *shapes: tuple[int, ...]) -> str:
+        return agree(lambda x, w: F.relu(function(x.contiguous(memory_format=torch.channels_last), w)), *drawn(*shapes))["forward (18, 8, 8)"]
+
+    shapes = (2, 8, 3, 3), (8, 8, 1, 1)
+    assert left(lambda x, w: F.conv2d(F.pad(x, (0, 2, 0, 2)), w, stride=2), *shapes).startswith("a convolution of stride 2x2 and padding 0x0")
+    assert left(F.conv_transpose2d, *shapes) == "a transposed convolution with a kernel of 1x1"
+    assert left(lambda x, w: F.conv2d(x, w, groups=2), (2, 16, 3, 3), shapes[1]) == "a convolution with a kernel of 1x1 in 2 groups"
+
+
+def _graph_of(function: Any, *given: Tensor) -> Any:
+    return torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*given).graph
+
+
+def test_what_is_left_of_convolutions_is_what_it_was() -> None:
+    """The same nodes of one graph; and of a backward that a program takes a part of, all others."""
+    x, w, b = (t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in drawn((2, 8, 3, 5), (6, 8, 1, 1), (6,)))
+    aten = torch.ops.aten
+
+    def forward(x: Tensor, w: Tensor, b: Tensor) -> Any:
+        return aten.cumsum(aten.convolution(x, w, b, [1, 1], [0, 0], [1, 1], False, [0, 0], 1).double(), 0)
+
+    def backward(g: Tensor, x: Tensor, w: Tensor) -> Any:
+        dx, dw, db = aten.convolution_backward(g, x, w, [6], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True])
+        return dx.cumsum(0), dw, db
+
+    def taken(g: Tensor, x: Tensor, w: Tensor) -> Any:
+        dx, dw, db = aten.convolution_backward(g, x, w, [6], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True])
+        return aten.threshold_backward(dx, x, 0), dw, db
+
+    g = F.conv2d(x, w, b)
+    for graph in (_graph_of(forward, x, w, b), _graph_of(backward, g, x, w)):
+        before = str(graph)
+        assert {s.why for s in fuse(graph)} <= {"nothing elementwise follows it", "the kernel that reads it next does what follows it as well"}
+        assert str(graph) == before
+    graph = _graph_of(taken, g, x, w)
+    assert [s.program or s.why for s in fuse(graph)] == ["drelu(mm, ~(x0[m,n] <= 0))", "nothing elementwise follows it"]
+    (rest,) = graph.find_nodes(op="call_function", target=aten.convolution_backward.default)
+    assert rest.args[10] == [False, True, True] and {user.args[1] for user in rest.users} == {1, 2}
+
+
+def test_results_lie_as_eagers_where_torch_runs_the_rest() -> None:
+    """Also where rows and columns have changed places, and were to be put so in memory."""
+    x, w = drawn((5, 8), (8, 6))
+    for function in (lambda x, w: F.tanh(x @ w).t().contiguous(), lambda x, w: F.tanh(x @ w).view(5, 2, 3).transpose(0, 1).contiguous()):
+        torch._dynamo.reset()
+        found = torch.compile(function, backend=backend, options={"rest": "eager"})(x, w)
+        torch.testing.assert_close(found, function(x, w))
+        assert found.is_contiguous()

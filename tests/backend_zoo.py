@@ -19,6 +19,7 @@ import zoo
 from torch import Tensor, nn
 
 from epigen.training.backend import backend
+from epigen.training.convolutions import CHANNELS_LAST
 from epigen.training.report import Seen
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages that the models come from
@@ -92,6 +93,26 @@ def test_a_model_is_eagers(name: str) -> None:
     assert all(s.why for s in seen if not s.taken)
     again = made(name)
     assert trained(call, model) == pytest.approx(trained(again.model, again), rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(("memory", "training"), [(torch.channels_last, True), (torch.contiguous_format, False)])
+def test_convolutions_in_training_and_in_other_memory(memory: torch.memory_format, training: bool) -> None:
+    """Norms over the batch stay torch's, and convolutions whose channels do not lie side by side."""
+    made_ = made("torchvision_resnet")
+    model, x = made_.model.to(memory_format=memory).train(training), made_.inputs["x"].contiguous(memory_format=memory).requires_grad_()
+    seen: list[Seen] = []
+    results = []
+    for call in (model, compiled(model, seen)):
+        x.grad = None
+        loss, found = gradients(call, model, {"x": x})
+        assert x.grad is not None
+        results.append([loss, x.grad, *found.values()])
+    found, expected = results[::-1]
+    largest = max(t.norm().item() for t in expected)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * largest)
+    assert [t.is_contiguous(memory_format=memory) for t in found if t.dim() == 4] == [True] * len([t for t in expected if t.dim() == 4])
+    products = [s for s in seen if not s.why.startswith("a convolution")]
+    assert {s.why for s in products if s.shape[0] == 512} <= {CHANNELS_LAST} if memory == torch.contiguous_format else any(s.taken for s in products)
 
 
 def trained(call: Any, model: zoo.Made) -> list[float]:

@@ -308,6 +308,48 @@ def torchvision_vit() -> Made:
     return Made(model, {"x": _drawn(BATCH, 3, 16, 16)}, r"mlp\.(0|3)")
 
 
+# -- of convolutions, in memory where the channels of an element lie side by side
+
+
+def _image(*shape: int) -> Tensor:
+    return _drawn(*shape).to(memory_format=torch.channels_last)
+
+
+def _torchvision(make: Callable[[Any], nn.Module]) -> nn.Module:
+    with quiet():
+        return make(importlib.import_module("torchvision.models")).to(memory_format=torch.channels_last)
+
+
+@_listed("torchvision")
+def torchvision_resnet() -> Made:
+    """ResNet-50's blocks, two of the first width."""
+
+    def make(models: Any) -> nn.Module:
+        model: nn.Module = models.ResNet(models.resnet.Bottleneck, [2, 1, 1, 1], num_classes=5, width_per_group=16)
+        return model
+
+    return Made(_torchvision(make), {"x": _image(BATCH, 3, 64, 64)}, "none")
+
+
+@_listed("torchvision")
+def torchvision_mobilenet() -> Made:
+    """MobileNetV3's three kinds of blocks: hard swish, squeeze and excite, and a residual."""
+
+    def make(models: Any) -> nn.Module:
+        blocks = ((16, 3, 16, 16, False, "RE", 1), (16, 5, 48, 24, True, "HS", 2), (24, 5, 64, 24, True, "HS", 1))
+        model: nn.Module = models.MobileNetV3([models.mobilenetv3.InvertedResidualConfig(*block, 1, 1) for block in blocks], 64, num_classes=5, dropout=0.0)
+        return model
+
+    return Made(_torchvision(make), {"x": _image(BATCH, 3, 32, 32)}, "none")
+
+
+@_listed("timm")
+def timm_convnext_conv() -> Made:
+    """Its MLPs are convolutions."""
+    model = _timm("convnext_tiny", depths=(1, 1, 1, 1), dims=(8, 16, 24, 32), ls_init_value=0.5, conv_mlp=True)
+    return Made(model.to(memory_format=torch.channels_last), {"x": _image(BATCH, 3, 32, 32)}, "none")
+
+
 # -- of torch alone
 
 

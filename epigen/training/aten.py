@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import math
 import operator
 import re
@@ -96,12 +97,14 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """An input of the program. name: there. node: what gives it. indices: as it is declared. shape: what it is viewed as before, where torch broadcasts it."""
+    """An input of the program. name: there. node: what gives it. indices: as it is declared. expand: what it is viewed as before, where torch broadcasts it.
+    order: that of its dimensions, rows first, where torch has them in another."""
 
     name: str
     node: fx.Node
     indices: str
     expand: tuple[int, ...] | None
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,15 +267,18 @@ class Importer:
             raise Unknown(node, f"its argument {arg.name} is {list(shape)}, which varies over a part of the columns")
         expand = None
         if "m" in indices and not same(rows, self.m):  # over some of the leading dimensions alone
-            extents = [r[1] if r else 1 for r in beside]
-            expand = (*extents[:-1], extents[-1] if "n" in indices else 1)
-            if len([r for r in beside if r and r[0] == "n"]) > 1:
+            expand = tuple(r[1] if r and r[0] in indices else 1 for r in beside)
+            columns_at = [place for place, r in enumerate(beside) if r and r[0] == "n"]
+            if len(columns_at) > 1 or ("n" in indices and columns_at != [len(beside) - 1]):
                 raise Unknown(node, f"its argument {arg.name} is {list(shape)}, which varies over a part of the rows")
+        order = None
         if not in_order(roles):
-            raise Unknown(node, f"its argument {arg.name} is {list(shape)}, of which rows and columns have changed places")
+            order = tuple(order_of(roles))
+            if not isinstance(tensor, torch.Tensor) or not lies_as_rows(tensor, order):
+                raise Unknown(node, f"its argument {arg.name} is {list(shape)}, of which rows and columns have changed places")
         name = self.naming(arg)
-        known = self.leaves.setdefault(name, Leaf(name, arg, indices, expand))
-        if known.indices != indices or known.expand != expand:
+        known = self.leaves.setdefault(name, Leaf(name, arg, indices, expand, order))
+        if (known.indices, known.expand, known.order) != (indices, expand, order):
             raise Unknown(node, f"its argument {arg.name} is joined with rows here and with columns there")
         declared = f"{name}[{','.join(indices)}]" if indices else name
         return self.bind(f"{declared} != 0", roles, True) if boolean else Value(declared, roles)
@@ -623,6 +629,18 @@ def order_of(roles: Sequence[Role]) -> list[int]:
 
 def in_order(roles: Sequence[Role]) -> bool:
     return [d for d in order_of(roles) if roles[d]] == [d for d in range(len(roles)) if roles[d]]
+
+
+def lies_as_rows(tensor: torch.Tensor, order: Sequence[int], dense: bool = False) -> bool:
+    """Whether a tensor, its dimensions in this order, is a matrix without being copied: the last dimension side by side, all others together at one distance.
+
+    dense: and whether nothing lies between its rows.
+    """
+    *rows, (columns, step) = [(tensor.shape[d], tensor.stride(d)) for d in order]
+    rows = [row for row in rows if not same(row[0], 1)]
+    if not (same(columns, 1) or same(step, 1)) or (dense and rows and not same(rows[-1][1], columns)):
+        return False
+    return all(same(outer[1], inner[0] * inner[1]) for outer, inner in itertools.pairwise(rows))
 
 
 def extent_of(roles: Sequence[Role]) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import difflib
 import functools
 import hashlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from epigen import __version__, api, settings
 from epigen.errors import CallError
-from epigen.training import regions, rewrite, whole
+from epigen.training import convolutions, regions, rewrite, whole
 from epigen.training.regions import Left, Product, Region
 from epigen.training.report import Call, GraphSeen, Lying, Record, Seen, in_graph, record_of
 
@@ -54,8 +55,10 @@ def backend(module: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None =
 
     def by_torch(graph_module: fx.GraphModule, _given: Sequence[Any], **told: Any) -> Any:
         view_to_reshape(graph_module)  # as Inductor does: what takes a value's place may lie in memory otherwise
+        before = rewrite.results_of(graph_module.graph)
         with fusing.named(told):
             fusing(graph_module.graph)
+        rewrite.lie_as_before(graph_module.graph, before)
         graph_module.recompile()
         return make_boxed_func(graph_module.forward)
 
@@ -138,7 +141,7 @@ class Fusing(CustomGraphPass):
         firsts = tuple(own.uuid() if isinstance(own, CustomGraphPass) else None for own in self.first)
         if None in firsts:
             return None
-        return ("epigen", __version__, self.tune, _sources(), _databases(), firsts)
+        return ("epigen", __version__, self.tune, _sources(), _databases(), convolutions.precision(), firsts)
 
 
 @functools.cache
@@ -167,10 +170,15 @@ def _digest(files: Any) -> str:
 def fuse(graph: fx.Graph, tune: str | None = None) -> list[Seen]:
     """Put programs in the places of products and of what follows them. Returns what was done with each product."""
     seen: list[Seen] = []
+    standing, apart = convolutions.as_products(graph)
+    left = {node: list(several) for node, several in itertools.groupby(apart, lambda each: each.node)}
     levels = regions.levels_of(graph)
     nodes = regions.products(graph)
     regions.compile_ahead([p for node in nodes if isinstance(p := regions.product_of(node), Product)], levels, tune)
-    for node in nodes:
+    for node in sorted([*nodes, *left]):
+        if node in left:
+            seen += [Seen(_hinted(each.shape), str(each.dtype), "", each.why, False, False, None) for each in left[node]]
+            continue
         product = regions.product_of(node)  # whose operands may be results of the programs before it
         found = Left(product) if isinstance(product, str) else regions.region_of(product, levels, tune)
         shape, dtype = _hints(node), str(node.meta["val"].dtype if isinstance(product, str) else product.a.meta["val"].dtype)
@@ -184,6 +192,7 @@ def fuse(graph: fx.Graph, tune: str | None = None) -> list[Seen]:
             seen.append(Seen(shape, dtype, found.imported.text, "", True, False, found.times, call=call))
         else:
             seen.append(Seen(shape, dtype, "", found.why, found.neighbour, found.absorbed, found.times))
+    convolutions.settle(graph, standing)
     graph.eliminate_dead_code()
     graph.lint()
     return seen
@@ -191,7 +200,11 @@ def fuse(graph: fx.Graph, tune: str | None = None) -> list[Seen]:
 
 def _hints(node: fx.Node) -> tuple[int | None, int | None, int | None]:
     a, b = regions.operands(node)
-    m, n, k = (regions.size_hint(e) for e in Product(node, a, b).shape)
+    return _hinted(Product(node, a, b).shape)
+
+
+def _hinted(shape: tuple[Any, Any, Any]) -> tuple[int | None, int | None, int | None]:
+    m, n, k = map(regions.size_hint, shape)
     return m, n, k
 
 

@@ -350,34 +350,42 @@ def kept(node: fx.Node, inside: Collection[fx.Node], levels: Levels) -> bool:
 def _trimmed(nodes: Sequence[fx.Node], levels: Levels) -> list[fx.Node]:
     """Without what the kernels after it compute as well, where that leaves no more to write.
 
-    A sum over rows stays where it is of what is written in any case, such as a bias gradient: for any other the kernel would read tiles that Inductor's
-    kernel of a norm's backward reads again (on an H100 such sums cost training steps 10 to 14 %; torch 2.11, 2026-11-25).
+    A sum over rows stays where it is of what is written in any case, such as a bias gradient, or where a tile would be written for it alone. For any other the
+    kernel would read tiles that Inductor's kernel of a norm's backward reads again (on an H100 such sums cost training steps 10 to 14 %; torch 2.11, 2026-11-25).
     """
-    taken = dict.fromkeys(nodes)
-    while True:
-        before = len(taken)
-        for node in reversed([n for n in taken if n is not nodes[0]]):
-            if any(u in taken for u in node.users):
-                continue
-            fewer = dict.fromkeys(n for n in taken if n is not node)
-            summed = _summed(node, taken)
-            if (
-                not node.users
-                or is_view(node)
-                or isinstance(node.meta.get("val"), tuple | list)
-                or (summed is not None and not _written(summed, fewer, levels))
-                or (summed is None and not kept(node, taken, levels) and len(_outputs(list(fewer))) <= len(_outputs(list(taken))))
-            ):  # a view stays, of what is written
-                taken = fewer
-        if len(taken) == before:
-            return list(taken)
+    summed = _summed(nodes)
+
+    def shortened(stays: Callable[[fx.Node, Collection[fx.Node]], bool]) -> list[fx.Node]:
+        """stays: whether a sum, or what is computed of one and read by nobody inside, does so beside these others."""
+        taken = dict.fromkeys(nodes)
+        while True:
+            before = len(taken)
+            for node in reversed([n for n in taken if n is not nodes[0]]):
+                if any(u in taken for u in node.users):
+                    continue
+                fewer = dict.fromkeys(n for n in taken if n is not node)
+                if not node.users or is_view(node) or isinstance(node.meta.get("val"), tuple | list):  # a view stays, of what is written
+                    taken = fewer
+                elif summed[node]:
+                    taken = taken if stays(node, fewer) else fewer
+                elif not kept(node, taken, levels) and len(_outputs(list(fewer))) <= len(_outputs(list(taken))):
+                    taken = fewer
+            if len(taken) == before:
+                return list(taken)
+
+    if any(summed.values()):
+        with_all, without = shortened(lambda _node, _others: True), shortened(lambda _node, _others: False)
+        if len([n for n in _outputs(with_all) if not summed[n]]) < len(_outputs(without)):
+            return with_all
+    return shortened(lambda node, others: all(_written(n, others, levels) for n in summed[node]))
 
 
-def _summed(node: fx.Node, taken: Collection[fx.Node]) -> fx.Node | None:
-    """What a node is the sum of, as it is or as a view or in another dtype: a parameter's gradient is summed in fp32, and then is in its own. Else None."""
-    while (is_view(node) or name_of(node) in SAME) and node in taken:
-        node = _source(node)
-    return _source(node) if name_of(node) == "sum" and node in taken else None
+def _summed(nodes: Sequence[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+    """By node, what it is the sums of: as they are, or what is computed of them."""
+    found: dict[fx.Node, set[fx.Node]] = {}
+    for node in nodes:
+        found[node] = {_source(node)} if name_of(node) == "sum" else set().union(*(found.get(s, set()) for s in node.all_input_nodes))
+    return found
 
 
 def _source(node: fx.Node) -> fx.Node:

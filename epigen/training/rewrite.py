@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import heapq
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from epigen.training import library
-from epigen.training.aten import Leaf, Role, is_view, order_of
-from epigen.training.regions import Levels, Region, level_of
+from epigen.training.aten import Leaf, Role, is_view, order_of, same
+from epigen.training.regions import Levels, Region, level_of, size_hint
 
 _aten: Any = torch.ops.aten
 
@@ -95,6 +95,31 @@ def _level(created: Sequence[fx.Node], levels: Levels) -> None:
                 heapq.heappush(pending, user)
 
 
+def lie_as_before(graph: fx.Graph, before: Sequence[Any]) -> None:
+    """Copy what a graph gives and what lies in memory otherwise than the values that it gave before: a program's result lies as its rows do."""
+    (output,) = graph.find_nodes(op="output")
+    results: list[Any] = list(output.args[0])
+    for place, (node, value) in enumerate(zip(results, before, strict=True)):
+        if not isinstance(value, torch.Tensor) or _lie_alike(node.meta["val"], value):
+            continue
+        order = sorted(range(value.dim()), key=lambda d: -(size_hint(value.stride(d)) or 0))
+        with graph.inserting_before(output):
+            moved = called(graph, _aten.permute.default, (node, order))
+            copied = called(graph, _aten.clone.default, (moved,), {"memory_format": torch.contiguous_format})
+            results[place] = called(graph, _aten.permute.default, (copied, [order.index(d) for d in range(len(order))]))
+    output.args = (tuple(results),)
+
+
+def results_of(graph: fx.Graph) -> list[Any]:
+    """What a graph gives, as values."""
+    (output,) = graph.find_nodes(op="output")
+    return [node.meta.get("val") if isinstance(node, fx.Node) else node for node in output.args[0]]
+
+
+def _lie_alike(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return all(same(extent, 1) or same(one, other) for extent, one, other in zip(y.shape, x.stride(), y.stride(), strict=True))
+
+
 class _Sizes:
     """Extents as arguments of nodes: numbers, or nodes that give those that vary."""
 
@@ -144,6 +169,8 @@ def _presented(graph: fx.Graph, sizes: _Sizes, leaf: Leaf, n: Any) -> fx.Node:
     node = leaf.node
     if leaf.expand is not None:
         node = called(graph, _aten.expand.default, (node, [sizes.node(e) for e in leaf.expand]))
+    if leaf.order is not None:
+        node = called(graph, _aten.permute.default, (node, list(leaf.order)))
     dims = len(leaf.indices)
     found = node.meta["val"]
     if isinstance(found, torch.Tensor) and found.dim() != dims:
@@ -152,11 +179,11 @@ def _presented(graph: fx.Graph, sizes: _Sizes, leaf: Leaf, n: Any) -> fx.Node:
     return node
 
 
-def called(graph: fx.Graph, target: Any, args: tuple[Any, ...]) -> fx.Node:
+def called(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
     """A node with the value that it would have."""
-    node = graph.call_function(target, args)
+    node = graph.call_function(target, args, dict(kwargs or {}))
     values = fx.map_arg(args, lambda n: n.meta["val"])
     mode = torch._guards.detect_fake_mode([v for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, torch.Tensor)])
     with mode or torch.no_grad(), torch.no_grad():
-        node.meta["val"] = target(*values)
+        node.meta["val"] = target(*values, **node.kwargs)
     return node
