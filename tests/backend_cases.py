@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documentati
 import epigen
 from epigen.errors import CallError
 from epigen.training.backend import Fusing, backend, fuse
-from epigen.training.convolutions import CHANNELS_LAST
+from epigen.training.elements import CHANNELS_LAST
 from epigen.training.report import Seen
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler, which imports what it says to leave

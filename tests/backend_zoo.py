@@ -19,7 +19,7 @@ import zoo
 from torch import Tensor, nn
 
 from epigen.training.backend import backend
-from epigen.training.convolutions import CHANNELS_LAST
+from epigen.training.elements import CHANNELS_LAST
 from epigen.training.report import Seen
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages that the models come from

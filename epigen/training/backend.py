@@ -22,7 +22,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from epigen import __version__, api, settings
 from epigen.errors import CallError
-from epigen.training import convolutions, regions, rewrite, whole
+from epigen.training import convolutions, elements, regions, rewrite, whole
 from epigen.training.regions import Left, Product, Region
 from epigen.training.report import Call, GraphSeen, Lying, Record, Seen, in_graph, record_of
 
@@ -141,7 +141,7 @@ class Fusing(CustomGraphPass):
         firsts = tuple(own.uuid() if isinstance(own, CustomGraphPass) else None for own in self.first)
         if None in firsts:
             return None
-        return ("epigen", __version__, self.tune, _sources(), _databases(), convolutions.precision(), firsts)
+        return ("epigen", __version__, self.tune, _sources(), _databases(), elements.precision(), firsts)
 
 
 @functools.cache

@@ -15,15 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from epigen.runtime.arguments import process_precision
-from epigen.training.aten import lies_as_rows, same
+from epigen.training.aten import lies_as_rows
+from epigen.training.elements import CHANNELS_LAST, channels_second, rows_first, why_no_product
 from epigen.training.rewrite import called
 
 _aten: Any = torch.ops.aten
 _INPUT, _WEIGHT, _BIAS = range(3)
 """The results of a backward, by place, and so in its mask."""
-
-CHANNELS_LAST = "its channels do not lie side by side in memory: memory_format=torch.channels_last, of the model and of its input, puts them there"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +75,9 @@ class _Convolution:
     def why(self) -> str:
         """Why it is no product, or none that takes as long as the convolution."""
         weight, x, out = (n.meta["val"] for n in (self.weight, self.x, self.out))
-        kernel = tuple(weight.shape[2:])
-        if self.transposed or not _is(self.groups, 1) or not all(_is(extent, 1) for extent in kernel):
-            kind = "transposed " if self.transposed else ""
-            return f"a {kind}convolution with a kernel of {_times(kernel)}" + (f" in {self.groups} groups" if not _is(self.groups, 1) else "")
-        if not all(_is(step, 1) for step in self.stride) or not all(_is(extent, 0) for extent in self.padding):
-            return f"a convolution of stride {_times(self.stride)} and padding {_times(self.padding)}, whose rows are not those of its input"
-        if x.dtype == torch.float32 and x.is_cuda and process_precision() != precision():
-            return "convolutions are in TF32 here, and products in full fp32: torch.set_float32_matmul_precision('high') has both in TF32"
-        order = _rows_first(x.dim())
+        if why := why_no_product(x, weight, self.stride, self.padding, self.groups, self.transposed):
+            return why
+        order = rows_first(x.dim())
         if not all(lies_as_rows(t, order) for t in (x, out)) or any(not lies_as_rows(t, order, dense=True) for t in self.given()):
             return CHANNELS_LAST
         return ""
@@ -96,12 +88,6 @@ class _Convolution:
             yield self.out.meta["val"]
         elif self.mask[_INPUT]:
             yield self.node.meta["val"][_INPUT]
-
-
-def precision() -> str:
-    """What this process has chosen for convolutions of fp32, as `process_precision` has it for products."""
-    backend: Any = torch.backends.cudnn
-    return "tf32" if backend.conv.fp32_precision == "tf32" else "ieee"
 
 
 def as_products(graph: fx.Graph) -> tuple[list[StandIn], list[Apart]]:
@@ -134,7 +120,7 @@ def _forward(graph: fx.Graph, found: _Convolution) -> StandIn:
 
 
 def _backward(graph: fx.Graph, found: _Convolution) -> Iterator[StandIn]:
-    node, order = found.node, _rows_first(found.x.meta["val"].dim())
+    node, order = found.node, rows_first(found.x.meta["val"].dim())
     results = {user.args[1]: user for user in node.users}
     for original in reversed(results.values()):
         node.append(original)  # before what stands in, and so before all that may read it again
@@ -178,10 +164,6 @@ def settle(graph: fx.Graph, standing: Sequence[StandIn]) -> None:
 # -- as matrices
 
 
-def _rows_first(rank: int) -> list[int]:
-    return [0, *range(2, rank), 1]
-
-
 def _extents(graph: fx.Graph, node: fx.Node, dims: Sequence[int]) -> list[Any]:
     """Numbers, or nodes that give what varies."""
     shape = node.meta["val"].shape
@@ -190,7 +172,7 @@ def _extents(graph: fx.Graph, node: fx.Node, dims: Sequence[int]) -> list[Any]:
 
 def _rows(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """[N, C, H, W] as [N * H * W, C]."""
-    moved = called(graph, _aten.permute.default, (node, _rows_first(node.meta["val"].dim())))
+    moved = called(graph, _aten.permute.default, (node, rows_first(node.meta["val"].dim())))
     return called(graph, _aten.reshape.default, (moved, [-1, *_extents(graph, node, [1])]))
 
 
@@ -201,9 +183,9 @@ def _matrix(graph: fx.Graph, weight: fx.Node) -> fx.Node:
 
 def _elementwise(graph: fx.Graph, rows: fx.Node, x: fx.Node, weight: fx.Node, channels: int) -> fx.Node:
     """[N * H * W, C] as [N, C, H, W], which has the elements of x, and as many channels as the weight in this dimension."""
-    order = _rows_first(x.meta["val"].dim())
+    order = rows_first(x.meta["val"].dim())
     parted = called(graph, _aten.reshape.default, (rows, _extents(graph, x, order[:-1]) + _extents(graph, weight, [channels])))
-    return called(graph, _aten.permute.default, (parted, [order.index(d) for d in range(len(order))]))
+    return called(graph, _aten.permute.default, (parted, channels_second(len(order))))
 
 
 def _elements(node: fx.Node) -> Any:
@@ -213,11 +195,3 @@ def _elements(node: fx.Node) -> Any:
 
 def _product(extents: Sequence[Any]) -> Any:
     return functools.reduce(operator.mul, extents, 1)
-
-
-def _is(extent: Any, number: int) -> bool:
-    return same(extent, number)
-
-
-def _times(extents: Sequence[Any]) -> str:
-    return "x".join(map(str, extents))

@@ -1,0 +1,50 @@
+"""Convolutions with a kernel of one element are products, with a row an element of an image: when they are, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from epigen.runtime.arguments import process_precision
+
+CHANNELS_LAST = "its channels do not lie side by side in memory: memory_format=torch.channels_last, of the model and of its input, puts them there"
+
+
+def rows_first(rank: int) -> list[int]:
+    """The dimensions of [N, C, H, W] in the order [N, H, W, C]."""
+    return [0, *range(2, rank), 1]
+
+
+def channels_second(rank: int) -> list[int]:
+    """The dimensions of [N, H, W, C] in the order [N, C, H, W]."""
+    return [0, rank - 1, *range(1, rank - 1)]
+
+
+def precision() -> str:
+    """What this process has chosen for convolutions of fp32, as `process_precision` has it for products."""
+    backend: Any = torch.backends.cudnn
+    return "tf32" if backend.conv.fp32_precision == "tf32" else "ieee"
+
+
+def why_no_product(x: torch.Tensor, weight: torch.Tensor, stride: Any, padding: Any, groups: Any, transposed: bool = False) -> str:
+    """Why a convolution is no product of its channels, or of none that takes as long; "" where it is one. Its memory is not looked at."""
+    kernel = list(weight.shape[2:])
+    if transposed or groups != 1 or any(extent != 1 for extent in kernel):
+        return f"a {'transposed ' * transposed}convolution with a kernel of {_times(kernel)}" + (f" in {groups} groups" if groups != 1 else "")
+    steps, borders = _listed(stride), _listed(padding)
+    if any(step != 1 for step in steps) or any(border not in (0, "valid", "same") for border in borders):
+        return f"a convolution of stride {_times(steps)} and padding {_times(borders)}, whose rows are not those of its input"
+    if x.dtype == torch.float32 and x.is_cuda and process_precision() != precision():
+        one, other = ("TF32", "full fp32") if precision() == "tf32" else ("full fp32", "TF32")
+        return f"convolutions are in {one} here, and products in {other}: torch.backends.cudnn.conv and .cuda.matmul have an fp32_precision each"
+    return ""
+
+
+def _listed(extents: Any) -> Sequence[Any]:
+    return extents if isinstance(extents, tuple | list) else [extents]
+
+
+def _times(extents: Sequence[Any]) -> str:
+    return "x".join(map(str, extents))
