@@ -125,6 +125,13 @@ def test_a_layer_and_what_follows_it_are_one_program(name: str, ran: list[str]) 
     assert calls(ran, model.requires_grad_(False)) == [text]
 
 
+@pytest.mark.parametrize("activation", [F.relu_, lambda y: F.silu(y, inplace=True), lambda y: added_in_place(y).relu_()])
+def test_what_changes_a_result_in_place_is_the_result(activation: Callable[[Tensor], Tensor]) -> None:
+    """Also where that goes out of the forward, and its own tensor with it."""
+    model = Block(lambda s, x, _: activation(s.fc(x)), **linears("fc"))
+    assert fused(model).replaced
+
+
 def test_layers_that_follow_one_another_run_as_a_chain(ran: list[str]) -> None:
     model = nn.Sequential(
         nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16, bias=False), nn.Identity(), nn.GELU(), nn.Linear(16, 4), nn.Dropout(0.5), nn.Linear(4, 4)

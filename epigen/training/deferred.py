@@ -545,10 +545,10 @@ class Run(TorchFunctionMode):
         last = len(region.values) == len(region.plan.steps)
         if step.in_place:
             changed: Deferred = args[0]
+            region.values[changed.place] = _nobody  # it is no longer what it was there, for whoever settles the region
             if last and not region.plan.chained:
                 become(changed, self.computed(region))
             else:
-                region.values[changed.place] = _nobody
                 changed.place = len(region.values)
                 region.values.append(weakref.ref(changed))
             return changed
