@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import epigen
 from epigen.errors import CallError
+from epigen.training import elements
 from epigen.training.fuse import Forward, Fused
 
 pytestmark = [pytest.mark.triton, pytest.mark.usefixtures("one_thread")]
@@ -188,6 +190,124 @@ class Transposed(nn.Module):
 def test_a_transposed_layer() -> None:
     found = fused(nn.Sequential(Transposed(16, 8), nn.GELU(), Transposed(8, 16)), drawn(2, 3, 8))
     assert [r.epilogue for r in found.replaced] == ["gelu(mm + bias)", "mm + bias"]
+
+
+# -- convolutions
+
+
+class Bottleneck(nn.Module):
+    """As ResNet's, with what it does in place, and a gate that varies over an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.first = nn.Conv2d(16, 8, 1, bias=False), nn.BatchNorm2d(8)
+        self.deep, self.gate = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.up, self.last, self.act = nn.Conv2d(8, 16, 1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.deep(self.act(self.first(self.down(x))))
+        y = y * F.hardsigmoid(self.gate(y.mean((2, 3), keepdim=True)))
+        y = self.last(self.up(y))
+        y += x
+        return self.act(y)
+
+
+def lies(t: Tensor) -> list[int]:
+    """The strides of the dimensions that have any."""
+    return [step for extent, step in zip(t.shape, t.stride(), strict=True) if extent > 1]
+
+
+NORMED = "(mm - x0[n]) * rsqrt(x1[n] + 1e-05) * x2[n] + x3[n]"
+
+
+def test_convolutions_of_one_element(ran: list[str]) -> None:
+    """In eval mode and in memory where channels lie side by side, with norms and residuals, in the memory that torch gives its results."""
+    torch.manual_seed(0)
+    model, x = Bottleneck().to(memory_format=torch.channels_last).eval(), drawn(2, 16, 4, 5).contiguous(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    found = epigen.fuse(model)
+    agree(model, plain, x)
+    assert {r.name for r in found.replaced} == {"down", "gate", "up"} and str(found).endswith("3 of 3 layers fused")
+    with torch.no_grad():
+        assert calls(ran, model, x) == [f"relu({NORMED})", "hardsigmoid(mm + bias)", f"relu({NORMED.replace('mm', 'mm + bias')} + x4[m,n])"]
+        assert lies(model(x)) == lies(plain(x)) and model(x).is_contiguous(memory_format=torch.channels_last)
+    trained = epigen.fuse(model.train())
+    model(x)
+    why = "batch_norm follows, which no epilogue computes: it takes its statistics of all rows first"
+    assert {x.name: x.why for x in trained.left} == {"down": why, "up": why}
+
+
+def test_convolutions_that_are_left_say_why(ran: list[str]) -> None:
+    side_by_side = "its channels do not lie side by side in memory: memory_format=torch.channels_last, of the model and of its input, puts them there"
+    for model, why in (
+        (nn.Sequential(nn.Conv2d(16, 8, 1), nn.ReLU()), side_by_side),
+        (nn.Sequential(nn.Conv2d(16, 8, 1, stride=2), nn.ReLU()), "a convolution of stride 2x2 and padding 0x0, whose rows are not those of its input"),
+        (nn.Sequential(nn.Conv2d(16, 8, 1, padding=1), nn.ReLU()), "a convolution of stride 1x1 and padding 1x1, whose rows are not those of its input"),
+    ):
+        found = fused(model, drawn(2, 16, 4, 5))
+        assert [x.why for x in found.left] == [why] and not ran
+    assert str(epigen.fuse(nn.Conv2d(16, 8, 3))) == "there is no linear layer"
+
+
+def test_a_plan_for_one_memory_is_none_for_another() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 8, 1), nn.SiLU())
+    plain, x = copy.deepcopy(model), drawn(2, 16, 4, 5)
+    epigen.fuse(model)
+    for memory in (torch.channels_last, torch.contiguous_format, torch.channels_last):
+        agree(model, plain, x.contiguous(memory_format=memory))
+
+
+def test_what_a_linear_layer_takes_of_a_convolution(ran: list[str]) -> None:
+    """Rows of images, and no rows of the product that was before."""
+    x = drawn(2, 8, 3, 8).contiguous(memory_format=torch.channels_last)
+    model = Block(lambda s, x, _: F.relu(s.fc(F.relu(s.conv(x)))), conv=nn.Conv2d(8, 8, 1), **linears("fc"))
+    plain = copy.deepcopy(model)
+    epigen.fuse(model)
+    agree(model, plain, x)
+    assert calls(ran, model.requires_grad_(False), x) == ["relu(mm + bias)"] * 2
+    whole = nn.Sequential(nn.Conv2d(8, 4, 1), nn.GELU(), nn.Flatten(), nn.Linear(96, 4), nn.Tanh())
+    agree(whole, copy.deepcopy(whole), x)
+
+
+def test_arguments_beside_a_convolution_that_would_be_copied_are_left() -> None:
+    """A gate of each image, and a residual in other memory: no tile is made of the one, nor of the other."""
+    x = drawn(2, 8, 3, 5).contiguous(memory_format=torch.channels_last)
+    gate, residual = drawn(2, 8, 1, 1, seed=1), drawn(2, 8, 3, 5, seed=2)
+    rows = drawn(2, 1, 3, 5, seed=3)
+    for other, taken in ((gate, False), (residual, False), (rows, True), (drawn(8, 1, 1), True), (drawn(1), True)):
+        model = Block(lambda s, x, _, other=other: F.relu(s.conv(x) * other), conv=nn.Conv2d(8, 8, 1))
+        plain = copy.deepcopy(model)
+        found = epigen.fuse(model)
+        agree(model, plain, x)
+        assert len(found.replaced) == taken, other.shape
+
+
+def test_norms_over_the_batch_after_a_linear_layer() -> None:
+    """Of [N, C] it is an epilogue in eval mode; of [N, C, L] the channels are no columns."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU()).eval()
+    found, plain = epigen.fuse(model), copy.deepcopy(model)
+    epigen.unfuse(plain)
+    torch.testing.assert_close(model(drawn(5, 8)), plain(drawn(5, 8)))
+    assert [r.epilogue for r in found.replaced] == [f"relu({NORMED.replace('mm', 'mm + bias')})"]
+    other = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(3), nn.ReLU()).eval()
+    found, plain = epigen.fuse(other), copy.deepcopy(other)
+    epigen.unfuse(plain)
+    torch.testing.assert_close(other(drawn(5, 3, 8)), plain(drawn(5, 3, 8)))
+    assert [x.why for x in found.left] == ["batch_norm follows, which no epilogue computes: its channels are no columns"]
+
+
+def test_convolutions_whose_products_would_be_in_another_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elements, "precision", lambda: "tf32")
+    monkeypatch.setattr(elements, "process_precision", lambda: "ieee")
+    for dtype, on_gpu, said in (
+        (torch.float32, True, "convolutions are in TF32 here, and products in full fp32"),
+        (torch.float32, False, ""),
+        (torch.half, True, ""),
+    ):
+        x: Any = SimpleNamespace(dtype=dtype, is_cuda=on_gpu)
+        assert elements.why_not_as_fast(x).startswith(said) and bool(elements.why_not_as_fast(x)) == bool(said)
 
 
 def test_no_forward_around_need_be_traceable() -> None:

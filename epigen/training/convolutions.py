@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from epigen.training.aten import lies_as_rows
-from epigen.training.elements import CHANNELS_LAST, channels_second, rows_first, why_no_product
+from epigen.training.elements import CHANNELS_LAST, channels_second, rows_first, why_no_product, why_not_as_fast
 from epigen.training.rewrite import called
 
 _aten: Any = torch.ops.aten
@@ -75,7 +75,7 @@ class _Convolution:
     def why(self) -> str:
         """Why it is no product, or none that takes as long as the convolution."""
         weight, x, out = (n.meta["val"] for n in (self.weight, self.x, self.out))
-        if why := why_no_product(x, weight, self.stride, self.padding, self.groups, self.transposed):
+        if why := why_no_product(weight, self.stride, self.padding, self.groups, self.transposed) or why_not_as_fast(x):
             return why
         order = rows_first(x.dim())
         if not all(lies_as_rows(t, order) for t in (x, out)) or any(not lies_as_rows(t, order, dense=True) for t in self.given()):

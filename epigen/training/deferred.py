@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from epigen.errors import CallError, InternalError
 from epigen.training import linear
+from epigen.training.elements import CHANNELS_LAST, channels_second, rows_first, why_no_product, why_not_as_fast
 from epigen.training.plan import MOST_PROGRAMS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -92,25 +93,41 @@ class Plan:
 
 
 class Product(NamedTuple):
-    """A product as torch has it: x [..., K], weight [N, K], bias [N] or None."""
+    """A product as a linear layer has it: x [..., K], weight [N, K], bias [N] or None. Of a convolution x is a view with its channels last."""
 
     x: Any
     weight: Any
     bias: Any
 
 
+NO_LAYER = "its product is no linear layer"
+
+
 def _of_linear(input: Any, weight: Any, bias: Any = None) -> Product:  # noqa: A002  # torch's own name
     return Product(input, weight, bias)
 
 
-def _of_addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Product | None:  # noqa: A002
+def _of_addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Product | str:  # noqa: A002
     if beta != 1 or alpha != 1 or not isinstance(mat2, nn.Parameter) or not isinstance(input, nn.Parameter) or input.dim() != 1:
-        return None
+        return NO_LAYER
     return Product(mat1, mat2.t(), input)
 
 
-PRODUCTS: dict[Any, Callable[..., Product | None]] = {F.linear: _of_linear, torch.addmm: _of_addmm}
-"""addmm: a linear layer whose weight lies transposed, as in GPT-2."""
+def _of_convolution(
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1  # noqa: A002, ARG001
+) -> Product | str:  # fmt: skip
+    if type(input) is Deferred or input.dim() != weight.dim():
+        return NO_LAYER
+    autocast = state(input.device.type)[2] is not None
+    if why := why_no_product(weight, stride, padding, groups) or ("" if autocast else why_not_as_fast(input)):
+        return why
+    x = input.permute(rows_first(input.dim()))
+    return Product(x, weight.flatten(1), bias) if x.is_contiguous() else CHANNELS_LAST
+
+
+CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+PRODUCTS: dict[Any, Callable[..., Product | str]] = {F.linear: _of_linear, torch.addmm: _of_addmm, **dict.fromkeys(CONVOLUTIONS, _of_convolution)}
+"""What reads each, or says why it is no product that is fused. addmm: a linear layer whose weight lies transposed, as in GPT-2. Convolutions: of one element."""
 
 _GETTERS = "shape dtype device ndim layout is_cuda is_cpu requires_grad is_sparse is_quantized is_meta is_nested is_mkldnn is_mps is_xpu itemsize".split()
 _ASKING = (
@@ -229,13 +246,14 @@ class Region:
     """One product that waits, and the steps that have come so far.
 
     calls: what was called, each with the values that it takes as places, to be called in fact where the plan does not hold. values: by place. done: each place's
-    contents, once they are there.
+    contents, once they are there. frame: the product's shape, channels last. moved: in torch's shape they come second.
     """
 
-    __slots__ = ("_before", "calls", "device", "frame", "inputs", "lead", "plan", "product", "settled", "state", "values", "wants")
+    __slots__ = ("_before", "calls", "device", "frame", "inputs", "lead", "moved", "plan", "product", "settled", "state", "values", "wants")
 
     def __init__(self, plan: Planned, product: Product, before: Region | None, shape: tuple[int, ...], now: State, device: torch.device):
         self.plan, self.product, self._before, self.frame, self.state, self.device = plan, product, before, shape, now, device
+        self.moved = plan.func in CONVOLUTIONS
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], bool]] = []
         self.values: list[Callable[[], Deferred | None]] = []
         self.inputs: dict[str, Tensor] = {} if product.bias is None else {"bias": product.bias}
@@ -247,7 +265,8 @@ class Region:
 
     def give(self, dtype: torch.dtype) -> Deferred:
         """The next place's tensor."""
-        deferred: Deferred = Tensor._make_wrapper_subclass(Deferred, self.frame, dtype=dtype, device=self.device, requires_grad=self.wants)
+        shape = [self.frame[d] for d in channels_second(len(self.frame))] if self.moved else self.frame
+        deferred: Deferred = Tensor._make_wrapper_subclass(Deferred, shape, dtype=dtype, device=self.device, requires_grad=self.wants)
         deferred.region, deferred.place = self, len(self.values)
         self.values.append(weakref.ref(deferred))
         return deferred
@@ -263,14 +282,14 @@ class Region:
         if step.view:
             return step if self.viewed(args) else None
         for argument, value in zip(step.args, args, strict=True):
-            if not self.agrees(argument, value):
+            if not self.agrees(func, argument, value):
                 return None
         for name, argument in step.kwargs.items():
-            if name not in kwargs or not self.agrees(argument, kwargs[name]):
+            if name not in kwargs or not self.agrees(func, argument, kwargs[name]):
                 return None
         return step
 
-    def agrees(self, argument: Argument, value: Any) -> bool:
+    def agrees(self, func: Any, argument: Argument, value: Any) -> bool:
         kind = type(argument)
         if kind is Ref:
             return type(value) is Deferred and value.region is self and value.place == argument.place  # type: ignore[union-attr]
@@ -279,7 +298,8 @@ class Region:
             return value is wanted or (type(value) is type(wanted) and not isinstance(value, Tensor) and bool(value == wanted))
         if type(value) not in _PLAIN or value.dtype != argument.dtype or value.device != self.device:  # type: ignore[union-attr]
             return False
-        presented = present(value, argument.indices, self.frame)  # type: ignore[union-attr]
+        faced = facing(value, func, self.frame) if self.moved else value
+        presented = None if faced is None else present(faced, argument.indices, self.frame)  # type: ignore[union-attr]
         if presented is None:
             return False
         if "m" in argument.indices and self.frame[:-1] != self.lead:  # type: ignore[union-attr]
@@ -313,7 +333,8 @@ class Region:
         """What the last step gives."""
         x, links = self.links()
         found: Tensor = linear.chain(x, links)
-        return found if tuple(found.shape) == self.frame else found.view(self.frame)
+        found = found if tuple(found.shape) == self.frame else found.view(self.frame)
+        return found.permute(channels_second(len(self.frame))) if self.moved else found
 
     def regions(self) -> list[Region]:
         """This one and those whose results it multiplies."""
@@ -360,6 +381,9 @@ class Region:
 
 
 def _arguments(func: Any, product: Product) -> tuple[Any, ...]:
+    if func in CONVOLUTIONS:
+        rank = product.x.dim()
+        return product.x.permute(channels_second(rank)), product.weight[(..., *[None] * (rank - 2))], product.bias
     return (product.bias, product.x, product.weight.t()) if func == torch.addmm else (product.x, product.weight, product.bias)
 
 
@@ -412,6 +436,15 @@ def present(value: Tensor, indices: str, frame: tuple[int, ...]) -> Tensor | Non
     if indices == "n":
         return value.reshape(-1)
     return value.reshape(()) if not indices else value.squeeze(-1).expand(frame[:-1])
+
+
+def facing(value: Tensor, func: Any, frame: tuple[int, ...]) -> Tensor | None:
+    """An argument beside a convolution's result, with its channels last as the frame's; None where it would have to be copied. func: whose argument."""
+    dims, rank = value.dim(), len(frame)
+    if dims > rank or (func is F.batch_norm and dims == 1):
+        return value
+    found = (value.view((1,) * (rank - dims) + tuple(value.shape)) if dims < rank else value).permute(rows_first(rank))
+    return found if found.is_contiguous() and (found.shape == frame or kind(found.shape, frame) != "mn") else None
 
 
 def kind(shape: Sequence[int], frame: Sequence[int]) -> str | None:
@@ -483,7 +516,7 @@ class Run(TorchFunctionMode):
             self.deviate()
         return func(*args, **(kwargs or {}))
 
-    def product(self, func: Any, read: Callable[..., Product | None], args: Any, kwargs: Any) -> Any:
+    def product(self, func: Any, read: Callable[..., Product | str], args: Any, kwargs: Any) -> Any:
         place, self.count = self.count, self.count + 1
         planned = self.plan.products[place] if place < len(self.plan.products) else None
         if planned is not None and planned.func == func:
@@ -498,9 +531,9 @@ class Run(TorchFunctionMode):
             self.deviated = True
         return func(*args, **kwargs)
 
-    def begun(self, planned: Planned, product: Product | None) -> Region | None:
+    def begun(self, planned: Planned, product: Product | str) -> Region | None:
         """A product's region, where it is what was planned."""
-        if product is None:
+        if isinstance(product, str):
             return None
         x, weight, bias = product
         before = None

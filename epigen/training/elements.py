@@ -28,18 +28,23 @@ def precision() -> str:
     return "tf32" if backend.conv.fp32_precision == "tf32" else "ieee"
 
 
-def why_no_product(x: torch.Tensor, weight: torch.Tensor, stride: Any, padding: Any, groups: Any, transposed: bool = False) -> str:
-    """Why a convolution is no product of its channels, or of none that takes as long; "" where it is one. Its memory is not looked at."""
+def why_no_product(weight: torch.Tensor, stride: Any, padding: Any, groups: Any, transposed: bool = False) -> str:
+    """Why a convolution is no product of its channels; "" where it is one. Its memory and its precision are not looked at."""
     kernel = list(weight.shape[2:])
     if transposed or groups != 1 or any(extent != 1 for extent in kernel):
         return f"a {'transposed ' * transposed}convolution with a kernel of {_times(kernel)}" + (f" in {groups} groups" if groups != 1 else "")
     steps, borders = _listed(stride), _listed(padding)
     if any(step != 1 for step in steps) or any(border not in (0, "valid", "same") for border in borders):
         return f"a convolution of stride {_times(steps)} and padding {_times(borders)}, whose rows are not those of its input"
-    if x.dtype == torch.float32 and x.is_cuda and process_precision() != precision():
-        one, other = ("TF32", "full fp32") if precision() == "tf32" else ("full fp32", "TF32")
-        return f"convolutions are in {one} here, and products in {other}: torch.backends.cudnn.conv and .cuda.matmul have an fp32_precision each"
     return ""
+
+
+def why_not_as_fast(x: torch.Tensor) -> str:
+    """Why a product of x takes longer than the convolution would, or is rounded otherwise: in fp32 each has a precision of its own. "" where it does not."""
+    if x.dtype != torch.float32 or not x.is_cuda or process_precision() == precision():
+        return ""
+    one, other = ("TF32", "full fp32") if precision() == "tf32" else ("full fp32", "TF32")
+    return f"convolutions are in {one} here, and products in {other}: torch.backends.cudnn.conv and torch.backends.cuda.matmul have an fp32_precision each"
 
 
 def _listed(extents: Any) -> Sequence[Any]:

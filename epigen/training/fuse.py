@@ -32,6 +32,7 @@ _MOST_TRIED = 24
 """Combinations of widths of these inputs."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 _NOTHING = Rehearsed(Plan(()), [])
@@ -195,10 +196,12 @@ class Fused:
         width = max((len(s.name) for s in said), default=0)
         texts = [(s.epilogue + (f", with {s.activation}" if s.activation else "")) if isinstance(s, Replaced) else f"left: {s.why}" for s in said]
         rows = [f"{s.name or 'the model':{width}}  {text}" for s, text in zip(said, texts, strict=True)]
-        flops = [_flops(layer.module) for layer in self.layers]
+        convolved = any(isinstance(layer.module, _CONVOLUTIONS) for layer in self.layers)
+        flops = [0 if convolved else _flops(layer.module) for layer in self.layers]  # how many rows a convolution has hangs on its images
         done = [f for f, s in zip(flops, said, strict=True) if isinstance(s, Replaced)]
         share = f" ({100 * sum(done) / sum(flops):.0f} % of FLOPs)" if sum(flops) else ""
-        return "\n".join([*rows, f"{len(done)} of {len(said)} linear layers fused{share}" if said else "there is no linear layer"])
+        kind = "layers" if convolved else "linear layers"
+        return "\n".join([*rows, f"{len(done)} of {len(said)} {kind} fused{share}" if said else "there is no linear layer"])
 
 
 def _flops(layer: nn.Module) -> int:
@@ -232,10 +235,10 @@ def fuse(model: nn.Module, *, only: str | Iterable[str] | Callable[[str, nn.Modu
     """Have the forwards of a model that call linear layers compute each of them and what follows it in one kernel, forward and backward.
 
     The model is changed in place; its modules, parameters, buffers and hooks stay what and where they are, and so does its state dict. Modules whose own forward
-    calls linear layers (`torch.nn.Linear`, and a transposed one as in GPT-2) get another `forward`, which runs their own code. What follows a layer is told by
-    what is computed, whatever module or function computes it: activations, gates, residuals, dropout that drops nothing. Layers that follow one another so run as
-    a chain. Where a module's code does anything else than when it was tried out, that code runs alone: adapters, quantised or parametrised layers, hooks, another
-    branch, torch.compile.
+    calls linear layers (`torch.nn.Linear`, a transposed one as in GPT-2, convolutions of one element in channels_last memory) get another `forward`, which runs
+    their own code. What follows a layer is told by what is computed, whatever module or function computes it: activations, gates, residuals, norms over the batch
+    in eval mode, dropout that drops nothing. Linear layers that follow one another so run as a chain. Where a module's code does anything else than when it was
+    tried out, that code runs alone: adapters, quantised or parametrised layers, hooks, another branch, torch.compile.
 
     only: the modules whose forwards may be changed: names or patterns ("encoder.*.mlp"), with all that is in them, or a function of name and module. dry_run:
     change nothing, and say what would be.
@@ -285,8 +288,10 @@ def unfuse(model: nn.Module) -> None:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether a module is a linear layer: torch's, of whatever subclass, or Hugging Face's Conv1D, whose weight lies transposed."""
+    """Whether a module is a linear layer: torch's, of whatever subclass, Hugging Face's Conv1D, whose weight lies transposed, or a convolution of one element."""
     weight = getattr(module, "weight", None)
+    if isinstance(module, _CONVOLUTIONS):
+        return set(module.kernel_size) == {1} and module.groups == 1
     return isinstance(module, nn.Linear) or (hasattr(module, "nf") and isinstance(weight, Tensor) and weight.dim() == 2)
 
 

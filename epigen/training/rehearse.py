@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from epigen.errors import EpigenError
 from epigen.training import deferred
-from epigen.training.deferred import DTYPES, PRODUCTS, VIEWS, Argument, Fixed, Plan, Planned, Product, Ref, Step, Taken
+from epigen.training.deferred import CONVOLUTIONS, DTYPES, PRODUCTS, VIEWS, Argument, Fixed, Plan, Planned, Product, Ref, Step, Taken
 from epigen.training.plan import MOST_PROGRAMS
 
 _ROWS, _COLUMNS = 6, 7
@@ -183,13 +184,15 @@ class Observed(TorchFunctionMode):
 
 @dataclass(eq=False)
 class _Region:
-    """A product and the functions of it that the language has. uses: by place, by whom else its value is read."""
+    """A product and the functions of it that the language has. frame: its shape, channels last. shape: as torch has it. outside: by place, by whom else its value
+    is read."""
 
     number: int
     event: Event
     product: Product
     dtype: torch.dtype
     frame: tuple[int, ...]
+    shape: tuple[int, ...]
     steps: list[Step] = field(default_factory=list)
     outside: dict[int, list[str]] = field(default_factory=dict)
     fed: list[tuple[_Region, int]] = field(default_factory=list)
@@ -197,6 +200,11 @@ class _Region:
     open: bool = True
     why: str = ""
     names: list[str] = field(default_factory=list)
+
+    @property
+    def moved(self) -> bool:
+        """Whether torch has the channels in another place."""
+        return self.event.func in CONVOLUTIONS
 
     def read(self, place: int, by: str) -> None:
         self.outside.setdefault(place, []).append(by)
@@ -255,8 +263,8 @@ def _is_x(region: _Region, other: _Region, place: int, now: Mapping[int, tuple[_
 
 def _begun(number: int, event: Event, read: Any) -> tuple[_Region | None, str]:
     product = read(*event.args, **event.kwargs)
-    if product is None:
-        return None, "its product is no linear layer"
+    if isinstance(product, str):
+        return None, product
     x, weight, bias = product
     if type(event.result) is not type(x) and not isinstance(event.result, Tensor):
         return None, "it gives no tensor"
@@ -268,7 +276,7 @@ def _begun(number: int, event: Event, read: Any) -> tuple[_Region | None, str]:
         return None, f"its product is {dtype}, and fp32, fp16 and bf16 are fused"
     if x.device != weight.device or not deferred.fits(product, tuple(x.shape), x.dtype, event.state, dtype):
         return None, f"a product of {list(x.shape)} by a weight of {list(weight.shape)} is not taken"
-    return _Region(number, event, product, dtype, tuple(event.result.shape)), ""
+    return _Region(number, event, product, dtype, (*x.shape[:-1], weight.shape[0]), tuple(event.result.shape)), ""
 
 
 def _ordinary(tensor: Any) -> bool:
@@ -283,7 +291,9 @@ def _stepped(event: Event, values: dict[int, tuple[_Region, int]], now: dict[int
     tried = sorted({id(r): r for r, _ in values.values()}.values(), key=lambda r: (-len(r.steps), r.number))
     why = ""
     for region in tried:
-        step, why = _step(region, event, values) if region.open else (None, "another tensor is changed in between")
+        step, why = _step(region, event, values)
+        if step is not None and not region.open:
+            step, why = None, "another tensor is changed in between"
         if step is None:
             region.why = region.why or f"{name} follows{', which no epilogue computes' + (': ' + why if why else '')}"
             continue
@@ -293,7 +303,7 @@ def _stepped(event: Event, values: dict[int, tuple[_Region, int]], now: dict[int
         region.steps.append(step)
         region.names.append(name)
         if step.view:
-            region.frame = tuple(event.result.shape)
+            region.frame = region.shape = tuple(event.result.shape)
         now[id(event.result)] = (region, len(region.steps))
         return
     for key, (r, place) in values.items():
@@ -312,7 +322,9 @@ def _step(region: _Region, event: Event, values: Mapping[int, tuple[_Region, int
         return None, "autocast or gradients are switched in between"
     if event.func in VIEWS and result is not first:
         return _view(region, event, values)
-    if tuple(result.shape) != region.frame or result.dtype not in DTYPES:
+    if event.func is F.batch_norm and not region.moved and len(region.frame) != 2:
+        return None, "its channels are no columns"
+    if tuple(result.shape) != region.shape or result.dtype not in DTYPES:
         return None, ""
     if not result.requires_grad:
         return None, "it has no gradient"
@@ -331,7 +343,8 @@ def _step(region: _Region, event: Event, values: Mapping[int, tuple[_Region, int
             if place is not None and place[0] is region:
                 args.append(Ref(place[1]))
                 continue
-            indices = deferred.kind(value.shape, region.frame)
+            faced = deferred.facing(value, event.func, region.frame) if region.moved else value
+            indices = None if faced is None else deferred.kind(faced.shape, region.frame)
             if indices is None or not _ordinary(value) or value.dtype not in DTYPES or value.device != region.product.weight.device:
                 return None, f"it takes a tensor of {list(value.shape)} and {value.dtype} beside it"
             args.append(Taken(f"x{count}", indices, value.dtype))
@@ -346,10 +359,22 @@ def _step(region: _Region, event: Event, values: Mapping[int, tuple[_Region, int
     return (step, "") if text else (None, why)
 
 
+def _normed(
+    x: Tensor, mean: Tensor | None, variance: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False,
+    momentum: float = 0.1, eps: float = 1e-5,  # noqa: ARG001  # as F.batch_norm has it
+) -> Tensor:  # fmt: skip
+    """A norm by statistics of the model, as arithmetic."""
+    if training or mean is None or variance is None:
+        raise EpigenError("it takes its statistics of all rows first")
+    y = (x - mean) * torch.rsqrt(variance + eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
 def _view(region: _Region, event: Event, values: Mapping[int, tuple[_Region, int]]) -> tuple[Step | None, str]:
     at = values.get(id(event.args[0]))
     shape = deferred.reshaped(region.frame, event.args[1:])
-    if at != (region, len(region.steps)) or event.kwargs or shape is None or shape != tuple(event.result.shape):
+    if region.moved or at != (region, len(region.steps)) or event.kwargs or shape is None or shape != tuple(event.result.shape):
         return None, "it moves elements between rows and columns"
     return Step(event.func, (Ref(at[1]), *map(Fixed, event.args[1:])), {}, event.result.dtype, view=True), ""
 
@@ -364,7 +389,7 @@ def _planned(regions: Sequence[_Region | None], products: Sequence[tuple[Event, 
     for r in regions:
         if r is not None and (k := cuts[r.number]) and r.multiplied.get(k, []) and len(r.multiplied[k]) == 1 and k not in r.outside and k == len(r.steps):
             follower = regions[r.multiplied[k][0]]
-            if follower is not None and follower.event.state == r.event.state and r.open:
+            if follower is not None and follower.event.state == r.event.state and r.open and not r.moved:
                 chained[r.number] = follower.number
     plans: list[Planned | None] = []
     seen: list[Seen] = []
@@ -435,7 +460,7 @@ def _traced(bias: bool, bias_dtype: torch.dtype | None, dtype: torch.dtype, step
                 return values[argument.place] if isinstance(argument, Ref) else given[argument.name] if isinstance(argument, Taken) else argument.value
 
             named = {name: content(value) for name, value in kwargs}
-            called = deferred.functional(func) if in_place else func
+            called = _normed if func is F.batch_norm else deferred.functional(func) if in_place else func
             found = called(*map(content, args), **(named | {"inplace": False} if "inplace" in named else named))
             if tuple(found.shape) != (_ROWS, _COLUMNS):
                 raise EpigenError("it changes the shape")
