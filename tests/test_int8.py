@@ -122,3 +122,12 @@ def test_on_a_gpu() -> None:
     for k in (EXACT_INT8, PAST):
         a, b = operands(k)
         assert torch.equal(epigen.compile("mm")(a.cuda(), b.cuda()).cpu(), wrapped(a, b))
+
+
+@pytest.mark.parametrize(("m", "n"), [(5, 1), (1, 5), (1, 300), (300, 1), (40, 40), (33, 64)])
+def test_a_product_that_was_padded_holds_no_more_than_twice_its_memory(m: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a column of 2^31 rows there are 64 parts, and all are held until they are joined: as views of what was padded they were 64 times 4 GiB."""
+    monkeypatch.setattr(vendor, "_int_mm", lambda a, b: a.int() @ b.int())
+    a, b = torch.randint(-128, 128, (m, 7), dtype=torch.int8), torch.randint(-128, 128, (7, n), dtype=torch.int8)
+    found = vendor._padded_product(a, b)
+    assert torch.equal(found, a.int() @ b.int()) and found.untyped_storage().nbytes() <= 2 * m * n * 4

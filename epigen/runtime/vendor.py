@@ -144,7 +144,9 @@ def _padded_product(a: Tensor, b: Tensor) -> Tensor:
     (m, k), n = a.shape, b.shape[1]
     a = torch.nn.functional.pad(a, (0, -k % _STEPS, 0, -m % _STEPS))
     b = torch.nn.functional.pad(b, (0, -n % _STEPS, 0, -k % _STEPS))
-    return _int_mm(a.contiguous(), b.contiguous())[:m, :n]
+    found = _int_mm(a.contiguous(), b.contiguous())
+    part = found[:m, :n]
+    return part if found.numel() <= 2 * part.numel() else part.clone()  # a view of a row or a column would hold 32 times its memory, and several may wait
 
 
 _int_mm: Callable[[Tensor, Tensor], Tensor] = torch._int_mm
