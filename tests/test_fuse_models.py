@@ -70,6 +70,18 @@ def test_every_mlp_is_fused_and_the_model_stays_what_it_was(name: str, ran: list
     assert not any("forward" in vars(m) for m in model.modules())
 
 
+@pytest.mark.parametrize(("name", "count"), [("torchvision_resnet", 11), ("torchvision_mobilenet", 12), ("timm_convnext_conv", 4)])
+def test_convolutions_and_what_follows_them(name: str, count: int, ran: list[str]) -> None:
+    """All that no stride sets apart and that something follows; the same plan holds for what it was rehearsed with and for the model's images."""
+    given = made(name)
+    plain = copy.deepcopy(given.model)
+    found = epigen.fuse(given.model)
+    assert len(found.replaced) == count, str(found)
+    with torch.no_grad():
+        close(given.model(**given.inputs), plain(**given.inputs))
+    assert len(ran) >= count - 1, "two layers of a head may run as a chain"
+
+
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_adapters_before_and_after(name: str) -> None:
     """As peft puts them in; merged, and taken out again."""

@@ -20,6 +20,7 @@ from torch.overrides import _pop_mode_temporarily
 
 from epigen.errors import CallError
 from epigen.training.deferred import DEVICES, Plan, Run, state
+from epigen.training.elements import channels_second
 from epigen.training.rehearse import Observed, Rehearsed, Unseen, rehearse
 
 _MOST_PLANS = 8
@@ -28,12 +29,14 @@ _MOST_PLANS = 8
 _LEADS = ((2, 3), (5,))
 """Leading dimensions of the inputs with which a forward is rehearsed before it was ever called."""
 
+_PIXELS = 8
+"""Extents of images with which it is."""
+
 _MOST_TRIED = 24
 """Combinations of widths of these inputs."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
 
 _NOTHING = Rehearsed(Plan(()), [])
 
@@ -343,25 +346,16 @@ def _tried(forward: Forward) -> str:
     """Rehearse a forward on made-up inputs. Returns why it could not be."""
     module = forward.module
     parameters = [p for p in forward.__signature__.parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    weights = [p for m in module.modules() for p in m.parameters(recurse=False) if p.dim() == 2]
-    widths = list(dict.fromkeys(extent for p in weights for extent in reversed(p.shape)))
-    if not parameters or not widths:
-        return "its inputs are not known"
-    why = ""
-    later = [widths[0], None, *widths[1:]]  # such as a mask, which may be none
-    tried = itertools.product(_LEADS, itertools.product(widths, *(later for _ in parameters[1:])))
-    for lead, extents in itertools.islice(tried, _MOST_TRIED):
-        given = {
-            p.name: None if extent is None else torch.empty((*lead, extent), dtype=weights[0].dtype, device=weights[0].device)
-            for p, extent in zip(parameters, extents, strict=True)
-        }
+    why = "its inputs are not known"
+    for place, values in enumerate(itertools.islice(_made_up(module, len(parameters)), _MOST_TRIED)):
+        given = {p.name: value for p, value in zip(parameters, values, strict=True)}
         key = forward.key((), given)
         if key is None:
             return "there are hooks or replaced forwards inside"
         try:
             found = rehearse(module, (), given)
         except Unseen as unseen:
-            why = why or str(unseen)
+            why = why if place else str(unseen)
             continue
         forward.known.plans[key] = forward.known.last = found
         if found.plan.idle:
@@ -371,3 +365,19 @@ def _tried(forward: Forward) -> str:
                 forward.idle = False
         return ""
     return why
+
+
+def _made_up(module: nn.Module, count: int) -> Iterator[tuple[Tensor | None, ...]]:
+    """Inputs that a forward of so many might take: images for its convolutions, rows for its linear layers."""
+    images = [m for m in module.modules() if isinstance(m, _CONVOLUTIONS)]
+    for channels, dims in dict.fromkeys((m.in_channels, len(m.kernel_size)) for m in images):
+        if count == 1:
+            image = torch.empty((2, *[_PIXELS] * dims, channels), dtype=images[0].weight.dtype, device=images[0].weight.device)
+            yield (image.permute(channels_second(dims + 2)),)
+    weights = [p for m in module.modules() for p in m.parameters(recurse=False) if p.dim() == 2]
+    widths = list(dict.fromkeys(extent for p in weights for extent in reversed(p.shape)))
+    if not count or not widths:
+        return
+    later = [widths[0], None, *widths[1:]]  # such as a mask, which may be none
+    for lead, extents in itertools.product(_LEADS, itertools.product(widths, *(later for _ in range(count - 1)))):
+        yield tuple(None if extent is None else torch.empty((*lead, extent), dtype=weights[0].dtype, device=weights[0].device) for extent in extents)
