@@ -473,6 +473,20 @@ def test_convolutions_of_several_batches_and_images() -> None:
     assert found["forward (30, 6, 8)"] == "v = mm + x0[n]; out0 = v; out0, silu(v * 0.5) + x1[m]" and len(found) == 3  # compiled once
 
 
+def test_extents_that_vary_and_are_computed_of_others() -> None:
+    """Forward those that a stride leaves, and backward those of what was kept."""
+
+    def function(x: Tensor, w: Tensor, v: Tensor, u: Tensor) -> Tensor:
+        y = F.conv2d(x.contiguous(memory_format=torch.channels_last), w, stride=2, padding=1)
+        return F.relu(F.conv2d(F.silu(F.conv2d(y, v)), u))
+
+    first, second = drawn((2, 3, 9, 12), (8, 3, 3, 3), (6, 8, 1, 1), (4, 6, 1, 1)), drawn((4, 3, 16, 7), (8, 3, 3, 3), (6, 8, 1, 1), (4, 6, 1, 1))
+    found = agree(function, *first, dynamic=True, again=tuple(second))
+    assert found["forward (60, 6, 8)"] == "mm, silu(mm)" and found["forward (60, 4, 6)"] == "relu(mm)"
+    assert found["backward (60, 6, 4)"].startswith("dsilu(mm") and len(found) == 9  # compiled once
+    assert found["forward (60, 8, 27)"] == "a convolution with a kernel of 3x3"
+
+
 def test_convolutions_of_other_dimensions_and_of_a_part_of_the_channels() -> None:
     def sequence(x: Tensor, w: Tensor) -> Tensor:
         return F.tanh(F.conv1d(x.transpose(1, 2), w))

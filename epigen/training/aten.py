@@ -272,7 +272,11 @@ class Importer:
             if len(columns_at) > 1 or ("n" in indices and columns_at != [len(beside) - 1]):
                 raise Unknown(node, f"its argument {arg.name} is {list(shape)}, which varies over a part of the rows")
         order = None
-        if not in_order(roles):
+        try:
+            ordered = in_order(roles)
+        except NotImplementedError as error:
+            raise Unknown(node, str(error)) from None
+        if not ordered:
             order = tuple(order_of(roles))
             if not isinstance(tensor, torch.Tensor) or not lies_as_rows(tensor, order):
                 raise Unknown(node, f"its argument {arg.name} is {list(shape)}, of which rows and columns have changed places")
@@ -614,7 +618,7 @@ def _moved(roles: Sequence[Role], node: fx.Node) -> tuple[Role, ...]:
 
 
 def order_of(roles: Sequence[Role]) -> list[int]:
-    """The dimensions as they lie in a matrix, rows first."""
+    """The dimensions as they lie in a matrix, rows first. Raises NotImplementedError where that is known at run time alone."""
 
     def before(x: int, y: int) -> int:
         one, other = roles[x], roles[y]
@@ -622,7 +626,11 @@ def order_of(roles: Sequence[Role]) -> list[int]:
             return (one is not None and one[0] == "n") - (other is not None and other[0] == "n")
         if same(one[2], other[2]):
             return 0
-        return 1 if statically_known_true(one[2] < other[2]) else -1
+        if same(one[2] % other[2], 0):  # each step is a product of those within it, and so divides them: which is larger need not be known
+            return -1
+        if same(other[2] % one[2], 0):
+            return 1
+        raise NotImplementedError(f"the order of its dimensions, {one[2]} and {other[2]} rows apart, is known at run time alone")
 
     return sorted(range(len(roles)), key=functools.cmp_to_key(before))
 

@@ -52,4 +52,5 @@ def _listed(extents: Any) -> Sequence[Any]:
 
 
 def _times(extents: Sequence[Any]) -> str:
-    return "x".join(map(str, extents))
+    """Those that vary as they are in the first call."""
+    return "x".join(str(x.node.hint if isinstance(x, torch.SymInt) and x.node.has_hint() else x) for x in extents)

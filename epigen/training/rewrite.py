@@ -27,7 +27,7 @@ def replace(graph: fx.Graph, region: Region, tune: str | None, levels: Levels) -
     placed = max([product.node, *(leaf.node for leaf in region.imported.leaves)])
     following = placed.next
     with graph.inserting_before(following):
-        sizes = _Sizes(graph)
+        sizes = _Sizes(graph, following)
         inputs = [_presented(graph, sizes, leaf, product.node.meta["val"].shape[-1]) for leaf in region.imported.leaves]
         a = _matrix(graph, sizes, product.a)
         b = product.b if product.b.meta["val"].dim() == 2 else called(graph, _aten.select.int, (product.b, 0, 0))
@@ -121,10 +121,10 @@ def _lie_alike(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 class _Sizes:
-    """Extents as arguments of nodes: numbers, or nodes that give those that vary."""
+    """Extents as arguments of nodes: numbers, or nodes that give those that vary. following: the node before which they have to be there."""
 
-    def __init__(self, graph: fx.Graph):
-        self.graph = graph
+    def __init__(self, graph: fx.Graph, following: fx.Node):
+        self.graph, self.following = graph, following
         self.symbols: dict[Any, fx.Node | tuple[fx.Node, int]] = {}
         for node in graph.nodes:
             if node.op != "placeholder":
@@ -151,12 +151,26 @@ class _Sizes:
         found = self.symbols.get(expression)
         if isinstance(found, fx.Node):
             return found
+        found = found or self._computed(expression)
         if found is not None:
-            return self.symbols.setdefault(expression, called(self.graph, _aten.sym_size.int, found))
+            self.symbols[expression] = size = called(self.graph, _aten.sym_size.int, found)
+            return size
         if not (expression.is_Mul or expression.is_Add):
             raise NotImplementedError(f"its extent {expression} is computed of others")
         operation = operator.mul if expression.is_Mul else operator.add
         return functools.reduce(lambda x, y: called(self.graph, operation, (x, y)), map(self._of, expression.args))
+
+    def _computed(self, expression: Any) -> tuple[fx.Node, int] | None:
+        """Where there is one that is computed of others, such as by a stride: a node, and which of its dimensions."""
+        for node in self.graph.nodes:
+            if node is self.following:
+                break
+            value = node.meta.get("val")
+            shape: tuple[Any, ...] = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+            for dim, extent in enumerate(shape):
+                if isinstance(extent, torch.SymInt) and extent.node.expr == expression:
+                    return node, dim
+        return None
 
 
 def _matrix(graph: fx.Graph, sizes: _Sizes, operand: fx.Node) -> fx.Node:
