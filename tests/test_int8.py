@@ -86,6 +86,9 @@ def test_a_long_column_is_padded_a_part_at_a_time(monkeypatch: pytest.MonkeyPatc
     seen.clear()
     a, b = torch.randint(-128, 128, (1000, 32), dtype=torch.int8), torch.randint(-128, 128, (32, 300), dtype=torch.int8)
     assert torch.equal(vendor._int8_in_parts(a, b), (a.int() @ b.int())) and len(seen) == 1  # nothing grows
+    seen.clear()
+    monkeypatch.setattr(vendor, "_MOST", 256)
+    assert torch.equal(vendor._int8_in_parts(a, b), (a.int() @ b.int())) and len(seen) == 4 * 2  # and cuBLASLt takes no more at once
 
 
 @pytest.mark.parametrize("name", ["sm_80", "sm_90", "sm_120"])

@@ -111,6 +111,8 @@ _STEPS = 32
 _LONGEST = EXACT_INT8 // _STEPS * _STEPS
 _PADDED = 1 << 30
 """Bytes of an operand that grows more than twofold by being padded: of larger ones a part at a time, so that a column takes no 32 times its memory."""
+_MOST = 1 << 22
+"""Rows or columns at a time: cuBLASLt refuses 2^25 of them (H100, CUDA 13.0)."""
 
 
 def _int8(a: Tensor, b: Tensor) -> Tensor:
@@ -136,7 +138,7 @@ def _int8_in_parts(a: Tensor, b: Tensor) -> Tensor:
 def _at_a_time(extent: int, k: int) -> int:
     """How many rows or columns of `k` elements are padded together."""
     padded = -(-k // _STEPS) * _STEPS
-    return extent if extent * padded <= max(_PADDED, 2 * extent * k) else _PADDED // padded
+    return min(extent if extent * padded <= max(_PADDED, 2 * extent * k) else _PADDED // padded, _MOST)
 
 
 def _padded_product(a: Tensor, b: Tensor) -> Tensor:
