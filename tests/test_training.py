@@ -37,7 +37,7 @@ def test_derivatives_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["aten_cases.py", "backend_cases.py", "backend_zoo.py", "ecosystem_cases.py", "function_cases.py"])
+@pytest.mark.parametrize("file", ["aten_cases.py", "backend_cases.py", "backend_zoo.py", "ecosystem_cases.py", "expected_cases.py", "function_cases.py"])
 def test_torchs_code_on_the_cpu(file: str, tmp_path: Path) -> None:
     """What torch writes down of a function, torch.compile's backend, and what else of torch imports Triton."""
     assert " passed" in cases(file, tmp_path, "-p", "no:xdist", "--timeout", "600", CUDA_VISIBLE_DEVICES="")
@@ -73,6 +73,12 @@ def test_the_backend_is_found_by_its_name() -> None:
 @pytest.mark.gpu
 def test_derivatives_on_a_gpu(tmp_path: Path) -> None:
     report = cases("derivative_cases.py", tmp_path, "-p", "no:xdist")
+    assert " passed" in report and "skipped" not in report
+
+
+@pytest.mark.gpu
+def test_what_is_expected_on_a_gpu(tmp_path: Path) -> None:
+    report = cases("expected_cases.py", tmp_path, "-p", "no:xdist")
     assert " passed" in report and "skipped" not in report
 
 
