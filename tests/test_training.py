@@ -37,7 +37,17 @@ def test_derivatives_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["aten_cases.py", "backend_cases.py", "backend_zoo.py", "ecosystem_cases.py", "expected_cases.py", "function_cases.py"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "aten_cases.py",
+        "backend_cases.py",
+        "backend_zoo.py",
+        "ecosystem_cases.py",
+        pytest.param("expected_cases.py", marks=pytest.mark.triton),
+        "function_cases.py",
+    ],
+)
 def test_torchs_code_on_the_cpu(file: str, tmp_path: Path) -> None:
     """What torch writes down of a function, torch.compile's backend, and what else of torch imports Triton."""
     assert " passed" in cases(file, tmp_path, "-p", "no:xdist", "--timeout", "600", CUDA_VISIBLE_DEVICES="")
