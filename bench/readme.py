@@ -148,15 +148,15 @@ def models() -> str:
         for row in result["rows"]
         if "epigen, graphs" in row["step_ms"]
     ]
-    apart = [row["losses"]["apart"] for row in result["rows"] if row.get("losses")]
+    trained = {row["model"]: row["losses"]["apart"] for row in result["rows"] if row.get("losses")}
     below = []
     if graphs:
         below.append(f'As CUDA graphs (`mode="reduce-overhead"`), of Inductor\'s: {"; ".join(graphs)}.')
-    if apart:
-        worst = {way: max(a[way] for a in apart) for way in ("epigen", "inductor", "fuse", "fp32")}
+    if trained:
+        worst = {way: max(apart[way] for apart in trained.values()) for way in ("epigen", "inductor", "fuse", "fp32")}
         below.append(
-            f"Losses of {len(apart)} models over the same steps of training lie at most {worst['epigen']:.1%} from eager's "
-            f"(Inductor's {worst['inductor']:.1%}, fuse's {worst['fuse']:.1%}, eager's own in fp32 {worst['fp32']:.1%})."
+            f"Losses of {' and '.join(trained)} over 50 steps of training lie at most {worst['epigen']:.1g} of them from eager's "
+            f"(Inductor's {worst['inductor']:.1g}, fuse's {worst['fuse']:.1g}, eager's own in fp32 {worst['fp32']:.1g})."
         )
     head = (
         f"{first['layers']} layers of real models in bf16, {first['tokens']} tokens, random weights, untuned: `torch.compile` with Inductor and with "
