@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as everyone calls it
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import epigen
 from epigen.errors import CallError
-from epigen.training import elements
+from epigen.training import deferred, elements, library, linear, plan
 from epigen.training.fuse import Forward, Fused
 
 pytestmark = [pytest.mark.triton, pytest.mark.usefixtures("one_thread")]
@@ -35,8 +37,8 @@ def drawn(*size: int, seed: int = 0) -> Tensor:
 
 
 def agree(model: nn.Module, plain: nn.Module, *inputs: Any) -> None:
-    """Results and all gradients, in both modes, of two models that have the same parameters."""
-    for mode in (True, False):
+    """Results and all gradients, in both modes, of two models that have the same parameters. Three times: a call is checked, written out, and called as written."""
+    for mode in (True, False) * 3:
         results = []
         for m in (model.train(mode), plain.train(mode)):
             given = [x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
@@ -729,6 +731,145 @@ def test_an_error_of_the_users_comes_out_as_it_is() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(drawn(3, 7))
     torch.testing.assert_close(model(drawn(3, 8)), F.relu(model.fc(drawn(3, 8))))
+
+
+# -- what the host does in a call
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, *places: tuple[Any, str]) -> Counter[str]:
+    """How often functions are called from now on, by name."""
+    found: Counter[str] = Counter()
+
+    def count(home: Any, name: str) -> None:
+        function = getattr(home, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(home, name, run)
+
+    for home, name in places:
+        count(home, name)
+    return found
+
+
+CHECKS = ((Forward, "key"), (deferred, "fits"), (linear, "chain"), (linear, "_check_operands"), (plan, "steps"), (library, "below_autograd"))
+
+
+def residual() -> Block:
+    torch.manual_seed(0)
+    return Block(lambda s, x, y: s.norm(s.drop(s.fc(x)) + (x if y is None else y)), **linears("fc"), drop=nn.Dropout(0.0), norm=nn.LayerNorm(8))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_call_like_one_before_is_checked_by_comparison(gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that hangs on shapes, dtypes and torch's modes is found out once for calls that are alike in them, and anew for others."""
+    model, plain = residual(), residual()
+    epigen.fuse(model)
+    seen = counted(monkeypatch, *CHECKS)
+
+    def call(*inputs: Tensor) -> Counter[str]:
+        seen.clear()
+        with torch.set_grad_enabled(gradients):
+            y = model(*inputs)
+            found = Counter(seen)
+            torch.testing.assert_close(y, plain(*inputs), rtol=1e-4, atol=1e-5)
+        return found
+
+    ways: dict[str, tuple[Tensor, ...]] = {
+        "a shape": (drawn(2, 3, 8), drawn(2, 3, 8, seed=1)),
+        "more rows": (drawn(2, 5, 8), drawn(2, 5, 8, seed=1)),
+        "rows that lie apart": (drawn(2, 3, 16)[..., ::2], drawn(2, 3, 8, seed=1)),
+        "its input again": (drawn(2, 3, 8),),
+        "fewer dimensions": (drawn(8), drawn(8, seed=1)),
+    }
+    for _ in range(2):
+        for name, inputs in ways.items():
+            assert call(*inputs)["chain"] == 1, name
+    for name, inputs in ways.items():
+        assert not +call(*inputs), name
+    if gradients:
+        model.fc.weight.requires_grad_(False)
+        assert [call(*ways["a shape"])["chain"] for _ in range(3)] == [1, 1, 0]
+    else:
+        with torch.inference_mode():
+            assert [call(*ways["a shape"])["chain"] for _ in range(3)] == [1, 1, 0]
+    with torch.autocast("cpu", torch.bfloat16):
+        seen.clear()
+        assert model(*ways["a shape"]).dtype == plain(*ways["a shape"]).dtype and seen["chain"] == 1
+
+
+def test_a_chain_is_checked_once_and_has_no_nodes_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also its backward goes past torch's dispatcher, and leading dimensions are none of autograd's business."""
+    model, x = mlp(), drawn(2, 3, 8).requires_grad_()
+    epigen.fuse(model)
+    for _ in range(2):
+        model(x).sum().backward()
+    seen = counted(monkeypatch, *CHECKS)
+    y = model(x)
+    y.sum().backward()
+    assert not +seen
+    nodes = [y.grad_fn]
+    for node in nodes:
+        nodes += [n for n, _ in node.next_functions if n is not None]
+    assert [name for n in nodes if (name := type(n).__name__) != "AccumulateGrad"] == ["AgainBackward", "AgainBackward"]
+
+
+FROZEN = ("", "0.weight", "0.bias", "0.weight 0.bias", "2.weight", "2.weight 2.bias", "0.weight 0.bias 2.weight", "0.weight 2.weight x")
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_is_written_out_has_the_gradients_that_are_wanted(frozen: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chain with a residual beside it, whatever of it is frozen and whatever is asked for."""
+    inner, x, y = mlp(), drawn(2, 3, 8), drawn(2, 3, 8, seed=1).requires_grad_()
+    for name, p in inner.named_parameters():
+        p.requires_grad_(name not in frozen.split())
+    x.requires_grad_("x" not in frozen.split())
+    model = Block(lambda s, x, y: s.last(s.act(s.first(x))) * 2 + y, first=inner[0], act=inner[1], last=inner[2])
+    plain = copy.deepcopy(model)
+    epigen.fuse(model)
+    rtol, atol = (5e-2, 5e-2) if autocast else (1e-4, 1e-5)
+
+    def run(m: nn.Module, asked: slice) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = m(x, y)
+        leaves = [t for t in (x, y, *m.parameters()) if t.requires_grad]
+        return found, torch.autograd.grad(found.float().square().sum(), leaves[asked])
+
+    for asked in (slice(None), slice(1), slice(1, 2), slice(-1, None)):
+        for _ in range(3):
+            torch.testing.assert_close(run(model, asked), run(plain, asked), rtol=rtol, atol=atol)
+    seen = counted(monkeypatch, *CHECKS)
+    run(model, slice(None))
+    assert not +seen
+    with pytest.raises(CallError, match="a layer of epigen has no second derivative"):
+        torch.autograd.grad(model(x, y).sum(), y if frozen else x, create_graph=True)
+
+
+def test_whoever_watches_torchs_operations_sees_them() -> None:
+    """A dispatch mode, a profile: also of calls like one before."""
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = drawn(3, 8)
+    weight, bias = drawn(16, 8), drawn(16)
+    expected = epigen.linear(x, weight, bias, "relu(mm + bias)")
+    found: list[str] = []
+    with Watching():
+        torch.testing.assert_close(epigen.linear(x, weight, bias, "relu(mm + bias)"), expected)
+    assert "epigen.program.default" in found
+    model = mlp().requires_grad_(False)
+    epigen.fuse(model)
+    for _ in range(2):
+        model(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        model(x)
+    assert [e.count for e in profile.key_averages() if e.key == "epigen::program"] == [2]
 
 
 # -- torch's other ways to run a model

@@ -234,13 +234,21 @@ def _comparison(tensors: Sequence[Tensor]) -> Check:
 
     torch.compile's own guard asks all of it of all tensors in one call; attribute by attribute it takes ten times as long.
     """
-    if _guards is not None:
-        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-        check: Check = _guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-        if check(*tensors):
-            return check
+    check = guard(tensors)
+    if check is not None:
+        return check
     expected = [_likeness(t) for t in tensors]
     return lambda *found: all(isinstance(t, Tensor) and _likeness(t) == e for t, e in zip(found, expected, strict=True))
+
+
+def guard(tensors: Sequence[Tensor]) -> Check | None:
+    """Whether as many tensors, each of them another, are like these, in whether they require a gradient too, and are met by torch's dispatcher as these are now:
+    by autocast, inference mode, torch's modes, transforms and traces. None where torch cannot tell."""
+    if _guards is None:
+        return None
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    check: Check = _guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check if check(*tensors) else None
 
 
 def _likeness(t: Tensor) -> tuple[Any, ...]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,16 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documentati
 from torch.overrides import TorchFunctionMode
 
 from epigen.errors import CallError, InternalError
-from epigen.training import linear
+from epigen.runtime.warmed import Check, guard
+from epigen.training import again, linear
 from epigen.training.elements import CHANNELS_LAST, channels_second, rows_first, why_no_product, why_not_as_fast
 from epigen.training.plan import MOST_PROGRAMS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")
+_RECENT = 16
+"""Calls of other shapes, or in other modes, that a product is compared with in turn."""
+
 _PLAIN = (Tensor, nn.Parameter)
 """Tensors of any other class are computed by that class alone."""
 
@@ -53,7 +57,7 @@ class Fixed(NamedTuple):
 Argument = Ref | Taken | Fixed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Step:
     """A function that is called of a product. view: it changes the leading dimensions alone. dtype: of what it gives."""
 
@@ -64,10 +68,60 @@ class Step:
     in_place: bool = False
     view: bool = False
 
+    @functools.cached_property
+    def options(self) -> tuple[list[type], dict[str, Any]] | None:
+        """The types and values of its keywords, where none of them is a tensor."""
+        if not all(isinstance(a, Fixed) for a in self.kwargs.values()):
+            return None
+        fixed = {name: a.value for name, a in self.kwargs.items() if isinstance(a, Fixed)}
+        return list(map(type, fixed.values())), fixed
+
+
+State = tuple[bool, bool, torch.dtype | None]
+"""What torch's own state is, as far as results hang on it: whether gradients are recorded, inference mode, autocast's dtype."""
+
+Found = TypeVar("Found")
+
+
+class Alike(Generic[Found]):
+    """What was found out of tensors, for those that are like them: by one comparison in place of each check."""
+
+    __slots__ = ("seen",)
+
+    def __init__(self) -> None:
+        self.seen: tuple[tuple[State, Check, Found], ...] = ()
+
+    def get(self, now: State, tensors: Sequence[Tensor]) -> Found | None:
+        for then, check, found in self.seen:
+            if then == now and check(*tensors):
+                return found
+        return None
+
+    def put(self, now: State, tensors: Sequence[Tensor], found: Found) -> None:
+        """In place of what was there of such tensors."""
+        others = self.seen
+        for i, (then, check, _) in enumerate(others):
+            if then == now and check(*tensors):
+                self.seen = ((now, check, found), *others[:i], *others[i + 1 :])
+                return
+        first: dict[int, int] = {}
+        twins = [(i, first[id(t)]) for i, t in enumerate(tensors) if first.setdefault(id(t), i) != i]
+        new = guard([tensors[i] for i in first.values()])
+        if new is not None:
+            self.seen = ((now, _with_twins(new, list(first.values()), twins) if twins else new, found), *others)[:_RECENT]
+
+
+def _with_twins(check: Check, places: Sequence[int], twins: Sequence[tuple[int, int]]) -> Check:
+    """Of tensors some of which are the same one, and have to be again. places: of each the first."""
+    return lambda *tensors: all(tensors[i] is tensors[j] for i, j in twins) and check(*(tensors[i] for i in places))
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What is expected of one product. dtype: of what it gives. text: its program. chained: the next product multiplies what the last step gives."""
+    """What is expected of one product. dtype: of what it gives. text: its program. chained: the next product multiplies what the last step gives.
+
+    begun, computed: what was found out of products, and of chains that end with this one, which were like later ones.
+    """
 
     func: Any
     dtype: torch.dtype
@@ -76,6 +130,8 @@ class Planned:
     text: str
     chained: bool
     after_chained: bool
+    begun: Alike[tuple[Sequence[int], torch.dtype]] = field(default_factory=Alike, compare=False)
+    computed: Alike[Callable[..., Tensor] | str] = field(default_factory=Alike, compare=False)
 
 
 @dataclass(frozen=True)
@@ -233,11 +289,8 @@ def _all_deferred(args: Any, kwargs: Any) -> list[Deferred]:
     return found
 
 
-State = tuple[bool, bool, torch.dtype | None]
-"""What torch's own state is, as far as results hang on it: whether gradients are recorded, inference mode, autocast's dtype."""
-
-
 def state(device: str) -> State:
+    """device: one of DEVICES, or another, where there is no plan."""
     autocast = torch.get_autocast_dtype(device) if device in DEVICES and torch.is_autocast_enabled(device) else None
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
 
@@ -249,19 +302,22 @@ class Region:
     contents, once they are there. frame: the product's shape, channels last. moved: in torch's shape they come second.
     """
 
-    __slots__ = ("_before", "calls", "device", "frame", "inputs", "lead", "moved", "plan", "product", "settled", "state", "values", "wants")
+    __slots__ = ("_before", "calls", "device", "frame", "inputs", "kind", "lead", "moved", "plan", "product", "settled", "state", "values", "wants")
 
-    def __init__(self, plan: Planned, product: Product, before: Region | None, shape: tuple[int, ...], now: State, device: torch.device):
-        self.plan, self.product, self._before, self.frame, self.state, self.device = plan, product, before, shape, now, device
+    def __init__(self, plan: Planned, product: Product, before: Region | None, frame: tuple[int, ...], now: State, device: torch.device, kind: str):
+        """kind: the device's."""
+        self.plan, self.product, self._before, self.frame, self.state, self.device, self.kind = plan, product, before, frame, now, device, kind
         self.moved = plan.func in CONVOLUTIONS
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], bool]] = []
         self.values: list[Callable[[], Deferred | None]] = []
-        self.inputs: dict[str, Tensor] = {} if product.bias is None else {"bias": product.bias}
+        x, weight, bias = product
+        self.inputs: dict[str, Tensor] = {} if bias is None else {"bias": bias}
         self.settled = False
-        x_wants: bool = product.x.requires_grad if before is None else before.wants
         # which the results of a chain have until its end, whatever is viewed in between
-        self.lead: tuple[int, ...] = shape[:-1] if before is None else before.lead
-        self.wants: bool = now[0] and (x_wants or product.weight.requires_grad or (product.bias is not None and product.bias.requires_grad))
+        self.lead: tuple[int, ...] = frame[:-1] if before is None else before.lead
+        self.wants: bool = now[0] and (
+            weight.requires_grad or (x.requires_grad if before is None else before.wants) or (bias is not None and bias.requires_grad)
+        )
 
     def give(self, dtype: torch.dtype) -> Deferred:
         """The next place's tensor."""
@@ -273,20 +329,27 @@ class Region:
 
     def matched(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Step | None:
         """The next step, where it is this call."""
-        at = len(self.values) - 1
-        if at >= len(self.plan.steps):
+        at, steps = len(self.values) - 1, self.plan.steps
+        if at >= len(steps):
             return None
-        step = self.plan.steps[at]
-        if func != step.func or len(args) != len(step.args) or len(kwargs) != len(step.kwargs) or state(self.device.type) != self.state:
+        step = steps[at]
+        if func != step.func or len(args) != len(step.args) or state(self.kind) != self.state:
             return None
         if step.view:
-            return step if self.viewed(args) else None
+            return step if not kwargs and self.viewed(args) else None
         for argument, value in zip(step.args, args, strict=True):
             if not self.agrees(func, argument, value):
                 return None
-        for name, argument in step.kwargs.items():
-            if name not in kwargs or not self.agrees(func, argument, kwargs[name]):
+        if kwargs or step.kwargs:
+            options = step.options
+            # the types first: a tensor is compared with nothing
+            if options is not None and options[0] == [*map(type, kwargs.values())] and options[1] == kwargs:
+                return step
+            if len(kwargs) != len(step.kwargs):
                 return None
+            for name, argument in step.kwargs.items():
+                if name not in kwargs or not self.agrees(func, argument, kwargs[name]):
+                    return None
         return step
 
     def agrees(self, func: Any, argument: Argument, value: Any) -> bool:
@@ -298,12 +361,16 @@ class Region:
             return value is wanted or (type(value) is type(wanted) and not isinstance(value, Tensor) and bool(value == wanted))
         if type(value) not in _PLAIN or value.dtype != argument.dtype or value.device != self.device:  # type: ignore[union-attr]
             return False
-        faced = facing(value, func, self.frame) if self.moved else value
-        presented = None if faced is None else present(faced, argument.indices, self.frame)  # type: ignore[union-attr]
+        frame = self.frame
+        if value.shape == frame and argument.indices == "mn" and not self.moved:  # type: ignore[union-attr]
+            presented: Tensor | None = value
+        else:
+            faced = facing(value, func, frame) if self.moved else value
+            presented = None if faced is None else present(faced, argument.indices, frame)  # type: ignore[union-attr]
         if presented is None:
             return False
-        if "m" in argument.indices and self.frame[:-1] != self.lead:  # type: ignore[union-attr]
-            presented = presented.reshape(*self.lead, *presented.shape[len(self.frame) - 1 :])
+        if frame[:-1] != self.lead and "m" in argument.indices:  # type: ignore[union-attr]
+            presented = presented.reshape(*self.lead, *presented.shape[len(frame) - 1 :])
         self.inputs[argument.name] = presented  # type: ignore[union-attr]
         self.wants = self.wants or (self.state[0] and value.requires_grad)
         return True
@@ -329,11 +396,26 @@ class Region:
         x, links = self._before.links()
         return x, [*links, own]
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that `links` holds, in a row."""
+        own = (self.product.weight, *self.inputs.values())
+        return (self.product.x, *own) if self._before is None else (*self._before.tensors(), *own)
+
     def compute(self) -> Tensor:
         """What the last step gives."""
-        x, links = self.links()
-        found: Tensor = linear.chain(x, links)
-        found = found if tuple(found.shape) == self.frame else found.view(self.frame)
+        if torch._C._len_torch_function_stack() or torch._C._autograd._profiler_enabled():  # a mode around the forward, or a profile, is to see the chain
+            found: Tensor = linear.chain(*self.links())
+        else:
+            tensors = self.tensors()
+            prepared = self.plan.computed.get(self.state, tensors)
+            if callable(prepared):
+                found = prepared(*tensors)
+            else:
+                x, links = self.links()
+                found = linear.chain(x, links)
+                # at the second call: of a batch that is never like another nothing is written out
+                self.plan.computed.put(self.state, tensors, "once" if prepared is None else again.prepare(x, links) or "by torch")
+        found = found if found.shape == self.frame else found.view(self.frame)
         return found.permute(channels_second(len(self.frame))) if self.moved else found
 
     def regions(self) -> list[Region]:
@@ -503,12 +585,11 @@ class Run(TorchFunctionMode):
             region.settle()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        read = PRODUCTS.get(func)
-        if read is not None:
-            return self.product(func, read, args, kwargs or {})
+        if func in PRODUCTS:
+            return self.product(func, args, kwargs or {})
         if not self.pending:
-            return func(*args, **(kwargs or {}))
-        if asks(func):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func in _ASKING:
             return _asked(func, args, kwargs)
         if Deferred in types:
             return self.step(func, args, kwargs or {})
@@ -516,11 +597,12 @@ class Run(TorchFunctionMode):
             self.deviate()
         return func(*args, **(kwargs or {}))
 
-    def product(self, func: Any, read: Callable[..., Product | str], args: Any, kwargs: Any) -> Any:
+    def product(self, func: Any, args: Any, kwargs: Any) -> Any:
         place, self.count = self.count, self.count + 1
         planned = self.plan.products[place] if place < len(self.plan.products) else None
         if planned is not None and planned.func == func:
-            region = self.begun(planned, read(*args, **kwargs))
+            product = PRODUCTS[func](*args, **kwargs)
+            region = None if isinstance(product, str) else self.begun(planned, product)
             if region is not None:
                 if planned.steps:
                     self.pending.append(region)
@@ -531,41 +613,38 @@ class Run(TorchFunctionMode):
             self.deviated = True
         return func(*args, **kwargs)
 
-    def begun(self, planned: Planned, product: Product | str) -> Region | None:
+    def begun(self, planned: Planned, product: Product) -> Region | None:
         """A product's region, where it is what was planned."""
-        if isinstance(product, str):
-            return None
         x, weight, bias = product
-        before = None
-        if type(x) is Deferred:
-            before = x.region
-            if not planned.after_chained or not before.plan.chained or not before.complete or x.place != len(before.plan.steps):
-                return None
-        elif planned.after_chained or type(x) not in _PLAIN:
-            return None
         if type(weight) not in _PLAIN or (bias is None) == planned.bias or (bias is not None and type(bias) not in _PLAIN):
             return None
         device = weight.device
-        now = state(device.type)
+        kind = device.type
+        now = state(kind)
+        before = x.region if type(x) is Deferred else None
+        tensors: tuple[Tensor, ...]
         if before is None:
-            shape, dtype = tuple(x.shape), x.dtype
-            if x.device != device:
+            if planned.after_chained or type(x) not in _PLAIN:
                 return None
+            tensors, shape, dtype = (x, weight) if bias is None else (x, weight, bias), x.shape, x.dtype
         else:
-            shape, dtype = before.frame, before.dtype
-            if before.state != now or before.device != device:
+            if not planned.after_chained or not before.plan.chained or not before.complete or x.place != len(before.plan.steps) or before.state != now:
                 return None
-        if not fits(product, shape, dtype, now, planned.dtype):
-            return None
+            tensors, shape, dtype = (weight,) if bias is None else (weight, bias), before.frame, before.dtype
+        of = (shape, dtype)
+        if planned.begun.get(now, tensors) != of:
+            if (x.device if before is None else before.device) != device or not fits(product, tuple(shape), dtype, now, planned.dtype):
+                return None
+            planned.begun.put(now, tensors, of)
         if before is not None:
             self.pending.remove(before)
-        return Region(planned, product, before, (*shape[:-1], weight.shape[0]), now, device)
+        return Region(planned, product, before, (*shape[:-1], weight.shape[0]), now, device, kind)
 
     def computed(self, region: Region) -> Tensor:
         if region in self.pending:
             self.pending.remove(region)
         found = region.compute()
-        self.held += [r for r in region.regions() if r.held]
+        self.held += [r for r in region.regions() if r.held]  # and no other, which would hold what it multiplies
         return found
 
     def step(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -574,20 +653,21 @@ class Run(TorchFunctionMode):
         if region is None or step is None:
             self.deviate()
             return func(*args, **kwargs)
-        region.note(func, args, kwargs, step.in_place)
-        last = len(region.values) == len(region.plan.steps)
-        if step.in_place:
-            changed: Deferred = args[0]
-            region.values[changed.place] = _nobody  # it is no longer what it was there, for whoever settles the region
-            if last and not region.plan.chained:
-                become(changed, self.computed(region))
-            else:
-                changed.place = len(region.values)
-                region.values.append(weakref.ref(changed))
-            return changed
-        if last and not region.plan.chained:
-            return self.computed(region)
-        return region.give(step.dtype)
+        last = len(region.values) == len(region.plan.steps) and not region.plan.chained
+        if not step.in_place:
+            if last:
+                return self.computed(region)
+            region.note(func, args, kwargs, False)
+            return region.give(step.dtype)
+        region.note(func, args, kwargs, True)
+        changed: Deferred = args[0]
+        region.values[changed.place] = _nobody  # it is no longer what it was there, for whoever settles the region
+        if last:
+            become(changed, self.computed(region))
+        else:
+            changed.place = len(region.values)
+            region.values.append(weakref.ref(changed))
+        return changed
 
     def deviate(self) -> None:
         """Go on as if nothing had been planned."""

@@ -23,25 +23,28 @@ Value = Tensor | float
 """An input of a program."""
 
 
-def split(values: Sequence[Value]) -> tuple[list[Tensor | None], list[float]]:
-    """As the operations of `library` take them."""
-    return [v if isinstance(v, Tensor) else None for v in values], numbers(values)
-
-
 def numbers(values: Sequence[Value]) -> list[float]:
     return [v for v in values if not isinstance(v, Tensor)]
 
 
-def forward(step: Step, tune: str | None, x: Tensor, weight: Tensor, inputs: Sequence[Value]) -> list[Tensor]:
-    """All outputs of the forward program. x: [M, K]. weight: [N, K]. inputs: the layer's."""
-    found: list[Tensor] = library.below_autograd(library.program, step.text, tune, x, weight.t(), *split([inputs[i] for i in step.inputs]))
+def forward(step: Step, tune: str | None, x: Tensor, weight: Tensor, inputs: Sequence[Value], lead: Sequence[int] | None) -> list[Tensor]:
+    """All outputs of the forward program. x: [..., K]. weight: [N, K]. inputs: the layer's. lead: what its results have in place of M; None for M itself."""
+    values = [rows(inputs[i], indices) for i, indices in zip(step.inputs, step.indices, strict=True)]
+    found = library.run(step.text, tune, rows(x, "mn"), weight.t(), values)
+    if lead is not None and len(lead) != 1:
+        plain = not torch.compiler.is_compiling() and library.unseen(*found)
+        for i, indices in enumerate(step.outputs):
+            if "m" in indices:
+                t = found[i]
+                # of memory that is its own and without gaps, which a mask has: half the time of a view that says of itself that it is none
+                found[i] = t.resize_((*lead, *t.shape[1:])) if plain and t.is_contiguous() else shaped(t, indices, lead)
     return found
 
 
 # -- leading dimensions
 
 
-def rows(t: Tensor, indices: str) -> Tensor:
+def rows(t: Any, indices: str) -> Any:
     """A tile [..., N] as [M, N], or a row [...] as [M]; anything else as it is. indices: of the value."""
     if indices == "m":
         return t if t.dim() == 1 else t.reshape(-1)
@@ -63,31 +66,36 @@ def shaped(t: Tensor, indices: str, lead: Sequence[int]) -> Tensor:
 
 def kept(backward: Backward | None, x: Tensor, weight: Tensor, inputs: Sequence[Value], outputs: Sequence[Tensor]) -> list[Tensor]:
     """What a layer's derivative needs. outputs: all of its forward program."""
+    if backward is None or not backward.kept:
+        return []
     values: list[Any] = [*inputs, *outputs, x, weight]
-    return [] if backward is None else [values[i] for i in backward.kept]
+    return [values[i] for i in backward.kept]
 
 
 class Layer(torch.autograd.Function):
     """(x, weight, step, tune, main_grad, lead, *values) -> the layer's results; where the next layer takes its derivative over, all outputs.
 
-    x: [M, K]. lead: the leading dimensions that the results have in place of M. values: the layer's inputs, and with `step.before` those of
-    the layer before and what its derivative needs. main_grad: None, or the fp32 buffer to which the weight's gradient is added in place.
+    x: [..., K]. lead: the leading dimensions that the results have in place of M; None within a chain, where they have M itself. values: the layer's inputs, and
+    with `step.before` those of the layer before and what its derivative needs. main_grad: None, or the fp32 buffer to which the weight's gradient is added in
+    place. Leading dimensions are taken together in here and not around it, where autograd would have a node for each that is.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, step: Step, tune: str | None, main_grad: Tensor | None, lead: Sequence[int], *values: Value
+        ctx: Any, x: Tensor, weight: Tensor, step: Step, tune: str | None, main_grad: Tensor | None, lead: Sequence[int] | None, *values: Value
     ) -> tuple[Tensor, ...]:  # fmt: skip
         inputs, taken = values[: len(step.inputs)], values[len(step.inputs) :]
-        found = forward(step, tune, x, weight, inputs)
-        outputs = [*(shaped(t, indices, lead) for t, indices in zip(found, step.outputs, strict=False)), *found[len(step.outputs) :]]
-        before = len(step.before.inputs) if step.before else 0
+        before = 0 if step.before is None else len(step.before.inputs)
+        outputs = forward(step, tune, x, weight, inputs, lead)
         own = kept(step.own, x, weight, inputs, outputs)
         ctx.save_for_backward(x if step.weight else None, weight if step.x else None, *own, *taken[before:])
         ctx.step, ctx.tune, ctx.main_grad, ctx.numbers = step, tune, main_grad, (numbers(inputs), numbers(taken[:before]))
+        ctx.shapes = x.shape, [v.shape if isinstance(v, Tensor) else None for v in (*inputs, *taken[:before])]
         given = tuple(outputs[: len(step.outputs)] if step.own else outputs)
-        ctx.set_materialize_grads(step.own is not None)
-        ctx.mark_non_differentiable(*(given[i] for i in step.constant if i < len(given)))
+        if step.own is None:
+            ctx.set_materialize_grads(False)
+        if step.constant:
+            ctx.mark_non_differentiable(*(given[i] for i in step.constant if i < len(given)))
         return given
 
     @staticmethod
@@ -109,28 +117,28 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> tuple[Any, ...
 def _backward(ctx: Any, arrived: Sequence[Tensor]) -> tuple[Any, ...]:
     step, own, before = ctx.step, ctx.step.own, ctx.step.before
     x, weight, *saved = ctx.saved_tensors
+    x = rows(x, "mn") if step.weight else x
     dmm: Tensor | None = arrived[0]
     inputs: list[Tensor | None] = [None] * len(step.inputs)
     if own is not None:
         held, saved = saved[: len(own.kept)], saved[len(own.kept) :]
-        # the layer's results have the caller's leading dimensions, and so have their gradients
-        results = dict(enumerate(step.outputs, len(step.inputs)))
-        held = [rows(t, results.get(i, "")) for i, t in zip(own.kept, held, strict=True)]
         arrived = [rows(t, indices) for t, indices in zip(arrived, step.outputs, strict=True)]
         dmm, inputs = _gradients(own, ctx.tune, held, ctx.numbers[0], arrived)
     dx, dweight = None, None
-    taken: list[Tensor | None] = []
+    taken: list[Tensor | None] = [None] * len(before.inputs) if before is not None else []
     if dmm is not None:
-        wanted = _wanted(ctx) if step.weight else Wanted.NOT
-        if wanted is Wanted.ADDED and ctx.main_grad is not None:
+        use = wanted(ctx) if step.weight else Wanted.NOT
+        if use is Wanted.ADDED and ctx.main_grad is not None:
             library.below_autograd(library.accumulate, ctx.main_grad, dmm.t(), x)
-        elif wanted is not Wanted.NOT:
+        elif use is not Wanted.NOT:
             dweight = torch.mm(dmm.t(), x)
         if before is not None:
             dx, taken = _gradients(before, ctx.tune, saved, ctx.numbers[1], (), (dmm, weight))
         elif step.x:
             dx = torch.mm(dmm, weight)
-    return dx, dweight, None, None, None, None, *inputs, *taken, *(None for _ in saved)
+    shape, shapes = ctx.shapes
+    given = [t if t is None or t.shape == s else t.view(s) for t, s in zip((*inputs, *taken), shapes, strict=False)]
+    return dx if dx is None else dx.view(shape), dweight, None, None, None, None, *given, *(None for _ in saved)
 
 
 class Wanted(Enum):
@@ -144,7 +152,7 @@ class Wanted(Enum):
     """To return it, as torch.autograd.grad(loss, weight) does, which adds to nothing."""
 
 
-def _wanted(ctx: Any) -> Wanted:
+def wanted(ctx: Any) -> Wanted:
     """A compiled backward is always a whole one."""
     if torch.compiler.is_compiling():
         return Wanted.ADDED
@@ -161,15 +169,16 @@ def _gradients(
     """The gradients of mm and of the inputs. product: the two matrices whose product is the gradient that arrives."""
     if product is not None and backward.product is None:
         arrived, product = (torch.mm(*product),), None
+    held = [rows(t, indices) for t, indices in zip(held, backward.indices, strict=True)]
     given: list[Value] = [*held, *scalars, *arrived]
-    inputs = split([given[i] for i in backward.arguments])
+    inputs = [given[i] for i in backward.arguments]
     results: list[Tensor] = []
     if backward.product is None:
-        results = library.below_autograd(library.program, backward.text, tune, held[-2], held[-1].t(), *inputs)
+        results = library.run(backward.text, tune, held[-2], held[-1].t(), inputs)
     elif product is not None:
-        results = library.below_autograd(library.program, backward.text, tune, *product, *inputs)
+        results = library.run(backward.text, tune, *product, inputs)
     elif backward.text:
-        results = library.below_autograd(library.over, backward.text, arrived[backward.product], *inputs)
+        results = library.run_over(backward.text, arrived[backward.product], inputs)
     found = [*results, *arrived]
     gradients = [None if i is None else found[i].to(dtype) for i, dtype in zip(backward.inputs, backward.dtypes, strict=True)]
     return None if backward.mm is None else found[backward.mm], gradients

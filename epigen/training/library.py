@@ -38,21 +38,25 @@ def kernel(text: str, tune: str | None, options: str | None = None) -> Kernel:
 
 
 @functools.lru_cache(maxsize=MOST_PROGRAMS)
-def _names(text: str) -> tuple[str, ...]:
+def names(text: str) -> tuple[str, ...]:
     return tuple(node.name for node in api.graph_of(text).inputs())
 
 
-def named(text: str, inputs: Inputs, numbers: Sequence[float]) -> dict[str, Any]:
-    """A program's inputs by name."""
+def named(text: str, inputs: Sequence[Tensor | float | None], numbers: Sequence[float]) -> dict[str, Any]:
+    """A program's inputs by name. numbers: in the places of None."""
+    if not numbers:
+        return dict(zip(names(text), inputs, strict=True))
     rest = iter(numbers)
-    return {name: next(rest) if value is None else value for name, value in zip(_names(text), inputs, strict=True)}
+    return {name: next(rest) if value is None else value for name, value in zip(names(text), inputs, strict=True)}
 
 
 def _listed(found: Any) -> list[Tensor]:
     return [found] if isinstance(found, Tensor) else list(found)
 
 
-def _program(text: str, tune: str | None, a: Tensor, b: Tensor, inputs: Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
+def _program(
+    text: str, tune: str | None, a: Tensor, b: Tensor, inputs: Sequence[Tensor | float | None], numbers: Sequence[float], options: str | None = None
+) -> list[Tensor]:
     if torch.is_grad_enabled():  # as in a model that torch.export wrote down: below autograd nothing is recorded any more
         with torch.no_grad():
             return _program(text, tune, a, b, inputs, numbers, options)
@@ -60,7 +64,7 @@ def _program(text: str, tune: str | None, a: Tensor, b: Tensor, inputs: Inputs, 
     return _listed(made(a, b, **named(text, inputs, numbers)))
 
 
-def _over(text: str, mm: Tensor, inputs: Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
+def _over(text: str, mm: Tensor, inputs: Sequence[Tensor | float | None], numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
     with torch.no_grad():
         made = kernel(text, None, options) if options else kernel(text, None)
         return _listed(made.over(mm, **named(text, inputs, numbers)))
@@ -116,6 +120,47 @@ def below_autograd(operation: Any, *args: Any) -> Any:
         return operation(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return operation(*args)
+
+
+def run(text: str, tune: str | None, a: Tensor, b: Tensor, values: Sequence[Tensor | float]) -> list[Tensor]:
+    """`program` where its derivative is taken care of. values: the program's inputs in its order, numbers among them.
+
+    Where nobody in torch is to see the operation it is a call of the kernel: torch's way to an operation written in Python takes twice the time of the call.
+    """
+    if torch.compiler.is_compiling() or not unseen(a, b, *values):
+        return list(below_autograd(program, text, tune, a, b, *split(values)))
+    return _program(text, tune, a, b, values, ())
+
+
+def run_over(text: str, mm: Tensor, values: Sequence[Tensor | float]) -> list[Tensor]:
+    """`over`, as `run` is `program`."""
+    if torch.compiler.is_compiling() or not unseen(mm, *values):
+        return list(below_autograd(over, text, mm, *split(values)))
+    return _over(text, mm, values, ())
+
+
+def split(values: Sequence[Tensor | float]) -> tuple[list[Tensor | None], list[float]]:
+    """As the operations take them."""
+    return [v if isinstance(v, Tensor) else None for v in values], [v for v in values if not isinstance(v, Tensor)]
+
+
+def unseen(*values: Tensor | float) -> bool:
+    """Whether an operation of these would reach its own implementation and nothing of torch's on the way: a mode, a transform, a trace, a profile."""
+    if torch._C._dispatch_tls_local_include_set().raw_repr() not in _USUAL or torch._C._autograd._profiler_enabled():
+        return False
+    return _UNSEEN.issuperset(map(type, values))
+
+
+def _keys(*names: str) -> int:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+    for name in names:
+        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return keys.raw_repr()
+
+
+_USUAL = (_keys("ADInplaceOrView"), _keys())
+"""What torch's dispatcher has of each thread where nothing is going on, without and with inference mode."""
+_UNSEEN = {*arguments.PLAIN, float, int, bool}
 
 
 def _refusing(name: str, keys: Any, *args: Any, **options: Any) -> Any:

@@ -114,7 +114,7 @@ def chain(x: Tensor, layers: Sequence[Link]) -> Any:
         _check_dense(what, t)
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, layers = _cast(x, dtype), [layer._replace(weight=_cast(layer.weight, dtype)) for layer in layers]
+        x, layers = cast(x, dtype), [layer._replace(weight=cast(layer.weight, dtype)) for layer in layers]
     if any(functions.is_function(layer.epilogue) for layer in layers):
         return _of_functions(x, layers)
     return _of_texts(x, layers)
@@ -141,6 +141,17 @@ def _of_functions(x: Tensor, layers: Sequence[Link]) -> Any:
     return functions.returned(last, [results] if isinstance(results, Tensor) else list(results))
 
 
+def steps(x: Tensor, layers: Sequence[Link], values: Sequence[Sequence[Value]]) -> tuple[Step, ...]:
+    # what is exported is run for its results, and has no backward to keep for. By the flag, since in torch.compile of torch up to 2.12 is_exporting() is true
+    recorded = torch.is_grad_enabled() and not torch.compiler._is_exporting_flag
+    asked = [_asked(layer, given, recorded) for layer, given in zip(layers, values, strict=True)]
+    return plan.steps(recorded and x.requires_grad, tuple(asked))
+
+
+def _named(results: Sequence[Tensor], several: Any) -> Any:
+    return results[0] if several is None else tuple.__new__(several, results)
+
+
 def _of_texts(x: Tensor, layers: Sequence[Link]) -> Any:
     _check_operands(x, layers)
     programs = [plan.declared(layer.epilogue) for layer in layers]
@@ -153,26 +164,21 @@ def _of_texts(x: Tensor, layers: Sequence[Link]) -> Any:
     if composed.asked([x, *tensors]):
         results = _composed(rows(x, "mn"), lead, layers, values, programs)
     else:
-        # what is exported is run for its results, and has no backward to keep for. By the flag, since in torch.compile of torch up to 2.12 is_exporting() is true
-        recorded = torch.is_grad_enabled() and not torch.compiler._is_exporting_flag
-        asked = [_asked(layer, given, recorded) for layer, given in zip(layers, values, strict=True)]
-        results = _run(rows(x, "mn"), lead, layers, values, plan.steps(recorded and x.requires_grad, tuple(asked)))
-    return results[0] if last.type is None else tuple.__new__(last.type, results)
+        results = _run(x, lead, layers, values, steps(x, layers, values))
+    return _named(results, last.type)
 
 
 def _run(x: Tensor, lead: Sequence[int], layers: Sequence[Link], values: Sequence[Sequence[Value]], steps: Sequence[Step]) -> Sequence[Tensor]:
-    """The last layer's results. lead: the leading dimensions that they have."""
+    """The last layer's results. lead: the leading dimensions that they have, as x and the inputs do."""
     results: Sequence[Tensor] = ()
     taken: list[Value] = []
     for number, (layer, inputs, step) in enumerate(zip(layers, values, steps, strict=True)):
         at_end = number + 1 == len(steps)
         if step.trains:
             tensors = _distinct([x, layer.weight, *inputs, *taken])
-            results = apply(Layer, *tensors[:2], step, layer.tune, layer.main_grad, lead if at_end else x.shape[:1], *tensors[2:])
+            results = apply(Layer, *tensors[:2], step, layer.tune, layer.main_grad, lead if at_end else None, *tensors[2:])
         else:
-            results = forward(step, layer.tune, x, layer.weight, inputs)
-            if at_end:
-                results = [shaped(t, indices, lead) for t, indices in zip(results, step.outputs, strict=True)]
+            results = forward(step, layer.tune, x, layer.weight, inputs, lead if at_end else None)
         before = None if at_end else steps[number + 1].before
         taken = [*inputs, *(t.detach() for t in kept(before, x, layer.weight, inputs, results))] if before else []
         x = results[0]
@@ -185,7 +191,8 @@ def _composed(
     """As `_run`, by torch's own operations."""
     results: Sequence[Tensor] = ()
     for layer, given, program in zip(layers, values, programs, strict=True):
-        results = composed.run(layer.epilogue, x, layer.weight, dict(zip((i.name for i in program.inputs), given, strict=True)))
+        inputs = {i.name: rows(value, i.indices) for i, value in zip(program.inputs, given, strict=True)}
+        results = composed.run(layer.epilogue, x, layer.weight, inputs)
         x = results[0]
     return [shaped(t, indices, lead) for t, indices in zip(results, programs[-1].outputs, strict=True)]
 
@@ -205,7 +212,7 @@ def _asked(layer: Link, values: Sequence[Value], recorded: bool) -> Asked:
     return Asked(layer.epilogue, layer.save, layer.of, layer.weight.dtype, dtypes, wanted, recorded and layer.weight.requires_grad)
 
 
-def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     """As autocast does, which leaves float64 alone."""
     return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
 
@@ -214,7 +221,7 @@ def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _inputs(layer: Link, program: Declared, x: Tensor) -> list[Value]:
-    """The layer's inputs in the program's order, without leading dimensions. x: of the call."""
+    """The layer's inputs in the program's order, with x's leading dimensions. x: of the call."""
     known = [i.name for i in program.inputs]
     for name in layer.inputs:
         if name not in known:
@@ -240,7 +247,7 @@ def _input(declared: Input, value: Any, lead: Sequence[int], weight: Tensor) -> 
         if value.numel() != 1:
             raise CallError(f"{what} is a scalar, and has shape {list(value.shape)}: one element was expected")
         return value.reshape(())
-    return rows(_broadcast(declared, value, lead, weight.shape[0]), declared.indices)
+    return _broadcast(declared, value, lead, weight.shape[0])
 
 
 def _broadcast(declared: Input, value: Tensor, lead: Sequence[int], n: int) -> Tensor:

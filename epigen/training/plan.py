@@ -53,7 +53,7 @@ class Backward:
     text: the program; "" where all that is wanted is what arrives. product: at which of the layer's results the gradient arrives that is its
     mm; None where its mm is the layer's own product, taken again.
     kept: what it needs, by place among the layer's inputs, all outputs of its forward, its x and its weight, in a row. For a product that
-    is taken again x and the weight come last.
+    is taken again x and the weight come last. indices: of each of them.
     arguments: the program's inputs, by place among what is kept, the layer's numbers and the gradients that arrive.
     mm, inputs: where the gradients of mm and of each input of the layer are, by place among the program's outputs and the gradients that
     arrive; None for those that are not wanted. dtypes: the inputs' own, which their gradients have to have.
@@ -62,6 +62,7 @@ class Backward:
     text: str
     product: int | None
     kept: tuple[int, ...]
+    indices: tuple[str, ...]
     arguments: tuple[int, ...]
     mm: int | None
     inputs: tuple[int | None, ...]
@@ -72,7 +73,7 @@ class Backward:
 class Step:
     """What one layer runs.
 
-    text: the forward; what it keeps are further outputs after the results. inputs: the program's, by place among the layer's.
+    text: the forward; what it keeps are further outputs after the results. inputs: the program's, by place among the layer's. indices: of each of them.
     outputs: the indices of each of the results. constant: the outputs that carry no gradient. own: the derivative, over the gradients that
     arrive; None where there is none, or the next layer takes it over. before: the derivative of the layer before, taken over.
     trains: whether any gradient is wanted. weight, x: whether those of the weight and of what it multiplies are; with `before`, the latter
@@ -81,6 +82,7 @@ class Step:
 
     text: str
     inputs: tuple[int, ...]
+    indices: tuple[str, ...]
     outputs: tuple[str, ...]
     constant: tuple[int, ...]
     own: Backward | None = None
@@ -150,7 +152,7 @@ def _steps(x: bool, layers: tuple[Asked, ...]) -> tuple[Step, ...]:
         names, indices = _places(n.name for n in graph.inputs()), tuple(graph.nodes[o.node].indices for o in graph.outputs)
         wrt = [MM] * (layer.weight or flows) + [name for name, want in zip(names, layer.wanted, strict=True) if want]
         if not wrt:
-            found.append(Step(layer.text, tuple(names.values()), indices, ()))
+            found.append(Step(layer.text, tuple(names.values()), tuple(n.indices for n in graph.inputs()), indices, ()))
             continue
         derived = derive(graph, operands, layer.save, wrt, layer.of)
         forward = derived.forward
@@ -158,7 +160,8 @@ def _steps(x: bool, layers: tuple[Asked, ...]) -> tuple[Step, ...]:
         backward = _backward(derived, names, layer, operands, chained)
         constant = tuple(i for i, o in enumerate(forward.outputs) if i >= derived.results or o.name not in derived.arriving)
         order = tuple(names[n.name] for n in forward.inputs())
-        found.append(Step(forward.text, order, indices, constant, None if chained else backward, before, True, layer.weight, flows))
+        taken = tuple(n.indices for n in forward.inputs())
+        found.append(Step(forward.text, order, taken, indices, constant, None if chained else backward, before, True, layer.weight, flows))
         flows, before = True, backward if chained else None
     return tuple(found)
 
@@ -183,6 +186,7 @@ def _backward(derived: Derivation, inputs: Mapping[str, int], layer: Asked, oper
     sources = {a.name: a for a in derived.arguments}
     read = [sources[n.name] for n in program.inputs()] if program else []
     # among inputs, outputs, x and weight in a row
+    every = [n.indices for n in api.graph_of(layer.text).inputs()] + [derived.forward.nodes[o.node].indices for o in derived.forward.outputs] + ["mn", ""]
     numbers = [i for i, d in enumerate(layer.inputs) if d is None]
     found = [(a.source, inputs[a.of] if a.source == INPUT else len(inputs) * (a.source == SAVED) + outputs[a.of]) for a in read]
     again = (len(inputs) + len(outputs), len(inputs) + len(outputs) + 1) if not derived.product else ()
@@ -199,6 +203,7 @@ def _backward(derived: Derivation, inputs: Mapping[str, int], layer: Asked, oper
         text=program.text if program else "",
         product=outputs.get(derived.product),
         kept=kept,
+        indices=tuple(every[i] for i in kept),
         arguments=tuple(arguments),
         mm=gradients.get(MM),
         inputs=tuple(gradients.get(name) for name in inputs),
