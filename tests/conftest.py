@@ -6,7 +6,9 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -57,21 +59,45 @@ def update_golden(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(autouse=True, scope="session")
 def interpreter() -> Iterator[None]:
-    """Quick and bounded, from when Triton is imported to interpret, which a process decides with the first kernel that it loads."""
+    """Quick and bounded, from when Triton is imported to interpret, which a process decides with the first kernel that it loads.
+
+    Where torch imports it before that, as its compiler does, it is imported to interpret as well: later tests of this process may want that.
+    """
+    from epigen import settings
     from epigen.runtime import loader
 
-    imported = loader._import_triton
+    imported, decided = loader._import_triton, threading.local()
 
     def changed(interpret: bool) -> Any:
-        triton = imported(interpret)
+        decided.by_epigen = True
+        try:
+            triton = imported(interpret)
+        finally:
+            decided.by_epigen = False
         if interpret:
             quicken()
             bound()
         return triton
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader, "_import_triton", changed)
-        yield
+    class First(MetaPathFinder):
+        def find_spec(self, name: str, _path: Any, _target: Any = None) -> None:
+            if name == "triton" and not getattr(decided, "by_epigen", False) and not _on_a_gpu():
+                settings.set_interpreter(True)
+
+    first = First()
+    sys.meta_path.insert(0, first)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loader, "_import_triton", changed)
+            yield
+    finally:
+        sys.meta_path.remove(first)
+
+
+def _on_a_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

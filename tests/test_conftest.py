@@ -81,3 +81,27 @@ def test_cases_of_a_child_are_noted_by_the_test_that_runs_it(tmp_path: Path) -> 
     run = child_pytest(*options, env=settings.child_environment(interpret=False) | {"EPIGEN_TESTS_NOTES": str(notes)})
     assert re.search(r"^3 passed", run.stdout, re.MULTILINE), run.stdout + run.stderr
     assert set(notes.read_text().split()) == {"three_cases"}
+
+
+BOTH = """
+import pytest
+import torch
+
+def test_torch_imports_triton():
+    import torch._dynamo
+
+@pytest.mark.triton
+def test_a_kernel_is_interpreted():
+    import epigen
+    a, b = torch.randn(4, 8), torch.randn(8, 16)
+    torch.testing.assert_close(epigen.compile("relu(mm)", backend="interpreter")(a, b), torch.relu(a @ b))
+"""
+
+
+@pytest.mark.triton
+def test_kernels_are_interpreted_also_where_torch_imports_triton_first(tmp_path: Path) -> None:
+    """Which of the tests of a process comes first is chance."""
+    (tmp_path / "test_both.py").write_text(BOTH)
+    options = ("-p", "conftest", "-p", "no:xdist", "-c", Path(__file__).parent.parent / "pyproject.toml", tmp_path)
+    run = child_pytest(*options, env=settings.child_environment(interpret=False))
+    assert re.search(r"^2 passed", run.stdout, re.MULTILINE), run.stdout + run.stderr
