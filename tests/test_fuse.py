@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import io
+import pickle
 import random
 import re
 import subprocess
@@ -1017,3 +1018,17 @@ def test_parametrised_weights_are_computed_once_a_forward() -> None:
     model(drawn(3, 8))
     assert Counted.count == 1
     agree(model, plain, drawn(3, 8))
+
+
+@pytest.mark.parametrize("kept", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["as it is", "copied", "pickled"])
+def test_a_replica_of_data_parallel_runs_its_own_parameters(kept: Callable[[nn.Module], nn.Module]) -> None:
+    """torch.nn.DataParallel copies a module's attributes and gives the copy other parameters."""
+    fused = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    epigen.fuse(fused)
+    model, x = kept(fused), drawn(3, 8)
+    replica: Any = model._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+    replica._modules["0"] = nn.Linear(8, 8)
+    for each in (model, replica):
+        torch.testing.assert_close(each(x), torch.relu(each[0](x)))
+    epigen.unfuse(model)
+    assert not {"forward", "_replicate_for_data_parallel"} & set(vars(model))

@@ -43,6 +43,10 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NOTHING = Rehearsed(Plan(()), [])
 
 
+FORWARD, REPLICA = "forward", "_replicate_for_data_parallel"
+"""The attributes of a module that are set."""
+
+
 class Forward:
     # What a module has as its `forward`. It belongs to one module; a copy of the model holds a copy of it, of the copied module, which makes its own plans.
     def __init__(self, module: nn.Module):
@@ -64,6 +68,13 @@ class Forward:
     @property
     def __doc__(self) -> str | None:  # type: ignore[override]
         return type(self.module).forward.__doc__
+
+    def replica(self) -> nn.Module:
+        """What torch.nn.DataParallel takes for another GPU. It copies the attributes, of which this forward is the module's own: a replica has its class's."""
+        found: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
+        for name in (FORWARD, REPLICA):
+            found.__dict__.pop(name, None)
+        return found
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.module).forward(self.module, *args, **kwargs)
@@ -315,7 +326,7 @@ def fuse(model: nn.Module, *, only: str | Iterable[str] | Callable[[str, nn.Modu
         unfuse(model)
         for owner, forward in forwards.items():
             if forward is not None and not forward.idle:
-                owner.__dict__["forward"] = forward
+                owner.__dict__ |= {FORWARD: forward, REPLICA: forward.replica}
     return Fused(tuple(layers))
 
 
@@ -325,8 +336,9 @@ def unfuse(model: nn.Module) -> None:
         for name, value in list(vars(module).items()):
             if type(value) is Forward:
                 value.active = False  # for whoever has wrapped it
-                if name == "forward":
+                if name == FORWARD:
                     del module.__dict__[name]
+                    module.__dict__.pop(REPLICA, None)
 
 
 def is_layer(module: nn.Module) -> bool:
