@@ -63,11 +63,16 @@ def test_does_not():
 """
 
 
+def run_of(text: str, file: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """pytest's, of a file with these tests, with this project's conftest."""
+    file.write_text(text)
+    options = ("-p", "conftest", "-p", "no:xdist", "-c", Path(__file__).parent.parent / "pyproject.toml", file)
+    return child_pytest(*options, env=settings.child_environment(interpret=False) | environment)
+
+
 @pytest.mark.triton
 def test_a_test_that_reaches_triton_wants_the_mark(tmp_path: Path) -> None:
-    (tmp_path / "test_three.py").write_text(THREE)
-    options = ("-p", "conftest", "-p", "no:xdist", "-c", Path(__file__).parent.parent / "pyproject.toml", tmp_path)
-    run = child_pytest(*options, env=settings.child_environment(interpret=False))
+    run = run_of(THREE, tmp_path / "test_three.py")
     assert re.search(r"^1 failed, 2 passed", run.stdout, re.MULTILINE), run.stdout + run.stderr
     assert "test_does reaches Triton, by test_three: it wants the mark @pytest.mark.triton" in run.stdout
 
@@ -75,10 +80,8 @@ def test_a_test_that_reaches_triton_wants_the_mark(tmp_path: Path) -> None:
 @pytest.mark.triton
 def test_cases_of_a_child_are_noted_by_the_test_that_runs_it(tmp_path: Path) -> None:
     """They have no marks of their own: on a GPU all of them reach Triton."""
-    (tmp_path / "three_cases.py").write_text(THREE)
-    options = ("-p", "conftest", "-p", "no:xdist", "-c", Path(__file__).parent.parent / "pyproject.toml", tmp_path / "three_cases.py")
     notes = tmp_path / "notes"
-    run = child_pytest(*options, env=settings.child_environment(interpret=False) | {"EPIGEN_TESTS_NOTES": str(notes)})
+    run = run_of(THREE, tmp_path / "three_cases.py", EPIGEN_TESTS_NOTES=str(notes))
     assert re.search(r"^3 passed", run.stdout, re.MULTILINE), run.stdout + run.stderr
     assert set(notes.read_text().split()) == {"three_cases"}
 
@@ -101,7 +104,5 @@ def test_a_kernel_is_interpreted():
 @pytest.mark.triton
 def test_kernels_are_interpreted_also_where_torch_imports_triton_first(tmp_path: Path) -> None:
     """Which of the tests of a process comes first is chance."""
-    (tmp_path / "test_both.py").write_text(BOTH)
-    options = ("-p", "conftest", "-p", "no:xdist", "-c", Path(__file__).parent.parent / "pyproject.toml", tmp_path)
-    run = child_pytest(*options, env=settings.child_environment(interpret=False))
+    run = run_of(BOTH, tmp_path / "test_both.py")
     assert re.search(r"^2 passed", run.stdout, re.MULTILINE), run.stdout + run.stderr
