@@ -497,7 +497,9 @@ def test_convolutions_of_other_dimensions_and_of_a_part_of_the_channels() -> Non
     def part(x: Tensor, w: Tensor) -> Tensor:
         return F.tanh(F.conv2d(x.contiguous(memory_format=torch.channels_last)[:, 2:10], w))
 
-    assert agree(volume, *drawn((2, 8, 3, 4, 5), (6, 8, 1, 1, 1)))["forward (120, 6, 8)"] == "tanh(mm)"
+    boxes = drawn((2, 8, 3, 4, 5), (6, 8, 1, 1, 1))
+    kept = volume(*boxes).is_contiguous(memory_format=torch.channels_last_3d)  # which torch's convolution does on several threads, and on one not
+    assert agree(volume, *boxes)["forward (120, 6, 8)"] == ("tanh(mm)" if kept else CHANNELS_LAST)
     assert agree(part, *drawn((2, 12, 4, 5), (6, 8, 1, 1)))["forward (40, 6, 8)"] in ("tanh(mm)", CHANNELS_LAST)
     assert agree(sequence, *drawn((2, 5, 8), (6, 8, 1)))["forward (10, 6, 8)"] in ("tanh(mm)", CHANNELS_LAST)
 
