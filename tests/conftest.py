@@ -81,7 +81,8 @@ def interpreter() -> Iterator[None]:
 
     class First(MetaPathFinder):
         def find_spec(self, name: str, _path: Any, _target: Any = None) -> None:
-            if name == "triton" and not getattr(decided, "by_epigen", False) and not _on_a_gpu():
+            chosen = getattr(decided, "by_epigen", False) or "TRITON_INTERPRET" in os.environ  # as for cases that a child runs
+            if name == "triton" and not chosen and not _on_a_gpu():
                 settings.set_interpreter(True)
 
     first = First()

@@ -66,8 +66,11 @@ def test_does_not():
 def run_of(text: str, file: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """pytest's, of a file with these tests, with this project's conftest."""
     file.write_text(text)
-    options = ("-p", "conftest", "-p", "no:xdist", "-c", Path(__file__).parent.parent / "pyproject.toml", file)
-    return child_pytest(*options, env=settings.child_environment(interpret=False) | environment)
+    return child_pytest(*_own_conftest(file), env=settings.child_environment(interpret=False) | environment)
+
+
+def _own_conftest(file: Path) -> tuple[str | Path, ...]:
+    return ("-p", "conftest", "-p", "no:xdist", "-c", Path(__file__).parent.parent / "pyproject.toml", file)
 
 
 @pytest.mark.triton
@@ -104,5 +107,8 @@ def test_a_kernel_is_interpreted():
 @pytest.mark.triton
 def test_kernels_are_interpreted_also_where_torch_imports_triton_first(tmp_path: Path) -> None:
     """Which of the tests of a process comes first is chance."""
-    run = run_of(BOTH, tmp_path / "test_both.py")
+    file = tmp_path / "test_both.py"
+    file.write_text(BOTH)
+    undecided = {name: value for name, value in settings.child_environment(interpret=False).items() if name != "TRITON_INTERPRET"}
+    run = child_pytest(*_own_conftest(file), env=undecided)
     assert re.search(r"^2 passed", run.stdout, re.MULTILINE), run.stdout + run.stderr
