@@ -54,7 +54,7 @@ def recognised(graph: Graph) -> Graph:
 
     Requires: canonical order. Ensures: it, and fewer nodes where anything was found; values change by no more than the rounding of their own formulas.
     """
-    if len(graph.nodes) > _MOST_NODES or sum(_slow(n.op) for n in graph.nodes) == 0:
+    if len(graph.nodes) > _MOST_NODES or not any(_slow(n.op) for n in graph.nodes):
         return graph
     # the points are numbers, whatever torch is writing down around this, and on the CPU
     with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -166,10 +166,12 @@ def _row(graph: Graph, number: int, args: tuple[int, ...]) -> str | None:
     inside = _inside(graph, number, args)
     given = [Node(g.INPUT, (), NUMBER, "mn", name=name) for name in names]
     places = {a: i for i, a in enumerate(args)} | {old: len(args) + i for i, old in enumerate(inside)}
-    nodes = [*given, *(_everywhere(graph.nodes[i], [places[a] for a in graph.nodes[i].args]) for i in inside)]
+    nodes = (*given, *(_everywhere(graph.nodes[i], [places[a] for a in graph.nodes[i].args]) for i in inside))
+    near, far = _near(names), _far(names)
+    value = _computed(nodes, near)
     for row in _rows(names):
         own = (*given, Node(row, tuple(range(len(names))), NUMBER, "mn"))
-        if all(_equal(tuple(nodes), own, where) for where in (_near(names), _far(names))):
+        if _equal(value, _computed(own, near), near) and _equal(_computed(nodes, far), _computed(own, far), far):
             return row
     return None
 
@@ -185,8 +187,8 @@ class _Points(NamedTuple):
     close: float
 
 
-def _equal(found: tuple[Node, ...], wanted: tuple[Node, ...], points: _Points) -> bool:
-    x, y = _computed(found, points), _computed(wanted, points)
+def _equal(x: Tensor, y: Tensor, points: _Points) -> bool:
+    """Whether values at the points are those of a row, y."""
     argument = points.values[0][1].abs()  # x, or the gradient
     room = points.close * torch.maximum(y.abs(), argument)
     return bool(((x == y) | ((x - y).abs() <= room)).all())

@@ -20,8 +20,8 @@ SIGNATURES = (
 )
 """text, tune, options: of `epigen.compile`, the options as JSON. inputs, numbers: the program's inputs in its order, a number's place held by None.
 
-program: as a kernel's call. fused: the same in a graph whose derivative torch has taken already, such as those of `backend`: it is not asked for one. over: as `Kernel.over`. into: as a call, or of one operand as `Kernel.over`, with `out`. accumulate: adds a @ b to grad, an fp32
-buffer, in place.
+program: as a kernel's call. fused: the same in a graph whose derivative torch has taken already, such as those of `backend`: it is not asked for one.
+over: as `Kernel.over`. into: as a call, or of one operand as `Kernel.over`, with `out`. accumulate: adds a @ b to grad, an fp32 buffer, in place.
 """
 DERIVED = ("fused",)
 """What runs where derivatives are taken care of. A way by autograd in Python would cost as much as the rest of the call: 11 us (H100's host, torch 2.11, 2026-11)."""
