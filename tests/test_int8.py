@@ -58,6 +58,7 @@ def test_no_sum_leaves_int32_up_to_the_largest_exact_k() -> None:
 
 
 def saturating(a: Tensor, b: Tensor) -> Tensor:
+    assert a.is_contiguous() and (b.t().is_contiguous() or (a.shape[1] >= 128 and b.is_contiguous()))  # else cuBLASLt refuses many rows, or reads astray
     assert a.shape[1] % 32 == 0 and a.shape[0] % 32 == 0 and a.shape[0] > 16
     return (a.double() @ b.double()).clamp(-(2**31), 2**31 - 1).to(torch.int32)
 
@@ -125,6 +126,16 @@ def test_on_a_gpu() -> None:
     for k in (EXACT_INT8, PAST):
         a, b = operands(k)
         assert torch.equal(epigen.compile("mm")(a.cuda(), b.cuda()).cpu(), wrapped(a, b))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [8, 32, 64, 96, 128])
+@pytest.mark.parametrize(("m", "n"), [(65504, 4096), (2**20 + 32, 32), (32, 2**20 + 32)])
+def test_many_rows_of_a_narrow_product_on_a_gpu(m: int, n: int, k: int) -> None:
+    """Of two row-major matrices cuBLASLt refused from 65,504 rows on."""
+    a, b = torch.randint(-128, 128, (m, k), dtype=torch.int8, device="cuda"), torch.randint(-128, 128, (k, n), dtype=torch.int8, device="cuda")
+    for given in (b, b.t().contiguous().t()):
+        assert torch.equal(epigen.compile("mm", config=LIBRARY)(a, given), (a.float() @ b.float()).int())
 
 
 @pytest.mark.parametrize(("m", "n"), [(5, 1), (1, 5), (1, 300), (300, 1), (40, 40), (33, 64)])

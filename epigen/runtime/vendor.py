@@ -112,7 +112,9 @@ _LONGEST = EXACT_INT8 // _STEPS * _STEPS
 _PADDED = 1 << 30
 """Bytes of an operand that grows more than twofold by being padded: of larger ones a part at a time, so that a column takes no 32 times its memory."""
 _MOST = 1 << 22
-"""Rows or columns at a time: cuBLASLt refuses 2^25 of them (H100, CUDA 13.0)."""
+"""Rows or columns at a time: cuBLASLt's int8 kernels were tried up to 2^25 (H100, CUDA 13.0)."""
+_NARROW = 128
+"""Below this k cuBLASLt multiplies two row-major int8 matrices wrongly: it refuses 65,504 rows and reads astray for results of 2^32 elements (H100, CUDA 13.0)."""
 
 
 def _int8(a: Tensor, b: Tensor) -> Tensor:
@@ -146,7 +148,8 @@ def _padded_product(a: Tensor, b: Tensor) -> Tensor:
     (m, k), n = a.shape, b.shape[1]
     a = torch.nn.functional.pad(a, (0, -k % _STEPS, 0, -m % _STEPS))
     b = torch.nn.functional.pad(b, (0, -n % _STEPS, 0, -k % _STEPS))
-    found = _int_mm(a.contiguous(), b.contiguous())
+    columns = b.t().contiguous().t() if b.shape[0] < _NARROW or b.t().is_contiguous() else b.contiguous()
+    found = _int_mm(a.contiguous(), columns)
     part = found[:m, :n]
     return part if found.numel() <= 2 * part.numel() else part.clone()  # a view of a row or a column would hold 32 times its memory, and several may wait
 
