@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from bench import record
 
 _ROUNDS = 15
+_IN_A_ROW = 4
+"""Runs of one sample: as in training and in serving, the host is ahead of the GPU where it can be. Waiting after each would time the host's first launches."""
 _STEPS = 50
 
 
@@ -81,7 +83,7 @@ class _Embedded(nn.Module):
 
 
 def measure(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Medians in ms, contenders in turns."""
+    """Medians in ms of one run, contenders in turns."""
     for run in runs.values():
         for _ in range(3):
             run()
@@ -91,10 +93,23 @@ def measure(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
         for name in list(runs) if number % 2 else list(runs)[::-1]:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-            runs[name]()
+            for _ in range(_IN_A_ROW):
+                runs[name]()
             end.record()
             end.synchronize()
-            samples[name].append(begin.elapsed_time(end))
+            samples[name].append(begin.elapsed_time(end) / _IN_A_ROW)
+    return {name: round(statistics.median(values), 4) for name, values in samples.items()}
+
+
+def host_ms(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Medians in ms that the host takes to launch one run, while the GPU is not waited for: where it takes longer than the run the GPU waits for it."""
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(_ROUNDS):
+        for name, run in runs.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            samples[name].append(1e3 * (time.perf_counter() - start))
     return {name: round(statistics.median(values), 4) for name, values in samples.items()}
 
 
@@ -115,6 +130,9 @@ def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argpa
     import epigen
     from epigen.training import backend
 
+    def asked(listed: str) -> bool:
+        return not {"all", name, f"{name}@{tokens}"}.isdisjoint(listed.split(","))
+
     torch._dynamo.reset()  # else another number of tokens is one that varies, for which other code is made
     torch.manual_seed(0)
     x = torch.randn(tokens // options.sequence, options.sequence, WIDTHS[name], device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -125,12 +143,12 @@ def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argpa
     fused = copy.deepcopy(plain)
     report = str(epigen.fuse(fused))
     ways: dict[str, dict[str, Any]] = {"inductor": {}}
-    if options.autotune:
+    if asked(options.autotune):
         ways["autotune"] = {"mode": "max-autotune-no-cudagraphs"}
     ways["epigen"] = {"backend": backend.backend, "options": {"report": seen.extend}}
-    if name in options.tuned.split(","):
+    if asked(options.tuned):
         ways["tuned"] = {"backend": backend.backend, "options": {"tune": "missing"}}
-    if name in options.graphs.split(","):
+    if asked(options.graphs):
         ways["inductor, graphs"] = {"mode": "reduce-overhead"}
         ways["epigen, graphs"] = {"backend": backend.backend, "mode": "reduce-overhead"}
     contenders: dict[str, Any] = {"eager": plain, "fuse": fused}
@@ -158,14 +176,17 @@ def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argpa
     with torch.no_grad():
         want = plain(x).float()
         errors = {label: round(((model(x).float() - want).norm() / want.norm()).item(), 5) for label, model in contenders.items()}
+    forwards = {label: functools.partial(forward, model) for label, model in contenders.items()}
+    steps = {label: functools.partial(step, model) for label, model in contenders.items()}
     return {
         "model": name,
         "tokens": tokens,
         "layers": options.layers,
         "compile_s": compile_s,
         "errors": errors,
-        "forward_ms": measure({label: functools.partial(forward, model) for label, model in contenders.items()}),
-        "step_ms": measure({label: functools.partial(step, model) for label, model in contenders.items()}),
+        "forward_ms": measure(forwards),
+        "step_ms": measure(steps),
+        "host_ms": {"forward": host_ms(forwards), "step": host_ms(steps)},
         "products_ms": {"forward": products_ms(functools.partial(forward, plain)), "step": products_ms(functools.partial(step, plain))},
         "taken": sum(s.taken for s in seen),
         "products": len(seen),
@@ -173,7 +194,7 @@ def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argpa
         "left": sorted({f"{list(s.shape)}: {s.why}" for s in seen if not s.taken}),
         "fused": report.strip().splitlines()[-1],
         "report": str(epigen.report(contenders["epigen"], measure=True)).splitlines() if options.report else [],
-        "losses": losses(plain, x, {"eager": {}, **{label: ways[label] for label in ("inductor", "epigen")}}) if name in options.losses.split(",") else {},
+        "losses": losses(plain, x, {"eager": {}, **{label: ways[label] for label in ("inductor", "epigen")}}) if asked(options.losses) else {},
     }
 
 
@@ -214,11 +235,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--tuned", default="", help="models whose programs are tuned too, which takes seconds a program")
+    parser.add_argument(
+        "--tuned", default="", help="models whose programs are tuned too, which takes seconds a program; here and below: names, name@tokens, or all"
+    )
     parser.add_argument("--graphs", default="", help="models that run as CUDA graphs too")
     parser.add_argument("--losses", default="", help=f"models whose losses over {_STEPS} steps of training are compared, for which they are compiled once more")
     parser.add_argument("--report", action="store_true", help="what each product's program is measured to save, too")
-    parser.add_argument("--autotune", action="store_true", help="max-autotune-no-cudagraphs too, which takes minutes")
+    parser.add_argument("--autotune", default="", help="models that run as max-autotune-no-cudagraphs compiles them too, which takes minutes")
     options = parser.parse_args()
     record.gpu_at_hand()
     torch._dynamo.config.recompile_limit = 64  # each way is another compilation of the same forward
@@ -233,7 +256,10 @@ def main() -> None:
             if "epigen, graphs" in times:
                 ratios += f", graphs {times['inductor, graphs'] / times['epigen, graphs']:.3f}"
             print(f"{name} {what} {times}: of the best other: {ratios}; fuse of eager {times['eager'] / times['fuse']:.3f}", flush=True)
-        print(f"  errors {row['errors']}; {row['taken']} of {row['products']} products taken; {row['fused']}; products alone {row['products_ms']}", flush=True)
+        print(
+            f"  errors {row['errors']}; {row['taken']} of {row['products']} products taken; {row['fused']}; products alone {row['products_ms']}; host {row['host_ms']}",
+            flush=True,
+        )
         print(*row["report"], *([f"  losses {row['losses']}"] if row["losses"] else []), sep="\n", flush=True)
         written = record.write("models", {"environment": record.environment(options.commit), "rows": rows}, options.out)  # each, should time run out
         gc.collect()
