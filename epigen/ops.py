@@ -256,7 +256,7 @@ _ACTIVATIONS = (
        body=(f"gate = tl.minimum(tl.maximum({{x}} + 3.0, 0.0, {_NAN}), 6.0, {_NAN})",), aten=("hardswish(x)",)),
     Op("relu6", _X, "min(max(x, 0), 6)", _clamp("{x}", "0.0", "6.0"), "torch.nn.functional.relu6({x})", ("where((x > 0) & (x < 6), grad, 0)",), "0", aten=("relu6(x)", "hardtanh(x, 0, 6)")),
     Op("hardtanh", _numbers("x lo hi"), "min(max(x, lo), hi); no gradient at lo and hi", _clamp("{x}", "{lo}", "{hi}"), "torch.clamp({x}, {lo}, {hi})",
-       ("where((x > lo) & (x < hi), grad, 0)", "where((x <= lo) & (lo < hi), grad, 0)", "where((x >= hi) | (lo >= hi), grad, 0)"), "0", aten=("hardtanh(x, lo, hi)",)),
+       ("where((x > lo) & (x < hi), grad, 0)", "where((x <= lo) & (lo < hi), grad, 0)", "where((x >= hi) | (lo > hi), grad, 0)"), "0", aten=("hardtanh(x, lo, hi)",)),
     Op("hardsigmoid", _X, "clamp(x + 3, 0, 6) / 6", f"{_clamp('{x} + 3.0', '0.0', '6.0')} * 0.16666666666666666", "torch.clamp({x} + 3.0, 0.0, 6.0) / 6.0",
        ("where((x > -3) & (x < 3), grad / 6, 0)",), "2 + 2 * abs(out)", aten=("hardsigmoid(x)",)),
     Op("elu", _numbers("x alpha"), "x where x > 0, else alpha * (e^x - 1)", "tl.where({x} > 0.0, {x}, {alpha} * grown)",
