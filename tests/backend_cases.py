@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documentati
 
 import epigen
 from epigen.errors import CallError
+from epigen.training import embeddings
 from epigen.training.backend import Fusing, backend, fuse
 from epigen.training.elements import CHANNELS_LAST
 from epigen.training.report import Seen
@@ -342,6 +343,47 @@ def test_what_decides_is_in_the_keys_of_inductors_cache(monkeypatch: pytest.Monk
     before = module._digest([tmp_path / "one.py"])
     (tmp_path / "one.py").write_text("x = 2")
     assert module._digest([tmp_path / "one.py"]) != before
+
+
+class Positions(nn.Module):
+    """T5's: one of a few rows for each pair of positions."""
+
+    def __init__(self, rows: int, width: int, padding: int | None):
+        super().__init__()
+        self.table = nn.Embedding(rows, width, padding)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        found: Tensor = self.table(indices).permute(2, 0, 1)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("rest", "dtype", "padding"),
+    [("inductor", torch.float32, None), ("inductor", torch.bfloat16, 2), ("eager", torch.float32, 2), ("eager", torch.float16, None)],
+)
+def test_the_gradient_of_a_table_whose_rows_many_share(rest: str, dtype: torch.dtype, padding: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a product, on whatever device, where there are many indices a row, and Inductor's atomic additions where there are few."""
+    torch.manual_seed(0)
+    model, products = Positions(5, 3, padding).to(dtype), list[str]()
+    multiply = embeddings._product
+
+    def counted(x: Tensor, y: Tensor) -> Tensor:
+        products.append(f"{list(x.shape)} {list(y.shape)}")
+        return multiply(x, y)
+
+    monkeypatch.setattr(embeddings, "_DEVICES", ("cpu",))
+    monkeypatch.setattr(embeddings, "_product", counted)
+    for side, expected in ((80, [f"[5, 6400] [6400, {9 if dtype == torch.float32 else 3}]"]), (8, [])):
+        indices = torch.randint(5, (side, side))
+        grad = torch.randn(3, side, side).to(dtype)
+        torch._dynamo.reset()
+        run = torch.compile(model, backend=backend, options={"rest": rest, "fx_graph_cache": False})
+        found, wanted = (torch.autograd.grad(m(indices), model.table.weight, grad)[0] for m in (run, model))
+        exact = torch.autograd.grad(model.double()(indices), model.table.weight, grad.double())[0]
+        model.to(dtype)
+        assert products == expected
+        assert (found.double() - exact).norm() <= max(1.1 * (wanted.double() - exact).norm(), torch.finfo(dtype).eps * exact.norm())
+        products.clear()
 
 
 def test_what_is_left_is_inductors_own() -> None:

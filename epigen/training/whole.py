@@ -12,6 +12,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from epigen import ops
+from epigen.training import embeddings
 from epigen.training.aten import SEVERAL
 
 
@@ -29,8 +30,8 @@ def _parted() -> tuple[dict[Any, Any], dict[Any, Any]]:
 
 
 def kept_whole() -> dict[Any, Any]:
-    """Inductor's decompositions but those of activations and their derivatives."""
-    return _parted()[1]
+    """Inductor's decompositions but those of activations and their derivatives, and with a better one for small tables' gradients."""
+    return _parted()[1] | {embeddings.GRADIENT: embeddings.gradient}
 
 
 def decompose(graph: fx.Graph) -> None:
