@@ -32,7 +32,7 @@ def gradient(arriving: Tensor, indices: Tensor, rows: int, padding: int, by_freq
     hot = indices.reshape(-1, 1) == named
     parts = _parts(arriving.reshape(-1, arriving.shape[-1]))
     summed = _product(hot.to(parts[0].dtype).t(), torch.cat(parts, 1) if len(parts) > 1 else parts[0])
-    return sum(summed.split(arriving.shape[-1], 1)).to(arriving.dtype)  # type: ignore[union-attr]
+    return sum(summed.split(arriving.shape[-1], 1)).to(arriving.dtype)
 
 
 def _parts(x: Tensor) -> list[Tensor]:
