@@ -587,6 +587,23 @@ def test_what_is_left_of_convolutions_is_what_it_was() -> None:
     assert rest.args[10] == [False, True, True] and {user.args[1] for user in rest.users} == {1, 2}
 
 
+def test_what_a_product_reads_lies_as_it_did() -> None:
+    """A head's keys, copied to where the product of an attention wants them: that product of others is slower, and the copy a kernel that computes what it copies as well."""
+
+    def keys(x: Tensor, w: Tensor, queries: Tensor) -> Tensor:
+        heads = (torch.tanh(x @ w) * 0.3).view(2, 5, 3, 4).permute(0, 2, 3, 1)
+        return torch.bmm(queries, heads.contiguous().view(6, 4, 5))
+
+    graph = _graph_of(keys, *drawn((10, 8), (8, 12), (6, 5, 4)))
+    (product,) = graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)
+    first, second = fuse(graph)
+    assert (first.why, second.taken) == ("the kernel that reads it next does what follows it as well", False)
+    read = product.args[1]
+    assert isinstance(read, torch.fx.Node) and read.meta["val"].stride() == (20, 5, 1)
+    (copy,) = graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+    assert read.args[0] is copy and copy.meta["val"].is_contiguous()
+
+
 def test_results_lie_as_eagers_where_torch_runs_the_rest() -> None:
     """Also where rows and columns have changed places, and were to be put so in memory."""
     x, w = drawn((5, 8), (8, 6))

@@ -383,6 +383,8 @@ class Importer:
     def cast(self, node: fx.Node) -> Value:
         x = self.value(node.args[0], node)
         tensor = node.meta["val"]
+        if self.moving and name_of(node) in ("clone", "contiguous") and not _lies_as(tensor, x.roles):
+            raise Unknown(node, "it copies its rows to elsewhere in memory, as what reads them wants them")  # a kernel of its own, that a program cannot spare
         if tensor.dtype == torch.bool and not x.boolean:
             return self.bind(f"{x.text} != 0", x.roles, True, x.reduced)
         if x.boolean and tensor.dtype != torch.bool:
@@ -543,6 +545,13 @@ def same(x: Any, y: Any) -> bool:
     return x == y if isinstance(x, int) and isinstance(y, int) else statically_known_true(x == y)
 
 
+def size_hint(extent: Any) -> int | None:
+    """An extent that varies, as it is in the first call; None where it is known at run time alone."""
+    if isinstance(extent, int):
+        return extent
+    return int(extent.node.hint) if extent.node.has_hint() else None
+
+
 def _roles_of(frame: Sequence[int]) -> tuple[Role, ...]:
     roles: list[Role] = []
     step = 1
@@ -615,6 +624,12 @@ def _moved(roles: Sequence[Role], node: fx.Node) -> tuple[Role, ...]:
         x, y = given or (0, 1)
         places[x], places[y] = places[y], places[x]
     return tuple(roles[place] for place in places)
+
+
+def _lies_as(tensor: torch.Tensor, roles: Sequence[Role]) -> bool:
+    """Whether what runs along these lies in memory as a program's result does."""
+    steps = [size_hint(tensor.stride(d)) or 0 for d in order_of(roles) if roles[d] is not None]
+    return steps == sorted(steps, reverse=True)
 
 
 def order_of(roles: Sequence[Role]) -> list[int]:

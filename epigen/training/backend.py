@@ -22,7 +22,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from epigen import __version__, api, settings
 from epigen.errors import CallError
-from epigen.training import convolutions, elements, regions, rewrite, whole
+from epigen.training import aten, convolutions, elements, regions, rewrite, whole
 from epigen.training.regions import Left, Product, Region
 from epigen.training.report import Call, GraphSeen, Lying, Record, Seen, in_graph, record_of
 
@@ -204,7 +204,7 @@ def _hints(node: fx.Node) -> tuple[int | None, int | None, int | None]:
 
 
 def _hinted(shape: tuple[Any, Any, Any]) -> tuple[int | None, int | None, int | None]:
-    m, n, k = map(regions.size_hint, shape)
+    m, n, k = map(aten.size_hint, shape)
     return m, n, k
 
 

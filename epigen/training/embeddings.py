@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
 
-from epigen.training.regions import size_hint
+from epigen.training.aten import size_hint
 
 _CROWDED = 1024
 """Indices a row, in the mean: from so many on the product is faster than atomic additions, for at most 256 it is slower in fp32 (measured as above)."""

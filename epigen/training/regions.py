@@ -21,7 +21,7 @@ from epigen.dtypes import BY_TORCH
 from epigen.errors import EpigenError
 from epigen.runtime.device import Target
 from epigen.training import expected
-from epigen.training.aten import SAME, Imported, Importer, Role, Unknown, Value, elementwise, is_view, name_of
+from epigen.training.aten import SAME, Imported, Importer, Role, Unknown, Value, elementwise, is_view, name_of, size_hint
 from epigen.tuning import gpus
 
 MOST_TILES = 6
@@ -453,13 +453,6 @@ def bytes_of(node: fx.Node) -> int:
     value = node.meta["val"]
     hints = [size_hint(e) for e in value.shape] if isinstance(value, torch.Tensor) else [None]
     return 0 if None in hints else math.prod(e or 0 for e in hints) * value.element_size()
-
-
-def size_hint(extent: Any) -> int | None:
-    """An extent that varies, as it is in the first call; None where it is known at run time alone."""
-    if isinstance(extent, int):
-        return extent
-    return int(extent.node.hint) if extent.node.has_hint() else None
 
 
 def _times(

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from epigen.training import library
-from epigen.training.aten import Leaf, Role, is_view, order_of, same
-from epigen.training.regions import Levels, Region, level_of, size_hint
+from epigen.training.aten import Leaf, Role, is_view, order_of, same, size_hint
+from epigen.training.regions import Levels, Region, level_of
 
 _aten: Any = torch.ops.aten
 

@@ -30,7 +30,7 @@ from epigen.tuning.traffic import Shape, eager_dtype, item_bytes, partial_bytes,
 # rows, columns, share of the peak; and into how many parts it splits k, each at least so long. With the constants they are off by 15 % in the root
 # mean square over `mm` of 44 random shapes of up to 32768x16384x16384 on an H200 (bf16, torch 2.11, 2026-11); with four tiles and no parts by 34 %.
 _VENDOR_TILES = (
-    (128, 256, 0.86), (256, 128, 0.86), (128, 192, 0.84), (192, 128, 0.84), (128, 128, 0.84), (64, 256, 0.84),
+    (128, 256, 0.86), (256, 128, 0.86), (192, 192, 0.86), (128, 192, 0.84), (192, 128, 0.84), (128, 128, 0.84), (64, 256, 0.84),
     (64, 128, 0.66), (128, 64, 0.66), (64, 64, 0.53), (64, 32, 0.41),
 )  # fmt: skip
 _VENDOR_SPLITS, _VENDOR_PART = (1, 2, 4, 8, 16, 32), 256
