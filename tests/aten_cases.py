@@ -39,6 +39,16 @@ def test_torchs_activations_are_rows(function: Callable[..., Any], text: str) ->
     assert text_of(function) == text
 
 
+def test_others_operations_of_the_same_name_are_theirs() -> None:
+    """What a user's own library calls relu may be anything."""
+    own = torch.library.Library("aten_cases", "FRAGMENT")
+    own.define("relu(Tensor x) -> Tensor")
+    own.impl("relu", lambda x: x + 1, "CompositeExplicitAutograd")
+    with pytest.raises(CallError, match="aten_cases::relu is not in the language"):
+        text_of(lambda mm: torch.ops.aten_cases.relu(mm))
+    own._destroy()
+
+
 def test_options_and_arithmetic() -> None:
     assert text_of(lambda mm: F.gelu(mm, approximate="tanh")) == "gelu_tanh(mm)"
     assert text_of(lambda mm: F.softplus(mm, beta=2.0)) == "v = 2 * mm; where(v > 20, mm, softplus(v) / 2)"

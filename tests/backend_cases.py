@@ -306,13 +306,13 @@ import epigen
 from epigen.training.backend import backend
 
 torch.manual_seed(0)
-x, w = torch.randn(6, 16, requires_grad=True), torch.randn(16, 32, requires_grad=True)
-def function(x, w):
-    return F.gelu(x @ w) + 1
+x, v, w = (torch.randn(shape, requires_grad=True) for shape in ((6, 8), (8, 16), (16, 32)))
+def function(x, v, w):
+    return F.gelu(F.relu(x @ v) @ w) + 1
 compiled = torch.compile(function, backend=backend)
-found = compiled(x, w)
+found = compiled(x, v, w)
 found.sum().backward()
-torch.testing.assert_close(found, function(x, w))
+torch.testing.assert_close(found, function(x, v, w))
 counted = torch._dynamo.utils.counters["inductor"]
 print(counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"], counted["fxgraph_cache_bypass"])
 print(epigen.report(compiled))
@@ -328,6 +328,7 @@ def test_a_second_process_compiles_nothing_anew(tmp_path: Path) -> None:
         assert run.returncode == 0, run.stderr
         printed.append(run.stdout)
     assert printed[0].startswith("0 2 0") and "forward   1      6x32x16" in printed[0] and "Inductor's cache" not in printed[0]
+    assert "bitmask(" in printed[0] and "bits(" in printed[0]
     assert printed[1].startswith("2 0 0") and "came from Inductor's cache, with the programs in place" in printed[1]
 
 

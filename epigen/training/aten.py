@@ -1,7 +1,7 @@
 """torch's operations -> a program of the language: what a graph of `torch.fx` computes of a matrix product, node by node.
 
 Which operations these are is said by the rows of the operation table (`aten`), and, for those of torch's that are several rows, by `SEVERAL`
-here. Broadcasting in torch is by place and in the language by name, so each value carries what its dimensions run along: rows, columns, or a
+here; epigen's own, `bits`, stand for packed masks. Broadcasting in torch is by place and in the language by name, so each value carries what its dimensions run along: rows, columns, or a
 part of either where a view has parted them. A program computes in fp32 and rounds its outputs once, so casts between floats in between are left out.
 """
 
@@ -67,6 +67,9 @@ SEVERAL = {
 }
 """Operations of torch that are several rows: written as a row's `aten` is, with the program that takes their place."""
 
+BITMASK, WHERE_BITS = "epigen::bitmask", "epigen::where_bits"
+"""What `bits` has of packed masks."""
+
 SAME = ("_to_copy", "convert_element_type", "clone", "alias", "detach", "lift_fresh_copy", "contiguous")
 _POWERS = {0.5: "sqrt(x)", -0.5: "rsqrt(x)", -1.0: "1 / x", 1.0: "x"}
 
@@ -87,24 +90,30 @@ class Unknown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value of the region. text: a name that the program binds, or a number. roles: of each dimension."""
+    """A value of the region. text: a name that the program binds, or a number. roles: of each dimension. packed: torch has it as a mask of one bit an element."""
 
     text: str
     roles: tuple[Role, ...] = ()
     boolean: bool = False
     reduced: bool = False
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
     """An input of the program. name: there. node: what gives it. indices: as it is declared. expand: what it is viewed as before, where torch broadcasts it.
-    order: that of its dimensions, rows first, where torch has them in another."""
+    order: that of its dimensions, rows first, where torch has them in another. packed: it is a mask of one bit an element."""
 
     name: str
     node: fx.Node
     indices: str
     expand: tuple[int, ...] | None
     order: tuple[int, ...] | None = None
+    packed: bool = False
+
+    def shape(self, m: Any, n: Any) -> tuple[Any, ...]:
+        """As the program takes it."""
+        return (m, n // 8) if self.packed else tuple({"m": m, "n": n}[i] for i in self.indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +165,15 @@ def _call_text(op: ops.Op) -> str:
 
 
 def name_of(node: fx.Node) -> str:
-    """`gelu` for aten.gelu.default."""
+    """`gelu` for aten.gelu.default; `mylib::gelu` for what torch.library has of others."""
     return _name_of(node.target)
 
 
 @functools.lru_cache(maxsize=4096)
 def _name_of(target: Any) -> str:
-    return str(target._schema.name).split("::")[-1] if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "__name__", str(target))
+    return str(target._schema.name).removeprefix("aten::").removeprefix("prims::")
 
 
 _VIEWS = frozenset("view reshape _unsafe_view unsqueeze squeeze expand flatten unflatten permute t transpose".split())
@@ -220,6 +231,8 @@ class Importer:
         found = self.taken_over(arg, around) if arg in self.over and arg not in self.known else self.known.get(arg)
         if isinstance(found, tuple):
             raise Unknown(node, f"it takes all results of {name_of(arg)}")
+        if found is not None and found.packed:
+            raise Unknown(node, "it reads the bytes of a mask")
         return self.leaf(arg, node, around) if found is None else found
 
     def taken_over(self, arg: fx.Node, around: tuple[Role, ...]) -> Value | None:
@@ -323,7 +336,47 @@ class Importer:
             return Value("0" if name == "zeros_like" else "1" if name == "ones_like" else _number(float(node.args[1]), node), like.roles)  # type: ignore[arg-type]
         if name == "log_sigmoid_forward":
             return (self.apply(node, name),)
+        if name == BITMASK:
+            return self.packed(node)
+        if name == WHERE_BITS:
+            return self.chosen(node)
         return self.apply(node, name)
+
+    # -- packed masks
+
+    def packed(self, node: fx.Node) -> Value:
+        condition = self.value(node.args[0], node)
+        if len(condition.roles) < 2 or not in_order(condition.roles) or not all(map(same, extent_of(condition.roles), (self.m, self.n))):
+            raise Unknown(node, "it packs what does not vary over all rows and columns, in their order")
+        return replace(condition, packed=True)
+
+    def chosen(self, node: fx.Node) -> Value:
+        """What a packed mask chooses, element by element: of two values, or of one and 0."""
+        mask, *given = node.args
+        inside = [self.known[x] for x in given if isinstance(x, fx.Node) and x in self.known]
+        beside = _broadcast([v.roles for v in inside if isinstance(v, Value)], node) if inside else self.around
+        known = self.known.get(mask)  # type: ignore[arg-type]
+        assert isinstance(mask, fx.Node)
+        if isinstance(known, Value):
+            condition = replace(known, packed=False)
+        else:
+            condition = self.mask(mask, node, beside)
+        values = [self.value(x, node, beside) for x in given]
+        if any(v.reduced or v.boolean for v in values):
+            raise Unknown(node, "it chooses of sums or of booleans")
+        x, *y = (v.text for v in values)
+        roles = _broadcast([v.roles for v in (condition, *values)], node)
+        return self.bind(f"where({condition.text}, {x}, {y[0]})" if y else f"drelu({x}, {condition.text})", roles)
+
+    def mask(self, arg: fx.Node, node: fx.Node, beside: tuple[Role, ...]) -> Value:
+        """A packed mask from outside the region, as an input of the program."""
+        roles = _aligned(tuple(node.meta["val"].shape), beside)
+        if roles is None or not in_order(roles) or not all(map(same, extent_of(roles), (self.m, self.n))):
+            raise Unknown(node, f"the packed mask {arg.name} does not vary over all rows and columns, in their order")
+        leaf = Leaf(self.naming(arg), arg, "mn", None, packed=True)
+        if self.leaves.setdefault(leaf.name, leaf) != leaf:
+            raise Unknown(node, f"the packed mask {arg.name} is read as bytes too")
+        return self.bind(f"bits({leaf.name})", roles, True)
 
     def apply(self, node: fx.Node, name: str) -> Value:
         """An elementwise operation."""
@@ -447,8 +500,8 @@ class Importer:
             value, dtype = self.known.get(node), node.meta["val"].dtype
             if not isinstance(value, Value):
                 raise Unknown(node, "it is a result, and not computed of the product", "return it as it is, outside of the epilogue")
-            text = f"cast(where({value.text}, 1, 0), int8)" if value.boolean else value.text
-            if dtype not in (torch.bool, torch.float32 if value.reduced else operands):
+            text = f"bitmask({value.text})" if value.packed else f"cast(where({value.text}, 1, 0), int8)" if value.boolean else value.text
+            if not value.packed and dtype not in (torch.bool, torch.float32 if value.reduced else operands):
                 if not dtype.is_floating_point or str(dtype) not in BY_TORCH:
                     raise Unknown(node, f"its result is {dtype}", "cast it to a float outside of the epilogue")
                 text = f"cast({text}, {BY_TORCH[str(dtype)].name})"

@@ -22,7 +22,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from epigen import __version__, api, settings
 from epigen.errors import CallError
-from epigen.training import aten, convolutions, elements, regions, rewrite, whole
+from epigen.training import aten, convolutions, elements, joint, regions, rewrite, whole
 from epigen.training.regions import Left, Product, Region
 from epigen.training.report import Call, GraphSeen, Lying, Record, Seen, in_graph, record_of
 
@@ -44,9 +44,8 @@ def backend(module: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None =
     rest, tune, told = own.get("rest", "inductor"), own.get("tune"), own.get("report")
     caller = inspect.currentframe()
     record = record_of(caller.f_back.f_locals.get("self") if caller is not None and caller.f_back is not None else None)
-    # torch 2.11 takes one pass and no list of them, so that epigen's calls the user's own
-    first = _listed(patches.get("post_grad_custom_pre_pass")) if rest == "inductor" else []
-    fusing = Fusing(tune, record, told, first)
+    fusing = Fusing(tune, record, told, _users("post_grad_custom_pre_pass", patches) if rest == "inductor" else [])
+    patches["joint_custom_pre_pass"] = Packing(tune, _users("joint_custom_pre_pass", patches))
 
     def by_inductor(graph_module: fx.GraphModule, given: Sequence[Any], **told: Any) -> Any:
         told.pop("get_decomp_fn", None)  # once the pass is through Inductor goes by its own table, and keeps no graph that came with another
@@ -102,17 +101,51 @@ def _options(mode: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     return own, patches
 
 
-def _listed(passes: Any) -> list[Any]:
+def _users(name: str, patches: Mapping[str, Any]) -> list[Any]:
+    """The user's own passes of this kind. torch 2.11 takes one pass and no list of them, so that epigen's calls these."""
+    from torch._inductor import config
+
+    passes = patches[name] if name in patches else getattr(config, name)
     return [] if passes is None else list(passes) if isinstance(passes, list | tuple) else [passes]
 
 
-class Fusing(CustomGraphPass):
-    """The pass over a graph of Inductor's, forward or backward. graphs: how many it has seen. first: the user's own passes, which come before it."""
+class Pass(CustomGraphPass):
+    """One of epigen's over a graph of Inductor's. tune: as of `epigen.compile`. first: the user's own passes, which come before it."""
+
+    def __init__(self, tune: str | None = None, first: Sequence[Any] = ()):
+        self.tune, self.first = tune, first
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for own in self.first:
+            own(graph)
+        self.run(graph)
+
+    def run(self, graph: fx.Graph) -> None:
+        raise NotImplementedError
+
+    def uuid(self) -> Any:
+        """Inductor keeps compiled graphs by this: what was kept by another epigen, or for other tuning databases, is no answer. None: it keeps none."""
+        firsts = tuple(own.uuid() if isinstance(own, CustomGraphPass) else None for own in self.first)
+        if None in firsts:
+            return None
+        return ("epigen", __version__, self.tune, _sources(), _databases(), elements.precision(), firsts)
+
+
+class Packing(Pass):
+    """The pass over forward and backward as one graph, before they are parted."""
+
+    def run(self, graph: fx.Graph) -> None:
+        joint.keep_bits(graph, self.tune)
+
+
+class Fusing(Pass):
+    """The pass over either. graphs: how many it has seen."""
 
     def __init__(
         self, tune: str | None = None, record: Record | None = None, report: Callable[[list[Seen]], object] | None = None, first: Sequence[Any] = ()
     ):  # fmt: skip
-        self.tune, self.record, self.report, self.first = tune, record or Record(), report, first
+        super().__init__(tune, first)
+        self.record, self.report = record or Record(), report
         self.graphs, self.kind = 0, ""
 
     @contextmanager
@@ -124,10 +157,9 @@ class Fusing(CustomGraphPass):
         finally:
             self.kind = ""
 
-    def __call__(self, graph: fx.Graph) -> None:
+    def run(self, graph: fx.Graph) -> None:
         self.graphs += 1
-        for own in self.first:
-            own(graph)
+        joint.settle(graph, self.tune)
         before = regions.moved(graph)
         seen = in_graph(fuse(graph, self.tune), self.kind)
         after = regions.moved(graph)
@@ -135,13 +167,6 @@ class Fusing(CustomGraphPass):
         if self.report is not None:
             self.report(list(seen))
         whole.decompose(graph)
-
-    def uuid(self) -> Any:
-        """Inductor keeps compiled graphs by this: what was kept by another epigen, or for other tuning databases, is no answer. None: it keeps none."""
-        firsts = tuple(own.uuid() if isinstance(own, CustomGraphPass) else None for own in self.first)
-        if None in firsts:
-            return None
-        return ("epigen", __version__, self.tune, _sources(), _databases(), elements.precision(), firsts)
 
 
 @functools.cache
@@ -218,11 +243,10 @@ def _call(region: Region, tune: str | None) -> Call | None:
     problem = regions.problem_of(product, region.imported)
     assert problem is not None
     dtype = product.a.meta["val"].dtype
-    extents = {"m": m, "n": n}
     inputs = []
     for leaf in region.imported.leaves:
-        lies = tuple(extents[i] for i in leaf.indices)
-        inputs.append((leaf.name, Lying(lies, (n, 1)[-len(lies) :] if lies else (), leaf.node.meta["val"].dtype)))
+        lies = leaf.shape(m, n)
+        inputs.append((leaf.name, Lying(lies, (lies[-1], 1)[-len(lies) :] if lies else (), leaf.node.meta["val"].dtype)))
     return Call(tune, _matrix(m, k, problem.layout[0], dtype), _matrix(k, n, problem.layout[1], dtype), tuple(inputs))
 
 

@@ -16,6 +16,7 @@ from epigen.codegen.lower import signature_of_contiguous
 from epigen.codegen.spec import Signature
 from epigen.dtypes import FP32, DType
 from epigen.errors import CompileError
+from epigen.ir.graph import BITS, Node
 from epigen.ir.reference import torch_dtype
 from epigen.runtime import device, loader
 from epigen.runtime.device import Target
@@ -67,7 +68,7 @@ def kernels_us(problem: Problem, target: Target, tune: str | None) -> tuple[floa
 
 
 def _doubt(problem: Problem) -> float:
-    return _DOUBT * (1 + _DOUBT_A_TILE * sum(i.indices == "mn" for i in library.kernel(problem.text, None).graph.inputs()))
+    return _DOUBT * (1 + _DOUBT_A_TILE * sum(i.indices == "mn" and i.op != BITS for i in library.kernel(problem.text, None).graph.inputs()))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -115,10 +116,13 @@ def _spilled(problem: Problem, target: Target, _index: Index) -> str:
     def lying(indices: str, dtype: DType | None) -> torch.Tensor:
         return torch.empty([extents[i] for i in indices], dtype=torch_dtype(dtype or FP32), device="meta")
 
+    def given(node: Node) -> torch.Tensor:
+        return torch.empty(m, -(-n // 8), dtype=torch.uint8, device="meta") if node.op == BITS else lying(node.indices, dtypes[node.name])
+
     with _disable_current_modes():
         a, b = (lying(i, problem.dtype) if at == "n" else lying(i[::-1], problem.dtype).T for i, at in zip(("mk", "kn"), problem.layout, strict=True))
         try:
-            needs = kernel.warm(a, b, target, **{i.name: lying(i.indices, dtypes[i.name]) for i in kernel.graph.inputs()})
+            needs = kernel.warm(a, b, target, **{i.name: given(i) for i in kernel.graph.inputs()})
         except CompileError as error:
             return str(error).partition("\n")[0]
     most = max((x.spills for x in needs), default=0)

@@ -23,6 +23,7 @@ from epigen.errors import CallError, InternalError
 from epigen.ir.graph import Graph
 from epigen.runtime import arguments, outputs
 from epigen.runtime.kernel import Kernel
+from epigen.training import bits
 from epigen.training.plan import MOST_PROGRAMS
 
 Inputs = Sequence[Tensor | None]
@@ -256,15 +257,17 @@ _ABSENT = 1 << 40
 
 # -- by name, where `operations` looks for them
 
-RUN: Mapping[str, Callable[..., Any]] = {"program": _program, "fused": _program, "over": _over, "into": _into, "accumulate": _accumulate}
+_MASKS: Mapping[str, Callable[..., Any]] = {"bitmask": bits.bitmask, "where_bits": bits.where_bits, "tied": bits.tied}
+RUN: Mapping[str, Callable[..., Any]] = {"program": _program, "fused": _program, "over": _over, "into": _into, "accumulate": _accumulate, **_MASKS}
 FAKE: Mapping[str, Callable[..., Any]] = {
     "program": _fake_program,
     "fused": _fake_program,
     "over": _fake_over,
     "into": _fake_into,
     "accumulate": _fake_accumulate,
+    **_MASKS,
 }
-REFUSING = {name: functools.partial(_refusing, name) for name in RUN}
+REFUSING = {name: functools.partial(_refusing, name) for name in RUN.keys() - _MASKS.keys()}
 MAPPED = {name: functools.partial(_each, getattr(torch.ops.epigen, name).default) for name in ("program", "over")}
 BATCHED = {name: functools.partial(_batched, getattr(torch.ops.epigen, name).default) for name in ("program", "over")}
 

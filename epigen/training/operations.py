@@ -23,7 +23,13 @@ SIGNATURES = (
 program: as a kernel's call. fused: the same in a graph whose derivative torch has taken already, such as those of `backend`: it is not asked for one.
 over: as `Kernel.over`. into: as a call, or of one operand as `Kernel.over`, with `out`. accumulate: adds a @ b to grad, an fp32 buffer, in place.
 """
-DERIVED = ("fused",)
+MASKS = (
+    "bitmask(Tensor condition) -> Tensor",
+    "where_bits(Tensor bits, Tensor x, Tensor? y=None) -> Tensor",
+    "tied(Tensor x, Tensor bits) -> Tensor",
+)
+"""Of packed masks, in graphs of `backend` alone: what `bits` says."""
+DERIVED = ("fused", "bitmask", "where_bits", "tied")
 """What runs where derivatives are taken care of. A way by autograd in Python would cost as much as the rest of the call: 11 us (H100's host, torch 2.11, 2026-11)."""
 MAPPED = ("program", "over")
 """What has results, of which torch.vmap can make many, and what `aten` writes out."""
@@ -42,7 +48,7 @@ def define() -> None:
     if earlier := vars(operations).get("LIBRARY"):
         earlier._destroy()
     operations.LIBRARY = library = torch.library.Library("epigen", "FRAGMENT")
-    for signature in SIGNATURES:
+    for signature in (*SIGNATURES, *MASKS):
         name = signature.partition("(")[0]
         library.define(signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
         library.impl(name, _later("RUN", name), "CompositeExplicitAutograd")

@@ -21,7 +21,7 @@ from epigen.dtypes import BY_TORCH
 from epigen.errors import EpigenError
 from epigen.runtime.device import Target
 from epigen.training import expected
-from epigen.training.aten import SAME, Imported, Importer, Role, Unknown, Value, elementwise, is_view, name_of, size_hint
+from epigen.training.aten import BITMASK, SAME, WHERE_BITS, Imported, Importer, Role, Unknown, Value, elementwise, is_view, name_of, size_hint
 from epigen.tuning import gpus
 
 MOST_TILES = 6
@@ -79,7 +79,11 @@ class Left:
 
 def products(graph: fx.Graph) -> list[fx.Node]:
     """All of a graph, also those that no program takes."""
-    return [n for n in graph.nodes if n.op == "call_function" and (n.target in _PRODUCTS or name_of(n) in _GROUPED)]
+    return [n for n in graph.nodes if is_product(n)]
+
+
+def is_product(node: fx.Node) -> bool:
+    return node.op == "call_function" and (node.target in _PRODUCTS or name_of(node) in _GROUPED)
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -115,10 +119,32 @@ def _is(extent: Any, number: int) -> bool:
 
 def region_of(product: Product, levels: Levels, tune: str | None = None) -> Region | Left:
     """The region of a product, or why there is none. tune: as of `epigen.compile`; "missing" has what is expected of it measured."""
-    found = _promising(product, levels, tune)
+    found = promising(product, levels, tune)
     if isinstance(found, Region) and (kernel := _kernel_of(found)) is not None and (why := expected.spilled(*kernel)):
         return Left(why, True, times=found.times)
     return found
+
+
+def taking(node: fx.Node, levels: Levels, tune: str | None, known: dict[fx.Node, Region | Left]) -> Region | None:
+    """The region that takes a node, as far as nothing is compiled: of a product that it is computed of, with nothing between that stands alone.
+
+    known: of products that were looked at before; added to.
+    """
+    seen, pending = set[fx.Node](), [node]
+    while pending:
+        for s in pending.pop().all_input_nodes:
+            if s in seen:
+                continue
+            seen.add(s)
+            if not is_product(s):
+                pending += [s] if joins(s) else []
+                continue
+            if s not in known:
+                product = product_of(s)
+                known[s] = Left(product) if isinstance(product, str) else promising(product, levels, tune)
+            if isinstance(found := known[s], Region) and node in found.nodes:
+                return found
+    return None
 
 
 def compile_ahead(products: Iterable[Product], levels: Levels, tune: str | None) -> None:
@@ -127,7 +153,7 @@ def compile_ahead(products: Iterable[Product], levels: Levels, tune: str | None)
     A region that comes to be of one before it is taken may be another one then; its kernel is compiled when it is asked for.
     """
     known = [p for p in products if expected.target_of(p.a.meta["val"].device) is not None]
-    regions = [found for product in known if isinstance(found := _promising(product, levels, tune), Region)]
+    regions = [found for product in known if isinstance(found := promising(product, levels, tune), Region)]
     expected.compile_ahead([kernel for region in regions if (kernel := _kernel_of(region)) is not None])
 
 
@@ -137,7 +163,7 @@ def _kernel_of(region: Region) -> tuple[expected.Problem, Target] | None:
     return None if problem is None or target is None else (problem, target)
 
 
-def _promising(product: Product, levels: Levels, tune: str | None) -> Region | Left:
+def promising(product: Product, levels: Levels, tune: str | None) -> Region | Left:
     """A region that is expected to pay, as far as nothing is compiled."""
     dtype = product.a.meta["val"].dtype
     nodes = _grown(product)
@@ -308,7 +334,7 @@ def _lazy(node: fx.Node, inside: Collection[fx.Node]) -> bool:
 # -- what Inductor would do with it
 
 
-_JOINED = frozenset("sum mean amax amin var_mean convert_element_type _to_copy clone alias detach logsumexp native_layer_norm".split())
+_JOINED = frozenset([*"sum mean amax amin var_mean convert_element_type _to_copy clone alias detach logsumexp native_layer_norm".split(), BITMASK, WHERE_BITS])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -188,7 +188,7 @@ def _presented(graph: fx.Graph, sizes: _Sizes, leaf: Leaf, n: Any) -> fx.Node:
     dims = len(leaf.indices)
     found = node.meta["val"]
     if isinstance(found, torch.Tensor) and found.dim() != dims:
-        shape = {"mn": [-1, n], "m": [-1], "n": [-1], "": []}[leaf.indices]
+        shape = leaf.shape(-1, -1 if leaf.indices == "n" else n)
         node = called(graph, _aten.reshape.default, (node, [sizes.node(e) for e in shape]))
     return node
 

@@ -12,7 +12,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from epigen import ops
-from epigen.training import embeddings
+from epigen.training import bits, embeddings
 from epigen.training.aten import SEVERAL
 
 
@@ -36,7 +36,8 @@ def kept_whole() -> dict[Any, Any]:
 
 def decompose(graph: fx.Graph) -> None:
     """Take apart what was kept whole and is left."""
-    (whole, _), table = _parted(), select_decomp_table()
+    masks = {torch.ops.epigen.bitmask.default: bits.bitmask, torch.ops.epigen.where_bits.default: bits.where_bits}
+    whole, table = _parted()[0] | masks, select_decomp_table() | masks
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in whole:
             _inline(graph, node, table)

@@ -1,0 +1,287 @@
+"""What a model's backward wants to know of an activation, one bit an element: the pass over the graph in which AOTAutograd has both forward and backward.
+
+torch keeps ReLU's result for the backward, which asks of each element whether it was positive, and so reads a tile for one bit an element. Where the forward's
+product is a program it packs the answers, and the backward reads them, by a program or by a kernel of Inductor's: see `bits`. All else is left as it is: what
+no product computes, what the same kernel of the backward reads anyway, and graphs without a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.pattern_matcher import stable_topological_sort
+
+from epigen.training import regions
+from epigen.training.aten import same
+from epigen.training.regions import Left, Region
+from epigen.training.rewrite import called
+
+_aten: Any = torch.ops.aten
+_bitmask: Any = torch.ops.epigen.bitmask.default
+_where_bits: Any = torch.ops.epigen.where_bits.default
+_tied: Any = torch.ops.epigen.tied.default
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One that the backward asks of each element. node: which does. of: the value of the forward that it asks about. ask, numbers: what, in torch's operations.
+    x, y: the places of what it chooses of among the node's arguments, where the answer is yes and where it is no; None for 0. slope: x by this is in y's place."""
+
+    node: fx.Node
+    of: fx.Node
+    ask: Callable[..., fx.Node]
+    numbers: tuple[float, ...]
+    x: int = 0
+    y: int | None = None
+    slope: float | None = None
+
+
+def keep_bits(graph: fx.Graph, tune: str | None = None) -> None:
+    """Have the forward pack what the backward asks of it, where a program does so that is expected to pay.
+
+    Packing costs the forward's kernel 1 to 3 % of its time (the shapes in tuning_db whose rows are whole bytes; H100 and H200, 2026-11), and what it
+    writes is a sixteenth of a tile of 16 bits, which the backward need not read.
+    """
+    late = _late(graph)
+    questions = [q for node in graph.nodes if node in late and (q := _question(node, late)) is not None]
+    if not questions:
+        return
+    needed = _above_of([s for s in graph.output_node().all_input_nodes if s not in late])
+    packed = _pack(graph, [q for q, pays in zip(questions, _paying(graph, questions, tune), strict=True) if pays])
+    for mask in dict.fromkeys(mask for mask, _ in packed):
+        _tie(graph, mask, needed)
+    if packed:
+        stable_topological_sort(graph)
+
+
+def settle(graph: fx.Graph, tune: str | None = None) -> None:
+    """After forward and backward were parted: what held them together goes, and so does a mask that is packed and read in one graph, but by no program.
+
+    There are masks in one graph where the backward computes a part of the forward again.
+    """
+    for node in graph.find_nodes(op="call_function", target=_tied):
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    here = [node for node in graph.find_nodes(op="call_function", target=_where_bits) if node.args[0].target is _bitmask]
+    levels, known = regions.levels_of(graph) if here else {}, dict[fx.Node, Region | Left]()
+    for node in here:
+        mask, x, *y = node.args
+        if regions.taking(mask, levels, tune, known) is not None:
+            continue
+        with _adding(graph, node, node):
+            chosen = called(graph, _aten.where.self, (mask.args[0], x, y[0] if y else _zero(graph, node)))
+        node.replace_all_uses_with(chosen)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _zero(graph: fx.Graph, like: fx.Node) -> fx.Node:
+    value = like.meta["val"]
+    node = graph.call_function(_aten.full.default, ([], 0), {"dtype": value.dtype, "device": value.device})
+    node.meta["val"] = value.new_zeros(())
+    return node
+
+
+def _late(graph: fx.Graph) -> set[fx.Node]:
+    """All that depends on a gradient which arrives, but for the output."""
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        if (node.op == "placeholder" and "tangents" in str(node.target)) or (node.op != "output" and any(s in found for s in node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+# -- questions
+
+
+def _not_at_most(graph: fx.Graph, x: fx.Node, t: float) -> fx.Node:
+    return called(graph, _aten.logical_not.default, (called(graph, _aten.le.Scalar, (x, t)),))  # NaN is not
+
+
+def _above(graph: fx.Graph, x: fx.Node, t: float) -> fx.Node:
+    return called(graph, _aten.gt.Scalar, (x, t))
+
+
+def _between(graph: fx.Graph, x: fx.Node, low: float, high: float) -> fx.Node:
+    return called(graph, _aten.logical_and.default, (_above(graph, x, low), called(graph, _aten.lt.Scalar, (x, high))))
+
+
+def _itself(_graph: fx.Graph, condition: fx.Node) -> fx.Node:
+    return condition
+
+
+def _question(node: fx.Node, late: Collection[fx.Node]) -> Question | None:
+    """The same as in the programs that `aten` has for these operations."""
+    found = None
+    given: Any = node.args
+    match node.target, given:
+        case _aten.threshold_backward.default, (_, of, t):
+            found = Question(node, _named(of), _not_at_most, (t,))
+        case _aten.hardtanh_backward.default, (_, of, low, high):
+            found = Question(node, _named(of), _between, (low, high))
+        case _aten.leaky_relu_backward.default, (_, of, slope, _):
+            found = Question(node, _named(of), _above, (0,), slope=slope)
+        case _aten.where.self, (of, _, _):
+            found = Question(node, of, _itself, (), 1, 2)
+    if found is None or found.of in late or found.of.op != "call_function":
+        return None
+    asked, answered = found.of.meta["val"].shape, node.meta["val"].shape
+    n = answered[-1] if len(answered) > 1 else 0
+    whole = len(asked) == len(answered) and all(map(same, asked, answered))
+    return found if whole and isinstance(n, int) and n > 0 and n % 8 == 0 else None
+
+
+def _named(node: fx.Node) -> fx.Node:
+    """What a value is another name of."""
+    while node.target in (_aten.alias.default, _aten.detach.default):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _pack(graph: fx.Graph, questions: Sequence[Question]) -> list[tuple[fx.Node, fx.Node]]:
+    """Answer each by a packed mask. Returns of each the mask, made where what is asked about was computed, and what has taken its node's place."""
+    masks: dict[Any, fx.Node] = {}
+    found = []
+    for q in questions:
+        key = q.of, q.ask, q.numbers
+        if key not in masks:
+            with _adding(graph, q.of.next, q.of):
+                masks[key] = called(graph, _bitmask, (q.ask(graph, q.of, *q.numbers),))
+        with _adding(graph, q.node, q.node):
+            chosen = called(graph, _where_bits, (masks[key], *_choices(graph, q)))
+        q.node.replace_all_uses_with(chosen)
+        graph.erase_node(q.node)
+        found.append((masks[key], chosen))
+    return found
+
+
+def _choices(graph: fx.Graph, q: Question) -> list[Any]:
+    x = q.node.args[q.x]
+    if q.slope is not None:
+        return [x, called(graph, _aten.mul.Tensor, (x, q.slope))]
+    return [x] if q.y is None else [x, q.node.args[q.y]]
+
+
+@contextmanager
+def _adding(graph: fx.Graph, following: fx.Node, like: fx.Node) -> Iterator[None]:
+    """What is added to the graph goes before `following`. like: a node of which it is a part, for all that torch knows of it, such as whether to compute it again."""
+    last = following.prev
+    with graph.inserting_before(following):
+        yield
+    while (last := last.next) is not following:
+        last.meta = {**{key: value for key, value in like.meta.items() if key != "tensor_meta"}, "val": last.meta["val"]}
+
+
+def _tie(graph: fx.Graph, mask: fx.Node, needed: set[fx.Node]) -> None:
+    """Have a result of the forward need a mask: the nearest value of those that it is computed of and that a result needs. needed: what results need."""
+    own = _above_of([mask])
+    pending = [mask]
+    for node in pending:
+        users = [u for u in node.users if u not in own]
+        if node in needed and any(u in needed or u.op == "output" for u in users):
+            with _adding(graph, mask.next, node):
+                value = called(graph, _tied, (node, mask))
+            node.replace_all_uses_with(value, delete_user_cb=users.__contains__)
+            needed |= {value, *own}
+            return
+        pending += [s for s in node.all_input_nodes if s not in pending]
+
+
+def _above_of(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """These, and all that they are computed of."""
+    found, pending = set[fx.Node](), list(nodes)
+    while pending:
+        if (node := pending.pop()) not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+# -- which are worth it
+
+
+def _paying(graph: fx.Graph, questions: Sequence[Question], tune: str | None) -> list[bool]:
+    """Of each question whether a program packs the answer, and the kernel that reads it does not read what it is about anyway. It is tried on a copy."""
+    copy, at = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy.output(copy.graph_copy(graph, at))
+    packed = _pack(copy, [replace(q, node=at[q.node], of=at[q.of]) for q in questions])
+    forward, backward = _parted(copy, tune)
+    return [_spares(mask, chosen, forward, backward) for mask, chosen in packed]
+
+
+def _spares(mask: fx.Node, chosen: fx.Node, forward: _Part, backward: _Part) -> bool:
+    packs, reads = forward.region(mask), backward.region(chosen)
+    if packs is None:
+        return False
+    inside = set(packs.nodes)
+    asked = {node for node in _above_of([mask]) if forward.at[node] in inside}
+    level = backward.levels[backward.at[chosen]]
+    kernel = reads.nodes if reads is not None else [node for node in backward.graph.nodes if regions.joins(node) and backward.levels[node] == level]
+    given = {backward.source[s] for node in kernel for s in node.all_input_nodes if s in backward.source}
+    return not any(asked & _tiles(node) for node in given if node.target is not _bitmask)
+
+
+def _tiles(node: fx.Node) -> set[fx.Node]:
+    """A value, and what it is computed of in one kernel, as far as it varies over more than one dimension."""
+    found, pending = set[fx.Node](), [node]
+    while pending:
+        value = pending.pop()
+        tensor = value.meta.get("val")
+        if value not in found and isinstance(tensor, torch.Tensor) and len([e for e in tensor.shape if not same(e, 1)]) > 1:
+            found.add(value)
+            pending += value.all_input_nodes if regions.joins(value) else []
+    return found
+
+
+class _Part:
+    """The forward or the backward of a graph, with the regions of its products. at: its nodes by those of the whole.
+    source: what an input of the backward is in the forward."""
+
+    def __init__(self, tune: str | None):
+        self.graph, self.tune = fx.Graph(), tune
+        self.at: dict[fx.Node, fx.Node] = {}
+        self.source: dict[fx.Node, fx.Node] = {}
+        self.known: dict[fx.Node, Region | Left] = {}
+        self.levels: regions.Levels = {}
+
+    def add(self, node: fx.Node) -> None:
+        self.at[node] = self.graph.node_copy(node, self.at.__getitem__)
+
+    def receive(self, node: fx.Node) -> None:
+        """A value of the forward that the backward reads."""
+        if node not in self.at:
+            self.at[node] = given = self.graph.placeholder(node.name)
+            given.meta = dict(node.meta)
+            self.source[given] = node
+
+    def end(self, results: Sequence[fx.Node]) -> None:
+        self.graph.output(tuple(self.at[node] for node in results))
+        self.levels = regions.levels_of(self.graph)
+
+    def region(self, node: fx.Node) -> Region | None:
+        """The one that takes a node of the whole."""
+        return regions.taking(self.at[node], self.levels, self.tune, self.known)
+
+
+def _parted(graph: fx.Graph, tune: str | None) -> tuple[_Part, _Part]:
+    """As the graphs will be, as far as regions go by it: the backward receives all that it reads of the forward."""
+    late = _late(graph)
+    forward, backward = _Part(tune), _Part(tune)
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        if node not in late:
+            forward.add(node)
+            continue
+        for s in node.all_input_nodes:
+            if s not in late:
+                backward.receive(s)
+        backward.add(node)
+    forward.end([node for node in forward.at if any(u.op == "output" or u in late for u in node.users)])
+    backward.end([node for node in backward.at if node in late and any(u.op == "output" for u in node.users)])
+    return forward, backward
