@@ -35,6 +35,7 @@ CLAIMS = (
     Claim("mutants", "a tuning database damaged in any way costs its damaged records alone", gpus=0),
     Claim("gem", "relu(mm + bias) at the shapes of the GEM paper, with the host's cost"),
     Claim("host", "what a call costs the Python thread, and a process's first call"),
+    Claim("owners", "what epigen.fuse costs the Python thread, forward by forward of a few models' layers", gpus=0),
     Claim("headline", "the bars, a part of each, in under 5 minutes"),
     _group("epilogues", "six epilogues at every shape of the bars, against mm, eager torch and cuBLASLt", 900),
     Claim("compiled", "the same against torch.compile, which tunes for long"),

@@ -546,15 +546,17 @@ LATER: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("called", [False, True], ids=["before the first call", "after it"])
+@pytest.mark.parametrize("called", [0, 1, 3], ids=["before the first call", "after it", "once its code is written out"])
 @pytest.mark.parametrize("name", LATER)
-def test_what_is_done_to_a_fused_model_is_done(name: str, called: bool) -> None:
+def test_what_is_done_to_a_fused_model_is_done(name: str, called: int) -> None:
     """As to one that is not, and the other way round."""
     model, plain, before = mlp(), mlp(), mlp()
     epigen.fuse(model)
-    if called:
-        model(drawn(3, 8)).sum().backward()
-        model.zero_grad()
+    for mode in (False, True):
+        for _ in range(called):
+            model.train(mode)(drawn(3, 8)).sum().backward()
+    model.zero_grad()
+    assert bool(vars(model)["forward"].known.flats) == (called > 1)
     for m in (model, plain, before):
         LATER[name](m)
     epigen.fuse(before)

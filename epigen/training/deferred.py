@@ -299,10 +299,28 @@ class Region:
     """One product that waits, and the steps that have come so far.
 
     calls: what was called, each with the values that it takes as places, to be called in fact where the plan does not hold. values: by place. done: each place's
-    contents, once they are there. frame: the product's shape, channels last. moved: in torch's shape they come second.
+    contents, once they are there. frame: the product's shape, channels last. moved: in torch's shape they come second. plain: whether all inputs are given as they
+    came. way: the function by which it was computed, where there is one for tensors like these.
     """
 
-    __slots__ = ("_before", "calls", "device", "frame", "inputs", "kind", "lead", "moved", "plan", "product", "settled", "state", "values", "wants")
+    __slots__ = (
+        "_before",
+        "calls",
+        "device",
+        "frame",
+        "inputs",
+        "kind",
+        "lead",
+        "moved",
+        "plain",
+        "plan",
+        "product",
+        "settled",
+        "state",
+        "values",
+        "wants",
+        "way",
+    )
 
     def __init__(self, plan: Planned, product: Product, before: Region | None, frame: tuple[int, ...], now: State, device: torch.device, kind: str):
         """kind: the device's."""
@@ -312,7 +330,8 @@ class Region:
         self.values: list[Callable[[], Deferred | None]] = []
         x, weight, bias = product
         self.inputs: dict[str, Tensor] = {} if bias is None else {"bias": bias}
-        self.settled = False
+        self.settled, self.plain = False, True
+        self.way: Callable[..., Tensor] | None = None
         # which the results of a chain have until its end, whatever is viewed in between
         self.lead: tuple[int, ...] = frame[:-1] if before is None else before.lead
         self.wants: bool = now[0] and (
@@ -371,6 +390,7 @@ class Region:
             return False
         if frame[:-1] != self.lead and "m" in argument.indices:  # type: ignore[union-attr]
             presented = presented.reshape(*self.lead, *presented.shape[len(frame) - 1 :])
+        self.plain = self.plain and presented is value
         self.inputs[argument.name] = presented  # type: ignore[union-attr]
         self.wants = self.wants or (self.state[0] and value.requires_grad)
         return True
@@ -409,12 +429,15 @@ class Region:
             tensors = self.tensors()
             prepared = self.plan.computed.get(self.state, tensors)
             if callable(prepared):
-                found = prepared(*tensors)
+                found, self.way = prepared(*tensors), prepared
             else:
                 x, links = self.links()
                 found = linear.chain(x, links)
-                # at the second call: of a batch that is never like another nothing is written out
-                self.plan.computed.put(self.state, tensors, "once" if prepared is None else again.prepare(x, links) or "by torch")
+                if prepared is None:  # at the second call: of a batch that is never like another nothing is written out
+                    self.plan.computed.put(self.state, tensors, "once")
+                else:
+                    self.way = again.prepare(x, links)
+                    self.plan.computed.put(self.state, tensors, self.way or "by torch")
         found = found if found.shape == self.frame else found.view(self.frame)
         return found.permute(channels_second(len(self.frame))) if self.moved else found
 
@@ -515,6 +538,8 @@ def present(value: Tensor, indices: str, frame: tuple[int, ...]) -> Tensor | Non
         return value.expand(frame) if kind(value.shape, frame) == "mn" else None
     if kind(value.shape, frame) != indices:
         return None
+    if value.dim() == len(indices) and indices in ("n", ""):
+        return value
     if indices == "n":
         return value.reshape(-1)
     return value.reshape(()) if not indices else value.squeeze(-1).expand(frame[:-1])
@@ -570,11 +595,13 @@ def reshaped(frame: tuple[int, ...], given: Sequence[Any]) -> tuple[int, ...] | 
 
 
 class Run(TorchFunctionMode):
-    """One call of a forward. deviated: it did something else than the plan expects."""
+    """One call of a forward. deviated: it did something else than the plan expects. ways: of each chain that was computed, the function for it, if there is one,
+    and whether that takes its inputs as they come."""
 
     def __init__(self, plan: Plan):
         super().__init__()
         self.plan, self.count, self.deviated = plan, 0, False
+        self.ways: list[tuple[Callable[..., Tensor] | None, bool]] = []
         self.pending: list[Region] = []
         self.held: list[Region] = []
 
@@ -644,6 +671,7 @@ class Run(TorchFunctionMode):
         if region in self.pending:
             self.pending.remove(region)
         found = region.compute()
+        self.ways.append((region.way, all(r.plain for r in region.regions())))
         self.held += [r for r in region.regions() if r.held]  # and no other, which would hold what it multiplies
         return found
 

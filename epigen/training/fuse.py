@@ -17,16 +17,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as torchs
 from torch.overrides import _pop_mode_temporarily
 
 from epigen.errors import CallError
+from epigen.training import straight
 from epigen.training.deferred import DEVICES, Plan, Run, state
 from epigen.training.elements import channels_second
-from epigen.training.rehearse import Observed, Rehearsed, Unseen, rehearse
+from epigen.training.flat import MISSED, Flat
+from epigen.training.rehearse import Observed, Rehearsed, Unseen, rehearse, tried
+from epigen.training.straight import Bent
+
+_MOST_FLATS, _MOST_FLATTENED = 4, 64
+"""What one forward's code is written out to, for other arguments or attributes; and how often it is, for other shapes too."""
 
 _MOST_PLANS = 8
 """Plans that one forward tries in turn where it never does what it did last."""
+
+_GLANCES = 64
+"""Calls of a forward of which nothing is fused, between two that look at all of its modules."""
 
 _LEADS = ((2, 3), (5,))
 """Leading dimensions of the inputs with which a forward is rehearsed before it was ever called."""
@@ -80,16 +90,29 @@ class Forward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not self.active:
+        if is_dynamo_compiling() or not self.active:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        known = self.known
+        if known.met is not None and known.met.rests(args, kwargs):
             return type(self.module).forward(self.module, *args, **kwargs)
         around = torch._C._len_torch_function_stack()
-        if around and isinstance(torch._C._get_function_stack_at(around - 1), Run | Observed):
+        if not around:
+            for flat in known.flats:
+                found = flat.call(args, kwargs)
+                if found is not MISSED:
+                    return found
+        elif isinstance(torch._C._get_function_stack_at(around - 1), Run | Observed):
             with _pop_mode_temporarily():  # of a module around this one, whose plan does not look into it
-                return self.run(args, kwargs)
+                return self(*args, **kwargs)
         return self.run(args, kwargs)
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._are_functorch_transforms_active()
+            or torch._C._get_tracing_state() is not None
+        ):
             return self.plain(*args, **kwargs)
         known = self.known
         met = known.met
@@ -107,6 +130,8 @@ class Forward:
         run.end()
         if run.deviated:
             known.deviated(met.key)
+        elif not torch._C._len_torch_function_stack():
+            known.flatten(met.key, self.module, run, args, kwargs)
         return result
 
     def key(self, args: Any, kwargs: Any) -> Any:
@@ -145,14 +170,33 @@ class Met:
         nothing: Any = OrderedDict()  # none of the modules' own, which would be the same with a hook in it
         self.own = [(vars(m)["training"], nothing, nothing, nothing, nothing, dict(m._modules)) for m in self.inside]
         self.forwards = [vars(m).get("forward") for m in self.inside]
+        self.idle, self.glances = rehearsed.plan.idle, 0
+
+    def rests(self, args: Any, kwargs: Any) -> bool:
+        """Whether nothing is fused of such a call, as far as a glance tells: the plain forward is right in any case. Now and then it is looked at in full."""
+        if not self.idle:
+            return False
+        self.glances += 1
+        return self.glances % _GLANCES != 0 and self.module.training is self.training and self.alike(args, kwargs)
+
+    def alike(self, args: Any, kwargs: Any) -> bool:
+        first = args[0] if args else None
+        if not isinstance(first, Tensor):
+            for first in (*args, *kwargs.values()):
+                if isinstance(first, Tensor):
+                    break
+            else:
+                return False
+        dtype, device, autocast = self.first
+        if first.dtype != dtype or first.device.type != device:
+            return False
+        return torch.is_autocast_enabled(device) is (autocast is not None) and (autocast is None or torch.get_autocast_dtype(device) == autocast)
 
     def again(self, args: Any, kwargs: Any) -> bool:
         """Whether `Forward.key` would be the same. In whole comparisons of lists, which take a third of the time of asking one thing after another."""
         if torchs._global_forward_hooks or torchs._global_forward_pre_hooks or torchs._global_backward_hooks or torchs._global_backward_pre_hooks:
             return False
-        first = args[0] if args and isinstance(args[0], Tensor) else next((x for x in itertools.chain(args, kwargs.values()) if isinstance(x, Tensor)), None)
-        dtype, device, autocast = self.first
-        if first is None or first.dtype != dtype or first.device.type != device or state(device)[2] != autocast:
+        if not self.alike(args, kwargs):
             return False
         if self.module.training is not self.training or self.module._modules != self.children:
             return False
@@ -165,13 +209,17 @@ _read = operator.itemgetter("training", "_forward_hooks", "_forward_pre_hooks", 
 
 class Known:
     """What rehearsals have found of one forward. plans: by key. met: the call before. last: what was found last, or why nothing could be. deviations: by key, how
-    often another plan was made."""
+    often another plan was made. flats: what runs in place of the forward's code, the newest first; flattened: how often that was made. bent: by key, why there is
+    none."""
 
     def __init__(self) -> None:
         self.plans: dict[Any, Rehearsed] = {}
         self.met: Met | None = None
         self.last: Rehearsed | Unseen | None = None
         self.deviations: dict[Any, int] = {}
+        self.flats: tuple[Flat, ...] = ()
+        self.bent: dict[Any, str] = {}
+        self.flattened = 0
 
     def __reduce__(self) -> Any:
         return Known, ()
@@ -186,6 +234,27 @@ class Known:
             self.last = found
         self.plans[key] = found
         return found
+
+    def flatten(self, key: Any, module: nn.Module, run: Run, args: Any, kwargs: Any) -> None:
+        """After a call that went by its plan, in which each chain was computed by a function of its own: have those like it need none of the module's code."""
+        ways = [(way, plain) for way, plain in run.ways if way is not None]
+        if not ways or len(ways) < len(run.ways) or key in self.bent or self.flattened >= _MOST_FLATTENED:
+            return
+        self.flattened += 1
+        now = state(key[0][1])
+        try:
+            known = next((f for f in self.flats if f.holds(run.plan, args, kwargs, ways)), None)
+            if known is not None:
+                known.add(now, args, kwargs, ways)
+                return
+            with tried(module, args, kwargs) as trial, trial.observed:
+                read = straight.read(trial.module, trial.args, trial.kwargs, trial.observed, lambda m: type(vars(m).get(FORWARD)) is Forward)
+            flat = Flat(module, trial, read, run.plan, args, kwargs)
+            flat.add(now, args, kwargs, ways)
+        except (Bent, Unseen) as why:
+            self.bent[key] = str(why)
+        else:
+            self.flats = (flat, *self.flats)[:_MOST_FLATS]
 
     def deviated(self, key: Any) -> None:
         """Rehearse it anew at the next call, but within a checkpoint, whose second forward has to do what its first did."""

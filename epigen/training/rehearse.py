@@ -61,6 +61,28 @@ class Rehearsed:
 
 def rehearse(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool | None = None) -> Rehearsed:
     """args, kwargs: those of a call of the module's forward. training: the mode to rehearse it in; by default that which each module in it has. Raises Unseen."""
+    with tried(module, args, kwargs, training) as trial, trial.observed:
+        try:
+            result = type(trial.module).forward(trial.module, *trial.args, **trial.kwargs)
+        except Exception as error:
+            said = (str(error).splitlines() or [""])[0]
+            raise Unseen(f"on tensors without contents it raises {type(error).__name__}: {said}") from error
+    return _analysed(trial.observed, result)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A copy of a module, and of what its forward is called with, without contents; and what sees the functions that it calls."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    observed: Observed
+
+
+@contextmanager
+def tried(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool | None = None) -> Iterator[Trial]:
+    """Where a forward can be run and changes nothing. Arguments as of `rehearse`. Raises Unseen."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     given, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -74,16 +96,8 @@ def rehearse(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
             stand_in.train(training)
         names = {m: name for of in (module, stand_in) for name, m in of.named_modules()}  # a closure holds the module's own
         with torch.enable_grad():
-            given = [_fake(value, fakes) for value in given]
-            fake_args, fake_kwargs = pytree.tree_unflatten(given, structure)
-            observed = Observed(names)
-            try:
-                with observed:
-                    result = type(stand_in).forward(stand_in, *fake_args, **fake_kwargs)
-            except Exception as error:
-                said = (str(error).splitlines() or [""])[0]
-                raise Unseen(f"on tensors without contents it raises {type(error).__name__}: {said}") from error
-    return _analysed(observed, result)
+            fake_args, fake_kwargs = pytree.tree_unflatten([_fake(value, fakes) for value in given], structure)
+            yield Trial(stand_in, fake_args, fake_kwargs, Observed(names))
 
 
 @contextmanager

@@ -1,0 +1,337 @@
+"""A forward whose code is straight, as one function: what it hangs on is compared, and the same functions of torch and kernels are called, without its code.
+
+`straight` has read the code, `deferred` has run it by a plan, once with tensors like these. `Flat` is written out of both: guards first, for which no module is
+called and no mode of torch's is set; then the steps, in which a chain of layers is the one call that `again` has made of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
+from torch.nn.modules import module as torchs
+
+from epigen.runtime.written import Written
+from epigen.training.deferred import CONVOLUTIONS, Alike, Fixed, Plan, Planned, Ref, State, Taken, present
+from epigen.training.rehearse import Event, Trial
+from epigen.training.straight import PLAIN, Bent, Called, Read, Straight
+
+MISSED: Any = object()
+"""What a call gives that is not like those for which it was written: nothing was done."""
+
+Way = Callable[..., Tensor]
+
+
+class Flat:
+    """One forward, for calls with so many arguments of these names, and whatever `straight` has noted as it is.
+
+    call: (args, kwargs) -> what the forward gives, or MISSED; with a third argument that is true nothing is done in any case. bodies: what is run, by what was found of the tensors.
+    """
+
+    def __init__(self, module: nn.Module, trial: Trial, straight: Straight, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]):
+        """args, kwargs: of the call that the trial stands for."""
+        self.straight, self.plan = straight, plan
+        self.real = dict(zip(trial.module.modules(), module.modules(), strict=True))
+        self.bodies: Alike[Callable[..., Any]] = Alike()
+        self.given = [*trial.args, *trial.kwargs.values()]
+        self.call = self._guarded(args, kwargs)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those of the trial, in the order in which bodies take them."""
+        return [*(t for t in self.given if isinstance(t, Tensor)), *self.straight.tensors.values()]
+
+    def actual(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The same of a call."""
+        own = [_stored(self.real[read.module], read) for read in self.straight.tensors]
+        return [*(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), *own]
+
+    def holds(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], ways: Sequence[tuple[Way, bool]]) -> bool:
+        """Whether a body for another call can be written out of what was read for this one."""
+        same = self.plan is plan and not self.straight.exact and all(plain for _, plain in ways) and self.call(args, kwargs, True) is not MISSED
+        return same and [t.dtype for t in self.actual(args, kwargs)] == [t.dtype for t in self.tensors]
+
+    def add(self, now: State, args: Sequence[Any], kwargs: Mapping[str, Any], ways: Sequence[tuple[Way, bool]]) -> None:
+        """A body for calls like this one, whose chains were computed in these ways. Raises Bent."""
+        self.bodies.put(now, self.actual(args, kwargs), _Body(self, ways).function())
+
+    # -- what is compared
+
+    def _guarded(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+        text = Written("call(args, kwargs, only=False)")
+        missed = text.hold(MISSED)
+        ways = [f"len(args) != {len(args)}", f"len(kwargs) != {len(kwargs)}" if kwargs else "kwargs"]
+        hooks = text.hold(torchs)
+        ways += [f"{hooks}.{name}" for name in ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")]
+        ways += [f"{text.hold(torch._C._autograd._profiler_enabled)}()", f"{text.hold(forward_ad)}._current_level >= 0"]
+        ways.append(f"{text.hold(nn.Module)}.__call__ is not {text.hold(nn.Module.__call__)}")
+        guards = [f"if {' or '.join(ways)}:", f"    return {missed}"]
+        names = [f"a{i}" for i in range(len(args))]
+        if names:
+            guards.append(f"{', '.join(names)}, = args")
+        for i, name in enumerate(kwargs):
+            names.append(f"k{i}")
+            guards.append(f"k{i} = kwargs[{name!r}]")
+        ways, tensors = [], []
+        for name, value in zip(names, (*args, *kwargs.values()), strict=True):
+            if isinstance(value, Tensor):
+                tensors.append(name)
+            elif value is None or isinstance(value, bool):
+                ways.append(f"{name} is not {value}")
+            elif isinstance(value, PLAIN):
+                ways.append(f"type({name}) is not {text.hold(type(value))} or {name} != {text.hold(value)}")
+            else:
+                raise Bent(f"it is called with a {type(value).__name__}")
+        for where, name, value in self.straight.outside.values():
+            at = f"{text.hold(where)}[{name!r}]" if isinstance(where, dict) else f"{text.hold(where)}.{name}"
+            ways.append(f"{at} is not {text.hold(value)}")
+        if ways:
+            guards += [f"if {' or '.join(ways)}:", f"    return {missed}"]
+        for number, (module, called) in enumerate(self.straight.modules.items()):
+            guards += self._of_module(text, f"{number}", module, called, missed)
+        tensors += [f"t{i}" for i in range(len(self.straight.tensors))]
+        first = tensors[0] if tensors else None
+        if first is None:
+            raise Bent("it takes no tensor")
+        device = text.hold(next(t for t in (*args, *kwargs.values(), *self.tensors) if isinstance(t, Tensor)).device.type)
+        autocast = f"{text.hold(torch.get_autocast_dtype)}({device}) if {text.hold(torch.is_autocast_enabled)}({device}) else None"
+        now = f"({text.hold(torch.is_grad_enabled)}(), {text.hold(torch.is_inference_mode_enabled)}(), {autocast})"
+        text.add("try:", *(f"    {line}" for line in guards), "except KeyError:", f"    return {missed}")
+        text.add("if only:", "    return None", f"now = {now}", f"for then, check, body in {text.hold(self.bodies)}.seen:")
+        text.add(f"    if then == now and check({', '.join(tensors)}):", f"        return body({', '.join(tensors)})", f"return {missed}")
+        found: Callable[..., Any] = text.function()
+        return found
+
+    def _of_module(self, text: Written, number: str, module: nn.Module, called: bool, missed: str) -> list[str]:
+        straight, real = self.straight, self.real[module]
+        d, held = f"d{number}", text.hold(real)
+        lines = [f"{d} = {held}.__dict__"]
+        ways = [f"type({held}) is not {text.hold(type(real))}"]
+        if called:
+            ways += [f"{d}[{name!r}]" for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")] + [f"'forward' in {d}"]
+        ways.append(f"len({d}) != {len(vars(real))}")  # nothing was put beside what is read, in whose place it would be
+        for (of, name), value in straight.own.items():
+            if of is module:
+                found = vars(real)[name]
+                if type(found) is not type(value) or (isinstance(found, PLAIN) and found != value):
+                    raise Bent(f"{name} changes")
+                ways.append(f"{d}[{name!r}] is not {text.hold(found)}")
+        children = [(name, child) for (of, name), child in straight.children.items() if of is module]
+        if children or module in straight.all_children:
+            lines.append(f"c{number} = {d}['_modules']")
+            ways += [f"c{number}[{name!r}] is not {text.hold(self.real[child])}" for name, child in children]
+            if module in straight.all_children:
+                ways.append(f"list(c{number}) != {text.hold(list(real._modules))}")
+        stores = sorted({read.store for read in (*straight.tensors, *straight.nothing) if read.module is module and read.store})
+        lines += [f"s{number}{store} = {d}[{store!r}]" for store in stores]
+        ways += [f"s{number}{read.store}[{read.name!r}] is not None" for read in straight.nothing if read.module is module]
+        lines += [f"if {' or '.join(ways)}:", f"    return {missed}"]
+        for place, read in enumerate(straight.tensors):
+            if read.module is module:
+                lines.append(f"t{place} = {f's{number}{read.store}' if read.store else d}[{read.name!r}]")
+        return lines
+
+
+def _stored(module: nn.Module, read: Read) -> Tensor:
+    found: Tensor = (vars(module)[read.store] if read.store else vars(module))[read.name]
+    return found
+
+
+# -- what is run
+
+
+@dataclass(eq=False)
+class _Open:
+    """A product whose steps are not all there yet. x, weight: what the text calls them. place: how many steps have come. views: whether one of them is a view."""
+
+    planned: Planned
+    x: str
+    weight: str
+    inputs: list[tuple[str, str, Tensor]]
+    frame: tuple[int, ...]
+    before: _Open | None
+    place: int = 0
+    views: bool = False
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        return self.frame[:-1] if self.before is None else self.before.lead
+
+    def links(self) -> list[_Open]:
+        return [*(self.before.links() if self.before is not None else ()), self]
+
+
+class _Body:
+    """The steps, as the text of a function of the tensors.
+
+    ways: of each chain in turn, the function for it, and whether it takes its inputs as they come.
+    """
+
+    def __init__(self, flat: Flat, ways: Sequence[tuple[Way, bool]]):
+        self.flat, self.ways = flat, iter(ways)
+        self.names = {id(t): f"t{i}" for i, t in reversed(list(enumerate(flat.tensors)))}
+        self.text = Written(f"body({', '.join(f't{i}' for i in range(len(flat.tensors)))})")
+        self.open: dict[int, _Open] = {}
+        self.places: dict[int, int] = {}
+        self.count, self.numbers = 0, itertools.count()
+        self.lines: list[str] = []
+
+    def function(self) -> Callable[..., Any]:
+        for event in self.flat.straight.events:
+            self.step(event)
+        if self.open or next(self.ways, None) is not None or self.count != len(self.flat.plan.products):
+            raise Bent("it does not do what was planned")
+        self.lines.append(f"return {self.value(self.flat.straight.result)}")
+        self.text.add(*_freed(self.lines))
+        return self.text.function()
+
+    def value(self, value: Any) -> str:
+        """An expression of it."""
+        if isinstance(value, Tensor):
+            if id(value) not in self.names:
+                raise Bent("it takes a tensor from elsewhere")
+            return self.names[id(value)]
+        if isinstance(value, tuple | list) and not isinstance(value, torch.Size) and any(isinstance(v, Tensor | tuple | list) for v in value):
+            inner = ", ".join(map(self.value, value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
+        if isinstance(value, nn.Module | types.FunctionType):
+            raise Bent(f"it hands on a {type(value).__name__}")
+        return self.text.hold(value)
+
+    def step(self, event: Event) -> None:
+        func = event.func
+        if func in (F.linear, torch.addmm) or func in CONVOLUTIONS:
+            place, self.count = self.count, self.count + 1
+            planned = self.flat.plan.products[place] if place < len(self.flat.plan.products) else None
+            if planned is not None:
+                self.product(planned, event)
+                return
+        if any(id(t) in self.open for t in event.given):
+            self.joined(event)
+            return
+        result, name = event.result, f"v{next(self.numbers)}"
+        given = [*map(self.value, event.args), *(f"{k}={self.value(v)}" for k, v in event.kwargs.items())]
+        function = self.text.hold(self.flat.real[func.module] if isinstance(func, Called) else func)
+        self.lines.append(f"{name} = {function}({', '.join(given)})")
+        for place, tensor in enumerate(result if isinstance(result, tuple | list) else ()):
+            self.names[id(tensor)] = f"{name}[{place}]"
+        if isinstance(result, Tensor):
+            self.names[id(result)] = name
+
+    def product(self, planned: Planned, event: Event) -> None:
+        func, args, kwargs = event.func, event.args, event.kwargs
+        if planned.func != func or func in CONVOLUTIONS:
+            raise Bent("a convolution is not read")
+        if func is F.linear:
+            x, weight, bias = _linear(*args, **kwargs)
+            multiplied = self.value(weight)
+        else:
+            if kwargs:
+                raise Bent("a product is called in a rare way")
+            bias, x, weight = args
+            multiplied = f"{self.value(weight)}.t()"
+        before = self.open.get(id(x))
+        if (before is not None) != planned.after_chained or (before is not None and before.place != len(before.planned.steps)):
+            raise Bent("it does not do what was planned")
+        inputs = [] if bias is None else [("bias", "n", bias)]
+        opened = _Open(planned, "" if before is not None else self.value(x), multiplied, inputs, tuple(event.result.shape), before)
+        if before is not None:
+            self.forget(before)
+        self.keep(opened, event.result)
+
+    def joined(self, event: Event) -> None:
+        """A call that takes what is not computed yet: the next step of a product, or nothing that was planned."""
+        opened = next(self.open[id(t)] for t in event.given if id(t) in self.open)
+        steps = opened.planned.steps
+        step = steps[opened.place] if opened.place < len(steps) else None
+        if step is None or step.func != event.func or len(step.args) != len(event.args) or list(step.kwargs) != list(event.kwargs):
+            raise Bent("it does not do what was planned")
+        if step.view:
+            opened.views, opened.frame = True, tuple(event.result.shape)
+        else:
+            for argument, value in zip((*step.args, *step.kwargs.values()), (*event.args, *event.kwargs.values()), strict=True):
+                if isinstance(argument, Ref):
+                    fits = self.open.get(id(value)) is opened and self.places[id(value)] == argument.place
+                elif isinstance(argument, Taken):
+                    fits = isinstance(value, Tensor) and id(value) in self.names and id(value) not in self.open
+                    opened.inputs.append((argument.name, argument.indices, value))
+                else:
+                    assert isinstance(argument, Fixed)
+                    fits = type(value) is type(argument.value) and bool(value == argument.value)
+                if not fits:
+                    raise Bent("it does not do what was planned")
+        opened.place += 1
+        self.keep(opened, event.result)
+
+    def keep(self, opened: _Open, result: Tensor) -> None:
+        """What a product or a step of it gives; with the last one it is computed."""
+        if opened.place < len(opened.planned.steps) or opened.planned.chained:
+            self.open[id(result)], self.places[id(result)] = opened, opened.place
+            return
+        self.forget(opened)
+        way, plain = next(self.ways, (None, True))
+        if way is None:
+            raise Bent("it does not do what was planned")
+        links, given = opened.links(), list[str]()
+        for link in links:
+            given.append(link.weight)
+            for _, indices, value in link.inputs:
+                expression = self.value(value)
+                if not plain:
+                    self.flat.straight.exact = True
+                    expression = f"{self.text.hold(_Presented(indices, link.frame, opened.lead))}({expression})"
+                given.append(expression)
+        name = f"v{next(self.numbers)}"
+        viewed = ""
+        if any(link.views for link in links):
+            self.flat.straight.exact = True
+            viewed = f".view({self.text.hold(opened.frame)})"
+        self.lines.append(f"{name} = {self.text.hold(way)}({', '.join([links[0].x, *given])}){viewed}")
+        self.names[id(result)] = name
+
+    def forget(self, opened: _Open) -> None:
+        for key in [key for key, value in self.open.items() if value is opened]:
+            del self.open[key], self.places[key]
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:  # noqa: A002  # torch's own name
+    return input, weight, bias
+
+
+@dataclass(frozen=True, slots=True)
+class _Presented:
+    """A tensor as a program takes it, where it does not come so."""
+
+    indices: str
+    frame: tuple[int, ...]
+    lead: tuple[int, ...]
+
+    def __call__(self, value: Tensor) -> Tensor:
+        found = present(value, self.indices, self.frame)
+        assert found is not None
+        if self.frame[:-1] != self.lead and "m" in self.indices:
+            return found.reshape(*self.lead, *found.shape[len(self.frame) - 1 :])
+        return found
+
+
+_NAME = re.compile(r"\bv\d+\b")
+
+
+def _freed(lines: Sequence[str]) -> list[str]:
+    """The same, with each value let go where it is used last: what a forward gives its next name to is freed as well."""
+    last = {name: place for place, line in enumerate(lines) for name in _NAME.findall(line)}
+    found: list[str] = []
+    for place, line in enumerate(lines):
+        found.append(line)
+        gone = sorted(name for name, at in last.items() if at == place)
+        if gone and place + 1 < len(lines):
+            found.append(f"del {', '.join(gone)}")
+    return found
