@@ -77,7 +77,17 @@ def on(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
 def test_without_a_gpu_what_wants_one_is_skipped_in_words(ran: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     on(monkeypatch, 0)
     assert bench.main([]) == 0
-    assert [c[1] for c in ran] == ["bench.mutants", "bench.fuzz", "bench.digits", "bench.front", "bench.replay", "bench.model", "bench.plot", "bench.figures"]
+    assert [c[1] for c in ran] == [
+        "bench.mutants",
+        "bench.owners",
+        "bench.fuzz",
+        "bench.digits",
+        "bench.front",
+        "bench.replay",
+        "bench.model",
+        "bench.plot",
+        "bench.figures",
+    ]
     told = capsys.readouterr().out
     assert "headline: skipped: it wants a GPU, and there is none" in told and "devices: skipped: it wants 2 GPUs, and there is none" in told
 

@@ -608,8 +608,8 @@ class Run(TorchFunctionMode):
     def end(self) -> None:
         """What the forward has given or kept becomes ordinary tensors."""
         self.deviate()
-        for region in self.held:
-            region.settle()
+        while self.held:  # each before those whose results it multiplies, which it holds until it is gone
+            self.held.pop(0).settle()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in PRODUCTS:

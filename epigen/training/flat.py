@@ -104,7 +104,7 @@ class Flat:
         device = text.hold(next(t for t in (*args, *kwargs.values(), *self.tensors) if isinstance(t, Tensor)).device.type)
         autocast = f"{text.hold(torch.get_autocast_dtype)}({device}) if {text.hold(torch.is_autocast_enabled)}({device}) else None"
         now = f"({text.hold(torch.is_grad_enabled)}(), {text.hold(torch.is_inference_mode_enabled)}(), {autocast})"
-        text.add("try:", *(f"    {line}" for line in guards), "except KeyError:", f"    return {missed}")
+        text.add("try:", *(f"    {line}" for line in guards), "except (KeyError, AttributeError):", f"    return {missed}")
         text.add("if only:", "    return None", f"now = {now}", f"for then, check, body in {text.hold(self.bodies)}.seen:")
         text.add(f"    if then == now and check({', '.join(tensors)}):", f"        return body({', '.join(tensors)})", f"return {missed}")
         found: Callable[..., Any] = text.function()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as torchs
 from torch.overrides import _pop_mode_temporarily
@@ -112,6 +113,7 @@ class Forward:
             or torch._C._len_torch_dispatch_stack()
             or torch._C._are_functorch_transforms_active()
             or torch._C._get_tracing_state() is not None
+            or forward_ad._current_level >= 0
         ):
             return self.plain(*args, **kwargs)
         known = self.known

@@ -95,7 +95,8 @@ def tried(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], tra
         if training is not None:
             stand_in.train(training)
         names = {m: name for of in (module, stand_in) for name, m in of.named_modules()}  # a closure holds the module's own
-        with torch.enable_grad():
+        # what keeps tensors for a backward in a way of its own, such as a checkpoint, is not to count those without contents
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             fake_args, fake_kwargs = pytree.tree_unflatten([_fake(value, fakes) for value in given], structure)
             yield Trial(stand_in, fake_args, fake_kwargs, Observed(names))
 
