@@ -13,7 +13,7 @@ import epigen
 from epigen.dtypes import BF16
 from epigen.runtime.device import TARGETS
 from epigen.runtime.kernel import Kernel
-from epigen.training import backend, expected
+from epigen.training import backend, expected, library
 from epigen.training.report import Seen
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
@@ -73,24 +73,32 @@ def test_a_kernel_that_keeps_values_in_memory_is_not_taken(monkeypatch: pytest.M
 
 
 def test_the_kernels_of_a_graph_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All before the first is looked at, each once, and those alone that are expected to pay."""
+    """Each once, and while the graph goes on; what reads and writes many tiles is waited for, and judged."""
     monkeypatch.setattr(expected, "target_of", lambda _device: TARGETS["sm_90"])
-    started, alone = threading.Barrier(2, timeout=60), threading.get_ident()
-    asked: list[tuple[str, bool]] = []
+    expected._compiled.cache_clear()
+    started, going_on, alone = threading.Barrier(2, timeout=60), threading.Event(), threading.get_ident()
+    asked: list[str] = []
 
-    def spilled(problem: expected.Problem, _target: Any) -> str:
-        asked.append((problem.text, threading.get_ident() == alone))
-        if threading.get_ident() != alone:
+    def spilled(problem: expected.Problem, _target: Any, _place: Any) -> str:
+        assert threading.get_ident() != alone
+        asked.append(problem.text)
+        if problem.text in ("relu(mm)", "tanh(mm)"):
             started.wait()  # of one after another the first would wait for ever
-        return ""
+        if problem.text == "tanh(mm)" and not going_on.wait(60):
+            return "the graph waits for a kernel that is not to be doubted"
+        return "it spills" if "x2" in problem.text else ""
 
-    monkeypatch.setattr(expected, "spilled", spilled)
-    graph = make_fx(lambda x, u, v, w: (torch.relu(x @ u), torch.tanh(x @ v), torch.relu(x @ w)), tracing_mode="fake")(
-        *(torch.empty(s, dtype=torch.bfloat16) for s in ((8192, 2048), *[(2048, 4096)] * 3))
-    ).graph
-    assert [s.program for s in backend.fuse(graph)] == ["relu(mm)", "tanh(mm)", "relu(mm)"]
-    assert sorted(asked[:2]) == [("relu(mm)", False), ("tanh(mm)", False)]
-    assert [here for _, here in asked[2:]] == [True, True, True]
+    monkeypatch.setattr(expected, "_spilled", spilled)
+
+    def several(x: Any, u: Any, v: Any, w: Any, y: Any) -> Any:
+        return torch.relu(x @ u), torch.tanh(x @ v), torch.relu(x @ w), (x @ w + 1) * y[0] * y[1] * y[2]
+
+    graph = make_fx(several, tracing_mode="fake")(*(torch.empty(s, dtype=torch.bfloat16) for s in ((8192, 2048), *[(2048, 4096)] * 3, (3, 8192, 4096)))).graph
+    assert [s.program or s.why for s in backend.fuse(graph)] == ["relu(mm)", "tanh(mm)", "relu(mm)", "it spills"]
+    kernels = [library.kernel(text, None)._compiling[1] for text in ("relu(mm)", "tanh(mm)")]
+    going_on.set()
+    assert [f.result(60) for (f,) in kernels] == ["", ""] and len(asked) == len(set(asked)) == 3
+    expected._compiled.cache_clear()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,7 +22,7 @@ from epigen.codegen.spec import KernelConfig, KernelSpec
 from epigen.dtypes import BF16, FP16, FP32
 from epigen.errors import CallError, ConfigError
 from epigen.ir import reference
-from epigen.runtime import arguments, vendor, verify, workspace
+from epigen.runtime import arguments, kernel, vendor, verify, workspace
 from epigen.runtime.device import TARGETS
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.loader import Loader
@@ -913,3 +914,22 @@ def test_the_source_after_a_call_of_cpu_tensors_is_of_their_dtypes_and_extents()
     assert kernel.source(shape=(4096, 4096, 4096)) == before
     kernel.over(torch.ones(4, 4), bias=torch.ones(4))
     assert kernel.config.schedule == "library"
+
+
+def test_a_first_call_waits_for_those_who_compile_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for the threads of the process that this one was forked from: here they are none."""
+    made, compiling = epigen.compile("relu(mm)"), Future[str]()
+    waited: list[Any] = []
+    monkeypatch.setattr(kernel, "wait", waited.extend)
+    made.wait_for(compiling)
+    process = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: process + 1)
+    made(torch.ones(2, 3), torch.ones(3, 4))
+    assert waited == []
+    monkeypatch.setattr(os, "getpid", lambda: process)
+    made(torch.ones(2, 3), torch.ones(3, 5))
+    assert waited == [compiling]
+    compiling.set_result("")
+    made.wait_for(later := Future[str]())
+    made(torch.ones(2, 3), torch.ones(3, 6))
+    assert waited == [compiling, later]

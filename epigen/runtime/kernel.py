@@ -7,8 +7,10 @@ call that has been made before is made again with as little Python as that takes
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -83,6 +85,8 @@ class Kernel:
         """By the type of `out`: what was called last, the newest first."""
         self._ready: Latest[tuple[Prepared, type], Again] = Latest(_KEPT)
         self._starting = threading.Lock()
+        self._compiling: tuple[int, tuple[Future[Any], ...]] = (0, ())
+        """The process, and what other threads of it compile."""
         self._last: Prepared | None = None
         self._made_by, self._known_as = made_by, known_as
 
@@ -313,6 +317,9 @@ class Kernel:
 
     def _first(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> tuple[Prepared, list[Tensor]]:
         """Prepare a call and run it, which compiles. Where Triton refuses the chosen config, the vendor's product takes its place."""
+        process, compiling = self._compiling
+        if process == os.getpid():  # a process that was forked has none of its parent's threads
+            wait(compiling)
         prepared = self._prepare(operands, inputs, outs)
         try:
             return prepared, self._start(prepared, operands, inputs, outs)
@@ -347,6 +354,11 @@ class Kernel:
         if prepared.plan.by_vendor:
             values["mm_ptr"] = torch.empty(prepared.shape[:2], dtype=reference.torch_dtype(prepared.plan.spec.accumulator), device="meta")
         return [warm(x.jit, x.function, x.arguments(values), x.options, target) for x in prepared.launches]
+
+    def wait_for(self, compiling: Future[Any]) -> None:
+        """Have first calls wait for what compiles one of its kernels in another thread, and may fail: they compile it again then, and say why they cannot."""
+        process, earlier = self._compiling
+        self._compiling = (os.getpid(), (*(f for f in earlier if process == os.getpid() and not f.done()), compiling))
 
     def _prepare(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], refused: str = "", target: Target | None = None) -> Prepared:
         """target: compile for it; the tensors then lie on the meta device. By default for the tensors' own device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -89,27 +89,53 @@ def _signature(kernel: Kernel, problem: Problem, precision: str) -> Signature:
     return signature_of_contiguous(kernel.graph, problem.dtype, problem.dtype, problem.inputs, problem.shape, problem.layout, precision)
 
 
+_CALM = 3
+"""Tiles read and written: of 40 programs of so many none kept more than 16 bytes a thread in memory, of 4 programs of more two kept 240 and 368 (sm_90, Triton
+3.6 and 3.9, 2026-11-26)."""
+
+
 def spilled(problem: Problem, target: Target) -> str:
-    """Why a program's kernel is slower than anything here expects: it has more values than registers. "" where it has not.
+    """Why a program's kernel is slower than anything here expects: it has more values than registers. "" where it has not, or is not to be doubted.
 
     It is compiled for that, into Triton's cache, where the first call finds it.
     """
-    return _spilled(problem, target, api.database().index())
+    return _compiled(problem, target, api.database().index(), os.getpid()).result() if _tiles(problem) > _CALM else ""
 
 
 def compile_ahead(kernels: Iterable[tuple[Problem, Target]]) -> None:
-    """Have what `spilled` says of these known. Their compilers run side by side: nearly all of their time is LLVM's and ptxas's, outside of Python."""
-    several = list(dict.fromkeys(kernels))
-    if len(several) > 1:
-        loader.prepare()
-        here = functools.partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
-        with ThreadPoolExecutor(min(len(several), os.cpu_count() or 1), "epigen", here) as pool:
-            for _ in pool.map(lambda kernel: spilled(*kernel), several):
-                pass
+    """Have these compiled, side by side, and while Inductor compiles the rest: nearly all of a compiler's time is LLVM's and ptxas's, outside of Python.
+
+    Their first calls wait for them; before what `spilled` says of one is known it is waited for there.
+    """
+    for problem, target in kernels:
+        _compiled(problem, target, api.database().index(), os.getpid())
+
+
+def _tiles(problem: Problem) -> int:
+    """How many a program reads and writes."""
+    graph = library.kernel(problem.text, None).graph
+    return sum(x.indices == "mn" for x in (*graph.inputs(), *(graph.nodes[o.node] for o in graph.outputs)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _spilled(problem: Problem, target: Target, _index: Index) -> str:
+def _compiled(problem: Problem, target: Target, _index: Index, process: int) -> Future[str]:
+    """What `_spilled` will say. process: whose threads compile, for those of a process that was forked are its parent's."""
+    kernel, here = library.kernel(problem.text, None), torch.cuda.current_device() if torch.cuda.is_available() else None
+    found = _pool(process).submit(_spilled, problem, target, here)
+    kernel.wait_for(found)
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(_process: int) -> ThreadPoolExecutor:
+    loader.prepare()
+    return ThreadPoolExecutor(os.cpu_count(), "epigen")
+
+
+def _spilled(problem: Problem, target: Target, place: int | None) -> str:
+    """place: of the GPU that the process works with."""
+    if place is not None:
+        torch.cuda.set_device(place)
     (m, n, k), kernel = problem.shape, library.kernel(problem.text, None)
     extents, dtypes = {"m": m, "n": n, "k": k}, dict(problem.inputs)
 
@@ -119,12 +145,11 @@ def _spilled(problem: Problem, target: Target, _index: Index) -> str:
     def given(node: Node) -> torch.Tensor:
         return torch.empty(m, -(-n // 8), dtype=torch.uint8, device="meta") if node.op == BITS else lying(node.indices, dtypes[node.name])
 
-    with _disable_current_modes():
-        a, b = (lying(i, problem.dtype) if at == "n" else lying(i[::-1], problem.dtype).T for i, at in zip(("mk", "kn"), problem.layout, strict=True))
-        try:
-            needs = kernel.warm(a, b, target, **{i.name: given(i) for i in kernel.graph.inputs()})
-        except CompileError as error:
-            return str(error).partition("\n")[0]
+    a, b = (lying(i, problem.dtype) if at == "n" else lying(i[::-1], problem.dtype).T for i, at in zip(("mk", "kn"), problem.layout, strict=True))
+    try:
+        needs = kernel.warm(a, b, target, **{i.name: given(i) for i in kernel.graph.inputs()})
+    except CompileError as error:
+        return str(error).partition("\n")[0]
     most = max((x.spills for x in needs), default=0)
     return f"its kernel keeps {most} bytes a thread in memory, for want of registers" if most > _MOST_SPILLED else ""
 
