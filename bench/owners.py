@@ -12,9 +12,10 @@ import argparse
 import copy
 import functools
 import itertools
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,9 +25,8 @@ from torch.utils._pytree import tree_map
 
 import epigen
 from bench import models, record
-from epigen.dtypes import BY_TORCH_ON_CPU
-from epigen.runtime import outputs
 from epigen.runtime.kernel import Kernel
+from epigen.runtime.written import Written
 from epigen.training.fuse import Forward
 
 _WIDTH, _ROWS, _CALLS = 32, 4, 200
@@ -57,21 +57,26 @@ def layers() -> dict[str, Callable[[], nn.Module]]:
 def hollow() -> Iterator[None]:
     """Kernels that allocate their results, and compute nothing."""
 
-    def call(self: Kernel, a: Any, b: Any, /, out: Any = None, **inputs: Any) -> Any:  # noqa: ARG001
-        made = self.__dict__.setdefault("made", {})
-        mm = a if a is not None else inputs["mm"]
-        m, n = mm.shape[0], mm.shape[1] if b is None else b.shape[1]
-        new = made.get((m, n, mm.dtype))
-        if new is None:
-            new = made[m, n, mm.dtype] = [o.held(m, n) for o in outputs.of(self.graph, BY_TORCH_ON_CPU[str(mm.dtype)])]
-        results = [torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=mm.device) for x in new]
-        return results[0] if self._outputs is None else tuple.__new__(self._outputs, results)
+    def bound(
+        self: Kernel, operands: Any, inputs: Any, results: Any, views: Any, shapes: Sequence[tuple[int, ...] | None] = ()  # noqa: ARG001
+    ) -> Callable[..., tuple[Tensor, ...]]:  # fmt: skip
+        found = [(shape or t.shape, t.dtype) for t, shape in itertools.zip_longest(results, shapes)]
+        text = Written("call(*_given)")
+        made = [
+            f"{text.hold(torch.empty_strided)}({text.hold(tuple(shape))}, {text.hold(_strides(shape))}, dtype={text.hold(dtype)})" for shape, dtype in found
+        ]
+        text.add(f"return ({', '.join(made)},)")
+        return text.function()
 
-    before, Kernel.__call__ = Kernel.__call__, call  # type: ignore[method-assign]
+    before, Kernel.bound = Kernel.bound, bound  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Kernel.__call__ = before  # type: ignore[method-assign]
+        Kernel.bound = before  # type: ignore[method-assign]
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
 def owners(make: Callable[[], nn.Module], device: str) -> Iterator[tuple[str, nn.Module, nn.Module, tuple[Any, ...], dict[str, Any]]]:

@@ -327,6 +327,88 @@ def test_the_vendors_product_is_handed_on(gpu: FakeGpu, through_triton: Watch, m
     assert through_triton.count == before and struct.unpack("Q", found.parameters[0])[0] == product.data_ptr()
 
 
+BOUND: dict[str, tuple[str, KernelConfig | None]] = {
+    "tiled": ("relu(mm + bias) * gate[m,n] + row[m]", TINY),
+    "two outputs": ("z = mm + bias; relu(z), bitmask(z > 0)", TINY),
+    "a reduction": ("z = relu(mm); z, bgrad(z)", TINY),
+    "split_k": ("relu(mm + bias)", cases.split_k(16, 16, 16, 2, 1, 1)),
+    "TMA": ("relu(mm + bias)", cases.persistent(64, 16, 32)),
+    "library": ("relu(mm + bias)", LIBRARY),
+    "whole": ("mm", LIBRARY),
+    "over": ("dz = mm * gate[m,n]; dz, bgrad(dz)", None),
+}
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_a_bound_call_launches_what_a_warmed_one_does(gpu: FakeGpu, name: str, through_triton: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other tensors, in other dimensions, whose outputs are allocated in the shapes that are asked for. What is not aligned is given back."""
+    text, config = BOUND[name]
+    products: list[tuple[Any, ...]] = []
+
+    def product(a: torch.Tensor, b: torch.Tensor, _precision: str) -> torch.Tensor:
+        products.append((a.shape, b.shape, a.stride(), b.stride()))
+        return torch.zeros(M, N)
+
+    monkeypatch.setattr(vendor, "product", product)
+    kernel = compiled(text, config)
+    over = name == "over"
+
+    def given() -> tuple[Any, ...]:
+        x, w, mm = half(2, M // 2, K), half(N, K), half(2, M // 2, N)
+        values: dict[str, Any] = {"bias": half(N), "gate": half(2, M // 2, N), "row": half(2, M // 2)}
+        return [mm] if over else [x, w], {n: values[n] for n in kernel._input_names}
+
+    def flat(operands: Any, inputs: Any) -> tuple[Any, ...]:
+        rows = {"gate": (M, N), "row": (M,)}
+        a = operands[0].view(M, -1)
+        return (a,) if over else (a, operands[1].t()), {n: v.view(rows[n]) if n in rows else v for n, v in inputs.items()}
+
+    def call(operands: Any, inputs: Any) -> Any:
+        return kernel.over(*operands, **inputs) if over else kernel(*operands, **inputs)
+
+    known = flat(*given())
+    expected = gpu.during(lambda: call(*known))
+    for _ in range(2):
+        expected = gpu.during(lambda: call(*known))
+    results = call(*known)
+    results = (results,) if isinstance(results, torch.Tensor) else tuple(results)
+    operands, inputs = known
+    bound = kernel.bound(
+        () if over else operands, {"mm": operands[0], **inputs} if over else inputs, results, {"a": "a.flatten(0, -2)", "b": "b.t()"}, [(2, M // 2, N)]
+    )
+    assert bound is not None
+    before, calls_before = through_triton.count, len(products)
+    operands, inputs = given()
+    held: list[Any] = []
+    found = gpu.during(lambda: held.append(bound(*operands, *inputs.values())))
+    assert through_triton.count == before
+    assert [tuple(t.shape) for t in held[0]] == [(2, M // 2, N), *(tuple(t.shape) for t in results[1:])]
+    assert [t.dtype for t in held[0]] == [t.dtype for t in results] and held[0][0].is_contiguous()
+    assert products[calls_before:] == ([] if name != "library" else products[:1])
+    kept = flat(operands, inputs)
+    oracle = gpu.during(lambda: call(*kept))
+    assert len(found) == len(expected) == len(oracle)
+    for one, other in zip(found, oracle, strict=True):  # the same, but for where outputs and what lies between two kernels are
+        assert (one.kernel, one.grid, one.block, one.shared, one.stream, one.ahead) == (
+            other.kernel,
+            other.grid,
+            other.block,
+            other.shared,
+            other.stream,
+            other.ahead,
+        )
+        unlike = [p for p, q in zip(one.parameters, other.parameters, strict=True) if p != q]
+        between = {"a reduction": 1, "split_k": 2, "over": 1, "library": 1}.get(name, 0)
+        assert len(unlike) <= len(results) + between and (name == "TMA" or all(len(p) == 8 for p in unlike))
+    if name not in ("TMA", "whole"):
+        addresses = {struct.unpack("Q", p)[0] for one in found for p in one.parameters if len(p) == 8}
+        taken = () if name == "library" else operands
+        assert {t.data_ptr() for t in (*taken, *inputs.values(), *held[0])} <= addresses
+    shifts = [shifted(operands[0]), *operands[1:]]
+    if name != "whole":
+        assert bound(*shifts, *inputs.values()) is None
+
+
 def test_counters_are_held_until_the_kernel_is_launched(gpu: FakeGpu, through_triton: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a CUDA graph's capture they are new in each call: freed too early, their memory would be the vendor's product."""
     counters: list[weakref.ref[torch.Tensor]] = []

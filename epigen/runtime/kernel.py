@@ -35,7 +35,7 @@ from epigen.runtime.device import Target
 from epigen.runtime.latest import Latest
 from epigen.runtime.loader import Loader, Resources, refusal, unwritten, warm
 from epigen.runtime.prepared import Operands, Plan, Prepared
-from epigen.runtime.warmed import Again, warmed
+from epigen.runtime.warmed import Again, bound, warmed
 
 Chooser = Callable[[KernelSpec, tuple[int, int, int], Target, str], Choice]
 """(spec, shape, target, refused) -> Choice. refused: why a config with a main loop of Triton's did not work, "" at first."""
@@ -182,8 +182,7 @@ class Kernel:
         arguments.check_memory(operands, inputs, outs)
         if any(isinstance(t, Tensor) and t.is_neg() for t in (*operands, *inputs.values())):
             operands, inputs, form = tuple(map(arguments.shown, operands)), {name: arguments.shown(value) for name, value in inputs.items()}, None
-        named = [*inputs.items(), *outs.items()]
-        key = (*map(arguments.key, operands), *((name, arguments.key(value)) for name, value in named), len(inputs), process_precision())
+        key = _key(operands, inputs, outs)
         prepared = self._prepared.get(key)
         results: Sequence[Tensor] | None = None
         kept = prepared is not None
@@ -210,6 +209,16 @@ class Kernel:
                 self._ready.put((prepared, form), known)
                 self._remember(form, known, prepared)
         return results[0] if self._outputs is None else self._outputs(*results)
+
+    def bound(
+        self, operands: Operands, inputs: Mapping[str, Any], results: Sequence[Tensor], views: Mapping[str, str], shapes: Sequence[tuple[int, ...] | None] = ()
+    ) -> Callable[..., tuple[Tensor, ...] | None] | None:  # fmt: skip
+        """After a call with these: a function for calls whose tensors are known to be alike, as `warmed.bound` has it; None where there is none, or none yet.
+
+        Of a call of `over` the product is the first of the inputs. The function takes them in the order in which they are given here."""
+        kernel = self if operands else self._over
+        prepared = kernel._prepared.get(_key(operands, inputs, {}))
+        return None if prepared is None else bound(prepared, operands, {name: inputs[name] for name in kernel._inputs}, tuple(inputs), results, views, shapes)
 
     def _operation(self, operands: Operands, inputs: Mapping[str, Any], out: Any) -> Any:
         """A call that torch is to see as one operation: torch.compile, torch.export, or a mode that writes down, counts or only thinks it.
@@ -436,6 +445,12 @@ class Kernel:
         held = [BY_TORCH_ON_CPU.get(str(t.dtype)) for t in values if isinstance(t, Tensor)]
         if culprit := uninterpretable(self._graph, held, [o.dtype for o in found]):
             raise CallError(f"Triton's interpreter rounds to {culprit} wrongly: use fp16 or fp32 there, and {culprit} on a GPU")
+
+
+def _key(operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """What calls have to have in common to be prepared once. inputs: also in another order, which is another key."""
+    named = [*inputs.items(), *outs.items()]
+    return (*map(arguments.key, operands), *((name, arguments.key(value)) for name, value in named), len(inputs), process_precision())
 
 
 def traced() -> bool:

@@ -9,8 +9,10 @@ Each such call has a function of its own, written out for it: Python takes longe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,35 +59,80 @@ def warmed(prepared: Prepared, operands: Operands, inputs: Mapping[str, Any], ou
     returned = _outputs(text, out, len(results))
     given = dict(zip(names, values, strict=True)) | (dict(zip(returned, results, strict=True)) if out is not None else {})
     _compare(text, given)
-    _refuse(text, *_modes(text, prepared.plan, tensors), *filter(None, [observed]))
+    ways = [f"{text.hold(torch._C._len_torch_dispatch_stack)}()"]  # one of torch's modes is to see the call
+    if any(t.requires_grad for t in tensors):
+        ways.append(f"{text.hold(torch.is_grad_enabled)}()")
+    _refuse(text, *_modes(text, prepared.plan), *ways, *filter(None, [observed]))
+    pairs = _pairs(prepared, operands, inputs, given, returned) if out is not None else []
+    elsewhere = f"{text.hold(_elsewhere)}({text.hold(prepared.device.index)}, itself, a, b, inputs, out)"
+    _launched(text, prepared, launches, given, inputs, returned if out is None else (), pairs, elsewhere, returned[0])
+    # by the tuple's own constructor: that of a named tuple is written in Python, and takes three times as long
+    text.add(f"return {text.hold(tuple.__new__)}({text.hold(named)}, ({', '.join(returned)}))" if len(returned) > 1 else f"return {returned[0]}")
+    again: Again = text.function()
+    return again
+
+
+def bound(
+    prepared: Prepared, operands: Operands, inputs: Mapping[str, Any], order: Sequence[str], results: Sequence[Tensor], views: Mapping[str, str],
+    shapes: Sequence[tuple[int, ...] | None],
+) -> Callable[..., tuple[Tensor, ...] | None] | None:  # fmt: skip
+    """As `warmed`, for who knows that all tensors are like these, whatever dimensions they have their elements in, but for their addresses' alignment.
+
+    The function takes operands and inputs, all of them tensors, in a row, and compares none of them: nobody in torch may be there to see it. It returns the
+    outputs as a tuple; None where nothing was done.
+    inputs: in the program's order. order: that in which the function takes them.
+    views: operands, by name, as expressions of what is given for them, for what the vendor multiplies. shapes: of each output, in place of its own.
+    """
+    values = (*operands, *inputs.values())
+    if prepared.plan is None or prepared.interpreted or prepared.padded or not all(type(t) in arguments.PLAIN for t in values):
+        return None
+    called = {name: f"v{i}" for i, name in enumerate(order)}
+    names = [*"ab"[: len(operands)], *(called[name] for name in inputs)]
+    text = Written(f"bound({', '.join([*'ab'[: len(operands)], *called.values()])})")
+    observed = direct.observed([x.jit for x in prepared.launches], text)
+    launches = prepared.direct(tuple(inputs), (*values, *results)) if observed is not None else None
+    if launches is None:
+        return None
+    _refuse(text, *_modes(text, prepared.plan), *filter(None, [observed]))
+    returned = _outputs(text, None, len(results))
+    _launched(text, prepared, launches, dict(zip(names, values, strict=True)), inputs, returned, (), "None", returned[0], views, shapes)
+    text.add(f"return ({', '.join(returned)},)")
+    return text.function()
+
+
+def _launched(
+    text: Written, prepared: Prepared, launches: Sequence[launch.Direct], given: Mapping[str, Any], inputs: Mapping[str, Any], new: Sequence[str],
+    pairs: Sequence[tuple[overlap.Pair, str, str]], elsewhere: str, whole: str, views: Mapping[str, str] = MappingProxyType({}),
+    shapes: Sequence[tuple[int, ...] | None] = (),
+) -> None:  # fmt: skip
+    """Allocates and launches. given: the arguments by what the text calls them, operands first. new: the outputs to allocate. pairs: what of given outputs has to
+    be apart. elsewhere: what is returned where another device is the current one. whole: the output of what the vendor computes. The rest as of `bound`."""
+    assert prepared.plan is not None
     index = text.hold(prepared.device.index)
     if torch.cuda.device_count() != 1:  # else it is the current one
-        text.add(f"if {text.hold(current_device)}() != {index}:", f"    return {text.hold(_elsewhere)}({index}, itself, a, b, inputs, out)")
+        text.add(f"if {text.hold(current_device)}() != {index}:", f"    return {elsewhere}")
     # the vendor's product takes long: whether all is aligned as it was has to be known before it, and not by the launches
-    pairs = _pairs(prepared, operands, inputs, given, returned) if out is not None else []
     now = prepared.plan.by_vendor or any(overlap.near(given[t], given[other]) for _, t, other in pairs)
     places = {name: place for place, name in enumerate(given)}
     apart = [(places[t], places[other], overlap.size_bytes(given[t]), overlap.size_bytes(given[other])) for _, t, other in pairs if not now]
     step = launch.in_one_step(launches, () if now else tuple(given.values()), len(prepared.slots(tuple(inputs))), prepared.device.index, apart)
     addresses = _Addresses(text, now=step is None or now)
-    slots = _slots(text, given, dict(zip(names[len(operands) :], inputs, strict=True)), addresses)
+    slots = _slots(text, given, dict(zip([name for name in given if name.startswith("v")], inputs, strict=True)), addresses)
     if addresses.now:
         _apart(text, given, pairs)
-    if out is None:
-        slots += _new(text, prepared, returned, addresses)
+    if new:
+        slots += _new(text, prepared, new, addresses, shapes)
+    a, b = views.get("a", "a"), views.get("b", "b")
     if prepared.plan.rendered.whole:
-        text.add(f"{text.hold(prepared.compute)}(a, b, {returned[0]})")
+        viewed = f"{whole}.view({text.hold(prepared.shape[:2])})" if any(shapes) else whole
+        text.add(f"{text.hold(prepared.compute)}({a}, {b}, {viewed})")
+        return
+    slots += _between(text, prepared, addresses, a, b)
+    text.add(f"stream = {text.hold(current_stream)}({index})")
+    if step is None:
+        text.add(*(x.call(text, "stream", slots) for x in launches))
     else:
-        slots += _between(text, prepared, addresses)
-        text.add(f"stream = {text.hold(current_stream)}({index})")
-        if step is None:
-            text.add(*(x.call(text, "stream", slots) for x in launches))
-        else:
-            _refuse(text, f"not {launch.step_call(text, step, launches, 'stream', slots)}")
-    # by the tuple's own constructor: that of a named tuple is written in Python, and takes three times as long
-    text.add(f"return {text.hold(tuple.__new__)}({text.hold(named)}, ({', '.join(returned)}))" if len(returned) > 1 else f"return {returned[0]}")
-    again: Again = text.function()
-    return again
+        _refuse(text, f"not {launch.step_call(text, step, launches, 'stream', slots)}")
 
 
 def _refuse(text: Written, *ways: str) -> None:
@@ -125,12 +172,9 @@ def _compare(text: Written, given: Mapping[str, Any]) -> None:
     _refuse(text, *ways, f"not {compare}({', '.join(once.values())})")
 
 
-def _modes(text: Written, plan: Plan, tensors: Sequence[Tensor]) -> list[str]:
-    """What torch's modes must not be, of the thread or of the process, where they make a difference."""
+def _modes(text: Written, plan: Plan) -> list[str]:
+    """What torch's modes must not be, of the thread or of the process, wherever they make a difference."""
     ways = [f"{text.hold(forward_ad)}._current_level >= 0"]  # a tensor may have a tangent
-    ways.append(f"{text.hold(torch._C._len_torch_dispatch_stack)}()")  # one of torch's modes is to see the call
-    if any(t.requires_grad for t in tensors):
-        ways.append(f"{text.hold(torch.is_grad_enabled)}()")
     if plan.spec.signature.a == FP32:
         ways.append(f"{text.hold(arguments.process_precision)}() != {text.hold(arguments.process_precision())}")
     return ways
@@ -199,19 +243,24 @@ def _apart(text: Written, given: Mapping[str, Any], pairs: Sequence[tuple[overla
         text.add(f"if {before} < of_{other} - of_{t} < {behind}:", f"    {text.hold(pair.check)}({t}, {other})")
 
 
-def _new(text: Written, prepared: Prepared, names: Sequence[str], addresses: _Addresses) -> list[str]:
-    """Allocates the outputs."""
+def _new(text: Written, prepared: Prepared, names: Sequence[str], addresses: _Addresses, shapes: Sequence[tuple[int, ...] | None] = ()) -> list[str]:
+    """Allocates the outputs. shapes: of each, in place of its own."""
     slots: list[str] = []
     allocate = text.hold(outputs.quick_allocator(prepared.device))
-    for name, new in zip(names, [o.held(*prepared.shape[:2]) for o in prepared.outputs], strict=True):
-        narrow = "" if new.width is None else f".narrow(1, 0, {text.hold(new.width)})"
-        text.add(f"{name} = {allocate}({', '.join(map(text.hold, (new.shape, new.strides, new.dtype)))}){narrow}")
+    for place, (name, new) in enumerate(zip(names, [o.held(*prepared.shape[:2]) for o in prepared.outputs], strict=True)):
+        shape = shapes[place] if place < len(shapes) else None
+        if shape is None:
+            narrow = "" if new.width is None else f".narrow(1, 0, {text.hold(new.width)})"
+            text.add(f"{name} = {allocate}({', '.join(map(text.hold, (new.shape, new.strides, new.dtype)))}){narrow}")
+        else:
+            strides = tuple(max(1, math.prod(shape[d + 1 :])) for d in range(len(shape)))
+            text.add(f"{name} = {allocate}({', '.join(map(text.hold, (shape, strides, new.dtype)))})")
         slots.append(addresses.of(name))
     return slots
 
 
-def _between(text: Written, prepared: Prepared, addresses: _Addresses) -> list[str]:
-    """Allocates what is neither given nor returned: workspace, counters, the vendor's product. Each is held until the launches are made."""
+def _between(text: Written, prepared: Prepared, addresses: _Addresses, a: str, b: str) -> list[str]:
+    """Allocates what is neither given nor returned: workspace, counters, the vendor's product of a and b. Each is held until the launches are made."""
     slots: list[str] = []
     if prepared.workspace.buffers:
         allocate = text.hold(outputs.quick_allocator(prepared.device))
@@ -224,7 +273,7 @@ def _between(text: Written, prepared: Prepared, addresses: _Addresses) -> list[s
         slots.append(addresses.of("counters"))
     assert prepared.plan is not None
     if prepared.plan.by_vendor:
-        text.add(f"product = {text.hold(prepared.product)}(a, b)")
+        text.add(f"product = {text.hold(prepared.product)}({a}, {b})")
         slots.append(addresses.of("product"))
     return slots
 

@@ -6,17 +6,22 @@ as it was (`deferred` does, by one comparison) calls what `prepare` has made of 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from epigen import api
+from epigen.codegen.spec import PRODUCT
+from epigen.runtime.warmed import Check
 from epigen.runtime.written import Written
 from epigen.training import composed, layer, library, linear, plan
+from epigen.training.alike import likeness
 from epigen.training.layer import Wanted
 from epigen.training.linear import Link
 from epigen.training.plan import Backward, Step
@@ -48,12 +53,11 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Callable[..., Tensor] | None:
         given, last = [named[declared.name] for declared in program.inputs], i + 1 == len(links)
         inputs = "".join(f", {name}" for name in given)
         if step.trains:
-            made = _Like(step, link.tune, shape, lead, lead if last else None, shapes[i], of_taken).made()
+            made = _Like(step, link.tune, shape, link.weight.shape[0], lead, lead if last else None, shapes[i], of_taken).made()
             text.add(f"r{i} = {text.hold(_apply)}({text.hold(made)}, {a}, {weight}{inputs}{taken})")
         else:
-            keywords = [f", {declared.name}={_rows(name, declared.indices, len(lead))}" for declared, name in zip(program.inputs, given, strict=True)]
-            text.add(f"y = {_kernel(text, link.epilogue, link.tune)}({_rows(a, 'mn', len(shape) - 1)}, {weight}.t(){''.join(keywords)})")
-            text.add(f"r{i} = (y{_shaped(text, 'mn', lead, link.weight.shape[0]) if last else ''},)")
+            site = Site(link.epilogue, link.tune, How.TRANSPOSED, [(*lead, link.weight.shape[0])] if last and len(lead) != 1 else [])
+            text.add(f"r{i} = {site.call(text, [a, weight, *given])}")
         before = None if last else steps[i + 1].before
         taken, of_taken = "", ()
         if before is not None:
@@ -62,10 +66,6 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Callable[..., Tensor] | None:
         a, shape = f"r{i}[0]", (math.prod(lead), link.weight.shape[0])
     text.add(f"return {a}")
     return text.function()
-
-
-def _kernel(text: Written, program: str, tune: str | None) -> str:
-    return f"{text.hold(library)}.kernel({text.hold(program)}, {text.hold(tune)})"
 
 
 def _rows(name: str, indices: str, lead: int) -> str:
@@ -77,22 +77,91 @@ def _rows(name: str, indices: str, lead: int) -> str:
     return f"{name}.flatten(0, -2)" if lead else f"{name}[None]"
 
 
-def _shaped(text: Written, indices: str, lead: Sequence[int], n: int) -> str:
-    """As `layer.shaped`, of memory that nobody else has."""
-    if len(lead) == 1 or "m" not in indices:
-        return ""
-    return f".resize_({text.hold((*lead, n) if indices == 'mn' else tuple(lead))})"
+# -- one kernel
+
+
+class How(Enum):
+    """What a kernel's call takes before the inputs, and how many tensors these are."""
+
+    OVER = 1
+    """The product."""
+    TRANSPOSED = 2
+    """x and the weight, with whose transpose it is multiplied."""
+    STRAIGHT = -2
+    """A gradient and the weight."""
+
+    @property
+    def count(self) -> int:
+        return abs(self.value)
+
+
+class Site:
+    """Where a kernel is called with tensors that are always alike: `now`, which asks nothing, or `slow` where that has given None.
+
+    Both take operands and inputs in a row, with whatever leading dimensions they have, and return all outputs.
+    """
+
+    __slots__ = ("calls", "how", "inputs", "now", "program", "shapes", "tune")
+
+    def __init__(self, program: str, tune: str | None, how: How, shapes: Sequence[tuple[int, ...] | None] = ()):
+        """shapes: of each output, in place of its own."""
+        self.program, self.tune, self.how, self.shapes = program, tune, how, shapes
+        graph = api.graph_of(program)
+        self.inputs = [(node.name, node.indices) for node in graph.inputs()]
+        self.calls = 0
+        self.now: Callable[..., tuple[Tensor, ...] | None] = _nothing
+
+    def slow(self, *given: Tensor) -> tuple[Tensor, ...]:
+        kernel = library.kernel(self.program, self.tune)
+        first, inputs = (
+            given[: self.how.count],
+            {name: layer.rows(value, indices) for (name, indices), value in zip(self.inputs, given[self.how.count :], strict=True)},
+        )
+        a, views = layer.rows(first[0], "mn"), {"a": _rows("a", "mn", first[0].dim() - 1)}
+        operands: tuple[Tensor, ...] = ()
+        if self.how is How.OVER:
+            found, inputs = kernel.over(a, **inputs), {PRODUCT: a, **inputs}
+        else:
+            operands = (a, first[1].t()) if self.how is How.TRANSPOSED else (a, first[1])
+            found, views["b"] = kernel(*operands, **inputs), "b.t()" if self.how is How.TRANSPOSED else "b"
+        results = (found,) if isinstance(found, Tensor) else tuple(found)
+        self.calls += 1
+        if self.calls & (self.calls - 1) == 0:  # now and then: it may be chosen by then how the kernel runs
+            self.now = kernel.bound(operands, inputs, results, views, self.shapes) or _nothing
+        return tuple(t if shape is None else t.resize_(shape) for t, shape in itertools.zip_longest(results, self.shapes[: len(results)]))
+
+    def call(self, text: Written, given: Sequence[str]) -> str:
+        """The expression of a call. given: what the text calls what it takes."""
+        site, row = text.hold(self), ", ".join(given)
+        return f"{site}.now({row}) or {site}.slow({row})"
+
+
+def _nothing(*_given: Tensor) -> None:
+    return None
 
 
 # -- layers that train
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Made:
-    """A layer's two ways, written out."""
+    """A layer's two ways, written out. The backward is, once gradients have arrived, for those like them; missed: how often others have."""
 
+    like: _Like
     forward: Callable[..., tuple[Tensor, ...]]
-    backward: Callable[..., tuple[Any, ...]]
+    backward: Callable[..., tuple[Any, ...]] | None = None
+    missed: int = 0
+
+    def general(self, ctx: Any, saved: Sequence[Any], *arrived: Any) -> tuple[Any, ...]:
+        """The layer's own backward: where one of torch's modes is to see it, or a second derivative is asked for, and for gradients that lie otherwise."""
+        tensors = [*arrived[: self.like.arriving], *(t for t in saved if t is not None)]
+        found = self.like.general(ctx, saved, arrived)
+        if not torch.is_grad_enabled() and all(isinstance(t, Tensor) for t in tensors) and library.unseen(*tensors):
+            self.missed += 1
+            check = likeness(tensors) if self.missed & (self.missed - 1) == 0 else None
+            if check is not None:
+                self.backward = self.like.backward(check, self.general)
+        return found
 
 
 class Again(torch.autograd.Function):
@@ -105,8 +174,8 @@ class Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *arrived: Any) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = ctx.made.backward(ctx, *arrived)
-        return found
+        made: _Made = ctx.made
+        return (made.backward or made.general)(ctx, ctx.saved_tensors, *arrived)
 
 
 _apply: Any = super(torch.autograd.Function, Again).apply
@@ -115,32 +184,44 @@ _apply: Any = super(torch.autograd.Function, Again).apply
 
 @dataclass(frozen=True, slots=True)
 class _Like:
-    """A layer as it was called. shape: of x. lead: of the inputs. to: of the results; None for M itself. inputs, taken: the shapes of its inputs, and of those of the
+    """A layer as it was called. shape: of x. n: of the weight. lead: of the inputs. to: of the results; None for M itself. inputs, taken: the shapes of its inputs, and of those of the
     layer before, whose derivative it takes."""
 
     step: Step
     tune: str | None
     shape: tuple[int, ...]
+    n: int
     lead: tuple[int, ...]
     to: tuple[int, ...] | None
     inputs: Sequence[tuple[int, ...]]
     taken: Sequence[tuple[int, ...]]
 
+    @property
+    def outputs(self) -> int:
+        return len(api.graph_of(self.step.text).outputs)
+
+    @property
+    def given(self) -> int:
+        """How many results autograd sees."""
+        return len(self.step.outputs) if self.step.own is not None else self.outputs
+
+    @property
+    def arriving(self) -> int:
+        """At how many of them a gradient is read."""
+        return self.given if self.step.own is not None else 1
+
     def made(self) -> _Made:
-        outputs = len(api.graph_of(self.step.text).outputs)
-        return _Made(self._forward(outputs), self._backward(len(self.step.outputs) if self.step.own is not None else outputs))
+        return _Made(self, self._forward(self.outputs))
 
     def _forward(self, outputs: int) -> Callable[..., tuple[Tensor, ...]]:
         step = self.step
         values, results = [f"v{i}" for i in range(len(self.inputs))], [f"y{i}" for i in range(outputs)]
         text = Written(f"forward(ctx, x, w{''.join(f', {v}' for v in values)}, *taken)")
-        names = zip(library.names(step.text), step.inputs, step.indices, strict=True)
-        keywords = "".join(f", {name}={_rows(values[place], indices, len(self.lead))}" for name, place, indices in names)
-        text.add(f"{', '.join(results)} = {_kernel(text, step.text, self.tune)}({_rows('x', 'mn', len(self.shape) - 1)}, w.t(){keywords})")
+        shapes: list[tuple[int, ...] | None] = []
         if self.to is not None and len(self.to) != 1:
-            for name, indices in zip(results, step.outputs, strict=False):
-                if "m" in indices:
-                    text.add(f"{name}.resize_({text.hold(self.to)}{f' + {name}.shape[1:]' if indices == 'mn' else ''})")
+            shapes = [{"mn": (*self.to, self.n), "m": self.to}.get(indices) for indices in step.outputs]
+        site = Site(step.text, self.tune, How.TRANSPOSED, shapes)
+        text.add(f"{', '.join(results)}, = {site.call(text, ['x', 'w', *(values[place] for place in step.inputs)])}")
         every = [*values, *results, "x", "w"]
         own = [every[i] for i in step.own.kept] if step.own is not None else []
         saved = ["x" if step.weight else "None", "w" if step.x else "None", *own, *([f"*taken[{len(self.taken)}:]"] if step.before is not None else [])]
@@ -153,41 +234,33 @@ class _Like:
         text.add(f"return ({''.join(f'{name}, ' for name in given)})")
         return text.function()
 
-    def _backward(self, given: int) -> Callable[..., tuple[Any, ...]]:
+    def backward(self, check: Check, general: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+        """check: of the gradients that are read and of what was kept. general: where that fails."""
         step, own, before = self.step, self.step.own, self.step.before
-        arrived, held = [f"g{i}" for i in range(given)], [f"s{i}" for i in range(len(own.kept))] if own is not None else []
+        arrived, held = [f"g{i}" for i in range(self.given)], [f"s{i}" for i in range(len(own.kept))] if own is not None else []
         others = [f"t{i}" for i in range(len(before.kept))] if before is not None else []
-        text = Written(f"backward(ctx, {', '.join(arrived)})")
+        text = Written(f"backward(ctx, saved, {', '.join(arrived)})")
         every = ["x", "w", *held, *others]
-        text.add(f"{', '.join(every)} = ctx.saved_tensors")
+        text.add(f"{', '.join(every)} = saved")
         there = [name for name in every if (name != "x" or step.weight) and (name != "w" or step.x)]
-        ways = f"{text.hold(torch.is_grad_enabled)}() or not {text.hold(library.unseen)}({', '.join((*(arrived if own is not None else arrived[:1]), *there))})"
-        text.add(f"if {ways}:", f"    return {text.hold(self.general)}(ctx, {', '.join(arrived)})")
+        ways = [f"{text.hold(torch.is_grad_enabled)}()", f"{text.hold(torch._C._autograd._profiler_enabled)}()"]
+        ways += ["g0 is None"] if own is None else []
+        ways.append(f"not {text.hold(check)}({', '.join([*arrived[: self.arriving], *there])})")
+        text.add(f"if {' or '.join(ways)}:", f"    return {text.hold(general)}(ctx, saved, {', '.join(arrived)})")
         dmm: str | None = "g0"
         found = ["None"] * len(self.inputs)
         if own is not None:
-            to = len(self.to) if self.to is not None else 1
-            at = [g if "m" not in indices else _rows(g, indices, to) for g, indices in zip(arrived, step.outputs, strict=True)]
-            text.add(*(f"{g} = {rows}" for g, rows in zip(arrived, at, strict=True) if rows != g))
-            # by place: the layer's inputs, its results, what else its forward gives, x and the weight
-            leads = [len(self.lead)] * len(self.inputs) + [to] * len(step.outputs)
-            kept = [_rows(name, indices, leads[i] if i < len(leads) else 1) for name, i, indices in zip(held, own.kept, own.indices, strict=True)]
-            if own.product is None:
-                kept[-2] = _rows(held[-2], "mn", len(self.shape) - 1)
-            dmm, found = self._gradients(text, "r", own, kept, arrived, None, self.inputs)
+            dmm, found = self._gradients(text, "r", own, held, arrived, None, self.inputs)
         dx, dw, rest = "None", "None", ["None"] * len(self.taken)
         if dmm is not None:
-            text.add(f"d = {dmm}")
+            to = len(self.to) if self.to is not None else 1
+            text.add(f"d = {_rows(dmm, 'mn', to) if dmm in arrived else dmm}")
             if step.weight:
                 rows = _rows("x", "mn", len(self.shape) - 1)
                 text.add(f"dw = {text.hold(torch.mm)}(d.t(), {rows}) if {text.hold(layer.wanted)}(ctx) is not {text.hold(Wanted.NOT)} else None")
                 dw = "dw"
             if before is not None:
-                leads = [len(self.lead)] * len(self.taken)
-                kept = [_rows(name, indices, leads[i] if i < len(leads) else 1) for name, i, indices in zip(others, before.kept, before.indices, strict=True)]
-                if before.product is None:
-                    kept[-2] = f"{text.hold(layer.rows)}({others[-2]}, 'mn')"
-                mm, rest = self._gradients(text, "q", before, kept, [], ("d", "w"), self.taken)
+                mm, rest = self._gradients(text, "q", before, others, [], ("d", "w"), self.taken)
                 dx = mm or "None"
             elif step.x:
                 dx = f"{text.hold(torch.mm)}(d, w)"
@@ -206,25 +279,29 @@ class _Like:
             arrived, product = ["e"], None
         given, results = [*kept, *arrived], list[str]()
         if backward.text:
-            inputs = zip(library.names(backward.text), (given[i] for i in backward.arguments), strict=True)
-            keywords = "".join(f", {name}={value}" for name, value in inputs)
             results = [f"{r}{i}" for i in range(len(api.graph_of(backward.text).outputs))]
             if backward.product is None:
-                call = f"{_kernel(text, backward.text, self.tune)}({kept[-2]}, {kept[-1]}.t(){keywords})"
+                how, first, tune = How.TRANSPOSED, [*kept[-2:]], self.tune
             elif product is not None:
-                call = f"{_kernel(text, backward.text, self.tune)}({', '.join(product)}{keywords})"
+                how, first, tune = How.STRAIGHT, [*product], self.tune
             else:
-                call = f"{_kernel(text, backward.text, None)}.over({arrived[backward.product]}{keywords})"
-            text.add(f"{', '.join(results)} = {call}")
+                how, first, tune = How.OVER, [arrived[backward.product]], None
+            site = Site(backward.text, tune, how)
+            text.add(f"{', '.join(results)}, = {site.call(text, [*first, *(given[i] for i in backward.arguments)])}")
         found = [*results, *arrived]
         gradients = []
         for i, dtype, shape in zip(backward.inputs, backward.dtypes, shapes, strict=True):
-            gradients.append("None" if i is None else f"{found[i]}.to({text.hold(dtype)}){f'.view({text.hold(shape)})' if len(shape) != 1 else ''}")
+            if i is None:
+                gradients.append("None")
+                continue
+            as_wanted = text.hold(dtype)
+            gradients.append(f"({found[i]} if {found[i]}.dtype is {as_wanted} else {found[i]}.to({as_wanted}))")
+            if len(shape) != 1:
+                gradients[-1] += f".view({text.hold(shape)})"
         return None if backward.mm is None else found[backward.mm], gradients
 
-    def general(self, ctx: Any, *arrived: Any) -> tuple[Any, ...]:
-        """The layer's own backward, where one of torch's modes is to see it, or a second derivative is asked for."""
+    def general(self, ctx: Any, saved: Sequence[Any], arrived: Sequence[Any]) -> tuple[Any, ...]:
         ctx.step, ctx.tune, ctx.main_grad, ctx.numbers = self.step, self.tune, None, ((), ())
         ctx.shapes = self.shape, [*self.inputs, *self.taken]
-        dx, dweight, _, _, _, _, *rest = layer.Layer.backward(ctx, *arrived)
+        dx, dweight, _, _, _, _, *rest = layer.backward(ctx, saved, arrived)
         return None, dx, dweight, *rest

@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +20,13 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documentati
 from torch.overrides import TorchFunctionMode
 
 from epigen.errors import CallError, InternalError
-from epigen.runtime.warmed import Check, guard
 from epigen.training import again, linear
+from epigen.training.alike import Alike, State
 from epigen.training.elements import CHANNELS_LAST, channels_second, rows_first, why_no_product, why_not_as_fast
 from epigen.training.plan import MOST_PROGRAMS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")
-_RECENT = 16
-"""Calls of other shapes, or in other modes, that a product is compared with in turn."""
-
 _PLAIN = (Tensor, nn.Parameter)
 """Tensors of any other class are computed by that class alone."""
 
@@ -75,45 +72,6 @@ class Step:
             return None
         fixed = {name: a.value for name, a in self.kwargs.items() if isinstance(a, Fixed)}
         return list(map(type, fixed.values())), fixed
-
-
-State = tuple[bool, bool, torch.dtype | None]
-"""What torch's own state is, as far as results hang on it: whether gradients are recorded, inference mode, autocast's dtype."""
-
-Found = TypeVar("Found")
-
-
-class Alike(Generic[Found]):
-    """What was found out of tensors, for those that are like them: by one comparison in place of each check."""
-
-    __slots__ = ("seen",)
-
-    def __init__(self) -> None:
-        self.seen: tuple[tuple[State, Check, Found], ...] = ()
-
-    def get(self, now: State, tensors: Sequence[Tensor]) -> Found | None:
-        for then, check, found in self.seen:
-            if then == now and check(*tensors):
-                return found
-        return None
-
-    def put(self, now: State, tensors: Sequence[Tensor], found: Found) -> None:
-        """In place of what was there of such tensors."""
-        others = self.seen
-        for i, (then, check, _) in enumerate(others):
-            if then == now and check(*tensors):
-                self.seen = ((now, check, found), *others[:i], *others[i + 1 :])
-                return
-        first: dict[int, int] = {}
-        twins = [(i, first[id(t)]) for i, t in enumerate(tensors) if first.setdefault(id(t), i) != i]
-        new = guard([tensors[i] for i in first.values()])
-        if new is not None:
-            self.seen = ((now, _with_twins(new, list(first.values()), twins) if twins else new, found), *others)[:_RECENT]
-
-
-def _with_twins(check: Check, places: Sequence[int], twins: Sequence[tuple[int, int]]) -> Check:
-    """Of tensors some of which are the same one, and have to be again. places: of each the first."""
-    return lambda *tensors: all(tensors[i] is tensors[j] for i, j in twins) and check(*(tensors[i] for i in places))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,10 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documentati
 from torch.nn.modules import module as torchs
 
 from epigen.runtime.written import Written
-from epigen.training.deferred import CONVOLUTIONS, Alike, Fixed, Plan, Planned, Ref, State, Taken, present
+from epigen.training.alike import Alike, State
+from epigen.training.deferred import CONVOLUTIONS, Fixed, Plan, Planned, Ref, Taken, present
 from epigen.training.rehearse import Event, Trial
-from epigen.training.straight import PLAIN, Bent, Called, Read, Straight
+from epigen.training.straight import PLAIN, Bent, Read, Straight
 
 MISSED: Any = object()
 """What a call gives that is not like those for which it was written: nothing was done."""
@@ -219,8 +220,7 @@ class _Body:
             return
         result, name = event.result, f"v{next(self.numbers)}"
         given = [*map(self.value, event.args), *(f"{k}={self.value(v)}" for k, v in event.kwargs.items())]
-        function = self.text.hold(self.flat.real[func.module] if isinstance(func, Called) else func)
-        self.lines.append(f"{name} = {function}({', '.join(given)})")
+        self.lines.append(f"{name} = {self.text.hold(func)}({', '.join(given)})")
         for place, tensor in enumerate(result if isinstance(result, tuple | list) else ()):
             self.names[id(tensor)] = f"{name}[{place}]"
         if isinstance(result, Tensor):

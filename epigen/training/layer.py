@@ -100,12 +100,7 @@ class Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *arrived: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise CallError(
-                "a layer of epigen has no second derivative, for which create_graph=True asks: for double backward write it in torch's own operations, "
-                "such as torch.relu(F.linear(x, weight, bias)), or use torch.func (hessian, jvp, …), where epigen.linear runs as such"
-            )
-        return _backward(ctx, arrived)
+        return backward(ctx, ctx.saved_tensors, arrived)
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> tuple[Any, ...]:
@@ -114,9 +109,15 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> tuple[Any, ...
     return found
 
 
-def _backward(ctx: Any, arrived: Sequence[Tensor]) -> tuple[Any, ...]:
+def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tuple[Any, ...]:
+    """tensors: what ctx has saved, which may be asked for once. arrived: the gradients of the layer's results. Raises CallError."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise CallError(
+            "a layer of epigen has no second derivative, for which create_graph=True asks: for double backward write it in torch's own operations, "
+            "such as torch.relu(F.linear(x, weight, bias)), or use torch.func (hessian, jvp, …), where epigen.linear runs as such"
+        )
     step, own, before = ctx.step, ctx.step.own, ctx.step.before
-    x, weight, *saved = ctx.saved_tensors
+    x, weight, *saved = tensors
     x = rows(x, "mn") if step.weight else x
     dmm: Tensor | None = arrived[0]
     inputs: list[Tensor | None] = [None] * len(step.inputs)

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from epigen.errors import EpigenError
 from epigen.training import deferred
+from epigen.training.alike import State
 from epigen.training.deferred import CONVOLUTIONS, DTYPES, PRODUCTS, VIEWS, Argument, Fixed, Plan, Planned, Product, Ref, Step, Taken
 from epigen.training.plan import MOST_PROGRAMS
 
@@ -162,7 +163,7 @@ class Event:
     kwargs: dict[str, Any]
     result: Any
     given: list[Tensor]
-    state: deferred.State
+    state: State
     layer: str | None
 
 
