@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import Counter
@@ -12,9 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+import epigen
 from epigen.training import bits, joint, whole
 from epigen.training.backend import Packing, backend
+from epigen.training.regions import Left
 from epigen.training.report import Seen
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler, which imports what it says to leave
@@ -242,6 +246,47 @@ def test_what_is_computed_again_is_packed_again() -> None:
     torch.testing.assert_close(found.results, Ran(module, module, x).results, rtol=1e-4, atol=1e-4)
     assert not found.saved
     assert [s.program for s in seen if s.taken and s.graph == "backward"] == [MASKS, PACKS]
+
+
+def test_what_is_computed_again_of_a_product_that_is_kept_is_not_packed() -> None:
+    """There is no program then that could."""
+    module, x = mlp(16, 32, 8), drawn(6, 16)
+    kept = {torch.ops.aten.addmm.default: CheckpointPolicy.MUST_SAVE}
+
+    def policy(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        return kept.get(operation, CheckpointPolicy.PREFER_RECOMPUTE)
+
+    def function(t: Tensor) -> Any:
+        context = functools.partial(create_selective_checkpoint_contexts, policy)
+        return torch.utils.checkpoint.checkpoint(module, t, use_reentrant=False, context_fn=context)
+
+    torch._dynamo.reset()
+    model = torch.compile(function, backend=backend)
+    found = Ran(model, module, x)
+    torch.testing.assert_close(found.results, Ran(module, module, x).results, rtol=1e-4, atol=1e-4)
+    assert found.saved == {("float32", (6, 32)): 1}
+    assert not any("bit" in row.seen.program for row in epigen.report(model).rows)
+
+
+@pytest.mark.parametrize("rest", ["eager", "inductor"])
+def test_programs_that_are_left_after_all(rest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as for want of registers, which is known when they are compiled."""
+    monkeypatch.setattr("epigen.training.regions.region_of", lambda *_: Left("for a test"))
+    found, programs = ran(mlp(16, 32, 24, 8), drawn(6, 16), rest=rest)
+    assert programs == {"forward": [], "backward": []}
+    assert found.saved == {("float32", (6, n)): 1 for n in (32, 24)} | {("uint8", (6, n // 8)): 1 for n in (32, 24)}
+
+
+def test_dropout_between() -> None:
+    """What is multiplied next is kept, and of ReLU's result no more than bits."""
+    keep = drawn(6, 32) > 0
+    found, programs = ran(Between(lambda h: h.relu() * keep * 2.0), drawn(6, 16))
+    assert found.saved == {("float32", (6, 32)): 1, ("uint8", (6, 4)): 1, ("bool", (6, 32)): 1}, programs
+    torch._dynamo.reset()
+    module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 8))
+    torch.manual_seed(0)
+    own = Ran(torch.compile(module, backend=backend, options={"rest": "eager"}), module, drawn(6, 16))
+    assert own.saved == found.saved
 
 
 def test_a_users_own_pass_comes_first() -> None:

@@ -128,7 +128,7 @@ def _question(node: fx.Node, late: Collection[fx.Node]) -> Question | None:
             found = Question(node, _named(of), _above, (0,), slope=slope)
         case _aten.where.self, (of, _, _):
             found = Question(node, of, _itself, (), 1, 2)
-    if found is None or found.of in late or found.of.op != "call_function":
+    if found is None or found.of in late or next(regions.before(found.of), None) is None:
         return None
     asked, answered = found.of.meta["val"].shape, node.meta["val"].shape
     n = answered[-1] if len(answered) > 1 else 0

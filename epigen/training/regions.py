@@ -126,25 +126,26 @@ def region_of(product: Product, levels: Levels, tune: str | None = None) -> Regi
 
 
 def taking(node: fx.Node, levels: Levels, tune: str | None, known: dict[fx.Node, Region | Left]) -> Region | None:
-    """The region that takes a node, as far as nothing is compiled: of a product that it is computed of, with nothing between that stands alone.
-
-    known: of products that were looked at before; added to.
-    """
-    seen, pending = set[fx.Node](), [node]
-    while pending:
-        for s in pending.pop().all_input_nodes:
-            if s in seen:
-                continue
-            seen.add(s)
-            if not is_product(s):
-                pending += [s] if joins(s) else []
-                continue
-            if s not in known:
-                product = product_of(s)
-                known[s] = Left(product) if isinstance(product, str) else promising(product, levels, tune)
-            if isinstance(found := known[s], Region) and node in found.nodes:
-                return found
+    """The region that takes a node, as far as nothing is compiled. known: of products that were looked at before; added to."""
+    for own in before(node):
+        if own not in known:
+            product = product_of(own)
+            known[own] = Left(product) if isinstance(product, str) else promising(product, levels, tune)
+        if isinstance(found := known[own], Region) and node in found.nodes:
+            return found
     return None
+
+
+def before(node: fx.Node) -> Iterator[fx.Node]:
+    """The products that a node is computed of, itself among them, with nothing between that stands alone."""
+    seen, pending = {node}, [node]
+    while pending:
+        value = pending.pop()
+        if is_product(value):
+            yield value
+        elif joins(value):
+            pending += [s for s in value.all_input_nodes if s not in seen]
+            seen |= set(value.all_input_nodes)
 
 
 def compile_ahead(products: Iterable[Product], levels: Levels, tune: str | None) -> None:
