@@ -72,6 +72,23 @@ def test_a_kernel_that_keeps_values_in_memory_is_not_taken(monkeypatch: pytest.M
     assert taken(lambda x, w: torch.relu(x @ w), (8192, 2048), (2048, 5120)).program == "relu(mm)"
 
 
+def test_masks_are_packed_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernels that are compiled before they are taken, of a mask that is a sixteenth of a tile; and a mask is no tile that makes an estimate doubtful."""
+    monkeypatch.setattr(expected, "target_of", lambda _device: TARGETS["sm_90"])
+    packed: Any = torch.ops.epigen
+
+    def forward(x: Any, w: Any) -> Any:
+        y = torch.relu(x @ w)
+        return y, packed.bitmask(~(y <= 0))
+
+    assert taken(forward, (2048, 512), (512, 1024)).program == "v = relu(mm); out0 = v; out0, bitmask(~(v <= 0))"
+    g, w, mask = torch.empty(2048, 512, dtype=torch.bfloat16), torch.empty(512, 1024, dtype=torch.bfloat16), torch.empty(2048, 128, dtype=torch.uint8)
+    (found,) = backend.fuse(make_fx(lambda g, w, mask: packed.where_bits(mask, g @ w), tracing_mode="fake")(g, w, mask).graph)
+    assert found.program == "drelu(mm, bits(x0))"
+    monkeypatch.setattr(expected, "_kernels_us", lambda *_: (100.0, 110.0, False))
+    assert expected.kernels_us(expected.Problem(found.program, (2048, 1024, 512), BF16, "nn", ()), TARGETS["sm_90"], None)[0] == pytest.approx(109)
+
+
 def test_the_kernels_of_a_graph_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once, and while the graph goes on; what reads and writes many tiles is waited for, and judged."""
     monkeypatch.setattr(expected, "target_of", lambda _device: TARGETS["sm_90"])

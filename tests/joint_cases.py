@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documentati
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import epigen
-from epigen.training import bits, joint, whole
+from epigen.training import bits, joint, report, whole
 from epigen.training.backend import Packing, backend
 from epigen.training.regions import Left
 from epigen.training.report import Seen
@@ -76,6 +76,17 @@ def test_a_chain_of_layers(rest: str) -> None:
     found, programs = ran(mlp(16, 128, 32, 24, 8), drawn(6, 16), rest=rest)
     assert programs == {"forward": [PACKS] * 3, "backward": [MASKS] * 3}
     assert found.saved == {("float32", (6, n)): 1 for n in (128, 32, 24)} | {("uint8", (6, n // 8)): 1 for n in (128, 32, 24)}
+
+
+def test_what_a_report_would_measure() -> None:
+    """Is called with a mask of its own shape."""
+    torch._dynamo.reset()
+    model = torch.compile(mlp(16, 24, 8), backend=backend, options={"rest": "eager"})
+    model(drawn(6, 16)).sum().backward()
+    (read,) = (row.seen for row in epigen.report(model).rows if row.seen.program == MASKS)
+    assert read.call is not None and read.call.inputs == (("x0", report.Lying((6, 3), (3, 1), torch.uint8)),)
+    for run in report._runs(read.program, read.call, torch.device("cpu")):
+        assert [t.shape for t in run()] == [(6, 24), (24,)]
 
 
 def test_batches_and_16_bits() -> None:
@@ -287,6 +298,24 @@ def test_dropout_between() -> None:
     torch.manual_seed(0)
     own = Ran(torch.compile(module, backend=backend, options={"rest": "eager"}), module, drawn(6, 16))
     assert own.saved == found.saved
+
+
+@pytest.mark.parametrize("rest", ["eager", "inductor"])
+def test_a_part_that_is_compiled_once_and_called_twice(rest: str) -> None:
+    """It is a graph within each graph, with a pass of its own over its forward and backward."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = mlp(16, 32, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            part = torch.compiler.nested_compile_region(lambda t: F.linear(F.linear(t, *up).relu(), *down))
+            up, down = ((layer.weight, layer.bias) for layer in (self.part[0], self.part[2]))
+            return part(part(x))
+
+    _, programs = ran(Twice(), drawn(6, 16), rest=rest)
+    assert PACKS in programs["forward"] and MASKS in programs["backward"]
 
 
 def test_a_users_own_pass_comes_first() -> None:

@@ -53,12 +53,13 @@ def backend(module: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None =
             return compile_fx_inner(graph_module, given, **told)
 
     def by_torch(graph_module: fx.GraphModule, _given: Sequence[Any], **told: Any) -> Any:
-        view_to_reshape(graph_module)  # as Inductor does: what takes a value's place may lie in memory otherwise
-        before = rewrite.results_of(graph_module.graph)
-        with fusing.named(told):
-            fusing(graph_module.graph)
-        rewrite.lie_as_before(graph_module.graph, before)
-        graph_module.recompile()
+        for part in [m for m in graph_module.modules() if isinstance(m, fx.GraphModule)]:  # itself, and what it calls as one operation, such as branches
+            view_to_reshape(part)  # as Inductor does: what takes a value's place may lie in memory otherwise
+            before = rewrite.results_of(part.graph)
+            with fusing.named(told):
+                fusing(part.graph)
+            rewrite.lie_as_before(part.graph, before)
+            part.recompile()
         return make_boxed_func(graph_module.forward)
 
     if rest == "inductor":
