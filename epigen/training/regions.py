@@ -364,12 +364,12 @@ def level_of(node: fx.Node, levels: Levels) -> int:
 
 def kept(node: fx.Node, inside: Collection[fx.Node], levels: Levels) -> bool:
     """Whether a value has to be written to memory in any case: somebody outside reads it who is not in a kernel that could compute it anew."""
-    pending = [u for u in node.users if u not in inside]
+    pending = list(node.users)
     while pending:
         user = pending.pop()
-        if is_view(user):
+        if is_view(user):  # also one inside, of which others read what it is a view of
             pending += user.users
-        elif not joins(user) or levels[user] != levels[node]:
+        elif user not in inside and (not joins(user) or levels[user] != levels[node]):
             return True
     return False
 
