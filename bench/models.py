@@ -45,12 +45,23 @@ def models(layers: int) -> dict[str, Callable[[], nn.Module]]:
         attn_implementation="sdpa",
     )
     t5 = hf.T5Config(d_model=2048, d_kv=64, d_ff=5120, num_layers=layers, num_heads=32, vocab_size=64, dropout_rate=0.0, feed_forward_proj="gated-gelu")
+    opt = hf.OPTConfig(
+        hidden_size=4096,
+        word_embed_proj_dim=4096,
+        ffn_dim=16384,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        vocab_size=64,
+        dropout=0.0,
+        attn_implementation="sdpa",
+    )
     return {
         "bert-large": lambda: _Layers(hf.BertModel(hf.BertConfig(**wide, **none)).encoder.layer),
         "vit-large": lambda: _Layers(_layers_of(hf.ViTModel(hf.ViTConfig(**wide, **none)))),
         "gpt2-xl": lambda: _Embedded(hf.GPT2Model(gpt2)),
         "llama-8b": lambda: _Embedded(hf.LlamaModel(llama)),
         "t5-xl": lambda: _Embedded(hf.T5EncoderModel(t5)),
+        "opt-6.7b": lambda: _Embedded(hf.OPTModel(opt)),
     }
 
 
@@ -58,7 +69,7 @@ def _layers_of(model: nn.Module) -> nn.ModuleList:
     return next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m))
 
 
-WIDTHS = {"bert-large": 1024, "vit-large": 1024, "gpt2-xl": 1600, "llama-8b": 4096, "t5-xl": 2048}
+WIDTHS = {"bert-large": 1024, "vit-large": 1024, "gpt2-xl": 1600, "llama-8b": 4096, "t5-xl": 2048, "opt-6.7b": 4096}
 
 
 class _Layers(nn.Module):
@@ -225,7 +236,7 @@ def losses(plain: nn.Module, x: Tensor, ways: dict[str, dict[str, Any]]) -> dict
             listed.append(loss.detach())
         found[label] = [round(v.item(), 6) for v in listed]
     apart = {label: round(max(abs(v / e - 1) for v, e in zip(values, found["eager"], strict=True)), 6) for label, values in found.items()}
-    return {"first": found["eager"][0], "last": {label: values[-1] for label, values in found.items()}, "apart": apart}
+    return {"steps": _STEPS, "first": found["eager"][0], "last": {label: values[-1] for label, values in found.items()}, "apart": apart}
 
 
 def main() -> None:

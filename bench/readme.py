@@ -10,7 +10,7 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,42 +127,62 @@ def summary() -> str:
 def models() -> str:
     """Layers of real models, as torch.compile's backend and fuse run them."""
     result = _load("models")
-    rows = []
+    table: list[list[str]] = []
+    reached: dict[str, list[float]] = {"forward": [], "step": []}
     for row in result["rows"]:
-        for what in ("forward", "step"):
+        for what, ratios in reached.items():
             times = row[f"{what}_ms"]
-            best = min(times["eager"], times["inductor"])
-            shown = [f"{times['eager']:.2f} ms", f"{times['inductor']:.2f} ms", *(f"{best / times[way]:.2f}" for way in ("epigen", "fuse"))]
-            rows.append(
-                [f"{row['model']}{_tokens(row, result)}, {what}", *shown, f"{times['eager'] / times['fuse']:.2f}", f"{row['products_ms'][what] / best:.0%}"]
+            ratios.append(_better(times) / times["epigen"])
+            table.append(
+                [
+                    f"{row['model']}{_tokens(row, result)}, {what}",
+                    *(f"{times[way]:.2f} ms" for way in ("eager", "inductor")),
+                    *(f"{_better(times) / times[way]:.2f}" for way in ("epigen", "fuse")),
+                    f"{times['eager'] / times['fuse']:.2f}",
+                    f"{row['products_ms'][what] / _better(times):.0%}",
+                    f"{row['host_ms'][what]['epigen'] / times['epigen']:.0%}",
+                ]
             )
-    means = ", ".join(
-        f"{what} {geometric([min(r[f'{what}_ms']['eager'], r[f'{what}_ms']['inductor']) / r[f'{what}_ms']['epigen'] for r in result['rows']]):.2f}"
-        for what in ("forward", "step")
-    )
-    columns = ["", "eager", "Inductor", "epigen, of the better", "fuse, of the better", "fuse, of eager", "products' share of the better"]
+    columns = ["", "eager", "Inductor", "epigen, of the better", "fuse, of the better", "fuse, of eager", "products, of the better", "host, of epigen"]
     first = result["rows"][0]
-    graphs = [
-        f"{row['model']}{_tokens(row, result)} {row['forward_ms']['inductor, graphs'] / row['forward_ms']['epigen, graphs']:.2f} forward and "
-        f"{row['step_ms']['inductor, graphs'] / row['step_ms']['epigen, graphs']:.2f} a step"
-        for row in result["rows"]
-        if "epigen, graphs" in row["step_ms"]
-    ]
-    trained = {row["model"]: row["losses"]["apart"] for row in result["rows"] if row.get("losses")}
-    below = []
-    if graphs:
-        below.append(f'As CUDA graphs (`mode="reduce-overhead"`), of Inductor\'s: {"; ".join(graphs)}.')
-    if trained:
-        worst = {way: max(apart[way] for apart in trained.values()) for way in ("epigen", "inductor", "fuse", "fp32")}
-        below.append(
-            f"Losses of {' and '.join(trained)} over 50 steps of training lie at most {worst['epigen']:.1g} of them from eager's "
-            f"(Inductor's {worst['inductor']:.1g}, fuse's {worst['fuse']:.1g}, eager's own in fp32 {worst['fp32']:.1g})."
-        )
+    means = ", ".join(f"{what} {geometric(ratios):.2f} (median {statistics.median(ratios):.2f})" for what, ratios in reached.items())
     head = (
         f"{first['layers']} layers of real models in bf16, {first['tokens']} tokens, random weights, untuned: `torch.compile` with Inductor and with "
-        f'`backend="epigen"`, and `epigen.fuse` ({_measured(result["environment"])}). Ratios above 1 are faster; epigen\'s geometric means: {means}.'
+        f'`backend="epigen"`, and `epigen.fuse` ({_measured(result["environment"])}). Ratios above 1 are faster; epigen\'s geometric means: {means}. '
+        "Beside them stand what the products take alone, and what the host takes to launch: where that is most of the time, the host's speed is what is compared. "
+        "`python -m bench.models`"
     )
-    return "\n".join([head, "", *_table(columns, rows), *(["", " ".join(below)] if below else [])])
+    beside = [
+        f"{said}: "
+        + "; ".join(
+            f"{row['model']}{_tokens(row, result)} " + ", ".join(f"{what} {against(row[f'{what}_ms']) / row[f'{what}_ms'][way]:.2f}" for what in reached)
+            for row in rows
+        )
+        + "."
+        for way, other, against, said in _BESIDE
+        if (rows := [row for row in result["rows"] if {way, other} <= set(row["step_ms"])])
+    ]
+    if trained := {row["model"]: row["losses"] for row in result["rows"] if row.get("losses")}:
+        worst = {way: max(found["apart"][way] for found in trained.values()) for way in ("epigen", "inductor", "fuse", "fp32")}
+        beside.append(
+            f"Losses of {' and '.join(trained)} over {max(found['steps'] for found in trained.values())} steps of training lie at most {worst['epigen']:.1g} of them from eager's "
+            f"(Inductor's {worst['inductor']:.1g}, fuse's {worst['fuse']:.1g}, eager's own in fp32 {worst['fp32']:.1g})."
+        )
+    compiled = [row["compile_s"]["epigen"] / row["compile_s"]["inductor"] for row in result["rows"]]
+    beside.append(f"Compilation, of Inductor's: {geometric(compiled):.2f} in the geometric mean, {max(compiled):.2f} at most.")
+    return "\n".join([head, "", *_table(columns, table), "", " ".join(beside)])
+
+
+def _better(times: Mapping[str, float]) -> float:
+    return min(times["eager"], times["inductor"])
+
+
+_BESIDE: tuple[tuple[str, str, Callable[[Mapping[str, float]], float], str], ...] = (
+    ("epigen, graphs", "inductor, graphs", lambda times: times["inductor, graphs"], 'As CUDA graphs (`mode="reduce-overhead"`), of Inductor\'s'),
+    ("tuned", "eager", _better, "Tuned, of the better"),
+    ("epigen", "autotune", lambda times: times["autotune"], "Of `max-autotune-no-cudagraphs`"),
+)
+"""What else a model may be run as: the way, what it is compared with, and how long that takes."""
 
 
 def _tokens(row: Mapping[str, Any], result: Mapping[str, Any]) -> str:

@@ -21,8 +21,9 @@ from epigen.ir.reference import torch_dtype
 from epigen.runtime import device, loader
 from epigen.runtime.device import Target
 from epigen.runtime.kernel import Kernel
+from epigen.runtime.prepared import Plan
 from epigen.training import library
-from epigen.tuning import gpus, model
+from epigen.tuning import gpus, model, resources
 from epigen.tuning.gpus import Gpu
 from epigen.tuning.lookup import Found, Index
 
@@ -75,9 +76,8 @@ def _doubt(problem: Problem) -> float:
 def _kernels_us(problem: Problem, target: Target, precision: str, _index: Index) -> tuple[float, float, bool]:
     """Both, and whether they were measured. Layers repeat, and a plan takes milliseconds: each problem is planned once, as long as the databases stay what they are."""
     shape, gpu = problem.shape, gpus.of_target(target)
-    kernel = library.kernel(problem.text, None)
-    signature = _signature(kernel, problem, precision)
-    plan = kernel.plan(shape, target=target, signature=signature)
+    plan = _planned(problem, target, precision)
+    signature = plan.spec.signature
     found = plan.choice.record if isinstance(plan.choice, Found) and plan.choice.how in ("exact", "triton") else None
     if found is not None and found.baseline_us is not None:
         return found.median_us, found.baseline_us, True
@@ -85,13 +85,18 @@ def _kernels_us(problem: Problem, target: Target, precision: str, _index: Index)
     return model.estimate_us(plan.spec, plan.choice.config, shape, gpu).us, model.unfused_us(bare.spec, shape, gpu), False
 
 
+def _planned(problem: Problem, target: Target, precision: str) -> Plan:
+    kernel = library.kernel(problem.text, None)
+    return kernel.plan(problem.shape, target=target, signature=_signature(kernel, problem, precision))
+
+
 def _signature(kernel: Kernel, problem: Problem, precision: str) -> Signature:
     return signature_of_contiguous(kernel.graph, problem.dtype, problem.dtype, problem.inputs, problem.shape, problem.layout, precision)
 
 
-_CALM = 3
-"""Tiles read and written: of 40 programs of so many none kept more than 16 bytes a thread in memory, of 4 programs of more two kept 240 and 368 (sm_90, Triton
-3.6 and 3.9, 2026-11-26)."""
+_CALM = 50
+"""Instructions an element, by the model: of 48 kernels with up to 46 none kept more than 40 bytes a thread in memory, of 7 with 57 to 107 all but one kept 240
+to 2576 (sm_90, Triton 3.6, 2026-11-26)."""
 
 
 def spilled(problem: Problem, target: Target) -> str:
@@ -99,7 +104,8 @@ def spilled(problem: Problem, target: Target) -> str:
 
     It is compiled for that, into Triton's cache, where the first call finds it.
     """
-    return _compiled(problem, target, api.database().index(), os.getpid()).result() if _tiles(problem) > _CALM else ""
+    index = api.database().index()
+    return _compiled(problem, target, index, os.getpid()).result() if _instructions(problem, target, index) > _CALM else ""
 
 
 def compile_ahead(kernels: Iterable[tuple[Problem, Target]]) -> None:
@@ -111,10 +117,9 @@ def compile_ahead(kernels: Iterable[tuple[Problem, Target]]) -> None:
         _compiled(problem, target, api.database().index(), os.getpid())
 
 
-def _tiles(problem: Problem) -> int:
-    """How many a program reads and writes."""
-    graph = library.kernel(problem.text, None).graph
-    return sum(x.indices == "mn" for x in (*graph.inputs(), *(graph.nodes[o.node] for o in graph.outputs)))
+@functools.lru_cache(maxsize=4096)
+def _instructions(problem: Problem, target: Target, _index: Index) -> float:
+    return resources.Work(_planned(problem, target, library.kernel(problem.text, None)._precision_now()).spec, problem.shape, target).operations
 
 
 @functools.lru_cache(maxsize=4096)
