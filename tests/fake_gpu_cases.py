@@ -38,6 +38,7 @@ from epigen.runtime.launch import Launch
 from epigen.runtime.loader import Loader
 from epigen.runtime.prepared import Prepared
 from epigen.runtime.written import Written
+from epigen.training import library
 
 pytestmark = pytest.mark.triton
 
@@ -407,6 +408,44 @@ def test_a_bound_call_launches_what_a_warmed_one_does(gpu: FakeGpu, name: str, t
     shifts = [shifted(operands[0]), *operands[1:]]
     if name != "whole":
         assert bound(*shifts, *inputs.values()) is None
+
+
+@pytest.mark.parametrize("config", [None, LIBRARY], ids=["chosen", "library"])
+def test_a_fused_model_asks_nothing_on_its_way_to_the_driver(
+    gpu: FakeGpu, config: KernelConfig | None, through_triton: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward: kernels are launched by calls that compare no tensor, with the addresses of the weights and of what is kept."""
+    made: dict[str, Kernel] = {}
+    calls: list[str] = []
+    call = Kernel.__call__
+
+    def counted(kernel: Kernel, *args: Any, **inputs: Any) -> Any:
+        calls.append(kernel.program)
+        return call(kernel, *args, **inputs)
+
+    monkeypatch.setattr(library, "kernel", lambda text, _tune, _options=None: made.get(text) or made.setdefault(text, compiled(text, config)))
+    monkeypatch.setattr(Kernel, "__call__", counted)
+    monkeypatch.setattr(vendor, "product", lambda a, b, _precision: torch.zeros(a.shape[0], b.shape[1]))
+    model = torch.nn.Sequential(torch.nn.Linear(K, N), torch.nn.ReLU(), torch.nn.Linear(N, K), torch.nn.Tanh()).half()
+    epigen.fuse(model)
+    x, gradient = half(2, M // 2, K).requires_grad_(), half(2, M // 2, K)
+    launches: list[list[Launched]] = []
+    for _ in range(5):
+        calls.clear()
+        before = through_triton.count
+        held: list[torch.Tensor] = []
+        forward = gpu.during(lambda held=held: held.append(model(x)))
+        backward = gpu.during(lambda held=held: held[0].backward(gradient))
+        launches = [forward, backward]
+        assert held[0].shape == x.shape and held[0].dtype == torch.float16 and x.grad is not None and x.grad.shape == x.shape
+    assert not calls and through_triton.count == before
+    assert len(launches[0]) == 2 and len(launches[1]) >= 2
+    if config is None:
+        first = {struct.unpack("Q", p)[0] for p in launches[0][0].parameters if len(p) == 8}
+        assert {t.data_ptr() for t in (x, *model[0].parameters())} <= first
+        last = {struct.unpack("Q", p)[0] for p in launches[0][1].parameters if len(p) == 8}
+        assert {t.data_ptr() for t in (held[0], *model[2].parameters())} <= last
+        assert all(p.grad is not None for p in model.parameters())
 
 
 def test_counters_are_held_until_the_kernel_is_launched(gpu: FakeGpu, through_triton: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
