@@ -169,7 +169,7 @@ def test_one_that_asks_for_extents_has_a_function_for_each(flat: Counter[str]) -
     flat.clear()
     for x in ways:
         torch.testing.assert_close(model(x), plain(x))
-    assert not flat and len(vars(model)["forward"].known.flats) == 3
+    assert not flat and [len(flats) for flats in vars(model)["forward"].known.extents.values()] == [1, 1, 1]
 
 
 CONDITIONS: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -194,6 +194,16 @@ def test_other_arguments(name: str) -> None:
         torch.testing.assert_close(CONDITIONS[name](model, x), CONDITIONS[name](plain, x), rtol=1e-4, atol=1e-5)
     for other in CONDITIONS.values():
         torch.testing.assert_close(other(model, x), other(plain, x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_default_device_is_in_nobodys_way(flat: Counter[str]) -> None:
+    model, plain = pair()
+    x = drawn(2, 3, 8)
+    with torch.device("cpu"):
+        warm(model, x)
+        flat.clear()
+        torch.testing.assert_close(model(x), plain(x))
+        assert not flat
 
 
 # -- what is compared

@@ -296,7 +296,8 @@ class _Like:
                 continue
             as_wanted = text.hold(dtype)
             gradients.append(f"({found[i]} if {found[i]}.dtype is {as_wanted} else {found[i]}.to({as_wanted}))")
-            if len(shape) != 1:
+            as_it_comes = found[i] in arrived and self.to is not None and tuple(shape) == (*self.to, self.n)
+            if len(shape) != 1 and not as_it_comes:
                 gradients[-1] += f".view({text.hold(shape)})"
         return None if backward.mm is None else found[backward.mm], gradients
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 
 from epigen.errors import CallError, InternalError
 from epigen.training import again, linear
@@ -381,7 +382,7 @@ class Region:
 
     def compute(self) -> Tensor:
         """What the last step gives."""
-        if torch._C._len_torch_function_stack() or torch._C._autograd._profiler_enabled():  # a mode around the forward, or a profile, is to see the chain
+        if watched() or torch._C._autograd._profiler_enabled():  # a mode around the forward, or a profile, is to see the chain
             found: Tensor = linear.chain(*self.links())
         else:
             tensors = self.tensors()
@@ -550,6 +551,12 @@ def reshaped(frame: tuple[int, ...], given: Sequence[Any]) -> tuple[int, ...] | 
 
 
 # -- while a forward runs
+
+
+def watched() -> bool:
+    """Whether a mode of torch's is to see the functions that are called, but for one that only says where tensors are made of nothing."""
+    around = torch._C._len_torch_function_stack()
+    return around > 1 or (around == 1 and type(torch._C._get_function_stack_at(0)) is not DeviceContext)
 
 
 class Run(TorchFunctionMode):

@@ -24,14 +24,14 @@ from torch.overrides import _pop_mode_temporarily
 
 from epigen.errors import CallError
 from epigen.training import straight
-from epigen.training.deferred import DEVICES, Plan, Run, state
+from epigen.training.deferred import DEVICES, Plan, Run, state, watched
 from epigen.training.elements import channels_second
 from epigen.training.flat import MISSED, Flat
 from epigen.training.rehearse import Observed, Rehearsed, Unseen, rehearse, tried
 from epigen.training.straight import Bent
 
-_MOST_FLATS, _MOST_FLATTENED = 4, 64
-"""What one forward's code is written out to, for other arguments or attributes; and how often it is, for other shapes too."""
+_MOST_FLATS, _MOST_EXTENTS, _MOST_READ = 4, 64, 256
+"""What one forward's code is written out to, for other arguments or attributes; for how many extents, if it asks for them; how often it is read at all."""
 
 _MOST_PLANS = 8
 """Plans that one forward tries in turn where it never does what it did last."""
@@ -97,14 +97,14 @@ class Forward:
         if known.met is not None and known.met.rests(args, kwargs):
             return type(self.module).forward(self.module, *args, **kwargs)
         around = torch._C._len_torch_function_stack()
-        if not around:
-            for flat in known.flats:
+        if around and isinstance(torch._C._get_function_stack_at(around - 1), Run | Observed):
+            with _pop_mode_temporarily():  # of a module around this one, whose plan does not look into it
+                return self(*args, **kwargs)
+        if not around or not watched():
+            for flat in known.flats if known.extents is None else (*known.extents.get(_extents(args, kwargs), ()), *known.flats):
                 found = flat.call(args, kwargs)
                 if found is not MISSED:
                     return found
-        elif isinstance(torch._C._get_function_stack_at(around - 1), Run | Observed):
-            with _pop_mode_temporarily():  # of a module around this one, whose plan does not look into it
-                return self(*args, **kwargs)
         return self.run(args, kwargs)
 
     def run(self, args: Any, kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ class Forward:
         run.end()
         if run.deviated:
             known.deviated(met.key)
-        elif not torch._C._len_torch_function_stack():
+        elif not watched():
             known.flatten(met.key, self.module, run, args, kwargs)
         return result
 
@@ -158,6 +158,11 @@ class Forward:
             found += (type(module), own["training"])
             pending += own["_modules"].values()
         return tuple(found)
+
+
+def _extents(args: Any, kwargs: Any) -> torch.Size | None:
+    """Those of the first tensor."""
+    return next((x.shape for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
 
 
 class Met:
@@ -211,8 +216,8 @@ _read = operator.itemgetter("training", "_forward_hooks", "_forward_pre_hooks", 
 
 class Known:
     """What rehearsals have found of one forward. plans: by key. met: the call before. last: what was found last, or why nothing could be. deviations: by key, how
-    often another plan was made. flats: what runs in place of the forward's code, the newest first; flattened: how often that was made. bent: by key, why there is
-    none."""
+    often another plan was made. flats: what runs in place of the forward's code, the newest first; extents: the same by those of the first tensor, where they
+    were asked for; read: how often the code was read. bent: by key, why it cannot be."""
 
     def __init__(self) -> None:
         self.plans: dict[Any, Rehearsed] = {}
@@ -220,8 +225,9 @@ class Known:
         self.last: Rehearsed | Unseen | None = None
         self.deviations: dict[Any, int] = {}
         self.flats: tuple[Flat, ...] = ()
+        self.extents: dict[Any, tuple[Flat, ...]] | None = None
         self.bent: dict[Any, str] = {}
-        self.flattened = 0
+        self.read = 0
 
     def __reduce__(self) -> Any:
         return Known, ()
@@ -240,23 +246,29 @@ class Known:
     def flatten(self, key: Any, module: nn.Module, run: Run, args: Any, kwargs: Any) -> None:
         """After a call that went by its plan, in which each chain was computed by a function of its own: have those like it need none of the module's code."""
         ways = [(way, plain) for way, plain in run.ways if way is not None]
-        if not ways or len(ways) < len(run.ways) or key in self.bent or self.flattened >= _MOST_FLATTENED:
+        if not ways or len(ways) < len(run.ways) or key in self.bent:
             return
-        self.flattened += 1
         now = state(key[0][1])
         try:
             known = next((f for f in self.flats if f.holds(run.plan, args, kwargs, ways)), None)
             if known is not None:
                 known.add(now, args, kwargs, ways)
                 return
+            if self.read >= _MOST_READ:
+                return
+            self.read += 1
             with tried(module, args, kwargs) as trial, trial.observed:
                 read = straight.read(trial.module, trial.args, trial.kwargs, trial.observed, lambda m: type(vars(m).get(FORWARD)) is Forward)
             flat = Flat(module, trial, read, run.plan, args, kwargs)
             flat.add(now, args, kwargs, ways)
         except (Bent, Unseen) as why:
             self.bent[key] = str(why)
-        else:
+            return
+        if not read.exact:
             self.flats = (flat, *self.flats)[:_MOST_FLATS]
+            return
+        shape, others = _extents(args, kwargs), self.extents or {}
+        self.extents = {**dict(list(others.items())[-_MOST_EXTENTS:]), shape: (flat, *others.get(shape, ()))[:_MOST_FLATS]}
 
     def deviated(self, key: Any) -> None:
         """Rehearse it anew at the next call, but within a checkpoint, whose second forward has to do what its first did."""
