@@ -172,6 +172,45 @@ def test_one_that_asks_for_extents_has_a_function_for_each(flat: Counter[str]) -
     assert not flat and [len(flats) for flats in vars(model)["forward"].known.extents.values()] == [1, 1, 1]
 
 
+def test_code_is_read_once_for_calls_with_gradients_and_without() -> None:
+    for make, x in ((Layer, drawn(2, 3, 8)), (Asking, drawn(4, 8))):
+        model, plain = pair(make)
+        for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+            with mode():
+                for _ in range(3):
+                    torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
+        assert vars(model)["forward"].known.read == 1
+
+
+def test_extents_that_come_ever_anew_are_not_read_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading takes as long as many calls: it has to pay."""
+    model = Asking()
+    epigen.fuse(model)
+    known = vars(model)["forward"].known
+    for m in range(2, 22):
+        for _ in range(3):
+            model(drawn(m, 8))
+    assert known.read == len(known.extents) == 4
+    monkeypatch.setattr("epigen.training.fuse._WORTH", 5)
+    for _ in range(8):
+        model(drawn(21, 8))
+    assert known.read == len(known.extents) == 5 and torch.Size([21, 8]) in known.extents
+
+
+def test_an_attribute_that_is_another_each_time_is_not_read_each_time() -> None:
+    model, plain = pair()
+    for m in (model, plain):
+        m.scale = None
+        m.norm.eps = 0.0
+    known = vars(model)["forward"].known
+    for step in range(20):
+        for m in (model, plain):
+            m.scale, m.norm.eps = 1.0, 1e-3 * step
+        for _ in range(2):
+            torch.testing.assert_close(model(drawn(2, 3, 8)), plain(drawn(2, 3, 8)), rtol=1e-4, atol=1e-5)
+    assert known.read == 4
+
+
 CONDITIONS: dict[str, Callable[[Any, Tensor], Any]] = {
     "another residual": lambda m, x: m(x, drawn(2, 3, 8, seed=5)),
     "no residual by name": lambda m, x: m(x, residual=None),

@@ -57,8 +57,12 @@ class Flat:
 
     def holds(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], ways: Sequence[tuple[Way, bool]]) -> bool:
         """Whether a body for another call can be written out of what was read for this one."""
-        same = self.plan is plan and not self.straight.exact and all(plain for _, plain in ways) and self.call(args, kwargs, True) is not MISSED
-        return same and [t.dtype for t in self.actual(args, kwargs)] == [t.dtype for t in self.tensors]
+        if self.plan is not plan or self.call(args, kwargs, True) is MISSED:
+            return False
+        tensors, read = self.actual(args, kwargs), self.tensors
+        if [t.dtype for t in tensors] != [t.dtype for t in read]:
+            return False
+        return [t.shape for t in tensors] == [t.shape for t in read] or (not self.straight.exact and all(plain for _, plain in ways))
 
     def add(self, now: State, args: Sequence[Any], kwargs: Mapping[str, Any], ways: Sequence[tuple[Way, bool]]) -> None:
         """A body for calls like this one, whose chains were computed in these ways. Raises Bent."""

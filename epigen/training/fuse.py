@@ -33,6 +33,9 @@ from epigen.training.straight import Bent
 _MOST_FLATS, _MOST_EXTENTS, _MOST_READ = 4, 64, 256
 """What one forward's code is written out to, for other arguments or attributes; for how many extents, if it asks for them; how often it is read at all."""
 
+_WORTH = 32
+"""Calls for which nothing is written out, after which code is read once more, if it has been a few times."""
+
 _MOST_PLANS = 8
 """Plans that one forward tries in turn where it never does what it did last."""
 
@@ -217,7 +220,8 @@ _read = operator.itemgetter("training", "_forward_hooks", "_forward_pre_hooks", 
 class Known:
     """What rehearsals have found of one forward. plans: by key. met: the call before. last: what was found last, or why nothing could be. deviations: by key, how
     often another plan was made. flats: what runs in place of the forward's code, the newest first; extents: the same by those of the first tensor, where they
-    were asked for; read: how often the code was read. bent: by key, why it cannot be."""
+    were asked for; read: how often the code was read; missed: since then, how many calls came for which nothing
+    is written out, by extents that are asked for. bent: by key, why it cannot be."""
 
     def __init__(self) -> None:
         self.plans: dict[Any, Rehearsed] = {}
@@ -228,6 +232,7 @@ class Known:
         self.extents: dict[Any, tuple[Flat, ...]] | None = None
         self.bent: dict[Any, str] = {}
         self.read = 0
+        self.missed: dict[Any, int] = {}
 
     def __reduce__(self) -> Any:
         return Known, ()
@@ -250,11 +255,12 @@ class Known:
             return
         now = state(key[0][1])
         try:
-            known = next((f for f in self.flats if f.holds(run.plan, args, kwargs, ways)), None)
+            shape, others = _extents(args, kwargs), self.extents or {}
+            known = next((f for f in (*others.get(shape, ()), *self.flats) if f.holds(run.plan, args, kwargs, ways)), None)
             if known is not None:
                 known.add(now, args, kwargs, ways)
                 return
-            if self.read >= _MOST_READ:
+            if not self.pays(shape):
                 return
             self.read += 1
             with tried(module, args, kwargs) as trial, trial.observed:
@@ -267,8 +273,19 @@ class Known:
         if not read.exact:
             self.flats = (flat, *self.flats)[:_MOST_FLATS]
             return
-        shape, others = _extents(args, kwargs), self.extents or {}
         self.extents = {**dict(list(others.items())[-_MOST_EXTENTS:]), shape: (flat, *others.get(shape, ()))[:_MOST_FLATS]}
+
+    def pays(self, extents: torch.Size | None) -> bool:
+        """Whether to read the code once more, which takes as long as a hundred calls by the plan. What comes ever anew is not worth that: extents that it asks for,
+        attributes."""
+        if self.read < _MOST_FLATS:
+            return True
+        of = None if self.extents is None else extents
+        count = self.missed.pop(of, 0) + 1
+        if count >= _WORTH and self.read < _MOST_READ:
+            return True
+        self.missed = {**dict(list(self.missed.items())[-_MOST_EXTENTS:]), of: count}
+        return False
 
     def deviated(self, key: Any) -> None:
         """Rehearse it anew at the next call, but within a checkpoint, whose second forward has to do what its first did."""
