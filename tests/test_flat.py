@@ -245,6 +245,44 @@ def test_a_default_device_is_in_nobodys_way(flat: Counter[str]) -> None:
         assert not flat
 
 
+class Bottleneck(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.down, self.first, self.gate = nn.Conv2d(16, 8, 1, bias=False), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)
+        self.up, self.last, self.act = nn.Conv2d(8, 16, 1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.first(self.down(x)))
+        y = y * torch.sigmoid(self.gate(F.avg_pool2d(y, 3, 1, 1)))
+        y = self.last(self.up(y))
+        y += x
+        return self.act(y)
+
+
+def test_convolutions(flat: Counter[str]) -> None:
+    """With norms, a residual, and what is done in place; in the memory that torch gives its results, for each size of images."""
+    model, plain = (m.to(memory_format=torch.channels_last).eval() for m in pair(Bottleneck))
+    for grad in (False, True):
+        for size in (4, 5):
+            x = drawn(2, 16, size, 6).contiguous(memory_format=torch.channels_last).requires_grad_(grad)
+            with torch.set_grad_enabled(grad):
+                warm(model, x)
+                flat.clear()
+                y, expected = model(x), plain(x)
+            assert not flat and y.stride() == expected.stride()
+            torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+            if grad:
+                of = [x, *model.parameters()]
+                torch.testing.assert_close(
+                    torch.autograd.grad(y.square().sum(), of), torch.autograd.grad(expected.square().sum(), [x, *plain.parameters()]), rtol=1e-3, atol=1e-4
+                )
+    known = vars(model)["forward"].known
+    assert known.read == 2 and not known.bent
+    other = drawn(2, 16, 4, 6)
+    torch.testing.assert_close(model(other), plain(other), rtol=1e-4, atol=1e-5)
+
+
 # -- what is compared
 
 

@@ -21,7 +21,8 @@ from torch.nn.modules import module as torchs
 
 from epigen.runtime.written import Written
 from epigen.training.alike import Alike, State
-from epigen.training.deferred import CONVOLUTIONS, Fixed, Plan, Planned, Ref, Taken, present
+from epigen.training.deferred import CONVOLUTIONS, Fixed, Plan, Planned, Ref, Taken, facing, present
+from epigen.training.elements import channels_second, rows_first
 from epigen.training.rehearse import Event, Trial
 from epigen.training.straight import PLAIN, Bent, Read, Straight
 
@@ -160,11 +161,15 @@ class _Open:
     planned: Planned
     x: str
     weight: str
-    inputs: list[tuple[str, str, Tensor]]
+    inputs: list[tuple[str, str, Tensor, Any]]
     frame: tuple[int, ...]
     before: _Open | None
     place: int = 0
     views: bool = False
+
+    @property
+    def moved(self) -> bool:
+        return self.planned.func in CONVOLUTIONS
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -232,9 +237,14 @@ class _Body:
 
     def product(self, planned: Planned, event: Event) -> None:
         func, args, kwargs = event.func, event.args, event.kwargs
-        if planned.func != func or func in CONVOLUTIONS:
-            raise Bent("a convolution is not read")
-        if func is F.linear:
+        if planned.func != func:
+            raise Bent("it does not do what was planned")
+        frame, rows = tuple(event.result.shape), ""
+        if func in CONVOLUTIONS:  # as a product of rows, with the channels last
+            x, weight, bias = _convolution(*args, **kwargs)
+            multiplied, rows = f"{self.value(weight)}.flatten(1)", f".permute({self.text.hold(rows_first(len(frame)))})"
+            frame = tuple(frame[d] for d in rows_first(len(frame)))
+        elif func is F.linear:
             x, weight, bias = _linear(*args, **kwargs)
             multiplied = self.value(weight)
         else:
@@ -245,8 +255,8 @@ class _Body:
         before = self.open.get(id(x))
         if (before is not None) != planned.after_chained or (before is not None and before.place != len(before.planned.steps)):
             raise Bent("it does not do what was planned")
-        inputs = [] if bias is None else [("bias", "n", bias)]
-        opened = _Open(planned, "" if before is not None else self.value(x), multiplied, inputs, tuple(event.result.shape), before)
+        inputs = [] if bias is None else [("bias", "n", bias, None)]
+        opened = _Open(planned, "" if before is not None else self.value(x) + rows, multiplied, inputs, frame, before)
         if before is not None:
             self.forget(before)
         self.keep(opened, event.result)
@@ -266,7 +276,7 @@ class _Body:
                     fits = self.open.get(id(value)) is opened and self.places[id(value)] == argument.place
                 elif isinstance(argument, Taken):
                     fits = isinstance(value, Tensor) and id(value) in self.names and id(value) not in self.open
-                    opened.inputs.append((argument.name, argument.indices, value))
+                    opened.inputs.append((argument.name, argument.indices, value, event.func if opened.moved else None))
                 else:
                     assert isinstance(argument, Fixed)
                     fits = type(value) is type(argument.value) and bool(value == argument.value)
@@ -287,17 +297,19 @@ class _Body:
         links, given = opened.links(), list[str]()
         for link in links:
             given.append(link.weight)
-            for _, indices, value in link.inputs:
+            for name, indices, value, func in link.inputs:
                 expression = self.value(value)
-                if not plain:
+                if not plain and name != "bias":
                     self.flat.straight.exact = True
-                    expression = f"{self.text.hold(_Presented(indices, link.frame, opened.lead))}({expression})"
+                    expression = f"{self.text.hold(_Presented(indices, link.frame, opened.lead, func))}({expression})"
                 given.append(expression)
         name = f"v{next(self.numbers)}"
         viewed = ""
         if any(link.views for link in links):
             self.flat.straight.exact = True
             viewed = f".view({self.text.hold(opened.frame)})"
+        if opened.moved:
+            viewed = f".permute({self.text.hold(channels_second(len(opened.frame)))})"
         self.lines.append(f"{name} = {self.text.hold(way)}({', '.join([links[0].x, *given])}){viewed}")
         self.names[id(result)] = name
 
@@ -310,16 +322,22 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]: 
     return input, weight, bias
 
 
+def _convolution(input: Any, weight: Any, bias: Any = None, *_options: Any, **_more: Any) -> tuple[Any, Any, Any]:  # noqa: A002
+    return input, weight, bias
+
+
 @dataclass(frozen=True, slots=True)
 class _Presented:
-    """A tensor as a program takes it, where it does not come so."""
+    """A tensor as a program takes it, where it does not come so. func: whose argument it is beside a convolution's result."""
 
     indices: str
     frame: tuple[int, ...]
     lead: tuple[int, ...]
+    func: Any
 
     def __call__(self, value: Tensor) -> Tensor:
-        found = present(value, self.indices, self.frame)
+        faced = value if self.func is None else facing(value, self.func, self.frame)
+        found = None if faced is None else present(faced, self.indices, self.frame)
         assert found is not None
         if self.frame[:-1] != self.lead and "m" in self.indices:
             return found.reshape(*self.lead, *found.shape[len(self.frame) - 1 :])
