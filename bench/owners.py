@@ -191,7 +191,7 @@ def main() -> None:
                 f"{found[m]['plain']:7.1f} -> {found[m]['fused']:7.1f} {found[m]['plain calls']:3} -> {found[m]['fused calls']:3}" for m in ("forward", "step")
             ]
             print(f"{model:6} {name:22} {shown[0]} {shown[1]} {found['nodes']['plain']:2} ->{found['nodes']['fused']:2}", flush=True)
-    print(record.write("owners", {"environment": {"torch": torch.__version__, "device": options.device}, "rows": rows}, options.out))
+    print(record.write("owners", {"environment": record.environment(options.commit), "device": options.device, "rows": rows}, options.out))
 
 
 if __name__ == "__main__":

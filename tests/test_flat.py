@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import counting
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import epigen
+from bench import owners
 from epigen.training import deferred, straight
 from epigen.training.flat import MISSED
 from epigen.training.fuse import Forward, Met
@@ -132,6 +134,17 @@ def test_functions_of_torch_that_a_call_makes_are_those_that_no_kernel_computes(
         called = [c.cell_contents for c in body.__closure__ if callable(c.cell_contents)]
     names = [f.__name__ for f in called]
     assert names == ["again", "layer_norm", "silu"], names
+
+
+def test_a_fused_forward_goes_through_fewer_functions_than_the_plain_one() -> None:
+    """Of Python's and of C's, the kernels' own left out: what the host does, counted where it cannot be timed."""
+    x, r = drawn(2, 3, 8), drawn(2, 3, 8, seed=1)
+    with torch.no_grad(), owners.hollow():
+        model, plain = pair()
+        warm(model, x, r)
+        for count in (owners.calls, counting.calls):  # with functions written in C, and without
+            fused, before = (count(functools.partial(m, x, r)) for m in (model, plain))
+            assert fused < before, (fused, before)
 
 
 def test_one_function_serves_all_shapes_of_a_forward_that_asks_for_none(flat: Counter[str]) -> None:

@@ -1,7 +1,8 @@
 """`epigen.fuse`: the forwards in a user's model that call linear layers run these and what follows them in one kernel each.
 
 No module is replaced and no class changed. A module whose own forward calls linear layers gets, as an attribute, a `Forward`: it runs the forward that the
-module has, by the plan that a rehearsal has found (`rehearse`, `deferred`). Where anything is not as it was rehearsed, that forward runs as it is.
+module has, by the plan that a rehearsal has found (`rehearse`, `deferred`); where its code is straight, a function that was written out of both (`straight`, `flat`).
+Where anything is not as it was, that forward runs as it is.
 """
 
 from __future__ import annotations
