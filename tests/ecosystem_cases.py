@@ -52,6 +52,19 @@ class Gated(nn.Module):
         return y, mask, rows, same
 
 
+class Masked(nn.Module):
+    """What reads a mask that another layer has packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(drawn(20, 8)), nn.Parameter(drawn(20, 8, seed=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, mask = epigen.linear(x, self.first, None, "relu(mm), bitmask(mm > 0)")
+        found: Tensor = epigen.linear(x, self.second, None, "where(mask, mm, y[m,n])", mask=mask, y=y)
+        return found
+
+
 def operations(graph: fx.Graph) -> list[str]:
     """The programs that a graph names."""
     return [str(n.args[0]) for n in graph.nodes if n.op == "call_function" and "epigen" in str(n.target)]
@@ -101,6 +114,47 @@ def test_an_exported_program_is_written_out_in_torchs_own_operations(strict: boo
             more = tuple(drawn(m, *t.shape[1:], seed=m) for t in given)
             with torch.no_grad():
                 torch.testing.assert_close(out.module()(*more), model(*more))
+
+
+class Called(nn.Module):
+    """A kernel's own call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = epigen.compile("z = silu(mm + bias); z, sum(z, n)")
+        self.weight, self.bias = nn.Buffer(drawn(8, 20)), nn.Buffer(drawn(20, seed=1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.kernel(x, self.weight, bias=self.bias))
+
+
+def fused() -> nn.Module:
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 20), nn.GELU(), nn.Linear(20, 8))
+    assert "2 of 2 linear layers fused" in str(epigen.fuse(model))
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [Called, Gated, Masked, fused, lambda: epigen.nn.MLP([8, 16, 4], "gelu")], ids=["a kernel", "several results", "masks", "fused", "MLP"]
+)
+def test_an_exported_program_becomes_onnx(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """And another runtime computes the same of it, of any number of rows."""
+    import onnxruntime
+
+    model = make().eval()
+    given = [drawn(5, 8), *([drawn(5, 20)] if isinstance(model, Gated) else [])]
+    written = torch.export.export(model, tuple(given), dynamic_shapes=tuple({0: torch.export.Dim("M", min=2)} for _ in given))
+    program = torch.onnx.export(written.run_decompositions(epigen.decompositions()), dynamo=True, verbose=False)
+    assert program is not None
+    program.save(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for m in (5, 9):
+        more = [drawn(m, *t.shape[1:], seed=m) for t in given]
+        results = session.run(None, {place.name: t.numpy() for place, t in zip(session.get_inputs(), more, strict=True)})
+        with torch.no_grad():
+            expected = model(*more)
+        for result, e in zip(results, [expected] if isinstance(expected, Tensor) else expected, strict=True):
+            torch.testing.assert_close(torch.from_numpy(result), e, rtol=1e-4, atol=1e-5)
 
 
 def test_each_operation_is_what_it_is_written_out_as() -> None:

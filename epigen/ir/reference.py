@@ -158,20 +158,20 @@ def convert(x: Tensor, dtype: DType) -> Tensor:
 
 
 def pack(p: Tensor) -> Tensor:
-    """Boolean [M, N] -> uint8 [M, ceil(N / 8)]: bit n % 8 of byte n // 8 is column n; padding bits are zero.
+    """Boolean [..., N] -> uint8 [..., ceil(N / 8)]: bit n % 8 of byte n // 8 is column n; padding bits are zero. Rows are a multiple of 16 bytes apart.
 
     Source: the layout of cuBLASLt's CUBLASLT_EPILOGUE_RELU_AUX for a column-major result, seen from its transpose.
     """
-    m, n = p.shape
+    *rows, n = p.shape
     width = -(-n // 8)
-    # by operations that change nothing in place, of which torch.export writes down no other
-    bits = torch.nn.functional.pad(p.to(torch.uint8), (0, width * 8 - n)).reshape(m, width, 8)
-    weights = 1 << torch.arange(8, dtype=torch.uint8, device=p.device)
-    packed = (bits * weights).sum(2, dtype=torch.uint8)
-    return torch.nn.functional.pad(packed, (0, g.mask_stride(n) - width))[:, :width]
+    # by operations that change nothing in place, of which torch.export writes down no other; of integers that other runtimes shift, too
+    bits = torch.nn.functional.pad(p.to(torch.int32), (0, width * 8 - n)).reshape(*rows, width, 8)
+    packed = torch.bitwise_left_shift(bits, torch.arange(8, dtype=torch.int32, device=p.device)).sum(-1, dtype=torch.int32).to(torch.uint8)
+    return torch.nn.functional.pad(packed, (0, g.mask_stride(n) - width))[..., :width]
 
 
 def unpack(mask: Tensor, n: int) -> Tensor:
     """uint8 [M, ceil(N / 8)] -> boolean [M, N]; the inverse of `pack`."""
-    bits = (mask[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=mask.device)) & 1
+    places = torch.arange(8, dtype=torch.int32, device=mask.device)
+    bits = torch.bitwise_right_shift(mask[:, :, None].to(torch.int32), places) & 1
     return bits.flatten(1)[:, :n].bool()

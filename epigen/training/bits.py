@@ -9,18 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epigen.ir.graph import mask_stride
+from epigen.ir import reference
 
 
 def bitmask(condition: Tensor) -> Tensor:
     """condition: bool [..., N]. Returns it packed."""
-    *rows, n = condition.shape
-    weights = torch.arange(8, dtype=torch.int32, device=condition.device)
-    bits = condition.reshape(*rows, n // 8, 8).to(torch.int32) << weights
-    packed = bits.sum(-1, dtype=torch.int32).to(torch.uint8)
-    if (gap := mask_stride(n) - n // 8) == 0:
-        return packed
-    return torch.nn.functional.pad(packed, (0, gap))[..., : n // 8]
+    return reference.pack(condition)
 
 
 def where_bits(bits: Tensor, x: Tensor, y: Tensor | None = None) -> Tensor:
