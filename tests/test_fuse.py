@@ -11,6 +11,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -344,6 +345,66 @@ def test_a_forward_that_cannot_be_tried_out_is_rehearsed_at_its_first_call(ran: 
     found = epigen.fuse(model)
     assert re.match(r"the forward of the model \(Odd\) is rehearsed at its first call, since beforehand", found.left[0].why)
     assert calls(ran, model, drawn(3, 8), [2]) == ["gelu(mm + bias)"] and len(found.replaced) == 1
+
+
+class Cache:
+    """What earlier calls have computed, as decoders keep it; each call adds to it."""
+
+    def __init__(self, held: list[Any]) -> None:
+        self.held, self.calls = held, 0
+
+    def update(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.held.append(x)
+        return torch.cat([t for t in self.held if isinstance(t, Tensor)], -2)
+
+
+class Named(Tensor):
+    """Of a kind of its own."""
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(8, 8), nn.GELU()
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        found: Tensor = self.act(self.fc(cache.update(x)))
+        return found
+
+
+def test_an_argument_that_the_forward_changes_is_tried_out_as_a_copy(ran: list[str]) -> None:
+    model = Cached().requires_grad_(False)
+    plain = copy.deepcopy(model)
+    found = epigen.fuse(model)
+    caches = [Cache([drawn(2, 8)]) for _ in range(2)]
+    for seed in range(4):
+        x = drawn(3, 8, seed=seed)
+        ran.clear()
+        torch.testing.assert_close(model(x, caches[1]), plain(x, caches[0]))
+        assert ran == ["gelu(mm + bias)"] and len(found.replaced) == 1
+    torch.testing.assert_close(caches[1].held, caches[0].held)
+    assert caches[1].calls == 4 and {type(t) for t in caches[1].held} == {Tensor}
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        (lambda: [drawn(2, 8).as_subclass(Named)], "Cache that holds a Named"),
+        (lambda: [nn.Linear(2, 2)], "Cache that holds a Linear"),
+        (lambda: [threading.Lock()], "Cache, which cannot be copied: TypeError"),
+        (lambda: [[[i, str(i)] for i in range(20_000)]], "Cache, which holds too much to be tried out"),
+    ],
+    ids=["a subclass", "a module", "a lock", "much"],
+)
+def test_an_argument_that_cannot_be_copied_is_left_alone(held: Callable[[], list[Any]], said: str, ran: list[str]) -> None:
+    model = Cached().requires_grad_(False)
+    found, cache = epigen.fuse(model), Cache(held())
+    ran.clear()
+    try:
+        model(drawn(3, 8), cache)
+    finally:
+        assert ran == [] and said in found.left[0].why and cache.calls == 1
 
 
 def test_reports_of_a_part_and_of_none() -> None:

@@ -37,6 +37,31 @@ def called(model: nn.Module, given: zoo.Made) -> tuple[Tensor, list[Tensor | Non
     return y, list(torch.autograd.grad(zoo.scalar(y), trained, allow_unused=True))
 
 
+def test_a_decoder_with_a_cache(ran: list[str]) -> None:
+    """OPT's layers hold their MLP themselves, and are called with the cache of keys and values, to which they add."""
+    if package := zoo.missing("gpt2"):
+        pytest.skip(f"{package} is not installed")
+    zoo.allow_torchvision()
+    t = zoo._transformers()
+    options = {"hidden_size": zoo.WIDTH, "word_embed_proj_dim": zoo.WIDTH, "ffn_dim": zoo.HIDDEN, "vocab_size": zoo.VOCABULARY}
+    with zoo.quiet():
+        model = t.OPTModel(t.OPTConfig(**options, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64)).eval()
+    plain = copy.deepcopy(model)
+    found = epigen.fuse(model)
+    caches: list[Any] = [None, None]
+    for seed in range(3):
+        tokens = zoo._tokens(seed=seed)
+        ran.clear()
+        with torch.no_grad():
+            results = [m(input_ids=tokens, cache=cache, use_cache=True) for m, cache in zip((model, plain), caches, strict=True)]
+        close(results[0].last_hidden_state, results[1].last_hidden_state)
+        caches = [r.cache for r in results]
+        assert caches[0].get_seq_length() == caches[1].get_seq_length() == (seed + 1) * tokens.shape[1]
+        for ours, theirs in zip(caches[0].layers, caches[1].layers, strict=True):
+            close(ours.keys, theirs.keys)
+    assert ran.count("relu(mm + bias)") == 2 and {r.name for r in found.replaced} >= {f"decoder.layers.{i}.fc{n}" for i in range(2) for n in (1, 2)}
+
+
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_every_mlp_is_fused_and_the_model_stays_what_it_was(name: str, ran: list[str]) -> None:
     given = made(name)

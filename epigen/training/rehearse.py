@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import logging
 import random
 import sys
+import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +35,9 @@ _ROWS, _COLUMNS = 6, 7
 """Extents of the tensors on which steps are traced: a program is the same whatever they are."""
 
 _FIXED = (int, float, bool, str, type(None), torch.dtype, torch.device)
+_SHARED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_MOST_HELD = 10_000
+"""Objects that an argument may hold."""
 
 
 class Unseen(Exception):
@@ -88,7 +93,7 @@ def tried(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], tra
 
     given, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     for value in given:
-        if not isinstance(value, _FIXED) and type(value) is not Tensor and type(value) is not nn.Parameter:
+        if isinstance(value, Tensor | nn.Module) and type(value) not in (Tensor, nn.Parameter):
             raise Unseen(f"it is called with a {type(value).__name__}, which is not tried out")
     given = [value.detach() if isinstance(value, Tensor) else value for value in given]
     with _nothing_drawn(), _nothing_said(), FakeTensorMode(allow_non_fake_inputs=True) as fakes:
@@ -144,11 +149,35 @@ def _copied(module: nn.Module, fakes: Any) -> nn.Module:
 
 
 def _fake(value: Any, fakes: Any) -> Any:
-    if not isinstance(value, Tensor):
+    if isinstance(value, _FIXED):
         return value
+    if not isinstance(value, Tensor):
+        return _held(value, fakes)
     found = fakes.from_tensor(value)
     # of what has a gradient, so that a torch.autograd.Function shows; and no leaf, which could not be changed in place
     return found.requires_grad_().clone() if found.is_floating_point() else found
+
+
+def _held(value: Any, fakes: Any) -> Any:
+    """A copy of an object of any other kind, such as a cache of keys and values, which the forward may change: its tensors are without contents."""
+    memo, seen, pending = dict[int, Any](), set[int](), [value]
+    while pending:
+        each = pending.pop()
+        if id(each) in seen or isinstance(each, (*_FIXED, *_SHARED)):
+            continue
+        seen.add(id(each))
+        if len(seen) > _MOST_HELD:
+            raise Unseen(f"it is called with a {type(value).__name__}, which holds too much to be tried out")
+        if type(each) in (Tensor, nn.Parameter):
+            memo[id(each)] = fakes.from_tensor(each.detach())
+        elif isinstance(each, Tensor | nn.Module):
+            raise Unseen(f"it is called with a {type(value).__name__} that holds a {type(each).__name__}, which is not tried out")
+        else:
+            pending += gc.get_referents(each)
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as error:
+        raise Unseen(f"it is called with a {type(value).__name__}, which cannot be copied: {type(error).__name__}") from error
 
 
 # -- what was called
