@@ -16,15 +16,20 @@ from epigen.training.aten import size_hint
 
 _CROWDED = 1024
 """Indices a row, in the mean: from so many on the product is faster than atomic additions, for at most 256 it is slower in fp32 (measured as above)."""
+_MOST_ROWS, _MOST_BESIDE = 128, 4
+"""Rows, alone and as a multiple of their width: what names them takes so many times the memory of the gradient that arrives."""
 _DEVICES = ("cuda",)
 GRADIENT: Any = torch.ops.aten.embedding_dense_backward.default
 
 
 def gradient(arriving: Tensor, indices: Tensor, rows: int, padding: int, by_frequency: bool) -> Any:
     """[rows, W], of [..., W] and [...]; as `GRADIENT`, whose decomposition it is. A NaN or an infinity that arrives makes its column NaN in all rows."""
-    count, number = size_hint(indices.numel()), size_hint(rows)
-    crowded = count is not None and number is not None and count >= _CROWDED * number > 0
-    if not crowded or by_frequency or arriving.device.type not in _DEVICES or arriving.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if (
+        by_frequency
+        or arriving.device.type not in _DEVICES
+        or arriving.dtype not in (torch.float16, torch.bfloat16, torch.float32)
+        or not _crowded(size_hint(rows), size_hint(indices.numel()), size_hint(arriving.shape[-1]))
+    ):
         return select_decomp_table()[GRADIENT](arriving, indices, rows, padding, by_frequency)
     named = torch.arange(rows, device=indices.device)
     if padding >= 0:
@@ -33,6 +38,13 @@ def gradient(arriving: Tensor, indices: Tensor, rows: int, padding: int, by_freq
     parts = _parts(arriving.reshape(-1, arriving.shape[-1]))
     summed = _product(hot.to(parts[0].dtype).t(), torch.cat(parts, 1) if len(parts) > 1 else parts[0])
     return sum(summed.split(arriving.shape[-1], 1)).to(arriving.dtype)
+
+
+def _crowded(rows: int | None, indices: int | None, width: int | None) -> bool:
+    """None: known at run time alone."""
+    if not rows or not indices or not width:
+        return False
+    return rows <= min(_MOST_ROWS, _MOST_BESIDE * width) and indices >= _CROWDED * rows
 
 
 def _parts(x: Tensor) -> list[Tensor]:
