@@ -171,7 +171,7 @@ def pack(p: Tensor) -> Tensor:
 
 
 def unpack(mask: Tensor, n: int) -> Tensor:
-    """uint8 [M, ceil(N / 8)] -> boolean [M, N]; the inverse of `pack`."""
+    """uint8 [..., ceil(N / 8)] -> boolean [..., N]; the inverse of `pack`."""
     places = torch.arange(8, dtype=torch.int32, device=mask.device)
-    bits = torch.bitwise_right_shift(mask[:, :, None].to(torch.int32), places) & 1
-    return bits.flatten(1)[:, :n].bool()
+    bits = torch.bitwise_right_shift(mask[..., None].to(torch.int32), places) & 1
+    return bits.flatten(-2)[..., :n].bool()

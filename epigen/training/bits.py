@@ -19,9 +19,7 @@ def bitmask(condition: Tensor) -> Tensor:
 
 def where_bits(bits: Tensor, x: Tensor, y: Tensor | None = None) -> Tensor:
     """bits: a packed mask, uint8 [..., N / 8]. x, y: [..., N]. Returns x where a bit is set, else y, or 0."""
-    places = torch.arange(8, dtype=torch.int32, device=bits.device)
-    held = (bits.unsqueeze(-1).to(torch.int32) >> places) & 1
-    condition = held.reshape(*bits.shape[:-1], 8 * bits.shape[-1]) != 0
+    condition = reference.unpack(bits, 8 * bits.shape[-1])
     return torch.where(condition, x, 0 if y is None else y)
 
 

@@ -29,7 +29,7 @@ MASKS = (
     "tied(Tensor x, Tensor bits) -> Tensor",
 )
 """Of packed masks, in graphs of `backend` alone: what `bits` says."""
-DERIVED = ("fused", "bitmask", "where_bits", "tied")
+DERIVED = ("fused", *(signature.partition("(")[0] for signature in MASKS))
 """What runs where derivatives are taken care of. A way by autograd in Python would cost as much as the rest of the call: 11 us (H100's host, torch 2.11, 2026-11)."""
 MAPPED = ("program", "over")
 """What has results, of which torch.vmap can make many, and what `aten` writes out."""
