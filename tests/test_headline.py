@@ -49,6 +49,12 @@ def test_a_launch_that_comes_late_is_timed_again_behind_a_longer_flush() -> None
     assert timer.once(hopeless.run) > 1000 and (timer.flushes, timer.late) == (16, 1)
 
 
+def test_a_row_has_no_pause() -> None:
+    gpu = Gpu(20, 300.0)
+    assert ColdTimer(gpu.flush, gpu.event).row([gpu.run, gpu.run, gpu.run]) == pytest.approx([300, 300, 300])
+    assert gpu.free == pytest.approx(1 + 130 + 4 * 300), "the first, too, is timed behind another"
+
+
 def test_contenders_take_turns_and_long_ones_get_fewer_rounds() -> None:
     order: list[str] = []
 

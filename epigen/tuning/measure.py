@@ -1,6 +1,7 @@
 """The measuring worker, one a GPU: checks a candidate's answer, then times it as it will be launched.
 
-Timing: random data, the L2 cache flushed before every launch (`timer`), CUDA events, medians of as many samples as are needed (`sampling`).
+Timing: random data, the L2 cache flushed before a short launch and no pause before a long one (`timer`), CUDA events, medians of as many samples as are
+needed (`sampling`).
 Close calls are decided by `Compare`, in which the candidates take turns.
 """
 
@@ -37,7 +38,7 @@ class Meter:
         self.checked = task.sample(self.graph, "cuda", (m, n, k))
         dtypes = [output_dtype(self.graph, o, BY_NAME[task.a]) for o in self.graph.outputs]
         self.expected = bound.expect(self.graph, self.checked.a, self.checked.b, self.checked.inputs, dtypes, task.precision)
-        self.sampler = Sampler(ColdTimer().once, self.product)
+        self.sampler = Sampler(ColdTimer(), self.product)
 
     def answer(self, job: Job) -> Outcome | Comparison:
         try:

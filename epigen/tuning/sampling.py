@@ -1,9 +1,10 @@
 """How often, and beside what, launches are timed, so that configs can be told apart on a GPU whose clock moves.
 
 A GPU at its power limit lowers its clock while it is timed, and raises it while it waits for the next config: an H200's sinks from 1.97 to 1.6 GHz
-within 0.15 s of large products, which is more than good configs differ by. So a long launch is timed in turns with the vendor's product, whose time
-tells how fast the GPU is just then; and close calls are decided in turns, once the GPU is as hot as work will make it. So all candidates have one
-clock, and their cycles decide: what each one's power would make of the clock, were it launched alone, `bench.power` shows.
+within 0.15 s of large products, which is more than good configs differ by. So a long launch is timed right behind the vendor's product, whose time
+tells how fast the GPU is just then; and close calls are decided in turns, once the GPU is as hot as work will make it, without a pause between them.
+A pause as short as a flush of the L2 is rest enough for a config that draws much power to be as fast as any: on an H100, tiles of 128x128 by groups in
+turns took 1304 us of 8192x14336x4096 with one before each launch, and 128x256 by groups together 1308; right behind others they took 1568 and 1390.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from epigen.tuning.task import Outcome
 
@@ -30,29 +32,29 @@ HEATED_S = 0.25
 Run = Callable[[], object]
 
 
-def heat(once: Callable[[Run], float], runs: Sequence[Run], now: Callable[[], float] = time.perf_counter) -> None:
-    """Launch them in turns for HEATED_S where all are long; else once each, which tells that they are not. once: microseconds of a launch."""
-    begun = now()
-    while min(once(run) for run in runs) >= LONG_US and now() - begun < HEATED_S:
-        pass
+class Timer(Protocol):
+    """`timer.ColdTimer`, on a GPU."""
+
+    def once(self, run: Run, /) -> float: ...
+    def row(self, runs: Sequence[Run], /) -> list[float]: ...
 
 
 class Sampler:
     """Times the launches of one task."""
 
-    def __init__(self, once: Callable[[Run], float], product: Run, now: Callable[[], float] = time.perf_counter):
-        """once: microseconds of one launch. product: the vendor's product alone. now: seconds."""
-        self.once, self.product, self.now = once, product, now
+    def __init__(self, timer: Timer, product: Run, now: Callable[[], float] = time.perf_counter):
+        """product: the vendor's product alone. now: seconds."""
+        self.timer, self.product, self.now = timer, product, now
         self.product_us = 0.0  # before the first long launch; not a number where it cannot be timed
 
     def single(self, run: Run, best_us: float) -> Outcome:
         """One config. best_us: of the fastest so far, or 0; a candidate far behind it is cut off after a few samples. A long launch's time is what
         it would be while the product takes `product_us`."""
-        once, enough_us, samples = self.once, _ENOUGH_US, [self.once(run)]
+        once, enough_us, samples = self.timer.once, _ENOUGH_US, [self.timer.once(run)]
         if best_us and samples[0] > _HOPELESS * best_us:
             return Outcome("slower", samples[0], 0.0, 1)
         if samples[0] >= LONG_US and self._product_runs():
-            once, enough_us, samples = self._beside_the_product, _ENOUGH_US / 2, []  # the product takes about as long again
+            once, enough_us, samples = self._behind_the_product, _ENOUGH_US / 2, []  # the product takes about as long again
         while len(samples) < _FIRST:
             samples.append(once(run))
         middle = statistics.median(samples)
@@ -67,21 +69,35 @@ class Sampler:
         if not self.product_us:
             try:
                 self.product()  # a first call takes longer
-                self.product_us = statistics.median(self.once(self.product) for _ in range(_FIRST))
+                self.product_us = statistics.median(self.timer.row([self.product])[0] for _ in range(_FIRST))
             except RuntimeError:
                 self.product_us = math.nan
         return not math.isnan(self.product_us)
 
-    def _beside_the_product(self, run: Run) -> float:
+    def _behind_the_product(self, run: Run) -> float:
         """Microseconds that a launch would take while the product takes `product_us`."""
-        return self.product_us * self.once(run) / self.once(self.product)
+        product_us, us = self.timer.row([self.product, run])
+        return self.product_us * us / product_us
 
     def turns(self, runs: Sequence[Run], hot: bool = True) -> list[Outcome]:
-        """Several, taking turns. hot: on a GPU that long ones have heated."""
-        if hot:
-            heat(self.once, runs, self.now)
-        measures = [functools.partial(self.once, run) for run in runs]
-        return [_outcome(s) for s in in_turns(measures, _MOST, _FEWEST, _COMPARED_S, self.now)]
+        """Several, taking turns. hot: long ones on a GPU that they have heated."""
+        if min(self.timer.once(run) for run in runs) < LONG_US:
+            measures = [functools.partial(self.timer.once, run) for run in runs]
+            return [_outcome(s) for s in in_turns(measures, _MOST, _FEWEST, _COMPARED_S, self.now)]
+        begun = self.now()
+        while hot and self.now() - begun < HEATED_S:
+            self.timer.row(runs)
+        return [_outcome(s) for s in self._rows(runs)]
+
+    def _rows(self, runs: Sequence[Run]) -> list[list[float]]:
+        """As `in_turns`, without a pause within what goes there and back."""
+        samples: list[list[float]] = [[] for _ in runs]
+        begun = self.now()
+        while len(samples[0]) < _FEWEST or (len(samples[0]) < _MOST and self.now() - begun < _COMPARED_S):
+            found = self.timer.row([*runs, *runs[::-1]])
+            for one, there, back in zip(samples, found, found[::-1], strict=False):
+                one += [there, back]
+        return samples
 
 
 def in_turns(

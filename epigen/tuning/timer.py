@@ -1,4 +1,5 @@
-"""Times single launches on a GPU as a program meets them: random moments, a cold L2, the host's own delay left out.
+"""Times launches on a GPU as a program meets them: single ones at random moments with a cold L2, long ones right behind others; the host's own
+delay left out.
 
 The L2 cache is flushed before each launch, which also keeps the GPU busy while the host prepares the launch. Where the GPU is through
 with that before the launch is there, the sample would hold the host's delay as well: it is taken again behind a longer flush.
@@ -8,7 +9,8 @@ for a product of 117 MB).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,3 +54,16 @@ class ColdTimer:
         else:
             self.late += 1
         return float(start.elapsed_time(end)) * 1e3
+
+    def row(self, runs: Sequence[Callable[[], object]]) -> list[float]:
+        """Microseconds of each of several calls, one right behind the other. The GPU has no rest between them, and the L2 holds what the one before left,
+        which hardly matters to a launch that is long."""
+        self.flush()  # while it runs the host gets ahead
+        runs[0]()  # so that the first one, too, is behind another
+        events = [self.event() for _ in range(len(runs) + 1)]
+        events[0].record()
+        for run, event in zip(runs, events[1:], strict=True):
+            run()
+            event.record()
+        events[-1].synchronize()
+        return [float(start.elapsed_time(end)) * 1e3 for start, end in itertools.pairwise(events)]
