@@ -39,6 +39,7 @@ from epigen.runtime.loader import Loader
 from epigen.runtime.prepared import Prepared
 from epigen.runtime.written import Written
 from epigen.training import library
+from epigen.training.wrapper import Line
 
 pytestmark = pytest.mark.triton
 
@@ -446,6 +447,32 @@ def test_a_fused_model_asks_nothing_on_its_way_to_the_driver(
         last = {struct.unpack("Q", p)[0] for p in launches[0][1].parameters if len(p) == 8}
         assert {t.data_ptr() for t in (held[0], *model[2].parameters())} <= last
         assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_line_of_wrapper_code_asks_nothing_on_its_way_to_the_driver(gpu: FakeGpu, through_triton: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where an address is aligned otherwise, and where the extents of its graph vary: these are compared with those of earlier calls."""
+    calls: list[str] = []
+    call = Kernel.__call__
+
+    def counted(kernel: Kernel, *args: Any, **inputs: Any) -> Any:
+        calls.append(kernel.program)
+        return call(kernel, *args, **inputs)
+
+    text, (a, b), bias = "relu(mm + x0[n])", operands(), half(N)
+    monkeypatch.setattr(library, "kernel", functools.cache(lambda text, _tune, _options=None: compiled(text)))
+    monkeypatch.setattr(Kernel, "__call__", counted)
+    for static in (True, False):
+        line = Line(text, None, static)
+        line(text, None, a, b, [bias], [])
+        found = [gpu.during(lambda line=line: line(text, None, a, b, [bias], [])) for _ in range(3)]
+        assert len(calls) == (1 if static else 4) and through_triton.count == 1 and len(found[0]) == 1
+        assert {t.data_ptr() for t in (a, b, bias)} <= {struct.unpack("Q", p)[0] for p in found[-1][0].parameters if len(p) == 8}
+        calls.clear()
+    line = Line(text, None, True)
+    for given in (a, a, shifted(a)):
+        (result,) = line(text, None, given, b, [bias], [])
+        assert result.shape == (M, N)
+    assert len(calls) == 2 and through_triton.count == 2
 
 
 def test_counters_are_held_until_the_kernel_is_launched(gpu: FakeGpu, through_triton: Watch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ def test_derivatives_on_the_cpu(tmp_path: Path) -> None:
         pytest.param("expected_cases.py", marks=pytest.mark.triton),
         "function_cases.py",
         "joint_cases.py",
+        "wrapper_cases.py",
     ],
 )
 def test_torchs_code_on_the_cpu(file: str, tmp_path: Path) -> None:

@@ -6,18 +6,15 @@ as it was (`deferred` does, by one comparison) calls what `prepare` has made of 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from epigen import api
-from epigen.codegen.spec import PRODUCT
 from epigen.runtime.warmed import Check
 from epigen.runtime.written import Written
 from epigen.training import composed, layer, library, linear, plan
@@ -25,6 +22,7 @@ from epigen.training.alike import likeness
 from epigen.training.layer import Wanted
 from epigen.training.linear import Link
 from epigen.training.plan import Backward, Step
+from epigen.training.site import How, Site, leading
 
 
 def prepare(x: Tensor, links: Sequence[Link]) -> Callable[..., Tensor] | None:
@@ -66,78 +64,6 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Callable[..., Tensor] | None:
         a, shape = f"r{i}[0]", (math.prod(lead), link.weight.shape[0])
     text.add(f"return {a}")
     return text.function()
-
-
-def _rows(name: str, indices: str, lead: int) -> str:
-    """As `layer.rows`, of a tensor with so many leading dimensions."""
-    if lead == 1 or "m" not in indices:
-        return name
-    if indices == "m":
-        return f"{name}.reshape(-1)"
-    return f"{name}.flatten(0, -2)" if lead else f"{name}[None]"
-
-
-# -- one kernel
-
-
-class How(Enum):
-    """What a kernel's call takes before the inputs, and how many tensors these are."""
-
-    OVER = 1
-    """The product."""
-    TRANSPOSED = 2
-    """x and the weight, with whose transpose it is multiplied."""
-    STRAIGHT = -2
-    """A gradient and the weight."""
-
-    @property
-    def count(self) -> int:
-        return abs(self.value)
-
-
-class Site:
-    """Where a kernel is called with tensors that are always alike: `now`, which asks nothing, or `slow` where that has given None.
-
-    Both take operands and inputs in a row, with whatever leading dimensions they have, and return all outputs.
-    """
-
-    __slots__ = ("calls", "how", "inputs", "now", "program", "shapes", "tune")
-
-    def __init__(self, program: str, tune: str | None, how: How, shapes: Sequence[tuple[int, ...] | None] = ()):
-        """shapes: of each output, in place of its own."""
-        self.program, self.tune, self.how, self.shapes = program, tune, how, shapes
-        graph = api.graph_of(program)
-        self.inputs = [(node.name, node.indices) for node in graph.inputs()]
-        self.calls = 0
-        self.now: Callable[..., tuple[Tensor, ...] | None] = _nothing
-
-    def slow(self, *given: Tensor) -> tuple[Tensor, ...]:
-        kernel = library.kernel(self.program, self.tune)
-        first, inputs = (
-            given[: self.how.count],
-            {name: layer.rows(value, indices) for (name, indices), value in zip(self.inputs, given[self.how.count :], strict=True)},
-        )
-        a, views = layer.rows(first[0], "mn"), {"a": _rows("a", "mn", first[0].dim() - 1)}
-        operands: tuple[Tensor, ...] = ()
-        if self.how is How.OVER:
-            found, inputs = kernel.over(a, **inputs), {PRODUCT: a, **inputs}
-        else:
-            operands = (a, first[1].t()) if self.how is How.TRANSPOSED else (a, first[1])
-            found, views["b"] = kernel(*operands, **inputs), "b.t()" if self.how is How.TRANSPOSED else "b"
-        results = (found,) if isinstance(found, Tensor) else tuple(found)
-        self.calls += 1
-        if self.calls & (self.calls - 1) == 0:  # now and then: it may be chosen by then how the kernel runs
-            self.now = kernel.bound(operands, inputs, results, views, self.shapes) or _nothing
-        return tuple(t if shape is None else t.resize_(shape) for t, shape in itertools.zip_longest(results, self.shapes[: len(results)]))
-
-    def call(self, text: Written, given: Sequence[str]) -> str:
-        """The expression of a call. given: what the text calls what it takes."""
-        site, row = text.hold(self), ", ".join(given)
-        return f"{site}.now({row}) or {site}.slow({row})"
-
-
-def _nothing(*_given: Tensor) -> None:
-    return None
 
 
 # -- layers that train
@@ -254,9 +180,9 @@ class _Like:
         dx, dw, rest = "None", "None", ["None"] * len(self.taken)
         if dmm is not None:
             to = len(self.to) if self.to is not None else 1
-            text.add(f"d = {_rows(dmm, 'mn', to) if dmm in arrived else dmm}")
+            text.add(f"d = {leading(dmm, 'mn', to) if dmm in arrived else dmm}")
             if step.weight:
-                rows = _rows("x", "mn", len(self.shape) - 1)
+                rows = leading("x", "mn", len(self.shape) - 1)
                 text.add(f"dw = {text.hold(torch.mm)}(d.t(), {rows}) if {text.hold(layer.wanted)}(ctx) is not {text.hold(Wanted.NOT)} else None")
                 dw = "dw"
             if before is not None:

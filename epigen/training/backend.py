@@ -22,7 +22,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from epigen import __version__, api, settings
 from epigen.errors import CallError
-from epigen.training import aten, convolutions, elements, joint, regions, rewrite, whole
+from epigen.training import aten, convolutions, elements, joint, regions, rewrite, whole, wrapper
 from epigen.training.regions import Left, Product, Region
 from epigen.training.report import Call, GraphSeen, Lying, Record, Seen, in_graph, record_of
 
@@ -63,6 +63,7 @@ def backend(module: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None =
         return make_boxed_func(graph_module.forward)
 
     if rest == "inductor":
+        wrapper.register()
         patches["post_grad_custom_pre_pass"] = fusing
     else:
         patches["fx_graph_cache"] = False  # which holds what Inductor has made of the same graph

@@ -147,9 +147,12 @@ def split(values: Sequence[Tensor | float]) -> tuple[list[Tensor | None], list[f
 
 def unseen(*values: Tensor | float) -> bool:
     """Whether an operation of these would reach its own implementation and nothing of torch's on the way: a mode, a transform, a trace, a profile."""
-    if torch._C._dispatch_tls_local_include_set().raw_repr() not in _USUAL or torch._C._autograd._profiler_enabled():
-        return False
-    return _UNSEEN.issuperset(map(type, values))
+    return usual() and _UNSEEN.issuperset(map(type, values))
+
+
+def usual() -> bool:
+    """As `unseen`, of an operation of plain tensors."""
+    return torch._C._dispatch_tls_local_include_set().raw_repr() in _USUAL and not torch._C._autograd._profiler_enabled()
 
 
 def _keys(*names: str) -> int:
