@@ -1,7 +1,7 @@
 """Layers of real models, in bf16 with random weights: eager, torch.compile, backend="epigen" and epigen.fuse, forward alone and a training step.
 
-Beside each stands what its products take alone, and so the most that fusing could reach. With --graphs as CUDA graphs too, which take the host's time out;
-with --losses the losses of each way's training. Run: python -m bench.models [--models a,b] [--tuned a,b] [--graphs a,b] [--losses a,b]
+Beside each stands what its products take alone, and what Inductor's pointwise kernels do, which is the most that fusing could spare. With --graphs as CUDA
+graphs too, which take the host's time out; with --losses the losses of each way's training. Run: python -m bench.models [--models a,b] [--tuned a,b] [--graphs a,b] [--losses a,b]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -124,15 +124,19 @@ def host_ms(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
     return {name: round(statistics.median(values), 4) for name, values in samples.items()}
 
 
-def products_ms(run: Callable[[], object]) -> float:
-    """What the kernels of matrix products take of a run, by torch's profiler."""
+_PRODUCTS = ("gemm", "nvjet", "cutlass", "splitK")
+_POINTWISE = ("triton_poi_",)
+
+
+def kernels_ms(run: Callable[[], object], words: Sequence[str]) -> float:
+    """What the kernels with one of the words in their names take of a run, by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     run()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         run()
         torch.cuda.synchronize()
-    kernels = [e for e in found.key_averages() if any(word in e.key for word in ("gemm", "nvjet", "cutlass", "splitK"))]
+    kernels = [e for e in found.key_averages() if any(word in e.key for word in words)]
     return round(sum(e.self_device_time_total for e in kernels) / 1e3, 4)
 
 
@@ -187,18 +191,18 @@ def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argpa
     with torch.no_grad():
         want = plain(x).float()
         errors = {label: round(((model(x).float() - want).norm() / want.norm()).item(), 5) for label, model in contenders.items()}
-    forwards = {label: functools.partial(forward, model) for label, model in contenders.items()}
-    steps = {label: functools.partial(step, model) for label, model in contenders.items()}
+    both = {what: {label: functools.partial(run, model) for label, model in contenders.items()} for what, run in (("forward", forward), ("step", step))}
     return {
         "model": name,
         "tokens": tokens,
         "layers": options.layers,
         "compile_s": compile_s,
         "errors": errors,
-        "forward_ms": measure(forwards),
-        "step_ms": measure(steps),
-        "host_ms": {"forward": host_ms(forwards), "step": host_ms(steps)},
-        "products_ms": {"forward": products_ms(functools.partial(forward, plain)), "step": products_ms(functools.partial(step, plain))},
+        "forward_ms": measure(both["forward"]),
+        "step_ms": measure(both["step"]),
+        "host_ms": {what: host_ms(ways) for what, ways in both.items()},
+        "products_ms": {what: kernels_ms(ways["eager"], _PRODUCTS) for what, ways in both.items()},
+        "pointwise_ms": {what: kernels_ms(ways["inductor"], _POINTWISE) for what, ways in both.items()},
         "taken": sum(s.taken for s in seen),
         "products": len(seen),
         "programs": sorted({s.program for s in seen if s.taken}),
@@ -268,7 +272,7 @@ def main() -> None:
                 ratios += f", graphs {times['inductor, graphs'] / times['epigen, graphs']:.3f}"
             print(f"{name} {what} {times}: of the best other: {ratios}; fuse of eager {times['eager'] / times['fuse']:.3f}", flush=True)
         print(
-            f"  errors {row['errors']}; {row['taken']} of {row['products']} products taken; {row['fused']}; products alone {row['products_ms']}; host {row['host_ms']}",
+            f"  errors {row['errors']}; {row['taken']} of {row['products']} products taken; {row['fused']}; products alone {row['products_ms']}; pointwise {row['pointwise_ms']}; host {row['host_ms']}",
             flush=True,
         )
         print(*row["report"], *([f"  losses {row['losses']}"] if row["losses"] else []), sep="\n", flush=True)
