@@ -273,6 +273,15 @@ def test_what_may_be_behind_by_chance_is_timed_again() -> None:
     assert winner(10.0) == second and winner(1.0) == first
 
 
+@pytest.mark.parametrize(("scale", "place"), [(0.1, 0), (1.0, 1)])
+def test_of_long_launches_a_steady_one_is_preferred(scale: float, place: int) -> None:
+    """The first is 1 % ahead in the median, and scatters by 6 %."""
+    first, second = tiled(num_stages=2), tiled(num_stages=3)
+    table = {first: Outcome("ok", 990.0 * scale, 60.0 * scale, 20), second: Outcome("ok", 1000.0 * scale, 10.0 * scale, 20)}
+    found = search(SPACE, Replay(table, Baseline(1, 1)), prior={c: 1.0 + i for i, c in enumerate(table)}, trials=2)
+    assert found.winner == (first, second)[place]
+
+
 @pytest.mark.parametrize(("scale", "names"), [(0.1, "first"), (1.0, "other")])
 def test_of_long_launches_every_way_is_timed_again(scale: float, names: str) -> None:
     """A tile is 5 % behind nine configs of another one on a cool GPU, and ahead of them on a hot one."""

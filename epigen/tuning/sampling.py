@@ -3,8 +3,8 @@
 A GPU at its power limit lowers its clock while it is timed, and raises it while it waits for the next config: an H200's sinks from 1.97 to 1.6 GHz
 within 0.15 s of large products, which is more than good configs differ by. So a long launch is timed right behind the vendor's product, whose time
 tells how fast the GPU is just then; and close calls are decided in turns, once the GPU is as hot as work will make it, without a pause between them.
-A pause as short as a flush of the L2 is rest enough for a config that draws much power to be as fast as any: on an H100, tiles of 128x128 by groups in
-turns took 1304 us of 8192x14336x4096 with one before each launch, and 128x256 by groups together 1308; right behind others they took 1568 and 1390.
+A pause as short as a flush of the L2 favours some of them: on an H100, tiles of 128x128 by groups in turns took 1304 us of 8192x14336x4096 after one, and
+128x256 by groups together 1308; right behind other launches they took 1345 to 1680, each launch another time, and 1390 to 1450.
 """
 
 from __future__ import annotations
