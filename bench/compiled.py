@@ -158,7 +158,7 @@ def main() -> None:
     target, gpus, todo = record.gpu_at_hand(), device.indices(), cases.compiled()
     each = options.processes or max(1, min(6, (os.cpu_count() or 2) // len(gpus) // _CORES))
     about = {"environment": record.environment(options.commit), "budget_s": options.budget, "gpus": len(gpus), "processes": each}
-    known = headline.earlier(options.out / "compiled.json", about["environment"]) if options.more else []
+    known = record.earlier(options.out / "compiled.json", about["environment"]) if options.more else []
     known = [row for row in known if stands(row, target)]
     there = {headline.key(row) for row in known}
     count = ahead.compile_all(cases.asked(case for case in todo if case.key not in there), target)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import os
 import statistics
 import sys
@@ -196,19 +195,6 @@ def line(row: Mapping[str, Any]) -> str:
     return f"{head}: {', '.join(found)}"
 
 
-def earlier(path: Path, environment: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a result that was made by the same GPU and versions; none where there is no such result. Those of another commit tell it."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return []
-    about = found.get("environment", {})
-    if any(about.get(k) != environment.get(k) for k in ("gpu", "torch", "triton", "driver")):
-        return []
-    of_another = {"commit": about.get("commit")} if about.get("commit") != environment.get("commit") else {}
-    return [of_another | row for row in found["rows"]]
-
-
 def launched(row: Mapping[str, Any], name: str, target: Target) -> str:
     """The config that a call of the row's problem launches by now. name: of the contender, one of epigen's."""
     program = BY_NAME[row["program"]]
@@ -256,7 +242,7 @@ def measure_all(todo: Sequence[Case], target: Target, options: argparse.Namespac
     start = time.perf_counter()
     body: dict[str, Any] = {"environment": record.environment(options.commit), "budget_s": options.budget, "rows": []}
     if options.more:
-        rows = earlier(options.out / f"{options.group}.json", body["environment"])
+        rows = record.earlier(options.out / f"{options.group}.json", body["environment"])
         body["rows"] = [row for row in rows if "commit" not in row or stands(row, target)]
     known = {key(row) for row in body["rows"]}
     _compile([c for c in todo if c.key not in known], target)

@@ -257,13 +257,15 @@ def main() -> None:
     parser.add_argument("--losses", default="", help=f"models whose losses over {_STEPS} steps of training are compared, for which they are compiled once more")
     parser.add_argument("--report", action="store_true", help="what each product's program is measured to save, too")
     parser.add_argument("--autotune", default="", help="models that run as max-autotune-no-cudagraphs compiles them too, which takes minutes")
+    parser.add_argument("--more", action="store_true", help="keep the other models' rows that the result holds")
     options = parser.parse_args()
     record.gpu_at_hand()
     torch._dynamo.config.recompile_limit = 64  # each way is another compilation of the same forward
-    rows = []
-    for entry in options.models.split(","):
-        name, _, tokens = entry.partition("@")
-        rows.append(row := row_of(name, int(tokens or options.tokens), models(options.layers)[name], options))
+    environment = record.environment(options.commit)
+    asked = [(name, int(tokens or options.tokens)) for name, _, tokens in (entry.partition("@") for entry in options.models.split(","))]
+    rows = [row for row in record.earlier(options.out / "models.json", environment) if options.more and (row["model"], row["tokens"]) not in asked]
+    for name, tokens in asked:
+        rows.append(row := row_of(name, tokens, models(options.layers)[name], options))
         for what in ("forward_ms", "step_ms"):
             times = row[what]
             best = min(ms for label, ms in times.items() if label in ("eager", "inductor", "autotune"))
@@ -276,7 +278,7 @@ def main() -> None:
             flush=True,
         )
         print(*row["report"], *([f"  losses {row['losses']}"] if row["losses"] else []), sep="\n", flush=True)
-        written = record.write("models", {"environment": record.environment(options.commit), "rows": rows}, options.out)  # each, should time run out
+        written = record.write("models", {"environment": environment, "rows": rows}, options.out)  # each, should time run out
         gc.collect()
         torch.cuda.empty_cache()
     print(written)

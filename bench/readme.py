@@ -140,17 +140,22 @@ def models() -> str:
                     *(f"{_better(times) / times[way]:.2f}" for way in ("epigen", "fuse")),
                     f"{times['eager'] / times['fuse']:.2f}",
                     f"{row['products_ms'][what] / _better(times):.0%}",
+                    f"{_better(times) / (_better(times) - row['pointwise_ms'][what]):.2f}" if "pointwise_ms" in row else "",
                     f"{row['host_ms'][what]['epigen'] / times['epigen']:.0%}",
                 ]
             )
-    columns = ["", "eager", "Inductor", "epigen, of the better", "fuse, of the better", "fuse, of eager", "products, of the better", "host, of epigen"]
+    columns = ["", "eager", "Inductor", "epigen, of the better", "fuse, of the better", "fuse, of eager", "products, of the better"]
+    columns += ["without pointwise kernels", "host, of epigen"]
     first = result["rows"][0]
+    commits = Counter(row["commit"] for row in result["rows"] if "commit" in row)
+    older = "".join(f"; {count} rows are of commit {commit}" for commit, count in commits.items())
     means = ", ".join(f"{what} {geometric(ratios):.2f} (median {statistics.median(ratios):.2f})" for what, ratios in reached.items())
     head = (
         f"{first['layers']} layers of real models in bf16, {first['tokens']} tokens, random weights, untuned: `torch.compile` with Inductor and with "
         f'`backend="epigen"`, and `epigen.fuse` ({_measured(result["environment"])}). Ratios above 1 are faster; epigen\'s geometric means: {means}. '
-        "Beside them stand what the products take alone, and what the host takes to launch: where that is most of the time, the host's speed is what is compared. "
-        "`python -m bench.models`"
+        "Beside them stand what the products take alone, what the better would gain if Inductor's pointwise kernels took no time, which is the most that fusing "
+        "could give, and what the host takes to launch: where that is most of the time, the host's speed is what is compared. "
+        f"`python -m bench.models`{older}"
     )
     beside = [
         f"{said}: "
@@ -174,7 +179,7 @@ def models() -> str:
 
 
 def _better(times: Mapping[str, float]) -> float:
-    return min(times["eager"], times["inductor"])
+    return min(times[way] for way in ("eager", "inductor", "autotune") if way in times)
 
 
 _BESIDE: tuple[tuple[str, str, Callable[[Mapping[str, float]], float], str], ...] = (

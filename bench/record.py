@@ -9,6 +9,7 @@ import json
 import platform
 import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,19 @@ def environment(commit: str | None = None) -> dict[str, Any]:
 def _commit() -> str:
     answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     return answer.stdout.strip() or "unknown"
+
+
+def earlier(path: Path, environment: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a result that was made by the same GPU and versions; none where there is no such result. Those of another commit tell it."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return []
+    about = found.get("environment", {})
+    if any(about.get(k) != environment.get(k) for k in ("gpu", "torch", "triton", "driver")):
+        return []
+    of_another = {"commit": about.get("commit")} if about.get("commit") != environment.get("commit") else {}
+    return [of_another | row for row in found["rows"]]
 
 
 def write(name: str, body: dict[str, Any], folder: Path = RESULTS) -> Path:

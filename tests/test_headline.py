@@ -294,9 +294,9 @@ def test_rows_of_another_environment_are_not_kept(tmp_path: Path) -> None:
     here = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "driver": "580", "commit": "abc1234", "date": "2026-11-20"}
     rows = [row_of(cases.small()[0])]
     path = record.write("small", {"environment": here, "rows": rows}, tmp_path)
-    assert headline.earlier(path, here | {"date": "2026-11-21"}) == rows
-    assert headline.earlier(path, here | {"commit": "def5678"}) == [{"commit": "abc1234"} | row for row in rows]
-    assert headline.earlier(path, here | {"torch": "2.12.0"}) == [] == headline.earlier(tmp_path / "none.json", here)
+    assert record.earlier(path, here | {"date": "2026-11-21"}) == rows
+    assert record.earlier(path, here | {"commit": "def5678"}) == [{"commit": "abc1234"} | row for row in rows]
+    assert record.earlier(path, here | {"torch": "2.12.0"}) == [] == record.earlier(tmp_path / "none.json", here)
 
 
 # -- the verdicts
