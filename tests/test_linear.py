@@ -100,6 +100,20 @@ def test_a_layers_derivative_rides_in_the_next_ones_product(ran: list[str]) -> N
     assert ran == ["relu(mm + bias)"] * 2 + ["mm + bias"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bias", "expected"), [(torch.float16, torch.float16, "cast(bgrad(dmm), fp16)"), (torch.bfloat16, torch.float32, "bgrad(dmm)")]
+)
+def test_a_kernel_writes_the_biass_gradient_in_its_dtype(dtype: torch.dtype, bias: torch.dtype, expected: str, ran: list[str]) -> None:
+    """No launch follows that only rounds it: it is rounded where it is summed."""
+    x, weight, shift = normal(4, 8, dtype=dtype), normal(8, 8, dtype=dtype), normal(8, dtype=bias)
+    found = epigen.linear(x, weight, epilogue="tanh(mm + bias)", bias=shift)
+    grads = torch.autograd.grad(found, (x, weight, shift), torch.ones_like(found))
+    assert expected in ran[-1] and ran[-1].endswith("dmm, dbias") and ("cast(bgrad" in ran[-1]) == ("cast" in expected)
+    assert [g.dtype for g in grads] == [dtype, dtype, bias]
+    wanted = torch.autograd.grad(torch.tanh(x.float() @ weight.float().t() + shift.float()), shift, torch.ones(4, 8))
+    torch.testing.assert_close(grads[2].float(), wanted[0].float(), rtol=1e-2, atol=1e-2)
+
+
 def test_relu_at_zero_and_nan_is_as_in_pytorch() -> None:
     x = torch.tensor([[0.0, -0.0, float("nan"), 1.0, -1.0, float("inf"), -float("inf")]]).T.requires_grad_()
     weight = torch.ones(1, 1, requires_grad=True)

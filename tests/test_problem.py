@@ -51,6 +51,17 @@ def test_names_are_none_of_it() -> None:
     assert problem_key(one) != problem_key(swapped) and one.spec == swapped.spec
 
 
+def test_what_reduced_outputs_are_cast_to_is_none_of_it() -> None:
+    """A bias gradient in the bias's dtype is tuned with the same in fp32; a tile that is cast moves other numbers of bytes."""
+    one = problem("dz = drelu(mm, mask); dz, bgrad(dz)", mask=UINT8)
+    other = problem("dz = drelu(mm, mask); dz, cast(bgrad(dz), bf16)", mask=UINT8)
+    assert problem_key(one) == problem_key(other) and one.outputs == other.outputs == ("fp16", "fp32")
+    tile = problem("dz = drelu(mm, mask); cast(dz, fp32), bgrad(dz)", mask=UINT8)
+    assert tile.spec != one.spec and tile.outputs == ("fp32", "fp32")
+    packed = problem("z = mm + bias; relu(z), bitmask(z > 0)", bias=FP16)
+    assert packed.outputs == ("fp16", "uint8")
+
+
 def test_a_call_with_other_inputs_borrows(tmp_path: Path) -> None:
     """Through the chooser, as a kernel asks it."""
     database = opened(tmp_path)

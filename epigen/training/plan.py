@@ -16,7 +16,7 @@ import torch
 
 from epigen import api
 from epigen.codegen.lower import output_dtype
-from epigen.dtypes import BY_TORCH_ON_CPU, DType
+from epigen.dtypes import BY_TORCH_ON_CPU, FP32, DType
 from epigen.errors import CallError
 from epigen.ir import graph as g
 from epigen.ir.autodiff import MM, carries_gradient
@@ -216,7 +216,7 @@ def _places(names: Iterable[str]) -> dict[str, int]:
 
 
 def _settled(text: str, derived: Derivation, dtypes: Mapping[str, DType], operands: DType, chained: bool) -> tuple[Graph | None, dict[str, int]]:
-    """The backward program with each tile in the dtype that its use wants, and by name where each gradient is, as `Backward` has it.
+    """The backward program with each output in the dtype that its use wants, and by name where each gradient is, as `Backward` has it.
 
     Over a gradient that is there, what only repeats it is left out; None where nothing remains.
     """
@@ -233,7 +233,7 @@ def _settled(text: str, derived: Derivation, dtypes: Mapping[str, DType], operan
     rest = [o for o in graph.outputs if o.name not in repeated]
     if rest and not any(reads[o.node] for o in rest):
         repeated, rest = set(), list(graph.outputs)
-    computed = [replace(o, dtype=wanted[o.name]) if graph.nodes[o.node].indices == "mn" and wanted[o.name] != default else o for o in rest]
+    computed = [replace(o, dtype=wanted[o.name]) if wanted[o.name] != (default if graph.nodes[o.node].indices == "mn" else FP32) else o for o in rest]
     order = [o.name for o in computed]
     places = {}
     for x in derived.gradients:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from epigen.codegen.spec import KNOWN, KernelSpec, digest
-from epigen.dtypes import DType
+from epigen.dtypes import FP32, DType
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph, Node
 
@@ -22,9 +22,9 @@ BITS, SCALAR = "bits", "scalar"
 class Problem:
     """One thing to tune.
 
-    gpu, capability: as torch names them ("NVIDIA H200", "9.0"). shape: M, N, K. a, b, outputs: dtype names. inputs: the epilogue's, in
-    the graph's order, whatever their names: "fp32[n]", "fp16[mn]", "bits", "scalar". layout: how a and b lie. spec: the graph's digest.
-    kind: the epilogue's class. alignment: bytes that K, N and the row strides are a multiple of, up to 16.
+    gpu, capability: as torch names them ("NVIDIA H200", "9.0"). shape: M, N, K. a, b, outputs: dtype names; of an output that is no tile "fp32", whatever
+    it is cast to. inputs: the epilogue's, in the graph's order, whatever their names: "fp32[n]", "fp16[mn]", "bits", "scalar". layout: how a and b lie. spec:
+    the graph's digest. kind: the epilogue's class. alignment: bytes that K, N and the row strides are a multiple of, up to 16.
     """
 
     gpu: str
@@ -92,7 +92,7 @@ def problem_of(graph: Graph, spec: KernelSpec, shape: tuple[int, int, int], gpu:
         a=sig.a.name,
         b=sig.b.name,
         inputs=tuple(input_kind(node, dtypes[node.name]) for node in graph.inputs()),
-        outputs=tuple(o.dtype.name for o in spec.outputs),
+        outputs=tuple((o.dtype if o.indices == "mn" else FP32).name for o in spec.outputs),
         layout=sig.layout,
         precision=sig.precision if sig.a.name == "fp32" else "",
         program=graph.text,
@@ -103,7 +103,8 @@ def problem_of(graph: Graph, spec: KernelSpec, shape: tuple[int, int, int], gpu:
 
 
 def graph_digest(graph: Graph) -> str:
-    """Names the computation: structure, constants, input indices, casts and outputs; no name that a user chose."""
+    """Names the computation: structure, constants, input indices, casts and outputs; no name that a user chose, and no cast of what is reduced, whose few bytes
+    decide nothing."""
     inputs: dict[str, str] = {}
     parts = []
     for node in graph.nodes:
@@ -111,7 +112,7 @@ def graph_digest(graph: Graph) -> str:
         if node.op in (g.INPUT, g.BITS):
             name = inputs.setdefault(name, f"input{len(inputs)}")
         parts.append(f"{node.op} {node.args} {node.kind} {node.indices} {node.value!r} {name} {node.axes} {node.dtype}")
-    parts += [f"output {o.node} {o.dtype}" for o in graph.outputs]
+    parts += [f"output {o.node} {o.dtype if graph.nodes[o.node].indices == 'mn' else None}" for o in graph.outputs]
     return digest(parts)
 
 
