@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.multiprocessing
+import zoo
 from torch import Tensor, fx, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -134,17 +135,22 @@ def fused() -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("written_before", [False, True])
 @pytest.mark.parametrize(
     "make", [Called, Gated, Masked, fused, lambda: epigen.nn.MLP([8, 16, 4], "gelu")], ids=["a kernel", "several results", "masks", "fused", "MLP"]
 )
-def test_an_exported_program_becomes_onnx(make: Callable[[], nn.Module], tmp_path: Path) -> None:
-    """And another runtime computes the same of it, of any number of rows."""
+def test_a_model_becomes_onnx(make: Callable[[], nn.Module], written_before: bool, tmp_path: Path) -> None:
+    """And another runtime computes the same of it, of any number of rows. written_before: as a program that torch.export wrote down and took apart."""
     import onnxruntime
 
     model = make().eval()
     given = [drawn(5, 8), *([drawn(5, 20)] if isinstance(model, Gated) else [])]
-    written = torch.export.export(model, tuple(given), dynamic_shapes=tuple({0: torch.export.Dim("M", min=2)} for _ in given))
-    program = torch.onnx.export(written.run_decompositions(epigen.decompositions()), dynamo=True, verbose=False)
+    dims = tuple({0: torch.export.Dim.DYNAMIC} for _ in given)
+    if written_before:
+        written = torch.export.export(model, tuple(given), dynamic_shapes=dims).run_decompositions(epigen.decompositions())
+        program = torch.onnx.export(written, dynamo=True, verbose=False)
+    else:
+        program = torch.onnx.export(model, tuple(given), dynamic_shapes=dims, dynamo=True, verbose=False)
     assert program is not None
     program.save(tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
@@ -155,6 +161,52 @@ def test_an_exported_program_becomes_onnx(make: Callable[[], nn.Module], tmp_pat
             expected = model(*more)
         for result, e in zip(results, [expected] if isinstance(expected, Tensor) else expected, strict=True):
             torch.testing.assert_close(torch.from_numpy(result), e, rtol=1e-4, atol=1e-5)
+
+
+class Positional(nn.Module):
+    """A model of the zoo by the values of its inputs."""
+
+    def __init__(self, made: zoo.Made) -> None:
+        super().__init__()
+        self.model, self.names = made.model, list(made.inputs)
+
+    def forward(self, *values: Any) -> Tensor:
+        return zoo.first(self.model(**dict(zip(self.names, values, strict=True))))
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "timm_vit"])
+def test_a_fused_model_that_people_have_becomes_onnx(name: str, tmp_path: Path) -> None:
+    import onnxruntime
+
+    if package := zoo.missing(name):
+        pytest.skip(f"{package} is not installed")
+    made = zoo.ZOO[name]()
+    model, given = Positional(made).eval(), tuple(made.inputs.values())
+    assert epigen.fuse(made.model).replaced
+    program = torch.onnx.export(model, given, dynamo=True, verbose=False)
+    assert program is not None
+    program.save(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    tensors = [t for t in given if isinstance(t, Tensor)]
+    (result,) = session.run(None, {place.name: t.numpy() for place, t in zip(session.get_inputs(), tensors, strict=True)})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(result), model(*given), rtol=1e-4, atol=1e-5)
+
+
+def test_a_translation_of_the_users_own_is_kept() -> None:
+    """To what another runtime has in place of a program, say."""
+    from onnxscript import opset18
+
+    model = Called().eval()
+
+    def translated(text: str, tune: Any, a: Any, b: Any, inputs: Any, numbers: Any, options: Any = None) -> Any:  # noqa: ARG001
+        product = opset18.MatMul(a, b)
+        return [product, opset18.ReduceSum(product, keepdims=0)]
+
+    program = torch.onnx.export(
+        model, (drawn(5, 8),), dynamo=True, verbose=False, custom_translation_table={torch.ops.epigen.program.default: translated}, optimize=False
+    )
+    assert program is not None and "Sigmoid" not in {node.op_type for node in program.model.graph}
 
 
 def test_each_operation_is_what_it_is_written_out_as() -> None:

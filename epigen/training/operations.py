@@ -135,6 +135,25 @@ def accept_layers() -> None:
         style._apply = _accepting(getattr(style._apply, "__wrapped__", style._apply))
 
 
+def write_out() -> None:
+    """Have torch.onnx.export take models with the operations in them: its table of what it writes out in others' has no place to name them (2.13), so that what
+    makes it is wrapped. One for which the user has given a translation keeps that."""
+    from torch.onnx._internal.exporter import _decomp
+
+    make: Any = _decomp.create_onnx_friendly_decomposition_table
+    _decomp.create_onnx_friendly_decomposition_table = _with_own(getattr(make, "__wrapped__", make))
+
+
+def _with_own(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def table(translated: Any) -> Any:
+        from epigen.training.composed import WRITTEN_OUT
+
+        return make(translated) | {operation: run for operation, run in WRITTEN_OUT.items() if operation not in translated}
+
+    return table
+
+
 def _accepting(apply: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(apply)
     def accepting(style: Any, module: torch.nn.Module, mesh: Any) -> Any:

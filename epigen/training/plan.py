@@ -233,7 +233,11 @@ def _settled(text: str, derived: Derivation, dtypes: Mapping[str, DType], operan
     rest = [o for o in graph.outputs if o.name not in repeated]
     if rest and not any(reads[o.node] for o in rest):
         repeated, rest = set(), list(graph.outputs)
-    computed = [replace(o, dtype=wanted[o.name]) if wanted[o.name] != (default if graph.nodes[o.node].indices == "mn" else FP32) else o for o in rest]
+    computed = []
+    for o in rest:
+        dtype = wanted[o.name]
+        other = dtype != default if graph.nodes[o.node].indices == "mn" else dtype.bits < FP32.bits  # as which sums come, and of doubles as theirs
+        computed.append(replace(o, dtype=dtype) if other else o)
     order = [o.name for o in computed]
     places = {}
     for x in derived.gradients:
