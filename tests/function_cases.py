@@ -183,6 +183,82 @@ def test_what_a_function_reads_may_change(monkeypatch: pytest.MonkeyPatch) -> No
         assert close(epigen.linear(x, weight, epilogue=f), f(F.linear(x, weight))), f
 
 
+class Owner:
+    """Whose method reads of it what is its own, its class's, and what another method reads; slope lies in a slot."""
+
+    __slots__ = ("__dict__", "__weakref__", "slope")
+    gain = 1.0
+
+    def __init__(self) -> None:
+        self.slope, self.scale, self.others = 0.5, 2.0, [0] * 10
+
+    @property
+    def doubled(self) -> float:
+        return 2 * self.scale
+
+    @staticmethod
+    def act(mm: Tensor) -> Tensor:
+        return torch.tanh(mm)
+
+    def leaky(self, mm: Tensor) -> Tensor:
+        return F.leaky_relu(mm, self.slope)
+
+    def method(self, mm: Tensor) -> Tensor:
+        return self.act(self.leaky(mm) * self.gain) + self.doubled
+
+    def __call__(self, mm: Tensor) -> Tensor:
+        return self.leaky(mm) * self.gain + self.doubled
+
+
+class OwnerModule(nn.Module):
+    gain = 1.0
+
+    def helped(self, mm: Tensor) -> Tensor:
+        return mm * self.gain
+
+    def forward(self, mm: Tensor) -> Tensor:
+        return torch.relu(self.helped(mm))
+
+
+def plus_one(self: Any, mm: Tensor) -> Tensor:  # noqa: ARG001
+    return mm + 1.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda owner, _module, _mp: setattr(owner, "scale", 3.0),
+        lambda owner, _module, _mp: setattr(owner, "slope", 0.25),
+        lambda _owner, _module, mp: [mp.setattr(c, "gain", 4.0) for c in (Owner, OwnerModule)],
+        lambda _owner, _module, mp: [mp.setattr(c, name, plus_one) for c, name in ((Owner, "leaky"), (OwnerModule, "helped"))],
+        lambda _owner, _module, mp: [mp.setattr(f, "__code__", plus_one.__code__) for f in (Owner.leaky, OwnerModule.helped)],
+        lambda _owner, _module, mp: [mp.setattr(f, "__code__", plus_one.__code__) for f in (Owner.method, Owner.__call__, OwnerModule.forward)],
+        lambda _owner, _module, mp: mp.setattr(OwnerModule, "forward", plus_one),
+        lambda _owner, _module, mp: mp.setattr(Owner, "act", staticmethod(torch.sin)),
+    ],
+    ids=["an attribute", "a slot", "a class's attribute", "another method", "another method's code", "its code", "a forward", "a static method"],
+)  # fmt: skip
+def test_what_a_method_reads_of_its_owner_may_change(change: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, module, x, weight = Owner(), OwnerModule(), torch.randn(6, K), torch.randn(N, K)
+    kernels = [epigen.compile(f) for f in (owner.method, owner, module)]
+    for changed in (False, True):
+        if changed:
+            change(owner, module, monkeypatch)
+        for f, kernel in zip((owner.method, owner, module), kernels, strict=True):
+            expected = f(F.linear(x, weight))
+            assert close(epigen.linear(x, weight, epilogue=f), expected) and close(kernel(x, weight.t()), expected), f
+
+
+def test_other_attributes_of_an_owner_are_not_looked_at(traces: list[str]) -> None:
+    owner, x, weight = Owner(), torch.randn(6, K), torch.randn(N, K)
+    epigen.linear(x, weight, epilogue=owner.method)
+    before = len(traces)
+    owner.others.append(1)
+    owner.more = 1  # type: ignore[attr-defined]
+    epigen.linear(x, weight, epilogue=owner.method)
+    assert len(traces) == before
+
+
 def test_a_modules_mode_is_looked_at() -> None:
     module = nn.Sequential(nn.GELU(), nn.Dropout(0.5))
     x, weight = torch.randn(6, K), torch.randn(N, K)

@@ -35,9 +35,17 @@ def drawn(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
+def times(x: Tensor, more: bool = False) -> Tensor:
+    return x * SCALE * SCALE if more else x * SCALE
+
+
+def bare(self: Any, x: Any = None) -> Any:
+    return x if isinstance(x, Tensor) else self
+
+
 class Act(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(x) * SCALE
+        return times(F.gelu(x))
 
 
 class Layer(nn.Module):
@@ -330,6 +338,9 @@ CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
     "an attribute of a class": lambda _m, mp: mp.setattr(Layer, "gain", 3.0),
     "a function that is an attribute": lambda m, _: setattr(m, "fn", F.relu),
     "a method of a class": patched_class,
+    "a method's code": lambda _m, mp: mp.setattr(Act.forward, "__code__", bare.__code__),
+    "a function's code": lambda _m, mp: mp.setattr(times, "__code__", bare.__code__),
+    "a function's default": lambda _m, mp: mp.setattr(times, "__defaults__", (True,)),
     "a global of its module": lambda _m, mp: mp.setitem(globals(), "SCALE", 0.5),
     "a function of torch's": lambda _m, mp: mp.setattr(F, "gelu", lambda x: x * 7),
     "how modules are called": lambda _m, mp: mp.setattr(nn.Module, "__call__", tripled(nn.Module.__call__)),
@@ -375,7 +386,7 @@ def test_whatever_its_code_hangs_on_is_seen_when_it_changes(name: str, monkeypat
     model, plain = pair()
     x = drawn(2, 3, 8)
     for mode in (True, False):
-        assert warm(model.train(mode), x)
+        assert warm(model.train(mode), x.clone().requires_grad_())  # as below: else what was written out would not be met there
     for m in (model, plain):
         CHANGES[name](m, monkeypatch)
     outcomes = []

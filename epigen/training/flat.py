@@ -99,6 +99,11 @@ class Flat:
         for where, name, value in self.straight.outside.values():
             at = f"{text.hold(where)}[{name!r}]" if isinstance(where, dict) else f"{text.hold(where)}.{name}"
             ways.append(f"{at} is not {text.hold(value)}")
+        for function, made_of in self.straight.functions.items():  # a notebook's autoreload replaces all of it within the function
+            held = text.hold(function)
+            for name, part in zip(("__code__", "__defaults__", "__kwdefaults__"), made_of, strict=True):
+                if part is not None or name == "__defaults__":
+                    ways.append(f"{held}.{name} is not {text.hold(part)}")
         if ways:
             guards += [f"if {' or '.join(ways)}:", f"    return {missed}"]
         for number, (module, called) in enumerate(self.straight.modules.items()):

@@ -194,7 +194,8 @@ def _walk(value: Any, seen: set[int]) -> Iterator[Hashable]:
             yield from _walk(item, seen)
         return
     if isinstance(value, types.MethodType):  # made anew whenever it is asked for
-        yield from _walk((value.__func__, value.__self__), seen)
+        yield from _walk(value.__func__, seen)
+        yield from _walk_owner(value.__self__, value.__func__, seen)
         return
     yield id(value)
     if id(value) in seen or isinstance(value, Tensor):
@@ -205,9 +206,13 @@ def _walk(value: Any, seen: set[int]) -> Iterator[Hashable]:
             if "_hooks" not in name:
                 yield name
                 yield from _walk(item, seen)
+        yield from _walk_owner(value, type(value).forward, seen)
     elif isinstance(value, functools.partial):
         yield from _walk((value.func, value.args, *value.keywords.items()), seen)
-    elif isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] != "torch":
+    elif isinstance(value, types.FunctionType):
+        if _torchs(value):
+            return
+        yield value.__code__  # which a notebook's autoreload replaces within the function
         for item in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
             yield from _walk(item, seen)
         for cell in value.__closure__ or ():
@@ -219,6 +224,36 @@ def _walk(value: Any, seen: set[int]) -> Iterator[Hashable]:
             found = value.__globals__.get(name)
             if not isinstance(found, types.ModuleType | type):
                 yield from _walk(found, seen)
+    elif isinstance(call := inspect.getattr_static(type(value), "__call__", None), types.FunctionType):
+        yield from _walk_owner(value, call, seen)
+
+
+def _walk_owner(owner: Any, method: Any, seen: set[int]) -> Iterator[Hashable]:
+    """What a method may read of the object that it belongs to: its and its class's attributes of the names that are in the method's code, or in that of the object's
+    other methods that are among them."""
+    if not isinstance(method, types.FunctionType) or _torchs(method):
+        return
+    yield from _walk(method, seen)
+    pending, known = list(_names(method.__code__)), set[str]()
+    while pending:
+        name = pending.pop()
+        if name in known:
+            continue
+        known.add(name)
+        found = inspect.getattr_static(owner, name, None)
+        if isinstance(found, property):
+            found = found.fget
+        elif isinstance(found, staticmethod | classmethod):
+            found = found.__func__
+        elif isinstance(found, types.MemberDescriptorType):  # of a slot
+            found = getattr(owner, name, None)
+        if isinstance(found, types.FunctionType) and not _torchs(found):
+            pending += _names(found.__code__)
+        yield from _walk(found, seen)
+
+
+def _torchs(function: types.FunctionType) -> bool:
+    return str(function.__module__).partition(".")[0] == "torch"
 
 
 @functools.lru_cache(maxsize=_TRACES)

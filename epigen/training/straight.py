@@ -47,8 +47,9 @@ class Read:
 @dataclass
 class Straight:
     """modules: those looked into, each with whether it was called. children: by container and name. all_children: containers that were gone through.
-    own: attributes, and their values. tensors: in the order in which they are taken; nothing: where there is none. classes, modules_of_python, names:
-    (where, name, what was there). exact: whether it hangs on extents. events: what is called. result: of fakes."""
+    own: attributes, and their values. tensors: in the order in which they are taken; nothing: where there is none. outside: of classes, modules of Python's and
+    globals (where, name, what was there). functions: those of Python's that were read, with what they are made of. exact: whether it hangs on extents. events:
+    what is called. result: of fakes."""
 
     modules: dict[nn.Module, bool] = field(default_factory=dict)
     children: dict[tuple[nn.Module, str], nn.Module] = field(default_factory=dict)
@@ -57,6 +58,7 @@ class Straight:
     tensors: dict[Read, Tensor] = field(default_factory=dict)
     nothing: dict[Read, None] = field(default_factory=dict)
     outside: dict[tuple[int, str], tuple[Any, str, Any]] = field(default_factory=dict)
+    functions: dict[types.FunctionType, tuple[types.CodeType, tuple[Any, ...] | None, dict[str, Any] | None]] = field(default_factory=dict)
     exact: bool = False
     events: list[Event] = field(default_factory=list)
     result: Any = None
@@ -342,6 +344,7 @@ class _Reader:
         node = _written(function.__code__)
         if self.depth >= _MOST_CALLS:
             raise Bent("it calls too many functions in one another")
+        self.found.functions[function] = function.__code__, function.__defaults__, function.__kwdefaults__
         bare = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
         bare.__kwdefaults__ = function.__kwdefaults__
         bound = inspect.signature(bare).bind(*args, **kwargs)
