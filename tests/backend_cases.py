@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
 
 import epigen
@@ -388,6 +390,22 @@ def test_the_gradient_of_a_table_whose_rows_many_share(rest: str, dtype: torch.d
         bound = max(1.1 * (wanted.double() - exact).norm(), torch.finfo(dtype).eps * exact.norm())
         assert (found.double() - exact).norm() <= (1 if expected else 4) * bound  # Inductor's own is in another order
         products.clear()
+
+
+def test_a_number_that_lies_on_the_cpu_is_no_kernels_input() -> None:
+    """As torch lets one stand beside a GPU's tensors: its operation, and those behind it, stay Inductor's, and what comes before is taken."""
+
+    def function(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.tanh(x @ w)
+        return y, y.exp() * scale
+
+    with FakeTensorMode():
+        x, w = (torch.empty(64, 64, device="cuda:0", dtype=torch.float16) for _ in range(2))
+        for device in ("cpu", "cuda:0"):
+            graph = make_fx(function)(x, w, torch.empty((), device=device, dtype=torch.float16)).graph
+            (found,) = fuse(graph)
+            assert found.taken and ("x0" in found.program) == (device != "cpu"), found
+            assert [n.target for n in graph.nodes if n.op == "call_function"].count(torch.ops.aten.mul.Tensor) == (device == "cpu")
 
 
 def test_what_is_left_is_inductors_own() -> None:

@@ -205,6 +205,7 @@ class Importer:
         moving: bool = False,
     ):
         self.frame = tuple(frame)
+        self.device = product.meta["val"].device
         self.n = self.frame[-1]
         self.m = math.prod(self.frame[:-1])
         self.frame_roles = _roles_of(self.frame)
@@ -269,6 +270,8 @@ class Importer:
             shape, boolean = tuple(tensor.shape), tensor.dtype == torch.bool
             if str(tensor.dtype) not in BY_TORCH:
                 raise Unknown(node, f"its argument {arg.name} is {tensor.dtype}", f"inputs are {', '.join(t.removeprefix('torch.') for t in BY_TORCH)}")
+            if tensor.device != self.device:  # as a number of torch's may be, which a kernel cannot read there
+                raise Unknown(node, f"its argument {arg.name} is on {tensor.device}, and the product on {self.device}", "move it there, or make it a number")
         else:
             raise Unknown(node, f"its argument {arg.name} is a {type(tensor).__name__}")
         roles = _aligned(shape, beside)
