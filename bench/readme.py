@@ -17,6 +17,7 @@ from typing import Any
 from bench import peers, power
 from bench.bars import geometric, outcome, ratio
 from bench.headline import key
+from bench.models import better
 from bench.record import RESULTS
 from epigen.tuning.database import Database
 from epigen.tuning.records import Record
@@ -132,15 +133,15 @@ def models() -> str:
     for row in result["rows"]:
         for what, ratios in reached.items():
             times = row[f"{what}_ms"]
-            ratios.append(_better(times) / times["epigen"])
+            ratios.append(better(times) / times["epigen"])
             table.append(
                 [
                     f"{row['model']}{_tokens(row, result)}, {what}",
                     *(f"{times[way]:.2f} ms" for way in ("eager", "inductor")),
-                    *(f"{_better(times) / times[way]:.2f}" for way in ("epigen", "fuse")),
+                    *(f"{better(times) / times[way]:.2f}" for way in ("epigen", "fuse")),
                     f"{times['eager'] / times['fuse']:.2f}",
-                    f"{row['products_ms'][what] / _better(times):.0%}",
-                    f"{_better(times) / (_better(times) - row['pointwise_ms'][what]):.2f}" if "pointwise_ms" in row else "",
+                    f"{row['products_ms'][what] / better(times):.0%}",
+                    f"{better(times) / (better(times) - row['pointwise_ms'][what]):.2f}" if "pointwise_ms" in row else "",
                     f"{row['host_ms'][what]['epigen'] / times['epigen']:.0%}",
                 ]
             )
@@ -178,13 +179,9 @@ def models() -> str:
     return "\n".join([head, "", *_table(columns, table), "", " ".join(beside)])
 
 
-def _better(times: Mapping[str, float]) -> float:
-    return min(times[way] for way in ("eager", "inductor", "autotune") if way in times)
-
-
 _BESIDE: tuple[tuple[str, str, Callable[[Mapping[str, float]], float], str], ...] = (
     ("epigen, graphs", "inductor, graphs", lambda times: times["inductor, graphs"], 'As CUDA graphs (`mode="reduce-overhead"`), of Inductor\'s'),
-    ("tuned", "eager", _better, "Tuned, of the better"),
+    ("tuned", "eager", better, "Tuned, of the better"),
     ("epigen", "autotune", lambda times: times["autotune"], "Of `max-autotune-no-cudagraphs`"),
 )
 """What else a model may be run as: the way, what it is compared with, and how long that takes."""

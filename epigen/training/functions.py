@@ -234,14 +234,14 @@ def _walk_owner(owner: Any, method: Any, seen: set[int]) -> Iterator[Hashable]:
     if not isinstance(method, types.FunctionType) or _torchs(method):
         return
     yield from _walk(method, seen)
+    places = (getattr(owner, "__dict__", {}), *map(vars, type(owner).__mro__))  # inspect.getattr_static takes ten times as long
     pending, known = list(_names(method.__code__)), set[str]()
     while pending:
         name = pending.pop()
         if name in known:
             continue
         known.add(name)
-        places = (getattr(owner, "__dict__", {}), *map(vars, type(owner).__mro__))
-        found = next((place[name] for place in places if name in place), None)  # inspect.getattr_static takes ten times as long
+        found = next((place[name] for place in places if name in place), None)
         if isinstance(found, property):
             found = found.fget
         elif isinstance(found, staticmethod | classmethod):

@@ -56,10 +56,8 @@ class Site:
 
     def slow(self, *given: Tensor) -> tuple[Tensor, ...]:
         kernel = library.kernel(self.program, self.tune)
-        first, inputs = (
-            given[: self.how.count],
-            {name: layer.rows(value, indices) for (name, indices), value in zip(self.inputs, given[self.how.count :], strict=True)},
-        )
+        first, rest = given[: self.how.count], given[self.how.count :]
+        inputs = {name: layer.rows(value, indices) for (name, indices), value in zip(self.inputs, rest, strict=True)}
         a, views = layer.rows(first[0], "mn"), {"a": leading("a", "mn", first[0].dim() - 1)}
         operands: tuple[Tensor, ...] = ()
         if self.how is How.OVER:
