@@ -192,6 +192,17 @@ def test_without_an_epilogue_it_is_torchs_linear() -> None:
     torch.testing.assert_close(epigen.linear(x, w), F.linear(x, w))
 
 
+def test_a_number_scales_the_product_as_addmms_alpha_does() -> None:
+    x, w, b = normal(2, 3, 4), normal(9, 4, seed=1).requires_grad_(), normal(9, seed=2)
+    torch.testing.assert_close(epigen.linear(x, w, epilogue=2), F.linear(x, w) * 2)
+    result = epigen.linear(x, w, b, -0.5)
+    torch.testing.assert_close(result, torch.addmm(b, x.view(6, 4), w.T, alpha=-0.5).view(2, 3, 9))
+    (gradient,) = torch.autograd.grad(result.sum(), w)
+    torch.testing.assert_close(gradient, -0.5 * x.sum((0, 1)).expand(9, 4))
+    with pytest.raises(CallError, match="the input 'alpha' is given twice"):
+        epigen.linear(x, w, epilogue=2.0, alpha=3.0)
+
+
 @pytest.mark.parametrize("name", ["save", "of", "tune", "main_grad", "epilogue", "inputs", "x", "weight", "more"])
 def test_an_input_may_have_any_name(name: str) -> None:
     """As a keyword, but for that of the program itself; and in a mapping."""
@@ -360,7 +371,8 @@ def test_double_backward_says_what_to_write() -> None:
         ({"weight": torch.eye(4).to_sparse()}, "weight is a sparse tensor, and a dense one was expected"),
         ({"x": torch.ones(5, 4, device="meta")}, "x is on meta and weight on cpu"),
         ({"x": torch.ones(5, 4, dtype=torch.complex64)}, "x is torch.complex64 and weight is torch.float32: both need the same dtype"),
-        ({"epilogue": 2.0}, r"an epilogue is text, such as 'relu\(mm \+ bias\)', and a float was given"),
+        ({"epilogue": [2.0]}, r"an epilogue is text, such as 'relu\(mm \+ bias\)', and a list was given"),
+        ({"epilogue": True}, r"an epilogue is text, such as 'relu\(mm \+ bias\)', and a bool was given"),
         ({"inputs": 2.0}, "inputs is a float, and a mapping from the names of the epilogue's inputs was expected"),
         ({"inputs": {"bias": 1.0}}, "the input 'bias' is given twice"),
         ({"epilogue": "(mm + bias) * s", "s": [1.0]}, "input 's' is a scalar, and a number or a tensor with one element was expected, not a list"),

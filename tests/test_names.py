@@ -29,11 +29,9 @@ from epigen.ir.check import refused_name
 from epigen.runtime import loader
 from epigen.runtime.ahead import Job, Running
 from epigen.runtime.device import TARGETS
-from epigen.runtime.kernel import Kernel
 
 SM_90 = TARGETS["sm_90"]
 OTHERS = (
-    "target",
     "grid",
     "warmup",
     "stream",
@@ -91,7 +89,7 @@ def _refused(name: str) -> str:
         return ""
     a, b = (torch.empty((64, 64), device="meta", dtype=torch.float16) for _ in range(2))
     try:
-        kernel.warm(a, b, SM_90, **{name: 2.0})
+        kernel.warm(a, b, target=SM_90, **{name: 2.0})
     except CompileError as error:
         return "" if isinstance(error.__cause__, _Bound) else f"{type(error).__name__}: {error}"
     return "nothing was launched"
@@ -118,6 +116,13 @@ def test_whatever_tritons_launcher_calls_its_own_can_be_an_input() -> None:
     assert refused == {} and tried > 60  # type: ignore[comparison-overlap]
 
 
+def test_what_warm_calls_the_gpu_is_no_input_but_may_be_a_functions_parameter() -> None:
+    with pytest.raises(CheckError, match="'target' is the GPU that a kernel is compiled for"):
+        epigen.compile("mm * target")
+    x, w = torch.randn(4, 8), torch.randn(5, 8)
+    torch.testing.assert_close(epigen.linear(x, w, epilogue=lambda mm, target: mm - target, target=2.0), x @ w.T - 2)
+
+
 def test_a_number_is_called_otherwise_only_where_it_has_to_be() -> None:
     renderer = Renderer(settings.templates_dir())
     kernel = epigen.compile("mm * debug + bias * scale0 + options[n] + backend", config=tiled())
@@ -125,7 +130,7 @@ def test_a_number_is_called_otherwise_only_where_it_has_to_be() -> None:
     rendered = renderer.render(kernel.plan(target=SM_90, signature=signature).spec, tiled())
     assert {"debug_value", "bias_ptr", "scale0", "options_ptr", "stride_options_n", "backend_ptr"} <= set(rendered.functions[0].names)
     assert "acc * debug_value" in rendered.text and "bias * scale0" in rendered.text
-    assert [parameter(name) for name in ("alpha", "target", "debug")] == ["alpha", "target", "debug_value"]
+    assert [parameter(name) for name in ("alpha", "scale", "debug")] == ["alpha", "scale", "debug_value"]
     assert all(refused_name(parameter(name)) is not None for name in LAUNCHER)  # so that no other input has it
 
 
@@ -137,11 +142,6 @@ def test_a_number_of_any_name_under_the_interpreter(name: str) -> None:
     y, rows = kernel(a, b, **{name: 2.0})
     want = a.double() @ b.double() * 2
     assert torch.allclose(y.double(), want, atol=0.05) and torch.allclose(rows.double(), want.sum(1) + 2, atol=1e-3)
-
-
-def test_what_is_compiled_ahead_takes_its_target_by_position() -> None:
-    """So that an input may be called target, which is among those that are tried above."""
-    assert inspect.signature(Kernel.warm).parameters["target"].kind == inspect.Parameter.POSITIONAL_ONLY
 
 
 # -- random names

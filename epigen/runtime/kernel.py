@@ -351,7 +351,7 @@ class Kernel:
     def _precision_now(self) -> str:
         return self._precision or process_precision()
 
-    def warm(self, a: Tensor, b: Tensor, target: Target, /, **inputs: Tensor | float) -> list[Resources]:
+    def warm(self, a: Tensor, b: Tensor, /, target: Target, **inputs: Tensor | float) -> list[Resources]:
         """Compile what a call with such arguments would launch on `target`, into Triton's cache, without a GPU.
 
         a, b, inputs: tensors on torch's meta device, or numbers. A later call in any process finds the kernels compiled.

@@ -31,7 +31,7 @@ class Link(NamedTuple):
 
 
 def linear(
-    x: Tensor, weight: Tensor, /, bias: Tensor | None = None, epilogue: str | Function | None = None, *, inputs: Mapping[str, Value] | Value | None = None,
+    x: Tensor, weight: Tensor, /, bias: Tensor | None = None, epilogue: str | float | Function | None = None, *, inputs: Mapping[str, Value] | Value | None = None,
     save: str | None = None, of: str | Iterable[str] | None = None, tune: str | None = None, main_grad: Tensor | None = None, **more: Value,
 ) -> Any:  # fmt: skip
     """A linear layer and all that follows it in one kernel, differentiable: with mm = x @ weight.T, as `torch.nn.functional.linear` has it.
@@ -44,6 +44,7 @@ def linear(
     A function of torch's, or a module, may stand for the text, such as `lambda mm, bias: torch.relu(mm + bias)`: of the product [..., N] and of inputs by
     name, which then broadcast to it as in torch, and may be omitted where they have defaults; a bias that it does not take is added to the product first. It is traced by the first call of each combination of shapes;
     parameters of a module that it reads have gradients. Under torch.compile and torch.export its operations take the product as torch's own do.
+    A number is addmm's alpha: it scales the product, to which bias is then added.
     save: what the forward keeps for the backward, and of: the outputs at which gradients arrive, both as for `epigen.derive`. Without a
     gradient to take nothing is kept. tune: as for `epigen.compile`. main_grad: an fp32 buffer [N, K] to which each backward() that wants the
     weight's gradient adds it in place, in fp32; the weight's own `grad` is then left alone.
@@ -64,8 +65,11 @@ def linear(
     if has_torch_function(values):  # of torch.fx's proxies, which write the call down, and of tensors that want to be told of it
         options = {"inputs": inputs, "save": save, "of": of, "tune": tune, "main_grad": main_grad, **more}
         return handle_torch_function(linear, values, x, weight, bias, epilogue, **options)
+    product = "mm"
+    if isinstance(epilogue, float | int) and not isinstance(epilogue, bool):  # an input of the program, so that another number is the same kernel
+        more, product, epilogue = joined({"alpha": epilogue}, more), "mm * alpha", None
     if epilogue is None:
-        epilogue = "mm" if bias is None else "mm + bias"
+        epilogue = product if bias is None else f"{product} + bias"
     declared = names_of_inputs(epilogue)
     if inputs is not None and not isinstance(inputs, Mapping):
         if "inputs" not in declared:
@@ -79,9 +83,9 @@ def linear(
     return chain(x, [Link(weight, given, epilogue, options["save"], names(options["of"]), options["tune"], options["main_grad"])])
 
 
-def names_of_inputs(epilogue: str | Function) -> tuple[str, ...]:
+def names_of_inputs(epilogue: Any) -> tuple[str, ...]:
     if isinstance(epilogue, str) or not functions.is_function(epilogue):
-        return tuple(i.name for i in plan.declared(epilogue).inputs)  # type: ignore[arg-type]  # which refuses what is no text
+        return tuple(i.name for i in plan.declared(epilogue).inputs)  # which refuses what is no text
     # what torch.compile looks into calls the function itself, and need not know
     return () if torch.compiler.is_compiling() else functions.parameters(epilogue)
 
