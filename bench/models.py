@@ -1,7 +1,7 @@
 """Layers of real models, in bf16 with random weights: eager, torch.compile, backend="epigen" and epigen.fuse, forward alone and a training step.
 
-Beside each stands what its products take alone, and what Inductor's pointwise kernels do, which is the most that fusing could spare. With --graphs as CUDA
-graphs too, which take the host's time out; with --losses the losses of each way's training. Run: python -m bench.models [--models a,b] [--tuned a,b] [--graphs a,b] [--losses a,b]
+Beside each stands what its products take alone, and what Inductor's pointwise kernels do, which is the most that fusing could spare, as those of eager's are that
+a fused model does without. With --graphs as CUDA graphs too, which take the host's time out; with --losses the losses of each way's training. Run: python -m bench.models [--models a,b] [--tuned a,b] [--graphs a,b] [--losses a,b]
 """
 
 from __future__ import annotations
@@ -133,16 +133,26 @@ _PRODUCTS = ("gemm", "nvjet", "cutlass", "splitK")
 _POINTWISE = ("triton_poi_",)
 
 
-def kernels_ms(run: Callable[[], object], words: Sequence[str]) -> float:
-    """What the kernels with one of the words in their names take of a run, by torch's profiler."""
+def kernels(run: Callable[[], object]) -> dict[str, tuple[float, int]]:
+    """The kernels of a run by name, each with its ms and its launches, by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     run()
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         run()
         torch.cuda.synchronize()
-    kernels = [e for e in found.key_averages() if any(word in e.key for word in words)]
-    return round(sum(e.self_device_time_total for e in kernels) / 1e3, 4)
+    return {e.key: (e.self_device_time_total / 1e3, e.count) for e in found.key_averages() if e.self_device_time_total}
+
+
+def ms_of(found: Mapping[str, tuple[float, int]], words: Sequence[str]) -> float:
+    """Those with one of the words in their names."""
+    return round(sum(ms for name, (ms, _) in found.items() if any(word in name for word in words)), 4)
+
+
+def spared_ms(plain: Mapping[str, tuple[float, int]], fused: Mapping[str, tuple[float, int]]) -> float:
+    """What those of eager's kernels take that are no products and that the fused model launches less often: what it would spare if epilogues took no time."""
+    fewer = {name: ms - fused.get(name, (0.0, 0))[0] for name, (ms, count) in plain.items() if fused.get(name, (0.0, 0))[1] < count}
+    return round(sum(ms for name, ms in fewer.items() if not any(word in name for word in _PRODUCTS)), 4)
 
 
 def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argparse.Namespace) -> dict[str, Any]:
@@ -197,6 +207,7 @@ def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argpa
         want = plain(x).float()
         errors = {label: round(((model(x).float() - want).norm() / want.norm()).item(), 5) for label, model in contenders.items()}
     both = {what: {label: functools.partial(run, model) for label, model in contenders.items()} for what, run in (("forward", forward), ("step", step))}
+    profiled = {what: {label: kernels(runs[label]) for label in ("eager", "inductor", "fuse")} for what, runs in both.items()}
     return {
         "model": name,
         "tokens": tokens,
@@ -206,8 +217,9 @@ def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argpa
         "forward_ms": measure(both["forward"]),
         "step_ms": measure(both["step"]),
         "host_ms": {what: host_ms(runs) for what, runs in both.items()},
-        "products_ms": {what: kernels_ms(runs["eager"], _PRODUCTS) for what, runs in both.items()},
-        "pointwise_ms": {what: kernels_ms(runs["inductor"], _POINTWISE) for what, runs in both.items()},
+        "products_ms": {what: ms_of(found["eager"], _PRODUCTS) for what, found in profiled.items()},
+        "pointwise_ms": {what: ms_of(found["inductor"], _POINTWISE) for what, found in profiled.items()},
+        "spared_ms": {what: spared_ms(found["eager"], found["fuse"]) for what, found in profiled.items()},
         "taken": sum(s.taken for s in seen),
         "products": len(seen),
         "programs": sorted({s.program for s in seen if s.taken}),
@@ -279,7 +291,7 @@ def main() -> None:
                 ratios += f", graphs {times['inductor, graphs'] / times['epigen, graphs']:.3f}"
             print(f"{name} {what} {times}: of the best other: {ratios}; fuse of eager {times['eager'] / times['fuse']:.3f}", flush=True)
         print(
-            f"  errors {row['errors']}; {row['taken']} of {row['products']} products taken; {row['fused']}; products alone {row['products_ms']}; pointwise {row['pointwise_ms']}; host {row['host_ms']}",
+            f"  errors {row['errors']}; {row['taken']} of {row['products']} products taken; {row['fused']}; products alone {row['products_ms']}; pointwise {row['pointwise_ms']}; spared {row['spared_ms']}; host {row['host_ms']}",
             flush=True,
         )
         print(*row["report"], *([f"  losses {row['losses']}"] if row["losses"] else []), sep="\n", flush=True)

@@ -140,13 +140,15 @@ def models() -> str:
                     *(f"{times[way]:.2f} ms" for way in ("eager", "inductor")),
                     *(f"{better(times) / times[way]:.2f}" for way in ("epigen", "fuse")),
                     f"{times['eager'] / times['fuse']:.2f}",
+                    f"{times['eager'] / (times['eager'] - row['spared_ms'][what]):.2f}" if "spared_ms" in row else "",
                     f"{row['products_ms'][what] / better(times):.0%}",
                     f"{better(times) / (better(times) - row['pointwise_ms'][what]):.2f}" if "pointwise_ms" in row else "",
                     f"{row['host_ms'][what]['epigen'] / times['epigen']:.0%}",
                 ]
             )
-    columns = ["", "eager", "Inductor", "epigen, of the better", "fuse, of the better", "fuse, of eager", "products, of the better"]
-    columns += ["without pointwise kernels", "host, of epigen"]
+    columns = ["", "eager", "Inductor", "epigen, of the better", "fuse, of the better", "fuse, of eager"]
+    columns += ["if what it spares cost nothing", "products, of the better"]
+    columns += ["Inductor without pointwise kernels", "host, of epigen"]
     first = result["rows"][0]
     commits = Counter(row["commit"] for row in result["rows"] if "commit" in row)
     older = "".join(f"; {count} rows are of commit {commit}" for commit, count in commits.items())
@@ -154,8 +156,9 @@ def models() -> str:
     head = (
         f"{first['layers']} layers of real models in bf16, {first['tokens']} tokens, random weights, untuned: `torch.compile` with Inductor and with "
         f'`backend="epigen"`, and `epigen.fuse` ({_measured(result["environment"])}). Ratios above 1 are faster; epigen\'s geometric means: {means}. '
-        "Beside them stand what the products take alone, what the better would gain if Inductor's pointwise kernels took no time, which is the most that fusing "
-        "could give, and what the host takes to launch: where that is most of the time, the host's speed is what is compared. "
+        "Beside them stand what fuse would gain of eager if its epilogues took no time, what the products take alone, what the better would gain if Inductor's "
+        "pointwise kernels took no time, which is the most that fusing could give, and what the host takes to launch: where that is most of the time, the host's "
+        "speed is what is compared. "
         f"`python -m bench.models`{older}"
     )
     beside = [

@@ -89,6 +89,16 @@ def test_a_refusal_leads_to_the_vendors_product_and_is_quoted() -> None:
     assert choice.config.schedule == "library" and "no such luck" in choice.why
 
 
+def test_columns_are_reduced_by_high_tiles_and_in_one_launch_where_no_tile_goes_along() -> None:
+    def config(text: str) -> tuple[int, int, int, int]:
+        found = rule.pointwise(epigen.compile(text).plan((64, 64, 64), dtype=BF16, target=TARGETS["sm_90"]).spec).config
+        return found["block_m"], found["block_n"], found["num_warps"], found["one_launch"]
+
+    assert config("bgrad(mm)") == config("bgrad(mm * row[m])") == (128, 64, 4, 1)
+    assert config("d = dgelu(mm, z[m,n]); d, bgrad(d)") == config("y = relu(mm); y, amax(y)") == config("amax(mm * gate[m,n])") == (128, 64, 8, 0)
+    assert config("relu(mm)") == config("y = mm * 2; y, sum(y, n)") == (8, 128, 1, 0)
+
+
 def test_the_problem_and_the_target_are_named() -> None:
     choice = rule.choose(spec_of(PLAIN, INT8, 64), (100, 200, 64), TARGETS["gfx942"])
     assert "100x200x64 int8 on gfx942" in choice.why and "no measurement" in choice.why
