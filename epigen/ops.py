@@ -8,7 +8,7 @@ Texts in a row:
   `tl`; another dialect renames that module.
 - `torch`: the reference, an expression over tensors, independent of the Triton spelling: it is what the spelling is tested against.
 - `gradient`: one text in epigen's own language a parameter, the gradient that flows to it; `grad` is the gradient that arrives,
-  `out` the result. Linear in `grad`. None where there is none: of a boolean, and of a number that the result follows in steps alone. What it reads is what training has to keep: `out` is often there anyway.
+  `out` the result. Linear in `grad`. None where there is none: of a boolean, and of a number that the result follows in steps alone or that is detached. What it reads is what training has to keep: `out` is often there anyway.
 - `error`: the operation's own rounding error in units of 2^-24, in epigen's own language, for exact arguments. The figures are
   upper bounds read from the CUDA programming guide's tables (approximate division, square root, exp2) and confirmed by the
   differential tests on every backend.
@@ -154,6 +154,7 @@ _ARITHMETIC = (
     Op("sign", _X, "1, 0 or -1; 0 of NaN", "tl.where({x} > 0.0, 1.0, tl.where({x} < 0.0, -1.0, 0.0))", "torch.sign({x})", (None,), "0", aten=("sign(x)", "sgn(x)")),
     Op("floor", _X, "the largest integer up to x", "tl.floor({x})", "torch.floor({x})", (None,), "0", aten=("floor(x)",)),
     Op("ceil", _X, "the smallest integer from x on", "tl.ceil({x})", "torch.ceil({x})", (None,), "0", aten=("ceil(x)",)),
+    Op("detach", _X, "x, through which no gradient flows", "{x}", "{x}.detach()", (None,), "0"),
     Op("round", _X, "the nearest integer; of two the even one", "tl.where(tl.abs({x}) < 4194304.0, nearest, {x})", "torch.round({x})", (None,), "0",
        body=("# adding 1.5 * 2^23 leaves no fraction bits, so the addition rounds to nearest even",
              "nearest = ({x} + 12582912.0) - 12582912.0"), aten=("round(x)",)),

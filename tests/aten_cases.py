@@ -84,6 +84,34 @@ def test_masks_of_booleans() -> None:
     assert text_of(lambda mm, keep: mm.masked_fill(~keep, -1e4), keep=torch.ones(8, dtype=torch.bool)) == "where(~(keep[n] != 0), -10000, mm)"
 
 
+def test_booleans_are_numbers_where_torch_computes_with_them() -> None:
+    keep = torch.ones(8, dtype=torch.bool)
+    assert text_of(lambda mm, keep: mm * keep, keep=keep) == "mm * where(keep[n] != 0, 1, 0)"
+    assert text_of(lambda mm: mm * (mm > 0)) == "mm * where(mm > 0, 1, 0)"
+    assert text_of(lambda mm: torch.where((mm > 0) * (mm < 1), mm, 0.0)) == "where(where(mm > 0, 1, 0) * where(mm < 1, 1, 0) != 0, mm, 0)"
+    infinity = "1e+38"
+    finite = f"where(mm == mm, 1, 0) * where(abs(mm) != {infinity} * {infinity}, 1, 0) != 0"
+    assert text_of(lambda mm: torch.where(torch.isfinite(mm), mm, 0.0)) == f"where({finite}, mm, 0)"
+    assert text_of(lambda mm, keep: torch.where(torch.logical_and(mm, keep), mm, 0.0), keep=keep) == "where((mm != 0) & (keep[n] != 0), mm, 0)"
+    assert (
+        text_of(lambda mm, keep: torch.where(torch.where(mm > 1, keep, mm > 0), mm, 0.0), keep=keep)
+        == "where(where(mm > 1, where(keep[n] != 0, 1, 0), where(mm > 0, 1, 0)) != 0, mm, 0)"
+    )
+
+
+def test_what_is_detached_stays_so() -> None:
+    def unrecorded(mm: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = mm.abs()
+        return mm * scale
+
+    assert text_of(lambda mm: mm + (mm.round() - mm).detach()) == "mm + detach(round(mm) - mm)"
+    assert text_of(lambda mm: mm * mm.data) == "mm * detach(mm)"
+    assert text_of(unrecorded) == "mm * detach(abs(mm))"
+    assert text_of(lambda mm: mm * torch.sigmoid(mm).detach()) == "mm * detach(sigmoid(mm))", "which is silu's value, and not its derivative"
+    assert text_of(lambda mm: torch.where((mm > 0).detach(), mm, 0.0)) == "where(mm > 0, mm, 0)"
+
+
 def test_integers_are_numbers_where_torch_computes_in_floats() -> None:
     ids, bytes_ = torch.ones(2, 3, 1, dtype=torch.int64), torch.ones(8, dtype=torch.uint8)
     assert text_of(lambda mm, ids: mm * ids, ids=ids) == "mm * ids[m]"
@@ -145,9 +173,10 @@ def test_a_traced_program_is_the_texts_kernel() -> None:
     ("function", "said"),
     [
         (lambda mm: torch.cumsum(mm, 0), r"calls cumsum \(line \d+ of aten_cases.py: .*which no epilogue computes: cumsum is not in the language; compute it outside"),
-        (lambda mm: mm @ mm.mT, r"calls (permute|transpose).*which no epilogue computes"),
+        (lambda mm: mm @ mm.mT, r"calls mT.*which no epilogue computes"),
         (lambda mm: mm > 0, "returns booleans: return torch.where"),
-        (lambda mm: torch.softmax(mm, -1), "calls _softmax"),
+        (lambda mm: torch.softmax(mm, -1), r"calls softmax \(line .*which no epilogue computes: _softmax is not in the language"),
+        (nn.Softmax(-1), "the epilogue calls softmax, which"),
         (lambda mm: mm / mm.sum(-1, keepdim=True), "calls div.*it joins a reduction with what it is taken of"),
         (lambda mm: torch.round(mm, decimals=1), "calls round.*is not in the language"),
         (lambda mm: torch.div(mm, 2, rounding_mode="floor"), "calls div.*is not in the language"),

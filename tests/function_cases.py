@@ -374,6 +374,50 @@ def test_a_bias_that_the_function_takes_is_asked_for() -> None:
 # -- what is refused, and how
 
 
+def widens(mm: Tensor, gate: Tensor) -> Tensor:
+    return mm * gate
+
+
+def asks(mm: Tensor) -> Tensor:
+    if mm.requires_grad:
+        mm.register_hook(lambda g: 2 * g)
+    return mm * 2
+
+
+def changes_what_is_not_recorded(mm: Tensor) -> Tensor:
+    z = mm * 2
+    with torch.no_grad():
+        z.clamp_(min=0)
+    return z
+
+
+class _Straight(torch.autograd.Function):
+    """With a derivative of its own, of which its operations do not tell."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
+        return grad
+
+
+class _Tripled(torch.autograd.Function):
+    """The same in torch's newer way."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.relu()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
+        return 3 * grad
+
+
 def changes_its_input(mm: Tensor, g: Tensor) -> Tensor:
     g.add_(1)
     return mm * g
@@ -394,6 +438,11 @@ def changes_its_input(mm: Tensor, g: Tensor) -> Tensor:
         (lambda: 1, {}, r"takes nothing by position"),
         (changes_its_input, {"g": torch.ones(N)}, r"the epilogue changes_its_input changes an input in place"),
         (F.dropout, {}, r"the epilogue dropout calls"),
+        (widens, {"gate": torch.ones(5, 6, N)}, r"its argument gate is \[5, 6, 8\], which does not broadcast"),
+        (asks, {}, r"asks whether a tensor requires a gradient \(line \d+ of function_cases.py: if mm.requires_grad"),
+        (changes_what_is_not_recorded, {}, r"changes a tensor in place within torch.no_grad\(\) \(line"),
+        (lambda mm: _Straight.apply(mm), {}, r"autograd.Function"),
+        (lambda mm: _Tripled.apply(mm), {}, r"custom_function_call"),
     ],
 )
 def test_what_no_epilogue_computes(function: Callable[..., Any], inputs: dict[str, Any], said: str) -> None:
@@ -403,6 +452,48 @@ def test_what_no_epilogue_computes(function: Callable[..., Any], inputs: dict[st
         epigen.compile(function)(torch.randn(6, K), torch.randn(K, N), **inputs)
     before = inputs.get("g")
     assert before is None or not isinstance(before, Tensor) or torch.equal(before, torch.ones(N))  # tracing changed nothing
+
+
+def test_torch_says_nothing_of_what_is_an_error_of_epigens(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CallError, match="cannot be run on a product"):
+        epigen.compile(lambda mm, z: mm + z)(torch.ones(6, K), torch.ones(K, N), z=torch.ones(3))
+    assert capfd.readouterr().err == ""
+
+
+def straight(mm: Tensor) -> Tensor:
+    return mm + (mm.round() - mm).detach()
+
+
+def unrecorded(mm: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = torch.sigmoid(mm)
+    return mm * scale
+
+
+@pytest.mark.parametrize("function", [straight, unrecorded, lambda mm: mm * mm.data, lambda mm: mm * (mm > 0.5), lambda mm: mm.detach() * mm.exp()])
+def test_gradients_are_those_of_the_function(function: Callable[[Tensor], Tensor]) -> None:
+    """Also where it detaches, as quantisation does."""
+    x, weight = torch.randn(6, K, requires_grad=True), torch.randn(N, K, requires_grad=True)
+    grad = torch.randn(6, N)
+    found = torch.autograd.grad(epigen.linear(x, weight, epilogue=function), (x, weight), grad)
+    for ours, theirs in zip(found, torch.autograd.grad(function(x @ weight.T), (x, weight), grad), strict=True):
+        assert close(ours, theirs)
+
+
+def test_an_input_that_is_detached_has_no_gradient() -> None:
+    x, weight, gate = torch.randn(6, K), torch.randn(N, K, requires_grad=True), torch.randn(N, requires_grad=True)
+    epigen.linear(x, weight, epilogue=lambda mm, gate: mm * gate.detach(), gate=gate).sum().backward()
+    assert gate.grad is None and close(weight.grad, torch.autograd.grad((x @ weight.T * gate.detach()).sum(), weight)[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    "made",
+    [lambda: torch.compile(nn.GELU()), lambda: torch.compile(F.gelu), lambda: torch.jit.script(nn.GELU()), lambda: torch.jit.trace(F.gelu, torch.ones(2))],
+)
+def test_functions_that_are_compiled_already(made: Callable[[], Any]) -> None:
+    x, weight = torch.randn(6, K), torch.randn(N, K)
+    assert close(epigen.linear(x, weight, epilogue=made()), F.gelu(x @ weight.T))
 
 
 def test_wrong_operands() -> None:

@@ -92,9 +92,9 @@ def test_operations(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", _STEPS)
-def test_what_goes_in_steps_passes_no_gradient_on(text: str) -> None:
+def test_what_goes_in_steps_or_is_detached_passes_no_gradient_on(text: str) -> None:
     """torch says 0 of it; a step that all of mm takes is trained in vain, and one beside it changes nothing."""
-    assert len(_STEPS) == 4
+    assert len(_STEPS) == 5
     with pytest.raises(DerivationError, match="no gradient flows to mm"):
         derive(graph_of(text))
     agree(f"mm * {text} + bias")

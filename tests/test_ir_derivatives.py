@@ -89,12 +89,12 @@ _IDS = [f"{op.name}-{name}" for op, name in _PAIRS]
 
 
 def test_each_numeric_row_has_a_gradient_for_each_number() -> None:
-    steps = {("sign", "x"), ("floor", "x"), ("ceil", "x"), ("round", "x"), ("threshold", "least"), ("hardshrink", "width")}
+    steps = {("sign", "x"), ("floor", "x"), ("ceil", "x"), ("round", "x"), ("detach", "x"), ("threshold", "least"), ("hardshrink", "width")}
     expected = {(op.name, p.name) for op in NUMERIC for p in op.params if p.kind == NUMBER} - steps
     assert {(op.name, name) for op, name in _PAIRS} == expected
     assert {op.name for op in NUMERIC if op.jumps} == {name for name, _ in steps}
     assert len(expected) == 85
-    assert len(NUMERIC) == 62
+    assert len(NUMERIC) == 63
 
 
 def test_a_boolean_has_no_gradient() -> None:
@@ -262,7 +262,7 @@ _NAIVE: dict[str, Callable[..., float]] = {
     "dgelu": lambda g, z: g * (_cdf(z) + z * _phi(z)),
     "dgelu_tanh": _dgelu_tanh, "gelu_16bit": lambda x: x * _cdf(x), "dgelu_16bit": lambda g, z: g * (_cdf(z) + z * _phi(z)), "dgelu_tanh_16bit": _dgelu_tanh,
     "square": lambda x: x * x, "reciprocal": lambda x: 1 / x, "exp2": lambda x: 2.0**x, "expm1": math.expm1, "log1p": math.log1p, "pow": math.pow, "sin": math.sin,
-    "cos": math.cos, "sign": lambda x: math.copysign(1, x) if x else 0.0, "floor": math.floor, "ceil": math.ceil, "round": round,
+    "cos": math.cos, "sign": lambda x: math.copysign(1, x) if x else 0.0, "floor": math.floor, "ceil": math.ceil, "round": round, "detach": lambda x: x,
     "relu6": lambda x: min(max(x, 0.0), 6.0), "hardtanh": lambda x, lo, hi: min(max(x, lo), hi), "hardsigmoid": lambda x: min(max(x + 3, 0), 6) / 6,
     "elu": lambda x, alpha: x if x > 0 else alpha * math.expm1(x), "selu": lambda x: _SELU * (x if x > 0 else _SELU_ALPHA * math.expm1(x)),
     "celu": lambda x, alpha: x if x > 0 else alpha * math.expm1(x / alpha), "mish": lambda x: x * _tanh_softplus(x), "softsign": lambda x: x / (1 + abs(x)),

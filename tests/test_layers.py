@@ -27,7 +27,7 @@ ORDER = (
     "codegen.spec", "codegen.schedules", "codegen.vendor", "codegen.emit", "codegen.lower", "codegen.render", "codegen.standalone",
     "runtime.device", "runtime.private", "runtime.triton_key", "runtime.latest", "runtime.loader", "runtime.*",
     "tuning.*",
-    "training.aten", "training.traced", "training.functions",
+    "training.unlogged", "training.aten", "training.traced", "training.functions",
     "api", "training.*", "nn", "show", "cli_types", "cli_db", "cli_derivation", "cli_compile", "cli_explain", "cli_info", "cli_live", "cli_tune", "cli", "__main__",
 )  # fmt: skip
 """A module imports only from earlier rows. A row with a star holds a folder's remaining modules, which may import each other."""

@@ -45,7 +45,7 @@ NAMESAKES: dict[str, Callable[..., Tensor]] = {
     "dgelu_tanh": lambda g, z: torch.ops.aten.gelu_backward(g, z, approximate="tanh"), "dsilu": torch.ops.aten.silu_backward,
     "dsigmoid": torch.ops.aten.sigmoid_backward, "dtanh": torch.ops.aten.tanh_backward, "dmish": torch.ops.aten.mish_backward,
     "square": torch.square, "reciprocal": torch.reciprocal, "exp2": torch.exp2, "expm1": torch.expm1, "log1p": torch.log1p, "pow": torch.pow, "sin": torch.sin,
-    "cos": torch.cos, "sign": torch.sign, "floor": torch.floor, "ceil": torch.ceil, "round": torch.round, "relu6": F.relu6,
+    "cos": torch.cos, "sign": torch.sign, "floor": torch.floor, "ceil": torch.ceil, "round": torch.round, "detach": torch.detach, "relu6": F.relu6,
     "hardtanh": lambda x, *_: F.hardtanh(x, -BEND, BEND), "hardsigmoid": F.hardsigmoid, "elu": lambda x, _: F.elu(x, SLOPE), "selu": F.selu,
     "celu": lambda x, _: F.celu(x, SLOPE), "mish": F.mish, "softsign": F.softsign, "logsigmoid": F.logsigmoid, "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "threshold": lambda x, *_: F.threshold(x, BEND, SLOPE), "softshrink": lambda x, _: F.softshrink(x, BEND), "hardshrink": lambda x, _: F.hardshrink(x, BEND),

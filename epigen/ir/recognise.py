@@ -142,9 +142,11 @@ def _gates(graph: Graph, below: Sequence[int], number: int, known: Collection[in
 
 
 def _worth(graph: Graph, number: int, args: Sequence[int]) -> bool:
-    """Whether there is something slow between a node and what it is to be computed of, and no more than an activation takes."""
+    """Whether there is something slow between a node and what it is to be computed of, and no more than an activation takes. What is detached there has another
+    derivative than a row of the same values."""
     inside = _inside(graph, number, args)
-    return 1 < len(inside) <= _LARGEST and any(_slow(graph.nodes[i].op) for i in inside)
+    computed = [graph.nodes[i].op for i in inside]
+    return 1 < len(inside) <= _LARGEST and any(map(_slow, computed)) and "detach" not in computed
 
 
 def _inside(graph: Graph, number: int, args: Collection[int]) -> list[int]:

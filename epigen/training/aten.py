@@ -192,7 +192,8 @@ class Importer:
 
     product: the node that is mm; frame: its shape as torch has it, [..., N]. names: what leaves are to be called, by node. reductions: over what there may be
     any: "m", "n" or "mn". over: nodes before the product that the program computes as well, where they are in the language, instead of reading them.
-    moving: whether rows and columns of what is computed may change places, as `Imported.roles` then says.
+    moving: whether rows and columns of what is computed may change places, as `Imported.roles` then says. derived: whether the program's derivative is to be that
+    of the graph, so that what is detached there stays so.
     """
 
     def __init__(
@@ -203,6 +204,7 @@ class Importer:
         reductions: Collection[str] = ("m", "n", "mn"),
         over: Collection[fx.Node] = (),
         moving: bool = False,
+        derived: bool = False,
     ):
         self.frame = tuple(frame)
         self.device = product.meta["val"].device
@@ -213,7 +215,7 @@ class Importer:
         self.leaves: dict[str, Leaf] = {}
         self.known: dict[fx.Node, Value | tuple[Value, ...]] = {product: Value("mm", self.frame_roles)}
         self.reductions = reductions
-        self.over, self.moving = set(over), moving
+        self.over, self.moving, self.derived = set(over), moving, derived
         self.around = self.frame_roles  # what the arguments of a node are broadcast to, of which none is known
         self.naming = names or (lambda node: node.name)
         self.numbers: dict[float, str] = {}
@@ -269,24 +271,26 @@ class Importer:
         elif isinstance(tensor, torch.Tensor):
             shape, boolean = tuple(tensor.shape), tensor.dtype == torch.bool
             if str(tensor.dtype) not in BY_TORCH:
-                raise Unknown(node, f"its argument {arg.name} is {tensor.dtype}", f"inputs are {', '.join(t.removeprefix('torch.') for t in BY_TORCH)}")
+                raise Unknown(node, f"its argument {self.naming(arg)} is {tensor.dtype}", f"inputs are {', '.join(t.removeprefix('torch.') for t in BY_TORCH)}")
             if tensor.device != self.device:  # as a number of torch's may be, which a kernel cannot read there
-                raise Unknown(node, f"its argument {arg.name} is on {tensor.device}, and the product on {self.device}", "move it there, or make it a number")
+                raise Unknown(
+                    node, f"its argument {self.naming(arg)} is on {tensor.device}, and the product on {self.device}", "move it there, or make it a number"
+                )
         else:
-            raise Unknown(node, f"its argument {arg.name} is a {type(tensor).__name__}")
+            raise Unknown(node, f"its argument {self.naming(arg)} is a {type(tensor).__name__}")
         roles = _aligned(shape, beside)
         if roles is None:
-            raise Unknown(node, f"its argument {arg.name} is {list(shape)}, which does not broadcast to what it is joined with")
+            raise Unknown(node, f"its argument {self.naming(arg)} is {list(shape)}, which does not broadcast to what it is joined with")
         rows, columns = extent_of(roles)
         indices = "".join(axis for axis in "mn" if any(r and r[0] == axis for r in roles))
         if "n" in indices and not same(columns, self.n):
-            raise Unknown(node, f"its argument {arg.name} is {list(shape)}, which varies over a part of the columns")
+            raise Unknown(node, f"its argument {self.naming(arg)} is {list(shape)}, which varies over a part of the columns")
         expand = None
         if "m" in indices and not same(rows, self.m):  # over some of the leading dimensions alone
             expand = tuple(r[1] if r and r[0] in indices else 1 for r in beside)
             columns_at = [place for place, r in enumerate(beside) if r and r[0] == "n"]
             if len(columns_at) > 1 or ("n" in indices and columns_at != [len(beside) - 1]):
-                raise Unknown(node, f"its argument {arg.name} is {list(shape)}, which varies over a part of the rows")
+                raise Unknown(node, f"its argument {self.naming(arg)} is {list(shape)}, which varies over a part of the rows")
         order = None
         try:
             ordered = in_order(roles)
@@ -295,11 +299,11 @@ class Importer:
         if not ordered:
             order = tuple(order_of(roles))
             if not isinstance(tensor, torch.Tensor) or not lies_as_rows(tensor, order):
-                raise Unknown(node, f"its argument {arg.name} is {list(shape)}, of which rows and columns have changed places")
+                raise Unknown(node, f"its argument {self.naming(arg)} is {list(shape)}, of which rows and columns have changed places")
         name = self.naming(arg)
         known = self.leaves.setdefault(name, Leaf(name, arg, indices, expand, order))
         if (known.indices, known.expand, known.order) != (indices, expand, order):
-            raise Unknown(node, f"its argument {arg.name} is joined with rows here and with columns there")
+            raise Unknown(node, f"its argument {self.naming(arg)} is joined with rows here and with columns there")
         declared = f"{name}[{','.join(indices)}]" if indices else name
         return self.bind(f"{declared} != 0", roles, True) if boolean else Value(declared, roles)
 
@@ -324,12 +328,17 @@ class Importer:
             raise Unknown(node, "it indexes what is no result of the region")
         if not isinstance(node.target, torch._ops.OpOverload):
             raise Unknown(node, f"{name} is no operation of torch on tensors")
+        if name == "detach" and self.derived:
+            x = self.value(node.args[0], node)
+            return x if x.boolean else self.bind(f"detach({x.text})", x.roles, False, x.reduced)
         if name in SAME:
             return self.cast(node)
         if is_view(node):
             return self.viewed(node)
         if name in ("sum", "amax", "logsumexp", "mean"):
             return self.reduction(node, name)
+        if name == "max" and len(node.args) == 1:
+            return self.reduction(node, "amax")
         if name == "pow":
             return self.power(node)
         if name == "scalar_tensor" or (name == "full" and not node.args[0]):
@@ -390,14 +399,15 @@ class Importer:
             values = self.matched(rule, given, node)
             if values is not None:
                 roles = _broadcast([v.roles for v in values.values()], node)
-                text = _filled(rule.text, {name: value.text for name, value in values.items()})
                 tensor = node.meta.get("val")
                 tensor = tensor[0] if isinstance(tensor, tuple | list) else tensor
                 boolean = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool
                 if any(v.reduced for v in values.values()) and any(not v.reduced and len({r[0] for r in v.roles if r}) == 2 for v in values.values()):
                     raise Unknown(node, "it joins a reduction with what it is taken of", "a second kernel has to read it")
-                if not boolean and any(v.boolean for v in values.values()) and not _takes_booleans(name):
-                    raise Unknown(node, "it computes with booleans as numbers", "write torch.where(condition, x, y)")
+                conditions = _CONDITIONS.get(name, ())
+                text = _filled(rule.text, {key: _as_condition(value) if key in conditions else _as_number(value) for key, value in values.items()})
+                if boolean and not (conditions == ("x", "y") or conditions == ("x",) or name in _COMPARISONS):
+                    text = f"({text}) != 0"
                 return self.bind(text, roles, boolean, any(v.reduced for v in values.values()))
         raise Unknown(node, f"{name} is not in the language", "compute it outside of the epilogue, or see 'epigen ops' for what is")
 
@@ -555,8 +565,19 @@ def _counts(node: fx.Node) -> bool:
     return not held.isdisjoint((torch.int32, torch.int64)) and len(rounded) > 1
 
 
-def _takes_booleans(name: str) -> bool:
-    return name in ("where", "masked_fill")
+_LOGICAL = dict.fromkeys(("logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor"), ("x", "y"))
+_CONDITIONS: Mapping[str, tuple[str, ...]] = _LOGICAL | {"logical_not": ("x",), "bitwise_not": ("x",), "where": ("c",), "masked_fill": ("c",)}
+"""The arguments of torch's operations that are conditions, as rules call them. Booleans in other places are numbers, 0 and 1, as torch has them."""
+
+_COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne", "isnan")
+
+
+def _as_number(value: Value) -> str:
+    return f"where({value.text}, 1, 0)" if value.boolean else value.text
+
+
+def _as_condition(value: Value) -> str:
+    return value.text if value.boolean else f"({value.text} != 0)"
 
 
 def _number(value: float, node: fx.Node) -> str:

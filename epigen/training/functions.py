@@ -52,7 +52,13 @@ _OF: weakref.WeakKeyDictionary[Any, dict[object, _Known]] = weakref.WeakKeyDicti
 """By the function, or by the object whose method it is, and then by the method."""
 
 
+def _written(function: Function) -> Function:
+    """What torch.compile was given, where it gave this: the program takes its place."""
+    return getattr(function, "_torchdynamo_orig_callable", None) or getattr(function, "_orig_mod", None) or function
+
+
 def _known(function: Function) -> _Known:
+    function = _written(function)
     owner, method = getattr(function, "__self__", None) or function, getattr(function, "__func__", None)
     try:
         of = _OF.get(owner)
@@ -72,7 +78,7 @@ def _parameters(function: Function) -> list[inspect.Parameter]:
     what = described(function)
     try:
         found = list(inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters.values())
-    except (TypeError, ValueError):  # of a builtin, which takes the product alone
+    except (TypeError, ValueError, AttributeError):  # of a builtin or of TorchScript, which take the product alone
         return [inspect.Parameter("input", inspect.Parameter.POSITIONAL_ONLY)]
     if not found or found[0].kind not in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
         raise CallError(f"{what} takes nothing by position, and the product was to be its first argument: write def epilogue(mm, …)")
@@ -135,6 +141,7 @@ def traced(function: Function, shape: Sequence[int], dtype: torch.dtype, device:
     Numbers stay inputs of the program, so that another number is no other kernel, unless the function takes them where torch takes no tensor.
     Raises CallError for what no epilogue computes: it names the operation, its line and what to do.
     """
+    function = _written(function)
     known = _known(function).traces
     given = {name: value for name, value in checked(function, inputs).items() if _is_input(value)}
     constants = {name: value for name, value in inputs.items() if name not in given}
@@ -206,7 +213,8 @@ def _walk(value: Any, seen: set[int]) -> Iterator[Hashable]:
             if "_hooks" not in name:
                 yield name
                 yield from _walk(item, seen)
-        yield from _walk_owner(value, type(value).forward, seen)
+        yield value.training  # of TorchScript no attribute
+        yield from _walk_owner(value, inspect.getattr_static(type(value), "forward", None), seen)
     elif isinstance(value, functools.partial):
         yield from _walk((value.func, value.args, *value.keywords.items()), seen)
     elif isinstance(value, types.FunctionType):

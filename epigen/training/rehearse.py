@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import logging
 import random
 import sys
 import types
@@ -30,6 +29,7 @@ from epigen.training import deferred
 from epigen.training.alike import State
 from epigen.training.deferred import CONVOLUTIONS, DTYPES, PRODUCTS, VIEWS, Argument, Fixed, Plan, Planned, Product, Ref, Step, Taken
 from epigen.training.plan import MOST_PROGRAMS
+from epigen.training.unlogged import unlogged
 
 _ROWS, _COLUMNS = 6, 7
 """Extents of the tensors on which steps are traced: a program is the same whatever they are."""
@@ -123,15 +123,10 @@ def _nothing_drawn() -> Iterator[None]:
 
 @contextmanager
 def _nothing_said() -> Iterator[None]:
-    """torch logs each operation that refuses tensors without contents: here that is one way for a try to end. What a forward warns of, its next call warns of."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.disabled = before
+    """What a forward warns of, its next call warns of."""
+    with unlogged(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _copied(module: nn.Module, fakes: Any) -> nn.Module:

@@ -1,7 +1,8 @@
 """A plain function of torch's on a product and its inputs -> a program of the language.
 
 The function is run once, on tensors without contents, while torch writes down the operations that it calls; `aten` reads those. Tensors that the function
-holds itself, such as a module's parameters, become inputs of the program too.
+holds itself, such as a module's parameters, become inputs of the program too. What the function detaches, or computes in torch.no_grad(), is detached in the
+program, whose derivative is then the function's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.utils import _pytree as pytree
 from epigen.errors import CallError, CheckError, EpigenError, ParseError
 from epigen.ir.check import refused_name
 from epigen.training.aten import Imported, Importer, Unknown, name_of
+from epigen.training.unlogged import unlogged
 
 Given = Tensor | float
 
@@ -61,13 +63,13 @@ def trace(
     structure: list[Any] = []
 
     def flat(mm: Tensor, *values: Tensor) -> list[Any]:
-        with _Places():
+        with _Seen(what):
             results, spec = pytree.tree_flatten(called(mm, **dict(zip(names, values, strict=True)), **constants))
         structure.append(spec)
         return results
 
     try:
-        with fake, torch.no_grad(), torch.autocast(device.type, enabled=False), fx.traceback.preserve_node_meta():
+        with fake, unlogged(), torch.enable_grad(), torch.autocast(device.type, enabled=False), fx.traceback.preserve_node_meta():
             module = make_fx(torch.func.functionalize(flat))(*empty)  # what it changes in place is a value of its own
     except EpigenError:
         raise
@@ -94,7 +96,7 @@ def trace(
         held[name] = tensor
         return name
 
-    importer = Importer(product, shape, named)
+    importer = Importer(product, shape, named, derived=True)
     try:
         for node in module.graph.nodes:
             if node.op == "get_attr":
@@ -105,13 +107,13 @@ def trace(
         results = [_checked(node, what) for node in output.args[0]]
         program = importer.program(results, dtype)
     except Unknown as unknown:
-        place = _place(unknown.node)
+        called_as, place = _place(unknown.node)
         instead = f"; {unknown.instead}" if unknown.instead else ""
         if unknown.node.op == "placeholder":
             raise CallError(f"{what} returns {called_names.get(unknown.node, 'the product')} as it is: {unknown.instead}") from None
         if name_of(unknown.node) == "copy_":
             raise CallError(f"{what} changes an input in place{place}, and a kernel only reads them: return the new value") from None
-        raise CallError(f"{what} calls {name_of(unknown.node)}{place}, which no epilogue computes: {unknown.why}{instead}") from None
+        raise CallError(f"{what} calls {called_as}{place}, which no epilogue computes: {unknown.why}{instead}") from None
     except (ParseError, CheckError) as error:  # about a text that nobody wrote
         raise CallError(f"{what} is no epilogue: {error.diagnostics[0].message}; {error.diagnostics[0].hint}") from error
     values = [node.meta["val"] for node in results]
@@ -131,20 +133,39 @@ def _checked(node: Any, what: str) -> fx.Node:
     return node
 
 
-class _Places(TorchFunctionMode):
-    """Has each node know the line of the user's function that calls it."""
+class _Seen(TorchFunctionMode):
+    """Has each node know which of torch's functions it is of, and the line of the user's function that calls that; and detaches what has no gradient in torch."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's own signature
-        own = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_OTHERS)]
-        fx.traceback.set_stack_trace([f"line {own[-1].lineno} of {Path(own[-1].filename).name}: {own[-1].line}"] if own else [])
-        return func(*args, **(kwargs or {}))
+        stack = traceback.extract_stack()
+        inside = stack[max(place for place, frame in enumerate(stack) if (frame.filename, frame.name) == (__file__, "flat")) + 1 :]
+        own = [frame for frame in inside if not frame.filename.startswith((_TORCHS, __file__))]
+        place = f"line {own[-1].lineno} of {Path(own[-1].filename).name}: {own[-1].line}" if own else ""
+        if func == _ASKS and inside[-2] in own:
+            raise CallError(f"{self.what} asks whether a tensor requires a gradient ({place}), and is traced once for those that do and those that do not")
+        called = getattr(func, "__name__", "")
+        called = func.__self__.__name__ if called == "__get__" else called.strip("_")
+        fx.traceback.set_stack_trace([f"{called}\n{place}"])
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() and func != _DATA:
+            return result
+        if any(result is x for x in args):
+            raise CallError(f"{self.what} changes a tensor in place within torch.no_grad() ({place}), and the gradient goes past that: write the new value")
+        return pytree.tree_map_only(Tensor, Tensor.detach, result)
 
 
-_OTHERS = (str(Path(torch.__file__).parent), __file__)
+_TORCHS = str(Path(torch.__file__).parent)
+_ASKS, _DATA = (getattr(Tensor, name).__get__ for name in ("requires_grad", "data"))
 
 
-def _place(node: fx.Node) -> str:
-    return f" ({node.stack_trace})" if node.stack_trace else ""
+def _place(node: fx.Node) -> tuple[str, str]:
+    """What torch calls the function that a node is of, and where it is called."""
+    called, _, place = (node.stack_trace or "").partition("\n")
+    return called or name_of(node), f" ({place})" if place else ""
 
 
 def _name_in(function: Callable[..., Any], tensor: Tensor) -> str:
