@@ -423,6 +423,61 @@ def test_reports_of_a_part_and_of_none() -> None:
     assert left.why == "it is the model itself, and the forward of a module that calls it is what is changed"
 
 
+def test_only_and_models_of_another_kind_are_refused() -> None:
+    model = mlp()
+    for wrong in (3, [3]):
+        with pytest.raises(CallError, match="3 names no module; names and patterns are texts"):
+            epigen.fuse(model, only=wrong)  # type: ignore[arg-type]
+    with pytest.raises(CallError, match=r"a model is a torch\.nn\.Module, and a int was given"):
+        epigen.unfuse(3)  # type: ignore[arg-type]
+    assert "forward" not in vars(model)
+
+
+def test_a_layer_with_two_callers(ran: list[str]) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8)
+    model = Block(lambda s, x, _: s.a(x) + s.b(x), a=nn.Sequential(layer, nn.GELU()), b=nn.Sequential(layer, nn.ReLU()))
+    assert [(r.name, r.epilogue) for r in fused(model).replaced] == [("a.0", "gelu(mm + bias)")]
+    with torch.no_grad():
+        assert calls(ran, model) == ["gelu(mm + bias)", "relu(mm + bias)"]
+
+
+def test_layers_whose_parameters_are_not_there_yet(ran: list[str]) -> None:
+    lazy = nn.Sequential(nn.LazyLinear(16), nn.GELU(), nn.LazyLinear(8))
+    found = epigen.fuse(lazy)
+    assert {x.why.partition("since ")[2] for x in found.left} == {"beforehand its parameters are not there yet"} and "0 of 2" in str(found)
+    lazy(drawn(3, 8))  # which makes them
+    with torch.no_grad():
+        assert calls(ran, lazy) == ["gelu(mm + bias)", "mm + bias"] and len(found.replaced) == 2
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    found = epigen.fuse(model)
+    assert {x.why.partition("since ")[2] for x in found.left} == {"beforehand its parameters are on meta"}
+    model.to_empty(device="cpu").load_state_dict(mlp().state_dict())
+    agree(model, mlp(), drawn(3, 8))
+    with torch.no_grad():
+        assert calls(ran, model) == ["gelu(mm + bias)", "mm + bias"] and len(found.replaced) == 2
+
+
+class Unrecorded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.fc(x)) * 2
+
+
+def test_a_forward_without_gradients(ran: list[str]) -> None:
+    model = Unrecorded()
+    plain = copy.deepcopy(model)
+    assert [r.epilogue for r in epigen.fuse(model).replaced] == ["gelu(mm + bias) * 2"]
+    for _ in range(3):
+        assert calls(ran, model) == ["gelu(mm + bias) * 2"]
+        torch.testing.assert_close(model(drawn(3, 8)), plain(drawn(3, 8)))
+
+
 # -- what is left
 
 
@@ -908,7 +963,7 @@ def test_what_is_written_out_has_the_gradients_that_are_wanted(frozen: str, auto
     seen = counted(monkeypatch, *CHECKS)
     run(model, slice(None))
     assert not +seen
-    with pytest.raises(CallError, match="a layer of epigen has no second derivative"):
+    with pytest.raises(CallError, match=r"a layer of epigen has no second derivative.*epigen.unfuse\(model\)"):
         torch.autograd.grad(model(x, y).sum(), y if frozen else x, create_graph=True)
 
 

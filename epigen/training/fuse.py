@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as torchs
+from torch.nn.parameter import UninitializedParameter
 from torch.overrides import _pop_mode_temporarily
 
 from epigen.errors import CallError
@@ -359,8 +360,8 @@ class Fused:
 
 
 def _flops(layer: nn.Module) -> int:
-    """Multiplications a row."""
-    return sum(p.numel() for p in layer.parameters() if p.dim() > 1)
+    """Multiplications a row. Of a layer whose width its first call tells, none yet."""
+    return sum(p.numel() for p in layer.parameters() if not isinstance(p, UninitializedParameter) and p.dim() > 1)
 
 
 def _said(layer: Layer) -> Replaced | Left:
@@ -405,14 +406,17 @@ def fuse(model: nn.Module, *, only: str | Iterable[str] | Callable[[str, nn.Modu
     2  mm + bias
     2 of 2 linear layers fused (100 % of FLOPs)
     """
-    if not isinstance(model, nn.Module):
-        raise CallError(f"a model is a torch.nn.Module, and a {type(model).__name__} was given")
+    _demand_model(model)
     names = {module: name for name, module in model.named_modules()}
     wanted = _wanted(names, only)
-    owners = dict(_owners(model))
+    owners: dict[nn.Module, nn.Module] = {}
     forwards: dict[nn.Module, Forward | None] = {}
     reasons: dict[nn.Module, str] = {}
     layers: list[Layer] = []
+    for layer, caller in _owners(model):  # a layer may have several callers, and the report tells of the first
+        owners.setdefault(layer, caller)
+        if caller not in forwards:
+            forwards[caller], reasons[caller] = _made(caller, names[caller], wanted)
     for name, module in model.named_modules():
         if not is_layer(module):
             continue
@@ -420,8 +424,6 @@ def fuse(model: nn.Module, *, only: str | Iterable[str] | Callable[[str, nn.Modu
         if owner is None:
             layers.append(Layer(name, module, "", None, "it is the model itself, and the forward of a module that calls it is what is changed"))
             continue
-        if owner not in forwards:
-            forwards[owner], reasons[owner] = _made(owner, names[owner], wanted)
         layers.append(Layer(name, module, names[owner], forwards[owner], reasons[owner]))
     if not dry_run:
         unfuse(model)
@@ -433,6 +435,7 @@ def fuse(model: nn.Module, *, only: str | Iterable[str] | Callable[[str, nn.Modu
 
 def unfuse(model: nn.Module) -> None:
     """Undo `fuse`: each module has its own forward again."""
+    _demand_model(model)
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if type(value) is Forward:
@@ -440,6 +443,11 @@ def unfuse(model: nn.Module) -> None:
                 if name == FORWARD:
                     del module.__dict__[name]
                     module.__dict__.pop(REPLICA, None)
+
+
+def _demand_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise CallError(f"a model is a torch.nn.Module, and a {type(model).__name__} was given")
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -467,7 +475,9 @@ def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
 def _wanted(names: dict[nn.Module, str], only: Any) -> Callable[[str, nn.Module], bool]:
     if only is None or callable(only):
         return only or (lambda _name, _module: True)
-    patterns = [only] if isinstance(only, str) else list(only)
+    patterns = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else [only]
+    if other := next((p for p in patterns if not isinstance(p, str)), None):
+        raise CallError(f"only={only!r}: {other!r} names no module; names and patterns are texts, or only is a function of name and module")
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names.values()):
             raise CallError(f"only={pattern!r}: no module of the model has such a name; they are {', '.join(sorted(n for n in names.values() if n)[:8])}, …")
@@ -498,6 +508,11 @@ def _tried(forward: Forward) -> str:
     """Rehearse a forward on made-up inputs. Returns why it could not be."""
     module = forward.module
     parameters = [p for p in forward.__signature__.parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    held = [p for m in module.modules() for p in m.parameters(recurse=False)]
+    if any(isinstance(p, UninitializedParameter) for p in held):
+        return "its parameters are not there yet"
+    if other := next((p.device.type for p in held if p.device.type not in DEVICES), ""):
+        return f"its parameters are on {other}"
     why = "its inputs are not known"
     for place, values in enumerate(itertools.islice(_made_up(module, len(parameters)), _MOST_TRIED)):
         given = {p.name: value for p, value in zip(parameters, values, strict=True)}

@@ -114,7 +114,8 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise CallError(
             "a layer of epigen has no second derivative, for which create_graph=True asks: for double backward write it in torch's own operations, "
-            "such as torch.relu(F.linear(x, weight, bias)), or use torch.func (hessian, jvp, …), where epigen.linear runs as such"
+            "such as torch.relu(F.linear(x, weight, bias)), or use torch.func (hessian, jvp, …), where epigen.linear runs as such; "
+            "epigen.unfuse(model) undoes epigen.fuse"
         )
     step, own, before = ctx.step, ctx.step.own, ctx.step.before
     x, weight, *saved = tensors

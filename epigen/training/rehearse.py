@@ -366,7 +366,7 @@ def _step(region: _Region, event: Event, values: Mapping[int, tuple[_Region, int
         return None, "its channels are no columns"
     if tuple(result.shape) != region.shape or result.dtype not in DTYPES:
         return None, ""
-    if not result.requires_grad:
+    if event.state[0] and not result.requires_grad:
         return None, "it has no gradient"
     changes = not deferred.pure(event.func) or bool(event.kwargs.get("inplace"))
     in_place = result is first  # changed, or given as it was
