@@ -132,6 +132,35 @@ def test_a_straight_forward_is_one_function_without_modes_and_modules(flat: Coun
         assert entered == {"AgainBackward": 2, "NativeLayerNormBackward0": 1, "SiluBackward0": 1, "AccumulateGrad": 7}
 
 
+class Multiplied(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+class OfMultiplied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = Multiplied(8, 16), Multiplied(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def test_products_by_a_matrix_are_in_it(flat: Counter[str]) -> None:
+    model, plain = pair(OfMultiplied)
+    x = drawn(2, 3, 8).requires_grad_()
+    assert len(warm(model, x)) == 1
+    flat.clear()
+    found, expected = ((y := m(x), *torch.autograd.grad(y.square().sum(), (x, *m.parameters()))) for m in (model, plain))
+    assert not flat
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():  # a weight is read when it is multiplied
+        model.up.weight.mul_(2)
+        plain.up.weight.mul_(2)
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
+
+
 def test_functions_of_torch_that_a_call_makes_are_those_that_no_kernel_computes() -> None:
     model, _ = pair()
     x = drawn(2, 3, 8)

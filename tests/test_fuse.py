@@ -196,6 +196,42 @@ def test_a_transposed_layer() -> None:
     assert [r.epilogue for r in found.replaced] == ["gelu(mm + bias)", "mm + bias"]
 
 
+class Multiplied(nn.Linear):
+    """As Falcon's layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+MULTIPLIED: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[str]]] = {
+    "a layer by its transposed weight": (lambda s, x: s.down(F.gelu(s.up(x))), ["gelu(mm + x0[n])", "mm + x0[n]"]),
+    "a weight that lies so": (lambda s, x: torch.matmul(F.silu(torch.matmul(x, s.weight)), s.up.weight), ["silu(mm)"]),
+    "rows alone": (lambda s, x: torch.mm(x[0], s.weight).relu() + x[0].mm(s.weight).tanh(), ["tanh(mm)", "relu(mm) + x0[m,n]"]),
+    "a matrix that was computed": (lambda s, x: (x[0] @ x[1].mT) * s.weight.exp().mean(), ["mm * x0"]),
+    "what has more dimensions": (lambda s, x: s.up(x) @ s.up(x).mT * 0.5, []),
+    "the other operand waits": (lambda s, x: x[0] @ F.gelu(s.up(x[1][:, :3])), []),
+}
+
+
+@pytest.mark.parametrize("name", MULTIPLIED)
+def test_products_by_a_matrix(name: str, ran: list[str]) -> None:
+    forward, texts = MULTIPLIED[name]
+    torch.manual_seed(0)
+    model = Block(lambda s, x, _: forward(s, x), up=Multiplied(8, 16), down=Multiplied(16, 8))
+    model.weight = nn.Parameter(drawn(8, 16))
+    if name == "the other operand waits":
+        model.up = Multiplied(3, 5)
+    plain = copy.deepcopy(model)
+    x = drawn(2, 8, 8)
+    epigen.fuse(model)
+    agree(model, plain, x)
+    with torch.no_grad():
+        assert set(texts) <= set(calls(ran, model, x)), ran
+    with torch.inference_mode():
+        assert set(texts) <= set(calls(ran, model, x)), ran
+    agree(model, plain, x)
+
+
 # -- convolutions
 
 

@@ -128,6 +128,12 @@ def _of_addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1
     return Product(mat1, mat2.t(), input)
 
 
+def _of_matmul(input: Any, other: Any) -> Product | str:  # noqa: A002
+    if type(other) is Deferred or other.dim() != 2:
+        return NO_LAYER
+    return Product(input, other.t(), None)
+
+
 def _of_convolution(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1  # noqa: A002, ARG001
 ) -> Product | str:  # fmt: skip
@@ -141,8 +147,15 @@ def _of_convolution(
 
 
 CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
-PRODUCTS: dict[Any, Callable[..., Product | str]] = {F.linear: _of_linear, torch.addmm: _of_addmm, **dict.fromkeys(CONVOLUTIONS, _of_convolution)}
-"""What reads each, or says why it is no product that is fused. addmm: a linear layer whose weight lies transposed, as in GPT-2. Convolutions: of one element."""
+MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+PRODUCTS: dict[Any, Callable[..., Product | str]] = {
+    F.linear: _of_linear,
+    torch.addmm: _of_addmm,
+    **dict.fromkeys(MATMULS, _of_matmul),
+    **dict.fromkeys(CONVOLUTIONS, _of_convolution),
+}
+"""What reads each, or says why it is no product that is fused. addmm: a linear layer whose weight lies transposed, as in GPT-2. A product by a matrix is one
+without a bias, as x @ weight.T is. Convolutions: of one element."""
 
 _GETTERS = "shape dtype device ndim layout is_cuda is_cpu requires_grad is_sparse is_quantized is_meta is_nested is_mkldnn is_mps is_xpu itemsize".split()
 _ASKING = (
@@ -448,6 +461,8 @@ def _arguments(func: Any, product: Product) -> tuple[Any, ...]:
     if func in CONVOLUTIONS:
         rank = product.x.dim()
         return product.x.permute(channels_second(rank)), product.weight[(..., *[None] * (rank - 2))], product.bias
+    if func in MATMULS:
+        return product.x, product.weight.t()
     return (product.bias, product.x, product.weight.t()) if func == torch.addmm else (product.x, product.weight, product.bias)
 
 

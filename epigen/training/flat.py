@@ -21,7 +21,7 @@ from torch.nn.modules import module as torchs
 
 from epigen.runtime.written import Written
 from epigen.training.alike import Alike, State
-from epigen.training.deferred import CONVOLUTIONS, Fixed, Plan, Planned, Ref, Taken, facing, present
+from epigen.training.deferred import CONVOLUTIONS, MATMULS, PRODUCTS, Fixed, Plan, Planned, Ref, Taken, facing, present
 from epigen.training.elements import channels_second, rows_first
 from epigen.training.rehearse import Event, Trial
 from epigen.training.straight import PLAIN, Bent, Read, Straight
@@ -223,7 +223,7 @@ class _Body:
 
     def step(self, event: Event) -> None:
         func = event.func
-        if func in (F.linear, torch.addmm) or func in CONVOLUTIONS:
+        if func in PRODUCTS:
             place, self.count = self.count, self.count + 1
             planned = self.flat.plan.products[place] if place < len(self.flat.plan.products) else None
             if planned is not None:
@@ -255,7 +255,7 @@ class _Body:
         else:
             if kwargs:
                 raise Bent("a product is called in a rare way")
-            bias, x, weight = args
+            bias, x, weight = (None, *args) if func in MATMULS else args
             multiplied = f"{self.value(weight)}.t()"
         before = self.open.get(id(x))
         if (before is not None) != planned.after_chained or (before is not None and before.place != len(before.planned.steps)):

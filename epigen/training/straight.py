@@ -373,9 +373,9 @@ class _Reader:
                 return getattr(of, name)
             if name in _KINDS:
                 return getattr(of, name)
-            if name in ("T", "mT", "data", "grad", "requires_grad", "is_leaf", "grad_fn") or not isinstance(
-                getattr(Tensor, name, None), (types.FunctionType, *_NATIVE)
-            ):
+            if name in ("T", "mT"):  # a view, of which torch tells as of a function
+                return getattr(of, name)
+            if name in ("data", "grad", "requires_grad", "is_leaf", "grad_fn") or not isinstance(getattr(Tensor, name, None), (types.FunctionType, *_NATIVE)):
                 raise Bent(f"it reads {name} of a tensor")
             return _Method(of, name)
         if isinstance(of, types.ModuleType):
