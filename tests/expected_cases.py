@@ -22,7 +22,7 @@ RELU = expected.Problem("relu(mm)", (8192, 4096, 4096), BF16, "nn", ())
 
 
 @pytest.mark.parametrize(
-    ("text", "measured", "counts"), [("relu(mm)", True, 1.0), ("relu(mm)", False, 1.09), ("mm * x0[m,n] + x1[n] + x2[m,n]", False, 1.09 * 1.12)]
+    ("text", "measured", "counts"), [("relu(mm)", True, 1.03), ("relu(mm)", False, 1.09), ("mm * x0[m,n] + x1[n] + x2[m,n]", False, 1.09 * 1.12)]
 )
 def test_an_estimate_counts_for_more_than_a_measurement(text: str, measured: bool, counts: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The more so the more tiles it has to read."""
@@ -45,7 +45,7 @@ def test_what_is_missing_is_tuned_before_it_is_judged(monkeypatch: pytest.Monkey
     untuned = expected.kernels_us(RELU, TARGETS["sm_90"], None)
     assert not any(as_called for _, as_called in asked)
     asked.clear()
-    assert expected.kernels_us(RELU, TARGETS["sm_90"], "missing")[0] == pytest.approx(untuned[0] / 1.09), "and then it is no guess"
+    assert expected.kernels_us(RELU, TARGETS["sm_90"], "missing")[0] == pytest.approx(untuned[0] * 1.03 / 1.09), "and then it is no guess"
     assert asked[0] == ("missing", True)
 
 
