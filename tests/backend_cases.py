@@ -205,6 +205,18 @@ def test_several_extents_that_vary() -> None:
     assert part["forward (10, 6, 8)"] == "mm, tanh(mm) * x0[m,n]"
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_views_of_what_varies_over_some_of_the_rows(dynamic: bool | None) -> None:
+    """One number for each example, as a layer that is dropped now and then has it."""
+    for form, shape, other in (((-1, 1, 1), (2,), (3,)), ((1, -1, 1), (5,), (7,)), ((-1, 1), (5,), (7,)), ((-1, 1, 1), (2, 1), (3, 1))):
+
+        def function(x: Tensor, w: Tensor, g: Tensor, form: tuple[int, ...] = form) -> Tensor:
+            return F.tanh(x @ w) * g.view(form)
+
+        found = agree(function, *drawn((2, 5, 8), (8, 6), shape), dynamic=dynamic, again=tuple(drawn((3, 7, 8), (8, 6), other)) if dynamic else ())
+        assert found["forward (10, 6, 8)"] == "mm, tanh(mm) * x0[m]"
+
+
 def test_a_number_of_the_call_is_left_to_torch() -> None:
     first, second = drawn((5, 8), (8, 6)), drawn((7, 8), (8, 6))
     found = agree(lambda x, w: F.tanh(x @ w).exp() * x.shape[0], *first, dynamic=True, again=tuple(second))
@@ -217,7 +229,7 @@ def test_booleans_and_integers_among_the_inputs() -> None:
 
         def function(x: Tensor, w: Tensor, keep: Tensor = keep) -> Tensor:
             y = F.tanh(x @ w)
-            return torch.where(keep, y, 0.5) if keep.dtype == torch.bool else y * keep
+            return torch.where(keep, y, 0.5) * keep if keep.dtype == torch.bool else y * keep
 
         assert "x0[m,n]" in agree(function, *drawn((5, 8), (8, 6)))["forward (5, 6, 8)"]
 

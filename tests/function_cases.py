@@ -496,6 +496,56 @@ def test_functions_that_are_compiled_already(made: Callable[[], Any]) -> None:
     assert close(epigen.linear(x, weight, epilogue=made()), F.gelu(x @ weight.T))
 
 
+VIEWED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
+    "a row": (lambda mm, s: mm * s[..., None] + s.unsqueeze(-1), (2, 3)),
+    "a row of one dimension": (lambda mm, s: mm.flatten(0, 1) * s[:, None], (6,)),
+    "of the first dimension": (lambda mm, s: mm * s[:, None, None], (2,)),
+    "of the second": (lambda mm, s: mm * (s.view(1, -1, 1) * 2).exp(), (3,)),
+    "a column": (lambda mm, s: mm * s.view(2, 4).flatten(), (N,)),
+    "expanded": (lambda mm, s: mm * s.expand_as(mm), (N,)),
+    "parted": (lambda mm, s: mm * s.view(2, 3, 1).expand(2, 3, N), (6,)),
+    "transposed": (lambda mm, s: mm * s.mT + s.T.tanh(), (N, 3)),
+    "a part": (lambda mm, s: mm * s[0] + s[1, :3, None], (2, N)),
+    "squeezed": (lambda mm, s: mm * s.squeeze(), (1, 1, N)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWED)
+def test_inputs_that_the_function_views(name: str) -> None:
+    function, shape = VIEWED[name]
+    x, weight = torch.randn(2, 3, K), torch.randn(N, K)
+    for seed in range(2):
+        s = torch.randn(shape, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+        expected = function(x @ weight.T, s)
+        found = epigen.linear(x, weight, epilogue=function, s=s)
+        assert close(found, expected) and close(epigen.compile(function)(x, weight.T.contiguous(), s=s.detach()), expected)
+        grad = torch.randn(expected.shape)
+        assert close(*torch.autograd.grad(found, s, grad), *torch.autograd.grad(expected, s, grad))
+
+
+def test_a_tensor_of_its_own_that_the_function_views() -> None:
+    table = torch.randn(4, N, requires_grad=True)
+    x, weight = torch.randn(6, K), torch.randn(N, K)
+    found, expected = epigen.linear(x, weight, epilogue=lambda mm: mm * table[2]), x @ weight.T * table[2]
+    assert close(found, expected) and close(*torch.autograd.grad(found.sum(), table), *torch.autograd.grad(expected.sum(), table))
+
+
+def test_double_precision_is_the_references_own() -> None:
+    act = nn.PReLU(N).double()
+    x, weight, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((6, K), (N, K), (N,)))
+    for function in (F.gelu, lambda mm, bias: torch.where(mm > 0, mm, bias).double(), lambda mm, bias: (mm * bias).sum(-1), act):
+        assert torch.autograd.gradcheck(lambda *given, f=function: epigen.linear(*given, epilogue=f), (x, weight, bias))
+
+
+def test_what_is_told_of_a_layer() -> None:
+    leaky = functools.partial(F.leaky_relu, negative_slope=0.3)
+    assert repr(epigen.nn.Linear(4, 4, epilogue=leaky)) == "Linear(in_features=4, out_features=4, bias=True, epilogue=partial)"
+    with pytest.raises(CallError, match="the epilogue Dropout calls dropout, which no epilogue computes"):
+        epigen.nn.MLP([4, 4, 4], activation=nn.Dropout(0.5))(torch.ones(2, 4))
+    with pytest.raises(CallError, match=r"an epilogue is text, such as 'relu\(mm \+ bias\)', and a Kernel was given"):
+        epigen.linear(torch.ones(2, 4), torch.ones(4, 4), epilogue=epigen.compile("relu(mm)"))
+
+
 def test_wrong_operands() -> None:
     kernel = epigen.compile(torch.relu)
     for a, b in ((torch.ones(3, 4), torch.ones(5, 6)), (torch.ones(3), 4), (torch.tensor(1.0), torch.ones(2, 2)), (torch.ones(3, 4), torch.ones(4))):

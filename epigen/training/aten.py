@@ -23,7 +23,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from epigen import ops
-from epigen.dtypes import BY_TORCH
+from epigen.dtypes import BY_TORCH, BY_TORCH_ON_CPU
 from epigen.errors import EpigenError
 from epigen.ir.check import check
 from epigen.ir.graph import Graph
@@ -187,6 +187,14 @@ def _moves(node: fx.Node) -> bool:
     return name_of(node) in ("permute", "t", "transpose")
 
 
+CALLED = "called"
+"""What a node's meta has where it has another name for whoever wrote the graph's function."""
+
+
+def _called(node: fx.Node) -> str:
+    return str(node.meta.get(CALLED, node.name))
+
+
 class Importer:
     """Writes the program of one region.
 
@@ -208,6 +216,7 @@ class Importer:
     ):
         self.frame = tuple(frame)
         self.device = product.meta["val"].device
+        self.dtypes = BY_TORCH_ON_CPU if product.meta["val"].dtype == torch.float64 else BY_TORCH
         self.n = self.frame[-1]
         self.m = math.prod(self.frame[:-1])
         self.frame_roles = _roles_of(self.frame)
@@ -270,27 +279,27 @@ class Importer:
             boolean = False
         elif isinstance(tensor, torch.Tensor):
             shape, boolean = tuple(tensor.shape), tensor.dtype == torch.bool
-            if str(tensor.dtype) not in BY_TORCH:
-                raise Unknown(node, f"its argument {self.naming(arg)} is {tensor.dtype}", f"inputs are {', '.join(t.removeprefix('torch.') for t in BY_TORCH)}")
+            if str(tensor.dtype) not in self.dtypes:
+                raise Unknown(node, f"its argument {_called(arg)} is {tensor.dtype}", f"inputs are {', '.join(t.removeprefix('torch.') for t in BY_TORCH)}")
             if tensor.device != self.device:  # as a number of torch's may be, which a kernel cannot read there
                 raise Unknown(
-                    node, f"its argument {self.naming(arg)} is on {tensor.device}, and the product on {self.device}", "move it there, or make it a number"
+                    node, f"its argument {_called(arg)} is on {tensor.device}, and the product on {self.device}", "move it there, or make it a number"
                 )
         else:
-            raise Unknown(node, f"its argument {self.naming(arg)} is a {type(tensor).__name__}")
+            raise Unknown(node, f"its argument {_called(arg)} is a {type(tensor).__name__}")
         roles = _aligned(shape, beside)
         if roles is None:
-            raise Unknown(node, f"its argument {self.naming(arg)} is {list(shape)}, which does not broadcast to what it is joined with")
+            raise Unknown(node, f"its argument {_called(arg)} is {list(shape)}, which does not broadcast to what it is joined with")
         rows, columns = extent_of(roles)
         indices = "".join(axis for axis in "mn" if any(r and r[0] == axis for r in roles))
         if "n" in indices and not same(columns, self.n):
-            raise Unknown(node, f"its argument {self.naming(arg)} is {list(shape)}, which varies over a part of the columns")
+            raise Unknown(node, f"its argument {_called(arg)} is {list(shape)}, which varies over a part of the columns")
         expand = None
         if "m" in indices and not same(rows, self.m):  # over some of the leading dimensions alone
             expand = tuple(r[1] if r and r[0] in indices else 1 for r in beside)
             columns_at = [place for place, r in enumerate(beside) if r and r[0] == "n"]
-            if len(columns_at) > 1 or ("n" in indices and columns_at != [len(beside) - 1]):
-                raise Unknown(node, f"its argument {self.naming(arg)} is {list(shape)}, which varies over a part of the rows")
+            if len(columns_at) > 1 or ("n" in indices and columns_at != [len(beside) - 1]) or not same(extent_of(beside)[0], self.m):
+                raise Unknown(node, f"its argument {_called(arg)} is {list(shape)}, which varies over a part of the rows")
         order = None
         try:
             ordered = in_order(roles)
@@ -299,11 +308,11 @@ class Importer:
         if not ordered:
             order = tuple(order_of(roles))
             if not isinstance(tensor, torch.Tensor) or not lies_as_rows(tensor, order):
-                raise Unknown(node, f"its argument {self.naming(arg)} is {list(shape)}, of which rows and columns have changed places")
+                raise Unknown(node, f"its argument {_called(arg)} is {list(shape)}, of which rows and columns have changed places")
         name = self.naming(arg)
         known = self.leaves.setdefault(name, Leaf(name, arg, indices, expand, order))
         if (known.indices, known.expand, known.order) != (indices, expand, order):
-            raise Unknown(node, f"its argument {self.naming(arg)} is joined with rows here and with columns there")
+            raise Unknown(node, f"its argument {_called(arg)} is joined with rows here and with columns there")
         declared = f"{name}[{','.join(indices)}]" if indices else name
         return self.bind(f"{declared} != 0", roles, True) if boolean else Value(declared, roles)
 
@@ -455,7 +464,7 @@ class Importer:
             return self.bind(f"{x.text} != 0", x.roles, True, x.reduced)
         if x.boolean and tensor.dtype != torch.bool:
             return self.bind(f"where({x.text}, 1, 0)", x.roles, False, x.reduced)
-        if str(tensor.dtype) not in BY_TORCH or not (tensor.dtype.is_floating_point or tensor.dtype == torch.bool):
+        if str(tensor.dtype) not in self.dtypes or not (tensor.dtype.is_floating_point or tensor.dtype == torch.bool):
             raise Unknown(node, f"it casts to {tensor.dtype}", "the language computes in fp32: cast outside of the epilogue")
         return x
 
@@ -514,7 +523,7 @@ class Importer:
             if not isinstance(value, Value):
                 raise Unknown(node, "it is a result, and not computed of the product", "return it as it is, outside of the epilogue")
             text = f"bitmask({value.text})" if value.packed else f"cast(where({value.text}, 1, 0), int8)" if value.boolean else value.text
-            if not value.packed and dtype not in (torch.bool, torch.float32 if value.reduced else operands):
+            if not value.packed and dtype not in (torch.bool, torch.float32 if value.reduced and operands != torch.float64 else operands):
                 if not dtype.is_floating_point or str(dtype) not in BY_TORCH:
                     raise Unknown(node, f"its result is {dtype}", "cast it to a float outside of the epilogue")
                 text = f"cast({text}, {BY_TORCH[str(dtype)].name})"

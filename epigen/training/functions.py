@@ -36,7 +36,7 @@ Function = Callable[..., Any]
 
 
 def is_function(epilogue: object) -> bool:
-    return callable(epilogue) and not isinstance(epilogue, str | type)
+    return callable(epilogue) and not isinstance(epilogue, str | type | Kernel)
 
 
 class _Known:
@@ -85,8 +85,12 @@ def _parameters(function: Function) -> list[inspect.Parameter]:
     return [p for p in found if p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)]
 
 
+def name_of(function: Function) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
 def described(function: Function) -> str:
-    name = getattr(function, "__name__", type(function).__name__)
+    name = name_of(function)
     return f"the epilogue {name}" if name != "<lambda>" else "the epilogue"
 
 
@@ -128,6 +132,7 @@ def _after_bias(function: Function) -> Function:
     def biased(mm: Tensor, bias: Tensor, **inputs: Any) -> Any:
         return function(mm + bias, **inputs)
 
+    biased.__name__ = name_of(function)
     return biased
 
 
@@ -277,6 +282,8 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 def presented(found: Traced, inputs: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Tensor | float]:
     """The program's inputs: [..., N], [...], [N] or scalars. shape: of the product, [..., N]."""
     given = {**inputs, **found.held, **{name: inputs[own] for name, own in found.renamed.items()}}
+    for name, (own, calls) in found.viewed.items():
+        given[name] = functools.reduce(lambda value, call: call[0](value, *call[1]), calls, given[own])
     return {leaf.name: _presented(leaf, given[leaf.name], shape) for leaf in found.program.leaves}
 
 

@@ -71,7 +71,7 @@ class Linear(nn.Module):
         shown = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         if isinstance(self.epilogue, nn.Module):  # which is shown as what the layer holds
             return shown
-        return f"{shown}, epilogue={repr(self.epilogue) if isinstance(self.epilogue, str) else self.epilogue.__name__}"
+        return f"{shown}, epilogue={repr(self.epilogue) if isinstance(self.epilogue, str) else functions.name_of(self.epilogue)}"
 
 
 def without_bias(epilogue: str | Function) -> str:

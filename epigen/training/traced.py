@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from epigen.errors import CallError, CheckError, EpigenError, ParseError
 from epigen.ir.check import refused_name
-from epigen.training.aten import Imported, Importer, Unknown, name_of
+from epigen.training.aten import CALLED, Imported, Importer, Unknown, is_view, name_of
 from epigen.training.unlogged import unlogged
 
 Given = Tensor | float
@@ -34,11 +34,13 @@ Given = Tensor | float
 class Traced:
     """program: what the function computes. held: tensors of the function's own, by the names that they have as inputs of the program.
     renamed: by the same names, those arguments of the function that are called otherwise there, because the language has the names for itself.
+    viewed: by the same names, views of arguments or of what is held: its name, and what is called of it in turn, with the arguments that follow.
     results: the shape and dtype of each tensor that it returns. structure: what holds them."""
 
     program: Imported
     held: Mapping[str, Tensor]
     renamed: Mapping[str, str]
+    viewed: Mapping[str, tuple[str, tuple[tuple[Any, tuple[Any, ...]], ...]]]
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     structure: pytree.TreeSpec
 
@@ -79,29 +81,40 @@ def trace(
     module.graph.eliminate_dead_code()
     product, *placed = module.graph.find_nodes(op="placeholder")
     called_names = dict(zip(placed, names, strict=True))
+    for node, name in called_names.items():
+        node.meta[CALLED] = name
     held: dict[str, Tensor] = {}
     renamed: dict[str, str] = {}
+    viewed: dict[str, tuple[str, tuple[tuple[Any, tuple[Any, ...]], ...]]] = {}
     taken = {*names}
 
-    def named(node: fx.Node) -> str:
+    views = _views(module.graph, [*(n for n in placed if isinstance(inputs[called_names[n]], Tensor)), *module.graph.find_nodes(op="get_attr")])
+
+    def source(node: fx.Node) -> str:
+        """What an input is called by whoever gives it."""
         if node in called_names:
-            own = called_names[node]
-            if refused_name(own) is None:
-                return str(own)
-            if own not in renamed.values():
-                renamed[_free(own, taken)] = own
-            return next(name for name, known in renamed.items() if known == own)
+            return str(called_names[node])
         tensor = getattr(module, str(node.target))
-        name = _free(_name_in(function, tensor) or "constant", taken)
+        name = next((name for name, other in held.items() if other is tensor), "") or _free(_name_in(function, tensor) or "constant", taken)
         held[name] = tensor
         return name
 
-    importer = Importer(product, shape, named, derived=True)
+    def named(node: fx.Node) -> str:
+        calls: list[tuple[Any, tuple[Any, ...]]] = []
+        while node in views:
+            calls.insert(0, (node.target, node.args[1:]))
+            (node,) = node.all_input_nodes
+        own = source(node)
+        if calls:
+            return _known(viewed, (own, tuple(calls)), own, taken)
+        return own if node not in called_names or refused_name(own) is None else _known(renamed, own, own, taken)
+
+    importer = Importer(product, shape, named, over=views, derived=True)
     try:
         for node in module.graph.nodes:
             if node.op == "get_attr":
                 node.meta.setdefault("val", getattr(module, str(node.target)))
-            elif node.op == "call_function" and not (name_of(node) == "copy_" and node.args[0] is product):  # nothing else sees the product
+            elif node.op == "call_function" and node not in views and not _of_the_product_alone(node, product):
                 importer.add(node)
         (output,) = module.graph.find_nodes(op="output")
         results = [_checked(node, what) for node in output.args[0]]
@@ -117,7 +130,32 @@ def trace(
     except (ParseError, CheckError) as error:  # about a text that nobody wrote
         raise CallError(f"{what} is no epilogue: {error.diagnostics[0].message}; {error.diagnostics[0].hint}") from error
     values = [node.meta["val"] for node in results]
-    return Traced(program, held, renamed, tuple((tuple(v.shape), v.dtype) for v in values), structure[0])
+    return Traced(program, held, renamed, viewed, tuple((tuple(v.shape), v.dtype) for v in values), structure[0])
+
+
+def _of_the_product_alone(node: fx.Node, product: fx.Node) -> bool:
+    """Whether a node writes to the product, which nothing else sees."""
+    return name_of(node) == "copy_" and node.args[0] is product
+
+
+def _views(graph: fx.Graph, inputs: Sequence[fx.Node]) -> Sequence[fx.Node]:
+    """What is a view, or a part, of an input alone. The program reads through it where it can, and is given it where it cannot."""
+    found: list[fx.Node] = []
+    for node in graph.nodes:
+        if (
+            node.op == "call_function"
+            and (is_view(node) or name_of(node) in ("select", "slice"))
+            and all(n in found or n in inputs for n in node.all_input_nodes)
+        ):
+            found.append(node)
+    return found
+
+
+def _known(names: dict[str, Any], value: Any, base: str, taken: set[str]) -> str:
+    """The name of a value among those that have one; else one that is free."""
+    name = next((name for name, other in names.items() if other == value), "") or _free(base, taken)
+    names[name] = value
+    return name
 
 
 def _empty(value: Given, fake: FakeTensorMode) -> Tensor:
@@ -143,7 +181,7 @@ class _Seen(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's own signature
         stack = traceback.extract_stack()
         inside = stack[max(place for place, frame in enumerate(stack) if (frame.filename, frame.name) == (__file__, "flat")) + 1 :]
-        own = [frame for frame in inside if not frame.filename.startswith((_TORCHS, __file__))]
+        own = [frame for frame in inside if not frame.filename.startswith(_OTHERS)]
         place = f"line {own[-1].lineno} of {Path(own[-1].filename).name}: {own[-1].line}" if own else ""
         if func == _ASKS and inside[-2] in own:
             raise CallError(f"{self.what} asks whether a tensor requires a gradient ({place}), and is traced once for those that do and those that do not")
@@ -158,7 +196,7 @@ class _Seen(TorchFunctionMode):
         return pytree.tree_map_only(Tensor, Tensor.detach, result)
 
 
-_TORCHS = str(Path(torch.__file__).parent)
+_OTHERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _ASKS, _DATA = (getattr(Tensor, name).__get__ for name in ("requires_grad", "data"))
 
 
