@@ -243,6 +243,30 @@ def test_booleans_that_leave_a_region_are_booleans() -> None:
     assert "int8" in agree(function, *drawn((5, 8), (8, 6)))["forward (5, 6, 8)"]
 
 
+def test_operations_on_booleans() -> None:
+    """What numbers have too, as isfinite multiplies two, is what it is of booleans: one condition leaves the kernel for the backward, not two."""
+    for operation in (torch.mul, torch.add, torch.eq, torch.ne, torch.maximum, torch.minimum, lambda p, q: torch.where(p, q, ~q)):
+
+        def function(x: Tensor, w: Tensor, operation: Any = operation) -> Tensor:
+            y = x @ w
+            return torch.where(operation(y > 0.1, y.abs() < 1), y, 0.25)
+
+        program = agree(function, *drawn((5, 8), (8, 6)))["forward (5, 6, 8)"]
+        assert "mm > 0.1" in program and "abs(mm) < 1" in program and program.count("int8") == 1, program
+    finite = agree(lambda x, w: torch.nan_to_num(x @ w).exp(), *drawn((5, 8), (8, 6)))["forward (5, 6, 8)"]
+    assert "exp(" in finite and "mm == mm" in finite
+
+
+def test_what_is_refused_as_a_whole_costs_no_more_than_itself() -> None:
+    """A sum over the rows of one column, which elements are joined with: the language has both, and not together."""
+
+    def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        y = torch.tanh(x @ w)
+        return (y - y.mean(0)).exp() @ v + y @ v
+
+    assert agree(function, *drawn((5, 8), (8, 1), (1, 3)))["forward (5, 1, 8)"] == "tanh(mm)"
+
+
 def test_double_precision_is_left() -> None:
     assert agree(lambda x, w: F.tanh((x @ w).double()).float(), *drawn((5, 8), (8, 6)))["forward (5, 6, 8)"] == "nothing elementwise follows it"
     doubles = [t.double() for t in drawn((5, 8), (8, 6))]
@@ -436,8 +460,22 @@ def test_what_is_left_is_inductors_own() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("rest", ["inductor", "eager"])
+def test_inductors_options_hold_where_graphs_are_written_down(rest: str) -> None:
+    """Which operations are taken apart hangs on them: with fallback_random a model drops what eager torch drops."""
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Dropout(0.5), nn.Linear(64, 4)), torch.randn(6, 8)
+    torch._dynamo.reset()
+    results = []
+    for model in (module, torch.compile(module, backend=backend, options={"rest": rest, "fallback_random": True})):
+        torch.manual_seed(3)
+        results.append(gradients(model, module, x))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
 def test_a_users_own_pass_of_inductors_comes_first() -> None:
     """And is called by epigen's, since torch 2.11 takes no list of passes."""
+    torch._dynamo.reset()
     order: list[str] = []
     model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU()), torch.randn(4, 8)
     options = {"post_grad_custom_pre_pass": lambda _graph: order.append("own"), "report": lambda _seen: order.append("epigen")}

@@ -37,6 +37,7 @@ def backend(module: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None =
     Raises CallError for values that these have not, and for options that neither epigen nor Inductor has.
     """
     from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
@@ -68,8 +69,10 @@ def backend(module: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None =
     else:
         patches["fx_graph_cache"] = False  # which holds what Inductor has made of the same graph
     before = fusing.graphs
+    with config.patch(patches):  # such as fallback_random, by which random numbers are torch's own
+        decompositions = whole.kept_whole()
     compiled: Any = compile_fx(
-        module, inputs, inner_compile=by_inductor if rest == "inductor" else by_torch, config_patches=patches, decompositions=whole.kept_whole()
+        module, inputs, inner_compile=by_inductor if rest == "inductor" else by_torch, config_patches=patches, decompositions=decompositions
     )
     if fusing.graphs == before:
         record.restored += 1
@@ -137,6 +140,7 @@ class Packing(Pass):
     """The pass over forward and backward as one graph, before they are parted."""
 
     def run(self, graph: fx.Graph) -> None:
+        joint.keep_compared(graph)
         joint.keep_bits(graph, self.tune)
 
 

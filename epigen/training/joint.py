@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.utils.checkpoint import CheckpointPolicy
 
 from epigen.training import regions
-from epigen.training.aten import same
+from epigen.training.aten import is_view, same
 from epigen.training.regions import Left, Region
 from epigen.training.rewrite import called
 
@@ -57,6 +58,27 @@ def keep_bits(graph: fx.Graph, tune: str | None = None) -> None:
         _tie(graph, mask, needed)
     if packed:
         stable_topological_sort(graph)
+
+
+_NAMES = (_aten.alias.default, _aten.detach.default)
+_EXTREMES = (_aten.amax.default, _aten.amin.default, _aten.max.default, _aten.min.default)
+
+
+def keep_compared(graph: fx.Graph) -> None:
+    """Have kept what the backward looks for its largest element in, as that of `amax` does: computed again, by another kernel or without being rounded, no element
+    need equal what the forward found, and torch would divide by how many do."""
+    for node in graph.find_nodes(op="call_function", target=_aten.eq.Tensor):
+        given = [_viewed(x) for x in node.all_input_nodes]
+        for value in given:
+            if value.op == "call_function" and any(x.target in _EXTREMES for x in given if x is not value):
+                value.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """What a value is a view of, or another name."""
+    while is_view(node) or node.target in _NAMES:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def settle(graph: fx.Graph, tune: str | None = None) -> None:
@@ -138,7 +160,7 @@ def _question(node: fx.Node, late: Collection[fx.Node]) -> Question | None:
 
 def _named(node: fx.Node) -> fx.Node:
     """What a value is another name of."""
-    while node.target in (_aten.alias.default, _aten.detach.default):
+    while node.target in _NAMES:
         node = node.args[0]  # type: ignore[assignment]
     return node
 

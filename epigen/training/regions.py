@@ -166,8 +166,19 @@ def _kernel_of(region: Region) -> tuple[expected.Problem, Target] | None:
 
 def promising(product: Product, levels: Levels, tune: str | None) -> Region | Left:
     """A region that is expected to pay, as far as nothing is compiled."""
+    try:
+        return _promising(product, _grown(product), levels, tune)
+    except (Unknown, EpigenError):
+        pass
+    try:  # without what the language takes alone and not together with the rest, such as a sum over rows that elements are joined with
+        return _promising(product, _grown(product, checked=True), levels, tune)
+    except (Unknown, EpigenError) as error:
+        return Left(str(error).partition("\n")[0], True)
+
+
+def _promising(product: Product, nodes: list[fx.Node], levels: Levels, tune: str | None) -> Region | Left:
+    """nodes: those grown. Raises Unknown, ParseError, CheckError."""
     dtype = product.a.meta["val"].dtype
-    nodes = _grown(product)
     if not any(map(_computes, nodes[1:])):
         return Left("nothing elementwise follows it")
     nodes = _trimmed(nodes, levels)
@@ -175,11 +186,8 @@ def promising(product: Product, levels: Levels, tune: str | None) -> Region | Le
         return Left("the kernel that reads it next does what follows it as well", True, True)
     outputs = _outputs(nodes)
     inside = set(nodes)
-    try:
-        leaves = _imported(product, nodes, outputs, dtype, ()).leaves
-        imported = _imported(product, nodes, outputs, dtype, _taken_over([leaf.node for leaf in leaves], inside))
-    except (Unknown, EpigenError) as error:
-        return Left(str(error).partition("\n")[0], True)
+    leaves = _imported(product, nodes, outputs, dtype, ()).leaves
+    imported = _imported(product, nodes, outputs, dtype, _taken_over([leaf.node for leaf in leaves], inside))
     tiles = len([x for x in imported.leaves if x.indices == "mn"]) + len([x for x in imported.outputs if x == "mn"])
     if tiles > MOST_TILES:
         return Left(f"it reads and writes {tiles} tiles, and a kernel holds at most {MOST_TILES}", True)
@@ -223,8 +231,11 @@ def _namer() -> Callable[[fx.Node], str]:
     return lambda node: known.setdefault(node, f"x{len(known)}")
 
 
-def _grown(product: Product) -> list[fx.Node]:
-    """All that can be computed with a product: what is in the language, and reads nothing that depends on the product from outside."""
+def _grown(product: Product, checked: bool = False) -> list[fx.Node]:
+    """All that can be computed with a product: what is in the language, and reads nothing that depends on the product from outside.
+
+    checked: also as a program of each node alone, which takes longer, and which nearly all pass.
+    """
     try:
         importer = _importer(product)
     except Unknown:
@@ -234,6 +245,8 @@ def _grown(product: Product) -> list[fx.Node]:
         if not any(s in outside for s in node.all_input_nodes):
             try:
                 importer.add(node)
+                if checked and not isinstance(node.meta.get("val"), tuple | list):
+                    importer.program([node], product.a.meta["val"].dtype)
             except (Unknown, EpigenError):
                 pass
             else:
