@@ -480,6 +480,13 @@ def test_gradients_are_those_of_the_function(function: Callable[[Tensor], Tensor
         assert close(ours, theirs)
 
 
+def test_a_scale_of_what_is_detached() -> None:
+    x, weight = torch.randn(6, K, requires_grad=True), torch.randn(N, K)
+    y, scale = epigen.linear(x, weight, epilogue=lambda mm: (F.silu(mm), mm.detach().amax(-1)))
+    assert close(scale, (x @ weight.T).amax(-1))
+    assert close(*torch.autograd.grad(y.sum(), x), *torch.autograd.grad(F.silu(x @ weight.T).sum(), x))
+
+
 def test_an_input_that_is_detached_has_no_gradient() -> None:
     x, weight, gate = torch.randn(6, K), torch.randn(N, K, requires_grad=True), torch.randn(N, requires_grad=True)
     epigen.linear(x, weight, epilogue=lambda mm, gate: mm * gate.detach(), gate=gate).sum().backward()

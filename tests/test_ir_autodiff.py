@@ -100,6 +100,12 @@ def test_what_goes_in_steps_or_is_detached_passes_no_gradient_on(text: str) -> N
     agree(f"mm * {text} + bias")
 
 
+def test_what_is_computed_of_what_is_detached_needs_no_derivative() -> None:
+    """As a scale that is looked for beside what is trained."""
+    agree("v = relu(mm + bias); v, max(detach(v), n), amax(round(mm))")
+    assert derive(graph_of("v = silu(mm); v, max(detach(v), n)")).backward.text == derive(graph_of("silu(mm)")).backward.text
+
+
 _E = math.e
 _BRANCHES: dict[str, tuple[list[float], list[float]]] = {
     "where(mm > 0, mm, exp(mm) - 1)": ([1000.0, -1.0], [1.0, 1 / _E]),

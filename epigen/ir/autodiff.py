@@ -89,7 +89,9 @@ class _Tape:
         for node in graph.nodes:
             wanted = node.op in (g.MM, g.INPUT) and (node.name or MM) in wrt
             wanted |= node.op == g.OPERAND and MM in wrt
-            self.leads.append(wanted or (node.kind == NUMBER and any(self.leads[a] for a in node.args)))
+            passing = rules.gradients(node.op) if node.op in ops.TABLE else node.args  # past a step, or what is detached, nothing is needed
+            leads = bool(passing) and any(self.leads[a] for a, rule in zip(node.args, passing, strict=True) if rule is not None)
+            self.leads.append(wanted or (node.kind == NUMBER and leads))
         self.grows: list[bool] = []
         """Whether a forward node, or its derivative, may be infinite where what it is computed of is finite."""
         for node in graph.nodes:
