@@ -151,7 +151,7 @@ def models() -> str:
     columns += ["Inductor without pointwise kernels", "host, of epigen"]
     first = result["rows"][0]
     commits = Counter(row["commit"] for row in result["rows"] if "commit" in row)
-    older = "".join(f"; {count} rows are of commit {commit}" for commit, count in commits.items())
+    older = "".join(f"; {count} row{'s are' if count > 1 else ' is'} of commit {commit}" for commit, count in commits.items())
     means = ", ".join(f"{what} {geometric(ratios):.2f} (median {statistics.median(ratios):.2f})" for what, ratios in reached.items())
     head = (
         f"{first['layers']} layers of real models in bf16, {first['tokens']} tokens, random weights, untuned: `torch.compile` with Inductor and with "
@@ -161,6 +161,7 @@ def models() -> str:
         "speed is what is compared. "
         f"`python -m bench.models`{older}"
     )
+    every = [*result["rows"], *result.get("earlier", [])]
     beside = [
         f"{said}: "
         + "; ".join(
@@ -169,9 +170,11 @@ def models() -> str:
         )
         + "."
         for way, other, against, said in _BESIDE
-        if (rows := [row for row in result["rows"] if {way, other} <= set(row["step_ms"])])
+        if (rows := [row for row in every if {way, other} <= set(row["step_ms"])])
     ]
-    if trained := {row["model"]: row["losses"] for row in result["rows"] if row.get("losses")}:
+    if older := sorted({row["commit"] for row in result.get("earlier", [])}):
+        beside.append(f"Of these, models that the last run did not tune are of {', '.join(older)}.")
+    if trained := {row["model"]: row["losses"] for row in every if row.get("losses")}:
         worst = {way: max(found["apart"][way] for found in trained.values()) for way in ("epigen", "inductor", "fuse", "fp32")}
         beside.append(
             f"Losses of {' and '.join(trained)} over {max(found['steps'] for found in trained.values())} steps of training lie at most {worst['epigen']:.1g} of them from eager's "
