@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -322,6 +323,49 @@ def test_a_model_is_traced_symbolically() -> None:
     gated, given = Gated(), (drawn(5, 8), drawn(5, 20))
     with torch.no_grad():
         torch.testing.assert_close(fx.symbolic_trace(gated)(*given), gated(*given))
+
+
+def test_a_kernels_call_is_traced_symbolically() -> None:
+    """With several results too, and over a product that is there."""
+    w, bias = drawn(8, 4), drawn(4, seed=1)
+    one, several = epigen.compile("relu(mm + bias)"), epigen.compile("z = mm * s; z, sum(z, n)")
+
+    class Calls(nn.Module):
+        def forward(self, x: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+            z, rows = several(x, w, s=0.5)
+            return one(x, w, bias=bias) * 2, z, rows, one.over(x @ w, bias=bias)
+
+    traced = fx.symbolic_trace(Calls())
+    assert operations(traced.graph) == ["z = mm * s; z, sum(z, n)", "relu(mm + bias)", "relu(mm + bias)"]
+    for m in (3, 5):
+        torch.testing.assert_close(traced(drawn(m, 8), w, bias), Calls()(drawn(m, 8), w, bias))
+    with pytest.raises(CallError, match="operand a is a str, and a tensor was expected"):
+        one("x", w, bias=bias)
+
+
+@pytest.mark.parametrize(
+    "make", [Called, Gated, Masked, fused, lambda: epigen.nn.MLP([8, 16, 4], "gelu")], ids=["a kernel", "several results", "masks", "fused", "MLP"]
+)
+def test_a_model_is_traced_by_torch_jit(make: Callable[[], nn.Module]) -> None:
+    """In torch's own operations: nothing that a kernel did is a constant there, and its results hang on what goes in."""
+    model = make().eval()
+    given = [drawn(5, 8), *([drawn(5, 20)] if isinstance(model, Gated) else [])]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit, about its age and the shapes that are checked
+        traced = torch.jit.trace(model, tuple(given), check_trace=False)
+    assert "epigen::" not in str(traced.inlined_graph)
+    more = [drawn(*t.shape, seed=7) for t in given]
+    torch.testing.assert_close(traced(*more), model(*more))
+
+
+def test_torch_jit_sees_what_runs_as_an_operation_too() -> None:
+    """As on a GPU a kernel does, of which torch.jit sees nothing."""
+    call = ("relu(mm + bias), sum(mm, n)", None, drawn(5, 8), drawn(8, 4), [drawn(4)], [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(lambda a, b, c: tuple(library.program(*call[:2], a, b, [c], [])), (*call[2:4], *call[4]), check_trace=False)
+    given = drawn(5, 8, seed=3), drawn(8, 4, seed=4), drawn(4, seed=5)
+    torch.testing.assert_close(traced(*given), tuple(library.program(*call[:2], *given[:2], [given[2]], [])))
 
 
 def test_a_traced_layer_adds_to_its_buffer() -> None:

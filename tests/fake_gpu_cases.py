@@ -848,6 +848,19 @@ def test_modes_of_torch(through_triton: Watch) -> None:
     assert through_triton.count < 6 and len(kernel._prepared) == 1
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch.jit, about its age and the shapes that are checked
+def test_torch_jit_is_told_of_a_call_however_warm(gpu: FakeGpu) -> None:
+    """Or what the kernel had written would be a constant of what it has traced."""
+    kernel = compiled("relu(mm)")
+    a, b = operands()
+    for _ in range(3):
+        kernel(a, b)
+    launched = gpu.library.fake_launches()
+    traced = torch.jit.trace(lambda x, y: kernel(x, y), (a, b), check_trace=False)
+    assert gpu.library.fake_launches() == launched
+    torch.testing.assert_close(traced(a.neg(), b), torch.relu(-a.float() @ b.float()).to(a.dtype), rtol=0.02, atol=0.02)
+
+
 # -- who takes part
 
 

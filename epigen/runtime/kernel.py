@@ -158,7 +158,7 @@ class Kernel:
         arguments.check_positional("mm is", len(extra), self._inputs)
         if PRODUCT in inputs:
             raise CallError("the program has no input 'mm': it is the product, given once and by position")
-        if is_dynamo_compiling() or traced():
+        if is_dynamo_compiling() or traced() or (not isinstance(mm, Tensor) and _stands_for_one(mm)):
             return self._operation((mm,), inputs, out)
         kernel = self._over
         nothing: Any = None
@@ -175,6 +175,8 @@ class Kernel:
 
     def _call(self, operands: Operands, inputs: Mapping[str, Any], out: Any) -> Any:
         """A call that is like none of the last ones."""
+        if any(map(_stands_for_one, (*operands, *inputs.values()))):
+            return self._operation(operands, inputs, out)
         outs, form = outputs.given(out, self._names), _form(out)
         arguments.check_no_gradient((*operands, *inputs.values(), *outs.values()))
         if self._known_as is not None and traced():
@@ -229,15 +231,16 @@ class Kernel:
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*operands, *inputs.values())):
             raise CallError(arguments.NO_GRADIENT)
         arguments.check_names(self._inputs, inputs)
-        for name, operand in zip(("a", "b") if len(operands) == 2 else (PRODUCT,), operands, strict=True):
-            if not isinstance(operand, Tensor):
+        several: tuple[Any, ...] = operands
+        for name, operand in zip(("a", "b") if len(operands) == 2 else (PRODUCT,), several, strict=True):
+            if not (isinstance(operand, Tensor) or _stands_for_one(operand)):
                 raise CallError(f"operand {name} is {arguments.kind(operand)}, and a tensor was expected")
         text, tune, options = self._known_as
         given = [inputs[name] for name in self._input_names]
         if is_dynamo_compiling():
             given = [v if isinstance(v, Tensor) else arguments.traced_number(v, operands[0].device) for v in given]
-        numbers = [arguments.number(name, v) for name, v in zip(self._input_names, given, strict=True) if not isinstance(v, Tensor)]
-        tensors = [v if isinstance(v, Tensor) else None for v in given]
+        tensors = [v if isinstance(v, Tensor) or _stands_for_one(v) else None for v in given]
+        numbers = [arguments.number(name, v) for name, v, tensor in zip(self._input_names, given, tensors, strict=True) if tensor is None]
         if out is None:
             if len(operands) == 2:
                 results = torch.ops.epigen.program.default(text, tune, *operands, tensors, numbers, options=options)
@@ -251,7 +254,7 @@ class Kernel:
                 )
             results = [outs[name] for name in self._names]
             torch.ops.epigen.into.default(text, tune, list(operands), tensors, numbers, results, options=options)
-        return results[0] if self._outputs is None else tuple.__new__(self._outputs, results)
+        return results[0] if self._outputs is None else tuple.__new__(self._outputs, [results[place] for place in range(len(self._names))])
 
     def _remember(self, form: type, again: Again, prepared: Prepared) -> None:
         """Have the next call like this one found by comparison."""
@@ -453,11 +456,16 @@ def _key(operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tenso
     return (*map(arguments.key, operands), *((name, arguments.key(value)) for name, value in named), len(inputs), process_precision())
 
 
+def _stands_for_one(value: Any) -> bool:
+    """Whether a value is none of torch's tensors and takes part in its functions as one does: a proxy of torch.fx, which writes them down."""
+    return not isinstance(value, Tensor) and hasattr(type(value), "__torch_function__")
+
+
 def traced() -> bool:
-    """Whether one of torch's modes is to see what is called: what writes it down (torch.export, make_fx), counts it, or has no tensors but fake ones.
+    """Whether one of torch's modes is to see what is called: what writes it down (torch.export, make_fx, torch.jit), counts it, or has no tensors but fake ones.
 
     Not where an operation runs, for a mode is out of the way by then."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
 
 
 def _form(out: Any) -> type | None:

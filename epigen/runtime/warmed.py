@@ -59,7 +59,8 @@ def warmed(prepared: Prepared, operands: Operands, inputs: Mapping[str, Any], ou
     returned = _outputs(text, out, len(results))
     given = dict(zip(names, values, strict=True)) | (dict(zip(returned, results, strict=True)) if out is not None else {})
     _compare(text, given)
-    ways = [f"{text.hold(torch._C._len_torch_dispatch_stack)}()"]  # one of torch's modes is to see the call
+    # one of torch's modes is to see the call, or torch.jit writes it down
+    ways = [f"{text.hold(torch._C._len_torch_dispatch_stack)}()", f"{text.hold(torch._C._get_tracing_state)}() is not None"]
     if any(t.requires_grad for t in tensors):
         ways.append(f"{text.hold(torch.is_grad_enabled)}()")
     _refuse(text, *_modes(text, prepared.plan), *ways, *filter(None, [observed]))

@@ -2,8 +2,8 @@
 a machine without epigen.
 
 That is in torch.func (grad, vjp, jvp, jacfwd, hessian, vmap, …), of dual numbers (torch.autograd.forward_ad): a kernel has no derivative of that kind, and torch
-would go on without it; and in a program that torch.export wrote down, by `decompositions`. It is the reference, with a kernel's rounding points; every
-intermediate goes through memory.
+would go on without it; in what torch.jit.trace writes down; and in a program that torch.export wrote down, by `decompositions`. It is the reference, with a
+kernel's rounding points; every intermediate goes through memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def asked(values: Iterable[Tensor]) -> bool:
     """Whether a layer of these has to be computed in this way. While torch.compile traces it is not, and the operations refuse."""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._are_functorch_transforms_active() or any(map(arguments.has_tangent, values))
+    return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None or any(map(arguments.has_tangent, values))
 
 
 def run(text: str, x: Tensor, weight: Tensor, inputs: Mapping[str, Tensor | float]) -> list[Tensor]:

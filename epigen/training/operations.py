@@ -56,6 +56,7 @@ def define() -> None:
             library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         else:
             library.impl(name, _later("REFUSING", name), "Autograd", with_keyset=True)
+            library.impl(name, _written_out(name), "Tracer")
         torch.library.register_fake(f"epigen::{name}", _later("FAKE", name), lib=library)
     for name in MAPPED:
         torch.library.register_vmap(f"epigen::{name}", _later("MAPPED", name), lib=library)
@@ -68,6 +69,17 @@ def _later(table: str, name: str) -> Callable[..., Any]:
 
     def run(*args: Any, **options: Any) -> Any:
         return getattr(_implementations(), table)[name](*args, **options)
+
+    return run
+
+
+def _written_out(name: str) -> Callable[..., Any]:
+    """What torch.jit.trace, and torch.onnx.export with dynamo=False, write down of an operation: their graphs have no place for a list of inputs with None in it."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        from epigen.training.composed import WRITTEN_OUT
+
+        return WRITTEN_OUT[getattr(torch.ops.epigen, name).default](*args, **options)
 
     return run
 
