@@ -287,6 +287,29 @@ def test_autocast() -> None:
     assert {s.program for s in seen if s.taken} >= {"mm, silu(mm) * x0[m,n]"} and {s.dtype for s in seen} == {"torch.bfloat16"}
 
 
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**60], ids=["plain", "overflow"])
+def test_grad_scaler(scale: float) -> None:
+    """Three steps in float16; of those that overflow the scale is halved and the weights stay."""
+    found = []
+    for way in ("eager", "epigen"):
+        torch.manual_seed(0)
+        module = Block()
+        model: Any = module if way == "eager" else compiled(module)[0]
+        scaler, optimizer, x = torch.amp.GradScaler("cpu", init_scale=scale), torch.optim.SGD(module.parameters(), lr=0.1), torch.randn(3, 5, 16)
+        for _ in range(3):
+            with torch.autocast("cpu", torch.float16):
+                loss = model(x).float().square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        found.append([*(p.detach().clone() for p in module.parameters()), torch.tensor(scaler.get_scale())])
+    torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-3)
+    assert (found[1][-1].item() == scale) == (scale == 2.0**10)
+
+
 def test_checkpoints() -> None:
     torch.manual_seed(0)
     module, x = Block(), torch.randn(3, 5, 16)

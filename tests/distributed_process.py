@@ -34,6 +34,8 @@ def run(rank: int, count: int, place: str) -> None:
     mistakes(mesh)
     gathered(mesh)
     compiled(mesh)
+    for way in ("DDP", "FSDP", "FSDP of compiled blocks", "TP"):
+        by_the_backend(mesh, way)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     os._exit(0)  # as tests/training_process.py says
@@ -148,3 +150,46 @@ def compiled(mesh: DeviceMesh) -> None:
 
     x = distribute_tensor(drawn(6, 8, seed=2), mesh, [Replicate()])
     same(torch.compile(model, backend="aot_eager", fullgraph=True)(x), whole(model(x)))
+
+
+class Block(nn.Module):
+    """Of torch's own layers, which the backend has to find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return found
+
+
+def by_the_backend(mesh: DeviceMesh, way: str) -> None:
+    """torch.compile(backend="epigen") of a model in parts, or with a part of the batch: three steps' results, and the gradients."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = nn.Sequential(Block(), Block(), nn.Linear(16, 4))
+    plain, seen, rank, count = copy.deepcopy(model), list[Any](), mesh.get_local_rank(), mesh.size()
+    told: dict[str, Any] = {"backend": "epigen", "options": {"rest": "eager", "report": seen.extend}}
+    for block in model[:2] if way != "DDP" else ():
+        if way == "TP":
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        else:
+            if way == "FSDP of compiled blocks":
+                block.compile(**told)
+            fully_shard(block, mesh=mesh)
+    run: Any = nn.parallel.DistributedDataParallel(model) if way == "DDP" else model if way == "TP" else fully_shard(model, mesh=mesh)
+    if way != "FSDP of compiled blocks":
+        run = torch.compile(run, **told)
+    parts, x = 1 if way == "TP" else count, drawn(8, 5, 16)
+    for _ in range(3):
+        model.zero_grad()
+        plain.zero_grad()
+        found, expected = run(x.chunk(parts)[rank if parts > 1 else 0]), plain(x)
+        same(found, expected.chunk(parts)[rank if parts > 1 else 0])
+        whole(found).square().sum().backward()
+        (expected.square().sum() / parts).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        same(p.grad, q.grad)
+    texts = [s.program for s in seen if s.taken]
+    assert any("dgelu" in text for text in texts) and any("out0, gelu" in text or "gelu(" in text for text in texts), (way, texts)
