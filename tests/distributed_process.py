@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import epigen
 from epigen.errors import CallError
+from epigen.training.backend import backend
 
 
 def run(rank: int, count: int, place: str) -> None:
@@ -165,12 +166,12 @@ class Block(nn.Module):
 
 
 def by_the_backend(mesh: DeviceMesh, way: str) -> None:
-    """torch.compile(backend="epigen") of a model in parts, or with a part of the batch: three steps' results, and the gradients."""
+    """torch.compile by the backend of a model in parts, or with a part of the batch: three steps' results, and the gradients."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model = nn.Sequential(Block(), Block(), nn.Linear(16, 4))
     plain, seen, rank, count = copy.deepcopy(model), list[Any](), mesh.get_local_rank(), mesh.size()
-    told: dict[str, Any] = {"backend": "epigen", "options": {"rest": "eager", "report": seen.extend}}
+    told: dict[str, Any] = {"backend": backend, "options": {"rest": "eager", "report": seen.extend}}
     for block in model[:2] if way != "DDP" else ():
         if way == "TP":
             parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
