@@ -1,7 +1,8 @@
 """Layers of real models, in bf16 with random weights: eager, torch.compile, backend="epigen" and epigen.fuse, forward alone and a training step.
 
 Beside each stands what its products take alone, and what Inductor's pointwise kernels do, which is the most that fusing could spare, as those of eager's are that
-a fused model does without. With --graphs as CUDA graphs too, which take the host's time out; with --losses the losses of each way's training. Run: python -m bench.models [--models a,b] [--tuned a,b] [--graphs a,b] [--losses a,b]
+a fused model does without. With --graphs as CUDA graphs too, which take the host's time out; with --losses the losses of each way's training.
+Run: python -m bench.models [--models a,b] [--tuned a,b] [--graphs a,b] [--losses a,b]; --merge puts such results together.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import argparse
 import copy
 import functools
 import gc
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -230,6 +233,34 @@ def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argpa
     }
 
 
+def merged(result: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
+    """A result with a newer one's rows in place of the same models' own. Of what these were run as and the newer ones were not, they are kept as `earlier`."""
+    environment, commit = newer["environment"], newer["environment"]["commit"]
+    if any(result["environment"][k] != environment[k] for k in ("gpu", "torch", "triton")):
+        raise SystemExit(
+            f"{commit} ran on {environment['gpu']}, torch {environment['torch']}, Triton {environment['triton']}: a result holds rows of one GPU and version"
+        )
+
+    def known(row: Mapping[str, Any], of: Mapping[str, Any]) -> dict[str, Any]:
+        at = row.get("commit", of["environment"]["commit"])
+        return {k: v for k, v in row.items() if k != "commit"} | ({} if at == commit else {"commit": at})
+
+    def model(row: Mapping[str, Any]) -> tuple[str, int]:
+        return row["model"], row["tokens"]
+
+    rows = {model(row): known(row, result) for row in result["rows"]}
+    before = [*(known(row, result) for row in result.get("earlier", [])), *rows.values()]
+    fresh = {model(row): known(row, newer) for row in newer["rows"]}
+    rows |= fresh
+    earlier = [row for row in before if row is not rows[model(row)] and not _measured(row) <= _measured(rows[model(row)])]
+    last = {(model(row), _measured(row)): row for row in earlier}  # of those that were run as the same
+    return {"environment": dict(environment), "rows": list(rows.values()), "earlier": list(last.values())}
+
+
+def _measured(row: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(row["step_ms"]) | ({"losses"} if row.get("losses") else set())
+
+
 def losses(plain: nn.Module, x: Tensor, ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The losses of training on one batch from the same weights, by way, and how far each way's are from eager's at most, in parts of them.
 
@@ -275,7 +306,14 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="what each product's program is measured to save, too")
     parser.add_argument("--autotune", default="", help="models that run as max-autotune-no-cudagraphs compiles them too, which takes minutes")
     parser.add_argument("--more", action="store_true", help="keep the other models' rows that the result holds")
+    parser.add_argument("--merge", nargs="+", type=Path, default=[], help="run nothing, and put these results' rows into the result")
     options = parser.parse_args()
+    if options.merge:
+        found = json.loads((options.out / "models.json").read_text())
+        for path in options.merge:
+            found = merged(found, json.loads(path.read_text()))
+        print(record.write("models", found, options.out))
+        return
     record.gpu_at_hand()
     torch._dynamo.config.recompile_limit = 64  # each way is another compilation of the same forward
     environment = record.environment(options.commit)

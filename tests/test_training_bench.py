@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import epigen
-from bench import digits, networks, peers, record, training
+from bench import digits, models, networks, peers, record, training
 from bench.digits import Digits
 from bench.networks import LAYERS, Network
 from epigen.runtime import device
@@ -359,3 +359,26 @@ def test_every_contender_is_right_timed_and_weighed_on_a_gpu() -> None:
     for activation in networks.ACTIVATIONS:  # as in the claim, activations are larger than weights
         claims = training.verdicts([training.weighed(1024, 4096, activation)])
         assert all(one["met"] for one in claims), claims
+
+
+# -- models
+
+
+def test_a_newer_run_of_models_keeps_what_it_did_not_measure() -> None:
+    def result(commit: str, **rows: tuple[tuple[str, ...], dict[str, Any]]) -> dict[str, Any]:
+        about = {"gpu": "H100", "torch": "2.11", "triton": "3.6", "commit": commit}
+        return {
+            "environment": about,
+            "rows": [{"model": name, "tokens": 8192, "step_ms": dict.fromkeys(ways, 1.0)} | more for name, (ways, more) in rows.items()],
+        }
+
+    plain = ("eager", "epigen")
+    first = result("a", bert=((*plain, "tuned"), {}), llama=(plain, {}), opt=(plain, {"losses": {"steps": 50}}))
+    found = models.merged(first, result("b", bert=(plain, {}), opt=(plain, {})))
+    assert {row["model"]: row.get("commit") for row in found["rows"]} == {"bert": None, "llama": "a", "opt": None}
+    assert [(row["model"], row["commit"]) for row in found["earlier"]] == [("bert", "a"), ("opt", "a")]
+    again = models.merged(found, result("c", bert=((*plain, "tuned"), {}), llama=(plain, {})))
+    assert {row["model"]: row.get("commit") for row in again["rows"]} == {"bert": None, "llama": None, "opt": "b"}
+    assert [(row["model"], row["commit"]) for row in again["earlier"]] == [("opt", "a")]
+    with pytest.raises(SystemExit, match="rows of one GPU and version"):
+        models.merged(found, {"environment": first["environment"] | {"gpu": "H200"}, "rows": []})
