@@ -195,7 +195,7 @@ FUNCTIONS: dict[str, Any] = {
     "where": where,
     "maximum": maximum, "minimum": minimum,
     "sum": _reduction(operator.add), "max": _reduction(maximum), "reduce_or": _reduction(operator.or_),
-    **{name: elementwise(getattr(torch, name)) for name in ("abs", "exp", "exp2", "log", "sqrt", "rsqrt", "erf")},
+    **{name: elementwise(getattr(torch, name)) for name in ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "erf", "sin", "cos", "floor", "ceil")},
 }  # fmt: skip
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import cases
@@ -19,6 +21,7 @@ from programs import programs
 from test_differential import arguments
 
 import epigen
+from epigen import ops
 from epigen.codegen.render import Rendered
 from epigen.codegen.schedules import WARP_SPECIALIZED
 from epigen.codegen.spec import LAYOUTS
@@ -172,6 +175,12 @@ def configs(draw: st.DrawFn) -> dict[str, int]:
     config["block_n"] = min(config["block_n"], 64)
     config["num_stages"] = min(config["num_stages"], 3)
     return config
+
+
+def test_all_that_rows_are_written_in_can_be_run() -> None:
+    """Which of it the kernels of random programs meet hangs on how many rows there are."""
+    used = set(re.findall(r"\btl\.(\w+)\(", Path(ops.__file__).read_text()))
+    assert {"exp2", "sin"} <= used <= set(vars(gluon_on_cpu.LANGUAGE))
 
 
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
