@@ -241,17 +241,12 @@ def merged(result: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any
             f"{commit} ran on {environment['gpu']}, torch {environment['torch']}, Triton {environment['triton']}: a result holds rows of one GPU and version"
         )
 
-    def known(row: Mapping[str, Any], of: Mapping[str, Any]) -> dict[str, Any]:
-        at = row.get("commit", of["environment"]["commit"])
-        return {k: v for k, v in row.items() if k != "commit"} | ({} if at == commit else {"commit": at})
-
     def model(row: Mapping[str, Any]) -> tuple[str, int]:
         return row["model"], row["tokens"]
 
-    rows = {model(row): known(row, result) for row in result["rows"]}
-    before = [*(known(row, result) for row in result.get("earlier", [])), *rows.values()]
-    fresh = {model(row): known(row, newer) for row in newer["rows"]}
-    rows |= fresh
+    rows = {model(row): record.dated(row, result, commit) for row in result["rows"]}
+    before = [*(record.dated(row, result, commit) for row in result.get("earlier", [])), *rows.values()]
+    rows |= {model(row): record.dated(row, newer, commit) for row in newer["rows"]}
     earlier = [row for row in before if row is not rows[model(row)] and not _measured(row) <= _measured(rows[model(row)])]
     last = {(model(row), _measured(row)): row for row in earlier}  # of those that were run as the same
     return {"environment": dict(environment), "rows": list(rows.values()), "earlier": list(last.values())}

@@ -172,8 +172,8 @@ def models() -> str:
         for way, other, against, said in _BESIDE
         if (rows := [row for row in every if {way, other} <= set(row["step_ms"])])
     ]
-    if older := sorted({row["commit"] for row in result.get("earlier", [])}):
-        beside.append(f"Of these, models that the last run did not tune are of {', '.join(older)}.")
+    if before := sorted({row["commit"] for row in result.get("earlier", [])}):
+        beside.append(f"Of these, models that the last run did not tune are of {', '.join(before)}.")
     if trained := {row["model"]: row["losses"] for row in every if row.get("losses")}:
         worst = {way: max(found["apart"][way] for found in trained.values()) for way in ("epigen", "inductor", "fuse", "fp32")}
         beside.append(

@@ -74,8 +74,13 @@ def earlier(path: Path, environment: Mapping[str, Any]) -> list[dict[str, Any]]:
     about = found.get("environment", {})
     if any(about.get(k) != environment.get(k) for k in ("gpu", "torch", "triton", "driver")):
         return []
-    of_another = {"commit": about.get("commit")} if about.get("commit") != environment.get("commit") else {}
-    return [of_another | row for row in found["rows"]]
+    return [dated(row, found, environment.get("commit")) for row in found["rows"]]
+
+
+def dated(row: Mapping[str, Any], result: Mapping[str, Any], commit: Any) -> dict[str, Any]:
+    """A result's row as it stands in one of `commit`: it tells its own where that is another."""
+    own = row.get("commit", result["environment"].get("commit"))
+    return {k: v for k, v in row.items() if k != "commit"} | ({} if own == commit else {"commit": own})
 
 
 def write(name: str, body: dict[str, Any], folder: Path = RESULTS) -> Path:
