@@ -358,6 +358,17 @@ def test_a_model_is_traced_by_torch_jit(make: Callable[[], nn.Module]) -> None:
     torch.testing.assert_close(traced(*more), model(*more))
 
 
+def test_torch_jit_scripts_a_model_that_is_not_fused() -> None:
+    """The text of a forward is compiled there; a fused one says what to do, wherever in the model it is, and the model keeps it."""
+    model = nn.Sequential(fused().eval())
+    with pytest.raises(CallError, match=r"epigen\.unfuse\(model\) first"):
+        torch.jit.script(model)
+    assert "forward" in vars(model[0])
+    epigen.unfuse(model)
+    x = drawn(5, 8)
+    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
+
+
 def test_torch_jit_sees_what_runs_as_an_operation_too() -> None:
     """As on a GPU a kernel does, of which torch.jit sees nothing."""
     call = ("relu(mm + bias), sum(mm, n)", None, drawn(5, 8), drawn(8, 4), [drawn(4)], [])

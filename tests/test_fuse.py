@@ -1185,4 +1185,4 @@ def test_a_replica_of_data_parallel_runs_its_own_parameters(kept: Callable[[nn.M
     for each in (model, replica):
         torch.testing.assert_close(each(x), torch.relu(each[0](x)))
     epigen.unfuse(model)
-    assert not {"forward", "_replicate_for_data_parallel"} & set(vars(model))
+    assert not {"forward", "_replicate_for_data_parallel", "__prepare_scriptable__"} & set(vars(model))

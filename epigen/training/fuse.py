@@ -59,8 +59,8 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NOTHING = Rehearsed(Plan(()), [])
 
 
-FORWARD, REPLICA = "forward", "_replicate_for_data_parallel"
-"""The attributes of a module that are set."""
+FORWARD, REPLICA, SCRIPT = "forward", "_replicate_for_data_parallel", "__prepare_scriptable__"
+"""The attributes of a module that are set: what runs, and what torch.nn.DataParallel and torch.jit.script ask a module for."""
 
 
 class Forward:
@@ -88,9 +88,12 @@ class Forward:
     def replica(self) -> nn.Module:
         """What torch.nn.DataParallel takes for another GPU. It copies the attributes, of which this forward is the module's own: a replica has its class's."""
         found: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
-        for name in (FORWARD, REPLICA):
+        for name in (FORWARD, REPLICA, SCRIPT):
             found.__dict__.pop(name, None)
         return found
+
+    def script(self) -> nn.Module:
+        raise CallError("torch.jit.script compiles the text of a forward, and that of a fused one is not what runs: epigen.unfuse(model) first, or torch.jit.trace, or torch.export")
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.module).forward(self.module, *args, **kwargs)
@@ -429,7 +432,7 @@ def fuse(model: nn.Module, *, only: str | Iterable[str] | Callable[[str, nn.Modu
         unfuse(model)
         for owner, forward in forwards.items():
             if forward is not None and not forward.idle:
-                owner.__dict__ |= {FORWARD: forward, REPLICA: forward.replica}
+                owner.__dict__ |= {FORWARD: forward, REPLICA: forward.replica, SCRIPT: forward.script}
     return Fused(tuple(layers))
 
 
@@ -442,7 +445,8 @@ def unfuse(model: nn.Module) -> None:
                 value.active = False  # for whoever has wrapped it
                 if name == FORWARD:
                     del module.__dict__[name]
-                    module.__dict__.pop(REPLICA, None)
+                    for beside in (REPLICA, SCRIPT):
+                        module.__dict__.pop(beside, None)
 
 
 def _demand_model(model: object) -> None:
