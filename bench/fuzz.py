@@ -57,13 +57,13 @@ def _tiled(**values: int) -> schedules.KernelConfig:
 
 _HOPPER = {"block_m": 128, "block_n": 128, "block_k": 64, "group_m": 8, "num_stages": 3}
 CONFIGS = (
-    _tiled(), _tiled(early=1), _tiled(one_launch=1), schedules.config("library", block_m=8, block_n=64, num_warps=4), schedules.config("library", block_m=4, block_n=128, num_warps=4, one_launch=1),
-    schedules.config("split_k", **dict(_tiled().values) | {"splits": 4}), schedules.config("split_k", **dict(_tiled().values) | {"splits": 2, "one_launch": 1, "early": 1}),
-    schedules.config("persistent", **_HOPPER, flatten=1, halves=2, tma_store=1, num_warps=8), schedules.config("persistent", **_HOPPER, flatten=0, halves=1, tma_store=0, num_warps=8, one_launch=1, early=1),
-    schedules.config("warp_specialized", **_HOPPER, pingpong=0, halves=2, tma_store=1, tma_load=1, early=1), schedules.config("warp_specialized", **_HOPPER, pingpong=1, halves=1, tma_store=0, one_launch=1, splits=2),
+    _tiled(), _tiled(prefetch=1), _tiled(fused_finalize=1), schedules.config("library", block_m=8, block_n=64, num_warps=4), schedules.config("library", block_m=4, block_n=128, num_warps=4, fused_finalize=1),
+    schedules.config("split_k", **dict(_tiled().values) | {"splits": 4}), schedules.config("split_k", **dict(_tiled().values) | {"splits": 2, "fused_finalize": 1, "prefetch": 1}),
+    schedules.config("persistent", **_HOPPER, flatten=1, subtiles=2, tma_store=1, num_warps=8), schedules.config("persistent", **_HOPPER, flatten=0, subtiles=1, tma_store=0, num_warps=8, fused_finalize=1, prefetch=1),
+    schedules.config("warp_specialized", **_HOPPER, pingpong=0, subtiles=2, tma_store=1, tma_load=1, prefetch=1), schedules.config("warp_specialized", **_HOPPER, pingpong=1, subtiles=1, tma_store=0, fused_finalize=1, splits=2),
 )  # fmt: skip
 _SIXTEEN = dict.fromkeys(("block_m", "block_n", "block_k"), 16)  # the interpreter reduces a tile element by element
-INTERPRETED_CONFIGS = (_tiled(**_SIXTEEN), _tiled(**_SIXTEEN, one_launch=1, early=1), schedules.config("library", block_m=4, block_n=32, num_warps=4),
+INTERPRETED_CONFIGS = (_tiled(**_SIXTEEN), _tiled(**_SIXTEEN, fused_finalize=1, prefetch=1), schedules.config("library", block_m=4, block_n=32, num_warps=4),
                        schedules.config("split_k", **dict(_tiled(**_SIXTEEN).values) | {"splits": 2}))  # fmt: skip
 OPERANDS = (*((t, t) for t in dtypes.OPERANDS), (dtypes.FP8E4M3, dtypes.FP8E5M2))
 

@@ -1,6 +1,6 @@
 """Damages tuning databases in thousands of ways, and looks at what a reader, a check, a merge, an export and a write make of each.
 
-Each mutant is a file of a dozen records of a shipped database, of the present schema or of the first, as epigen writes it or as other tools do,
+Each mutant is a file of a dozen records of a shipped database, of the present schema or of an older one, as epigen writes it or as other tools do,
 with one to three changes of bytes, tokens or structure. None may raise anything but an error of epigen's or take long; what comes out of it keeps
 to the schema; records that were not touched stay in use, what was left out is said, and a write keeps the damaged file.
 
@@ -26,10 +26,11 @@ from typing import Any
 
 from bench import record
 from epigen import settings
+from epigen.codegen.schedules import RENAMED
 from epigen.errors import EpigenError
 from epigen.tuning import database
 from epigen.tuning.database import Database
-from epigen.tuning.records import Document, Record, parse, render
+from epigen.tuning.records import SCHEMA, Document, Record, parse, render
 
 RECORDS = 12
 LIMIT_S = 20.0
@@ -83,8 +84,8 @@ def mutant(seed: int) -> Mutant:
     new, *others = chance.sample(document.records, min(RECORDS + 1, len(document.records)))
     some = tuple(sorted(others, key=lambda r: (r.program, r.key)))
     text = render(document.gpu, document.capability, some)
-    if chance.random() < 0.25:
-        text = _of_schema_1(text, some)
+    if (older := chance.random()) < 0.4:
+        text = _of_schema(1 if older < 0.25 else 2, text, some)
     layout = chance.choice(("as written", "as written", "as written", "one line", "indented"))
     if layout != "as written":
         text = json.dumps(json.loads(text), indent=None if layout == "one line" else 2, sort_keys=chance.random() < 0.5)
@@ -93,10 +94,12 @@ def mutant(seed: int) -> Mutant:
     return _edited(text, some, new, layout, chance)
 
 
-def _of_schema_1(text: str, some: tuple[Record, ...]) -> str:
-    """As the first schema would have it, which knew no inputs but those of the operands' dtype."""
-    new = text.replace('"schema": 2', '"schema": 1', 1)
-    for r in some:
+def _of_schema(number: int, text: str, some: tuple[Record, ...]) -> str:
+    """As an older schema would have it: up to the second dimensions had other names, and the first knew no inputs but those of the operands' dtype."""
+    new = text.replace(f'"schema": {SCHEMA}', f'"schema": {number}', 1)
+    for then, now in RENAMED.items():
+        new = new.replace(f'"{now}": ', f'"{then}": ')
+    for r in some if number == 1 else ():
         new = new.replace(f'"inputs": {json.dumps(r.inputs)}, ', "")
     read = parse(new.encode()).records
     return new if {r.key for r in read} == {r.key for r in some} else text

@@ -23,10 +23,10 @@ from bench.timing import back_to_back
 from epigen.tuning.sampling import in_turns
 
 TURNS, TOGETHER = "epigen, groups in turns", "epigen, groups together"
-_WAY = {"schedule": "warp_specialized", "block_m": 128, "block_k": 64, "group_m": 8, "tma_store": 1, "tma_load": 0, "one_launch": 0, "splits": 1}
+_WAY = {"schedule": "warp_specialized", "block_m": 128, "block_k": 64, "group_m": 8, "tma_store": 1, "tma_load": 0, "fused_finalize": 0, "splits": 1}
 WAYS = {
-    TURNS: _WAY | {"block_n": 128, "pingpong": 1, "halves": 2, "early": 0, "num_stages": 6},
-    TOGETHER: _WAY | {"block_n": 256, "pingpong": 0, "halves": 1, "early": 1, "num_stages": 3},
+    TURNS: _WAY | {"block_n": 128, "pingpong": 1, "subtiles": 2, "prefetch": 0, "num_stages": 6},
+    TOGETHER: _WAY | {"block_n": 256, "pingpong": 0, "subtiles": 1, "prefetch": 1, "num_stages": 3},
 }
 
 CASES = tuple(

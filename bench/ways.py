@@ -150,7 +150,7 @@ def earlier(path: Path, environment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of(row: Mapping[str, Any], name: str) -> KernelConfig:
-    return schedules.config(**row["configs"][name])
+    return schedules.from_mapping(row["configs"][name])
 
 
 def times(row: Mapping[str, Any]) -> dict[str, float]:

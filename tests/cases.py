@@ -20,32 +20,32 @@ LIBRARY = schedules.config("library", block_m=16, block_n=64, num_warps=4)
 
 
 def tiled(
-    block_m: int = 64, block_n: int = 64, block_k: int = 32, num_warps: int = 4, num_stages: int = 2, group_m: int = 4, one_launch: int = 0,
-    early: int = 0,
+    block_m: int = 64, block_n: int = 64, block_k: int = 32, num_warps: int = 4, num_stages: int = 2, group_m: int = 4, fused_finalize: int = 0,
+    prefetch: int = 0,
 ) -> KernelConfig:  # fmt: skip
     return schedules.config(
-        "tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=num_warps, num_stages=num_stages, one_launch=one_launch,
-        early=early,
+        "tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=num_warps, num_stages=num_stages, fused_finalize=fused_finalize,
+        prefetch=prefetch,
     )  # fmt: skip
 
 
 def split_k(
     block_m: int = 32, block_n: int = 32, block_k: int = 32, splits: int = 4, num_warps: int = 4, num_stages: int = 2, group_m: int = 1,
-    one_launch: int = 0, early: int = 0,
+    fused_finalize: int = 0, prefetch: int = 0,
 ) -> KernelConfig:  # fmt: skip
     return schedules.config(
         "split_k", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, num_warps=num_warps, num_stages=num_stages, splits=splits,
-        one_launch=one_launch, early=early,
+        fused_finalize=fused_finalize, prefetch=prefetch,
     )  # fmt: skip
 
 
 def persistent(
     block_m: int = 64, block_n: int = 64, block_k: int = 32, num_warps: int = 4, num_stages: int = 3, group_m: int = 2,
-    flatten: int = 1, halves: int = 1, tma_store: int = 1, one_launch: int = 0, early: int = 0,
+    flatten: int = 1, subtiles: int = 1, tma_store: int = 1, fused_finalize: int = 0, prefetch: int = 0,
 ) -> KernelConfig:  # fmt: skip
     return schedules.config(
-        "persistent", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, flatten=flatten, halves=halves, tma_store=tma_store,
-        num_warps=num_warps, num_stages=num_stages, one_launch=one_launch, early=early,
+        "persistent", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, flatten=flatten, subtiles=subtiles, tma_store=tma_store,
+        num_warps=num_warps, num_stages=num_stages, fused_finalize=fused_finalize, prefetch=prefetch,
     )  # fmt: skip
 
 
@@ -56,16 +56,16 @@ def warp_specialized(
     num_stages: int = 3,
     group_m: int = 2,
     pingpong: int = 0,
-    halves: int = 1,
+    subtiles: int = 1,
     tma_store: int = 1,
     tma_load: int = 0,
-    early: int = 0,
-    one_launch: int = 0,
+    prefetch: int = 0,
+    fused_finalize: int = 0,
     splits: int = 1,
 ) -> KernelConfig:
     return schedules.config(
-        "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, halves=halves, early=early,
-        tma_store=tma_store, tma_load=tma_load, num_stages=num_stages, one_launch=one_launch, splits=splits,
+        "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, subtiles=subtiles, prefetch=prefetch,
+        tma_store=tma_store, tma_load=tma_load, num_stages=num_stages, fused_finalize=fused_finalize, splits=splits,
     )  # fmt: skip
 
 
@@ -298,16 +298,16 @@ def persistent_cases() -> list[Case]:
     for text in _DESCRIBED_TEXTS:
         for a in (FP16, BF16):
             for i, layout in enumerate(LAYOUTS):
-                for flatten, halves, tma_store in ((0, 1, 0), (1, 2, 0), (1, 1, 1), (0, 2, 1))[i % 2 :: 2]:
-                    config = persistent(block_n=128 if halves == 2 else 64, flatten=flatten, halves=halves, tma_store=tma_store)
+                for flatten, subtiles, tma_store in ((0, 1, 0), (1, 2, 0), (1, 1, 1), (0, 2, 1))[i % 2 :: 2]:
+                    config = persistent(block_n=128 if subtiles == 2 else 64, flatten=flatten, subtiles=subtiles, tma_store=tma_store)
                     found.append(Case(text, (136, 200, 88), a, inputs=a, layout=layout, config=config))
     for a, layouts in ((FP32, LAYOUTS), (INT8, ("nt",)), (FP8E4M3, ("nt",)), (FP8E5M2, ("nt",))):
         for layout in layouts:
-            config = persistent(block_k=32 if a == FP32 else 64, halves=1)
+            config = persistent(block_k=32 if a == FP32 else 64, subtiles=1)
             found.append(Case("relu(mm + bias)", (144, 208, 112), a, inputs=FP32, layout=layout, config=config, precision="tf32" if a == FP32 else "ieee"))
     for i, shape in enumerate(((1, 8, 8), (64, 64, 32), (8, 264, 8), (65, 64, 2048), (1000, 8, 40), (328, 520, 64))):
         for text in _DESCRIBED_TEXTS[:3]:
-            found.append(Case(text, shape, FP16, layout="nt", config=persistent(128, 128, 64, *((4, 2), (8, 4))[i % 2], halves=2)))
+            found.append(Case(text, shape, FP16, layout="nt", config=persistent(128, 128, 64, *((4, 2), (8, 4))[i % 2], subtiles=2)))
     for text in _DESCRIBED_TEXTS:
         for layout in LAYOUTS:  # rows that are copied into aligned ones first
             found.append(Case(text, (135, 201, 87), FP16, layout=layout, config=persistent()))
@@ -341,14 +341,16 @@ def warp_specialized_cases() -> list[Case]:
     for text in _DESCRIBED_TEXTS:
         for a in (FP16, BF16):
             for i, layout in enumerate(LAYOUTS):
-                for pingpong, halves, tma_store in ((0, 1, 1), (1, 2, 1), (1, 1, 1), (0, 2, 0))[i % 2 :: 2]:
+                for pingpong, subtiles, tma_store in ((0, 1, 1), (1, 2, 1), (1, 1, 1), (0, 2, 0))[i % 2 :: 2]:
                     # two whole tiles of two results would leave the operands too little shared memory
-                    config = warp_specialized(128, 64 if (pingpong, halves) == (1, 1) else 128, 64, 3, pingpong=pingpong, halves=halves, tma_store=tma_store)
+                    config = warp_specialized(
+                        128, 64 if (pingpong, subtiles) == (1, 1) else 128, 64, 3, pingpong=pingpong, subtiles=subtiles, tma_store=tma_store
+                    )
                     found.append(Case(text, (264, 392, 136), a, inputs=a, layout=layout, config=config))
     for shape in ((1, 8, 8), (64, 64, 32), (8, 264, 8), (65, 64, 2048), (2056, 2056, 72), (3000, 2048, 64), (2048, 2048, 328)):
-        for pingpong, block_n, halves, stages in ((0, 256, 2, 3), (1, 128, 1, 4), (1, 64, 1, 2), (0, 64, 1, 8)):
+        for pingpong, block_n, subtiles, stages in ((0, 256, 2, 3), (1, 128, 1, 4), (1, 64, 1, 2), (0, 64, 1, 8)):
             for text in _DESCRIBED_TEXTS[:3]:
-                config = warp_specialized(128, block_n, 64, stages, group_m=8, pingpong=pingpong, halves=halves, early=int(stages in (3, 4)))
+                config = warp_specialized(128, block_n, 64, stages, group_m=8, pingpong=pingpong, subtiles=subtiles, prefetch=int(stages in (3, 4)))
                 found.append(Case(text, shape, FP16, layout="nt", config=config))
     for text in _DESCRIBED_TEXTS:
         found.append(Case(text, (263, 391, 135), BF16, inputs=BF16, layout="nt", config=warp_specialized(pingpong=1)))
@@ -357,10 +359,10 @@ def warp_specialized_cases() -> list[Case]:
             found.append(Case(text, (264, 392, 136), FP16, layout="nt", config=warp_specialized(pingpong=pingpong), integers=True))
     for text in (*_DESCRIBED_TEXTS[1:4], "z = gelu_tanh(mm * alpha) + residual; z, max(z, n) * 2, logsumexp(z, n), logsumexp(z, m), amax(z)"):
         for i, view in enumerate(("sliced", "expanded", "shifted")):  # masks in bytes, but for the sliced ones
-            config = warp_specialized(pingpong=i % 2, early=1, tma_store=int(i > 0))
+            config = warp_specialized(pingpong=i % 2, prefetch=1, tma_store=int(i > 0))
             found.append(Case(text, (264, 392, 136), FP16, view=view, config=config, by_value=False))
-        for block_m, block_n, pingpong, halves in ((128, 16, 0, 1), (128, 32, 1, 2), (64, 128, 1, 1), (256, 64, 0, 2)):
-            config = warp_specialized(block_m, block_n, pingpong=pingpong, halves=halves)
+        for block_m, block_n, pingpong, subtiles in ((128, 16, 0, 1), (128, 32, 1, 2), (64, 128, 1, 1), (256, 64, 0, 2)):
+            config = warp_specialized(block_m, block_n, pingpong=pingpong, subtiles=subtiles)
             found.append(Case(text, (264, 200, 136), BF16, inputs=FP32, layout="tt", config=config))
     for dtype in (FP32, FP8E4M3, FP8E5M2, INT8):
         found.append(Case(f"cast(mm * 3 + bias, {dtype}), cast(amax(mm), {dtype})", (264, 400, 136), FP16, layout="nt", config=warp_specialized(pingpong=1)))
@@ -372,14 +374,14 @@ def split_in_groups_cases() -> list[Case]:
     found = []
     texts = (*_DESCRIBED_TEXTS[:3], "dz = dgelu(mm, z[m,n]); dz, bgrad(dz), amax(dz)")
     for i, text in enumerate(texts):
-        for j, (pingpong, halves, splits) in enumerate(((0, 1, 2), (1, 1, 3), (0, 2, 5), (1, 2, 2))):
-            config = warp_specialized(128, 64, 64, 3, pingpong=pingpong, halves=halves, splits=splits, one_launch=j // 2, early=i % 2)
+        for j, (pingpong, subtiles, splits) in enumerate(((0, 1, 2), (1, 1, 3), (0, 2, 5), (1, 2, 2))):
+            config = warp_specialized(128, 64, 64, 3, pingpong=pingpong, subtiles=subtiles, splits=splits, fused_finalize=j // 2, prefetch=i % 2)
             found.append(Case(text, (264, 200, 520), (FP16, BF16)[(i + j) % 2], layout=LAYOUTS[(i + j) % 4], config=config))
         found.append(Case(text, (263, 199, 391), BF16, layout="nt", config=warp_specialized(256, 32, 64, splits=3)))
         found.append(Case(text, (200, 136, 72), FP16, inputs=FP32, layout="nt", config=warp_specialized(128, 16, 64, pingpong=1, tma_store=0, splits=16)))
     for shape in ((1, 8, 8), (65, 64, 4096), (256, 1024, 2056)):
-        for pingpong, block_n, halves, splits in ((0, 256, 2, 4), (1, 128, 1, 2), (0, 64, 1, 7)):
-            config = warp_specialized(128, block_n, 64, 3, group_m=8, pingpong=pingpong, halves=halves, splits=splits)
+        for pingpong, block_n, subtiles, splits in ((0, 256, 2, 4), (1, 128, 1, 2), (0, 64, 1, 7)):
+            config = warp_specialized(128, block_n, 64, 3, group_m=8, pingpong=pingpong, subtiles=subtiles, splits=splits)
             found.append(Case(texts[0], shape, FP16, layout="nt", config=config))
     found.append(Case(texts[0], (264, 200, 520), FP16, layout="tn", config=warp_specialized(splits=4), integers=True))
     return found
@@ -397,11 +399,11 @@ def apart_cases() -> list[Case]:
     """In Gluon, where layouts follow from use, and nothing that the product has part in uses these."""
     found = []
     for i, text in enumerate(APART):
-        for pingpong, halves in ((0, 1), (1, 1), (0, 2), (1, 2)):
-            config = warp_specialized(128, 64, 64, pingpong=pingpong, halves=halves, tma_load=pingpong)
-            found.append(Case(text, (264, 392, 136), (FP16, BF16)[halves - 1], layout=LAYOUTS[(i + pingpong) % 4], config=config))
-        found.append(Case(text, (263, 391, 135), FP16, inputs=FP32, layout="nt", config=warp_specialized(pingpong=1, halves=2)))
-        found.append(Case(text, (264, 200, 520), FP16, layout="nt", config=warp_specialized(early=1, splits=3)))
+        for pingpong, subtiles in ((0, 1), (1, 1), (0, 2), (1, 2)):
+            config = warp_specialized(128, 64, 64, pingpong=pingpong, subtiles=subtiles, tma_load=pingpong)
+            found.append(Case(text, (264, 392, 136), (FP16, BF16)[subtiles - 1], layout=LAYOUTS[(i + pingpong) % 4], config=config))
+        found.append(Case(text, (263, 391, 135), FP16, inputs=FP32, layout="nt", config=warp_specialized(pingpong=1, subtiles=2)))
+        found.append(Case(text, (264, 200, 520), FP16, layout="nt", config=warp_specialized(prefetch=1, splits=3)))
     return found
 
 
@@ -416,16 +418,18 @@ def tma_load_cases() -> list[Case]:
     )
     for i, text in enumerate(texts):
         for j, a in enumerate((FP16, BF16)):
-            for pingpong, halves in ((0, 1), (1, 1), (0, 2), (1, 2)):
-                config = warp_specialized(128, 64, 64, pingpong=pingpong, halves=halves, tma_load=1, early=pingpong, one_launch=j)
-                found.append(Case(text, (264, 392, 136), a, inputs=a, layout=LAYOUTS[(i + pingpong + halves) % 4], config=config))
+            for pingpong, subtiles in ((0, 1), (1, 1), (0, 2), (1, 2)):
+                config = warp_specialized(128, 64, 64, pingpong=pingpong, subtiles=subtiles, tma_load=1, prefetch=pingpong, fused_finalize=j)
+                found.append(Case(text, (264, 392, 136), a, inputs=a, layout=LAYOUTS[(i + pingpong + subtiles) % 4], config=config))
         for view in ("sliced", "expanded", "shifted"):
-            found.append(Case(text, (264, 392, 136), FP16, view=view, config=warp_specialized(tma_load=1, early=1)))
+            found.append(Case(text, (264, 392, 136), FP16, view=view, config=warp_specialized(tma_load=1, prefetch=1)))
         found.append(Case(text, (263, 391, 135), FP16, layout="nt", config=warp_specialized(pingpong=1, tma_load=1)))
         found.append(Case(text, (264, 392, 136), FP16, inputs=FP32, layout="nt", config=warp_specialized(pingpong=1, tma_load=1)))
     for shape in ((1, 8, 8), (65, 64, 2048), (2056, 2056, 72), (3000, 2048, 328)):
-        for pingpong, block_n, halves in ((0, 128, 1), (0, 256, 2), (1, 128, 1), (1, 128, 2)):
-            found.append(Case(texts[0], shape, FP16, layout="nt", config=warp_specialized(128, block_n, 64, 3, pingpong=pingpong, halves=halves, tma_load=1)))
+        for pingpong, block_n, subtiles in ((0, 128, 1), (0, 256, 2), (1, 128, 1), (1, 128, 2)):
+            found.append(
+                Case(texts[0], shape, FP16, layout="nt", config=warp_specialized(128, block_n, 64, 3, pingpong=pingpong, subtiles=subtiles, tma_load=1))
+            )
     for pingpong in (0, 1):
         config = warp_specialized(64 << 1 - pingpong, 128, 64, pingpong=pingpong, tma_load=1)
         found.append(Case("cast(mm + grad[m,n], fp32)", (264, 392, 136), FP16, inputs=FP32, layout="tn", config=config, integers=True))
@@ -445,25 +449,25 @@ def one_launch_cases() -> list[Case]:
     found = []
     for i, text in enumerate(texts):
         configs = [
-            tiled(32, 32, 32, one_launch=1),
-            tiled(16, 64, 32, num_warps=1, one_launch=1),
-            split_k(one_launch=1),
-            persistent(flatten=0, one_launch=1),
-            persistent(64, 128, flatten=0, halves=2, tma_store=0, one_launch=1),
-            schedules.config("library", block_m=4, block_n=64, num_warps=4, one_launch=1),
-            warp_specialized(128, 128, 64, 3, pingpong=1, one_launch=1),
-            warp_specialized(128, 64, 64, 3, halves=2, one_launch=1),
-            warp_specialized(64, 32, 64, 3, pingpong=1, early=1, one_launch=1),
+            tiled(32, 32, 32, fused_finalize=1),
+            tiled(16, 64, 32, num_warps=1, fused_finalize=1),
+            split_k(fused_finalize=1),
+            persistent(flatten=0, fused_finalize=1),
+            persistent(64, 128, flatten=0, subtiles=2, tma_store=0, fused_finalize=1),
+            schedules.config("library", block_m=4, block_n=64, num_warps=4, fused_finalize=1),
+            warp_specialized(128, 128, 64, 3, pingpong=1, fused_finalize=1),
+            warp_specialized(128, 64, 64, 3, subtiles=2, fused_finalize=1),
+            warp_specialized(64, 32, 64, 3, pingpong=1, prefetch=1, fused_finalize=1),
         ]
         for j, config in enumerate(configs):
             shape = (264, 200, 88) if config.schedule == "warp_specialized" else (72, 136, 40)
             found.append(Case(text, shape, (FP16, BF16)[(i + j) % 2], layout="nt", config=config))
             if config.schedule != "library":
                 found.append(Case(text, ((17, 24, 16), (264, 24, 64))[(i + j) % 2], FP16, layout=LAYOUTS[(i + j) % 4], config=config))
-    for config in (tiled(32, 32, 32, one_launch=1), warp_specialized(pingpong=1, one_launch=1)):
+    for config in (tiled(32, 32, 32, fused_finalize=1), warp_specialized(pingpong=1, fused_finalize=1)):
         found.append(Case(texts[0], (136, 72, 40), FP16, layout="nt", config=config, integers=True))
     sums = "mm + bias, sum(mm, m) + bias, sum(mm, n), sum(mm)"
-    found += [Case(sums, shape, FP16, config=tiled(32, 32, 32, one_launch=1)) for shape in ((0, 40, 8), (40, 0, 8), (40, 40, 0), (1, 1, 1), (1200, 24, 8))]
+    found += [Case(sums, shape, FP16, config=tiled(32, 32, 32, fused_finalize=1)) for shape in ((0, 40, 8), (40, 0, 8), (40, 40, 0), (1, 1, 1), (1200, 24, 8))]
     return found
 
 
@@ -479,12 +483,12 @@ def early_cases() -> list[Case]:
         "mm, bgrad(mm)",
     )
     configs = (
-        tiled(32, 32, 32, early=1),
-        tiled(64, 16, 64, num_stages=1, group_m=1, one_launch=1, early=1),
-        split_k(early=1),
-        split_k(16, 64, 32, 8, one_launch=1, early=1),
-        persistent(flatten=0, early=1),
-        persistent(64, 128, flatten=0, halves=2, tma_store=0, group_m=1, one_launch=1, early=1),
+        tiled(32, 32, 32, prefetch=1),
+        tiled(64, 16, 64, num_stages=1, group_m=1, fused_finalize=1, prefetch=1),
+        split_k(prefetch=1),
+        split_k(16, 64, 32, 8, fused_finalize=1, prefetch=1),
+        persistent(flatten=0, prefetch=1),
+        persistent(64, 128, flatten=0, subtiles=2, tma_store=0, group_m=1, fused_finalize=1, prefetch=1),
     )
     for i, text in enumerate(texts):
         for j, config in enumerate(configs):

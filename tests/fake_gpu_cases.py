@@ -490,7 +490,7 @@ def test_counters_are_held_until_the_kernel_is_launched(gpu: FakeGpu, through_tr
 
     monkeypatch.setattr(workspace.Arrivals, "_new", made)
     monkeypatch.setattr(vendor, "product", product)
-    kernel, (a, b) = compiled("relu(mm), bgrad(mm)", LIBRARY.but("one_launch", 1)), operands()
+    kernel, (a, b) = compiled("relu(mm), bgrad(mm)", LIBRARY.but("fused_finalize", 1)), operands()
     for _ in range(3):
         kernel(a, b)
     assert gpu.stream == 7 and len(counters) == 3 and through_triton.count == 1
@@ -552,7 +552,7 @@ def test_in_place_and_not_in_any_order(gpu: FakeGpu, through_triton: Watch, conf
 
 @pytest.mark.parametrize(
     "config",
-    [TINY, cases.persistent(64, 16, 32), LIBRARY.but("one_launch", 1), None],
+    [TINY, cases.persistent(64, 16, 32), LIBRARY.but("fused_finalize", 1), None],
     ids=["tiled", "TMA", "library", "over a product"],
 )
 def test_an_output_that_overlaps_is_refused_however_warm(
@@ -1008,7 +1008,7 @@ def addresses(launches: list[Launched]) -> set[int]:
     [
         ("relu(mm * 0.5)", TINY),
         ("mm, sum(mm, m), sum(mm, n), amax(mm)", TINY),
-        ("mm, bgrad(mm)", TINY.but("one_launch", 1)),
+        ("mm, bgrad(mm)", TINY.but("fused_finalize", 1)),
         ("relu(mm)", cases.split_k(16, 16, 16, 2, 1, 1)),
         ("relu(mm)", LIBRARY),
     ],

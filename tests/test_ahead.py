@@ -138,7 +138,7 @@ def test_every_row_compiles_of_blocks_and_of_constants() -> None:
 def test_means_compile_wherever_reductions_are_completed() -> None:
     """In kernels of their own and in the block that is the last, by Triton and by Gluon."""
     text = "z = mm + bias; z * extent(n), mean(z, m), mean(z, n), mean(z)"
-    configs = [tiled(32, 32, 32, 4, 2), warp_specialized(one_launch=1)]
+    configs = [tiled(32, 32, 32, 4, 2), warp_specialized(fused_finalize=1)]
     jobs = [job(text, "sm_90", FP16, config, "nt") for config in configs]
     for one, results in zip(jobs, compiled(jobs), strict=True):
         checked(one, results)
@@ -147,7 +147,7 @@ def test_means_compile_wherever_reductions_are_completed() -> None:
 def test_booleans_and_integers_are_inputs() -> None:
     """Loaded as they lie, early or late, by Triton and by Gluon."""
     graph = api.graph_of("z = where(keep[m,n] != 0, mm * s, r[m]) + c[n]; z, bitmask(z > 0)")
-    small, hopper = tiled(32, 32, 32, 4, 2), warp_specialized(early=1, halves=2, block_n=128)
+    small, hopper = tiled(32, 32, 32, 4, 2), warp_specialized(prefetch=1, subtiles=2, block_n=128)
     jobs = []
     for dtype, config in ((BOOL, small), (UINT8, small), (INT64, small), (BOOL, hopper), (INT64, hopper)):
         held = tuple((n.name, dtype) for n in graph.inputs())
@@ -161,7 +161,7 @@ def test_booleans_and_integers_are_inputs() -> None:
 
 
 def test_the_persistent_schedule_multiplies_straight_from_what_tma_brings() -> None:
-    large = persistent(128, 256, 64, 8, 4, flatten=0, halves=2)
+    large = persistent(128, 256, 64, 8, 4, flatten=0, subtiles=2)
     jobs = [job(PLAIN, "sm_90", BF16, large, layout) for layout in LAYOUTS]
     jobs += [job(FORWARD, "sm_90", BF16, large, layout) for layout in ("nt", "tn")]
     jobs += [job(PLAIN, "sm_90", FP16, persistent(128, 256, 64, 8, 3, flatten=f, tma_store=0), "nt") for f in (0, 1)]
@@ -179,10 +179,10 @@ def test_the_persistent_schedule_multiplies_straight_from_what_tma_brings() -> N
 
 def test_groups_of_warps_multiply_straight_from_what_another_warp_loads() -> None:
     """Any epilogue is written in Gluon by the same lines: layouts follow from use."""
-    pingpong, large = warp_specialized(128, 128, 64, 3, pingpong=1), warp_specialized(128, 256, 64, 2, halves=2)
+    pingpong, large = warp_specialized(128, 128, 64, 3, pingpong=1), warp_specialized(128, 256, 64, 2, subtiles=2)
     jobs = [job(PLAIN, "sm_90", FP16, pingpong, layout) for layout in LAYOUTS]
-    jobs += [job(FORWARD, "sm_90", BF16, large, "nt"), job(ELABORATE, "sm_90", BF16, warp_specialized(128, 128, 64, 2, halves=2), "nt")]
-    jobs.append(job(BACKWARD, "sm_90", FP16, warp_specialized(128, 128, 64, 3, pingpong=1, halves=2), "tn"))
+    jobs += [job(FORWARD, "sm_90", BF16, large, "nt"), job(ELABORATE, "sm_90", BF16, warp_specialized(128, 128, 64, 2, subtiles=2), "nt")]
+    jobs.append(job(BACKWARD, "sm_90", FP16, warp_specialized(128, 128, 64, 3, pingpong=1, subtiles=2), "tn"))
     jobs.append(job(PLAIN, "sm_90", FP16, warp_specialized(256, 128, 64, 3, tma_store=0), "nt"))
     jobs.append(job("cast(mm, fp8e4m3), cast(mm, fp8e5m2), cast(mm, int8)", "sm_90", FP16, pingpong, "nt"))
     for one, results in zip(jobs, compiled(jobs), strict=True):
@@ -198,7 +198,7 @@ def test_groups_of_warps_multiply_straight_from_what_another_warp_loads() -> Non
 
 def test_a_kernel_waits_for_the_one_before_it_and_accesses_memory_after_that() -> None:
     """Where GPUs can launch it before that one has ended."""
-    configs = [tiled(64, 64, 32, 2), split_k(), persistent(128, 128, 64, 8), persistent(128, 128, 64, 8, halves=2), LIBRARY]
+    configs = [tiled(64, 64, 32, 2), split_k(), persistent(128, 128, 64, 8), persistent(128, 128, 64, 8, subtiles=2), LIBRARY]
     for one, results in zip(jobs := [job(FORWARD, "sm_90", FP16, config) for config in configs], compiled(jobs), strict=True):
         for result in results:
             before, wait, after = str(result.stages["ptx"]).partition("griddepcontrol.wait")
@@ -211,8 +211,8 @@ def test_a_kernel_waits_for_the_one_before_it_and_accesses_memory_after_that() -
 @pytest.mark.slow
 def test_outputs_that_do_not_depend_on_the_product_have_its_layout() -> None:
     """Inputs that TMA brings, whole or in halves, among them."""
-    configs = [warp_specialized(128, 128, 64, 2, pingpong=p, halves=1 + p, tma_load=1) for p in (0, 1)]
-    configs.append(warp_specialized(128, 64, 64, 3, pingpong=0, halves=1))
+    configs = [warp_specialized(128, 128, 64, 2, pingpong=p, subtiles=1 + p, tma_load=1) for p in (0, 1)]
+    configs.append(warp_specialized(128, 64, 64, 3, pingpong=0, subtiles=1))
     jobs = [job(text, "sm_90", FP16, configs[(i + more) % 3], "nt") for i, text in enumerate(cases.APART) for more in (0, 1)]
     for one, results in zip(jobs, compiled(jobs), strict=True):
         checked(one, results)
@@ -221,7 +221,7 @@ def test_outputs_that_do_not_depend_on_the_product_have_its_layout() -> None:
 @pytest.mark.slow
 def test_any_program_can_be_written_in_gluon() -> None:
     """Where layouts follow from use, whatever uses what; at the tile that the plain rule takes."""
-    configs = [warp_specialized(128, 128, 64, 3, pingpong=1, halves=2), warp_specialized(128, 64, 64, 2, tma_load=1)]
+    configs = [warp_specialized(128, 128, 64, 3, pingpong=1, subtiles=2), warp_specialized(128, 64, 64, 2, tma_load=1)]
     jobs = [job(write_program(Random(seed), most=8, tame=True), "sm_90", FP16, configs[seed % 3 // 2], LAYOUTS[seed % 4]) for seed in range(6)]
     for one, results in zip(jobs, compiled(jobs), strict=True):
         checked(one, results)
@@ -231,8 +231,8 @@ def test_any_program_can_be_written_in_gluon() -> None:
 def test_what_tma_brings_is_read_from_shared_memory() -> None:
     """No thread loads it from global memory, and none overwrites a buffer from which another has still to read."""
     backward, residual = "dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", "relu(mm + bias + residual)"
-    jobs = [job(backward, "sm_90", (BF16, FP16)[p], warp_specialized(128, 128, 64, 4, pingpong=p, halves=2 - p, tma_load=1), "nt") for p in (0, 1)]
-    jobs += [job(residual, "sm_90", (FP16, BF16)[p], warp_specialized(128, 128, 64, 4, pingpong=p, halves=1 + p, tma_load=1), "nt") for p in (0, 1)]
+    jobs = [job(backward, "sm_90", (BF16, FP16)[p], warp_specialized(128, 128, 64, 4, pingpong=p, subtiles=2 - p, tma_load=1), "nt") for p in (0, 1)]
+    jobs += [job(residual, "sm_90", (FP16, BF16)[p], warp_specialized(128, 128, 64, 4, pingpong=p, subtiles=1 + p, tma_load=1), "nt") for p in (0, 1)]
     jobs.append(job("cast(mm, fp8e5m2), cast(mm * residual, fp16)", "sm_90", FP16, warp_specialized(128, 64, 64, 2, tma_load=1), "tn"))
     for one, results in zip(jobs, compiled(jobs), strict=True):
         checked(one, results)
@@ -249,12 +249,12 @@ def test_whoever_is_the_last_completes_narrow_reductions_in_registers() -> None:
     """A tile's part narrower than 128 columns: were each value held by several threads, up to 152 bytes a thread would be spilled, and each launch
     would take 9 to 13 us longer (Triton 3.6.0, H200: 22.2 against 13.3 us at 192x3072x896, in halves)."""
     parts = (
-        {"block_m": 64, "block_n": 128, "num_stages": 6, "halves": 2},
+        {"block_m": 64, "block_n": 128, "num_stages": 6, "subtiles": 2},
         {"block_m": 64, "block_n": 16, "num_stages": 6},
         {"block_m": 64, "block_n": 32, "block_k": 128, "num_stages": 6},
-        {"block_n": 128, "num_stages": 5, "halves": 2},
+        {"block_n": 128, "num_stages": 5, "subtiles": 2},
     )
-    jobs = [job("dz = drelu(mm, mask); dz, bgrad(dz)", "sm_90", BF16, warp_specialized(**part, pingpong=1, one_launch=1), "nt") for part in parts]
+    jobs = [job("dz = drelu(mm, mask); dz, bgrad(dz)", "sm_90", BF16, warp_specialized(**part, pingpong=1, fused_finalize=1), "nt") for part in parts]
     for one, results in zip(jobs, compiled(jobs), strict=True):
         checked(one, results)
         assert results[0].resources.spills == 0, one.rendered.text
@@ -264,9 +264,9 @@ def test_whoever_is_the_last_completes_narrow_reductions_in_registers() -> None:
 def test_sums_over_parts_of_k_move_sixteen_bytes_a_thread_and_fit_the_registers() -> None:
     """Each thread leaves its values side by side and finds them so: no exchange, and no more registers than the product takes."""
     shapes = (
-        {"block_n": 256, "halves": 2, "splits": 3},
-        {"block_m": 256, "block_n": 128, "halves": 2, "early": 1, "splits": 2},
-        {"block_n": 128, "pingpong": 1, "early": 1, "splits": 4},
+        {"block_n": 256, "subtiles": 2, "splits": 3},
+        {"block_m": 256, "block_n": 128, "subtiles": 2, "prefetch": 1, "splits": 2},
+        {"block_n": 128, "pingpong": 1, "prefetch": 1, "splits": 4},
     )
     jobs = [job((PLAIN, BACKWARD)[i % 2], "sm_90", BF16, warp_specialized(**values), "nt") for i, values in enumerate((*shapes, shapes[2]))]
     for one, results in zip(jobs, compiled(jobs), strict=True):
@@ -282,7 +282,7 @@ def test_sums_over_parts_of_k_move_sixteen_bytes_a_thread_and_fit_the_registers(
 @pytest.mark.slow
 def test_parts_of_k_compile_with_whatever_is_held_meanwhile() -> None:
     """A name that is defined before the last part is told from the others keeps its layout behind that."""
-    shapes = [{"pingpong": p, "halves": h, "early": 1, "one_launch": o, "splits": 2} for p in (0, 1) for h, o in ((1, 0), (2, 1))]
+    shapes = [{"pingpong": p, "subtiles": h, "prefetch": 1, "fused_finalize": o, "splits": 2} for p in (0, 1) for h, o in ((1, 0), (2, 1))]
     texts = (*cases.APART, BACKWARD)
     jobs = [job(text, "sm_90", FP16, warp_specialized(**shapes[(i + more) % 4]), "nt") for i, text in enumerate(texts) for more in (0, 1)]
     for one, results in zip(jobs, compiled(jobs), strict=True):
@@ -291,7 +291,7 @@ def test_parts_of_k_compile_with_whatever_is_held_meanwhile() -> None:
 
 def test_the_last_block_completes_reductions_on_every_make() -> None:
     """The counter's addition orders memory for the whole GPU, and what others have left is read past the first cache."""
-    configs = [cases.tiled(64, 64, 32, one_launch=1), persistent(flatten=0, one_launch=1), warp_specialized(pingpong=1, one_launch=1)]
+    configs = [cases.tiled(64, 64, 32, fused_finalize=1), persistent(flatten=0, fused_finalize=1), warp_specialized(pingpong=1, fused_finalize=1)]
     jobs = [job(text, "sm_90", BF16, config, "nt") for text in (BACKWARD, ELABORATE) for config in configs]
     jobs += [job(ELABORATE, target, FP16, configs[0]) for target in ("sm_80", "sm_120", "gfx90a", "gfx1201")]
     for one, results in zip(jobs, compiled(jobs), strict=True):

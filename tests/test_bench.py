@@ -164,7 +164,7 @@ def test_a_record_tells_the_task_it_came_from(text: str, dtype: str, inputs: str
 def test_what_is_borrowed_is_what_a_call_would_get() -> None:
     records = database()
     task = borrow.task_of(records[1], H200)  # M = 4096
-    lender = tuned_record(replace(task, shape=(3072, 4096, 4096)), warp_specialized(128, 256, 64, 4, group_m=1, halves=2, early=1))
+    lender = tuned_record(replace(task, shape=(3072, 4096, 4096)), warp_specialized(128, 256, 64, 4, group_m=1, subtiles=2, prefetch=1))
     config, how, why = borrow.borrowed(task, [lender])
     assert (config.but("group_m", 1), how) == (lender.kernel_config, "shape") and "borrowed from 3072x4096x4096" in why
     assert config["group_m"] > 1 and why.endswith(f"; here with group_m={config['group_m']}"), "which the model knows better"

@@ -338,7 +338,7 @@ def test_source_goes_to_stdout_and_talk_to_stderr() -> None:
     assert done.stdout.startswith("# relu(mm + bias)\n") and done.stdout.endswith("\n") and not done.stdout.endswith("\n\n")
     assert done.stderr.splitlines() == [
         "target    sm_90 (H100, H200), the default, since no GPU is at hand",
-        f"config    {SMALL.removeprefix('schedule=').replace(',', ' ')} one_launch=0 early=0",
+        f"config    {SMALL.removeprefix('schedule=').replace(',', ' ')} fused_finalize=0 prefetch=0",
         "          given by the caller",
         f"compiled  relu(mm + bias), fp16 for sm_90: {done.stdout.count(chr(10))} lines of Triton, schedule tiled",
         "next      epigen compile 'relu(mm + bias)' -o fused.py             # a stand-alone file: kernel, launcher, self-check",

@@ -48,7 +48,7 @@ def test_list(tmp_path: Path) -> None:
     assert lines[3] == f"{tmp_path / 'seed' / 'nvidia_h100_sm90.json'}: NVIDIA H100 (9.0)"
     assert lines[1].split()[1:] == (
         "4096x4096x4096 fp16 nn 100.00 us 0.90 vs mm relu(mm + bias) "
-        "[tiled block_m=128 block_n=128 block_k=64 group_m=8 num_warps=8 num_stages=3 one_launch=0 early=0; Triton 3.9.0]"
+        "[tiled block_m=128 block_n=128 block_k=64 group_m=8 num_warps=8 num_stages=3 fused_finalize=0 prefetch=0; Triton 3.9.0]"
     ).split()  # fmt: skip
     assert "16x8192x4096" in lines[2] and "fp16xbf16" in lines[2] and "z = mm; z * 2" in lines[2]
     assert len(lines) == 5

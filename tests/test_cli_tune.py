@@ -488,7 +488,7 @@ def test_a_config_in_little_space() -> None:
     config = schedules.config("tiled", block_m=128, block_n=256, block_k=64, group_m=8, num_warps=8, num_stages=3)
     assert report.brief(config) == "tiled 128x256x64 group_m=8 warps=8 stages=3"
     assert report.brief(schedules.config("library", block_m=8, block_n=128, num_warps=4)) == "library 8x128 warps=4"
-    assert report.brief(persistent(flatten=0, one_launch=1)) == "persistent 64x64x32 group_m=2 halves=1 tma_store=1 warps=4 stages=3 one_launch=1"
+    assert report.brief(persistent(flatten=0, fused_finalize=1)) == "persistent 64x64x32 group_m=2 subtiles=1 tma_store=1 warps=4 stages=3 fused_finalize=1"
 
 
 def test_an_interrupted_search_that_has_no_baseline_is_shown_without_ratios() -> None:

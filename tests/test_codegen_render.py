@@ -77,47 +77,47 @@ KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
         TILED,
     ),
     "split_k": (spec_of("z = mm + bias; relu(z), bgrad(z)"), split_k()),
-    "early": (
+    "prefetch": (
         spec_of("z = mm * alpha + bias + residual; z, bitmask(z > scale_a[m])", k_multiple=64),
-        tiled(16, 32, 64, 2, 1, group_m=1, early=1),
+        tiled(16, 32, 64, 2, 1, group_m=1, prefetch=1),
     ),
-    "early_in_halves": (
+    "prefetch_in_subtiles": (
         spec_of("dz = drelu(mm + bias, mask); dz, bgrad(dz)", layout="nt", tma=("a", "b", "dz"), k_multiple=64),
-        persistent(128, 128, 64, 8, flatten=0, halves=2, early=1),
+        persistent(128, 128, 64, 8, flatten=0, subtiles=2, prefetch=1),
     ),
-    "early_cooperative": (
+    "prefetch_cooperative": (
         spec_of("relu(mm + bias)", layout="nt", tma=("a", "b", "out"), k_multiple=64),
-        warp_specialized(128, 256, 64, 4, halves=2, early=1),
+        warp_specialized(128, 256, 64, 4, subtiles=2, prefetch=1),
     ),
     "persistent": (spec_of("relu(mm + bias)", layout="nt", tma=("a", "b", "out"), k_multiple=64), persistent(128, 128, 64, 8, flatten=0)),
-    "persistent_in_halves": (
+    "persistent_in_subtiles": (
         spec_of("z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)", layout="tn", tma=("a", "b")),
-        persistent(128, 256, 64, 8, halves=2),
+        persistent(128, 256, 64, 8, subtiles=2),
     ),
-    "cooperative": (spec_of("relu(mm + bias)", layout="nt", tma=("a", "b", "out"), k_multiple=64), warp_specialized(128, 256, 64, 4, halves=2)),
-    "cooperative_in_parts": (
+    "cooperative": (spec_of("relu(mm + bias)", layout="nt", tma=("a", "b", "out"), k_multiple=64), warp_specialized(128, 256, 64, 4, subtiles=2)),
+    "cooperative_split_k": (
         spec_of("relu(mm + bias)", layout="nt", tma=("a", "b", "out"), k_multiple=64),
-        warp_specialized(128, 128, 64, 4, halves=2, splits=3),
+        warp_specialized(128, 128, 64, 4, subtiles=2, splits=3),
     ),
     "pingpong": (
         spec_of("z = gelu_tanh(mm + bias); z, bitmask(z > 0), max(z, n) * 2, logsumexp(z, n)", layout="tn", tma=("a", "b", "out0")),
         warp_specialized(128, 128, 64, 4, pingpong=1),
     ),
-    "completed_by_the_last": (
+    "fused_finalize": (
         spec_of("dz = drelu(mm, mask) * scale_b[n]; dz, bgrad(dz) * scale_b[n] + sum(b, k), sum(dz, n), amax(dz)", index_bits=64, k_multiple=64),
-        tiled(64, 128, 32, 4, 3, one_launch=1),
+        tiled(64, 128, 32, 4, 3, fused_finalize=1),
     ),
-    "pingpong_completed_by_the_last": (
+    "pingpong_fused_finalize": (
         spec_of("dz = drelu(mm, mask); dz, bgrad(dz), amax(dz)", layout="nt", tma=("a", "b", "dz")),
-        warp_specialized(128, 128, 64, 4, pingpong=1, early=1, one_launch=1),
+        warp_specialized(128, 128, 64, 4, pingpong=1, prefetch=1, fused_finalize=1),
     ),
-    "brought_by_tma": (
+    "tma_loaded": (
         spec_of("dz = dgelu(mm, z[m,n]) + residual; dz, bgrad(dz)", layout="nt", tma=("a", "b", "z", "dz")),
         warp_specialized(128, 128, 64, 4, pingpong=1, tma_load=1),
     ),
-    "brought_by_tma_in_halves": (
+    "tma_loaded_in_subtiles": (
         spec_of("relu(mm + bias + residual)", layout="nt", tma=("a", "b", "residual", "out")),
-        warp_specialized(128, 128, 64, 4, halves=2, tma_load=1),
+        warp_specialized(128, 128, 64, 4, subtiles=2, tma_load=1),
     ),
     "library": (spec_of("z = mm + bias; silu(z) * gate[m,n], bgrad(z)"), LIBRARY),
     "vendors_own": (spec_of("z = mm; z"), LIBRARY),
@@ -147,7 +147,7 @@ def test_no_golden_file_is_left_over() -> None:
 def test_what_the_last_completes_is_held_once(width: int) -> None:
     """16 values a thread of [step, width], each by one of 128 threads: down lie only those that are left over across."""
     (finish,) = spec_of("mm, bgrad(mm)", layout="nt", tma=("a", "b")).finishes
-    config = warp_specialized(64, width, 64, 2, pingpong=1, one_launch=1)
+    config = warp_specialized(64, width, 64, 2, pingpong=1, fused_finalize=1)
     threads, warps = finishing_threads("n", config)
     assert threads[0] * threads[1] == 32 and warps[0] * warps[1] == 4 and threads[1] * warps[1] == min(128, width)
     assert finishing_step(finish, config) == min(128, 16 * 128 // width)
@@ -183,7 +183,7 @@ def specs(draw: st.DrawFn) -> KernelSpec:
 def configs(draw: st.DrawFn) -> KernelConfig:
     schedule = draw(st.sampled_from(sorted(SCHEDULES)))
     values = {name: draw(st.sampled_from(values)) for name, values in SCHEDULES[schedule].dimensions.items()}
-    assume(not (values.get("flatten") and (values["one_launch"] or values["early"])))
+    assume(not (values.get("flatten") and (values["fused_finalize"] or values["prefetch"])))
     return schedules.config(schedule, **values)
 
 

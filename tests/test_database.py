@@ -440,12 +440,12 @@ def test_a_name_among_very_many_is_found_twice_in_a_moment() -> None:
 
 
 def test_a_newer_schema_is_refused_in_words_and_never_touched(tmp_path: Path) -> None:
-    path = only(tmp_path, json.dumps({"schema": 3, "records": "another matter"}))
+    path = only(tmp_path, json.dumps({"schema": 4, "records": "another matter"}))
     before = path.read_bytes()
     chain = opened(tmp_path)
     assert chain.find(problem(), TRITON) is None
-    assert chain.complaints == (f"{path}: written in schema 3 by a newer epigen, and this one reads up to 2: update epigen, or name another database",)
-    with pytest.raises(DatabaseError, match="written in schema 3 by a newer epigen"):
+    assert chain.complaints == (f"{path}: written in schema 4 by a newer epigen, and this one reads up to 3: update epigen, or name another database",)
+    with pytest.raises(DatabaseError, match="written in schema 4 by a newer epigen"):
         chain.add(record())
     assert path.read_bytes() == before and db.files(tmp_path) == [path]
 
@@ -474,9 +474,22 @@ def test_an_older_schema_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyP
         parse(json.dumps(whole).encode())
 
 
+def shipped() -> list[Record]:
+    return [r for file in sorted(places.seed_database_dir().glob("*.json")) for r in parse(file.read_bytes()).records]
+
+
+def schema_2(*found: Record) -> str:
+    """The text of a file as schema 2 wrote it."""
+    whole = document(*found) | {"schema": 2}
+    older = {"prefetch": "early", "subtiles": "halves", "fused_finalize": "one_launch"}
+    for r in whole["records"]:
+        r["config"] = {older.get(name, name): value for name, value in r["config"].items()}
+    return json.dumps(whole)
+
+
 def schema_1(*found: Record) -> str:
     """The text of a file as schema 1 wrote it."""
-    whole = document(*found) | {"schema": 1}
+    whole = json.loads(schema_2(*found)) | {"schema": 1}
     for r in whole["records"]:
         del r["inputs"]
     return json.dumps(whole)
@@ -505,8 +518,33 @@ def test_records_of_schema_1_had_inputs_of_the_operands_dtype(tmp_path: Path) ->
 
     report = chain.add(record(inputs=("fp32[n]",), median_us=120))
     assert (report.added, report.aside, report.complaints) == (1, [], [])
-    assert json.loads(path.read_text())["schema"] == 2
+    assert json.loads(path.read_text())["schema"] == records.SCHEMA
     assert by_key(opened(tmp_path)) == {r.key: r for r in [*some, record(inputs=("fp32[n]",), median_us=120)]}
+
+
+def test_configs_of_schema_2_had_other_names_for_three_dimensions(tmp_path: Path) -> None:
+    configs = [
+        schedules.config("warp_specialized", block_m=128, block_n=256, block_k=64, group_m=8, pingpong=0, subtiles=2, prefetch=1, tma_store=1, num_stages=3),
+        schedules.config("persistent", block_m=128, block_n=128, block_k=64, group_m=8, flatten=0, subtiles=1, tma_store=1, num_warps=8, num_stages=3, fused_finalize=1),
+        *(r.kernel_config for r in shipped()[:200]),
+    ]  # fmt: skip
+    some = [record((i + 1, 64, 64), config=config) for i, config in enumerate(configs)]
+    path = only(tmp_path, schema_2(*some))
+    assert not {"prefetch", "subtiles", "fused_finalize"} & set(re.findall(r"\w+", path.read_text()))
+    chain = opened(tmp_path)
+    assert by_key(chain) == {r.key: r for r in some} and chain.complaints == ()
+    assert chain.add(record()).added == 1
+    assert json.loads(path.read_text())["schema"] == records.SCHEMA and "one_launch" not in path.read_text()
+    assert by_key(opened(tmp_path)) == {r.key: r for r in [*some, record()]}
+
+
+def test_what_is_no_config_of_schema_2_is_left_out_alone(tmp_path: Path) -> None:
+    whole = json.loads(schema_2(record((8, 8, 8)), record((16, 16, 16)), record((32, 32, 32))))
+    whole["records"][0]["config"] |= {"fused_finalize": 0}  # of both schemas
+    whole["records"][1]["config"] = "early"
+    only(tmp_path, json.dumps(whole))
+    chain = opened(tmp_path)
+    assert [r.shape for _, r in chain.records()] == [(32, 32, 32)] and len(chain.complaints) == 2
 
 
 def test_programs_of_schema_1_are_parsed_as_far_as_a_look_up_can_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

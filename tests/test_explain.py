@@ -54,7 +54,7 @@ gpu       NVIDIA H200 (sm_90), the default, since no GPU is at hand
           989 TFLOP/s fp16 dense, 4.28 TB/s measured, 132 multiprocessors
 work      137 GFLOP, 101 MB: 1365 FLOPs a byte, above the ridge of 231
 limit     math: at least 139 us at the GPU's full speed
-config    warp_specialized block_m=128 block_n=128 block_k=64 group_m=8 pingpong=1 halves=2 early=0 tma_store=1 tma_load=0 num_stages=6 one_launch=0 splits=1
+config    warp_specialized block_m=128 block_n=128 block_k=64 group_m=8 pingpong=1 subtiles=2 prefetch=0 tma_store=1 tma_load=0 num_stages=6 fused_finalize=0 splits=1
           chosen by rule for 4096x4096x4096 fp16 on sm_90: no measurement is at hand
 tiles     1024 tiles of 128x128, 1 block a multiprocessor: 7.76 waves, 8 waves in time; the last wave wastes 3.0% of all slots
           the tiles cover the result exactly
@@ -76,7 +76,7 @@ gpu       NVIDIA GeForce RTX 4090 (sm_89), as asked
           165 TFLOP/s bf16 dense, 0.91 TB/s expected, 128 multiprocessors
 work      90.2 GFLOP, 121 MB: 745 FLOPs a byte, above the ridge of 182
 limit     math: at least 546 us at the GPU's full speed
-config    tiled block_m=128 block_n=256 block_k=64 group_m=8 num_warps=8 num_stages=2 one_launch=0 early=0
+config    tiled block_m=128 block_n=256 block_k=64 group_m=8 num_warps=8 num_stages=2 fused_finalize=0 prefetch=0
           chosen by rule for 1000x4099x11008 bf16 on sm_89: no measurement is at hand
 tiles     136 tiles of 128x256, 1 block a multiprocessor: 1.06 waves, 2 waves in time; the last wave wastes 46.9% of all slots
           8.0% of what the tiles cover lies outside the result
@@ -140,7 +140,10 @@ def test_the_choice_and_its_reason_are_those_given() -> None:
     spec, choice = spec_of(PLAIN), Choice(tiled(64, 64, 64, 4, 4), "given by the caller")
     e = explain.explain(spec, (1024, 1024, 1024), H200, choice)
     said = explain.text(e)
-    assert "config    tiled block_m=64 block_n=64 block_k=64 group_m=8 num_warps=4 num_stages=4 one_launch=0 early=0\n          given by the caller\n" in said
+    assert (
+        "config    tiled block_m=64 block_n=64 block_k=64 group_m=8 num_warps=4 num_stages=4 fused_finalize=0 prefetch=0\n          given by the caller\n"
+        in said
+    )
     assert e.measured is None and "measured  " not in said
 
 

@@ -151,12 +151,12 @@ def test_nothing_is_written_past_the_ends_of_rows(columns: int, stored: bool) ->
     assert (wide[:, columns:] == 7).all()
 
 
-@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("subtiles", [1, 2])
 @pytest.mark.parametrize("pingpong", [0, 1])
-def test_what_tma_brings_may_be_written_in_its_place(pingpong: int, halves: int) -> None:
+def test_what_tma_brings_may_be_written_in_its_place(pingpong: int, subtiles: int) -> None:
     """Each tile is there before it leaves, and no other group of warps reads it."""
-    case = Case(BROUGHT, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=pingpong, halves=halves, tma_load=1))
-    executed = Executed(case, seed=halves)
+    case = Case(BROUGHT, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=pingpong, subtiles=subtiles, tma_load=1))
+    executed = Executed(case, seed=subtiles)
     given = arguments(case, executed, "cpu")
     z = given.inputs["z"]
     assert isinstance(z, torch.Tensor)
@@ -200,14 +200,14 @@ def test_random_programs(text: str, values: dict[str, int], layout: str, a: obje
 FORWARD = "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z)"
 PINGPONG = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1))
 COOPERATIVE = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3))
-LAST_BLOCK = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, one_launch=1))
+LAST_BLOCK = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, fused_finalize=1))
 PARTS = Case(FORWARD, (264, 136, 392), layout="nt", config=warp_specialized(128, 64, 64, 3, splits=3))
 TWO_PARTS = Case(FORWARD, (264, 136, 392), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, splits=2))
-HALVES = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 128, 64, 3, halves=2))
-EARLY_HALVES = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 128, 64, 3, halves=2, early=1))
+HALVES = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 128, 64, 3, subtiles=2))
+EARLY_HALVES = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 128, 64, 3, subtiles=2, prefetch=1))
 TWO = Case("z = mm + bias; relu(z), z", (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1))
 BROUGHT_PINGPONG = Case(BROUGHT, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, tma_load=1))
-BROUGHT_HALVES = Case(BROUGHT, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, halves=2, tma_load=1))
+BROUGHT_HALVES = Case(BROUGHT, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, subtiles=2, tma_load=1))
 
 _FULL = "            mbarrier.wait(full_bars.index(slot_id), step_id // STAGES & 1)\n"
 _EMPTY = "            mbarrier.wait(empty_bars.index(slot_id), step_id // STAGES & 1 ^ 1)\n"
@@ -220,10 +220,10 @@ WAIT = """    if PDL:
 """
 MISTAKES = {
     # of the two groups' order: a wait for a buffer cannot tell a phase from the next but one
-    "no order": (PINGPONG, "mbarrier.wait(order_bars.index(WHICH), turn_id & 1 ^ 1 - WHICH)", "pass"),
-    "the other group is never let on": (PINGPONG, "mbarrier.arrive(order_bars.index(1 - WHICH))", "pass"),
-    "the other group first": (PINGPONG, "turn_id & 1 ^ 1 - WHICH", "turn_id & 1 ^ WHICH"),
-    "always the first turn": (PINGPONG, "        turn_id += 1\n", ""),
+    "no order": (PINGPONG, "mbarrier.wait(order_bars.index(WARPGROUP), phase_id & 1 ^ 1 - WARPGROUP)", "pass"),
+    "the other group is never let on": (PINGPONG, "mbarrier.arrive(order_bars.index(1 - WARPGROUP))", "pass"),
+    "the other group first": (PINGPONG, "phase_id & 1 ^ 1 - WARPGROUP", "phase_id & 1 ^ WARPGROUP"),
+    "always the first turn": (PINGPONG, "        phase_id += 1\n", ""),
     "the other group's steps are not counted": (PINGPONG, "        step_id += num_steps\n", ""),
     # of the buffers
     "no wait for a full buffer": (COOPERATIVE, _FULL, ""),
@@ -239,7 +239,7 @@ MISTAKES = {
     "fewer bytes are expected than come": (COOPERATIVE, "(BLOCK_M + BLOCK_N) * BLOCK_K * 2", "BLOCK_M * BLOCK_K * 2"),
     "more bytes are expected than come": (COOPERATIVE, "(BLOCK_M + BLOCK_N) * BLOCK_K * 2", "(BLOCK_M + BLOCK_N) * BLOCK_K * 4"),
     "barriers are not shown to the copies": (COOPERATIVE, "    fence_async_shared()\n    if PDL", "    if PDL"),
-    "a group reads the other's rows": (COOPERATIVE, "a_bufs.index(2 * slot_id + WHICH)", "a_bufs.index(2 * slot_id + 1 - WHICH)"),
+    "a group reads the other's rows": (COOPERATIVE, "a_bufs.index(2 * slot_id + WARPGROUP)", "a_bufs.index(2 * slot_id + 1 - WARPGROUP)"),
     # of sums over parts of k
     "sums are not shown before they are counted": (PARTS, "block_barrier()\n", "pass\n"),
     "one of two sums is not shown before it is counted": (TWO_PARTS, "block_barrier()\n", "pass\n"),
@@ -249,7 +249,7 @@ MISTAKES = {
     "a part is added to itself": (TWO_PARTS, "(1 - split_id) *", "split_id *"),
     "each part begins at the first step": (PARTS, "range(split_id * num_steps * BLOCK_K, ", "range(0, "),
     "a part of a tile is left where another's is": (PARTS, "gl.store(split_ptrs + split_id *", "gl.store(split_ptrs + 0 *"),
-    "both groups count their parts together": (PARTS, "num_arrived_ptr + (2 * tile_id + WHICH)", "num_arrived_ptr + 2 * tile_id"),
+    "both groups count their parts together": (PARTS, "num_arrived_ptr + (2 * tile_id + WARPGROUP)", "num_arrived_ptr + 2 * tile_id"),
     # of reductions that the last block completes
     "partial results are not shown before they are counted": (LAST_BLOCK, "block_barrier()\n", "pass\n"),
     "the last but one is taken for the last": (LAST_BLOCK, "tiles_m - 1:", "tiles_m - 2:"),
@@ -260,7 +260,7 @@ MISTAKES = {
     "the first step counts twice": (PINGPONG, "range(BLOCK_K, K,", "range(0, K,"),
     # of the stores
     "no wait before a store's buffer is overwritten": (COOPERATIVE, "        tma.store_wait(0)\n        out0_buf", "        out0_buf"),
-    "no wait between halves": (HALVES, "            tma.store_wait(0)\n            out0_buf", "            out0_buf"),
+    "no wait between subtiles": (HALVES, "            tma.store_wait(0)\n            out0_buf", "            out0_buf"),
     "no wait for the last store": (COOPERATIVE, "    tma.store_wait(0)\n\n\n@", "\n\n@"),
     "a store's buffer is not shown to the copy": (COOPERATIVE, "        fence_async_shared()\n        copy_out", "        copy_out"),
     "both groups store through one buffer": (PINGPONG, "out0_bufs.index(1)", "out0_bufs.index(0)"),
@@ -268,15 +268,15 @@ MISTAKES = {
     "a buffer is overwritten while two copies are under way": (TWO, "tma.store_wait(1)", "tma.store_wait(2)"),
     # of inputs that are loaded ahead
     "the left half gets the right one's bias": (EARLY_HALVES, " bias_value = part_0_bias_value", " bias_value = part_1_bias_value"),
-    "the right half's bias is of the left": (EARLY_HALVES, "part_n = 2 * pid_n + half_id\n            offs_col", "part_n = 2 * pid_n\n            offs_col"),
+    "the right half's bias is of the left": (EARLY_HALVES, "part_n = 2 * pid_n + subtile_id\n            offs_col", "part_n = 2 * pid_n\n            offs_col"),
     # of inputs that come through a store's buffer
-    "an input is not waited for": (BROUGHT_PINGPONG, "        mbarrier.wait(in_bar, turn_id & 1)\n", ""),
-    "an input is waited for as one turn before": (BROUGHT_HALVES, "mbarrier.wait(in_bar, turn_id & 1)", "mbarrier.wait(in_bar, turn_id & 1 ^ 1)"),
-    "all inputs are waited for as in the first turn": (BROUGHT_PINGPONG, "mbarrier.wait(in_bar, turn_id & 1)", "mbarrier.wait(in_bar, 0)"),
+    "an input is not waited for": (BROUGHT_PINGPONG, "        mbarrier.wait(in_bar, phase_id & 1)\n", ""),
+    "an input is waited for as one turn before": (BROUGHT_HALVES, "mbarrier.wait(in_bar, phase_id & 1)", "mbarrier.wait(in_bar, phase_id & 1 ^ 1)"),
+    "all inputs are waited for as in the first turn": (BROUGHT_PINGPONG, "mbarrier.wait(in_bar, phase_id & 1)", "mbarrier.wait(in_bar, 0)"),
     "an input comes before the last tile has left": (BROUGHT_PINGPONG, "tma.store_wait(0)\n        mbarrier.expect(in_bar", "mbarrier.expect(in_bar"),
-    "an input comes before the last tile has left, in halves": (BROUGHT_HALVES, "tma.store_wait(0)\n        mbarrier.expect(in_bar", "mbarrier.expect(in_bar"),
-    "two inputs come into one buffer": (BROUGHT_HALVES, "in_bar, dz_bufs.index(2 * WHICH + 1))", "in_bar, dz_bufs.index(2 * WHICH + 0))"),
-    "a half's input comes into the other's buffer": (BROUGHT_HALVES, "dz_buf = dz_bufs.index(2 * WHICH + half_id)", "dz_buf = dz_bufs.index(2 * WHICH + 1 - half_id)"),
+    "an input comes before the last tile has left, in subtiles": (BROUGHT_HALVES, "tma.store_wait(0)\n        mbarrier.expect(in_bar", "mbarrier.expect(in_bar"),
+    "two inputs come into one buffer": (BROUGHT_HALVES, "in_bar, dz_bufs.index(2 * WARPGROUP + 1))", "in_bar, dz_bufs.index(2 * WARPGROUP + 0))"),
+    "a half's input comes into the other's buffer": (BROUGHT_HALVES, "dz_buf = dz_bufs.index(2 * WARPGROUP + subtile_id)", "dz_buf = dz_bufs.index(2 * WARPGROUP + 1 - subtile_id)"),
     "fewer bytes of an input are expected than come": (BROUGHT_PINGPONG, "mbarrier.expect(in_bar, BLOCK_M", "mbarrier.expect(in_bar, BLOCK_M // 2"),
     "more bytes of an input are expected than come": (BROUGHT_PINGPONG, "mbarrier.expect(in_bar, BLOCK_M", "mbarrier.expect(in_bar, 2 * BLOCK_M"),
     "both groups' inputs share a barrier": (BROUGHT_PINGPONG, "in_bars.index(1),", "in_bars.index(0),"),
@@ -339,8 +339,8 @@ def test_sums_over_parts_of_k_do_not_depend_on_who_comes_last(splits: int, pingp
 
 
 def test_a_deadlock_says_who_waits_for_what() -> None:
-    executed = Executed(PINGPONG, 0, lambda text: text.replace("mbarrier.arrive(order_bars.index(1 - WHICH))", "pass"))
-    with pytest.raises(Fault, match=r"^deadlock: .*multiply_tiles 0 of block 0 waits for barrier 0 of 2 .* to complete a phase of parity 0"):
+    executed = Executed(PINGPONG, 0, lambda text: text.replace("mbarrier.arrive(order_bars.index(1 - WARPGROUP))", "pass"))
+    with pytest.raises(Fault, match=r"^deadlock: .*consumer 0 of block 0 waits for barrier 0 of 2 .* to complete a phase of parity 0"):
         check(executed)
 
 

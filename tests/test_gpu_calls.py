@@ -265,9 +265,9 @@ def late() -> Any:
 
 
 @pytest.mark.parametrize(
-    "config", [None, cases.tiled(), cases.split_k(), cases.persistent(), cases.persistent(halves=2), cases.warp_specialized(), cases.warp_specialized(pingpong=1),
+    "config", [None, cases.tiled(), cases.split_k(), cases.persistent(), cases.persistent(subtiles=2), cases.warp_specialized(), cases.warp_specialized(pingpong=1),
                cases.warp_specialized(splits=2)],
-    ids=lambda c: str(c) if c is None else "-".join([c.schedule, *(f"{n}{v}" for n, v in c.values if n in ("halves", "pingpong", "splits"))]),
+    ids=lambda c: str(c) if c is None else "-".join([c.schedule, *(f"{n}{v}" for n, v in c.values if n in ("subtiles", "pingpong", "splits"))]),
 )  # fmt: skip
 def test_a_captured_call_waits_for_the_kernel_before_it(config: KernelConfig | None, late: Any) -> None:
     """Which lets it begin before it has written any of the operands: an activation, weights, a bias or a residual."""

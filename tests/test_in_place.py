@@ -20,13 +20,13 @@ M, N, K = 40, 72, 56
 
 CONFIGS = {
     "tiled": SMALL,
-    "tiled, early": tiled(32, 32, 32, early=1),
+    "tiled, prefetch": tiled(32, 32, 32, prefetch=1),
     "split_k": split_k(),
-    "split_k, early": split_k(early=1),
+    "split_k, prefetch": split_k(prefetch=1),
     "persistent": persistent(tma_store=0),
     "persistent, TMA stores": persistent(tma_store=1),
-    "persistent, in halves": persistent(block_n=128, halves=2, flatten=0),
-    "persistent, in halves, early": persistent(block_n=128, halves=2, flatten=0, early=1),
+    "persistent, in subtiles": persistent(block_n=128, subtiles=2, flatten=0),
+    "persistent, in halves, prefetch": persistent(block_n=128, subtiles=2, flatten=0, prefetch=1),
     "library": LIBRARY,
 }
 
@@ -107,14 +107,14 @@ def test_in_place_and_not_in_turn(backend: str) -> None:
 @pytest.mark.triton
 def test_no_schedule_reads_past_the_caches_that_are_kept_up_to_date() -> None:
     """A read through the read-only path, or one moved into a loop over k, might see what another tile has not written yet."""
-    large = tiled(128, 128, 64, 8, 3), split_k(64, 64, 64, 4), persistent(128, 128, 64, 8), persistent(128, 256, 64, 8, halves=2, tma_store=0), LIBRARY
-    configs = (*large, warp_specialized(128, 128, 64, 3, pingpong=1), warp_specialized(128, 256, 64, 3, halves=2, early=1))
+    large = tiled(128, 128, 64, 8, 3), split_k(64, 64, 64, 4), persistent(128, 128, 64, 8), persistent(128, 256, 64, 8, subtiles=2, tma_store=0), LIBRARY
+    configs = (*large, warp_specialized(128, 128, 64, 3, pingpong=1), warp_specialized(128, 256, 64, 3, subtiles=2, prefetch=1))
     jobs = [job(ACCUMULATE, "sm_90", (FP16, BF16)[i % 2], config, "tn") for i, config in enumerate(configs)]
     jobs.append(job(ACCUMULATE, "sm_90", FP32, tiled(64, 64, 32), "tn", precision="tf32"))
     for one, results, config in zip(jobs, compiled(jobs), (*configs, None), strict=True):
         text = assembly(results)
         assert ".nc" not in text, one.rendered.text
-        if config is not None and dict(config.values).get("early"):  # which reads a tile before it is multiplied, into registers
+        if config is not None and dict(config.values).get("prefetch"):  # which reads a tile before it is multiplied, into registers
             continue
         reads = [at.start() for at in re.finditer(r"\bld\.global", text)]
         writes = [at.start() for at in re.finditer(r"\bst\.global|cp\.async\.bulk\.tensor\.2d\.global\.shared", text)]

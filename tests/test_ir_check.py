@@ -264,9 +264,9 @@ def test_every_name_in_a_generated_kernel_is_refused_as_an_input() -> None:
         schedules.config("tiled", block_m=64, block_n=64, block_k=32, group_m=8, num_warps=4, num_stages=3),
         schedules.config("library", block_m=8, block_n=128, num_warps=4),
         cases.split_k(),
-        cases.persistent(halves=2, tma_store=1),
-        cases.warp_specialized(halves=2),
-        cases.warp_specialized(halves=2, splits=3),
+        cases.persistent(subtiles=2, tma_store=1),
+        cases.warp_specialized(subtiles=2),
+        cases.warp_specialized(subtiles=2, splits=3),
         cases.warp_specialized(pingpong=1),
     ]
     found: set[str] = set()

@@ -286,7 +286,7 @@ class TestOut:
 
 @pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("config", [SMALL, SMALL.but("one_launch", 1), cases.LIBRARY, cases.split_k()], ids=["tiled", "completing", "library", "split_k"])
+@pytest.mark.parametrize("config", [SMALL, SMALL.but("fused_finalize", 1), cases.LIBRARY, cases.split_k()], ids=["tiled", "completing", "library", "split_k"])
 def test_means_are_torchs(backend: str, config: KernelConfig) -> None:
     """Of any number of rows and columns, 1 and 0 among them, by one kernel's text; and a tile may use how many there are."""
     kernel = epigen.compile("z = relu(mm); z / (extent(m) * extent(n)), mean(z, m), mean(z, n) * 2, mean(z)", backend=backend, config=config)
@@ -634,7 +634,7 @@ def test_a_mapping_that_is_given_is_left_as_it_was() -> None:
         ({"block_m": 32, "num_warps": 4}, "the schedule tiled also needs block_n, block_k, group_m, num_stages"),
         ({"schedule": "library", "block_k": 32}, "the schedule library has no dimension 'block_k': did you mean block_n or block_m?"),
         ({"schedule": 5}, "unknown schedule"),
-        (dict(cases.persistent().values) | {"schedule": "persistent", "early": 1}, "flatten=1 and early=1 exclude each other"),
+        (dict(cases.persistent().values) | {"schedule": "persistent", "prefetch": 1}, "flatten=1 and prefetch=1 exclude each other"),
     ],
     ids=lambda v: None if isinstance(v, str) else ",".join(f"{k}={x}" for k, x in v.items()),
 )
@@ -723,7 +723,7 @@ def test_a_value_before_and_after_its_cast_has_two_names() -> None:
 @pytest.mark.triton
 def test_the_last_block_leaves_what_the_next_launch_finds() -> None:
     text = "z = mm + bias; sum(z, m), sum(z, n) * 2, amax(z)"
-    inside, after = (epigen.compile(text, config=cases.tiled(32, 32, 32, one_launch=i), backend="interpreter") for i in (1, 0))
+    inside, after = (epigen.compile(text, config=cases.tiled(32, 32, 32, fused_finalize=i), backend="interpreter") for i in (1, 0))
     a, b, bias = half(40, 64), half(64, 50), half(50)
     found = [inside(a, b, bias=bias) for _ in range(3)]
     assert all(torch.equal(x, y) for one in found[1:] for x, y in zip(one, found[0], strict=True))
@@ -736,19 +736,19 @@ def test_the_last_block_leaves_what_the_next_launch_finds() -> None:
 @pytest.mark.triton
 def test_of_an_empty_result_no_block_is_the_last() -> None:
     """A kernel of its own completes what no block has left anything of."""
-    kernel = epigen.compile("sum(mm, m) + 1, sum(mm)", config=cases.tiled(32, 32, 32, one_launch=1), backend="interpreter")
+    kernel = epigen.compile("sum(mm, m) + 1, sum(mm)", config=cases.tiled(32, 32, 32, fused_finalize=1), backend="interpreter")
     found = kernel(half(0, 16), half(16, 40))
     assert found[0].tolist() == [1.0] * 40 and found[1].item() == 0.0
-    assert kernel.config["one_launch"] == 0 and kernel.plan((64, 64, 64)).choice.config["one_launch"] == 1
+    assert kernel.config["fused_finalize"] == 0 and kernel.plan((64, 64, 64)).choice.config["fused_finalize"] == 1
 
 
 @pytest.mark.triton
 def test_what_is_in_gluon_is_interpreted_in_tritons_own_language() -> None:
-    kernel = epigen.compile("z = mm; relu(z), bitmask(z > 0)", config=cases.warp_specialized(halves=2), backend="interpreter")
+    kernel = epigen.compile("z = mm; relu(z), bitmask(z > 0)", config=cases.warp_specialized(subtiles=2), backend="interpreter")
     a, b = whole(136, 64), whole(64, 72)
     found = kernel(a, b)
     torch.testing.assert_close(found[0], torch.relu(a @ b), rtol=0, atol=0)
-    assert kernel.config == cases.persistent(128, 64, 64, 8, halves=2)
+    assert kernel.config == cases.persistent(128, 64, 64, 8, subtiles=2)
     assert "in place of warp_specialized" in kernel.explain() and "cannot be interpreted" in kernel.explain()
 
 

@@ -192,7 +192,7 @@ def test_a_borrowed_config_is_legal_where_it_goes(tmp_path: Path) -> None:
 def test_a_borrowed_config_has_as_many_stages_as_there_is_room_for(tmp_path: Path) -> None:
     """What was measured for the very problem is taken as it is, though the model thinks it too large."""
     database, here = opened(tmp_path), gpus.by_name("H200").target
-    shape, deep = (8192, 8192, 1024), warp_specialized(128, 128, 64, 6, pingpong=1, halves=2, group_m=8)
+    shape, deep = (8192, 8192, 1024), warp_specialized(128, 128, 64, 6, pingpong=1, subtiles=2, group_m=8)
 
     def asked(text: str, own: KernelConfig | None = None) -> Choice:
         kernel = epigen.compile(text)
@@ -203,7 +203,7 @@ def test_a_borrowed_config_has_as_many_stages_as_there_is_room_for(tmp_path: Pat
 
     assert asked("relu(mm + bias)", deep).config == deep
     found = asked("z = mm + bias; relu(z), z")
-    assert found.config == warp_specialized(128, 128, 64, 5, pingpong=1, halves=2, group_m=8)
+    assert found.config == warp_specialized(128, 128, 64, 5, pingpong=1, subtiles=2, group_m=8)
     assert found.why.endswith("; here with num_stages=5")
     assert asked("z = mm + bias; relu(z), z", deep).config == deep
 
@@ -454,13 +454,13 @@ def test_what_the_lenders_epilogue_had_no_choice_in_is_tried_both_ways(tmp_path:
 
     dgelu at 4096x4096x4096 took 1.6 times as long with drelu's config (H200, Triton 3.6, 2026-11).
     """
-    database, lent = opened(tmp_path), warp_specialized(128, 128, 64, 6, group_m=8, pingpong=1, halves=2, early=1)
+    database, lent = opened(tmp_path), warp_specialized(128, 128, 64, 6, group_m=8, pingpong=1, subtiles=2, prefetch=1)
     tuned_here(database, MASKED, (8192, 8192, 512), lent)
     found, space = chosen_here(database, TILED, (4096, 4096, 4096))
-    late = warp_specialized(128, 128, 64, 6, group_m=8, pingpong=1, halves=2, early=0)
-    by_tma = warp_specialized(128, 128, 64, 5, group_m=8, pingpong=1, halves=2, early=0, tma_load=1)  # the tile takes the place of a stage
+    late = warp_specialized(128, 128, 64, 6, group_m=8, pingpong=1, subtiles=2, prefetch=0)
+    by_tma = warp_specialized(128, 128, 64, 5, group_m=8, pingpong=1, subtiles=2, prefetch=0, tma_load=1)  # the tile takes the place of a stage
     assert found.config in (late, by_tma) and space.legal(found.config)
-    assert isinstance(found, Found) and "; here with early=0" in found.why
+    assert isinstance(found, Found) and "; here with prefetch=0" in found.why
     own, _ = chosen_here(database, MASKED, (4096, 4096, 4096))
     assert own.config == lent, "its own class of epilogue has it as it was measured"
 
@@ -469,4 +469,4 @@ def test_a_program_without_reductions_does_not_say_how_to_complete_them(tmp_path
     database = opened(tmp_path)
     tuned_here(database, "relu(mm + bias)", (64, 256, 256), config(32, block_n=16, block_k=256, group_m=1, num_warps=2, num_stages=1))
     found, _ = chosen_here(database, MASKED, (128, 256, 256))
-    assert isinstance(found, Found) and (found.config["block_n"], found.config["one_launch"]) == (16, 1)
+    assert isinstance(found, Found) and (found.config["block_n"], found.config["fused_finalize"]) == (16, 1)

@@ -116,7 +116,7 @@ def test_what_narrow_loads_spill_is_near_what_compiled_kernels_spill(config: tup
 
 
 @pytest.mark.parametrize(
-    ("text", "blocks", "pingpong", "halves", "stages", "shared_bytes"),
+    ("text", "blocks", "pingpong", "subtiles", "stages", "shared_bytes"),
     [
         # as Triton 3.6 compiled them for sm_90, bf16, block_k=64, with TMA stores
         ("relu(mm + bias)", (128, 128), 1, 2, 6, 229656),
@@ -129,12 +129,12 @@ def test_what_narrow_loads_spill_is_near_what_compiled_kernels_spill(config: tup
         ("sum(mm, n), sum(mm, m)", (256, 128), 0, 2, 4, 198728),
     ],
 )
-def test_shared_memory_of_groups_of_warps(text: str, blocks: tuple[int, int], pingpong: int, halves: int, stages: int, shared_bytes: int) -> None:
-    compare(text, warp_specialized(*blocks, 64, stages, pingpong=pingpong, halves=halves), shared_bytes)
+def test_shared_memory_of_groups_of_warps(text: str, blocks: tuple[int, int], pingpong: int, subtiles: int, stages: int, shared_bytes: int) -> None:
+    compare(text, warp_specialized(*blocks, 64, stages, pingpong=pingpong, subtiles=subtiles), shared_bytes)
 
 
 @pytest.mark.parametrize(
-    ("text", "pingpong", "halves", "shared_bytes"),
+    ("text", "pingpong", "subtiles", "shared_bytes"),
     [
         # as above; halves that come at once have a buffer each
         ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 1, 1, 200808),
@@ -145,8 +145,8 @@ def test_shared_memory_of_groups_of_warps(text: str, blocks: tuple[int, int], pi
         ("relu(mm + bias + r[m,n])", 0, 2, 164088),
     ],
 )
-def test_what_tma_brings_takes_the_shared_memory_of_what_leaves(text: str, pingpong: int, halves: int, shared_bytes: int) -> None:
-    compare(text, warp_specialized(128, 128, 64, 4, pingpong=pingpong, halves=halves, tma_load=1), shared_bytes)
+def test_what_tma_brings_takes_the_shared_memory_of_what_leaves(text: str, pingpong: int, subtiles: int, shared_bytes: int) -> None:
+    compare(text, warp_specialized(128, 128, 64, 4, pingpong=pingpong, subtiles=subtiles, tma_load=1), shared_bytes)
 
 
 @pytest.mark.parametrize(("text", "faster"), [("relu(mm + bias + r[m,n])", True), ("relu(mm + bias)", False), ("cast(mm + r[m,n], fp32)", False)])
@@ -159,7 +159,7 @@ def test_what_tma_brings_is_not_waited_for(text: str, faster: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "blocks", "warps", "stages", "flatten", "halves", "tma_store", "shared_bytes", "over"),
+    ("text", "blocks", "warps", "stages", "flatten", "subtiles", "tma_store", "shared_bytes", "over"),
     [
         # as Triton 3.6 compiled them for sm_90, bf16, block_k=64. over: what is counted too much
         ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", (128, 256), 8, 3, 0, 1, 1, 213016, 0),
@@ -177,9 +177,9 @@ def test_what_tma_brings_is_not_waited_for(text: str, faster: bool) -> None:
     ],
 )
 def test_shared_memory_of_persistent_kernels(
-    text: str, blocks: tuple[int, int], warps: int, stages: int, flatten: int, halves: int, tma_store: int, shared_bytes: int, over: int
+    text: str, blocks: tuple[int, int], warps: int, stages: int, flatten: int, subtiles: int, tma_store: int, shared_bytes: int, over: int
 ) -> None:
-    compare(text, persistent(*blocks, 64, warps, stages, flatten=flatten, halves=halves, tma_store=tma_store), shared_bytes, over)
+    compare(text, persistent(*blocks, 64, warps, stages, flatten=flatten, subtiles=subtiles, tma_store=tma_store), shared_bytes, over)
 
 
 def compare(text: str, config: KernelConfig, shared_bytes: int, over: int = 0) -> None:
@@ -255,15 +255,15 @@ HELD = "128 accumulators and {} registers for inputs a thread, and it has 240"
 @pytest.mark.parametrize(
     ("text", "block_n", "options", "why"),
     [
-        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 256, {"early": 1}, HELD.format(64)),
-        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 128, {"early": 1, "pingpong": 1, "halves": 2}, HELD.format(64)),
-        ("mm * x[m,n] + y[m,n]", 256, {"early": 1, "tma_load": 1}, HELD.format(64)),
-        ("mm * x[m,n] + y[m,n]", 256, {"early": 1, "tma_load": 0}, HELD.format(128)),
-        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 256, {"early": 1, "tma_load": 1}, ""),
-        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 256, {"early": 0}, ""),
-        ("mm * x[m,n] + y[m,n]", 128, {"early": 1}, ""),
-        ("dz = drelu(mm, mask); dz, bgrad(dz)", 256, {"early": 1}, ""),
-        ("gelu(mm + bias)", 256, {"early": 1}, ""),
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 256, {"prefetch": 1}, HELD.format(64)),
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 128, {"prefetch": 1, "pingpong": 1, "subtiles": 2}, HELD.format(64)),
+        ("mm * x[m,n] + y[m,n]", 256, {"prefetch": 1, "tma_load": 1}, HELD.format(64)),
+        ("mm * x[m,n] + y[m,n]", 256, {"prefetch": 1, "tma_load": 0}, HELD.format(128)),
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 256, {"prefetch": 1, "tma_load": 1}, ""),
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 256, {"prefetch": 0}, ""),
+        ("mm * x[m,n] + y[m,n]", 128, {"prefetch": 1}, ""),
+        ("dz = drelu(mm, mask); dz, bgrad(dz)", 256, {"prefetch": 1}, ""),
+        ("gelu(mm + bias)", 256, {"prefetch": 1}, ""),
     ],
 )
 def test_a_thread_that_keeps_too_much_beside_its_accumulators_is_hopeless(text: str, block_n: int, options: dict[str, int], why: str) -> None:
@@ -392,7 +392,7 @@ def test_the_order_of_the_tiles() -> None:
     for shape, layout, (block_m, block_n), measured in ORDERS:
         spec = epigen.compile("relu(mm + bias)").plan(shape, BF16, H200.target, layout=layout).spec
         pingpong = int(block_n == 128)
-        first = warp_specialized(block_m, block_n, 64, 4, pingpong=pingpong, halves=2, group_m=1)
+        first = warp_specialized(block_m, block_n, 64, 4, pingpong=pingpong, subtiles=2, group_m=1)
         orders = Space(spec, shape, H200.target).orders(first)
         assert sorted(c["group_m"] for c in orders) == [1, 2, 4, 8, *([16] if shape[0] > 8 * block_m else [])]
         taken = model.rank(spec, orders, shape, H200)[0]["group_m"]
@@ -405,7 +405,7 @@ def test_counting_arrivals_is_not_hidden_by_the_other_group() -> None:
     """22048x2176x832, bf16: 117.6 us with a second launch and 164.7 without, in 128x128 and halves (H200, Triton 3.6.0, 2026-11-22)."""
     shape = (22048, 2176, 832)
     spec = epigen.compile("dz = drelu(mm, mask); dz, bgrad(dz)").plan(shape, BF16, H200.target, layout="nt").spec
-    two, one = (warp_specialized(128, 128, 64, 6, pingpong=1, halves=2, group_m=8, one_launch=one) for one in (0, 1))
+    two, one = (warp_specialized(128, 128, 64, 6, pingpong=1, subtiles=2, group_m=8, fused_finalize=one) for one in (0, 1))
     after, within = model.estimates(spec, [two, one], shape, H200)
     assert 1.2 < within.us / after.us < 1.6
 
@@ -509,7 +509,10 @@ def test_the_vendors_product_is_split_along_k(shape: tuple[int, int, int]) -> No
 
 def test_the_last_of_many_parts_adds_them_up_one_after_the_other() -> None:
     """At 88x320x16320 bf16 "nt" on an H200 32 parts took 26.4 us, 8 18.6, and 2 24.3 (Triton 3.6, 2026-11)."""
-    spec, values = spec_of(PLAIN, BF16, 16320), {"block_m": 32, "block_n": 64, "block_k": 64, "group_m": 1, "num_warps": 4, "num_stages": 6, "one_launch": 0}
+    spec, values = (
+        spec_of(PLAIN, BF16, 16320),
+        {"block_m": 32, "block_n": 64, "block_k": 64, "group_m": 1, "num_warps": 4, "num_stages": 6, "fused_finalize": 0},
+    )
     two, eight, many = (model.estimate_us(spec, schedules.config("split_k", **values, splits=s), (88, 320, 16320), H200).us for s in (2, 8, 32))
     assert eight < two and eight < many
 
@@ -528,14 +531,14 @@ def test_the_last_of_many_parts_adds_them_up_one_after_the_other() -> None:
 def test_parts_of_k_shorten_few_tiles_as_measured(shape: tuple[int, int, int], tile: tuple[int, int], times: dict[int, float]) -> None:
     """In proportion to a tile's own time; the whole is estimated for a clock that few tiles do not pull down."""
     spec = epigen.compile(PLAIN).plan(shape, BF16, TARGETS["sm_90"], layout="nt").spec
-    found = {s: model.estimate_us(spec, warp_specialized(*tile, 64, 4, halves=2, splits=s), shape, H200).us for s in times}
+    found = {s: model.estimate_us(spec, warp_specialized(*tile, 64, 4, subtiles=2, splits=s), shape, H200).us for s in times}
     for splits, us in times.items():
         assert found[splits] / found[1] == pytest.approx(us / times[1], rel=0.25)
 
 
 def test_rows_that_lie_across_lines_of_l2_are_loaded_more_slowly() -> None:
     """4992x14656x648 in tiles of 128x128 took 251 us on an H200, and cuBLAS 161 (Triton 3.6, 2026-11)."""
-    config, found = warp_specialized(128, 128, 64, 6, pingpong=1, halves=2), {}
+    config, found = warp_specialized(128, 128, 64, 6, pingpong=1, subtiles=2), {}
     for k in (640, 648, 656, 672, 704):
         shape = (4992, 14656, k)
         spec = epigen.compile(PLAIN).plan(shape, BF16, TARGETS["sm_90"], layout="nt").spec
@@ -546,7 +549,7 @@ def test_rows_that_lie_across_lines_of_l2_are_loaded_more_slowly() -> None:
 
 def test_copies_have_rows_of_whole_lines() -> None:
     """Where TMA cannot address an operand, nothing that it loads lies across lines."""
-    shape, config = (4096, 4096, 1003), warp_specialized(128, 128, 64, 6, pingpong=1, halves=2)
+    shape, config = (4096, 4096, 1003), warp_specialized(128, 128, 64, 6, pingpong=1, subtiles=2)
     spec = epigen.compile(PLAIN).plan(shape, BF16, TARGETS["sm_90"], layout="nt").spec
     assert spec.signature.tma == ("out",) and model._Timing(spec, shape, H200, FITTED)._crossing_clocks(config) == 0
 
@@ -570,7 +573,7 @@ def test_inputs_that_are_asked_for_early_are_not_waited_for() -> None:
     ):
         for text, gains in ((PLAIN, True), ("mm", False)):
             spec = epigen.compile(text).plan(shape, FP16, TARGETS["sm_90"], layout="nt").spec
-            times = [e.us for e in model.estimates(spec, [late, late.but("early", 1)], shape, H200)]
+            times = [e.us for e in model.estimates(spec, [late, late.but("prefetch", 1)], shape, H200)]
             assert (0.1 < times[0] - times[1] < 0.6) if gains else times[0] == times[1]
 
 
@@ -578,18 +581,18 @@ def test_what_triton_holds_of_inputs_takes_registers() -> None:
     """A tile of fp16 as it lies: half a register for each accumulator; in 128 of those there is no room for it."""
     spec = epigen.compile("mm * x[m,n] + y[m,n]").plan(SQUARE, FP16, TARGETS["sm_90"], layout="nt").spec
     for config in (cases.tiled(128, 128, 64, 8, 3), cases.persistent(128, 128, 64, 8, 3, flatten=0)):
-        late, early = (model.resources(spec, config.but("early", e), TARGETS["sm_90"], SQUARE) for e in (0, 1))
-        assert (late.held, early.held, early.registers - late.registers) == (0, 64, 64)
+        late, prefetch = (model.resources(spec, config.but("prefetch", e), TARGETS["sm_90"], SQUARE) for e in (0, 1))
+        assert (late.held, prefetch.held, prefetch.registers - late.registers) == (0, 64, 64)
     large = cases.tiled(128, 256, 64, 8, 3)
     assert model.refusal(spec, large, SQUARE, TARGETS["sm_90"]) == ""
-    assert model.refusal(spec, large.but("early", 1), SQUARE, TARGETS["sm_90"]).startswith("128 accumulators and 128 registers for inputs a thread")
+    assert model.refusal(spec, large.but("prefetch", 1), SQUARE, TARGETS["sm_90"]).startswith("128 accumulators and 128 registers for inputs a thread")
 
 
 def test_what_tma_stores_waits_for_nobody() -> None:
     """3712x7104x256 in tiles of 128x128 by two groups together took 32.9 us, of which the stores' time alone would be 12 (H200, Triton 3.6, 2026-11)."""
     shape = (3712, 7104, 256)
     spec = epigen.compile(PLAIN).plan(shape, BF16, TARGETS["sm_90"], layout="nt").spec
-    by_tma, by_threads = (model.estimate_us(spec, warp_specialized(128, 128, 64, 6, early=1, tma_store=t), shape, H200) for t in (1, 0))
+    by_tma, by_threads = (model.estimate_us(spec, warp_specialized(128, 128, 64, 6, prefetch=1, tma_store=t), shape, H200) for t in (1, 0))
     assert by_tma.us == pytest.approx(32.9, rel=0.1) and by_tma.epilogue_us < by_threads.epilogue_us - 5
 
 

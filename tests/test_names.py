@@ -204,7 +204,7 @@ def _own_locals() -> set[str]:
 
 
 CONFIGS: tuple[KernelConfig, ...] = (
-    tiled(16, 32, 32), tiled(32, 32, 32, early=1, one_launch=1), split_k(16, 32, 32), LIBRARY, persistent(flatten=0), warp_specialized(pingpong=1),
+    tiled(16, 32, 32), tiled(32, 32, 32, prefetch=1, fused_finalize=1), split_k(16, 32, 32), LIBRARY, persistent(flatten=0), warp_specialized(pingpong=1),
 )  # fmt: skip
 
 

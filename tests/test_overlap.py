@@ -192,7 +192,7 @@ def test_buffers_that_lie_side_by_side(backend: str) -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("config", [SMALL, LIBRARY, split_k(early=1), None], ids=["tiled", "library", "split_k", "reference"])
+@pytest.mark.parametrize("config", [SMALL, LIBRARY, split_k(prefetch=1), None], ids=["tiled", "library", "split_k", "reference"])
 def test_an_input_by_another_name(config: Any) -> None:
     """A view of the same elements is the input itself; so are two inputs that both are."""
     kernel = epigen.compile("cast(mm + x[m,n] - y[m,n] * 2, fp32)", config=config, backend="interpreter" if config else "reference")

@@ -92,7 +92,7 @@ def test_a_refusal_leads_to_the_vendors_product_and_is_quoted() -> None:
 def test_columns_are_reduced_by_high_tiles_and_in_one_launch_where_no_tile_goes_along() -> None:
     def config(text: str) -> tuple[int, int, int, int]:
         found = rule.pointwise(epigen.compile(text).plan((64, 64, 64), dtype=BF16, target=TARGETS["sm_90"]).spec).config
-        return found["block_m"], found["block_n"], found["num_warps"], found["one_launch"]
+        return found["block_m"], found["block_n"], found["num_warps"], found["fused_finalize"]
 
     assert config("bgrad(mm)") == config("bgrad(mm * row[m])") == (128, 64, 4, 1)
     assert config("d = dgelu(mm, z[m,n]); d, bgrad(d)") == config("y = relu(mm); y, amax(y)") == config("amax(mm * gate[m,n])") == (128, 64, 8, 0)
@@ -173,10 +173,10 @@ def test_many_tiles_of_aligned_rows_are_for_groups_of_warps_on_hopper(text: str,
 def test_inputs_are_asked_for_early_where_no_other_tile_covers_the_wait() -> None:
     for target in ("sm_80", "gfx942"):
         few, many = (rule.choose(spec_of(PLAIN, FP16, 256), (m, m, 256), TARGETS[target]).config for m in (128, 8192))
-        assert (few["early"], many["early"]) == (1, 0)
+        assert (few["prefetch"], many["prefetch"]) == (1, 0)
     for text in ("mm", "mm * alpha"):  # a number that is passed by value is there when the kernel begins
         bare = epigen.compile(text).plan((128, 256, 256), dtype=FP16, target=TARGETS["sm_80"]).spec
-        assert rule.choose(bare, (128, 256, 256), TARGETS["sm_80"]).config["early"] == 0
+        assert rule.choose(bare, (128, 256, 256), TARGETS["sm_80"]).config["prefetch"] == 0
 
 
 @pytest.mark.parametrize(

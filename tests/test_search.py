@@ -51,8 +51,8 @@ def test_one_launch_is_a_choice_where_a_kernel_can_complete_what_it_reduces(text
     spec = lower(epigen.compile(text).graph, Signature(FP16, FP16, tuple((n, FP16) for n in ("bias",) if n in text), k_multiple=256, tma=("a", "b")))
     found: dict[str, set[int]] = {}
     for config in Space(spec, shape, DEFAULT).every():
-        found.setdefault(config.schedule, set()).add(config["one_launch"])
-        assert not (dict(config.values).get("flatten") and (config["one_launch"] or config["early"]))
+        found.setdefault(config.schedule, set()).add(config["fused_finalize"])
+        assert not (dict(config.values).get("flatten") and (config["fused_finalize"] or config["prefetch"]))
     assert found == dict.fromkeys(("library", "tiled", "split_k", "persistent", "warp_specialized"), values)
 
 
@@ -62,7 +62,7 @@ def test_inputs_can_be_asked_for_early_where_there_are_any(text: str, values: se
     spec = lower(kernel.graph, kernel.signature_of(FP16, SHAPE, "nt"))
     found: dict[str, set[int]] = {}
     for config in Space(spec, SHAPE, DEFAULT).every():
-        found.setdefault(config.schedule, set()).add(dict(config.values).get("early", -1))
+        found.setdefault(config.schedule, set()).add(dict(config.values).get("prefetch", -1))
     assert found.pop("library") == {-1}
     assert found and set(map(frozenset, found.values())) == {frozenset(values)}
 
@@ -103,11 +103,11 @@ def test_the_nearest_point_is_legal() -> None:
         here, there = Space(spec, shape, DEFAULT), Space(SPACE.spec, (8192, 8192, 512), DEFAULT)
         for config in list(there.every())[::97]:
             if config.schedule in here.schedules:
-                found = here.nearest(config, ("one_launch", "tma_load"))
+                found = here.nearest(config, ("fused_finalize", "tma_load"))
                 assert found and len(set(found)) == len(found) and all(map(here.legal, found))
     here = Space(spec, (4096, 4096, 4096), DEFAULT)
     assert [c["group_m"] for g in (1, 2, 4, 8, 16) for c in here.nearest(tiled(128, 128, group_m=g))] == [1, 8, 8, 8, 8]
-    assert [c["one_launch"] for c in here.nearest(tiled(128, 128), ("one_launch",))] == [0, 1]
+    assert [c["fused_finalize"] for c in here.nearest(tiled(128, 128), ("fused_finalize",))] == [0, 1]
     assert not here.legal(tiled(128, 128, group_m=4))
 
 
@@ -125,7 +125,7 @@ def test_groups_of_warps_have_two_buffers_beside_what_is_stored(text: str, shape
 
 
 def test_a_config_may_be_older_than_loads_by_tma_and_parts_of_k() -> None:
-    older = {name: value for name, value in warp_specialized(tma_load=0).values if name not in ("tma_load", "one_launch", "splits")}
+    older = {name: value for name, value in warp_specialized(tma_load=0).values if name not in ("tma_load", "fused_finalize", "splits")}
     assert schedules.from_mapping({"schedule": "warp_specialized", **older}) == warp_specialized(tma_load=0)
 
 

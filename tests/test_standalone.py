@@ -23,7 +23,7 @@ from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
 from epigen.runtime.device import TARGETS
 
 SMALL = schedules.config("tiled", block_m=32, block_n=32, block_k=32, group_m=4, num_warps=4, num_stages=2)
-EARLY = schedules.config("tiled", block_m=32, block_n=32, block_k=32, group_m=1, num_warps=4, num_stages=2, early=1, one_launch=1)
+EARLY = schedules.config("tiled", block_m=32, block_n=32, block_k=32, group_m=1, num_warps=4, num_stages=2, prefetch=1, fused_finalize=1)
 LIBRARY = schedules.config("library", block_m=8, block_n=64, num_warps=4)
 
 
@@ -71,13 +71,13 @@ FILES = (
     File("silu(mm) + residual", ("t0 + residual", "t0"), FP32, LIBRARY),
     File("softplus(mm), tanh(mm)", ("-0.33333333333333333", "-0.3"), FP32),
     File("relu(mm + bias)", ("acc + bias", "acc - bias"), config=persistent(), k=4096),
-    File("z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)", ("z > 0.0", "z >= 0.0"), config=persistent(block_n=128, halves=2), k=4096),
+    File("z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)", ("z > 0.0", "z >= 0.0"), config=persistent(block_n=128, subtiles=2), k=4096),
     File("relu(mm + bias)", ("acc + bias", "acc - bias"), config=persistent(), k=1),
     File("z = mm + bias; relu(z), bgrad(z)", ("acc + bias", "acc - bias"), config=split_k(), k=4096),
     File("mm", ("torch.mm(a, b, out=out)", "torch.mm(a, b, out=out).mul_(2)"), FP32, LIBRARY),
     File("z = mm; z", ("torch.mm(a, b, out=z)", "torch.mm(a, b, out=z).mul_(2)"), BF16, LIBRARY),
     File("relu(mm + bias), bgrad(mm)", ("acc + bias", "acc - bias"), config=EARLY, k=4096),
-    File("z = mm + bias; z, bgrad(z)", ("acc + bias", "acc - bias"), config=split_k(one_launch=1), k=4096),
+    File("z = mm + bias; z, bgrad(z)", ("acc + bias", "acc - bias"), config=split_k(fused_finalize=1), k=4096),
     File("cast(mm, fp16)", ("acc.to(tl.float16)", "(2 * acc).to(tl.float16)"), FP8E5M2),
     # names that the file itself uses
     File("mm * v1[m] + v0[n] - v2", ("", "")),
@@ -91,10 +91,10 @@ GPU_ONLY = (
     File("relu(mm + bias)", ("acc + bias", "acc - bias"), BF16),
     File("cast(mm, fp8e4m3)", ("", "")),
     File("mm", ("", ""), FP8E4M3),
-    File("relu(mm + bias)", ("acc + bias", "acc - bias"), config=warp_specialized(halves=2), k=4096),
+    File("relu(mm + bias)", ("acc + bias", "acc - bias"), config=warp_specialized(subtiles=2), k=4096),
     File("z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)", ("z > 0.0", "z >= 0.0"), config=warp_specialized(pingpong=1), k=4096),
-    File("relu(mm + bias)", ("acc + bias", "acc - bias"), config=warp_specialized(halves=2, splits=3), k=4096),
-    File("z = mm + bias; z, bgrad(z)", ("acc + bias", "acc - bias"), config=warp_specialized(pingpong=1, splits=2, one_launch=1), k=4096),
+    File("relu(mm + bias)", ("acc + bias", "acc - bias"), config=warp_specialized(subtiles=2, splits=3), k=4096),
+    File("z = mm + bias; z, bgrad(z)", ("acc + bias", "acc - bias"), config=warp_specialized(pingpong=1, splits=2, fused_finalize=1), k=4096),
     File("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", ("dgelu(acc, z)", "dgelu(acc, -z)"), config=warp_specialized(pingpong=1, tma_load=1), k=4096),
 )
 

@@ -24,7 +24,7 @@ __all__ = ["away"]  # a fixture
 PROGRAM = "z = mm * alpha + bias; where(mask, z, gate[m,n]), bitmask(z > 0), bgrad(z), sum(z, n)"
 STORING = "storing"
 CONFIGS = {
-    "tiled": SMALL, "completing": SMALL.but("one_launch", 1).but("early", 1), "split_k": split_k(), "library": LIBRARY,
+    "tiled": SMALL, "completing": SMALL.but("fused_finalize", 1).but("prefetch", 1), "split_k": split_k(), "library": LIBRARY,
     "persistent": persistent(flatten=0, tma_store=0), STORING: persistent(flatten=0, tma_store=1),
 }  # fmt: skip
 
@@ -131,7 +131,7 @@ def test_empty_tensors_are_right_or_refused_in_words(lying: dict[str, str]) -> N
         name, extents, _ = way.split(" ", 2)
         if SCHEDULES[CONFIGS[name].schedule].descriptors:
             assert end == f"ValueError: {extents} has no elements, and TMA addresses none"
-        elif CONFIGS[name]["one_launch"] and "0" in extents.split("x")[:2]:
+        elif CONFIGS[name]["fused_finalize"] and "0" in extents.split("x")[:2]:
             assert end == f"ValueError: {extents} has no elements, and no tile would finish the reductions"
         else:
             assert end == "right"

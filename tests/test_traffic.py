@@ -52,7 +52,7 @@ def test_a_program_that_the_vendor_computes_whole_is_one_launch() -> None:
 
 def test_a_reduction_that_the_last_block_completes_takes_no_launch() -> None:
     for text, launches in ((BACKWARD, 1), ("mm, bgrad(mm), sum(b, k), sum(mm)", 2)):
-        inside, after = (traffic(spec_of(text), (M, N, K), cases.tiled(128, 128, 64, 8, 3, one_launch=i)) for i in (1, 0))
+        inside, after = (traffic(spec_of(text), (M, N, K), cases.tiled(128, 128, 64, 8, 3, fused_finalize=i)) for i in (1, 0))
         assert (inside.launches, inside.bytes) == (launches, after.bytes)
 
 

@@ -33,18 +33,18 @@ LARGE = (65536, 65536, 4096)
 
 CONFIGS = {
     "tiled": tiled(group_m=8),
-    "tiled, inputs first": tiled(early=1, one_launch=1, group_m=1),
+    "tiled, inputs first": tiled(prefetch=1, fused_finalize=1, group_m=1),
     "split_k": split_k(group_m=4),
-    "split_k, completed by the last": split_k(one_launch=1),
+    "split_k, completed by the last": split_k(fused_finalize=1),
     "library": LIBRARY,
-    "library, completed by the last": LIBRARY.but("one_launch", 1),
+    "library, completed by the last": LIBRARY.but("fused_finalize", 1),
     "persistent": persistent(flatten=0, tma_store=0),
     "persistent, flattened": persistent(128, 128, 64, 8),
-    "persistent, in halves": persistent(128, 128, 64, 8, flatten=0, halves=2, one_launch=1, early=1),
-    "cooperative": warp_specialized(128, 128, halves=2, one_launch=1),
-    "cooperative, in parts": warp_specialized(128, 128, splits=3, one_launch=1, tma_store=0),
-    "ping-pong": warp_specialized(128, 64, pingpong=1, early=1, one_launch=1),
-    "ping-pong, loaded by TMA": warp_specialized(128, 64, pingpong=1, halves=2, tma_load=1),
+    "persistent, in subtiles": persistent(128, 128, 64, 8, flatten=0, subtiles=2, fused_finalize=1, prefetch=1),
+    "cooperative": warp_specialized(128, 128, subtiles=2, fused_finalize=1),
+    "cooperative, in parts": warp_specialized(128, 128, splits=3, fused_finalize=1, tma_store=0),
+    "ping-pong": warp_specialized(128, 64, pingpong=1, prefetch=1, fused_finalize=1),
+    "ping-pong, loaded by TMA": warp_specialized(128, 64, pingpong=1, subtiles=2, tma_load=1),
 }
 
 
@@ -72,7 +72,7 @@ def test_what_becomes_an_offset_has_64_bits() -> None:
     """Where some offset needs as many, as Triton compiles it: for strides that fit in 32 bits, which are then passed in 32."""
     jobs = {(name, layout): job(config, layout=layout) for name, config in CONFIGS.items() for layout in ("nn", "tt")}
     jobs |= {(name, "gfx942"): job(CONFIGS[name], target="gfx942") for name in ("tiled", "split_k", "library")}
-    jobs |= {("over", config.schedule): over(config) for config in (LIBRARY, LIBRARY.but("one_launch", 1))}
+    jobs |= {("over", config.schedule): over(config) for config in (LIBRARY, LIBRARY.but("fused_finalize", 1))}
     assert {SCHEDULES[config.schedule].name for config in CONFIGS.values()} == set(SCHEDULES)
     for name, one, found in zip(jobs, jobs.values(), first_texts(list(jobs.values())), strict=True):
         assert "int64" in one.rendered.text, name
@@ -216,7 +216,7 @@ def sparse(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype = 
 
 SMALL: Mapping[str, KernelConfig] = {
     "tiled": tiled(16, 16, 16),
-    "split_k": split_k(16, 16, 16, splits=2, one_launch=1),
+    "split_k": split_k(16, 16, 16, splits=2, fused_finalize=1),
     "persistent": persistent(64, 16, 16, flatten=0),
     "library": schedules.config("library", block_m=4, block_n=16, num_warps=1),
 }
@@ -281,11 +281,11 @@ def test_reductions_of_operands_past_32_bits() -> None:
 GPU: Mapping[str, KernelConfig | None] = {
     "default": None,
     "tiled": tiled(16, 64, 64, 4, 3),
-    "tiled, inputs first": tiled(64, 64, 32, early=1),
+    "tiled, inputs first": tiled(64, 64, 32, prefetch=1),
     "split_k": split_k(16, 64, 32, splits=4),
     "persistent": persistent(64, 64, 64, flatten=0),
-    "persistent, in halves": persistent(128, 128, 64, 8, flatten=0, halves=2, tma_store=0),
-    "cooperative": warp_specialized(128, 128, 64, halves=2),
+    "persistent, in subtiles": persistent(128, 128, 64, 8, flatten=0, subtiles=2, tma_store=0),
+    "cooperative": warp_specialized(128, 128, 64, subtiles=2),
     "cooperative, in parts": warp_specialized(128, 128, 64, splits=2),
     "ping-pong": warp_specialized(64, 128, 64, pingpong=1),
     "library": schedules.config("library", block_m=8, block_n=128, num_warps=4),

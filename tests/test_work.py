@@ -30,7 +30,7 @@ from epigen.uncollected import uncollected
 
 CONFIGS = (
     schedules.config("tiled", block_m=64, block_n=64, block_k=32, group_m=8, num_warps=4, num_stages=3),
-    schedules.config("persistent", block_m=64, block_n=64, block_k=32, group_m=8, flatten=0, halves=1, tma_store=1, num_warps=4, num_stages=3),
+    schedules.config("persistent", block_m=64, block_n=64, block_k=32, group_m=8, flatten=0, subtiles=1, tma_store=1, num_warps=4, num_stages=3),
     schedules.config("library", block_m=8, block_n=128, num_warps=4),
 )
 

@@ -130,8 +130,8 @@ class Renderer:
         functions = [] if whole else [_main(spec, config), *(_finish(spec, f) for f in _after(spec, config))]
         text = self.text(
             "module.py.j2", spec=spec, config=config, functions=functions, schedule=schedule, dot_arguments=dot_arguments(spec, config),
-            described=schedules.stored_by_tma(spec, config), brought=schedules.loaded_by_tma(spec, config), inside=_inside(spec, config), counted=arrivals(spec, config),
-            whole=whole, early=schedules.loaded_early(spec, config), **units(spec, config),
+            tma_stored=schedules.tma_stored(spec, config), tma_loaded=schedules.tma_loaded(spec, config), inside=_inside(spec, config), counted=arrivals(spec, config),
+            whole=whole, prefetched=schedules.prefetched(spec, config), **units(spec, config),
         )  # fmt: skip
         return Rendered(text, tuple(functions), digest([text]))
 
@@ -204,7 +204,7 @@ def _pointer(name: str, dtype: DType, about: str) -> Argument:
     return Argument(f"{name}_ptr", f"*{_type(dtype)}", about)
 
 
-def _described(name: str, dtype: DType, block: tuple[int, int], indices: str, transposed: bool = False, role: str = "", padded: bool = False) -> Argument:
+def _with_descriptor(name: str, dtype: DType, block: tuple[int, int], indices: str, transposed: bool = False, role: str = "", padded: bool = False) -> Argument:
     """A tensor by its TMA descriptor. block, indices: of the tensor, before it is transposed."""
     if transposed:
         block, indices = (block[1], block[0]), indices[::-1]
@@ -255,8 +255,8 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     if schedule.descriptors:
         block_k, copied = config["block_k"], schedules.padded(config, sig.tma)
         operands = [
-            _described("a", sig.a, (config["block_m"] // parts[0], block_k), "mk", sig.layout[0] == "t", padded="a" in copied),
-            _described("b", sig.b, (block_k, config["block_n"]), "kn", sig.layout[1] == "t", padded="b" in copied),
+            _with_descriptor("a", sig.a, (config["block_m"] // parts[0], block_k), "mk", sig.layout[0] == "t", padded="a" in copied),
+            _with_descriptor("b", sig.b, (block_k, config["block_n"]), "kn", sig.layout[1] == "t", padded="b" in copied),
         ]
         sizes = _integers("M", "N", "K")
     elif spec.pointwise:
@@ -276,10 +276,10 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     inside = _inside(spec, config)
     completed = [o for f in inside for o in f.stores]
     inputs = [*spec.inputs, *(i for f in inside for i in f.inputs)]
-    brought, leaving = schedules.loaded_by_tma(spec, config), schedules.stored_by_tma(spec, config)
-    pointed: list[Input | Store] = [*(i for i in inputs if i.name not in brought), *(s for s in spec.stores if s.name not in leaving), *completed]
-    described = {i.name: _described(i.name, i.dtype, part, i.indices) for i in inputs if i.dtype is not None and i.name in brought}
-    described |= {s.name: _described(s.name, s.dtype, part, s.indices, role=", written") for s in spec.stores if s.name in leaving}
+    tma_loaded, tma_stored = schedules.tma_loaded(spec, config), schedules.tma_stored(spec, config)
+    pointed: list[Input | Store] = [*(i for i in inputs if i.name not in tma_loaded), *(s for s in spec.stores if s.name not in tma_stored), *completed]
+    with_descriptor = {i.name: _with_descriptor(i.name, i.dtype, part, i.indices) for i in inputs if i.dtype is not None and i.name in tma_loaded}
+    with_descriptor |= {s.name: _with_descriptor(s.name, s.dtype, part, s.indices, role=", written") for s in spec.stores if s.name in tma_stored}
     if schedules.splits(config) > 1:
         held = "[tiles * SPLITS, BLOCK_M, BLOCK_N]"
         partials.append(_pointer("split_partial", spec.accumulator, f"{held} {spec.accumulator}, written: sums over parts of k"))
@@ -288,7 +288,7 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     # the bytes of a word lie side by side
     fixed = {stride_name(name, "n") for name in units(spec, config)["in_words"]}
     strides = [s for s in _strides(pointed) if s.name not in fixed]
-    addressed = [*(described.get(i.name) or _input(i) for i in inputs), *(described.get(s.name) or _output(s) for s in (*spec.stores, *completed))]
+    addressed = [*(with_descriptor.get(i.name) or _input(i) for i in inputs), *(with_descriptor.get(s.name) or _output(s) for s in (*spec.stores, *completed))]
     arguments = (*operands, *addressed, *partials, *sizes, *strides)
     stages = dict(config.values).get("num_stages", 1)
     name = spec.name if schedule.multiplies else f"{spec.name}_epilogue"

@@ -43,8 +43,8 @@ TILED = Schedule(
         "group_m": (1, 2, 4, 8, 16),
         "num_warps": (1, 2, 4, 8, 16),
         "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),
-        "one_launch": (0, 1),
-        "early": (0, 1),
+        "fused_finalize": (0, 1),
+        "prefetch": (0, 1),
     },
     multiplies=True,
 )
@@ -56,7 +56,7 @@ LIBRARY = Schedule(
         "block_m": (1, 2, 4, 8, 16, 32, 64, 128),
         "block_n": (16, 32, 64, 128, 256, 512, 1024),
         "num_warps": (1, 2, 4, 8, 16),
-        "one_launch": (0, 1),
+        "fused_finalize": (0, 1),
     },
     multiplies=False,
 )
@@ -77,12 +77,12 @@ PERSISTENT = Schedule(
         "block_k": (16, 32, 64, 128, 256),
         "group_m": (1, 2, 4, 8, 16),
         "flatten": (0, 1),
-        "halves": (1, 2),
+        "subtiles": (1, 2),
         "tma_store": (0, 1),
         "num_warps": (4, 8, 16),
         "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),
-        "one_launch": (0, 1),
-        "early": (0, 1),
+        "fused_finalize": (0, 1),
+        "prefetch": (0, 1),
     },
     multiplies=True,
     descriptors=True,
@@ -99,12 +99,12 @@ WARP_SPECIALIZED = Schedule(
         "block_k": (16, 32, 64, 128),
         "group_m": (1, 2, 4, 8, 16),
         "pingpong": (0, 1),
-        "halves": (1, 2),
-        "early": (0, 1),
+        "subtiles": (1, 2),
+        "prefetch": (0, 1),
         "tma_store": (0, 1),
         "tma_load": (0, 1),
         "num_stages": (2, 3, 4, 5, 6, 7, 8),  # a buffer is handed back a step after its own: the only one would never be filled again
-        "one_launch": (0, 1),
+        "fused_finalize": (0, 1),
         "splits": tuple(range(1, 17)),
     },
     multiplies=True,
@@ -116,14 +116,18 @@ WARP_SPECIALIZED = Schedule(
 
 SCHEDULES = {s.name: s for s in (LIBRARY, TILED, SPLIT_K, PERSISTENT, WARP_SPECIALIZED)}
 
-_IN_TEXT = {"early", "flatten", "halves", "one_launch", "pingpong", "tma_load", "tma_store", "num_warps", "num_stages"}
+_IN_TEXT = {"prefetch", "flatten", "subtiles", "fused_finalize", "pingpong", "tma_load", "tma_store", "num_warps", "num_stages"}
 """Dimensions that decide what the template writes, or how it is launched; the others are the kernel's compile-time arguments."""
 
 _OF_ONE = {("group_m", 1), ("splits", 1)}
 """Values with which the text says less, and needs no number."""
 
-_UNLESS_GIVEN = {"early": 0, "one_launch": 0, "splits": 1, "tma_load": 0}
+_UNLESS_GIVEN = {"prefetch": 0, "fused_finalize": 0, "splits": 1, "tma_load": 0}
 """Of dimensions that a config may leave out where the value is legal, as those do that are older than the dimension."""
+
+
+RENAMED = {"early": "prefetch", "halves": "subtiles", "one_launch": "fused_finalize"}
+"""Dimensions by the names that they had up to schema 2 of the database."""
 
 
 def constants(config: KernelConfig) -> tuple[tuple[str, int], ...]:
@@ -143,21 +147,21 @@ def padded(config: KernelConfig, tma: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name in "ab" if name not in tma) if SCHEDULES[config.schedule].descriptors else ()
 
 
-def stored_by_tma(spec: KernelSpec, config: KernelConfig) -> tuple[str, ...]:
+def tma_stored(spec: KernelSpec, config: KernelConfig) -> tuple[str, ...]:
     """The outputs that leave by their descriptors."""
-    return tuple(s.name for s in storable_by_tma(spec)) if dict(config.values).get("tma_store") else ()
+    return tuple(s.name for s in tma_storable(spec)) if dict(config.values).get("tma_store") else ()
 
 
-def loaded_by_tma(spec: KernelSpec, config: KernelConfig) -> Mapping[str, str]:
+def tma_loaded(spec: KernelSpec, config: KernelConfig) -> Mapping[str, str]:
     """The inputs that TMA brings while a tile is multiplied, each with the output through whose buffer, of the same dtype, it comes."""
     values = dict(config.values)
-    return loadable_by_tma(spec) if values.get("tma_load") and values.get("tma_store") else {}
+    return tma_loadable(spec) if values.get("tma_load") and values.get("tma_store") else {}
 
 
-def loadable_by_tma(spec: KernelSpec) -> Mapping[str, str]:
-    """As `loaded_by_tma`, of a config that has TMA load and store all that it can."""
+def tma_loadable(spec: KernelSpec) -> Mapping[str, str]:
+    """As `tma_loaded`, of a config that has TMA load and store all that it can."""
     free: dict[DType, list[str]] = {}
-    for store in reversed(storable_by_tma(spec)):
+    for store in reversed(tma_storable(spec)):
         free.setdefault(store.dtype, []).append(store.name)
     found, tma = {}, set(spec.signature.tma)
     for item in spec.inputs:
@@ -166,23 +170,23 @@ def loadable_by_tma(spec: KernelSpec) -> Mapping[str, str]:
     return found
 
 
-def loaded_early(spec: KernelSpec, config: KernelConfig) -> tuple[Input, ...]:
+def prefetched(spec: KernelSpec, config: KernelConfig) -> tuple[Input, ...]:
     """The inputs that are loaded before their tile is multiplied, and held."""
-    values, brought = dict(config.values), loaded_by_tma(spec, config)
+    values, from_tma = dict(config.values), tma_loaded(spec, config)
     holds = SCHEDULES[config.schedule].dialect == "triton" or holds_inputs(spec, parts(config)[1], splits(config))
-    return tuple(i for i in spec.loaded if i.name not in brought) if values.get("early") and holds else ()
+    return tuple(i for i in spec.loaded if i.name not in from_tma) if values.get("prefetch") and holds else ()
 
 
-def holds_inputs(spec: KernelSpec, halves: int, splits: int) -> bool:
+def holds_inputs(spec: KernelSpec, subtiles: int, splits: int) -> bool:
     """Whether inputs can be held in Gluon, beside a product of which each half, and each of so many parts along k, is taken by itself.
 
     Where the last of several parts goes on, that is a condition, behind which a name keeps its layout; in halves, and where outputs do not
     depend on the product, names that are held would get another.
     """
-    return splits == 1 or (halves == 1 and not spec.apart)
+    return splits == 1 or (subtiles == 1 and not spec.apart)
 
 
-def storable_by_tma(spec: KernelSpec) -> list[Store]:
+def tma_storable(spec: KernelSpec) -> list[Store]:
     """The outputs that can leave by a descriptor."""
     tma = set(spec.signature.tma)
     return [s for s in spec.stores if s.name in tma and not s.packed]
@@ -193,13 +197,13 @@ def in_triton(config: KernelConfig) -> KernelConfig:
     if SCHEDULES[config.schedule].dialect == "triton":
         return config
     same = {name: value for name, value in config.values if name in PERSISTENT.dimensions}
-    return _config(PERSISTENT, same | {"flatten": int(not same["one_launch"] and not same["early"]), "num_warps": 8})
+    return _config(PERSISTENT, same | {"flatten": int(not same["fused_finalize"] and not same["prefetch"]), "num_warps": 8})
 
 
 def parts(config: KernelConfig) -> tuple[int, int]:
     """In how many parts, along m and n, the epilogue takes a tile: each leaves its own partial results."""
     values = dict(config.values)
-    return 1 if values.get("pingpong", 1) else 2, values.get("halves", 1)
+    return 1 if values.get("pingpong", 1) else 2, values.get("subtiles", 1)
 
 
 def finished_inside(finish: Finish, config: KernelConfig) -> bool:
@@ -207,12 +211,12 @@ def finished_inside(finish: Finish, config: KernelConfig) -> bool:
 
     What an operand's k is reduced over, no block has parts of.
     """
-    return bool(config["one_launch"]) and not any(s.operand for s in finish.sources)
+    return bool(config["fused_finalize"]) and not any(s.operand for s in finish.sources)
 
 
 def several_launches(config: KernelConfig) -> KernelConfig:
     """The same, but that all reductions are completed by kernels of their own."""
-    return config.but("one_launch", 0)
+    return config.but("fused_finalize", 0)
 
 
 def programs(config: KernelConfig, tiles: int, multiprocessors: int) -> int:
@@ -257,8 +261,8 @@ def accepted(given: object) -> KernelConfig:
 
 
 def from_mapping(given: Mapping[Any, object]) -> KernelConfig:
-    """A checked config from {"schedule": …, "block_m": …}; the schedule is tiled by default."""
-    values = {name if isinstance(name, str) else shown(name): value for name, value in given.items()}
+    """A checked config from {"schedule": …, "block_m": …}; the schedule is tiled by default. A dimension may have its older name."""
+    values = {RENAMED.get(name, name) if isinstance(name, str) else shown(name): value for name, value in given.items()}
     schedule = values.pop("schedule", TILED.name)
     return config(schedule if isinstance(schedule, str) else shown(schedule), **values)
 
@@ -277,10 +281,12 @@ def config(schedule: str, **values: object) -> KernelConfig:
         checked[name] = value
     if missing := [d for d in dimensions if d not in checked]:
         raise ConfigError(f"the schedule {schedule} also needs {', '.join(missing)}")
-    if checked.get("flatten") and checked["one_launch"]:
-        raise ConfigError("flatten=1 and one_launch=1 exclude each other: Triton makes one loop of a tile's and the one over k, and completing takes a third")
-    if checked.get("flatten") and checked["early"]:
-        raise ConfigError("flatten=1 and early=1 exclude each other: in the loop that Triton makes of two, inputs would be waited for before the product")
+    if checked.get("flatten") and checked["fused_finalize"]:
+        raise ConfigError(
+            "flatten=1 and fused_finalize=1 exclude each other: Triton makes one loop of a tile's and the one over k, and finalizing takes a third"
+        )
+    if checked.get("flatten") and checked["prefetch"]:
+        raise ConfigError("flatten=1 and prefetch=1 exclude each other: in the loop that Triton makes of two, inputs would be waited for before the product")
     return _config(SCHEDULES[schedule], checked)
 
 

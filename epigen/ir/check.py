@@ -29,9 +29,9 @@ _GENERATED = frozenset(
     """tl triton torch gl gluon acc pid pid_m pid_n group M N K GROUP_M logaddexp maximum out start first size chunk self
     load store dot arange zeros full program_id num_programs cdiv constexpr reduce reshape broadcast_to expand_dims trans cat join
     split atomic_add atomic_max make_block_ptr make_tensor_descriptor static_range assume multiple_of max_contiguous swizzle2d
-    tiles tile_id half_id split_id step_id slot_id turn_id group_id other_id acc_left acc_right full_bars
-    empty_bars order_bars HALF_N ROWS LAYOUT STAGES SPLITS WHICH gluon tma mbarrier fence_async_shared warpgroup_mma warpgroup_mma_wait
-    item_id acc_whole a_padded b_padded copy_in copy_out PDL load_tiles multiply_tiles columns_taken_over words_taken_over packed_words
+    tiles tile_id subtile_id split_id step_id slot_id phase_id group_id other_id acc_left acc_right full_bars
+    empty_bars order_bars SUBTILE_N ROWS LAYOUT STAGES SPLITS WARPGROUP gluon tma mbarrier fence_async_shared warpgroup_mma warpgroup_mma_wait
+    item_id acc_whole a_padded b_padded copy_in copy_out PDL producer consumer columns_taken_over words_taken_over packed_words
     to_int8 float16 float32 float64 bfloat16 int1 int8 int16 int32 int64 uint8 uint32 math extra libdevice language jit""".split()
 )
 _GENERATED_PATTERN = re.compile(

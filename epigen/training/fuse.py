@@ -93,7 +93,9 @@ class Forward:
         return found
 
     def script(self) -> nn.Module:
-        raise CallError("torch.jit.script compiles the text of a forward, and that of a fused one is not what runs: epigen.unfuse(model) first, or torch.jit.trace, or torch.export")
+        raise CallError(
+            "torch.jit.script compiles the text of a forward, and that of a fused one is not what runs: epigen.unfuse(model) first, or torch.jit.trace, or torch.export"
+        )
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.module).forward(self.module, *args, **kwargs)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from epigen.codegen.schedules import RENAMED
 from epigen.dtypes import BY_NAME, FP32
 from epigen.errors import EpigenError
 from epigen.ir.check import check
@@ -60,5 +61,17 @@ def _graph(program: str) -> Graph | None:
         return None
 
 
-MIGRATIONS: Mapping[int, Migration] = MappingProxyType({1: _from_1})
+def _from_2(document: dict[str, Any]) -> dict[str, Any]:
+    """Schema 2 had other names for three dimensions of a config."""
+    found = document.get("records")
+    return document | {"records": [_with_new_names(r) for r in found]} if isinstance(found, list) else document
+
+
+def _with_new_names(record: object) -> object:
+    if not isinstance(record, dict) or not isinstance(record.get("config"), dict) or not record["config"].keys().isdisjoint(RENAMED.values()):
+        return record
+    return record | {"config": {RENAMED.get(name, name): value for name, value in record["config"].items()}}
+
+
+MIGRATIONS: Mapping[int, Migration] = MappingProxyType({1: _from_1, 2: _from_2})
 """From a schema's number to the step that turns its document into the next one's."""

@@ -398,7 +398,7 @@ class _Timing(Work):
 
     def _late_us(self, config: KernelConfig) -> float:
         """What an epilogue waits for its inputs."""
-        return self.c.late_us if self.spec.loaded and not config["early"] else 0.0
+        return self.c.late_us if self.spec.loaded and not config["prefetch"] else 0.0
 
     def _moved_us(self, moved_bytes: float) -> float:
         """What a multiprocessor's own bytes take, of which all move as many at once."""

@@ -28,7 +28,7 @@ from epigen.tuning.problem import BITS, SCALAR, Problem
 from epigen.tuning.salvage import load
 from epigen.tuning.task import OUTCOMES, OutcomeKind
 
-SCHEMA = 2
+SCHEMA = 3
 """2 added the inputs' dtypes; `migrations` has the steps from older ones."""
 
 _INPUT_KINDS = frozenset({BITS, SCALAR, *(f"{t.name}[{i}]" for t in INPUTS for i in ("mn", "m", "n"))})

@@ -93,7 +93,7 @@ class Work:
         block_k, stages = config["block_k"], config["num_stages"]
         held = self._held(config, accumulators)
         if SCHEDULES[config.schedule].descriptors:
-            registers = int(36 + accumulators * (1 + self.held_an_element / config["halves"])) + held
+            registers = int(36 + accumulators * (1 + self.held_an_element / config["subtiles"])) + held
             return Resources(self._described_bytes(config), accumulators, registers, most, 1, held=held)
         wgmma = self.wgmma(block_m, config["num_warps"])
         # Seen in 62 kernels that Triton 3.9 compiled, 2026-11: wgmma keeps `num_stages` buffers, the older instruction (sm_80, sm_120, gfx942,
@@ -120,26 +120,26 @@ class Work:
 
     def _grouped(self, config: KernelConfig) -> Resources:
         """Of a kernel whose groups of four warps have a tile each, or half of one: registers are handed out by the kernel itself."""
-        groups, halves = schedules.parts(config)
+        groups, subtiles = schedules.parts(config)
         accumulators = config["block_m"] // groups * config["block_n"] // 128
         loaded = config["num_stages"] * ((config["block_m"] + config["block_n"]) * config["block_k"] * self.element_bytes + 16)
-        buffers = (2 // groups) * config["block_m"] * config["block_n"] // halves
-        stored, brought = schedules.stored_by_tma(self.spec, config), schedules.loaded_by_tma(self.spec, config).values()
-        leaving = sum(buffers * s.dtype.bytes * (halves if s.name in brought else 1) for s in self.spec.stores if s.name in stored)
+        buffers = (2 // groups) * config["block_m"] * config["block_n"] // subtiles
+        stored, from_tma = schedules.tma_stored(self.spec, config), schedules.tma_loaded(self.spec, config).values()
+        stored_bytes = sum(buffers * s.dtype.bytes * (subtiles if s.name in from_tma else 1) for s in self.spec.stores if s.name in stored)
         # each of eight warps leaves its sums of the columns of a part; and 192 bytes, of barriers and of what a launch hands over, or 224
-        exchanged = 32 * config["block_n"] // halves if any("m" in p.axes for p in self.spec.partials) else 0
-        registers = int(36 + accumulators * (1 + self.held_an_element / halves))
+        exchanged = 32 * config["block_n"] // subtiles if any("m" in p.axes for p in self.spec.partials) else 0
+        registers = int(36 + accumulators * (1 + self.held_an_element / subtiles))
         held = self._held(config, accumulators)
-        return Resources(loaded + leaving + exchanged + (224 if brought else 192), accumulators, registers, _GROUP_REGISTERS, 1, held=held)
+        return Resources(loaded + stored_bytes + exchanged + (224 if from_tma else 192), accumulators, registers, _GROUP_REGISTERS, 1, held=held)
 
     def _held(self, config: KernelConfig, accumulators: int) -> int:
         """Registers of a thread for what the epilogue reads of an [m, n] input, as it lies in memory, where it is loaded before the main loop."""
-        return int(accumulators * self.pointed_at(config) / 4) if config["early"] else 0
+        return int(accumulators * self.pointed_at(config) / 4) if config["prefetch"] else 0
 
     def pointed_at(self, config: KernelConfig) -> float:
         """Bytes an element of the inputs with a value for each, but for those that TMA brings."""
-        brought = schedules.loaded_by_tma(self.spec, config)
-        return self.read_bytes - sum(i.dtype.bytes for i in self.spec.inputs if i.dtype and i.name in brought)
+        from_tma = schedules.tma_loaded(self.spec, config)
+        return self.read_bytes - sum(i.dtype.bytes for i in self.spec.inputs if i.dtype and i.name in from_tma)
 
     def _described_bytes(self, config: KernelConfig) -> int:
         """Shared memory of a kernel whose operands come by TMA: 72 that Triton 3.6 and 3.9 compiled for sm_90, and 96 of 3.6, 2026-11.
@@ -147,15 +147,15 @@ class Work:
         All stages, and what each store goes through: the part of the tile itself for TMA, else the change to the layout of the stores, which
         may take the stages' place where no load is under way meanwhile, as may the change of what a pointer loads to the accumulator's layout.
         """
-        tile, stages = config["block_m"] * config["block_n"] // config["halves"], config["num_stages"]
+        tile, stages = config["block_m"] * config["block_n"] // config["subtiles"], config["num_stages"]
         loaded = stages * (config["block_m"] + config["block_n"]) * config["block_k"] * self.element_bytes + 32
         # what the warps exchange for a reduction or a mask, or to change a layout, has a place of its own where loads may be under way
-        sums = 4 * config["num_warps"] * config["block_n"] // config["halves"]  # each warp's, of the columns of a part
+        sums = 4 * config["num_warps"] * config["block_n"] // config["subtiles"]  # each warp's, of the columns of a part
         masks = 2048 if any(s.packed for s in self.spec.stores) else 0
         across = max((sums if "m" in p.axes else 4096 for p in self.spec.partials), default=masks)
         exchanged = max(across, _passing(tile, self.pointed_bytes))
         if config["tma_store"]:
-            return loaded + tile * sum(s.dtype.bytes for s in schedules.storable_by_tma(self.spec)) + exchanged * config["flatten"]
+            return loaded + tile * sum(s.dtype.bytes for s in schedules.tma_storable(self.spec)) + exchanged * config["flatten"]
         passing = _passing(tile, max(self.store_bytes, self.pointed_bytes))
         return loaded + passing if config["flatten"] else max(loaded, passing)
 

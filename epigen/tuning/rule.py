@@ -62,9 +62,9 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
     few = count <= target.multiprocessors
     # a second launch takes longer than the last block's way over what few tiles have left
     at_once = int(few and any(not s.operand for f in spec.finishes for s in f.sources))
-    early = int(few and bool(spec.loaded))  # where no other tile's work covers the wait for the epilogue's inputs
+    prefetch = int(few and bool(spec.loaded))  # where no other tile's work covers the wait for the epilogue's inputs
     values = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "group_m": 8, "num_warps": warps, "num_stages": stages}
-    values |= {"one_launch": at_once, "early": early}
+    values |= {"fused_finalize": at_once, "prefetch": prefetch}
     if m <= 64 and k >= LEAST_SPLIT and 0 < count < target.multiprocessors:
         return Choice(schedules.config("split_k", **values, splits=_splits(count, -(-k // block_k), target)), _why(spec, shape, target))
     return Choice(schedules.config("tiled", **values), _why(spec, shape, target))
@@ -94,10 +94,10 @@ def _warp_specialized(spec: KernelSpec, shape: tuple[int, int, int], target: Tar
     enough = -(-m // 128) * -(-n // 128) >= target.multiprocessors
     if m <= 64 or not enough or spec.signature.a.bytes != 2:
         return None
-    for tma in (1, 0) if schedules.storable_by_tma(spec) else (0,):
+    for tma in (1, 0) if schedules.tma_storable(spec) else (0,):
         config = schedules.config(
-            "warp_specialized", block_m=128, block_n=128, block_k=64, group_m=8, pingpong=1, halves=2, early=0,
-            tma_store=tma, tma_load=int(tma and bool(schedules.loadable_by_tma(spec))), num_stages=8, one_launch=0,
+            "warp_specialized", block_m=128, block_n=128, block_k=64, group_m=8, pingpong=1, subtiles=2, prefetch=0,
+            tma_store=tma, tma_load=int(tma and bool(schedules.tma_loadable(spec))), num_stages=8, fused_finalize=0,
         )  # fmt: skip
         if fitting := model.fitted(spec, config, shape, target):
             return fitting
@@ -121,6 +121,6 @@ def _epilogue(spec: KernelSpec) -> KernelConfig:
     less: 144 us for GELU's derivative and the sums of 16384x4096, of 156 (H100, torch 2.11, Triton 3.6, 2026-11).
     """
     if not any(p.axes != "n" for p in spec.partials):
-        return schedules.config("library", block_m=8, block_n=128, num_warps=1, one_launch=0)
+        return schedules.config("library", block_m=8, block_n=128, num_warps=1, fused_finalize=0)
     tiles = "mn" in [i.indices for i in spec.loaded] + [s.indices for s in spec.stores]
-    return schedules.config("library", block_m=128, block_n=64, num_warps=8 if tiles else 4, one_launch=int(not tiles))
+    return schedules.config("library", block_m=128, block_n=64, num_warps=8 if tiles else 4, fused_finalize=int(not tiles))

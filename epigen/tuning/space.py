@@ -36,7 +36,7 @@ _MOST_LOADED = 96  # elements a thread loads one by one in a step; all of 40 mea
 _MOST_MULTIPLIED = 2048  # multiply-adds a thread in a step where there is no tensor core: with more, the compiler takes minutes
 _RUN, _LEAST_RUN = 128, 64  # bytes of a row that TMA lays out in one piece, and fewer that still pay
 _BARRIER_BYTES = 1 << 10  # of shared memory, for the barriers of all stages
-_HALVED = 128 * 128  # values of a tile from which on the epilogue may take halves
+_SUBTILED = 128 * 128  # values of a tile from which on the epilogue may take halves
 _MOST_GROUP = _MOST_ACCUMULATORS * 128  # values that four warps accumulate
 _MOST_PARTS = schedules.WARP_SPECIALIZED.dimensions["splits"][-1]
 _MOST_SPLIT = 2 * 64 * 128  # values of the result a multiprocessor up to which it may: beyond, there are tiles enough
@@ -44,18 +44,20 @@ _SPLIT_BLOCKS = 4  # a multiprocessor: with more, each has too little to add up
 _LEAST_PART = 256  # of k, that TMA brings: with less, adding the parts up takes longer than multiplying them
 _BY_VALUE = {
     "num_stages",
-    "early",
+    "prefetch",
     "flatten",
-    "one_launch",
+    "fused_finalize",
     "pingpong",
     "tma_load",
     "tma_store",
     "warp_specialized.splits",
 }  # searched by value; the other dimensions are powers of two, searched by exponent
 _SETTLED: Mapping[str, Settle] = (
-    dict.fromkeys((f"{s}.{name}" for s in SCHEDULE_NAMES for name in ("num_stages", "group_m", "early", "tma_store")), max)
-    | dict.fromkeys(("persistent.flatten", "persistent.one_launch", "warp_specialized.one_launch", "warp_specialized.tma_load", "library.one_launch"), min)
-    | dict.fromkeys(("tiled.one_launch", "split_k.one_launch"), max)
+    dict.fromkeys((f"{s}.{name}" for s in SCHEDULE_NAMES for name in ("num_stages", "group_m", "prefetch", "tma_store")), max)
+    | dict.fromkeys(
+        ("persistent.flatten", "persistent.fused_finalize", "warp_specialized.fused_finalize", "warp_specialized.tma_load", "library.fused_finalize"), min
+    )
+    | dict.fromkeys(("tiled.fused_finalize", "split_k.fused_finalize"), max)
 )
 """What shape and GPU do not decide, by the name of the dimension, and as it mostly pays."""
 _GROUPS = (1, 8, 2, 4, 16)  # rows of tiles that share columns: the first two for all kernels, the others where TMA's requests show the difference
@@ -204,16 +206,16 @@ class Space:
         group_m = _GROUPS[suggest(f"{schedule}.group_m", 0, int(m > block_m and schedule == "tiled"))]
         return {
             "block_m": block_m, "block_n": block_n, "block_k": block_k, "group_m": group_m, "num_warps": warps, "num_stages": stages,
-            "one_launch": self._one_launch(suggest, schedule), "early": suggest(f"{schedule}.early", 0, int(bool(self._loaded()))),
+            "fused_finalize": self._fused_finalize(suggest, schedule), "prefetch": suggest(f"{schedule}.prefetch", 0, int(bool(self._loaded()))),
         }  # fmt: skip
 
-    def _loaded(self, brought: Collection[str] = ()) -> list[Input]:
-        """The inputs that a kernel loads by pointers, of which it may ask for the values early. brought: those that come by TMA."""
-        return [i for i in self.spec.loaded if i.indices and i.name not in brought]
+    def _loaded(self, from_tma: Collection[str] = ()) -> list[Input]:
+        """The inputs that a kernel loads by pointers, of which it may ask for the values early. from_tma: those that come by TMA."""
+        return [i for i in self.spec.loaded if i.indices and i.name not in from_tma]
 
-    def _one_launch(self, suggest: Suggest, schedule: str, possible: bool = True) -> int:
+    def _fused_finalize(self, suggest: Suggest, schedule: str, possible: bool = True) -> int:
         reduces = any(not s.operand for f in self.spec.finishes for s in f.sources)
-        return suggest(f"{schedule}.one_launch", 0, int(possible and reduces))
+        return suggest(f"{schedule}.fused_finalize", 0, int(possible and reduces))
 
     def _tile(self, exponent: Callable[[str, int, int], int], rows: int = 16, most: int = _MOST_TILE) -> tuple[int, int]:
         """block_m and block_n. rows: the fewest. most: of values in a tile."""
@@ -237,21 +239,21 @@ class Space:
         block_m, block_n = self._tile(exponent, rows=64)
         tile = block_m * block_n
         warps = exponent("num_warps", max(4, tile // (_MOST_ACCUMULATORS * 32)), 8)
-        halves = 1 + suggest("persistent.halves", 0, int(tile > _HALVED))
+        subtiles = 1 + suggest("persistent.subtiles", 0, int(tile > _SUBTILED))
         row_bytes, room = (block_m + block_n) * element_bytes, target.shared_bytes - _BARRIER_BYTES
-        leaving = sum(tile // halves * s.dtype.bytes for s in schedules.storable_by_tma(self.spec))
-        tma_store = suggest("persistent.tma_store", 0, int(0 < leaving <= room - 2 * (block_m + block_n) * _LEAST_RUN))
-        room -= tma_store * leaving
+        stored_bytes = sum(tile // subtiles * s.dtype.bytes for s in schedules.tma_storable(self.spec))
+        tma_store = suggest("persistent.tma_store", 0, int(0 < stored_bytes <= room - 2 * (block_m + block_n) * _LEAST_RUN))
+        room -= tma_store * stored_bytes
         most_k = min(256, _down(room // (2 * row_bytes)), max(_LEAST_RUN // element_bytes, _padded(k)))
         block_k = exponent("block_k", min(most_k, _LEAST_RUN // element_bytes), min(most_k, 2 * _RUN // element_bytes))
         most_stages = min(8, room // (row_bytes * block_k))
         stages = suggest("persistent.num_stages", max(2, most_stages - 1), most_stages)
         flatten = suggest("persistent.flatten", 0, 1)
-        early = suggest("persistent.early", 0, int(not flatten and bool(self._loaded())))
+        prefetch = suggest("persistent.prefetch", 0, int(not flatten and bool(self._loaded())))
         group_m = _GROUPS[suggest("persistent.group_m", 0, _orders(-(-m // block_m)))]
         return schedules.config(
-            "persistent", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, flatten=flatten, halves=halves, tma_store=tma_store,
-            num_warps=warps, num_stages=stages, one_launch=self._one_launch(suggest, "persistent", not flatten), early=early,
+            "persistent", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, flatten=flatten, subtiles=subtiles, tma_store=tma_store,
+            num_warps=warps, num_stages=stages, fused_finalize=self._fused_finalize(suggest, "persistent", not flatten), prefetch=prefetch,
         )  # fmt: skip
 
     def _warp_specialized(self, suggest: Suggest) -> KernelConfig:
@@ -264,29 +266,29 @@ class Space:
         # parts that take turns gain nothing
         parts = min((1 + pingpong) * target.multiprocessors // max(1, -(-m // block_m) * -(-n // block_n)), k // _LEAST_PART, _MOST_PARTS)
         splits = suggest("warp_specialized.splits", 1, max(1, parts))
-        halves = 1 + suggest("warp_specialized.halves", 0, int(block_n >= 64))
-        leaving = {s.name: (1 + pingpong) * block_m * block_n // halves * s.dtype.bytes for s in schedules.storable_by_tma(self.spec)}
+        subtiles = 1 + suggest("warp_specialized.subtiles", 0, int(block_n >= 64))
+        stored_bytes = {s.name: (1 + pingpong) * block_m * block_n // subtiles * s.dtype.bytes for s in schedules.tma_storable(self.spec)}
         row_bytes, room, least = (block_m + block_n) * element_bytes, target.shared_bytes - _BARRIER_BYTES, 2 * (block_m + block_n) * _LEAST_RUN
         # the products lie such that a pointer would store four bytes at a time
-        described = int(0 < sum(leaving.values()) <= room - least)
+        described = int(0 < sum(stored_bytes.values()) <= room - least)
         tma_store = suggest("warp_specialized.tma_store", described, described)
-        room -= tma_store * sum(leaving.values())
-        brought = schedules.loadable_by_tma(self.spec)
-        again = (halves - 1) * sum(leaving[name] for name in brought.values())  # halves that come at once have a buffer each
-        tma_load = suggest("warp_specialized.tma_load", 0, int(tma_store and bool(brought) and again <= room - least and splits == 1))
+        room -= tma_store * sum(stored_bytes.values())
+        from_tma = schedules.tma_loadable(self.spec)
+        again = (subtiles - 1) * sum(stored_bytes[name] for name in from_tma.values())  # halves that come at once have a buffer each
+        tma_load = suggest("warp_specialized.tma_load", 0, int(tma_store and bool(from_tma) and again <= room - least and splits == 1))
         room -= tma_load * again
-        loaded = self._loaded(brought if tma_load else ())
+        loaded = self._loaded(from_tma if tma_load else ())
         # in halves both have to be held while the tile is multiplied, for which registers are left where it is a row, a column or bits
-        whole = halves == 2 and any(i.indices == "mn" and not i.packed for i in loaded)
-        early = suggest("warp_specialized.early", 0, int(bool(loaded) and not whole and schedules.holds_inputs(self.spec, halves, splits)))
+        whole = subtiles == 2 and any(i.indices == "mn" and not i.packed for i in loaded)
+        prefetch = suggest("warp_specialized.prefetch", 0, int(bool(loaded) and not whole and schedules.holds_inputs(self.spec, subtiles, splits)))
         most_k = max(_LEAST_RUN // element_bytes, min(128, _down(room // (2 * row_bytes)), _padded(k)))
         block_k = exponent("block_k", min(most_k, _RUN // element_bytes), most_k)
         most_stages = min(8, room // (row_bytes * block_k))
         stages = suggest("warp_specialized.num_stages", max(2, most_stages - 1), most_stages)
         group_m = _GROUPS[suggest("warp_specialized.group_m", 0, _orders(-(-m // block_m)))]
         return schedules.config(
-            "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, halves=halves, early=early,
-            tma_store=tma_store, tma_load=tma_load, num_stages=stages, one_launch=self._one_launch(suggest, "warp_specialized"), splits=splits,
+            "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, subtiles=subtiles, prefetch=prefetch,
+            tma_store=tma_store, tma_load=tma_load, num_stages=stages, fused_finalize=self._fused_finalize(suggest, "warp_specialized"), splits=splits,
         )  # fmt: skip
 
     def _plain(self) -> bool:
@@ -310,8 +312,8 @@ class Space:
         block_n = exponent("block_n", min(_padded(n), max(32, 1024 // block_m)), min(1024, _padded(n), 8192 // block_m))
         # 32 values a thread: fewer are no faster in a pass over memory, and far slower where columns are summed
         warps = max(1, block_m * block_n // 1024)
-        one_launch = self._one_launch(suggest, "library")
-        return schedules.config("library", block_m=block_m, block_n=block_n, num_warps=warps, one_launch=one_launch)
+        fused_finalize = self._fused_finalize(suggest, "library")
+        return schedules.config("library", block_m=block_m, block_n=block_n, num_warps=warps, fused_finalize=fused_finalize)
 
 
 def _powers(suggest: Suggest, schedule: str) -> Callable[[str, int, int], int]:
