@@ -12,13 +12,13 @@ from epigen.dtypes import BY_NAME
 from epigen.errors import EpigenError
 from epigen.runtime import verify
 from epigen.runtime.device import Target
-from epigen.tuning.asked import Asked
-from epigen.tuning.runner import builders_for
+from epigen.tuning.request import Request
+from epigen.tuning.runner import compile_workers_for
 
 _PATIENCE_S = 60.0
 
 
-def compile_one(asked: Asked, target: Target) -> str:
+def compile_one(asked: Request, target: Target) -> str:
     """Compile what a call would launch. Returns what went wrong, "" if nothing: the call itself will say it again."""
     dtype = BY_NAME[asked.dtype]
     kernel = epigen.compile(asked.program)
@@ -30,13 +30,13 @@ def compile_one(asked: Asked, target: Target) -> str:
     return ""
 
 
-def compile_all(asked: Sequence[Asked], target: Target) -> int:
+def compile_all(asked: Sequence[Request], target: Target) -> int:
     """Returns how many compiled. Where none has been done for a while, a compiler hangs or has died, and the calls compile for themselves."""
     if not asked:
         return 0
     done = 0
     # leaving it ends its processes, whatever they do
-    with multiprocessing.get_context("spawn").Pool(min(len(asked), builders_for(1)), os.nice, (5,)) as pool:
+    with multiprocessing.get_context("spawn").Pool(min(len(asked), compile_workers_for(1)), os.nice, (5,)) as pool:
         results = pool.imap_unordered(functools.partial(compile_one, target=target), asked)
         try:
             for _ in asked:

@@ -86,7 +86,7 @@ def borrowed(task: Task, others: Sequence[Record]) -> tuple[KernelConfig, str, s
         graph = task.graph()
         spec, chooser = spec_of(graph, task), Chooser(graph, database)
         found = chooser(spec, task.shape, task.target, "")
-        near = chooser.bucket(spec, task.shape, task.target).lent is not None
+        near = chooser.bucket(spec, task.shape, task.target).borrowed is not None
     return found.config, found.how if isinstance(found, Found) else PREFERRED if near else RULE, found.why
 
 

@@ -11,7 +11,7 @@ from itertools import product
 from bench import peers
 from bench.programs import BACKWARD, BY_NAME, PROGRAMS
 from epigen.tuning import sampling
-from epigen.tuning.asked import Asked, distinct, every
+from epigen.tuning.request import Request, distinct, every
 
 Shape = tuple[int, int, int]
 COLD, GRAPH = "cold", "graph"
@@ -173,6 +173,6 @@ GROUPS = {
 """What each claim measures."""
 
 
-def asked(cases: Iterable[Case]) -> list[Asked]:
+def asked(cases: Iterable[Case]) -> list[Request]:
     """The problems of cases, for the tuner, each once."""
     return distinct(one for c in cases for one in every([BY_NAME[c.program].text], [c.shape], [c.dtype], [c.layout]))

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epigen.tuning.asked import Asked
 from epigen.tuning.records import extents, short
+from epigen.tuning.request import Request
 
 _ROOT = Path(__file__).resolve().parent.parent
 _MAIN = "from epigen.cli import main; main(prog_name='epigen')"  # the installed command is the same two steps
@@ -105,7 +105,7 @@ def warm_up() -> float:
     return time.perf_counter() - start
 
 
-def suite_text(asked: Iterable[Asked]) -> str:
+def suite_text(asked: Iterable[Request]) -> str:
     """Problems as the text of a suite file. JSON's strings are TOML's."""
     return "\n".join(
         f"[[problem]]\nprogram = {json.dumps(a.program)}\nshapes = {json.dumps(extents(a.shape))}\ndtype = {json.dumps(a.dtype)}\n"

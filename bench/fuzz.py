@@ -69,7 +69,7 @@ OPERANDS = (*((t, t) for t in dtypes.OPERANDS), (dtypes.FP8E4M3, dtypes.FP8E5M2)
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class CodeBuilder:
     """One text. sound: it is a program, and may not be refused. tame: finite inputs give it finite values of moderate size."""
 
     number: int
@@ -91,16 +91,16 @@ def source_of(seed: int, number: int) -> random_module.Random:
     return random_module.Random(f"{seed} {number}")
 
 
-def written(seed: int, number: int) -> Written:
+def written(seed: int, number: int) -> CodeBuilder:
     random, sound = source_of(seed, number), number % 2 == 0
     if not sound:
-        return Written(number, hostile(random), False, False)
+        return CodeBuilder(number, hostile(random), False, False)
     interpreted, differentiated = number // 2 % KERNELS == 0, number // 2 % GRADIENTS == 1
     tame = interpreted or differentiated or random.random() < 0.6
     # of what is held against autograd nothing is rounded: torch rounds the gradient of a cast as well
     casts = INTERPRETABLE if interpreted else () if differentiated else dtypes.OPERANDS
     text = write_program(random, random.choice((4, 12, 20)), tame, casts=casts)
-    return Written(number, renamed(random, text) if random.random() < 0.4 else text, True, tame)
+    return CodeBuilder(number, renamed(random, text) if random.random() < 0.4 else text, True, tame)
 
 
 class Fuzzer:
@@ -110,7 +110,7 @@ class Fuzzer:
         self.seed = seed
         self.renderer = Renderer(settings.templates_dir())
 
-    def examine(self, given: Written) -> Iterator[str]:
+    def examine(self, given: CodeBuilder) -> Iterator[str]:
         """The outcome of each stage in words."""
         random = source_of(self.seed, ~given.number)
         try:
@@ -140,7 +140,7 @@ class Fuzzer:
             self.evaluated(kernel, INTERPRETED, random.choice(INTERPRETABLE), random, integers=False)
             yield "agrees with the oracle as a kernel"
 
-    def derived(self, graph: Graph, given: Written, random: random_module.Random) -> Iterator[str]:
+    def derived(self, graph: Graph, given: CodeBuilder, random: random_module.Random) -> Iterator[str]:
         try:
             found = derive(graph, FP32)  # what is saved is then as exact as what it is held against
             found = derive(graph, FP32, save=random.choice(found.options).save if len(found.options) > 1 else None)

@@ -22,8 +22,8 @@ import torch
 import epigen
 from bench import command, driver, record, timing
 from epigen.runtime import launch
+from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.prepared import Prepared
-from epigen.runtime.written import Written
 
 M, N, K = 64, 256, 128
 ROUNDS, CALLS = 20, 100  # 2,000 calls of each contender, in turns; so few at a time that the GPU's queue never fills
@@ -103,7 +103,7 @@ def _launch_alone(kernel: epigen.Kernel, x: torch.Tensor, w: torch.Tensor, input
     prepared, values = _arguments(kernel, x, w, inputs)
     launches = prepared.launchers
     assert launches
-    text = Written("launch()")
+    text = CodeBuilder("launch()")
     text.hold(values)  # the tensors live as long as the function
     given = [values[name] for name in prepared.slots(tuple(inputs))]
     slots = [text.hold(v.data_ptr() if isinstance(v, torch.Tensor) else v) for v in given]

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_map
 
 import epigen
 from bench import models, record
+from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.kernel import Kernel
-from epigen.runtime.written import Written
 from epigen.training.fuse import Forward
 
 _WIDTH, _ROWS, _CALLS = 32, 4, 200
@@ -61,7 +61,7 @@ def hollow() -> Iterator[None]:
         self: Kernel, operands: Any, inputs: Any, results: Any, views: Any, shapes: Sequence[tuple[int, ...] | None] = ()  # noqa: ARG001
     ) -> Callable[..., tuple[Tensor, ...]]:  # fmt: skip
         found = [(shape or t.shape, t.dtype) for t, shape in itertools.zip_longest(results, shapes)]
-        text = Written("call(*_given)")
+        text = CodeBuilder("call(*_given)")
         made = [
             f"{text.hold(torch.empty_strided)}({text.hold(tuple(shape))}, {text.hold(_strides(shape))}, dtype={text.hold(dtype)})" for shape, dtype in found
         ]

@@ -35,7 +35,7 @@ from epigen.tuning import model, sampling
 from epigen.tuning.database import Database
 from epigen.tuning.lookup import Index
 from epigen.tuning.records import Record, problem_key
-from epigen.tuning.runner import GpuRunner, Runner, builders_for
+from epigen.tuning.runner import GpuRunner, Runner, compile_workers_for
 from epigen.tuning.space import Space
 from epigen.tuning.tune import problem_for, spec_of
 
@@ -232,7 +232,7 @@ def main() -> None:
     todo = contests(of_this_version([r for r in every if r.gpu == target.part], triton_version()), target, options.least, options.rivals, known["rows"])
     about = {"environment": environment, "runs": [*known["runs"], {"gpus": len(gpus), "date": environment["date"]}]}
     print(f"{len(todo)} problems on {len(gpus)} GPUs", flush=True)
-    runners = {gpu: GpuRunner(builders=builders_for(len(gpus))) for gpu in gpus}
+    runners = {gpu: GpuRunner(compile_workers=compile_workers_for(len(gpus))) for gpu in gpus}
 
     def save(rows: dict[str, Any]) -> None:
         record.write("ways", about | {"rows": rows, "moved": summary(rows)}, options.out)

@@ -59,9 +59,9 @@ def derive(
     dmm = drelu(mm, mask); dbias = bgrad(dmm); dmm, dbias
     """
     from epigen.ir.derive import derive
-    from epigen.tuning import asked
+    from epigen.tuning import request
 
-    operands = dtypes.BY_NAME[asked.dtype_of(dtype)]
+    operands = dtypes.BY_NAME[request.dtype_of(dtype)]
     return derive(graph_of(text), operands, save, wrt, of)
 
 
@@ -169,7 +169,7 @@ def tune(
     ...     for tuned in epigen.tune("relu(mm + bias)", ["4096x4096x4096", (16, 4096, 4096)], dtype=torch.bfloat16):
     ...         print(tuned)
     """
-    from epigen.tuning import asked, remembered
+    from epigen.tuning import remembered, request
     from epigen.tuning.fleet import tune_all
     from epigen.tuning.tune import spec_of
 
@@ -185,8 +185,8 @@ def tune(
         given = [tuple(given)]
     if precision is None:
         precision = process_precision()
-    wanted = asked.distinct(asked.every(several, given, [dtype], [layout], precision))
-    chosen, target = asked.gpus_for(devices)
+    wanted = request.distinct(request.every(several, given, [dtype], [layout], precision))
+    chosen, target = request.gpus_for(devices)
     tasks = [a.task(target, seed) for a in wanted]
     for task in tasks:
         spec_of(task.graph(), task)  # what does not fit together comes out before anything is measured

@@ -121,9 +121,9 @@ def _asked(
     budget_s: float, devices: Sequence[int] | str | None, seed: int, storage: str | None, fresh: bool, path: Path | None,
 ) -> _Run:  # fmt: skip
     """What the options ask for. All mistakes come out here, before the first of many problems is measured."""
-    from epigen.tuning import asked, suite
+    from epigen.tuning import request, suite
 
-    listed = asked.every(programs, shapes, [dtype_name], [layout], precision)
+    listed = request.every(programs, shapes, [dtype_name], [layout], precision)
     for file in suites:
         listed += suite.read(file)
     with contextlib.ExitStack() as unused:
@@ -131,15 +131,15 @@ def _asked(
         for runner in early:
             unused.callback(runner.close)
         try:
-            chosen, target = asked.gpus_for(devices)
+            chosen, target = request.gpus_for(devices)
         except TuneError as error:
-            raise click.UsageError(f"{error}{'; --replay TABLE searches recorded measurements' if str(error) == asked.NO_GPU else ''}") from None
+            raise click.UsageError(f"{error}{'; --replay TABLE searches recorded measurements' if str(error) == request.NO_GPU else ''}") from None
 
         from epigen.tuning import fleet, remembered, tune
         from epigen.tuning.choose import capability
         from epigen.tuning.database import Database
 
-        tasks = [a.task(target, seed) for a in asked.distinct(listed)]
+        tasks = [a.task(target, seed) for a in request.distinct(listed)]
         for task in tasks:
             tune.spec_of(task.graph(), task)
             if fresh:
@@ -160,11 +160,11 @@ def _asked(
 def _started(devices: Sequence[int] | str | None) -> list[GpuRunner]:
     """The workers of as many GPUs as there seem to be and are asked for: they import torch, which takes seconds, while this process does."""
     from epigen.runtime import device
-    from epigen.tuning.runner import GpuRunner, builders_for
+    from epigen.tuning.runner import GpuRunner, compile_workers_for
 
     there = device.likely()
     gpus = there if isinstance(devices, str) else min(there, 1 if devices is None else len(devices))
-    runners = [GpuRunner(builders_for(gpus)) for _ in range(gpus)]
+    runners = [GpuRunner(compile_workers_for(gpus)) for _ in range(gpus)]
     for runner in runners:
         runner.start()
     return runners

@@ -55,7 +55,7 @@ class Shape(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
     name = "MxNxK"
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> tuple[int, int, int]:
-        from epigen.tuning.asked import shape_of
+        from epigen.tuning.request import shape_of
 
         try:
             return shape_of(value)
@@ -72,7 +72,7 @@ class Dtype(click.ParamType):  # type: ignore[type-arg]
         return f"[{'|'.join(t.name for t in dtypes.OPERANDS)}]"
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> str:
-        from epigen.tuning.asked import dtype_of
+        from epigen.tuning.request import dtype_of
 
         try:
             return dtype_of(value)

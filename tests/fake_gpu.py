@@ -66,7 +66,7 @@ class FakeGpu:
         from triton.compiler import CompiledKernel
         from triton.runtime import driver
 
-        from epigen.runtime import device, launch, warmed
+        from epigen.runtime import device, fast_call, launch
 
         cuda = CudaDriver()
         cuda.get_current_device = lambda: 0
@@ -78,8 +78,8 @@ class FakeGpu:
         torch.Tensor.is_cuda = property(lambda _t: True)  # type: ignore[assignment, method-assign]
         torch.cuda.device = lambda _device: nullcontext()  # type: ignore[assignment, misc]
         device.at_hand = lambda index=None: device.DEFAULT  # noqa: ARG005
-        warmed.current_device = lambda: None  # type: ignore[assignment, return-value]
-        warmed.current_stream = lambda _index: self.stream
+        fast_call.current_device = lambda: None  # type: ignore[assignment, return-value]
+        fast_call.current_stream = lambda _index: self.stream
         launch.capturing = lambda: self.capturing
 
     @property

@@ -31,13 +31,13 @@ from epigen.codegen import schedules
 from epigen.codegen.render import Argument, Function, Rendered
 from epigen.codegen.spec import KernelConfig, digest
 from epigen.errors import CallError
-from epigen.runtime import device, direct, launch, loader, native, vendor, warmed, workspace
+from epigen.runtime import device, direct, fast_call, launch, loader, native, vendor, workspace
 from epigen.runtime import kernel as kernel_module
+from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.launch import Launch
 from epigen.runtime.loader import Loader
 from epigen.runtime.prepared import Prepared
-from epigen.runtime.written import Written
 from epigen.training import library
 from epigen.training.wrapper import Line
 
@@ -490,7 +490,7 @@ def test_counters_are_held_until_the_kernel_is_launched(gpu: FakeGpu, through_tr
 
     monkeypatch.setattr(workspace.Arrivals, "_new", made)
     monkeypatch.setattr(vendor, "product", product)
-    kernel, (a, b) = compiled("relu(mm), bgrad(mm)", LIBRARY.but("fused_finalize", 1)), operands()
+    kernel, (a, b) = compiled("relu(mm), bgrad(mm)", LIBRARY.with_value("fused_finalize", 1)), operands()
     for _ in range(3):
         kernel(a, b)
     assert gpu.stream == 7 and len(counters) == 3 and through_triton.count == 1
@@ -527,9 +527,9 @@ def test_what_the_vendor_computes_whole_launches_nothing(gpu: FakeGpu, through_t
 def test_in_place_and_not_in_any_order(gpu: FakeGpu, through_triton: Watch, config: KernelConfig | None, guards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the buffer is the input itself or another one is no part of what is remembered: each call gets the addresses it was given."""
     if guards:  # which takes no tensor twice: in-place calls used to be compared attribute by attribute, eight times as long
-        monkeypatch.setattr(warmed, "_likeness", None)
+        monkeypatch.setattr(fast_call, "_likeness", None)
     else:
-        monkeypatch.setattr(warmed, "_guards", None)
+        monkeypatch.setattr(fast_call, "_guards", None)
     monkeypatch.setattr(vendor, "product", lambda _a, _b, _precision: torch.zeros(M, N))
     kernel = compiled("cast(mm + grad[m,n], fp32)", config or LIBRARY)
     a, b = operands("tn")
@@ -552,7 +552,7 @@ def test_in_place_and_not_in_any_order(gpu: FakeGpu, through_triton: Watch, conf
 
 @pytest.mark.parametrize(
     "config",
-    [TINY, cases.persistent(64, 16, 32), LIBRARY.but("fused_finalize", 1), None],
+    [TINY, cases.persistent(64, 16, 32), LIBRARY.with_value("fused_finalize", 1), None],
     ids=["tiled", "TMA", "library", "over a product"],
 )
 def test_an_output_that_overlaps_is_refused_however_warm(
@@ -670,7 +670,7 @@ def pool() -> list[Callable[[], tuple[Any, ...]]]:
 @pytest.mark.parametrize("guards", [True, False], ids=["torch's guard", "attributes"])
 def test_whatever_comes_in_whatever_order(gpu: FakeGpu, guards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not guards:
-        monkeypatch.setattr(warmed, "_guards", None)
+        monkeypatch.setattr(fast_call, "_guards", None)
     kernel, oracle = compiled("relu(mm * s + bias)"), compiled("relu(mm * s + bias)")
     makers = pool()
     order = [*range(len(makers)), *random.Random(0).choices(range(len(makers)), k=150)]
@@ -768,7 +768,7 @@ def test_a_guard_that_says_otherwise_is_not_trusted(monkeypatch: pytest.MonkeyPa
         def check(self, *_: Any) -> bool:
             return False
 
-    monkeypatch.setattr(warmed, "_guards", Guard)
+    monkeypatch.setattr(fast_call, "_guards", Guard)
     kernel = compiled("relu(mm)")
     a, b = operands()
     for _ in range(3):
@@ -970,7 +970,7 @@ def test_another_device_than_the_current_one(monkeypatch: pytest.MonkeyPatch) ->
         def __exit__(self, *_: object) -> None:
             now[0] = self.before
 
-    monkeypatch.setattr(warmed, "current_device", lambda: now[0])
+    monkeypatch.setattr(fast_call, "current_device", lambda: now[0])
     for _ in range(2):
         kernel(a, b)
     monkeypatch.setattr("torch.cuda.device", Guard)
@@ -983,7 +983,7 @@ def test_where_there_is_one_gpu_nobody_asks_which(monkeypatch: pytest.MonkeyPatc
     kernel = compiled("relu(mm)")
     a, b = operands()
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr(warmed, "current_device", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(fast_call, "current_device", lambda: pytest.fail("asked"))
     for _ in range(3):
         kernel(a, b)
     assert through_triton.count == 1 and direct_calls(kernel)
@@ -1008,7 +1008,7 @@ def addresses(launches: list[Launched]) -> set[int]:
     [
         ("relu(mm * 0.5)", TINY),
         ("mm, sum(mm, m), sum(mm, n), amax(mm)", TINY),
-        ("mm, bgrad(mm)", TINY.but("fused_finalize", 1)),
+        ("mm, bgrad(mm)", TINY.with_value("fused_finalize", 1)),
         ("relu(mm)", cases.split_k(16, 16, 16, 2, 1, 1)),
         ("relu(mm)", LIBRARY),
     ],
@@ -1288,7 +1288,7 @@ def bound(copy: tuple[Any, Function], x: torch.Tensor, y: torch.Tensor) -> tuple
     it = launch({"x_ptr": x, "y_ptr": y, "alpha": 2.0})
     straight = launch.direct(it, SLOTS, (x, y))
     assert straight is not None
-    text = Written("again(stream, values)")
+    text = CodeBuilder("again(stream, values)")
     text.add(straight.call(text, "stream", [f"values[{i}]" for i in range(3)]))
     return launch, text.function()
 

@@ -519,7 +519,7 @@ def test_equal_jobs_give_equal_stages() -> None:
     assert {n: s for n, s in first[0].stages.items() if n != "cubin"} == {n: s for n, s in second[0].stages.items() if n != "cubin"}
 
 
-# -- what the tuner's builders compile
+# -- what the tuner's workers compile
 
 WARMING = """
 import cases

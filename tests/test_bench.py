@@ -21,9 +21,9 @@ from epigen.codegen.spec import Choice, KernelConfig
 from epigen.runtime import device
 from epigen.runtime.loader import triton_version
 from epigen.tuning import choose, rule, suite, table
-from epigen.tuning.asked import every
 from epigen.tuning.database import Database
 from epigen.tuning.records import Record
+from epigen.tuning.request import every
 from epigen.tuning.runner import Replay
 from epigen.tuning.table import Table
 from epigen.tuning.task import Comparison, Outcome, Task
@@ -166,7 +166,7 @@ def test_what_is_borrowed_is_what_a_call_would_get() -> None:
     task = borrow.task_of(records[1], H200)  # M = 4096
     lender = tuned_record(replace(task, shape=(3072, 4096, 4096)), warp_specialized(128, 256, 64, 4, group_m=1, subtiles=2, prefetch=1))
     config, how, why = borrow.borrowed(task, [lender])
-    assert (config.but("group_m", 1), how) == (lender.kernel_config, "shape") and "borrowed from 3072x4096x4096" in why
+    assert (config.with_value("group_m", 1), how) == (lender.kernel_config, "shape") and "borrowed from 3072x4096x4096" in why
     assert config["group_m"] > 1 and why.endswith(f"; here with group_m={config['group_m']}"), "which the model knows better"
     config, how, why = borrow.borrowed(replace(task, shape=(16, 4096, 4096)), records)
     assert how == borrow.RULE and "chosen by rule" in why and config.schedule == "split_k"

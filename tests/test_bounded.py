@@ -12,11 +12,11 @@ from cases import LIBRARY
 
 import epigen
 from epigen.codegen.render import Function, Rendered
+from epigen.runtime import code_builder, loader
 from epigen.runtime import kernel as kernel_module
-from epigen.runtime import loader, written
+from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.loader import Loader
-from epigen.runtime.written import Written
 
 
 def sources() -> int:
@@ -56,9 +56,9 @@ def test_modules_of_one_kernel_are_kept_up_to_a_number() -> None:
 
 
 def test_written_functions_are_kept_up_to_a_number() -> None:
-    limit = written._factory.cache_parameters()["maxsize"]
+    limit = code_builder._factory.cache_parameters()["maxsize"]
     for i in range(limit + 20):
-        text = Written("again()")
+        text = CodeBuilder("again()")
         text.add(f"return {i}")
         assert text.function()() == i
     gc.collect()

@@ -34,7 +34,7 @@ from epigen.errors import CallError, CheckError, TuneError
 from epigen.runtime import device
 from epigen.tuning import fleet, remembered, report, table
 from epigen.tuning.database import Database
-from epigen.tuning.runner import GpuRunner, Replay, builders_for
+from epigen.tuning.runner import GpuRunner, Replay, compile_workers_for
 from epigen.tuning.search import Progress, Result
 from epigen.tuning.task import Baseline, Outcome, Task
 from epigen.tuning.tune import Tuned, tune_one
@@ -185,7 +185,7 @@ def test_as_many_workers_import_early_as_gpus_will_tune(monkeypatch: pytest.Monk
     begun: list[GpuRunner] = []
     monkeypatch.setattr(device, "likely", lambda: 3)
     monkeypatch.setattr(GpuRunner, "start", lambda runner: begun.append(runner))
-    assert cli_tune._started(asked) == begun and [len(r.builders) for r in begun] == [builders_for(gpus)] * gpus
+    assert cli_tune._started(asked) == begun and [len(r.compile_workers) for r in begun] == [compile_workers_for(gpus)] * gpus
 
 
 def test_without_a_gpu_every_way_in_says_so(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from epigen import settings as places
 from epigen.codegen import schedules
 from epigen.errors import DatabaseError, EpigenError
 from epigen.tuning import database as db
-from epigen.tuning import lock, migrations, records, salvage, store
+from epigen.tuning import database_file, lock, migrations, records, salvage
 from epigen.tuning.database import Database
 from epigen.tuning.problem import Problem
 from epigen.tuning.records import Damaged, Record, better, merged, parse, render
@@ -311,7 +311,7 @@ def test_a_database_does_not_outgrow_what_is_read(tmp_path: Path, monkeypatch: p
     chain = opened(tmp_path)
     chain.add(record())
     before = (tmp_path / NAME).read_bytes()
-    monkeypatch.setattr(store, "MAX_BYTES", len(before) + 10)
+    monkeypatch.setattr(database_file, "MAX_BYTES", len(before) + 10)
     with pytest.raises(DatabaseError, match="prune it, or name another database"):
         chain.add(record((16, 16, 16)))
     assert (tmp_path / NAME).read_bytes() == before

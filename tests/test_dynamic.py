@@ -22,13 +22,13 @@ from epigen.codegen.spec import LAYOUTS, KernelConfig, KernelSpec
 from epigen.dtypes import FP16
 from epigen.runtime import kernel as kernel_module
 from epigen.runtime.kernel import Kernel
-from epigen.runtime.latest import Latest
+from epigen.runtime.lru_cache import LruCache
 from epigen.settings import templates_dir
 from epigen.tuning import choose, gpus, model
 from epigen.tuning.choose import Chooser
 from epigen.tuning.database import Database
 from epigen.tuning.lookup import Found, distance
-from epigen.tuning.problem import Problem, alignment, bucket, bucket_step, octave, problem_of
+from epigen.tuning.problem import Problem, alignment, coarse_bucket, fine_bucket, fine_bucket_step, problem_of
 from epigen.tuning.records import Record
 
 TEXT = "relu(mm + bias)"
@@ -51,7 +51,7 @@ def problem(shape: tuple[int, int, int], layout: str = "nt") -> Problem:
 @settings(deadline=None)
 @given(st.integers(0, 1 << 20), st.sampled_from(LAYOUTS))
 def test_a_bucket_is_of_one_quarter_of_an_octave_and_one_alignment(m: int, layout: str) -> None:
-    for rounded, most in ((octave, 2.0), (bucket, 2.0 if m <= 64 else 1.25)):
+    for rounded, most in ((coarse_bucket, 2.0), (fine_bucket, 2.0 if m <= 64 else 1.25)):
         stands, *rest = rounded((m, N, K), layout)
         assert rest == [N, K] and rounded((stands, N, K), layout) == (stands, N, K)
         assert m <= stands < max(most * m, 1) or m == stands == 0
@@ -62,18 +62,18 @@ def test_a_bucket_is_of_one_quarter_of_an_octave_and_one_alignment(m: int, layou
 
 def test_how_many_buckets_an_octave_has() -> None:
     """Those of one have as many M each; 0 has its own."""
-    found = Counter(bucket((m, N, K), "nt")[0] for m in range(1, 1025))
+    found = Counter(fine_bucket((m, N, K), "nt")[0] for m in range(1, 1025))
     assert list(found.items())[:12] == [(1, 1), (2, 1), (4, 2), (8, 4), (16, 8), (32, 16), (64, 32), (80, 16), (96, 16), (112, 16), (128, 16), (160, 32)]
-    assert len(found) == 7 + 4 * 4 and all(bucket_step(m) == count for m, count in found.items())
-    assert {bucket((0, N, K), layout)[0] for layout in LAYOUTS} == {0}
-    assert [bucket((m, N, K), "tn")[0] for m in (65, 70, 72, 80, 3001)] == [79, 78, 72, 80, 3071]
+    assert len(found) == 7 + 4 * 4 and all(fine_bucket_step(m) == count for m, count in found.items())
+    assert {fine_bucket((0, N, K), layout)[0] for layout in LAYOUTS} == {0}
+    assert [fine_bucket((m, N, K), "tn")[0] for m in (65, 70, 72, 80, 3001)] == [79, 78, 72, 80, 3071]
 
 
 @settings(deadline=None)
 @given(st.integers(1, 5000), st.sampled_from((16, 32, 64, 128, 256)), st.sampled_from(LAYOUTS))
 def test_what_is_legal_for_a_bucket_is_legal_for_all_of_it(m: int, block_m: int, layout: str) -> None:
     one = config(block_m, num_warps=4)
-    shape, stands = (m, N, K), bucket((m, N, K), layout)
+    shape, stands = (m, N, K), fine_bucket((m, N, K), layout)
     assert bool(model.refusal(spec_of(shape, layout), one, shape, TARGET)) == bool(model.refusal(spec_of(stands, layout), one, stands, TARGET))
 
 
@@ -100,7 +100,7 @@ def test_few_configs_for_many_sizes(database: Database) -> None:
     assert len(SOME) > 500 and len({c.config for c in found.values()}) <= 20
     for m, choice in found.items():
         assert not model.refusal(spec_of((m, N, K)), choice.config, (m, N, K), TARGET)
-        (stands, *_) = bucket((m, N, K), "nt")
+        (stands, *_) = fine_bucket((m, N, K), "nt")
         if isinstance(choice, Found):
             assert choice.how == "shape" and choice.record.kernel_config == choice.config
             assert choice.why.startswith(f"borrowed from {choice.record.shape[0]}x{N}x{K}, the nearest tuned shape of this program on NVIDIA H200")
@@ -111,7 +111,7 @@ def test_few_configs_for_many_sizes(database: Database) -> None:
         assert (
             m == stands
             or not near
-            or choice.why.endswith(f"; found for {stands}x{N}x{K}, which stands for M from {stands - bucket_step(stands) + 1} to {stands}")
+            or choice.why.endswith(f"; found for {stands}x{N}x{K}, which stands for M from {stands - fine_bucket_step(stands) + 1} to {stands}")
         )
         assert found.get(stands, choice).config == choice.config
 
@@ -155,11 +155,11 @@ def test_a_bucket_follows_the_database(database: Database) -> None:
 
 def test_the_nearest_is_that_of_the_bucket(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the model does not choose among several, the record with the least distance to the shape that stands for it is lent."""
-    monkeypatch.setattr(choose, "_LENDERS", 1)
+    monkeypatch.setattr(choose, "_SOURCES", 1)
     chooser, records = Chooser(GRAPH, database), [r for _, r in database.records()]
     for m in (130, 701, 1003):
         choice = chooser(spec_of((m, N, K)), (m, N, K), TARGET, "")
-        stands = problem(bucket((m, N, K), "nt"))
+        stands = problem(fine_bucket((m, N, K), "nt"))
         assert isinstance(choice, Found)
         assert distance(stands, choice.record.problem) == min(distance(stands, r.problem) for r in records)
 
@@ -216,7 +216,7 @@ def test_calls_that_are_prepared_do_not_pile_up(backend: str, monkeypatch: pytes
 
 
 def test_the_least_recently_used_makes_room() -> None:
-    held = Latest[str, int](2)
+    held = LruCache[str, int](2)
     assert held.put("a", 1) == 1 and held.put("b", 2) == 2
     assert held.get("a") == 1 and held.get("c") is None
     held.put("c", 3)
@@ -229,7 +229,7 @@ def test_the_least_recently_used_makes_room() -> None:
 
 
 def test_threads_may_share_it() -> None:
-    held = Latest[int, int](8)
+    held = LruCache[int, int](8)
 
     def work(first: int) -> None:
         for i in range(2000):

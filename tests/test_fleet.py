@@ -134,14 +134,14 @@ def test_a_problem_without_a_config_that_works_ends_alone() -> None:
 
 
 def test_a_lost_run_off_leaves_the_best_of_the_trials() -> None:
-    class Lost(Gpu):
+    class Failed(Gpu):
         def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
             if configs and self.task.shape[0] == 64:
                 raise EpigenError("timing the best configs beside the vendor's product failed: signal 9")
             return Comparison(tuple(outcome_of(c) for c in configs), BASELINE)
 
     log: list[tuple[int, Task, KernelConfig]] = []
-    found = tune_all([task(64), task(128)], None, trials=4, make=lambda: Lost(log))
+    found = tune_all([task(64), task(128)], None, trials=4, make=lambda: Failed(log))
     first, second = (t.result for t in found)
     assert first is not None and first.complete and first.outcome == outcome_of(first.winner)
     assert first.baseline == BASELINE and second is not None

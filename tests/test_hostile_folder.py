@@ -111,12 +111,12 @@ def test_no_command_runs_modules_of_the_current_folder(hostile: Path) -> None:
 
 def test_no_worker_of_a_search_runs_modules_of_the_current_folder(hostile: Path) -> None:
     code = (
-        "from epigen.tuning.process import Stem, Worker\n"
-        "stem = Stem('numpy', 'random', 'epigen.tuning.measure')\n"
-        "key, connection = stem.fork('json')\n"  # no worker: it ends by itself, when all has been imported
+        "from epigen.tuning.process import ForkServer, Worker\n"
+        "fork_server = ForkServer('numpy', 'random', 'epigen.tuning.timing_worker')\n"
+        "key, connection = fork_server.fork('json')\n"  # no worker: it ends by itself, when all has been imported
         "connection.poll(None)\n"
-        "print(stem.end(key))\n"
-        "stem.stop()\n"
+        "print(fork_server.end(key))\n"
+        "fork_server.stop()\n"
     )
     done = started(code, hostile)
     assert (done.stdout, ran(hostile)) == ("1\n", ""), done.stderr

@@ -286,7 +286,9 @@ class TestOut:
 
 @pytest.mark.triton
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("config", [SMALL, SMALL.but("fused_finalize", 1), cases.LIBRARY, cases.split_k()], ids=["tiled", "completing", "library", "split_k"])
+@pytest.mark.parametrize(
+    "config", [SMALL, SMALL.with_value("fused_finalize", 1), cases.LIBRARY, cases.split_k()], ids=["tiled", "completing", "library", "split_k"]
+)
 def test_means_are_torchs(backend: str, config: KernelConfig) -> None:
     """Of any number of rows and columns, 1 and 0 among them, by one kernel's text; and a tile may use how many there are."""
     kernel = epigen.compile("z = relu(mm); z / (extent(m) * extent(n)), mean(z, m), mean(z, n) * 2, mean(z)", backend=backend, config=config)

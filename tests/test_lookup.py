@@ -17,7 +17,7 @@ from tuned import A100, H100, NAME, OTHER_KIND, OTHER_SPEC, TRITON, config, open
 
 import epigen
 from epigen.codegen.lower import lower
-from epigen.codegen.spec import LAYOUTS, Choice, KernelConfig, Signature, laid
+from epigen.codegen.spec import LAYOUTS, Choice, KernelConfig, Signature, with_layout
 from epigen.dtypes import FP16
 from epigen.ir.check import check
 from epigen.ir.passes import normalise
@@ -364,11 +364,11 @@ def test_of_several_lenders_the_model_takes_the_fastest_here(tmp_path: Path) -> 
     here = gpus.by_name("H200").target
     wide, narrow = config(16, block_n=128, block_k=128, group_m=1, num_stages=4), config(16, block_n=32, block_k=128, group_m=1, num_warps=2, num_stages=8)
     for shape, best in (((16, 16384, 4096), wide), ((16, 4096, 8192), narrow)):
-        database.add(Record.make(problem_of(graph, laid(spec, "nt"), shape, here.part, "9.0"), best, **RUN))
+        database.add(Record.make(problem_of(graph, with_layout(spec, "nt"), shape, here.part, "9.0"), best, **RUN))
     wanted = (16, 8192, 4096)
-    problem_here = problem_of(graph, laid(spec, "nt"), wanted, here.part, "9.0")
+    problem_here = problem_of(graph, with_layout(spec, "nt"), wanted, here.part, "9.0")
     nearest = database.find(problem_here, TRITON)
-    found = Chooser(graph, database)(laid(spec, "nt"), wanted, here, "")
+    found = Chooser(graph, database)(with_layout(spec, "nt"), wanted, here, "")
     assert nearest is not None and nearest.config == wide
     assert found.config == narrow and found.why.startswith("borrowed from 16x4096x8192")
     assert found.why.endswith("of the configs of 2 near problems the fastest here by the model")

@@ -24,7 +24,7 @@ from bench.record import RESULTS
 from epigen import settings
 from epigen.codegen import schedules
 from epigen.codegen.lower import lower
-from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, laid
+from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, with_layout
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, OPERANDS, UINT8, DType
 from epigen.errors import TargetError
 from epigen.ir import graph as g
@@ -80,7 +80,7 @@ LIBRARY = schedules.config("library", block_m=8, block_n=128, num_warps=4)
     ],
 )
 def test_resources_are_those_of_compiled_kernels(target: str, config: tuple[int, ...], layout: str, dtype: DType, shared_bytes: int, blocks: int) -> None:
-    found = model.resources(laid(spec_of(PLAIN, dtype), layout), tiled(*config), TARGETS[target])
+    found = model.resources(with_layout(spec_of(PLAIN, dtype), layout), tiled(*config), TARGETS[target])
     assert (found.shared_bytes, found.blocks_per_sm) == (shared_bytes, blocks)
 
 
@@ -205,7 +205,7 @@ def compare(text: str, config: KernelConfig, shared_bytes: int, over: int = 0) -
 def test_what_is_loaded_element_by_element_has_one_buffer(shape: tuple[int, int, int], layout: str, dtype: DType, shared_bytes: int) -> None:
     """Elements of 4 bytes can still be copied asynchronously, 16-bit ones in pairs."""
     config = tiled(64, 64, 64 if dtype == FP16 else 32, 4, 3)
-    assert model.resources(laid(spec_of(PLAIN, dtype, precision="tf32"), layout), config, TARGETS["sm_90"], shape).shared_bytes == shared_bytes
+    assert model.resources(with_layout(spec_of(PLAIN, dtype, precision="tf32"), layout), config, TARGETS["sm_90"], shape).shared_bytes == shared_bytes
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ VENDOR = ((SQUARE, 182.0), (WIDE, 201.0), ((1024, 1024, 1024), 9.7), ((2048, 204
 
 
 def predicted(shape: tuple[int, int, int], layout: str, config: tuple[int, ...]) -> float:
-    return model.estimate_us(laid(spec_of(PLAIN, k=shape[2]), layout), tiled(*config), shape, H200).us
+    return model.estimate_us(with_layout(spec_of(PLAIN, k=shape[2]), layout), tiled(*config), shape, H200).us
 
 
 def facts() -> tuple[list[float], list[float]]:
@@ -573,7 +573,7 @@ def test_inputs_that_are_asked_for_early_are_not_waited_for() -> None:
     ):
         for text, gains in ((PLAIN, True), ("mm", False)):
             spec = epigen.compile(text).plan(shape, FP16, TARGETS["sm_90"], layout="nt").spec
-            times = [e.us for e in model.estimates(spec, [late, late.but("prefetch", 1)], shape, H200)]
+            times = [e.us for e in model.estimates(spec, [late, late.with_value("prefetch", 1)], shape, H200)]
             assert (0.1 < times[0] - times[1] < 0.6) if gains else times[0] == times[1]
 
 
@@ -581,11 +581,11 @@ def test_what_triton_holds_of_inputs_takes_registers() -> None:
     """A tile of fp16 as it lies: half a register for each accumulator; in 128 of those there is no room for it."""
     spec = epigen.compile("mm * x[m,n] + y[m,n]").plan(SQUARE, FP16, TARGETS["sm_90"], layout="nt").spec
     for config in (cases.tiled(128, 128, 64, 8, 3), cases.persistent(128, 128, 64, 8, 3, flatten=0)):
-        late, prefetch = (model.resources(spec, config.but("prefetch", e), TARGETS["sm_90"], SQUARE) for e in (0, 1))
+        late, prefetch = (model.resources(spec, config.with_value("prefetch", e), TARGETS["sm_90"], SQUARE) for e in (0, 1))
         assert (late.held, prefetch.held, prefetch.registers - late.registers) == (0, 64, 64)
     large = cases.tiled(128, 256, 64, 8, 3)
     assert model.refusal(spec, large, SQUARE, TARGETS["sm_90"]) == ""
-    assert model.refusal(spec, large.but("prefetch", 1), SQUARE, TARGETS["sm_90"]).startswith("128 accumulators and 128 registers for inputs a thread")
+    assert model.refusal(spec, large.with_value("prefetch", 1), SQUARE, TARGETS["sm_90"]).startswith("128 accumulators and 128 registers for inputs a thread")
 
 
 def test_what_tma_stores_waits_for_nobody() -> None:
@@ -627,7 +627,7 @@ def test_every_legal_config_has_an_estimate(gpu: str, text: str) -> None:
         spec = spec_of(text, dtype, shape[2])
         configs = list(itertools.islice(Space(spec, shape, part.target).every(), 0, None, 37))
         for layout in ("nn", "tt"):
-            for config, e in zip(configs, model.estimates(laid(spec, layout), configs, shape, part), strict=True):
+            for config, e in zip(configs, model.estimates(with_layout(spec, layout), configs, shape, part), strict=True):
                 assert math.isfinite(e.us) and e.us > 0, (config, shape)
                 parts = (e.launch_us, e.mainloop_us, e.epilogue_us, e.finish_us, e.product_us, e.memory_us, e.tail_waste)
                 assert all(math.isfinite(p) and p >= 0 for p in parts), (config, shape)
@@ -638,7 +638,7 @@ def test_every_legal_config_has_an_estimate(gpu: str, text: str) -> None:
 def test_more_work_is_never_faster(config: tuple[int, ...], m: int, n: int, k: int, axis: int, layout: str) -> None:
     spec, shape = spec_of(PLAIN), (128 * m, 128 * n, 128 * k)
     larger = tuple(2 * v if i == axis else v for i, v in enumerate(shape))
-    small, large = (model.estimate_us(laid(spec, layout), tiled(*config), (s[0], s[1], s[2]), H200).us for s in (shape, larger))
+    small, large = (model.estimate_us(with_layout(spec, layout), tiled(*config), (s[0], s[1], s[2]), H200).us for s in (shape, larger))
     assert large >= small * 0.999
 
 
@@ -654,7 +654,7 @@ def test_what_is_known_to_cost_costs() -> None:
     spec = spec_of(PLAIN)
 
     def us(*config: int, shape: tuple[int, int, int] = SQUARE, layout: str = "nn", gpu: gpus.Gpu = H200) -> float:
-        return model.estimate_us(laid(spec, layout), tiled(*config), shape, gpu).us
+        return model.estimate_us(with_layout(spec, layout), tiled(*config), shape, gpu).us
 
     assert us(128, 256, 64, 8, 3) > us(128, 256, 64, 8, 4), "fewer stages hide less"
     assert us(128, 256, 64, 4, 3) > 1.2 * us(128, 256, 64, 8, 3), "128x256 spills with four warps"

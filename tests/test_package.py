@@ -64,7 +64,7 @@ def test_a_first_call_waits_for_nothing_that_only_tuning_needs() -> None:
     code = (
         "import sys, epigen\n"
         "why = epigen.compile('relu(mm + bias)').plan().choice.why\n"
-        "heavy = {'optuna', 'sqlalchemy', 'click', 'epigen.ir.derive', 'epigen.tuning.asked', 'epigen.tuning.first_use'}\n"
+        "heavy = {'optuna', 'sqlalchemy', 'click', 'epigen.ir.derive', 'epigen.tuning.request', 'epigen.tuning.first_use'}\n"
         "print(why, sorted(heavy & set(sys.modules)))\n"
     )
     assert re.fullmatch(r"(tuned for|borrowed from) .* \[\]\n", run([sys.executable, "-c", code], ROOT).stdout)

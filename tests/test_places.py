@@ -21,7 +21,7 @@ from epigen import settings
 from epigen.cli import main
 from epigen.errors import DatabaseError, EpigenError
 from epigen.runtime import loader
-from epigen.runtime.private import can_be_written
+from epigen.runtime.user_cache import can_be_written
 from epigen.tuning.database import Database
 
 PLACES = ("EPIGEN_DB", "EPIGEN_CACHE", "XDG_DATA_HOME", "XDG_CACHE_HOME", "HOME", "TRITON_CACHE_DIR", "TRITON_HOME")

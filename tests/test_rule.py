@@ -9,7 +9,7 @@ import pytest
 import epigen
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import Choice, KernelSpec, laid
+from epigen.codegen.spec import Choice, KernelSpec, with_layout
 from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, OPERANDS, DType
 from epigen.runtime.device import TARGETS, Target
 from epigen.tuning import model, rule
@@ -150,7 +150,7 @@ def test_rows_of_whole_words_need_no_vendor() -> None:
 def test_large_products_with_unaligned_rows_go_to_the_vendor(layout: str, schedule: str) -> None:
     """Rows of b are N long where it is row-major and K long where it is transposed."""
     shape = (1001, 4099, 4096)
-    assert rule.choose(laid(spec_of(PLAIN, FP16, shape[2]), layout), shape, TARGETS["sm_80"]).config.schedule == schedule
+    assert rule.choose(with_layout(spec_of(PLAIN, FP16, shape[2]), layout), shape, TARGETS["sm_80"]).config.schedule == schedule
 
 
 SHAPES = ((65536, 1024, 1024), (3072, 3072, 768), (2048, 16384, 64), (100_000, 4096, 4096))

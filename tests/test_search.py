@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
-import faulty_meter
+import faulty_timing_worker
 import pytest
 from cases import persistent, split_k, warp_specialized
 
 import epigen
 from epigen.codegen import schedules
 from epigen.codegen.lower import lower
-from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, laid
+from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, with_layout
 from epigen.dtypes import FP8E4M3, FP16, FP32, INT8
 from epigen.errors import ConfigError, TuneError
 from epigen.runtime.device import DEFAULT, TARGETS
@@ -71,7 +71,7 @@ def test_inputs_can_be_asked_for_early_where_there_are_any(text: str, values: se
 def test_a_kernel_of_the_vendors_is_tried_once(text: str, one: bool) -> None:
     space = Space(spec_of(text), SHAPE, DEFAULT)
     found = [c for c in space.every() if c.schedule == "library"]
-    assert (found == [rule.library(space.spec, "").config]) == one and all(map(space.legal, found))
+    assert (found == [rule.by_vendor(space.spec, "").config]) == one and all(map(space.legal, found))
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_a_kernel_of_the_vendors_is_tried_once(text: str, one: bool) -> None:
 def test_every_point_is_legal_and_is_found_again(target: object, dtype: object) -> None:
     for shape in SHAPES:
         spec = spec_of(shape=shape, dtype=dtype)
-        here = Space(laid(spec, "nn" if shape[0] % 2 else "nt"), shape, target)  # type: ignore[arg-type]
+        here = Space(with_layout(spec, "nn" if shape[0] % 2 else "nt"), shape, target)  # type: ignore[arg-type]
         configs = list(here.every())
         assert len(set(configs)) == len(configs) > 0
         for config in configs[:: 1 + len(configs) // 40]:
@@ -159,7 +159,7 @@ def test_groups_of_warps_take_parts_of_k_where_there_are_few_tiles(shape: tuple[
 def test_what_tma_can_bring_is_tried_both_ways(text: str, aligned: bool, loads: set[int]) -> None:
     shape = (4096, 4096 if aligned else 4095, 512)
     spec = spec_of(text, shape)
-    configs = [c for c in Space(laid(spec, "nt"), shape, DEFAULT).every() if c.schedule == "warp_specialized"]
+    configs = [c for c in Space(with_layout(spec, "nt"), shape, DEFAULT).every() if c.schedule == "warp_specialized"]
     assert {c["tma_load"] for c in configs} == loads
 
 
@@ -353,11 +353,11 @@ class Runner(GpuRunner):
     """Waits as long as it takes for every answer, but for one that never comes."""
 
     def measure(self, config: KernelConfig, limit_us: float) -> Outcome:
-        self.wait(hangs=config["block_k"] == 32 and config["num_stages"] == faulty_meter.HANG)
+        self.wait(hangs=config["block_k"] == 32 and config["num_stages"] == faulty_timing_worker.HANG)
         return super().measure(config, limit_us)
 
     def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
-        self.wait(hangs=len(configs) >= 4 and self.meter.module == "faulty_vendor")
+        self.wait(hangs=len(configs) >= 4 and self.timing_worker.module == "faulty_vendor")
         return super().compare(configs)
 
     def wait(self, hangs: bool) -> None:
@@ -367,7 +367,7 @@ class Runner(GpuRunner):
 @pytest.fixture
 def runner() -> Iterator[GpuRunner]:
     task = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT))
-    made = Runner(builders=2, meter="faulty_meter", builder="faulty_builder", build_s=1000.0)
+    made = Runner(compile_workers=2, timing_worker="faulty_timing_worker", compile_worker="faulty_compile_worker", build_s=1000.0)
     made.begin(task)
     yield made
     made.close()
@@ -377,11 +377,11 @@ def runner() -> Iterator[GpuRunner]:
 @pytest.mark.parametrize(
     ("config", "kind", "detail"),
     [
-        (failing(faulty_meter.HANG), "timeout", "no answer"),
-        (failing(faulty_meter.KILLED), "crashed", "signal 9"),
-        (failing(faulty_meter.CRASH), "crashed", "illegal memory access"),
-        (failing(faulty_meter.WRONG), "wrong", "nan"),
-        (failing(faulty_meter.MEMORY), "out_of_resources", "out of memory"),
+        (failing(faulty_timing_worker.HANG), "timeout", "no answer"),
+        (failing(faulty_timing_worker.KILLED), "crashed", "signal 9"),
+        (failing(faulty_timing_worker.CRASH), "crashed", "illegal memory access"),
+        (failing(faulty_timing_worker.WRONG), "wrong", "nan"),
+        (failing(faulty_timing_worker.MEMORY), "out_of_resources", "out of memory"),
         (tiled(128, 256, num_warps=16), "compile_error", "PassManager"),
         (tiled(group_m=8), "compile_error", "signal 6"),
     ],
@@ -396,7 +396,7 @@ def test_each_failure_costs_one_trial(runner: GpuRunner, config: KernelConfig, k
 
 @pytest.mark.slow
 def test_the_search_survives_all_of_them(runner: GpuRunner) -> None:
-    bad = [failing(how) for how in faulty_meter.FAILURES] + [tiled(128, 256, num_warps=16), tiled(group_m=8)]
+    bad = [failing(how) for how in faulty_timing_worker.FAILURES] + [tiled(128, 256, num_warps=16), tiled(group_m=8)]
     assert all(SPACE.legal(c) for c in bad)
     good = [tiled(block_m=m, block_n=n) for m in (32, 64, 128) for n in (32, 64, 128)]
     ranked = [c for pair in zip(bad, good, strict=False) for c in pair] + good[len(bad) :]
@@ -410,11 +410,11 @@ def test_workers_go_on_with_another_task(runner: GpuRunner) -> None:
     """The processes stay, and answer for the new task; what was under way for the old one is put aside."""
     runner.prepare([tiled(block_m=m) for m in (16, 32, 64, 128)])
     assert runner.measure(tiled(), 0.0).kind == "ok"
-    before = [runner.meter.key, *(w.key for w in runner.builders)]
+    before = [runner.timing_worker.key, *(w.key for w in runner.compile_workers)]
     runner.begin(Task("gelu(mm)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT)))
     assert not runner.built and not runner.building and not runner.waiting
     assert runner.measure(tiled(), 0.0).kind == "ok"
-    assert [runner.meter.key, *(w.key for w in runner.builders)] == before
+    assert [runner.timing_worker.key, *(w.key for w in runner.compile_workers)] == before
 
 
 def test_workers_import_no_more_than_they_need() -> None:
@@ -441,12 +441,12 @@ assert not {"torch._dynamo", "sympy"} & set(sys.modules)
 def test_where_the_vendors_product_ends_its_worker_the_trials_decide() -> None:
     """It is killed at the start, hangs in the run-off, and is killed again where it is timed by itself at last."""
     task = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT))
-    made = Runner(builders=2, meter="faulty_vendor", builder="faulty_builder", build_s=1000.0)
+    made = Runner(compile_workers=2, timing_worker="faulty_vendor", compile_worker="faulty_compile_worker", build_s=1000.0)
     try:
         made.begin(task)
         good = [tiled(64, 128, num_warps=warps, num_stages=stages) for warps in (4, 8) for stages in (3, 4)]
         result = search(SPACE, made, prior=dict.fromkeys(good, 1.0), trials=4)
     finally:
         made.close()
-    assert result.complete and result.counts == {"ok": 4} and result.outcome.median_us == faulty_meter.time_of(64, 128)
+    assert result.complete and result.counts == {"ok": 4} and result.outcome.median_us == faulty_timing_worker.time_of(64, 128)
     assert result.baseline == Baseline(0.0, 0.0) and result.untimed == "timing the vendor's product failed: the worker ended with signal 9"

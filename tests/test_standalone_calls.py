@@ -24,7 +24,7 @@ __all__ = ["away"]  # a fixture
 PROGRAM = "z = mm * alpha + bias; where(mask, z, gate[m,n]), bitmask(z > 0), bgrad(z), sum(z, n)"
 STORING = "storing"
 CONFIGS = {
-    "tiled": SMALL, "completing": SMALL.but("fused_finalize", 1).but("prefetch", 1), "split_k": split_k(), "library": LIBRARY,
+    "tiled": SMALL, "completing": SMALL.with_value("fused_finalize", 1).with_value("prefetch", 1), "split_k": split_k(), "library": LIBRARY,
     "persistent": persistent(flatten=0, tma_store=0), STORING: persistent(flatten=0, tma_store=1),
 }  # fmt: skip
 

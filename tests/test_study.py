@@ -335,14 +335,14 @@ def test_what_is_left_follows_the_pace_within_the_budget() -> None:
 
 
 def test_the_search_goes_on_where_the_first_baseline_is_lost() -> None:
-    class Lost(MadeUp):
+    class Failed(MadeUp):
         def compare(self, configs: Sequence[KernelConfig]) -> Comparison:
             if not configs:
                 raise EpigenError("the worker ended with signal 9")
             return super().compare(configs)
 
     told: list[Progress] = []
-    found = run(Lost(), 4, None, report=told.append)
+    found = run(Failed(), 4, None, report=told.append)
     assert found.complete and found.baseline == BASELINE and {p.baseline for p in told} == {None}
 
 

@@ -11,7 +11,7 @@ import epigen
 from epigen.errors import CallError, CheckError, SuiteError, TuneError
 from epigen.runtime import device
 from epigen.runtime.device import TARGETS
-from epigen.tuning import asked, suite
+from epigen.tuning import request, suite
 from epigen.tuning.tune import spec_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,8 +48,8 @@ def test_a_problem_that_comes_twice_is_tuned_once() -> None:
         '[[problem]]\nprogram = "relu(mm + bias)"\nshapes = ["1x2x3", "3x2x1"]\nprecision = "tf32"\n'
     )
     assert [(a.program, a.shape) for a in found] == [("relu(mm + bias)", (1, 2, 3)), ("relu(mm + bias)", (3, 2, 1))]
-    both = [asked.every(["mm"], ["1x1x1"], ["fp32"], precision=p) for p in ("ieee", "tf32")]
-    assert len(asked.distinct(both[0] + both[1])) == 2
+    both = [request.every(["mm"], ["1x1x1"], ["fp32"], precision=p) for p in ("ieee", "tf32")]
+    assert len(request.distinct(both[0] + both[1])) == 2
 
 
 @pytest.mark.parametrize(
@@ -142,41 +142,41 @@ def test_the_shipped_suite_is_what_its_database_is_tuned_on() -> None:
 
 @pytest.mark.parametrize("given", ["16x4096x1024", (16, 4096, 1024), [16, 4096, 1024], torch.Size((16, 4096, 1024))])
 def test_a_shape_is_text_or_three_numbers(given: object) -> None:
-    assert asked.shape_of(given) == (16, 4096, 1024)
+    assert request.shape_of(given) == (16, 4096, 1024)
 
 
 @pytest.mark.parametrize("given", ["16x4096", "16X4096x1024", " 1x1x1", (16, 4096), (16, 4096, 1024.0), (True, 1, 1), (-1, 1, 1), 7, None])
 def test_what_is_no_shape_is_refused(given: object) -> None:
     with pytest.raises(CallError, match="is not of the form MxNxK, such as 4096x4096x1024"):
-        asked.shape_of(given)
+        request.shape_of(given)
 
 
 @pytest.mark.parametrize("given", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
 def test_a_dtype_has_several_names(given: object) -> None:
-    assert asked.dtype_of(given) == "bf16"
+    assert request.dtype_of(given) == "bf16"
 
 
 def test_inputs_beside_8_bit_operands_are_fp32() -> None:
     for dtype, inputs in (("fp16", "fp16"), ("fp8e4m3", "fp32"), ("int8", "fp32")):
-        (one,) = asked.every(["mm"], ["1x1x1"], [dtype])
+        (one,) = request.every(["mm"], ["1x1x1"], [dtype])
         assert one.task(TARGETS["sm_90"]).inputs == inputs
 
 
 def test_programs_are_checked_before_anything_runs() -> None:
     with pytest.raises(CheckError, match="unknown name 'bais'"):
-        asked.every(["relu(mm)", "mm + bais"], ["1x1x1"])
+        request.every(["relu(mm)", "mm + bais"], ["1x1x1"])
     with pytest.raises(CallError, match="a program is text, and a int was given"):
-        asked.every([3], ["1x1x1"])  # type: ignore[list-item]
+        request.every([3], ["1x1x1"])  # type: ignore[list-item]
     with pytest.raises(CallError, match="precision is 'ieee' or 'tf32', not 'high'"):
-        asked.every(["mm"], ["1x1x1"], precision="high")
+        request.every(["mm"], ["1x1x1"], precision="high")
 
 
 def test_gpus_are_chosen_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "indices", lambda: (1, 0, 2))
     monkeypatch.setattr(device, "at_hand", lambda index=None: TARGETS["sm_80" if index == 2 else "sm_90"])
     h100 = TARGETS["sm_90"]
-    assert asked.gpus_for(None) == ((1,), h100)
-    assert asked.gpus_for((0, 1, 0)) == ((0, 1), h100)
+    assert request.gpus_for(None) == ((1,), h100)
+    assert request.gpus_for((0, 1, 0)) == ((0, 1), h100)
     for wanted, said in (
         ("all", "the GPUs differ (0 is H100, H200, 2 is A100): tune each kind by itself"),
         ((3, 0, 4), "there is no GPU 3, 4: this machine has 0, 1, 2"),
@@ -184,10 +184,10 @@ def test_gpus_are_chosen_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
         ((), "no device is named to tune on"),
     ):
         with pytest.raises(TuneError) as caught:
-            asked.gpus_for(wanted)
+            request.gpus_for(wanted)
         assert str(caught.value) == said
     monkeypatch.setattr(device, "indices", lambda: (0, 1))
-    assert asked.gpus_for("all") == ((0, 1), h100)
+    assert request.gpus_for("all") == ((0, 1), h100)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from cases import LIBRARY
 from test_codegen_render import spec_of, spec_over
 
 import epigen
-from epigen.codegen.vendor import whole
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType
 from epigen.runtime import vendor, verify
 from epigen.runtime.arguments import process_precision
@@ -25,14 +24,14 @@ from epigen.runtime.kernel import Kernel
 @pytest.mark.parametrize("dtype", [FP16, BF16, FP32], ids=str)
 @pytest.mark.parametrize("text", ["mm", "z = mm; z", "mm[m,n]"])
 def test_the_vendor_computes_the_product_alone(text: str, dtype: DType) -> None:
-    assert whole(spec_of(text, dtype))
+    assert spec_of(text, dtype).bare_product
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16, FP32], ids=str)
 @pytest.mark.parametrize("text", ["mm + bias", "bias + mm", "relu(mm)", "relu(mm + bias)", "gelu(mm)", "gelu_tanh(mm + bias)"])
 def test_no_epilogue_is_the_vendors_though_it_has_a_call_for_it(text: str, dtype: DType) -> None:
     """torch.addmm rounded the product of one row before it added the bias, and refused some strides of `out`."""
-    assert not whole(spec_of(text, dtype))
+    assert not spec_of(text, dtype).bare_product
 
 
 @pytest.mark.parametrize(
@@ -41,17 +40,17 @@ def test_no_epilogue_is_the_vendors_though_it_has_a_call_for_it(text: str, dtype
      "bitmask(mm > 0)", "drelu(mm, mask)"],
 )  # fmt: skip
 def test_nor_is_any_other(text: str) -> None:
-    assert not whole(spec_of(text, FP16))
+    assert not spec_of(text, FP16).bare_product
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8E4M3], ids=str)
 def test_the_result_has_the_operands_dtype(dtype: DType) -> None:
-    assert not whole(spec_of("mm", dtype))
+    assert not spec_of("mm", dtype).bare_product
 
 
 @pytest.mark.triton
 def test_a_product_that_is_given_is_no_product_of_the_vendors() -> None:
-    assert not whole(spec_over("mm", FP16))
+    assert not spec_over("mm", FP16).bare_product
     mm = half(20, 37)
     assert torch.equal(epigen.compile("mm", config=LIBRARY, backend="interpreter").over(mm), mm)
 

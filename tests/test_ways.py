@@ -78,7 +78,7 @@ def row_of(one: Contest, *seen: dict[str, float]) -> dict[str, Any]:
 
 def test_what_other_gpus_measured_takes_part_again(every: list[Contest]) -> None:
     one, other = every[:2]
-    strange = other.record.kernel_config.but("group_m", 2)
+    strange = other.record.kernel_config.with_value("group_m", 2)
     row = row_of(replace(one, rivals=(strange,)), {})
     again = next(c for c in contests({one.name: row}) if c.name == one.name)
     assert again.rivals == (*one.rivals, strange)
@@ -150,7 +150,7 @@ def test_how_far_the_ways_move_between_gpus(every: list[Contest]) -> None:
 def test_the_script_writes_and_the_readme_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(device, "at_hand", lambda: H200)
     monkeypatch.setattr(device, "indices", lambda: (0, 1))
-    monkeypatch.setattr(ways, "GpuRunner", lambda builders: Runner(300.0 + builders))
+    monkeypatch.setattr(ways, "GpuRunner", lambda compile_workers: Runner(300.0 + compile_workers))
     monkeypatch.setattr(record, "environment", lambda commit: record.versions(commit) | {"gpu": "NVIDIA H200", "driver": "580"})
 
     def run(*arguments: object) -> dict[str, Any]:

@@ -37,7 +37,7 @@ CONFIGS = {
     "split_k": split_k(group_m=4),
     "split_k, completed by the last": split_k(fused_finalize=1),
     "library": LIBRARY,
-    "library, completed by the last": LIBRARY.but("fused_finalize", 1),
+    "library, completed by the last": LIBRARY.with_value("fused_finalize", 1),
     "persistent": persistent(flatten=0, tma_store=0),
     "persistent, flattened": persistent(128, 128, 64, 8),
     "persistent, in subtiles": persistent(128, 128, 64, 8, flatten=0, subtiles=2, fused_finalize=1, prefetch=1),
@@ -72,7 +72,7 @@ def test_what_becomes_an_offset_has_64_bits() -> None:
     """Where some offset needs as many, as Triton compiles it: for strides that fit in 32 bits, which are then passed in 32."""
     jobs = {(name, layout): job(config, layout=layout) for name, config in CONFIGS.items() for layout in ("nn", "tt")}
     jobs |= {(name, "gfx942"): job(CONFIGS[name], target="gfx942") for name in ("tiled", "split_k", "library")}
-    jobs |= {("over", config.schedule): over(config) for config in (LIBRARY, LIBRARY.but("fused_finalize", 1))}
+    jobs |= {("over", config.schedule): over(config) for config in (LIBRARY, LIBRARY.with_value("fused_finalize", 1))}
     assert {SCHEDULES[config.schedule].name for config in CONFIGS.values()} == set(SCHEDULES)
     for name, one, found in zip(jobs, jobs.values(), first_texts(list(jobs.values())), strict=True):
         assert "int64" in one.rendered.text, name

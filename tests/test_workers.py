@@ -11,7 +11,7 @@ import pytest
 from epigen import settings
 from epigen.errors import TuneError
 from epigen.tuning import process
-from epigen.tuning.process import Lost, Stem, Worker
+from epigen.tuning.process import Failed, ForkServer, Worker
 
 CHILD = Path(__file__).resolve().parent / "tuning_child.py"
 
@@ -40,24 +40,24 @@ def test_workers_start(tmp_path: Path, command: str, how: str) -> None:
 
 def test_workers_that_never_begin_are_given_up_with_their_last_words() -> None:
     """A module that cannot be imported would otherwise be every config's crash, which a study remembers."""
-    stem = Stem("no_such_module_of_anybody")
-    worker = Worker(stem, "faulty_meter")
+    fork_server = ForkServer("no_such_module_of_anybody")
+    worker = Worker(fork_server, "faulty_timing_worker")
     try:
         for _ in range(process._STARTS):
             worker.submit(1)
-            assert isinstance(worker.answer(300.0), Lost)
-            assert stem.process is not None
-            stem.process.wait(300)
+            assert isinstance(worker.answer(300.0), Failed)
+            assert fork_server.process is not None
+            fork_server.process.wait(300)
         with pytest.raises(TuneError, match=r"^the worker processes end with status 1 .*: ModuleNotFoundError: No module named 'no_such_module_of_anybody'$"):
             worker.submit(1)
     finally:
-        stem.stop()
+        fork_server.stop()
 
 
 def test_a_python_that_is_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, said in (("/nowhere/python", "cannot be started with /nowhere/python: No such file or directory"), ("", "does not know where it is")):
         monkeypatch.setattr(sys, "executable", value)
-        stem = Stem()
+        fork_server = ForkServer()
         with pytest.raises(TuneError, match=said):
-            stem.start()
-        assert stem.control is None and stem.process is None and stem.said is None
+            fork_server.start()
+        assert fork_server.control is None and fork_server.process is None and fork_server.said is None

@@ -22,7 +22,7 @@ def main() -> None:
     from epigen.tuning.task import Task
 
     task = Task("relu(mm + bias)", (1024, 1024, 1024), "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT))
-    runner = GpuRunner(builders=2, meter="faulty_meter", builder="faulty_builder", first_s=300.0, measure_s=60.0)
+    runner = GpuRunner(compile_workers=2, timing_worker="faulty_timing_worker", compile_worker="faulty_compile_worker", first_s=300.0, measure_s=60.0)
     try:
         runner.begin(task)
         configs = [schedules.config("tiled", block_m=m, block_n=64, block_k=64, group_m=1, num_warps=4, num_stages=3) for m in (32, 64, 128)]

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import jinja2
 
 import epigen
-from epigen.codegen import emit, schedules, vendor
+from epigen.codegen import emit, schedules
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, Signature, Store, counted, digest, parameter, stride_name
 from epigen.dtypes import FP32, INT32, UINT8, DType
@@ -126,7 +126,7 @@ class Renderer:
 
     def render(self, spec: KernelSpec, config: KernelConfig) -> Rendered:
         schedule = SCHEDULES[config.schedule]
-        whole = not schedule.multiplies and vendor.whole(spec)
+        whole = not schedule.multiplies and spec.bare_product
         functions = [] if whole else [_main(spec, config), *(_finish(spec, f) for f in _after(spec, config))]
         text = self.text(
             "module.py.j2", spec=spec, config=config, functions=functions, schedule=schedule, dot_arguments=dot_arguments(spec, config),
@@ -151,7 +151,7 @@ class Renderer:
 def units(spec: KernelSpec, config: KernelConfig) -> dict[str, frozenset[str]]:
     """Which packed masks the main kernel accesses in words of 32 columns, and which in bytes."""
     masks = frozenset([i.name for i in spec.inputs if i.packed] + [s.name for s in spec.stores if s.packed])
-    in_bytes = masks & frozenset(spec.signature.bytewise) if config["block_n"] // schedules.parts(config)[1] >= 32 else masks
+    in_bytes = masks & frozenset(spec.signature.bytewise) if config["block_n"] // schedules.tile_parts(config)[1] >= 32 else masks
     return {"in_words": masks - in_bytes, "in_bytes": in_bytes}
 
 
@@ -251,7 +251,7 @@ def _factored(arguments: Iterable[Argument], signature: Signature) -> tuple[Argu
 
 
 def _main(spec: KernelSpec, config: KernelConfig) -> Function:
-    schedule, sig, parts = SCHEDULES[config.schedule], spec.signature, schedules.parts(config)
+    schedule, sig, parts = SCHEDULES[config.schedule], spec.signature, schedules.tile_parts(config)
     if schedule.descriptors:
         block_k, copied = config["block_k"], schedules.padded(config, sig.tma)
         operands = [
@@ -314,13 +314,13 @@ def finishing_threads(indices: str, config: KernelConfig) -> tuple[list[int], li
 def _finishing_width(indices: str, config: KernelConfig) -> int:
     """How many rows ("m") or columns ("n") a part of a tile has."""
     axis = "mn".index(indices)
-    return config[f"block_{indices}"] // schedules.parts(config)[axis]
+    return config[f"block_{indices}"] // schedules.tile_parts(config)[axis]
 
 
 def arrivals(spec: KernelSpec, config: KernelConfig) -> list[str]:
     """What blocks count of which they are the last to arrive, in the counters' order: the parts along k of "tiles", or of what each of two
     "groups" of warps has of them, or the parts of tiles along the other index, of which there are counters "parts_n" or "parts_m", or all, "1"."""
-    split = [("tiles", "groups")[schedules.parts(config)[0] - 1]] if schedules.splits(config) > 1 else []
+    split = [("tiles", "groups")[schedules.tile_parts(config)[0] - 1]] if schedules.splits(config) > 1 else []
     return split + [{"n": "parts_n", "m": "parts_m", "": "1"}[f.indices] for f in _inside(spec, config)]
 
 

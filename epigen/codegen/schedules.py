@@ -173,7 +173,7 @@ def tma_loadable(spec: KernelSpec) -> Mapping[str, str]:
 def prefetched(spec: KernelSpec, config: KernelConfig) -> tuple[Input, ...]:
     """The inputs that are loaded before their tile is multiplied, and held."""
     values, from_tma = dict(config.values), tma_loaded(spec, config)
-    holds = SCHEDULES[config.schedule].dialect == "triton" or holds_inputs(spec, parts(config)[1], splits(config))
+    holds = SCHEDULES[config.schedule].dialect == "triton" or holds_inputs(spec, tile_parts(config)[1], splits(config))
     return tuple(i for i in spec.loaded if i.name not in from_tma) if values.get("prefetch") and holds else ()
 
 
@@ -200,7 +200,7 @@ def in_triton(config: KernelConfig) -> KernelConfig:
     return _config(PERSISTENT, same | {"flatten": int(not same["fused_finalize"] and not same["prefetch"]), "num_warps": 8})
 
 
-def parts(config: KernelConfig) -> tuple[int, int]:
+def tile_parts(config: KernelConfig) -> tuple[int, int]:
     """In how many parts, along m and n, the epilogue takes a tile: each leaves its own partial results."""
     values = dict(config.values)
     return 1 if values.get("pingpong", 1) else 2, values.get("subtiles", 1)
@@ -216,7 +216,7 @@ def finished_inside(finish: Finish, config: KernelConfig) -> bool:
 
 def several_launches(config: KernelConfig) -> KernelConfig:
     """The same, but that all reductions are completed by kernels of their own."""
-    return config.but("fused_finalize", 0)
+    return config.with_value("fused_finalize", 0)
 
 
 def programs(config: KernelConfig, tiles: int, multiprocessors: int) -> int:

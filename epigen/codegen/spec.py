@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from epigen.dtypes import FP32, INT8, INT32, DType
+from epigen.dtypes import BF16, FP16, FP32, INT8, INT32, DType
 from epigen.errors import ConfigError
 
 LAYOUTS = ("nn", "nt", "tn", "tt")
@@ -241,6 +241,19 @@ class KernelSpec:
         return any(name == PRODUCT for name, _ in self.signature.inputs)
 
     @property
+    def bare_product(self) -> bool:
+        """Whether the program is the product alone, in the dtype of its operands: the vendor's library computes that whole, by a kernel of its own.
+
+        What of torch's adds an epilogue does not keep the numerics contract, fp32 sums that are rounded once (H200, torch 2.11, 2026-11): `torch.addmm` rounds
+        the product before it adds the bias where there is one row, and raises CUBLAS_STATUS_INVALID_VALUE for some extents and strides of `out`;
+        `torch._addmm_activation` turns NaN into 0 by relu in some fp32 problems, and takes gelu in two steps, of a rounded value, where cuBLASLt does not take
+        the problem.
+        """
+        operands = self.signature.a
+        alone = not self.pointwise and not self.finishes and [(s.value, s.dtype) for s in self.stores] == [(ACC, operands)]
+        return alone and operands in (FP16, BF16, FP32)
+
+    @property
     def apart(self) -> tuple[str, ...]:
         """What is stored or reduced of values that do not depend on the product."""
         reached: set[Arg] = {ACC}
@@ -277,7 +290,7 @@ class KernelConfig:
     def __str__(self) -> str:
         return " ".join([self.schedule, *(f"{name}={value}" for name, value in self.values)])
 
-    def but(self, dimension: str, value: int) -> KernelConfig:
+    def with_value(self, dimension: str, value: int) -> KernelConfig:
         """The same with another value of one dimension, if it has that."""
         return KernelConfig(self.schedule, tuple((name, value if name == dimension else own) for name, own in self.values))
 
@@ -295,7 +308,7 @@ class Provisional(Choice):
     """A choice for one call: the next call of the same signature chooses anew."""
 
 
-def laid(spec: KernelSpec, layout: str) -> KernelSpec:
+def with_layout(spec: KernelSpec, layout: str) -> KernelSpec:
     """The same kernel for operands that lie otherwise. layout: one of LAYOUTS."""
     return replace(spec, signature=replace(spec.signature, layout=layout))
 

@@ -13,7 +13,7 @@ from epigen import ops
 from epigen.codegen import schedules
 from epigen.codegen.lower import uninterpretable
 from epigen.codegen.render import PDL, Argument, Function, Rendered, Renderer, arrivals, units
-from epigen.codegen.schedules import SCHEDULES, Schedule, parts
+from epigen.codegen.schedules import SCHEDULES, Schedule, tile_parts
 from epigen.codegen.spec import EXACT_INT8, LINE_BYTES, PAST, TMA_BYTES, Choice, KernelConfig, KernelSpec, number, parameter
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8
 from epigen.ir import graph as g
@@ -32,7 +32,7 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
         spec=spec, choice=choice, graph=graph, heading=heading, body=body if rendered.whole else "import triton\n" + body, whole=rendered.whole,
         launcher=spec.name.removeprefix("epigen_"),
         launches=[_launch(spec, config, f) for f in rendered.functions],
-        schedule=schedule, multiplies=schedule.multiplies, parts=parts(config), splits=schedules.splits(config), tiles=_tiles(config),
+        schedule=schedule, multiplies=schedule.multiplies, parts=tile_parts(config), splits=schedules.splits(config), tiles=_tiles(config),
         counters=" + ".join(_COUNTED.get(name) or f"{'2 * ' * (name == 'groups')}{_tiles(config)}" for name in arrivals(spec, config)),
         block_m=config["block_m"], block_n=config["block_n"], block_k=dict(config.values).get("block_k", 32),
         words=[i.name for i in spec.inputs if i.name in units(spec, config)["in_words"]],
@@ -127,7 +127,7 @@ def _launch(spec: KernelSpec, config: KernelConfig, function: Function) -> dict[
 
 def _tiles(config: KernelConfig) -> str:
     """How many output tiles there are, as text over the launcher's variables, which count parts of them."""
-    return " * ".join(f"tiles_{i}{f' // {count}' if count > 1 else ''}" for i, count in zip("mn", parts(config), strict=True))
+    return " * ".join(f"tiles_{i}{f' // {count}' if count > 1 else ''}" for i, count in zip("mn", tile_parts(config), strict=True))
 
 
 def _passed(argument: Argument, spec: KernelSpec, dialect: str) -> str:

@@ -32,7 +32,7 @@ class Target:
     tf32: bool = False
 
     @property
-    def launches_ahead(self) -> bool:
+    def has_dependent_launch(self) -> bool:
         """Whether a kernel can be launched while the one before it still runs, for whose end it then waits by itself: CUDA's programmatic
         dependent launch, since compute capability 9.0."""
         return self.backend == "cuda" and int(self.arch) >= 90

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from epigen.dtypes import BY_TORCH
-from epigen.runtime.written import Written
+from epigen.runtime.code_builder import CodeBuilder
 
 
 def describe_by_triton(dialect: str, t: Tensor, block: tuple[int, int]) -> Any:
@@ -49,21 +49,21 @@ def upright(t: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A kernel's C function and what it takes before and behind the stream. ahead: where in `middle` it says whether the kernel is launched while
+    """A kernel's C function and what it takes before and behind the stream. dependent: where in `middle` it says whether the kernel is launched while
     the one before it still runs. packed: its kernel's arguments are one tuple. owner: of its code."""
 
     function: Callable[..., object]
     head: tuple[Any, ...]
     middle: tuple[Any, ...]
-    ahead: int
+    dependent: int
     packed: bool
     owner: Any
 
-    def call(self, text: Written, stream: str, ahead: str, arguments: Sequence[str]) -> str:
-        """The statement that launches. stream, ahead: expressions. arguments: those for all of the kernel's, constants too; addresses are integers,
-        and a described tensor is its descriptor and what `Descriptors` says that follows."""
+    def call(self, text: CodeBuilder, stream: str, dependent: str, arguments: Sequence[str]) -> str:
+        """The statement that launches. stream, dependent: expressions. arguments: those for all of the kernel's, constants too; addresses are integers,
+        and a tensor with a descriptor is its descriptor and what `Descriptors` says that follows."""
         text.hold(self.owner)
-        middle = [ahead if place == self.ahead else text.hold(value) for place, value in enumerate(self.middle)]
+        middle = [dependent if place == self.dependent else text.hold(value) for place, value in enumerate(self.middle)]
         last = f"({', '.join(arguments)},)" if self.packed else ", ".join(arguments)
         return f"{text.hold(self.function)}({', '.join([*map(text.hold, self.head), stream, *middle, last])})"
 
@@ -83,19 +83,19 @@ def start(jit: Any, compiled: Any, names: Sequence[str], blocks: int, arguments:
     reached: list[tuple[Any, ...]] = []
     stand_in = copy.copy(launcher)
     stand_in.launch = lambda *given: reached.append(given)
-    stream, ahead, marks = object(), object(), tuple(object() for _ in range(arguments))
-    stand_in.launch_pdl = ahead
+    stream, dependent, marks = object(), object(), tuple(object() for _ in range(arguments))
+    stand_in.launch_pdl = dependent
     try:
         stand_in(blocks, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *marks)
     except (TypeError, AttributeError):  # another calling convention than the known ones
         return None
-    return _replay(function, reached, stream, ahead, marks, compiled)
+    return _replay(function, reached, stream, dependent, marks, compiled)
 
 
 def _replay(
-    function: Callable[..., object], reached: Sequence[tuple[Any, ...]], stream: object, ahead: object, marks: tuple[Any, ...], compiled: Any
+    function: Callable[..., object], reached: Sequence[tuple[Any, ...]], stream: object, dependent: object, marks: tuple[Any, ...], compiled: Any
 ) -> Start | None:
-    """The C function with what arrived there, but for what the marks stood for: the stream, whether it is launched ahead, the arguments.
+    """The C function with what arrived there, but for what the marks stood for: the stream, whether it is launched as a dependent, the arguments.
 
     compiled: owns the code.
     """
@@ -107,10 +107,10 @@ def _replay(
     if len(places) != 1 or not (spread or given[-1:] == (marks,)):
         return None
     head, middle = given[: places[0]], given[places[0] + 1 : -len(marks) if spread else -1]
-    told = [i for i, value in enumerate(middle) if value is ahead]
-    if len(told) != 1 or any(value in marks for value in (*head, *middle)):
+    known = [i for i, value in enumerate(middle) if value is dependent]
+    if len(known) != 1 or any(value in marks for value in (*head, *middle)):
         return None
-    return Start(function, head, middle, told[0], not spread, compiled)
+    return Start(function, head, middle, known[0], not spread, compiled)
 
 
 def _launcher(compiled: Any) -> Any:
@@ -184,7 +184,7 @@ class Descriptors(dict[int, object]):
 
 
 def describe(compiled: Any, number: int, t: Tensor) -> Descriptors | None:
-    """The descriptors of tensors like `t`. number: the argument's among those that are described."""
+    """The descriptors of tensors like `t`. number: the argument's among those that have a descriptor."""
     launcher = _launcher(compiled)
     metadata = getattr(compiled.metadata, "tensordesc_meta", None) if launcher is not None else None
     make = getattr(sys.modules.get(type(launcher).__module__), "make_tensordesc_arg", None)
@@ -205,9 +205,9 @@ def describe(compiled: Any, number: int, t: Tensor) -> Descriptors | None:
 # -- who else takes part in a launch
 
 
-def observed(jits: Sequence[Any], text: Written) -> str | None:
+def observed(jits: Sequence[Any], text: CodeBuilder) -> str | None:
     """An expression that is true once a launch of these is not Triton's own business any more: somebody has hooked into it or changed how it
-    compiles. None where that is so already, or cannot be told."""
+    compiles. None where that is so already, or cannot be known."""
     from triton import knobs
 
     runtime = knobs.runtime

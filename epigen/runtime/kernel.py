@@ -1,7 +1,7 @@
 """The callable: finds what it has prepared for a call like this one, or prepares it. CPU tensors are answered by the reference.
 
 What of a call follows from everything but addresses and numbers is checked and prepared once (`prepared`) and found again by a key; a
-call that has been made before is made again with as little Python as that takes (`warmed`). Nothing here waits for the device.
+call that has been made before is made again with as little Python as that takes (`fast_call`). Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from epigen.ir.graph import Graph, Node
 from epigen.runtime import arguments, device, outputs
 from epigen.runtime.arguments import process_precision
 from epigen.runtime.device import Target
-from epigen.runtime.latest import Latest
+from epigen.runtime.fast_call import Again, bound, fast_call
 from epigen.runtime.loader import Loader, Resources, refusal, unwritten, warm
+from epigen.runtime.lru_cache import LruCache
 from epigen.runtime.prepared import Operands, Plan, Prepared
-from epigen.runtime.warmed import Again, bound, warmed
 
 Chooser = Callable[[KernelSpec, tuple[int, int, int], Target, str], Choice]
 """(spec, shape, target, refused) -> Choice. refused: why a config with a main loop of Triton's did not work, "" at first."""
@@ -78,12 +78,12 @@ class Kernel:
         self._names = tuple(o.name for o in graph.outputs)
         self._outputs: Any = outputs.named(self._names) if len(self._names) > 1 else None
         self._loaders = {interpret: Loader(interpret) for interpret in (False, True)}
-        self._prepared: Latest[tuple[Any, ...], Prepared] = Latest(_KEPT)
-        self._specs: Latest[Signature, KernelSpec] = Latest(_TEXTS)
-        self._rendered: Latest[tuple[Signature, KernelConfig], Rendered] = Latest(_TEXTS)
+        self._prepared: LruCache[tuple[Any, ...], Prepared] = LruCache(_KEPT)
+        self._specs: LruCache[Signature, KernelSpec] = LruCache(_TEXTS)
+        self._rendered: LruCache[tuple[Signature, KernelConfig], Rendered] = LruCache(_TEXTS)
         self._recent: dict[type, tuple[tuple[Again, Prepared], ...]] = {}
         """By the type of `out`: what was called last, the newest first."""
-        self._ready: Latest[tuple[Prepared, type], Again] = Latest(_KEPT)
+        self._ready: LruCache[tuple[Prepared, type], Again] = LruCache(_KEPT)
         self._starting = threading.Lock()
         self._compiling: tuple[int, tuple[Future[Any], ...]] = (0, ())
         """The process, and what other threads of it compile."""
@@ -206,7 +206,7 @@ class Kernel:
         if form is not None and kept:
             known = self._ready.get((prepared, form))
             if known is None or (known, prepared) in self._recent.get(form, ()):  # it may differ in what a key leaves out: torch's modes of the thread
-                known = warmed(prepared, operands, {name: inputs[name] for name in self._inputs}, out, results, self._outputs)
+                known = fast_call(prepared, operands, {name: inputs[name] for name in self._inputs}, out, results, self._outputs)
             if known is not None:
                 self._ready.put((prepared, form), known)
                 self._remember(form, known, prepared)
@@ -215,7 +215,7 @@ class Kernel:
     def bound(
         self, operands: Operands, inputs: Mapping[str, Any], results: Sequence[Tensor], views: Mapping[str, str], shapes: Sequence[tuple[int, ...] | None] = ()
     ) -> Callable[..., tuple[Tensor, ...] | None] | None:  # fmt: skip
-        """After a call with these: a function for calls whose tensors are known to be alike, as `warmed.bound` has it; None where there is none, or none yet.
+        """After a call with these: a function for calls whose tensors are known to be alike, as `fast_call.bound` has it; None where there is none, or none yet.
 
         Of a call of `over` the product is the first of the inputs. The function takes them in the order in which they are given here."""
         kernel = self if operands else self._over
@@ -488,7 +488,7 @@ def unfit(config: KernelConfig, shape: tuple[int, int, int], target: Target) -> 
     schedule = SCHEDULES[config.schedule]
     if not schedule.runs_on(target.backend, target.arch):
         return f"the schedule {schedule.name} does not run on {target.name}"
-    if schedule.dialect == "gluon" and config["block_m"] < 64 * schedules.parts(config)[0]:
+    if schedule.dialect == "gluon" and config["block_m"] < 64 * schedules.tile_parts(config)[0]:
         return f"two groups of warps share a tile's rows and multiply 64 each at least: {schedule.name} with block_m={config['block_m']} needs pingpong=1"
     if schedule.descriptors and 0 in shape:
         return f"the schedule {schedule.name} addresses operands by TMA descriptors, and there are none of empty tensors"

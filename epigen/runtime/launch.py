@@ -16,9 +16,9 @@ from epigen.codegen import schedules
 from epigen.codegen.render import PDL, Argument, Function
 from epigen.codegen.spec import KernelConfig
 from epigen.runtime import direct, loader, native
+from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.device import Target
 from epigen.runtime.workspace import capturing, tiles
-from epigen.runtime.written import Written
 
 
 def blocks(function: Function, config: KernelConfig, shape: tuple[int, int, int], multiprocessors: int) -> int:
@@ -32,32 +32,32 @@ def blocks(function: Function, config: KernelConfig, shape: tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """A launch without the Python that Triton puts around it. ahead: as of `Launch`. arguments: the kernel's, each fixed, or what to make of the value in
+    """A launch without the Python that Triton puts around it. dependent: as of `Launch`. arguments: the kernel's, each fixed, or what to make of the value in
     a slot of the whole call. native: the same without Triton's launcher, where that is possible."""
 
     start: direct.Start
-    ahead: Ahead
+    dependent: Dependent
     arguments: tuple[Fixed | Slot, ...]
     native: native.Kernel | None
 
-    def call(self, text: Written, stream: str, values: Sequence[str]) -> str:
+    def call(self, text: CodeBuilder, stream: str, values: Sequence[str]) -> str:
         """The statement that launches. stream, values: expressions, the values in the order of the call's slots."""
-        ahead = "True" if self.ahead == Ahead.ALWAYS else captured(text, [self], stream)
+        dependent = "True" if self.dependent == Dependent.ALWAYS else captured(text, [self], stream)
         found: list[str] = []
         for argument in self.arguments:
             if isinstance(argument, Fixed):
                 found.append(text.hold(argument.value))
-            elif argument.described is None:
+            elif argument.descriptors is None:
                 found.append(values[argument.place])
             else:
-                found += [f"{text.hold(argument.described)}[{values[argument.place]}]", *map(text.hold, argument.described.rest)]
-        return self.start.call(text, stream, ahead, found)
+                found += [f"{text.hold(argument.descriptors)}[{values[argument.place]}]", *map(text.hold, argument.descriptors.rest)]
+        return self.start.call(text, stream, dependent, found)
 
 
-def captured(text: Written, launches: Sequence[Direct], stream: str) -> str:
+def captured(text: CodeBuilder, launches: Sequence[Direct], stream: str) -> str:
     """An expression of whether the stream is captured into a CUDA graph, where that makes a difference to a launch. The default stream, which is 0,
     cannot be, and need not be asked."""
-    return f"{stream} and {text.hold(capturing)}()" if any(x.ahead == Ahead.CAPTURED for x in launches) else "False"
+    return f"{stream} and {text.hold(capturing)}()" if any(x.dependent == Dependent.CAPTURED for x in launches) else "False"
 
 
 def in_one_step(launches: Sequence[Direct], values: Sequence[Any], slots: int, index: int | None, apart: Sequence[native.Apart] = ()) -> native.Step | None:
@@ -66,16 +66,16 @@ def in_one_step(launches: Sequence[Direct], values: Sequence[Any], slots: int, i
     values: of the first slots, the tensors among which have to be aligned as they are here. slots: how many there are. index: the device's.
     apart: as of `native.step`.
     """
-    kernels = [(x.native, x.ahead == Ahead.ALWAYS, x.ahead != Ahead.NEVER) for x in launches if x.native is not None]
+    kernels = [(x.native, x.dependent == Dependent.ALWAYS, x.dependent != Dependent.NEVER) for x in launches if x.native is not None]
     return native.step(kernels, values, slots, index, apart) if 0 < len(kernels) == len(launches) else None
 
 
-def step_call(text: Written, step: native.Step, launches: Sequence[Direct], stream: str, slots: Sequence[str]) -> str:
+def step_call(text: CodeBuilder, step: native.Step, launches: Sequence[Direct], stream: str, slots: Sequence[str]) -> str:
     """The expression that makes all launches of a step, and is whether they were made. stream, slots: expressions."""
     return f"{text.hold(step)}({', '.join([stream, captured(text, launches, stream), *slots])})"
 
 
-class Ahead(Enum):
+class Dependent(Enum):
     """When a kernel is launched while the one before it still runs, for whose end it then waits by itself.
 
     CAPTURED: into a CUDA graph, where it takes 0.5 us off the 3 to 6 of a small kernel (H200). In a stream that Python fills, small kernels end
@@ -96,10 +96,10 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """An argument that changes. described: by TMA, from the address in the slot."""
+    """An argument that changes. descriptors: of the tensor at the address in the slot, where TMA addresses it."""
 
     place: int
-    described: direct.Descriptors | None = None
+    descriptors: direct.Descriptors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +112,16 @@ class Launch:
     integers: Mapping[str, int]
     constants: Mapping[str, int]
     options: Mapping[str, Any]
-    ahead: Ahead
+    dependent: Dependent
 
     @classmethod
     def of(cls, jit: Any, function: Function, grid: int, integers: Mapping[str, int], target: Target | None, follows: bool) -> Launch:
         """target: None under the interpreter. follows: another kernel of the same call comes before."""
         constants = loader.compile_time(function, target)
-        ahead = Ahead.NEVER if not constants[PDL] else Ahead.ALWAYS if follows else Ahead.CAPTURED
-        options = constants | ({} if target is None else loader.options(function)) | ({"launch_pdl": True} if ahead == Ahead.ALWAYS else {})
+        dependent = Dependent.NEVER if not constants[PDL] else Dependent.ALWAYS if follows else Dependent.CAPTURED
+        options = constants | ({} if target is None else loader.options(function)) | ({"launch_pdl": True} if dependent == Dependent.ALWAYS else {})
         fixed = {a.name: integers[a.name] for a in function.arguments if a.name in integers}
-        return cls(jit, function, (grid,), fixed, constants, options, ahead)
+        return cls(jit, function, (grid,), fixed, constants, options, dependent)
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """Launch through Triton, which compiles at the first time. Returns the compiled kernel; None from the interpreter."""
@@ -141,7 +141,7 @@ class Launch:
         compiled: what this launch has returned. slots: where in the values of the whole call each argument's is. tensors: those of this call.
         """
         found: list[Fixed | Slot] = []
-        described = 0
+        number = 0
         for argument in self.function.arguments:
             if argument.name in self.integers:
                 found.append(Fixed(self.integers[argument.name]))
@@ -150,20 +150,20 @@ class Launch:
             if argument.block is None:
                 found.append(Slot(place))
                 continue
-            descriptors = direct.describe(compiled, described, tensors[place])
+            descriptors = direct.describe(compiled, number, tensors[place])
             if descriptors is None:
                 return None
-            described += 1
+            number += 1
             found.append(Slot(place, descriptors))
         found += [Fixed(value) for value in self.constants.values()]
-        count = sum(1 if isinstance(x, Fixed) or x.described is None else 1 + len(x.described.rest) for x in found)
+        count = sum(1 if isinstance(x, Fixed) or x.descriptors is None else 1 + len(x.descriptors.rest) for x in found)
         start = direct.start(self.jit, compiled, self.function.names, self.grid[0], count)
         if start is None:
             return None
         places = [(-1, int(x.value)) if isinstance(x, Fixed) else (x.place, 0) for x in found]
-        return Direct(start, self.ahead, tuple(found), None if described else native.kernel(compiled, self.grid[0], places))
+        return Direct(start, self.dependent, tuple(found), None if number else native.kernel(compiled, self.grid[0], places))
 
 
 def source(argument: Argument) -> str:
-    """Under which name an argument's value goes: a described tensor's is that of its pointer, or of its copy's."""
+    """Under which name an argument's value goes: a tensor with a descriptor's is that of its pointer, or of its copy's."""
     return argument.name if argument.block is None else f"{argument.name.removesuffix('_desc')}{'_padded' * argument.padded}_ptr"

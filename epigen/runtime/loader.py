@@ -29,8 +29,8 @@ from epigen.errors import CompileError, EpigenError
 from epigen.files import reason
 from epigen.runtime import triton_key
 from epigen.runtime.device import Target
-from epigen.runtime.latest import Latest
-from epigen.runtime.private import Private, can_be_written
+from epigen.runtime.lru_cache import LruCache
+from epigen.runtime.user_cache import UserCache, can_be_written
 from epigen.uncollected import uncollected
 
 BINARY = {"cuda": "cubin", "hip": "hsaco"}
@@ -60,7 +60,7 @@ def _place_cache(triton: Any) -> None:
     if settings.triton_cache_chosen():
         return
     own = Path(triton.knobs.cache.dir)
-    if not (own.is_absolute() and can_be_written(own)) and (folder := Private(settings.cache_dir()).folder("triton")) is not None:
+    if not (own.is_absolute() and can_be_written(own)) and (folder := UserCache(settings.cache_dir()).folder("triton")) is not None:
         settings.set_triton_cache(folder)
 
 
@@ -80,8 +80,8 @@ class Loader:
 
     def __init__(self, interpret: bool, cache: Path | None = None):
         self.interpret = interpret
-        self.store = Private(cache or settings.cache_dir())
-        self.modules: Latest[str, types.ModuleType] = Latest(_MODULES)
+        self.store = UserCache(cache or settings.cache_dir())
+        self.modules: LruCache[str, types.ModuleType] = LruCache(_MODULES)
 
     def load(self, rendered: Rendered) -> types.ModuleType:
         return self.modules.get(rendered.digest) or self.modules.put(rendered.digest, self._load(rendered))
@@ -205,7 +205,7 @@ def compile_ahead(rendered: Rendered, function: Function, target: Target, consta
 
 def compile_time(function: Function, target: Target | None) -> dict[str, int]:
     """A function's compile-time arguments. target: None under the interpreter, where one kernel runs after another."""
-    return dict(function.constants) | {PDL: target is not None and target.launches_ahead}
+    return dict(function.constants) | {PDL: target is not None and target.has_dependent_launch}
 
 
 def options(function: Function) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def step(kernels: Sequence[tuple[Kernel, bool, bool]], values: Sequence[Any], co
     if module is None or not context:
         return None
     alignments = "".join(_alignment(value) for value in values).ljust(count, ".").encode()
-    launches = tuple((k.function, k.blocks, k.threads, k.shared_bytes, *ahead, k.parameters) for k, *ahead in kernels)
+    launches = tuple((k.function, k.blocks, k.threads, k.shared_bytes, *dependent, k.parameters) for k, *dependent in kernels)
     found: Step = module.Launches(context, Tensor.data_ptr, alignments, launches, tuple(apart))
     return found
 

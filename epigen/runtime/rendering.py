@@ -7,7 +7,7 @@ from pathlib import Path
 
 from epigen import settings
 from epigen.codegen.render import Renderer
-from epigen.runtime.private import Private
+from epigen.runtime.user_cache import UserCache
 
 
 def renderer() -> Renderer:
@@ -17,4 +17,4 @@ def renderer() -> Renderer:
 
 @functools.cache
 def _of(templates: Path, cache: Path | None) -> Renderer:
-    return Renderer(templates, Private(cache))
+    return Renderer(templates, UserCache(cache))

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from epigen.runtime.private import Private
+from epigen.runtime.user_cache import UserCache
 
 _HASHED = ("compiler", "backends", "language", "runtime", "_C")
 """Where in Triton's folder lie the files that its digest depends on."""
 
 
-def remember(triton: Any, store: Private) -> None:
+def remember(triton: Any, store: UserCache) -> None:
     """Have this process ask for the digest before it computes it. Triton's workers are handed it in the same way (3.9's compile pool)."""
     from triton.runtime import cache
 
@@ -31,7 +31,7 @@ def remember(triton: Any, store: Private) -> None:
     cache.triton_key = functools.cache(lambda: digest(compute, Path(triton.__file__).parent, str(triton.__version__), store))
 
 
-def digest(compute: Callable[[], str], folder: Path, version: str, store: Private) -> str:
+def digest(compute: Callable[[], str], folder: Path, version: str, store: UserCache) -> str:
     """compute's answer, from the store where no file has changed since it was put there. folder: Triton's."""
     try:
         name = f"triton_{marks(folder, version)}.txt"

@@ -48,7 +48,7 @@ def product(a: Tensor, b: Tensor, precision: str) -> Tensor:
 
 
 def compute(a: Tensor, b: Tensor, out: Tensor, precision: str) -> None:
-    """Write a [M, K] @ b [K, N] to `out` [M, N], rounded once, where `codegen.vendor.whole` says that this is all of the program.
+    """Write a [M, K] @ b [K, N] to `out` [M, N], rounded once, of a program that is no more than that (`KernelSpec.bare_product`).
 
     All three of one dtype. precision: as for `product`.
     """

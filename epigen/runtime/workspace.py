@@ -38,7 +38,7 @@ def tiles(config: KernelConfig, shape: tuple[int, int, int]) -> tuple[int, int]:
 
 def parts(config: KernelConfig, shape: tuple[int, int, int]) -> tuple[int, int]:
     """Parts of output tiles along M and N, each of which leaves partial results of its own."""
-    (tiles_m, tiles_n), (down, across) = tiles(config, shape), schedules.parts(config)
+    (tiles_m, tiles_n), (down, across) = tiles(config, shape), schedules.tile_parts(config)
     return tiles_m * down, tiles_n * across
 
 

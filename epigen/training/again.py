@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from epigen import api
-from epigen.runtime.warmed import Check
-from epigen.runtime.written import Written
+from epigen.runtime.code_builder import CodeBuilder
+from epigen.runtime.fast_call import Check
 from epigen.training import composed, layer, library, linear, plan
 from epigen.training.alike import likeness
 from epigen.training.layer import Wanted
@@ -37,7 +37,7 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Callable[..., Tensor] | None:
     if not plain or not library.unseen(*tensors) or composed.asked(tensors):
         return None
     names = [(f"w{i}", {name: f"v{i}_{j}" for j, name in enumerate(link.inputs)}) for i, link in enumerate(links)]
-    text = Written(f"again(x, {', '.join(name for weight, inputs in names for name in (weight, *inputs.values()))})")
+    text = CodeBuilder(f"again(x, {', '.join(name for weight, inputs in names for name in (weight, *inputs.values()))})")
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, links = linear.cast(x, dtype), [link._replace(weight=linear.cast(link.weight, dtype)) for link in links]
@@ -142,7 +142,7 @@ class _Like:
     def _forward(self, outputs: int) -> Callable[..., tuple[Tensor, ...]]:
         step = self.step
         values, results = [f"v{i}" for i in range(len(self.inputs))], [f"y{i}" for i in range(outputs)]
-        text = Written(f"forward(ctx, x, w{''.join(f', {v}' for v in values)}, *taken)")
+        text = CodeBuilder(f"forward(ctx, x, w{''.join(f', {v}' for v in values)}, *taken)")
         shapes: list[tuple[int, ...] | None] = []
         if self.to is not None and len(self.to) != 1:
             shapes = [{"mn": (*self.to, self.n), "m": self.to}.get(indices) for indices in step.outputs]
@@ -165,7 +165,7 @@ class _Like:
         step, own, before = self.step, self.step.own, self.step.before
         arrived, held = [f"g{i}" for i in range(self.given)], [f"s{i}" for i in range(len(own.kept))] if own is not None else []
         others = [f"t{i}" for i in range(len(before.kept))] if before is not None else []
-        text = Written(f"backward(ctx, saved, {', '.join(arrived)})")
+        text = CodeBuilder(f"backward(ctx, saved, {', '.join(arrived)})")
         every = ["x", "w", *held, *others]
         text.add(f"{', '.join(every)} = saved")
         there = [name for name in every if (name != "x" or step.weight) and (name != "w" or step.x)]
@@ -197,7 +197,7 @@ class _Like:
         return text.function()
 
     def _gradients(
-        self, text: Written, r: str, backward: Backward, kept: Sequence[str], arrived: Sequence[str], product: tuple[str, str] | None, shapes: Sequence[tuple[int, ...]]
+        self, text: CodeBuilder, r: str, backward: Backward, kept: Sequence[str], arrived: Sequence[str], product: tuple[str, str] | None, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[str | None, list[str]]:  # fmt: skip
         """As `layer._gradients`: what the text calls the gradients of mm and of the inputs. r: how results are to be called. shapes: of the inputs."""
         if product is not None and backward.product is None:

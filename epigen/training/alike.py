@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from epigen.runtime.warmed import Check, guard
+from epigen.runtime.fast_call import Check, guard
 
 _RECENT = 16
 """Calls of other shapes, or in other modes, that one is compared with in turn."""

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
 from torch.nn.modules import module as torchs
 
-from epigen.runtime.written import Written
+from epigen.runtime.code_builder import CodeBuilder
 from epigen.training.alike import Alike, State
 from epigen.training.deferred import CONVOLUTIONS, MATMULS, PRODUCTS, Fixed, Plan, Planned, Ref, Taken, facing, present
 from epigen.training.elements import channels_second, rows_first
@@ -72,7 +72,7 @@ class Flat:
     # -- what is compared
 
     def _guarded(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-        text = Written("call(args, kwargs, only=False)")
+        text = CodeBuilder("call(args, kwargs, only=False)")
         missed = text.hold(MISSED)
         ways = [f"len(args) != {len(args)}", f"len(kwargs) != {len(kwargs)}" if kwargs else "kwargs"]
         hooks = text.hold(torchs)
@@ -121,7 +121,7 @@ class Flat:
         found: Callable[..., Any] = text.function()
         return found
 
-    def _of_module(self, text: Written, number: str, module: nn.Module, called: bool, missed: str) -> list[str]:
+    def _of_module(self, text: CodeBuilder, number: str, module: nn.Module, called: bool, missed: str) -> list[str]:
         straight, real = self.straight, self.real[module]
         d, held = f"d{number}", text.hold(real)
         lines = [f"{d} = {held}.__dict__"]
@@ -193,7 +193,7 @@ class _Body:
     def __init__(self, flat: Flat, ways: Sequence[tuple[Way, bool]]):
         self.flat, self.ways = flat, iter(ways)
         self.names = {id(t): f"t{i}" for i, t in reversed(list(enumerate(flat.tensors)))}
-        self.text = Written(f"body({', '.join(f't{i}' for i in range(len(flat.tensors)))})")
+        self.text = CodeBuilder(f"body({', '.join(f't{i}' for i in range(len(flat.tensors)))})")
         self.open: dict[int, _Open] = {}
         self.places: dict[int, int] = {}
         self.count, self.numbers = 0, itertools.count()

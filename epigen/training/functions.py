@@ -23,7 +23,7 @@ from epigen.dtypes import BY_TORCH
 from epigen.errors import CallError, near_miss
 from epigen.runtime import arguments
 from epigen.runtime.kernel import Kernel
-from epigen.runtime.latest import Latest
+from epigen.runtime.lru_cache import LruCache
 
 if TYPE_CHECKING:
     from epigen.training.aten import Leaf
@@ -45,7 +45,7 @@ class _Known:
     def __init__(self, function: Function):
         self.parameters = _parameters(function)
         self.names = tuple(p.name for p in self.parameters[1:])
-        self.traces: Latest[Hashable, Traced] = Latest(_TRACES)
+        self.traces: LruCache[Hashable, Traced] = LruCache(_TRACES)
 
 
 _OF: weakref.WeakKeyDictionary[Any, dict[object, _Known]] = weakref.WeakKeyDictionary()
@@ -331,7 +331,7 @@ class FunctionKernel:
         """make: the kernel of a program. made_by: makes this anew where it is unpickled."""
         parameters(function)  # refuses what takes no product
         self.function, self._make, self._made_by = function, make, made_by
-        self._kernels: Latest[str, Kernel] = Latest(_TRACES)
+        self._kernels: LruCache[str, Kernel] = LruCache(_TRACES)
         self._last: Kernel | None = None
 
     def __reduce__(self) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from epigen import api
 from epigen.codegen.spec import PRODUCT
-from epigen.runtime.written import Written
+from epigen.runtime.code_builder import CodeBuilder
 from epigen.training import layer, library
 
 
@@ -71,7 +71,7 @@ class Site:
             self.now = kernel.bound(operands, inputs, results, views, self.shapes) or _nothing
         return tuple(t if shape is None else t.resize_(shape) for t, shape in itertools.zip_longest(results, self.shapes[: len(results)]))
 
-    def call(self, text: Written, given: Sequence[str]) -> str:
+    def call(self, text: CodeBuilder, given: Sequence[str]) -> str:
         """The expression of a call. given: what the text calls what it takes."""
         site, row = text.hold(self), ", ".join(given)
         return f"{site}.now({row}) or {site}.slow({row})"

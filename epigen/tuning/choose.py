@@ -1,6 +1,6 @@
 """Which config a call gets, and the sentence that says why: the tuning databases first, then the model and the plain rule.
 
-Where the very problem was not tuned, several near ones may lend their configs, made fit for it. Which of those, of the plain rule's and of an
+Where the very problem was not tuned, several near ones may have their configs borrowed, made fit for it. Which of those, of the plain rule's and of an
 outline of the whole space is the fastest here, the model says, held to what the nearest record knows better. All M of one bucket get the same
 config, so that batches of ever new sizes need few kernels, and few look-ups.
 """
@@ -11,24 +11,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Signature, laid
+from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Signature, with_layout
 from epigen.errors import ConfigError
 from epigen.ir.graph import Graph
 from epigen.runtime.device import Target
-from epigen.runtime.latest import Latest
 from epigen.runtime.loader import triton_version
+from epigen.runtime.lru_cache import LruCache
 from epigen.tuning import gpus, model, rule
 from epigen.tuning.database import Database
 from epigen.tuning.lookup import FARTHEST, PROGRAM_STEP, Found, Index
-from epigen.tuning.problem import Problem, bucket, bucket_step, problem_of
+from epigen.tuning.problem import Problem, fine_bucket, fine_bucket_step, problem_of
 from epigen.tuning.records import extents
 from epigen.tuning.space import Space
 
-_LENDERS = 8  # near problems that are asked; the estimates of more would take longer than they are worth
+_SOURCES = 8  # near problems that are tried; the estimates of more would take longer than they are worth
 _DOUBT = 0.02  # a share of the time for each doubling that a config comes from afar
-_UNMEASURED = FARTHEST + PROGRAM_STEP  # what nobody measured is no nearer than the farthest that is lent
+_UNMEASURED = FARTHEST + PROGRAM_STEP  # what nobody measured is no nearer than the farthest that is borrowed from
 _OUTLINED = 3  # of the space's outline, the fastest by the model
-_NEAR = 0.5  # doublings within which a lender's config is no worse than what the model could find
+_NEAR = 0.5  # doublings within which a source's config is no worse than what the model could find
 _RULED = 0.9  # where nothing is near, the share of the plain rule's time that a config of the outline has to keep to
 _BY_EPILOGUE = ("fused_finalize", "tma_load")  # what a program without reductions, or without a tile to load, has no choice in
 _BUCKETS = 256
@@ -41,25 +41,25 @@ def capability(target: Target) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What all M of a bucket have in common. problem: of the M that stands for them. lent: the config, but where nothing is near and the plain rule's is as good as any.
+    """What all M of a bucket have in common. problem: of the M that stands for them. borrowed: the config, but where nothing is near and the plain rule's is as good as any.
 
-    tuned: whether it was tuned for one of their octave. index: the records that were asked.
+    tuned: whether it was tuned for one M of their coarse bucket. index: the records that were searched.
     """
 
     problem: Problem
-    lent: Choice | None
+    borrowed: Choice | None
     tuned: bool
     index: Index
 
-    def lends(self, shape: tuple[int, int, int]) -> Choice | None:
-        """To one of them."""
+    def config_for(self, shape: tuple[int, int, int]) -> Choice | None:
+        """The borrowed config, said of one of them."""
         stands = self.problem.shape
-        if self.lent is None or shape == stands:
-            return self.lent
-        step = bucket_step(stands[0])
+        if self.borrowed is None or shape == stands:
+            return self.borrowed
+        step = fine_bucket_step(stands[0])
         least = (stands[0] - 1) // step * step + 1
-        like = "" if self.problem.layout[0] == "n" else ", of rows aligned alike"
-        return replace(self.lent, why=f"{self.lent.why}; found for {extents(stands)}, which stands for M from {least} to {stands[0]}{like}")
+        note = "" if self.problem.layout[0] == "n" else ", of rows aligned alike"
+        return replace(self.borrowed, why=f"{self.borrowed.why}; found for {extents(stands)}, which stands for M from {least} to {stands[0]}{note}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ class Chooser:
 
     graph: Graph
     database: Database
-    held: Latest[tuple[Signature, tuple[int, int, int], Target], Bucket] = field(default_factory=lambda: Latest(_BUCKETS), compare=False)
+    held: LruCache[tuple[Signature, tuple[int, int, int], Target], Bucket] = field(default_factory=lambda: LruCache(_BUCKETS), compare=False)
 
     def __call__(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str) -> Choice:
         if refused:
-            return rule.library(spec, refused)
+            return rule.by_vendor(spec, refused)
         if spec.pointwise:
             return rule.pointwise(spec)
         if 0 in shape:
@@ -80,17 +80,17 @@ class Chooser:
         own = self.bucket(spec, shape, target)
         # what was measured for this very problem runs, whatever the model takes it to need
         same = own.index.same(replace(own.problem, shape=shape), triton_version())
-        return next(same, None) or own.lends(shape) or rule.choose(spec, shape, target)
+        return next(same, None) or own.config_for(shape) or rule.choose(spec, shape, target)
 
     def bucket(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> Bucket:
         """That of one shape, looked up anew where the database has changed."""
-        stands, index = bucket(shape, spec.signature.layout), self.database.index()
+        stands, index = fine_bucket(shape, spec.signature.layout), self.database.index()
         key = (spec.signature, stands, target)
         found = self.held.get(key)
         if found is None or found.index is not index:
             problem = problem_of(self.graph, spec, stands, target.part, capability(target))
-            tuned = index.tuned_alike(problem, triton_version())
-            found = self.held.put(key, Bucket(problem, _lent(index, problem, spec, target), tuned, index))
+            tuned = index.tuned_in_bucket(problem, triton_version())
+            found = self.held.put(key, Bucket(problem, _borrowed(index, problem, spec, target), tuned, index))
         return found
 
 
@@ -102,7 +102,7 @@ class Within:
 
     def __call__(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str) -> Choice:
         if refused:
-            return rule.library(spec, refused)
+            return rule.by_vendor(spec, refused)
         space = Space(spec, shape, target)
         configs = [config for config in space.outline() if config.schedule == self.schedule] if self.schedule in space.schedules else []
         ranked = model.rank(spec, configs, shape, gpus.of_target(target))
@@ -113,7 +113,7 @@ class Within:
         return Choice(fitting, f"the model's choice of {self.schedule} for {extents(shape)} {spec.signature.a} on {target.name}")
 
 
-def _lent(index: Index, problem: Problem, spec: KernelSpec, target: Target) -> Choice | None:
+def _borrowed(index: Index, problem: Problem, spec: KernelSpec, target: Target) -> Choice | None:
     """The config that is expected to be the fastest here, of those of near problems, the plain rule's, and those of the space's outline.
 
     None where nothing is near and the outline is hardly better than the plain rule, and on GPUs on which nobody has measured what the model says.
@@ -124,22 +124,22 @@ def _lent(index: Index, problem: Problem, spec: KernelSpec, target: Target) -> C
     for found in index.near(problem, triton_version(), lambda config: config.schedule in runs):
         if found.config not in suited and (here := _suited(found, problem, space)):
             suited[found.config] = here
-            if len(suited) == _LENDERS:
+            if len(suited) == _SOURCES:
                 break
-    lent, ruled = [one for here in suited.values() for one in here], rule.choose(spec, problem.shape, target)
-    near = min((found.far for found in lent), default=math.inf)
+    borrowed, ruled = [one for here in suited.values() for one in here], rule.choose(spec, problem.shape, target)
+    near = min((found.far for found in borrowed), default=math.inf)
     outlined = _outlined(space, _OUTLINED) if near > _NEAR and index.measured(problem.capability) else []
-    if not lent:
+    if not borrowed:
         enough = _RULED * model.estimate_us(spec, ruled.config, problem.shape, gpus.of_target(target)).us
         return next((one for one, us in outlined if us <= enough), None)
     unmeasured = [ruled, *(one for one, _ in outlined)]
-    times = _expected(lent, unmeasured, problem, spec, target)
+    times = _expected(borrowed, unmeasured, problem, spec, target)
     best = min(range(len(times)), key=times.__getitem__)
     those = f"the configs of {len(suited)} near problem{'s' * (len(suited) > 1)}"
-    if best >= len(lent):
-        chosen = unmeasured[best - len(lent)]
+    if best >= len(borrowed):
+        chosen = unmeasured[best - len(borrowed)]
         return replace(chosen, why=f"{chosen.why}; by the model faster here than {those}")
-    return replace(lent[best], why=f"{lent[best].why}: of {those} the fastest here by the model") if best else lent[0]
+    return replace(borrowed[best], why=f"{borrowed[best].why}: of {those} the fastest here by the model") if best else borrowed[0]
 
 
 def _outlined(space: Space, count: int) -> list[tuple[Choice, float]]:
@@ -158,7 +158,7 @@ def _outlined(space: Space, count: int) -> list[tuple[Choice, float]]:
 
 
 def _suited(found: Found, problem: Problem, space: Space) -> list[Found]:
-    """A lender's config as it can run here, with as many stages as there is room for, and its tiles in an order that suits another shape.
+    """A source's config as it can run here, with as many stages as there is room for, and its tiles in an order that suits another shape.
 
     From an epilogue of the same class as it was measured. From another one the nearest legal points, since what pays beside its loads, stores
     and reductions may not beside these; and what it had nothing to decide by is tried both ways.
@@ -183,20 +183,20 @@ def _changed(found: Found, config: KernelConfig) -> Found:
     return replace(found, config=config, why=f"{found.why}; here with {changes}")
 
 
-def _expected(lent: Sequence[Found], unmeasured: Sequence[Choice], problem: Problem, spec: KernelSpec, target: Target) -> list[float]:
-    """Microseconds that each lent config is expected to take here, and each that nobody measured.
+def _expected(borrowed: Sequence[Found], unmeasured: Sequence[Choice], problem: Problem, spec: KernelSpec, target: Target) -> list[float]:
+    """Microseconds that each borrowed config is expected to take here, and each that nobody measured.
 
     They are the model's, with what the nearest record is sure of: where it was tuned, nothing was faster than its config. What the model takes
-    to be faster there it flatters, here as well, the more so the nearer that is. And each doubling of a lender's distance makes it doubtful.
+    to be faster there it flatters, here as well, the more so the nearer that is. And each doubling of a source's distance makes it doubtful.
 
-    How much slower or faster than estimated a lender was is not carried over: of 182 records on an H200 those ratios have nothing in common
+    How much slower or faster than estimated a source was is not carried over: of 182 records on an H200 those ratios have nothing in common
     beyond one doubling (correlation 0.0), and little within it (0.2 for one program).
     """
-    gpu, nearest = gpus.of_target(target), min(lent, key=lambda found: found.far)
-    configs = [one.config for one in (*lent, *unmeasured)]
+    gpu, nearest = gpus.of_target(target), min(borrowed, key=lambda found: found.far)
+    configs = [one.config for one in (*borrowed, *unmeasured)]
     here = model.estimates(spec, configs, problem.shape, gpu)
     tuned = nearest.record
-    won, *there = model.estimates(laid(spec, tuned.layout), [tuned.kernel_config, *configs], tuned.shape, gpus.find(tuned.gpu) or gpu)
+    won, *there = model.estimates(with_layout(spec, tuned.layout), [tuned.kernel_config, *configs], tuned.shape, gpus.find(tuned.gpu) or gpu)
     sure = max(0.0, 1 - nearest.far / FARTHEST)
-    far = [*(found.far for found in lent), *[_UNMEASURED] * len(unmeasured)]
+    far = [*(found.far for found in borrowed), *[_UNMEASURED] * len(unmeasured)]
     return [h.us * max(1.0, won.us / t.us) ** sure * (1 + _DOUBT * f) for h, t, f in zip(here, there, far, strict=True)]

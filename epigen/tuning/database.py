@@ -16,10 +16,10 @@ from pathlib import Path
 from epigen import settings
 from epigen.errors import DatabaseError
 from epigen.files import reason
+from epigen.tuning.database_file import LOCK_TIMEOUT_S, DatabaseFile, Saved
 from epigen.tuning.lookup import Accept, Found, Index, distinct
 from epigen.tuning.problem import Problem
 from epigen.tuning.records import Key, Record, better, merged
-from epigen.tuning.store import LOCK_TIMEOUT_S, Store, Written
 from epigen.uncollected import uncollected
 
 _SUFFIX = ".json"
@@ -43,7 +43,7 @@ class _Seen:
     """A file as last read. stamp: what tells that it has changed."""
 
     stamp: tuple[int, ...]
-    store: Store
+    store: DatabaseFile
     records: tuple[Record, ...] = ()
     complaints: tuple[str, ...] = ()
 
@@ -101,7 +101,7 @@ def check(path: Path) -> list[str]:
     found: list[str] = []
     for file in files(path):
         try:
-            document = Store(file).read()
+            document = DatabaseFile(file).read()
         except DatabaseError as error:
             found.append(str(error))
             continue
@@ -126,7 +126,7 @@ class Database:
         self._timeout_s = timeout_s
         self._seen: dict[Path, _Seen] = {}
         self._unreadable = self._homeless()
-        self._stores: dict[Path, Store] = {}
+        self._stores: dict[Path, DatabaseFile] = {}
         self._index = Index(())
         self._mutex = threading.RLock()
 
@@ -204,7 +204,7 @@ class Database:
         before = self._seen.get(file)
         if before is not None and before.stamp == stamp:
             return before
-        seen = _Seen(stamp, before.store if before else Store(file))
+        seen = _Seen(stamp, before.store if before else DatabaseFile(file))
         try:
             document = seen.store.read()
         except DatabaseError as error:
@@ -218,7 +218,7 @@ class Database:
 
     def demand_writable(self, gpu: str, capability: str) -> None:
         """Raises DatabaseError where nothing could be added for that GPU, so that nobody measures for an hour before it is found out."""
-        Store(self._file(gpu, capability), self._timeout_s).demand_writable()
+        DatabaseFile(self._file(gpu, capability), self._timeout_s).demand_writable()
 
     def add(self, *found: Record, replacing: bool = False) -> Report:
         """Adds records to the user's database; where it has a better one of the same key, that one stays. Raises DatabaseError.
@@ -298,8 +298,8 @@ class Database:
     def _update(self, gpu: str, capability: str, change: Callable[[Mapping[Key, Record]], Iterable[Record]], report: Report) -> None:
         with self._mutex:
             file = self._file(gpu, capability)
-            store = self._stores.setdefault(file, Store(file, self._timeout_s))
-            written: Written = store.update(gpu, capability, change)
+            store = self._stores.setdefault(file, DatabaseFile(file, self._timeout_s))
+            written: Saved = store.update(gpu, capability, change)
         report.complaints += written.complaints
         if written.aside:
             report.aside.append(written.aside)

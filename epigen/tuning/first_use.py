@@ -1,4 +1,4 @@
-"""Tuning at first use: what a call gets of whose octave, problems alike but for M up to the same power of two, the database holds none.
+"""Tuning at first use: what a call gets of whose coarse M bucket, problems alike but for M up to the same power of two, the database holds none.
 
 The problem is tuned while the call waits, the winner goes into the user's database, and the call runs it. Never inside a CUDA graph
 capture, where nothing may wait: there the plain choice serves, for that call alone.
@@ -16,7 +16,7 @@ from epigen.errors import EpigenError
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
 from epigen.runtime.device import Target
-from epigen.runtime.latest import Latest
+from epigen.runtime.lru_cache import LruCache
 from epigen.tuning import remembered
 from epigen.tuning.choose import Chooser
 from epigen.tuning.database import Database
@@ -66,8 +66,8 @@ class FirstUse:
     ):  # fmt: skip
         self.database, self.tuner, self.capturing, self.device = database, tuner, capturing, device
         self.lock = threading.Lock()
-        self.settled: Latest[Key, tuple[Choice | None]] = Latest(_SETTLED)
-        """What was tuned here, by what stands for an octave; of None where that failed. What made room is asked of the database again, and
+        self.settled: LruCache[Key, tuple[Choice | None]] = LruCache(_SETTLED)
+        """What was tuned here, by what stands for a coarse M bucket; of None where that failed. What made room is asked of the database again, and
         a failure of the trials that are remembered."""
 
     def chooser(self, graph: Graph) -> TuningChooser:
@@ -76,7 +76,7 @@ class FirstUse:
 
 @dataclass(frozen=True, slots=True)
 class TuningChooser:
-    """Chooses for one program, as `Chooser` does, and tunes the first problem of each octave of which the database holds none."""
+    """Chooses for one program, as `Chooser` does, and tunes the first problem of each coarse M bucket of which the database holds none."""
 
     shared: FirstUse
     plain: Chooser

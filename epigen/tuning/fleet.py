@@ -15,7 +15,7 @@ from functools import partial
 from epigen.errors import EpigenError, TuneError
 from epigen.tuning.database import Database
 from epigen.tuning.interrupt import heeded
-from epigen.tuning.runner import GpuRunner, Runner, builders_for
+from epigen.tuning.runner import GpuRunner, Runner, compile_workers_for
 from epigen.tuning.search import Progress
 from epigen.tuning.storage import Storage, open_storage
 from epigen.tuning.task import Task
@@ -160,11 +160,11 @@ def tune_all(
     make: makes a further one; by default workers.
     Ctrl-C ends it all with what was found: a search under way is marked as not complete, and what has found nothing yet is left out.
     """
-    builders, ready = builders_for(len(devices)), list(started)
+    compile_workers, ready = compile_workers_for(len(devices)), list(started)
 
     def runner() -> Runner:
         with fleet.lock:
-            return ready.pop() if ready else (make or partial(GpuRunner, builders))()
+            return ready.pop() if ready else (make or partial(GpuRunner, compile_workers))()
 
     fleet = _Fleet([_Job(i, t) for i, t in enumerate(tasks)], database, trials, budget_s, seed, storage, report, done, runner)
     threads = [threading.Thread(target=fleet.work, args=(d,), name=f"tuning on GPU {d}", daemon=True) for d in devices]

@@ -25,7 +25,7 @@ from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelConfig
 from epigen.dtypes import ALL
 from epigen.tuning import gpus
-from epigen.tuning.problem import Problem, octave
+from epigen.tuning.problem import Problem, coarse_bucket
 from epigen.tuning.records import Key, Record, extents, problem_key, short
 
 # Distances are in doublings. One of M or of N doubles the output tiles, which decides the tile that fills the GPU; one of K only
@@ -223,7 +223,7 @@ class Index:
     def __init__(self, sources: Iterable[Iterable[Record]]):
         self._exact: dict[Key, list[_Entry]] = {}
         self._capabilities: set[str] = set()
-        self._alike: set[Key] = set()  # tuned problems but for M, of which there is the octave
+        self._alike: set[Key] = set()  # tuned problems but for M, by its coarse bucket
         buckets: dict[Key, list[_Entry]] = defaultdict(list)
         for source, found in enumerate(sources):
             # of equally near records the one of the smaller M is found, and whatever their order on disk the same one
@@ -262,8 +262,8 @@ class Index:
         """Whether any problem was tuned on a GPU of this architecture."""
         return capability in self._capabilities
 
-    def tuned_alike(self, problem: Problem, triton: str) -> bool:
-        """Whether some M of this one's octave was tuned, under this version of Triton."""
+    def tuned_in_bucket(self, problem: Problem, triton: str) -> bool:
+        """Whether some M of this one's coarse bucket was tuned, under this version of Triton."""
         return (*alike(problem), triton) in self._alike
 
     def _near(self, problem: Problem, triton: str, accept: Accept | None, seen: set[int]) -> Iterator[Found]:
@@ -307,8 +307,8 @@ def distinct(found: Iterable[Found], count: int) -> tuple[Found, ...]:
 
 
 def alike(problem: Problem) -> Key:
-    """Of problems that one was tuned for: all whose M lie in one octave."""
-    return problem_key(replace(problem, shape=octave(problem.shape, problem.layout)))
+    """Of problems that one was tuned for: all whose M lie in one coarse bucket."""
+    return problem_key(replace(problem, shape=coarse_bucket(problem.shape, problem.layout)))
 
 
 def _fits(record: Record, accept: Accept | None) -> bool:

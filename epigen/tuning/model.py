@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 
-from epigen.codegen import schedules, vendor
+from epigen.codegen import schedules
 from epigen.codegen.render import finishing_step
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import LINE_BYTES, KernelConfig, KernelSpec
@@ -89,7 +89,7 @@ def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target
         return ""
     sig = spec.signature
     block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
-    warps = 4 * (3 - schedules.parts(config)[0]) if SCHEDULES[config.schedule].dialect == "gluon" else config["num_warps"]
+    warps = 4 * (3 - schedules.tile_parts(config)[0]) if SCHEDULES[config.schedule].dialect == "gluon" else config["num_warps"]
     threads = warps * target.warp_size
     if FP8E4M3 in (sig.a, sig.b) and not target.fp8:
         return f"{target.name} does not multiply fp8e4m3"
@@ -102,7 +102,7 @@ def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target
         return f"{target.name} does not run the schedule {config.schedule}"
     if SCHEDULES[config.schedule].descriptors and 0 in shape:
         return "TMA addresses no empty tensors"
-    fewest, least = (64 * schedules.parts(config)[0], max(least, 64 // sig.a.bytes)) if SCHEDULES[config.schedule].descriptors else (16, least)
+    fewest, least = (64 * schedules.tile_parts(config)[0], max(least, 64 // sig.a.bytes)) if SCHEDULES[config.schedule].descriptors else (16, least)
     for extent, (name, block, floor) in zip(shape, (("block_m", block_m, fewest), ("block_n", block_n, 16), ("block_k", block_k, least)), strict=True):
         padded = max(floor, 1 << max(0, extent - 1).bit_length())
         if block > padded:
@@ -126,7 +126,7 @@ def fitted(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target)
         stages = dict(config.values).get("num_stages", 0)
         if stages <= 2:
             return None
-        config = config.but("num_stages", stages - 1)
+        config = config.with_value("num_stages", stages - 1)
     return config
 
 
@@ -239,7 +239,7 @@ class _Timing(Work):
         """
         m, n, k = self.shape
         block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
-        values, (down, across) = dict(config.values), schedules.parts(config)
+        values, (down, across) = dict(config.values), schedules.tile_parts(config)
         pingpong = values.get("pingpong", 0)
         warps = values.get("num_warps", 4 if pingpong else 8)
         tiles_m, tiles_n = -(-m // block_m), -(-n // block_n)
@@ -467,7 +467,7 @@ class _Timing(Work):
         return min(times) + self.c.vendor_us + (2 * self.c.gap_us if widened else 0.0)
 
     def _library(self, config: KernelConfig) -> Estimate:
-        if vendor.whole(self.spec):
+        if self.spec.bare_product:
             return Estimate(self.gpu.launch_us + self.product_us, self.gpu.launch_us, 0.0, 0.0, 0.0, self.product_us, 0.0, 0, 0.0, 0)
         m, n, _ = self.shape
         block_m, block_n, warps = config["block_m"], config["block_n"], config["num_warps"]

@@ -42,7 +42,7 @@ class Problem:
     alignment: int
 
 
-def octave(shape: tuple[int, int, int], layout: str) -> tuple[int, int, int]:
+def coarse_bucket(shape: tuple[int, int, int], layout: str) -> tuple[int, int, int]:
     """The shape that stands for those which are tuned by one of them: M rounded up to a power of two.
 
     Where a's rows are M long, up to the largest M below it that powers of two divide alike, so that rows are aligned alike.
@@ -50,17 +50,17 @@ def octave(shape: tuple[int, int, int], layout: str) -> tuple[int, int, int]:
     return _rounded(shape, layout, _power(shape[0]))
 
 
-def bucket(shape: tuple[int, int, int], layout: str) -> tuple[int, int, int]:
-    """As `octave`, of those which get one config where M comes in many sizes, as batches do: a quarter of an octave, from M = 65 on.
+def fine_bucket(shape: tuple[int, int, int], layout: str) -> tuple[int, int, int]:
+    """As `coarse_bucket`, of those M which get one config where M comes in many sizes, as batches do: a quarter of a coarse one, from M = 65 on.
 
-    There how many waves of tiles M makes decides between tiles. One config for all M of an octave took 6.1 % longer than the best of about
+    There how many waves of tiles M makes decides between tiles. One config for all M of a coarse bucket took 6.1 % longer than the best of about
     15 at 132 random shapes, one for each M 4.4 %; of the difference quarters get three fourths back, by the model (H200, Triton 3.6, 2026-11).
     """
-    return _rounded(shape, layout, bucket_step(shape[0]))
+    return _rounded(shape, layout, fine_bucket_step(shape[0]))
 
 
-def bucket_step(m: int) -> int:
-    """How many M lie in the bucket of this one."""
+def fine_bucket_step(m: int) -> int:
+    """How many M lie in the fine bucket of this one."""
     return _power(m) // 8 if m > _LEAST_TILE else max(1, _power(m) // 2)
 
 

@@ -1,7 +1,7 @@
 """Worker processes: jobs go in, answers come out, and whatever happens to a worker costs one job.
 
 A hang is killed after its time, a crash or a killed worker is told from its exit, and the next job gets a fresh process. All are forked
-from one stem, which has imported what they need: the imports take seconds, and so are paid once. Both ends of each pipe are epigen's own,
+from one fork server, which has imported what they need: the imports take seconds, and so are paid once. Both ends of each pipe are epigen's own,
 so pickle reads only what epigen wrote.
 """
 
@@ -23,12 +23,12 @@ from epigen import settings
 from epigen.errors import TuneError
 from epigen.files import reason
 
-_LAST_S = 10.0  # what the stem may take to end: it may still be importing
+_LAST_S = 10.0  # what the fork server may take to end: it may still be importing
 _STARTS = 3  # in a row that come to nothing, until it is given up
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class Failed:
     """The answer that never came. kind: "timeout" or "crashed"."""
 
     kind: str
@@ -44,7 +44,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Asks the stem for a worker of a module; the file descriptor that it answers on follows."""
+    """Asks the fork server for a worker of a module; the file descriptor that it answers on follows."""
 
     key: int
     module: str
@@ -52,12 +52,12 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Asks the stem to end a worker and to say its exit code, negative for a signal, as it was if the worker has ended by itself."""
+    """Asks the fork server to end a worker and to say its exit code, negative for a signal, as it was if the worker has ended by itself."""
 
     key: int
 
 
-class Stem:
+class ForkServer:
     """The process that workers are forked from. modules: what it imports first."""
 
     def __init__(self, *modules: str):
@@ -89,7 +89,7 @@ class Stem:
             self.said = tempfile.TemporaryFile()  # noqa: SIM115  # `stop` closes it
         self.control, theirs = _pipe()
         with theirs:
-            command = [sys.executable, "-m", "epigen.tuning.stem", str(theirs.fileno()), *self.modules]
+            command = [sys.executable, "-m", "epigen.tuning.fork_server", str(theirs.fileno()), *self.modules]
             # compilers and drivers print to the standard streams: nobody reads them
             try:
                 self.process = subprocess.Popen(
@@ -120,7 +120,7 @@ class Stem:
         return key, mine
 
     def end(self, key: int) -> int | None:
-        """End a worker. Its exit code; None where the stem is gone and nobody knows."""
+        """End a worker. Its exit code; None where the fork server is gone and nobody knows."""
         if self.control is None:
             return None
         try:
@@ -168,10 +168,10 @@ def _folder() -> str | None:
 
 
 class Worker:
-    """One process, forked from a stem, that answers jobs in order. module: its `worker(setup)` gives the function that answers them."""
+    """One process, forked from a fork server, that answers jobs in order. module: its `worker(setup)` gives the function that answers them."""
 
-    def __init__(self, stem: Stem, module: str):
-        self.stem, self.module = stem, module
+    def __init__(self, fork_server: ForkServer, module: str):
+        self.fork_server, self.module = fork_server, module
         self.setup: Any = None
         self.key: int | None = None
         self.connection: Connection | None = None
@@ -185,7 +185,7 @@ class Worker:
     def start(self) -> None:
         """Start the process, if there is none."""
         if self.connection is None:
-            self.key, self.connection = self.stem.fork(self.module)
+            self.key, self.connection = self.fork_server.fork(self.module)
             self._send(Setup(self.setup))
 
     def submit(self, job: Any) -> None:
@@ -199,25 +199,25 @@ class Worker:
             self.connection.send(message)
 
     def answer(self, timeout_s: float) -> Any:
-        """Wait for the answer of the job under way, `timeout_s` at most; a Lost where there will be none."""
+        """Wait for the answer of the job under way, `timeout_s` at most; a Failed where there will be none."""
         assert self.connection is not None
         try:
             if not self.connection.poll(timeout_s):
                 self.stop()
-                return Lost("timeout", f"no answer within {timeout_s:.0f} s")
+                return Failed("timeout", f"no answer within {timeout_s:.0f} s")
             found = self.connection.recv()
-            self.stem.answered = True
+            self.fork_server.answered = True
             return found
         except (EOFError, ConnectionResetError):
             code = self.stop()
             how = "and nobody knows why" if code is None else f"with signal {-code}" if code < 0 else f"with status {code}"
-            return Lost("crashed", f"the worker ended {how}")
+            return Failed("crashed", f"the worker ended {how}")
 
     def stop(self) -> int | None:
         """End the process. Its exit code; None where there was none, or nobody knows."""
         code = None
         if self.connection is not None and self.key is not None:
-            code = self.stem.end(self.key)
+            code = self.fork_server.end(self.key)
             self.connection.close()
         self.key = self.connection = None
         return code

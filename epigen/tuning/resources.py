@@ -120,7 +120,7 @@ class Work:
 
     def _grouped(self, config: KernelConfig) -> Resources:
         """Of a kernel whose groups of four warps have a tile each, or half of one: registers are handed out by the kernel itself."""
-        groups, subtiles = schedules.parts(config)
+        groups, subtiles = schedules.tile_parts(config)
         accumulators = config["block_m"] // groups * config["block_n"] // 128
         loaded = config["num_stages"] * ((config["block_m"] + config["block_n"]) * config["block_k"] * self.element_bytes + 16)
         buffers = (2 // groups) * config["block_m"] * config["block_n"] // subtiles

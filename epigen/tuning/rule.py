@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epigen.codegen import schedules, vendor
+from epigen.codegen import schedules
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec
 from epigen.dtypes import FP8E4M3, FP32
 from epigen.runtime.device import Target
@@ -20,22 +20,22 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
     m, n, k = shape
     sig, large, vendors = spec.signature, m * n * k > LARGE, not schedules.beyond(spec, _epilogue(spec), shape)
     if refused:
-        return library(spec, refused)
+        return by_vendor(spec, refused)
     if not target.fp8 and FP8E4M3 in (sig.a, sig.b):
-        return library(spec, f"{target.name} does not multiply fp8e4m3")
+        return by_vendor(spec, f"{target.name} does not multiply fp8e4m3")
     if sig.a == FP32 and sig.precision == "ieee" and large and vendors:
-        return library(spec, "the vendor's fp32 product is faster than Triton's, which has no tensor cores for it")
+        return by_vendor(spec, "the vendor's fp32 product is faster than Triton's, which has no tensor cores for it")
     # Tuned, a tiled `mm` took 1.05 to 1.13 times as long as the vendor's in 6 problems of M from 128 on, 0.90 to 0.96 in 3 of M up to 16 (H200,
     # torch 2.11, Triton 3.6, 2026-11); of rows that TMA cannot address the vendor's took twice as long as a fused kernel
-    whole, addressed = vendor.whole(spec) and large and m > 64 and vendors, {"a", "b"} <= set(sig.tma)
+    whole, addressed = spec.bare_product and large and m > 64 and vendors, {"a", "b"} <= set(sig.tma)
     # where TMA cannot address them, operands are copied first, which pays for large products alone
     if (not whole if addressed else large) and (specialized := _warp_specialized(spec, shape, target)):
         return Choice(specialized, _why(spec, shape, target))
     if whole:
-        return library(spec, "large products of Triton's are slower")
+        return by_vendor(spec, "large products of Triton's are slower")
     rows = (k if sig.layout[0] == "n" else m, n if sig.layout[1] == "n" else k)
     if any(extent * sig.a.bytes % 4 for extent in rows) and large and vendors:
-        return library(spec, "rows that are not aligned to 4 bytes are read element by element, which the vendor's product avoids")
+        return by_vendor(spec, "rows that are not aligned to 4 bytes are read element by element, which the vendor's product avoids")
     block_k = {4: 32, 2: 64, 1: 128}[sig.a.bytes]
     tiles: tuple[tuple[int, int, int], ...] = _TILES
     if sig.a == FP32 and sig.precision == "ieee":
@@ -104,9 +104,9 @@ def _warp_specialized(spec: KernelSpec, shape: tuple[int, int, int], target: Tar
     return None
 
 
-def library(spec: KernelSpec, why: str) -> Choice:
+def by_vendor(spec: KernelSpec, why: str) -> Choice:
     """The vendor's product and one generated kernel for the epilogue, or the vendor's alone: the answer where no tiled config fits."""
-    how = "the vendor's kernel is the whole program" if vendor.whole(spec) else "vendor product, then one fused epilogue"
+    how = "the vendor's kernel is the whole program" if spec.bare_product else "vendor product, then one fused epilogue"
     return Choice(_epilogue(spec), f"{how}: {why}")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError
 from epigen.tuning import space
-from epigen.tuning.process import Lost, Stem, Worker
+from epigen.tuning.process import Failed, ForkServer, Worker
 from epigen.tuning.task import Baseline, Compare, Comparison, Job, Measure, Outcome, Task
 
 MEASURED, RECORDED = "measured", "recorded"
@@ -48,7 +48,7 @@ class Runner(Protocol):
         ...
 
 
-def builders_for(gpus: int) -> int:
+def compile_workers_for(gpus: int) -> int:
     """How many processes compile for each of so many GPUs: more than so many wait for the measuring."""
     return max(1, min(14, ((os.cpu_count() or 2) - 2) // gpus))
 
@@ -96,14 +96,14 @@ class GpuRunner:
     """A pool of compiling workers, and one measuring worker, which a lost job costs its process and nothing else."""
 
     def __init__(
-        self, builders: int | None = None, meter: str = "epigen.tuning.measure", builder: str = "epigen.tuning.build",
+        self, compile_workers: int | None = None, timing_worker: str = "epigen.tuning.timing_worker", compile_worker: str = "epigen.tuning.compile_worker",
         first_s: float = 120.0, measure_s: float = 20.0, build_s: float = 60.0,
     ):  # fmt: skip
-        """builders: how many processes compile. meter, builder: the workers' modules. *_s: how long an answer may take, the first included."""
+        """compile_workers: how many processes compile. timing_worker, compile_worker: the workers' modules. *_s: how long an answer may take, the first included."""
         self.first_s, self.measure_s, self.build_s, self.kind = first_s, measure_s, build_s, MEASURED
-        self.stem = Stem(meter, builder, "epigen.runtime.kernel", "epigen.runtime.verify")
-        self.builders = [Worker(self.stem, builder) for _ in range(builders or builders_for(1))]
-        self.meter = Worker(self.stem, meter)
+        self.fork_server = ForkServer(timing_worker, compile_worker, "epigen.runtime.kernel", "epigen.runtime.verify")
+        self.compile_workers = [Worker(self.fork_server, compile_worker) for _ in range(compile_workers or compile_workers_for(1))]
+        self.timing_worker = Worker(self.fork_server, timing_worker)
         self.fresh = True
         self.building: dict[KernelConfig, Worker] = {}
         self.built: dict[KernelConfig, Outcome] = {}
@@ -118,7 +118,7 @@ class GpuRunner:
 
     def start(self) -> None:
         """Start importing before there is a task, while the caller prepares it."""
-        self.stem.start()
+        self.fork_server.start()
 
     def begin(self, task: Task) -> None:
         """Turn to a task. Processes that run already stay, which spares their start."""
@@ -128,7 +128,7 @@ class GpuRunner:
         self.built.clear()
         self.fresh = True  # the new task's data takes a while to make
         self.spent.clear()
-        for worker in (*self.builders, self.meter):
+        for worker in (*self.compile_workers, self.timing_worker):
             worker.begin(task)
 
     def prepare(self, configs: Sequence[KernelConfig]) -> None:
@@ -138,7 +138,7 @@ class GpuRunner:
 
     def _feed(self) -> None:
         busy = set(map(id, self.building.values()))
-        for worker in self.builders:
+        for worker in self.compile_workers:
             if self.waiting and id(worker) not in busy:
                 config = self.waiting.pop(0)
                 worker.submit(config)
@@ -149,7 +149,7 @@ class GpuRunner:
         start = time.monotonic()
         answer = self.building.pop(config).answer(self.build_s)
         self.spent["compile"] += time.monotonic() - start
-        if isinstance(answer, Lost):
+        if isinstance(answer, Failed):
             answer = Outcome("compile_error" if answer.kind == "crashed" else answer.kind, detail=answer.detail)
         self.built[config] = answer
 
@@ -167,7 +167,7 @@ class GpuRunner:
         if built.kind != "ok":
             return built
         answer = self._ask(Measure(config, limit_us))
-        if isinstance(answer, Lost):
+        if isinstance(answer, Failed):
             return Outcome(answer.kind, detail=answer.detail)
         assert isinstance(answer, Outcome)
         return answer
@@ -179,17 +179,17 @@ class GpuRunner:
             raise EpigenError(f"timing {what} failed: {answer.detail}")
         return answer
 
-    def _ask(self, job: Job) -> Outcome | Comparison | Lost:
+    def _ask(self, job: Job) -> Outcome | Comparison | Failed:
         start = time.monotonic()
-        self.meter.submit(job)
-        answer: Outcome | Comparison | Lost = self.meter.answer(self.first_s if self.fresh else self.measure_s)
+        self.timing_worker.submit(job)
+        answer: Outcome | Comparison | Failed = self.timing_worker.answer(self.first_s if self.fresh else self.measure_s)
         self.spent["start" if self.fresh else "measure"] += time.monotonic() - start
-        self.fresh = isinstance(answer, Lost) or (isinstance(answer, Outcome) and answer.kind == "crashed")
+        self.fresh = isinstance(answer, Failed) or (isinstance(answer, Outcome) and answer.kind == "crashed")
         if self.fresh:
-            self.meter.stop()  # its GPU context may be poisoned
+            self.timing_worker.stop()  # its GPU context may be poisoned
         return answer
 
     def close(self) -> None:
-        self.stem.stop()
-        for worker in (*self.builders, self.meter):
+        self.fork_server.stop()
+        for worker in (*self.compile_workers, self.timing_worker):
             worker.stop()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
 
-from epigen.codegen import schedules, vendor
+from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Input, KernelConfig, KernelSpec
 from epigen.dtypes import FP8E4M3, FP32
@@ -113,7 +113,7 @@ class Space:
         if not SCHEDULES[config.schedule].descriptors:
             return [config]
         groups = _GROUPS[: 1 + _orders(-(-self.shape[0] // config["block_m"]))]
-        return [config, *(config.but("group_m", group) for group in groups if group != config["group_m"])]
+        return [config, *(config.with_value("group_m", group) for group in groups if group != config["group_m"])]
 
     def samples(self) -> list[KernelConfig]:
         """The first config of each schedule that has any."""
@@ -305,8 +305,8 @@ class Space:
 
     def _library(self, suggest: Suggest) -> KernelConfig:
         m, n, _ = self.shape
-        if vendor.whole(self.spec):  # by one kernel, which has no dimensions
-            return rule.library(self.spec, "").config
+        if self.spec.bare_product:  # by one kernel, which has no dimensions
+            return rule.by_vendor(self.spec, "").config
         exponent = _powers(suggest, "library")
         block_m = exponent("block_m", 1, min(128, _padded(m, 1)))
         block_n = exponent("block_n", min(_padded(n), max(32, 1024 // block_m)), min(1024, _padded(n), 8192 // block_m))

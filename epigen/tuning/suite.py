@@ -21,8 +21,8 @@ from typing import Any
 from epigen.errors import CallError, ProgramError, SuiteError, near_miss
 from epigen.files import reason
 from epigen.tuning import fields
-from epigen.tuning.asked import PRECISIONS, Asked, digest_of, distinct, dtype_of, every, layout_of, shape_of
 from epigen.tuning.records import short
+from epigen.tuning.request import PRECISIONS, Request, digest_of, distinct, dtype_of, every, layout_of, shape_of
 
 _MOST = 1000  # of one list
 _MOST_PROBLEMS = 100_000
@@ -88,7 +88,7 @@ def _entries(value: Any) -> Any:
 _SUITE = {"problem": _entries}
 
 
-def read(path: Path) -> list[Asked]:
+def read(path: Path) -> list[Request]:
     """The problems of a suite file, in its order, each once. Raises SuiteError, with every mistake of the file in a line of its own."""
     try:
         with path.open("rb") as file:
@@ -102,7 +102,7 @@ def read(path: Path) -> list[Asked]:
         raise SuiteError(f"{path}: this is no text in UTF-8") from None
 
 
-def parse(text: str, name: str = "the suite") -> list[Asked]:
+def parse(text: str, name: str = "the suite") -> list[Request]:
     """The problems of a suite's text. name: what messages call it."""
     try:
         found = tomllib.loads(text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from epigen import ops
-from epigen.codegen import schedules, vendor
+from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import ACC, CAST, WIDEN, Input, KernelConfig, KernelSpec, Store
 from epigen.dtypes import BF16, FP32, INT8, DType
@@ -52,8 +52,8 @@ def traffic(spec: KernelSpec, shape: Shape, config: KernelConfig | None = None) 
     copied: tuple[str, ...] = ()
     sig, after = spec.signature, len(spec.finishes)
     if config is not None:
-        down, across = schedules.parts(config)
-        block, library = (config["block_m"] // down, config["block_n"] // across), not SCHEDULES[config.schedule].multiplies and not vendor.whole(spec)
+        down, across = schedules.tile_parts(config)
+        block, library = (config["block_m"] // down, config["block_n"] // across), not SCHEDULES[config.schedule].multiplies and not spec.bare_product
         copied = schedules.padded(config, sig.tma)
         after = sum(not schedules.finished_inside(f, config) for f in spec.finishes)
     m, n, k = shape

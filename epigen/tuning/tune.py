@@ -90,7 +90,7 @@ def tune_one(
     try:
         problem, (space, prior) = problem_for(task), _space(task, measuring)
         near = database.nearest(problem, triton_version(), 3, space.legal) if database else ()
-        plain = rule.choose(space.spec, space.shape, space.target).config, rule.library(space.spec, "").config
+        plain = rule.choose(space.spec, space.shape, space.target).config, rule.by_vendor(space.spec, "").config
         result = search(
             space, measuring, first=[*(f.config for f in near), *plain], prior=prior, trials=trials, budget_s=budget_s, seed=seed,
             storage=storage, name=study_name(task, measuring.kind), report=report, stop=stop,

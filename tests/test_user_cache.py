@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from epigen.runtime import private, triton_key
-from epigen.runtime.private import Private
+from epigen.runtime import triton_key, user_cache
+from epigen.runtime.user_cache import UserCache
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def stranger(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_folder_of_our_own_is_made_and_used(tmp_path: Path) -> None:
-    store = Private(tmp_path / "a" / "cache")
+    store = UserCache(tmp_path / "a" / "cache")
     path = store.write("x.py", "one")
     assert path == tmp_path / "a" / "cache" / "x.py" and path.read_text() == "one" and store.read("x.py") == "one"
     assert path.parent.stat().st_mode & 0o777 == 0o700 and path.stat().st_mode & 0o777 == 0o600
@@ -75,7 +75,7 @@ def test_a_cache_that_others_can_write_to_is_passed_over(tmp_path: Path, shared:
         stranger(cache)
     if cache.is_dir():
         (cache / "x.py").write_text("evil")
-    store = Private(cache)
+    store = UserCache(cache)
     assert store.read("x.py") is None
     path = store.write("x.py", "ours")
     assert path == shared / f"epigen-{os.getuid()}" / "x.py" and path.read_text() == "ours"
@@ -89,7 +89,7 @@ def test_so_is_a_folder_that_was_put_into_the_temporary_one(tmp_path: Path, shar
     squatted = taken(shared / f"epigen-{os.getuid()}", kind)
     if kind == "somebody else's":
         stranger(squatted)
-    store = Private(tmp_path / "file" / "cache")  # cannot be made
+    store = UserCache(tmp_path / "file" / "cache")  # cannot be made
     path = store.write("x.py", "ours")
     assert path.read_text() == "ours" and path.parent.parent == shared and path.parent.name.startswith("epigen-") and path.parent != squatted
     assert path.parent.stat().st_mode & 0o777 == 0o700 and path.parent.stat().st_uid == os.getuid()
@@ -98,11 +98,11 @@ def test_so_is_a_folder_that_was_put_into_the_temporary_one(tmp_path: Path, shar
 
 def test_a_triton_that_lies_otherwise_is_asked_as_before(tmp_path: Path) -> None:
     compute = Digest()
-    assert triton_key.digest(compute, tmp_path / "nowhere", "3.6.0", Private(tmp_path / "cache")) == Digest()() and compute.count == 1
+    assert triton_key.digest(compute, tmp_path / "nowhere", "3.6.0", UserCache(tmp_path / "cache")) == Digest()() and compute.count == 1
 
 
 def test_a_link_under_the_files_name_is_replaced_not_followed(tmp_path: Path) -> None:
-    store, target = Private(tmp_path / "cache"), tmp_path / "target"
+    store, target = UserCache(tmp_path / "cache"), tmp_path / "target"
     target.write_text("ours")
     (tmp_path / "cache").mkdir(mode=0o700)
     (tmp_path / "cache" / "x.py").symlink_to(target)
@@ -117,16 +117,16 @@ def test_what_lies_in_the_way_does_not_hold_us_up(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir(mode=0o700)
     os.mkfifo(cache / "x.py")
-    assert Private(cache).write("x.py", "ours").read_text() == "ours"
+    assert UserCache(cache).write("x.py", "ours").read_text() == "ours"
     (cache / "y.py").write_bytes(b"\xff\xfe")
-    assert Private(cache).read("y.py") is None and Private(cache).write("y.py", "ours").read_text() == "ours"
+    assert UserCache(cache).read("y.py") is None and UserCache(cache).write("y.py", "ours").read_text() == "ours"
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from epigen.runtime.private import Private
-store = Private(Path(sys.argv[1]))
+from epigen.runtime.user_cache import UserCache
+store = UserCache(Path(sys.argv[1]))
 for i in range(300):
     path = store.write(f"x{i % 3}.py", sys.argv[2] * 2000)
     text = path.read_text()
@@ -153,7 +153,7 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", full)
         with pytest.raises(OSError, match="full"):
-            private._write(cache / "x.py", "text")
+            user_cache._write(cache / "x.py", "text")
     assert list(cache.iterdir()) == []
 
 
@@ -180,14 +180,14 @@ class Digest:
 
 
 def test_the_digest_is_computed_once_for_all_processes(tmp_path: Path, triton: Path) -> None:
-    compute, store = Digest(), Private(tmp_path / "cache")
+    compute, store = Digest(), UserCache(tmp_path / "cache")
     first = triton_key.digest(compute, triton, "3.6.0", store)
-    assert triton_key.digest(compute, triton, "3.6.0", Private(tmp_path / "cache")) == first and compute.count == 1
+    assert triton_key.digest(compute, triton, "3.6.0", UserCache(tmp_path / "cache")) == first and compute.count == 1
 
 
 @pytest.mark.parametrize("change", ["content", "a file", "a file less", "the library", "its version", "the same length and times", "nested"])
 def test_whatever_changes_makes_it_anew(tmp_path: Path, triton: Path, change: str) -> None:
-    compute, store, version = Digest(), Private(tmp_path / "cache"), "3.6.0"
+    compute, store, version = Digest(), UserCache(tmp_path / "cache"), "3.6.0"
     first = triton_key.digest(compute, triton, version, store)
     code = triton / "compiler" / "code.py"
     match change:
@@ -214,7 +214,7 @@ def test_whatever_changes_makes_it_anew(tmp_path: Path, triton: Path, change: st
 
 @pytest.mark.parametrize("text", ["", "3.6.0", "3.6.0zz", "import os", "3.5.0" + "a" * 64, "3.6.0" + "a" * 64 + "-", "3.6.0" + "a" * 64 + "\n"])
 def test_what_is_no_digest_is_not_taken_for_one(tmp_path: Path, triton: Path, text: str) -> None:
-    compute, store = Digest(), Private(tmp_path / "cache")
+    compute, store = Digest(), UserCache(tmp_path / "cache")
     store.write(f"triton_{triton_key.marks(triton, '3.6.0')}.txt", text)
     assert triton_key.digest(compute, triton, "3.6.0", store) == Digest()() and compute.count == 1
 
@@ -227,15 +227,15 @@ def test_tritons_own_digest_is_what_is_remembered(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "from triton.runtime import cache\n"
         "from epigen.runtime import triton_key\n"
-        "from epigen.runtime.private import Private\n"
+        "from epigen.runtime.user_cache import UserCache\n"
         "original = cache.triton_key\n"
-        "triton_key.remember(triton, Private(Path(sys.argv[1])))\n"
+        "triton_key.remember(triton, UserCache(Path(sys.argv[1])))\n"
         "assert cache.triton_key is not original\n"
         "found = cache.triton_key()\n"
         "computed = original.cache_info().currsize\n"
         "assert found == original()\n"
         "print(computed)\n"
-        "triton_key.remember(triton, Private(Path(sys.argv[1])))\n"
+        "triton_key.remember(triton, UserCache(Path(sys.argv[1])))\n"
     )
     root = Path(__file__).parent.parent
     counts = [subprocess.run([sys.executable, "-c", code, tmp_path / "cache"], cwd=root, capture_output=True, text=True, check=True).stdout for _ in range(2)]

@@ -17,7 +17,7 @@ from pathlib import Path
 from epigen.files import write_whole
 
 
-class Private:
+class UserCache:
     """Writes to the first folder that will do. cache: the cache folder, if there is one."""
 
     def __init__(self, cache: Path | None):

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from epigen.runtime.written import Written
+from epigen.runtime.code_builder import CodeBuilder
 
 
 def adder(count: int, start: Any) -> Any:
-    text = Written("add(x)")
+    text = CodeBuilder("add(x)")
     text.add(f"return x + {' + '.join(text.hold(start) for _ in range(count))}")
     return text.function()
 
 
 def test_a_function_holds_what_it_names() -> None:
-    text = Written("choose(first)")
+    text = CodeBuilder("choose(first)")
     assert (text.hold(None), text.hold(True), text.hold(1), text.hold("a")) == ("None", "True", "x0", "x1")
     text.add("if first:", "    return x0", "return x1")
     choose = text.function()

@@ -1,4 +1,4 @@
-"""The process that workers are forked from, run as `python -m epigen.tuning.stem FD MODULES…`. It uses no GPU itself.
+"""The process that workers are forked from, run as `python -m epigen.tuning.fork_server FD MODULES…`. It uses no GPU itself.
 
 FD: its end of the pipe to the tuner, over which it is told what to fork and what to end. When that pipe closes, all its workers end.
 """

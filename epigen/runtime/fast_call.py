@@ -22,9 +22,9 @@ from torch.autograd import forward_ad
 from epigen.dtypes import FP32
 from epigen.runtime import arguments, direct, launch, outputs, overlap
 from epigen.runtime.arguments import ALIGNED_BYTES
+from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.prepared import Operands, Plan, Prepared
 from epigen.runtime.workspace import current_stream
-from epigen.runtime.written import Written
 
 _guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # torch may take it away, as it promises nothing
 
@@ -41,7 +41,7 @@ Check = Callable[..., bool]
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
-def warmed(prepared: Prepared, operands: Operands, inputs: Mapping[str, Any], out: Any, results: Sequence[Tensor], named: Any) -> Again | None:
+def fast_call(prepared: Prepared, operands: Operands, inputs: Mapping[str, Any], out: Any, results: Sequence[Tensor], named: Any) -> Again | None:
     """After `prepared` has run with these arguments: what makes calls like it from now on; None where only Triton can.
 
     out: None, a tensor, or a sequence of tensors. results: that call's outputs. named: makes of several outputs what a call returns.
@@ -50,7 +50,7 @@ def warmed(prepared: Prepared, operands: Operands, inputs: Mapping[str, Any], ou
     tensors = [v for v in (*values, *(() if out is None else results)) if isinstance(v, Tensor)]
     if prepared.plan is None or prepared.interpreted or prepared.padded or not all(type(t) in arguments.PLAIN for t in tensors):
         return None
-    text = Written("again(itself, a, b, inputs, out)")
+    text = CodeBuilder("again(itself, a, b, inputs, out)")
     observed = direct.observed([x.jit for x in prepared.launches], text)
     launches = prepared.direct(tuple(inputs), (*values, *results)) if observed is not None else None
     if launches is None:
@@ -77,7 +77,7 @@ def bound(
     prepared: Prepared, operands: Operands, inputs: Mapping[str, Any], order: Sequence[str], results: Sequence[Tensor], views: Mapping[str, str],
     shapes: Sequence[tuple[int, ...] | None],
 ) -> Callable[..., tuple[Tensor, ...] | None] | None:  # fmt: skip
-    """As `warmed`, for who knows that all tensors are like these, whatever dimensions they have their elements in, but for their addresses' alignment.
+    """As `fast_call`, for who knows that all tensors are like these, whatever dimensions they have their elements in, but for their addresses' alignment.
 
     The function takes operands and inputs, all of them tensors, in a row, and compares none of them: nobody in torch may be there to see it. It returns the
     outputs as a tuple; None where nothing was done.
@@ -89,7 +89,7 @@ def bound(
         return None
     called = {name: f"v{i}" for i, name in enumerate(order)}
     names = [*"ab"[: len(operands)], *(called[name] for name in inputs)]
-    text = Written(f"bound({', '.join([*'ab'[: len(operands)], *called.values()])})")
+    text = CodeBuilder(f"bound({', '.join([*'ab'[: len(operands)], *called.values()])})")
     observed = direct.observed([x.jit for x in prepared.launches], text)
     launches = prepared.direct(tuple(inputs), (*values, *results)) if observed is not None else None
     if launches is None:
@@ -102,7 +102,7 @@ def bound(
 
 
 def _launched(
-    text: Written, prepared: Prepared, launches: Sequence[launch.Direct], given: Mapping[str, Any], inputs: Mapping[str, Any], new: Sequence[str],
+    text: CodeBuilder, prepared: Prepared, launches: Sequence[launch.Direct], given: Mapping[str, Any], inputs: Mapping[str, Any], new: Sequence[str],
     pairs: Sequence[tuple[overlap.Pair, str, str]], elsewhere: str, whole: str, views: Mapping[str, str] = MappingProxyType({}),
     shapes: Sequence[tuple[int, ...] | None] = (),
 ) -> None:  # fmt: skip
@@ -136,12 +136,12 @@ def _launched(
         _refuse(text, f"not {launch.step_call(text, step, launches, 'stream', slots)}")
 
 
-def _refuse(text: Written, *ways: str) -> None:
+def _refuse(text: CodeBuilder, *ways: str) -> None:
     """Where one of these expressions is true, it is another call."""
     text.add(f"if {' or '.join(ways)}:", "    return None")
 
 
-def _inputs(text: Written, inputs: Mapping[str, Any]) -> list[str]:
+def _inputs(text: CodeBuilder, inputs: Mapping[str, Any]) -> list[str]:
     """Takes the inputs by their names, in whatever order they come."""
     names = [f"v{i}" for i in range(len(inputs))]
     if inputs:
@@ -150,7 +150,7 @@ def _inputs(text: Written, inputs: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def _outputs(text: Written, out: Any, count: int) -> list[str]:
+def _outputs(text: CodeBuilder, out: Any, count: int) -> list[str]:
     """What the outputs are called, which are taken apart here if the caller gave several."""
     if isinstance(out, Tensor):
         return ["out"]
@@ -161,7 +161,7 @@ def _outputs(text: Written, out: Any, count: int) -> list[str]:
     return names
 
 
-def _compare(text: Written, given: Mapping[str, Any]) -> None:
+def _compare(text: CodeBuilder, given: Mapping[str, Any]) -> None:
     """Whether the arguments are as those of that call. given: those, by what the text calls them."""
     ways = [f"type({name}) is not {text.hold(type(value))}" for name, value in given.items() if not isinstance(value, Tensor)]
     once: dict[int, str] = {}
@@ -173,7 +173,7 @@ def _compare(text: Written, given: Mapping[str, Any]) -> None:
     _refuse(text, *ways, f"not {compare}({', '.join(once.values())})")
 
 
-def _modes(text: Written, plan: Plan) -> list[str]:
+def _modes(text: CodeBuilder, plan: Plan) -> list[str]:
     """What torch's modes must not be, of the thread or of the process, wherever they make a difference."""
     ways = [f"{text.hold(forward_ad)}._current_level >= 0"]  # a tensor may have a tangent
     if plan.spec.signature.a == FP32:
@@ -191,7 +191,7 @@ def _elsewhere(index: int, again: Again, *given: Any) -> Any:
 class _Addresses:
     """now: the text asks tensors for their addresses; else the launches do."""
 
-    text: Written
+    text: CodeBuilder
     now: bool
 
     def of(self, name: str) -> str:
@@ -201,7 +201,7 @@ class _Addresses:
         return f"of_{name}"
 
 
-def _slots(text: Written, given: Mapping[str, Any], inputs: Mapping[str, str], addresses: _Addresses) -> list[str]:
+def _slots(text: CodeBuilder, given: Mapping[str, Any], inputs: Mapping[str, str], addresses: _Addresses) -> list[str]:
     """The addresses of tensors, which have to be aligned as they were, and the numbers. inputs: the inputs' own names."""
     slots: list[str] = []
     together: list[str] = []
@@ -237,14 +237,14 @@ def _pairs(
     return [(pair, t, other) for pair, t, other in found if given[t] is not given[other]]
 
 
-def _apart(text: Written, given: Mapping[str, Any], pairs: Sequence[tuple[overlap.Pair, str, str]]) -> None:
+def _apart(text: CodeBuilder, given: Mapping[str, Any], pairs: Sequence[tuple[overlap.Pair, str, str]]) -> None:
     """Refuses outputs that share memory with what else is given, of which this is asked only where they are near: 0.05 us a pair."""
     for pair, t, other in pairs:
         before, behind = text.hold(-overlap.size_bytes(given[other])), text.hold(overlap.size_bytes(given[t]))
         text.add(f"if {before} < of_{other} - of_{t} < {behind}:", f"    {text.hold(pair.check)}({t}, {other})")
 
 
-def _new(text: Written, prepared: Prepared, names: Sequence[str], addresses: _Addresses, shapes: Sequence[tuple[int, ...] | None] = ()) -> list[str]:
+def _new(text: CodeBuilder, prepared: Prepared, names: Sequence[str], addresses: _Addresses, shapes: Sequence[tuple[int, ...] | None] = ()) -> list[str]:
     """Allocates the outputs. shapes: of each, in place of its own."""
     slots: list[str] = []
     allocate = text.hold(outputs.quick_allocator(prepared.device))
@@ -260,7 +260,7 @@ def _new(text: Written, prepared: Prepared, names: Sequence[str], addresses: _Ad
     return slots
 
 
-def _between(text: Written, prepared: Prepared, addresses: _Addresses, a: str, b: str) -> list[str]:
+def _between(text: CodeBuilder, prepared: Prepared, addresses: _Addresses, a: str, b: str) -> list[str]:
     """Allocates what is neither given nor returned: workspace, counters, the vendor's product of a and b. Each is held until the launches are made."""
     slots: list[str] = []
     if prepared.workspace.buffers:

@@ -29,7 +29,7 @@ Change = Callable[[Mapping[Key, Record]], Iterable[Record]]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class Saved:
     """What a write found and did. complaints: what was wrong with the old file. aside: where it is kept, if it was damaged."""
 
     count: int
@@ -37,7 +37,7 @@ class Written:
     aside: Path | None = None
 
 
-class Store:
+class DatabaseFile:
     """One file, and what was last read from or written to it: only parts that changed are parsed again."""
 
     def __init__(self, path: Path, timeout_s: float = LOCK_TIMEOUT_S):
@@ -67,14 +67,14 @@ class Store:
         if not os.access(self.path.parent, os.W_OK | os.X_OK):
             raise DatabaseError(f"cannot write {self.path}: the folder may not be written to")
 
-    def update(self, gpu: str, capability: str, change: Change) -> Written:
+    def update(self, gpu: str, capability: str, change: Change) -> Saved:
         """Replaces the file by `change` of its content. Raises DatabaseError, and then leaves the file as it was."""
         with self._locked():
             complaints, found = self._to_change(gpu, capability)
             before = records.merged(found.records if found else ())
             after = list(change(before))
             if found is not None and not complaints and len(after) == len(found.records) and all(before.get(r.key) is r for r in after):
-                return Written(len(after))  # nothing new: the file is not touched
+                return Saved(len(after))  # nothing new: the file is not touched
             data = records.render(gpu, capability, after).encode()
             if len(data) > MAX_BYTES:
                 raise DatabaseError(f"{self.path} would take {len(data)} bytes, and the limit is {MAX_BYTES}: prune it, or name another database")
@@ -83,7 +83,7 @@ class Store:
             except OSError as error:
                 raise DatabaseError(f"cannot write {self.path}: {reason(error)}") from None
             self._remember(gpu, capability, after)
-        return Written(len(after), complaints, aside)
+        return Saved(len(after), complaints, aside)
 
     def _to_change(self, gpu: str, capability: str) -> tuple[tuple[str, ...], Document | None]:
         """What is on disk, and what is wrong with it."""

@@ -9,7 +9,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Latest(Generic[K, V]):
+class LruCache(Generic[K, V]):
     """Keeps `limit` entries. Safe to use from several threads."""
 
     def __init__(self, limit: int):

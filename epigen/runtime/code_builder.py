@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Written:
+class CodeBuilder:
     """A function under way. signature: its name and parameters."""
 
     def __init__(self, signature: str):

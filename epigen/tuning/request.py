@@ -24,7 +24,7 @@ NO_GPU = "no GPU is at hand to tune on"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Request:
     """One problem. program: as it was written. shape: M, N, K. dtype: of the operands, by name. digest: names what the program computes."""
 
     program: str
@@ -43,7 +43,7 @@ class Asked:
 def every(
     programs: Iterable[str], shapes: Iterable[tuple[int, int, int] | str], dtype_names: Iterable[Any] = ("fp16",), layouts: Iterable[str] = ("nt",),
     precision: str = "ieee",
-) -> list[Asked]:  # fmt: skip
+) -> list[Request]:  # fmt: skip
     """All combinations, in the order of the arguments, the programs' first.
 
     shapes: (M, N, K) or "MxNxK". dtype_names: epigen's names, torch's, or torch dtypes.
@@ -54,12 +54,12 @@ def every(
     if precision not in PRECISIONS:
         raise CallError(f"precision is 'ieee' or 'tf32', not {precision!r}")
     return [
-        Asked(program, shape, dtype, layout, precision, digest)
+        Request(program, shape, dtype, layout, precision, digest)
         for (program, digest), shape, dtype, layout in product(named, extents, operands, lies)
     ]  # fmt: skip
 
 
-def distinct(asked: Iterable[Asked]) -> list[Asked]:
+def distinct(asked: Iterable[Request]) -> list[Request]:
     """Each problem once, the first as it stands: two spellings of one computation are one problem."""
     return list({replace(a, program="", precision=a.precision if a.dtype == "fp32" else ""): a for a in reversed(list(asked))}.values())[::-1]
 
