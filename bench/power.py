@@ -20,7 +20,7 @@ from bench import cases, clock, headline, peers, record
 from bench.cases import Case
 from bench.peers import Contender, Maker, Problem
 from bench.timing import back_to_back
-from epigen.tuning.sampling import in_turns
+from epigen.tuning.sampling import interleave
 
 TURNS, TOGETHER = "epigen, groups in turns", "epigen, groups together"
 _WAY = {"schedule": "warp_specialized", "block_m": 128, "block_k": 64, "group_m": 8, "tma_store": 1, "tma_load": 0, "fused_finalize": 0, "splits": 1}
@@ -71,7 +71,7 @@ def both(
         clocks[name] += [] if mhz is None else [mhz]
         return us
 
-    measured = in_turns([functools.partial(alone, name) for name in contenders], 2)
+    measured = interleave([functools.partial(alone, name) for name in contenders], 2)
     for name, us in zip(contenders, measured, strict=True):
         found[name] |= {"alone_us": round(statistics.mean(us), 3), "alone_mhz": statistics.mean(clocks[name]) if clocks[name] else None}
     return found

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from epigen.tuning.sampling import HEATED_S, LONG_US, in_turns
+from epigen.tuning.sampling import HEATED_S, LONG_US, interleave
 from epigen.tuning.timer import ColdTimer
 
 Contenders = Mapping[str, Callable[[], object]]
@@ -56,7 +56,7 @@ def cold(contenders: Contenders, rounds: int = 100, budget_s: float = math.inf, 
     begun = time.perf_counter()
     while min(timer.once(run) for run in contenders.values()) >= LONG_US and time.perf_counter() - begun < HEATED_S:
         pass
-    found = _summary(contenders, in_turns([functools.partial(sample, name) for name in contenders], rounds, LEAST, budget_s))
+    found = _summary(contenders, interleave([functools.partial(sample, name) for name in contenders], rounds, LEAST, budget_s))
     for name, count in late.items():
         if count:  # these hold the host's delay
             found[name]["late"] = count
@@ -88,7 +88,7 @@ def graphed(contenders: Contenders, rounds: int = 50, launches: int = 50) -> dic
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3 / launches
 
-    return _summary(contenders, in_turns([functools.partial(sample, graph) for graph in graphs], rounds))
+    return _summary(contenders, interleave([functools.partial(sample, graph) for graph in graphs], rounds))
 
 
 def hosted(contenders: Contenders, rounds: int = 20, calls: int = 100) -> dict[str, dict[str, float]]:
@@ -105,7 +105,7 @@ def hosted(contenders: Contenders, rounds: int = 20, calls: int = 100) -> dict[s
 
     for run in contenders.values():
         run()
-    return _summary(contenders, in_turns([functools.partial(sample, run) for run in contenders.values()], rounds))
+    return _summary(contenders, interleave([functools.partial(sample, run) for run in contenders.values()], rounds))
 
 
 def back_to_back(

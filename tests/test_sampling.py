@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from epigen.tuning.sampling import LONG_US, Run, Sampler, in_turns
+from epigen.tuning.sampling import LONG_US, Run, Sampler, interleave
 
 COOL, HOT = 1.0, 0.8  # clocks
 HEATING_US, FLUSH_US = 100_000.0, 130.0
@@ -109,7 +109,7 @@ def test_close_calls_are_decided_on_a_hot_gpu(microseconds: float) -> None:
     gpu = Gpu()
     gpu.rest(1e6)
     runs = [gpu.kernel(microseconds, 1.25 * microseconds), gpu.kernel(1.03 * microseconds, 1.22 * microseconds)]
-    first, second = gpu.sampler(runs[0]).turns(runs)
+    first, second = gpu.sampler(runs[0]).interleaved(runs)
     assert first.median_us == pytest.approx(1.25 * microseconds, rel=0.01) and second.median_us == pytest.approx(1.22 * microseconds, rel=0.01)
     assert first.samples == second.samples >= 7
 
@@ -117,13 +117,13 @@ def test_close_calls_are_decided_on_a_hot_gpu(microseconds: float) -> None:
 def test_short_launches_leave_the_gpu_cool() -> None:
     gpu = Gpu()
     runs = [gpu.kernel(10.0), gpu.kernel(1000.0)]
-    assert [o.samples for o in gpu.sampler(runs[0]).turns(runs)] == [101, 101] and len(gpu.launched) == 2 * 102, "one round tells that one is short"
+    assert [o.samples for o in gpu.sampler(runs[0]).interleaved(runs)] == [101, 101] and len(gpu.launched) == 2 * 102, "one round tells that one is short"
 
 
 def test_what_is_only_told_of_a_search_under_way_heats_nothing() -> None:
     gpu = Gpu()
     runs = [gpu.kernel(30_000.0), gpu.kernel(31_000.0)]
-    gpu.sampler(runs[0]).turns(runs, hot=False)
+    gpu.sampler(runs[0]).interleaved(runs, hot=False)
     assert len(gpu.launched) == 2 + 4 * (1 + 2 * 2)
 
 
@@ -138,7 +138,7 @@ def test_a_config_that_is_fast_only_after_a_pause_does_not_win() -> None:
 
     steady, product = gpu.kernel(1000.0, 1000.0), gpu.kernel(1000.0, 1000.0)
     sampler = gpu.sampler(product)
-    found, other = sampler.turns([powerful, steady])
+    found, other = sampler.interleaved([powerful, steady])
     assert found.median_us == pytest.approx(1120.0) and other.median_us == pytest.approx(1000.0)
     assert sampler.single(powerful, 0.0).median_us == pytest.approx(1120.0) and sampler.single(steady, 0.0).median_us == pytest.approx(1000.0)
 
@@ -152,5 +152,5 @@ def test_turns_go_there_and_back_until_the_time_is_up_but_not_before_the_fewest(
         told.append(name)
         return float(len(told))
 
-    found = in_turns([functools.partial(measure, name) for name in "abc"], 9, 3, seconds, lambda: float(len(told)))
+    found = interleave([functools.partial(measure, name) for name in "abc"], 9, 3, seconds, lambda: float(len(told)))
     assert "".join(told) == ("abccba" * 5)[: 3 * rounds] and found[0][:3] == [1.0, 6.0, 7.0] and [len(one) for one in found] == [rounds] * 3

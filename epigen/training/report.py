@@ -188,7 +188,7 @@ def _measured(seen: Sequence[Seen]) -> dict[tuple[str, Call | None], float]:
         runs = _runs(s.program, s.call, place)
         for run in runs:
             run()
-        fused, unfused = Sampler(timer, runs[1]).turns(list(runs), hot=False)
+        fused, unfused = Sampler(timer, runs[1]).interleaved(list(runs), hot=False)
         found[s.program, s.call] = unfused.median_us - fused.median_us
     return found
 

@@ -67,7 +67,7 @@ class Constants:
     vendor_us: float = 2.0  # the vendor's kernel beyond its arithmetic: fill and drain
     vendor_split_us: float = 2.0  # ... and where it splits k: to add up the parts
     issued_clocks: float = 55  # where the warps that multiply also ask TMA for the tiles to come: each step
-    held_stages: float = 0.5  # of two groups in turns, the one that begins finds so much of a stage still held by the other
+    held_stages: float = 0.5  # in ping-pong, the warpgroup that begins finds so much of a stage still held by the other
     late_us: float = 0.2  # until what the epilogue reads is there, where it was not asked for under the main loop
     stored_share: float = 0.2  # of the memory's time for what TMA stores, which it does while the next tile is multiplied
     torn_bytes: float = 100  # that a piece of an output's row, as a tile has it, moves besides where rows do not begin with a line of L2

@@ -234,7 +234,7 @@ class _Timing(Work):
     def _persistent(self, config: KernelConfig) -> Estimate:
         """Tile after tile on each multiprocessor.
 
-        What overlaps an epilogue: nothing; the next tile's loads, where the loops are one or a warp of its own loads; or, in turns, the other
+        What overlaps an epilogue: nothing; the next tile's loads, where the loops are one or a warp of its own loads; or, in ping-pong, the other
         group's main loop.
         """
         m, n, k = self.shape

@@ -2,9 +2,9 @@
 
 A GPU at its power limit lowers its clock while it is timed, and raises it while it waits for the next config: an H200's sinks from 1.97 to 1.6 GHz
 within 0.15 s of large products, which is more than good configs differ by. So a long launch is timed right behind the vendor's product, whose time
-tells how fast the GPU is just then; and close calls are decided in turns, once the GPU is as hot as work will make it, without a pause between them.
-A pause as short as a flush of the L2 favours some of them: on an H100, tiles of 128x128 by groups in turns took 1304 us of 8192x14336x4096 after one, and
-128x256 by groups together 1308; right behind other launches they took 1345 to 1680, each launch another time, and 1390 to 1450.
+tells how fast the GPU is just then; and close calls are decided by interleaved samples, once the GPU is as hot as work will make it, without a pause between them.
+A pause as short as a flush of the L2 favours some of them: on an H100, tiles of 128x128 in ping-pong took 1304 us of 8192x14336x4096 after one, and
+128x256 by cooperative warpgroups 1308; right behind other launches they took 1345 to 1680, each launch another time, and 1390 to 1450.
 """
 
 from __future__ import annotations
@@ -80,18 +80,18 @@ class Sampler:
         product_us, us = self.timer.row([self.product, run])
         return self.product_us * us / product_us
 
-    def turns(self, runs: Sequence[Run], hot: bool = True) -> list[Outcome]:
-        """Several, taking turns. hot: long ones on a GPU that they have heated."""
+    def interleaved(self, runs: Sequence[Run], hot: bool = True) -> list[Outcome]:
+        """Several, interleaved. hot: long ones on a GPU that they have heated."""
         if min(self.timer.once(run) for run in runs) < LONG_US:
             measures = [functools.partial(self.timer.once, run) for run in runs]
-            return [_outcome(s) for s in in_turns(measures, _MOST, _FEWEST, _COMPARED_S, self.now)]
+            return [_outcome(s) for s in interleave(measures, _MOST, _FEWEST, _COMPARED_S, self.now)]
         begun = self.now()
         while hot and self.now() - begun < HEATED_S:
             self.timer.row(runs)
         return [_outcome(s) for s in self._rows(runs)]
 
     def _rows(self, runs: Sequence[Run]) -> list[list[float]]:
-        """As `in_turns`, without a pause within what goes there and back."""
+        """As `interleave`, without a pause within what goes there and back."""
         samples: list[list[float]] = [[] for _ in runs]
         begun = self.now()
         while len(samples[0]) < _FEWEST or (len(samples[0]) < _MOST and self.now() - begun < _COMPARED_S):
@@ -101,7 +101,7 @@ class Sampler:
         return samples
 
 
-def in_turns(
+def interleave(
     measures: Sequence[Callable[[], float]], most: int, fewest: int = 1, seconds: float = math.inf, now: Callable[[], float] = time.perf_counter
 ) -> list[list[float]]:  # fmt: skip
     """What each measured, one a round, in every second round backwards: what drifts meanwhile favours nobody. most, fewest: rounds. After so many

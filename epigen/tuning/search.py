@@ -1,4 +1,4 @@
-"""The search: a model's best configs and borrowed winners first, then the corrected model's and Optuna's TPE's proposals by turns.
+"""The search: a model's best configs and borrowed winners first, then the corrected model's and Optuna's TPE's proposals alternately.
 
 Strategy apart from measuring and from remembering: a Runner answers with outcomes, from a GPU or from a recorded table, and a Study
 holds what is known, whoever found it. While one batch is measured the next one compiles; the first holds all that nothing measured could
@@ -31,7 +31,7 @@ from epigen.tuning.tpe import Proposal, Tpe
 
 BATCH = 6
 _AHEAD = 9  # claimed and not measured when the next batch is taken: enough that a dozen compilers have work
-_CLOSE = 1.02  # configs within this of the best are timed again, taking turns, and those whose difference may be chance
+_CLOSE = 1.02  # configs within this of the best are timed again, interleaved, and those whose difference may be chance
 _CLOSE_LONG = 1.06  # of long launches: so much the clock, which is lower then, moves ways to share the work against each other
 _NOISE = 1.005  # what still counts as a tie after that: the first by the model's rank wins
 _FINALISTS = 8
@@ -308,7 +308,7 @@ class _Tuner:
         self.tell()
 
     def final(self) -> tuple[KernelConfig, Outcome, Baseline] | None:
-        """The winner among the close ones: timed again in turns, and of those that tie the first by rank, so that two runs agree."""
+        """The winner among the close ones: timed again, interleaved, and of those that tie the first by rank, so that two runs agree."""
         best = self.best()
         if best is None:
             return None
@@ -344,7 +344,7 @@ class _Tuner:
         return fresh
 
     def propose(self, count: int) -> list[Claim]:
-        """New configs, each once: the head, then the corrected model's and TPE's by turns, then the ranking's next where they repeat."""
+        """New configs, each once: the head, then the corrected model's and TPE's alternately, then the ranking's next where they repeat."""
         fresh: list[Claim] = []
         repeats = 0
         self.exhausted = False
@@ -411,7 +411,7 @@ class _Tuner:
 
 
 def _mostly_us(outcome: Outcome) -> float:
-    """What decides between candidates that have taken turns. A long launch that now and then takes longer than it does here is worse where it lies elsewhere in
+    """What decides between candidates that were timed interleaved. A long launch that now and then takes longer than it does here is worse where it lies elsewhere in
     memory: on an H100, tiles of 128x128 that take 1345 to 1546 us take 1648 to 1857 with copies of the operands, those of 128x256 1394 to 1448 and 1450 to 1582.
     """
     return outcome.median_us + (outcome.spread_us if outcome.median_us >= LONG_US else 0.0)

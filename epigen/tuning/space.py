@@ -105,7 +105,7 @@ class Space:
             path[-1] = (path[-1][0] + 1, path[-1][1])
 
     def outline(self) -> Iterator[KernelConfig]:
-        """The configs that differ in what shape and GPU decide: schedule, tile, step, warps, turns and parts. All else is as it mostly pays."""
+        """The configs that differ in what shape and GPU decide: schedule, tile, step, warps, ping-pong and parts. All else is as it mostly pays."""
         return self.every(_SETTLED)
 
     def orders(self, config: KernelConfig) -> list[KernelConfig]:
@@ -263,7 +263,7 @@ class Space:
         pingpong = suggest("warp_specialized.pingpong", 0, 1)
         # a group of four warps has a tile of its own, or half of the rows of one
         block_m, block_n = self._tile(exponent, rows=64 if pingpong else 128, most=_MOST_GROUP if pingpong else 2 * _MOST_GROUP)
-        # parts that take turns gain nothing
+        # parts in ping-pong gain nothing
         parts = min((1 + pingpong) * target.multiprocessors // max(1, -(-m // block_m) * -(-n // block_n)), k // _LEAST_PART, _MOST_PARTS)
         splits = suggest("warp_specialized.splits", 1, max(1, parts))
         subtiles = 1 + suggest("warp_specialized.subtiles", 0, int(block_n >= 64))

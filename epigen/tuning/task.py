@@ -106,7 +106,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Configs and the vendor's product, timed in turns. outcomes: in the order of the configs. untimed: what of the baseline could not be timed, and why."""
+    """Configs and the vendor's product, timed interleaved. outcomes: in the order of the configs. untimed: what of the baseline could not be timed, and why."""
 
     outcomes: tuple[Outcome, ...]
     baseline: Baseline
@@ -123,7 +123,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Time configs that have been checked, the vendor's product alone and with one pointwise pass, taking turns."""
+    """Time configs that have been checked, the vendor's product alone and with one pointwise pass, interleaved."""
 
     configs: tuple[KernelConfig, ...]
 

@@ -2,7 +2,7 @@
 
 Timing: random data, the L2 cache flushed before a short launch and no pause before a long one (`timer`), CUDA events, medians of as many samples as are
 needed (`sampling`).
-Close calls are decided by `Compare`, in which the candidates take turns.
+Close calls are decided by `Compare`, in which the candidates are interleaved.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Meter:
         vendors, untimed = self.vendors()
         if not candidates and not vendors:
             return Comparison((), Baseline(0.0, 0.0), untimed)
-        outcomes = self.sampler.turns([*candidates, *vendors], hot=bool(candidates))
+        outcomes = self.sampler.interleaved([*candidates, *vendors], hot=bool(candidates))
         product_us, with_pass_us = (*(o.median_us for o in outcomes[len(candidates) :]), 0.0, 0.0)[:2]
         return Comparison(tuple(outcomes[: len(candidates)]), Baseline(product_us, with_pass_us), untimed)
 
