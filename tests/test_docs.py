@@ -1,0 +1,155 @@
+"""What docs/ shows of epigen is what epigen says and holds: commands with what they print, sessions of Python, and blocks that are made of the sources.
+
+`pytest tests/test_docs.py --update-golden` writes them anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import json
+import re
+import shlex
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from epigen import ops
+from epigen.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+
+
+def held(page: Path, shown: str, made: str, update: bool) -> None:
+    """What a page shows is what is made for it."""
+    if update:
+        text = page.read_text(encoding="utf-8")
+        assert text.count(shown) == 1
+        page.write_text(text.replace(shown, made), encoding="utf-8")
+    else:
+        assert shown == made, "run: pytest tests/test_docs.py --update-golden"
+
+
+# -- commands, and what they print
+
+
+CONSOLE = re.compile(r"^```console\n\$ epigen (.*)\n(?:.*\n)*?```$", re.MULTILINE)
+CONSOLES = [(page, found[1]) for page in PAGES for found in CONSOLE.finditer(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize(("page", "command"), CONSOLES, ids=[command for _, command in CONSOLES])
+def test_commands_print_what_is_shown(page: Path, command: str, update_golden: bool) -> None:
+    """What goes to standard output, or where there is nothing the mistake."""
+    result = CliRunner().invoke(main, shlex.split(command))
+    assert result.exit_code == (0 if result.stdout else 1), result.output
+    (shown,) = (found[0] for found in CONSOLE.finditer(page.read_text(encoding="utf-8")) if found[1] == command)
+    held(page, shown, f"```console\n$ epigen {command}\n{(result.stdout or result.stderr).strip()}\n```", update_golden)
+
+
+# -- blocks that are made of the sources
+
+
+def code(text: str) -> str:
+    """In a cell of a table."""
+    return f"`{text}`".replace("|", r"\|")
+
+
+def table(columns: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ("---",) * len(columns), *rows))
+
+
+def gradient(texts: tuple[str | None, ...]) -> str:
+    return ", ".join("—" if text is None else code(text) for text in texts) or "—"
+
+
+def operations() -> str:
+    """The operation table, a heading a group: the calls and formulas that `epigen ops` prints, with torch's names and the gradients."""
+    printed = json.loads(CliRunner().invoke(main, ["ops", "--json"]).stdout)
+    names: list[tuple[str, str]] = []  # torch's, and the gradient
+    for op in ops.TABLE.values():
+        bare = op.torch.format(**{p.name: p.name for p in op.params})
+        names.append((", ".join(map(code, op.aten or (bare,))), gradient(op.gradient)))
+    for row in ops.REDUCTIONS.values():
+        names.append((code(row.torch.format(x="x", dim="dim")), gradient((row.gradient,))))
+    names += [("", "")] * len(ops.SPECIAL)
+    rows = [(p["group"], code(p["call"]), p["formula"].replace("|", r"\|"), *more) for p, more in zip(printed, names, strict=True)]
+    parts = []
+    for group in dict.fromkeys(row[0] for row in rows):
+        short = group in ("rounded", "special")  # the former stand for rows above, and have their gradients
+        columns = ("operation", "meaning") if short else ("operation", "formula", "torch", "gradient")
+        parts.append(f"### {group.capitalize()}\n\n{table(columns, (row[1 : 1 + len(columns)] for row in rows if row[0] == group))}")
+    return "\n\n".join(parts)
+
+
+BESIDE = {
+    "templates": "One file a schedule, and what they share; no names of operations.",
+    "tuning_db": "The shipped database: one JSON file a GPU.",
+    "tests": "The tests, with what they share; golden files lie in tests/golden.",
+    "bench": "One script a claim; results lie in bench/results.",
+    "docs": "What a user reads beyond the README.",
+}
+PIPELINE = ("", "lang", "ir", "codegen", "runtime", "perf", "db", "choose", "tuning", "tune", "training", "pytorch", "cli")
+
+
+def place(folder: str) -> int:
+    return PIPELINE.index(folder) if folder in PIPELINE else len(PIPELINE)
+
+
+def tree() -> str:
+    """The folders of the package in the order of the pipeline, each with the line that it says of itself and its files; then those beside it."""
+    files: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "epigen").rglob("*.py")):
+        files.setdefault(path.parent.relative_to(ROOT / "epigen").as_posix().removeprefix("."), []).append(path.stem)
+    lines = []
+    for folder in sorted(files, key=lambda folder: (place(folder), folder)):
+        said = ast.get_docstring(ast.parse((ROOT / "epigen" / folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+        lines.append(f"{'  ' if folder else ''}{folder or 'epigen'}/".ljust(14) + said.split("\n")[0])
+        names = " ".join(name for name in files[folder] if not name.startswith("__"))
+        lines += textwrap.wrap(names, 116, initial_indent=" " * 14, subsequent_indent=" " * 14)
+    lines += [f"{folder}/".ljust(14) + said for folder, said in BESIDE.items()]
+    return "\n".join(["```text", *lines, "```"])
+
+
+BLOCK = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+BLOCKS: dict[str, Callable[[], str]] = {"operations": operations, "tree": tree}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_are_made_of_the_sources(name: str, update_golden: bool) -> None:
+    ((page, shown),) = ((page, found[0]) for page in PAGES for found in BLOCK.finditer(page.read_text(encoding="utf-8")) if found[1] == name)
+    held(page, shown, f"<!-- {name} -->\n{BLOCKS[name]()}\n<!-- end -->", update_golden)
+
+
+def test_no_block_is_without_its_source() -> None:
+    assert sorted(found[1] for page in PAGES for found in BLOCK.finditer(page.read_text(encoding="utf-8"))) == sorted(BLOCKS)
+
+
+# -- sessions of Python, and paths
+
+
+SESSION = re.compile(r"^```pycon\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SESSIONS = [page for page in PAGES if SESSION.search(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("page", SESSIONS, ids=[page.name for page in SESSIONS])
+def test_sessions_go_as_shown(page: Path) -> None:
+    """Those of one page are one session."""
+    text = page.read_text(encoding="utf-8")
+    session = doctest.DocTestParser().get_doctest("\n".join(SESSION.findall(text)), {}, page.name, str(page), 0)
+    said: list[str] = []
+    assert doctest.DocTestRunner().run(session, out=said.append).failed == 0, "".join(said)
+
+
+def test_paths_lead_somewhere() -> None:
+    """Files and folders of the tree that a page names."""
+    found = [
+        (page.name, path)
+        for page in PAGES
+        for path in re.findall(r"`((?:epigen|templates|tests|bench|docs|tuning_db)/[\w./]*)`", page.read_text(encoding="utf-8"))
+    ]
+    assert len(found) > 20 and [one for one in found if not (ROOT / one[1]).exists()] == []
