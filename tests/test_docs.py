@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import ast
 import doctest
+import itertools
 import json
 import re
 import shlex
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
+import epigen
+from bench.registry import BY_NAME, CLAIMS
 from epigen import ops
 from epigen.cli import main
 
@@ -31,7 +36,7 @@ def held(page: Path, shown: str, made: str, update: bool) -> None:
         assert text.count(shown) == 1
         page.write_text(text.replace(shown, made), encoding="utf-8")
     else:
-        assert shown == made, "run: pytest tests/test_docs.py --update-golden"
+        assert shown == made
 
 
 # -- commands, and what they print
@@ -48,6 +53,31 @@ def test_commands_print_what_is_shown(page: Path, command: str, update_golden: b
     assert result.exit_code == (0 if result.stdout else 1), result.output
     (shown,) = (found[0] for found in CONSOLE.finditer(page.read_text(encoding="utf-8")) if found[1] == command)
     held(page, shown, f"```console\n$ epigen {command}\n{(result.stdout or result.stderr).strip()}\n```", update_golden)
+
+
+INDENTED = [
+    line
+    for page in (*PAGES, ROOT / "README.md")
+    for line in re.findall(r"^    ((?:epigen|python -m bench) .*?)(?: +#.*)?$", page.read_text(encoding="utf-8"), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("line", INDENTED)
+def test_commands_and_options_are_there(line: str) -> None:
+    """Of commands that are shown without what they print: many want a GPU, or files of the reader's."""
+    words = shlex.split(line)
+    if words[0] == "python":
+        names = list(itertools.takewhile(lambda word: not word.startswith("-"), words[3:]))
+        assert names[:1] == ["compare"] or set(names) <= {*BY_NAME, "NAME"}
+        return
+    command: click.Command = main
+    words = words[1:]
+    while isinstance(command, click.Group):
+        found = command.commands.get(words.pop(0))
+        assert found is not None, line
+        command = found
+    _, rest, _ = command.make_parser(click.Context(command)).parse_args(words)
+    assert not [word for word in rest if word.startswith("--")]
 
 
 # -- blocks that are made of the sources
@@ -114,8 +144,15 @@ def tree() -> str:
     return "\n".join(["```text", *lines, "```"])
 
 
+def claims() -> str:
+    """Which script of bench shows what, and what it wants."""
+    wants = (("two GPUs" if claim.gpus > 1 else "a GPU" if claim.gpus else "", *claim.needs) for claim in CLAIMS)
+    rows = ((code(claim.name), claim.what, ", ".join(filter(None, want)) or "—") for claim, want in zip(CLAIMS, wants, strict=True))
+    return table(("name", "what it shows", "wants"), rows)
+
+
 BLOCK = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
-BLOCKS: dict[str, Callable[[], str]] = {"operations": operations, "tree": tree}
+BLOCKS: dict[str, Callable[[], str]] = {"operations": operations, "tree": tree, "claims": claims}
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -153,3 +190,42 @@ def test_paths_lead_somewhere() -> None:
         for path in re.findall(r"`((?:epigen|templates|tests|bench|docs|tuning_db)/[\w./]*)`", page.read_text(encoding="utf-8"))
     ]
     assert len(found) > 20 and [one for one in found if not (ROOT / one[1]).exists()] == []
+
+
+@pytest.mark.gpu
+def test_the_example_of_measuring_runs() -> None:
+    page = (ROOT / "docs" / "measuring.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^    import torch, epigen\n(?:(?:    .*)?\n)+", page, re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(textwrap.dedent(example), names)
+    assert names["times"].keys() == {"epigen", "torch"}
+
+
+# -- the changelog and the guide for contributors
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## \[(.*?)\] - (unreleased|\d{4}-\d\d-\d\d)$", text, re.MULTILINE)
+    assert versions[0][0] == epigen.__version__ and len(versions) == len(re.findall(r"^## ", text, re.MULTILINE))
+    kinds = re.findall(r"^### (.*)$", text, re.MULTILINE)
+    assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"} and "Added" in kinds
+
+
+def test_the_row_that_is_shown_is_in_the_table() -> None:
+    (row,) = re.findall(r"^    Op\(.*\n", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert row in (ROOT / "epigen" / "ops.py").read_text(encoding="utf-8")
+
+
+def test_every_document_links_to_what_is_there() -> None:
+    """Files and headings."""
+    for page in (*PAGES, ROOT / "README.md", ROOT / "CHANGELOG.md"):
+        for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+            file, _, heading = link.partition("#")
+            if link.startswith("https://"):
+                continue
+            target = (page.parent / file).resolve() if file else page
+            assert target.exists(), (page.name, link)
+            if heading:
+                headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+                assert heading in [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings], (page.name, link)

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -183,6 +184,9 @@ def test_the_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Pa
     run([sys.executable, "-m", "pip", "install", "--target", backend, *requires], tmp_path)
     code = "import sys; from hatchling.build import build_sdist; print(build_sdist(sys.argv[1]))"
     name = run([sys.executable, "-c", code, tmp_path], ROOT, PYTHONPATH=str(backend)).stdout.split()[-1]
+    with tarfile.open(tmp_path / name) as archive:
+        files = {member.split("/", 1)[1] for member in archive.getnames() if "/" in member}
+    assert files >= {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "docs/cookbook.md", "tests/test_docs.py", "bench/README.md"}
     assert contents(build_wheel(tmp_path / name, tmp_path / "again")) == contents(wheel)
 
 
