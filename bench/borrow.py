@@ -22,15 +22,15 @@ from typing import Any
 
 from bench import record
 from epigen import settings
+from epigen.choose.choose import Chooser
 from epigen.codegen.spec import KernelConfig
+from epigen.db.database import Database
+from epigen.db.lookup import Found, version_order
+from epigen.db.records import Key, Record, problem_key
 from epigen.errors import EpigenError
 from epigen.runtime.device import Target
 from epigen.runtime.loader import triton_version
 from epigen.tuning import report
-from epigen.tuning.choose import Chooser
-from epigen.tuning.database import Database
-from epigen.tuning.lookup import Found, version_order
-from epigen.tuning.records import Key, Record, problem_key
 from epigen.tuning.runner import GpuRunner, Runner
 from epigen.tuning.task import Task
 from epigen.tuning.tune import problem_for, spec_of

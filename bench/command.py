@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epigen.tuning.records import extents, short
+from epigen.db.records import extents, short
 from epigen.tuning.request import Request
 
 _ROOT = Path(__file__).resolve().parent.parent
-_MAIN = "from epigen.cli import main; main(prog_name='epigen')"  # the installed command is the same two steps
-_IMPORTS = "import torch, triton, optuna, epigen.cli"
+_MAIN = "from epigen.cli.main import main; main(prog_name='epigen')"  # the installed command is the same two steps
+_IMPORTS = "import torch, triton, optuna, epigen.cli.main"
 
 
 @dataclass(frozen=True, slots=True)

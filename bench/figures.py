@@ -17,8 +17,8 @@ import matplotlib as mpl
 
 from bench import bars, peers, record
 from bench.plot import STYLE, pyplot, save
+from epigen import gpus
 from epigen.dtypes import BY_NAME as DTYPES
-from epigen.tuning import gpus
 
 COLOURS = {
     peers.OURS: "#0b6e4f", peers.OURS_TANH: "#5fb08f", peers.CUBLASLT: "#d1603d", peers.EAGER: "#8a8d91", peers.ADDMM: "#3d6fb4", peers.COMPILED: "#8a5fa8",

@@ -19,21 +19,21 @@ from pathlib import Path
 from typing import Any
 
 from bench import command, record
-from epigen import settings
+from epigen import gpus, settings
+from epigen.choose.space import Space
 from epigen.codegen import schedules
 from epigen.codegen.lower import lower
 from epigen.codegen.render import Renderer
 from epigen.codegen.spec import KernelSpec, Signature
+from epigen.db.database import Database
+from epigen.db.problem import problem_of
 from epigen.dtypes import FP16
 from epigen.ir.check import check
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
-from epigen.tuning import gpus, model
-from epigen.tuning.database import Database
-from epigen.tuning.problem import problem_of
+from epigen.perf import model
 from epigen.tuning.runner import RECORDED, Replay
 from epigen.tuning.search import search
-from epigen.tuning.space import Space
 from epigen.tuning.task import Baseline, Outcome
 
 TEXT = "z = gelu(mm * alpha + bias) + residual; z, bitmask(z > 0), bgrad(z), amax(z)"
@@ -55,7 +55,7 @@ def processes() -> dict[str, Callable[[], object]]:
     def run(code: str) -> Callable[[], object]:
         return lambda: subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, env=command.environment())
 
-    helped = "from epigen.cli import main\nmain(['--help'], prog_name='epigen', standalone_mode=False)"
+    helped = "from epigen.cli.main import main\nmain(['--help'], prog_name='epigen', standalone_mode=False)"
     return {"nothing": run("pass"), "torch": run("import torch"), "import epigen": run("import epigen"), "epigen --help": run(helped)}
 
 

@@ -32,6 +32,7 @@ from epigen import dtypes, settings
 from epigen.codegen import schedules
 from epigen.codegen.lower import lower, signature_of_contiguous
 from epigen.codegen.render import Renderer
+from epigen.db.problem import graph_digest
 from epigen.dtypes import FP16, FP32, INT8, DType
 from epigen.errors import CallError, DerivationError, ProgramError
 from epigen.ir import graph as g
@@ -42,7 +43,6 @@ from epigen.ir.passes import normalise
 from epigen.ir.unparse import unparse
 from epigen.lang.parser import parse
 from epigen.runtime import verify
-from epigen.tuning.problem import graph_digest
 
 KERNELS, GRADIENTS = 40, 8  # of so many sound programs one is run as a kernel, and one differentiated
 LONGEST = 600  # nodes of what is evaluated and rendered: a longer program says no more

@@ -19,9 +19,11 @@ from pathlib import Path
 from statistics import fmean, geometric_mean, median, pstdev
 
 from bench import record
+from epigen import gpus
 from epigen.codegen.spec import KernelConfig, KernelSpec
-from epigen.tuning import gpus, model, table
-from epigen.tuning.constants import FITTED, Constants
+from epigen.perf import model
+from epigen.perf.constants import FITTED, Constants
+from epigen.tuning import table
 from epigen.tuning.table import Table
 from epigen.tuning.tune import spec_of
 

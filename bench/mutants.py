@@ -27,10 +27,10 @@ from typing import Any
 from bench import record
 from epigen import settings
 from epigen.codegen.schedules import RENAMED
+from epigen.db import database
+from epigen.db.database import Database
+from epigen.db.records import SCHEMA, Document, Record, parse, render
 from epigen.errors import EpigenError
-from epigen.tuning import database
-from epigen.tuning.database import Database
-from epigen.tuning.records import SCHEMA, Document, Record, parse, render
 
 RECORDS = 12
 LIMIT_S = 20.0

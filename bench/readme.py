@@ -19,8 +19,8 @@ from bench.bars import geometric, outcome, ratio
 from bench.headline import key
 from bench.models import better
 from bench.record import RESULTS
-from epigen.tuning.database import Database
-from epigen.tuning.records import Record
+from epigen.db.database import Database
+from epigen.db.records import Record
 
 README = Path(__file__).parent.parent / "README.md"
 DOCUMENTS = (README, Path(__file__).with_name("README.md"))

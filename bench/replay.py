@@ -21,10 +21,10 @@ import numpy as np
 import optuna
 
 from bench import record
+from epigen.choose.space import Space
 from epigen.codegen.spec import KernelConfig
 from epigen.tuning import report, table
 from epigen.tuning.runner import Replay
-from epigen.tuning.space import Space
 from epigen.tuning.table import Table
 from epigen.tuning.task import Comparison, Outcome, median_error
 from epigen.tuning.tune import spec_of, tune_one

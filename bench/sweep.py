@@ -16,11 +16,13 @@ from collections.abc import Iterator, Sequence
 
 from bench import cases, record
 from bench.programs import BY_NAME
+from epigen import gpus
+from epigen.choose.space import Space
 from epigen.codegen.spec import KernelConfig
+from epigen.perf import model
 from epigen.runtime import device
-from epigen.tuning import gpus, model, table
+from epigen.tuning import table
 from epigen.tuning.runner import GpuRunner
-from epigen.tuning.space import Space
 from epigen.tuning.task import Outcome, Task
 from epigen.tuning.tune import spec_of
 

@@ -25,18 +25,19 @@ from typing import Any
 from bench import record
 from bench.borrow import of_this_version, task_of
 from epigen import settings
+from epigen.choose.space import Space
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
+from epigen.db.database import Database
+from epigen.db.lookup import Index
+from epigen.db.records import Record, problem_key
 from epigen.errors import EpigenError
+from epigen.perf import model
 from epigen.runtime import device
 from epigen.runtime.device import Target
 from epigen.runtime.loader import triton_version
-from epigen.tuning import model, sampling
-from epigen.tuning.database import Database
-from epigen.tuning.lookup import Index
-from epigen.tuning.records import Record, problem_key
+from epigen.tuning import sampling
 from epigen.tuning.runner import GpuRunner, Runner, compile_workers_for
-from epigen.tuning.space import Space
 from epigen.tuning.tune import problem_for, spec_of
 
 SCHEDULE = "warp_specialized"

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from epigen import dtypes
+from epigen.choose.choose import Chooser, capability
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
+from epigen.db.database import Database
 from epigen.errors import CallError, near_miss, shown
 from epigen.ir.check import check
 from epigen.ir.graph import Graph
@@ -22,8 +24,6 @@ from epigen.runtime.kernel import BACKENDS, Kernel, KnownAs
 from epigen.runtime.rendering import renderer
 from epigen.training import functions
 from epigen.training.functions import FunctionKernel
-from epigen.tuning.choose import Chooser, capability
-from epigen.tuning.database import Database
 
 if TYPE_CHECKING:
     from epigen.ir.derivation import Derivation

@@ -22,7 +22,8 @@ from cases import persistent, split_k, warp_specialized
 from programs import write_program
 
 import epigen
-from epigen import api, cli_compile, ops, settings
+from epigen import api, ops, settings
+from epigen.cli import compile as cli_compile
 from epigen.codegen import lower, schedules
 from epigen.codegen.spec import LAYOUTS, KernelConfig
 from epigen.dtypes import BF16, BOOL, FP8E4M3, FP8E5M2, FP16, FP32, INT8, INT64, UINT8, DType

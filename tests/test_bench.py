@@ -17,12 +17,13 @@ import pytest
 from cases import warp_specialized
 
 from bench import borrow, cold, command, devices, driver, host, readme, record, repeat
+from epigen.choose import choose, rule
 from epigen.codegen.spec import Choice, KernelConfig
+from epigen.db.database import Database
+from epigen.db.records import Record
 from epigen.runtime import device
 from epigen.runtime.loader import triton_version
-from epigen.tuning import choose, rule, suite, table
-from epigen.tuning.database import Database
-from epigen.tuning.records import Record
+from epigen.tuning import suite, table
 from epigen.tuning.request import every
 from epigen.tuning.runner import Replay
 from epigen.tuning.table import Table

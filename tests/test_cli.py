@@ -20,7 +20,9 @@ import pytest
 from click.testing import CliRunner
 
 import epigen
-from epigen import api, cli, cli_compile, dtypes, ops, settings
+from epigen import api, dtypes, ops, settings
+from epigen.cli import compile as cli_compile
+from epigen.cli import main as cli
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import LAYOUTS
 from epigen.errors import InternalError
@@ -716,7 +718,7 @@ def test_ops_lists_every_row() -> None:
 
 def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     environment = settings.child_environment(interpret=False) | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "error", "-m", "epigen.cli", *arguments]
+    command = [sys.executable, "-W", "error", "-m", "epigen", *arguments]
     return subprocess.run(command, env=environment, text=True, check=False, **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options))
 
 

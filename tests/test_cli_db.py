@@ -10,7 +10,9 @@ import pytest
 from click.testing import CliRunner
 from tuned import NAME, OTHER_SPEC, opened, record
 
-from epigen import cli, cli_db, settings
+from epigen import settings
+from epigen.cli import db as cli_db
+from epigen.cli import main as cli
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,9 @@ from click.testing import CliRunner
 from tuned import opened, record
 
 import epigen
-from epigen import cli, cli_info, settings
+from epigen import settings
+from epigen.cli import info as cli_info
+from epigen.cli import main as cli
 from epigen.codegen.schedules import SCHEDULES
 from epigen.errors import TargetError
 from epigen.runtime import device

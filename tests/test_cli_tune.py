@@ -25,15 +25,17 @@ from click.testing import CliRunner
 
 import epigen
 from bench.record import RESULTS
-from epigen import api, cli, cli_tune, settings
-from epigen.cli_live import Live
+from epigen import api, settings
+from epigen.cli import main as cli
+from epigen.cli import tune as cli_tune
+from epigen.cli.live import Live
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
+from epigen.db.database import Database
 from epigen.dtypes import BF16
 from epigen.errors import CallError, CheckError, TuneError
 from epigen.runtime import device
 from epigen.tuning import fleet, remembered, report, table
-from epigen.tuning.database import Database
 from epigen.tuning.runner import GpuRunner, Replay, compile_workers_for
 from epigen.tuning.search import Progress, Result
 from epigen.tuning.task import Baseline, Outcome, Task
@@ -323,7 +325,7 @@ def test_ctrl_c_that_gets_away_is_no_traceback(tuner: Tuner, monkeypatch: pytest
 
 
 def test_ctrl_c_from_a_terminal_ends_a_replay_with_a_table() -> None:
-    command = [sys.executable, "-m", "epigen.cli", "tune", *(a for _ in range(12) for path in SWEEPS for a in ("--replay", str(path)))]
+    command = [sys.executable, "-m", "epigen", "tune", *(a for _ in range(12) for path in SWEEPS for a in ("--replay", str(path)))]
     environment = settings.child_environment(interpret=False)
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr

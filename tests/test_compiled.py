@@ -16,7 +16,7 @@ import pytest
 from bench import bars, cases, compiled, headline, peers, timing
 from bench.cases import Case
 from bench.programs import BY_NAME
-from epigen.tuning import gpus
+from epigen import gpus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from bench import counters
+from epigen import gpus
 from epigen.runtime import device
-from epigen.tuning import gpus
 
 STALLED = "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"
 EXCERPT = f"""\

@@ -25,12 +25,12 @@ from tuned import A100, H200, NAME, OTHER_KIND, OTHER_SPEC, SPEC, TRITON, config
 
 from epigen import settings as places
 from epigen.codegen import schedules
+from epigen.db import database as db
+from epigen.db import database_file, lock, migrations, records, salvage
+from epigen.db.database import Database
+from epigen.db.problem import Problem
+from epigen.db.records import Damaged, Record, better, merged, parse, render
 from epigen.errors import DatabaseError, EpigenError
-from epigen.tuning import database as db
-from epigen.tuning import database_file, lock, migrations, records, salvage
-from epigen.tuning.database import Database
-from epigen.tuning.problem import Problem
-from epigen.tuning.records import Damaged, Record, better, merged, parse, render
 
 ROOT = Path(db.__file__).resolve().parent.parent.parent
 
@@ -946,7 +946,7 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from tuned import record
-from epigen.tuning.database import Database
+from epigen.db.database import Database
 
 number, count, looked_at = int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
 database = Database(Path(sys.argv[1]), seeds=())
@@ -1004,7 +1004,7 @@ def test_writers_that_are_killed_lose_nothing_that_was_acknowledged(tmp_path: Pa
 DYING = """
 import os, sys
 from pathlib import Path
-from epigen.tuning.database import Database
+from epigen.db.database import Database
 from tuned import record
 
 folder, left = sys.argv[1], int(sys.argv[2])

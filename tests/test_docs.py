@@ -23,7 +23,7 @@ from click.testing import CliRunner
 import epigen
 from bench.registry import BY_NAME, CLAIMS
 from epigen import ops
-from epigen.cli import main
+from epigen.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]

@@ -16,20 +16,22 @@ from test_lookup import RUN
 from tuned import TRITON, config
 
 import epigen
+from epigen import gpus
+from epigen.choose import choose
+from epigen.choose.choose import Chooser
 from epigen.codegen.lower import lower, signature_of_contiguous
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.spec import LAYOUTS, KernelConfig, KernelSpec
+from epigen.db.database import Database
+from epigen.db.lookup import Found, distance
+from epigen.db.problem import Problem, alignment, coarse_bucket, fine_bucket, fine_bucket_step, problem_of
+from epigen.db.records import Record
 from epigen.dtypes import FP16
+from epigen.perf import model
 from epigen.runtime import kernel as kernel_module
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.lru_cache import LruCache
 from epigen.settings import templates_dir
-from epigen.tuning import choose, gpus, model
-from epigen.tuning.choose import Chooser
-from epigen.tuning.database import Database
-from epigen.tuning.lookup import Found, distance
-from epigen.tuning.problem import Problem, alignment, coarse_bucket, fine_bucket, fine_bucket_step, problem_of
-from epigen.tuning.records import Record
 
 TEXT = "relu(mm + bias)"
 GRAPH = epigen.compile(TEXT).graph

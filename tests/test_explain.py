@@ -13,17 +13,17 @@ import pytest
 from click.testing import CliRunner
 from test_model import BACKWARD, H200, PLAIN, spec_of, tiled
 
-from epigen import api, settings
-from epigen.cli_explain import explain_command
+from epigen import api, gpus, settings
+from epigen.choose import choose, explain, rule
+from epigen.cli.explain import explain_command
 from epigen.codegen.spec import Choice
+from epigen.db.database import Database
+from epigen.db.problem import Problem, problem_of
+from epigen.db.records import Record
 from epigen.errors import EpigenError
 from epigen.runtime import device
 from epigen.runtime.device import TARGETS
 from epigen.runtime.loader import triton_version
-from epigen.tuning import choose, explain, gpus, rule
-from epigen.tuning.database import Database
-from epigen.tuning.problem import Problem, problem_of
-from epigen.tuning.records import Record
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,10 @@ import pytest
 from tuner_process import BASELINE, MadeUp, outcome_of
 
 from epigen.codegen.spec import KernelConfig
+from epigen.db.database import Database
 from epigen.errors import EpigenError, TuneError
 from epigen.runtime.device import DEFAULT
 from epigen.tuning import fleet
-from epigen.tuning.database import Database
 from epigen.tuning.fleet import tune_all
 from epigen.tuning.interrupt import heeded
 from epigen.tuning.search import Progress

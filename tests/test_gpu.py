@@ -9,6 +9,7 @@ import torch
 
 import epigen
 from epigen import api
+from epigen.choose import rule
 from epigen.codegen import schedules
 from epigen.codegen.spec import Choice
 from epigen.dtypes import FP16
@@ -17,7 +18,7 @@ from epigen.ir import reference
 from epigen.runtime import verify
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.rendering import renderer
-from epigen.tuning import first_use, rule
+from epigen.tuning import first_use
 
 pytestmark = pytest.mark.gpu
 

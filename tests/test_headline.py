@@ -21,10 +21,12 @@ from bench import ahead, bars, cases, cold, headline, peers, readme, record, tim
 from bench.cases import Case
 from bench.checked import Demand, Oracle, Wrong
 from bench.programs import BY_NAME
+from epigen import gpus
+from epigen.choose import choose
 from epigen.errors import CompileError
 from epigen.runtime import device
 from epigen.runtime.kernel import Kernel
-from epigen.tuning import choose, gpus, sampling, suite
+from epigen.tuning import sampling, suite
 from epigen.tuning.timer import ColdTimer
 
 H200 = gpus.DEFAULT.target

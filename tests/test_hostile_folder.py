@@ -13,8 +13,9 @@ from pathlib import Path
 import click
 import pytest
 
-from epigen import cli, settings
-from epigen.tuning.database import Database
+from epigen import settings
+from epigen.cli import main as cli
+from epigen.db.database import Database
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,7 +42,7 @@ NAMES += (
 
 COMMANDS = """
 import sys
-from epigen.cli import main
+from epigen.cli.main import main
 for line in sys.argv[1:]:
     main(line.split("|"), standalone_mode=False)
 """

@@ -18,6 +18,7 @@ import epigen
 from bench import gradients
 from bench.gradients import Values, derived_gradients
 from epigen import api, ops
+from epigen.db.problem import graph_digest
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, UINT8, DType
 from epigen.errors import CallError, DerivationError
 from epigen.ir import graph as g
@@ -26,7 +27,6 @@ from epigen.ir.derivation import ARRIVING, INPUT, NOTHING, SAVE, SAVED, Argument
 from epigen.ir.derive import derive
 from epigen.ir.graph import Graph
 from epigen.tuning import suite
-from epigen.tuning.problem import graph_digest
 
 M, N, K = 6, 9, 4
 

@@ -16,6 +16,7 @@ import torch
 
 import epigen
 from epigen import settings
+from epigen.choose import rule
 from epigen.codegen import schedules
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.spec import KernelConfig, KernelSpec
@@ -26,7 +27,6 @@ from epigen.runtime import arguments, kernel, vendor, verify, workspace
 from epigen.runtime.device import TARGETS
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.loader import Loader
-from epigen.tuning import rule
 
 SMALL = cases.SMALL
 BACKENDS = ("reference", "interpreter")

@@ -16,20 +16,22 @@ from hypothesis import strategies as st
 from tuned import A100, H100, NAME, OTHER_KIND, OTHER_SPEC, TRITON, config, opened, problem, record
 
 import epigen
+from epigen import gpus
+from epigen.choose import rule
+from epigen.choose.choose import Chooser
+from epigen.choose.space import Space
 from epigen.codegen.lower import lower
 from epigen.codegen.spec import LAYOUTS, Choice, KernelConfig, Signature, with_layout
+from epigen.db.database import Database
+from epigen.db.lookup import FARTHEST, Found, Index, distance, version_order
+from epigen.db.problem import Problem, problem_of
+from epigen.db.records import Record, merged
 from epigen.dtypes import FP16
 from epigen.ir.check import check
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
+from epigen.perf import model
 from epigen.runtime.device import TARGETS
-from epigen.tuning import gpus, model, rule
-from epigen.tuning.choose import Chooser
-from epigen.tuning.database import Database
-from epigen.tuning.lookup import FARTHEST, Found, Index, distance, version_order
-from epigen.tuning.problem import Problem, problem_of
-from epigen.tuning.records import Record, merged
-from epigen.tuning.space import Space
 
 
 def test_look_up_takes_the_steps_in_order(tmp_path: Path) -> None:

@@ -21,21 +21,22 @@ import epigen
 from bench import borrow, ways
 from bench import model as held
 from bench.record import RESULTS
-from epigen import settings
+from epigen import gpus, settings
+from epigen.choose.space import Space
 from epigen.codegen import schedules
 from epigen.codegen.lower import lower
 from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, with_layout
+from epigen.db.database import Database
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, OPERANDS, UINT8, DType
 from epigen.errors import TargetError
 from epigen.ir import graph as g
 from epigen.ir.check import check
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
+from epigen.perf import model
+from epigen.perf.constants import FITTED
 from epigen.runtime.device import TARGETS
-from epigen.tuning import gpus, model, tune
-from epigen.tuning.constants import FITTED
-from epigen.tuning.database import Database
-from epigen.tuning.space import Space
+from epigen.tuning import tune
 
 H200 = gpus.by_name("H200")
 PLAIN = "relu(mm + bias)"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bench import mutants
-from epigen.tuning import database, records
-from epigen.tuning.database import Database
+from epigen.db import database, records
+from epigen.db.database import Database
 
 SAMPLE = 60
 

@@ -35,7 +35,7 @@ def run(command: list[str | Path], cwd: Path, **environment: str) -> subprocess.
     return done
 
 
-COMMAND_LINE = "from epigen.cli import main\ntry:\n    main({args!r}, prog_name='epigen')\nexcept SystemExit as done:\n    assert not done.code"
+COMMAND_LINE = "from epigen.cli.main import main\ntry:\n    main({args!r}, prog_name='epigen')\nexcept SystemExit as done:\n    assert not done.code"
 STARTS = {
     "import": "import epigen",
     "help": COMMAND_LINE.format(args=["--help"]),
@@ -172,7 +172,7 @@ def test_the_wheels_metadata_says_what_pyproject_says(wheel: Path) -> None:
     assert len(required) == len(project["dependencies"])
     assert any(r.startswith("triton") and "sys_platform == 'linux'" in r for r in required)
     assert set(metadata.get_all("Provides-Extra", [])) == {"test", "bench", "dev"}
-    assert b"epigen = epigen.cli:main" in files[f"{info}/entry_points.txt"]
+    assert b"epigen = epigen.cli.main:main" in files[f"{info}/entry_points.txt"]
     assert files[f"{info}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
 
 

@@ -18,11 +18,11 @@ from click.testing import CliRunner
 from tuned import TRITON, opened, problem, record
 
 from epigen import settings
-from epigen.cli import main
+from epigen.cli.main import main
+from epigen.db.database import Database
 from epigen.errors import DatabaseError, EpigenError
 from epigen.runtime import loader
 from epigen.runtime.user_cache import can_be_written
-from epigen.tuning.database import Database
 
 PLACES = ("EPIGEN_DB", "EPIGEN_CACHE", "XDG_DATA_HOME", "XDG_CACHE_HOME", "HOME", "TRITON_CACHE_DIR", "TRITON_HOME")
 

@@ -14,9 +14,9 @@ import timed_gpu
 
 from bench import cases, clock, headline, peers, power, readme
 from bench.timing import back_to_back
+from epigen import gpus
 from epigen.codegen import schedules
 from epigen.runtime import device
-from epigen.tuning import gpus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,17 +6,17 @@ from pathlib import Path
 
 from tuned import TRITON, config, opened
 
+from epigen.choose import choose
 from epigen.codegen.lower import lower
 from epigen.codegen.spec import KernelSpec, Signature
+from epigen.db.problem import Problem, problem_of
+from epigen.db.records import Record, problem_key
 from epigen.dtypes import BF16, FP16, FP32, UINT8, DType
 from epigen.ir.check import check
 from epigen.ir.graph import Graph
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
 from epigen.runtime.device import TARGETS
-from epigen.tuning import choose
-from epigen.tuning.problem import Problem, problem_of
-from epigen.tuning.records import Record, problem_key
 
 SHAPE = (4096, 4096, 4096)
 TARGET = TARGETS["sm_90"]

@@ -13,17 +13,17 @@ import pytest
 from cases import persistent, split_k, warp_specialized
 
 import epigen
+from epigen.choose import rule
+from epigen.choose.space import Space, parameters
 from epigen.codegen import schedules
 from epigen.codegen.lower import lower
 from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, with_layout
 from epigen.dtypes import FP8E4M3, FP16, FP32, INT8
 from epigen.errors import ConfigError, TuneError
+from epigen.perf.resources import Work
 from epigen.runtime.device import DEFAULT, TARGETS
-from epigen.tuning import rule
-from epigen.tuning.resources import Work
 from epigen.tuning.runner import GpuRunner, Replay
 from epigen.tuning.search import search
-from epigen.tuning.space import Space, parameters
 from epigen.tuning.task import Baseline, Comparison, Outcome, Task
 
 SHAPE = (1024, 1024, 1024)

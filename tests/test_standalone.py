@@ -15,7 +15,8 @@ import pytest
 from cases import persistent, split_k, warp_specialized
 from click.testing import CliRunner
 
-from epigen import api, cli, settings
+from epigen import api, settings
+from epigen.cli import main as cli
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
 from epigen.codegen.standalone import standalone
@@ -316,7 +317,7 @@ def test_the_command_line_writes_the_same_file_in_every_process(tmp_path: Path) 
     for seed in ("1", "2"):
         path = tmp_path / f"{seed}.py"
         subprocess.run(
-            [sys.executable, "-m", "epigen.cli", *arguments(file), "--no-verify", "-o", str(path)],
+            [sys.executable, "-m", "epigen", *arguments(file), "--no-verify", "-o", str(path)],
             cwd=tmp_path, env=environment | {"PYTHONHASHSEED": seed}, capture_output=True, check=True,
         )  # fmt: skip
         written.append(path.read_text())

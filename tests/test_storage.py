@@ -28,11 +28,11 @@ from sqlalchemy.exc import OperationalError
 from tuner_process import SPACE, MadeUp, outcome_of, run
 
 from bench.record import RESULTS
-from epigen import cli
+from epigen.choose.space import parameters
+from epigen.cli import main as cli
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import TuneError
 from epigen.tuning import journal, storage
-from epigen.tuning.space import parameters
 from epigen.tuning.storage import open_storage
 from epigen.tuning.study import Claim, Study
 from epigen.tuning.task import Outcome

@@ -24,13 +24,13 @@ from optuna.trial import TrialState
 from tuner_process import BASELINE, CONFIGS, SPACE, MadeUp, outcome_of, prior, run
 
 from epigen import settings
+from epigen.choose.space import parameters
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError, TuneError
 from epigen.tuning import journal
 from epigen.tuning import search as search_module
 from epigen.tuning.interrupt import noticed, unbroken
 from epigen.tuning.search import Progress, assist
-from epigen.tuning.space import parameters
 from epigen.tuning.storage import Storage, open_storage
 from epigen.tuning.study import Claim, Study
 from epigen.tuning.task import Baseline, Comparison, Outcome

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 from tuner_process import SPACE
 
+from epigen.choose.space import parameters
 from epigen.codegen.spec import KernelConfig
-from epigen.tuning.space import parameters
 from epigen.tuning.surrogate import Surrogate
 
 CONFIGS = list(SPACE.every())

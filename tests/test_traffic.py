@@ -7,7 +7,7 @@ import pytest
 from test_model import BACKWARD, LIBRARY, PLAIN, spec_of, tiled
 
 from epigen.dtypes import INT8
-from epigen.tuning.traffic import traffic
+from epigen.perf.traffic import traffic
 
 M, N, K = 256, 512, 1024
 OPERANDS_16 = 2 * (M * K + K * N)

@@ -20,8 +20,8 @@ import epigen
 from bench import digits, models, networks, peers, record, training
 from bench.digits import Digits
 from bench.networks import LAYERS, Network
+from epigen import gpus
 from epigen.runtime import device
-from epigen.tuning import gpus
 
 WIDTH, BATCH = 128, 40  # cuBLASLt pads masks to 128 columns
 

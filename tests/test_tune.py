@@ -14,20 +14,21 @@ from click.testing import CliRunner
 
 import epigen
 from bench.record import RESULTS
-from epigen import api, settings
-from epigen.cli import main
+from epigen import api, gpus, settings
+from epigen.choose import explain
+from epigen.choose.choose import Chooser
+from epigen.cli.main import main
 from epigen.codegen.spec import KernelConfig
+from epigen.db.database import Database
+from epigen.db.database import check as check_database
 from epigen.dtypes import FP16
 from epigen.errors import DatabaseError, EpigenError
 from epigen.runtime import device
 from epigen.runtime.device import DEFAULT, TARGETS
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.rendering import renderer
-from epigen.tuning import explain, gpus, report, table
+from epigen.tuning import report, table
 from epigen.tuning import tune as tune_module
-from epigen.tuning.choose import Chooser
-from epigen.tuning.database import Database
-from epigen.tuning.database import check as check_database
 from epigen.tuning.runner import Replay
 from epigen.tuning.task import Baseline, Comparison, Outcome, Task
 from epigen.tuning.tune import study_name, tune_one

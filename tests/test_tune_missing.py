@@ -15,9 +15,13 @@ import torch
 
 import epigen
 from epigen import api
+from epigen.choose.choose import Chooser, capability
 from epigen.codegen import schedules
 from epigen.codegen.lower import lower
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Provisional, Signature
+from epigen.db.database import Database
+from epigen.db.problem import problem_of
+from epigen.db.records import Record
 from epigen.dtypes import FP16, FP32, INT8, INT32, UINT8
 from epigen.errors import CallError, TuneError
 from epigen.runtime import device
@@ -28,11 +32,7 @@ from epigen.runtime.kernel import Kernel
 from epigen.runtime.loader import Loader, triton_version
 from epigen.runtime.rendering import renderer
 from epigen.tuning import first_use
-from epigen.tuning.choose import Chooser, capability
-from epigen.tuning.database import Database
 from epigen.tuning.first_use import FirstUse
-from epigen.tuning.problem import problem_of
-from epigen.tuning.records import Record
 from epigen.tuning.task import Task
 from epigen.tuning.tune import problem_for
 

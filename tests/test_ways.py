@@ -12,13 +12,12 @@ import pytest
 
 from bench import readme, record, ways
 from bench.ways import Contest
-from epigen import settings
+from epigen import gpus, settings
 from epigen.codegen.spec import KernelConfig
+from epigen.db.database import Database
+from epigen.db.records import Record
 from epigen.errors import EpigenError
 from epigen.runtime import device
-from epigen.tuning import gpus
-from epigen.tuning.database import Database
-from epigen.tuning.records import Record
 from epigen.tuning.runner import Replay
 from epigen.tuning.task import Baseline, Comparison, Outcome, Task
 

@@ -13,6 +13,7 @@ from cases import LIBRARY, persistent, split_k, tiled, warp_specialized
 from integer_types import Function, first_texts
 
 import epigen
+from epigen.choose import rule
 from epigen.codegen import schedules
 from epigen.codegen.lower import signature_of_contiguous
 from epigen.codegen.schedules import SCHEDULES
@@ -21,10 +22,10 @@ from epigen.dtypes import FP16, FP32
 from epigen.errors import ConfigError
 from epigen.ir import graph as g
 from epigen.ir import reference
+from epigen.perf import model
 from epigen.runtime import outputs, vendor
 from epigen.runtime.ahead import Job, layout_constants
 from epigen.runtime.device import TARGETS
-from epigen.tuning import model, rule
 
 EVERYTHING = "z = mm * alpha + bias + scale_a[m] + gate[m,n] + shift; y = drelu(z, mask); y, bitmask(z > 0), bgrad(y), sum(y, n), amax(y), sum(a, k), sum(b, k) * scale_b[n]"
 """Inputs and outputs of every kind."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
-from epigen.tuning.database import Database
-from epigen.tuning.problem import Problem
-from epigen.tuning.records import Record
+from epigen.db.database import Database
+from epigen.db.problem import Problem
+from epigen.db.records import Record
 
 H200, H100, A100 = ("NVIDIA H200", "9.0"), ("NVIDIA H100 80GB HBM3", "9.0"), ("NVIDIA A100-SXM4-80GB", "8.0")
 NAME = "nvidia_h200_sm90.json"

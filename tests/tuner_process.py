@@ -18,12 +18,12 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from epigen.choose.space import Space, parameters
 from epigen.codegen.spec import KernelConfig
 from epigen.runtime.device import DEFAULT
 from epigen.tuning import search as searching
 from epigen.tuning.runner import RECORDED
 from epigen.tuning.search import Result, search
-from epigen.tuning.space import Space, parameters
 from epigen.tuning.storage import Storage
 from epigen.tuning.study import Study
 from epigen.tuning.task import Baseline, Comparison, Outcome, Task

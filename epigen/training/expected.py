@@ -11,21 +11,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from epigen import api
+from epigen import api, gpus
 from epigen.codegen.lower import signature_of_contiguous
 from epigen.codegen.spec import Signature
+from epigen.db.lookup import Found, Index
 from epigen.dtypes import FP32, DType
 from epigen.errors import CompileError
+from epigen.gpus import Gpu
 from epigen.ir.graph import BITS, Node
 from epigen.ir.reference import torch_dtype
+from epigen.perf import model, resources
 from epigen.runtime import device, loader
 from epigen.runtime.device import Target
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.prepared import Plan
 from epigen.training import library
-from epigen.tuning import gpus, model, resources
-from epigen.tuning.gpus import Gpu
-from epigen.tuning.lookup import Found, Index
 
 Held = tuple[tuple[str, DType | None], ...]
 """The dtypes of a program's inputs, by name."""

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from epigen import gpus
 from epigen.dtypes import BY_TORCH
 from epigen.errors import EpigenError
 from epigen.runtime.device import Target
 from epigen.training import expected
 from epigen.training.aten import BITMASK, SAME, WHERE_BITS, Imported, Importer, Role, Unknown, Value, elementwise, is_view, name_of, size_hint
-from epigen.tuning import gpus
 
 MOST_TILES = 6
 """Tiles that one kernel reads or writes beside its operands: each holds registers and a place in shared memory."""

@@ -1,1 +1,1 @@
-"""Which config a kernel gets."""
+"""Searching for a config: requests, studies, workers, timing, reports."""

@@ -11,17 +11,17 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from epigen.choose.choose import Chooser
 from epigen.codegen.spec import Choice, KernelSpec, Provisional
+from epigen.db.database import Database
+from epigen.db.lookup import alike
+from epigen.db.records import Key, extents, short
 from epigen.errors import EpigenError
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
 from epigen.runtime.device import Target
 from epigen.runtime.lru_cache import LruCache
 from epigen.tuning import remembered
-from epigen.tuning.choose import Chooser
-from epigen.tuning.database import Database
-from epigen.tuning.lookup import alike
-from epigen.tuning.records import Key, extents, short
 from epigen.tuning.task import Task
 
 TRIALS = 48

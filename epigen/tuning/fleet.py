@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from epigen.db.database import Database
 from epigen.errors import EpigenError, TuneError
-from epigen.tuning.database import Database
 from epigen.tuning.interrupt import heeded
 from epigen.tuning.runner import GpuRunner, Runner, compile_workers_for
 from epigen.tuning.search import Progress

@@ -21,8 +21,8 @@ from optuna.storages.journal import BaseJournalBackend
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
+from epigen.db import lock
 from epigen.errors import TuneError
-from epigen.tuning import lock
 
 _LOCK_S = 30.0  # an append takes well under a millisecond
 _POLL_S = 0.001

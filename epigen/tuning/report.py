@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from epigen import gpus
+from epigen.choose import explain
+from epigen.choose.explain import LATENCY, Explanation
 from epigen.codegen.spec import Choice, KernelConfig
-from epigen.tuning import explain, gpus
-from epigen.tuning.explain import LATENCY, Explanation
-from epigen.tuning.records import extents, short
+from epigen.db.records import extents, short
 from epigen.tuning.search import Progress, Result
 from epigen.tuning.task import Task
 from epigen.tuning.tune import Tuned, spec_of

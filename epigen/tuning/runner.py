@@ -13,9 +13,9 @@ from typing import Protocol
 
 import numpy as np
 
+from epigen.choose import space
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError
-from epigen.tuning import space
 from epigen.tuning.process import Failed, ForkServer, Worker
 from epigen.tuning.task import Baseline, Compare, Comparison, Job, Measure, Outcome, Task
 

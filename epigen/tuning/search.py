@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from epigen.choose.space import Space
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError, TuneError
 from epigen.tuning.interrupt import noticed, unbroken
 from epigen.tuning.runner import RECORDED, Runner
 from epigen.tuning.sampling import LONG_US
-from epigen.tuning.space import Space
 from epigen.tuning.storage import Storage, open_storage
 from epigen.tuning.study import Claim, Study
 from epigen.tuning.surrogate import Surrogate

@@ -21,11 +21,12 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
+from epigen.db import fields
+from epigen.db.records import OUTCOMES
 from epigen.errors import ConfigError, TuneError
-from epigen.tuning import fields
 from epigen.tuning.interrupt import unbroken
 from epigen.tuning.storage import Storage
-from epigen.tuning.task import OUTCOMES, Outcome
+from epigen.tuning.task import Outcome
 from epigen.tuning.tpe import Point
 
 BEAT_S = 3.0

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from epigen.db import fields
+from epigen.db.records import short
 from epigen.errors import CallError, ProgramError, SuiteError, near_miss
 from epigen.files import reason
-from epigen.tuning import fields
-from epigen.tuning.records import short
 from epigen.tuning.request import PRECISIONS, Request, digest_of, distinct, dtype_of, every, layout_of, shape_of
 
 _MOST = 1000  # of one list

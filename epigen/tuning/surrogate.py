@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from epigen.choose.space import parameters
 from epigen.codegen.spec import KernelConfig
-from epigen.tuning.space import parameters
 
 Floats = npt.NDArray[np.float64]
 

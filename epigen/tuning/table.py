@@ -11,14 +11,15 @@ from typing import Any
 from epigen import dtypes
 from epigen.codegen import schedules
 from epigen.codegen.spec import LAYOUTS, KernelConfig
+from epigen.db import fields
+from epigen.db.fields import quoted
+from epigen.db.records import OUTCOMES
 from epigen.errors import ConfigError, EpigenError, ProgramError
 from epigen.files import reason
 from epigen.ir.check import check
 from epigen.lang.parser import parse
 from epigen.runtime.device import TARGETS, Target
-from epigen.tuning import fields
-from epigen.tuning.fields import quoted
-from epigen.tuning.task import OUTCOMES, Baseline, Outcome, Task
+from epigen.tuning.task import Baseline, Outcome, Task
 
 _MOST_BYTES = 256 << 20
 _LONGEST = 20_000  # characters of a program

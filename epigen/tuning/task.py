@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 from epigen import dtypes
 from epigen.codegen.spec import Choice, KernelConfig
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from epigen.codegen.render import Renderer
     from epigen.runtime.kernel import Kernel
     from epigen.runtime.verify import Sample
-
-OutcomeKind = Literal["ok", "slower", "wrong", "compile_error", "out_of_resources", "timeout", "crashed"]
-OUTCOMES: tuple[OutcomeKind, ...] = get_args(OutcomeKind)
-"""How a trial can end. slower: cut off early, far behind the best so far."""
 
 
 @dataclass(frozen=True, slots=True)

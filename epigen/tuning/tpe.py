@@ -16,8 +16,8 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.trial import TrialState, create_trial
 
+from epigen.choose.space import Suggest
 from epigen.codegen.spec import KernelConfig
-from epigen.tuning.space import Suggest
 from epigen.tuning.task import Outcome
 
 

@@ -11,20 +11,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import epigen
-from epigen import dtypes
+from epigen import dtypes, gpus
+from epigen.choose import rule
+from epigen.choose.choose import capability
+from epigen.choose.space import Space
 from epigen.codegen.lower import lower, signature_of_contiguous
 from epigen.codegen.spec import KernelConfig, KernelSpec, digest
+from epigen.db.database import Database
+from epigen.db.problem import Problem, problem_of
+from epigen.db.records import Record, extents, short
 from epigen.ir.graph import Graph
+from epigen.perf import model
 from epigen.runtime.loader import triton_version
 from epigen.runtime.rendering import renderer
-from epigen.tuning import gpus, model, rule
-from epigen.tuning.choose import capability
-from epigen.tuning.database import Database
-from epigen.tuning.problem import Problem, problem_of
-from epigen.tuning.records import Record, extents, short
 from epigen.tuning.runner import MEASURED, GpuRunner, Runner
 from epigen.tuning.search import Progress, Result, assist, search
-from epigen.tuning.space import Space
 from epigen.tuning.storage import Storage
 from epigen.tuning.task import Task
 

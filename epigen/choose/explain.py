@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelSpec
-from epigen.tuning import model
-from epigen.tuning.gpus import Gpu
-from epigen.tuning.lookup import Found
-from epigen.tuning.model import Estimate
-from epigen.tuning.traffic import Traffic, traffic
+from epigen.db.lookup import Found
+from epigen.gpus import Gpu
+from epigen.perf import model
+from epigen.perf.model import Estimate
+from epigen.perf.traffic import Traffic, traffic
 
 MATH, MEMORY, LATENCY = "math", "memory", "latency"
 _LAUNCH_SHARE = 0.5  # with this share of its time in launches, a kernel is bound by them

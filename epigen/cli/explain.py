@@ -6,8 +6,9 @@ import json
 
 import click
 
-from epigen import cli_derivation, dtypes
-from epigen.cli_types import Program, ProgramCommand, Shape, dtype_option
+from epigen import dtypes
+from epigen.cli import derivation as cli_derivation
+from epigen.cli.types import Program, ProgramCommand, Shape, dtype_option
 
 
 @click.command("explain", cls=ProgramCommand, short_help="Explain what bounds a program, and its config.")
@@ -20,9 +21,9 @@ from epigen.cli_types import Program, ProgramCommand, Shape, dtype_option
 @click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
 def explain_command(program: str, shape: tuple[int, int, int], dtype_name: str, layout: str, precision: str, gpu_name: str | None, as_json: bool) -> None:
     """Explain what bounds PROGRAM, such as "relu(mm + bias)", at a shape: work, limits, config, waste, what fusing saves, and its derivative."""
-    from epigen import api
+    from epigen import api, gpus
+    from epigen.choose import explain
     from epigen.runtime import device
-    from epigen.tuning import explain, gpus
 
     kernel = api.compile(program, precision=precision)
     # a GPU at hand stays what its driver calls it: that name is in the database's key

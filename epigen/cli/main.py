@@ -14,9 +14,14 @@ from typing import Any
 import click
 
 import epigen
-from epigen import cli_compile, cli_db, cli_explain, cli_info, cli_tune, ops
-from epigen.cli_tune import INTERRUPTED
-from epigen.cli_types import say
+from epigen import ops
+from epigen.cli import compile as cli_compile
+from epigen.cli import db as cli_db
+from epigen.cli import explain as cli_explain
+from epigen.cli import info as cli_info
+from epigen.cli import tune as cli_tune
+from epigen.cli.tune import INTERRUPTED
+from epigen.cli.types import say
 from epigen.errors import EpigenError, InternalError, VerificationError
 
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import epigen
-from epigen import cli_derivation, dtypes
-from epigen.cli_types import Program, ProgramCommand, Shape, dtype_option, say
+from epigen import dtypes
+from epigen.cli import derivation as cli_derivation
+from epigen.cli.types import Program, ProgramCommand, Shape, dtype_option, say
 from epigen.codegen.schedules import SCHEDULES, in_triton
 from epigen.errors import EpigenError
 
@@ -100,7 +101,7 @@ def compile_command(program: str, shape: tuple[int, int, int] | None, dtype_name
     say(f"config    {plan.choice.config}")
     say(f"          {plan.choice.why}")
     if emit == "lowered":
-        from epigen.show import spec_text
+        from epigen.cli.show import spec_text
 
         _write_stage(kernel.program, emit, spec_text(plan.spec), output, as_json)
         return
@@ -163,8 +164,8 @@ def _planned(
 ) -> tuple[Kernel, Plan]:  # fmt: skip
     """schedule: the only one to choose a config of; None for the best."""
     from epigen import api
+    from epigen.choose.choose import Within
     from epigen.runtime.kernel import Kernel
-    from epigen.tuning.choose import Within
 
     kernel = api.compile(program, config=config, precision=precision)
     if schedule:
@@ -213,7 +214,7 @@ def _write_stage(program: str, emit: str, text: str, output: Path | None, as_jso
 
 
 def _early(program: str, emit: str) -> str:
-    from epigen import show
+    from epigen.cli import show
     from epigen.ir.check import check
     from epigen.ir.passes import normalise
     from epigen.lang.parser import parse

@@ -65,8 +65,8 @@ def _gpu(index: int) -> dict[str, Any]:
 def schedules(target: Target) -> dict[str, list[str]]:
     """The dtypes of operands that each schedule multiplies on a target: those of which its search space holds a config."""
     from epigen import api
+    from epigen.choose import space
     from epigen.codegen.lower import lower
-    from epigen.tuning import space
 
     graph = api.graph_of("relu(mm)")
     kernel = api.compile("relu(mm)", precision="ieee")
@@ -80,7 +80,7 @@ def schedules(target: Target) -> dict[str, list[str]]:
 
 
 def _databases(path: Path | None) -> list[dict[str, Any]]:
-    from epigen.tuning import database
+    from epigen.db import database
 
     chain = database.Database(path)
     found: list[dict[str, Any]] = []

@@ -55,7 +55,7 @@ def rows(derived: Derivation, shape: Shape) -> list[Row]:
 
 
 def _way(option: Option, shape: Shape) -> str:
-    from epigen.tuning.explain import bytes_text
+    from epigen.choose.explain import bytes_text
 
     kept, moved = (bytes_text(b) if b else "nothing" for b in (option.kept_bytes(shape), option.moved_bytes(shape)))
     return f"{option.save}: {kept} kept, {moved} moved"

@@ -11,18 +11,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from epigen import gpus
+from epigen.choose import rule
+from epigen.choose.space import Space
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Signature, with_layout
+from epigen.db.database import Database
+from epigen.db.lookup import FARTHEST, PROGRAM_STEP, Found, Index
+from epigen.db.problem import Problem, fine_bucket, fine_bucket_step, problem_of
+from epigen.db.records import extents
 from epigen.errors import ConfigError
 from epigen.ir.graph import Graph
+from epigen.perf import model
 from epigen.runtime.device import Target
 from epigen.runtime.loader import triton_version
 from epigen.runtime.lru_cache import LruCache
-from epigen.tuning import gpus, model, rule
-from epigen.tuning.database import Database
-from epigen.tuning.lookup import FARTHEST, PROGRAM_STEP, Found, Index
-from epigen.tuning.problem import Problem, fine_bucket, fine_bucket_step, problem_of
-from epigen.tuning.records import extents
-from epigen.tuning.space import Space
 
 _SOURCES = 8  # near problems that are tried; the estimates of more would take longer than they are worth
 _DOUBT = 0.02  # a share of the time for each doubling that a config comes from afar

@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from epigen import gpus
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelConfig
+from epigen.db.problem import Problem, coarse_bucket
+from epigen.db.records import Key, Record, extents, problem_key, short
 from epigen.dtypes import ALL
-from epigen.tuning import gpus
-from epigen.tuning.problem import Problem, coarse_bucket
-from epigen.tuning.records import Key, Record, extents, problem_key, short
 
 # Distances are in doublings. One of M or of N doubles the output tiles, which decides the tile that fills the GPU; one of K only
 # makes each tile's loop longer, which the best config notices half as much.

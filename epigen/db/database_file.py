@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from epigen.db import lock, records
+from epigen.db.records import Damaged, Document, Key, Record
 from epigen.errors import DatabaseError
 from epigen.files import reason, sync_folder, write_new
-from epigen.tuning import lock, records
-from epigen.tuning.records import Damaged, Document, Key, Record
 
 MAX_BYTES = 16 << 20
 """Of one file, which every process reads whole at its first look-up. A record takes about 700 bytes."""

@@ -11,14 +11,14 @@ from types import MappingProxyType
 from typing import Any
 
 from epigen.codegen.schedules import RENAMED
+from epigen.db.fields import Broken
+from epigen.db.problem import input_kind
 from epigen.dtypes import BY_NAME, FP32
 from epigen.errors import EpigenError
 from epigen.ir.check import check
 from epigen.ir.graph import Graph
 from epigen.ir.passes import normalise
 from epigen.lang.parser import MAX_CHARACTERS, parse
-from epigen.tuning.fields import Broken
-from epigen.tuning.problem import input_kind
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
 

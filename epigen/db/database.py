@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from epigen import settings
+from epigen.db.database_file import LOCK_TIMEOUT_S, DatabaseFile, Saved
+from epigen.db.lookup import Accept, Found, Index, distinct
+from epigen.db.problem import Problem
+from epigen.db.records import Key, Record, better, merged
 from epigen.errors import DatabaseError
 from epigen.files import reason
-from epigen.tuning.database_file import LOCK_TIMEOUT_S, DatabaseFile, Saved
-from epigen.tuning.lookup import Accept, Found, Index, distinct
-from epigen.tuning.problem import Problem
-from epigen.tuning.records import Key, Record, better, merged
 from epigen.uncollected import uncollected
 
 _SUFFIX = ".json"

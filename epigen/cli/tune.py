@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 import click
 
 from epigen import settings
-from epigen.cli_live import Live
-from epigen.cli_types import Devices, Program, ProgramCommand, Seconds, Shape, dtype_option
+from epigen.cli.live import Live
+from epigen.cli.types import Devices, Program, ProgramCommand, Seconds, Shape, dtype_option
 from epigen.errors import TuneError
 
 if TYPE_CHECKING:
-    from epigen.tuning.database import Database
+    from epigen.db.database import Database
     from epigen.tuning.fleet import Place
     from epigen.tuning.runner import GpuRunner
     from epigen.tuning.search import Progress
@@ -135,9 +135,9 @@ def _asked(
         except TuneError as error:
             raise click.UsageError(f"{error}{'; --replay TABLE searches recorded measurements' if str(error) == request.NO_GPU else ''}") from None
 
+        from epigen.choose.choose import capability
+        from epigen.db.database import Database
         from epigen.tuning import fleet, remembered, tune
-        from epigen.tuning.choose import capability
-        from epigen.tuning.database import Database
 
         tasks = [a.task(target, seed) for a in request.distinct(listed)]
         for task in tasks:

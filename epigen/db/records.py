@@ -14,22 +14,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Annotated, Any, Self, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_args, get_type_hints
 
 from epigen.codegen import schedules
 from epigen.codegen.spec import LAYOUTS, KernelConfig
+from epigen.db import fields
+from epigen.db.fields import quoted
+from epigen.db.migrations import MIGRATIONS
+from epigen.db.problem import BITS, SCALAR, Problem
+from epigen.db.salvage import load
 from epigen.dtypes import ALL, INPUTS
 from epigen.errors import ConfigError, DatabaseError
 from epigen.lang.parser import MAX_CHARACTERS
-from epigen.tuning import fields
-from epigen.tuning.fields import quoted
-from epigen.tuning.migrations import MIGRATIONS
-from epigen.tuning.problem import BITS, SCALAR, Problem
-from epigen.tuning.salvage import load
-from epigen.tuning.task import OUTCOMES, OutcomeKind
 
 SCHEMA = 3
-"""2 added the inputs' dtypes; `migrations` has the steps from older ones."""
+"""2 added the inputs' dtypes, 3 has other names for three dimensions of a config; `migrations` has the steps from older ones."""
+
+OutcomeKind = Literal["ok", "slower", "wrong", "compile_error", "out_of_resources", "timeout", "crashed"]
+OUTCOMES: tuple[OutcomeKind, ...] = get_args(OutcomeKind)
+"""How a trial can end. slower: cut off early, far behind the best so far."""
 
 _INPUT_KINDS = frozenset({BITS, SCALAR, *(f"{t.name}[{i}]" for t in INPUTS for i in ("mn", "m", "n"))})
 _MAX_RECORDS = 100_000

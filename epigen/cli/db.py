@@ -16,8 +16,8 @@ import click
 from epigen.errors import DatabaseError
 
 if TYPE_CHECKING:
-    from epigen.tuning.database import Database, Report
-    from epigen.tuning.records import Record
+    from epigen.db.database import Database, Report
+    from epigen.db.records import Record
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -41,7 +41,7 @@ def _wanted(gpu: str, program: str) -> Callable[[Record], bool]:
 
 
 def _open(path: Path | None) -> Database:
-    from epigen.tuning.database import Database
+    from epigen.db.database import Database
 
     return Database(path)
 
@@ -133,7 +133,7 @@ def export_command(target: Path, path: Path | None, gpu: str, program: str, ship
 @click.pass_context
 def check_command(context: click.Context, paths: tuple[Path, ...], path: Path | None, as_json: bool) -> None:
     """Check every file of PATHS (default: the user's database and the shipped ones). Exit status 1 if something is wrong."""
-    from epigen.tuning import database
+    from epigen.db import database
 
     chain = _open(path)
     asked = [*paths, *([path] if path else [])]
@@ -186,7 +186,7 @@ def _object(file: Path, record: Record) -> dict[str, Any]:
 
 
 def _row(record: Record) -> str:
-    from epigen.tuning.records import extents, short
+    from epigen.db.records import extents, short
 
     operands = record.a if record.a == record.b else f"{record.a}x{record.b}"
     ratio = f"{record.baseline_us / record.median_us:.2f} vs mm" if record.baseline_us else "   - vs mm"
@@ -197,8 +197,7 @@ def _row(record: Record) -> str:
 
 
 def _show(file: Path, record: Record) -> None:
-    from epigen.tuning.records import extents
-    from epigen.tuning.task import OUTCOMES
+    from epigen.db.records import OUTCOMES, extents
 
     precision = f", {record.precision}" if record.precision else ""
     inputs = f", inputs {', '.join(record.inputs)}" if record.inputs else ""

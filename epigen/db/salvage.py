@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from epigen.tuning.fields import Broken, quoted
+from epigen.db.fields import Broken, quoted
 
 _FIRST_LINE = "    {"
 """Of an item, as epigen writes it: by itself, and so far in."""

@@ -1,0 +1,1 @@
+"""The tuning database: problems, records, files, and which record a problem is given."""
