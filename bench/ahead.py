@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import epigen
 from epigen.dtypes import BY_NAME
 from epigen.errors import EpigenError
+from epigen.gpus import Target
 from epigen.runtime import verify
-from epigen.runtime.device import Target
 from epigen.tuning.request import Request
 from epigen.tuning.runner import compile_workers_for
 

@@ -28,7 +28,7 @@ from epigen.db.database import Database
 from epigen.db.lookup import Found, version_order
 from epigen.db.records import Key, Record, problem_key
 from epigen.errors import EpigenError
-from epigen.runtime.device import Target
+from epigen.gpus import Target
 from epigen.runtime.loader import triton_version
 from epigen.tuning import report
 from epigen.tuning.runner import GpuRunner, Runner

@@ -24,8 +24,8 @@ import torch
 from bench import ahead, bars, cases, headline, peers, record, timing
 from bench.cases import Case
 from bench.peers import Contender, Maker, Problem
+from epigen.gpus import Target
 from epigen.runtime import device
-from epigen.runtime.device import Target
 
 _CORES = 3  # that each process keeps busy: its own, and two that compile for it
 

@@ -33,7 +33,7 @@ from bench.checked import Oracle, Wrong
 from bench.peers import Contender, Maker, Missing
 from bench.programs import BY_NAME, with_tanh
 from epigen import dtypes
-from epigen.runtime.device import Target
+from epigen.gpus import Target
 from epigen.tuning.timer import ColdTimer
 
 BUDGET_S = 275.0

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from epigen.files import write_whole
+from epigen.gpus import Target
 from epigen.runtime import device
-from epigen.runtime.device import Target
 
 RESULTS = Path(__file__).parent / "results"
 _NUMBERS = re.compile(r"\[\n(?:\s+(?:-?[\d.]+(?:e[-+]?\d+)?|null),?\n)+\s+\]")  # as JSON with an indent lays them out

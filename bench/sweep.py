@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--random", nargs="*", type=int, metavar="SEED", help="samples of random shapes instead, in bf16: 44 of each seed")
     record.add_options(parser)
     options = parser.parse_args()
-    target = device.at_hand() or device.DEFAULT
+    target = device.at_hand() or gpus.DEFAULT_TARGET
     runner: GpuRunner | None = None
     dtype, tables = "bf16" if options.random else "fp16", list[table.Table]()
     for name, text, shape, layout in random_problems(options.random) if options.random else PROBLEMS:

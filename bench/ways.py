@@ -32,9 +32,9 @@ from epigen.db.database import Database
 from epigen.db.lookup import Index
 from epigen.db.records import Record, problem_key
 from epigen.errors import EpigenError
+from epigen.gpus import Target
 from epigen.perf import model
 from epigen.runtime import device
-from epigen.runtime.device import Target
 from epigen.runtime.loader import triton_version
 from epigen.tuning import sampling
 from epigen.tuning.runner import GpuRunner, Runner, compile_workers_for

@@ -1,6 +1,6 @@
-"""The table of GPUs: what the datasheets promise, and where it was measured, what came of it. Pure data and look-up; needs no GPU.
+"""The table of GPUs: what an architecture's blocks may hold and its tensor cores multiply, and how fast its parts are.
 
-A row says how fast; `runtime.device.TARGETS`, under the row's architecture, says what a block may hold.
+Speeds are what the datasheets promise, and where it was measured, what came of it. Pure data and look-up; needs no GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from epigen.dtypes import FP32, DType
 from epigen.errors import TargetError, near_miss
-from epigen.runtime.device import TARGETS, Target
 
 ACHIEVED_BANDWIDTH = 0.9
 """Share of the datasheet's bandwidth that a copy reaches where it was not measured: the H200's is 4.28 of 4.8 TB/s."""
@@ -20,12 +19,85 @@ _MB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """One GPU architecture, or a part of it.
+
+    shared_bytes: most shared memory of one block. sm_*: what one multiprocessor (AMD: compute unit) holds, registers in 32-bit
+    words. multiprocessors: of the part named in `part`, or of the device at hand. fp8: Triton multiplies and converts fp8e4m3. tf32: its tensor
+    cores multiply fp32 rounded to tf32.
+    """
+
+    name: str
+    backend: str  # "cuda" or "hip"
+    arch: int | str
+    warp_size: int
+    shared_bytes: int
+    sm_shared_bytes: int
+    sm_registers: int
+    sm_threads: int
+    sm_blocks: int
+    multiprocessors: int
+    part: str
+    fp8: bool = False
+    tf32: bool = False
+
+    @property
+    def has_dependent_launch(self) -> bool:
+        """Whether a kernel can be launched while the one before it still runs, for whose end it then waits by itself: CUDA's programmatic
+        dependent launch, since compute capability 9.0."""
+        return self.backend == "cuda" and int(self.arch) >= 90
+
+    def blocks_per_sm(self, threads: int, registers: int, shared_bytes: int) -> int:
+        """How many blocks of a kernel one multiprocessor can hold at a time."""
+        # registers are handed out in units of 8 a thread; CUDA keeps 1 KB of shared memory a block for itself
+        registers_each = max(1, -(-registers // 8) * 8 * threads)
+        reserved = 1024 if self.backend == "cuda" else 0
+        shared_each = shared_bytes + reserved
+        by_shared = self.sm_shared_bytes // shared_each if shared_each else self.sm_blocks
+        return min(self.sm_threads // threads, self.sm_registers // registers_each, by_shared, self.sm_blocks)
+
+
+_KB = 1024
+
+# NVIDIA: CUDA C++ Programming Guide 12.9, table "Technical Specifications per Compute Capability" (of 7.5 to 12.0; all six rows checked).
+# AMD: ROCm documentation, "AMD GPU specifications" (compute units, LDS, vector register file; of RDNA a pair of compute units shares
+# 128 KB and 768 KB, of which one block can have 64 KB). Blocks: 16 of more than one wave, as LLVM's AMDGPU back end reckons; of RDNA
+# half of a pair's 32. Unconfirmed: the waves (CDNA 4 times 8 of 64 threads, RDNA 2 times 16 of 32). tf32, fp8: what Triton 3.6 and 3.9 take of
+# each; CDNA 3 multiplies fp8 of its own kinds alone.
+TARGETS = {
+    t.name: t
+    for t in (
+        Target("sm_80", "cuda", 80, 32, 163 * _KB, 164 * _KB, 65536, 2048, 32, 108, "A100", tf32=True),
+        Target("sm_86", "cuda", 86, 32, 99 * _KB, 100 * _KB, 65536, 1536, 16, 84, "RTX A6000", tf32=True),
+        Target("sm_89", "cuda", 89, 32, 99 * _KB, 100 * _KB, 65536, 1536, 24, 142, "L40S", fp8=True, tf32=True),
+        Target("sm_90", "cuda", 90, 32, 227 * _KB, 228 * _KB, 65536, 2048, 32, 132, "H100, H200", fp8=True, tf32=True),
+        Target("sm_100", "cuda", 100, 32, 227 * _KB, 228 * _KB, 65536, 2048, 32, 148, "B200", fp8=True, tf32=True),
+        Target("sm_120", "cuda", 120, 32, 99 * _KB, 100 * _KB, 65536, 1536, 24, 170, "RTX 5090", fp8=True, tf32=True),
+        Target("gfx90a", "hip", "gfx90a", 64, 64 * _KB, 64 * _KB, 131072, 2048, 16, 110, "MI250X, one die"),
+        Target("gfx942", "hip", "gfx942", 64, 64 * _KB, 64 * _KB, 131072, 2048, 16, 304, "MI300X", tf32=True),
+        Target("gfx950", "hip", "gfx950", 64, 160 * _KB, 160 * _KB, 131072, 2048, 16, 256, "MI355X", fp8=True),
+        Target("gfx1100", "hip", "gfx1100", 32, 64 * _KB, 64 * _KB, 98304, 1024, 16, 96, "RX 7900 XTX"),
+        Target("gfx1201", "hip", "gfx1201", 32, 64 * _KB, 64 * _KB, 98304, 1024, 16, 64, "RX 9070 XT", fp8=True),
+    )
+}  # fmt: skip
+
+DEFAULT_TARGET = TARGETS["sm_90"]
+
+
+def target_by_name(name: str) -> Target:
+    """Raises TargetError for an unknown name."""
+    if name not in TARGETS:
+        raise TargetError(f"unknown target '{name}': {near_miss(name, TARGETS) or 'known are ' + ', '.join(TARGETS)}")
+    return TARGETS[name]
+
+
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """One part.
 
-    name: as torch names it. short: what people call it. architecture: key in `device.TARGETS`.
+    name: as torch names it. short: what people call it. architecture: key in `TARGETS`, whose limits are the part's.
     peak_tflops: dense, by kind of operand (fp16, bf16, tf32, fp32 without tensor cores, fp8, int8); a kind that is missing is not
-    multiplied by tensor cores. bandwidth_gbps: the datasheet's. l2_bytes: the last cache that all multiprocessors share.
+    multiplied by tensor cores, and what there is agrees with the architecture's row. bandwidth_gbps: the datasheet's. l2_bytes: the last cache that all multiprocessors share.
     clock_mhz: boost. launch_us: what one launch adds to a cold measurement of one kernel.
     copy_gbps, sustained_tflops: measured; 0 and {} where nobody has.
     """
@@ -104,8 +176,8 @@ GPUS = (
     # documentation, "AMD GPU specifications": 110 compute units and 8 MB of L2 a die.
     Gpu("AMD Instinct MI250X", "MI250X", "gfx90a", 110, _peak(191.5, 23.9, int8=191.5), 1638, 8 * _MB, 1700, _AMD_LAUNCH_US, ("MI250X/MI250",)),
     # AMD Instinct MI300X data sheet (2023), and "AMD GPU specifications": the cache is the 256 MB of L3, since each die of 38 compute units
-    # has 4 MB of L2 to itself.
-    Gpu("AMD Instinct MI300X", "MI300X", "gfx942", 304, _peak(1307.4, 163.4, tf32=653.7, fp8=2614.9, int8=2614.9), 5325, 256 * _MB, 2100, _AMD_LAUNCH_US, ("MI300X OAM",)),
+    # has 4 MB of L2 to itself. Its 2614.9 TFLOP/s of fp8 are for kinds of fp8 that epigen does not have.
+    Gpu("AMD Instinct MI300X", "MI300X", "gfx942", 304, _peak(1307.4, 163.4, tf32=653.7, int8=2614.9), 5325, 256 * _MB, 2100, _AMD_LAUNCH_US, ("MI300X OAM",)),
     # AMD's page of the MI355X (2025): 2.5 and 5 PFLOP/s, here unrounded, 256 compute units x 4096 fp16 operations a clock; and "AMD GPU
     # specifications", as for the MI300X.
     Gpu("AMD Instinct MI355X", "MI355X", "gfx950", 256, _peak(2516.6, 157.3, fp8=5033.2, int8=5033.2), 8000, 256 * _MB, 2400, _AMD_LAUNCH_US),

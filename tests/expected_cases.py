@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import epigen
 from epigen.dtypes import BF16
-from epigen.runtime.device import TARGETS
+from epigen.gpus import TARGETS
 from epigen.runtime.kernel import Kernel
 from epigen.training import backend, expected, library
 from epigen.training.report import Seen

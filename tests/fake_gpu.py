@@ -66,6 +66,7 @@ class FakeGpu:
         from triton.compiler import CompiledKernel
         from triton.runtime import driver
 
+        from epigen.gpus import DEFAULT_TARGET
         from epigen.runtime import device, fast_call, launch
 
         cuda = CudaDriver()
@@ -77,7 +78,7 @@ class FakeGpu:
         CompiledKernel._init_handles = lambda kernel: (load(kernel), self._know(kernel))[0]
         torch.Tensor.is_cuda = property(lambda _t: True)  # type: ignore[assignment, method-assign]
         torch.cuda.device = lambda _device: nullcontext()  # type: ignore[assignment, misc]
-        device.at_hand = lambda index=None: device.DEFAULT  # noqa: ARG005
+        device.at_hand = lambda index=None: DEFAULT_TARGET  # noqa: ARG005
         fast_call.current_device = lambda: None  # type: ignore[assignment, return-value]
         fast_call.current_stream = lambda _index: self.stream
         launch.capturing = lambda: self.capturing

@@ -31,6 +31,7 @@ from epigen.codegen import schedules
 from epigen.codegen.render import Argument, Function, Rendered
 from epigen.codegen.spec import KernelConfig, digest
 from epigen.errors import CallError
+from epigen.gpus import DEFAULT_TARGET
 from epigen.runtime import device, direct, fast_call, launch, loader, native, vendor, workspace
 from epigen.runtime import kernel as kernel_module
 from epigen.runtime.code_builder import CodeBuilder
@@ -136,7 +137,7 @@ def test_what_was_warmed_needs_no_c_compiler(gpu: FakeGpu, monkeypatch: pytest.M
     kernel, (a, b) = compiled("where(keep[m,n] > 0, mm, mm * weight[n] + shift)"), operands()
     inputs = {"keep": torch.zeros(M, N, dtype=torch.int8), "weight": torch.zeros(N, dtype=torch.float32), "shift": 2.0}
     before = driver.active
-    kernel.warm(a, b, device.DEFAULT, **inputs)
+    kernel.warm(a, b, DEFAULT_TARGET, **inputs)
     driver.set_active(before)
 
     def compile_c(*_arguments: Any) -> Any:
@@ -205,7 +206,7 @@ def test_an_epilogue_is_launched_before_the_vendors_product_ends(gpu: FakeGpu, c
 @pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("name", ["sm_80", "sm_89"])
 def test_older_gpus_end_one_kernel_before_the_next(gpu: FakeGpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "at_hand", lambda index=None: replace(device.DEFAULT, name=name, arch=int(name[3:])))  # noqa: ARG005
+    monkeypatch.setattr(device, "at_hand", lambda index=None: replace(DEFAULT_TARGET, name=name, arch=int(name[3:])))  # noqa: ARG005
     kernel = compiled("z = relu(mm); z, bgrad(z)")
     assert [x.ahead for x in launched(gpu, kernel, *operands())] == [False, False]
     assert kernel._last is not None and not any("griddepcontrol" in x.asm["ptx"] for x in kernel._last.compiled)
@@ -1284,7 +1285,7 @@ SLOTS = {"x_ptr": 0, "y_ptr": 1, "alpha": 2}
 def bound(copy: tuple[Any, Function], x: torch.Tensor, y: torch.Tensor) -> tuple[Launch, Any]:
     """The launch, and the same without Triton."""
     jit, function = copy
-    launch = Launch.of(jit, function, -(-x.shape[0] // 16), {"M": x.shape[0], "N": x.shape[1]}, device.DEFAULT, follows=False)
+    launch = Launch.of(jit, function, -(-x.shape[0] // 16), {"M": x.shape[0], "N": x.shape[1]}, DEFAULT_TARGET, follows=False)
     it = launch({"x_ptr": x, "y_ptr": y, "alpha": 2.0})
     straight = launch.direct(it, SLOTS, (x, y))
     assert straight is not None
@@ -1337,7 +1338,7 @@ def test_an_address_that_comes_back_is_described_by_its_own_shape(gpu: FakeGpu, 
 def test_the_transpose_is_described_where_that_has_contiguous_rows(gpu: FakeGpu, copy: tuple[Any, Function]) -> None:
     jit, function = copy
     x = half(64, 48)
-    launch = Launch.of(jit, function, 3, {"M": 48, "N": 64}, device.DEFAULT, follows=False)
+    launch = Launch.of(jit, function, 3, {"M": 48, "N": 64}, DEFAULT_TARGET, follows=False)
     plain = gpu.during(lambda: launch({"x_ptr": x, "y_ptr": x, "alpha": 2.0}))
     assert len(plain) == 1
     for t in (x, x.T):

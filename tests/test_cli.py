@@ -26,8 +26,8 @@ from epigen.cli import main as cli
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import LAYOUTS
 from epigen.errors import InternalError
+from epigen.gpus import TARGETS
 from epigen.runtime import ahead, device, verify
-from epigen.runtime.device import TARGETS
 
 ROOT = Path(cli.__file__).resolve().parent.parent
 SMALL = "schedule=tiled,block_m=32,block_n=32,block_k=32,group_m=4,num_warps=4,num_stages=2"

@@ -19,8 +19,8 @@ from epigen.cli import info as cli_info
 from epigen.cli import main as cli
 from epigen.codegen.schedules import SCHEDULES
 from epigen.errors import TargetError
+from epigen.gpus import TARGETS, Target
 from epigen.runtime import device
-from epigen.runtime.device import TARGETS, Target
 
 GIB = 1 << 30
 

@@ -21,8 +21,8 @@ from epigen.db.database import Database
 from epigen.db.problem import Problem, problem_of
 from epigen.db.records import Record
 from epigen.errors import EpigenError
+from epigen.gpus import TARGETS
 from epigen.runtime import device
-from epigen.runtime.device import TARGETS
 from epigen.runtime.loader import triton_version
 
 

@@ -27,10 +27,10 @@ from epigen.codegen.schedules import WARP_SPECIALIZED
 from epigen.codegen.spec import LAYOUTS
 from epigen.dtypes import BF16, BY_TORCH, FP16, FP32
 from epigen.errors import ConfigError
+from epigen.gpus import TARGETS
 from epigen.ir import reference
 from epigen.ir.graph import Graph
 from epigen.runtime import direct, outputs, verify
-from epigen.runtime.device import TARGETS
 
 PROGRAMS = 3
 """Few, so that each has several tiles; the GPU has one a multiprocessor."""

@@ -18,9 +18,9 @@ from epigen.codegen.spec import EXACT_INT8, KernelConfig
 from epigen.codegen.standalone import standalone
 from epigen.dtypes import FP16, INT8
 from epigen.errors import ConfigError
+from epigen.gpus import TARGETS
 from epigen.ir import reference
 from epigen.runtime import vendor, verify
-from epigen.runtime.device import TARGETS
 
 M, N, PAST = 3, 5, EXACT_INT8 + 42
 LONG = tiled(16, 16, 256, 1, 1)

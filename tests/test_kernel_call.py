@@ -22,9 +22,9 @@ from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.spec import KernelConfig, KernelSpec
 from epigen.dtypes import BF16, FP16, FP32
 from epigen.errors import CallError, ConfigError
+from epigen.gpus import TARGETS
 from epigen.ir import reference
 from epigen.runtime import arguments, kernel, vendor, verify, workspace
-from epigen.runtime.device import TARGETS
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.loader import Loader
 

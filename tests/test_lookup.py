@@ -27,11 +27,11 @@ from epigen.db.lookup import FARTHEST, Found, Index, distance, version_order
 from epigen.db.problem import Problem, problem_of
 from epigen.db.records import Record, merged
 from epigen.dtypes import FP16
+from epigen.gpus import TARGETS
 from epigen.ir.check import check
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
 from epigen.perf import model
-from epigen.runtime.device import TARGETS
 
 
 def test_look_up_takes_the_steps_in_order(tmp_path: Path) -> None:

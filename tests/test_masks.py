@@ -15,10 +15,10 @@ from test_ahead import tiled as compiled_tile
 import epigen
 from epigen.codegen.spec import KernelConfig, whole_words
 from epigen.dtypes import FP16
+from epigen.gpus import TARGETS
 from epigen.ir import reference
 from epigen.runtime import verify
 from epigen.runtime.ahead import Job
-from epigen.runtime.device import TARGETS
 from epigen.runtime.kernel import Kernel
 
 TEXT = "z = cast(mm + bias * scale_a[m], fp16); z, bitmask(z > -0.5), where(mask, z, 0)"  # a bit is set where nothing is, too

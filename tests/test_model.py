@@ -29,13 +29,13 @@ from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, with_layout
 from epigen.db.database import Database
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, OPERANDS, UINT8, DType
 from epigen.errors import TargetError
+from epigen.gpus import TARGETS
 from epigen.ir import graph as g
 from epigen.ir.check import check
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
 from epigen.perf import model
 from epigen.perf.constants import FITTED
-from epigen.runtime.device import TARGETS
 from epigen.tuning import tune
 
 H200 = gpus.by_name("H200")

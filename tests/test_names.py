@@ -25,10 +25,10 @@ from epigen.codegen.render import Renderer
 from epigen.codegen.spec import LAUNCHER, KernelConfig, parameter
 from epigen.dtypes import FP16, FP32
 from epigen.errors import CheckError, CompileError
+from epigen.gpus import TARGETS
 from epigen.ir.check import refused_name
 from epigen.runtime import loader
 from epigen.runtime.ahead import Job, Running
-from epigen.runtime.device import TARGETS
 
 SM_90 = TARGETS["sm_90"]
 OTHERS = (

@@ -17,9 +17,9 @@ from epigen.codegen.lower import output_dtype
 from epigen.codegen.spec import WIDE
 from epigen.dtypes import BF16, BY_TORCH, FP16, FP32, INT8, DType
 from epigen.errors import CallError, ConfigError
+from epigen.gpus import TARGETS
 from epigen.ir import bound, reference
 from epigen.runtime import outputs, verify
-from epigen.runtime.device import TARGETS
 from epigen.runtime.kernel import Kernel
 
 BACKENDS = ("reference", "interpreter")

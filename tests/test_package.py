@@ -80,7 +80,7 @@ def test_nothing_is_collected_on_the_way_to_a_first_kernel() -> None:
         "looks = []\n"
         "gc.callbacks.append(lambda phase, info: looks.append(info['generation']) if phase == 'start' else None)\n"
         "import epigen\n"
-        "from epigen.runtime.device import TARGETS\n"
+        "from epigen.gpus import TARGETS\n"
         "kernel = epigen.compile('relu(mm + bias)')\n"
         "plan = kernel.plan((64, 256, 128), FP16, TARGETS['sm_90'], layout='nt')\n"
         "kernel._loaders[False].load(plan.rendered)\n"

@@ -12,11 +12,11 @@ from epigen.codegen.spec import KernelSpec, Signature
 from epigen.db.problem import Problem, problem_of
 from epigen.db.records import Record, problem_key
 from epigen.dtypes import BF16, FP16, FP32, UINT8, DType
+from epigen.gpus import TARGETS
 from epigen.ir.check import check
 from epigen.ir.graph import Graph
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
-from epigen.runtime.device import TARGETS
 
 SHAPE = (4096, 4096, 4096)
 TARGET = TARGETS["sm_90"]

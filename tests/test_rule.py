@@ -13,8 +13,8 @@ from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelSpec, with_layout
 from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, OPERANDS, DType
+from epigen.gpus import TARGETS, Target
 from epigen.perf import model
-from epigen.runtime.device import TARGETS, Target
 
 EXTENTS = (0, 1, 15, 16, 17, 64, 65, 300, 4096, 100_000)
 PLAIN = "relu(mm + bias)"

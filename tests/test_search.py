@@ -20,8 +20,8 @@ from epigen.codegen.lower import lower
 from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, with_layout
 from epigen.dtypes import FP8E4M3, FP16, FP32, INT8
 from epigen.errors import ConfigError, TuneError
+from epigen.gpus import DEFAULT_TARGET, TARGETS
 from epigen.perf.resources import Work
-from epigen.runtime.device import DEFAULT, TARGETS
 from epigen.tuning.runner import GpuRunner, Replay
 from epigen.tuning.search import search
 from epigen.tuning.task import Baseline, Comparison, Outcome, Task
@@ -31,10 +31,10 @@ SHAPES = (SHAPE, (1, 1, 1), (0, 7, 0), (0, 4096, 4096), (4096, 0, 4096), (16, 40
 
 
 def spec_of(text: str = "relu(mm + bias)", shape: tuple[int, int, int] = SHAPE, dtype: object = FP16) -> KernelSpec:
-    return epigen.compile(text).plan(shape, dtype=dtype, target=DEFAULT).spec  # type: ignore[arg-type]
+    return epigen.compile(text).plan(shape, dtype=dtype, target=DEFAULT_TARGET).spec  # type: ignore[arg-type]
 
 
-SPACE = Space(lower(epigen.compile("relu(mm + bias)").graph, Signature(FP16, FP16, (("bias", FP16),), k_multiple=256)), SHAPE, DEFAULT)
+SPACE = Space(lower(epigen.compile("relu(mm + bias)").graph, Signature(FP16, FP16, (("bias", FP16),), k_multiple=256)), SHAPE, DEFAULT_TARGET)
 """Of the schedules with pointers alone: the tables below are made up for them."""
 
 
@@ -50,7 +50,7 @@ def test_one_launch_is_a_choice_where_a_kernel_can_complete_what_it_reduces(text
     shape = (1024, 1024, 1024)
     spec = lower(epigen.compile(text).graph, Signature(FP16, FP16, tuple((n, FP16) for n in ("bias",) if n in text), k_multiple=256, tma=("a", "b")))
     found: dict[str, set[int]] = {}
-    for config in Space(spec, shape, DEFAULT).every():
+    for config in Space(spec, shape, DEFAULT_TARGET).every():
         found.setdefault(config.schedule, set()).add(config["fused_finalize"])
         assert not (dict(config.values).get("flatten") and (config["fused_finalize"] or config["prefetch"]))
     assert found == dict.fromkeys(("library", "tiled", "split_k", "persistent", "warp_specialized"), values)
@@ -61,7 +61,7 @@ def test_inputs_can_be_asked_for_early_where_there_are_any(text: str, values: se
     kernel = epigen.compile(text)
     spec = lower(kernel.graph, kernel.signature_of(FP16, SHAPE, "nt"))
     found: dict[str, set[int]] = {}
-    for config in Space(spec, SHAPE, DEFAULT).every():
+    for config in Space(spec, SHAPE, DEFAULT_TARGET).every():
         found.setdefault(config.schedule, set()).add(dict(config.values).get("prefetch", -1))
     assert found.pop("library") == {-1}
     assert found and set(map(frozenset, found.values())) == {frozenset(values)}
@@ -69,7 +69,7 @@ def test_inputs_can_be_asked_for_early_where_there_are_any(text: str, values: se
 
 @pytest.mark.parametrize(("text", "one"), [("mm", True), ("mm + bias", False)])
 def test_a_kernel_of_the_vendors_is_tried_once(text: str, one: bool) -> None:
-    space = Space(spec_of(text), SHAPE, DEFAULT)
+    space = Space(spec_of(text), SHAPE, DEFAULT_TARGET)
     found = [c for c in space.every() if c.schedule == "library"]
     assert (found == [rule.by_vendor(space.spec, "").config]) == one and all(map(space.legal, found))
 
@@ -100,12 +100,12 @@ def test_the_nearest_point_is_legal() -> None:
     """Each dimension goes to its nearest bound, an order of tiles that is not searched to the nearest that is, and a choice that is open both ways."""
     spec = spec_of("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)")
     for shape in ((16, 4096, 4096), (128, 256, 256), (4096, 4096, 4096)):
-        here, there = Space(spec, shape, DEFAULT), Space(SPACE.spec, (8192, 8192, 512), DEFAULT)
+        here, there = Space(spec, shape, DEFAULT_TARGET), Space(SPACE.spec, (8192, 8192, 512), DEFAULT_TARGET)
         for config in list(there.every())[::97]:
             if config.schedule in here.schedules:
                 found = here.nearest(config, ("fused_finalize", "tma_load"))
                 assert found and len(set(found)) == len(found) and all(map(here.legal, found))
-    here = Space(spec, (4096, 4096, 4096), DEFAULT)
+    here = Space(spec, (4096, 4096, 4096), DEFAULT_TARGET)
     assert [c["group_m"] for g in (1, 2, 4, 8, 16) for c in here.nearest(tiled(128, 128, group_m=g))] == [1, 8, 8, 8, 8]
     assert [c["fused_finalize"] for c in here.nearest(tiled(128, 128), ("fused_finalize",))] == [0, 1]
     assert not here.legal(tiled(128, 128, group_m=4))
@@ -118,9 +118,9 @@ def test_the_nearest_point_is_legal() -> None:
 def test_groups_of_warps_have_two_buffers_beside_what_is_stored(text: str, shape: tuple[int, int, int]) -> None:
     """With one, the kernel would never end: it is filled again only when the step after its own has been issued."""
     spec = spec_of(text, shape)
-    configs = [c for c in Space(spec, shape, DEFAULT).every() if c.schedule == "warp_specialized"]
-    work = Work(spec, shape, DEFAULT)
-    assert configs and all(c["num_stages"] >= 2 and work.resources(c).shared_bytes <= DEFAULT.shared_bytes for c in configs)
+    configs = [c for c in Space(spec, shape, DEFAULT_TARGET).every() if c.schedule == "warp_specialized"]
+    work = Work(spec, shape, DEFAULT_TARGET)
+    assert configs and all(c["num_stages"] >= 2 and work.resources(c).shared_bytes <= DEFAULT_TARGET.shared_bytes for c in configs)
     assert {c["tma_store"] for c in configs} == ({1} if text.startswith("relu") else {0, 1})
 
 
@@ -138,11 +138,11 @@ def test_split_k_always_says_how_often() -> None:
 def test_groups_of_warps_take_parts_of_k_where_there_are_few_tiles(shape: tuple[int, int, int], most: int) -> None:
     """No more than the GPU takes at a time, each of 256 steps of k at least; and what TMA would bring to parts that do not finish a tile is not brought."""
     spec = spec_of("relu(mm + residual)", shape)
-    configs = [c for c in Space(spec, shape, DEFAULT).every() if c.schedule == "warp_specialized"]
+    configs = [c for c in Space(spec, shape, DEFAULT_TARGET).every() if c.schedule == "warp_specialized"]
     assert {c["splits"] for c in configs} == set(range(1, most + 1))
     for c in configs:
         tiles = -(-shape[0] // c["block_m"]) * -(-shape[1] // c["block_n"])
-        assert c["splits"] == 1 or (c["tma_load"] == 0 and tiles * c["splits"] <= (1 + c["pingpong"]) * DEFAULT.multiprocessors)
+        assert c["splits"] == 1 or (c["tma_load"] == 0 and tiles * c["splits"] <= (1 + c["pingpong"]) * DEFAULT_TARGET.multiprocessors)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_groups_of_warps_take_parts_of_k_where_there_are_few_tiles(shape: tuple[
 def test_what_tma_can_bring_is_tried_both_ways(text: str, aligned: bool, loads: set[int]) -> None:
     shape = (4096, 4096 if aligned else 4095, 512)
     spec = spec_of(text, shape)
-    configs = [c for c in Space(with_layout(spec, "nt"), shape, DEFAULT).every() if c.schedule == "warp_specialized"]
+    configs = [c for c in Space(with_layout(spec, "nt"), shape, DEFAULT_TARGET).every() if c.schedule == "warp_specialized"]
     assert {c["tma_load"] for c in configs} == loads
 
 
@@ -191,7 +191,7 @@ def best_of(table: dict[KernelConfig, Outcome]) -> float:
 
 @pytest.mark.parametrize("shape", [SHAPE, (64, 320, 16320), (100, 72, 64), (32768, 1344, 9424)], ids=str)
 def test_an_outline_is_the_part_of_a_space_that_shape_and_gpu_decide(shape: tuple[int, int, int]) -> None:
-    space = Space(SPACE.spec, shape, DEFAULT)
+    space = Space(SPACE.spec, shape, DEFAULT_TARGET)
     outline = list(space.outline())
     assert len(outline) == len(set(outline)) <= 1000 and all(map(space.legal, outline))
     assert {c.schedule for c in outline} == set(space.schedules)
@@ -203,7 +203,7 @@ def test_an_outline_is_the_part_of_a_space_that_shape_and_gpu_decide(shape: tupl
 def test_each_order_of_the_tiles_is_there_once(rows: int, groups: list[int]) -> None:
     """As many rows of tiles as there are, or more, are one group whatever it is called."""
     shape = (64 * rows, 512, 512)
-    space = Space(spec_of(shape=shape), shape, DEFAULT)
+    space = Space(spec_of(shape=shape), shape, DEFAULT_TARGET)
     config = warp_specialized(64, 128, 64, 8, pingpong=1, group_m=1)
     assert space.legal(config) and sorted(c["group_m"] for c in space.orders(config)) == groups
     assert all(map(space.legal, space.orders(config))) and space.orders(tiled()) == [tiled()]
@@ -242,7 +242,7 @@ def test_the_same_seed_gives_the_same_winner_and_no_config_is_measured_twice(tab
 
 def test_a_small_space_is_searched_whole_and_ends() -> None:
     shape = (1, 1, 1)
-    small = Space(spec_of(shape=shape), shape, DEFAULT)
+    small = Space(spec_of(shape=shape), shape, DEFAULT_TARGET)
     table = {c: Outcome("ok", float(i + 1)) for i, c in enumerate(small.every())}
     result = search(small, Replay(table, Baseline(1, 1)), prior=dict.fromkeys(table, 1.0), trials=500)
     assert set(result.outcomes) == set(table) and result.outcome.median_us == 1.0
@@ -366,7 +366,7 @@ class Runner(GpuRunner):
 
 @pytest.fixture
 def runner() -> Iterator[GpuRunner]:
-    task = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT))
+    task = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT_TARGET))
     made = Runner(compile_workers=2, timing_worker="faulty_timing_worker", compile_worker="faulty_compile_worker", build_s=1000.0)
     made.begin(task)
     yield made
@@ -411,7 +411,7 @@ def test_workers_go_on_with_another_task(runner: GpuRunner) -> None:
     runner.prepare([tiled(block_m=m) for m in (16, 32, 64, 128)])
     assert runner.measure(tiled(), 0.0).kind == "ok"
     before = [runner.timing_worker.key, *(w.key for w in runner.compile_workers)]
-    runner.begin(Task("gelu(mm)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT)))
+    runner.begin(Task("gelu(mm)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT_TARGET)))
     assert not runner.built and not runner.building and not runner.waiting
     assert runner.measure(tiled(), 0.0).kind == "ok"
     assert [runner.timing_worker.key, *(w.key for w in runner.compile_workers)] == before
@@ -424,9 +424,9 @@ def test_workers_import_no_more_than_they_need() -> None:
 import sys
 from epigen.ir import bound, reference
 from epigen.dtypes import FP32
-from epigen.runtime.device import DEFAULT
+from epigen.gpus import DEFAULT_TARGET
 from epigen.tuning.task import Task
-task = Task("drelu(mm + bias, mask) + residual", (64, 64, 64), "int8", "int8", "fp32", "nt", "ieee", DEFAULT)
+task = Task("drelu(mm + bias, mask) + residual", (64, 64, 64), "int8", "int8", "fp32", "nt", "ieee", DEFAULT_TARGET)
 graph = task.graph()
 task.sample(graph, "meta")
 given = task.sample(graph, "cpu")
@@ -440,7 +440,7 @@ assert not {"torch._dynamo", "sympy"} & set(sys.modules)
 @pytest.mark.slow
 def test_where_the_vendors_product_ends_its_worker_the_trials_decide() -> None:
     """It is killed at the start, hangs in the run-off, and is killed again where it is timed by itself at last."""
-    task = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT))
+    task = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT_TARGET))
     made = Runner(compile_workers=2, timing_worker="faulty_vendor", compile_worker="faulty_compile_worker", build_s=1000.0)
     try:
         made.begin(task)

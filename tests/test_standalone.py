@@ -21,7 +21,7 @@ from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
 from epigen.codegen.standalone import standalone
 from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
-from epigen.runtime.device import TARGETS
+from epigen.gpus import TARGETS
 
 SMALL = schedules.config("tiled", block_m=32, block_n=32, block_k=32, group_m=4, num_warps=4, num_stages=2)
 EARLY = schedules.config("tiled", block_m=32, block_n=32, block_k=32, group_m=1, num_warps=4, num_stages=2, prefetch=1, fused_finalize=1)

@@ -18,7 +18,7 @@ from epigen.codegen.spec import KernelConfig
 from epigen.codegen.standalone import standalone
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8
 from epigen.errors import CheckError
-from epigen.runtime.device import TARGETS
+from epigen.gpus import TARGETS
 
 __all__ = ["away"]  # a fixture
 

@@ -9,8 +9,8 @@ import torch
 
 import epigen
 from epigen.errors import CallError, CheckError, SuiteError, TuneError
+from epigen.gpus import TARGETS
 from epigen.runtime import device
-from epigen.runtime.device import TARGETS
 from epigen.tuning import request, suite
 from epigen.tuning.tune import spec_of
 

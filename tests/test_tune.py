@@ -23,8 +23,8 @@ from epigen.db.database import Database
 from epigen.db.database import check as check_database
 from epigen.dtypes import FP16
 from epigen.errors import DatabaseError, EpigenError
+from epigen.gpus import DEFAULT_TARGET, TARGETS
 from epigen.runtime import device
-from epigen.runtime.device import DEFAULT, TARGETS
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.rendering import renderer
 from epigen.tuning import report, table
@@ -68,7 +68,7 @@ def test_a_tuned_config_is_found_by_a_kernel(tmp_path: Path) -> None:
     assert tuned.record is not None and tuned.record.median_us == pytest.approx(tuned.result.outcome.median_us, abs=1e-3)
     graph = api.graph_of(recorded.task.text)
     kernel = Kernel(graph, renderer(), Chooser(graph, database))
-    here = replace(DEFAULT, part=recorded.task.target.part, multiprocessors=132)
+    here = replace(DEFAULT_TARGET, part=recorded.task.target.part, multiprocessors=132)
     plan = kernel.plan(recorded.task.shape, dtype=FP16, target=here, layout=recorded.task.layout)
     assert plan.choice.config == tuned.result.winner
     assert "NVIDIA H200" in plan.choice.why
@@ -109,10 +109,10 @@ def test_the_shipped_database_is_valid() -> None:
 
 
 def test_a_study_is_named_by_all_that_decides_its_outcomes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    task = Task("relu(mm + bias)", (256, 512, 64), "fp16", "fp16", "fp16", "nn", "ieee", DEFAULT)
+    task = Task("relu(mm + bias)", (256, 512, 64), "fp16", "fp16", "fp16", "nn", "ieee", DEFAULT_TARGET)
 
     name = study_name(task)
-    assert name.startswith(f"{DEFAULT.part.lower().replace(', ', '_')} 256x512x64 fp16 nn ") and len(name) < 150
+    assert name.startswith(f"{DEFAULT_TARGET.part.lower().replace(', ', '_')} 256x512x64 fp16 nn ") and len(name) < 150
     assert name == study_name(replace(task, seed=3, device=1))  # neither changes an outcome
     changes: list[dict[str, object]] = [
         {"text": "gelu(mm + bias)"},
@@ -121,7 +121,7 @@ def test_a_study_is_named_by_all_that_decides_its_outcomes(monkeypatch: pytest.M
         {"inputs": "fp32"},
         {"layout": "nt"},
     ]
-    changes += [{"target": replace(DEFAULT, part="another")}, {"target": TARGETS["sm_80"]}, {"a": "fp32", "b": "fp32"}]
+    changes += [{"target": replace(DEFAULT_TARGET, part="another")}, {"target": TARGETS["sm_80"]}, {"a": "fp32", "b": "fp32"}]
     changes += [{"a": "fp32", "b": "fp32", "precision": "tf32"}]
     names = [name, *(study_name(replace(task, **c)) for c in changes)]
     assert len(set(names)) == len(names)
@@ -197,7 +197,7 @@ def test_a_winner_is_recorded_whatever_becomes_of_the_vendors_product(how: str, 
     merged = Database(tmp_path / "other", seeds=())
     assert merged.merge(tmp_path).added == 1 and [r for _, r in merged.records()] == [record]
     kernel = Kernel(api.graph_of(SKINNY.task.text), renderer(), Chooser(api.graph_of(SKINNY.task.text), database))
-    here = replace(DEFAULT, part=SKINNY.task.target.part, multiprocessors=132)
+    here = replace(DEFAULT_TARGET, part=SKINNY.task.target.part, multiprocessors=132)
     plan = kernel.plan(SKINNY.task.shape, dtype=FP16, target=here, layout=SKINNY.task.layout)
     assert plan.choice.config == record.kernel_config and plan.choice.why.endswith("(exact)")
     explained = explain.explain(plan.spec, SKINNY.task.shape, gpus.DEFAULT, plan.choice)

@@ -24,10 +24,10 @@ from epigen.db.problem import problem_of
 from epigen.db.records import Record
 from epigen.dtypes import FP16, FP32, INT8, INT32, UINT8
 from epigen.errors import CallError, TuneError
+from epigen.gpus import DEFAULT_TARGET
 from epigen.runtime import device
 from epigen.runtime import kernel as kernel_module
 from epigen.runtime import prepared as prepared_module
-from epigen.runtime.device import DEFAULT
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.loader import Loader, triton_version
 from epigen.runtime.rendering import renderer
@@ -37,7 +37,7 @@ from epigen.tuning.task import Task
 from epigen.tuning.tune import problem_for
 
 SHAPE = (256, 512, 128)
-TARGET = replace(DEFAULT, part="NVIDIA H200")
+TARGET = replace(DEFAULT_TARGET, part="NVIDIA H200")
 WINNER = schedules.config("tiled", block_m=32, block_n=64, block_k=64, group_m=2, num_warps=4, num_stages=3)
 TEXT = "relu(mm + bias)"
 GRAPH = api.graph_of(TEXT)

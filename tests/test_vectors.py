@@ -15,9 +15,9 @@ from test_ahead import FORWARD, assembly, compiled, job, tiled
 import epigen
 from epigen.codegen.spec import KNOWN, LAYOUTS, WIDE, KernelConfig, contiguous, factors
 from epigen.dtypes import BF16, FP16, FP32, INT8, DType
+from epigen.gpus import TARGETS
 from epigen.runtime import verify
 from epigen.runtime.ahead import Job
-from epigen.runtime.device import TARGETS
 from epigen.runtime.kernel import Kernel
 
 TEXT = "relu(mm + bias) + residual"

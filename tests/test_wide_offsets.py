@@ -20,12 +20,12 @@ from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import PAST, WIDE, KernelConfig, index_bits
 from epigen.dtypes import FP16, FP32
 from epigen.errors import ConfigError
+from epigen.gpus import TARGETS
 from epigen.ir import graph as g
 from epigen.ir import reference
 from epigen.perf import model
 from epigen.runtime import outputs, vendor
 from epigen.runtime.ahead import Job, layout_constants
-from epigen.runtime.device import TARGETS
 
 EVERYTHING = "z = mm * alpha + bias + scale_a[m] + gate[m,n] + shift; y = drelu(z, mask); y, bitmask(z > 0), bgrad(y), sum(y, n), amax(y), sum(a, k), sum(b, k) * scale_b[n]"
 """Inputs and outputs of every kind."""

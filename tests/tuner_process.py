@@ -20,7 +20,7 @@ from pathlib import Path
 
 from epigen.choose.space import Space, parameters
 from epigen.codegen.spec import KernelConfig
-from epigen.runtime.device import DEFAULT
+from epigen.gpus import DEFAULT_TARGET
 from epigen.tuning import search as searching
 from epigen.tuning.runner import RECORDED
 from epigen.tuning.search import Result, search
@@ -30,9 +30,9 @@ from epigen.tuning.task import Baseline, Comparison, Outcome, Task
 from epigen.tuning.tune import spec_of
 
 SHAPE = (1024, 1024, 1024)
-TASK = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", DEFAULT)
+TASK = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", DEFAULT_TARGET)
 SPEC = spec_of(TASK.graph(), TASK)
-SPACE = Space(SPEC, SHAPE, DEFAULT)
+SPACE = Space(SPEC, SHAPE, DEFAULT_TARGET)
 BASELINE = Baseline(100.0, 120.0)
 
 

@@ -20,9 +20,9 @@ from epigen.db.lookup import FARTHEST, PROGRAM_STEP, Found, Index
 from epigen.db.problem import Problem, fine_bucket, fine_bucket_step, problem_of
 from epigen.db.records import extents
 from epigen.errors import ConfigError
+from epigen.gpus import Target
 from epigen.ir.graph import Graph
 from epigen.perf import model
-from epigen.runtime.device import Target
 from epigen.runtime.loader import triton_version
 from epigen.runtime.lru_cache import LruCache
 

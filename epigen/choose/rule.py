@@ -5,8 +5,8 @@ from __future__ import annotations
 from epigen.codegen import schedules
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec
 from epigen.dtypes import FP8E4M3, FP32
+from epigen.gpus import Target
 from epigen.perf import model
-from epigen.runtime.device import Target
 
 # block_m, block_n, num_warps; largest first. Read off the first measurements on an H200 (torch 2.11, Triton 3.6, 2026-11).
 _TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4), (32, 64, 4), (32, 32, 4), (16, 32, 2))

@@ -17,7 +17,7 @@ from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Input, KernelConfig, KernelSpec
 from epigen.dtypes import FP8E4M3, FP32
-from epigen.runtime.device import Target
+from epigen.gpus import Target
 
 Suggest = Callable[[str, int, int], int]
 """(name, low, high) -> a whole number in between, both ends included."""

@@ -16,25 +16,24 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import epigen
-from epigen import dtypes
+from epigen import dtypes, gpus
 from epigen.cli import derivation as cli_derivation
 from epigen.cli.types import Program, ProgramCommand, Shape, dtype_option, say
 from epigen.codegen.schedules import SCHEDULES, in_triton
 from epigen.errors import EpigenError
+from epigen.gpus import TARGETS, Target
 
 if TYPE_CHECKING:
     from epigen.dtypes import DType
     from epigen.ir.bound import Difference
     from epigen.ir.graph import Graph
     from epigen.runtime.ahead import Running
-    from epigen.runtime.device import Target
     from epigen.runtime.kernel import Kernel
     from epigen.runtime.loader import Compiled
     from epigen.runtime.prepared import Plan
 
 EARLY = ("ast", "ir", "lowered")
 COMPILED = ("ttir", "ttgir", "llir", "ptx", "cubin", "amdgcn", "hsaco")
-TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 DEFAULT_SHAPE = (4096, 4096, 4096)
 ANYWHERE = "tiled"
 """The schedule that every GPU can run, and Triton's interpreter: what is shown where there is no GPU and none is named."""
@@ -61,7 +60,7 @@ class Config(click.ParamType):  # type: ignore[type-arg]  # generic since click 
 @dtype_option
 @click.option("--layout", default="nn", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
 @click.option("--precision", type=click.Choice(["ieee", "tf32"]), default="ieee", show_default=True, help="of fp32 operands")
-@click.option("--target", "target_name", type=click.Choice(TARGETS), help="architecture (default: the GPU at hand, else sm_90 and the schedule tiled)")
+@click.option("--target", "target_name", type=click.Choice(tuple(TARGETS)), help="architecture (default: the GPU at hand, else sm_90 and the schedule tiled)")
 @click.option("--emit", default="source", show_default=True, type=click.Choice([*EARLY, "source", *COMPILED]), help="which stage to write")
 @click.option("--schedule", type=click.Choice(list(SCHEDULES)), help="the best config of this schedule by the model, instead of the best of all")
 @click.option("--config", type=Config(), help="a config instead of the chosen one: schedule=tiled,block_m=64,…")
@@ -148,15 +147,13 @@ def _target(name: str | None) -> tuple[Target, str]:
     from epigen.runtime import device
 
     if name:
-        return device.by_name(name), "as asked"
-    return (found, _AT_HAND) if (found := device.at_hand()) else (device.DEFAULT, _DEFAULT)
+        return gpus.target_by_name(name), "as asked"
+    return (found, _AT_HAND) if (found := device.at_hand()) else (gpus.DEFAULT_TARGET, _DEFAULT)
 
 
 def _least_shared_bytes() -> int:
     """What a block of every GPU has."""
-    from epigen.runtime import device
-
-    return min(t.shared_bytes for t in device.TARGETS.values())
+    return min(t.shared_bytes for t in TARGETS.values())
 
 
 def _planned(

@@ -8,16 +8,14 @@ import os
 import platform
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 import epigen
 from epigen import dtypes, settings
 from epigen.errors import DatabaseError, TargetError
-
-if TYPE_CHECKING:
-    from epigen.runtime.device import Target
+from epigen.gpus import DEFAULT_TARGET, Target
 
 PACKAGES = ("torch", "triton", "optuna")
 _SHAPES = ((4096, 4096, 4096), (16, 4096, 4096))  # aligned; large and skinny enough for every schedule
@@ -37,12 +35,12 @@ def gather(path: Path | None = None) -> dict[str, Any]:
     from epigen.runtime import device
 
     versions = {"epigen": epigen.__version__, "python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
-    gpus = [_gpu(index) for index in sorted(device.indices())]
-    default = None if gpus else {"target": device.DEFAULT.name, "part": device.DEFAULT.part, "schedules": schedules(device.DEFAULT)}
+    here = [_gpu(index) for index in sorted(device.indices())]
+    default = None if here else {"target": DEFAULT_TARGET.name, "part": DEFAULT_TARGET.part, "schedules": schedules(DEFAULT_TARGET)}
     cache, folder = settings.cache_dir(), settings.studies_dir()
     studies = sorted(folder.glob("*.journal")) if folder is not None and os.path.isdir(folder) else []  # noqa: PTH112  # Path.is_dir may raise
     return {
-        "versions": versions, "driver": driver() if gpus else None, "gpus": gpus, "default": default, "databases": _databases(path),
+        "versions": versions, "driver": driver() if here else None, "gpus": here, "default": default, "databases": _databases(path),
         "cache": {"path": None if cache is None else str(cache), "studies": len(studies)},
     }  # fmt: skip
 

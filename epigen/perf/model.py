@@ -21,11 +21,10 @@ from epigen.codegen.render import finishing_step
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import LINE_BYTES, KernelConfig, KernelSpec
 from epigen.dtypes import FP8E4M3, FP16, FP32
-from epigen.gpus import Gpu
+from epigen.gpus import Gpu, Target
 from epigen.perf.constants import FITTED, Constants
 from epigen.perf.resources import WGMMA, Resources, Work
 from epigen.perf.traffic import Shape, eager_dtype, item_bytes, partial_bytes, size_of, traffic
-from epigen.runtime.device import Target
 
 # rows, columns, share of the peak; and into how many parts it splits k, each at least so long. With the constants they are off by 15 % in the root
 # mean square over `mm` of 44 random shapes of up to 32768x16384x16384 on an H200 (bf16, torch 2.11, 2026-11); with four tiles and no parts by 34 %.

@@ -13,8 +13,8 @@ from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KernelConfig, KernelSpec
 from epigen.dtypes import FP32
+from epigen.gpus import Target
 from epigen.perf.traffic import Shape
-from epigen.runtime.device import Target
 
 WGMMA = ("sm_90", "sm_100")
 _GROUP_REGISTERS = 240  # what the warp_specialized template gives those that multiply

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from epigen import settings
 from epigen.codegen.render import Function, Rendered
 from epigen.errors import CompileError, EpigenError
-from epigen.runtime.device import Target
+from epigen.gpus import Target
 from epigen.runtime.loader import Compiled, compile_ahead
 
 

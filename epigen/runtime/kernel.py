@@ -26,12 +26,12 @@ from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import EXACT_INT8, PRODUCT, Choice, KernelConfig, KernelSpec, Provisional, Signature, factors, index_bits, k_multiple, whole_words
 from epigen.dtypes import BY_TORCH_ON_CPU, FP16, FP32, INT8, UINT8, DType
 from epigen.errors import CallError, ConfigError
+from epigen.gpus import DEFAULT_TARGET, Target
 from epigen.ir import graph as g
 from epigen.ir import reference
 from epigen.ir.graph import Graph, Node
 from epigen.runtime import arguments, device, outputs
 from epigen.runtime.arguments import process_precision
-from epigen.runtime.device import Target
 from epigen.runtime.fast_call import Again, bound, fast_call
 from epigen.runtime.loader import Loader, Resources, refusal, unwritten, warm
 from epigen.runtime.lru_cache import LruCache
@@ -275,7 +275,7 @@ class Kernel:
         """
         if signature is None:
             signature = self.signature_of(dtype or FP16, shape, layout)
-        return self._planned(self._at_call if as_called else self._choose, shape, target or device.at_hand() or device.DEFAULT, signature, refused)
+        return self._planned(self._at_call if as_called else self._choose, shape, target or device.at_hand() or DEFAULT_TARGET, signature, refused)
 
     def _planned(self, choose: Chooser, shape: tuple[int, int, int], target: Target, signature: Signature, refused: str, interpreted: bool = False) -> Plan:
         spec = self._specs.get(signature) or self._specs.put(signature, lower(self._graph, signature))
@@ -393,7 +393,7 @@ class Kernel:
         signature = self._signature((m, n, k), operands, inputs, outs, found)
         with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
             choose = self._at_call if first.is_cuda and backend == "triton" and target is None else self._choose
-            target = target or (device.at_hand() if first.is_cuda else None) or device.DEFAULT
+            target = target or (device.at_hand() if first.is_cuda else None) or DEFAULT_TARGET
             plan = self._planned(choose, (m, n, k), target, signature, refused, interpreted=backend == "interpreter")
             module = self._loaders[backend == "interpreter"].load(plan.rendered) if plan.rendered.functions else None
         functions = [getattr(module, f.name) for f in plan.rendered.functions]

@@ -15,9 +15,9 @@ from typing import Any
 from epigen.codegen import schedules
 from epigen.codegen.render import PDL, Argument, Function
 from epigen.codegen.spec import KernelConfig
+from epigen.gpus import Target
 from epigen.runtime import direct, loader, native
 from epigen.runtime.code_builder import CodeBuilder
-from epigen.runtime.device import Target
 from epigen.runtime.workspace import capturing, tiles
 
 

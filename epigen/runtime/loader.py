@@ -27,8 +27,8 @@ from epigen.codegen.render import PDL, Argument, Function, Rendered
 from epigen.codegen.spec import KNOWN
 from epigen.errors import CompileError, EpigenError
 from epigen.files import reason
+from epigen.gpus import Target
 from epigen.runtime import triton_key
-from epigen.runtime.device import Target
 from epigen.runtime.lru_cache import LruCache
 from epigen.runtime.user_cache import UserCache, can_be_written
 from epigen.uncollected import uncollected

@@ -14,10 +14,10 @@ from epigen.codegen import schedules
 from epigen.codegen.render import Rendered
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelSpec, Signature, parameter
+from epigen.gpus import Target
 from epigen.ir import reference
 from epigen.ir.graph import Graph
 from epigen.runtime import arguments, outputs, overlap, vendor
-from epigen.runtime.device import Target
 from epigen.runtime.launch import Direct, Launch, blocks
 from epigen.runtime.loader import interpreting
 from epigen.runtime.outputs import Out

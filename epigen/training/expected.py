@@ -17,12 +17,11 @@ from epigen.codegen.spec import Signature
 from epigen.db.lookup import Found, Index
 from epigen.dtypes import FP32, DType
 from epigen.errors import CompileError
-from epigen.gpus import Gpu
+from epigen.gpus import Gpu, Target
 from epigen.ir.graph import BITS, Node
 from epigen.ir.reference import torch_dtype
 from epigen.perf import model, resources
 from epigen.runtime import device, loader
-from epigen.runtime.device import Target
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.prepared import Plan
 from epigen.training import library

@@ -20,7 +20,7 @@ from torch import fx
 from epigen import gpus
 from epigen.dtypes import BY_TORCH
 from epigen.errors import EpigenError
-from epigen.runtime.device import Target
+from epigen.gpus import Target
 from epigen.training import expected
 from epigen.training.aten import BITMASK, SAME, WHERE_BITS, Imported, Importer, Role, Unknown, Value, elementwise, is_view, name_of, size_hint
 

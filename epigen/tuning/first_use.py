@@ -17,9 +17,9 @@ from epigen.db.database import Database
 from epigen.db.lookup import alike
 from epigen.db.records import Key, extents, short
 from epigen.errors import EpigenError
+from epigen.gpus import Target
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
-from epigen.runtime.device import Target
 from epigen.runtime.lru_cache import LruCache
 from epigen.tuning import remembered
 from epigen.tuning.task import Task

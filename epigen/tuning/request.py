@@ -12,11 +12,11 @@ from epigen import dtypes
 from epigen.codegen.spec import LAYOUTS
 from epigen.db.problem import graph_digest
 from epigen.errors import CallError, TuneError, near_miss
+from epigen.gpus import Target
 from epigen.ir.check import check
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
 from epigen.runtime import device
-from epigen.runtime.device import Target
 from epigen.tuning.task import Task
 
 PRECISIONS = ("ieee", "tf32")

@@ -16,9 +16,9 @@ from epigen.db.fields import quoted
 from epigen.db.records import OUTCOMES
 from epigen.errors import ConfigError, EpigenError, ProgramError
 from epigen.files import reason
+from epigen.gpus import TARGETS, Target
 from epigen.ir.check import check
 from epigen.lang.parser import parse
-from epigen.runtime.device import TARGETS, Target
 from epigen.tuning.task import Baseline, Outcome, Task
 
 _MOST_BYTES = 256 << 20

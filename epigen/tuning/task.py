@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from epigen import dtypes
 from epigen.codegen.spec import Choice, KernelConfig
 from epigen.dtypes import DType
+from epigen.gpus import Target
 from epigen.ir import graph as g
 from epigen.ir.check import check
 from epigen.ir.graph import Graph
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
-from epigen.runtime.device import Target
 
 if TYPE_CHECKING:
     from epigen.codegen.render import Renderer
