@@ -33,7 +33,7 @@ from epigen.db.lookup import Index
 from epigen.db.records import Record, problem_key
 from epigen.errors import EpigenError
 from epigen.gpus import Target
-from epigen.perf import model
+from epigen.perf import limits
 from epigen.runtime import device
 from epigen.runtime.loader import triton_version
 from epigen.tuning import sampling
@@ -79,7 +79,7 @@ def contests(records: Sequence[Record], target: Target, least_us: float, rivals:
         def runs(config: KernelConfig, other: int = other) -> bool:
             return config.schedule == SCHEDULE and config["pingpong"] == other
 
-        fitting = (model.fitted(spec, near.config, task.shape, target) for near in index.near(one.problem, triton_version(), runs))
+        fitting = (limits.fitted(spec, near.config, task.shape, target) for near in index.near(one.problem, triton_version(), runs))
         legal = dict.fromkeys(c for c in fitting if c is not None and space.legal(c))
         row = known.get(str(one), {"configs": {}})
         every = dict.fromkeys([*itertools.islice(legal, rivals), *(config_of(row, name) for name in row["configs"])])

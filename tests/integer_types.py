@@ -109,7 +109,7 @@ class Function:
 
 
 def _numbers_tiles(value: Value) -> bool:
-    """Whether an integer can be the number of a tile, a part of one or a program: no more than 2^30, as `schedules.beyond` sees to."""
+    """Whether an integer can be the number of a tile, a part of one or a program: no more than 2^30, as `limits.number_of_tiles` sees to."""
     if value.bounds is not None:
         return True
     if value.op in ("arith.divsi", "arith.remsi", "tt.get_program_id", "tt.get_num_programs", "unknown", "arith.select"):

@@ -396,6 +396,8 @@ def test_fp32_precision_reaches_the_assembly() -> None:
     ieee, tf32 = compiled([job("mm", "sm_80", FP32, tiled(32, 32, 32), precision=p) for p in ("ieee", "tf32")])
     assert "tf32" in assembly(tf32)
     assert "tf32" not in assembly(ieee) and "fma.rn" in assembly(ieee)
+    (amd,) = compiled([job("mm", "gfx942", FP32, tiled(32, 32, 32), precision="tf32")])
+    assert "xf32" in assembly(amd)
 
 
 def test_the_layout_reaches_the_loads() -> None:

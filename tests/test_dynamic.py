@@ -27,7 +27,7 @@ from epigen.db.lookup import Found, distance
 from epigen.db.problem import Problem, alignment, coarse_bucket, fine_bucket, fine_bucket_step, problem_of
 from epigen.db.records import Record
 from epigen.dtypes import FP16
-from epigen.perf import model
+from epigen.perf import limits
 from epigen.runtime import kernel as kernel_module
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.lru_cache import LruCache
@@ -76,7 +76,7 @@ def test_how_many_buckets_an_octave_has() -> None:
 def test_what_is_legal_for_a_bucket_is_legal_for_all_of_it(m: int, block_m: int, layout: str) -> None:
     one = config(block_m, num_warps=4)
     shape, stands = (m, N, K), fine_bucket((m, N, K), layout)
-    assert bool(model.refusal(spec_of(shape, layout), one, shape, TARGET)) == bool(model.refusal(spec_of(stands, layout), one, stands, TARGET))
+    assert bool(limits.refusal(spec_of(shape, layout), one, shape, TARGET)) == bool(limits.refusal(spec_of(stands, layout), one, stands, TARGET))
 
 
 # -- configs
@@ -101,7 +101,7 @@ def test_few_configs_for_many_sizes(database: Database) -> None:
     found = {m: chooser(spec_of((m, N, K)), (m, N, K), TARGET, "") for m in SOME}
     assert len(SOME) > 500 and len({c.config for c in found.values()}) <= 20
     for m, choice in found.items():
-        assert not model.refusal(spec_of((m, N, K)), choice.config, (m, N, K), TARGET)
+        assert not limits.refusal(spec_of((m, N, K)), choice.config, (m, N, K), TARGET)
         (stands, *_) = fine_bucket((m, N, K), "nt")
         if isinstance(choice, Found):
             assert choice.how == "shape" and choice.record.kernel_config == choice.config

@@ -270,14 +270,14 @@ def test_padding_that_helps_is_said_with_what_it_saves(gpu: str, least: float, m
 
 def test_the_library_schedule_reads_its_product_back() -> None:
     spec = spec_of(PLAIN)
-    e = explain.explain(spec, (1024, 1024, 1024), H200, rule.by_vendor(spec, "because"))
+    e = explain.explain(spec, (1024, 1024, 1024), H200, rule.by_vendor(spec, (1024, 1024, 1024), H200.target, "because"))
     assert e.traffic.launches == 2
     assert "tiles of the epilogue of 8x128" in explain.text(e) and "product" in explain.text(e)
 
 
 def test_a_program_that_the_vendor_computes_whole() -> None:
     spec = spec_of("mm")
-    e = explain.explain(spec, (1001, 1024, 1024), H200, rule.by_vendor(spec, "because"))
+    e = explain.explain(spec, (1001, 1024, 1024), H200, rule.by_vendor(spec, (1001, 1024, 1024), H200.target, "because"))
     said = explain.text(e)
     assert (e.traffic.launches, e.traffic.launches_saved, e.tile_waste) == (1, 0, 0)
     assert "tiles     the vendor's own: its library computes all of the program\n" in said and "the vendor's kernel is the whole program: because" in said

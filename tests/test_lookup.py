@@ -31,7 +31,7 @@ from epigen.gpus import TARGETS
 from epigen.ir.check import check
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
-from epigen.perf import model
+from epigen.perf import limits, model
 
 
 def test_look_up_takes_the_steps_in_order(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_borrowed_config_is_legal_where_it_goes(tmp_path: Path) -> None:
     first = database.find(problem_of(graph, spec, wanted, pcie.part, "9.0"), TRITON)
     assert first and first.config == config(128, group_m=1), "by distance alone"
     found = Chooser(graph, database)(spec, wanted, pcie, "")
-    assert found.config == config(64, group_m=1) and not model.refusal(spec, found.config, wanted, pcie)
+    assert found.config == config(64, group_m=1) and not limits.refusal(spec, found.config, wanted, pcie)
     assert "borrowed from 64x8192x4096" in found.why and "NVIDIA H200, of the same architecture; its shape scaled by 114/132" in found.why
 
 
@@ -469,6 +469,6 @@ def test_what_the_lenders_epilogue_had_no_choice_in_is_tried_both_ways(tmp_path:
 
 def test_a_program_without_reductions_does_not_say_how_to_complete_them(tmp_path: Path) -> None:
     database = opened(tmp_path)
-    tuned_here(database, "relu(mm + bias)", (64, 256, 256), config(32, block_n=16, block_k=256, group_m=1, num_warps=2, num_stages=1))
+    tuned_here(database, "relu(mm + bias)", (64, 256, 256), config(32, block_n=16, block_k=64, group_m=1, num_warps=2, num_stages=4))
     found, _ = chosen_here(database, MASKED, (128, 256, 256))
     assert isinstance(found, Found) and (found.config["block_n"], found.config["fused_finalize"]) == (16, 1)

@@ -9,12 +9,11 @@ import pytest
 import epigen
 from epigen.choose import rule
 from epigen.choose.space import Space
-from epigen.codegen import schedules
-from epigen.codegen.schedules import SCHEDULES
+from epigen.codegen.lower import lower, signature_of_contiguous
 from epigen.codegen.spec import Choice, KernelSpec, with_layout
 from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, OPERANDS, DType
 from epigen.gpus import TARGETS, Target
-from epigen.perf import model
+from epigen.perf import limits
 
 EXTENTS = (0, 1, 15, 16, 17, 64, 65, 300, 4096, 100_000)
 PLAIN = "relu(mm + bias)"
@@ -28,26 +27,11 @@ def spec_of(text: str, dtype: DType, k: int, precision: str = "ieee") -> KernelS
     return kernel.plan((64, 64, k), dtype=dtype, target=TARGETS["sm_90"], signature=kernel.signature_of(dtype, (64, 64, k))).spec
 
 
-def legal(choice: Choice, spec: KernelSpec, target: Target) -> None:
-    config = choice.config
-    values = dict(config.values)
-    assert schedules.config(config.schedule, **values) == config
+def legal(choice: Choice, spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> None:
+    space = Space(spec, shape, target)
     assert choice.why
-    if SCHEDULES[config.schedule].dialect == "gluon":  # whose warps the template decides
-        assert target.name == "sm_90"
-        return
-    threads = config["num_warps"] * target.warp_size
-    assert threads <= 1024
-    if not SCHEDULES[config.schedule].multiplies:
-        return
-    size = spec.signature.a.bytes
-    # tl.dot wants 16 elements of each extent, and 32 of K for 8-bit operands
-    assert config["block_k"] >= (16 if size > 1 else 32)
-    buffers = max(1, config["num_stages"] - 1) if config["num_stages"] > 1 else 1
-    assert buffers * (config["block_m"] + config["block_n"]) * config["block_k"] * size <= target.shared_bytes
-    # the accumulator stays within the registers of the block's threads
-    assert config["block_m"] * config["block_n"] / threads <= 128
-    assert target.fp8 or FP8E4M3 not in (spec.signature.a, spec.signature.b)
+    assert space.legal(choice.config), f"{choice.config} of {shape} on {target.name} is no point of the search space: near is {space.nearest(choice.config)}"
+    assert limits.refusal(spec, choice.config, shape, target) == ""
 
 
 @pytest.mark.slow
@@ -58,7 +42,27 @@ def test_every_shape_has_a_legal_config_on_every_target(dtype: DType, text: str)
         spec = spec_of(text, dtype, k)
         for m, n in itertools.product(EXTENTS, EXTENTS):
             for target in TARGETS.values():
-                legal(rule.choose(spec, (m, n, k), target), spec, target)
+                legal(rule.choose(spec, (m, n, k), target), spec, (m, n, k), target)
+
+
+SHAPES = (
+    (1, 4096, 4096), (16, 4096, 4096), (64, 1024, 8192), (128, 128, 128), (300, 1000, 5000), (1024, 1024, 1024), (4096, 4096, 4096), (4095, 4097, 1023),
+    (8192, 28672, 8192), (65536, 512, 256),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["relu(mm + bias)", "dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", "mm"], ids=["an activation", "a derivative", "the product"])
+@pytest.mark.parametrize("dtype", [FP16, FP32, INT8, FP8E4M3], ids=str)
+def test_real_shapes_have_a_legal_config_on_every_target(dtype: DType, text: str) -> None:
+    """By the rule, by the vendor's product, and of the epilogue alone."""
+    graph = epigen.compile(text).graph
+    inputs = tuple((n.name, FP32 if dtype.bits == 8 else dtype) for n in graph.inputs())
+    for layout, precision in (("nn", "ieee"), ("nt", "tf32" if dtype == FP32 else "ieee")):
+        for shape in SHAPES:
+            spec = lower(graph, signature_of_contiguous(graph, dtype, dtype, inputs, shape, layout, precision))
+            for target in TARGETS.values():
+                legal(rule.choose(spec, shape, target), spec, shape, target)
+                legal(rule.by_vendor(spec, shape, target, "because"), spec, shape, target)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -92,7 +96,8 @@ def test_a_refusal_leads_to_the_vendors_product_and_is_quoted() -> None:
 
 def test_columns_are_reduced_by_high_tiles_and_in_one_launch_where_no_tile_goes_along() -> None:
     def config(text: str) -> tuple[int, int, int, int]:
-        found = rule.pointwise(epigen.compile(text).plan((64, 64, 64), dtype=BF16, target=TARGETS["sm_90"]).spec).config
+        spec = epigen.compile(text).plan((4096, 4096, 64), dtype=BF16, target=TARGETS["sm_90"]).spec
+        found = rule.pointwise(spec, (4096, 4096, 64), TARGETS["sm_90"]).config
         return found["block_m"], found["block_n"], found["num_warps"], found["fused_finalize"]
 
     assert config("bgrad(mm)") == config("bgrad(mm * row[m])") == (128, 64, 4, 1)
@@ -128,7 +133,7 @@ def test_a_skinny_product_of_few_tiles_splits_k(target: str) -> None:
     there = TARGETS[target]
     for (m, n, k), split in {(16, 4096, 4096): True, (1, 512, 8192): True, (64, 16, 1024): True, (16, 32768, 4096): False, (16, 4096, 256): False}.items():
         config = rule.choose(spec_of(PLAIN, FP16, k), (m, n, k), there).config
-        assert (config.schedule == "split_k") == split and not model.refusal(spec_of(PLAIN, FP16, k), config, (m, n, k), there)
+        assert (config.schedule == "split_k") == split and not limits.refusal(spec_of(PLAIN, FP16, k), config, (m, n, k), there)
         if split:
             tiles, steps = -(-m // config["block_m"]) * -(-n // config["block_n"]), -(-k // config["block_k"])
             assert config["splits"] <= steps and (tiles * config["splits"] >= there.multiprocessors or config["splits"] in (steps, 32))
@@ -166,7 +171,7 @@ def test_many_tiles_of_aligned_rows_are_for_groups_of_warps_on_hopper(text: str,
         config = rule.choose(spec, shape, TARGETS["sm_90"]).config
         assert config.schedule == "warp_specialized"
         assert not config["tma_store"] or Space(spec, shape, TARGETS["sm_90"]).legal(config), config
-        assert not model.refusal(spec, config, shape, TARGETS["sm_90"])
+        assert not limits.refusal(spec, config, shape, TARGETS["sm_90"])
         for target in ("sm_80", "sm_100", "gfx942"):
             assert rule.choose(spec, shape, TARGETS[target]).config.schedule == "tiled"
 

@@ -71,7 +71,7 @@ def test_inputs_can_be_asked_for_early_where_there_are_any(text: str, values: se
 def test_a_kernel_of_the_vendors_is_tried_once(text: str, one: bool) -> None:
     space = Space(spec_of(text), SHAPE, DEFAULT_TARGET)
     found = [c for c in space.every() if c.schedule == "library"]
-    assert (found == [rule.by_vendor(space.spec, "").config]) == one and all(map(space.legal, found))
+    assert (found == [rule.by_vendor(space.spec, SHAPE, DEFAULT_TARGET, "").config]) == one and all(map(space.legal, found))
 
 
 @pytest.mark.slow

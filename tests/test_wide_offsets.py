@@ -23,7 +23,7 @@ from epigen.errors import ConfigError
 from epigen.gpus import TARGETS
 from epigen.ir import graph as g
 from epigen.ir import reference
-from epigen.perf import model
+from epigen.perf import limits
 from epigen.runtime import outputs, vendor
 from epigen.runtime.ahead import Job, layout_constants
 
@@ -190,7 +190,7 @@ def test_what_is_too_large_for_a_config_is_refused(config: KernelConfig, shape: 
         with pytest.raises(ConfigError, match=why):
             kernel.plan(shape, target=TARGETS["sm_90"], signature=signature)
         spec = epigen.compile("relu(mm + bias)").plan((64, 64, 64)).spec
-        assert model.refusal(spec, config, shape, TARGETS["sm_90"])
+        assert limits.refusal(spec, config, shape, TARGETS["sm_90"])
     else:
         assert kernel.plan(shape, target=TARGETS["sm_90"], signature=signature).choice.config == config
 
@@ -203,7 +203,7 @@ def test_whatever_the_extents_are_something_runs(text: str, shape: tuple[int, in
         plan = epigen.compile(text, precision="ieee").plan(shape, dtype, TARGETS[target])
         assert plan.multiplies and plan.spec.signature.index_bits == 64
         ruled = rule.choose(plan.spec, shape, TARGETS[target]).config
-        assert [schedules.beyond(plan.spec, config, shape) for config in (ruled, plan.choice.config)] == ["", ""]
+        assert [limits.unfit(plan.spec, config, shape, TARGETS["sm_90"]) for config in (ruled, plan.choice.config)] == ["", ""]
 
 
 # -- under the interpreter

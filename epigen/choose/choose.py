@@ -22,7 +22,7 @@ from epigen.db.records import extents
 from epigen.errors import ConfigError
 from epigen.gpus import Target
 from epigen.ir.graph import Graph
-from epigen.perf import model
+from epigen.perf import limits, model
 from epigen.runtime.loader import triton_version
 from epigen.runtime.lru_cache import LruCache
 
@@ -74,9 +74,9 @@ class Chooser:
 
     def __call__(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str) -> Choice:
         if refused:
-            return rule.by_vendor(spec, refused)
+            return rule.by_vendor(spec, shape, target, refused)
         if spec.pointwise:
-            return rule.pointwise(spec)
+            return rule.pointwise(spec, shape, target)
         if 0 in shape:
             return rule.choose(spec, shape, target)
         own = self.bucket(spec, shape, target)
@@ -104,11 +104,11 @@ class Within:
 
     def __call__(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str) -> Choice:
         if refused:
-            return rule.by_vendor(spec, refused)
+            return rule.by_vendor(spec, shape, target, refused)
         space = Space(spec, shape, target)
         configs = [config for config in space.outline() if config.schedule == self.schedule] if self.schedule in space.schedules else []
         ranked = model.rank(spec, configs, shape, gpus.of_target(target))
-        fitting = next((fit for config in ranked if (fit := model.fitted(spec, config, shape, target))), None)
+        fitting = next((fit for config in ranked if (fit := limits.fitted(spec, config, shape, target))), None)
         if fitting is None:
             those = ", ".join(space.schedules)
             raise ConfigError(f"no config of {self.schedule} suits {extents(shape)} {spec.signature.a} on {target.name}: there are some of {those}")
@@ -152,7 +152,7 @@ def _outlined(space: Space, count: int) -> list[tuple[Choice, float]]:
     why = f"the model's choice for {extents(shape)} {spec.signature.a} on {target.name}: no measurement is at hand"
     found: dict[KernelConfig, float] = {}
     for i in sorted(range(len(configs)), key=times.__getitem__):
-        if fitting := model.fitted(spec, configs[i], shape, target):
+        if fitting := limits.fitted(spec, configs[i], shape, target):
             found.setdefault(_ordered(fitting, space), times[i])
         if len(found) == count:
             break
@@ -166,7 +166,7 @@ def _suited(found: Found, problem: Problem, space: Space) -> list[Found]:
     and reductions may not beside these; and what it had nothing to decide by is tried both ways.
     """
     configs = (found.config,) if found.record.kind == problem.kind else space.nearest(found.config, _BY_EPILOGUE)
-    fitting = [fit for config in configs if (fit := model.fitted(space.spec, config, space.shape, space.target))]
+    fitting = [fit for config in configs if (fit := limits.fitted(space.spec, config, space.shape, space.target))]
     if found.record.shape != space.shape:
         fitting = [_ordered(config, space) for config in fitting]
     return [_changed(found, config) for config in dict.fromkeys(fitting)]

@@ -1,41 +1,44 @@
-"""The plain rule: a config from shape, dtype and the device's limits, where nothing was measured."""
+"""The plain rule: a config from shape, dtype and the device's limits, where nothing was measured. It is a point of the search space, as all that is chosen."""
 
 from __future__ import annotations
 
+from epigen.choose.space import LARGE, LEAST_SPLIT, Space
 from epigen.codegen import schedules
-from epigen.codegen.spec import Choice, KernelConfig, KernelSpec
+from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, row_bytes
 from epigen.dtypes import FP8E4M3, FP32
 from epigen.gpus import Target
-from epigen.perf import model
+from epigen.perf import limits
 
 # block_m, block_n, num_warps; largest first. Read off the first measurements on an H200 (torch 2.11, Triton 3.6, 2026-11).
 _TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4), (32, 64, 4), (32, 32, 4), (16, 32, 2))
-LARGE = 1 << 27  # multiply-adds
-LEAST_SPLIT = 512  # k from which on splitting it may pay
 _SKINNY = {16: (16, 64, 4), 32: (32, 64, 4), 64: (64, 64, 4)}
 
 
 def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str = "") -> Choice:
     """A legal config for one problem. shape: M, N, K. refused: why a tiled config did not work, if one was tried."""
     m, n, k = shape
-    sig, large, vendors = spec.signature, m * n * k > LARGE, not schedules.beyond(spec, _epilogue(spec), shape)
+    space = Space(spec, shape, target)
+    sig, large, vendors = spec.signature, m * n * k > LARGE, not limits.unfit(spec, _epilogue(space), shape, target)
+
+    def by_vendors(why: str) -> Choice:
+        return by_vendor(spec, shape, target, why)
+
     if refused:
-        return by_vendor(spec, refused)
+        return by_vendors(refused)
     if not target.fp8 and FP8E4M3 in (sig.a, sig.b):
-        return by_vendor(spec, f"{target.name} does not multiply fp8e4m3")
+        return by_vendors(f"{target.name} does not multiply fp8e4m3")
     if sig.a == FP32 and sig.precision == "ieee" and large and vendors:
-        return by_vendor(spec, "the vendor's fp32 product is faster than Triton's, which has no tensor cores for it")
+        return by_vendors("the vendor's fp32 product is faster than Triton's, which has no tensor cores for it")
     # Tuned, a tiled `mm` took 1.05 to 1.13 times as long as the vendor's in 6 problems of M from 128 on, 0.90 to 0.96 in 3 of M up to 16 (H200,
     # torch 2.11, Triton 3.6, 2026-11); of rows that TMA cannot address the vendor's took twice as long as a fused kernel
     whole, addressed = spec.bare_product and large and m > 64 and vendors, {"a", "b"} <= set(sig.tma)
     # where TMA cannot address them, operands are copied first, which pays for large products alone
-    if (not whole if addressed else large) and (specialized := _warp_specialized(spec, shape, target)):
+    if (not whole if addressed else large) and (specialized := _warp_specialized(space)):
         return Choice(specialized, _why(spec, shape, target))
     if whole:
-        return by_vendor(spec, "large products of Triton's are slower")
-    rows = (k if sig.layout[0] == "n" else m, n if sig.layout[1] == "n" else k)
-    if any(extent * sig.a.bytes % 4 for extent in rows) and large and vendors:
-        return by_vendor(spec, "rows that are not aligned to 4 bytes are read element by element, which the vendor's product avoids")
+        return by_vendors("large products of Triton's are slower")
+    if any(each % 4 for each in row_bytes(shape, sig)) and large and vendors:
+        return by_vendors("rows that are not aligned to 4 bytes are read element by element, which the vendor's product avoids")
     block_k = {4: 32, 2: 64, 1: 128}[sig.a.bytes]
     tiles: tuple[tuple[int, int, int], ...] = _TILES
     if sig.a == FP32 and sig.precision == "ieee":
@@ -66,8 +69,20 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
     values = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "group_m": 8, "num_warps": warps, "num_stages": stages}
     values |= {"fused_finalize": at_once, "prefetch": prefetch}
     if m <= 64 and k >= LEAST_SPLIT and 0 < count < target.multiprocessors:
-        return Choice(schedules.config("split_k", **values, splits=_splits(count, -(-k // block_k), target)), _why(spec, shape, target))
-    return Choice(schedules.config("tiled", **values), _why(spec, shape, target))
+        config = schedules.config("split_k", **values, splits=_splits(count, -(-k // block_k), target))
+    else:
+        config = schedules.config("tiled", **values)
+    return Choice(_legal(config, space), _why(spec, shape, target))
+
+
+def _legal(config: KernelConfig, space: Space) -> KernelConfig:
+    """The nearest point of the search space, with as many stages as there is room for."""
+    return _fitting(config, space) or space.nearest(config)[0]
+
+
+def _fitting(config: KernelConfig, space: Space) -> KernelConfig | None:
+    """The same, or None where there is no room for it."""
+    return limits.fitted(space.spec, space.nearest(config)[0], space.shape, space.target)
 
 
 def _splits(tiles: int, steps: int, target: Target) -> int:
@@ -83,44 +98,43 @@ def _why(spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> str:
     return f"chosen by rule for {'x'.join(map(str, shape))} {spec.signature.a} on {target.name}: no measurement is at hand"
 
 
-def _warp_specialized(spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> KernelConfig | None:
+def _warp_specialized(space: Space) -> KernelConfig | None:
     """Ping-pong over tiles of 128x128, where there is one for each multiprocessor.
 
     Such configs won 72 of 105 tuned problems of so many tiles. At 65536x1024x1024 the tiled kernel took 1.43 to 1.62 times as long as they do; at
     4095x4097x1023, where operands are copied first, the vendor's product and a pass took 2.35 to 2.46 times as long (H200, torch 2.11, Triton
     3.6, 2026-11). In halves, since registers spill where a whole tile's inputs are read by pointers.
     """
-    m, n, _ = shape
-    enough = -(-m // 128) * -(-n // 128) >= target.multiprocessors
-    if m <= 64 or not enough or spec.signature.a.bytes != 2:
+    (m, n, _), spec = space.shape, space.spec
+    enough = -(-m // 128) * -(-n // 128) >= space.target.multiprocessors
+    if not enough or "warp_specialized" not in space.schedules:
         return None
     for tma in (1, 0) if schedules.tma_storable(spec) else (0,):
         config = schedules.config(
             "warp_specialized", block_m=128, block_n=128, block_k=64, group_m=8, pingpong=1, subtiles=2, prefetch=0,
             tma_store=tma, tma_load=int(tma and bool(schedules.tma_loadable(spec))), num_stages=8, fused_finalize=0,
         )  # fmt: skip
-        if fitting := model.fitted(spec, config, shape, target):
+        if fitting := _fitting(config, space):
             return fitting
     return None
 
 
-def by_vendor(spec: KernelSpec, why: str) -> Choice:
+def by_vendor(spec: KernelSpec, shape: tuple[int, int, int], target: Target, why: str) -> Choice:
     """The vendor's product and one generated kernel for the epilogue, or the vendor's alone: the answer where no tiled config fits."""
     how = "the vendor's kernel is the whole program" if spec.bare_product else "vendor product, then one fused epilogue"
-    return Choice(_epilogue(spec), f"{how}: {why}")
+    return Choice(_epilogue(Space(spec, shape, target)), f"{how}: {why}")
 
 
-def pointwise(spec: KernelSpec) -> Choice:
+def pointwise(spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> Choice:
     """The epilogue alone, over a product that is given."""
-    return Choice(_epilogue(spec), "one fused epilogue: the product is given")
+    return Choice(_epilogue(Space(spec, shape, target)), "one fused epilogue: the product is given")
 
 
-def _epilogue(spec: KernelSpec) -> KernelConfig:
+def _epilogue(space: Space) -> KernelConfig:
     """High tiles where columns are reduced, since what is left of those is a chain of loads: of 16384x1024 and 8192x16384 bf16 the sums took 20 and 99 us by
-    them, 37 and 182 by tiles of 32x128, and 34 and 98 by torch. Beside a tile that is read or written twice the warps, which are as far ahead without a launch
-    less: 144 us for GELU's derivative and the sums of 16384x4096, of 156 (H100, torch 2.11, Triton 3.6, 2026-11).
+    them, 37 and 182 by tiles of 32x128, and 34 and 98 by torch. Beside a tile that is read or written without a launch less: 144 us for GELU's derivative and
+    the sums of 16384x4096, of 156 (H100, torch 2.11, Triton 3.6, 2026-11).
     """
-    if not any(p.axes != "n" for p in spec.partials):
-        return schedules.config("library", block_m=8, block_n=128, num_warps=1, fused_finalize=0)
-    tiles = "mn" in [i.indices for i in spec.loaded] + [s.indices for s in spec.stores]
-    return schedules.config("library", block_m=128, block_n=64, num_warps=8 if tiles else 4, fused_finalize=int(not tiles))
+    high = any(p.axes != "n" for p in space.spec.partials)
+    block_m, block_n = (128, 64) if high else (8, 128)
+    return _legal(schedules.config("library", block_m=block_m, block_n=block_n, num_warps=8, fused_finalize=int(space.columns_alone)), space)

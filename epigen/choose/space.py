@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
 
-from epigen.choose import rule
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import Input, KernelConfig, KernelSpec
-from epigen.dtypes import FP8E4M3, FP32
+from epigen.codegen.spec import Input, KernelConfig, KernelSpec, row_bytes
+from epigen.dtypes import FP8E4M3
 from epigen.gpus import Target
+from epigen.perf.resources import without_tensor_cores
 
 Suggest = Callable[[str, int, int], int]
 """(name, low, high) -> a whole number in between, both ends included."""
@@ -26,6 +26,8 @@ Settle = Callable[[int, int], int]
 """(low, high) -> the value that is taken."""
 
 SCHEDULE_NAMES = tuple(SCHEDULES)
+LARGE = 1 << 27  # multiply-adds
+LEAST_SPLIT = 512  # k from which on splitting it may pay
 _MOST_ACCUMULATORS = 128  # fp32 values a thread: with more, little is left of the 255 registers for the epilogue
 _LEAST_ACCUMULATORS = 8  # a thread with fewer waits more than it multiplies
 _MOST_TILE = 256 * 128  # sixteen warps' worth of accumulators would leave no second block on a multiprocessor to hide the epilogue
@@ -157,10 +159,10 @@ class Space:
         found = ["library"]
         if FP8E4M3 not in (sig.a, sig.b) or target.fp8:
             found.append("tiled")
-            if k >= rule.LEAST_SPLIT and m * n <= _MOST_SPLIT * target.multiprocessors:
+            if k >= LEAST_SPLIT and m * n <= _MOST_SPLIT * target.multiprocessors:
                 found.append("split_k")
             # what TMA cannot address as it lies is copied first, which pays for large products alone
-            addressed = 0 not in self.shape and ({"a", "b"} <= set(sig.tma) or m * n * k > rule.LARGE)
+            addressed = 0 not in self.shape and ({"a", "b"} <= set(sig.tma) or m * n * k > LARGE)
             along_k = sig.a.bytes > 1 or sig.layout == "nt"  # as the tensor cores want 8-bit operands, which nothing turns round on the way
             if addressed and along_k and not self._plain():
                 found.append("persistent")
@@ -201,7 +203,8 @@ class Space:
         warps = exponent("num_warps", min(fewest, most), most)
         # what is loaded element by element is not fetched ahead: stages change nothing, and two say so
         deepest = 3 if all(self._scalar_rows()) else 8 if m <= 64 else 6
-        most_stages = max(1, min(deepest, -(-k // block_k), room // (step_bytes * block_k)))
+        # one more than there are steps: all of their loads are then under way before the first product
+        most_stages = max(1, min(deepest, -(-k // block_k) + 1, room // (step_bytes * block_k)))
         stages = suggest(f"{schedule}.num_stages", min(2, most_stages), most_stages)
         group_m = _GROUPS[suggest(f"{schedule}.group_m", 0, int(m > block_m and schedule == "tiled"))]
         return {
@@ -291,27 +294,29 @@ class Space:
             tma_store=tma_store, tma_load=tma_load, num_stages=stages, fused_finalize=self._fused_finalize(suggest, "warp_specialized"), splits=splits,
         )  # fmt: skip
 
+    @property
+    def columns_alone(self) -> bool:
+        """Whether columns are reduced, and no tile is read or written beside the product."""
+        tiles = "mn" in [i.indices for i in self.spec.loaded] + [s.indices for s in self.spec.stores]
+        return not tiles and any(p.axes != "n" for p in self.spec.partials)
+
     def _plain(self) -> bool:
-        """Whether the product is taken without tensor cores."""
-        sig = self.spec.signature
-        return sig.a == FP32 and (sig.precision == "ieee" or not self.target.tf32)
+        return without_tensor_cores(self.spec.signature, self.target)
 
     def _scalar_rows(self) -> tuple[bool, bool]:
         """Whether a and b are loaded element by element: what is copied ahead is no fewer than 4 bytes."""
-        (m, n, k), layout = self.shape, self.spec.signature.layout
-        extents = (k if layout[0] == "n" else m, n if layout[1] == "n" else k)
-        a, b = (extent * dtype.bytes % 4 != 0 for extent, dtype in zip(extents, (self.spec.signature.a, self.spec.signature.b), strict=True))
+        a, b = (each % 4 != 0 for each in row_bytes(self.shape, self.spec.signature))
         return a, b
 
     def _library(self, suggest: Suggest) -> KernelConfig:
         m, n, _ = self.shape
         if self.spec.bare_product:  # by one kernel, which has no dimensions
-            return rule.by_vendor(self.spec, "").config
+            return schedules.config("library", block_m=8, block_n=128, num_warps=1, fused_finalize=0)
         exponent = _powers(suggest, "library")
-        block_m = exponent("block_m", 1, min(128, _padded(m, 1)))
+        block_m = exponent("block_m", 1, min(128, max(8, _padded(m, 1))))
         block_n = exponent("block_n", min(_padded(n), max(32, 1024 // block_m)), min(1024, _padded(n), 8192 // block_m))
-        # 32 values a thread: fewer are no faster in a pass over memory, and far slower where columns are summed
-        warps = max(1, block_m * block_n // 1024)
+        # 32 values a thread: fewer are no faster in a pass over memory, and far slower where columns are summed; 64 where that is all
+        warps = max(1, block_m * block_n // (2048 if self.columns_alone else 1024))
         fused_finalize = self._fused_finalize(suggest, "library")
         return schedules.config("library", block_m=block_m, block_n=block_n, num_warps=warps, fused_finalize=fused_finalize)
 

@@ -32,6 +32,7 @@ from epigen.codegen.spec import (
     index_bits,
     k_multiple,
     parameter,
+    row_lengths,
 )
 from epigen.dtypes import BF16, FP32, FP64, INT8, INT32, OPERANDS, UINT8, DType
 from epigen.errors import CallError
@@ -82,7 +83,8 @@ def signature_of_contiguous(
     """The signature of a call whose tensors lie in memory without gaps. shape: M, N, K. layout: how a and b lie."""
     m, n, k = shape
     tiles = set(graph.tiles())
-    rows = {"a": (k if layout[0] == "n" else m) * a.bytes, "b": (n if layout[1] == "n" else k) * b.bytes}
+    lengths = row_lengths(shape, layout)
+    rows = {"a": lengths[0] * a.bytes, "b": lengths[1] * b.bytes}
     rows |= {name: n * dtype.bytes for name, dtype in inputs if dtype is not None and name in tiles}
     rows |= {o.name: n * output_dtype(graph, o, a).bytes for o in graph.outputs if describable(graph, o)}
     tma = tuple(name for name, row_bytes in rows.items() if row_bytes % TMA_BYTES == 0 and 0 not in shape)

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from epigen.codegen.spec import PAST, WIDE, Finish, Input, KernelConfig, KernelSpec, Store
-from epigen.dtypes import INT8, DType
+from epigen.codegen.spec import Finish, Input, KernelConfig, KernelSpec, Store
+from epigen.dtypes import DType
 from epigen.errors import ConfigError, near_miss, shown
 
 
@@ -223,24 +223,6 @@ def programs(config: KernelConfig, tiles: int, multiprocessors: int) -> int:
     """How many programs the main kernel is launched with."""
     items = tiles * splits(config)
     return min(items, multiprocessors) if SCHEDULES[config.schedule].persistent else items
-
-
-MOST_TILES = 1 << 30
-"""So many tiles, or parts of them along k, can be numbered: a grid has less than 2^31 blocks, and a program's next tile may be twice as far."""
-
-
-def beyond(spec: KernelSpec, config: KernelConfig, shape: tuple[int, int, int]) -> str:
-    """'' or why a problem is too large for a config. shape: M, N, K."""
-    schedule, (m, n, _) = SCHEDULES[config.schedule], shape
-    items = -(-m // config["block_m"]) * -(-n // config["block_n"]) * splits(config)
-    if items > MOST_TILES:
-        return f"{'x'.join(map(str, shape))} has {items} tiles of {config['block_m']}x{config['block_n']}, and {MOST_TILES} can be numbered: larger ones are needed"
-    if schedule.descriptors and max(shape) + PAST >= WIDE:
-        return f"TMA's coordinates have 32 bits, and {max(shape)} is too long an extent for the schedule {schedule.name}: tiled takes any"
-    longest = max(m, n, 0 if spec.signature.a == INT8 else shape[2])  # int8's product is taken in parts along k
-    if not schedule.multiplies and not spec.pointwise and longest >= WIDE:
-        return f"the vendor's product takes extents below 2^31, and {longest} was found: the schedule tiled takes any"
-    return ""
 
 
 def splits(config: KernelConfig) -> int:

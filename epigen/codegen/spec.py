@@ -308,6 +308,18 @@ class Provisional(Choice):
     """A choice for one call: the next call of the same signature chooses anew."""
 
 
+def row_lengths(shape: tuple[int, int, int], layout: str) -> tuple[int, int]:
+    """Elements of a row of a and of b as it lies in memory: along k, or of one that lies transposed along the other extent. shape: M, N, K."""
+    m, n, k = shape
+    return k if layout[0] == "n" else m, n if layout[1] == "n" else k
+
+
+def row_bytes(shape: tuple[int, int, int], signature: Signature) -> tuple[int, int]:
+    """The same in bytes, which say how wide loads may be."""
+    a, b = row_lengths(shape, signature.layout)
+    return a * signature.a.bytes, b * signature.b.bytes
+
+
 def with_layout(spec: KernelSpec, layout: str) -> KernelSpec:
     """The same kernel for operands that lie otherwise. layout: one of LAYOUTS."""
     return replace(spec, signature=replace(spec.signature, layout=layout))

@@ -6,9 +6,10 @@ that one's config is a fair guess for the other.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from epigen.codegen.spec import KNOWN, KernelSpec, digest
+from epigen.codegen.spec import KNOWN, KernelSpec, digest, row_lengths
 from epigen.dtypes import FP32, DType
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph, Node
@@ -126,11 +127,4 @@ def epilogue_kind(spec: KernelSpec) -> str:
 
 def alignment(shape: tuple[int, int, int], layout: str, element_bytes: int) -> int:
     """The largest power of two, up to 16, that divides the bytes of a's and b's rows as they lie in memory, and of the result's."""
-    m, n, k = shape
-    rows = (k if layout[0] == "n" else m, n if layout[1] == "n" else k, n)
-    together = 16
-    for extent in rows:
-        row_bytes = extent * element_bytes
-        while row_bytes % together:
-            together //= 2
-    return together
+    return math.gcd(16, *(extent * element_bytes for extent in (*row_lengths(shape, layout), shape[1])))

@@ -19,8 +19,8 @@ from itertools import product
 from epigen.codegen import schedules
 from epigen.codegen.render import finishing_step
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import LINE_BYTES, KernelConfig, KernelSpec
-from epigen.dtypes import FP8E4M3, FP16, FP32
+from epigen.codegen.spec import LINE_BYTES, KernelConfig, KernelSpec, row_lengths
+from epigen.dtypes import FP16, FP32
 from epigen.gpus import Gpu, Target
 from epigen.perf.constants import FITTED, Constants
 from epigen.perf.resources import WGMMA, Resources, Work
@@ -40,10 +40,6 @@ _RUN_BYTES = 256
 _SECTOR_BYTES = 32  # of a line of L2
 _TMA_ROW_BYTES = 128  # TMA lays a tile out in pieces whose rows are so long
 _BESIDE = 16  # multiprocessors whose requests meet before L2: those of a processing cluster
-_MOST_ACCUMULATORS = 0.88  # of the registers a thread can have: 224 of 255
-# ... with what it keeps beside them all along: 168 of 240. Of 141 kernels of six epilogues that Triton 3.6 compiled for sm_90 all those beyond that spill,
-# at least 208 bytes a thread: dgelu at 65536x8192x16384 took 30.4 ms so, 26.5 with its input brought by TMA (H200, 2026-11).
-_MOST_HELD = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,55 +74,6 @@ class Estimate:
 def resources(spec: KernelSpec, config: KernelConfig, target: Target, shape: Shape = (0, 0, 0)) -> Resources:
     """What a block of the main kernel takes on a target, before anything is compiled. shape: by default one of aligned rows."""
     return Work(spec, shape, target).resources(config)
-
-
-def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target) -> str:
-    """'' or why a config cannot run, or is hopeless."""
-    if too_large := schedules.beyond(spec, config, shape):
-        return too_large
-    if not SCHEDULES[config.schedule].multiplies:
-        return ""
-    sig = spec.signature
-    block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
-    warps = 4 * (3 - schedules.tile_parts(config)[0]) if SCHEDULES[config.schedule].dialect == "gluon" else config["num_warps"]
-    threads = warps * target.warp_size
-    if FP8E4M3 in (sig.a, sig.b) and not target.fp8:
-        return f"{target.name} does not multiply fp8e4m3"
-    least = 32 if sig.a.bytes == 1 else 16
-    if block_k < least:
-        return f"block_k={block_k} is below {least}, the least for {sig.a}"
-    if threads > 1024:
-        return f"{warps} warps are {threads} threads, and a block holds 1024"
-    if not SCHEDULES[config.schedule].runs_on(target.backend, target.arch):
-        return f"{target.name} does not run the schedule {config.schedule}"
-    if SCHEDULES[config.schedule].descriptors and 0 in shape:
-        return "TMA addresses no empty tensors"
-    fewest, least = (64 * schedules.tile_parts(config)[0], max(least, 64 // sig.a.bytes)) if SCHEDULES[config.schedule].descriptors else (16, least)
-    for extent, (name, block, floor) in zip(shape, (("block_m", block_m, fewest), ("block_n", block_n, 16), ("block_k", block_k, least)), strict=True):
-        padded = max(floor, 1 << max(0, extent - 1).bit_length())
-        if block > padded:
-            return f"{name}={block} is {block // padded} times what {extent} fills"
-    needs = resources(spec, config, target, shape)
-    if needs.shared_bytes > target.shared_bytes:
-        return f"{needs.shared_bytes} bytes of shared memory, and a block of {target.name} has {target.shared_bytes}"
-    if needs.accumulators > _MOST_ACCUMULATORS * needs.most_registers:
-        return f"{needs.accumulators} accumulators a thread, and it has {needs.most_registers} registers"
-    if needs.held and needs.accumulators + needs.held > _MOST_HELD * needs.most_registers:
-        return f"{needs.accumulators} accumulators and {needs.held} registers for inputs a thread, and it has {needs.most_registers}"
-    # a warp multiplies 16 rows by 8 columns at least; with fewer for each, warps repeat each other's work
-    if block_m * block_n < 128 * warps:
-        return f"{warps} warps share {block_m}x{block_n} values: less than 16x8 each"
-    return ""
-
-
-def fitted(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target) -> KernelConfig | None:
-    """A config as it was found for another problem, with as many of its stages as there is room for; None where it cannot run with any."""
-    while refusal(spec, config, shape, target):
-        stages = dict(config.values).get("num_stages", 0)
-        if stages <= 2:
-            return None
-        config = config.with_value("num_stages", stages - 1)
-    return config
 
 
 # -- time
@@ -305,12 +252,14 @@ class _Timing(Work):
 
         Operands without gaps are assumed, and copies whose rows begin with a line.
         """
-        (m, n, k), copied = self.shape, schedules.padded(config, self.spec.signature.tma)
+        copied = schedules.padded(config, self.spec.signature.tma)
         block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
         total = 0.0
-        for name, (rows, columns), pitch in (
-            ("a", (block_m, block_k), k) if self.layout[0] == "n" else ("a", (block_k, block_m), m),
-            ("b", (block_k, block_n), n) if self.layout[1] == "n" else ("b", (block_n, block_k), k),
+        for name, (rows, columns), pitch in zip(
+            "ab",
+            ((block_m, block_k) if self.layout[0] == "n" else (block_k, block_m), (block_k, block_n) if self.layout[1] == "n" else (block_n, block_k)),
+            row_lengths(self.shape, self.layout),
+            strict=True,
         ):
             if name in copied:
                 continue
@@ -449,10 +398,7 @@ class _Timing(Work):
         sig = self.spec.signature
         dtype = FP16 if sig.a.is_fp8 else sig.a  # fp8 is widened first
         peak = self.gpu.peak(dtype, sig.precision) * 1e6 / self.sms
-        together = 16
-        for extent in (k if self.layout[0] == "n" else m, n if self.layout[1] == "n" else k):
-            while extent * dtype.bytes % together:
-                together //= 2
+        together = math.gcd(16, *(extent * dtype.bytes for extent in row_lengths(self.shape, self.layout)))
         slower, tiles = _VENDOR_UNALIGNED.get(together, 1.0), (_VENDOR_UNALIGNED_TILE,) if together in _VENDOR_UNALIGNED else _VENDOR_TILES
         widened = 2 * sum(self.operand_bytes) if sig.a.is_fp8 else 0
         moved = (sum(self.operand_bytes) + widened + 4 * m * n) / self.bytes_us

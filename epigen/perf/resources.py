@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from epigen import ops
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import KernelConfig, KernelSpec
+from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, row_bytes
 from epigen.dtypes import FP32
 from epigen.gpus import Target
 from epigen.perf.traffic import Shape
@@ -52,6 +52,10 @@ def _passing(elements: int, element_bytes: int) -> int:
     return elements * element_bytes if element_bytes > 2 else min(elements * element_bytes, 1 << 15)
 
 
+def without_tensor_cores(signature: Signature, target: Target) -> bool:
+    return signature.a == FP32 and (signature.precision == "ieee" or not target.tf32)
+
+
 class Work:
     """What a spec decides about every config: bytes and instructions an element of a tile, and registers."""
 
@@ -60,7 +64,7 @@ class Work:
         self.spec, self.shape, self.target, self.layout = spec, shape, target, layout
         sig = spec.signature
         self.element_bytes = max(sig.a.bytes, sig.b.bytes)
-        self.plain = sig.a == FP32 and (sig.precision == "ieee" or not target.tf32)
+        self.plain = without_tensor_cores(sig, target)
         tiles = [i for i in spec.loaded if i.indices == "mn"]
         self.read_bytes = sum(0.125 if i.packed else i.dtype.bytes for i in tiles if i.dtype)
         self.written_bytes = sum(0.125 if s.packed else float(s.dtype.bytes) for s in spec.stores)
@@ -69,10 +73,7 @@ class Work:
         self.operations = sum(_operations(line.op) for line in spec.lines) + 4.0 * bits + sum(16.0 if p.row == "logsumexp" else 4.0 for p in spec.partials)
         self.store_bytes = max((s.dtype.bytes for s in spec.stores if s.indices == "mn" and not s.packed), default=0)
         self.pointed_bytes = max((i.dtype.bytes for i in tiles if i.dtype and not i.packed), default=0)
-        m, n, k = shape
-        # the extent along which each operand lies in memory is its other stride
-        rows = (k if layout[0] == "n" else m) * sig.a.bytes, (n if layout[1] == "n" else k) * sig.b.bytes
-        self.copy_bytes = tuple(math.gcd(_VECTOR_BYTES, row_bytes) for row_bytes in rows)
+        self.copy_bytes = tuple(math.gcd(_VECTOR_BYTES, each) for each in row_bytes(shape, sig))
         self.narrow = tuple(copy < _ASYNC_BYTES for copy in self.copy_bytes)  # they lead through registers
         self.held_an_element = min(1.0, self.read_bytes / 4 + 0.3 * sum(s.packed for s in spec.stores) + 0.01 * max(0.0, self.operations - 4))
 

@@ -30,6 +30,7 @@ from epigen.gpus import DEFAULT_TARGET, Target
 from epigen.ir import graph as g
 from epigen.ir import reference
 from epigen.ir.graph import Graph, Node
+from epigen.perf import limits
 from epigen.runtime import arguments, device, outputs
 from epigen.runtime.arguments import process_precision
 from epigen.runtime.fast_call import Again, bound, fast_call
@@ -287,7 +288,7 @@ class Kernel:
             choice = Choice(twin, f"{choice.why}; in place of {choice.config}, which is in Gluon and cannot be interpreted")
         if 0 in shape[:2]:  # of no tiles none is the last
             choice = replace(choice, config=schedules.several_launches(choice.config))
-        if why := unfit(choice.config, shape, target) or schedules.beyond(spec, choice.config, shape):
+        if why := limits.unfit(spec, choice.config, shape, target):
             raise ConfigError(why)
         text = (signature, choice.config)
         return Plan(spec, choice, self._rendered.get(text) or self._rendered.put(text, self.renderer.render(spec, choice.config)))
@@ -481,15 +482,3 @@ def _saturates(signature: Signature, k: int, target: Target) -> str:
     if signature.a != INT8 or k <= EXACT_INT8 or target.backend != "cuda":
         return ""
     return f"int8 sums may pass 2^31 at K = {k} (beyond {EXACT_INT8}), where they are to wrap around and Triton's product saturates"
-
-
-def unfit(config: KernelConfig, shape: tuple[int, int, int], target: Target) -> str:
-    """'' or why a config's schedule cannot run on a target, or at a shape."""
-    schedule = SCHEDULES[config.schedule]
-    if not schedule.runs_on(target.backend, target.arch):
-        return f"the schedule {schedule.name} does not run on {target.name}"
-    if schedule.dialect == "gluon" and config["block_m"] < 64 * schedules.tile_parts(config)[0]:
-        return f"two groups of warps share a tile's rows and multiply 64 each at least: {schedule.name} with block_m={config['block_m']} needs pingpong=1"
-    if schedule.descriptors and 0 in shape:
-        return f"the schedule {schedule.name} addresses operands by TMA descriptors, and there are none of empty tensors"
-    return ""

@@ -21,7 +21,7 @@ from epigen.db.database import Database
 from epigen.db.problem import Problem, problem_of
 from epigen.db.records import Record, extents, short
 from epigen.ir.graph import Graph
-from epigen.perf import model
+from epigen.perf import limits, model
 from epigen.runtime.loader import triton_version
 from epigen.runtime.rendering import renderer
 from epigen.tuning.runner import MEASURED, GpuRunner, Runner
@@ -91,7 +91,7 @@ def tune_one(
     try:
         problem, (space, prior) = problem_for(task), _space(task, measuring)
         near = database.nearest(problem, triton_version(), 3, space.legal) if database else ()
-        plain = rule.choose(space.spec, space.shape, space.target).config, rule.by_vendor(space.spec, "").config
+        plain = rule.choose(space.spec, space.shape, space.target).config, rule.by_vendor(space.spec, space.shape, space.target, "").config
         result = search(
             space, measuring, first=[*(f.config for f in near), *plain], prior=prior, trials=trials, budget_s=budget_s, seed=seed,
             storage=storage, name=study_name(task, measuring.kind), report=report, stop=stop,
@@ -118,7 +118,7 @@ def _space(task: Task, runner: Runner) -> tuple[Space, dict[KernelConfig, float]
     """What is searched, and the model's time in microseconds of each config that the runner can measure."""
     space = Space(spec_of(task.graph(), task), task.shape, task.target)
     configs = [c for c in space.every() if runner.knows(c)]
-    hopeful = [c for c in configs if not model.refusal(space.spec, c, task.shape, task.target)] or configs
+    hopeful = [c for c in configs if not limits.refusal(space.spec, c, task.shape, task.target)] or configs
     estimates = model.estimates(space.spec, hopeful, task.shape, gpus.of_target(task.target))
     return space, {config: e.us for config, e in zip(hopeful, estimates, strict=True)}
 

@@ -1,0 +1,208 @@
+"""Whether a config may run, as data: restrictions, each a function that says why not. Nobody else answers that question.
+
+`unfit` asks those that no launch gets past, for the config that is about to run, whoever gave it; `refusal` asks all, for those that epigen chooses. The
+search space proposes no config that any of them refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from epigen.codegen import schedules
+from epigen.codegen.schedules import SCHEDULES, Schedule
+from epigen.codegen.spec import PAST, WIDE, KernelConfig, KernelSpec
+from epigen.dtypes import FP8E4M3, INT8
+from epigen.gpus import Target
+from epigen.perf.resources import Resources, Work
+from epigen.perf.traffic import Shape
+
+MOST_TILES = 1 << 30
+"""So many tiles, or parts of them along k, can be numbered: a grid has less than 2^31 blocks, and a program's next tile may be twice as far."""
+
+_MOST_ACCUMULATORS = 0.88  # of the registers a thread can have: 224 of 255
+# ... with what it keeps beside them all along: 168 of 240. Of 141 kernels of six epilogues that Triton 3.6 compiled for sm_90 all those beyond that spill,
+# at least 208 bytes a thread: dgelu at 65536x8192x16384 took 30.4 ms so, 26.5 with its input loaded by TMA (H200, 2026-11).
+_MOST_HELD = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A config for one problem on one GPU. work: what the problem decides for all of its configs."""
+
+    config: KernelConfig
+    work: Work
+
+    @property
+    def spec(self) -> KernelSpec:
+        return self.work.spec
+
+    @property
+    def shape(self) -> Shape:
+        return self.work.shape
+
+    @property
+    def target(self) -> Target:
+        return self.work.target
+
+    @property
+    def schedule(self) -> Schedule:
+        return SCHEDULES[self.config.schedule]
+
+    @property
+    def warps(self) -> int:
+        """Warps that multiply."""
+        return 4 * (3 - schedules.tile_parts(self.config)[0]) if self.schedule.dialect == "gluon" else self.config["num_warps"]
+
+    @property
+    def least_k(self) -> int:
+        """Of k, that one instruction of the tensor cores multiplies."""
+        return 32 if self.spec.signature.a.bytes == 1 else 16
+
+    @property
+    def needs(self) -> Resources:
+        return self.work.resources(self.config)
+
+
+Restriction = Callable[[Candidate], str]
+"""'' or why the candidate breaks it."""
+
+
+# -- without these nothing is launched
+
+
+def architecture(c: Candidate) -> str:
+    if c.schedule.runs_on(c.target.backend, c.target.arch):
+        return ""
+    return f"the schedule {c.schedule.name} does not run on {c.target.name}"
+
+
+def rows_of_warpgroups(c: Candidate) -> str:
+    if c.schedule.dialect != "gluon" or c.config["block_m"] >= 64 * schedules.tile_parts(c.config)[0]:
+        return ""
+    return f"two groups of warps share a tile's rows and multiply 64 each at least: {c.schedule.name} with block_m={c.config['block_m']} needs pingpong=1"
+
+
+def empty_tensors(c: Candidate) -> str:
+    if not c.schedule.descriptors or 0 not in c.shape:
+        return ""
+    return f"the schedule {c.schedule.name} addresses operands by TMA descriptors, and there are none of empty tensors"
+
+
+def number_of_tiles(c: Candidate) -> str:
+    m, n, _ = c.shape
+    items = -(-m // c.config["block_m"]) * -(-n // c.config["block_n"]) * schedules.splits(c.config)
+    if items <= MOST_TILES:
+        return ""
+    tile = f"{c.config['block_m']}x{c.config['block_n']}"
+    return f"{'x'.join(map(str, c.shape))} has {items} tiles of {tile}, and {MOST_TILES} can be numbered: larger ones are needed"
+
+
+def coordinates(c: Candidate) -> str:
+    longest = max(c.shape)
+    if not c.schedule.descriptors or longest + PAST < WIDE:
+        return ""
+    return f"TMA's coordinates have 32 bits, and {longest} is too long an extent for the schedule {c.schedule.name}: tiled takes any"
+
+
+def vendors_extents(c: Candidate) -> str:
+    m, n, k = c.shape
+    longest = max(m, n, 0 if c.spec.signature.a == INT8 else k)  # int8's product is taken in parts along k
+    if c.schedule.multiplies or c.spec.pointwise or longest < WIDE:
+        return ""
+    return f"the vendor's product takes extents below 2^31, and {longest} was found: the schedule tiled takes any"
+
+
+# -- without these nothing compiles, or what does finds no room
+
+
+def fp8(c: Candidate) -> str:
+    if c.target.fp8 or FP8E4M3 not in (c.spec.signature.a, c.spec.signature.b):
+        return ""
+    return f"{c.target.name} does not multiply fp8e4m3"
+
+
+def step(c: Candidate) -> str:
+    if c.config["block_k"] >= c.least_k:
+        return ""
+    return f"block_k={c.config['block_k']} is below {c.least_k}, the least for {c.spec.signature.a}"
+
+
+def threads(c: Candidate) -> str:
+    count = c.warps * c.target.warp_size
+    return f"{c.warps} warps are {count} threads, and a block holds 1024" if count > 1024 else ""
+
+
+def shared_memory(c: Candidate) -> str:
+    if c.needs.shared_bytes <= c.target.shared_bytes:
+        return ""
+    return f"{c.needs.shared_bytes} bytes of shared memory, and a block of {c.target.name} has {c.target.shared_bytes}"
+
+
+# -- without these it is hopeless
+
+
+def filled(c: Candidate) -> str:
+    fewest, least = (64 * schedules.tile_parts(c.config)[0], max(c.least_k, 64 // c.spec.signature.a.bytes)) if c.schedule.descriptors else (16, c.least_k)
+    for extent, (name, floor) in zip(c.shape, (("block_m", fewest), ("block_n", 16), ("block_k", least)), strict=True):
+        padded = max(floor, 1 << max(0, extent - 1).bit_length())
+        if c.config[name] > padded:
+            return f"{name}={c.config[name]} is {c.config[name] // padded} times what {extent} fills"
+    return ""
+
+
+def accumulators(c: Candidate) -> str:
+    needs = c.needs
+    if needs.accumulators <= _MOST_ACCUMULATORS * needs.most_registers:
+        return ""
+    return f"{needs.accumulators} accumulators a thread, and it has {needs.most_registers} registers"
+
+
+def held_inputs(c: Candidate) -> str:
+    needs = c.needs
+    if not needs.held or needs.accumulators + needs.held <= _MOST_HELD * needs.most_registers:
+        return ""
+    return f"{needs.accumulators} accumulators and {needs.held} registers for inputs a thread, and it has {needs.most_registers}"
+
+
+def work_of_a_warp(c: Candidate) -> str:
+    # a warp multiplies 16 rows by 8 columns at least; with fewer for each, warps repeat each other's work
+    block_m, block_n = c.config["block_m"], c.config["block_n"]
+    return f"{c.warps} warps share {block_m}x{block_n} values: less than 16x8 each" if block_m * block_n < 128 * c.warps else ""
+
+
+LAUNCHES: tuple[Restriction, ...] = (architecture, rows_of_warpgroups, empty_tensors, number_of_tiles, coordinates, vendors_extents)
+COMPILES: tuple[Restriction, ...] = (fp8, step, threads, shared_memory)
+PAYS: tuple[Restriction, ...] = (filled, accumulators, held_inputs, work_of_a_warp)
+"""Of kernels that multiply, as those of COMPILES are: the vendor's library has its own."""
+
+
+def unfit(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target) -> str:
+    """'' or why a config cannot be launched. shape: M, N, K."""
+    return _first(LAUNCHES, Candidate(config, Work(spec, shape, target)))
+
+
+def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target) -> str:
+    """'' or why a config cannot run, or is hopeless. shape: M, N, K."""
+    return refused(config, Work(spec, shape, target))
+
+
+def refused(config: KernelConfig, work: Work) -> str:
+    """As `refusal`, for many configs of one problem."""
+    candidate = Candidate(config, work)
+    return _first((*LAUNCHES, *COMPILES, *PAYS) if candidate.schedule.multiplies else LAUNCHES, candidate)
+
+
+def _first(restrictions: tuple[Restriction, ...], candidate: Candidate) -> str:
+    return next((why for restriction in restrictions if (why := restriction(candidate))), "")
+
+
+def fitted(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target) -> KernelConfig | None:
+    """A config as it was found for another problem, with as many of its stages as there is room for; None where it cannot run with any."""
+    work = Work(spec, shape, target)
+    while refused(config, work):
+        stages = dict(config.values).get("num_stages", 0)
+        if stages <= 2:
+            return None
+        config = config.with_value("num_stages", stages - 1)
+    return config
