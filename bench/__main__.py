@@ -39,12 +39,12 @@ def lacking(claim: Claim, there: int) -> str | None:
     return f"wants {', '.join(missing)}, which is not installed" if missing else None
 
 
-def command(claim: Claim, commit: str | None, out: Path, rest: Sequence[str]) -> list[str]:
-    recorded = ["--out", str(out), *(["--commit", commit] if commit else [])] if claim.recorded else []
+def command(claim: Claim, commit: str | None, out: Path | None, rest: Sequence[str]) -> list[str]:
+    recorded = [*(["--out", str(out)] if out else []), *(["--commit", commit] if commit else [])] if claim.recorded else []
     return [sys.executable, "-m", claim.module, *claim.arguments, *recorded, *rest]
 
 
-def run(claims: Sequence[Claim], there: int, commit: str | None, out: Path, rest: Sequence[str]) -> int:
+def run(claims: Sequence[Claim], there: int, commit: str | None, out: Path | None, rest: Sequence[str]) -> int:
     """Run claims in order, each whatever became of the others. Returns how many failed."""
     told = []
     for claim in claims:
@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--list", action="store_true", help="print the claims")
     record.add_options(parser)
+    parser.set_defaults(out=None)  # each script knows its folder
     options = parser.parse_args(own)
     if options.list:
         print(*(f"{c.name:<13} {c.what}{'' if c.gpus == 1 else f' (GPUs: {c.gpus})'}" for c in CLAIMS), sep="\n")

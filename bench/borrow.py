@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import record
+from bench.record import Report
 from epigen import settings
 from epigen.choose.choose import Chooser
 from epigen.codegen.spec import KernelConfig
@@ -179,11 +180,16 @@ def main() -> None:
     seeds = range(options.seed, options.seed + options.seeds)
     cases = [(seed, case) for seed in seeds for case in held_out(known, seed)]
     print(f"{len(here)} records of {target.part} in {options.db}, {len(cases)} problems are held out by {len(seeds)} seeds", flush=True)
-    body: dict[str, Any] = {"environment": record.environment(options.commit), "claimed": CLAIMED, "seeds": list(seeds), "held_out": len(cases)}
+    environment = record.environment(options.commit)
     rows: list[dict[str, Any]] = []
     left_out: Counter[str] = Counter()
     timed: dict[Pair, dict[str, Any]] = {}
     runner = GpuRunner()
+
+    def save() -> Path:
+        about = {"claimed": CLAIMED, "seeds": list(seeds), "held_out": len(cases), "left_out": dict(left_out)}
+        return record.write("borrow", Report("bench.borrow", environment, rows, about | summary(rows)), options.out)
+
     try:
         for seed, case in cases[: options.limit]:
             if time.monotonic() - start > options.budget:
@@ -194,7 +200,7 @@ def main() -> None:
                 continue
             rows.append({"seed": seed} | measured(case, task, runner, options.comparisons, timed))
             print(f"{rows[-1]['problem']}: {rows[-1]['how']}: {_told(rows[-1])}", flush=True)
-            record.write("borrow", body | summary(rows) | {"problems": rows, "left_out": dict(left_out)}, options.out)
+            save()
     finally:
         runner.close()
     found = summary(rows)
@@ -203,7 +209,7 @@ def main() -> None:
         f"by rule: {found['rule']}; failed: {found['failed']}; left out: {dict(left_out)}"
     )
     print(f"claimed <= {CLAIMED}: {found['holds']}")
-    print(record.write("borrow", body | found | {"problems": rows, "left_out": dict(left_out)}, options.out))
+    print(save())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ of the four medians in it, and from `drift`: what the same kernels differ by fro
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import record
+from bench.record import NoReport, Report
 from epigen.tuning.task import median_error
 
 DRIFT = 0.03
@@ -117,21 +118,11 @@ def gone(old: Any, new: Any) -> tuple[list[str], int]:
     return lost, len(before.keys() - now.keys())
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> Report:
     try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise Incomparable(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise Incomparable(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise Incomparable(f"{path} holds no result: its outermost value is no object")
-    return found
-
-
-def gpu_of(found: Mapping[str, Any]) -> str:
-    environment = found.get("environment")
-    return str(environment.get("gpu", "")) if isinstance(environment, dict) else ""
+        return record.read(path)
+    except NoReport as why:
+        raise Incomparable(str(why)) from None
 
 
 def pairs(old: Path, new: Path) -> list[tuple[str, Path, Path]]:
@@ -157,14 +148,14 @@ def compared(old: Path, new: Path, drift: float = DRIFT, across: bool = False) -
     found, lost, missing = [], [], 0
     for name, one, other in pairs(old, new):
         before, now = read(one), read(other)
-        gpus = gpu_of(before), gpu_of(now)
+        gpus = tuple(report.environment.get("gpu", "") for report in (before, now))
         if gpus[0] != gpus[1]:
             words = f"{name}: measured on different GPUs, {gpus[0] or 'none'} and {gpus[1] or 'none'}"
             if not across:
                 raise Incomparable(f"{words}: --across-gpus compares them all the same")
             print(f"WARNING: {words}")
-        found += [(name, change) for change in changes(before, now, drift)]
-        here, fewer = gone(before, now)
+        found += [(name, change) for change in changes(before.body, now.body, drift)]
+        here, fewer = gone(before.body, now.body)
         lost += [f"{name}: {one}" for one in here]
         missing += fewer
     if not found and not lost:

@@ -24,6 +24,7 @@ import torch
 from bench import ahead, bars, cases, headline, peers, record, timing
 from bench.cases import Case
 from bench.peers import Contender, Maker, Problem
+from bench.record import Report
 from epigen.gpus import Target
 from epigen.runtime import device
 
@@ -157,15 +158,17 @@ def main() -> None:
     start = time.monotonic()
     target, gpus, todo = record.gpu_at_hand(), device.indices(), cases.compiled()
     each = options.processes or max(1, min(6, (os.cpu_count() or 2) // len(gpus) // _CORES))
-    about = {"environment": record.environment(options.commit), "budget_s": options.budget, "gpus": len(gpus), "processes": each}
-    known = record.earlier(options.out / "compiled.json", about["environment"]) if options.more else []
+    environment = record.environment(options.commit)
+    about = {"budget_s": options.budget, "gpus": len(gpus), "processes": each}
+    known = record.earlier(options.out / "compiled.json", environment) if options.more else []
     known = [row for row in known if stands(row, target)]
     there = {headline.key(row) for row in known}
     count = ahead.compile_all(cases.asked(case for case in todo if case.key not in there), target)
     print(f"{count} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
 
     def save(body: dict[str, Any]) -> None:
-        record.write("compiled", about | body | {"seconds": round(time.monotonic() - start), "bars": bars.verdicts(body["rows"])}, options.out)
+        summary = about | {"left_out": body["left_out"], "seconds": round(time.monotonic() - start)}
+        record.write("compiled", Report("bench.compiled", environment, body["rows"], summary), options.out)
 
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -21,6 +21,7 @@ import torch
 from bench import peers, record
 from bench.command import import_path
 from bench.programs import BY_NAME
+from bench.record import Report
 
 PROGRAMS = ("relu + bias", "relu + bias + mask", "drelu + bgrad", "gelu + bias + aux", "dgelu + bgrad")
 CASES = (
@@ -124,8 +125,7 @@ def main() -> None:
         for (program, shape), *measured in each
     ]
     print(*map(line, rows), sep="\n")
-    body = {"environment": record.environment(options.commit), "dtype": DTYPE, "units": units, "rows": rows}
-    print(record.write("counters", body, options.out))
+    print(record.write("counters", Report("bench.counters", record.environment(options.commit), rows, {"dtype": DTYPE, "units": units}), options.out))
 
 
 if __name__ == "__main__":

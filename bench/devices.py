@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import command, record
+from bench.record import Report
 from epigen.runtime import device
 from epigen.tuning import suite
 
@@ -20,15 +21,17 @@ MANY = ("gelu(mm + bias)", "--shape", "2048x2048x2048")
 CLAIMED = 1.8
 
 
-def gained(single: command.Run, double: command.Run) -> dict[str, Any]:
-    """The same work on one GPU and on two: how many times faster, by the searches' wall time and by the whole processes'."""
+def gained(part: str, single: command.Run, double: command.Run) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The same work on one GPU and on two: how many times faster, by the searches' wall time and by the whole processes'; and the problems."""
+    one, two = single.record(), double.record()
+    rows = [{"part": part, "gpus": gpus, **problem} for gpus, run in ((1, one), (2, two)) for problem in run.pop("problems")]
     return {
-        "one": single.record(),
-        "two": double.record(),
+        "one": one,
+        "two": two,
         "searching": round(single.searching_s / double.searching_s, 3) if double.searching_s else None,
         "wall": round(single.wall_s / double.wall_s, 3),
         "failed": sorted({*single.failed, *double.failed}),
-    }
+    }, rows
 
 
 def _told(what: str, found: dict[str, Any]) -> str:
@@ -47,24 +50,30 @@ def main() -> None:
     options = parser.parse_args()
     if len(device.indices()) < 2:
         raise SystemExit("this wants two GPUs")
-    body: dict[str, Any] = {"environment": record.environment(options.commit), "claimed": CLAIMED, "imports_s": round(command.warm_up(), 2)}
+    environment = record.environment(options.commit)
+    found: dict[str, Any] = {"claimed": CLAIMED, "imports_s": round(command.warm_up(), 2)}
+    rows: list[dict[str, Any]] = []
     if options.problems:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "suite.toml"
             file.write_text(command.suite_text(suite.read(SUITE)[: options.problems]))
             single, double = (command.tune(["--suite", str(file), "--devices", d]) for d in ("0", "0,1"))
-        body["suite"] = gained(single, double) | {"count": len(single.problems)}
-        body["holds"] = not body["suite"]["failed"] and (body["suite"]["searching"] or 0.0) >= CLAIMED
-        print(_told(f"{len(single.problems)} problems", body["suite"]))
-        print(f"claimed >= {CLAIMED}: {body['holds']}", flush=True)
-        record.write("devices", body, options.out)
+        gain, problems = gained("suite", single, double)
+        found["suite"] = gain | {"count": len(single.problems)}
+        rows += problems
+        found["holds"] = not found["suite"]["failed"] and (found["suite"]["searching"] or 0.0) >= CLAIMED
+        print(_told(f"{len(single.problems)} problems", found["suite"]))
+        print(f"claimed >= {CLAIMED}: {found['holds']}", flush=True)
+        record.write("devices", Report("bench.devices", environment, rows, found), options.out)
     if options.trials:
         single, double = (command.tune([*MANY, "--trials", str(options.trials), "--devices", d]) for d in ("0", "0,1"))
-        body["many"] = gained(single, double) | {"program": MANY[0], "shape": MANY[2], "trials": options.trials}
+        gain, problems = gained("many", single, double)
+        found["many"] = gain | {"program": MANY[0], "shape": MANY[2], "trials": options.trials}
+        rows += problems
         for run in (single, double):
             print([(p.get("winner"), p.get("median_us"), p.get("trials"), p.get("error")) for p in run.problems])
-        print(_told(f"one problem, {options.trials} trials", body["many"]))
-    print(record.write("devices", body, options.out))
+        print(_told(f"one problem, {options.trials} trials", found["many"]))
+    print(record.write("devices", Report("bench.devices", environment, rows, found), options.out))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from bench import record
 from bench.command import import_path
+from bench.record import Report
 
 
 def main() -> None:
@@ -38,8 +39,9 @@ def main() -> None:
             found.setdefault(name, Counter())[outcome] += 1
     total: Counter[str] = sum(found.values(), Counter())
     print(dict(total), f"{seconds:.0f} s")
-    body = {"environment": record.environment(options.commit), "seconds": round(seconds), "total": dict(total), "tests": {k: dict(v) for k, v in found.items()}}
-    print(record.write(options.name, body, options.out))
+    rows = [{"test": test, **outcomes} for test, outcomes in found.items()]
+    about = {"seconds": round(seconds), "total": dict(total)}
+    print(record.write(options.name, Report("bench.differential", record.environment(options.commit), rows, about), options.out))
     sys.exit(status)
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 import epigen
 from bench import networks, record
+from bench.record import Report
 
 SIZES = (64, 256, 128, 10)
 BATCH, HELD_OUT, ORDERS = 64, 360, 7
@@ -164,14 +165,15 @@ def told(row: dict[str, Any], held_out: int) -> str:
     )
 
 
-def measure(data: Digits, dtypes: Sequence[str], epochs: int) -> dict[str, Any]:
-    body: dict[str, Any] = {"device": data.x.device.type, "sizes": SIZES, "batch": BATCH, "epochs": epochs, "held_out": data.held_out, "rows": []}
+def measure(data: Digits, dtypes: Sequence[str], epochs: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A row a dtype, and what is said of all."""
+    rows: list[dict[str, Any]] = []
     exact = trained(start(), data, torch.float64, epochs)
     for name in dtypes:
-        body["rows"].append(row := compared(name, data, exact, epochs))
+        rows.append(row := compared(name, data, exact, epochs))
         print(told(row, data.held_out), flush=True)
-    body["holds"] = all(held for row in body["rows"] for held in row["holds"].values())
-    return body
+    holds = all(held for row in rows for held in row["holds"].values())
+    return rows, {"device": data.x.device.type, "sizes": SIZES, "batch": BATCH, "epochs": epochs, "held_out": data.held_out, "holds": holds}
 
 
 def main() -> None:
@@ -182,15 +184,16 @@ def main() -> None:
     record.add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)  # products are small: threads would wait for each other longer than they compute
-    body = {"environment": record.environment(options.commit)} | measure(digits(options.device), options.dtypes, options.epochs)
-    print(f"claimed: {body['holds']}")
-    print(record.write(f"digits_{options.device}", body, options.out))
+    rows, about = measure(digits(options.device), options.dtypes, options.epochs)
+    print(f"claimed: {about['holds']}")
+    report = Report("bench.digits", record.environment(options.commit), rows, about)
+    print(record.write(f"digits_{options.device}", report, options.out))
     if importlib.util.find_spec("matplotlib") is None:
         print("no plot: matplotlib is not installed")
         return
     from bench import figures
 
-    print(*figures.digits(body, options.out), sep="\n")
+    print(*figures.digits(report, options.out), sep="\n")
 
 
 if __name__ == "__main__":

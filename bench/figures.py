@@ -17,6 +17,7 @@ import matplotlib as mpl
 
 from bench import bars, peers, record
 from bench.plot import STYLE, pyplot, save
+from bench.record import Report, Row
 from epigen import gpus
 from epigen.dtypes import BY_NAME as DTYPES
 
@@ -29,8 +30,6 @@ OWN = (peers.OURS, f"{peers.OURS}, out=", "the launch alone")
 """Of the contenders of bench.host those that are epigen."""
 SEED = Path(__file__).parent / "seed.json"
 
-Row = Mapping[str, Any]
-
 
 def _shape(row: Row) -> str:
     return "x".join(map(str, row["shape"]))
@@ -41,10 +40,10 @@ def _places(rows: Sequence[Row]) -> dict[str, int]:
     return {_shape({"shape": s}): i for i, s in enumerate(sorted({tuple(r["shape"]) for r in rows}, key=lambda s: (math.prod(s), s)))}
 
 
-def ratios(result: Mapping[str, Any], folder: Path) -> list[Path]:
+def ratios(report: Report, folder: Path) -> list[Path]:
     """By program and shape: the time of the product alone over each contender's, of L2-cold launches."""
     panels_of: dict[str, list[Row]] = {}
-    for row in sorted(result["rows"], key=lambda r: r["group"] != "epilogues"):
+    for row in sorted(report.rows, key=lambda r: r["group"] != "epilogues"):
         known = row["how"] == "cold" and row["layout"] == "nt" and peers.MM in row["timing"]
         if known and (row["group"] == "epilogues" or row["program"] == "relu + bias"):
             panels_of.setdefault(row["program"] if row["group"] == "epilogues" else f"{row['program']}, {row['group']}", []).append(row)
@@ -77,13 +76,13 @@ def ratios(result: Mapping[str, Any], folder: Path) -> list[Path]:
         return save(figure, folder, "ratios")
 
 
-def roofline(result: Mapping[str, Any], folder: Path) -> list[Path]:
+def roofline(report: Report, folder: Path) -> list[Path]:
     """Every kernel of epigen: TFLOP/s over FLOPs a byte, under the memory's bandwidth and the tensor cores' peak."""
-    rows = [r for r in result["rows"] if peers.OURS in r["timing"]]
+    rows = [r for r in report.rows if peers.OURS in r["timing"]]
     if not rows:
         return []
-    gpu = gpus.find(result["environment"].get("gpu", "")) or gpus.DEFAULT
-    bandwidth, peak = (result.get("copy_gbps") or gpu.achieved_gbps) * 1e9, gpu.peak(DTYPES["fp16"]) * 1e12
+    gpu = gpus.find(report.environment.get("gpu", "")) or gpus.DEFAULT
+    bandwidth, peak = (report.summary.get("copy_gbps") or gpu.achieved_gbps) * 1e9, gpu.peak(DTYPES["fp16"]) * 1e12
     groups = {"epilogues": "#0b6e4f", "skinny": "#d1603d", "odd": "#8a5fa8", "small": "#3d6fb4"}
     with mpl.rc_context(STYLE):
         figure, axes = pyplot.subplots(figsize=(6.4, 4.4), layout="constrained")
@@ -115,11 +114,11 @@ def _best(row: Row) -> float | None:
     return row["us"][peers.MM] / row["us"]["prototype"] if "prototype" in row["us"] else None
 
 
-def seeds(result: Mapping[str, Any], folder: Path, seed: Mapping[str, Any]) -> list[Path]:
+def seeds(report: Report, folder: Path, seed: Mapping[str, Any]) -> list[Path]:
     """The best prototype of the seed beside epigen's kernels, each against the product alone as timed in its own run."""
     ours = {
         (r["program"], _shape(r), r["dtype"]): bars.ratio(r, peers.MM)
-        for r in result["rows"]
+        for r in report.rows
         if r["group"] == "epilogues" and r["layout"] == "nt" and peers.MM in r["timing"] and peers.OURS in r["timing"]
     }
     both = [(row, _best(row), ours.get((row["program"], _shape(row), row["dtype"]))) for row in (*seed["times"], *seed["ratios"])]
@@ -142,12 +141,12 @@ def seeds(result: Mapping[str, Any], folder: Path, seed: Mapping[str, Any]) -> l
         return save(figure, folder, "seeds")
 
 
-def host(result: Mapping[str, Any], folder: Path) -> list[Path]:
+def host(report: Report, folder: Path) -> list[Path]:
     """Microseconds of host time a call, of each program by each contender, the quickest first."""
     found = [
-        (f"{program}: {contender}", contender, one["median_us"], one["spread_us"])
-        for program, times in result.get("host", {}).items()
-        for contender, one in sorted(times.items(), key=lambda of: of[1]["median_us"])
+        (f"{row['program']}: {contender}", contender, one["median_us"], one["spread_us"])
+        for row in report.rows
+        for contender, one in sorted(row["timing"].items(), key=lambda of: of[1]["median_us"])
     ]
     if not found:
         return []
@@ -161,9 +160,9 @@ def host(result: Mapping[str, Any], folder: Path) -> list[Path]:
         return save(figure, folder, "host")
 
 
-def digits(result: Mapping[str, Any], folder: Path) -> list[Path]:
+def digits(report: Report, folder: Path) -> list[Path]:
     """The loss of every step, by epigen and by eager torch, and below how far they are apart, under the tolerance; a column a dtype."""
-    rows = result["rows"]
+    rows, about = report.rows, report.summary
     with mpl.rc_context(STYLE):
         figure, grid = pyplot.subplots(2, len(rows), figsize=(3.6 * len(rows), 4.4), squeeze=False, sharex=True, sharey="row", layout="constrained")
         for above, below, row in zip(*grid, rows, strict=True):
@@ -177,19 +176,19 @@ def digits(result: Mapping[str, Any], folder: Path) -> list[Path]:
             above.set_yscale("log")
             below.set_yscale("log")
             above.set_title(
-                f"{row['dtype']}, {result['device']}: {row['right']['epigen']} of {result['held_out']} read rightly, eager torch {row['right']['eager'][0]}"
+                f"{row['dtype']}, {about['device']}: {row['right']['epigen']} of {about['held_out']} read rightly, eager torch {row['right']['eager'][0]}"
             )
             below.set_xlabel("step")
         grid[0][0].set_ylabel("loss")
         grid[1][0].set_ylabel("distance (dashed: tolerance)")
         grid[0][0].legend(frameon=False)
-        return save(figure, folder, f"digits_{result['device']}")
+        return save(figure, folder, f"digits_{about['device']}")
 
 
 def draw(results: Path, folder: Path) -> list[Path]:
     """Whatever there are results of."""
     seed = json.loads(SEED.read_text())
-    of: dict[str, Sequence[Callable[[Mapping[str, Any]], list[Path]]]] = {
+    of: dict[str, Sequence[Callable[[Report], list[Path]]]] = {
         "headline": (lambda r: ratios(r, folder), lambda r: roofline(r, folder), lambda r: seeds(r, folder, seed)),
         "host": (lambda r: host(r, folder),),
         **{f"digits_{device}": (lambda r: digits(r, folder),) for device in ("cpu", "cuda")},
@@ -198,9 +197,9 @@ def draw(results: Path, folder: Path) -> list[Path]:
     for name, figures in of.items():
         path = results / f"{name}.json"
         if path.exists():
-            found = json.loads(path.read_text())
+            report = record.read(path)
             for figure in figures:
-                files += figure(found)
+                files += figure(report)
     return files
 
 

@@ -28,6 +28,7 @@ import torch
 import epigen
 from bench import gradients, record
 from bench.random_programs import hostile, renamed, write_program
+from bench.record import Report
 from epigen import dtypes, settings
 from epigen.codegen import schedules
 from epigen.codegen.lower import lower, signature_of_contiguous
@@ -265,8 +266,9 @@ def main() -> None:
     found = fuzz(range(options.programs), options.seed, told)
     for failure in found.failures:
         print(failure, flush=True)
-    body = {"environment": record.versions(options.commit), "seed": options.seed, "seconds": round(time.perf_counter() - started), "counts": dict(found.counts)}
-    print(record.write("fuzz", body | {"failures": found.failures, "holds": not found.failures}, options.out))
+    rows = [{"outcome": outcome, "count": count} for outcome, count in found.counts.items()]
+    about = {"seed": options.seed, "seconds": round(time.perf_counter() - started), "failures": found.failures, "holds": not found.failures}
+    print(record.write("fuzz", Report("bench.fuzz", record.versions(options.commit), rows, about), options.out))
     sys.exit(bool(found.failures))
 
 

@@ -12,6 +12,7 @@ import torch
 
 import epigen
 from bench import record, timing
+from bench.record import Report
 
 SHAPES = ((64, 256, 128), (128, 256, 256), (1024, 1024, 1024))  # M, K, N
 
@@ -44,7 +45,8 @@ def main() -> None:
             print(
                 f"{m}x{k}x{n} {kind:5} {row['config']}: eager {eager:.2f} us, epigen {ours:.2f} us, {1 - ours / eager:.1%} less; { ({c: v['median_us'] for c, v in row[kind].items()}) }"
             )
-    print(record.write("gem_fp16", {"environment": record.environment(options.commit), "program": fused.program, "dtype": "fp16", "rows": rows}, options.out))
+    report = Report("bench.gem", record.environment(options.commit), rows, {"program": fused.program, "dtype": "fp16"})
+    print(record.write("gem_fp16", report, options.out))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from bench.cases import Case
 from bench.checked import Oracle, Wrong
 from bench.peers import Contender, Maker, Missing
 from bench.programs import BY_NAME, with_tanh
+from bench.record import Report
 from epigen import dtypes
 from epigen.gpus import Target
 from epigen.tuning.timer import ColdTimer
@@ -240,13 +241,14 @@ def _compile(todo: Sequence[Case], target: Target) -> None:
 def measure_all(todo: Sequence[Case], target: Target, options: argparse.Namespace) -> None:
     """Measure what the result does not hold yet, and write and print what came of it. A GPU that is lost gets a new process for the rest."""
     start = time.perf_counter()
-    body: dict[str, Any] = {"environment": record.environment(options.commit), "budget_s": options.budget, "rows": []}
+    environment = record.environment(options.commit)
+    body: dict[str, Any] = {"rows": [], "left_out": []}
     if options.more:
-        rows = record.earlier(options.out / f"{options.group}.json", body["environment"])
+        rows = record.earlier(options.out / f"{options.group}.json", environment)
         body["rows"] = [row for row in rows if "commit" not in row or stands(row, target)]
     known = {key(row) for row in body["rows"]}
     _compile([c for c in todo if c.key not in known], target)
-    body["copy_gbps"] = copy_gbps()
+    copied_gbps = copy_gbps()
     written = time.perf_counter()
     order = {case.key: place for place, case in enumerate(todo)}
 
@@ -254,7 +256,8 @@ def measure_all(todo: Sequence[Case], target: Target, options: argparse.Namespac
         nonlocal written
         written = time.perf_counter()
         body["rows"].sort(key=lambda row: order.get(key(row), len(order)))
-        return record.write(options.group, body | {"bars": bars.verdicts(body["rows"], body["copy_gbps"])}, options.out)
+        about = {"budget_s": options.budget, "copy_gbps": copied_gbps, "left_out": body["left_out"]}
+        return record.write(options.group, Report("bench.headline", environment, body["rows"], about), options.out)
 
     def now_and_then() -> None:
         if time.perf_counter() - written > _WRITTEN_S:
@@ -265,9 +268,9 @@ def measure_all(todo: Sequence[Case], target: Target, options: argparse.Namespac
     except Lost as lost:
         save()
         print(f"{lost}: a new process goes on with the other cases", flush=True)
-        go_on(options, body["environment"]["commit"], options.budget - (time.perf_counter() - start))
+        go_on(options, environment["commit"], options.budget - (time.perf_counter() - start))
     path = save()
-    for found in bars.verdicts(body["rows"], body["copy_gbps"]):
+    for found in bars.verdicts(body["rows"], copied_gbps):
         if found["met"] is not None:
             print(bars.told(found))
     if body["left_out"]:

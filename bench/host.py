@@ -14,13 +14,14 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 import epigen
 from bench import command, driver, record, timing
+from bench.record import Report, Row
 from epigen.runtime import launch
 from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.prepared import Prepared
@@ -164,10 +165,10 @@ def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
     return found | {"worst_s": round(worst, 4), "processes": len(rows), "holds": found["first_s"] <= CLAIMED_FIRST_S}
 
 
-def holds(rows: Mapping[str, Mapping[str, Mapping[str, float]]], kernels: Mapping[str, int]) -> bool:
-    """rows: by program, then by contender. kernels: how many each program launches."""
+def holds(rows: Sequence[Row]) -> bool:
+    """Of every program that launches one kernel."""
     claimed = {"epigen, out=": CLAIMED_OUT_US, "epigen": CLAIMED_NEW_US}
-    return all(rows[program][name]["median_us"] <= limit for program, count in kernels.items() if count == 1 for name, limit in claimed.items())
+    return all(row["timing"][name]["median_us"] <= limit for row in rows if row["kernels"] == 1 for name, limit in claimed.items())
 
 
 def of_the_driver() -> dict[str, float]:
@@ -188,28 +189,26 @@ def main() -> None:
     options = parser.parse_args()
     record.gpu_at_hand()
     torch.manual_seed(0)
-    rows: dict[str, dict[str, dict[str, float]]] = {}
-    configs, kernels = {}, {}
+    rows: list[dict[str, Any]] = []
     for name, text in PROGRAMS.items():
         ways, kernel = contenders(text)
-        configs[name], kernels[name] = str(kernel.config), _launches(kernel)
-        rows[name] = timing.hosted(ways, ROUNDS, CALLS)
-        print(f"{name} {M}x{N}x{K} {configs[name]}: { {c: v['median_us'] for c, v in rows[name].items()} }", flush=True)
-    alone = of_the_driver()
-    body = {
-        "environment": record.environment(options.commit), "shape": [M, N, K], "dtype": "fp16", "programs": PROGRAMS, "configs": configs, "kernels": kernels,
-        "calls": ROUNDS * CALLS, "host": rows, **alone, "claimed_out_us": CLAIMED_OUT_US, "claimed_new_us": CLAIMED_NEW_US,
-        "claimed_first_s": CLAIMED_FIRST_S, "holds": holds(rows, kernels),
+        found = timing.hosted(ways, ROUNDS, CALLS)
+        rows.append({"program": name, "text": text, "config": str(kernel.config), "kernels": _launches(kernel), "timing": found})
+        print(f"{name} {M}x{N}x{K} {kernel.config}: { {c: v['median_us'] for c, v in found.items()} }", flush=True)
+    about = {
+        "shape": [M, N, K], "dtype": "fp16", "calls": ROUNDS * CALLS, **of_the_driver(), "claimed_out_us": CLAIMED_OUT_US, "claimed_new_us": CLAIMED_NEW_US,
+        "claimed_first_s": CLAIMED_FIRST_S, "holds": holds(rows),
     }  # fmt: skip
-    print(f"claimed <= {CLAIMED_OUT_US} us with out=, <= {CLAIMED_NEW_US} us without: {body['holds']}", flush=True)
-    record.write("host", body, options.out)
+    print(f"claimed <= {CLAIMED_OUT_US} us with out=, <= {CLAIMED_NEW_US} us without: {about['holds']}", flush=True)
+    environment = record.environment(options.commit)
+    record.write("host", Report("bench.host", environment, rows, about), options.out)
     if options.processes:
-        body["first"] = first = first_calls(options.processes)
+        about["first"] = first = first_calls(options.processes)
         print(
             f"first call: {first['first_s']:.3f} s after torch's start of {first['torch_s']:.2f} s, at worst {first['worst_s']:.3f} s, "
             f"{first['imported_s']:.3f} s of it until compiled from text; claimed <= {CLAIMED_FIRST_S} s: {first['holds']}"
         )
-    print(record.write("host", body, options.out))
+    print(record.write("host", Report("bench.host", environment, rows, about), options.out))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import time
 
 from bench import record
 from bench.command import import_path
+from bench.record import Report
 
 # extents beside the block size in every layout, then views, masks, reductions and the vendor's product; then small products of the schedules with TMA, also
 # in parts of k, and what the last block to arrive completes; then, half of them, with inputs that are loaded before the product
@@ -49,11 +50,12 @@ def main() -> None:
     ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | import_path() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
     counts = {outcome: int(number) for number, outcome in re.findall(r"(\d+) (passed|failed|skipped)", ran.stdout)}
     summary = re.search(r"ERROR SUMMARY: (\d+) error", ran.stdout)
-    found = {"tests": counts, "memcheck_errors": int(summary[1]) if summary else None, "status": ran.returncode, "seconds": round(time.perf_counter() - start)}
-    print(found)
+    found = {"memcheck_errors": int(summary[1]) if summary else None, "status": ran.returncode, "seconds": round(time.perf_counter() - start)}
+    print(counts, found)
     if ran.returncode:
         print(ran.stdout[-4000:], ran.stderr[-2000:])
-    print(record.write("memcheck", {"environment": record.environment(options.commit), "selection": SELECTION, **found}, options.out))
+    rows = [{"outcome": outcome, "count": count} for outcome, count in counts.items()]
+    print(record.write("memcheck", Report("bench.memcheck", record.environment(options.commit), rows, {"selection": SELECTION, **found}), options.out))
     sys.exit(ran.returncode)
 
 

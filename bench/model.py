@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean, median, pstdev
 
 from bench import record
+from bench.record import Report
 from epigen import gpus
 from epigen.codegen.spec import KernelConfig, KernelSpec
 from epigen.perf import model
@@ -68,7 +69,7 @@ class Score:
     spread: float
 
 
-def sweeps(folder: Path = record.RESULTS, names: Sequence[str] = (), prefix: str = "sweep_") -> list[Sweep]:
+def sweeps(folder: Path = record.DATA, names: Sequence[str] = (), prefix: str = "sweep_") -> list[Sweep]:
     """The tables of a folder, by name, or those that are named. prefix: "sample_" for those that hold a part of their space."""
     return [read(p) for p in sorted(folder.glob(f"{prefix}*.json")) if not names or _name(p) in names]
 
@@ -81,7 +82,7 @@ def read(path: Path) -> Sweep:
     return _sweep(_name(path), table.read(path))
 
 
-def random_shapes(folder: Path = record.RESULTS) -> list[Sweep]:
+def random_shapes(folder: Path = record.DATA) -> list[Sweep]:
     """Those of which several configs ran."""
     path = folder / "shapes.json"
     found = table.list_from_json(path.read_text()) if path.exists() else []
@@ -189,7 +190,7 @@ def fit(given: Sequence[Sweep], constants: Constants, rounds: int, only: Sequenc
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="tables, such as square and sample_tiny (default: all)")
-    parser.add_argument("--folder", type=Path, default=record.RESULTS)
+    parser.add_argument("--folder", type=Path, default=record.DATA)
     parser.add_argument("--residuals", action="store_true", help="how far each value of each dimension is mispriced")
     parser.add_argument("--worst", type=int, default=0, help="list so many of the worst estimates of a table")
     parser.add_argument("--fit", action="store_true", help="fit the constants, and print those that changed")
@@ -222,8 +223,9 @@ def main() -> None:
         chosen = {"problems": len(shapes), "first": round(geometric_mean(first), 4), "worst": round(max(first), 4), "three": round(geometric_mean(three), 4)}
         print(f"{len(shapes)} random shapes: the model's first takes {chosen['first']:.3f} times as long as the best, at worst {max(first):.2f};", end=" ")
         print(f"the best of its first three {chosen['three']:.3f}")
-    if not options.names and not options.fit and options.folder == record.RESULTS:
-        record.write("model", {"environment": record.versions(), "spearman": correlations, "random": chosen})
+    if not options.names and not options.fit and options.folder == record.DATA:
+        rows = [{"table": name, "spearman": correlation} for name, correlation in correlations.items()]
+        record.write("model", Report("bench.model", record.versions(), rows, {"random": chosen}))
 
 
 if __name__ == "__main__":

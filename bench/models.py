@@ -11,7 +11,6 @@ import argparse
 import copy
 import functools
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from bench import record
+from bench.record import Report, Row
 
 _ROUNDS = 15
 _IN_A_ROW = 4
@@ -233,23 +233,24 @@ def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argpa
     }
 
 
-def merged(result: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
-    """A result with a newer one's rows in place of the same models' own. Of what these were run as and the newer ones were not, they are kept as `earlier`."""
-    environment, commit = newer["environment"], newer["environment"]["commit"]
-    if any(result["environment"][k] != environment[k] for k in ("gpu", "torch", "triton")):
+def merged(report: Report, newer: Report) -> Report:
+    """A report with a newer one's rows in place of the same models' own. Of what these were run as and the newer ones were not, they are kept, as `earlier`."""
+    environment, commit = newer.environment, newer.environment["commit"]
+    if any(report.environment[k] != environment[k] for k in ("gpu", "torch", "triton")):
         raise SystemExit(
-            f"{commit} ran on {environment['gpu']}, torch {environment['torch']}, Triton {environment['triton']}: a result holds rows of one GPU and version"
+            f"{commit} ran on {environment['gpu']}, torch {environment['torch']}, Triton {environment['triton']}: a report holds rows of one GPU and version"
         )
 
-    def model(row: Mapping[str, Any]) -> tuple[str, int]:
+    def model(row: Row) -> tuple[str, int]:
         return row["model"], row["tokens"]
 
-    rows = {model(row): record.dated(row, result, commit) for row in result["rows"]}
-    before = [*(record.dated(row, result, commit) for row in result.get("earlier", [])), *rows.values()]
-    rows |= {model(row): record.dated(row, newer, commit) for row in newer["rows"]}
+    known = [record.dated(row, report, commit) for row in report.rows]
+    rows = {model(row): row for row in known if "earlier" not in row}
+    before = [*(row for row in known if "earlier" in row), *rows.values()]
+    rows |= {model(row): record.dated(row, newer, commit) for row in newer.rows if "earlier" not in row}
     earlier = [row for row in before if row is not rows[model(row)] and not _measured(row) <= _measured(rows[model(row)])]
-    last = {(model(row), _measured(row)): row for row in earlier}  # of those that were run as the same
-    return {"environment": dict(environment), "rows": list(rows.values()), "earlier": list(last.values())}
+    last = {(model(row), _measured(row)): row | {"earlier": True} for row in earlier}  # of those that were run as the same
+    return Report("bench.models", environment, [*rows.values(), *last.values()])
 
 
 def _measured(row: Mapping[str, Any]) -> frozenset[str]:
@@ -304,9 +305,9 @@ def main() -> None:
     parser.add_argument("--merge", nargs="+", type=Path, default=[], help="run nothing, and put these results' rows into the result")
     options = parser.parse_args()
     if options.merge:
-        found = json.loads((options.out / "models.json").read_text())
+        found = record.read(options.out / "models.json")
         for path in options.merge:
-            found = merged(found, json.loads(path.read_text()))
+            found = merged(found, record.read(path))
         print(record.write("models", found, options.out))
         return
     record.gpu_at_hand()
@@ -328,7 +329,7 @@ def main() -> None:
             flush=True,
         )
         print(*row["report"], *([f"  losses {row['losses']}"] if row["losses"] else []), sep="\n", flush=True)
-        written = record.write("models", {"environment": environment, "rows": rows}, options.out)  # each, should time run out
+        written = record.write("models", Report("bench.models", environment, rows), options.out)  # each, should time run out
         gc.collect()
         torch.cuda.empty_cache()
     print(written)

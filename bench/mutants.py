@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import record
+from bench.record import Report
 from epigen import settings
 from epigen.codegen.schedules import RENAMED
 from epigen.db import database
@@ -348,12 +349,13 @@ def main() -> None:
 
     start = time.perf_counter()
     found = run(options.count, options.seed, told)
-    body = {
-        "environment": record.versions(options.commit), "count": options.count, "seed": options.seed, "outcomes": dict(found.outcomes), "kinds": dict(found.kinds),
-        "failures": found.failures, "longest_s": round(found.longest_s, 2), "seconds": round(time.perf_counter() - start),
+    rows = [{what: name, "count": count} for what, counts in (("outcome", found.outcomes), ("kind", found.kinds)) for name, count in counts.items()]
+    about = {
+        "count": options.count, "seed": options.seed, "failures": found.failures, "longest_s": round(found.longest_s, 2),
+        "seconds": round(time.perf_counter() - start),
     }  # fmt: skip
     print(*found.failures, dict(found.outcomes), sep="\n")
-    print(record.write("mutants", body, options.out))
+    print(record.write("mutants", Report("bench.mutants", record.versions(options.commit), rows, about), options.out))
     sys.exit(bool(found.failures))
 
 

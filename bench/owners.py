@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 
 import epigen
 from bench import models, record
+from bench.record import Report
 from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.kernel import Kernel
 from epigen.training.fuse import Forward
@@ -191,7 +192,7 @@ def main() -> None:
                 f"{found[m]['plain']:7.1f} -> {found[m]['fused']:7.1f} {found[m]['plain calls']:3} -> {found[m]['fused calls']:3}" for m in ("forward", "step")
             ]
             print(f"{model:6} {name:22} {shown[0]} {shown[1]} {found['nodes']['plain']:2} ->{found['nodes']['fused']:2}", flush=True)
-    print(record.write("owners", {"environment": record.environment(options.commit), "device": options.device, "rows": rows}, options.out))
+    print(record.write("owners", Report("bench.owners", record.environment(options.commit), rows, {"device": options.device}), options.out))
 
 
 if __name__ == "__main__":

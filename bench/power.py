@@ -19,14 +19,15 @@ import torch
 from bench import cases, clock, headline, peers, record
 from bench.cases import Case
 from bench.peers import Contender, Maker, Problem
+from bench.record import Report
 from bench.timing import back_to_back
 from epigen.tuning.sampling import interleave
 
-TURNS, TOGETHER = "epigen, groups in turns", "epigen, groups together"
+PINGPONG, COOPERATIVE = "epigen, ping-pong", "epigen, cooperative"
 _WAY = {"schedule": "warp_specialized", "block_m": 128, "block_k": 64, "group_m": 8, "tma_store": 1, "tma_load": 0, "fused_finalize": 0, "splits": 1}
 WAYS = {
-    TURNS: _WAY | {"block_n": 128, "pingpong": 1, "subtiles": 2, "prefetch": 0, "num_stages": 6},
-    TOGETHER: _WAY | {"block_n": 256, "pingpong": 0, "subtiles": 1, "prefetch": 1, "num_stages": 3},
+    PINGPONG: _WAY | {"block_n": 128, "pingpong": 1, "subtiles": 2, "prefetch": 0, "num_stages": 6},
+    COOPERATIVE: _WAY | {"block_n": 256, "pingpong": 0, "subtiles": 1, "prefetch": 1, "num_stages": 3},
 }
 
 CASES = tuple(
@@ -102,7 +103,7 @@ def main() -> None:
         rows.append(headline.measured(case, how={cases.COLD: both}, makers=MAKERS))
         print(line(rows[-1]), flush=True)
         torch.cuda.empty_cache()
-    print(record.write("power", {"environment": record.environment(options.commit), "rows": rows}, options.out))
+    print(record.write("power", Report("bench.power", record.environment(options.commit), rows), options.out))
 
 
 if __name__ == "__main__":

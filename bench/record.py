@@ -1,4 +1,15 @@
-"""What every result carries: where and with what it was measured."""
+"""A report is what one run of a script measured. This module writes and reads all of them.
+
+A file of `results` is one JSON object:
+
+    schema        SCHEMA
+    script        the module that ran
+    environment   GPU, driver, versions, date and commit
+    summary       what is said of all rows together, a line each
+    rows          what was measured, one a line, so that a diff shows a row
+
+A file holds the last run alone. A row from an earlier run that still stands names its own commit.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +18,9 @@ import datetime
 import importlib.metadata
 import json
 import platform
-import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +28,40 @@ from epigen.files import write_whole
 from epigen.gpus import Target
 from epigen.runtime import device
 
+SCHEMA = 1
 RESULTS = Path(__file__).parent / "results"
-_NUMBERS = re.compile(r"\[\n(?:\s+(?:-?[\d.]+(?:e[-+]?\d+)?|null),?\n)+\s+\]")  # as JSON with an indent lays them out
+DATA = Path(__file__).parent.parent / "tests" / "data"
+"""Measurements that tests and the fit of the model read: tables of configs, and the report of bench.ways."""
+
+_PACKAGES = ("torch", "triton", "numpy", "optuna", "nvmath-python", "scikit-learn")
+ENVIRONMENT = frozenset({"date", "commit", "python", *_PACKAGES, "gpu", "capability", "driver"})
+
+Row = Mapping[str, Any]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """What every script that records a result is told: the commit, where the tree has no git, and the folder to write to."""
+class NoReport(Exception):
+    """Why a file holds no report, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """script: the module that measured, such as bench.host. summary: what is no part of a row: settings, limits, and what follows from all rows."""
+
+    script: str
+    environment: Mapping[str, Any]
+    rows: Sequence[Row]
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """All that was measured: the summary with the rows."""
+        return {**self.summary, "rows": self.rows}
+
+
+def add_options(parser: argparse.ArgumentParser, folder: Path = RESULTS) -> None:
+    """What every script that writes a report takes: the commit, where the tree has no git, and the folder to write to."""
     parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=folder)
 
 
 def gpu_at_hand() -> Target:
@@ -36,9 +73,9 @@ def gpu_at_hand() -> Target:
 
 
 def versions(commit: str | None = None) -> dict[str, Any]:
-    """Packages, date and commit: all of the environment that a result without a GPU depends on."""
+    """Packages, date and commit: all of the environment that a report without a GPU depends on."""
     found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "commit": commit or _commit(), "python": platform.python_version()}
-    for package in ("torch", "triton", "numpy", "optuna", "nvmath-python", "scikit-learn"):
+    for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -66,27 +103,70 @@ def _commit() -> str:
 
 
 def earlier(path: Path, environment: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a result that was made by the same GPU and versions; none where there is no such result. Those of another commit tell it."""
+    """The rows of a report that was made by the same GPU and versions; none where there is no such report. Those of another commit name it."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        found = read(path)
+    except NoReport:
         return []
-    about = found.get("environment", {})
-    if any(about.get(k) != environment.get(k) for k in ("gpu", "torch", "triton", "driver")):
+    if any(found.environment.get(k) != environment.get(k) for k in ("gpu", "torch", "triton", "driver")):
         return []
-    return [dated(row, found, environment.get("commit")) for row in found["rows"]]
+    return [dated(row, found, environment.get("commit")) for row in found.rows]
 
 
-def dated(row: Mapping[str, Any], result: Mapping[str, Any], commit: Any) -> dict[str, Any]:
-    """A result's row as it stands in one of `commit`: it tells its own where that is another."""
-    own = row.get("commit", result["environment"].get("commit"))
+def dated(row: Row, report: Report, commit: Any) -> dict[str, Any]:
+    """A report's row as it stands in one of `commit`: it names its own where that is another."""
+    own = row.get("commit", report.environment.get("commit"))
     return {k: v for k, v in row.items() if k != "commit"} | ({} if own == commit else {"commit": own})
 
 
-def write(name: str, body: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Write one result, sorted and indented so that a change reads well; a list of numbers is one line."""
+# -- files
+
+
+def write(name: str, report: Report, folder: Path = RESULTS) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    text = json.dumps(body, indent=1, sort_keys=True)
-    write_whole(path, (_NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n").encode())
+    write_whole(path, text(report).encode())
     return path
+
+
+def text(report: Report) -> str:
+    """As it stands in a file: a line for each key of the summary and for each row, with sorted keys."""
+    head = {"schema": SCHEMA, "script": report.script, "environment": report.environment}
+    summary = (f"{_line(key)}: {_line(report.summary[key])}" for key in sorted(report.summary))
+    parts = [*(f"{_line(key)}: {_line(value)}" for key, value in head.items())]
+    parts += [f'"summary": {{{_lines(summary)}}}', f'"rows": [{_lines(map(_line, report.rows))}]']
+    return "{" + _lines(parts) + "}\n"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _lines(parts: Iterable[str]) -> str:
+    inside = ",\n".join(parts)
+    return f"\n{inside}\n" if inside else ""
+
+
+def read(path: Path) -> Report:
+    """Raises NoReport, which says why in one sentence."""
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise NoReport(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise NoReport(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
+        raise NoReport(f"{path} holds no report of schema {SCHEMA}: measure again")
+    if missing := _KINDS.keys() ^ found.keys():
+        raise NoReport(f"{path} holds no report: {', '.join(sorted(missing))} is missing or unknown")
+    for key, kind in _KINDS.items():
+        if not isinstance(found[key], kind):
+            raise NoReport(f"{path} holds no report: {key} is no {'list' if kind is list else 'text' if kind is str else 'object'}")
+    if unknown := found["environment"].keys() - ENVIRONMENT:
+        raise NoReport(f"{path} holds no report: its environment has unknown fields: {', '.join(sorted(unknown))}")
+    if not all(isinstance(row, dict) for row in found["rows"]):
+        raise NoReport(f"{path} holds no report: a row is no object")
+    return Report(**found)
+
+
+_KINDS: Mapping[str, type] = {"script": str, "environment": dict, "summary": dict, "rows": list}

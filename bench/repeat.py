@@ -10,9 +10,11 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from bench import record
+from bench.record import Report
 from epigen.tuning import report
 from epigen.tuning.runner import GpuRunner, Runner
 from epigen.tuning.task import Task
@@ -74,23 +76,27 @@ def main() -> None:
     record.add_options(parser)
     options = parser.parse_args()
     target = record.gpu_at_hand()
-    body: dict[str, Any] = {"environment": record.environment(options.commit), "claimed": CLAIMED, "problems": []}
+    environment = record.environment(options.commit)
+    rows: list[dict[str, Any]] = []
+
+    def save() -> Path:
+        return record.write("repeat", Report("bench.repeat", environment, rows, {"claimed": CLAIMED, "holds": all(row["holds"] for row in rows)}), options.out)
+
     runner = GpuRunner()
     try:
         for text, shape, layout in PROBLEMS[: options.problems]:
             task = Task(text, shape, "fp16", "fp16", "fp16", layout, "ieee", target)
             print(report.name(task), flush=True)
             found = repeated(task, runner, range(options.repetitions), options.comparisons)
-            body["problems"].append(found)
-            body["holds"] = all(p["holds"] for p in body["problems"])
+            rows.append(found)
             for row in found["repetitions"]:
                 behind = "gave no right answer when timed again" if row["behind"] is None else f"{row['us']:.2f} us, {row['behind']:.2%} behind"
                 print(f"  seed {row['seed']}: {behind}, {row['winner']}")
             print(f"  worst {found['worst']}, {len(found['winners'])} winners; claimed <= {CLAIMED:.0%} behind: {found['holds']}", flush=True)
-            record.write("repeat", body, options.out)
+            save()
     finally:
         runner.close()
-    print(record.write("repeat", body, options.out))
+    print(save())
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import numpy as np
 import optuna
 
 from bench import record
+from bench.record import Report
 from epigen.choose.space import Space
 from epigen.codegen.spec import KernelConfig
 from epigen.tuning import report, table
@@ -174,7 +175,7 @@ def holds(found: Mapping[str, Mapping[str, Any]]) -> bool:
     return enough(found) and all(found["epigen"]["mean"] < found[name]["mean"] for name in SEARCHES if name != "epigen")
 
 
-def replayed(paths: Sequence[Path], seeds: int, workers: int) -> dict[str, Any]:
+def replayed(paths: Sequence[Path], seeds: int, workers: int, commit: str | None = None) -> Report:
     """All searches over all tables. workers: processes; 0 stays in this one."""
     jobs = [(path, seed) for path in paths for seed in range(seeds)]
     if workers:
@@ -182,26 +183,26 @@ def replayed(paths: Sequence[Path], seeds: int, workers: int) -> dict[str, Any]:
             done = list(pool.map(run, *zip(*jobs, strict=True), chunksize=5))
     else:
         done = [run(*job) for job in jobs]
-    by_table: dict[str, Any] = {}
+    rows = []
     for path in paths:
         mine = [curves for (job, _), curves in zip(jobs, done, strict=True) if job == path]
         recorded = table.read(path)
         found = {name: summary([curves[name] for curves in mine]) for name in SEARCHES}
-        by_table[path.stem.removeprefix("sweep_")] = {
-            "problem": report.name(recorded.task), "configs": len(recorded.rows), "best_us": best_us(recorded.rows), "holds": enough(found), "searches": found,
+        rows.append({
+            "table": path.stem.removeprefix("sweep_"), "problem": report.name(recorded.task), "configs": len(recorded.rows), "best_us": best_us(recorded.rows), "holds": enough(found), "searches": found,
             "recorded": {k: recorded.environment[k] for k in ("gpu", "date", "commit", "triton") if k in recorded.environment},
             "every_config": _reached([curves[ALL][-1] for curves in mine]),
-        }  # fmt: skip
+        })  # fmt: skip
     together = {name: _reached([curves[name][AT - 1] for curves in done]) for name in SEARCHES}
     every_config = _reached([curves[ALL][-1] for curves in done])
-    return {
-        "trials": AT, "enough": ENOUGH, "claimed": CLAIMED, "seeds": seeds, "tables": by_table, "all": together, "every_config": every_config,
-        "holds": holds(together),
+    about = {
+        "trials": AT, "enough": ENOUGH, "claimed": CLAIMED, "seeds": seeds, "all": together, "every_config": every_config, "holds": holds(together)
     }  # fmt: skip
+    return Report("bench.replay", record.versions(commit), rows, about)
 
 
 def sweeps(only: Sequence[str] = ()) -> list[Path]:
-    paths = sorted(record.RESULTS.glob("sweep_*.json"))
+    paths = sorted(record.DATA.glob("sweep_*.json"))
     return [p for p in paths if not only or p.stem.removeprefix("sweep_") in only]
 
 
@@ -217,14 +218,15 @@ def main() -> None:
     record.add_options(parser)
     options = parser.parse_args()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the workers share the cores already
-    found = replayed(sweeps(options.only), options.seeds, options.workers)
+    report = replayed(sweeps(options.only), options.seeds, options.workers, options.commit)
+    every = report.summary
     print(f"share of runs within {ENOUGH:.0%} of the best speed after {AT} trials, and mean ratio of times:")
-    for name, one in found["tables"].items():
-        print(_line(name, one["searches"], one["every_config"]))
-    print(_line("all", found["all"], found["every_config"]))
-    print(f"claimed: in {CLAIMED:.0%} of the runs, and the best of the three on average: {found['holds']}; tables with fewer:", end=" ")
-    print(", ".join(name for name, one in found["tables"].items() if not one["holds"]) or "none")
-    print(record.write("replay", found | {"environment": record.versions(options.commit)}, options.out))
+    for row in report.rows:
+        print(_line(row["table"], row["searches"], row["every_config"]))
+    print(_line("all", every["all"], every["every_config"]))
+    print(f"claimed: in {CLAIMED:.0%} of the runs, and the best of the three on average: {every['holds']}; tables with fewer:", end=" ")
+    print(", ".join(row["table"] for row in report.rows if not row["holds"]) or "none")
+    print(record.write("replay", report, options.out))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=150.0, help="seconds a problem")
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--random", nargs="*", type=int, metavar="SEED", help="samples of random shapes instead, in bf16: 44 of each seed")
-    record.add_options(parser)
+    record.add_options(parser, record.DATA)
     options = parser.parse_args()
     target = device.at_hand() or gpus.DEFAULT_TARGET
     runner: GpuRunner | None = None

@@ -25,6 +25,7 @@ from torch import Tensor
 from bench import clock, networks, record, timing
 from bench.networks import ACTIVATIONS, LAYERS, MAKERS, NVMATH, Network, Task
 from bench.peers import COMPILED, EAGER, OURS, Missing, reason
+from bench.record import Report
 
 FASTER = {EAGER: 1.15, COMPILED: 1.05, NVMATH: 1.0}
 """By what part, at least."""
@@ -221,10 +222,12 @@ def main() -> None:
     options = parser.parse_args()
     names = [name for name in MAKERS if not options.memory and not any(word in name for word in options.without)]
     record.gpu_at_hand()
-    body: dict[str, Any] = {"environment": record.environment(options.commit), "layers": LAYERS, "dtype": "bf16", "without": list(options.without)}
+    environment = record.environment(options.commit)
+    body: dict[str, Any] = {}
 
     def save() -> Any:
-        return record.write("training_memory" if options.memory else "training", body | {"claims": verdicts(body["rows"])}, options.out)
+        about = {"layers": LAYERS, "dtype": "bf16", "without": list(options.without), "left_out": body["left_out"]}
+        return record.write("training_memory" if options.memory else "training", Report("bench.training", environment, body["rows"], about), options.out)
 
     run(options.widths, options.batch, names, body, options.budget, save)
     for one in verdicts(body["rows"]):

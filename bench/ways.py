@@ -13,7 +13,6 @@ import concurrent.futures
 import copy
 import datetime
 import itertools
-import json
 import statistics
 import threading
 import time
@@ -24,6 +23,7 @@ from typing import Any
 
 from bench import record
 from bench.borrow import of_this_version, task_of
+from bench.record import Report
 from epigen import settings
 from epigen.choose.space import Space
 from epigen.codegen import schedules
@@ -124,7 +124,7 @@ def gather(
                 print(f"{contest.name}: {error}", flush=True)
                 continue
             with lock:
-                row = found.setdefault(contest.name, {"configs": {}, "seen": []})
+                row = found.setdefault(contest.name, {"problem": contest.name, "configs": {}, "seen": []})
                 row["recorded"] = str(contest.record.kernel_config)
                 row["configs"] |= {str(c): {"schedule": c.schedule, **dict(c.values)} for c in contest.configs}
                 row["seen"].append(seen)
@@ -140,11 +140,17 @@ def _told(own: str, seen: Mapping[str, Any]) -> str:
     return ", ".join(f"{'own' if name == own else 'rival'} {seen['mm_us'] / us:.3f}" for name, us in seen["us"].items())
 
 
-def earlier(path: Path, environment: Mapping[str, Any]) -> dict[str, Any]:
-    """What runs on GPUs of this kind with these versions left; nothing of others."""
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"environment": {}}
-    alike = all(found["environment"].get(k) == environment.get(k) for k in ("gpu", "torch", "triton"))
-    return found if alike else {"rows": {}, "runs": []}
+def by_problem(report: Report) -> Rows:
+    return {row["problem"]: row for row in report.rows}
+
+
+def earlier(path: Path, environment: Mapping[str, Any]) -> tuple[Rows, list[dict[str, Any]]]:
+    """What runs on GPUs of this kind with these versions left, and the runs; nothing of others."""
+    if not path.exists():
+        return {}, []
+    found = record.read(path)
+    similar = all(found.environment.get(k) == environment.get(k) for k in ("gpu", "torch", "triton"))
+    return (by_problem(found), found.summary["runs"]) if similar else ({}, [])
 
 
 # -- what follows from it
@@ -205,13 +211,13 @@ def settle(path: Path, rows: Rows, records: Iterable[Record]) -> list[str]:
 
 def summary(rows: Rows) -> dict[str, Any]:
     """How far each way's speed against the product moves between two GPUs of this result, over all configs that ran on several: the mean and the most."""
-    moved: dict[str, list[float]] = {"in turns": [], "together": []}
+    moved: dict[str, list[float]] = {"ping-pong": [], "cooperative": []}
     for row in rows.values():
         names = {name for seen in row["seen"] for name in seen["us"]}
         for name in names:
             ratios = [seen["mm_us"] / seen["us"][name] for seen in row["seen"] if name in seen["us"]]
             if len(ratios) > 1:
-                moved["in turns" if config_of(row, name)["pingpong"] else "together"].append(max(ratios) / min(ratios) - 1)
+                moved["ping-pong" if config_of(row, name)["pingpong"] else "cooperative"].append(max(ratios) / min(ratios) - 1)
     return {way: {"count": len(some), "mean": round(statistics.fmean(some), 5), "most": round(max(some), 5)} for way, some in moved.items() if some}
 
 
@@ -221,25 +227,25 @@ def main() -> None:
     parser.add_argument("--rivals", type=int, default=2, help="to each record")
     parser.add_argument("--budget", type=float, default=400.0, help="seconds after which no further problem is begun")
     parser.add_argument("--settle", type=Path, metavar="PATH", help="measure nothing, and write what the result says into this database")
-    record.add_options(parser)
+    record.add_options(parser, record.DATA)
     options = parser.parse_args()
     start = time.monotonic()
     every = [r for _, r in Database(options.settle or settings.seed_database_dir(), seeds=()).records()]
     if options.settle:
-        print(*settle(options.settle, json.loads((options.out / "ways.json").read_text())["rows"], every), sep="\n")
+        print(*settle(options.settle, by_problem(record.read(options.out / "ways.json")), every), sep="\n")
         return
     target, gpus, environment = record.gpu_at_hand(), device.indices(), record.environment(options.commit)
-    known = earlier(options.out / "ways.json", environment)
-    todo = contests(of_this_version([r for r in every if r.gpu == target.part], triton_version()), target, options.least, options.rivals, known["rows"])
-    about = {"environment": environment, "runs": [*known["runs"], {"gpus": len(gpus), "date": environment["date"]}]}
+    known, runs = earlier(options.out / "ways.json", environment)
+    todo = contests(of_this_version([r for r in every if r.gpu == target.part], triton_version()), target, options.least, options.rivals, known)
+    runs = [*runs, {"gpus": len(gpus), "date": environment["date"]}]
     print(f"{len(todo)} problems on {len(gpus)} GPUs", flush=True)
     runners = {gpu: GpuRunner(compile_workers=compile_workers_for(len(gpus))) for gpu in gpus}
 
     def save(rows: dict[str, Any]) -> None:
-        record.write("ways", about | {"rows": rows, "moved": summary(rows)}, options.out)
+        record.write("ways", Report("bench.ways", environment, list(rows.values()), {"runs": runs, "moved": summary(rows)}), options.out)
 
     try:
-        rows = gather(todo, gpus, lambda c, gpu: timed(c, runners[gpu], target, gpu), known["rows"], start + options.budget, save)
+        rows = gather(todo, gpus, lambda c, gpu: timed(c, runners[gpu], target, gpu), known, start + options.budget, save)
     finally:
         for runner in runners.values():
             runner.close()

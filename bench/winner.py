@@ -12,6 +12,7 @@ import statistics
 from typing import Any
 
 from bench import record
+from bench.record import Report
 from epigen.tuning import report, table
 from epigen.tuning.runner import GpuRunner, Runner
 from epigen.tuning.table import Table
@@ -54,12 +55,12 @@ def main() -> None:
     record.add_options(parser)
     options = parser.parse_args()
     record.gpu_at_hand()
-    body: dict[str, Any] = {"environment": record.environment(options.commit), "claimed": CLAIMED, "problems": []}
+    environment = record.environment(options.commit)
+    rows = []
     runner = GpuRunner()
     try:
-        for path in sorted(record.RESULTS.glob("sweep_*.json")):
-            row = held(table.read(path), runner, options.comparisons)
-            body["problems"].append(row)
+        for path in sorted(record.DATA.glob("sweep_*.json")):
+            rows.append(row := held(table.read(path), runner, options.comparisons))
             print(
                 f"{row['problem']}: {row['winner_us']:.2f} us, best of {row['configs']} {row['best_us']:.2f} us, {row['behind']:+.2%}; "
                 f"{row['seconds']:.1f} s, {row['winner']}",
@@ -67,10 +68,10 @@ def main() -> None:
             )
     finally:
         runner.close()
-    body["worst"] = max(r["behind"] for r in body["problems"])
-    body["holds"] = body["worst"] <= CLAIMED
-    print(f"worst {body['worst']:.2%}; claimed <= {CLAIMED:.0%}: {body['holds']}")
-    print(record.write("winner", body, options.out))
+    worst = max(row["behind"] for row in rows)
+    print(f"worst {worst:.2%}; claimed <= {CLAIMED:.0%}: {worst <= CLAIMED}")
+    report = Report("bench.winner", environment, rows, {"claimed": CLAIMED, "worst": worst, "holds": worst <= CLAIMED})
+    print(record.write("winner", report, options.out))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import pytest
 from cases import warp_specialized
 
 from bench import borrow, cold, command, devices, driver, host, readme, record, repeat
+from bench.record import Report
 from epigen.choose import choose, rule
 from epigen.codegen.spec import Choice, KernelConfig
 from epigen.db.database import Database
@@ -30,7 +31,7 @@ from epigen.tuning.table import Table
 from epigen.tuning.task import Comparison, Outcome, Task
 from epigen.tuning.tune import problem_for
 
-SQUARE = table.read(record.RESULTS / "sweep_square.json")
+SQUARE = table.read(record.DATA / "sweep_square.json")
 H200 = SQUARE.task.target
 
 
@@ -42,18 +43,20 @@ def replay(recorded: Table = SQUARE) -> Replay:
 
 
 def test_the_command_runs_as_a_new_process_with_nothing_of_earlier_ones() -> None:
-    paths = [str(record.RESULTS / f"sweep_{name}.json") for name in ("skinny", "drelu_bgrad")]
+    paths = [str(record.DATA / f"sweep_{name}.json") for name in ("skinny", "drelu_bgrad")]
     run = command.tune(["--replay", paths[0], "--replay", paths[1], "--trials", "12"])
     assert [p["shape"] for p in run.problems] == [[16, 4096, 4096], [4096, 4096, 1024]] and not run.failed
     assert 0 < sum(run.search_s) <= run.searching_s < run.wall_s, "the lines that tell of both problems are found, one after the other"
     told = run.record()
     assert told["problems"][0]["trials"] and told["problems"][1]["winner"] and json.dumps(told)
     row = cold.one(command.Run(9.0, run.searching_s, run.problems[:1]))
-    assert row["wall_s"] == 9.0 and row["seconds"] > 0
-    suite_row = cold.together(run)
-    assert suite_row["count"] == 2 and suite_row["wall_a_problem_s"] == pytest.approx(run.wall_s / 2, abs=0.01)
-    gain = devices.gained(command.Run(20.0, 18.0, run.problems), command.Run(12.0, 9.0, run.problems))
+    assert row["wall_s"] == 9.0 and row["seconds"] > 0 and row["part"] == "one"
+    whole, rows = cold.together(run)
+    assert whole["count"] == 2 and whole["wall_a_problem_s"] == pytest.approx(run.wall_s / 2, abs=0.01)
+    assert rows == [{"part": "suite", **problem} for problem in told["problems"]]
+    gain, rows = devices.gained("suite", command.Run(20.0, 18.0, run.problems), command.Run(12.0, 9.0, run.problems))
     assert (gain["searching"], gain["failed"]) == (2.0, []) and gain["wall"] == pytest.approx(1.667)
+    assert rows == [{"part": "suite", "gpus": gpus, **problem} for gpus in (1, 2) for problem in told["problems"]]
 
 
 def test_two_searches_at_a_time_are_counted_once() -> None:
@@ -64,7 +67,7 @@ def test_two_searches_at_a_time_are_counted_once() -> None:
     failed = [*problems, {"program": "mm", "shape": [64, 64, 64], "dtype": "fp16", "layout": "nt", "error": "none of 4 configs"}]
     assert command._searching_s([*told, (20.0, "3/3 mm 64x64x64 fp16 nt: none of 4 configs")], failed) == 10.0
     assert command.Run(1.0, 1.0, tuple(failed)).failed == ["mm 64x64x64 fp16 nt: none of 4 configs"]
-    assert not cold.together(command.Run(3.0, 1.0, tuple(failed)))["holds"], "a problem without a winner is no success"
+    assert not cold.together(command.Run(3.0, 1.0, tuple(failed)))[0]["holds"], "a problem without a winner is no success"
 
 
 @pytest.mark.slow
@@ -204,61 +207,65 @@ def test_borrowed_and_tuned_are_timed_in_turns_and_summed_up(monkeypatch: pytest
 
 
 @pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Report]:
     """Runs a script on a machine with two made-up GPUs. Returns what it wrote."""
     monkeypatch.setattr(device, "at_hand", lambda: H200)
     monkeypatch.setattr(device, "indices", lambda: (0, 1))
     for script in (repeat, borrow):
         monkeypatch.setattr(script, "GpuRunner", replay)
-    replayed = command.tune(["--replay", str(record.RESULTS / "sweep_skinny.json"), "--trials", "2"])
+    replayed = command.tune(["--replay", str(record.DATA / "sweep_skinny.json"), "--trials", "2"])
     monkeypatch.setattr(command, "tune", lambda _: replayed)
     monkeypatch.setattr(command, "warm_up", lambda: 1.0)
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(readme, "FOLDERS", (tmp_path,))
     monkeypatch.setattr(record, "environment", lambda commit: record.versions(commit) | {"gpu": "NVIDIA H200", "driver": "580"})
 
-    def run(script: ModuleType, *arguments: object) -> dict[str, Any]:
+    def run(script: ModuleType, *arguments: object) -> Report:
         name = script.__name__.partition(".")[2]
         monkeypatch.setattr("sys.argv", [name, "--out", str(tmp_path), "--commit", "abc1234", *map(str, arguments)])
         script.main()
-        found: dict[str, Any] = json.loads((tmp_path / f"{name}.json").read_text())
-        assert found["environment"]["commit"] == "abc1234"
+        found = record.read(tmp_path / f"{name}.json")
+        assert found.environment["commit"] == "abc1234" and found.script == script.__name__
         return found
 
     return run
 
 
 @pytest.mark.slow
-def test_repeat_writes_what_it_found(written: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeat_writes_what_it_found(written: Callable[..., Report], capsys: pytest.CaptureFixture[str]) -> None:
     found = written(repeat, "--repetitions", 2)
-    assert [len(p["repetitions"]) for p in found["problems"]] == [2, 2, 2] and isinstance(found["holds"], bool)
+    assert [len(row["repetitions"]) for row in found.rows] == [2, 2, 2] and isinstance(found.summary["holds"], bool)
     assert "relu(mm + bias) 1024x1024x1024 fp16 nn" in capsys.readouterr().out
     assert "of 3 problems, each tuned 2 times from nothing, the slowest winner is" in readme.tuning()
 
 
-def test_borrow_writes_what_it_found(written: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_borrow_writes_what_it_found(written: Callable[..., Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "db"
     strange = replace(tuned_record(SQUARE.task, right()[0]), spec="0123456789abcdef")
     strangers = [replace(strange, shape=(m, 4096, 4096)) for m in (64, 128, 256, 512)]
     Database(folder, seeds=()).add(*database(), *strangers)
-    found = written(borrow, "--db", folder)
-    assert found["held_out"] == 4 and len(found["problems"]) == found["count"] == 2 and found["left_out"]
+    one = written(borrow, "--db", folder)
+    found = one.summary
+    assert found["held_out"] == 4 and len(one.rows) == found["count"] == 2 and found["left_out"]
     assert "2 of its problems take" in readme.tuning()
-    both = written(borrow, "--db", folder, "--seeds", 2)
-    assert both["seeds"] == [0, 1] and {row["seed"] for row in both["problems"]} == {0, 1} and both["held_out"] == 8
-    assert [{**row, "seed": 0} for row in both["problems"]][: found["count"]] == found["problems"] and both["count"] > found["count"]
+    two = written(borrow, "--db", folder, "--seeds", 2)
+    both = two.summary
+    assert both["seeds"] == [0, 1] and {row["seed"] for row in two.rows} == {0, 1} and both["held_out"] == 8
+    assert [{**row, "seed": 0} for row in two.rows][: found["count"]] == one.rows and both["count"] > found["count"]
     assert f"in 2 ways, {both['count']} of its problems take" in readme.tuning()
-    assert written(borrow, "--db", folder, "--limit", 1)["count"] <= 1
-    assert written(borrow, "--db", folder, "--budget", 0)["count"] == 0
+    assert written(borrow, "--db", folder, "--limit", 1).summary["count"] <= 1
+    assert written(borrow, "--db", folder, "--budget", 0).summary["count"] == 0
     assert "nothing to compare" in readme.tuning()
     assert "geometric mean" in capsys.readouterr().out
 
 
-def test_cold_and_devices_write_what_they_found(written: Callable[..., dict[str, Any]]) -> None:
+def test_cold_and_devices_write_what_they_found(written: Callable[..., Report]) -> None:
     assert readme.tuning() == ""
     found = written(cold)
-    assert len(found["runs"]) == 3 and found["worst_s"] >= found["median_s"] and found["suite"]["count"] == 1
+    assert [row["part"] for row in found.rows] == ["one"] * 3 + ["suite"]
+    assert found.summary["worst_s"] >= found.summary["median_s"] and found.summary["suite"]["count"] == 1
     found = written(devices)
-    assert found["suite"]["searching"] == found["many"]["wall"] == 1.0 and found["holds"] is False
+    assert [(row["part"], row["gpus"]) for row in found.rows] == [("suite", 1), ("suite", 2), ("many", 1), ("many", 2)]
+    assert found.summary["suite"]["searching"] == found.summary["many"]["wall"] == 1.0 and found.summary["holds"] is False
     assert "1 problems in one command" in readme.tuned_in() and "one problem with 600 trials 1.00 times" in readme.tuning()
     written(cold, "--problems", 0)
     assert "in one command" not in readme.tuned_in() and "(asked: 15)" in readme.tuned_in() and len(readme.tuning().splitlines()) == 1
@@ -279,7 +286,7 @@ def test_cold_and_devices_write_what_they_found(written: Callable[..., dict[str,
 def test_how_winners_stand_to_a_sweep_is_said_in_words(behind: tuple[float, ...], told: str) -> None:
     environment = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "driver": "580", "date": "2026-11-25"}
     problems = [{"behind": b, "configs": 100 + i} for i, b in enumerate(behind)]
-    assert told in readme._winner({"problems": problems, "worst": max(behind), "environment": environment})
+    assert told in readme._winner(Report("bench.winner", environment, problems, {"worst": max(behind)}))
 
 
 def test_without_a_gpu_the_scripts_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,12 +303,13 @@ def test_without_a_gpu_the_scripts_say_so(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_claims_about_the_host_are_of_every_program_with_one_kernel() -> None:
-    row = {"epigen, out=": {"median_us": 4.0}, "epigen": {"median_us": 7.9}, "Triton's launch": {"median_us": 13.0}}
-    one = {"one": 1, "two": 1}
-    assert host.holds({"one": row, "two": row}, one)
-    assert not host.holds({"one": row, "two": row | {"epigen": {"median_us": 8.1}}}, one)
-    slow = {"one": row, "two": row | {"epigen, out=": {"median_us": 5.5}}}
-    assert not host.holds(slow, one) and host.holds(slow, {"one": 1, "two": 2})
+    def row(kernels: int = 1, **us: float) -> dict[str, Any]:
+        times = {"epigen, out=": 4.0, "epigen": 7.9, "Triton's launch": 13.0} | {{"out": "epigen, out=", "new": "epigen"}[name]: us[name] for name in us}
+        return {"kernels": kernels, "timing": {name: {"median_us": time} for name, time in times.items()}}
+
+    assert host.holds([row(), row()])
+    assert not host.holds([row(), row(new=8.1)])
+    assert not host.holds([row(), row(out=5.5)]) and host.holds([row(), row(2, out=5.5)])
 
 
 def test_the_first_call_is_the_median_of_the_processes() -> None:

@@ -7,13 +7,15 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import __main__ as bench
-from bench import bars, cases, compare, peers, record, registry
+from bench import cases, compare, peers, record, registry
+from bench.record import Report
 from bench.registry import Claim
 from epigen.runtime import device
 
@@ -143,21 +145,27 @@ def time_of(us: float, spread: float = 0.01, samples: int = 50) -> dict[str, flo
     return {"median_us": us, "spread_us": us * spread, "samples": samples}
 
 
-def result(ours: float = 10.0, mm: float = 10.0, gpu: str = "NVIDIA H200", spread: float = 0.01, samples: int = 50) -> dict[str, Any]:
+def result(ours: float = 10.0, mm: float = 10.0, gpu: str = "NVIDIA H200", spread: float = 0.01, samples: int = 50) -> Report:
     """Two rows as bench.headline writes them, of which the second never changes."""
     rows = [
         {"group": "epilogues", "program": "relu + bias", "shape": [4096, 4096, k], "dtype": "fp16", "layout": "nt", "how": "cold", "notes": {"epigen": str(ours)},
          "timing": {"epigen": time_of(mine, spread, samples), "mm": time_of(other, spread, samples)}}
         for k, mine, other in ((4096, ours, mm), (512, 3.0, 3.0))
     ]  # fmt: skip
-    return {"environment": {"gpu": gpu, "date": str(ours)}, "rows": rows}
+    return Report("bench.headline", {"gpu": gpu, "date": str(ours)}, rows)
 
 
-def compared(tmp_path: Path, old: Any, new: Any, *options: str) -> int:
-    paths = tmp_path / "old.json", tmp_path / "new.json"
-    for path, body in zip(paths, (old, new), strict=True):
-        path.write_text(json.dumps(body))
+def compared(tmp_path: Path, old: Report, new: Report, *options: str) -> int:
+    paths = [record.write(name, report, tmp_path) for name, report in (("old", old), ("new", new))]
     return compare.main([*map(str, paths), *options])
+
+
+def changed(report: Report, *pairs: tuple[str, str]) -> Report:
+    """With some texts in its rows in place of others."""
+    text = json.dumps(report.rows)
+    for old, new in pairs:
+        text = text.replace(old, new)
+    return replace(report, rows=json.loads(text))
 
 
 def test_a_regression_is_found_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,26 +191,22 @@ def test_noise_is_what_the_samples_say(tmp_path: Path) -> None:
 
 def test_other_layouts_of_results_are_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """bench.gem's and a host's: contenders under "host", or beside the program, the config being no part of the name."""
-    gem = {
-        "program": "relu(mm + bias)",
-        "rows": [{"m": 64, "k": 256, "n": 128, "config": "tiled", "host": {"epigen": time_of(30.0), "three operations": time_of(20.0)}}],
-    }
-    worse = json.loads(json.dumps(gem).replace("30.0", "40.0").replace("tiled", "persistent"))
-    assert compared(tmp_path, gem, worse) == 1
+    times = {"epigen": time_of(30.0), "three operations": time_of(20.0)}
+    gem = Report("bench.gem", {}, [{"m": 64, "k": 256, "n": 128, "config": "tiled", "host": times}], {"program": "relu(mm + bias)"})
+    assert compared(tmp_path, gem, changed(gem, ("30.0", "40.0"), ("tiled", "persistent"))) == 1
     assert "relu(mm + bias) 64 128 256 host: epigen against three operations: 0.667 before, 0.500 now" in capsys.readouterr().out
-    host = {"rows": [{"program": "relu(mm + bias)", "epigen": time_of(8.0), "epigen, out=": time_of(5.0), "eager": time_of(20.0)}]}
-    worse = json.loads(json.dumps(host).replace("5.0", "6.0"))
-    assert compared(tmp_path, host, worse) == 1
+    host = Report("bench.host", {}, [{"program": "relu(mm + bias)", "epigen": time_of(8.0), "epigen, out=": time_of(5.0), "eager": time_of(20.0)}])
+    assert compared(tmp_path, host, changed(host, ("5.0", "6.0"))) == 1
     assert "relu(mm + bias): epigen, out= against eager: 4.000 before, 3.333 now" in capsys.readouterr().out
-    alone = {"rows": [{"case": "first call", "epigen": time_of(8.0)}]}
-    assert compared(tmp_path, alone, {"rows": [{"case": "first call", "epigen": time_of(10.0)}]}) == 1
+    alone = Report("bench.made_up", {}, [{"case": "first call", "epigen": time_of(8.0)}])
+    assert compared(tmp_path, alone, changed(alone, ("8.0", "10.0"))) == 1
     assert "first call: epigen against one microsecond" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["headline", "host", "compiled", "gem_fp16", "training"])
 def test_a_stored_result_whose_every_kernel_takes_twice_as_long_is_slower_throughout(name: str) -> None:
     """The forms that the scripts write are those that are compared."""
-    old = json.loads((record.RESULTS / f"{name}.json").read_text())
+    old = record.read(record.RESULTS / f"{name}.json").body
     new = json.loads(json.dumps(old))
     for _, timed in compare.timings(new):
         for contender, time in timed.items():
@@ -214,8 +218,8 @@ def test_a_stored_result_whose_every_kernel_takes_twice_as_long_is_slower_throug
 
 def test_a_kernel_that_gives_no_answer_any_more_is_a_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken, fewer = result(), result()
-    del broken["rows"][0]["timing"]["epigen"]
-    del fewer["rows"][0]
+    del broken.rows[0]["timing"]["epigen"]
+    del fewer.rows[0]
     assert compared(tmp_path, result(), broken) == 1
     assert "new: epilogues relu + bias 4096x4096x4096 fp16 nt cold: epigen has no time any more" in capsys.readouterr().out
     assert compared(tmp_path, result(), fewer) == 0, "a part of the cases was measured"
@@ -231,10 +235,9 @@ def test_different_gpus_are_not_compared_in_silence(tmp_path: Path, capsys: pyte
 
 
 def test_what_cannot_be_compared_is_said_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good, bad, nothing = tmp_path / "good.json", tmp_path / "bad.json", tmp_path / "nothing.json"
-    good.write_text(json.dumps(result()))
+    good, nothing = record.write("good", result(), tmp_path), record.write("nothing", replace(result(), rows=[]), tmp_path)
+    bad = tmp_path / "bad.json"
     bad.write_text("{")
-    nothing.write_text("{}")
     folder, empty = tmp_path / "folder", tmp_path / "empty"
     for path in (folder, empty):
         path.mkdir()
@@ -250,9 +253,8 @@ def test_what_cannot_be_compared_is_said_in_words(tmp_path: Path, capsys: pytest
 def test_folders_are_compared_file_by_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     for folder, ours in ((old, 10.0), (new, 12.0)):
-        folder.mkdir()
-        (folder / "headline.json").write_text(json.dumps(result(ours)))
-    (old / "gone.json").write_text(json.dumps(result()))
+        record.write("headline", result(ours), folder)
+    record.write("gone", result(), old)
     assert compare.main([str(old), str(new)]) == 1
     told = capsys.readouterr().out
     assert f"gone.json: {new} has none" in told and "headline: epilogues relu + bias" in told and "20.0% slower" in told
@@ -276,11 +278,11 @@ def test_figures_are_drawn_from_the_stored_results_alone(tmp_path: Path) -> None
     from bench import figures
 
     rows = drawn_rows()
-    body = {"environment": {"gpu": "NVIDIA H200"}, "copy_gbps": 4280.0, "rows": rows, "bars": bars.verdicts(rows, 4280.0), "left_out": []}
-    record.write("headline", body, tmp_path)
-    record.write("host", {"host": {"relu + bias": {"epigen": time_of(7.0), "eager operations": time_of(20.0)}}}, tmp_path)
+    record.write("headline", Report("bench.headline", {"gpu": "NVIDIA H200"}, rows, {"copy_gbps": 4280.0}), tmp_path)
+    times = {"epigen": time_of(7.0), "eager operations": time_of(20.0)}
+    record.write("host", Report("bench.host", {}, [{"program": "relu + bias", "timing": times}]), tmp_path)
     found = figures.draw(tmp_path, tmp_path)
-    assert [p.name for p in found] == [f"{name}.{kind}" for name in ("ratios", "roofline", "seeds", "host") for kind in ("svg", "png")]
+    assert [p.name for p in found] == [f"{name}.svg" for name in ("ratios", "roofline", "seeds", "host")]
     before = [p.read_bytes() for p in found]
     assert [p.read_bytes() for p in figures.draw(tmp_path, tmp_path)] == before
     assert all(p.stat().st_size > 2000 for p in found)
@@ -291,10 +293,9 @@ def test_what_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
     from bench import figures
 
     assert figures.draw(tmp_path, tmp_path) == []
-    record.write("headline", {"environment": {"gpu": "NVIDIA H200"}, "rows": []}, tmp_path)
-    for nothing in ({"rows": [{"program": "relu(mm + bias)", "text": "no times"}]}, {"host": {}}):
-        record.write("host", nothing, tmp_path)
-        assert figures.draw(tmp_path, tmp_path) == []
+    record.write("headline", Report("bench.headline", {"gpu": "NVIDIA H200"}, []), tmp_path)
+    record.write("host", Report("bench.host", {}, []), tmp_path)
+    assert figures.draw(tmp_path, tmp_path) == []
 
 
 @needs_matplotlib
@@ -304,3 +305,4 @@ def test_every_stored_result_that_has_a_figure_has_it_beside_it(tmp_path: Path) 
     found = {p.name for p in figures.draw(record.RESULTS, tmp_path)}
     assert found <= {p.name for p in record.RESULTS.iterdir()}, "run: python -m bench.figures"
     assert {f"{name}.svg" for name in ("ratios", "roofline", "seeds", "host")} <= found
+    assert {p.suffix for p in record.RESULTS.iterdir()} == {".json", ".svg"}

@@ -24,7 +24,7 @@ from cases import persistent
 from click.testing import CliRunner
 
 import epigen
-from bench.record import RESULTS
+from bench.record import DATA
 from epigen import api, settings
 from epigen.cli import main as cli
 from epigen.cli import tune as cli_tune
@@ -42,8 +42,8 @@ from epigen.tuning.task import Baseline, Outcome, Task
 from epigen.tuning.tune import Tuned, tune_one
 
 ROOT = Path(cli.__file__).resolve().parent.parent
-SWEEPS = sorted(RESULTS.glob("sweep_*.json"))
-RECORDED = table.read(RESULTS / "sweep_skinny.json")
+SWEEPS = sorted(DATA.glob("sweep_*.json"))
+RECORDED = table.read(DATA / "sweep_skinny.json")
 H200 = RECORDED.task.target
 ONE = ("relu(mm + bias)", "--shape", "16x4096x4096")
 

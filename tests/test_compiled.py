@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import threading
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import bars, cases, compiled, headline, peers, timing
+from bench import bars, cases, compiled, headline, peers, record, timing
 from bench.cases import Case
 from bench.programs import BY_NAME
 from epigen import gpus
@@ -147,19 +146,18 @@ def test_the_script_writes_what_the_processes_measured(monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.argv", ["compiled", "--processes", "3", "--commit", "abc1234", "--out", str(tmp_path)])
     compiled.main()
     assert begun[0][:3] == (6, compiled._begin, 2) and not Path(begun[0][3]).exists(), "torch.compile's caches were fresh, and are gone"
-    found = json.loads((tmp_path / "compiled.json").read_text())
-    assert found["gpus"] == 2 and found["processes"] == 3 and found["environment"]["commit"] == "abc1234"
-    assert [headline.key(row) for row in found["rows"]] == [c.key for c in cases.compiled()] and found["left_out"] == []
-    assert found["bars"] == bars.verdicts(found["rows"])
-    found["rows"][5]["timing"][peers.OURS]["spread_us"] = 5.0
-    del found["rows"][7]["timing"][peers.COMPILED]
-    del found["rows"][9]
-    found["rows"][10]["notes"][peers.OURS] = "config 1; tuned on another day"
-    (tmp_path / "compiled.json").write_text(json.dumps(found))
+    found = record.read(tmp_path / "compiled.json")
+    assert found.summary["gpus"] == 2 and found.summary["processes"] == 3 and found.environment["commit"] == "abc1234"
+    assert [headline.key(row) for row in found.rows] == [c.key for c in cases.compiled()] and found.summary["left_out"] == []
+    found.rows[5]["timing"][peers.OURS]["spread_us"] = 5.0
+    del found.rows[7]["timing"][peers.COMPILED]
+    del found.rows[9]
+    found.rows[10]["notes"][peers.OURS] = "config 1; tuned on another day"
+    record.write("compiled", found, tmp_path)
     monkeypatch.setattr("sys.argv", ["compiled", "--more", "--commit", "def5678", "--out", str(tmp_path)])
     compiled.main()
-    more = json.loads((tmp_path / "compiled.json").read_text())
-    assert [headline.key(row) for row in more["rows"]] == [c.key for c in cases.compiled()] and more["environment"]["commit"] == "def5678"
-    assert [i for i, row in enumerate(more["rows"]) if "commit" not in row] == [5, 7, 9, 11]
-    assert {row.get("commit") for row in more["rows"]} == {"abc1234", None}
+    more = record.read(tmp_path / "compiled.json")
+    assert [headline.key(row) for row in more.rows] == [c.key for c in cases.compiled()] and more.environment["commit"] == "def5678"
+    assert [i for i, row in enumerate(more.rows) if "commit" not in row] == [5, 7, 9, 11]
+    assert {row.get("commit") for row in more.rows} == {"abc1234", None}
     assert "every epilogue against torch.compile, asked 1.10 in the mean, 1.00 each: met: mean 1.100" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import counters
+from bench import counters, record
 from epigen import gpus
 from epigen.runtime import device
 
@@ -69,10 +68,10 @@ def test_the_script_writes_what_ncu_found(monkeypatch: pytest.MonkeyPatch, tmp_p
     (command,) = script(monkeypatch, tmp_path, 0, EXCERPT)
     assert command[0] == "ncu" and command[-4:] == [sys.executable, "-m", "bench.counters", "--watched"]
     assert [p.name for p in tmp_path.iterdir()] == ["counters.json"]
-    body = json.loads((tmp_path / "counters.json").read_text())
-    assert body["environment"]["commit"] == "abc1234" and body["units"]["gpu__time_duration.sum"] == "ns"
-    assert [(row["program"], row["shape"], len(row["epigen"]), len(row["mm"])) for row in body["rows"]] == [("drelu + bgrad", [8192, 8192, 512], 2, 1)]
-    assert {"cuBLASLt", "epigen, tanh"}.isdisjoint(body["rows"][0])
+    found = record.read(tmp_path / "counters.json")
+    assert found.environment["commit"] == "abc1234" and found.summary["units"]["gpu__time_duration.sum"] == "ns"
+    assert [(row["program"], row["shape"], len(row["epigen"]), len(row["mm"])) for row in found.rows] == [("drelu + bgrad", [8192, 8192, 512], 2, 1)]
+    assert {"cuBLASLt", "epigen, tanh"}.isdisjoint(found.rows[0])
     told = capsys.readouterr().out
     assert "drelu + bgrad, 8192x8192x512: epigen 104.7 us (epigen_drelu_mm_mask) + 3.0 us (epigen_drelu_mm_mask_reduce); mm 98.2 us (nvjet_" in told
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from pathlib import Path
@@ -104,19 +103,19 @@ def test_the_result_says_what_was_counted(arguments: list[str], tmp_path: Path, 
     arguments += ["--programs", "6", "--commit", "abc", "--out", str(tmp_path)]
     with pytest.raises(SystemExit) as left:
         fuzz.main()
-    body = json.loads((tmp_path / "fuzz.json").read_text())
-    assert left.value.code == 0 and body["holds"] is True
-    assert body["environment"]["commit"] == "abc" and body["counts"]["sound programs"] == 3
+    found = fuzz.record.read(tmp_path / "fuzz.json")
+    assert left.value.code == 0 and found.summary["holds"] is True
+    assert found.environment["commit"] == "abc" and {"outcome": "sound programs", "count": 3} in found.rows
     monkeypatch.setattr(fuzz, "undefined", lambda _text: ["missing"])
     with pytest.raises(SystemExit) as left:
         fuzz.main()
-    body = json.loads((tmp_path / "fuzz.json").read_text())
-    assert left.value.code == 1 and body["holds"] is False and body["failures"]
+    about = fuzz.record.read(tmp_path / "fuzz.json").summary
+    assert left.value.code == 1 and about["holds"] is False and about["failures"]
 
 
 def test_the_recorded_result_is_of_thirty_thousand_and_none_failed() -> None:
-    found = json.loads((fuzz.record.RESULTS / "fuzz.json").read_text())
-    counts = found["counts"]
-    assert counts["sound programs"] + counts["hostile texts"] >= 30_000 and found["failures"] == [] and found["holds"]
+    found = fuzz.record.read(fuzz.record.RESULTS / "fuzz.json")
+    counts = {row["outcome"]: row["count"] for row in found.rows}
+    assert counts["sound programs"] + counts["hostile texts"] >= 30_000 and found.summary["failures"] == [] and found.summary["holds"]
     assert counts["accepted"] + counts["refused with a ParseError"] + counts["refused with a CheckError"] == counts["sound programs"] + counts["hostile texts"]
     assert counts["agrees with the oracle as a kernel"] > 300 and counts["agrees with torch's autograd"] > 1000

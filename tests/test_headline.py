@@ -21,6 +21,7 @@ from bench import ahead, bars, cases, cold, headline, peers, readme, record, tim
 from bench.cases import Case
 from bench.checked import Demand, Oracle, Wrong
 from bench.programs import BY_NAME
+from bench.record import Report
 from epigen import gpus
 from epigen.choose import choose
 from epigen.errors import CompileError
@@ -295,7 +296,7 @@ def test_a_lost_gpu_is_recorded_and_not_tried_again() -> None:
 def test_rows_of_another_environment_are_not_kept(tmp_path: Path) -> None:
     here = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "driver": "580", "commit": "abc1234", "date": "2026-11-20"}
     rows = [row_of(cases.small()[0])]
-    path = record.write("small", {"environment": here, "rows": rows}, tmp_path)
+    path = record.write("small", Report("bench.headline", here, rows), tmp_path)
     assert record.earlier(path, here | {"date": "2026-11-21"}) == rows
     assert record.earlier(path, here | {"commit": "def5678"}) == [{"commit": "abc1234"} | row for row in rows]
     assert record.earlier(path, here | {"torch": "2.12.0"}) == [] == record.earlier(tmp_path / "none.json", here)
@@ -363,14 +364,14 @@ def test_the_bars_are_those_that_were_set() -> None:
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Report]:
     """Runs the script on a made-up GPU. Returns what it wrote."""
     monkeypatch.setattr(device, "at_hand", lambda: H200)
     monkeypatch.setattr(ahead, "compile_all", lambda asked, _: len(asked))
     monkeypatch.setattr(headline, "copy_gbps", lambda: 4280.0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr(record, "environment", lambda commit: record.versions(commit) | {"gpu": "NVIDIA H200", "driver": "580"})
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(readme, "FOLDERS", (tmp_path,))
 
     def measured(case: Case) -> dict[str, Any]:
         row = row_of(case, **{name: 10.0 if name == peers.OURS else 12.0 for name in case.contenders})
@@ -378,62 +379,61 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., d
 
     monkeypatch.setattr(headline, "measured", measured)
 
-    def run(*arguments: object, name: str = "headline", commit: str = "abc1234") -> dict[str, Any]:
+    def run(*arguments: object, name: str = "headline", commit: str = "abc1234") -> Report:
         monkeypatch.setattr("sys.argv", ["headline", "--out", str(tmp_path), "--commit", commit, *map(str, arguments)])
         headline.main()
-        found: dict[str, Any] = json.loads((tmp_path / f"{name}.json").read_text())
-        return found
+        return record.read(tmp_path / f"{name}.json")
 
     return run
 
 
-def test_the_script_writes_rows_and_verdicts_and_the_readme_shows_them(on_a_gpu: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_writes_rows_and_the_readme_shows_the_verdicts(on_a_gpu: Callable[..., Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = on_a_gpu("--budget", 10_000)
-    assert len(found["rows"]) == len(cases.headline()) and found["left_out"] == []
-    assert found["bars"] == bars.verdicts(found["rows"], found["copy_gbps"]) and found["environment"]["commit"] == "abc1234"
+    assert len(found.rows) == len(cases.headline()) and found.summary["left_out"] == []
+    assert found.summary["copy_gbps"] == 4280.0 and found.environment["commit"] == "abc1234"
     told = capsys.readouterr().out
     assert "every epilogue against eager, asked 1.30 in the mean: missed by 8.3%" in told
     shown = readme.headline()
     assert "| every epilogue | eager | 1.20 | 1.20 | 1.30 in the mean | missed by 8.3% |" in shown and "ratios.svg" in shown
-    measured = [b for b in found["bars"] if b["rows"]]
-    assert len(measured) == len(found["bars"]) - 1 and f"{sum(b['met'] for b in measured)} of {len(measured)} bars are met" in shown
+    measured = [b for b in bars.verdicts(found.rows, 4280.0) if b["rows"]]
+    assert len(measured) == len(bars.BARS) - 1 and f"{sum(b['met'] for b in measured)} of {len(measured)} bars are met" in shown
     once = readme.filled("# epigen\n\n<!-- headline -->\nold\n<!-- end -->\n\nmore\n")
     assert once == f"# epigen\n\n<!-- headline -->\n{shown}\n<!-- end -->\n\nmore\n" == readme.filled(once)
     rows = [row_of(c, **{peers.OURS: 10.0, peers.COMPILED: 12.0}) for c in cases.compiled()]
-    record.write("compiled", {"rows": rows, "left_out": ["one"], "bars": bars.verdicts(rows)}, readme.RESULTS)
+    record.write("compiled", Report("bench.compiled", {}, rows, {"left_out": ["one"]}), tmp_path)
     both = readme.headline()
     assert "| every epilogue | torch.compile | 1.20 | 1.20 | 1.10 in the mean, 1.00 each | met |" in both
     assert f", {len(rows)} compiled); 1 more left out for time" in both
     assert f"{sum(b['met'] for b in measured) + 1} of {len(measured) + 1} bars are met" in both
 
 
-def test_a_second_run_goes_on_where_the_first_ended(on_a_gpu: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_run_goes_on_where_the_first_ended(on_a_gpu: Callable[..., Report], capsys: pytest.CaptureFixture[str]) -> None:
     first = on_a_gpu("--group", "skinny", "--only", "bf16", name="skinny")
-    assert len(first["rows"]) == 16
+    assert len(first.rows) == 16
     short = on_a_gpu("--group", "skinny", "--more", "--budget", 0, name="skinny")
-    assert short["rows"] == first["rows"] and len(short["left_out"]) == 16
+    assert short.rows == first.rows and len(short.summary["left_out"]) == 16
     assert "left out, as the time was over (16):\n  skinny relu + bias" in capsys.readouterr().out
     second = on_a_gpu("--group", "skinny", "--more", name="skinny")
-    assert len(second["rows"]) == 32 and second["left_out"] == []
-    assert len(on_a_gpu("--group", "skinny", "--only", "fp16", name="skinny")["rows"]) == 16, "without --more it begins anew"
+    assert len(second.rows) == 32 and second.summary["left_out"] == []
+    assert len(on_a_gpu("--group", "skinny", "--only", "fp16", name="skinny").rows) == 16, "without --more it begins anew"
 
 
-def test_another_commits_rows_stand_while_the_configs_are_the_same(on_a_gpu: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_another_commits_rows_stand_while_the_configs_are_the_same(on_a_gpu: Callable[..., Report], tmp_path: Path) -> None:
     found = on_a_gpu("--only", "gelu + bias 8192x8192x512", "relu + bias 64x128x256", "--budget", 10_000)
-    assert len(found["rows"]) == 6 and not any("commit" in row for row in found["rows"])
-    exact, tanh = (next(row for row in found["rows"] if row["program"] == "gelu + bias" and row["dtype"] == dtype) for dtype in ("bf16", "fp16"))
+    assert len(found.rows) == 6 and not any("commit" in row for row in found.rows)
+    exact, tanh = (next(row for row in found.rows if row["program"] == "gelu + bias" and row["dtype"] == dtype) for dtype in ("bf16", "fp16"))
     exact["notes"][peers.OURS] = tanh["notes"][peers.OURS_TANH] = "persistent block_m=64; tuned on another day"
-    lost = found["rows"][0]
+    lost = found.rows[0]
     lost["timing"].pop(peers.OURS)
-    (tmp_path / "headline.json").write_text(json.dumps(found))
+    record.write("headline", found, tmp_path)
     again = on_a_gpu("--only", "gelu + bias 8192x8192x512", "relu + bias 64x128x256", "--budget", 10_000, "--more", commit="def5678")
-    anew = [headline.key(row) for row in again["rows"] if "commit" not in row]
-    assert [headline.key(row) for row in again["rows"]] == [headline.key(row) for row in found["rows"]]
+    anew = [headline.key(row) for row in again.rows if "commit" not in row]
+    assert [headline.key(row) for row in again.rows] == [headline.key(row) for row in found.rows]
     assert sorted(anew) == sorted(map(headline.key, (exact, tanh, lost)))
     assert "3 cases were timed at an earlier commit, with the configs that they have now" in readme.headline()
 
 
-def test_a_lost_gpu_gets_a_new_process_for_the_rest(on_a_gpu: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_lost_gpu_gets_a_new_process_for_the_rest(on_a_gpu: Callable[..., Report], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def lost(_: Case) -> dict[str, Any]:
         raise headline.Lost("gone")
 
@@ -450,10 +450,10 @@ def test_a_lost_gpu_gets_a_new_process_for_the_rest(on_a_gpu: Callable[..., dict
     monkeypatch.setattr("os.execve", execve)
     with pytest.raises(Replaced):
         on_a_gpu("--group", "odd", "--only", "bf16", name="odd")
-    assert "gone" in json.loads((tmp_path / "odd.json").read_text())["rows"][0]["failed"]
+    assert "gone" in record.read(tmp_path / "odd.json").rows[0]["failed"]
 
 
-def test_problems_are_tuned_first_where_that_is_asked(on_a_gpu: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_problems_are_tuned_first_where_that_is_asked(on_a_gpu: Callable[..., Report], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Any] = []
 
     def tune(arguments: Sequence[str]) -> int:
@@ -533,9 +533,7 @@ def test_an_h100_is_lent_what_is_fast_there(monkeypatch: pytest.MonkeyPatch) -> 
     """Of two configs that were timed on an H100, one from the H200's records and one from its own, the shipped records choose one that is within 1 % in the mean."""
     monkeypatch.setattr(choose, "triton_version", lambda: "3.6.0")
     target = gpus.by_name("H100").target
-    by_h200, by_own = (
-        {headline.key(r): r for r in json.loads((record.RESULTS / f"headline_h100{name}.json").read_text())["rows"]} for name in ("_borrowed", "")
-    )
+    by_h200, by_own = ({headline.key(r): r for r in record.read(record.RESULTS / f"headline_h100{name}.json").rows} for name in ("_borrowed", ""))
     by_now, by_then = [], []
     for key in by_h200.keys() & by_own.keys():
         timed = {row["notes"][peers.OURS].partition(";")[0]: 1 / ratio for row in (by_h200[key], by_own[key]) if (ratio := bars.ratio(row, peers.MM))}

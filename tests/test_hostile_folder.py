@@ -88,7 +88,7 @@ def test_the_folder_is_hostile(hostile: Path) -> None:
 
 @pytest.mark.triton
 def test_no_command_runs_modules_of_the_current_folder(hostile: Path) -> None:
-    table = ROOT / "bench" / "results" / "sweep_skinny.json"
+    table = ROOT / "tests" / "data" / "sweep_skinny.json"
     database = hostile.parent / "db"
     commands = [
         "compile|relu(mm + bias)|--target|sm_80|--emit|ptx|--no-verify",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,6 @@ def test_the_tests_run_under_the_sanitizer(errors: int, status: int, tmp_path: P
     monkeypatch.setattr("sys.argv", ["memcheck", "--commit", "abc1234", "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         memcheck.main()
-    found = json.loads((tmp_path / "memcheck.json").read_text())
-    assert ended.value.code == found["status"] == status and found["memcheck_errors"] == errors
-    assert set(found["tests"]) == {"skipped"} and found["tests"]["skipped"] > 2
+    found = memcheck.record.read(tmp_path / "memcheck.json")
+    assert ended.value.code == found.summary["status"] == status and found.summary["memcheck_errors"] == errors
+    assert [row["outcome"] for row in found.rows] == ["skipped"] and found.rows[0]["count"] > 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections import Counter
 from dataclasses import replace
@@ -18,9 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import epigen
-from bench import borrow, ways
+from bench import borrow, record, ways
 from bench import model as held
-from bench.record import RESULTS
 from epigen import gpus, settings
 from epigen.choose.space import Space
 from epigen.codegen import schedules
@@ -357,7 +355,7 @@ def test_which_way_to_share_a_long_product_is_the_faster() -> None:
     """Groups in turns or together, on two more GPUs than the one that tuned: the model takes neither way to be faster than it is."""
     records = {str(r): r for _, r in Database(settings.seed_database_dir(), seeds=()).records()}
     regrets, biases = [], []
-    for name, row in json.loads((RESULTS / "ways.json").read_text())["rows"].items():
+    for name, row in ways.by_problem(record.read(record.DATA / "ways.json")).items():
         task = borrow.task_of(records[name], H200.target)
         times = ways.times(row)
         configs = {c: ways.config_of(row, c) for c in times}

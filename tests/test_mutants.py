@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,11 +75,13 @@ def test_the_script_records_what_it_found(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("sys.argv", ["mutants", "--commit", "abc1234", "--out", str(tmp_path), "--count", "3", "--seed", "7"])
     with pytest.raises(SystemExit) as ended:
         mutants.main()
-    found = json.loads((tmp_path / "mutants.json").read_text())
-    assert ended.value.code in (0, False) and found["environment"]["commit"] == "abc1234" and (found["count"], found["seed"], found["failures"]) == (3, 7, [])
-    assert sum(found["outcomes"].values()) == 3 and str(tmp_path / "mutants.json") in capsys.readouterr().out
+    found = mutants.record.read(tmp_path / "mutants.json")
+    about = found.summary
+    assert ended.value.code in (0, False) and found.environment["commit"] == "abc1234" and (about["count"], about["seed"], about["failures"]) == (3, 7, [])
+    assert sum(row["count"] for row in found.rows if "outcome" in row) == 3 and str(tmp_path / "mutants.json") in capsys.readouterr().out
 
 
 def test_the_recorded_result_is_of_five_thousand_and_none_failed() -> None:
-    found = json.loads((mutants.record.RESULTS / "mutants.json").read_text())
-    assert found["count"] >= 5000 and sum(found["outcomes"].values()) == found["count"] and found["failures"] == [] and "FAILED" not in found["outcomes"]
+    found = mutants.record.read(mutants.record.RESULTS / "mutants.json")
+    outcomes = {row["outcome"]: row["count"] for row in found.rows if "outcome" in row}
+    assert sum(outcomes.values()) == found.summary["count"] >= 5000 and found.summary["failures"] == [] and "FAILED" not in outcomes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import timed_gpu
 
-from bench import cases, clock, headline, peers, power, readme
+from bench import cases, clock, headline, peers, power, readme, record
 from bench.timing import back_to_back
 from epigen import gpus
 from epigen.codegen import schedules
@@ -72,7 +71,7 @@ def test_the_ways_are_configs() -> None:
 
 def test_the_script_writes_and_the_readme_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     times = {
-        peers.MM: (100.0, 120.0, 1500), peers.CUBLASLT: (110.0, 125.0, 1490), peers.OURS: (98.0, 124.0, 1400), power.TURNS: (98.0, 124.0, 1400)
+        peers.MM: (100.0, 120.0, 1500), peers.CUBLASLT: (110.0, 125.0, 1490), peers.OURS: (98.0, 124.0, 1400), power.PINGPONG: (98.0, 124.0, 1400)
     }  # fmt: skip
 
     def measured(case: cases.Case, **_: Any) -> dict[str, Any]:
@@ -86,11 +85,10 @@ def test_the_script_writes_and_the_readme_shows_what_was_found(monkeypatch: pyte
     power.main()
     told = capsys.readouterr().out
     assert "relu + bias 8192x8192x4096: mm 100, 120 us (1500 MHz); cuBLASLt 0.909, 0.960 (1490 MHz); epigen 1.020, 0.968 (1400 MHz)" in told
-    path = tmp_path / "power.json"
-    body = json.loads(path.read_text())
-    assert body["environment"]["commit"] == "abc1234"
-    path.write_text(json.dumps(body | {"environment": body["environment"] | {"gpu": "H200", "triton": "3.6.0", "driver": "580"}}))
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    found = record.read(tmp_path / "power.json")
+    assert found.environment["commit"] == "abc1234"
+    record.write("power", replace(found, environment={**found.environment, "gpu": "H200", "triton": "3.6.0", "driver": "580"}), tmp_path)
+    monkeypatch.setattr(readme, "FOLDERS", (tmp_path,))
     table = readme.power_limited()
     assert table.splitlines()[-1] == "| 8192x8192x4096, relu + bias | 100, 120 (1500) | 0.91, 0.96 (1490) | 1.02, 0.97 (1400) | 1.02, 0.97 (1400) | |"
 

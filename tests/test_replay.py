@@ -8,11 +8,11 @@ import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench import readme, record, replay
+from bench.record import Report
 from epigen.tuning import table
 from epigen.tuning.task import Outcome
 from epigen.tuning.tune import tune_one
@@ -21,23 +21,23 @@ SWEEPS = {p.stem.removeprefix("sweep_"): p for p in replay.sweeps()}
 
 
 @pytest.fixture(scope="module")
-def some() -> dict[str, Any]:
+def some() -> Report:
     """Two tables and a few seeds."""
     return replay.replayed([SWEEPS["drelu_bgrad"], SWEEPS["skinny"]], seeds=3, workers=0)
 
 
 @pytest.mark.slow
-def test_ours_finds_a_good_config_and_is_the_best_of_the_searches(some: dict[str, Any]) -> None:
-    every = some["all"]
+def test_ours_finds_a_good_config_and_is_the_best_of_the_searches(some: Report) -> None:
+    every = some.summary["all"]
     assert every["epigen"]["reached"] >= replay.CLAIMED
     assert every["epigen"]["mean"] < min(every["random"]["mean"], every["TPE alone"]["mean"])
-    assert some["holds"] and every["epigen"]["runs"] == 6
+    assert some.summary["holds"] and every["epigen"]["runs"] == 6
 
 
 @pytest.mark.slow
 def test_a_search_finds_the_best_where_the_model_ranks_it_behind_another_schedule() -> None:
     """1000x1000x1000: of 16 seeds none kept a config within 1 % while the model took a tile's first loads for one step more than they are."""
-    recorded = table.read(record.RESULTS / "sample_thousand.json")
+    recorded = table.read(record.DATA / "sample_thousand.json")
     for seed in range(2):
         runner = replay.Noisy(recorded, [seed, 1])
         tune_one(recorded.task, None, trials=replay.AT, seed=seed, runner=runner)
@@ -47,14 +47,14 @@ def test_a_search_finds_the_best_where_the_model_ranks_it_behind_another_schedul
 @pytest.mark.slow
 def test_ours_finds_a_good_config_in_the_other_tables() -> None:
     found = replay.replayed([path for name, path in SWEEPS.items() if name not in ("drelu_bgrad", "skinny")], seeds=2, workers=0)
-    every = found["all"]
-    assert every["epigen"]["reached"] >= replay.CLAIMED, {name: one["searches"]["epigen"]["reached"] for name, one in found["tables"].items()}
+    every = found.summary["all"]
+    assert every["epigen"]["reached"] >= replay.CLAIMED, {row["table"]: row["searches"]["epigen"]["reached"] for row in found.rows}
     assert every["epigen"]["mean"] < min(every["random"]["mean"], every["TPE alone"]["mean"])
 
 
 @pytest.mark.slow
-def test_curves_never_rise_but_by_noise_and_end_at_what_is_found(some: dict[str, Any]) -> None:
-    for one in some["tables"].values():
+def test_curves_never_rise_but_by_noise_and_end_at_what_is_found(some: Report) -> None:
+    for one in some.rows:
         assert set(one["searches"]) == set(replay.SEARCHES)
         for search in one["searches"].values():
             assert len(search["median"]) == len(search["low"]) == len(search["high"]) == replay.TRIALS
@@ -62,7 +62,7 @@ def test_curves_never_rise_but_by_noise_and_end_at_what_is_found(some: dict[str,
             assert all(1.0 <= low <= middle <= high for low, middle, high in known)
             assert known[-1][1] <= known[0][1]
         assert one["every_config"]["mean"] < 1.05
-    assert json.loads(json.dumps(some)) == some
+    assert json.loads(json.dumps(some.body)) == some.body
 
 
 @pytest.mark.slow
@@ -113,29 +113,27 @@ def test_the_same_seed_gives_the_same_curves() -> None:
     assert replay.run(SWEEPS["short_k"], 3) == replay.run(SWEEPS["short_k"], 3)
 
 
-def test_what_is_written_is_read_by_the_readme(some: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = record.write("replay", some, tmp_path)
-    text = path.read_text()
-    assert json.loads(text) == some and max(text.count("\n"), 1) < 200, "a curve is one line"
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+def test_what_is_written_is_read_by_the_readme(some: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert record.read(record.write("replay", some, tmp_path)) == some
+    monkeypatch.setattr(readme, "FOLDERS", (tmp_path,))
     assert "over 2 recorded sweeps (NVIDIA H200) and 3 seeds" in readme.tuning()
 
 
 def test_the_recorded_result_is_of_the_recorded_sweeps() -> None:
-    found = json.loads((record.RESULTS / "replay.json").read_text())
-    assert found["seeds"] == replay.SEEDS and set(found["tables"]) == set(SWEEPS)
-    for name, one in found["tables"].items():
-        recorded = table.read(SWEEPS[name])
+    found = record.read(record.RESULTS / "replay.json")
+    assert found.summary["seeds"] == replay.SEEDS and sorted(row["table"] for row in found.rows) == sorted(SWEEPS)
+    for one in found.rows:
+        recorded = table.read(SWEEPS[one["table"]])
         assert one["best_us"] == replay.best_us(recorded.rows) and one["configs"] == len(recorded.rows), "run: python -m bench.replay"
-    assert found["holds"] == replay.holds(found["all"])
+    assert found.summary["holds"] == replay.holds(found.summary["all"])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib draws the results, and no test needs it")
-def test_equal_results_are_drawn_alike(some: dict[str, Any], tmp_path: Path) -> None:
+def test_equal_results_are_drawn_alike(some: Report, tmp_path: Path) -> None:
     from bench import plot
 
     one, other = (plot.draw(some, tmp_path / name) for name in "ab")
-    assert [p.suffix for p in one] == [".svg", ".png"]
+    assert [p.name for p in one] == ["replay.svg"]
     assert [p.read_bytes() for p in one] == [p.read_bytes() for p in other]
     text = one[0].read_text()
     assert "<dc:date>" not in text and len(text) < 400_000

@@ -27,7 +27,7 @@ from optuna.storages.journal import JournalFileBackend
 from sqlalchemy.exc import OperationalError
 from tuner_process import SPACE, MadeUp, outcome_of, run
 
-from bench.record import RESULTS
+from bench.record import DATA
 from epigen.choose.space import parameters
 from epigen.cli import main as cli
 from epigen.codegen.spec import KernelConfig
@@ -38,7 +38,7 @@ from epigen.tuning.study import Claim, Study
 from epigen.tuning.task import Outcome
 from epigen.tuning.tpe import Point, Tpe
 
-SWEEP = RESULTS / "sweep_skinny.json"
+SWEEP = DATA / "sweep_skinny.json"
 CONFIGS = list(itertools.islice(SPACE.every(), 0, 400, 37))
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bench.record import RESULTS
+from bench.record import DATA
 from epigen.cli import main as cli
 from epigen.errors import EpigenError
 from epigen.tuning import report, table
 from epigen.tuning.runner import Replay
 from epigen.tuning.tune import tune_one
 
-WHOLE: dict[str, Any] = json.loads((RESULTS / "sweep_skinny.json").read_text())
+WHOLE: dict[str, Any] = json.loads((DATA / "sweep_skinny.json").read_text())
 SMALL = WHOLE | {"rows": WHOLE["rows"][:24]}
 
 

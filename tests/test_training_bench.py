@@ -20,6 +20,7 @@ import epigen
 from bench import digits, models, networks, peers, record, training
 from bench.digits import Digits
 from bench.networks import LAYERS, Network
+from bench.record import Report
 from epigen import gpus
 from epigen.runtime import device
 
@@ -52,12 +53,12 @@ def test_both_networks_begin_alike() -> None:
 
 
 def test_a_few_steps_of_every_dtype_agree() -> None:
-    body = digits.measure(SOME, list(digits.DTYPES), epochs=2)
-    assert [row["dtype"] for row in body["rows"]] == ["fp32", "bf16", "fp16"] and json.dumps(body)
-    for row in body["rows"]:
+    rows, about = digits.measure(SOME, list(digits.DTYPES), epochs=2)
+    assert [row["dtype"] for row in rows] == ["fp32", "bf16", "fp16"] and json.dumps([rows, about])
+    for row in rows:
         assert len(row["losses"]["epigen"]) == len(row["losses"]["eager"]) == 4 and len(row["right"]["eager"]) == 1 + digits.ORDERS
         assert row["apart"] <= row["tolerance"] == 2 * row["from_float64"]["eager"] and row["losses"]["epigen"][0] == pytest.approx(2.3, abs=0.1)
-    apart = [row["apart"] for row in body["rows"]]
+    apart = [row["apart"] for row in rows]
     assert apart[0] < 1e-5 < max(apart[1:]) < 0.05, "bf16 and fp16 are what they are called"
 
 
@@ -121,14 +122,13 @@ def test_the_script_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(digits, "digits", lambda _: SOME)
     monkeypatch.setattr("sys.argv", ["digits", "--dtypes", "fp32", "--epochs", "1", "--device", "cpu", "--commit", "abc1234", "--out", str(tmp_path)])
     digits.main()
-    body = json.loads((tmp_path / "digits_cpu.json").read_text())
-    assert body["environment"]["commit"] == "abc1234" and body["holds"] and "claimed: True" in capsys.readouterr().out
+    report = record.read(tmp_path / "digits_cpu.json")
+    assert report.environment["commit"] == "abc1234" and report.summary["holds"] and "claimed: True" in capsys.readouterr().out
     if importlib.util.find_spec("matplotlib") is not None:
         from bench import figures
 
-        before = [(tmp_path / f"digits_cpu.{kind}").read_bytes() for kind in ("svg", "png")]
-        assert min(map(len, before)) > 2000
-        assert [p.read_bytes() for p in figures.draw(tmp_path, tmp_path)] == before, "it is a figure like the others"
+        before = (tmp_path / "digits_cpu.svg").read_bytes()
+        assert len(before) > 2000 and [p.read_bytes() for p in figures.draw(tmp_path, tmp_path)] == [before], "it is a figure like the others"
 
 
 def test_without_scikit_learn_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,15 +138,17 @@ def test_without_scikit_learn_it_says_what_to_install(monkeypatch: pytest.Monkey
 
 
 def test_the_stored_run_holds() -> None:
-    body = json.loads((record.RESULTS / "digits_cpu.json").read_text())
-    assert body["holds"] and {row["dtype"] for row in body["rows"]} == set(digits.DTYPES)
-    for row in body["rows"]:
+    report = record.read(record.RESULTS / "digits_cpu.json")
+    held_out = report.summary["held_out"]
+    assert report.summary["holds"] and {row["dtype"] for row in report.rows} == set(digits.DTYPES)
+    for row in report.rows:
         ours, eager = row["losses"].values()
         assert max(abs(a - b) for a, b in zip(ours, eager, strict=True)) == pytest.approx(row["apart"], rel=1e-2)
         right, alone = row["right"], row["right_alone"]
-        assert right["epigen"] - right["eager"][0] == alone["epigen"] - alone["eager"] and right["epigen"] > 0.95 * body["held_out"]
-        assert abs(right["epigen"] - right["eager"][0]) <= digits.SLACK * body["held_out"] and row["mcnemar_p"] > digits.SIGNIFICANT
-    assert {body["rows"][0]["right"]["epigen"]} == set(body["rows"][0]["right"]["eager"]), "in fp32 all orders read the same number"
+        assert right["epigen"] - right["eager"][0] == alone["epigen"] - alone["eager"] and right["epigen"] > 0.95 * held_out
+        assert abs(right["epigen"] - right["eager"][0]) <= digits.SLACK * held_out and row["mcnemar_p"] > digits.SIGNIFICANT
+    first = report.rows[0]["right"]
+    assert {first["epigen"]} == set(first["eager"]), "in fp32 all orders read the same number"
 
 
 # -- a training step
@@ -308,9 +310,9 @@ def test_the_whole_script_with_a_stand_in_for_the_gpu(monkeypatch: pytest.Monkey
     arguments = ["--widths", str(WIDTH), "--batch", str(BATCH), "--without", "compile", "nvmath", "--commit", "abc1234", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["training", *arguments])
     training.main()
-    body = json.loads((tmp_path / "training.json").read_text())
-    assert body["environment"]["commit"] == "abc1234" and body["without"] == ["compile", "nvmath"] and len(body["rows"]) == 4
-    assert body["claims"] == training.verdicts(body["rows"]) and len(body["claims"]) == 3 + 5
+    found = record.read(tmp_path / "training.json")
+    assert found.environment["commit"] == "abc1234" and found.summary["without"] == ["compile", "nvmath"] and len(found.rows) == 4
+    assert len(training.verdicts(found.rows)) == 3 + 5
     told = capsys.readouterr().out
     assert "1.15 times as fast as eager: 1.1111, DOES NOT HOLD" in told and "as fast as nvmath: None, not measured" in told
 
@@ -320,8 +322,8 @@ def test_memory_alone_is_a_result_of_its_own(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr("sys.argv", ["training", "--memory", "--widths", str(WIDTH), "--batch", str(BATCH), "--out", str(tmp_path)])
     training.main()
     (result,) = tmp_path.iterdir()
-    body = json.loads(result.read_text())
-    assert result.name == "training_memory.json" and [row["activation"] for row in body["rows"]] == list(networks.ACTIVATIONS) and len(body["claims"]) == 5
+    rows = record.read(result).rows
+    assert result.name == "training_memory.json" and [row["activation"] for row in rows] == list(networks.ACTIVATIONS) and len(training.verdicts(rows)) == 5
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -365,20 +367,22 @@ def test_every_contender_is_right_timed_and_weighed_on_a_gpu() -> None:
 
 
 def test_a_newer_run_of_models_keeps_what_it_did_not_measure() -> None:
-    def result(commit: str, **rows: tuple[tuple[str, ...], dict[str, Any]]) -> dict[str, Any]:
+    def result(commit: str, **rows: tuple[tuple[str, ...], dict[str, Any]]) -> Report:
         about = {"gpu": "H100", "torch": "2.11", "triton": "3.6", "commit": commit}
-        return {
-            "environment": about,
-            "rows": [{"model": name, "tokens": 8192, "step_ms": dict.fromkeys(ways, 1.0)} | more for name, (ways, more) in rows.items()],
-        }
+        made = [{"model": name, "tokens": 8192, "step_ms": dict.fromkeys(ways, 1.0)} | more for name, (ways, more) in rows.items()]
+        return Report("bench.models", about, made)
+
+    def last(report: Report) -> dict[str, str | None]:
+        return {row["model"]: row.get("commit") for row in report.rows if "earlier" not in row}
+
+    def earlier(report: Report) -> list[tuple[str, str]]:
+        return [(row["model"], row["commit"]) for row in report.rows if "earlier" in row]
 
     plain = ("eager", "epigen")
     first = result("a", bert=((*plain, "tuned"), {}), llama=(plain, {}), opt=(plain, {"losses": {"steps": 50}}))
     found = models.merged(first, result("b", bert=(plain, {}), opt=(plain, {})))
-    assert {row["model"]: row.get("commit") for row in found["rows"]} == {"bert": None, "llama": "a", "opt": None}
-    assert [(row["model"], row["commit"]) for row in found["earlier"]] == [("bert", "a"), ("opt", "a")]
+    assert last(found) == {"bert": None, "llama": "a", "opt": None} and earlier(found) == [("bert", "a"), ("opt", "a")]
     again = models.merged(found, result("c", bert=((*plain, "tuned"), {}), llama=(plain, {})))
-    assert {row["model"]: row.get("commit") for row in again["rows"]} == {"bert": None, "llama": None, "opt": "b"}
-    assert [(row["model"], row["commit"]) for row in again["earlier"]] == [("opt", "a")]
+    assert last(again) == {"bert": None, "llama": None, "opt": "b"} and earlier(again) == [("opt", "a")]
     with pytest.raises(SystemExit, match="rows of one GPU and version"):
-        models.merged(found, {"environment": first["environment"] | {"gpu": "H200"}, "rows": []})
+        models.merged(found, Report("bench.models", {**first.environment, "gpu": "H200"}, []))

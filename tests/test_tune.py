@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import epigen
-from bench.record import RESULTS
+from bench.record import DATA
 from epigen import api, gpus, settings
 from epigen.choose import explain
 from epigen.choose.choose import Chooser
@@ -33,8 +33,8 @@ from epigen.tuning.runner import Replay
 from epigen.tuning.task import Baseline, Comparison, Outcome, Task
 from epigen.tuning.tune import study_name, tune_one
 
-SKINNY = table.read(RESULTS / "sweep_skinny.json")
-SWEEPS = sorted(RESULTS.glob("sweep_*.json"))
+SKINNY = table.read(DATA / "sweep_skinny.json")
+SWEEPS = sorted(DATA.glob("sweep_*.json"))
 
 
 @pytest.mark.slow

@@ -255,11 +255,11 @@ def test_two_threads_at_first_use_tune_once(database: Database) -> None:
 
 
 def test_the_default_tuner_searches_and_remembers(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bench.record import RESULTS
+    from bench.record import DATA
     from epigen.tuning import table, tune
     from epigen.tuning.runner import Replay
 
-    recorded = table.read(RESULTS / "sweep_skinny.json")
+    recorded = table.read(DATA / "sweep_skinny.json")
     whole = tune.tune_one
     asked: dict[str, Any] = {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from bench import readme, record, ways
+from bench.record import Report
 from bench.ways import Contest
 from epigen import gpus, settings
 from epigen.codegen.spec import KernelConfig
@@ -72,7 +72,7 @@ def row_of(one: Contest, *seen: dict[str, float]) -> dict[str, Any]:
     """seen: on each GPU, what its config takes and what each rival does."""
     configs = {str(c): {"schedule": c.schedule, **dict(c.values)} for c in one.configs}
     measured = [{"mm_us": 300.0, "unfused_us": 400.0, "us": us, "spread_us": dict.fromkeys(us, 1.0), "failed": {}} for us in seen]
-    return {"recorded": str(one.record.kernel_config), "configs": configs, "seen": measured}
+    return {"problem": one.name, "recorded": str(one.record.kernel_config), "configs": configs, "seen": measured}
 
 
 def test_what_other_gpus_measured_takes_part_again(every: list[Contest]) -> None:
@@ -143,7 +143,7 @@ def test_how_far_the_ways_move_between_gpus(every: list[Contest]) -> None:
     one = next(c for c in every if c.record.kernel_config["pingpong"])
     own, rival, third = map(str, one.configs)
     rows = {one.name: row_of(one, {own: 300.0, rival: 300.0, third: 1.0}, {own: 330.0, rival: 303.0})}
-    assert ways.summary(rows) == {"in turns": {"count": 1, "mean": 0.1, "most": 0.1}, "together": {"count": 1, "mean": 0.01, "most": 0.01}}
+    assert ways.summary(rows) == {"ping-pong": {"count": 1, "mean": 0.1, "most": 0.1}, "cooperative": {"count": 1, "mean": 0.01, "most": 0.01}}
 
 
 def test_the_script_writes_and_the_readme_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,19 +152,19 @@ def test_the_script_writes_and_the_readme_shows_what_was_found(monkeypatch: pyte
     monkeypatch.setattr(ways, "GpuRunner", lambda compile_workers: Runner(300.0 + compile_workers))
     monkeypatch.setattr(record, "environment", lambda commit: record.versions(commit) | {"gpu": "NVIDIA H200", "driver": "580"})
 
-    def run(*arguments: object) -> dict[str, Any]:
+    def run(*arguments: object) -> Report:
         monkeypatch.setattr("sys.argv", ["ways", "--out", str(tmp_path), "--commit", "abc1234", *map(str, arguments)])
         ways.main()
-        found: dict[str, Any] = json.loads((tmp_path / "ways.json").read_text())
-        return found
+        return record.read(tmp_path / "ways.json")
 
     first = run("--least", 5000)
-    count = len(first["rows"])
-    assert count > 10 and {len(row["seen"]) for row in first["rows"].values()} == {2} and first["environment"]["commit"] == "abc1234"
-    assert {len(row["seen"]) for row in run("--least", 5000)["rows"].values()} == {4}, "what is there stays"
+    count = len(first.rows)
+    assert count > 10 and {len(row["seen"]) for row in first.rows} == {2} and first.environment["commit"] == "abc1234"
+    assert {len(row["seen"]) for row in run("--least", 5000).rows} == {4}, "what is there stays"
     assert f"{count} problems in" in capsys.readouterr().out
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(readme, "FOLDERS", (tmp_path,))
     assert f"of {count} problems on 4 GPUs that did not tune them" in readme.tuning()
-    assert run("--settle", tmp_path / "none")["rows"].keys() == first["rows"].keys() and not (tmp_path / "none").exists()
-    (tmp_path / "ways.json").write_text(json.dumps(first | {"environment": {"gpu": "another"}}))
-    assert {len(row["seen"]) for row in run("--least", 5000)["rows"].values()} == {2}, "what another GPU measured is no help"
+    settled = run("--settle", tmp_path / "none")
+    assert ways.by_problem(settled).keys() == ways.by_problem(first).keys() and not (tmp_path / "none").exists()
+    record.write("ways", replace(first, environment={"gpu": "another"}), tmp_path)
+    assert {len(row["seen"]) for row in run("--least", 5000).rows} == {2}, "what another GPU measured is no help"

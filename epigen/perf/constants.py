@@ -1,13 +1,13 @@
 """The constants of the analytic model: what no datasheet says.
 
 Each stands for something physical that other GPUs share, and none for a single shape or config. Fitted by `bench/model.py --fit` to the
-5,572 measured configs of bench/results/sweep_*.json (fp16 on an H200, torch 2.11, Triton 3.6, 2026-11), then rounded; those that these
+5,572 measured configs of tests/data/sweep_*.json (fp16 on an H200, torch 2.11, Triton 3.6, 2026-11), then rounded; those that these
 tables cannot tell, and those of narrow loads, were set by hand; outside_clocks to the persistent ones of sample_skinny16.json; those of the
 vendor's product, of split k and of how TMA's kernels begin to 429 configs of 44 random shapes (bf16, the same GPU and versions); and those
-of crossings, of TMA's stores and of what is torn to the 1,990 configs of 132 random shapes in bench/results/shapes.json, as well as to the
+of crossings, of TMA's stores and of what is torn to the 1,990 configs of 132 random shapes in tests/data/shapes.json, as well as to the
 sample_*.json; and those of what multiprocessors ask L2 for together, of stages held and of late inputs to the 4,224 trials of the searches
 of 88 random problems, and to 9 shapes with five orders of their tiles (tests/test_model.py); late_us and vendor_us set again by hand when
-all schedules could load inputs early; and arriving_share to both ways to share a long product, of 149 in bench/results/ways.json.
+all schedules could load inputs early; and arriving_share to both ways to share a long product, of 149 in tests/data/ways.json.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ estimate is made to rank the configs of one problem: block sizes, warps, stages,
 move measured times. It is not a promise of absolute time; on long kernels power limits add about a tenth.
 
 Spearman's rank correlation with measured time over whole search spaces (fp16, H200, Triton 3.6, 2026-11; 5,572 configs of the seven
-problems in bench/results/sweep_*.json, printed by `python -m bench.model`): square 0.97, medium, small, skinny and drelu_bgrad 0.96,
+problems in tests/data/sweep_*.json, printed by `python -m bench.model`): square 0.97, medium, small, skinny and drelu_bgrad 0.96,
 short_k 0.93, odd 0.85.
 """
 

@@ -36,11 +36,11 @@ class Table:
 
 
 def to_json(table: Table) -> str:
-    """A config a line, so that a table reviews well."""
-    task = asdict(table.task)
-    head = {"environment": dict(table.environment), "task": task, "baseline": asdict(table.baseline)}
+    """A line for each part of the head and for each config, so that a table reviews well."""
+    head = {"environment": dict(table.environment), "task": asdict(table.task), "baseline": asdict(table.baseline)}
+    parts = [f'"{name}": {json.dumps(part, sort_keys=True)}' for name, part in head.items()]
     rows = [json.dumps([c.schedule, dict(c.values), o.kind, round(o.median_us, 3), round(o.spread_us, 3)]) for c, o in table.rows.items()]
-    return json.dumps(head, indent=1, sort_keys=True)[:-2] + ',\n "rows": [\n' + ",\n".join(rows) + "\n]}\n"
+    return "{" + ",\n".join(parts) + ',\n"rows": [\n' + ",\n".join(rows) + "\n]}\n"
 
 
 def list_to_json(tables: Iterable[Table]) -> str:
