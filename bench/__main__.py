@@ -26,7 +26,7 @@ from epigen.errors import near_miss
 
 
 def gpus() -> int:
-    """How many this machine has, as a process of its own tells: one that has asked keeps the driver awake, which would shorten what is measured."""
+    """How many this machine has, as another process reports: one that has looked keeps the driver awake, which would shorten what is measured."""
     asking = "from epigen.runtime import device; print(len(device.indices()))"
     return int(subprocess.run([sys.executable, "-c", asking], stdout=subprocess.PIPE, text=True, check=True, env=os.environ | import_path()).stdout)
 

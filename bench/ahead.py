@@ -18,11 +18,11 @@ from epigen.tuning.runner import compile_workers_for
 _PATIENCE_S = 60.0
 
 
-def compile_one(asked: Request, target: Target) -> str:
+def compile_one(request: Request, target: Target) -> str:
     """Compile what a call would launch. Returns what went wrong, "" if nothing: the call itself will say it again."""
-    dtype = BY_NAME[asked.dtype]
-    kernel = epigen.compile(asked.program)
-    sample = verify.sample(kernel.graph, asked.shape, dtype, dtype, dtype, device="meta", layout=asked.layout)
+    dtype = BY_NAME[request.dtype]
+    kernel = epigen.compile(request.program)
+    sample = verify.sample(kernel.graph, request.shape, dtype, dtype, dtype, device="meta", layout=request.layout)
     try:
         kernel.warm(sample.a, sample.b, target, **sample.inputs)
     except EpigenError as error:
@@ -30,16 +30,16 @@ def compile_one(asked: Request, target: Target) -> str:
     return ""
 
 
-def compile_all(asked: Sequence[Request], target: Target) -> int:
+def compile_all(requests: Sequence[Request], target: Target) -> int:
     """Returns how many compiled. Where none has been done for a while, a compiler hangs or has died, and the calls compile for themselves."""
-    if not asked:
+    if not requests:
         return 0
     done = 0
     # leaving it ends its processes, whatever they do
-    with multiprocessing.get_context("spawn").Pool(min(len(asked), compile_workers_for(1)), os.nice, (5,)) as pool:
-        results = pool.imap_unordered(functools.partial(compile_one, target=target), asked)
+    with multiprocessing.get_context("spawn").Pool(min(len(requests), compile_workers_for(1)), os.nice, (5,)) as pool:
+        results = pool.imap_unordered(functools.partial(compile_one, target=target), requests)
         try:
-            for _ in asked:
+            for _ in requests:
                 done += not results.next(_PATIENCE_S)
         except multiprocessing.TimeoutError:
             pass

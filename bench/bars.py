@@ -19,7 +19,7 @@ BANDWIDTH = "bandwidth of a copy"
 class Bar:
     """The least ratio of a baseline's time to epigen's, over the rows of some programs.
 
-    mean: in the geometric mean, each: on every shape; None: not asked. group: of cases. k: from, and below which, K. extent: least of M and N.
+    mean: in the geometric mean, each: on every shape; None: no target. group: of cases. k: from, and below which, K. extent: least of M and N.
     shapes: these alone. weights_over: bytes of b, which must be more. ours: epigen's contender.
     """
 
@@ -44,9 +44,9 @@ class Bar:
 
     @property
     def words(self) -> str:
-        """What is asked."""
-        asked = ((self.mean, "in the mean"), (self.each, "each"))
-        return ", ".join(f"{least:.2f} {words}" for least, words in asked if least is not None)
+        """The target."""
+        targets = ((self.mean, "in the mean"), (self.each, "each"))
+        return ", ".join(f"{least:.2f} {words}" for least, words in targets if least is not None)
 
 
 _BY_K = ((4096, math.inf, "K >= 4096"), (2048, 4096, "K = 2048"), (1024, 2048, "K = 1024"), (512, 1024, "K = 512"))
@@ -115,15 +115,15 @@ def verdict(bar: Bar, rows: Sequence[Mapping[str, Any]], copy_gbps: float | None
     or was wrong, with which no bar is met. without: rows that lack the baseline.
     """
     found = []
-    asked = [row for row in rows if bar.of(row)]
-    for row in asked:
+    covered = [row for row in rows if bar.of(row)]
+    for row in covered:
         value = ratio(row, bar.baseline, bar.ours, copy_gbps)
         if value is not None:
             found.append({"shape": list(row["shape"]), "program": row["program"], "dtype": row["dtype"], "layout": row["layout"], "ratio": round(value, 4)})
-    broken = sum(bar.ours not in row.get("timing", {}) for row in asked)
+    broken = sum(bar.ours not in row.get("timing", {}) for row in covered)
     body: dict[str, Any] = {
-        "case": bar.case, "baseline": bar.baseline, "ours": bar.ours, "asked": bar.words, "mean_asked": bar.mean, "each_asked": bar.each,
-        "rows": found, "broken": broken, "without": len(asked) - len(found) - broken, "met": False if broken else None,
+        "case": bar.case, "baseline": bar.baseline, "ours": bar.ours, "target": bar.words,
+        "rows": found, "broken": broken, "without": len(covered) - len(found) - broken, "met": False if broken else None,
     }  # fmt: skip
     if not found:
         return body
@@ -149,7 +149,7 @@ def outcome(found: Mapping[str, Any]) -> str:
 
 def told(found: Mapping[str, Any]) -> str:
     """One verdict as a line."""
-    head = f"{found['case']} against {found['baseline']}, asked {found['asked']}: {outcome(found)}"
+    head = f"{found['case']} against {found['baseline']}, target {found['target']}: {outcome(found)}"
     if not found["rows"]:
         return head
     worst = found["rows"][0]

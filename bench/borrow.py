@@ -2,7 +2,7 @@
 
 Run: python -m bench.borrow [--db PATH] [--seed N] [--seeds N] [--limit N] [--budget SECONDS] [--commit HASH] [--out FOLDER]
 The shapes are split in two, by each seed otherwise. For each problem of a held-out shape the config is looked up among the records of the
-other shapes, as a call would look it up, and timed in turns with the config that was tuned for it; what several seeds have in common is timed
+other shapes, as a call would look it up, and timed interleaved with the config that was tuned for it; what several seeds have in common is timed
 once. Claim: the geometric mean of the loss is at most 5 %.
 """
 

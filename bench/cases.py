@@ -136,7 +136,7 @@ def tuned() -> list[Case]:
 
 
 def untuned() -> list[Case]:
-    """The like, which nobody tuned, and to none of which the model was fitted, as it was to those of the seeds 13, 17, 41 and 42."""
+    """Others as `tuned`'s, which nobody tuned. The model was fitted to those of the seeds 13, 17, 41 and 42, and to none of these."""
     return drawn("untuned", 19)
 
 
@@ -173,6 +173,6 @@ GROUPS = {
 """What each claim measures."""
 
 
-def asked(cases: Iterable[Case]) -> list[Request]:
+def requests(cases: Iterable[Case]) -> list[Request]:
     """The problems of cases, for the tuner, each once."""
     return distinct(one for c in cases for one in every([BY_NAME[c.program].text], [c.shape], [c.dtype], [c.layout]))

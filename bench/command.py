@@ -99,18 +99,18 @@ def plainly(arguments: Sequence[str]) -> int:
 
 def warm_up() -> float:
     """Seconds that one process needs to import what the command imports: it brings those files into the system's own cache, so that all
-    runs after it find them alike, whatever the machine did before."""
+    runs after it find them there, whatever the machine did before."""
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", _IMPORTS], env=environment(), check=True)
     return time.perf_counter() - start
 
 
-def suite_text(asked: Iterable[Request]) -> str:
+def suite_text(requests: Iterable[Request]) -> str:
     """Problems as the text of a suite file. JSON's strings are TOML's."""
     return "\n".join(
         f"[[problem]]\nprogram = {json.dumps(a.program)}\nshapes = {json.dumps(extents(a.shape))}\ndtype = {json.dumps(a.dtype)}\n"
         f"layout = {json.dumps(a.layout)}\nprecision = {json.dumps(a.precision)}\n"
-        for a in asked
+        for a in requests
     )
 
 

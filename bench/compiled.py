@@ -78,7 +78,7 @@ def cold(contenders: timing.Contenders, measure: headline.Time = headline.cold) 
 
 
 def _begin(gpus: Sequence[int], locks: Sequence[Any], begun: Any) -> None:
-    """Processes take the GPUs in turns."""
+    """Processes are dealt to the GPUs one after the other."""
     global _lock
     from torch._inductor import config
     from torch._inductor.runtime import benchmarking
@@ -163,7 +163,7 @@ def main() -> None:
     known = record.earlier(options.out / "compiled.json", environment) if options.more else []
     known = [row for row in known if stands(row, target)]
     there = {headline.key(row) for row in known}
-    count = ahead.compile_all(cases.asked(case for case in todo if case.key not in there), target)
+    count = ahead.compile_all(cases.requests(case for case in todo if case.key not in there), target)
     print(f"{count} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
 
     def save(body: dict[str, Any]) -> None:

@@ -111,9 +111,9 @@ def main() -> None:
     if options.watched:
         _watched()
         return
-    asked = ["--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
-    asked += [word for section in SECTIONS for word in ("--section", section)]
-    watched = ["ncu", *asked, sys.executable, "-m", "bench.counters", "--watched"]
+    options_of_ncu = ["--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
+    options_of_ncu += [word for section in SECTIONS for word in ("--section", section)]
+    watched = ["ncu", *options_of_ncu, sys.executable, "-m", "bench.counters", "--watched"]
     ran = subprocess.run(watched, capture_output=True, text=True, env=os.environ | import_path())
     try:
         found, units = kernels(ran.stdout)

@@ -1,4 +1,4 @@
-"""What epigen's own Python costs where no GPU is asked: starting, the way from a text to a kernel, ranking, look-up, a study's journal.
+"""What epigen's own Python costs where there is no GPU: starting, the way from a text to a kernel, ranking, look-up, a study's journal.
 
 Run: python -m bench.front [--rounds N] [--commit HASH] [--out FOLDER]
 Claims, each against the time that a process takes to import torch on the same machine, which a user waits for anyway: LIMITS. The tests
@@ -92,7 +92,7 @@ def _journalled(spec: KernelSpec) -> None:
 
 
 def timed(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, by turns, so that what else the machine does is shared; the first of each is left out."""
+    """Median seconds of each, interleaved, so that what else the machine does is shared; the first of each is left out."""
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds + 1):
         for name, run in contenders.items():

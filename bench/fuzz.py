@@ -1,4 +1,4 @@
-"""Fuzzes the language: sound programs and hostile texts, in turns, through every stage; each is an answer or an error in words.
+"""Fuzzes the language: sound programs and hostile texts, mixed, through every stage; each is an answer or an error in words.
 
 Sound programs are never refused. Refused texts are refused by a ParseError or a CheckError whose places lie in the text. What is accepted is the
 same program after it was written out and read again; has a derivative, or an error that says why not; renders to Python that compiles and whose

@@ -1,10 +1,10 @@
-"""The headline: every contender at the shapes of the bars, timed in turns, and a verdict on each bar.
+"""The headline: every contender at the shapes of the bars, timed interleaved, and a verdict on each bar.
 
 Run: python -m bench.headline [--group NAME] [--plan] [--budget SECONDS] [--more] [--tune TRIALS --db PATH] [--only WORD ...]
                               [--commit HASH] [--out FOLDER]
 Group "headline" is a part of all the others that is done in under 5 minutes on an H200; `epilogues`, `small`, `skinny` and `odd` are the whole
 of it. torch.compile, which tunes for long, has a script of its own, bench.compiled. Each case is timed with the L2 cache flushed, or under a CUDA
-graph, all of its contenders in turns, on random data. Absolute times move with power and temperature, so what counts is the ratio within a
+graph, all of its contenders interleaved, on random data. Absolute times move with power and temperature, so what counts is the ratio within a
 case. An answer that is wrong is not timed.
 """
 
@@ -63,7 +63,7 @@ HOW: dict[str, Time] = {cases.COLD: cold, cases.GRAPH: graphed}
 
 
 def measured(case: Case, on: str = "cuda", how: Mapping[str, Time] = HOW, makers: Mapping[str, Maker] = peers.MAKERS) -> dict[str, Any]:
-    """One case: each contender is made and checked, then all that are right are timed in turns.
+    """One case: each contender is made and checked, then all that are right are timed interleaved.
 
     on: the device. how: what times them. makers: of the contenders. Raises Lost where the GPU is gone.
     """
@@ -224,7 +224,7 @@ def plan(todo: Sequence[Case], budget_s: float) -> str:
 def _tune(todo: Sequence[Case], trials: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "suite.toml"
-        file.write_text(command.suite_text(cases.asked(todo)))
+        file.write_text(command.suite_text(cases.requests(todo)))
         status = command.plainly(["tune", "--suite", str(file), "--trials", str(trials), "--devices", "all"])
     if status not in (0, 1):  # 1: some problem has no config that works, which its row will show
         raise SystemExit(f"tuning ended with status {status}")
@@ -232,7 +232,7 @@ def _tune(todo: Sequence[Case], trials: int) -> None:
 
 def _compile(todo: Sequence[Case], target: Target) -> None:
     start = time.perf_counter()
-    wanted = cases.asked(todo)
+    wanted = cases.requests(todo)
     wanted += [replace(a, program=with_tanh(a.program)) for a in wanted if with_tanh(a.program) != a.program]
     count = ahead.compile_all(wanted, target)
     print(f"{count} of {len(wanted)} kernels compiled in {time.perf_counter() - start:.0f} s", flush=True)

@@ -27,7 +27,7 @@ from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.prepared import Prepared
 
 M, N, K = 64, 256, 128
-ROUNDS, CALLS = 20, 100  # 2,000 calls of each contender, in turns; so few at a time that the GPU's queue never fills
+ROUNDS, CALLS = 20, 100  # 2,000 calls of each contender, interleaved; so few at a time that the GPU's queue never fills
 CLAIMED_OUT_US, CLAIMED_NEW_US, CLAIMED_FIRST_S = 5.0, 8.0, 0.3
 
 PROGRAMS = {

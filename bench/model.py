@@ -34,7 +34,7 @@ FIXED = frozenset({
     "l2_bytes_clock",  # the width of a port
     "narrow_clocks", "narrow_warp_clocks", "narrow_us", "narrow_smooth", "narrow_spill_ns",  # read off the loops of compiled kernels
 })  # fmt: skip
-"""What a fit leaves alone unless it is asked for by name."""
+"""What a fit leaves alone, unless it is named."""
 
 CLOSE = 1.02
 """What counts as the best: repeated runs differ by so much."""
@@ -42,7 +42,7 @@ CLOSE = 1.02
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """One table, and what of it the model is asked about: the configs that gave a right answer, and their times in microseconds."""
+    """One table, and what of it the model is held to: the configs that gave a right answer, and their times in microseconds."""
 
     name: str
     table: Table

@@ -97,7 +97,7 @@ class _Embedded(nn.Module):
 
 
 def measure(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Medians in ms of one run, contenders in turns."""
+    """Medians in ms of one run, contenders interleaved."""
     for run in runs.values():
         for _ in range(3):
             run()
@@ -163,7 +163,7 @@ def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argpa
     import epigen
     from epigen.training import backend
 
-    def asked(listed: str) -> bool:
+    def wanted(listed: str) -> bool:
         return not {"all", name, f"{name}@{tokens}"}.isdisjoint(listed.split(","))
 
     torch._dynamo.reset()  # else another number of tokens is one that varies, for which other code is made
@@ -176,12 +176,12 @@ def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argpa
     fused = copy.deepcopy(plain)
     report = str(epigen.fuse(fused))
     ways: dict[str, dict[str, Any]] = {"inductor": {}}
-    if asked(options.autotune):
+    if wanted(options.autotune):
         ways["autotune"] = {"mode": "max-autotune-no-cudagraphs"}
     ways["epigen"] = {"backend": backend.backend, "options": {"report": seen.extend}}
-    if asked(options.tuned):
+    if wanted(options.tuned):
         ways["tuned"] = {"backend": backend.backend, "options": {"tune": "missing"}}
-    if asked(options.graphs):
+    if wanted(options.graphs):
         ways["inductor, graphs"] = {"mode": "reduce-overhead"}
         ways["epigen, graphs"] = {"backend": backend.backend, "mode": "reduce-overhead"}
     contenders: dict[str, Any] = {"eager": plain, "fuse": fused}
@@ -229,7 +229,7 @@ def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argpa
         "left": sorted({f"{list(s.shape)}: {s.why}" for s in seen if not s.taken}),
         "fused": report.strip().splitlines()[-1],
         "report": str(epigen.report(contenders["epigen"], measure=True)).splitlines() if options.report else [],
-        "losses": losses(plain, x, {"eager": {}, **{label: ways[label] for label in ("inductor", "epigen")}}) if asked(options.losses) else {},
+        "losses": losses(plain, x, {"eager": {}, **{label: ways[label] for label in ("inductor", "epigen")}}) if wanted(options.losses) else {},
     }
 
 
@@ -313,9 +313,9 @@ def main() -> None:
     record.gpu_at_hand()
     torch._dynamo.config.recompile_limit = 64  # each way is another compilation of the same forward
     environment = record.environment(options.commit)
-    asked = [(name, int(tokens or options.tokens)) for name, _, tokens in (entry.partition("@") for entry in options.models.split(","))]
-    rows = [row for row in record.earlier(options.out / "models.json", environment) if options.more and (row["model"], row["tokens"]) not in asked]
-    for name, tokens in asked:
+    chosen = [(name, int(tokens or options.tokens)) for name, _, tokens in (entry.partition("@") for entry in options.models.split(","))]
+    rows = [row for row in record.earlier(options.out / "models.json", environment) if options.more and (row["model"], row["tokens"]) not in chosen]
+    for name, tokens in chosen:
         rows.append(row := row_of(name, tokens, models(options.layers)[name], options))
         for what in ("forward_ms", "step_ms"):
             times = row[what]

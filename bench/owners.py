@@ -98,7 +98,7 @@ def owners(make: Callable[[], nn.Module], device: str) -> Iterator[tuple[str, nn
 
 
 def least_us(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The shortest time of a call, of calls in rounds that the ways take in turns: what else runs on the host only adds to it."""
+    """The shortest time of a call, of calls that are interleaved: what else runs on the host only adds to it."""
     found = dict.fromkeys(ways, float("inf"))
     for way in ways.values():
         for _ in range(5):

@@ -138,8 +138,8 @@ def cublaslt(p: Problem) -> Contender:
     except ImportError as error:
         raise Missing(f"nvmath-python cannot be imported: {error}") from None
     a, b, n = p.sample.a, p.sample.b, p.sample.b.shape[1]
-    name, lend = _LENT[p.program.input]
-    inputs = {name: lend(p.extra, n)}
+    name, taken = _GIVEN[p.program.input]
+    inputs = {name: taken(p.extra, n)}
     call = Matmul(b.T, a.T)
     try:
         call.plan(epilog=getattr(MatmulEpilog, p.program.epilog), epilog_inputs=inputs)
@@ -167,18 +167,18 @@ def _aux(name: str, x: Tensor, n: int) -> Tensor:
     return x.reshape(-1)[:n]
 
 
-def lent_bias(bias: Tensor, n: int) -> Tensor:  # noqa: ARG001  # it needs no padding
+def given_bias(bias: Tensor, n: int) -> Tensor:  # noqa: ARG001  # it needs no padding
     return bias[:, None]
 
 
-def lent_mask(mask: Tensor, n: int) -> Tensor:
+def given_mask(mask: Tensor, n: int) -> Tensor:
     """The mask as cuBLASLt takes it: [padded N / 8, M] with strides (1, padded N / 8), N padded to a multiple of 128."""
     padded = torch.zeros((mask.shape[0], g.mask_stride(n)), dtype=torch.uint8, device=mask.device)
     padded[:, : mask.shape[1]] = mask
     return padded.T
 
 
-def lent_tile(z: Tensor, n: int) -> Tensor:
+def given_tile(z: Tensor, n: int) -> Tensor:
     """A tile as cuBLASLt takes it: [padded N, M], by columns, N padded to a multiple of 8."""
     if n % 8 == 0 and z.is_contiguous():
         return z.T
@@ -187,7 +187,7 @@ def lent_tile(z: Tensor, n: int) -> Tensor:
     return padded.T
 
 
-_LENT = {"bias": ("bias", lent_bias), "mask": ("relu_aux", lent_mask), "z": ("gelu_aux", lent_tile)}
+_GIVEN = {"bias": ("bias", given_bias), "mask": ("relu_aux", given_mask), "z": ("gelu_aux", given_tile)}
 """What cuBLASLt calls an input, and how it takes it."""
 
 
@@ -196,7 +196,7 @@ def ours(p: Problem) -> Contender:
 
 
 def ours_tanh(p: Problem) -> Contender:
-    """What cuBLASLt's gelu is, so that like is held against like."""
+    """What cuBLASLt's gelu is, so that the same function is compared."""
     if not p.program.approximated:
         raise Missing("there is no gelu in it")
     return epigen_contender(p, p.program.tanh)

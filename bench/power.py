@@ -1,9 +1,9 @@
-"""What large products take in turns, where contenders share a clock, and alone, where each has the clock that its own power leaves it.
+"""What large products take interleaved, where contenders share a clock, and alone, where each has the clock that its own power leaves it.
 
 Run: python -m bench.power [--commit HASH] [--out FOLDER]
-At its power limit a GPU lowers its clock. So between two kernels of as many cycles the one that draws more is slower alone, and slows whatever it
-takes turns with. The schedule `warp_specialized` is measured in both its ways, beside the config that the database has: groups that take turns at
-tiles of 128x128 hide their epilogue, groups that share one of 128x256 read less for each multiplication.
+At its power limit a GPU lowers its clock. So of two kernels of as many cycles the one that draws more power is slower alone, and slows what it is
+interleaved with. The schedule `warp_specialized` is measured in both its ways, beside the config that the database has: ping-pong, with tiles of
+128x128, hides the epilogue; cooperative, with tiles of 128x256, reads less for each multiplication.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def loop(run: Callable[[], object], seconds: float) -> tuple[float, float | None
 
 
 def both(
-    contenders: Mapping[str, Callable[[], object]], turns: headline.Time = headline.cold,
+    contenders: Mapping[str, Callable[[], object]], interleaved: headline.Time = headline.cold,
     loop: Callable[[Callable[[], object], float], tuple[float, float | None]] = loop,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """As the headline times them, and then each alone: alone_us, alone_mhz."""
-    found: dict[str, dict[str, Any]] = {name: dict(one) for name, one in turns(contenders).items()}
+    found: dict[str, dict[str, Any]] = {name: dict(one) for name, one in interleaved(contenders).items()}
     clocks: dict[str, list[float]] = {name: [] for name in contenders}
 
     def alone(name: str) -> float:
@@ -79,7 +79,7 @@ def both(
 
 
 def ratios(row: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """How many times as fast as the product each contender is: in turns, and alone."""
+    """How many times as fast as the product each contender is: interleaved, and alone."""
     times = row["timing"]
     mm = times[peers.MM]
     return {n: (mm["median_us"] / one["median_us"], mm["alone_us"] / one["alone_us"]) for n, one in times.items() if n != peers.MM}
@@ -89,7 +89,7 @@ def line(row: Mapping[str, Any]) -> str:
     if "failed" in row or peers.MM not in row["timing"]:
         return headline.line(row)
     mm = row["timing"][peers.MM]
-    told = "; ".join(f"{name} {turns:.3f}, {alone:.3f} ({row['timing'][name]['alone_mhz']} MHz)" for name, (turns, alone) in ratios(row).items())
+    told = "; ".join(f"{name} {interleaved:.3f}, {alone:.3f} ({row['timing'][name]['alone_mhz']} MHz)" for name, (interleaved, alone) in ratios(row).items())
     return f"{row['program']} {'x'.join(map(str, row['shape']))}: mm {mm['median_us']:.0f}, {mm['alone_us']:.0f} us ({mm['alone_mhz']} MHz); {told}"
 
 

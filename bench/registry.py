@@ -45,7 +45,7 @@ CLAIMS = (
     _group("tuned", "random problems after tuning them, against eager torch and the vendor's fused products", 120),
     _group("untuned", "random problems that nobody tuned, against eager torch and the vendor's fused products", 120),
     Claim("counters", "where the time of an epilogue goes, by the hardware's counters", needs=("ncu",)),
-    Claim("power", "large products in turns and each alone, where the power limit sets the clock"),
+    Claim("power", "large products interleaved and each alone, where the power limit sets the clock"),
     Claim("ways", "which way to share a long product is the faster on every GPU of a kind"),
     Claim("fuzz", "30,000 programs, sound and hostile, are answered or refused in words by every stage", gpus=0),
     Claim("digits", "an MLP learns to read digits as it does in eager torch", gpus=0),

@@ -1,7 +1,7 @@
 """Whether tuning again gives as fast a kernel: repeated tunings of some problems, each from nothing and with a seed of its own.
 
 Run: python -m bench.repeat [--problems N] [--repetitions N] [--commit HASH] [--out FOLDER]
-Claim: every repetition's winner is within 1 % of the fastest of the winners. All winners of a problem are timed at the end, in turns.
+Claim: every repetition's winner is within 1 % of the fastest of the winners. All winners of a problem are timed at the end, interleaved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLAIMED = 0.01
 
 
 def repeated(task: Task, runner: Runner, seeds: Sequence[int], comparisons: int) -> dict[str, Any]:
-    """Tune once a seed, in memory and without a database; then time the distinct winners in turns, `comparisons` times over.
+    """Tune once a seed, in memory and without a database; then time the distinct winners interleaved, `comparisons` times over.
 
     behind: how much longer a winner takes than the fastest of them, by the medians over the comparisons; None where it gave no right answer then.
     """

@@ -37,7 +37,7 @@ def _summary(names: Iterable[str], samples: Iterable[Sequence[float]]) -> dict[s
 
 
 def cold(contenders: Contenders, rounds: int = 100, budget_s: float = math.inf, timer: ColdTimer | None = None) -> dict[str, dict[str, float]]:
-    """One launch a sample with the L2 cache flushed before it; contenders take turns within each round, in every second one backwards. Long ones are
+    """One launch a sample with the L2 cache flushed before it; contenders are interleaved, in every second round backwards. Long ones are
     timed on a GPU that they have heated, as it is in the middle of a training run.
 
     budget_s: after so long no further round is begun, once there are LEAST. timer: what takes a sample; by default the current GPU's.

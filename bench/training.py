@@ -6,7 +6,7 @@ the network by nvmath's epilogues. With relu, gelu and silu no step takes more m
 save="recompute" a forward of gelu or silu leaves less behind, by the pre-activations, and the peak is lower.
 What a forward with relu leaves behind may be more than eager torch's, by its masks: each a sixteenth of an activation in bf16, kept beside it
 because the backward reads the mask faster. The first claim is of the peak alone, which comes in the backward.
-Contenders are timed in turns. One whose gradients are wrong is not timed. What torch.compile tunes for long `--without compile` leaves out.
+Contenders are timed interleaved. One whose gradients are wrong is not timed. What torch.compile tunes for long `--without compile` leaves out.
 --memory takes the memory alone, which needs no quiet machine, into a result of its own: training_memory.
 """
 
@@ -102,7 +102,7 @@ def _made(name: str, task: Task, expected: Sequence[Tensor], allowed: Sequence[f
 
 
 def timed(width: int, batch: int, names: Sequence[str], on: str = "cuda", how: Time = cold, meter: Meter = memory) -> dict[str, Any]:
-    """One width with relu: each contender is made and checked, then all that are right are timed in turns, and their memory is taken."""
+    """One width with relu: each contender is made and checked, then all that are right are timed interleaved, and their memory is taken."""
     start = time.perf_counter()
     task = networks.task(width, batch, on=on)
     row: dict[str, Any] = {

@@ -1,9 +1,9 @@
-"""Two ways to share a long product among groups of warps, on every GPU at hand: which of them is fast wherever it runs.
+"""Ping-pong or cooperative: which way to share a long product among warpgroups is fast on every GPU at hand.
 
 Run: python -m bench.ways [--least US] [--rivals N] [--budget SECONDS] [--settle PATH] [--commit HASH] [--out FOLDER]
-Between two GPUs of one kind the time of `warp_specialized`'s groups in turns, against the product's, moves by several percent, that of groups
-together by little. So what one GPU's tuner decided is held on others against the nearest problem's configs in the other way. What earlier runs
-saw stays in the result. --settle: needs no GPU; of each problem the config that is the faster in the mean over all GPUs goes into this database.
+Between two GPUs of one kind the time of `warp_specialized`'s ping-pong, against the product's, moves by several percent, that of cooperative by
+little. So what one GPU's tuner decided is held on others against the nearest problem's configs in the other way. What earlier runs saw stays in
+the report. --settle: needs no GPU; of each problem the config that is the faster in the mean over all GPUs goes into this database.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def contests(records: Sequence[Record], target: Target, least_us: float, rivals:
 
 
 def timed(contest: Contest, runner: Runner, target: Target, index: int = 0) -> dict[str, Any]:
-    """All configs of a contest, and the vendor's product, in turns on one GPU. "us" and "spread_us" are by config, of those that were right."""
+    """All configs of a contest, and the vendor's product, interleaved on one GPU. "us" and "spread_us" are by config, of those that were right."""
     task = replace(task_of(contest.record, target), device=index)
     runner.begin(task)
     runner.prepare(contest.configs)

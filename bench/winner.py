@@ -2,7 +2,7 @@
 
 Run: python -m bench.winner [--commit HASH] [--out FOLDER]
 Claim: on every problem the winner of 48 trials is within 2 % of the best of the whole space. The winner and the sweep's five best configs
-are timed at the end in turns, since a config's time moves by more than that between one day and another.
+are timed at the end, interleaved, since a config's time moves by more than that between one day and another.
 """
 
 from __future__ import annotations

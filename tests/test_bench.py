@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from cases import warp_specialized
 
-from bench import borrow, cold, command, devices, driver, host, readme, record, repeat
+from bench import borrow, cold, command, devices, driver, host, readme, readme_tuning, record, repeat, tables
 from bench.record import Report
 from epigen.choose import choose, rule
 from epigen.codegen.spec import Choice, KernelConfig
@@ -216,7 +216,7 @@ def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Re
     replayed = command.tune(["--replay", str(record.DATA / "sweep_skinny.json"), "--trials", "2"])
     monkeypatch.setattr(command, "tune", lambda _: replayed)
     monkeypatch.setattr(command, "warm_up", lambda: 1.0)
-    monkeypatch.setattr(readme, "FOLDERS", (tmp_path,))
+    monkeypatch.setattr(tables, "FOLDERS", (tmp_path,))
     monkeypatch.setattr(record, "environment", lambda commit: record.versions(commit) | {"gpu": "NVIDIA H200", "driver": "580"})
 
     def run(script: ModuleType, *arguments: object) -> Report:
@@ -235,7 +235,7 @@ def test_repeat_writes_what_it_found(written: Callable[..., Report], capsys: pyt
     found = written(repeat, "--repetitions", 2)
     assert [len(row["repetitions"]) for row in found.rows] == [2, 2, 2] and isinstance(found.summary["holds"], bool)
     assert "relu(mm + bias) 1024x1024x1024 fp16 nn" in capsys.readouterr().out
-    assert "of 3 problems, each tuned 2 times from nothing, the slowest winner is" in readme.tuning()
+    assert "3 problems, each tuned 2 times from nothing: the slowest winner is" in readme.tuning()
 
 
 def test_borrow_writes_what_it_found(written: Callable[..., Report], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,12 +246,12 @@ def test_borrow_writes_what_it_found(written: Callable[..., Report], tmp_path: P
     one = written(borrow, "--db", folder)
     found = one.summary
     assert found["held_out"] == 4 and len(one.rows) == found["count"] == 2 and found["left_out"]
-    assert "2 of its problems take" in readme.tuning()
+    assert "was held out. With a config of the other half 2 of its problems take" in readme.tuning()
     two = written(borrow, "--db", folder, "--seeds", 2)
     both = two.summary
     assert both["seeds"] == [0, 1] and {row["seed"] for row in two.rows} == {0, 1} and both["held_out"] == 8
     assert [{**row, "seed": 0} for row in two.rows][: found["count"]] == one.rows and both["count"] > found["count"]
-    assert f"in 2 ways, {both['count']} of its problems take" in readme.tuning()
+    assert f"held out in 2 ways. With a config of the other half {both['count']} of its problems take" in readme.tuning()
     assert written(borrow, "--db", folder, "--limit", 1).summary["count"] <= 1
     assert written(borrow, "--db", folder, "--budget", 0).summary["count"] == 0
     assert "nothing to compare" in readme.tuning()
@@ -266,27 +266,27 @@ def test_cold_and_devices_write_what_they_found(written: Callable[..., Report]) 
     found = written(devices)
     assert [(row["part"], row["gpus"]) for row in found.rows] == [("suite", 1), ("suite", 2), ("many", 1), ("many", 2)]
     assert found.summary["suite"]["searching"] == found.summary["many"]["wall"] == 1.0 and found.summary["holds"] is False
-    assert "1 problems in one command" in readme.tuned_in() and "one problem with 600 trials 1.00 times" in readme.tuning()
+    assert "each of 1 problems in one command" in readme.tuned_in() and "one problem with 600 trials 1.00 times" in readme.tuning()
     written(cold, "--problems", 0)
-    assert "in one command" not in readme.tuned_in() and "(asked: 15)" in readme.tuned_in() and len(readme.tuning().splitlines()) == 1
+    assert "in one command" not in readme.tuned_in() and " s | 15 s |" in readme.tuned_in() and len(readme.tuning().splitlines()) == 1
 
 
 @pytest.mark.parametrize(
     ("behind", "told"),
     [
-        ((-0.02, -0.38), "configs: 2 winners of 48 trials are ahead of all of them, by up to 38%, for the sweeps know fewer ways ("),
+        ((-0.02, -0.38), "48 trials. 2 of 2 winners beat the best measured config, by up to 38%: the recordings predate later schedules. NVIDIA"),
         (
             (0.005, -0.38),
-            "configs: the winner of 48 trials takes 0.5% longer than the best at worst; 1 winner of 48 trials is ahead of all of them, by up to 38%",
+            "48 trials. At worst the winner takes 0.5% longer than the best measured config. 1 of 2 winners beats the best measured config, by up to 38%",
         ),
-        ((0.0, -0.004), "configs: the winners of 48 trials are the best ("),
+        ((0.0, -0.004), "48 trials. The winners are the best measured configs. NVIDIA"),
     ],
     ids=["all ahead", "one behind", "the same"],
 )
 def test_how_winners_stand_to_a_sweep_is_said_in_words(behind: tuple[float, ...], told: str) -> None:
     environment = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "driver": "580", "date": "2026-11-25"}
     problems = [{"behind": b, "configs": 100 + i} for i, b in enumerate(behind)]
-    assert told in readme._winner(Report("bench.winner", environment, problems, {"worst": max(behind)}))
+    assert told in readme_tuning._winner(Report("bench.winner", environment, problems, {"worst": max(behind)}))
 
 
 def test_without_a_gpu_the_scripts_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def test_the_script_writes_what_the_processes_measured(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(compiled.device, "at_hand", lambda: gpus.DEFAULT.target)
     monkeypatch.setattr(compiled.device, "indices", lambda: (0, 1))
-    monkeypatch.setattr(compiled.ahead, "compile_all", lambda asked, _: len(asked))
+    monkeypatch.setattr(compiled.ahead, "compile_all", lambda requests, _: len(requests))
     monkeypatch.setattr(headline, "launched", lambda row, *_: f"config {row['shape'][2]}")
     monkeypatch.setattr(compiled.concurrent.futures, "ProcessPoolExecutor", pool)
     monkeypatch.setattr(compiled, "_measured", lambda group, until: [row_of(case) for case in group if until > 100])
@@ -160,4 +160,4 @@ def test_the_script_writes_what_the_processes_measured(monkeypatch: pytest.Monke
     assert [headline.key(row) for row in more.rows] == [c.key for c in cases.compiled()] and more.environment["commit"] == "def5678"
     assert [i for i, row in enumerate(more.rows) if "commit" not in row] == [5, 7, 9, 11]
     assert {row.get("commit") for row in more.rows} == {"abc1234", None}
-    assert "every epilogue against torch.compile, asked 1.10 in the mean, 1.00 each: met: mean 1.100" in capsys.readouterr().out
+    assert "every epilogue against torch.compile, target 1.10 in the mean, 1.00 each: met: mean 1.100" in capsys.readouterr().out

@@ -17,7 +17,7 @@ import torch
 from fake_nvmath import FakeMatmul
 from timed_gpu import Gpu
 
-from bench import ahead, bars, cases, cold, headline, peers, readme, record, timing
+from bench import ahead, bars, cases, cold, headline, peers, readme, record, tables, timing
 from bench.cases import Case
 from bench.checked import Demand, Oracle, Wrong
 from bench.programs import BY_NAME
@@ -255,7 +255,7 @@ def test_the_shipped_suite_holds_every_problem_of_the_headline() -> None:
     asked = suite.read(cold.SUITE)
     assert len(asked) >= 80
     have = {replace(a, program="") for a in asked}
-    lacking = [a for name in ("headline", "small", "skinny", "odd") for a in cases.asked(cases.GROUPS[name]()) if replace(a, program="") not in have]
+    lacking = [a for name in ("headline", "small", "skinny", "odd") for a in cases.requests(cases.GROUPS[name]()) if replace(a, program="") not in have]
     assert not lacking
     assert {a.dtype for a in asked} == {"fp16", "bf16"} and {a.layout for a in asked} == {"nt", "nn"}
 
@@ -367,11 +367,11 @@ def test_the_bars_are_those_that_were_set() -> None:
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Report]:
     """Runs the script on a made-up GPU. Returns what it wrote."""
     monkeypatch.setattr(device, "at_hand", lambda: H200)
-    monkeypatch.setattr(ahead, "compile_all", lambda asked, _: len(asked))
+    monkeypatch.setattr(ahead, "compile_all", lambda requests, _: len(requests))
     monkeypatch.setattr(headline, "copy_gbps", lambda: 4280.0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr(record, "environment", lambda commit: record.versions(commit) | {"gpu": "NVIDIA H200", "driver": "580"})
-    monkeypatch.setattr(readme, "FOLDERS", (tmp_path,))
+    monkeypatch.setattr(tables, "FOLDERS", (tmp_path,))
 
     def measured(case: Case) -> dict[str, Any]:
         row = row_of(case, **{name: 10.0 if name == peers.OURS else 12.0 for name in case.contenders})
@@ -392,11 +392,11 @@ def test_the_script_writes_rows_and_the_readme_shows_the_verdicts(on_a_gpu: Call
     assert len(found.rows) == len(cases.headline()) and found.summary["left_out"] == []
     assert found.summary["copy_gbps"] == 4280.0 and found.environment["commit"] == "abc1234"
     told = capsys.readouterr().out
-    assert "every epilogue against eager, asked 1.30 in the mean: missed by 8.3%" in told
+    assert "every epilogue against eager, target 1.30 in the mean: missed by 8.3%" in told
     shown = readme.headline()
     assert "| every epilogue | eager | 1.20 | 1.20 | 1.30 in the mean | missed by 8.3% |" in shown and "ratios.svg" in shown
     measured = [b for b in bars.verdicts(found.rows, 4280.0) if b["rows"]]
-    assert len(measured) == len(bars.BARS) - 1 and f"{sum(b['met'] for b in measured)} of {len(measured)} bars are met" in shown
+    assert len(measured) == len(bars.BARS) - 1 and f"{sum(b['met'] for b in measured)} of {len(measured)} targets are met" in shown
     once = readme.filled("# epigen\n\n<!-- headline -->\nold\n<!-- end -->\n\nmore\n")
     assert once == f"# epigen\n\n<!-- headline -->\n{shown}\n<!-- end -->\n\nmore\n" == readme.filled(once)
     rows = [row_of(c, **{peers.OURS: 10.0, peers.COMPILED: 12.0}) for c in cases.compiled()]
@@ -404,7 +404,7 @@ def test_the_script_writes_rows_and_the_readme_shows_the_verdicts(on_a_gpu: Call
     both = readme.headline()
     assert "| every epilogue | torch.compile | 1.20 | 1.20 | 1.10 in the mean, 1.00 each | met |" in both
     assert f", {len(rows)} compiled); 1 more left out for time" in both
-    assert f"{sum(b['met'] for b in measured) + 1} of {len(measured) + 1} bars are met" in both
+    assert f"{sum(b['met'] for b in measured) + 1} of {len(measured) + 1} targets are met" in both
 
 
 def test_a_second_run_goes_on_where_the_first_ended(on_a_gpu: Callable[..., Report], capsys: pytest.CaptureFixture[str]) -> None:
@@ -465,7 +465,7 @@ def test_problems_are_tuned_first_where_that_is_asked(on_a_gpu: Callable[..., Re
     on_a_gpu("--group", "small", "--tune", 12, "--db", tmp_path / "db", name="small")
     ((arguments, asked, database),) = seen
     assert arguments[0] == "tune" and arguments[3:] == ["--trials", "12", "--devices", "all"] and database == str(tmp_path / "db")
-    assert asked == cases.asked(cases.small()) and len(asked) == 6
+    assert asked == cases.requests(cases.small()) and len(asked) == 6
     with pytest.raises(SystemExit):
         on_a_gpu("--tune", 12)
 
@@ -482,7 +482,7 @@ def test_without_a_gpu_the_headline_says_so(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_kernels_are_compiled_for_the_gpu_that_will_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    (asked,) = cases.asked([Case("small", "drelu + bgrad", (64, 128, 64), "fp16", ())])
+    (asked,) = cases.requests([Case("small", "drelu + bgrad", (64, 128, 64), "fp16", ())])
     seen: list[Any] = []
     monkeypatch.setattr(Kernel, "warm", lambda _, a, b, target, **inputs: seen.append((a.shape, b.stride(), target, set(inputs))))
     assert ahead.compile_one(asked, H200) == "" and seen == [((64, 64), (1, 64), H200, {"mask"})]
@@ -499,7 +499,7 @@ def test_kernels_are_compiled_for_the_gpu_that_will_run_them(monkeypatch: pytest
 @pytest.mark.slow
 def test_kernels_are_compiled_in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_PATIENCE_S", 1200.0)  # on a busy machine processes of so low a priority wait long
-    asked = cases.asked([Case("small", p, (64, 128, 64), "fp16", ()) for p in ("relu + bias", "drelu + bgrad")])
+    asked = cases.requests([Case("small", p, (64, 128, 64), "fp16", ()) for p in ("relu + bias", "drelu + bgrad")])
     assert ahead.compile_all(asked, H200) == 2
 
 

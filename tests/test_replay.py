@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import readme, record, replay
+from bench import readme, record, replay, tables
 from bench.record import Report
 from epigen.tuning import table
 from epigen.tuning.task import Outcome
@@ -115,8 +115,8 @@ def test_the_same_seed_gives_the_same_curves() -> None:
 
 def test_what_is_written_is_read_by_the_readme(some: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert record.read(record.write("replay", some, tmp_path)) == some
-    monkeypatch.setattr(readme, "FOLDERS", (tmp_path,))
-    assert "over 2 recorded sweeps (NVIDIA H200) and 3 seeds" in readme.tuning()
+    monkeypatch.setattr(tables, "FOLDERS", (tmp_path,))
+    assert "Over 2 recorded sweeps (NVIDIA H200) and 3 seeds" in readme.tuning()
 
 
 def test_the_recorded_result_is_of_the_recorded_sweeps() -> None:

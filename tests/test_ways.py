@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import readme, record, ways
+from bench import readme, record, tables, ways
 from bench.record import Report
 from bench.ways import Contest
 from epigen import gpus, settings
@@ -162,8 +162,8 @@ def test_the_script_writes_and_the_readme_shows_what_was_found(monkeypatch: pyte
     assert count > 10 and {len(row["seen"]) for row in first.rows} == {2} and first.environment["commit"] == "abc1234"
     assert {len(row["seen"]) for row in run("--least", 5000).rows} == {4}, "what is there stays"
     assert f"{count} problems in" in capsys.readouterr().out
-    monkeypatch.setattr(readme, "FOLDERS", (tmp_path,))
-    assert f"of {count} problems on 4 GPUs that did not tune them" in readme.tuning()
+    monkeypatch.setattr(tables, "FOLDERS", (tmp_path,))
+    assert f"{count} long problems on 4 GPUs that did not tune them" in readme.tuning()
     settled = run("--settle", tmp_path / "none")
     assert ways.by_problem(settled).keys() == ways.by_problem(first).keys() and not (tmp_path / "none").exists()
     record.write("ways", replace(first, environment={"gpu": "another"}), tmp_path)

@@ -1,0 +1,95 @@
+"""The block about real models: what torch.compile's backend and fuse make of them, beside eager torch and Inductor."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from bench.bars import geometric
+from bench.models import better
+from bench.record import Report, Row
+from bench.tables import load, paragraphs, source, table
+
+_PASSES = ("forward", "step")
+_COLUMNS = (
+    "", "eager", "Inductor", "epigen", "fuse", "fuse against eager", "with free epilogues", "products' share", "Inductor, free pointwise", "host's share",
+)  # fmt: skip
+
+
+def models() -> str:
+    """Layers of real models, as torch.compile's backend and fuse run them."""
+    report = load("models")
+    last = [row for row in report.rows if "earlier" not in row]
+    first = last[0]
+    gains = {what: [better(row[f"{what}_ms"]) / row[f"{what}_ms"]["epigen"] for row in last] for what in _PASSES}
+    means = ", ".join(f"{what} {geometric(ratios):.2f} (median {statistics.median(ratios):.2f})" for what, ratios in gains.items())
+    commits = Counter(row["commit"] for row in last if "commit" in row)
+    older = "".join(f" {count} row{'s are' if count > 1 else ' is'} of commit {commit}." for commit, count in commits.items())
+    return paragraphs(
+        f"{first['layers']} layers of real models in bf16, {first['tokens']} tokens, random weights, untuned. `epigen` is "
+        '`torch.compile(backend="epigen")`, `fuse` is `epigen.fuse`, each against the better of eager torch and Inductor; higher is better. '
+        f"Geometric means of `epigen`: {means}.",
+        table(_COLUMNS, [_cells(row, what, report) for row in last for what in _PASSES]),
+        f"{source(report, 'models')}{older}",
+        "- `with free epilogues`: what fuse would gain against eager if its epilogues took no time.\n"
+        "- `products' share`: of the better's time. No fusing shortens it.\n"
+        "- `Inductor, free pointwise`: the better's gain if Inductor's pointwise kernels took no time, the most that fusing could give.\n"
+        "- `host's share`: of epigen's time, what the host takes to launch. Near 100 % and above, hosts are compared and not kernels.",
+        "Other ways to run them, training and compilation:",
+        "\n".join(f"- {line}" for line in _others(report, last)),
+    )
+
+
+def _cells(row: Row, what: str, report: Report) -> list[str]:
+    times = row[f"{what}_ms"]
+    best = better(times)
+    return [
+        f"{row['model']}{_tokens(row, report)}, {what}",
+        *(f"{times[way]:.2f} ms" for way in ("eager", "inductor")),
+        *(f"{best / times[way]:.2f}" for way in ("epigen", "fuse")),
+        f"{times['eager'] / times['fuse']:.2f}",
+        f"{times['eager'] / (times['eager'] - row['spared_ms'][what]):.2f}" if "spared_ms" in row else "",
+        f"{row['products_ms'][what] / best:.0%}",
+        f"{best / (best - row['pointwise_ms'][what]):.2f}" if "pointwise_ms" in row else "",
+        f"{row['host_ms'][what]['epigen'] / times['epigen']:.0%}",
+    ]
+
+
+_RUN_AS: tuple[tuple[str, str, Callable[[Mapping[str, float]], float], str], ...] = (
+    ("epigen, graphs", "inductor, graphs", lambda times: times["inductor, graphs"], 'As CUDA graphs (`mode="reduce-overhead"`), against Inductor\'s'),
+    ("tuned", "eager", better, "Tuned, against the better"),
+    ("epigen", "autotune", lambda times: times["autotune"], "Against Inductor's `max-autotune-no-cudagraphs`"),
+)
+"""What else a model may be run as: the way, what it is compared with, and how long that takes."""
+
+
+def _others(report: Report, last: list[Row]) -> list[str]:
+    """A line for each way that some models were run as, and for what was trained and compiled."""
+    lines = []
+    for way, other, against, words in _RUN_AS:
+        rows = [row for row in report.rows if {way, other} <= set(row["step_ms"])]
+        if rows:
+            lines.append(f"{words}: {'; '.join(_ratios(row, way, against, report) for row in rows)}.")
+    if before := sorted({row["commit"] for row in report.rows if "earlier" in row}):
+        lines.append(f"Of these, models that the last run did not tune are of {', '.join(before)}.")
+    if trained := {row["model"]: row["losses"] for row in report.rows if row.get("losses")}:
+        worst = {way: max(found["apart"][way] for found in trained.values()) for way in ("epigen", "inductor", "fuse", "fp32")}
+        steps = max(found["steps"] for found in trained.values())
+        lines.append(
+            f"Losses of {' and '.join(trained)} over {steps} steps of training differ from eager's by at most {worst['epigen']:.1g} of them "
+            f"(Inductor's by {worst['inductor']:.1g}, fuse's by {worst['fuse']:.1g}, eager's own in fp32 by {worst['fp32']:.1g})."
+        )
+    compiled = [row["compile_s"]["epigen"] / row["compile_s"]["inductor"] for row in last]
+    lines.append(f"Compilation takes {geometric(compiled):.2f} times as long as Inductor's in the geometric mean, {max(compiled):.2f} at most.")
+    return lines
+
+
+def _ratios(row: Row, way: str, against: Callable[[Mapping[str, float]], float], report: Report) -> str:
+    ratios = ", ".join(f"{what} {against(row[f'{what}_ms']) / row[f'{what}_ms'][way]:.2f}" for what in _PASSES)
+    return f"{row['model']}{_tokens(row, report)} {ratios}"
+
+
+def _tokens(row: Row, report: Report) -> str:
+    """Where it is another number than the first model's."""
+    return "" if row["tokens"] == report.rows[0]["tokens"] else f" with {row['tokens']} tokens"
