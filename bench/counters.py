@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ import torch
 from bench import peers, record
 from bench.command import import_path
 from bench.programs import BY_NAME
-from bench.record import Report
+from bench.record import Report, Row
+from epigen.db.records import extents
 
 PROGRAMS = ("relu + bias", "relu + bias + mask", "drelu + bgrad", "gelu + bias + aux", "dgelu + bgrad")
 CASES = (
@@ -92,14 +93,23 @@ def kernels(text: str) -> tuple[list[list[dict[str, Any]]], dict[str, str]]:
     return found, {name: units[name] for name in kept if units[name]}
 
 
-def line(row: Mapping[str, Any]) -> str:
+def calls(rows: Iterable[Row]) -> dict[tuple[str, str], dict[str, list[Row]]]:
+    """By shape and program: the kernels of each contender's call."""
+    found: dict[tuple[str, str], dict[str, list[Row]]] = {}
+    for row in rows:
+        found.setdefault((extents(row["shape"]), row["program"]), {}).setdefault(row["contender"], []).append(row)
+    return found
+
+
+def us(kernels: Iterable[Row]) -> float:
+    return sum(one["metrics"]["gpu__time_duration.sum"] for one in kernels) / 1e3
+
+
+def lines(rows: Iterable[Row]) -> Iterator[str]:
     """Of each contender the kernels with their times."""
-    times = (
-        f"{name} " + " + ".join(f"{one['metrics']['gpu__time_duration.sum'] / 1e3:.1f} us ({one['kernel'][:60]})" for one in row[name])
-        for name in CONTENDERS
-        if name in row
-    )
-    return f"{row['program']}, {'x'.join(map(str, row['shape']))}: {'; '.join(times)}"
+    for (shape, program), contenders in calls(rows).items():
+        times = (f"{name} " + " + ".join(f"{us([one]):.1f} us ({one['kernel'][:60]})" for one in some) for name, some in contenders.items())
+        yield f"{program}, {shape}: {'; '.join(times)}"
 
 
 def main() -> None:
@@ -111,20 +121,22 @@ def main() -> None:
     if options.watched:
         _watched()
         return
-    options_of_ncu = ["--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
-    options_of_ncu += [word for section in SECTIONS for word in ("--section", section)]
-    watched = ["ncu", *options_of_ncu, sys.executable, "-m", "bench.counters", "--watched"]
-    ran = subprocess.run(watched, capture_output=True, text=True, env=os.environ | import_path())
+    command = ["ncu", "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
+    command += [word for section in SECTIONS for word in ("--section", section)]
+    command += [sys.executable, "-m", "bench.counters", "--watched"]
+    ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | import_path())
     try:
         found, units = kernels(ran.stdout)
         each = list(zip(CASES, *(found[i :: len(CONTENDERS)] for i in range(len(CONTENDERS))), strict=True))
     except ValueError:  # such as where the driver keeps its counters to administrators
         sys.exit(f"ncu has not measured every case, and ended with status {ran.returncode}: {ran.stdout[-2000:]} {ran.stderr[-2000:]}")
     rows = [
-        {"program": program, "shape": list(shape)} | {name: one for name, one in zip(CONTENDERS, measured, strict=True) if one}
+        {"program": program, "shape": list(shape), "contender": name, **kernel}
         for (program, shape), *measured in each
+        for name, launched in zip(CONTENDERS, measured, strict=True)
+        for kernel in launched
     ]
-    print(*map(line, rows), sep="\n")
+    print(*lines(rows), sep="\n")
     print(record.write("counters", Report("bench.counters", record.environment(options.commit), rows, {"dtype": DTYPE, "units": units}), options.out))
 
 

@@ -10,20 +10,22 @@ import itertools
 import re
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import peers, power
 from bench.bars import geometric, outcome, ratio, verdicts
+from bench.counters import calls as calls_of
+from bench.counters import us
 from bench.headline import key
 from bench.readme_models import models
 from bench.readme_tuning import tuned_in, tuning
 from bench.record import Report, Row
-from bench.tables import extents, load, paragraphs, source, table, there
+from bench.tables import load, paragraphs, source, table, there
 from bench.training import verdicts as claims_of
 from epigen.db.database import Database
-from epigen.db.records import Record
+from epigen.db.records import Record, extents
 
 README = Path(__file__).parent.parent / "README.md"
 DOCUMENTS = (README, Path(__file__).with_name("README.md"))
@@ -194,16 +196,16 @@ def _megabytes(row: Row, name: str) -> str:
 def counters() -> str:
     """Where the time of an epilogue goes, beside the product alone and cuBLASLt's fused product."""
     report = load("counters")
-    rows = []
-    for shape, of_shape in itertools.groupby(report.rows, lambda row: extents(row["shape"])):
-        measured = list(of_shape)
+    rows, calls = [], calls_of(report.rows)
+    for shape, programs in itertools.groupby(calls, lambda call: call[0]):
+        measured = [(program, calls[shape, program]) for _, program in programs]
         ours = [
-            (row["program"] + how, row[name], row.get(peers.CUBLASLT, ()))
-            for row in measured
+            (program + how, call[name], call.get(peers.CUBLASLT, []))
+            for program, call in measured
             for name, how in ((peers.OURS, ""), (peers.OURS_TANH, ", by tanh"))
-            if name in row
+            if name in call
         ]
-        for name, kernels, vendor in ((peers.MM, measured[0][peers.MM], ()), *ours):
+        for name, kernels, vendor in ((peers.MM, measured[0][1][peers.MM], []), *ours):
             metrics = kernels[0]["metrics"]
             busy = [f"{metrics[m]:.0f}%" for m in COUNTED]
             issued = metrics["smsp__issue_active.avg.per_cycle_active"]
@@ -215,8 +217,8 @@ def counters() -> str:
     )
 
 
-def _counted_us(kernels: Sequence[Mapping[str, Any]]) -> str:
-    return f"{sum(one['metrics']['gpu__time_duration.sum'] for one in kernels) / 1e3:.1f}" if kernels else ""
+def _counted_us(kernels: Sequence[Row]) -> str:
+    return f"{us(kernels):.1f}" if kernels else ""
 
 
 def power_limited() -> str:

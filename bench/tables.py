@@ -36,7 +36,3 @@ def _row(cells: Sequence[str]) -> str:
 
 def paragraphs(*parts: str) -> str:
     return "\n\n".join(part for part in parts if part)
-
-
-def extents(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))
