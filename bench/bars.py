@@ -147,7 +147,7 @@ def outcome(found: Mapping[str, Any]) -> str:
     return "met" if found["met"] else f"missed {' and '.join(filter(None, (short, broken)))}"
 
 
-def told(found: Mapping[str, Any]) -> str:
+def line(found: Mapping[str, Any]) -> str:
     """One verdict as a line."""
     head = f"{found['case']} against {found['baseline']}, target {found['target']}: {outcome(found)}"
     if not found["rows"]:

@@ -152,7 +152,7 @@ def _geometric(ratios: Sequence[float]) -> float | None:
     return round(math.exp(statistics.fmean(map(math.log, ratios))), 5) if ratios else None
 
 
-def _told(row: dict[str, Any]) -> str:
+def _line(row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"FAILED {row['failed'][:200]}"
     if row["same"]:
@@ -199,7 +199,7 @@ def main() -> None:
                 left_out["made by an epigen whose problems are named otherwise"] += 1
                 continue
             rows.append({"seed": seed} | measured(case, task, runner, options.comparisons, timed))
-            print(f"{rows[-1]['problem']}: {rows[-1]['how']}: {_told(rows[-1])}", flush=True)
+            print(f"{rows[-1]['problem']}: {rows[-1]['how']}: {_line(rows[-1])}", flush=True)
             save()
     finally:
         runner.close()

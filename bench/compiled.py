@@ -178,7 +178,7 @@ def main() -> None:
             body = gather(todo, known, pool, _measured, start + options.budget, save)
     for found in bars.verdicts(body["rows"]):
         if found["met"] is not None:
-            print(bars.told(found))
+            print(bars.line(found))
     if body["left_out"]:
         print(f"left out, as the time was over ({len(body['left_out'])}):", *body["left_out"], sep="\n  ")
 

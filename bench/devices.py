@@ -34,7 +34,7 @@ def gained(part: str, single: command.Run, double: command.Run) -> tuple[dict[st
     }, rows
 
 
-def _told(what: str, found: dict[str, Any]) -> str:
+def _line(what: str, found: dict[str, Any]) -> str:
     one, two = found["one"], found["two"]
     return (
         f"{what}: searching {one['searching_s']:.1f} s on one GPU, {two['searching_s']:.1f} s on two, {found['searching']} times as fast; "
@@ -62,7 +62,7 @@ def main() -> None:
         found["suite"] = gain | {"count": len(single.problems)}
         rows += problems
         found["holds"] = not found["suite"]["failed"] and (found["suite"]["searching"] or 0.0) >= CLAIMED
-        print(_told(f"{len(single.problems)} problems", found["suite"]))
+        print(_line(f"{len(single.problems)} problems", found["suite"]))
         print(f"claimed >= {CLAIMED}: {found['holds']}", flush=True)
         record.write("devices", Report("bench.devices", environment, rows, found), options.out)
     if options.trials:
@@ -72,7 +72,7 @@ def main() -> None:
         rows += problems
         for run in (single, double):
             print([(p.get("winner"), p.get("median_us"), p.get("trials"), p.get("error")) for p in run.problems])
-        print(_told(f"one problem, {options.trials} trials", found["many"]))
+        print(_line(f"one problem, {options.trials} trials", found["many"]))
     print(record.write("devices", Report("bench.devices", environment, rows, found), options.out))
 
 

@@ -156,7 +156,7 @@ def _rounded(run: Trained) -> list[float]:
     return [float(f"{loss:.9g}") for loss in run.losses]
 
 
-def told(row: dict[str, Any], held_out: int) -> str:
+def line(row: dict[str, Any], held_out: int) -> str:
     right, alone, holds = row["right"], row["right_alone"], row["holds"]
     return (
         f"{row['dtype']}: {right['epigen']} of {held_out} read rightly by epigen, {', '.join(map(str, right['eager']))} by eager torch, "
@@ -171,7 +171,7 @@ def measure(data: Digits, dtypes: Sequence[str], epochs: int) -> tuple[list[dict
     exact = trained(start(), data, torch.float64, epochs)
     for name in dtypes:
         rows.append(row := compared(name, data, exact, epochs))
-        print(told(row, data.held_out), flush=True)
+        print(line(row, data.held_out), flush=True)
     holds = all(held for row in rows for held in row["holds"].values())
     return rows, {"device": data.x.device.type, "sizes": SIZES, "batch": BATCH, "epochs": epochs, "held_out": data.held_out, "holds": holds}
 

@@ -272,7 +272,7 @@ def measure_all(todo: Sequence[Case], target: Target, options: argparse.Namespac
     path = save()
     for found in bars.verdicts(body["rows"], copied_gbps):
         if found["met"] is not None:
-            print(bars.told(found))
+            print(bars.line(found))
     if body["left_out"]:
         print(f"left out, as the time was over ({len(body['left_out'])}):", *body["left_out"], sep="\n  ")
     print(path)

@@ -200,7 +200,7 @@ def test_borrowed_and_tuned_are_timed_in_turns_and_summed_up(monkeypatch: pytest
     assert (found["count"], found["ratio"], found["worst"], found["same"]) == (2, 1.1, 1.21, 1) and not found["holds"]
     assert found["rule"] == {"count": 1, "ratio": 2.0}
     assert borrow.summary([same, ruled])["holds"] and not borrow.summary([same, failed])["holds"] and not borrow.summary([])["holds"]
-    assert json.dumps(found) and all(borrow._told(r) for r in (row, same, failed))
+    assert json.dumps(found) and all(borrow._line(r) for r in (row, same, failed))
 
 
 # -- the scripts as a whole, with a recorded sweep for a GPU

@@ -318,13 +318,13 @@ def test_a_bar_is_met_by_its_mean_and_its_worst() -> None:
     assert (found["mean"], found["worst"], found["met"], found["missed_by"]) == (1.8974, 1.2, True, 0.0)
     assert [r["shape"] for r in found["rows"]] == [[64, 64, 64], [128, 64, 64]], "the worst first"
     found = bars.verdict(replace(bar, each=1.26), rows)
-    assert found["met"] is False and found["missed_by"] == 0.05 and "missed by 5.0%" in bars.told(found) and "64x64x64 fp16 nt" in bars.told(found)
+    assert found["met"] is False and found["missed_by"] == 0.05 and "missed by 5.0%" in bars.line(found) and "64x64x64 fp16 nt" in bars.line(found)
     assert bars.outcome(bars.verdict(replace(bar, each=1.2003), rows)) == "missed by 0.03%"
     found = bars.verdict(replace(bar, mean=2.0), rows)
     assert not found["met"] and found["missed_by"] == pytest.approx(2 / 1.8974 - 1, abs=1e-4)
     one_missing = bars.verdict(bar, [*rows, times((256, 64, 64), epigen=10.0)])
-    assert one_missing["met"] and one_missing["without"] == 1 and "1 more without the baseline" in bars.told(one_missing)
-    assert bars.verdict(bar, [])["met"] is None and "not measured" in bars.told(bars.verdict(bar, []))
+    assert one_missing["met"] and one_missing["without"] == 1 and "1 more without the baseline" in bars.line(one_missing)
+    assert bars.verdict(bar, [])["met"] is None and "not measured" in bars.line(bars.verdict(bar, []))
 
 
 def test_no_bar_is_met_where_epigen_has_no_answer() -> None:
@@ -332,8 +332,8 @@ def test_no_bar_is_met_where_epigen_has_no_answer() -> None:
     right, wrong = times((64, 64, 64), epigen=10.0, eager=12.0), times((128, 64, 64), eager=12.0)
     found = bars.verdict(bar, [right, wrong])
     assert (found["met"], found["missed_by"], found["broken"], found["without"]) == (False, 0.0, 1, 0)
-    assert "missed 1 without an answer of epigen's: mean 1.200" in bars.told(found)
-    assert bars.verdict(bar, [wrong])["met"] is False and "missed 1 without" in bars.told(bars.verdict(bar, [wrong]))
+    assert "missed 1 without an answer of epigen's: mean 1.200" in bars.line(found)
+    assert bars.verdict(bar, [wrong])["met"] is False and "missed 1 without" in bars.line(bars.verdict(bar, [wrong]))
 
 
 def test_a_bar_takes_its_own_rows_alone() -> None:

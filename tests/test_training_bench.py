@@ -71,7 +71,7 @@ def test_a_run_that_goes_astray_breaks_the_claim(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(digits, "start", start)
     row = digits.compared("fp32", SOME, right, 1)
-    assert not row["holds"]["curves"] and "False" in digits.told(row, 32)
+    assert not row["holds"]["curves"] and "False" in digits.line(row, 32)
 
 
 def read(both: int, ours: int, eager: int, neither: int) -> tuple[digits.Trained, digits.Trained]:
