@@ -28,8 +28,9 @@ _COLUMNS, _WIDTH, _HEIGHT = 4, 2.7, 2.6  # inches a panel
 _TICKS = (0, 1, 2, 5, 10, 20, 50, 100)
 _LINEAR, _MOST = 2.0, 100.0  # per cent: the axis is linear up to the one, logarithmic from there, and ends at the other
 STYLE: dict[str, Any] = {
-    "svg.hashsalt": "epigen", "svg.fonttype": "none", "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans", "Verdana"], "font.size": 8.0, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.titlesize": 8.0,
+    "svg.hashsalt": "epigen", "svg.fonttype": "none",  # letters stay letters, which a viewer without the first font takes from the second
+    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans", "Verdana"], "font.size": 8.0, "axes.titlesize": 8.0,
+    "axes.spines.top": False, "axes.spines.right": False,
 }  # fmt: skip
 
 
