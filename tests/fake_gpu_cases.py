@@ -28,7 +28,8 @@ from fake_gpu import FakeGpu, Launched
 
 import epigen
 from epigen.codegen import schedules
-from epigen.codegen.render import Argument, Function, Rendered
+from epigen.codegen.functions import Argument, Function
+from epigen.codegen.render import Rendered
 from epigen.codegen.spec import KernelConfig, digest
 from epigen.errors import CallError
 from epigen.gpus import DEFAULT_TARGET

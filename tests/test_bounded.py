@@ -11,7 +11,8 @@ import torch
 from cases import LIBRARY
 
 import epigen
-from epigen.codegen.render import Function, Rendered
+from epigen.codegen.functions import Function
+from epigen.codegen.render import Rendered
 from epigen.runtime import code_builder, loader
 from epigen.runtime import kernel as kernel_module
 from epigen.runtime.code_builder import CodeBuilder

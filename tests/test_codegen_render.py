@@ -21,8 +21,9 @@ from programs import programs
 
 from epigen import dtypes, ops, settings
 from epigen.codegen import schedules
+from epigen.codegen.functions import finishing_step, finishing_threads
 from epigen.codegen.lower import kernel_name, lower, over_product
-from epigen.codegen.render import Rendered, Renderer, finishing_step, finishing_threads
+from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import LAYOUTS, KernelConfig, KernelSpec, Signature
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType

@@ -12,7 +12,8 @@ import torch
 
 import epigen
 from epigen.codegen import schedules
-from epigen.codegen.render import Function, Rendered
+from epigen.codegen.functions import Function
+from epigen.codegen.render import Rendered
 from epigen.codegen.spec import KernelConfig, digest
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.launch import Launch

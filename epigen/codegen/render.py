@@ -1,7 +1,6 @@
 """KernelSpec and KernelConfig -> source text. The sole importer of jinja2.
 
-The text is a Python module of jit functions: the main kernel, and a finishing kernel for each set of indices that reductions
-leave. It needs triton only. Equal inputs render equal bytes.
+The text is a Python module of jit functions, which needs triton only. Equal inputs render equal bytes.
 """
 
 from __future__ import annotations
@@ -9,72 +8,19 @@ from __future__ import annotations
 import base64
 import contextlib
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import jinja2
 
 import epigen
-from epigen.codegen import emit, schedules
+from epigen.codegen import emit, functions, schedules
+from epigen.codegen.functions import Function
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, Signature, Store, counted, digest, parameter, stride_name
-from epigen.dtypes import FP32, INT32, UINT8, DType
+from epigen.codegen.spec import Finish, KernelConfig, KernelSpec, digest
+from epigen.dtypes import FP32, INT32
 from epigen.ir.graph import describe_indices
-
-_TRITON_TYPES = {"fp8e4m3": "fp8e4nv", "fp8e5m2": "fp8e5", "int8": "i8", "int32": "i32", "int64": "i64", "uint8": "u8", "bool": "i1"}
-
-PDL = "PDL"
-"""The compile-time argument that says whether a kernel may be launched while the one before it still runs, for whose end it waits by itself."""
-
-# elements of a reduction's length, and of what it leaves, that one step of a finishing kernel holds
-_FINISH_TILES = {"n": (128, 32), "m": (128, 32), "": (1024, 1)}
-
-
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """A kernel's argument. type: as in Triton's signatures ("*fp16", "i32", "fp32"). about: shape, dtype and role, for the header.
-
-    block: of a tensor that the kernel addresses by TMA, rows and columns of what it moves at a time; its name ends in `_desc`, a
-    pointer's in `_ptr`. transposed: it is the tensor's transpose that has contiguous rows, and is so addressed. padded: it is a copy of
-    the tensor whose rows are aligned.
-    of, factor: an integer's value is that of `of` over `factor`, if `of` is not empty; else factor is what is known to divide it.
-    """
-
-    name: str
-    type: str
-    about: str = ""
-    block: tuple[int, int] | None = None
-    transposed: bool = False
-    padded: bool = False
-    of: str = ""
-    factor: int = KNOWN
-
-
-@dataclass(frozen=True, slots=True)
-class Function:
-    """One kernel of a module. finish: None for the main kernel. constants: its compile-time arguments, but for the last, PDL, which depends
-    on where it runs. dialect: "triton" or "gluon".
-    """
-
-    name: str
-    arguments: tuple[Argument, ...]
-    constants: tuple[tuple[str, int], ...]
-    num_warps: int
-    num_stages: int
-    finish: Finish | None
-    dialect: str = "triton"
-
-    @property
-    def names(self) -> list[str]:
-        """Of all parameters, in their order."""
-        return [*(a.name for a in self.arguments), *(name for name, _ in self.constants), PDL]
-
-    @property
-    def extents(self) -> list[str]:
-        """The integers that are no strides: what the kernel counts up to."""
-        return [name for a in self.arguments if a.type == "i32" and not (name := a.of or a.name).startswith("stride_")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,43 +72,25 @@ class Renderer:
 
     def render(self, spec: KernelSpec, config: KernelConfig) -> Rendered:
         schedule = SCHEDULES[config.schedule]
-        whole = not schedule.multiplies and spec.bare_product
-        functions = [] if whole else [_main(spec, config), *(_finish(spec, f) for f in _after(spec, config))]
+        kernels = functions.functions(spec, config)
         text = self.text(
-            "module.py.j2", spec=spec, config=config, functions=functions, schedule=schedule, dot_arguments=dot_arguments(spec, config),
-            tma_stored=schedules.tma_stored(spec, config), tma_loaded=schedules.tma_loaded(spec, config), inside=_inside(spec, config), counted=arrivals(spec, config),
-            whole=whole, prefetched=schedules.prefetched(spec, config), **units(spec, config),
+            "module.py.j2", spec=spec, config=config, functions=kernels, schedule=schedule, dot_arguments=dot_arguments(spec, config),
+            tma_stored=schedules.tma_stored(spec, config), tma_loaded=schedules.tma_loaded(spec, config), inside=functions.inside(spec, config), counted=functions.arrivals(spec, config),
+            whole=not kernels, prefetched=schedules.prefetched(spec, config), **functions.units(spec, config),
         )  # fmt: skip
-        return Rendered(text, tuple(functions), digest([text]))
+        return Rendered(text, kernels, digest([text]))
 
     def text(self, template: str, **values: Any) -> str:
         values |= {
             "version": epigen.__version__,
             "helpers": _helpers,
             "of_finish": _of_finish,
-            "finishing_step": finishing_step,
-            "finishing_threads": finishing_threads,
+            "finishing_step": functions.finishing_step,
+            "finishing_threads": functions.finishing_threads,
             "describe": describe_indices,
             "zip": zip,
         }
         return _tidy(self.environment.get_template(template).render(values))
-
-
-def units(spec: KernelSpec, config: KernelConfig) -> dict[str, frozenset[str]]:
-    """Which packed masks the main kernel accesses in words of 32 columns, and which in bytes."""
-    masks = frozenset([i.name for i in spec.inputs if i.packed] + [s.name for s in spec.stores if s.packed])
-    in_bytes = masks & frozenset(spec.signature.bytewise) if config["block_n"] // schedules.tile_parts(config)[1] >= 32 else masks
-    return {"in_words": masks - in_bytes, "in_bytes": in_bytes}
-
-
-def _inside(spec: KernelSpec, config: KernelConfig) -> list[Finish]:
-    """The reductions that the main kernel completes."""
-    return [f for f in spec.finishes if schedules.finished_inside(f, config)]
-
-
-def _after(spec: KernelSpec, config: KernelConfig) -> list[Finish]:
-    """Those that kernels of their own complete."""
-    return [f for f in spec.finishes if not schedules.finished_inside(f, config)]
 
 
 def _tidy(text: str) -> str:
@@ -175,7 +103,7 @@ def _tidy(text: str) -> str:
 
 def _helpers(spec: KernelSpec, config: KernelConfig, dialect: str) -> list[str]:
     """The functions that the kernels call. Those of finishing kernels, which are Triton's, have names of their own beside Gluon's."""
-    inside, after = _inside(spec, config), _after(spec, config)
+    inside, after = functions.inside(spec, config), functions.after(spec, config)
     if dialect == "triton":
         return list(_helpers_of(spec, [*inside, *after]).values())
     own = _helpers_of(None, after)
@@ -193,165 +121,7 @@ def _helpers_of(spec: KernelSpec | None, finishes: list[Finish], dialect: emit.D
 
 def _of_finish(text: str, spec: KernelSpec, config: KernelConfig, dialect: str) -> str:
     """A finishing kernel's text with the names of its own functions."""
-    return text if dialect == "triton" else emit.renamed(text, _helpers_of(None, _after(spec, config)))
-
-
-def _type(dtype: DType) -> str:
-    return _TRITON_TYPES.get(dtype.name, dtype.name)
-
-
-def _pointer(name: str, dtype: DType, about: str) -> Argument:
-    return Argument(f"{name}_ptr", f"*{_type(dtype)}", about)
-
-
-def _with_descriptor(name: str, dtype: DType, block: tuple[int, int], indices: str, transposed: bool = False, role: str = "", padded: bool = False) -> Argument:
-    """A tensor by its TMA descriptor. block, indices: of the tensor, before it is transposed."""
-    if transposed:
-        block, indices = (block[1], block[0]), indices[::-1]
-    whose = f"{' of the transpose' * transposed}{' of a copy with aligned rows' * padded}"
-    about = f"{_shape(indices)} {dtype}{role}: a TMA descriptor{whose}, {block[0]} x {block[1]} at a time"
-    return Argument(f"{name}_desc", f"tensordesc<{_type(dtype)}[{block[0]}, {block[1]}]>", about, block, transposed, padded)
-
-
-def _shape(indices: str) -> str:
-    return f"[{', '.join(i.upper() for i in indices)}]" if indices else "[1]"
-
-
-def _input(item: Input) -> Argument:
-    if item.dtype is None:
-        return Argument(parameter(item.name), "fp32", "a number")
-    if item.packed:
-        return _pointer(item.name, UINT8, "[M, ceil(N / 8)] uint8, bit n % 8 of byte n // 8 is column n")
-    return _pointer(item.name, item.dtype, f"{_shape(item.indices)} {item.dtype}")
-
-
-def _output(store: Store) -> Argument:
-    if store.packed:
-        return _pointer(store.name, UINT8, "[M, ceil(N / 8)] uint8, written: bit n % 8 of byte n // 8 is column n")
-    return _pointer(store.name, store.dtype, f"{_shape(store.indices)} {store.dtype}, written")
-
-
-def _strides(items: Iterable[Input | Store]) -> list[Argument]:
-    """One a stored index; none for what is passed by value or has one element."""
-    return [Argument(stride_name(i.name, index), "i32") for i in items if i.dtype is not None for index in i.indices]
-
-
-def _integers(*names: str) -> list[Argument]:
-    return [Argument(n, "i32") for n in names]
-
-
-def _factored(arguments: Iterable[Argument], signature: Signature) -> tuple[Argument, ...]:
-    """The arguments, each once. Those that Triton would take to be of any value are passed divided, so that the kernel can say of what
-    they are a multiple."""
-    found = []
-    for argument in dict.fromkeys(arguments):
-        factor = dict(signature.factors).get(argument.name, KNOWN)
-        found.append(Argument(f"{argument.name}_{factor}", "i32", of=argument.name, factor=factor) if 1 < factor < KNOWN else replace(argument, factor=factor))
-    return tuple(found)
-
-
-def _main(spec: KernelSpec, config: KernelConfig) -> Function:
-    schedule, sig, parts = SCHEDULES[config.schedule], spec.signature, schedules.tile_parts(config)
-    if schedule.descriptors:
-        block_k, copied = config["block_k"], schedules.padded(config, sig.tma)
-        operands = [
-            _with_descriptor("a", sig.a, (config["block_m"] // parts[0], block_k), "mk", sig.layout[0] == "t", padded="a" in copied),
-            _with_descriptor("b", sig.b, (block_k, config["block_n"]), "kn", sig.layout[1] == "t", padded="b" in copied),
-        ]
-        sizes = _integers("M", "N", "K")
-    elif spec.pointwise:
-        operands, sizes = [], _integers("M", "N")
-    elif schedule.multiplies:
-        operands = [_pointer("a", sig.a, f"[M, K] {sig.a}"), _pointer("b", sig.b, f"[K, N] {sig.b}")]
-        sizes = _integers("M", "N", "K", "stride_am", "stride_ak", "stride_bk", "stride_bn")
-    else:
-        operands = [_pointer("mm", spec.accumulator, f"[M, N] {spec.accumulator}, the product of a and b")]
-        sizes = _integers("M", "N", "stride_mm_m", "stride_mm_n")
-    rows, columns = (f"ceil({e} / BLOCK_{e}){f' * {count}' if count > 1 else ''}" for e, count in zip("MN", parts, strict=True))
-    partials = []
-    for p in spec.partials:
-        shape = {"m": f"[{rows}, N]", "n": f"[{columns}, M]", "mn": f"[{rows} * {columns}]"}[p.axes]
-        partials.append(_pointer(f"{p.name}_partial", FP32, f"{shape} fp32, written: one {p.row} a {'part of a ' * (parts != (1, 1))}tile"))
-    part = (config["block_m"] // parts[0], config["block_n"] // parts[1])
-    inside = _inside(spec, config)
-    completed = [o for f in inside for o in f.stores]
-    inputs = [*spec.inputs, *(i for f in inside for i in f.inputs)]
-    tma_loaded, tma_stored = schedules.tma_loaded(spec, config), schedules.tma_stored(spec, config)
-    pointed: list[Input | Store] = [*(i for i in inputs if i.name not in tma_loaded), *(s for s in spec.stores if s.name not in tma_stored), *completed]
-    with_descriptor = {i.name: _with_descriptor(i.name, i.dtype, part, i.indices) for i in inputs if i.dtype is not None and i.name in tma_loaded}
-    with_descriptor |= {s.name: _with_descriptor(s.name, s.dtype, part, s.indices, role=", written") for s in spec.stores if s.name in tma_stored}
-    if schedules.splits(config) > 1:
-        held = "[tiles * SPLITS, BLOCK_M, BLOCK_N]"
-        partials.append(_pointer("split_partial", spec.accumulator, f"{held} {spec.accumulator}, written: sums over parts of k"))
-    if counted := " + ".join(arrivals(spec, config)):
-        partials.append(_pointer("num_arrived", INT32, f"[{counted}] int32, written: 0 before and after"))
-    # the bytes of a word lie side by side
-    fixed = {stride_name(name, "n") for name in units(spec, config)["in_words"]}
-    strides = [s for s in _strides(pointed) if s.name not in fixed]
-    addressed = [*(with_descriptor.get(i.name) or _input(i) for i in inputs), *(with_descriptor.get(s.name) or _output(s) for s in (*spec.stores, *completed))]
-    arguments = (*operands, *addressed, *partials, *sizes, *strides)
-    stages = dict(config.values).get("num_stages", 1)
-    name = spec.name if schedule.multiplies else f"{spec.name}_epilogue"
-    return Function(name, _factored(arguments, sig), schedules.constants(config), schedules.warps(config), stages, None, schedule.dialect)
-
-
-def finishing_step(finish: Finish, config: KernelConfig) -> int:
-    """How many partial results of each of a tile's rows or columns a block holds at a time: 32 values a thread, and 16 in Gluon, where the other
-    half of a tile may wait in registers."""
-    values = (16 if SCHEDULES[config.schedule].dialect == "gluon" else 32) * 32 * schedules.warps(config)
-    return max(1, min(128, values // _finishing_width(finish.indices, config))) if finish.indices else values // 4
-
-
-def finishing_threads(indices: str, config: KernelConfig) -> tuple[list[int], list[int]]:
-    """How the threads of a warp, and the warps, lie over such a [step, width]: across it first, and what is left over down, so that no value
-    is held twice."""
-    width = _finishing_width(indices, config)
-    threads, warps = min(32, width), schedules.warps(config)
-    across = min(warps, max(1, width // 32))
-    return [32 // threads, threads], [warps // across, across]
-
-
-def _finishing_width(indices: str, config: KernelConfig) -> int:
-    """How many rows ("m") or columns ("n") a part of a tile has."""
-    axis = "mn".index(indices)
-    return config[f"block_{indices}"] // schedules.tile_parts(config)[axis]
-
-
-def arrivals(spec: KernelSpec, config: KernelConfig) -> list[str]:
-    """What blocks count of which they are the last to arrive, in the counters' order: the parts along k of "tiles", or of what each of two
-    "groups" of warps has of them, or the parts of tiles along the other index, of which there are counters "parts_n" or "parts_m", or all, "1"."""
-    split = [("tiles", "groups")[schedules.tile_parts(config)[0] - 1]] if schedules.splits(config) > 1 else []
-    return split + [{"n": "parts_n", "m": "parts_m", "": "1"}[f.indices] for f in _inside(spec, config)]
-
-
-def _finish(spec: KernelSpec, finish: Finish) -> Function:
-    sig = spec.signature
-    pointers, lengths, strides = [], [], []
-    tiles = {"n": "tiles_m", "m": "tiles_n", "": "tiles"}[finish.indices]
-    for source in finish.sources:
-        if source.operand:
-            dtype, shape = (sig.a, "[M, K]") if source.operand == "a" else (sig.b, "[K, N]")
-            pointers.append(_pointer(source.operand, dtype, f"{shape} {dtype}"))
-            strides += _integers(f"stride_{source.operand}{finish.indices}", f"stride_{source.operand}k")
-            lengths += _integers("K")
-        else:
-            extent = finish.indices.upper()
-            pointers.append(_pointer(f"{source.name}_partial", FP32, f"[{tiles}{', ' + extent if extent else ''}] fp32: one {source.row} a tile"))
-            lengths += _integers(tiles)
-    sizes = _integers(*finish.indices.upper(), *(e.upper() for e in "mn" if any(counted(e) in line.args for line in finish.lines)))
-    arguments = (
-        *pointers,
-        *map(_input, finish.inputs),
-        *map(_output, finish.stores),
-        *sizes,
-        *lengths,
-        *strides,
-        *_strides(finish.inputs),
-        *_strides(finish.stores),
-    )
-    length, width = _FINISH_TILES[finish.indices]
-    name = f"{spec.name}_finish_{finish.indices}".rstrip("_")
-    return Function(name, _factored(arguments, sig), (("BLOCK_T", length), ("BLOCK_X", width)), 4, 1, finish)
+    return text if dialect == "triton" else emit.renamed(text, _helpers_of(None, functions.after(spec, config)))
 
 
 def dot_arguments(spec: KernelSpec, config: KernelConfig) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 
 from epigen import ops
 from epigen.codegen import schedules
+from epigen.codegen.functions import PDL, Argument, Function, arrivals, units
 from epigen.codegen.lower import uninterpretable
-from epigen.codegen.render import PDL, Argument, Function, Rendered, Renderer, arrivals, units
+from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES, Schedule, tile_parts
 from epigen.codegen.spec import EXACT_INT8, LINE_BYTES, PAST, TMA_BYTES, Choice, KernelConfig, KernelSpec, number, parameter
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8

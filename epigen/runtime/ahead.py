@@ -10,7 +10,8 @@ import sys
 from dataclasses import dataclass
 
 from epigen import settings
-from epigen.codegen.render import Function, Rendered
+from epigen.codegen.functions import Function
+from epigen.codegen.render import Rendered
 from epigen.errors import CompileError, EpigenError
 from epigen.gpus import Target
 from epigen.runtime.loader import Compiled, compile_ahead

@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 from epigen.codegen import schedules
-from epigen.codegen.render import PDL, Argument, Function
+from epigen.codegen.functions import PDL, Argument, Function
 from epigen.codegen.spec import KernelConfig
 from epigen.gpus import Target
 from epigen.runtime import direct, loader, native

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from epigen import settings
-from epigen.codegen.render import PDL, Argument, Function, Rendered
+from epigen.codegen.functions import PDL, Argument, Function
+from epigen.codegen.render import Rendered
 from epigen.codegen.spec import KNOWN
 from epigen.errors import CompileError, EpigenError
 from epigen.files import reason

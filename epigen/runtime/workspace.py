@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from epigen.codegen import schedules
-from epigen.codegen.render import arrivals
+from epigen.codegen.functions import arrivals
 from epigen.codegen.spec import KernelConfig, KernelSpec
 from epigen.dtypes import FP32, DType
 from epigen.ir import reference
