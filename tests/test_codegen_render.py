@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import itertools
 import re
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from programs import programs
 
 from epigen import dtypes, ops, settings
-from epigen.codegen import schedules
+from epigen.codegen import schedules, tile
 from epigen.codegen.functions import finishing_step, finishing_threads
 from epigen.codegen.lower import kernel_name, lower, over_product
 from epigen.codegen.render import Rendered, Renderer
@@ -350,6 +351,71 @@ def test_random_programs_render_to_sound_text(spec: KernelSpec, config: KernelCo
     assert arguments_disagree(rendered) == []
 
 
+_UNITS = ("word", "byte", "kept_word", "kept_byte")
+OFFSETS = {"offs_m", "offs_n", "offs_row", "offs_col", "offs_sum", "in_tile"}.union(*({f"offs_{u}", f"offs_{u}_m", f"in_{u}s", f"columns_{u}"} for u in _UNITS))
+"""All names that a main kernel may declare of a tile's offsets and masks."""
+
+
+def offsets_in(text: str, function: str, offsets: set[str]) -> list[tuple[set[str], set[str]]]:
+    """Of a function, or of each of its loops over the subtiles of a tile: the offsets and masks that it declares, and those that it uses.
+
+    A use before the declaration is of a name that is none."""
+    (found,) = (f for f in ast.parse(text).body if isinstance(f, ast.FunctionDef) and f.name == function)
+    loops: list[ast.AST] = [n for n in ast.walk(found) if isinstance(n, ast.For) and ast.unparse(n.target) == "subtile_id"]
+    scopes = []
+    for scope in loops or [found]:
+        names = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id in offsets]
+        declared = {n.id: n.lineno for n in names if isinstance(n.ctx, ast.Store)}
+        used = {n.id if n.lineno > declared.get(n.id, 0) else f"{n.id} before its line" for n in names if isinstance(n.ctx, ast.Load)}
+        scopes.append((set(declared), used))
+    return scopes
+
+
+def assert_declares_what_it_uses(spec: KernelSpec, config: KernelConfig) -> None:
+    rendered = RENDERER.render(spec, config)
+    schedule, declared = SCHEDULES[config.schedule], tile.declared(spec, config)
+    # a kernel with descriptors numbers its tiles by their number along m in any case
+    offsets = OFFSETS if schedule.descriptors else OFFSETS | {"tiles_m"}
+    in_text = offsets_in(rendered.text, "consumer" if schedule.dialect == "gluon" else rendered.functions[0].name, offsets)
+    assert all(written == used for written, used in in_text)
+    told = [declared.before, declared.after] if len(in_text) == 2 else [declared.before | declared.after]
+    assert [written for written, _ in in_text] == told
+
+
+@given(specs(), configs())
+def test_a_kernel_declares_each_offset_that_it_uses_and_no_other(spec: KernelSpec, config: KernelConfig) -> None:
+    assume(not spec.bare_product or SCHEDULES[config.schedule].multiplies)
+    assert_declares_what_it_uses(spec, config)
+
+
+# of two-valued dimensions half of the combinations, which have all values of any three together
+_HALVES = {n: [v for v in itertools.product((0, 1), repeat=n) if sum(v) % 2 == 0] for n in (3, 4, 5)}
+_EPILOGUES = [
+    *(tiled(prefetch=p, fused_finalize=f, group_m=1 + g) for p, f, g in _HALVES[3]),
+    *(split_k(prefetch=p, fused_finalize=f, group_m=1 + g) for p, f, g in _HALVES[3]),
+    *(schedules.config("library", block_m=8, block_n=64, num_warps=4, fused_finalize=f) for f in (0, 1)),
+    *(persistent(flatten=0, subtiles=1 + s, tma_store=t, fused_finalize=f, prefetch=p) for s, t, f, p in _HALVES[4]),
+    *(warp_specialized(pingpong=g, subtiles=1 + s, tma_load=t, fused_finalize=f, prefetch=p) for g, s, t, f, p in _HALVES[5]),
+    *(warp_specialized(subtiles=1 + s, prefetch=p, fused_finalize=1, splits=2) for s in (0, 1) for p in (0, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", ["whole words", "bytes"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "relu(mm + bias)", "mm * scale_a[m]", "mm + residual", "sum(mm, m)", "sum(mm, n)", "sum(mm)", "sum(mm, m), sum(mm)", "dz = drelu(mm, mask); dz, bgrad(dz)", "bitmask(mm > 0)", "bitmask(mm > bias)", "bitmask(mm > scale_a[m]), residual",
+        "bitmask(mask), sum(where(bits(mask), mm, 0))", "z = mm + bias + residual; relu(z), bitmask(z > scale_a[m]), bgrad(z), sum(z, n)",
+    ],
+)  # fmt: skip
+def test_each_epilogue_declares_each_offset_that_it_uses_and_no_other(text: str, rows: str) -> None:
+    graph = normalise(check(parse(text)))
+    names = ("residual", "mask", *(o.name for o in graph.outputs))
+    spec = spec_of(text, tma=("a", "b", *names), bytewise=names if rows == "bytes" else ())
+    for config in _EPILOGUES:
+        assert_declares_what_it_uses(spec, config)
+
+
 @pytest.mark.parametrize("config", [TILED, LIBRARY], ids=lambda c: c.schedule)
 @pytest.mark.parametrize(
     "text",
@@ -477,7 +543,7 @@ import random, statistics, sys
 from counting import calls
 from programs import write_program
 from epigen import settings
-from epigen.codegen import schedules
+from epigen.codegen import schedules, tile
 from epigen.codegen.lower import lower
 from epigen.codegen.render import Renderer
 from epigen.codegen.spec import Signature

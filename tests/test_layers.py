@@ -23,7 +23,7 @@ ORDER = (
     "errors", "uncollected", "after_import", "files", "settings", "dtypes", "gpus", "ops",
     "lang.walk", "lang.syntax", "lang.parser",
     "ir.graph", "ir.check", "ir.passes", "ir.rules", "ir.unparse", "ir.autodiff", "ir.derivation", "ir.derive", "ir.reference", "ir.recognise", "ir.bound",
-    "codegen.spec", "codegen.schedules", "codegen.emit", "codegen.lower", "codegen.functions", "codegen.render", "codegen.standalone",
+    "codegen.spec", "codegen.schedules", "codegen.emit", "codegen.lower", "codegen.functions", "codegen.tile", "codegen.render", "codegen.standalone",
     "perf.traffic", "perf.resources", "perf.limits", "perf.constants", "perf.model",
     "runtime.device", "runtime.arguments", "runtime.code_builder", "runtime.lru_cache", "runtime.user_cache", "runtime.triton_key", "runtime.direct",
     "runtime.overlap", "runtime.rendering", "runtime.vendor", "runtime.workspace", "runtime.loader", "runtime.outputs", "runtime.ahead", "runtime.native",

@@ -86,12 +86,17 @@ _TO_INT8 = (
 )
 
 
-def reduce_tile(partial: Partial, masked: str) -> tuple[str, str]:
-    """The elements to reduce, with the identity outside the matrix, and their reduction over the tile."""
+def masked(partial: Partial) -> bool:
+    """Whether elements outside the matrix would count in a reduction of a tile, so that the identity takes their place."""
+    return not (partial.zero_below and partial.axes == "m" and ops.REDUCTIONS[partial.row].identity == "0.0")
+
+
+def reduce_tile(partial: Partial, inside: str) -> tuple[str, str]:
+    """The elements to reduce, with the identity outside the matrix, and their reduction over the tile. inside: which of them lie in the matrix."""
     row = ops.REDUCTIONS[partial.row]
     elements = row.prepare.format(x=_arg(partial.value))
-    if not (partial.zero_below and partial.axes == "m" and row.identity == "0.0"):
-        elements = f"tl.where({masked}, {elements}, {row.identity})"
+    if masked(partial):
+        elements = f"tl.where({inside}, {elements}, {row.identity})"
     text = f"{partial.name}_in"
     for axis in {"m": (0,), "n": (1,), "mn": (1, 0)}[partial.axes]:
         text = reduce(partial.row, text, axis)

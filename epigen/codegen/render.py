@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import jinja2
 
 import epigen
-from epigen.codegen import emit, functions, schedules
+from epigen.codegen import emit, functions, schedules, tile
 from epigen.codegen.functions import Function
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Finish, KernelConfig, KernelSpec, digest
@@ -77,6 +77,8 @@ class Renderer:
             "module.py.j2", spec=spec, config=config, functions=kernels, schedule=schedule, dot_arguments=dot_arguments(spec, config),
             tma_stored=schedules.tma_stored(spec, config), tma_loaded=schedules.tma_loaded(spec, config), inside=functions.inside(spec, config), counted=functions.arrivals(spec, config),
             whole=not kernels, prefetched=schedules.prefetched(spec, config), **functions.units(spec, config),
+            part=tile.part_of_tile(config), declared=tile.declared(spec, config), packs=tile.packs(spec),
+            read=tile.mask_units(schedule, stored=False), kept=tile.mask_units(schedule, stored=True),
         )  # fmt: skip
         return Rendered(text, kernels, digest([text]))
 

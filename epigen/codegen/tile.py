@@ -1,0 +1,140 @@
+"""What an epilogue takes of a tile, and the offsets and masks that a main kernel declares for it: spec and config say which, and the templates print them.
+
+Ensures that a kernel declares each name that it uses, and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from epigen.codegen import emit, schedules
+from epigen.codegen.functions import inside, units
+from epigen.codegen.schedules import SCHEDULES, Schedule
+from epigen.codegen.spec import Input, KernelConfig, KernelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a tile that an epilogue takes, as text. m, n: its number along each. rows, columns: its extents. down, across: how many there are
+    along m and n."""
+
+    m: str
+    n: str
+    rows: str
+    columns: str
+    down: str
+    across: str
+
+
+def part_of_tile(config: KernelConfig) -> Part:
+    down, across = schedules.tile_parts(config)
+    m, rows, all_down = ("pid_m", "BLOCK_M", "tiles_m") if down == 1 else ("part_m", "ROWS", f"({down} * tiles_m)")
+    n, columns, all_across = ("pid_n", "BLOCK_N", "tiles_n") if across == 1 else ("part_n", "SUBTILE_N", f"({across} * tiles_n)")
+    return Part(m, n, rows, columns, all_down, all_across)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskUnit:
+    """What packed masks are accessed by. name: of one. rows: what the offsets of their rows are called. bits: how many columns one holds."""
+
+    name: str
+    rows: str
+    bits: int
+
+    @property
+    def offsets(self) -> frozenset[str]:
+        """The names by which masks are accessed in these units."""
+        return frozenset({self.rows, f"offs_{self.name}", f"in_{self.name}s"})
+
+
+def mask_units(schedule: Schedule, stored: bool) -> Mapping[str, MaskUnit]:
+    """By "word" and "byte". Gluon's layouts follow from use: what is stored lies in other threads than what was read, and neither as the columns do."""
+    found = {}
+    for unit, bits in (("word", 32), ("byte", 8)):
+        name = f"kept_{unit}" if stored and schedule.dialect == "gluon" else unit
+        found[unit] = MaskUnit(name, "offs_m" if schedule.dialect == "triton" else f"offs_{name}_m", bits)
+    return found
+
+
+def packs(spec: KernelSpec) -> bool:
+    """Whether the main kernel packs a mask. Vectors are then loaded in one dimension: a load of [1, BLOCK_N] spreads its own layout over the tile, and
+    every bit moves to another thread (Triton 3.6 and 3.9, sm_90: 384 shuffles a thread of a 128x256 tile, against 32)."""
+    return any(s.packed for s in spec.stores)
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """Names of offsets and masks, and of the number of tiles along m where only some kernels of the schedule have it, that the main kernel declares:
+    before a tile is multiplied, and after that."""
+
+    before: frozenset[str]
+    after: frozenset[str]
+
+
+def declared(spec: KernelSpec, config: KernelConfig) -> Declared:
+    schedule, prefetched = SCHEDULES[config.schedule], schedules.prefetched(spec, config)
+    loads = _loads(spec, config, prefetched or spec.loaded)
+    epilogue = _stores(spec, config) | _partials(spec, config)
+    if not schedule.descriptors:
+        return Declared(_whole(loads | epilogue | _product(spec, config)), frozenset())
+    if not prefetched:
+        return Declared(frozenset(), _whole(loads | epilogue))
+    if schedules.tile_parts(config)[1] == 1:  # the offsets serve both
+        return Declared(_whole(loads | epilogue), frozenset())
+    return Declared(_whole(loads), _whole(epilogue))
+
+
+def _whole(names: Iterable[str]) -> frozenset[str]:
+    """The names and what they are made of."""
+    return frozenset(names) | (frozenset({"offs_m", "offs_n"}) if "in_tile" in names else frozenset())
+
+
+def _product(spec: KernelSpec, config: KernelConfig) -> set[str]:
+    """What a kernel without descriptors needs to number its tile, and to read operands or the product."""
+    completes = {f.indices for f in inside(spec, config)}
+    # counters of columns and of the whole count tiles along m, and the first counters may be those of tiles
+    counts_rows = completes & {"n", ""} or (completes and schedules.splits(config) > 1)
+    rows = {"tiles_m"} if counts_rows or dict(config.values).get("group_m", 1) > 1 else set()
+    if SCHEDULES[config.schedule].multiplies:
+        return {"offs_m", "offs_n"} | rows
+    return rows if spec.pointwise else {"in_tile"} | rows
+
+
+def _loads(spec: KernelSpec, config: KernelConfig, inputs: Iterable[Input]) -> set[str]:
+    found: set[str] = set()
+    in_units, by_tma = mask_units(SCHEDULES[config.schedule], stored=False), schedules.tma_loaded(spec, config)
+    for i in inputs:
+        if i.packed:
+            found |= in_units[_unit(spec, config, i.name)].offsets
+        elif i.indices == "mn":
+            found |= {"in_tile"} if i.name not in by_tma else set()
+        elif i.indices:
+            found.add({"m": "offs_row", "n": "offs_col"}[i.indices] if packs(spec) else f"offs_{i.indices}")
+    return found
+
+
+def _stores(spec: KernelSpec, config: KernelConfig) -> set[str]:
+    found: set[str] = set()
+    in_units, by_tma = mask_units(SCHEDULES[config.schedule], stored=True), schedules.tma_stored(spec, config)
+    for s in spec.stores:
+        if s.packed:
+            unit = in_units[_unit(spec, config, s.name)]
+            found |= unit.offsets | {f"columns_{unit.name}"}
+        elif s.name not in by_tma:
+            found.add("in_tile")
+    return found
+
+
+def _partials(spec: KernelSpec, config: KernelConfig) -> set[str]:
+    found: set[str] = set()
+    sums = "offs_sum" if SCHEDULES[config.schedule].dialect == "gluon" else "offs_n"
+    for p in spec.partials:
+        if emit.masked(p):
+            found.add({"m": "offs_m", "n": "offs_n", "mn": "in_tile"}[p.axes])
+        found |= {"m": {sums}, "n": {"offs_m"}, "mn": set[str]()}[p.axes]
+    return found
+
+
+def _unit(spec: KernelSpec, config: KernelConfig, mask: str) -> str:
+    return "word" if mask in units(spec, config)["in_words"] else "byte"
