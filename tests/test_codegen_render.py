@@ -24,6 +24,7 @@ from epigen import dtypes, ops, settings
 from epigen.codegen import schedules, tile
 from epigen.codegen.functions import finishing_step, finishing_threads
 from epigen.codegen.lower import kernel_name, lower, over_product
+from epigen.codegen.partitions import partitions
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import LAYOUTS, KernelConfig, KernelSpec, Signature
@@ -182,8 +183,8 @@ def specs(draw: st.DrawFn) -> KernelSpec:
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> KernelConfig:
-    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+def configs(draw: st.DrawFn, *of: str) -> KernelConfig:
+    schedule = draw(st.sampled_from(of or sorted(SCHEDULES)))
     values = {name: draw(st.sampled_from(values)) for name, values in SCHEDULES[schedule].dimensions.items()}
     assume(not (values.get("flatten") and (values["fused_finalize"] or values["prefetch"])))
     return schedules.config(schedule, **values)
@@ -342,6 +343,27 @@ def arguments_disagree(rendered: Rendered) -> list[str]:
         if in_text != f.names:
             found.append(f"{f.name}: {in_text} != {f.names}")
     return found
+
+
+@given(specs(), configs("warp_specialized"))
+def test_each_partition_is_passed_what_it_takes(spec: KernelSpec, config: KernelConfig) -> None:
+    rendered = RENDERER.render(spec, config)
+    planned = partitions(spec, config, rendered.functions[0])
+    functions = {f.name: f for f in ast.parse(rendered.text).body if isinstance(f, ast.FunctionDef)}
+    for partition, name in ((planned.producer, "producer"), (planned.consumer, "consumer")):
+        assert [a.arg for a in functions[name].args.args] == [*partition.parameters, *partition.constants]
+        assert [a.arg for a in functions[name].args.args if a.annotation] == [*partition.constants]
+        for arguments in partition.arguments:
+            assert len(arguments) == len(partition.parameters) + len(partition.constants)
+            for parameter, argument in zip((*partition.parameters, *partition.constants), arguments, strict=True):
+                # itself, one group's share of what each has its own of, or the number of the group
+                assert (
+                    argument == parameter
+                    or re.fullmatch(rf"{parameter}s\.index\([01]\)", argument)
+                    or (parameter, argument) in {("WARPGROUP", "0"), ("WARPGROUP", "1")}
+                )
+    first, second = (" ".join(arguments) for arguments in planned.consumer.arguments)
+    assert first.replace(".index(0)", ".index(1)").replace(" 0 ", " 1 ") == second
 
 
 @given(specs(), configs())

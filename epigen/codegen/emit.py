@@ -13,7 +13,7 @@ from epigen import ops
 from epigen.codegen.spec import CAST, WIDEN, Arg, Line, Partial, Source, number
 from epigen.dtypes import INT8, INT32, UINT8, DType
 
-_TL = re.compile(r"\btl\.(?!PropagateNan)")  # which Gluon takes from Triton's language
+_TL = re.compile(r"\btl\.(?!PropagateNan|extra\.)")  # which Gluon takes from Triton's language
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,94 @@
+"""What the warps of a specialized kernel are given: the producer's and the consumers' parameters, what each is passed, and the buffers between them.
+
+Requires the main kernel's arguments: a and b by their descriptors, then the epilogue's. Names and extents are text, which the templates print.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epigen.codegen import schedules
+from epigen.codegen.functions import Function
+from epigen.codegen.spec import KernelConfig, KernelSpec
+
+GROUPS = 2
+"""Consumer warpgroups of a kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A function that some of the warps run. constants: its compile-time parameters, which come last. arguments: what each group of warps that runs it
+    is passed, in the order of the parameters."""
+
+    parameters: tuple[str, ...]
+    constants: tuple[str, ...]
+    arguments: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Tiles in shared memory, which TMA fills or empties. tensor: whose descriptor has their dtype and layout. extents: how many there are, and the rows
+    and columns of each."""
+
+    name: str
+    tensor: str
+    extents: tuple[str, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Partitions:
+    """Of a kernel. buffers: in shared memory, between its partitions and memory. pairs_of_barriers: those of which each consumer has its own."""
+
+    producer: Partition
+    consumer: Partition
+    buffers: tuple[Buffers, ...]
+    pairs_of_barriers: tuple[str, ...]
+
+
+_RING = ("a_bufs", "b_bufs", "full_bars", "empty_bars")
+"""What the producer fills and the consumers empty, in turn."""
+
+
+def partitions(spec: KernelSpec, config: KernelConfig, main: Function) -> Partitions:
+    names, constants = [a.of or a.name for a in main.arguments], tuple(name for name, _ in main.constants)
+    loaded = (*names[:2], *_RING, "M", "N", "K")
+    order = ("order_bars",) if config["pingpong"] else ()
+    shared = (*_RING, *order, *names[2:])
+    consumer = Partition(
+        (*shared, *_own(spec, config, 0)),
+        ("WARPGROUP", *constants),
+        tuple((*shared, *_own(spec, config, group).values(), str(group), *constants) for group in range(GROUPS)),
+    )
+    arriving = ("in_bars",) if schedules.tma_loaded(spec, config) else ()
+    return Partitions(Partition(loaded, constants, ((*loaded, *constants),)), consumer, _buffers(spec, config), (*order, *arriving))
+
+
+def _own(spec: KernelSpec, config: KernelConfig, group: int) -> dict[str, str]:
+    """What a consumer has of its own, by the parameter's name: where outputs go through, and what the inputs arrive at that TMA loads there."""
+    found = {}
+    for name in schedules.tma_stored(spec, config):
+        if _one_a_subtile(spec, config, name):
+            found[f"{name}_bufs"] = f"{name}_bufs"
+        else:
+            found[f"{name}_buf"] = f"{name}_bufs.index({group})"
+    return found | ({"in_bar": f"in_bars.index({group})"} if schedules.tma_loaded(spec, config) else {})
+
+
+def _one_a_subtile(spec: KernelSpec, config: KernelConfig, output: str) -> bool:
+    """Whether each subtile has a buffer of its own: where an input is loaded into them, for all are loaded at once."""
+    return schedules.tile_parts(config)[1] == 2 and output in schedules.tma_loaded(spec, config).values()
+
+
+def _buffers(spec: KernelSpec, config: KernelConfig) -> tuple[Buffers, ...]:
+    down, across = schedules.tile_parts(config)
+    rows, columns = (name if count == 1 else f"{name} // {count}" for name, count in (("BLOCK_M", down), ("BLOCK_N", across)))
+    a, b = (rows, "BLOCK_K"), ("BLOCK_K", "BLOCK_N")
+    layout = spec.signature.layout
+    found = [
+        Buffers("a_bufs", "a", ("STAGES" if down == 1 else f"{down} * STAGES", *(a[::-1] if layout[0] == "t" else a))),
+        Buffers("b_bufs", "b", ("STAGES", *(b[::-1] if layout[1] == "t" else b))),
+    ]
+    for name in schedules.tma_stored(spec, config):
+        count = GROUPS * across if _one_a_subtile(spec, config, name) else GROUPS
+        found.append(Buffers(f"{name}_bufs", name, (str(count), rows, columns)))
+    return tuple(found)
