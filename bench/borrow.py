@@ -115,15 +115,15 @@ def _times(tuned: KernelConfig, config: KernelConfig, task: Task, runner: Runner
         if outcome.kind != "ok":
             return {"failed": f"{name}: {outcome.kind.replace('_', ' ')}: {outcome.detail}"}
     try:
-        turns = [runner.compare([tuned, config]) for _ in range(comparisons)]
+        compared = [runner.compare([tuned, config]) for _ in range(comparisons)]
     except EpigenError as error:
         return {"failed": str(error)}
-    tuned_us, borrowed_us = (statistics.median(t.outcomes[i].median_us for t in turns) for i in (0, 1))
+    tuned_us, borrowed_us = (statistics.median(t.outcomes[i].median_us for t in compared) for i in (0, 1))
     return {
         "tuned_us": round(tuned_us, 3),
         "borrowed_us": round(borrowed_us, 3),
-        "mm_us": round(statistics.median(t.baseline.mm_us for t in turns), 3),
-        "ratio": round(statistics.median(t.outcomes[1].median_us / t.outcomes[0].median_us for t in turns), 5),
+        "mm_us": round(statistics.median(t.baseline.mm_us for t in compared), 3),
+        "ratio": round(statistics.median(t.outcomes[1].median_us / t.outcomes[0].median_us for t in compared), 5),
     }
 
 

@@ -45,8 +45,8 @@ def repeated(task: Task, runner: Runner, seeds: Sequence[int], comparisons: int)
     runner.prepare(winners)
     checked = {c: runner.measure(c, 0.0) for c in winners}
     right = [c for c in winners if checked[c].kind == "ok"]
-    turns = [runner.compare(right) for _ in range(comparisons)]
-    times = {c: [turn.outcomes[i].median_us for turn in turns] for i, c in enumerate(right)}
+    compared = [runner.compare(right) for _ in range(comparisons)]
+    times = {c: [one.outcomes[i].median_us for one in compared] for i, c in enumerate(right)}
     middle = {c: statistics.median(samples) for c, samples in times.items()}
     best = min(middle.values(), default=0.0)
     rows: list[dict[str, Any]] = [
@@ -60,7 +60,7 @@ def repeated(task: Task, runner: Runner, seeds: Sequence[int], comparisons: int)
     return {
         "problem": report.name(task),
         "best_us": round(best, 3),
-        "mm_us": round(statistics.median(turn.baseline.mm_us for turn in turns), 3),
+        "mm_us": round(statistics.median(one.baseline.mm_us for one in compared), 3),
         "winners": {str(c): {"us": [round(us, 3) for us in times.get(c, [])], "outcome": checked[c].kind, "detail": checked[c].detail} for c in winners},
         "repetitions": rows,
         "worst": max((r["behind"] for r in rows if r["behind"] is not None), default=None),

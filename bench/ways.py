@@ -128,7 +128,7 @@ def gather(
                 row["recorded"] = str(contest.record.kernel_config)
                 row["configs"] |= {str(c): {"schedule": c.schedule, **dict(c.values)} for c in contest.configs}
                 row["seen"].append(seen)
-                print(f"{contest.name}: {_told(row['recorded'], seen)}", flush=True)
+                print(f"{contest.name}: {_line(row['recorded'], seen)}", flush=True)
                 save(found)
 
     with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
@@ -136,7 +136,7 @@ def gather(
     return found
 
 
-def _told(own: str, seen: Mapping[str, Any]) -> str:
+def _line(own: str, seen: Mapping[str, Any]) -> str:
     return ", ".join(f"{'own' if name == own else 'rival'} {seen['mm_us'] / us:.3f}" for name, us in seen["us"].items())
 
 

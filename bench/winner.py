@@ -32,8 +32,8 @@ def held(sweep: Table, runner: Runner, comparisons: int) -> dict[str, Any]:
     runner.begin(sweep.task)
     runner.prepare(configs)
     right = [c for c in configs if runner.measure(c, 0.0).kind == "ok"]
-    turns = [runner.compare(right) for _ in range(comparisons)]
-    middle = {c: statistics.median(t.outcomes[i].median_us for t in turns) for i, c in enumerate(right)}
+    compared = [runner.compare(right) for _ in range(comparisons)]
+    middle = {c: statistics.median(t.outcomes[i].median_us for t in compared) for i, c in enumerate(right)}
     fastest = min((c for c in best if c in middle), key=middle.__getitem__)
     return {
         "problem": report.name(sweep.task),
@@ -44,7 +44,7 @@ def held(sweep: Table, runner: Runner, comparisons: int) -> dict[str, Any]:
         "winner_us": round(middle[found.winner], 3),
         "best": str(fastest),
         "best_us": round(middle[fastest], 3),
-        "mm_us": round(statistics.median(t.baseline.mm_us for t in turns), 3),
+        "mm_us": round(statistics.median(t.baseline.mm_us for t in compared), 3),
         "behind": round(middle[found.winner] / middle[fastest] - 1, 5),
     }
 
