@@ -142,8 +142,7 @@ class _Timing(Work):
         steps = -(-k // (block_k * splits))
         moved = self._operand_traffic(config, tiles_m, tiles_n, min(tiles, slots))
         # the first wave finds nothing in L2; the later ones find the operands, where L2 holds them
-        cold = self.c.l2_us + self.c.dram_us
-        later = self.c.l2_us if sum(self.operand_bytes) <= self.gpu.l2_bytes / 2 else cold
+        cold, later = self._cold_us, self._later_us
         full, rest = divmod(tiles, slots)
         last = -(-rest // self.sms)
         mainloop = epilogue = 0.0
@@ -186,46 +185,17 @@ class _Timing(Work):
         m, n, k = self.shape
         block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
         values, (down, across) = dict(config.values), schedules.tile_parts(config)
-        pingpong = values.get("pingpong", 0)
-        warps = values.get("num_warps", 4 if pingpong else 8)
         tiles_m, tiles_n = -(-m // block_m), -(-n // block_n)
         splits = schedules.splits(config)
         tiles, steps = tiles_m * tiles_n * splits, max(1, -(-k // (block_k * splits)))
         rounds = -(-tiles // self.sms)
-        moved = self._operand_traffic(config, tiles_m, tiles_n, min(tiles, self.sms))
-        step_bytes = (block_m + block_n) * block_k * self.element_bytes
-        apart = self._rows_apart(config, tiles_m, tiles_n) * block_k * self.element_bytes / _TMA_ROW_BYTES
-        feed = (step_bytes / self.c.l2_bytes_clock + self._crossing_clocks(config) + apart * self.c.apart_clocks) / self.clock_us
-        cold = self.c.l2_us + self.c.dram_us
-        later = self.c.l2_us if sum(self.operand_bytes) <= self.gpu.l2_bytes / 2 else cold
-        in_flight = max(1.0, min(config["num_stages"] - 1 - pingpong * self.c.held_stages, steps))
-        products = 2.0 * block_m * block_n * block_k / (self.flops_us * self.c.tensor_share)
-        beside = max(1, warps // 4 // (block_m // 64))
-        read = block_m // 64 * (64 * beside + block_n) * block_k * self.element_bytes
-        shared = (read + self.c.arriving_share * step_bytes) / (self.c.shared_bytes_clock * self.clock_us)
-        multiply = self._multiply_us(block_m, block_n, block_k, warps)
-        padding = block_m + block_n - m / max(1, tiles_m) - n / max(1, tiles_n)  # rows and columns of a tile that lie outside, in the mean
-        outside = padding * -(-block_k * self.element_bytes // _TMA_ROW_BYTES)
-        step = self._norm(products, shared, feed, multiply, (later + feed) / in_flight, smooth=self.c.tma_smooth)
-        issued = 0.0 if SCHEDULES[config.schedule].dialect == "gluon" else self.c.issued_clocks
-        step += (self.c.wait_clocks + issued + outside * self.c.outside_clocks) / self.clock_us
-        # the slower of loading and multiplying is there in each step, the other once more
-        fill = self.c.block_us + later + min(feed, max(products, multiply))
-        mainloop = cold - later + rounds * steps * step + (1 if values.get("flatten", 1) else rounds) * fill
+        step_us, fill_us = self._tma_step_us(config, tiles_m, tiles_n, steps)
+        # the first round finds nothing in L2
+        mainloop = self._cold_us - self._later_us + rounds * steps * step_us + (1 if values.get("flatten", 1) else rounds) * fill_us
         mainloop += self.c.described_us + self.c.flattened_us * values.get("flatten", 0)
-        late = self._late_us(config)
-        arrivals = across * self._arrival_us(config)
-        last = self._epilogue_us(block_m, block_n, 1, warps, self.pointed_at(config)) + late + arrivals  # what TMA brings is there by then
-        # what TMA stores leaves while the next tile is multiplied
-        hidden = (1.0 - self.c.stored_share) * self._moved_us(block_m * block_n * self.written_bytes) if values.get("tma_store") else 0.0
-        each = last - hidden
-        # what is counted in memory waits for all that a multiprocessor has written, whosever turn it is
-        bare = arrivals + max(0.0, (each - arrivals - steps * step) / 2) if pingpong else each
-        epilogue = last + (rounds - 1) * bare
-        if splits > 1:
-            # each part's arrival, and the last one's look at the others
-            epilogue += 2 * self.c.arrival_us + self._gathered_us(config, self.c.grouped_share)
+        epilogue = self._persistent_epilogue_us(config, rounds, steps * step_us)
         parts = (block_m // down, block_n // across)
+        moved = self._operand_traffic(config, tiles_m, tiles_n, min(tiles, self.sms))
         memory = (moved + self._epilogue_bytes(tiles_n * across) + sum(partial_bytes(p.axes, m, n, parts) for p in self.spec.partials)) / self.bytes_us
         kernel = self._norm(mainloop + epilogue, memory, smooth=self.c.tma_memory_smooth)
         finish = self._finish_us(config, tiles_m * down, tiles_n * across)
@@ -233,6 +203,63 @@ class _Timing(Work):
         for name in schedules.padded(config, self.spec.signature.tma):  # read and written
             launch += self.c.gap_us + 2.0 * self.operand_bytes["ab".index(name)] / self.bytes_us
         return Estimate(launch + kernel + finish, launch, mainloop, epilogue, finish, 0.0, memory, tiles, tiles / self.sms, 1)
+
+    def _tma_step_us(self, config: KernelConfig, tiles_m: int, tiles_n: int, steps: int) -> tuple[float, float]:
+        """A step of a main loop whose operands TMA loads, once the buffers are full; and filling them, for the first step."""
+        m, n, _ = self.shape
+        block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
+        warps, gluon = self._consumer_warps(config), SCHEDULES[config.schedule].dialect == "gluon"
+        # from L2 into the multiprocessor
+        step_bytes = (block_m + block_n) * block_k * self.element_bytes
+        not_shared = self._rows_apart(config, tiles_m, tiles_n) * block_k * self.element_bytes / _TMA_ROW_BYTES
+        load = (step_bytes / self.c.l2_bytes_clock + self._crossing_clocks(config) + not_shared * self.c.apart_clocks) / self.clock_us
+        in_flight = max(1.0, min(config["num_stages"] - 1 - dict(config.values).get("pingpong", 0) * self.c.held_stages, steps))
+        # the tensor cores: their rate, what they read of shared memory, and what waits for what
+        products = 2.0 * block_m * block_n * block_k / (self.flops_us * self.c.tensor_share)
+        sharing_rows = max(1, warps // 4 // (block_m // 64))  # warpgroups that read the same rows of a
+        read_bytes = block_m // 64 * (64 * sharing_rows + block_n) * block_k * self.element_bytes
+        shared_memory = (read_bytes + self.c.arriving_share * step_bytes) / (self.c.shared_bytes_clock * self.clock_us)
+        multiply = self._multiply_us(block_m, block_n, block_k, warps)
+        padding = block_m + block_n - m / max(1, tiles_m) - n / max(1, tiles_n)  # rows and columns of a tile that lie outside, in the mean
+        outside = padding * -(-block_k * self.element_bytes // _TMA_ROW_BYTES)
+        step = self._norm(products, shared_memory, load, multiply, (self._later_us + load) / in_flight, smooth=self.c.tma_smooth)
+        step += (self.c.wait_clocks + (0.0 if gluon else self.c.issued_clocks) + outside * self.c.outside_clocks) / self.clock_us
+        # the slower of loading and multiplying is there in each step, the other once more
+        return step, self.c.block_us + self._later_us + min(load, max(products, multiply))
+
+    def _persistent_epilogue_us(self, config: KernelConfig, rounds: int, mainloop_us: float) -> float:
+        """What of all epilogues nothing hides. mainloop_us: of one tile."""
+        block_m, block_n, values = config["block_m"], config["block_n"], dict(config.values)
+        arrivals = schedules.tile_parts(config)[1] * self._arrival_us(config)
+        # what TMA loads is there by then
+        last = self._epilogue_us(block_m, block_n, 1, self._consumer_warps(config), self.pointed_at(config)) + self._late_us(config) + arrivals
+        # what TMA stores leaves while the next tile is multiplied
+        hidden = (1.0 - self.c.stored_share) * self._moved_us(block_m * block_n * self.written_bytes) if values.get("tma_store") else 0.0
+        each = last - hidden
+        if values.get("pingpong", 0):
+            # what is counted in memory waits for all that a multiprocessor has written, whichever group wrote it
+            each = arrivals + max(0.0, (each - arrivals - mainloop_us) / 2)
+        epilogue = last + (rounds - 1) * each
+        if schedules.splits(config) > 1:
+            # each part's arrival, and the last one's look at the others
+            epilogue += 2 * self.c.arrival_us + self._gathered_us(config, self.c.grouped_share)
+        return epilogue
+
+    @staticmethod
+    def _consumer_warps(config: KernelConfig) -> int:
+        """Warps that multiply one tile."""
+        values = dict(config.values)
+        return values.get("num_warps", 4 if values.get("pingpong", 0) else 8)
+
+    @property
+    def _cold_us(self) -> float:
+        """A load's latency where L2 holds nothing of the operands."""
+        return self.c.l2_us + self.c.dram_us
+
+    @property
+    def _later_us(self) -> float:
+        """The same after the first wave: L2 holds the operands, where they are no more than half of it."""
+        return self.c.l2_us if sum(self.operand_bytes) <= self.gpu.l2_bytes / 2 else self._cold_us
 
     def _rows_apart(self, config: KernelConfig, tiles_m: int, tiles_n: int) -> float:
         """Rows of both operands that each of the multiprocessors side by side asks L2 for, beyond those in the best order of the tiles.
