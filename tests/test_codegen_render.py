@@ -398,7 +398,7 @@ def assert_declares_what_it_uses(spec: KernelSpec, config: KernelConfig) -> None
     schedule, declared = SCHEDULES[config.schedule], tile.declared(spec, config)
     # a kernel with descriptors numbers its tiles by their number along m in any case
     offsets = OFFSETS if schedule.descriptors else OFFSETS | {"tiles_m"}
-    in_text = offsets_in(rendered.text, "consumer" if schedule.dialect == "gluon" else rendered.functions[0].name, offsets)
+    in_text = offsets_in(rendered.text, "consumer" if schedule.architecture == "hopper" else rendered.functions[0].name, offsets)
     assert all(written == used for written, used in in_text)
     told = [declared.before, declared.after] if len(in_text) == 2 else [declared.before | declared.after]
     assert [written for written, _ in in_text] == told

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import jinja2
+import jinja2.nodes
 import pytest
 
 from epigen.ops import REDUCTIONS, TABLE
@@ -237,6 +239,46 @@ def test_a_template_names_no_operation(path: Path) -> None:
     assert not words & (ACTIVATIONS if path.name in HOST else OPERATIONS)
     if path.name not in HOST:
         assert not re.search(r"(?<!\btl\.)\bwhere\b", text), "a selection of values is an operation; tl.where may mask a load"
+
+
+TEMPLATES = sorted((ROOT / "templates").rglob("*.j2"))
+OF_HOPPER = re.compile(
+    r"registers|hopper|warpgroup|wgmma|NVMMADistributedLayout|DistributedLinearLayout|packed_words|_of_columns|words_taken_over|columns_taken_over"
+)
+"""What Hopper's instructions, register layouts and the helpers around them are called, and the macros that write them."""
+
+
+def words_of(node: jinja2.nodes.Node) -> str:
+    """All that a part of a template writes or calls."""
+    kinds = jinja2.nodes.TemplateData, jinja2.nodes.Const, jinja2.nodes.Name, jinja2.nodes.Getattr
+    return " ".join(str(getattr(n, field)) for n in node.find_all(kinds) for field in ("data", "value", "name", "attr") if hasattr(n, field))
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.name)
+def test_no_template_asks_for_the_dialect_to_learn_the_architecture(path: Path) -> None:
+    """Gluon is a language. How a product lies in registers is the architecture's, so that another one's schedule is a folder of its own."""
+    if path.name in HOST:
+        return
+    for node in jinja2.Environment().parse(path.read_text(encoding="utf-8")).find_all((jinja2.nodes.If, jinja2.nodes.CondExpr)):
+        assert isinstance(node, jinja2.nodes.If | jinja2.nodes.CondExpr)
+        asked = {n.attr for n in node.test.find_all(jinja2.nodes.Getattr)}
+        assert "dialect" not in asked or not OF_HOPPER.search(words_of(node)), f"line {node.lineno} asks for the dialect"
+
+
+def test_what_is_hoppers_stands_in_its_folder() -> None:
+    """Others call its macros where the schedule has an architecture, by the architecture's name, and the host's file imports a class by a path of Triton's."""
+    called = re.compile(r'schedule\.architecture == "hopper"|schedule\.architecture ~ "/registers\.j2" as registers|\bregisters\.')
+    found = {}
+    for path in TEMPLATES:
+        found[path.relative_to(ROOT / "templates").as_posix()] = set(OF_HOPPER.findall(called.sub("", without_comments(path.read_text(encoding="utf-8")))))
+    assert {name for name, words in found.items() if words and not name.startswith("hopper/")} == HOST
+    assert found["standalone.py.j2"] == {"hopper"} and "NVMMADistributedLayout" in found["hopper/consumer.j2"]
+
+
+def test_who_asks_for_the_dialect() -> None:
+    """Code that writes, compiles or starts text in it; what a kernel costs and whether it may run is the architecture's."""
+    asking = {name for name, tree in TREES.items() for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "dialect"}
+    assert {name.split(".")[0] for name in asking} == {"codegen", "runtime", "cli"}
 
 
 # of an operation, of what one takes, a device or the templates' folder: as many as there are of these

@@ -191,9 +191,9 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
 
 
 def finishing_step(finish: Finish, config: KernelConfig) -> int:
-    """How many partial results of each of a tile's rows or columns a block holds at a time: 32 values a thread, and 16 in Gluon, where the other
+    """How many partial results of each of a tile's rows or columns a block holds at a time: 32 values a thread, and 16 on Hopper, where the other
     half of a tile may wait in registers."""
-    values = (16 if SCHEDULES[config.schedule].dialect == "gluon" else 32) * 32 * schedules.warps(config)
+    values = (16 if SCHEDULES[config.schedule].architecture == "hopper" else 32) * 32 * schedules.warps(config)
     return max(1, min(128, values // _finishing_width(finish.indices, config))) if finish.indices else values // 4
 
 

@@ -78,7 +78,7 @@ class Renderer:
             tma_stored=schedules.tma_stored(spec, config), tma_loaded=schedules.tma_loaded(spec, config), inside=functions.inside(spec, config), counted=functions.arrivals(spec, config),
             whole=not kernels, prefetched=schedules.prefetched(spec, config), **functions.units(spec, config),
             part=tile.part_of_tile(config), declared=tile.declared(spec, config), packs=tile.packs(spec),
-            partitions=partitions.partitions(spec, config, kernels[0]) if schedule.dialect == "gluon" else None,
+            partitions=partitions.partitions(spec, config, kernels[0]) if schedule.architecture == "hopper" else None,
             read=tile.mask_units(schedule, stored=False), kept=tile.mask_units(schedule, stored=True),
         )  # fmt: skip
         return Rendered(text, kernels, digest([text]))

@@ -15,8 +15,9 @@ from epigen.errors import ConfigError, near_miss, shown
 class Schedule:
     """template: file name under `templates`. dimensions: each with its legal values. multiplies: the template holds the main loop
     (else the product comes from the vendor's library). descriptors: a and b are addressed by TMA descriptors. persistent: one program a
-    multiprocessor, which takes one tile after the other. capabilities: of NVIDIA GPUs, such as 90; None: every GPU of every make. dialect:
-    "triton" or "gluon", of the main kernel.
+    multiprocessor, which takes one tile after the other. capabilities: of NVIDIA GPUs, such as 90; None: every GPU of every make. dialect: the
+    language of the main kernel, "triton" or "gluon". architecture: whose warpgroups and registers it is written for, "hopper", a folder of `templates`;
+    "": no one's, for Triton's compiler lays them out.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Schedule:
     persistent: bool = False
     capabilities: range | None = None
     dialect: str = "triton"
+    architecture: str = ""
 
     def runs_on(self, backend: str, arch: int | str) -> bool:
         """Whether GPUs of this kind have what it takes. backend: "cuda" or "hip"."""
@@ -92,7 +94,7 @@ PERSISTENT = Schedule(
 
 WARP_SPECIALIZED = Schedule(
     "warp_specialized",
-    "warp_specialized.py.j2",
+    "hopper/warp_specialized.py.j2",
     {
         "block_m": (64, 128, 256),
         "block_n": (16, 32, 64, 128, 256),
@@ -112,6 +114,7 @@ WARP_SPECIALIZED = Schedule(
     persistent=True,
     capabilities=range(90, 91),
     dialect="gluon",
+    architecture="hopper",
 )
 
 SCHEDULES = {s.name: s for s in (LIBRARY, TILED, SPLIT_K, PERSISTENT, WARP_SPECIALIZED)}

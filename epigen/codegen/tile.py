@@ -128,7 +128,7 @@ def _stores(spec: KernelSpec, config: KernelConfig) -> set[str]:
 
 def _partials(spec: KernelSpec, config: KernelConfig) -> set[str]:
     found: set[str] = set()
-    sums = "offs_sum" if SCHEDULES[config.schedule].dialect == "gluon" else "offs_n"
+    sums = "offs_sum" if SCHEDULES[config.schedule].architecture else "offs_n"  # which its registers' own way to add up columns leaves where they are stored
     for p in spec.partials:
         if emit.masked(p):
             found.add({"m": "offs_m", "n": "offs_n", "mn": "in_tile"}[p.axes])

@@ -52,7 +52,7 @@ class Candidate:
     @property
     def warps(self) -> int:
         """Warps that multiply."""
-        return 4 * (3 - schedules.tile_parts(self.config)[0]) if self.schedule.dialect == "gluon" else self.config["num_warps"]
+        return 4 * (3 - schedules.tile_parts(self.config)[0]) if self.schedule.architecture == "hopper" else self.config["num_warps"]
 
     @property
     def least_k(self) -> int:
@@ -78,7 +78,7 @@ def architecture(c: Candidate) -> str:
 
 
 def rows_of_warpgroups(c: Candidate) -> str:
-    if c.schedule.dialect != "gluon" or c.config["block_m"] >= 64 * schedules.tile_parts(c.config)[0]:
+    if c.schedule.architecture != "hopper" or c.config["block_m"] >= 64 * schedules.tile_parts(c.config)[0]:
         return ""
     return f"two groups of warps share a tile's rows and multiply 64 each at least: {c.schedule.name} with block_m={c.config['block_m']} needs pingpong=1"
 

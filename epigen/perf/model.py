@@ -208,7 +208,7 @@ class _Timing(Work):
         """A step of a main loop whose operands TMA loads, once the buffers are full; and filling them, for the first step."""
         m, n, _ = self.shape
         block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
-        warps, gluon = self._consumer_warps(config), SCHEDULES[config.schedule].dialect == "gluon"
+        warps, by_producer = self._consumer_warps(config), SCHEDULES[config.schedule].architecture == "hopper"
         # from L2 into the multiprocessor
         step_bytes = (block_m + block_n) * block_k * self.element_bytes
         not_shared = self._rows_apart(config, tiles_m, tiles_n) * block_k * self.element_bytes / _TMA_ROW_BYTES
@@ -223,7 +223,7 @@ class _Timing(Work):
         padding = block_m + block_n - m / max(1, tiles_m) - n / max(1, tiles_n)  # rows and columns of a tile that lie outside, in the mean
         outside = padding * -(-block_k * self.element_bytes // _TMA_ROW_BYTES)
         step = self._norm(products, shared_memory, load, multiply, (self._later_us + load) / in_flight, smooth=self.c.tma_smooth)
-        step += (self.c.wait_clocks + (0.0 if gluon else self.c.issued_clocks) + outside * self.c.outside_clocks) / self.clock_us
+        step += (self.c.wait_clocks + (0.0 if by_producer else self.c.issued_clocks) + outside * self.c.outside_clocks) / self.clock_us
         # the slower of loading and multiplying is there in each step, the other once more
         return step, self.c.block_us + self._later_us + min(load, max(products, multiply))
 

@@ -82,7 +82,7 @@ class Work:
         return self.target.name in WGMMA and block_m >= 64 and warps % 4 == 0 and not self.plain
 
     def resources(self, config: KernelConfig) -> Resources:
-        if SCHEDULES[config.schedule].dialect == "gluon":
+        if SCHEDULES[config.schedule].architecture == "hopper":
             return self._grouped(config)
         threads = config["num_warps"] * self.target.warp_size
         block_m, block_n = config["block_m"], config["block_n"]
