@@ -52,9 +52,8 @@ def studied(path: object, configs: list[KernelConfig]) -> Mapping[KernelConfig, 
     opened = open_storage(str(path))
     try:
         with Study(opened, "one", beat_s=1000.0, accept=SPACE.legal) as study:
-            before, tpe = dict(study.outcomes), Tpe(0)
-            for point, outcome in study.news():
-                tpe.learn(point, outcome)
+            before = dict(study.outcomes)
+            Tpe(0).propose(study.study, {}, SPACE.point)
             for config in configs:
                 claim = study.claim(config, point_of(config), 1000)
                 if isinstance(claim, Claim):

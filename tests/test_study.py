@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from pathlib import Path
 import optuna
 import postgres_server
 import pytest
+import sqlalchemy
 import tuner_process
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 from tuner_process import BASELINE, CONFIGS, SPACE, MadeUp, outcome_of, prior, run
 
 from epigen import settings
@@ -35,6 +37,8 @@ from epigen.tuning.storage import Storage, open_storage
 from epigen.tuning.study import Claim, Study
 from epigen.tuning.task import Baseline, Comparison, Outcome
 from epigen.tuning.tpe import Point, Tpe
+
+DATA = Path(__file__).parent / "data"
 
 
 def point_of(config: KernelConfig) -> Point:
@@ -108,6 +112,92 @@ def test_a_journal_costs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert read == lines[: len(read)]
 
 
+def test_a_journal_of_an_older_version_is_gone_on_from(tmp_path: Path) -> None:
+    """Written when proposals had a study of their own (2026-11, Optuna 5.0.0): 8 trials, and one that its tuner left under way."""
+    path = shutil.copy(DATA / "study.journal", tmp_path)
+    storage = open_storage(path)
+    with Study(storage, "one", beat_s=1e6) as study:
+        (left,) = study.under_way.values()
+        assert study.outcomes == {c: outcome_of(c) for c in study.outcomes} and len(study.outcomes) == 8 and study.others() == {left.number}
+        states = Counter(t.state for t in study.study.get_trials())
+        assert states == {TrialState.COMPLETE: sum(o.kind == "ok" for o in study.outcomes.values()), TrialState.RUNNING: 1}
+        old = {*study.outcomes}
+    with Study(storage, "one", beat_s=1e6, dead_s=-1.0) as study:  # to whom it is dead at the first look
+        assert not study.under_way and {*study.outcomes} == old
+    runner = MadeUp()
+    assert len(run(runner, 20, storage).outcomes) == 20 and len(runner.measured) == 12 and not old & {*runner.measured}
+
+
+# -- what a sampler sees
+
+
+def test_a_proposal_takes_what_others_have_under_way_as_tried(storage: Storage, name: str) -> None:
+    """Trials under way are shown to the sampler, whoever measures them; those that failed, that were let go, or that are another's in vain are not."""
+    with Study(storage, name) as one, Study(storage, name) as two:
+        timed, failed, pending = claim(one, CONFIGS[0]), claim(one, CONFIGS[1]), claim(two, CONFIGS[2])
+        assert two.claim(CONFIGS[0], point_of(CONFIGS[0]), 100) == "repeat"
+        one.record(timed, Outcome("slower", 7.0, 0.5, 9))
+        one.record(failed, Outcome("crashed"))
+        one.refresh()
+        seen = {t.number: (t.state, t.value, t.params) for t in one.study.get_trials()}
+        assert seen == {
+            timed.number: (TrialState.COMPLETE, math.log(7.0), parameters(CONFIGS[0])), pending.number: (TrialState.RUNNING, None, parameters(CONFIGS[2])),
+        }  # fmt: skip
+        own = claim(one, CONFIGS[3])
+        assert {t.number for t in one.study.get_trials()} == {*seen, own.number}
+        two.release()
+        one.refresh()
+        assert {t.number for t in one.study.get_trials()} == {timed.number, own.number}
+
+
+def test_a_proposal_keeps_away_from_what_is_under_way(name: str) -> None:
+    """Where all of a dimension but one value is being measured, TPE tries that one: after one time, which says nothing."""
+    space = optuna.distributions.IntDistribution(0, 3)
+    storage = open_storage(None)
+    with Study(storage, name) as one, Study(storage, name) as two:
+        for study, config, value in zip((one, two, two, two), CONFIGS, (0, 0, 1, 2), strict=False):
+            held = study.claim(config, Point({"x": value}, {"x": space}), 100)
+            assert isinstance(held, Claim)
+            if study is one:
+                one.record(held, Outcome("ok", 5.0, 0.5, 9))
+        one.refresh()
+        found = Counter(Tpe(seed).propose(one.study, {}, lambda suggest: CONFIGS[suggest("x", 0, 3)])[1].parameters["x"] for seed in range(20))
+        assert found.most_common(1)[0][0] == 3
+
+
+def test_a_proposal_reads_nothing_of_the_storage(tmp_path: Path) -> None:
+    """What is known was read with the last claim: a server is not asked once a dimension."""
+    storage = open_storage(f"sqlite:///{tmp_path}/study.db")
+    asked: list[object] = []
+    with Study(storage, "one", beat_s=1e6) as study:
+        for config in CONFIGS[:4]:
+            study.record(claim(study, config), outcome_of(config))
+        study.refresh()
+        engine = storage.backend("one").engine  # type: ignore[attr-defined]
+        sqlalchemy.event.listen(engine, "before_cursor_execute", lambda *given: asked.append(given))
+        Tpe(0).propose(study.study, {}, SPACE.point)
+        assert not asked
+        study.refresh()
+        assert asked
+    storage.close()
+
+
+def test_a_database_is_asked_for_what_may_have_changed_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = FrozenTrial.__init__
+    storage = open_storage(f"sqlite:///{tmp_path}/study.db")
+    with Study(storage, "one", beat_s=1e6) as study:
+        for config in CONFIGS[:6]:
+            study.record(claim(study, config), outcome_of(config))
+        study.refresh()
+        read: list[int] = []
+        monkeypatch.setattr(FrozenTrial, "__init__", lambda made, **given: (read.append(given["number"]), init(made, **given))[1])
+        study.refresh()
+        assert not read
+        held = claim(study, CONFIGS[6])
+        assert {*read} - {-1} == {held.number}  # -1: the claim before it has a number
+    storage.close()
+
+
 # -- claims
 
 
@@ -119,9 +209,10 @@ def test_of_two_claims_the_first_holds(storage: Storage, name: str) -> None:
         one.record(held, Outcome("ok", 5.0, 0.5, 9))
         two.refresh()
         assert two.outcomes == {CONFIGS[0]: Outcome("ok", 5.0, 0.5, 9)} and not two.others()
-        ((point, outcome),) = two.news()
-        assert point.parameters == parameters(CONFIGS[0]) and outcome.median_us == 5.0
-        assert not one.news() and not two.news()
+        one.refresh()
+        for study in (one, two):
+            (trial,) = study.study.get_trials()
+            assert trial.params == parameters(CONFIGS[0]) and trial.value == math.log(5.0)
 
 
 def test_claims_end_at_the_number_wanted(storage: Storage, name: str) -> None:

@@ -27,7 +27,7 @@ from epigen.tuning.storage import Storage, open_storage
 from epigen.tuning.study import Claim, Study
 from epigen.tuning.surrogate import Surrogate
 from epigen.tuning.task import Baseline, Outcome
-from epigen.tuning.tpe import Proposal, Tpe
+from epigen.tuning.tpe import Tpe
 
 BATCH = 6
 _AHEAD = 9  # claimed and not measured when the next batch is taken: enough that a dozen compilers have work
@@ -198,7 +198,6 @@ class _Tuner:
         self.turns = 0
         self.tpe = Tpe(seed)
         self.head: list[KernelConfig] = []
-        self.proposals: dict[Claim, Proposal] = {}
         self.claimed = self.exhausted = False
         self.baseline: Baseline | None = None
         self.untimed = ""
@@ -227,12 +226,6 @@ class _Tuner:
     def best_us(self) -> float:
         best = self.best()
         return self.study.outcomes[best].median_us if best else 0.0
-
-    def look(self) -> None:
-        """See what other tuners did meanwhile, and learn from it."""
-        self.study.refresh()
-        for point, outcome in self.study.news():
-            self.tpe.learn(point, outcome)
 
     def tell(self) -> None:
         counts, seconds = _kinds(self.study.outcomes), time.monotonic() - self.start
@@ -288,7 +281,7 @@ class _Tuner:
         until = time.monotonic() + _OTHERS_S
         while numbers & self.study.others() and time.monotonic() < until and not self.stopped():
             self.stop.wait(_POLL_S)
-            self.look()
+            self.study.refresh()
 
     def time_baseline(self) -> None:
         """What an interrupted search, and one under way, compares with; the run-off times it again."""
@@ -304,7 +297,6 @@ class _Tuner:
         with unbroken():
             self.measured += 1
             self.study.record(claim, outcome)
-        self.tpe.tell(self.proposals.pop(claim), outcome)
         self.tell()
 
     def final(self) -> tuple[KernelConfig, Outcome, Baseline] | None:
@@ -336,7 +328,7 @@ class _Tuner:
 
     def take(self, most: int = BATCH) -> list[Claim]:
         """Claim the next batch, and have it built. Smaller towards the end where others take part, so that nobody waits for long."""
-        self.look()
+        self.study.refresh()
         left = self.trials - len(self.study.outcomes) - len(self.study.under_way)
         tuners = self.study.tuners()
         fresh = self.propose(min(most, left if tuners == 1 else -(-left // (2 * tuners))))
@@ -353,18 +345,16 @@ class _Tuner:
             if led is None:
                 self.exhausted = True
                 break
-            proposal = self.tpe.propose(led, lambda suggest: self.runner.available(self.space.point(suggest)))
-            claim = "repeat" if self.study.known(proposal.config) else self.study.claim(proposal.config, proposal.point, self.trials)
-            if isinstance(claim, Claim):
-                repeats = 0
-                fresh.append(claim)
-                self.proposals[claim] = proposal
-                self.diverge(claim)
-                continue
-            self.tpe.drop(proposal)
-            repeats += 1
+            config, point = self.tpe.propose(self.study.study, led, lambda suggest: self.runner.available(self.space.point(suggest)))
+            claim = "repeat" if self.study.known(config) else self.study.claim(config, point, self.trials)
             if claim == "full":
                 break
+            if claim == "repeat":
+                repeats += 1
+                continue
+            repeats = 0
+            fresh.append(claim)
+            self.diverge(claim)
         return fresh
 
     def led(self, repeats: int) -> dict[str, int] | None:

@@ -12,11 +12,12 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, Self
 
 import optuna
+from optuna.distributions import IntDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from epigen.codegen import schedules
@@ -49,8 +50,22 @@ class Claim:
     tuner: str
 
 
+class _Kept(optuna.Study):
+    """Optuna's study for a sampler, which asks it for all trials once a dimension: it answers from memory. seen: what it answers."""
+
+    seen: Sequence[FrozenTrial] = ()
+
+    def fetch(self) -> list[FrozenTrial]:
+        """All trials as the storage has them now, by number. A database tells of those alone that may have changed."""
+        return super()._get_trials(deepcopy=False)
+
+    def _get_trials(self, deepcopy: bool = True, states: Container[TrialState] | None = None, use_cache: bool = False) -> list[FrozenTrial]:  # noqa: ARG002  # Optuna's
+        return [t for t in self.seen if states is None or t.state in states]
+
+
 class Study:
-    """A tuner's view of a study. outcomes: of every finished trial. under_way: the claims that hold, the tuner's own included."""
+    """A tuner's view of a study. outcomes: of every finished trial. under_way: the claims that hold, the tuner's own included.
+    study: what a sampler goes by, the trials that were timed and those under way, whoever measures them."""
 
     def __init__(
         self, storage: Storage, name: str | None, beat_s: float = BEAT_S, dead_s: float = DEAD_S, accept: Callable[[KernelConfig], bool] = lambda _: True,
@@ -62,7 +77,7 @@ class Study:
         self.tuner = uuid.uuid4().hex[:12]
         self.outcomes: dict[KernelConfig, Outcome] = {}
         self.under_way: dict[KernelConfig, Claim] = {}
-        self._news: list[tuple[Point, Outcome]] = []
+        self._timed: list[FrozenTrial] = []
         self._closed: set[int] = set()  # numbers of trials that will not change any more
         self._beats: dict[str, tuple[object, float]] = {}  # each other tuner's last beat, and when it was first seen
         self._beats_read = -math.inf
@@ -71,8 +86,9 @@ class Study:
         self._beating = threading.Thread(target=self._go_on_beating, name="study beat", daemon=True)
         with storage.in_words():
             self.backend = storage.backend(name or "")
-            self.study = optuna.create_study(storage=self.backend, study_name=name, direction="minimize", load_if_exists=True)
-            self.id = self.backend.get_study_id_from_name(self.study.study_name)
+            made = optuna.create_study(storage=self.backend, study_name=name, direction="minimize", load_if_exists=True)
+            self.study = _Kept(made.study_name, self.backend)
+            self.id = self.backend.get_study_id_from_name(made.study_name)
             if storage.lasting:
                 self._beat(0)
                 self._beating.start()
@@ -91,38 +107,36 @@ class Study:
         """How many are known to have trials under way, this one included."""
         return len({self.tuner, *(c.tuner for c in self.under_way.values())})
 
-    def news(self) -> list[tuple[Point, Outcome]]:
-        """What other tuners found since the last call."""
-        found, self._news = self._news, []
-        return found
-
     def refresh(self) -> None:
         """Read what others did meanwhile, and give up what the dead among them had under way."""
         with self.storage.in_words(), unbroken():
-            self._take_in(self.study.get_trials(deepcopy=False))
+            self._take_in(self.study.fetch())
             dead = self._dead({c.tuner for c in self.under_way.values()} - {self.tuner})
             for claim in [c for c in self.under_way.values() if c.tuner in dead]:
                 self._give_up(claim.number, "abandoned")
                 del self.under_way[claim.config]
 
     def _take_in(self, trials: Iterable[FrozenTrial]) -> None:
-        """Update the view to these trials; those that changed for the last time before are passed over."""
-        under_way: dict[KernelConfig, Claim] = {}
-        for trial in sorted(trials, key=lambda t: t.number):
+        """Update the view to these trials, which come by number; those that changed for the last time before are passed over."""
+        under_way: dict[KernelConfig, tuple[Claim, FrozenTrial]] = {}
+        for trial in trials:
             if trial.number in self._closed:
                 continue
+            if trial.state.is_finished():
+                self._closed.add(trial.number)
             found, outcome = _claimed(trial), _outcome(trial)
-            found = found if found is not None and self._accept(found[1]) else None
-            if found is not None and outcome is not None:  # also where a kill came before the trial was told as finished
-                self._closed.add(trial.number)
-                if found[1] not in self.outcomes:
-                    self.outcomes[found[1]] = outcome
-                    self._news.append((Point(trial.params, trial.distributions), outcome))
-            elif trial.state.is_finished():
-                self._closed.add(trial.number)
-            elif found is not None:
-                under_way.setdefault(found[1], Claim(trial.number, found[1], found[0]))
-        self.under_way = {config: claim for config, claim in under_way.items() if config not in self.outcomes}
+            if found is None or not self._accept(found[1]):
+                continue
+            tuner, config = found
+            if outcome is not None:  # also where a kill came before the trial was told as finished
+                self.outcomes.setdefault(config, outcome)
+                if trial.state == TrialState.COMPLETE and _sound(trial):
+                    self._timed.append(trial)
+            elif not trial.state.is_finished():
+                under_way.setdefault(config, (Claim(trial.number, config, tuner), trial))
+        held = {config: claimed for config, claimed in under_way.items() if config not in self.outcomes}
+        self.under_way = {config: claim for config, (claim, _) in held.items()}
+        self.study.seen = [*self._timed, *(trial for _, trial in held.values() if _sound(trial))]
 
     # -- taking part
 
@@ -138,7 +152,8 @@ class Study:
         with self.storage.in_words(), unbroken():
             trial_id = self.backend.create_new_trial(self.id, draft)
             claim = Claim(self.backend.get_trial_number_from_id(trial_id), config, self.tuner)
-            self._take_in(t for t in self.study.get_trials(deepcopy=False) if t.number < claim.number)
+            trials = self.study.fetch()
+            self._take_in(t for t in trials if t.number < claim.number)
             if self.known(config):
                 self._give_up(claim.number, "repeat")
                 return "repeat"
@@ -146,6 +161,7 @@ class Study:
                 self._give_up(claim.number, "full")
                 return "full"
             self.under_way[config] = claim
+            self.study.seen = [*self.study.seen, *(t for t in trials if t.number == claim.number)]
             return claim
 
     def record(self, claim: Claim, outcome: Outcome) -> None:
@@ -153,7 +169,6 @@ class Study:
         with self.storage.in_words(), unbroken():
             self.outcomes[claim.config] = outcome
             self.under_way.pop(claim.config, None)
-            self._closed.add(claim.number)
             with contextlib.suppress(_ENDED):
                 trial_id = self._trial_id(claim.number)
                 self.backend.set_trial_user_attr(trial_id, _OUTCOME, asdict(outcome) | {"detail": outcome.detail[:_LONGEST_DETAIL]})
@@ -166,9 +181,9 @@ class Study:
     def release(self) -> None:
         """Let go of what this tuner claimed and has not measured, so that others may."""
         with self.storage.in_words(), unbroken():
-            for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            for trial in self.study.fetch():
                 found = _claimed(trial)
-                if found is not None and found[0] == self.tuner and trial.number not in self._closed:
+                if found is not None and found[0] == self.tuner and not trial.state.is_finished():
                     self._give_up(trial.number, "released")
             self.under_way = {config: claim for config, claim in self.under_way.items() if claim.tuner != self.tuner}
 
@@ -236,6 +251,13 @@ def _claimed(trial: FrozenTrial) -> tuple[str, KernelConfig] | None:
         return tuner, schedules.from_mapping(values)
     except ConfigError:
         return None
+
+
+def _sound(trial: FrozenTrial) -> bool:
+    """Whether a sampler can take it in: of a damaged trial the parameters may be no whole numbers within bounds, or the time no number."""
+    whole = all(isinstance(d, IntDistribution) and d.low <= trial.params.get(name, math.nan) <= d.high for name, d in trial.distributions.items())
+    times = trial.values or ()
+    return whole and len(times) == (1 if trial.state == TrialState.COMPLETE else 0) and all(map(math.isfinite, times))
 
 
 _US = fields.number(0, 1e9, digits=6)

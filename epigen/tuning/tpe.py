@@ -1,24 +1,21 @@
-"""Optuna's TPE: what to try next, from all that is known of a study. A model in memory of one tuner, whatever the study is kept in.
+"""Optuna's TPE as a sampler on a study: what to try next, from all the trials that the study knows, whoever measured them.
 
-Configs that were tried and their times go in, points of the space come out. A point may be led: given dimensions are taken as they
-are, and TPE chooses the rest.
+A study and dimensions that are given go in, a point of the space comes out: TPE chooses the rest. Nothing is written: most proposals are
+configs that the study has already, and what becomes a trial is claimed there.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import optuna
-from optuna.distributions import BaseDistribution
+from optuna.distributions import BaseDistribution, IntDistribution
 from optuna.trial import TrialState, create_trial
 
 from epigen.choose.space import Suggest
 from epigen.codegen.spec import KernelConfig
-from epigen.tuning.task import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,58 +26,35 @@ class Point:
     distributions: Mapping[str, BaseDistribution]
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """A config that TPE proposed. It counts as under way until it is told or dropped."""
-
-    config: KernelConfig
-    point: Point
-    trial: optuna.Trial
-
-
 class Tpe:
     def __init__(self, seed: int):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.study = optuna.create_study(sampler=_sampler(seed))
+        self.sampler = _sampler(seed)
 
     def reseed(self, seed: int) -> None:
-        self.study.sampler = _sampler(seed)
+        self.sampler = _sampler(seed)
 
-    def propose(self, led: Mapping[str, int], walk: Callable[[Suggest], KernelConfig]) -> Proposal:
-        """A point that `walk` makes of suggestions. led: dimensions that are given."""
-        self.study.enqueue_trial(dict(led))
-        trial = self.study.ask()
-        config = walk(trial.suggest_int)
-        return Proposal(config, Point(trial.params, trial.distributions), trial)
+    def propose(self, study: optuna.Study, given: Mapping[str, int], walk: Callable[[Suggest], KernelConfig]) -> tuple[KernelConfig, Point]:
+        """The config that `walk` makes of suggestions, and its point. given: dimensions that TPE does not choose."""
+        parameters: dict[str, int] = {}
+        distributions: dict[str, BaseDistribution] = {}
+        draft = create_trial(state=TrialState.RUNNING)
 
-    def tell(self, proposal: Proposal, outcome: Outcome) -> None:
-        time = _log_us(outcome)
-        if time is None:
-            self.drop(proposal)
-        else:
-            self.study.tell(proposal.trial, time)
+        def suggest(name: str, low: int, high: int) -> int:
+            distribution = IntDistribution(low, high)
+            if name in given:
+                value = given[name]
+            else:
+                value = low if distribution.single() else self.sampler.sample_independent(study, draft, name, distribution)
+            parameters[name], distributions[name] = value, distribution
+            return value
 
-    def drop(self, proposal: Proposal) -> None:
-        """Told as a failure, which TPE passes over: a repeat told as a result would draw it there ever more."""
-        self.study.tell(proposal.trial, state=TrialState.FAIL)
-
-    def learn(self, point: Point, outcome: Outcome) -> None:
-        """Take in what another tuner found. A point that was damaged on its way teaches nothing."""
-        time = _log_us(outcome)
-        if time is None:
-            return
-        with contextlib.suppress(ValueError):
-            self.study.add_trial(create_trial(value=time, params=dict(point.parameters), distributions=dict(point.distributions)))
+        return walk(suggest), Point(parameters, distributions)
 
 
 def _sampler(seed: int) -> optuna.samplers.BaseSampler:
     with warnings.catch_warnings():
-        # to Optuna 4 the constant liar, which keeps the proposals of a batch apart, is experimental; since 5 it is the default
+        # to Optuna 4 the constant liar, which keeps proposals apart from trials under way, is experimental; since 5 it is the default
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        # the first trials are led: TPE needs no random ones of its own
-        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=1, constant_liar=True)
-
-
-def _log_us(outcome: Outcome) -> float | None:
-    """To Optuna a time is its logarithm, so that ten per cent count alike everywhere; None for a failure."""
-    return math.log(outcome.median_us) if outcome.kind in ("ok", "slower") and outcome.median_us > 0 else None
+        # the first trials are given: TPE needs no random ones of its own. Each dimension by itself: schedules share none but their own number
+        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=1, multivariate=False, constant_liar=True)
