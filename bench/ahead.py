@@ -21,7 +21,7 @@ _PATIENCE_S = 60.0
 def compile_one(request: Request, target: Target) -> str:
     """Compile what a call would launch. Returns what went wrong, "" if nothing: the call itself will say it again."""
     dtype = BY_NAME[request.dtype]
-    kernel = epigen.compile(request.program)
+    kernel = epigen.compile(request.graph.text)
     sample = verify.sample(kernel.graph, request.shape, dtype, dtype, dtype, device="meta", layout=request.layout)
     try:
         kernel.warm(sample.a, sample.b, target, **sample.inputs)

@@ -22,7 +22,7 @@ from typing import Any
 
 from bench import record
 from bench.record import Report
-from epigen import settings
+from epigen import dtypes, settings
 from epigen.choose.choose import Chooser
 from epigen.codegen.spec import KernelConfig
 from epigen.db.database import Database
@@ -30,11 +30,11 @@ from epigen.db.lookup import Found, version_order
 from epigen.db.records import Key, Record, problem_key
 from epigen.errors import EpigenError
 from epigen.gpus import Target
+from epigen.ir.program import graph_of
 from epigen.runtime.loader import triton_version
 from epigen.tuning import report
 from epigen.tuning.runner import GpuRunner, Runner
 from epigen.tuning.task import Task
-from epigen.tuning.tune import problem_for, spec_of
 
 CLAIMED = 1.05
 RULE, PREFERRED = "rule", "preferred"
@@ -76,7 +76,8 @@ def of_this_version(records: Iterable[Record], triton: str) -> list[Record]:
 def task_of(one: Record, target: Target) -> Task:
     """The task that the record was tuned by."""
     dense = [kind.partition("[")[0] for kind in one.inputs if "[" in kind]
-    return Task(one.program, one.shape, one.a, one.b, ",".join(dense) or one.a, one.layout, one.precision or "ieee", target)
+    a, b, *inputs = (dtypes.BY_NAME[name] for name in (one.a, one.b, *(dense or [one.a])))
+    return Task(graph_of(one.program), one.shape, a, b, tuple(inputs), one.layout, one.precision or "ieee", target)
 
 
 def borrowed(task: Task, others: Sequence[Record]) -> tuple[KernelConfig, str, str]:
@@ -84,10 +85,9 @@ def borrowed(task: Task, others: Sequence[Record]) -> tuple[KernelConfig, str, s
     with tempfile.TemporaryDirectory() as folder:
         database = Database(Path(folder), seeds=())
         database.add(*others)
-        graph = task.graph()
-        spec, chooser = spec_of(graph, task), Chooser(graph, database)
-        found = chooser(spec, task.shape, task.target, "")
-        near = chooser.bucket(spec, task.shape, task.target).borrowed is not None
+        chooser = Chooser(task.graph, database)
+        found = chooser(task.spec, task.shape, task.target, "")
+        near = chooser.bucket(task.spec, task.shape, task.target).borrowed is not None
     return found.config, found.how if isinstance(found, Found) else PREFERRED if near else RULE, found.why
 
 
@@ -195,7 +195,7 @@ def main() -> None:
             if time.monotonic() - start > options.budget:
                 break
             task = task_of(case.record, target)
-            if problem_key(problem_for(task)) != case.record.problem_key:
+            if problem_key(task.problem) != case.record.problem_key:
                 left_out["made by an epigen whose problems are named otherwise"] += 1
                 continue
             rows.append({"seed": seed} | measured(case, task, runner, options.comparisons, timed))

@@ -108,7 +108,7 @@ def warm_up() -> float:
 def suite_text(requests: Iterable[Request]) -> str:
     """Problems as the text of a suite file. JSON's strings are TOML's."""
     return "\n".join(
-        f"[[problem]]\nprogram = {json.dumps(a.program)}\nshapes = {json.dumps(extents(a.shape))}\ndtype = {json.dumps(a.dtype)}\n"
+        f"[[problem]]\nprogram = {json.dumps(a.graph.text)}\nshapes = {json.dumps(extents(a.shape))}\ndtype = {json.dumps(a.dtype)}\n"
         f"layout = {json.dumps(a.layout)}\nprecision = {json.dumps(a.precision)}\n"
         for a in requests
     )

@@ -26,7 +26,6 @@ from epigen.perf import model
 from epigen.perf.constants import FITTED, Constants
 from epigen.tuning import table
 from epigen.tuning.table import Table
-from epigen.tuning.tune import spec_of
 
 FIXED = frozenset({
     "tensor_share",  # a share above one would only make up for something else
@@ -91,8 +90,7 @@ def random_shapes(folder: Path = record.DATA) -> list[Sweep]:
 
 def _sweep(name: str, found: Table) -> Sweep:
     ran = [(config, outcome.median_us) for config, outcome in found.rows.items() if outcome.kind in ("ok", "slower")]
-    spec = spec_of(found.task.graph(), found.task)
-    return Sweep(name, found, spec, tuple(c for c, _ in ran), tuple(us for _, us in ran))
+    return Sweep(name, found, found.task.spec, tuple(c for c, _ in ran), tuple(us for _, us in ran))
 
 
 def ranked(sweep: Sweep, estimated: Sequence[float]) -> list[float]:

@@ -15,6 +15,8 @@ from typing import Any
 
 from bench import record
 from bench.record import Report
+from epigen.dtypes import FP16
+from epigen.ir.program import graph_of
 from epigen.tuning import report
 from epigen.tuning.runner import GpuRunner, Runner
 from epigen.tuning.task import Task
@@ -85,7 +87,7 @@ def main() -> None:
     runner = GpuRunner()
     try:
         for text, shape, layout in PROBLEMS[: options.problems]:
-            task = Task(text, shape, "fp16", "fp16", "fp16", layout, "ieee", target)
+            task = Task(graph_of(text), shape, FP16, FP16, (FP16,), layout, "ieee", target)
             print(report.name(task), flush=True)
             found = repeated(task, runner, range(options.repetitions), options.comparisons)
             rows.append(found)

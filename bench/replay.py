@@ -28,7 +28,7 @@ from epigen.tuning import report, table
 from epigen.tuning.runner import Replay
 from epigen.tuning.table import Table
 from epigen.tuning.task import Comparison, Outcome, median_error
-from epigen.tuning.tune import spec_of, tune_one
+from epigen.tuning.tune import tune_one
 
 TRIALS, AT, SEEDS = 96, 48, 50
 ENOUGH = 0.98
@@ -118,7 +118,7 @@ def tpe_alone(recorded: Table, runner: Noisy, seed: int) -> None:
 
 def _space(recorded: Table) -> Space:
     task = recorded.task
-    return Space(spec_of(task.graph(), task), task.shape, task.target)
+    return Space(task.spec, task.shape, task.target)
 
 
 def everything(recorded: Table, runner: Noisy, seed: int) -> None:  # noqa: ARG001  # there is nothing to choose

@@ -19,12 +19,13 @@ from bench.programs import BY_NAME
 from epigen import gpus
 from epigen.choose.space import Space
 from epigen.codegen.spec import KernelConfig
+from epigen.dtypes import BF16, FP16
+from epigen.ir.program import graph_of
 from epigen.perf import model
 from epigen.runtime import device
 from epigen.tuning import table
 from epigen.tuning.runner import GpuRunner
 from epigen.tuning.task import Outcome, Task
-from epigen.tuning.tune import spec_of
 
 # name, program, shape, layout: the kinds of problem that stress different parts of the model
 PROBLEMS = (
@@ -73,12 +74,12 @@ def main() -> None:
     options = parser.parse_args()
     target = device.at_hand() or gpus.DEFAULT_TARGET
     runner: GpuRunner | None = None
-    dtype, tables = "bf16" if options.random else "fp16", list[table.Table]()
+    dtype, tables = BF16 if options.random else FP16, list[table.Table]()
     for name, text, shape, layout in random_problems(options.random) if options.random else PROBLEMS:
         if options.only and name not in options.only:
             continue
-        task = Task(text, shape, dtype, dtype, dtype, layout, "ieee", target)
-        spec = spec_of(task.graph(), task)
+        task = Task(graph_of(text), shape, dtype, dtype, (dtype,), layout, "ieee", target)
+        spec = task.spec
         configs = list(Space(spec, shape, target).every())
         legal = len(configs)
         if options.sample:

@@ -38,7 +38,6 @@ from epigen.runtime import device
 from epigen.runtime.loader import triton_version
 from epigen.tuning import sampling
 from epigen.tuning.runner import GpuRunner, Runner, compile_workers_for
-from epigen.tuning.tune import problem_for, spec_of
 
 SCHEDULE = "warp_specialized"
 AHEAD = 1.03
@@ -71,9 +70,9 @@ def contests(records: Sequence[Record], target: Target, least_us: float, rivals:
     index, found = Index([records]), []
     for one in sorted(records, key=lambda r: r.median_us):
         task = task_of(one, target)
-        if one.median_us < least_us or one.schedule != SCHEDULE or problem_key(problem_for(task)) != one.problem_key:
+        if one.median_us < least_us or one.schedule != SCHEDULE or problem_key(task.problem) != one.problem_key:
             continue
-        spec, other = spec_of(task.graph(), task), 1 - one.kernel_config["pingpong"]
+        spec, other = task.spec, 1 - one.kernel_config["pingpong"]
         space = Space(spec, task.shape, target)
 
         def runs(config: KernelConfig, other: int = other) -> bool:

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from epigen import dtypes
-from epigen.choose.choose import Chooser, capability
+from epigen.choose.choose import Chooser
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
 from epigen.db.database import Database
+from epigen.db.problem import capability
 from epigen.errors import CallError, near_miss, shown
-from epigen.ir.check import check
-from epigen.ir.graph import Graph
-from epigen.ir.passes import normalise
-from epigen.lang.parser import parse
+from epigen.ir.program import graph_of
 from epigen.runtime.arguments import process_precision
 from epigen.runtime.kernel import BACKENDS, Kernel, KnownAs
 from epigen.runtime.rendering import renderer
@@ -32,13 +30,6 @@ if TYPE_CHECKING:
     from epigen.tuning.tune import Tuned
 
 TUNE = (None, "missing")
-
-
-def graph_of(text: str) -> Graph:
-    """Parse, check and normalise a program. Raises ParseError or CheckError, and CallError for what is no text."""
-    if not isinstance(text, str):
-        raise CallError(f"a program is text, and a {type(text).__name__} was given")
-    return normalise(check(parse(text)))
 
 
 def derive(
@@ -171,7 +162,6 @@ def tune(
     """
     from epigen.tuning import remembered, request
     from epigen.tuning.fleet import tune_all
-    from epigen.tuning.tune import spec_of
 
     if trials < 1:
         raise CallError(f"trials={trials}: at least one config is measured")
@@ -187,9 +177,8 @@ def tune(
         precision = process_precision()
     wanted = request.distinct(request.every(several, given, [dtype], [layout], precision))
     chosen, target = request.gpus_for(devices)
-    tasks = [a.task(target, seed) for a in wanted]
+    tasks = [a.task(target, seed) for a in wanted]  # what does not fit together comes out before anything is measured
     for task in tasks:
-        spec_of(task.graph(), task)  # what does not fit together comes out before anything is measured
         if fresh:
             remembered.forget(task)
     base = _database() if database is None else database if isinstance(database, Database) else Database(Path(database))

@@ -22,6 +22,8 @@ from epigen.choose import choose, rule
 from epigen.codegen.spec import Choice, KernelConfig
 from epigen.db.database import Database
 from epigen.db.records import Record
+from epigen.dtypes import FP16, FP32, INT8, DType
+from epigen.ir.program import graph_of
 from epigen.runtime import device
 from epigen.runtime.loader import triton_version
 from epigen.tuning import suite, table
@@ -29,7 +31,6 @@ from epigen.tuning.request import every
 from epigen.tuning.runner import Replay
 from epigen.tuning.table import Table
 from epigen.tuning.task import Comparison, Outcome, Task
-from epigen.tuning.tune import problem_for
 
 SQUARE = table.read(record.DATA / "sweep_square.json")
 H200 = SQUARE.task.target
@@ -121,7 +122,7 @@ def test_a_winner_that_is_wrong_when_checked_again_breaks_the_claim() -> None:
 
 def tuned_record(task: Task, config: KernelConfig, **more: object) -> Record:
     run = {"median_us": 10.0, "spread_us": 0.1, "baseline_us": 10.0, "unfused_us": 12.0, "trials": {"ok": 48}, "date": "2026-11-05T12:00:00Z"}
-    return Record.make(problem_for(task), config, **(run | {"triton": triton_version(), "torch": "2.11.0", "epigen": "0.1.0"} | more))
+    return Record.make(task.problem, config, **(run | {"triton": triton_version(), "torch": "2.11.0", "epigen": "0.1.0"} | more))
 
 
 def right(recorded: Table = SQUARE) -> list[KernelConfig]:
@@ -130,7 +131,7 @@ def right(recorded: Table = SQUARE) -> list[KernelConfig]:
 
 def database(text: str = "relu(mm + bias)", extents: Sequence[int] = (2048, 4096, 8192, 16384, 32768), **more: str) -> list[Record]:
     """Records of one program at several M; each with a config of its own."""
-    tasks = [replace(SQUARE.task, text=text, shape=(m, 4096, 4096), **more) for m in extents]
+    tasks = [replace(SQUARE.task, graph=graph_of(text), shape=(m, 4096, 4096), **more) for m in extents]
     return [tuned_record(task, config) for task, config in zip(tasks, right()[: len(tasks)], strict=True)]
 
 
@@ -158,11 +159,11 @@ def test_one_record_a_problem_is_left() -> None:
 @pytest.mark.parametrize(
     "text", ["relu(mm + bias)", "dz = drelu(mm, mask); dz, bgrad(dz)", "mm", "mm * alpha + residual + bias", "z = gelu(mm + bias); z, bitmask(z > 0)"]
 )
-@pytest.mark.parametrize(("dtype", "inputs", "precision"), [("fp16", "fp16", "ieee"), ("int8", "fp32", "ieee"), ("fp32", "fp32", "tf32")])
-def test_a_record_tells_the_task_it_came_from(text: str, dtype: str, inputs: str, precision: str) -> None:
-    task = Task(text, (4096, 2048, 512), dtype, dtype, inputs, "nt", precision, H200)
+@pytest.mark.parametrize(("dtype", "inputs", "precision"), [(FP16, FP16, "ieee"), (INT8, FP32, "ieee"), (FP32, FP32, "tf32")])
+def test_a_record_tells_the_task_it_came_from(text: str, dtype: DType, inputs: DType, precision: str) -> None:
+    task = Task(graph_of(text), (4096, 2048, 512), dtype, dtype, (inputs,), "nt", precision, H200)
     again = borrow.task_of(tuned_record(task, right()[0]), H200)
-    assert problem_for(again) == problem_for(task)
+    assert again.problem == task.problem
 
 
 def test_what_is_borrowed_is_what_a_call_would_get() -> None:

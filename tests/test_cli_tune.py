@@ -32,8 +32,9 @@ from epigen.cli.live import Live
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
 from epigen.db.database import Database
-from epigen.dtypes import BF16
+from epigen.dtypes import BF16, FP32
 from epigen.errors import CallError, CheckError, TuneError
+from epigen.ir.program import graph_of
 from epigen.runtime import device
 from epigen.tuning import fleet, remembered, report, table
 from epigen.tuning.runner import GpuRunner, Replay, compile_workers_for
@@ -114,10 +115,10 @@ def test_several_programs_and_shapes_in_one_go(tuner: Tuner, tmp_path: Path) -> 
     run(
         "relu(mm + bias)", "gelu(mm + bias)", "--shape", "16x4096x4096", "--shape", "64x4096x4096", "--dtype", "bf16", "--trials", 4, "--seed", 7, "--budget", 9
     )
-    assert [(t.text, t.shape) for t in tuner.tasks] == [
+    assert [(t.graph.text, t.shape) for t in tuner.tasks] == [
         (program, (m, 4096, 4096)) for program in ("relu(mm + bias)", "gelu(mm + bias)") for m in (16, 64)
     ]  # fmt: skip
-    assert {(t.a, t.b, t.inputs, t.layout, t.seed) for t in tuner.tasks} == {("bf16", "bf16", "bf16", "nt", 7)}
+    assert {(t.a, t.b, t.inputs, t.layout, t.seed) for t in tuner.tasks} == {(BF16, BF16, (BF16,), "nt", 7)}
     assert (tuner.options["trials"], tuner.options["budget_s"], tuner.options["seed"], tuner.options["devices"]) == (4, 9.0, 7, (0,))
     assert len(Database(tmp_path / "db", seeds=()).records()) == 4
 
@@ -126,7 +127,7 @@ def test_suites_come_after_the_programs_and_each_problem_once(tuner: Tuner, tmp_
     suite = tmp_path / "my.toml"
     suite.write_text('[[problem]]\nprogram = ["relu( mm+bias )", "mm"]\nshapes = ["16x4096x4096", "32x4096x4096"]\n')
     run(*ONE, "--suite", suite, "--suite", suite, "--trials", 4)
-    assert [(t.text, t.shape[0]) for t in tuner.tasks] == [("relu(mm + bias)", 16), ("relu( mm+bias )", 32), ("mm", 16), ("mm", 32)]
+    assert [(t.graph.text, t.shape[0]) for t in tuner.tasks] == [("relu(mm + bias)", 16), ("relu(mm + bias)", 32), ("mm", 16), ("mm", 32)]
     suite.write_text("[[problem]]\n")
     assert run("--suite", suite, status=1).stderr.splitlines() == [
         f"{suite}: problem 1, program: this field is missing",
@@ -137,7 +138,7 @@ def test_suites_come_after_the_programs_and_each_problem_once(tuner: Tuner, tmp_
 def test_a_dtype_by_torchs_name(tuner: Tuner) -> None:
     for given, name in (("float16", "fp16"), ("torch.bfloat16", "bf16"), ("half", "fp16"), ("float32", "fp32"), ("fp32", "fp32")):
         run(*ONE, "--trials", 1, "--dtype", given)
-        assert tuner.tasks[0].a == name
+        assert tuner.tasks[0].a.name == name
     said = run(*ONE, "--dtype", "float61", status=2).stderr
     assert "'--dtype': unknown dtype 'float61': did you mean float16 or float?" in said
     assert "--dtype [fp32|fp16|bf16|fp8e4m3|fp8e5m2|int8]" in run("--help").stdout
@@ -354,9 +355,9 @@ def test_trials_are_kept_a_problem_in_the_cache_unless_told_otherwise(tuner: Tun
 def test_a_journal_belongs_to_what_is_measured() -> None:
     task = RECORDED.task
     mine = remembered.journal(task)
-    assert remembered.journal(replace(task, text="relu( mm+bias )", seed=3, device=1)) == mine
+    assert remembered.journal(replace(task, graph=graph_of("relu( mm+bias )"), seed=3, device=1)) == mine
     others = [
-        replace(task, text="gelu(mm + bias)"), replace(task, shape=(16, 4096, 8192)), replace(task, a="bf16", b="bf16"), replace(task, inputs="fp32"),
+        replace(task, graph=graph_of("gelu(mm + bias)")), replace(task, shape=(16, 4096, 8192)), replace(task, a=BF16, b=BF16), replace(task, inputs=(FP32,)),
         replace(task, layout="nn"), replace(task, target=replace(task.target, part="NVIDIA H100")),
     ]  # fmt: skip
     assert len({mine, *map(remembered.journal, others)}) == 1 + len(others)
@@ -411,7 +412,7 @@ def test_a_line_of_progress_tells_trials_best_ratio_time_left_and_rejections() -
     assert report.progress(RECORDED.task, seen(mm_us=None)).endswith("best 16.90 us, 62 s left")
     nothing = report.progress(RECORDED.task, seen(trials=0, seconds=0.0, best_us=0.0, mm_us=None))
     assert nothing == "relu(mm + bias) 16x4096x4096 fp16 nt  0/48 trials"
-    long = replace(RECORDED.task, text="gelu(mm + bias) * gate[m,n] + residual * 0.125 + shift[n]")
+    long = replace(RECORDED.task, graph=graph_of("gelu(mm + bias) * gate[m,n] + residual * 0.125 + shift[n]"))
     assert report.name(long) == "gelu(mm + bias) * gate[m,n] + residua... 16x4096x4096 fp16 nt"
 
 

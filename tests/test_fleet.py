@@ -16,8 +16,10 @@ from tuner_process import BASELINE, MadeUp, outcome_of
 
 from epigen.codegen.spec import KernelConfig
 from epigen.db.database import Database
+from epigen.dtypes import FP16
 from epigen.errors import EpigenError, TuneError
 from epigen.gpus import DEFAULT_TARGET
+from epigen.ir.program import graph_of
 from epigen.tuning import fleet
 from epigen.tuning.fleet import tune_all
 from epigen.tuning.interrupt import heeded
@@ -29,7 +31,7 @@ from epigen.tuning.tune import Tuned, study_name
 
 
 def task(m: int = 256, text: str = "relu(mm + bias)") -> Task:
-    return Task(text, (m, 512, 512), "fp16", "fp16", "fp16", "nt", "ieee", DEFAULT_TARGET)
+    return Task(graph_of(text), (m, 512, 512), FP16, FP16, (FP16,), "nt", "ieee", DEFAULT_TARGET)
 
 
 HANGS_S = 250.0

@@ -24,7 +24,7 @@ PACKAGE = ROOT / "epigen"
 ORDER = (
     "errors", "uncollected", "after_import", "files", "settings", "dtypes", "gpus", "ops",
     "lang.walk", "lang.syntax", "lang.parser",
-    "ir.graph", "ir.check", "ir.passes", "ir.rules", "ir.unparse", "ir.autodiff", "ir.derivation", "ir.derive", "ir.reference", "ir.recognise", "ir.bound",
+    "ir.graph", "ir.check", "ir.passes", "ir.program", "ir.rules", "ir.unparse", "ir.autodiff", "ir.derivation", "ir.derive", "ir.reference", "ir.recognise", "ir.bound",
     "codegen.spec", "codegen.schedules", "codegen.emit", "codegen.lower", "codegen.functions", "codegen.tile", "codegen.partitions",
     "codegen.render", "codegen.standalone",
     "perf.traffic", "perf.resources", "perf.limits", "perf.constants", "perf.model",
@@ -46,7 +46,7 @@ ORDER = (
 """Each module, once: it imports only from those before it, lazily as well."""
 
 NO_TORCH = re.compile(
-    r"(errors|uncollected|after_import|files|settings|dtypes|gpus|ops|lang\..*|ir\.(graph|check|passes|rules|unparse|autodiff|derivation|derive)|codegen\..*)"
+    r"(errors|uncollected|after_import|files|settings|dtypes|gpus|ops|lang\..*|ir\.(graph|check|passes|program|rules|unparse|autodiff|derivation|derive)|codegen\..*)"
 )
 """The front end: it works where neither torch nor Triton is installed."""
 

@@ -34,7 +34,6 @@ from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
 from epigen.perf import limits, model
 from epigen.perf.constants import FITTED
-from epigen.tuning import tune
 
 H200 = gpus.by_name("H200")
 PLAIN = "relu(mm + bias)"
@@ -359,7 +358,7 @@ def test_which_way_to_share_a_long_product_is_the_faster() -> None:
         task = borrow.task_of(records[name], H200.target)
         times = ways.times(row)
         configs = {c: ways.config_of(row, c) for c in times}
-        estimated = dict(zip(times, (e.us for e in model.estimates(tune.spec_of(task.graph(), task), configs.values(), task.shape, H200)), strict=True))
+        estimated = dict(zip(times, (e.us for e in model.estimates(task.spec, configs.values(), task.shape, H200)), strict=True))
         regrets.append(times[min(times, key=estimated.__getitem__)] / min(times.values()))
         turns, together = ([c for c in times if configs[c]["pingpong"] == way] for way in (1, 0))
         if turns and together:

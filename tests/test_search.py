@@ -21,6 +21,7 @@ from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, with_layout
 from epigen.dtypes import FP8E4M3, FP16, FP32, INT8
 from epigen.errors import ConfigError, TuneError
 from epigen.gpus import DEFAULT_TARGET, TARGETS
+from epigen.ir.program import graph_of
 from epigen.perf.resources import Work
 from epigen.tuning.runner import GpuRunner, Replay
 from epigen.tuning.search import search
@@ -366,7 +367,7 @@ class Runner(GpuRunner):
 
 @pytest.fixture
 def runner() -> Iterator[GpuRunner]:
-    task = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT_TARGET))
+    task = Task(graph_of("relu(mm + bias)"), SHAPE, FP16, FP16, (FP16,), "nn", "ieee", DEFAULT_TARGET)
     made = Runner(compile_workers=2, timing_worker="faulty_timing_worker", compile_worker="faulty_compile_worker", build_s=1000.0)
     made.begin(task)
     yield made
@@ -411,7 +412,7 @@ def test_workers_go_on_with_another_task(runner: GpuRunner) -> None:
     runner.prepare([tiled(block_m=m) for m in (16, 32, 64, 128)])
     assert runner.measure(tiled(), 0.0).kind == "ok"
     before = [runner.timing_worker.key, *(w.key for w in runner.compile_workers)]
-    runner.begin(Task("gelu(mm)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT_TARGET)))
+    runner.begin(Task(graph_of("gelu(mm)"), SHAPE, FP16, FP16, (FP16,), "nn", "ieee", DEFAULT_TARGET))
     assert not runner.built and not runner.building and not runner.waiting
     assert runner.measure(tiled(), 0.0).kind == "ok"
     assert [runner.timing_worker.key, *(w.key for w in runner.compile_workers)] == before
@@ -423,14 +424,14 @@ def test_workers_import_no_more_than_they_need() -> None:
     code = """
 import sys
 from epigen.ir import bound, reference
-from epigen.dtypes import FP32
+from epigen.dtypes import FP32, INT8
 from epigen.gpus import DEFAULT_TARGET
+from epigen.ir.program import graph_of
 from epigen.tuning.task import Task
-task = Task("drelu(mm + bias, mask) + residual", (64, 64, 64), "int8", "int8", "fp32", "nt", "ieee", DEFAULT_TARGET)
-graph = task.graph()
-task.sample(graph, "meta")
-given = task.sample(graph, "cpu")
-(expected,) = bound.expect(graph, given.a, given.b, given.inputs, [FP32], "ieee")
+task = Task(graph_of("drelu(mm + bias, mask) + residual"), (64, 64, 64), INT8, INT8, (FP32,), "nt", "ieee", DEFAULT_TARGET)
+task.sample("meta")
+given = task.sample("cpu")
+(expected,) = bound.expect(task.graph, given.a, given.b, given.inputs, [FP32], "ieee")
 assert bound.compare(expected.value.float(), expected).ok
 assert not {"torch._dynamo", "sympy"} & set(sys.modules)
 """
@@ -440,7 +441,7 @@ assert not {"torch._dynamo", "sympy"} & set(sys.modules)
 @pytest.mark.slow
 def test_where_the_vendors_product_ends_its_worker_the_trials_decide() -> None:
     """It is killed at the start, hangs in the run-off, and is killed again where it is timed by itself at last."""
-    task = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT_TARGET))
+    task = Task(graph_of("relu(mm + bias)"), SHAPE, FP16, FP16, (FP16,), "nn", "ieee", DEFAULT_TARGET)
     made = Runner(compile_workers=2, timing_worker="faulty_vendor", compile_worker="faulty_compile_worker", build_s=1000.0)
     try:
         made.begin(task)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import epigen
+from epigen.dtypes import FP16, FP32
 from epigen.errors import CallError, CheckError, SuiteError, TuneError
 from epigen.gpus import TARGETS
 from epigen.runtime import device
 from epigen.tuning import request, suite
-from epigen.tuning.tune import spec_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ROOT / "bench" / "suite_h200.toml"
@@ -30,7 +30,7 @@ def test_an_entry_stands_for_every_combination() -> None:
         '[[problem]]\nprogram = "mm"\nshapes = "7x8x9"\ndtype = "fp32"\nprecision = "tf32"\n'
     )
     assert len(found) == 2 * 2 * 2 * 2 + 1
-    assert [(a.program, a.shape, a.dtype, a.layout) for a in found[:3]] == [
+    assert [(a.graph.text, a.shape, a.dtype, a.layout) for a in found[:3]] == [
         ("relu(mm)", (1, 2, 3), "fp16", "nt"), ("relu(mm)", (1, 2, 3), "fp16", "nn"), ("relu(mm)", (1, 2, 3), "bf16", "nt"),
     ]  # fmt: skip
     assert (found[-1].shape, found[-1].dtype, found[-1].layout, found[-1].precision) == ((7, 8, 9), "fp32", "nt", "tf32")
@@ -47,7 +47,7 @@ def test_a_problem_that_comes_twice_is_tuned_once() -> None:
         '[[problem]]\nprogram = ["relu(mm + bias)", "y = relu( mm+shift[n] ); y"]\nshapes = ["1x2x3", "1x2x3"]\ndtype = ["fp16", "float16"]\n'
         '[[problem]]\nprogram = "relu(mm + bias)"\nshapes = ["1x2x3", "3x2x1"]\nprecision = "tf32"\n'
     )
-    assert [(a.program, a.shape) for a in found] == [("relu(mm + bias)", (1, 2, 3)), ("relu(mm + bias)", (3, 2, 1))]
+    assert [(a.graph.text, a.shape) for a in found] == [("relu(mm + bias)", (1, 2, 3)), ("relu(mm + bias)", (3, 2, 1))]
     both = [request.every(["mm"], ["1x1x1"], ["fp32"], precision=p) for p in ("ieee", "tf32")]
     assert len(request.distinct(both[0] + both[1])) == 2
 
@@ -126,14 +126,14 @@ def test_the_shipped_suite_is_what_its_database_is_tuned_on() -> None:
     target = TARGETS["sm_90"]
     for a in found:
         task = a.task(target)
-        assert spec_of(task.graph(), task).outputs
+        assert task.spec.outputs
     forward = ("relu(mm + bias)", "z = mm + bias; relu(z), bitmask(z > 0)", "gelu(mm + bias)", "z = mm + bias; gelu(z), z")
     backward = ("dz = drelu(mm, mask); dz, bgrad(dz)", "dz = dgelu(mm, z[m,n]); dz, bgrad(dz)")
     derived = epigen.derive("relu(mm + bias)", dtype="bf16").forward.text
-    assert {a.program for a in found} == {*forward, *backward, "mm", "mm + bias", derived}
-    assert {(a.program, a.dtype) for a in found if a.shape == (65536, 8192, 16384)} == {(p, t) for p in (*forward, *backward) for t in ("fp16", "bf16")}
+    assert {a.graph.text for a in found} == {*forward, *backward, "mm", "mm + bias", derived}
+    assert {(a.graph.text, a.dtype) for a in found if a.shape == (65536, 8192, 16384)} == {(p, t) for p in (*forward, *backward) for t in ("fp16", "bf16")}
     # a weight as it lies is what a gradient by the input multiplies with
-    assert {a.layout for a in found if a.program in backward} == {"nn", "nt"} and {a.layout for a in found if a.program in forward} == {"nt"}
+    assert {a.layout for a in found if a.graph.text in backward} == {"nn", "nt"} and {a.layout for a in found if a.graph.text in forward} == {"nt"}
     assert sum(a.dtype == "bf16" for a in found) > len(found) / 3
 
 
@@ -157,9 +157,9 @@ def test_a_dtype_has_several_names(given: object) -> None:
 
 
 def test_inputs_beside_8_bit_operands_are_fp32() -> None:
-    for dtype, inputs in (("fp16", "fp16"), ("fp8e4m3", "fp32"), ("int8", "fp32")):
+    for dtype, inputs in (("fp16", FP16), ("fp8e4m3", FP32), ("int8", FP32)):
         (one,) = request.every(["mm"], ["1x1x1"], [dtype])
-        assert one.task(TARGETS["sm_90"]).inputs == inputs
+        assert one.task(TARGETS["sm_90"]).inputs == (inputs,)
 
 
 def test_programs_are_checked_before_anything_runs() -> None:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import pickle
 import shutil
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 import epigen
 from bench.record import DATA
-from epigen import api, gpus, settings
+from epigen import gpus, settings
 from epigen.choose import explain
 from epigen.choose.choose import Chooser
 from epigen.cli.main import main
 from epigen.codegen.spec import KernelConfig
 from epigen.db.database import Database
 from epigen.db.database import check as check_database
-from epigen.dtypes import FP16
-from epigen.errors import DatabaseError, EpigenError
+from epigen.dtypes import BF16, FP16, FP32
+from epigen.errors import CallError, DatabaseError, EpigenError
 from epigen.gpus import DEFAULT_TARGET, TARGETS
+from epigen.ir.program import graph_of
+from epigen.lang import parser
 from epigen.runtime import device
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.rendering import renderer
@@ -66,7 +72,7 @@ def test_a_tuned_config_is_found_by_a_kernel(tmp_path: Path) -> None:
     database = Database(tmp_path, seeds=())
     tuned = tune_one(recorded.task, database, runner=Replay(recorded.rows, recorded.baseline))
     assert tuned.record is not None and tuned.record.median_us == pytest.approx(tuned.result.outcome.median_us, abs=1e-3)
-    graph = api.graph_of(recorded.task.text)
+    graph = recorded.task.graph
     kernel = Kernel(graph, renderer(), Chooser(graph, database))
     here = replace(DEFAULT_TARGET, part=recorded.task.target.part, multiprocessors=132)
     plan = kernel.plan(recorded.task.shape, dtype=FP16, target=here, layout=recorded.task.layout)
@@ -102,6 +108,46 @@ def test_replay_prints_a_table_and_json(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "this is no table" in result.stderr and "Traceback" not in result.stderr
 
 
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The programs that are parsed."""
+    found: list[str] = []
+    parse = ast.parse
+
+    def noted(source: Any, *args: Any, **named: Any) -> Any:
+        if sys._getframe(1).f_globals["__name__"] == parser.__name__:
+            found.append(str(source))
+        return parse(source, *args, **named)
+
+    monkeypatch.setattr(ast, "parse", noted)
+    return found
+
+
+def test_a_replayed_problem_is_parsed_once(parsed: list[str], tmp_path: Path) -> None:
+    """By whatever reads the table: problem, study, space, report and JSON go by its graph."""
+    for as_json in ([], ["--json"]):
+        parsed.clear()
+        result = CliRunner().invoke(
+            main, ["tune", "--replay", str(DATA / "sweep_skinny.json"), "--trials", "3", "--storage", f"{tmp_path}/x.journal", *as_json]
+        )
+        assert result.exit_code == 0 and len(parsed) == 1, parsed
+
+
+def test_a_worker_parses_nothing(parsed: list[str]) -> None:
+    """A task reaches it pickled, with all that follows from its program."""
+    task = replace(SKINNY.task, inputs=(FP32,))
+    again = pickle.loads(pickle.dumps(task))
+    assert again == task and (again.spec, again.problem) == (task.spec, task.problem) != (SKINNY.task.spec, SKINNY.task.problem)
+    sample, config = again.sample("meta"), next(iter(SKINNY.rows))
+    assert again.kernel(renderer(), config).plan(again.shape, dtype=again.a).spec.name == task.spec.name and sample.a.shape == task.shape[::2]
+    assert not parsed
+
+
+def test_a_task_whose_dtypes_do_not_fit_is_none() -> None:
+    with pytest.raises(CallError, match="operand a is fp16 and operand b is fp32"):
+        replace(SKINNY.task, b=FP32)
+
+
 def test_the_shipped_database_is_valid() -> None:
     found = Database(Path("nowhere"))
     assert all(r.program for _, r in found.records()) and not found.complaints
@@ -109,20 +155,20 @@ def test_the_shipped_database_is_valid() -> None:
 
 
 def test_a_study_is_named_by_all_that_decides_its_outcomes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    task = Task("relu(mm + bias)", (256, 512, 64), "fp16", "fp16", "fp16", "nn", "ieee", DEFAULT_TARGET)
+    task = Task(graph_of("relu(mm + bias)"), (256, 512, 64), FP16, FP16, (FP16,), "nn", "ieee", DEFAULT_TARGET)
 
     name = study_name(task)
     assert name.startswith(f"{DEFAULT_TARGET.part.lower().replace(', ', '_')} 256x512x64 fp16 nn ") and len(name) < 150
     assert name == study_name(replace(task, seed=3, device=1))  # neither changes an outcome
     changes: list[dict[str, object]] = [
-        {"text": "gelu(mm + bias)"},
+        {"graph": graph_of("gelu(mm + bias)")},
         {"shape": (256, 512, 128)},
-        {"a": "bf16", "b": "bf16"},
-        {"inputs": "fp32"},
+        {"a": BF16, "b": BF16},
+        {"inputs": (FP32,)},
         {"layout": "nt"},
     ]
-    changes += [{"target": replace(DEFAULT_TARGET, part="another")}, {"target": TARGETS["sm_80"]}, {"a": "fp32", "b": "fp32"}]
-    changes += [{"a": "fp32", "b": "fp32", "precision": "tf32"}]
+    changes += [{"target": replace(DEFAULT_TARGET, part="another")}, {"target": TARGETS["sm_80"]}, {"a": FP32, "b": FP32}]
+    changes += [{"a": FP32, "b": FP32, "precision": "tf32"}]
     names = [name, *(study_name(replace(task, **c)) for c in changes)]
     assert len(set(names)) == len(names)
     folder = tmp_path / "templates"
@@ -196,7 +242,7 @@ def test_a_winner_is_recorded_whatever_becomes_of_the_vendors_product(how: str, 
     assert ("   - vs mm" in said("db", "list")) == (not timed) and ("could not be timed" in said("db", "show", record.name)) == (not timed)
     merged = Database(tmp_path / "other", seeds=())
     assert merged.merge(tmp_path).added == 1 and [r for _, r in merged.records()] == [record]
-    kernel = Kernel(api.graph_of(SKINNY.task.text), renderer(), Chooser(api.graph_of(SKINNY.task.text), database))
+    kernel = Kernel(SKINNY.task.graph, renderer(), Chooser(SKINNY.task.graph, database))
     here = replace(DEFAULT_TARGET, part=SKINNY.task.target.part, multiprocessors=132)
     plan = kernel.plan(SKINNY.task.shape, dtype=FP16, target=here, layout=SKINNY.task.layout)
     assert plan.choice.config == record.kernel_config and plan.choice.why.endswith("(exact)")

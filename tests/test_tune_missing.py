@@ -15,12 +15,12 @@ import torch
 
 import epigen
 from epigen import api
-from epigen.choose.choose import Chooser, capability
+from epigen.choose.choose import Chooser
 from epigen.codegen import schedules
 from epigen.codegen.lower import lower
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Provisional, Signature
 from epigen.db.database import Database
-from epigen.db.problem import problem_of
+from epigen.db.problem import capability, problem_of
 from epigen.db.records import Record
 from epigen.dtypes import FP16, FP32, INT8, INT32, UINT8
 from epigen.errors import CallError, TuneError
@@ -34,7 +34,6 @@ from epigen.runtime.rendering import renderer
 from epigen.tuning import first_use
 from epigen.tuning.first_use import FirstUse
 from epigen.tuning.task import Task
-from epigen.tuning.tune import problem_for
 
 SHAPE = (256, 512, 128)
 TARGET = replace(DEFAULT_TARGET, part="NVIDIA H200")
@@ -112,8 +111,8 @@ def test_what_no_database_holds_exactly_is_tuned_once(database: Database) -> Non
     choose = Setting(database, Tuner())
     assert choose().config == WINNER
     (task,) = choose.tuner.tasks
-    assert (task.text, task.shape, task.a, task.b, task.inputs, task.layout, task.precision, task.target, task.device) == (
-        GRAPH.text, SHAPE, "fp16", "fp16", "fp16", "nt", "ieee", TARGET, 3,
+    assert (task.graph, task.shape, task.a, task.b, task.inputs, task.layout, task.precision, task.target, task.device) == (
+        GRAPH, SHAPE, FP16, FP16, (FP16,), "nt", "ieee", TARGET, 3,
     )  # fmt: skip
     again = choose()
     assert again.config == WINNER and again.why.endswith("(exact)")
@@ -226,8 +225,8 @@ def test_what_is_tuned_is_what_was_called(database: Database) -> None:
         mine = spec(tuple((n.name, inputs[n.name]) for n in graph.inputs()), dtype, text)
         chooser(mine, shape, TARGET, "")
         task = choose.tuner.tasks[-1]
-        assert task.input_dtypes(graph) == inputs
-        assert problem_for(task) == problem_of(graph, mine, shape, TARGET.part, "9.0")
+        assert task.input_dtypes() == inputs
+        assert task.problem == problem_of(graph, mine, shape, TARGET.part, "9.0")
 
 
 def test_two_threads_at_first_use_tune_once(database: Database) -> None:

@@ -20,19 +20,19 @@ from pathlib import Path
 
 from epigen.choose.space import Space, parameters
 from epigen.codegen.spec import KernelConfig
+from epigen.dtypes import FP16
 from epigen.gpus import DEFAULT_TARGET
+from epigen.ir.program import graph_of
 from epigen.tuning import search as searching
 from epigen.tuning.runner import RECORDED
 from epigen.tuning.search import Result, search
 from epigen.tuning.storage import Storage
 from epigen.tuning.study import Study
 from epigen.tuning.task import Baseline, Comparison, Outcome, Task
-from epigen.tuning.tune import spec_of
 
 SHAPE = (1024, 1024, 1024)
-TASK = Task("relu(mm + bias)", SHAPE, "fp16", "fp16", "fp16", "nn", "ieee", DEFAULT_TARGET)
-SPEC = spec_of(TASK.graph(), TASK)
-SPACE = Space(SPEC, SHAPE, DEFAULT_TARGET)
+TASK = Task(graph_of("relu(mm + bias)"), SHAPE, FP16, FP16, (FP16,), "nn", "ieee", DEFAULT_TARGET)
+SPACE = Space(TASK.spec, SHAPE, DEFAULT_TARGET)
 BASELINE = Baseline(100.0, 120.0)
 
 

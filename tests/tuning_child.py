@@ -14,14 +14,14 @@ from pathlib import Path
 
 
 def main() -> None:
-    from dataclasses import replace
-
     from epigen.codegen import schedules
+    from epigen.dtypes import FP16
     from epigen.gpus import DEFAULT_TARGET
+    from epigen.ir.program import graph_of
     from epigen.tuning.runner import GpuRunner
     from epigen.tuning.task import Task
 
-    task = Task("relu(mm + bias)", (1024, 1024, 1024), "fp16", "fp16", "fp16", "nn", "ieee", replace(DEFAULT_TARGET))
+    task = Task(graph_of("relu(mm + bias)"), (1024, 1024, 1024), FP16, FP16, (FP16,), "nn", "ieee", DEFAULT_TARGET)
     runner = GpuRunner(compile_workers=2, timing_worker="faulty_timing_worker", compile_worker="faulty_compile_worker", first_s=300.0, measure_s=60.0)
     try:
         runner.begin(task)

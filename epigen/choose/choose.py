@@ -17,7 +17,7 @@ from epigen.choose.space import Space
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Signature, with_layout
 from epigen.db.database import Database
 from epigen.db.lookup import FARTHEST, PROGRAM_STEP, Found, Index
-from epigen.db.problem import Problem, fine_bucket, fine_bucket_step, problem_of
+from epigen.db.problem import Problem, capability, fine_bucket, fine_bucket_step, problem_of
 from epigen.db.records import extents
 from epigen.errors import ConfigError
 from epigen.gpus import Target
@@ -34,11 +34,6 @@ _NEAR = 0.5  # doublings within which a source's config is no worse than what th
 _RULED = 0.9  # where nothing is near, the share of the plain rule's time that a config of the outline has to keep to
 _BY_EPILOGUE = ("fused_finalize", "tma_load")  # what a program without reductions, or without a tile to load, has no choice in
 _BUCKETS = 256
-
-
-def capability(target: Target) -> str:
-    """As torch names it: "9.0" for sm_90, "gfx942" for an AMD part."""
-    return f"{target.arch // 10}.{target.arch % 10}" if isinstance(target.arch, int) else target.arch
 
 
 @dataclass(frozen=True, slots=True)

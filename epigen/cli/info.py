@@ -65,8 +65,9 @@ def schedules(target: Target) -> dict[str, list[str]]:
     from epigen import api
     from epigen.choose import space
     from epigen.codegen.lower import lower
+    from epigen.ir.program import graph_of
 
-    graph = api.graph_of("relu(mm)")
+    graph = graph_of("relu(mm)")
     kernel = api.compile("relu(mm)", precision="ieee")
     found: dict[str, list[str]] = {}
     for dtype in dtypes.OPERANDS:

@@ -135,13 +135,12 @@ def _asked(
         except TuneError as error:
             raise click.UsageError(f"{error}{'; --replay TABLE searches recorded measurements' if str(error) == request.NO_GPU else ''}") from None
 
-        from epigen.choose.choose import capability
         from epigen.db.database import Database
-        from epigen.tuning import fleet, remembered, tune
+        from epigen.db.problem import capability
+        from epigen.tuning import fleet, remembered
 
         tasks = [a.task(target, seed) for a in request.distinct(listed)]
         for task in tasks:
-            tune.spec_of(task.graph(), task)
             if fresh:
                 remembered.forget(task)
         database = Database(path)

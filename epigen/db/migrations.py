@@ -15,10 +15,9 @@ from epigen.db.fields import Broken
 from epigen.db.problem import input_kind
 from epigen.dtypes import BY_NAME, FP32
 from epigen.errors import EpigenError
-from epigen.ir.check import check
 from epigen.ir.graph import Graph
-from epigen.ir.passes import normalise
-from epigen.lang.parser import MAX_CHARACTERS, parse
+from epigen.ir.program import graph_of
+from epigen.lang.parser import MAX_CHARACTERS
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -56,7 +55,7 @@ def _with_inputs(record: object, graphs: dict[str, Graph | None]) -> object:
 
 def _graph(program: str) -> Graph | None:
     try:
-        return normalise(check(parse(program)))
+        return graph_of(program)
     except EpigenError:
         return None
 

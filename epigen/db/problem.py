@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from epigen.codegen.spec import KNOWN, KernelSpec, digest, row_lengths
 from epigen.dtypes import FP32, DType
+from epigen.gpus import Target
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph, Node
 
@@ -41,6 +42,11 @@ class Problem:
     spec: str
     kind: str
     alignment: int
+
+
+def capability(target: Target) -> str:
+    """As torch names it: "9.0" for sm_90, "gfx942" for an AMD part."""
+    return f"{target.arch // 10}.{target.arch % 10}" if isinstance(target.arch, int) else target.arch
 
 
 def coarse_bucket(shape: tuple[int, int, int], layout: str) -> tuple[int, int, int]:

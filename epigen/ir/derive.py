@@ -22,12 +22,12 @@ import epigen.ir.graph as g
 from epigen.dtypes import FP16, FP32, UINT8, DType
 from epigen.errors import CallError, DerivationError, Diagnostic, near_miss
 from epigen.ir.autodiff import GRADIENT, MM, Gradients, carries_gradient, differentiate
-from epigen.ir.check import check
 from epigen.ir.derivation import ARRIVING, INPUT, MASK, NOTHING, OUTPUT, PREACTIVATION, RECOMPUTE, SAVE, SAVED, Argument, Derivation, Gradient, Option, Saved
 from epigen.ir.graph import Graph, Node, Output
 from epigen.ir.passes import normalise
+from epigen.ir.program import graph_of
 from epigen.ir.unparse import Names, program_of
-from epigen.lang.parser import MAX_CHARACTERS, MAX_NODES, parse
+from epigen.lang.parser import MAX_CHARACTERS, MAX_NODES
 from epigen.lang.syntax import parts, to_text
 from epigen.ops import BOOLEAN, NUMBER
 
@@ -272,4 +272,4 @@ def through_text(nodes: Sequence[Node], outputs: Sequence[Output], of: str) -> G
     if count > MAX_NODES or len(text) > MAX_CHARACTERS:
         message = f"what training needs of it is a program of {count} parts in {len(text)} characters, and the limits are {MAX_NODES} and {MAX_CHARACTERS}"
         raise DerivationError(of, [Diagnostic(message, None, "divide the program, or derive less of it: fewer outputs (of=...), or fewer inputs (wrt=...)")])
-    return normalise(check(parse(text)))
+    return graph_of(text)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epigen import api
+from epigen.ir.program import graph_of
 from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.fast_call import Check
 from epigen.training import composed, layer, library, linear, plan
@@ -124,7 +124,7 @@ class _Like:
 
     @property
     def outputs(self) -> int:
-        return len(api.graph_of(self.step.text).outputs)
+        return len(graph_of(self.step.text).outputs)
 
     @property
     def given(self) -> int:
@@ -205,7 +205,7 @@ class _Like:
             arrived, product = ["e"], None
         given, results = [*kept, *arrived], list[str]()
         if backward.text:
-            results = [f"{r}{i}" for i in range(len(api.graph_of(backward.text).outputs))]
+            results = [f"{r}{i}" for i in range(len(graph_of(backward.text).outputs))]
             if backward.product is None:
                 how, first, tune = How.TRANSPOSED, [*kept[-2:]], self.tune
             elif product is not None:

@@ -25,12 +25,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from epigen import ops
 from epigen.dtypes import BY_TORCH, BY_TORCH_ON_CPU
 from epigen.errors import EpigenError
-from epigen.ir.check import check
 from epigen.ir.graph import Graph
-from epigen.ir.passes import normalise
+from epigen.ir.program import graph_of
 from epigen.ir.recognise import recognised
 from epigen.ir.unparse import unparse
-from epigen.lang.parser import parse
 
 SEVERAL = {
     "add(x, y, alpha=s)": "x + s * y",
@@ -530,8 +528,8 @@ class Importer:
             listed.append("out" if len(results) == 1 else f"out{position}")
             lines.append(f"{listed[-1]} = {text}")
         written = _used(lines, listed)
-        graph = normalise(check(parse("; ".join([*written, ", ".join(listed)]))))
-        graph = normalise(check(parse(unparse(recognised(_unlabelled(graph))))))
+        graph = graph_of("; ".join([*written, ", ".join(listed)]))
+        graph = graph_of(unparse(recognised(_unlabelled(graph))))
         leaves = tuple(self.leaves[n.name] for n in graph.inputs())
         roles = tuple(value.roles for node in results if isinstance(value := self.known[node], Value))
         return Imported(graph.text, graph, leaves, tuple(graph.nodes[o.node].indices for o in graph.outputs), roles)

@@ -21,6 +21,7 @@ from epigen import api
 from epigen.dtypes import BY_TORCH_ON_CPU
 from epigen.errors import CallError, InternalError
 from epigen.ir.graph import Graph
+from epigen.ir.program import graph_of
 from epigen.runtime import arguments, outputs
 from epigen.runtime.kernel import Kernel
 from epigen.training import bits
@@ -40,7 +41,7 @@ def kernel(text: str, tune: str | None, options: str | None = None) -> Kernel:
 
 @functools.lru_cache(maxsize=MOST_PROGRAMS)
 def names(text: str) -> tuple[str, ...]:
-    return tuple(node.name for node in api.graph_of(text).inputs())
+    return tuple(node.name for node in graph_of(text).inputs())
 
 
 def named(text: str, inputs: Sequence[Tensor | float | None], numbers: Sequence[float]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from epigen import api
 from epigen.codegen.lower import output_dtype
 from epigen.dtypes import BY_TORCH_ON_CPU, FP32, DType
 from epigen.errors import CallError
@@ -23,6 +22,7 @@ from epigen.ir.autodiff import MM, carries_gradient
 from epigen.ir.derivation import ARRIVING, INPUT, SAVED, Derivation
 from epigen.ir.derive import derive, through_text
 from epigen.ir.graph import Graph
+from epigen.ir.program import graph_of
 from epigen.ops import NUMBER
 from epigen.runtime import outputs
 
@@ -135,7 +135,7 @@ steps._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.lru_cache(maxsize=MOST_PROGRAMS)
 def _declared(text: str) -> Declared:
-    graph = api.graph_of(text)
+    graph = graph_of(text)
     names = [o.name for o in graph.outputs]
     inputs = tuple(Input(n.name, n.indices, n.op == g.BITS) for n in graph.inputs())
     nodes = [graph.nodes[o.node] for o in graph.outputs]
@@ -148,7 +148,7 @@ def _steps(x: bool, layers: tuple[Asked, ...]) -> tuple[Step, ...]:
     found: list[Step] = []
     flows, before = x, None
     for number, layer in enumerate(layers):
-        graph, operands = api.graph_of(layer.text), _dtype(layer.dtype, "weight")
+        graph, operands = graph_of(layer.text), _dtype(layer.dtype, "weight")
         names, indices = _places(n.name for n in graph.inputs()), tuple(graph.nodes[o.node].indices for o in graph.outputs)
         wrt = [MM] * (layer.weight or flows) + [name for name, want in zip(names, layer.wanted, strict=True) if want]
         if not wrt:
@@ -186,7 +186,7 @@ def _backward(derived: Derivation, inputs: Mapping[str, int], layer: Asked, oper
     sources = {a.name: a for a in derived.arguments}
     read = [sources[n.name] for n in program.inputs()] if program else []
     # among inputs, outputs, x and weight in a row
-    every = [n.indices for n in api.graph_of(layer.text).inputs()] + [derived.forward.nodes[o.node].indices for o in derived.forward.outputs] + ["mn", ""]
+    every = [n.indices for n in graph_of(layer.text).inputs()] + [derived.forward.nodes[o.node].indices for o in derived.forward.outputs] + ["mn", ""]
     numbers = [i for i, d in enumerate(layer.inputs) if d is None]
     found = [(a.source, inputs[a.of] if a.source == INPUT else len(inputs) * (a.source == SAVED) + outputs[a.of]) for a in read]
     again = (len(inputs) + len(outputs), len(inputs) + len(outputs) + 1) if not derived.product else ()

@@ -8,8 +8,8 @@ from enum import Enum
 
 from torch import Tensor
 
-from epigen import api
 from epigen.codegen.spec import PRODUCT
+from epigen.ir.program import graph_of
 from epigen.runtime.code_builder import CodeBuilder
 from epigen.training import layer, library
 
@@ -49,7 +49,7 @@ class Site:
     def __init__(self, program: str, tune: str | None, how: How, shapes: Sequence[tuple[int, ...] | None] = ()):
         """shapes: of each output, in place of its own."""
         self.program, self.tune, self.how, self.shapes = program, tune, how, shapes
-        graph = api.graph_of(program)
+        graph = graph_of(program)
         self.inputs = [(node.name, node.indices) for node in graph.inputs()]
         self.calls = 0
         self.now: Callable[..., tuple[Tensor, ...] | None] = _nothing

@@ -18,12 +18,11 @@ MOST_SPILLED_BYTES = 1024
 def worker(task: Task) -> Callable[[KernelConfig], Outcome]:
     """Answers a config with "ok", or with why it is not worth measuring."""
     os.nice(max(0, _NICE - os.nice(0)))  # the measuring worker goes first: a launch that comes late is a sample lost
-    graph = task.graph()
-    sample = task.sample(graph, "meta")
+    sample = task.sample("meta")
 
     def build(config: KernelConfig) -> Outcome:
         try:
-            resources = task.kernel(graph, renderer(), config).warm(sample.a, sample.b, task.target, **sample.inputs)
+            resources = task.kernel(renderer(), config).warm(sample.a, sample.b, task.target, **sample.inputs)
         except EpigenError as error:
             return Outcome("out_of_resources" if "shared memory" in str(error) else "compile_error", detail=str(error))
         main = resources[0] if resources else None

@@ -16,6 +16,7 @@ from epigen.codegen.spec import Choice, KernelSpec, Provisional
 from epigen.db.database import Database
 from epigen.db.lookup import alike
 from epigen.db.records import Key, extents, short
+from epigen.dtypes import FP32
 from epigen.errors import EpigenError
 from epigen.gpus import Target
 from epigen.ir import graph as g
@@ -101,13 +102,13 @@ class TuningChooser:
 
     def _tuned(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> Choice | None:
         sig = spec.signature
-        dtypes = dict(sig.inputs)
-        held = [str(dtypes[n.name]) for n in self.plain.graph.inputs() if n.op != g.BITS and n.indices]
-        inputs = ",".join(held) or "fp32"
-        task = Task(self.plain.graph.text, shape, sig.a.name, sig.b.name, inputs, sig.layout, sig.precision, target, device=self.shared.device())
+        named = dict(sig.inputs)
+        dense = [n.name for n in self.plain.graph.inputs() if n.op != g.BITS and n.indices]
+        inputs = tuple(dtype for name in dense if (dtype := named[name]) is not None)
+        task = Task(self.plain.graph, shape, sig.a, sig.b, inputs or (FP32,), sig.layout, sig.precision, target, device=self.shared.device())
         try:
             return self.shared.tuner(task, self.shared.database)
         except EpigenError as error:
-            what = f"{short(task.text)} at {extents(shape)} {sig.a} {sig.layout}"
+            what = f"{short(task.graph.text)} at {extents(shape)} {sig.a} {sig.layout}"
             warnings.warn(f"epigen could not tune {what}, which runs untuned: {error}", RuntimeWarning, stacklevel=2)
             return None

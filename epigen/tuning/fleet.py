@@ -19,7 +19,7 @@ from epigen.tuning.runner import GpuRunner, Runner, compile_workers_for
 from epigen.tuning.search import Progress
 from epigen.tuning.storage import Storage, open_storage
 from epigen.tuning.task import Task
-from epigen.tuning.tune import Tuned, assist_one, problem_for, tune_one
+from epigen.tuning.tune import Tuned, assist_one, tune_one
 
 Place = str | Storage | Callable[[Task], str | None] | None
 """Where studies are kept: one storage for all problems, or one for each; None for memory."""
@@ -107,7 +107,7 @@ class _Fleet:
         except TuneError as error:
             if not callable(self.place):
                 raise
-            job.state, job.tuned = "over", Tuned(problem_for(job.task), None, None, str(error))
+            job.state, job.tuned = "over", Tuned(job.task.problem, None, None, str(error))
             self.done(job.index, job.tuned)
         return job.storage is not None
 
@@ -125,7 +125,7 @@ class _Fleet:
             )
         except EpigenError as error:
             if not self.stop.is_set():
-                tuned = Tuned(problem_for(task), None, None, str(error))
+                tuned = Tuned(task.problem, None, None, str(error))
         with self.lock:
             job.state = "over"
             while job.helpers:

@@ -10,9 +10,10 @@ from epigen.choose import explain
 from epigen.choose.explain import LATENCY, Explanation
 from epigen.codegen.spec import Choice, KernelConfig
 from epigen.db.records import extents, short
+from epigen.dtypes import FP32
 from epigen.tuning.search import Progress, Result
 from epigen.tuning.task import Task
-from epigen.tuning.tune import Tuned, spec_of
+from epigen.tuning.tune import Tuned
 
 _PROGRAM = 40  # characters of a program in a line that has more to say
 _REASON = 110  # characters of what the vendor's library says
@@ -24,14 +25,14 @@ bound by: what limits such a kernel by the model, and the share of the GPU's ful
 
 def name(task: Task) -> str:
     """A problem in a few words, such as "relu(mm + bias) 4096x4096x4096 fp16 nt"."""
-    program = short(task.text)
+    program = short(task.graph.text)
     program = program if len(program) <= _PROGRAM else f"{program[: _PROGRAM - 3]}..."
     return f"{program} {extents(task.shape)} {_operands(task)} {task.layout}"
 
 
 def _operands(task: Task) -> str:
-    plain = task.a if task.a == task.b else f"{task.a}x{task.b}"
-    return f"{plain} {task.precision}" if task.a == "fp32" else plain
+    plain = str(task.a) if task.a == task.b else f"{task.a}x{task.b}"
+    return f"{plain} {task.precision}" if task.a == FP32 else plain
 
 
 # -- while it runs
@@ -92,7 +93,7 @@ def table(done: Sequence[tuple[Task, Tuned]]) -> str:
     lines = [_COLUMNS]
     heading = ""
     for task, tuned in done:
-        mine = f"{short(task.text)}  {_operands(task)} {task.layout}"
+        mine = f"{short(task.graph.text)}  {_operands(task)} {task.layout}"
         if mine != heading:
             lines.append(mine)
             heading = mine
@@ -128,8 +129,7 @@ def _ratio(vendor_us: float, found: Result) -> float | None:
 
 def _explained(task: Task, found: Result) -> Explanation:
     choice = Choice(found.winner, "the winner")
-    gpu = gpus.of_target(task.target)
-    return explain.explain(spec_of(task.graph(), task), task.shape, gpu, choice)
+    return explain.explain(task.spec, task.shape, gpus.of_target(task.target), choice)
 
 
 def _spent(results: Sequence[Result]) -> str:
@@ -154,7 +154,7 @@ def brief(config: KernelConfig) -> str:
 def record(task: Task, tuned: Tuned) -> dict[str, Any]:
     """One problem as plain data for JSON: what was asked, what won, all its times in microseconds, and what the model says of it."""
     row: dict[str, Any] = {
-        "program": tuned.problem.program, "shape": list(task.shape), "dtype": task.a, "layout": task.layout, "precision": tuned.problem.precision or None,
+        "program": tuned.problem.program, "shape": list(task.shape), "dtype": task.a.name, "layout": task.layout, "precision": tuned.problem.precision or None,
         "gpu": tuned.problem.gpu, "capability": tuned.problem.capability,
     }  # fmt: skip
     found = tuned.result

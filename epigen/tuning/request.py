@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -13,9 +13,8 @@ from epigen.codegen.spec import LAYOUTS
 from epigen.db.problem import graph_digest
 from epigen.errors import CallError, TuneError, near_miss
 from epigen.gpus import Target
-from epigen.ir.check import check
-from epigen.ir.passes import normalise
-from epigen.lang.parser import parse
+from epigen.ir.graph import Graph
+from epigen.ir.program import graph_of
 from epigen.runtime import device
 from epigen.tuning.task import Task
 
@@ -25,49 +24,41 @@ NO_GPU = "no GPU is at hand to tune on"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One problem. program: as it was written. shape: M, N, K. dtype: of the operands, by name. digest: names what the program computes."""
+    """One problem. shape: M, N, K. dtype: of the operands, by name."""
 
-    program: str
+    graph: Graph
     shape: tuple[int, int, int]
     dtype: str
     layout: str
     precision: str
-    digest: str
 
     def task(self, target: Target, seed: int = 0) -> Task:
         """The inputs beside 8-bit operands are fp32, as the numerics of such programs want."""
-        inputs = "fp32" if dtypes.BY_NAME[self.dtype].bits == 8 else self.dtype
-        return Task(self.program, self.shape, self.dtype, self.dtype, inputs, self.layout, self.precision, target, seed=seed)
+        operands = dtypes.BY_NAME[self.dtype]
+        inputs = dtypes.FP32 if operands.bits == 8 else operands
+        return Task(self.graph, self.shape, operands, operands, (inputs,), self.layout, self.precision, target, seed=seed)
 
 
 def every(
-    programs: Iterable[str], shapes: Iterable[tuple[int, int, int] | str], dtype_names: Iterable[Any] = ("fp16",), layouts: Iterable[str] = ("nt",),
+    programs: Iterable[str | Graph], shapes: Iterable[tuple[int, int, int] | str], dtype_names: Iterable[Any] = ("fp16",), layouts: Iterable[str] = ("nt",),
     precision: str = "ieee",
 ) -> list[Request]:  # fmt: skip
     """All combinations, in the order of the arguments, the programs' first.
 
-    shapes: (M, N, K) or "MxNxK". dtype_names: epigen's names, torch's, or torch dtypes.
+    programs: texts, or the graphs of such. shapes: (M, N, K) or "MxNxK". dtype_names: epigen's names, torch's, or torch dtypes.
     Raises ParseError or CheckError for a program, CallError for the rest.
     """
-    named = [(program, digest_of(program)) for program in programs]
+    graphs = [p if isinstance(p, Graph) else graph_of(p) for p in programs]
     extents, operands, lies = [shape_of(s) for s in shapes], [dtype_of(t) for t in dtype_names], [layout_of(x) for x in layouts]
     if precision not in PRECISIONS:
         raise CallError(f"precision is 'ieee' or 'tf32', not {precision!r}")
-    return [
-        Request(program, shape, dtype, layout, precision, digest)
-        for (program, digest), shape, dtype, layout in product(named, extents, operands, lies)
-    ]  # fmt: skip
+    return [Request(*one, precision) for one in product(graphs, extents, operands, lies)]
 
 
 def distinct(asked: Iterable[Request]) -> list[Request]:
     """Each problem once, the first as it stands: two spellings of one computation are one problem."""
-    return list({replace(a, program="", precision=a.precision if a.dtype == "fp32" else ""): a for a in reversed(list(asked))}.values())[::-1]
-
-
-def digest_of(program: str) -> str:
-    if not isinstance(program, str):
-        raise CallError(f"a program is text, and a {type(program).__name__} was given")
-    return graph_digest(normalise(check(parse(program))))
+    named = {(graph_digest(a.graph), a.shape, a.dtype, a.layout, a.precision if a.dtype == "fp32" else ""): a for a in reversed(list(asked))}
+    return list(named.values())[::-1]
 
 
 def shape_of(given: Any) -> tuple[int, int, int]:

@@ -22,7 +22,9 @@ from epigen.db import fields
 from epigen.db.records import short
 from epigen.errors import CallError, ProgramError, SuiteError, near_miss
 from epigen.files import reason
-from epigen.tuning.request import PRECISIONS, Request, digest_of, distinct, dtype_of, every, layout_of, shape_of
+from epigen.ir.graph import Graph
+from epigen.ir.program import graph_of
+from epigen.tuning.request import PRECISIONS, Request, distinct, dtype_of, every, layout_of, shape_of
 
 _MOST = 1000  # of one list
 _MOST_PROBLEMS = 100_000
@@ -56,11 +58,10 @@ def _texts(convert: Callable[[str], Any]) -> fields.Check:
     return lambda value: several(value) if isinstance(value, list) else (each(value),)
 
 
-def _program(text: str) -> str:
+def _program(text: str) -> Graph:
     if len(text) > _LONGEST:
         raise fields.Wrong(f"a program has at most {_LONGEST} characters, and this one has {len(text)}")
-    digest_of(text)
-    return text
+    return graph_of(text)
 
 
 _ENTRY = {

@@ -14,11 +14,12 @@ from epigen.codegen.spec import LAYOUTS, KernelConfig
 from epigen.db import fields
 from epigen.db.fields import quoted
 from epigen.db.records import OUTCOMES
-from epigen.errors import ConfigError, EpigenError, ProgramError
+from epigen.dtypes import DType
+from epigen.errors import CallError, ConfigError, EpigenError, ProgramError
 from epigen.files import reason
 from epigen.gpus import TARGETS, Target
-from epigen.ir.check import check
-from epigen.lang.parser import parse
+from epigen.ir.graph import Graph
+from epigen.ir.program import graph_of
 from epigen.tuning.task import Baseline, Outcome, Task
 
 _MOST_BYTES = 256 << 20
@@ -37,7 +38,7 @@ class Table:
 
 def to_json(table: Table) -> str:
     """A line for each part of the head and for each config, so that a table reviews well."""
-    head = {"environment": dict(table.environment), "task": asdict(table.task), "baseline": asdict(table.baseline)}
+    head = {"environment": dict(table.environment), "task": _written(table.task), "baseline": asdict(table.baseline)}
     parts = [f'"{name}": {json.dumps(part, sort_keys=True)}' for name, part in head.items()]
     rows = [json.dumps([c.schedule, dict(c.values), o.kind, round(o.median_us, 3), round(o.spread_us, 3)]) for c, o in table.rows.items()]
     return "{" + ",\n".join(parts) + ',\n"rows": [\n' + ",\n".join(rows) + "\n]}\n"
@@ -90,6 +91,13 @@ def _parsed(text: str, what: str) -> Any:
         raise EpigenError(f"this is no {what}: {str(error).split(';')[0]}") from None
 
 
+def _written(task: Task) -> dict[str, Any]:
+    return {
+        "text": task.graph.text, "shape": task.shape, "a": task.a.name, "b": task.b.name, "inputs": ",".join(t.name for t in task.inputs), "layout": task.layout,
+        "precision": task.precision, "target": asdict(task.target), "device": task.device, "seed": task.seed,
+    }  # fmt: skip
+
+
 # -- what the fields may hold
 
 
@@ -111,18 +119,22 @@ def _flag(value: Any) -> bool:
     return value
 
 
-def _program(value: Any) -> str:
+def _program(value: Any) -> Graph:
     try:
         if isinstance(value, str) and len(value) <= _LONGEST:
-            check(parse(value))
-            return value
+            return graph_of(value)
     except ProgramError as error:
         raise fields.Wrong(f"no program: {error.diagnostics[0].message}") from None
     raise fields.unexpected(f"a program of at most {_LONGEST} characters", value)
 
 
-def _inputs(value: Any) -> str:
-    return ",".join(fields.listed(_DTYPE, 1, 1000)(value.split(",") if isinstance(value, str) else value))
+def _dtype(value: Any) -> DType:
+    return dtypes.BY_NAME[_NAME(value)]
+
+
+def _inputs(value: Any) -> tuple[DType, ...]:
+    found: tuple[DType, ...] = fields.listed(_dtype, 1, 1000)(value.split(",") if isinstance(value, str) else value)
+    return found
 
 
 def _target(value: Any) -> Target:
@@ -134,12 +146,13 @@ def _target(value: Any) -> Target:
 
 
 def _task(value: Any) -> Task:
-    task = Task(**fields.held(_object(value), _TASK))
+    held = fields.held(_object(value), _TASK)
     try:
-        task.input_dtypes(task.graph())
+        return Task(held.pop("text"), **held)
+    except CallError as error:
+        raise fields.Wrong(str(error)) from None
     except ValueError:
         raise fields.Wrong("inputs: one dtype, or one for each input that has indices") from None
-    return task
 
 
 def _row(value: Any) -> tuple[KernelConfig, Outcome]:
@@ -158,7 +171,7 @@ def _table(found: Any) -> Table:
     return Table(held["task"], Baseline(**held["baseline"]), dict(held["rows"]), held["environment"])
 
 
-_DTYPE = fields.one_of([t.name for t in dtypes.OPERANDS])
+_NAME = fields.one_of([t.name for t in dtypes.OPERANDS])
 _KIND = fields.one_of(OUTCOMES)
 _US = fields.number(0, 1e9, digits=17)
 _COUNT = fields.whole(1, 1 << 31)
@@ -168,7 +181,7 @@ _TARGET: Mapping[str, fields.Check] = {
     "fp8": _flag, "tf32": _flag,
 }  # fmt: skip
 _TASK: Mapping[str, fields.Check] = {
-    "text": _program, "shape": fields.listed(fields.whole(1, 10**9), 3, 3), "a": _DTYPE, "b": _DTYPE, "inputs": _inputs,
+    "text": _program, "shape": fields.listed(fields.whole(1, 10**9), 3, 3), "a": _dtype, "b": _dtype, "inputs": _inputs,
     "layout": fields.one_of(LAYOUTS), "precision": fields.one_of(("ieee", "tf32")), "target": _target, "device": fields.whole(0, 1000), "seed": fields.whole(0, 1 << 31),
 }  # fmt: skip
 _TABLE: Mapping[str, fields.Check] = {

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from epigen import dtypes
-from epigen.codegen.spec import Choice, KernelConfig
+from epigen.codegen.lower import lower, signature_of_contiguous
+from epigen.codegen.spec import Choice, KernelConfig, KernelSpec
+from epigen.db.problem import Problem, capability, problem_of
 from epigen.dtypes import DType
 from epigen.gpus import Target
 from epigen.ir import graph as g
-from epigen.ir.check import check
 from epigen.ir.graph import Graph
-from epigen.ir.passes import normalise
-from epigen.lang.parser import parse
 
 if TYPE_CHECKING:
     from epigen.codegen.render import Renderer
@@ -24,48 +23,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem to tune: the program and a call of it.
+    """One problem to tune: a program and calls of it whose tensors lie in memory without gaps. A worker gets it pickled, and parses nothing.
 
-    a, b: dtype names. inputs: the dtype of all inputs that have indices, or one for each of them, separated by commas, in the graph's order;
-    scalars are numbers. device: index of the GPU that measures.
+    inputs: the dtype of all inputs that have indices, or one for each of them, in the graph's order; scalars are numbers. device: index of the GPU
+    that measures.
     """
 
-    text: str
+    graph: Graph
     shape: tuple[int, int, int]
-    a: str
-    b: str
-    inputs: str
+    a: DType
+    b: DType
+    inputs: tuple[DType, ...]
     layout: str
     precision: str
     target: Target
     device: int = 0
     seed: int = 0
 
-    def graph(self) -> Graph:
-        return normalise(check(parse(self.text)))
+    spec: KernelSpec = field(init=False, repr=False, compare=False)
+    """The kernel that the calls run."""
+    problem: Problem = field(init=False, repr=False, compare=False)
+    """What the database calls it."""
 
-    def sample(self, graph: Graph, device: str, shape: tuple[int, int, int] | None = None) -> Sample:
+    def __post_init__(self) -> None:
+        """Raises CallError where the dtypes and the program do not fit together, ValueError where there are not as many dtypes as inputs."""
+        named = tuple(self.input_dtypes().items())
+        spec = lower(self.graph, signature_of_contiguous(self.graph, self.a, self.b, named, self.shape, self.layout, self.precision))
+        object.__setattr__(self, "spec", spec)
+        object.__setattr__(self, "problem", problem_of(self.graph, spec, self.shape, self.target.part, capability(self.target)))
+
+    def input_dtypes(self) -> dict[str, DType | None]:
+        """Each named input's, as a Signature holds them."""
+        dense = [n.name for n in self.graph.inputs() if n.op != g.BITS and n.indices]
+        each = dict(zip(dense, self.inputs if len(self.inputs) > 1 else self.inputs * len(dense), strict=True))
+        return {n.name: dtypes.UINT8 if n.op == g.BITS else each.get(n.name) for n in self.graph.inputs()}
+
+    def sample(self, device: str, shape: tuple[int, int, int] | None = None) -> Sample:
         """Arguments of a call, at the task's shape or another."""
         from epigen.runtime import verify
 
-        a, b = dtypes.BY_NAME[self.a], dtypes.BY_NAME[self.b]
-        held = {name: dtype for name, dtype in self.input_dtypes(graph).items() if dtype is not None}
-        return verify.sample(graph, shape or self.shape, a, b, held, seed=self.seed, device=device, layout=self.layout)
+        held = {name: dtype for name, dtype in self.input_dtypes().items() if dtype is not None}
+        return verify.sample(self.graph, shape or self.shape, self.a, self.b, held, seed=self.seed, device=device, layout=self.layout)
 
-    def input_dtypes(self, graph: Graph) -> dict[str, DType | None]:
-        """Each named input's, as a Signature holds them."""
-        by_name = {t.name: t for t in dtypes.ALL}
-        given = [by_name[name] for name in self.inputs.split(",")]
-        dense = [n.name for n in graph.inputs() if n.op != g.BITS and n.indices]
-        each = dict(zip(dense, given if len(given) > 1 else given * len(dense), strict=True))
-        return {n.name: dtypes.UINT8 if n.op == g.BITS else each.get(n.name) for n in graph.inputs()}
-
-    def kernel(self, graph: Graph, renderer: Renderer, config: KernelConfig) -> Kernel:
+    def kernel(self, renderer: Renderer, config: KernelConfig) -> Kernel:
         """The program's kernel with one config."""
         from epigen.runtime.kernel import Kernel
 
         choice = Choice(config, "a candidate")
-        return Kernel(graph, renderer, lambda *_: choice, config, "triton", self.precision)
+        return Kernel(self.graph, renderer, lambda *_: choice, config, "triton", self.precision)
 
 
 _QUARTILES = 1.349  # standard deviations between the quartiles of a normal distribution

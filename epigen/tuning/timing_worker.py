@@ -15,7 +15,6 @@ import torch
 
 from epigen.codegen.lower import output_dtype
 from epigen.codegen.spec import KernelConfig
-from epigen.dtypes import BY_NAME
 from epigen.errors import EpigenError
 from epigen.ir import bound
 from epigen.runtime.kernel import Kernel
@@ -32,12 +31,12 @@ class Meter:
 
     def __init__(self, task: Task):
         torch.cuda.set_device(task.device)
-        self.task, self.graph = task, task.graph()
-        self.sample = task.sample(self.graph, "cuda")
+        self.task = task
+        self.sample = task.sample("cuda")
         m, n, k = (e if e <= _CHECKED_EXTENT else _CHECKED_EXTENT + e % 256 for e in task.shape)
-        self.checked = task.sample(self.graph, "cuda", (m, n, k))
-        dtypes = [output_dtype(self.graph, o, BY_NAME[task.a]) for o in self.graph.outputs]
-        self.expected = bound.expect(self.graph, self.checked.a, self.checked.b, self.checked.inputs, dtypes, task.precision)
+        self.checked = task.sample("cuda", (m, n, k))
+        dtypes = [output_dtype(task.graph, o, task.a) for o in task.graph.outputs]
+        self.expected = bound.expect(task.graph, self.checked.a, self.checked.b, self.checked.inputs, dtypes, task.precision)
         self.sampler = Sampler(ColdTimer(), self.product)
 
     def answer(self, job: Job) -> Outcome | Comparison:
@@ -52,7 +51,7 @@ class Meter:
             return Outcome("crashed", detail=str(error).splitlines()[0])
 
     def kernel(self, config: KernelConfig) -> Kernel:
-        return self.task.kernel(self.graph, renderer(), config)
+        return self.task.kernel(renderer(), config)
 
     def runner(self, kernel: Kernel) -> Callable[[], Any]:
         return lambda: kernel(self.sample.a, self.sample.b, **self.sample.inputs)
@@ -61,7 +60,7 @@ class Meter:
         kernel = self.kernel(job.config)
         found = kernel(self.checked.a, self.checked.b, **self.checked.inputs)
         results = [found] if isinstance(found, torch.Tensor) else list(found)
-        for output, result, expected in zip(self.graph.outputs, results, self.expected, strict=True):
+        for output, result, expected in zip(self.task.graph.outputs, results, self.expected, strict=True):
             difference = bound.compare(result, expected)
             if not difference.ok:
                 detail = f"output '{output.name}' at {list(difference.where)}: error {difference.error:.3g}, bound {difference.bound:.3g}"

@@ -11,16 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import epigen
-from epigen import dtypes, gpus
+from epigen import gpus
 from epigen.choose import rule
-from epigen.choose.choose import capability
 from epigen.choose.space import Space
-from epigen.codegen.lower import lower, signature_of_contiguous
-from epigen.codegen.spec import KernelConfig, KernelSpec, digest
+from epigen.codegen.spec import KernelConfig, digest
 from epigen.db.database import Database
-from epigen.db.problem import Problem, problem_of
+from epigen.db.problem import Problem
 from epigen.db.records import Record, extents, short
-from epigen.ir.graph import Graph
 from epigen.perf import limits, model
 from epigen.runtime.loader import triton_version
 from epigen.runtime.rendering import renderer
@@ -49,27 +46,14 @@ class Tuned:
         return f"{name}: {found.outcome.median_us:.2f} us{ratio} [{found.winner}]{' (interrupted)' * (not found.complete)}"
 
 
-def spec_of(graph: Graph, task: Task) -> KernelSpec:
-    """The kernel that a task's calls run: contiguous operands, scalars by value."""
-    a, b, named = dtypes.BY_NAME[task.a], dtypes.BY_NAME[task.b], tuple(task.input_dtypes(graph).items())
-    return lower(graph, signature_of_contiguous(graph, a, b, named, task.shape, task.layout, task.precision))
-
-
-def problem_for(task: Task) -> Problem:
-    """What the database calls a task."""
-    graph = task.graph()
-    return problem_of(graph, spec_of(graph, task), task.shape, task.target.part, capability(task.target))
-
-
 def study_name(task: Task, kind: str = MEASURED) -> str:
     """A name for the trials of a task: under one name, an outcome counts for every tuner.
 
     Its digest therefore covers the kernels' text, which follows from program, dtypes, templates and epigen's version, and what else
     decides an outcome: shape, layout, precision, GPU, versions, and whether it was measured or read from a table (kind).
     """
-    graph = task.graph()
-    spec, problem = spec_of(graph, task), replace(problem_for(task), program="")
-    texts = [renderer().render(spec, config).digest for config in Space(spec, task.shape, task.target).samples()]
+    problem = replace(task.problem, program="")
+    texts = [renderer().render(task.spec, config).digest for config in Space(task.spec, task.shape, task.target).samples()]
     versions = (epigen.__version__, triton_version(), importlib.metadata.version("torch"))
     part = re.sub("[^a-z0-9]+", "_", task.target.part.lower()).strip("_")
     return f"{part} {extents(task.shape)} {task.a} {task.layout} {digest([repr(problem), repr(task.target), *versions, *texts, kind])}"
@@ -85,11 +69,11 @@ def tune_one(
     where no config works, DatabaseError where the winner could not be added, before anything is measured.
     """
     if database is not None:
-        database.demand_writable(task.target.part, capability(task.target))
+        database.demand_writable(task.problem.gpu, task.problem.capability)
     measuring = runner or GpuRunner()
     measuring.begin(task)
     try:
-        problem, (space, prior) = problem_for(task), _space(task, measuring)
+        problem, (space, prior) = task.problem, _space(task, measuring)
         near = database.nearest(problem, triton_version(), 3, space.legal) if database else ()
         plain = rule.choose(space.spec, space.shape, space.target).config, rule.by_vendor(space.spec, space.shape, space.target, "").config
         result = search(
@@ -116,7 +100,7 @@ def assist_one(task: Task, runner: Runner, *, trials: int = 48, seed: int = 0, s
 
 def _space(task: Task, runner: Runner) -> tuple[Space, dict[KernelConfig, float]]:
     """What is searched, and the model's time in microseconds of each config that the runner can measure."""
-    space = Space(spec_of(task.graph(), task), task.shape, task.target)
+    space = Space(task.spec, task.shape, task.target)
     configs = [c for c in space.every() if runner.knows(c)]
     hopeful = [c for c in configs if not limits.refusal(space.spec, c, task.shape, task.target)] or configs
     estimates = model.estimates(space.spec, hopeful, task.shape, gpus.of_target(task.target))
