@@ -22,7 +22,7 @@ from programs import programs
 
 from epigen import dtypes, ops, settings
 from epigen.codegen import schedules, tile
-from epigen.codegen.functions import finishing_step, finishing_threads
+from epigen.codegen.completion import finishing_step, finishing_threads
 from epigen.codegen.lower import kernel_name, lower, over_product
 from epigen.codegen.partitions import partitions
 from epigen.codegen.render import Rendered, Renderer

@@ -25,7 +25,7 @@ ORDER = (
     "errors", "uncollected", "after_import", "files", "settings", "dtypes", "gpus", "ops",
     "lang.walk", "lang.syntax", "lang.parser",
     "ir.graph", "ir.check", "ir.passes", "ir.program", "ir.rules", "ir.unparse", "ir.autodiff", "ir.derivation", "ir.derive", "ir.reference", "ir.recognise", "ir.bound",
-    "codegen.spec", "codegen.schedules", "codegen.emit", "codegen.lower", "codegen.functions", "codegen.tile", "codegen.partitions",
+    "codegen.spec", "codegen.schedules", "codegen.emit", "codegen.lower", "codegen.functions", "codegen.tile", "codegen.completion", "codegen.partitions",
     "codegen.render", "codegen.standalone",
     "perf.traffic", "perf.resources", "perf.limits", "perf.constants", "perf.model",
     "runtime.device", "runtime.arguments", "runtime.code_builder", "runtime.lru_cache", "runtime.user_cache", "runtime.triton_key", "runtime.direct",

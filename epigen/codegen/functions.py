@@ -190,28 +190,6 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     return Function(name, _factored(arguments, sig), schedules.constants(config), schedules.warps(config), stages, None, schedule.dialect)
 
 
-def finishing_step(finish: Finish, config: KernelConfig) -> int:
-    """How many partial results of each of a tile's rows or columns a block holds at a time: 32 values a thread, and 16 on Hopper, where the other
-    half of a tile may wait in registers."""
-    values = (16 if SCHEDULES[config.schedule].architecture == "hopper" else 32) * 32 * schedules.warps(config)
-    return max(1, min(128, values // _finishing_width(finish.indices, config))) if finish.indices else values // 4
-
-
-def finishing_threads(indices: str, config: KernelConfig) -> tuple[list[int], list[int]]:
-    """How the threads of a warp, and the warps, lie over such a [step, width]: across it first, and what is left over down, so that no value
-    is held twice."""
-    width = _finishing_width(indices, config)
-    threads, warps = min(32, width), schedules.warps(config)
-    across = min(warps, max(1, width // 32))
-    return [32 // threads, threads], [warps // across, across]
-
-
-def _finishing_width(indices: str, config: KernelConfig) -> int:
-    """How many rows ("m") or columns ("n") a part of a tile has."""
-    axis = "mn".index(indices)
-    return config[f"block_{indices}"] // schedules.tile_parts(config)[axis]
-
-
 def arrivals(spec: KernelSpec, config: KernelConfig) -> list[str]:
     """What blocks count of which they are the last to arrive, in the counters' order: the parts along k of "tiles", or of what each of two
     "groups" of warps has of them, or the parts of tiles along the other index, of which there are counters "parts_n" or "parts_m", or all, "1"."""

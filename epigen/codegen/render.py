@@ -15,12 +15,11 @@ from typing import Any, Protocol
 import jinja2
 
 import epigen
-from epigen.codegen import emit, functions, partitions, schedules, tile
+from epigen.codegen import completion, emit, functions, partitions, schedules, tile
 from epigen.codegen.functions import Function
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Finish, KernelConfig, KernelSpec, digest
 from epigen.dtypes import FP32, INT32
-from epigen.ir.graph import describe_indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class Renderer:
         kernels = functions.functions(spec, config)
         text = self.text(
             "module.py.j2", spec=spec, config=config, functions=kernels, schedule=schedule, dot_arguments=dot_arguments(spec, config),
-            tma_stored=schedules.tma_stored(spec, config), tma_loaded=schedules.tma_loaded(spec, config), inside=functions.inside(spec, config), counted=functions.arrivals(spec, config),
+            tma_stored=schedules.tma_stored(spec, config), tma_loaded=schedules.tma_loaded(spec, config), completions=completion.completions(spec, config),
             whole=not kernels, prefetched=schedules.prefetched(spec, config), **functions.units(spec, config),
             part=tile.part_of_tile(config), declared=tile.declared(spec, config), packs=tile.packs(spec),
             partitions=partitions.partitions(spec, config, kernels[0]) if schedule.architecture == "hopper" else None,
@@ -88,10 +87,6 @@ class Renderer:
             "version": epigen.__version__,
             "helpers": _helpers,
             "of_finish": _of_finish,
-            "finishing_step": functions.finishing_step,
-            "finishing_threads": functions.finishing_threads,
-            "describe": describe_indices,
-            "zip": zip,
         }
         return _tidy(self.environment.get_template(template).render(values))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from epigen.codegen import schedules
-from epigen.codegen.functions import finishing_step
+from epigen.codegen.completion import finishing_step
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import LINE_BYTES, KernelConfig, KernelSpec, row_lengths
 from epigen.dtypes import FP16, FP32
