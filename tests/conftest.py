@@ -122,6 +122,37 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         pytest.fail(f"{item.nodeid} reaches Triton, by {who}: it wants the mark @pytest.mark.triton")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def written_is_read() -> Iterator[None]:
+    """What any test derives is made without reading the text that it writes: here that is read, and gives the same to the last label."""
+    from epigen.ir import derive, program
+
+    made = program.graph_of_written
+
+    def compared(written: Any, text: str) -> Any:
+        graph = made(written, text)
+        assert repr(graph) == repr(program.read(text))
+        return graph
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(derive, "graph_of_written", compared)
+        yield
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The programs that are parsed from here on, as in a process that knows none yet."""
+    from epigen.ir import derive, program
+    from epigen.lru_cache import LruCache
+
+    found: list[str] = []
+    parse = program.parse
+    monkeypatch.setattr(program, "parse", lambda text: (found.append(text), parse(text))[1])
+    monkeypatch.setattr(program, "_KNOWN", LruCache(program.MOST_PROGRAMS))
+    monkeypatch.setattr(derive, "graph_of_written", program.graph_of_written)
+    return found
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """For small tensors: several threads wait for each other longer than they compute."""

@@ -27,10 +27,10 @@ from epigen.db.lookup import Found, distance
 from epigen.db.problem import Problem, alignment, coarse_bucket, fine_bucket, fine_bucket_step, problem_of
 from epigen.db.records import Record
 from epigen.dtypes import FP16
+from epigen.lru_cache import LruCache
 from epigen.perf import limits
 from epigen.runtime import kernel as kernel_module
 from epigen.runtime.kernel import Kernel
-from epigen.runtime.lru_cache import LruCache
 from epigen.settings import templates_dir
 
 TEXT = "relu(mm + bias)"

@@ -22,13 +22,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "epigen"
 
 ORDER = (
-    "errors", "uncollected", "after_import", "files", "settings", "dtypes", "gpus", "ops",
+    "errors", "uncollected", "after_import", "lru_cache", "files", "settings", "dtypes", "gpus", "ops",
     "lang.walk", "lang.syntax", "lang.parser",
     "ir.graph", "ir.check", "ir.passes", "ir.program", "ir.rules", "ir.unparse", "ir.autodiff", "ir.derivation", "ir.derive", "ir.reference", "ir.recognise", "ir.bound",
     "codegen.spec", "codegen.schedules", "codegen.emit", "codegen.lower", "codegen.functions", "codegen.tile", "codegen.completion", "codegen.partitions",
     "codegen.render", "codegen.standalone",
     "perf.traffic", "perf.resources", "perf.limits", "perf.constants", "perf.model",
-    "runtime.device", "runtime.arguments", "runtime.code_builder", "runtime.lru_cache", "runtime.user_cache", "runtime.triton_key", "runtime.direct",
+    "runtime.device", "runtime.arguments", "runtime.code_builder", "runtime.user_cache", "runtime.triton_key", "runtime.direct",
     "runtime.overlap", "runtime.rendering", "runtime.vendor", "runtime.workspace", "runtime.loader", "runtime.outputs", "runtime.ahead", "runtime.native",
     "runtime.launch", "runtime.prepared", "runtime.fast_call", "runtime.kernel", "runtime.verify",
     "db.fields", "db.lock", "db.salvage", "db.problem", "db.migrations", "db.records", "db.lookup", "db.database_file", "db.database",
@@ -46,7 +46,7 @@ ORDER = (
 """Each module, once: it imports only from those before it, lazily as well."""
 
 NO_TORCH = re.compile(
-    r"(errors|uncollected|after_import|files|settings|dtypes|gpus|ops|lang\..*|ir\.(graph|check|passes|program|rules|unparse|autodiff|derivation|derive)|codegen\..*)"
+    r"(errors|uncollected|after_import|lru_cache|files|settings|dtypes|gpus|ops|lang\..*|ir\.(graph|check|passes|program|rules|unparse|autodiff|derivation|derive)|codegen\..*)"
 )
 """The front end: it works where neither torch nor Triton is installed."""
 

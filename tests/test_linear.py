@@ -27,6 +27,21 @@ def normal(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32, scale:
     return drawn.to(dtype).requires_grad_(grad)
 
 
+# -- what is read
+
+
+def test_a_layer_that_trains_reads_its_users_program_alone(parsed: list[str]) -> None:
+    """The forward that keeps more, and the backward, are written for torch's operations by name, and become kernels by their graphs."""
+    text = "gelu(mm + bias) * 0.37"
+    x, w, b = normal(8, 4), normal(6, 4, seed=1), normal(6, seed=2)
+    found = epigen.linear(x, w, b, text)
+    expected = F.gelu(F.linear(x, w, b)) * 0.37
+    grad = normal(8, 6, seed=3, grad=False)
+    for mine, torchs in zip(torch.autograd.grad(found, (x, w, b), grad), torch.autograd.grad(expected, (x, w, b), grad), strict=True):
+        torch.testing.assert_close(mine, torchs)
+    assert parsed == [text] and found.grad_fn is not None
+
+
 # -- in the dtypes that are trained
 
 

@@ -22,9 +22,9 @@ from epigen.db.records import extents
 from epigen.errors import ConfigError
 from epigen.gpus import Target
 from epigen.ir.graph import Graph
+from epigen.lru_cache import LruCache
 from epigen.perf import limits, model
 from epigen.runtime.loader import triton_version
-from epigen.runtime.lru_cache import LruCache
 
 _SOURCES = 8  # near problems that are tried; the estimates of more would take longer than they are worth
 _DOUBT = 0.02  # a share of the time for each doubling that a config comes from afar

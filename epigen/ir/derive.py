@@ -25,7 +25,7 @@ from epigen.ir.autodiff import GRADIENT, MM, Gradients, carries_gradient, differ
 from epigen.ir.derivation import ARRIVING, INPUT, MASK, NOTHING, OUTPUT, PREACTIVATION, RECOMPUTE, SAVE, SAVED, Argument, Derivation, Gradient, Option, Saved
 from epigen.ir.graph import Graph, Node, Output
 from epigen.ir.passes import normalise
-from epigen.ir.program import graph_of
+from epigen.ir.program import graph_of_written
 from epigen.ir.unparse import Names, program_of
 from epigen.lang.parser import MAX_CHARACTERS, MAX_NODES
 from epigen.lang.syntax import parts, to_text
@@ -263,7 +263,7 @@ def _extended(graph: Graph, found: Gradients, saved: Mapping[int, Saved]) -> Gra
 
 
 def through_text(nodes: Sequence[Node], outputs: Sequence[Output], of: str) -> Graph:
-    """A program of what these outputs need, by way of its text, so that it is what a user would get who wrote that.
+    """A program of what these outputs need, as a user would get it who wrote its text.
 
     of: the program that it is made for. Raises DerivationError where the text would be longer than a program's may be.
     """
@@ -272,4 +272,4 @@ def through_text(nodes: Sequence[Node], outputs: Sequence[Output], of: str) -> G
     if count > MAX_NODES or len(text) > MAX_CHARACTERS:
         message = f"what training needs of it is a program of {count} parts in {len(text)} characters, and the limits are {MAX_NODES} and {MAX_CHARACTERS}"
         raise DerivationError(of, [Diagnostic(message, None, "divide the program, or derive less of it: fewer outputs (of=...), or fewer inputs (wrt=...)")])
-    return graph_of(text)
+    return graph_of_written(program, text)

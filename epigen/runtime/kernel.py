@@ -30,12 +30,12 @@ from epigen.gpus import DEFAULT_TARGET, Target
 from epigen.ir import graph as g
 from epigen.ir import reference
 from epigen.ir.graph import Graph, Node
+from epigen.lru_cache import LruCache
 from epigen.perf import limits
 from epigen.runtime import arguments, device, outputs
 from epigen.runtime.arguments import process_precision
 from epigen.runtime.fast_call import Again, bound, fast_call
 from epigen.runtime.loader import Loader, Resources, refusal, unwritten, warm
-from epigen.runtime.lru_cache import LruCache
 from epigen.runtime.prepared import Operands, Plan, Prepared
 
 Chooser = Callable[[KernelSpec, tuple[int, int, int], Target, str], Choice]

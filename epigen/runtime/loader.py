@@ -29,8 +29,8 @@ from epigen.codegen.spec import KNOWN
 from epigen.errors import CompileError, EpigenError
 from epigen.files import reason
 from epigen.gpus import Target
+from epigen.lru_cache import LruCache
 from epigen.runtime import triton_key
-from epigen.runtime.lru_cache import LruCache
 from epigen.runtime.user_cache import UserCache, can_be_written
 from epigen.uncollected import uncollected
 

@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from epigen.errors import CallError, InternalError
+from epigen.ir.program import MOST_PROGRAMS
 from epigen.training import again, linear
 from epigen.training.alike import Alike, State
 from epigen.training.elements import CHANNELS_LAST, channels_second, rows_first, why_no_product, why_not_as_fast
-from epigen.training.plan import MOST_PROGRAMS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")

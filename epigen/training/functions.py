@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 
 from epigen.dtypes import BY_TORCH
 from epigen.errors import CallError, near_miss
+from epigen.lru_cache import LruCache
 from epigen.runtime import arguments
 from epigen.runtime.kernel import Kernel
-from epigen.runtime.lru_cache import LruCache
 
 if TYPE_CHECKING:
     from epigen.training.aten import Leaf

@@ -21,11 +21,10 @@ from epigen import api
 from epigen.dtypes import BY_TORCH_ON_CPU
 from epigen.errors import CallError, InternalError
 from epigen.ir.graph import Graph
-from epigen.ir.program import graph_of
+from epigen.ir.program import MOST_PROGRAMS, graph_of
 from epigen.runtime import arguments, outputs
 from epigen.runtime.kernel import Kernel
 from epigen.training import bits
-from epigen.training.plan import MOST_PROGRAMS
 
 Inputs = Sequence[Tensor | None]
 """In the program's order; None stands for a number."""

@@ -22,12 +22,9 @@ from epigen.ir.autodiff import MM, carries_gradient
 from epigen.ir.derivation import ARRIVING, INPUT, SAVED, Derivation
 from epigen.ir.derive import derive, through_text
 from epigen.ir.graph import Graph
-from epigen.ir.program import graph_of
+from epigen.ir.program import MOST_PROGRAMS, graph_of
 from epigen.ops import NUMBER
 from epigen.runtime import outputs
-
-MOST_PROGRAMS = 1024
-"""How many programs, or chains of them, a process keeps what it has made of: those used last."""
 
 
 class Asked(NamedTuple):

@@ -25,10 +25,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from epigen.errors import EpigenError
+from epigen.ir.program import MOST_PROGRAMS
 from epigen.training import deferred
 from epigen.training.alike import State
 from epigen.training.deferred import CONVOLUTIONS, DTYPES, PRODUCTS, VIEWS, Argument, Fixed, Plan, Planned, Product, Ref, Step, Taken
-from epigen.training.plan import MOST_PROGRAMS
 from epigen.training.unlogged import unlogged
 
 _ROWS, _COLUMNS = 6, 7

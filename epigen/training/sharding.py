@@ -26,9 +26,9 @@ from epigen.dtypes import BY_TORCH_ON_CPU
 from epigen.errors import CallError
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
+from epigen.ir.program import MOST_PROGRAMS
 from epigen.runtime import outputs
 from epigen.training import library
-from epigen.training.plan import MOST_PROGRAMS
 
 REPLICATE, SUMMAND = Replicate(), Partial()
 

@@ -21,7 +21,7 @@ from epigen.errors import EpigenError
 from epigen.gpus import Target
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
-from epigen.runtime.lru_cache import LruCache
+from epigen.lru_cache import LruCache
 from epigen.tuning import remembered
 from epigen.tuning.task import Task
 
