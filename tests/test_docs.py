@@ -116,7 +116,7 @@ def operations() -> str:
 
 
 BESIDE = {
-    "templates": "One file a schedule, and what they share; no names of operations.",
+    "templates": "One file a schedule, what they share, and a folder of what one architecture has; no names of operations.",
     "tuning_db": "The shipped database: one JSON file a GPU.",
     "tests": "The tests, with what they share; golden files lie in tests/golden.",
     "bench": "One script a claim; results lie in bench/results.",

@@ -219,6 +219,7 @@ def test_the_front_end_runs_without_torch_and_triton() -> None:
 # `where` and the reductions `sum` and `max` are also what loads, stores and bit packing are written with
 LAYOUT = {"where", "sum", "max"}
 OPERATIONS = ({name for name, op in TABLE.items() if not op.symbol} | set(REDUCTIONS)) - LAYOUT
+TEMPLATES = sorted(p for p in (ROOT / "templates").rglob("*") if p.is_file())
 # Beside the kernels this one holds plain torch, which compares results; the operations of a program stay out of it all the same.
 HOST = {"standalone.py.j2"}
 ACTIVATIONS = {name for name, op in TABLE.items() if op.group in ("activation", "derivative")}
@@ -229,7 +230,7 @@ def without_comments(template: str) -> str:
     return re.sub(r"(^|\s)# .*$", "", re.sub(r"\{#.*?#\}", "", template, flags=re.DOTALL), flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("path", sorted(p for p in (ROOT / "templates").rglob("*") if p.is_file()), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.name)
 def test_a_template_names_no_operation(path: Path) -> None:
     """A template owns loops, loads and stores; what is computed comes from the table, so a new row needs no template."""
     assert {"relu", "gelu", "silu", "drelu"} <= ACTIVATIONS <= OPERATIONS
@@ -241,7 +242,6 @@ def test_a_template_names_no_operation(path: Path) -> None:
         assert not re.search(r"(?<!\btl\.)\bwhere\b", text), "a selection of values is an operation; tl.where may mask a load"
 
 
-TEMPLATES = sorted((ROOT / "templates").rglob("*.j2"))
 OF_HOPPER = re.compile(
     r"registers|hopper|warpgroup|wgmma|NVMMADistributedLayout|DistributedLinearLayout|packed_words|_of_columns|words_taken_over|columns_taken_over"
 )
