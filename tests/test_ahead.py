@@ -27,7 +27,7 @@ from epigen.cli import compile as cli_compile
 from epigen.codegen import lower, schedules
 from epigen.codegen.spec import LAYOUTS, KernelConfig
 from epigen.dtypes import BF16, BOOL, FP8E4M3, FP8E5M2, FP16, FP32, INT8, INT64, UINT8, DType
-from epigen.errors import CompileError
+from epigen.errors import CompileError, ConfigError
 from epigen.gpus import TARGETS, Target
 from epigen.runtime import ahead, loader
 from epigen.runtime.ahead import Job, Running, layout_constants
@@ -306,6 +306,20 @@ def test_the_last_block_completes_reductions_on_every_make() -> None:
 def test_the_persistent_schedule_multiplies_every_dtype_that_space_lets_it() -> None:
     jobs = [job(PLAIN, t, dtype, persistent(64, 64, 64), "nt") for t in ("sm_90", "sm_100", "sm_120") for dtype in (FP16, BF16, INT8, FP8E4M3, FP8E5M2)]
     jobs += [job(PLAIN, "sm_90", FP32, persistent(64, 64, 32), "nt", precision="tf32")]
+    for one, results in zip(jobs, compiled(jobs), strict=True):
+        checked(one, results)
+
+
+def test_a_config_that_is_given_compiles_for_a_dtype_or_says_why_it_cannot() -> None:
+    """And does not end in a pass of Triton's."""
+    jobs, refused = [], []
+    for config in (persistent(64, 64, 64), warp_specialized(64, 64, 64, pingpong=1)):
+        for dtype in (FP16, BF16, FP32, INT8, FP8E4M3, FP8E5M2):
+            try:
+                jobs.append(job(PLAIN, "sm_90", dtype, config, "nt", precision="tf32" if dtype == FP32 else None))
+            except ConfigError as error:
+                refused.append(str(error))
+    assert refused == [f"the schedule warp_specialized multiplies operands of 16 bits, and these are {dtype}" for dtype in (FP32, INT8, FP8E4M3, FP8E5M2)]
     for one, results in zip(jobs, compiled(jobs), strict=True):
         checked(one, results)
 

@@ -166,7 +166,7 @@ class Space:
             along_k = sig.a.bytes > 1 or sig.layout == "nt"  # as the tensor cores want 8-bit operands, which nothing turns round on the way
             if addressed and along_k and not self._plain():
                 found.append("persistent")
-                if sig.a.bytes == 2 and m > 64:  # two groups of warps want rows for both, and the template knows 16-bit operands
+                if sig.a.bytes in schedules.WARP_SPECIALIZED.operand_bytes and m > 64:  # two warpgroups want rows for both
                     found.append("warp_specialized")
         return tuple(name for name in found if SCHEDULES[name].runs_on(target.backend, target.arch))
 

@@ -17,7 +17,7 @@ class Schedule:
     (else the product comes from the vendor's library). descriptors: a and b are addressed by TMA descriptors. persistent: one program a
     multiprocessor, which takes one tile after the other. capabilities: of NVIDIA GPUs, such as 90; None: every GPU of every make. dialect: the
     language of the main kernel, "triton" or "gluon". architecture: whose warpgroups and registers it is written for, "hopper", a folder of `templates`;
-    "": no one's, for Triton's compiler lays them out.
+    "": no one's, for Triton's compiler lays them out. operand_bytes: of the operands' elements that the main loop is written for.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Schedule:
     capabilities: range | None = None
     dialect: str = "triton"
     architecture: str = ""
+    operand_bytes: tuple[int, ...] = (1, 2, 4)
 
     def runs_on(self, backend: str, arch: int | str) -> bool:
         """Whether GPUs of this kind have what it takes. backend: "cuda" or "hip"."""
@@ -115,6 +116,7 @@ WARP_SPECIALIZED = Schedule(
     capabilities=range(90, 91),
     dialect="gluon",
     architecture="hopper",
+    operand_bytes=(2,),
 )
 
 SCHEDULES = {s.name: s for s in (LIBRARY, TILED, SPLIT_K, PERSISTENT, WARP_SPECIALIZED)}

@@ -113,7 +113,15 @@ def vendors_extents(c: Candidate) -> str:
     return f"the vendor's product takes extents below 2^31, and {longest} was found: the schedule tiled takes any"
 
 
-# -- without these nothing compiles, or what does finds no room
+# -- and without these no kernel that multiplies
+
+
+def operands(c: Candidate) -> str:
+    signature = c.spec.signature
+    if signature.a.bytes in c.schedule.operand_bytes:
+        return ""
+    sizes = " or ".join(str(8 * size) for size in c.schedule.operand_bytes)
+    return f"the schedule {c.schedule.name} multiplies operands of {sizes} bits, and these are {signature.a}"
 
 
 def fp8(c: Candidate) -> str:
@@ -133,13 +141,13 @@ def threads(c: Candidate) -> str:
     return f"{c.warps} warps are {count} threads, and a block holds 1024" if count > 1024 else ""
 
 
+# -- without these it is hopeless
+
+
 def shared_memory(c: Candidate) -> str:
     if c.needs.shared_bytes <= c.target.shared_bytes:
         return ""
     return f"{c.needs.shared_bytes} bytes of shared memory, and a block of {c.target.name} has {c.target.shared_bytes}"
-
-
-# -- without these it is hopeless
 
 
 def filled(c: Candidate) -> str:
@@ -172,14 +180,15 @@ def work_of_a_warp(c: Candidate) -> str:
 
 
 LAUNCHES: tuple[Restriction, ...] = (architecture, rows_of_warpgroups, empty_tensors, number_of_tiles, coordinates, vendors_extents)
-COMPILES: tuple[Restriction, ...] = (fp8, step, threads, shared_memory)
-PAYS: tuple[Restriction, ...] = (filled, accumulators, held_inputs, work_of_a_warp)
-"""Of kernels that multiply, as those of COMPILES are: the vendor's library has its own."""
+MULTIPLIES: tuple[Restriction, ...] = (operands, fp8, step, threads)
+PAYS: tuple[Restriction, ...] = (filled, shared_memory, accumulators, held_inputs, work_of_a_warp)
+"""Of kernels that multiply, as those of MULTIPLIES are. They are estimates: for a config that is given, the compiler has the last word."""
 
 
 def unfit(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target) -> str:
     """'' or why a config cannot be launched. shape: M, N, K."""
-    return _first(LAUNCHES, Candidate(config, Work(spec, shape, target)))
+    candidate = Candidate(config, Work(spec, shape, target))
+    return _first((*LAUNCHES, *MULTIPLIES) if candidate.schedule.multiplies else LAUNCHES, candidate)
 
 
 def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target) -> str:
@@ -190,7 +199,7 @@ def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target
 def refused(config: KernelConfig, work: Work) -> str:
     """As `refusal`, for many configs of one problem."""
     candidate = Candidate(config, work)
-    return _first((*LAUNCHES, *COMPILES, *PAYS) if candidate.schedule.multiplies else LAUNCHES, candidate)
+    return _first((*LAUNCHES, *MULTIPLIES, *PAYS) if candidate.schedule.multiplies else LAUNCHES, candidate)
 
 
 def _first(restrictions: tuple[Restriction, ...], candidate: Candidate) -> str:
