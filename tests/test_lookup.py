@@ -469,6 +469,6 @@ def test_what_the_lenders_epilogue_had_no_choice_in_is_tried_both_ways(tmp_path:
 
 def test_a_program_without_reductions_does_not_say_how_to_complete_them(tmp_path: Path) -> None:
     database = opened(tmp_path)
-    tuned_here(database, "relu(mm + bias)", (64, 256, 256), config(32, block_n=16, block_k=64, group_m=1, num_warps=2, num_stages=4))
+    tuned_here(database, "relu(mm + bias)", (64, 256, 256), config(32, block_n=16, block_k=256, group_m=1, num_warps=2, num_stages=1))
     found, _ = chosen_here(database, MASKED, (128, 256, 256))
     assert isinstance(found, Found) and (found.config["block_n"], found.config["fused_finalize"]) == (16, 1)

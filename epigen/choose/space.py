@@ -203,8 +203,7 @@ class Space:
         warps = exponent("num_warps", min(fewest, most), most)
         # what is loaded element by element is not fetched ahead: stages change nothing, and two say so
         deepest = 3 if all(self._scalar_rows()) else 8 if m <= 64 else 6
-        # one more than there are steps: all of their loads are then under way before the first product
-        most_stages = max(1, min(deepest, -(-k // block_k) + 1, room // (step_bytes * block_k)))
+        most_stages = max(1, min(deepest, -(-k // block_k), room // (step_bytes * block_k)))
         stages = suggest(f"{schedule}.num_stages", min(2, most_stages), most_stages)
         group_m = _GROUPS[suggest(f"{schedule}.group_m", 0, int(m > block_m and schedule == "tiled"))]
         return {
