@@ -550,8 +550,8 @@ def test_what_is_no_config_of_schema_2_is_left_out_alone(tmp_path: Path) -> None
 def test_programs_of_schema_1_are_parsed_as_far_as_a_look_up_can_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once, none that is too long for a program, and no more than so many characters of them together."""
     parsed: list[str] = []
-    real = migrations.parse
-    monkeypatch.setattr(migrations, "parse", lambda text: (parsed.append(text), real(text))[1])
+    real = migrations.graph_of
+    monkeypatch.setattr(migrations, "graph_of", lambda text: (parsed.append(text), real(text))[1])
     monkeypatch.setattr(migrations, "MOST_CHARACTERS", 60_000)
     programs = ["relu(mm + bias)", "\n" * 1_000_000 + "mm", *(f"mm * {i}{' ' * 19_000}" for i in range(5)), "relu(mm + bias)"]
     some = [json.loads(schema_1(record((i + 1, 64, 64))))["records"][0] | {"program": program} for i, program in enumerate(programs)]

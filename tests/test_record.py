@@ -57,7 +57,7 @@ def test_a_stored_table_is_as_it_would_be_written(path: Path) -> None:
 
 def test_nothing_else_is_stored() -> None:
     assert len(REPORTS) > 20 and len(TABLES) > 10
-    assert {path.suffix for path in record.RESULTS.iterdir()} == {".json", ".svg"} and {path.suffix for path in record.DATA.iterdir()} == {".json"}
+    assert {path.suffix for path in record.RESULTS.iterdir()} == {".json", ".svg"} and {path.suffix for path in record.DATA.iterdir()} == {".json", ".journal"}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from epigen.codegen.render import Renderer
 from epigen.codegen.spec import KernelSpec
 from epigen.dtypes import FP16
 from epigen.errors import DerivationError, EpigenError, ParseError, ProgramError
-from epigen.ir import autodiff
+from epigen.ir import autodiff, program
 from epigen.ir.check import check
 from epigen.ir.derive import derive
 from epigen.ir.graph import Graph
@@ -73,7 +73,9 @@ MISTAKEN: dict[str, Family] = {
 def calls(run: Callable[[], object]) -> int:
     """How many functions are called, Python's own among them."""
     count = 0
-    re.purge()  # patterns that are kept would make a second run less work than a first
+    # patterns and programs that are kept would make a second run less work than a first
+    re.purge()
+    program._KNOWN.clear()
 
     def watch(_frame: FrameType, event: str, _arg: object) -> None:
         nonlocal count

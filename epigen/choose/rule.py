@@ -40,6 +40,8 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
     if any(each % 4 for each in row_bytes(shape, sig)) and large and vendors:
         return by_vendors("rows that are not aligned to 4 bytes are read element by element, which the vendor's product avoids")
     block_k = {4: 32, 2: 64, 1: 128}[sig.a.bytes]
+    if target.backend == "hip" and target.warp_size == 32:
+        block_k //= 2  # two stages of twice as long a step spill 42 registers at 128x128 (gfx1100, fp16, Triton 3.9, 2026-11)
     tiles: tuple[tuple[int, int, int], ...] = _TILES
     if sig.a == FP32 and sig.precision == "ieee":
         tiles, block_k = tuple(t for t in _TILES if t[0] * t[1] <= 64 * 64), 16

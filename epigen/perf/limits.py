@@ -28,26 +28,14 @@ _MOST_HELD = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A config for one problem on one GPU. work: what the problem decides for all of its configs."""
+    """A config for one problem on one GPU. work: what the problem decides for all of its configs, where they are estimated."""
 
     config: KernelConfig
-    work: Work
-
-    @property
-    def spec(self) -> KernelSpec:
-        return self.work.spec
-
-    @property
-    def shape(self) -> Shape:
-        return self.work.shape
-
-    @property
-    def target(self) -> Target:
-        return self.work.target
-
-    @property
-    def schedule(self) -> Schedule:
-        return SCHEDULES[self.config.schedule]
+    schedule: Schedule
+    spec: KernelSpec
+    shape: Shape
+    target: Target
+    work: Work | None = None
 
     @property
     def warps(self) -> int:
@@ -61,7 +49,7 @@ class Candidate:
 
     @property
     def needs(self) -> Resources:
-        return self.work.resources(self.config)
+        return (self.work or Work(self.spec, self.shape, self.target)).resources(self.config)
 
 
 Restriction = Callable[[Candidate], str]
@@ -113,15 +101,15 @@ def vendors_extents(c: Candidate) -> str:
     return f"the vendor's product takes extents below 2^31, and {longest} was found: the schedule tiled takes any"
 
 
-# -- and without these no kernel that multiplies
-
-
 def operands(c: Candidate) -> str:
     signature = c.spec.signature
-    if signature.a.bytes in c.schedule.operand_bytes:
+    if not c.schedule.multiplies or signature.a.bytes in c.schedule.operand_bytes:
         return ""
     sizes = " or ".join(str(8 * size) for size in c.schedule.operand_bytes)
     return f"the schedule {c.schedule.name} multiplies operands of {sizes} bits, and these are {signature.a}"
+
+
+# -- without these a kernel that multiplies does not compile, and Triton says so
 
 
 def fp8(c: Candidate) -> str:
@@ -179,16 +167,15 @@ def work_of_a_warp(c: Candidate) -> str:
     return f"{c.warps} warps share {block_m}x{block_n} values: less than 16x8 each" if block_m * block_n < 128 * c.warps else ""
 
 
-LAUNCHES: tuple[Restriction, ...] = (architecture, rows_of_warpgroups, empty_tensors, number_of_tiles, coordinates, vendors_extents)
-MULTIPLIES: tuple[Restriction, ...] = (operands, fp8, step, threads)
+LAUNCHES: tuple[Restriction, ...] = (architecture, operands, rows_of_warpgroups, empty_tensors, number_of_tiles, coordinates, vendors_extents)
+COMPILES: tuple[Restriction, ...] = (fp8, step, threads)
 PAYS: tuple[Restriction, ...] = (filled, shared_memory, accumulators, held_inputs, work_of_a_warp)
-"""Of kernels that multiply, as those of MULTIPLIES are. They are estimates: for a config that is given, the compiler has the last word."""
+"""Of kernels that multiply, as those of COMPILES are. Some are estimates: for a config that is given, the compiler has the last word."""
 
 
 def unfit(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target) -> str:
     """'' or why a config cannot be launched. shape: M, N, K."""
-    candidate = Candidate(config, Work(spec, shape, target))
-    return _first((*LAUNCHES, *MULTIPLIES) if candidate.schedule.multiplies else LAUNCHES, candidate)
+    return _first(LAUNCHES, Candidate(config, SCHEDULES[config.schedule], spec, shape, target))
 
 
 def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target) -> str:
@@ -198,12 +185,15 @@ def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target
 
 def refused(config: KernelConfig, work: Work) -> str:
     """As `refusal`, for many configs of one problem."""
-    candidate = Candidate(config, work)
-    return _first((*LAUNCHES, *MULTIPLIES, *PAYS) if candidate.schedule.multiplies else LAUNCHES, candidate)
+    candidate = Candidate(config, SCHEDULES[config.schedule], work.spec, work.shape, work.target, work)
+    return _first((*LAUNCHES, *COMPILES, *PAYS) if candidate.schedule.multiplies else LAUNCHES, candidate)
 
 
 def _first(restrictions: tuple[Restriction, ...], candidate: Candidate) -> str:
-    return next((why for restriction in restrictions if (why := restriction(candidate))), "")
+    for restriction in restrictions:
+        if why := restriction(candidate):
+            return why
+    return ""
 
 
 def fitted(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target) -> KernelConfig | None:
