@@ -213,6 +213,7 @@ def test_a_config_that_does_not_fit(config: str, message: str) -> None:
     assert message in done.stderr and done.stdout == ""
 
 
+@pytest.mark.triton
 @pytest.mark.usefixtures("compile_once")
 @pytest.mark.parametrize(
     ("emit", "target", "stages"), [("ptx", "gfx942", "ttir, ttgir, llir, amdgcn, hsaco"), ("hsaco", "sm_90", "ttir, ttgir, llir, ptx, cubin")]
@@ -629,6 +630,7 @@ def test_text_stages(emit: str, tmp_path: Path) -> None:
     assert path.read_text() == done.stdout
 
 
+@pytest.mark.triton
 @pytest.mark.usefixtures("compile_once")
 @pytest.mark.parametrize(("emit", "target"), [("cubin", "sm_90"), ("hsaco", "gfx942")])
 def test_binary_stages(emit: str, target: str, tmp_path: Path) -> None:
@@ -641,6 +643,7 @@ def test_binary_stages(emit: str, target: str, tmp_path: Path) -> None:
     assert path.read_bytes() == binary
 
 
+@pytest.mark.triton
 @pytest.mark.usefixtures("compile_once")
 def test_every_function_is_in_a_text_stage_and_a_binary_says_what_it_leaves_out() -> None:
     arguments = ("compile", "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z)", "--config", SMALL, "--no-verify")
