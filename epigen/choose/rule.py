@@ -18,7 +18,10 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
     """A legal config for one problem. shape: M, N, K. refused: why a tiled config did not work, if one was tried."""
     m, n, k = shape
     space = Space(spec, shape, target)
-    sig, large, vendors = spec.signature, m * n * k > LARGE, not limits.unfit(spec, _epilogue(space), shape, target)
+    sig, large = spec.signature, m * n * k > LARGE
+
+    def vendor_multiplies() -> bool:
+        return not limits.unfit(spec, _epilogue(space), shape, target)
 
     def by_vendors(why: str) -> Choice:
         return by_vendor(spec, shape, target, why)
@@ -27,17 +30,17 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
         return by_vendors(refused)
     if not target.fp8 and FP8E4M3 in (sig.a, sig.b):
         return by_vendors(f"{target.name} does not multiply fp8e4m3")
-    if sig.a == FP32 and sig.precision == "ieee" and large and vendors:
+    if sig.a == FP32 and sig.precision == "ieee" and large and vendor_multiplies():
         return by_vendors("the vendor's fp32 product is faster than Triton's, which has no tensor cores for it")
     # Tuned, a tiled `mm` took 1.05 to 1.13 times as long as the vendor's in 6 problems of M from 128 on, 0.90 to 0.96 in 3 of M up to 16 (H200,
     # torch 2.11, Triton 3.6, 2026-11); of rows that TMA cannot address the vendor's took twice as long as a fused kernel
-    whole, addressed = spec.bare_product and large and m > 64 and vendors, {"a", "b"} <= set(sig.tma)
+    whole, addressed = spec.bare_product and large and m > 64 and vendor_multiplies(), {"a", "b"} <= set(sig.tma)
     # where TMA cannot address them, operands are copied first, which pays for large products alone
     if (not whole if addressed else large) and (specialized := _warp_specialized(space)):
         return Choice(specialized, _why(spec, shape, target))
     if whole:
         return by_vendors("large products of Triton's are slower")
-    if any(each % 4 for each in row_bytes(shape, sig)) and large and vendors:
+    if any(each % 4 for each in row_bytes(shape, sig)) and large and vendor_multiplies():
         return by_vendors("rows that are not aligned to 4 bytes are read element by element, which the vendor's product avoids")
     block_k = {4: 32, 2: 64, 1: 128}[sig.a.bytes]
     if target.backend == "hip" and target.warp_size == 32:
@@ -79,12 +82,8 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
 
 def _legal(config: KernelConfig, space: Space) -> KernelConfig:
     """The nearest point of the search space, with as many stages as there is room for."""
-    return _fitting(config, space) or space.nearest(config)[0]
-
-
-def _fitting(config: KernelConfig, space: Space) -> KernelConfig | None:
-    """The same, or None where there is no room for it."""
-    return limits.fitted(space.spec, space.nearest(config)[0], space.shape, space.target)
+    point, *_ = space.nearest(config)
+    return limits.fitted(space.spec, point, space.shape, space.target) or point
 
 
 def _splits(tiles: int, steps: int, target: Target) -> int:
@@ -105,7 +104,7 @@ def _warp_specialized(space: Space) -> KernelConfig | None:
 
     Such configs won 72 of 105 tuned problems of so many tiles. At 65536x1024x1024 the tiled kernel took 1.43 to 1.62 times as long as they do; at
     4095x4097x1023, where operands are copied first, the vendor's product and a pass took 2.35 to 2.46 times as long (H200, torch 2.11, Triton
-    3.6, 2026-11). In halves, since registers spill where a whole tile's inputs are read by pointers.
+    3.6, 2026-11). In subtiles, since registers spill where a whole tile's inputs are read by pointers.
     """
     (m, n, _), spec = space.shape, space.spec
     enough = -(-m // 128) * -(-n // 128) >= space.target.multiprocessors
@@ -116,7 +115,8 @@ def _warp_specialized(space: Space) -> KernelConfig | None:
             "warp_specialized", block_m=128, block_n=128, block_k=64, group_m=8, pingpong=1, subtiles=2, prefetch=0,
             tma_store=tma, tma_load=int(tma and bool(schedules.tma_loadable(spec))), num_stages=8, fused_finalize=0,
         )  # fmt: skip
-        if fitting := _fitting(config, space):
+        point, *_ = space.nearest(config)
+        if fitting := limits.fitted(spec, point, space.shape, space.target):
             return fitting
     return None
 

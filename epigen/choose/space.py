@@ -38,7 +38,7 @@ _MOST_LOADED = 96  # elements a thread loads one by one in a step; all of 40 mea
 _MOST_MULTIPLIED = 2048  # multiply-adds a thread in a step where there is no tensor core: with more, the compiler takes minutes
 _RUN, _LEAST_RUN = 128, 64  # bytes of a row that TMA lays out in one piece, and fewer that still pay
 _BARRIER_BYTES = 1 << 10  # of shared memory, for the barriers of all stages
-_SUBTILED = 128 * 128  # values of a tile from which on the epilogue may take halves
+_SUBTILED = 128 * 128  # values of a tile from which on the epilogue may take subtiles
 _MOST_GROUP = _MOST_ACCUMULATORS * 128  # values that four warps accumulate
 _MOST_PARTS = schedules.WARP_SPECIALIZED.dimensions["splits"][-1]
 _MOST_SPLIT = 2 * 64 * 128  # values of the result a multiprocessor up to which it may: beyond, there are tiles enough
@@ -212,7 +212,7 @@ class Space:
         }  # fmt: skip
 
     def _loaded(self, from_tma: Collection[str] = ()) -> list[Input]:
-        """The inputs that a kernel loads by pointers, of which it may ask for the values early. from_tma: those that come by TMA."""
+        """The inputs that a kernel loads by pointers, which it may prefetch. from_tma: those that come by TMA."""
         return [i for i in self.spec.loaded if i.indices and i.name not in from_tma]
 
     def _fused_finalize(self, suggest: Suggest, schedule: str, possible: bool = True) -> int:
@@ -276,11 +276,11 @@ class Space:
         tma_store = suggest("warp_specialized.tma_store", described, described)
         room -= tma_store * sum(stored_bytes.values())
         from_tma = schedules.tma_loadable(self.spec)
-        again = (subtiles - 1) * sum(stored_bytes[name] for name in from_tma.values())  # halves that come at once have a buffer each
+        again = (subtiles - 1) * sum(stored_bytes[name] for name in from_tma.values())  # subtiles that are loaded at once have a buffer each
         tma_load = suggest("warp_specialized.tma_load", 0, int(tma_store and bool(from_tma) and again <= room - least and splits == 1))
         room -= tma_load * again
         loaded = self._loaded(from_tma if tma_load else ())
-        # in halves both have to be held while the tile is multiplied, for which registers are left where it is a row, a column or bits
+        # of two subtiles both inputs have to be held while the tile is multiplied, for which registers are left where it is a row, a column or bits
         whole = subtiles == 2 and any(i.indices == "mn" and not i.packed for i in loaded)
         prefetch = suggest("warp_specialized.prefetch", 0, int(bool(loaded) and not whole and schedules.holds_inputs(self.spec, subtiles, splits)))
         most_k = max(_LEAST_RUN // element_bytes, min(128, _down(room // (2 * row_bytes)), _padded(k)))

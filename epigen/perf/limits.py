@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES, Schedule
@@ -26,7 +27,7 @@ _MOST_ACCUMULATORS = 0.88  # of the registers a thread can have: 224 of 255
 _MOST_HELD = 0.7
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidate:
     """A config for one problem on one GPU. work: what the problem decides for all of its configs, where they are estimated."""
 
@@ -47,7 +48,7 @@ class Candidate:
         """Of k, that one instruction of the tensor cores multiplies."""
         return 32 if self.spec.signature.a.bytes == 1 else 16
 
-    @property
+    @cached_property
     def needs(self) -> Resources:
         return (self.work or Work(self.spec, self.shape, self.target)).resources(self.config)
 
