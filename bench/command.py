@@ -22,8 +22,8 @@ from epigen.db.records import extents, short
 from epigen.tuning.request import Request
 
 _ROOT = Path(__file__).resolve().parent.parent
-_MAIN = "from epigen.cli.main import main; main(prog_name='epigen')"  # the installed command is the same two steps
-_IMPORTS = "import torch, triton, optuna, epigen.cli.main"
+_MAIN = "from epigen.cli import main; main(prog_name='epigen')"  # the installed command is the same two steps
+_IMPORTS = "import torch, triton, optuna, epigen.cli"
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def processes() -> dict[str, Callable[[], object]]:
     def run(code: str) -> Callable[[], object]:
         return lambda: subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, env=command.environment())
 
-    helped = "from epigen.cli.main import main\nmain(['--help'], prog_name='epigen', standalone_mode=False)"
+    helped = "from epigen.cli import main\nmain(['--help'], prog_name='epigen', standalone_mode=False)"
     return {"nothing": run("pass"), "torch": run("import torch"), "import epigen": run("import epigen"), "epigen --help": run(helped)}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epigen.cli.main import main
+from epigen.cli import main
 
 if __name__ == "__main__":
     main(prog_name="python -m epigen")

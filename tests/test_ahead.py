@@ -23,9 +23,9 @@ from programs import write_program
 
 import epigen
 from epigen import api, ops, settings
-from epigen.cli import compile as cli_compile
 from epigen.codegen import lower, schedules
 from epigen.codegen.spec import LAYOUTS, KernelConfig
+from epigen.commands import compile as cli_compile
 from epigen.dtypes import BF16, BOOL, FP8E4M3, FP8E5M2, FP16, FP32, INT8, INT64, UINT8, DType
 from epigen.errors import CompileError, ConfigError
 from epigen.gpus import TARGETS, Target

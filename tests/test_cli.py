@@ -20,11 +20,10 @@ import pytest
 from click.testing import CliRunner
 
 import epigen
-from epigen import api, dtypes, ops, settings
-from epigen.cli import compile as cli_compile
-from epigen.cli import main as cli
+from epigen import api, cli, dtypes, ops, settings
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import LAYOUTS
+from epigen.commands import compile as cli_compile
 from epigen.errors import InternalError
 from epigen.gpus import TARGETS
 from epigen.runtime import ahead, device, verify

@@ -10,9 +10,8 @@ import pytest
 from click.testing import CliRunner
 from tuned import NAME, OTHER_SPEC, opened, record
 
-from epigen import settings
-from epigen.cli import db as cli_db
-from epigen.cli import main as cli
+from epigen import cli, settings
+from epigen.commands import db as cli_db
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,9 @@ from click.testing import CliRunner
 from tuned import opened, record
 
 import epigen
-from epigen import settings
-from epigen.cli import info as cli_info
-from epigen.cli import main as cli
+from epigen import cli, settings
 from epigen.codegen.schedules import SCHEDULES
+from epigen.commands import info as cli_info
 from epigen.errors import TargetError
 from epigen.gpus import TARGETS, Target
 from epigen.runtime import device

@@ -10,8 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from epigen import api, settings
-from epigen.cli import main as cli
+from epigen import api, cli, settings
 
 BASE: dict[tuple[str, ...], tuple[str, ...]] = {
     ("compile",): ("mm", "--no-verify"), ("explain",): ("mm", "--shape", "64x64x64"), ("tune",): ("mm", "--shape", "64x64x64"), ("ops",): (), ("info",): (),

@@ -25,12 +25,11 @@ from click.testing import CliRunner
 
 import epigen
 from bench.record import DATA
-from epigen import api, settings
-from epigen.cli import main as cli
-from epigen.cli import tune as cli_tune
-from epigen.cli.live import Live
+from epigen import api, cli, settings
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
+from epigen.commands import tune as cli_tune
+from epigen.commands.live import Live
 from epigen.db.database import Database
 from epigen.dtypes import BF16, FP32
 from epigen.errors import CallError, CheckError, TuneError

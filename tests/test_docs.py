@@ -23,7 +23,7 @@ from click.testing import CliRunner
 import epigen
 from bench.registry import BY_NAME, CLAIMS
 from epigen import ops
-from epigen.cli.main import main
+from epigen.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
@@ -122,7 +122,7 @@ BESIDE = {
     "bench": "One script a claim; results lie in bench/results.",
     "docs": "What a user reads beyond the README.",
 }
-PIPELINE = ("", "lang", "ir", "codegen", "runtime", "perf", "db", "choose", "tuning", "tune", "training", "pytorch", "cli")
+PIPELINE = ("", "lang", "ir", "codegen", "runtime", "perf", "db", "choose", "tuning", "tune", "training", "pytorch", "commands")
 
 
 def place(folder: str) -> int:

@@ -15,8 +15,8 @@ from test_model import BACKWARD, H200, PLAIN, spec_of, tiled
 
 from epigen import api, gpus, settings
 from epigen.choose import choose, explain, rule
-from epigen.cli.explain import explain_command
 from epigen.codegen.spec import Choice
+from epigen.commands.explain import explain_command
 from epigen.db.database import Database
 from epigen.db.problem import Problem, problem_of
 from epigen.db.records import Record

@@ -13,8 +13,7 @@ from pathlib import Path
 import click
 import pytest
 
-from epigen import settings
-from epigen.cli import main as cli
+from epigen import cli, settings
 from epigen.db.database import Database
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +41,7 @@ NAMES += (
 
 COMMANDS = """
 import sys
-from epigen.cli.main import main
+from epigen.cli import main
 for line in sys.argv[1:]:
     main(line.split("|"), standalone_mode=False)
 """

@@ -33,7 +33,7 @@ ORDER = (
     "runtime.launch", "runtime.prepared", "runtime.fast_call", "runtime.kernel", "runtime.verify",
     "db.fields", "db.lock", "db.salvage", "db.problem", "db.migrations", "db.records", "db.lookup", "db.database_file", "db.database",
     "choose.space", "choose.rule", "choose.choose", "choose.explain",
-    "tuning.task", "tuning.request", "tuning.suite", "tuning.table", "tuning.process", "tuning.fork_server", "tuning.runner", "tuning.timer", "tuning.sampling",
+    "tuning.database", "tuning.records", "tuning.task", "tuning.request", "tuning.suite", "tuning.table", "tuning.process", "tuning.fork_server", "tuning.runner", "tuning.timer", "tuning.sampling",
     "tuning.timing_worker", "tuning.compile_worker", "tuning.interrupt", "tuning.journal", "tuning.storage", "tuning.tpe", "tuning.surrogate", "tuning.study",
     "tuning.search", "tuning.tune", "tuning.fleet", "tuning.remembered", "tuning.first_use", "tuning.report",
     "training.unlogged", "training.aten", "training.traced", "training.functions", "api",
@@ -41,7 +41,8 @@ ORDER = (
     "training.layer", "training.report", "training.sharding", "training.whole", "training.linear", "training.modules", "training.operations", "nn",
     "training.regions", "training.site", "training.again", "training.rewrite", "training.wrapper", "training.convolutions", "training.joint",
     "training.backend", "training.deferred", "training.rehearse", "training.straight", "training.flat", "training.fuse",
-    "cli.show", "cli.types", "cli.db", "cli.derivation", "cli.compile", "cli.explain", "cli.info", "cli.live", "cli.tune", "cli.main", "__main__",
+    "commands.show", "commands.types", "commands.db", "commands.derivation", "commands.compile", "commands.explain", "commands.info", "commands.live", "commands.tune",
+    "cli", "__main__",
 )  # fmt: skip
 """Each module, once: it imports only from those before it, lazily as well."""
 
@@ -55,7 +56,7 @@ SOLE_IMPORTERS = {
     "jinja2": {"codegen.render"},
     "optuna": {"tuning.journal", "tuning.storage", "tuning.study", "tuning.tpe"},
     "sqlalchemy": {"tuning.storage"},
-    "click": {"cli.main", "cli.types", "cli.compile", "cli.db", "cli.derivation", "cli.explain", "cli.info", "cli.tune"},
+    "click": {"cli", *(f"commands.{name}" for name in ("types", "compile", "db", "derivation", "explain", "info", "tune"))},
 }
 
 
@@ -278,7 +279,7 @@ def test_what_is_hoppers_stands_in_its_folder() -> None:
 def test_who_asks_for_the_dialect() -> None:
     """Code that writes, compiles or starts text in it; what a kernel costs and whether it may run is the architecture's."""
     asking = {name for name, tree in TREES.items() for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "dialect"}
-    assert {name.split(".")[0] for name in asking} == {"codegen", "runtime", "cli"}
+    assert {name.split(".")[0] for name in asking} == {"codegen", "runtime", "commands"}
 
 
 # of an operation, of what one takes, a device or the templates' folder: as many as there are of these

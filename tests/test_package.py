@@ -35,7 +35,7 @@ def run(command: list[str | Path], cwd: Path, **environment: str) -> subprocess.
     return done
 
 
-COMMAND_LINE = "from epigen.cli.main import main\ntry:\n    main({args!r}, prog_name='epigen')\nexcept SystemExit as done:\n    assert not done.code"
+COMMAND_LINE = "from epigen.cli import main\ntry:\n    main({args!r}, prog_name='epigen')\nexcept SystemExit as done:\n    assert not done.code"
 STARTS = {
     "import": "import epigen",
     "help": COMMAND_LINE.format(args=["--help"]),
@@ -94,6 +94,20 @@ def test_nothing_is_collected_on_the_way_to_a_first_kernel() -> None:
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def test_what_programs_import_by_earlier_paths_is_what_stands_at_the_new_ones() -> None:
+    code = (
+        "from epigen.tuning.database import Database; from epigen.tuning.records import Record, parse\n"
+        "from epigen.tuning.process import Stem; from epigen.runtime import device; from epigen import cli, db, gpus\n"
+        "import epigen.tuning.process as process, epigen.db.database, epigen.db.records as records, click\n"
+        "assert (Database, Record, parse) == (db.database.Database, records.Record, records.parse)\n"
+        "assert Stem is process.ForkServer and device.by_name is gpus.target_by_name and isinstance(cli.main, click.Group)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    done = subprocess.run([sys.executable, "-m", "epigen.cli", "--version"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"epigen, version {epigen.__version__}\n"), "the module is the command too"
 
 
 def test_the_version_is_printed() -> None:
@@ -172,7 +186,7 @@ def test_the_wheels_metadata_says_what_pyproject_says(wheel: Path) -> None:
     assert len(required) == len(project["dependencies"])
     assert any(r.startswith("triton") and "sys_platform == 'linux'" in r for r in required)
     assert set(metadata.get_all("Provides-Extra", [])) == {"test", "bench", "dev"}
-    assert b"epigen = epigen.cli.main:main" in files[f"{info}/entry_points.txt"]
+    assert b"epigen = epigen.cli:main" in files[f"{info}/entry_points.txt"]
     assert files[f"{info}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
 
 

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from tuned import TRITON, opened, problem, record
 
 from epigen import settings
-from epigen.cli.main import main
+from epigen.cli import main
 from epigen.db.database import Database
 from epigen.errors import DatabaseError, EpigenError
 from epigen.runtime import loader

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import epigen
 from bench import readme
-from epigen.cli.main import main
+from epigen.cli import main
 from epigen.tuning import suite
 
 DOCS = sorted((readme.README.parent / "docs").glob("*.md"))

@@ -15,8 +15,7 @@ import pytest
 from cases import persistent, split_k, warp_specialized
 from click.testing import CliRunner
 
-from epigen import api, settings
-from epigen.cli import main as cli
+from epigen import api, cli, settings
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
 from epigen.codegen.standalone import standalone

@@ -11,8 +11,7 @@ import pytest
 from cases import persistent, split_k, warp_specialized
 from test_standalone import LIBRARY, SMALL, File, away, python
 
-from epigen import api
-from epigen.cli import main as cli
+from epigen import api, cli
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KernelConfig
 from epigen.codegen.standalone import standalone

@@ -28,8 +28,8 @@ from sqlalchemy.exc import OperationalError
 from tuner_process import SPACE, MadeUp, outcome_of, run
 
 from bench.record import DATA
+from epigen import cli
 from epigen.choose.space import parameters
-from epigen.cli import main as cli
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import TuneError
 from epigen.tuning import journal, storage

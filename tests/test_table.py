@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench.record import DATA
-from epigen.cli import main as cli
+from epigen import cli
 from epigen.errors import EpigenError
 from epigen.tuning import report, table
 from epigen.tuning.runner import Replay

@@ -18,7 +18,7 @@ from bench.record import DATA
 from epigen import gpus, settings
 from epigen.choose import explain
 from epigen.choose.choose import Chooser
-from epigen.cli.main import main
+from epigen.cli import main
 from epigen.codegen.spec import KernelConfig
 from epigen.db.database import Database
 from epigen.db.database import check as check_database

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from epigen import settings
 from epigen.errors import TargetError
-from epigen.gpus import TARGETS, Target
+from epigen.gpus import TARGETS, Target, target_by_name
+
+by_name = target_by_name
+"""As it was called when it stood here: programs of users import it."""
 
 
 def indices() -> tuple[int, ...]:

@@ -145,6 +145,10 @@ class ForkServer:
         self.process = self.control = None
 
 
+Stem = ForkServer
+"""Its name before, which programs of users import."""
+
+
 def _pipe() -> tuple[Connection, Connection]:
     """As `Pipe`, beyond the standard streams' numbers: a process that was started without those has them free, and whatever prints writes to them."""
     one, other = Pipe()

@@ -7,8 +7,8 @@ import json
 import click
 
 from epigen import dtypes
-from epigen.cli import derivation as cli_derivation
-from epigen.cli.types import Program, ProgramCommand, Shape, dtype_option
+from epigen.commands import derivation as cli_derivation
+from epigen.commands.types import Program, ProgramCommand, Shape, dtype_option
 
 
 @click.command("explain", cls=ProgramCommand, short_help="Explain what bounds a program, and its config.")

@@ -15,13 +15,13 @@ import click
 
 import epigen
 from epigen import ops
-from epigen.cli import compile as cli_compile
-from epigen.cli import db as cli_db
-from epigen.cli import explain as cli_explain
-from epigen.cli import info as cli_info
-from epigen.cli import tune as cli_tune
-from epigen.cli.tune import INTERRUPTED
-from epigen.cli.types import say
+from epigen.commands import compile as cli_compile
+from epigen.commands import db as cli_db
+from epigen.commands import explain as cli_explain
+from epigen.commands import info as cli_info
+from epigen.commands import tune as cli_tune
+from epigen.commands.tune import INTERRUPTED
+from epigen.commands.types import say
 from epigen.errors import EpigenError, InternalError, VerificationError
 
 

@@ -17,9 +17,9 @@ import click
 
 import epigen
 from epigen import dtypes, gpus
-from epigen.cli import derivation as cli_derivation
-from epigen.cli.types import Program, ProgramCommand, Shape, dtype_option, say
 from epigen.codegen.schedules import SCHEDULES, in_triton
+from epigen.commands import derivation as cli_derivation
+from epigen.commands.types import Program, ProgramCommand, Shape, dtype_option, say
 from epigen.errors import EpigenError
 from epigen.gpus import TARGETS, Target
 
@@ -100,7 +100,7 @@ def compile_command(program: str, shape: tuple[int, int, int] | None, dtype_name
     say(f"config    {plan.choice.config}")
     say(f"          {plan.choice.why}")
     if emit == "lowered":
-        from epigen.cli.show import spec_text
+        from epigen.commands.show import spec_text
 
         _write_stage(kernel.program, emit, spec_text(plan.spec), output, as_json)
         return
@@ -211,7 +211,7 @@ def _write_stage(program: str, emit: str, text: str, output: Path | None, as_jso
 
 
 def _early(program: str, emit: str) -> str:
-    from epigen.cli import show
+    from epigen.commands import show
     from epigen.ir.check import check
     from epigen.ir.passes import normalise
     from epigen.lang.parser import parse

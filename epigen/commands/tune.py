@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import click
 
 from epigen import settings
-from epigen.cli.live import Live
-from epigen.cli.types import Devices, Program, ProgramCommand, Seconds, Shape, dtype_option
+from epigen.commands.live import Live
+from epigen.commands.types import Devices, Program, ProgramCommand, Seconds, Shape, dtype_option
 from epigen.errors import TuneError
 
 if TYPE_CHECKING:
