@@ -27,7 +27,7 @@ from epigen.errors import near_miss
 
 def gpus() -> int:
     """How many this machine has, as another process reports: one that has looked keeps the driver awake, which would shorten what is measured."""
-    asking = "from epigen.runtime import device; print(len(device.indices()))"
+    asking = "from epigen.runtime.device import THIS_MACHINE; print(len(THIS_MACHINE.indices()))"
     return int(subprocess.run([sys.executable, "-c", asking], stdout=subprocess.PIPE, text=True, check=True, env=os.environ | import_path()).stdout)
 
 

@@ -31,6 +31,7 @@ from epigen.db.records import Key, Record, problem_key
 from epigen.errors import EpigenError
 from epigen.gpus import Target
 from epigen.ir.program import graph_of
+from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.runtime.loader import triton_version
 from epigen.tuning import report
 from epigen.tuning.runner import GpuRunner, Runner
@@ -160,7 +161,7 @@ def _line(row: dict[str, Any]) -> str:
     return f"{row['borrowed_us']:.2f} us against {row['tuned_us']:.2f} us, ratio {row['ratio']:.3f}; {row['borrowed']} against {row['tuned']}"
 
 
-def main() -> None:
+def main(machine: Machine = THIS_MACHINE) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--db", type=Path, default=settings.seed_database_dir(), help="the database, a folder or a file (default: the shipped one)")
     parser.add_argument("--limit", type=int, default=1000, help="no more than so many problems")
@@ -170,7 +171,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="how many, from --seed on")
     record.add_options(parser)
     options = parser.parse_args()
-    target = record.gpu_at_hand()
+    target = record.gpu_at_hand(machine)
     start = time.monotonic()
     database = Database(options.db, seeds=())
     here = [r for _, r in database.records() if r.gpu == target.part]

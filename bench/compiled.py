@@ -26,7 +26,7 @@ from bench.cases import Case
 from bench.peers import Contender, Maker, Problem
 from bench.record import Report
 from epigen.gpus import Target
-from epigen.runtime import device
+from epigen.runtime.device import THIS_MACHINE, Machine
 
 _CORES = 3  # that each process keeps busy: its own, and two that compile for it
 
@@ -146,7 +146,7 @@ def gather(
     return body()
 
 
-def main() -> None:
+def main(machine: Machine = THIS_MACHINE) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, help="that share a GPU")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which no further case is begun")
@@ -156,7 +156,7 @@ def main() -> None:
     record.add_options(parser)
     options = parser.parse_args()
     start = time.monotonic()
-    target, gpus, todo = record.gpu_at_hand(), device.indices(), cases.compiled()
+    target, gpus, todo = record.gpu_at_hand(machine), machine.indices(), cases.compiled()
     each = options.processes or max(1, min(6, (os.cpu_count() or 2) // len(gpus) // _CORES))
     environment = record.environment(options.commit)
     about = {"budget_s": options.budget, "gpus": len(gpus), "processes": each}

@@ -23,6 +23,7 @@ from bench.command import import_path
 from bench.programs import BY_NAME
 from bench.record import Report, Row
 from epigen.db.records import extents
+from epigen.runtime.device import THIS_MACHINE, Machine
 
 PROGRAMS = ("relu + bias", "relu + bias + mask", "drelu + bgrad", "gelu + bias + aux", "dgelu + bgrad")
 CASES = (
@@ -112,12 +113,12 @@ def lines(rows: Iterable[Row]) -> Iterator[str]:
         yield f"{program}, {shape}: {'; '.join(times)}"
 
 
-def main() -> None:
+def main(machine: Machine = THIS_MACHINE) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     record.add_options(parser)
     parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)  # the process that ncu starts
     options = parser.parse_args()
-    record.gpu_at_hand()
+    record.gpu_at_hand(machine)
     if options.watched:
         _watched()
         return

@@ -13,7 +13,7 @@ from typing import Any
 
 from bench import command, record
 from bench.record import Report
-from epigen.runtime import device
+from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.tuning import suite
 
 SUITE = Path(__file__).parent / "suite_h200.toml"
@@ -42,13 +42,13 @@ def _line(what: str, found: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
+def main(machine: Machine = THIS_MACHINE) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--problems", type=int, default=20, help="the first so many of bench/suite_h200.toml; 0: leave the suite out")
     parser.add_argument("--trials", type=int, default=600, help="of the one problem; 0: leave it out")
     record.add_options(parser)
     options = parser.parse_args()
-    if len(device.indices()) < 2:
+    if len(machine.indices()) < 2:
         raise SystemExit("this wants two GPUs")
     environment = record.environment(options.commit)
     found: dict[str, Any] = {"claimed": CLAIMED, "imports_s": round(command.warm_up(), 2)}

@@ -36,6 +36,7 @@ from bench.record import Report
 from epigen import dtypes
 from epigen.gpus import Target
 from epigen.ir.program import graph_of
+from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.tuning.timer import ColdTimer
 
 BUDGET_S = 275.0
@@ -295,7 +296,7 @@ def go_on(options: argparse.Namespace, commit: str, left_s: float) -> None:
     os.execve(sys.executable, [sys.executable, "-m", "bench.headline", *again], os.environ | command.import_path())
 
 
-def main() -> None:
+def main(machine: Machine = THIS_MACHINE) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--group", choices=tuple(cases.GROUPS), default="headline")
     parser.add_argument("--only", nargs="*", default=(), help="cases whose name has one of these words, such as bf16 or 4096x4096x4096")
@@ -314,7 +315,7 @@ def main() -> None:
         return
     if options.tune and not options.db:
         parser.error("--tune wants --db, a database to write to")
-    target = record.gpu_at_hand()
+    target = record.gpu_at_hand(machine)
     if options.db:
         os.environ["EPIGEN_DB"] = str(options.db.resolve())  # before anything looks there
     if options.tune:

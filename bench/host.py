@@ -24,6 +24,7 @@ from bench import command, driver, record, timing
 from bench.record import Report, Row
 from epigen.runtime import launch
 from epigen.runtime.code_builder import CodeBuilder
+from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.runtime.prepared import Prepared
 
 M, N, K = 64, 256, 128
@@ -182,12 +183,12 @@ def of_the_driver() -> dict[str, float]:
     return {"driver_us": round(statistics.median(found), 3)}
 
 
-def main() -> None:
+def main(machine: Machine = THIS_MACHINE) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=7, help="for the first call; 0: leave it out")
     record.add_options(parser)
     options = parser.parse_args()
-    record.gpu_at_hand()
+    record.gpu_at_hand(machine)
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
     for name, text in PROGRAMS.items():

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from bench import record
 from bench.record import Report, Row
+from epigen.runtime.device import THIS_MACHINE, Machine
 
 _ROUNDS = 15
 _IN_A_ROW = 4
@@ -287,7 +288,7 @@ def losses(plain: nn.Module, x: Tensor, ways: dict[str, dict[str, Any]]) -> dict
     return {"steps": _STEPS, "first": found["eager"][0], "last": {label: values[-1] for label, values in found.items()}, "apart": apart}
 
 
-def main() -> None:
+def main(machine: Machine = THIS_MACHINE) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     record.add_options(parser)
     parser.add_argument("--models", default=",".join(WIDTHS), help="names, or name@tokens")
@@ -310,7 +311,7 @@ def main() -> None:
             found = merged(found, record.read(path))
         print(record.write("models", found, options.out))
         return
-    record.gpu_at_hand()
+    record.gpu_at_hand(machine)
     torch._dynamo.config.recompile_limit = 64  # each way is another compilation of the same forward
     environment = record.environment(options.commit)
     chosen = [(name, int(tokens or options.tokens)) for name, _, tokens in (entry.partition("@") for entry in options.models.split(","))]

@@ -21,6 +21,7 @@ from bench.cases import Case
 from bench.peers import Contender, Maker, Problem
 from bench.record import Report
 from bench.timing import back_to_back
+from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.tuning.sampling import interleave
 
 PINGPONG, COOPERATIVE = "epigen, ping-pong", "epigen, cooperative"
@@ -93,11 +94,11 @@ def line(row: Mapping[str, Any]) -> str:
     return f"{row['program']} {'x'.join(map(str, row['shape']))}: mm {mm['median_us']:.0f}, {mm['alone_us']:.0f} us ({mm['alone_mhz']} MHz); {told}"
 
 
-def main() -> None:
+def main(machine: Machine = THIS_MACHINE) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     record.add_options(parser)
     options = parser.parse_args()
-    record.gpu_at_hand()
+    record.gpu_at_hand(machine)
     rows = []
     for case in CASES:
         rows.append(headline.measured(case, how={cases.COLD: both}, makers=MAKERS))

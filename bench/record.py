@@ -26,7 +26,7 @@ from typing import Any
 
 from epigen.files import write_whole
 from epigen.gpus import Target
-from epigen.runtime import device
+from epigen.runtime.device import Machine
 
 SCHEMA = 1
 RESULTS = Path(__file__).parent / "results"
@@ -64,9 +64,9 @@ def add_options(parser: argparse.ArgumentParser, folder: Path = RESULTS) -> None
     parser.add_argument("--out", type=Path, default=folder)
 
 
-def gpu_at_hand() -> Target:
+def gpu_at_hand(machine: Machine) -> Target:
     """The GPU to measure on. Ends the script where there is none."""
-    target = device.at_hand()
+    target = machine.at_hand()
     if target is None:
         raise SystemExit("this wants a GPU")
     return target

@@ -17,6 +17,7 @@ from bench import record
 from bench.record import Report
 from epigen.dtypes import FP16
 from epigen.ir.program import graph_of
+from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.tuning import report
 from epigen.tuning.runner import GpuRunner, Runner
 from epigen.tuning.task import Task
@@ -70,14 +71,14 @@ def repeated(task: Task, runner: Runner, seeds: Sequence[int], comparisons: int)
     }
 
 
-def main() -> None:
+def main(machine: Machine = THIS_MACHINE) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--problems", type=int, default=len(PROBLEMS), help="the first so many")
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--comparisons", type=int, default=11)
     record.add_options(parser)
     options = parser.parse_args()
-    target = record.gpu_at_hand()
+    target = record.gpu_at_hand(machine)
     environment = record.environment(options.commit)
     rows: list[dict[str, Any]] = []
 

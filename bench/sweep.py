@@ -22,7 +22,7 @@ from epigen.codegen.spec import KernelConfig
 from epigen.dtypes import BF16, FP16
 from epigen.ir.program import graph_of
 from epigen.perf import model
-from epigen.runtime import device
+from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.tuning import table
 from epigen.tuning.runner import GpuRunner
 from epigen.tuning.task import Outcome, Task
@@ -63,7 +63,7 @@ def random_problems(seeds: Sequence[int]) -> Iterator[tuple[str, str, tuple[int,
             yield "x".join(map(str, case.shape)), BY_NAME[case.program].text, case.shape, case.layout
 
 
-def main() -> None:
+def main(machine: Machine = THIS_MACHINE) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--configs", type=int, default=100_000, help="no more than so many a problem, in random order")
     parser.add_argument("--sample", type=int, default=0, help="no whole space, but a sample around so many a problem")
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--random", nargs="*", type=int, metavar="SEED", help="samples of random shapes instead, in bf16: 44 of each seed")
     record.add_options(parser, record.DATA)
     options = parser.parse_args()
-    target = device.at_hand() or gpus.DEFAULT_TARGET
+    target = machine.at_hand() or gpus.DEFAULT_TARGET
     runner: GpuRunner | None = None
     dtype, tables = BF16 if options.random else FP16, list[table.Table]()
     for name, text, shape, layout in random_problems(options.random) if options.random else PROBLEMS:

@@ -26,6 +26,7 @@ from bench import clock, networks, record, timing
 from bench.networks import ACTIVATIONS, LAYERS, MAKERS, NVMATH, Network, Task
 from bench.peers import COMPILED, EAGER, OURS, Missing, reason
 from bench.record import Report
+from epigen.runtime.device import THIS_MACHINE, Machine
 
 FASTER = {EAGER: 1.15, COMPILED: 1.05, NVMATH: 1.0}
 """By what part, at least."""
@@ -211,7 +212,7 @@ def line(row: Mapping[str, Any]) -> str:
     return f"{row['case']}: {'; '.join(found)}"
 
 
-def main() -> None:
+def main(machine: Machine = THIS_MACHINE) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--batch", type=int, default=8192)
@@ -221,7 +222,7 @@ def main() -> None:
     record.add_options(parser)
     options = parser.parse_args()
     names = [name for name in MAKERS if not options.memory and not any(word in name for word in options.without)]
-    record.gpu_at_hand()
+    record.gpu_at_hand(machine)
     environment = record.environment(options.commit)
     body: dict[str, Any] = {}
 

@@ -34,7 +34,7 @@ from epigen.db.records import Record, problem_key
 from epigen.errors import EpigenError
 from epigen.gpus import Target
 from epigen.perf import limits
-from epigen.runtime import device
+from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.runtime.loader import triton_version
 from epigen.tuning import sampling
 from epigen.tuning.runner import GpuRunner, Runner, compile_workers_for
@@ -220,7 +220,7 @@ def summary(rows: Rows) -> dict[str, Any]:
     return {way: {"count": len(some), "mean": round(statistics.fmean(some), 5), "most": round(max(some), 5)} for way, some in moved.items() if some}
 
 
-def main() -> None:
+def main(machine: Machine = THIS_MACHINE) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--least", type=float, default=sampling.LONG_US, help="microseconds from which on a product is long")
     parser.add_argument("--rivals", type=int, default=2, help="to each record")
@@ -233,7 +233,7 @@ def main() -> None:
     if options.settle:
         print(*settle(options.settle, by_problem(record.read(options.out / "ways.json")), every), sep="\n")
         return
-    target, gpus, environment = record.gpu_at_hand(), device.indices(), record.environment(options.commit)
+    target, gpus, environment = record.gpu_at_hand(machine), machine.indices(), record.environment(options.commit)
     known, runs = earlier(options.out / "ways.json", environment)
     todo = contests(of_this_version([r for r in every if r.gpu == target.part], triton_version()), target, options.least, options.rivals, known)
     runs = [*runs, {"gpus": len(gpus), "date": environment["date"]}]

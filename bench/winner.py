@@ -13,6 +13,7 @@ from typing import Any
 
 from bench import record
 from bench.record import Report
+from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.tuning import report, table
 from epigen.tuning.runner import GpuRunner, Runner
 from epigen.tuning.table import Table
@@ -49,12 +50,12 @@ def held(sweep: Table, runner: Runner, comparisons: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(machine: Machine = THIS_MACHINE) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--comparisons", type=int, default=5)
     record.add_options(parser)
     options = parser.parse_args()
-    record.gpu_at_hand()
+    record.gpu_at_hand(machine)
     environment = record.environment(options.commit)
     rows = []
     runner = GpuRunner()

@@ -18,6 +18,7 @@ from epigen.db.problem import capability
 from epigen.errors import CallError, near_miss, shown
 from epigen.ir.program import graph_of
 from epigen.runtime.arguments import process_precision
+from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.runtime.kernel import BACKENDS, Kernel, KnownAs
 from epigen.runtime.rendering import renderer
 from epigen.training import functions
@@ -141,6 +142,7 @@ def tune(
     programs: str | Iterable[str], shapes: str | Iterable[Any], *, dtype: Any = "fp16", layout: str = "nt", precision: str | None = None,
     devices: Sequence[int] | str | None = None, trials: int = 48, budget_s: float | None = None, seed: int = 0, storage: str | None = None,
     fresh: bool = False, database: Database | Path | str | None = None, report: Callable[[int, Progress], None] | None = None,
+    machine: Machine = THIS_MACHINE,
 ) -> list[Tuned]:  # fmt: skip
     """Find the fastest correct config of each program at each shape, and add the winners to the database, where later calls find them.
 
@@ -149,7 +151,7 @@ def tune(
     devices: indices of GPUs of one kind, or "all"; by default the current one. trials: configs measured a problem. budget_s: seconds a
     problem. storage: where trials are kept, a "PATH.journal" or an Optuna storage URL; by default a journal a problem in the user's cache,
     from which the next search of the same problem goes on, unless `fresh` forgets it first. database: a Database or its path; by default
-    the user's. report: told of the progress of the problem with an index, from any thread.
+    the user's. report: told of the progress of the problem with an index, from any thread. machine: whose GPUs `devices` names.
     Returns one `Tuned` a problem, each problem once; one in which no config works has no result and says why in `error`. Ctrl-C ends it
     with what was found.
     Raises TuneError without a GPU, DatabaseError where no winner could be added, ParseError or CheckError for a program, CallError for the
@@ -176,7 +178,7 @@ def tune(
     if precision is None:
         precision = process_precision()
     wanted = request.distinct(request.every(several, given, [dtype], [layout], precision))
-    chosen, target = request.gpus_for(devices)
+    chosen, target = request.gpus_for(devices, machine)
     tasks = [a.task(target, seed) for a in wanted]  # what does not fit together comes out before anything is measured
     for task in tasks:
         if fresh:

@@ -121,9 +121,9 @@ def test_the_kernels_of_a_graph_are_compiled_side_by_side(monkeypatch: pytest.Mo
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_compiling_for_the_gpu_at_hand_leaves_its_driver() -> None:
     """What only asks for resources would otherwise put a stand-in where the launches of all threads look."""
-    from epigen.runtime import device
+    from epigen.runtime.device import THIS_MACHINE
 
-    kernel, target = epigen.compile("relu(mm + bias)"), device.at_hand()
+    kernel, target = epigen.compile("relu(mm + bias)"), THIS_MACHINE.at_hand()
     assert target is not None
     a, b, bias = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((64, 128), (128, 256), (256,)))
     (needs, *_) = kernel.warm(*(t.to("meta") for t in (a, b)), target, bias=bias.to("meta"))

@@ -41,11 +41,13 @@ class Launched:
 
 
 class FakeGpu:
-    """stream, capturing: of all launches to come."""
+    """stream, capturing, target: of all launches to come."""
 
     def __init__(self) -> None:
         import triton
         from triton.backends import nvidia
+
+        from epigen.gpus import DEFAULT_TARGET
 
         self._folder = tempfile.TemporaryDirectory(prefix="fake-cuda-")  # goes with this object
         folder = Path(self._folder.name)
@@ -56,7 +58,7 @@ class FakeGpu:
         self.library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self.library.fake_launch.restype = ctypes.POINTER(_Launch)
         triton.knobs.nvidia.libcuda_path = str(folder)
-        self.stream, self.capturing = 7, False
+        self.stream, self.capturing, self.target = 7, False, DEFAULT_TARGET
         self.known: dict[int, tuple[str, list[int]]] = {}
         self._pretend()
 
@@ -66,7 +68,6 @@ class FakeGpu:
         from triton.compiler import CompiledKernel
         from triton.runtime import driver
 
-        from epigen.gpus import DEFAULT_TARGET
         from epigen.runtime import device, fast_call, launch
 
         cuda = CudaDriver()
@@ -78,7 +79,7 @@ class FakeGpu:
         CompiledKernel._init_handles = lambda kernel: (load(kernel), self._know(kernel))[0]
         torch.Tensor.is_cuda = property(lambda _t: True)  # type: ignore[assignment, method-assign]
         torch.cuda.device = lambda _device: nullcontext()  # type: ignore[assignment, misc]
-        device.at_hand = lambda index=None: DEFAULT_TARGET  # noqa: ARG005
+        device.Machine.at_hand = lambda _machine, index=None: self.target  # type: ignore[method-assign]  # noqa: ARG005
         fast_call.current_device = lambda: None  # type: ignore[assignment, return-value]
         fast_call.current_stream = lambda _index: self.stream
         launch.capturing = lambda: self.capturing

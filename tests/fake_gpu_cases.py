@@ -33,7 +33,7 @@ from epigen.codegen.render import Rendered
 from epigen.codegen.spec import KernelConfig, digest
 from epigen.errors import CallError
 from epigen.gpus import DEFAULT_TARGET
-from epigen.runtime import device, direct, fast_call, launch, loader, native, vendor, workspace
+from epigen.runtime import direct, fast_call, launch, loader, native, vendor, workspace
 from epigen.runtime import kernel as kernel_module
 from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.kernel import Kernel
@@ -207,7 +207,7 @@ def test_an_epilogue_is_launched_before_the_vendors_product_ends(gpu: FakeGpu, c
 @pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("name", ["sm_80", "sm_89"])
 def test_older_gpus_end_one_kernel_before_the_next(gpu: FakeGpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "at_hand", lambda index=None: replace(DEFAULT_TARGET, name=name, arch=int(name[3:])))  # noqa: ARG005
+    monkeypatch.setattr(gpu, "target", replace(DEFAULT_TARGET, name=name, arch=int(name[3:])))
     kernel = compiled("z = relu(mm); z, bgrad(z)")
     assert [x.ahead for x in launched(gpu, kernel, *operands())] == [False, False]
     assert kernel._last is not None and not any("griddepcontrol" in x.asm["ptx"] for x in kernel._last.compiled)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from cases import warp_specialized
+from machines import NO_GPU, machine
 
 from bench import borrow, cold, command, devices, driver, host, readme, readme_tuning, record, repeat, tables
 from bench.record import Report
@@ -24,7 +25,6 @@ from epigen.db.database import Database
 from epigen.db.records import Record
 from epigen.dtypes import FP16, FP32, INT8, DType
 from epigen.ir.program import graph_of
-from epigen.runtime import device
 from epigen.runtime.loader import triton_version
 from epigen.tuning import suite, table
 from epigen.tuning.request import every
@@ -209,9 +209,7 @@ def test_borrowed_and_tuned_are_timed_in_turns_and_summed_up(monkeypatch: pytest
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Report]:
-    """Runs a script on a machine with two made-up GPUs. Returns what it wrote."""
-    monkeypatch.setattr(device, "at_hand", lambda: H200)
-    monkeypatch.setattr(device, "indices", lambda: (0, 1))
+    """Runs a script on a machine with two made-up GPUs. asks: whether the script asks for one. Returns what it wrote."""
     for script in (repeat, borrow):
         monkeypatch.setattr(script, "GpuRunner", replay)
     replayed = command.tune(["--replay", str(record.DATA / "sweep_skinny.json"), "--trials", "2"])
@@ -220,10 +218,10 @@ def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Re
     monkeypatch.setattr(tables, "FOLDERS", (tmp_path,))
     monkeypatch.setattr(record, "environment", lambda commit: record.versions(commit) | {"gpu": "NVIDIA H200", "driver": "580"})
 
-    def run(script: ModuleType, *arguments: object) -> Report:
+    def run(script: ModuleType, *arguments: object, asks: bool = True) -> Report:
         name = script.__name__.partition(".")[2]
         monkeypatch.setattr("sys.argv", [name, "--out", str(tmp_path), "--commit", "abc1234", *map(str, arguments)])
-        script.main()
+        script.main(*[machine(H200, H200)] * asks)
         found = record.read(tmp_path / f"{name}.json")
         assert found.environment["commit"] == "abc1234" and found.script == script.__name__
         return found
@@ -261,14 +259,14 @@ def test_borrow_writes_what_it_found(written: Callable[..., Report], tmp_path: P
 
 def test_cold_and_devices_write_what_they_found(written: Callable[..., Report]) -> None:
     assert readme.tuning() == ""
-    found = written(cold)
+    found = written(cold, asks=False)
     assert [row["part"] for row in found.rows] == ["one"] * 3 + ["suite"]
     assert found.summary["worst_s"] >= found.summary["median_s"] and found.summary["suite"]["count"] == 1
     found = written(devices)
     assert [(row["part"], row["gpus"]) for row in found.rows] == [("suite", 1), ("suite", 2), ("many", 1), ("many", 2)]
     assert found.summary["suite"]["searching"] == found.summary["many"]["wall"] == 1.0 and found.summary["holds"] is False
     assert "each of 1 problems in one command" in readme.tuned_in() and "one problem with 600 trials 1.00 times" in readme.tuning()
-    written(cold, "--problems", 0)
+    written(cold, "--problems", 0, asks=False)
     assert "in one command" not in readme.tuned_in() and " s | 15 s |" in readme.tuned_in() and len(readme.tuning().splitlines()) == 1
 
 
@@ -292,11 +290,9 @@ def test_how_winners_stand_to_a_sweep_is_said_in_words(behind: tuple[float, ...]
 
 def test_without_a_gpu_the_scripts_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["bench", "--out", str(tmp_path)])
-    monkeypatch.setattr(device, "at_hand", lambda: None)
-    monkeypatch.setattr(device, "indices", lambda: (0,))
-    for script in (repeat, borrow, devices):
+    for script, too_few in ((repeat, NO_GPU), (borrow, NO_GPU), (devices, machine(H200))):
         with pytest.raises(SystemExit, match="this wants"):
-            script.main()
+            script.main(too_few)
     assert not list(tmp_path.iterdir())
 
 

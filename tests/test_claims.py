@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machines import NO_GPU
 
 from bench import __main__ as bench
 from bench import cases, compare, peers, record, registry
 from bench.record import Report
 from bench.registry import Claim
-from epigen.runtime import device
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib draws the results, and no test needs it")
 
@@ -42,11 +42,9 @@ _ASKED_BY_OTHERS = {"bench.differential", "bench.memcheck", "bench.gem", "bench.
 
 @pytest.mark.parametrize("claim", [c for c in registry.CLAIMS if c.gpus and c.module not in _ASKED_BY_OTHERS], ids=lambda c: c.name)
 def test_a_script_that_wants_a_gpu_says_so(claim: Claim, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(device, "at_hand", lambda: None)
-    monkeypatch.setattr(device, "indices", lambda: ())
     monkeypatch.setattr(sys, "argv", [claim.name, *claim.arguments, "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"this wants (a GPU|two GPUs)"):
-        importlib.import_module(claim.module).main()
+        importlib.import_module(claim.module).main(NO_GPU)
     assert not list(tmp_path.iterdir())
 
 

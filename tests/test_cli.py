@@ -18,6 +18,7 @@ from typing import Any
 import cases
 import pytest
 from click.testing import CliRunner
+from machines import NO_GPU
 
 import epigen
 from epigen import api, cli, dtypes, ops, settings
@@ -26,7 +27,7 @@ from epigen.codegen.spec import LAYOUTS
 from epigen.commands import compile as cli_compile
 from epigen.errors import InternalError
 from epigen.gpus import TARGETS
-from epigen.runtime import ahead, device, verify
+from epigen.runtime import ahead, verify
 
 ROOT = Path(cli.__file__).resolve().parent.parent
 SMALL = "schedule=tiled,block_m=32,block_n=32,block_k=32,group_m=4,num_warps=4,num_stages=2"
@@ -35,8 +36,8 @@ EARLY = ("ast", "ir", "lowered")
 
 
 def run(*arguments: str, status: int = 0) -> Any:
-    """A run in this process, which ended by its own exit status and not by an exception that got away."""
-    done = CliRunner().invoke(cli.main, arguments, prog_name="epigen")
+    """A run in this process, which ended by its own exit status and not by an exception that got away. Without a GPU: the same answers on every machine."""
+    done = CliRunner().invoke(cli.main, arguments, prog_name="epigen", obj=NO_GPU)
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     assert done.exit_code == status, done.stderr
@@ -51,13 +52,6 @@ def nothing_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
     api.database.cache_clear()
     yield
     api.database.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same answers on every machine."""
-    monkeypatch.setattr(device, "at_hand", lambda index=None: None)  # noqa: ARG005
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
 COMPILED: dict[tuple[str, str, str], list[Any]] = {}
@@ -206,7 +200,7 @@ def test_all_mistakes_are_reported_together() -> None:
     ids=lambda v: v[:24],
 )
 def test_a_config_that_does_not_fit(config: str, message: str) -> None:
-    done = CliRunner().invoke(cli.main, ["compile", "mm", "--config", config])
+    done = CliRunner().invoke(cli.main, ["compile", "mm", "--config", config], obj=NO_GPU)
     assert isinstance(done.exception, SystemExit), repr(done.exception)
     assert done.exit_code in (1, 2)
     assert message in done.stderr and done.stdout == ""

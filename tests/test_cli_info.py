@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from machines import NO_GPU, Machine
 from tuned import opened, record
 
 import epigen
@@ -19,7 +20,6 @@ from epigen.codegen.schedules import SCHEDULES
 from epigen.commands import info as cli_info
 from epigen.errors import TargetError
 from epigen.gpus import TARGETS, Target
-from epigen.runtime import device
 
 GIB = 1 << 30
 
@@ -29,30 +29,30 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EPIGEN_DB", str(tmp_path / "own"))
     monkeypatch.setenv("EPIGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(settings, "seed_database_dir", lambda: tmp_path / "seed")
-    monkeypatch.setattr(device, "indices", lambda: ())
 
 
-def info(*arguments: object) -> Any:
-    done = CliRunner().invoke(cli.main, ["info", *map(str, arguments)], prog_name="epigen")
+def info(*arguments: object, machine: Machine = NO_GPU) -> Any:
+    done = CliRunner().invoke(cli.main, ["info", *map(str, arguments)], prog_name="epigen", obj=machine)
     assert done.exit_code == 0 and not done.stderr, done.output
     return json.loads(done.stdout) if "--json" in arguments else done.stdout
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An H200, an A100 and one that is too old."""
-    names = {0: ("NVIDIA H200", "sm_90"), 1: ("NVIDIA A100-SXM4-80GB", "sm_80"), 2: ("Tesla V100", "")}
+class Mixed(Machine):
+    """Also knows the GPUs' memory."""
 
-    def at_hand(index: int | None = None) -> Target | None:
-        name, target = names[index or 0]
-        if not target:
-            raise TargetError("Tesla V100 (sm_70) is older than sm_80, the oldest supported")
-        return replace(TARGETS[target], part=name)
+    def properties(self, index: int) -> Any:
+        found = self.gpus[index]
+        return SimpleNamespace(name=found.part if isinstance(found, Target) else "Tesla V100", total_memory=(80 + 60 * (index == 0)) * GIB)
 
-    monkeypatch.setattr(device, "indices", lambda: (1, 0, 2))
-    monkeypatch.setattr(device, "at_hand", at_hand)
-    monkeypatch.setattr(cli_info, "driver", lambda: "580.65.06")
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: SimpleNamespace(name=names[i][0], total_memory=(80 + 60 * (i == 0)) * GIB))
+
+MIXED = Mixed(
+    {
+        1: replace(TARGETS["sm_80"], part="NVIDIA A100-SXM4-80GB"),
+        0: replace(TARGETS["sm_90"], part="NVIDIA H200"),
+        2: TargetError("Tesla V100 (sm_70) is older than sm_80, the oldest supported"),
+    }
+)
+"""A GPU that is too old is among them."""
 
 
 def test_without_a_gpu_it_says_so_and_what_the_default_target_runs(tmp_path: Path) -> None:
@@ -78,9 +78,9 @@ def test_a_package_that_is_not_there_is_said_to_be_missing(monkeypatch: pytest.M
     assert info().splitlines()[0].endswith("no-such-package is missing")
 
 
-@pytest.mark.usefixtures("gpus")
-def test_each_gpu_with_the_schedules_that_it_can_run() -> None:
-    text = info()
+def test_each_gpu_with_the_schedules_that_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_info, "driver", lambda: "580.65.06")
+    text = info(machine=MIXED)
     lines = text.splitlines()
     assert "gpu 0     NVIDIA H200 (sm_90), 132 multiprocessors, 140 GiB, driver 580.65.06" in lines
     a100 = lines.index("gpu 1     NVIDIA A100-SXM4-80GB (sm_80), 108 multiprocessors, 80 GiB, driver 580.65.06")
@@ -88,7 +88,7 @@ def test_each_gpu_with_the_schedules_that_it_can_run() -> None:
     assert lines[a100 + 2].split(maxsplit=1) == ["tiled", "fp32, fp16, bf16, fp8e5m2, int8"]
     assert [line.split()[0] for line in lines if "fp16" in line] == [*SCHEDULES, "library", "tiled", "split_k"]
     assert "gpu 2     Tesla V100, 80 GiB: Tesla V100 (sm_70) is older than sm_80, the oldest supported" in lines
-    found = info("--json")
+    found = info("--json", machine=MIXED)
     assert [g["index"] for g in found["gpus"]] == [0, 1, 2] and found["default"] is None and found["driver"] == "580.65.06"
     assert "fp8e4m3" not in found["gpus"][1]["schedules"]["tiled"] and "error" in found["gpus"][2] and "schedules" not in found["gpus"][2]
 

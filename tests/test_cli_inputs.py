@@ -9,6 +9,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from machines import NO_GPU
 
 from epigen import api, cli, settings
 
@@ -47,7 +48,6 @@ def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     Path("there.json").write_text("{}")
     monkeypatch.setenv("EPIGEN_DB", str(tmp_path / "own"))
     monkeypatch.setattr(settings, "seed_database_dir", lambda: tmp_path / "nothing")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     api.database.cache_clear()
     yield
     api.database.cache_clear()
@@ -55,7 +55,7 @@ def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 def end(words: tuple[str, ...]) -> str:
     """'' or what is wrong with the end of a command."""
-    done: Any = CliRunner().invoke(cli.main, words, prog_name="epigen")
+    done: Any = CliRunner().invoke(cli.main, words, prog_name="epigen", obj=NO_GPU)
     said = done.stdout + done.stderr
     wrong = not isinstance(done.exception, SystemExit | None) or done.exit_code not in (0, 1, 2) or "Traceback" in said or "internal error" in said
     silent = done.exit_code != 0 and not said.strip()

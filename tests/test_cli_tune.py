@@ -22,6 +22,7 @@ import pytest
 import torch
 from cases import persistent
 from click.testing import CliRunner
+from machines import NO_GPU, Machine, machine
 
 import epigen
 from bench.record import DATA
@@ -34,7 +35,7 @@ from epigen.db.database import Database
 from epigen.dtypes import BF16, FP32
 from epigen.errors import CallError, CheckError, TuneError
 from epigen.ir.program import graph_of
-from epigen.runtime import device
+from epigen.runtime.device import THIS_MACHINE
 from epigen.tuning import fleet, remembered, report, table
 from epigen.tuning.runner import GpuRunner, Replay, compile_workers_for
 from epigen.tuning.search import Progress, Result
@@ -45,11 +46,12 @@ ROOT = Path(cli.__file__).resolve().parent.parent
 SWEEPS = sorted(DATA.glob("sweep_*.json"))
 RECORDED = table.read(DATA / "sweep_skinny.json")
 H200 = RECORDED.task.target
+TWO = machine(H200, H200)
 ONE = ("relu(mm + bias)", "--shape", "16x4096x4096")
 
 
-def run(*arguments: object, status: int = 0) -> Any:
-    done = CliRunner().invoke(cli.main, ["tune", *map(str, arguments)], prog_name="epigen")
+def run(*arguments: object, status: int = 0, on: Machine = TWO) -> Any:
+    done = CliRunner().invoke(cli.main, ["tune", *map(str, arguments)], prog_name="epigen", obj=on)
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     assert done.exit_code == status, done.output
@@ -90,21 +92,14 @@ class Tuner:
 
 @pytest.fixture
 def tuner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Tuner]:
-    """A machine with two H200, whose cache and database lie in the test's folder."""
+    """In place of the tuning; cache and database lie in the test's folder."""
     made = Tuner()
     monkeypatch.setattr(fleet, "tune_all", made)
-    monkeypatch.setattr(device, "indices", lambda: (0, 1))
-    monkeypatch.setattr(device, "at_hand", lambda index=None: H200)  # noqa: ARG005
     monkeypatch.setenv("EPIGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("EPIGEN_DB", str(tmp_path / "db"))
     api.database.cache_clear()
     yield made
     api.database.cache_clear()
-
-
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "indices", lambda: ())
 
 
 # -- what is asked for
@@ -149,18 +144,17 @@ def test_where_the_winners_go_can_be_said(tuner: Tuner, tmp_path: Path) -> None:
     assert file == tmp_path / "mine.json" and record.shape == (16, 4096, 4096) and not (tmp_path / "db").exists()
 
 
-def test_devices(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices(tuner: Tuner) -> None:
     for given, chosen in (("all", (0, 1)), ("1", (1,)), ("1,0", (1, 0))):
         run(*ONE, "--trials", 1, "--devices", given)
         assert tuner.options["devices"] == chosen
     assert "there is no GPU 2: this machine has 0, 1" in run(*ONE, "--devices", "0,2", status=2).stderr
     for wrong in ("", "0,", "-1", "both", "0 1"):
         assert "is neither 'all' nor a list of GPUs such as 0,1" in run(*ONE, "--devices", wrong, status=2).stderr
-    monkeypatch.setattr(device, "at_hand", lambda index=None: replace(H200, part=f"part {index}"))
-    assert "tune each kind by itself" in run(*ONE, "--devices", "all", status=2).stderr
+    mixed = machine(*(replace(H200, part=f"part {index}") for index in (0, 1)))
+    assert "tune each kind by itself" in run(*ONE, "--devices", "all", status=2, on=mixed).stderr
 
 
-@pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(
     ("nodes", "visible", "count"),
     [
@@ -179,29 +173,27 @@ def test_how_many_gpus_there_seem_to_be(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert device.likely(tmp_path) == count
+    assert THIS_MACHINE.likely(tmp_path) == count
 
 
 @pytest.mark.parametrize(("asked", "gpus"), [(None, 1), ("all", 3), ((0, 2), 2), ((0, 1, 2, 3), 3)])
 def test_as_many_workers_import_early_as_gpus_will_tune(monkeypatch: pytest.MonkeyPatch, asked: tuple[int, ...] | str | None, gpus: int) -> None:
     begun: list[GpuRunner] = []
-    monkeypatch.setattr(device, "likely", lambda: 3)
     monkeypatch.setattr(GpuRunner, "start", lambda runner: begun.append(runner))
-    assert cli_tune._started(asked) == begun and [len(r.compile_workers) for r in begun] == [compile_workers_for(gpus)] * gpus
+    assert cli_tune._started(Machine(seems=3), asked) == begun and [len(r.compile_workers) for r in begun] == [compile_workers_for(gpus)] * gpus
 
 
 def test_without_a_gpu_every_way_in_says_so(tmp_path: Path) -> None:
     suite = tmp_path / "my.toml"
     suite.write_text('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\n')
     for way in (ONE, ("--suite", suite), (*ONE, "--devices", "all")):
-        assert "Error: no GPU is at hand to tune on; --replay TABLE searches recorded measurements" in run(*way, status=2).stderr
+        assert "Error: no GPU is at hand to tune on; --replay TABLE searches recorded measurements" in run(*way, status=2, on=NO_GPU).stderr
     with pytest.raises(TuneError, match=r"^no GPU is at hand to tune on$"):
-        epigen.tune("relu(mm)", "64x64x64")
+        epigen.tune("relu(mm)", "64x64x64", machine=NO_GPU)
 
 
-@pytest.mark.usefixtures("no_gpu")
 def test_a_mistake_in_a_program_comes_first() -> None:
-    assert "did you mean bias?" in run("relu(mm + bais)", "--shape", "1x1x1", status=1).stderr
+    assert "did you mean bias?" in run("relu(mm + bais)", "--shape", "1x1x1", status=1, on=NO_GPU).stderr
 
 
 @pytest.mark.parametrize(
@@ -319,7 +311,7 @@ def test_ctrl_c_that_gets_away_is_no_traceback(tuner: Tuner, monkeypatch: pytest
 
     monkeypatch.setattr(fleet, "tune_all", interrupted)
     assert "interrupted: nothing was found yet" in run(*ONE, status=130).stderr
-    monkeypatch.setattr(device, "indices", interrupted)
+    monkeypatch.setattr(Machine, "indices", interrupted)
     assert "interrupted before anything was measured" in run(*ONE, status=130).stderr
     assert not tuner.tasks
 
@@ -508,7 +500,7 @@ def test_an_interrupted_search_that_has_no_baseline_is_shown_without_ratios() ->
 def test_from_python(tuner: Tuner, tmp_path: Path) -> None:
     told: list[int] = []
     found = epigen.tune(
-        ["relu(mm + bias)", "mm"], ["16x4096x4096", (32, 4096, 4096)], dtype=torch.bfloat16, layout="nn", devices="all", trials=4, budget_s=60, seed=2,
+        ["relu(mm + bias)", "mm"], ["16x4096x4096", (32, 4096, 4096)], dtype=torch.bfloat16, layout="nn", devices="all", trials=4, budget_s=60, seed=2, machine=TWO,
         report=lambda index, progress: told.append(index),  # noqa: ARG005
     )  # fmt: skip
     assert [(t.problem.program, t.problem.shape[0], t.problem.a, t.problem.layout) for t in found] == [
@@ -525,10 +517,10 @@ def test_from_python(tuner: Tuner, tmp_path: Path) -> None:
 
 def test_from_python_one_of_each(tuner: Tuner, tmp_path: Path) -> None:
     for shape in ("16x4096x4096", (16, 4096, 4096), [(16, 4096, 4096)]):
-        (one,) = epigen.tune("relu(mm)", shape, trials=1, database=tmp_path / "mine.json", storage="x.journal")
+        (one,) = epigen.tune("relu(mm)", shape, trials=1, database=tmp_path / "mine.json", storage="x.journal", machine=TWO)
         assert one.problem.shape == (16, 4096, 4096) and one.problem.a == "fp16" and one.problem.layout == "nt"
     assert tuner.options["storage"] == "x.journal" and tuner.options["budget_s"] == float("inf")
-    epigen.tune("relu(mm)", "16x4096x4096", trials=1, database=Database(tmp_path / "mine.json"), fresh=True)
+    epigen.tune("relu(mm)", "16x4096x4096", trials=1, database=Database(tmp_path / "mine.json"), fresh=True, machine=TWO)
     assert len(Database(tmp_path / "mine.json", seeds=()).records()) == 1 and not (tmp_path / "db").exists()
 
 
@@ -536,9 +528,9 @@ def test_from_python_precision_is_that_of_the_process(tuner: Tuner) -> None:
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        epigen.tune("mm", "16x4096x4096", dtype="fp32", trials=1)
+        epigen.tune("mm", "16x4096x4096", dtype="fp32", trials=1, machine=TWO)
         assert tuner.tasks[0].precision == "tf32"
-        epigen.tune("mm", "16x4096x4096", dtype="fp32", trials=1, precision="ieee")
+        epigen.tune("mm", "16x4096x4096", dtype="fp32", trials=1, precision="ieee", machine=TWO)
         assert tuner.tasks[0].precision == "ieee"
     finally:
         torch.set_float32_matmul_precision(before)
@@ -558,5 +550,5 @@ def test_from_python_mistakes_are_refused(tuner: Tuner) -> None:
         (TuneError, "there is no GPU 7", {"devices": [7]}),
     ):
         with pytest.raises(error, match=said):
-            epigen.tune(**({"programs": "relu(mm)", "shapes": "64x64x64"} | arguments))  # type: ignore[arg-type]
+            epigen.tune(**({"programs": "relu(mm)", "shapes": "64x64x64", "machine": TWO} | arguments))  # type: ignore[arg-type]
     assert not tuner.tasks

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machines import machine
 
 from bench import bars, cases, compiled, headline, peers, record, timing
 from bench.cases import Case
@@ -136,15 +137,13 @@ def test_the_script_writes_what_the_processes_measured(monkeypatch: pytest.Monke
         begun.append((count, begin, len(shared[1]), os.environ["TORCHINDUCTOR_CACHE_DIR"]))
         return ThreadPoolExecutor(1)
 
-    monkeypatch.setattr(compiled.device, "at_hand", lambda: gpus.DEFAULT.target)
-    monkeypatch.setattr(compiled.device, "indices", lambda: (0, 1))
     monkeypatch.setattr(compiled.ahead, "compile_all", lambda requests, _: len(requests))
     monkeypatch.setattr(headline, "launched", lambda row, *_: f"config {row['shape'][2]}")
     monkeypatch.setattr(compiled.concurrent.futures, "ProcessPoolExecutor", pool)
     monkeypatch.setattr(compiled, "_measured", lambda group, until: [row_of(case) for case in group if until > 100])
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr("sys.argv", ["compiled", "--processes", "3", "--commit", "abc1234", "--out", str(tmp_path)])
-    compiled.main()
+    compiled.main(machine(gpus.DEFAULT.target, gpus.DEFAULT.target))
     assert begun[0][:3] == (6, compiled._begin, 2) and not Path(begun[0][3]).exists(), "torch.compile's caches were fresh, and are gone"
     found = record.read(tmp_path / "compiled.json")
     assert found.summary["gpus"] == 2 and found.summary["processes"] == 3 and found.environment["commit"] == "abc1234"
@@ -155,7 +154,7 @@ def test_the_script_writes_what_the_processes_measured(monkeypatch: pytest.Monke
     found.rows[10]["notes"][peers.OURS] = "config 1; tuned on another day"
     record.write("compiled", found, tmp_path)
     monkeypatch.setattr("sys.argv", ["compiled", "--more", "--commit", "def5678", "--out", str(tmp_path)])
-    compiled.main()
+    compiled.main(machine(gpus.DEFAULT.target, gpus.DEFAULT.target))
     more = record.read(tmp_path / "compiled.json")
     assert [headline.key(row) for row in more.rows] == [c.key for c in cases.compiled()] and more.environment["commit"] == "def5678"
     assert [i for i, row in enumerate(more.rows) if "commit" not in row] == [5, 7, 9, 11]

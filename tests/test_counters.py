@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machines import ONE_H200
 
 from bench import counters, record
-from epigen import gpus
-from epigen.runtime import device
 
 STALLED = "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"
 EXCERPT = f"""\
@@ -57,9 +56,8 @@ def script(monkeypatch: pytest.MonkeyPatch, out: Path, status: int, told: str) -
         return subprocess.CompletedProcess(command, status, told, "")
 
     monkeypatch.setattr(counters.subprocess, "run", run)
-    monkeypatch.setattr(device, "at_hand", lambda: gpus.DEFAULT.target)
     monkeypatch.setattr("sys.argv", ["counters", "--commit", "abc1234", "--out", str(out)])
-    counters.main()
+    counters.main(ONE_H200)
     return commands
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from machines import NO_GPU, Machine, machine
 from test_model import BACKWARD, H200, PLAIN, spec_of, tiled
 
 from epigen import api, gpus, settings
@@ -22,14 +23,7 @@ from epigen.db.problem import Problem, problem_of
 from epigen.db.records import Record
 from epigen.errors import EpigenError
 from epigen.gpus import TARGETS
-from epigen.runtime import device
 from epigen.runtime.loader import triton_version
-
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same answers on every machine."""
-    monkeypatch.setattr(device, "at_hand", lambda index=None: None)  # noqa: ARG005
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +36,9 @@ def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Databa
     api.database.cache_clear()
 
 
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(explain_command, arguments, catch_exceptions=False)
+def run(*arguments: str, on: Machine = NO_GPU) -> Any:
+    """Without a GPU: the same answers on every machine."""
+    return CliRunner().invoke(explain_command, arguments, obj=on, catch_exceptions=False)
 
 
 GOLDEN = {
@@ -106,15 +101,14 @@ def test_json_says_the_same() -> None:
     assert found["model"]["us"] > found["floor_us"]
 
 
-def test_the_gpu_at_hand_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "at_hand", lambda index=None: gpus.by_name("L40S").target)  # noqa: ARG005
-    assert "gpu       NVIDIA L40S (sm_89), the GPU at hand\n" in run(PLAIN, "--shape", "64x64x64").stdout
-    assert "gpu       NVIDIA A100-SXM4-80GB (sm_80), as asked\n" in run(PLAIN, "--shape", "64x64x64", "--gpu", "a100").stdout
+def test_the_gpu_at_hand_comes_first() -> None:
+    l40s = machine(gpus.by_name("L40S").target)
+    assert "gpu       NVIDIA L40S (sm_89), the GPU at hand\n" in run(PLAIN, "--shape", "64x64x64", on=l40s).stdout
+    assert "gpu       NVIDIA A100-SXM4-80GB (sm_80), as asked\n" in run(PLAIN, "--shape", "64x64x64", "--gpu", "a100", on=l40s).stdout
 
 
-def test_a_gpu_without_a_row_is_taken_as_its_kin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "at_hand", lambda index=None: TARGETS["sm_86"])  # noqa: ARG005
-    assert "gpu       RTX A6000 (sm_86), the GPU at hand\n" in run(PLAIN, "--shape", "64x64x64").stdout
+def test_a_gpu_without_a_row_is_taken_as_its_kin() -> None:
+    assert "gpu       RTX A6000 (sm_86), the GPU at hand\n" in run(PLAIN, "--shape", "64x64x64", on=machine(TARGETS["sm_86"])).stdout
 
 
 @pytest.mark.parametrize(
@@ -165,9 +159,9 @@ def remember(database: Database, shape: tuple[int, int, int] = SHAPE, part: str 
     return found
 
 
-def command(shape: tuple[int, int, int], *more: str) -> tuple[str, dict[str, Any]]:
+def command(shape: tuple[int, int, int], *more: str, on: Machine = NO_GPU) -> tuple[str, dict[str, Any]]:
     arguments = (PLAIN, "--shape", "x".join(map(str, shape)), *more)
-    return run(*arguments).stdout, json.loads(run(*arguments, "--json").stdout)
+    return run(*arguments, on=on).stdout, json.loads(run(*arguments, "--json", on=on).stdout)
 
 
 def test_a_record_of_this_problem_is_chosen_and_its_times_are_told(database: Database) -> None:
@@ -216,13 +210,12 @@ def test_a_borrowed_config_brings_no_time_of_another_problem(database: Database,
     assert "measured  " not in said and "11.0 us" not in said
 
 
-def test_a_gpu_at_hand_without_a_row_finds_its_own_records(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_at_hand_without_a_row_finds_its_own_records(database: Database) -> None:
     """Its row is made up from its kin; its name and capability are the driver's."""
     part = replace(TARGETS["sm_100"], name="sm_103", arch=103, part="NVIDIA B300", multiprocessors=148)
-    monkeypatch.setattr(device, "at_hand", lambda index=None: part)  # noqa: ARG005
     problem = problem_of(api.graph_of(PLAIN), spec_of(PLAIN, k=SHAPE[2]), SHAPE, "NVIDIA B300", "10.3")
     database.add(replace_problem(remember(database), problem))
-    said, found = command(SHAPE)
+    said, found = command(SHAPE, on=machine(part))
     assert "tuned for 1024x1024x1024 on NVIDIA B300 (exact)" in said and found["measured"]["us"] == 11.0
 
 

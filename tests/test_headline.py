@@ -15,6 +15,7 @@ import fake_nvmath
 import pytest
 import torch
 from fake_nvmath import FakeMatmul
+from machines import NO_GPU, machine
 from timed_gpu import Gpu
 
 from bench import ahead, bars, cases, cold, headline, peers, readme, record, tables, timing
@@ -26,7 +27,6 @@ from epigen import gpus
 from epigen.choose import choose
 from epigen.db.problem import graph_digest
 from epigen.errors import CompileError
-from epigen.runtime import device
 from epigen.runtime.kernel import Kernel
 from epigen.tuning import sampling, suite
 from epigen.tuning.request import Request
@@ -373,7 +373,6 @@ def test_the_bars_are_those_that_were_set() -> None:
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Report]:
     """Runs the script on a made-up GPU. Returns what it wrote."""
-    monkeypatch.setattr(device, "at_hand", lambda: H200)
     monkeypatch.setattr(ahead, "compile_all", lambda requests, _: len(requests))
     monkeypatch.setattr(headline, "copy_gbps", lambda: 4280.0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
@@ -388,7 +387,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., R
 
     def run(*arguments: object, name: str = "headline", commit: str = "abc1234") -> Report:
         monkeypatch.setattr("sys.argv", ["headline", "--out", str(tmp_path), "--commit", commit, *map(str, arguments)])
-        headline.main()
+        headline.main(machine(H200))
         return record.read(tmp_path / f"{name}.json")
 
     return run
@@ -479,9 +478,8 @@ def test_problems_are_tuned_first_where_that_is_asked(on_a_gpu: Callable[..., Re
 
 def test_without_a_gpu_the_headline_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.argv", ["headline", "--out", str(tmp_path)])
-    monkeypatch.setattr(device, "at_hand", lambda: None)
     with pytest.raises(SystemExit, match="this wants a GPU"):
-        headline.main()
+        headline.main(NO_GPU)
     assert not list(tmp_path.iterdir())
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from bench import memcheck
-from epigen.runtime import device
+from epigen.runtime.device import THIS_MACHINE
 
 
-@pytest.mark.skipif(bool(device.indices()), reason="the tests would not skip")
+@pytest.mark.skipif(bool(THIS_MACHINE.indices()), reason="the tests would not skip")
 @pytest.mark.parametrize(("errors", "status"), [(0, 0), (12, 9)])
 def test_the_tests_run_under_the_sanitizer(errors: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = tmp_path / "bin" / "compute-sanitizer"

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import timed_gpu
+from machines import ONE_H200
 
 from bench import cases, clock, headline, peers, power, readme, record, tables
 from bench.timing import back_to_back
-from epigen import gpus
 from epigen.codegen import schedules
-from epigen.runtime import device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,9 +79,8 @@ def test_the_script_writes_and_the_readme_shows_what_was_found(monkeypatch: pyte
 
     monkeypatch.setattr(power, "CASES", power.CASES[:1])
     monkeypatch.setattr(headline, "measured", measured)
-    monkeypatch.setattr(device, "at_hand", lambda: gpus.DEFAULT.target)
     monkeypatch.setattr("sys.argv", ["power", "--commit", "abc1234", "--out", str(tmp_path)])
-    power.main()
+    power.main(ONE_H200)
     told = capsys.readouterr().out
     assert "relu + bias 8192x8192x4096: mm 100, 120 us (1500 MHz); cuBLASLt 0.909, 0.960 (1490 MHz); epigen 1.020, 0.968 (1400 MHz)" in told
     found = record.read(tmp_path / "power.json")

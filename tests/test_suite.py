@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from machines import Machine
 
 import epigen
 from epigen.dtypes import FP16, FP32
 from epigen.errors import CallError, CheckError, SuiteError, TuneError
 from epigen.gpus import TARGETS
-from epigen.runtime import device
 from epigen.tuning import request, suite
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,12 +171,11 @@ def test_programs_are_checked_before_anything_runs() -> None:
         request.every(["mm"], ["1x1x1"], precision="high")
 
 
-def test_gpus_are_chosen_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "indices", lambda: (1, 0, 2))
-    monkeypatch.setattr(device, "at_hand", lambda index=None: TARGETS["sm_80" if index == 2 else "sm_90"])
+def test_gpus_are_chosen_by_index() -> None:
     h100 = TARGETS["sm_90"]
-    assert request.gpus_for(None) == ((1,), h100)
-    assert request.gpus_for((0, 1, 0)) == ((0, 1), h100)
+    three = Machine({1: h100, 0: h100, 2: TARGETS["sm_80"]})
+    assert request.gpus_for(None, three) == ((1,), h100)
+    assert request.gpus_for((0, 1, 0), three) == ((0, 1), h100)
     for wanted, said in (
         ("all", "the GPUs differ (0 is H100, H200, 2 is A100): tune each kind by itself"),
         ((3, 0, 4), "there is no GPU 3, 4: this machine has 0, 1, 2"),
@@ -184,10 +183,9 @@ def test_gpus_are_chosen_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
         ((), "no device is named to tune on"),
     ):
         with pytest.raises(TuneError) as caught:
-            request.gpus_for(wanted)
+            request.gpus_for(wanted, three)
         assert str(caught.value) == said
-    monkeypatch.setattr(device, "indices", lambda: (0, 1))
-    assert request.gpus_for("all") == ((0, 1), h100)
+    assert request.gpus_for("all", Machine({1: h100, 0: h100})) == ((0, 1), h100)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import fake_nvmath
 import pytest
 import torch
+from machines import NO_GPU, ONE_H200
 from torch import Tensor
 
 import epigen
@@ -21,8 +22,6 @@ from bench import digits, models, networks, peers, record, training
 from bench.digits import Digits
 from bench.networks import LAYERS, Network
 from bench.record import Report
-from epigen import gpus
-from epigen.runtime import device
 
 WIDTH, BATCH = 128, 40  # cuBLASLt pads masks to 128 columns
 
@@ -302,14 +301,13 @@ def on_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
     whole = training.run
     monkeypatch.setattr(training, "run", run)
-    monkeypatch.setattr(device, "at_hand", lambda: gpus.DEFAULT.target)
 
 
 def test_the_whole_script_with_a_stand_in_for_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     on_a_stand_in(monkeypatch)
     arguments = ["--widths", str(WIDTH), "--batch", str(BATCH), "--without", "compile", "nvmath", "--commit", "abc1234", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["training", *arguments])
-    training.main()
+    training.main(ONE_H200)
     found = record.read(tmp_path / "training.json")
     assert found.environment["commit"] == "abc1234" and found.summary["without"] == ["compile", "nvmath"] and len(found.rows) == 4
     assert len(training.verdicts(found.rows)) == 3 + 5
@@ -320,7 +318,7 @@ def test_the_whole_script_with_a_stand_in_for_the_gpu(monkeypatch: pytest.Monkey
 def test_memory_alone_is_a_result_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on_a_stand_in(monkeypatch)
     monkeypatch.setattr("sys.argv", ["training", "--memory", "--widths", str(WIDTH), "--batch", str(BATCH), "--out", str(tmp_path)])
-    training.main()
+    training.main(ONE_H200)
     (result,) = tmp_path.iterdir()
     rows = record.read(result).rows
     assert result.name == "training_memory.json" and [row["activation"] for row in rows] == list(networks.ACTIVATIONS) and len(training.verdicts(rows)) == 5
@@ -328,9 +326,8 @@ def test_memory_alone_is_a_result_of_its_own(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.argv", ["training", "--out", str(tmp_path)])
-    monkeypatch.setattr(device, "at_hand", lambda: None)
     with pytest.raises(SystemExit, match="this wants a GPU"):
-        training.main()
+        training.main(NO_GPU)
     assert not list(tmp_path.iterdir())
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from machines import machine
 
 import epigen
 from bench.record import DATA
@@ -26,7 +27,6 @@ from epigen.dtypes import BF16, FP16, FP32
 from epigen.errors import CallError, DatabaseError, EpigenError
 from epigen.gpus import DEFAULT_TARGET, TARGETS
 from epigen.ir.program import graph_of
-from epigen.runtime import device
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.rendering import renderer
 from epigen.tuning import report, table
@@ -228,7 +228,7 @@ def test_a_winner_is_recorded_whatever_becomes_of_the_vendors_product(how: str, 
     assert ("could not be timed" in explain.text(explained)) == (not timed)
 
 
-def test_a_database_that_cannot_be_written_is_found_out_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_database_that_cannot_be_written_is_found_out_before_anything_is_measured(tmp_path: Path) -> None:
     class Never(Replay):
         def measure(self, config: KernelConfig, limit_us: float) -> Outcome:
             raise AssertionError((config, limit_us))
@@ -237,10 +237,8 @@ def test_a_database_that_cannot_be_written_is_found_out_before_anything_is_measu
     database = Database(tmp_path / "file" / "db", seeds=())
     with pytest.raises(DatabaseError, match=f"{tmp_path}/file"):
         tune_one(SKINNY.task, database, runner=Never(SKINNY.rows, SKINNY.baseline))
-    monkeypatch.setattr(device, "indices", lambda: (0,))
-    monkeypatch.setattr(device, "at_hand", lambda index=None: SKINNY.task.target)  # noqa: ARG005
     with pytest.raises(DatabaseError, match=f"{tmp_path}/file"):
-        epigen.tune("relu(mm)", "64x64x64", database=database)
+        epigen.tune("relu(mm)", "64x64x64", database=database, machine=machine(SKINNY.task.target))
 
 
 def test_a_storage_keeps_a_tuned_problem_for_the_next_run(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from machines import machine
 
 import epigen
 from epigen import api
@@ -25,7 +26,6 @@ from epigen.db.records import Record
 from epigen.dtypes import FP16, FP32, INT8, INT32, UINT8
 from epigen.errors import CallError, TuneError
 from epigen.gpus import DEFAULT_TARGET
-from epigen.runtime import device
 from epigen.runtime import kernel as kernel_module
 from epigen.runtime import prepared as prepared_module
 from epigen.runtime.kernel import Kernel
@@ -310,7 +310,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
 
     monkeypatch.setattr(prepared_module.Prepared, "run", run)
     monkeypatch.setattr(Loader, "load", lambda _self, _rendered: Anything())
-    monkeypatch.setattr(device, "at_hand", lambda index=None: TARGET)  # noqa: ARG005
     monkeypatch.setattr("torch.cuda.device", lambda _: nullcontext())
     return made
 
@@ -322,7 +321,7 @@ def call(kernel: Kernel) -> None:
 
 
 def made(choose: Setting, **more: Any) -> Kernel:
-    return Kernel(GRAPH, renderer(), Chooser(GRAPH, choose.shared.database), at_call=choose.chooser, **more)
+    return Kernel(GRAPH, renderer(), Chooser(GRAPH, choose.shared.database), at_call=choose.chooser, machine=machine(TARGET), **more)
 
 
 def test_the_first_call_tunes_and_the_others_are_prepared(database: Database, calls: list[Choice]) -> None:

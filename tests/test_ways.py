@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machines import machine
 
 from bench import readme, record, tables, ways
 from bench.record import Report
@@ -17,7 +18,6 @@ from epigen.codegen.spec import KernelConfig
 from epigen.db.database import Database
 from epigen.db.records import Record
 from epigen.errors import EpigenError
-from epigen.runtime import device
 from epigen.tuning.runner import Replay
 from epigen.tuning.task import Baseline, Comparison, Outcome, Task
 
@@ -147,14 +147,12 @@ def test_how_far_the_ways_move_between_gpus(every: list[Contest]) -> None:
 
 
 def test_the_script_writes_and_the_readme_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(device, "at_hand", lambda: H200)
-    monkeypatch.setattr(device, "indices", lambda: (0, 1))
     monkeypatch.setattr(ways, "GpuRunner", lambda compile_workers: Runner(300.0 + compile_workers))
     monkeypatch.setattr(record, "environment", lambda commit: record.versions(commit) | {"gpu": "NVIDIA H200", "driver": "580"})
 
     def run(*arguments: object) -> Report:
         monkeypatch.setattr("sys.argv", ["ways", "--out", str(tmp_path), "--commit", "abc1234", *map(str, arguments)])
-        ways.main()
+        ways.main(machine(H200, H200))
         return record.read(tmp_path / "ways.json")
 
     first = run("--least", 5000)

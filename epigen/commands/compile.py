@@ -19,9 +19,10 @@ import epigen
 from epigen import dtypes, gpus
 from epigen.codegen.schedules import SCHEDULES, in_triton
 from epigen.commands import derivation as cli_derivation
-from epigen.commands.types import Program, ProgramCommand, Shape, dtype_option, say
+from epigen.commands.types import Program, ProgramCommand, Shape, dtype_option, pass_machine, say
 from epigen.errors import EpigenError
 from epigen.gpus import TARGETS, Target
+from epigen.runtime.device import Machine
 
 if TYPE_CHECKING:
     from epigen.dtypes import DType
@@ -75,7 +76,8 @@ class Config(click.ParamType):  # type: ignore[type-arg]  # generic since click 
 @cli_derivation.wrt_option
 @click.option("--no-verify", is_flag=True, help="do not run the kernel before showing it")
 @click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
-def compile_command(program: str, shape: tuple[int, int, int] | None, dtype_name: str, layout: str, precision: str, target_name: str | None,
+@pass_machine
+def compile_command(machine: Machine, program: str, shape: tuple[int, int, int] | None, dtype_name: str, layout: str, precision: str, target_name: str | None,
                     emit: str, schedule: str | None, config: dict[str, Any] | None, output: Path | None, backward: bool, save: str | None, wrt: str | None,
                     no_verify: bool, as_json: bool) -> None:  # fmt: skip
     """Compile PROGRAM, such as "relu(mm + bias)", and show the kernel once it has been checked."""
@@ -91,7 +93,7 @@ def compile_command(program: str, shape: tuple[int, int, int] | None, dtype_name
         return
 
     dtype = dtypes.BY_NAME[dtype_name]
-    target, chosen = _target(target_name)
+    target, chosen = _target(target_name, machine)
     anywhere = chosen == _DEFAULT and not config and schedule in (None, ANYWHERE)
     if anywhere:
         target = replace(target, shared_bytes=_least_shared_bytes())
@@ -116,7 +118,7 @@ def compile_command(program: str, shape: tuple[int, int, int] | None, dtype_name
     summary = [f"compiled  {kernel.program}, {dtype} for {target.name}: {_size(plan)}"]
     try:
         if not no_verify:
-            report["verified"], lines = _verify(kernel, plan, dtype, precision, layout)
+            report["verified"], lines = _verify(kernel, plan, dtype, precision, layout, machine)
             summary += lines
         compiled = compiling.result() if compiling else []
     except BaseException:
@@ -142,13 +144,11 @@ def compile_command(program: str, shape: tuple[int, int, int] | None, dtype_name
 _DEFAULT, _AT_HAND = "the default, since no GPU is at hand", "the GPU at hand"
 
 
-def _target(name: str | None) -> tuple[Target, str]:
+def _target(name: str | None, machine: Machine) -> tuple[Target, str]:
     """What to compile for, and why that."""
-    from epigen.runtime import device
-
     if name:
         return gpus.target_by_name(name), "as asked"
-    return (found, _AT_HAND) if (found := device.at_hand()) else (gpus.DEFAULT_TARGET, _DEFAULT)
+    return (found, _AT_HAND) if (found := machine.at_hand()) else (gpus.DEFAULT_TARGET, _DEFAULT)
 
 
 def _least_shared_bytes() -> int:
@@ -255,7 +255,7 @@ def _standalone(kernel: Kernel, plan: Plan) -> str:
     return standalone(kernel.renderer, kernel.graph, plan.spec, plan.choice, plan.rendered)
 
 
-def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: str) -> tuple[dict[str, Any], list[str]]:
+def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: str, machine: Machine) -> tuple[dict[str, Any], list[str]]:
     """Run the kernel of the plan at a shape with tails, on the GPU or under the interpreter. Returns how far it is from the oracle, as data and as
     lines to say, which are said at once where it is too far: VerificationError is raised then."""
     import torch
@@ -265,7 +265,7 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: st
     from epigen.runtime import verify
     from epigen.runtime.kernel import Kernel
 
-    on_gpu = torch.cuda.is_available()
+    on_gpu = bool(machine.indices())
     run, graph = dtype, kernel.graph
     twin = ""
     if not on_gpu and (wrong := uninterpretable(graph, [dtype], [o.dtype for o in plan.spec.outputs])):

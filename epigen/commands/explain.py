@@ -8,7 +8,8 @@ import click
 
 from epigen import dtypes
 from epigen.commands import derivation as cli_derivation
-from epigen.commands.types import Program, ProgramCommand, Shape, dtype_option
+from epigen.commands.types import Program, ProgramCommand, Shape, dtype_option, pass_machine
+from epigen.runtime.device import Machine
 
 
 @click.command("explain", cls=ProgramCommand, short_help="Explain what bounds a program, and its config.")
@@ -19,18 +20,20 @@ from epigen.commands.types import Program, ProgramCommand, Shape, dtype_option
 @click.option("--precision", type=click.Choice(["ieee", "tf32"]), default="ieee", show_default=True, help="of fp32 operands")
 @click.option("--gpu", "gpu_name", help="a GPU by name, such as H200 or 'RTX 4090' (default: the GPU at hand, else H200)")
 @click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
-def explain_command(program: str, shape: tuple[int, int, int], dtype_name: str, layout: str, precision: str, gpu_name: str | None, as_json: bool) -> None:
+@pass_machine
+def explain_command(
+    machine: Machine, program: str, shape: tuple[int, int, int], dtype_name: str, layout: str, precision: str, gpu_name: str | None, as_json: bool
+) -> None:  # fmt: skip
     """Explain what bounds PROGRAM, such as "relu(mm + bias)", at a shape: work, limits, config, waste, what fusing saves, and its derivative."""
     from epigen import api, gpus
     from epigen.choose import explain
-    from epigen.runtime import device
 
     kernel = api.compile(program, precision=precision)
     # a GPU at hand stays what its driver calls it: that name is in the database's key
     if gpu_name is not None:
         gpu, why = gpus.by_name(gpu_name), "as asked"
         target = gpu.target
-    elif (found := device.at_hand()) is not None:
+    elif (found := machine.at_hand()) is not None:
         gpu, why, target = gpus.of_target(found), "the GPU at hand", found
     else:
         gpu, why = gpus.DEFAULT, "the default, since no GPU is at hand"

@@ -14,8 +14,10 @@ import click
 
 import epigen
 from epigen import dtypes, settings
+from epigen.commands.types import pass_machine
 from epigen.errors import DatabaseError, TargetError
 from epigen.gpus import DEFAULT_TARGET, Target
+from epigen.runtime.device import Machine
 
 PACKAGES = ("torch", "triton", "optuna")
 _SHAPES = ((4096, 4096, 4096), (16, 4096, 4096))  # aligned; large and skinny enough for every schedule
@@ -24,18 +26,17 @@ _SHAPES = ((4096, 4096, 4096), (16, 4096, 4096))  # aligned; large and skinny en
 @click.command("info", short_help="Show GPUs, versions, databases and folders.")
 @click.option("--db", "path", type=click.Path(path_type=Path), help="a database to look at instead of the user's, a folder or one .json file")
 @click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
-def info_command(path: Path | None, as_json: bool) -> None:
+@pass_machine
+def info_command(machine: Machine, path: Path | None, as_json: bool) -> None:
     """Show the GPUs and the schedules that each can run, versions, the tuning databases found, and the cache folder."""
-    found = gather(path)
+    found = gather(machine, path)
     click.echo(json.dumps(found) if as_json else text(found), nl=as_json)
 
 
-def gather(path: Path | None = None) -> dict[str, Any]:
+def gather(machine: Machine, path: Path | None = None) -> dict[str, Any]:
     """All of it as plain data. path: of a database in place of the user's."""
-    from epigen.runtime import device
-
     versions = {"epigen": epigen.__version__, "python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
-    here = [_gpu(index) for index in sorted(device.indices())]
+    here = [_gpu(machine, index) for index in sorted(machine.indices())]
     default = None if here else {"target": DEFAULT_TARGET.name, "part": DEFAULT_TARGET.part, "schedules": schedules(DEFAULT_TARGET)}
     cache, folder = settings.cache_dir(), settings.studies_dir()
     studies = sorted(folder.glob("*.journal")) if folder is not None and os.path.isdir(folder) else []  # noqa: PTH112  # Path.is_dir may raise
@@ -45,15 +46,11 @@ def gather(path: Path | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _gpu(index: int) -> dict[str, Any]:
-    import torch
-
-    from epigen.runtime import device
-
-    properties = torch.cuda.get_device_properties(index)
+def _gpu(machine: Machine, index: int) -> dict[str, Any]:
+    properties = machine.properties(index)
     found: dict[str, Any] = {"index": index, "name": properties.name, "memory_bytes": properties.total_memory}
     try:
-        target = device.at_hand(index)
+        target = machine.at_hand(index)
     except TargetError as error:
         return found | {"error": str(error)}
     assert target is not None

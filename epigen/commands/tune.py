@@ -19,8 +19,9 @@ import click
 
 from epigen import settings
 from epigen.commands.live import Live
-from epigen.commands.types import Devices, Program, ProgramCommand, Seconds, Shape, dtype_option
+from epigen.commands.types import Devices, Program, ProgramCommand, Seconds, Shape, dtype_option, pass_machine
 from epigen.errors import TuneError
+from epigen.runtime.device import Machine
 
 if TYPE_CHECKING:
     from epigen.db.database import Database
@@ -87,9 +88,10 @@ class _Run:
     help="search a recorded table of measurements instead of a GPU; may be given several times",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="write JSON instead of the table")
+@pass_machine
 @click.pass_context
-def tune(context: click.Context, programs: tuple[str, ...], shapes: tuple[tuple[int, int, int], ...], suites: tuple[Path, ...], dtype_name: str, layout: str,
-         precision: str, trials: int, budget: float | None, devices: tuple[int, ...] | str | None, seed: int, storage: str | None, fresh: bool, path: Path | None,
+def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], shapes: tuple[tuple[int, int, int], ...], suites: tuple[Path, ...],
+         dtype_name: str, layout: str, precision: str, trials: int, budget: float | None, devices: tuple[int, ...] | str | None, seed: int, storage: str | None, fresh: bool, path: Path | None,
          tables: tuple[Path, ...], as_json: bool) -> None:  # fmt: skip
     """Tune PROGRAMS, such as "relu(mm + bias)", at every --shape, and the problems of every --suite; remember the winners in the database.
 
@@ -107,7 +109,7 @@ def tune(context: click.Context, programs: tuple[str, ...], shapes: tuple[tuple[
                 raise click.UsageError("give a program and a --shape, such as: epigen tune 'relu(mm + bias)' --shape 4096x4096x4096; or a --suite")
             if fresh and storage is not None:
                 raise click.UsageError("--fresh forgets what epigen itself remembers: with --storage name a new one instead")
-            going = _asked(programs, shapes, suites, dtype_name, layout, precision, trials, budget_s, devices, seed, storage, fresh, path)
+            going = _asked(machine, programs, shapes, suites, dtype_name, layout, precision, trials, budget_s, devices, seed, storage, fresh, path)
         going.go()
     except KeyboardInterrupt:
         click.echo("\ninterrupted before anything was measured", err=True)
@@ -117,8 +119,8 @@ def tune(context: click.Context, programs: tuple[str, ...], shapes: tuple[tuple[
 
 
 def _asked(
-    programs: Sequence[str], shapes: Sequence[tuple[int, int, int]], suites: Sequence[Path], dtype_name: str, layout: str, precision: str, trials: int,
-    budget_s: float, devices: Sequence[int] | str | None, seed: int, storage: str | None, fresh: bool, path: Path | None,
+    machine: Machine, programs: Sequence[str], shapes: Sequence[tuple[int, int, int]], suites: Sequence[Path], dtype_name: str, layout: str, precision: str,
+    trials: int, budget_s: float, devices: Sequence[int] | str | None, seed: int, storage: str | None, fresh: bool, path: Path | None,
 ) -> _Run:  # fmt: skip
     """What the options ask for. All mistakes come out here, before the first of many problems is measured."""
     from epigen.tuning import request, suite
@@ -127,11 +129,11 @@ def _asked(
     for file in suites:
         listed += suite.read(file)
     with contextlib.ExitStack() as unused:
-        early = _started(devices)
+        early = _started(machine, devices)
         for runner in early:
             unused.callback(runner.close)
         try:
-            chosen, target = request.gpus_for(devices)
+            chosen, target = request.gpus_for(devices, machine)
         except TuneError as error:
             raise click.UsageError(f"{error}{'; --replay TABLE searches recorded measurements' if str(error) == request.NO_GPU else ''}") from None
 
@@ -156,12 +158,11 @@ def _asked(
         return _Run(tasks, run, database, remembers=True)
 
 
-def _started(devices: Sequence[int] | str | None) -> list[GpuRunner]:
+def _started(machine: Machine, devices: Sequence[int] | str | None) -> list[GpuRunner]:
     """The workers of as many GPUs as there seem to be and are asked for: they import torch, which takes seconds, while this process does."""
-    from epigen.runtime import device
     from epigen.tuning.runner import GpuRunner, compile_workers_for
 
-    there = device.likely()
+    there = machine.likely()
     gpus = there if isinstance(devices, str) else min(there, 1 if devices is None else len(devices))
     runners = [GpuRunner(compile_workers_for(gpus)) for _ in range(gpus)]
     for runner in runners:

@@ -10,6 +10,10 @@ import click
 
 from epigen import dtypes
 from epigen.errors import CallError
+from epigen.runtime.device import Machine
+
+pass_machine = click.make_pass_decorator(Machine, ensure=True)
+"""Gives a command the machine that its context holds, which is this one unless the caller of the command line has put another there."""
 
 
 def say(text: str) -> None:

@@ -32,8 +32,9 @@ from epigen.ir import reference
 from epigen.ir.graph import Graph, Node
 from epigen.lru_cache import LruCache
 from epigen.perf import limits
-from epigen.runtime import arguments, device, outputs
+from epigen.runtime import arguments, outputs
 from epigen.runtime.arguments import process_precision
+from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.runtime.fast_call import Again, bound, fast_call
 from epigen.runtime.loader import Loader, Resources, refusal, unwritten, warm
 from epigen.runtime.prepared import Operands, Plan, Prepared
@@ -68,10 +69,11 @@ class Kernel:
 
     def __init__(
         self, graph: Graph, renderer: Renderer, choose: Chooser, config: KernelConfig | None = None, backend: str | None = None, precision: str | None = None,
-        at_call: Chooser | None = None, made_by: Callable[[], Kernel] | None = None, known_as: KnownAs | None = None,
+        at_call: Chooser | None = None, made_by: Callable[[], Kernel] | None = None, known_as: KnownAs | None = None, machine: Machine = THIS_MACHINE,
     ):  # fmt: skip
         """at_call: chooses in place of `choose` where a call of GPU tensors is about to run, and may take its time.
-        made_by: makes this kernel anew where it is unpickled, and can be pickled itself. known_as: how torch's operations name it."""
+        made_by: makes this kernel anew where it is unpickled, and can be pickled itself. known_as: how torch's operations name it.
+        machine: whose GPU is the target where none is named."""
         self._graph, self.renderer, self._choose, self._at_call = graph, renderer, choose, at_call or choose
         self._config, self._backend, self._precision = config, backend, precision
         self._inputs: dict[str, Node] = {n.name: n for n in graph.inputs()}
@@ -89,7 +91,7 @@ class Kernel:
         self._compiling: tuple[int, tuple[Future[Any], ...]] = (0, ())
         """The process, and what other threads of it compile."""
         self._last: Prepared | None = None
-        self._made_by, self._known_as = made_by, known_as
+        self._made_by, self._known_as, self._machine = made_by, known_as, machine
 
     def __reduce__(self) -> Any:
         """By its program and options: whoever reads it compiles it anew, for the databases and the GPUs there."""
@@ -172,7 +174,7 @@ class Kernel:
         """The program whose product is an input."""
         if self._config and SCHEDULES[self._config.schedule].multiplies:
             raise ConfigError(f"the schedule {self._config.schedule} multiplies, and the product is given: compile without a config, or with one of library")
-        return Kernel(over_product(self._graph), self.renderer, self._choose, self._config, self._backend, self._precision)
+        return Kernel(over_product(self._graph), self.renderer, self._choose, self._config, self._backend, self._precision, machine=self._machine)
 
     def _call(self, operands: Operands, inputs: Mapping[str, Any], out: Any) -> Any:
         """A call that is like none of the last ones."""
@@ -276,7 +278,7 @@ class Kernel:
         """
         if signature is None:
             signature = self.signature_of(dtype or FP16, shape, layout)
-        return self._planned(self._at_call if as_called else self._choose, shape, target or device.at_hand() or DEFAULT_TARGET, signature, refused)
+        return self._planned(self._at_call if as_called else self._choose, shape, target or self._machine.at_hand() or DEFAULT_TARGET, signature, refused)
 
     def _planned(self, choose: Chooser, shape: tuple[int, int, int], target: Target, signature: Signature, refused: str, interpreted: bool = False) -> Plan:
         spec = self._specs.get(signature) or self._specs.put(signature, lower(self._graph, signature))
@@ -394,7 +396,7 @@ class Kernel:
         signature = self._signature((m, n, k), operands, inputs, outs, found)
         with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
             choose = self._at_call if first.is_cuda and backend == "triton" and target is None else self._choose
-            target = target or (device.at_hand() if first.is_cuda else None) or DEFAULT_TARGET
+            target = target or (self._machine.at_hand() if first.is_cuda else None) or DEFAULT_TARGET
             plan = self._planned(choose, (m, n, k), target, signature, refused, interpreted=backend == "interpreter")
             module = self._loaders[backend == "interpreter"].load(plan.rendered) if plan.rendered.functions else None
         functions = [getattr(module, f.name) for f in plan.rendered.functions]

@@ -21,7 +21,8 @@ from epigen.gpus import Gpu, Target
 from epigen.ir.graph import BITS, Node
 from epigen.ir.reference import torch_dtype
 from epigen.perf import model, resources
-from epigen.runtime import device, loader
+from epigen.runtime import loader
+from epigen.runtime.device import THIS_MACHINE
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.prepared import Plan
 from epigen.training import library
@@ -43,7 +44,7 @@ class Problem:
 
 def target_of(place: torch.device) -> Target | None:
     """None where nothing is known of how long anything takes."""
-    return device.at_hand(place.index) if place.type == "cuda" else None
+    return THIS_MACHINE.at_hand(place.index) if place.type == "cuda" else None
 
 
 _DOUBT, _DOUBT_A_TILE = 1.09, 0.06

@@ -15,7 +15,7 @@ from epigen.errors import CallError, TuneError, near_miss
 from epigen.gpus import Target
 from epigen.ir.graph import Graph
 from epigen.ir.program import graph_of
-from epigen.runtime import device
+from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.tuning.task import Task
 
 PRECISIONS = ("ieee", "tf32")
@@ -90,12 +90,12 @@ def layout_of(given: Any) -> str:
     return str(given)
 
 
-def gpus_for(wanted: Sequence[int] | str | None) -> tuple[tuple[int, ...], Target]:
+def gpus_for(wanted: Sequence[int] | str | None, machine: Machine = THIS_MACHINE) -> tuple[tuple[int, ...], Target]:
     """The GPUs to tune on, each once, and what they are. wanted: their indices, "all", or None for the current one.
 
     Raises TuneError without a GPU, for an index that there is not, and for GPUs that differ: what is best on one says nothing of another.
     """
-    there = device.indices()
+    there = machine.indices()
     if not there:
         raise TuneError(NO_GPU)
     if isinstance(wanted, str) and wanted != "all":
@@ -105,7 +105,7 @@ def gpus_for(wanted: Sequence[int] | str | None) -> tuple[tuple[int, ...], Targe
         raise TuneError("no device is named to tune on")
     if missing := [i for i in chosen if i not in there]:
         raise TuneError(f"there is no GPU {', '.join(map(str, missing))}: this machine has {', '.join(map(str, sorted(there)))}")
-    targets = [device.at_hand(i) for i in chosen]
+    targets = [machine.at_hand(i) for i in chosen]
     first = targets[0]
     if first is None:
         raise TuneError(NO_GPU)
