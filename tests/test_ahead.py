@@ -6,29 +6,26 @@ sends it all of its jobs at once.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any, NoReturn
 
 import cases
 import pytest
 from cases import persistent, split_k, warp_specialized
+from compiling import BIG, assembly, compiled, job, outcomes, tiled
 from programs import write_program
+from strange_jobs import Chatter, Crash, Heavy, Refusal
 
-import epigen
 from epigen import api, ops, settings
 from epigen.codegen import lower, schedules
-from epigen.codegen.spec import LAYOUTS, KernelConfig
+from epigen.codegen.spec import LAYOUTS
 from epigen.commands import compile as cli_compile
-from epigen.dtypes import BF16, BOOL, FP8E4M3, FP8E5M2, FP16, FP32, INT8, INT64, UINT8, DType
+from epigen.dtypes import BF16, BOOL, FP8E4M3, FP8E5M2, FP16, FP32, INT8, INT64, UINT8
 from epigen.errors import CompileError, ConfigError
-from epigen.gpus import TARGETS, Target
+from epigen.gpus import TARGETS
 from epigen.runtime import ahead, loader
 from epigen.runtime.ahead import Job, Running, layout_constants
 from epigen.runtime.loader import COMPILED_STAGES, Compiled
@@ -36,57 +33,10 @@ from epigen.runtime.loader import COMPILED_STAGES, Compiled
 LIBRARY = schedules.config("library", block_m=8, block_n=128, num_warps=4)
 pytestmark = pytest.mark.triton
 
-BIG = (4096, 4096, 4096)
-
 PLAIN = "relu(mm + bias)"
 FORWARD = "z = mm * alpha + bias; relu(z), bitmask(z > 0), bgrad(z), amax(z)"
 ELABORATE = "y = gelu(mm) * gate[m,n] * scale_b[n]; y, sum(y, n), logsumexp(y), max(y, m) * 2, cast(tanh(y), fp16)"
 BACKWARD = "dz = drelu(mm, mask) * scale_a[m]; dz, bgrad(dz), sum(dz, n), sum(a, k)"
-
-
-def tiled(block_m: int = 64, block_n: int = 64, block_k: int = 32, num_warps: int = 4, num_stages: int = 3) -> KernelConfig:
-    return schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=4, num_warps=num_warps, num_stages=num_stages)
-
-
-def job(
-    text: str,
-    target: Target | str,
-    dtype: DType = FP16,
-    config: KernelConfig | None = None,
-    layout: str = "nn",
-    shape: tuple[int, int, int] = BIG,
-    precision: str | None = None,
-) -> Job:
-    target = TARGETS[target] if isinstance(target, str) else target
-    plan = epigen.compile(text, config=config, precision=precision).plan(shape, dtype=dtype, target=target, layout=layout)
-    return Job(plan.rendered, target, layout)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Several jobs for one child; a job that is refused answers with the message."""
-
-    jobs: tuple[Job, ...]
-
-    def run(self) -> list[list[Compiled] | str]:
-        return [_outcome(j) for j in self.jobs]
-
-
-def _outcome(one: Job) -> list[Compiled] | str:
-    try:
-        return one.run()
-    except CompileError as error:
-        return str(error)
-
-
-def outcomes(jobs: Iterable[Job]) -> list[Any]:
-    return Running(Batch(tuple(jobs))).result()  # type: ignore[arg-type]  # the child asks a job for run() only
-
-
-def compiled(jobs: Sequence[Job]) -> list[list[Compiled]]:
-    found = outcomes(jobs)
-    assert [f for f in found if isinstance(f, str)] == []
-    return found
 
 
 def checked(one: Job, results: list[Compiled]) -> None:
@@ -110,13 +60,6 @@ def checked(one: Job, results: list[Compiled]) -> None:
         assert 0 < r.registers <= (255 if cuda else 512)
         assert 0 <= r.shared_bytes <= one.target.shared_bytes
         assert 1 <= r.blocks_per_sm <= one.target.sm_blocks
-
-
-def assembly(results: list[Compiled]) -> str:
-    stages = results[0].stages
-    text = stages["ptx"] if "ptx" in stages else stages["amdgcn"]
-    assert isinstance(text, str)
-    return text
 
 
 def test_every_row_compiles_of_blocks_and_of_constants() -> None:
@@ -473,32 +416,6 @@ def test_a_config_that_does_not_fit_in_shared_memory_is_refused() -> None:
     assert "shared memory" in message and str(TARGETS["sm_86"].shared_bytes) in message
 
 
-@dataclass(frozen=True)
-class Crash:
-    """Ends the child as a crashing compiler does."""
-
-    def run(self) -> NoReturn:
-        sys.stderr.write("first\nLLVM ERROR: out of ideas\n")
-        sys.stderr.flush()
-        os.abort()
-
-
-@dataclass(frozen=True)
-class Refusal:
-    def run(self) -> NoReturn:
-        raise CompileError("no such instruction")
-
-
-@dataclass(frozen=True)
-class Chatter:
-    """Prints where the answer goes, as compilers do when asked for their passes."""
-
-    def run(self) -> list[Compiled]:
-        print("x" * 100_000, flush=True)
-        os.write(1, b"more\n")
-        return []
-
-
 def test_a_crash_of_the_compiler_is_an_error_that_quotes_its_last_words() -> None:
     with pytest.raises(CompileError, match=r"the compiler process ended with status -6: LLVM ERROR: out of ideas"):
         Running(Crash()).result()  # type: ignore[arg-type]
@@ -511,13 +428,6 @@ def test_a_refusal_in_the_child_is_raised_here() -> None:
 
 def test_what_the_compiler_prints_does_not_disturb_the_answer() -> None:
     assert Running(Chatter()).result() == []  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Heavy:
-    """More than a pipe holds, so that writing it waits for the child."""
-
-    payload: bytes = bytes(1 << 20)
 
 
 def test_a_child_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import LIBRARY, SMALL, persistent, split_k, tiled, warp_specialized
-from test_ahead import assembly, compiled, job
+from compiling import assembly, compiled, job
 from torch import Tensor
 
 import epigen

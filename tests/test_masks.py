@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import LIBRARY, tiled
-from test_ahead import assembly, compiled, job
-from test_ahead import tiled as compiled_tile
+from compiling import assembly, compiled, job
+from compiling import tiled as compiled_tile
 
 import epigen
 from epigen.codegen.spec import KernelConfig, whole_words

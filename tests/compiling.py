@@ -1,0 +1,71 @@
+"""Kernels compiled ahead of time in a child, many at once. The child imports this file to read its jobs: it must not import torch, nor pytest, which take a second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import epigen
+from epigen.codegen import schedules
+from epigen.codegen.spec import KernelConfig
+from epigen.dtypes import FP16, DType
+from epigen.errors import CompileError
+from epigen.gpus import TARGETS, Target
+from epigen.runtime.ahead import Job, Running
+from epigen.runtime.loader import Compiled
+
+BIG = (4096, 4096, 4096)
+
+
+def tiled(block_m: int = 64, block_n: int = 64, block_k: int = 32, num_warps: int = 4, num_stages: int = 3) -> KernelConfig:
+    return schedules.config("tiled", block_m=block_m, block_n=block_n, block_k=block_k, group_m=4, num_warps=num_warps, num_stages=num_stages)
+
+
+def job(
+    text: str,
+    target: Target | str,
+    dtype: DType = FP16,
+    config: KernelConfig | None = None,
+    layout: str = "nn",
+    shape: tuple[int, int, int] = BIG,
+    precision: str | None = None,
+) -> Job:
+    target = TARGETS[target] if isinstance(target, str) else target
+    plan = epigen.compile(text, config=config, precision=precision).plan(shape, dtype=dtype, target=target, layout=layout)
+    return Job(plan.rendered, target, layout)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Several jobs for one child; a job that is refused answers with the message."""
+
+    jobs: tuple[Job, ...]
+
+    def run(self) -> list[list[Compiled] | str]:
+        return [_outcome(j) for j in self.jobs]
+
+
+def _outcome(one: Job) -> list[Compiled] | str:
+    try:
+        return one.run()
+    except CompileError as error:
+        return str(error)
+
+
+def outcomes(jobs: Iterable[Job]) -> list[list[Compiled] | str]:
+    return Running(Batch(tuple(jobs))).result()  # type: ignore[arg-type, return-value]  # the child asks a job for run() only
+
+
+def compiled(jobs: Sequence[Job]) -> list[list[Compiled]]:
+    """All of them, none refused."""
+    found = outcomes(jobs)
+    refused = [f for f in found if isinstance(f, str)]
+    assert refused == []
+    return [f for f in found if not isinstance(f, str)]
+
+
+def assembly(results: list[Compiled]) -> str:
+    stages = results[0].stages
+    text = stages["ptx"] if "ptx" in stages else stages["amdgcn"]
+    assert isinstance(text, str)
+    return text
