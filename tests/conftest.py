@@ -13,6 +13,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import apart
 import hypothesis
 import postgres_server
 import pytest
@@ -50,6 +51,11 @@ hypothesis.settings.load_profile("on any machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files instead of comparing with them")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--served", None):  # else it is such a process itself
+        config.pluginmanager.register(apart.Apart())
 
 
 @pytest.fixture(scope="session")

@@ -112,3 +112,53 @@ def test_kernels_are_interpreted_also_where_torch_imports_triton_first(tmp_path:
     undecided = {name: value for name, value in settings.child_environment(interpret=False).items() if name != "TRITON_INTERPRET"}
     run = child_pytest(*_own_conftest(file), env=undecided)
     assert re.search(r"^2 passed", run.stdout, re.MULTILINE), run.stdout + run.stderr
+
+
+APART = """
+import os
+import pytest
+
+@pytest.fixture(scope="session")
+def process():
+    return [os.getpid()]
+
+@pytest.mark.apart("one")
+@pytest.mark.parametrize("n", [1, 2])
+def test_in_one_process(process, n, request):
+    process.append(n)
+    assert len(process) == n + 1 and request.config.getoption("--served")
+
+@pytest.mark.apart("one")
+def test_fails():
+    assert 1 + 1 == 3, "as it should"
+
+@pytest.mark.apart("one")
+@pytest.mark.skip(reason="for no reason")
+def test_is_skipped():
+    raise AssertionError
+
+@pytest.mark.apart("one")
+def test_takes_its_process_along():
+    os._exit(7)
+
+@pytest.mark.apart("one")
+def test_in_another_process(process):
+    assert len(process) == 1
+
+@pytest.mark.apart("two")
+def test_of_another_kind(process):
+    assert len(process) == 1
+
+def test_here(request):
+    assert request.config.getoption("--served", None) is None
+"""
+
+
+def test_tests_that_run_apart_are_told_of_by_name(tmp_path: Path) -> None:
+    """Those of a kind in one process, which is started anew where a test has ended it."""
+    run = run_of(APART, tmp_path / "test_apart.py", PYTEST_ADDOPTS="-rA")
+    assert re.search(r"^2 failed, 5 passed, 1 skipped", run.stdout, re.MULTILINE), run.stdout + run.stderr
+    assert re.search(r"^FAILED \S*::test_fails - AssertionError: as it should$", run.stdout, re.MULTILINE)
+    assert re.search(r"^FAILED \S*::test_takes_its_process_along - the process of this test ended", run.stdout, re.MULTILINE)
+    assert re.search(r"^SKIPPED .*: for no reason$", run.stdout, re.MULTILINE)
+    assert "the process of this test ended with status 7" in run.stdout

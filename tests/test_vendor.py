@@ -1,5 +1,5 @@
 """Programs that the vendor's library computes whole: which they are, that what comes out is what a generated kernel would give, and the
-process's settings around it. What warmed calls of them do is in tests/fake_gpu_cases.py; on a GPU, below."""
+process's settings around it. What warmed calls of them do is in tests/warmed_calls; on a GPU, below."""
 
 from __future__ import annotations
 

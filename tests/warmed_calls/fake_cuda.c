@@ -1,5 +1,5 @@
 // A libcuda without a GPU: it loads anything, and of every launch it keeps what the driver would be given.
-// Built by tests/fake_gpu.py, which also tells it how large each kernel's parameters are.
+// Built by fake_gpu.py, which also tells it how large each kernel's parameters are.
 #include "cuda.h"
 #include <string.h>
 #include <unistd.h>
