@@ -1,7 +1,7 @@
 """Tests in processes of their own, under their own names: what is marked `apart` cannot share a process with the others, since it changes torch or Triton for good.
 
-`@pytest.mark.apart(kind)`: all tests of one kind share a process, which the first of them starts: a pytest that collects the same files, and runs
-what it is told (served.py). Its reports become this run's, so that these tests are chosen, distributed and told of as all others are.
+`@pytest.mark.apart(kind, **environment)`: all tests of one kind share a process, which the first of them starts, with that in its environment: a pytest
+that collects the same files, and runs what it is told (served.py). Its reports become this run's, so that these tests are chosen, distributed and told of as all others are.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ from typing import Any
 
 import pytest
 
-ENVIRONMENTS: dict[str, dict[str, str]] = {}
-"""What a kind's process finds in its environment beside what this process's children find."""
-
 
 class Process:
     """A pytest that runs tests of some files one at a time, as it is told. Triton compiles there. Both ends of the pipes are the tests' own, so pickle reads only what they wrote."""
 
-    def __init__(self, kind: str, config: pytest.Config, files: list[str]):
+    def __init__(self, config: pytest.Config, files: list[str], environment: dict[str, str]):
         from epigen import settings
 
         tell, telling = os.pipe()
@@ -31,13 +28,15 @@ class Process:
         self.said = tempfile.TemporaryFile()  # noqa: SIM115  # goes with this object
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-p", "served", f"--served={tell},{answer}"]
         command += ["-c", str(config.inipath), "--rootdir", str(config.rootpath), *files]
-        # a cache of its own; and its conftest decides anew who is watched
-        environment = {
+        self._folder = tempfile.TemporaryDirectory()  # so does this
+        # caches of its own; and its conftest decides anew who is watched
+        inherited = {
             n: v for n, v in settings.child_environment(interpret=False).items() if n not in ("EPIGEN_CACHE", "EPIGEN_TESTS_NOTES") and "XDIST" not in n
         }
+        own = inherited | {"TORCHINDUCTOR_CACHE_DIR": self._folder.name} | environment
         self.process = subprocess.Popen(
-            command, cwd=config.rootpath, env=environment | ENVIRONMENTS.get(kind, {}), pass_fds=(tell, answer), stdin=subprocess.DEVNULL, stdout=self.said, stderr=self.said
-        )  # fmt: skip
+            command, cwd=config.rootpath, env=own, pass_fds=(tell, answer), stdin=subprocess.DEVNULL, stdout=self.said, stderr=self.said
+        )
         os.close(tell)
         os.close(answer)
         self._tell, self._hear = os.fdopen(telling, "wb"), os.fdopen(hearing, "rb")
@@ -64,6 +63,7 @@ class Process:
         self._hear.close()
         self.process.wait()
         self.said.close()
+        self._folder.cleanup()
 
 
 class Apart:
@@ -77,18 +77,17 @@ class Apart:
         mark = item.get_closest_marker("apart")
         if mark is None:
             return None
-        (kind,) = mark.args
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in self._reports(kind, item):
+        for report in self._reports(item, *mark.args, **mark.kwargs):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
-    def _reports(self, kind: str, item: pytest.Item) -> list[pytest.TestReport]:
+    def _reports(self, item: pytest.Item, kind: str, **environment: str) -> list[pytest.TestReport]:
         process = self._processes.get(kind)
         if process is None:
             of_kind = [i for i in item.session.items if (m := i.get_closest_marker("apart")) is not None and m.args == (kind,)]
-            process = self._processes[kind] = Process(kind, item.config, sorted({str(i.path) for i in of_kind}))
+            process = self._processes[kind] = Process(item.config, sorted({str(i.path) for i in of_kind}), environment)
         found = process.run(item.nodeid)
         if found is None:
             words = process.last_words()

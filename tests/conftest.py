@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--served", None):  # else it is such a process itself
-        config.pluginmanager.register(apart.Apart())
+        config.pluginmanager.register(apart.Apart(), "apart")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""One of two processes that hold layers in parts: tensor parallelism, and parameters that are gathered where they are used. Started by tests/ecosystem_cases.py."""
+"""One of two processes that hold layers in parts: tensor parallelism, and parameters that are gathered where they are used. Started by tests/training/test_ecosystem.py."""
 
 from __future__ import annotations
 

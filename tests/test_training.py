@@ -1,5 +1,4 @@
-"""Layers under torch.compile, torch.export, autocast, checkpoints and several processes, and in torch.func, and programs from torch's code: the files *_cases.py, in
-processes of their own."""
+"""What tests/training shows on the CPU, on a GPU; and torch.compile's backend in a process that has imported nothing of epigen."""
 
 from __future__ import annotations
 
@@ -20,39 +19,9 @@ TESTS = Path(__file__).parent
 def cases(file: str, tmp_path: Path, *workers: str, **environment: str) -> str:
     """The cases' report, once they have passed."""
     own = settings.child_environment(interpret=False) | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)} | environment
-    run = child_pytest(*workers, "--show-capture=no", "--rootdir", TESTS.parent, "--durations=8", TESTS / file, env=own)
+    run = child_pytest(*workers, "-p", "no:apart", "--show-capture=no", "--rootdir", TESTS.parent, "--durations=8", TESTS / "training" / file, env=own)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
-
-
-@pytest.mark.slow
-def test_on_the_cpu(tmp_path: Path) -> None:
-    """A case that hangs ends before this does, and so is named."""
-    assert " passed" in cases("training_cases.py", tmp_path, "-p", "no:xdist", "--timeout", "600", CUDA_VISIBLE_DEVICES="")
-
-
-@pytest.mark.slow
-def test_derivatives_on_the_cpu(tmp_path: Path) -> None:
-    assert " passed" in cases("derivative_cases.py", tmp_path, "-p", "no:xdist", "--timeout", "600", CUDA_VISIBLE_DEVICES="")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "file",
-    [
-        "aten_cases.py",
-        "backend_cases.py",
-        "backend_zoo.py",
-        "ecosystem_cases.py",
-        pytest.param("expected_cases.py", marks=pytest.mark.triton),
-        "function_cases.py",
-        "joint_cases.py",
-        "wrapper_cases.py",
-    ],
-)
-def test_torchs_code_on_the_cpu(file: str, tmp_path: Path) -> None:
-    """What torch writes down of a function, torch.compile's backend, and what else of torch imports Triton."""
-    assert " passed" in cases(file, tmp_path, "-p", "no:xdist", "--timeout", "600", CUDA_VISIBLE_DEVICES="")
 
 
 _BY_NAME = """
@@ -68,8 +37,8 @@ print(epigen.report(compiled))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.triton
+@pytest.mark.slow
 def test_the_backend_is_found_by_its_name() -> None:
     """By the installation's entry point, in a process that imports nothing of epigen."""
     found = {entry.name: entry.value for entry in entry_points(group="torch_dynamo_backends")}
@@ -84,18 +53,18 @@ def test_the_backend_is_found_by_its_name() -> None:
 
 @pytest.mark.gpu
 def test_derivatives_on_a_gpu(tmp_path: Path) -> None:
-    report = cases("derivative_cases.py", tmp_path, "-p", "no:xdist")
+    report = cases("test_layer_derivatives.py", tmp_path, "-p", "no:xdist")
     assert " passed" in report and "skipped" not in report
 
 
 @pytest.mark.gpu
 def test_what_is_expected_on_a_gpu(tmp_path: Path) -> None:
-    report = cases("expected_cases.py", tmp_path, "-p", "no:xdist")
+    report = cases("test_expected.py", tmp_path, "-p", "no:xdist")
     assert " passed" in report and "skipped" not in report
 
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path: Path) -> None:
     """Of all cases one alone may be skipped: that which needs two GPUs. By workers, since torch compiles for minutes."""
-    report = cases("training_cases.py", tmp_path, *(("-n", "8") if importlib.util.find_spec("xdist") else ()))
+    report = cases("test_layers_under_torch.py", tmp_path, *(("-n", "8") if importlib.util.find_spec("xdist") else ()))
     assert " passed" in report and ("skipped" not in report or ", 1 skipped" in report)

@@ -1,4 +1,4 @@
-"""One of several processes that train one model, each on its part of the batch. Started by tests/training_cases.py."""
+"""One of several processes that train one model, each on its part of the batch. Started by tests/training/test_layers_under_torch.py."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from under_torch import APART
 
 import epigen
 from epigen.training import bits, joint, report, whole
@@ -21,7 +22,7 @@ from epigen.training.backend import Packing, backend
 from epigen.training.regions import Left
 from epigen.training.report import Seen
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler, which imports what it says to leave
+pytestmark = [APART, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of torch's own compiler, which imports what it says to leave
 
 PACKS, MASKS = "v = relu(mm + x0[n]); out0 = v; out0, bitmask(~(v <= 0))", "v = drelu(mm, bits(x0)); out0 = v; out0, bgrad(v)"
 

@@ -14,12 +14,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812  # as everyone calls it
 from torch.utils.checkpoint import checkpoint
+from under_torch import APART
 
 import epigen
 from epigen.errors import CallError
 from epigen.training import library
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, at a process's first tangent (2.13)
+pytestmark = [
+    APART,
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+]  # torch's own, at a process's first tangent (2.13)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from under_torch import APART
 
 import epigen
 from epigen.dtypes import BF16
@@ -16,7 +17,7 @@ from epigen.runtime.kernel import Kernel
 from epigen.training import backend, expected, library
 from epigen.training.report import Seen
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+pytestmark = [APART, pytest.mark.triton, pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of torch's own compiler
 
 RELU = expected.Problem("relu(mm)", (8192, 4096, 4096), BF16, "nn", ())
 

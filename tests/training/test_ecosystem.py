@@ -24,17 +24,21 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F  # noqa: N812  # as everyone calls it
 from torch.utils.flop_counter import FlopCounterMode
+from under_torch import APART
 
 import epigen
 from epigen import settings
 from epigen.errors import CallError
 from epigen.training import composed, library, sharding
 
-pytestmark = pytest.mark.filterwarnings(  # torch's own
-    "ignore:.*isinstance.treespec, LeafSpec.:FutureWarning",
-    "ignore:.*torch.jit.script:DeprecationWarning",
-    "ignore:.*should not be instantiated:DeprecationWarning",
-)
+pytestmark = [
+    APART,
+    pytest.mark.filterwarnings(  # torch's own
+        "ignore:.*isinstance.treespec, LeafSpec.:FutureWarning",
+        "ignore:.*torch.jit.script:DeprecationWarning",
+        "ignore:.*should not be instantiated:DeprecationWarning",
+    ),
+]
 
 
 def drawn(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -13,10 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everybody calls it
 from torch import Tensor, nn
+from under_torch import APART
 
 import epigen
 from epigen.errors import CallError
 from epigen.training import functions, traced
+
+pytestmark = APART
 
 K, N = 16, 8
 
@@ -426,7 +429,7 @@ def changes_its_input(mm: Tensor, g: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "inputs", "said"),
     [
-        (lambda mm: torch.cumsum(mm, 0), {}, r"calls cumsum \(line \d+ of function_cases.py.*which no epilogue computes"),
+        (lambda mm: torch.cumsum(mm, 0), {}, r"calls cumsum \(line \d+ of test_torch_functions.py.*which no epilogue computes"),
         (lambda mm: mm[0], {}, r"calls select"),
         (lambda _mm, g: g, {"g": 1}, r"returns g as it is: return it as it is, outside"),
         (lambda _mm: 3, {}, r"returns 3, and what it returns are tensors"),
@@ -439,7 +442,7 @@ def changes_its_input(mm: Tensor, g: Tensor) -> Tensor:
         (changes_its_input, {"g": torch.ones(N)}, r"the epilogue changes_its_input changes an input in place"),
         (F.dropout, {}, r"the epilogue dropout calls"),
         (widens, {"gate": torch.ones(5, 6, N)}, r"its argument gate is \[5, 6, 8\], which does not broadcast"),
-        (asks, {}, r"asks whether a tensor requires a gradient \(line \d+ of function_cases.py: if mm.requires_grad"),
+        (asks, {}, r"asks whether a tensor requires a gradient \(line \d+ of test_torch_functions.py: if mm.requires_grad"),
         (changes_what_is_not_recorded, {}, r"changes a tensor in place within torch.no_grad\(\) \(line"),
         (lambda mm: _Straight.apply(mm), {}, r"autograd.Function"),
         (lambda mm: _Tripled.apply(mm), {}, r"custom_function_call"),

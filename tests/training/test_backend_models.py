@@ -17,12 +17,13 @@ import pytest
 import torch
 import zoo
 from torch import Tensor, nn
+from under_torch import APART
 
 from epigen.training.backend import backend
 from epigen.training.elements import CHANNELS_LAST
 from epigen.training.report import Seen
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages that the models come from
+pytestmark = [APART, pytest.mark.filterwarnings("ignore")]  # of the packages that the models come from
 
 SHARE = 0.95
 """Of the products that something elementwise follows, but for those of which the kernel that comes next does all that."""

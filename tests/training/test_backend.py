@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
+from under_torch import APART
 
 import epigen
 from epigen.errors import CallError
@@ -22,7 +23,7 @@ from epigen.training.backend import Fusing, backend, fuse
 from epigen.training.elements import CHANNELS_LAST
 from epigen.training.report import Seen
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler, which imports what it says to leave
+pytestmark = [APART, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of torch's own compiler, which imports what it says to leave
 
 
 class Block(nn.Module):

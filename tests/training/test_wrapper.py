@@ -11,12 +11,13 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
 from torch.utils.flop_counter import FlopCounterMode
+from under_torch import APART
 
 from epigen.training import library
 from epigen.training.backend import backend
 from epigen.training.wrapper import Line
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler, which imports what it says to leave
+pytestmark = [APART, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of torch's own compiler, which imports what it says to leave
 
 
 def drawn(*size: int) -> Tensor:

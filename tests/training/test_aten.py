@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
+from under_torch import APART
 
 import epigen
 from epigen import ops
 from epigen.errors import CallError
 from epigen.training import aten
 from epigen.training.traced import trace
+
+pytestmark = APART
 
 SHAPE = (2, 3, 8)
 CPU = torch.device("cpu")
@@ -172,7 +175,7 @@ def test_a_traced_program_is_the_texts_kernel() -> None:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda mm: torch.cumsum(mm, 0), r"calls cumsum \(line \d+ of aten_cases.py: .*which no epilogue computes: cumsum is not in the language; compute it outside"),
+        (lambda mm: torch.cumsum(mm, 0), r"calls cumsum \(line \d+ of test_aten.py: .*which no epilogue computes: cumsum is not in the language; compute it outside"),
         (lambda mm: mm @ mm.mT, r"calls mT.*which no epilogue computes"),
         (lambda mm: mm > 0, "returns booleans: return torch.where"),
         (lambda mm: torch.softmax(mm, -1), r"calls softmax \(line .*which no epilogue computes: _softmax is not in the language"),

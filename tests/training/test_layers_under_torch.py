@@ -21,6 +21,7 @@ import training_process
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
+from under_torch import APART
 
 import epigen
 from epigen.errors import CallError
@@ -28,12 +29,15 @@ from epigen.training import library
 from epigen.training.linear import linear
 
 # torch's own, of what its compiler does with any autograd function (2.13)
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning",
-    "ignore::DeprecationWarning:torch",
-    "ignore::FutureWarning:torch",
-    "ignore:TensorFloat32 tensor cores:UserWarning",
-)
+pytestmark = [
+    APART,
+    pytest.mark.filterwarnings(
+        "ignore:.*should not be instantiated:DeprecationWarning",
+        "ignore::DeprecationWarning:torch",
+        "ignore::FutureWarning:torch",
+        "ignore:TensorFloat32 tensor cores:UserWarning",
+    ),
+]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INDUCTOR = DEVICE == "cuda" or shutil.which("g++") is not None
