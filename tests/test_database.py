@@ -982,6 +982,7 @@ def test_writers_that_are_killed_lose_nothing_that_was_acknowledged(tmp_path: Pa
             if path.exists():
                 assert parse(path.read_bytes()).complaints == ()  # raises if it is damaged
                 polls += 1
+                time.sleep(0.01)  # else the reader takes the processor from those whom it reads
                 if polls > 20:
                     looked_at.touch()
             for writer, after in doomed.items():

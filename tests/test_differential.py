@@ -17,11 +17,11 @@ from epigen.ir import bound, reference
 from epigen.runtime import verify
 from epigen.runtime.kernel import Kernel
 
-INTERPRETED = cases.share(list(cases.interpreter_cases()), 3)
+INTERPRETED = cases.covering(list(cases.interpreter_cases()), 24)
 # which knows no config, and to which a large case says no more than a small one
 REFERRED = list(dict.fromkeys(replace(c, config=None, shape=(min(c.shape[0], 128), min(c.shape[1], 128), c.shape[2])) for c in cases.all_cases()))
 EXACT = [c for c in cases.exact_cases() if c.interpretable]
-FAST = {*cases.share(INTERPRETED, 12), *cases.share(EXACT, 4)}
+FAST = {*cases.share(INTERPRETED, 8), *cases.share(EXACT, 4)}
 
 
 def arguments(case: Case, kernel: Kernel, device: str) -> verify.Sample:

@@ -99,7 +99,7 @@ def small(case: Case) -> Case:
 CASES = [small(c) for c in cases.all_cases() if c.config is not None and c.config.schedule == WARP_SPECIALIZED.name]
 
 
-@pytest.mark.parametrize("case", cases.covering([c for c in CASES if not c.integers], 2), ids=str)
+@pytest.mark.parametrize("case", cases.covering([c for c in CASES if not c.integers], 4), ids=str)
 def test_warp_specialized(case: Case) -> None:
     check(Executed(case, seed=case))
 
