@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from epigen import dtypes, settings
 from epigen.codegen import schedules
 from epigen.codegen.lower import lower, signature_of_contiguous
 from epigen.codegen.render import Renderer
+from epigen.codegen.schedules import SCHEDULES
 from epigen.db.problem import graph_digest
 from epigen.dtypes import FP16, FP32, INT8, DType
 from epigen.errors import CallError, DerivationError, ProgramError
@@ -100,7 +101,7 @@ def written(seed: int, number: int) -> CodeBuilder:
     tame = interpreted or differentiated or random.random() < 0.6
     # of what is held against autograd nothing is rounded: torch rounds the gradient of a cast as well
     casts = INTERPRETABLE if interpreted else () if differentiated else dtypes.OPERANDS
-    text = write_program(random, random.choice((4, 12, 20)), tame, casts=casts)
+    text = write_program(random, random.choice((4, 12, 20)), tame, casts=casts, operands=number // 2 % 3 == 0)
     return CodeBuilder(number, renamed(random, text) if random.random() < 0.4 else text, True, tame)
 
 
@@ -129,16 +130,22 @@ class Fuzzer:
             return
         if given.number // 2 % KERNELS == 1:
             self.rendered_alike(graph)
-        for config in random.sample(CONFIGS, 2):
+        for config in random.sample([c for c in CONFIGS if SCHEDULES[c.schedule].computes or not graph.computed()], 2):
             self.rendered(graph, config, random)
             yield f"rendered as {config.schedule}"
         if given.tame:
-            self.evaluated(epigen.compile(given.text, backend="reference"), SHAPE, random.choice(dtypes.OPERANDS), random, integers=random.random() < 0.5)
+            self.evaluated(
+                epigen.compile(given.text, backend="reference"),
+                SHAPE,
+                random.choice(_multiplied(graph, dtypes.OPERANDS)),
+                random,
+                integers=random.random() < 0.5,
+            )
             yield "agrees with the oracle operation by operation"
         if given.sound and given.number // 2 % KERNELS == 0:
-            config = random.choice(INTERPRETED_CONFIGS)
+            config = random.choice([c for c in INTERPRETED_CONFIGS if SCHEDULES[c.schedule].computes or not graph.computed()])
             kernel = epigen.compile(given.text, backend="interpreter", config=config)
-            self.evaluated(kernel, INTERPRETED, random.choice(INTERPRETABLE), random, integers=False)
+            self.evaluated(kernel, INTERPRETED, random.choice(_multiplied(graph, INTERPRETABLE)), random, integers=False)
             yield "agrees with the oracle as a kernel"
 
     def derived(self, graph: Graph, given: CodeBuilder, random: random_module.Random) -> Iterator[str]:
@@ -151,27 +158,37 @@ class Fuzzer:
             yield f"no derivative: {type(error).__name__}"
             return
         yield f"derived, keeping {found.save}"
-        for program in (found.forward, found.backward):
+        for program in (found.forward, found.backward, *(o.program for o in found.operands)):
             assert normalise(check(parse(program.text))) == program
         if given.tame and given.number // 2 % GRADIENTS == 1 and not _bounds_vary(graph):
             source = torch.Generator().manual_seed(given.number)
-            m, n, k = SHAPE
-            a, b = gradients.normal("mn", (m, k), source), gradients.normal("mn", (k, n), source)
-            inputs = gradients.inputs_of(graph, (m, n), source)
+            a, b = gradients.normal("mk", SHAPE, source), gradients.normal("kn", SHAPE, source)
+            inputs = gradients.inputs_of(graph, SHAPE, source)
             indices = {o.name: graph.nodes[o.node].indices for o in graph.outputs}
-            arriving = {name: gradients.normal(indices[name], (m, n), source) for name in found.arriving}
+            arriving = {name: gradients.normal(indices[name], SHAPE, source) for name in found.arriving}
             try:
-                expected = gradients.autograd(graph, a @ b, inputs, arriving, [x.of for x in found.gradients])
+                if graph.computed():
+                    ours_by_name = gradients.all_gradients(found, a, b, inputs, arriving)
+                    wanted = list(ours_by_name)
+                    expected, found_gradients = gradients.autograd_of_operands(graph, a, b, inputs, arriving, wanted), list(ours_by_name.values())
+                else:
+                    wanted = [x.of for x in found.gradients]
+                    expected, found_gradients = (
+                        gradients.autograd(graph, a @ b, inputs, arriving, wanted),
+                        gradients.derived_gradients(found, a, b, inputs, arriving),
+                    )
             except RuntimeError as error:
                 if "broadcast shape" in str(error):  # torch's own clamp
                     return
                 raise
-            for gradient, ours, theirs in zip(found.gradients, gradients.derived_gradients(found, a, b, inputs, arriving), expected, strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-8, equal_nan=True, msg=lambda words, x=gradient: f"the gradient of {x.of}: {words}")
+            for name, ours, theirs in zip(wanted, found_gradients, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-8, equal_nan=True, msg=lambda words, x=name: f"the gradient of {x}: {words}")
             yield "agrees with torch's autograd"
 
     def rendered(self, graph: Graph, config: schedules.KernelConfig, random: random_module.Random) -> None:
-        pairs = [(FP16, FP16), (dtypes.BF16, dtypes.BF16)] if config.schedule == "warp_specialized" else OPERANDS
+        pairs = (
+            [(FP16, FP16), (dtypes.BF16, dtypes.BF16)] if config.schedule == "warp_specialized" else [p for p in OPERANDS if p[0] in _multiplied(graph, [p[0]])]
+        )
         inputs = tuple((n.name, random.choice(dtypes.OPERANDS) if n.indices or random.random() < 0.5 else None) for n in graph.inputs())
         shape, layout = random.choice(((64, 64, 64), (100, 37, 19))), random.choice(("nn", "nt", "tn"))
         spec = lower(graph, signature_of_contiguous(graph, *random.choice(pairs), inputs, shape, layout, "ieee"))
@@ -191,6 +208,11 @@ class Fuzzer:
         inputs = FP32 if a.bits == 8 else a
         sample = verify.sample(kernel.graph, shape, a, a, inputs, seed=random.randrange(1 << 20), integers=integers, scalars_by_value=random.random() < 0.5)
         verify.demand(verify.differences(kernel, sample))
+
+
+def _multiplied(graph: Graph, operands: Iterable[DType]) -> list[DType]:
+    """Of these dtypes, those that the operands may have: of 8 bits nothing is computed."""
+    return [dtype for dtype in operands if dtype.bits > 8 or not graph.computed()]
 
 
 def _bounds_vary(graph: Graph) -> bool:

@@ -9,25 +9,26 @@ from torch import Tensor
 
 from epigen.ir import graph as g
 from epigen.ir import reference
-from epigen.ir.derivation import ARRIVING, INPUT, SAVED, Derivation
+from epigen.ir.autodiff import MM
+from epigen.ir.derivation import ARRIVING, INPUT, OPERAND, SAVED, Derivation
 from epigen.ir.graph import Graph
 
 Values = dict[str, Tensor]
 
 
-def inputs_of(graph: Graph, shape: tuple[int, int], source: torch.Generator) -> Values:
-    """Random inputs of a program, in float64, and packed masks. shape: M, N."""
+def inputs_of(graph: Graph, shape: tuple[int, ...], source: torch.Generator) -> Values:
+    """Random inputs of a program, in float64, and packed masks. shape: M, N, and K for those of operands."""
     found: Values = {}
     for node in graph.inputs():
         if node.op == g.BITS:
-            found[node.name] = reference.pack(torch.rand(shape, generator=source) > 0.5)
+            found[node.name] = reference.pack(torch.rand(shape[:2], generator=source) > 0.5)
         else:
             found[node.name] = normal(node.indices, shape, source)
     return found
 
 
-def normal(indices: str, shape: tuple[int, int], source: torch.Generator) -> Tensor:
-    return torch.randn([shape["mn".index(i)] for i in indices], generator=source, dtype=torch.float64)
+def normal(indices: str, shape: tuple[int, ...], source: torch.Generator) -> Tensor:
+    return torch.randn([shape["mnk".index(i)] for i in indices], generator=source, dtype=torch.float64)
 
 
 def outputs_of(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Tensor]) -> Values:
@@ -62,3 +63,29 @@ def derived_gradients(derived: Derivation, a: Tensor, b: Tensor, inputs: Values,
         a, b = arriving[derived.product], torch.eye(b.shape[1], dtype=torch.float64)
     found = outputs_of(derived.backward, a, b, arguments)
     return [arriving[x.passed] if x.passed else found[x.output] for x in derived.gradients]
+
+
+def autograd_of_operands(graph: Graph, a: Tensor, b: Tensor, inputs: Values, arriving: Values, wanted: Sequence[str]) -> list[Tensor]:
+    """As `autograd`, by the operands themselves. wanted: "a", "b" and names of inputs."""
+    leaves = {n: x.clone().requires_grad_() if x.is_floating_point() else x for n, x in ({"a": a, "b": b} | inputs).items()}
+    outputs = outputs_of(graph, leaves["a"], leaves["b"], leaves)
+    reached = [(outputs[name], grad) for name, grad in arriving.items() if outputs[name].requires_grad]
+    if not wanted:
+        return []
+    found = torch.autograd.grad([x for x, _ in reached], [leaves[w] for w in wanted], [grad for _, grad in reached], allow_unused=True)
+    return [torch.zeros_like(leaves[w]) if x is None else x for w, x in zip(wanted, found, strict=True)]
+
+
+def all_gradients(derived: Derivation, a: Tensor, b: Tensor, inputs: Values, arriving: Values) -> Values:
+    """Those of operands that are computed and of all inputs, by name: of an input that is used in several places the sum."""
+    by_epilogue = zip((x.of for x in derived.gradients), derived_gradients(derived, a, b, inputs, arriving), strict=True)
+    found: Values = dict(by_epilogue)
+    dmm = found.pop(MM, a)  # without one there are no operands'
+    for each in derived.operands:
+        itself = {"a": a, "b": b}
+        given = {x.name: itself[x.of] if x.source == OPERAND else inputs[x.of] for x in each.arguments}
+        given = {x.name: given[x.name].T if x.transposed else given[x.name] for x in each.arguments}
+        results = outputs_of(each.program, *((dmm, b.T) if each.operand == "a" else (a.T, dmm)), given)
+        for x in each.gradients:
+            found[x.of] = found[x.of] + results[x.output] if x.of in found else results[x.output]
+    return found

@@ -14,6 +14,7 @@ from epigen import ops
 from epigen.dtypes import OPERANDS, DType
 from epigen.errors import near_miss
 from epigen.ir.check import PREDECLARED, letters, refused_name
+from epigen.ir.graph import common_indices
 from epigen.lang.parser import MAX_CHARACTERS, MAX_NODES
 from epigen.ops import BOOLEAN, NUMBER
 
@@ -21,6 +22,7 @@ _TILES = ("residual", "gate[m,n]", "up[m,n]", "aux[m, n]")
 _COLUMNS = ("bias", "scale_b[n]", "shift[n]")
 _ROWS = ("scale_a[m]", "weight[m]")
 _SCALARS = ("alpha", "gain", "s")
+_LEAVES = ((_TILES, "mn"), (_COLUMNS, "n"), (_ROWS, "m"), (("norm[k]", "step[k]"), "k"), (("left[m,k]",), "mk"), (("right[k,n]",), "kn"))
 _MASKS = ("mask", "bits(keep)", "bits(drop)")
 _NAMES = tuple(f"{letter}{number}" for number in range(10) for letter in "zyxhqvw")
 _CONSTANTS = ("0", "1", "2", "0.5", "-1", "-0.25", "3", "1e-3", "0.1", "1.5", "-2.75")
@@ -67,11 +69,11 @@ class _Writer:
                 return _Value(self.random.choice(_MASKS), BOOLEAN)
             x = self.source(NUMBER, indices)
             return _Value(f"{self.use(x)} {self.random.choice(('>', '>=', '<', '<=', '==', '!='))} {self.constant().text}", BOOLEAN, x.indices, atom=False)
-        leaves = [_SCALARS] + [names for names, needs in ((_TILES, "mn"), (_COLUMNS, "n"), (_ROWS, "m")) if set(needs) <= set(indices)]
+        leaves = [_SCALARS] + [names for names, needs in _LEAVES if set(needs) <= set(indices)]
         chosen = self.random.choice([*leaves, None])
         if chosen is None:
             return self.constant()
-        return _Value(self.random.choice(chosen), NUMBER, {_TILES: "mn", _COLUMNS: "n", _ROWS: "m", _SCALARS: ""}[chosen])
+        return _Value(self.random.choice(chosen), NUMBER, dict(_LEAVES).get(chosen, ""))
 
     def constant(self) -> _Value:
         return _Value(self.random.choice(_CONSTANTS), NUMBER, "")
@@ -95,7 +97,7 @@ class _Writer:
             inside = tamed is not None or not op.symbol
             text = self.use(arg, bare=inside)
             texts.append(tamed.format(text) if tamed else text)
-        indices = "".join(i for i in "mn" if any(i in a.indices for a in args))
+        indices = common_indices(a.indices for a in args)
         reduced = any(a.reduced for a in args)
         if not op.symbol:
             if self.random.random() < 0.2:
@@ -120,6 +122,18 @@ class _Writer:
             op = self.random.choice(_COMPUTED)
             indices = "mn" if self.random.random() < 0.8 else self.random.choice(("m", "n", ""))
             self.keep(self.apply(op, [self.source(p.kind, indices) for p in op.params]))
+
+    def product(self) -> None:
+        """Of operands, or of what is computed of them, under a name."""
+        self.keep(_Value(f"dot({self.operand('a', 'mk')}, {self.operand('b', 'kn')})"), assign=1)
+
+    def operand(self, name: str, indices: str) -> str:
+        value = _Value(name, NUMBER, indices)
+        for _ in range(self.random.choice((0, 1, 1, 2, 3))):
+            op = self.random.choice([op for op in _COMPUTED if op.result == NUMBER])
+            position = self.random.choice([i for i, p in enumerate(op.params) if p.kind == NUMBER])
+            value = self.apply(op, [value if i == position else self.source(p.kind, indices) for i, p in enumerate(op.params)])
+        return self.use(value, bare=True)
 
     def reduction(self) -> None:
         """One finished reduction, sometimes with arithmetic after it."""
@@ -173,7 +187,7 @@ class _Writer:
                 texts.append(f"bitmask({self.use(p, bare=True)})")
         texts = list(dict.fromkeys(texts))
         self.random.shuffle(texts)
-        if not re.search(r"\bmm\b", " ".join([*self.statements, *texts])):
+        if not re.search(r"\b(mm|dot)\b", " ".join([*self.statements, *texts])):
             texts.append("mm")
         return texts
 
@@ -182,13 +196,19 @@ def _is_name(text: str) -> bool:
     return text in _NAMES
 
 
-def write_program(random: random_module.Random, most: int = 20, tame: bool = False, reductions: bool = True, casts: Iterable[DType] = OPERANDS) -> str:
+def write_program(
+    random: random_module.Random, most: int = 20, tame: bool = False, reductions: bool = True, casts: Iterable[DType] = OPERANDS, operands: bool = False
+) -> str:  # fmt: skip
     """A well-typed program of at most `most` operations, not counting those that keep it tame.
 
     tame: arguments are bounded so that finite inputs give finite values of moderate size. casts: the dtypes that casts may name.
+    operands: the product is written as dot, and something may be computed of its operands.
     """
     writer = _Writer(random, tame, tuple(casts))
-    writer.pool.append(_Value("mm"))
+    if operands:
+        writer.product()
+    else:
+        writer.pool.append(_Value("mm"))
     count = random.randint(1, most)
     reduced = random.randint(0, min(3, count)) if reductions and random.random() < 0.5 else 0
     for _ in range(count - reduced):

@@ -381,6 +381,7 @@ BINARY = {op.symbol: op.name for op in TABLE.values() if op.symbol and len(op.pa
 UNARY = {op.symbol: op.name for op in TABLE.values() if op.symbol and len(op.params) == 1}
 
 SPECIAL = {
+    "dot": "dot(a, b): the product, of a[m,k] and b[k,n] or of what is computed of each, rounded to its dtype; dot(a, b) is mm",
     "cast": "cast(x, dtype): x rounded to dtype; at an output it sets that output's dtype",
     "bitmask": "bitmask(p): packs a boolean tile, one bit an element, as an output",
     "bits": "bits(name): reads the packed mask `name` as a boolean tile",

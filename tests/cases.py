@@ -500,6 +500,39 @@ def early_cases() -> list[Case]:
     return found
 
 
+_OPERAND_TEXTS = (
+    "dot(relu(a), b)",
+    "dot(relu(a) * norm[k], b)",
+    "dot(a * row[m], b * scale_b[k])",
+    "relu(dot(exp(a), exp(b) * alpha) + bias)",
+    "dot(silu(a) * gate[m,k], where(b > 0, b, b * s[n]) + shift[k,n])",
+    "z = dot(tanh(a) * norm[k], b * norm[k]) * row[m] + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n) * row[m]",
+    "dot(cast(a * row[m], fp16) - row[m], b), sum(a, k), amax(b, k)",
+)
+
+
+def operand_cases() -> list[Case]:
+    """What is computed of operands as they are loaded: inputs of each set of indices, of one operand and of both, and in the epilogue too; no k, one, tails of it."""
+    found = []
+    configs = (SMALL, tiled(64, 32, 64, 8, 3, prefetch=1), split_k(splits=4), tiled(16, 64, 16, 1, 1, group_m=1, fused_finalize=1))
+    for i, text in enumerate(_OPERAND_TEXTS):
+        for j, a in enumerate((FP16, BF16, FP32)):
+            for layout in LAYOUTS:
+                config = configs[(i + j + LAYOUTS.index(layout)) % len(configs)]
+                found.append(Case(text, (50, 70, 40), a, inputs=a, layout=layout, config=config, by_value=bool(j)))
+            found.append(Case(text, (136, 200, 128), a, inputs=FP32, layout="nt", config=None))
+        for j, shape in enumerate(((1, 1, 1), (33, 17, 0), (65, 31, 200), (0, 40, 8), (16, 130, 1000))):
+            found.append(Case(text, shape, FP16, layout="nt", config=configs[(i + j) % len(configs)]))
+        for j, view in enumerate(("sliced", "expanded", "shifted")):
+            found.append(Case(text, (50, 70, 40), FP16, layout=("nn", "tt")[j % 2], view=view, config=configs[(i + j) % len(configs)], by_value=False))
+    for text in _OPERAND_TEXTS[:3]:
+        for config in configs:
+            found.append(Case(text, (50, 70, 40), FP16, layout="nt", config=config, integers=True))
+    found.append(Case("dot(relu(a), b)", (65, 63, 97), FP32, inputs=FP32, layout="nt", precision="tf32"))
+    found.append(Case("dot(a * gate[m,k], b * shift[k,n])", (50, 70, 40), BF16, inputs=FP8E4M3, layout="nt"))
+    return found
+
+
 def all_cases() -> list[Case]:
     groups = (
         operation_cases,
@@ -517,6 +550,7 @@ def all_cases() -> list[Case]:
         one_launch_cases,
         split_in_groups_cases,
         early_cases,
+        operand_cases,
     )
     return list(dict.fromkeys(c for group in groups for c in group()))
 

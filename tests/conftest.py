@@ -131,31 +131,31 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def written_is_read() -> Iterator[None]:
     """What any test derives is made without reading the text that it writes: here that is read, and gives the same to the last label."""
-    from epigen.ir import derive, program
+    from epigen.ir import program, written
 
     made = program.graph_of_written
 
-    def compared(written: Any, text: str) -> Any:
-        graph = made(written, text)
+    def compared(program_of: Any, text: str) -> Any:
+        graph = made(program_of, text)
         assert repr(graph) == repr(program.read(text))
         return graph
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(derive, "graph_of_written", compared)
+        patch.setattr(written, "graph_of_written", compared)
         yield
 
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The programs that are parsed from here on, as in a process that knows none yet."""
-    from epigen.ir import derive, program
+    from epigen.ir import program, written
     from epigen.lru_cache import LruCache
 
     found: list[str] = []
     parse = program.parse
     monkeypatch.setattr(program, "parse", lambda text: (found.append(text), parse(text))[1])
     monkeypatch.setattr(program, "_KNOWN", LruCache(program.MOST_PROGRAMS))
-    monkeypatch.setattr(derive, "graph_of_written", program.graph_of_written)
+    monkeypatch.setattr(written, "graph_of_written", program.graph_of_written)
     return found
 
 

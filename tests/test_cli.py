@@ -291,8 +291,17 @@ def test_emit_ast() -> None:
 
 def test_emit_ir() -> None:
     assert run("compile", "z = mm + bias; z, cast(sum(z, m), fp16)", "--emit", "ir").stdout == (
-        "%0 = mm(): number [m, n]\n%1 = input(bias): number [n]\n%2 = add(%0, %1): number [m, n]  # z\n"
-        "%3 = reduce(%2, sum, over m): number [n]\noutput z = %2\noutput out1 = %3 as fp16\n"
+        "%0 = operand(a): number [m, k]\n%1 = operand(b): number [k, n]\n%2 = dot(%0, %1): number [m, n]\n"
+        "%3 = input(bias): number [n]\n%4 = add(%2, %3): number [m, n]  # z\n"
+        "%5 = reduce(%4, sum, over m): number [n]\noutput z = %4\noutput out1 = %5 as fp16\n"
+    )
+
+
+def test_emit_lowered_of_an_operand_that_is_computed() -> None:
+    said = run("compile", "dot(relu(a) * norm[k], b) + bias", "--emit", "lowered", "--shape", "64x64x48").stdout
+    assert (
+        "  load norm[k] fp16\n  t0 = tl.maximum(a, 0.0, propagate_nan=tl.PropagateNan.ALL)\n  t1 = t0 * norm\n  multiply t1 for a as fp16\n  load bias[n] fp16\n"
+        in said
     )
 
 
@@ -762,7 +771,7 @@ def test_python_m_epigen_is_the_command() -> None:
     environment = settings.child_environment(interpret=False)
     for arguments, said in (
         (("--version",), epigen.__version__),
-        (("compile", "mm", "--emit", "ir"), "output out = %0"),
+        (("compile", "mm", "--emit", "ir"), "output out = %2"),
         (("--help",), "python -m epigen [OPTIONS]"),
     ):
         done = subprocess.run([sys.executable, "-W", "error", "-m", "epigen", *arguments], env=environment, capture_output=True, text=True, check=True)

@@ -202,7 +202,7 @@ def test_relu_at_zero_and_nan_is_as_in_pytorch(save: str) -> None:
         for node in graph.nodes:
             args = [results[i] for i in node.args]
             # no product: a NaN would spread along its row
-            results.append(product if node.op == g.MM else reference._value(node, args, product, product.T, inputs, torch.float64, 1, 8))
+            results.append(product if node.op == g.DOT else reference._value(node, args, product, product.T, inputs, torch.float64, 1, 8))
         return [results[o.node] for o in graph.outputs]
 
     kept = dict(zip([o.name for o in derived.forward.outputs], values(derived.forward, mm, {}), strict=True))

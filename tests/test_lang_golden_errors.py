@@ -15,6 +15,8 @@ from epigen.errors import ProgramError
 from epigen.ir import autodiff as autodiff_module
 from epigen.ir import check as check_module
 from epigen.ir import derive as derive_module
+from epigen.ir import operand_gradients as operand_gradients_module
+from epigen.ir import written as written_module
 from epigen.ir.check import check
 from epigen.ir.derive import derive
 from epigen.ir.passes import normalise
@@ -56,6 +58,12 @@ CASES: dict[str, tuple[str, ...]] = {
         "relu(mm, mm)", "relu()", "where(mm > 0, 1)", "leaky_relu(mm, slop=1)", "relu(mm, frobnicate=1)", "leaky_relu(mm, x=mm)", "cast(mm, fp17)", "cast(mm, 16)", "cast(mm, fp16[m,n])", "cast(mm)", "bitmask()",
         "sum()", "sum(mm, m, n)", "sum(x=mm)", "bgrad(mm, m)", "bgrad(x=mm)",
     ),
+    "products": (
+        "mm @ b", "dot(relu(a))", "dot(a, b, mm)", "dot(a, b=b, a=a)", "dot(x=a, y=b)", "dot(b, a)", "dot(relu(b), b)", "dot(a, relu(a))", "dot(mm, b)", "dot(sum(a, k), b)", "dot(g[m,k], b)",
+        "dot(a > 0, b)", "dot(relu(a), b) + mm", "dot(relu(a), b) * dot(silu(a), b)", "dot(a * gate[m,n], b)", "dot(a * w[k,n], b)", "dot(a, b) * norm[k]", "dot(relu(a), b) * relu(a)", "mm * norm[k]",
+        "dot(a * g[k,m], b)", "dot(a, b * w[n,k])", "dot(a * g[m,k,n], b)", "dot(a[k,m], b)", "dot(a[m], b)", "dot(a * extent(m), b)", "x = relu(a); dot(a, b), x", "x = relu(a); dot(x, b)[m,n]", "dot(a / sum(a, k), b)", "dot(a * amax(mm), b)",
+        "sum(relu(a), k), dot(relu(a), b)", "sum(relu(a), n), dot(a, b)", "dot = mm; dot", "mm + dot", "dot(bits(keep), b)", "dot(where(mask, a, 0), b)", "n * dot(relu(a), b)", "dot(relu(a), relu(b)) + norm[k]",
+    ),
     "reductions": (
         "mm - max(mm, n)", "mm, mean(a, k)", "mean(mm, 2), mm", "mean(bias), mm", "mm * extent(k)", "mm * extent(m, n)", "mm / sum(mm)", "sum(mm) * bias, mm", "sum(mm, m) + sum(mm, n)", "sum(sum(mm, m))", "sum(bias), mm", "sum(alpha), mm", "sum(mm, k)", "bgrad(bias), mm", "sum(mm, 0)", "max(mm, 0)", "sum(mm, mm)",
     ),
@@ -63,6 +71,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "derivatives": (
         "y = relu(mm); y, max(y, n), amax(y)", "mm + bias, sum(a, k), logsumexp(b, k)", "z = cast(mm + bias, int8); w = cast(mm ** 2, fp8e4m3); z * 2 + w", "bitmask(mm > 0)", "cast(mm, int8), cast(mm, fp8e5m2)",
         "where(mm > 0, 1, 0)", "sum(mm, m)", "mm, sum(mm, n) * alpha", "mm, sum(mm, m) * scale_b[n]", "relu(mm), sum(residual, n)", "sum(mm + bias, m), mm", "sum(where(mask, mm, 0), m)",
+        "dot(cast(a, int8), b)",
         ", ".join(f"mm * gate{i}[m,n]" for i in range(400)),
     ),
 }  # fmt: skip
@@ -123,7 +132,9 @@ def _call_sites(module: ModuleType) -> set[int]:
     return sites
 
 
-@pytest.mark.parametrize("module", [parser_module, check_module, autodiff_module, derive_module], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [parser_module, check_module, autodiff_module, operand_gradients_module, derive_module, written_module], ids=lambda m: m.__name__
+)
 def test_every_message_has_a_case(module: ModuleType) -> None:
     reached: set[int] = set()
     source = module.__file__

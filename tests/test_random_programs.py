@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from cases import LIBRARY, SMALL
+from cases import LIBRARY, SMALL, split_k
 from hypothesis import HealthCheck, given, settings
 from programs import programs, write_program
 
@@ -65,6 +65,15 @@ def test_reference(text: str) -> None:
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize("part", range(2))
+def test_of_what_is_computed_of_operands(part: int) -> None:
+    random = Random(f"operands {part}")
+    for _ in range(12):
+        text = write_program(random, 6, tame=True, casts=INTERPRETABLE, operands=True)
+        promised(text, "interpreter", "cpu", random.choice((FP16, FP32)), random.choice((SMALL, split_k())))
+
+
+@pytest.mark.triton
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(2))
 def test_many(part: int) -> None:
@@ -75,6 +84,14 @@ def test_many(part: int) -> None:
         text = write_program(random, 20, tame=True, casts=INTERPRETABLE)
         shares.append(promised(text, "interpreter", "cpu", random.choice((FP16, FP32, INT8))))
     assert sum(s > 0.5 for s in shares) > 0.8 * len(shares)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(150))
+def test_gpu_of_what_is_computed_of_operands(seed: int) -> None:
+    random = Random(f"gpu operands {seed}")
+    text = write_program(random, 12, tame=True, operands=True)
+    promised(text, "triton", "cuda", random.choice((FP16, BF16, FP32)), random.choice((SMALL, split_k(), None)))
 
 
 @pytest.mark.gpu

@@ -79,6 +79,8 @@ FILES = (
     File("relu(mm + bias), bgrad(mm)", ("acc + bias", "acc - bias"), config=EARLY, k=4096),
     File("z = mm + bias; z, bgrad(z)", ("acc + bias", "acc - bias"), config=split_k(fused_finalize=1), k=4096),
     File("cast(mm, fp16)", ("acc.to(tl.float16)", "(2 * acc).to(tl.float16)"), FP8E5M2),
+    File("relu(dot(relu(a) * norm[k], b) + bias)", ("t0 * norm", "t0 + norm")),
+    File("dot(a * row[m], exp(b) * w[k,n] * norm[k]), sum(a, k)", ("offs_bk * stride_w_k", "0 * stride_w_k"), config=split_k()),
     # names that the file itself uses
     File("mm * v1[m] + v0[n] - v2", ("", "")),
     File("where(bits(unpack), mm, reference[m,n]) * integers", ("", "")),

@@ -6,6 +6,7 @@ from epigen.choose.space import LARGE, LEAST_SPLIT, Space
 from epigen.codegen import schedules
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, row_bytes
 from epigen.dtypes import FP8E4M3, FP32
+from epigen.errors import ConfigError
 from epigen.gpus import Target
 from epigen.perf import limits
 
@@ -21,7 +22,7 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
     sig, large = spec.signature, m * n * k > LARGE
 
     def vendor_multiplies() -> bool:
-        return not limits.unfit(spec, _epilogue(space), shape, target)
+        return "library" in space.schedules and not limits.unfit(spec, _epilogue(space), shape, target)
 
     def by_vendors(why: str) -> Choice:
         return by_vendor(spec, shape, target, why)
@@ -48,8 +49,8 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
     tiles: tuple[tuple[int, int, int], ...] = _TILES
     if sig.a == FP32 and sig.precision == "ieee":
         tiles, block_k = tuple(t for t in _TILES if t[0] * t[1] <= 64 * 64), 16
-    if len(spec.lines) + 2 * (len(spec.partials) + sum(s.packed for s in spec.stores)) > 6 or sig.a.bits == 8:
-        # long epilogues, and what 8-bit operands need beside the accumulator, spill registers at 128x256
+    if len(spec.lines) + 2 * (len(spec.partials) + sum(s.packed for s in spec.stores)) > 6 or sig.a.bits == 8 or spec.computed:
+        # long epilogues, what 8-bit operands need beside the accumulator, and operands that are computed, spill registers at 128x256
         tiles = tuple(t for t in tiles if t[0] * t[1] <= 128 * 128)
     if m <= 64:
         block_m = max(16, 1 << max(0, m - 1).bit_length())
@@ -122,7 +123,12 @@ def _warp_specialized(space: Space) -> KernelConfig | None:
 
 
 def by_vendor(spec: KernelSpec, shape: tuple[int, int, int], target: Target, why: str) -> Choice:
-    """The vendor's product and one generated kernel for the epilogue, or the vendor's alone: the answer where no tiled config fits."""
+    """The vendor's product and one generated kernel for the epilogue, or the vendor's alone: the answer where no tiled config fits.
+
+    Raises ConfigError where the vendor's product is none that the program has.
+    """
+    if spec.computed:
+        raise ConfigError(f"{why}; and the vendor's product does not compute operand {spec.computed[0].name}")
     how = "the vendor's kernel is the whole program" if spec.bare_product else "vendor product, then one fused epilogue"
     return Choice(_epilogue(Space(spec, shape, target)), f"{how}: {why}")
 

@@ -168,7 +168,8 @@ class Space:
                 found.append("persistent")
                 if sig.a.bytes in schedules.WARP_SPECIALIZED.operand_bytes and m > 64:  # two warpgroups want rows for both
                     found.append("warp_specialized")
-        return tuple(name for name in found if SCHEDULES[name].runs_on(target.backend, target.arch))
+        able = (SCHEDULES[name] for name in found)
+        return tuple(s.name for s in able if s.runs_on(target.backend, target.arch) and (s.computes or not self.spec.computed))
 
     def _tiled(self, suggest: Suggest) -> KernelConfig:
         return schedules.config("tiled", **self._pointers(suggest, "tiled"))
@@ -195,7 +196,7 @@ class Space:
             (_MOST_MULTIPLIED, tile if self._plain() else 0),
             (_MOST_LOADED, sum(block for block, scalar in zip((block_m, block_n), self._scalar_rows(), strict=True) if scalar)),
         )
-        step_bytes, room = (block_m + block_n) * element_bytes, target.shared_bytes
+        step_bytes, room = (block_m + block_n) * element_bytes + self.spec.beside_bytes(block_m, block_n), target.shared_bytes
         most_k = min(room // step_bytes, _MOST_STEP // step_bytes, 256, _padded(k), *(int(limit * most * threads / each) for limit, each in unrolled if each))
         least_k = 32 if element_bytes == 1 else 16
         block_k = exponent("block_k", max(least_k, min(most_k, _LEAST_STEP // step_bytes)), most_k)

@@ -170,7 +170,7 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     part = (config["block_m"] // parts[0], config["block_n"] // parts[1])
     completing = inside(spec, config)
     completed = [o for f in completing for o in f.stores]
-    inputs = [*spec.inputs, *(i for f in completing for i in f.inputs)]
+    inputs = [*(i for o in spec.operands for i in o.inputs), *spec.inputs, *(i for f in completing for i in f.inputs)]
     tma_loaded, tma_stored = schedules.tma_loaded(spec, config), schedules.tma_stored(spec, config)
     pointed: list[Input | Store] = [*(i for i in inputs if i.name not in tma_loaded), *(s for s in spec.stores if s.name not in tma_stored), *completed]
     with_descriptor = {i.name: _with_descriptor(i.name, i.dtype, part, i.indices) for i in inputs if i.dtype is not None and i.name in tma_loaded}

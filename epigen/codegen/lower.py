@@ -21,6 +21,7 @@ from epigen.codegen.spec import (
     Input,
     KernelSpec,
     Line,
+    Operand,
     Partial,
     Signature,
     Source,
@@ -38,14 +39,15 @@ from epigen.dtypes import BF16, FP32, FP64, INT8, INT32, OPERANDS, UINT8, DType
 from epigen.errors import CallError
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph, Node, Output
-from epigen.ir.passes import rounded
+from epigen.ir.passes import order, rounded
 
 _LONGEST_NAME = 60
 
 
 def lower(graph: Graph, signature: Signature) -> KernelSpec:
-    """Raises CallError where the operands' dtypes cannot be multiplied."""
+    """Raises CallError where the operands' dtypes cannot be multiplied, or nothing can be computed of them."""
     check_operands(signature.a, signature.b)
+    check_computed(graph, signature.a)
     graph = rounded(graph, [output_dtype(graph, o, signature.a) for o in graph.outputs])
     body = _Body(graph, signature)
     stores = [_store(graph, output, body) for output in graph.outputs]
@@ -68,6 +70,7 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
         name=kernel_name(graph.text),
         program=graph.text,
         signature=signature,
+        operands=_operands(graph, body),
         inputs=inputs,
         lines=lines,
         stores=tuple(sorted((stores[i] for i in tiles), key=lambda s: computed.get(s.value, -1))),
@@ -90,7 +93,8 @@ def signature_of_contiguous(
     tma = tuple(name for name, row_bytes in rows.items() if row_bytes % TMA_BYTES == 0 and 0 not in shape)
     masks = [m * g.mask_stride(n)] if any(graph.nodes[o.node].kind == g.PACKED for o in graph.outputs) else []
     bits = index_bits(shape, (m * n, m * k, k * n, *masks))
-    return Signature(a, b, inputs, precision, k_multiple(k), bits, layout, tma, factors(shape, contiguous(shape, layout, graph.tiles())))
+    beside = [(n.name, n.indices) for n in graph.inputs() if n.indices in g.OPERANDS.values()]
+    return Signature(a, b, inputs, precision, k_multiple(k), bits, layout, tma, factors(shape, contiguous(shape, layout, graph.tiles(), beside)))
 
 
 def over_product(graph: Graph) -> Graph:
@@ -99,8 +103,12 @@ def over_product(graph: Graph) -> Graph:
         if node.op == g.REDUCE and node.axes == "k":
             operand = graph.nodes[node.args[0]].name
             raise CallError(f"the program reduces operand {operand} over k, and a product that is given has no operands: call the kernel with a and b")
-    nodes = (replace(n, op=g.INPUT, name=PRODUCT) if n.op == g.MM else n for n in graph.nodes)
-    return Graph(tuple(nodes), graph.outputs, graph.text)
+    if computed := graph.computed():
+        raise CallError(
+            f"the program multiplies what it computes of operand {computed[0]}, and a product that is given has no operands: call the kernel with a and b"
+        )
+    nodes = tuple(replace(n, op=g.INPUT, args=(), name=PRODUCT) if n.op == g.DOT else n for n in graph.nodes)
+    return order(replace(graph, nodes=nodes))
 
 
 def describable(graph: Graph, output: Output) -> bool:
@@ -117,6 +125,15 @@ def check_operands(a: DType, b: DType) -> None:
         raise CallError(f"operand a is {a} and operand b is {b}: both need the same dtype (the two fp8 kinds may be mixed)")
 
 
+def check_computed(graph: Graph, a: DType) -> None:
+    """a: the operands' dtype."""
+    if a.bits == 8 and (computed := graph.computed()):
+        raise CallError(
+            f"the program computes what it multiplies of operand {computed[0]}, and that is rounded to the operand's own dtype, fp16, bf16 or fp32: "
+            f"operands of {a} are multiplied as they are given"
+        )
+
+
 def output_dtype(graph: Graph, output: Output, a: DType) -> DType:
     """The dtype of one output: its outermost cast, else the default of the language for operands of dtype `a`."""
     node = graph.nodes[output.node]
@@ -127,7 +144,7 @@ def output_dtype(graph: Graph, output: Output, a: DType) -> DType:
     if node.reduced:
         return FP64 if a == FP64 else FP32
     if a == INT8:
-        return INT32 if node.op == g.MM else FP32
+        return INT32 if node.op == g.DOT else FP32
     return BF16 if a.is_fp8 else a
 
 
@@ -206,15 +223,33 @@ def _stays_zero(node: Node, zero: Sequence[bool]) -> bool:
     return False
 
 
+def _operands(graph: Graph, body: _Body) -> tuple[Operand, ...]:
+    product = graph.product()
+    if product is None:
+        return ()
+    nodes, found = graph.nodes, []
+    zero: list[bool] = []  # past the last k
+    for node in nodes:
+        args = [zero[a] for a in node.args]
+        along_k = node.op in (g.INPUT, g.OPERAND) and "k" in node.indices
+        zero.append(along_k or (all(args) if node.op in ("mul", "scale") else node.op not in (g.INPUT, g.BITS) and _stays_zero(node, args)))
+    for name, number in zip(g.OPERANDS, nodes[product].args, strict=True):
+        inputs, lines = body.lines([number])
+        each = {body.name(i) for i in _reached(graph, [number], through=False) if "k" in nodes[i].indices}
+        once, steps = (tuple(line for line in lines if (line.name in each) == varies) for varies in (False, True))
+        found.append(Operand(name, body.arg(number), inputs, once, steps, zero[number]))
+    return tuple(found)
+
+
 def _reached(graph: Graph, roots: Sequence[int], through: bool) -> list[int]:
-    """Nodes that the roots depend on, in graph order. through: also what the reductions among them reduce."""
+    """Nodes that the roots depend on, in graph order, but for what a product multiplies. through: also what the reductions among them reduce."""
     seen: set[int] = set()
     pending = list(roots)
     while pending:
         number = pending.pop()
         if number not in seen:
             seen.add(number)
-            if through or graph.nodes[number].op != g.REDUCE:
+            if graph.nodes[number].op != g.DOT and (through or graph.nodes[number].op != g.REDUCE):
                 pending += graph.nodes[number].args
     return sorted(seen)
 
@@ -233,11 +268,13 @@ class _Body:
         for number, node in enumerate(graph.nodes):
             if node.op in (g.INPUT, g.BITS):
                 self.names[number] = parameter(node.name) if node.name in self.by_value else node.name
-            elif node.op == g.MM:
+            elif node.op == g.OPERAND:
+                self.names[number] = node.name
+            elif node.op == g.DOT:
                 self.names[number] = "mm" if signature.a == INT8 else ACC
             elif node.op == g.EXTENT:
                 self.names[number] = counted(node.name)
-            elif node.op not in (g.CONSTANT, g.OPERAND, g.BITMASK):
+            elif node.op not in (g.CONSTANT, g.BITMASK):
                 # a cast at an output is the store's, so what is stored has the output's name; the cast's value, used elsewhere, may have it as label
                 name = next((name for name in (node.label, from_output.get(number)) if name and name not in given), "")
                 if not name:
@@ -270,14 +307,14 @@ class _Body:
         return node.value if node.op == g.CONSTANT else self.names[number]
 
     def lines(self, roots: Sequence[int]) -> tuple[tuple[Input, ...], tuple[Line, ...]]:
-        """Inputs and lines that compute the roots, from the accumulator or from reductions that are already there."""
+        """Inputs and lines that compute the roots, from the accumulator, from reductions that are already there, or from an operand's elements."""
         dtypes = dict(self.signature.inputs)
         inputs, lines = [], []
         for number in _reached(self.graph, roots, through=False):
             node = self.graph.nodes[number]
             if node.op in (g.INPUT, g.BITS):
                 inputs.append(Input(node.name, node.indices, UINT8 if node.op == g.BITS else dtypes[node.name], node.op == g.BITS))
-            elif node.op == g.MM:
+            elif node.op == g.DOT:
                 if self.signature.a == INT8:
                     lines.append(Line(self.names[number], WIDEN, (ACC,)))
             elif node.op in ops.TABLE or node.op == g.CAST:

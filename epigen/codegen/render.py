@@ -110,7 +110,7 @@ def _helpers(spec: KernelSpec, config: KernelConfig, dialect: str) -> list[str]:
 
 def _helpers_of(spec: KernelSpec | None, finishes: list[Finish], dialect: emit.Dialect = emit.TRITON) -> dict[str, str]:
     """What a main kernel, if it is one of them, and the completion of reductions call."""
-    lines = [*(spec.lines if spec else ()), *(line for f in finishes for line in f.lines)]
+    lines = [*(spec.main_lines if spec else ()), *(line for f in finishes for line in f.lines)]
     rows = [*(p.row for p in (spec.partials if spec else ())), *(s.row for f in finishes for s in f.sources)]
     stores = [*(spec.stores if spec else ()), *(o for f in finishes for o in f.stores)]
     casts = [line.dtype for line in lines if line.dtype] + [o.dtype for o in stores]

@@ -17,7 +17,8 @@ class Schedule:
     (else the product comes from the vendor's library). descriptors: a and b are addressed by TMA descriptors. persistent: one program a
     multiprocessor, which takes one tile after the other. capabilities: of NVIDIA GPUs, such as 90; None: every GPU of every make. dialect: the
     language of the main kernel, "triton" or "gluon". architecture: whose warpgroups and registers it is written for, "hopper", a folder of `templates`;
-    "": no one's, for Triton's compiler lays them out. operand_bytes: of the operands' elements that the main loop is written for.
+    "": no one's, for Triton's compiler lays them out. operand_bytes: of the operands' elements that the main loop is written for. computes: whether that
+    loop can multiply what is computed of operands as they are loaded.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Schedule:
     dialect: str = "triton"
     architecture: str = ""
     operand_bytes: tuple[int, ...] = (1, 2, 4)
+    computes: bool = False
 
     def runs_on(self, backend: str, arch: int | str) -> bool:
         """Whether GPUs of this kind have what it takes. backend: "cuda" or "hip"."""
@@ -50,6 +52,7 @@ TILED = Schedule(
         "prefetch": (0, 1),
     },
     multiplies=True,
+    computes=True,
 )
 
 LIBRARY = Schedule(
@@ -69,6 +72,7 @@ SPLIT_K = Schedule(
     "split_k.py.j2",
     {**TILED.dimensions, "splits": (2, 4, 8, 16, 32)},
     multiplies=True,
+    computes=True,
 )
 
 PERSISTENT = Schedule(

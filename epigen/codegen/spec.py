@@ -51,7 +51,7 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A named input of a kernel. indices: "mn", "m", "n" or "". dtype None: a number passed by value."""
+    """A named input of a kernel. indices: "mn", "m", "n" or ""; of an operand also "k", and "mk" or "kn". dtype None: a number passed by value."""
 
     name: str
     indices: str
@@ -135,11 +135,17 @@ def factors(shape: tuple[int, int, int], tensors: Iterable[Strided]) -> tuple[tu
     return tuple((name, value & -value) for name, value in sorted(values.items()) if value % KNOWN and 1 < value < WIDE)
 
 
-def contiguous(shape: tuple[int, int, int], layout: str, tiles: Iterable[str]) -> tuple[Strided, ...]:
-    """The matrices of a call whose tensors leave no gaps. tiles: names of the [m,n] inputs and outputs, but for packed masks."""
+def contiguous(shape: tuple[int, int, int], layout: str, tiles: Iterable[str], beside: Iterable[tuple[str, str]] = ()) -> tuple[Strided, ...]:
+    """The matrices of a call whose tensors leave no gaps. tiles: names of the [m,n] inputs and outputs, but for packed masks. beside: names and indices of
+    the inputs with an element for each of an operand's."""
     m, n, k = shape
     a, b = (k, 1) if layout[0] == "n" else (1, m), (n, 1) if layout[1] == "n" else (1, k)
-    return ("a", "mk", a), ("b", "kn", b), *((name, "mn", (n, 1)) for name in ("mm", *tiles))
+    return (
+        ("a", "mk", a),
+        ("b", "kn", b),
+        *((name, "mn", (n, 1)) for name in ("mm", *tiles)),
+        *((name, indices, (k if indices == "mk" else n, 1)) for name, indices in beside),
+    )
 
 
 def whole_words(strides: tuple[int, ...], address: int) -> bool:
@@ -172,6 +178,37 @@ class Line:
     args: tuple[Arg, ...]
     dtype: DType | None = None
     scalar: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """What the main loop multiplies of one operand, a step along k at a time: the tensor as it lies, or what is computed of it in fp32 and rounded once.
+
+    name: "a" or "b", the tensor's, and of its elements in the lines. value: of what is multiplied. inputs: what the lines read besides.
+    once: lines that do not vary along k, before the loop.  lines: those of each step.
+    zero: whether the value is 0 past the last k, where tensors and inputs are read as 0.
+    """
+
+    name: str
+    value: Arg
+    inputs: tuple[Input, ...] = ()
+    once: tuple[Line, ...] = ()
+    lines: tuple[Line, ...] = ()
+    zero: bool = True
+
+    @property
+    def computed(self) -> bool:
+        return self.value != self.name
+
+    @property
+    def along_k(self) -> tuple[Input, ...]:
+        """The inputs of which each step loads others."""
+        return tuple(i for i in self.inputs if "k" in i.indices)
+
+    @property
+    def multiplied(self) -> str:
+        """What the kernel calls the values that it multiplies."""
+        return f"{self.name}_in" if self.computed else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +256,13 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """Meaning of the kernels of one program at one signature. outputs: every output in the program's order."""
+    """Meaning of the kernels of one program at one signature. operands: of the product; none where that is given. inputs, lines: the epilogue's.
+    outputs: every output in the program's order."""
 
     name: str
     program: str
     signature: Signature
+    operands: tuple[Operand, ...]
     inputs: tuple[Input, ...]
     lines: tuple[Line, ...]
     stores: tuple[Store, ...]
@@ -241,6 +280,11 @@ class KernelSpec:
         return any(name == PRODUCT for name, _ in self.signature.inputs)
 
     @property
+    def computed(self) -> tuple[Operand, ...]:
+        """The operands that are no tensors as they lie."""
+        return tuple(o for o in self.operands if o.computed)
+
+    @property
     def bare_product(self) -> bool:
         """Whether the program is the product alone, in the dtype of its operands: the vendor's library computes that whole, by a kernel of its own.
 
@@ -250,7 +294,7 @@ class KernelSpec:
         the problem.
         """
         operands = self.signature.a
-        alone = not self.pointwise and not self.finishes and [(s.value, s.dtype) for s in self.stores] == [(ACC, operands)]
+        alone = not self.pointwise and not self.computed and not self.finishes and [(s.value, s.dtype) for s in self.stores] == [(ACC, operands)]
         return alone and operands in (FP16, BF16, FP32)
 
     @property
@@ -263,15 +307,25 @@ class KernelSpec:
         values = dict.fromkeys([s.value for s in self.stores] + [p.value for p in self.partials])
         return tuple(value for value in values if isinstance(value, str) and value not in reached)
 
+    def beside_bytes(self, block_m: int, block_n: int) -> int:
+        """What a tile's operands are computed of besides, in bytes a step of 1 along k."""
+        rows = {"mk": block_m, "kn": block_n}
+        return sum(rows.get(i.indices, 1) * i.dtype.bytes for o in self.operands for i in o.along_k if i.dtype is not None)
+
+    @property
+    def main_lines(self) -> tuple[Line, ...]:
+        """All that the main kernel computes: operands, then the epilogue."""
+        return (*(line for o in self.operands for line in (*o.once, *o.lines)), *self.lines)
+
     @property
     def loaded(self) -> tuple[Input, ...]:
-        """Inputs of the main kernel that lie in memory; the others are numbers, passed by value."""
+        """Inputs of the epilogue that lie in memory; the others are numbers, passed by value."""
         return tuple(i for i in self.inputs if i.dtype is not None)
 
     @property
     def all_inputs(self) -> tuple[Input, ...]:
         """Inputs of the main and the finishing kernels, each once."""
-        return tuple(dict.fromkeys([*self.inputs, *(i for f in self.finishes for i in f.inputs)]))
+        return tuple(dict.fromkeys([*(i for o in self.operands for i in o.inputs), *self.inputs, *(i for f in self.finishes for i in f.inputs)]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ from epigen.codegen.lower import uninterpretable
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES, Schedule, tile_parts
 from epigen.codegen.spec import EXACT_INT8, LINE_BYTES, PAST, TMA_BYTES, Choice, KernelConfig, KernelSpec, number, parameter
-from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8
+from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType
 from epigen.ir import graph as g
+from epigen.ir import passes
 from epigen.ir.graph import Graph
 
 _COUNTED = {"parts_m": "tiles_m", "parts_n": "tiles_n", "1": "1"}
@@ -26,6 +27,7 @@ _COUNTED = {"parts_m": "tiles_m", "parts_n": "tiles_n", "1": "1"}
 
 def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choice, rendered: Rendered) -> str:
     """The file's text."""
+    graph = passes.with_leaf(graph)
     heading, body = rendered.text.split("import torch\n" if rendered.whole else "import triton\n", 1)
     config, schedule = choice.config, SCHEDULES[choice.config.schedule]
     return renderer.text(
@@ -161,9 +163,13 @@ def _reference(graph: Graph, spec: KernelSpec) -> list[str]:
     """The program in float64 torch, a line a node, in shapes that broadcast. No name of a user's begins with an underscore."""
     lines = []
     for number_, node in enumerate(graph.nodes):
-        args = [f"_v{a}" for a in node.args]
+        # where rows lie along k, what varies along k alone is a column
+        args = [f"_v{a}{'[:, None]' * ((node.indices, graph.nodes[a].indices) == ('kn', 'k'))}" for a in node.args]
         match node.op:
-            case g.MM:
+            case g.DOT:
+                left, right = (_multiplied(graph, i, dtype) for i, dtype in zip(node.args, (spec.signature.a, spec.signature.b), strict=True))
+                text = f"{left} @ {right}"
+            case passes.PRODUCT:
                 text = "(a.double() @ b.double()).long().int().double()" if spec.signature.a == INT8 else "a.double() @ b.double()"
             case g.CONSTANT:
                 text = f"torch.tensor({number(node.value)}, dtype=torch.float64, device=a.device)"
@@ -196,6 +202,12 @@ def _reference(graph: Graph, spec: KernelSpec) -> list[str]:
     return lines
 
 
+def _multiplied(graph: Graph, number: int, dtype: DType) -> str:
+    """An operand in float64, as it is given, or as it is computed and rounded. dtype: its own."""
+    node = graph.nodes[number]
+    return f"{node.name}.double()" if node.op == g.OPERAND else f"_v{number}.to(torch.{dtype.torch}).double()"
+
+
 def _results(graph: Graph) -> list[str]:
     shapes = {"mn": ".expand(a.shape[0], b.shape[1])", "m": ".reshape(-1)", "n": ".reshape(-1)", "": ".reshape(())"}
     results = []
@@ -209,6 +221,7 @@ def _results(graph: Graph) -> list[str]:
 
 def _tolerance(graph: Graph, spec: KernelSpec) -> list[float]:
     """Relative (and, near 0, absolute) error allowed to each output: its own rounding and the casts' within, and fp32 arithmetic's."""
-    inner = max([1e-4 if spec.signature.precision == "ieee" else 4e-3, *(n.dtype.epsilon for n in graph.nodes if n.dtype is not None)])
+    casts = [n.dtype for n in graph.nodes if n.dtype is not None] + [spec.signature.a] * bool(spec.computed)
+    inner = max([1e-4 if spec.signature.precision == "ieee" else 4e-3, *(dtype.epsilon for dtype in casts)])
     own = {INT8: 0.5, FP32: 0.0}  # int8 is off by up to half a step of 1
     return [max(inner, own.get(o.dtype, o.dtype.epsilon)) for o in spec.outputs]

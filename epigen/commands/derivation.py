@@ -45,6 +45,8 @@ def explained(program: str, shape: Shape, dtype_name: str) -> tuple[list[Row], d
 def rows(derived: Derivation, shape: Shape) -> list[Row]:
     """The two programs and the ways of keeping what the derivative reads, in bytes at a shape: M, N, K."""
     said = [("backward", derived.backward.text), *(("", line) for line in derived.wiring())]
+    for each in derived.operands:
+        said += [(f"of {each.operand}", each.program.text), ("", each.wiring())]
     if len(derived.forward.outputs) > derived.results:
         said.append(("forward", derived.forward.text))
     chosen = next(o for o in derived.options if o.save == derived.save)
@@ -69,6 +71,15 @@ def record(derived: Derivation, shape: Shape) -> dict[str, Any]:
         "product": derived.product,
         "arguments": [{"name": a.name, "source": a.source, "of": a.of} for a in derived.arguments],
         "gradients": [{"of": g.of, "output": g.output, "passed": g.passed} for g in derived.gradients],
+        "operands": [
+            {
+                "operand": o.operand,
+                "program": o.program.text,
+                "arguments": [{"name": a.name, "source": a.source, "of": a.of, "transposed": a.transposed} for a in o.arguments],
+                "gradients": [{"of": g.of, "output": g.output} for g in o.gradients],
+            }
+            for o in derived.operands
+        ],
         "save": derived.save,
         "options": [{"save": o.save, "kept_bytes": o.kept_bytes(shape), "moved_bytes": o.moved_bytes(shape)} for o in derived.options],
     }

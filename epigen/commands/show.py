@@ -59,6 +59,10 @@ def spec_text(spec: KernelSpec) -> str:
     lines = [f"kernel {spec.name}", f"  product a {sig.a} x b {sig.b} -> {spec.accumulator}" + (f" ({sig.precision})" if sig.a.name == "fp32" else "")]
     lines += [f"  k divisible by {sig.k_multiple}, {sig.index_bits}-bit offsets", *(f"  {name} divisible by {factor}" for name, factor in sig.factors)]
     lines += [f"  {name} in bytes" for name in sig.bytewise]
+    for operand in spec.computed:
+        lines += _loads(operand.inputs)
+        lines += [f"  {emit.line(line)}" for line in (*operand.once, *operand.lines)]
+        lines.append(f"  multiply {operand.value} for {operand.name} as {sig.a if operand.name == 'a' else sig.b}")
     lines += _loads(spec.inputs)
     lines += [f"  {emit.line(line)}" for line in spec.lines]
     lines += [f"  store {s.name}[{','.join(s.indices)}] = {s.value} as {'bits' if s.packed else s.dtype}" for s in spec.stores]

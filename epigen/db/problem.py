@@ -14,6 +14,7 @@ from epigen.dtypes import FP32, DType
 from epigen.gpus import Target
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph, Node
+from epigen.ir.passes import with_leaf
 
 _LEAST_TILE = 64  # rows that every schedule can have in one tile
 BITS, SCALAR = "bits", "scalar"
@@ -112,8 +113,7 @@ def problem_of(graph: Graph, spec: KernelSpec, shape: tuple[int, int, int], gpu:
 def graph_digest(graph: Graph) -> str:
     """Names the computation: structure, constants, input indices, casts and outputs; no name that a user chose, and no cast of what is reduced, whose few bytes
     decide nothing."""
-    inputs: dict[str, str] = {}
-    parts = []
+    graph, inputs, parts = with_leaf(graph), dict[str, str](), []
     for node in graph.nodes:
         name = node.name
         if node.op in (g.INPUT, g.BITS):
@@ -124,11 +124,12 @@ def graph_digest(graph: Graph) -> str:
 
 
 def epilogue_kind(spec: KernelSpec) -> str:
-    """What the epilogue moves and reduces, such as "load:n store:mn bits:out reduce:m"."""
+    """What the epilogue moves and reduces, such as "load:n store:mn reduce:m"; and which operands are computed, if any are."""
     loads = sorted("bits" if i.packed else i.indices or "scalar" for i in spec.all_inputs)
     stores = sorted("bits" if s.packed else s.indices for s in spec.stores)
     reduced = sorted(p.axes for p in spec.partials) + sorted(s.operand for f in spec.finishes for s in f.sources if s.operand)
-    return f"load:{','.join(loads)} store:{','.join(stores)} reduce:{','.join(reduced)}"
+    computed = f" dot:{','.join(o.name for o in spec.computed)}" if spec.computed else ""
+    return f"load:{','.join(loads)} store:{','.join(stores)} reduce:{','.join(reduced)}{computed}"
 
 
 def alignment(shape: tuple[int, int, int], layout: str, element_bytes: int) -> int:

@@ -27,7 +27,8 @@ from epigen.ops import BOOLEAN, NUMBER
 GRADIENT = "gradient"
 """Node kind of the gradient that arrives at the output of the node's name."""
 
-MM = g.MM
+MM = "mm"
+"""What the product is called where gradients are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,21 @@ def carries_gradient(graph: Graph, output: Output) -> bool:
 
 
 def differentiate(graph: Graph, of: Collection[str], wrt: Collection[str]) -> Gradients:
-    """of: names of the outputs whose gradients arrive. wrt: "mm" and the inputs whose gradients are wanted, if anything flows to them.
+    """of: names of the outputs whose gradients arrive. wrt: "mm" and the inputs whose gradients are wanted, if anything flows to them. Where it flows to what
+    an operand is computed of, the gradient of mm is among those that are found: theirs follow from it.
 
-    Raises DerivationError.
+    Raises DerivationError, also where nothing flows to any of them.
     """
+    found = gradients(graph, of, wrt)
+    if not found.wanted:
+        message = "no gradient flows to mm or to an input"
+        hint = "comparisons, masks and steps such as round have none: what is trained has to reach an output as a number that varies with it"
+        raise DerivationError(graph.text, [Diagnostic(message, None, hint)])
+    return found
+
+
+def gradients(graph: Graph, of: Collection[str], wrt: Collection[str]) -> Gradients:
+    """As `differentiate`, but that nothing need flow."""
     tape = _Tape(graph, wrt)
     for output in graph.outputs:
         if output.name in of and carries_gradient(graph, output):
@@ -56,12 +68,6 @@ def differentiate(graph: Graph, of: Collection[str], wrt: Collection[str]) -> Gr
     if not tape.arrived:
         tape.refuse("no output carries a gradient: masks, int8 and fp8 have none", None, "list a number among the outputs, such as relu(mm + bias)")
     wanted = tape.run()
-    if not wanted and not tape.found:
-        tape.refuse(
-            "no gradient flows to mm or to an input",
-            None,
-            "comparisons, masks and steps such as round have none: what is trained has to reach an output as a number that varies with it",
-        )
     if tape.found:
         raise DerivationError(graph.text, sorted(tape.found, key=lambda d: d.span.start if d.span else -1))
     return Gradients(tuple(tape.nodes), wanted)
@@ -87,7 +93,7 @@ class _Tape:
         self.leads: list[bool] = []
         """Whether a forward node's gradient is needed, for itself or on the way to one that is wanted."""
         for node in graph.nodes:
-            wanted = node.op in (g.MM, g.INPUT) and (node.name or MM) in wrt
+            wanted = node.op in (g.DOT, g.INPUT) and (node.name or MM) in wrt
             wanted |= node.op == g.OPERAND and MM in wrt
             passing = rules.gradients(node.op) if node.op in ops.TABLE else node.args  # past a step, or what is detached, nothing is needed
             leads = bool(passing) and any(self.leads[a] for a, rule in zip(node.args, passing, strict=True) if rule is not None)
@@ -95,7 +101,7 @@ class _Tape:
         self.grows: list[bool] = []
         """Whether a forward node, or its derivative, may be infinite where what it is computed of is finite."""
         for node in graph.nodes:
-            self.grows.append((node.op in ops.TABLE and ops.TABLE[node.op].grows) or any(self.grows[a] for a in node.args))
+            self.grows.append((node.op in ops.TABLE and ops.TABLE[node.op].grows) or (node.op != g.DOT and any(self.grows[a] for a in node.args)))
         self.selected: dict[int, tuple[int | None, tuple[int, ...]]] = {}
         """Gradients that are 0 where a condition is false: that, if the node itself selects by one, and the gradients that it is made of."""
         self.live: dict[int, int | None] = {}
@@ -201,7 +207,7 @@ class _Tape:
                     self.pass_on(number, axes, gradient)
         wanted = []
         for number, node in enumerate(self.graph.nodes):
-            if node.op in (g.MM, g.INPUT) and self.leads[number] and number in self.arrived:
+            if node.op in (g.DOT, g.INPUT) and self.leads[number] and number in self.arrived:
                 wanted.append((node.name or MM, self.total(number)))
         # the gradient of mm first: the others reduce it
         return tuple(sorted(wanted, key=lambda w: w[0] != MM))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from epigen import ops
-from epigen.dtypes import BY_TORCH, FP32, INT8, DType
+from epigen.dtypes import BY_TORCH, BY_TORCH_ON_CPU, FP32, INT8, DType
 from epigen.ir import graph as g
 from epigen.ir import reference, rules
 from epigen.ir.graph import Graph, Node
@@ -56,14 +56,21 @@ def expect(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, reference.Nu
 
     The product's bound is 4 sqrt(K) 2^-23 |a| @ |b| (Higham and Mary's probabilistic bound for K roundings, with a factor 4 and
     one bit for the tensor cores' truncation), and 2^-9 |a| @ |b| more for tf32. fp8 accumulates in tensor-core steps of about 14
-    bits: 2^-12 |a| @ |b| more.
+    bits: 2^-12 |a| @ |b| more. What is computed of an operand is rounded before it is multiplied, and may be rounded to either side where its own error
+    reaches over the middle between two numbers of its dtype: those differences are multiplied with the other operand, and added.
     """
     graph = rounded(graph, dtypes)
     values = reference.node_values(graph, a, b, inputs, torch.float64)
     errors: list[Tensor] = []
     for number, node in enumerate(graph.nodes):
-        args = [(values[i], errors[i], graph.nodes[i].kind) for i in node.args]
-        error = _input_error(inputs[node.name], values[number]) if node.op == g.INPUT else _error(node, values[number], args, a, b, precision)
+        kinds = [graph.nodes[i].kind for i in node.args]
+        args = [*zip(reference.arguments(graph, node, values), reference.arguments(graph, node, errors), kinds, strict=True)]
+        if node.op == g.INPUT:
+            error = _input_error(inputs[node.name], values[number])
+        elif node.op == g.DOT:
+            error = _product_error(graph, number, values, errors, (a, b), precision)
+        else:
+            error = _error(node, values[number], args, a, b)
         if node.kind == NUMBER:
             overflow = ~(values[number].abs() + error <= FP32.largest) & values[number].isfinite()
             error = torch.where(overflow | error.isnan(), torch.inf, error)
@@ -126,11 +133,9 @@ def _place(of: Tensor) -> tuple[int, ...]:
     return tuple(int(i) for i in np.unravel_index(int(of.flatten().int().argmax() if of.dtype == torch.bool else of.argmax()), of.shape))
 
 
-def _error(node: Node, value: Tensor, args: list[tuple[Tensor, Tensor, str]], a: Tensor, b: Tensor, precision: str) -> Tensor:
+def _error(node: Node, value: Tensor, args: list[tuple[Tensor, Tensor, str]], a: Tensor, b: Tensor) -> Tensor:
     """Error bound of one node; for a boolean, 1 where it is unsure."""
     match node.op:
-        case g.MM:
-            return _product_error(a, b, value, precision)
         case g.CONSTANT | g.EXTENT:
             return torch.where(value.float() == value, 0.0, value.abs() * UNIT)  # which may lie at a step of what follows
         case g.BITS | g.OPERAND:
@@ -167,18 +172,35 @@ def _input_error(given: reference.Number, value: Tensor) -> Tensor:
     return torch.where(value.abs() > 2.0**24, value.abs() * UNIT, 0.0) if wide else torch.zeros((), dtype=torch.float64, device=value.device)
 
 
-def _product_error(a: Tensor, b: Tensor, value: Tensor, precision: str) -> Tensor:
+def _product_error(graph: Graph, number: int, values: list[Tensor], errors: list[Tensor], given: tuple[Tensor, Tensor], precision: str) -> Tensor:
+    node = graph.nodes[number]
+    a, b = reference.multiplied(graph, node, values, *given)
     if a.dtype == torch.int8:
-        return value.abs() * UNIT  # exact, then widened to fp32
+        return values[number].abs() * UNIT  # exact, then widened to fp32
     k = a.shape[1]
-    magnitude = a.double().abs() @ b.double().abs()
+    left, right = a.double().abs(), b.double().abs()
+    magnitude = left @ right
     factor = 4 * k**0.5 * 2.0**-23
     if a.dtype == torch.float32 and precision == "tf32":
         factor += 2.0**-9
     if BY_TORCH[str(a.dtype)].is_fp8:
         factor += 2.0**-12
     error: Tensor = magnitude * factor + k * TINY
-    return error
+    off = [_rounding(graph.nodes[i], values[i], errors[i], t) for i, t in zip(node.args, (a, b), strict=True)]
+    if off[0] is not None:
+        error = error + off[0] @ (right if off[1] is None else right + off[1])
+    return error if off[1] is None else error + left @ off[1]
+
+
+def _rounding(node: Node, value: Tensor, error: Tensor, rounded: Tensor) -> Tensor | None:
+    """How far what is multiplied of an operand may be from where its exact value is rounded to; None of an operand as it is given."""
+    if node.op == g.OPERAND:
+        return None
+    error = torch.nan_to_num(error, nan=torch.inf, posinf=torch.inf).expand(value.shape)
+    dtype, exact = BY_TORCH_ON_CPU[str(rounded.dtype)], rounded.double()
+    ends = [reference.convert(value + sign * error, dtype).double() for sign in (-1, 1)]
+    apart = [torch.where((end == exact) | (exact.isnan() & error.isfinite()), 0.0, (end - exact).abs()) for end in ends]
+    return torch.nan_to_num(torch.maximum(*apart), nan=torch.inf, posinf=torch.inf)
 
 
 def _reduction_error(node: Node, value: Tensor, arg: tuple[Tensor, Tensor, str], a: Tensor, b: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Second stage: untyped Program -> typed Graph, with every mistake of meaning reported together.
 
 What holds afterwards: names are bound once and used, every input has one set of indices, booleans and numbers stand where they
-belong, a reduction feeds nothing that varies over more than it does, each output can be stored, and mm is used.
+belong, a reduction feeds nothing that varies over more than it does, each output can be stored, there is one product, and it is used. What varies
+along k is an operand of that, or part of one.
 """
 
 from __future__ import annotations
@@ -9,20 +10,39 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 
 from epigen import dtypes, ops
 from epigen.errors import CheckError, Diagnostic, InternalError, Span, near_miss
-from epigen.ir.graph import BITMASK, BITS, CAST, CONSTANT, EXTENT, INPUT, MM, OPERAND, PACKED, REDUCE, Graph, Node, Output, describe_indices
+from epigen.ir.graph import (
+    BITMASK,
+    BITS,
+    CAST,
+    CONSTANT,
+    DOT,
+    EXTENT,
+    GIVEN,
+    INPUT,
+    OPERAND,
+    OPERANDS,
+    PACKED,
+    REDUCE,
+    Graph,
+    Node,
+    Output,
+    common_indices,
+    describe_indices,
+)
 from epigen.lang.parser import parse
 from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Power, Program, expr_text, to_text
 from epigen.lang.walk import walk
 from epigen.ops import BOOLEAN, NUMBER
 
 PREDECLARED = {"bias": "n", "residual": "mn"}
-OPERANDS = {"a": "mk", "b": "kn"}
 INDEX_NAMES = frozenset("mnk")
+_IN_ORDER = ("m", "n", "mn", "k", "mk", "kn")
+"""The indices that an input may have: those with k within an operand of dot."""
 
 # what generated code itself uses; an input of such a name would shadow it
 _GENERATED = frozenset(
@@ -81,7 +101,7 @@ def refused_name(name: str) -> tuple[str, str] | None:
         hint = f"pass the positions along it as an input: write {vector[0]}, and call with {vector[1]}, dtype=torch.float32)" if vector else another
         return f"'{name}' is an index, not a value", hint
     if name in ops.FUNCTIONS:
-        return f"'{name}' is an operation, not a value", f"call it, as in {name}(mm), or choose another name"
+        return f"'{name}' is an operation, not a value", f"call it, as in {name}({', '.join(OPERANDS) if name == 'dot' else 'mm'}), or choose another name"
     if name in dtypes.BY_NAME:
         return f"'{name}' is a dtype, not a value", another
     if keyword.iskeyword(name) or hasattr(builtins, name):
@@ -91,6 +111,14 @@ def refused_name(name: str) -> tuple[str, str] | None:
     if name in _GENERATED or _GENERATED_PATTERN.fullmatch(name):
         return f"'{name}' is a name that Triton or the generated kernel uses", another
     return None
+
+
+def _reordered(name: str, indices: str) -> str:
+    """What to write in place of indices that no tensor has in this order."""
+    ordered = next((known for known in _IN_ORDER if set(known) == set(indices)), "")
+    if not ordered:
+        return f"an input has two indices at most: write {name}[m,n], and in an operand of dot {name}[m,k] or {name}[k,n]"
+    return f"{'columns come last' if ordered == 'kn' else 'rows come first'}: write {name}[{','.join(ordered)}], and pass the transpose"
 
 
 def letters(name: str) -> str:
@@ -103,6 +131,7 @@ class _Builder:
 
     def __init__(self, text: str):
         self.text = text
+        self.multiplies = re.search(r"\bdot\b", text) is not None  # by name; else operands are mm's, and nothing but their reductions is computed of them
         self.nodes: list[Node] = []
         self.numbers: dict[Node, int] = {}
         self.names: dict[str, _Value] = {}
@@ -153,8 +182,16 @@ class _Builder:
         self.names[name] = value
         self.letters.setdefault(letters(name), name)
         # an output's default name is no label: that output's own value takes it
-        if not default and value is not None and not self.nodes[value].label and self.nodes[value].op not in (INPUT, BITS, CONSTANT, EXTENT, MM, OPERAND):
+        if not default and value is not None and not self.nodes[value].label and self.takes_label(value):
             self.nodes[value] = replace(self.nodes[value], label=name)
+
+    def takes_label(self, value: int) -> bool:
+        """Whether a value may have a name of its own. A product that is mm has that."""
+        node = self.nodes[value]
+        return node.op not in (INPUT, BITS, CONSTANT, EXTENT, OPERAND) and not self.is_mm(node)
+
+    def is_mm(self, node: Node) -> bool:
+        return node.op == DOT and all(self.nodes[a].op == OPERAND for a in node.args)
 
     def name_is_free(self, name: str, span: Span) -> bool:
         """Whether an input or an assignment may have this name; notes the mistake if not."""
@@ -196,6 +233,8 @@ class _Builder:
                     return (yield from self.reduction(function, expr))
                 if function == "bits":
                     return self.call_bits(expr)
+                if function == "dot":
+                    return (yield from self.call_dot(expr))
                 if function == "bitmask":
                     return (yield from self.call_bitmask(expr))
                 if function == "cast":
@@ -205,8 +244,8 @@ class _Builder:
     def name(self, name: Name) -> _Value:
         text, span = name.name, name.span
         declared = None if name.indices is None else "".join(name.indices)
-        if declared is not None and declared not in ("m", "n", "mn") and "k" not in declared:
-            self.error(f"'{text}' is declared as {describe_indices(declared)}", span, f"rows come first: write {text}[m,n], and pass the transpose")
+        if declared is not None and declared not in _IN_ORDER and (self.multiplies or "k" not in declared):
+            self.error(f"'{text}' is declared as {describe_indices(declared)}", span, _reordered(text, declared))
             return None
         if text in self.names:
             self.used.add(text)
@@ -216,14 +255,22 @@ class _Builder:
         if text == "mm":
             if declared not in (None, "mn"):
                 self.error(f"mm has indices [m, n], not {describe_indices(declared or '')}", span, "write mm")
-            return self.node(Node(MM, (), NUMBER, "mn"))
+            return self.product([self.node(given) for given in GIVEN], span)
+        if text in OPERANDS and self.multiplies:
+            if declared not in (None, OPERANDS[text]):
+                self.error(f"{text} has indices {describe_indices(OPERANDS[text])}, not {describe_indices(declared or '')}", span, f"write {text}")
+            return self.node(GIVEN[[*OPERANDS].index(text)])
         if text in OPERANDS:
             self.error(f"the operand '{text}' can only be reduced over k", span, f"write sum({text}, k); the product is mm")
             return None
         if text == "mask" and declared is None:
             return self.bits(text, span)
-        if declared is not None and "k" in declared:
-            self.error(f"'{text}' has the index k, which only the operands have", span, "an input of the epilogue varies over m, n or both")
+        if declared is not None and "k" in declared and not self.multiplies:
+            self.error(
+                f"'{text}' has the index k, which only the operands have",
+                span,
+                "an input of the epilogue varies over m, n or both; within an operand, as in dot(a * norm[k], b), it may vary along k",
+            )
             return None
         if text not in PREDECLARED and text not in self.inputs and declared is None and not self.scalar_name(text, span):
             return None
@@ -315,7 +362,15 @@ class _Builder:
         return self.apply(op, tuple(v for v in values if v is not None), call.span) if all(ok) else None
 
     def apply(self, op: ops.Op, args: tuple[int, ...], span: Span) -> _Value:
-        indices = "".join(i for i in "mn" if any(i in self.nodes[a].indices for a in args))
+        indices = ""
+        for met in (self.nodes[a].indices for a in args):
+            both = common_indices((indices, met))
+            if len(both) > 2:
+                self.error(
+                    f"a value with {describe_indices(indices)} meets one with {describe_indices(met)}", span,
+                    "k ends at the product: what varies along it is part of an operand, as in dot(relu(a) * norm[k], b)")  # fmt: skip
+                return None
+            indices = both
         reduced = [self.nodes[a] for a in args if self.nodes[a].reduced]
         for r in reduced:
             if r.indices != indices:
@@ -345,6 +400,50 @@ class _Builder:
                 f"{what} has to be a boolean, and a number was found", expr.span, f"write a comparison such as {text} > 0, or bits(name) for a packed mask"
             )
         return False
+
+    # -- the product
+
+    def call_dot(self, call: Call) -> _Typing:
+        given = self.arguments(call, tuple(OPERANDS))
+        if given is None:
+            return None
+        operands: list[int] = []
+        for name, part in zip(OPERANDS, given, strict=True):
+            value = yield part
+            if value is not None and self.expect(value, NUMBER, part, f"dot's {name}") and self.is_operand(value, name, part):
+                operands.append(value)
+        return self.product(operands, call.span) if len(operands) == len(OPERANDS) else None
+
+    def is_operand(self, value: int, name: str, expr: Expr) -> bool:
+        """Whether a value is computed of the operand of this name, and of no other."""
+        reached = self.reached(value)
+        found = [n.name for n in reached if n.op == OPERAND]
+        indices = describe_indices(OPERANDS[name]).replace(" ", "")
+        if found != [name] or self.nodes[value].indices != OPERANDS[name]:
+            what = f"one of {' and '.join(sorted(found))} with {describe_indices(self.nodes[value].indices)}" if found else f"one with no {name} in it"
+            message, hint = f"dot's {name} is an expression of {name}{indices}, and {what} was found", "the operands stand in their order: write dot(a, b)"
+        elif counted := next((n for n in reached if n.op == EXTENT), None):
+            message, hint = f"extent({counted.name}) within an operand", "pass the number as a scalar input"
+        else:
+            return True
+        self.error(message, expr.span, hint)
+        return False
+
+    def reached(self, value: int) -> list[Node]:
+        """A value and all that it is computed of."""
+        seen, pending = {value}, [value]
+        while pending:
+            new = [a for a in self.nodes[pending.pop()].args if a not in seen]
+            seen.update(new)
+            pending += new
+        return [self.nodes[number] for number in sorted(seen)]
+
+    def product(self, operands: Sequence[int], span: Span) -> _Value:
+        node = Node(DOT, tuple(operands), NUMBER, "mn")
+        if node not in self.numbers and any(n.op == DOT for n in self.nodes):
+            self.error("a program has one product, and this is another", span, "mm is dot(a, b): bind the one that is meant to a name, or compile two programs")
+            return None
+        return self.node(node)
 
     # -- calls of the grammar's own
 
@@ -454,8 +553,9 @@ class _Builder:
             return None
         if axes == "k":
             self.error(
-                "only the operands a and b have the index k", call.span, f"write {call.function}(a, k) or {call.function}(b, k); mm is already summed over k"
-            )
+                "an operand is reduced over k as it is given" if "k" in self.nodes[value].indices else "only the operands a and b have the index k",
+                call.span, f"write {call.function}(a, k) or {call.function}(b, k); mm is already summed over k",
+            )  # fmt: skip
             return None
         x = self.nodes[value]
         if x.reduced:
@@ -470,7 +570,7 @@ class _Builder:
 
     def outputs(self, exprs: tuple[Expr, ...]) -> tuple[Output, ...]:
         outputs: dict[str, Output] = {}
-        multiplies = re.search(r"\bmm\b", self.text) is not None  # where mm is missing, that is the mistake, and not what the outputs vary over
+        multiplies = re.search(r"\b(mm|dot)\b", self.text) is not None  # where mm is missing, that is the mistake, and not what the outputs vary over
         for position, expr in enumerate(exprs):
             value = self.value(expr)
             bound = isinstance(expr, Name) and expr.name in self.assigned
@@ -490,7 +590,7 @@ class _Builder:
             elif name in outputs:
                 self.error(f"two outputs are called '{name}'", expr.span, "list each output once, or bind one to another name")
             outputs[name] = Output(name, value, dtype)
-        if not self.mistakes and not any(n.op == MM for n in self.nodes):
+        if not self.mistakes and not any(n.op == DOT for n in self.nodes):
             self.without_product(exprs[0].span)
         return tuple(outputs.values())
 
@@ -505,7 +605,7 @@ class _Builder:
     def move_label(self, cast: int, value: int) -> None:
         """The label of an output's cast, for what is cast; no two nodes have the same."""
         label = self.nodes[cast].label
-        if label and not self.nodes[value].label and self.nodes[value].op not in (INPUT, BITS, CONSTANT, EXTENT, MM):
+        if label and not self.nodes[value].label and self.takes_label(value):
             self.nodes[cast] = replace(self.nodes[cast], label="")
             self.nodes[value] = replace(self.nodes[value], label=label)
 

@@ -18,8 +18,8 @@ SAVE = (MASK, OUTPUT, PREACTIVATION, RECOMPUTE)
 NOTHING = "nothing"
 """What a derivation reports where no tile is needed: every choice is then as good."""
 
-INPUT, SAVED, ARRIVING = "input", "saved", "gradient"
-"""Where an input of the backward comes from."""
+INPUT, SAVED, ARRIVING, OPERAND = "input", "saved", "gradient", "operand"
+"""Where an input of the backward, or of an operand's gradients, comes from."""
 
 Shape = tuple[int, int, int]
 """M, N, K."""
@@ -72,12 +72,14 @@ class Option:
 class Argument:
     """One named input of the backward program, and where it comes from.
 
-    source: INPUT (the forward's input `of`), SAVED (the forward's output `of`) or ARRIVING (the gradient that arrives at the output `of`).
+    source: INPUT (the forward's input `of`), SAVED (the forward's output `of`), ARRIVING (the gradient that arrives at the output `of`) or OPERAND (the
+    forward's operand `of`). transposed: it is that matrix's transpose.
     """
 
     name: str
     source: str
     of: str
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,29 @@ class Gradient:
     passed: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class OperandGradients:
+    """The program of the gradients of what one operand of the product is computed of.
+
+    operand: "a" or "b". program: of the gradient of mm, G [M, N]. For "a" its operands are G and the transpose of b, and its result is [M, K]; for "b" they
+    are the transpose of a, and G, and its result is [K, N]. arguments: its inputs, in its order. gradients: of the operand itself and of inputs, in whose own
+    indices they come, whatever letters they have here.
+    """
+
+    operand: str
+    program: Graph
+    arguments: tuple[Argument, ...]
+    gradients: tuple[Gradient, ...]
+
+    def wiring(self) -> str:
+        """Where the operands and inputs of the program come from."""
+        operands = (
+            "a is the gradient of mm; b is the forward's b, transposed" if self.operand == "a" else "a is the forward's a, transposed; b is the gradient of mm"
+        )
+        renamed = [f"{a.name} is the forward's {a.of}{', transposed' * a.transposed}" for a in self.arguments if a.name != a.of or a.transposed]
+        return "; ".join([operands, *renamed])
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Derivation:
     """A program made ready for training. As text: its two programs, and how they are wired.
@@ -102,6 +127,8 @@ class Derivation:
     forward's own product.
     arguments: the backward's inputs, in its order. gradients: of mm and of each input that was asked for and that anything flows to.
     arriving: the program's own outputs at which gradients arrive. save, saved: the choice. options: all that were possible.
+    operands: the programs of what the product's operands are computed of; none where they are a and b as they are given, of which the gradients are plain
+    products of mm's. An input that is used in several places has a gradient of each, and the sum of them.
     """
 
     forward: Graph
@@ -114,13 +141,15 @@ class Derivation:
     save: str
     saved: tuple[Saved, ...]
     options: tuple[Option, ...]
+    operands: tuple[OperandGradients, ...] = ()
 
     def __repr__(self) -> str:
         return f"<epigen.Derivation backward: {self.backward.text!r}; forward: {self.forward.text!r}; save: {self.save!r}>"
 
     def __str__(self) -> str:
         wiring = "".join(f"\n          {line}" for line in self.wiring())
-        return f"forward   {self.forward.text}\nbackward  {self.backward.text}{wiring}\nsaves     {self.save}"
+        operands = "".join(f"\nof {o.operand}      {o.program.text}\n          {o.wiring()}" for o in self.operands)
+        return f"forward   {self.forward.text}\nbackward  {self.backward.text}{wiring}{operands}\nsaves     {self.save}"
 
     def wiring(self) -> list[str]:
         """Where the backward's mm and inputs come from, and which gradients need no kernel, a line each."""

@@ -15,8 +15,8 @@ product, so that it is never chosen where there is another way, and "output" kee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import epigen.ir.graph as g
 from epigen.dtypes import FP16, FP32, UINT8, DType
@@ -24,11 +24,9 @@ from epigen.errors import CallError, DerivationError, Diagnostic, near_miss
 from epigen.ir.autodiff import GRADIENT, MM, Gradients, carries_gradient, differentiate
 from epigen.ir.derivation import ARRIVING, INPUT, MASK, NOTHING, OUTPUT, PREACTIVATION, RECOMPUTE, SAVE, SAVED, Argument, Derivation, Gradient, Option, Saved
 from epigen.ir.graph import Graph, Node, Output
-from epigen.ir.passes import normalise
-from epigen.ir.program import graph_of_written
-from epigen.ir.unparse import Names, program_of
-from epigen.lang.parser import MAX_CHARACTERS, MAX_NODES
-from epigen.lang.syntax import parts, to_text
+from epigen.ir.operand_gradients import operand_gradients
+from epigen.ir.unparse import Names
+from epigen.ir.written import through_text
 from epigen.ops import BOOLEAN, NUMBER
 
 _USUAL = (4096, 4096, 4096)  # where ways are compared: their order hangs on no extent
@@ -38,20 +36,22 @@ def derive(graph: Graph, operands: DType = FP16, save: str | None = None, wrt: I
     """The derivation of a normalised graph.
 
     operands: the dtype of a and b, which a saved tile has too. save: one of SAVE; by default the choice of the save policy.
-    wrt: "mm" and names of inputs; by default all. of: names of the outputs that gradients arrive at; by default all that carry any.
+    wrt: "mm" and names of inputs; by default all. Of operands that are computed also "a" and "b", both of which "mm" stands for. of: names of the outputs that gradients arrive at; by default all that carry any.
     Raises DerivationError for the program, CallError for the rest.
     """
     if not operands.is_float or operands.is_fp8:
         raise CallError(f"{operands} operands have no gradient: train with fp16, bf16 or fp32, and cast for the product alone")
     if save is not None and save not in SAVE:
         raise CallError(f"unknown save={save!r}: {near_miss(str(save), SAVE) or 'it is one of ' + ', '.join(SAVE)}")
-    inputs, arriving = [MM, *(n.name for n in graph.inputs())], [o.name for o in graph.outputs if carries_gradient(graph, o)]
+    computed = bool(graph.computed())
+    inputs, arriving = [MM, *[*g.OPERANDS] * computed, *(n.name for n in graph.inputs())], [o.name for o in graph.outputs if carries_gradient(graph, o)]
     if wrt is not None:
         inputs = _known("input", wrt, inputs)
     if of is not None:
         among = _known("output", of, [o.name for o in graph.outputs])
         arriving = [name for name in arriving if name in among]
-    found = differentiate(graph, arriving, inputs)
+    through_operands = bool({MM, *g.OPERANDS} & set(inputs))
+    found = differentiate(graph, arriving, {*inputs, MM} if through_operands else inputs)
     ways = list(_ways(graph, found, operands))
     if not ways:
         message = "the gradients need neither mm nor the gradient of a tile, so that no kernel computes them"
@@ -62,7 +62,10 @@ def derive(graph: Graph, operands: DType = FP16, save: str | None = None, wrt: I
         if save not in possible:
             raise CallError(f"save={save!r} does not give the derivative of {graph.text!r} all that it reads: possible are {', '.join(possible)}")
         chosen = ways[possible.index(save)]
-    return _assemble(graph, found, chosen, tuple(w.option for w in ways), tuple(arriving))
+    derived = _assemble(graph, found, chosen, tuple(w.option for w in ways), tuple(arriving))
+    if not computed or MM not in dict(found.wanted):
+        return derived
+    return replace(derived, operands=operand_gradients(graph, [*inputs, *[*g.OPERANDS] * (MM in inputs)]))
 
 
 def _known(what: str, names: Iterable[str], known: Collection[str]) -> list[str]:
@@ -92,7 +95,7 @@ def _ways(graph: Graph, found: Gradients, operands: DType) -> Iterable[_Way]:
     nodes, forward = found.nodes, len(graph.nodes)
     from_mm: list[bool] = []  # elementwise
     for node in nodes:
-        from_mm.append(node.op == MM or (node.op != g.REDUCE and any(from_mm[a] for a in node.args)))
+        from_mm.append(node.op == g.DOT or (node.op != g.REDUCE and any(from_mm[a] for a in node.args)))
     kept = {_value(graph, o): o for o in reversed(graph.outputs) if _serves(graph, o, operands)}
 
     def finished(i: int) -> bool:
@@ -151,7 +154,7 @@ def _cut(found: Gradients, stop: Callable[[int], bool]) -> tuple[tuple[int, ...]
         node = found.nodes[number]
         if stop(number):
             stops.append(number)
-        elif node.op in (MM, GRADIENT):
+        elif node.op in (g.DOT, GRADIENT):
             reached.add(node.name or MM)
         else:
             pending += node.args
@@ -166,7 +169,7 @@ def _passed_by_all(found: Gradients, stop: Callable[[int], bool]) -> list[int]:
     nodes = found.nodes
     leads: list[bool] = []  # to MM
     for number, node in enumerate(nodes):
-        leads.append(node.op == MM or (not stop(number) and any(leads[a] for a in node.args)))
+        leads.append(node.op == g.DOT or (not stop(number) and any(leads[a] for a in node.args)))
     starts = {number for _, number in found.wanted if leads[number]}
     earliest, passed = min(starts, default=0), []
     seen = set(starts)
@@ -211,25 +214,26 @@ def _assemble(graph: Graph, found: Gradients, way: _Way, options: tuple[Option, 
             own[number] = names.fresh(f"d{name}")
         gradients.append(Gradient(name, own[number]))
 
-    # values of the forward, and gradients, become the backward's inputs
+    # values of the forward, and gradients, become the backward's inputs; first come the operands of the product that mm is
     sources = {name: Argument(name, INPUT, name) for name in inputs}
-    nodes = []
+    nodes = [*g.GIVEN]
     first = not way.product  # what arrives at the first tile, if the product is the forward's own
     for number, node in enumerate(found.nodes):
+        node = replace(node, args=tuple(a + len(g.GIVEN) for a in node.args))
         if number in saved:
             s = saved[number]
             name = names.fresh(MASK if s.packed else node.label or (s.output if s.extra else "y"), scalar=not s.indices)
             sources[name] = Argument(name, SAVED, s.output)
             node = Node(g.BITS, (), BOOLEAN, "mn", name=name) if s.packed else Node(g.INPUT, (), NUMBER, s.indices, name=name)
         elif node.op == GRADIENT and node.name == way.product:
-            node = Node(g.MM, (), NUMBER, "mn")
+            node = Node(g.DOT, (0, 1), NUMBER, "mn")
         elif node.op == GRADIENT:
             name = names.fresh("grad" if first and node.indices == "mn" else f"grad_{node.name}", scalar=not node.indices)
             first = False
             sources[name] = Argument(name, ARRIVING, node.name)
             node = Node(g.INPUT, (), NUMBER, node.indices, name=name)
         nodes.append(node)
-    backward = through_text(nodes, [Output(name, number, None) for number, name in own.items()], graph.text)
+    backward = through_text(nodes, [Output(name, number + len(g.GIVEN), None) for number, name in own.items()], graph.text)
 
     return Derivation(
         forward=_extended(graph, found, saved) if any(s.extra for s in way.option.saved) else graph,
@@ -260,16 +264,3 @@ def _extended(graph: Graph, found: Gradients, saved: Mapping[int, Saved]) -> Gra
         else:
             outputs.append(Output(s.output, number, None))
     return through_text(nodes, outputs, graph.text)
-
-
-def through_text(nodes: Sequence[Node], outputs: Sequence[Output], of: str) -> Graph:
-    """A program of what these outputs need, as a user would get it who wrote its text.
-
-    of: the program that it is made for. Raises DerivationError where the text would be longer than a program's may be.
-    """
-    program = program_of(normalise(Graph(tuple(nodes), tuple(outputs), "")))
-    count, text = parts(program), to_text(program)
-    if count > MAX_NODES or len(text) > MAX_CHARACTERS:
-        message = f"what training needs of it is a program of {count} parts in {len(text)} characters, and the limits are {MAX_NODES} and {MAX_CHARACTERS}"
-        raise DerivationError(of, [Diagnostic(message, None, "divide the program, or derive less of it: fewer outputs (of=...), or fewer inputs (wrt=...)")])
-    return graph_of_written(program, text)

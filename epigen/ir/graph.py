@@ -1,4 +1,4 @@
-"""The typed, immutable graph of an epilogue, in canonical order.
+"""The typed, immutable graph of a product and what is around it, in canonical order.
 
 Invariants: a node's arguments stand before it; no two nodes are equal; every node is reached from an output. Equal programs (but
 for spacing, unused structure and the order of assignments) give equal graphs.
@@ -6,14 +6,21 @@ for spacing, unused structure and the order of assignments) give equal graphs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from epigen.dtypes import DType
+from epigen.ops import NUMBER
 
 # node kinds beside the rows of the operation table
-MM, INPUT, BITS, OPERAND, CONSTANT, EXTENT, CAST, BITMASK, REDUCE = "mm", "input", "bits", "operand", "constant", "extent", "cast", "bitmask", "reduce"
+DOT, INPUT, BITS, OPERAND, CONSTANT, EXTENT, CAST, BITMASK, REDUCE = "dot", "input", "bits", "operand", "constant", "extent", "cast", "bitmask", "reduce"
 PACKED = "packed"
 """Kind of a value that holds one bit an element, beside the operation table's NUMBER and BOOLEAN."""
+
+INDICES = "mkn"
+"""The index classes, in the order in which each value names its own: "mn" of a result, "mk" and "kn" of operands."""
+OPERANDS = {"a": "mk", "b": "kn"}
+"""What a product multiplies, with the indices of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +28,8 @@ class Node:
     """One value.
 
     op: a row of the operation table or one of the node kinds above.
-    indices: which of m, n it varies over, in that order ("mn", "m", "n" or ""; operands have "mk" and "kn").
+    args: of a product, its operands: a[m,k] and b[k,n] as they are given, or what is computed of each.
+    indices: which of INDICES it varies over, in that order. Along k only operands do, and what they are computed of.
     kind: NUMBER, BOOLEAN or PACKED.  reduced: computed from a finished reduction.
     value: a constant's.  name: an input's or operand's, the index of an extent, or the reduction's row.  axes: what a reduction contracts.
     dtype: a cast's.  label: the name that the user gave the value ("" if none); no part of its meaning.
@@ -37,6 +45,10 @@ class Node:
     axes: str = ""
     dtype: DType | None = None
     label: str = field(default="", compare=False)
+
+
+GIVEN = tuple(Node(OPERAND, (), NUMBER, indices, name=name) for name, indices in OPERANDS.items())
+"""The operands as they are given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +71,25 @@ class Graph:
         """The named inputs, packed masks among them, in order of first use; operands and mm are not listed."""
         return tuple(n for n in self.nodes if n.op in (INPUT, BITS))
 
+    def product(self) -> int | None:
+        """The number of the product's node; None where the program is over a product that is given."""
+        return next((i for i, n in enumerate(self.nodes) if n.op == DOT), None)
+
+    def computed(self) -> tuple[str, ...]:
+        """Names of the operands of which something is computed that is then multiplied."""
+        product = self.product()
+        return () if product is None else tuple(name for name, arg in zip(OPERANDS, self.nodes[product].args, strict=True) if self.nodes[arg].op != OPERAND)
+
     def tiles(self) -> tuple[str, ...]:
         """Names of the inputs and outputs with an element for each of the result's, packed masks left out."""
         inputs = [n.name for n in self.inputs() if n.indices == "mn" and n.kind != PACKED and n.op != BITS]
         return (*inputs, *(o.name for o in self.outputs if self.nodes[o.node].indices == "mn" and self.nodes[o.node].kind != PACKED))
+
+
+def common_indices(several: Iterable[str]) -> str:
+    """The indices of what is computed element by element of values with these."""
+    found = set("".join(several))
+    return "".join(i for i in INDICES if i in found)
 
 
 def mask_stride(n: int) -> int:

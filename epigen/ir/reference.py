@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epigen import ops
-from epigen.dtypes import INT8, INT32, DType
+from epigen.dtypes import BY_TORCH_ON_CPU, INT8, INT32, DType
 from epigen.errors import InternalError
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph, Node
@@ -53,7 +53,8 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 def evaluate(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], dtypes: Sequence[DType]) -> list[Tensor]:
     """The program's outputs, in fp32 arithmetic, each rounded once to its dtype; in fp64 where there is any, as torch has it.
 
-    a: [M, K]. b: [K, N]. inputs: tile [M, N], row [M], column [N], mask uint8 [M, ceil(N / 8)], scalar. dtypes: one an output.
+    a: [M, K]. b: [K, N]. inputs: tile [M, N], row [M], column [N], mask uint8 [M, ceil(N / 8)], scalar; of operands also [K], and [M, K] or [K, N].
+    dtypes: one an output.
     """
     compute = torch.float64 if any(isinstance(t, Tensor) and t.dtype == torch.float64 for t in (a, *inputs.values())) else torch.float32
     if compute == torch.float64:  # a number is one as well, where a kernel's is fp32
@@ -73,20 +74,35 @@ def evaluate(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], d
 
 
 def node_values(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], compute: torch.dtype) -> list[Tensor]:
-    """Every node's value, in shapes that broadcast: [M, N], [M, 1], [1, N] or a scalar; packed masks as bytes."""
+    """Every node's value, in shapes that broadcast: [M, N], [M, 1], [1, N] or a scalar, of operands also [M, K], [K, N] and [K]; packed masks as bytes."""
     m, n = a.shape[0], b.shape[1]
     values: list[Tensor] = []
     # autocast would round the operands and the product of fp32 values to half precision; the meta device has none
     with torch.autocast(a.device.type, enabled=False) if not a.is_meta else nullcontext():
         for node in graph.nodes:
-            values.append(_value(node, [values[i] for i in node.args], a, b, inputs, compute, m, n))
+            if node.op == g.DOT:
+                values.append(product(*multiplied(graph, node, values, a, b), compute))
+            else:
+                values.append(_value(node, arguments(graph, node, values), a, b, inputs, compute, m, n))
     return values
+
+
+def arguments(graph: Graph, node: Node, values: Sequence[Tensor]) -> list[Tensor]:
+    """Those of a node, in shapes that broadcast to its own: where rows lie along k, what varies along k alone is a column."""
+    found = [(values[i], graph.nodes[i].indices) for i in node.args]
+    return [x[:, None] if (node.indices, indices) == ("kn", "k") and x.dim() == 1 else x for x, indices in found]
+
+
+def multiplied(graph: Graph, node: Node, values: Sequence[Tensor], a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """What a product multiplies: operands as they are given, or what is computed of them, rounded once to their own dtypes."""
+    left, right = (
+        given if graph.nodes[i].op == g.OPERAND else convert(values[i], BY_TORCH_ON_CPU[str(given.dtype)]) for i, given in zip(node.args, (a, b), strict=True)
+    )
+    return left, right
 
 
 def _value(node: Node, args: list[Tensor], a: Tensor, b: Tensor, inputs: Mapping[str, Number], compute: torch.dtype, m: int, n: int) -> Tensor:
     match node.op:
-        case g.MM:
-            return product(a, b, compute)
         case g.CONSTANT:
             return torch.full((), node.value, dtype=compute, device=a.device)  # in fp32 as the kernel sees it
         case g.EXTENT:
@@ -134,11 +150,11 @@ def reduce(node: Node, x: Tensor) -> Tensor:
 
 
 def broadcastable(value: Number, indices: str, compute: torch.dtype, device: torch.device) -> Tensor:
-    """An input in a shape that broadcasts against [M, N]."""
+    """An input in a shape that broadcasts against [M, N], or against its operand but for what varies along k alone, which is [K]."""
     if not isinstance(value, Tensor):
         return torch.full((), float(value), dtype=torch.float64, device=device).to(torch.float32).to(compute)  # what is too large for fp32 is infinite
     value = value.to(compute)
-    return {"mn": lambda: value, "m": lambda: value[:, None], "n": lambda: value[None, :], "": lambda: value.reshape(())}[indices]()
+    return {"m": lambda: value[:, None], "n": lambda: value[None, :], "": lambda: value.reshape(())}.get(indices, lambda: value)()
 
 
 def shaped(value: Tensor, indices: str, m: int, n: int) -> Tensor:

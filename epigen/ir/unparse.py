@@ -19,7 +19,7 @@ from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Program, to_tex
 
 _NOWHERE = Span(0, 0)
 _DEEPEST = 10  # a deeper expression is easier to read in two statements
-_LEAVES = (g.MM, g.INPUT, g.BITS, g.OPERAND, g.CONSTANT, g.EXTENT)
+_LEAVES = (g.INPUT, g.BITS, g.OPERAND, g.CONSTANT, g.EXTENT)
 _LONGEST_BASE = 50
 
 
@@ -69,12 +69,12 @@ class _Writer:
     def program(self) -> Program:
         listed = [*enumerate(self.graph.outputs)]
         default = "out{}" if len(listed) > 1 else "out"
-        own = {o.node: o.name for i, o in reversed(listed) if o.dtype is None and o.name != default.format(i) and self.graph.nodes[o.node].op not in _LEAVES}
+        own = {o.node: o.name for i, o in reversed(listed) if o.dtype is None and o.name != default.format(i) and not self.leaf(self.graph.nodes[o.node])}
         labels = {n.label for n in self.graph.nodes} - {o.name for _, o in listed}
         for number, node in enumerate(self.graph.nodes):
             expr, depth = self.expr(node)
             name = own.get(number) or (node.label if node.label in labels else "")
-            if not name and node.op not in _LEAVES and (self.uses[number] > 1 or depth > _DEEPEST):
+            if not name and not self.leaf(node) and (self.uses[number] > 1 or depth > _DEEPEST):
                 name = self.names.fresh("v")
             self.exprs.append((self.bind(name, expr), 0) if name else (expr, depth))
         outputs: list[Expr] = []
@@ -86,6 +86,10 @@ class _Writer:
             outputs.append(expr if found == output.name else self.bind(output.name, expr))
         return Program(tuple(self.assigns), tuple(outputs), "")
 
+    def leaf(self, node: Node) -> bool:
+        """Whether a value is written as a name or a number: the product of the operands as they are given is mm."""
+        return node.op in _LEAVES or (node.op == g.DOT and all(self.graph.nodes[a].op == g.OPERAND for a in node.args))
+
     def bind(self, name: str, expr: Expr) -> Name:
         self.assigns.append(Assign(name, expr, _NOWHERE))
         self.bound.add(name)
@@ -95,8 +99,8 @@ class _Writer:
         args = [self.exprs[a][0] for a in node.args]
         depth = 1 + max((self.exprs[a][1] for a in node.args), default=0)
         match node.op:
-            case g.MM:
-                return _name("mm"), 0
+            case g.DOT:
+                return (_name("mm"), 0) if self.leaf(node) else (_call("dot", *args), depth)
             case g.OPERAND:
                 return _name(node.name), 0
             case g.EXTENT:

@@ -42,6 +42,9 @@ _BINARY = {
     ast.Gt: ">", ast.GtE: ">=", ast.Lt: "<", ast.LtE: "<=", ast.Eq: "==", ast.NotEq: "!=",
 }  # fmt: skip
 
+_GIVEN = (Name("a", Span(0, 0)), Name("b", Span(0, 0)))
+"""The operands of the product that mm is."""
+
 # what to write instead of a piece of Python that is not in the language
 _INSTEAD: dict[type[ast.AST], tuple[str, str]] = {
     ast.Attribute: ("an attribute access", "names have no parts: write the bare name"),
@@ -67,7 +70,7 @@ _INSTEAD: dict[type[ast.AST], tuple[str, str]] = {
     ast.FunctionDef: ("a function definition", "bind names with 'name = expression;'"),
     ast.ClassDef: ("a class definition", "bind names with 'name = expression;'"),
     ast.Delete: ("'del'", "a program only binds names and lists outputs"),
-    ast.MatMult: ("'@'", "the product is already there, as mm"),
+    ast.MatMult: ("'@'", "the product is already there, as mm, or dot(a, b)"),
     ast.Mod: ("'%'", "the language has + - * / and small integer powers"),
     ast.FloorDiv: ("'//'", "the language has + - * / and small integer powers"),
     ast.BitXor: ("'^'", "a power is written x ** 2; booleans that differ are (p & ~q) | (q & ~p)"),
@@ -294,6 +297,8 @@ class _Reader:
         keywords = tuple((k.arg or "", v) for k, v in zip(node.keywords, args[len(node.args) :], strict=True))
         if function not in ops.FUNCTIONS:
             raise _Refused
+        if function == "dot" and args == _GIVEN and not keywords:
+            return Name("mm", self.span(node))
         return Call(function, args[: len(node.args)], self.span(node), keywords)
 
     def power(self, base: ast.expr, exponent: ast.expr, node: ast.expr, depth: int) -> _Reading:

@@ -110,6 +110,15 @@ def operands(c: Candidate) -> str:
     return f"the schedule {c.schedule.name} multiplies operands of {sizes} bits, and these are {signature.a}"
 
 
+def computed_operands(c: Candidate) -> str:
+    if not c.spec.computed or c.schedule.computes:
+        return ""
+    able = " and ".join(s.name for s in SCHEDULES.values() if s.computes)
+    return (
+        f"the schedule {c.schedule.name} multiplies operands as they lie, and the program computes what it multiplies of {c.spec.computed[0].name}: {able} can"
+    )
+
+
 # -- without these a kernel that multiplies does not compile, and Triton says so
 
 
@@ -168,7 +177,16 @@ def work_of_a_warp(c: Candidate) -> str:
     return f"{c.warps} warps share {block_m}x{block_n} values: less than 16x8 each" if block_m * block_n < 128 * c.warps else ""
 
 
-LAUNCHES: tuple[Restriction, ...] = (architecture, operands, rows_of_warpgroups, empty_tensors, number_of_tiles, coordinates, vendors_extents)
+LAUNCHES: tuple[Restriction, ...] = (
+    architecture,
+    operands,
+    rows_of_warpgroups,
+    empty_tensors,
+    number_of_tiles,
+    coordinates,
+    vendors_extents,
+    computed_operands,
+)
 COMPILES: tuple[Restriction, ...] = (fp8, step, threads)
 PAYS: tuple[Restriction, ...] = (filled, shared_memory, accumulators, held_inputs, work_of_a_warp)
 """Of kernels that multiply, as those of COMPILES are. Some are estimates: for a config that is given, the compiler has the last word."""

@@ -22,6 +22,7 @@ from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import LINE_BYTES, KernelConfig, KernelSpec, row_lengths
 from epigen.dtypes import FP16, FP32
 from epigen.gpus import Gpu, Target
+from epigen.ir.graph import OPERANDS
 from epigen.perf.constants import FITTED, Constants
 from epigen.perf.resources import WGMMA, Resources, Work
 from epigen.perf.traffic import Shape, eager_dtype, item_bytes, partial_bytes, size_of, traffic
@@ -121,6 +122,7 @@ class _Timing(Work):
         self.clock_us = float(gpu.clock_mhz)
         self.operand_bytes = (m * k * sig.a.bytes, k * n * sig.b.bytes)
         self.vector_bytes = sum(item_bytes(i, m, n) for i in spec.inputs if i.indices != "mn")
+        self.beside_bytes = sum(item_bytes(i, m, n, k) for i in self.along_k)
         self.product_us = self._vendor_us()
 
     def estimate(self, config: KernelConfig) -> Estimate:
@@ -316,10 +318,11 @@ class _Timing(Work):
         feed += self._crossing_clocks(config) / self.clock_us
         if any(self.narrow):
             multiply = max(products, shared, self._multiply_us(block_m, block_n, block_k, warps))
-            return self.c.block_us, steps * self._narrow_step_us(config, needs, blocks, multiply)
+            return self.c.block_us, steps * (self._narrow_step_us(config, needs, blocks, multiply) + self._computed_us(config, blocks))
         spill = self.c.spill if needs.registers > self.c.spilled * needs.most_registers else 1.0
         copies = (a_bytes / self.copy_bytes[0] + b_bytes / self.copy_bytes[1]) / (32 * warps)
         issue, multiply = copies * self.c.copy_clocks / self.clock_us, self._multiply_us(block_m, block_n, block_k, warps)
+        issue += self._computed_us(config, blocks)
         if config["num_stages"] == 1:  # load, wait, multiply
             return self.c.block_us, steps * spill * (latency + max(issue, blocks * feed) + max(multiply, blocks * products, blocks * shared))
         # the first loads are issued at once; each later one is waited for as long as those in flight do not cover it
@@ -328,6 +331,15 @@ class _Timing(Work):
         busy = (blocks * products, blocks * shared, blocks * feed)
         loop = min(in_flight, steps) * self._norm(*busy, issue + multiply) + max(0, steps - in_flight) * self._norm(*busy, issue + multiply, late)
         return self.c.block_us + latency + feed, spill * loop
+
+    def _computed_us(self, config: KernelConfig, blocks: int) -> float:
+        """What a step takes to compute what it multiplies of operands, and to load what that is computed of besides."""
+        clocks = 0.0
+        for name, operations in self.computed.items():
+            elements = config[f"block_{OPERANDS[name].strip('k')}"] * config["block_k"]
+            read = sum(i.dtype.bytes for i in self.along_k if i.dtype and i.indices == OPERANDS[name])
+            clocks += elements * (operations / min(128, 32 * config["num_warps"] * blocks) + read / self.c.l2_bytes_clock)
+        return clocks / self.clock_us
 
     def _feed_us(self, rows: int, columns: int) -> float:
         """What a multiprocessor takes to load a tile whose rows are contiguous in memory.
@@ -391,7 +403,7 @@ class _Timing(Work):
 
     def _operand_traffic(self, config: KernelConfig, tiles_m: int, tiles_n: int, concurrent: int) -> float:
         """Bytes of operands that come from memory: group_m decides how much of a wave lies in the same rows and columns."""
-        once = float(sum(self.operand_bytes))
+        once = float(sum(self.operand_bytes)) + self.beside_bytes
         if once <= self.gpu.l2_bytes / 2 or not concurrent:
             return once
         group = min(config["group_m"], tiles_m)

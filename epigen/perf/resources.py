@@ -14,6 +14,7 @@ from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, row_bytes
 from epigen.dtypes import FP32
 from epigen.gpus import Target
+from epigen.ir.graph import OPERANDS
 from epigen.perf.traffic import Shape
 
 WGMMA = ("sm_90", "sm_100")
@@ -71,6 +72,9 @@ class Work:
         bits = sum(i.packed for i in tiles) + sum(s.packed for s in spec.stores)
         # a reduction costs its own instructions and the exchange between threads, a mask its shifts
         self.operations = sum(_operations(line.op) for line in spec.lines) + 4.0 * bits + sum(16.0 if p.row == "logsumexp" else 4.0 for p in spec.partials)
+        self.computed = {o.name: sum(_operations(line.op) for line in o.lines) + 2.0 for o in spec.computed}
+        """Instructions an element of an operand that is computed as it is loaded, with those that widen and round it."""
+        self.along_k = [i for o in spec.computed for i in o.along_k if i.dtype]
         self.store_bytes = max((s.dtype.bytes for s in spec.stores if s.indices == "mn" and not s.packed), default=0)
         self.pointed_bytes = max((i.dtype.bytes for i in tiles if i.dtype and not i.packed), default=0)
         self.copy_bytes = tuple(math.gcd(_VECTOR_BYTES, each) for each in row_bytes(shape, sig))
@@ -105,6 +109,7 @@ class Work:
         each = [buffers if k or self.element_bytes > 1 or not wgmma else 1 for k in along_k]
         each = [1 if narrow else count for narrow, count in zip(self.narrow, each, strict=True)]
         shared = (each[0] * block_m + each[1] * block_n) * block_k * self.element_bytes
+        shared += buffers * block_k * self.spec.beside_bytes(block_m, block_n)
         if self.target.backend == "cuda":  # the stores' layout is reached through shared memory
             shared = max(shared, min(block_m * block_n * self.store_bytes, 1 << 16))
         # The same kernels: 36, the accumulators, what the epilogue holds beside them, and two for the address of each copy of 16 bytes, or
@@ -116,7 +121,8 @@ class Work:
         registers, spilled = int(36 + accumulators * (1 + self.held_an_element + again) + copies), 0
         if any(self.narrow):
             registers, spilled = self._narrow_registers(config, accumulators, wgmma)
-        registers += held
+        # what is computed of a step's operands, in fp32
+        registers += held + sum(int(config[f"block_{OPERANDS[name].strip('k')}"] * block_k / threads) for name in self.computed)
         return Resources(shared, accumulators, registers, most, max(1, self.target.blocks_per_sm(threads, min(most, registers), shared)), spilled, held)
 
     def _grouped(self, config: KernelConfig) -> Resources:

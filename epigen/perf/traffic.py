@@ -12,6 +12,7 @@ from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import ACC, CAST, WIDEN, Input, KernelConfig, KernelSpec, Store
 from epigen.dtypes import BF16, FP32, INT8, DType
+from epigen.ir.graph import OPERANDS, common_indices
 
 Shape = tuple[int, int, int]
 """M, N, K."""
@@ -58,7 +59,7 @@ def traffic(spec: KernelSpec, shape: Shape, config: KernelConfig | None = None) 
         after = sum(not schedules.finished_inside(f, config) for f in spec.finishes)
     m, n, k = shape
     operands = m * k * sig.a.bytes + k * n * sig.b.bytes
-    fused = operands + sum(item_bytes(i, m, n) for i in spec.all_inputs) + sum(item_bytes(o, m, n) for o in spec.outputs)
+    fused = operands + sum(item_bytes(i, m, n, k) for i in spec.all_inputs) + sum(item_bytes(o, m, n) for o in spec.outputs)
     fused += sum(partial_bytes(p.axes, m, n, block) for p in spec.partials)
     # a finishing kernel that sums over k reads the operand again
     again = sum({"a": m * k * sig.a.bytes, "b": k * n * sig.b.bytes}.get(s.operand, 0) for f in spec.finishes for s in f.sources)
@@ -69,16 +70,16 @@ def traffic(spec: KernelSpec, shape: Shape, config: KernelConfig | None = None) 
     return Traffic(2.0 * m * n * k, float(fused + again + between), ours, float(operands + unfused + again), launches)
 
 
-def size_of(indices: str, m: int, n: int) -> int:
-    """Elements of a value with these indices."""
-    return (m if "m" in indices else 1) * (n if "n" in indices else 1)
+def size_of(indices: str, m: int, n: int, k: int = 1) -> int:
+    """Elements of a value with these indices. k: where it may vary along that."""
+    return (m if "m" in indices else 1) * (n if "n" in indices else 1) * (k if "k" in indices else 1)
 
 
-def item_bytes(item: Input | Store, m: int, n: int) -> int:
+def item_bytes(item: Input | Store, m: int, n: int, k: int = 1) -> int:
     """Of an input or output in memory."""
     if item.dtype is None:  # a number, passed by value
         return 0
-    return m * -(-n // 8) if item.packed else size_of(item.indices, m, n) * item.dtype.bytes
+    return m * -(-n // 8) if item.packed else size_of(item.indices, m, n, k) * item.dtype.bytes
 
 
 def partial_bytes(axes: str, m: int, n: int, block: tuple[int, int]) -> int:
@@ -95,26 +96,27 @@ def eager_dtype(spec: KernelSpec) -> DType:
 
 def _unfused(spec: KernelSpec, shape: Shape) -> tuple[int, int]:
     """Bytes beyond the operands, and launches, of the product and one eager operation a line, cast, mask and reduction."""
-    m, n, _ = shape
+    m, n, k = shape
     element = eager_dtype(spec)
     product = 4 if spec.signature.a == INT8 else element.bytes
     held: dict[str, tuple[str, int]] = {ACC: ("mn", product)}  # indices, bytes an element
+    held |= {o.name: (OPERANDS[o.name], element.bytes) for o in spec.computed}
     moved, launches = m * n * product, 1
 
     def size(name: str) -> int:
         indices, each = held[name]
-        return size_of(indices, m, n) * each
+        return size_of(indices, m, n, k) * each
 
     for item in spec.all_inputs:
         if item.packed:  # unpacked to booleans first
             moved, launches = moved + m * -(-n // 8) + m * n, launches + 1
         held[item.name] = (item.indices, 0 if item.dtype is None else 1 if item.packed else item.dtype.bytes)
     reduced = {s.name: f.indices for f in spec.finishes for s in f.sources}
-    lines = [*spec.lines, *(line for f in spec.finishes for line in f.lines)]
+    lines = [*spec.main_lines, *(line for f in spec.finishes for line in f.lines)]
     held |= {name: (indices, 4) for name, indices in reduced.items()}
     for line in lines:
         names = [a for a in line.args if isinstance(a, str) and a in held]
-        indices = "".join(i for i in "mn" if any(i in held[a][0] for a in names))
+        indices = common_indices(held[a][0] for a in names)
         boolean = line.op in ops.TABLE and ops.TABLE[line.op].result == ops.BOOLEAN
         finished = any(a in reduced for a in names)
         each = 1 if boolean else 4 if finished or line.op == WIDEN else line.dtype.bytes if line.op == CAST and line.dtype else element.bytes

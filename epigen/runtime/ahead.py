@@ -14,6 +14,7 @@ from epigen.codegen.functions import Function
 from epigen.codegen.render import Rendered
 from epigen.errors import CompileError, EpigenError
 from epigen.gpus import Target
+from epigen.ir.graph import INDICES
 from epigen.runtime.loader import Compiled, compile_ahead
 
 
@@ -23,7 +24,9 @@ def layout_constants(function: Function, layout: str = "nn") -> dict[str, int]:
     ones = {"stride_ak" if layout[0] == "n" else "stride_am", "stride_bn" if layout[1] == "n" else "stride_bk"}
     # the last index of an input or an output; of a packed mask read in words, the rows' stride is the only one
     masks = {f"stride_{a.name.removesuffix('_ptr')}_m" for a in function.arguments if a.type == "*u8"}
-    ones |= {n for n in names - masks if n.startswith("stride_") and (n.endswith("_n") or (n.endswith("_m") and f"{n[:-2]}_n" not in names))}
+    ones |= {
+        n for n in names - masks if n.startswith("stride_") and n[-2] == "_" and not any(f"{n[:-1]}{behind}" in names for behind in INDICES.partition(n[-1])[2])
+    }
     return dict.fromkeys(sorted(ones & names), 1)
 
 

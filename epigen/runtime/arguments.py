@@ -105,11 +105,11 @@ def check_product(mm: Tensor) -> tuple[int, int]:
     return mm.shape[0], mm.shape[1]
 
 
-def check_inputs(declared: Mapping[str, Node], inputs: Mapping[str, Any], m: int, n: int, first: Tensor) -> None:
-    """declared: the program's inputs by name. inputs: what the call gives. first: an operand, or the product that is given."""
+def check_inputs(declared: Mapping[str, Node], inputs: Mapping[str, Any], shape: tuple[int, int, int], first: Tensor) -> None:
+    """declared: the program's inputs by name. inputs: what the call gives. shape: M, N, K. first: an operand, or the product that is given."""
     check_names(declared, inputs)
     for name, node in declared.items():
-        _check_input(name, node, inputs[name], m, n, first)
+        _check_input(name, node, inputs[name], shape, first)
 
 
 def check_names(declared: Mapping[str, Node], inputs: Mapping[str, Any]) -> None:
@@ -128,8 +128,8 @@ def check_double(what: str, t: Tensor, first: Tensor) -> None:
         raise CallError(f"{what} is float64, and the operands are {str(first.dtype).removeprefix('torch.')}: float64 is computed where they are float64 too")
 
 
-def _check_input(name: str, node: Node, value: Any, m: int, n: int, first: Tensor) -> None:
-    what = f"input '{name}'"
+def _check_input(name: str, node: Node, value: Any, shape: tuple[int, int, int], first: Tensor) -> None:
+    what, (m, n, _) = f"input '{name}'", shape
     if not isinstance(value, Tensor):
         if node.op == g.BITS or node.indices:
             raise CallError(f"{what} is declared as {name}{_declared(node)}, and a {type(value).__name__} was given: pass a tensor")
@@ -146,7 +146,7 @@ def _check_input(name: str, node: Node, value: Any, m: int, n: int, first: Tenso
         return
     if str(value.dtype) not in BY_TORCH_ON_CPU:
         raise CallError(f"{what} is {value.dtype}, which epigen does not compute with: inputs are one of {', '.join(map(str, INPUTS))}")
-    wanted = tuple({"m": m, "n": n}[i] for i in node.indices)
+    wanted = tuple(shape["mnk".index(i)] for i in node.indices)
     if (tuple(value.shape) != wanted) if node.indices else (value.numel() != 1):
         expected = f"[{', '.join(i.upper() for i in node.indices)}] = {list(wanted)}" if node.indices else "one element"
         found = f"{what} is declared as {name}{_declared(node)}, so {expected} was expected, and it has shape {list(value.shape)}"

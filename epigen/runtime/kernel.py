@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from epigen.codegen import schedules
-from epigen.codegen.lower import describable, lower, over_product, signature_of_contiguous, uninterpretable
+from epigen.codegen.lower import check_computed, describable, lower, over_product, signature_of_contiguous, uninterpretable
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import EXACT_INT8, PRODUCT, Choice, KernelConfig, KernelSpec, Provisional, Signature, factors, index_bits, k_multiple, whole_words
@@ -124,7 +124,7 @@ class Kernel:
         """Run the program. Called as `kernel(a, b, bias=bias)`.
 
         a: [M, K]. b: [K, N]. Any strides; on the meta device the results are, too. inputs: the program's, by name: tile [M, N], row [M], column [N], mask uint8
-        [M, ceil(N / 8)], scalar a number or a tensor with one element. Of any dtype of floats (but fp64), int8, uint8, int32, int64 or bool, and in the
+        [M, ceil(N / 8)], scalar a number or a tensor with one element; of operands also [K], and [M, K] or [K, N]. Of any dtype of floats (but fp64), int8, uint8, int32, int64 or bool, and in the
         kernel fp32: booleans are 0 and 1, and integers past 2^24 are rounded, as torch's own conversion to float32 rounds them.
         out: a tensor for a lone output; for several a mapping by name or a sequence; written and returned. It may be an input of the same
         indices from which that output is computed element by element, such as grad in "cast(mm + grad[m,n], fp32)", which then accumulates in
@@ -344,7 +344,7 @@ class Kernel:
             refused = refusal(error) if prepared.plan and not prepared.interpreted else None
             if refused is None:
                 raise
-            if self._config is not None or prepared.plan is None or not prepared.plan.multiplies:
+            if self._config is not None or prepared.plan is None or not prepared.plan.multiplies or prepared.plan.spec.computed:
                 raise refused from error
         prepared = self._prepare(operands, inputs, outs, str(refused))
         return prepared, self._start(prepared, operands, inputs, outs)
@@ -379,7 +379,9 @@ class Kernel:
         """target: compile for it; the tensors then lie on the meta device. By default for the tensors' own device."""
         m, n, k = arguments.check_operands(*operands) if operands else (*arguments.check_product(inputs[PRODUCT]), 0)
         what, first = ("operand a", operands[0]) if operands else (PRODUCT, inputs[PRODUCT])
-        arguments.check_inputs(self._inputs, inputs, m, n, first)
+        arguments.check_inputs(self._inputs, inputs, (m, n, k), first)
+        if operands:
+            check_computed(self._graph, BY_TORCH_ON_CPU[str(first.dtype)])
         found = outputs.of(self._graph, BY_TORCH_ON_CPU[str(first.dtype)])
         for out in found:
             if out.name in outs:

@@ -93,12 +93,12 @@ def of(graph: Graph, a: DType) -> list[Out]:
 
 
 def _elementwise(graph: Graph, root: int) -> Iterator[Node]:
-    """The inputs from which a value is computed, but for those of reductions within it."""
+    """The inputs from which a value is computed, but for those of reductions and products within it."""
     seen, pending = set[int](), [root]
     while pending:
         number = pending.pop()
         node = graph.nodes[number]
-        if number in seen or node.op == g.REDUCE:
+        if number in seen or node.op in (g.REDUCE, g.DOT):
             continue
         seen.add(number)
         pending += node.args

@@ -67,7 +67,7 @@ def sample(
         if node.op == g.BITS:
             named[node.name] = mask()
         elif node.indices:
-            named[node.name] = tensor(dtype, *({"m": m, "n": n}[i] for i in node.indices))
+            named[node.name] = tensor(dtype, *(shape["mnk".index(i)] for i in node.indices))
         else:
             value = 2.0 if integers or generator is None else 0.5 + torch.rand((), generator=generator, device=device).item()
             named[node.name] = value if scalars_by_value else torch.tensor([value], device=device).to(reference.torch_dtype(dtype))

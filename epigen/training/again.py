@@ -27,14 +27,15 @@ from epigen.training.site import How, Site, leading
 
 def prepare(x: Tensor, links: Sequence[Link]) -> Callable[..., Tensor] | None:
     """What `linear.chain` comes to where it is called with tensors like these, in torch's modes as they are: a function without its checks. None where the chain
-    has torch itself run the layers, and where one takes numbers or a buffer for its weight's gradient, or gives more than a tile.
+    has torch itself run the layers, and where one takes numbers or a buffer for its weight's gradient, computes what it multiplies, or gives more than a tile.
 
     It takes x, and of each layer the weight and the inputs in their order, each of exactly the shape that its program declares with x's leading dimensions.
     """
     programs = [plan.declared(link.epilogue) for link in links]
     tensors: list[Any] = [x, *(v for link in links for v in (link.weight, *link.inputs.values()))]
     plain = all(isinstance(t, Tensor) for t in tensors) and all(program.tile for program in programs) and all(link.main_grad is None for link in links)
-    if not plain or not library.unseen(*tensors) or composed.asked(tensors):
+    computed = any(graph_of(link.epilogue).computed() for link in links)
+    if not plain or computed or not library.unseen(*tensors) or composed.asked(tensors):
         return None
     names = [(f"w{i}", {name: f"v{i}_{j}" for j, name in enumerate(link.inputs)}) for i, link in enumerate(links)]
     text = CodeBuilder(f"again(x, {', '.join(name for weight, inputs in names for name in (weight, *inputs.values()))})")

@@ -34,8 +34,7 @@ def asked(values: Iterable[Tensor]) -> bool:
 def run(text: str, x: Tensor, weight: Tensor, inputs: Mapping[str, Tensor | float]) -> list[Tensor]:
     """The program's outputs. x: [M, K]. weight: [N, K]. Raises CallError for what does not fit."""
     graph, b = library.kernel(text, None).graph, weight.t()
-    m, n, _ = arguments.check_operands(x, b)
-    arguments.check_inputs({node.name: node for node in graph.inputs()}, inputs, m, n, x)
+    arguments.check_inputs({node.name: node for node in graph.inputs()}, inputs, arguments.check_operands(x, b), x)
     return _evaluated(graph, x, b, inputs, x.dtype)
 
 

@@ -48,7 +48,7 @@ def rows(t: Any, indices: str) -> Any:
     """A tile [..., N] as [M, N], or a row [...] as [M]; anything else as it is. indices: of the value."""
     if indices == "m":
         return t if t.dim() == 1 else t.reshape(-1)
-    if indices != "mn" or t.dim() == 2:
+    if indices not in ("mn", "mk") or t.dim() == 2:
         return t
     return t[None] if t.dim() == 1 else t.reshape(math.prod(t.shape[:-1]), t.shape[-1])  # as flatten, but in older parts of torch too
 
@@ -88,8 +88,14 @@ class Layer(torch.autograd.Function):
         before = 0 if step.before is None else len(step.before.inputs)
         outputs = forward(step, tune, x, weight, inputs, lead)
         own = kept(step.own, x, weight, inputs, outputs)
-        ctx.save_for_backward(x if step.weight else None, weight if step.x else None, *own, *taken[before:])
+        computed = [inputs[i] for i in step.kept]
+        of_operands = [v for v in computed if isinstance(v, Tensor)]
+        needs_x, needs_weight = step.weight or bool(step.operands), step.x or bool(step.operands)
+        ctx.save_for_backward(x if needs_x else None, weight if needs_weight else None, *of_operands, *own, *taken[before:])
         ctx.step, ctx.tune, ctx.main_grad, ctx.numbers = step, tune, main_grad, (numbers(inputs), numbers(taken[:before]))
+        if step.operands:
+            ctx.dtypes = [v.dtype if isinstance(v, Tensor) else None for v in inputs]
+            ctx.computed = [None if isinstance(v, Tensor) else v for v in computed]
         ctx.shapes = x.shape, [v.shape if isinstance(v, Tensor) else None for v in (*inputs, *taken[:before])]
         given = tuple(outputs[: len(step.outputs)] if step.own else outputs)
         if step.own is None:
@@ -119,7 +125,10 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
         )
     step, own, before = ctx.step, ctx.step.own, ctx.step.before
     x, weight, *saved = tensors
-    x = rows(x, "mn") if step.weight else x
+    if x is not None:
+        x = rows(x, "mn")
+    of_operands = ctx.computed.count(None) if step.operands else 0
+    computed, saved = saved[:of_operands], saved[of_operands:]
     dmm: Tensor | None = arrived[0]
     inputs: list[Tensor | None] = [None] * len(step.inputs)
     if own is not None:
@@ -128,7 +137,11 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
         dmm, inputs = _gradients(own, ctx.tune, held, ctx.numbers[0], arrived)
     dx, dweight = None, None
     taken: list[Tensor | None] = [None] * len(before.inputs) if before is not None else []
-    if dmm is not None:
+    if dmm is not None and step.operands:
+        rest = iter(computed)
+        given = [rows(next(rest), _of(step, i)) if v is None else v for v, i in zip(ctx.computed, step.kept, strict=True)]
+        dx, dweight = _through_operands(step, ctx, dmm, x, weight, given, inputs)
+    elif dmm is not None:
         use = wanted(ctx) if step.weight else Wanted.NOT
         if use is Wanted.ADDED and ctx.main_grad is not None:
             library.below_autograd(library.accumulate, ctx.main_grad, dmm.t(), x)
@@ -141,6 +154,40 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
     shape, shapes = ctx.shapes
     given = [t if t is None or t.shape == s else t.view(s) for t, s in zip((*inputs, *taken), shapes, strict=False)]
     return dx if dx is None else dx.view(shape), dweight, None, None, None, None, *given, *(None for _ in saved)
+
+
+def _of(step: Step, place: int) -> str:
+    """The indices of one of the layer's inputs."""
+    return step.indices[step.inputs.index(place)]
+
+
+def _through_operands(
+    step: Step, ctx: Any, dmm: Tensor, x: Tensor, weight: Tensor, computed: Sequence[Value], inputs: list[Tensor | None]
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients of x and the weight where something is computed of one before it is multiplied. To those of the inputs it adds theirs.
+
+    x: [M, K]. computed: what the programs read of the layer's inputs. inputs: the gradients so far.
+    """
+    of: dict[str, Tensor | None] = {"a": None, "b": None}
+    use = wanted(ctx) if step.weight else Wanted.NOT
+    adds = use is Wanted.ADDED and ctx.main_grad is not None
+    for each in step.operands:
+        if each.operand == "b" and use is Wanted.NOT and not each.inputs:
+            continue
+        itself = x if each.operand == "a" else weight.t()
+        given = [itself if place is None else computed[place] for place, _ in each.arguments]
+        values = [v.t() if transposed and isinstance(v, Tensor) else v for v, (_, transposed) in zip(given, each.arguments, strict=True)]
+        operands = (dmm, weight) if each.operand == "a" else (x.t(), dmm)
+        found = library.run(each.wide if adds and each.operand == "b" else each.text, ctx.tune, *operands, values)
+        of[each.operand] = None if each.own is None else found[each.own]
+        for place, output in each.inputs:
+            before, gradient = inputs[place], found[output].to(ctx.dtypes[place])
+            inputs[place] = gradient if before is None else before + gradient
+    dweight = of["b"]
+    if dweight is not None and adds:
+        ctx.main_grad.add_(dweight.t())
+        dweight = None
+    return of["a"] if step.x else None, dweight.t() if dweight is not None and use is not Wanted.NOT else None
 
 
 class Wanted(Enum):

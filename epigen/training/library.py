@@ -85,30 +85,28 @@ def _accumulate(grad: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _fake_program(text: str, tune: str | None, a: Tensor, b: Tensor, inputs: Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
     graph = kernel(text, tune, options).graph
-    m, n, _ = arguments.check_operands(a, b)
-    return _fake(graph, a, m, n, named(text, inputs, numbers))
+    return _fake(graph, a, arguments.check_operands(a, b), named(text, inputs, numbers))
 
 
 def _fake_over(text: str, mm: Tensor, inputs: Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
     graph = kernel(text, None, options).graph
-    m, n = arguments.check_product(mm)
-    return _fake(graph, mm, m, n, named(text, inputs, numbers))
+    return _fake(graph, mm, (*arguments.check_product(mm), 0), named(text, inputs, numbers))
 
 
-def _fake(graph: Graph, like: Tensor, m: int, n: int, inputs: dict[str, Any]) -> list[Tensor]:
-    arguments.check_inputs({node.name: node for node in graph.inputs()}, inputs, m, n, like)
+def _fake(graph: Graph, like: Tensor, shape: tuple[int, int, int], inputs: dict[str, Any]) -> list[Tensor]:
+    arguments.check_inputs({node.name: node for node in graph.inputs()}, inputs, shape, like)
     allocate = outputs.allocator(like.device)
-    return [out.held(m, n).empty(allocate) for out in outputs.of(graph, BY_TORCH_ON_CPU[str(like.dtype)])]
+    return [out.held(*shape[:2]).empty(allocate) for out in outputs.of(graph, BY_TORCH_ON_CPU[str(like.dtype)])]
 
 
 def _fake_into(
     text: str, tune: str | None, operands: Sequence[Tensor], inputs: Inputs, numbers: Sequence[float], out: Sequence[Tensor], options: str | None = None
 ) -> None:  # fmt: skip
     graph = kernel(text, tune, options).graph
-    m, n = arguments.check_operands(*operands)[:2] if len(operands) == 2 else arguments.check_product(*operands)
-    arguments.check_inputs({node.name: node for node in graph.inputs()}, named(text, inputs, numbers), m, n, operands[0])
+    shape = arguments.check_operands(*operands) if len(operands) == 2 else (*arguments.check_product(*operands), 0)
+    arguments.check_inputs({node.name: node for node in graph.inputs()}, named(text, inputs, numbers), shape, operands[0])
     for found, expected in zip(out, outputs.of(graph, BY_TORCH_ON_CPU[str(operands[0].dtype)]), strict=True):
-        outputs.check(found, expected, m, n, operands[0].device)
+        outputs.check(found, expected, *shape[:2], operands[0].device)
 
 
 def _fake_accumulate(grad: Tensor, a: Tensor, b: Tensor) -> None:

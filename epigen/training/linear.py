@@ -251,13 +251,13 @@ def _input(declared: Input, value: Any, lead: Sequence[int], weight: Tensor) -> 
         if value.numel() != 1:
             raise CallError(f"{what} is a scalar, and has shape {list(value.shape)}: one element was expected")
         return value.reshape(())
-    return _broadcast(declared, value, lead, weight.shape[0])
+    return _broadcast(declared, value, lead, *weight.shape)
 
 
-def _broadcast(declared: Input, value: Tensor, lead: Sequence[int], n: int) -> Tensor:
+def _broadcast(declared: Input, value: Tensor, lead: Sequence[int], n: int, k: int) -> Tensor:
     """As torch.broadcast_to has it, but for a packed mask's bytes; a row may come as [..., 1] too, as torch's own reductions keep it."""
     last = -(-n // 8) if declared.packed else n
-    wanted = {"mn": (*lead, last), "m": tuple(lead), "n": (last,)}[declared.indices]
+    wanted = {"mn": (*lead, last), "m": tuple(lead), "n": (last,), "k": (k,), "mk": (*lead, k), "kn": (k, n)}[declared.indices]
     if value.shape == wanted:
         return value
     given = value[..., 0] if declared.indices == "m" and value.dim() > len(lead) and value.shape[-1] == 1 else value

@@ -20,9 +20,10 @@ from epigen.errors import CallError
 from epigen.ir import graph as g
 from epigen.ir.autodiff import MM, carries_gradient
 from epigen.ir.derivation import ARRIVING, INPUT, SAVED, Derivation
-from epigen.ir.derive import derive, through_text
-from epigen.ir.graph import Graph
+from epigen.ir.derive import derive
+from epigen.ir.graph import Graph, Output
 from epigen.ir.program import MOST_PROGRAMS, graph_of
+from epigen.ir.written import through_text
 from epigen.ops import NUMBER
 from epigen.runtime import outputs
 
@@ -67,6 +68,23 @@ class Backward:
 
 
 @dataclass(frozen=True, slots=True)
+class OperandBackward:
+    """The gradients of what one operand is computed of, over the gradient of mm.
+
+    operand: "a", which is x, or "b", the weight's transpose. text: the program. wide: the same with the operand's own gradient in fp32. arguments: its inputs, by place among what `Step` keeps for operands, and whether
+    each is transposed; None is the operand itself. own: where the operand's own gradient is among the program's outputs. inputs: each a place among the
+    layer's inputs, and where that one's gradient is.
+    """
+
+    operand: str
+    text: str
+    wide: str
+    arguments: tuple[tuple[int | None, bool], ...]
+    own: int | None
+    inputs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """What one layer runs.
 
@@ -74,7 +92,7 @@ class Step:
     outputs: the indices of each of the results. constant: the outputs that carry no gradient. own: the derivative, over the gradients that
     arrive; None where there is none, or the next layer takes it over. before: the derivative of the layer before, taken over.
     trains: whether any gradient is wanted. weight, x: whether those of the weight and of what it multiplies are; with `before`, the latter
-    is what that gives.
+    is what that gives. operands: where those follow from programs, and are no plain products. kept: what these read of the layer's inputs, by place.
     """
 
     text: str
@@ -87,6 +105,8 @@ class Step:
     trains: bool = False
     weight: bool = False
     x: bool = False
+    operands: tuple[OperandBackward, ...] = ()
+    kept: tuple[int, ...] = ()
 
 
 class Input(NamedTuple):
@@ -100,7 +120,15 @@ class Input(NamedTuple):
         return (
             "a packed mask [..., ceil(N / 8)]"
             if self.packed
-            else {"mn": "a tile [..., N]", "m": "a row [...]", "n": "a column [N]", "": "a scalar"}[self.indices]
+            else {
+                "mn": "a tile [..., N]",
+                "m": "a row [...]",
+                "n": "a column [N]",
+                "": "a scalar",
+                "k": "a value a column of x [K]",
+                "mk": "a tile [..., K]",
+                "kn": "a tile of the weight's transpose [K, N]",
+            }[self.indices]
         )
 
 
@@ -147,18 +175,22 @@ def _steps(x: bool, layers: tuple[Asked, ...]) -> tuple[Step, ...]:
     for number, layer in enumerate(layers):
         graph, operands = graph_of(layer.text), _dtype(layer.dtype, "weight")
         names, indices = _places(n.name for n in graph.inputs()), tuple(graph.nodes[o.node].indices for o in graph.outputs)
-        wrt = [MM] * (layer.weight or flows) + [name for name, want in zip(names, layer.wanted, strict=True) if want]
+        computed = bool(graph.computed())
+        products = ["a"] * flows + ["b"] * layer.weight if computed else [MM] * (layer.weight or flows)
+        wrt = products + [name for name, want in zip(names, layer.wanted, strict=True) if want]
         if not wrt:
             found.append(Step(layer.text, tuple(names.values()), tuple(n.indices for n in graph.inputs()), indices, ()))
             continue
         derived = derive(graph, operands, layer.save, wrt, layer.of)
         forward = derived.forward
-        chained = number + 1 < len(layers) and _chains(graph, operands)
+        # what computes something of this layer's result gives its gradient by a program of its own
+        chained = number + 1 < len(layers) and _chains(graph, operands) and not graph_of(layers[number + 1].text).computed()
         backward = _backward(derived, names, layer, operands, chained)
         constant = tuple(i for i, o in enumerate(forward.outputs) if i >= derived.results or o.name not in derived.arriving)
         order = tuple(names[n.name] for n in forward.inputs())
         taken = tuple(n.indices for n in forward.inputs())
-        found.append(Step(forward.text, order, taken, indices, constant, None if chained else backward, before, True, layer.weight, flows))
+        through, kept = _through_operands(derived, names, layer, operands) if computed else ((), ())
+        found.append(Step(forward.text, order, taken, indices, constant, None if chained else backward, before, True, layer.weight, flows, through, kept))
         flows, before = True, backward if chained else None
     return tuple(found)
 
@@ -208,6 +240,24 @@ def _backward(derived: Derivation, inputs: Mapping[str, int], layer: Asked, oper
     )
 
 
+def _through_operands(derived: Derivation, inputs: Mapping[str, int], layer: Asked, operands: DType) -> tuple[tuple[OperandBackward, ...], tuple[int, ...]]:
+    """And the places of the layer's inputs that these read. inputs: the layer's, by place."""
+    kept = tuple(dict.fromkeys(inputs[a.of] for each in derived.operands for a in each.arguments if a.source == INPUT))
+    dtypes = {name: _dtype(d, f"input '{name}'") for name, d in zip(inputs, layer.inputs, strict=True) if d is not None} | dict.fromkeys(g.OPERANDS, operands)
+    found = []
+    for each in derived.operands:
+        program, wide = (
+            _cast(layer.text, each.program, each.program.outputs, {x.output: (dtypes | own)[x.of] for x in reversed(each.gradients)}, operands)
+            for own in ({}, {each.operand: FP32})
+        )
+        places, sources = _places(o.name for o in program.outputs), {a.name: a for a in each.arguments}
+        arguments = tuple((kept.index(inputs[a.of]) if a.source == INPUT else None, a.transposed) for a in (sources[n.name] for n in program.inputs()))
+        gradients = {x.of: places[x.output] for x in each.gradients}
+        of_inputs = tuple((inputs[name], place) for name, place in gradients.items() if name not in g.OPERANDS)
+        found.append(OperandBackward(each.operand, program.text, wide.text, arguments, gradients.get(each.operand), of_inputs))
+    return tuple(found), kept
+
+
 def _places(names: Iterable[str]) -> dict[str, int]:
     return {name: i for i, name in enumerate(names)}
 
@@ -225,21 +275,24 @@ def _settled(text: str, derived: Derivation, dtypes: Mapping[str, DType], operan
     wanted = {x.output: dtypes[x.of] for x in reversed(derived.gradients)}
     reads: list[bool] = []  # mm, without which there is no program
     for node in graph.nodes:
-        reads.append(node.op == g.MM or any(reads[a] for a in node.args))
-    repeated = {o.name for o in graph.outputs if over and graph.nodes[o.node].op == g.MM and wanted[o.name] == default}
+        reads.append(node.op == g.DOT or any(reads[a] for a in node.args))
+    repeated = {o.name for o in graph.outputs if over and graph.nodes[o.node].op == g.DOT and wanted[o.name] == default}
     rest = [o for o in graph.outputs if o.name not in repeated]
     if rest and not any(reads[o.node] for o in rest):
         repeated, rest = set(), list(graph.outputs)
-    computed = []
-    for o in rest:
-        dtype = wanted[o.name]
-        other = dtype != default if graph.nodes[o.node].indices == "mn" else dtype.bits < FP32.bits  # as which sums come, and of doubles as theirs
-        computed.append(replace(o, dtype=dtype) if other else o)
-    order = [o.name for o in computed]
+    order = [o.name for o in rest]
     places = {}
     for x in derived.gradients:
         arrives = x.passed or (derived.product if x.output in repeated else "")
         places[x.of] = len(order) + results.index(arrives) if arrives else order.index(x.output)
-    if computed == list(graph.outputs):
-        return graph, places
-    return through_text(graph.nodes, computed, text) if computed else None, places
+    return _cast(text, graph, rest, wanted, default) if rest else None, places
+
+
+def _cast(text: str, graph: Graph, outputs: Iterable[Output], wanted: Mapping[str, DType], default: DType) -> Graph:
+    """The program of some of a graph's outputs, each in the dtype that its use wants. text: of the layer. default: of tiles that are not cast."""
+    computed = []
+    for o in outputs:
+        dtype = wanted[o.name]
+        other = dtype != default if graph.nodes[o.node].indices == "mn" else dtype.bits < FP32.bits  # as which sums come, and of doubles as theirs
+        computed.append(replace(o, dtype=dtype) if other else o)
+    return graph if tuple(computed) == graph.outputs else through_text(graph.nodes, computed, text)

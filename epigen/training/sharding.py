@@ -79,19 +79,34 @@ def _along(axis: str, graph: Graph, operands: int) -> Way | None:
 
 
 def _summed(graph: Graph, operands: int) -> Way | None:
-    """Each process has a summand of the product, and of what is added to it, and so of the results."""
+    """Each process has a summand of the product, and of what is added to it, and so of the results. What is computed of operands has parts along k, too."""
     roles: dict[int, bool] = {}
     if not all(graph.nodes[o.node].kind != g.PACKED and (o.dtype is None or _sums(o.dtype.torch)) for o in graph.outputs):
         return None
     if not all(_plays(graph, o.node, True, roles) for o in graph.outputs):
         return None
     summands = {graph.nodes[i].name for i, linear in roles.items() if linear and graph.nodes[i].op == g.INPUT}
-    taken: dict[str, Placement] = {i.name: SUMMAND if i.name in summands else REPLICATE for i in graph.inputs()}
+    if summands & _of_operands(graph):  # what is multiplied has to be whole
+        return None
+    taken: dict[str, Placement] = {i.name: SUMMAND if i.name in summands else _split(i.indices, "k") for i in graph.inputs()}
     if operands == 2:
         taken |= {"a": Shard(1), "b": Shard(0)}
     elif taken.get(PRODUCT) != SUMMAND:
         return None
     return Way(taken, (SUMMAND,) * len(graph.outputs))
+
+
+def _of_operands(graph: Graph) -> set[str]:
+    """The inputs of which operands are computed."""
+    product = graph.product()
+    seen: set[int] = set()
+    pending = [] if product is None else [*graph.nodes[product].args]
+    while pending:
+        number = pending.pop()
+        if number not in seen:
+            seen.add(number)
+            pending += graph.nodes[number].args
+    return {graph.nodes[i].name for i in seen if graph.nodes[i].op == g.INPUT}
 
 
 def _sums(dtype: str) -> bool:
@@ -107,10 +122,10 @@ def _plays(graph: Graph, number: int, linear: bool, roles: dict[int, bool]) -> b
     node = graph.nodes[number]
     parts: list[tuple[int, bool]]
     if not linear:
-        if node.op in (g.MM, g.OPERAND):
+        if node.op in (g.DOT, g.OPERAND):
             return False
         parts = [(i, False) for i in node.args]
-    elif node.op in (g.MM, g.INPUT, g.OPERAND):
+    elif node.op in (g.DOT, g.INPUT, g.OPERAND):
         return True
     elif node.op in ("add", "sub", "neg") or (node.op == g.REDUCE and node.name == "sum"):
         parts = [(i, True) for i in node.args]
@@ -137,7 +152,7 @@ def _plays(graph: Graph, number: int, linear: bool, roles: dict[int, bool]) -> b
 def _multiplies(graph: Graph, number: int) -> bool:
     """Whether a value is computed from the product."""
     node = graph.nodes[number]
-    return node.op == g.MM or (node.op == g.INPUT and node.name == PRODUCT) or any(_multiplies(graph, i) for i in node.args)
+    return node.op == g.DOT or (node.op == g.INPUT and node.name == PRODUCT) or any(_multiplies(graph, i) for i in node.args)
 
 
 # -- which is taken, and run
