@@ -22,6 +22,8 @@ import torch
 import epigen
 from bench import command, driver, record, timing
 from bench.record import Report, Row
+from epigen.codegen import schedules
+from epigen.codegen.spec import KernelConfig
 from epigen.runtime import launch
 from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.device import THIS_MACHINE, Machine
@@ -35,7 +37,14 @@ PROGRAMS = {
     "relu + bias": "relu(mm + bias)",
     "relu + bias + mask": "z = mm + bias; relu(z), bitmask(z > 0)",
     "drelu + bgrad": "dz = drelu(mm, mask); dz, bgrad(dz)",
+    "relu + bias, by TMA": "relu(mm + bias)",
 }
+CONFIGS = {
+    "relu + bias, by TMA": schedules.config(
+        "persistent", block_m=64, block_n=64, block_k=64, group_m=1, num_warps=4, num_stages=2, flatten=1, subtiles=1, tma_store=1
+    )
+}
+"""Of programs for which none is chosen: a kernel whose tensors have descriptors."""
 
 FIRST = """
 import json, time
@@ -54,9 +63,9 @@ print(json.dumps({"torch_s": torch_s, "imported_s": imported_s, "first_s": first
 """
 
 
-def contenders(text: str) -> tuple[dict[str, Callable[[], object]], epigen.Kernel]:
-    """Ways to the same outputs, the last one where nvmath is installed; and epigen's kernel."""
-    kernel = epigen.compile(text)
+def contenders(text: str, config: KernelConfig | None = None) -> tuple[dict[str, Callable[[], object]], epigen.Kernel]:
+    """Ways to the same outputs, the last one where nvmath is installed; and epigen's kernel, with a config where one is given."""
+    kernel = epigen.compile(text, config=config)
     x, w, bias = (torch.randn(s, device="cuda").half() for s in ((M, K), (K, N), (N,)))
     _, mask = epigen.compile(PROGRAMS["relu + bias + mask"])(x, w, bias=bias)
     inputs = {n.name: {"bias": bias, "mask": mask}[n.name] for n in kernel.graph.inputs()}
@@ -111,10 +120,8 @@ def _launch_alone(kernel: epigen.Kernel, x: torch.Tensor, w: torch.Tensor, input
     slots = [text.hold(v.data_ptr() if isinstance(v, torch.Tensor) else v) for v in given]
     stream = text.hold(torch.cuda.current_stream().cuda_stream)
     step = launch.in_one_step(launches, (), len(slots), prepared.device.index)
-    if step is None:
-        text.add(*(x.call(text, stream, slots) for x in launches))
-    else:
-        text.add(launch.step_call(text, step, launches, stream, slots))
+    assert step is not None
+    text.add(launch.step_call(text, step, launches, stream, slots))
     return text.function()
 
 
@@ -192,7 +199,7 @@ def main(machine: Machine = THIS_MACHINE) -> None:
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
     for name, text in PROGRAMS.items():
-        ways, kernel = contenders(text)
+        ways, kernel = contenders(text, CONFIGS.get(name))
         found = timing.hosted(ways, ROUNDS, CALLS)
         rows.append({"program": name, "text": text, "config": str(kernel.config), "kernels": _launches(kernel), "timing": found})
         print(f"{name} {M}x{N}x{K} {kernel.config}: { {c: v['median_us'] for c, v in found.items()} }", flush=True)

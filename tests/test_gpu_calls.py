@@ -1,4 +1,4 @@
-"""Warmed calls on a GPU: the right kernel and the right memory whatever changes between two calls. tests/test_direct.py has the same without a GPU."""
+"""Warmed calls on a GPU: the right kernel and the right memory whatever changes between two calls. tests/warmed_calls has the same without a GPU."""
 
 from __future__ import annotations
 
@@ -47,8 +47,12 @@ def through_triton(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return seen
 
 
-@pytest.fixture(params=[None, LIBRARY], ids=["chosen", "library"])
+@pytest.fixture(params=[None, LIBRARY, cases.persistent(), cases.warp_specialized()], ids=["chosen", "library", "persistent", "warp_specialized"])
 def fused(request: pytest.FixtureRequest) -> Kernel:
+    """The last two address their tensors by TMA."""
+    major, minor = torch.cuda.get_device_capability()
+    if request.param is not None and not schedules.SCHEDULES[request.param.schedule].runs_on("cuda", 10 * major + minor):
+        pytest.skip(f"the schedule {request.param.schedule} does not run on this GPU")
     return epigen.compile("relu(mm + bias)", config=request.param)
 
 

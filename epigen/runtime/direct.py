@@ -1,21 +1,19 @@
-"""A compiled kernel's own C launcher, called without the Python that Triton puts around it. What it knows of Triton's insides is here.
+"""What is known of Triton's launches: how a kernel that it compiled is started, how it describes a tensor to TMA, and who else takes part.
 
 `jit[grid](...)` binds, specialises and looks up anew at every launch, and describes each tensor to TMA anew. Its first launch returns the
 compiled kernel; with arguments of the same types, the same integers and the same alignments every later one would come to that kernel
-again, so it may as well be called at once. Whether they are the same is for the caller to know.
+again, so it may as well be launched at once (native.py). Whether they are the same is for the caller to know.
 
-Nothing here is promised by Triton. What is found is therefore looked at, not assumed: the launcher's Python is run once with marks in
-place of the stream and the arguments, and what arrives at the C function says where they go. Seen alike in Triton 3.6 and 3.9. Where
-something looks otherwise the answer is None, and `jit[grid]` stays the way.
+Nothing here is promised by Triton, so what is found is looked at, not assumed. Seen alike in Triton 3.6 and 3.9. Where something looks
+otherwise the answer is None, and `jit[grid]` stays the way.
 """
 
 from __future__ import annotations
 
-import copy
+import ctypes
 import inspect
 import sys
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +21,9 @@ from torch import Tensor
 
 from epigen.dtypes import BY_TORCH
 from epigen.runtime.code_builder import CodeBuilder
+
+TENSOR_MAP_BYTES = 128
+"""Of what the driver calls a CUtensorMap."""
 
 
 def describe_by_triton(dialect: str, t: Tensor, block: tuple[int, int]) -> Any:
@@ -48,69 +49,28 @@ def upright(t: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """A kernel's C function and what it takes before and behind the stream. dependent: where in `middle` it says whether the kernel is launched while
-    the one before it still runs. packed: its kernel's arguments are one tuple. owner: of its code."""
+class Loaded:
+    """A kernel that is launched with its own arguments alone. function: the driver's handle. kinds: of the arguments, as Triton's signature has them, in the
+    order of the function's parameters, constants too. owner: of its code."""
 
-    function: Callable[..., object]
-    head: tuple[Any, ...]
-    middle: tuple[Any, ...]
-    dependent: int
-    packed: bool
+    function: int
+    threads: int
+    shared_bytes: int
+    kinds: tuple[str, ...]
     owner: Any
 
-    def call(self, text: CodeBuilder, stream: str, dependent: str, arguments: Sequence[str]) -> str:
-        """The statement that launches. stream, dependent: expressions. arguments: those for all of the kernel's, constants too; addresses are integers,
-        and a tensor with a descriptor is its descriptor and what `Descriptors` says that follows."""
-        text.hold(self.owner)
-        middle = [dependent if place == self.dependent else text.hold(value) for place, value in enumerate(self.middle)]
-        last = f"({', '.join(arguments)},)" if self.packed else ", ".join(arguments)
-        return f"{text.hold(self.function)}({', '.join([*map(text.hold, self.head), stream, *middle, last])})"
 
-
-def start(jit: Any, compiled: Any, names: Sequence[str], blocks: int, arguments: int) -> Start | None:
-    """The C launcher of a kernel, ready but for the stream and the arguments.
-
-    jit, compiled: a function, and what a launch of it returned. names: its parameters in the order of the arguments to come.
-    blocks: of the grid. arguments: how many there are, descriptors spread out.
-    """
-    launcher = _launcher(compiled)
-    if launcher is None or [p.name for p in jit.params] != list(names):
+def loaded(jit: Any, compiled: Any, names: Sequence[str]) -> Loaded | None:
+    """jit, compiled: a function, and what a launch of it returned. names: its parameters in the order of the arguments to come."""
+    if _launcher(compiled) is None or [p.name for p in jit.params] != list(names):
         return None
-    function = _beneath(launcher.launch)
-    if function is None:
-        return None
-    reached: list[tuple[Any, ...]] = []
-    stand_in = copy.copy(launcher)
-    stand_in.launch = lambda *given: reached.append(given)
-    stream, dependent, marks = object(), object(), tuple(object() for _ in range(arguments))
-    stand_in.launch_pdl = dependent
     try:
-        stand_in(blocks, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *marks)
-    except (TypeError, AttributeError):  # another calling convention than the known ones
+        metadata, kinds = compiled.metadata, tuple(compiled.src.signature.values())
+        threads, shared_bytes = metadata.num_warps * metadata.target.warp_size, metadata.shared
+        alone = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid
+    except AttributeError:  # another Triton's
         return None
-    return _replay(function, reached, stream, dependent, marks, compiled)
-
-
-def _replay(
-    function: Callable[..., object], reached: Sequence[tuple[Any, ...]], stream: object, dependent: object, marks: tuple[Any, ...], compiled: Any
-) -> Start | None:
-    """The C function with what arrived there, but for what the marks stood for: the stream, whether it is launched as a dependent, the arguments.
-
-    compiled: owns the code.
-    """
-    if len(reached) != 1:
-        return None
-    (given,) = reached
-    places = [i for i, value in enumerate(given) if value is stream]
-    spread = len(marks) > 0 and given[-len(marks) :] == marks
-    if len(places) != 1 or not (spread or given[-1:] == (marks,)):
-        return None
-    head, middle = given[: places[0]], given[places[0] + 1 : -len(marks) if spread else -1]
-    known = [i for i, value in enumerate(middle) if value is dependent]
-    if len(known) != 1 or any(value in marks for value in (*head, *middle)):
-        return None
-    return Start(function, head, middle, known[0], not spread, compiled)
+    return Loaded(compiled.function, threads, shared_bytes, kinds, compiled) if alone and len(kinds) == len(names) else None
 
 
 def _launcher(compiled: Any) -> Any:
@@ -125,18 +85,13 @@ def _launcher(compiled: Any) -> Any:
     launcher = compiled.run
     if type(launcher).__name__ != "CudaLauncher" or getattr(launcher, "gsan_enabled", False):
         return None
+    if type(launcher).__call__.__module__ != type(launcher).__module__:  # somebody has put a call of theirs around it
+        return None
     sizes = (getattr(launcher, "global_scratch_size", None), getattr(launcher, "profile_scratch_size", None))
     return launcher if sizes == (0, 0) and hasattr(launcher, "launch") else None
 
 
-def _beneath(launch: Any) -> Callable[..., object] | None:
-    """The C function itself; of a kernel with descriptors Triton has it in a closure, around which it makes them."""
-    if isinstance(launch, types.FunctionType):
-        launch = inspect.getclosurevars(launch).nonlocals.get("launcher")
-    return launch if isinstance(launch, types.BuiltinFunctionType) else None
-
-
-# -- descriptors
+# -- tensor maps
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,30 +116,11 @@ class _Described:
     element_strides: None = None
 
 
-_REMEMBERED = 64
-"""Descriptors kept of one argument: an activation comes back at one of a few addresses, as the allocator hands them out."""
+def tensor_maps(compiled: Any, number: int, t: Tensor, addresses: Sequence[int]) -> list[bytes] | None:
+    """What describes tensors like `t` to TMA, at each of these addresses, as Triton makes it for a launch.
 
-
-class Descriptors(dict[int, object]):
-    """By address, those of tensors that differ in their address alone. rest: what the C function takes after each, shape and strides.
-
-    A descriptor holds nothing but the address and what is fixed here (shape, strides, dtype, block, swizzle), so that of an address
-    stays right whatever lay there meanwhile.
+    compiled: what a launch has returned. number: the argument's among those that have a descriptor.
     """
-
-    def __init__(self, make: Callable[[int], Sequence[object]], rest: tuple[int, ...]):
-        super().__init__()
-        self.make, self.rest = make, rest
-
-    def __missing__(self, address: int) -> object:
-        if len(self) >= _REMEMBERED:
-            self.clear()
-        found = self[address] = self.make(address)[0]
-        return found
-
-
-def describe(compiled: Any, number: int, t: Tensor) -> Descriptors | None:
-    """The descriptors of tensors like `t`. number: the argument's among those that have a descriptor."""
     launcher = _launcher(compiled)
     metadata = getattr(compiled.metadata, "tensordesc_meta", None) if launcher is not None else None
     make = getattr(sys.modules.get(type(launcher).__module__), "make_tensordesc_arg", None)
@@ -192,14 +128,18 @@ def describe(compiled: Any, number: int, t: Tensor) -> Descriptors | None:
         return None
     rest = (None,) * (len(inspect.signature(make).parameters) - 2)  # Triton 3.9 hands on arguments of the launch, which it does not read
     t = upright(t)
-    shape, strides, meta = tuple(t.shape), tuple(t.stride()), metadata[number]
-    try:
-        made = make(_Described(_Place(t.data_ptr()), shape, strides), meta, *rest)
-    except (TypeError, AttributeError, KeyError):  # it wants to know something else
-        return None
-    if tuple(made[1:]) != (*shape, *strides):
-        return None
-    return Descriptors(lambda address: make(_Described(_Place(address), shape, strides), meta, *rest), (*shape, *strides))
+    shape, strides = tuple(t.shape), tuple(t.stride())
+    found = []
+    for address in addresses:
+        try:
+            one, *others = make(_Described(_Place(address), shape, strides), metadata[number], *rest)
+        except (TypeError, AttributeError, KeyError):  # it wants to know something else
+            return None
+        if tuple(others) != (*shape, *strides) or type(one).__basicsize__ < object.__basicsize__ + TENSOR_MAP_BYTES:
+            return None
+        # an object of C that ends with the map
+        found.append(ctypes.string_at(id(one) + type(one).__basicsize__ - TENSOR_MAP_BYTES, TENSOR_MAP_BYTES))
+    return found
 
 
 # -- who else takes part in a launch

@@ -66,7 +66,8 @@ def fast_call(prepared: Prepared, operands: Operands, inputs: Mapping[str, Any],
     _refuse(text, *_modes(text, prepared.plan), *ways, *filter(None, [observed]))
     pairs = _pairs(prepared, operands, inputs, given, returned) if out is not None else []
     elsewhere = f"{text.hold(_elsewhere)}({text.hold(prepared.device.index)}, itself, a, b, inputs, out)"
-    _launched(text, prepared, launches, given, inputs, returned if out is None else (), pairs, elsewhere, returned[0])
+    if not _launched(text, prepared, launches, given, inputs, returned if out is None else (), pairs, elsewhere, returned[0]):
+        return None
     # by the tuple's own constructor: that of a named tuple is written in Python, and takes three times as long
     text.add(f"return {text.hold(tuple.__new__)}({text.hold(named)}, ({', '.join(returned)}))" if len(returned) > 1 else f"return {returned[0]}")
     again: Again = text.function()
@@ -96,7 +97,8 @@ def bound(
         return None
     _refuse(text, *_modes(text, prepared.plan), *filter(None, [observed]))
     returned = _outputs(text, None, len(results))
-    _launched(text, prepared, launches, dict(zip(names, values, strict=True)), inputs, returned, (), "None", returned[0], views, shapes)
+    if not _launched(text, prepared, launches, dict(zip(names, values, strict=True)), inputs, returned, (), "None", returned[0], views, shapes):
+        return None
     text.add(f"return ({', '.join(returned)},)")
     return text.function()
 
@@ -105,8 +107,8 @@ def _launched(
     text: CodeBuilder, prepared: Prepared, launches: Sequence[launch.Direct], given: Mapping[str, Any], inputs: Mapping[str, Any], new: Sequence[str],
     pairs: Sequence[tuple[overlap.Pair, str, str]], elsewhere: str, whole: str, views: Mapping[str, str] = MappingProxyType({}),
     shapes: Sequence[tuple[int, ...] | None] = (),
-) -> None:  # fmt: skip
-    """Allocates and launches. given: the arguments by what the text calls them, operands first. new: the outputs to allocate. pairs: what of given outputs has to
+) -> bool:  # fmt: skip
+    """Allocates and launches; whether that can be done without Triton. given: the arguments by what the text calls them, operands first. new: the outputs to allocate. pairs: what of given outputs has to
     be apart. elsewhere: what is returned where another device is the current one. whole: the output of what the vendor computes. The rest as of `bound`."""
     assert prepared.plan is not None
     index = text.hold(prepared.device.index)
@@ -117,7 +119,9 @@ def _launched(
     places = {name: place for place, name in enumerate(given)}
     apart = [(places[t], places[other], overlap.size_bytes(given[t]), overlap.size_bytes(given[other])) for _, t, other in pairs if not now]
     step = launch.in_one_step(launches, () if now else tuple(given.values()), len(prepared.slots(tuple(inputs))), prepared.device.index, apart)
-    addresses = _Addresses(text, now=step is None or now)
+    if step is None:
+        return False
+    addresses = _Addresses(text, now=now)
     slots = _slots(text, given, dict(zip([name for name in given if name.startswith("v")], inputs, strict=True)), addresses)
     if addresses.now:
         _apart(text, given, pairs)
@@ -127,13 +131,11 @@ def _launched(
     if prepared.plan.rendered.whole:
         viewed = f"{whole}.view({text.hold(prepared.shape[:2])})" if any(shapes) else whole
         text.add(f"{text.hold(prepared.compute)}({a}, {b}, {viewed})")
-        return
+        return True
     slots += _between(text, prepared, addresses, a, b)
     text.add(f"stream = {text.hold(current_stream)}({index})")
-    if step is None:
-        text.add(*(x.call(text, "stream", slots) for x in launches))
-    else:
-        _refuse(text, f"not {launch.step_call(text, step, launches, 'stream', slots)}")
+    _refuse(text, f"not {launch.step_call(text, step, launches, 'stream', slots)}")
+    return True
 
 
 def _refuse(text: CodeBuilder, *ways: str) -> None:

@@ -1,7 +1,7 @@
 """One launch of a prepared call: a jit function, its grid, and its arguments, of which the integers are fixed.
 
-By name and through Triton the first time; from then on, where that is possible, straight to the compiled kernel's launcher, with
-arguments of which only the addresses and numbers change.
+By name and through Triton the first time; from then on, where that is possible, straight to the driver, with arguments of which only the
+addresses and numbers change.
 """
 
 from __future__ import annotations
@@ -32,47 +32,33 @@ def blocks(function: Function, config: KernelConfig, shape: tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """A launch without the Python that Triton puts around it. dependent: as of `Launch`. arguments: the kernel's, each fixed, or what to make of the value in
-    a slot of the whole call. native: the same without Triton's launcher, where that is possible."""
+    """A launch without Triton. dependent: as of `Launch`."""
 
-    start: direct.Start
+    kernel: native.Kernel
     dependent: Dependent
-    arguments: tuple[Fixed | Slot, ...]
-    native: native.Kernel | None
-
-    def call(self, text: CodeBuilder, stream: str, values: Sequence[str]) -> str:
-        """The statement that launches. stream, values: expressions, the values in the order of the call's slots."""
-        dependent = "True" if self.dependent == Dependent.ALWAYS else captured(text, [self], stream)
-        found: list[str] = []
-        for argument in self.arguments:
-            if isinstance(argument, Fixed):
-                found.append(text.hold(argument.value))
-            elif argument.descriptors is None:
-                found.append(values[argument.place])
-            else:
-                found += [f"{text.hold(argument.descriptors)}[{values[argument.place]}]", *map(text.hold, argument.descriptors.rest)]
-        return self.start.call(text, stream, dependent, found)
-
-
-def captured(text: CodeBuilder, launches: Sequence[Direct], stream: str) -> str:
-    """An expression of whether the stream is captured into a CUDA graph, where that makes a difference to a launch. The default stream, which is 0,
-    cannot be, and need not be asked."""
-    return f"{stream} and {text.hold(capturing)}()" if any(x.dependent == Dependent.CAPTURED for x in launches) else "False"
 
 
 def in_one_step(launches: Sequence[Direct], values: Sequence[Any], slots: int, index: int | None, apart: Sequence[native.Apart] = ()) -> native.Step | None:
-    """All launches of a call; None where one of them cannot do without Triton's launcher.
+    """All launches of a call; None where the driver has nothing for the device.
 
     values: of the first slots, the tensors among which have to be aligned as they are here. slots: how many there are. index: the device's.
     apart: as of `native.step`.
     """
-    kernels = [(x.native, x.dependent == Dependent.ALWAYS, x.dependent != Dependent.NEVER) for x in launches if x.native is not None]
-    return native.step(kernels, values, slots, index, apart) if 0 < len(kernels) == len(launches) else None
+    kernels = [(x.kernel, x.dependent == Dependent.ALWAYS, x.dependent != Dependent.NEVER) for x in launches]
+    return native.step(kernels, values, slots, index, apart)
 
 
 def step_call(text: CodeBuilder, step: native.Step, launches: Sequence[Direct], stream: str, slots: Sequence[str]) -> str:
     """The expression that makes all launches of a step, and is whether they were made. stream, slots: expressions."""
-    return f"{text.hold(step)}({', '.join([stream, captured(text, launches, stream), *slots])})"
+    for launch in launches:
+        text.hold(launch.kernel.loaded.owner)
+    return f"{text.hold(step)}({', '.join([stream, _captured(text, launches, stream), *slots])})"
+
+
+def _captured(text: CodeBuilder, launches: Sequence[Direct], stream: str) -> str:
+    """An expression of whether the stream is captured into a CUDA graph, where that makes a difference to a launch. The default stream, which is 0,
+    cannot be, and need not be asked."""
+    return f"{stream} and {text.hold(capturing)}()" if any(x.dependent == Dependent.CAPTURED for x in launches) else "False"
 
 
 class Dependent(Enum):
@@ -85,21 +71,6 @@ class Dependent(Enum):
     NEVER = auto()
     CAPTURED = auto()
     ALWAYS = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """An argument that is the same in every call."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """An argument that changes. descriptors: of the tensor at the address in the slot, where TMA addresses it."""
-
-    place: int
-    descriptors: direct.Descriptors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,28 +111,26 @@ class Launch:
 
         compiled: what this launch has returned. slots: where in the values of the whole call each argument's is. tensors: those of this call.
         """
-        found: list[Fixed | Slot] = []
+        loaded = direct.loaded(self.jit, compiled, self.function.names)
+        if loaded is None:
+            return None
+        found: list[tuple[int, int | native.TensorMap]] = []
         number = 0
         for argument in self.function.arguments:
             if argument.name in self.integers:
-                found.append(Fixed(self.integers[argument.name]))
+                found.append((-1, self.integers[argument.name]))
                 continue
             place = slots[source(argument)]
             if argument.block is None:
-                found.append(Slot(place))
+                found.append((place, 0))
                 continue
-            descriptors = direct.describe(compiled, number, tensors[place])
-            if descriptors is None:
+            tensor_map = native.tensor_map(compiled, number, tensors[place])
+            if tensor_map is None:
                 return None
             number += 1
-            found.append(Slot(place, descriptors))
-        found += [Fixed(value) for value in self.constants.values()]
-        count = sum(1 if isinstance(x, Fixed) or x.descriptors is None else 1 + len(x.descriptors.rest) for x in found)
-        start = direct.start(self.jit, compiled, self.function.names, self.grid[0], count)
-        if start is None:
-            return None
-        places = [(-1, int(x.value)) if isinstance(x, Fixed) else (x.place, 0) for x in found]
-        return Direct(start, self.dependent, tuple(found), None if number else native.kernel(compiled, self.grid[0], places))
+            found.append((place, tensor_map))
+        kernel = native.kernel(loaded, self.grid[0], [*found, *((-1, int(value)) for value in self.constants.values())])
+        return None if kernel is None else Direct(kernel, self.dependent)
 
 
 def source(argument: Argument) -> str:

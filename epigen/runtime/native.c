@@ -14,18 +14,21 @@ static CUresult (*launch_kernel)(const CUlaunchConfig *, CUfunction, void **, vo
 static CUresult (*get_context)(CUcontext *);
 static CUresult (*set_context)(CUcontext);
 static CUresult (*name_error)(CUresult, const char **);
+static CUresult (*replace_address)(CUtensorMap *, void *);
 
 typedef struct {
   int place;  // of its value among those of a call; negative where it is the same in every call
   Word fixed;
+  const char *map;  // a tensor map, into which the value's address is put; else NULL
 } Parameter;
 
 typedef struct {
   Word function;
   unsigned blocks, threads, shared_bytes;
   int ahead[2];  // whether it starts before the kernel in front of it has ended: in a stream, and into a graph
-  Py_ssize_t count;
+  Py_ssize_t count, maps;
   Parameter *parameters;
+  PyObject *from;  // owns the maps
 } Kernel;
 
 typedef struct {
@@ -68,9 +71,16 @@ static int given(Launches *self, PyObject *value, char alignment, Word *found) {
 
 static CUresult launch(const Kernel *kernel, CUstream stream, int captured, Word *values) {
   void *parameters[kernel->count + 1];
+  CUtensorMap maps[kernel->maps + 1], *next = maps;
   for (Py_ssize_t i = 0; i < kernel->count; ++i) {
     Parameter *p = &kernel->parameters[i];
-    parameters[i] = p->place < 0 ? &p->fixed : &values[p->place];
+    parameters[i] = p->map ? (void *)next : p->place < 0 ? &p->fixed : &values[p->place];
+    if (!p->map)
+      continue;
+    memcpy(next, p->map, sizeof *next);
+    CUresult error = replace_address(next++, (void *)(uintptr_t)values[p->place]);
+    if (error)
+      return error;
   }
   CUlaunchAttribute ahead = {.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, .value = {.programmaticStreamSerializationAllowed = 1}};
   CUlaunchConfig config = {.gridDimX = kernel->blocks, .gridDimY = 1, .gridDimZ = 1, .blockDimX = kernel->threads, .blockDimY = 1, .blockDimZ = 1,
@@ -131,8 +141,10 @@ static PyObject *call(PyObject *object, PyObject *const *arguments, size_t flags
 
 static void release(PyObject *object) {
   Launches *self = (Launches *)object;
-  for (Py_ssize_t i = 0; i < self->count; ++i)
+  for (Py_ssize_t i = 0; i < self->count; ++i) {
     PyMem_Free(self->kernels[i].parameters);
+    Py_XDECREF(self->kernels[i].from);
+  }
   PyMem_Free(self->kernels);
   PyMem_Free(self->apart);
   Py_XDECREF(self->data_ptr);
@@ -140,21 +152,26 @@ static void release(PyObject *object) {
   Py_TYPE(object)->tp_free(object);
 }
 
-// from: (function, blocks, threads, shared_bytes, ahead, ahead in a graph, ((place, value), ...))
+// from: (function, blocks, threads, shared_bytes, ahead, ahead in a graph, ((place, value or tensor map), ...))
 static void fill(Kernel *kernel, PyObject *from, Py_ssize_t values) {
   PyObject *parameters, *fixed;
   if (!PyArg_ParseTuple(from, "KIIIppO!", &kernel->function, &kernel->blocks, &kernel->threads, &kernel->shared_bytes, &kernel->ahead[0],
                         &kernel->ahead[1], &PyTuple_Type, &parameters))
     return;
+  kernel->from = Py_NewRef(from);
   kernel->count = PyTuple_GET_SIZE(parameters);
   kernel->parameters = PyMem_Calloc(kernel->count + 1, sizeof(Parameter));
   if (!kernel->parameters)
     PyErr_NoMemory();
   for (Py_ssize_t i = 0; i < kernel->count && !PyErr_Occurred(); ++i) {
     Parameter *p = &kernel->parameters[i];
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(parameters, i), "iO!", &p->place, &PyLong_Type, &fixed))
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(parameters, i), "iO", &p->place, &fixed))
       return;
-    p->fixed = word(fixed);
+    if (PyBytes_Check(fixed) && PyBytes_GET_SIZE(fixed) == sizeof(CUtensorMap) && p->place >= 0) {
+      p->map = PyBytes_AS_STRING(fixed);
+      ++kernel->maps;
+    } else
+      p->fixed = word(fixed);
     if (p->place >= values)
       PyErr_Format(PyExc_ValueError, "a parameter is value %d of %zd", p->place, values);
   }
@@ -214,15 +231,16 @@ static PyTypeObject launches = {
     .tp_dealloc = release,
 };
 
-// bind(cuLaunchKernelEx, cuCtxGetCurrent, cuCtxSetCurrent, cuGetErrorName): where the driver has them
+// bind(cuLaunchKernelEx, cuCtxGetCurrent, cuCtxSetCurrent, cuGetErrorName, cuTensorMapReplaceAddress): where the driver has them
 static PyObject *bind(PyObject *module, PyObject *arguments) {
-  Word found[4];
-  if (!PyArg_ParseTuple(arguments, "KKKK", &found[0], &found[1], &found[2], &found[3]))
+  Word found[5];
+  if (!PyArg_ParseTuple(arguments, "KKKKK", &found[0], &found[1], &found[2], &found[3], &found[4]))
     return NULL;
   launch_kernel = (void *)(uintptr_t)found[0];
   get_context = (void *)(uintptr_t)found[1];
   set_context = (void *)(uintptr_t)found[2];
   name_error = (void *)(uintptr_t)found[3];
+  replace_address = (void *)(uintptr_t)found[4];
   Py_RETURN_NONE;
 }
 

@@ -1,9 +1,10 @@
 """A call's launches straight to the driver: native.c, which Triton's own build compiles once and keeps in its cache.
 
-Triton's launcher reads all of its arguments anew at every launch; without it, and with the addresses asked for here, a call of a small kernel
-took 5.9 us of the host instead of 7.2 (H200, torch 2.11, Triton 3.6, 2026-11).
+Triton's launcher reads all of its arguments anew at every launch, and makes the tensor maps of TMA anew. Here what is fixed is laid out once,
+and of a tensor map only the address is put in, by the driver's own function for that.
 What a kernel's parameters are is Triton's business, which promises nothing: so each kernel's are compared with what the driver says of
-the function that it has loaded. Wherever something is otherwise, or there is no C compiler, the answer is None, and `direct` the way.
+the function that it has loaded, and a tensor map with one that Triton made. Wherever something is otherwise, where the driver is older than
+CUDA 12.4's and cannot tell, or where there is no C compiler, the answer is None, and each call is launched by Triton.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ from typing import Any
 
 from torch import Tensor
 
-from epigen.runtime import loader
+from epigen.runtime import direct, loader
 from epigen.runtime.arguments import ALIGNED_BYTES
+from epigen.runtime.direct import TENSOR_MAP_BYTES, Loaded
 
 _BYTES = {"i32": 4, "i64": 8, "fp32": 4}
 _POINTER_BYTES = 8
+_ENTRIES = "cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxSetCurrent", "cuGetErrorName", "cuTensorMapReplaceAddress"
+"""As native.c takes them."""
+_FAR = 0x5A5A5A5A5A00
+"""From one address to another that differs in high and low bits, and is as aligned."""
 _TRITONS_OWN = 2
 """Parameters that Triton adds behind a kernel's: the addresses of memory for itself and for a profiler, of which none here has any."""
 
@@ -33,32 +39,52 @@ Apart = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
+class TensorMap:
+    """What describes a tensor to TMA. map: for one address. shape, strides: what a kernel is given beside it."""
+
+    map: bytes
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+Parameter = tuple[int, int | bytes]
+"""The place in the values of a call, or -1; and what it is where it is fixed, or the tensor map that the value's address is put into."""
+
+
+@dataclass(frozen=True, slots=True)
 class Kernel:
-    """As the driver launches it. function: its handle. parameters: the place of each in the values of the call, or -1; and what it is where it is fixed."""
+    """As the driver launches it. parameters: in the driver's order."""
 
-    function: int
+    loaded: Loaded
     blocks: int
-    threads: int
-    shared_bytes: int
-    parameters: tuple[tuple[int, int], ...]
+    parameters: tuple[Parameter, ...]
 
 
-def kernel(compiled: Any, blocks: int, parameters: Sequence[tuple[int, int]]) -> Kernel | None:
-    """compiled: what a launch has returned. blocks: of the grid. parameters: as of `Kernel`, those for all of the function's arguments, constants too."""
-    try:
-        metadata, types = compiled.metadata, list(compiled.src.signature.values())
-        threads, shared_bytes = metadata.num_warps * metadata.target.warp_size, metadata.shared
-        known = len(types) == len(parameters) and metadata.num_ctas == 1 and not metadata.launch_cooperative_grid
-    except AttributeError:  # another Triton's
+def tensor_map(compiled: Any, number: int, t: Tensor) -> TensorMap | None:
+    """That of tensors like `t`. compiled: what a launch has returned. number: the argument's among those that have one."""
+    near = t.data_ptr()
+    far = near ^ _FAR
+    maps = direct.tensor_maps(compiled, number, t, (near, far)) if _module() is not None else None
+    if maps is None or _moved(maps[0], far) != maps[1] or _moved(maps[1], near) != maps[0]:
         return None
-    if not known:
-        return None
-    taken = [(kind, parameter) for kind, parameter in zip(types, parameters, strict=True) if kind != "constexpr"]
-    sizes = [_POINTER_BYTES if kind.startswith("*") else _BYTES.get(kind, 0) for kind, _ in taken] + [_POINTER_BYTES] * _TRITONS_OWN
-    if sizes != _sizes(compiled.function, len(sizes)):
-        return None
-    found = (*(parameter for _, parameter in taken), *[(-1, 0)] * _TRITONS_OWN)
-    return Kernel(compiled.function, blocks, threads, shared_bytes, found)
+    t = direct.upright(t)
+    return TensorMap(maps[0], tuple(t.shape), tuple(t.stride()))
+
+
+def kernel(loaded: Loaded, blocks: int, arguments: Sequence[tuple[int, int | TensorMap]]) -> Kernel | None:
+    """blocks: of the grid. arguments: all of the function's, constants too, each as a `Parameter` is, but that a tensor map comes with its extents."""
+    taken: list[Parameter] = []
+    sizes: list[int] = []
+    for kind, (place, value) in zip(loaded.kinds, arguments, strict=True):
+        if isinstance(value, TensorMap):
+            taken += [(place, value.map), *((-1, extent) for extent in (*value.shape, *value.strides))]
+            sizes += [TENSOR_MAP_BYTES, *[_BYTES["i32"]] * len(value.shape), *[_BYTES["i64"]] * len(value.strides)]
+        elif kind != "constexpr":
+            taken.append((place, value))
+            sizes.append(_POINTER_BYTES if kind.startswith("*") else _BYTES.get(kind, 0))
+    taken += [(-1, 0)] * _TRITONS_OWN
+    sizes += [_POINTER_BYTES] * _TRITONS_OWN
+    return Kernel(loaded, blocks, tuple(taken)) if _module() is not None and sizes == _sizes(loaded.function, len(sizes)) else None
 
 
 def step(kernels: Sequence[tuple[Kernel, bool, bool]], values: Sequence[Any], count: int, index: int | None, apart: Sequence[Apart] = ()) -> Step | None:
@@ -72,7 +98,7 @@ def step(kernels: Sequence[tuple[Kernel, bool, bool]], values: Sequence[Any], co
     if module is None or not context:
         return None
     alignments = "".join(_alignment(value) for value in values).ljust(count, ".").encode()
-    launches = tuple((k.function, k.blocks, k.threads, k.shared_bytes, *dependent, k.parameters) for k, *dependent in kernels)
+    launches = tuple((k.loaded.function, k.blocks, k.loaded.threads, k.loaded.shared_bytes, *dependent, k.parameters) for k, *dependent in kernels)
     found: Step = module.Launches(context, Tensor.data_ptr, alignments, launches, tuple(apart))
     return found
 
@@ -86,7 +112,7 @@ def _alignment(value: Any) -> str:
 def _module() -> Any:
     """native.c, compiled and bound to the driver; None where there is no compiler for it or another driver."""
     try:
-        entries = [getattr(_driver(), name) for name in ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxSetCurrent", "cuGetErrorName")]
+        entries = [getattr(_driver(), name) for name in _ENTRIES]
     except (OSError, AttributeError):
         return None
     built = loader.native()
@@ -110,6 +136,15 @@ def _context(index: int) -> int:
     except (OSError, AttributeError):
         return 0
     return 0 if failed else found.value or 0
+
+
+def _moved(tensor_map: bytes, address: int) -> bytes:
+    """The same for another address."""
+    at = (ctypes.c_ubyte * (2 * TENSOR_MAP_BYTES))()
+    start = ctypes.addressof(at) + -ctypes.addressof(at) % TENSOR_MAP_BYTES  # the driver wants it aligned
+    ctypes.memmove(start, tensor_map, TENSOR_MAP_BYTES)
+    failed = _driver().cuTensorMapReplaceAddress(ctypes.c_void_p(start), ctypes.c_void_p(address))
+    return b"" if failed else ctypes.string_at(start, TENSOR_MAP_BYTES)
 
 
 def _sizes(function: int, most: int) -> list[int]:

@@ -8,19 +8,10 @@ import pytest
 from fake_gpu import FakeGpu
 from warmed import Watch
 
-from epigen.runtime import native
-
 
 @pytest.fixture(scope="session")
 def gpu() -> FakeGpu:
     return FakeGpu()
-
-
-@pytest.fixture(autouse=True, params=["driver", "triton"])
-def launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Straight to the driver; and by Triton's launcher, as where native.c cannot be compiled."""
-    if request.param == "triton":
-        monkeypatch.setattr(native, "_module", lambda: None)
 
 
 @pytest.fixture(autouse=True)

@@ -62,6 +62,11 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
   return CUDA_SUCCESS;
 }
 
+CUresult cuTensorMapReplaceAddress(CUtensorMap *map, void *address) {
+  ((unsigned long long *)map)[0] = (unsigned long long)address;
+  return (unsigned long long)map % 64 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   usleep(2000);  // as on a GPU there is time for another thread to come by
   *module = (CUmodule)__atomic_add_fetch(&loaded, 1, __ATOMIC_SEQ_CST);

@@ -1,4 +1,4 @@
-"""Tensors that TMA addresses: described as Triton describes them, and once."""
+"""Tensors that TMA addresses: described as Triton describes them, which does it once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from epigen.codegen.functions import Argument, Function
 from epigen.codegen.render import Rendered
 from epigen.codegen.spec import digest
 from epigen.gpus import DEFAULT_TARGET
-from epigen.runtime import direct
-from epigen.runtime.code_builder import CodeBuilder
-from epigen.runtime.launch import Launch
+from epigen.runtime import direct, native
+from epigen.runtime.launch import Launch, in_one_step
 from epigen.runtime.loader import Loader
 
 pytestmark = MARKS
@@ -82,15 +81,13 @@ def bound(copy: tuple[Any, Function], x: torch.Tensor, y: torch.Tensor) -> tuple
     it = launch({"x_ptr": x, "y_ptr": y, "alpha": 2.0})
     straight = launch.direct(it, SLOTS, (x, y))
     assert straight is not None
-    text = CodeBuilder("again(stream, values)")
-    text.add(straight.call(text, "stream", [f"values[{i}]" for i in range(3)]))
-    return launch, text.function()
+    return launch, in_one_step([straight], (), len(SLOTS), None)
 
 
 def both(gpu: FakeGpu, pair: tuple[Launch, Any], x: torch.Tensor, y: torch.Tensor) -> list[Launched]:
     launch, again = pair
     expected = gpu.during(lambda: launch({"x_ptr": x, "y_ptr": y, "alpha": 2.0}))
-    found = gpu.during(lambda: again(gpu.stream, [x.data_ptr(), y.data_ptr(), 2.0]))
+    found = gpu.during(lambda: again(gpu.stream, False, x, y, 2.0))
     assert found == expected and len(found[0].parameters[0]) == 128
     return found
 
@@ -104,19 +101,13 @@ def test_descriptors_are_tritons(gpu: FakeGpu, copy: tuple[Any, Function]) -> No
     assert other.parameters[0] != found.parameters[0] and other.parameters[5] == found.parameters[5]
 
 
-def test_descriptors_are_made_once(gpu: FakeGpu, copy: tuple[Any, Function]) -> None:
+def test_descriptors_are_made_before_the_calls(gpu: FakeGpu, copy: tuple[Any, Function]) -> None:
     x, y = half(48, 64), half(48, 64)
-    _, again = bound(copy, x, y)
-    values = [x.data_ptr(), y.data_ptr(), 2.0]
-    again(7, values)
+    pair = bound(copy, x, y)
     before = gpu.descriptors
-    for _ in range(5):
-        again(7, values)
+    for t in (x, *(half(48, 64) for _ in range(5)), x):
+        assert gpu.during(lambda t=t: pair[1](7, False, t, y, 2.0))
     assert gpu.descriptors == before
-    buffers = [half(48, 64) for _ in range(direct._REMEMBERED + 1)]
-    for t in [*buffers, x]:
-        again(7, [t.data_ptr(), y.data_ptr(), 2.0])
-    assert gpu.descriptors == before + len(buffers) + 1, "no more are kept than so many"
 
 
 def test_an_address_that_comes_back_is_described_by_its_own_shape(gpu: FakeGpu, copy: tuple[Any, Function]) -> None:
@@ -138,14 +129,24 @@ def test_the_transpose_is_described_where_that_has_contiguous_rows(gpu: FakeGpu,
         both(gpu, bound(copy, t, t), t, t)
 
 
-def test_descriptors_that_cannot_be_made_are_left_to_triton(copy: tuple[Any, Function], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("otherwise", ["more arguments", "no such function", "another address", "another map", "an error"])
+def test_descriptors_that_cannot_be_made_are_left_to_triton(copy: tuple[Any, Function], monkeypatch: pytest.MonkeyPatch, otherwise: str) -> None:
     from triton.backends.nvidia import driver
 
     x = half(48, 64)
     launch, _ = bound(copy, x, x)
     it = launch({"x_ptr": x, "y_ptr": x, "alpha": 2.0})
-    make = driver.make_tensordesc_arg
-    monkeypatch.setattr(driver, "make_tensordesc_arg", functools.wraps(make)(lambda *given: [*make(*given), 0]))
-    assert launch.direct(it, SLOTS, (x, x)) is None
-    monkeypatch.delattr(driver, "make_tensordesc_arg")
+    make, library = driver.make_tensordesc_arg, native._driver()
+    changed = {
+        "more arguments": lambda *given: [*make(*given), 0],
+        "another address": lambda one, *given: make(direct._Described(direct._Place(x.data_ptr()), one.shape, one.strides), *given),
+        "another map": lambda *given: [(it, *make(*given))[0], *make(*given)[1:]],
+    }
+    if otherwise == "no such function":
+        monkeypatch.delattr(driver, "make_tensordesc_arg")
+    elif otherwise == "an error":
+        entries = types.SimpleNamespace(cuTensorMapReplaceAddress=lambda _map, _address: 1, cuFuncGetParamInfo=library.cuFuncGetParamInfo)
+        monkeypatch.setattr(native, "_driver", lambda: entries)
+    else:
+        monkeypatch.setattr(driver, "make_tensordesc_arg", functools.wraps(make)(changed[otherwise]))
     assert launch.direct(it, SLOTS, (x, x)) is None

@@ -7,7 +7,6 @@ import struct
 import subprocess
 import sys
 import types
-from dataclasses import replace
 from typing import Any
 
 import cases
@@ -17,28 +16,16 @@ from fake_gpu import FakeGpu, Launched
 from warmed import LIBRARY, MARKS, TINY, M, N, Watch, as_triton_does, compiled, direct_calls, forget, half, in_threads, launched, operands, shifted
 
 from epigen.codegen.spec import KernelConfig
-from epigen.runtime import direct, launch, loader, native, vendor
+from epigen.runtime import launch, loader, native, vendor
 from epigen.runtime.kernel import Kernel
 
 pytestmark = MARKS
-
-
-@pytest.fixture(autouse=True)
-def launcher() -> None:
-    """The driver alone."""
-
-
-@pytest.fixture
-def without_tritons_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a call's second time on."""
-    monkeypatch.setattr(direct.Start, "call", lambda *_: pytest.fail("goes through Triton's launcher"))
 
 
 def addresses(launches: list[Launched]) -> set[int]:
     return {struct.unpack("Q", p)[0] for x in launches for p in x.parameters if len(p) == 8}
 
 
-@pytest.mark.usefixtures("without_tritons_launcher")
 @pytest.mark.parametrize(
     ("text", "config"),
     [
@@ -50,19 +37,20 @@ def addresses(launches: list[Launched]) -> set[int]:
     ],
     ids=["tiled", "two kernels", "counters", "split_k", "library"],
 )
-def test_straight_to_the_driver(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, text: str, config: KernelConfig) -> None:
+def test_straight_to_the_driver(gpu: FakeGpu, through_triton: Watch, monkeypatch: pytest.MonkeyPatch, text: str, config: KernelConfig) -> None:
     monkeypatch.setattr(vendor, "product", lambda _a, _b, _precision: torch.zeros(M, N))
     kernel, (a, b) = compiled(text, config), operands()
     found = kernel(a, b)
     outs = found if isinstance(found, tuple) else (found,)
     expected = as_triton_does(gpu, compiled(text, config), a, b, out=outs)
     kernel(a, b, out=outs)
+    before = through_triton.count
     launches = launched(gpu, kernel, a, b, out=outs)
+    assert through_triton.count == before
     assert [(x.kernel, x.grid, x.block, x.shared, x.ahead) for x in launches] == [(x.kernel, x.grid, x.block, x.shared, x.ahead) for x in expected]
     assert {t.data_ptr() for t in (*((a, b) if config != LIBRARY else ()), *outs)} <= addresses(launches)
 
 
-@pytest.mark.usefixtures("without_tritons_launcher")
 def test_straight_calls_are_told_apart_by_alignment(gpu: FakeGpu, through_triton: Watch) -> None:
     """Of whichever tensor; a launch that is not made leaves the call to one that fits."""
     kernel, (a, b) = compiled("z = mm + bias; z, bgrad(z)"), operands()
@@ -79,13 +67,12 @@ def test_straight_calls_are_told_apart_by_alignment(gpu: FakeGpu, through_triton
     assert through_triton.count == before and len({x[0].kernel for at, x in found.items() if at in (None, 0, 1, 2, 3)}) == 5
 
 
-@pytest.mark.usefixtures("without_tritons_launcher")
-def test_straight_from_a_thread_that_cuda_has_not_served(gpu: FakeGpu) -> None:
+def test_straight_from_a_thread_that_cuda_has_not_served(gpu: FakeGpu, through_triton: Watch) -> None:
     kernel, (a, b) = compiled("relu(mm)"), operands()
     kernel(a, b)
-    before = gpu.library.fake_launches()
+    before, count = gpu.library.fake_launches(), through_triton.count
     assert not in_threads(1, lambda _: kernel(a, b))
-    assert gpu.library.fake_launches() == before + 1
+    assert gpu.library.fake_launches() == before + 1 and through_triton.count == count
 
 
 def test_straight_launches_that_fail_say_why(gpu: FakeGpu) -> None:
@@ -142,20 +129,25 @@ def test_straight_steps_take_what_they_were_made_for(gpu: FakeGpu) -> None:
     ],
     ids=["fewer arguments", "an unknown type", "a cluster", "a cooperative grid"],
 )
-def test_straight_launches_are_made_of_what_is_known(gpu: FakeGpu, change: str, value: Any) -> None:
+def test_straight_launches_are_made_of_what_is_known(monkeypatch: pytest.MonkeyPatch, change: str, value: Any) -> None:
     kernel, (a, b) = compiled("relu(mm)"), operands()
     kernel(a, b)
-    assert kernel._last is not None and gpu.stream == 7
-    it, direct_launch = kernel._last.compiled[0], kernel._last.launchers[0]
-    parameters = [(-1, x.value) if isinstance(x, launch.Fixed) else (x.place, 0) for x in direct_launch.arguments]
-    assert native.kernel(it, 4, parameters) == replace(direct_launch.native, blocks=4)
-    metadata = types.SimpleNamespace(**it.metadata._asdict() | ({} if change == "signature" else {change: value}))
-    source = types.SimpleNamespace(signature=it.src.signature | value if change == "signature" and len(value) > 1 else value)
-    other = types.SimpleNamespace(metadata=metadata, src=source if change == "signature" else it.src, function=it.function)
-    assert native.kernel(other, 4, parameters) is None
-    for name in ("shared", "num_warps", "num_ctas", "launch_cooperative_grid", "target"):
-        fewer = types.SimpleNamespace(**{key: held for key, held in it.metadata._asdict().items() if key != name})
-        assert native.kernel(types.SimpleNamespace(metadata=fewer, src=it.src, function=it.function), 4, parameters) is None
+    assert kernel._last is not None
+    prepared, it = kernel._last, kernel._last.compiled[0]
+
+    def straight(metadata: dict[str, Any], signature: dict[str, str]) -> Any:
+        monkeypatch.setattr(it, "metadata", types.SimpleNamespace(**metadata))
+        monkeypatch.setattr(it.src, "signature", signature)
+        return prepared.launches[0].direct(it, prepared.slots(()), (a, b))
+
+    metadata, signature = it.metadata._asdict(), it.src.signature
+    assert straight(metadata, signature) == prepared.launchers[0]
+    if change == "signature":
+        assert straight(metadata, signature | value if len(value) > 1 else value) is None
+    else:
+        assert straight(metadata | {change: value}, signature) is None
+    for name in ("shared", "num_warps", "num_ctas", "launch_cooperative_grid"):
+        assert straight({key: held for key, held in metadata.items() if key != name}, signature) is None
 
 
 @pytest.mark.parametrize("answer", ["an error", "no context", "no such function"])
@@ -169,7 +161,8 @@ def test_straight_or_not_where_the_driver_gives_no_context(gpu: FakeGpu, through
     kernel, (a, b) = compiled("relu(mm)"), operands()
     kernel(a, b)
     before = through_triton.count
-    assert straight_step(kernel, a, b) is None and len(launched(gpu, kernel, a, b)) == 1 and through_triton.count == before
+    assert len(launched(gpu, kernel, a, b)) == 1 and through_triton.count == before + 2 and not direct_calls(kernel)
+    assert straight_step(kernel, a, b) is None
 
 
 def test_straight_only_where_the_driver_sees_the_same_parameters(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, through_triton: Watch) -> None:
@@ -185,9 +178,9 @@ def test_straight_only_where_the_driver_sees_the_same_parameters(gpu: FakeGpu, m
             patch.setattr(native, "_sizes", lambda _function, _most, other=other: other)
             forget(kernel)
             kernel(a, b)
-        assert kernel._last.launchers[0].native is None and direct_calls(kernel)
+        assert not kernel._last.launchers and not direct_calls(kernel)
         before = through_triton.count
-        assert len(gpu.during(lambda: kernel(a, b))) == 1 and through_triton.count == before
+        assert len(gpu.during(lambda: kernel(a, b))) == 1 and through_triton.count == before + 1
 
 
 @pytest.mark.parametrize("error", [subprocess.CalledProcessError(1, "cc"), RuntimeError("no compiler"), OSError("no folder")], ids=repr)
@@ -204,7 +197,7 @@ def test_straight_or_not_where_nothing_can_be_compiled(gpu: FakeGpu, monkeypatch
     monkeypatch.setattr(loader, "native", functools.cache(loader.native.__wrapped__))
     monkeypatch.setattr(native, "_module", native._module.__wrapped__)
     kernel, oracle, (a, b), out = compiled("relu(mm)"), compiled("relu(mm)"), operands(), half(M, N)
-    assert launched(gpu, kernel, a, b, out=out) == as_triton_does(gpu, oracle, a, b, out=out) and direct_calls(kernel)
+    assert launched(gpu, kernel, a, b, out=out) == as_triton_does(gpu, oracle, a, b, out=out) and not direct_calls(kernel)
     kernel(a[:16], b)
     assert tried == ["epigen_native"]
 
