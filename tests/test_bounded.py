@@ -13,8 +13,7 @@ from cases import LIBRARY
 import epigen
 from epigen.codegen.functions import Function
 from epigen.codegen.render import Rendered
-from epigen.runtime import code_builder, loader
-from epigen.runtime import kernel as kernel_module
+from epigen.runtime import calls, code_builder, loader
 from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.loader import Loader
@@ -39,9 +38,9 @@ def test_programs_that_are_dropped_leave_nothing() -> None:
 
 def test_shapes_of_one_kernel_are_kept_up_to_a_number() -> None:
     kernel = epigen.compile("mm, mm * 2")
-    for m in range(1, kernel_module._KEPT + 30):
+    for m in range(1, calls._KEPT + 30):
         kernel(torch.ones(m, 1), torch.ones(1, 1))
-    assert len(kernel._prepared) == kernel_module._KEPT and len(kernel._ready) <= kernel_module._KEPT
+    assert len(kernel._calls) == calls._KEPT
 
 
 @pytest.mark.triton

@@ -29,6 +29,7 @@ from epigen.db.records import Record
 from epigen.dtypes import FP16
 from epigen.lru_cache import LruCache
 from epigen.perf import limits
+from epigen.runtime import calls as memory
 from epigen.runtime import kernel as kernel_module
 from epigen.runtime.kernel import Kernel
 from epigen.settings import templates_dir
@@ -204,14 +205,14 @@ def test_few_texts_for_many_sizes(database: Database, text: str, monkeypatch: py
 @pytest.mark.parametrize("backend", ["reference", "interpreter"])
 def test_calls_that_are_prepared_do_not_pile_up(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What makes room is prepared again when it comes back."""
-    monkeypatch.setattr(kernel_module, "_KEPT", 4)
+    monkeypatch.setattr(memory, "_KEPT", 4)
     kernel = epigen.compile(TEXT, config=SMALL, backend=backend)
     b, bias = torch.eye(16).half(), torch.zeros(16).half()
     for m in [*range(1, 8), *range(1, 8), 7, 7]:
         a = torch.arange(16 * m).view(m, 16).half()
         assert torch.equal(kernel(a, b, bias=bias), a)
-        assert len(kernel._prepared) <= 4
-    assert len(kernel._prepared) == 4
+        assert len(kernel._calls) <= 4
+    assert len(kernel._calls) == 4
 
 
 # -- the mapping

@@ -30,7 +30,7 @@ ORDER = (
     "perf.traffic", "perf.resources", "perf.limits", "perf.constants", "perf.model",
     "runtime.device", "runtime.arguments", "runtime.code_builder", "runtime.user_cache", "runtime.triton_key", "runtime.direct",
     "runtime.overlap", "runtime.rendering", "runtime.vendor", "runtime.workspace", "runtime.loader", "runtime.outputs", "runtime.ahead", "runtime.native",
-    "runtime.launch", "runtime.prepared", "runtime.fast_call", "runtime.kernel", "runtime.verify",
+    "runtime.launch", "runtime.prepared", "runtime.fast_call", "runtime.calls", "runtime.kernel", "runtime.verify",
     "db.fields", "db.lock", "db.salvage", "db.problem", "db.migrations", "db.records", "db.lookup", "db.database_file", "db.database",
     "choose.space", "choose.rule", "choose.choose", "choose.explain",
     "tuning.database", "tuning.records", "tuning.task", "tuning.request", "tuning.suite", "tuning.table", "tuning.process", "tuning.fork_server", "tuning.runner", "tuning.timer", "tuning.sampling",

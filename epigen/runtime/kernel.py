@@ -34,8 +34,9 @@ from epigen.lru_cache import LruCache
 from epigen.perf import limits
 from epigen.runtime import arguments, outputs
 from epigen.runtime.arguments import process_precision
+from epigen.runtime.calls import Calls, Known
 from epigen.runtime.device import THIS_MACHINE, Machine
-from epigen.runtime.fast_call import Again, bound, fast_call
+from epigen.runtime.fast_call import bound, fast_call
 from epigen.runtime.loader import Loader, Resources, refusal, unwritten, warm
 from epigen.runtime.prepared import Operands, Plan, Prepared
 
@@ -44,13 +45,8 @@ Chooser = Callable[[KernelSpec, tuple[int, int, int], Target, str], Choice]
 
 BACKENDS = ("triton", "interpreter", "reference")
 
-_KEPT = 1024
-"""Prepared calls of one kernel, each of other shapes, dtypes or strides. To prepare one again compiles nothing, and takes two thirds of a
-millisecond of the host (0.5 to 0.8 for a new M; Triton 3.6 and 3.9 without a GPU, 2026-11)."""
 _TEXTS = 64
 """Texts of one kernel: few of its signatures differ, however many shapes there are."""
-_RECENT = 16
-"""Calls that are compared with one after another, a third of a microsecond each, before the key is looked up."""
 
 
 class KnownAs(NamedTuple):
@@ -81,12 +77,9 @@ class Kernel:
         self._names = tuple(o.name for o in graph.outputs)
         self._outputs: Any = outputs.named(self._names) if len(self._names) > 1 else None
         self._loaders = {interpret: Loader(interpret) for interpret in (False, True)}
-        self._prepared: LruCache[tuple[Any, ...], Prepared] = LruCache(_KEPT)
+        self._calls = Calls()
         self._specs: LruCache[Signature, KernelSpec] = LruCache(_TEXTS)
         self._rendered: LruCache[tuple[Signature, KernelConfig], Rendered] = LruCache(_TEXTS)
-        self._recent: dict[type, tuple[tuple[Again, Prepared], ...]] = {}
-        """By the type of `out`: what was called last, the newest first."""
-        self._ready: LruCache[tuple[Prepared, type], Again] = LruCache(_KEPT)
         self._starting = threading.Lock()
         self._compiling: tuple[int, tuple[Future[Any], ...]] = (0, ())
         """The process, and what other threads of it compile."""
@@ -135,7 +128,7 @@ class Kernel:
         if is_dynamo_compiling():  # a constant to torch.compile, and 30 ns to others
             arguments.check_positional("operands a and b are", len(extra), self._inputs)
             return self._operation((a, b), inputs, out)
-        for again, prepared in self._recent.get(type(out), ()) if not extra else ():
+        for again, prepared in self._calls.newest.get(type(out), ()) if not extra else ():
             found = again(again, a, b, inputs, out)
             if found is not None:
                 self._last = prepared
@@ -188,31 +181,31 @@ class Kernel:
         if any(isinstance(t, Tensor) and t.is_neg() for t in (*operands, *inputs.values())):
             operands, inputs, form = tuple(map(arguments.shown, operands)), {name: arguments.shown(value) for name, value in inputs.items()}, None
         key = _key(operands, inputs, outs)
-        prepared = self._prepared.get(key)
-        results: Sequence[Tensor] | None = None
-        kept = prepared is not None
-        if prepared is None:
+        known, results = self._calls.get(key), None
+        if known is None:
             prepared, results = self._first(operands, inputs, outs)
-            kept = prepared.plan is None or not isinstance(prepared.plan.choice, Provisional)
-            if kept:
-                self._prepared.put(key, prepared)
-        elif form is not None and (again := self._ready.get((prepared, form))) is not None:
+            known = Known(prepared)
+            if prepared.plan is None or not isinstance(prepared.plan.choice, Provisional):
+                self._calls.put(key, known)
+            else:
+                form = None
+        elif form is not None and (again := known.again.get(form)) is not None:
             a, b = operands or (None, None)
             answer = again(again, a, b, inputs, out)
             if answer is not None:  # it was only longer ago than those that are compared with
-                self._last = prepared
-                self._remember(form, again, prepared)
+                self._last = known.prepared
+                self._calls.remember(known, form, again)
                 return answer
+        prepared = known.prepared
         if results is None:
             results = prepared.run(operands, inputs, outs)
         self._last = prepared
-        if form is not None and kept:
-            known = self._ready.get((prepared, form))
-            if known is None or (known, prepared) in self._recent.get(form, ()):  # it may differ in what a key leaves out: torch's modes of the thread
-                known = fast_call(prepared, operands, {name: inputs[name] for name in self._inputs}, out, results, self._outputs)
-            if known is not None:
-                self._ready.put((prepared, form), known)
-                self._remember(form, known, prepared)
+        if form is not None:
+            again = known.again.get(form)
+            if again is None or self._calls.is_new(again, form):  # it may differ in what a key leaves out: torch's modes of the thread
+                again = fast_call(prepared, operands, {name: inputs[name] for name in self._inputs}, out, results, self._outputs)
+            if again is not None:
+                self._calls.remember(known, form, again)
         return results[0] if self._outputs is None else self._outputs(*results)
 
     def bound(
@@ -222,8 +215,10 @@ class Kernel:
 
         Of a call of `over` the product is the first of the inputs. The function takes them in the order in which they are given here."""
         kernel = self if operands else self._over
-        prepared = kernel._prepared.get(_key(operands, inputs, {}))
-        return None if prepared is None else bound(prepared, operands, {name: inputs[name] for name in kernel._inputs}, tuple(inputs), results, views, shapes)
+        known = kernel._calls.get(_key(operands, inputs, {}))
+        if known is None:
+            return None
+        return bound(known.prepared, operands, {name: inputs[name] for name in kernel._inputs}, tuple(inputs), results, views, shapes)
 
     def _operation(self, operands: Operands, inputs: Mapping[str, Any], out: Any) -> Any:
         """A call that torch is to see as one operation: torch.compile, torch.export, or a mode that writes down, counts or only thinks it.
@@ -258,10 +253,6 @@ class Kernel:
             results = [outs[name] for name in self._names]
             torch.ops.epigen.into.default(text, tune, list(operands), tensors, numbers, results, options=options)
         return results[0] if self._outputs is None else tuple.__new__(self._outputs, [results[place] for place in range(len(self._names))])
-
-    def _remember(self, form: type, again: Again, prepared: Prepared) -> None:
-        """Have the next call like this one found by comparison."""
-        self._recent[form] = ((again, prepared), *self._recent.get(form, ()))[:_RECENT]
 
     # -- what the kernel would run
 

@@ -16,8 +16,8 @@ from fake_gpu import FakeGpu
 from warmed import MARKS, K, M, N, Watch, as_triton_does, compiled, direct_calls, forget, half, launched, operands, shifted
 
 from epigen.errors import CallError
+from epigen.runtime import calls as memory
 from epigen.runtime import fast_call
-from epigen.runtime import kernel as kernel_module
 
 pytestmark = MARKS
 
@@ -77,7 +77,7 @@ def test_whatever_comes_in_whatever_order(gpu: FakeGpu, guards: bool, monkeypatc
                     assert (x.kernel, x.grid, x.stream, len(x.parameters)) == (y.kernel, y.grid, y.stream, len(y.parameters))
                 else:
                     assert x == y, number
-    assert held is not None and len(kernel._prepared) >= len(makers) - 3
+    assert held is not None and len(kernel._calls) >= len(makers) - 3
 
 
 def test_more_shapes_than_are_compared_with(gpu: FakeGpu) -> None:
@@ -115,11 +115,11 @@ def test_batches_of_ever_new_sizes_need_few_kernels(gpu: FakeGpu, through_triton
 
 
 def test_prepared_calls_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_module, "_KEPT", 4)
+    monkeypatch.setattr(memory, "_KEPT", 4)
     kernel, b = compiled("relu(mm)"), half(K, N)
     for m in [*range(1, 24), *range(1, 24), 23]:
         kernel(half(m, K), b)
-    assert len(kernel._prepared) == len(kernel._ready) == 4 and sum(map(len, kernel._recent.values())) == kernel_module._RECENT
+    assert len(kernel._calls) == 4 and sum(map(len, kernel._calls.newest.values())) == memory._NEWEST
 
 
 def test_no_tensor_is_kept_alive() -> None:
@@ -235,7 +235,7 @@ def test_modes_of_torch(through_triton: Watch) -> None:
             assert kernel(a, b).is_inference()
         with torch.autocast("cpu"):
             kernel(a, b)
-    assert through_triton.count < 6 and len(kernel._prepared) == 1
+    assert through_triton.count < 6 and len(kernel._calls) == 1
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.jit, about its age and the shapes that are checked

@@ -52,13 +52,12 @@ def compiled(text: str, config: Any = TINY) -> Kernel:
 
 
 def forget(kernel: Kernel) -> None:
-    for memory in (kernel._recent, kernel._prepared, kernel._ready):
-        memory.clear()
+    kernel._calls.clear()
 
 
 def direct_calls(kernel: Kernel) -> bool:
     """Whether anything has been readied to be launched without Triton."""
-    return any(kernel._recent.values())
+    return any(kernel._calls.newest.values())
 
 
 class Watch:
