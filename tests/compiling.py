@@ -32,7 +32,7 @@ def job(
 ) -> Job:
     target = TARGETS[target] if isinstance(target, str) else target
     plan = epigen.compile(text, config=config, precision=precision).plan(shape, dtype=dtype, target=target, layout=layout)
-    return Job(plan.rendered, target, layout)
+    return Job(plan.rendered, target, layout, plan.by_vendor)
 
 
 @dataclass(frozen=True)

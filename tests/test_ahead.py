@@ -470,6 +470,41 @@ def test_every_schedule_is_compiled_for_tensors_that_are_not_there() -> None:
     assert done.stdout == "warmed\n", done.stderr
 
 
+FOUND = """
+import sys
+from pathlib import Path
+
+import cases
+import epigen
+from epigen.dtypes import FP16
+from epigen.gpus import TARGETS
+from epigen.runtime import verify
+from epigen.runtime.ahead import Job
+
+cache, shape = Path(sys.argv[1]), (384, 384, 512)
+for target, config in (
+    ("sm_80", cases.tiled()), ("sm_90", cases.split_k()), ("sm_90", cases.persistent()), ("sm_90", cases.warp_specialized(pingpong=1)),
+    ("sm_90", cases.LIBRARY), ("gfx942", cases.tiled()), ("gfx1100", cases.LIBRARY), ("gfx1201", cases.tiled()),
+):
+    for text in ("relu(mm + bias)", "z = mm * alpha + gate[m,n]; z, bitmask(z > 0), bgrad(z)"):
+        kernel = epigen.compile(text, config=config)
+        plan = kernel.plan(shape, FP16, TARGETS[target], layout="nt")
+        Job(plan.rendered, TARGETS[target], "nt", plan.by_vendor).run()
+        known = set(cache.glob("*/*.ttgir"))
+        given = verify.sample(kernel.graph, shape, FP16, FP16, FP16, device="meta", layout="nt")
+        kernel.warm(given.a, given.b, TARGETS[target], **given.inputs)
+        assert known and set(cache.glob("*/*.ttgir")) == known, (target, str(config), text)
+print("found")
+"""
+
+
+def test_what_is_compiled_ahead_is_what_a_launch_runs(tmp_path: Path) -> None:
+    """On AMD too, where a kernel of tensors of less than 2 GB is another one: a call finds all of it in Triton's cache."""
+    environment = settings.child_environment(interpret=False) | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", FOUND, str(tmp_path)], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "found\n", done.stderr
+
+
 # -- what ptxas gets wrong
 
 ROUNDING = """

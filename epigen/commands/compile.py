@@ -224,7 +224,7 @@ def _early(program: str, emit: str) -> str:
 def _start_compiling(plan: Plan, target: Target, layout: str) -> Running:
     from epigen.runtime.ahead import Job, Running
 
-    return Running(Job(plan.rendered, target, layout))
+    return Running(Job(plan.rendered, target, layout, plan.by_vendor))
 
 
 def _resources(name: str, compiled: Compiled) -> dict[str, Any]:

@@ -32,14 +32,17 @@ def layout_constants(function: Function, layout: str = "nn") -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All functions of one module for one target."""
+    """All functions of one module for one target. follows: the first comes after the vendor's product, as the others come after it."""
 
     rendered: Rendered
     target: Target
     layout: str = "nn"
+    follows: bool = False
 
     def run(self) -> list[Compiled]:
-        return [compile_ahead(self.rendered, f, self.target, layout_constants(f, self.layout)) for f in self.rendered.functions]
+        functions = self.rendered.functions
+        follows = [self.follows, *[True] * (len(functions) - 1)]
+        return [compile_ahead(self.rendered, f, self.target, layout_constants(f, self.layout), x) for f, x in zip(functions, follows, strict=True)]
 
 
 class Running:

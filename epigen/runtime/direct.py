@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import Tensor
 
-from epigen.dtypes import BY_TORCH
 from epigen.runtime.code_builder import CodeBuilder
 
 TENSOR_MAP_BYTES = 128
@@ -32,15 +31,23 @@ def describe_by_triton(dialect: str, t: Tensor, block: tuple[int, int]) -> Any:
     dialect: the kernel's, "triton" or "gluon".
     """
     t = upright(t)
+    return descriptor(dialect, t, t.shape, t.stride(), block)
+
+
+def descriptor(dialect: str, base: Any, shape: Sequence[int], strides: Sequence[int], block: tuple[int, int]) -> Any:
+    """The same of a tensor, or of what stands for one. strides: the last one is 1."""
     if dialect == "triton":
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        return TensorDescriptor.from_tensor(t, list(block))
+        return TensorDescriptor(base, list(shape), list(strides), list(block))
+    from triton import language as tl
+    from triton._utils import canonicalize_dtype
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-    dtype = getattr(gl, BY_TORCH[str(t.dtype)].triton)
-    return GluonDescriptor.from_tensor(t, list(block), gl.NVMMASharedLayout.get_default_for(list(block), dtype))
+    element = canonicalize_dtype(base.dtype)
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), tl.int8 if element == "i8" else tl.dtype(element))
+    return GluonDescriptor(base, list(shape), list(strides), list(block), layout)
 
 
 def upright(t: Tensor) -> Tensor:

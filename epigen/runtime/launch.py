@@ -90,7 +90,7 @@ class Launch:
         """target: None under the interpreter. follows: another kernel of the same call comes before."""
         constants = loader.compile_time(function, target)
         dependent = Dependent.NEVER if not constants[PDL] else Dependent.ALWAYS if follows else Dependent.CAPTURED
-        options = constants | ({} if target is None else loader.options(function)) | ({"launch_pdl": True} if dependent == Dependent.ALWAYS else {})
+        options = constants | ({} if target is None else loader.options(function, target, follows))
         fixed = {a.name: integers[a.name] for a in function.arguments if a.name in integers}
         return cls(jit, function, (grid,), fixed, constants, options, dependent)
 

@@ -30,7 +30,7 @@ from epigen.errors import CompileError, EpigenError
 from epigen.files import reason
 from epigen.gpus import Target
 from epigen.lru_cache import LruCache
-from epigen.runtime import triton_key
+from epigen.runtime import direct, triton_key
 from epigen.runtime.user_cache import UserCache, can_be_written
 from epigen.uncollected import uncollected
 
@@ -139,16 +139,6 @@ def unwritten(error: OSError) -> EpigenError:
     return EpigenError(f"Triton cannot write its cache: {reason(error)}{place}: set TRITON_CACHE_DIR to a folder that can be written")
 
 
-def _shared_layout(argument: Argument) -> Any:
-    """How Gluon lays a described block out in shared memory."""
-    from triton import language as tl
-    from triton.experimental.gluon import language as gl
-
-    assert argument.block is not None
-    element = argument.type.removeprefix("tensordesc<").partition("[")[0]
-    return gl.NVMMASharedLayout.get_default_for(list(argument.block), tl.int8 if element == "i8" else tl.dtype(element))
-
-
 @dataclass(frozen=True, slots=True)
 class Resources:
     """What a compiled kernel takes. registers: a thread (AMD: vector registers). spills: bytes a thread (AMD: registers)."""
@@ -167,41 +157,63 @@ class Compiled:
     resources: Resources
 
 
-def compile_ahead(rendered: Rendered, function: Function, target: Target, constants: Mapping[str, int] | None = None) -> Compiled:
-    """Compile one function with no GPU at hand.
+@dataclass(frozen=True, slots=True)
+class _Element:
+    """An element type as Triton asks a tensor for it. name: in Triton's signatures."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def itemsize(self) -> int:
+        from triton._utils import get_primitive_bitwidth
+
+        return int(get_primitive_bitwidth(self.name)) // 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """Stands for a tensor that is aligned, and reaches over less than 2 GB, which AMD's compiler asks. Of torch there is nothing in it."""
+
+    dtype: _Element
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def ptr_range(self) -> int:
+        return 0
+
+
+def _stand_in(function: Function, argument: Argument, values: Mapping[str, int]) -> Any:
+    """An argument as a launch would have it, as far as that can be known: values are what integers are given; else they have what the signature says of them.
+
+    An integer is 48, which has no more factors than it must, or 3: what is 1 would be a constant of the kernel.
+    """
+    kind = argument.type
+    if argument.block is not None:
+        element = kind.removeprefix("tensordesc<").partition("[")[0]
+        return direct.descriptor(function.dialect, _Tensor(_Element(element)), (1 << 12, 1 << 12), (1 << 12, 1), argument.block)
+    if kind.startswith("*"):
+        return _Tensor(_Element(kind[1:]))
+    if not kind.startswith("i"):
+        return 0.5
+    # tile counts are small numbers of any value
+    known = argument.factor >= KNOWN and not argument.name.startswith("tiles")
+    return values.get(argument.name, (1 << 40 if kind == "i64" else 0) + (3 * KNOWN if known else 3))
+
+
+def compile_ahead(rendered: Rendered, function: Function, target: Target, values: Mapping[str, int] | None = None, follows: bool = False) -> Compiled:
+    """Compile one function with no GPU at hand, as a launch would have it.
 
     Assumed of the arguments, as Triton would find for contiguous tensors: pointers aligned to 16 bytes, extents and strides divisible
-    by 16 but for those of which the signature says otherwise. constants: integer arguments with a fixed value, such as a stride of 1.
+    by 16 but for those of which the signature says otherwise. values: of integer arguments, such as a stride of 1. follows: as of `options`.
     Raises CompileError where Triton refuses the kernel.
     """
-    triton = _import_triton(interpret=False)
-    from triton.backends.compiler import GPUTarget
-
-    fixed = compile_time(function, target) | dict(constants or {})
-    names = function.names
-    kinds = {a.name: a.type for a in function.arguments}
-    plain = {a.name for a in function.arguments if a.factor < KNOWN}
-    signature = {n: "constexpr" if n in fixed else kinds[n] for n in names}
-    aligned = [["tt.divisibility", 16]]
-    # tile counts are small numbers of any value
-    numbers = ("*f", "*b", "*i", "*u", "i3")  # pointers and integers; descriptors are what they are
-    attributes = {(i,): aligned for i, n in enumerate(names) if n not in fixed.keys() | plain and kinds[n][:2] in numbers and not n.startswith("tiles")}
-    module = Loader(interpret=False).load(rendered)
-    jit = getattr(module, function.name)
-    if function.dialect == "gluon":
-        from triton.experimental.gluon._runtime import GluonASTSource as Source
-
-        signature |= {a.name: f"{a.type[:-1]},{_shared_layout(a)!r}>" for a in function.arguments if a.block}
-    else:
-        from triton.compiler import ASTSource as Source
-    source = Source(jit, signature=signature, constexprs={n: fixed[n] for n in names if n in fixed}, attrs=attributes)
-    try:
-        kernel = triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp_size), options=options(function))
-    except OSError as error:
-        raise unwritten(error) from error
-    except Exception as error:  # Triton's front end, MLIR and ptxas each raise their own kind
-        raise CompileError(f"{function.name} does not compile for {target.name}: {_last_words(error)}") from error
-    return _compiled(kernel, function, target)
+    jit = getattr(Loader(interpret=False).load(rendered), function.name)
+    arguments = [_stand_in(function, a, values or {}) for a in function.arguments]
+    return _compile(jit, function, arguments, compile_time(function, target) | options(function, target, follows), target)[1]
 
 
 def compile_time(function: Function, target: Target | None) -> dict[str, int]:
@@ -209,10 +221,11 @@ def compile_time(function: Function, target: Target | None) -> dict[str, int]:
     return dict(function.constants) | {PDL: target is not None and target.has_dependent_launch}
 
 
-def options(function: Function) -> dict[str, Any]:
-    """What Triton's compiler is told of a function, beside its arguments."""
+def options(function: Function, target: Target, follows: bool) -> dict[str, Any]:
+    """What Triton's compiler is told of a function, beside its arguments. follows: another kernel of the same call comes before, for whose end it waits by itself."""
     # the last: else every integer operation gets a check for overflow, which only debug mode keeps; a tenth of the time to compile
-    return {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True, "sanitize_overflow": False}
+    found = {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True, "sanitize_overflow": False}
+    return found | ({"launch_pdl": True} if follows and target.has_dependent_launch else {})
 
 
 class _Absent:
@@ -237,6 +250,14 @@ def warm(jit: Any, function: Function, arguments: Sequence[Any], options: Mappin
     arguments: as for the launch; a tensor on torch's meta device stands for one aligned to 16 bytes. A launch with the same integers
     and dtypes finds the result in the cache. Raises CompileError where Triton refuses the kernel.
     """
+    kernel, compiled = _compile(jit, function, arguments, options, target)
+    if target.backend == "cuda":
+        _make_launcher(kernel)
+    return compiled.resources
+
+
+def _compile(jit: Any, function: Function, arguments: Sequence[Any], options: Mapping[str, Any], target: Target) -> tuple[Any, Compiled]:
+    """Triton's kernel, and what is in it. options: compile-time arguments too."""
     triton = _import_triton(interpret=False)
     from triton.backends.compiler import GPUTarget
 
@@ -247,12 +268,9 @@ def warm(jit: Any, function: Function, arguments: Sequence[Any], options: Mappin
         kernel = jit.warmup(*arguments, grid=(1,), **options)
     except OSError as error:
         raise unwritten(error) from error
-    except Exception as error:  # as in compile_ahead
+    except Exception as error:  # Triton's front end, MLIR and ptxas each raise their own kind
         raise CompileError(f"{function.name} does not compile for {target.name}: {_last_words(error)}") from error
-    compiled = _compiled(kernel, function, target)
-    if target.backend == "cuda":
-        _make_launcher(kernel)
-    return compiled.resources
+    return kernel, _compiled(kernel, function, target)
 
 
 def prepare() -> None:
@@ -266,6 +284,8 @@ def prepare() -> None:
 
 
 def _is_at_hand(triton: Any, target: Any) -> bool:
+    if "torch" not in sys.modules:  # nothing of this process launches, then
+        return False
     import torch
 
     return torch.cuda.is_available() and triton.runtime.driver.active.get_current_target() == target
