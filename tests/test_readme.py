@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from click.testing import CliRunner
 
@@ -51,8 +51,7 @@ def test_python_examples_run_as_written(line: str) -> None:
     assert len(examples) == len(CHECKS)
     (example,) = (e for e in examples if line in e)
     # torch's own compiler imports what it says to leave
-    command = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", f"{example}\n{CHECKS[line]}\n"]
-    ran = subprocess.run(command, capture_output=True, text=True)
+    ran = forked.python("-W", "error", "-W", "ignore::DeprecationWarning", "-c", f"{example}\n{CHECKS[line]}\n", cwd=Path.cwd(), env=os.environ)
     assert ran.returncode == 0, ran.stderr
 
 
