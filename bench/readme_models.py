@@ -23,12 +23,14 @@ def models() -> str:
     last = [row for row in report.rows if "earlier" not in row]
     first = last[0]
     gains = {what: [better(row[f"{what}_ms"]) / row[f"{what}_ms"]["epigen"] for row in last] for what in _PASSES}
+    autotuned = [f"{row['model']}{_tokens(row, report)}" for row in last if "autotune" in row["step_ms"]]
+    too = f" (for {', '.join(autotuned)} of its max-autotune too)" if autotuned else ""
     means = ", ".join(f"{what} {geometric(ratios):.2f} (median {statistics.median(ratios):.2f})" for what, ratios in gains.items())
     commits = Counter(row["commit"] for row in last if "commit" in row)
     older = "".join(f" {count} row{'s are' if count > 1 else ' is'} of commit {commit}." for commit, count in commits.items())
     return paragraphs(
         f"{first['layers']} layers of real models in bf16, {first['tokens']} tokens, random weights, untuned. `epigen` is "
-        '`torch.compile(backend="epigen")`, `fuse` is `epigen.fuse`, each against the better of eager torch and Inductor; higher is better. '
+        f'`torch.compile(backend="epigen")`, `fuse` is `epigen.fuse`, each against the better of eager torch and Inductor{too}; higher is better. '
         f"Geometric means of `epigen`: {means}.",
         table(_COLUMNS, [_cells(row, what, report) for row in last for what in _PASSES]),
         f"{source(report, 'models')}{older}",
@@ -80,7 +82,8 @@ def _others(report: Report, last: list[Row]) -> list[str]:
             f"Losses of {' and '.join(trained)} over {steps} steps of training differ from eager's by at most {worst['epigen']:.1g} of them "
             f"(Inductor's by {worst['inductor']:.1g}, fuse's by {worst['fuse']:.1g}, eager's own in fp32 by {worst['fp32']:.1g})."
         )
-    compiled = [row["compile_s"]["epigen"] / row["compile_s"]["inductor"] for row in last]
+    # A row whose compilation found what an earlier run had left in Inductor's cache has no times of it.
+    compiled = [row["compile_s"]["epigen"] / row["compile_s"]["inductor"] for row in last if "compile_s" in row]
     lines.append(f"Compilation takes {geometric(compiled):.2f} times as long as Inductor's in the geometric mean, {max(compiled):.2f} at most.")
     return lines
 
