@@ -27,10 +27,10 @@ class Parent:
     """The process that forks. It ends when this one does, which closes its input."""
 
     def __init__(self) -> None:
-        # another folder than this one's own leads its path, or `import forked` would be all that works there
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent / "watched"), "PYTHONSAFEPATH": ""}
-        own = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import forked; sys.path.pop(); forked.serve()"
-        self.process = subprocess.Popen([sys.executable, "-c", own], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        from epigen import settings
+
+        command = [sys.executable, "-c", "import forked; forked.serve()"]
+        self.process = subprocess.Popen(command, env=settings.child_environment(interpret=False), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def run(self, arguments: list[str], cwd: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
         told, heard = self.process.stdin, self.process.stdout
@@ -48,6 +48,8 @@ class Parent:
 def serve() -> None:
     import torch  # noqa: F401
 
+    inherited = os.environ["PYTHONPATH"].split(os.pathsep)
+    sys.path[:] = [entry for entry in sys.path if entry not in inherited]
     told, heard = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     while told.peek(1):  # type: ignore[attr-defined]
         request = pickle.load(told)
@@ -80,7 +82,7 @@ def _run(told: BinaryIO, heard: BinaryIO, arguments: list[str], cwd: str, env: d
             options.append(arguments[1])
             arguments = arguments[2:]
         warnings._processoptions(options)  # type: ignore[attr-defined]
-        sys.path[:1] = [*([] if env.get("PYTHONSAFEPATH") else [""]), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+        sys.path[:0] = [*([] if env.get("PYTHONSAFEPATH") else [""]), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
         status = _status(arguments)
         atexit._run_exitfuncs()
     except BaseException:  # noqa: BLE001  # as an interpreter does

@@ -112,7 +112,8 @@ def away(tmp_path: Path) -> Path:
 def _environment() -> dict[str, str]:
     """Without this process's import path; no GPU, so that every machine tests the same."""
     own = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
-    return own | {"PYTHONPATH": str(WATCHED)}
+    own.update(PYTHONPATH=str(WATCHED))
+    return own
 
 
 def anew(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
