@@ -48,8 +48,8 @@ class Parent:
 def serve() -> None:
     import torch  # noqa: F401
 
-    inherited = os.environ["PYTHONPATH"].split(os.pathsep)
-    sys.path[:] = [entry for entry in sys.path if entry not in inherited]
+    # what an interpreter finds by itself; the rest is for this process alone
+    sys.path[:] = [entry for entry in sys.path if entry.startswith((sys.prefix, sys.base_prefix))]
     told, heard = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     while told.peek(1):  # type: ignore[attr-defined]
         request = pickle.load(told)
