@@ -160,3 +160,26 @@ def test_forms_for_16_bits_are_finite_where_torchs_are(text: str, name: str) -> 
     (found,) = run(text, points if not given else torch.ones_like(points), **given)
     finite = expected.isfinite() & (expected.abs() < 65504)
     torch.testing.assert_close(found.float()[finite], expected[finite], rtol=2e-3, atol=2e-3)
+
+
+# -- functions of torch that are several rows
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda mm: torch.clamp_min(mm, 0.5), lambda mm: torch.clamp_max(mm, 0.5), lambda mm: mm.clamp(min=-1.0), lambda mm: mm.clamp(max=3.0),
+        lambda mm: mm.clamp(-1.0, 3.0),
+    ],
+    ids=["clamp_min", "clamp_max", "clamp(min)", "clamp(max)", "clamp"],
+)  # fmt: skip
+def test_imported_functions_have_torchs_values_and_gradients(function: Callable[[Tensor], Tensor]) -> None:
+    """As epilogues of a product with 1, which leaves every value as it is."""
+    x = torch.tensor(POINTS)[:, None]
+    given, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
+    found, expected = epigen.linear(given, torch.ones(1, 1), epilogue=function), function(plain)
+    for y in (found, expected):
+        y.backward(torch.full_like(y, -2.5))
+    assert given.grad is not None and plain.grad is not None
+    same(found.detach(), expected.detach(), {"x": x}, "the value")
+    same(given.grad, plain.grad, {"x": x}, "the gradient")

@@ -30,6 +30,10 @@ from epigen.ir.program import graph_of
 from epigen.ir.recognise import recognised
 from epigen.ir.unparse import unparse
 
+# the last value is NaN, where torch has no gradient
+_AT_LEAST = "where(x >= y, x, where(x < y, y, detach(maximum(x, y))))"
+_AT_MOST = "where(x <= y, x, where(x > y, y, detach(minimum(x, y))))"
+
 SEVERAL = {
     "add(x, y, alpha=s)": "x + s * y",
     "sub(x, y, alpha=s)": "x - s * y",
@@ -42,10 +46,10 @@ SEVERAL = {
     "addcdiv(x, y, z, value=s)": "x + s * y / z",
     "lerp(x, y, w)": "x + w * (y - x)",
     "masked_fill(x, c, y)": "where(c, y, x)",
-    "clamp_min(x, y)": "where(x < y, y, x)",
-    "clamp_max(x, y)": "where(x > y, y, x)",
-    "clamp(x, y)": "where(x < y, y, x)",
-    "clamp(x, None, y)": "where(x > y, y, x)",
+    "clamp_min(x, y)": _AT_LEAST,
+    "clamp_max(x, y)": _AT_MOST,
+    "clamp(x, y)": _AT_LEAST,
+    "clamp(x, None, y)": _AT_MOST,
     "logical_xor(x, y)": "(x & ~y) | (y & ~x)",
     "bitwise_xor(x, y)": "(x & ~y) | (y & ~x)",
     "softplus(x, beta=s, threshold=t)": "where(s * x > t, x, softplus(s * x) / s)",

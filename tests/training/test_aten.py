@@ -61,7 +61,7 @@ def test_options_and_arithmetic() -> None:
     assert text_of(lambda mm: mm**2.5 + 2.0**mm) == "pow(mm, 2.5) + exp2(mm)"
     assert text_of(lambda mm: F.celu(mm, 0.5) + F.threshold(mm, 1.0, 2.0)) == "celu(mm, 0.5) + threshold(mm, 1, 2)"
     assert text_of(lambda mm: torch.maximum(mm, torch.max(mm, 2 * mm))) == "maximum(mm, maximum(mm, mm * 2))"
-    assert text_of(lambda mm: mm.clamp(min=0.0)) == "where(mm < 0, 0, mm)"
+    assert text_of(lambda mm: mm.clamp(min=0.0)) == "where(mm >= 0, mm, where(mm < 0, 0, detach(maximum(mm, 0))))"  # whose gradient at NaN is 0
     assert text_of(lambda mm: torch.where(mm > 1, mm, -mm)) == "where(mm > 1, mm, -mm)"
 
 
