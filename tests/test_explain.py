@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -41,54 +41,45 @@ def run(*arguments: str, on: Machine = NO_GPU) -> Any:
     return CliRunner().invoke(explain_command, arguments, obj=on, catch_exceptions=False)
 
 
-GOLDEN = {
-    (PLAIN, "--shape", "4096x4096x4096"): """\
-program   relu(mm + bias)
-problem   4096x4096x4096 fp16, layout nn
-gpu       NVIDIA H200 (sm_90), the default, since no GPU is at hand
-          989 TFLOP/s fp16 dense, 4.28 TB/s measured, 132 multiprocessors
-work      137 GFLOP, 101 MB: 1365 FLOPs a byte, above the ridge of 231
-limit     math: at least 139 us at the GPU's full speed
-config    warp_specialized block_m=128 block_n=128 block_k=64 group_m=8 pingpong=1 subtiles=2 prefetch=0 tma_store=1 tma_load=0 num_stages=6 fused_finalize=0 splits=1
-          chosen by rule for 4096x4096x4096 fp16 on sm_90: no measurement is at hand
-tiles     1024 tiles of 128x128, 1 block a multiprocessor: 7.76 waves, 8 waves in time; the last wave wastes 3.0% of all slots
-          the tiles cover the result exactly
-padding   none would help: the rows of both operands are aligned
-fusing    saves 134 MB and 2 launches: 101 MB instead of 235 MB, 1 launch instead of 3
-model     169 us fused (launch 4.0 us, main loop 158 us, epilogue 1.7 us), 222 us unfused
-backward  dmm = drelu(mm, mask); dbias = bgrad(dmm); dmm, dbias
-          mm is the gradient that arrives at 'out'; mask is the forward's 'saved'
-forward   out = relu(mm + bias); saved = bitmask(~(out <= 0)); out, saved
-saves     mask: 2.10 MB kept, 4.19 MB moved
-          or output: nothing kept, 33.6 MB moved
-          or preactivation: 33.6 MB kept, 67.1 MB moved
-          or recompute: nothing kept, 134 MB moved
-""",
-    (BACKWARD, "--shape", "1000x4099x11008", "--dtype", "bf16", "--layout", "nt", "--gpu", "rtx 4090"): """\
-program   dz = drelu(mm, mask); dz, bgrad(dz)
-problem   1000x4099x11008 bf16, layout nt
-gpu       NVIDIA GeForce RTX 4090 (sm_89), as asked
-          165 TFLOP/s bf16 dense, 0.91 TB/s expected, 128 multiprocessors
-work      90.2 GFLOP, 121 MB: 745 FLOPs a byte, above the ridge of 182
-limit     math: at least 546 us at the GPU's full speed
-config    tiled block_m=128 block_n=256 block_k=64 group_m=8 num_warps=8 num_stages=2 fused_finalize=0 prefetch=0
-          chosen by rule for 1000x4099x11008 bf16 on sm_89: no measurement is at hand
-tiles     136 tiles of 128x256, 1 block a multiprocessor: 1.06 waves, 2 waves in time; the last wave wastes 46.9% of all slots
-          8.0% of what the tiles cover lies outside the result
-padding   none would help: the rows of both operands are aligned
-fusing    saves 32.7 MB and 2 launches: 121 MB instead of 154 MB, 2 launches instead of 4
-model     1898 us fused (launch 4.0 us, main loop 1863 us, epilogue 28.5 us, finishing 2.0 us), 878 us unfused
-backward  dmm = drelu(mm + grad_out1[n], mask); dmm
-          mm is the gradient that arrives at 'dz'; grad_out1 is the gradient that arrives at 'out1'
-saves     nothing: the derivative reads no tile of the forward
-""",
+def explained(text: str, shape: tuple[int, int, int], choice: Choice | None = None) -> str:
+    """On an H200. choice: by default that by the vendor's product."""
+    spec = spec_of(text)
+    return explain.text(explain.explain(spec, shape, H200, choice or rule.by_vendor(spec, shape, H200.target, "because")))
+
+
+def of_a_record(database: Database, **more: Any) -> str:
+    version = remember(database, **more).triton
+    return run(PLAIN, "--shape", "1024x1024x1024").stdout.replace(f"Triton {version}", "Triton VERSION")
+
+
+GOLDEN: dict[str, Callable[[Database], str]] = {
+    "forward": lambda _: run(PLAIN, "--shape", "4096x4096x4096").stdout,
+    "backward": lambda _: run(BACKWARD, "--shape", "1000x4099x11008", "--dtype", "bf16", "--layout", "nt", "--gpu", "rtx 4090").stdout,
+    "measured": of_a_record,
+    "measured_without_an_unfused_time": lambda database: of_a_record(database, unfused_us=None),
+    "padding": lambda _: run(PLAIN, "--shape", "4096x4096x4095", "--gpu", "L40S").stdout,
+    "the_bare_product": lambda _: run("mm", "--shape", "64x64x64").stdout,
+    "an_empty_result": lambda _: run(PLAIN, "--shape", "0x64x64").stdout,
+    "an_empty_sum": lambda _: run(PLAIN, "--shape", "64x64x0").stdout,
+    "no_derivative": lambda _: run("amax(mm)", "--shape", "64x64x64").stdout,
+    "wasted_tiles": lambda _: explained(PLAIN, (1200, 1100, 4096), Choice(tiled(128, 128, 64, 4, 3), "given by the caller")),
+    "the_vendors_product": lambda _: explained(PLAIN, (1024, 1024, 1024)),
+    "the_vendors_whole": lambda _: explained("mm", (1001, 1024, 1024)),
 }
+"""Each sentence of an explanation stands in one of these at least; all other tests here ask for data."""
 
 
-@pytest.mark.parametrize(("arguments", "expected"), GOLDEN.items(), ids=["forward", "backward"])
-def test_golden_text(arguments: tuple[str, ...], expected: str) -> None:
-    done = run(*arguments)
-    assert (done.exit_code, done.stdout) == (0, expected)
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_text(name: str, database: Database, update_golden: bool) -> None:
+    file = Path(__file__).parent / "golden" / "explain" / f"{name}.txt"
+    said = GOLDEN[name](database)
+    if update_golden:
+        file.write_text(said)
+    assert said == file.read_text(), "pytest tests/test_explain.py --update-golden writes it anew"
+
+
+def test_no_golden_file_is_left_over() -> None:
+    assert {file.stem for file in (Path(__file__).parent / "golden" / "explain").iterdir()} == GOLDEN.keys()
 
 
 def test_json_says_the_same() -> None:
@@ -101,14 +92,19 @@ def test_json_says_the_same() -> None:
     assert found["model"]["us"] > found["floor_us"]
 
 
+def gpu_of(*more: str, on: Machine) -> tuple[str, str]:
+    found = json.loads(run(PLAIN, "--shape", "64x64x64", "--json", *more, on=on).stdout)["gpu"]
+    return found["name"], found["why"]
+
+
 def test_the_gpu_at_hand_comes_first() -> None:
     l40s = machine(gpus.by_name("L40S").target)
-    assert "gpu       NVIDIA L40S (sm_89), the GPU at hand\n" in run(PLAIN, "--shape", "64x64x64", on=l40s).stdout
-    assert "gpu       NVIDIA A100-SXM4-80GB (sm_80), as asked\n" in run(PLAIN, "--shape", "64x64x64", "--gpu", "a100", on=l40s).stdout
+    assert gpu_of(on=l40s) == ("NVIDIA L40S", "the GPU at hand")
+    assert gpu_of("--gpu", "a100", on=l40s) == ("NVIDIA A100-SXM4-80GB", "as asked")
 
 
 def test_a_gpu_without_a_row_is_taken_as_its_kin() -> None:
-    assert "gpu       RTX A6000 (sm_86), the GPU at hand\n" in run(PLAIN, "--shape", "64x64x64", on=machine(TARGETS["sm_86"])).stdout
+    assert gpu_of(on=machine(TARGETS["sm_86"])) == ("RTX A6000", "the GPU at hand")
 
 
 @pytest.mark.parametrize(
@@ -116,8 +112,7 @@ def test_a_gpu_without_a_row_is_taken_as_its_kin() -> None:
     [("8192x8192x8192", "fp16", "math"), ("16x16384x16384", "fp16", "memory"), ("64x128x256", "fp16", "latency"), ("8192x8192x64", "fp16", "memory")],
 )
 def test_which_limit_binds(shape: str, dtype: str, limit: str) -> None:
-    done = run(PLAIN, "--shape", shape, "--dtype", dtype).stdout
-    assert f"\nlimit     {limit}: " in done
+    assert json.loads(run(PLAIN, "--shape", shape, "--dtype", dtype, "--json").stdout)["limit"] == limit
 
 
 @pytest.mark.parametrize(
@@ -131,14 +126,9 @@ def test_padding_is_told_for_the_rows_as_they_lie(layout: str, expected: list[tu
 
 
 def test_the_choice_and_its_reason_are_those_given() -> None:
-    spec, choice = spec_of(PLAIN), Choice(tiled(64, 64, 64, 4, 4), "given by the caller")
-    e = explain.explain(spec, (1024, 1024, 1024), H200, choice)
-    said = explain.text(e)
-    assert (
-        "config    tiled block_m=64 block_n=64 block_k=64 group_m=8 num_warps=4 num_stages=4 fused_finalize=0 prefetch=0\n          given by the caller\n"
-        in said
-    )
-    assert e.measured is None and "measured  " not in said
+    choice = Choice(tiled(64, 64, 64, 4, 4), "given by the caller")
+    e = explain.explain(spec_of(PLAIN), (1024, 1024, 1024), H200, choice)
+    assert e.choice == choice and e.measured is None
 
 
 # -- what the database knows
@@ -159,38 +149,29 @@ def remember(database: Database, shape: tuple[int, int, int] = SHAPE, part: str 
     return found
 
 
-def command(shape: tuple[int, int, int], *more: str, on: Machine = NO_GPU) -> tuple[str, dict[str, Any]]:
-    arguments = (PLAIN, "--shape", "x".join(map(str, shape)), *more)
-    return run(*arguments, on=on).stdout, json.loads(run(*arguments, "--json", on=on).stdout)
+def command(shape: tuple[int, int, int], *more: str, on: Machine = NO_GPU) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(PLAIN, "--shape", "x".join(map(str, shape)), *more, "--json", on=on).stdout)
+    return found
 
 
 def test_a_record_of_this_problem_is_chosen_and_its_times_are_told(database: Database) -> None:
     remember(database)
-    said, found = command(SHAPE, "--gpu", "h200")
-    us = found["model"]["us"]
-    assert f"config    {WINNER}\n          tuned for 1024x1024x1024 on NVIDIA H200 (exact)\n" in said
-    assert (
-        f"us unfused\nmeasured  11.0 us fused, of which the model says {us / 11:.2f}; Triton {triton_version()}, 2026-11-05\n"
-        "          10.0 us for the vendor's product alone: fused takes 1.10 of it; with one pointwise pass 14.5 us\n"
-    ) in said
-    assert f"\nmodel     {us:.1f} us fused" in said, "the model's time stands beside the measured one"
+    found = command(SHAPE, "--gpu", "h200")
     measured = found["measured"]
     assert (measured["us"], measured["mm_us"], measured["unfused_us"], measured["fused_over_mm"]) == (11.0, 10.0, 14.5, 1.1)
-    assert measured["model_over_measured"] == pytest.approx(us / 11) and found["why"] == "tuned for 1024x1024x1024 on NVIDIA H200 (exact)"
+    assert measured["model_over_measured"] == pytest.approx(found["model"]["us"] / 11) and found["why"] == "tuned for 1024x1024x1024 on NVIDIA H200 (exact)"
     assert found["config"]["block_m"] == 64
 
 
 def test_a_record_without_an_unfused_time(database: Database) -> None:
     remember(database, unfused_us=None)
-    said, found = command(SHAPE)
-    assert "fused takes 1.10 of it\n" in said and found["measured"]["unfused_us"] is None
+    assert command(SHAPE)["measured"]["unfused_us"] is None
 
 
 def test_another_version_of_triton_is_said_with_its_times(database: Database) -> None:
     remember(database, triton="3.0.0")
-    said, found = command(SHAPE)
-    assert "measured  11.0 us fused" in said and "; Triton 3.0.0, 2026-11-05\n" in said
-    assert found["measured"]["triton"] == "3.0.0" and "under Triton 3.0.0" in found["why"]
+    found = command(SHAPE)
+    assert found["measured"]["us"] == 11.0 and found["measured"]["triton"] == "3.0.0" and "under Triton 3.0.0" in found["why"]
 
 
 @pytest.mark.parametrize(
@@ -205,9 +186,8 @@ def test_another_version_of_triton_is_said_with_its_times(database: Database) ->
 )
 def test_a_borrowed_config_brings_no_time_of_another_problem(database: Database, asked: tuple[Any, ...], why: str) -> None:
     remember(database)
-    said, found = command(*asked)
+    found = command(*asked)
     assert why in found["why"] and found["measured"] is None
-    assert "measured  " not in said and "11.0 us" not in said
 
 
 def test_a_gpu_at_hand_without_a_row_finds_its_own_records(database: Database) -> None:
@@ -215,8 +195,8 @@ def test_a_gpu_at_hand_without_a_row_finds_its_own_records(database: Database) -
     part = replace(TARGETS["sm_100"], name="sm_103", arch=103, part="NVIDIA B300", multiprocessors=148)
     problem = problem_of(api.graph_of(PLAIN), spec_of(PLAIN, k=SHAPE[2]), SHAPE, "NVIDIA B300", "10.3")
     database.add(replace_problem(remember(database), problem))
-    said, found = command(SHAPE, on=machine(part))
-    assert "tuned for 1024x1024x1024 on NVIDIA B300 (exact)" in said and found["measured"]["us"] == 11.0
+    found = command(SHAPE, on=machine(part))
+    assert found["why"] == "tuned for 1024x1024x1024 on NVIDIA B300 (exact)" and found["measured"]["us"] == 11.0
 
 
 def replace_problem(found: Record, problem: Problem) -> Record:
@@ -234,8 +214,6 @@ def test_waste_of_tiles_and_of_the_last_wave() -> None:
     assert (x.tiles, x.blocks_per_sm) == (90, 1)
     assert x.waves == pytest.approx(90 / 132) and x.tail_waste == pytest.approx(1 - 90 / 132)
     assert e.tile_waste == pytest.approx(1 - 1200 * 1100 / (1280 * 1152))
-    assert "90 tiles of 128x128, 1 block a multiprocessor: 0.68 waves, 1 wave in time; the last wave wastes 31.8% of all slots\n" in explain.text(e)
-    assert "          10.5% of what the tiles cover lies outside the result\n" in explain.text(e)
 
 
 def test_the_work_is_counted_and_held_against_the_ridge() -> None:
@@ -246,7 +224,7 @@ def test_the_work_is_counted_and_held_against_the_ridge() -> None:
     assert found["unfused_bytes"] == found["fused_bytes"] + 2 * 4 * m * n
     assert found["intensity_flops_per_byte"] == pytest.approx(found["flops"] / found["fused_bytes"])
     assert found["gpu"]["ridge_flops_per_byte"] == pytest.approx(found["gpu"]["peak_tflops"] * 1e3 / found["gpu"]["bandwidth_gbps"])
-    assert f"{found['intensity_flops_per_byte']:.0f} FLOPs a byte, below the ridge of 231\n" in run(PLAIN, "--shape", f"{m}x{n}x{k}").stdout
+    assert round(found["gpu"]["ridge_flops_per_byte"]) == 231
 
 
 @pytest.mark.parametrize(
@@ -258,29 +236,27 @@ def test_padding_that_helps_is_said_with_what_it_saves(gpu: str, least: float, m
     odd = (PLAIN, "--shape", "4096x4096x4095", "--gpu", gpu)
     (padding,) = json.loads(run(*odd, "--json").stdout)["padding"]
     assert (padding["extent"], padding["from"], padding["to"]) == ("K", 4095, 4096) and least < padding["saved_us"] < most
-    assert "padding   K from 4095 to 4096 saves about " in run(*odd).stdout and why in padding["why"]
+    assert why in padding["why"]
 
 
 def test_the_library_schedule_reads_its_product_back() -> None:
     spec = spec_of(PLAIN)
     e = explain.explain(spec, (1024, 1024, 1024), H200, rule.by_vendor(spec, (1024, 1024, 1024), H200.target, "because"))
-    assert e.traffic.launches == 2
-    assert "tiles of the epilogue of 8x128" in explain.text(e) and "product" in explain.text(e)
+    assert e.traffic.launches == 2 and e.estimate.product_us > 0
 
 
 def test_a_program_that_the_vendor_computes_whole() -> None:
     spec = spec_of("mm")
     e = explain.explain(spec, (1001, 1024, 1024), H200, rule.by_vendor(spec, (1001, 1024, 1024), H200.target, "because"))
-    said = explain.text(e)
-    assert (e.traffic.launches, e.traffic.launches_saved, e.tile_waste) == (1, 0, 0)
-    assert "tiles     the vendor's own: its library computes all of the program\n" in said and "the vendor's kernel is the whole program: because" in said
+    assert (e.traffic.launches, e.traffic.launches_saved, e.tile_waste) == (1, 0, 0) and e.choice.config.schedule == "library"
 
 
 def test_nothing_to_fuse_and_nothing_to_compute() -> None:
-    assert "fusing    there is nothing to fuse: the program is the bare product\n" in run("mm", "--shape", "64x64x64").stdout
-    empty = run(PLAIN, "--shape", "0x64x64").stdout
-    assert "tiles     none: the result is empty\n" in empty
-    assert run(PLAIN, "--shape", "64x64x0").exit_code == 0
+    bare, empty, nothing = (
+        json.loads(run(text, "--shape", shape, "--json").stdout) for text, shape in (("mm", "64x64x64"), (PLAIN, "0x64x64"), (PLAIN, "64x64x0"))
+    )
+    assert (bare["bytes_saved"], bare["launches_saved"]) == (0, 0)
+    assert (empty["tiles"], empty["flops"]) == (0, 0) and (nothing["tiles"] > 0, nothing["flops"]) == (True, 0)
 
 
 @pytest.mark.parametrize("text", [PLAIN, BACKWARD, "mm, sum(b, k), amax(mm), logsumexp(mm, n)"])
@@ -307,7 +283,6 @@ def test_the_derivative_is_explained_in_bytes() -> None:
 @pytest.mark.parametrize(("text", "dtype", "why"), [("amax(mm)", "fp16", "'amax' has no derivative"), ("mm", "int8", "int8 operands have no gradient")])
 def test_a_program_without_a_derivative_is_explained_all_the_same(text: str, dtype: str, why: str) -> None:
     asked = (text, "--shape", "64x64x64", "--dtype", dtype)
-    assert f"\nbackward  none: {why}" in run(*asked).stdout
     found = json.loads(run(*asked, "--json").stdout)
     assert found["backward"]["program"] is None and why in found["backward"]["why"] and found["flops"] > 0
 

@@ -194,8 +194,11 @@ def _tiles(e: Explanation) -> list[tuple[str, str]]:
     each = f"{_count(x.blocks_per_sm, 'block', 'blocks')} a multiprocessor"
     tail = f"the last wave wastes {x.tail_waste:.1%} of all slots" if x.tail_waste >= 0.0005 else "no waste in the last wave"
     outside = f"{e.tile_waste:.1%} of what the tiles cover lies outside the result" if e.tile_waste >= 0.0005 else "the tiles cover the result exactly"
-    what = "tiles" if SCHEDULES[e.choice.config.schedule].multiplies else "tiles of the epilogue"
-    return [("tiles", f"{x.tiles} {what} of {block}, {each}: {x.waves:.2f} waves, {_count(waves, 'wave', 'waves')} in time; {tail}"), ("", outside)]
+    what = "" if SCHEDULES[e.choice.config.schedule].multiplies else " of the epilogue"
+    return [
+        ("tiles", f"{_count(x.tiles, 'tile', 'tiles')}{what} of {block}, {each}: {x.waves:.2f} waves, {_count(waves, 'wave', 'waves')} in time; {tail}"),
+        ("", outside),
+    ]
 
 
 def _padding_text(p: Padding) -> str:
