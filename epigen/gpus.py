@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from epigen.dtypes import FP32, DType
+from epigen.dtypes import FP8E4M3, FP32, DType
 from epigen.errors import TargetError, near_miss
 
 ACHIEVED_BANDWIDTH = 0.9
@@ -46,6 +46,10 @@ class Target:
         """Whether a kernel can be launched while the one before it still runs, for whose end it then waits by itself: CUDA's programmatic
         dependent launch, since compute capability 9.0."""
         return self.backend == "cuda" and int(self.arch) >= 90
+
+    def multiplies(self, a: DType, b: DType) -> bool:
+        """Whether Triton does, operands of these dtypes."""
+        return self.fp8 or FP8E4M3 not in (a, b)
 
     def blocks_per_sm(self, threads: int, registers: int, shared_bytes: int) -> int:
         """How many blocks of a kernel one multiprocessor can hold at a time."""

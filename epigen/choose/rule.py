@@ -5,7 +5,7 @@ from __future__ import annotations
 from epigen.choose.space import LARGE, LEAST_SPLIT, Space
 from epigen.codegen import schedules
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, row_bytes
-from epigen.dtypes import FP8E4M3, FP32
+from epigen.dtypes import FP32
 from epigen.errors import ConfigError
 from epigen.gpus import Target
 from epigen.perf import limits
@@ -29,7 +29,7 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
 
     if refused:
         return by_vendors(refused)
-    if not target.fp8 and FP8E4M3 in (sig.a, sig.b):
+    if not target.multiplies(sig.a, sig.b):
         return by_vendors(f"{target.name} does not multiply fp8e4m3")
     if sig.a == FP32 and sig.precision == "ieee" and large and vendor_multiplies():
         return by_vendors("the vendor's fp32 product is faster than Triton's, which has no tensor cores for it")

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Input, KernelConfig, KernelSpec, row_bytes
-from epigen.dtypes import FP8E4M3
 from epigen.gpus import Target
 from epigen.perf.resources import without_tensor_cores
 
@@ -157,7 +156,7 @@ class Space:
         """The schedules that can run, and may pay."""
         (m, n, k), sig, target = self.shape, self.spec.signature, self.target
         found = ["library"]
-        if FP8E4M3 not in (sig.a, sig.b) or target.fp8:
+        if target.multiplies(sig.a, sig.b):
             found.append("tiled")
             if k >= LEAST_SPLIT and m * n <= _MOST_SPLIT * target.multiprocessors:
                 found.append("split_k")

@@ -215,6 +215,12 @@ def tile_parts(config: KernelConfig) -> tuple[int, int]:
     return 1 if values.get("pingpong", 1) else 2, values.get("subtiles", 1)
 
 
+def multiplying_warps(config: KernelConfig) -> int:
+    """Warps that multiply one tile: in ping-pong one warpgroup's, cooperative two's."""
+    values = dict(config.values)
+    return values.get("num_warps", 4 if values.get("pingpong", 0) else 8)
+
+
 def finished_inside(finish: Finish, config: KernelConfig) -> bool:
     """Whether the last block to leave partial results completes these reductions; else a kernel of their own does, after all blocks.
 

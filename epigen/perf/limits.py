@@ -13,7 +13,7 @@ from functools import cached_property
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES, Schedule
 from epigen.codegen.spec import PAST, WIDE, KernelConfig, KernelSpec
-from epigen.dtypes import FP8E4M3, INT8
+from epigen.dtypes import INT8
 from epigen.gpus import Target
 from epigen.perf.resources import Resources, Work
 from epigen.perf.traffic import Shape
@@ -40,8 +40,8 @@ class Candidate:
 
     @property
     def warps(self) -> int:
-        """Warps that multiply."""
-        return 4 * (3 - schedules.tile_parts(self.config)[0]) if self.schedule.architecture == "hopper" else self.config["num_warps"]
+        """Warps that multiply a tile."""
+        return schedules.multiplying_warps(self.config)
 
     @property
     def least_k(self) -> int:
@@ -123,7 +123,7 @@ def computed_operands(c: Candidate) -> str:
 
 
 def fp8(c: Candidate) -> str:
-    if c.target.fp8 or FP8E4M3 not in (c.spec.signature.a, c.spec.signature.b):
+    if c.target.multiplies(c.spec.signature.a, c.spec.signature.b):
         return ""
     return f"{c.target.name} does not multiply fp8e4m3"
 

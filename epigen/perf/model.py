@@ -210,7 +210,7 @@ class _Timing(Work):
         """A step of a main loop whose operands TMA loads, once the buffers are full; and filling them, for the first step."""
         m, n, _ = self.shape
         block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
-        warps, by_producer = self._consumer_warps(config), SCHEDULES[config.schedule].architecture == "hopper"
+        warps, by_producer = schedules.multiplying_warps(config), SCHEDULES[config.schedule].architecture == "hopper"
         # from L2 into the multiprocessor
         step_bytes = (block_m + block_n) * block_k * self.element_bytes
         not_shared = self._rows_apart(config, tiles_m, tiles_n) * block_k * self.element_bytes / _TMA_ROW_BYTES
@@ -234,7 +234,7 @@ class _Timing(Work):
         block_m, block_n, values = config["block_m"], config["block_n"], dict(config.values)
         arrivals = schedules.tile_parts(config)[1] * self._arrival_us(config)
         # what TMA loads is there by then
-        last = self._epilogue_us(block_m, block_n, 1, self._consumer_warps(config), self.pointed_at(config)) + self._late_us(config) + arrivals
+        last = self._epilogue_us(block_m, block_n, 1, schedules.multiplying_warps(config), self.pointed_at(config)) + self._late_us(config) + arrivals
         # what TMA stores leaves while the next tile is multiplied
         hidden = (1.0 - self.c.stored_share) * self._moved_us(block_m * block_n * self.written_bytes) if values.get("tma_store") else 0.0
         each = last - hidden
@@ -246,12 +246,6 @@ class _Timing(Work):
             # each part's arrival, and the last one's look at the others
             epilogue += 2 * self.c.arrival_us + self._gathered_us(config, self.c.grouped_share)
         return epilogue
-
-    @staticmethod
-    def _consumer_warps(config: KernelConfig) -> int:
-        """Warps that multiply one tile."""
-        values = dict(config.values)
-        return values.get("num_warps", 4 if values.get("pingpong", 0) else 8)
 
     @property
     def _cold_us(self) -> float:
