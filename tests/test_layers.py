@@ -29,7 +29,7 @@ ORDER = (
     "codegen.render", "codegen.standalone",
     "perf.traffic", "perf.resources", "perf.limits", "perf.constants", "perf.model",
     "runtime.device", "runtime.arguments", "runtime.code_builder", "runtime.user_cache", "runtime.triton_key", "runtime.direct",
-    "runtime.overlap", "runtime.rendering", "runtime.vendor", "runtime.workspace", "runtime.loader", "runtime.outputs", "runtime.ahead", "runtime.native",
+    "runtime.overlap", "runtime.rendering", "runtime.vendor", "runtime.workspace", "runtime.loader", "runtime.outputs", "runtime.batches", "runtime.ahead", "runtime.native",
     "runtime.launch", "runtime.prepared", "runtime.fast_call", "runtime.calls", "runtime.kernel", "runtime.verify",
     "db.fields", "db.lock", "db.salvage", "db.problem", "db.migrations", "db.records", "db.lookup", "db.database_file", "db.database",
     "choose.space", "choose.rule", "choose.choose", "choose.explain",

@@ -72,7 +72,7 @@ class Chooser:
             return rule.by_vendor(spec, shape, target, refused)
         if spec.pointwise:
             return rule.pointwise(spec, shape, target)
-        if 0 in shape:
+        if 0 in shape or spec.signature.batch:  # of batches nothing is measured yet
             return rule.choose(spec, shape, target)
         own = self.bucket(spec, shape, target)
         # what was measured for this very problem runs, whatever the model takes it to need

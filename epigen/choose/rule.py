@@ -19,7 +19,8 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
     """A legal config for one problem. shape: M, N, K. refused: why a tiled config did not work, if one was tried."""
     m, n, k = shape
     space = Space(spec, shape, target)
-    sig, large = spec.signature, m * n * k > LARGE
+    sig, at_once = spec.signature, max(1, spec.signature.batch)
+    large = at_once * m * n * k > LARGE
 
     def vendor_multiplies() -> bool:
         return "library" in space.schedules and not limits.unfit(spec, _epilogue(space), shape, target)
@@ -58,7 +59,7 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
     elif target.backend == "hip":
         tiles = tuple(t for t in tiles if t[0] * t[1] <= 128 * 128)
     # the largest tile that still gives every multiprocessor one, else a small one
-    enough = (t for t in tiles if -(-m // t[0]) * -(-n // t[1]) >= target.multiprocessors)
+    enough = (t for t in tiles if at_once * -(-m // t[0]) * -(-n // t[1]) >= target.multiprocessors)
     block_m, block_n, warps = next(enough, tiles[max(0, len(tiles) - 2)])
     block_n = min(block_n, max(16, 1 << max(0, n - 1).bit_length()))
     floor = 16 if sig.a.bytes > 1 else 32
@@ -67,13 +68,13 @@ def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refuse
     stages = next((s for s in (4, 3, 2) if s * a_and_b <= target.shared_bytes - 1024), 1)
     if target.backend == "hip":
         stages = min(stages, 2)
-    count = -(-m // block_m) * -(-n // block_n)
+    count = at_once * -(-m // block_m) * -(-n // block_n)
     few = count <= target.multiprocessors
     # a second launch takes longer than the last block's way over what few tiles have left
-    at_once = int(few and any(not s.operand for f in spec.finishes for s in f.sources))
+    finalize = int(few and any(not s.operand for f in spec.finishes for s in f.sources))
     prefetch = int(few and bool(spec.loaded))  # where no other tile's work covers the wait for the epilogue's inputs
     values = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "group_m": 8, "num_warps": warps, "num_stages": stages}
-    values |= {"fused_finalize": at_once, "prefetch": prefetch}
+    values |= {"fused_finalize": finalize, "prefetch": prefetch}
     if m <= 64 and k >= LEAST_SPLIT and 0 < count < target.multiprocessors:
         config = schedules.config("split_k", **values, splits=_splits(count, -(-k // block_k), target))
     else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, Signature, Store, counted, parameter, stride_name
+from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, Signature, Store, batch_stride, counted, parameter, stride_name
 from epigen.dtypes import FP32, INT32, UINT8, DType
 
 _TRITON_TYPES = {"fp8e4m3": "fp8e4nv", "fp8e5m2": "fp8e5", "int8": "i8", "int32": "i32", "int64": "i64", "uint8": "u8", "bool": "i1"}
@@ -45,7 +45,7 @@ class Argument:
 @dataclass(frozen=True, slots=True)
 class Function:
     """One kernel of a module. finish: None for the main kernel. constants: its compile-time arguments, but for the last, PDL, which depends
-    on where it runs. dialect: "triton" or "gluon".
+    on where it runs. dialect: "triton" or "gluon". steps: of a batch, the pointers of which each product has a place of its own, and how far these are apart.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Function:
     num_stages: int
     finish: Finish | None
     dialect: str = "triton"
+    steps: tuple[tuple[str, str], ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -184,10 +185,19 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     fixed = {stride_name(name, "n") for name in units(spec, config)["in_words"]}
     strides = [s for s in _strides(pointed) if s.name not in fixed]
     addressed = [*(with_descriptor.get(i.name) or _input(i) for i in inputs), *(with_descriptor.get(s.name) or _output(s) for s in (*spec.stores, *completed))]
+    steps: dict[str, str] = {}
+    if sig.batch:
+        own = [a.name.removesuffix("_ptr") for a in operands]
+        own += [i.name for i in inputs if i.dtype is not None and i.indices] + [s.name for s in spec.stores]
+        strides += _integers(*map(batch_stride, own))
+        steps = {f"{name}_ptr": batch_stride(name) for name in own}
+        steps |= {f"{p.name}_partial_ptr": {"m": "tiles_m * N", "n": "tiles_n * M", "mn": "tiles_m * tiles_n"}[p.axes] for p in spec.partials}
+        if schedules.splits(config) > 1:
+            steps |= {"split_partial_ptr": "tiles_m * tiles_n * (SPLITS * BLOCK_M * BLOCK_N)", "num_arrived_ptr": "tiles_m * tiles_n"}
     arguments = (*operands, *addressed, *partials, *sizes, *strides)
     stages = dict(config.values).get("num_stages", 1)
     name = spec.name if schedule.multiplies else f"{spec.name}_epilogue"
-    return Function(name, _factored(arguments, sig), schedules.constants(config), schedules.warps(config), stages, None, schedule.dialect)
+    return Function(name, _factored(arguments, sig), schedules.constants(config), schedules.warps(config), stages, None, schedule.dialect, tuple(steps.items()))
 
 
 def arrivals(spec: KernelSpec, config: KernelConfig) -> list[str]:
@@ -212,6 +222,13 @@ def _finish(spec: KernelSpec, finish: Finish) -> Function:
             pointers.append(_pointer(f"{source.name}_partial", FP32, f"[{tiles}{', ' + extent if extent else ''}] fp32: one {source.row} a tile"))
             lengths += _integers(tiles)
     sizes = _integers(*finish.indices.upper(), *(e.upper() for e in "mn" if any(counted(e) in line.args for line in finish.lines)))
+    steps: dict[str, str] = {}
+    if sig.batch:
+        held = [s.operand for s in finish.sources if s.operand] + [i.name for i in finish.inputs if i.dtype is not None and i.indices]
+        held += [o.name for o in finish.stores]
+        steps = {f"{name}_ptr": batch_stride(name) for name in held}
+        partial = {"n": "tiles_m * N", "m": "tiles_n * M", "": "tiles"}[finish.indices]
+        steps |= {f"{s.name}_partial_ptr": partial for s in finish.sources if not s.operand}
     arguments = (
         *pointers,
         *map(_input, finish.inputs),
@@ -221,7 +238,8 @@ def _finish(spec: KernelSpec, finish: Finish) -> Function:
         *strides,
         *_strides(finish.inputs),
         *_strides(finish.stores),
+        *_integers(*(step for step in steps.values() if step.startswith("stride_"))),
     )
     length, width = _FINISH_TILES[finish.indices]
     name = f"{spec.name}_finish_{finish.indices}".rstrip("_")
-    return Function(name, _factored(arguments, sig), (("BLOCK_T", length), ("BLOCK_X", width)), 4, 1, finish)
+    return Function(name, _factored(arguments, sig), (("BLOCK_T", length), ("BLOCK_X", width)), 4, 1, finish, steps=tuple(steps.items()))

@@ -6,8 +6,9 @@ Pure data, no text but names and numbers. Equal spec and config render equal byt
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from epigen.dtypes import BF16, FP16, FP32, INT8, INT32, DType
 from epigen.errors import ConfigError
@@ -35,6 +36,7 @@ class Signature:
     index_bits: 64 where some offset does not fit in 32 bits. layout: how a and b lie.
     tma: those of "a", "b" and the [m,n] inputs' and outputs' names whose tensors a TMA descriptor can address as they lie.  factors: as `factors` finds them.
     bytewise: packed masks that are read or written a byte at a time, since their rows are not whole, aligned words of 4.
+    batch: of several products at once, the power of two up to which there are; 0 where operands are matrices.
     """
 
     a: DType
@@ -47,6 +49,7 @@ class Signature:
     tma: tuple[str, ...] = ()
     factors: tuple[tuple[str, int], ...] = ()
     bytewise: tuple[str, ...] = ()
+    batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,11 @@ def stride_name(tensor: str, index: str) -> str:
     return f"stride_{tensor}{index}" if tensor in ("a", "b") else f"stride_{tensor}_{index}"
 
 
+def batch_stride(tensor: str) -> str:
+    """What a kernel calls the distance between a tensor's matrices, or its vectors, of one product of a batch and the next."""
+    return f"stride_{tensor}_batch"
+
+
 LAUNCHER = frozenset(
     """JITCallable backend debug enable_fp_fusion fpsan_homomorphic_casts instrumentation_mode launch_pdl options params sanitize_overflow specialization
     specialize_impl""".split()
@@ -118,14 +126,15 @@ def counted(index: str) -> str:
     return f"(1.0 * {index.upper()})"
 
 
-def factors(shape: tuple[int, int, int], tensors: Iterable[Strided]) -> tuple[tuple[str, int], ...]:
+def factors(shape: tuple[int, int, int], tensors: Iterable[Strided], batch_strides: Mapping[str, int] = MappingProxyType({})) -> tuple[tuple[str, int], ...]:
     """What divides the integer arguments that loads and stores of several elements hang on: N, the extent along which a matrix is
     contiguous, and its other stride.
 
-    Each that KNOWN does not divide, with the largest power of two that does. shape: M, N, K.
+    Each that KNOWN does not divide, with the largest power of two that does. shape: M, N, K. batch_strides: of a batch, by tensor.
     """
     extents = dict(zip("mnk", shape, strict=True))
     values = {"N": extents["n"]}  # of the outputs' rows and of partial results
+    values |= {batch_stride(name): stride for name, stride in batch_strides.items()}
     for name, indices, strides in tensors:
         if len(indices) == 2 and 1 in strides:
             along = strides.index(1) if strides[1] != 1 else 1
@@ -294,7 +303,13 @@ class KernelSpec:
         the problem.
         """
         operands = self.signature.a
-        alone = not self.pointwise and not self.computed and not self.finishes and [(s.value, s.dtype) for s in self.stores] == [(ACC, operands)]
+        alone = (
+            not self.pointwise
+            and not self.computed
+            and not self.signature.batch
+            and not self.finishes
+            and [(s.value, s.dtype) for s in self.stores] == [(ACC, operands)]
+        )
         return alone and operands in (FP16, BF16, FP32)
 
     @property

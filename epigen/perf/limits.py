@@ -80,7 +80,7 @@ def empty_tensors(c: Candidate) -> str:
 
 def number_of_tiles(c: Candidate) -> str:
     m, n, _ = c.shape
-    items = -(-m // c.config["block_m"]) * -(-n // c.config["block_n"]) * schedules.splits(c.config)
+    items = -(-m // c.config["block_m"]) * -(-n // c.config["block_n"]) * schedules.splits(c.config) * max(1, c.spec.signature.batch)
     if items <= MOST_TILES:
         return ""
     tile = f"{c.config['block_m']}x{c.config['block_n']}"
@@ -117,6 +117,19 @@ def computed_operands(c: Candidate) -> str:
     return (
         f"the schedule {c.schedule.name} multiplies operands as they lie, and the program computes what it multiplies of {c.spec.computed[0].name}: {able} can"
     )
+
+
+def batches(c: Candidate) -> str:
+    if not c.spec.signature.batch or c.schedule.batches:
+        return ""
+    able = ", ".join(s.name for s in SCHEDULES.values() if s.batches)
+    return f"the schedule {c.schedule.name} computes one product, and operands with leading dimensions are several: {able} can"
+
+
+def reductions_of_a_batch(c: Candidate) -> str:
+    if not c.spec.signature.batch or not any(schedules.finished_inside(f, c.config) for f in c.spec.finishes):
+        return ""
+    return "fused_finalize=1 counts the tiles of one product, and operands with leading dimensions are several: it has to be 0"
 
 
 # -- without these a kernel that multiplies does not compile, and Triton says so
@@ -186,6 +199,8 @@ LAUNCHES: tuple[Restriction, ...] = (
     coordinates,
     vendors_extents,
     computed_operands,
+    batches,
+    reductions_of_a_batch,
 )
 COMPILES: tuple[Restriction, ...] = (fp8, step, threads)
 PAYS: tuple[Restriction, ...] = (filled, shared_memory, accumulators, held_inputs, work_of_a_warp)

@@ -250,10 +250,10 @@ def _new(text: CodeBuilder, prepared: Prepared, names: Sequence[str], addresses:
     """Allocates the outputs. shapes: of each, in place of its own."""
     slots: list[str] = []
     allocate = text.hold(outputs.quick_allocator(prepared.device))
-    for place, (name, new) in enumerate(zip(names, [o.held(*prepared.shape[:2]) for o in prepared.outputs], strict=True)):
+    for place, (name, new) in enumerate(zip(names, map(prepared.held, prepared.outputs), strict=True)):
         shape = shapes[place] if place < len(shapes) else None
         if shape is None:
-            narrow = "" if new.width is None else f".narrow(1, 0, {text.hold(new.width)})"
+            narrow = "" if new.width is None else f".narrow({len(new.shape) - 1}, 0, {text.hold(new.width)})"
             text.add(f"{name} = {allocate}({', '.join(map(text.hold, (new.shape, new.strides, new.dtype)))}){narrow}")
         else:
             strides = tuple(max(1, math.prod(shape[d + 1 :])) for d in range(len(shape)))

@@ -32,8 +32,9 @@ from epigen.ir import reference
 from epigen.ir.graph import Graph, Node
 from epigen.lru_cache import LruCache
 from epigen.perf import limits
-from epigen.runtime import arguments, outputs
+from epigen.runtime import arguments, batches, outputs
 from epigen.runtime.arguments import process_precision
+from epigen.runtime.batches import Batch
 from epigen.runtime.calls import Calls, Known
 from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.runtime.fast_call import bound, fast_call
@@ -116,7 +117,8 @@ class Kernel:
     def __call__(self, a: Any = None, b: Any = None, /, *extra: Any, out: Any = None, **inputs: Tensor | float) -> Any:
         """Run the program. Called as `kernel(a, b, bias=bias)`.
 
-        a: [M, K]. b: [K, N]. Any strides; on the meta device the results are, too. inputs: the program's, by name: tile [M, N], row [M], column [N], mask uint8
+        a: [M, K]. b: [K, N]. With leading dimensions, which broadcast as torch.matmul has it, they are several products of one launch, [..., M, K] and
+        [..., K, N]; inputs and `out` may have these too, or be the same for all. Any strides; on the meta device the results are, too. inputs: the program's, by name: tile [M, N], row [M], column [N], mask uint8
         [M, ceil(N / 8)], scalar a number or a tensor with one element; of operands also [K], and [M, K] or [K, N]. Of any dtype of floats (but fp64), int8, uint8, int32, int64 or bool, and in the
         kernel fp32: booleans are 0 and 1, and integers past 2^24 are rounded, as torch's own conversion to float32 rounds them.
         out: a tensor for a lone output; for several a mapping by name or a sequence; written and returned. It may be an input of the same
@@ -368,38 +370,43 @@ class Kernel:
 
     def _prepare(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], refused: str = "", target: Target | None = None) -> Prepared:
         """target: compile for it; the tensors then lie on the meta device. By default for the tensors' own device."""
+        operands, inputs, batch = batches.one(self._inputs, operands, inputs)
         m, n, k = arguments.check_operands(*operands) if operands else (*arguments.check_product(inputs[PRODUCT]), 0)
         what, first = ("operand a", operands[0]) if operands else (PRODUCT, inputs[PRODUCT])
         arguments.check_inputs(self._inputs, inputs, (m, n, k), first)
         if operands:
             check_computed(self._graph, BY_TORCH_ON_CPU[str(first.dtype)])
         found = outputs.of(self._graph, BY_TORCH_ON_CPU[str(first.dtype)])
+        if batch is not None:
+            outs, batch = batches.with_outputs(batch, found, outs, m, n)
         for out in found:
             if out.name in outs:
                 outputs.check(outs[out.name], out, m, n, first.device)
         backend = self._backend or ("reference" if first.device.type == "cpu" else "triton")
         if backend == "reference" or (first.is_meta and target is None):
-            return Prepared(self._graph, found, (m, n, k), first.device, like=self._signature_like((m, n, k), operands, inputs))
+            like = self._signature_like((m, n, k), operands, inputs)
+            return Prepared(self._graph, found, (m, n, k), first.device, like=replace(like, batch=batch.bucket if batch else 0), batch=batch)
         if first.dtype == torch.float64:
             raise CallError(f"{what} is float64, which only the reference on the CPU computes in: no kernel does")
         if backend == "triton" and not first.is_cuda and target is None:
             raise CallError(f"{what} is on {first.device}, and compiled kernels run on a GPU: move the tensors, or use backend='interpreter'")
         if backend == "interpreter":
             self._check_interpretable((*operands, *inputs.values(), *outs.values()), found)
-        signature = self._signature((m, n, k), operands, inputs, outs, found)
+        signature = self._signature((m, n, k), operands, inputs, outs, found, batch)
         with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
-            choose = self._at_call if first.is_cuda and backend == "triton" and target is None else self._choose
+            choose = self._at_call if first.is_cuda and backend == "triton" and target is None and batch is None else self._choose
             target = target or (self._machine.at_hand() if first.is_cuda else None) or DEFAULT_TARGET
             plan = self._planned(choose, (m, n, k), target, signature, refused, interpreted=backend == "interpreter")
             module = self._loaders[backend == "interpreter"].load(plan.rendered) if plan.rendered.functions else None
         functions = [getattr(module, f.name) for f in plan.rendered.functions]
-        prepared = Prepared(self._graph, found, (m, n, k), first.device, plan, backend == "interpreter")
+        prepared = Prepared(self._graph, found, (m, n, k), first.device, plan, backend == "interpreter", batch=batch)
         prepared.bind(functions, operands, inputs, outs, target)
         return prepared
 
     def _signature(
-        self, shape: tuple[int, int, int], operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], found: Sequence[outputs.Out]
-    ) -> Signature:
+        self, shape: tuple[int, int, int], operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], found: Sequence[outputs.Out],
+        batch: Batch | None = None,
+    ) -> Signature:  # fmt: skip
         """What of a call its kernel's text depends on. found: all outputs; one that is still to be allocated will lie without gaps."""
         m, n, k = shape
         nowhere = outputs.allocator(torch.device("meta"))
@@ -414,10 +421,11 @@ class Kernel:
         strided += [(name, node.indices, inputs[name].stride()) for name, node in self._inputs.items() if isinstance(inputs[name], Tensor)]
         strided += [(out.name, out.indices, results[out.name].stride()) for out in found]
         a, b = (BY_TORCH_ON_CPU[str(t.dtype)] for t in operands or (inputs[PRODUCT],) * 2)
+        strides = batch.strides if batch else {}
         return Signature(
             a, b, self._dtypes(inputs), self._precision_now(), k_multiple(k), index_bits(shape, map(arguments.reach, tensors)), "".join(map(arguments.layout, operands)) or "nn",
             tma=(*(name for name, t in upright.items() if arguments.describable(t)), *(name for name, t in written.items() if arguments.describable(t, True))),
-            factors=factors((m, n, k), strided), bytewise=self._bytewise(inputs, outs),
+            factors=factors((m, n, k), strided, strides), bytewise=self._bytewise(inputs, outs, strides), batch=batch.bucket if batch else 0,
         )  # fmt: skip
 
     def _signature_like(self, shape: tuple[int, int, int], operands: Operands, inputs: Mapping[str, Any]) -> Signature:
@@ -430,13 +438,14 @@ class Kernel:
         """Of each input; None for a number."""
         return tuple((name, BY_TORCH_ON_CPU[str(inputs[name].dtype)] if isinstance(inputs[name], Tensor) else None) for name in self._inputs)
 
-    def _bytewise(self, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> tuple[str, ...]:
-        """The packed masks whose rows are not whole words. What lies behind a row's end may be read, but is written only in epigen's own."""
-        found = [name for name, node in self._inputs.items() if node.op == g.BITS and not whole_words(inputs[name].stride(), inputs[name].data_ptr())]
+    def _bytewise(self, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], strides: Mapping[str, int]) -> tuple[str, ...]:
+        """The packed masks whose rows are not whole words. What lies behind a row's end may be read, but is written only in epigen's own. strides: of a batch."""
+        masks = [name for name, node in self._inputs.items() if node.op == g.BITS]
+        found = [name for name in masks if strides.get(name, 0) % 4 or not whole_words(inputs[name].stride(), inputs[name].data_ptr())]
         for o in self._graph.outputs:
             if o.name in outs and self._graph.nodes[o.node].kind == g.PACKED:
                 out = outs[o.name]
-                if out.shape[1] % 4 or not whole_words(out.stride(), out.data_ptr()):
+                if out.shape[1] % 4 or strides.get(o.name, 0) % 4 or not whole_words(out.stride(), out.data_ptr()):
                     found.append(o.name)
         return tuple(found)
 

@@ -21,13 +21,13 @@ from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.workspace import capturing, tiles
 
 
-def blocks(function: Function, config: KernelConfig, shape: tuple[int, int, int], multiprocessors: int) -> int:
-    """How many blocks the grid of one function has; 0 where there is nothing to do. shape: M, N, K."""
+def blocks(function: Function, config: KernelConfig, shape: tuple[int, int, int], multiprocessors: int, count: int = 1) -> int:
+    """How many blocks the grid of one function has; 0 where there is nothing to do. shape: M, N, K of each of so many products."""
     m, n, _ = shape
     if function.finish is None:
-        return schedules.programs(config, math.prod(tiles(config, shape)), multiprocessors)
+        return schedules.programs(config, count * math.prod(tiles(config, shape)), multiprocessors)
     extent = {"m": m, "n": n, "": 1}[function.finish.indices]
-    return -(-extent // dict(function.constants)["BLOCK_X"])
+    return count * -(-extent // dict(function.constants)["BLOCK_X"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ Raises CallError."""
 from __future__ import annotations
 
 import functools
+import math
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,12 +40,13 @@ class Out:
             return (m, -(-n // 8))
         return tuple({"m": m, "n": n}[i] for i in self.indices)
 
-    def held(self, m: int, n: int) -> Held:
+    def held(self, m: int, n: int, lead: tuple[int, ...] = ()) -> Held:
+        """lead: leading dimensions, where several products are computed at once."""
         shape, dtype = self.shape(m, n), reference.torch_dtype(self.dtype)
-        if self.packed:
-            stride = g.mask_stride(n)
-            return Held((m, stride), (max(stride, 1), 1), dtype, shape[1] if shape[1] < stride else None)
-        return Held(shape, (max(n, 1), 1)[-len(shape) :] if shape else (), dtype, None)
+        if not self.packed:
+            return Held((*lead, *shape), _contiguous((*lead, *shape)), dtype, None)
+        held = (*lead, m, g.mask_stride(n))
+        return Held(held, _contiguous(held), dtype, shape[1] if shape[1] < held[-1] else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,12 @@ class Held:
 
     def empty(self, allocate: Allocate) -> Tensor:
         held = allocate(self.shape, self.strides, self.dtype)
-        return held if self.width is None else held.narrow(1, 0, self.width)
+        return held if self.width is None else held.narrow(-1, 0, self.width)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor without gaps."""
+    return tuple(math.prod(max(1, size) for size in shape[d + 1 :]) for d in range(len(shape)))
 
 
 _namedtuple: Any = namedtuple  # of names that no type checker can see

@@ -13,14 +13,15 @@ from torch import Tensor
 from epigen.codegen import schedules
 from epigen.codegen.render import Rendered
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import Choice, KernelSpec, Signature, parameter
+from epigen.codegen.spec import Choice, KernelSpec, Signature, batch_stride, parameter
 from epigen.gpus import Target
 from epigen.ir import reference
 from epigen.ir.graph import Graph
-from epigen.runtime import arguments, outputs, overlap, vendor
+from epigen.runtime import arguments, batches, outputs, overlap, vendor
+from epigen.runtime.batches import Batch
 from epigen.runtime.launch import Direct, Launch, blocks
 from epigen.runtime.loader import interpreting
-from epigen.runtime.outputs import Out
+from epigen.runtime.outputs import Held, Out
 from epigen.runtime.workspace import Arrivals, Workspace, counters, parts
 
 _INTERPRETED_PROGRAMS = 3
@@ -57,15 +58,15 @@ class Prepared:
     """What of a call follows from everything but addresses and numbers. Without a plan the reference computes it, but on the meta device, where nothing is.
 
     operands: of a call, a and b; none where the product is among the inputs.
-    like: where there is no plan, the signature of the kernel that a GPU would run.
+    like: where there is no plan, the signature of the kernel that a GPU would run. batch: where the call is of several products, each of this shape.
     """
 
     def __init__(
         self, graph: Graph, outs: list[Out], shape: tuple[int, int, int], on: torch.device, plan: Plan | None = None, interpreted: bool = False,
-        like: Signature | None = None,
+        like: Signature | None = None, batch: Batch | None = None,
     ):  # fmt: skip
         self.graph, self.outputs, self.shape, self.device, self.plan, self.interpreted = graph, outs, shape, on, plan, interpreted
-        self.like = like
+        self.like, self.batch = like, batch
         self.replaces = {o.name: o.replaces for o in outs}
         self.launches: list[Launch] = []
         self.workspace = Workspace()
@@ -76,7 +77,7 @@ class Prepared:
         self.asked, self.launchers = False, list[Direct]()
 
     def bind(self, functions: Sequence[Any], operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], target: Target) -> None:
-        """Fix every integer argument and grid. functions: of the loaded module, in the plan's order."""
+        """Fix every integer argument and grid. functions: of the loaded module, in the plan's order. Of a batch, what its first product is given."""
         assert self.plan is not None
         m, n, k = self.shape
         config = self.plan.choice.config
@@ -92,12 +93,13 @@ class Prepared:
             strided.append((out.name, out.indices, like))
         for name, indices, tensor in strided:
             integers |= {f"stride_{name}_{i}": s for i, s in zip(indices, tensor.stride(), strict=False)}
+        integers |= {batch_stride(name): stride for name, stride in (self.batch.strides if self.batch else {}).items()}
         integers |= {x.name: integers[x.of] // x.factor for f in self.plan.rendered.functions for x in f.arguments if x.of}
-        self.workspace = Workspace.of(self.plan.spec, config, self.shape)
-        if count := counters(self.plan.spec, config, self.shape):
-            self.arrivals = Arrivals(count, self.device)
+        self.workspace = Workspace.of(self.plan.spec, config, self.shape, self.count)
+        if arriving := self.count * counters(self.plan.spec, config, self.shape):
+            self.arrivals = Arrivals(arriving, self.device)
         for function, jit in zip(self.plan.rendered.functions, functions, strict=True):
-            if grid := blocks(function, config, self.shape, _INTERPRETED_PROGRAMS if self.interpreted else target.multiprocessors):
+            if grid := blocks(function, config, self.shape, _INTERPRETED_PROGRAMS if self.interpreted else target.multiprocessors, self.count):
                 follows = bool(self.launches) or self.plan.by_vendor
                 self.launches.append(Launch.of(jit, function, grid, integers, None if self.interpreted else target, follows))
 
@@ -121,9 +123,20 @@ class Prepared:
             self.compiled = [launch(values) for launch in self.launches]
         return results
 
+    @property
+    def count(self) -> int:
+        """How many products there are."""
+        return self.batch.count if self.batch is not None else 1
+
+    def held(self, out: Out) -> Held:
+        """What a new output is allocated as."""
+        return out.held(*self.shape[:2], self.batch.lead if self.batch is not None else ())
+
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """The vendor's. [M, N], contiguous."""
+        """The vendor's. [M, N], contiguous; of a batch with leading dimensions."""
         assert self.plan is not None
+        if self.batch is not None:
+            return vendor.products(a, b, self.plan.spec.signature.precision).contiguous()
         return vendor.product(a, b, self.plan.spec.signature.precision).contiguous()
 
     def compute(self, a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -133,9 +146,8 @@ class Prepared:
 
     def results(self, outs: Mapping[str, Tensor]) -> list[Tensor]:
         """The caller's buffers, and new ones where it gave none."""
-        m, n, _ = self.shape
         allocate = outputs.allocator(self.device)
-        return [outs[o.name] if o.name in outs else o.held(m, n).empty(allocate) for o in self.outputs]
+        return [outs[o.name] if o.name in outs else self.held(o).empty(allocate) for o in self.outputs]
 
     def values(self, operands: Operands, inputs: Mapping[str, Any], results: Sequence[Tensor]) -> dict[str, Any]:
         """The launches' arguments that are no fixed integers, by name, but for the vendor's product. The device is the current one."""
@@ -175,6 +187,9 @@ class Prepared:
 
     def _reference(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
         m, n, _ = self.shape
+        if self.batch is not None:
+            several = batches.evaluate(self.graph, self.batch.lead, operands, inputs, self.shape, self.outputs, self.device)
+            return [outs[o.name].copy_(r) if o.name in outs else r for o, r in zip(self.outputs, several, strict=True)]
         # where the product is given, operands without a k have its extents and its device
         a, b = operands or (torch.empty((m, 0), device=self.device), torch.empty((0, n), device=self.device))
         taken, results = {_storage(t) for t in inputs.values() if isinstance(t, Tensor)}, []

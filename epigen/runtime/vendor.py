@@ -7,6 +7,7 @@ All add in fp32. That is a matter of the process's own settings, which are put b
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +46,23 @@ def product(a: Tensor, b: Tensor, precision: str) -> Tensor:
         if a.is_cuda and a.dtype != torch.float32:
             return torch.mm(a, b, out_dtype=torch.float32)
         return torch.mm(a.float(), b.float())
+
+
+def products(a: Tensor, b: Tensor, precision: str) -> Tensor:
+    """As `product`, of operands with leading dimensions, which broadcast: [..., M, N]."""
+    lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    several = [t.expand(*lead, *t.shape[-2:]).reshape(-1 if t.numel() else math.prod(lead), *t.shape[-2:]) for t in (a, b)]
+    if not several[0].is_cuda or several[0].dtype not in _REDUCED or 0 in (*several[0].shape, *several[1].shape):
+        found = [product(x, y, precision) for x, y in zip(*several, strict=True)]
+        whole = (
+            torch.stack(found)
+            if found
+            else torch.empty((0, a.shape[-2], b.shape[-1]), dtype=torch.int32 if a.dtype == torch.int8 else torch.float32, device=a.device)
+        )
+    else:
+        with torch.autocast(a.device.type, enabled=False), _sums_in_fp32(a.dtype, precision):
+            whole = torch.bmm(several[0], several[1], out_dtype=torch.float32)
+    return whole.view(*lead, *whole.shape[1:])
 
 
 def compute(a: Tensor, b: Tensor, out: Tensor, precision: str) -> None:

@@ -60,7 +60,8 @@ class Workspace:
     size_bytes: int = 0
 
     @classmethod
-    def of(cls, spec: KernelSpec, config: KernelConfig, shape: tuple[int, int, int]) -> Workspace:
+    def of(cls, spec: KernelSpec, config: KernelConfig, shape: tuple[int, int, int], count: int = 1) -> Workspace:
+        """shape: M, N, K of each of so many products."""
         m, n, _ = shape
         tiles_m, tiles_n = parts(config, shape)
         shapes: dict[str, tuple[int, ...]] = {"m": (tiles_m, n), "n": (tiles_n, m), "mn": (tiles_m * tiles_n,)}
@@ -69,6 +70,7 @@ class Workspace:
             wanted.append(("split_partial_ptr", (math.prod(tiles(config, shape)) * splits, config["block_m"], config["block_n"]), spec.accumulator))
         buffers, end = [], 0
         for name, size, dtype in wanted:
+            size = (count * size[0], *size[1:])
             buffers.append(Buffer(name, size, dtype, end))
             end += -(-math.prod(size) * dtype.bytes // ALIGNED_BYTES) * ALIGNED_BYTES
         return cls(tuple(buffers), end)

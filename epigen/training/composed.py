@@ -20,7 +20,7 @@ from epigen.dtypes import BY_TORCH_ON_CPU
 from epigen.ir import graph as g
 from epigen.ir import reference
 from epigen.ir.graph import Graph
-from epigen.runtime import arguments, outputs
+from epigen.runtime import arguments, batches, outputs
 from epigen.training import library
 
 
@@ -63,7 +63,7 @@ def _program(text: str, _tune: str | None, a: Tensor, b: Tensor, inputs: library
 
 
 def _over(text: str, mm: Tensor, inputs: library.Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
-    m, n = arguments.check_product(mm)
+    m, n = mm.shape[-2:] if mm.dim() > 2 else arguments.check_product(mm)
     a, b = (torch.empty(shape, device=mm.device) for shape in ((m, 0), (0, n)))
     graph = over_product(library.kernel(text, None, options).graph)
     return _apart(graph, a, b, {PRODUCT: mm, **library.named(text, inputs, numbers)}, mm.dtype)
@@ -84,6 +84,10 @@ def _accumulate(grad: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _apart(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Any], dtype: torch.dtype) -> list[Tensor]:
     """Results that are no inputs, as an operation's are."""
+    one, given, batch = batches.one({node.name: node for node in graph.inputs()}, () if PRODUCT in inputs else (a, b), inputs)
+    if batch is not None:
+        shape = arguments.check_operands(*one) if one else (*arguments.check_product(given[PRODUCT]), 0)
+        return batches.evaluate(graph, batch.lead, () if not one else (a, b), inputs, shape, outputs.of(graph, BY_TORCH_ON_CPU[str(dtype)]), a.device)
     found = _evaluated(graph, a, b, inputs, dtype)
     return [t.clone() if graph.nodes[o.node].op in (g.INPUT, g.BITS) else t for t, o in zip(found, graph.outputs, strict=True)]
 

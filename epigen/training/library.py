@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 
 from epigen import api
+from epigen.codegen.lower import over_product
+from epigen.codegen.spec import PRODUCT
 from epigen.dtypes import BY_TORCH_ON_CPU
 from epigen.errors import CallError, InternalError
 from epigen.ir.graph import Graph
 from epigen.ir.program import MOST_PROGRAMS, graph_of
-from epigen.runtime import arguments, outputs
+from epigen.runtime import arguments, batches, outputs
+from epigen.runtime.batches import Batch
 from epigen.runtime.kernel import Kernel
 from epigen.training import bits
 
@@ -84,29 +87,42 @@ def _accumulate(grad: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _fake_program(text: str, tune: str | None, a: Tensor, b: Tensor, inputs: Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
-    graph = kernel(text, tune, options).graph
-    return _fake(graph, a, arguments.check_operands(a, b), named(text, inputs, numbers))
+    return _fake(kernel(text, tune, options).graph, (a, b), named(text, inputs, numbers))
 
 
 def _fake_over(text: str, mm: Tensor, inputs: Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
-    graph = kernel(text, None, options).graph
-    return _fake(graph, mm, (*arguments.check_product(mm), 0), named(text, inputs, numbers))
+    return _fake(over_product(kernel(text, None, options).graph), (), {PRODUCT: mm, **named(text, inputs, numbers)})
 
 
-def _fake(graph: Graph, like: Tensor, shape: tuple[int, int, int], inputs: dict[str, Any]) -> list[Tensor]:
-    arguments.check_inputs({node.name: node for node in graph.inputs()}, inputs, shape, like)
-    allocate = outputs.allocator(like.device)
-    return [out.held(*shape[:2]).empty(allocate) for out in outputs.of(graph, BY_TORCH_ON_CPU[str(like.dtype)])]
+def _fake(graph: Graph, operands: tuple[Tensor, ...], inputs: dict[str, Any]) -> list[Tensor]:
+    like, shape, batch = _checked(graph, operands, inputs)
+    allocate, lead = outputs.allocator(like.device), batch.lead if batch is not None else ()
+    return [out.held(*shape[:2], lead).empty(allocate) for out in outputs.of(graph, BY_TORCH_ON_CPU[str(like.dtype)])]
+
+
+def _checked(graph: Graph, operands: tuple[Tensor, ...], inputs: Mapping[str, Any]) -> tuple[Tensor, tuple[int, int, int], Batch | None]:
+    """The first operand, or the product that is given, M, N, K, and the products of a batch."""
+    declared = {node.name: node for node in graph.inputs()}
+    one, given, batch = batches.one(declared, operands, inputs)
+    shape = arguments.check_operands(*one) if one else (*arguments.check_product(given[PRODUCT]), 0)
+    like: Tensor = one[0] if one else given[PRODUCT]
+    arguments.check_inputs(declared, given, shape, like)
+    return like, shape, batch
 
 
 def _fake_into(
     text: str, tune: str | None, operands: Sequence[Tensor], inputs: Inputs, numbers: Sequence[float], out: Sequence[Tensor], options: str | None = None
 ) -> None:  # fmt: skip
-    graph = kernel(text, tune, options).graph
-    shape = arguments.check_operands(*operands) if len(operands) == 2 else (*arguments.check_product(*operands), 0)
-    arguments.check_inputs({node.name: node for node in graph.inputs()}, named(text, inputs, numbers), shape, operands[0])
-    for found, expected in zip(out, outputs.of(graph, BY_TORCH_ON_CPU[str(operands[0].dtype)]), strict=True):
-        outputs.check(found, expected, *shape[:2], operands[0].device)
+    graph, given = kernel(text, tune, options).graph, named(text, inputs, numbers)
+    if len(operands) == 1:
+        graph, given, operands = over_product(graph), {PRODUCT: operands[0], **given}, ()
+    like, shape, batch = _checked(graph, tuple(operands), given)
+    found, written = outputs.of(graph, BY_TORCH_ON_CPU[str(like.dtype)]), dict(enumerate(out))
+    buffers: Mapping[str, Tensor] = {o.name: written[i] for i, o in enumerate(found)}
+    if batch is not None:
+        buffers, _ = batches.with_outputs(batch, found, buffers, *shape[:2])
+    for o in found:
+        outputs.check(buffers[o.name], o, *shape[:2], like.device)
 
 
 def _fake_accumulate(grad: Tensor, a: Tensor, b: Tensor) -> None:

@@ -193,6 +193,8 @@ class Call(NamedTuple):
 def run(name: str, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What torch runs in place of an operation of which any tensor is a DTensor."""
     call = Call.of(name, args)
+    if any(t.dim() > 2 for t in call.operands):
+        raise CallError("operands with leading dimensions are not divided between processes: call with the local tensors (t.to_local()), or product by product")
     graph = _graph(call.text, len(call.operands))
     names = [*("ab" if len(call.operands) == 2 else [PRODUCT]), *(i.name for i in graph.inputs() if i.name != PRODUCT)]
     tensors = {what: t for what, t in zip(names, [*call.operands, *call.inputs], strict=True) if t is not None}

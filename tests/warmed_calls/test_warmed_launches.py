@@ -70,6 +70,25 @@ def test_a_warmed_call_launches_what_triton_launches(gpu: FakeGpu, through_trito
     assert through_triton.count == before
 
 
+@pytest.mark.parametrize("config", [None, LIBRARY], ids=["tiled", "library"])
+def test_a_warmed_call_of_a_batch_launches_what_triton_launches(
+    gpu: FakeGpu, through_triton: Watch, config: KernelConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its products at once, each with a place of its own."""
+    product = torch.zeros(6, M, N).view(2, 3, M, N)
+    monkeypatch.setattr(vendor, "products", lambda _a, _b, _precision: product)
+    text, inputs = "z = mm * alpha + bias + residual; z, bgrad(z)", {"alpha": 0.5, "bias": half(N), "residual": half(2, 3, M, N)}
+    kernel, oracle = (compiled(text, config) if config else compiled(text) for _ in range(2))
+    a, b, out = half(2, 3, M, K), half(K, N), [half(2, 3, M, N), torch.zeros(2, 3, N)]
+    expected = as_triton_does(gpu, oracle, a, b, out=out, **inputs)
+    kernel(a, b, out=out, **inputs)
+    before = through_triton.count
+    found = launched(gpu, kernel, a, b, out=out, **inputs)
+    assert through_triton.count == before and len(found) == len(expected) == 2
+    assert [x.grid for x in found] == [x.grid for x in expected] and all(x.grid[0] % 6 == 0 for x in found)
+    assert [t.shape for t in kernel(a, b, **inputs)] == [t.shape for t in kernel(a, b, **inputs)] == [t.shape for t in out]
+
+
 @pytest.mark.usefixtures("captured")
 def test_a_call_in_a_graph_is_launched_before_the_kernel_before_it_ends(gpu: FakeGpu) -> None:
     """Kernels of its own that follow are so in every stream; the default stream cannot be captured, and is not asked."""

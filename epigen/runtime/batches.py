@@ -1,0 +1,142 @@
+"""Calls of several products at once: tensors with leading dimensions, each seen as one matrix or vector and the distance to the next.
+
+Leading dimensions broadcast as `torch.matmul` has them. A launch takes one distance for each tensor, 0 where all products share it, so those of a tensor
+have to lie evenly. Raises CallError.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epigen.codegen.spec import PRODUCT
+from epigen.errors import CallError
+from epigen.ir import graph as g
+from epigen.ir import reference
+from epigen.ir.graph import Graph, Node
+from epigen.runtime.arguments import reach
+from epigen.runtime.outputs import Out, allocator
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The products of a call. lead: the leading dimensions of its results. strides: by tensor, elements from one product's to the next one's."""
+
+    lead: tuple[int, ...]
+    strides: Mapping[str, int]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.lead)
+
+    @property
+    def bucket(self) -> int:
+        """As signatures have it: the power of two up to which there are so many."""
+        return 1 << max(0, self.count - 1).bit_length()
+
+
+def one(declared: Mapping[str, Node], operands: tuple[Any, ...], inputs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any], Batch | None]:
+    """What the first of a call's products is given, and all of them; the same, and None, where there are no leading dimensions. declared: the program's inputs.
+
+    Its checks are of leading dimensions alone: what remains is as in a call of matrices.
+    """
+    several = operands or (inputs.get(PRODUCT),)
+    if not any(isinstance(t, Tensor) and t.dim() > 2 for t in several) or not all(isinstance(t, Tensor) and t.dim() >= 2 for t in several):
+        return operands, inputs, None
+    names = [f"operand {name}" for name in g.OPERANDS] if operands else [PRODUCT]
+    lead = _broadcast(names, several)
+    strides: dict[str, int] = {}
+    first = []
+    for name, operand in zip(g.OPERANDS, operands, strict=False):
+        matrix, strides[name] = _matrix(f"operand {name}", operand, 2, lead)
+        first.append(matrix)
+    given = dict(inputs)
+    for name, node in declared.items():
+        value = inputs.get(name)
+        if isinstance(value, Tensor) and node.indices:
+            given[name], strides[name] = _matrix(PRODUCT if name == PRODUCT else f"input '{name}'", value, len(node.indices), lead)
+    return tuple(first), given, Batch(lead, strides)
+
+
+def with_outputs(batch: Batch, found: Sequence[Out], outs: Mapping[str, Tensor], m: int, n: int) -> tuple[dict[str, Tensor], Batch]:
+    """The caller's buffers as the first product writes them, and the batch with the strides of all outputs. found: those. m, n: of each product."""
+    first: dict[str, Tensor] = {}
+    strides = {**batch.strides, PRODUCT: m * n}
+    for out in found:
+        strides[out.name] = math.prod(out.held(m, n).shape)
+        if out.name in outs:
+            first[out.name], strides[out.name] = _given(outs[out.name], out, batch)
+    return first, Batch(batch.lead, strides)
+
+
+def _given(t: Any, out: Out, batch: Batch) -> tuple[Tensor, int]:
+    """One of the caller's buffers, as the first product writes it, and the distance to what the next one does."""
+    own = len(out.indices)
+    if not isinstance(t, Tensor) or tuple(t.shape[: t.dim() - own]) != batch.lead:
+        found = list(t.shape) if isinstance(t, Tensor) else f"a {type(t).__name__}"
+        raise CallError(f"out for '{out.name}' is {found}, and a tensor with the leading dimensions {list(batch.lead)} was expected")
+    matrix, stride = _matrix(f"out for '{out.name}'", t, own, batch.lead)
+    if batch.count > 1 and stride <= reach(matrix):
+        raise CallError(f"out for '{out.name}' has strides {list(t.stride())}: several products would share places in it, and each wants its own")
+    return matrix, stride
+
+
+def _broadcast(names: Sequence[str], several: Sequence[Tensor]) -> tuple[int, ...]:
+    try:
+        return tuple(torch.broadcast_shapes(*(t.shape[:-2] for t in several)))
+    except RuntimeError:
+        shapes = " and ".join(f"{name} is {list(t.shape)}" for name, t in zip(names, several, strict=True))
+        raise CallError(f"{shapes}: the dimensions before the last two do not broadcast") from None
+
+
+def _matrix(what: str, t: Tensor, own: int, lead: tuple[int, ...]) -> tuple[Tensor, int]:
+    """The first of a tensor's matrices or vectors, of so many own dimensions, and the elements from one to the next."""
+    dims = t.dim() - own
+    if dims < 1:
+        return t, 0
+    pairs = zip(reversed(t.shape[:dims]), reversed(lead), strict=False)
+    if dims > len(lead) or any(size not in (1, wanted) for size, wanted in pairs):
+        raise CallError(f"{what} is {list(t.shape)}: its leading dimensions {list(t.shape[:dims])} do not broadcast to the product's {list(lead)}")
+    if 0 in lead:  # there is none
+        return t.new_zeros(()).expand(t.shape[dims:]), 0
+    whole = t.expand(*lead, *t.shape[dims:])
+    along = [(size, stride) for size, stride in zip(lead, whole.stride(), strict=False) if size != 1]
+    if any(outer != size * stride for (_, outer), (size, stride) in itertools.pairwise(along)):
+        raise CallError(
+            f"{what} is {list(t.shape)} with strides {list(t.stride())}: its matrices do not lie evenly, pass a copy as {list(whole.shape)} by .expand(…).contiguous()"
+        )
+    return t.as_strided(t.shape[dims:], t.stride()[dims:]), along[-1][1] if along else 0
+
+
+# -- the reference
+
+
+def evaluate(
+    graph: Graph, lead: tuple[int, ...], operands: tuple[Tensor, ...], inputs: Mapping[str, Any], shape: tuple[int, int, int], outs: Sequence[Out], on: torch.device
+) -> list[Tensor]:  # fmt: skip
+    """The outputs by the reference, one product after another. shape: M, N, K of each."""
+    (m, n, _), count = shape, math.prod(lead)
+    named = {node.name: node for node in graph.inputs()}
+    results = [out.held(m, n, (count,)).empty(allocator(on)) for out in outs]
+    # where the product is given, operands without a k have its extents and its device
+    several = [_several(t, 2, lead) for t in operands] or [torch.empty((count, m, 0), device=on), torch.empty((count, 0, n), device=on)]
+    given = {
+        name: _several(value, len(named[name].indices), lead) if isinstance(value, Tensor) and named[name].indices else value for name, value in inputs.items()
+    }
+    for i in range(count):
+        own = {name: value[i] if isinstance(value, Tensor) and named[name].indices else value for name, value in given.items()}
+        for result, found in zip(results, reference.evaluate(graph, several[0][i], several[1][i], own, [out.dtype for out in outs]), strict=True):
+            result[i].copy_(found)
+    return [result.unflatten(0, lead) for result in results]
+
+
+def _several(t: Tensor, own: int, lead: tuple[int, ...]) -> Tensor:
+    """All matrices or vectors of a tensor in a row."""
+    size = t.shape[t.dim() - own :]
+    return t.expand(*lead, *size).reshape(math.prod(lead), *size)
