@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
 
 from bench import record
 from bench.record import Report, Row
@@ -189,12 +190,13 @@ def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argpa
     compile_s = {}
     for label, arguments in ways.items():
         start = time.perf_counter()
-        contenders[label] = compiled = torch.compile(plain, **arguments)
-        compiled(x).backward(grad)
-        with torch.no_grad():
-            compiled(x)
-        torch.cuda.synchronize()
-        compile_s[label] = round(time.perf_counter() - start, 1)
+        with fresh_cache():  # else a model's time depends on which came before it
+            contenders[label] = compiled = torch.compile(plain, **arguments)
+            compiled(x).backward(grad)
+            with torch.no_grad():
+                compiled(x)
+            torch.cuda.synchronize()
+            compile_s[label] = round(time.perf_counter() - start, 1)
         print(f"  {name} {label}: {compile_s[label]} s", flush=True)
 
     def step(model: Any) -> None:
