@@ -133,8 +133,6 @@ def test_a_dtype_by_torchs_name(tuner: Tuner) -> None:
     for given, name in (("float16", "fp16"), ("torch.bfloat16", "bf16"), ("half", "fp16"), ("float32", "fp32"), ("fp32", "fp32")):
         run(*ONE, "--trials", 1, "--dtype", given)
         assert tuner.tasks[0].a.name == name
-    said = run(*ONE, "--dtype", "float61", status=2).stderr
-    assert "'--dtype': unknown dtype 'float61': did you mean float16 or float?" in said
     assert "--dtype [fp32|fp16|bf16|fp8e4m3|fp8e5m2|int8]" in run("--help").stdout
 
 
@@ -148,9 +146,8 @@ def test_devices(tuner: Tuner) -> None:
     for given, chosen in (("all", (0, 1)), ("1", (1,)), ("1,0", (1, 0))):
         run(*ONE, "--trials", 1, "--devices", given)
         assert tuner.options["devices"] == chosen
-    assert "there is no GPU 2: this machine has 0, 1" in run(*ONE, "--devices", "0,2", status=2).stderr
-    for wrong in ("", "0,", "-1", "both", "0 1"):
-        assert "is neither 'all' nor a list of GPUs such as 0,1" in run(*ONE, "--devices", wrong, status=2).stderr
+    for wrong in ("", "0,", "-1", "both", "0 1", "0,2"):
+        run(*ONE, "--devices", wrong, status=2)
     mixed = machine(*(replace(H200, part=f"part {index}") for index in (0, 1)))
     assert "tune each kind by itself" in run(*ONE, "--devices", "all", status=2, on=mixed).stderr
 
@@ -192,33 +189,15 @@ def test_without_a_gpu_every_way_in_says_so(tmp_path: Path) -> None:
         epigen.tune("relu(mm)", "64x64x64", machine=NO_GPU)
 
 
-def test_a_mistake_in_a_program_comes_first() -> None:
-    assert "did you mean bias?" in run("relu(mm + bais)", "--shape", "1x1x1", status=1, on=NO_GPU).stderr
+@pytest.mark.parametrize("arguments", [("relu(mm + bais)", "--shape", "1x1x1"), ("--replay", SWEEPS[0], "--fresh")])
+def test_nothing_is_tuned_after_a_mistake(tuner: Tuner, arguments: tuple[object, ...]) -> None:
+    """tests/test_cli_mistakes.py has what is said."""
+    run(*arguments, status=2 if "--replay" in arguments else 1)
+    assert not tuner.tasks
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "give a program and a --shape"),
-        (["relu(mm)"], "give a program and a --shape"),
-        (["--shape", "1x1x1"], "give a program and a --shape"),
-        (["relu(mm)", "--shape", "64x64"], "'64x64' is not of the form MxNxK"),
-        (["--suite", "nowhere.toml"], "does not exist"),
-        (["--replay", "nowhere.json"], "does not exist"),
-        (["--replay", str(SWEEPS[0]), *ONE], "--replay searches the tables' own problems"),
-        (["--replay", str(SWEEPS[0]), "--fresh"], "--replay searches the tables' own problems"),
-        ([*ONE, "--fresh", "--storage", "x.journal"], "--fresh forgets what epigen itself remembers"),
-        ([*ONE, "--trials", "0"], "0 is not in the range"),
-        ([*ONE, "--seed", "-1"], "-1 is not in the range"),
-        ([*ONE, "--seed", "1" * 30], "is not in the range"),
-        ([*ONE, "--budget", "nan"], "'nan' is no number of seconds"),
-        ([*ONE, "--budget", "-1"], "-1.0 is not in the range"),
-        ([*ONE, "--layout", "nx"], "'nx' is not one of"),
-        ([*ONE, "--shape", "0x1"], "'0x1' is not of the form MxNxK"),
-    ],
-)
-def test_usage(tuner: Tuner, arguments: list[str], said: str) -> None:
-    assert said in run(*arguments, status=2).stderr and not tuner.tasks
+def test_a_mistake_in_a_program_comes_before_the_lack_of_a_gpu() -> None:
+    run("relu(mm + bais)", "--shape", "1x1x1", status=1, on=NO_GPU)
 
 
 # -- what comes out
