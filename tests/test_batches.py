@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import cases
 import pytest
 import torch
+from programs import write_program
 from test_codegen_render import RENDERER, spec_of
 from test_wide_offsets import sparse
 from torch import Tensor
@@ -26,7 +28,7 @@ from epigen.errors import CallError, ConfigError
 from epigen.ir import reference
 from epigen.ir.derivation import ARRIVING, INPUT, SAVED
 from epigen.perf import limits
-from epigen.runtime import vendor
+from epigen.runtime import vendor, verify
 from epigen.runtime.ahead import Job, Running
 from epigen.training import composed, library
 
@@ -87,6 +89,26 @@ def same(found: Any, wanted: list[Tensor]) -> None:
 def test_kernels(leads: Any, config: str) -> None:
     a, b, inputs = given(*leads)
     same(epigen.compile(EVERYTHING, backend="interpreter", config=CONFIGS[config])(a, b, **inputs), expected(a, b, inputs))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("part", range(4))
+def test_each_product_is_what_it_is_alone(part: int) -> None:
+    """Random programs, of which each input has leading dimensions or has none, bit for bit."""
+    random = Random(f"batches {part}")
+    for _ in range(8):
+        text = write_program(random, 8, tame=True, casts=(FP16, FP32), operands=random.random() < 0.4)
+        kernel = epigen.compile(
+            text, backend="interpreter", config=random.choice([c for c in CONFIGS.values() if c.schedule != "library" or "dot" not in text])
+        )
+        several = [verify.sample(kernel.graph, (37, 45, 34), FP16, FP16, FP16, seed=seed, scalars_by_value=bool(part % 2)) for seed in range(3)]
+        shared = {name for name, value in several[0].inputs.items() if random.random() < 0.5 or not isinstance(value, Tensor) or value.numel() == 1}
+        inputs = {name: value if name in shared else torch.stack([s.inputs[name] for s in several]) for name, value in several[0].inputs.items()}
+        found = kernel(torch.stack([s.a for s in several]), several[0].b, **inputs)
+        for i, s in enumerate(several):
+            alone = kernel(s.a, several[0].b, **{name: several[0].inputs[name] if name in shared else s.inputs[name] for name in inputs})
+            for x, y in zip(*([r] if isinstance(r, Tensor) else r for r in (found, alone)), strict=True):
+                assert torch.equal(x[i].nan_to_num(7), y.nan_to_num(7)), text
 
 
 @pytest.mark.parametrize("leads", LEADS, ids=str)

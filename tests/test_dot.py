@@ -28,7 +28,7 @@ from epigen.ir.derivation import SAVE
 from epigen.ir.derive import derive
 from epigen.ir.program import graph_of
 from epigen.lang.parser import parse
-from epigen.perf import limits
+from epigen.perf import limits, model
 from epigen.perf.traffic import traffic
 from epigen.runtime.ahead import Job, Running
 from epigen.training.linear import Link, chain
@@ -164,6 +164,24 @@ def test_traffic_counts_what_operands_are_computed_of() -> None:
         found = traffic(spec_of(text), shape)
         assert found.bytes == plain.bytes + 2 * elements
         assert found.unfused_launches == plain.unfused_launches + launches and found.unfused_bytes > plain.unfused_bytes
+
+
+def test_the_model_counts_what_is_computed_and_loaded() -> None:
+    shape, gpu, config = (4096, 4096, 4096), gpus.of_target(gpus.TARGETS["sm_90"]), cases.tiled(128, 128, 64, 8, 3)
+    bare, cheap, dear, loaded = (
+        model.estimate_us(_spec(text), config, shape, gpu) for text in ("mm", "dot(relu(a), b)", "dot(erf(a), erf(b))", "dot(a * g[m,k], b)")
+    )
+    assert bare.us < cheap.us < dear.us and cheap.memory_us < loaded.memory_us
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("text", ["dot(relu(a) * norm[k], b)", "dot(a, b * s[k])", "dot(silu(a) * g[m,k], exp(b) * w[k,n])"])
+def test_what_a_block_takes_is_known_beforehand(text: str) -> None:
+    """Of shared memory no less than it does, lest a kernel be chosen that does not start."""
+    spec, config, target = spec_of(text, BF16, k_multiple=64, layout="nt"), cases.tiled(128, 128, 64, 8, 3), gpus.TARGETS["sm_90"]
+    needs, (found,) = model.resources(spec, config, target), Running(Job(RENDERER.render(spec, config), target, "nt")).result()
+    assert 0.95 * found.resources.registers <= needs.registers <= 1.3 * found.resources.registers
+    assert found.resources.shared_bytes <= needs.shared_bytes <= 1.4 * found.resources.shared_bytes
 
 
 # -- values
