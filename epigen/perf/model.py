@@ -403,7 +403,8 @@ class _Timing(Work):
         group = min(config["group_m"], tiles_m)
         columns = min(tiles_n, -(-concurrent // group))
         rows = min(tiles_m, group * -(-concurrent // (group * tiles_n)))
-        panel = (rows * config["block_m"] + columns * config["block_n"]) * self.shape[2] * self.element_bytes
+        block_m, block_n = rows * config["block_m"], columns * config["block_n"]
+        panel = ((block_m + block_n) * self.element_bytes + self.spec.beside_bytes(block_m, block_n)) * self.shape[2]
         return max(once, tiles_m * tiles_n / concurrent * panel)
 
     def _arrival_us(self, config: KernelConfig) -> float:
