@@ -63,42 +63,44 @@ def update_golden(request: pytest.FixtureRequest) -> bool:
     return request.config.getoption("--update-golden")
 
 
+_decided = threading.local()
+
+
+class _First(MetaPathFinder):
+    """Where torch imports Triton before epigen does, as its compiler does, it is imported to interpret as well: tests of this process may want that."""
+
+    def find_spec(self, name: str, _path: Any, _target: Any = None) -> None:
+        chosen = getattr(_decided, "by_epigen", False) or "TRITON_INTERPRET" in os.environ  # as in a process of tests that run apart
+        if name == "triton" and not chosen and not _on_a_gpu():
+            from epigen import settings
+
+            settings.set_interpreter(True)
+
+
+sys.meta_path.insert(0, _First())  # before anything is collected, which may import torch's compiler
+
+
 @pytest.fixture(autouse=True, scope="session")
 def interpreter() -> Iterator[None]:
-    """Quick and bounded, from when Triton is imported to interpret, which a process decides with the first kernel that it loads.
-
-    Where torch imports it before that, as its compiler does, it is imported to interpret as well: later tests of this process may want that.
-    """
-    from epigen import settings
+    """Quick and bounded, from when Triton is imported to interpret, which a process decides with the first kernel that it loads."""
     from epigen.runtime import loader
 
-    imported, decided = loader._import_triton, threading.local()
+    imported = loader._import_triton
 
     def changed(interpret: bool) -> Any:
-        decided.by_epigen = True
+        _decided.by_epigen = True
         try:
             triton = imported(interpret)
         finally:
-            decided.by_epigen = False
+            _decided.by_epigen = False
         if interpret:
             quicken()
             bound()
         return triton
 
-    class First(MetaPathFinder):
-        def find_spec(self, name: str, _path: Any, _target: Any = None) -> None:
-            chosen = getattr(decided, "by_epigen", False) or "TRITON_INTERPRET" in os.environ  # as for cases that a child runs
-            if name == "triton" and not chosen and not _on_a_gpu():
-                settings.set_interpreter(True)
-
-    first = First()
-    sys.meta_path.insert(0, first)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loader, "_import_triton", changed)
-            yield
-    finally:
-        sys.meta_path.remove(first)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "_import_triton", changed)
+        yield
 
 
 def _on_a_gpu() -> bool:

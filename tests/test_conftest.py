@@ -162,3 +162,24 @@ def test_tests_that_run_apart_are_told_of_by_name(tmp_path: Path) -> None:
     assert re.search(r"^FAILED \S*::test_takes_its_process_along - the process of this test ended", run.stdout, re.MULTILINE)
     assert re.search(r"^SKIPPED .*: for no reason$", run.stdout, re.MULTILINE)
     assert "the process of this test ended with status 7" in run.stdout
+
+
+COLLECTED = """
+import pytest
+import torch._dynamo
+
+@pytest.mark.triton
+def test_a_kernel_is_interpreted():
+    import epigen, torch
+    a, b = torch.randn(4, 8), torch.randn(8, 16)
+    torch.testing.assert_close(epigen.compile("relu(mm)", backend="interpreter")(a, b), torch.relu(a @ b))
+"""
+
+
+@pytest.mark.triton
+def test_kernels_are_interpreted_also_where_triton_is_imported_as_tests_are_collected(tmp_path: Path) -> None:
+    file = tmp_path / "test_collected.py"
+    file.write_text(COLLECTED)
+    undecided = {name: value for name, value in settings.child_environment(interpret=False).items() if name != "TRITON_INTERPRET"}
+    run = child_pytest(*_own_conftest(file), env=undecided)
+    assert re.search(r"^1 passed", run.stdout, re.MULTILINE), run.stdout + run.stderr
