@@ -20,7 +20,7 @@ from epigen.ops import TABLE
 
 PAGE = (Path(__file__).parent.parent / "docs" / "cookbook.md").read_text(encoding="utf-8")
 M, N, K = 6, 20, 16
-EXTENTS = {"m": M, "n": N}
+EXTENTS = {"m": M, "n": N, "k": K}
 ROW = re.compile(r"^\| `(.*?)` \| `(.*?)` \| .* \|$", re.MULTILINE)
 ROWS = [
     (heading, torch_text, program)
@@ -59,7 +59,7 @@ def operands(heading: str) -> tuple[Tensor, Tensor]:
 
 def by_torch(text: str, x: Tensor, weight: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     y = F.linear(x.float(), weight.float())
-    names = {"F": F, "torch": torch, "y": y, **inputs}
+    names = {"F": F, "torch": torch, "x": x, "weight": weight, "y": y, **inputs}
     if "bias" in inputs:
         names["h"] = y + inputs["bias"]
     found = eval(text, {"__builtins__": {}}, names)  # the page's own expressions

@@ -38,6 +38,7 @@ CHECKS = {
     "compiled = torch.compile": "assert all(p.grad is not None for p in model.parameters())",
     "mlp = epigen.nn.MLP": "assert gate.grad.shape == (512, 256) and mlp(x).shape == (512, 10)",
     "backward = epigen.compile": "assert y.shape == dz.shape == (64, 256) and mask.shape == (64, 32) and db.shape == (256,)",
+    "scores = epigen.compile": "assert torch.allclose(out, q @ k.mT * 0.125 + bias, atol=1e-4)",
     "fused = epigen.compile(gated)": "assert y.shape == (2, 64, 256) and fused.program == 'silu(mm + bias) * gate[m]'",
     "optimizer = torch.optim": "assert losses[-1] < 0.95 * losses[0] and y.shape == (512, 256) and y.requires_grad",
 }
