@@ -62,7 +62,8 @@ def by_torch(text: str, x: Tensor, weight: Tensor, inputs: dict[str, Any]) -> tu
     names = {"F": F, "torch": torch, "x": x, "weight": weight, "y": y, **inputs}
     if "bias" in inputs:
         names["h"] = y + inputs["bias"]
-    found = eval(text, {"__builtins__": {}}, names)  # the page's own expressions
+    # the page's own expressions; torch's C code imports by what whoever calls it has
+    found = eval(text, {"__builtins__": {"__import__": __import__}}, names)
     return found if isinstance(found, tuple) else (found,)
 
 
