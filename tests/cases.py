@@ -118,8 +118,8 @@ def share(cases: list[Case], one_in: int) -> list[Case]:
 
 
 def covering(cases: list[Case], one_in: int) -> list[Case]:
-    """Such a share, and what else it takes to meet everything that some case has: each program, dtype, layout and view, and each two values of
-    a config and each two extents that go together."""
+    """Such a share, and what else it takes to meet everything that some case has: each program in each view, each dtype and layout, and each two
+    values of a config and each two extents that go together."""
     chosen = set(share(cases, one_in))
     met = {facet for case in chosen for facet in _facets(case)}
     for case in cases:
@@ -132,7 +132,7 @@ def covering(cases: list[Case], one_in: int) -> list[Case]:
 def _facets(case: Case) -> set[object]:
     values = case.config.values if case.config is not None else ()
     pairs = {*itertools.combinations(values, 2), *itertools.combinations(zip("mnk", case.shape, strict=True), 2)}
-    return {case.text, case.layout, case.view, (case.a, case.b), ("inputs", case.inputs)} | pairs
+    return {case.text, case.layout, (case.text, case.view), (case.a, case.b), ("inputs", case.inputs)} | pairs
 
 
 # arguments that keep an operation inside its domain and its values tame
