@@ -360,6 +360,21 @@ def test_in_torchs_own_derivatives_it_is_the_reference() -> None:
     torch.testing.assert_close(found, torch.relu(x).sum(0).expand(6, 7))
 
 
+def test_processes_share_what_operands_are_computed_of() -> None:
+    """By rows, by columns, and by parts along k, where each has a summand of the product."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    from epigen.training.sharding import ways
+
+    _, rows, columns, summands = ways("dot(relu(a) * norm[k] * g[m,k], b * w[k,n]) + residual", 2)
+    whole = Replicate()
+    assert rows.inputs == {"a": Shard(0), "b": whole, "norm": whole, "g": Shard(0), "w": whole, "residual": Shard(0)}
+    assert columns.inputs == {"a": whole, "b": Shard(1), "norm": whole, "g": whole, "w": Shard(1), "residual": Shard(1)}
+    assert summands.inputs == {"a": Shard(1), "b": Shard(0), "norm": Shard(0), "g": Shard(1), "w": Shard(0), "residual": Partial()}
+    assert len(ways("relu(dot(relu(a), b))", 2)) == 3  # which is no sum of the processes'
+    assert len(ways("dot(a * alpha, b) + alpha", 2)) == 3  # the operand wants all of alpha
+
+
 def test_the_reference_broadcasts_what_both_operands_have_of_k() -> None:
     a, b, u = torch.randn(3, 4), torch.randn(4, 4), torch.rand(4)  # of one extent, so that a wrong way round shows
     found = reference.evaluate(graph_of("dot(a * (u[k] + 1), b * (u[k] + 1) * v[n])"), a, b, {"u": u, "v": u}, [FP32])
