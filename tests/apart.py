@@ -88,9 +88,13 @@ class Apart:
         if process is None:
             of_kind = [i for i in item.session.items if (m := i.get_closest_marker("apart")) is not None and m.args == (kind,)]
             process = self._processes[kind] = Process(item.config, sorted({str(i.path) for i in of_kind}), environment)
-        found = process.run(item.nodeid)
+        try:
+            found = process.run(item.nodeid)
+            words = "" if found is not None else process.last_words()
+        except pytest.fail.Exception as error:  # its time is over
+            found, words = None, str(error)
+            process.process.kill()
         if found is None:
-            words = process.last_words()
             self._processes.pop(kind).close()
             return [pytest.TestReport(item.nodeid, item.location, dict(item.keywords), "failed", words, "call")]
         return [item.config.hook.pytest_report_from_serializable(config=item.config, data=data) for data in found]

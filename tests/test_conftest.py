@@ -116,6 +116,7 @@ def test_kernels_are_interpreted_also_where_torch_imports_triton_first(tmp_path:
 
 APART = """
 import os
+import time
 import pytest
 
 @pytest.fixture(scope="session")
@@ -145,6 +146,15 @@ def test_takes_its_process_along():
 def test_in_another_process(process):
     assert len(process) == 1
 
+@pytest.mark.apart("one")
+@pytest.mark.timeout(0.5)
+def test_hangs():
+    time.sleep(100)
+
+@pytest.mark.apart("one")
+def test_in_a_third_process(process):
+    assert len(process) == 1
+
 @pytest.mark.apart("two")
 def test_of_another_kind(process):
     assert len(process) == 1
@@ -155,13 +165,14 @@ def test_here(request):
 
 
 def test_tests_that_run_apart_are_told_of_by_name(tmp_path: Path) -> None:
-    """Those of a kind in one process, which is started anew where a test has ended it."""
+    """Those of a kind in one process, which is started anew where a test has ended it, or has gone on for too long."""
     run = run_of(APART, tmp_path / "test_apart.py", PYTEST_ADDOPTS="-rA")
-    assert re.search(r"^2 failed, 5 passed, 1 skipped", run.stdout, re.MULTILINE), run.stdout + run.stderr
+    assert re.search(r"^3 failed, 6 passed, 1 skipped", run.stdout, re.MULTILINE), run.stdout + run.stderr
     assert re.search(r"^FAILED \S*::test_fails - AssertionError: as it should$", run.stdout, re.MULTILINE)
     assert re.search(r"^FAILED \S*::test_takes_its_process_along - the process of this test ended", run.stdout, re.MULTILINE)
     assert re.search(r"^SKIPPED .*: for no reason$", run.stdout, re.MULTILINE)
     assert "the process of this test ended with status 7" in run.stdout
+    assert re.search(r"^FAILED \S*::test_hangs - .*Timeout", run.stdout, re.MULTILINE)
 
 
 COLLECTED = """
