@@ -28,12 +28,11 @@ class Process:
         self.said = tempfile.TemporaryFile()  # noqa: SIM115  # goes with this object
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-p", "served", f"--served={tell},{answer}"]
         command += ["-c", str(config.inipath), "--rootdir", str(config.rootpath), *files]
-        self._folder = tempfile.TemporaryDirectory()  # so does this
-        # caches of its own; and its conftest decides anew who is watched
+        # a cache of its own; and its conftest decides anew who is watched
         inherited = {
             n: v for n, v in settings.child_environment(interpret=False).items() if n not in ("EPIGEN_CACHE", "EPIGEN_TESTS_NOTES") and "XDIST" not in n
         }
-        own = inherited | {"TORCHINDUCTOR_CACHE_DIR": self._folder.name} | environment
+        own = inherited | {"TORCHINDUCTOR_CACHE_DIR": os.environ["EPIGEN_TESTS_INDUCTOR"]} | environment
         self.process = subprocess.Popen(
             command, cwd=config.rootpath, env=own, pass_fds=(tell, answer), stdin=subprocess.DEVNULL, stdout=self.said, stderr=self.said
         )
@@ -63,7 +62,6 @@ class Process:
         self._hear.close()
         self.process.wait()
         self.said.close()
-        self._folder.cleanup()
 
 
 class Apart:

@@ -26,6 +26,8 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="epigen-tests-", ignore_cleanup_err
 os.environ.setdefault("EPIGEN_CACHE", f"{_FOLDER.name}/cache")
 os.environ["EPIGEN_DB"] = f"{_FOLDER.name}/db"
 Path(os.environ["EPIGEN_DB"]).mkdir()
+# what torch's compiler keeps is of one run: the workers' processes of tests that run apart compile its headers once
+os.environ.setdefault("EPIGEN_TESTS_INDUCTOR", f"{_FOLDER.name}/inductor")
 # tests that are not marked `triton` are watched, and so are the processes that they start, which import what leads their path
 _WATCHED = Path(__file__).parent / "watched"
 _spec = spec_from_file_location("watch", _WATCHED / "sitecustomize.py")
