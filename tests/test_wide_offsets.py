@@ -294,6 +294,10 @@ GPU: Mapping[str, KernelConfig | None] = {
 }
 
 
+_OTHERS_GB = 8
+"""What is left to the tests that run meanwhile."""
+
+
 @pytest.fixture
 def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[float], None]]:
     """room(gigabytes): skips where the GPU has less memory than a test takes, and gives back what others hold.
@@ -307,8 +311,9 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[float],
             fcntl.flock(lock, fcntl.LOCK_EX)
             torch.cuda.empty_cache()
             free = torch.cuda.mem_get_info()[0] / 2**30
-            if free < gigabytes + 2:
+            if free < gigabytes + _OTHERS_GB:
                 pytest.skip(f"{gigabytes} GB of device memory are needed, and {free:.0f} are free")
+            torch.empty(int(gigabytes * 2**30), dtype=torch.uint8, device="cuda")  # this process keeps it, so that no other takes it meanwhile
 
         yield ask
         torch.cuda.empty_cache()
