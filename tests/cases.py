@@ -280,7 +280,8 @@ def config_cases() -> list[Case]:
                         found.append(Case(text, (150, 300, 96), a, inputs=a, config=tiled(block_m, block_n, block_k if a == FP16 else 32, warps, 3)))
     for block_m in (1, 8, 64):
         for block_n in (16, 128, 512):
-            found.append(Case(text, (150, 300, 96), FP16, config=schedules.config("library", block_m=block_m, block_n=block_n, num_warps=4)))
+            shape = (150 if block_m > 1 else 15, 300, 96)  # the interpreter takes a millisecond a tile
+            found.append(Case(text, shape, FP16, config=schedules.config("library", block_m=block_m, block_n=block_n, num_warps=4)))
     return found
 
 

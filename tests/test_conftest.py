@@ -70,7 +70,8 @@ def run_of(text: str, file: Path, **environment: str) -> subprocess.CompletedPro
 
 
 def _own_conftest(file: Path) -> tuple[str | Path, ...]:
-    return ("-p", "conftest", "-p", "no:xdist", "-c", Path(__file__).parent.parent / "pyproject.toml", file)
+    """By the name that no other folder's has."""
+    return ("-p", "tests.conftest", "-p", "no:xdist", "-c", Path(__file__).parent.parent / "pyproject.toml", file)
 
 
 @pytest.mark.triton
