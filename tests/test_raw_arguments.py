@@ -97,6 +97,8 @@ def test_what_is_no_plain_tensor_is_refused_by_name(backend: str, kind: str, pla
     with quiet():
         given[place] = make(given[place])
         name = {"a": "operand a", "b": "operand b", "out": "out"}.get(place, f"input '{place}'")
+        if place in ("a", "b") and kind == "one dimension more":
+            name = "out"  # they are a batch of one product, whose result has another shape than out
         if place == "mask" and "torch" in words:
             words += "|packed mask"
         with pytest.raises(CallError) as found:
