@@ -16,6 +16,7 @@ from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Input, KernelConfig, KernelSpec, row_bytes
 from epigen.gpus import Target
+from epigen.perf import limits
 from epigen.perf.resources import without_tensor_cores
 
 Suggest = Callable[[str, int, int], int]
@@ -61,6 +62,7 @@ _SETTLED: Mapping[str, Settle] = (
     | dict.fromkeys(("tiled.fused_finalize", "split_k.fused_finalize"), max)
 )
 """What shape and GPU do not decide, by the name of the dimension, and as it mostly pays."""
+_MOST_WARPS = 8  # that share a tile of pointers, but where more are needed
 _GROUPS = (1, 8, 2, 4, 16)  # rows of tiles that share columns: the first two for all kernels, the others where TMA's requests show the difference
 
 
@@ -198,9 +200,12 @@ class Space:
         step_bytes, room = (block_m + block_n) * element_bytes + self.spec.beside_bytes(block_m, block_n), target.shared_bytes
         most_k = min(room // step_bytes, _MOST_STEP // step_bytes, 256, _padded(k), *(int(limit * most * threads / each) for limit, each in unrolled if each))
         least_k = 32 if element_bytes == 1 else 16
+        if (warps := limits.transposing_warps(self.spec, target, block_m, block_n, _down(most_k))) > _MOST_WARPS:
+            most_k = max(least_k, _down(most_k) * _MOST_WARPS // warps)
         block_k = exponent("block_k", max(least_k, min(most_k, _LEAST_STEP // step_bytes)), most_k)
         fewest = max(fewest, *(_up(math.ceil(block_k * each / (limit * threads))) for limit, each in unrolled))
-        warps = exponent("num_warps", min(fewest, most), most)
+        transposing = limits.transposing_warps(self.spec, target, block_m, block_n, block_k)
+        warps = exponent("num_warps", max(min(fewest, most), transposing), max(most, transposing))
         # what is loaded element by element is not fetched ahead: stages change nothing, and two say so
         deepest = 3 if all(self._scalar_rows()) else 8 if m <= 64 else 6
         most_stages = max(1, min(deepest, -(-k // block_k), room // (step_bytes * block_k)))

@@ -27,6 +27,10 @@ _MOST_ACCUMULATORS = 0.88  # of the registers a thread can have: 224 of 255
 _MOST_HELD = 0.7
 
 
+TRANSPOSED_BYTES = 16
+"""Of an operand's step, that a thread can transpose, where it has to."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A config for one problem on one GPU. work: what the problem decides for all of its configs, where they are estimated."""
@@ -141,6 +145,30 @@ def fp8(c: Candidate) -> str:
     return f"{c.target.name} does not multiply fp8e4m3"
 
 
+def transposed_in_threads(c: Candidate) -> str:
+    if not c.schedule.multiplies:
+        return ""
+    block_m, block_n, block_k = (c.config[name] for name in ("block_m", "block_n", "block_k"))
+    fewest = transposing_warps(c.spec, c.target, block_m, block_n, block_k)
+    if c.warps >= fewest:
+        return ""
+    return f"{c.target.name} does not compile steps of {block_m}x{block_n}x{block_k} for {c.warps} warps, where an operand meets a vector along k: {fewest} are the fewest"
+
+
+def transposing_warps(spec: KernelSpec, target: Target, block_m: int, block_n: int, block_k: int) -> int:
+    """How many warps a kernel must have at least, for Triton to compile it.
+
+    Of an operand that meets a vector along k, and does not lie along it, Triton 3.6 has gfx942's threads transpose what they loaded, and fails where each
+    has more than 16 bytes of it; 3.9 does not.
+    """
+    fewest, signature = 0, spec.signature
+    for operand, lies, extent in zip(spec.computed and spec.operands, signature.layout, (block_m, block_n), strict=False):
+        along = lies == ("n" if operand.name == "a" else "t")
+        if target.arch == "gfx942" and not along and any(i.indices == "k" for i in operand.inputs):
+            fewest = max(fewest, extent * block_k * signature.a.bytes // (TRANSPOSED_BYTES * target.warp_size))
+    return fewest
+
+
 def step(c: Candidate) -> str:
     if c.config["block_k"] >= c.least_k:
         return ""
@@ -202,7 +230,7 @@ LAUNCHES: tuple[Restriction, ...] = (
     batches,
     reductions_of_a_batch,
 )
-COMPILES: tuple[Restriction, ...] = (fp8, step, threads)
+COMPILES: tuple[Restriction, ...] = (fp8, step, threads, transposed_in_threads)
 PAYS: tuple[Restriction, ...] = (filled, shared_memory, accumulators, held_inputs, work_of_a_warp)
 """Of kernels that multiply, as those of COMPILES are. Some are estimates: for a config that is given, the compiler has the last word."""
 
