@@ -11,6 +11,7 @@ from typing import Any
 import cases
 import pytest
 import torch
+from compiling import compiled
 from programs import write_program
 from test_codegen_render import RENDERER, spec_of
 from test_wide_offsets import sparse
@@ -29,7 +30,7 @@ from epigen.ir import reference
 from epigen.ir.derivation import ARRIVING, INPUT, SAVED
 from epigen.perf import limits
 from epigen.runtime import vendor, verify
-from epigen.runtime.ahead import Job, Running
+from epigen.runtime.ahead import Job
 from epigen.training import composed, library
 
 CONFIGS: Mapping[str, KernelConfig] = {
@@ -238,22 +239,22 @@ def test_many_small_products_fill_the_gpu_with_large_tiles() -> None:
     assert "can be numbered" in limits.unfit(spec_of("mm", batch=1 << 27), cases.tiled(), shape, target)
 
 
+_WIDE = ("cp.async.cg.shared.global", "st.global.v4", "global_load_dwordx4", "buffer_load_dwordx4", "global_store_dwordx4", "buffer_store_dwordx4")
+
+
 @pytest.mark.triton
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
-def test_kernels_compile_ahead_and_load_as_wide(target: str) -> None:
-    for text, config in (("z = relu(mm + bias); z, bgrad(z)", cases.tiled(64, 64, 64, 4, 3)), ("mm * s", cases.split_k())):
-        found = []
-        for batch in (0, 8):
-            main, *_ = Running(Job(RENDERER.render(spec_of(text, BF16, k_multiple=64, batch=batch), config), gpus.TARGETS[target], "nn")).result()
-            stage = str(main.stages["ptx" if target.startswith("sm") else "amdgcn"])
-            found.append(
-                [
-                    stage.count(wide)
-                    for wide in ("cp.async.cg.shared.global", "st.global.v4", "global_load_dwordx4", "buffer_load_dwordx4", "global_store_dwordx4")
-                ]
-            )
-            assert main.resources.spills == 0
-        assert found[0] == found[1] and any(found[0])
+def test_kernels_compile_ahead_and_load_as_wide() -> None:
+    """As those of one product."""
+    jobs, wide = [], []
+    for target in ("sm_80", "sm_90", "gfx942"):
+        for text, config in (("z = relu(mm + bias); z, bgrad(z)", cases.tiled(64, 64, 64, 4, 3)), ("mm * s", cases.split_k())):
+            for batch in (0, 8):
+                jobs.append(Job(RENDERER.render(spec_of(text, BF16, k_multiple=64, batch=batch), config), gpus.TARGETS[target], "nn"))
+    for one, (main, *_) in zip(jobs, compiled(jobs), strict=True):
+        stage = str(main.stages["ptx" if one.target.backend == "cuda" else "amdgcn"])
+        wide.append([stage.count(instruction) for instruction in _WIDE])
+        assert main.resources.spills == 0
+    assert all(alone == together and any(alone) for alone, together in zip(wide[::2], wide[1::2], strict=True))
 
 
 def test_the_vendors_products() -> None:
