@@ -41,7 +41,6 @@ def test_a_decoder_with_a_cache(ran: list[str]) -> None:
     """OPT's layers hold their MLP themselves, and are called with the cache of keys and values, to which they add."""
     if package := zoo.missing("gpt2"):
         pytest.skip(f"{package} is not installed")
-    zoo.allow_torchvision()
     t = zoo._transformers()
     options = {"hidden_size": zoo.WIDTH, "word_embed_proj_dim": zoo.WIDTH, "ffn_dim": zoo.HIDDEN, "vocab_size": zoo.VOCABULARY}
     with zoo.quiet():
@@ -140,6 +139,7 @@ def adapt(model: nn.Module, given: zoo.Made) -> None:
     import warnings
 
     with zoo.quiet():
+        zoo.allow_torchvision()  # peft imports transformers, which imports it
         import peft
 
         warnings.simplefilter("ignore")  # of a layer that lies transposed it says so

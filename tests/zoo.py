@@ -129,6 +129,7 @@ def _tokens(length: int = LENGTH, seed: int = 1) -> Tensor:
 
 def _transformers() -> Any:
     with quiet():
+        allow_torchvision()
         return importlib.import_module("transformers")
 
 
