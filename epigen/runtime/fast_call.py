@@ -48,7 +48,7 @@ def fast_call(prepared: Prepared, operands: Operands, inputs: Mapping[str, Any],
     """
     values = (*operands, *inputs.values())
     tensors = [v for v in (*values, *(() if out is None else results)) if isinstance(v, Tensor)]
-    if prepared.plan is None or prepared.interpreted or prepared.padded or not all(type(t) in arguments.PLAIN for t in tensors):
+    if prepared.plan is None or prepared.interpreted or prepared.padded or prepared.needs_triton or not all(type(t) in arguments.PLAIN for t in tensors):
         return None
     text = CodeBuilder("again(itself, a, b, inputs, out)")
     observed = direct.observed([x.jit for x in prepared.launches], text)
@@ -86,7 +86,7 @@ def bound(
     views: operands, by name, as expressions of what is given for them, for what the vendor multiplies. shapes: of each output, in place of its own.
     """
     values = (*operands, *inputs.values())
-    if prepared.plan is None or prepared.interpreted or prepared.padded or not all(type(t) in arguments.PLAIN for t in values):
+    if prepared.plan is None or prepared.interpreted or prepared.padded or prepared.needs_triton or not all(type(t) in arguments.PLAIN for t in values):
         return None
     called = {name: f"v{i}" for i, name in enumerate(order)}
     names = [*"ab"[: len(operands)], *(called[name] for name in inputs)]
@@ -114,13 +114,15 @@ def _launched(
     index = text.hold(prepared.device.index)
     if torch.cuda.device_count() != 1:  # else it is the current one
         text.add(f"if {text.hold(current_device)}() != {index}:", f"    return {elsewhere}")
-    # the vendor's product takes long: whether all is aligned as it was has to be known before it, and not by the launches
-    now = prepared.plan.by_vendor or any(overlap.near(given[t], given[other]) for _, t, other in pairs)
+    # the vendor's product takes long: whether all is aligned as it was has to be known before it, and not by the launches, of which there may be none
+    now = not launches or prepared.plan.by_vendor or any(overlap.near(given[t], given[other]) for _, t, other in pairs)
     places = {name: place for place, name in enumerate(given)}
     apart = [(places[t], places[other], overlap.size_bytes(given[t]), overlap.size_bytes(given[other])) for _, t, other in pairs if not now]
-    step = launch.in_one_step(launches, () if now else tuple(given.values()), len(prepared.slots(tuple(inputs))), prepared.device.index, apart)
-    if step is None:
-        return False
+    step = None
+    if launches:
+        step = launch.in_one_step(launches, () if now else tuple(given.values()), len(prepared.slots(tuple(inputs))), prepared.device.index, apart)
+        if step is None:
+            return False
     addresses = _Addresses(text, now=now)
     slots = _slots(text, given, dict(zip([name for name in given if name.startswith("v")], inputs, strict=True)), addresses)
     if addresses.now:
@@ -133,8 +135,9 @@ def _launched(
         text.add(f"{text.hold(prepared.compute)}({a}, {b}, {viewed})")
         return True
     slots += _between(text, prepared, addresses, a, b)
-    text.add(f"stream = {text.hold(current_stream)}({index})")
-    _refuse(text, f"not {launch.step_call(text, step, launches, 'stream', slots)}")
+    if step is not None:
+        text.add(f"stream = {text.hold(current_stream)}({index})")
+        _refuse(text, f"not {launch.step_call(text, step, launches, 'stream', slots)}")
     return True
 
 

@@ -183,7 +183,12 @@ class Prepared:
             found = [launch.direct(c, slots, tensors) for launch, c in zip(self.launches, self.compiled, strict=True)]
             self.launchers = [f for f in found if f is not None]
             self.asked = True
-        return self.launchers if len(self.launchers) == len(self.launches) else None
+        return None if self.needs_triton else self.launchers
+
+    @property
+    def needs_triton(self) -> bool:
+        """Whether `direct` has found a launch that cannot do without Triton, so that nobody need ask again."""
+        return self.asked and len(self.launchers) != len(self.launches)
 
     def _reference(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
         m, n, _ = self.shape

@@ -21,7 +21,7 @@ import epigen
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import CallError
 from epigen.gpus import DEFAULT_TARGET
-from epigen.runtime import fast_call, vendor, workspace
+from epigen.runtime import fast_call, native, vendor, workspace
 from epigen.runtime.kernel import Kernel
 from epigen.training import library
 from epigen.training.wrapper import Line
@@ -423,6 +423,20 @@ def test_what_the_vendor_computes_whole_launches_nothing(gpu: FakeGpu, through_t
     assert through_triton.count == 0 and direct_calls(kernel)
     monkeypatch.setattr(kernel, "_call", None)
     assert torch.equal(kernel(a, b, out=out), expected)
+
+
+@pytest.mark.parametrize("straight", [True, False], ids=["straight", "no native.c"])
+def test_what_the_vendor_computes_whole_is_written_to_nothing_else(through_triton: Watch, monkeypatch: pytest.MonkeyPatch, straight: bool) -> None:
+    """However warm, and also where nothing can be launched straight to the driver, as nothing is launched."""
+    if not straight:
+        monkeypatch.setattr(native, "_module", lambda: None)
+    kernel, a, b = compiled("mm", LIBRARY), half(N, N), half(N, N)
+    for out in (half(N, N), half(N, N)):
+        kernel(a, b, out=out)
+    assert direct_calls(kernel) and through_triton.count == 0
+    for wrong in (a, b, a[:], b.T):
+        with pytest.raises(CallError, match="overlaps"):
+            kernel(a, b, out=wrong)
 
 
 @pytest.mark.parametrize(
