@@ -116,7 +116,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     _NOTES.unlink(missing_ok=True)
     if not item.path.name.startswith("test_"):
         pass  # a case that a test runs in a process of its own: that test has the mark, or not, and is who is told
-    elif item.get_closest_marker("triton") or item.get_closest_marker("gpu"):
+    elif item.get_closest_marker("triton") or item.get_closest_marker("gpu") or _on_a_gpu():  # where all that computes reaches it
         os.environ.pop(_watch.NOTES, None)
     else:
         os.environ[_watch.NOTES] = str(_NOTES)
