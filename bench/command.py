@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epigen.db.records import extents, short
+from epigen.db.records import short
+from epigen.shapes import extents
 from epigen.tuning.request import Request
 
 _ROOT = Path(__file__).resolve().parent.parent

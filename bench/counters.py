@@ -22,8 +22,8 @@ from bench import peers, record
 from bench.command import import_path
 from bench.programs import BY_NAME
 from bench.record import Report, Row
-from epigen.db.records import extents
 from epigen.runtime.device import THIS_MACHINE, Machine
+from epigen.shapes import extents
 
 PROGRAMS = ("relu + bias", "relu + bias + mask", "drelu + bgrad", "gelu + bias + aux", "dgelu + bgrad")
 CASES = (

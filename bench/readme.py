@@ -25,7 +25,8 @@ from bench.record import Report, Row
 from bench.tables import load, paragraphs, source, table, there
 from bench.training import verdicts as claims_of
 from epigen.db.database import Database
-from epigen.db.records import Record, extents
+from epigen.db.records import Record
+from epigen.shapes import extents
 
 README = Path(__file__).parent.parent / "README.md"
 DOCUMENTS = (README, Path(__file__).with_name("README.md"))

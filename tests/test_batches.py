@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_refused(a: tuple[int, ...], b: tuple[int, ...], in
 @pytest.mark.parametrize("name", [s.name for s in SCHEDULES.values() if not s.batches])
 def test_other_schedules_are_refused_by_name(name: str) -> None:
     config = {"persistent": cases.persistent(), "warp_specialized": cases.warp_specialized()}[name]
-    spec, shape, target = spec_of("relu(mm)", batch=4), (256, 256, 256), gpus.TARGETS["sm_90"]
+    spec, shape, target = spec_of("relu(mm)", batched=True), (4, 256, 256, 256), gpus.TARGETS["sm_90"]
     assert f"the schedule {name} computes one product" in limits.unfit(spec, config, shape, target) and name not in Space(spec, shape, target).schedules
     a, b, _ = given((3,), (3,), ())
     with pytest.raises(ConfigError, match="library, tiled, split_k can"):
@@ -209,21 +209,22 @@ def test_other_schedules_are_refused_by_name(name: str) -> None:
 
 
 def test_reductions_are_finished_by_kernels_of_their_own() -> None:
-    spec, shape, target = spec_of("mm, bgrad(mm)", batch=4), (64, 64, 64), gpus.TARGETS["sm_90"]
+    spec, shape, target = spec_of("mm, bgrad(mm)", batched=True), (4, 64, 64, 64), gpus.TARGETS["sm_90"]
     config = cases.tiled(fused_finalize=1)
     assert "fused_finalize=1 counts the tiles of one product" in limits.unfit(spec, config, shape, target)
-    assert limits.unfit(replace(spec, signature=replace(spec.signature, batch=0)), config, shape, target) == ""
+    assert limits.unfit(replace(spec, signature=replace(spec.signature, batched=False)), config, shape[1:], target) == ""
 
 
 @pytest.mark.parametrize("target", gpus.TARGETS)
 def test_the_rule_chooses_what_can_run(target: str) -> None:
-    for text, a, shape, batch in (
-        ("mm * s", FP16, (1024, 1024, 128), 64),
-        ("mm, bgrad(mm)", BF16, (16, 4096, 4096), 8),
-        ("relu(mm + bias)", FP32, (70, 50, 30), 1024),
-        ("mm", FP16, (128, 128, 64), 2),
+    for text, a, shape in (
+        ("mm * s", FP16, (64, 1024, 1024, 128)),
+        ("mm, bgrad(mm)", BF16, (8, 16, 4096, 4096)),
+        ("relu(mm + bias)", FP32, (1024, 70, 50, 30)),
+        ("mm", FP16, (2, 128, 128, 64)),
+        ("mm", FP16, (0, 128, 128, 64)),
     ):
-        spec = spec_of(text, a, batch=batch)
+        spec = spec_of(text, a, batched=True)
         config = rule.choose(spec, shape, gpus.TARGETS[target]).config
         assert (
             SCHEDULES[config.schedule].batches
@@ -233,10 +234,10 @@ def test_the_rule_chooses_what_can_run(target: str) -> None:
 
 
 def test_many_small_products_fill_the_gpu_with_large_tiles() -> None:
-    target, shape = gpus.TARGETS["sm_90"], (1024, 1024, 128)
-    one, many = (rule.choose(spec_of("mm * s", batch=batch), shape, target).config for batch in (0, 64))
+    target = gpus.TARGETS["sm_90"]
+    one, many = (rule.choose(spec_of("mm * s", batched=len(shape) == 4), shape, target).config for shape in ((1024, 1024, 128), (64, 1024, 1024, 128)))
     assert many["block_m"] * many["block_n"] > one["block_m"] * one["block_n"]
-    assert "can be numbered" in limits.unfit(spec_of("mm", batch=1 << 27), cases.tiled(), shape, target)
+    assert "can be numbered" in limits.unfit(spec_of("mm", batched=True), cases.tiled(), (1 << 27, 1024, 1024, 128), target)
 
 
 _WIDE = ("cp.async.cg.shared.global", "st.global.v4", "global_load_dwordx4", "buffer_load_dwordx4", "global_store_dwordx4", "buffer_store_dwordx4")
@@ -248,8 +249,8 @@ def test_kernels_compile_ahead_and_load_as_wide() -> None:
     jobs, wide = [], []
     for target in ("sm_80", "sm_90", "gfx942"):
         for text, config in (("z = relu(mm + bias); z, bgrad(z)", cases.tiled(64, 64, 64, 4, 3)), ("mm * s", cases.split_k())):
-            for batch in (0, 8):
-                jobs.append(Job(RENDERER.render(spec_of(text, BF16, k_multiple=64, batch=batch), config), gpus.TARGETS[target], "nn"))
+            for batched in (False, True):
+                jobs.append(Job(RENDERER.render(spec_of(text, BF16, k_multiple=64, batched=batched), config), gpus.TARGETS[target], "nn"))
     for one, (main, *_) in zip(jobs, compiled(jobs), strict=True):
         stage = str(main.stages["ptx" if one.target.backend == "cuda" else "amdgcn"])
         wide.append([stage.count(instruction) for instruction in _WIDE])

@@ -128,7 +128,7 @@ KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
     "int8_bare": (spec_of("mm", INT8, k_multiple=64), TILED),
     "fp8_saturating": (spec_of("cast(mm * alpha, fp8e4m3)", FP8E4M3, input_dtype=FP32, k_multiple=64), TILED),
     "fp32_tf32_by_value": (spec_of("leaky_relu(mm, slope) * (1 + slope)", FP32, ("slope",), precision="tf32", k_multiple=64), TILED),
-    "batch": (spec_of("z = mm + bias; relu(z), bgrad(z)", k_multiple=64, batch=64), TILED),
+    "batch": (spec_of("z = mm + bias; relu(z), bgrad(z)", k_multiple=64, batched=True), TILED),
     "computed_operand": (spec_of("relu(dot(relu(a) * norm[k], b) + bias)", k_multiple=64), TILED),
     "computed_operands_any_k": (
         spec_of("z = dot(silu(a) * row[m], exp(b) * scale_b[k,n]) * row[m]; z, bgrad(z)", index_bits=64),

@@ -111,9 +111,9 @@ def test_a_file_is_named_after_its_gpu(tmp_path: Path, gpu: str, capability: str
 
 # What an edited file may hold in a field, and part of what is said of it.
 WRONG: list[tuple[str, Any, str]] = [
-    *(("shape", v, "shape") for v in ([1, 2], [1, 2, 3, 4], [-1, 2, 3], [1, 2, 2**31 + 1], [1.5, 2, 3], ["1", 2, 3], [True, 2, 3], "4096x1x1", None, {"m": 1})),
+    *(("shape", v, "shape") for v in ([1, 2], [1, 2, 3, 4, 5], [-1, 2, 3], [1, 2, 2**31 + 1], [1.5, 2, 3], ["1", 2, 3], [True, 2, 3], "4096x1x1", None, {"m": 1})),
     *((f, v, f) for f in ("a", "b") for v in ("fp64", "../fp16", "", 16, ["fp16"], None)),
-    *(("inputs", v, "inputs") for v in (["fp16"], ["fp64[n]"], ["fp16[k]"], ["fp16[nm]"], ["bits[mn]"], ["bias"], "fp16[n]", [1], [True], ["bits"] * 1001, None)),
+    *(("inputs", v, "inputs") for v in (["fp16"], ["fp64[n]"], ["fp16[nk]"], ["fp16[nm]"], ["bits[mn]"], ["bias"], "fp16[n]", [1], [True], ["bits"] * 1001, None)),
     *(("outputs", v, "outputs") for v in ([], ["fp64"], "fp16", [1], ["fp16"] * 1001, None)),
     *(("layout", v, "layout") for v in ("n", "xx", 1, None)),
     *(("precision", v, "precision") for v in ("fast", 1, None)),

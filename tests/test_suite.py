@@ -63,7 +63,7 @@ def test_a_problem_that_comes_twice_is_tuned_once() -> None:
         ('[[problem]]\nprogram = "relu(mm)"', "my.toml: problem 1 (relu(mm)), shapes: this field is missing"),
         ('[[problem]]\nprogram = "mm"\nshapes = []', "my.toml: problem 1 (mm), shapes: this list is empty"),
         ('[[problem]]\nprogram = 3\nshapes = "1x1x1"', "my.toml: problem 1, program: expected text, not 3"),
-        ('[[problem]]\nprogram = "mm"\nshapes = ["1x1x1", "64x64"]', "my.toml: problem 1 (mm), shapes, item 2: '64x64' is not of the form MxNxK, such as 4096x4096x1024"),
+        ('[[problem]]\nprogram = "mm"\nshapes = ["1x1x1", "64x64"]', "my.toml: problem 1 (mm), shapes, item 2: '64x64' is not of the form MxNxK, such as 4096x4096x1024, nor BxMxNxK, such as 64x1024x1024x128"),
         ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\ndtype = "fp61"', "my.toml: problem 1 (mm), dtype: unknown dtype 'fp61': did you mean fp16?"),
         ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\ndtype = "int32"', "my.toml: problem 1 (mm), dtype: unknown dtype 'int32': did you mean int8?"),
         ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nlayout = "nm"', "my.toml: problem 1 (mm), layout: unknown layout 'nm': it is one of nn, nt, tn, tt, how a and b lie (n row-major, t transposed)"),

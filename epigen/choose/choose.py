@@ -18,13 +18,13 @@ from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Signature, wit
 from epigen.db.database import Database
 from epigen.db.lookup import FARTHEST, PROGRAM_STEP, Found, Index
 from epigen.db.problem import Problem, capability, fine_bucket, fine_bucket_step, problem_of
-from epigen.db.records import extents
 from epigen.errors import ConfigError
 from epigen.gpus import Target
 from epigen.ir.graph import Graph
 from epigen.lru_cache import LruCache
 from epigen.perf import limits, model
 from epigen.runtime.loader import triton_version
+from epigen.shapes import Shape, extents
 
 _SOURCES = 8  # near problems that are tried; the estimates of more would take longer than they are worth
 _DOUBT = 0.02  # a share of the time for each doubling that a config comes from afar
@@ -48,15 +48,19 @@ class Bucket:
     tuned: bool
     index: Index
 
-    def config_for(self, shape: tuple[int, int, int]) -> Choice | None:
+    def config_for(self, shape: Shape) -> Choice | None:
         """The borrowed config, said of one of them."""
         stands = self.problem.shape
         if self.borrowed is None or shape == stands:
             return self.borrowed
-        step = fine_bucket_step(stands[0])
-        least = (stands[0] - 1) // step * step + 1
+        m = stands[-3]
+        step = fine_bucket_step(m)
+        least = (m - 1) // step * step + 1
         note = "" if self.problem.layout[0] == "n" else ", of rows aligned alike"
-        return replace(self.borrowed, why=f"{self.borrowed.why}; found for {extents(stands)}, which stands for M from {least} to {stands[0]}{note}")
+        those = f"M from {least} to {m}{note}"
+        if len(stands) == 4:
+            those = f"{stands[0] // 2 + 1} to {stands[0]} products, and {those}"
+        return replace(self.borrowed, why=f"{self.borrowed.why}; found for {extents(stands)}, which stands for {those}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +69,21 @@ class Chooser:
 
     graph: Graph
     database: Database
-    held: LruCache[tuple[Signature, tuple[int, int, int], Target], Bucket] = field(default_factory=lambda: LruCache(_BUCKETS), compare=False)
+    held: LruCache[tuple[Signature, Shape, Target], Bucket] = field(default_factory=lambda: LruCache(_BUCKETS), compare=False)
 
-    def __call__(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str) -> Choice:
+    def __call__(self, spec: KernelSpec, shape: Shape, target: Target, refused: str) -> Choice:
         if refused:
             return rule.by_vendor(spec, shape, target, refused)
         if spec.pointwise:
             return rule.pointwise(spec, shape, target)
-        if 0 in shape or spec.signature.batch:  # of batches nothing is measured yet
+        if 0 in shape:
             return rule.choose(spec, shape, target)
         own = self.bucket(spec, shape, target)
         # what was measured for this very problem runs, whatever the model takes it to need
         same = own.index.same(replace(own.problem, shape=shape), triton_version())
         return next(same, None) or own.config_for(shape) or rule.choose(spec, shape, target)
 
-    def bucket(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> Bucket:
+    def bucket(self, spec: KernelSpec, shape: Shape, target: Target) -> Bucket:
         """That of one shape, looked up anew where the database has changed."""
         stands, index = fine_bucket(shape, spec.signature.layout), self.database.index()
         key = (spec.signature, stands, target)
@@ -97,7 +101,7 @@ class Within:
 
     schedule: str
 
-    def __call__(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str) -> Choice:
+    def __call__(self, spec: KernelSpec, shape: Shape, target: Target, refused: str) -> Choice:
         if refused:
             return rule.by_vendor(spec, shape, target, refused)
         space = Space(spec, shape, target)

@@ -16,6 +16,7 @@ from epigen.gpus import Gpu
 from epigen.perf import model
 from epigen.perf.model import Estimate
 from epigen.perf.traffic import Traffic, traffic
+from epigen.shapes import Shape, each, extents
 
 MATH, MEMORY, LATENCY = "math", "memory", "latency"
 _LAUNCH_SHARE = 0.5  # with this share of its time in launches, a kernel is bound by them
@@ -56,7 +57,7 @@ class Explanation:
     """
 
     program: str
-    shape: tuple[int, int, int]
+    shape: Shape
     dtype: str
     layout: str
     gpu: Gpu
@@ -74,10 +75,10 @@ class Explanation:
     measured: Measured | None = None
 
 
-def explain(spec: KernelSpec, shape: tuple[int, int, int], gpu: Gpu, choice: Choice, *, gpu_why: str = "as asked") -> Explanation:
-    """Everything that can be said about one problem. shape: M, N, K. choice: the config, and where it came from."""
+def explain(spec: KernelSpec, shape: Shape, gpu: Gpu, choice: Choice, *, gpu_why: str = "as asked") -> Explanation:
+    """Everything that can be said about one problem. choice: the config, and where it came from."""
     sig, config = spec.signature, choice.config
-    m, n, _ = shape
+    m, n, _ = shape[-3:]
     block = (config["block_m"], config["block_n"])
     work = traffic(spec, shape, config)
     peak = gpu.peak(sig.a, sig.precision)
@@ -122,9 +123,9 @@ def _limit(math_us: float, memory_us: float, estimate: Estimate) -> str:
     return MATH if math_us >= memory_us else MEMORY
 
 
-def _paddings(spec: KernelSpec, choice: Choice, shape: tuple[int, int, int], gpu: Gpu, us: float) -> tuple[Padding, ...]:
+def _paddings(spec: KernelSpec, choice: Choice, shape: Shape, gpu: Gpu, us: float) -> tuple[Padding, ...]:
     """Extents that are no multiple of what loads want, and what padding each to it would spare, the copy into the padded operand not counted."""
-    (m, n, k), schedule = shape, SCHEDULES[choice.config.schedule]
+    (m, n, k), schedule = shape[-3:], SCHEDULES[choice.config.schedule]
     wanted = 16 // spec.signature.a.bytes
     layout = spec.signature.layout
     rows = {"K" if layout[0] == "n" else "M": "a", "N" if layout[1] == "n" else "K": "b"}
@@ -136,9 +137,9 @@ def _paddings(spec: KernelSpec, choice: Choice, shape: tuple[int, int, int], gpu
         if not value or not value % wanted:
             continue
         padded = -(-value // wanted) * wanted
-        larger = tuple(padded if name == extent else v for name, v in zip("MNK", shape, strict=True))
+        larger = {"M": m, "N": n, "K": k} | {extent: padded}
         addressed = replace(spec, signature=replace(spec.signature, tma=(*spec.signature.tma, *operand.split(" and "))))
-        saved = us - model.estimate_us(addressed, choice.config, (larger[0], larger[1], larger[2]), gpu).us
+        saved = us - model.estimate_us(addressed, choice.config, each(shape, *larger.values()), gpu).us
         whose = f"{operand}'s rows" if operand != "a and b" else "the rows of a and b"
         loads = f"Triton loads {whose} in vectors of 16 bytes" if schedule.multiplies else f"the vendor's library loads {whose} in vectors of 16 bytes"
         if schedule.descriptors:
@@ -153,11 +154,10 @@ def _paddings(spec: KernelSpec, choice: Choice, shape: tuple[int, int, int], gpu
 def text(e: Explanation, further: Iterable[tuple[str, str]] = ()) -> str:
     """The explanation, a fact a line, for a person. further: rows beyond those of the kernel, each a name and a line."""
     t, x, g = e.traffic, e.estimate, e.gpu
-    m, n, k = e.shape
     side = "above" if t.intensity >= e.ridge else "below"
     rows = [
         ("program", e.program),
-        ("problem", f"{m}x{n}x{k} {e.dtype}, layout {e.layout}"),
+        ("problem", f"{extents(e.shape)} {e.dtype}, layout {e.layout}"),
         ("gpu", f"{g.name} ({g.architecture}), {e.gpu_why}"),
         ("", f"{_short(e.peak_tflops)} TFLOP/s {e.dtype} dense, {_short(g.achieved_gbps / 1e3)} TB/s {'measured' if g.copy_gbps else 'expected'}, {g.multiprocessors} multiprocessors"),
         ("work", f"{_scaled(t.flops, 1000, ('', 'K', 'M', 'G', 'T', 'P'))}FLOP, {bytes_text(t.bytes)}: {_short(t.intensity)} FLOPs a byte, {side} the ridge of {_short(e.ridge)}"),
@@ -189,7 +189,7 @@ def _tiles(e: Explanation) -> list[tuple[str, str]]:
     x = e.estimate
     block = f"{e.choice.config['block_m']}x{e.choice.config['block_n']}"
     if not x.tiles:
-        return [("tiles", "none: the result is empty" if 0 in e.shape[:2] else "the vendor's own: its library computes all of the program")]
+        return [("tiles", "none: the result is empty" if 0 in e.shape[:-1] else "the vendor's own: its library computes all of the program")]
     waves = math.ceil(x.waves)
     each = f"{_count(x.blocks_per_sm, 'block', 'blocks')} a multiprocessor"
     tail = f"the last wave wastes {x.tail_waste:.1%} of all slots" if x.tail_waste >= 0.0005 else "no waste in the last wave"

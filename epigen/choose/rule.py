@@ -9,17 +9,18 @@ from epigen.dtypes import FP32
 from epigen.errors import ConfigError
 from epigen.gpus import Target
 from epigen.perf import limits
+from epigen.shapes import Shape, extents, products
 
 # block_m, block_n, num_warps; largest first. Read off the first measurements on an H200 (torch 2.11, Triton 3.6, 2026-11).
 _TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4), (32, 64, 4), (32, 32, 4), (16, 32, 2))
 _SKINNY = {16: (16, 64, 4), 32: (32, 64, 4), 64: (64, 64, 4)}
 
 
-def choose(spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str = "") -> Choice:
-    """A legal config for one problem. shape: M, N, K. refused: why a tiled config did not work, if one was tried."""
-    m, n, k = shape
+def choose(spec: KernelSpec, shape: Shape, target: Target, refused: str = "") -> Choice:
+    """A legal config for one problem. refused: why a tiled config did not work, if one was tried."""
+    m, n, k = shape[-3:]
     space = Space(spec, shape, target)
-    sig, at_once = spec.signature, max(1, spec.signature.batch)
+    sig, at_once = spec.signature, products(shape)
     large = at_once * m * n * k > LARGE
 
     def vendor_multiplies() -> bool:
@@ -97,8 +98,8 @@ def _splits(tiles: int, steps: int, target: Target) -> int:
     return max(2, min(1 << (wanted - 1).bit_length(), 1 << (steps.bit_length() - 1), 32))
 
 
-def _why(spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> str:
-    return f"chosen by rule for {'x'.join(map(str, shape))} {spec.signature.a} on {target.name}: no measurement is at hand"
+def _why(spec: KernelSpec, shape: Shape, target: Target) -> str:
+    return f"chosen by rule for {extents(shape)} {spec.signature.a} on {target.name}: no measurement is at hand"
 
 
 def _warp_specialized(space: Space) -> KernelConfig | None:
@@ -108,8 +109,8 @@ def _warp_specialized(space: Space) -> KernelConfig | None:
     4095x4097x1023, where operands are copied first, the vendor's product and a pass took 2.35 to 2.46 times as long (H200, torch 2.11, Triton
     3.6, 2026-11). In subtiles, since registers spill where a whole tile's inputs are read by pointers.
     """
-    (m, n, _), spec = space.shape, space.spec
-    enough = -(-m // 128) * -(-n // 128) >= space.target.multiprocessors
+    (m, n, _), spec = space.shape[-3:], space.spec
+    enough = products(space.shape) * -(-m // 128) * -(-n // 128) >= space.target.multiprocessors
     if not enough or "warp_specialized" not in space.schedules:
         return None
     for tma in (1, 0) if schedules.tma_storable(spec) else (0,):
@@ -123,7 +124,7 @@ def _warp_specialized(space: Space) -> KernelConfig | None:
     return None
 
 
-def by_vendor(spec: KernelSpec, shape: tuple[int, int, int], target: Target, why: str) -> Choice:
+def by_vendor(spec: KernelSpec, shape: Shape, target: Target, why: str) -> Choice:
     """The vendor's product and one generated kernel for the epilogue, or the vendor's alone: the answer where no tiled config fits.
 
     Raises ConfigError where the vendor's product is none that the program has.
@@ -134,7 +135,7 @@ def by_vendor(spec: KernelSpec, shape: tuple[int, int, int], target: Target, why
     return Choice(_epilogue(Space(spec, shape, target)), f"{how}: {why}")
 
 
-def pointwise(spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> Choice:
+def pointwise(spec: KernelSpec, shape: Shape, target: Target) -> Choice:
     """The epilogue alone, over a product that is given."""
     return Choice(_epilogue(Space(spec, shape, target)), "one fused epilogue: the product is given")
 

@@ -18,6 +18,7 @@ from epigen.codegen.spec import Input, KernelConfig, KernelSpec, row_bytes
 from epigen.gpus import Target
 from epigen.perf import limits
 from epigen.perf.resources import without_tensor_cores
+from epigen.shapes import Shape, products
 
 Suggest = Callable[[str, int, int], int]
 """(name, low, high) -> a whole number in between, both ends included."""
@@ -68,10 +69,10 @@ _GROUPS = (1, 8, 2, 4, 16)  # rows of tiles that share columns: the first two fo
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The configs worth trying for one problem. shape: M, N, K."""
+    """The configs worth trying for one problem."""
 
     spec: KernelSpec
-    shape: tuple[int, int, int]
+    shape: Shape
     target: Target
 
     def point(self, suggest: Suggest) -> KernelConfig:
@@ -115,7 +116,7 @@ class Space:
         """A config, and those like it that take their tiles in another order."""
         if not SCHEDULES[config.schedule].descriptors:
             return [config]
-        groups = _GROUPS[: 1 + _orders(-(-self.shape[0] // config["block_m"]))]
+        groups = _GROUPS[: 1 + _orders(-(-self.shape[-3] // config["block_m"]))]
         return [config, *(config.with_value("group_m", group) for group in groups if group != config["group_m"])]
 
     def samples(self) -> list[KernelConfig]:
@@ -156,36 +157,39 @@ class Space:
     @property
     def schedules(self) -> tuple[str, ...]:
         """The schedules that can run, and may pay."""
-        (m, n, k), sig, target = self.shape, self.spec.signature, self.target
+        (m, n, k), sig, target = self.shape[-3:], self.spec.signature, self.target
+        count = products(self.shape)
         found = ["library"]
         if target.multiplies(sig.a, sig.b):
             found.append("tiled")
-            if k >= LEAST_SPLIT and m * n <= _MOST_SPLIT * target.multiprocessors:
+            if k >= LEAST_SPLIT and count * m * n <= _MOST_SPLIT * target.multiprocessors:
                 found.append("split_k")
             # what TMA cannot address as it lies is copied first, which pays for large products alone
-            addressed = 0 not in self.shape and ({"a", "b"} <= set(sig.tma) or m * n * k > LARGE)
+            addressed = 0 not in self.shape and ({"a", "b"} <= set(sig.tma) or count * m * n * k > LARGE)
             along_k = sig.a.bytes > 1 or sig.layout == "nt"  # as the tensor cores want 8-bit operands, which nothing turns round on the way
             if addressed and along_k and not self._plain():
                 found.append("persistent")
                 if sig.a.bytes in schedules.WARP_SPECIALIZED.operand_bytes and m > 64:  # two warpgroups want rows for both
                     found.append("warp_specialized")
         able = (SCHEDULES[name] for name in found)
-        return tuple(s.name for s in able if s.runs_on(target.backend, target.arch) and (s.computes or not self.spec.computed) and (s.batches or not sig.batch))
+        return tuple(
+            s.name for s in able if s.runs_on(target.backend, target.arch) and (s.computes or not self.spec.computed) and (s.batches or not sig.batched)
+        )
 
     def _tiled(self, suggest: Suggest) -> KernelConfig:
         return schedules.config("tiled", **self._pointers(suggest, "tiled"))
 
     def _split_k(self, suggest: Suggest) -> KernelConfig:
         values = self._pointers(suggest, "split_k")
-        (m, n, k), slots = self.shape, _SPLIT_BLOCKS * self.target.multiprocessors
-        tiles, steps = -(-m // values["block_m"]) * -(-n // values["block_n"]), -(-k // values["block_k"])
+        (m, n, k), slots = self.shape[-3:], _SPLIT_BLOCKS * self.target.multiprocessors
+        tiles, steps = products(self.shape) * -(-m // values["block_m"]) * -(-n // values["block_n"]), -(-k // values["block_k"])
         most = max(2, min(32, _down(max(1, steps)), _down(max(1, slots // max(1, tiles)))))
         return schedules.config("split_k", **values, splits=1 << suggest("split_k.splits", 1, _log2(most)))
 
     def _pointers(self, suggest: Suggest, schedule: str) -> dict[str, int]:
         """The dimensions of the schedules that address operands by pointers."""
         target, element_bytes = self.target, self.spec.signature.a.bytes
-        (m, _, k), threads = self.shape, self.target.warp_size
+        (m, _, k), threads = self.shape[-3:], self.target.warp_size
 
         exponent = _powers(suggest, schedule)
         block_m, block_n = self._tile(exponent)
@@ -222,14 +226,14 @@ class Space:
 
     def _fused_finalize(self, suggest: Suggest, schedule: str, possible: bool = True) -> int:
         reduces = any(not s.operand for f in self.spec.finishes for s in f.sources)
-        return suggest(f"{schedule}.fused_finalize", 0, int(possible and reduces and not self.spec.signature.batch))
+        return suggest(f"{schedule}.fused_finalize", 0, int(possible and reduces and not self.spec.signature.batched))
 
     def _tile(self, exponent: Callable[[str, int, int], int], rows: int = 16, most: int = _MOST_TILE) -> tuple[int, int]:
         """block_m and block_n. rows: the fewest. most: of values in a tile."""
-        m, n, _ = self.shape
+        m, n, _ = self.shape[-3:]
         target, element_bytes, fewest = self.target, self.spec.signature.a.bytes, rows
         rows, columns = min(256, _padded(m, fewest)), min(256, _padded(n))
-        least = min(_down(m * n // (_MOST_TILES * target.multiprocessors)), 128 * 128, rows * columns)
+        least = min(_down(products(self.shape) * m * n // (_MOST_TILES * target.multiprocessors)), 128 * 128, rows * columns)
         least, most = min(least, most), 128 * 128 if self._plain() else most
         extents = target.shared_bytes // ((32 if element_bytes == 1 else 16) * element_bytes)  # of both sides together
         block_m = exponent("block_m", max(fewest, least // columns, min(rows, _root(least // _MOST_RATIO))), min(rows, extents - 16))
@@ -240,7 +244,7 @@ class Space:
 
     def _persistent(self, suggest: Suggest) -> KernelConfig:
         """One block a multiprocessor, of which no stage is too many as long as it fits."""
-        (m, _, k), target, element_bytes = self.shape, self.target, self.spec.signature.a.bytes
+        (m, _, k), target, element_bytes = self.shape[-3:], self.target, self.spec.signature.a.bytes
 
         exponent = _powers(suggest, "persistent")
         block_m, block_n = self._tile(exponent, rows=64)
@@ -264,14 +268,16 @@ class Space:
         )  # fmt: skip
 
     def _warp_specialized(self, suggest: Suggest) -> KernelConfig:
-        (m, n, k), target, element_bytes = self.shape, self.target, self.spec.signature.a.bytes
+        (m, n, k), target, element_bytes = self.shape[-3:], self.target, self.spec.signature.a.bytes
 
         exponent = _powers(suggest, "warp_specialized")
         pingpong = suggest("warp_specialized.pingpong", 0, 1)
         # a group of four warps has a tile of its own, or half of the rows of one
         block_m, block_n = self._tile(exponent, rows=64 if pingpong else 128, most=_MOST_GROUP if pingpong else 2 * _MOST_GROUP)
         # parts in ping-pong gain nothing
-        parts = min((1 + pingpong) * target.multiprocessors // max(1, -(-m // block_m) * -(-n // block_n)), k // _LEAST_PART, _MOST_PARTS)
+        parts = min(
+            (1 + pingpong) * target.multiprocessors // max(1, products(self.shape) * -(-m // block_m) * -(-n // block_n)), k // _LEAST_PART, _MOST_PARTS
+        )
         splits = suggest("warp_specialized.splits", 1, max(1, parts))
         subtiles = 1 + suggest("warp_specialized.subtiles", 0, int(block_n >= 64))
         stored_bytes = {s.name: (1 + pingpong) * block_m * block_n // subtiles * s.dtype.bytes for s in schedules.tma_storable(self.spec)}
@@ -313,7 +319,7 @@ class Space:
         return a, b
 
     def _library(self, suggest: Suggest) -> KernelConfig:
-        m, n, _ = self.shape
+        m, n, _ = self.shape[-3:]
         if self.spec.bare_product:  # by one kernel, which has no dimensions
             return schedules.config("library", block_m=8, block_n=128, num_warps=1, fused_finalize=0)
         exponent = _powers(suggest, "library")

@@ -186,7 +186,7 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     strides = [s for s in _strides(pointed) if s.name not in fixed]
     addressed = [*(with_descriptor.get(i.name) or _input(i) for i in inputs), *(with_descriptor.get(s.name) or _output(s) for s in (*spec.stores, *completed))]
     steps: dict[str, str] = {}
-    if sig.batch:
+    if sig.batched:
         own = [a.name.removesuffix("_ptr") for a in operands]
         own += [i.name for i in inputs if i.dtype is not None and i.indices] + [s.name for s in spec.stores]
         strides += _integers(*map(batch_stride, own))
@@ -223,7 +223,7 @@ def _finish(spec: KernelSpec, finish: Finish) -> Function:
             lengths += _integers(tiles)
     sizes = _integers(*finish.indices.upper(), *(e.upper() for e in "mn" if any(counted(e) in line.args for line in finish.lines)))
     steps: dict[str, str] = {}
-    if sig.batch:
+    if sig.batched:
         held = [s.operand for s in finish.sources if s.operand] + [i.name for i in finish.inputs if i.dtype is not None and i.indices]
         held += [o.name for o in finish.stores]
         steps = {f"{name}_ptr": batch_stride(name) for name in held}

@@ -40,6 +40,7 @@ from epigen.errors import CallError
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph, Node, Output
 from epigen.ir.passes import order, rounded
+from epigen.shapes import Shape
 
 _LONGEST_NAME = 60
 
@@ -81,20 +82,35 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
 
 
 def signature_of_contiguous(
-    graph: Graph, a: DType, b: DType, inputs: tuple[tuple[str, DType | None], ...], shape: tuple[int, int, int], layout: str, precision: str
+    graph: Graph, a: DType, b: DType, inputs: tuple[tuple[str, DType | None], ...], shape: Shape, layout: str, precision: str
 ) -> Signature:
-    """The signature of a call whose tensors lie in memory without gaps. shape: M, N, K. layout: how a and b lie."""
-    m, n, k = shape
+    """The signature of a call whose tensors lie in memory without gaps. layout: how a and b lie.
+
+    Of several products vectors are the same for all, and each has operands, tiles and masks of its own.
+    """
+    m, n, k = one = shape[-3:]
     tiles = set(graph.tiles())
-    lengths = row_lengths(shape, layout)
+    lengths = row_lengths(one, layout)
     rows = {"a": lengths[0] * a.bytes, "b": lengths[1] * b.bytes}
     rows |= {name: n * dtype.bytes for name, dtype in inputs if dtype is not None and name in tiles}
     rows |= {o.name: n * output_dtype(graph, o, a).bytes for o in graph.outputs if describable(graph, o)}
     tma = tuple(name for name, row_bytes in rows.items() if row_bytes % TMA_BYTES == 0 and 0 not in shape)
     masks = [m * g.mask_stride(n)] if any(graph.nodes[o.node].kind == g.PACKED for o in graph.outputs) else []
-    bits = index_bits(shape, (m * n, m * k, k * n, *masks))
+    bits = index_bits(one, (m * n, m * k, k * n, *masks))
     beside = [(n.name, n.indices) for n in graph.inputs() if n.indices in g.OPERANDS.values()]
-    return Signature(a, b, inputs, precision, k_multiple(k), bits, layout, tma, factors(shape, contiguous(shape, layout, graph.tiles(), beside)))
+    batched = len(shape) == 4
+    divisors = factors(one, contiguous(one, layout, graph.tiles(), beside), _apart(graph, one) if batched else {})
+    return Signature(a, b, inputs, precision, k_multiple(k), bits, layout, tma, divisors, batched=batched)
+
+
+def _apart(graph: Graph, shape: tuple[int, int, int]) -> dict[str, int]:
+    """Of each tensor, the elements from one product's to the next one's."""
+    m, n, k = shape
+    sizes = {"mk": m * k, "kn": k * n, "mn": m * n, "m": m, "n": n, "": 1}
+    apart = {name: sizes[indices] for name, indices in g.OPERANDS.items()} | {PRODUCT: m * n}
+    apart |= {i.name: m * g.mask_stride(n) if i.op == g.BITS else sizes[i.indices] for i in graph.inputs() if len(i.indices) == 2}
+    held = [(o.name, graph.nodes[o.node]) for o in graph.outputs]
+    return apart | {name: m * g.mask_stride(n) if node.kind == g.PACKED else sizes[node.indices] for name, node in held}
 
 
 def over_product(graph: Graph) -> Graph:

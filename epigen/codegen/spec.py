@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from epigen.dtypes import BF16, FP16, FP32, INT8, INT32, DType
 from epigen.errors import ConfigError
+from epigen.shapes import Shape
 
 LAYOUTS = ("nn", "nt", "tn", "tt")
 """How a and b lie in memory: n for row-major, t for the transpose of a row-major matrix."""
@@ -36,7 +37,7 @@ class Signature:
     index_bits: 64 where some offset does not fit in 32 bits. layout: how a and b lie.
     tma: those of "a", "b" and the [m,n] inputs' and outputs' names whose tensors a TMA descriptor can address as they lie.  factors: as `factors` finds them.
     bytewise: packed masks that are read or written a byte at a time, since their rows are not whole, aligned words of 4.
-    batch: of several products at once, the power of two up to which there are; 0 where operands are matrices.
+    batched: whether operands have leading dimensions, and are several products.
     """
 
     a: DType
@@ -49,7 +50,7 @@ class Signature:
     tma: tuple[str, ...] = ()
     factors: tuple[tuple[str, int], ...] = ()
     bytewise: tuple[str, ...] = ()
-    batch: int = 0
+    batched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +307,7 @@ class KernelSpec:
         alone = (
             not self.pointwise
             and not self.computed
-            and not self.signature.batch
+            and not self.signature.batched
             and not self.finishes
             and [(s.value, s.dtype) for s in self.stores] == [(ACC, operands)]
         )
@@ -377,13 +378,13 @@ class Provisional(Choice):
     """A choice for one call: the next call of the same signature chooses anew."""
 
 
-def row_lengths(shape: tuple[int, int, int], layout: str) -> tuple[int, int]:
-    """Elements of a row of a and of b as it lies in memory: along k, or of one that lies transposed along the other extent. shape: M, N, K."""
-    m, n, k = shape
+def row_lengths(shape: Shape, layout: str) -> tuple[int, int]:
+    """Elements of a row of a and of b as it lies in memory: along k, or of one that lies transposed along the other extent."""
+    m, n, k = shape[-3:]
     return k if layout[0] == "n" else m, n if layout[1] == "n" else k
 
 
-def row_bytes(shape: tuple[int, int, int], signature: Signature) -> tuple[int, int]:
+def row_bytes(shape: Shape, signature: Signature) -> tuple[int, int]:
     """The same in bytes, which say how wide loads may be."""
     a, b = row_lengths(shape, signature.layout)
     return a * signature.a.bytes, b * signature.b.bytes

@@ -17,6 +17,7 @@ from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES, Schedule, tile_parts
 from epigen.codegen.spec import EXACT_INT8, LINE_BYTES, PAST, TMA_BYTES, Choice, KernelConfig, KernelSpec, number, parameter
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType
+from epigen.errors import ConfigError
 from epigen.ir import graph as g
 from epigen.ir import passes
 from epigen.ir.graph import Graph
@@ -26,7 +27,9 @@ _COUNTED = {"parts_m": "tiles_m", "parts_n": "tiles_n", "1": "1"}
 
 
 def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choice, rendered: Rendered) -> str:
-    """The file's text."""
+    """The file's text. Raises ConfigError for a kernel of several products."""
+    if spec.signature.batched:
+        raise ConfigError("a file of its own computes one product: compile for M, N and K without a number of products")
     graph = passes.with_leaf(graph)
     heading, body = rendered.text.split("import torch\n" if rendered.whole else "import triton\n", 1)
     config, schedule = choice.config, SCHEDULES[choice.config.schedule]

@@ -19,10 +19,11 @@ import epigen
 from epigen import dtypes, gpus
 from epigen.codegen.schedules import SCHEDULES, in_triton
 from epigen.commands import derivation as cli_derivation
-from epigen.commands.types import Program, ProgramCommand, Shape, dtype_option, pass_machine, say
+from epigen.commands.types import Extents, Program, ProgramCommand, dtype_option, pass_machine, say
 from epigen.errors import EpigenError
 from epigen.gpus import TARGETS, Target
 from epigen.runtime.device import Machine
+from epigen.shapes import Shape, extents
 
 if TYPE_CHECKING:
     from epigen.dtypes import DType
@@ -57,7 +58,11 @@ class Config(click.ParamType):  # type: ignore[type-arg]  # generic since click 
 
 @click.command("compile", cls=ProgramCommand, short_help="Compile a program, and show the checked kernel.")
 @click.argument("program", type=Program())
-@click.option("--shape", type=Shape(), help="M, N and K the config is chosen for (default: any, chosen for 4096x4096x4096)")
+@click.option(
+    "--shape",
+    type=Extents(),
+    help="M, N and K, of a batch after the number of its products, that the config is chosen for (default: any, chosen for 4096x4096x4096)",
+)
 @dtype_option
 @click.option("--layout", default="nn", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
 @click.option("--precision", type=click.Choice(["ieee", "tf32"]), default="ieee", show_default=True, help="of fp32 operands")
@@ -77,7 +82,7 @@ class Config(click.ParamType):  # type: ignore[type-arg]  # generic since click 
 @click.option("--no-verify", is_flag=True, help="do not run the kernel before showing it")
 @click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
 @pass_machine
-def compile_command(machine: Machine, program: str, shape: tuple[int, int, int] | None, dtype_name: str, layout: str, precision: str, target_name: str | None,
+def compile_command(machine: Machine, program: str, shape: Shape | None, dtype_name: str, layout: str, precision: str, target_name: str | None,
                     emit: str, schedule: str | None, config: dict[str, Any] | None, output: Path | None, backward: bool, save: str | None, wrt: str | None,
                     no_verify: bool, as_json: bool) -> None:  # fmt: skip
     """Compile PROGRAM, such as "relu(mm + bias)", and show the kernel once it has been checked."""
@@ -157,7 +162,7 @@ def _least_shared_bytes() -> int:
 
 
 def _planned(
-    program: str, shape: tuple[int, int, int] | None, dtype: DType, layout: str, precision: str, target: Target, schedule: str | None, config: dict[str, Any] | None
+    program: str, shape: Shape | None, dtype: DType, layout: str, precision: str, target: Target, schedule: str | None, config: dict[str, Any] | None
 ) -> tuple[Kernel, Plan]:  # fmt: skip
     """schedule: the only one to choose a config of; None for the best."""
     from epigen import api
@@ -274,7 +279,8 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: st
     config = plan.choice.config if on_gpu else in_triton(plan.choice.config)
     if config != plan.choice.config:
         twin += f" (in its place one in Triton's own language, {config}: Gluon cannot be interpreted)"
-    shape = check_shape(plan.spec, config)
+    one_product = check_shape(plan.spec, config)
+    shape: Shape = (2, *one_product) if plan.spec.signature.batched else one_product
     chosen = plan.choice
     one = Kernel(graph, kernel.renderer, lambda *_: chosen, None, "triton" if on_gpu else "interpreter", precision)
     inputs = dtypes.FP32 if run.bits == 8 else run
@@ -292,7 +298,7 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: st
             else f"largest error {d.error:.3g}, bound {d.bound:.3g}"
         )
         lines.append(f"verified  {name}: {figures}")
-    lines.append(f"          at {'x'.join(map(str, shape))} {run} under {how}, {'this very kernel' if same else 'the kernel'}{twin}, against float64")
+    lines.append(f"          at {extents(shape)} {run} under {how}, {'this very kernel' if same else 'the kernel'}{twin}, against float64")
     if not all(d.ok for d in found.values()):
         for line in lines:
             say(line)

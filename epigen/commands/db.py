@@ -186,7 +186,8 @@ def _object(file: Path, record: Record) -> dict[str, Any]:
 
 
 def _row(record: Record) -> str:
-    from epigen.db.records import extents, short
+    from epigen.db.records import short
+    from epigen.shapes import extents
 
     operands = record.a if record.a == record.b else f"{record.a}x{record.b}"
     ratio = f"{record.baseline_us / record.median_us:.2f} vs mm" if record.baseline_us else "   - vs mm"
@@ -197,7 +198,8 @@ def _row(record: Record) -> str:
 
 
 def _show(file: Path, record: Record) -> None:
-    from epigen.db.records import OUTCOMES, extents
+    from epigen.db.records import OUTCOMES
+    from epigen.shapes import extents
 
     precision = f", {record.precision}" if record.precision else ""
     inputs = f", inputs {', '.join(record.inputs)}" if record.inputs else ""

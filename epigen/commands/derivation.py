@@ -10,7 +10,8 @@ from epigen.errors import CallError, DerivationError
 from epigen.ir.derivation import NOTHING, SAVE
 
 if TYPE_CHECKING:
-    from epigen.ir.derivation import Derivation, Option, Shape
+    from epigen.ir.derivation import Derivation, Option
+    from epigen.shapes import Shape
 
 Row = tuple[str, str]
 
@@ -43,7 +44,7 @@ def explained(program: str, shape: Shape, dtype_name: str) -> tuple[list[Row], d
 
 
 def rows(derived: Derivation, shape: Shape) -> list[Row]:
-    """The two programs and the ways of keeping what the derivative reads, in bytes at a shape: M, N, K."""
+    """The two programs and the ways of keeping what the derivative reads, in bytes at a shape."""
     said = [("backward", derived.backward.text), *(("", line) for line in derived.wiring())]
     for each in derived.operands:
         said += [(f"of {each.operand}", each.program.text), ("", each.wiring())]

@@ -8,13 +8,14 @@ import click
 
 from epigen import dtypes
 from epigen.commands import derivation as cli_derivation
-from epigen.commands.types import Program, ProgramCommand, Shape, dtype_option, pass_machine
+from epigen.commands.types import Extents, Program, ProgramCommand, dtype_option, pass_machine
 from epigen.runtime.device import Machine
+from epigen.shapes import Shape
 
 
 @click.command("explain", cls=ProgramCommand, short_help="Explain what bounds a program, and its config.")
 @click.argument("program", type=Program())
-@click.option("--shape", type=Shape(), required=True, help="M, N and K")
+@click.option("--shape", type=Extents(), required=True, help="M, N and K, of a batch after the number of its products")
 @dtype_option
 @click.option("--layout", default="nn", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
 @click.option("--precision", type=click.Choice(["ieee", "tf32"]), default="ieee", show_default=True, help="of fp32 operands")
@@ -22,7 +23,7 @@ from epigen.runtime.device import Machine
 @click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
 @pass_machine
 def explain_command(
-    machine: Machine, program: str, shape: tuple[int, int, int], dtype_name: str, layout: str, precision: str, gpu_name: str | None, as_json: bool
+    machine: Machine, program: str, shape: Shape, dtype_name: str, layout: str, precision: str, gpu_name: str | None, as_json: bool
 ) -> None:  # fmt: skip
     """Explain what bounds PROGRAM, such as "relu(mm + bias)", at a shape: work, limits, config, waste, what fusing saves, and its derivative."""
     from epigen import api, gpus

@@ -19,9 +19,10 @@ import click
 
 from epigen import settings
 from epigen.commands.live import Live
-from epigen.commands.types import Devices, Program, ProgramCommand, Seconds, Shape, dtype_option, pass_machine
+from epigen.commands.types import Devices, Extents, Program, ProgramCommand, Seconds, dtype_option, pass_machine
 from epigen.errors import TuneError
 from epigen.runtime.device import Machine
+from epigen.shapes import Shape
 
 if TYPE_CHECKING:
     from epigen.db.database import Database
@@ -65,7 +66,7 @@ class _Run:
 
 @click.command("tune", cls=ProgramCommand, short_help="Find the fastest configs, on a GPU.")
 @click.argument("programs", nargs=-1, type=Program())
-@click.option("--shape", "shapes", multiple=True, type=Shape(), help="M, N and K; may be given several times")
+@click.option("--shape", "shapes", multiple=True, type=Extents(), help="M, N and K, of a batch after the number of its products; may be given several times")
 @click.option(
     "--suite", "suites", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), help="a TOML file of problems; may be given several times"
 )
@@ -90,7 +91,7 @@ class _Run:
 @click.option("--json", "as_json", is_flag=True, help="write JSON instead of the table")
 @pass_machine
 @click.pass_context
-def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], shapes: tuple[tuple[int, int, int], ...], suites: tuple[Path, ...],
+def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], shapes: tuple[Shape, ...], suites: tuple[Path, ...],
          dtype_name: str, layout: str, precision: str, trials: int, budget: float | None, devices: tuple[int, ...] | str | None, seed: int, storage: str | None, fresh: bool, path: Path | None,
          tables: tuple[Path, ...], as_json: bool) -> None:  # fmt: skip
     """Tune PROGRAMS, such as "relu(mm + bias)", at every --shape, and the problems of every --suite; remember the winners in the database.
@@ -119,7 +120,7 @@ def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], sh
 
 
 def _asked(
-    machine: Machine, programs: Sequence[str], shapes: Sequence[tuple[int, int, int]], suites: Sequence[Path], dtype_name: str, layout: str, precision: str,
+    machine: Machine, programs: Sequence[str], shapes: Sequence[Shape], suites: Sequence[Path], dtype_name: str, layout: str, precision: str,
     trials: int, budget_s: float, devices: Sequence[int] | str | None, seed: int, storage: str | None, fresh: bool, path: Path | None,
 ) -> _Run:  # fmt: skip
     """What the options ask for. All mistakes come out here, before the first of many problems is measured."""

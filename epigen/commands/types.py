@@ -11,6 +11,7 @@ import click
 from epigen import dtypes
 from epigen.errors import CallError
 from epigen.runtime.device import Machine
+from epigen.shapes import Shape
 
 pass_machine = click.make_pass_decorator(Machine, ensure=True)
 """Gives a command the machine that its context holds, which is this one unless the caller of the command line has put another there."""
@@ -53,12 +54,12 @@ def _negated(arg: str) -> bool:
     return arg.startswith("-") and re.search(r"\bmm\b", arg) is not None and (not arg.startswith("-o") or re.search(r"[ *+()]", arg) is not None)
 
 
-class Shape(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.3
-    """MxNxK"""
+class Extents(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.3
+    """MxNxK, or BxMxNxK of B products"""
 
-    name = "MxNxK"
+    name = "[Bx]MxNxK"
 
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> tuple[int, int, int]:
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Shape:
         from epigen.tuning.request import shape_of
 
         try:

@@ -25,13 +25,16 @@ from epigen import gpus
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelConfig
 from epigen.db.problem import Problem, coarse_bucket
-from epigen.db.records import Key, Record, extents, problem_key, short
+from epigen.db.records import Key, Record, problem_key, short
 from epigen.dtypes import ALL
+from epigen.shapes import Shape, extents, products
 
 # Distances are in doublings. One of M or of N doubles the output tiles, which decides the tile that fills the GPU; one of K only
 # makes each tile's loop longer, which the best config notices half as much.
 WEIGHT_M = WEIGHT_N = 1.0
 WEIGHT_K = 0.5
+WEIGHT_PRODUCTS = 0.5
+"""Of a batch. Twice as many products are twice as many tiles, as of a longer M, but a batch has enough of them for most tiles to fill the GPU."""
 LAYOUT_STEP = 4.5
 """For each operand that lies otherwise, and so beyond FARTHEST: the best config of one layout can lose in another. relu(mm + bias) at
 4096x4096x4096 fp16 on an H200 (Triton 3.6, 2026-11): 193 us tiled against 213 us by the vendor's product where b is row-major, 256
@@ -91,7 +94,7 @@ class _Bucket:
 
     @functools.cached_property
     def logs(self) -> _Floats:
-        """A row for M, one for N and one for K."""
+        """A row for the number of products, one for M, one for N and one for K."""
         return _logs([e.record.shape for e in self.entries])
 
     @functools.cached_property
@@ -124,9 +127,9 @@ def _apart(one: Problem, logs: _Floats, waves: _Floats, steps: _Floats) -> _Floa
     """The part of the distance that the extents and the GPUs make, to each of several. waves, steps: of their `_Scale`s; M and N may share
     the doublings of the output in any way.
     """
-    m, n, k = logs - _logs([one.shape])
+    count, m, n, k = logs - _logs([one.shape])
     part = np.clip(m, np.minimum(waves, 0.0), np.maximum(waves, 0.0))
-    found: _Floats = WEIGHT_M * np.abs(m - part) + WEIGHT_N * np.abs(n - (waves - part)) + WEIGHT_K * np.abs(k) + steps
+    found: _Floats = WEIGHT_M * np.abs(m - part) + WEIGHT_N * np.abs(n - (waves - part)) + WEIGHT_K * np.abs(k) + WEIGHT_PRODUCTS * np.abs(count) + steps
     return found
 
 
@@ -181,9 +184,10 @@ def _input_sizes(inputs: tuple[str, ...]) -> Counter[tuple[int, str]]:
     return Counter((_DTYPES[dtype].bits if indices else 0, indices) for dtype, _, indices in split)
 
 
-def _logs(shapes: Sequence[tuple[int, int, int]]) -> _Floats:
-    """Of M, N and K, a row each. Not numpy's logarithm, whose last bit depends on the processor and would decide between equally near shapes."""
-    return np.array([[math.log2(max(1, shape[axis])) for shape in shapes] for axis in range(3)])
+def _logs(shapes: Sequence[Shape]) -> _Floats:
+    """Of the number of products, M, N and K, a row each. Not numpy's logarithm, whose last bit depends on the processor and would decide between equally near shapes."""
+    rows = zip(*((products(shape), *shape[-3:]) for shape in shapes), strict=True)
+    return np.array([[math.log2(max(1, extent)) for extent in row] for row in rows])
 
 
 def _operands(problem: Problem) -> Key:
@@ -191,9 +195,9 @@ def _operands(problem: Problem) -> Key:
 
 
 def _sizes(problem: Problem) -> Key:
-    """fp32 in full precision has no tensor cores, so precision counts as a size does."""
+    """fp32 in full precision has no tensor cores, so precision counts as a size does. What one product gets is no guess for a batch, and the other way round."""
     a, b = _DTYPES[problem.a], _DTYPES[problem.b]
-    return a.kind, a.bits, b.kind, b.bits, problem.precision
+    return a.kind, a.bits, b.kind, b.bits, problem.precision, len(problem.shape)
 
 
 def _steps(p: Problem) -> Iterator[_Step]:
@@ -227,7 +231,7 @@ class Index:
         buckets: dict[Key, list[_Entry]] = defaultdict(list)
         for source, found in enumerate(sources):
             # of equally near records the one of the smaller M is found, and whatever their order on disk the same one
-            for record in sorted(found, key=lambda r: (r.shape[0], r.key)):
+            for record in sorted(found, key=lambda r: (r.shape[-3], r.key)):
                 problem = record.problem
                 entry = _Entry(record, source)
                 self._exact.setdefault(record.problem_key, []).append(entry)

@@ -15,6 +15,7 @@ from epigen.gpus import Target
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph, Node
 from epigen.ir.passes import with_leaf
+from epigen.shapes import Shape
 
 _LEAST_TILE = 64  # rows that every schedule can have in one tile
 BITS, SCALAR = "bits", "scalar"
@@ -25,14 +26,14 @@ BITS, SCALAR = "bits", "scalar"
 class Problem:
     """One thing to tune.
 
-    gpu, capability: as torch names them ("NVIDIA H200", "9.0"). shape: M, N, K. a, b, outputs: dtype names; of an output that is no tile "fp32", whatever
+    gpu, capability: as torch names them ("NVIDIA H200", "9.0"). a, b, outputs: dtype names; of an output that is no tile "fp32", whatever
     it is cast to. inputs: the epilogue's, in the graph's order, whatever their names: "fp32[n]", "fp16[mn]", "bits", "scalar". layout: how a and b lie. spec:
     the graph's digest. kind: the epilogue's class. alignment: bytes that K, N and the row strides are a multiple of, up to 16.
     """
 
     gpu: str
     capability: str
-    shape: tuple[int, int, int]
+    shape: Shape
     a: str
     b: str
     inputs: tuple[str, ...]
@@ -50,21 +51,21 @@ def capability(target: Target) -> str:
     return f"{target.arch // 10}.{target.arch % 10}" if isinstance(target.arch, int) else target.arch
 
 
-def coarse_bucket(shape: tuple[int, int, int], layout: str) -> tuple[int, int, int]:
-    """The shape that stands for those which are tuned by one of them: M rounded up to a power of two.
+def coarse_bucket(shape: Shape, layout: str) -> Shape:
+    """The shape that stands for those which are tuned by one of them: M rounded up to a power of two, and so is the number of products.
 
     Where a's rows are M long, up to the largest M below it that powers of two divide alike, so that rows are aligned alike.
     """
-    return _rounded(shape, layout, _power(shape[0]))
+    return _rounded(shape, layout, _power(shape[-3]))
 
 
-def fine_bucket(shape: tuple[int, int, int], layout: str) -> tuple[int, int, int]:
+def fine_bucket(shape: Shape, layout: str) -> Shape:
     """As `coarse_bucket`, of those M which get one config where M comes in many sizes, as batches do: a quarter of a coarse one, from M = 65 on.
 
     There how many waves of tiles M makes decides between tiles. One config for all M of a coarse bucket took 6.1 % longer than the best of about
     15 at 132 random shapes, one for each M 4.4 %; of the difference quarters get three fourths back, by the model (H200, Triton 3.6, 2026-11).
     """
-    return _rounded(shape, layout, fine_bucket_step(shape[0]))
+    return _rounded(shape, layout, fine_bucket_step(shape[-3]))
 
 
 def fine_bucket_step(m: int) -> int:
@@ -72,10 +73,11 @@ def fine_bucket_step(m: int) -> int:
     return _power(m) // 8 if m > _LEAST_TILE else max(1, _power(m) // 2)
 
 
-def _rounded(shape: tuple[int, int, int], layout: str, step: int) -> tuple[int, int, int]:
-    m, n, k = shape
+def _rounded(shape: Shape, layout: str, step: int) -> Shape:
+    m, n, k = shape[-3:]
     top, alike = -(-m // step) * step, m & -m
-    return (top if layout[0] == "n" or alike >= KNOWN or m == top else top - alike), n, k
+    rows = top if layout[0] == "n" or alike >= KNOWN or m == top else top - alike
+    return (_power(shape[0]), rows, n, k) if len(shape) == 4 else (rows, n, k)
 
 
 def _power(m: int) -> int:
@@ -89,8 +91,8 @@ def input_kind(node: Node, dtype: DType | None) -> str:
     return f"{dtype}[{node.indices}]" if node.indices else SCALAR
 
 
-def problem_of(graph: Graph, spec: KernelSpec, shape: tuple[int, int, int], gpu: str, capability: str) -> Problem:
-    """The problem of one call. graph: the program's, of which spec is the lowered form. shape: M, N, K."""
+def problem_of(graph: Graph, spec: KernelSpec, shape: Shape, gpu: str, capability: str) -> Problem:
+    """The problem of one call. graph: the program's, of which spec is the lowered form."""
     sig = spec.signature
     dtypes = dict(sig.inputs)
     return Problem(
@@ -132,6 +134,6 @@ def epilogue_kind(spec: KernelSpec) -> str:
     return f"load:{','.join(loads)} store:{','.join(stores)} reduce:{','.join(reduced)}{computed}"
 
 
-def alignment(shape: tuple[int, int, int], layout: str, element_bytes: int) -> int:
+def alignment(shape: Shape, layout: str, element_bytes: int) -> int:
     """The largest power of two, up to 16, that divides the bytes of a's and b's rows as they lie in memory, and of the result's."""
-    return math.gcd(16, *(extent * element_bytes for extent in (*row_lengths(shape, layout), shape[1])))
+    return math.gcd(16, *(extent * element_bytes for extent in (*row_lengths(shape, layout), shape[-2])))

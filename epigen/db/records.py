@@ -26,6 +26,7 @@ from epigen.db.salvage import load
 from epigen.dtypes import ALL, INPUTS
 from epigen.errors import ConfigError, DatabaseError
 from epigen.lang.parser import MAX_CHARACTERS
+from epigen.shapes import Shape, extents
 
 SCHEMA = 3
 """2 added the inputs' dtypes, 3 has other names for three dimensions of a config; `migrations` has the steps from older ones."""
@@ -34,7 +35,7 @@ OutcomeKind = Literal["ok", "slower", "wrong", "compile_error", "out_of_resource
 OUTCOMES: tuple[OutcomeKind, ...] = get_args(OutcomeKind)
 """How a trial can end. slower: cut off early, far behind the best so far."""
 
-_INPUT_KINDS = frozenset({BITS, SCALAR, *(f"{t.name}[{i}]" for t in INPUTS for i in ("mn", "m", "n"))})
+_INPUT_KINDS = frozenset({BITS, SCALAR, *(f"{t.name}[{i}]" for t in INPUTS for i in ("mn", "m", "n", "k", "mk", "kn"))})
 _MAX_RECORDS = 100_000
 _SHOWN = 60  # characters of a program
 
@@ -84,7 +85,7 @@ class Record:
 
     gpu: Annotated[str, _GPU]
     capability: Annotated[str, _CAPABILITY]
-    shape: Annotated[tuple[int, int, int], fields.listed(fields.whole(0, 2**31), 3, 3)]
+    shape: Annotated[Shape, fields.listed(fields.whole(0, 2**31), 3, 4)]
     a: Annotated[str, _DTYPE]
     b: Annotated[str, _DTYPE]
     inputs: Annotated[tuple[str, ...], fields.listed(_INPUT, 0, 1000)]
@@ -93,7 +94,9 @@ class Record:
     precision: Annotated[str, fields.one_of(("", "ieee", "tf32"))]
     program: Annotated[str, fields.text("a program in printable text", _program)]
     spec: Annotated[str, fields.pattern("16 hexadecimal digits", "[0-9a-f]{16}")]
-    kind: Annotated[str, fields.pattern("an epilogue's class, such as load:n store:mn reduce:", r"(?!.{4097})load:[a-z,]* store:[a-z,]* reduce:[a-z,]*")]
+    kind: Annotated[
+        str, fields.pattern("an epilogue's class, such as load:n store:mn reduce:", r"(?!.{4097})load:[a-z,]* store:[a-z,]* reduce:[a-z,]*( dot:[ab,]+)?")
+    ]
     alignment: Annotated[int, fields.one_of((1, 2, 4, 8, 16))]
     schedule: Annotated[str, _NAME]
     config: Annotated[dict[str, int], fields.named(_NAME, fields.whole(0, 2**31))]
@@ -186,10 +189,6 @@ _OPTIONAL = [name for name in _CHECKS if hasattr(Record, name)]
 def problem_key(problem: Problem) -> Key:
     p = problem
     return p.gpu, p.capability, p.spec, p.a, p.b, p.inputs, p.outputs, p.precision, p.layout, p.shape, p.alignment
-
-
-def extents(shape: tuple[int, int, int]) -> str:
-    return "x".join(map(str, shape))
 
 
 def short(program: str) -> str:

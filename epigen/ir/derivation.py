@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from epigen.dtypes import DType
 from epigen.ir.graph import Graph
+from epigen.shapes import Shape, products
 
 MASK, OUTPUT, PREACTIVATION, RECOMPUTE = "mask", "output", "preactivation", "recompute"
 SAVE = (MASK, OUTPUT, PREACTIVATION, RECOMPUTE)
@@ -20,9 +21,6 @@ NOTHING = "nothing"
 
 INPUT, SAVED, ARRIVING, OPERAND = "input", "saved", "gradient", "operand"
 """Where an input of the backward, or of an operand's gradients, comes from."""
-
-Shape = tuple[int, int, int]
-"""M, N, K."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +38,10 @@ class Saved:
     packed: bool
 
     def bytes(self, shape: Shape) -> int:
-        m, n, _ = shape
+        m, n, _ = shape[-3:]
         if self.packed:
-            return m * -(-n // 8)
-        return (m if "m" in self.indices else 1) * (n if "n" in self.indices else 1) * self.dtype.bytes
+            return products(shape) * m * -(-n // 8)
+        return products(shape) * (m if "m" in self.indices else 1) * (n if "n" in self.indices else 1) * self.dtype.bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +61,9 @@ class Option:
 
         With "recompute" those are the operands, read again, and the gradient, which a product has to write before this one can read it.
         """
-        m, n, k = shape
+        m, n, k = shape[-3:]
         moved = self.kept_bytes(shape) + sum(s.bytes(shape) for s in self.saved)
-        return moved + (m * k + k * n + 2 * m * n) * self.operands.bytes if self.save == RECOMPUTE else moved
+        return moved + products(shape) * (m * k + k * n + 2 * m * n) * self.operands.bytes if self.save == RECOMPUTE else moved
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from epigen.codegen.spec import PAST, WIDE, KernelConfig, KernelSpec
 from epigen.dtypes import INT8
 from epigen.gpus import Target
 from epigen.perf.resources import Resources, Work
-from epigen.perf.traffic import Shape
+from epigen.shapes import Shape, extents, products
 
 MOST_TILES = 1 << 30
 """So many tiles, or parts of them along k, can be numbered: a grid has less than 2^31 blocks, and a program's next tile may be twice as far."""
@@ -83,23 +83,23 @@ def empty_tensors(c: Candidate) -> str:
 
 
 def number_of_tiles(c: Candidate) -> str:
-    m, n, _ = c.shape
-    items = -(-m // c.config["block_m"]) * -(-n // c.config["block_n"]) * schedules.splits(c.config) * max(1, c.spec.signature.batch)
+    m, n, _ = c.shape[-3:]
+    items = products(c.shape) * -(-m // c.config["block_m"]) * -(-n // c.config["block_n"]) * schedules.splits(c.config)
     if items <= MOST_TILES:
         return ""
     tile = f"{c.config['block_m']}x{c.config['block_n']}"
-    return f"{'x'.join(map(str, c.shape))} has {items} tiles of {tile}, and {MOST_TILES} can be numbered: larger ones are needed"
+    return f"{extents(c.shape)} has {items} tiles of {tile}, and {MOST_TILES} can be numbered: larger ones are needed"
 
 
 def coordinates(c: Candidate) -> str:
-    longest = max(c.shape)
+    longest = max(c.shape[-3:])
     if not c.schedule.descriptors or longest + PAST < WIDE:
         return ""
     return f"TMA's coordinates have 32 bits, and {longest} is too long an extent for the schedule {c.schedule.name}: tiled takes any"
 
 
 def vendors_extents(c: Candidate) -> str:
-    m, n, k = c.shape
+    m, n, k = c.shape[-3:]
     longest = max(m, n, 0 if c.spec.signature.a == INT8 else k)  # int8's product is taken in parts along k
     if c.schedule.multiplies or c.spec.pointwise or longest < WIDE:
         return ""
@@ -124,14 +124,14 @@ def computed_operands(c: Candidate) -> str:
 
 
 def batches(c: Candidate) -> str:
-    if not c.spec.signature.batch or c.schedule.batches:
+    if not c.spec.signature.batched or c.schedule.batches:
         return ""
     able = ", ".join(s.name for s in SCHEDULES.values() if s.batches)
     return f"the schedule {c.schedule.name} computes one product, and operands with leading dimensions are several: {able} can"
 
 
 def reductions_of_a_batch(c: Candidate) -> str:
-    if not c.spec.signature.batch or not any(schedules.finished_inside(f, c.config) for f in c.spec.finishes):
+    if not c.spec.signature.batched or not any(schedules.finished_inside(f, c.config) for f in c.spec.finishes):
         return ""
     return "fused_finalize=1 counts the tiles of one product, and operands with leading dimensions are several: it has to be 0"
 
@@ -191,7 +191,7 @@ def shared_memory(c: Candidate) -> str:
 
 def filled(c: Candidate) -> str:
     fewest, least = (64 * schedules.tile_parts(c.config)[0], max(c.least_k, 64 // c.spec.signature.a.bytes)) if c.schedule.descriptors else (16, c.least_k)
-    for extent, (name, floor) in zip(c.shape, (("block_m", fewest), ("block_n", 16), ("block_k", least)), strict=True):
+    for extent, (name, floor) in zip(c.shape[-3:], (("block_m", fewest), ("block_n", 16), ("block_k", least)), strict=True):
         padded = max(floor, 1 << max(0, extent - 1).bit_length())
         if c.config[name] > padded:
             return f"{name}={c.config[name]} is {c.config[name] // padded} times what {extent} fills"

@@ -25,7 +25,8 @@ from epigen.gpus import Gpu, Target
 from epigen.ir.graph import OPERANDS
 from epigen.perf.constants import FITTED, Constants
 from epigen.perf.resources import WGMMA, Resources, Work
-from epigen.perf.traffic import Shape, eager_dtype, item_bytes, partial_bytes, size_of, traffic
+from epigen.perf.traffic import eager_dtype, item_bytes, partial_bytes, size_of, traffic
+from epigen.shapes import Shape, products
 
 # rows, columns, share of the peak; and into how many parts it splits k, each at least so long. With the constants they are off by 15 % in the root
 # mean square over `mm` of 44 random shapes of up to 32768x16384x16384 on an H200 (bf16, torch 2.11, 2026-11); with four tiles and no parts by 34 %.
@@ -93,9 +94,9 @@ def estimates(spec: KernelSpec, configs: Iterable[KernelConfig], shape: Shape, g
 
 def unfused_us(spec: KernelSpec, shape: Shape, gpu: Gpu) -> float:
     """About how long the product takes in the vendor's library, followed by eager PyTorch's operations, each a launch and a pass."""
-    moved = traffic(spec, shape)
-    operands = shape[0] * shape[2] * spec.signature.a.bytes + shape[2] * shape[1] * spec.signature.b.bytes
-    beside = max(0.0, moved.unfused_bytes - operands - shape[0] * shape[1] * eager_dtype(spec).bytes)
+    moved, (m, n, k) = traffic(spec, shape), shape[-3:]
+    product_bytes = products(shape) * (m * k * spec.signature.a.bytes + k * n * spec.signature.b.bytes + m * n * eager_dtype(spec).bytes)
+    beside = max(0.0, moved.unfused_bytes - product_bytes)
     product = _Timing(spec, shape, gpu, FITTED).product_us
     return gpu.launch_us + product + (moved.unfused_launches - 1) * FITTED.gap_us + beside / (gpu.achieved_gbps * 1e3)
 
@@ -113,14 +114,14 @@ class _Timing(Work):
     def __init__(self, spec: KernelSpec, shape: Shape, gpu: Gpu, constants: Constants):
         super().__init__(spec, shape, gpu.target)
         self.gpu, self.c = gpu, constants
-        m, n, k = shape
+        self.count, (m, n, k) = products(shape), shape[-3:]
         sig = spec.signature
         self.sms = gpu.multiprocessors
         # per multiprocessor, in a microsecond
         self.flops_us = gpu.peak(FP32 if self.plain else sig.a, "ieee" if self.plain else sig.precision) * 1e6 / self.sms
         self.bytes_us = gpu.achieved_gbps * 1e3
         self.clock_us = float(gpu.clock_mhz)
-        self.operand_bytes = (m * k * sig.a.bytes, k * n * sig.b.bytes)
+        self.operand_bytes = (self.count * m * k * sig.a.bytes, self.count * k * n * sig.b.bytes)
         self.vector_bytes = sum(item_bytes(i, m, n) for i in spec.inputs if i.indices != "mn")
         self.beside_bytes = sum(item_bytes(i, m, n, k) for i in self.along_k)
         self.product_us = self._vendor_us()
@@ -134,11 +135,11 @@ class _Timing(Work):
 
     def _tiled(self, config: KernelConfig, splits: int = 1) -> Estimate:
         """splits: how many blocks share a tile, and k."""
-        m, n, k = self.shape
+        m, n, k = self.shape[-3:]
         block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
         needs = self.resources(config)
         tiles_m, tiles_n = -(-m // block_m), -(-n // block_n)
-        tiles = tiles_m * tiles_n * splits
+        tiles = self.count * tiles_m * tiles_n * splits
         resident = min(needs.blocks_per_sm, max(1, -(-tiles // self.sms)))
         slots = resident * self.sms
         steps = -(-k // (block_k * splits))
@@ -155,7 +156,7 @@ class _Timing(Work):
                 mainloop += count * (loop + bare * fill)
                 epilogue += count * bare * (self._epilogue_us(block_m, block_n, blocks, config["num_warps"], self.read_bytes) + self._arrival_us(config))
         epilogue += self._late_us(config)  # what the blocks beside it, and those after it, do not cover
-        partials = sum(partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)
+        partials = self.count * sum(partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)
         memory = (moved + self._epilogue_bytes(tiles_n) + partials) / self.bytes_us
         # the memory's time overlaps the kernel's but for a rest
         mainloop += self.c.memory_bare * moved / self.bytes_us
@@ -171,8 +172,8 @@ class _Timing(Work):
 
     def _gathered_us(self, config: KernelConfig, share: float) -> float:
         """What it takes to add up a tile's parts, where k is split. share: of what L2 feeds a multiprocessor."""
-        (m, n, _), splits = self.shape, schedules.splits(config)
-        tiles = -(-m // config["block_m"]) * -(-n // config["block_n"])
+        (m, n, _), splits = self.shape[-3:], schedules.splits(config)
+        tiles = self.count * -(-m // config["block_m"]) * -(-n // config["block_n"])
         part_bytes = 4.0 * config["block_m"] * config["block_n"]
         # from L2, where it has just been written, one part after the other: each is waited for
         each = self.c.l2_us / 2 + part_bytes / (share * self.c.l2_bytes_clock * self.clock_us)
@@ -184,12 +185,12 @@ class _Timing(Work):
         What overlaps an epilogue: nothing; the next tile's loads, where the loops are one or a warp of its own loads; or, in ping-pong, the other
         group's main loop.
         """
-        m, n, k = self.shape
+        m, n, k = self.shape[-3:]
         block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
         values, (down, across) = dict(config.values), schedules.tile_parts(config)
         tiles_m, tiles_n = -(-m // block_m), -(-n // block_n)
         splits = schedules.splits(config)
-        tiles, steps = tiles_m * tiles_n * splits, max(1, -(-k // (block_k * splits)))
+        tiles, steps = self.count * tiles_m * tiles_n * splits, max(1, -(-k // (block_k * splits)))
         rounds = -(-tiles // self.sms)
         step_us, fill_us = self._tma_step_us(config, tiles_m, tiles_n, steps)
         # the first round finds nothing in L2
@@ -198,7 +199,8 @@ class _Timing(Work):
         epilogue = self._persistent_epilogue_us(config, rounds, steps * step_us)
         parts = (block_m // down, block_n // across)
         moved = self._operand_traffic(config, tiles_m, tiles_n, min(tiles, self.sms))
-        memory = (moved + self._epilogue_bytes(tiles_n * across) + sum(partial_bytes(p.axes, m, n, parts) for p in self.spec.partials)) / self.bytes_us
+        partials = self.count * sum(partial_bytes(p.axes, m, n, parts) for p in self.spec.partials)
+        memory = (moved + self._epilogue_bytes(tiles_n * across) + partials) / self.bytes_us
         kernel = self._norm(mainloop + epilogue, memory, smooth=self.c.tma_memory_smooth)
         finish = self._finish_us(config, tiles_m * down, tiles_n * across)
         launch = self.gpu.launch_us
@@ -208,7 +210,7 @@ class _Timing(Work):
 
     def _tma_step_us(self, config: KernelConfig, tiles_m: int, tiles_n: int, steps: int) -> tuple[float, float]:
         """A step of a main loop whose operands TMA loads, once the buffers are full; and filling them, for the first step."""
-        m, n, _ = self.shape
+        m, n, _ = self.shape[-3:]
         block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
         warps, by_producer = schedules.multiplying_warps(config), SCHEDULES[config.schedule].architecture == "hopper"
         # from L2 into the multiprocessor
@@ -391,31 +393,32 @@ class _Timing(Work):
 
     def _epilogue_bytes(self, parts: int) -> float:
         """Of inputs and outputs, and what a piece of an output's row that ends within a line of L2 costs besides. parts: pieces of a row."""
-        m, n, _ = self.shape
+        m, n, _ = self.shape[-3:]
         torn = sum(s.indices == "mn" and not s.packed and n * s.dtype.bytes % LINE_BYTES > 0 for s in self.spec.stores)
-        return m * n * (self.read_bytes + self.written_bytes) + self.vector_bytes + torn * m * parts * self.c.torn_bytes
+        return self.count * (m * n * (self.read_bytes + self.written_bytes) + self.vector_bytes + torn * m * parts * self.c.torn_bytes)
 
     def _operand_traffic(self, config: KernelConfig, tiles_m: int, tiles_n: int, concurrent: int) -> float:
         """Bytes of operands that come from memory: group_m decides how much of a wave lies in the same rows and columns."""
         once = float(sum(self.operand_bytes)) + self.beside_bytes
-        if once <= self.gpu.l2_bytes / 2 or not concurrent:
+        if once / self.count <= self.gpu.l2_bytes / 2 or not concurrent:  # of a batch one product after the other
             return once
+        concurrent = min(concurrent, tiles_m * tiles_n)
         group = min(config["group_m"], tiles_m)
         columns = min(tiles_n, -(-concurrent // group))
         rows = min(tiles_m, group * -(-concurrent // (group * tiles_n)))
         block_m, block_n = rows * config["block_m"], columns * config["block_n"]
-        panel = ((block_m + block_n) * self.element_bytes + self.spec.beside_bytes(block_m, block_n)) * self.shape[2]
-        return max(once, tiles_m * tiles_n / concurrent * panel)
+        panel = ((block_m + block_n) * self.element_bytes + self.spec.beside_bytes(block_m, block_n)) * self.shape[-1]
+        return max(once, self.count * tiles_m * tiles_n / concurrent * panel)
 
     def _arrival_us(self, config: KernelConfig) -> float:
         """What a part of a tile waits, where the last block completes reductions, until the GPU sees what it has written and that it is there."""
         return self.c.arrival_us * any(schedules.finished_inside(f, config) for f in self.spec.finishes)
 
     def _finish_us(self, config: KernelConfig, tiles_m: int, tiles_n: int) -> float:
-        m, n, k = self.shape
+        m, n, k = self.shape[-3:]
         total = 0.0
         for finish in self.spec.finishes:
-            width = size_of(finish.indices, m, n)
+            width = self.count * size_of(finish.indices, m, n)
             lengths = [k if s.operand else {"n": tiles_m, "m": tiles_n, "": tiles_m * tiles_n}[finish.indices] for s in finish.sources]
             if schedules.finished_inside(finish, config):
                 # the last one reads from L2 what all have left
@@ -428,18 +431,18 @@ class _Timing(Work):
 
     def _vendor_us(self) -> float:
         """The vendor's product with an fp32 result, without its launch."""
-        m, n, k = self.shape
+        m, n, k = self.shape[-3:]
         sig = self.spec.signature
         dtype = FP16 if sig.a.is_fp8 else sig.a  # fp8 is widened first
         peak = self.gpu.peak(dtype, sig.precision) * 1e6 / self.sms
         together = math.gcd(16, *(extent * dtype.bytes for extent in row_lengths(self.shape, self.layout)))
         slower, tiles = _VENDOR_UNALIGNED.get(together, 1.0), (_VENDOR_UNALIGNED_TILE,) if together in _VENDOR_UNALIGNED else _VENDOR_TILES
         widened = 2 * sum(self.operand_bytes) if sig.a.is_fp8 else 0
-        moved = (sum(self.operand_bytes) + widened + 4 * m * n) / self.bytes_us
-        parts = [s for s in _VENDOR_SPLITS if s == 1 or (k >= s * _VENDOR_PART and slower == 1.0)]
+        moved = (sum(self.operand_bytes) + widened + 4 * self.count * m * n) / self.bytes_us
+        parts = [s for s in _VENDOR_SPLITS if s == 1 or (self.count == 1 and k >= s * _VENDOR_PART and slower == 1.0)]
         times = []
         for (rows, columns, share), splits in product(tiles, parts):
-            waves = -(-(-(-m // rows) * -(-n // columns) * splits) // self.sms)
+            waves = -(-(self.count * -(-m // rows) * -(-n // columns) * splits) // self.sms)
             arithmetic = slower * waves * 2.0 * rows * columns * (k / splits) / (peak * share)
             added = self.c.vendor_split_us + 2 * splits * m * n / self.bytes_us if splits > 1 else 0.0  # they stay in L2 for the most part
             times.append(max(arithmetic, moved) + 0.5 * min(arithmetic, moved) + added)
@@ -448,11 +451,11 @@ class _Timing(Work):
     def _library(self, config: KernelConfig) -> Estimate:
         if self.spec.bare_product:
             return Estimate(self.gpu.launch_us + self.product_us, self.gpu.launch_us, 0.0, 0.0, 0.0, self.product_us, 0.0, 0, 0.0, 0)
-        m, n, _ = self.shape
+        m, n, _ = self.shape[-3:]
         block_m, block_n, warps = config["block_m"], config["block_n"], config["num_warps"]
         needs = self.resources(config)
         tiles_m, tiles_n = -(-m // block_m), -(-n // block_n)
-        tiles = tiles_m * tiles_n
+        tiles = self.count * tiles_m * tiles_n
         resident = min(needs.blocks_per_sm, max(1, -(-tiles // self.sms)))
         waves = tiles / (resident * self.sms)
         each = (4 + self.read_bytes + self.written_bytes) * block_m * block_n * (1.0 + self.c.short_run * max(0.0, math.log2(_RUN_BYTES / (block_n * 4))))
@@ -464,7 +467,8 @@ class _Timing(Work):
         wave = latency + self.c.block_us + resident * (self._norm(each * self.sms / self.bytes_us, alu) + exchange)
         rest = tiles % (resident * self.sms)
         own = (tiles // (resident * self.sms)) * wave * (0.7 if resident > 1 else 1.0) + (latency + self.c.block_us if rest else 0.0)
-        memory = (4 * m * n + self._epilogue_bytes(tiles_n) + sum(partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)) / self.bytes_us
+        partials = self.count * sum(partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)
+        memory = (self.count * 4 * m * n + self._epilogue_bytes(tiles_n) + partials) / self.bytes_us
         kernel = self._norm(own + math.ceil(waves) * self._arrival_us(config), memory)
         finish = self._finish_us(config, tiles_m, tiles_n)
         launch = self.gpu.launch_us + self.c.gap_us

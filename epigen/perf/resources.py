@@ -15,7 +15,7 @@ from epigen.codegen.spec import KernelConfig, KernelSpec, Signature, row_bytes
 from epigen.dtypes import FP32
 from epigen.gpus import Target
 from epigen.ir.graph import OPERANDS
-from epigen.perf.traffic import Shape
+from epigen.shapes import Shape
 
 WGMMA = ("sm_90", "sm_100")
 _GROUP_REGISTERS = 240  # what the warp_specialized template gives those that multiply

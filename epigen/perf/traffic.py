@@ -13,9 +13,7 @@ from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import ACC, CAST, WIDEN, Input, KernelConfig, KernelSpec, Store
 from epigen.dtypes import BF16, FP32, INT8, DType
 from epigen.ir.graph import OPERANDS, common_indices
-
-Shape = tuple[int, int, int]
-"""M, N, K."""
+from epigen.shapes import Shape, products
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ def traffic(spec: KernelSpec, shape: Shape, config: KernelConfig | None = None) 
         block, library = (config["block_m"] // down, config["block_n"] // across), not SCHEDULES[config.schedule].multiplies and not spec.bare_product
         copied = schedules.padded(config, sig.tma)
         after = sum(not schedules.finished_inside(f, config) for f in spec.finishes)
-    m, n, k = shape
+    m, n, k = shape[-3:]
     operands = m * k * sig.a.bytes + k * n * sig.b.bytes
     fused = operands + sum(item_bytes(i, m, n, k) for i in spec.all_inputs) + sum(item_bytes(o, m, n) for o in spec.outputs)
     fused += sum(partial_bytes(p.axes, m, n, block) for p in spec.partials)
@@ -66,8 +64,8 @@ def traffic(spec: KernelSpec, shape: Shape, config: KernelConfig | None = None) 
     between = 2 * 4 * m * n if library else 0
     between += sum(2 * {"a": m * k * sig.a.bytes, "b": k * n * sig.b.bytes}[name] for name in copied)
     unfused, launches = _unfused(spec, shape)
-    ours = 1 + int(library) + len(copied) + after
-    return Traffic(2.0 * m * n * k, float(fused + again + between), ours, float(operands + unfused + again), launches)
+    ours, count = 1 + int(library) + len(copied) + after, products(shape)
+    return Traffic(2.0 * count * m * n * k, float(count * (fused + again + between)), ours, float(count * (operands + unfused + again)), launches)
 
 
 def size_of(indices: str, m: int, n: int, k: int = 1) -> int:
@@ -95,8 +93,8 @@ def eager_dtype(spec: KernelSpec) -> DType:
 
 
 def _unfused(spec: KernelSpec, shape: Shape) -> tuple[int, int]:
-    """Bytes beyond the operands, and launches, of the product and one eager operation a line, cast, mask and reduction."""
-    m, n, k = shape
+    """Bytes beyond the operands, of one product, and launches, of the product and one eager operation a line, cast, mask and reduction."""
+    m, n, k = shape[-3:]
     element = eager_dtype(spec)
     product = 4 if spec.signature.a == INT8 else element.bytes
     held: dict[str, tuple[str, int]] = {ACC: ("mn", product)}  # indices, bytes an element

@@ -35,11 +35,6 @@ class Batch:
     def count(self) -> int:
         return math.prod(self.lead)
 
-    @property
-    def bucket(self) -> int:
-        """As signatures have it: the power of two up to which there are so many."""
-        return 1 << max(0, self.count - 1).bit_length()
-
 
 def one(declared: Mapping[str, Node], operands: tuple[Any, ...], inputs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any], Batch | None]:
     """What the first of a call's products is given, and all of them; the same, and None, where there are no leading dimensions. declared: the program's inputs.

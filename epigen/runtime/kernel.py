@@ -40,8 +40,9 @@ from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.runtime.fast_call import bound, fast_call
 from epigen.runtime.loader import Loader, Resources, refusal, unwritten, warm
 from epigen.runtime.prepared import Operands, Plan, Prepared
+from epigen.shapes import Shape
 
-Chooser = Callable[[KernelSpec, tuple[int, int, int], Target, str], Choice]
+Chooser = Callable[[KernelSpec, Shape, Target, str], Choice]
 """(spec, shape, target, refused) -> Choice. refused: why a config with a main loop of Triton's did not work, "" at first."""
 
 BACKENDS = ("triton", "interpreter", "reference")
@@ -259,13 +260,13 @@ class Kernel:
     # -- what the kernel would run
 
     def plan(
-        self, shape: tuple[int, int, int] = (4096, 4096, 4096), dtype: DType | None = None, target: Target | None = None,
+        self, shape: Shape = (4096, 4096, 4096), dtype: DType | None = None, target: Target | None = None,
         signature: Signature | None = None, layout: str = "nn",
         refused: str = "", as_called: bool = False,
     ) -> Plan:  # fmt: skip
         """The plan for a problem without running it.
 
-        shape: M, N, K. dtype: of operands and inputs. target: default the GPU at hand, else sm_90. signature: in place of dtype and
+        shape: M, N, K, of a batch after the number of its products. dtype: of operands and inputs. target: default the GPU at hand, else sm_90. signature: in place of dtype and
         layout, which is how a and b lie: n row-major, t transposed. refused: why Triton's own product is out of the question, if it is.
         as_called: as a call on the GPU at hand would have it, which tunes first where the kernel was compiled so.
         """
@@ -273,25 +274,25 @@ class Kernel:
             signature = self.signature_of(dtype or FP16, shape, layout)
         return self._planned(self._at_call if as_called else self._choose, shape, target or self._machine.at_hand() or DEFAULT_TARGET, signature, refused)
 
-    def _planned(self, choose: Chooser, shape: tuple[int, int, int], target: Target, signature: Signature, refused: str, interpreted: bool = False) -> Plan:
+    def _planned(self, choose: Chooser, shape: Shape, target: Target, signature: Signature, refused: str, interpreted: bool = False) -> Plan:
         spec = self._specs.get(signature) or self._specs.put(signature, lower(self._graph, signature))
-        refused = refused or ("" if interpreted else _saturates(signature, shape[2], target))
+        refused = refused or ("" if interpreted else _saturates(signature, shape[-1], target))
         if refused and self._config and SCHEDULES[self._config.schedule].multiplies:
             raise ConfigError(f"the schedule {self._config.schedule} multiplies, and {refused}: compile without a config, or with one of library")
         choice = Choice(self._config, "given by the caller") if self._config else choose(spec, shape, target, refused)
         if interpreted and (twin := schedules.in_triton(choice.config)) != choice.config:
             choice = Choice(twin, f"{choice.why}; in place of {choice.config}, which is in Gluon and cannot be interpreted")
-        if 0 in shape[:2]:  # of no tiles none is the last
+        if 0 in shape[:-1]:  # of no tiles none is the last
             choice = replace(choice, config=schedules.several_launches(choice.config))
         if why := limits.unfit(spec, choice.config, shape, target):
             raise ConfigError(why)
         text = (signature, choice.config)
         return Plan(spec, choice, self._rendered.get(text) or self._rendered.put(text, self.renderer.render(spec, choice.config)))
 
-    def signature_of(self, dtype: DType, shape: tuple[int, int, int] | None = None, layout: str = "nn") -> Signature:
+    def signature_of(self, dtype: DType, shape: Shape | None = None, layout: str = "nn") -> Signature:
         """The signature of a call whose operands and inputs have one dtype (inputs: fp32 beside 8-bit operands); scalars are numbers.
 
-        shape: M, N, K of contiguous tensors; None for any K, and offsets that fit in 32 bits. layout: how a and b lie.
+        shape: as of `plan`, of contiguous tensors; None for any K, and offsets that fit in 32 bits. layout: how a and b lie.
         """
         other = FP32 if dtype.bits == 8 else dtype
         inputs = tuple((n.name, UINT8 if n.op == g.BITS else other if n.indices else None) for n in self._inputs.values())
@@ -377,15 +378,17 @@ class Kernel:
         if operands:
             check_computed(self._graph, BY_TORCH_ON_CPU[str(first.dtype)])
         found = outputs.of(self._graph, BY_TORCH_ON_CPU[str(first.dtype)])
+        shape: Shape = (m, n, k)
         if batch is not None:
+            shape = (batch.count, m, n, k)
             outs, batch = batches.with_outputs(batch, found, outs, m, n)
         for out in found:
             if out.name in outs:
                 outputs.check(outs[out.name], out, m, n, first.device)
         backend = self._backend or ("reference" if first.device.type == "cpu" else "triton")
         if backend == "reference" or (first.is_meta and target is None):
-            like = self._signature_like((m, n, k), operands, inputs)
-            return Prepared(self._graph, found, (m, n, k), first.device, like=replace(like, batch=batch.bucket if batch else 0), batch=batch)
+            like = self._signature_like(shape, operands, inputs)
+            return Prepared(self._graph, found, (m, n, k), first.device, like=like, batch=batch)
         if first.dtype == torch.float64:
             raise CallError(f"{what} is float64, which only the reference on the CPU computes in: no kernel does")
         if backend == "triton" and not first.is_cuda and target is None:
@@ -394,9 +397,9 @@ class Kernel:
             self._check_interpretable((*operands, *inputs.values(), *outs.values()), found)
         signature = self._signature((m, n, k), operands, inputs, outs, found, batch)
         with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
-            choose = self._at_call if first.is_cuda and backend == "triton" and target is None and batch is None else self._choose
+            choose = self._at_call if first.is_cuda and backend == "triton" and target is None else self._choose
             target = target or (self._machine.at_hand() if first.is_cuda else None) or DEFAULT_TARGET
-            plan = self._planned(choose, (m, n, k), target, signature, refused, interpreted=backend == "interpreter")
+            plan = self._planned(choose, shape, target, signature, refused, interpreted=backend == "interpreter")
             module = self._loaders[backend == "interpreter"].load(plan.rendered) if plan.rendered.functions else None
         functions = [getattr(module, f.name) for f in plan.rendered.functions]
         prepared = Prepared(self._graph, found, (m, n, k), first.device, plan, backend == "interpreter", batch=batch)
@@ -425,10 +428,10 @@ class Kernel:
         return Signature(
             a, b, self._dtypes(inputs), self._precision_now(), k_multiple(k), index_bits(shape, map(arguments.reach, tensors)), "".join(map(arguments.layout, operands)) or "nn",
             tma=(*(name for name, t in upright.items() if arguments.describable(t)), *(name for name, t in written.items() if arguments.describable(t, True))),
-            factors=factors((m, n, k), strided, strides), bytewise=self._bytewise(inputs, outs, strides), batch=batch.bucket if batch else 0,
+            factors=factors((m, n, k), strided, strides), bytewise=self._bytewise(inputs, outs, strides), batched=batch is not None,
         )  # fmt: skip
 
-    def _signature_like(self, shape: tuple[int, int, int], operands: Operands, inputs: Mapping[str, Any]) -> Signature:
+    def _signature_like(self, shape: Shape, operands: Operands, inputs: Mapping[str, Any]) -> Signature:
         """That of a call of the same dtypes whose tensors lie without gaps."""
         a, b = (BY_TORCH_ON_CPU[str(t.dtype)] for t in operands or (inputs[PRODUCT],) * 2)
         lies = "".join(map(arguments.layout, operands)) or "nn"

@@ -14,30 +14,62 @@ from epigen.dtypes import BY_TORCH, FP32, DType
 from epigen.errors import VerificationError
 from epigen.ir import bound, reference
 from epigen.ir import graph as g
-from epigen.ir.bound import Difference
+from epigen.ir.bound import Difference, Expected
 from epigen.ir.graph import Graph
 from epigen.runtime.kernel import Kernel
+from epigen.shapes import Shape
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Arguments of one call."""
+    """Arguments of one call. Of several products what has more than two dimensions is each one's own, along the first."""
 
     a: Tensor
     b: Tensor
     inputs: Mapping[str, Any]
 
+    def products(self) -> list[Sample]:
+        """The arguments of each product; these where operands are matrices."""
+        if self.a.dim() == 2:
+            return [self]
+        several = self.inputs.items()
+        return [
+            Sample(a, b, {name: value[i] if isinstance(value, Tensor) and value.dim() > 2 else value for name, value in several})
+            for i, (a, b) in enumerate(zip(self.a, self.b, strict=True))
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """What the float64 oracle has of a call. products: of each product its outputs. several: whether results have a dimension of products."""
+
+    products: list[list[Expected]]
+    several: bool
+
+    @classmethod
+    def of(cls, graph: Graph, given: Sample, precision: str = "ieee") -> Oracle:
+        dtypes = [output_dtype(graph, o, BY_TORCH[str(given.a.dtype)]) for o in graph.outputs]
+        products = [bound.expect(graph, one.a, one.b, one.inputs, dtypes, precision) for one in given.products()]
+        return cls(products, given.a.dim() > 2)
+
+    def differences(self, results: Any) -> list[Difference]:
+        """Each output against it; of several products the first that is out of bounds, and else the first. results: what the kernel returned."""
+        held = [results] if isinstance(results, Tensor) else list(results)
+        by_product = [[bound.compare(r[i] if self.several else r, e) for r, e in zip(held, expected, strict=True)] for i, expected in enumerate(self.products)]
+        return [next((d for d in of_output if not d.ok), of_output[0]) for of_output in zip(*by_product, strict=True)]
+
 
 def sample(
-    graph: Graph, shape: tuple[int, int, int], a: DType, b: DType, inputs: DType | Mapping[str, DType], *,
+    graph: Graph, shape: Shape, a: DType, b: DType, inputs: DType | Mapping[str, DType], *,
     seed: int = 0, device: str = "cpu", layout: str = "nn", integers: bool = False, scalars_by_value: bool = True,
 ) -> Sample:  # fmt: skip
     """Random arguments for a program, of normal distribution and scaled so that mm has a standard deviation near 1.
 
-    shape: M, N, K. inputs: dtype of the inputs that have indices, for all or each. integers: small whole numbers instead, whose sums are exact in every dtype.
+    Of several products each has operands, tiles and masks of its own, and vectors are the same for all. inputs: dtype of the inputs that have indices, for all or each. integers: small whole numbers instead, whose sums are exact in every dtype.
     On the meta device the tensors have dtypes, shapes and strides alone.
     """
-    m, n, k = shape
+    lead, (m, n, k) = shape[:-3], shape[-3:]
+    extents = {"m": m, "n": n, "k": k}
     generator = torch.Generator(device).manual_seed(seed) if device != "meta" else None
 
     def normal(*size: int) -> Tensor:
@@ -48,7 +80,7 @@ def sample(
 
     def tensor(dtype: DType, *size: int, scale: float = 1.0, transposed: bool = False) -> Tensor:
         if transposed:
-            return tensor(dtype, *reversed(size), scale=scale).T
+            return tensor(dtype, *size[:-2], size[-1], size[-2], scale=scale).mT
         wanted = reference.torch_dtype(dtype)
         if generator is None:  # arithmetic on a meta tensor would import torch's whole compiler
             return torch.empty(size, dtype=wanted, device=device)
@@ -58,8 +90,8 @@ def sample(
 
     def mask() -> Tensor:
         if generator is None:
-            return torch.empty((m, g.mask_stride(n)), dtype=torch.uint8, device=device)[:, : -(-n // 8)]
-        return reference.pack(torch.rand((m, n), generator=generator, device=device) < 0.5)
+            return torch.empty((*lead, m, g.mask_stride(n)), dtype=torch.uint8, device=device)[..., : -(-n // 8)]
+        return reference.pack(torch.rand((*lead, m, n), generator=generator, device=device) < 0.5)
 
     named: dict[str, Any] = {}
     for node in graph.inputs():
@@ -67,21 +99,18 @@ def sample(
         if node.op == g.BITS:
             named[node.name] = mask()
         elif node.indices:
-            named[node.name] = tensor(dtype, *(shape["mnk".index(i)] for i in node.indices))
+            named[node.name] = tensor(dtype, *(lead if len(node.indices) == 2 else ()), *(extents[i] for i in node.indices))
         else:
             value = 2.0 if integers or generator is None else 0.5 + torch.rand((), generator=generator, device=device).item()
             named[node.name] = value if scalars_by_value else torch.tensor([value], device=device).to(reference.torch_dtype(dtype))
-    return Sample(tensor(a, m, k, transposed=layout[0] == "t"), tensor(b, k, n, scale=max(k, 1) ** -0.5, transposed=layout[1] == "t"), named)
+    return Sample(tensor(a, *lead, m, k, transposed=layout[0] == "t"), tensor(b, *lead, k, n, scale=max(k, 1) ** -0.5, transposed=layout[1] == "t"), named)
 
 
 def differences(kernel: Kernel, given: Sample, precision: str = "ieee", out: Any = None) -> dict[str, Difference]:
     """Each output of one call against the oracle."""
-    found = kernel(given.a, given.b, out=out, **given.inputs)
-    results = [found] if isinstance(found, Tensor) else list(found)
-    graph = kernel.graph
-    dtypes = [output_dtype(graph, o, BY_TORCH[str(given.a.dtype)]) for o in graph.outputs]
-    expected = bound.expect(graph, given.a, given.b, given.inputs, dtypes, precision)
-    return {o.name: bound.compare(r, e) for o, r, e in zip(graph.outputs, results, expected, strict=True)}
+    results = kernel(given.a, given.b, out=out, **given.inputs)
+    compared = Oracle.of(kernel.graph, given, precision).differences(results)
+    return {o.name: d for o, d in zip(kernel.graph.outputs, compared, strict=True)}
 
 
 def demand(found: Mapping[str, Difference]) -> None:

@@ -15,13 +15,14 @@ from epigen.choose.choose import Chooser
 from epigen.codegen.spec import Choice, KernelSpec, Provisional
 from epigen.db.database import Database
 from epigen.db.lookup import alike
-from epigen.db.records import Key, extents, short
+from epigen.db.records import Key, short
 from epigen.dtypes import FP32
 from epigen.errors import EpigenError
 from epigen.gpus import Target
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
 from epigen.lru_cache import LruCache
+from epigen.shapes import Shape, extents
 from epigen.tuning import remembered
 from epigen.tuning.task import Task
 
@@ -82,7 +83,7 @@ class TuningChooser:
     shared: FirstUse
     plain: Chooser
 
-    def __call__(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target, refused: str) -> Choice:
+    def __call__(self, spec: KernelSpec, shape: Shape, target: Target, refused: str) -> Choice:
         choice = self.plain(spec, shape, target, refused)
         tunable = not refused and 0 not in shape
         if tunable and self.plain.bucket(spec, shape, target).tuned:
@@ -100,7 +101,7 @@ class TuningChooser:
                 settled = self.shared.settled.put(key, (self._tuned(spec, shape, target),))
         return settled[0] or choice
 
-    def _tuned(self, spec: KernelSpec, shape: tuple[int, int, int], target: Target) -> Choice | None:
+    def _tuned(self, spec: KernelSpec, shape: Shape, target: Target) -> Choice | None:
         sig = spec.signature
         named = dict(sig.inputs)
         dense = [n.name for n in self.plain.graph.inputs() if n.op != g.BITS and n.indices]

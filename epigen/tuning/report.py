@@ -9,8 +9,9 @@ from epigen import gpus
 from epigen.choose import explain
 from epigen.choose.explain import LATENCY, Explanation
 from epigen.codegen.spec import Choice, KernelConfig
-from epigen.db.records import extents, short
+from epigen.db.records import short
 from epigen.dtypes import FP32
+from epigen.shapes import extents
 from epigen.tuning.search import Progress, Result
 from epigen.tuning.task import Task
 from epigen.tuning.tune import Tuned

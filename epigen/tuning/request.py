@@ -16,6 +16,7 @@ from epigen.gpus import Target
 from epigen.ir.graph import Graph
 from epigen.ir.program import graph_of
 from epigen.runtime.device import THIS_MACHINE, Machine
+from epigen.shapes import Shape
 from epigen.tuning.task import Task
 
 PRECISIONS = ("ieee", "tf32")
@@ -24,10 +25,10 @@ NO_GPU = "no GPU is at hand to tune on"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One problem. shape: M, N, K. dtype: of the operands, by name."""
+    """One problem. dtype: of the operands, by name."""
 
     graph: Graph
-    shape: tuple[int, int, int]
+    shape: Shape
     dtype: str
     layout: str
     precision: str
@@ -40,12 +41,12 @@ class Request:
 
 
 def every(
-    programs: Iterable[str | Graph], shapes: Iterable[tuple[int, int, int] | str], dtype_names: Iterable[Any] = ("fp16",), layouts: Iterable[str] = ("nt",),
+    programs: Iterable[str | Graph], shapes: Iterable[Shape | str], dtype_names: Iterable[Any] = ("fp16",), layouts: Iterable[str] = ("nt",),
     precision: str = "ieee",
 ) -> list[Request]:  # fmt: skip
     """All combinations, in the order of the arguments, the programs' first.
 
-    programs: texts, or the graphs of such. shapes: (M, N, K) or "MxNxK". dtype_names: epigen's names, torch's, or torch dtypes.
+    programs: texts, or the graphs of such. shapes: as of `shape_of`. dtype_names: epigen's names, torch's, or torch dtypes.
     Raises ParseError or CheckError for a program, CallError for the rest.
     """
     graphs = [p if isinstance(p, Graph) else graph_of(p) for p in programs]
@@ -61,17 +62,21 @@ def distinct(asked: Iterable[Request]) -> list[Request]:
     return list(named.values())[::-1]
 
 
-def shape_of(given: Any) -> tuple[int, int, int]:
-    """M, N, K of "4096x4096x1024" or of three whole numbers. Raises CallError."""
-    found: Sequence[Any] = ()
+def shape_of(given: Any) -> Shape:
+    """M, N, K of "4096x4096x1024" or of three whole numbers; of "64x1024x1024x128" or four the number of products, and M, N, K of each. Raises CallError."""
+    several: Sequence[Any] = ()
     if isinstance(given, str):
-        match = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", given, re.ASCII)
-        found = [int(e) for e in match.groups()] if match else ()
+        several = [int(e) for e in given.split("x")] if re.fullmatch(r"\d{1,9}(x\d{1,9}){2,3}", given, re.ASCII) else ()
     elif isinstance(given, Sequence):
-        found = given
-    if len(found) != 3 or any(type(e) is not int or not 0 <= e < 10**9 for e in found):
-        raise CallError(f"{given!r} is not of the form MxNxK, such as 4096x4096x1024")
-    return found[0], found[1], found[2]
+        several = given
+    if any(type(e) is not int or not 0 <= e < 10**9 for e in several):
+        several = ()
+    match several:
+        case [m, n, k]:
+            return m, n, k
+        case [count, m, n, k]:
+            return count, m, n, k
+    raise CallError(f"{given!r} is not of the form MxNxK, such as 4096x4096x1024, nor BxMxNxK, such as 64x1024x1024x128")
 
 
 def dtype_of(given: Any) -> str:

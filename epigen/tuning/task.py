@@ -14,6 +14,7 @@ from epigen.dtypes import DType
 from epigen.gpus import Target
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
+from epigen.shapes import Shape
 
 if TYPE_CHECKING:
     from epigen.codegen.render import Renderer
@@ -30,7 +31,7 @@ class Task:
     """
 
     graph: Graph
-    shape: tuple[int, int, int]
+    shape: Shape
     a: DType
     b: DType
     inputs: tuple[DType, ...]
@@ -58,7 +59,7 @@ class Task:
         each = dict(zip(dense, self.inputs if len(self.inputs) > 1 else self.inputs * len(dense), strict=True))
         return {n.name: dtypes.UINT8 if n.op == g.BITS else each.get(n.name) for n in self.graph.inputs()}
 
-    def sample(self, device: str, shape: tuple[int, int, int] | None = None) -> Sample:
+    def sample(self, device: str, shape: Shape | None = None) -> Sample:
         """Arguments of a call, at the task's shape or another."""
         from epigen.runtime import verify
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from epigen.codegen.lower import output_dtype
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError
-from epigen.ir import bound
+from epigen.runtime import vendor, verify
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.rendering import renderer
 from epigen.tuning.sampling import Sampler
@@ -24,6 +23,7 @@ from epigen.tuning.task import Baseline, Compare, Comparison, Job, Measure, Outc
 from epigen.tuning.timer import ColdTimer
 
 _CHECKED_EXTENT = 4096  # answers are checked at no more than this and the tail, which the float64 oracle manages in milliseconds
+_CHECKED_PRODUCTS = 3
 
 
 class Meter:
@@ -33,10 +33,9 @@ class Meter:
         torch.cuda.set_device(task.device)
         self.task = task
         self.sample = task.sample("cuda")
-        m, n, k = (e if e <= _CHECKED_EXTENT else _CHECKED_EXTENT + e % 256 for e in task.shape)
-        self.checked = task.sample("cuda", (m, n, k))
-        dtypes = [output_dtype(task.graph, o, task.a) for o in task.graph.outputs]
-        self.expected = bound.expect(task.graph, self.checked.a, self.checked.b, self.checked.inputs, dtypes, task.precision)
+        m, n, k = (e if e <= _CHECKED_EXTENT else _CHECKED_EXTENT + e % 256 for e in task.shape[-3:])
+        self.checked = task.sample("cuda", (min(task.shape[0], _CHECKED_PRODUCTS), m, n, k) if len(task.shape) == 4 else (m, n, k))
+        self.oracle = verify.Oracle.of(task.graph, self.checked, task.precision)
         self.sampler = Sampler(ColdTimer(), self.product)
 
     def answer(self, job: Job) -> Outcome | Comparison:
@@ -58,14 +57,11 @@ class Meter:
 
     def measure(self, job: Measure) -> Outcome:
         kernel = self.kernel(job.config)
-        found = kernel(self.checked.a, self.checked.b, **self.checked.inputs)
-        results = [found] if isinstance(found, torch.Tensor) else list(found)
-        for output, result, expected in zip(self.task.graph.outputs, results, self.expected, strict=True):
-            difference = bound.compare(result, expected)
+        differences = self.oracle.differences(kernel(self.checked.a, self.checked.b, **self.checked.inputs))
+        for output, difference in zip(self.task.graph.outputs, differences, strict=True):
             if not difference.ok:
                 detail = f"output '{output.name}' at {list(difference.where)}: error {difference.error:.3g}, bound {difference.bound:.3g}"
                 return Outcome("wrong", detail=detail)
-        del found, results
         run = self.runner(kernel)
         run()
         return self.sampler.single(run, job.limit_us)
@@ -97,12 +93,10 @@ class Meter:
 
     def product(self) -> torch.Tensor:
         """The vendor's product, without any epilogue."""
-        from epigen.runtime import vendor
-
         a, b = self.sample.a, self.sample.b
         if a.is_floating_point() and a.element_size() > 1:
-            return torch.mm(a, b)
-        return vendor.product(a, b, self.task.precision)
+            return torch.matmul(a, b)
+        return (vendor.products if a.dim() > 2 else vendor.product)(a, b, self.task.precision)
 
 
 def _give_memory_back() -> None:

@@ -17,10 +17,11 @@ from epigen.choose.space import Space
 from epigen.codegen.spec import KernelConfig, digest
 from epigen.db.database import Database
 from epigen.db.problem import Problem
-from epigen.db.records import Record, extents, short
+from epigen.db.records import Record, short
 from epigen.perf import limits, model
 from epigen.runtime.loader import triton_version
 from epigen.runtime.rendering import renderer
+from epigen.shapes import extents
 from epigen.tuning.runner import MEASURED, GpuRunner, Runner
 from epigen.tuning.search import Progress, Result, assist, search
 from epigen.tuning.storage import Storage
@@ -75,9 +76,11 @@ def tune_one(
     try:
         problem, (space, prior) = task.problem, _space(task, measuring)
         near = database.nearest(problem, triton_version(), 3, space.legal) if database else ()
-        plain = rule.choose(space.spec, space.shape, space.target).config, rule.by_vendor(space.spec, space.shape, space.target, "").config
+        plain = [rule.choose(space.spec, space.shape, space.target)]
+        if "library" in space.schedules:
+            plain.append(rule.by_vendor(space.spec, space.shape, space.target, ""))
         result = search(
-            space, measuring, first=[*(f.config for f in near), *plain], prior=prior, trials=trials, budget_s=budget_s, seed=seed,
+            space, measuring, first=[f.config for f in (*near, *plain)], prior=prior, trials=trials, budget_s=budget_s, seed=seed,
             storage=storage, name=study_name(task, measuring.kind), report=report, stop=stop,
         )  # fmt: skip
     finally:
