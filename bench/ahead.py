@@ -8,19 +8,18 @@ import os
 from collections.abc import Sequence
 
 import epigen
-from epigen.dtypes import BY_NAME
 from epigen.errors import EpigenError
 from epigen.gpus import Target
 from epigen.runtime import verify
-from epigen.tuning.request import Request
 from epigen.tuning.runner import compile_workers_for
+from epigen.tuning.task import Request
 
 _PATIENCE_S = 60.0
 
 
 def compile_one(request: Request, target: Target) -> str:
     """Compile what a call would launch. Returns what went wrong, "" if nothing: the call itself will say it again."""
-    dtype = BY_NAME[request.dtype]
+    dtype = request.a
     kernel = epigen.compile(request.graph.text)
     sample = verify.sample(kernel.graph, request.shape, dtype, dtype, dtype, device="meta", layout=request.layout)
     try:

@@ -11,7 +11,8 @@ from itertools import product
 from bench import peers
 from bench.programs import BACKWARD, BY_NAME, PROGRAMS
 from epigen.tuning import sampling
-from epigen.tuning.request import Request, distinct, every
+from epigen.tuning.request import distinct, every
+from epigen.tuning.task import Request
 
 Shape = tuple[int, int, int]
 COLD, GRAPH = "cold", "graph"

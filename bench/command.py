@@ -20,7 +20,7 @@ from typing import Any
 
 from epigen.db.records import short
 from epigen.shapes import extents
-from epigen.tuning.request import Request
+from epigen.tuning.task import Request
 
 _ROOT = Path(__file__).resolve().parent.parent
 _MAIN = "from epigen.cli import main; main(prog_name='epigen')"  # the installed command is the same two steps
@@ -109,7 +109,7 @@ def warm_up() -> float:
 def suite_text(requests: Iterable[Request]) -> str:
     """Problems as the text of a suite file. JSON's strings are TOML's."""
     return "\n".join(
-        f"[[problem]]\nprogram = {json.dumps(a.graph.text)}\nshapes = {json.dumps(extents(a.shape))}\ndtype = {json.dumps(a.dtype)}\n"
+        f"[[problem]]\nprogram = {json.dumps(a.graph.text)}\nshapes = {json.dumps(extents(a.shape))}\ndtype = {json.dumps(a.a.name)}\n"
         f"layout = {json.dumps(a.layout)}\nprecision = {json.dumps(a.precision)}\n"
         for a in requests
     )

@@ -29,7 +29,7 @@ from epigen.db.problem import graph_digest
 from epigen.errors import CompileError
 from epigen.runtime.kernel import Kernel
 from epigen.tuning import sampling, suite
-from epigen.tuning.request import Request
+from epigen.tuning.task import Request
 from epigen.tuning.timer import ColdTimer
 
 H200 = gpus.DEFAULT.target
@@ -255,7 +255,7 @@ def test_every_bar_has_cases() -> None:
 
 def problem_of_request(one: Request) -> tuple[object, ...]:
     """Two spellings of one computation are one problem."""
-    return graph_digest(one.graph), one.shape, one.dtype, one.layout, one.precision
+    return graph_digest(one.graph), one.shape, one.a, one.layout, one.precision
 
 
 def test_the_shipped_suite_holds_every_problem_of_the_headline() -> None:
@@ -264,7 +264,7 @@ def test_the_shipped_suite_holds_every_problem_of_the_headline() -> None:
     have = {problem_of_request(a) for a in asked}
     lacking = [a for name in ("headline", "small", "skinny", "odd") for a in cases.requests(cases.GROUPS[name]()) if problem_of_request(a) not in have]
     assert not lacking
-    assert {a.dtype for a in asked} == {"fp16", "bf16"} and {a.layout for a in asked} == {"nt", "nn"}
+    assert {a.a.name for a in asked} == {"fp16", "bf16"} and {a.layout for a in asked} == {"nt", "nn"}
 
 
 def row_of(case: Case, **times: float) -> dict[str, Any]:

@@ -30,15 +30,15 @@ def test_an_entry_stands_for_every_combination() -> None:
         '[[problem]]\nprogram = "mm"\nshapes = "7x8x9"\ndtype = "fp32"\nprecision = "tf32"\n'
     )
     assert len(found) == 2 * 2 * 2 * 2 + 1
-    assert [(a.graph.text, a.shape, a.dtype, a.layout) for a in found[:3]] == [
+    assert [(a.graph.text, a.shape, a.a.name, a.layout) for a in found[:3]] == [
         ("relu(mm)", (1, 2, 3), "fp16", "nt"), ("relu(mm)", (1, 2, 3), "fp16", "nn"), ("relu(mm)", (1, 2, 3), "bf16", "nt"),
     ]  # fmt: skip
-    assert (found[-1].shape, found[-1].dtype, found[-1].layout, found[-1].precision) == ((7, 8, 9), "fp32", "nt", "tf32")
+    assert (found[-1].shape, found[-1].a.name, found[-1].layout, found[-1].precision) == ((7, 8, 9), "fp32", "nt", "tf32")
 
 
 def test_by_default_a_problem_is_fp16_with_a_transposed_weight() -> None:
     (found,) = suite.parse('[[problem]]\nprogram = "relu(mm)"\nshapes = ["1x2x3"]')
-    assert (found.dtype, found.layout, found.precision) == ("fp16", "nt", "ieee")
+    assert (found.a.name, found.layout, found.precision) == ("fp16", "nt", "ieee")
 
 
 def test_a_problem_that_comes_twice_is_tuned_once() -> None:
@@ -131,10 +131,10 @@ def test_the_shipped_suite_is_what_its_database_is_tuned_on() -> None:
     backward = ("dz = drelu(mm, mask); dz, bgrad(dz)", "dz = dgelu(mm, z[m,n]); dz, bgrad(dz)")
     derived = epigen.derive("relu(mm + bias)", dtype="bf16").forward.text
     assert {a.graph.text for a in found} == {*forward, *backward, "mm", "mm + bias", derived}
-    assert {(a.graph.text, a.dtype) for a in found if a.shape == (65536, 8192, 16384)} == {(p, t) for p in (*forward, *backward) for t in ("fp16", "bf16")}
+    assert {(a.graph.text, a.a.name) for a in found if a.shape == (65536, 8192, 16384)} == {(p, t) for p in (*forward, *backward) for t in ("fp16", "bf16")}
     # a weight as it lies is what a gradient by the input multiplies with
     assert {a.layout for a in found if a.graph.text in backward} == {"nn", "nt"} and {a.layout for a in found if a.graph.text in forward} == {"nt"}
-    assert sum(a.dtype == "bf16" for a in found) > len(found) / 3
+    assert sum(a.a.name == "bf16" for a in found) > len(found) / 3
 
 
 # -- what is asked for in code

@@ -232,12 +232,11 @@ class Index:
         for source, found in enumerate(sources):
             # of equally near records the one of the smaller M is found, and whatever their order on disk the same one
             for record in sorted(found, key=lambda r: (r.shape[-3], r.key)):
-                problem = record.problem
                 entry = _Entry(record, source)
                 self._exact.setdefault(record.problem_key, []).append(entry)
-                self._alike.add((*alike(problem), record.triton))
-                self._capabilities.add(problem.capability)
-                for step in _steps(problem):
+                self._alike.add((*alike(record.problem), record.triton))
+                self._capabilities.add(record.capability)
+                for step in _steps(record):
                     buckets[step.bucket].append(entry)
         self._buckets = {key: _Bucket(entries) for key, entries in buckets.items()}
 
@@ -296,7 +295,7 @@ class Index:
             far, whole, _, _, order, e = heapq.heappop(near)
             if whole:
                 yield far, e
-            elif (far := far + _penalty(problem, e.record.problem, _layout_step(e.record))) <= FARTHEST:
+            elif (far := far + _penalty(problem, e.record, _layout_step(e.record))) <= FARTHEST:
                 heapq.heappush(near, (far, True, e.source, e.record.triton != triton, order, e))
 
 
@@ -337,7 +336,7 @@ def _sentence(step: _Step, problem: Problem, record: Record) -> str:
             f", of the same architecture; {scale.sentence}" if scale else ", of the same architecture; not scaled, since the size of one of the two is unknown"
         )
     unlike = []
-    if _operands(record.problem) != _operands(problem):
+    if _operands(record) != _operands(problem):
         unlike.append(f"with {record.a} operands" if record.a == record.b else f"with {record.a} and {record.b} operands")
     if record.inputs != problem.inputs and step.likeness != "any":
         unlike.append(f"with inputs {', '.join(record.inputs)}")

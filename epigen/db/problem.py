@@ -7,14 +7,18 @@ that one's config is a fair guess for the other.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+from typing import Annotated
 
-from epigen.codegen.spec import KNOWN, KernelSpec, digest, row_lengths
-from epigen.dtypes import FP32, DType
+from epigen.codegen.spec import KNOWN, LAYOUTS, KernelSpec, digest, row_lengths
+from epigen.db import fields
+from epigen.dtypes import ALL, FP32, INPUTS, DType
 from epigen.gpus import Target
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph, Node
 from epigen.ir.passes import with_leaf
+from epigen.lang.parser import MAX_CHARACTERS
 from epigen.shapes import Shape
 
 _LEAST_TILE = 64  # rows that every schedule can have in one tile
@@ -22,28 +26,46 @@ BITS, SCALAR = "bits", "scalar"
 """The inputs whose dtype decides nothing: packed masks, and numbers or tensors of one element."""
 
 
+def _gpu(value: str) -> bool:
+    # drivers put a slash into some names ("Radeon RX 6800/6800 XT"); file names are made from letters and digits alone
+    return len(value) <= 128 and ".." not in value and bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 ()+@,./_-]*", value))
+
+
+def _program(value: str) -> bool:
+    """A control character in a program would reach the terminal of whoever lists the database."""
+    return 0 < len(value) <= MAX_CHARACTERS and value.replace("\n", "").isprintable()
+
+
+GPU = fields.text("a GPU's name, of letters, digits, spaces and ()+@,./_-", _gpu)
+CAPABILITY = fields.pattern("a compute capability, such as 9.0, or gfx942", r"[0-9]{1,2}\.[0-9]|gfx[0-9a-f]{3,5}")
+_DTYPE = fields.one_of([t.name for t in ALL])
+_INPUT_KINDS = frozenset({BITS, SCALAR, *(f"{t.name}[{i}]" for t in INPUTS for i in ("mn", "m", "n", "k", "mk", "kn"))})
+_INPUT = fields.text(f"a dtype and its indices, such as fp16[n], {BITS} or {SCALAR}", _INPUT_KINDS.__contains__)
+_KIND = fields.pattern("an epilogue's class, such as load:n store:mn reduce:", r"(?!.{4097})load:[a-z,]* store:[a-z,]* reduce:[a-z,]*( dot:[ab,]+)?")
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing to tune.
+    """One thing to tune. Each field with what a file may hold there.
 
     gpu, capability: as torch names them ("NVIDIA H200", "9.0"). a, b, outputs: dtype names; of an output that is no tile "fp32", whatever
     it is cast to. inputs: the epilogue's, in the graph's order, whatever their names: "fp32[n]", "fp16[mn]", "bits", "scalar". layout: how a and b lie. spec:
     the graph's digest. kind: the epilogue's class. alignment: bytes that K, N and the row strides are a multiple of, up to 16.
     """
 
-    gpu: str
-    capability: str
-    shape: Shape
-    a: str
-    b: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    layout: str
-    precision: str
-    program: str
-    spec: str
-    kind: str
-    alignment: int
+    gpu: Annotated[str, GPU]
+    capability: Annotated[str, CAPABILITY]
+    shape: Annotated[Shape, fields.listed(fields.whole(0, 2**31), 3, 4)]
+    a: Annotated[str, _DTYPE]
+    b: Annotated[str, _DTYPE]
+    inputs: Annotated[tuple[str, ...], fields.listed(_INPUT, 0, 1000)]
+    outputs: Annotated[tuple[str, ...], fields.listed(_DTYPE, 1, 1000)]
+    layout: Annotated[str, fields.one_of(LAYOUTS)]
+    precision: Annotated[str, fields.one_of(("", "ieee", "tf32"))]
+    program: Annotated[str, fields.text("a program in printable text", _program)]
+    spec: Annotated[str, fields.pattern("16 hexadecimal digits", "[0-9a-f]{16}")]
+    kind: Annotated[str, _KIND]
+    alignment: Annotated[int, fields.one_of((1, 2, 4, 8, 16))]
 
 
 def capability(target: Target) -> str:

@@ -11,22 +11,21 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from datetime import datetime
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self, get_args, get_type_hints
 
 from epigen.codegen import schedules
-from epigen.codegen.spec import LAYOUTS, KernelConfig
+from epigen.codegen.spec import KernelConfig
 from epigen.db import fields
 from epigen.db.fields import quoted
 from epigen.db.migrations import MIGRATIONS
-from epigen.db.problem import BITS, SCALAR, Problem
+from epigen.db.problem import CAPABILITY, GPU, Problem
 from epigen.db.salvage import load
-from epigen.dtypes import ALL, INPUTS
 from epigen.errors import ConfigError, DatabaseError
-from epigen.lang.parser import MAX_CHARACTERS
-from epigen.shapes import Shape, extents
+from epigen.shapes import extents
 
 SCHEMA = 3
 """2 added the inputs' dtypes, 3 has other names for three dimensions of a config; `migrations` has the steps from older ones."""
@@ -35,7 +34,6 @@ OutcomeKind = Literal["ok", "slower", "wrong", "compile_error", "out_of_resource
 OUTCOMES: tuple[OutcomeKind, ...] = get_args(OutcomeKind)
 """How a trial can end. slower: cut off early, far behind the best so far."""
 
-_INPUT_KINDS = frozenset({BITS, SCALAR, *(f"{t.name}[{i}]" for t in INPUTS for i in ("mn", "m", "n", "k", "mk", "kn"))})
 _MAX_RECORDS = 100_000
 _SHOWN = 60  # characters of a program
 
@@ -44,16 +42,6 @@ Key = tuple[Any, ...]
 
 class Damaged(DatabaseError):
     """The text is no tuning database, in whole: truncated, edited by hand, or something else altogether."""
-
-
-def _gpu(value: str) -> bool:
-    # drivers put a slash into some names ("Radeon RX 6800/6800 XT"); file names are made from letters and digits alone
-    return len(value) <= 128 and ".." not in value and bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 ()+@,./_-]*", value))
-
-
-def _program(value: str) -> bool:
-    """A control character in a program would reach the terminal of whoever lists the database."""
-    return 0 < len(value) <= MAX_CHARACTERS and value.replace("\n", "").isprintable()
 
 
 def _date(value: str) -> bool:
@@ -66,38 +54,19 @@ def _date(value: str) -> bool:
     return True
 
 
-_GPU = fields.text("a GPU's name, of letters, digits, spaces and ()+@,./_-", _gpu)
-_CAPABILITY = fields.pattern("a compute capability, such as 9.0, or gfx942", r"[0-9]{1,2}\.[0-9]|gfx[0-9a-f]{3,5}")
-_DTYPE = fields.one_of([t.name for t in ALL])
-_INPUT = fields.text(f"a dtype and its indices, such as fp16[n], {BITS} or {SCALAR}", _INPUT_KINDS.__contains__)
 _TIME, _SPREAD = fields.number(0.001, 1e9, digits=3), fields.number(0, 1e9, digits=3)  # what lies below a nanosecond no clock of a GPU tells
 _VERSION = fields.pattern("a version, such as 3.9.0", r"[0-9][0-9A-Za-z.+_-]{0,63}")
 _NAME = fields.pattern("a name, of small letters, digits and _", r"[a-z][a-z0-9_]{0,31}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
-    """The winner of one problem, and how it was found. The first fields are those of `problem.Problem`. Made by `make` and `of`, which check it.
+class Record(Problem):
+    """The winner of one problem, and how it was found. Made by `make` and `of`, which check it.
 
     median_us, spread_us: of the winner. baseline_us: the vendor's product alone, measured in the same run. unfused_us: the vendor's
     product and one pointwise pass. Neither is there where it could not be timed. trials: how many ended how. date: in UTC.
     """
 
-    gpu: Annotated[str, _GPU]
-    capability: Annotated[str, _CAPABILITY]
-    shape: Annotated[Shape, fields.listed(fields.whole(0, 2**31), 3, 4)]
-    a: Annotated[str, _DTYPE]
-    b: Annotated[str, _DTYPE]
-    inputs: Annotated[tuple[str, ...], fields.listed(_INPUT, 0, 1000)]
-    outputs: Annotated[tuple[str, ...], fields.listed(_DTYPE, 1, 1000)]
-    layout: Annotated[str, fields.one_of(LAYOUTS)]
-    precision: Annotated[str, fields.one_of(("", "ieee", "tf32"))]
-    program: Annotated[str, fields.text("a program in printable text", _program)]
-    spec: Annotated[str, fields.pattern("16 hexadecimal digits", "[0-9a-f]{16}")]
-    kind: Annotated[
-        str, fields.pattern("an epilogue's class, such as load:n store:mn reduce:", r"(?!.{4097})load:[a-z,]* store:[a-z,]* reduce:[a-z,]*( dot:[ab,]+)?")
-    ]
-    alignment: Annotated[int, fields.one_of((1, 2, 4, 8, 16))]
     schedule: Annotated[str, _NAME]
     config: Annotated[dict[str, int], fields.named(_NAME, fields.whole(0, 2**31))]
     median_us: Annotated[float, _TIME]
@@ -141,7 +110,7 @@ class Record:
 
     @cached_property
     def problem_key(self) -> Key:
-        return problem_key(self.problem)
+        return problem_key(self)
 
     @cached_property
     def key(self) -> Key:
@@ -183,7 +152,7 @@ class Record:
 
 
 _CHECKS: Mapping[str, fields.Check] = {name: hint.__metadata__[0] for name, hint in get_type_hints(Record, include_extras=True).items()}
-_OPTIONAL = [name for name in _CHECKS if hasattr(Record, name)]
+_OPTIONAL = [field.name for field in dataclass_fields(Record) if field.default is not MISSING]
 
 
 def problem_key(problem: Problem) -> Key:
@@ -228,7 +197,7 @@ class Document:
     complaints: tuple[str, ...] = ()
 
 
-_HEAD = {"schema": fields.one_of((SCHEMA,)), "gpu": _GPU, "capability": _CAPABILITY, "records": fields.listed(lambda record: record, 0, _MAX_RECORDS)}
+_HEAD = {"schema": fields.one_of((SCHEMA,)), "gpu": GPU, "capability": CAPABILITY, "records": fields.listed(lambda record: record, 0, _MAX_RECORDS)}
 
 
 _BETWEEN = ",\n    "

@@ -4,40 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from epigen import dtypes
 from epigen.codegen.spec import LAYOUTS
 from epigen.db.problem import graph_digest
+from epigen.dtypes import DType
 from epigen.errors import CallError, TuneError, near_miss
 from epigen.gpus import Target
 from epigen.ir.graph import Graph
 from epigen.ir.program import graph_of
 from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.shapes import Shape
-from epigen.tuning.task import Task
+from epigen.tuning.task import Request
 
 PRECISIONS = ("ieee", "tf32")
 NO_GPU = "no GPU is at hand to tune on"
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One problem. dtype: of the operands, by name."""
-
-    graph: Graph
-    shape: Shape
-    dtype: str
-    layout: str
-    precision: str
-
-    def task(self, target: Target, seed: int = 0) -> Task:
-        """The inputs beside 8-bit operands are fp32, as the numerics of such programs want."""
-        operands = dtypes.BY_NAME[self.dtype]
-        inputs = dtypes.FP32 if operands.bits == 8 else operands
-        return Task(self.graph, self.shape, operands, operands, (inputs,), self.layout, self.precision, target, seed=seed)
 
 
 def every(
@@ -50,15 +33,20 @@ def every(
     Raises ParseError or CheckError for a program, CallError for the rest.
     """
     graphs = [p if isinstance(p, Graph) else graph_of(p) for p in programs]
-    extents, operands, lies = [shape_of(s) for s in shapes], [dtype_of(t) for t in dtype_names], [layout_of(x) for x in layouts]
+    extents, operands, lies = [shape_of(s) for s in shapes], [dtypes.BY_NAME[dtype_of(t)] for t in dtype_names], [layout_of(x) for x in layouts]
     if precision not in PRECISIONS:
         raise CallError(f"precision is 'ieee' or 'tf32', not {precision!r}")
-    return [Request(*one, precision) for one in product(graphs, extents, operands, lies)]
+    return [Request(graph, shape, a, a, (_beside(a),), layout, precision) for graph, shape, a, layout in product(graphs, extents, operands, lies)]
 
 
-def distinct(asked: Iterable[Request]) -> list[Request]:
+def _beside(operands: DType) -> DType:
+    """The inputs' dtype: fp32 beside 8-bit operands, as the numerics of such programs want."""
+    return dtypes.FP32 if operands.bits == 8 else operands
+
+
+def distinct(requests: Iterable[Request]) -> list[Request]:
     """Each problem once, the first as it stands: two spellings of one computation are one problem."""
-    named = {(graph_digest(a.graph), a.shape, a.dtype, a.layout, a.precision if a.dtype == "fp32" else ""): a for a in reversed(list(asked))}
+    named = {(graph_digest(r.graph), r.shape, r.a, r.b, r.inputs, r.layout, r.precision if r.a == dtypes.FP32 else ""): r for r in reversed(list(requests))}
     return list(named.values())[::-1]
 
 

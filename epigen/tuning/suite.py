@@ -24,7 +24,8 @@ from epigen.errors import CallError, ProgramError, SuiteError, near_miss
 from epigen.files import reason
 from epigen.ir.graph import Graph
 from epigen.ir.program import graph_of
-from epigen.tuning.request import PRECISIONS, Request, distinct, dtype_of, every, layout_of, shape_of
+from epigen.tuning.request import PRECISIONS, distinct, dtype_of, every, layout_of, shape_of
+from epigen.tuning.task import Request
 
 _MOST = 1000  # of one list
 _MOST_PROBLEMS = 100_000

@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """One problem to tune: a program and calls of it whose tensors lie in memory without gaps. A worker gets it pickled, and parses nothing.
+class Request:
+    """One problem to tune, whatever GPU it is for: a program, and calls of it whose tensors lie in memory without gaps.
 
-    inputs: the dtype of all inputs that have indices, or one for each of them, in the graph's order; scalars are numbers. device: index of the GPU
-    that measures.
+    inputs: the dtype of all inputs that have indices, or one for each of them, in the graph's order; scalars are numbers. layout: how a and b lie.
     """
 
     graph: Graph
@@ -37,6 +36,15 @@ class Task:
     inputs: tuple[DType, ...]
     layout: str
     precision: str
+
+    def task(self, target: Target, seed: int = 0) -> Task:
+        return Task(self.graph, self.shape, self.a, self.b, self.inputs, self.layout, self.precision, target, seed=seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Task(Request):
+    """A request on one GPU. A worker gets it pickled, and parses nothing. device: index of the GPU that measures."""
+
     target: Target
     device: int = 0
     seed: int = 0
