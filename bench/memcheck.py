@@ -42,7 +42,7 @@ def main() -> None:
         "-q",
         "-m",
         "gpu",
-        "tests/test_differential.py",
+        "tests/kernels/test_differential.py",
         "-k",
         SELECTION,
     ]

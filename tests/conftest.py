@@ -18,6 +18,7 @@ import hypothesis
 import postgres_server
 import pytest
 from bounded_interpreter import bound
+from checkout import WATCHED
 from quick_interpreter import quicken
 
 # generated modules of a test run stay out of the user's own cache, and nothing that the user has tuned changes what the tests see; set before
@@ -29,14 +30,13 @@ Path(os.environ["EPIGEN_DB"]).mkdir()
 # what torch's compiler keeps is of one run: the workers' processes of tests that run apart compile its headers once
 os.environ.setdefault("EPIGEN_TESTS_INDUCTOR", f"{_FOLDER.name}/inductor")
 # tests that are not marked `triton` are watched, and so are the processes that they start, which import what leads their path
-_WATCHED = Path(__file__).parent / "watched"
-_spec = spec_from_file_location("watch", _WATCHED / "sitecustomize.py")
+_spec = spec_from_file_location("watch", WATCHED / "sitecustomize.py")
 assert _spec is not None and _spec.loader is not None
 _watch = module_from_spec(_spec)
 _spec.loader.exec_module(_watch)
 _watch.install()
-sys.path.insert(0, str(_WATCHED))
-os.environ.update(PYTHONPATH=os.pathsep.join(filter(None, (str(_WATCHED), os.environ.get("PYTHONPATH")))))
+sys.path.insert(0, str(WATCHED))
+os.environ.update(PYTHONPATH=os.pathsep.join(filter(None, (str(WATCHED), os.environ.get("PYTHONPATH")))))
 _NOTES = Path(_FOLDER.name) / "notes"
 # OpenBLAS's threads do not survive every fork of a process (numpy 2.3.5: a search's solve waited for ever for the lock of threads that were
 # gone); as on the command line, linear algebra has one. Set before numpy is imported

@@ -29,7 +29,6 @@ from epigen.errors import InternalError
 from epigen.gpus import TARGETS
 from epigen.runtime import ahead, verify
 
-ROOT = Path(cli.__file__).resolve().parent.parent
 SMALL = "schedule=tiled,block_m=32,block_n=32,block_k=32,group_m=4,num_warps=4,num_stages=2"
 QUICK = ("--config", SMALL, "--no-verify")
 EARLY = ("ast", "ir", "lowered")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everybody calls it
+from checkout import ROOT
 from torch import Tensor
 
 import epigen
@@ -18,7 +18,7 @@ from epigen.ir import reference
 from epigen.ir.graph import BITS, PACKED, Graph, Node
 from epigen.ops import TABLE
 
-PAGE = (Path(__file__).parent.parent / "docs" / "cookbook.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "cookbook.md").read_text(encoding="utf-8")
 M, N, K = 6, 20, 16
 EXTENTS = {"m": M, "n": N, "k": K}
 ROW = re.compile(r"^\| `(.*?)` \| `(.*?)` \| .* \|$", re.MULTILINE)

@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 import pytest
+from checkout import ROOT
 from click.testing import CliRunner
 
 import epigen
@@ -25,7 +26,6 @@ from bench.registry import BY_NAME, CLAIMS
 from epigen import ops
 from epigen.cli import main
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 
 
@@ -118,7 +118,7 @@ def operations() -> str:
 BESIDE = {
     "templates": "One file a schedule, what they share, and a folder of what one architecture has; no names of operations.",
     "tuning_db": "The shipped database: one JSON file a GPU.",
-    "tests": "The tests, with what they share; golden files lie in tests/golden.",
+    "tests": "The tests, in folders as those of epigen/; what they share lies in tests/support, golden files in tests/golden.",
     "bench": "One script a claim; results lie in bench/results.",
     "docs": "What a user reads beyond the README.",
 }

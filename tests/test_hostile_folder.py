@@ -12,11 +12,10 @@ from pathlib import Path
 
 import click
 import pytest
+from checkout import ROOT
 
 from epigen import cli, settings
 from epigen.db.database import Database
-
-ROOT = Path(__file__).resolve().parent.parent
 
 NAMES = ("abc", "ast", "bench", "ctypes", "dataclasses", "decimal", "epigen", "heapq", "json", "jinja2", "multiprocessing", "numpy", "optuna", "pickle")
 NAMES += (

@@ -15,10 +15,10 @@ from pathlib import Path
 import jinja2
 import jinja2.nodes
 import pytest
+from checkout import ROOT
 
 from epigen.ops import REDUCTIONS, TABLE
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "epigen"
 
 ORDER = (
@@ -188,7 +188,7 @@ def test_only_settings_reads_the_environment() -> None:
 
 def test_the_processes_of_tests_find_what_the_tests_find() -> None:
     """By `settings.child_environment`: an import path of a test's own would lose packages that are themselves found by PYTHONPATH."""
-    tests = sorted((ROOT / "tests").glob("*.py"))
+    tests = sorted((ROOT / "tests").rglob("*.py"))
     assert len(tests) > 50 and not [path.name for path in tests if re.search(r"""["']PYTHONPATH["'](:|\] *=)""", path.read_text(encoding="utf-8"))]
 
 

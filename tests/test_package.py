@@ -18,18 +18,18 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from checkout import ROOT, WATCHED
 
 import epigen
 from epigen.uncollected import uncollected
 
-ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ("templates", "tuning_db")
 
 
 def run(command: list[str | Path], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run with nothing of this process's own choices: paths, Triton's mode, epigen's settings."""
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET" and (k == "EPIGEN_TESTS_NOTES" or not k.startswith("EPIGEN_"))}
-    kept.update(PYTHONPATH=str(Path(__file__).parent / "watched"))  # which tells who reaches Triton, and holds nothing else
+    kept.update(PYTHONPATH=str(WATCHED))  # which tells who reaches Triton, and holds nothing else
     done = subprocess.run([str(c) for c in command], cwd=cwd, env=kept | environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done

@@ -113,7 +113,7 @@ LAUNCHER = frozenset(
     specialize_impl""".split()
 )
 """What Triton's launcher calls its own: keywords that it takes or adds beside a kernel's arguments, and variables of the function that it writes around
-them, where each argument has its own name (3.6 and 3.9; tests/test_names.py tries all that they have)."""
+them, where each argument has its own name (3.6 and 3.9; tests/codegen/test_names.py tries all that they have)."""
 
 
 def parameter(number: str) -> str:

@@ -6,7 +6,7 @@ tables cannot tell, and those of narrow loads, were set by hand; outside_clocks 
 vendor's product, of split k and of how TMA's kernels begin to 429 configs of 44 random shapes (bf16, the same GPU and versions); and those
 of crossings, of TMA's stores and of what is torn to the 1,990 configs of 132 random shapes in tests/data/shapes.json, as well as to the
 sample_*.json; and those of what multiprocessors ask L2 for together, of stages held and of late inputs to the 4,224 trials of the searches
-of 88 random problems, and to 9 shapes with five orders of their tiles (tests/test_model.py); late_us and vendor_us set again by hand when
+of 88 random problems, and to 9 shapes with five orders of their tiles (tests/perf/test_model.py); late_us and vendor_us set again by hand when
 all schedules could load inputs early; and arriving_share to both ways to share a long product, of 149 in tests/data/ways.json.
 """
 

@@ -1,6 +1,6 @@
 """epigen among what else torch does with a model: writing it down, lowering it, tracing and counting it, mapping it, and splitting it over processes.
 
-Run by tests/test_training.py in a process of its own: all of it imports torch's compiler, which imports Triton.
+Run by tests/training/test_processes.py in a process of its own: all of it imports torch's compiler, which imports Triton.
 """
 
 from __future__ import annotations

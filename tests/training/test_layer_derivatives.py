@@ -1,6 +1,6 @@
 """Derivatives that torch takes in other ways than a backward of one graph: torch.func, dual numbers, vmap, checkpoints.
 
-Run by tests/test_training.py in a process of its own, on the GPU where there is one: torch imports its compiler for them, which imports Triton.
+Run by tests/training/test_processes.py in a process of its own, on the GPU where there is one: torch imports its compiler for them, which imports Triton.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layers that train, among what torch itself does with models. Run by tests/test_training.py in a process of its own, on the GPU where there is one.
+"""Layers that train, among what torch itself does with models. Run by tests/training/test_processes.py in a process of its own, on the GPU where there is one.
 
 torch's compiler imports Triton, which other tests want in another of its modes.
 """

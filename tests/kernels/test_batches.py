@@ -1,0 +1,313 @@
+"""Several products in one launch: operands, inputs and outputs with leading dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import cases
+import pytest
+import torch
+from compiling import compiled
+from programs import write_program
+from samples import sparse
+from specs import RENDERER, spec_of
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import epigen
+from epigen import gpus
+from epigen.choose import rule
+from epigen.choose.space import Space
+from epigen.codegen.schedules import SCHEDULES
+from epigen.codegen.spec import KernelConfig
+from epigen.dtypes import BF16, FP16, FP32
+from epigen.errors import CallError, ConfigError
+from epigen.ir import reference
+from epigen.ir.derivation import ARRIVING, INPUT, SAVED
+from epigen.perf import limits
+from epigen.runtime import vendor, verify
+from epigen.runtime.ahead import Job
+from epigen.training import composed, library
+
+CONFIGS: Mapping[str, KernelConfig] = {
+    "tiled": cases.tiled(32, 32, 32, prefetch=1),
+    "split_k": cases.split_k(),
+    "library": cases.LIBRARY,
+}
+EVERYTHING = "z = mm * alpha + bias + scale_a[m] + residual; y = drelu(z, mask); y, bitmask(z > 0), bgrad(y), sum(y, n), amax(y), sum(a, k), sum(b, k) * bias"
+"""Inputs and outputs of every kind."""
+
+LEADS = (
+    ((3,), (3,), (3,)),
+    ((2, 3), (), (2, 3)),
+    ((), (4,), ()),
+    ((1,), (5,), (1,)),
+    ((2, 3), (2, 3), (1, 1)),
+    ((1,), (1,), ()),
+    ((0,), (0,), ()),
+    ((2, 0), (), ()),
+)
+"""Of a, of b, and of inputs."""
+
+
+def given(
+    lead_a: tuple[int, ...], lead_b: tuple[int, ...], lead: tuple[int, ...], m: int = 33, n: int = 45, k: int = 20, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Small integers, whose sums are exact in any order."""
+    torch.manual_seed(0)
+
+    def whole(*size: int) -> Tensor:
+        return torch.randint(-2, 3, size).to(dtype)
+
+    inputs = {"alpha": 2.0, "bias": whole(*lead, n), "scale_a": whole(*lead, m), "residual": whole(*lead, m, n), "mask": reference.pack(whole(*lead, m, n) > 0)}
+    return whole(*lead_a, m, k), whole(*lead_b, k, n), inputs
+
+
+def expected(a: Tensor, b: Tensor, inputs: Mapping[str, Any]) -> list[Tensor]:
+    """EVERYTHING, by torch's own operations, which broadcast over leading dimensions."""
+    mm = a @ b
+    m, n = mm.shape[-2:]
+    z = mm * inputs["alpha"] + inputs["bias"][..., None, :] + inputs["scale_a"][..., None] + inputs["residual"]
+    y = torch.where(reference.unpack(inputs["mask"], n), z, 0.0)
+    lead = torch.zeros(mm.shape[:-2])
+    sums = a.sum(-1) + lead[..., None], (b.sum(-2) + lead[..., None]) * inputs["bias"]
+    largest = y.abs().amax((-1, -2)) if m * n else lead
+    return [y, z > 0, y.sum(-2), y.sum(-1), largest, *sums]
+
+
+def same(found: Any, wanted: list[Tensor]) -> None:
+    for x, y in zip(found, wanted, strict=True):
+        assert torch.equal(reference.unpack(x, y.shape[-1]) if x.dtype == torch.uint8 else x, y), (x.shape, y.shape)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("leads", LEADS, ids=str)
+def test_kernels(leads: Any, config: str) -> None:
+    a, b, inputs = given(*leads)
+    same(epigen.compile(EVERYTHING, backend="interpreter", config=CONFIGS[config])(a, b, **inputs), expected(a, b, inputs))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("part", range(4))
+def test_each_product_is_what_it_is_alone(part: int) -> None:
+    """Random programs, of which each input has leading dimensions or has none, bit for bit."""
+    random = Random(f"batches {part}")
+    for _ in range(8):
+        text = write_program(random, 8, tame=True, casts=(FP16, FP32), operands=random.random() < 0.4)
+        kernel = epigen.compile(
+            text, backend="interpreter", config=random.choice([c for c in CONFIGS.values() if c.schedule != "library" or "dot" not in text])
+        )
+        several = [verify.sample(kernel.graph, (37, 45, 34), FP16, FP16, FP16, seed=seed, scalars_by_value=bool(part % 2)) for seed in range(3)]
+        shared = {name for name, value in several[0].inputs.items() if random.random() < 0.5 or not isinstance(value, Tensor) or value.numel() == 1}
+        inputs = {name: value if name in shared else torch.stack([s.inputs[name] for s in several]) for name, value in several[0].inputs.items()}
+        found = kernel(torch.stack([s.a for s in several]), several[0].b, **inputs)
+        for i, s in enumerate(several):
+            alone = kernel(s.a, several[0].b, **{name: several[0].inputs[name] if name in shared else s.inputs[name] for name in inputs})
+            for x, y in zip(*([r] if isinstance(r, Tensor) else r for r in (found, alone)), strict=True):
+                assert torch.equal(x[i].nan_to_num(7), y.nan_to_num(7)), text
+
+
+@pytest.mark.parametrize("leads", LEADS, ids=str)
+def test_reference(leads: Any) -> None:
+    a, b, inputs = given(*leads)
+    kernel = epigen.compile(EVERYTHING)
+    same(kernel(a, b, **inputs), expected(a, b, inputs))
+    same(kernel(a, b, **inputs), expected(a, b, inputs))  # as it was prepared
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [*CONFIGS.values(), cases.tiled(128, 128, 64, 8, 3), None], ids=str)
+@pytest.mark.parametrize("leads", LEADS, ids=str)
+@pytest.mark.parametrize("extents", [(33, 45, 20), (256, 128, 64)], ids=str)
+def test_gpu(leads: Any, config: KernelConfig | None, extents: tuple[int, int, int]) -> None:
+    """Also the second call and those after it, which Triton is not asked for."""
+    a, b, inputs = given(*leads, *extents, dtype=torch.float16)
+    wanted = [
+        t.cuda()
+        for t in expected(a.float(), b.float(), {name: v.float() if isinstance(v, Tensor) and v.dtype == torch.float16 else v for name, v in inputs.items()})
+    ]
+    a, b, inputs = a.cuda(), b.cuda(), {name: v.cuda() if isinstance(v, Tensor) else v for name, v in inputs.items()}
+    kernel = epigen.compile(EVERYTHING, config=config)
+    for _ in range(3):
+        found = kernel(a, b, **inputs)
+        same([x if x.dtype == torch.uint8 else x.float() for x in found], wanted)
+
+
+@pytest.mark.gpu
+def test_gpu_past_32_bits() -> None:
+    a, b = torch.ones(3, 1 << 15, 1 << 15, dtype=torch.float16, device="cuda"), torch.ones(3, 1 << 15, 16, dtype=torch.float16, device="cuda")
+    found = epigen.compile("cast(mm * 2, fp32)")(a, b)
+    assert found.shape == (3, 1 << 15, 16) and bool((found == 2 << 15).all())
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("config", CONFIGS)
+def test_each_matrix_may_lie_anyhow_and_far_from_the_next(config: str) -> None:
+    """Where the distance from one to the next is past 32 bits, and the offsets within one are not."""
+    far = (1 << 31) + 16
+    a, b = sparse((2, 17, 24), (far, 24, 1)), sparse((2, 24, 19), (far, 1, 24))
+    c, out = sparse((2, 17, 19), (far, 40, 2)), sparse((2, 17, 19), (far, 19, 1))
+    kernel = epigen.compile("mm + c[m,n]", backend="interpreter", config=CONFIGS[config])
+    assert kernel(a, b, c=c, out=out) is out and torch.equal(out, torch.stack([a[i] @ b[i] + c[i] for i in range(2)]))
+    assert kernel._last is not None and kernel._last.plan is not None and kernel._last.plan.spec.signature.index_bits == 32
+
+
+@pytest.mark.triton
+def test_computed_operands_and_given_products() -> None:
+    a, b, inputs = given((3,), (3,), ())
+    norm = torch.arange(60.0).reshape(3, 20)
+    found = epigen.compile("dot(relu(a) * norm[k], b)", backend="interpreter", config=CONFIGS["tiled"])(a, b, norm=norm)
+    assert torch.equal(found, (torch.relu(a) * norm[:, None, :]) @ b)
+    mm = a @ b
+    for backend in ("interpreter", "reference"):
+        assert torch.equal(epigen.compile("relu(mm + bias)", backend=backend).over(mm, bias=inputs["bias"]), torch.relu(mm + inputs["bias"]))
+
+
+def test_in_place_and_in_the_callers_buffers() -> None:
+    a, b, _ = given((2, 3), (2, 3), ())
+    residual = torch.ones(2, 3, 33, 45)
+    epigen.compile("mm + residual")(a, b, residual=residual, out=residual)
+    assert torch.equal(residual, a @ b + 1)
+    with pytest.raises(CallError, match="several products would share places in it"):
+        epigen.compile("mm")(a, b, out=torch.empty(33, 45).expand(2, 3, 33, 45))
+    with pytest.raises(CallError, match=r"out for 'out' is \[33, 45\], and a tensor with the leading dimensions \[2, 3\] was expected"):
+        epigen.compile("mm")(a, b, out=torch.empty(33, 45))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "inputs", "why"),
+    [
+        ((2, 3, 4), (3, 4, 5), {}, r"operand a is \[2, 3, 4\] and operand b is \[3, 4, 5\]: the dimensions before the last two do not broadcast"),
+        ((2, 3, 4), (2, 5, 4), {}, r"K differs"),
+        ((2, 1, 3, 4), (2, 6, 4, 5), {}, r"operand a is \[2, 1, 3, 4\] .* do not lie evenly, pass a copy as \[2, 6, 3, 4\]"),
+        ((2, 3, 4), (2, 4, 5), {"bias": (3, 5)}, r"input 'bias' is \[3, 5\]: its leading dimensions \[3\] do not broadcast to the product's \[2\]"),
+        ((2, 3, 4), (2, 4, 5), {"bias": (2, 6)}, r"input 'bias' is declared as bias\[n\], so \[N\] = \[5\] was expected"),
+        ((2, 3, 4), (4,), {}, r"operand a has shape \[2, 3, 4\], and \[M, K\] was expected"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(a: tuple[int, ...], b: tuple[int, ...], inputs: Mapping[str, tuple[int, ...]], why: str) -> None:
+    with pytest.raises(CallError, match=why):
+        epigen.compile("mm + bias" if inputs else "mm")(torch.ones(a), torch.ones(b), **{name: torch.ones(size) for name, size in inputs.items()})
+
+
+# -- which schedules
+
+
+@pytest.mark.parametrize("name", [s.name for s in SCHEDULES.values() if not s.batches])
+def test_other_schedules_are_refused_by_name(name: str) -> None:
+    config = {"persistent": cases.persistent(), "warp_specialized": cases.warp_specialized()}[name]
+    spec, shape, target = spec_of("relu(mm)", batched=True), (4, 256, 256, 256), gpus.TARGETS["sm_90"]
+    assert f"the schedule {name} computes one product" in limits.unfit(spec, config, shape, target) and name not in Space(spec, shape, target).schedules
+    a, b, _ = given((3,), (3,), ())
+    with pytest.raises(ConfigError, match="library, tiled, split_k can"):
+        epigen.compile("relu(mm)", backend="interpreter", config=cases.persistent())(a, b)
+
+
+def test_reductions_are_finished_by_kernels_of_their_own() -> None:
+    spec, shape, target = spec_of("mm, bgrad(mm)", batched=True), (4, 64, 64, 64), gpus.TARGETS["sm_90"]
+    config = cases.tiled(fused_finalize=1)
+    assert "fused_finalize=1 counts the tiles of one product" in limits.unfit(spec, config, shape, target)
+    assert limits.unfit(replace(spec, signature=replace(spec.signature, batched=False)), config, shape[1:], target) == ""
+
+
+@pytest.mark.parametrize("target", gpus.TARGETS)
+def test_the_rule_chooses_what_can_run(target: str) -> None:
+    for text, a, shape in (
+        ("mm * s", FP16, (64, 1024, 1024, 128)),
+        ("mm, bgrad(mm)", BF16, (8, 16, 4096, 4096)),
+        ("relu(mm + bias)", FP32, (1024, 70, 50, 30)),
+        ("mm", FP16, (2, 128, 128, 64)),
+        ("mm", FP16, (0, 128, 128, 64)),
+    ):
+        spec = spec_of(text, a, batched=True)
+        config = rule.choose(spec, shape, gpus.TARGETS[target]).config
+        assert (
+            SCHEDULES[config.schedule].batches
+            and limits.refusal(spec, config, shape, gpus.TARGETS[target]) == ""
+            and Space(spec, shape, gpus.TARGETS[target]).legal(config)
+        )
+
+
+def test_many_small_products_fill_the_gpu_with_large_tiles() -> None:
+    target = gpus.TARGETS["sm_90"]
+    one, many = (rule.choose(spec_of("mm * s", batched=len(shape) == 4), shape, target).config for shape in ((1024, 1024, 128), (64, 1024, 1024, 128)))
+    assert many["block_m"] * many["block_n"] > one["block_m"] * one["block_n"]
+    assert "can be numbered" in limits.unfit(spec_of("mm", batched=True), cases.tiled(), (1 << 27, 1024, 1024, 128), target)
+
+
+_WIDE = ("cp.async.cg.shared.global", "st.global.v4", "global_load_dwordx4", "buffer_load_dwordx4", "global_store_dwordx4", "buffer_store_dwordx4")
+
+
+@pytest.mark.triton
+def test_kernels_compile_ahead_and_load_as_wide() -> None:
+    """As those of one product."""
+    jobs, wide = [], []
+    for target in ("sm_80", "sm_90", "gfx942"):
+        for text, config in (("z = relu(mm + bias); z, bgrad(z)", cases.tiled(64, 64, 64, 4, 3)), ("mm * s", cases.split_k())):
+            for batched in (False, True):
+                jobs.append(Job(RENDERER.render(spec_of(text, BF16, k_multiple=64, batched=batched), config), gpus.TARGETS[target], "nn"))
+    for one, (main, *_) in zip(jobs, compiled(jobs), strict=True):
+        stage = str(main.stages["ptx" if one.target.backend == "cuda" else "amdgcn"])
+        wide.append([stage.count(instruction) for instruction in _WIDE])
+        assert main.resources.spills == 0
+    assert all(alone == together and any(alone) for alone, together in zip(wide[::2], wide[1::2], strict=True))
+
+
+def test_the_vendors_products() -> None:
+    a, b, _ = given((2, 3), (3,), ())
+    assert torch.equal(vendor.products(a, b, "ieee"), a @ b)
+    eight = torch.ones(2, 4, 3, dtype=torch.int8)
+    assert torch.equal(vendor.products(eight, eight.mT, "ieee"), torch.full((2, 4, 4), 3, dtype=torch.int32))
+    assert vendor.products(torch.ones(0, 4, 3), torch.ones(3, 2), "ieee").shape == (0, 4, 2)
+
+
+# -- derivatives, and torch
+
+
+@pytest.mark.parametrize("text", ["relu(mm + bias)", "gelu(mm * alpha + bias) * residual", "mm * alpha + residual"])
+def test_the_derivatives_programs_run_on_batches(text: str) -> None:
+    """Gradients of what all products share are sums of theirs."""
+    torch.manual_seed(0)
+    a, b, dy = (torch.randn(size, dtype=torch.float64) for size in ((3, 5, 4), (3, 4, 6), (3, 5, 6)))
+    inputs = {
+        "bias": torch.randn(6, dtype=torch.float64),
+        "residual": torch.randn(3, 5, 6, dtype=torch.float64),
+        "alpha": torch.tensor(1.5, dtype=torch.float64),
+    }
+    derived = epigen.derive(text, save="recompute" if "gelu" in text else None, dtype="fp32")
+    own = {n.name: inputs[n.name] for n in derived.forward.inputs()}
+    kept = epigen.compile(derived.forward.text)(a, b, **own)
+    names = [o.name for o in derived.forward.outputs]
+    sources: dict[str, Any] = {INPUT: own, ARRIVING: {"out": dy}, SAVED: dict(zip(names, kept if len(names) > 1 else [kept], strict=True))}
+    given = {x.name: sources[x.source][x.of] for x in derived.arguments}
+    results = epigen.compile(derived.backward.text)(*((dy, torch.eye(6, dtype=torch.float64)) if derived.product else (a, b)), **given)
+    found = dict(zip([o.name for o in derived.backward.outputs], results if isinstance(results, tuple) else [results], strict=True))
+    leaves = {"mm": (a @ b).requires_grad_(), **{name: t.clone().requires_grad_() for name, t in own.items()}}
+    y = {
+        "relu(mm + bias)": lambda mm, bias: torch.relu(mm + bias),
+        "gelu(mm * alpha + bias) * residual": lambda mm, bias, residual, alpha: torch.nn.functional.gelu(mm * alpha + bias) * residual,
+        "mm * alpha + residual": lambda mm, residual, alpha: mm * alpha + residual,
+    }[text](**leaves)  # type: ignore[operator]
+    for x in derived.gradients:
+        gradient = dy if x.passed else found[x.output]
+        wanted = torch.autograd.grad(y, leaves[x.of], dy, retain_graph=True)[0]
+        torch.testing.assert_close(gradient.sum_to_size(wanted.shape) if wanted.dim() else gradient.sum(), wanted, check_dtype=False, rtol=1e-6, atol=1e-6)
+
+
+def test_torch_sees_the_shapes_of_batches() -> None:
+    a, b, inputs = given((2, 3), (), (2, 3))
+    kernel = epigen.compile(EVERYTHING)
+    shapes = [t.shape for t in kernel(a, b, **inputs)]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = {name: mode.from_tensor(v) if isinstance(v, Tensor) else v for name, v in inputs.items()}
+        assert [t.shape for t in kernel(mode.from_tensor(a), mode.from_tensor(b), **fake)] == shapes
+        assert epigen.compile("relu(mm)").over(mode.from_tensor(a)).shape == a.shape
+    tensors = [inputs[name] if isinstance(inputs[name], Tensor) else None for name in library.names(EVERYTHING)]
+    written = composed.WRITTEN_OUT[library.program](EVERYTHING, None, a, b, tensors, [inputs["alpha"]])
+    same(written, expected(a, b, inputs))
+    assert math.prod(written[0].shape) == 6 * 33 * 45

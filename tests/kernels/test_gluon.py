@@ -1,0 +1,420 @@
+"""The warp-specialised schedule, run on the CPU against the float64 oracle; and what is out for its mistakes, shown to find them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import cases
+import gluon_on_cpu
+import pytest
+import torch
+from cases import Case, warp_specialized
+from gluon_hopper import Descriptor
+from gluon_values import Fault
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from programs import programs
+from samples import arguments
+
+import epigen
+from epigen import ops
+from epigen.codegen.render import Rendered
+from epigen.codegen.schedules import WARP_SPECIALIZED
+from epigen.codegen.spec import LAYOUTS
+from epigen.dtypes import BF16, BY_TORCH, FP16, FP32
+from epigen.errors import ConfigError
+from epigen.gpus import TARGETS
+from epigen.ir import reference
+from epigen.ir.graph import Graph
+from epigen.runtime import direct, outputs, verify
+
+PROGRAMS = 3
+"""Few, so that each has several tiles; the GPU has one a multiprocessor."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_cpu() -> Iterator[None]:
+    """One thread for torch, which would start more for each partition; descriptors of the executor's."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "describe_by_triton", lambda _dialect, t, block: Descriptor(direct.upright(t), block))
+        yield
+    torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Executed:
+    """A program that the executor runs, in place of a Kernel. edit: of the generated text. wide: with offsets of 64 bits."""
+
+    case: Case
+    seed: object
+    edit: Callable[[str], str] = lambda text: text
+    wide: bool = False
+
+    @property
+    def graph(self) -> Graph:
+        return epigen.compile(self.case.text).graph
+
+    def load(self, rendered: Rendered) -> SimpleNamespace:
+        return gluon_on_cpu.module(self.edit(rendered.text), self.seed)
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: Mapping[str, torch.Tensor] | None = None, **inputs: torch.Tensor | float) -> list[torch.Tensor]:
+        outs = out or {}
+        kernel = epigen.compile(self.case.text, config=self.case.config, backend="triton")
+        kernel._loaders[False] = self
+        if self.wide:
+            signature = kernel._signature
+            kernel._signature = lambda *given: replace(signature(*given), index_bits=64)
+        prepared = kernel._prepare((a, b), inputs, outs, target=replace(TARGETS["sm_90"], multiprocessors=PROGRAMS))
+        results = prepared.results(outs)
+        values = prepared.values((a, b), inputs, results)
+        new = [t for o, t in zip(prepared.outputs, results, strict=True) if o.name not in outs]
+        for t in (*new, *(values[b.name] for b in prepared.workspace.buffers)):
+            t.untyped_storage().fill_(255)  # NaN, so that what is not written shows
+        for launch in prepared.launches:
+            launch(values)
+        if values.get("num_arrived_ptr", torch.zeros(1)).any():
+            raise Fault("the next launch begins to count where this one has ended")
+        return results
+
+
+def check(executed: Executed) -> None:
+    case = executed.case
+    found = verify.differences(executed, arguments(case, executed, "cpu"), case.precision)
+    verify.demand(found)
+    assert case.integers or all(d.promised > 0.5 for d in found.values()), found
+
+
+def small(case: Case) -> Case:
+    """Fewer tiles and steps, with the same remainders."""
+    m, n, k = case.shape
+    return replace(case, shape=(min(m, 384 + m % 256), min(n, 384 + n % 256), min(k, 640 + k % 64)))
+
+
+CASES = [small(c) for c in cases.all_cases() if c.config is not None and c.config.schedule == WARP_SPECIALIZED.name]
+
+
+@pytest.mark.parametrize("case", cases.covering([c for c in CASES if not c.integers], 4), ids=str)
+def test_warp_specialized(case: Case) -> None:
+    check(Executed(case, seed=case))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.integers], ids=str)
+def test_integers_bit_for_bit(case: Case) -> None:
+    executed = Executed(case, seed=case)
+    given = arguments(case, executed, "cpu")
+    results = executed(given.a, given.b, **given.inputs)
+    expected = reference.evaluate(executed.graph, given.a, given.b, given.inputs, [BY_TORCH[str(r.dtype)] for r in results])
+    for result, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, right, rtol=0, atol=0)
+
+
+BROUGHT = "dz = dgelu(mm, z[m,n]); dz, bgrad(dz)"
+EVERYTHING = "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n), where(mask, z, 0)"
+
+
+@pytest.mark.parametrize("stages", WARP_SPECIALIZED.dimensions["num_stages"])
+@pytest.mark.parametrize("pingpong", [0, 1])
+def test_any_number_of_buffers(stages: int, pingpong: int) -> None:
+    """Fewer and more than a tile has steps. One buffer would not do: it is handed back when the next step has been issued."""
+    config = warp_specialized(128, 64, 32, stages, pingpong=pingpong)
+    check(Executed(Case("relu(mm + bias)", (264, 200, 168), layout="nt", config=config), stages))
+
+
+def test_one_buffer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="num_stages=1 is not one of 2, 3"):
+        warp_specialized(num_stages=1)
+
+
+@pytest.mark.parametrize("pingpong", [0, 1])
+def test_offsets_of_64_bits(pingpong: int) -> None:
+    check(Executed(Case(EVERYTHING, (264, 200, 72), layout="nt", config=warp_specialized(128, 64, 64, pingpong=pingpong)), 0, wide=True))
+
+
+@pytest.mark.parametrize(("columns", "stored"), [(40, True), (36, False), (33, False)])
+def test_nothing_is_written_past_the_ends_of_rows(columns: int, stored: bool) -> None:
+    """TMA writes whole pieces of 16 bytes: only where rows are made of such pieces may it."""
+    config = warp_specialized(128, 64, 64, pingpong=1, tma_load=1)
+    executed = Executed(Case("relu(mm + residual)", (72, columns, 64), config=config), 0)
+    wide, residual = torch.full((72, 48), 7.0).half(), torch.randn(72, 48).half()[:, :columns]
+    a, b = torch.randn(72, 64).half(), torch.randn(64, 48).half()[:, :columns]
+    kernel = epigen.compile(executed.case.text, config=config)
+    signature = kernel._signature((72, columns, 64), (a, b), {"residual": residual}, {"out": wide[:, :columns]}, outputs.of(kernel.graph, FP16))
+    assert signature.tma == ("a", "b", "residual", *(["out"] * stored))
+    (found,) = executed(a, b, out={"out": wide[:, :columns]}, residual=residual)
+    torch.testing.assert_close(found, torch.relu(a.float() @ b.float() + residual).half(), rtol=2e-3, atol=2e-3)
+    assert (wide[:, columns:] == 7).all()
+
+
+@pytest.mark.parametrize("subtiles", [1, 2])
+@pytest.mark.parametrize("pingpong", [0, 1])
+def test_what_tma_brings_may_be_written_in_its_place(pingpong: int, subtiles: int) -> None:
+    """Each tile is there before it leaves, and no other group of warps reads it."""
+    case = Case(BROUGHT, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=pingpong, subtiles=subtiles, tma_load=1))
+    executed = Executed(case, seed=subtiles)
+    given = arguments(case, executed, "cpu")
+    z = given.inputs["z"]
+    assert isinstance(z, torch.Tensor)
+    expected = executed(given.a, given.b, z=z.clone())
+    found = executed(given.a, given.b, out={"dz": z}, z=z)
+    assert found[0] is z
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, int]:
+    config = {name: draw(st.sampled_from(values)) for name, values in WARP_SPECIALIZED.dimensions.items()}
+    if not config["pingpong"]:
+        config["block_m"] = max(config["block_m"], 128)
+    config["block_n"] = min(config["block_n"], 64)
+    config["num_stages"] = min(config["num_stages"], 3)
+    return config
+
+
+def test_all_that_rows_are_written_in_can_be_run() -> None:
+    """Which of it the kernels of random programs meet hangs on how many rows there are."""
+    used = set(re.findall(r"\btl\.(\w+)\(", Path(ops.__file__).read_text()))
+    assert {"exp2", "sin"} <= used <= set(vars(gluon_on_cpu.LANGUAGE))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(programs(most=8, tame=True, casts=(FP32, FP16, BF16)), configs(), st.sampled_from(LAYOUTS), st.sampled_from((FP16, BF16)))
+def test_random_programs(text: str, values: dict[str, int], layout: str, a: object) -> None:
+    case = Case(text, (200, 135, 70), a, inputs=FP32, layout=layout, config=warp_specialized(**values))  # type: ignore[arg-type]
+    executed = Executed(case, seed=text)
+    try:
+        verify.demand(verify.differences(executed, arguments(case, executed, "cpu")))
+    except Fault as fault:
+        assume(not str(fault).endswith("bytes of shared memory"))  # many results leave room for small tiles alone
+        raise
+
+
+# -- mistakes that are found
+
+FORWARD = "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z)"
+PINGPONG = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1))
+COOPERATIVE = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3))
+LAST_BLOCK = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, fused_finalize=1))
+PARTS = Case(FORWARD, (264, 136, 392), layout="nt", config=warp_specialized(128, 64, 64, 3, splits=3))
+TWO_PARTS = Case(FORWARD, (264, 136, 392), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, splits=2))
+HALVES = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 128, 64, 3, subtiles=2))
+EARLY_HALVES = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 128, 64, 3, subtiles=2, prefetch=1))
+TWO = Case("z = mm + bias; relu(z), z", (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1))
+BROUGHT_PINGPONG = Case(BROUGHT, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, tma_load=1))
+BROUGHT_HALVES = Case(BROUGHT, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, subtiles=2, tma_load=1))
+
+_FULL = "            mbarrier.wait(full_bars.index(slot_id), step_id // STAGES & 1)\n"
+_EMPTY = "            mbarrier.wait(empty_bars.index(slot_id), step_id // STAGES & 1 ^ 1)\n"
+_RELEASE = "        mbarrier.arrive(empty_bars.index((step_id + STAGES - 1) % STAGES))\n"
+_LAST = "        acc = warpgroup_mma_wait(0, deps=(acc,))\n"
+
+WAIT = """    if PDL:
+        # launched while the kernel before this one may still run, whose results are there from here on
+        tl.extra.cuda.gdc_wait()
+"""
+MISTAKES = {
+    # of the two groups' order: a wait for a buffer cannot tell a phase from the next but one
+    "no order": (PINGPONG, "mbarrier.wait(order_bars.index(WARPGROUP), phase_id & 1 ^ 1 - WARPGROUP)", "pass"),
+    "the other group is never let on": (PINGPONG, "mbarrier.arrive(order_bars.index(1 - WARPGROUP))", "pass"),
+    "the other group first": (PINGPONG, "phase_id & 1 ^ 1 - WARPGROUP", "phase_id & 1 ^ WARPGROUP"),
+    "always the first turn": (PINGPONG, "        phase_id += 1\n", ""),
+    "the other group's steps are not counted": (PINGPONG, "        step_id += num_steps\n", ""),
+    # of the buffers
+    "no wait for a full buffer": (COOPERATIVE, _FULL, ""),
+    "no wait for a full buffer, ping-pong": (PINGPONG, _FULL, ""),
+    "no wait for an empty buffer": (COOPERATIVE, _EMPTY, ""),
+    "no wait for an empty buffer, ping-pong": (PINGPONG, _EMPTY, ""),
+    "the first wait for an empty buffer waits": (COOPERATIVE, "step_id // STAGES & 1 ^ 1", "step_id // STAGES & 1"),
+    "a buffer is released a step early": (COOPERATIVE, "warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,"),
+    "a buffer is released a step early, ping-pong": (PINGPONG, "warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,"),
+    "the last buffer is released before the last product": (COOPERATIVE, _LAST + _RELEASE, _RELEASE + _LAST),
+    "the last buffer is not released": (COOPERATIVE, _LAST + _RELEASE, _LAST),
+    "a buffer is released by one group for both": (COOPERATIVE, "mbarrier.init(empty_bars.index(slot_id), count=2)", "mbarrier.init(empty_bars.index(slot_id), count=1)"),
+    "fewer bytes are expected than come": (COOPERATIVE, "(BLOCK_M + BLOCK_N) * BLOCK_K * 2", "BLOCK_M * BLOCK_K * 2"),
+    "more bytes are expected than come": (COOPERATIVE, "(BLOCK_M + BLOCK_N) * BLOCK_K * 2", "(BLOCK_M + BLOCK_N) * BLOCK_K * 4"),
+    "barriers are not shown to the copies": (COOPERATIVE, "    fence_async_shared()\n    if PDL", "    if PDL"),
+    "a group reads the other's rows": (COOPERATIVE, "a_bufs.index(2 * slot_id + WARPGROUP)", "a_bufs.index(2 * slot_id + 1 - WARPGROUP)"),
+    # of sums over parts of k
+    "sums are not shown before they are counted": (PARTS, "block_barrier()\n", "pass\n"),
+    "one of two sums is not shown before it is counted": (TWO_PARTS, "block_barrier()\n", "pass\n"),
+    "the last part but one is taken for the last": (PARTS, "SPLITS - 1:", "SPLITS - 2:"),
+    "the parts' counters are left as they are": (PARTS, "gl.store(num_arrived_ptr", "(num_arrived_ptr"),
+    "a part is left out": (PARTS, "range(1, SPLITS)", "range(2, SPLITS)"),
+    "a part is added to itself": (TWO_PARTS, "(1 - split_id) *", "split_id *"),
+    "each part begins at the first step": (PARTS, "range(split_id * num_steps * BLOCK_K, ", "range(0, "),
+    "a part of a tile is left where another's is": (PARTS, "gl.store(split_ptrs + split_id *", "gl.store(split_ptrs + 0 *"),
+    "both groups count their parts together": (PARTS, "num_arrived_ptr + (2 * tile_id + WARPGROUP)", "num_arrived_ptr + 2 * tile_id"),
+    # of reductions that the last block completes
+    "partial results are not shown before they are counted": (LAST_BLOCK, "block_barrier()\n", "pass\n"),
+    "the last but one is taken for the last": (LAST_BLOCK, "tiles_m - 1:", "tiles_m - 2:"),
+    "counters are left as they are": (LAST_BLOCK, "gl.store(num_arrived_ptr", "(num_arrived_ptr"),
+    # of the accumulator
+    "the epilogue begins before the last product": (COOPERATIVE, "warpgroup_mma_wait(0,", "warpgroup_mma_wait(1,"),
+    "a step does not add to the one before": (COOPERATIVE, "warpgroup_mma(a, b, acc,", "warpgroup_mma(a, b, acc, use_acc=False,"),
+    "the first step counts twice": (PINGPONG, "range(BLOCK_K, K,", "range(0, K,"),
+    # of the stores
+    "no wait before a store's buffer is overwritten": (COOPERATIVE, "        tma.store_wait(0)\n        out0_buf", "        out0_buf"),
+    "no wait between subtiles": (HALVES, "            tma.store_wait(0)\n            out0_buf", "            out0_buf"),
+    "no wait for the last store": (COOPERATIVE, "    tma.store_wait(0)\n\n\n@", "\n\n@"),
+    "a store's buffer is not shown to the copy": (COOPERATIVE, "        fence_async_shared()\n        copy_out", "        copy_out"),
+    "both groups store through one buffer": (PINGPONG, "out0_bufs.index(1)", "out0_bufs.index(0)"),
+    "halves in the wrong order": (HALVES, "acc_left, acc_right = ", "acc_right, acc_left = "),
+    "a buffer is overwritten while two copies are under way": (TWO, "tma.store_wait(1)", "tma.store_wait(2)"),
+    # of inputs that are loaded ahead
+    "the left half gets the right one's bias": (EARLY_HALVES, " bias_value = part_0_bias_value", " bias_value = part_1_bias_value"),
+    "the right half's bias is of the left": (EARLY_HALVES, "part_n = 2 * pid_n + subtile_id\n            offs_col", "part_n = 2 * pid_n\n            offs_col"),
+    # of inputs that come through a store's buffer
+    "an input is not waited for": (BROUGHT_PINGPONG, "        mbarrier.wait(in_bar, phase_id & 1)\n", ""),
+    "an input is waited for as one turn before": (BROUGHT_HALVES, "mbarrier.wait(in_bar, phase_id & 1)", "mbarrier.wait(in_bar, phase_id & 1 ^ 1)"),
+    "all inputs are waited for as in the first turn": (BROUGHT_PINGPONG, "mbarrier.wait(in_bar, phase_id & 1)", "mbarrier.wait(in_bar, 0)"),
+    "an input comes before the last tile has left": (BROUGHT_PINGPONG, "tma.store_wait(0)\n        mbarrier.expect(in_bar", "mbarrier.expect(in_bar"),
+    "an input comes before the last tile has left, in subtiles": (BROUGHT_HALVES, "tma.store_wait(0)\n        mbarrier.expect(in_bar", "mbarrier.expect(in_bar"),
+    "two inputs come into one buffer": (BROUGHT_HALVES, "in_bar, dz_bufs.index(2 * WARPGROUP + 1))", "in_bar, dz_bufs.index(2 * WARPGROUP + 0))"),
+    "a half's input comes into the other's buffer": (BROUGHT_HALVES, "dz_buf = dz_bufs.index(2 * WARPGROUP + subtile_id)", "dz_buf = dz_bufs.index(2 * WARPGROUP + 1 - subtile_id)"),
+    "fewer bytes of an input are expected than come": (BROUGHT_PINGPONG, "mbarrier.expect(in_bar, BLOCK_M", "mbarrier.expect(in_bar, BLOCK_M // 2"),
+    "more bytes of an input are expected than come": (BROUGHT_PINGPONG, "mbarrier.expect(in_bar, BLOCK_M", "mbarrier.expect(in_bar, 2 * BLOCK_M"),
+    "both groups' inputs share a barrier": (BROUGHT_PINGPONG, "in_bars.index(1),", "in_bars.index(0),"),
+    "both groups' inputs share a buffer": (BROUGHT_PINGPONG, "dz_bufs.index(1),", "dz_bufs.index(0),"),
+    "what was computed leaves before it is shown to the copy": (BROUGHT_HALVES, "            fence_async_shared()\n            copy_out", "            copy_out"),
+    # of what the kernel before leaves
+    "operands are read before the kernel before has ended": (BROUGHT_PINGPONG, WAIT + "    gl.warp_specialize", "    gl.warp_specialize"),
+    "a reduction is completed before the main kernel has ended": (BROUGHT_PINGPONG, WAIT + "    offs_x", "    offs_x"),
+    # of offsets, masks and layouts
+    "words of a mask past the last": (PINGPONG, "mask=in_kept_words", "mask=None"),
+    "a bias past the last": (PINGPONG, "mask=offs_col < N, other=0.0", ""),
+    "rows past the last are summed": (PINGPONG, "gl.where(offs_m < M, z, 0.0)", "z"),
+    "tiles past the last": (PINGPONG, "size = min(tiles_m - first, GROUP_M)", "size = GROUP_M"),
+    "words that no thread has": (PINGPONG, "[8, 0, 0, 0], *", "[4, 0, 0, 0], *"),
+    "sums that no thread has": (PINGPONG, "[[0, 1, 0, 0], [0, 0, 0, 1], *", "[[0, 0, 0, 1], [0, 0, 0, 1], *"),
+}  # fmt: skip
+
+
+def test_what_is_computed_first_leaves_first() -> None:
+    """Its copy is under way while the others are computed; and only the copy before it out of its own buffer is waited for."""
+    text = epigen.compile(TWO.text, config=TWO.config).plan(TWO.shape, FP16, TARGETS["sm_90"], layout="nt").rendered.text
+    assert text.index("z_buf.store(") < text.index("out0_buf.store(") and text.count("tma.store_wait(1)") == 2
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_found(name: str) -> None:
+    """By a Fault or by wrong results; in one of three orders of events at least."""
+    case, right, wrong = MISTAKES[name]
+
+    def edit(text: str) -> str:
+        assert right in text, text
+        return text.replace(right, wrong)
+
+    def passes(seed: int) -> bool:
+        try:
+            check(Executed(case, seed, edit))
+        except (Fault, verify.VerificationError):
+            return False
+        return True
+
+    assert not all(passes(seed) for seed in range(3))
+
+
+@pytest.mark.parametrize("case", [PINGPONG, COOPERATIVE, LAST_BLOCK, PARTS, TWO_PARTS, HALVES, BROUGHT_PINGPONG, BROUGHT_HALVES], ids=str)
+def test_the_same_without_a_mistake(case: Case) -> None:
+    for seed in range(3):
+        check(Executed(case, seed))
+
+
+@pytest.mark.parametrize("splits", [2, 3, 5])
+@pytest.mark.parametrize("pingpong", [0, 1])
+def test_sums_over_parts_of_k_do_not_depend_on_who_comes_last(splits: int, pingpong: int) -> None:
+    case = Case("cast(mm, fp32)", (264, 136, 392), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=pingpong, splits=splits))
+    found = []
+    for seed in range(4):
+        executed = Executed(case, seed)
+        given = arguments(case, executed, "cpu")
+        found += executed(given.a, given.b, **given.inputs)
+    assert len(found) == 4 and all(torch.equal(f, found[0]) for f in found)
+
+
+def test_a_deadlock_says_who_waits_for_what() -> None:
+    executed = Executed(PINGPONG, 0, lambda text: text.replace("mbarrier.arrive(order_bars.index(1 - WARPGROUP))", "pass"))
+    with pytest.raises(Fault, match=r"^deadlock: .*consumer 0 of block 0 waits for barrier 0 of 2 .* to complete a phase of parity 0"):
+        check(executed)
+
+
+LAST_OF_ALL = """
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def add_up(total_ptr, partial_ptr, num_arrived_ptr, COUNT: gl.constexpr):
+    tl.extra.cuda.gdc_wait()
+    gl.store(partial_ptr + gl.program_id(0), 1)
+    gl.barrier()
+    if gl.atomic_add(num_arrived_ptr, 1, sem="acq_rel") == COUNT - 1:
+        gl.store(total_ptr, gl.sum(gl.load(partial_ptr + gl.arange(0, COUNT)), 0))
+"""
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_what_others_stored_is_seen_behind_their_barrier_alone(barrier: bool) -> None:
+    text = LAST_OF_ALL if barrier else LAST_OF_ALL.replace("    gl.barrier()\n", "")
+    right = []
+    for seed in range(5):
+        total, partial, num_arrived = (torch.zeros(size, dtype=torch.int32) for size in (1, 8, 1))
+        gluon_on_cpu.module(text, seed).add_up[(8,)](total, partial, num_arrived, COUNT=8, num_warps=4, num_stages=1, enable_fp_fusion=True)
+        assert num_arrived.item() == 8
+        right.append(total.item() == 8)
+    assert all(right) if barrier else not all(right)
+
+
+COPY = """
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+
+@gluon.jit
+def copy(source_desc, BYTES: gl.constexpr):
+    tl.extra.cuda.gdc_wait()
+    buf = gl.allocate_shared_memory(source_desc.dtype, [64, 64], source_desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    mbarrier.init(bar, count=1)
+    fence_async_shared()
+    mbarrier.expect(bar, BYTES)
+    tma.async_load(source_desc, [0, 0], bar, buf)
+    # meanwhile
+    mbarrier.wait(bar, 0)
+    buf.store(buf.load(gl.AutoLayout()))
+    fence_async_shared()
+    mbarrier.expect(bar, BYTES)
+    tma.async_load(source_desc, [0, 0], bar, buf)
+    mbarrier.wait(bar, 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "what"),
+    [
+        ("# meanwhile", "buf.load(gl.AutoLayout())", "a buffer is read, and the copy into it"),
+        ("# meanwhile", "buf.store(gl.zeros([64, 64], gl.float16))", "a buffer is written, and the copy into it"),
+        ("# meanwhile", "tma.async_load(source_desc, [0, 0], bar, buf)", "a buffer is copied into, and the copy into it before"),
+        ("    mbarrier.wait(bar, 0)", "    mbarrier.wait(bar, 1)", "a buffer is read, and the copy into it|deadlock"),
+        ("    fence_async_shared()\n    mbarrier.expect(bar, BYTES)\n    tma.async_load(source_desc, [0, 0], bar, buf)\n    mbarrier.wait(bar, 1)",
+         "    tma.async_load(source_desc, [0, 0], bar, buf)", "a buffer was written, and no fence has shown it to the copy into it"),
+    ],
+)  # fmt: skip
+def test_a_buffer_is_left_alone_until_the_copy_into_it_was_waited_for(right: str, wrong: str, what: str) -> None:
+    """Whether or not it has come by then."""
+    source = Descriptor(torch.zeros(64, 64, dtype=torch.float16), (64, 64))
+    options = {"BYTES": 64 * 64 * 2, "num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+    assert COPY.count(right) == 1
+    for seed in range(5):
+        gluon_on_cpu.module(COPY, seed).copy[(1,)](source, **options)
+        with pytest.raises(Fault, match=what):
+            gluon_on_cpu.module(COPY.replace(right, wrong), seed).copy[(1,)](source, **options)
