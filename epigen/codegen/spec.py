@@ -304,13 +304,7 @@ class KernelSpec:
         the problem.
         """
         operands = self.signature.a
-        alone = (
-            not self.pointwise
-            and not self.computed
-            and not self.signature.batched
-            and not self.finishes
-            and [(s.value, s.dtype) for s in self.stores] == [(ACC, operands)]
-        )
+        alone = not self.pointwise and not self.computed and not self.finishes and [(s.value, s.dtype) for s in self.stores] == [(ACC, operands)]
         return alone and operands in (FP16, BF16, FP32)
 
     @property

@@ -76,6 +76,8 @@ def _given(t: Any, out: Out, batch: Batch) -> tuple[Tensor, int]:
     if not isinstance(t, Tensor) or tuple(t.shape[: t.dim() - own]) != batch.lead:
         found = list(t.shape) if isinstance(t, Tensor) else f"a {type(t).__name__}"
         raise CallError(f"out for '{out.name}' is {found}, and a tensor with the leading dimensions {list(batch.lead)} was expected")
+    if not batch.count:  # nothing is written
+        return t.new_empty(t.shape[t.dim() - own :]), 0
     matrix, stride = _matrix(f"out for '{out.name}'", t, own, batch.lead)
     if batch.count > 1 and stride <= reach(matrix):
         raise CallError(f"out for '{out.name}' has strides {list(t.stride())}: several products would share places in it, and each wants its own")

@@ -131,7 +131,8 @@ def _launched(
         slots += _new(text, prepared, new, addresses, shapes)
     a, b = views.get("a", "a"), views.get("b", "b")
     if prepared.plan.rendered.whole:
-        viewed = f"{whole}.view({text.hold(prepared.shape[:2])})" if any(shapes) else whole
+        (out,) = prepared.outputs
+        viewed = f"{whole}.view({text.hold(prepared.held(out).shape)})" if any(shapes) else whole
         text.add(f"{text.hold(prepared.compute)}({a}, {b}, {viewed})")
         return True
     slots += _between(text, prepared, addresses, a, b)

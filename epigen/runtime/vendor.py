@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,7 @@ def product(a: Tensor, b: Tensor, precision: str) -> Tensor:
 def products(a: Tensor, b: Tensor, precision: str) -> Tensor:
     """As `product`, of operands with leading dimensions, which broadcast: [..., M, N]."""
     lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    several = [t.expand(*lead, *t.shape[-2:]).reshape(-1 if t.numel() else math.prod(lead), *t.shape[-2:]) for t in (a, b)]
+    several = [_in_a_row(t, lead) for t in (a, b)]
     if not several[0].is_cuda or several[0].dtype not in _REDUCED or 0 in (*several[0].shape, *several[1].shape):
         found = [product(x, y, precision) for x, y in zip(*several, strict=True)]
         whole = (
@@ -68,13 +68,22 @@ def products(a: Tensor, b: Tensor, precision: str) -> Tensor:
 def compute(a: Tensor, b: Tensor, out: Tensor, precision: str) -> None:
     """Write a [M, K] @ b [K, N] to `out` [M, N], rounded once, of a program that is no more than that (`KernelSpec.bare_product`).
 
-    All three of one dtype. precision: as for `product`.
+    All three of one dtype; with leading dimensions all of out's, to which those of a and b broadcast. precision: as for `product`.
     """
     if not out.is_cuda or max(out.stride()) >= WIDE:  # on the CPU torch says nothing of how it adds 16-bit products
-        out.copy_(product(a, b, precision))
+        out.copy_(product(a, b, precision) if out.dim() == 2 else products(a, b, precision))
         return
     with _sums_in_fp32(out.dtype, precision):
-        torch.mm(_near(a), _near(b), out=out)
+        if out.dim() == 2:
+            torch.mm(_near(a), _near(b), out=out)
+        else:
+            lead = out.shape[:-2]
+            torch.bmm(_in_a_row(a, lead), _in_a_row(b, lead), out=_in_a_row(out, lead))
+
+
+def _in_a_row(t: Tensor, lead: Sequence[int]) -> Tensor:
+    """All matrices of a tensor, whose leading dimensions broadcast to these, along one dimension: a view, where they lie evenly."""
+    return t.expand(*lead, *t.shape[-2:]).reshape(math.prod(lead), *t.shape[-2:])
 
 
 def _near(t: Tensor) -> Tensor:

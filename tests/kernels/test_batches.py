@@ -138,6 +138,30 @@ def test_gpu(leads: Any, config: KernelConfig | None, extents: tuple[int, int, i
         same([x if x.dtype == torch.uint8 else x.float() for x in found], wanted)
 
 
+def bare(on: str, dtype: torch.dtype, leads: Any, **options: Any) -> None:
+    a, b, _ = given(*leads, dtype=dtype)
+    lead = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    wanted, (a, b) = (a.double() @ b.double()).to(on, dtype), (a.to(on), b.to(on))
+    kernel, out = epigen.compile("mm", config=cases.LIBRARY, **options), torch.zeros(*lead, 3, dtype=dtype, device=on)[..., 1]
+    for _ in range(3):
+        assert torch.equal(kernel(a, b), wanted) and torch.equal(kernel(a, b, out=out.zero_()), wanted)
+    assert kernel._last is not None and kernel._last.plan is not None and kernel._last.plan.rendered.whole
+    assert "torch.bmm" in kernel._last.plan.source
+
+
+@pytest.mark.parametrize("leads", LEADS, ids=str)
+def test_products_alone_are_the_vendors_whole(leads: Any) -> None:
+    """By one call of its library, without a pass after it."""
+    bare("cpu", torch.float32, leads, backend="interpreter")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("leads", LEADS, ids=str)
+def test_products_alone_on_a_gpu(leads: Any, dtype: torch.dtype) -> None:
+    bare("cuda", dtype, leads)
+
+
 @pytest.mark.gpu
 def test_gpu_past_32_bits() -> None:
     a, b = torch.ones(3, 1 << 15, 1 << 15, dtype=torch.float16, device="cuda"), torch.ones(3, 1 << 15, 16, dtype=torch.float16, device="cuda")
