@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import functools
 import linecache
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
+
+_NAMED = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 
 
 class CodeBuilder:
@@ -22,10 +25,11 @@ class CodeBuilder:
         self.held: dict[str, Any] = {}
 
     def hold(self, value: Any) -> str:
-        """What the text calls an object."""
+        """What the text calls an object: by its own name, or its type's, and a number that no other has."""
         if value is None or isinstance(value, bool):
             return repr(value)
-        name = f"x{len(self.held)}"
+        word = (value.__name__ if isinstance(value, _NAMED) else type(value).__name__.lower()).rpartition(".")[2]
+        name = f"{word if word.isidentifier() and len(word) > 2 else 'x'}{len(self.held)}"
         self.held[name] = value
         return name
 
@@ -34,15 +38,15 @@ class CodeBuilder:
         self.lines += lines
 
     def function(self) -> Callable[..., Any]:
-        made: Callable[..., Any] = _factory(self.signature, tuple(self.lines), len(self.held))(*self.held.values())
+        made: Callable[..., Any] = _factory(self.signature, tuple(self.lines), tuple(self.held))(*self.held.values())
         return made
 
 
 @functools.lru_cache(maxsize=256)  # 10 KB each; a text hangs on how many tensors of which kind a call has, and on inputs' names, not on shapes
-def _factory(signature: str, lines: tuple[str, ...], held: int) -> Callable[..., Any]:
-    """Takes the held objects and returns the function, of which they are the closure."""
+def _factory(signature: str, lines: tuple[str, ...], held: tuple[str, ...]) -> Callable[..., Any]:
+    """Takes the held objects, by these names, and returns the function, of which they are the closure."""
     body = "".join(f"        {line}\n" for line in lines)
-    text = f"def made({', '.join(f'x{i}' for i in range(held))}):\n    def {signature}:\n{body}    return {signature.partition('(')[0]}\n"
+    text = f"def made({', '.join(held)}):\n    def {signature}:\n{body}    return {signature.partition('(')[0]}\n"
     name = f"<epigen: {signature}, {hash(text):x}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # for tracebacks
     namespace: dict[str, Any] = {}

@@ -4,7 +4,27 @@ What the comparison covers is what a prepared call depends on: types, devices, d
 looked at anew in every call, and their alignment has to be as it was; numbers are handed on. No tensor is remembered, so one that is
 freed and another that lies at its address are told apart like any two.
 
-Each such call has a function of its own, written out for it: Python takes longer over what it need not ask than over what it must.
+Each such call has a function of its own, written out for it: Python takes longer over what it need not ask than over what it must. That of
+"relu(mm + bias)" with an `out` reads like this. Names with a number are objects that it holds: dict, list and hookchain are where a setting or a hook of
+Triton's would be. The test that holds the text here has a device without an index.
+
+    def again(itself, a, b, inputs, out):
+        try:
+            v0 = inputs['bias']
+        except KeyError:
+            return None
+        if len(inputs) != 1:
+            return None
+        if not check5(a, b, v0, out):
+            return None
+        if forward_ad8._current_level >= 0 or _len_torch_dispatch_stack6() or _get_tracing_state7() is not None or dict4 or hookchain1.calls or hookchain2.calls or list3:
+            return None
+        if current_device10() != None:
+            return _elsewhere9(None, itself, a, b, inputs, out)
+        stream = current_stream11(None)
+        if not launches13(stream, stream and capturing14(), a, b, v0, out):
+            return None
+        return out
 """
 
 from __future__ import annotations

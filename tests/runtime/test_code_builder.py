@@ -19,8 +19,9 @@ def adder(count: int, start: Any) -> Any:
 
 def test_a_function_holds_what_it_names() -> None:
     text = CodeBuilder("choose(first)")
-    assert (text.hold(None), text.hold(True), text.hold(1), text.hold("a")) == ("None", "True", "x0", "x1")
-    text.add("if first:", "    return x0", "return x1")
+    assert (text.hold(None), text.hold(True), text.hold(1), text.hold("a")) == ("None", "True", "int0", "str1")
+    assert (text.hold(len), text.hold(dict), text.hold(builtins), text.hold(lambda: 0), text.hold(adder)) == ("len2", "dict3", "builtins4", "x5", "adder6")
+    text.add("if first:", "    return int0", "return str1")
     choose = text.function()
     assert (choose(True), choose(False)) == (1, "a")
 
@@ -37,4 +38,4 @@ def test_a_text_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_traceback_shows_the_line() -> None:
     with pytest.raises(TypeError) as error:
         adder(2, "a")(1)
-    assert "return x + x0 + x1" in "".join(traceback.format_exception(error.value))
+    assert "return x + str0 + str1" in "".join(traceback.format_exception(error.value))

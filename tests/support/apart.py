@@ -27,7 +27,7 @@ class Process:
         hearing, answer = os.pipe()
         self.said = tempfile.TemporaryFile()  # noqa: SIM115  # goes with this object
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-p", "served", f"--served={tell},{answer}"]
-        command += ["-c", str(config.inipath), "--rootdir", str(config.rootpath), *files]
+        command += ["-c", str(config.inipath), "--rootdir", str(config.rootpath), *["--update-golden"] * bool(config.getoption("--update-golden")), *files]
         # a cache of its own; and its conftest decides anew who is watched
         inherited = {
             n: v for n, v in settings.child_environment(interpret=False).items() if n not in ("EPIGEN_CACHE", "EPIGEN_TESTS_NOTES") and "XDIST" not in n

@@ -80,9 +80,17 @@ class FakeGpu:
         torch.Tensor.is_cuda = property(lambda _t: True)  # type: ignore[assignment, method-assign]
         torch.cuda.device = lambda _device: nullcontext()  # type: ignore[assignment, misc]
         device.Machine.at_hand = lambda _machine, index=None: self.target  # type: ignore[method-assign]  # noqa: ARG005
-        fast_call.current_device = lambda: None  # type: ignore[assignment, return-value]
-        fast_call.current_stream = lambda _index: self.stream
-        launch.capturing = lambda: self.capturing
+
+        def current_device() -> Any:
+            return None
+
+        def current_stream(_index: Any) -> int:
+            return self.stream
+
+        def capturing() -> bool:
+            return self.capturing
+
+        fast_call.current_device, fast_call.current_stream, launch.capturing = current_device, current_stream, capturing
 
     @property
     def descriptors(self) -> int:
