@@ -172,9 +172,7 @@ class Space:
                 if sig.a.bytes in schedules.WARP_SPECIALIZED.operand_bytes and m > 64:  # two warpgroups want rows for both
                     found.append("warp_specialized")
         able = (SCHEDULES[name] for name in found)
-        return tuple(
-            s.name for s in able if s.runs_on(target.backend, target.arch) and (s.computes or not self.spec.computed) and (s.batches or not sig.batched)
-        )
+        return tuple(s.name for s in able if s.runs_on(target.backend, target.arch) and (s.computes or not self.spec.computed))
 
     def _tiled(self, suggest: Suggest) -> KernelConfig:
         return schedules.config("tiled", **self._pointers(suggest, "tiled"))
@@ -226,7 +224,7 @@ class Space:
 
     def _fused_finalize(self, suggest: Suggest, schedule: str, possible: bool = True) -> int:
         reduces = any(not s.operand for f in self.spec.finishes for s in f.sources)
-        return suggest(f"{schedule}.fused_finalize", 0, int(possible and reduces and not self.spec.signature.batched))
+        return suggest(f"{schedule}.fused_finalize", 0, int(possible and reduces))
 
     def _tile(self, exponent: Callable[[str, int, int], int], rows: int = 16, most: int = _MOST_TILE) -> tuple[int, int]:
         """block_m and block_n. rows: the fewest. most: of values in a tile."""

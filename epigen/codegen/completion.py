@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from epigen.codegen import schedules
-from epigen.codegen.functions import arrivals, inside
+from epigen.codegen.functions import arrivals, counts, inside
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Finish, KernelConfig, KernelSpec
 from epigen.codegen.tile import part_of_tile
@@ -35,8 +35,7 @@ class Completion:
 
 def completions(spec: KernelSpec, config: KernelConfig) -> list[Completion]:
     part = part_of_tile(config)
-    counters = {"tiles": "tiles_m * tiles_n", "groups": "2 * tiles_m * tiles_n", "parts_n": part.across, "parts_m": part.down, "1": "1"}
-    counts = {"n": part.down, "m": part.across, "": f"{part.down} * {part.across}"}
+    counters, parts = counts(config), {"n": part.down, "m": part.across, "": f"{part.down} * {part.across}"}
     of_part = {"n": (part.n, part.columns), "m": (part.m, part.rows), "": ("", "1")}
     finishes, order = inside(spec, config), arrivals(spec, config)
     found = []
@@ -45,7 +44,7 @@ def completions(spec: KernelSpec, config: KernelConfig) -> list[Completion]:
         counter = " + ".join(("num_arrived_ptr", *(counters[name] for name in order[:i]), *filter(None, [number])))
         threads, step = finishing_threads(finish.indices, config), finishing_step(finish, config)
         layout, across = f"FINISH_{finish.indices.upper() or 'ALL'}", [1, 0] if finish.indices else [0, 1]
-        found.append(Completion(finish, counter, counts[finish.indices], number, width, step, layout, threads, across))
+        found.append(Completion(finish, counter, parts[finish.indices], number, width, step, layout, threads, across))
     return found
 
 

@@ -5,7 +5,7 @@ The templates print these lists, and what launches a kernel passes arguments by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from epigen.codegen import schedules
@@ -26,16 +26,16 @@ _FINISH_TILES = {"n": (128, 32), "m": (128, 32), "": (1024, 1)}
 class Argument:
     """A kernel's argument. type: as in Triton's signatures ("*fp16", "i32", "fp32"). about: shape, dtype and role, for the header.
 
-    block: of a tensor that the kernel addresses by TMA, rows and columns of what it moves at a time; its name ends in `_desc`, a
-    pointer's in `_ptr`. transposed: it is the tensor's transpose that has contiguous rows, and is so addressed. padded: it is a copy of
-    the tensor whose rows are aligned.
+    block: of a tensor that the kernel addresses by TMA, rows and columns of what it moves at a time, and in front of them the 1 of a batch's
+    products; its name ends in `_desc`, a pointer's in `_ptr`. transposed: it is the tensor's transpose that has contiguous rows, and is so
+    addressed. padded: it is a copy of the tensor whose rows are aligned.
     of, factor: an integer's value is that of `of` over `factor`, if `of` is not empty; else factor is what is known to divide it.
     """
 
     name: str
     type: str
     about: str = ""
-    block: tuple[int, int] | None = None
+    block: tuple[int, ...] | None = None
     transposed: bool = False
     padded: bool = False
     of: str = ""
@@ -100,13 +100,16 @@ def _pointer(name: str, dtype: DType, about: str) -> Argument:
     return Argument(f"{name}_ptr", f"*{_type(dtype)}", about)
 
 
-def _with_descriptor(name: str, dtype: DType, block: tuple[int, int], indices: str, transposed: bool = False, role: str = "", padded: bool = False) -> Argument:
-    """A tensor by its TMA descriptor. block, indices: of the tensor, before it is transposed."""
+def _with_descriptor(
+    name: str, dtype: DType, block: tuple[int, int], indices: str, batched: bool, transposed: bool = False, role: str = "", padded: bool = False
+) -> Argument:
+    """A tensor by its TMA descriptor. block, indices: of the tensor, before it is transposed. batched: as of `Signature`."""
     if transposed:
         block, indices = (block[1], block[0]), indices[::-1]
     whose = f"{' of the transpose' * transposed}{' of a copy with aligned rows' * padded}"
     about = f"{_shape(indices)} {dtype}{role}: a TMA descriptor{whose}, {block[0]} x {block[1]} at a time"
-    return Argument(f"{name}_desc", f"tensordesc<{_type(dtype)}[{block[0]}, {block[1]}]>", about, block, transposed, padded)
+    moved = (1, *block) if batched else block
+    return Argument(f"{name}_desc", f"tensordesc<{_type(dtype)}[{', '.join(map(str, moved))}]>", about, moved, transposed, padded)
 
 
 def _shape(indices: str) -> str:
@@ -151,10 +154,10 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     if schedule.descriptors:
         block_k, copied = config["block_k"], schedules.padded(config, sig.tma)
         operands = [
-            _with_descriptor("a", sig.a, (config["block_m"] // parts[0], block_k), "mk", sig.layout[0] == "t", padded="a" in copied),
-            _with_descriptor("b", sig.b, (block_k, config["block_n"]), "kn", sig.layout[1] == "t", padded="b" in copied),
+            _with_descriptor("a", sig.a, (config["block_m"] // parts[0], block_k), "mk", sig.batched, sig.layout[0] == "t", padded="a" in copied),
+            _with_descriptor("b", sig.b, (block_k, config["block_n"]), "kn", sig.batched, sig.layout[1] == "t", padded="b" in copied),
         ]
-        sizes = _integers("M", "N", "K")
+        sizes = _integers("M", "N", "K", *(["num_products"] if sig.batched else []))
     elif spec.pointwise:
         operands, sizes = [], _integers("M", "N")
     elif schedule.multiplies:
@@ -174,8 +177,8 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     inputs = [*(i for o in spec.operands for i in o.inputs), *spec.inputs, *(i for f in completing for i in f.inputs)]
     tma_loaded, tma_stored = schedules.tma_loaded(spec, config), schedules.tma_stored(spec, config)
     pointed: list[Input | Store] = [*(i for i in inputs if i.name not in tma_loaded), *(s for s in spec.stores if s.name not in tma_stored), *completed]
-    with_descriptor = {i.name: _with_descriptor(i.name, i.dtype, part, i.indices) for i in inputs if i.dtype is not None and i.name in tma_loaded}
-    with_descriptor |= {s.name: _with_descriptor(s.name, s.dtype, part, s.indices, role=", written") for s in spec.stores if s.name in tma_stored}
+    with_descriptor = {i.name: _with_descriptor(i.name, i.dtype, part, i.indices, sig.batched) for i in inputs if i.dtype is not None and i.name in tma_loaded}
+    with_descriptor |= {s.name: _with_descriptor(s.name, s.dtype, part, s.indices, sig.batched, role=", written") for s in spec.stores if s.name in tma_stored}
     if schedules.splits(config) > 1:
         held = "[tiles * SPLITS, BLOCK_M, BLOCK_N]"
         partials.append(_pointer("split_partial", spec.accumulator, f"{held} {spec.accumulator}, written: sums over parts of k"))
@@ -187,13 +190,17 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     addressed = [*(with_descriptor.get(i.name) or _input(i) for i in inputs), *(with_descriptor.get(s.name) or _output(s) for s in (*spec.stores, *completed))]
     steps: dict[str, str] = {}
     if sig.batched:
-        own = [a.name.removesuffix("_ptr") for a in operands]
-        own += [i.name for i in inputs if i.dtype is not None and i.indices] + [s.name for s in spec.stores]
+        own = [a.name.removesuffix("_ptr") for a in operands if a.block is None]
+        own += [i.name for i in pointed if isinstance(i, Store) or (i.dtype is not None and i.indices)]
         strides += _integers(*map(batch_stride, own))
         steps = {f"{name}_ptr": batch_stride(name) for name in own}
-        steps |= {f"{p.name}_partial_ptr": {"m": "tiles_m * N", "n": "tiles_n * M", "mn": "tiles_m * tiles_n"}[p.axes] for p in spec.partials}
+        count = counts(config)
+        each = {"m": f"{count['parts_m']} * N", "n": f"{count['parts_n']} * M", "mn": f"{count['parts_m']} * {count['parts_n']}"}
+        steps |= {f"{p.name}_partial_ptr": each[p.axes] for p in spec.partials}
         if schedules.splits(config) > 1:
-            steps |= {"split_partial_ptr": "tiles_m * tiles_n * (SPLITS * BLOCK_M * BLOCK_N)", "num_arrived_ptr": "tiles_m * tiles_n"}
+            steps["split_partial_ptr"] = f"{count['tiles']} * (SPLITS * BLOCK_M * BLOCK_N)"
+        if counters := [count[name] for name in arrivals(spec, config)]:
+            steps["num_arrived_ptr"] = counters[0] if len(counters) == 1 else f"({' + '.join(counters)})"
     arguments = (*operands, *addressed, *partials, *sizes, *strides)
     stages = dict(config.values).get("num_stages", 1)
     name = spec.name if schedule.multiplies else f"{spec.name}_epilogue"
@@ -205,6 +212,18 @@ def arrivals(spec: KernelSpec, config: KernelConfig) -> list[str]:
     "groups" of warps has of them, or the parts of tiles along the other index, of which there are counters "parts_n" or "parts_m", or all, "1"."""
     split = [("tiles", "groups")[schedules.tile_parts(config)[0] - 1]] if schedules.splits(config) > 1 else []
     return split + [{"n": "parts_n", "m": "parts_m", "": "1"}[f.indices] for f in inside(spec, config)]
+
+
+def counts(config: KernelConfig) -> Mapping[str, str]:
+    """How many counters, as text, each of `arrivals` has."""
+    down, across = schedules.tile_parts(config)
+    return {
+        "tiles": "tiles_m * tiles_n",
+        "groups": "2 * tiles_m * tiles_n",
+        "parts_m": "tiles_m" if down == 1 else f"({down} * tiles_m)",
+        "parts_n": "tiles_n" if across == 1 else f"({across} * tiles_n)",
+        "1": "1",
+    }
 
 
 def _finish(spec: KernelSpec, finish: Finish) -> Function:

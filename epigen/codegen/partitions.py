@@ -27,12 +27,12 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Tiles in shared memory, which TMA fills or empties. tensor: whose descriptor has their dtype and layout. extents: how many there are, and the rows
-    and columns of each."""
+    """Tiles in shared memory, which TMA fills or empties. tensor: whose descriptor has their dtype and layout. extents: how many there are, and the
+    extents of what TMA moves at a time."""
 
     name: str
     tensor: str
-    extents: tuple[str, str, str]
+    extents: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ _RING = ("a_bufs", "b_bufs", "full_bars", "empty_bars")
 
 def partitions(spec: KernelSpec, config: KernelConfig, main: Function) -> Partitions:
     names, constants = [a.of or a.name for a in main.arguments], tuple(name for name, _ in main.constants)
-    loaded = (*names[:2], *_RING, "M", "N", "K")
+    loaded = (*names[:2], *_RING, "M", "N", "K", *(["num_products"] if spec.signature.batched else []))
     order = ("order_bars",) if config["pingpong"] else ()
     shared = (*_RING, *order, *names[2:])
     consumer = Partition(
@@ -83,12 +83,12 @@ def _buffers(spec: KernelSpec, config: KernelConfig) -> tuple[Buffers, ...]:
     down, across = schedules.tile_parts(config)
     rows, columns = (name if count == 1 else f"{name} // {count}" for name, count in (("BLOCK_M", down), ("BLOCK_N", across)))
     a, b = (rows, "BLOCK_K"), ("BLOCK_K", "BLOCK_N")
-    layout = spec.signature.layout
+    layout, one = spec.signature.layout, ("1",) if spec.signature.batched else ()
     found = [
-        Buffers("a_bufs", "a", ("STAGES" if down == 1 else f"{down} * STAGES", *(a[::-1] if layout[0] == "t" else a))),
-        Buffers("b_bufs", "b", ("STAGES", *(b[::-1] if layout[1] == "t" else b))),
+        Buffers("a_bufs", "a", ("STAGES" if down == 1 else f"{down} * STAGES", *one, *(a[::-1] if layout[0] == "t" else a))),
+        Buffers("b_bufs", "b", ("STAGES", *one, *(b[::-1] if layout[1] == "t" else b))),
     ]
     for name in schedules.tma_stored(spec, config):
         count = GROUPS * across if _one_a_subtile(spec, config, name) else GROUPS
-        found.append(Buffers(f"{name}_bufs", name, (str(count), rows, columns)))
+        found.append(Buffers(f"{name}_bufs", name, (str(count), *one, rows, columns)))
     return tuple(found)

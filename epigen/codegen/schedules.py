@@ -18,7 +18,7 @@ class Schedule:
     multiprocessor, which takes one tile after the other. capabilities: of NVIDIA GPUs, such as 90; None: every GPU of every make. dialect: the
     language of the main kernel, "triton" or "gluon". architecture: whose warpgroups and registers it is written for, "hopper", a folder of `templates`;
     "": no one's, for Triton's compiler lays them out. operand_bytes: of the operands' elements that the main loop is written for. computes: whether that
-    loop can multiply what is computed of operands as they are loaded. batches: whether one launch can compute several products.
+    loop can multiply what is computed of operands as they are loaded.
     """
 
     name: str
@@ -32,7 +32,6 @@ class Schedule:
     architecture: str = ""
     operand_bytes: tuple[int, ...] = (1, 2, 4)
     computes: bool = False
-    batches: bool = False
 
     def runs_on(self, backend: str, arch: int | str) -> bool:
         """Whether GPUs of this kind have what it takes. backend: "cuda" or "hip"."""
@@ -54,7 +53,6 @@ TILED = Schedule(
     },
     multiplies=True,
     computes=True,
-    batches=True,
 )
 
 LIBRARY = Schedule(
@@ -67,7 +65,6 @@ LIBRARY = Schedule(
         "fused_finalize": (0, 1),
     },
     multiplies=False,
-    batches=True,
 )
 
 SPLIT_K = Schedule(
@@ -76,7 +73,6 @@ SPLIT_K = Schedule(
     {**TILED.dimensions, "splits": (2, 4, 8, 16, 32)},
     multiplies=True,
     computes=True,
-    batches=True,
 )
 
 PERSISTENT = Schedule(

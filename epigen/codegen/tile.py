@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from epigen.codegen import emit, schedules
-from epigen.codegen.functions import inside, units
+from epigen.codegen.functions import counts, inside, units
 from epigen.codegen.schedules import SCHEDULES, Schedule
 from epigen.codegen.spec import Input, KernelConfig, KernelSpec
 
@@ -28,10 +28,10 @@ class Part:
 
 
 def part_of_tile(config: KernelConfig) -> Part:
-    down, across = schedules.tile_parts(config)
-    m, rows, all_down = ("pid_m", "BLOCK_M", "tiles_m") if down == 1 else ("part_m", "ROWS", f"({down} * tiles_m)")
-    n, columns, all_across = ("pid_n", "BLOCK_N", "tiles_n") if across == 1 else ("part_n", "SUBTILE_N", f"({across} * tiles_n)")
-    return Part(m, n, rows, columns, all_down, all_across)
+    (down, across), count = schedules.tile_parts(config), counts(config)
+    m, rows = ("pid_m", "BLOCK_M") if down == 1 else ("part_m", "ROWS")
+    n, columns = ("pid_n", "BLOCK_N") if across == 1 else ("part_n", "SUBTILE_N")
+    return Part(m, n, rows, columns, count["parts_m"], count["parts_n"])
 
 
 @dataclass(frozen=True, slots=True)

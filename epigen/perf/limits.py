@@ -77,7 +77,7 @@ def rows_of_warpgroups(c: Candidate) -> str:
 
 
 def empty_tensors(c: Candidate) -> str:
-    if not c.schedule.descriptors or 0 not in c.shape:
+    if not c.schedule.descriptors or 0 not in c.shape[-3:]:
         return ""
     return f"the schedule {c.schedule.name} addresses operands by TMA descriptors, and there are none of empty tensors"
 
@@ -121,19 +121,6 @@ def computed_operands(c: Candidate) -> str:
     return (
         f"the schedule {c.schedule.name} multiplies operands as they lie, and the program computes what it multiplies of {c.spec.computed[0].name}: {able} can"
     )
-
-
-def batches(c: Candidate) -> str:
-    if not c.spec.signature.batched or c.schedule.batches:
-        return ""
-    able = ", ".join(s.name for s in SCHEDULES.values() if s.batches)
-    return f"the schedule {c.schedule.name} computes one product, and operands with leading dimensions are several: {able} can"
-
-
-def reductions_of_a_batch(c: Candidate) -> str:
-    if not c.spec.signature.batched or not any(schedules.finished_inside(f, c.config) for f in c.spec.finishes):
-        return ""
-    return "fused_finalize=1 counts the tiles of one product, and operands with leading dimensions are several: it has to be 0"
 
 
 # -- without these a kernel that multiplies does not compile, and Triton says so
@@ -227,8 +214,6 @@ LAUNCHES: tuple[Restriction, ...] = (
     coordinates,
     vendors_extents,
     computed_operands,
-    batches,
-    reductions_of_a_batch,
 )
 COMPILES: tuple[Restriction, ...] = (fp8, step, threads, transposed_in_threads)
 PAYS: tuple[Restriction, ...] = (filled, shared_memory, accumulators, held_inputs, work_of_a_warp)

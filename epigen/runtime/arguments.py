@@ -21,6 +21,9 @@ from epigen.ir.graph import Node
 ALIGNED_BYTES = 16
 """Triton compiles one kernel for addresses that are multiples of this, and another for those that are not."""
 
+MOST_TMA_STRIDE = 1 << 40
+"""Bytes, which the distances that a TMA descriptor knows are below."""
+
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types whose tensors are nothing but memory: one of a subclass may hold none, or none of its own."""
 
@@ -215,30 +218,34 @@ def aligned(t: Tensor) -> bool:
     return type(t) in PLAIN and t.data_ptr() % ALIGNED_BYTES == 0
 
 
-def describable(t: Tensor, written: bool = False) -> bool:
-    """Whether TMA can address a matrix as it lies; the extents may be any, but not 0.
+def describable(t: Tensor, written: bool = False, step: int = 0) -> bool:
+    """Whether TMA can address a matrix as it lies; the extents may be any, but not 0. step: of a batch, the elements from one matrix to the next.
 
     written: what lies between the ends of rows has to stay as it is, and TMA writes pieces of 16 bytes whole: into a slice of 1004 columns of fp16
     it wrote 1008 (H200, Triton 3.6, 2026-11).
     """
-    rows, columns = t.stride(0) * t.element_size(), t.shape[1] * t.element_size()
-    addressed = t.stride(1) == 1 and 0 < rows < 1 << 40 and rows % TMA_BYTES == 0 and t.data_ptr() % TMA_BYTES == 0 and 0 not in t.shape
+    rows, columns, steps = (each * t.element_size() for each in (t.stride(0), t.shape[1], step))
+    even = 0 < rows < MOST_TMA_STRIDE and 0 <= steps < MOST_TMA_STRIDE and rows % TMA_BYTES == steps % TMA_BYTES == 0
+    addressed = t.stride(1) == 1 and even and t.data_ptr() % TMA_BYTES == 0 and 0 not in t.shape
     return addressed and not (written and columns % TMA_BYTES)
 
 
 def padded(t: Tensor) -> Tensor:
     """A copy of a matrix, or of its transpose if that is what has contiguous rows, with rows that begin with a line of L2, as TMA loads them
-    fastest. What lies between their ends is left as it is: TMA knows the extents, and fetches zeros beyond."""
-    t = t if layout(t) == "n" else t.T
-    rows, columns = t.shape
+    fastest. What lies between their ends is left as it is: TMA knows the extents, and fetches zeros beyond. Of the several of a batch, each, and
+    once what all products share."""
+    if t.dim() > 2 and t.shape[0] and t.stride(0) == 0:
+        return padded(t[0]).expand(t.shape[0], -1, -1)
+    t = t if layout(t) == "n" else t.mT
+    *rows, columns = t.shape
     each = LINE_BYTES // t.element_size()
-    held = torch.empty((rows, -(-columns // each) * each), dtype=t.dtype, device=t.device)[:, :columns]
+    held = torch.empty((*rows, -(-columns // each) * each), dtype=t.dtype, device=t.device)[..., :columns]
     return held if t.is_meta else held.copy_(t)
 
 
 def layout(t: Tensor) -> str:
     """How an operand lies: "n" for row-major, "t" for the transpose of a row-major matrix."""
-    return "n" if t.stride(1) == 1 or t.stride(0) != 1 else "t"
+    return "n" if t.stride(-1) == 1 or t.stride(-2) != 1 else "t"
 
 
 def reach(t: Tensor) -> int:

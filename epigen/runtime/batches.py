@@ -35,6 +35,10 @@ class Batch:
     def count(self) -> int:
         return math.prod(self.lead)
 
+    def stacked(self, name: str, t: Tensor) -> Tensor:
+        """All matrices of a tensor, [products, rows, columns], where what all share stands for each at a distance of 0. name: of the tensor."""
+        return t.as_strided((self.count, *t.shape[-2:]), (self.strides[name], *t.stride()[-2:]))
+
 
 def one(declared: Mapping[str, Node], operands: tuple[Any, ...], inputs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any], Batch | None]:
     """What the first of a call's products is given, and all of them; the same, and None, where there are no leading dimensions. declared: the program's inputs.

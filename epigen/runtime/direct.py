@@ -25,8 +25,8 @@ TENSOR_MAP_BYTES = 128
 """Of what the driver calls a CUtensorMap."""
 
 
-def describe_by_triton(dialect: str, t: Tensor, block: tuple[int, int]) -> Any:
-    """A matrix as an argument of `jit[grid]` that its kernel addresses by TMA, in blocks; its rows or its columns are contiguous.
+def describe_by_triton(dialect: str, t: Tensor, block: tuple[int, ...]) -> Any:
+    """A matrix, or the several of a batch, as an argument of `jit[grid]` that its kernel addresses by TMA, in blocks; rows or columns are contiguous.
 
     dialect: the kernel's, "triton" or "gluon".
     """
@@ -34,7 +34,7 @@ def describe_by_triton(dialect: str, t: Tensor, block: tuple[int, int]) -> Any:
     return descriptor(dialect, t, t.shape, t.stride(), block)
 
 
-def descriptor(dialect: str, base: Any, shape: Sequence[int], strides: Sequence[int], block: tuple[int, int]) -> Any:
+def descriptor(dialect: str, base: Any, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]) -> Any:
     """The same of a tensor, or of what stands for one. strides: the last one is 1."""
     if dialect == "triton":
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -51,8 +51,8 @@ def descriptor(dialect: str, base: Any, shape: Sequence[int], strides: Sequence[
 
 
 def upright(t: Tensor) -> Tensor:
-    """The matrix or its transpose, whichever has contiguous rows: TMA addresses nothing else."""
-    return t if t.stride(1) == 1 else t.T
+    """The matrix or its transpose, whichever has contiguous rows: TMA addresses nothing else. Of several, each."""
+    return t if t.stride(-1) == 1 else t.mT
 
 
 @dataclass(frozen=True, slots=True)

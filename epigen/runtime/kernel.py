@@ -427,7 +427,7 @@ class Kernel:
         strides = batch.strides if batch else {}
         return Signature(
             a, b, self._dtypes(inputs), self._precision_now(), k_multiple(k), index_bits(shape, map(arguments.reach, tensors)), "".join(map(arguments.layout, operands)) or "nn",
-            tma=(*(name for name, t in upright.items() if arguments.describable(t)), *(name for name, t in written.items() if arguments.describable(t, True))),
+            tma=tuple(name for name, t in (upright | written).items() if arguments.describable(t, name in written, strides.get(name, 0))),
             factors=factors((m, n, k), strided, strides), bytewise=self._bytewise(inputs, outs, strides), batched=batch is not None,
         )  # fmt: skip
 

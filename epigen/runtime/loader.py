@@ -194,7 +194,8 @@ def _stand_in(function: Function, argument: Argument, values: Mapping[str, int])
     kind = argument.type
     if argument.block is not None:
         element = kind.removeprefix("tensordesc<").partition("[")[0]
-        return direct.descriptor(function.dialect, _Tensor(_Element(element)), (1 << 12, 1 << 12), (1 << 12, 1), argument.block)
+        shape, strides = (1 << 12,) * len(argument.block), [1 << 12 * i for i in reversed(range(len(argument.block)))]
+        return direct.descriptor(function.dialect, _Tensor(_Element(element)), shape, strides, argument.block)
     if kind.startswith("*"):
         return _Tensor(_Element(kind[1:]))
     if not kind.startswith("i"):

@@ -82,7 +82,7 @@ class Prepared:
         m, n, k = self.shape
         config = self.plan.choice.config
         tiles_m, tiles_n = parts(config, self.shape)
-        integers = {"M": m, "N": n, "K": k, "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles_m * tiles_n}
+        integers = {"M": m, "N": n, "K": k, "num_products": self.count, "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles_m * tiles_n}
         integers |= {"stride_mm_m": n, "stride_mm_n": 1}
         for name, indices, tensor in zip("ab", ("mk", "kn"), operands, strict=False):
             integers |= {f"stride_{name}{i}": s for i, s in zip(indices, tensor.stride(), strict=True)}
@@ -160,9 +160,20 @@ class Prepared:
                 values[f"{item.name}_ptr"] = inputs[item.name]
         if self.arrivals is not None:
             values["num_arrived_ptr"] = self.arrivals.counters()
-        values |= {f"{name}_padded_ptr": arguments.padded(values[f"{name}_ptr"]) for name in self.padded}
         values |= {f"{o.name}_ptr": t for o, t in zip(self.outputs, results, strict=True)}
+        values |= {f"{name}_ptr": self._described(name, values[f"{name}_ptr"]) for name in self.described}
+        values |= {f"{name}_padded_ptr": arguments.padded(values[f"{name}_ptr"]) for name in self.padded}
         return values | self.workspace.tensors(self.device)
+
+    @property
+    def described(self) -> tuple[str, ...]:
+        """The tensors that kernels address by TMA."""
+        assert self.plan is not None
+        return tuple(a.name.removesuffix("_desc") for f in self.plan.rendered.functions for a in f.arguments if a.block is not None)
+
+    def _described(self, name: str, t: Tensor) -> Tensor:
+        """What a descriptor is made of."""
+        return t if self.batch is None else self.batch.stacked(name, t)
 
     def slots(self, names: Sequence[str]) -> dict[str, int]:
         """Where each launch's argument is in a row of all values of a call that change. names: the inputs', in the order of their slots.
@@ -179,8 +190,11 @@ class Prepared:
     def direct(self, names: Sequence[str], tensors: Sequence[Any]) -> list[Direct] | None:
         """The launches without Triton, after `run` has gone through it; None where one cannot do without. tensors: in the order of the slots."""
         if not self.asked:
-            slots = self.slots(names)
-            found = [launch.direct(c, slots, tensors) for launch, c in zip(self.launches, self.compiled, strict=True)]
+            slots, described = self.slots(names), list(tensors)
+            for name in self.described:
+                place = slots[f"{name}_ptr"]
+                described[place] = self._described(name, tensors[place])
+            found = [launch.direct(c, slots, described) for launch, c in zip(self.launches, self.compiled, strict=True)]
             self.launchers = [f for f in found if f is not None]
             self.asked = True
         return None if self.needs_triton else self.launchers

@@ -113,6 +113,14 @@ KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
     "fp8_saturating": (spec_of("cast(mm * alpha, fp8e4m3)", FP8E4M3, input_dtype=FP32, k_multiple=64), TILED),
     "fp32_tf32_by_value": (spec_of("leaky_relu(mm, slope) * (1 + slope)", FP32, ("slope",), precision="tf32", k_multiple=64), TILED),
     "batch": (spec_of("z = mm + bias; relu(z), bgrad(z)", k_multiple=64, batched=True), TILED),
+    "batch_persistent": (
+        spec_of("z = mm + residual; z, bgrad(z)", layout="nt", tma=("a", "b", "z"), batched=True),
+        persistent(128, 128, 64, 8, flatten=0, subtiles=2, fused_finalize=1),
+    ),
+    "batch_pingpong": (
+        spec_of("relu(mm * scale_b[n] + residual)", layout="nt", tma=("a", "b", "residual", "out"), batched=True),
+        warp_specialized(128, 128, 64, 4, pingpong=1, subtiles=2, tma_load=1),
+    ),
     "computed_operand": (spec_of("relu(dot(relu(a) * norm[k], b) + bias)", k_multiple=64), TILED),
     "computed_operands_any_k": (
         spec_of("z = dot(silu(a) * row[m], exp(b) * scale_b[k,n]) * row[m]; z, bgrad(z)", index_bits=64),

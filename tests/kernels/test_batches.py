@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from random import Random
 from typing import Any
 
 import cases
 import pytest
 import torch
+from batched import EVERYTHING, GROUPED, LEADS, expected, given, same
 from compiling import compiled
 from programs import write_program
 from samples import sparse
@@ -25,70 +25,34 @@ from epigen.choose.space import Space
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KernelConfig
 from epigen.dtypes import BF16, FP16, FP32
-from epigen.errors import CallError, ConfigError
-from epigen.ir import reference
+from epigen.errors import CallError
 from epigen.ir.derivation import ARRIVING, INPUT, SAVED
 from epigen.perf import limits
-from epigen.runtime import vendor, verify
+from epigen.runtime import arguments, batches, outputs, vendor, verify
 from epigen.runtime.ahead import Job
+from epigen.runtime.batches import Batch
 from epigen.training import composed, library
 
 CONFIGS: Mapping[str, KernelConfig] = {
     "tiled": cases.tiled(32, 32, 32, prefetch=1),
     "split_k": cases.split_k(),
     "library": cases.LIBRARY,
+    "tiled, the last block": cases.tiled(16, 32, 32, fused_finalize=1),
+    "split_k, the last block": cases.split_k(fused_finalize=1),
+    "library, the last block": cases.LIBRARY.with_value("fused_finalize", 1),
+    "persistent": cases.persistent(),
+    "persistent, subtiles": cases.persistent(64, 32, subtiles=2, flatten=0, prefetch=1),
+    "persistent, pointers": cases.persistent(64, 32, tma_store=0, group_m=1),
+    "persistent, the last block": cases.persistent(64, 32, flatten=0, subtiles=2, fused_finalize=1),
 }
-EVERYTHING = "z = mm * alpha + bias + scale_a[m] + residual; y = drelu(z, mask); y, bitmask(z > 0), bgrad(y), sum(y, n), amax(y), sum(a, k), sum(b, k) * bias"
-"""Inputs and outputs of every kind."""
-
-LEADS = (
-    ((3,), (3,), (3,)),
-    ((2, 3), (), (2, 3)),
-    ((), (4,), ()),
-    ((1,), (5,), (1,)),
-    ((2, 3), (2, 3), (1, 1)),
-    ((1,), (1,), ()),
-    ((0,), (0,), ()),
-    ((2, 0), (), ()),
-)
-"""Of a, of b, and of inputs."""
-
-
-def given(
-    lead_a: tuple[int, ...], lead_b: tuple[int, ...], lead: tuple[int, ...], m: int = 33, n: int = 45, k: int = 20, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Small integers, whose sums are exact in any order."""
-    torch.manual_seed(0)
-
-    def whole(*size: int) -> Tensor:
-        return torch.randint(-2, 3, size).to(dtype)
-
-    inputs = {"alpha": 2.0, "bias": whole(*lead, n), "scale_a": whole(*lead, m), "residual": whole(*lead, m, n), "mask": reference.pack(whole(*lead, m, n) > 0)}
-    return whole(*lead_a, m, k), whole(*lead_b, k, n), inputs
-
-
-def expected(a: Tensor, b: Tensor, inputs: Mapping[str, Any]) -> list[Tensor]:
-    """EVERYTHING, by torch's own operations, which broadcast over leading dimensions."""
-    mm = a @ b
-    m, n = mm.shape[-2:]
-    z = mm * inputs["alpha"] + inputs["bias"][..., None, :] + inputs["scale_a"][..., None] + inputs["residual"]
-    y = torch.where(reference.unpack(inputs["mask"], n), z, 0.0)
-    lead = torch.zeros(mm.shape[:-2])
-    sums = a.sum(-1) + lead[..., None], (b.sum(-2) + lead[..., None]) * inputs["bias"]
-    largest = y.abs().amax((-1, -2)) if m * n else lead
-    return [y, z > 0, y.sum(-2), y.sum(-1), largest, *sums]
-
-
-def same(found: Any, wanted: list[Tensor]) -> None:
-    for x, y in zip(found, wanted, strict=True):
-        assert torch.equal(reference.unpack(x, y.shape[-1]) if x.dtype == torch.uint8 else x, y), (x.shape, y.shape)
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("config", "columns"), [(c, n) for c in CONFIGS for n in (45, 48) if n == 45 or "persistent" in c])
 @pytest.mark.parametrize("leads", LEADS, ids=str)
-def test_kernels(leads: Any, config: str) -> None:
-    a, b, inputs = given(*leads)
+def test_kernels(leads: Any, config: str, columns: int) -> None:
+    """columns: also such as TMA can address."""
+    a, b, inputs = given(*leads, n=columns)
     same(epigen.compile(EVERYTHING, backend="interpreter", config=CONFIGS[config])(a, b, **inputs), expected(a, b, inputs))
 
 
@@ -99,9 +63,8 @@ def test_each_product_is_what_it_is_alone(part: int) -> None:
     random = Random(f"batches {part}")
     for _ in range(8):
         text = write_program(random, 8, tame=True, casts=(FP16, FP32), operands=random.random() < 0.4)
-        kernel = epigen.compile(
-            text, backend="interpreter", config=random.choice([c for c in CONFIGS.values() if c.schedule != "library" or "dot" not in text])
-        )
+        able = [c for c in CONFIGS.values() if SCHEDULES[c.schedule].computes or "dot" not in text]
+        kernel = epigen.compile(text, backend="interpreter", config=random.choice(able))
         several = [verify.sample(kernel.graph, (37, 45, 34), FP16, FP16, FP16, seed=seed, scalars_by_value=bool(part % 2)) for seed in range(3)]
         shared = {name for name, value in several[0].inputs.items() if random.random() < 0.5 or not isinstance(value, Tensor) or value.numel() == 1}
         inputs = {name: value if name in shared else torch.stack([s.inputs[name] for s in several]) for name, value in several[0].inputs.items()}
@@ -121,7 +84,7 @@ def test_reference(leads: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [*CONFIGS.values(), cases.tiled(128, 128, 64, 8, 3), None], ids=str)
+@pytest.mark.parametrize("config", [*CONFIGS.values(), *GROUPED.values(), cases.tiled(128, 128, 64, 8, 3), cases.persistent(128, 128, 64, 8), None], ids=str)
 @pytest.mark.parametrize("leads", LEADS, ids=str)
 @pytest.mark.parametrize("extents", [(33, 45, 20), (256, 128, 64)], ids=str)
 def test_gpu(leads: Any, config: KernelConfig | None, extents: tuple[int, int, int]) -> None:
@@ -163,9 +126,10 @@ def test_products_alone_on_a_gpu(leads: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_past_32_bits() -> None:
+@pytest.mark.parametrize("config", [None, cases.persistent(128, 16, 64), cases.warp_specialized(128, 16), cases.warp_specialized(128, 16, pingpong=1)], ids=str)
+def test_gpu_past_32_bits(config: KernelConfig | None) -> None:
     a, b = torch.ones(3, 1 << 15, 1 << 15, dtype=torch.float16, device="cuda"), torch.ones(3, 1 << 15, 16, dtype=torch.float16, device="cuda")
-    found = epigen.compile("cast(mm * 2, fp32)")(a, b)
+    found = epigen.compile("cast(mm * 2, fp32)", config=config)(a, b)
     assert found.shape == (3, 1 << 15, 16) and bool((found == 2 << 15).all())
 
 
@@ -222,21 +186,9 @@ def test_what_does_not_fit_is_refused(a: tuple[int, ...], b: tuple[int, ...], in
 # -- which schedules
 
 
-@pytest.mark.parametrize("name", [s.name for s in SCHEDULES.values() if not s.batches])
-def test_other_schedules_are_refused_by_name(name: str) -> None:
-    config = {"persistent": cases.persistent(), "warp_specialized": cases.warp_specialized()}[name]
-    spec, shape, target = spec_of("relu(mm)", batched=True), (4, 256, 256, 256), gpus.TARGETS["sm_90"]
-    assert f"the schedule {name} computes one product" in limits.unfit(spec, config, shape, target) and name not in Space(spec, shape, target).schedules
-    a, b, _ = given((3,), (3,), ())
-    with pytest.raises(ConfigError, match="library, tiled, split_k can"):
-        epigen.compile("relu(mm)", backend="interpreter", config=cases.persistent())(a, b)
-
-
-def test_reductions_are_finished_by_kernels_of_their_own() -> None:
-    spec, shape, target = spec_of("mm, bgrad(mm)", batched=True), (4, 64, 64, 64), gpus.TARGETS["sm_90"]
-    config = cases.tiled(fused_finalize=1)
-    assert "fused_finalize=1 counts the tiles of one product" in limits.unfit(spec, config, shape, target)
-    assert limits.unfit(replace(spec, signature=replace(spec.signature, batched=False)), config, shape[1:], target) == ""
+def test_every_schedule_can() -> None:
+    target, shape = gpus.TARGETS["sm_90"], (4, 512, 512, 4096)
+    assert set(Space(spec_of("relu(mm)", batched=True, tma=("a", "b", "out")), shape, target).schedules) == set(SCHEDULES)
 
 
 @pytest.mark.parametrize("target", gpus.TARGETS)
@@ -250,11 +202,7 @@ def test_the_rule_chooses_what_can_run(target: str) -> None:
     ):
         spec = spec_of(text, a, batched=True)
         config = rule.choose(spec, shape, gpus.TARGETS[target]).config
-        assert (
-            SCHEDULES[config.schedule].batches
-            and limits.refusal(spec, config, shape, gpus.TARGETS[target]) == ""
-            and Space(spec, shape, gpus.TARGETS[target]).legal(config)
-        )
+        assert limits.refusal(spec, config, shape, gpus.TARGETS[target]) == "" and Space(spec, shape, gpus.TARGETS[target]).legal(config)
 
 
 def test_many_small_products_fill_the_gpu_with_large_tiles() -> None:
@@ -280,6 +228,53 @@ def test_kernels_compile_ahead_and_load_as_wide() -> None:
         wide.append([stage.count(instruction) for instruction in _WIDE])
         assert main.resources.spills == 0
     assert all(alone == together and any(alone) for alone, together in zip(wide[::2], wide[1::2], strict=True))
+
+
+_BY_TMA = ("wgmma.mma_async", "cp.async.bulk.tensor", "stmatrix", "ldmatrix", "ld.global", "st.global", "st.shared", "ld.shared")
+
+
+@pytest.mark.triton
+def test_hoppers_kernels_move_as_much_at_once() -> None:
+    """As those of one product, of which TMA moves blocks of two dimensions."""
+    jobs = []
+    for text, layout, config in (
+        ("mm * s", "nn", cases.persistent(128, 128, 64, 8)),
+        ("z = relu(mm + bias); z, bgrad(z)", "tt", cases.persistent(128, 128, 64, 8, flatten=0, subtiles=2)),
+        ("mm * s", "nn", cases.warp_specialized(128, 128, pingpong=1)),
+        ("z = relu(mm + c[m,n]); z, bgrad(z)", "tt", cases.warp_specialized(128, 128, pingpong=1, subtiles=2, tma_load=1)),
+        ("relu(mm + bias)", "nt", cases.warp_specialized(128, 128, prefetch=1, splits=2)),
+    ):
+        for batched in (False, True):
+            spec = spec_of(text, BF16, k_multiple=64, layout=layout, tma=("a", "b", "c", "z", "out"), batched=batched)
+            jobs.append(Job(RENDERER.render(spec, config), gpus.TARGETS["sm_90"], layout))
+    found = [main for main, *_ in compiled(jobs)]
+    assert all(main.resources.spills == 0 for main in found)
+    texts = [str(main.stages["ptx"]) for main in found]
+    for alone, together in zip(texts[::2], texts[1::2], strict=True):
+        assert [alone.count(x) for x in _BY_TMA] == [together.count(x) for x in _BY_TMA]
+        assert alone.count("tensor.2d") == together.count("tensor.3d") > 0 and "tensor.2d" not in together
+
+
+def test_what_tma_can_address_of_a_batch() -> None:
+    def described(*tensors: Tensor) -> tuple[str, ...]:
+        kernel = epigen.compile("mm + c[m,n]")
+        first, inputs, batch = batches.one(kernel._inputs, tensors[:2], {"c": tensors[2]})
+        return kernel._signature((8, 16, 24), first, inputs, {}, outputs.of(kernel.graph, FP16), batch).tma
+
+    a, b, c = torch.zeros(3, 8, 24).half(), torch.zeros(3, 24, 16).half(), torch.zeros(3, 8, 16).half()
+    assert described(a, b, c) == ("a", "b", "c", "out")
+    assert described(a, b[0], c[0]) == ("a", "b", "c", "out")  # what all products share lies at a distance of 0
+    odd = torch.zeros(3 * (8 * 24 + 4)).half()
+    assert described(odd.as_strided((3, 8, 24), (8 * 24 + 4, 24, 1)), b, c) == ("b", "c", "out")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_copies_with_aligned_rows_are_as_many_as_there_are_matrices(shared: bool) -> None:
+    t = torch.randn(2, 3, 5, 7)
+    several = Batch((2, 3), {"b": 0 if shared else 35}).stacked("b", t[0, 0] if shared else t)
+    found = arguments.padded(several.mT)
+    assert found.shape == (6, 5, 7) and found.stride() == (0 if shared else 5 * 32, 32, 1)
+    assert torch.equal(found, (t[:1, :1].expand(2, 3, 5, 7) if shared else t).reshape(6, 5, 7))
 
 
 def test_the_vendors_products() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import batched
 import cases
 import gluon_on_cpu
 import pytest
@@ -193,6 +194,46 @@ def test_random_programs(text: str, values: dict[str, int], layout: str, a: obje
     except Fault as fault:
         assume(not str(fault).endswith("bytes of shared memory"))  # many results leave room for small tiles alone
         raise
+
+
+@pytest.mark.parametrize("config", batched.GROUPED)
+@pytest.mark.parametrize("leads", batched.LEADS, ids=str)
+@pytest.mark.parametrize("extents", [(33, 45, 20), (150, 72, 136)], ids=str)
+def test_products_of_a_batch(leads: tuple[tuple[int, ...], ...], config: str, extents: tuple[int, int, int]) -> None:
+    """Copied into aligned rows, and addressed as they lie."""
+    a, b, inputs = batched.given(*leads, *extents, dtype=torch.float16)
+    found = Executed(Case(batched.EVERYTHING, extents, config=batched.GROUPED[config]), seed=config)(a, b, **inputs)
+    batched.same([x if x.dtype == torch.uint8 else x.float() for x in found], batched.expected(a, b, inputs))
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("copy_in(a_desc, [batch_id", "copy_in(a_desc, [0"),
+        ("copy_in(b_desc, [batch_id", "copy_in(b_desc, [0"),
+        ("copy_in(residual_desc, [batch_id", "copy_in(residual_desc, [0"),
+        ("copy_out(z_desc, [batch_id", "copy_out(z_desc, [0"),
+        ("first_bias_ptr + batch_id", "first_bias_ptr + 0 * batch_id"),
+        ("first_out1_partial_ptr + batch_id", "first_out1_partial_ptr + 0 * batch_id"),
+        ("first_num_arrived_ptr + batch_id", "first_num_arrived_ptr + 0 * batch_id"),
+        ("tile_id = item_id % (tiles_m * tiles_n)", "tile_id = item_id"),
+        (" * num_products", ""),
+    ],
+)
+def test_what_is_of_another_product_is_found(right: str, wrong: str) -> None:
+    def edit(text: str) -> str:
+        assert right in text, text
+        return text.replace(right, wrong)
+
+    a, b, inputs = batched.given((3,), (3,), (3,), 136, 72, 72, torch.float16)
+    bias, residual = inputs["bias"], inputs["residual"]
+    case = Case("z = mm + bias + residual; z, bgrad(z)", (136, 72, 72), config=warp_specialized(64, 64, pingpong=1, tma_load=1, fused_finalize=1))
+    z = a.float() @ b.float() + bias[:, None, :] + residual
+    try:
+        found = Executed(case, 0, edit)(a, b, bias=bias, residual=residual)
+    except Fault:
+        return
+    assert not all(torch.equal(x.float(), y) for x, y in zip(found, (z, z.sum(-2)), strict=True))
 
 
 # -- mistakes that are found

@@ -38,6 +38,9 @@ class Shared:
         demand(0 <= at < len(self.data), f"buffer {at} of {len(self.data)}")
         return Shared(self.data[at], self.layout)
 
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        return Shared(self.data.view(*shape), self.layout)
+
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.data.permute(*order), self.layout)
 
@@ -149,15 +152,16 @@ def fence_async_shared() -> None:
 
 
 class Descriptor:
-    """What TMA addresses: a matrix with contiguous rows, in blocks."""
+    """What TMA addresses: a matrix with contiguous rows, or several evenly apart, in blocks."""
 
-    def __init__(self, tensor: torch.Tensor, block: tuple[int, int]):
-        demand(tensor.stride(1) == 1 and tensor.stride(0) * tensor.itemsize % 16 == 0 and tensor.data_ptr() % 16 == 0, "rows that TMA cannot address")
-        demand(max(block) <= 256 and block[1] * tensor.itemsize >= 16, f"TMA moves no block of {block}")
+    def __init__(self, tensor: torch.Tensor, block: tuple[int, ...]):
+        *steps, last = tensor.stride()
+        demand(last == 1 and all(step * tensor.itemsize % 16 == 0 for step in steps) and tensor.data_ptr() % 16 == 0, "rows that TMA cannot address")
+        demand(tensor.dim() == len(block) and max(block) <= 256 and block[-1] * tensor.itemsize >= 16, f"TMA moves no block of {block}")
         self.tensor, self.block, self.dtype, self.layout = tensor, block, tensor.dtype, ("TMA", block)
 
     def part(self, at: Sequence[int]) -> torch.Tensor:
-        """The elements of a block that the matrix has."""
+        """The elements of a block that the tensor has."""
         return self.tensor[tuple(slice(i, i + size) for i, size in zip(at, self.block, strict=True))]
 
     def check(self, buffer: Shared) -> None:
@@ -177,7 +181,7 @@ def copy_in(source: Descriptor, at: Sequence[int], barrier: Barrier, buffer: Sha
     def land() -> None:
         part = source.part(at)
         buffer.data.zero_()
-        buffer.data[: part.shape[0], : part.shape[1]] = part
+        buffer.data[_corner(part)] = part
         barrier.deliver(buffer.data.nbytes)
 
     copy = actor.program.arriving[buffer.place] = CopyIn(actor.program, actor.machine.copy_weight, land, barrier)
@@ -193,7 +197,12 @@ class CopyOut:
     def end(self) -> None:
         demand(torch.equal(self.seen, self.buffer.bits()), "a buffer was overwritten while it was copied out")
         part, data = self.target.part(self.at), self.buffer.data.clone()
-        here().machine.late.append(lambda: part.copy_(data[: part.shape[0], : part.shape[1]]))
+        here().machine.late.append(lambda: part.copy_(data[_corner(part)]))
+
+
+def _corner(part: torch.Tensor) -> tuple[slice, ...]:
+    """Where a block has the elements of which there are any."""
+    return tuple(slice(0, size) for size in part.shape)
 
 
 def copy_out(target: Descriptor, at: Sequence[int], buffer: Shared) -> None:
@@ -201,7 +210,7 @@ def copy_out(target: Descriptor, at: Sequence[int], buffer: Shared) -> None:
     actor = turn()
     target.check(buffer)
     demand(buffer.place not in actor.program.unfenced, "a buffer was written, and no fence has shown it to the copy out of it")
-    demand(target.tensor.shape[1] * target.tensor.itemsize % 16 == 0, "TMA writes pieces of 16 bytes whole, past the ends of these rows")
+    demand(target.tensor.shape[-1] * target.tensor.itemsize % 16 == 0, "TMA writes pieces of 16 bytes whole, past the ends of these rows")
     actor.stores.append(CopyOut(target, at, buffer))
 
 

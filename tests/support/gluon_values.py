@@ -224,8 +224,10 @@ class Pointer:
         return Pointer(self.tensor, self.dtype, self.offset + offset)
 
     def to(self, wanted: PointerType) -> Pointer:
-        demand(self.offset == 0, "a pointer changes its type after an offset was added")
-        return Pointer(self.tensor, wanted.dtype)
+        demand(not isinstance(self.offset, Block) or self.offset.data.dim() == 0, "pointers change their type after offsets were added")
+        from_first, size = int(self.offset) * self.dtype.itemsize, wanted.dtype.itemsize
+        demand(from_first % size == 0, f"a pointer to {from_first} bytes from the first becomes one to elements of {size}")
+        return Pointer(self.tensor, wanted.dtype, from_first // size)
 
     def cells(self, mask: Block | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The tensor's memory in elements of `dtype`, as bits, the places' indices there, and which of them the mask leaves.

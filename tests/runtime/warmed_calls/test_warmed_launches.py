@@ -163,6 +163,21 @@ def test_a_warmed_call_describes_what_triton_describes(gpu: FakeGpu, through_tri
         assert through_triton.count == before
 
 
+@pytest.mark.parametrize("config", [cases.persistent(64, 16, 32), cases.warp_specialized(pingpong=1, tma_load=1)], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_warmed_call_of_a_batch_describes_what_triton_describes(gpu: FakeGpu, through_triton: Watch, config: KernelConfig, shared: bool) -> None:
+    """Each tensor's matrices as one of three dimensions, of which that of the products has stride 0 where all share one matrix."""
+    text, bias = "relu(mm + bias + residual)", half(N)
+    kernel, oracle = compiled(text, config), compiled(text, config)
+    for repeat in range(4):
+        a, b, out, residual = half(2, 3, M, K), half(*([] if shared else [2, 3]), N, K).mT, half(2, 3, M, N), half(2, 3, M, N)
+        expected = as_triton_does(gpu, oracle, a, b, out=out, bias=bias, residual=residual)
+        before = through_triton.count
+        found = gpu.during(lambda: kernel(a, b, out=out, bias=bias, residual=residual))  # noqa: B023
+        assert found == expected and len(expected[0].parameters) > 10
+        assert repeat < 2 or through_triton.count == before
+
+
 def test_copies_with_aligned_rows_are_left_to_triton(through_triton: Watch) -> None:
     kernel, a, b = compiled("mm", cases.persistent(64, 16, 32)), half(M, K + 1)[:, :K], half(K, N)
     for _ in range(3):
