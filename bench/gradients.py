@@ -9,9 +9,8 @@ from torch import Tensor
 
 from epigen.ir import graph as g
 from epigen.ir import reference
-from epigen.ir.autodiff import MM
 from epigen.ir.derivation import ARRIVING, INPUT, OPERAND, SAVED, Derivation
-from epigen.ir.graph import Graph
+from epigen.ir.graph import PRODUCT, Graph
 
 Values = dict[str, Tensor]
 
@@ -80,7 +79,7 @@ def all_gradients(derived: Derivation, a: Tensor, b: Tensor, inputs: Values, arr
     """Those of operands that are computed and of all inputs, by name: of an input that is used in several places the sum."""
     by_epilogue = zip((x.of for x in derived.gradients), derived_gradients(derived, a, b, inputs, arriving), strict=True)
     found: Values = dict(by_epilogue)
-    dmm = found.pop(MM, a)  # without one there are no operands'
+    dmm = found.pop(PRODUCT, a)  # without one there are no operands'
     for each in derived.operands:
         itself = {"a": a, "b": b}
         given = {x.name: itself[x.of] if x.source == OPERAND else inputs[x.of] for x in each.arguments}

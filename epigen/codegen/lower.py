@@ -13,7 +13,6 @@ from epigen import ops
 from epigen.codegen.spec import (
     ACC,
     CAST,
-    PRODUCT,
     TMA_BYTES,
     WIDEN,
     Arg,
@@ -107,7 +106,7 @@ def _apart(graph: Graph, shape: tuple[int, int, int]) -> dict[str, int]:
     """Of each tensor, the elements from one product's to the next one's."""
     m, n, k = shape
     sizes = {"mk": m * k, "kn": k * n, "mn": m * n, "m": m, "n": n, "": 1}
-    apart = {name: sizes[indices] for name, indices in g.OPERANDS.items()} | {PRODUCT: m * n}
+    apart = {name: sizes[indices] for name, indices in g.OPERANDS.items()} | {g.PRODUCT: m * n}
     apart |= {i.name: m * g.mask_stride(n) if i.op == g.BITS else sizes[i.indices] for i in graph.inputs() if len(i.indices) == 2}
     held = [(o.name, graph.nodes[o.node]) for o in graph.outputs]
     return apart | {name: m * g.mask_stride(n) if node.kind == g.PACKED else sizes[node.indices] for name, node in held}
@@ -123,7 +122,7 @@ def over_product(graph: Graph) -> Graph:
         raise CallError(
             f"the program multiplies what it computes of operand {computed[0]}, and a product that is given has no operands: call the kernel with a and b"
         )
-    nodes = tuple(replace(n, op=g.INPUT, args=(), name=PRODUCT) if n.op == g.DOT else n for n in graph.nodes)
+    nodes = tuple(replace(n, op=g.INPUT, args=(), name=g.PRODUCT) if n.op == g.DOT else n for n in graph.nodes)
     return order(replace(graph, nodes=nodes))
 
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from epigen.dtypes import BF16, FP16, FP32, INT8, INT32, DType
 from epigen.errors import ConfigError
+from epigen.ir.graph import PRODUCT
 from epigen.shapes import Shape
 
 LAYOUTS = ("nn", "nt", "tn", "tt")
@@ -65,9 +66,6 @@ class Input:
 
 ACC = "acc"
 """Name of the main kernel's accumulator."""
-
-PRODUCT = "mm"
-"""Name of the product where it is an input."""
 
 CAST, WIDEN = "cast", "widen"
 
@@ -153,7 +151,7 @@ def contiguous(shape: tuple[int, int, int], layout: str, tiles: Iterable[str], b
     return (
         ("a", "mk", a),
         ("b", "kn", b),
-        *((name, "mn", (n, 1)) for name in ("mm", *tiles)),
+        *((name, "mn", (n, 1)) for name in (PRODUCT, *tiles)),
         *((name, indices, (k if indices == "mk" else n, 1)) for name, indices in beside),
     )
 

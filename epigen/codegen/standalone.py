@@ -172,7 +172,7 @@ def _reference(graph: Graph, spec: KernelSpec) -> list[str]:
             case g.DOT:
                 left, right = (_multiplied(graph, i, dtype) for i, dtype in zip(node.args, (spec.signature.a, spec.signature.b), strict=True))
                 text = f"{left} @ {right}"
-            case passes.PRODUCT:
+            case g.PRODUCT:
                 text = "(a.double() @ b.double()).long().int().double()" if spec.signature.a == INT8 else "a.double() @ b.double()"
             case g.CONSTANT:
                 text = f"torch.tensor({number(node.value)}, dtype=torch.float64, device=a.device)"

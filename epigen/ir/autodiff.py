@@ -27,9 +27,6 @@ from epigen.ops import BOOLEAN, NUMBER
 GRADIENT = "gradient"
 """Node kind of the gradient that arrives at the output of the node's name."""
 
-MM = "mm"
-"""What the product is called where gradients are asked for."""
-
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
@@ -93,8 +90,8 @@ class _Tape:
         self.leads: list[bool] = []
         """Whether a forward node's gradient is needed, for itself or on the way to one that is wanted."""
         for node in graph.nodes:
-            wanted = node.op in (g.DOT, g.INPUT) and (node.name or MM) in wrt
-            wanted |= node.op == g.OPERAND and MM in wrt
+            wanted = node.op in (g.DOT, g.INPUT) and (node.name or g.PRODUCT) in wrt
+            wanted |= node.op == g.OPERAND and g.PRODUCT in wrt
             passing = rules.gradients(node.op) if node.op in ops.TABLE else node.args  # past a step, or what is detached, nothing is needed
             leads = bool(passing) and any(self.leads[a] for a, rule in zip(node.args, passing, strict=True) if rule is not None)
             self.leads.append(wanted or (node.kind == NUMBER and leads))
@@ -208,9 +205,9 @@ class _Tape:
         wanted = []
         for number, node in enumerate(self.graph.nodes):
             if node.op in (g.DOT, g.INPUT) and self.leads[number] and number in self.arrived:
-                wanted.append((node.name or MM, self.total(number)))
+                wanted.append((node.name or g.PRODUCT, self.total(number)))
         # the gradient of mm first: the others reduce it
-        return tuple(sorted(wanted, key=lambda w: w[0] != MM))
+        return tuple(sorted(wanted, key=lambda w: w[0] != g.PRODUCT))
 
     def pass_on(self, number: int, axes: str, gradient: int) -> None:
         """What flows from a node to its arguments."""
@@ -257,7 +254,7 @@ class _Tape:
             found = self.apply("add", (found, part)) if found is not None and part is not None else None
         whole = found is not None and (node.indices == self.nodes[found].indices)
         if found is None or not whole or not (node.indices == "mn" or self.nodes[found].op == GRADIENT or any(self.arrived[number])):
-            what = f"{node.name or MM}[{','.join(node.indices)}]" if node.indices else node.name
+            what = f"{node.name or g.PRODUCT}[{','.join(node.indices)}]" if node.indices else node.name
             self.refuse(
                 f"the gradient of {what} follows from reductions alone, and a kernel computes its outputs from tiles", number,
                 "make the reductions themselves the outputs, and compute with them outside the kernel; or leave it out (wrt=...)",

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import epigen.ir.graph as g
 from epigen.dtypes import FP16, FP32, UINT8, DType
 from epigen.errors import CallError, DerivationError, Diagnostic, near_miss
-from epigen.ir.autodiff import GRADIENT, MM, Gradients, carries_gradient, differentiate
+from epigen.ir.autodiff import GRADIENT, Gradients, carries_gradient, differentiate
 from epigen.ir.derivation import ARRIVING, INPUT, MASK, NOTHING, OUTPUT, PREACTIVATION, RECOMPUTE, SAVE, SAVED, Argument, Derivation, Gradient, Option, Saved
 from epigen.ir.graph import Graph, Node, Output
 from epigen.ir.operand_gradients import operand_gradients
@@ -44,14 +44,14 @@ def derive(graph: Graph, operands: DType = FP16, save: str | None = None, wrt: I
     if save is not None and save not in SAVE:
         raise CallError(f"unknown save={save!r}: {near_miss(str(save), SAVE) or 'it is one of ' + ', '.join(SAVE)}")
     computed = bool(graph.computed())
-    inputs, arriving = [MM, *[*g.OPERANDS] * computed, *(n.name for n in graph.inputs())], [o.name for o in graph.outputs if carries_gradient(graph, o)]
+    inputs, arriving = [g.PRODUCT, *[*g.OPERANDS] * computed, *(n.name for n in graph.inputs())], [o.name for o in graph.outputs if carries_gradient(graph, o)]
     if wrt is not None:
         inputs = _known("input", wrt, inputs)
     if of is not None:
         among = _known("output", of, [o.name for o in graph.outputs])
         arriving = [name for name in arriving if name in among]
-    through_operands = bool({MM, *g.OPERANDS} & set(inputs))
-    found = differentiate(graph, arriving, {*inputs, MM} if through_operands else inputs)
+    through_operands = bool({g.PRODUCT, *g.OPERANDS} & set(inputs))
+    found = differentiate(graph, arriving, {*inputs, g.PRODUCT} if through_operands else inputs)
     ways = list(_ways(graph, found, operands))
     if not ways:
         message = "the gradients need neither mm nor the gradient of a tile, so that no kernel computes them"
@@ -63,9 +63,9 @@ def derive(graph: Graph, operands: DType = FP16, save: str | None = None, wrt: I
             raise CallError(f"save={save!r} does not give the derivative of {graph.text!r} all that it reads: possible are {', '.join(possible)}")
         chosen = ways[possible.index(save)]
     derived = _assemble(graph, found, chosen, tuple(w.option for w in ways), tuple(arriving))
-    if not computed or MM not in dict(found.wanted):
+    if not computed or g.PRODUCT not in dict(found.wanted):
         return derived
-    return replace(derived, operands=operand_gradients(graph, [*inputs, *[*g.OPERANDS] * (MM in inputs)]))
+    return replace(derived, operands=operand_gradients(graph, [*inputs, *[*g.OPERANDS] * (g.PRODUCT in inputs)]))
 
 
 def _known(what: str, names: Iterable[str], known: Collection[str]) -> list[str]:
@@ -104,7 +104,7 @@ def _ways(graph: Graph, found: Gradients, operands: DType) -> Iterable[_Way]:
     def way(save: str, stop: Callable[[int], bool]) -> _Way | None:
         stops, reached = _cut(found, lambda i: finished(i) or (from_mm[i] and stop(i)))
         product = next((o.name for o in graph.outputs if graph.nodes[o.node].indices == "mn" and o.name in reached), "")
-        again = MM in reached
+        again = g.PRODUCT in reached
         if again != (save == RECOMPUTE) or not (again or product):
             return None
         labels = (n.label for i, n in enumerate(nodes) if i not in stops or i in kept)
@@ -143,7 +143,7 @@ def _serves(graph: Graph, output: Output, operands: DType) -> bool:
 
 
 def _cut(found: Gradients, stop: Callable[[int], bool]) -> tuple[tuple[int, ...], set[str]]:
-    """Where the ways down from the gradients end: the nodes that stop them, and MM and the arriving gradients that they reach."""
+    """Where the ways down from the gradients end: the nodes that stop them, and the product and the arriving gradients that they reach."""
     stops, reached, seen = [], set(), set()
     pending = [node for _, node in found.wanted]
     while pending:
@@ -155,19 +155,19 @@ def _cut(found: Gradients, stop: Callable[[int], bool]) -> tuple[tuple[int, ...]
         if stop(number):
             stops.append(number)
         elif node.op in (g.DOT, GRADIENT):
-            reached.add(node.name or MM)
+            reached.add(node.name or g.PRODUCT)
         else:
             pending += node.args
     return tuple(sorted(stops)), reached
 
 
 def _passed_by_all(found: Gradients, stop: Callable[[int], bool]) -> list[int]:
-    """The nodes that lie on all ways down from the gradients to MM, but for those that `stop` ends; from the gradients on.
+    """The nodes that lie on all ways down from the gradients to the product, but for those that `stop` ends; from the gradients on.
 
     A node lies on all of them where no step of any leads past it, from a later node to an earlier one.
     """
     nodes = found.nodes
-    leads: list[bool] = []  # to MM
+    leads: list[bool] = []  # to the product
     for number, node in enumerate(nodes):
         leads.append(node.op == g.DOT or (not stop(number) and any(leads[a] for a in node.args)))
     starts = {number for _, number in found.wanted if leads[number]}

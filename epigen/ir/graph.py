@@ -22,6 +22,9 @@ INDICES = "mkn"
 OPERANDS = {"a": "mk", "b": "kn"}
 """What a product multiplies, with the indices of each."""
 
+PRODUCT = "mm"
+"""What the language calls the product: its name where it is an input, and whose gradient is meant; and the kind of its node where that is a leaf."""
+
 
 @dataclass(frozen=True, slots=True)
 class Node:

@@ -67,16 +67,12 @@ def rounded(graph: Graph, dtypes: Sequence[DType]) -> Graph:
     return order(Graph(nodes, graph.outputs, graph.text))  # two may have become one
 
 
-PRODUCT = "mm"
-"""Node kind of a product that is a leaf."""
-
-
 def with_leaf(graph: Graph) -> Graph:
     """A product of the operands as they are given as a leaf, mm, for whom it need have no arguments; any other is left.
 
     Requires: canonical order. Ensures: it. Digests are of this form, as they were when there was no other product, so that records stay valid.
     """
-    leaf = Node(PRODUCT, (), NUMBER, "mn")
+    leaf = Node(g.PRODUCT, (), NUMBER, "mn")
     return graph if graph.computed() else order(replace(graph, nodes=tuple(leaf if n.op == g.DOT else n for n in graph.nodes)))
 
 

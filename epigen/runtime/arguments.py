@@ -12,11 +12,11 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epigen.codegen import lower
-from epigen.codegen.spec import LINE_BYTES, PRODUCT, TMA_BYTES
+from epigen.codegen.spec import LINE_BYTES, TMA_BYTES
 from epigen.dtypes import BF16, BY_TORCH, BY_TORCH_ON_CPU, FP16, FP32, INPUTS, OPERANDS
 from epigen.errors import CallError, near_miss
 from epigen.ir import graph as g
-from epigen.ir.graph import Node
+from epigen.ir.graph import PRODUCT, Node
 
 ALIGNED_BYTES = 16
 """Triton compiles one kernel for addresses that are multiples of this, and another for those that are not."""

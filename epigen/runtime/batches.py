@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epigen.codegen.spec import PRODUCT
 from epigen.errors import CallError
 from epigen.ir import graph as g
 from epigen.ir import reference
-from epigen.ir.graph import Graph, Node
+from epigen.ir.graph import PRODUCT, Graph, Node
 from epigen.runtime.arguments import reach
 from epigen.runtime.outputs import Out, allocator
 

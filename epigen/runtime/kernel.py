@@ -23,13 +23,13 @@ from epigen.codegen import schedules
 from epigen.codegen.lower import check_computed, describable, lower, over_product, signature_of_contiguous, uninterpretable
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import EXACT_INT8, PRODUCT, Choice, KernelConfig, KernelSpec, Provisional, Signature, factors, index_bits, k_multiple, whole_words
+from epigen.codegen.spec import EXACT_INT8, Choice, KernelConfig, KernelSpec, Provisional, Signature, factors, index_bits, k_multiple, whole_words
 from epigen.dtypes import BY_TORCH_ON_CPU, FP16, FP32, INT8, UINT8, DType
 from epigen.errors import CallError, ConfigError
 from epigen.gpus import DEFAULT_TARGET, Target
 from epigen.ir import graph as g
 from epigen.ir import reference
-from epigen.ir.graph import Graph, Node
+from epigen.ir.graph import PRODUCT, Graph, Node
 from epigen.lru_cache import LruCache
 from epigen.perf import limits
 from epigen.runtime import arguments, batches, outputs

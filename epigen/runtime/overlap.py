@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from epigen.codegen.spec import PRODUCT
 from epigen.errors import CallError
+from epigen.ir.graph import PRODUCT
 from epigen.runtime.arguments import reach
 
 T = TypeVar("T")

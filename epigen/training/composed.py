@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from epigen.codegen.lower import over_product
-from epigen.codegen.spec import PRODUCT
 from epigen.dtypes import BY_TORCH_ON_CPU
 from epigen.ir import graph as g
 from epigen.ir import reference
-from epigen.ir.graph import Graph
+from epigen.ir.graph import PRODUCT, Graph
 from epigen.runtime import arguments, batches, outputs
 from epigen.training import library
 

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from epigen import api
 from epigen.codegen.lower import over_product
-from epigen.codegen.spec import PRODUCT
 from epigen.dtypes import BY_TORCH_ON_CPU
 from epigen.errors import CallError, InternalError
-from epigen.ir.graph import Graph
+from epigen.ir.graph import PRODUCT, Graph
 from epigen.ir.program import MOST_PROGRAMS, graph_of
 from epigen.runtime import arguments, batches, outputs
 from epigen.runtime.batches import Batch

@@ -18,10 +18,10 @@ from epigen.codegen.lower import output_dtype
 from epigen.dtypes import BY_TORCH_ON_CPU, FP32, DType
 from epigen.errors import CallError
 from epigen.ir import graph as g
-from epigen.ir.autodiff import MM, carries_gradient
+from epigen.ir.autodiff import carries_gradient
 from epigen.ir.derivation import ARRIVING, INPUT, SAVED, Derivation
 from epigen.ir.derive import derive
-from epigen.ir.graph import Graph, Output
+from epigen.ir.graph import PRODUCT, Graph, Output
 from epigen.ir.program import MOST_PROGRAMS, graph_of
 from epigen.ir.written import through_text
 from epigen.ops import NUMBER
@@ -176,7 +176,7 @@ def _steps(x: bool, layers: tuple[Asked, ...]) -> tuple[Step, ...]:
         graph, operands = graph_of(layer.text), _dtype(layer.dtype, "weight")
         names, indices = _places(n.name for n in graph.inputs()), tuple(graph.nodes[o.node].indices for o in graph.outputs)
         computed = bool(graph.computed())
-        products = ["a"] * flows + ["b"] * layer.weight if computed else [MM] * (layer.weight or flows)
+        products = ["a"] * flows + ["b"] * layer.weight if computed else [PRODUCT] * (layer.weight or flows)
         wrt = products + [name for name, want in zip(names, layer.wanted, strict=True) if want]
         if not wrt:
             found.append(Step(layer.text, tuple(names.values()), tuple(n.indices for n in graph.inputs()), indices, ()))
@@ -211,7 +211,7 @@ def _backward(derived: Derivation, inputs: Mapping[str, int], layer: Asked, oper
     """inputs: the layer's, by place. chained: the gradient arrives as a product that the program's own kernel takes; else as a tensor."""
     outputs = _places(o.name for o in derived.forward.outputs)
     dtypes = {name: _dtype(d, f"input '{name}'") for name, d in zip(inputs, layer.inputs, strict=True) if d is not None}
-    program, gradients = _settled(layer.text, derived, dtypes | {MM: operands}, operands, chained)
+    program, gradients = _settled(layer.text, derived, dtypes | {PRODUCT: operands}, operands, chained)
     sources = {a.name: a for a in derived.arguments}
     read = [sources[n.name] for n in program.inputs()] if program else []
     # among inputs, outputs, x and weight in a row
@@ -234,7 +234,7 @@ def _backward(derived: Derivation, inputs: Mapping[str, int], layer: Asked, oper
         kept=kept,
         indices=tuple(every[i] for i in kept),
         arguments=tuple(arguments),
-        mm=gradients.get(MM),
+        mm=gradients.get(PRODUCT),
         inputs=tuple(gradients.get(name) for name in inputs),
         dtypes=layer.inputs,
     )

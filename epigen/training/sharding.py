@@ -21,11 +21,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
 from epigen.codegen.lower import over_product
-from epigen.codegen.spec import PRODUCT
 from epigen.dtypes import BY_TORCH_ON_CPU
 from epigen.errors import CallError
 from epigen.ir import graph as g
-from epigen.ir.graph import Graph
+from epigen.ir.graph import PRODUCT, Graph
 from epigen.ir.program import MOST_PROGRAMS
 from epigen.runtime import outputs
 from epigen.training import library

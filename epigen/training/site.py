@@ -8,7 +8,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from epigen.codegen.spec import PRODUCT
+from epigen.ir.graph import PRODUCT
 from epigen.ir.program import graph_of
 from epigen.runtime.code_builder import CodeBuilder
 from epigen.training import layer, library
