@@ -18,7 +18,7 @@ from epigen.ir.program import graph_of
 from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.fast_call import Check
 from epigen.training import composed, layer, library, linear, plan
-from epigen.training.alike import likeness
+from epigen.training.guarded_cache import likeness
 from epigen.training.layer import Wanted
 from epigen.training.linear import Link
 from epigen.training.plan import Backward, Step
@@ -35,7 +35,7 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Callable[..., Tensor] | None:
     tensors: list[Any] = [x, *(v for link in links for v in (link.weight, *link.inputs.values()))]
     plain = all(isinstance(t, Tensor) for t in tensors) and all(program.tile for program in programs) and all(link.main_grad is None for link in links)
     computed = any(graph_of(link.epilogue).computed() for link in links)
-    if not plain or computed or not library.unseen(*tensors) or composed.asked(tensors):
+    if not plain or computed or not library.unseen(*tensors) or composed.needed(tensors):
         return None
     names = [(f"w{i}", {name: f"v{i}_{j}" for j, name in enumerate(link.inputs)}) for i, link in enumerate(links)]
     text = CodeBuilder(f"again(x, {', '.join(name for weight, inputs in names for name in (weight, *inputs.values()))})")
@@ -52,7 +52,7 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Callable[..., Tensor] | None:
         given, last = [named[declared.name] for declared in program.inputs], i + 1 == len(links)
         inputs = "".join(f", {name}" for name in given)
         if step.trains:
-            made = _Like(step, link.tune, shape, link.weight.shape[0], lead, lead if last else None, shapes[i], of_taken).made()
+            made = _LayerCall(step, link.tune, shape, link.weight.shape[0], lead, lead if last else None, shapes[i], of_taken).made()
             text.add(f"r{i} = {text.hold(_apply)}({text.hold(made)}, {a}, {weight}{inputs}{taken})")
         else:
             site = Site(link.epilogue, link.tune, How.TRANSPOSED, [(*lead, link.weight.shape[0])] if last and len(lead) != 1 else [])
@@ -74,21 +74,21 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Callable[..., Tensor] | None:
 class _Made:
     """A layer's two ways, written out. The backward is, once gradients have arrived, for those like them; missed: how often others have."""
 
-    like: _Like
+    call: _LayerCall
     forward: Callable[..., tuple[Tensor, ...]]
     backward: Callable[..., tuple[Any, ...]] | None = None
     missed: int = 0
 
     def general(self, ctx: Any, saved: Sequence[Any], *arrived: Any) -> tuple[Any, ...]:
         """The layer's own backward: where one of torch's modes is to see it, or a second derivative is asked for, and for gradients that lie otherwise."""
-        tensors = [*arrived[: self.like.arriving], *(t for t in saved if t is not None)]
-        found = self.like.general(ctx, saved, arrived)
+        tensors = [*arrived[: self.call.arriving], *(t for t in saved if t is not None)]
+        gradients = self.call.general(ctx, saved, arrived)
         if not torch.is_grad_enabled() and all(isinstance(t, Tensor) for t in tensors) and library.unseen(*tensors):
             self.missed += 1
             check = likeness(tensors) if self.missed & (self.missed - 1) == 0 else None
             if check is not None:
-                self.backward = self.like.backward(check, self.general)
-        return found
+                self.backward = self.call.backward(check, self.general)
+        return gradients
 
 
 class Again(torch.autograd.Function):
@@ -110,7 +110,7 @@ _apply: Any = super(torch.autograd.Function, Again).apply
 
 
 @dataclass(frozen=True, slots=True)
-class _Like:
+class _LayerCall:
     """A layer as it was called. shape: of x. n: of the weight. lead: of the inputs. to: of the results; None for M itself. inputs, taken: the shapes of its inputs, and of those of the
     layer before, whose derivative it takes."""
 
@@ -175,9 +175,9 @@ class _Like:
         ways.append(f"not {text.hold(check)}({', '.join([*arrived[: self.arriving], *there])})")
         text.add(f"if {' or '.join(ways)}:", f"    return {text.hold(general)}(ctx, saved, {', '.join(arrived)})")
         dmm: str | None = "g0"
-        found = ["None"] * len(self.inputs)
+        gradients = ["None"] * len(self.inputs)
         if own is not None:
-            dmm, found = self._gradients(text, "r", own, held, arrived, None, self.inputs)
+            dmm, gradients = self._gradients(text, "r", own, held, arrived, None, self.inputs)
         dx, dw, rest = "None", "None", ["None"] * len(self.taken)
         if dmm is not None:
             to = len(self.to) if self.to is not None else 1
@@ -194,7 +194,7 @@ class _Like:
             if dx != "None" and len(self.shape) != 2:
                 dx = f"{dx}.view({text.hold(self.shape)})"
         nothing = ["None"] * len(others)
-        text.add(f"return ({', '.join(['None', dx, dw, *found, *rest, *nothing])})")
+        text.add(f"return ({', '.join(['None', dx, dw, *gradients, *rest, *nothing])})")
         return text.function()
 
     def _gradients(
@@ -215,18 +215,18 @@ class _Like:
                 how, first, tune = How.OVER, [arrived[backward.product]], None
             site = Site(backward.text, tune, how)
             text.add(f"{', '.join(results)}, = {site.call(text, [*first, *(given[i] for i in backward.arguments)])}")
-        found = [*results, *arrived]
+        available = [*results, *arrived]
         gradients = []
         for i, dtype, shape in zip(backward.inputs, backward.dtypes, shapes, strict=True):
             if i is None:
                 gradients.append("None")
                 continue
             as_wanted = text.hold(dtype)
-            gradients.append(f"({found[i]} if {found[i]}.dtype is {as_wanted} else {found[i]}.to({as_wanted}))")
-            as_it_comes = found[i] in arrived and self.to is not None and tuple(shape) == (*self.to, self.n)
+            gradients.append(f"({available[i]} if {available[i]}.dtype is {as_wanted} else {available[i]}.to({as_wanted}))")
+            as_it_comes = available[i] in arrived and self.to is not None and tuple(shape) == (*self.to, self.n)
             if len(shape) != 1 and not as_it_comes:
                 gradients[-1] += f".view({text.hold(shape)})"
-        return None if backward.mm is None else found[backward.mm], gradients
+        return None if backward.mm is None else available[backward.mm], gradients
 
     def general(self, ctx: Any, saved: Sequence[Any], arrived: Sequence[Any]) -> tuple[Any, ...]:
         ctx.step, ctx.tune, ctx.main_grad, ctx.numbers = self.step, self.tune, None, ((), ())

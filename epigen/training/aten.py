@@ -145,13 +145,13 @@ def _rule(pattern: ast.Call, text: str) -> _Rule:
 @functools.cache
 def _rules() -> Mapping[str, tuple[_Rule, ...]]:
     """By the name of torch's operation, those of one row first."""
-    found: dict[str, list[_Rule]] = {}
+    by_name: dict[str, list[_Rule]] = {}
     written = [(pattern, _call_text(op)) for op in ops.TABLE.values() for pattern in op.aten]
     for pattern, text in [*written, *SEVERAL.items()]:
         call = ast.parse(pattern, mode="eval").body
         assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
-        found.setdefault(call.func.id, []).append(_rule(call, text))
-    return {name: tuple(rules) for name, rules in found.items()}
+        by_name.setdefault(call.func.id, []).append(_rule(call, text))
+    return {name: tuple(rules) for name, rules in by_name.items()}
 
 
 def elementwise() -> Collection[str]:
@@ -242,12 +242,12 @@ class Importer:
         if not isinstance(arg, fx.Node):
             raise Unknown(node, f"it takes {arg!r}")
         around = self.around if beside is None else beside
-        found = self.taken_over(arg, around) if arg in self.over and arg not in self.known else self.known.get(arg)
-        if isinstance(found, tuple):
+        value = self.taken_over(arg, around) if arg in self.over and arg not in self.known else self.known.get(arg)
+        if isinstance(value, tuple):
             raise Unknown(node, f"it takes all results of {name_of(arg)}")
-        if found is not None and found.packed:
+        if value is not None and value.packed:
             raise Unknown(node, "it reads the bytes of a mask")
-        return self.leaf(arg, node, around) if found is None else found
+        return self.leaf(arg, node, around) if value is None else value
 
     def taken_over(self, arg: fx.Node, around: tuple[Role, ...]) -> Value | None:
         """A value from before the product, computed in the program; None where it is not in the language."""
@@ -259,19 +259,19 @@ class Importer:
                 if aligned is None or source is None:
                     raise Unknown(arg, "it is viewed otherwise")
                 x = self.value(arg.all_input_nodes[0], arg, source)
-                found = Value(x.text, aligned, x.boolean, x.reduced)
+                value = Value(x.text, aligned, x.boolean, x.reduced)
             else:
                 read = self.read(arg)
                 if isinstance(read, tuple) or read.roles != _aligned(tuple(arg.meta["val"].shape), around):
                     raise Unknown(arg, "it varies over something else")
-                found = read
+                value = read
         except (Unknown, EpigenError):
             self.over.discard(arg)
             return None
         finally:
             self.around = before
-        self.known[arg] = found
-        return found
+        self.known[arg] = value
+        return value
 
     def leaf(self, arg: fx.Node, node: fx.Node, beside: tuple[Role, ...]) -> Value:
         """What comes from outside the region, as an input of the program."""
@@ -355,8 +355,8 @@ class Importer:
         if name == "scalar_tensor" or (name == "full" and not node.args[0]):
             return Value(_number(float(node.args[0 if name == "scalar_tensor" else 1]), node))  # type: ignore[arg-type]
         if name in ("zeros_like", "ones_like", "full_like"):
-            like = self.value(node.args[0], node)
-            return Value("0" if name == "zeros_like" else "1" if name == "ones_like" else _number(float(node.args[1]), node), like.roles)  # type: ignore[arg-type]
+            x = self.value(node.args[0], node)
+            return Value("0" if name == "zeros_like" else "1" if name == "ones_like" else _number(float(node.args[1]), node), x.roles)  # type: ignore[arg-type]
         if name == "log_sigmoid_forward":
             return (self.apply(node, name),)
         if name == BITMASK:
@@ -560,7 +560,7 @@ def _unlabelled(graph: Graph) -> Graph:
 
 def _filled(rule: str, values: Mapping[str, str]) -> str:
     """A rule's text with values in the places of its names; a function's name is none of them."""
-    return re.sub(r"[a-z_]\w*\b(?!\()", lambda found: values.get(found[0], found[0]), rule)
+    return re.sub(r"[a-z_]\w*\b(?!\()", lambda match: values.get(match[0], match[0]), rule)
 
 
 def _counts(node: fx.Node) -> bool:
@@ -613,16 +613,16 @@ def _arguments(node: fx.Node) -> dict[str | int, Any]:
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     given = _named(node)
-    found: dict[str | int, Any] = {}
+    arguments: dict[str | int, Any] = {}
     listed = []
     for place, argument in enumerate(target._schema.arguments):
         default = argument.default_value if argument.has_default_value() else None
         value = given.get(argument.name, default)
         if argument.name in given or argument.has_default_value():
-            found[place] = found[argument.name] = (argument.name, value)
+            arguments[place] = arguments[argument.name] = (argument.name, value)
             listed.append((argument.name, value, default if argument.has_default_value() else inspect.Parameter.empty))
-    found[""] = listed
-    return found
+    arguments[""] = listed
+    return arguments
 
 
 # -- dimensions
@@ -670,22 +670,22 @@ def _aligned(shape: Sequence[int], frame: Sequence[Role]) -> tuple[Role, ...] | 
 
 def _broadcast(several: Sequence[tuple[Role, ...]], node: fx.Node) -> tuple[Role, ...]:
     rank = max((len(r) for r in several), default=0)
-    found: list[Role] = [None] * rank
+    combined: list[Role] = [None] * rank
     for roles in several:
         for place, role in enumerate(reversed(roles)):
-            if not _alike(found[place], role):
+            if not _alike(combined[place], role):
                 raise Unknown(node, "it joins rows with columns, or different parts of them", "transpose outside of the epilogue")
-            found[place] = found[place] or role
-    return tuple(reversed(found))
+            combined[place] = combined[place] or role
+    return tuple(reversed(combined))
 
 
 def _reshaped(roles: Sequence[Role], shape: Sequence[int]) -> tuple[Role, ...] | None:
     """The roles after a view, where each new dimension lies within what one of rows and columns gave."""
     pending = [r for r in roles if r is not None]
-    found: list[Role] = []
+    reshaped: list[Role] = []
     for extent in reversed(shape):
         if same(extent, 1):
-            found.append(None)
+            reshaped.append(None)
             continue
         if not pending:
             return None
@@ -698,8 +698,8 @@ def _reshaped(roles: Sequence[Role], shape: Sequence[int]) -> tuple[Role, ...] |
                 size *= pending.pop()[1]
             else:
                 return None
-        found.append((axis, extent, step))
-    return None if pending else tuple(reversed(found))
+        reshaped.append((axis, extent, step))
+    return None if pending else tuple(reversed(reshaped))
 
 
 def _moved(roles: Sequence[Role], node: fx.Node) -> tuple[Role, ...]:

@@ -42,22 +42,22 @@ def backend(module: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None =
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
     own, patches = _options(mode, options or {})
-    rest, tune, told = own.get("rest", "inductor"), own.get("tune"), own.get("report")
+    rest, tune, report = own.get("rest", "inductor"), own.get("tune"), own.get("report")
     caller = inspect.currentframe()
     record = record_of(caller.f_back.f_locals.get("self") if caller is not None and caller.f_back is not None else None)
-    fusing = Fusing(tune, record, told, _users("post_grad_custom_pre_pass", patches) if rest == "inductor" else [])
+    fusing = Fusing(tune, record, report, _users("post_grad_custom_pre_pass", patches) if rest == "inductor" else [])
     patches["joint_custom_pre_pass"] = Packing(tune, _users("joint_custom_pre_pass", patches))
 
-    def by_inductor(graph_module: fx.GraphModule, given: Sequence[Any], **told: Any) -> Any:
-        told.pop("get_decomp_fn", None)  # once the pass is through Inductor goes by its own table, and keeps no graph that came with another
-        with fusing.named(told):
-            return compile_fx_inner(graph_module, given, **told)
+    def by_inductor(graph_module: fx.GraphModule, given: Sequence[Any], **graph_options: Any) -> Any:
+        graph_options.pop("get_decomp_fn", None)  # once the pass is through Inductor goes by its own table, and keeps no graph that came with another
+        with fusing.named(graph_options):
+            return compile_fx_inner(graph_module, given, **graph_options)
 
-    def by_torch(graph_module: fx.GraphModule, _given: Sequence[Any], **told: Any) -> Any:
+    def by_torch(graph_module: fx.GraphModule, _given: Sequence[Any], **graph_options: Any) -> Any:
         for part in [m for m in graph_module.modules() if isinstance(m, fx.GraphModule)]:  # itself, and what it calls as one operation, such as branches
             view_to_reshape(part)  # as Inductor does: what takes a value's place may lie in memory otherwise
             before = rewrite.results_of(part.graph)
-            with fusing.named(told):
+            with fusing.named(graph_options):
                 fusing(part.graph)
             rewrite.lie_as_before(part.graph, before)
             part.recompile()
@@ -88,8 +88,8 @@ def _options(mode: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
         raise CallError(f"rest is 'inductor' or 'eager', not {rest!r}")
     if (tune := own.get("tune")) not in api.TUNE:
         raise CallError(f"tune is 'missing' or None, not {tune!r}")
-    if (told := own.get("report")) is not None and not callable(told):
-        raise CallError(f"report is called with what was done with each graph's products, and a {type(told).__name__} was given")
+    if (report := own.get("report")) is not None and not callable(report):
+        raise CallError(f"report is called with what was done with each graph's products, and a {type(report).__name__} was given")
     modes = list_mode_options()
     if mode is not None and mode != "default" and mode not in modes:
         raise CallError(f"mode is one of {', '.join(map(repr, modes))}, not {mode!r}")
@@ -155,9 +155,9 @@ class Fusing(Pass):
         self.graphs, self.kind = 0, ""
 
     @contextmanager
-    def named(self, told: Mapping[str, Any]) -> Iterator[None]:
-        """While a graph is compiled the pass knows which it is. told: what AOTAutograd says of it."""
-        self.kind = "backward" if told.get("is_backward") else "inference" if told.get("is_inference") else "forward"
+    def named(self, graph_options: Mapping[str, Any]) -> Iterator[None]:
+        """While a graph is compiled the pass knows which it is. graph_options: what AOTAutograd says of it."""
+        self.kind = "backward" if graph_options.get("is_backward") else "inference" if graph_options.get("is_inference") else "forward"
         try:
             yield
         finally:
@@ -187,12 +187,12 @@ def _databases() -> str:
 
 
 def _digest(files: Any) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(files):
         if file.is_file():
             content = file.read_bytes()
-            found.update(f"{file.name} {len(content)} ".encode() + content)
-    return found.hexdigest()
+            digest.update(f"{file.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
 
 
 # -- a graph
@@ -211,18 +211,18 @@ def fuse(graph: fx.Graph, tune: str | None = None) -> list[Seen]:
             seen += [Seen(_hinted(each.shape), str(each.dtype), "", each.why, False, False, None) for each in left[node]]
             continue
         product = regions.product_of(node)  # whose operands may be results of the programs before it
-        found = Left(product) if isinstance(product, str) else regions.region_of(product, levels, tune)
+        outcome = Left(product) if isinstance(product, str) else regions.region_of(product, levels, tune)
         shape, dtype = _hints(node), str(node.meta["val"].dtype if isinstance(product, str) else product.a.meta["val"].dtype)
-        call = _call(found, tune) if isinstance(found, Region) else None
-        if isinstance(found, Region):
+        call = _call(outcome, tune) if isinstance(outcome, Region) else None
+        if isinstance(outcome, Region):
             try:
-                rewrite.replace(graph, found, tune, levels)
+                rewrite.replace(graph, outcome, tune, levels)
             except NotImplementedError as error:
-                found = Left(str(error), True)
-        if isinstance(found, Region):
-            seen.append(Seen(shape, dtype, found.imported.text, "", True, False, found.times, call=call))
+                outcome = Left(str(error), True)
+        if isinstance(outcome, Region):
+            seen.append(Seen(shape, dtype, outcome.imported.text, "", True, False, outcome.times, call=call))
         else:
-            seen.append(Seen(shape, dtype, "", found.why, found.neighbour, found.absorbed, found.times))
+            seen.append(Seen(shape, dtype, "", outcome.why, outcome.neighbour, outcome.absorbed, outcome.times))
     convolutions.settle(graph, standing)
     graph.eliminate_dead_code()
     graph.lint()

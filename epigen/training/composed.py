@@ -23,7 +23,7 @@ from epigen.runtime import arguments, batches, outputs
 from epigen.training import library
 
 
-def asked(values: Iterable[Tensor]) -> bool:
+def needed(values: Iterable[Tensor]) -> bool:
     """Whether a layer of these has to be computed in this way. While torch.compile traces it is not, and the operations refuse."""
     if torch.compiler.is_compiling():
         return False
@@ -72,8 +72,8 @@ def _into(
     text: str, tune: str | None, operands: Sequence[Tensor], inputs: library.Inputs, numbers: Sequence[float], out: Sequence[Tensor], options: str | None = None
 ) -> None:  # fmt: skip
     a, *b = operands
-    found = _program(text, tune, a, b[0], inputs, numbers, options) if b else _over(text, a, inputs, numbers, options)
-    for into, result in zip(out, found, strict=True):
+    results = _program(text, tune, a, b[0], inputs, numbers, options) if b else _over(text, a, inputs, numbers, options)
+    for into, result in zip(out, results, strict=True):
         into.copy_(result)
 
 
@@ -87,8 +87,8 @@ def _apart(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Any], dtype:
     if batch is not None:
         shape = arguments.check_operands(*one) if one else (*arguments.check_product(given[PRODUCT]), 0)
         return batches.evaluate(graph, batch.lead, () if not one else (a, b), inputs, shape, outputs.of(graph, BY_TORCH_ON_CPU[str(dtype)]), a.device)
-    found = _evaluated(graph, a, b, inputs, dtype)
-    return [t.clone() if graph.nodes[o.node].op in (g.INPUT, g.BITS) else t for t, o in zip(found, graph.outputs, strict=True)]
+    results = _evaluated(graph, a, b, inputs, dtype)
+    return [t.clone() if graph.nodes[o.node].op in (g.INPUT, g.BITS) else t for t, o in zip(results, graph.outputs, strict=True)]
 
 
 WRITTEN_OUT: Mapping[Any, Callable[..., Any]] = {

@@ -97,44 +97,44 @@ def as_products(graph: fx.Graph) -> tuple[list[StandIn], list[Apart]]:
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in (_aten.convolution.default, _aten.convolution_backward.default):
             continue
-        found = _Convolution(node)
-        if why := found.why:
-            apart += [Apart(node, shape, found.x.meta["val"].dtype, why) for shape in found.shapes]
-        elif found.backward:
-            standing += _backward(graph, found)
+        convolution = _Convolution(node)
+        if why := convolution.why:
+            apart += [Apart(node, shape, convolution.x.meta["val"].dtype, why) for shape in convolution.shapes]
+        elif convolution.backward:
+            standing += _backward(graph, convolution)
         else:
-            standing.append(_forward(graph, found))
+            standing.append(_forward(graph, convolution))
     return standing, apart
 
 
-def _forward(graph: fx.Graph, found: _Convolution) -> StandIn:
-    node = found.node
+def _forward(graph: fx.Graph, convolution: _Convolution) -> StandIn:
+    node = convolution.node
     with graph.inserting_before(node.next):
-        w = called(graph, _aten.permute.default, (_matrix(graph, found.weight), [1, 0]))
-        made = result = called(graph, _aten.mm.default, (_rows(graph, found.x), w))
+        w = called(graph, _aten.permute.default, (_matrix(graph, convolution.weight), [1, 0]))
+        made = result = called(graph, _aten.mm.default, (_rows(graph, convolution.x), w))
         biased = None
-        if found.bias is not None:
-            biased = result = called(graph, _aten.add.Tensor, (result, found.bias))
+        if convolution.bias is not None:
+            biased = result = called(graph, _aten.add.Tensor, (result, convolution.bias))
             node.update_arg(2, None)
-        return _put(node, _elementwise(graph, result, found.x, found.weight, 0), made, biased)
+        return _put(node, _elementwise(graph, result, convolution.x, convolution.weight, 0), made, biased)
 
 
-def _backward(graph: fx.Graph, found: _Convolution) -> Iterator[StandIn]:
-    node, order = found.node, rows_first(found.x.meta["val"].dim())
+def _backward(graph: fx.Graph, convolution: _Convolution) -> Iterator[StandIn]:
+    node, order = convolution.node, rows_first(convolution.x.meta["val"].dim())
     results = {user.args[1]: user for user in node.users}
     for original in reversed(results.values()):
         node.append(original)  # before what stands in, and so before all that may read it again
     with graph.inserting_before(max(results.values()).next):
-        arrived = _rows(graph, found.out)
+        arrived = _rows(graph, convolution.out)
         for place, original in results.items():
             if place == _INPUT:
-                made = called(graph, _aten.mm.default, (arrived, _matrix(graph, found.weight)))
-                yield _put(original, _elementwise(graph, made, found.x, found.weight, 1), made)
+                made = called(graph, _aten.mm.default, (arrived, _matrix(graph, convolution.weight)))
+                yield _put(original, _elementwise(graph, made, convolution.x, convolution.weight, 1), made)
             elif place == _WEIGHT:
-                made = called(graph, _aten.mm.default, (called(graph, _aten.permute.default, (arrived, [1, 0])), _rows(graph, found.x)))
-                yield _put(original, called(graph, _aten.reshape.default, (made, _extents(graph, found.weight, range(len(order))))), made)
+                made = called(graph, _aten.mm.default, (called(graph, _aten.permute.default, (arrived, [1, 0])), _rows(graph, convolution.x)))
+                yield _put(original, called(graph, _aten.reshape.default, (made, _extents(graph, convolution.weight, range(len(order))))), made)
             else:
-                made = called(graph, _aten.sum.dim_IntList, (found.out, order[:-1]))
+                made = called(graph, _aten.sum.dim_IntList, (convolution.out, order[:-1]))
                 yield _put(original, made, made)
 
 

@@ -23,8 +23,8 @@ from torch.utils._device import DeviceContext
 from epigen.errors import CallError, InternalError
 from epigen.ir.program import MOST_PROGRAMS
 from epigen.training import again, linear
-from epigen.training.alike import Alike, State
 from epigen.training.elements import CHANNELS_LAST, channels_second, rows_first, why_no_product, why_not_as_fast
+from epigen.training.guarded_cache import GuardedCache, State
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")
@@ -79,7 +79,7 @@ class Step:
 class Planned:
     """What is expected of one product. dtype: of what it gives. text: its program. chained: the next product multiplies what the last step gives.
 
-    begun, computed: what was found out of products, and of chains that end with this one, which were like later ones.
+    begun, computed: what was worked out for products, and for chains that end with this one, by their tensors.
     """
 
     func: Any
@@ -89,8 +89,8 @@ class Planned:
     text: str
     chained: bool
     after_chained: bool
-    begun: Alike[tuple[Sequence[int], torch.dtype]] = field(default_factory=Alike, compare=False)
-    computed: Alike[Callable[..., Tensor] | str] = field(default_factory=Alike, compare=False)
+    begun: GuardedCache[tuple[Sequence[int], torch.dtype]] = field(default_factory=GuardedCache, compare=False)
+    computed: GuardedCache[Callable[..., Tensor] | str] = field(default_factory=GuardedCache, compare=False)
 
 
 @dataclass(frozen=True)
@@ -248,17 +248,17 @@ def _asked(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _all_deferred(args: Any, kwargs: Any) -> list[Deferred]:
-    found: list[Deferred] = []
+    deferred: list[Deferred] = []
     pending = [*args, *(kwargs or {}).values()]
     while pending:
         item = pending.pop()
         if type(item) is Deferred:
-            found.append(item)
+            deferred.append(item)
         elif isinstance(item, tuple | list):
             pending += item
         elif isinstance(item, dict):
             pending += item.values()
-    return found
+    return deferred
 
 
 def state(device: str) -> State:
@@ -396,22 +396,22 @@ class Region:
     def compute(self) -> Tensor:
         """What the last step gives."""
         if watched() or torch._C._autograd._profiler_enabled():  # a mode around the forward, or a profile, is to see the chain
-            found: Tensor = linear.chain(*self.links())
+            result: Tensor = linear.chain(*self.links())
         else:
             tensors = self.tensors()
             prepared = self.plan.computed.get(self.state, tensors)
             if callable(prepared):
-                found, self.way = prepared(*tensors), prepared
+                result, self.way = prepared(*tensors), prepared
             else:
                 x, links = self.links()
-                found = linear.chain(x, links)
+                result = linear.chain(x, links)
                 if prepared is None:  # at the second call: of a batch that is never like another nothing is written out
                     self.plan.computed.put(self.state, tensors, "once")
                 else:
                     self.way = again.prepare(x, links)
                     self.plan.computed.put(self.state, tensors, self.way or "by torch")
-        found = found if found.shape == self.frame else found.view(self.frame)
-        return found.permute(channels_second(len(self.frame))) if self.moved else found
+        result = result if result.shape == self.frame else result.view(self.frame)
+        return result.permute(channels_second(len(self.frame))) if self.moved else result
 
     def regions(self) -> list[Region]:
         """This one and those whose results it multiplies."""
@@ -524,8 +524,8 @@ def facing(value: Tensor, func: Any, frame: tuple[int, ...]) -> Tensor | None:
     dims, rank = value.dim(), len(frame)
     if dims > rank or (func is F.batch_norm and dims == 1):
         return value
-    found = (value.view((1,) * (rank - dims) + tuple(value.shape)) if dims < rank else value).permute(rows_first(rank))
-    return found if found.is_contiguous() and (found.shape == frame or kind(found.shape, frame) != "mn") else None
+    faced = (value.view((1,) * (rank - dims) + tuple(value.shape)) if dims < rank else value).permute(rows_first(rank))
+    return faced if faced.is_contiguous() and (faced.shape == frame or kind(faced.shape, frame) != "mn") else None
 
 
 def kind(shape: Sequence[int], frame: Sequence[int]) -> str | None:
@@ -650,10 +650,10 @@ class Run(TorchFunctionMode):
     def computed(self, region: Region) -> Tensor:
         if region in self.pending:
             self.pending.remove(region)
-        found = region.compute()
+        result = region.compute()
         self.ways.append((region.way, all(r.plain for r in region.regions())))
         self.held += [r for r in region.regions() if r.held]  # and no other, which would hold what it multiplies
-        return found
+        return result
 
     def step(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         region = next((x.region for x in args if type(x) is Deferred), None)

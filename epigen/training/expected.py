@@ -82,9 +82,9 @@ def _kernels_us(problem: Problem, target: Target, precision: str, _index: Index)
     shape, gpu = problem.shape, gpus.of_target(target)
     plan = _planned(problem, target, precision)
     signature = plan.spec.signature
-    found = plan.choice.record if isinstance(plan.choice, Found) and plan.choice.how in ("exact", "triton") else None
-    if found is not None and found.baseline_us is not None:
-        return found.median_us, found.baseline_us, True
+    record = plan.choice.record if isinstance(plan.choice, Found) and plan.choice.how in ("exact", "triton") else None
+    if record is not None and record.baseline_us is not None:
+        return record.median_us, record.baseline_us, True
     bare = library.kernel("mm", None).plan(shape, target=target, signature=replace(signature, inputs=(), tma=tuple(t for t in signature.tma if t in "ab")))
     return model.estimate_us(plan.spec, plan.choice.config, shape, gpu).us, model.unfused_us(bare.spec, shape, gpu), False
 
@@ -130,9 +130,9 @@ def _instructions(problem: Problem, target: Target, _index: Index) -> float:
 def _compiled(problem: Problem, target: Target, _index: Index, process: int) -> Future[str]:
     """What `_spilled` will say. process: whose threads compile, for those of a process that was forked are its parent's."""
     kernel, here = library.kernel(problem.text, None), torch.cuda.current_device() if torch.cuda.is_available() else None
-    found = _pool(process).submit(_spilled, problem, target, here)
-    kernel.wait_for(found)
-    return found
+    future = _pool(process).submit(_spilled, problem, target, here)
+    kernel.wait_for(future)
+    return future
 
 
 @functools.lru_cache(maxsize=1)

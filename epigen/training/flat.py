@@ -20,9 +20,9 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documentati
 from torch.nn.modules import module as torchs
 
 from epigen.runtime.code_builder import CodeBuilder
-from epigen.training.alike import Alike, State
 from epigen.training.deferred import CONVOLUTIONS, MATMULS, PRODUCTS, Fixed, Plan, Planned, Ref, Taken, facing, present
 from epigen.training.elements import channels_second, rows_first
+from epigen.training.guarded_cache import GuardedCache, State
 from epigen.training.rehearse import Event, Trial
 from epigen.training.straight import PLAIN, Bent, Read, Straight
 
@@ -35,14 +35,14 @@ Way = Callable[..., Tensor]
 class Flat:
     """One forward, for calls with so many arguments of these names, and whatever `straight` has noted as it is.
 
-    call: (args, kwargs) -> what the forward gives, or MISSED; with a third argument that is true nothing is done in any case. bodies: what is run, by what was found of the tensors.
+    call: (args, kwargs) -> what the forward gives, or MISSED; with a third argument that is true nothing is done in any case. bodies: what is run, by the tensors.
     """
 
     def __init__(self, module: nn.Module, trial: Trial, straight: Straight, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]):
         """args, kwargs: of the call that the trial stands for."""
         self.straight, self.plan = straight, plan
         self.real = dict(zip(trial.module.modules(), module.modules(), strict=True))
-        self.bodies: Alike[Callable[..., Any]] = Alike()
+        self.bodies: GuardedCache[Callable[..., Any]] = GuardedCache()
         self.given = [*trial.args, *trial.kwargs.values()]
         self.call = self._guarded(args, kwargs)
 
@@ -118,8 +118,8 @@ class Flat:
         text.add("try:", *(f"    {line}" for line in guards), "except (KeyError, AttributeError):", f"    return {missed}")
         text.add("if only:", "    return None", f"now = {now}", f"for then, check, body in {text.hold(self.bodies)}.seen:")
         text.add(f"    if then == now and check({', '.join(tensors)}):", f"        return body({', '.join(tensors)})", f"return {missed}")
-        found: Callable[..., Any] = text.function()
-        return found
+        call: Callable[..., Any] = text.function()
+        return call
 
     def _of_module(self, text: CodeBuilder, number: str, module: nn.Module, called: bool, missed: str) -> list[str]:
         straight, real = self.straight, self.real[module]
@@ -131,10 +131,10 @@ class Flat:
         ways.append(f"len({d}) != {len(vars(real))}")  # nothing was put beside what is read, in whose place it would be
         for (of, name), value in straight.own.items():
             if of is module:
-                found = vars(real)[name]
-                if type(found) is not type(value) or (isinstance(found, PLAIN) and found != value):
+                actual = vars(real)[name]
+                if type(actual) is not type(value) or (isinstance(actual, PLAIN) and actual != value):
                     raise Bent(f"{name} changes")
-                ways.append(f"{d}[{name!r}] is not {text.hold(found)}")
+                ways.append(f"{d}[{name!r}] is not {text.hold(actual)}")
         children = [(name, child) for (of, name), child in straight.children.items() if of is module]
         if children or module in straight.all_children:
             lines.append(f"c{number} = {d}['_modules']")
@@ -152,8 +152,8 @@ class Flat:
 
 
 def _stored(module: nn.Module, read: Read) -> Tensor:
-    found: Tensor = (vars(module)[read.store] if read.store else vars(module))[read.name]
-    return found
+    tensor: Tensor = (vars(module)[read.store] if read.store else vars(module))[read.name]
+    return tensor
 
 
 # -- what is run
@@ -342,11 +342,11 @@ class _Presented:
 
     def __call__(self, value: Tensor) -> Tensor:
         faced = value if self.func is None else facing(value, self.func, self.frame)
-        found = None if faced is None else present(faced, self.indices, self.frame)
-        assert found is not None
+        result = None if faced is None else present(faced, self.indices, self.frame)
+        assert result is not None
         if self.frame[:-1] != self.lead and "m" in self.indices:
-            return found.reshape(*self.lead, *found.shape[len(self.frame) - 1 :])
-        return found
+            return result.reshape(*self.lead, *result.shape[len(self.frame) - 1 :])
+        return result
 
 
 _NAME = re.compile(r"\bv\d+\b")
@@ -355,10 +355,10 @@ _NAME = re.compile(r"\bv\d+\b")
 def _freed(lines: Sequence[str]) -> list[str]:
     """The same, with each value let go where it is used last: what a forward gives its next name to is freed as well."""
     last = {name: place for place, line in enumerate(lines) for name in _NAME.findall(line)}
-    found: list[str] = []
+    freed: list[str] = []
     for place, line in enumerate(lines):
-        found.append(line)
+        freed.append(line)
         gone = sorted(name for name, at in last.items() if at == place)
         if gone and place + 1 < len(lines):
-            found.append(f"del {', '.join(gone)}")
-    return found
+            freed.append(f"del {', '.join(gone)}")
+    return freed

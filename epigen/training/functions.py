@@ -77,12 +77,12 @@ def parameters(function: Function) -> tuple[str, ...]:
 def _parameters(function: Function) -> list[inspect.Parameter]:
     what = described(function)
     try:
-        found = list(inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters.values())
+        accepted = list(inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters.values())
     except (TypeError, ValueError, AttributeError):  # of a builtin or of TorchScript, which take the product alone
         return [inspect.Parameter("input", inspect.Parameter.POSITIONAL_ONLY)]
-    if not found or found[0].kind not in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+    if not accepted or accepted[0].kind not in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
         raise CallError(f"{what} takes nothing by position, and the product was to be its first argument: write def epilogue(mm, …)")
-    return [p for p in found if p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)]
+    return [p for p in accepted if p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)]
 
 
 def name_of(function: Function) -> str:
@@ -152,17 +152,17 @@ def traced(function: Function, shape: Sequence[int], dtype: torch.dtype, device:
     constants = {name: value for name, value in inputs.items() if name not in given}
     call = (tuple(shape), dtype, device.type, tuple((name, _seen(value)) for name, value in given.items()))
     key = (call, _state(constants), _state(function))
-    found = known.get(key)
-    if found is None:
+    trace = known.get(key)
+    if trace is None:
         # with the numbers' values, where they had to become constants
         numbers = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
         valued = (key, _state(numbers))
-        found = known.get(valued) if numbers else None
-        if found is None:
+        trace = known.get(valued) if numbers else None
+        if trace is None:
             run = _after_bias(function) if "bias" in inputs and not _takes_bias(function) else function
-            found, general = _traced(run, shape, dtype, device, given, constants)
-            known.put(key if general else valued, found)
-    return found
+            trace, general = _traced(run, shape, dtype, device, given, constants)
+            known.put(key if general else valued, trace)
+    return trace
 
 
 def _traced(
@@ -234,9 +234,9 @@ def _walk(value: Any, seen: set[int]) -> Iterator[Hashable]:
             except ValueError:  # it is empty yet
                 yield "empty"
         for name in _names(value.__code__):
-            found = value.__globals__.get(name)
-            if not isinstance(found, types.ModuleType | type):
-                yield from _walk(found, seen)
+            referenced = value.__globals__.get(name)
+            if not isinstance(referenced, types.ModuleType | type):
+                yield from _walk(referenced, seen)
     elif isinstance(call := inspect.getattr_static(type(value), "__call__", None), types.FunctionType):
         yield from _walk_owner(value, call, seen)
 
@@ -254,16 +254,16 @@ def _walk_owner(owner: Any, method: Any, seen: set[int]) -> Iterator[Hashable]:
         if name in known:
             continue
         known.add(name)
-        found = next((place[name] for place in places if name in place), None)
-        if isinstance(found, property):
-            found = found.fget
-        elif isinstance(found, staticmethod | classmethod):
-            found = found.__func__
-        elif isinstance(found, types.MemberDescriptorType):  # of a slot
-            found = getattr(owner, name, None)
-        if isinstance(found, types.FunctionType) and not _torchs(found):
-            pending += _names(found.__code__)
-        yield from _walk(found, seen)
+        attribute = next((place[name] for place in places if name in place), None)
+        if isinstance(attribute, property):
+            attribute = attribute.fget
+        elif isinstance(attribute, staticmethod | classmethod):
+            attribute = attribute.__func__
+        elif isinstance(attribute, types.MemberDescriptorType):  # of a slot
+            attribute = getattr(owner, name, None)
+        if isinstance(attribute, types.FunctionType) and not _torchs(attribute):
+            pending += _names(attribute.__code__)
+        yield from _walk(attribute, seen)
 
 
 def _torchs(function: types.FunctionType) -> bool:
@@ -279,12 +279,12 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 # -- its inputs and results, as a program and as torch have them
 
 
-def presented(found: Traced, inputs: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Tensor | float]:
+def presented(trace: Traced, inputs: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Tensor | float]:
     """The program's inputs: [..., N], [...], [N] or scalars. shape: of the product, [..., N]."""
-    given = {**inputs, **found.held, **{name: inputs[own] for name, own in found.renamed.items()}}
-    for name, (own, calls) in found.viewed.items():
+    given = {**inputs, **trace.held, **{name: inputs[own] for name, own in trace.renamed.items()}}
+    for name, (own, calls) in trace.viewed.items():
         given[name] = functools.reduce(lambda value, call: call[0](value, *call[1]), calls, given[own])
-    return {leaf.name: _presented(leaf, given[leaf.name], shape) for leaf in found.program.leaves}
+    return {leaf.name: _presented(leaf, given[leaf.name], shape) for leaf in trace.program.leaves}
 
 
 def _presented(leaf: Leaf, value: Any, shape: Sequence[int]) -> Tensor | float:
@@ -294,13 +294,13 @@ def _presented(leaf: Leaf, value: Any, shape: Sequence[int]) -> Tensor | float:
     if leaf.expand is not None:
         value = value.expand(leaf.expand)
     wanted = {"mn": (*shape,), "m": (*shape[:-1],), "n": (shape[-1],), "": ()}[leaf.indices]
-    found: Tensor = value if tuple(value.shape) == wanted else value.reshape(wanted)
-    return found
+    tensor: Tensor = value if tuple(value.shape) == wanted else value.reshape(wanted)
+    return tensor
 
 
-def returned(found: Traced, results: Sequence[Tensor]) -> Any:
+def returned(trace: Traced, results: Sequence[Tensor]) -> Any:
     """The program's results as the function returns them: shapes, dtypes, and what holds them."""
-    return pytree.tree_unflatten([_shaped(t, shape, dtype) for t, (shape, dtype) in zip(results, found.results, strict=True)], found.structure)
+    return pytree.tree_unflatten([_shaped(t, shape, dtype) for t, (shape, dtype) in zip(results, trace.results, strict=True)], trace.structure)
 
 
 def _shaped(t: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -379,8 +379,8 @@ class FunctionKernel:
         return self._run(mm.shape, mm.dtype, mm.device, inputs, lambda kernel, given: kernel.over(_matrix(mm), **given))
 
     def _run(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, inputs: Mapping[str, Any], call: Callable[..., Any]) -> Any:
-        found = traced(self.function, shape, dtype, device, inputs)
-        text = found.program.text
+        trace = traced(self.function, shape, dtype, device, inputs)
+        text = trace.program.text
         self._last = kernel = self._kernels.get(text) or self._kernels.put(text, self._make(text))
-        results = call(kernel, presented(found, inputs, (math.prod(shape[:-1]), shape[-1])))
-        return returned(found, [results] if isinstance(results, Tensor) else list(results))
+        results = call(kernel, presented(trace, inputs, (math.prod(shape[:-1]), shape[-1])))
+        return returned(trace, [results] if isinstance(results, Tensor) else list(results))

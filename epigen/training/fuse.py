@@ -87,10 +87,10 @@ class Forward:
 
     def replica(self) -> nn.Module:
         """What torch.nn.DataParallel takes for another GPU. It copies the attributes, of which this forward is the module's own: a replica has its class's."""
-        found: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
+        replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
         for name in (FORWARD, REPLICA, SCRIPT):
-            found.__dict__.pop(name, None)
-        return found
+            replica.__dict__.pop(name, None)
+        return replica
 
     def script(self) -> nn.Module:
         raise CallError(
@@ -112,9 +112,9 @@ class Forward:
                 return self(*args, **kwargs)
         if not around or not watched():
             for flat in known.flats if known.extents is None else (*known.extents.get(_extents(args, kwargs), ()), *known.flats):
-                found = flat.call(args, kwargs)
-                if found is not MISSED:
-                    return found
+                result = flat.call(args, kwargs)
+                if result is not MISSED:
+                    return result
         return self.run(args, kwargs)
 
     def run(self, args: Any, kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ class Forward:
         first = next((x for x in itertools.chain(args, kwargs.values()) if isinstance(x, Tensor)), None)
         if first is None or (device := first.device.type) not in DEVICES:
             return None
-        found: list[Any] = [(first.dtype, device, state(device)[2]), self.module.training]
+        key: list[Any] = [(first.dtype, device, state(device)[2]), self.module.training]
         pending = list(self.module._modules.values())
         while pending:
             module = pending.pop()
@@ -165,9 +165,9 @@ class Forward:
             forward = own.get("forward")
             if forward is not None and type(forward) is not Forward:
                 return None
-            found += (type(module), own["training"])
+            key += (type(module), own["training"])
             pending += own["_modules"].values()
-        return tuple(found)
+        return tuple(key)
 
 
 def _extents(args: Any, kwargs: Any) -> torch.Size | None:
@@ -194,9 +194,9 @@ class Met:
         if not self.idle:
             return False
         self.glances += 1
-        return self.glances % _GLANCES != 0 and self.module.training is self.training and self.alike(args, kwargs)
+        return self.glances % _GLANCES != 0 and self.module.training is self.training and self.similar(args, kwargs)
 
-    def alike(self, args: Any, kwargs: Any) -> bool:
+    def similar(self, args: Any, kwargs: Any) -> bool:
         first = args[0] if args else None
         if not isinstance(first, Tensor):
             for first in (*args, *kwargs.values()):
@@ -213,7 +213,7 @@ class Met:
         """Whether `Forward.key` would be the same. In whole comparisons of lists, which take a third of the time of asking one thing after another."""
         if torchs._global_forward_hooks or torchs._global_forward_pre_hooks or torchs._global_backward_hooks or torchs._global_backward_pre_hooks:
             return False
-        if not self.alike(args, kwargs):
+        if not self.similar(args, kwargs):
             return False
         if self.module.training is not self.training or self.module._modules != self.children:
             return False
@@ -246,14 +246,14 @@ class Known:
 
     def rehearsed(self, key: Any, module: nn.Module, args: Any, kwargs: Any) -> Rehearsed:
         try:
-            found = rehearse(module, args, kwargs)
+            rehearsed = rehearse(module, args, kwargs)
         except Unseen as unseen:
             self.last = unseen
-            found = _NOTHING
+            rehearsed = _NOTHING
         else:
-            self.last = found
-        self.plans[key] = found
-        return found
+            self.last = rehearsed
+        self.plans[key] = rehearsed
+        return rehearsed
 
     def flatten(self, key: Any, module: nn.Module, run: Run, args: Any, kwargs: Any) -> None:
         """After a call that went by its plan, in which each chain was computed by a function of its own: have those like it need none of the module's code."""
@@ -526,12 +526,12 @@ def _tried(forward: Forward) -> str:
         if key is None:
             return "there are hooks or replaced forwards inside"
         try:
-            found = rehearse(module, (), given)
+            rehearsed = rehearse(module, (), given)
         except Unseen as unseen:
             why = why if place else str(unseen)
             continue
-        forward.known.plans[key] = forward.known.last = found
-        if found.plan.idle:
+        forward.known.plans[key] = forward.known.last = rehearsed
+        if rehearsed.plan.idle:
             try:
                 forward.idle = rehearse(module, (), given, not module.training).plan.idle
             except Unseen:

@@ -102,8 +102,8 @@ def settle(graph: fx.Graph, tune: str | None = None) -> None:
     graph.eliminate_dead_code()
 
 
-def _zero(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    value = like.meta["val"]
+def _zero(graph: fx.Graph, similar: fx.Node) -> fx.Node:
+    value = similar.meta["val"]
     node = graph.call_function(_aten.full.default, ([], 0), {"dtype": value.dtype, "device": value.device})
     node.meta["val"] = value.new_zeros(())
     return node
@@ -111,11 +111,11 @@ def _zero(graph: fx.Graph, like: fx.Node) -> fx.Node:
 
 def _late(graph: fx.Graph) -> set[fx.Node]:
     """All that depends on a gradient which arrives, but for the output."""
-    found = set[fx.Node]()
+    late = set[fx.Node]()
     for node in graph.nodes:
-        if (node.op == "placeholder" and "tangents" in str(node.target)) or (node.op != "output" and any(s in found for s in node.all_input_nodes)):
-            found.add(node)
-    return found
+        if (node.op == "placeholder" and "tangents" in str(node.target)) or (node.op != "output" and any(s in late for s in node.all_input_nodes)):
+            late.add(node)
+    return late
 
 
 # -- questions
@@ -139,23 +139,23 @@ def _itself(_graph: fx.Graph, condition: fx.Node) -> fx.Node:
 
 def _question(node: fx.Node, late: Collection[fx.Node]) -> Question | None:
     """The same as in the programs that `aten` has for these operations."""
-    found = None
+    question = None
     given: Any = node.args
     match node.target, given:
         case _aten.threshold_backward.default, (_, of, t):
-            found = Question(node, _named(of), _not_at_most, (t,))
+            question = Question(node, _named(of), _not_at_most, (t,))
         case _aten.hardtanh_backward.default, (_, of, low, high):
-            found = Question(node, _named(of), _between, (low, high))
+            question = Question(node, _named(of), _between, (low, high))
         case _aten.leaky_relu_backward.default, (_, of, slope, _):
-            found = Question(node, _named(of), _above, (0,), slope=slope)
+            question = Question(node, _named(of), _above, (0,), slope=slope)
         case _aten.where.self, (of, _, _):
-            found = Question(node, of, _itself, (), 1, 2)
-    if found is None or found.of in late or next(regions.before(found.of), None) is None:
+            question = Question(node, of, _itself, (), 1, 2)
+    if question is None or question.of in late or next(regions.before(question.of), None) is None:
         return None
-    asked, answered = found.of.meta["val"].shape, node.meta["val"].shape
+    compared, answered = question.of.meta["val"].shape, node.meta["val"].shape
     n = answered[-1] if len(answered) > 1 else 0
-    whole = len(asked) == len(answered) and all(map(same, asked, answered))
-    return found if whole and isinstance(n, int) and n > 0 and n % 8 == 0 else None
+    whole = len(compared) == len(answered) and all(map(same, compared, answered))
+    return question if whole and isinstance(n, int) and n > 0 and n % 8 == 0 else None
 
 
 def _named(node: fx.Node) -> fx.Node:
@@ -168,7 +168,7 @@ def _named(node: fx.Node) -> fx.Node:
 def _pack(graph: fx.Graph, questions: Sequence[Question]) -> list[tuple[fx.Node, fx.Node]]:
     """Answer each by a packed mask. Returns of each the mask, made where what is asked about was computed, and what has taken its node's place."""
     masks: dict[Any, fx.Node] = {}
-    found = []
+    packed = []
     for q in questions:
         key = q.of, q.ask, q.numbers
         if key not in masks:
@@ -178,8 +178,8 @@ def _pack(graph: fx.Graph, questions: Sequence[Question]) -> list[tuple[fx.Node,
             chosen = called(graph, _where_bits, (masks[key], *_choices(graph, q)))
         q.node.replace_all_uses_with(chosen)
         graph.erase_node(q.node)
-        found.append((masks[key], chosen))
-    return found
+        packed.append((masks[key], chosen))
+    return packed
 
 
 def _choices(graph: fx.Graph, q: Question) -> list[Any]:
@@ -190,13 +190,13 @@ def _choices(graph: fx.Graph, q: Question) -> list[Any]:
 
 
 @contextmanager
-def _adding(graph: fx.Graph, following: fx.Node, like: fx.Node) -> Iterator[None]:
-    """What is added to the graph goes before `following`. like: a node of which it is a part, for all that torch knows of it, such as whether to compute it again."""
+def _adding(graph: fx.Graph, following: fx.Node, origin: fx.Node) -> Iterator[None]:
+    """What is added to the graph goes before `following`. origin: a node of which it is a part, for all that torch knows of it, such as whether to compute it again."""
     last = following.prev
     with graph.inserting_before(following):
         yield
     while (last := last.next) is not following:
-        last.meta = {**{key: value for key, value in like.meta.items() if key != "tensor_meta"}, "val": last.meta["val"]}
+        last.meta = {**{key: value for key, value in origin.meta.items() if key != "tensor_meta"}, "val": last.meta["val"]}
 
 
 def _tie(graph: fx.Graph, mask: fx.Node, needed: set[fx.Node]) -> None:
@@ -216,12 +216,12 @@ def _tie(graph: fx.Graph, mask: fx.Node, needed: set[fx.Node]) -> None:
 
 def _above_of(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """These, and all that they are computed of."""
-    found, pending = set[fx.Node](), list(nodes)
+    above, pending = set[fx.Node](), list(nodes)
     while pending:
-        if (node := pending.pop()) not in found:
-            found.add(node)
+        if (node := pending.pop()) not in above:
+            above.add(node)
             pending += node.all_input_nodes
-    return found
+    return above
 
 
 # -- which are worth it
@@ -241,23 +241,23 @@ def _spares(mask: fx.Node, chosen: fx.Node, forward: _Part, backward: _Part) -> 
     if packs is None:
         return False
     inside = set(packs.nodes)
-    asked = {node for node in _above_of([mask]) if forward.at[node] in inside}
+    above = {node for node in _above_of([mask]) if forward.at[node] in inside}
     level = backward.levels[backward.at[chosen]]
     kernel = reads.nodes if reads is not None else [node for node in backward.graph.nodes if regions.joins(node) and backward.levels[node] == level]
     given = {backward.source[s] for node in kernel for s in node.all_input_nodes if s in backward.source}
-    return not any(asked & _tiles(node) for node in given if node.target is not _bitmask)
+    return not any(above & _tiles(node) for node in given if node.target is not _bitmask)
 
 
 def _tiles(node: fx.Node) -> set[fx.Node]:
     """A value, and what it is computed of in one kernel, as far as it varies over more than one dimension."""
-    found, pending = set[fx.Node](), [node]
+    tiles, pending = set[fx.Node](), [node]
     while pending:
         value = pending.pop()
         tensor = value.meta.get("val")
-        if value not in found and isinstance(tensor, torch.Tensor) and len([e for e in tensor.shape if not same(e, 1)]) > 1:
-            found.add(value)
+        if value not in tiles and isinstance(tensor, torch.Tensor) and len([e for e in tensor.shape if not same(e, 1)]) > 1:
+            tiles.add(value)
             pending += value.all_input_nodes if regions.joins(value) else []
-    return found
+    return tiles
 
 
 class _Part:

@@ -30,15 +30,15 @@ def numbers(values: Sequence[Value]) -> list[float]:
 def forward(step: Step, tune: str | None, x: Tensor, weight: Tensor, inputs: Sequence[Value], lead: Sequence[int] | None) -> list[Tensor]:
     """All outputs of the forward program. x: [..., K]. weight: [N, K]. inputs: the layer's. lead: what its results have in place of M; None for M itself."""
     values = [rows(inputs[i], indices) for i, indices in zip(step.inputs, step.indices, strict=True)]
-    found = library.run(step.text, tune, rows(x, "mn"), weight.t(), values)
+    results = library.run(step.text, tune, rows(x, "mn"), weight.t(), values)
     if lead is not None and len(lead) != 1:
-        plain = not torch.compiler.is_compiling() and library.unseen(*found)
+        plain = not torch.compiler.is_compiling() and library.unseen(*results)
         for i, indices in enumerate(step.outputs):
             if "m" in indices:
-                t = found[i]
+                t = results[i]
                 # of memory that is its own and without gaps, which a mask has: half the time of a view that says of itself that it is none
-                found[i] = t.resize_((*lead, *t.shape[1:])) if plain and t.is_contiguous() else shaped(t, indices, lead)
-    return found
+                results[i] = t.resize_((*lead, *t.shape[1:])) if plain and t.is_contiguous() else shaped(t, indices, lead)
+    return results
 
 
 # -- leading dimensions
@@ -111,8 +111,8 @@ class Layer(torch.autograd.Function):
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> tuple[Any, ...]:
     """Of what torch leaves untyped."""
-    found: tuple[Any, ...] = function.apply(*args)
-    return found
+    results: tuple[Any, ...] = function.apply(*args)
+    return results
 
 
 def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -178,10 +178,10 @@ def _through_operands(
         given = [itself if place is None else computed[place] for place, _ in each.arguments]
         values = [v.t() if transposed and isinstance(v, Tensor) else v for v, (_, transposed) in zip(given, each.arguments, strict=True)]
         operands = (dmm, weight) if each.operand == "a" else (x.t(), dmm)
-        found = library.run(each.wide if adds and each.operand == "b" else each.text, ctx.tune, *operands, values)
-        of[each.operand] = None if each.own is None else found[each.own]
+        results = library.run(each.wide if adds and each.operand == "b" else each.text, ctx.tune, *operands, values)
+        of[each.operand] = None if each.own is None else results[each.own]
         for place, output in each.inputs:
-            before, gradient = inputs[place], found[output].to(ctx.dtypes[place])
+            before, gradient = inputs[place], results[output].to(ctx.dtypes[place])
             inputs[place] = gradient if before is None else before + gradient
     dweight = of["b"]
     if dweight is not None and adds:
@@ -228,6 +228,6 @@ def _gradients(
         results = library.run(backward.text, tune, *product, inputs)
     elif backward.text:
         results = library.run_over(backward.text, arrived[backward.product], inputs)
-    found = [*results, *arrived]
-    gradients = [None if i is None else found[i].to(dtype) for i, dtype in zip(backward.inputs, backward.dtypes, strict=True)]
-    return None if backward.mm is None else found[backward.mm], gradients
+    available = [*results, *arrived]
+    gradients = [None if i is None else available[i].to(dtype) for i, dtype in zip(backward.inputs, backward.dtypes, strict=True)]
+    return None if backward.mm is None else available[backward.mm], gradients

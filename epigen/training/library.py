@@ -53,8 +53,8 @@ def named(text: str, inputs: Sequence[Tensor | float | None], numbers: Sequence[
     return {name: next(rest) if value is None else value for name, value in zip(names(text), inputs, strict=True)}
 
 
-def _listed(found: Any) -> list[Tensor]:
-    return [found] if isinstance(found, Tensor) else list(found)
+def _listed(results: Any) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else list(results)
 
 
 def _program(
@@ -94,9 +94,9 @@ def _fake_over(text: str, mm: Tensor, inputs: Inputs, numbers: Sequence[float], 
 
 
 def _fake(graph: Graph, operands: tuple[Tensor, ...], inputs: dict[str, Any]) -> list[Tensor]:
-    like, shape, batch = _checked(graph, operands, inputs)
-    allocate, lead = outputs.allocator(like.device), batch.lead if batch is not None else ()
-    return [out.held(*shape[:2], lead).empty(allocate) for out in outputs.of(graph, BY_TORCH_ON_CPU[str(like.dtype)])]
+    first, shape, batch = _checked(graph, operands, inputs)
+    allocate, lead = outputs.allocator(first.device), batch.lead if batch is not None else ()
+    return [out.held(*shape[:2], lead).empty(allocate) for out in outputs.of(graph, BY_TORCH_ON_CPU[str(first.dtype)])]
 
 
 def _checked(graph: Graph, operands: tuple[Tensor, ...], inputs: Mapping[str, Any]) -> tuple[Tensor, tuple[int, int, int], Batch | None]:
@@ -104,9 +104,9 @@ def _checked(graph: Graph, operands: tuple[Tensor, ...], inputs: Mapping[str, An
     declared = {node.name: node for node in graph.inputs()}
     one, given, batch = batches.one(declared, operands, inputs)
     shape = arguments.check_operands(*one) if one else (*arguments.check_product(given[PRODUCT]), 0)
-    like: Tensor = one[0] if one else given[PRODUCT]
-    arguments.check_inputs(declared, given, shape, like)
-    return like, shape, batch
+    first: Tensor = one[0] if one else given[PRODUCT]
+    arguments.check_inputs(declared, given, shape, first)
+    return first, shape, batch
 
 
 def _fake_into(
@@ -115,13 +115,13 @@ def _fake_into(
     graph, given = kernel(text, tune, options).graph, named(text, inputs, numbers)
     if len(operands) == 1:
         graph, given, operands = over_product(graph), {PRODUCT: operands[0], **given}, ()
-    like, shape, batch = _checked(graph, tuple(operands), given)
-    found, written = outputs.of(graph, BY_TORCH_ON_CPU[str(like.dtype)]), dict(enumerate(out))
-    buffers: Mapping[str, Tensor] = {o.name: written[i] for i, o in enumerate(found)}
+    first, shape, batch = _checked(graph, tuple(operands), given)
+    declared, written = outputs.of(graph, BY_TORCH_ON_CPU[str(first.dtype)]), dict(enumerate(out))
+    buffers: Mapping[str, Tensor] = {o.name: written[i] for i, o in enumerate(declared)}
     if batch is not None:
-        buffers, _ = batches.with_outputs(batch, found, buffers, *shape[:2])
-    for o in found:
-        outputs.check(buffers[o.name], o, *shape[:2], like.device)
+        buffers, _ = batches.with_outputs(batch, declared, buffers, *shape[:2])
+    for o in declared:
+        outputs.check(buffers[o.name], o, *shape[:2], first.device)
 
 
 def _fake_accumulate(grad: Tensor, a: Tensor, b: Tensor) -> None:
@@ -191,11 +191,11 @@ def _refusing(name: str, keys: Any, *args: Any, **options: Any) -> Any:
     if required and torch._C._are_functorch_transforms_active():
         raise CallError(f"torch.ops.epigen.{name} has no derivative of its own: {_INSTEAD}")
     with torch._C._AutoDispatchBelowAutograd():
-        found = run(*args)
-    if not required or found is None:
-        return found
+        results = run(*args)
+    if not required or results is None:
+        return results
     derived: Any = _Underivable.apply  # which torch leaves untyped
-    return list(derived(name, found, *required))
+    return list(derived(name, results, *required))
 
 
 _INSTEAD = "use epigen.linear, or write it in torch's own operations"
@@ -227,8 +227,8 @@ def _one_by_one(operation: Any, count: int, dims: Sequence[Any], args: Sequence[
     """Results with a first dimension of `count`. dims: in which dimension an argument has its many; None for one that all share."""
     if not count:
         raise CallError("a layer of epigen is mapped over no examples, of which it cannot tell what comes out")
-    found = [operation(*(_one(arg, dim, i) for arg, dim in zip(args, dims, strict=True)), **options) for i in range(count)]
-    return [torch.stack(several) for several in zip(*found, strict=True)]
+    results = [operation(*(_one(arg, dim, i) for arg, dim in zip(args, dims, strict=True)), **options) for i in range(count)]
+    return [torch.stack(several) for several in zip(*results, strict=True)]
 
 
 def _one(arg: Any, dim: Any, i: int) -> Any:

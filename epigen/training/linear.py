@@ -15,7 +15,7 @@ from epigen.runtime import arguments
 from epigen.training import composed, functions, plan
 from epigen.training.functions import Function
 from epigen.training.layer import Layer, Value, apply, forward, kept, rows, shaped
-from epigen.training.plan import Asked, Declared, Input, Step
+from epigen.training.plan import Declared, Input, LayerRequest, Step
 
 
 class Link(NamedTuple):
@@ -92,13 +92,13 @@ def names_of_inputs(epilogue: Any) -> tuple[str, ...]:
 
 def joined(*several: Mapping[str, Value]) -> dict[str, Value]:
     """Inputs that were given in several ways, each in one of them."""
-    found: dict[str, Value] = {}
+    inputs: dict[str, Value] = {}
     for given in several:
         for name, value in given.items():
-            if name in found:
+            if name in inputs:
                 raise CallError(f"the input '{name}' is given twice")
-            found[name] = value
-    return found
+            inputs[name] = value
+    return inputs
 
 
 def names(of: str | Iterable[str] | None) -> tuple[str, ...] | None:
@@ -127,7 +127,7 @@ def chain(x: Tensor, layers: Sequence[Link]) -> Any:
 def _of_functions(x: Tensor, layers: Sequence[Link]) -> Any:
     """A chain in which functions stand for some of the texts: each is replaced by the program that it is for these shapes."""
     values = [value for layer in layers for value in (layer.weight, *layer.inputs.values()) if isinstance(value, Tensor)]
-    if torch.compiler.is_compiling() or composed.asked([x, *values]):
+    if torch.compiler.is_compiling() or composed.needed([x, *values]):
         for layer in layers:
             x = _of_texts(x, [layer]) if isinstance(layer.epilogue, str) else functions.plain(layer.epilogue, x, layer.weight, layer.inputs)
         return x
@@ -148,8 +148,8 @@ def _of_functions(x: Tensor, layers: Sequence[Link]) -> Any:
 def steps(x: Tensor, layers: Sequence[Link], values: Sequence[Sequence[Value]]) -> tuple[Step, ...]:
     # what is exported is run for its results, and has no backward to keep for. By the flag, since in torch.compile of torch up to 2.12 is_exporting() is true
     recorded = torch.is_grad_enabled() and not torch.compiler._is_exporting_flag
-    asked = [_asked(layer, given, recorded) for layer, given in zip(layers, values, strict=True)]
-    return plan.steps(recorded and x.requires_grad, tuple(asked))
+    requests = [_request(layer, given, recorded) for layer, given in zip(layers, values, strict=True)]
+    return plan.steps(recorded and x.requires_grad, tuple(requests))
 
 
 def _named(results: Sequence[Tensor], several: Any) -> Any:
@@ -165,7 +165,7 @@ def _of_texts(x: Tensor, layers: Sequence[Link]) -> Any:
     values = [_inputs(layer, program, x) for layer, program in zip(layers, programs, strict=True)]
     lead, last = x.shape[:-1], programs[-1]
     tensors = [t for layer, given in zip(layers, values, strict=True) for t in (layer.weight, *given) if isinstance(t, Tensor)]
-    if composed.asked([x, *tensors]):
+    if composed.needed([x, *tensors]):
         results = _composed(rows(x, "mn"), lead, layers, values, programs)
     else:
         results = _run(x, lead, layers, values, steps(x, layers, values))
@@ -210,10 +210,10 @@ def _distinct(values: list[Value]) -> list[Value]:
     return values
 
 
-def _asked(layer: Link, values: Sequence[Value], recorded: bool) -> Asked:
+def _request(layer: Link, values: Sequence[Value], recorded: bool) -> LayerRequest:
     dtypes = tuple(v.dtype if isinstance(v, Tensor) else None for v in values)
     wanted = tuple(recorded and isinstance(v, Tensor) and v.requires_grad for v in values)
-    return Asked(layer.epilogue, layer.save, layer.of, layer.weight.dtype, dtypes, wanted, recorded and layer.weight.requires_grad)
+    return LayerRequest(layer.epilogue, layer.save, layer.of, layer.weight.dtype, dtypes, wanted, recorded and layer.weight.requires_grad)
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -264,7 +264,7 @@ def _broadcast(declared: Input, value: Tensor, lead: Sequence[int], n: int, k: i
     while given.dim() > len(wanted) and given.shape[0] == 1:
         given = given[0]
     pairs = list(zip(reversed(given.shape), reversed(wanted), strict=False))
-    if given.dim() > len(wanted) or any(found not in (1, extent) for found, extent in pairs) or (declared.packed and pairs[:1] != [(last, last)]):
+    if given.dim() > len(wanted) or any(size not in (1, extent) for size, extent in pairs) or (declared.packed and pairs[:1] != [(last, last)]):
         raise CallError(
             f"input '{declared.name}' is {declared}, so {list(wanted)} was expected, the leading dimensions of x being {list(lead)}, and it has shape "
             f"{list(value.shape)}, which torch does not broadcast to that: expand it"

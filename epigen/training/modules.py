@@ -41,8 +41,8 @@ class Linear(nn.Module):
         of_text = isinstance(epilogue, str) or not functions.is_function(epilogue)
         read = "bias" in linear.names_of_inputs(epilogue)  # what takes none gets its product with the bias added
         if read != bias and (of_text or read):
-            found, wanted = ("reads", f"bias=True, or {without_bias(epilogue)}") if read else ("does not read", "bias=False, or mm + bias in the epilogue")
-            raise CallError(f"bias={bias}, and the epilogue {epilogue!r} {found} a bias: write {wanted}")
+            verb, wanted = ("reads", f"bias=True, or {without_bias(epilogue)}") if read else ("does not read", "bias=False, or mm + bias in the epilogue")
+            raise CallError(f"bias={bias}, and the epilogue {epilogue!r} {verb} a bias: write {wanted}")
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         plain = nn.Linear(in_features, out_features, bias, device, dtype)

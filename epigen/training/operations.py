@@ -174,12 +174,12 @@ def _accepting(apply: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(module, Linear):
             return apply(style, module, mesh)
         layer: Any = module
-        like = torch.nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-        like.weight, like.bias = layer.weight, layer.bias
-        apply(style, like, mesh)
-        layer.weight, layer.bias = like.weight, like.bias
-        module._forward_pre_hooks.update(like._forward_pre_hooks)  # what splits what goes in, and what comes out
-        module._forward_hooks.update(like._forward_hooks)
+        plain = torch.nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        plain.weight, plain.bias = layer.weight, layer.bias
+        apply(style, plain, mesh)
+        layer.weight, layer.bias = plain.weight, plain.bias
+        module._forward_pre_hooks.update(plain._forward_pre_hooks)  # what splits what goes in, and what comes out
+        module._forward_hooks.update(plain._forward_hooks)
         return module
 
     return accepting

@@ -28,7 +28,7 @@ from epigen.ops import NUMBER
 from epigen.runtime import outputs
 
 
-class Asked(NamedTuple):
+class LayerRequest(NamedTuple):
     """One layer, as far as a plan hangs on it.
 
     text: the program. save, of: as of `epigen.derive`. dtype: of the operands. inputs: the dtypes of the program's inputs in its order, None
@@ -148,7 +148,7 @@ def declared(text: str) -> Declared:
     return _declared(text)
 
 
-def steps(x: bool, layers: tuple[Asked, ...]) -> tuple[Step, ...]:
+def steps(x: bool, layers: tuple[LayerRequest, ...]) -> tuple[Step, ...]:
     """x: whether the gradient of what the first layer multiplies is wanted. Raises what `epigen.derive` raises."""
     return _steps(x, layers)
 
@@ -169,8 +169,8 @@ def _declared(text: str) -> Declared:
 
 
 @functools.lru_cache(maxsize=MOST_PROGRAMS)
-def _steps(x: bool, layers: tuple[Asked, ...]) -> tuple[Step, ...]:
-    found: list[Step] = []
+def _steps(x: bool, layers: tuple[LayerRequest, ...]) -> tuple[Step, ...]:
+    planned: list[Step] = []
     flows, before = x, None
     for number, layer in enumerate(layers):
         graph, operands = graph_of(layer.text), _dtype(layer.dtype, "weight")
@@ -179,7 +179,7 @@ def _steps(x: bool, layers: tuple[Asked, ...]) -> tuple[Step, ...]:
         products = ["a"] * flows + ["b"] * layer.weight if computed else [PRODUCT] * (layer.weight or flows)
         wrt = products + [name for name, want in zip(names, layer.wanted, strict=True) if want]
         if not wrt:
-            found.append(Step(layer.text, tuple(names.values()), tuple(n.indices for n in graph.inputs()), indices, ()))
+            planned.append(Step(layer.text, tuple(names.values()), tuple(n.indices for n in graph.inputs()), indices, ()))
             continue
         derived = derive(graph, operands, layer.save, wrt, layer.of)
         forward = derived.forward
@@ -190,9 +190,9 @@ def _steps(x: bool, layers: tuple[Asked, ...]) -> tuple[Step, ...]:
         order = tuple(names[n.name] for n in forward.inputs())
         taken = tuple(n.indices for n in forward.inputs())
         through, kept = _through_operands(derived, names, layer, operands) if computed else ((), ())
-        found.append(Step(forward.text, order, taken, indices, constant, None if chained else backward, before, True, layer.weight, flows, through, kept))
+        planned.append(Step(forward.text, order, taken, indices, constant, None if chained else backward, before, True, layer.weight, flows, through, kept))
         flows, before = True, backward if chained else None
-    return tuple(found)
+    return tuple(planned)
 
 
 def _dtype(dtype: torch.dtype, what: str) -> DType:
@@ -207,7 +207,7 @@ def _chains(graph: Graph, operands: DType) -> bool:
     return carries_gradient(graph, output) and output_dtype(graph, output, operands) == operands
 
 
-def _backward(derived: Derivation, inputs: Mapping[str, int], layer: Asked, operands: DType, chained: bool) -> Backward:
+def _backward(derived: Derivation, inputs: Mapping[str, int], layer: LayerRequest, operands: DType, chained: bool) -> Backward:
     """inputs: the layer's, by place. chained: the gradient arrives as a product that the program's own kernel takes; else as a tensor."""
     outputs = _places(o.name for o in derived.forward.outputs)
     dtypes = {name: _dtype(d, f"input '{name}'") for name, d in zip(inputs, layer.inputs, strict=True) if d is not None}
@@ -217,11 +217,11 @@ def _backward(derived: Derivation, inputs: Mapping[str, int], layer: Asked, oper
     # among inputs, outputs, x and weight in a row
     every = [n.indices for n in graph_of(layer.text).inputs()] + [derived.forward.nodes[o.node].indices for o in derived.forward.outputs] + ["mn", ""]
     numbers = [i for i, d in enumerate(layer.inputs) if d is None]
-    found = [(a.source, inputs[a.of] if a.source == INPUT else len(inputs) * (a.source == SAVED) + outputs[a.of]) for a in read]
+    origins = [(a.source, inputs[a.of] if a.source == INPUT else len(inputs) * (a.source == SAVED) + outputs[a.of]) for a in read]
     again = (len(inputs) + len(outputs), len(inputs) + len(outputs) + 1) if not derived.product else ()
-    kept = (*dict.fromkeys(i for source, i in found if source != ARRIVING and not (source == INPUT and i in numbers)), *again)
+    kept = (*dict.fromkeys(i for source, i in origins if source != ARRIVING and not (source == INPUT and i in numbers)), *again)
     arguments = []
-    for source, i in found:
+    for source, i in origins:
         if source == ARRIVING:
             arguments.append(len(kept) + len(numbers) + i)
         elif source == INPUT and i in numbers:
@@ -240,11 +240,13 @@ def _backward(derived: Derivation, inputs: Mapping[str, int], layer: Asked, oper
     )
 
 
-def _through_operands(derived: Derivation, inputs: Mapping[str, int], layer: Asked, operands: DType) -> tuple[tuple[OperandBackward, ...], tuple[int, ...]]:
+def _through_operands(
+    derived: Derivation, inputs: Mapping[str, int], layer: LayerRequest, operands: DType
+) -> tuple[tuple[OperandBackward, ...], tuple[int, ...]]:
     """And the places of the layer's inputs that these read. inputs: the layer's, by place."""
     kept = tuple(dict.fromkeys(inputs[a.of] for each in derived.operands for a in each.arguments if a.source == INPUT))
     dtypes = {name: _dtype(d, f"input '{name}'") for name, d in zip(inputs, layer.inputs, strict=True) if d is not None} | dict.fromkeys(g.OPERANDS, operands)
-    found = []
+    backwards = []
     for each in derived.operands:
         program, wide = (
             _cast(layer.text, each.program, each.program.outputs, {x.output: (dtypes | own)[x.of] for x in reversed(each.gradients)}, operands)
@@ -254,8 +256,8 @@ def _through_operands(derived: Derivation, inputs: Mapping[str, int], layer: Ask
         arguments = tuple((kept.index(inputs[a.of]) if a.source == INPUT else None, a.transposed) for a in (sources[n.name] for n in program.inputs()))
         gradients = {x.of: places[x.output] for x in each.gradients}
         of_inputs = tuple((inputs[name], place) for name, place in gradients.items() if name not in g.OPERANDS)
-        found.append(OperandBackward(each.operand, program.text, wide.text, arguments, gradients.get(each.operand), of_inputs))
-    return tuple(found), kept
+        backwards.append(OperandBackward(each.operand, program.text, wide.text, arguments, gradients.get(each.operand), of_inputs))
+    return tuple(backwards), kept
 
 
 def _places(names: Iterable[str]) -> dict[str, int]:

@@ -119,10 +119,10 @@ def _is(extent: Any, number: int) -> bool:
 
 def region_of(product: Product, levels: Levels, tune: str | None = None) -> Region | Left:
     """The region of a product, or why there is none. tune: as of `epigen.compile`; "missing" has what is expected of it measured."""
-    found = promising(product, levels, tune)
-    if isinstance(found, Region) and (kernel := _kernel_of(found)) is not None and (why := expected.spilled(*kernel)):
-        return Left(why, True, times=found.times)
-    return found
+    outcome = promising(product, levels, tune)
+    if isinstance(outcome, Region) and (kernel := _kernel_of(outcome)) is not None and (why := expected.spilled(*kernel)):
+        return Left(why, True, times=outcome.times)
+    return outcome
 
 
 def taking(node: fx.Node, levels: Levels, tune: str | None, known: dict[fx.Node, Region | Left]) -> Region | None:
@@ -131,8 +131,8 @@ def taking(node: fx.Node, levels: Levels, tune: str | None, known: dict[fx.Node,
         if own not in known:
             product = product_of(own)
             known[own] = Left(product) if isinstance(product, str) else promising(product, levels, tune)
-        if isinstance(found := known[own], Region) and node in found.nodes:
-            return found
+        if isinstance(outcome := known[own], Region) and node in outcome.nodes:
+            return outcome
     return None
 
 
@@ -154,7 +154,7 @@ def compile_ahead(products: Iterable[Product], levels: Levels, tune: str | None)
     A region that comes to be of one before it is taken may be another one then; its kernel is compiled when it is asked for.
     """
     known = [p for p in products if expected.target_of(p.a.meta["val"].device) is not None]
-    regions = [found for product in known if isinstance(found := promising(product, levels, tune), Region)]
+    regions = [outcome for product in known if isinstance(outcome := promising(product, levels, tune), Region)]
     expected.compile_ahead([kernel for region in regions if (kernel := _kernel_of(region)) is not None])
 
 
@@ -308,27 +308,27 @@ def _taken_over(leaves: Sequence[fx.Node], inside: Collection[fx.Node]) -> set[f
 
 def _bases(node: fx.Node, inside: Collection[fx.Node]) -> set[fx.Node]:
     """The values in memory that a value is computed of by elementwise operations; the value itself where it is one."""
-    found = set[fx.Node]()
+    bases = set[fx.Node]()
     pending, seen = [node], {node}
     while pending:
         value = pending.pop()
         if value.op != "call_function" or value.target is operator.getitem or not _lazy(value, inside):
-            found.add(value)
+            bases.add(value)
         else:
             pending += [s for s in value.all_input_nodes if s not in seen]
             seen |= set(value.all_input_nodes)
-    return {v for v in found if isinstance(v.meta.get("val"), torch.Tensor)}
+    return {v for v in bases if isinstance(v.meta.get("val"), torch.Tensor)}
 
 
 def _between(node: fx.Node, bases: Collection[fx.Node]) -> set[fx.Node]:
-    found = set[fx.Node]()
+    between = set[fx.Node]()
     pending = [node]
     while pending:
         value = pending.pop()
-        if value not in bases and value not in found and value.op == "call_function":
-            found.add(value)
+        if value not in bases and value not in between and value.op == "call_function":
+            between.add(value)
             pending += value.all_input_nodes
-    return found
+    return between
 
 
 def _lazy(node: fx.Node, inside: Collection[fx.Node]) -> bool:
@@ -365,10 +365,10 @@ def joins(node: fx.Node) -> bool:
 
 def levels_of(graph: fx.Graph) -> Levels:
     """How many kernels lie before each value, of those that nothing joins: products, attention, and so on."""
-    found: Levels = {}
+    levels: Levels = {}
     for node in graph.nodes:
-        found[node] = level_of(node, found)
-    return found
+        levels[node] = level_of(node, levels)
+    return levels
 
 
 def level_of(node: fx.Node, levels: Levels) -> int:
@@ -422,17 +422,17 @@ def _trimmed(nodes: Sequence[fx.Node], levels: Levels) -> list[fx.Node]:
 
 def _summed(nodes: Sequence[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
     """By node, what it is the sums of: as they are, or what is computed of them."""
-    found: dict[fx.Node, set[fx.Node]] = {}
+    sums: dict[fx.Node, set[fx.Node]] = {}
     for node in nodes:
-        found[node] = {_source(node)} if name_of(node) == "sum" else set().union(*(found.get(s, set()) for s in node.all_input_nodes))
-    return found
+        sums[node] = {_source(node)} if name_of(node) == "sum" else set().union(*(sums.get(s, set()) for s in node.all_input_nodes))
+    return sums
 
 
 def _source(node: fx.Node) -> fx.Node:
     """What a view, a cast or a sum is taken of; its extents may be nodes as well."""
-    found = node.args[0]
-    assert isinstance(found, fx.Node)
-    return found
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
 
 
 def _written(node: fx.Node, taken: Collection[fx.Node], levels: Levels) -> bool:
@@ -445,29 +445,29 @@ def _written(node: fx.Node, taken: Collection[fx.Node], levels: Levels) -> bool:
 def _outputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """The values that others than the region read; of a view what it is a view of."""
     taken = set(nodes)
-    found: dict[fx.Node, None] = {}
+    outputs: dict[fx.Node, None] = {}
     for node in nodes:
         if any(user not in taken for user in node.users):
             while is_view(node) and node in taken:
                 node = node.args[0]  # type: ignore[assignment]
-            found[node] = None
-    return list(found)
+            outputs[node] = None
+    return list(outputs)
 
 
 def moved(graph: fx.Graph) -> dict[fx.Node, int]:
     """By node, the bytes that are moved for its sake: written where it lies in memory, and read once by each kernel that reads it."""
     levels = levels_of(graph)
-    found: dict[fx.Node, int] = {}
+    moved_bytes: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op == "output" or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
         made = not joins(node.all_input_nodes[0] if node.target is operator.getitem else node)
         if is_view(node) or not (made or kept(node, (), levels)):
             continue
-        found[node] = found.get(node, 0) + (bytes_of(node) if node.op == "call_function" else 0)
+        moved_bytes[node] = moved_bytes.get(node, 0) + (bytes_of(node) if node.op == "call_function" else 0)
         for reader in _readers(node, levels):
-            found[reader] = found.get(reader, 0) + bytes_of(node)
-    return found
+            moved_bytes[reader] = moved_bytes.get(reader, 0) + bytes_of(node)
+    return moved_bytes
 
 
 def _readers(node: fx.Node, levels: Levels) -> list[fx.Node]:

@@ -27,8 +27,8 @@ from torch.utils import _pytree as pytree
 from epigen.errors import EpigenError
 from epigen.ir.program import MOST_PROGRAMS
 from epigen.training import deferred
-from epigen.training.alike import State
 from epigen.training.deferred import CONVOLUTIONS, DTYPES, PRODUCTS, VIEWS, Argument, Fixed, Plan, Planned, Product, Ref, Step, Taken
+from epigen.training.guarded_cache import State
 from epigen.training.unlogged import unlogged
 
 _ROWS, _COLUMNS = 6, 7
@@ -148,9 +148,9 @@ def _fake(value: Any, fakes: Any) -> Any:
         return value
     if not isinstance(value, Tensor):
         return _held(value, fakes)
-    found = fakes.from_tensor(value)
+    fake = fakes.from_tensor(value)
     # of what has a gradient, so that a torch.autograd.Function shows; and no leaf, which could not be changed in place
-    return found.requires_grad_().clone() if found.is_floating_point() else found
+    return fake.requires_grad_().clone() if fake.is_floating_point() else fake
 
 
 def _held(value: Any, fakes: Any) -> Any:
@@ -501,19 +501,19 @@ def _traced(bias: bool, bias_dtype: torch.dtype | None, dtype: torch.dtype, step
 
             named = {name: content(value) for name, value in kwargs}
             called = _normed if func is F.batch_norm else deferred.functional(func) if in_place else func
-            found = called(*map(content, args), **(named | {"inplace": False} if "inplace" in named else named))
-            if tuple(found.shape) != (_ROWS, _COLUMNS):
+            result = called(*map(content, args), **(named | {"inplace": False} if "inplace" in named else named))
+            if tuple(result.shape) != (_ROWS, _COLUMNS):
                 raise EpigenError("it changes the shape")
-            values.append(found.to(made))
+            values.append(result.to(made))
         return values[-1]
 
     try:
-        found = trace(function, (_ROWS, _COLUMNS), dtype, cpu, inputs)
+        traced = trace(function, (_ROWS, _COLUMNS), dtype, cpu, inputs)
     except EpigenError as error:
         said = str(error).partition("\n")[0]
         return "", said.partition("which no epilogue computes: ")[2] or said
-    if found.held:
+    if traced.held:
         return "", "it reads a tensor of its own"
-    if {leaf.name for leaf in found.program.leaves} != set(inputs):
+    if {leaf.name for leaf in traced.program.leaves} != set(inputs):
         return "", "its result does not hang on all that it takes"
-    return found.program.text, ""
+    return traced.program.text, ""

@@ -179,18 +179,18 @@ def _measured(seen: Sequence[Seen]) -> dict[tuple[str, Call | None], float]:
     from epigen.tuning.sampling import Sampler
     from epigen.tuning.timer import ColdTimer
 
-    found: dict[tuple[str, Call | None], float] = {}
+    measured_us: dict[tuple[str, Call | None], float] = {}
     place = torch.device("cuda", torch.cuda.current_device())
     timer = ColdTimer()
     for s in seen:
-        if s.call is None or (s.program, s.call) in found:
+        if s.call is None or (s.program, s.call) in measured_us:
             continue
         runs = _runs(s.program, s.call, place)
         for run in runs:
             run()
         fused, unfused = Sampler(timer, runs[1]).interleaved(list(runs), hot=False)
-        found[s.program, s.call] = unfused.median_us - fused.median_us
-    return found
+        measured_us[s.program, s.call] = unfused.median_us - fused.median_us
+    return measured_us
 
 
 def _runs(program: str, call: Call, place: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -211,10 +211,10 @@ def record_of(caller: Any) -> Record:
     """That of torch's object for one call of torch.compile; one of its own for any other caller."""
     if not isinstance(caller, torch._TorchCompileWrapper):
         return Record()
-    found: Record | None = getattr(caller, RECORD, None)
-    if found is None:
-        setattr(caller, RECORD, found := Record())
-    return found
+    record: Record | None = getattr(caller, RECORD, None)
+    if record is None:
+        setattr(caller, RECORD, record := Record())
+    return record
 
 
 def _wrapper_of(compiled: Any) -> Any:

@@ -32,8 +32,8 @@ def replace(graph: fx.Graph, region: Region, tune: str | None, levels: Levels) -
         a = _matrix(graph, sizes, product.a)
         b = product.b if product.b.meta["val"].dim() == 2 else called(graph, _aten.select.int, (product.b, 0, 0))
         call = called(graph, library.fused, (region.imported.text, tune, a, b, inputs, []))
-        found = zip(region.outputs, region.imported.roles, strict=True)
-        results = [_result(graph, sizes, call, place, node, roles) for place, (node, roles) in enumerate(found)]
+        outputs = zip(region.outputs, region.imported.roles, strict=True)
+        results = [_result(graph, sizes, call, place, node, roles) for place, (node, roles) in enumerate(outputs)]
     created = list(_between(placed, following))
     inside = set(region.nodes)
     for node, item in zip(region.outputs, results, strict=True):
@@ -148,12 +148,12 @@ class _Sizes:
     def _of(self, expression: Any) -> Any:
         if expression.is_number:
             return int(expression)
-        found = self.symbols.get(expression)
-        if isinstance(found, fx.Node):
-            return found
-        found = found or self._computed(expression)
-        if found is not None:
-            self.symbols[expression] = size = called(self.graph, _aten.sym_size.int, found)
+        source = self.symbols.get(expression)
+        if isinstance(source, fx.Node):
+            return source
+        source = source or self._computed(expression)
+        if source is not None:
+            self.symbols[expression] = size = called(self.graph, _aten.sym_size.int, source)
             return size
         if not (expression.is_Mul or expression.is_Add):
             raise NotImplementedError(f"its extent {expression} is computed of others")
@@ -186,8 +186,8 @@ def _presented(graph: fx.Graph, sizes: _Sizes, leaf: Leaf, n: Any) -> fx.Node:
     if leaf.order is not None:
         node = called(graph, _aten.permute.default, (node, list(leaf.order)))
     dims = len(leaf.indices)
-    found = node.meta["val"]
-    if isinstance(found, torch.Tensor) and found.dim() != dims:
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor) and value.dim() != dims:
         shape = leaf.shape(-1, -1 if leaf.indices == "n" else n)
         node = called(graph, _aten.reshape.default, (node, [sizes.node(e) for e in shape]))
     return node

@@ -47,8 +47,8 @@ class Way(NamedTuple):
 def ways(text: str, operands: int) -> tuple[Way, ...]:
     """operands: 2, or 1 where the product is given."""
     graph = _graph(text, operands)
-    found = [_along("", graph, operands), _along("m", graph, operands), _along("n", graph, operands), _summed(graph, operands)]
-    return tuple(way for way in found if way is not None)
+    candidates = [_along("", graph, operands), _along("m", graph, operands), _along("n", graph, operands), _summed(graph, operands)]
+    return tuple(way for way in candidates if way is not None)
 
 
 def _graph(text: str, operands: int) -> Graph:
@@ -207,14 +207,14 @@ def run(name: str, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any
             local |= {what: out for what, t in tensors.items() if t is whole}
         given = [local.get(what) for what in names]
         own = Call(call.text, given[: len(call.operands)], given[len(call.operands) :], outs)  # type: ignore[arg-type]  # operands are there
-        found = operation(*own.arguments(name, args), **kwargs)
-        if found is None:
+        results = operation(*own.arguments(name, args), **kwargs)
+        if results is None:
             return None
         held = [out.held(m, n) for out in outputs.of(graph, BY_TORCH_ON_CPU[str(call.operands[0].dtype)])]
         shapes = [torch.Size(h.shape if h.width is None else (h.shape[0], h.width)) for h in held]
         return [
             DTensor.from_local(t, mesh, [way.outputs[i] for way in chosen], run_check=False, shape=shape, stride=h.strides)
-            for i, (t, shape, h) in enumerate(zip(found, shapes, held, strict=True))
+            for i, (t, shape, h) in enumerate(zip(results, shapes, held, strict=True))
         ]
 
 
@@ -279,6 +279,6 @@ def _local(t: Tensor, mesh: DeviceMesh, wanted: Sequence[Placement]) -> Tensor:
     summed = [d for d, p in enumerate(wanted) if p == SUMMAND and t.placements[d] != SUMMAND]
     placements = tuple(REPLICATE if d in summed else p for d, p in enumerate(wanted))
     # as DTensor.redistribute, which below autograd asks torch up to 2.12 for what it has no rule for: to detach in place
-    found = redistribute_local_tensor(t.to_local(), t._spec, DTensorSpec(t.device_mesh, placements, tensor_meta=t._spec.tensor_meta))
+    local = redistribute_local_tensor(t.to_local(), t._spec, DTensorSpec(t.device_mesh, placements, tensor_meta=t._spec.tensor_meta))
     # of a whole tensor one process has all, and the others nothing: so the sum is that
-    return found if all(mesh.get_local_rank(d) == 0 for d in summed) else torch.zeros_like(found)
+    return local if all(mesh.get_local_rank(d) == 0 for d in summed) else torch.zeros_like(local)

@@ -61,11 +61,11 @@ class Site:
         a, views = layer.rows(first[0], "mn"), {"a": leading("a", "mn", first[0].dim() - 1)}
         operands: tuple[Tensor, ...] = ()
         if self.how is How.OVER:
-            found, inputs = kernel.over(a, **inputs), {PRODUCT: a, **inputs}
+            returned, inputs = kernel.over(a, **inputs), {PRODUCT: a, **inputs}
         else:
             operands = (a, first[1].t()) if self.how is How.TRANSPOSED else (a, first[1])
-            found, views["b"] = kernel(*operands, **inputs), "b.t()" if self.how is How.TRANSPOSED else "b"
-        results = (found,) if isinstance(found, Tensor) else tuple(found)
+            returned, views["b"] = kernel(*operands, **inputs), "b.t()" if self.how is How.TRANSPOSED else "b"
+        results = (returned,) if isinstance(returned, Tensor) else tuple(returned)
         self.calls += 1
         if self.calls & (self.calls - 1) == 0:  # now and then: it may be chosen by then how the kernel runs
             self.now = kernel.bound(operands, inputs, results, views, self.shapes) or _nothing

@@ -68,9 +68,9 @@ def read(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], obse
     """Read a module's forward, called with these, under `observed`. whole: whether a module inside is not to be looked into. Raises Bent."""
     reader = _Reader(observed, whole, set(module.modules()))
     reader.visit(module, called=False)
-    reader.found.result = reader.call(reader.noted(type(module), "forward", type(module).forward), (module, *args), kwargs)
-    reader.found.events = observed.events
-    return reader.found
+    reader.straight.result = reader.call(reader.noted(type(module), "forward", type(module).forward), (module, *args), kwargs)
+    reader.straight.events = observed.events
+    return reader.straight
 
 
 # -- where code is written
@@ -137,16 +137,16 @@ def _same(a: types.CodeType, b: types.CodeType | None) -> bool:
 
 def _does(code: types.CodeType) -> list[Any]:
     """Its instructions, but for how a method is called: which differs by whether a module was imported in the same text."""
-    found: list[Any] = []
+    instructions: list[Any] = []
     for i in dis.get_instructions(code):
         if i.opname in ("PUSH_NULL", "PRECALL", "CACHE"):
             continue
         name = {"LOAD_METHOD": "LOAD_ATTR", "CALL_METHOD": "CALL", "CALL_FUNCTION": "CALL"}.get(i.opname, i.opname)
         if isinstance(i.argval, types.CodeType):
-            found.append((name, _does(i.argval)))
+            instructions.append((name, _does(i.argval)))
         else:
-            found.append((name, None if i.opcode in dis.hasjrel or i.opcode in dis.hasjabs else (type(i.argval), repr(i.argval))))
-    return found
+            instructions.append((name, None if i.opcode in dis.hasjrel or i.opcode in dis.hasjabs else (type(i.argval), repr(i.argval))))
+    return instructions
 
 
 # -- what code does
@@ -195,7 +195,7 @@ class _Method:
 class _Reader:
     def __init__(self, observed: Observed, whole: Callable[[nn.Module], bool], inside: set[nn.Module]):
         self.observed, self.whole, self.inside = observed, whole, inside
-        self.found = Straight()
+        self.straight = Straight()
         self.depth = 0
 
     # -- modules
@@ -206,21 +206,21 @@ class _Reader:
         kind = type(module)
         if kind.__getattr__ is not nn.Module.__getattr__ or kind.__getattribute__ is not object.__getattribute__:
             raise Bent(f"a {kind.__name__} finds its attributes in a way of its own")
-        self.found.modules[module] = self.found.modules.get(module, False) or called
+        self.straight.modules[module] = self.straight.modules.get(module, False) or called
 
     def child(self, module: nn.Module, name: str) -> Any:
-        found = module._modules[name]
-        if found is None:
+        child = module._modules[name]
+        if child is None:
             raise Bent("it reads a module that is none")
-        self.found.children[module, name] = found
-        return found
+        self.straight.children[module, name] = child
+        return child
 
     def each(self, module: nn.Module) -> list[Any]:
         """The children of a list of modules."""
         if getattr(type(module), "__iter__", None) not in (nn.Sequential.__iter__, nn.ModuleList.__iter__):
             raise Bent(f"it goes through a {type(module).__name__}")
         self.visit(module, called=False)
-        self.found.all_children[module] = None
+        self.straight.all_children[module] = None
         return [self.child(module, name) for name in module._modules]
 
     def attribute(self, module: nn.Module, name: str) -> Any:
@@ -234,13 +234,13 @@ class _Reader:
         if name in own:
             value = own[name]
             if isinstance(value, Tensor):
-                self.found.tensors[Read(module, "", name)] = value
+                self.straight.tensors[Read(module, "", name)] = value
             elif (
                 _plain(value)
                 or isinstance(value, _KEPT_BY_THEMSELVES)
                 or (isinstance(value, functools.partial) and _plain((*value.args, *value.keywords.values())))
             ):
-                self.found.own[module, name] = value
+                self.straight.own[module, name] = value
             else:
                 raise Bent(f"it reads a {type(value).__name__}")
             return value
@@ -255,9 +255,9 @@ class _Reader:
             if name in own[store]:
                 value = own[store][name]
                 if value is None:
-                    self.found.nothing[Read(module, store, name)] = None
+                    self.straight.nothing[Read(module, store, name)] = None
                 else:
-                    self.found.tensors[Read(module, store, name)] = value
+                    self.straight.tensors[Read(module, store, name)] = value
                 return value
         if name in module._modules:
             return self.child(module, name)
@@ -265,7 +265,7 @@ class _Reader:
 
     def noted(self, where: Any, name: str, value: Any) -> Any:
         """What is read of a class, of a module of Python's or of a function's globals."""
-        self.found.outside[id(where), name] = (where, name, value)
+        self.straight.outside[id(where), name] = (where, name, value)
         return value
 
     # -- calls
@@ -291,8 +291,8 @@ class _Reader:
                 self.visit(args[0], called=False)
             if function is isinstance and isinstance(args[0], Tensor) and args[1] is not Tensor:
                 raise Bent("it asks of what class a tensor is")
-            found = function(*args, **kwargs)
-            return tuple(found) if isinstance(found, range | zip | enumerate) else found
+            result = function(*args, **kwargs)
+            return tuple(result) if isinstance(result, range | zip | enumerate) else result
         if _of_torch(function):
             return self.call_torch(function, args, kwargs)
         if isinstance(function, types.FunctionType):
@@ -318,7 +318,7 @@ class _Reader:
 
     def call_torch(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], method: _Method | None = None) -> Any:
         if method is not None and method.name in _EXTENTS | _KINDS_BY_CALL:
-            self.found.exact = self.found.exact or method.name in _EXTENTS
+            self.straight.exact = self.straight.exact or method.name in _EXTENTS
             return function(*args, **kwargs)
         if method is None and not any(isinstance(t, Tensor) for a in (*args, *kwargs.values()) for t in (a if isinstance(a, tuple | list) else (a,))):
             raise Bent(f"it calls {function.__name__} of no tensor")
@@ -334,7 +334,7 @@ class _Reader:
 
     def made(self, result: Any) -> Any:
         if isinstance(result, tuple | list) and all(isinstance(t, Tensor) for t in result):
-            self.found.exact = True  # how many there are
+            self.straight.exact = True  # how many there are
             return tuple(result)
         if not isinstance(result, Tensor):
             raise Bent("a tensor becomes a number")
@@ -344,7 +344,7 @@ class _Reader:
         node = _written(function.__code__)
         if self.depth >= _MOST_CALLS:
             raise Bent("it calls too many functions in one another")
-        self.found.functions[function] = function.__code__, function.__defaults__, function.__kwdefaults__
+        self.straight.functions[function] = function.__code__, function.__defaults__, function.__kwdefaults__
         bare = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
         bare.__kwdefaults__ = function.__kwdefaults__
         bound = inspect.signature(bare).bind(*args, **kwargs)
@@ -369,7 +369,7 @@ class _Reader:
             return self.attribute(of, name)
         if isinstance(of, Tensor):
             if name in ("shape", "ndim"):
-                self.found.exact = True
+                self.straight.exact = True
                 return getattr(of, name)
             if name in _KINDS:
                 return getattr(of, name)
@@ -558,25 +558,25 @@ class _Frame:
         return value
 
     def _compare(self, node: ast.Compare) -> Any:
-        left, found = self.value(node.left), True
+        left, holds = self.value(node.left), True
         for op, right in zip(node.ops, map(self.value, node.comparators), strict=True):
             if isinstance(op, ast.Is | ast.IsNot):
                 if left is not None and right is not None and (isinstance(left, Tensor) or isinstance(right, Tensor)):
                     raise Bent("it asks whether a tensor is another")
-                found = (left is right) is isinstance(op, ast.Is)
+                holds = (left is right) is isinstance(op, ast.Is)
             elif isinstance(op, ast.In | ast.NotIn):
                 if not _plain(left) or not (_plain(right) or (isinstance(right, list) and all(map(_plain, right)))):
                     raise Bent("it looks for what is no number")
-                found = (left in right) is isinstance(op, ast.In)
+                holds = (left in right) is isinstance(op, ast.In)
             else:
                 result = self.operated(_COMPARED[type(op)], left, right)
                 if len(node.ops) == 1:
                     return result
-                found = self.truth(result)
-            if not found:
+                holds = self.truth(result)
+            if not holds:
                 return False
             left = right
-        return found
+        return holds
 
     def _ifexp(self, node: ast.IfExp) -> Any:
         return self.value(node.body if self.truth(self.value(node.test)) else node.orelse)

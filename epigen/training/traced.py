@@ -140,15 +140,15 @@ def _of_the_product_alone(node: fx.Node, product: fx.Node) -> bool:
 
 def _views(graph: fx.Graph, inputs: Sequence[fx.Node]) -> Sequence[fx.Node]:
     """What is a view, or a part, of an input alone. The program reads through it where it can, and is given it where it cannot."""
-    found: list[fx.Node] = []
+    views: list[fx.Node] = []
     for node in graph.nodes:
         if (
             node.op == "call_function"
             and (is_view(node) or name_of(node) in ("select", "slice"))
-            and all(n in found or n in inputs for n in node.all_input_nodes)
+            and all(n in views or n in inputs for n in node.all_input_nodes)
         ):
-            found.append(node)
-    return found
+            views.append(node)
+    return views
 
 
 def _known(names: dict[str, Any], value: Any, base: str, taken: set[str]) -> str:

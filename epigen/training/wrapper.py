@@ -32,9 +32,9 @@ class Line:
         site = self.site
         if site is None:
             return library.run(text, tune, a, b, inputs)
-        found = site.now(a, b, *inputs)
-        if found is not None:
-            return found
+        results = site.now(a, b, *inputs)
+        if results is not None:
+            return results
         with torch.no_grad():
             return site.slow(a, b, *inputs)
 

@@ -1,4 +1,4 @@
-"""What was found out of tensors, known again for others that are like them."""
+"""A cache of what was worked out for tensors: found again, by one guard, for similar ones."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ _RECENT = 16
 State = tuple[bool, bool, torch.dtype | None]
 """What torch's own state is, as far as results hang on it: whether gradients are recorded, inference mode, autocast's dtype."""
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 
-class Alike(Generic[Found]):
-    """What was found out of tensors, for those that are like them: by one comparison in place of each check."""
+class GuardedCache(Generic[Value]):
+    """Values that were worked out for tensors, for similar ones: by one comparison in place of each check."""
 
     __slots__ = ("seen",)
 
     def __init__(self) -> None:
-        self.seen: tuple[tuple[State, Check, Found], ...] = ()
+        self.seen: tuple[tuple[State, Check, Value], ...] = ()
 
-    def get(self, now: State, tensors: Sequence[Tensor]) -> Found | None:
-        for then, check, found in self.seen:
+    def get(self, now: State, tensors: Sequence[Tensor]) -> Value | None:
+        for then, check, value in self.seen:
             if then == now and check(*tensors):
-                return found
+                return value
         return None
 
-    def put(self, now: State, tensors: Sequence[Tensor], found: Found) -> None:
+    def put(self, now: State, tensors: Sequence[Tensor], value: Value) -> None:
         """In place of what was there of such tensors."""
         others = self.seen
         for i, (then, check, _) in enumerate(others):
             if then == now and check(*tensors):
-                self.seen = ((now, check, found), *others[:i], *others[i + 1 :])
+                self.seen = ((now, check, value), *others[:i], *others[i + 1 :])
                 return
         new = likeness(tensors)
         if new is not None:
-            self.seen = ((now, new, found), *others)[:_RECENT]
+            self.seen = ((now, new, value), *others)[:_RECENT]
 
 
 def likeness(tensors: Sequence[Tensor]) -> Check | None:
