@@ -98,18 +98,18 @@ def _own_place() -> tuple[Path | None, str]:
 
 def check(path: Path) -> list[str]:
     """All that is wrong with the database's files, one line each, with its place."""
-    found: list[str] = []
+    complaints: list[str] = []
     for file in files(path):
         try:
             document = DatabaseFile(file).read()
         except DatabaseError as error:
-            found.append(str(error))
+            complaints.append(str(error))
             continue
         if document is not None:
-            found += document.complaints
+            complaints += document.complaints
             if document.records and len(merged(document.records)) < len(document.records):
-                found.append(f"{file}: {len(document.records) - len(merged(document.records))} records share another one's key")
-    return found
+                complaints.append(f"{file}: {len(document.records) - len(merged(document.records))} records share another one's key")
+    return complaints
 
 
 class Database:
@@ -197,8 +197,8 @@ class Database:
 
     def _read(self, file: Path) -> _Seen:
         try:
-            found = file.stat()
-            stamp: tuple[int, ...] = (found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino, found.st_dev)
+            status = file.stat()
+            stamp: tuple[int, ...] = (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, status.st_dev)
         except OSError:
             stamp = ()  # it went away, or cannot be reached: reading says which
         before = self._seen.get(file)
@@ -220,7 +220,7 @@ class Database:
         """Raises DatabaseError where nothing could be added for that GPU, so that nobody measures for an hour before it is found out."""
         DatabaseFile(self._file(gpu, capability), self._timeout_s).demand_writable()
 
-    def add(self, *found: Record, replacing: bool = False) -> Report:
+    def add(self, *records: Record, replacing: bool = False) -> Report:
         """Adds records to the user's database; where it has a better one of the same key, that one stays. Raises DatabaseError.
 
         replacing: it goes, whatever its time. When this returns, the records are on disk, whatever becomes of this process.
@@ -228,7 +228,7 @@ class Database:
         self._demand_place()
         report = Report()
         by_gpu: dict[tuple[str, str], list[Record]] = {}
-        for record in found:
+        for record in records:
             by_gpu.setdefault((record.gpu, record.capability), []).append(record)
         for (gpu, capability), some in sorted(by_gpu.items()):
 
@@ -240,15 +240,15 @@ class Database:
 
     def merge(self, *paths: Path) -> Report:
         """Adds the records of other databases, folders or files. Raises DatabaseError for a path that does not exist."""
-        found: list[Record] = []
+        records: list[Record] = []
         complaints: list[str] = []
         for path in paths:
             if not there(path):
                 raise DatabaseError(f"{path} does not exist")
             other = Database(path, seeds=())
-            found += (record for _, record in other.records())
+            records += (record for _, record in other.records())
             complaints += other.complaints
-        report = self.add(*found)
+        report = self.add(*records)
         report.complaints[:0] = complaints
         return report
 
@@ -315,8 +315,8 @@ class Database:
         return path if _one_file(path) else path / file_name(gpu, capability)
 
 
-def _add(kept: dict[Key, Record], found: Iterable[Record], report: Report, replacing: bool) -> Iterable[Record]:
-    for record in found:
+def _add(kept: dict[Key, Record], records: Iterable[Record], report: Report, replacing: bool) -> Iterable[Record]:
+    for record in records:
         before = kept.get(record.key)
         if before is None:
             report.added += 1

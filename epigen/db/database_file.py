@@ -52,13 +52,13 @@ class DatabaseFile:
         if data is None:
             return None
         try:
-            found = self._quickly(data) or records.parse(data)
+            document = self._quickly(data) or records.parse(data)
         except Damaged as error:
             raise Damaged(f"{self.path}: {error}") from None
         except DatabaseError as error:
             raise DatabaseError(f"{self.path}: {error}") from None
-        self._remember(found.gpu, found.capability, found.records)
-        return replace(found, complaints=tuple(f"{self.path}: {c}" for c in found.complaints))
+        self._remember(document.gpu, document.capability, document.records)
+        return replace(document, complaints=tuple(f"{self.path}: {c}" for c in document.complaints))
 
     def demand_writable(self) -> None:
         """Take the lock and give it back. Raises DatabaseError where nothing could be written."""
@@ -70,10 +70,10 @@ class DatabaseFile:
     def update(self, gpu: str, capability: str, change: Change) -> Saved:
         """Replaces the file by `change` of its content. Raises DatabaseError, and then leaves the file as it was."""
         with self._locked():
-            complaints, found = self._to_change(gpu, capability)
-            before = records.merged(found.records if found else ())
+            complaints, document = self._to_change(gpu, capability)
+            before = records.merged(document.records if document else ())
             after = list(change(before))
-            if found is not None and not complaints and len(after) == len(found.records) and all(before.get(r.key) is r for r in after):
+            if document is not None and not complaints and len(after) == len(document.records) and all(before.get(r.key) is r for r in after):
                 return Saved(len(after))  # nothing new: the file is not touched
             data = records.render(gpu, capability, after).encode()
             if len(data) > MAX_BYTES:
@@ -88,16 +88,16 @@ class DatabaseFile:
     def _to_change(self, gpu: str, capability: str) -> tuple[tuple[str, ...], Document | None]:
         """What is on disk, and what is wrong with it."""
         try:
-            found = self.read()
+            document = self.read()
         except Damaged as error:
             return (str(error),), None
-        if found is None:
+        if document is None:
             return (), None
-        if (found.gpu, found.capability) != (gpu, capability):
+        if (document.gpu, document.capability) != (gpu, capability):
             raise DatabaseError(
-                f"{self.path} holds records of {found.gpu} ({found.capability}), and this is one of {gpu} ({capability}): name a folder, or another file"
+                f"{self.path} holds records of {document.gpu} ({document.capability}), and this is one of {gpu} ({capability}): name a folder, or another file"
             )
-        return found.complaints, found
+        return document.complaints, document
 
     def _bytes(self) -> bytes | None:
         try:
@@ -109,14 +109,14 @@ class DatabaseFile:
             raise DatabaseError(f"cannot read {self.path}: {reason(error)}") from None
         try:
             with os.fdopen(descriptor, "rb") as file:
-                found = os.fstat(file.fileno())
-                if not stat.S_ISREG(found.st_mode):
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
                     raise DatabaseError(f"{self.path} is no regular file")
-                data = file.read(MAX_BYTES + 1) if found.st_size <= MAX_BYTES else b""
+                data = file.read(MAX_BYTES + 1) if status.st_size <= MAX_BYTES else b""
         except OSError as error:
             raise DatabaseError(f"cannot read {self.path}: {reason(error)}") from None
-        if max(found.st_size, len(data)) > MAX_BYTES:
-            raise DatabaseError(f"{self.path} has {found.st_size} bytes, and the limit is {MAX_BYTES}")
+        if max(status.st_size, len(data)) > MAX_BYTES:
+            raise DatabaseError(f"{self.path} has {status.st_size} bytes, and the limit is {MAX_BYTES}")
         return data
 
     def _quickly(self, data: bytes) -> Document | None:
@@ -129,16 +129,16 @@ class DatabaseFile:
             text = data.decode("ascii")
         except UnicodeDecodeError:
             return None
-        found = []
+        parsed = []
         for part in records.split(text, gpu, capability):
             record = known.get(part) or records.parse_record(part, gpu, capability)
             if record is None:
                 return None
-            found.append(record)
-        return Document(gpu, capability, tuple(found)) if found else None
+            parsed.append(record)
+        return Document(gpu, capability, tuple(parsed)) if parsed else None
 
-    def _remember(self, gpu: str, capability: str, found: Iterable[Record]) -> None:
-        self._known = (gpu, capability, tuple(found))
+    def _remember(self, gpu: str, capability: str, kept: Iterable[Record]) -> None:
+        self._known = (gpu, capability, tuple(kept))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -32,24 +32,24 @@ class Wrong(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Stands where a document holds what cannot be read, and passes no check. why: in words. found: what there is of it, to name it by."""
+    """Stands where a document holds what cannot be read, and passes no check. why: in words. content: what there is of it, to name it by."""
 
     why: str
-    found: object = None
+    content: object = None
 
 
 def _all(parts: Iterable[tuple[object, Check, Any]]) -> list[Any]:
     """Each part as its check returns it. parts: place, check and value. Raises Wrong with the mistakes of all."""
-    found, mistakes = [], []
+    values, mistakes = [], []
     for place, check, value in parts:
         try:
-            found.append(check(value))
+            values.append(check(value))
         except Wrong as wrong:
             mistakes += wrong.within(place)
     if mistakes:
         mistakes[0].others = mistakes[1:]
         raise mistakes[0]
-    return found
+    return values
 
 
 def unexpected(what: str, value: object) -> Wrong:
@@ -133,11 +133,11 @@ def optional(each: Check) -> Check:
     return lambda value: None if value is None else each(value)
 
 
-def held(found: Mapping[str, Any], checks: Mapping[str, Check], without: Collection[str] = ()) -> dict[str, Any]:
+def held(values: Mapping[str, Any], checks: Mapping[str, Check], without: Collection[str] = ()) -> dict[str, Any]:
     """An object's values under the names of `checks`, each as its check returns it. without: names that may be missing."""
-    names = [name for name in checks if name in found or name not in without]
-    parts = [(name, checks[name], found[name]) if name in found else (name, _refused, "this field is missing") for name in names]
-    parts += [(name, _refused, "there is no such field") for name in found if name not in checks]
+    names = [name for name in checks if name in values or name not in without]
+    parts = [(name, checks[name], values[name]) if name in values else (name, _refused, "this field is missing") for name in names]
+    parts += [(name, _refused, "there is no such field") for name in values if name not in checks]
     return dict(zip(names, _all(parts), strict=True))
 
 

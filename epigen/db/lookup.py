@@ -129,8 +129,8 @@ def _apart(one: Problem, logs: _Floats, waves: _Floats, steps: _Floats) -> _Floa
     """
     count, m, n, k = logs - _logs([one.shape])
     part = np.clip(m, np.minimum(waves, 0.0), np.maximum(waves, 0.0))
-    found: _Floats = WEIGHT_M * np.abs(m - part) + WEIGHT_N * np.abs(n - (waves - part)) + WEIGHT_K * np.abs(k) + WEIGHT_PRODUCTS * np.abs(count) + steps
-    return found
+    apart: _Floats = WEIGHT_M * np.abs(m - part) + WEIGHT_N * np.abs(n - (waves - part)) + WEIGHT_K * np.abs(k) + WEIGHT_PRODUCTS * np.abs(count) + steps
+    return apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,14 +227,14 @@ class Index:
     def __init__(self, sources: Iterable[Iterable[Record]]):
         self._exact: dict[Key, list[_Entry]] = {}
         self._capabilities: set[str] = set()
-        self._alike: set[Key] = set()  # tuned problems but for M, by its coarse bucket
+        self._bucket_keys: set[Key] = set()  # tuned problems but for M, by its coarse bucket
         buckets: dict[Key, list[_Entry]] = defaultdict(list)
-        for source, found in enumerate(sources):
+        for source, records in enumerate(sources):
             # of equally near records the one of the smaller M is found, and whatever their order on disk the same one
-            for record in sorted(found, key=lambda r: (r.shape[-3], r.key)):
+            for record in sorted(records, key=lambda r: (r.shape[-3], r.key)):
                 entry = _Entry(record, source)
                 self._exact.setdefault(record.problem_key, []).append(entry)
-                self._alike.add((*alike(record.problem), record.triton))
+                self._bucket_keys.add((*bucket_key(record.problem), record.triton))
                 self._capabilities.add(record.capability)
                 for step in _steps(record):
                     buckets[step.bucket].append(entry)
@@ -267,7 +267,7 @@ class Index:
 
     def tuned_in_bucket(self, problem: Problem, triton: str) -> bool:
         """Whether some M of this one's coarse bucket was tuned, under this version of Triton."""
-        return (*alike(problem), triton) in self._alike
+        return (*bucket_key(problem), triton) in self._bucket_keys
 
     def _near(self, problem: Problem, triton: str, accept: Accept | None, seen: set[int]) -> Iterator[Found]:
         """seen: entries that are passed over."""
@@ -299,17 +299,17 @@ class Index:
                 heapq.heappush(near, (far, True, e.source, e.record.triton != triton, order, e))
 
 
-def distinct(found: Iterable[Found], count: int) -> tuple[Found, ...]:
+def distinct(choices: Iterable[Found], count: int) -> tuple[Found, ...]:
     """The first `count` that differ in their configs."""
     seen: dict[KernelConfig, Found] = {}
-    for one in found:
+    for one in choices:
         seen.setdefault(one.config, one)
         if len(seen) == count:
             break
     return tuple(seen.values())
 
 
-def alike(problem: Problem) -> Key:
+def bucket_key(problem: Problem) -> Key:
     """Of problems that one was tuned for: all whose M lie in one coarse bucket."""
     return problem_key(replace(problem, shape=coarse_bucket(problem.shape, problem.layout)))
 

@@ -28,11 +28,11 @@ MOST_CHARACTERS = 100_000
 
 def _from_1(document: dict[str, Any]) -> dict[str, Any]:
     """Schema 1 did not name the inputs' dtypes: they were the operands', fp32 beside 8-bit operands. The program says which there are."""
-    found = document.get("records")
-    if not isinstance(found, list):
+    records = document.get("records")
+    if not isinstance(records, list):
         return document
     graphs: dict[str, Graph | None] = {}
-    return document | {"records": [_with_inputs(r, graphs) for r in found]}
+    return document | {"records": [_with_inputs(r, graphs) for r in records]}
 
 
 def _with_inputs(record: object, graphs: dict[str, Graph | None]) -> object:
@@ -62,8 +62,8 @@ def _graph(program: str) -> Graph | None:
 
 def _from_2(document: dict[str, Any]) -> dict[str, Any]:
     """Schema 2 had other names for three dimensions of a config."""
-    found = document.get("records")
-    return document | {"records": [_with_new_names(r) for r in found]} if isinstance(found, list) else document
+    records = document.get("records")
+    return document | {"records": [_with_new_names(r) for r in records]} if isinstance(records, list) else document
 
 
 def _with_new_names(record: object) -> object:

@@ -97,8 +97,8 @@ def fine_bucket_step(m: int) -> int:
 
 def _rounded(shape: Shape, layout: str, step: int) -> Shape:
     m, n, k = shape[-3:]
-    top, alike = -(-m // step) * step, m & -m
-    rows = top if layout[0] == "n" or alike >= KNOWN or m == top else top - alike
+    top, divisor = -(-m // step) * step, m & -m
+    rows = top if layout[0] == "n" or divisor >= KNOWN or m == top else top - divisor
     return (_power(shape[0]), rows, n, k) if len(shape) == 4 else (rows, n, k)
 
 

@@ -81,9 +81,9 @@ class Record(Problem):
     driver: Annotated[str | None, fields.optional(_VERSION)] = None
 
     @classmethod
-    def of(cls, found: Mapping[str, object]) -> Self:
+    def of(cls, values: Mapping[str, object]) -> Self:
         """The record of these values. Raises `fields.Wrong`."""
-        record = cls(**fields.held(found, _CHECKS, without=_OPTIONAL))
+        record = cls(**fields.held(values, _CHECKS, without=_OPTIONAL))
         if "schedule" in record.config:
             raise fields.Wrong("config: the schedule has a field of its own")
         try:
@@ -232,8 +232,8 @@ def split(text: str, gpu: str, capability: str) -> list[str]:
 def parse_record(text: str, gpu: str, capability: str) -> Record | None:
     """One part of `split` as a record, if it is one in just the form that `render` writes."""
     try:
-        found = json.loads(text)
-        record = Record.of(found | {"gpu": gpu, "capability": capability})
+        values = json.loads(text)
+        record = Record.of(values | {"gpu": gpu, "capability": capability})
     except (ValueError, TypeError, RecursionError):
         return None
     return record if record.text == text else None
@@ -252,13 +252,13 @@ def parse(data: bytes) -> Document:
         raise Damaged(_no_text(data) or str(wrong)) from None
     gpu, capability = head["gpu"], head["capability"]
     records, complaints = [], list(loaded.complaints)
-    for number, found in enumerate(head["records"]):
+    for number, item in enumerate(head["records"]):
         try:
-            if not isinstance(found, dict) or {"gpu", "capability"} & found.keys():
-                raise fields.unexpected("an object of a record's fields, without gpu and capability", found)
-            records.append(Record.of({"gpu": gpu, "capability": capability} | found))
+            if not isinstance(item, dict) or {"gpu", "capability"} & item.keys():
+                raise fields.unexpected("an object of a record's fields, without gpu and capability", item)
+            records.append(Record.of({"gpu": gpu, "capability": capability} | item))
         except fields.Wrong as wrong:
-            complaints.append(f"record {number}{_program_of(found)}: {wrong}")
+            complaints.append(f"record {number}{_program_of(item)}: {wrong}")
     return Document(gpu, capability, tuple(records), tuple(complaints))
 
 
@@ -275,24 +275,24 @@ def _migrate(document: object) -> dict[str, Any]:
         raise Damaged(document.why)
     if not isinstance(document, dict):
         raise Damaged(f"expected an object with schema, gpu, capability and records, not {quoted(document)}")
-    found = document.get("schema")
-    if type(found) is not int:
-        raise Damaged(f"schema: {fields.unexpected('a whole number', found)}")
-    if found > SCHEMA:
-        raise DatabaseError(f"written in schema {quoted(found)} by a newer epigen, and this one reads up to {SCHEMA}: update epigen, or name another database")
-    while found != SCHEMA:
-        if found not in MIGRATIONS:
-            raise Damaged(f"schema: {quoted(found)} was never in use")
+    schema = document.get("schema")
+    if type(schema) is not int:
+        raise Damaged(f"schema: {fields.unexpected('a whole number', schema)}")
+    if schema > SCHEMA:
+        raise DatabaseError(f"written in schema {quoted(schema)} by a newer epigen, and this one reads up to {SCHEMA}: update epigen, or name another database")
+    while schema != SCHEMA:
+        if schema not in MIGRATIONS:
+            raise Damaged(f"schema: {quoted(schema)} was never in use")
         try:
-            document = MIGRATIONS[found](document)
+            document = MIGRATIONS[schema](document)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise Damaged(f"does not keep to its schema, {found}: {type(error).__name__} {quoted(str(error))}") from None
-        found += 1
-        document = document | {"schema": found}
+            raise Damaged(f"does not keep to its schema, {schema}: {type(error).__name__} {quoted(str(error))}") from None
+        schema += 1
+        document = document | {"schema": schema}
     return document
 
 
-def _program_of(found: object) -> str:
-    whole = found.found if isinstance(found, fields.Broken) else found
+def _program_of(item: object) -> str:
+    whole = item.content if isinstance(item, fields.Broken) else item
     program = whole.get("program") if isinstance(whole, dict) else None
     return f" ({quoted(short(program))})" if isinstance(program, str) else ""

@@ -35,13 +35,13 @@ def load(text: str, name: str, most: int) -> Loaded:
         return Loaded(_value(text))
     except (ValueError, RecursionError) as error:
         damage = _words(error)
-    found = _split(text, name, most)
-    if found is None:
+    parts = _split(text, name, most)
+    if parts is None:
         raise ValueError(damage)
-    head, complaints = _head(text, found, damage)
+    head, complaints = _head(text, parts, damage)
     items: list[object] = []
     line, seen = 0, 0
-    for start, end in found.items:
+    for start, end in parts.items:
         line, seen = line + text.count("\n", seen, start), start
         try:
             items.append(_value(text[start:end]))
@@ -98,10 +98,10 @@ def _split(text: str, name: str, most: int) -> _Parts | None:
     return _Parts(begin, at, items)
 
 
-def _head(text: str, found: _Parts, damage: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _head(text: str, parts: _Parts, damage: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The document with an empty list, and what is left out of it. Raises ValueError."""
-    before, after = text[: found.begin], text[found.end :]
-    place = f"line {text.count(chr(10), 0, found.end) + 1}"
+    before, after = text[: parts.begin], text[parts.end :]
+    place = f"line {text.count(chr(10), 0, parts.end) + 1}"
     complaint = f"{place}: what follows the records cannot be read" if after else f"{place}: the file ends in the middle"
     for rest, complaints in ((after, ()), ("]}", (complaint,))):
         try:
@@ -118,12 +118,12 @@ def _value(text: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> object:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
+    content = dict(pairs)
+    if len(content) == len(pairs):
+        return content
     seen: set[str] = set()
     twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-    return Broken(f"the name {quoted(twice)} stands twice in one object", found)
+    return Broken(f"the name {quoted(twice)} stands twice in one object", content)
 
 
 def _constant(name: str) -> Broken:
