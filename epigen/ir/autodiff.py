@@ -47,12 +47,12 @@ def differentiate(graph: Graph, of: Collection[str], wrt: Collection[str]) -> Gr
 
     Raises DerivationError, also where nothing flows to any of them.
     """
-    found = gradients(graph, of, wrt)
-    if not found.wanted:
+    derivative = gradients(graph, of, wrt)
+    if not derivative.wanted:
         message = "no gradient flows to mm or to an input"
         hint = "comparisons, masks and steps such as round have none: what is trained has to reach an output as a number that varies with it"
         raise DerivationError(graph.text, [Diagnostic(message, None, hint)])
-    return found
+    return derivative
 
 
 def gradients(graph: Graph, of: Collection[str], wrt: Collection[str]) -> Gradients:
@@ -65,8 +65,8 @@ def gradients(graph: Graph, of: Collection[str], wrt: Collection[str]) -> Gradie
     if not tape.arrived:
         tape.refuse("no output carries a gradient: masks, int8 and fp8 have none", None, "list a number among the outputs, such as relu(mm + bias)")
     wanted = tape.run()
-    if tape.found:
-        raise DerivationError(graph.text, sorted(tape.found, key=lambda d: d.span.start if d.span else -1))
+    if tape.mistakes:
+        raise DerivationError(graph.text, sorted(tape.mistakes, key=lambda d: d.span.start if d.span else -1))
     return Gradients(tuple(tape.nodes), wanted)
 
 
@@ -86,7 +86,7 @@ class _Tape:
         self.nodes = list(graph.nodes)
         self.numbers = {node: i for i, node in enumerate(graph.nodes)}
         self.arrived: dict[int, dict[str, int]] = {}
-        self.found: list[Diagnostic] = []
+        self.mistakes: list[Diagnostic] = []
         self.leads: list[bool] = []
         """Whether a forward node's gradient is needed, for itself or on the way to one that is wanted."""
         for node in graph.nodes:
@@ -129,8 +129,8 @@ class _Tape:
             case "add" | "sub" if all(a in self.selected for a in node.args):
                 self.selected[number] = (None, node.args)
             case "neg" | "mul" | "scale" | "div":
-                if found := tuple(a for a in node.args if a in self.selected):
-                    self.selected[number] = (None, found[:1])
+                if selecting := tuple(a for a in node.args if a in self.selected):
+                    self.selected[number] = (None, selecting[:1])
 
     def zero(self, number: int) -> bool:
         return self.nodes[number].op == g.CONSTANT and self.nodes[number].value == 0
@@ -145,10 +145,10 @@ class _Tape:
                 pending += missing
                 continue
             pending.pop()
-            found = [self.live[p] for p in parts]
+            conditions = [self.live[p] for p in parts]
             either = None
-            if found and None not in found:
-                either = functools.reduce(lambda x, y: self.apply("or", (x, y), BOOLEAN), found)  # type: ignore[arg-type]
+            if conditions and None not in conditions:
+                either = functools.reduce(lambda x, y: self.apply("or", (x, y), BOOLEAN), conditions)  # type: ignore[arg-type]
             both = [c for c in (either, condition) if c is not None]
             self.live[each] = self.apply("and", (both[0], both[1]), BOOLEAN) if len(both) == 2 else both[0] if both else None
         return self.live[number]
@@ -176,7 +176,7 @@ class _Tape:
 
     def refuse(self, message: str, number: int | None, hint: str) -> None:
         span = None if number is None else self.place(number)
-        self.found.append(Diagnostic(message, span, hint))
+        self.mistakes.append(Diagnostic(message, span, hint))
 
     @functools.cached_property
     def named(self) -> tuple[Node, ...]:
@@ -188,8 +188,8 @@ class _Tape:
         """Where a forward node's expression stands in the program, if it is written there as epigen writes it."""
         own = replace(self.graph.nodes[number], label="")
         text = unparse(order(Graph((*self.named[:number], own, *self.named[number + 1 :]), (Output("out", number, None),), "")))
-        found = re.search(rf"(?<!\w){re.escape(text)}(?!\w)", self.graph.text)
-        return Span(*found.span()) if found else None
+        match = re.search(rf"(?<!\w){re.escape(text)}(?!\w)", self.graph.text)
+        return Span(*match.span()) if match else None
 
     def add(self, number: int, had: str, gradient: int) -> None:
         """A gradient that arrives at a node, of the indices `had`: those that the node has not are to be summed over."""
@@ -249,18 +249,18 @@ class _Tape:
         """A leaf's gradient in the leaf's own indices."""
         node = self.nodes[number]
         parts = [self.summed(tile, axes) for axes, tile in self.arrived[number].items()]
-        found = parts[0]
+        total = parts[0]
         for part in parts[1:]:
-            found = self.apply("add", (found, part)) if found is not None and part is not None else None
-        whole = found is not None and (node.indices == self.nodes[found].indices)
-        if found is None or not whole or not (node.indices == "mn" or self.nodes[found].op == GRADIENT or any(self.arrived[number])):
+            total = self.apply("add", (total, part)) if total is not None and part is not None else None
+        whole = total is not None and (node.indices == self.nodes[total].indices)
+        if total is None or not whole or not (node.indices == "mn" or self.nodes[total].op == GRADIENT or any(self.arrived[number])):
             what = f"{node.name or g.PRODUCT}[{','.join(node.indices)}]" if node.indices else node.name
             self.refuse(
                 f"the gradient of {what} follows from reductions alone, and a kernel computes its outputs from tiles", number,
                 "make the reductions themselves the outputs, and compute with them outside the kernel; or leave it out (wrt=...)",
             )  # fmt: skip
             return number
-        return found
+        return total
 
     def summed(self, tile: int, axes: str) -> int | None:
         if not axes:

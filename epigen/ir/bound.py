@@ -101,16 +101,16 @@ def expect(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, reference.Nu
     return expected
 
 
-def compare(found: Tensor, expected: Expected) -> Difference:
+def compare(actual: Tensor, expected: Expected) -> Difference:
     """Elementwise: NaN needs NaN, an infinity needs the same infinity, all else lies within its bound."""
     if expected.unsure is not None:
-        bits = reference.unpack(found, expected.value.shape[1])
+        bits = reference.unpack(actual, expected.value.shape[1])
         wrong = (bits != expected.value) & ~expected.unsure
         promised = 1 - expected.unsure.double().mean().item() if wrong.numel() else 1.0
         ok = not wrong.any().item()
         return Difference(ok, float(not ok), 0.0, promised, () if ok else _place(wrong))
     value, bound = expected.value, expected.bound
-    x = found.to(torch.float64)
+    x = actual.to(torch.float64)
     if not x.numel():
         return Difference(True, 0.0, 0.0, 1.0, ())
     difference = (x - value).abs()

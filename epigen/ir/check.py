@@ -387,11 +387,11 @@ class _Builder:
         return self.node(Node(op.name, args, op.result, indices, bool(reduced)))
 
     def expect(self, value: int, kind: str, expr: Expr, what: str) -> bool:
-        found = self.nodes[value].kind
-        if found == kind:
+        actual = self.nodes[value].kind
+        if actual == kind:
             return True
         text = expr_text(expr)
-        if found == PACKED:
+        if actual == PACKED:
             self.error(f"{what} has to be a {kind}, and a packed mask was found", expr.span, "bitmask(p) is for outputs: use p itself here")
         elif kind == NUMBER:
             self.error(f"{what} has to be a number, and a boolean was found", expr.span, f"write where({text}, 1, 0)")
@@ -417,10 +417,10 @@ class _Builder:
     def is_operand(self, value: int, name: str, expr: Expr) -> bool:
         """Whether a value is computed of the operand of this name, and of no other."""
         reached = self.reached(value)
-        found = [n.name for n in reached if n.op == OPERAND]
+        operands = [n.name for n in reached if n.op == OPERAND]
         indices = describe_indices(OPERANDS[name]).replace(" ", "")
-        if found != [name] or self.nodes[value].indices != OPERANDS[name]:
-            what = f"one of {' and '.join(sorted(found))} with {describe_indices(self.nodes[value].indices)}" if found else f"one with no {name} in it"
+        if operands != [name] or self.nodes[value].indices != OPERANDS[name]:
+            what = f"one of {' and '.join(sorted(operands))} with {describe_indices(self.nodes[value].indices)}" if operands else f"one with no {name} in it"
             message, hint = f"dot's {name} is an expression of {name}{indices}, and {what} was found", "the operands stand in their order: write dot(a, b)"
         elif counted := next((n for n in reached if n.op == EXTENT), None):
             message, hint = f"extent({counted.name}) within an operand", "pass the number as a scalar input"

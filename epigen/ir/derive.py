@@ -51,8 +51,8 @@ def derive(graph: Graph, operands: DType = FP16, save: str | None = None, wrt: I
         among = _known("output", of, [o.name for o in graph.outputs])
         arriving = [name for name in arriving if name in among]
     through_operands = bool({g.PRODUCT, *g.OPERANDS} & set(inputs))
-    found = differentiate(graph, arriving, {*inputs, g.PRODUCT} if through_operands else inputs)
-    ways = list(_ways(graph, found, operands))
+    derivative = differentiate(graph, arriving, {*inputs, g.PRODUCT} if through_operands else inputs)
+    ways = list(_ways(graph, derivative, operands))
     if not ways:
         message = "the gradients need neither mm nor the gradient of a tile, so that no kernel computes them"
         raise DerivationError(graph.text, [Diagnostic(message, None, "list a tile that depends on mm among the outputs")])
@@ -62,8 +62,8 @@ def derive(graph: Graph, operands: DType = FP16, save: str | None = None, wrt: I
         if save not in possible:
             raise CallError(f"save={save!r} does not give the derivative of {graph.text!r} all that it reads: possible are {', '.join(possible)}")
         chosen = ways[possible.index(save)]
-    derived = _assemble(graph, found, chosen, tuple(w.option for w in ways), tuple(arriving))
-    if not computed or g.PRODUCT not in dict(found.wanted):
+    derived = _assemble(graph, derivative, chosen, tuple(w.option for w in ways), tuple(arriving))
+    if not computed or g.PRODUCT not in dict(derivative.wanted):
         return derived
     return replace(derived, operands=operand_gradients(graph, [*inputs, *[*g.OPERANDS] * (g.PRODUCT in inputs)]))
 
@@ -90,9 +90,9 @@ class _Way:
     product: str
 
 
-def _ways(graph: Graph, found: Gradients, operands: DType) -> Iterable[_Way]:
+def _ways(graph: Graph, derivative: Gradients, operands: DType) -> Iterable[_Way]:
     """Every way that gives the derivative what it reads."""
-    nodes, forward = found.nodes, len(graph.nodes)
+    nodes, forward = derivative.nodes, len(graph.nodes)
     from_mm: list[bool] = []  # elementwise
     for node in nodes:
         from_mm.append(node.op == g.DOT or (node.op != g.REDUCE and any(from_mm[a] for a in node.args)))
@@ -102,7 +102,7 @@ def _ways(graph: Graph, found: Gradients, operands: DType) -> Iterable[_Way]:
         return i < forward and nodes[i].reduced and (i in kept or nodes[i].op == g.REDUCE)
 
     def way(save: str, stop: Callable[[int], bool]) -> _Way | None:
-        stops, reached = _cut(found, lambda i: finished(i) or (from_mm[i] and stop(i)))
+        stops, reached = _cut(derivative, lambda i: finished(i) or (from_mm[i] and stop(i)))
         product = next((o.name for o in graph.outputs if graph.nodes[o.node].indices == "mn" and o.name in reached), "")
         again = g.PRODUCT in reached
         if again != (save == RECOMPUTE) or not (again or product):
@@ -116,7 +116,7 @@ def _ways(graph: Graph, found: Gradients, operands: DType) -> Iterable[_Way]:
     if nothing is not None:
         yield nothing
         return
-    tiles = [i for i in _passed_by_all(found, finished) if from_mm[i] and i < forward and nodes[i].kind == NUMBER and i not in kept]
+    tiles = [i for i in _passed_by_all(derivative, finished) if from_mm[i] and i < forward and nodes[i].kind == NUMBER and i not in kept]
     several = (
         way(MASK, lambda i: nodes[i].kind == BOOLEAN),
         way(OUTPUT, lambda i: i in kept),
@@ -142,16 +142,16 @@ def _serves(graph: Graph, output: Output, operands: DType) -> bool:
     return carries_gradient(graph, output) and (output.dtype is None or output.dtype.bits >= least.bits)
 
 
-def _cut(found: Gradients, stop: Callable[[int], bool]) -> tuple[tuple[int, ...], set[str]]:
+def _cut(derivative: Gradients, stop: Callable[[int], bool]) -> tuple[tuple[int, ...], set[str]]:
     """Where the ways down from the gradients end: the nodes that stop them, and the product and the arriving gradients that they reach."""
     stops, reached, seen = [], set(), set()
-    pending = [node for _, node in found.wanted]
+    pending = [node for _, node in derivative.wanted]
     while pending:
         number = pending.pop()
         if number in seen:
             continue
         seen.add(number)
-        node = found.nodes[number]
+        node = derivative.nodes[number]
         if stop(number):
             stops.append(number)
         elif node.op in (g.DOT, GRADIENT):
@@ -161,16 +161,16 @@ def _cut(found: Gradients, stop: Callable[[int], bool]) -> tuple[tuple[int, ...]
     return tuple(sorted(stops)), reached
 
 
-def _passed_by_all(found: Gradients, stop: Callable[[int], bool]) -> list[int]:
+def _passed_by_all(derivative: Gradients, stop: Callable[[int], bool]) -> list[int]:
     """The nodes that lie on all ways down from the gradients to the product, but for those that `stop` ends; from the gradients on.
 
     A node lies on all of them where no step of any leads past it, from a later node to an earlier one.
     """
-    nodes = found.nodes
+    nodes = derivative.nodes
     leads: list[bool] = []  # to the product
     for number, node in enumerate(nodes):
         leads.append(node.op == g.DOT or (not stop(number) and any(leads[a] for a in node.args)))
-    starts = {number for _, number in found.wanted if leads[number]}
+    starts = {number for _, number in derivative.wanted if leads[number]}
     earliest, passed = min(starts, default=0), []
     seen = set(starts)
     for number in reversed(range(len(nodes))):
@@ -197,16 +197,16 @@ def _saved(node: Node, output: Output | None, operands: DType, names: Names) -> 
 # -- the programs
 
 
-def _assemble(graph: Graph, found: Gradients, way: _Way, options: tuple[Option, ...], arriving: tuple[str, ...]) -> Derivation:
+def _assemble(graph: Graph, derivative: Gradients, way: _Way, options: tuple[Option, ...], arriving: tuple[str, ...]) -> Derivation:
     saved = dict(zip(way.nodes, way.option.saved, strict=True))
     inputs = [n.name for n in graph.inputs()]
-    names = Names([*inputs, *(n.label for i, n in enumerate(found.nodes) if i not in saved)])
+    names = Names([*inputs, *(n.label for i, n in enumerate(derivative.nodes) if i not in saved)])
 
     # the wanted gradients that have to be computed, each once
     own: dict[int, str] = {}
     gradients = []
-    for name, number in found.wanted:
-        node = found.nodes[number]
+    for name, number in derivative.wanted:
+        node = derivative.nodes[number]
         if node.op == GRADIENT and node.name != way.product:
             gradients.append(Gradient(name, "", node.name))
             continue
@@ -218,7 +218,7 @@ def _assemble(graph: Graph, found: Gradients, way: _Way, options: tuple[Option, 
     sources = {name: Argument(name, INPUT, name) for name in inputs}
     nodes = [*g.GIVEN]
     first = not way.product  # what arrives at the first tile, if the product is the forward's own
-    for number, node in enumerate(found.nodes):
+    for number, node in enumerate(derivative.nodes):
         node = replace(node, args=tuple(a + len(g.GIVEN) for a in node.args))
         if number in saved:
             s = saved[number]
@@ -236,7 +236,7 @@ def _assemble(graph: Graph, found: Gradients, way: _Way, options: tuple[Option, 
     backward = through_text(nodes, [Output(name, number + len(g.GIVEN), None) for number, name in own.items()], graph.text)
 
     return Derivation(
-        forward=_extended(graph, found, saved) if any(s.extra for s in way.option.saved) else graph,
+        forward=_extended(graph, derivative, saved) if any(s.extra for s in way.option.saved) else graph,
         results=len(graph.outputs),
         backward=backward,
         product=way.product,
@@ -249,13 +249,13 @@ def _assemble(graph: Graph, found: Gradients, way: _Way, options: tuple[Option, 
     )
 
 
-def _extended(graph: Graph, found: Gradients, saved: Mapping[int, Saved]) -> Graph:
+def _extended(graph: Graph, derivative: Gradients, saved: Mapping[int, Saved]) -> Graph:
     """The forward with what is saved for the derivative alone as further outputs."""
-    nodes, outputs = [*found.nodes], [*graph.outputs]
+    nodes, outputs = [*derivative.nodes], [*graph.outputs]
     for number, s in saved.items():
         if not s.extra:
             continue
-        node = found.nodes[number]
+        node = derivative.nodes[number]
         if s.packed:
             nodes.append(Node(g.BITMASK, (number,), g.PACKED, "mn"))
             outputs.append(Output(s.output, len(nodes) - 1, None))

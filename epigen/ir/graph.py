@@ -91,8 +91,8 @@ class Graph:
 
 def common_indices(several: Iterable[str]) -> str:
     """The indices of what is computed element by element of values with these."""
-    found = set("".join(several))
-    return "".join(i for i in INDICES if i in found)
+    present = set("".join(several))
+    return "".join(i for i in INDICES if i in present)
 
 
 def mask_stride(n: int) -> int:

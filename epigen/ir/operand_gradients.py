@@ -27,8 +27,8 @@ _TILE = {"a": "x", "b": "w"}
 
 def operand_gradients(graph: Graph, wrt: Collection[str]) -> tuple[OperandGradients, ...]:
     """Of each operand by which a wanted gradient goes. wrt: "a", "b" and inputs, by name. Raises DerivationError."""
-    found = (_gradients(graph, operand, wrt) for operand in g.OPERANDS)
-    return tuple(each for each in found if each is not None)
+    candidates = (_gradients(graph, operand, wrt) for operand in g.OPERANDS)
+    return tuple(each for each in candidates if each is not None)
 
 
 def _gradients(graph: Graph, operand: str, wrt: Collection[str]) -> OperandGradients | None:
@@ -40,8 +40,8 @@ def _gradients(graph: Graph, operand: str, wrt: Collection[str]) -> OperandGradi
     of_tile = tuple(Node(g.INPUT, (), NUMBER, "mn", name=tile) if n.op == g.OPERAND and n.name == operand else n for n in renamed)
     forward = order(Graph(of_tile, (Output("out", own, None),), graph.text))
     wanted = {tile if name == operand else name for name in wrt} & {n.name for n in forward.inputs()}
-    found = gradients(forward, ["out"], wanted)
-    if not found.wanted:
+    derivative = gradients(forward, ["out"], wanted)
+    if not derivative.wanted:
         return None
 
     # what the product multiplies, the product, then the derivative, at which that arrives
@@ -49,10 +49,10 @@ def _gradients(graph: Graph, operand: str, wrt: Collection[str]) -> OperandGradi
     operands = (len(before) - 2, len(before) - 3) if operand == "a" else (len(before) - 3, len(before) - 1)
     arriving = len(before)
     before.append(Node(g.DOT, operands, NUMBER, "mn"))
-    places = {i: arriving if n.op == GRADIENT else len(before) + i for i, n in enumerate(found.nodes)}
-    behind = [replace(n, args=tuple(places[a] for a in n.args)) if n.op != GRADIENT else before[arriving] for n in found.nodes]
-    names = Names([*inputs, tile, *(n.label for n in found.nodes)])
-    flows = [(operand if name == tile else name, number) for name, number in found.wanted]
+    places = {i: arriving if n.op == GRADIENT else len(before) + i for i, n in enumerate(derivative.nodes)}
+    behind = [replace(n, args=tuple(places[a] for a in n.args)) if n.op != GRADIENT else before[arriving] for n in derivative.nodes]
+    names = Names([*inputs, tile, *(n.label for n in derivative.nodes)])
+    flows = [(operand if name == tile else name, number) for name, number in derivative.wanted]
     called: dict[int, str] = {}
     for name, number in flows:
         if number not in called:

@@ -58,8 +58,8 @@ def recognised(graph: Graph) -> Graph:
         return graph
     # the points are numbers, whatever torch is writing down around this, and on the CPU
     with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
-        while (found := _replaced(graph)) is not None:
-            graph = found
+        while (replaced := _replaced(graph)) is not None:
+            graph = replaced
     return graph
 
 
@@ -104,26 +104,26 @@ def _cuts(graph: Graph, number: int) -> Iterator[tuple[int, ...]]:
 
 def _below(graph: Graph, number: int) -> list[int]:
     """What a node is computed of elementwise, itself and all atoms among it, in order."""
-    found = {number}
+    below = {number}
     pending = [number]
     while pending:
         node = graph.nodes[pending.pop()]
-        new = [a for a in (node.args if node.op in ops.TABLE else ()) if a not in found]
-        found.update(new)
+        new = [a for a in (node.args if node.op in ops.TABLE else ()) if a not in below]
+        below.update(new)
         pending += new
-    return sorted(found)
+    return sorted(below)
 
 
 def _of(graph: Graph, below: Sequence[int], x: int) -> set[int]:
     """What is computed of x and of constants alone."""
-    found: set[int] = set()
+    computed: set[int] = set()
     known = {x, *(i for i in below if graph.nodes[i].op == g.CONSTANT)}
     for i in below:
         node = graph.nodes[i]
         if i not in known and node.op in ops.TABLE and all(a in known for a in node.args):
             known.add(i)
-            found.add(i)
-    return found
+            computed.add(i)
+    return computed
 
 
 def _gates(graph: Graph, below: Sequence[int], number: int, known: Collection[int]) -> set[int]:
@@ -150,13 +150,13 @@ def _worth(graph: Graph, number: int, args: Sequence[int]) -> bool:
 
 
 def _inside(graph: Graph, number: int, args: Collection[int]) -> list[int]:
-    found = {number}
+    inside = {number}
     pending = [number]
     while pending:
-        new = [a for a in graph.nodes[pending.pop()].args if a not in found and a not in args]
-        found.update(new)
+        new = [a for a in graph.nodes[pending.pop()].args if a not in inside and a not in args]
+        inside.update(new)
         pending += new
-    return sorted(found)
+    return sorted(inside)
 
 
 # -- what it is

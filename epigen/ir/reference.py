@@ -46,8 +46,8 @@ IDENTITY = {name: float(row.identity.removeprefix("float('").removesuffix("')"))
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    found: torch.dtype = getattr(torch, dtype.torch)
-    return found
+    result: torch.dtype = getattr(torch, dtype.torch)
+    return result
 
 
 def evaluate(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], dtypes: Sequence[DType]) -> list[Tensor]:
@@ -89,8 +89,8 @@ def node_values(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number]
 
 def arguments(graph: Graph, node: Node, values: Sequence[Tensor]) -> list[Tensor]:
     """Those of a node, in shapes that broadcast to its own: where rows lie along k, what varies along k alone is a column."""
-    found = [(values[i], graph.nodes[i].indices) for i in node.args]
-    return [x[:, None] if (node.indices, indices) == ("kn", "k") and x.dim() == 1 else x for x, indices in found]
+    with_indices = [(values[i], graph.nodes[i].indices) for i in node.args]
+    return [x[:, None] if (node.indices, indices) == ("kn", "k") and x.dim() == 1 else x for x, indices in with_indices]
 
 
 def multiplied(graph: Graph, node: Node, values: Sequence[Tensor], a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,8 +82,8 @@ class _Writer:
             expr = self.exprs[output.node][0]
             if output.dtype is not None:
                 expr = _call("cast", expr, _name(output.dtype.name))
-            found = expr.name if isinstance(expr, Name) and expr.name in self.bound else default.format(position)
-            outputs.append(expr if found == output.name else self.bind(output.name, expr))
+            implied = expr.name if isinstance(expr, Name) and expr.name in self.bound else default.format(position)
+            outputs.append(expr if implied == output.name else self.bind(output.name, expr))
         return Program(tuple(self.assigns), tuple(outputs), "")
 
     def leaf(self, node: Node) -> bool:

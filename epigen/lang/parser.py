@@ -129,25 +129,25 @@ def _refuse_text(text: str) -> None:
     """Refuse what `ast.parse` should not see: nothing, too much, NUL bytes and letters that only look like ASCII."""
     if not text:
         raise ParseError(text, [Diagnostic("the program is empty", None, 'write an epilogue, for example "relu(mm + bias)"')])
-    found: list[Diagnostic] = []
+    mistakes: list[Diagnostic] = []
     for at, char in enumerate(text):
         if char == "\n" or " " <= char <= "~":
             continue
         plain = unicodedata.normalize("NFKC", char)
         shown = f"U+{ord(char):04X} {unicodedata.name(char, 'control character')}"
         hint = f"write {plain!r}" if plain.isascii() and plain.isprintable() and plain != char else "use plain ASCII letters"
-        found.append(Diagnostic(f"the character {shown} is not part of the language", Span(at, at + 1), hint))
-        if len(found) == 3:
+        mistakes.append(Diagnostic(f"the character {shown} is not part of the language", Span(at, at + 1), hint))
+        if len(mistakes) == 3:
             break
-    if found:
-        raise ParseError(text, found)
+    if mistakes:
+        raise ParseError(text, mistakes)
 
 
 def _refuse_operators(text: str) -> None:
     """Refuse what `ast.parse` might recurse for too deeply: a thread's stack may be small, and it does not look. Every operator is a part."""
     if run := _PREFIXES.search(text):
         raise ParseError(text, [_too_deep(Span(run.start(), run.start() + 1))])
-    operators = [found for found in _OPERATOR.finditer(text) if found[0][0] not in "#0123456789"]
+    operators = [operator for operator in _OPERATOR.finditer(text) if operator[0][0] not in "#0123456789"]
     if len(operators) > MAX_NODES:
         raise ParseError(text, [_too_many(Span(*operators[MAX_NODES].span()))])
 
@@ -186,7 +186,7 @@ class _Reader:
 
     def __init__(self, text: str):
         self.text = text
-        self.found: list[Diagnostic] = []
+        self.mistakes: list[Diagnostic] = []
         self.nodes = 0
         self.line_starts = [0]
         for line in text.split("\n"):
@@ -196,7 +196,7 @@ class _Reader:
         assigns: list[Assign] = []
         outputs: tuple[Expr, ...] = ()
         if not body:
-            self.found.append(Diagnostic("the program has no statement", None, 'write an epilogue, for example "relu(mm + bias)"'))
+            self.mistakes.append(Diagnostic("the program has no statement", None, 'write an epilogue, for example "relu(mm + bias)"'))
         for position, statement in enumerate(body):
             last = position == len(body) - 1
             try:
@@ -220,8 +220,8 @@ class _Reader:
                         self.refuse_python(statement)
             except _Refused:
                 continue
-        if self.found:
-            raise ParseError(self.text, self.found)
+        if self.mistakes:
+            raise ParseError(self.text, self.mistakes)
         return Program(tuple(assigns), outputs, self.text)
 
     def each(self, nodes: Iterable[ast.expr], depth: int) -> Generator[_Placed, Expr, tuple[Expr, ...]]:
@@ -241,9 +241,9 @@ class _Reader:
         node, depth = placed
         self.nodes += 1
         if depth > MAX_DEPTH:
-            raise ParseError(self.text, [*self.found, _too_deep(self.span(node))])
+            raise ParseError(self.text, [*self.mistakes, _too_deep(self.span(node))])
         if self.nodes > MAX_NODES:
-            raise ParseError(self.text, [*self.found, _too_many(self.span(node))])
+            raise ParseError(self.text, [*self.mistakes, _too_many(self.span(node))])
         match node:
             case ast.Constant(value=value):
                 return self.number(value, node)
@@ -349,7 +349,7 @@ class _Reader:
         return Span(start, end)
 
     def note(self, message: str, node: ast.AST, hint: str = "") -> None:
-        self.found.append(Diagnostic(message, self.span(node), hint))
+        self.mistakes.append(Diagnostic(message, self.span(node), hint))
 
     def refuse(self, message: str, node: ast.AST, hint: str = "") -> NoReturn:
         self.note(message, node, hint)
