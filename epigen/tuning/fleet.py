@@ -63,8 +63,8 @@ class _Fleet:
         """One GPU's part. Whatever unexpected happens ends all of them."""
         runner: Runner | None = None
         try:
-            while (found := self.next()) is not None:
-                job, leads = found
+            while (assignment := self.next()) is not None:
+                job, leads = assignment
                 task = replace(job.task, device=device)
                 runner = runner or self.make()
                 if leads:
@@ -112,7 +112,7 @@ class _Fleet:
         return job.storage is not None
 
     def lead(self, job: _Job, task: Task, runner: Runner) -> None:
-        def told(progress: Progress) -> None:
+        def tell(progress: Progress) -> None:
             with self.lock:
                 job.left_s = progress.left_s
                 self.report(job.index, progress)
@@ -121,7 +121,7 @@ class _Fleet:
         tuned: Tuned | None = None
         try:
             tuned = tune_one(
-                task, self.database, trials=self.trials, budget_s=self.budget_s, seed=self.seed, storage=job.storage, runner=runner, report=told, stop=self.stop
+                task, self.database, trials=self.trials, budget_s=self.budget_s, seed=self.seed, storage=job.storage, runner=runner, report=tell, stop=self.stop
             )
         except EpigenError as error:
             if not self.stop.is_set():

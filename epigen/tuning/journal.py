@@ -119,8 +119,8 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         log = None
     if _sound(log):
-        found: dict[str, Any] = log
-        return dict(_NOTHING) if found["op_code"] == _DISCARD else found  # which Optuna 4 does not know, and later ones pass over
+        entry: dict[str, Any] = log
+        return dict(_NOTHING) if entry["op_code"] == _DISCARD else entry  # which Optuna 4 does not know, and later ones pass over
     code, about = _kind(log, line)
     if code == _CREATE_TRIAL and _whole(about):
         return {"op_code": code, "worker_id": "", "study_id": about, "state": TrialState.FAIL.value, "datetime_start": None}

@@ -209,9 +209,9 @@ class Worker:
             if not self.connection.poll(timeout_s):
                 self.stop()
                 return Failed("timeout", f"no answer within {timeout_s:.0f} s")
-            found = self.connection.recv()
+            answer = self.connection.recv()
             self.fork_server.answered = True
-            return found
+            return answer
         except (EOFError, ConnectionResetError):
             code = self.stop()
             how = "and nobody knows why" if code is None else f"with signal {-code}" if code < 0 else f"with status {code}"

@@ -71,11 +71,11 @@ def left_s(running: Mapping[int, Progress], finished_s: Sequence[float], problem
 
 def finished(tuned: Tuned) -> str:
     """One finished problem in a line."""
-    found = tuned.result
-    if found is None:
+    result = tuned.result
+    if result is None:
         return str(tuned)
-    rejected = rejections(found.counts)
-    return f"{tuned}; {count(sum(found.counts.values()), 'trial')} in {span(found.seconds)}{f', rejected {rejected}' if rejected else ''}"
+    rejected = rejections(result.counts)
+    return f"{tuned}; {count(sum(result.counts.values()), 'trial')} in {span(result.seconds)}{f', rejected {rejected}' if rejected else ''}"
 
 
 def rejections(counts: Mapping[str, int]) -> str:
@@ -108,28 +108,26 @@ def table(done: Sequence[tuple[Task, Tuned]]) -> str:
 
 
 def _line(task: Task, tuned: Tuned) -> str:
-    found = tuned.result
-    if found is None:
+    result = tuned.result
+    if result is None:
         return f"  {extents(task.shape):<17} failed: {tuned.error}"
-    ratios = (_ratio(found.baseline.mm_us, found), _ratio(found.baseline.unfused_us, found))
+    ratios = (_ratio(result.baseline.mm_us, result), _ratio(result.baseline.unfused_us, result))
     vs_mm, vs_unfused = ("-" if r is None else f"{r:.2f}" for r in ratios)
-    why = _explained(task, found)
-    share = why.floor_us / found.outcome.median_us
+    why = _explained(task, result)
+    share = why.floor_us / result.outcome.median_us
     bound = why.limit if why.limit == LATENCY else f"{why.limit} {share:.0%}"
-    search = f"{sum(found.counts.values())} in {span(found.seconds).replace(' ', '')}"
-    interrupted = " (interrupted)" * (not found.complete)
-    return (
-        f"  {extents(task.shape):<17} {us(found.outcome.median_us):>9} {vs_mm:>6} {vs_unfused:>7}  {bound:<10} {search:<11} {brief(found.winner)}{interrupted}"
-    )
+    search = f"{sum(result.counts.values())} in {span(result.seconds).replace(' ', '')}"
+    interrupted = " (interrupted)" * (not result.complete)
+    return f"  {extents(task.shape):<17} {us(result.outcome.median_us):>9} {vs_mm:>6} {vs_unfused:>7}  {bound:<10} {search:<11} {brief(result.winner)}{interrupted}"
 
 
-def _ratio(vendor_us: float, found: Result) -> float | None:
+def _ratio(vendor_us: float, result: Result) -> float | None:
     """None where the vendor's product was not timed."""
-    return vendor_us / found.outcome.median_us if vendor_us and found.outcome.median_us else None
+    return vendor_us / result.outcome.median_us if vendor_us and result.outcome.median_us else None
 
 
-def _explained(task: Task, found: Result) -> Explanation:
-    choice = Choice(found.winner, "the winner")
+def _explained(task: Task, result: Result) -> Explanation:
+    choice = Choice(result.winner, "the winner")
     return explain.explain(task.spec, task.shape, gpus.of_target(task.target), choice)
 
 
@@ -158,17 +156,17 @@ def record(task: Task, tuned: Tuned) -> dict[str, Any]:
         "program": tuned.problem.program, "shape": list(task.shape), "dtype": task.a.name, "layout": task.layout, "precision": tuned.problem.precision or None,
         "gpu": tuned.problem.gpu, "capability": tuned.problem.capability,
     }  # fmt: skip
-    found = tuned.result
-    if found is None:
+    result = tuned.result
+    if result is None:
         return row | {"error": tuned.error}
-    mm, unfused = _ratio(found.baseline.mm_us, found), _ratio(found.baseline.unfused_us, found)
-    model = explain.record(_explained(task, found))
-    row |= {"winner": str(found.winner), "config": {"schedule": found.winner.schedule, **dict(found.winner.values)}}
-    row |= {"median_us": round(found.outcome.median_us, 3), "spread_us": round(found.outcome.spread_us, 3)}
-    row |= {"mm_us": round(found.baseline.mm_us, 3) or None, "unfused_us": round(found.baseline.unfused_us, 3) or None}
-    row |= {"vs_mm": mm and round(mm, 4), "vs_unfused": unfused and round(unfused, 4), "untimed": found.untimed or None}
-    row |= {"trials": dict(found.counts), "seconds": round(found.seconds, 3), "spent_s": {k: round(v, 3) for k, v in found.spent.items()}}
-    row |= {"complete": found.complete, "record": tuned.record.name if tuned.record else None}
+    mm, unfused = _ratio(result.baseline.mm_us, result), _ratio(result.baseline.unfused_us, result)
+    model = explain.record(_explained(task, result))
+    row |= {"winner": str(result.winner), "config": {"schedule": result.winner.schedule, **dict(result.winner.values)}}
+    row |= {"median_us": round(result.outcome.median_us, 3), "spread_us": round(result.outcome.spread_us, 3)}
+    row |= {"mm_us": round(result.baseline.mm_us, 3) or None, "unfused_us": round(result.baseline.unfused_us, 3) or None}
+    row |= {"vs_mm": mm and round(mm, 4), "vs_unfused": unfused and round(unfused, 4), "untimed": result.untimed or None}
+    row |= {"trials": dict(result.counts), "seconds": round(result.seconds, 3), "spent_s": {k: round(v, 3) for k, v in result.spent.items()}}
+    row |= {"complete": result.complete, "record": tuned.record.name if tuned.record else None}
     return row | {"limit": model["limit"], "floor_us": model["floor_us"], "model": model["model"]}
 
 

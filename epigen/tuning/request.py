@@ -70,11 +70,11 @@ def shape_of(given: Any) -> Shape:
 def dtype_of(given: Any) -> str:
     """epigen's name of an operand's dtype. given: that name, torch's name, or a torch dtype. Raises CallError."""
     name = str(given).removeprefix("torch.")
-    found = dtypes.BY_NAME.get(name)
-    if found is None:
+    dtype = dtypes.BY_NAME.get(name)
+    if dtype is None:
         known = [t.name for t in dtypes.OPERANDS]
         raise CallError(f"unknown dtype '{name}': {near_miss(name, dtypes.BY_NAME) or 'known are ' + ', '.join(known)}")
-    return found.name
+    return dtype.name
 
 
 def layout_of(given: Any) -> str:

@@ -156,7 +156,7 @@ class GpuRunner:
     def _built(self, config: KernelConfig) -> Outcome:
         self.prepare([config])
         while config not in self.built:
-            # the asked one first, once it has begun; until then whichever is under way
+            # the requested one first, once it has begun; until then whichever is under way
             current = config if config in self.building else next(iter(self.building))
             self._collect(current)
             self._feed()

@@ -95,8 +95,8 @@ class Sampler:
         samples: list[list[float]] = [[] for _ in runs]
         begun = self.now()
         while len(samples[0]) < _FEWEST or (len(samples[0]) < _MOST and self.now() - begun < _COMPARED_S):
-            found = self.timer.row([*runs, *runs[::-1]])
-            for one, there, back in zip(samples, found, found[::-1], strict=False):
+            row = self.timer.row([*runs, *runs[::-1]])
+            for one, there, back in zip(samples, row, row[::-1], strict=False):
                 one += [there, back]
         return samples
 

@@ -216,12 +216,12 @@ class _Tuner:
 
     def right(self) -> list[KernelConfig]:
         """The configs with right answers, the fastest first."""
-        found = [(o.median_us, self.rank.get(c, len(self.rank)), str(c), c) for c, o in self.study.outcomes.items() if o.kind == "ok"]
-        return [c for *_, c in sorted(found)]
+        timed = [(o.median_us, self.rank.get(c, len(self.rank)), str(c), c) for c, o in self.study.outcomes.items() if o.kind == "ok"]
+        return [c for *_, c in sorted(timed)]
 
     def best(self) -> KernelConfig | None:
         right = ((o.median_us, self.rank.get(c, len(self.rank)), c) for c, o in self.study.outcomes.items() if o.kind == "ok")
-        return min(right, key=lambda found: found[:2], default=(0.0, 0, None))[2]
+        return min(right, key=lambda candidate: candidate[:2], default=(0.0, 0, None))[2]
 
     def best_us(self) -> float:
         best = self.best()

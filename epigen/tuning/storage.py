@@ -78,9 +78,9 @@ def open_storage(url: str | None) -> Storage:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if url is None:
         return Storage("memory", InMemoryStorage())
-    scheme, found, rest = url.partition("://")
-    if scheme == "journal" if found else url.endswith(".journal"):
-        return _journals(url, rest if found else url)
+    scheme, separator, rest = url.partition("://")
+    if scheme == "journal" if separator else url.endswith(".journal"):
+        return _journals(url, rest if separator else url)
     return _database(url)
 
 
@@ -205,19 +205,19 @@ def _label(url: sqlalchemy.URL) -> str:
 
 def _secrets(url: sqlalchemy.URL) -> frozenset[str]:
     """Parts of a URL, each as it is written and as it is meant, that nobody should read in a message."""
-    found = {str(url.password)} if url.password else set()
+    secrets = {str(url.password)} if url.password else set()
     for name, values in url.query.items():
         if name not in _HARMLESS:
             texts = (values,) if isinstance(values, str) else values
-            found |= {part for text in (name, *texts) for part in (text, *re.split(r"[;=,\s{}]+", text)) if len(part) > 2}
-    found -= _NAMES
-    return frozenset(form for part in found for form in (part, urllib.parse.quote(part, safe=""), urllib.parse.unquote(part)))
+            secrets |= {part for text in (name, *texts) for part in (text, *re.split(r"[;=,\s{}]+", text)) if len(part) > 2}
+    secrets -= _NAMES
+    return frozenset(form for part in secrets for form in (part, urllib.parse.quote(part, safe=""), urllib.parse.unquote(part)))
 
 
 def _malformed(url: str) -> TuneError:
-    scheme, found, _ = url.partition("://")
+    scheme, separator, _ = url.partition("://")
     plain = re.fullmatch(r"[\w./~ +-]*", url)
-    shown = url if plain else f"{scheme}://…" if found and re.fullmatch(r"[\w+]+", scheme) else "what was given"
+    shown = url if plain else f"{scheme}://…" if separator and re.fullmatch(r"[\w+]+", scheme) else "what was given"
     password = "; in a password @ is written %40, : is %3A and / is %2F" if "@" in url else ""
     return TuneError(f"{shown if shown == 'what was given' else repr(shown)} is no storage: write {_KNOWN}{password}")
 

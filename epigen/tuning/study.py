@@ -124,10 +124,10 @@ class Study:
                 continue
             if trial.state.is_finished():
                 self._closed.add(trial.number)
-            found, outcome = _claimed(trial), _outcome(trial)
-            if found is None or not self._accept(found[1]):
+            tuner_and_config, outcome = _claimed(trial), _outcome(trial)
+            if tuner_and_config is None or not self._accept(tuner_and_config[1]):
                 continue
-            tuner, config = found
+            tuner, config = tuner_and_config
             if outcome is not None:  # also where a kill came before the trial was told as finished
                 self.outcomes.setdefault(config, outcome)
                 if trial.state == TrialState.COMPLETE and _sound(trial):
@@ -182,8 +182,8 @@ class Study:
         """Let go of what this tuner claimed and has not measured, so that others may."""
         with self.storage.in_words(), unbroken():
             for trial in self.study.fetch():
-                found = _claimed(trial)
-                if found is not None and found[0] == self.tuner and not trial.state.is_finished():
+                tuner_and_config = _claimed(trial)
+                if tuner_and_config is not None and tuner_and_config[0] == self.tuner and not trial.state.is_finished():
                     self._give_up(trial.number, "released")
             self.under_way = {config: claim for config, claim in self.under_way.items() if claim.tuner != self.tuner}
 
@@ -242,10 +242,10 @@ class Study:
 
 def _claimed(trial: FrozenTrial) -> tuple[str, KernelConfig] | None:
     """The tuner and the config of a trial; None where it is no trial of epigen's."""
-    found = trial.user_attrs.get(_CLAIM)
-    if not isinstance(found, dict):
+    stored = trial.user_attrs.get(_CLAIM)
+    if not isinstance(stored, dict):
         return None
-    values = dict(found)
+    values = dict(stored)
     tuner = str(values.pop("tuner", ""))
     try:
         return tuner, schedules.from_mapping(values)
@@ -268,9 +268,9 @@ _FIELDS = {
 
 def _outcome(trial: FrozenTrial) -> Outcome | None:
     """What came of a trial; None where it is no outcome of epigen's."""
-    found = trial.user_attrs.get(_OUTCOME)
+    stored = trial.user_attrs.get(_OUTCOME)
     try:
-        outcome = Outcome(**fields.held(found, _FIELDS)) if isinstance(found, dict) else None
+        outcome = Outcome(**fields.held(stored, _FIELDS)) if isinstance(stored, dict) else None
     except fields.Wrong:
         return None
     return None if outcome is None or (outcome.kind == "ok" and outcome.median_us == 0) else outcome

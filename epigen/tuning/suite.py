@@ -107,10 +107,10 @@ def read(path: Path) -> list[Request]:
 def parse(text: str, name: str = "the suite") -> list[Request]:
     """The problems of a suite's text. name: what messages call it."""
     try:
-        found = tomllib.loads(text)
-        entries = fields.held(found, _SUITE)["problem"]
+        document = tomllib.loads(text)
+        entries = fields.held(document, _SUITE)["problem"]
     except fields.Wrong as wrong:
-        raise SuiteError("\n".join(f"{name}: {_mistake(one, found)}" for one in (wrong, *wrong.others))) from None
+        raise SuiteError("\n".join(f"{name}: {_mistake(one, document)}" for one in (wrong, *wrong.others))) from None
     except ValueError as error:  # TOML's own, and a number of thousands of digits
         raise SuiteError(f"{name}: this is no TOML: {str(error).split(';')[0]}") from None
     except RecursionError:
@@ -121,7 +121,7 @@ def parse(text: str, name: str = "the suite") -> list[Request]:
     return distinct(a for e in entries for a in every(e["program"], e["shapes"], e["dtype"], e["layout"], e["precision"]))
 
 
-def _mistake(wrong: fields.Wrong, found: dict[str, Any]) -> str:
+def _mistake(wrong: fields.Wrong, document: dict[str, Any]) -> str:
     """Where it is, and what is wrong there: "problem 2 (relu(mm)), shapes, item 1: …"."""
     place: list[Any] = list(wrong.place)
     known: dict[str, Any] = _SUITE
@@ -129,7 +129,7 @@ def _mistake(wrong: fields.Wrong, found: dict[str, Any]) -> str:
     what = wrong.message
     if len(place) > 1:
         number, known = place[1], _ENTRY
-        entry = found["problem"][number]
+        entry = document["problem"][number]
         program = entry.get("program") if isinstance(entry, dict) else None
         where.append(f"problem {number + 1}{f' ({short(program)})' if isinstance(program, str) and program.isprintable() else ''}")
         place = place[2:]

@@ -50,9 +50,9 @@ def list_to_json(tables: Iterable[Table]) -> str:
 
 def list_from_json(text: str) -> list[Table]:
     """Raises EpigenError for text that is no list of tables."""
-    found = _parsed(text, "list of tables")
+    document = _parsed(text, "list of tables")
     try:
-        return [_table(one) for one in fields.held(_object(found), {"tables": _list})["tables"]]
+        return [_table(one) for one in fields.held(_object(document), {"tables": _list})["tables"]]
     except fields.Wrong as wrong:
         raise EpigenError(f"this is no list of tables: {wrong}") from None
 
@@ -133,16 +133,16 @@ def _dtype(value: Any) -> DType:
 
 
 def _inputs(value: Any) -> tuple[DType, ...]:
-    found: tuple[DType, ...] = fields.listed(_dtype, 1, 1000)(value.split(",") if isinstance(value, str) else value)
-    return found
+    parsed: tuple[DType, ...] = fields.listed(_dtype, 1, 1000)(value.split(",") if isinstance(value, str) else value)
+    return parsed
 
 
 def _target(value: Any) -> Target:
-    found = Target(**fields.held(_object(value), _TARGET, without=("fp8", "tf32")))
-    known = TARGETS[found.name]
-    if (found.backend, found.arch) != (known.backend, known.arch):
-        raise fields.Wrong(f"{found.name} is {known.backend} {known.arch}, not {quoted(found.backend)} {quoted(found.arch)}")
-    return found
+    target = Target(**fields.held(_object(value), _TARGET, without=("fp8", "tf32")))
+    known = TARGETS[target.name]
+    if (target.backend, target.arch) != (known.backend, known.arch):
+        raise fields.Wrong(f"{target.name} is {known.backend} {known.arch}, not {quoted(target.backend)} {quoted(target.arch)}")
+    return target
 
 
 def _task(value: Any) -> Task:
@@ -166,8 +166,8 @@ def _row(value: Any) -> tuple[KernelConfig, Outcome]:
         raise fields.Wrong(str(error)) from None
 
 
-def _table(found: Any) -> Table:
-    held = fields.held(_object(found), _TABLE)
+def _table(value: Any) -> Table:
+    held = fields.held(_object(value), _TABLE)
     return Table(held["task"], Baseline(**held["baseline"]), dict(held["rows"]), held["environment"])
 
 

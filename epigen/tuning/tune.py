@@ -38,13 +38,13 @@ class Tuned:
     error: str = ""
 
     def __str__(self) -> str:
-        p, found = self.problem, self.result
+        p, result = self.problem, self.result
         name = f"{short(p.program)} {extents(p.shape)} {p.a} {p.layout}"
-        if found is None:
+        if result is None:
             return f"{name}: {self.error}"
-        mm_us = found.baseline.mm_us
-        ratio = f", {mm_us / found.outcome.median_us:.2f}x the speed of the vendor's product alone" if mm_us else ""
-        return f"{name}: {found.outcome.median_us:.2f} us{ratio} [{found.winner}]{' (interrupted)' * (not found.complete)}"
+        mm_us = result.baseline.mm_us
+        ratio = f", {mm_us / result.outcome.median_us:.2f}x the speed of the vendor's product alone" if mm_us else ""
+        return f"{name}: {result.outcome.median_us:.2f} us{ratio} [{result.winner}]{' (interrupted)' * (not result.complete)}"
 
 
 def study_name(task: Task, kind: str = MEASURED) -> str:
