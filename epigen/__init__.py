@@ -37,8 +37,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     with uncollected():
-        globals()[name] = found = _imported(name)
-    return found
+        globals()[name] = value = _imported(name)
+    return value
 
 
 def _imported(name: str) -> Any:

@@ -36,7 +36,7 @@ class _Watch:
         if name not in self.actions:
             return None
         others = [f for f in sys.meta_path if f is not self]
-        spec = next((found for f in others if (found := f.find_spec(name, path, target)) is not None), None)
+        spec = next((candidate for f in others if (candidate := f.find_spec(name, path, target)) is not None), None)
         loader: Any = spec and spec.loader
         if loader is not None and hasattr(loader, "__dict__"):
             execute = loader.exec_module

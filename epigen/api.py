@@ -187,8 +187,8 @@ def tune(
     base.demand_writable(target.part, capability(target))
     where = remembered.default_storage if storage is None else storage
     limit = math.inf if budget_s is None else budget_s
-    told = report or (lambda _index, _progress: None)
-    return tune_all(tasks, base, devices=chosen, trials=trials, budget_s=limit, seed=seed, storage=where, report=told)
+    report = report or (lambda _index, _progress: None)
+    return tune_all(tasks, base, devices=chosen, trials=trials, budget_s=limit, seed=seed, storage=where, report=report)
 
 
 _database = database  # under a name that the argument of `tune` does not hide

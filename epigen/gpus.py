@@ -212,18 +212,18 @@ def find(name: str) -> Gpu | None:
 
 def by_name(name: str) -> Gpu:
     """As `find`. Raises TargetError for a part that has no row."""
-    found = find(name)
-    if found is None:
+    gpu = find(name)
+    if gpu is None:
         hint = near_miss(name.lower(), (n for g in GPUS for n in (g.short.lower(), g.name.lower())))
         raise TargetError(f"unknown GPU '{name}': {hint or 'known are ' + ', '.join(g.short for g in GPUS)}")
-    return found
+    return gpu
 
 
 def of_target(target: Target) -> Gpu:
     """The row of a target's part; where it has none, the first of its architecture (or its nearest kin), by number of multiprocessors."""
-    found = find(target.part)
-    if found is not None and found.architecture == target.name:
-        return found
+    gpu = find(target.part)
+    if gpu is not None and gpu.architecture == target.name:
+        return gpu
     kin = next((g for g in GPUS if g.architecture == target.name), None) or _kin(target)
     share = target.multiprocessors / kin.multiprocessors
     rates = {kind: rate * share for kind, rate in kin.peak_tflops.items()}

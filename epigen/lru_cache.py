@@ -22,10 +22,10 @@ class LruCache(Generic[K, V]):
 
     def get(self, key: K) -> V | None:
         with self._mutex:
-            found = self._held.pop(key, None)
-            if found is not None:
-                self._held[key] = found
-            return found
+            value = self._held.pop(key, None)
+            if value is not None:
+                self._held[key] = value
+            return value
 
     def put(self, key: K, value: V) -> V:
         with self._mutex:

@@ -47,13 +47,13 @@ class Config(click.ParamType):  # type: ignore[type-arg]  # generic since click 
     name = "NAME=VALUE,…"
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for part in str(value).split(","):
             match = re.fullmatch(r"\s*(\w+)\s*=\s*(\w{1,64})\s*", part)
             if not match:
                 self.fail(f"{part!r} is not of the form name=value", param, context)
-            found[match[1]] = int(match[2]) if re.fullmatch(r"[0-9]{1,9}", match[2]) else match[2]
-        return found
+            values[match[1]] = int(match[2]) if re.fullmatch(r"[0-9]{1,9}", match[2]) else match[2]
+        return values
 
 
 @click.command("compile", cls=ProgramCommand, short_help="Compile a program, and show the checked kernel.")
@@ -88,7 +88,7 @@ def compile_command(machine: Machine, program: str, shape: Shape | None, dtype_n
     """Compile PROGRAM, such as "relu(mm + bias)", and show the kernel once it has been checked."""
     if schedule and config:
         raise click.UsageError("--schedule chooses a config, and --config is one: give one of them")
-    given, derived = program, cli_derivation.asked(program, dtype_name, backward, save, wrt)
+    given, derived = program, cli_derivation.requested(program, dtype_name, backward, save, wrt)
     if derived is not None:
         for name, line in cli_derivation.rows(derived, shape or DEFAULT_SHAPE):
             say(f"{name:<10}{line}")
@@ -153,7 +153,7 @@ def _target(name: str | None, machine: Machine) -> tuple[Target, str]:
     """What to compile for, and why that."""
     if name:
         return gpus.target_by_name(name), "as asked"
-    return (found, _AT_HAND) if (found := machine.at_hand()) else (gpus.DEFAULT_TARGET, _DEFAULT)
+    return (target, _AT_HAND) if (target := machine.at_hand()) else (gpus.DEFAULT_TARGET, _DEFAULT)
 
 
 def _least_shared_bytes() -> int:
@@ -286,11 +286,11 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: st
     inputs = dtypes.FP32 if run.bits == 8 else run
     given = verify.sample(graph, shape, run, run, inputs, device="cuda" if on_gpu else "cpu", layout=layout)
     # the interpreter multiplies in full precision
-    found = verify.differences(one, given, precision if on_gpu else "ieee")
+    differences = verify.differences(one, given, precision if on_gpu else "ieee")
     same = one.source() == plan.source
     how = torch.cuda.get_device_name() if on_gpu else "torch on the CPU" if plan.rendered.whole else "Triton's interpreter"
     lines = []
-    for name, d in found.items():
+    for name, d in differences.items():
         bits = next(o.packed for o in plan.spec.outputs if o.name == name)
         figures = (
             f"{1 - d.promised:.2%} of the bits lie within rounding of their threshold, the others are equal"
@@ -299,11 +299,11 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: st
         )
         lines.append(f"verified  {name}: {figures}")
     lines.append(f"          at {extents(shape)} {run} under {how}, {'this very kernel' if same else 'the kernel'}{twin}, against float64")
-    if not all(d.ok for d in found.values()):
+    if not all(d.ok for d in differences.values()):
         for line in lines:
             say(line)
-        verify.demand(found)
-    return {"backend": how, "shape": list(shape), "dtype": run.name, "same_source": same, "outputs": {n: _difference(d) for n, d in found.items()}}, lines
+        verify.demand(differences)
+    return {"backend": how, "shape": list(shape), "dtype": run.name, "same_source": same, "outputs": {n: _difference(d) for n, d in differences.items()}}, lines
 
 
 def _twin(graph: Graph) -> Graph:

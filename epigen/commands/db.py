@@ -64,18 +64,18 @@ def list_command(path: Path | None, gpu: str, program: str, as_json: bool) -> No
     """List the tuned problems: the user's, then the shipped ones."""
     database = _open(path)
     wanted = _wanted(gpu, program)
-    found = [(file, record) for file, record in database.records() if wanted(record)]
+    matches = [(file, record) for file, record in database.records() if wanted(record)]
     _warn(*database.complaints)
     if as_json:
-        click.echo(json.dumps([_object(file, record) for file, record in found]))
+        click.echo(json.dumps([_object(file, record) for file, record in matches]))
         return
     where: Path | None = None
-    for file, record in found:
+    for file, record in matches:
         if file != where:
             click.echo(f"{file}: {record.gpu} ({record.capability})")
             where = file
         click.echo(f"  {_row(record)}")
-    if not found:
+    if not matches:
         click.echo(f"no records in {database.path or 'a database of yours'}" + "".join(f", nor in {seed}" for seed in database.seeds), err=True)
 
 
@@ -88,7 +88,7 @@ def show_command(names: tuple[str, ...], path: Path | None, as_json: bool) -> No
     database = _open(path)
     records = database.records()
     _warn(*database.complaints)
-    found: list[tuple[Path, Record]] = []
+    matches: list[tuple[Path, Record]] = []
     for name in names:
         some = [(file, record) for file, record in records if record.name.startswith(name)] if name else []
         different = sorted({record.name for _, record in some})
@@ -96,11 +96,11 @@ def show_command(names: tuple[str, ...], path: Path | None, as_json: bool) -> No
             raise DatabaseError(f"no record's name begins with {name!r}: see `epigen db list`")
         if len(different) > 1:
             raise DatabaseError(f"{name!r} may be {', '.join(different[:5])}{' and others' if len(different) > 5 else ''}: write more of it")
-        found += some
+        matches += some
     if as_json:
-        click.echo(json.dumps([_object(file, record) for file, record in found]))
+        click.echo(json.dumps([_object(file, record) for file, record in matches]))
         return
-    for file, record in found:
+    for file, record in matches:
         _show(file, record)
 
 
@@ -136,11 +136,11 @@ def check_command(context: click.Context, paths: tuple[Path, ...], path: Path | 
     from epigen.db import database
 
     chain = _open(path)
-    asked = [*paths, *([path] if path else [])]
-    where = asked or [root for root in (chain.path, *chain.seeds) if root is not None]
-    if not asked:
+    requested = [*paths, *([path] if path else [])]
+    where = requested or [root for root in (chain.path, *chain.seeds) if root is not None]
+    if not requested:
         _warn(*chain.complaints)
-    if missing := [str(p) for p in asked if not database.there(p)]:
+    if missing := [str(p) for p in requested if not database.there(p)]:
         raise DatabaseError(f"{', '.join(missing)} does not exist")
     count = sum(len(database.files(p)) for p in where)
     problems = [problem for p in where for problem in database.check(p)]

@@ -19,7 +19,7 @@ save_option = click.option("--save", type=click.Choice(SAVE), help="with --backw
 wrt_option = click.option("--wrt", metavar="NAME,…", help="with --backward: whose gradients are wanted, of mm and the inputs (default: all)")
 
 
-def asked(program: str, dtype_name: str, backward: bool, save: str | None, wrt: str | None) -> Derivation | None:
+def requested(program: str, dtype_name: str, backward: bool, save: str | None, wrt: str | None) -> Derivation | None:
     """The derivation that the options ask for, if they do."""
     if not backward:
         for option, value in (("--save", save), ("--wrt", wrt)):
@@ -36,11 +36,11 @@ def explained(program: str, shape: Shape, dtype_name: str) -> tuple[list[Row], d
     from epigen import api
 
     try:
-        found = api.derive(program, dtype=dtype_name)
+        derived = api.derive(program, dtype=dtype_name)
     except (DerivationError, CallError) as error:
         why = error.diagnostics[0].message if isinstance(error, DerivationError) else str(error)
         return [("backward", f"none: {why}")], {"program": None, "why": why}
-    return rows(found, shape), record(found, shape)
+    return rows(derived, shape), record(derived, shape)
 
 
 def rows(derived: Derivation, shape: Shape) -> list[Row]:

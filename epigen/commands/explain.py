@@ -34,8 +34,8 @@ def explain_command(
     if gpu_name is not None:
         gpu, why = gpus.by_name(gpu_name), "as asked"
         target = gpu.target
-    elif (found := machine.at_hand()) is not None:
-        gpu, why, target = gpus.of_target(found), "the GPU at hand", found
+    elif (at_hand := machine.at_hand()) is not None:
+        gpu, why, target = gpus.of_target(at_hand), "the GPU at hand", at_hand
     else:
         gpu, why = gpus.DEFAULT, "the default, since no GPU is at hand"
         target = gpu.target

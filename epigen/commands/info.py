@@ -29,8 +29,8 @@ _SHAPES = ((4096, 4096, 4096), (16, 4096, 4096))  # aligned; large and skinny en
 @pass_machine
 def info_command(machine: Machine, path: Path | None, as_json: bool) -> None:
     """Show the GPUs and the schedules that each can run, versions, the tuning databases found, and the cache folder."""
-    found = gather(machine, path)
-    click.echo(json.dumps(found) if as_json else text(found), nl=as_json)
+    facts = gather(machine, path)
+    click.echo(json.dumps(facts) if as_json else text(facts), nl=as_json)
 
 
 def gather(machine: Machine, path: Path | None = None) -> dict[str, Any]:
@@ -48,13 +48,13 @@ def gather(machine: Machine, path: Path | None = None) -> dict[str, Any]:
 
 def _gpu(machine: Machine, index: int) -> dict[str, Any]:
     properties = machine.properties(index)
-    found: dict[str, Any] = {"index": index, "name": properties.name, "memory_bytes": properties.total_memory}
+    facts: dict[str, Any] = {"index": index, "name": properties.name, "memory_bytes": properties.total_memory}
     try:
         target = machine.at_hand(index)
     except TargetError as error:
-        return found | {"error": str(error)}
+        return facts | {"error": str(error)}
     assert target is not None
-    return found | {"target": target.name, "multiprocessors": target.multiprocessors, "schedules": schedules(target)}
+    return facts | {"target": target.name, "multiprocessors": target.multiprocessors, "schedules": schedules(target)}
 
 
 def schedules(target: Target) -> dict[str, list[str]]:
@@ -66,20 +66,20 @@ def schedules(target: Target) -> dict[str, list[str]]:
 
     graph = graph_of("relu(mm)")
     kernel = api.compile("relu(mm)", precision="ieee")
-    found: dict[str, list[str]] = {}
+    by_schedule: dict[str, list[str]] = {}
     for dtype in dtypes.OPERANDS:
         # not every schedule may pay at every shape
         spaces = [space.Space(lower(graph, kernel.signature_of(dtype, shape, "nt")), shape, target) for shape in _SHAPES]
         for name in {name: None for here in spaces for name in here.schedules}:
-            found.setdefault(name, []).append(dtype.name)
-    return {name: found[name] for name in space.SCHEDULE_NAMES if name in found}
+            by_schedule.setdefault(name, []).append(dtype.name)
+    return {name: by_schedule[name] for name in space.SCHEDULE_NAMES if name in by_schedule}
 
 
 def _databases(path: Path | None) -> list[dict[str, Any]]:
     from epigen.db import database
 
     chain = database.Database(path)
-    found: list[dict[str, Any]] = []
+    summaries: list[dict[str, Any]] = []
     for root in (chain.path, *chain.seeds):
         one = database.Database(root, seeds=())
         records = one.records()
@@ -88,7 +88,7 @@ def _databases(path: Path | None) -> list[dict[str, Any]]:
         except DatabaseError:  # said among the complaints
             files = 0
         parts = sorted({r.gpu for _, r in records})
-        found.append(
+        summaries.append(
             {
                 "path": None if root is None else str(root),
                 "writable": root == chain.path,
@@ -98,7 +98,7 @@ def _databases(path: Path | None) -> list[dict[str, Any]]:
                 "complaints": list(one.complaints),
             }
         )
-    return found
+    return summaries
 
 
 def _version(package: str) -> str | None:
@@ -117,36 +117,36 @@ def driver(version_file: Path = Path("/proc/driver/nvidia/version")) -> str | No
     return match[1] if match else None
 
 
-def text(found: dict[str, Any]) -> str:
+def text(facts: dict[str, Any]) -> str:
     """What was gathered, for a person: a fact a line."""
     rows: list[tuple[str, str]] = []
-    versions = dict(found["versions"])
+    versions = dict(facts["versions"])
     own = versions.pop("epigen")
     rows.append(("epigen", ", ".join([own, *(f"{name} {version or 'is missing'}" for name, version in versions.items())])))
-    for gpu in found["gpus"]:
-        driver_text = f", driver {found['driver']}" if found["driver"] else ""
+    for gpu in facts["gpus"]:
+        driver_text = f", driver {facts['driver']}" if facts["driver"] else ""
         memory = f"{gpu['memory_bytes'] / (1 << 30):.0f} GiB"
         if "error" in gpu:
             rows.append((f"gpu {gpu['index']}", f"{gpu['name']}, {memory}: {gpu['error']}"))
             continue
         rows.append((f"gpu {gpu['index']}", f"{gpu['name']} ({gpu['target']}), {gpu['multiprocessors']} multiprocessors, {memory}{driver_text}"))
         rows += _schedule_rows(gpu["schedules"])
-    if not found["gpus"]:
-        default = found["default"]
+    if not facts["gpus"]:
+        default = facts["default"]
         rows.append(("gpu", f"none at hand; kernels are compiled for {default['target']} ({default['part']}) unless another target is named, which runs:"))
         rows += _schedule_rows(default["schedules"])
-    for base in found["databases"]:
+    for base in facts["databases"]:
         whose = "yours" if base["writable"] else "shipped"
         count = f"{base['records']} record{'s' * (base['records'] != 1)} in {base['files']} file{'s' * (base['files'] != 1)}"
         parts = f" ({', '.join(base['gpus'])})" if base["gpus"] else ""
         rows.append(("database", f"{base['path'] or 'none'}, {whose}: {count if base['files'] else 'empty'}{parts}"))
         rows += [("", f"warning: {complaint}") for complaint in base["complaints"]]
-    cache = found["cache"]
+    cache = facts["cache"]
     studies = f", {cache['studies']} remembered search{'es' * (cache['studies'] != 1)}" if cache["studies"] else ""
     rows.append(("cache", f"{cache['path'] or 'no folder: this user has no home, or EPIGEN_CACHE names none that can be found'}{studies}"))
     return "\n".join(f"{name:<10}{line}".rstrip() for name, line in rows) + "\n"
 
 
-def _schedule_rows(found: dict[str, list[str]]) -> list[tuple[str, str]]:
-    width = max(map(len, found))
-    return [("", f"{name:<{width}}  {', '.join(runs) if runs else 'cannot run here'}") for name, runs in found.items()]
+def _schedule_rows(by_schedule: dict[str, list[str]]) -> list[tuple[str, str]]:
+    width = max(map(len, by_schedule))
+    return [("", f"{name:<{width}}  {', '.join(runs) if runs else 'cannot run here'}") for name, runs in by_schedule.items()]

@@ -44,14 +44,14 @@ class _Run:
     run: Callable[[Callable[[int, Progress], None], Callable[[int, Tuned], None]], object]
     database: Database | None
     remembers: bool
-    found: dict[int, Tuned] = field(default_factory=dict)
+    tuned: dict[int, Tuned] = field(default_factory=dict)
     interrupted: bool = False
 
     def go(self) -> None:
         live = Live(self.tasks, sys.stderr)
 
         def done(index: int, tuned: Tuned) -> None:
-            self.found[index] = tuned
+            self.tuned[index] = tuned
             live.done(index, tuned)
 
         live.start()
@@ -61,7 +61,7 @@ class _Run:
             self.interrupted = True
         finally:
             live.clear()
-        self.interrupted |= len(self.found) < len(self.tasks) or any(t.result is not None and not t.result.complete for t in self.found.values())
+        self.interrupted |= len(self.tuned) < len(self.tasks) or any(t.result is not None and not t.result.complete for t in self.tuned.values())
 
 
 @click.command("tune", cls=ProgramCommand, short_help="Find the fastest configs, on a GPU.")
@@ -181,11 +181,11 @@ def _replayed(tables: Sequence[Path], trials: int, budget_s: float, seed: int, s
     def run(report: Callable[[int, Progress], None], done: Callable[[int, Tuned], None]) -> None:
         for i, one in enumerate(recorded):
 
-            def told(progress: Progress, i: int = i) -> None:
+            def report_one(progress: Progress, i: int = i) -> None:
                 report(i, progress)
 
             runner = Replay(one.rows, one.baseline)
-            tuned = tune_one(one.task, None, trials=trials, budget_s=budget_s, seed=seed, storage=storage, runner=runner, report=told)
+            tuned = tune_one(one.task, None, trials=trials, budget_s=budget_s, seed=seed, storage=storage, runner=runner, report=report_one)
             done(i, tuned)
             if tuned.result is not None and not tuned.result.complete:
                 return
@@ -196,7 +196,7 @@ def _replayed(tables: Sequence[Path], trials: int, budget_s: float, seed: int, s
 def _show(going: _Run, as_json: bool) -> None:
     from epigen.tuning import report
 
-    done = [(going.tasks[i], tuned) for i, tuned in sorted(going.found.items())]
+    done = [(going.tasks[i], tuned) for i, tuned in sorted(going.tuned.items())]
     if as_json:
         click.echo(json.dumps([report.record(task, tuned) for task, tuned in done]))
     else:
@@ -209,13 +209,13 @@ def _show(going: _Run, as_json: bool) -> None:
 
 def _kept(going: _Run) -> str:
     """What a Ctrl-C has left."""
-    results = [t.result for t in going.found.values() if t.result is not None]
+    results = [t.result for t in going.tuned.values() if t.result is not None]
     whole = sum(r.complete for r in results)
-    failed = len(going.found) - len(results)
+    failed = len(going.tuned) - len(results)
     counted = ((whole, "finished"), (len(results) - whole, "in part"), (failed, "without a config that works"))
     parts = [f"{number} {what}" for number, what in counted if number]
-    rest = len(going.tasks) - len(going.found)
-    where = f" in {going.database.path}" if going.database is not None and any(t.record for t in going.found.values()) else ""
+    rest = len(going.tasks) - len(going.tuned)
+    where = f" in {going.database.path}" if going.database is not None and any(t.record for t in going.tuned.values()) else ""
     kept = f"what was found is kept{where}: {', '.join(parts)} of {len(going.tasks)}" if parts else "nothing was found yet"
     again = "; the same command goes on from there" if going.remembers and (rest or len(results) > whole) else ""
     return f"interrupted: {kept}{again}"
@@ -224,4 +224,4 @@ def _kept(going: _Run) -> str:
 def _status(going: _Run) -> int:
     if going.interrupted:
         return INTERRUPTED
-    return int(any(t.result is None for t in going.found.values()))
+    return int(any(t.result is None for t in going.tuned.values()))

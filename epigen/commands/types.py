@@ -97,10 +97,10 @@ class Seconds(click.FloatRange):
         super().__init__(0, 1e6)
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
-        found: float = super().convert(value, param, context)
-        if math.isnan(found):
+        seconds: float = super().convert(value, param, context)
+        if math.isnan(seconds):
             self.fail(f"{value!r} is no number of seconds", param, context)
-        return found
+        return seconds
 
 
 class Devices(click.ParamType):  # type: ignore[type-arg]
