@@ -19,6 +19,7 @@ import postgres_server
 import pytest
 from bounded_interpreter import bound
 from checkout import WATCHED
+from golden import Golden
 from quick_interpreter import quicken
 
 # generated modules of a test run stay out of the user's own cache, and nothing that the user has tuned changes what the tests see; set before
@@ -58,6 +59,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--served", None):  # else it is such a process itself
         config.pluginmanager.register(apart.Apart(), "apart")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    return Golden(request)
 
 
 @pytest.fixture(scope="session")
@@ -190,8 +196,12 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are skipped, and say why, where torch sees none; torch is asked only if such tests were chosen."""
+    """`-k golden` chooses all that have golden texts. Tests that need a GPU are skipped, and say why, where torch sees none; torch is asked only if such were chosen."""
+    for item in items:
+        if "golden" in getattr(item, "fixturenames", ()):
+            item.extra_keyword_matches.add("golden")
     chosen = [item for item in items if item.get_closest_marker("gpu")]
     if not chosen or config.option.markexpr == "not gpu":
         return

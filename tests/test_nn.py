@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden import Golden
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as everyone calls it
 
@@ -60,12 +61,12 @@ def test_a_layer_moves_copies_and_is_stored() -> None:
     assert layer.half()(drawn(3, 6).half()).dtype == torch.float16
 
 
-def test_the_bias_and_the_epilogue_agree() -> None:
-    with pytest.raises(CallError, match=r"bias=False, and the epilogue 'relu\(mm \+ bias\)' reads a bias: write bias=True, or epilogue='relu\(mm\)'"):
+def test_the_bias_and_the_epilogue_agree(golden: Golden) -> None:
+    with golden.raises(CallError, "bias=False"):
         epigen.nn.Linear(6, 5, bias=False, epilogue="relu(mm + bias)")
-    with pytest.raises(CallError, match=r"bias=True, and the epilogue 'relu\(mm\)' does not read a bias: write bias=False, or mm \+ bias in the epilogue"):
+    with golden.raises(CallError, "bias=True"):
         epigen.nn.Linear(6, 5, epilogue="relu(mm)")
-    with pytest.raises(CheckError, match="did you mean bias"):
+    with golden.raises(CheckError, "bais"):
         epigen.nn.Linear(6, 5, epilogue="relu(mm + bais)")
 
 
@@ -105,7 +106,7 @@ def test_a_parametrised_parameter_is_computed_once_a_forward(make: Callable[[], 
 # -- chains
 
 
-def test_an_mlp_is_its_layers_in_turn(ran: list[str]) -> None:
+def test_an_mlp_is_its_layers_in_turn(ran: list[str], golden: Golden) -> None:
     model = epigen.nn.MLP([6, 8, 5, 4], "silu")
     layers = nn.Sequential(*(nn.Linear(k, n) for k, n in itertools.pairwise((6, 8, 5, 4))))
     layers.load_state_dict(model.state_dict())
@@ -116,9 +117,9 @@ def test_an_mlp_is_its_layers_in_turn(ran: list[str]) -> None:
     model(x).sum().backward()
     assert len(ran) == 6, "three products forward, a pass over the gradient, and two products with a derivative"
     assert epigen.nn.MLP([6, 4], bias=False)[0].epilogue == "mm"
-    with pytest.raises(CallError, match="unknown activation 'rleu': did you mean relu"):
+    with golden.raises(CallError, "rleu"):
         epigen.nn.MLP([6, 8, 4], "rleu")
-    with pytest.raises(CallError, match="has the size of its input and of its output at least"):
+    with golden.raises(CallError, "sizes"):
         epigen.nn.MLP([6])
 
 

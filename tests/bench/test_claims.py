@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from checkout import ROOT
+from golden import Golden
 from machines import NO_GPU
 
 from bench import __main__ as bench
@@ -44,7 +45,7 @@ _ASKED_BY_OTHERS = {"bench.differential", "bench.memcheck", "bench.gem", "bench.
 @pytest.mark.parametrize("claim", [c for c in registry.CLAIMS if c.gpus and c.module not in _ASKED_BY_OTHERS], ids=lambda c: c.name)
 def test_a_script_that_wants_a_gpu_says_so(claim: Claim, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "argv", [claim.name, *claim.arguments, "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"this wants (a GPU|two GPUs)"):
+    with pytest.raises(SystemExit, match="GPU"):
         importlib.import_module(claim.module).main(NO_GPU)
     assert not list(tmp_path.iterdir())
 
@@ -174,9 +175,9 @@ def test_a_regression_is_found_and_named(tmp_path: Path, capsys: pytest.CaptureF
     assert told[1:] == ["2 ratios compared: 1 slower by more than the noise, 0 faster"]
 
 
-def test_a_gain_and_a_slower_machine_are_no_regressions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gain_and_a_slower_machine_are_no_regressions(tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
     assert compared(tmp_path, result(), result(ours=9.0)) == 0
-    assert "0 slower by more than the noise, 1 faster" in capsys.readouterr().out
+    golden(capsys.readouterr().out)
     assert compared(tmp_path, result(), result(ours=20.0, mm=20.0)) == 0, "twice the time of everything is the power limit's"
 
 
@@ -188,18 +189,18 @@ def test_noise_is_what_the_samples_say(tmp_path: Path) -> None:
     assert compare.deviation(time_of(10.0, 0.01349, 314)) == pytest.approx(0.01 * (3.14159265 / 2 / 314) ** 0.5)
 
 
-def test_other_layouts_of_results_are_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_layouts_of_results_are_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
     """bench.gem's and a host's: contenders under "host", or beside the program, the config being no part of the name."""
     times = {"epigen": time_of(30.0), "three operations": time_of(20.0)}
     gem = Report("bench.gem", {}, [{"m": 64, "k": 256, "n": 128, "config": "tiled", "host": times}], {"program": "relu(mm + bias)"})
     assert compared(tmp_path, gem, changed(gem, ("30.0", "40.0"), ("tiled", "persistent"))) == 1
-    assert "relu(mm + bias) 64 128 256 host: epigen against three operations: 0.667 before, 0.500 now" in capsys.readouterr().out
+    golden(capsys.readouterr().out, "host")
     host = Report("bench.host", {}, [{"program": "relu(mm + bias)", "epigen": time_of(8.0), "epigen, out=": time_of(5.0), "eager": time_of(20.0)}])
     assert compared(tmp_path, host, changed(host, ("5.0", "6.0"))) == 1
-    assert "relu(mm + bias): epigen, out= against eager: 4.000 before, 3.333 now" in capsys.readouterr().out
+    golden(capsys.readouterr().out, "calls")
     alone = Report("bench.made_up", {}, [{"case": "first call", "epigen": time_of(8.0)}])
     assert compared(tmp_path, alone, changed(alone, ("8.0", "10.0"))) == 1
-    assert "first call: epigen against one microsecond" in capsys.readouterr().out
+    golden(capsys.readouterr().out, "first call")
 
 
 @pytest.mark.parametrize("name", ["headline", "host", "compiled", "gem_fp16", "training"])
@@ -215,22 +216,22 @@ def test_a_stored_result_whose_every_kernel_takes_twice_as_long_is_slower_throug
     assert not any(change.slower for change in compare.changes(old, old))
 
 
-def test_a_kernel_that_gives_no_answer_any_more_is_a_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kernel_that_gives_no_answer_any_more_is_a_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
     broken, fewer = result(), result()
     del broken.rows[0]["timing"]["epigen"]
     del fewer.rows[0]
     assert compared(tmp_path, result(), broken) == 1
-    assert "new: epilogues relu + bias 4096x4096x4096 fp16 nt cold: epigen has no time any more" in capsys.readouterr().out
+    golden(capsys.readouterr().out, "no time")
     assert compared(tmp_path, result(), fewer) == 0, "a part of the cases was measured"
-    assert "1 cases of the old result are not in the new one" in capsys.readouterr().out
+    golden(capsys.readouterr().out, "fewer cases")
 
 
-def test_different_gpus_are_not_compared_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_gpus_are_not_compared_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden) -> None:
     other = result(gpu="NVIDIA H100 80GB HBM3")
     assert compared(tmp_path, result(), other) == 2
-    assert "new: measured on different GPUs, NVIDIA H200 and NVIDIA H100 80GB HBM3: --across-gpus" in capsys.readouterr().err
+    golden(capsys.readouterr().err, "refused")
     assert compared(tmp_path, result(), other, "--across-gpus") == 0
-    assert "WARNING: new: measured on different GPUs" in capsys.readouterr().out
+    golden(capsys.readouterr().out, "across")
 
 
 def test_what_cannot_be_compared_is_said_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

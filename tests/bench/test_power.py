@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import timed_gpu
+from golden import Golden
 from machines import ONE_H200
 
 from bench import cases, clock, headline, peers, power, readme, record, tables
@@ -68,7 +69,9 @@ def test_the_ways_are_configs() -> None:
         schedules.config(values.pop("schedule"), **values)
 
 
-def test_the_script_writes_and_the_readme_shows_what_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_writes_and_the_readme_shows_what_was_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Golden
+) -> None:
     times = {
         peers.MM: (100.0, 120.0, 1500), peers.CUBLASLT: (110.0, 125.0, 1490), peers.OURS: (98.0, 124.0, 1400), power.PINGPONG: (98.0, 124.0, 1400)
     }  # fmt: skip
@@ -82,7 +85,7 @@ def test_the_script_writes_and_the_readme_shows_what_was_found(monkeypatch: pyte
     monkeypatch.setattr("sys.argv", ["power", "--commit", "abc1234", "--out", str(tmp_path)])
     power.main(ONE_H200)
     told = capsys.readouterr().out
-    assert "relu + bias 8192x8192x4096: mm 100, 120 us (1500 MHz); cuBLASLt 0.909, 0.960 (1490 MHz); epigen 1.020, 0.968 (1400 MHz)" in told
+    golden(told)
     found = record.read(tmp_path / "power.json")
     assert found.environment["commit"] == "abc1234"
     record.write("power", replace(found, environment={**found.environment, "gpu": "H200", "triton": "3.6.0", "driver": "580"}), tmp_path)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden import Golden
 
 from bench import record
 from bench.record import NoReport, Report
@@ -61,25 +62,24 @@ def test_nothing_else_is_stored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "name"),
     [
-        ({"schema": 2}, "holds no report of schema 1: measure again"),
-        ({"schema": None}, "holds no report of schema 1"),
-        ({"more": 1}, "holds no report: more is missing or unknown"),
-        ({"rows": {}}, "rows is no list"),
-        ({"rows": [1]}, "a row is no object"),
-        ({"summary": []}, "summary is no object"),
-        ({"script": 1}, "script is no text"),
-        ({"environment": {"gpus": 2, "host": "here"}}, "its environment has unknown fields: gpus, host"),
+        ({"schema": 2}, "schema 2"),
+        ({"schema": None}, "no schema"),
+        ({"more": 1}, "more"),
+        ({"rows": {}}, "rows"),
+        ({"rows": [1]}, "a row"),
+        ({"summary": []}, "summary"),
+        ({"script": 1}, "script"),
+        ({"environment": {"gpus": 2, "host": "here"}}, "environment"),
     ],
-    ids=str,
 )
-def test_what_is_no_report_is_said_in_words(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_is_no_report_is_said_in_words(change: dict[str, Any], name: str, tmp_path: Path, golden: Golden) -> None:
     path = record.write("host", MADE_UP, tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(NoReport, match=words):
+    with golden.raises(NoReport, name):
         record.read(path)
     path.write_text("[]")
-    with pytest.raises(NoReport, match="no report of schema 1"):
+    with pytest.raises(NoReport, match="schema"):
         record.read(path)
     assert record.earlier(path, MADE_UP.environment) == []

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from golden import Golden
 from tuned import NAME, OTHER_SPEC, opened, record
 
 from epigen import cli, settings
@@ -38,8 +39,8 @@ def test_help_names_every_command() -> None:
         assert "--db PATH" in run(name, "--help").stdout and "--json" in run(name, "--help").stdout
 
 
-def test_list(tmp_path: Path) -> None:
-    assert run("list").stderr == f"no records in {tmp_path / 'own'}, nor in {tmp_path / 'seed'}\n"
+def test_list(tmp_path: Path, golden: Golden) -> None:
+    golden(run("list").stderr)
     opened(tmp_path / "own").add(record(), record((16, 8192, 4096), 9.5, b="bf16", program="z = mm\nz * 2", spec=OTHER_SPEC))
     opened(tmp_path / "seed").add(record(gpu="NVIDIA H100"))
     done = run("list")
@@ -72,7 +73,7 @@ def test_damage_is_a_warning_and_the_rest_is_listed(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"warning: {tmp_path / 'own' / 'x.json'}: line 1, column 2: ")
 
 
-def test_show(tmp_path: Path) -> None:
+def test_show(tmp_path: Path, golden: Golden) -> None:
     one, two = record(driver="580.65.06", a="fp32", b="fp32", precision="tf32"), record((16, 8192, 4096), unfused_us=None)
     opened(tmp_path / "own").add(one, two, bare := record((9, 9, 9), program="mm", inputs=()))
     assert "9x9x9, fp16 x fp16 -> fp16, layout nn" in run("show", bare.name).stdout
@@ -82,7 +83,7 @@ def test_show(tmp_path: Path) -> None:
                  "2026-11-05T12:00:00Z, Triton 3.9.0, torch 2.13.0+cu130, epigen 0.1.0", str(tmp_path / "own" / NAME)):  # fmt: skip
         assert part in text
     assert json.loads(run("show", two.name, "--json").stdout)[0]["shape"] == [16, 8192, 4096]
-    assert run("show", "xyz", status=1).stderr == "error: no record's name begins with 'xyz': see `epigen db list`\n"
+    golden(run("show", "xyz", status=1).stderr, "nothing")
     assert "Missing argument" in run("show", status=2).stderr
     assert "begins with ''" in run("show", "", status=1).stderr
 
@@ -92,10 +93,10 @@ def test_a_short_name_may_be_that_of_several(tmp_path: Path) -> None:
     opened(tmp_path / "own").add(*some)
     firsts = [r.name[0] for r in some]
     twice = next(f for f in firsts if firsts.count(f) > 1)  # 17 names begin with 16 digits
-    assert "write more of it" in run("show", twice, status=1).stderr
+    assert "write more" in run("show", twice, status=1).stderr
 
 
-def test_merge_and_export(tmp_path: Path) -> None:
+def test_merge_and_export(tmp_path: Path, golden: Golden) -> None:
     opened(tmp_path / "theirs").add(record(median_us=9), record((16, 16, 16)))
     opened(tmp_path / "own").add(record(median_us=10))
     done = run("merge", tmp_path / "theirs")
@@ -103,12 +104,12 @@ def test_merge_and_export(tmp_path: Path) -> None:
     assert "9 us of 2026-11-05T12:00:00Z stays" in done.stdout
     report = json.loads(run("merge", tmp_path / "theirs", "--json").stdout)
     assert report == {"added": 0, "replaced": 0, "unchanged": 2, "dropped": [], "complaints": [], "aside": []}
-    assert run("merge", tmp_path / "nowhere", status=1).stderr == f"error: {tmp_path / 'nowhere'} does not exist\n"
+    golden(run("merge", tmp_path / "nowhere", status=1).stderr, "nowhere")
 
     run("export", tmp_path / "out.json", "--gpu", "H200")
     assert len(opened(tmp_path / "out.json").records()) == 2
     opened(tmp_path / "seed").add(record((5, 5, 5)))
-    assert "1 added, 0 replaced, 2 unchanged" in run("export", tmp_path / "out.json", "--shipped").stdout
+    golden(run("export", tmp_path / "out.json", "--shipped").stdout, "shipped")
 
 
 def test_a_damaged_file_is_kept_and_said_so(tmp_path: Path) -> None:
@@ -120,10 +121,10 @@ def test_a_damaged_file_is_kept_and_said_so(tmp_path: Path) -> None:
     assert "1 added" in done.stdout
 
 
-def test_check(tmp_path: Path) -> None:
-    assert run("check").stdout == "0 files checked, no problems\n"
+def test_check(tmp_path: Path, golden: Golden) -> None:
+    golden(run("check").stdout, "none")
     opened(tmp_path / "own").add(record())
-    assert run("check").stdout == "1 file checked, no problems\n"
+    golden(run("check").stdout, "one")
     path = tmp_path / "seed" / "bad.json"
     path.parent.mkdir()
     path.write_text((tmp_path / "own" / NAME).read_text().replace('"layout": "nn"', '"layout": "no"'))
@@ -134,16 +135,16 @@ def test_check(tmp_path: Path) -> None:
     ]
     assert json.loads(run("check", path, "--json", status=1).stdout)["files"] == 1
     run("check", "--db", tmp_path / "own")
-    assert "does not exist" in run("check", tmp_path / "nowhere", status=1).stderr
+    golden(run("check", tmp_path / "nowhere", status=1).stderr)
 
 
-def test_prune(tmp_path: Path) -> None:
+def test_prune(tmp_path: Path, golden: Golden) -> None:
     own = opened(tmp_path / "own")
     own.add(record(median_us=10), record(median_us=9, triton="3.8.0"))
-    assert "say what to drop" in run("prune", status=2).stderr
+    golden(run("prune", status=2).stderr, "nothing to drop")
     assert run("prune", "--beaten", "--dry-run").stdout.splitlines()[-1].endswith("1 dropped in " + str(tmp_path / "own") + ", if it were no dry run")
     assert len(own.records()) == 2
-    assert "10 us, and 9 us under Triton 3.8.0" in run("prune", "--beaten").stdout
+    golden(run("prune", "--beaten").stdout, "beaten")
     assert len(own.records()) == 1
     assert len(json.loads(run("prune", "--triton", "3.9.0", "--json").stdout)["dropped"]) == 1
     assert own.records() == []

@@ -12,6 +12,7 @@ import checkout
 import click
 import pytest
 from click.testing import CliRunner
+from golden import Golden
 from machines import NO_GPU, Machine, machine
 from modelled import BACKWARD, H200, PLAIN, spec_of, tiled
 
@@ -176,19 +177,19 @@ def test_another_version_of_triton_is_said_with_its_times(database: Database) ->
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
+    ("asked", "name"),
     [
-        (((1024, 1024, 2048), "--gpu", "h200"), "borrowed from 1024x1024x1024, the nearest tuned shape"),
-        ((SHAPE, "--gpu", "h100"), "NVIDIA H200, of the same architecture; not scaled, since both have 132 multiprocessors"),
-        ((SHAPE, "--dtype", "bf16"), "(with fp16 operands, with inputs fp16[n])"),
-        ((SHAPE, "--gpu", "a100"), "chosen by rule"),
+        (((1024, 1024, 2048), "--gpu", "h200"), "shape"),
+        ((SHAPE, "--gpu", "h100"), "gpu"),
+        ((SHAPE, "--dtype", "bf16"), "dtype"),
+        ((SHAPE, "--gpu", "a100"), "none"),
     ],
-    ids=["shape", "gpu", "dtype", "none"],
 )
-def test_a_borrowed_config_brings_no_time_of_another_problem(database: Database, asked: tuple[Any, ...], why: str) -> None:
+def test_a_borrowed_config_brings_no_time_of_another_problem(database: Database, asked: tuple[Any, ...], name: str, golden: Golden) -> None:
     remember(database)
     found = command(*asked)
-    assert why in found["why"] and found["measured"] is None
+    assert found["measured"] is None
+    golden(found["why"], name)
 
 
 def test_a_gpu_at_hand_without_a_row_finds_its_own_records(database: Database) -> None:
@@ -230,7 +231,7 @@ def test_the_work_is_counted_and_held_against_the_ridge() -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "least", "most", "why"),
-    [("L40S", 50, 10_000, "the vendor's library loads a's rows in vectors of 16 bytes"), ("H200", 10, 40, "TMA reads a's rows as they lie")],
+    [("L40S", 50, 10_000, "vectors of 16 bytes"), ("H200", 10, 40, "TMA")],
 )
 def test_padding_that_helps_is_said_with_what_it_saves(gpu: str, least: float, most: float, why: str) -> None:
     """On Hopper: reading and writing 34 MB once more."""
@@ -281,15 +282,15 @@ def test_the_derivative_is_explained_in_bytes() -> None:
     assert masks == {"save": "mask", "kept_bytes": 512 * 38, "moved_bytes": 2 * 512 * 38}
 
 
-@pytest.mark.parametrize(("text", "dtype", "why"), [("amax(mm)", "fp16", "'amax' has no derivative"), ("mm", "int8", "int8 operands have no gradient")])
+@pytest.mark.parametrize(("text", "dtype", "why"), [("amax(mm)", "fp16", "'amax'"), ("mm", "int8", "int8")])
 def test_a_program_without_a_derivative_is_explained_all_the_same(text: str, dtype: str, why: str) -> None:
     asked = (text, "--shape", "64x64x64", "--dtype", dtype)
     found = json.loads(run(*asked, "--json").stdout)
     assert found["backward"]["program"] is None and why in found["backward"]["why"] and found["flops"] > 0
 
 
-def test_mistakes_are_errors_of_the_user() -> None:
-    with pytest.raises(EpigenError, match="unknown GPU 'h2000': did you mean h200"):
+def test_mistakes_are_errors_of_the_user(golden: Golden) -> None:
+    with golden.raises(EpigenError):
         run(PLAIN, "--shape", "64x64x64", "--gpu", "h2000")
     with pytest.raises(EpigenError):
         run("rleu(mm)", "--shape", "64x64x64")

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from checkout import ROOT
+from golden import Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tuned import A100, H200, NAME, OTHER_KIND, OTHER_SPEC, SPEC, TRITON, config, opened, problem, record
@@ -288,7 +289,7 @@ def test_a_file_with_any_byte_changed_never_crashes_a_look_up(data: st.DataObjec
         assert len(found.records) <= 2 <= len(found.records) + len(found.complaints)
 
 
-def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
+def test_a_huge_file_is_refused_unread(tmp_path: Path, golden: Golden) -> None:
     path = tmp_path / NAME
     with path.open("wb") as file:
         file.truncate(1 << 30)
@@ -301,7 +302,7 @@ def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert most < 1 << 20
     assert chain.complaints == (f"{path} has 1073741824 bytes, and the limit is 16777216",)
-    with pytest.raises(DatabaseError, match="and the limit is 16777216"):
+    with golden.raises(DatabaseError):
         chain.add(record())
     assert path.stat().st_size == 1 << 30
 
@@ -311,19 +312,19 @@ def test_a_database_does_not_outgrow_what_is_read(tmp_path: Path, monkeypatch: p
     chain.add(record())
     before = (tmp_path / NAME).read_bytes()
     monkeypatch.setattr(database_file, "MAX_BYTES", len(before) + 10)
-    with pytest.raises(DatabaseError, match="prune it, or name another database"):
+    with pytest.raises(DatabaseError, match="prune"):
         chain.add(record((16, 16, 16)))
     assert (tmp_path / NAME).read_bytes() == before
 
 
-def test_a_pipe_or_a_folder_in_a_files_place_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_pipe_or_a_folder_in_a_files_place_holds_nobody_up(tmp_path: Path, golden: Golden) -> None:
     os.mkfifo(tmp_path / NAME)
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "nowhere.json").symlink_to(tmp_path / "gone")
     chain = opened(tmp_path)
     assert chain.find(problem(), TRITON) is None
     assert sorted(c.split("/")[-1] for c in chain.complaints) == ["folder.json: Is a directory", f"{NAME} is no regular file"]
-    with pytest.raises(DatabaseError, match="is no regular file"):
+    with golden.raises(DatabaseError):
         chain.add(record())
 
 
@@ -429,27 +430,27 @@ def test_a_damaged_file_of_too_many_parts_is_refused(tmp_path: Path, monkeypatch
     assert chain.records() == [] and chain.complaints == (f"{path}: more than 3 records",)
 
 
-def test_a_name_among_very_many_is_found_twice_in_a_moment() -> None:
+def test_a_name_among_very_many_is_found_twice_in_a_moment(golden: Golden) -> None:
     names = ", ".join(f'"n{i}": 0' for i in range(300_000))
-    with pytest.raises(Damaged, match=r"^the name 'n299999' stands twice in one object$"):
+    with golden.raises(Damaged):
         parse(f'{{{names}, "n299999": 1}}'.encode())
 
 
 # -- schemas
 
 
-def test_a_newer_schema_is_refused_in_words_and_never_touched(tmp_path: Path) -> None:
+def test_a_newer_schema_is_refused_in_words_and_never_touched(tmp_path: Path, golden: Golden) -> None:
     path = only(tmp_path, json.dumps({"schema": 4, "records": "another matter"}))
     before = path.read_bytes()
     chain = opened(tmp_path)
     assert chain.find(problem(), TRITON) is None
     assert chain.complaints == (f"{path}: written in schema 4 by a newer epigen, and this one reads up to 3: update epigen, or name another database",)
-    with pytest.raises(DatabaseError, match="written in schema 4 by a newer epigen"):
+    with golden.raises(DatabaseError):
         chain.add(record())
     assert path.read_bytes() == before and db.files(tmp_path) == [path]
 
 
-def test_an_older_schema_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_schema_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
     """By steps: schema -2 called medians `ms` and meant milliseconds, schema -1 had no outcomes by name."""
 
     def from_minus_2(old: dict[str, Any]) -> dict[str, Any]:
@@ -469,7 +470,7 @@ def test_an_older_schema_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert chain.add(record((16, 16, 16))).aside == []
     assert json.loads(path.read_text())["schema"] == records.SCHEMA and len(chain.records()) == 2
     whole["records"] = [{"program": "mm"}]
-    with pytest.raises(Damaged, match=r"^does not keep to its schema, -2: KeyError \"'ms'\"$"):
+    with golden.raises(Damaged):
         parse(json.dumps(whole).encode())
 
 
@@ -633,7 +634,7 @@ def test_the_better_record_stays() -> None:
     assert better(fast, newer) is better(newer, fast) is newer
 
 
-def test_merge_says_what_it_dropped(tmp_path: Path) -> None:
+def test_merge_says_what_it_dropped(tmp_path: Path, golden: Golden) -> None:
     one, two = opened(tmp_path / "one"), opened(tmp_path / "two.json")
     one.add(record(median_us=10), record((16, 16, 16), 5), record((32, 32, 32)))
     two.add(record(median_us=9), record((16, 16, 16), 6), record((32, 32, 32)), record((64, 64, 64)))
@@ -645,7 +646,7 @@ def test_merge_says_what_it_dropped(tmp_path: Path) -> None:
     ]
     again = one.merge(tmp_path / "two.json", tmp_path / "two.json")
     assert (again.added, again.replaced) == (0, 0)
-    with pytest.raises(DatabaseError, match="three does not exist"):
+    with golden.raises(DatabaseError):
         one.merge(tmp_path / "three")
     only(tmp_path, "{")
     assert one.merge(tmp_path / NAME).complaints == [f"{tmp_path / NAME}: line 1, column 2: Expecting property name enclosed in double quotes"]
@@ -680,14 +681,14 @@ def test_prune(tmp_path: Path) -> None:
     assert {r.triton for _, r in chain.records()} == {"3.8.0"} and len(chain.records()) == 2
 
 
-def test_export(tmp_path: Path) -> None:
+def test_export(tmp_path: Path, golden: Golden) -> None:
     opened(tmp_path / "seed").add(record((8, 8, 8)))
     chain = opened(tmp_path / "own", tmp_path / "seed")
     chain.add(record(), record(gpu="NVIDIA H100"))
     assert chain.export(tmp_path / "out").added == 2
     assert [f.name for f in db.files(tmp_path / "out")] == ["nvidia_h100_sm90.json", NAME]
     assert chain.export(tmp_path / "one.json", lambda r: r.gpu == "NVIDIA H200", seeds=True).added == 2
-    with pytest.raises(DatabaseError, match=r"one.json holds records of NVIDIA H200 \(9.0\), and this is one of NVIDIA H100 \(9.0\): name a folder"):
+    with golden.raises(DatabaseError):
         chain.export(tmp_path / "one.json")
 
 
@@ -743,20 +744,20 @@ def test_a_linked_file_stays_a_link_and_keeps_its_mode(tmp_path: Path) -> None:
     assert target.stat().st_mode & 0o777 == 0o640
 
 
-def test_a_lock_that_is_held_is_reported(tmp_path: Path) -> None:
-    with lock.held(tmp_path / f"{NAME}.lock", 1.0, 0.01), pytest.raises(DatabaseError, match=r"has held .*\.lock for more than 0.05 s: nothing was written"):
+def test_a_lock_that_is_held_is_reported(tmp_path: Path, golden: Golden) -> None:
+    with lock.held(tmp_path / f"{NAME}.lock", 1.0, 0.01), golden.raises(DatabaseError):
         Database(tmp_path, seeds=(), timeout_s=0.05).add(record())
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_is_read_only(tmp_path: Path) -> None:
+def test_a_folder_that_is_read_only(tmp_path: Path, golden: Golden) -> None:
     tmp_path.chmod(0o555)
-    with pytest.raises(DatabaseError, match=r"cannot lock .*: Permission denied"):
+    with golden.raises(DatabaseError):
         opened(tmp_path).add(record())
     tmp_path.chmod(0o755)
 
 
-def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
     chain = opened(tmp_path)
     chain.add(record())
     before = (tmp_path / NAME).read_bytes()
@@ -765,7 +766,7 @@ def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DatabaseError, match=r"cannot write .*: No space left on device"):
+    with golden.raises(DatabaseError):
         chain.add(record((16, 16, 16)))
     assert (tmp_path / NAME).read_bytes() == before
     monkeypatch.undo()
@@ -794,7 +795,7 @@ def test_what_lies_under_the_names_of_a_write_is_neither_followed_nor_changed(na
             (folder / name).symlink_to(tmp_path / "nothing")
     chain = Database(folder, seeds=(), timeout_s=0.05)
     if name.endswith(".lock") and kind.endswith("link") and kind != "a hard link":
-        with pytest.raises(DatabaseError, match=r"cannot lock .*\.lock: Too many levels of symbolic links"):
+        with pytest.raises(DatabaseError, match="cannot lock"):
             chain.add(record())
     else:
         assert chain.add(record()).added == 1 and everything(folder) == [NAME]
@@ -803,7 +804,7 @@ def test_what_lies_under_the_names_of_a_write_is_neither_followed_nor_changed(na
 
 def test_a_folder_under_the_name_of_a_write_is_an_error_in_words(tmp_path: Path) -> None:
     (tmp_path / f".{NAME}.writing").mkdir()
-    with pytest.raises(DatabaseError, match=r"^cannot write .*: (Is a directory|Operation not permitted)$"):
+    with pytest.raises(DatabaseError, match="cannot write"):
         opened(tmp_path).add(record())
 
 
@@ -825,7 +826,7 @@ def test_writes_that_fail_leave_all_as_it_was(step: str, links: bool, damaged: b
             patch.setattr(os, "link", lambda *_: failing())
         patch.setattr(*((os, "fsync") if step == "fsync" else (Path, "replace")), failing)
         for _ in range(3):
-            with pytest.raises(DatabaseError, match=r"cannot write .*: No space left on device"):
+            with pytest.raises(DatabaseError, match="cannot write"):
                 chain.add(record((32, 32, 32)))
             assert path.read_bytes() == before and everything(tmp_path) == [NAME]
     report = chain.add(record((32, 32, 32)))
@@ -862,12 +863,12 @@ def test_a_folder_whose_names_cannot_be_listed_may_hold_a_file_all_the_same(tmp_
     assert opened(tmp_path / NAME).add(record()).added == 1
 
 
-def test_an_error_without_the_systems_words_still_says_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_without_the_systems_words_still_says_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
     def interrupted(*_: Any) -> None:
         raise TimeoutError
 
     monkeypatch.setattr(os, "fsync", interrupted)
-    with pytest.raises(DatabaseError, match=r"^cannot write .*: TimeoutError$"):
+    with golden.raises(DatabaseError):
         opened(tmp_path).add(record())
 
 
@@ -885,12 +886,12 @@ def test_a_path_that_cannot_be_is_left_out_in_words(below: str, tmp_path: Path) 
         opened(tmp_path / "other").merge(tmp_path / below)
 
 
-def test_whether_something_can_be_written_is_known_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_something_can_be_written_is_known_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
     chain = opened(tmp_path / "db")
     chain.demand_writable(*H200)
     assert chain.records() == [] and everything(tmp_path / "db") == []
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(DatabaseError, match=r"cannot write .*nvidia_h200_sm90\.json: the folder may not be written to"):
+    with golden.raises(DatabaseError):
         chain.demand_writable(*H200)
 
 
@@ -902,8 +903,8 @@ def test_a_path_that_is_no_database(tmp_path: Path) -> None:
         chain.add(record())
 
 
-def test_a_record_of_wrong_numbers_cannot_be_made() -> None:
-    with pytest.raises(DatabaseError, match=r"^this is no record of a tuned problem: median_us: expected a number from 0\.001 to 1e\+09, not -1\.0$"):
+def test_a_record_of_wrong_numbers_cannot_be_made(golden: Golden) -> None:
+    with golden.raises(DatabaseError):
         record(median_us=-1.0)
     with pytest.raises(EpigenError, match="not nan"):
         record(median_us=float("nan"))

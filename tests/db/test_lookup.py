@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from cases import persistent, warp_specialized
 from counting import calls
+from golden import Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tuned import A100, H100, NAME, OTHER_KIND, OTHER_SPEC, RUN, TRITON, config, opened, problem, record
@@ -83,13 +84,13 @@ def test_what_is_too_different_is_not_borrowed(tmp_path: Path, other: dict[str, 
     assert chain.find(problem(), TRITON) is None
 
 
-def test_another_program_lends_last(tmp_path: Path) -> None:
+def test_another_program_lends_last(tmp_path: Path, golden: Golden) -> None:
     """Even one of another class, since the product is the same; but one of the same class goes first, however far."""
     chain = opened(tmp_path)
     chain.add(record(spec=OTHER_SPEC, kind=OTHER_KIND, config=config(64)))
     found = chain.find(problem(), TRITON)
     assert found and (found.how, found.record.spec) == ("program", OTHER_SPEC)
-    assert found.why == "borrowed from 4096x4096x4096, the nearest tuned shape of another program, relu(mm + bias), on NVIDIA H200"
+    golden(found.why)
     chain.add(record((2048, 4096, 4096), spec=OTHER_SPEC, config=config(128)))
     assert [f.how for f in chain.nearest(problem(), TRITON, 9)] == ["kind", "program"]
 
@@ -134,17 +135,14 @@ def test_another_layout_is_borrowed_from_where_tma_loads(tmp_path: Path) -> None
 PCIE: dict[str, Any] = {"gpu": "NVIDIA H100 PCIe"}  # 114 multiprocessors, and an H200 has 132
 
 
-def test_on_a_smaller_gpu_the_shape_of_as_many_waves_is_borrowed(tmp_path: Path) -> None:
+def test_on_a_smaller_gpu_the_shape_of_as_many_waves_is_borrowed(tmp_path: Path, golden: Golden) -> None:
     """4096x3584 is to 114 multiprocessors what 4096x4150 is to 132: 4096x4096 goes before 4096x3584 itself."""
     chain = opened(tmp_path)
     chain.add(record((4096, 3584, 4096), config=config(64)), record(config=config(128)))
     assert chain.find(problem((4096, 3584, 4096)), TRITON).config == config(64)  # type: ignore[union-attr]
     found = chain.find(problem((4096, 3584, 4096), **PCIE), TRITON)
     assert found and (found.how, found.config) == ("architecture", config(128))
-    assert found.why == (
-        "borrowed from 4096x4096x4096, the nearest tuned shape of this program on NVIDIA H200, of the same architecture; "
-        "its shape scaled by 114/132 multiprocessors"
-    )
+    golden(found.why)
     # and the other way: what the smaller one was tuned for is larger to the larger one
     chain = opened(tmp_path / "back")
     chain.add(record((4096, 3584, 4096), config=config(64), **PCIE), record(config=config(128), **PCIE))
@@ -392,12 +390,12 @@ def test_the_models_choice_goes_before_a_lender_that_does_not_suit(tmp_path: Pat
     assert rest.config == found.config and rest.why == f"{found.why}; found for 16x4096x14336, which stands for M from 9 to 16"
 
 
-def test_where_nothing_is_near_the_model_chooses(tmp_path: Path) -> None:
+def test_where_nothing_is_near_the_model_chooses(tmp_path: Path, golden: Golden) -> None:
     """At 88x320x16320 bf16 on an H200 what 128x256x256 lent took 84 us, the plain rule's tile 40, the vendor's product and an epilogue 15."""
     database = opened(tmp_path)
     tuned_here(database, "relu(mm + bias)", (8192, 8192, 8192), config(128))
     found, space = chosen_here(database, "relu(mm + bias)", (128, 320, 16320))
-    assert found.why == "the model's choice for 128x320x16320 fp16 on sm_90: no measurement is at hand"
+    golden(found.why)
     ruled = rule.choose(space.spec, space.shape, space.target).config
     chosen, plain = model.estimates(space.spec, (found.config, ruled), space.shape, gpus.by_name("H200"))
     assert chosen.us < 0.5 * plain.us and space.legal(found.config)

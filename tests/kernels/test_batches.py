@@ -12,6 +12,7 @@ import pytest
 import torch
 from batched import EVERYTHING, GROUPED, LEADS, expected, given, same
 from compiling import compiled
+from golden import Golden
 from programs import write_program
 from samples import sparse
 from specs import RENDERER, spec_of
@@ -156,31 +157,31 @@ def test_computed_operands_and_given_products() -> None:
         assert torch.equal(epigen.compile("relu(mm + bias)", backend=backend).over(mm, bias=inputs["bias"]), torch.relu(mm + inputs["bias"]))
 
 
-def test_in_place_and_in_the_callers_buffers() -> None:
+def test_in_place_and_in_the_callers_buffers(golden: Golden) -> None:
     a, b, _ = given((2, 3), (2, 3), ())
     residual = torch.ones(2, 3, 33, 45)
     epigen.compile("mm + residual")(a, b, residual=residual, out=residual)
     assert torch.equal(residual, a @ b + 1)
-    with pytest.raises(CallError, match="several products would share places in it"):
+    with golden.raises(CallError, "expanded"):
         epigen.compile("mm")(a, b, out=torch.empty(33, 45).expand(2, 3, 33, 45))
-    with pytest.raises(CallError, match=r"out for 'out' is \[33, 45\], and a tensor with the leading dimensions \[2, 3\] was expected"):
+    with golden.raises(CallError, "one product"):
         epigen.compile("mm")(a, b, out=torch.empty(33, 45))
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "inputs", "why"),
+    ("a", "b", "inputs", "name"),
     [
-        ((2, 3, 4), (3, 4, 5), {}, r"operand a is \[2, 3, 4\] and operand b is \[3, 4, 5\]: the dimensions before the last two do not broadcast"),
-        ((2, 3, 4), (2, 5, 4), {}, r"K differs"),
-        ((2, 1, 3, 4), (2, 6, 4, 5), {}, r"operand a is \[2, 1, 3, 4\] .* do not lie evenly, pass a copy as \[2, 6, 3, 4\]"),
-        ((2, 3, 4), (2, 4, 5), {"bias": (3, 5)}, r"input 'bias' is \[3, 5\]: its leading dimensions \[3\] do not broadcast to the product's \[2\]"),
-        ((2, 3, 4), (2, 4, 5), {"bias": (2, 6)}, r"input 'bias' is declared as bias\[n\], so \[N\] = \[5\] was expected"),
-        ((2, 3, 4), (4,), {}, r"operand a has shape \[2, 3, 4\], and \[M, K\] was expected"),
+        ((2, 3, 4), (3, 4, 5), {}, "batches"),
+        ((2, 3, 4), (2, 5, 4), {}, "K differs"),
+        ((2, 1, 3, 4), (2, 6, 4, 5), {}, "a batch to copy"),
+        ((2, 3, 4), (2, 4, 5), {"bias": (3, 5)}, "a batch of biases"),
+        ((2, 3, 4), (2, 4, 5), {"bias": (2, 6)}, "a bias of N"),
+        ((2, 3, 4), (4,), {}, "a vector"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(a: tuple[int, ...], b: tuple[int, ...], inputs: Mapping[str, tuple[int, ...]], why: str) -> None:
-    with pytest.raises(CallError, match=why):
-        epigen.compile("mm + bias" if inputs else "mm")(torch.ones(a), torch.ones(b), **{name: torch.ones(size) for name, size in inputs.items()})
+def test_what_does_not_fit_is_refused(a: tuple[int, ...], b: tuple[int, ...], inputs: Mapping[str, tuple[int, ...]], name: str, golden: Golden) -> None:
+    with golden.raises(CallError, name):
+        epigen.compile("mm + bias" if inputs else "mm")(torch.ones(a), torch.ones(b), **{key: torch.ones(size) for key, size in inputs.items()})
 
 
 # -- which schedules

@@ -10,6 +10,7 @@ import cases
 import pytest
 import torch
 from compiling import compiled, outcomes
+from golden import Golden
 from specs import RENDERER, TILED, source, spec_of
 from torch import Tensor
 
@@ -106,7 +107,7 @@ def test_other_schedules_are_refused_by_name(name: str) -> None:
     spec, shape, target = _spec("dot(relu(a), b)"), (4096, 4096, 4096), gpus.TARGETS["sm_90"]
     assert f"the schedule {name} multiplies operands as they lie" in limits.unfit(spec, config, shape, target)
     assert limits.unfit(_spec("relu(mm)"), config, shape, target) == "" and name not in Space(spec, shape, target).schedules
-    with pytest.raises(ConfigError, match="tiled and split_k can"):
+    with pytest.raises(ConfigError, match="tiled and split_k"):
         epigen.compile("dot(relu(a), b)", config=config).plan(shape, target=target)
 
 
@@ -140,8 +141,8 @@ def test_kernels_compile_ahead() -> None:
     assert all(function.resources.spills == 0 for found in compiled(jobs) for function in found)
 
 
-def test_a_product_that_is_given_has_no_operands() -> None:
-    with pytest.raises(CallError, match="multiplies what it computes of operand a"):
+def test_a_product_that_is_given_has_no_operands(golden: Golden) -> None:
+    with golden.raises(CallError):
         over_product(graph_of("dot(relu(a), b)"))
     graph = over_product(graph_of("relu(mm + bias)"))
     assert graph.product() is None and [n.name for n in graph.inputs()] == ["mm", "bias"]
@@ -166,11 +167,11 @@ def test_what_gfx942_cannot_transpose_is_never_chosen() -> None:
     assert len(refused) == 4 and all(("PassManager" in str(one)) == triton_version().startswith("3.6") for one in found[len(chosen) :])
 
 
-def test_of_8_bits_nothing_is_computed() -> None:
-    with pytest.raises(CallError, match="operands of int8 are multiplied as they are given"):
+def test_of_8_bits_nothing_is_computed(golden: Golden) -> None:
+    with golden.raises(CallError, "call"):
         spec_of("dot(relu(a), b)", INT8)
     eight = torch.ones(4, 4, dtype=torch.int8)
-    with pytest.raises(CallError, match="operands of int8 are multiplied as they are given"):
+    with golden.raises(CallError, "plan"):
         epigen.compile("dot(relu(a), b)")(eight, eight)
     assert epigen.compile("relu(mm)")(eight, eight).dtype == torch.float32
 
@@ -239,7 +240,7 @@ def test_the_bound_covers_an_operand_that_may_be_rounded_to_either_side() -> Non
 
 @pytest.mark.parametrize(("text", "missing"), [("dot(a * u[k], b)", (7,)), ("dot(a * u[m,k], b)", (5, 6)), ("dot(a, b * u[k,n])", (4, 6))])
 def test_inputs_have_the_extents_of_their_operand(text: str, missing: tuple[int, ...]) -> None:
-    with pytest.raises(CallError, match=r"input 'u' is declared as u\[.*\], so .* was expected, and it has shape"):
+    with pytest.raises(CallError, match=r"'u' .*u\["):
         epigen.compile(text)(torch.ones(4, 5), torch.ones(5, 6), u=torch.ones(missing))
 
 
@@ -281,16 +282,16 @@ def test_programs_of_gradients() -> None:
     assert derive(graph_of("relu(mm)")).operands == ()
 
 
-def test_only_what_is_wanted_has_a_program() -> None:
+def test_only_what_is_wanted_has_a_program(golden: Golden) -> None:
     graph = graph_of("dot(relu(a) * norm[k], b)")
     assert [o.operand for o in derive(graph, wrt=["b"]).operands] == ["b"]
     assert [o.operand for o in derive(graph, wrt=["a"]).operands] == ["a"]
     (only,) = derive(graph, wrt=["norm"]).operands
     assert [x.of for x in only.gradients] == ["norm"]
     assert [o.operand for o in derive(graph, wrt=["mm"]).operands] == ["a", "b"]
-    with pytest.raises(CallError, match="the program has no input 'a'"):
+    with golden.raises(CallError, "unused"):
         derive(graph_of("relu(mm)"), wrt=["a"])
-    with pytest.raises(DerivationError, match="no gradient flows"):
+    with golden.raises(DerivationError, "no gradient"):
         derive(graph_of("dot(round(a * u[k]), b)"), wrt=["u"])
 
 

@@ -16,6 +16,7 @@ import torch
 from cases import Case, warp_specialized
 from gluon_hopper import Descriptor
 from gluon_values import Fault
+from golden import Golden
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from programs import programs
@@ -127,8 +128,8 @@ def test_any_number_of_buffers(stages: int, pingpong: int) -> None:
     check(Executed(Case("relu(mm + bias)", (264, 200, 168), layout="nt", config=config), stages))
 
 
-def test_one_buffer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="num_stages=1 is not one of 2, 3"):
+def test_one_buffer_is_refused(golden: Golden) -> None:
+    with golden.raises(ConfigError):
         warp_specialized(num_stages=1)
 
 
@@ -381,7 +382,7 @@ def test_sums_over_parts_of_k_do_not_depend_on_who_comes_last(splits: int, pingp
 
 def test_a_deadlock_says_who_waits_for_what() -> None:
     executed = Executed(PINGPONG, 0, lambda text: text.replace("mbarrier.arrive(order_bars.index(1 - WARPGROUP))", "pass"))
-    with pytest.raises(Fault, match=r"^deadlock: .*consumer 0 of block 0 waits for barrier 0 of 2 .* to complete a phase of parity 0"):
+    with pytest.raises(Fault, match=r"^deadlock: .*consumer 0 of block 0 .*barrier 0 .*parity 0"):
         check(executed)
 
 

@@ -180,7 +180,7 @@ def test_tensors_on_another_device_than_the_current_one() -> None:
 
 
 def test_devices_must_agree() -> None:
-    with pytest.raises(epigen.EpigenError, match=r"operand a is on cuda:0 and operand b on cpu"):
+    with pytest.raises(epigen.EpigenError, match=r"cuda:0 .*cpu"):
         epigen.compile("mm")(half(4, 4), torch.ones(4, 4).half())
 
 
@@ -195,7 +195,7 @@ def test_a_config_that_does_not_fit_gives_way_to_the_vendor() -> None:
     given = verify.sample(kernel.graph, (512, 512, 512), FP16, FP16, FP16, device="cuda")
     verify.demand(verify.differences(kernel, given))
     assert kernel.config.schedule == "library" and "does not fit" in kernel.explain()
-    with pytest.raises(epigen.EpigenError, match="does not fit this GPU"):
+    with pytest.raises(epigen.EpigenError, match="does not fit"):
         epigen.compile("relu(mm + bias)", config=large)(given.a, given.b, **given.inputs)
 
 

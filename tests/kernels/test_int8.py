@@ -101,7 +101,7 @@ def test_where_tritons_product_saturates_it_is_the_vendors(name: str) -> None:
     for k, dtype in ((EXACT_INT8, INT8), (EXACT_INT8 + 1, FP16)):
         assert "sums" not in kernel.plan((4096, 4096, k), dtype, target).choice.why
     given = epigen.compile("relu(mm)", config=tiled(64, 64, 64))
-    with pytest.raises(ConfigError, match=r"the schedule tiled multiplies, and int8 sums may pass 2.31 at K = 200000"):
+    with pytest.raises(ConfigError, match=r"tiled .*K = 200000"):
         given.plan((64, 64, 200000), INT8, target)
     assert given.plan((64, 64, 200000), INT8, TARGETS["gfx942"]).multiplies  # whose products wrap around
 

@@ -7,6 +7,7 @@ from typing import Any
 import cases
 import pytest
 import torch
+from golden import Golden
 from hypothesis import HealthCheck, assume, given, settings
 from programs import programs
 from torch import Tensor
@@ -187,45 +188,45 @@ MM = whole(M, N)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("program", "mm", "inputs", "message"),
+    ("program", "mm", "inputs", "name"),
     [
-        ("mm", [1.0], {}, r"mm is a list, and a tensor was expected"),
-        ("mm", MM[0], {}, r"mm has shape \[37\], and \[M, N\] was expected"),
-        ("mm", MM.to(torch.complex64), {}, r"mm is torch\.complex64, and a product that is given is one of fp32, fp16, bf16"),
-        ("mm", MM.to(torch.int8), {}, r"mm is torch\.int8, and a product that is given is one of fp32, fp16, bf16"),
-        ("mm, sum(a, k)", MM, {}, r"the program reduces operand a over k, and a product that is given has no operands: call the kernel with a and b"),
-        ("mm + bias", MM, {}, r"missing input: bias\[n\]$"),
-        ("mm + bias", MM, {"bias": whole(M)}, r"input 'bias' is declared as bias\[n\], so \[N\] = \[37\] was expected, and it has shape \[20\]"),
-        ("mm + bias", MM, {"bias": whole(N).to("meta")}, r"input 'bias' is on meta, and the call's other tensors are on cpu"),
-        ("mm", MM, {"bais": 1.0}, r"the program has no input 'bais'"),
-        ("mm", MM, {"mm": MM}, r"the program has no input 'mm': it is the product, given once and by position"),
-        ("mm", MM, {"out": MM.float()}, r"out for 'out' is torch\.float32 \[20, 37\] on cpu, and torch\.float16 \[20, 37\] on cpu was expected"),
-        ("mm", MM.clone().requires_grad_(), {}, r"an argument requires grad"),
+        ("mm", [1.0], {}, "a list"),
+        ("mm", MM[0], {}, "a row"),
+        ("mm", MM.to(torch.complex64), {}, "complex64"),
+        ("mm", MM.to(torch.int8), {}, "int8"),
+        ("mm, sum(a, k)", MM, {}, "a sum over k"),
+        ("mm + bias", MM, {}, "no bias"),
+        ("mm + bias", MM, {"bias": whole(M)}, "a bias of M"),
+        ("mm + bias", MM, {"bias": whole(N).to("meta")}, "a bias on meta"),
+        ("mm", MM, {"bais": 1.0}, "bais"),
+        ("mm", MM, {"mm": MM}, "mm"),
+        ("mm", MM, {"out": MM.float()}, "out"),
+        ("mm", MM.clone().requires_grad_(), {}, "requires grad"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit(backend: str, program: str, mm: Any, inputs: dict[str, Any], message: str) -> None:
-    with pytest.raises(epigen.EpigenError, match=message):
+def test_what_does_not_fit(backend: str, program: str, mm: Any, inputs: dict[str, Any], name: str, golden: Golden) -> None:
+    with golden.raises(epigen.EpigenError, name):
         epigen.compile(program, backend=backend).over(mm, **inputs)
 
 
-def test_operands_are_not_a_product() -> None:
-    with pytest.raises(CallError, match="by position mm is given, and 1 more came"):
+def test_operands_are_not_a_product(golden: Golden) -> None:
+    with golden.raises(CallError):
         epigen.compile("mm").over(MM, MM)
 
 
-def test_the_interpreter_does_not_take_bf16() -> None:
-    with pytest.raises(CallError, match="rounds to bf16 wrongly"):
+def test_the_interpreter_does_not_take_bf16(golden: Golden) -> None:
+    with golden.raises(CallError):
         epigen.compile("mm", backend="interpreter").over(MM.bfloat16())
 
 
-def test_compiled_kernels_want_a_gpu() -> None:
-    with pytest.raises(CallError, match="mm is on cpu, and compiled kernels run on a GPU"):
+def test_compiled_kernels_want_a_gpu(golden: Golden) -> None:
+    with golden.raises(CallError):
         epigen.compile("mm", backend="triton").over(MM)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_config_with_a_main_loop_is_refused(backend: str) -> None:
-    with pytest.raises(ConfigError, match="the schedule tiled multiplies, and the product is given: compile without a config, or with one of library"):
+    with pytest.raises(ConfigError, match=r"tiled .*library"):
         epigen.compile("mm", config=cases.SMALL, backend=backend).over(MM)
 
 

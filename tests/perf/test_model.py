@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from cases import persistent, warp_specialized
 from counting import calls
+from golden import Golden
 from hypothesis import given
 from hypothesis import strategies as st
 from modelled import BACKWARD, H200, LIBRARY, PLAIN, spec_of, tiled
@@ -204,25 +205,28 @@ def test_stages_do_nothing_for_narrow_loads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "shape", "dtype", "target", "why"),
+    ("config", "shape", "dtype", "target", "name"),
     [
-        ((128, 256, 128, 8, 4), (4096, 4096, 4096), FP16, "sm_90", "393216 bytes of shared memory, and a block of sm_90 has 232448"),
-        ((256, 256, 32, 4, 2), (4096, 4096, 4096), FP16, "sm_90", "512 accumulators a thread, and it has 255 registers"),
-        ((256, 256, 32, 16, 2), (4096, 4096, 4096), FP16, "sm_90", "128 accumulators a thread, and it has 128 registers"),
-        ((256, 64, 64, 4, 3), (128, 4096, 4096), FP16, "sm_90", "block_m=256 is 2 times what 128 fills"),
-        ((64, 128, 64, 4, 3), (4096, 20, 4096), FP16, "sm_90", "block_n=128 is 4 times what 20 fills"),
-        ((64, 64, 256, 4, 1), (4096, 4096, 100), FP16, "sm_90", "block_k=256 is 2 times what 100 fills"),
-        ((64, 64, 16, 4, 3), (4096, 4096, 4096), INT8, "sm_90", "block_k=16 is below 32, the least for int8"),
-        ((16, 16, 64, 4, 3), (4096, 4096, 4096), FP16, "sm_90", "4 warps share 16x16 values: less than 16x8 each"),
-        ((64, 64, 64, 4, 3), (4096, 4096, 4096), FP8E4M3, "sm_80", "sm_80 does not multiply fp8e4m3"),
+        ((128, 256, 128, 8, 4), (4096, 4096, 4096), FP16, "sm_90", "shared memory"),
+        ((256, 256, 32, 4, 2), (4096, 4096, 4096), FP16, "sm_90", "accumulators of 4 warps"),
+        ((256, 256, 32, 16, 2), (4096, 4096, 4096), FP16, "sm_90", "accumulators of 16 warps"),
+        ((256, 64, 64, 4, 3), (128, 4096, 4096), FP16, "sm_90", "block_m"),
+        ((64, 128, 64, 4, 3), (4096, 20, 4096), FP16, "sm_90", "block_n"),
+        ((64, 64, 256, 4, 1), (4096, 4096, 100), FP16, "sm_90", "block_k"),
+        ((64, 64, 16, 4, 3), (4096, 4096, 4096), INT8, "sm_90", "int8"),
+        ((16, 16, 64, 4, 3), (4096, 4096, 4096), FP16, "sm_90", "warps"),
+        ((64, 64, 64, 4, 3), (4096, 4096, 4096), FP8E4M3, "sm_80", "fp8e4m3"),
         ((256, 256, 16, 16, 2), (4096, 4096, 4096), FP16, "gfx1100", ""),
         ((128, 128, 32, 8, 2), (4096, 4096, 4096), FP16, "gfx942", ""),
         ((128, 256, 64, 8, 4), (4096, 4096, 4096), FP16, "sm_90", ""),
         ((16, 16, 16, 1, 1), (1, 1, 1), FP16, "sm_90", ""),
     ],
 )
-def test_refusals(config: tuple[int, ...], shape: tuple[int, int, int], dtype: DType, target: str, why: str) -> None:
-    assert limits.refusal(spec_of(PLAIN, dtype), tiled(*config), shape, TARGETS[target]) == why
+def test_refusals(config: tuple[int, ...], shape: tuple[int, int, int], dtype: DType, target: str, name: str, golden: Golden) -> None:
+    refusal = limits.refusal(spec_of(PLAIN, dtype), tiled(*config), shape, TARGETS[target])
+    assert bool(refusal) == bool(name)
+    if name:
+        golden(refusal, name)
 
 
 HELD = "128 accumulators and {} registers for inputs a thread, and it has 240"

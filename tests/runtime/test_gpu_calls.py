@@ -9,6 +9,7 @@ from typing import Any
 import cases
 import pytest
 import torch
+from threads import in_threads
 
 import epigen
 from epigen.codegen import schedules
@@ -156,22 +157,9 @@ def test_work_is_ordered_on_the_current_stream(fused: Kernel) -> None:
         assert torch.equal(out, expected(later, w, bias))
 
 
-def in_threads(count: int, work: Callable[[int], None]) -> None:
-    ready, failures = threading.Barrier(count), list[BaseException]()
-
-    def run(number: int) -> None:
-        ready.wait()
-        try:
-            work(number)
-            torch.cuda.synchronize()
-        except BaseException as error:  # noqa: BLE001  # raised below, in the thread of the test
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+def to_the_end(count: int, work: Callable[[int], None]) -> None:
+    """In threads that begin at one moment, and wait for what they launched."""
+    failures = in_threads(count, lambda number: (work(number), torch.cuda.synchronize()))
     if failures:
         raise failures[0]
 
@@ -189,7 +177,7 @@ def test_threads(same: bool) -> None:
             for _ in range(50):
                 assert torch.equal(kernel(x, w, bias=bias, out=out), wanted) and torch.equal(kernel(x, w, bias=bias), wanted)
 
-    in_threads(8, work)
+    to_the_end(8, work)
 
 
 class Linear(torch.autograd.Function):
@@ -379,4 +367,4 @@ def test_tensors_on_another_device_than_the_current_one(text: str) -> None:
             for device in ("cuda:0", "cuda:1", "cuda:0"):
                 check(device)
                 assert torch.cuda.current_device() == current
-    in_threads(4, lambda number: check(f"cuda:{number % 2}"))
+    to_the_end(4, lambda number: check(f"cuda:{number % 2}"))

@@ -6,13 +6,15 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any
 
 import cases
 import pytest
 import torch
+from golden import Golden
+from threads import in_threads
 
 import epigen
 from epigen import settings
@@ -258,21 +260,20 @@ class TestOut:
         assert torch.equal(residual, expected)
 
     @pytest.mark.parametrize(
-        ("out", "message"),
+        ("out", "name"),
         [
-            (torch.empty(M, N), r"out for 'out' is torch\.float32 \[20, 37\] on cpu, and torch\.float16 \[20, 37\] on cpu was expected"),
-            (torch.empty(N, M).half(), r"out for 'out' is torch\.float16 \[37, 20\] on cpu, and torch\.float16 \[20, 37\] on cpu was expected"),
-            (torch.empty(M, N, device="meta").half(), r"out for 'out' is torch\.float16 \[20, 37\] on meta, and .* on cpu was expected"),
-            (torch.empty(1, N).half().expand(M, N), r"out for 'out' has strides \[0, 1\]: several elements share one place"),
-            ([torch.empty(M, N).half()] * 2, "out holds 2 tensors, and the program has 1 outputs?: out"),
-            ({"z": torch.empty(M, N).half()}, "out has no place for z: the outputs are out"),
-            ([3], "out for 'out' is a int, and"),
-            ([None], "out for 'out' is a NoneType, and"),
+            (torch.empty(M, N), "dtype"),
+            (torch.empty(N, M).half(), "shape"),
+            (torch.empty(M, N, device="meta").half(), "device"),
+            (torch.empty(1, N).half().expand(M, N), "expanded"),
+            ([torch.empty(M, N).half()] * 2, "count"),
+            ({"z": torch.empty(M, N).half()}, "name"),
+            ([3], "int"),
+            ([None], "None"),
         ],
-        ids=["dtype", "shape", "device", "expanded", "count", "name", "int", "None"],
     )
-    def test_what_does_not_fit_is_refused(self, backend: str, out: Any, message: str) -> None:
-        with pytest.raises(CallError, match=message):
+    def test_what_does_not_fit_is_refused(self, backend: str, out: Any, name: str, golden: Golden) -> None:
+        with golden.raises(CallError, name):
             compiled("relu(mm)", backend)(half(M, K), half(K, N), out=out)
 
     def test_what_holds_no_tensors_is_refused(self, backend: str) -> None:
@@ -336,52 +337,52 @@ A, B, BIAS = half(M, K), half(K, N), half(N)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("program", "operands", "inputs", "message"),
+    ("program", "operands", "inputs", "name"),
     [
         # operands
-        ("mm", ([1.0], B), {}, r"operand a is a list, and a tensor was expected"),
-        ("mm", (A, None), {}, r"operand b is missing"),
-        ("mm", (A[0], B), {}, r"operand a has shape \[24\], and \[M, K\] was expected"),
-        ("mm", (A, B[0]), {}, r"operand b has shape \[37\], and \[K, N\] was expected"),
-        ("mm", (A, B[None, :23]), {}, r"a is \[M, K\] = \[20, 24\] and b is \[K, N\] = \[23, 37\]: K differs"),
-        ("mm", (A.double(), B), {}, r"operand a is torch\.float64 and operand b is torch\.float16: both need the same dtype"),
-        ("mm", (A, B.bool()), {}, r"operand b is bool, and the operands are one of fp32"),
-        ("mm", (A.to(torch.uint8), B), {}, r"operand a is uint8, and the operands are one of fp32, fp16, bf16, fp8e4m3, fp8e5m2, int8"),
-        ("mm", (A, B.to(torch.int32)), {}, r"operand b is int32, and the operands are one of fp32"),
-        ("mm", (A, B.float()), {}, r"operand a is fp16 and operand b is fp32: both need the same dtype \(the two fp8 kinds may be mixed\)"),
-        ("mm", (A, B.T), {}, r"a is \[M, K\] = \[20, 24\] and b is \[K, N\] = \[37, 24\]: K differs \(for a Linear layer's weight pass weight\.T\)"),
-        ("mm", (A, B.to("meta")), {}, r"operand a is on cpu and operand b on meta"),
+        ("mm", ([1.0], B), {}, "a list"),
+        ("mm", (A, None), {}, "no b"),
+        ("mm", (A[0], B), {}, "a row for a"),
+        ("mm", (A, B[0]), {}, "a row for b"),
+        ("mm", (A, B[None, :23]), {}, "K differs"),
+        ("mm", (A.double(), B), {}, "fp64 and fp16"),
+        ("mm", (A, B.bool()), {}, "bool"),
+        ("mm", (A.to(torch.uint8), B), {}, "uint8"),
+        ("mm", (A, B.to(torch.int32)), {}, "int32"),
+        ("mm", (A, B.float()), {}, "fp16 and fp32"),
+        ("mm", (A, B.T), {}, "b as a weight"),
+        ("mm", (A, B.to("meta")), {}, "b on meta"),
         # names
-        ("mm", (A, B), {"bias": BIAS}, r"the program has no input 'bias': its inputs are none"),
-        ("mm + bias", (A, B), {"bais": BIAS}, r"the program has no input 'bais': did you mean bias\?"),
-        ("mm + bias", (A, B), {"qqq": BIAS, "bias": BIAS}, r"the program has no input 'qqq': its inputs are bias"),
-        ("mm + bias", (A, B), {}, r"missing input: bias\[n\]$"),
-        ("drelu(mm * alpha, mask) + gate[m,n]", (A, B), {}, r"missing inputs: alpha \(a scalar\), mask \(a packed mask, uint8 \[M, ceil\(N / 8\)\]\), gate\[m,n\]$"),
+        ("mm", (A, B), {"bias": BIAS}, "an input of none"),
+        ("mm + bias", (A, B), {"bais": BIAS}, "a misspelt input"),
+        ("mm + bias", (A, B), {"qqq": BIAS, "bias": BIAS}, "an unknown input"),
+        ("mm + bias", (A, B), {}, "no bias"),
+        ("drelu(mm * alpha, mask) + gate[m,n]", (A, B), {}, "three missing"),
         # shapes
-        ("mm + bias", (A, B), {"bias": half(M)}, r"input 'bias' is declared as bias\[n\], so \[N\] = \[37\] was expected, and it has shape \[20\]"),
-        ("mm + bias", (A, B), {"bias": half(1, N)}, r"input 'bias' is declared as bias\[n\], so \[N\] = \[37\] was expected, and it has shape \[1, 37\]: pass bias\.reshape\(37\)$"),
-        ("mm * scale_a[m]", (A, B), {"scale_a": half(M, 1)}, r"input 'scale_a' is declared as scale_a\[m\], so \[M\] = \[20\] was expected, and it has shape \[20, 1\]: pass scale_a\.reshape\(20\)$"),
-        ("mm + gate[m,n]", (A, B), {"gate": half(N, M)}, r"input 'gate' is declared as gate\[m,n\], so \[M, N\] = \[20, 37\] was expected, and it has shape \[37, 20\]$"),
-        ("mm + gate[m,n]", (A, B), {"gate": half(1, N)}, r"and it has shape \[1, 37\]: pass gate\.expand\(20, 37\)$"),
-        ("mm * alpha", (A, B), {"alpha": half(2)}, r"input 'alpha' is declared as alpha \(a scalar\), so one element was expected, and it has shape \[2\]"),
-        ("drelu(mm, mask)", (A, B), {"mask": torch.zeros(M, N, dtype=torch.uint8)}, r"input 'mask' is a packed mask, uint8 \[M, ceil\(N / 8\)\] = \[20, 5\], and torch\.uint8 \[20, 37\] was given"),
+        ("mm + bias", (A, B), {"bias": half(M)}, "a bias of M"),
+        ("mm + bias", (A, B), {"bias": half(1, N)}, "a bias of two dimensions"),
+        ("mm * scale_a[m]", (A, B), {"scale_a": half(M, 1)}, "a scale of two dimensions"),
+        ("mm + gate[m,n]", (A, B), {"gate": half(N, M)}, "a gate transposed"),
+        ("mm + gate[m,n]", (A, B), {"gate": half(1, N)}, "a gate to expand"),
+        ("mm * alpha", (A, B), {"alpha": half(2)}, "two alphas"),
+        ("drelu(mm, mask)", (A, B), {"mask": torch.zeros(M, N, dtype=torch.uint8)}, "a mask unpacked"),
         # dtypes, kinds and devices
-        ("drelu(mm, mask)", (A, B), {"mask": torch.zeros(M, 5, dtype=torch.bool)}, r"input 'mask' is a packed mask, .* and torch\.bool \[20, 5\] was given"),
-        ("mm + bias", (A, B), {"bias": BIAS.double()}, r"input 'bias' is float64, and the operands are float16: float64 is computed where they are float64 too"),
-        ("mm + bias", (A, B), {"bias": BIAS.to(torch.int16)}, r"input 'bias' is torch\.int16, which epigen does not compute with: inputs are one of .*bool, uint8, int32, int64"),
-        ("mm + bias", (A, B), {"bias": 1.0}, r"input 'bias' is declared as bias\[n\], and a float was given: pass a tensor"),
-        ("drelu(mm, mask)", (A, B), {"mask": 3}, r"input 'mask' is declared as mask \(a packed mask, .*\), and a int was given: pass a tensor"),
-        ("mm * alpha", (A, B), {"alpha": "2"}, r"input 'alpha' is a scalar, and a str was given: pass a number or a tensor with one element"),
-        ("mm * alpha", (A, B), {"alpha": 1j}, r"input 'alpha' is a scalar, and a complex was given"),
-        ("mm * alpha", (A, B), {"alpha": None}, r"input 'alpha' is a scalar, and a NoneType was given"),
-        ("mm + bias", (A, B), {"bias": BIAS.to("meta")}, r"input 'bias' is on meta, and the call's other tensors are on cpu"),
+        ("drelu(mm, mask)", (A, B), {"mask": torch.zeros(M, 5, dtype=torch.bool)}, "a mask of bool"),
+        ("mm + bias", (A, B), {"bias": BIAS.double()}, "a bias of fp64"),
+        ("mm + bias", (A, B), {"bias": BIAS.to(torch.int16)}, "a bias of int16"),
+        ("mm + bias", (A, B), {"bias": 1.0}, "a number for bias"),
+        ("drelu(mm, mask)", (A, B), {"mask": 3}, "a number for mask"),
+        ("mm * alpha", (A, B), {"alpha": "2"}, "a text for alpha"),
+        ("mm * alpha", (A, B), {"alpha": 1j}, "a complex alpha"),
+        ("mm * alpha", (A, B), {"alpha": None}, "None for alpha"),
+        ("mm + bias", (A, B), {"bias": BIAS.to("meta")}, "a bias on meta"),
         # derivatives
-        ("mm", (A.clone().requires_grad_(), B), {}, r"an argument requires grad, and a kernel has no backward of its own: use epigen\.linear, or call it under torch\.no_grad\(\)"),
-        ("mm + bias", (A, B), {"bias": BIAS.clone().requires_grad_()}, r"an argument requires grad"),
+        ("mm", (A.clone().requires_grad_(), B), {}, "a requires grad"),
+        ("mm + bias", (A, B), {"bias": BIAS.clone().requires_grad_()}, "bias requires grad"),
     ],
 )  # fmt: skip
-def test_a_call_that_does_not_fit(backend: str, program: str, operands: tuple[Any, Any], inputs: dict[str, Any], message: str) -> None:
-    with pytest.raises(CallError, match=message):
+def test_a_call_that_does_not_fit(backend: str, program: str, operands: tuple[Any, Any], inputs: dict[str, Any], name: str, golden: Golden) -> None:
+    with golden.raises(CallError, name):
         compiled(program, backend)(*operands, **inputs)
 
 
@@ -438,8 +439,8 @@ def test_operands_are_given_by_position_and_inputs_by_name() -> None:
             call()
 
 
-def test_compiled_kernels_want_a_gpu() -> None:
-    with pytest.raises(CallError, match=r"operand a is on cpu, and compiled kernels run on a GPU: move the tensors, or use backend='interpreter'"):
+def test_compiled_kernels_want_a_gpu(golden: Golden) -> None:
+    with golden.raises(CallError):
         epigen.compile("mm", backend="triton")(A, B)
 
 
@@ -456,7 +457,7 @@ def test_compiled_kernels_want_a_gpu() -> None:
 )
 def test_what_the_interpreter_rounds_wrongly_is_refused_there_only(program: str, dtype: torch.dtype, culprit: str) -> None:
     a, b, inputs = whole(M, K).to(dtype), whole(K, N).to(dtype), {"bias": BIAS} if "bias" in program else {}
-    with pytest.raises(CallError, match=rf"Triton's interpreter rounds to {culprit} wrongly: use fp16 or fp32 there, and {culprit} on a GPU"):
+    with pytest.raises(CallError, match=f"{culprit}"):
         compiled(program, "interpreter")(a, b, **inputs)
     kernel = compiled(program)
     expected = reference.evaluate(kernel.graph, a, b, inputs, [{"bf16": BF16}.get(culprit, kernel.graph.outputs[0].dtype or FP16)])
@@ -464,8 +465,8 @@ def test_what_the_interpreter_rounds_wrongly_is_refused_there_only(program: str,
         assert torch.equal(kernel(a, b, **inputs).float(), expected[0].float())
 
 
-def test_a_bf16_input_is_refused_under_the_interpreter_too() -> None:
-    with pytest.raises(CallError, match="rounds to bf16 wrongly"):
+def test_a_bf16_input_is_refused_under_the_interpreter_too(golden: Golden) -> None:
+    with golden.raises(CallError):
         compiled("mm + bias", "interpreter")(A, B, bias=BIAS.bfloat16())
 
 
@@ -592,8 +593,8 @@ def test_precision_can_be_fixed(precision: str) -> None:
     assert f'input_precision="{precision}"' in kernel.source()
 
 
-def test_precision_is_one_of_two() -> None:
-    with pytest.raises(CallError, match="precision is 'ieee' or 'tf32', not 'tf31'"):
+def test_precision_is_one_of_two(golden: Golden) -> None:
+    with golden.raises(CallError):
         epigen.compile("mm", precision="tf31")
 
 
@@ -625,24 +626,23 @@ def test_a_mapping_that_is_given_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "name"),
     [
-        ({"schedule": "tild"}, "unknown schedule 'tild': did you mean tiled?"),
-        ({"schedule": "qq"}, "unknown schedule 'qq': known are library, tiled, split_k, persistent, warp_specialized"),
-        ({"blok_m": 32}, "the schedule tiled has no dimension 'blok_m': did you mean block_m"),
-        ({"q": 32}, "the schedule tiled has no dimension 'q': it has block_m, block_n, block_k, group_m, num_warps, num_stages"),
-        (VALUES | {"block_m": 48}, "block_m=48 is not one of 16, 32, 64, 128, 256"),
-        (VALUES | {"block_m": "32"}, "block_m='32' is not one of 16, 32, 64, 128, 256"),
-        (VALUES | {"group_m": True}, "group_m=True is not one of 1, 2, 4, 8, 16"),
-        ({"block_m": 32, "num_warps": 4}, "the schedule tiled also needs block_n, block_k, group_m, num_stages"),
-        ({"schedule": "library", "block_k": 32}, "the schedule library has no dimension 'block_k': did you mean block_n or block_m?"),
-        ({"schedule": 5}, "unknown schedule"),
-        (dict(cases.persistent().values) | {"schedule": "persistent", "prefetch": 1}, "flatten=1 and prefetch=1 exclude each other"),
+        ({"schedule": "tild"}, "tild"),
+        ({"schedule": "qq"}, "qq"),
+        ({"blok_m": 32}, "blok_m"),
+        ({"q": 32}, "q"),
+        (VALUES | {"block_m": 48}, "block_m=48"),
+        (VALUES | {"block_m": "32"}, "text for block_m"),
+        (VALUES | {"group_m": True}, "bool for group_m"),
+        ({"block_m": 32, "num_warps": 4}, "what is missing"),
+        ({"schedule": "library", "block_k": 32}, "block_k of library"),
+        ({"schedule": 5}, "schedule=5"),
+        (dict(cases.persistent().values) | {"schedule": "persistent", "prefetch": 1}, "flatten and prefetch"),
     ],
-    ids=lambda v: None if isinstance(v, str) else ",".join(f"{k}={x}" for k, x in v.items()),
 )
-def test_a_config_that_does_not_fit(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_a_config_that_does_not_fit(config: dict[str, Any], name: str, golden: Golden) -> None:
+    with golden.raises(ConfigError, name):
         epigen.compile("mm", config=config)
 
 
@@ -654,7 +654,7 @@ def test_groups_of_warps_that_share_a_tile_need_64_rows_each() -> None:
 
 
 @pytest.mark.triton
-def test_operands_that_tma_cannot_address_are_copied() -> None:
+def test_operands_that_tma_cannot_address_are_copied(golden: Golden) -> None:
     kernel = epigen.compile("relu(mm), sum(a, k)", config=cases.persistent(tma_store=1), backend="interpreter")
     right = whole(24, 32) @ whole(32, 40)
 
@@ -676,9 +676,9 @@ def test_operands_that_tma_cannot_address_are_copied() -> None:
     wide = torch.zeros(24, 41, dtype=torch.half)
     assert copied(a, b, out=wide[:, 1:]) == 0 and ".store([" not in kernel.source() and wide[:, 0].eq(0).all()
     assert copied(a, b, out=torch.zeros(24, 64, dtype=torch.half)[:, 8:48]) == 0 and ".store([" in kernel.source()
-    with pytest.raises(ConfigError, match="the schedule persistent does not run on sm_80"):
+    with golden.raises(ConfigError, "sm_80"):
         epigen.compile("relu(mm)", config=cases.persistent()).plan((64, 64, 64), FP16, TARGETS["sm_80"])
-    with pytest.raises(ConfigError, match="there are none of empty tensors"):
+    with golden.raises(ConfigError, "empty"):
         kernel(half(24, 0), half(0, 40))
 
 
@@ -809,8 +809,8 @@ def test_the_source_is_what_ran() -> None:
         assert file.read() == kernel.source()
 
 
-def test_a_program_with_a_mistake_is_refused_when_it_is_compiled() -> None:
-    with pytest.raises(epigen.EpigenError, match=r"(?s)reluu.*\n +\^+\n.*did you mean relu"):
+def test_a_program_with_a_mistake_is_refused_when_it_is_compiled(golden: Golden) -> None:
+    with golden.raises(epigen.EpigenError):
         epigen.compile("reluu(mm + bias)")
 
 
@@ -842,26 +842,16 @@ def test_several_threads_call_one_kernel() -> None:
         m, k, dtype = 5 + i % 7, 8 + 8 * (i % 3), (torch.float16, torch.float32, torch.bfloat16)[i % 3]
         problems.append((whole(m, k, seed=i).to(dtype), whole(k, N, seed=i + 1).to(dtype), {"alpha": float(i), "bias": whole(N, seed=i + 2)}))
     expected = [tuple(epigen.compile(kernel.program)(a, b, **inputs)) for a, b, inputs in problems]
-    wrong: list[object] = []
-    start = threading.Barrier(8)
+    wrong: list[int] = []
 
     def work(first: int) -> None:
-        start.wait()
-        try:
-            for turn in range(3 * len(problems)):
-                at = (first * 5 + turn) % len(problems)
-                a, b, inputs = problems[at]
-                if not all(torch.equal(x, y) for x, y in zip(kernel(a, b, **inputs), expected[at], strict=True)):
-                    wrong.append(at)
-        except BaseException as error:  # noqa: BLE001  # a thread's exception would be lost
-            wrong.append(error)
+        for turn in range(3 * len(problems)):
+            at = (first * 5 + turn) % len(problems)
+            a, b, inputs = problems[at]
+            if not all(torch.equal(x, y) for x, y in zip(kernel(a, b, **inputs), expected[at], strict=True)):
+                wrong.append(at)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    assert in_threads(8, work) == [] and wrong == []
 
 
 @pytest.mark.triton
@@ -870,15 +860,9 @@ def test_several_threads_interpret_kernels_of_their_own() -> None:
     kernels = [compiled(f"relu(mm) * {i + 1}", "interpreter") for i in range(4)]
     problems = [(whole(24 + 16 * i, K, seed=i), whole(K, 72 - 16 * i, seed=i + 9)) for i in range(4)]
     expected = [torch.relu(a.float() @ b.float()).mul(i + 1).half() for i, (a, b) in enumerate(problems)]
-    start = threading.Barrier(4)
-
-    def work(i: int) -> list[bool]:
-        start.wait()
-        return [torch.equal(kernels[i](*problems[i]), expected[i]) for _ in range(6)]
-
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(work, range(4)))
-    assert all(map(all, found)), found
+    right: list[bool] = []
+    assert in_threads(4, lambda i: right.extend(torch.equal(kernels[i](*problems[i]), expected[i]) for _ in range(6))) == []
+    assert right == [True] * 24
 
 
 @pytest.mark.triton

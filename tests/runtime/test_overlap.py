@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import LIBRARY, SMALL, split_k
+from golden import Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -157,10 +158,10 @@ def test_an_input_is_replaced_at_its_own_place_only(backend: str) -> None:
 
 @pytest.mark.triton
 @BACKENDS
-def test_a_product_that_is_given_is_replaced_at_its_own_place_only(backend: str) -> None:
+def test_a_product_that_is_given_is_replaced_at_its_own_place_only(backend: str, golden: Golden) -> None:
     kernel, square = epigen.compile("mm * 2, sum(mm)", backend=backend), whole(M, M)
     expected = kernel.over(square)[0]
-    with pytest.raises(CallError, match="out for 'out0' overlaps mm: give it memory of its own, or exactly mm's"):
+    with golden.raises(CallError):
         kernel.over(square, out={"out0": square.T})
     assert torch.equal(kernel.over(square, out={"out0": square})[0], expected)
 
@@ -169,7 +170,7 @@ def test_a_product_that_is_given_is_replaced_at_its_own_place_only(backend: str)
 @pytest.mark.parametrize("strides", [(N, 0), (0, 1), (1, 1), (N - 1, 1), (2, 3)], ids=str)
 def test_elements_of_an_output_have_places_of_their_own(backend: str, strides: tuple[int, int]) -> None:
     out = zeros(2 * M * N).as_strided((M, N), strides)
-    with pytest.raises(CallError, match=r"out for 'out' has strides .*: several elements share one place"):
+    with pytest.raises(CallError, match=r"'out' .*strides"):
         epigen.compile("mm", config=SMALL, backend=backend)(whole(M, K), whole(K, N), out=out)
 
 

@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from cases import SMALL
+from golden import Golden
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -150,32 +151,31 @@ GIVEN = {"schedule": "tiled"} | dict(SMALL.values)
 @pytest.mark.parametrize("value", [True, 16.0, -16, 0, 17, 10**400, 10**5000, None, "16", [16], float("nan"), numpy.int64(16)], ids=lambda v: type(v).__name__)
 def test_a_config_of_other_values(value: Any) -> None:
     for config in (GIVEN | {"block_m": value}, KernelConfig("tiled", tuple((dict(SMALL.values) | {"block_m": value}).items()))):
-        with pytest.raises(ConfigError, match=r"block_m=.* is not one of 16, 32, 64, 128, 256"):
+        with pytest.raises(ConfigError, match=r"block_m=.* 16, 32, 64, 128, 256"):
             epigen.compile("mm", config=config)
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "name"),
     [
-        (GIVEN | {"block_q": 16}, "has no dimension 'block_q': did you mean"),
-        (GIVEN | {3: 16}, "has no dimension '3'"),
-        (GIVEN | {10**5000: 16}, "has no dimension 'a huge number'"),
-        (GIVEN | {None: 16}, "has no dimension 'None'"),
-        ({}, "the schedule tiled also needs block_m"),
-        ({"schedule": "tiled"}, "the schedule tiled also needs block_m"),
-        (GIVEN | {"schedule": None}, "unknown schedule 'None'"),
-        (GIVEN | {"schedule": ["tiled"]}, "unknown schedule"),
-        (GIVEN | {"schedule": 10**5000}, "unknown schedule 'a huge number'"),
-        ([1], "a config is a mapping or a KernelConfig, and a list was given"),
-        ("tiled", "a config is a mapping or a KernelConfig, and a str was given"),
-        (KernelConfig("tiles", ()), "unknown schedule 'tiles': did you mean tiled"),
-        (KernelConfig("tiled", ()), "the schedule tiled also needs block_m"),
-        (KernelConfig("tiled", 3), "3 are no values of a config"),  # type: ignore[arg-type]
+        (GIVEN | {"block_q": 16}, "block_q"),
+        (GIVEN | {3: 16}, "3"),
+        (GIVEN | {10**5000: 16}, "a huge name"),
+        (GIVEN | {None: 16}, "None"),
+        ({}, "nothing"),
+        ({"schedule": "tiled"}, "a schedule alone"),
+        (GIVEN | {"schedule": None}, "no schedule"),
+        (GIVEN | {"schedule": ["tiled"]}, "a list of schedules"),
+        (GIVEN | {"schedule": 10**5000}, "a huge schedule"),
+        ([1], "a list"),
+        ("tiled", "a text"),
+        (KernelConfig("tiles", ()), "tiles"),
+        (KernelConfig("tiled", ()), "a config without values"),
+        (KernelConfig("tiled", 3), "a config of 3"),  # type: ignore[arg-type]
     ],
-    ids=range(14),
 )
-def test_a_config_that_is_none(config: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_config_that_is_none(config: Any, name: str, golden: Golden) -> None:
+    with golden.raises(ConfigError, name):
         epigen.compile("mm", config=config)
 
 

@@ -102,5 +102,5 @@ def test_a_kernel_that_forgets_a_mask_is_found(monkeypatch: pytest.MonkeyPatch) 
     x, w, bias = torch.randn(20, 16), torch.randn(16, 24), torch.randn(24)
     epigen.compile("relu(mm + bias)", backend="interpreter")(x, w, bias=bias)
     monkeypatch.setattr(Renderer, "render", careless)
-    with pytest.raises(Exception, match="0 bytes beyond the end of argument 2: 8 of 32 places are outside"):
+    with pytest.raises(Exception, match="argument 2: 8 of 32"):
         epigen.compile("relu(mm + bias)", backend="interpreter")(x, w, bias=bias)

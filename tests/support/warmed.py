@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import cases
@@ -84,22 +82,3 @@ def as_triton_does(gpu: FakeGpu, kernel: Kernel, *operands: Any, **inputs: Any) 
     """What the same call launches that no other has come before."""
     forget(kernel)
     return gpu.during(lambda: kernel(*operands, **inputs))
-
-
-def in_threads(count: int, work: Callable[[int], None]) -> list[Exception]:
-    """What went wrong in threads that begin at one time."""
-    ready, failures = threading.Barrier(count), list[Exception]()
-
-    def run(number: int) -> None:
-        ready.wait()
-        try:
-            work(number)
-        except Exception as error:  # noqa: BLE001  # the caller wants every kind
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    return failures

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden import Golden
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
 from under_torch import APART
@@ -42,12 +43,12 @@ def test_torchs_activations_are_rows(function: Callable[..., Any], text: str) ->
     assert text_of(function) == text
 
 
-def test_others_operations_of_the_same_name_are_theirs() -> None:
+def test_others_operations_of_the_same_name_are_theirs(golden: Golden) -> None:
     """What a user's own library calls relu may be anything."""
     own = torch.library.Library("aten_cases", "FRAGMENT")
     own.define("relu(Tensor x) -> Tensor")
     own.impl("relu", lambda x: x + 1, "CompositeExplicitAutograd")
-    with pytest.raises(CallError, match="aten_cases::relu is not in the language"):
+    with golden.raises(CallError):
         text_of(lambda mm: torch.ops.aten_cases.relu(mm))
     own._destroy()
 
@@ -129,7 +130,7 @@ def test_integers_are_numbers_where_torch_computes_in_floats() -> None:
      lambda mm, ids: torch.where(ids > 2**24, mm, 0.0), lambda mm, ids: mm + ids * 3],
 )  # fmt: skip
 def test_what_torch_computes_in_integers_is_not_rounded(function: Callable[..., Any]) -> None:
-    with pytest.raises(CallError, match="it computes with integers; the language computes in fp32: cast them to float32 first"):
+    with pytest.raises(CallError, match="integers"):
         text_of(function, ids=torch.ones(2, 3, 1, dtype=torch.int64))
 
 
@@ -173,31 +174,31 @@ def test_a_traced_program_is_the_texts_kernel() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "name"),
     [
-        (lambda mm: torch.cumsum(mm, 0), r"calls cumsum \(line \d+ of test_aten.py: .*which no epilogue computes: cumsum is not in the language; compute it outside"),
-        (lambda mm: mm @ mm.mT, r"calls mT.*which no epilogue computes"),
-        (lambda mm: mm > 0, "returns booleans: return torch.where"),
-        (lambda mm: torch.softmax(mm, -1), r"calls softmax \(line .*which no epilogue computes: _softmax is not in the language"),
-        (nn.Softmax(-1), "the epilogue calls softmax, which"),
-        (lambda mm: mm / mm.sum(-1, keepdim=True), "calls div.*it joins a reduction with what it is taken of"),
-        (lambda mm: torch.round(mm, decimals=1), "calls round.*is not in the language"),
-        (lambda mm: torch.div(mm, 2, rounding_mode="floor"), "calls div.*is not in the language"),
-        (lambda mm: mm.max(1).values, "calls max.*is not in the language"),
-        (lambda mm: mm.long(), r"casts to torch\.int64"),
-        (lambda mm: mm.undefined(), "cannot be run on a product of .*AttributeError"),
-        (lambda mm: mm.reshape(3, 2, 8) + mm.reshape(3, 2, 8).sum(0), "it joins"),
+        (lambda mm: torch.cumsum(mm, 0), "cumsum"),
+        (lambda mm: mm @ mm.mT, "mT"),
+        (lambda mm: mm > 0, "booleans"),
+        (lambda mm: torch.softmax(mm, -1), "softmax"),
+        (nn.Softmax(-1), "nn.Softmax"),
+        (lambda mm: mm / mm.sum(-1, keepdim=True), "a reduction joined"),
+        (lambda mm: torch.round(mm, decimals=1), "round with decimals"),
+        (lambda mm: torch.div(mm, 2, rounding_mode="floor"), "div with floor"),
+        (lambda mm: mm.max(1).values, "max"),
+        (lambda mm: mm.long(), "long"),
+        (lambda mm: mm.undefined(), "undefined"),
+        (lambda mm: mm.reshape(3, 2, 8) + mm.reshape(3, 2, 8).sum(0), "reshape"),
     ],
 )  # fmt: skip
-def test_what_is_not_in_the_language_is_said_with_its_place(function: Callable[..., Any], said: str) -> None:
-    with pytest.raises(CallError, match=said):
+def test_what_is_not_in_the_language_is_said_with_its_place(function: Callable[..., Any], name: str, golden: Golden) -> None:
+    with golden.raises(CallError, name):
         text_of(function)
 
 
-def test_rows_and_columns_of_one_extent_are_told_apart() -> None:
+def test_rows_and_columns_of_one_extent_are_told_apart(golden: Golden) -> None:
     """torch pairs dimensions by place, whatever their extents: a sum of a row is no column."""
     assert text_of(lambda mm: (mm.sum(1, keepdim=True), mm.sum(0)), shape=(8, 8)) == "sum(mm, n), bgrad(mm)"
-    with pytest.raises(CallError, match="it joins rows with columns"):
+    with golden.raises(CallError):
         text_of(lambda mm: mm * 2 + (mm + 1).view(8, 8).sum(1), shape=(8, 8))
 
 

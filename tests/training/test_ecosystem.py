@@ -19,6 +19,7 @@ import torch
 import torch._dynamo
 import torch.multiprocessing
 import zoo
+from golden import Golden
 from torch import Tensor, fx, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -102,7 +103,7 @@ def test_what_is_exported_keeps_nothing_for_a_backward(strict: bool, training: b
     written = torch.export.export(model, (x,), strict=strict)
     assert operations(written.graph) == ["gelu(mm + bias)", "mm + bias", "silu(mm + bias)"]
     torch.testing.assert_close(written.module()(x), model(x))
-    with pytest.raises(CallError, match=r"torch\.ops\.epigen\.program has no derivative of its own"):
+    with pytest.raises(CallError, match=r"torch\.ops\.epigen\.program"):
         written.module()(x.clone().requires_grad_()).sum().backward()
     model(x).sum().backward()
     assert model[0][0].weight.grad is not None, "the model itself trains as before"
@@ -329,7 +330,7 @@ def test_a_model_is_traced_symbolically() -> None:
         torch.testing.assert_close(fx.symbolic_trace(gated)(*given), gated(*given))
 
 
-def test_a_kernels_call_is_traced_symbolically() -> None:
+def test_a_kernels_call_is_traced_symbolically(golden: Golden) -> None:
     """With several results too, and over a product that is there."""
     w, bias = drawn(8, 4), drawn(4, seed=1)
     one, several = epigen.compile("relu(mm + bias)"), epigen.compile("z = mm * s; z, sum(z, n)")
@@ -343,7 +344,7 @@ def test_a_kernels_call_is_traced_symbolically() -> None:
     assert operations(traced.graph) == ["z = mm * s; z, sum(z, n)", "relu(mm + bias)", "relu(mm + bias)"]
     for m in (3, 5):
         torch.testing.assert_close(traced(drawn(m, 8), w, bias), Calls()(drawn(m, 8), w, bias))
-    with pytest.raises(CallError, match="operand a is a str, and a tensor was expected"):
+    with golden.raises(CallError):
         one("x", w, bias=bias)
 
 
@@ -362,10 +363,10 @@ def test_a_model_is_traced_by_torch_jit(make: Callable[[], nn.Module]) -> None:
     torch.testing.assert_close(traced(*more), model(*more))
 
 
-def test_torch_jit_scripts_a_model_that_is_not_fused() -> None:
+def test_torch_jit_scripts_a_model_that_is_not_fused(golden: Golden) -> None:
     """The text of a forward is compiled there; a fused one says what to do, wherever in the model it is, and the model keeps it."""
     model = nn.Sequential(fused().eval())
-    with pytest.raises(CallError, match=r"epigen\.unfuse\(model\) first"):
+    with golden.raises(CallError):
         torch.jit.script(model)
     assert "forward" in vars(model[0])
     epigen.unfuse(model)
@@ -485,11 +486,11 @@ def test_double_is_as_exact_as_torchs() -> None:
     torch.testing.assert_close(kernel.over(x @ w, s=0.1, bias=torch.ones(4))[0], found[0], rtol=1e-13, atol=1e-13)
 
 
-def test_double_elsewhere_is_refused() -> None:
+def test_double_elsewhere_is_refused(golden: Golden) -> None:
     x, w = drawn(3, 8), drawn(4, 8)
-    with pytest.raises(CallError, match="input 'bias' is float64, and the operands are float32: float64 is computed where they are float64 too"):
+    with golden.raises(CallError, "input"):
         epigen.linear(x, w, drawn(4, dtype=torch.float64))
-    with torch._subclasses.FakeTensorMode(), pytest.raises(CallError, match="operand a is float64 on cuda:0, and only the reference on the CPU computes in it"):
+    with torch._subclasses.FakeTensorMode(), golden.raises(CallError, "operand"):
         epigen.linear(torch.empty(3, 8, device="cuda", dtype=torch.float64), torch.empty(4, 8, device="cuda", dtype=torch.float64))
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT
+from golden import Golden
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as everyone calls it
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -427,10 +428,10 @@ def test_an_argument_that_the_forward_changes_is_tried_out_as_a_copy(ran: list[s
 @pytest.mark.parametrize(
     ("held", "said"),
     [
-        (lambda: [drawn(2, 8).as_subclass(Named)], "Cache that holds a Named"),
-        (lambda: [nn.Linear(2, 2)], "Cache that holds a Linear"),
-        (lambda: [threading.Lock()], "Cache, which cannot be copied: TypeError"),
-        (lambda: [[[i, str(i)] for i in range(20_000)]], "Cache, which holds too much to be tried out"),
+        (lambda: [drawn(2, 8).as_subclass(Named)], "Named"),
+        (lambda: [nn.Linear(2, 2)], "Linear"),
+        (lambda: [threading.Lock()], "TypeError"),
+        (lambda: [[[i, str(i)] for i in range(20_000)]], "too much"),
     ],
     ids=["a subclass", "a module", "a lock", "much"],
 )
@@ -444,28 +445,28 @@ def test_an_argument_that_cannot_be_copied_is_left_alone(held: Callable[[], list
         assert ran == [] and said in found.left[0].why and cache.calls == 1
 
 
-def test_reports_of_a_part_and_of_none() -> None:
+def test_reports_of_a_part_and_of_none(golden: Golden) -> None:
     model = nn.ModuleDict({"a": mlp(), "b": mlp()})
     found = epigen.fuse(model, only="a", dry_run=True)
     assert [r.name for r in found.replaced] == ["a.0", "a.2"] and {x.why for x in found.left} == {"b (Sequential) is not in only"}
     assert not any(isinstance(vars(m).get("forward"), Forward) for m in model.modules()), "a dry run changes nothing"
     epigen.fuse(model, only=lambda name, _: name == "b")
     assert isinstance(model["b"].forward, Forward) and "forward" not in vars(model["a"])
-    with pytest.raises(CallError, match=r"only='c': no module of the model has such a name; they are a, a\.0"):
+    with golden.raises(CallError, "only"):
         epigen.fuse(model, only="c")
-    with pytest.raises(CallError, match=r"a model is a torch\.nn\.Module, and a str was given"):
+    with golden.raises(CallError, "str"):
         epigen.fuse("model")  # type: ignore[arg-type]
     assert str(epigen.fuse(nn.Sequential(nn.ReLU()))) == "there is no linear layer"
     (left,) = epigen.fuse(nn.Linear(8, 8)).left
     assert left.why == "it is the model itself, and the forward of a module that calls it is what is changed"
 
 
-def test_only_and_models_of_another_kind_are_refused() -> None:
+def test_only_and_models_of_another_kind_are_refused(golden: Golden) -> None:
     model = mlp()
     for wrong in (3, [3]):
-        with pytest.raises(CallError, match="3 names no module; names and patterns are texts"):
+        with golden.raises(CallError, f"only={wrong}"):
             epigen.fuse(model, only=wrong)  # type: ignore[arg-type]
-    with pytest.raises(CallError, match=r"a model is a torch\.nn\.Module, and a int was given"):
+    with golden.raises(CallError, "int"):
         epigen.unfuse(3)  # type: ignore[arg-type]
     assert "forward" not in vars(model)
 
@@ -865,13 +866,13 @@ def test_its_input_is_changed_while_it_waits() -> None:
             torch.testing.assert_close(flagged(drawn(3, 8)), before)
 
 
-def test_what_torch_does_not_tell_of_is_an_error() -> None:
+def test_what_torch_does_not_tell_of_is_an_error(golden: Golden) -> None:
     """A plan that no longer holds, and a function of autograd that is given what waits."""
     model = Block(lambda s, x, _: F.relu(Doubled.apply(s.fc(x)) if s.flag else s.fc(x) * 2), **linears("fc"), flag=False)
     epigen.fuse(model)
     model(drawn(3, 8))
     model.flag = True
-    with pytest.raises(CallError, match=r"on a result that epigen.fuse has put off, .*: call epigen.fuse\(model\) again, or epigen.unfuse\(model\)"):
+    with golden.raises(CallError):
         model(drawn(3, 8).requires_grad_())
     epigen.fuse(model)
     torch.testing.assert_close(model(drawn(3, 8)), F.relu(F.linear(drawn(3, 8), model.fc.weight, model.fc.bias) * 2))
@@ -884,7 +885,7 @@ def test_an_error_of_the_users_comes_out_as_it_is() -> None:
     with pytest.raises(ZeroDivisionError):
         model(drawn(4, 8))
     torch.testing.assert_close(model.kept[0] * 1, model.fc(drawn(4, 8)))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
         model(drawn(3, 7))
     torch.testing.assert_close(model(drawn(3, 8)), F.relu(model.fc(drawn(3, 8))))
 
@@ -1000,7 +1001,7 @@ def test_what_is_written_out_has_the_gradients_that_are_wanted(frozen: str, auto
     seen = counted(monkeypatch, *CHECKS)
     run(model, slice(None))
     assert not +seen
-    with pytest.raises(CallError, match=r"a layer of epigen has no second derivative.*epigen.unfuse\(model\)"):
+    with pytest.raises(CallError, match="second derivative"):
         torch.autograd.grad(model(x, y).sum(), y if frozen else x, create_graph=True)
 
 

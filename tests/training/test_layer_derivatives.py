@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden import Golden
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812  # as everyone calls it
@@ -100,11 +101,11 @@ def test_an_operation_by_itself_refuses_derivatives(operation: str) -> None:
         return library.program("tanh(mm)", None, x, w.t(), [], [])[0] if operation == "program" else library.over("tanh(mm)", x, [], [])[0]
 
     assert not run(x).requires_grad
-    with pytest.raises(CallError, match=rf"torch\.ops\.epigen\.{operation} has no forward-mode derivative: use epigen\.linear"):
+    with pytest.raises(CallError, match=rf"epigen\.{operation} .*forward-mode"):
         torch.func.jvp(run, (x,), (x,))
     leaf = x.clone().requires_grad_()
     for attempt in (lambda: run(leaf).sum().backward(), lambda: torch.func.grad(lambda x: run(x).sum())(x)):
-        with pytest.raises(CallError, match=rf"torch\.ops\.epigen\.{operation} has no derivative of its own: use epigen\.linear"):
+        with pytest.raises(CallError, match=rf"epigen\.{operation} has no derivative"):
             attempt()
     with torch.no_grad():
         assert not run(leaf).requires_grad
@@ -122,12 +123,12 @@ def test_a_kernel_refuses_derivatives(n: int) -> None:
 
     for _ in range(3):
         run(t)
-    with forward_ad.dual_level(), pytest.raises(CallError, match="an argument has a tangent, and a kernel has no forward-mode derivative"):
+    with forward_ad.dual_level(), pytest.raises(CallError, match="tangent"):
         run(forward_ad.make_dual(t, t))
     for ask in (lambda: torch.func.jvp(run, (t,), (t,)), lambda: torch.func.grad(lambda t: run(t).sum())(t)):
-        with pytest.raises(CallError, match=r"an argument is one of torch\.func's"):
+        with pytest.raises(CallError, match=r"torch\.func"):
             ask()
-    with pytest.raises(CallError, match="an argument requires grad"):
+    with pytest.raises(CallError, match="requires grad"):
         run(t.clone().requires_grad_())
     with torch.no_grad():
         assert not run(t.clone().requires_grad_()).requires_grad
@@ -169,8 +170,8 @@ def test_a_buffer_is_added_to_once_by_a_checkpoint(reentrant: bool) -> None:
     torch.testing.assert_close(tuple(weight.main_grad for weight in weights), expected)
 
 
-def test_a_nested_tensor_is_refused() -> None:
-    with pytest.raises(CallError, match="x is a nested tensor, and a dense one was expected"):
+def test_a_nested_tensor_is_refused(golden: Golden) -> None:
+    with golden.raises(CallError):
         epigen.linear(torch.nested.nested_tensor([torch.ones(5, 4)], layout=torch.jagged), torch.ones(9, 4))
 
 

@@ -18,6 +18,7 @@ import torch
 import torch._dynamo
 import torch.multiprocessing
 import training_process
+from golden import Golden
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -201,10 +202,10 @@ def test_a_compiled_step_adds_to_a_buffer() -> None:
     assert all(layer.weight.grad is None for layer in model)
 
 
-def test_mistakes_are_told_while_compiling() -> None:
+def test_mistakes_are_told_while_compiling(golden: Golden) -> None:
     x, w, b = drawn(5, 8), drawn(9, 8), drawn(8)
     compiled = torch.compile(lambda x: linear(x, w, b), backend="aot_eager")
-    with pytest.raises(Exception, match=r"input 'bias' is a column \[N\], so \[9\] was expected"):
+    with golden.raises(Exception):
         compiled(x)
 
 
@@ -382,7 +383,7 @@ def test_a_step_waits_for_nothing() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_double_backward_is_refused() -> None:
+def test_double_backward_is_refused(golden: Golden) -> None:
     model, x = mlp("gelu"), drawn(5, 24, grad=True)
-    with pytest.raises(CallError, match="no second derivative"):
+    with golden.raises(CallError):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from golden import Golden
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  # as everyone calls it
 
@@ -157,9 +158,9 @@ def test_results_of_several_kinds_and_leading_dimensions() -> None:
     torch.testing.assert_close(drawn, torch.where(F.linear(x, w, b) > 0, F.linear(x, w), 0.0))
 
 
-def test_outputs_without_a_derivative_are_left_out_by_of() -> None:
+def test_outputs_without_a_derivative_are_left_out_by_of(golden: Golden) -> None:
     x, w = normal(5, 4), normal(9, 4, seed=1)
-    with pytest.raises(DerivationError, match="'amax' has no derivative"):
+    with golden.raises(DerivationError):
         epigen.linear(x, w, epilogue="y = gelu(mm); y, amax(y)")
     y, top = epigen.linear(x, w, epilogue="y = gelu(mm); y, amax(y)", of="y")
     assert y.requires_grad and not top.requires_grad and top == y.abs().max()
@@ -184,7 +185,7 @@ def test_the_input_itself_may_be_a_residual() -> None:
         torch.testing.assert_close(t, e)
 
 
-def test_a_weights_gradient_is_added_to_a_buffer() -> None:
+def test_a_weights_gradient_is_added_to_a_buffer(golden: Golden) -> None:
     """In fp32 whatever the operands, over several steps whose forwards all come first, and at each layer of a chain."""
     layers, (first, second, *biases) = layers_of((6, 8, 5), torch.bfloat16, "relu")
     buffers = [torch.ones_like(t, dtype=torch.float32) for t in (first, second)]
@@ -197,7 +198,7 @@ def test_a_weights_gradient_is_added_to_a_buffer() -> None:
     assert first.grad is None and second.grad is None and all(b.grad is not None for b in biases)
     for buffer, e in zip(buffers, expected, strict=True):
         torch.testing.assert_close(buffer.double() - 1, e.double(), rtol=0.02, atol=0.05)
-    with pytest.raises(CallError, match=r"out for 'out' is torch\.bfloat16 \[5, 8\] on cpu, and torch\.float32 \[5, 8\]"):
+    with golden.raises(CallError):
         chain(batches[0], [layers[0], layers[1]._replace(main_grad=buffers[1].bfloat16())]).sum().backward()
 
 
@@ -207,14 +208,14 @@ def test_without_an_epilogue_it_is_torchs_linear() -> None:
     torch.testing.assert_close(epigen.linear(x, w), F.linear(x, w))
 
 
-def test_a_number_scales_the_product_as_addmms_alpha_does() -> None:
+def test_a_number_scales_the_product_as_addmms_alpha_does(golden: Golden) -> None:
     x, w, b = normal(2, 3, 4), normal(9, 4, seed=1).requires_grad_(), normal(9, seed=2)
     torch.testing.assert_close(epigen.linear(x, w, epilogue=2), F.linear(x, w) * 2)
     result = epigen.linear(x, w, b, -0.5)
     torch.testing.assert_close(result, torch.addmm(b, x.view(6, 4), w.T, alpha=-0.5).view(2, 3, 9))
     (gradient,) = torch.autograd.grad(result.sum(), w)
     torch.testing.assert_close(gradient, -0.5 * x.sum((0, 1)).expand(9, 4))
-    with pytest.raises(CallError, match="the input 'alpha' is given twice"):
+    with golden.raises(CallError):
         epigen.linear(x, w, epilogue=2.0, alpha=3.0)
 
 
@@ -252,7 +253,7 @@ def test_inputs_that_do_not_broadcast_are_refused(declared: str, shape: tuple[in
     for x in (normal(2, 3, 4), normal(2, 3, 4, grad=False)):
         with pytest.raises(
             CallError,
-            match=rf"input 'g' is a .*, the leading dimensions of x being \[2, 3\], and it has shape {re.escape(str(list(shape)))}, which torch does not",
+            match=rf"'g' .*{re.escape(str(list(shape)))}",
         ):
             epigen.linear(x, normal(9, 4), epilogue=text, g=g)
 
@@ -321,7 +322,7 @@ def test_a_result_that_the_derivative_reads_may_not_change(lead: tuple[int, ...]
     """As with torch.tanh: an error, and no gradient of what is there by then."""
     y = epigen.linear(normal(*lead, 4), normal(9, 4, seed=1), epilogue="tanh(mm)", save="output")
     y.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="inplace"):
         y.sum().backward()
 
 
@@ -347,12 +348,12 @@ def test_a_buffer_is_added_to_by_a_backward_of_the_weight_alone() -> None:
 # -- what is refused
 
 
-def test_double_backward_says_what_to_write() -> None:
+def test_double_backward_says_what_to_write(golden: Golden) -> None:
     """When it is asked for, whatever requires a gradient: of a detached x the second derivative would be 0 or None without a word."""
     w = normal(9, 4, seed=1)
     for x in (normal(5, 4), normal(5, 4, grad=False)):
         y = epigen.linear(x, w, epilogue="gelu(mm)")
-        with pytest.raises(CallError, match=r"no second derivative, for which create_graph=True asks: for double backward write it in torch's own operations"):
+        with golden.raises(CallError, "create_graph"):
             torch.autograd.grad(y.sum(), w, create_graph=True)
     functional = torch.autograd.functional
     x, run = normal(5, 4, grad=False), lambda w: epigen.linear(normal(5, 4, grad=False), w, epilogue="gelu(mm)")
@@ -360,59 +361,57 @@ def test_double_backward_says_what_to_write() -> None:
         lambda: functional.hessian(lambda w: run(w).sum(), w), lambda: functional.hvp(lambda w: run(w).sum(), w, w), lambda: functional.jvp(run, w, w),
         lambda: functional.vhp(lambda w: run(w).sum(), w, w),
     ):  # fmt: skip
-        with pytest.raises(CallError, match="no second derivative"):
+        with golden.raises(CallError, "each way"):
             ask()
     expected = functional.jacobian(lambda w: F.gelu(F.linear(x, w)), w)
     torch.testing.assert_close(functional.jacobian(run, w), expected)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "name"),
     [
-        ({"x": (5, 3)}, r"weight is \[9, 4\], and \[N, K\] with K = 3 was expected"),
-        ({"x": ()}, "x has no dimensions"),
-        ({"weight": (9, 4, 1)}, r"weight is \[9, 4, 1\]"),
-        ({"bias": (8,)}, r"input 'bias' is a column \[N\], so \[9\] was expected, .* and it has shape \[8\]"),
-        ({"bias": None, "epilogue": "mm + bias"}, r"missing input 'bias' of the epilogue 'mm \+ bias': give it, or write the epilogue without it"),
-        ({"gaet": (5, 9)}, r"has no input 'gaet': its inputs are bias"),
-        ({"epilogue": "mm + bias + gate[m,n]", "gaet": (5, 9)}, "has no input 'gaet': did you mean gate"),
+        ({"x": (5, 3)}, "K differs"),
+        ({"x": ()}, "no dimensions"),
+        ({"weight": (9, 4, 1)}, "a weight of three dimensions"),
+        ({"bias": (8,)}, "bias"),
+        ({"bias": None, "epilogue": "mm + bias"}, "no bias"),
+        ({"gaet": (5, 9)}, "an unknown input"),
+        ({"epilogue": "mm + bias + gate[m,n]", "gaet": (5, 9)}, "a misspelt input"),
         (
             {"epilogue": "mm + bias + gate[m,n]", "gate": (4, 9)},
-            r"input 'gate' is a tile \[\.\.\., N\], so \[5, 9\] was expected, the leading dimensions of x being \[5\], and it has shape \[4, 9\]",
+            "gate",
         ),
-        ({"epilogue": "mm + bias + gate[m,n]", "gate": (5, 8)}, r"input 'gate' is a tile \[\.\.\., N\], so \[5, 9\] was expected"),
-        ({"x": [1.0]}, "x is a list, and a tensor was expected"),
-        ({"weight": numpy.ones((9, 4), numpy.float32)}, "weight is a ndarray, and a tensor was expected: torch.as_tensor"),
-        ({"weight": torch.eye(4).to_sparse()}, "weight is a sparse tensor, and a dense one was expected"),
-        ({"x": torch.ones(5, 4, device="meta")}, "x is on meta and weight on cpu"),
-        ({"x": torch.ones(5, 4, dtype=torch.complex64)}, "x is torch.complex64 and weight is torch.float32: both need the same dtype"),
-        ({"epilogue": [2.0]}, r"an epilogue is text, such as 'relu\(mm \+ bias\)', and a list was given"),
-        ({"epilogue": True}, r"an epilogue is text, such as 'relu\(mm \+ bias\)', and a bool was given"),
-        ({"inputs": 2.0}, "inputs is a float, and a mapping from the names of the epilogue's inputs was expected"),
-        ({"inputs": {"bias": 1.0}}, "the input 'bias' is given twice"),
-        ({"epilogue": "(mm + bias) * s", "s": [1.0]}, "input 's' is a scalar, and a number or a tensor with one element was expected, not a list"),
-        ({"epilogue": "(mm + bias) * s", "s": (2,)}, r"input 's' is a scalar, and has shape \[2\]: one element was expected"),
-        ({"epilogue": "(mm + bias) * s", "s": 10**400}, "input 's' is too large for fp32"),
-        ({"bias": 1.0}, r"input 'bias' is a column \[N\], and a tensor was expected, not a float"),
-        ({"save": "masks"}, "unknown save='masks': did you mean mask"),
-        ({"of": "y"}, "the program has no output 'y'"),
+        ({"epilogue": "mm + bias + gate[m,n]", "gate": (5, 8)}, "gate of N"),
+        ({"x": [1.0]}, "a list"),
+        ({"weight": numpy.ones((9, 4), numpy.float32)}, "an array"),
+        ({"weight": torch.eye(4).to_sparse()}, "a sparse weight"),
+        ({"x": torch.ones(5, 4, device="meta")}, "x on meta"),
+        ({"x": torch.ones(5, 4, dtype=torch.complex64)}, "complex64"),
+        ({"epilogue": [2.0]}, "a list for epilogue"),
+        ({"epilogue": True}, "a bool for epilogue"),
+        ({"inputs": 2.0}, "a number for inputs"),
+        ({"inputs": {"bias": 1.0}}, "bias twice"),
+        ({"epilogue": "(mm + bias) * s", "s": [1.0]}, "a list for a scalar"),
+        ({"epilogue": "(mm + bias) * s", "s": (2,)}, "two for a scalar"),
+        ({"epilogue": "(mm + bias) * s", "s": 10**400}, "too large"),
+        ({"bias": 1.0}, "a number for bias"),
+        ({"save": "masks"}, "masks"),
+        ({"of": "y"}, "of"),
     ],
 )
-def test_what_does_not_fit_is_said(change: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_is_said(change: dict[str, Any], name: str, golden: Golden) -> None:
     given: dict[str, Any] = {"x": (5, 4), "weight": (9, 4), "bias": (9,)} | change
     given = {name: normal(*value) if isinstance(value, tuple) else value for name, value in given.items()}
-    with pytest.raises(CallError, match=message):
+    with golden.raises(CallError, name):
         epigen.linear(given.pop("x"), given.pop("weight"), **given)
 
 
-def test_dtypes_that_do_not_fit_are_said() -> None:
-    with pytest.raises(CallError, match=r"x is torch\.float32 and weight is torch\.float16: both need the same dtype"):
+def test_dtypes_that_do_not_fit_are_said(golden: Golden) -> None:
+    with golden.raises(CallError, "two dtypes"):
         epigen.linear(normal(5, 4), normal(9, 4, dtype=torch.float16), epilogue="mm")
-    with pytest.raises(
-        CallError, match=r"weight is torch\.complex64, which epigen does not compute with: train with fp16, bf16 or fp32, or with float64 on the CPU"
-    ):
+    with golden.raises(CallError, "complex64"):
         epigen.linear(normal(5, 4, dtype=torch.complex64), normal(9, 4, dtype=torch.complex64), epilogue="mm")
-    with pytest.raises(CallError, match="does not give one tile, which the next layer could multiply"):
+    with golden.raises(CallError, "chain"):
         chain(normal(5, 4), [Link(normal(4, 4), {}, "mm, sum(mm, n)"), Link(normal(4, 4), {}, "mm")])
 
 
@@ -421,5 +420,5 @@ def test_a_change_in_place_between_forward_and_backward_is_noticed() -> None:
     loss = chain(normal(5, 4), layers).sum()
     with torch.no_grad():
         layers[1].weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="inplace"):
         loss.backward()

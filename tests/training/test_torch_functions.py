@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everybody calls it
+from golden import Golden
 from torch import Tensor, nn
 from under_torch import APART
 
@@ -55,10 +56,10 @@ def gelu_gate(mm: Tensor, bias: Tensor, gate: Tensor, scale: float = 2.0) -> Ten
 # -- epigen.compile(function)
 
 
-def test_a_function_is_a_kernel_of_the_text_that_it_is() -> None:
+def test_a_function_is_a_kernel_of_the_text_that_it_is(golden: Golden) -> None:
     a, b, bias = torch.randn(6, K), torch.randn(K, N), torch.randn(N)
     kernel = epigen.compile(lambda mm, bias: torch.relu(mm + bias))
-    with pytest.raises(CallError, match="was not called yet"):
+    with golden.raises(CallError):
         _ = kernel.program
     assert close(kernel(a, b, bias=bias), torch.relu(a @ b + bias))
     assert kernel.program == "relu(mm + bias)"
@@ -262,11 +263,11 @@ def test_other_attributes_of_an_owner_are_not_looked_at(traces: list[str]) -> No
     assert len(traces) == before
 
 
-def test_a_modules_mode_is_looked_at() -> None:
+def test_a_modules_mode_is_looked_at(golden: Golden) -> None:
     module = nn.Sequential(nn.GELU(), nn.Dropout(0.5))
     x, weight = torch.randn(6, K), torch.randn(N, K)
     assert close(epigen.linear(x, weight, epilogue=module.eval()), F.gelu(F.linear(x, weight)))
-    with pytest.raises(CallError, match=r"the epilogue Sequential calls .*which no epilogue computes"):
+    with golden.raises(CallError):
         epigen.linear(x, weight, epilogue=module.train())
 
 
@@ -367,8 +368,8 @@ def test_a_perceptron_with_a_function() -> None:
     assert all(map(close, trained(model, x), trained(plain, x)))
 
 
-def test_a_bias_that_the_function_takes_is_asked_for() -> None:
-    with pytest.raises(CallError, match=r"bias=False, and the epilogue .* reads a bias: write bias=True, or a function without it"):
+def test_a_bias_that_the_function_takes_is_asked_for(golden: Golden) -> None:
+    with golden.raises(CallError):
         epigen.nn.Linear(K, N, bias=False, epilogue=lambda mm, bias: mm + bias)
     x, weight, bias = torch.randn(6, K), torch.randn(N, K), torch.randn(N)
     assert close(epigen.linear(x, weight, bias, F.gelu), F.gelu(F.linear(x, weight, bias)))
@@ -427,38 +428,38 @@ def changes_its_input(mm: Tensor, g: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("function", "inputs", "said"),
+    ("function", "inputs", "name"),
     [
-        (lambda mm: torch.cumsum(mm, 0), {}, r"calls cumsum \(line \d+ of test_torch_functions.py.*which no epilogue computes"),
-        (lambda mm: mm[0], {}, r"calls select"),
-        (lambda _mm, g: g, {"g": 1}, r"returns g as it is: return it as it is, outside"),
-        (lambda _mm: 3, {}, r"returns 3, and what it returns are tensors"),
-        (lambda mm: mm > 0, {}, r"returns booleans"),
-        (lambda _mm: torch.ones(3), {}, r"the epilogue"),
-        (lambda mm, z: mm + z, {"z": torch.ones(3)}, r"cannot be run on a product of \[6, 8\]"),
-        (lambda mm, z: mm + z, {}, r"missing input 'z' of the epilogue"),
-        (lambda mm, bias: mm + bias, {"bais": torch.ones(N), "bias": torch.ones(N)}, r"has no input 'bais': did you mean bias\?"),
-        (lambda: 1, {}, r"takes nothing by position"),
-        (changes_its_input, {"g": torch.ones(N)}, r"the epilogue changes_its_input changes an input in place"),
-        (F.dropout, {}, r"the epilogue dropout calls"),
-        (widens, {"gate": torch.ones(5, 6, N)}, r"its argument gate is \[5, 6, 8\], which does not broadcast"),
-        (asks, {}, r"asks whether a tensor requires a gradient \(line \d+ of test_torch_functions.py: if mm.requires_grad"),
-        (changes_what_is_not_recorded, {}, r"changes a tensor in place within torch.no_grad\(\) \(line"),
-        (lambda mm: _Straight.apply(mm), {}, r"autograd.Function"),
-        (lambda mm: _Tripled.apply(mm), {}, r"custom_function_call"),
+        (lambda mm: torch.cumsum(mm, 0), {}, "cumsum"),
+        (lambda mm: mm[0], {}, "select"),
+        (lambda _mm, g: g, {"g": 1}, "an input as it is"),
+        (lambda _mm: 3, {}, "a number"),
+        (lambda mm: mm > 0, {}, "booleans"),
+        (lambda _mm: torch.ones(3), {}, "ones"),
+        (lambda mm, z: mm + z, {"z": torch.ones(3)}, "does not broadcast"),
+        (lambda mm, z: mm + z, {}, "no z"),
+        (lambda mm, bias: mm + bias, {"bais": torch.ones(N), "bias": torch.ones(N)}, "bais"),
+        (lambda: 1, {}, "no arguments"),
+        (changes_its_input, {"g": torch.ones(N)}, "in place"),
+        (F.dropout, {}, "dropout"),
+        (widens, {"gate": torch.ones(5, 6, N)}, "a wider gate"),
+        (asks, {}, "asks"),
+        (changes_what_is_not_recorded, {}, "in place unrecorded"),
+        (lambda mm: _Straight.apply(mm), {}, "autograd.Function"),
+        (lambda mm: _Tripled.apply(mm), {}, "custom_function_call"),
     ],
 )
-def test_what_no_epilogue_computes(function: Callable[..., Any], inputs: dict[str, Any], said: str) -> None:
-    with pytest.raises(CallError, match=said):
+def test_what_no_epilogue_computes(function: Callable[..., Any], inputs: dict[str, Any], name: str, golden: Golden) -> None:
+    with golden.raises(CallError, name):
         epigen.linear(torch.randn(6, K), torch.randn(N, K), epilogue=function, inputs=inputs)
-    with pytest.raises(CallError, match=said):
+    with golden.raises(CallError, f"{name}, compiled"):
         epigen.compile(function)(torch.randn(6, K), torch.randn(K, N), **inputs)
     before = inputs.get("g")
     assert before is None or not isinstance(before, Tensor) or torch.equal(before, torch.ones(N))  # tracing changed nothing
 
 
-def test_torch_says_nothing_of_what_is_an_error_of_epigens(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CallError, match="cannot be run on a product"):
+def test_torch_says_nothing_of_what_is_an_error_of_epigens(capfd: pytest.CaptureFixture[str], golden: Golden) -> None:
+    with golden.raises(CallError):
         epigen.compile(lambda mm, z: mm + z)(torch.ones(6, K), torch.ones(K, N), z=torch.ones(3))
     assert capfd.readouterr().err == ""
 
@@ -547,12 +548,12 @@ def test_double_precision_is_the_references_own() -> None:
         assert torch.autograd.gradcheck(lambda *given, f=function: epigen.linear(*given, epilogue=f), (x, weight, bias))
 
 
-def test_what_is_told_of_a_layer() -> None:
+def test_what_is_told_of_a_layer(golden: Golden) -> None:
     leaky = functools.partial(F.leaky_relu, negative_slope=0.3)
     assert repr(epigen.nn.Linear(4, 4, epilogue=leaky)) == "Linear(in_features=4, out_features=4, bias=True, epilogue=partial)"
-    with pytest.raises(CallError, match="the epilogue Dropout calls dropout, which no epilogue computes"):
+    with golden.raises(CallError, "Dropout"):
         epigen.nn.MLP([4, 4, 4], activation=nn.Dropout(0.5))(torch.ones(2, 4))
-    with pytest.raises(CallError, match=r"an epilogue is text, such as 'relu\(mm \+ bias\)', and a Kernel was given"):
+    with golden.raises(CallError, "Kernel"):
         epigen.linear(torch.ones(2, 4), torch.ones(4, 4), epilogue=epigen.compile("relu(mm)"))
 
 

@@ -119,7 +119,7 @@ def test_gradients_are_torchs(text: str, save: str | None) -> None:
     if save is None or save in possible or possible == [NOTHING]:
         agree(text, save=save)
     else:
-        with pytest.raises(CallError, match=f"save='{save}' does not give"):
+        with pytest.raises(CallError, match=f"save='{save}'"):
             agree(text, save=save)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkout import TESTS
+from golden import Golden
 
 from epigen import settings
 from epigen.errors import TuneError
@@ -39,7 +40,7 @@ def test_workers_start(tmp_path: Path, command: str, how: str) -> None:
     assert result.read_text() == "ok ok ok"
 
 
-def test_workers_that_never_begin_are_given_up_with_their_last_words() -> None:
+def test_workers_that_never_begin_are_given_up_with_their_last_words(golden: Golden) -> None:
     """A module that cannot be imported would otherwise be every config's crash, which a study remembers."""
     fork_server = ForkServer("no_such_module_of_anybody")
     worker = Worker(fork_server, "faulty_timing_worker")
@@ -49,7 +50,7 @@ def test_workers_that_never_begin_are_given_up_with_their_last_words() -> None:
             assert isinstance(worker.answer(300.0), Failed)
             assert fork_server.process is not None
             fork_server.process.wait(300)
-        with pytest.raises(TuneError, match=r"^the worker processes end with status 1 .*: ModuleNotFoundError: No module named 'no_such_module_of_anybody'$"):
+        with golden.raises(TuneError):
             worker.submit(1)
     finally:
         fork_server.stop()

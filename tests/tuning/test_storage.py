@@ -11,7 +11,6 @@ import random
 import socket
 import sqlite3
 import stat
-import threading
 import traceback
 import urllib.parse
 from collections import Counter
@@ -23,8 +22,10 @@ import optuna
 import pytest
 import sqlalchemy
 from click.testing import CliRunner
+from golden import Golden
 from optuna.storages.journal import JournalFileBackend
 from sqlalchemy.exc import OperationalError
+from threads import in_threads
 from tuner_process import SPACE, MadeUp, outcome_of, run
 
 from bench.record import DATA
@@ -68,29 +69,29 @@ def studied(path: object, configs: list[KernelConfig]) -> Mapping[KernelConfig, 
 
 
 @pytest.mark.parametrize(
-    ("url", "message"),
+    ("url", "words"),
     [
-        ("nonsense", r"^'nonsense' is no storage: write a file that ends in .journal, journal://FILE, sqlite:///FILE or postgresql"),
-        ("", r"^'' is no storage"),
-        ("post gres://me:secret@x/y", r"^what was given is no storage: .*; in a password @ is written %40, : is %3A and / is %2F$"),
-        ("me:secret@x.journal", r"^what was given is no storage"),
-        ("journal://me:secret@host/x", r"^'journal://…' is no storage"),
-        ("journal://", r"'journal://' names no file"),
-        ("redis://localhost", r"the storage redis://localhost is of no known kind"),
-        ("postgresql+psycopg://me:secret@127.0.0.1:1/x", r"the storage postgresql\+psycopg://127.0.0.1 cannot be used: .*refused"),
-        ("postgresql+psycopg://me:secret@127.0.0.1:1/x.journal", r"the storage postgresql\+psycopg://127.0.0.1 cannot be used: .*refused"),
-        ("postgresql+psycopg://me@127.0.0.1:port/x", r"^'postgresql\+psycopg://…' is no storage"),
-        ("postgresql+psycopg://me:{secret}@127.0.0.1:1/x", r"cannot be used: .*refused"),
-        ("mysql+pymysql://me:secret@127.0.0.1:1/x", r"the storage mysql\+pymysql://127.0.0.1 needs a driver: No module named 'pymysql'\n.*pip install"),
-        ("journal:///proc/nowhere/study.journal", r"the storage journal:///proc/nowhere/study.journal cannot be opened: No such file or directory"),
-        ("/dev/null/study.journal", r"the storage /dev/null/study.journal cannot be opened: (Not a directory|File exists)"),
-        ("~nobody-has-this-name/study.journal", r"cannot be opened: Could not determine home directory|No such file|Permission denied"),
-        ("bad\0name.journal", r"is no storage"),
+        ("nonsense", "^'nonsense' .*postgresql"),
+        ("", "^'' "),
+        ("post gres://me:secret@x/y", r"@ .*%40, : .*%3A .*/ .*%2F$"),
+        ("me:secret@x.journal", "what was given"),
+        ("journal://me:secret@host/x", "^'journal://…'"),
+        ("journal://", "'journal://'"),
+        ("redis://localhost", "redis://localhost"),
+        ("postgresql+psycopg://me:secret@127.0.0.1:1/x", r"postgresql\+psycopg://127.0.0.1 .*refused"),
+        ("postgresql+psycopg://me:secret@127.0.0.1:1/x.journal", r"postgresql\+psycopg://127.0.0.1 .*refused"),
+        ("postgresql+psycopg://me@127.0.0.1:port/x", r"^'postgresql\+psycopg://…'"),
+        ("postgresql+psycopg://me:{secret}@127.0.0.1:1/x", "refused"),
+        ("mysql+pymysql://me:secret@127.0.0.1:1/x", r"mysql\+pymysql://127.0.0.1 .*'pymysql'\n.*pip install"),
+        ("journal:///proc/nowhere/study.journal", "journal:///proc/nowhere/study.journal"),
+        ("/dev/null/study.journal", "/dev/null/study.journal"),
+        ("~nobody-has-this-name/study.journal", r"home|No such file|denied"),
+        ("bad\0name.journal", "no storage"),
     ],
 )
-def test_a_storage_that_cannot_be_used_is_refused_in_words(url: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_that_cannot_be_used_is_refused_in_words(url: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TuneError, match=message) as caught:
+    with pytest.raises(TuneError, match=words) as caught:
         open_storage(url)
     assert len(str(caught.value).splitlines()) <= 2 and "secret" not in str(caught.value) and not list(tmp_path.iterdir())
 
@@ -136,8 +137,8 @@ def test_an_sqlite_file_that_cannot_be_used(tmp_path: Path, make: Callable[[Path
     assert before is None or path.read_bytes() == before
 
 
-def test_an_sqlite_file_without_its_folder(tmp_path: Path) -> None:
-    with pytest.raises(TuneError, match=rf"cannot be used: there is no folder {tmp_path}/nowhere$"):
+def test_an_sqlite_file_without_its_folder(tmp_path: Path, golden: Golden) -> None:
+    with golden.raises(TuneError):
         open_storage(f"sqlite:///{tmp_path}/nowhere/x.db")
 
 
@@ -150,7 +151,7 @@ def test_an_empty_sqlite_file_is_a_new_one(tmp_path: Path) -> None:
 def test_an_sqlite_file_that_may_not_be_written(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
     open_storage(f"sqlite:///{path}").close()
-    with pytest.raises(TuneError, match="failed: attempt to write a readonly database"):
+    with pytest.raises(TuneError, match="readonly"):
         studied(f"sqlite:///file:{path}?mode=ro&uri=true", CONFIGS[:1])
 
 
@@ -161,7 +162,7 @@ def test_an_sqlite_file_that_is_locked(tmp_path: Path, monkeypatch: pytest.Monke
     holder = sqlite3.connect(path)
     holder.execute("begin exclusive")
     try:
-        with pytest.raises(TuneError, match="cannot be used: database is locked"):
+        with pytest.raises(TuneError, match="locked"):
             studied(f"sqlite:///{path}", CONFIGS[:1])
     finally:
         holder.close()
@@ -173,7 +174,7 @@ def test_rows_that_somebody_has_spoilt_are_told_in_words(tmp_path: Path) -> None
     with sqlite3.connect(path) as there:
         there.execute('update trial_params set distribution_json = \'{"name": "Nothing"}\'')
     there.close()
-    with pytest.raises(TuneError, match=rf"^the storage sqlite:///{path} failed: ValueError: "):
+    with pytest.raises(TuneError, match=f"{path} failed: ValueError"):
         studied(f"sqlite:///{path}", CONFIGS[:2])
 
 
@@ -182,22 +183,14 @@ def test_rows_that_somebody_has_spoilt_are_told_in_words(tmp_path: Path) -> None
 
 def together(urls: list[str]) -> list[str]:
     """What as many threads say that open them at the same moment."""
-    barrier, said = threading.Barrier(len(urls)), []
+    said: list[str] = []
 
-    def one(url: str) -> None:
-        barrier.wait(250)
-        try:
-            open_storage(url).close()
-            said.append("opened")
-        except Exception as error:  # noqa: BLE001  # a thread's own would be lost
-            said.append(repr(error))
+    def one(number: int) -> None:
+        open_storage(urls[number]).close()
+        said.append("opened")
 
-    threads = [threading.Thread(target=one, args=(url,)) for url in urls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return said
+    failures = in_threads(len(urls), one)
+    return said + [repr(error) for error in failures]
 
 
 def test_several_open_one_new_sqlite_file(tmp_path: Path) -> None:
@@ -250,7 +243,7 @@ def test_what_another_tuner_has_just_made_is_looked_at_again(monkeypatch: pytest
 def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "some.journal"
     path.write_bytes(content)
-    with pytest.raises(TuneError, match=rf"^{path} is no journal of Optuna's, or is damaged in line 1: remove it, or name another file \(epigen tune --fresh"):
+    with pytest.raises(TuneError, match=rf"{path} .*line 1"):
         studied(path, CONFIGS[:1])
     assert path.read_bytes() == content
 
@@ -270,20 +263,20 @@ def test_what_is_no_file_is_no_journal(tmp_path: Path) -> None:
             open_storage(f"{tmp_path}/{name}.journal")
 
 
-def test_a_journal_without_an_end_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_without_an_end_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
     monkeypatch.setattr(journal, "_LONGEST", 1000)
     path = tmp_path / "x.journal"
     path.write_bytes(b'{"op_code"' * 1000)
-    with pytest.raises(TuneError, match=f"^{path} is no journal of Optuna's, or is damaged in line 1"):
+    with golden.raises(TuneError):
         studied(path, CONFIGS[:1])
 
 
 @pytest.mark.skipif(not os.geteuid(), reason="root may write everything")
-def test_a_journal_that_may_not_be_written(tmp_path: Path) -> None:
+def test_a_journal_that_may_not_be_written(tmp_path: Path, golden: Golden) -> None:
     path = tmp_path / "x.journal"
     path.touch()
     path.chmod(stat.S_IRUSR)
-    with pytest.raises(TuneError, match="cannot be opened: Permission denied"):
+    with golden.raises(TuneError):
         open_storage(str(path))
 
 
@@ -411,7 +404,7 @@ def test_what_tells_of_two_lines_at_once_is_refused(tmp_path: Path) -> None:
     begun = [i for i, line in enumerate(lines) if json.loads(line)["op_code"] == 4]
     path = tmp_path / "x.journal"
     path.write_bytes(b"".join([*lines[: begun[2]], lines[begun[2]].replace(b"\n", b"\x0b"), *lines[begun[2] + 1 :]]))
-    with pytest.raises(TuneError, match=f"damaged in line {begun[2] + 1}"):
+    with pytest.raises(TuneError, match=f"line {begun[2] + 1}"):
         studied(path, [])
 
 
@@ -485,7 +478,7 @@ def test_no_password_is_ever_shown(template: str, tmp_path: Path, monkeypatch: p
             assert not shown, f"{url}: {shown}"
 
 
-def test_what_fails_later_shows_no_password(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_fails_later_shows_no_password(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, golden: Golden) -> None:
     """An error of a driver's that repeats what it was given."""
 
     def failing(*_: object, **__: object) -> object:
@@ -498,7 +491,7 @@ def test_what_fails_later_shows_no_password(monkeypatch: pytest.MonkeyPatch, tmp
     with pytest.raises(TuneError) as caught, opened.in_words():
         opened.backend("").get_all_studies()
     assert "hunter2" not in "".join(traceback.format_exception(caught.value)[-1:]) and caught.value.__suppress_context__
-    assert str(caught.value) == "the storage postgresql://host failed: OperationalError, of which the message repeats a part of the URL"
+    golden(str(caught.value))
     assert not list(tmp_path.iterdir())
 
 

@@ -22,6 +22,7 @@ import postgres_server
 import pytest
 import sqlalchemy
 import tuner_process
+from golden import Golden
 from optuna.trial import FrozenTrial, TrialState
 from tuner_process import BASELINE, CONFIGS, SPACE, MadeUp, outcome_of, prior, run
 
@@ -441,12 +442,12 @@ def test_the_search_goes_on_where_the_first_baseline_is_lost() -> None:
     assert found.complete and found.baseline == BASELINE and {p.baseline for p in told} == {None}
 
 
-def test_interrupted_during_the_first_baseline() -> None:
+def test_interrupted_during_the_first_baseline(golden: Golden) -> None:
     class Interrupted(MadeUp):
         def compare(self, configs: Sequence[KernelConfig]) -> Comparison:  # noqa: ARG002  # it never gets so far
             raise KeyboardInterrupt
 
-    with pytest.raises(TuneError, match="the search ended before its first trial"):
+    with golden.raises(TuneError):
         run(Interrupted(), 4, None)
     storage = open_storage(None)
     run(MadeUp(), 4, storage)
@@ -608,7 +609,7 @@ def test_a_server_that_goes_away_is_told_in_words() -> None:
                     stack.close()
                 return super().measure(config, limit_us)
 
-        with pytest.raises(TuneError, match=r"the storage postgresql\+psycopg://127.0.0.1 failed: .*") as caught:
+        with pytest.raises(TuneError, match=r"127\.0\.0\.1 failed") as caught:
             run(Away(), 9, storage)
         assert len(str(caught.value).splitlines()) == 1
         storage.close()

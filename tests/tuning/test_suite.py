@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkout import ROOT
+from golden import Golden
 from machines import Machine
 
 import epigen
@@ -53,29 +54,29 @@ def test_a_problem_that_comes_twice_is_tuned_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "name"),
     [
-        ("", "my.toml: problem: this field is missing"),
-        ("problem = 3", "my.toml: problem: expected tables, written [[problem]], not 3"),
-        ("problem = []", "my.toml: problem: this list is empty"),
-        ("problem = [1]", "my.toml: problem 1: expected a table, written [[problem]]"),
-        ('[problem]\nprogram = "mm"', "my.toml: problem: expected tables, written [[problem]], not {'program': 'mm'}"),
-        ('[[problem]]\nprogram = "relu(mm)"', "my.toml: problem 1 (relu(mm)), shapes: this field is missing"),
-        ('[[problem]]\nprogram = "mm"\nshapes = []', "my.toml: problem 1 (mm), shapes: this list is empty"),
-        ('[[problem]]\nprogram = 3\nshapes = "1x1x1"', "my.toml: problem 1, program: expected text, not 3"),
-        ('[[problem]]\nprogram = "mm"\nshapes = ["1x1x1", "64x64"]', "my.toml: problem 1 (mm), shapes, item 2: '64x64' is not of the form MxNxK, such as 4096x4096x1024, nor BxMxNxK, such as 64x1024x1024x128"),
-        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\ndtype = "fp61"', "my.toml: problem 1 (mm), dtype: unknown dtype 'fp61': did you mean fp16?"),
-        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\ndtype = "int32"', "my.toml: problem 1 (mm), dtype: unknown dtype 'int32': did you mean int8?"),
-        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nlayout = "nm"', "my.toml: problem 1 (mm), layout: unknown layout 'nm': it is one of nn, nt, tn, tt, how a and b lie (n row-major, t transposed)"),
-        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nprecision = "high"', "my.toml: problem 1 (mm), precision: expected one of ieee, tf32, not 'high'"),
-        ('[[problem]]\nprogram = "mm"\nshapes = [' + '"1x1x1",' * 1001 + "]", "my.toml: problem 1 (mm), shapes: expected a list of 1 to 1000, not a list of 1001"),
-        ('[[problem]]\nprogram = "' + "\\n" * 20_001 + '"\nshapes = "1x1x1"', "my.toml: problem 1, program: a program has at most 20000 characters, and this one has 20001"),
-        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nlayouts = "nn"', "my.toml: problem 1 (mm), layouts: there is no such field: did you mean layout?"),
-        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nx = 1', "my.toml: problem 1 (mm), x: there is no such field: known are program, shapes, dtype, layout, precision"),
+        ("", "empty"),
+        ("problem = 3", "3"),
+        ("problem = []", "no problem"),
+        ("problem = [1]", "a list of numbers"),
+        ('[problem]\nprogram = "mm"', "a table"),
+        ('[[problem]]\nprogram = "relu(mm)"', "no shapes"),
+        ('[[problem]]\nprogram = "mm"\nshapes = []', "no shape"),
+        ('[[problem]]\nprogram = 3\nshapes = "1x1x1"', "program=3"),
+        ('[[problem]]\nprogram = "mm"\nshapes = ["1x1x1", "64x64"]', "64x64"),
+        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\ndtype = "fp61"', "fp61"),
+        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\ndtype = "int32"', "int32"),
+        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nlayout = "nm"', "nm"),
+        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nprecision = "high"', "high"),
+        ('[[problem]]\nprogram = "mm"\nshapes = [' + '"1x1x1",' * 1001 + "]", "1001 shapes"),
+        ('[[problem]]\nprogram = "' + "\\n" * 20_001 + '"\nshapes = "1x1x1"', "a long program"),
+        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nlayouts = "nn"', "layouts"),
+        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nx = 1', "x"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_named_with_file_entry_and_field(text: str, said: str) -> None:
-    assert told(text) == said
+def test_a_mistake_is_named_with_file_entry_and_field(text: str, name: str, golden: Golden) -> None:
+    golden(told(text), name)
 
 
 def test_a_mistake_in_a_program_keeps_its_caret() -> None:
@@ -98,25 +99,25 @@ def test_all_mistakes_come_together() -> None:
 def test_what_is_no_suite_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
     path.write_bytes(content)
-    with pytest.raises(SuiteError, match=r"my\.toml: (this is no|nested too deeply)"):
+    with pytest.raises(SuiteError, match=r"my\.toml"):
         suite.read(path)
 
 
-def test_more_than_anybody_tunes_is_refused_before_it_is_written_out() -> None:
+def test_more_than_anybody_tunes_is_refused_before_it_is_written_out(golden: Golden) -> None:
     many = "[" + '"1x1x1",' * 1000 + "]"
     dtypes, layouts = "[" + '"fp16",' * 1000 + "]", "[" + '"nn",' * 1000 + "]"
     text = f'[[problem]]\nprogram = "mm"\nshapes = {many}\ndtype = {dtypes}\nlayout = {layouts}'
-    assert told(text) == "my.toml: 1000000000 problems, and a suite has at most 100000"
+    golden(told(text))
 
 
-def test_a_file_without_an_end_is_not_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_an_end_is_not_read_whole(monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
     monkeypatch.setattr(suite, "_MOST_BYTES", 1000)
-    with pytest.raises(SuiteError, match="/dev/zero has more than 1000 bytes"):
+    with golden.raises(SuiteError):
         suite.read(Path("/dev/zero"))
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SuiteError, match=r"cannot read .*: Is a directory"):
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, golden: Golden) -> None:
+    with golden.raises(SuiteError):
         suite.read(tmp_path)
 
 
@@ -147,7 +148,7 @@ def test_a_shape_is_text_or_three_numbers(given: object) -> None:
 
 @pytest.mark.parametrize("given", ["16x4096", "16X4096x1024", " 1x1x1", (16, 4096), (16, 4096, 1024.0), (True, 1, 1), (-1, 1, 1), 7, None])
 def test_what_is_no_shape_is_refused(given: object) -> None:
-    with pytest.raises(CallError, match="is not of the form MxNxK, such as 4096x4096x1024"):
+    with pytest.raises(CallError, match="MxNxK"):
         request.shape_of(given)
 
 
@@ -162,12 +163,12 @@ def test_inputs_beside_8_bit_operands_are_fp32() -> None:
         assert one.task(TARGETS["sm_90"]).inputs == (inputs,)
 
 
-def test_programs_are_checked_before_anything_runs() -> None:
-    with pytest.raises(CheckError, match="unknown name 'bais'"):
+def test_programs_are_checked_before_anything_runs(golden: Golden) -> None:
+    with golden.raises(CheckError, "bais"):
         request.every(["relu(mm)", "mm + bais"], ["1x1x1"])
-    with pytest.raises(CallError, match="a program is text, and a int was given"):
+    with golden.raises(CallError, "int"):
         request.every([3], ["1x1x1"])  # type: ignore[list-item]
-    with pytest.raises(CallError, match="precision is 'ieee' or 'tf32', not 'high'"):
+    with golden.raises(CallError, "high"):
         request.every(["mm"], ["1x1x1"], precision="high")
 
 

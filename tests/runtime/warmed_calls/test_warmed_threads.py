@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fake_gpu import FakeGpu
-from warmed import MARKS, K, N, as_triton_does, compiled, half, in_threads, launched, operands
+from threads import in_threads
+from warmed import MARKS, K, N, as_triton_does, compiled, half, launched, operands
 
 pytestmark = MARKS
 
