@@ -52,9 +52,9 @@ def _check_memory(kind: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         return
     if value.layout != torch.strided or value.is_nested:
-        found = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        actual = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
         hint = "call once for each of its parts" if value.is_nested else "pass t.to_dense()"
-        raise CallError(f"{kind}{name} is a {found} tensor, and one with strides was expected: {hint}")
+        raise CallError(f"{kind}{name} is a {actual} tensor, and one with strides was expected: {hint}")
     wraps: Any = is_traceable_wrapper_subclass
     if type(value) not in PLAIN and wraps(value):
         raise CallError(f"{kind}{name} is a {type(value).__name__}, which wraps other tensors: pass those (of a DTensor, t.to_local())")
@@ -152,16 +152,16 @@ def _check_input(name: str, node: Node, value: Any, shape: tuple[int, int, int],
     wanted = tuple(shape["mnk".index(i)] for i in node.indices)
     if (tuple(value.shape) != wanted) if node.indices else (value.numel() != 1):
         expected = f"[{', '.join(i.upper() for i in node.indices)}] = {list(wanted)}" if node.indices else "one element"
-        found = f"{what} is declared as {name}{_declared(node)}, so {expected} was expected, and it has shape {list(value.shape)}"
-        raise CallError(found + _as_expected(name, tuple(value.shape), wanted))
+        message = f"{what} is declared as {name}{_declared(node)}, so {expected} was expected, and it has shape {list(value.shape)}"
+        raise CallError(message + _as_expected(name, tuple(value.shape), wanted))
 
 
-def _as_expected(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+def _as_expected(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     """What to write where torch would broadcast it, or it has extents of 1 too many; "" where its elements are others."""
     size = ", ".join(map(str, wanted))
-    if [e for e in found if e != 1] == [e for e in wanted if e != 1]:
+    if [e for e in shape if e != 1] == [e for e in wanted if e != 1]:
         return f": pass {name}.reshape({size})"
-    broadcasts = len(found) <= len(wanted) and all(f in (1, w) for f, w in zip(reversed(found), reversed(wanted), strict=False))
+    broadcasts = len(shape) <= len(wanted) and all(f in (1, w) for f, w in zip(reversed(shape), reversed(wanted), strict=False))
     return f": pass {name}.expand({size})" if broadcasts else ""
 
 
@@ -269,5 +269,5 @@ def process_precision() -> str:
     once the two disagree.
     """
     # what the attribute asks, without the 2 us of Python around it
-    found = torch.backends.cuda.matmul.fp32_precision if _torchs_precision is None else _torchs_precision("cuda", "matmul")
-    return "tf32" if found == "tf32" else "ieee"
+    precision = torch.backends.cuda.matmul.fp32_precision if _torchs_precision is None else _torchs_precision("cuda", "matmul")
+    return "tf32" if precision == "tf32" else "ieee"

@@ -62,11 +62,11 @@ def one(declared: Mapping[str, Node], operands: tuple[Any, ...], inputs: Mapping
     return tuple(first), given, Batch(lead, strides)
 
 
-def with_outputs(batch: Batch, found: Sequence[Out], outs: Mapping[str, Tensor], m: int, n: int) -> tuple[dict[str, Tensor], Batch]:
-    """The caller's buffers as the first product writes them, and the batch with the strides of all outputs. found: those. m, n: of each product."""
+def with_outputs(batch: Batch, all_outputs: Sequence[Out], outs: Mapping[str, Tensor], m: int, n: int) -> tuple[dict[str, Tensor], Batch]:
+    """The caller's buffers as the first product writes them, and the batch with the strides of all_outputs, the program's. m, n: of each product."""
     first: dict[str, Tensor] = {}
     strides = {**batch.strides, PRODUCT: m * n}
-    for out in found:
+    for out in all_outputs:
         strides[out.name] = math.prod(out.held(m, n).shape)
         if out.name in outs:
             first[out.name], strides[out.name] = _given(outs[out.name], out, batch)
@@ -77,8 +77,8 @@ def _given(t: Any, out: Out, batch: Batch) -> tuple[Tensor, int]:
     """One of the caller's buffers, as the first product writes it, and the distance to what the next one does."""
     own = len(out.indices)
     if not isinstance(t, Tensor) or tuple(t.shape[: t.dim() - own]) != batch.lead:
-        found = list(t.shape) if isinstance(t, Tensor) else f"a {type(t).__name__}"
-        raise CallError(f"out for '{out.name}' is {found}, and a tensor with the leading dimensions {list(batch.lead)} was expected")
+        actual = list(t.shape) if isinstance(t, Tensor) else f"a {type(t).__name__}"
+        raise CallError(f"out for '{out.name}' is {actual}, and a tensor with the leading dimensions {list(batch.lead)} was expected")
     if not batch.count:  # nothing is written
         return t.new_empty(t.shape[t.dim() - own :]), 0
     matrix, stride = _matrix(f"out for '{out.name}'", t, own, batch.lead)
@@ -131,8 +131,8 @@ def evaluate(
     }
     for i in range(count):
         own = {name: value[i] if isinstance(value, Tensor) and named[name].indices else value for name, value in given.items()}
-        for result, found in zip(results, reference.evaluate(graph, several[0][i], several[1][i], own, [out.dtype for out in outs]), strict=True):
-            result[i].copy_(found)
+        for result, output in zip(results, reference.evaluate(graph, several[0][i], several[1][i], own, [out.dtype for out in outs]), strict=True):
+            result[i].copy_(output)
     return [result.unflatten(0, lead) for result in results]
 
 

@@ -136,7 +136,7 @@ def tensor_maps(compiled: Any, number: int, t: Tensor, addresses: Sequence[int])
     rest = (None,) * (len(inspect.signature(make).parameters) - 2)  # Triton 3.9 hands on arguments of the launch, which it does not read
     t = upright(t)
     shape, strides = tuple(t.shape), tuple(t.stride())
-    found = []
+    maps = []
     for address in addresses:
         try:
             one, *others = make(_Described(_Place(address), shape, strides), metadata[number], *rest)
@@ -145,8 +145,8 @@ def tensor_maps(compiled: Any, number: int, t: Tensor, addresses: Sequence[int])
         if tuple(others) != (*shape, *strides) or type(one).__basicsize__ < object.__basicsize__ + TENSOR_MAP_BYTES:
             return None
         # an object of C that ends with the map
-        found.append(ctypes.string_at(id(one) + type(one).__basicsize__ - TENSOR_MAP_BYTES, TENSOR_MAP_BYTES))
-    return found
+        maps.append(ctypes.string_at(id(one) + type(one).__basicsize__ - TENSOR_MAP_BYTES, TENSOR_MAP_BYTES))
+    return maps
 
 
 # -- who else takes part in a launch

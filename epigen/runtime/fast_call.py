@@ -259,8 +259,8 @@ def _pairs(
     names = list(given)
     tensors = {name: held for name, held in zip(inputs, names[len(operands) :], strict=False) if isinstance(given[held], Tensor)}
     outs = dict(zip((o.name for o in prepared.outputs), returned, strict=True))
-    found = overlap.pairs(prepared.replaces, dict(zip("ab", names[: len(operands)], strict=False)), tensors, outs)
-    return [(pair, t, other) for pair, t, other in found if given[t] is not given[other]]
+    pairs = overlap.pairs(prepared.replaces, dict(zip("ab", names[: len(operands)], strict=False)), tensors, outs)
+    return [(pair, t, other) for pair, t, other in pairs if given[t] is not given[other]]
 
 
 def _apart(text: CodeBuilder, given: Mapping[str, Any], pairs: Sequence[tuple[overlap.Pair, str, str]]) -> None:
@@ -314,7 +314,7 @@ def _comparison(tensors: Sequence[Tensor]) -> Check:
     if check is not None:
         return check
     expected = [_likeness(t) for t in tensors]
-    return lambda *found: all(isinstance(t, Tensor) and _likeness(t) == e for t, e in zip(found, expected, strict=True))
+    return lambda *given: all(isinstance(t, Tensor) and _likeness(t) == e for t, e in zip(given, expected, strict=True))
 
 
 def guard(tensors: Sequence[Tensor]) -> Check | None:

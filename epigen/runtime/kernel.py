@@ -132,10 +132,10 @@ class Kernel:
             arguments.check_positional("operands a and b are", len(extra), self._inputs)
             return self._operation((a, b), inputs, out)
         for again, prepared in self._calls.newest.get(type(out), ()) if not extra else ():
-            found = again(again, a, b, inputs, out)
-            if found is not None:
+            result = again(again, a, b, inputs, out)
+            if result is not None:
                 self._last = prepared
-                return found
+                return result
         arguments.check_positional("operands a and b are", len(extra), self._inputs)
         return self._call(() if PRODUCT in self._inputs else (a, b), inputs, out)
 
@@ -320,7 +320,7 @@ class Kernel:
     def _plan_or_last(self, problem: dict[str, Any]) -> Plan:
         if problem or self._last is None:
             return self.plan(**problem)
-        return self._last.plan or self.plan(self._last.shape, signature=self._last.like)
+        return self._last.plan or self.plan(self._last.shape, signature=self._last.signature)
 
     # -- preparing a call
 
@@ -377,43 +377,43 @@ class Kernel:
         arguments.check_inputs(self._inputs, inputs, (m, n, k), first)
         if operands:
             check_computed(self._graph, BY_TORCH_ON_CPU[str(first.dtype)])
-        found = outputs.of(self._graph, BY_TORCH_ON_CPU[str(first.dtype)])
+        all_outputs = outputs.of(self._graph, BY_TORCH_ON_CPU[str(first.dtype)])
         shape: Shape = (m, n, k)
         if batch is not None:
             shape = (batch.count, m, n, k)
-            outs, batch = batches.with_outputs(batch, found, outs, m, n)
-        for out in found:
+            outs, batch = batches.with_outputs(batch, all_outputs, outs, m, n)
+        for out in all_outputs:
             if out.name in outs:
                 outputs.check(outs[out.name], out, m, n, first.device)
         backend = self._backend or ("reference" if first.device.type == "cpu" else "triton")
         if backend == "reference" or (first.is_meta and target is None):
-            like = self._signature_like(shape, operands, inputs)
-            return Prepared(self._graph, found, (m, n, k), first.device, like=like, batch=batch)
+            signature = self._signature_like(shape, operands, inputs)
+            return Prepared(self._graph, all_outputs, (m, n, k), first.device, signature=signature, batch=batch)
         if first.dtype == torch.float64:
             raise CallError(f"{what} is float64, which only the reference on the CPU computes in: no kernel does")
         if backend == "triton" and not first.is_cuda and target is None:
             raise CallError(f"{what} is on {first.device}, and compiled kernels run on a GPU: move the tensors, or use backend='interpreter'")
         if backend == "interpreter":
-            self._check_interpretable((*operands, *inputs.values(), *outs.values()), found)
-        signature = self._signature((m, n, k), operands, inputs, outs, found, batch)
+            self._check_interpretable((*operands, *inputs.values(), *outs.values()), all_outputs)
+        signature = self._signature((m, n, k), operands, inputs, outs, all_outputs, batch)
         with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
             choose = self._at_call if first.is_cuda and backend == "triton" and target is None else self._choose
             target = target or (self._machine.at_hand() if first.is_cuda else None) or DEFAULT_TARGET
             plan = self._planned(choose, shape, target, signature, refused, interpreted=backend == "interpreter")
             module = self._loaders[backend == "interpreter"].load(plan.rendered) if plan.rendered.functions else None
         functions = [getattr(module, f.name) for f in plan.rendered.functions]
-        prepared = Prepared(self._graph, found, (m, n, k), first.device, plan, backend == "interpreter", batch=batch)
+        prepared = Prepared(self._graph, all_outputs, (m, n, k), first.device, plan, backend == "interpreter", batch=batch)
         prepared.bind(functions, operands, inputs, outs, target)
         return prepared
 
     def _signature(
-        self, shape: tuple[int, int, int], operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], found: Sequence[outputs.Out],
+        self, shape: tuple[int, int, int], operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], all_outputs: Sequence[outputs.Out],
         batch: Batch | None = None,
     ) -> Signature:  # fmt: skip
-        """What of a call its kernel's text depends on. found: all outputs; one that is still to be allocated will lie without gaps."""
+        """What of a call its kernel's text depends on. all_outputs: one that is still to be allocated will lie without gaps."""
         m, n, k = shape
         nowhere = outputs.allocator(torch.device("meta"))
-        results = {out.name: outs[out.name] if out.name in outs else out.held(m, n).empty(nowhere) for out in found}
+        results = {out.name: outs[out.name] if out.name in outs else out.held(m, n).empty(nowhere) for out in all_outputs}
         tensors = [t for t in (*operands, *inputs.values(), *results.values()) if isinstance(t, Tensor)]
         matrices = dict(zip("ab", operands, strict=False))
         upright = {name: t if arguments.layout(t) == "n" else t.T for name, t in matrices.items()}
@@ -422,7 +422,7 @@ class Kernel:
         strided = [(name, {"a": "mk", "b": "kn"}[name], t.stride()) for name, t in matrices.items()]
         strided += [(PRODUCT, "mn", (n, 1))] if operands else []
         strided += [(name, node.indices, inputs[name].stride()) for name, node in self._inputs.items() if isinstance(inputs[name], Tensor)]
-        strided += [(out.name, out.indices, results[out.name].stride()) for out in found]
+        strided += [(out.name, out.indices, results[out.name].stride()) for out in all_outputs]
         a, b = (BY_TORCH_ON_CPU[str(t.dtype)] for t in operands or (inputs[PRODUCT],) * 2)
         strides = batch.strides if batch else {}
         return Signature(
@@ -444,17 +444,17 @@ class Kernel:
     def _bytewise(self, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], strides: Mapping[str, int]) -> tuple[str, ...]:
         """The packed masks whose rows are not whole words. What lies behind a row's end may be read, but is written only in epigen's own. strides: of a batch."""
         masks = [name for name, node in self._inputs.items() if node.op == g.BITS]
-        found = [name for name in masks if strides.get(name, 0) % 4 or not whole_words(inputs[name].stride(), inputs[name].data_ptr())]
+        bytewise = [name for name in masks if strides.get(name, 0) % 4 or not whole_words(inputs[name].stride(), inputs[name].data_ptr())]
         for o in self._graph.outputs:
             if o.name in outs and self._graph.nodes[o.node].kind == g.PACKED:
                 out = outs[o.name]
                 if out.shape[1] % 4 or strides.get(o.name, 0) % 4 or not whole_words(out.stride(), out.data_ptr()):
-                    found.append(o.name)
-        return tuple(found)
+                    bytewise.append(o.name)
+        return tuple(bytewise)
 
-    def _check_interpretable(self, values: tuple[Any, ...], found: list[outputs.Out]) -> None:
+    def _check_interpretable(self, values: tuple[Any, ...], all_outputs: list[outputs.Out]) -> None:
         held = [BY_TORCH_ON_CPU.get(str(t.dtype)) for t in values if isinstance(t, Tensor)]
-        if culprit := uninterpretable(self._graph, held, [o.dtype for o in found]):
+        if culprit := uninterpretable(self._graph, held, [o.dtype for o in all_outputs]):
             raise CallError(f"Triton's interpreter rounds to {culprit} wrongly: use fp16 or fp32 there, and {culprit} on a GPU")
 
 

@@ -114,22 +114,22 @@ class Launch:
         loaded = direct.loaded(self.jit, compiled, self.function.names)
         if loaded is None:
             return None
-        found: list[tuple[int, int | native.TensorMap]] = []
+        parameters: list[tuple[int, int | native.TensorMap]] = []
         number = 0
         for argument in self.function.arguments:
             if argument.name in self.integers:
-                found.append((-1, self.integers[argument.name]))
+                parameters.append((-1, self.integers[argument.name]))
                 continue
             place = slots[source(argument)]
             if argument.block is None:
-                found.append((place, 0))
+                parameters.append((place, 0))
                 continue
             tensor_map = native.tensor_map(compiled, number, tensors[place])
             if tensor_map is None:
                 return None
             number += 1
-            found.append((place, tensor_map))
-        kernel = native.kernel(loaded, self.grid[0], [*found, *((-1, int(value)) for value in self.constants.values())])
+            parameters.append((place, tensor_map))
+        kernel = native.kernel(loaded, self.grid[0], [*parameters, *((-1, int(value)) for value in self.constants.values())])
         return None if kernel is None else Direct(kernel, self.dependent)
 
 

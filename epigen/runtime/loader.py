@@ -225,8 +225,8 @@ def compile_time(function: Function, target: Target | None) -> dict[str, int]:
 def options(function: Function, target: Target, follows: bool) -> dict[str, Any]:
     """What Triton's compiler is told of a function, beside its arguments. follows: another kernel of the same call comes before, for whose end it waits by itself."""
     # the last: else every integer operation gets a check for overflow, which only debug mode keeps; a tenth of the time to compile
-    found = {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True, "sanitize_overflow": False}
-    return found | ({"launch_pdl": True} if follows and target.has_dependent_launch else {})
+    compile_options = {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True, "sanitize_overflow": False}
+    return compile_options | ({"launch_pdl": True} if follows and target.has_dependent_launch else {})
 
 
 class _Absent:
@@ -349,8 +349,8 @@ def _resources(kernel: Any, stages: Mapping[str, str | bytes], function: Functio
 
 
 def _last_number(pattern: str, text: str) -> int:
-    found = re.findall(pattern, text)
-    return int(found[-1]) if found else 0
+    matches = re.findall(pattern, text)
+    return int(matches[-1]) if matches else 0
 
 
 def _cubin_usage(cubin: str | bytes) -> dict[str, int]:

@@ -50,23 +50,23 @@ static Word word(PyObject *value) { return PyLong_AsUnsignedLongLongMask(value);
 
 // What a kernel is given for a value. alignment: '=' asks for a tensor that is aligned, '!' for one that is not, and '.' for neither.
 // 1; 0 where the tensor is not as it was; -1 with an exception.
-static int given(Launches *self, PyObject *value, char alignment, Word *found) {
+static int given(Launches *self, PyObject *value, char alignment, Word *parameter) {
   if (PyFloat_CheckExact(value)) {
     float number = (float)PyFloat_AS_DOUBLE(value);
-    *found = 0;
-    memcpy(found, &number, sizeof number);
+    *parameter = 0;
+    memcpy(parameter, &number, sizeof number);
     return 1;
   }
   if (PyLong_CheckExact(value)) {
-    *found = word(value);
+    *parameter = word(value);
     return 1;
   }
   PyObject *address = PyObject_CallOneArg(self->data_ptr, value);
   if (!address)
     return -1;
-  *found = word(address);
+  *parameter = word(address);
   Py_DECREF(address);
-  return alignment == '.' || (*found % ALIGNED_BYTES == 0) == (alignment == '=');
+  return alignment == '.' || (*parameter % ALIGNED_BYTES == 0) == (alignment == '=');
 }
 
 static CUresult launch(const Kernel *kernel, CUstream stream, int captured, Word *values) {
@@ -233,14 +233,14 @@ static PyTypeObject launches = {
 
 // bind(cuLaunchKernelEx, cuCtxGetCurrent, cuCtxSetCurrent, cuGetErrorName, cuTensorMapReplaceAddress): where the driver has them
 static PyObject *bind(PyObject *module, PyObject *arguments) {
-  Word found[5];
-  if (!PyArg_ParseTuple(arguments, "KKKKK", &found[0], &found[1], &found[2], &found[3], &found[4]))
+  Word addresses[5];
+  if (!PyArg_ParseTuple(arguments, "KKKKK", &addresses[0], &addresses[1], &addresses[2], &addresses[3], &addresses[4]))
     return NULL;
-  launch_kernel = (void *)(uintptr_t)found[0];
-  get_context = (void *)(uintptr_t)found[1];
-  set_context = (void *)(uintptr_t)found[2];
-  name_error = (void *)(uintptr_t)found[3];
-  replace_address = (void *)(uintptr_t)found[4];
+  launch_kernel = (void *)(uintptr_t)addresses[0];
+  get_context = (void *)(uintptr_t)addresses[1];
+  set_context = (void *)(uintptr_t)addresses[2];
+  name_error = (void *)(uintptr_t)addresses[3];
+  replace_address = (void *)(uintptr_t)addresses[4];
   Py_RETURN_NONE;
 }
 
@@ -248,10 +248,10 @@ static PyMethodDef functions[] = {{"bind", bind, METH_VARARGS, NULL}, {NULL, NUL
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "epigen_native", NULL, -1, functions};
 
 PyMODINIT_FUNC PyInit_epigen_native(void) {
-  PyObject *found = PyType_Ready(&launches) ? NULL : PyModule_Create(&module);
-  if (found && PyModule_AddObjectRef(found, "Launches", (PyObject *)&launches)) {
-    Py_DECREF(found);
+  PyObject *created = PyType_Ready(&launches) ? NULL : PyModule_Create(&module);
+  if (created && PyModule_AddObjectRef(created, "Launches", (PyObject *)&launches)) {
+    Py_DECREF(created);
     return NULL;
   }
-  return found;
+  return created;
 }

@@ -99,8 +99,8 @@ def step(kernels: Sequence[tuple[Kernel, bool, bool]], values: Sequence[Any], co
         return None
     alignments = "".join(_alignment(value) for value in values).ljust(count, ".").encode()
     launches = tuple((k.loaded.function, k.blocks, k.loaded.threads, k.loaded.shared_bytes, *dependent, k.parameters) for k, *dependent in kernels)
-    found: Step = module.Launches(context, Tensor.data_ptr, alignments, launches, tuple(apart))
-    return found
+    result: Step = module.Launches(context, Tensor.data_ptr, alignments, launches, tuple(apart))
+    return result
 
 
 def _alignment(value: Any) -> str:
@@ -130,12 +130,12 @@ def _driver() -> ctypes.CDLL:
 @functools.cache
 def _context(index: int) -> int:
     """The context of a device that torch and Triton use, too, held as long as the process lives; 0 where the driver has none for it."""
-    found, device = ctypes.c_void_p(), ctypes.c_int()
+    context, device = ctypes.c_void_p(), ctypes.c_int()
     try:
-        failed = _driver().cuDeviceGet(ctypes.byref(device), index) or _driver().cuDevicePrimaryCtxRetain(ctypes.byref(found), device)
+        failed = _driver().cuDeviceGet(ctypes.byref(device), index) or _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
     except (OSError, AttributeError):
         return 0
-    return 0 if failed else found.value or 0
+    return 0 if failed else context.value or 0
 
 
 def _moved(tensor_map: bytes, address: int) -> bytes:
@@ -153,8 +153,8 @@ def _sizes(function: int, most: int) -> list[int]:
         ask = _driver().cuFuncGetParamInfo
     except (OSError, AttributeError):
         return []
-    found: list[int] = []
+    sizes: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    while len(found) <= most and not ask(ctypes.c_void_p(function), ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)):
-        found.append(size.value)
-    return found
+    while len(sizes) <= most and not ask(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)):
+        sizes.append(size.value)
+    return sizes

@@ -90,13 +90,13 @@ torch.serialization.add_safe_globals([remade])  # without it torch.load refuses 
 
 def of(graph: Graph, a: DType) -> list[Out]:
     """The outputs of a program for operands of dtype `a`."""
-    found = []
+    outs = []
     for output in graph.outputs:
         node = graph.nodes[output.node]
         packed = node.kind == g.PACKED
         replaces = frozenset(i.name for i in _elementwise(graph, output.node) if i.indices == node.indices and (i.op == g.BITS) == packed)
-        found.append(Out(output.name, node.indices, output_dtype(graph, output, a), packed, replaces))
-    return found
+        outs.append(Out(output.name, node.indices, output_dtype(graph, output, a), packed, replaces))
+    return outs
 
 
 def _elementwise(graph: Graph, root: int) -> Iterator[Node]:
@@ -147,7 +147,7 @@ def check(t: Any, out: Out, m: int, n: int, on: torch.device) -> None:
     if isinstance(t, Tensor) and t.is_neg():
         raise CallError(f"out for '{out.name}' is a lazily negated view: pass a plain tensor")
     if not isinstance(t, Tensor) or tuple(t.shape) != shape or t.dtype != dtype or t.device != on:
-        found = f"{t.dtype} {list(t.shape)} on {t.device}" if isinstance(t, Tensor) else f"a {type(t).__name__}"
-        raise CallError(f"out for '{out.name}' is {found}, and {dtype} {list(shape)} on {on} was expected")
+        actual = f"{t.dtype} {list(t.shape)} on {t.device}" if isinstance(t, Tensor) else f"a {type(t).__name__}"
+        raise CallError(f"out for '{out.name}' is {actual}, and {dtype} {list(shape)} on {on} was expected")
     if overlap.within(t):
         raise CallError(f"out for '{out.name}' has strides {list(t.stride())}: several elements share one place, and each wants its own")

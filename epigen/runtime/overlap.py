@@ -110,12 +110,12 @@ def _same_place(t: Tensor, other: Tensor) -> bool:
 
 def within(t: Tensor) -> bool:
     """Whether two elements of a vector or a matrix are at one address."""
-    found = [(size, stride) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
-    if not t.numel() or not found:
+    dims = [(size, stride) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
+    if not t.numel() or not dims:
         return False
-    if len(found) == 1:
-        return found[0][1] == 0
+    if len(dims) == 1:
+        return dims[0][1] == 0
     # of elements i * x and j * y apart, the nearest that coincide are y / g rows and x / g columns from one another
-    (rows, x), (columns, y) = found
+    (rows, x), (columns, y) = dims
     common = math.gcd(x, y)
     return common == 0 or (y // common < rows and x // common < columns)

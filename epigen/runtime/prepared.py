@@ -58,15 +58,15 @@ class Prepared:
     """What of a call follows from everything but addresses and numbers. Without a plan the reference computes it, but on the meta device, where nothing is.
 
     operands: of a call, a and b; none where the product is among the inputs.
-    like: where there is no plan, the signature of the kernel that a GPU would run. batch: where the call is of several products, each of this shape.
+    signature: where there is no plan, that of the kernel that a GPU would run. batch: where the call is of several products, each of this shape.
     """
 
     def __init__(
         self, graph: Graph, outs: list[Out], shape: tuple[int, int, int], on: torch.device, plan: Plan | None = None, interpreted: bool = False,
-        like: Signature | None = None, batch: Batch | None = None,
+        signature: Signature | None = None, batch: Batch | None = None,
     ):  # fmt: skip
         self.graph, self.outputs, self.shape, self.device, self.plan, self.interpreted = graph, outs, shape, on, plan, interpreted
-        self.like, self.batch = like, batch
+        self.signature, self.batch = signature, batch
         self.replaces = {o.name: o.replaces for o in outs}
         self.launches: list[Launch] = []
         self.workspace = Workspace()
@@ -74,7 +74,7 @@ class Prepared:
         self.padded = schedules.padded(plan.choice.config, plan.spec.signature.tma) if plan is not None else ()
         self.compiled: list[Any] = []
         """What each launch has returned."""
-        self.asked, self.launchers = False, list[Direct]()
+        self.tried, self.launchers = False, list[Direct]()
 
     def bind(self, functions: Sequence[Any], operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], target: Target) -> None:
         """Fix every integer argument and grid. functions: of the loaded module, in the plan's order. Of a batch, what its first product is given."""
@@ -89,8 +89,8 @@ class Prepared:
         strided = [(i.name, i.indices, inputs[i.name]) for i in self.plan.spec.all_inputs if i.dtype is not None]
         nowhere = outputs.allocator(torch.device("meta"))
         for out in self.outputs:
-            like = outs[out.name] if out.name in outs else out.held(m, n).empty(nowhere)
-            strided.append((out.name, out.indices, like))
+            buffer = outs[out.name] if out.name in outs else out.held(m, n).empty(nowhere)
+            strided.append((out.name, out.indices, buffer))
         for name, indices, tensor in strided:
             integers |= {f"stride_{name}_{i}": s for i, s in zip(indices, tensor.stride(), strict=False)}
         integers |= {batch_stride(name): stride for name, stride in (self.batch.strides if self.batch else {}).items()}
@@ -189,20 +189,20 @@ class Prepared:
 
     def direct(self, names: Sequence[str], tensors: Sequence[Any]) -> list[Direct] | None:
         """The launches without Triton, after `run` has gone through it; None where one cannot do without. tensors: in the order of the slots."""
-        if not self.asked:
+        if not self.tried:
             slots, described = self.slots(names), list(tensors)
             for name in self.described:
                 place = slots[f"{name}_ptr"]
                 described[place] = self._described(name, tensors[place])
-            found = [launch.direct(c, slots, described) for launch, c in zip(self.launches, self.compiled, strict=True)]
-            self.launchers = [f for f in found if f is not None]
-            self.asked = True
+            candidates = [launch.direct(c, slots, described) for launch, c in zip(self.launches, self.compiled, strict=True)]
+            self.launchers = [f for f in candidates if f is not None]
+            self.tried = True
         return None if self.needs_triton else self.launchers
 
     @property
     def needs_triton(self) -> bool:
         """Whether `direct` has found a launch that cannot do without Triton, so that nobody need ask again."""
-        return self.asked and len(self.launchers) != len(self.launches)
+        return self.tried and len(self.launchers) != len(self.launches)
 
     def _reference(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
         m, n, _ = self.shape
@@ -212,13 +212,13 @@ class Prepared:
         # where the product is given, operands without a k have its extents and its device
         a, b = operands or (torch.empty((m, 0), device=self.device), torch.empty((0, n), device=self.device))
         taken, results = {_storage(t) for t in inputs.values() if isinstance(t, Tensor)}, []
-        for out, found in zip(self.outputs, reference.evaluate(self.graph, a, b, inputs, [o.dtype for o in self.outputs]), strict=True):
+        for out, result in zip(self.outputs, reference.evaluate(self.graph, a, b, inputs, [o.dtype for o in self.outputs]), strict=True):
             held = out.held(m, n)
             # as a kernel writes it: without gaps, no view, and in memory of its own even where it equals an input or another output
-            if _storage(found) in taken or found._is_view() or found.stride() != held.strides:
-                found = held.empty(outputs.allocator(self.device)).copy_(found)
-            taken.add(_storage(found))
-            results.append(found)
+            if _storage(result) in taken or result._is_view() or result.stride() != held.strides:
+                result = held.empty(outputs.allocator(self.device)).copy_(result)
+            taken.add(_storage(result))
+            results.append(result)
         return [outs[o.name].copy_(r) if o.name in outs else r for o, r in zip(self.outputs, results, strict=True)]
 
 

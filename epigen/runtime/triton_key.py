@@ -37,10 +37,10 @@ def digest(compute: Callable[[], str], folder: Path, version: str, store: UserCa
         name = f"triton_{marks(folder, version)}.txt"
     except OSError:  # its files lie elsewhere than in the known versions
         return compute()
-    found = store.read(name)
+    stored = store.read(name)
     # what it says decides only which files of Triton's cache are looked for
-    if found is not None and re.fullmatch(rf"{re.escape(version)}[0-9a-f]{{64}}(-[0-9a-f]{{64}})*", found):
-        return found
+    if stored is not None and re.fullmatch(rf"{re.escape(version)}[0-9a-f]{{64}}(-[0-9a-f]{{64}})*", stored):
+        return stored
     made = compute()
     store.write(name, made)
     return made
@@ -49,8 +49,8 @@ def digest(compute: Callable[[], str], folder: Path, version: str, store: UserCa
 def marks(folder: Path, version: str) -> str:
     """Changes whenever one of the files does: each one's place, size, number and times of change, of which the last cannot be set at will."""
     held = hashlib.sha256(f"{version}\0{folder}".encode())
-    for path, found in sorted(_files(folder)):
-        held.update(f"\0{path}\0{found.st_size}\0{found.st_ino}\0{found.st_mtime_ns}\0{found.st_ctime_ns}".encode())
+    for path, status in sorted(_files(folder)):
+        held.update(f"\0{path}\0{status.st_size}\0{status.st_ino}\0{status.st_mtime_ns}\0{status.st_ctime_ns}".encode())
     return held.hexdigest()[:32]
 
 

@@ -67,12 +67,12 @@ class UserCache:
 def can_be_written(folder: Path) -> bool:
     """Whether files can be made in a folder, which need not be there yet."""
     try:
-        found = folder.stat()
+        status = folder.stat()
     except FileNotFoundError:
         return folder.parent != folder and can_be_written(folder.parent)
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and os.access(folder, os.W_OK | os.X_OK)
+    return stat.S_ISDIR(status.st_mode) and os.access(folder, os.W_OK | os.X_OK)
 
 
 def _make(folder: Path) -> bool:
@@ -83,8 +83,8 @@ def _make(folder: Path) -> bool:
 
 def _safe(folder: Path) -> bool:
     """Whether a folder is this user's, and only this user may write to it; what a link leads to is not."""
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _write(path: Path, text: str) -> Path:

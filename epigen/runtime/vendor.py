@@ -53,10 +53,10 @@ def products(a: Tensor, b: Tensor, precision: str) -> Tensor:
     lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     several = [_in_a_row(t, lead) for t in (a, b)]
     if not several[0].is_cuda or several[0].dtype not in _REDUCED or 0 in (*several[0].shape, *several[1].shape):
-        found = [product(x, y, precision) for x, y in zip(*several, strict=True)]
+        results = [product(x, y, precision) for x, y in zip(*several, strict=True)]
         whole = (
-            torch.stack(found)
-            if found
+            torch.stack(results)
+            if results
             else torch.empty((0, a.shape[-2], b.shape[-1]), dtype=torch.int32 if a.dtype == torch.int8 else torch.float32, device=a.device)
         )
     else:
@@ -109,10 +109,10 @@ def _set(dtype: torch.dtype, precision: str) -> list[Callable[[], None]]:
         return [] if process_precision() == precision else _set_precision(precision)
     matmul = torch.backends.cuda.matmul
     names = [_REDUCED[dtype], *["allow_fp16_accumulation"] * (dtype == torch.float16)]
-    found = [(name, value) for name in names if (value := getattr(matmul, name))]
-    for name, _ in found:
+    settings = [(name, value) for name in names if (value := getattr(matmul, name))]
+    for name, _ in settings:
         setattr(matmul, name, False)
-    return [functools.partial(setattr, matmul, name, value) for name, value in found]
+    return [functools.partial(setattr, matmul, name, value) for name, value in settings]
 
 
 def _set_precision(precision: str) -> list[Callable[[], None]]:
@@ -176,9 +176,9 @@ def _padded_product(a: Tensor, b: Tensor) -> Tensor:
     a = torch.nn.functional.pad(a, (0, -k % _STEPS, 0, -m % _STEPS))
     b = torch.nn.functional.pad(b, (0, -n % _STEPS, 0, -k % _STEPS))
     columns = b.t().contiguous().t() if b.shape[0] < _NARROW or b.t().is_contiguous() else b.contiguous()
-    found = _int_mm(a.contiguous(), columns)
-    part = found[:m, :n]
-    return part if found.numel() <= 2 * part.numel() else part.clone()  # a view of a row or a column would hold 32 times its memory, and several may wait
+    padded = _int_mm(a.contiguous(), columns)
+    part = padded[:m, :n]
+    return part if padded.numel() <= 2 * part.numel() else part.clone()  # a view of a row or a column would hold 32 times its memory, and several may wait
 
 
 _int_mm: Callable[[Tensor, Tensor], Tensor] = torch._int_mm

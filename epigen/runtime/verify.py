@@ -113,8 +113,8 @@ def differences(kernel: Kernel, given: Sample, precision: str = "ieee", out: Any
     return {o.name: d for o, d in zip(kernel.graph.outputs, compared, strict=True)}
 
 
-def demand(found: Mapping[str, Difference]) -> None:
+def demand(by_output: Mapping[str, Difference]) -> None:
     """Raises VerificationError for the first output that is out of bounds."""
-    for name, d in found.items():
+    for name, d in by_output.items():
         if not d.ok:
             raise VerificationError(f"output '{name}' is wrong at {list(d.where)}: the error is {d.error:.3g}, and the bound {d.bound:.3g}")

@@ -79,10 +79,10 @@ class Workspace:
         """New buffers by the names of the arguments that they are."""
         if not self.buffers:
             return {}
-        held, found = torch.empty(self.size_bytes, dtype=torch.uint8, device=on), {}
+        held, tensors = torch.empty(self.size_bytes, dtype=torch.uint8, device=on), {}
         for b in self.buffers:
-            found[b.name] = held[b.at : b.at + math.prod(b.shape) * b.dtype.bytes].view(reference.torch_dtype(b.dtype)).view(b.shape)
-        return found
+            tensors[b.name] = held[b.at : b.at + math.prod(b.shape) * b.dtype.bytes].view(reference.torch_dtype(b.dtype)).view(b.shape)
+        return tensors
 
 
 class Arrivals:
@@ -98,13 +98,13 @@ class Arrivals:
             # a graph may run beside other work of the stream that it was captured on, so it has counters of its own, which it sets to 0
             return self._new()
         stream = current_stream(self.device.index)
-        found = self.held.get(stream)
-        if found is None:
+        tensor = self.held.get(stream)
+        if tensor is None:
             # torch.compile's CUDA graphs have what a thread allocates put into a pool of theirs, where nothing may outlive the call: this does,
             # and so is allocated by a thread of its own, for the same stream
             with ThreadPoolExecutor(1) as apart:
-                found = self.held[stream] = apart.submit(self._new_on, torch.cuda.current_stream(self.device)).result()
-        return found
+                tensor = self.held[stream] = apart.submit(self._new_on, torch.cuda.current_stream(self.device)).result()
+        return tensor
 
     def _new_on(self, stream: torch.cuda.Stream) -> Tensor:
         with torch.cuda.stream(stream):

@@ -116,11 +116,11 @@ def _fake_into(
     if len(operands) == 1:
         graph, given, operands = over_product(graph), {PRODUCT: operands[0], **given}, ()
     first, shape, batch = _checked(graph, tuple(operands), given)
-    declared, written = outputs.of(graph, BY_TORCH_ON_CPU[str(first.dtype)]), dict(enumerate(out))
-    buffers: Mapping[str, Tensor] = {o.name: written[i] for i, o in enumerate(declared)}
+    all_outputs, written = outputs.of(graph, BY_TORCH_ON_CPU[str(first.dtype)]), dict(enumerate(out))
+    buffers: Mapping[str, Tensor] = {o.name: written[i] for i, o in enumerate(all_outputs)}
     if batch is not None:
-        buffers, _ = batches.with_outputs(batch, declared, buffers, *shape[:2])
-    for o in declared:
+        buffers, _ = batches.with_outputs(batch, all_outputs, buffers, *shape[:2])
+    for o in all_outputs:
         outputs.check(buffers[o.name], o, *shape[:2], first.device)
 
 
