@@ -87,12 +87,12 @@ class Chooser:
         """That of one shape, looked up anew where the database has changed."""
         stands, index = fine_bucket(shape, spec.signature.layout), self.database.index()
         key = (spec.signature, stands, target)
-        found = self.held.get(key)
-        if found is None or found.index is not index:
+        bucket = self.held.get(key)
+        if bucket is None or bucket.index is not index:
             problem = problem_of(self.graph, spec, stands, target.part, capability(target))
             tuned = index.tuned_in_bucket(problem, triton_version())
-            found = self.held.put(key, Bucket(problem, _borrowed(index, problem, spec, target), tuned, index))
-        return found
+            bucket = self.held.put(key, Bucket(problem, _borrowed(index, problem, spec, target), tuned, index))
+        return bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +122,13 @@ def _borrowed(index: Index, problem: Problem, spec: KernelSpec, target: Target) 
     space = Space(spec, problem.shape, target)
     runs = frozenset(space.schedules)
     suited: dict[KernelConfig, list[Found]] = {}
-    for found in index.near(problem, triton_version(), lambda config: config.schedule in runs):
-        if found.config not in suited and (here := _suited(found, problem, space)):
-            suited[found.config] = here
+    for source in index.near(problem, triton_version(), lambda config: config.schedule in runs):
+        if source.config not in suited and (here := _suited(source, problem, space)):
+            suited[source.config] = here
             if len(suited) == _SOURCES:
                 break
     borrowed, ruled = [one for here in suited.values() for one in here], rule.choose(spec, problem.shape, target)
-    near = min((found.far for found in borrowed), default=math.inf)
+    near = min((source.far for source in borrowed), default=math.inf)
     outlined = _outlined(space, _OUTLINED) if near > _NEAR and index.measured(problem.capability) else []
     if not borrowed:
         enough = _RULED * model.estimate_us(spec, ruled.config, problem.shape, gpus.of_target(target)).us
@@ -149,26 +149,26 @@ def _outlined(space: Space, count: int) -> list[tuple[Choice, float]]:
     configs = list(space.outline())
     times = [e.us for e in model.estimates(spec, configs, shape, gpus.of_target(target))]
     why = f"the model's choice for {extents(shape)} {spec.signature.a} on {target.name}: no measurement is at hand"
-    found: dict[KernelConfig, float] = {}
+    fastest: dict[KernelConfig, float] = {}
     for i in sorted(range(len(configs)), key=times.__getitem__):
         if fitting := limits.fitted(spec, configs[i], shape, target):
-            found.setdefault(_ordered(fitting, space), times[i])
-        if len(found) == count:
+            fastest.setdefault(_ordered(fitting, space), times[i])
+        if len(fastest) == count:
             break
-    return [(Choice(config, why), us) for config, us in found.items()]
+    return [(Choice(config, why), us) for config, us in fastest.items()]
 
 
-def _suited(found: Found, problem: Problem, space: Space) -> list[Found]:
+def _suited(source: Found, problem: Problem, space: Space) -> list[Found]:
     """A source's config as it can run here, with as many stages as there is room for, and its tiles in an order that suits another shape.
 
     From an epilogue of the same class as it was measured. From another one the nearest legal points, since what pays beside its loads, stores
     and reductions may not beside these; and what it had nothing to decide by is tried both ways.
     """
-    configs = (found.config,) if found.record.kind == problem.kind else space.nearest(found.config, _BY_EPILOGUE)
+    configs = (source.config,) if source.record.kind == problem.kind else space.nearest(source.config, _BY_EPILOGUE)
     fitting = [fit for config in configs if (fit := limits.fitted(space.spec, config, space.shape, space.target))]
-    if found.record.shape != space.shape:
+    if source.record.shape != space.shape:
         fitting = [_ordered(config, space) for config in fitting]
-    return [_changed(found, config) for config in dict.fromkeys(fitting)]
+    return [_changed(source, config) for config in dict.fromkeys(fitting)]
 
 
 def _ordered(config: KernelConfig, space: Space) -> KernelConfig:
@@ -177,11 +177,11 @@ def _ordered(config: KernelConfig, space: Space) -> KernelConfig:
     return model.rank(space.spec, orders, space.shape, gpus.of_target(space.target))[0] if len(orders) > 1 else config
 
 
-def _changed(found: Found, config: KernelConfig) -> Found:
-    if config == found.config:
-        return found
-    changes = ", ".join(f"{name}={value}" for name, value in config.values if value != found.config[name])
-    return replace(found, config=config, why=f"{found.why}; here with {changes}")
+def _changed(source: Found, config: KernelConfig) -> Found:
+    if config == source.config:
+        return source
+    changes = ", ".join(f"{name}={value}" for name, value in config.values if value != source.config[name])
+    return replace(source, config=config, why=f"{source.why}; here with {changes}")
 
 
 def _expected(borrowed: Sequence[Found], unmeasured: Sequence[Choice], problem: Problem, spec: KernelSpec, target: Target) -> list[float]:
@@ -193,11 +193,11 @@ def _expected(borrowed: Sequence[Found], unmeasured: Sequence[Choice], problem: 
     How much slower or faster than estimated a source was is not carried over: of 182 records on an H200 those ratios have nothing in common
     beyond one doubling (correlation 0.0), and little within it (0.2 for one program).
     """
-    gpu, nearest = gpus.of_target(target), min(borrowed, key=lambda found: found.far)
+    gpu, nearest = gpus.of_target(target), min(borrowed, key=lambda source: source.far)
     configs = [one.config for one in (*borrowed, *unmeasured)]
     here = model.estimates(spec, configs, problem.shape, gpu)
     tuned = nearest.record
     won, *there = model.estimates(with_layout(spec, tuned.layout), [tuned.kernel_config, *configs], tuned.shape, gpus.find(tuned.gpu) or gpu)
     sure = max(0.0, 1 - nearest.far / FARTHEST)
-    far = [*(found.far for found in borrowed), *[_UNMEASURED] * len(unmeasured)]
+    far = [*(source.far for source in borrowed), *[_UNMEASURED] * len(unmeasured)]
     return [h.us * max(1.0, won.us / t.us) ** sure * (1 + _DOUBT * f) for h, t, f in zip(here, there, far, strict=True)]

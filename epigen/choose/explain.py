@@ -131,7 +131,7 @@ def _paddings(spec: KernelSpec, choice: Choice, shape: Shape, gpu: Gpu, us: floa
     rows = {"K" if layout[0] == "n" else "M": "a", "N" if layout[1] == "n" else "K": "b"}
     if layout == "nt":
         rows = {"K": "a and b"}
-    found = []
+    paddings = []
     for extent, operand in rows.items() if m and n and k else ():
         value = {"M": m, "N": n, "K": k}[extent]
         if not value or not value % wanted:
@@ -144,8 +144,8 @@ def _paddings(spec: KernelSpec, choice: Choice, shape: Shape, gpu: Gpu, us: floa
         loads = f"Triton loads {whose} in vectors of 16 bytes" if schedule.multiplies else f"the vendor's library loads {whose} in vectors of 16 bytes"
         if schedule.descriptors:
             loads = f"TMA reads {whose} as they lie, and not a copy that is made first,"
-        found.append(Padding(extent, value, padded, max(0.0, saved), f"{loads} where they are a multiple of {wanted} elements"))
-    return tuple(found)
+        paddings.append(Padding(extent, value, padded, max(0.0, saved), f"{loads} where they are a multiple of {wanted} elements"))
+    return tuple(paddings)
 
 
 # -- text
@@ -209,11 +209,12 @@ def _padding_text(p: Padding) -> str:
 _UNTIMED = "the vendor's product could not be timed beside it"
 
 
-def _measured_rows(found: Measured, x: Estimate) -> list[tuple[str, str]]:
-    unfused = f"; with one pointwise pass {_us(found.unfused_us)}" if found.unfused_us else ""
+def _measured_rows(measured: Measured, x: Estimate) -> list[tuple[str, str]]:
+    unfused = f"; with one pointwise pass {_us(measured.unfused_us)}" if measured.unfused_us else ""
+    ratio = f"fused takes {measured.us / measured.mm_us:.2f} of it" if measured.mm_us else ""
     return [
-        ("measured", f"{_us(found.us)} fused, of which the model says {x.us / found.us:.2f}; Triton {found.triton}, {found.date[:10]}"),
-        ("", f"{_us(found.mm_us)} for the vendor's product alone: fused takes {found.us / found.mm_us:.2f} of it{unfused}" if found.mm_us else _UNTIMED),
+        ("measured", f"{_us(measured.us)} fused, of which the model says {x.us / measured.us:.2f}; Triton {measured.triton}, {measured.date[:10]}"),
+        ("", f"{_us(measured.mm_us)} for the vendor's product alone: {ratio}{unfused}" if measured.mm_us else _UNTIMED),
     ]
 
 
@@ -273,8 +274,8 @@ def record(e: Explanation) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _measured_record(found: Measured, x: Estimate) -> dict[str, object]:
+def _measured_record(measured: Measured, x: Estimate) -> dict[str, object]:
     return {
-        "us": found.us, "mm_us": found.mm_us, "unfused_us": found.unfused_us, "fused_over_mm": found.mm_us and found.us / found.mm_us,
-        "model_over_measured": x.us / found.us, "triton": found.triton, "date": found.date,
+        "us": measured.us, "mm_us": measured.mm_us, "unfused_us": measured.unfused_us, "fused_over_mm": measured.mm_us and measured.us / measured.mm_us,
+        "model_over_measured": x.us / measured.us, "triton": measured.triton, "date": measured.date,
     }  # fmt: skip

@@ -131,11 +131,11 @@ class Space:
         """The points nearest to a config of one of these schedules, each dimension within its bounds. open_choices: of 0 and 1, to be taken both ways."""
         own = self.parameters(config)
         both = [name for name in (f"{config.schedule}.{choice}" for choice in open_choices) if name in own]
-        found: dict[KernelConfig, None] = {}
+        points: dict[KernelConfig, None] = {}
         for values in product(*((own[name], 1 - own[name]) for name in both)):
             wanted = own | dict(zip(both, values, strict=True))
-            found[self.point(lambda name, low, high, w=wanted: min(max(w.get(name, low), low), high))] = None  # type: ignore[misc]
-        return tuple(found)
+            points[self.point(lambda name, low, high, w=wanted: min(max(w.get(name, low), low), high))] = None  # type: ignore[misc]
+        return tuple(points)
 
     def parameters(self, config: KernelConfig) -> dict[str, int]:
         """A config of one of these schedules as the names and numbers that `point` would have suggested."""
@@ -151,27 +151,27 @@ class Space:
             inside &= low <= value <= high
             return min(max(value, low), high)
 
-        found = self.point(walk)
-        return found if inside else None
+        config = self.point(walk)
+        return config if inside else None
 
     @property
     def schedules(self) -> tuple[str, ...]:
         """The schedules that can run, and may pay."""
         (m, n, k), sig, target = self.shape[-3:], self.spec.signature, self.target
         count = products(self.shape)
-        found = ["library"]
+        names = ["library"]
         if target.multiplies(sig.a, sig.b):
-            found.append("tiled")
+            names.append("tiled")
             if k >= LEAST_SPLIT and count * m * n <= _MOST_SPLIT * target.multiprocessors:
-                found.append("split_k")
+                names.append("split_k")
             # what TMA cannot address as it lies is copied first, which pays for large products alone
             addressed = 0 not in self.shape and ({"a", "b"} <= set(sig.tma) or count * m * n * k > LARGE)
             along_k = sig.a.bytes > 1 or sig.layout == "nt"  # as the tensor cores want 8-bit operands, which nothing turns round on the way
             if addressed and along_k and not self._plain():
-                found.append("persistent")
+                names.append("persistent")
                 if sig.a.bytes in schedules.WARP_SPECIALIZED.operand_bytes and m > 64:  # two warpgroups want rows for both
-                    found.append("warp_specialized")
-        able = (SCHEDULES[name] for name in found)
+                    names.append("warp_specialized")
+        able = (SCHEDULES[name] for name in names)
         return tuple(s.name for s in able if s.runs_on(target.backend, target.arch) and (s.computes or not self.spec.computed))
 
     def _tiled(self, suggest: Suggest) -> KernelConfig:
@@ -336,10 +336,10 @@ def _powers(suggest: Suggest, schedule: str) -> Callable[[str, int, int], int]:
 
 def parameters(config: KernelConfig) -> dict[str, int]:
     """A config as names and numbers, of which near ones are near in speed. Those of the schedules are for all spaces."""
-    found = {"schedule": SCHEDULE_NAMES.index(config.schedule)}
+    named = {"schedule": SCHEDULE_NAMES.index(config.schedule)}
     for name, value in config.values:
-        found[f"{config.schedule}.{name}"] = value if {name, f"{config.schedule}.{name}"} & _BY_VALUE else _group(value) if name == "group_m" else _log2(value)
-    return found
+        named[f"{config.schedule}.{name}"] = value if {name, f"{config.schedule}.{name}"} & _BY_VALUE else _group(value) if name == "group_m" else _log2(value)
+    return named
 
 
 def _orders(tiles_m: int) -> int:

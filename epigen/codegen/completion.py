@@ -38,14 +38,14 @@ def completions(spec: KernelSpec, config: KernelConfig) -> list[Completion]:
     counters, parts = counts(config), {"n": part.down, "m": part.across, "": f"{part.down} * {part.across}"}
     of_part = {"n": (part.n, part.columns), "m": (part.m, part.rows), "": ("", "1")}
     finishes, order = inside(spec, config), arrivals(spec, config)
-    found = []
+    planned = []
     for i, finish in enumerate(finishes, start=len(order) - len(finishes)):
         number, width = of_part[finish.indices]
         counter = " + ".join(("num_arrived_ptr", *(counters[name] for name in order[:i]), *filter(None, [number])))
         threads, step = finishing_threads(finish.indices, config), finishing_step(finish, config)
         layout, across = f"FINISH_{finish.indices.upper() or 'ALL'}", [1, 0] if finish.indices else [0, 1]
-        found.append(Completion(finish, counter, parts[finish.indices], number, width, step, layout, threads, across))
-    return found
+        planned.append(Completion(finish, counter, parts[finish.indices], number, width, step, layout, threads, across))
+    return planned
 
 
 def finishing_step(finish: Finish, config: KernelConfig) -> int:

@@ -127,11 +127,11 @@ def helpers(lines: Iterable[Line], rows: Iterable[str], converts_to: Iterable[DT
 
     combining: partial results are joined here, so the combine functions are needed too.
     """
-    found: dict[str, str] = {}
+    functions: dict[str, str] = {}
 
     def define(name: str, params: str, body: Iterable[str]) -> None:
         text = "\n    ".join(body)
-        found[name] = dialect.rename(f"{dialect.jit}\ndef {name}({params}):\n    {text}\n")
+        functions[name] = dialect.rename(f"{dialect.jit}\ndef {name}({params}):\n    {text}\n")
 
     for item in lines:
         op = ops.TABLE.get(item.op)
@@ -147,7 +147,7 @@ def helpers(lines: Iterable[Line], rows: Iterable[str], converts_to: Iterable[DT
             define(function[1], "x, y", row.combine_body)
     if INT8 in converts_to:
         define("to_int8", "x", _TO_INT8)
-    return {name: found[name] for name in sorted(found)}
+    return {name: functions[name] for name in sorted(functions)}
 
 
 def renamed(text: str, functions: Iterable[str]) -> str:

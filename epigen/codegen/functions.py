@@ -142,11 +142,13 @@ def _integers(*names: str) -> list[Argument]:
 def _factored(arguments: Iterable[Argument], signature: Signature) -> tuple[Argument, ...]:
     """The arguments, each once. Those that Triton would take to be of any value are passed divided, so that the kernel can say of what
     they are a multiple."""
-    found = []
+    factored = []
     for argument in dict.fromkeys(arguments):
         factor = dict(signature.factors).get(argument.name, KNOWN)
-        found.append(Argument(f"{argument.name}_{factor}", "i32", of=argument.name, factor=factor) if 1 < factor < KNOWN else replace(argument, factor=factor))
-    return tuple(found)
+        factored.append(
+            Argument(f"{argument.name}_{factor}", "i32", of=argument.name, factor=factor) if 1 < factor < KNOWN else replace(argument, factor=factor)
+        )
+    return tuple(factored)
 
 
 def _main(spec: KernelSpec, config: KernelConfig) -> Function:

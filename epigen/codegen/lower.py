@@ -58,9 +58,9 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
         if chosen:
             nodes = [graph.outputs[i].node for i in chosen]
             finishes.append(_finish(body, indices, nodes, tuple(stores[i] for i in chosen)))
-            found = [n for n in _reached(graph, nodes, through=True) if graph.nodes[n].op == g.REDUCE and graph.nodes[n].axes != "k"]
-            partials += [_partial(graph, n, body, zero) for n in found]
-            roots += [graph.nodes[n].args[0] for n in found]
+            reductions = [n for n in _reached(graph, nodes, through=True) if graph.nodes[n].op == g.REDUCE and graph.nodes[n].axes != "k"]
+            partials += [_partial(graph, n, body, zero) for n in reductions]
+            roots += [graph.nodes[n].args[0] for n in reductions]
     tiles = [i for i in range(len(stores)) if not reduced[i]]
     roots += [_stored_node(graph, graph.outputs[i]) for i in tiles if stores[i].value != ACC]
     inputs, lines = body.lines(roots)
@@ -212,10 +212,10 @@ def _zero_below(graph: Graph) -> list[bool]:
 
     Nothing is known of the product there, nor of what varies along n alone: 0 * inf is NaN.
     """
-    found: list[bool] = []
+    zero: list[bool] = []
     for node in graph.nodes:
-        found.append(_stays_zero(node, [found[a] for a in node.args]))
-    return found
+        zero.append(_stays_zero(node, [zero[a] for a in node.args]))
+    return zero
 
 
 def _stays_zero(node: Node, zero: Sequence[bool]) -> bool:
@@ -242,7 +242,7 @@ def _operands(graph: Graph, body: _Body) -> tuple[Operand, ...]:
     product = graph.product()
     if product is None:
         return ()
-    nodes, found = graph.nodes, []
+    nodes, operands = graph.nodes, []
     zero: list[bool] = []  # past the last k
     for node in nodes:
         args = [zero[a] for a in node.args]
@@ -252,8 +252,8 @@ def _operands(graph: Graph, body: _Body) -> tuple[Operand, ...]:
         inputs, lines = body.lines([number])
         each = {body.name(i) for i in _reached(graph, [number], through=False) if "k" in nodes[i].indices}
         once, steps = (tuple(line for line in lines if (line.name in each) == varies) for varies in (False, True))
-        found.append(Operand(name, body.arg(number), inputs, once, steps, zero[number]))
-    return tuple(found)
+        operands.append(Operand(name, body.arg(number), inputs, once, steps, zero[number]))
+    return tuple(operands)
 
 
 def _reached(graph: Graph, roots: Sequence[int], through: bool) -> list[int]:

@@ -65,13 +65,13 @@ def partitions(spec: KernelSpec, config: KernelConfig, main: Function) -> Partit
 
 def _own(spec: KernelSpec, config: KernelConfig, group: int) -> dict[str, str]:
     """What a consumer has of its own, by the parameter's name: where outputs go through, and what the inputs arrive at that TMA loads there."""
-    found = {}
+    own = {}
     for name in schedules.tma_stored(spec, config):
         if _one_a_subtile(spec, config, name):
-            found[f"{name}_bufs"] = f"{name}_bufs"
+            own[f"{name}_bufs"] = f"{name}_bufs"
         else:
-            found[f"{name}_buf"] = f"{name}_bufs.index({group})"
-    return found | ({"in_bar": f"in_bars.index({group})"} if schedules.tma_loaded(spec, config) else {})
+            own[f"{name}_buf"] = f"{name}_bufs.index({group})"
+    return own | ({"in_bar": f"in_bars.index({group})"} if schedules.tma_loaded(spec, config) else {})
 
 
 def _one_a_subtile(spec: KernelSpec, config: KernelConfig, output: str) -> bool:
@@ -84,11 +84,11 @@ def _buffers(spec: KernelSpec, config: KernelConfig) -> tuple[Buffers, ...]:
     rows, columns = (name if count == 1 else f"{name} // {count}" for name, count in (("BLOCK_M", down), ("BLOCK_N", across)))
     a, b = (rows, "BLOCK_K"), ("BLOCK_K", "BLOCK_N")
     layout, one = spec.signature.layout, ("1",) if spec.signature.batched else ()
-    found = [
+    buffers = [
         Buffers("a_bufs", "a", ("STAGES" if down == 1 else f"{down} * STAGES", *one, *(a[::-1] if layout[0] == "t" else a))),
         Buffers("b_bufs", "b", ("STAGES", *one, *(b[::-1] if layout[1] == "t" else b))),
     ]
     for name in schedules.tma_stored(spec, config):
         count = GROUPS * across if _one_a_subtile(spec, config, name) else GROUPS
-        found.append(Buffers(f"{name}_bufs", name, (str(count), *one, rows, columns)))
-    return tuple(found)
+        buffers.append(Buffers(f"{name}_bufs", name, (str(count), *one, rows, columns)))
+    return tuple(buffers)

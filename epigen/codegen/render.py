@@ -50,9 +50,9 @@ class _Compiled(jinja2.BytecodeCache):
         self.shelf = shelf
 
     def load_bytecode(self, bucket: Any) -> None:
-        found = self.shelf.read(f"template_{bucket.key}")
+        encoded = self.shelf.read(f"template_{bucket.key}")
         with contextlib.suppress(ValueError):  # of a damaged one
-            bucket.bytecode_from_string(base64.b64decode(found or "", validate=True))
+            bucket.bytecode_from_string(base64.b64decode(encoded or "", validate=True))
 
     def dump_bytecode(self, bucket: Any) -> None:
         self.shelf.write(f"template_{bucket.key}", base64.b64encode(bucket.bytecode_to_string()).decode())

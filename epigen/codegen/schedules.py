@@ -141,9 +141,9 @@ RENAMED = {"early": "prefetch", "halves": "subtiles", "one_launch": "fused_final
 
 def constants(config: KernelConfig) -> tuple[tuple[str, int], ...]:
     """A kernel's compile-time arguments."""
-    found = tuple((name.upper(), value) for name, value in config.values if name not in _IN_TEXT and (name, value) not in _OF_ONE)
+    arguments = tuple((name.upper(), value) for name, value in config.values if name not in _IN_TEXT and (name, value) not in _OF_ONE)
     # Gluon's compiler makes no stages of its own
-    return (*found, ("STAGES", config["num_stages"])) if SCHEDULES[config.schedule].dialect == "gluon" else found
+    return (*arguments, ("STAGES", config["num_stages"])) if SCHEDULES[config.schedule].dialect == "gluon" else arguments
 
 
 def warps(config: KernelConfig) -> int:
@@ -172,11 +172,11 @@ def tma_loadable(spec: KernelSpec) -> Mapping[str, str]:
     free: dict[DType, list[str]] = {}
     for store in reversed(tma_storable(spec)):
         free.setdefault(store.dtype, []).append(store.name)
-    found, tma = {}, set(spec.signature.tma)
+    loadable, tma = {}, set(spec.signature.tma)
     for item in spec.inputs:
         if item.indices == "mn" and not item.packed and item.name in tma and item.dtype is not None and free.get(item.dtype):
-            found[item.name] = free[item.dtype].pop()
-    return found
+            loadable[item.name] = free[item.dtype].pop()
+    return loadable
 
 
 def prefetched(spec: KernelSpec, config: KernelConfig) -> tuple[Input, ...]:

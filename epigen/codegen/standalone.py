@@ -104,9 +104,9 @@ def _nonempty(spec: KernelSpec, config: KernelConfig) -> list[str]:
 
 def _divisors(spec: KernelSpec, config: KernelConfig, rendered: Rendered) -> dict[str, int]:
     """What the launcher divides without remainder, and rows that are stored by TMA, as text over its variables."""
-    found = {_argument(a.of, spec): a.factor for f in rendered.functions for a in f.arguments if a.of}
+    divisors = {_argument(a.of, spec): a.factor for f in rendered.functions for a in f.arguments if a.of}
     stored = [TMA_BYTES // s.dtype.bytes for s in spec.stores if s.name in schedules.tma_stored(spec, config)]
-    return found | ({"N": max(stored)} if stored else {})
+    return divisors | ({"N": max(stored)} if stored else {})
 
 
 def _transposed(spec: KernelSpec, config: KernelConfig, operand: str) -> bool:

@@ -50,11 +50,11 @@ class MaskUnit:
 
 def mask_units(schedule: Schedule, stored: bool) -> Mapping[str, MaskUnit]:
     """By "word" and "byte". Gluon's layouts follow from use: what is stored lies in other threads than what was read, and neither as the columns do."""
-    found = {}
+    by_unit = {}
     for unit, bits in (("word", 32), ("byte", 8)):
         name = f"kept_{unit}" if stored and schedule.dialect == "gluon" else unit
-        found[unit] = MaskUnit(name, "offs_m" if schedule.dialect == "triton" else f"offs_{name}_m", bits)
-    return found
+        by_unit[unit] = MaskUnit(name, "offs_m" if schedule.dialect == "triton" else f"offs_{name}_m", bits)
+    return by_unit
 
 
 def packs(spec: KernelSpec) -> bool:
@@ -102,38 +102,38 @@ def _product(spec: KernelSpec, config: KernelConfig) -> set[str]:
 
 
 def _loads(spec: KernelSpec, config: KernelConfig, inputs: Iterable[Input]) -> set[str]:
-    found: set[str] = set()
+    offsets: set[str] = set()
     in_units, by_tma = mask_units(SCHEDULES[config.schedule], stored=False), schedules.tma_loaded(spec, config)
     for i in inputs:
         if i.packed:
-            found |= in_units[_unit(spec, config, i.name)].offsets
+            offsets |= in_units[_unit(spec, config, i.name)].offsets
         elif i.indices == "mn":
-            found |= {"in_tile"} if i.name not in by_tma else set()
+            offsets |= {"in_tile"} if i.name not in by_tma else set()
         elif i.indices:
-            found.add({"m": "offs_row", "n": "offs_col"}[i.indices] if packs(spec) else f"offs_{i.indices}")
-    return found
+            offsets.add({"m": "offs_row", "n": "offs_col"}[i.indices] if packs(spec) else f"offs_{i.indices}")
+    return offsets
 
 
 def _stores(spec: KernelSpec, config: KernelConfig) -> set[str]:
-    found: set[str] = set()
+    offsets: set[str] = set()
     in_units, by_tma = mask_units(SCHEDULES[config.schedule], stored=True), schedules.tma_stored(spec, config)
     for s in spec.stores:
         if s.packed:
             unit = in_units[_unit(spec, config, s.name)]
-            found |= unit.offsets | {f"columns_{unit.name}"}
+            offsets |= unit.offsets | {f"columns_{unit.name}"}
         elif s.name not in by_tma:
-            found.add("in_tile")
-    return found
+            offsets.add("in_tile")
+    return offsets
 
 
 def _partials(spec: KernelSpec, config: KernelConfig) -> set[str]:
-    found: set[str] = set()
+    offsets: set[str] = set()
     sums = "offs_sum" if SCHEDULES[config.schedule].architecture else "offs_n"  # which its registers' own way to add up columns leaves where they are stored
     for p in spec.partials:
         if emit.masked(p):
-            found.add({"m": "offs_m", "n": "offs_n", "mn": "in_tile"}[p.axes])
-        found |= {"m": {sums}, "n": {"offs_m"}, "mn": set[str]()}[p.axes]
-    return found
+            offsets.add({"m": "offs_m", "n": "offs_n", "mn": "in_tile"}[p.axes])
+        offsets |= {"m": {sums}, "n": {"offs_m"}, "mn": set[str]()}[p.axes]
+    return offsets
 
 
 def _unit(spec: KernelSpec, config: KernelConfig, mask: str) -> str:

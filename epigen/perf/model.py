@@ -266,11 +266,11 @@ class _Timing(Work):
         """
         beside, tiles_m, tiles_n = max(1, min(_BESIDE, tiles_m * tiles_n)), max(1, tiles_m), max(1, tiles_n)
 
-        def asked(group: int) -> float:
+        def requested(group: int) -> float:
             rows = min(beside, group) if beside <= group * tiles_n else beside / tiles_n
             return (rows * config["block_m"] + min(tiles_n, (beside - 1) / group + 1) * config["block_n"]) / beside
 
-        return asked(min(config["group_m"], tiles_m)) - min(asked(min(group, tiles_m)) for group in SCHEDULES[config.schedule].dimensions["group_m"])
+        return requested(min(config["group_m"], tiles_m)) - min(requested(min(group, tiles_m)) for group in SCHEDULES[config.schedule].dimensions["group_m"])
 
     def _crossing_clocks(self, config: KernelConfig) -> float:
         """What a step's loads take longer since runs of up to 128 bytes lie across two lines of L2, or begin within a sector.
