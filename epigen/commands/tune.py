@@ -110,7 +110,7 @@ def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], sh
                 raise click.UsageError("give a program and a --shape, such as: epigen tune 'relu(mm + bias)' --shape 4096x4096x4096; or a --suite")
             if fresh and storage is not None:
                 raise click.UsageError("--fresh forgets what epigen itself remembers: with --storage name a new one instead")
-            going = _asked(machine, programs, shapes, suites, dtype_name, layout, precision, trials, budget_s, devices, seed, storage, fresh, path)
+            going = _requested(machine, programs, shapes, suites, dtype_name, layout, precision, trials, budget_s, devices, seed, storage, fresh, path)
         going.go()
     except KeyboardInterrupt:
         click.echo("\ninterrupted before anything was measured", err=True)
@@ -119,7 +119,7 @@ def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], sh
     context.exit(_status(going))
 
 
-def _asked(
+def _requested(
     machine: Machine, programs: Sequence[str], shapes: Sequence[Shape], suites: Sequence[Path], dtype_name: str, layout: str, precision: str,
     trials: int, budget_s: float, devices: Sequence[int] | str | None, seed: int, storage: str | None, fresh: bool, path: Path | None,
 ) -> _Run:  # fmt: skip

@@ -649,7 +649,7 @@ def _roles_of(frame: Sequence[int]) -> tuple[Role, ...]:
     return (*reversed(roles), None if same(frame[-1], 1) else ("n", frame[-1], 1))
 
 
-def _alike(x: Role, y: Role) -> bool:
+def _compatible(x: Role, y: Role) -> bool:
     return x is None or y is None or (x[0] == y[0] and same(x[1], y[1]) and same(x[2], y[2]))
 
 
@@ -673,7 +673,7 @@ def _broadcast(several: Sequence[tuple[Role, ...]], node: fx.Node) -> tuple[Role
     combined: list[Role] = [None] * rank
     for roles in several:
         for place, role in enumerate(reversed(roles)):
-            if not _alike(combined[place], role):
+            if not _compatible(combined[place], role):
                 raise Unknown(node, "it joins rows with columns, or different parts of them", "transpose outside of the epilogue")
             combined[place] = combined[place] or role
     return tuple(reversed(combined))

@@ -226,7 +226,7 @@ class Deferred(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Where no `Run` is at hand any more: an exception has ended it."""
         if asks(func):
-            return _asked(func, args, kwargs)
+            return _undeferred(func, args, kwargs)
         for deferred in _all_deferred(args, kwargs):
             deferred.region.settle()
         return func(*args, **(kwargs or {}))
@@ -242,7 +242,7 @@ _UNSEEN = (
 )
 
 
-def _asked(func: Any, args: Any, kwargs: Any) -> Any:
+def _undeferred(func: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
 
@@ -492,7 +492,7 @@ class _restored:  # noqa: N801  # used as a context manager of torch's is
 
 def become(deferred: Deferred, contents: Tensor) -> None:
     """The same object, from now on an ordinary tensor with these contents and their gradient."""
-    if type(contents) is not Tensor or contents.shape != _asked(Tensor.shape.__get__, (deferred,), None):  # type: ignore[attr-defined]
+    if type(contents) is not Tensor or contents.shape != _undeferred(Tensor.shape.__get__, (deferred,), None):  # type: ignore[attr-defined]
         raise InternalError(f"a {type(contents).__name__} of shape {list(contents.shape)} was computed for a result of another")
     if contents._use_count() > 1:  # type: ignore[attr-defined]  # somebody else holds it, as where a function gives what it was given
         contents = contents.view_as(contents)
@@ -597,7 +597,7 @@ class Run(TorchFunctionMode):
         if not self.pending:
             return func(*args, **kwargs) if kwargs else func(*args)
         if func in _ASKING:
-            return _asked(func, args, kwargs)
+            return _undeferred(func, args, kwargs)
         if Deferred in types:
             return self.step(func, args, kwargs or {})
         if not pure(func) or (kwargs and (kwargs.get("inplace") or kwargs.get("out") is not None)):

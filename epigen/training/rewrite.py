@@ -100,7 +100,7 @@ def lie_as_before(graph: fx.Graph, before: Sequence[Any]) -> None:
     (output,) = graph.find_nodes(op="output")
     results: list[Any] = list(output.args[0])
     for place, (node, value) in enumerate(zip(results, before, strict=True)):
-        if not isinstance(value, torch.Tensor) or _lie_alike(node.meta["val"], value):
+        if not isinstance(value, torch.Tensor) or _same_layout(node.meta["val"], value):
             continue
         order = sorted(range(value.dim()), key=lambda d: -(size_hint(value.stride(d)) or 0))
         with graph.inserting_before(output):
@@ -116,7 +116,7 @@ def results_of(graph: fx.Graph) -> list[Any]:
     return [node.meta.get("val") if isinstance(node, fx.Node) else node for node in output.args[0]]
 
 
-def _lie_alike(x: torch.Tensor, y: torch.Tensor) -> bool:
+def _same_layout(x: torch.Tensor, y: torch.Tensor) -> bool:
     return all(same(extent, 1) or same(one, other) for extent, one, other in zip(y.shape, x.stride(), y.stride(), strict=True))
 
 
