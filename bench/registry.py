@@ -44,6 +44,7 @@ CLAIMS = (
     _group("odd", "extents that align with nothing", 120),
     _group("tuned", "random problems after tuning them, against eager torch and the vendor's fused products", 120),
     _group("untuned", "random problems that nobody tuned, against eager torch and the vendor's fused products", 120),
+    Claim("batched", "several products in one launch, untuned, against torch.bmm"),
     Claim("counters", "where the time of an epilogue goes, by the hardware's counters", needs=("ncu",)),
     Claim("power", "large products interleaved and each alone, where the power limit sets the clock"),
     Claim("ways", "which way to share a long product is the faster on every GPU of a kind"),
