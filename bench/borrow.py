@@ -26,7 +26,7 @@ from epigen import dtypes, settings
 from epigen.choose.choose import Chooser
 from epigen.codegen.spec import KernelConfig
 from epigen.db.database import Database
-from epigen.db.lookup import Found, version_order
+from epigen.db.lookup import Recorded, version_order
 from epigen.db.records import Key, Record, problem_key
 from epigen.errors import EpigenError
 from epigen.gpus import Target
@@ -89,7 +89,7 @@ def borrowed(task: Task, others: Sequence[Record]) -> tuple[KernelConfig, str, s
         chooser = Chooser(task.graph, database)
         found = chooser(task.spec, task.shape, task.target, "")
         near = chooser.bucket(task.spec, task.shape, task.target).borrowed is not None
-    return found.config, found.how if isinstance(found, Found) else PREFERRED if near else RULE, found.why
+    return found.config, found.how if isinstance(found, Recorded) else PREFERRED if near else RULE, found.why
 
 
 def measured(case: Case, task: Task, runner: Runner, comparisons: int, timed: dict[Pair, dict[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from epigen.choose import rule
 from epigen.choose.space import Space
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Signature, with_layout
 from epigen.db.database import Database
-from epigen.db.lookup import FARTHEST, PROGRAM_STEP, Found, Index
+from epigen.db.lookup import FARTHEST, PROGRAM_STEP, Index, Recorded
 from epigen.db.problem import Problem, capability, fine_bucket, fine_bucket_step, problem_of
 from epigen.errors import ConfigError
 from epigen.gpus import Target
@@ -121,7 +121,7 @@ def _borrowed(index: Index, problem: Problem, spec: KernelSpec, target: Target) 
     """
     space = Space(spec, problem.shape, target)
     runs = frozenset(space.schedules)
-    suited: dict[KernelConfig, list[Found]] = {}
+    suited: dict[KernelConfig, list[Recorded]] = {}
     for source in index.near(problem, triton_version(), lambda config: config.schedule in runs):
         if source.config not in suited and (here := _suited(source, problem, space)):
             suited[source.config] = here
@@ -158,7 +158,7 @@ def _outlined(space: Space, count: int) -> list[tuple[Choice, float]]:
     return [(Choice(config, why), us) for config, us in fastest.items()]
 
 
-def _suited(source: Found, problem: Problem, space: Space) -> list[Found]:
+def _suited(source: Recorded, problem: Problem, space: Space) -> list[Recorded]:
     """A source's config as it can run here, with as many stages as there is room for, and its tiles in an order that suits another shape.
 
     From an epilogue of the same class as it was measured. From another one the nearest legal points, since what pays beside its loads, stores
@@ -177,14 +177,14 @@ def _ordered(config: KernelConfig, space: Space) -> KernelConfig:
     return model.rank(space.spec, orders, space.shape, gpus.of_target(space.target))[0] if len(orders) > 1 else config
 
 
-def _changed(source: Found, config: KernelConfig) -> Found:
+def _changed(source: Recorded, config: KernelConfig) -> Recorded:
     if config == source.config:
         return source
     changes = ", ".join(f"{name}={value}" for name, value in config.values if value != source.config[name])
     return replace(source, config=config, why=f"{source.why}; here with {changes}")
 
 
-def _expected(borrowed: Sequence[Found], unmeasured: Sequence[Choice], problem: Problem, spec: KernelSpec, target: Target) -> list[float]:
+def _expected(borrowed: Sequence[Recorded], unmeasured: Sequence[Choice], problem: Problem, spec: KernelSpec, target: Target) -> list[float]:
     """Microseconds that each borrowed config is expected to take here, and each that nobody measured.
 
     They are the model's, with what the nearest record is sure of: where it was tuned, nothing was faster than its config. What the model takes

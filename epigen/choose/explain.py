@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelSpec
-from epigen.db.lookup import Found
+from epigen.db.lookup import Recorded
 from epigen.gpus import Gpu
 from epigen.perf import model
 from epigen.perf.model import Estimate
@@ -108,7 +108,7 @@ def explain(spec: KernelSpec, shape: Shape, gpu: Gpu, choice: Choice, *, gpu_why
 
 def _measured(choice: Choice) -> Measured | None:
     """What a borrowed config took is the time of another problem, and none of this one's."""
-    if not isinstance(choice, Found) or choice.how not in ("exact", "triton"):
+    if not isinstance(choice, Recorded) or choice.how not in ("exact", "triton"):
         return None
     record = choice.record
     return Measured(record.median_us, record.baseline_us, record.unfused_us, record.triton, record.date)

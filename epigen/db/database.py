@@ -15,7 +15,7 @@ from pathlib import Path
 
 from epigen import settings
 from epigen.db.database_file import LOCK_TIMEOUT_S, DatabaseFile, Saved
-from epigen.db.lookup import Accept, Found, Index, distinct
+from epigen.db.lookup import Accept, Index, Recorded, distinct
 from epigen.db.problem import Problem
 from epigen.db.records import Key, Record, better, merged
 from epigen.errors import DatabaseError
@@ -138,14 +138,14 @@ class Database:
         with self._mutex:
             return (*self._unreadable, *(c for seen in self._seen.values() for c in seen.complaints))
 
-    def find(self, problem: Problem, triton: str, accept: Accept | None = None) -> Found | None:
+    def find(self, problem: Problem, triton: str, accept: Accept | None = None) -> Recorded | None:
         """The config to use, with the sentence that says why; None where nothing near enough was tuned.
 
         triton: the present version. accept: which configs are legal for the problem (default: all).
         """
         return next(iter(self.nearest(problem, triton, 1, accept)), None)
 
-    def nearest(self, problem: Problem, triton: str, count: int, accept: Accept | None = None) -> tuple[Found, ...]:
+    def nearest(self, problem: Problem, triton: str, count: int, accept: Accept | None = None) -> tuple[Recorded, ...]:
         """Up to `count` different configs, best first, in the order that `lookup` describes."""
         return distinct(self.index().candidates(problem, triton, accept), count)
 

@@ -70,7 +70,7 @@ _UNLIKE = {"spec": 0.0, "kind": CLASS_STEP, "any": PROGRAM_STEP}  # by a step's 
 
 
 @dataclass(frozen=True, slots=True)
-class Found(Choice):
+class Recorded(Choice):
     """A config from a record. how: "exact", "triton", "shape", "kind", "program" or "architecture": the step that found it. far: the distance
     of its problem, in doublings, another program's step included.
     """
@@ -240,26 +240,26 @@ class Index:
                     buckets[step.bucket].append(entry)
         self._buckets = {key: _Bucket(entries) for key, entries in buckets.items()}
 
-    def candidates(self, problem: Problem, triton: str, accept: Accept | None = None) -> Iterator[Found]:
+    def candidates(self, problem: Problem, triton: str, accept: Accept | None = None) -> Iterator[Recorded]:
         """All records that may serve, best first, each config with its sentence. accept: which configs are legal for the problem."""
         yield from self.same(problem, triton, accept)
         same = {id(e) for e in self._exact.get(problem_key(problem), [])}
         yield from self._near(problem, triton, accept, same)
 
-    def near(self, problem: Problem, triton: str, accept: Accept | None = None) -> Iterator[Found]:
+    def near(self, problem: Problem, triton: str, accept: Accept | None = None) -> Iterator[Recorded]:
         """As `candidates`, for one that is not there: a record of this very problem is only the nearest one."""
         return self._near(problem, triton, accept, set())
 
-    def same(self, problem: Problem, triton: str, accept: Accept | None = None) -> Iterator[Found]:
+    def same(self, problem: Problem, triton: str, accept: Accept | None = None) -> Iterator[Recorded]:
         """Those of this very problem."""
         same = self._exact.get(problem_key(problem), [])
         for entry in same:
             if entry.record.triton == triton and _fits(entry.record, accept):
-                yield _found(entry.record, "exact", f"tuned for {_where(entry.record)} (exact)")
+                yield _recorded(entry.record, "exact", f"tuned for {_where(entry.record)} (exact)")
         others = [e for e in same if e.record.triton != triton]
         for entry in sorted(others, key=lambda e: (version_order(e.record.triton), -e.source), reverse=True):
             if _fits(entry.record, accept):
-                yield _found(entry.record, "triton", f"tuned for {_where(entry.record)} under Triton {entry.record.triton}, and {triton} is the present one")
+                yield _recorded(entry.record, "triton", f"tuned for {_where(entry.record)} under Triton {entry.record.triton}, and {triton} is the present one")
 
     def measured(self, capability: str) -> bool:
         """Whether any problem was tuned on a GPU of this architecture."""
@@ -269,13 +269,13 @@ class Index:
         """Whether some M of this one's coarse bucket was tuned, under this version of Triton."""
         return (*bucket_key(problem), triton) in self._bucket_keys
 
-    def _near(self, problem: Problem, triton: str, accept: Accept | None, seen: set[int]) -> Iterator[Found]:
+    def _near(self, problem: Problem, triton: str, accept: Accept | None, seen: set[int]) -> Iterator[Recorded]:
         """seen: entries that are passed over."""
         for step in _steps(problem):
             for far, entry in self._nearest(problem, triton, step):
                 if id(entry) not in seen and _fits(entry.record, accept):
                     seen.add(id(entry))
-                    yield _found(entry.record, step.how, _sentence(step, problem, entry.record), far + _UNLIKE[step.likeness])
+                    yield _recorded(entry.record, step.how, _sentence(step, problem, entry.record), far + _UNLIKE[step.likeness])
 
     def _nearest(self, problem: Problem, triton: str, step: _Step) -> Iterator[tuple[float, _Entry]]:
         bucket = self._buckets.get(step.bucket)
@@ -299,9 +299,9 @@ class Index:
                 heapq.heappush(near, (far, True, e.source, e.record.triton != triton, order, e))
 
 
-def distinct(choices: Iterable[Found], count: int) -> tuple[Found, ...]:
+def distinct(choices: Iterable[Recorded], count: int) -> tuple[Recorded, ...]:
     """The first `count` that differ in their configs."""
-    seen: dict[KernelConfig, Found] = {}
+    seen: dict[KernelConfig, Recorded] = {}
     for one in choices:
         seen.setdefault(one.config, one)
         if len(seen) == count:
@@ -318,8 +318,8 @@ def _fits(record: Record, accept: Accept | None) -> bool:
     return accept is None or accept(record.kernel_config)
 
 
-def _found(record: Record, how: str, why: str, far: float = 0.0) -> Found:
-    return Found(record.kernel_config, why, record, how, far)
+def _recorded(record: Record, how: str, why: str, far: float = 0.0) -> Recorded:
+    return Recorded(record.kernel_config, why, record, how, far)
 
 
 def _where(record: Record) -> str:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from epigen import api, gpus
 from epigen.codegen.lower import signature_of_contiguous
 from epigen.codegen.spec import Signature
-from epigen.db.lookup import Found, Index
+from epigen.db.lookup import Index, Recorded
 from epigen.dtypes import FP32, DType
 from epigen.errors import CompileError
 from epigen.gpus import Gpu, Target
@@ -82,7 +82,7 @@ def _kernels_us(problem: Problem, target: Target, precision: str, _index: Index)
     shape, gpu = problem.shape, gpus.of_target(target)
     plan = _planned(problem, target, precision)
     signature = plan.spec.signature
-    record = plan.choice.record if isinstance(plan.choice, Found) and plan.choice.how in ("exact", "triton") else None
+    record = plan.choice.record if isinstance(plan.choice, Recorded) and plan.choice.how in ("exact", "triton") else None
     if record is not None and record.baseline_us is not None:
         return record.median_us, record.baseline_us, True
     bare = library.kernel("mm", None).plan(shape, target=target, signature=replace(signature, inputs=(), tma=tuple(t for t in signature.tma if t in "ab")))

@@ -22,7 +22,7 @@ from epigen.codegen.lower import lower, signature_of_contiguous
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.spec import LAYOUTS, KernelConfig, KernelSpec
 from epigen.db.database import Database
-from epigen.db.lookup import Found, distance
+from epigen.db.lookup import Recorded, distance
 from epigen.db.problem import Problem, alignment, coarse_bucket, fine_bucket, fine_bucket_step, problem_of
 from epigen.db.records import Record
 from epigen.dtypes import FP16
@@ -103,12 +103,12 @@ def test_few_configs_for_many_sizes(database: Database) -> None:
     for m, choice in found.items():
         assert not limits.refusal(spec_of((m, N, K)), choice.config, (m, N, K), TARGET)
         (stands, *_) = fine_bucket((m, N, K), "nt")
-        if isinstance(choice, Found):
+        if isinstance(choice, Recorded):
             assert choice.how == "shape" and choice.record.kernel_config == choice.config
             assert choice.why.startswith(f"borrowed from {choice.record.shape[0]}x{N}x{K}, the nearest tuned shape of this program on NVIDIA H200")
         else:
             assert choice.why.startswith(("chosen by rule", "the model's choice"))
-        near = isinstance(choice, Found) or "; by the model faster here than the configs of " in choice.why
+        near = isinstance(choice, Recorded) or "; by the model faster here than the configs of " in choice.why
         assert near == (m > 2)
         assert (
             m == stands
@@ -122,7 +122,7 @@ def test_a_record_of_the_very_shape_wins_for_that_shape(database: Database) -> N
     chooser = Chooser(GRAPH, database)
     for _, record in database.records():
         choice = chooser(spec_of(record.shape), record.shape, TARGET, "")
-        assert isinstance(choice, Found) and choice.how == "exact" and choice.config == record.kernel_config
+        assert isinstance(choice, Recorded) and choice.how == "exact" and choice.config == record.kernel_config
         assert choice.why == f"tuned for {record.shape[0]}x{N}x{K} on NVIDIA H200 (exact)"
 
 
@@ -134,7 +134,7 @@ def test_the_shape_that_stands_for_a_bucket_lends_and_says_so(tmp_path: Path, mo
     chooser = Chooser(GRAPH, database)
     assert chooser(spec_of((4096, N, K)), (4096, N, K), TARGET, "").why == f"tuned for 4096x{N}x{K} on NVIDIA H200 (exact)"
     near = chooser(spec_of((3000, N, K)), (3000, N, K), TARGET, "")
-    assert isinstance(near, Found) and near.how == "shape" and near.config == config(64)
+    assert isinstance(near, Recorded) and near.how == "shape" and near.config == config(64)
     borrowed = f"borrowed from 4096x{N}x{K}, the nearest tuned shape of this program on NVIDIA H200"
     assert near.why == f"{borrowed}; found for 3072x{N}x{K}, which stands for M from 2561 to 3072"
     across = spec_of((3001, N, K), "tn")
@@ -162,7 +162,7 @@ def test_the_nearest_is_that_of_the_bucket(database: Database, monkeypatch: pyte
     for m in (130, 701, 1003):
         choice = chooser(spec_of((m, N, K)), (m, N, K), TARGET, "")
         stands = problem(fine_bucket((m, N, K), "nt"))
-        assert isinstance(choice, Found)
+        assert isinstance(choice, Recorded)
         assert distance(stands, choice.record.problem) == min(distance(stands, r.problem) for r in records)
 
 

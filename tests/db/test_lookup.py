@@ -24,7 +24,7 @@ from epigen.choose.space import Space
 from epigen.codegen.lower import lower
 from epigen.codegen.spec import LAYOUTS, Choice, KernelConfig, Signature, with_layout
 from epigen.db.database import Database
-from epigen.db.lookup import FARTHEST, Found, Index, distance, version_order
+from epigen.db.lookup import FARTHEST, Index, Recorded, distance, version_order
 from epigen.db.problem import Problem, problem_of
 from epigen.db.records import Record, merged
 from epigen.dtypes import FP16
@@ -188,7 +188,7 @@ def test_a_borrowed_config_is_legal_where_it_goes(tmp_path: Path) -> None:
     assert first and first.config == config(128, group_m=1), "by distance alone"
     found = Chooser(graph, database)(spec, wanted, pcie, "")
     assert found.config == config(64, group_m=1) and not limits.refusal(spec, found.config, wanted, pcie)
-    assert isinstance(found, Found) and (found.record.shape, found.record.gpu) == ((64, 8192, 4096), "NVIDIA H200")
+    assert isinstance(found, Recorded) and (found.record.shape, found.record.gpu) == ((64, 8192, 4096), "NVIDIA H200")
 
 
 def test_a_borrowed_config_has_as_many_stages_as_there_is_room_for(tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_the_models_choice_goes_before_a_lender_that_does_not_suit(tmp_path: Pat
     database, lent = opened(tmp_path), persistent(64, 32, 128, num_stages=8, group_m=1, flatten=0, tma_store=0)
     tuned_here(database, "relu(mm + bias)", (64, 4096, 4096), lent)
     found, _ = chosen_here(database, "relu(mm + bias)", (16, 4096, 14336))
-    assert not isinstance(found, Found) and found.config["block_m"] == 16
+    assert not isinstance(found, Recorded) and found.config["block_m"] == 16
     assert found.why.startswith("the model's choice for 16x4096x14336 fp16 on sm_90: no measurement is at hand") and found.why.endswith(
         "; by the model faster here than the configs of 1 near problem"
     )
@@ -449,7 +449,7 @@ def test_what_the_lenders_epilogue_had_no_choice_in_is_tried_both_ways(tmp_path:
     late = warp_specialized(128, 128, 64, 6, group_m=8, pingpong=1, subtiles=2, prefetch=0)
     by_tma = warp_specialized(128, 128, 64, 5, group_m=8, pingpong=1, subtiles=2, prefetch=0, tma_load=1)  # the tile takes the place of a stage
     assert found.config in (late, by_tma) and space.legal(found.config)
-    assert isinstance(found, Found) and "; here with prefetch=0" in found.why
+    assert isinstance(found, Recorded) and "; here with prefetch=0" in found.why
     own, _ = chosen_here(database, MASKED, (4096, 4096, 4096))
     assert own.config == lent, "its own class of epilogue has it as it was measured"
 
@@ -458,4 +458,4 @@ def test_a_program_without_reductions_does_not_say_how_to_complete_them(tmp_path
     database = opened(tmp_path)
     tuned_here(database, "relu(mm + bias)", (64, 256, 256), config(32, block_n=16, block_k=256, group_m=1, num_warps=2, num_stages=1))
     found, _ = chosen_here(database, MASKED, (128, 256, 256))
-    assert isinstance(found, Found) and (found.config["block_n"], found.config["fused_finalize"]) == (16, 1)
+    assert isinstance(found, Recorded) and (found.config["block_n"], found.config["fused_finalize"]) == (16, 1)
