@@ -146,6 +146,33 @@ def test_each_matrix_may_lie_anyhow_and_far_from_the_next(config: str) -> None:
     assert kernel._last is not None and kernel._last.plan is not None and kernel._last.plan.spec.signature.index_bits == 32
 
 
+def heads(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """a, b and an input of 4 products, of which each has 24 of the 96 columns of rows that all share: their matrices lie nearer than a matrix's rows."""
+    torch.manual_seed(0)
+    a, b, c = (torch.randint(-2, 3, (70, 4, 24)).to(device, dtype).transpose(0, 1) for _ in range(3))
+    return a, b.mT[..., :24], c
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("config", CONFIGS)
+def test_matrices_may_lie_side_by_side(config: str) -> None:
+    a, b, c = heads(torch.float32, "cpu")
+    assert a.stride() == (24, 96, 1)
+    out = torch.zeros(70, 4, 24).transpose(0, 1)
+    assert epigen.compile("mm + c[m,n]", backend="interpreter", config=CONFIGS[config])(a, b, c=c, out=out) is out
+    assert torch.equal(out, a @ b + c)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [*CONFIGS.values(), *GROUPED.values()], ids=str)
+def test_gpu_matrices_may_lie_side_by_side(config: KernelConfig) -> None:
+    a, b, c = heads(torch.float16, "cuda")
+    out = torch.zeros(70, 4, 24, dtype=torch.float16, device="cuda").transpose(0, 1)
+    kernel = epigen.compile("mm + c[m,n]", config=config)
+    for _ in range(3):
+        assert kernel(a, b, c=c, out=out) is out and torch.equal(out.float(), a.float() @ b.float() + c.float())
+
+
 @pytest.mark.triton
 def test_computed_operands_and_given_products() -> None:
     a, b, inputs = given((3,), (3,), ())
@@ -164,6 +191,9 @@ def test_in_place_and_in_the_callers_buffers(golden: Golden) -> None:
     assert torch.equal(residual, a @ b + 1)
     with golden.raises(CallError, "expanded"):
         epigen.compile("mm")(a, b, out=torch.empty(33, 45).expand(2, 3, 33, 45))
+    for step in (0, 44, 45 * 32):  # each begins before the one in front of it ends, and in its places
+        with pytest.raises(CallError):
+            epigen.compile("mm")(a[0], b[0], out=torch.empty(9000).as_strided((3, 33, 45), (step, 45, 1)))
     with golden.raises(CallError, "one product"):
         epigen.compile("mm")(a, b, out=torch.empty(33, 45))
 
