@@ -1,9 +1,15 @@
-"""Kernels compiled ahead of time in a child, many at once. The child imports this file to read its jobs: it must not import torch, nor pytest, which take a second."""
+"""Kernels compiled ahead of time in children, many at once, that are forked from one process which has imported Triton's compiler.
+
+That process imports this file: it must not import torch, nor pytest, which take a second.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import atexit
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import epigen
 from epigen.codegen import schedules
@@ -11,8 +17,9 @@ from epigen.codegen.spec import KernelConfig
 from epigen.dtypes import FP16, DType
 from epigen.errors import CompileError
 from epigen.gpus import TARGETS, Target
-from epigen.runtime.ahead import Job, Running
+from epigen.runtime.ahead import Job
 from epigen.runtime.loader import Compiled
+from epigen.tuning.process import Failed, ForkServer, Worker
 
 BIG = (4096, 4096, 4096)
 
@@ -52,8 +59,34 @@ def _outcome(one: Job) -> list[Compiled] | str:
         return str(error)
 
 
+class Runs(Protocol):
+    def run(self) -> Any: ...
+
+
+def worker(_: None) -> Callable[[Runs], Any]:
+    """Answers a job with what it gives."""
+    return lambda one: one.run()
+
+
+@functools.cache
+def _fork_server() -> ForkServer:
+    server = ForkServer("compiling", "triton.compiler", "triton.experimental.gluon")
+    atexit.register(server.stop)
+    return server
+
+
+def in_a_child(one: Runs) -> Any:
+    child = Worker(_fork_server(), "compiling")
+    child.submit(one)
+    answer = child.answer(600)
+    child.stop()
+    assert not isinstance(answer, Failed), answer
+    return answer
+
+
 def outcomes(jobs: Iterable[Job]) -> list[list[Compiled] | str]:
-    return Running(Batch(tuple(jobs))).result()  # type: ignore[arg-type, return-value]  # the child asks a job for run() only
+    found: list[list[Compiled] | str] = in_a_child(Batch(tuple(jobs)))
+    return found
 
 
 def compiled(jobs: Sequence[Job]) -> list[list[Compiled]]:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from compiling import in_a_child
 
 from epigen.errors import CompileError
 from epigen.runtime import loader
-from epigen.runtime.ahead import Job, Running, layout_constants
+from epigen.runtime.ahead import Job, layout_constants
 
 _OP = re.compile(r"\s*%(?P<name>[\w$]+)(?::\d+)? = (?P<op>[\w.]+) (?P<rest>.*)")
 _ARGUMENT = re.compile(r"%(\w+): (i32|i64)\b")
@@ -155,7 +156,7 @@ class _Reached(Exception):
 
 def first_texts(jobs: Sequence[Job]) -> list[list[str]]:
     """Of each kernel of each job. By one child process, whose Triton compiles."""
-    found: list[list[str]] = Running(_FirstTexts(tuple(jobs))).result()  # type: ignore[arg-type,assignment]  # the child asks a job for run() only
+    found: list[list[str]] = in_a_child(_FirstTexts(tuple(jobs)))
     return found
 
 
