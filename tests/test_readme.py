@@ -86,4 +86,4 @@ def test_error_example_is_what_is_printed() -> None:
 def test_suite_example_is_a_suite() -> None:
     (example,) = re.findall(r"^    \[\[problem\]\]\n(?:    .*\n)+", TEXT, re.MULTILINE)
     found = suite.parse("".join(line[4:] for line in example.splitlines(keepends=True)))
-    assert len(found) == 4 and {a.dtype for a in found} == {"bf16"}
+    assert len(found) == 4 and {a.a.name for a in found} == {"bf16"}
