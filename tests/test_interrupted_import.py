@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import forked
+from checkout import ROOT
 
 from epigen import settings
 
@@ -66,6 +66,5 @@ FILES = ("epigen/training/library.py", "epigen/__init__.py", "epigen/api.py", "e
 
 def test_an_interrupted_import_is_made_anew() -> None:
     """At every third line of what registers with torch, which takes no name twice, and at the last of some other modules."""
-    command = [sys.executable, "-c", CODE.replace("FILES", repr(FILES))]
-    run = subprocess.run(command, env=settings.child_environment(interpret=True), capture_output=True, text=True, check=False)
+    run = forked.python("-c", CODE.replace("FILES", repr(FILES)), cwd=ROOT, env=settings.child_environment(interpret=True))
     assert run.stdout.strip() == "interrupted", run.stderr[-3000:]

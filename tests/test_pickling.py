@@ -6,13 +6,12 @@ import copy
 import io
 import multiprocessing
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cases
+import forked
 import pytest
 import torch
 from golden import Golden
@@ -179,7 +178,7 @@ def test_a_process_that_has_not_imported_epigen(tmp_path: Path) -> None:
     path = tmp_path / "pickled"
     path.write_bytes(pickle.dumps((epigen.compile("relu(mm)"), results()[0])))
     code = f"import pickle; kernel, found = pickle.load(open({str(path)!r}, 'rb')); print(kernel.program, found._fields)"
-    run = subprocess.run([sys.executable, "-c", code], env=settings.child_environment(interpret=True), capture_output=True, text=True, check=False)
+    run = forked.python("-c", code, cwd=tmp_path, env=settings.child_environment(interpret=True))
     assert run.stdout.strip() == f"relu(mm) {results()[0]._fields}", run.stderr
 
 

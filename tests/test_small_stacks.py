@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 import textwrap
 from collections.abc import Callable
 
+import forked
 import pytest
+from checkout import ROOT
 from golden import Golden
 
 from epigen.errors import ParseError
@@ -80,8 +82,7 @@ IN_A_THREAD = (
 
 @pytest.mark.parametrize("limit", [None, 1_000_000], ids=["the usual limit", "a high limit"])
 def test_a_thread_of_half_a_megabyte(limit: int | None) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(IN_A_THREAD), *([str(limit)] if limit else [])]
-    found = subprocess.run(command, capture_output=True, text=True)
+    found = forked.python("-c", textwrap.dedent(IN_A_THREAD), *([str(limit)] if limit else []), cwd=ROOT, env=os.environ)
     assert found.returncode == 0, found.stderr[-2000:]
     assert found.stderr == ""
     texts, done, refused = map(int, found.stdout.split())
