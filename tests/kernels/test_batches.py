@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
@@ -128,7 +128,8 @@ def test_products_alone_on_a_gpu(leads: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [None, cases.persistent(128, 16, 64), cases.warp_specialized(128, 16), cases.warp_specialized(128, 16, pingpong=1)], ids=str)
-def test_gpu_past_32_bits(config: KernelConfig | None) -> None:
+def test_gpu_past_32_bits(config: KernelConfig | None, room: Callable[[float], None]) -> None:
+    room(7)
     a, b = torch.ones(3, 1 << 15, 1 << 15, dtype=torch.float16, device="cuda"), torch.ones(3, 1 << 15, 16, dtype=torch.float16, device="cuda")
     found = epigen.compile("cast(mm * 2, fp32)", config=config)(a, b)
     assert found.shape == (3, 1 << 15, 16) and bool((found == 2 << 15).all())
