@@ -350,6 +350,17 @@ def test_the_derivatives_programs_run_on_batches(text: str) -> None:
         torch.testing.assert_close(gradient.sum_to_size(wanted.shape) if wanted.dim() else gradient.sum(), wanted, check_dtype=False, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize("config", CONFIGS)
+def test_kernels_of_derivatives_run_on_batches(config: str) -> None:
+    """Forward and backward, masks and reductions included, against float64."""
+    for text in ("relu(mm + bias)", "gelu(mm * alpha + bias) * residual"):
+        derived = epigen.derive(text, dtype="fp16")
+        for program in (derived.forward.text, derived.backward.text):
+            kernel = epigen.compile(program, backend="interpreter", config=CONFIGS[config])
+            verify.demand(verify.differences(kernel, verify.sample(kernel.graph, (3, 40, 48, 32), FP16, FP16, FP16)))
+
+
 def test_torch_sees_the_shapes_of_batches() -> None:
     a, b, inputs = given((2, 3), (), (2, 3))
     kernel = epigen.compile(EVERYTHING)
