@@ -58,7 +58,7 @@ def test_what_goes_wrong_is_said_and_the_import_goes_on() -> None:
         raise AttributeError("no such operation")
 
     after_import(NAME, wrong)
-    with pytest.warns(RuntimeWarning, match=f"epigen could not tell {NAME} of its operations: AttributeError: no such operation"):
+    with pytest.warns(RuntimeWarning, match=f"{NAME} .*AttributeError"):
         assert importlib.import_module(NAME).value == 1
 
 

@@ -365,29 +365,17 @@ def test_a_program_that_the_vendor_computes_whole() -> None:
 # -- the derivative
 
 
-def test_backward_is_derived_told_and_compiled() -> None:
+def test_backward_is_derived_told_and_compiled(golden: Golden) -> None:
     done = run("compile", "relu(mm + bias)", "--backward", "--shape", "512x300x200", *QUICK)
     assert done.stdout == run("compile", "dmm = drelu(mm, mask); dbias = bgrad(dmm); dmm, dbias", "--shape", "512x300x200", *QUICK).stdout
-    assert done.stderr.splitlines()[:7] == [
-        "backward  dmm = drelu(mm, mask); dbias = bgrad(dmm); dmm, dbias",
-        "          mm is the gradient that arrives at 'out'; mask is the forward's 'saved'",
-        "forward   out = relu(mm + bias); saved = bitmask(~(out <= 0)); out, saved",
-        "saves     mask: 19.5 KB kept, 38.9 KB moved",
-        "          or output: nothing kept, 307 KB moved",
-        "          or preactivation: 307 KB kept, 614 KB moved",
-        "          or recompute: nothing kept, 939 KB moved",
-    ]
+    golden("\n".join(done.stderr.splitlines()[:7]))
 
 
 def test_backward_as_asked(golden: Golden) -> None:
     """Another way of keeping, fewer gradients, and what needs no kernel."""
     done = run("compile", "gelu(mm + bias) + residual", "--backward", "--save", "recompute", "--wrt", "mm,residual", "--emit", "ast")
     golden(done.stdout, "ast")
-    assert done.stderr.splitlines()[:3] == [
-        "backward  dmm = dgelu(grad[m,n], mm + bias); dmm",
-        "          mm is the forward's own product, taken again; grad is the gradient that arrives at 'out'",
-        "          the gradient of residual is the gradient that arrives at 'out'",
-    ]
+    golden("\n".join(done.stderr.splitlines()[:3]), "what it reads")
     assert "forward " not in done.stderr, "nothing is added to it"
 
 

@@ -129,9 +129,9 @@ def test_empty_tensors_are_right_or_refused_in_words(lying: dict[str, str]) -> N
     for way, end in empty.items():
         name, extents, _ = way.split(" ", 2)
         if SCHEDULES[CONFIGS[name].schedule].descriptors:
-            assert end == f"ValueError: {extents} has no elements, and TMA addresses none"
+            assert end.startswith(f"ValueError: {extents} ") and "TMA" in end
         elif CONFIGS[name]["fused_finalize"] and "0" in extents.split("x")[:2]:
-            assert end == f"ValueError: {extents} has no elements, and no tile would finish the reductions"
+            assert end.startswith(f"ValueError: {extents} ") and "reductions" in end
         else:
             assert end == "right"
 
@@ -183,16 +183,16 @@ print(json.dumps(ends))
 
 
 @pytest.mark.triton
-def test_what_does_not_fit_is_refused_before_it_is_read(away: Path) -> None:
+def test_what_does_not_fit_is_refused_before_it_is_read(away: Path, golden: Golden) -> None:
     names = ("tiled", "persistent", "library")
     for name in names:
         written(away, CONFIGS[name], name=name)
     found = ends(away, REFUSED, *names)
     assert {way: end for way, end in found.items() if end == "taken"} == {} and len(found) > 30 * len(names)
     for name in names:
-        assert found[f"{name}: a short bias"] == "ValueError: bias is torch.float16 [23] on cpu, and torch.float16 [N] = [24] on cpu was expected"
+        golden(found[f"{name}: a short bias"], "a short bias")
         assert found[f"{name}: b elsewhere"].endswith("on meta, and torch.float16 [K, N] = [32, 24] on cpu was expected")
-        assert found[f"{name}: numpy"] == "TypeError: a is a ndarray, and a tensor was expected"
+        golden(found[f"{name}: numpy"], "numpy")
         for way, word in (("sparse", "sparse"), ("freed memory", "freed"), ("a gradient", "no_grad")):
             assert word in found[f"{name}: {way}"]
 
@@ -221,12 +221,13 @@ except ValueError as error:
 
 @pytest.mark.triton
 @pytest.mark.parametrize("config", [SMALL, persistent()], ids=lambda c: c.schedule)
-def test_offsets_past_32_bits_are_refused(config: KernelConfig, away: Path) -> None:
+def test_offsets_past_32_bits_are_refused(config: KernelConfig, away: Path, golden: Golden) -> None:
     written(away, config, "relu(mm)")
     done = python(away, "-c", FAR, "fused")
     assert done.returncode == 0, done.stderr
     strided, extents = done.stdout.splitlines()
-    assert strided.startswith("a reaches over 2**31 elements") and extents == "this kernel's offsets have 32 bits: the tensors are too large"
+    assert strided.startswith("a reaches over 2**31 elements")
+    golden(extents)
 
 
 @pytest.mark.triton

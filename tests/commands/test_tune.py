@@ -246,21 +246,21 @@ def test_json_has_everything(tuner: Tuner) -> None:
     assert failed["shape"] == [64, 4096, 4096] and failed["error"].endswith("4 ended as wrong: planted") and "median_us" not in failed
 
 
-def test_a_problem_without_a_working_config_fails_and_the_others_are_shown(tuner: Tuner) -> None:
+def test_a_problem_without_a_working_config_fails_and_the_others_are_shown(tuner: Tuner, golden: Golden) -> None:
     tuner.fails = lambda task: task.shape[0] == 64
     done = run(*ONE, "--shape", "64x4096x4096", "--trials", 4, status=1)
     assert "  64x4096x4096      failed: none of 4 configs gave a right answer in time; 4 ended as wrong: planted" in done.stdout
     assert re.search(r"^  16x4096x4096 +\d", done.stdout, re.MULTILINE)
-    assert done.stderr.splitlines()[-1] == "error: 1 of 2 problems without a result"
+    golden(done.stderr.splitlines()[-1])
 
 
-def test_off_a_terminal_progress_is_a_line_a_finished_problem(tuner: Tuner) -> None:
+def test_off_a_terminal_progress_is_a_line_a_finished_problem(tuner: Tuner, golden: Golden) -> None:
     tuner.fails = lambda task: task.shape[0] == 64
     first, second = run(*ONE, "--shape", "64x4096x4096", "--trials", 4, status=1).stderr.splitlines()[:2]
     assert re.fullmatch(
         r"1/2 relu\(mm \+ bias\) 16x4096x4096 fp16 nt: \d+\.\d\d us, \d\.\d\dx the speed of the vendor's product alone \[.*\]; \d trials? in .* s.*", first
     )
-    assert second == "2/2 relu(mm + bias) 64x4096x4096 fp16 nt: none of 4 configs gave a right answer in time; 4 ended as wrong: planted"
+    golden(second)
 
 
 def test_a_result_reads_well_when_printed() -> None:
@@ -275,7 +275,8 @@ def test_a_result_reads_well_when_printed() -> None:
 def test_ctrl_c_shows_and_keeps_what_was_found(tuner: Tuner, tmp_path: Path, golden: Golden) -> None:
     tuner.stops_after = 2
     done = run(*ONE, "--shape", "32x4096x4096", "--shape", "64x4096x4096", "--trials", 4, status=130)
-    assert done.stderr.splitlines()[-1] == f"interrupted: what was found is kept in {tmp_path / 'db'}: 2 finished of 3; the same command goes on from there"
+    assert str(tmp_path / "db") in done.stderr.splitlines()[-1]
+    golden(done.stderr.splitlines()[-1], "kept")
     assert len(re.findall(r"^  \d+x4096x4096 ", done.stdout, re.MULTILINE)) == 2
     tuner.stops_after, tuner.partial = None, True
     done = run(*ONE, "--shape", "32x4096x4096", "--trials", 4, "--json", status=130)

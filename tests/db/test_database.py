@@ -301,7 +301,8 @@ def test_a_huge_file_is_refused_unread(tmp_path: Path, golden: Golden) -> None:
     finally:
         tracemalloc.stop()
     assert most < 1 << 20
-    assert chain.complaints == (f"{path} has 1073741824 bytes, and the limit is 16777216",)
+    (complaint,) = chain.complaints
+    golden(complaint, "complaint")
     with golden.raises(DatabaseError):
         chain.add(record())
     assert path.stat().st_size == 1 << 30
@@ -402,14 +403,18 @@ def test_a_damaged_record_costs_no_other_one(kind: str, layout: str, tmp_path: P
 def test_records_without_a_comma_between_them_are_in_use_and_that_is_said(tmp_path: Path) -> None:
     path = only(tmp_path, text_of(*SOUND).replace("},\n    {", "}\n    {", 1))
     chain = opened(tmp_path)
-    assert len(chain.records()) == 3 and chain.complaints == (f"{path}: line 15, column 5: Expecting ',' delimiter",)
+    assert len(chain.records()) == 3
+    (complaint,) = chain.complaints
+    assert complaint.startswith(f"{path}: line 15, column 5: ")
 
 
 @pytest.mark.parametrize("tail", ["}", "]}", "x", '{"schema": 2}', "\n\0"])
 def test_what_follows_a_database_is_complained_of(tail: str, tmp_path: Path) -> None:
     path = only(tmp_path, text_of(*SOUND) + tail)
     chain = opened(tmp_path)
-    assert len(chain.records()) == 3 and chain.complaints == (f"{path}: line {text_of(*SOUND).count(chr(10)) - 1}: what follows the records cannot be read",)
+    assert len(chain.records()) == 3
+    (complaint,) = chain.complaints
+    assert complaint.startswith(f"{path}: line {text_of(*SOUND).count(chr(10)) - 1}: what follows")
 
 
 def test_a_byte_order_mark_is_none_of_the_text(tmp_path: Path) -> None:
@@ -444,7 +449,8 @@ def test_a_newer_schema_is_refused_in_words_and_never_touched(tmp_path: Path, go
     before = path.read_bytes()
     chain = opened(tmp_path)
     assert chain.find(problem(), TRITON) is None
-    assert chain.complaints == (f"{path}: written in schema 4 by a newer epigen, and this one reads up to 3: update epigen, or name another database",)
+    (complaint,) = chain.complaints
+    golden(complaint, "complaint")
     with golden.raises(DatabaseError):
         chain.add(record())
     assert path.read_bytes() == before and db.files(tmp_path) == [path]
@@ -640,16 +646,14 @@ def test_merge_says_what_it_dropped(tmp_path: Path, golden: Golden) -> None:
     two.add(record(median_us=9), record((16, 16, 16), 6), record((32, 32, 32)), record((64, 64, 64)))
     report = one.merge(tmp_path / "two.json")
     assert (report.added, report.replaced, report.unchanged) == (1, 1, 1)
-    assert report.dropped == [
-        "dropped relu(mm + bias) 16x16x16 fp16 nn on NVIDIA H200, Triton 3.9.0: 6 us of 2026-11-05T12:00:00Z, and 5 us of 2026-11-05T12:00:00Z stays",
-        "dropped relu(mm + bias) 4096x4096x4096 fp16 nn on NVIDIA H200, Triton 3.9.0: 10 us of 2026-11-05T12:00:00Z, and 9 us of 2026-11-05T12:00:00Z stays",
-    ]
+    golden("\n".join(report.dropped), "dropped")
     again = one.merge(tmp_path / "two.json", tmp_path / "two.json")
     assert (again.added, again.replaced) == (0, 0)
     with golden.raises(DatabaseError):
         one.merge(tmp_path / "three")
     only(tmp_path, "{")
-    assert one.merge(tmp_path / NAME).complaints == [f"{tmp_path / NAME}: line 1, column 2: Expecting property name enclosed in double quotes"]
+    (complaint,) = one.merge(tmp_path / NAME).complaints
+    assert complaint.startswith(f"{tmp_path / NAME}: line 1, column 2: ")
 
 
 def test_a_record_may_take_the_place_of_a_better_one(tmp_path: Path) -> None:
@@ -668,16 +672,17 @@ def test_nothing_new_writes_nothing(tmp_path: Path) -> None:
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
 
-def test_prune(tmp_path: Path) -> None:
+def test_prune(tmp_path: Path, golden: Golden) -> None:
     chain = opened(tmp_path)
     chain.add(record(median_us=10), record(median_us=9, triton="3.8.0"), record((16, 16, 16), triton="3.8.0"), record((16, 16, 16), gpu="NVIDIA H100"))
     before = (tmp_path / NAME).read_bytes()
     dry = chain.prune(beaten=True, dry=True)
     assert (tmp_path / NAME).read_bytes() == before
     report = chain.prune(beaten=True)
-    assert dry.dropped == report.dropped == ["dropped relu(mm + bias) 4096x4096x4096 fp16 nn on NVIDIA H200, Triton 3.9.0: 10 us, and 9 us under Triton 3.8.0"]
+    assert dry.dropped == report.dropped
+    golden("\n".join(report.dropped), "beaten")
     assert report.unchanged == 3
-    assert chain.prune(triton="3.8.0").dropped == ["dropped relu(mm + bias) 16x16x16 fp16 nn on NVIDIA H100, Triton 3.9.0: not of Triton 3.8.0"]
+    golden("\n".join(chain.prune(triton="3.8.0").dropped), "of another Triton")
     assert {r.triton for _, r in chain.records()} == {"3.8.0"} and len(chain.records()) == 2
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -598,12 +597,9 @@ def test_precision_is_one_of_two(golden: Golden) -> None:
         epigen.compile("mm", precision="tf31")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("interpretor", "unknown backend 'interpretor': did you mean interpreter?"), ("cuda", "unknown backend 'cuda': known are triton, interpreter, reference")],
-)
-def test_unknown_backend(name: str, message: str) -> None:
-    with pytest.raises(CallError, match=re.escape(message)):
+@pytest.mark.parametrize("name", ["interpretor", "cuda"])
+def test_unknown_backend(name: str, golden: Golden) -> None:
+    with golden.raises(CallError, name):
         epigen.compile("mm", backend=name)
 
 
@@ -758,13 +754,10 @@ def test_what_is_in_gluon_is_interpreted_in_tritons_own_language() -> None:
 # -- what a kernel says of itself
 
 
-def test_repr() -> None:
+def test_repr(golden: Golden) -> None:
     kernel = epigen.compile("z = mm * alpha + bias; relu(z), drelu(z, mask) * gate[m,n]")
-    assert (
-        repr(kernel)
-        == "<epigen.Kernel 'z = mm * alpha + bias; relu(z), drelu(z, mask) * gate[m,n]' inputs: alpha, bias[n], mask[m,n], gate[m,n]; outputs: out0, out1>"
-    )
-    assert repr(epigen.compile("mm")) == "<epigen.Kernel 'mm' inputs: none; outputs: out>"
+    golden(repr(kernel), "several")
+    golden(repr(epigen.compile("mm")), "none")
     assert kernel.program == "z = mm * alpha + bias; relu(z), drelu(z, mask) * gate[m,n]"
 
 

@@ -140,18 +140,12 @@ def test_what_changes_a_result_in_place_is_the_result(activation: Callable[[Tens
     assert fused(model).replaced
 
 
-def test_layers_that_follow_one_another_run_as_a_chain(ran: list[str]) -> None:
+def test_layers_that_follow_one_another_run_as_a_chain(ran: list[str], golden: Golden) -> None:
     model = nn.Sequential(
         nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16, bias=False), nn.Identity(), nn.GELU(), nn.Linear(16, 4), nn.Dropout(0.5), nn.Linear(4, 4)
     )
     found = fused(model.train())
-    assert str(found).splitlines() == [
-        "0  relu(mm + bias), with relu",
-        "2  gelu(mm), with gelu",
-        "5  mm + bias",
-        "7  left: its result goes out of its module's forward, and nothing follows there",
-        "3 of 4 linear layers fused (97 % of FLOPs)",
-    ]
+    golden(found)
     ran.clear()
     model.train()(drawn(3, 8)).sum().backward()
     assert len(ran) == 6 and ran[-1] == "dmm = drelu(mm, mask); dbias = bgrad(dmm); dmm, dbias", (
@@ -279,7 +273,7 @@ def test_convolutions_of_one_element(ran: list[str]) -> None:
     assert {x.name: x.why for x in trained.left} == {"down": why, "up": why}
 
 
-def test_convolutions_that_are_left_say_why(ran: list[str]) -> None:
+def test_convolutions_that_are_left_say_why(ran: list[str], golden: Golden) -> None:
     side_by_side = "its channels do not lie side by side in memory: memory_format=torch.channels_last, of the model and of its input, puts them there"
     for model, why in (
         (nn.Sequential(nn.Conv2d(16, 8, 1), nn.ReLU()), side_by_side),
@@ -288,7 +282,7 @@ def test_convolutions_that_are_left_say_why(ran: list[str]) -> None:
     ):
         found = fused(model, drawn(2, 16, 4, 5))
         assert [x.why for x in found.left] == [why] and not ran
-    assert str(epigen.fuse(nn.Conv2d(16, 8, 3))) == "there is no linear layer"
+    golden(epigen.fuse(nn.Conv2d(16, 8, 3)))
 
 
 def test_a_plan_for_one_memory_is_none_for_another() -> None:
@@ -337,7 +331,7 @@ def test_norms_over_the_batch_after_a_linear_layer() -> None:
     found, plain = epigen.fuse(other), copy.deepcopy(other)
     epigen.unfuse(plain)
     torch.testing.assert_close(other(drawn(5, 3, 8)), plain(drawn(5, 3, 8)))
-    assert [x.why for x in found.left] == ["batch_norm follows, which no epilogue computes: its channels are no columns"]
+    assert "batch_norm" in found.left[0].why and len(found.left) == 1
 
 
 def test_convolutions_whose_products_would_be_in_another_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,9 +450,9 @@ def test_reports_of_a_part_and_of_none(golden: Golden) -> None:
         epigen.fuse(model, only="c")
     with golden.raises(CallError, "str"):
         epigen.fuse("model")  # type: ignore[arg-type]
-    assert str(epigen.fuse(nn.Sequential(nn.ReLU()))) == "there is no linear layer"
+    golden(epigen.fuse(nn.Sequential(nn.ReLU())), "none")
     (left,) = epigen.fuse(nn.Linear(8, 8)).left
-    assert left.why == "it is the model itself, and the forward of a module that calls it is what is changed"
+    golden(left.why, "the model itself")
 
 
 def test_only_and_models_of_another_kind_are_refused(golden: Golden) -> None:
