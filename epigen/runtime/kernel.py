@@ -320,7 +320,7 @@ class Kernel:
     def _plan_or_last(self, problem: dict[str, Any]) -> Plan:
         if problem or self._last is None:
             return self.plan(**problem)
-        return self._last.plan or self.plan(self._last.shape, signature=self._last.signature)
+        return self._last.plan or self.plan(self._last.problem, signature=self._last.signature)
 
     # -- preparing a call
 

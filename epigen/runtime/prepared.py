@@ -23,6 +23,7 @@ from epigen.runtime.launch import Direct, Launch, blocks
 from epigen.runtime.loader import interpreting
 from epigen.runtime.outputs import Held, Out
 from epigen.runtime.workspace import Arrivals, Workspace, counters, parts
+from epigen.shapes import Shape
 
 _INTERPRETED_PROGRAMS = 3
 """Of a persistent grid: so few in the interpreter that each has several tiles, as on a GPU."""
@@ -122,6 +123,11 @@ class Prepared:
                 values["mm_ptr"] = self.product(*operands)
             self.compiled = [launch(values) for launch in self.launches]
         return results
+
+    @property
+    def problem(self) -> Shape:
+        """The shape of all of it."""
+        return self.shape if self.batch is None else (self.batch.count, *self.shape)
 
     @property
     def count(self) -> int:

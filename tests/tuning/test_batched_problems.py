@@ -143,6 +143,14 @@ def test_one_product_of_a_batch_takes_what_it_takes_alone() -> None:
         assert traffic(batched, (7, 512, 1024, 256)).flops == 7 * traffic(alone, (512, 1024, 256)).flops
 
 
+def test_after_a_call_on_the_cpu_the_kernel_of_all_its_products_is_shown() -> None:
+    kernel = epigen.compile("mm * s")
+    kernel(torch.zeros(64, 1024, 128, dtype=torch.float16), torch.zeros(128, 1024, dtype=torch.float16), s=0.5)
+    signature = kernel.signature_of(FP16, HEADS)
+    assert kernel.config == kernel.plan(HEADS, signature=signature).choice.config and extents(HEADS) in kernel.explain()
+    assert "num_products" in kernel.source() or "batch_id" in kernel.source()
+
+
 def test_an_explanation_is_of_all_products() -> None:
     spec = spec_at("mm * s", HEADS)
     said = explain(spec, HEADS, gpus.DEFAULT, Choice(config(), "given"))
