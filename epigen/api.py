@@ -146,7 +146,7 @@ def tune(
 ) -> list[Tuned]:  # fmt: skip
     """Find the fastest correct config of each program at each shape, and add the winners to the database, where later calls find them.
 
-    programs: one or several. shapes: (M, N, K) or "MxNxK", one or several. dtype: of operands and inputs, by epigen's or torch's name, or a
+    programs: one or several. shapes: (M, N, K) or "MxNxK", one or several; of a batch the number of its products in front. dtype: of operands and inputs, by epigen's or torch's name, or a
     torch dtype. layout: how a and b lie, n row-major and t transposed: "nt" is x @ weight.T. precision: as for `compile`.
     devices: indices of GPUs of one kind, or "all"; by default the current one. trials: configs measured a problem. budget_s: seconds a
     problem. storage: where trials are kept, a "PATH.journal" or an Optuna storage URL; by default a journal a problem in the user's cache,
