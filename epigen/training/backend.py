@@ -246,14 +246,14 @@ def _call(region: Region, tune: str | None) -> Call | None:
     if None in shape:
         return None
     m, n, k = (e or 0 for e in shape)
-    problem = regions.problem_of(product, region.imported)
-    assert problem is not None
+    call = regions.program_call(product, region.imported)
+    assert call is not None
     dtype = product.a.meta["val"].dtype
     inputs = []
     for leaf in region.imported.leaves:
         lies = leaf.shape(m, n)
         inputs.append((leaf.name, Lying(lies, (lies[-1], 1)[-len(lies) :] if lies else (), leaf.node.meta["val"].dtype)))
-    return Call(tune, _matrix(m, k, problem.layout[0], dtype), _matrix(k, n, problem.layout[1], dtype), tuple(inputs))
+    return Call(tune, _matrix(m, k, call.layout[0], dtype), _matrix(k, n, call.layout[1], dtype), tuple(inputs))
 
 
 def _matrix(rows: int, columns: int, layout: str, dtype: torch.dtype) -> Lying:

@@ -32,7 +32,7 @@ Held = tuple[tuple[str, DType | None], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ProgramCall:
     """A program's call. shape: M, N, K. dtype: of the operands. layout: how they lie. inputs: the dtypes of the program's."""
 
     text: str
@@ -60,27 +60,27 @@ _MOST_SPILLED = 64
 """Bytes a thread. Of the same models' kernels those with up to 32 were no slower than expected; 120, 576 and 1488 bytes took 1.3, 2.6 and 2.5 times as long."""
 
 
-def kernels_us(problem: Problem, target: Target, tune: str | None) -> tuple[float, float]:
+def kernels_us(call: ProgramCall, target: Target, tune: str | None) -> tuple[float, float]:
     """The program's kernel, and the vendor's product alone, in microseconds. tune: as of `epigen.compile`; what is missing is tuned here, and so is measured."""
-    precision = library.kernel(problem.text, None)._precision_now()
-    fused, bare, measured = _kernels_us(problem, target, precision, api.database().index())
+    precision = library.kernel(call.text, None)._precision_now()
+    fused, bare, measured = _kernels_us(call, target, precision, api.database().index())
     if tune is not None and not measured:
         with _disable_current_modes():  # which are there while torch compiles
-            kernel = library.kernel(problem.text, tune)
-            kernel.plan(problem.shape, target=target, signature=_signature(kernel, problem, precision), as_called=True)
-        fused, bare, measured = _kernels_us(problem, target, precision, api.database().index())
-    return fused * (_MEASURED if measured or tune is not None else _doubt(problem)), bare
+            kernel = library.kernel(call.text, tune)
+            kernel.plan(call.shape, target=target, signature=_signature(kernel, call, precision), as_called=True)
+        fused, bare, measured = _kernels_us(call, target, precision, api.database().index())
+    return fused * (_MEASURED if measured or tune is not None else _doubt(call)), bare
 
 
-def _doubt(problem: Problem) -> float:
-    return _DOUBT * (1 + _DOUBT_A_TILE * sum(i.indices == "mn" and i.op != BITS for i in library.kernel(problem.text, None).graph.inputs()))
+def _doubt(call: ProgramCall) -> float:
+    return _DOUBT * (1 + _DOUBT_A_TILE * sum(i.indices == "mn" and i.op != BITS for i in library.kernel(call.text, None).graph.inputs()))
 
 
 @functools.lru_cache(maxsize=4096)
-def _kernels_us(problem: Problem, target: Target, precision: str, _index: Index) -> tuple[float, float, bool]:
-    """Both, and whether they were measured. Layers repeat, and a plan takes milliseconds: each problem is planned once, as long as the databases stay what they are."""
-    shape, gpu = problem.shape, gpus.of_target(target)
-    plan = _planned(problem, target, precision)
+def _kernels_us(call: ProgramCall, target: Target, precision: str, _index: Index) -> tuple[float, float, bool]:
+    """Both, and whether they were measured. Layers repeat, and a plan takes milliseconds: each call is planned once, as long as the databases stay what they are."""
+    shape, gpu = call.shape, gpus.of_target(target)
+    plan = _planned(call, target, precision)
     signature = plan.spec.signature
     record = plan.choice.record if isinstance(plan.choice, Recorded) and plan.choice.how in ("exact", "triton") else None
     if record is not None and record.baseline_us is not None:
@@ -89,13 +89,13 @@ def _kernels_us(problem: Problem, target: Target, precision: str, _index: Index)
     return model.estimate_us(plan.spec, plan.choice.config, shape, gpu).us, model.unfused_us(bare.spec, shape, gpu), False
 
 
-def _planned(problem: Problem, target: Target, precision: str) -> Plan:
-    kernel = library.kernel(problem.text, None)
-    return kernel.plan(problem.shape, target=target, signature=_signature(kernel, problem, precision))
+def _planned(call: ProgramCall, target: Target, precision: str) -> Plan:
+    kernel = library.kernel(call.text, None)
+    return kernel.plan(call.shape, target=target, signature=_signature(kernel, call, precision))
 
 
-def _signature(kernel: Kernel, problem: Problem, precision: str) -> Signature:
-    return signature_of_contiguous(kernel.graph, problem.dtype, problem.dtype, problem.inputs, problem.shape, problem.layout, precision)
+def _signature(kernel: Kernel, call: ProgramCall, precision: str) -> Signature:
+    return signature_of_contiguous(kernel.graph, call.dtype, call.dtype, call.inputs, call.shape, call.layout, precision)
 
 
 _CALM = 50
@@ -103,34 +103,34 @@ _CALM = 50
 to 2576 (sm_90, Triton 3.6, 2026-11-26)."""
 
 
-def spilled(problem: Problem, target: Target) -> str:
+def spilled(call: ProgramCall, target: Target) -> str:
     """Why a program's kernel is slower than anything here expects: it has more values than registers. "" where it has not, or is not to be doubted.
 
     It is compiled for that, into Triton's cache, where the first call finds it.
     """
     index = api.database().index()
-    return _compiled(problem, target, index, os.getpid()).result() if _instructions(problem, target, index) > _CALM else ""
+    return _compiled(call, target, index, os.getpid()).result() if _instructions(call, target, index) > _CALM else ""
 
 
-def compile_ahead(kernels: Iterable[tuple[Problem, Target]]) -> None:
+def compile_ahead(kernels: Iterable[tuple[ProgramCall, Target]]) -> None:
     """Have these compiled, side by side, and while Inductor compiles the rest: nearly all of a compiler's time is LLVM's and ptxas's, outside of Python.
 
     Their first calls wait for them; before what `spilled` says of one is known it is waited for there.
     """
-    for problem, target in kernels:
-        _compiled(problem, target, api.database().index(), os.getpid())
+    for call, target in kernels:
+        _compiled(call, target, api.database().index(), os.getpid())
 
 
 @functools.lru_cache(maxsize=4096)
-def _instructions(problem: Problem, target: Target, _index: Index) -> float:
-    return resources.Work(_planned(problem, target, library.kernel(problem.text, None)._precision_now()).spec, problem.shape, target).operations
+def _instructions(call: ProgramCall, target: Target, _index: Index) -> float:
+    return resources.Work(_planned(call, target, library.kernel(call.text, None)._precision_now()).spec, call.shape, target).operations
 
 
 @functools.lru_cache(maxsize=4096)
-def _compiled(problem: Problem, target: Target, _index: Index, process: int) -> Future[str]:
+def _compiled(call: ProgramCall, target: Target, _index: Index, process: int) -> Future[str]:
     """What `_spilled` will say. process: whose threads compile, for those of a process that was forked are its parent's."""
-    kernel, here = library.kernel(problem.text, None), torch.cuda.current_device() if torch.cuda.is_available() else None
-    future = _pool(process).submit(_spilled, problem, target, here)
+    kernel, here = library.kernel(call.text, None), torch.cuda.current_device() if torch.cuda.is_available() else None
+    future = _pool(process).submit(_spilled, call, target, here)
     kernel.wait_for(future)
     return future
 
@@ -141,12 +141,12 @@ def _pool(_process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), "epigen")
 
 
-def _spilled(problem: Problem, target: Target, place: int | None) -> str:
+def _spilled(call: ProgramCall, target: Target, place: int | None) -> str:
     """place: of the GPU that the process works with."""
     if place is not None:
         torch.cuda.set_device(place)
-    (m, n, k), kernel = problem.shape, library.kernel(problem.text, None)
-    extents, dtypes = {"m": m, "n": n, "k": k}, dict(problem.inputs)
+    (m, n, k), kernel = call.shape, library.kernel(call.text, None)
+    extents, dtypes = {"m": m, "n": n, "k": k}, dict(call.inputs)
 
     def lying(indices: str, dtype: DType | None) -> torch.Tensor:
         return torch.empty([extents[i] for i in indices], dtype=torch_dtype(dtype or FP32), device="meta")
@@ -154,7 +154,7 @@ def _spilled(problem: Problem, target: Target, place: int | None) -> str:
     def given(node: Node) -> torch.Tensor:
         return torch.empty(m, -(-n // 8), dtype=torch.uint8, device="meta") if node.op == BITS else lying(node.indices, dtypes[node.name])
 
-    a, b = (lying(i, problem.dtype) if at == "n" else lying(i[::-1], problem.dtype).T for i, at in zip(("mk", "kn"), problem.layout, strict=True))
+    a, b = (lying(i, call.dtype) if at == "n" else lying(i[::-1], call.dtype).T for i, at in zip(("mk", "kn"), call.layout, strict=True))
     try:
         needs = kernel.warm(a, b, target, **{i.name: given(i) for i in kernel.graph.inputs()})
     except CompileError as error:

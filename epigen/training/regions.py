@@ -158,10 +158,10 @@ def compile_ahead(products: Iterable[Product], levels: Levels, tune: str | None)
     expected.compile_ahead([kernel for region in regions if (kernel := _kernel_of(region)) is not None])
 
 
-def _kernel_of(region: Region) -> tuple[expected.Problem, Target] | None:
+def _kernel_of(region: Region) -> tuple[expected.ProgramCall, Target] | None:
     """What is compiled for a region, and for what; None where the GPU is not known."""
-    problem, target = problem_of(region.product, region.imported), expected.target_of(region.product.a.meta["val"].device)
-    return None if problem is None or target is None else (problem, target)
+    call, target = program_call(region.product, region.imported), expected.target_of(region.product.a.meta["val"].device)
+    return None if call is None or target is None else (call, target)
 
 
 def promising(product: Product, levels: Levels, tune: str | None) -> Region | Left:
@@ -502,14 +502,14 @@ def _times(
 
     Where a kernel of Inductor's reads the result in any case, what is fused spares it no launch, and it has to read what the program has written.
     """
-    problem = problem_of(product, imported)
+    call = program_call(product, imported)
     target = expected.target_of(product.a.meta["val"].device)
     if target is None:
         return None
-    if problem is None:
+    if call is None:
         return "its extents are known at run time alone, and so is what takes less time"
     gpu = gpus.of_target(target)
-    fused, bare = expected.kernels_us(problem, target, tune)
+    fused, bare = expected.kernels_us(call, target, tune)
     inside = set(nodes)
     lazy = [n for n in outputs if any(u not in inside and joins(u) and levels[u] == levels[n] for u in n.users)]
     moved = [
@@ -520,13 +520,13 @@ def _times(
     return fused + expected.moved_us([bytes_of(n) for n in lazy], gpu), bare + expected.moved_us(moved, gpu) + (0.0 if lazy else gpu.launch_us)
 
 
-def problem_of(product: Product, imported: Imported) -> expected.Problem | None:
+def program_call(product: Product, imported: Imported) -> expected.ProgramCall | None:
     """What a database knows of a region's program; None where an extent is known at run time alone."""
     a, b = product.a.meta["val"], product.b.meta["val"]
     m, n, k = (size_hint(e) for e in product.shape)
     if m is None or n is None or k is None:
         return None
     layout = "".join("n" if t.stride(-1) == 1 or t.stride(-2) != 1 else "t" for t in (a, b))
-    return expected.Problem(
+    return expected.ProgramCall(
         imported.text, (m, n, k), BY_TORCH[str(a.dtype)], layout, tuple((leaf.name, BY_TORCH[str(leaf.node.meta["val"].dtype)]) for leaf in imported.leaves)
     )

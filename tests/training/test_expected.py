@@ -19,7 +19,7 @@ from epigen.training.report import Seen
 
 pytestmark = [APART, pytest.mark.triton, pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of torch's own compiler
 
-RELU = expected.Problem("relu(mm)", (8192, 4096, 4096), BF16, "nn", ())
+RELU = expected.ProgramCall("relu(mm)", (8192, 4096, 4096), BF16, "nn", ())
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ RELU = expected.Problem("relu(mm)", (8192, 4096, 4096), BF16, "nn", ())
 def test_an_estimate_counts_for_more_than_a_measurement(text: str, measured: bool, counts: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The more so the more tiles it has to read."""
     monkeypatch.setattr(expected, "_kernels_us", lambda *_: (100.0, 110.0, measured))
-    fused, bare = expected.kernels_us(expected.Problem(text, (8192, 4096, 4096), BF16, "nn", ()), TARGETS["sm_90"], None)
+    fused, bare = expected.kernels_us(expected.ProgramCall(text, (8192, 4096, 4096), BF16, "nn", ()), TARGETS["sm_90"], None)
     assert (fused, bare) == (pytest.approx(100 * counts), 110.0)
 
 
@@ -87,7 +87,7 @@ def test_masks_are_packed_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = backend.fuse(make_fx(lambda g, w, mask: packed.where_bits(mask, g @ w), tracing_mode="fake")(g, w, mask).graph)
     assert found.program == "drelu(mm, bits(x0))"
     monkeypatch.setattr(expected, "_kernels_us", lambda *_: (100.0, 110.0, False))
-    assert expected.kernels_us(expected.Problem(found.program, (2048, 1024, 512), BF16, "nn", ()), TARGETS["sm_90"], None)[0] == pytest.approx(109)
+    assert expected.kernels_us(expected.ProgramCall(found.program, (2048, 1024, 512), BF16, "nn", ()), TARGETS["sm_90"], None)[0] == pytest.approx(109)
 
 
 def test_the_kernels_of_a_graph_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,14 +97,14 @@ def test_the_kernels_of_a_graph_are_compiled_side_by_side(monkeypatch: pytest.Mo
     started, going_on, alone = threading.Barrier(2, timeout=60), threading.Event(), threading.get_ident()
     asked: list[str] = []
 
-    def spilled(problem: expected.Problem, _target: Any, _place: Any) -> str:
+    def spilled(call: expected.ProgramCall, _target: Any, _place: Any) -> str:
         assert threading.get_ident() != alone
-        asked.append(problem.text)
-        if problem.text in ("cos(mm)", "sin(mm)"):
+        asked.append(call.text)
+        if call.text in ("cos(mm)", "sin(mm)"):
             started.wait()  # of one after another the first would wait for ever
-        if problem.text == "sin(mm)" and not going_on.wait(60):
+        if call.text == "sin(mm)" and not going_on.wait(60):
             return "the graph waits for a kernel that is not to be doubted"
-        return "it spills" if "erf" in problem.text else ""
+        return "it spills" if "erf" in call.text else ""
 
     monkeypatch.setattr(expected, "_spilled", spilled)
 
