@@ -141,8 +141,6 @@ class Prepared:
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """The vendor's. [M, N], contiguous; of a batch with leading dimensions."""
         assert self.plan is not None
-        if self.batch is not None:
-            return vendor.products(a, b, self.plan.spec.signature.precision).contiguous()
         return vendor.product(a, b, self.plan.spec.signature.precision).contiguous()
 
     def compute(self, a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -167,7 +165,8 @@ class Prepared:
         if self.arrivals is not None:
             values["num_arrived_ptr"] = self.arrivals.counters()
         values |= {f"{o.name}_ptr": t for o, t in zip(self.outputs, results, strict=True)}
-        values |= {f"{name}_ptr": self._described(name, values[f"{name}_ptr"]) for name in self.described}
+        if self.batch is not None:
+            values |= {f"{name}_ptr": self.batch.stacked(name, values[f"{name}_ptr"]) for name in self.described}
         values |= {f"{name}_padded_ptr": arguments.padded(values[f"{name}_ptr"]) for name in self.padded}
         return values | self.workspace.tensors(self.device)
 
@@ -176,10 +175,6 @@ class Prepared:
         """The tensors that kernels address by TMA."""
         assert self.plan is not None
         return tuple(a.name.removesuffix("_desc") for f in self.plan.rendered.functions for a in f.arguments if a.block is not None)
-
-    def _described(self, name: str, t: Tensor) -> Tensor:
-        """What a descriptor is made of."""
-        return t if self.batch is None else self.batch.stacked(name, t)
 
     def slots(self, names: Sequence[str]) -> dict[str, int]:
         """Where each launch's argument is in a row of all values of a call that change. names: the inputs', in the order of their slots.
@@ -197,9 +192,10 @@ class Prepared:
         """The launches without Triton, after `run` has gone through it; None where one cannot do without. tensors: in the order of the slots."""
         if not self.tried:
             slots, described = self.slots(names), list(tensors)
-            for name in self.described:
-                place = slots[f"{name}_ptr"]
-                described[place] = self._described(name, tensors[place])
+            if self.batch is not None:
+                for name in self.described:
+                    place = slots[f"{name}_ptr"]
+                    described[place] = self.batch.stacked(name, tensors[place])
             candidates = [launch.direct(c, slots, described) for launch, c in zip(self.launches, self.compiled, strict=True)]
             self.launchers = [f for f in candidates if f is not None]
             self.tried = True

@@ -28,10 +28,12 @@ _REDUCED = {torch.float16: "allow_fp16_reduced_precision_reduction", torch.bfloa
 
 
 def product(a: Tensor, b: Tensor, precision: str) -> Tensor:
-    """a [M, K] @ b [K, N] -> [M, N] fp32, or int32 for int8 operands.
+    """a [M, K] @ b [K, N] -> [M, N] fp32, or int32 for int8 operands; with leading dimensions, which broadcast, as many products.
 
     precision: "ieee" or "tf32", for fp32 operands. fp8 is widened to fp16, which holds every fp8 value, so the products are exact.
     """
+    if a.dim() > 2 or b.dim() > 2:
+        return products(a, b, precision)
     if torch.is_autocast_enabled(a.device.type):  # it would take the product in half precision
         with torch.autocast(a.device.type, enabled=False):
             return product(a, b, precision)
@@ -71,7 +73,7 @@ def compute(a: Tensor, b: Tensor, out: Tensor, precision: str) -> None:
     All three of one dtype; with leading dimensions all of out's, to which those of a and b broadcast. precision: as for `product`.
     """
     if not out.is_cuda or max(out.stride()) >= WIDE:  # on the CPU torch says nothing of how it adds 16-bit products
-        out.copy_(product(a, b, precision) if out.dim() == 2 else products(a, b, precision))
+        out.copy_(product(a, b, precision))
         return
     with _sums_in_fp32(out.dtype, precision):
         if out.dim() == 2:

@@ -96,7 +96,7 @@ class Meter:
         a, b = self.sample.a, self.sample.b
         if a.is_floating_point() and a.element_size() > 1:
             return torch.matmul(a, b)
-        return (vendor.products if a.dim() > 2 else vendor.product)(a, b, self.task.precision)
+        return vendor.product(a, b, self.task.precision)
 
 
 def _give_memory_back() -> None:
