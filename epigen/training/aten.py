@@ -721,21 +721,26 @@ def _lies_as(tensor: torch.Tensor, roles: Sequence[Role]) -> bool:
 
 
 def order_of(roles: Sequence[Role]) -> list[int]:
-    """The dimensions as they lie in a matrix, rows first. Raises NotImplementedError where that is known at run time alone."""
+    """The dimensions as they lie in a matrix, rows first, then those of one element. Raises NotImplementedError where that is known at run time alone."""
 
     def before(x: int, y: int) -> int:
-        one, other = roles[x], roles[y]
-        if one is None or other is None or one[0] != other[0]:
-            return (one is not None and one[0] == "n") - (other is not None and other[0] == "n")
-        if same(one[2], other[2]):
+        (axis, _, step), (other_axis, _, other_step) = (roles[d] or ("", 1, 1) for d in (x, y))
+        if axis != other_axis:
+            return _OUTER_FIRST.index(axis) - _OUTER_FIRST.index(other_axis)
+        if same(step, other_step):
             return 0
-        if same(one[2] % other[2], 0):  # each step is a product of those within it, and so divides them: which is larger need not be known
+        if same(step % other_step, 0):  # each step is a product of those within it, and so divides them: which is larger need not be known
             return -1
-        if same(other[2] % one[2], 0):
+        if same(other_step % step, 0):
             return 1
-        raise NotImplementedError(f"the order of its dimensions, {one[2]} and {other[2]} rows apart, is known at run time alone")
+        raise NotImplementedError(f"the order of its dimensions, {step} and {other_step} rows apart, is known at run time alone")
 
     return sorted(range(len(roles)), key=functools.cmp_to_key(before))
+
+
+_OUTER_FIRST = ("m", "", "n")
+"""What dimensions run along, in the order of memory. A dimension of one element, which may lie anywhere, has a place of its own: were it equal to all others,
+those on both sides of it would not be compared."""
 
 
 def in_order(roles: Sequence[Role]) -> bool:

@@ -189,6 +189,8 @@ def test_rows_and_columns_that_change_places() -> None:
     agree(lambda x, w, g: F.tanh((x @ w).t()) * g, *drawn((6, 8), (8, 6), (6, 6)))  # where extents cannot tell them apart
     heads = agree(lambda x, w: F.tanh((x @ w).view(2, 5, 2, 3).transpose(1, 2) * 0.3), *drawn((2, 5, 8), (8, 6)))
     assert heads["forward (10, 6, 8)"] == "tanh(mm * 0.3)"
+    one = agree(lambda x, w: F.tanh((x @ w).view(2, 1, 5, 6).permute(2, 1, 0, 3) * 0.3), *drawn((10, 8), (8, 6)))  # between the two, one element
+    assert one["forward (10, 6, 8)"] == "tanh(mm * 0.3)"
 
 
 def test_what_was_to_be_computed_before_for_its_sake_alone() -> None:
