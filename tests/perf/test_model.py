@@ -31,6 +31,7 @@ from epigen.errors import TargetError
 from epigen.gpus import TARGETS
 from epigen.perf import limits, model
 from epigen.perf.constants import FITTED
+from epigen.shapes import Shape
 
 LONG = "z = gelu(mm * alpha + bias) + residual; z, bitmask(z > 0), bgrad(z), sum(z, n), amax(z), logsumexp(z, n)"
 
@@ -485,6 +486,23 @@ def test_the_vendors_product_is_split_along_k(shape: tuple[int, int, int]) -> No
     """The model's has an fp32 result."""
     spec = replace(spec_of("mm", BF16, shape[2]), signature=replace(spec_of("mm", BF16, shape[2]).signature, layout="nt"))
     assert 0.75 < model.unfused_us(spec, shape, H200) / VENDORS[shape] < 1.3
+
+
+H100 = gpus.by_name("H100")
+# the same of batches on an H100, "nt", 2026-11-26
+VENDORS_BATCHES = {
+    (64, 1024, 1024, 128): 64.0, (64, 512, 512, 64): 15.6, (16, 2048, 2048, 64): 53.8, (16, 2048, 128, 2048): 56.7, (32, 512, 512, 512): 20.1,
+    (8, 1024, 4096, 1024): 99.7, (128, 256, 1024, 1024): 145.2, (8, 4096, 4096, 512): 212.6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", VENDORS_BATCHES, ids=lambda s: "x".join(map(str, s)))
+def test_the_vendors_batches(shape: Shape) -> None:
+    """Else a kernel is expected to be faster where it is not: those of `mm * s` took 0.93 to 1.03 of these times."""
+    bare, scaled = (epigen.compile(text).plan(shape, BF16, TARGETS["sm_90"], layout="nt") for text in ("mm", "mm * 0.5"))
+    vendors = model.unfused_us(bare.spec, shape, H100)
+    assert 0.9 < vendors / VENDORS_BATCHES[shape] < 1.32
+    assert model.estimate_us(scaled.spec, scaled.choice.config, shape, H100).us == pytest.approx(vendors, rel=0.05)
 
 
 def test_the_last_of_many_parts_adds_them_up_one_after_the_other() -> None:
