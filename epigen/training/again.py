@@ -1,11 +1,12 @@
 """A chain of layers called before, called again: the function for it, and for each layer's backward, written out with all that is known.
 
-What `linear.chain` checks and plans hangs on its tensors' shapes, dtypes and whether they require a gradient, and on torch's modes. Whoever knows that all this is
-as it was (`deferred` does, by one comparison) calls what `prepare` has made of it. It computes what the chain would, by the same kernels.
+What `chain.chain` checks and plans hangs on its tensors' shapes, dtypes and whether they require a gradient, and on torch's modes. Where all this is as it was, by
+one comparison, the chain is what `prepare` has made of it: a function without its checks, which computes the same by the same kernels.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,20 +14,81 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import has_torch_function
 
 from epigen.ir.program import graph_of
+from epigen.runtime import arguments
 from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.fast_call import Check
-from epigen.training import composed, layer, library, linear, plan
-from epigen.training.guarded_cache import likeness
+from epigen.training import chain, composed, layer, library, plan
+from epigen.training.chain import Link
+from epigen.training.guarded_cache import DEVICES, GuardedCache, State, likeness, state
 from epigen.training.layer import Wanted
-from epigen.training.linear import Link
 from epigen.training.plan import Backward, Step
 from epigen.training.site import How, Site, leading
 
+Way = Callable[..., Any]
+"""A chain, of x, and of each layer the weight and the inputs in their order."""
 
-def prepare(x: Tensor, links: Sequence[Link]) -> Callable[..., Tensor] | None:
-    """What `linear.chain` comes to where it is called with tensors like these, in torch's modes as they are: a function without its checks. None where the chain
+Ways = GuardedCache[Way | str]
+
+_ONCE, _NEVER = "called once", "called by chain.chain"
+"""In the place of a way: none is made of what is not called again, and of some none can be."""
+
+_KINDS = 1024
+"""Of chains that are remembered, by programs and shapes: those called last."""
+
+
+def call(x: Any, links: Sequence[Link]) -> Any:
+    """`chain.chain`, which is left out where a call like this one was made before."""
+    given = [x]
+    for link in links:
+        given += (link.weight, *link.inputs.values())
+    if is_dynamo_compiling() or has_torch_function(given) or not _remembered(given, links):
+        return chain.chain(x, links)
+    key = [x.shape]
+    for link in links:
+        key += (link.weight.shape, link.epilogue, link.save, link.of, link.tune, *link.inputs)
+    return run(_ways(*key), state(x.device.type), given, lambda: (x, links))[0]
+
+
+def _remembered(given: Sequence[Any], links: Sequence[Link]) -> bool:
+    """Whether of such a call a way may be made, and nobody is to see it who does not see that."""
+    if torch._C._autograd._profiler_enabled() or forward_ad._current_level >= 0 or not _TENSORS.issuperset(map(type, given)):
+        return False
+    if any(type(link.epilogue) is not str or link.main_grad is not None or link.weight.is_nested for link in links):
+        return False
+    return not given[0].is_nested and given[0].device.type in DEVICES
+
+
+_TENSORS = frozenset(arguments.PLAIN)
+
+
+@functools.lru_cache(maxsize=_KINDS)
+def _ways(*_key: Any) -> Ways:
+    return GuardedCache()
+
+
+def run(ways: Ways, now: State, tensors: Sequence[Tensor], of: Callable[[], tuple[Tensor, Sequence[Link]]]) -> tuple[Any, Way | None]:
+    """The results of a chain, and the way by which it was computed, if there is one. tensors: as a way takes them. of: the chain."""
+    way = ways.get(now, tensors)
+    if callable(way):
+        return way(*tensors), way
+    x, links = of()
+    results = chain.chain(x, links)
+    if way is None:  # at the second call: of a batch that is never like another nothing is written out
+        ways.put(now, tensors, _ONCE)
+    elif way == _ONCE:
+        made = prepare(x, links)
+        ways.put(now, tensors, made or _NEVER)
+        return results, made
+    return results, None
+
+
+def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
+    """What `chain.chain` comes to where it is called with tensors like these, in torch's modes as they are: a function without its checks. None where the chain
     has torch itself run the layers, and where one takes numbers or a buffer for its weight's gradient, computes what it multiplies, or gives more than a tile.
 
     It takes x, and of each layer the weight and the inputs in their order, each of exactly the shape that its program declares with x's leading dimensions.
@@ -37,14 +99,18 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Callable[..., Tensor] | None:
     computed = any(graph_of(link.epilogue).computed() for link in links)
     if not plain or computed or not library.unseen(*tensors) or composed.needed(tensors):
         return None
+    for link, program in zip(links, programs, strict=True):
+        expanded = chain.presented(link, program, x)
+        if any(value is not link.inputs[declared.name] for declared, value in zip(program.inputs, expanded, strict=True)):
+            return None
     names = [(f"w{i}", {name: f"v{i}_{j}" for j, name in enumerate(link.inputs)}) for i, link in enumerate(links)]
     text = CodeBuilder(f"again(x, {', '.join(name for weight, inputs in names for name in (weight, *inputs.values()))})")
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, links = linear.cast(x, dtype), [link._replace(weight=linear.cast(link.weight, dtype)) for link in links]
-        text.add(*(f"{name} = {text.hold(linear.cast)}({name}, {text.hold(dtype)})" for name in ("x", *(weight for weight, _ in names))))
+        x, links = chain.cast(x, dtype), [link._replace(weight=chain.cast(link.weight, dtype)) for link in links]
+        text.add(*(f"{name} = {text.hold(chain.cast)}({name}, {text.hold(dtype)})" for name in ("x", *(weight for weight, _ in names))))
     values: list[list[Any]] = [[link.inputs[declared.name] for declared in program.inputs] for link, program in zip(links, programs, strict=True)]
-    steps = linear.steps(x, links, values)
+    steps = chain.steps(x, links, values)
     shapes: list[list[tuple[int, ...]]] = [[tuple(value.shape) for value in of] for of in values]
     of_taken: Sequence[tuple[int, ...]] = ()
     lead, taken, a, shape = tuple(x.shape[:-1]), "", "x", tuple(x.shape)

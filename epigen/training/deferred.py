@@ -22,12 +22,12 @@ from torch.utils._device import DeviceContext
 
 from epigen.errors import CallError, InternalError
 from epigen.ir.program import MOST_PROGRAMS
-from epigen.training import again, linear
+from epigen.training import again, chain
+from epigen.training.chain import Link
 from epigen.training.elements import CHANNELS_LAST, channels_second, rows_first, why_no_product, why_not_as_fast
-from epigen.training.guarded_cache import GuardedCache, State
+from epigen.training.guarded_cache import DEVICES, GuardedCache, State, state
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-DEVICES = ("cpu", "cuda")
 _PLAIN = (Tensor, nn.Parameter)
 """Tensors of any other class are computed by that class alone."""
 
@@ -90,7 +90,7 @@ class Planned:
     chained: bool
     after_chained: bool
     begun: GuardedCache[tuple[Sequence[int], torch.dtype]] = field(default_factory=GuardedCache, compare=False)
-    computed: GuardedCache[Callable[..., Tensor] | str] = field(default_factory=GuardedCache, compare=False)
+    computed: again.Ways = field(default_factory=GuardedCache, compare=False)
 
 
 @dataclass(frozen=True)
@@ -261,12 +261,6 @@ def _all_deferred(args: Any, kwargs: Any) -> list[Deferred]:
     return deferred
 
 
-def state(device: str) -> State:
-    """device: one of DEVICES, or another, where there is no plan."""
-    autocast = torch.get_autocast_dtype(device) if device in DEVICES and torch.is_autocast_enabled(device) else None
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
-
-
 class Region:
     """One product that waits, and the steps that have come so far.
 
@@ -380,9 +374,9 @@ class Region:
 
     # -- as it was planned
 
-    def links(self) -> tuple[Tensor, list[linear.Link]]:
+    def links(self) -> tuple[Tensor, list[Link]]:
         """What all products up to this one multiply in turn, and the layers."""
-        own = linear.Link(self.product.weight, self.inputs, self.plan.text)
+        own = Link(self.product.weight, self.inputs, self.plan.text)
         if self._before is None:
             return self.product.x, [own]
         x, links = self._before.links()
@@ -396,20 +390,9 @@ class Region:
     def compute(self) -> Tensor:
         """What the last step gives."""
         if watched() or torch._C._autograd._profiler_enabled():  # a mode around the forward, or a profile, is to see the chain
-            result: Tensor = linear.chain(*self.links())
+            result: Tensor = chain.chain(*self.links())
         else:
-            tensors = self.tensors()
-            prepared = self.plan.computed.get(self.state, tensors)
-            if callable(prepared):
-                result, self.way = prepared(*tensors), prepared
-            else:
-                x, links = self.links()
-                result = linear.chain(x, links)
-                if prepared is None:  # at the second call: of a batch that is never like another nothing is written out
-                    self.plan.computed.put(self.state, tensors, "once")
-                else:
-                    self.way = again.prepare(x, links)
-                    self.plan.computed.put(self.state, tensors, self.way or "by torch")
+            result, self.way = again.run(self.plan.computed, self.state, self.tensors(), self.links)
         result = result if result.shape == self.frame else result.view(self.frame)
         return result.permute(channels_second(len(self.frame))) if self.moved else result
 

@@ -26,9 +26,10 @@ from torch.overrides import _pop_mode_temporarily
 
 from epigen.errors import CallError
 from epigen.training import straight
-from epigen.training.deferred import DEVICES, Plan, Run, state, watched
+from epigen.training.deferred import Plan, Run, watched
 from epigen.training.elements import channels_second
 from epigen.training.flat import MISSED, Flat
+from epigen.training.guarded_cache import DEVICES, state
 from epigen.training.rehearse import Observed, Rehearsed, Unseen, rehearse, tried
 from epigen.training.straight import Bent
 

@@ -10,11 +10,21 @@ from torch import Tensor
 
 from epigen.runtime.fast_call import Check, guard
 
+DEVICES = ("cpu", "cuda")
+"""Of whose tensors anything is remembered."""
+
 _RECENT = 16
 """Calls of other shapes, or in other modes, that one is compared with in turn."""
 
 State = tuple[bool, bool, torch.dtype | None]
 """What torch's own state is, as far as results hang on it: whether gradients are recorded, inference mode, autocast's dtype."""
+
+
+def state(device: str) -> State:
+    """device: one of DEVICES, or another, for which there is no autocast here."""
+    autocast = torch.get_autocast_dtype(device) if device in DEVICES and torch.is_autocast_enabled(device) else None
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+
 
 Value = TypeVar("Value")
 

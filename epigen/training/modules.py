@@ -12,7 +12,8 @@ from torch.nn.modules import module as torchs
 
 from epigen import ops
 from epigen.errors import CallError, near_miss
-from epigen.training import functions, linear
+from epigen.training import again, functions, linear
+from epigen.training.chain import Link
 from epigen.training.functions import Function
 from epigen.training.layer import Value
 
@@ -54,18 +55,18 @@ class Linear(nn.Module):
         """As torch.nn.Linear's."""
         nn.Linear.reset_parameters(self)  # type: ignore[arg-type]  # which asks for no more than the two parameters
 
-    def link(self, inputs: Mapping[str, Value]) -> linear.Link:
+    def link(self, inputs: Mapping[str, Value]) -> Link:
         """As a part of a chain. Each parameter is read once: a parametrised one is computed anew whenever it is."""
         weight: Any = self.weight
         bias: Any = self.bias
         given = linear.joined({} if bias is None else {"bias": bias}, inputs)
         held = weight if isinstance(weight, Tensor) else self._parameters.get("weight")  # while torch.fx traces, the weight is a proxy
-        return linear.Link(weight, given, self.epilogue, self.save, self.of, self.tune, getattr(held, "main_grad", None))
+        return Link(weight, given, self.epilogue, self.save, self.of, self.tune, getattr(held, "main_grad", None))
 
     def forward(self, input: Tensor, inputs: Mapping[str, Value] | None = None, **more: Value) -> Any:  # noqa: A002  # torch.nn.Linear's own name
         """input: [..., in_features]. more: the program's other inputs. inputs: the same as a mapping, for names that are taken here.
         Returns what `epigen.linear` returns."""
-        return linear.chain(input, [self.link(linear.joined(inputs or {}, more))])
+        return again.call(input, [self.link(linear.joined(inputs or {}, more))])
 
     def extra_repr(self) -> str:
         shown = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -93,7 +94,7 @@ class Chain(nn.Sequential):
     """
 
     def forward(self, input: Any) -> Any:  # noqa: A002  # torch.nn.Sequential's own name for it
-        run: list[linear.Link] = []
+        run: list[Link] = []
         for module in self:
             if isinstance(module, Linear) and _as_it_is(module, Linear):
                 run.append(module.link({}))
@@ -101,9 +102,9 @@ class Chain(nn.Sequential):
             if type(module) is nn.Identity and _as_it_is(module, nn.Identity):
                 continue
             if run:
-                input, run = linear.chain(input, run), []  # noqa: A001
+                input, run = again.call(input, run), []  # noqa: A001
             input = module(input)  # noqa: A001
-        return linear.chain(input, run) if run else input
+        return again.call(input, run) if run else input
 
 
 def _as_it_is(module: nn.Module, of: type[nn.Module]) -> bool:

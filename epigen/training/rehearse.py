@@ -28,7 +28,7 @@ from epigen.errors import EpigenError
 from epigen.ir.program import MOST_PROGRAMS
 from epigen.training import deferred
 from epigen.training.deferred import CONVOLUTIONS, DTYPES, PRODUCTS, VIEWS, Argument, Fixed, Plan, Planned, Product, Ref, Step, Taken
-from epigen.training.guarded_cache import State
+from epigen.training.guarded_cache import State, state
 from epigen.training.unlogged import unlogged
 
 _ROWS, _COLUMNS = 6, 7
@@ -203,7 +203,7 @@ class Observed(TorchFunctionMode):
         kwargs = kwargs or {}
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         device = given[0].device.type if given else "cpu"
-        now = deferred.state(device)
+        now = state(device)
         result = func(*args, **kwargs)
         if not deferred.asks(func):
             self.events.append(Event(func, tuple(args), dict(kwargs), result, given, now, self.caller() if func in PRODUCTS else None))

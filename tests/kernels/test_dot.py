@@ -34,7 +34,8 @@ from epigen.perf import limits, model
 from epigen.perf.traffic import traffic
 from epigen.runtime.ahead import Job
 from epigen.runtime.loader import triton_version
-from epigen.training.linear import Link, chain
+from epigen.training.again import call as chain
+from epigen.training.chain import Link
 
 # -- dot(a, b) is mm
 

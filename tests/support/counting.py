@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import cProfile
+from collections import Counter
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
+
+import pytest
 
 
 class Counted:
@@ -28,3 +31,21 @@ def calls(work: Callable[[], object]) -> int:
     with Counted() as counted:
         work()
     return counted.calls
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, *places: tuple[Any, str]) -> Counter[str]:
+    """How often functions are called from now on, by name."""
+    found: Counter[str] = Counter()
+
+    def count(home: Any, name: str) -> None:
+        function = getattr(home, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(home, name, run)
+
+    for home, name in places:
+        count(home, name)
+    return found

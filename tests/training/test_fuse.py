@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT
+from counting import counted
 from golden import Golden
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as everyone calls it
@@ -30,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 import epigen
 from epigen.errors import CallError
-from epigen.training import deferred, elements, library, linear, plan
+from epigen.training import chain, deferred, elements, library, plan
 from epigen.training.fuse import Forward, Fused
 
 pytestmark = [pytest.mark.triton, pytest.mark.usefixtures("one_thread")]
@@ -887,25 +888,7 @@ def test_an_error_of_the_users_comes_out_as_it_is() -> None:
 # -- what the host does in a call
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, *places: tuple[Any, str]) -> Counter[str]:
-    """How often functions are called from now on, by name."""
-    found: Counter[str] = Counter()
-
-    def count(home: Any, name: str) -> None:
-        function = getattr(home, name)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            found[name] += 1
-            return function(*args, **kwargs)
-
-        monkeypatch.setattr(home, name, run)
-
-    for home, name in places:
-        count(home, name)
-    return found
-
-
-CHECKS = ((Forward, "key"), (deferred, "fits"), (linear, "chain"), (linear, "_check_operands"), (plan, "steps"), (library, "below_autograd"))
+CHECKS = ((Forward, "key"), (deferred, "fits"), (chain, "chain"), (chain, "_check_operands"), (plan, "steps"), (library, "below_autograd"))
 
 
 def residual() -> Block:

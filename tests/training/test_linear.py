@@ -20,7 +20,8 @@ from epigen.errors import CallError, DerivationError
 from epigen.ir.derivation import SAVE
 from epigen.runtime import kernel as kernel_module
 from epigen.training import library
-from epigen.training.linear import Link, chain
+from epigen.training.again import call as chain
+from epigen.training.chain import Link
 
 
 def normal(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 1.0, grad: bool = True) -> Tensor:

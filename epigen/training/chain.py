@@ -1,0 +1,222 @@
+"""Chains of layers, as `layer` has them: from tensors of any leading dimensions to layers, and back. Everything is checked, planned and traced by shape anew."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from epigen.errors import CallError, near_miss
+from epigen.runtime import arguments
+from epigen.training import composed, functions, plan
+from epigen.training.layer import Layer, Value, apply, forward, kept, rows, shaped
+from epigen.training.plan import Declared, Input, LayerRequest, Step
+
+
+class Link(NamedTuple):
+    """One layer of a chain: its weight [N, K] and inputs, and how it is to be run. Fields as the arguments of `linear`; below `chain` epilogues are texts."""
+
+    weight: Tensor
+    inputs: Mapping[str, Value]
+    epilogue: Any
+    save: str | None = None
+    of: tuple[str, ...] | None = None
+    tune: str | None = None
+    main_grad: Tensor | None = None
+
+
+def chain(x: Tensor, layers: Sequence[Link]) -> Any:
+    """Layers one after another, each but the last with one tile as its result. x: [..., K]. Returns the last one's results.
+
+    What a layer's derivative is runs within the next layer's input-gradient product.
+    """
+    given = (x, *(value for layer in layers for value in (layer.weight, *layer.inputs.values())))
+    if has_torch_function(given):
+        return handle_torch_function(chain, given, x, layers)
+    for what, t in (("x", x), *(("weight", layer.weight) for layer in layers)):
+        _check_dense(what, t)
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, layers = cast(x, dtype), [layer._replace(weight=cast(layer.weight, dtype)) for layer in layers]
+    if any(functions.is_function(layer.epilogue) for layer in layers):
+        return _of_functions(x, layers)
+    return _of_texts(x, layers)
+
+
+def _of_functions(x: Tensor, layers: Sequence[Link]) -> Any:
+    """A chain in which functions stand for some of the texts: each is replaced by the program that it is for these shapes."""
+    values = [value for layer in layers for value in (layer.weight, *layer.inputs.values()) if isinstance(value, Tensor)]
+    if torch.compiler.is_compiling() or composed.needed([x, *values]):
+        for layer in layers:
+            x = _of_texts(x, [layer]) if isinstance(layer.epilogue, str) else functions.plain(layer.epilogue, x, layer.weight, layer.inputs)
+        return x
+    _check_operands(x, layers)
+    written, last = [], None
+    for layer in layers:
+        if not isinstance(layer.epilogue, str):
+            shape = (*x.shape[:-1], layer.weight.shape[0])
+            last = functions.traced(layer.epilogue, shape, functions.result_dtype(layer.weight.dtype), x.device, layer.inputs)
+            layer = layer._replace(epilogue=last.program.text, inputs=functions.presented(last, layer.inputs, shape))
+        written.append(layer)
+    results = _of_texts(x, written)
+    if last is None or isinstance(layers[-1].epilogue, str):
+        return results
+    return functions.returned(last, [results] if isinstance(results, Tensor) else list(results))
+
+
+def steps(x: Tensor, layers: Sequence[Link], values: Sequence[Sequence[Value]]) -> tuple[Step, ...]:
+    # what is exported is run for its results, and has no backward to keep for. By the flag, since in torch.compile of torch up to 2.12 is_exporting() is true
+    recorded = torch.is_grad_enabled() and not torch.compiler._is_exporting_flag
+    requests = [_request(layer, given, recorded) for layer, given in zip(layers, values, strict=True)]
+    return plan.steps(recorded and x.requires_grad, tuple(requests))
+
+
+def _named(results: Sequence[Tensor], several: Any) -> Any:
+    return results[0] if several is None else tuple.__new__(several, results)
+
+
+def _of_texts(x: Tensor, layers: Sequence[Link]) -> Any:
+    _check_operands(x, layers)
+    programs = [plan.declared(layer.epilogue) for layer in layers]
+    for layer, program in zip(layers[:-1], programs, strict=False):
+        if not program.tile:
+            raise CallError(f"the epilogue {layer.epilogue!r} does not give one tile, which the next layer could multiply")
+    values = [presented(layer, program, x) for layer, program in zip(layers, programs, strict=True)]
+    lead, last = x.shape[:-1], programs[-1]
+    tensors = [t for layer, given in zip(layers, values, strict=True) for t in (layer.weight, *given) if isinstance(t, Tensor)]
+    if composed.needed([x, *tensors]):
+        results = _composed(rows(x, "mn"), lead, layers, values, programs)
+    else:
+        results = _run(x, lead, layers, values, steps(x, layers, values))
+    return _named(results, last.type)
+
+
+def _run(x: Tensor, lead: Sequence[int], layers: Sequence[Link], values: Sequence[Sequence[Value]], steps: Sequence[Step]) -> Sequence[Tensor]:
+    """The last layer's results. lead: the leading dimensions that they have, as x and the inputs do."""
+    results: Sequence[Tensor] = ()
+    taken: list[Value] = []
+    for number, (layer, inputs, step) in enumerate(zip(layers, values, steps, strict=True)):
+        at_end = number + 1 == len(steps)
+        if step.trains:
+            tensors = _distinct([x, layer.weight, *inputs, *taken])
+            results = apply(Layer, *tensors[:2], step, layer.tune, layer.main_grad, lead if at_end else None, *tensors[2:])
+        else:
+            results = forward(step, layer.tune, x, layer.weight, inputs, lead if at_end else None)
+        before = None if at_end else steps[number + 1].before
+        taken = [*inputs, *(t.detach() for t in kept(before, x, layer.weight, inputs, results))] if before else []
+        x = results[0]
+    return results
+
+
+def _composed(
+    x: Tensor, lead: Sequence[int], layers: Sequence[Link], values: Sequence[Sequence[Value]], programs: Sequence[Declared]
+) -> Sequence[Tensor]:  # fmt: skip
+    """As `_run`, by torch's own operations."""
+    results: Sequence[Tensor] = ()
+    for layer, given, program in zip(layers, values, programs, strict=True):
+        inputs = {i.name: rows(value, i.indices) for i, value in zip(program.inputs, given, strict=True)}
+        results = composed.run(layer.epilogue, x, layer.weight, inputs)
+        x = results[0]
+    return [shaped(t, indices, lead) for t, indices in zip(results, programs[-1].outputs, strict=True)]
+
+
+def _distinct(values: list[Value]) -> list[Value]:
+    """torch.compile takes no tensor twice as arguments of one autograd function (2.13): there the second is a view of the first."""
+    if torch.compiler.is_compiling():
+        for i, value in enumerate(values):
+            if isinstance(value, Tensor) and any(value is v for v in values[:i]):
+                values[i] = value.view_as(value)
+    return values
+
+
+def _request(layer: Link, values: Sequence[Value], recorded: bool) -> LayerRequest:
+    dtypes = tuple(v.dtype if isinstance(v, Tensor) else None for v in values)
+    wanted = tuple(recorded and isinstance(v, Tensor) and v.requires_grad for v in values)
+    return LayerRequest(layer.epilogue, layer.save, layer.of, layer.weight.dtype, dtypes, wanted, recorded and layer.weight.requires_grad)
+
+
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """As autocast does, which leaves float64 alone."""
+    return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
+
+
+# -- what is given
+
+
+def presented(layer: Link, program: Declared, x: Tensor) -> list[Value]:
+    """The layer's inputs in the program's order, with x's leading dimensions. x: of the call."""
+    known = [i.name for i in program.inputs]
+    for name in layer.inputs:
+        if name not in known:
+            hint = near_miss(name, known) or "its inputs are " + (", ".join(known) or "none")
+            raise CallError(f"the epilogue {layer.epilogue!r} has no input '{name}': {hint}")
+    for name in known:
+        if name not in layer.inputs:
+            raise CallError(f"missing input '{name}' of the epilogue {layer.epilogue!r}: give it, or write the epilogue without it")
+    return [_input(declared, layer.inputs[declared.name], x.shape[:-1], layer.weight) for declared in program.inputs]
+
+
+def _input(declared: Input, value: Any, lead: Sequence[int], weight: Tensor) -> Value:
+    what, number = f"input '{declared.name}'", value
+    if not isinstance(value, Tensor):
+        if declared.indices or not isinstance(value, numbers.Real):
+            wanted = f"{declared}, and a tensor" if declared.indices else "a scalar, and a number or a tensor with one element"
+            raise CallError(f"{what} is {wanted} was expected, not a {type(value).__name__}")
+        if torch.compiler.is_dynamo_compiling():
+            return arguments.traced_number(number, weight.device)
+        return arguments.number(declared.name, value)
+    _check_dense(what, value)
+    if not declared.indices:
+        if value.numel() != 1:
+            raise CallError(f"{what} is a scalar, and has shape {list(value.shape)}: one element was expected")
+        return value if value.dim() == 0 else value.reshape(())
+    return _broadcast(declared, value, lead, *weight.shape)
+
+
+def _broadcast(declared: Input, value: Tensor, lead: Sequence[int], n: int, k: int) -> Tensor:
+    """As torch.broadcast_to has it, but for a packed mask's bytes; a row may come as [..., 1] too, as torch's own reductions keep it."""
+    last = -(-n // 8) if declared.packed else n
+    wanted = {"mn": (*lead, last), "m": tuple(lead), "n": (last,), "k": (k,), "mk": (*lead, k), "kn": (k, n)}[declared.indices]
+    if value.shape == wanted:
+        return value
+    given = value[..., 0] if declared.indices == "m" and value.dim() > len(lead) and value.shape[-1] == 1 else value
+    while given.dim() > len(wanted) and given.shape[0] == 1:
+        given = given[0]
+    pairs = list(zip(reversed(given.shape), reversed(wanted), strict=False))
+    if given.dim() > len(wanted) or any(size not in (1, extent) for size, extent in pairs) or (declared.packed and pairs[:1] != [(last, last)]):
+        raise CallError(
+            f"input '{declared.name}' is {declared}, so {list(wanted)} was expected, the leading dimensions of x being {list(lead)}, and it has shape "
+            f"{list(value.shape)}, which torch does not broadcast to that: expand it"
+        )
+    return given.expand(wanted)
+
+
+def _check_operands(x: Tensor, layers: Sequence[Link]) -> None:
+    """What the kernels would say in words of their own."""
+    if x.dim() == 0:
+        raise CallError("x has no dimensions, and [..., K] was expected")
+    extent = x.shape[-1]
+    for layer in layers:
+        weight = layer.weight
+        if weight.dim() != 2 or weight.shape[1] != extent:
+            raise CallError(f"weight is {list(weight.shape)}, and [N, K] with K = {extent} was expected: what it multiplies is [..., K]")
+        if weight.device != x.device:
+            raise CallError(f"x is on {x.device} and weight on {weight.device}")
+        extent = weight.shape[0]
+    weight = layers[0].weight
+    if weight.dtype != x.dtype and not (x.dtype in _FP8 and weight.dtype in _FP8):
+        raise CallError(f"x is {x.dtype} and weight is {weight.dtype}: both need the same dtype, as by x.to(weight.dtype)")
+
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _check_dense(what: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise CallError(f"{what} is a {type(value).__name__}, and a tensor was expected: torch.as_tensor makes one of numbers")
+    if value.is_nested or value.layout != torch.strided:
+        raise CallError(f"{what} is a {'nested' if value.is_nested else 'sparse'} tensor, and a dense one was expected")
