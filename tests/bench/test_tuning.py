@@ -309,6 +309,23 @@ def test_the_claims_about_the_host_are_of_every_program_with_one_kernel() -> Non
     assert not host.holds([row(), row(out=5.5)]) and host.holds([row(), row(2, out=5.5)])
 
 
+def test_the_claims_about_layers_are_of_their_time_and_of_eagers() -> None:
+    def row(name: str, ours: float, eager: float = 30.0) -> dict[str, Any]:
+        return host.layer_row(name, {"epigen": {"median_us": ours}, "eager operations": {"median_us": eager}})
+
+    layer, block = f"{host.LAYER}, forward", "a block under epigen.fuse, forward"
+    assert host.layers_hold([row(layer, 25.0, 20.0), row(block, 29.0)]) and host.holds([row(layer, 90.0)])
+    assert not host.layers_hold([row(layer, 26.0, 40.0)]) and not host.layers_hold([row(block, 31.0)])
+
+
+def test_layers_are_timed_as_they_train() -> None:
+    """Each way is warmed, gives gradients to all, and leaves none behind."""
+    for name, ways in host.layers("cpu").items():
+        for contender, run in ways.items():
+            result = run()
+            assert (result is None) == name.endswith("backward"), f"{name}, {contender}"
+
+
 def test_the_first_call_is_the_median_of_the_processes() -> None:
     rows = [{"torch_s": 2.0, "imported_s": 0.1, "first_s": s} for s in (0.25, 0.2, 0.9)]
     found = host.summary(rows)
