@@ -438,7 +438,7 @@ class _Timing(Work):
         sig = self.spec.signature
         dtype = FP16 if sig.a.is_fp8 else sig.a  # fp8 is widened first
         peak = self.gpu.peak(dtype, sig.precision) * 1e6 / self.sms
-        together = math.gcd(16, *(extent * dtype.bytes for extent in row_lengths(self.shape, self.layout)))
+        together = math.gcd(16, *(extent * dtype.bytes for extent in row_lengths(self.shape, self.layout) if extent > 1))  # else it is a vector
         slower, tiles = _VENDOR_UNALIGNED.get(together, 1.0), (_VENDOR_UNALIGNED_TILE,) if together in _VENDOR_UNALIGNED else _VENDOR_TILES
         widened = 2 * sum(self.operand_bytes) if sig.a.is_fp8 else 0
         bare, result = (_VENDOR_BATCH_BARE, result) if len(self.shape) == 4 else (_VENDOR_BARE, FP32)

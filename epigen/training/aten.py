@@ -79,7 +79,7 @@ _EXACT = 2**24
 """Below it fp32 holds every integer, so that comparing one with these is right whatever it is rounded to."""
 
 Role = tuple[str, int, int] | None
-"""What a dimension runs along: ("m" or "n", its extent, and how many rows or columns lie between neighbours); None for an extent of 1."""
+"""What a dimension runs along: ("b", "m" or "n", its extent, and how many products of a batch, rows or columns lie between neighbours); None for an extent of 1."""
 
 
 class Unknown(Exception):
@@ -103,8 +103,9 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """An input of the program. name: there. node: what gives it. indices: as it is declared. expand: what it is viewed as before, where torch broadcasts it.
-    order: that of its dimensions, rows first, where torch has them in another. packed: it is a mask of one bit an element."""
+    """An input of the program. name: there. node: what gives it. indices: as it is declared, after "b" where each product of a batch has its own.
+    expand: what it is viewed as before, where torch broadcasts it. order: that of its dimensions, rows first, where torch has them in another.
+    packed: it is a mask of one bit an element."""
 
     name: str
     node: fx.Node
@@ -113,9 +114,14 @@ class Leaf:
     order: tuple[int, ...] | None = None
     packed: bool = False
 
-    def shape(self, m: Any, n: Any) -> tuple[Any, ...]:
-        """As the program takes it."""
-        return (m, n // 8) if self.packed else tuple({"m": m, "n": n}[i] for i in self.indices)
+    def shape(self, extents: Mapping[str, Any]) -> tuple[Any, ...]:
+        """As the program takes it. extents: by index."""
+        shape = tuple(extents[i] for i in self.indices)
+        return (*shape[:-1], shape[-1] // 8) if self.packed else shape
+
+    @property
+    def tile(self) -> bool:
+        return "mn" in self.indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +206,8 @@ def _called(node: fx.Node) -> str:
 class Importer:
     """Writes the program of one region.
 
-    product: the node that is mm; frame: its shape as torch has it, [..., N]. names: what leaves are to be called, by node. reductions: over what there may be
-    any: "m", "n" or "mn". over: nodes before the product that the program computes as well, where they are in the language, instead of reading them.
+    product: the node that is mm; frame: its shape as torch has it, [..., N]; batched: [B, M, N], of B products, and not of as many rows. names: what leaves are to
+    be called, by node. reductions: over what there may be any: "m", "n" or "mn". over: nodes before the product that the program computes as well, where they are in the language, instead of reading them.
     moving: whether rows and columns of what is computed may change places, as `Imported.roles` then says. derived: whether the program's derivative is to be that
     of the graph, so that what is detached there stays so.
     """
@@ -215,13 +221,14 @@ class Importer:
         over: Collection[fx.Node] = (),
         moving: bool = False,
         derived: bool = False,
+        batched: bool = False,
     ):
-        self.frame = tuple(frame)
+        self.batched = batched
+        along = {"b": tuple(frame[:1]) if batched else (), "m": tuple(frame[1:-1] if batched else frame[:-1]), "n": tuple(frame[-1:])}
+        self.extents = {axis: math.prod(extents) for axis, extents in along.items()}
         self.device = product.meta["val"].device
         self.dtypes = BY_TORCH_ON_CPU if product.meta["val"].dtype == torch.float64 else BY_TORCH
-        self.n = self.frame[-1]
-        self.m = math.prod(self.frame[:-1])
-        self.frame_roles = _roles_of(self.frame)
+        self.frame_roles = tuple(role for axis, extents in along.items() for role in _roles_of(axis, extents))
         self.lines: list[str] = []
         self.leaves: dict[str, Leaf] = {}
         self.known: dict[fx.Node, Value | tuple[Value, ...]] = {product: Value("mm", self.frame_roles)}
@@ -289,34 +296,47 @@ class Importer:
                 )
         else:
             raise Unknown(node, f"its argument {_called(arg)} is a {type(tensor).__name__}")
+        leaf, roles = self.placed(arg, shape, node, beside)
+        if self.leaves.setdefault(leaf.name, leaf) != leaf:
+            raise Unknown(node, f"its argument {_called(arg)} is joined with rows here and with columns there")
+        indices = leaf.indices.lstrip("b")
+        declared = f"{leaf.name}[{','.join(indices)}]" if indices else leaf.name
+        return self.bind(f"{declared} != 0", roles, True) if boolean else Value(declared, roles)
+
+    def placed(self, arg: fx.Node, shape: tuple[int, ...], node: fx.Node, beside: tuple[Role, ...]) -> tuple[Leaf, tuple[Role, ...]]:
+        """How the program takes an input, and what its dimensions run along. shape: its own."""
+        what, tensor = f"its argument {_called(arg)} is {list(shape)}", arg.meta["val"]
         roles = _aligned(shape, beside)
         if roles is None:
-            raise Unknown(node, f"its argument {_called(arg)} is {list(shape)}, which does not broadcast to what it is joined with")
-        rows, columns = extent_of(roles)
-        indices = "".join(axis for axis in "mn" if any(r and r[0] == axis for r in roles))
-        if "n" in indices and not same(columns, self.n):
-            raise Unknown(node, f"its argument {_called(arg)} is {list(shape)}, which varies over a part of the columns")
-        expand = None
-        if "m" in indices and not same(rows, self.m):  # over some of the leading dimensions alone
+            raise Unknown(node, f"{what}, which does not broadcast to what it is joined with")
+        indices, expand = _axes_of(roles), None
+        if "n" in indices and not self.whole(roles, "n"):
+            raise Unknown(node, f"{what}, which varies over a part of the columns")
+        number = indices == "b"  # one of each product, which is given as a row or a column of it
+        if number:
+            indices = "bm" if self.whole(beside, "m") else "bn"
+        if number or not self.whole(roles, indices):  # over some of the leading dimensions alone
+            columns_at = _along("n", beside)
+            if len(columns_at) > 1 or ("n" in indices and columns_at != [len(beside) - 1]) or not self.whole(beside, indices.replace("n", "")):
+                raise Unknown(node, f"{what}, which varies over a part of the rows")
+            if indices == "bmn":
+                raise Unknown(node, f"{what}, a matrix of which some products share each: it would be copied for all of them")
             expand = tuple(r[1] if r and r[0] in indices else 1 for r in beside)
-            columns_at = [place for place, r in enumerate(beside) if r and r[0] == "n"]
-            if len(columns_at) > 1 or ("n" in indices and columns_at != [len(beside) - 1]) or not same(extent_of(beside)[0], self.m):
-                raise Unknown(node, f"its argument {_called(arg)} is {list(shape)}, which varies over a part of the rows")
-        order = None
+            roles = tuple(r if r and r[0] in indices else None for r in beside) if number else (*[None] * (len(beside) - len(roles)), *roles)
         try:
-            ordered = in_order(roles)
+            order = None if in_order(roles) else tuple(order_of(roles))
+            apart = self.batched and expand is None and "mn" in indices and not lies_evenly(tensor, roles)
         except NotImplementedError as error:
             raise Unknown(node, str(error)) from None
-        if not ordered:
-            order = tuple(order_of(roles))
-            if not isinstance(tensor, torch.Tensor) or not lies_as_rows(tensor, order):
-                raise Unknown(node, f"its argument {_called(arg)} is {list(shape)}, of which rows and columns have changed places")
-        name = self.naming(arg)
-        known = self.leaves.setdefault(name, Leaf(name, arg, indices, expand, order))
-        if (known.indices, known.expand, known.order) != (indices, expand, order):
-            raise Unknown(node, f"its argument {_called(arg)} is joined with rows here and with columns there")
-        declared = f"{name}[{','.join(indices)}]" if indices else name
-        return self.bind(f"{declared} != 0", roles, True) if boolean else Value(declared, roles)
+        if apart:
+            raise Unknown(node, f"{what}, whose matrices do not lie evenly in memory")
+        if order and (expand or not isinstance(tensor, torch.Tensor) or not lies_as_rows(tensor, [d for d in order if d not in _along("b", roles)])):
+            raise Unknown(node, f"{what}, of which rows and columns have changed places")
+        return Leaf(self.naming(arg), arg, indices, expand, order), roles
+
+    def whole(self, roles: Sequence[Role], axes: str = "bmn") -> bool:
+        """Whether a value varies over all that runs along these."""
+        return all(same(math.prod(role[1] for role in roles if role and role[0] == axis), self.extents[axis]) for axis in axes)
 
     # -- the nodes
 
@@ -369,7 +389,7 @@ class Importer:
 
     def packed(self, node: fx.Node) -> Value:
         condition = self.value(node.args[0], node)
-        if len(condition.roles) < 2 or not in_order(condition.roles) or not all(map(same, extent_of(condition.roles), (self.m, self.n))):
+        if len(condition.roles) < 2 or not in_order(condition.roles) or not self.whole(condition.roles):
             raise Unknown(node, "it packs what does not vary over all rows and columns, in their order")
         return replace(condition, packed=True)
 
@@ -394,9 +414,9 @@ class Importer:
     def mask(self, arg: fx.Node, node: fx.Node, beside: tuple[Role, ...]) -> Value:
         """A packed mask from outside the region, as an input of the program."""
         roles = _aligned(tuple(node.meta["val"].shape), beside)
-        if roles is None or not in_order(roles) or not all(map(same, extent_of(roles), (self.m, self.n))):
+        if roles is None or not in_order(roles) or not self.whole(roles):
             raise Unknown(node, f"the packed mask {arg.name} does not vary over all rows and columns, in their order")
-        leaf = Leaf(self.naming(arg), arg, "mn", None, packed=True)
+        leaf = Leaf(self.naming(arg), arg, "bmn" if self.batched else "mn", None, packed=True)
         if self.leaves.setdefault(leaf.name, leaf) != leaf:
             raise Unknown(node, f"the packed mask {arg.name} is read as bytes too")
         return self.bind(f"bits({leaf.name})", roles, True)
@@ -413,7 +433,7 @@ class Importer:
                 tensor = node.meta.get("val")
                 tensor = tensor[0] if isinstance(tensor, tuple | list) else tensor
                 boolean = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool
-                if any(v.reduced for v in values.values()) and any(not v.reduced and len({r[0] for r in v.roles if r}) == 2 for v in values.values()):
+                if any(v.reduced for v in values.values()) and any(not v.reduced and "mn" in _axes_of(v.roles) for v in values.values()):
                     raise Unknown(node, "it joins a reduction with what it is taken of", "a second kernel has to read it")
                 conditions = _CONDITIONS.get(name, ())
                 text = _filled(rule.text, {key: _as_condition(value) if key in conditions else _as_number(value) for key, value in values.items()})
@@ -476,7 +496,7 @@ class Importer:
         shape = tuple(node.meta["val"].shape)
         roles = _moved(x.roles, node) if _moves(node) and self.moving else None if _moves(node) else _reshaped(x.roles, shape)
         if roles is None:
-            raise Unknown(node, f"{name_of(node)} to {list(shape)} moves elements between rows and columns")
+            raise Unknown(node, f"{name_of(node)} to {list(shape)} moves elements between {'products, ' if self.batched else ''}rows and columns")
         return Value(x.text, roles, x.boolean, x.reduced)
 
     def reduction(self, node: fx.Node, name: str) -> Value:
@@ -493,7 +513,10 @@ class Importer:
         listed = range(rank) if dims is None or dims == [] else [d % rank for d in ([dims] if isinstance(dims, int) else dims)]
         over = [x.roles[d] for d in listed if x.roles[d] is not None]
         axes = ""
-        for axis, extent in (("m", self.m), ("n", self.n)):
+        if "b" in _axes_of(over):
+            raise Unknown(node, "it reduces over products of a batch", "a program reduces over the rows of each, its columns or both")
+        for axis in "mn":
+            extent = self.extents[axis]
             parts = [r[1] for r in over if r is not None and r[0] == axis]
             if same(math.prod(parts), extent) and (parts or any(x.roles[d] is None for d in listed)):
                 axes += axis
@@ -501,7 +524,7 @@ class Importer:
                 raise Unknown(node, f"it reduces a part of the {'rows' if axis == 'm' else 'columns'}", "a program reduces over all rows, all columns or both")
         if axes not in self.reductions:
             raise Unknown(node, "it reduces over the columns" if axes else "it reduces over nothing")
-        if not all(map(same, extent_of(x.roles), (self.m, self.n))):
+        if not self.whole(x.roles):
             raise Unknown(node, "it reduces what does not vary over rows and columns", "compute it outside of the epilogue")
         text = f"{'max' if name == 'amax' else name}({x.text}{', ' + axes if axes != 'mn' else ''})"
         keep = bool(given.get("keepdim", False))
@@ -640,13 +663,24 @@ def size_hint(extent: Any) -> int | None:
     return int(extent.node.hint) if extent.node.has_hint() else None
 
 
-def _roles_of(frame: Sequence[int]) -> tuple[Role, ...]:
+def _roles_of(axis: str, extents: Sequence[int]) -> tuple[Role, ...]:
+    """Of dimensions that run along one axis together."""
     roles: list[Role] = []
     step = 1
-    for extent in reversed(frame[:-1]):
-        roles.append(None if same(extent, 1) else ("m", extent, step))
+    for extent in reversed(extents):
+        roles.append(None if same(extent, 1) else (axis, extent, step))
         step *= extent
-    return (*reversed(roles), None if same(frame[-1], 1) else ("n", frame[-1], 1))
+    return tuple(reversed(roles))
+
+
+def _axes_of(roles: Sequence[Role]) -> str:
+    """What a value varies over, in the order of indices."""
+    return "".join(axis for axis in "bmn" if _along(axis, roles))
+
+
+def _along(axis: str, roles: Sequence[Role]) -> list[int]:
+    """The dimensions that run along an axis."""
+    return [d for d, role in enumerate(roles) if role and role[0] == axis]
 
 
 def _compatible(x: Role, y: Role) -> bool:
@@ -738,7 +772,7 @@ def order_of(roles: Sequence[Role]) -> list[int]:
     return sorted(range(len(roles)), key=functools.cmp_to_key(before))
 
 
-_OUTER_FIRST = ("m", "", "n")
+_OUTER_FIRST = ("b", "m", "", "n")
 """What dimensions run along, in the order of memory. A dimension of one element, which may lie anywhere, has a place of its own: were it equal to all others,
 those on both sides of it would not be compared."""
 
@@ -759,6 +793,8 @@ def lies_as_rows(tensor: torch.Tensor, order: Sequence[int], dense: bool = False
     return all(same(outer[1], inner[0] * inner[1]) for outer, inner in itertools.pairwise(rows))
 
 
-def extent_of(roles: Sequence[Role]) -> tuple[int, int]:
-    """How many rows and columns a value varies over."""
-    return (math.prod(r[1] for r in roles if r and r[0] == "m"), math.prod(r[1] for r in roles if r and r[0] == "n"))
+def lies_evenly(tensor: Any, roles: Sequence[Role]) -> bool:
+    """Whether all products of a batch are at one distance in memory, and so are all rows and all columns of each. Raises NotImplementedError as `order_of` does."""
+    order = order_of(roles)
+    several = ([(tensor.shape[d], tensor.stride(d)) for d in order if d in _along(axis, roles)] for axis in "bmn")
+    return all(same(outer[1], inner[0] * inner[1]) for dims in several for outer, inner in itertools.pairwise(dims))

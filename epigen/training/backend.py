@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -229,32 +230,31 @@ def fuse(graph: fx.Graph, tune: str | None = None) -> list[Seen]:
     return seen
 
 
-def _hints(node: fx.Node) -> tuple[int | None, int | None, int | None]:
+def _hints(node: fx.Node) -> tuple[int | None, ...]:
     a, b = regions.operands(node)
     return _hinted(Product(node, a, b).shape)
 
 
-def _hinted(shape: tuple[Any, Any, Any]) -> tuple[int | None, int | None, int | None]:
-    m, n, k = map(aten.size_hint, shape)
-    return m, n, k
+def _hinted(shape: tuple[Any, ...]) -> tuple[int | None, ...]:
+    return tuple(map(aten.size_hint, shape))
 
 
 def _call(region: Region, tune: str | None) -> Call | None:
     """What a region's program is called with, where nothing of it is known at run time alone."""
     product = region.product
-    shape = _hints(product.node)
-    if None in shape:
-        return None
-    m, n, k = (e or 0 for e in shape)
     call = regions.program_call(product, region.imported)
-    assert call is not None
-    dtype = product.a.meta["val"].dtype
-    inputs = []
-    for leaf in region.imported.leaves:
-        lies = leaf.shape(m, n)
-        inputs.append((leaf.name, Lying(lies, (lies[-1], 1)[-len(lies) :] if lies else (), leaf.node.meta["val"].dtype)))
-    return Call(tune, _matrix(m, k, call.layout[0], dtype), _matrix(k, n, call.layout[1], dtype), tuple(inputs))
+    if call is None:
+        return None
+    *batch, m, n, k = call.shape
+    extents, dtype = dict(zip("bmn" if batch else "mn", (*batch, m, n), strict=True)), product.a.meta["val"].dtype
+    inputs = tuple((leaf.name, _lying(leaf.shape(extents), "n", leaf.node.meta["val"].dtype)) for leaf in region.imported.leaves)
+    return Call(tune, _lying((*batch, m, k), call.layout[0], dtype), _lying((*batch, k, n), call.layout[1], dtype), inputs)
 
 
-def _matrix(rows: int, columns: int, layout: str, dtype: torch.dtype) -> Lying:
-    return Lying((rows, columns), (columns, 1) if layout == "n" else (1, rows), dtype)
+def _lying(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> Lying:
+    """Without gaps. layout: of matrices, as `codegen.spec.LAYOUTS` has it of operands."""
+    if layout == "t":
+        *batch, rows, columns = shape
+        stride = _lying((*batch, columns, rows), "n", dtype).stride
+        return Lying(shape, (*stride[:-2], stride[-1], stride[-2]), dtype)
+    return Lying(shape, tuple(math.prod(shape[d + 1 :]) for d in range(len(shape))), dtype)

@@ -25,6 +25,7 @@ from epigen.runtime import loader
 from epigen.runtime.device import THIS_MACHINE
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.prepared import Plan
+from epigen.shapes import Shape
 from epigen.training import library
 
 Held = tuple[tuple[str, DType | None], ...]
@@ -33,10 +34,10 @@ Held = tuple[tuple[str, DType | None], ...]
 
 @dataclass(frozen=True, slots=True)
 class ProgramCall:
-    """A program's call. shape: M, N, K. dtype: of the operands. layout: how they lie. inputs: the dtypes of the program's."""
+    """A program's call. shape: M, N, K, of a batch after the number of its products. dtype: of the operands. layout: how they lie. inputs: the dtypes of the program's."""
 
     text: str
-    shape: tuple[int, int, int]
+    shape: Shape
     dtype: DType
     layout: str
     inputs: Held
@@ -145,16 +146,17 @@ def _spilled(call: ProgramCall, target: Target, place: int | None) -> str:
     """place: of the GPU that the process works with."""
     if place is not None:
         torch.cuda.set_device(place)
-    (m, n, k), kernel = call.shape, library.kernel(call.text, None)
+    (*batch, m, n, k), kernel = call.shape, library.kernel(call.text, None)
     extents, dtypes = {"m": m, "n": n, "k": k}, dict(call.inputs)
 
     def lying(indices: str, dtype: DType | None) -> torch.Tensor:
-        return torch.empty([extents[i] for i in indices], dtype=torch_dtype(dtype or FP32), device="meta")
+        lead = batch if len(indices) == 2 else ()
+        return torch.empty([*lead, *(extents[i] for i in indices)], dtype=torch_dtype(dtype or FP32), device="meta")
 
     def given(node: Node) -> torch.Tensor:
-        return torch.empty(m, -(-n // 8), dtype=torch.uint8, device="meta") if node.op == BITS else lying(node.indices, dtypes[node.name])
+        return torch.empty(*batch, m, -(-n // 8), dtype=torch.uint8, device="meta") if node.op == BITS else lying(node.indices, dtypes[node.name])
 
-    a, b = (lying(i, call.dtype) if at == "n" else lying(i[::-1], call.dtype).T for i, at in zip(("mk", "kn"), call.layout, strict=True))
+    a, b = (lying(i, call.dtype) if at == "n" else lying(i[::-1], call.dtype).mT for i, at in zip(("mk", "kn"), call.layout, strict=True))
     try:
         needs = kernel.warm(a, b, target, **{i.name: given(i) for i in kernel.graph.inputs()})
     except CompileError as error:

@@ -52,7 +52,7 @@ def keep_bits(graph: fx.Graph, tune: str | None = None) -> None:
     questions = [q for node in graph.nodes if node in late and (q := _question(node, late)) is not None]
     if not questions:
         return
-    needed = _above_of([s for s in graph.output_node().all_input_nodes if s not in late])
+    needed = regions.above_of([s for s in graph.output_node().all_input_nodes if s not in late])
     packed = _pack(graph, [q for q, pays in zip(questions, _paying(graph, questions, tune), strict=True) if pays])
     for mask in dict.fromkeys(mask for mask, _ in packed):
         _tie(graph, mask, needed)
@@ -201,7 +201,7 @@ def _adding(graph: fx.Graph, following: fx.Node, origin: fx.Node) -> Iterator[No
 
 def _tie(graph: fx.Graph, mask: fx.Node, needed: set[fx.Node]) -> None:
     """Have a result of the forward need a mask: the nearest value of those that it is computed of and that a result needs. needed: what results need."""
-    own = _above_of([mask])
+    own = regions.above_of([mask])
     pending = [mask]
     for node in pending:
         users = [u for u in node.users if u not in own]
@@ -212,16 +212,6 @@ def _tie(graph: fx.Graph, mask: fx.Node, needed: set[fx.Node]) -> None:
             needed |= {value, *own}
             return
         pending += [s for s in node.all_input_nodes if s not in pending]
-
-
-def _above_of(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """These, and all that they are computed of."""
-    above, pending = set[fx.Node](), list(nodes)
-    while pending:
-        if (node := pending.pop()) not in above:
-            above.add(node)
-            pending += node.all_input_nodes
-    return above
 
 
 # -- which are worth it
@@ -241,7 +231,7 @@ def _spares(mask: fx.Node, chosen: fx.Node, forward: _Part, backward: _Part) -> 
     if packs is None:
         return False
     inside = set(packs.nodes)
-    above = {node for node in _above_of([mask]) if forward.at[node] in inside}
+    above = {node for node in regions.above_of([mask]) if forward.at[node] in inside}
     level = backward.levels[backward.at[chosen]]
     kernel = reads.nodes if reads is not None else [node for node in backward.graph.nodes if regions.joins(node) and backward.levels[node] == level]
     given = {backward.source[s] for node in kernel for s in node.all_input_nodes if s in backward.source}

@@ -21,8 +21,9 @@ from epigen import gpus
 from epigen.dtypes import BY_TORCH
 from epigen.errors import EpigenError
 from epigen.gpus import Target
+from epigen.shapes import Shape
 from epigen.training import expected
-from epigen.training.aten import BITMASK, SAME, WHERE_BITS, Imported, Importer, Role, Unknown, Value, elementwise, is_view, name_of, size_hint
+from epigen.training.aten import BITMASK, SAME, WHERE_BITS, Imported, Importer, Role, Unknown, Value, elementwise, is_view, lies_as_rows, name_of, size_hint
 
 MOST_TILES = 6
 """Tiles that one kernel reads or writes beside its operands: each holds registers and a place in shared memory."""
@@ -37,7 +38,8 @@ Levels = dict[fx.Node, int]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One product. a, b: its operands, [..., M, K] and [..., K, N]. added: what is added to it. scale: by how much it and that are multiplied."""
+    """One product, or a batch of them. a, b: operands, [M, K] and [K, N], or [B, M, K] and [B, K, N]. added: what is added to it. scale: by how much it and that are
+    multiplied."""
 
     node: fx.Node
     a: fx.Node
@@ -46,10 +48,27 @@ class Product:
     scale: tuple[float, float] = (1.0, 1.0)
 
     @property
-    def shape(self) -> tuple[Any, Any, Any]:
-        """M, N, K, the rows of all matrices of a batch together."""
+    def batched(self) -> bool:
+        """Whether they are several products: all that share one b, and whose rows lie as those of one matrix, are one."""
+        a, b = self.a.meta["val"], self.b.meta["val"]
+        if a.dim() != 3 or b.dim() != 3:
+            return False
+        return not (_is(a.shape[0], 1) or (_is(b.stride(0), 0) and lies_as_rows(a, range(3))))
+
+    @property
+    def adds_apart(self) -> bool:
+        """Whether the vendor first copies what is added to where the result goes, and reads it there: all but one row for all rows of a matrix."""
+        if self.added is None:
+            return False
+        added = self.added.meta["val"]
+        return self.a.meta["val"].dim() == 3 or (added.dim() == 2 and not _is(added.shape[0], 1))
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """M, N, K, of a batch after the number of its products."""
         *rows, k = self.a.meta["val"].shape
-        return functools.reduce(operator.mul, rows), self.b.meta["val"].shape[-1], k
+        n = self.b.meta["val"].shape[-1]
+        return (*rows, n, k) if self.batched else (functools.reduce(operator.mul, rows), n, k)
 
 
 @dataclass
@@ -101,11 +120,9 @@ def product_of(node: fx.Node) -> Product | str:
     scale = tuple(node.kwargs.get(name, 1) for name in ("alpha", "beta"))
     if not all(isinstance(s, int | float) for s in scale):
         return "what it is multiplied with is known at run time alone"
-    x, w = a.meta["val"], b.meta["val"]
+    x = a.meta["val"]
     if str(x.dtype) not in BY_TORCH or not x.dtype.is_floating_point:
         return f"operands of {x.dtype}"
-    if x.dim() == 3 and not (_is(x.shape[0], 1) or w.stride(0) == 0):
-        return "a batch of products, each with operands of its own"
     added = given[0] if before and scale[1] != 0 else None
     return Product(node, a, b, added, (float(scale[0]), float(scale[1])))  # type: ignore[arg-type]  # all are numbers
 
@@ -167,28 +184,28 @@ def _kernel_of(region: Region) -> tuple[expected.ProgramCall, Target] | None:
 def promising(product: Product, levels: Levels, tune: str | None) -> Region | Left:
     """A region that is expected to pay, as far as nothing is compiled."""
     try:
-        return _promising(product, _grown(product), levels, tune)
+        return _promising(product, *_grown(product), levels, tune)
     except (Unknown, EpigenError):
         pass
     try:  # without what the language takes alone and not together with the rest, such as a sum over rows that elements are joined with
-        return _promising(product, _grown(product, checked=True), levels, tune)
+        return _promising(product, *_grown(product, checked=True), levels, tune)
     except (Unknown, EpigenError) as error:
         return Left(str(error).partition("\n")[0], True)
 
 
-def _promising(product: Product, nodes: list[fx.Node], levels: Levels, tune: str | None) -> Region | Left:
-    """nodes: those grown. Raises Unknown, ParseError, CheckError."""
+def _promising(product: Product, nodes: list[fx.Node], refused: str, levels: Levels, tune: str | None) -> Region | Left:
+    """nodes, refused: as `_grown` has them. Raises Unknown, ParseError, CheckError."""
     dtype = product.a.meta["val"].dtype
-    if not any(map(_computes, nodes[1:])):
-        return Left("nothing elementwise follows it")
+    if not product.adds_apart and not any(map(_computes, nodes[1:])):
+        return Left("nothing elementwise follows it" + (f" that a program computes: {refused}" if refused else ""))
     nodes = _trimmed(nodes, levels)
-    if not any(map(_computes, nodes[1:])):
+    if not product.adds_apart and not any(map(_computes, nodes[1:])):
         return Left("the kernel that reads it next does what follows it as well", True, True)
     outputs = _outputs(nodes)
     inside = set(nodes)
     leaves = _imported(product, nodes, outputs, dtype, ()).leaves
     imported = _imported(product, nodes, outputs, dtype, _taken_over([leaf.node for leaf in leaves], inside))
-    tiles = len([x for x in imported.leaves if x.indices == "mn"]) + len([x for x in imported.outputs if x == "mn"])
+    tiles = len([x for x in imported.leaves if x.tile]) + len([x for x in imported.outputs if x == "mn"])
     if tiles > MOST_TILES:
         return Left(f"it reads and writes {tiles} tiles, and a kernel holds at most {MOST_TILES}", True)
     times = _times(product, nodes, outputs, imported, levels, tune)
@@ -219,7 +236,7 @@ class _Importer(Importer):
 
 
 def _importer(product: Product, over: Collection[fx.Node] = ()) -> Importer:
-    importer = _Importer(product.node, product.node.meta["val"].shape, _namer(), ("m",), over, True)
+    importer = _Importer(product.node, product.node.meta["val"].shape, _namer(), ("m",), over, True, batched=product.batched)
     if product.added is not None or product.scale[0] != 1:
         importer.plus(product.node, product.added, product.scale)
     return importer
@@ -231,30 +248,32 @@ def _namer() -> Callable[[fx.Node], str]:
     return lambda node: known.setdefault(node, f"x{len(known)}")
 
 
-def _grown(product: Product, checked: bool = False) -> list[fx.Node]:
-    """All that can be computed with a product: what is in the language, and reads nothing that depends on the product from outside.
+def _grown(product: Product, checked: bool = False) -> tuple[list[fx.Node], str]:
+    """All that can be computed with a product: what is in the language, and reads nothing that depends on the product from outside; and why the first
+    elementwise operation is not among it, "" where all are.
 
     checked: also as a program of each node alone, which takes longer, and which nearly all pass.
     """
     try:
         importer = _importer(product)
-    except Unknown:
-        return [product.node]
-    nodes, taken, outside = [product.node], {product.node}, set[fx.Node]()
+    except Unknown as error:
+        return [product.node], str(error)
+    nodes, taken, outside, refused = [product.node], {product.node}, set[fx.Node](), ""
     for node in _after(product.node, taken, outside):
         if not any(s in outside for s in node.all_input_nodes):
             try:
                 importer.add(node)
                 if checked and not isinstance(node.meta.get("val"), tuple | list):
                     importer.program([node], product.a.meta["val"].dtype)
-            except (Unknown, EpigenError):
-                pass
+            except (Unknown, EpigenError) as error:
+                if any(_pointwise(n.target) and _computes(n) for n in ([*node.users] if is_view(node) else [node])):
+                    refused = refused or str(error).partition("\n")[0]
             else:
                 taken.add(node)
                 nodes.append(node)
                 continue
         outside.add(node)
-    return _whole(nodes)
+    return _whole(nodes), refused
 
 
 def _after(product: fx.Node, taken: Collection[fx.Node], outside: Collection[fx.Node]) -> Iterator[fx.Node]:
@@ -348,7 +367,9 @@ def _lazy(node: fx.Node, inside: Collection[fx.Node]) -> bool:
 # -- what Inductor would do with it
 
 
-_JOINED = frozenset([*"sum mean amax amin var_mean convert_element_type _to_copy clone alias detach logsumexp native_layer_norm".split(), BITMASK, WHERE_BITS])
+_REDUCTIONS = frozenset("sum mean amax amin any all prod var_mean logsumexp native_layer_norm".split())
+_MOVING = frozenset("clone slice select split split_with_sizes slice_scatter select_scatter cat constant_pad_nd index embedding gather".split())
+_JOINED = _REDUCTIONS | _MOVING | {"convert_element_type", "_to_copy", "alias", "detach", "full", "iota", BITMASK, WHERE_BITS}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -398,6 +419,9 @@ def _trimmed(nodes: Sequence[fx.Node], levels: Levels) -> list[fx.Node]:
     def shortened(stays: Callable[[fx.Node, Collection[fx.Node]], bool]) -> list[fx.Node]:
         """stays: whether a sum, or what is computed of one and read by nobody inside, does so beside these others."""
         taken = dict.fromkeys(nodes)
+        needed = above_of([n for n in nodes if n is nodes[0] or summed[n] or kept(n, taken, levels)], taken)
+        if len(_outputs([n for n in taken if n in needed])) <= len(_outputs(nodes)):  # of several that are joined later one alone may leave more to write
+            taken = {n: None for n in taken if n in needed}
         while True:
             before = len(taken)
             for node in reversed([n for n in taken if n is not nodes[0]]):
@@ -418,6 +442,16 @@ def _trimmed(nodes: Sequence[fx.Node], levels: Levels) -> list[fx.Node]:
         if len([n for n in _outputs(with_all) if not summed[n]]) < len(_outputs(without)):
             return with_all
     return shortened(lambda node, others: all(_written(n, others, levels) for n in summed[node]))
+
+
+def above_of(nodes: Sequence[fx.Node], inside: Collection[fx.Node] | None = None) -> set[fx.Node]:
+    """These, and all that they are computed of. inside: only what is among these."""
+    above, pending = set[fx.Node](), list(nodes)
+    while pending:
+        if (node := pending.pop()) not in above and (inside is None or node in inside):
+            above.add(node)
+            pending += node.all_input_nodes
+    return above
 
 
 def _summed(nodes: Sequence[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
@@ -442,7 +476,7 @@ def _written(node: fx.Node, taken: Collection[fx.Node], levels: Levels) -> bool:
     return node in taken and kept(node, taken, levels)
 
 
-def _outputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+def _outputs(nodes: Collection[fx.Node]) -> list[fx.Node]:
     """The values that others than the region read; of a view what it is a view of."""
     taken = set(nodes)
     outputs: dict[fx.Node, None] = {}
@@ -500,7 +534,8 @@ def _times(
 ) -> tuple[float, float] | str | None:
     """How long the program takes, and the vendor's product with Inductor's kernel; None where nothing is known, and in words why it cannot be.
 
-    Where a kernel of Inductor's reads the result in any case, what is fused spares it no launch, and it has to read what the program has written.
+    Where a kernel of Inductor's reads the result in any case, what is fused spares it no launch, and it has to read what the program has written. So does the
+    program what is copied for it, since it varies over some of the leading dimensions alone.
     """
     call = program_call(product, imported)
     target = expected.target_of(product.a.meta["val"].device)
@@ -517,16 +552,26 @@ def _times(
         *(bytes_of(leaf.node) for leaf in imported.leaves),
         *(bytes_of(n) for n in outputs if n not in lazy or kept(n, inside, levels)),
     ]
+    if product.adds_apart:
+        bare += expected.moved_us([bytes_of(product.node)] * 2, gpu) + gpu.launch_us
+    copied = [leaf for leaf in imported.leaves if leaf.expand is not None]
+    fused += expected.moved_us([bytes_of(product.node) if leaf.tile else 0 for leaf in copied], gpu) + (gpu.launch_us if copied else 0.0)
     return fused + expected.moved_us([bytes_of(n) for n in lazy], gpu), bare + expected.moved_us(moved, gpu) + (0.0 if lazy else gpu.launch_us)
+
+
+def hinted(shape: tuple[Any, ...]) -> Shape | None:
+    """As it is in the first call; None where an extent is known at run time alone."""
+    extents: Any = tuple(size_hint(e) for e in shape)
+    return None if None in extents else extents
 
 
 def program_call(product: Product, imported: Imported) -> expected.ProgramCall | None:
     """What a database knows of a region's program; None where an extent is known at run time alone."""
     a, b = product.a.meta["val"], product.b.meta["val"]
-    m, n, k = (size_hint(e) for e in product.shape)
-    if m is None or n is None or k is None:
+    shape = hinted(product.shape)
+    if shape is None:
         return None
     layout = "".join("n" if t.stride(-1) == 1 or t.stride(-2) != 1 else "t" for t in (a, b))
     return expected.ProgramCall(
-        imported.text, (m, n, k), BY_TORCH[str(a.dtype)], layout, tuple((leaf.name, BY_TORCH[str(leaf.node.meta["val"].dtype)]) for leaf in imported.leaves)
+        imported.text, shape, BY_TORCH[str(a.dtype)], layout, tuple((leaf.name, BY_TORCH[str(leaf.node.meta["val"].dtype)]) for leaf in imported.leaves)
     )

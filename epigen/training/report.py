@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,13 +43,13 @@ class Call:
 class Seen:
     """What was done with one product of a graph.
 
-    shape: M, N, K, of extents that vary those of the first call; None for one that is known at run time alone. dtype: of the operands, as torch calls it.
+    shape: M, N, K, of a batch after the number of its products; of extents that vary those of the first call, and None for one that is known at run time alone. dtype: of the operands, as torch calls it.
     program: what is computed in its kernel; "" where it is left, and then `why` says why. neighbour: something elementwise follows it. absorbed: it is left,
     since the kernel that comes next computes all that follows it as well. times_us: expected of the program, and of the vendor's product with a kernel of
     Inductor's; None where nothing is known of the device. graph: "forward", "backward" or "inference".
     """
 
-    shape: tuple[int | None, int | None, int | None]
+    shape: tuple[int | None, ...]
     dtype: str
     program: str
     why: str
@@ -64,8 +65,7 @@ class Seen:
 
     @property
     def flops(self) -> int:
-        m, n, k = (e or 0 for e in self.shape)
-        return 2 * m * n * k
+        return 2 * math.prod(e or 0 for e in self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ def _runs(program: str, call: Call, place: torch.device) -> tuple[Callable[[], A
     kernel = library.kernel(program, call.tune)
     a, b = call.a.made(place), call.b.made(place)
     inputs = {name: lying.made(place) for name, lying in call.inputs}
-    return (lambda: kernel(a, b, **inputs)), (lambda: kernel.over(torch.mm(a, b), **inputs))
+    return (lambda: kernel(a, b, **inputs)), (lambda: kernel.over(torch.matmul(a, b), **inputs))
 
 
 # -- where a record is kept

@@ -13,7 +13,7 @@ from torch import fx
 
 from epigen.training import library
 from epigen.training.aten import Leaf, Role, is_view, order_of, same, size_hint
-from epigen.training.regions import Levels, Region, level_of
+from epigen.training.regions import Levels, Product, Region, level_of
 
 _aten: Any = torch.ops.aten
 
@@ -28,9 +28,8 @@ def replace(graph: fx.Graph, region: Region, tune: str | None, levels: Levels) -
     following = placed.next
     with graph.inserting_before(following):
         sizes = _Sizes(graph, following)
-        inputs = [_presented(graph, sizes, leaf, product.node.meta["val"].shape[-1]) for leaf in region.imported.leaves]
-        a = _matrix(graph, sizes, product.a)
-        b = product.b if product.b.meta["val"].dim() == 2 else called(graph, _aten.select.int, (product.b, 0, 0))
+        inputs = [_presented(graph, sizes, leaf, product) for leaf in region.imported.leaves]
+        a, b = (product.a, product.b) if product.batched else (_matrix(graph, sizes, product.a), _shared(graph, product.b))
         call = called(graph, library.fused, (region.imported.text, tune, a, b, inputs, []))
         outputs = zip(region.outputs, region.imported.roles, strict=True)
         results = [_result(graph, sizes, call, place, node, roles) for place, (node, roles) in enumerate(outputs)]
@@ -178,8 +177,13 @@ def _matrix(graph: fx.Graph, sizes: _Sizes, operand: fx.Node) -> fx.Node:
     return operand if len(shape) == 2 else called(graph, _aten.reshape.default, (operand, [-1, sizes.node(shape[-1])]))
 
 
-def _presented(graph: fx.Graph, sizes: _Sizes, leaf: Leaf, n: Any) -> fx.Node:
-    """An input as a program takes it: [M, N], [M], [N] or []."""
+def _shared(graph: fx.Graph, operand: fx.Node) -> fx.Node:
+    """The one matrix of all products."""
+    return operand if operand.meta["val"].dim() == 2 else called(graph, _aten.select.int, (operand, 0, 0))
+
+
+def _presented(graph: fx.Graph, sizes: _Sizes, leaf: Leaf, product: Product) -> fx.Node:
+    """An input as a program takes it: [M, N], [M], [N] or [], or so for each product of a batch."""
     node = leaf.node
     if leaf.expand is not None:
         node = called(graph, _aten.expand.default, (node, [sizes.node(e) for e in leaf.expand]))
@@ -188,8 +192,12 @@ def _presented(graph: fx.Graph, sizes: _Sizes, leaf: Leaf, n: Any) -> fx.Node:
     dims = len(leaf.indices)
     value = node.meta["val"]
     if isinstance(value, torch.Tensor) and value.dim() != dims:
-        shape = leaf.shape(-1, -1 if leaf.indices == "n" else n)
-        node = called(graph, _aten.reshape.default, (node, [sizes.node(e) for e in shape]))
+        *_, n = frame = product.node.meta["val"].shape
+        if product.batched:
+            shape = sizes.listed(leaf.shape(dict(zip("bmn", frame, strict=True))))
+        else:
+            shape = [sizes.node(e) for e in leaf.shape({"m": -1, "n": -1 if leaf.indices == "n" else n})]
+        node = called(graph, _aten.reshape.default, (node, shape))
     return node
 
 

@@ -24,24 +24,27 @@ def leading(name: str, indices: str, lead: int) -> str:
 
 
 class How(Enum):
-    """What a kernel's call takes before the inputs, and how many tensors these are."""
+    """What a kernel's call takes before the inputs."""
 
-    OVER = 1
+    OVER = "over"
     """The product."""
-    TRANSPOSED = 2
+    TRANSPOSED = "transposed"
     """x and the weight, with whose transpose it is multiplied."""
-    STRAIGHT = -2
+    STRAIGHT = "straight"
     """A gradient and the weight."""
+    GIVEN = "given"
+    """Both operands as the kernel takes them, and so are the inputs: leading dimensions are those of a batch."""
 
     @property
     def count(self) -> int:
-        return abs(self.value)
+        """How many tensors these are."""
+        return 1 if self is How.OVER else 2
 
 
 class Site:
     """Where a kernel is called with tensors that are always alike: `now`, which asks nothing, or `slow` where that has given None.
 
-    Both take operands and inputs in a row, with whatever leading dimensions they have, and return all outputs.
+    Both take operands and inputs in a row, with whatever leading dimensions they have, which are rows but for GIVEN, and return all outputs.
     """
 
     __slots__ = ("calls", "how", "inputs", "now", "program", "shapes", "tune")
@@ -57,8 +60,9 @@ class Site:
     def slow(self, *given: Tensor) -> tuple[Tensor, ...]:
         kernel = library.kernel(self.program, self.tune)
         first, rest = given[: self.how.count], given[self.how.count :]
-        inputs = {name: layer.rows(value, indices) for (name, indices), value in zip(self.inputs, rest, strict=True)}
-        a, views = layer.rows(first[0], "mn"), {"a": leading("a", "mn", first[0].dim() - 1)}
+        rows = (lambda t, _indices: t) if self.how is How.GIVEN else layer.rows
+        inputs = {name: rows(value, indices) for (name, indices), value in zip(self.inputs, rest, strict=True)}
+        a, views = rows(first[0], "mn"), {"a": "a" if self.how is How.GIVEN else leading("a", "mn", first[0].dim() - 1)}
         operands: tuple[Tensor, ...] = ()
         if self.how is How.OVER:
             returned, inputs = kernel.over(a, **inputs), {PRODUCT: a, **inputs}

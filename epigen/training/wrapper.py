@@ -24,7 +24,7 @@ class Line:
     __slots__ = ("site",)
 
     def __init__(self, text: str, tune: str | None, static: bool):
-        self.site = Site(text, tune, How.STRAIGHT) if static else None
+        self.site = Site(text, tune, How.GIVEN) if static else None
 
     def __call__(self, text: str, tune: str | None, a: Tensor, b: Tensor, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Sequence[Tensor]:
         if not library.usual():

@@ -9,17 +9,15 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from torch import Tensor, nn
+from beside_eager import agreeing, compiled, gradients, made
 from under_torch import APART
 
-from epigen.training.backend import backend
 from epigen.training.elements import CHANNELS_LAST
 from epigen.training.report import Seen
 
@@ -52,43 +50,11 @@ class Taken:
         return sum(s.taken for s in self.seen) / own if own else 1.0
 
 
-def made(name: str) -> zoo.Made:
-    if missing := zoo.missing(name):
-        pytest.skip(f"{missing} is not installed")
-    with zoo.quiet():
-        return zoo.ZOO[name]()
-
-
-def compiled(model: nn.Module, seen: list[Seen], **options: Any) -> Any:
-    torch._dynamo.reset()
-    return torch.compile(model, backend=backend, options={"rest": "eager", "report": seen.extend}, **options)
-
-
-def gradients(call: Any, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and the gradients of what has any."""
-    model.zero_grad()
-    torch.manual_seed(0)
-    loss = zoo.scalar(call(**inputs))
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
-
-
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_a_model_is_eagers(name: str) -> None:
     """Its loss and its gradients, three steps of training, and how many of its products are taken."""
     model = made(name)
-    loss, expected = gradients(model.model, model.model, model.inputs)
-    seen: list[Seen] = []
-    call = compiled(model.model, seen)
-    torch._dynamo.utils.counters.clear()
-    found_loss, found = gradients(call, model.model, model.inputs)
-    torch.testing.assert_close(found_loss, loss, rtol=1e-4, atol=1e-5)
-    assert not torch._dynamo.utils.counters["graph_break"]
-    largest = max(g.norm().item() for g in expected.values())
-    assert set(expected) <= set(found) | {n for n, g in expected.items() if g.norm() < 1e-5 * largest}
-    for parameter, gradient in found.items():
-        if parameter in expected:
-            torch.testing.assert_close(gradient, expected[parameter], rtol=1e-3, atol=1e-5 * max(1.0, largest), msg=lambda text, p=parameter: f"{p}: {text}")
+    call, seen = agreeing(model)
     result = Taken(seen)
     assert result.neighbours and result.share >= SHARE, Counter(s.why for s in result.neighbours if not s.taken and not s.absorbed)
     assert all(s.why for s in seen if not s.taken)

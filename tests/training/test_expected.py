@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from under_torch import APART
 
 import epigen
+from epigen import gpus
 from epigen.dtypes import BF16
 from epigen.gpus import TARGETS
 from epigen.runtime.kernel import Kernel
@@ -32,7 +36,8 @@ def test_an_estimate_counts_for_more_than_a_measurement(text: str, measured: boo
     assert (fused, bare) == (pytest.approx(100 * counts), 110.0)
 
 
-def test_what_is_missing_is_tuned_before_it_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", [RELU, replace(RELU, shape=(64, 1024, 1024, 128))], ids=["one", "batch"])
+def test_what_is_missing_is_tuned_before_it_is_judged(call: expected.ProgramCall, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel that will be called, as its call would."""
     asked: list[tuple[str | None, bool]] = []
     plan = Kernel.plan
@@ -43,15 +48,24 @@ def test_what_is_missing_is_tuned_before_it_is_judged(monkeypatch: pytest.Monkey
         return plan(self, *args, **options)
 
     monkeypatch.setattr(Kernel, "plan", seen)
-    untuned = expected.kernels_us(RELU, TARGETS["sm_90"], None)
+    untuned = expected.kernels_us(call, TARGETS["sm_90"], None)
     assert not any(as_called for _, as_called in asked)
     asked.clear()
-    assert expected.kernels_us(RELU, TARGETS["sm_90"], "missing")[0] == pytest.approx(untuned[0] * 1.03 / 1.09), "and then it is no guess"
+    assert expected.kernels_us(call, TARGETS["sm_90"], "missing")[0] == pytest.approx(untuned[0] * 1.03 / 1.09), "and then it is no guess"
     assert asked[0] == ("missing", True)
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left_to_compile() -> Iterator[None]:
+    """To threads that would go on beside another test, which is not to reach Triton."""
+    yield
+    if expected._pool.cache_info().currsize:
+        expected._pool(os.getpid()).shutdown()
+        expected._pool.cache_clear()
+
+
 def taken(function: Any, *shapes: tuple[int, ...]) -> Seen:
-    """What becomes of the one product of a function of bf16 tensors, for a Hopper."""
+    """What becomes of the one product, or batch of them, of a function of bf16 tensors, for a Hopper."""
     graph = make_fx(function, tracing_mode="fake")(*(torch.empty(s, dtype=torch.bfloat16) for s in shapes)).graph
     (found,) = backend.fuse(graph)
     return found
@@ -71,6 +85,48 @@ def test_a_kernel_that_keeps_values_in_memory_is_not_taken(monkeypatch: pytest.M
     shapes = ((8192, 2048), (8192, 5120), (8192, 5120), (2048, 5120))
     assert "in memory, for want of registers" in taken(one, *shapes).why
     assert taken(lambda x, w: torch.relu(x @ w), (8192, 2048), (2048, 5120)).program == "relu(mm)"
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "program"),
+    [
+        (lambda a, b: torch.relu(a @ b * 0.125), ((64, 1024, 128), (64, 128, 1024)), "relu(mm * 0.125)"),
+        (lambda a, b: torch.relu(a @ b * 0.125), ((32, 1, 4096), (32, 4096, 14336)), ""),  # as much is spared as a launch takes
+        (lambda a, b, c: torch.relu(torch.bmm(a, b) + c), ((8, 512, 4096), (8, 4096, 14336), (8, 1, 14336)), "relu(mm + x0[n])"),
+        (lambda a, b, c: torch.baddbmm(c, a, b), ((64, 1024, 128), (64, 128, 1024), (1, 1024, 1024)), "mm + x0[m,n]"),  # torch copies it for all
+        (lambda a, b, c: torch.addmm(c, a, b), ((8192, 1024), (1024, 4096), (4096,)), ""),
+        (lambda a, b, c: torch.addmm(c, a, b), ((8192, 1024), (1024, 4096), (8192, 4096)), "mm + x0[m,n]"),
+    ],
+)
+def test_what_is_taken_of_batches(function: Any, shapes: tuple[tuple[int, ...], ...], program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected, "target_of", lambda _device: TARGETS["sm_90"])
+    found = taken(function, *shapes)
+    assert found.program == program
+    if program and len(shapes[0]) == 3:
+        assert found.times_us is not None and found.times_us[0] < found.times_us[1] and found.call is not None
+        assert found.shape == (shapes[0][0], shapes[0][1], shapes[1][2], shapes[0][2])
+        assert found.call.a.shape == shapes[0] and found.call.b.stride == (shapes[1][1] * shapes[1][2], shapes[1][2], 1)
+
+
+def test_a_kernel_of_a_batch_that_keeps_values_in_memory_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected, "target_of", lambda _device: TARGETS["sm_90"])
+
+    def one(g: Any, x: Any, y: Any, w: Any) -> Any:
+        mm = torch.bmm(g, w)
+        t = torch.tanh((x + x * x * x * 0.0447) * 0.79)
+        u = mm * y * (x * 0.5) * (1 - t * t) * 0.79
+        return mm * (x * 0.5 * (t + 1)), u + u * 0.0447 * (x * x * 3) + mm * y * (t + 1) * 0.5
+
+    assert "in memory, for want of registers" in taken(one, (8, 1024, 2048), (8, 1024, 5120), (8, 1024, 5120), (8, 2048, 5120)).why
+
+
+def test_what_is_copied_for_a_program_costs_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of each image is copied for all of its rows, by a kernel of its own, and then read as a tile."""
+    monkeypatch.setattr(expected, "target_of", lambda _device: TARGETS["sm_90"])
+    copied, whole = (taken(lambda x, w, c: torch.relu(x @ w + c), (8, 1024, 512), (512, 4096), c).times_us for c in ((8, 1, 4096), (8, 1024, 4096)))
+    assert copied is not None and whole is not None
+    gpu = gpus.of_target(TARGETS["sm_90"])
+    assert copied[0] - whole[0] == pytest.approx(gpu.launch_us + expected.moved_us([2 * 8192 * 4096], gpu))
 
 
 def test_masks_are_packed_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
