@@ -22,7 +22,7 @@ from epigen.ir.program import graph_of
 from epigen.runtime import arguments
 from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.fast_call import Check
-from epigen.training import chain, composed, layer, library, plan
+from epigen.training import chain, composed, functions, layer, library, plan
 from epigen.training.chain import Link
 from epigen.training.guarded_cache import DEVICES, GuardedCache, State, likeness, state
 from epigen.training.layer import Wanted
@@ -43,24 +43,33 @@ _KINDS = 1024
 
 def call(x: Any, links: Sequence[Link]) -> Any:
     """`chain.chain`, which is left out where a call like this one was made before."""
-    given = [x]
-    for link in links:
-        given += (link.weight, *link.inputs.values())
+    given = _row(x, links)
     if is_dynamo_compiling() or has_torch_function(given) or not _remembered(given, links):
         return chain.chain(x, links)
-    key = [x.shape]
+    if all(type(link.epilogue) is str for link in links):
+        return _found(x, links, given)
+    if composed.needed(given):
+        return chain.chain(x, links)
+    x, links, trace = chain.written(x, links)
+    return chain.returned(trace, _found(x, links, _row(x, links)))
+
+
+def _row(x: Any, links: Sequence[Link]) -> list[Any]:
+    """All tensors of a chain, as a way takes them."""
+    row = [x]
     for link in links:
-        key += (link.weight.shape, link.epilogue, link.save, link.of, link.tune, *link.inputs)
-    return run(_ways(*key), state(x.device.type), given, lambda: (x, links))[0]
+        row += (link.weight, *link.inputs.values())
+    return row
 
 
-def _remembered(given: Sequence[Any], links: Sequence[Link]) -> bool:
+def _remembered(row: Sequence[Any], links: Sequence[Link]) -> bool:
     """Whether of such a call a way may be made, and nobody is to see it who does not see that."""
-    if torch._C._autograd._profiler_enabled() or forward_ad._current_level >= 0 or not _TENSORS.issuperset(map(type, given)):
+    if torch._C._autograd._profiler_enabled() or forward_ad._current_level >= 0 or not _TENSORS.issuperset(map(type, row)):
         return False
-    if any(type(link.epilogue) is not str or link.main_grad is not None or link.weight.is_nested for link in links):
-        return False
-    return not given[0].is_nested and given[0].device.type in DEVICES
+    for link in links:
+        if link.main_grad is not None or link.weight.is_nested or (type(link.epilogue) is not str and not functions.is_function(link.epilogue)):
+            return False
+    return not row[0].is_nested and row[0].device.type in DEVICES
 
 
 _TENSORS = frozenset(arguments.PLAIN)
@@ -69,6 +78,14 @@ _TENSORS = frozenset(arguments.PLAIN)
 @functools.lru_cache(maxsize=_KINDS)
 def _ways(*_key: Any) -> Ways:
     return GuardedCache()
+
+
+def _found(x: Tensor, links: Sequence[Link], row: Sequence[Tensor]) -> Any:
+    """Of programs."""
+    key: list[Any] = [x.shape]
+    for link in links:
+        key += (link.weight.shape, link.epilogue, link.save, link.of, link.tune, *link.inputs)
+    return run(_ways(*key), state(x.device.type), row, lambda: (x, links))[0]
 
 
 def run(ways: Ways, now: State, tensors: Sequence[Tensor], of: Callable[[], tuple[Tensor, Sequence[Link]]]) -> tuple[Any, Way | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from epigen.runtime import arguments
 from epigen.training import composed, functions, plan
 from epigen.training.layer import Layer, Value, apply, forward, kept, rows, shaped
 from epigen.training.plan import Declared, Input, LayerRequest, Step
+
+if TYPE_CHECKING:
+    from epigen.training.traced import Traced
 
 
 class Link(NamedTuple):
@@ -37,35 +40,46 @@ def chain(x: Tensor, layers: Sequence[Link]) -> Any:
     given = (x, *(value for layer in layers for value in (layer.weight, *layer.inputs.values())))
     if has_torch_function(given):
         return handle_torch_function(chain, given, x, layers)
-    for what, t in (("x", x), *(("weight", layer.weight) for layer in layers)):
-        _check_dense(what, t)
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, layers = cast(x, dtype), [layer._replace(weight=cast(layer.weight, dtype)) for layer in layers]
-    if any(functions.is_function(layer.epilogue) for layer in layers):
-        return _of_functions(x, layers)
-    return _of_texts(x, layers)
-
-
-def _of_functions(x: Tensor, layers: Sequence[Link]) -> Any:
-    """A chain in which functions stand for some of the texts: each is replaced by the program that it is for these shapes."""
-    values = [value for layer in layers for value in (layer.weight, *layer.inputs.values()) if isinstance(value, Tensor)]
-    if torch.compiler.is_compiling() or composed.needed([x, *values]):
+    if not any(functions.is_function(layer.epilogue) for layer in layers):
+        return _of_texts(*_dense(x, layers))
+    if torch.compiler.is_compiling() or composed.needed(value for value in given if isinstance(value, Tensor)):
+        x, layers = _dense(x, layers)
         for layer in layers:
             x = _of_texts(x, [layer]) if isinstance(layer.epilogue, str) else functions.plain(layer.epilogue, x, layer.weight, layer.inputs)
         return x
+    x, layers, trace = written(x, layers)
+    return returned(trace, _of_texts(x, layers))
+
+
+def _dense(x: Tensor, layers: Sequence[Link]) -> tuple[Tensor, Sequence[Link]]:
+    """The same, cast as autocast has it, if all of them are what layers multiply."""
+    for what, t in (("x", x), *(("weight", layer.weight) for layer in layers)):
+        _check_dense(what, t)
+    if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
+        return x, layers
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return cast(x, dtype), [layer._replace(weight=cast(layer.weight, dtype)) for layer in layers]
+
+
+def written(x: Tensor, layers: Sequence[Link]) -> tuple[Tensor, list[Link], Traced | None]:
+    """A chain in which functions stand for some of the texts, with the program in each one's place that it is for these shapes, and what the last layer's function
+    returns, if that is one."""
+    x, layers = _dense(x, layers)
     _check_operands(x, layers)
-    written, last = [], None
+    lead, links, trace = x.shape[:-1], list[Link](), None
     for layer in layers:
+        trace = None
         if not isinstance(layer.epilogue, str):
-            shape = (*x.shape[:-1], layer.weight.shape[0])
-            last = functions.traced(layer.epilogue, shape, functions.result_dtype(layer.weight.dtype), x.device, layer.inputs)
-            layer = layer._replace(epilogue=last.program.text, inputs=functions.presented(last, layer.inputs, shape))
-        written.append(layer)
-    results = _of_texts(x, written)
-    if last is None or isinstance(layers[-1].epilogue, str):
-        return results
-    return functions.returned(last, [results] if isinstance(results, Tensor) else list(results))
+            shape = (*lead, layer.weight.shape[0])
+            trace = functions.traced(layer.epilogue, shape, functions.result_dtype(layer.weight.dtype), x.device, layer.inputs)
+            layer = layer._replace(epilogue=trace.program.text, inputs=functions.presented(trace, layer.inputs, shape))
+        links.append(layer)
+    return x, links, trace
+
+
+def returned(trace: Traced | None, results: Any) -> Any:
+    """A chain's results, of a function that was traced as that returns them."""
+    return results if trace is None else functions.returned(trace, [results] if isinstance(results, Tensor) else list(results))
 
 
 def steps(x: Tensor, layers: Sequence[Link], values: Sequence[Sequence[Value]]) -> tuple[Step, ...]:

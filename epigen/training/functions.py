@@ -3,6 +3,7 @@
 A function is traced for each combination of shapes and dtypes that it meets, because torch broadcasts by shape and a function may go by it too. Most
 combinations give one program, and then share its kernel. What a function reads besides its arguments is looked at before a trace is used again: numbers,
 flags and tensors of its closure, its globals and its defaults, and of the functions it calls; of a module its attributes, parameters and training mode.
+A function that is made anew for each call, as a lambda in a forward is, has the traces of those before it that have its code and read the same.
 """
 
 from __future__ import annotations
@@ -43,10 +44,13 @@ class _Known:
     """What is known of one function. parameters: all of them. traces: by shapes, dtypes and what it has read."""
 
     def __init__(self, function: Function):
-        self.parameters = _parameters(function)
+        self.parameters = _parameters(function) if not _is_code(function) else _of_code(*_signature(function))
         self.names = tuple(p.name for p in self.parameters[1:])
         self.traces: LruCache[Hashable, Traced] = LruCache(_TRACES)
 
+
+_SHARED: LruCache[Hashable, Traced] = LruCache(_TRACES)
+"""Of functions that are no more than code, and read nothing that is compared by what object it is: of that, none is kept alive here, and another could get its id."""
 
 _OF: weakref.WeakKeyDictionary[Any, dict[object, _Known]] = weakref.WeakKeyDictionary()
 """By the function, or by the object whose method it is, and then by the method."""
@@ -83,6 +87,24 @@ def _parameters(function: Function) -> list[inspect.Parameter]:
     if not accepted or accepted[0].kind not in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
         raise CallError(f"{what} takes nothing by position, and the product was to be its first argument: write def epilogue(mm, …)")
     return [p for p in accepted if p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)]
+
+
+def _is_code(function: Function) -> bool:
+    """Whether a function is no more than its code, its defaults and what it reads; one that stands for another says so in an attribute."""
+    return type(function) is types.FunctionType and not function.__dict__
+
+
+def _signature(function: Function) -> tuple[types.CodeType, int, tuple[str, ...]]:
+    """All that its parameters hang on: the code, and which of them have defaults."""
+    return function.__code__, len(function.__defaults__ or ()), tuple(function.__kwdefaults__ or ())
+
+
+@functools.lru_cache(maxsize=_TRACES)
+def _of_code(code: types.CodeType, defaults: int, named: tuple[str, ...]) -> list[inspect.Parameter]:
+    """The parameters of functions like this."""
+    bare = types.FunctionType(code, {}, code.co_name, (None,) * defaults, tuple(types.CellType() for _ in code.co_freevars))
+    bare.__kwdefaults__ = dict.fromkeys(named)
+    return _parameters(bare)
 
 
 def name_of(function: Function) -> str:
@@ -153,6 +175,9 @@ def traced(function: Function, shape: Sequence[int], dtype: torch.dtype, device:
     call = (tuple(shape), dtype, device.type, tuple((name, _seen(value)) for name, value in given.items()))
     key = (call, _state(constants), _state(function))
     trace = known.get(key)
+    shared = trace is None and _is_code(function) and not any(_BY_ID in state for state in key[1:])
+    if shared:
+        trace = _SHARED.get(key)
     if trace is None:
         # with the numbers' values, where they had to become constants
         numbers = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
@@ -162,6 +187,8 @@ def traced(function: Function, shape: Sequence[int], dtype: torch.dtype, device:
             run = _after_bias(function) if "bias" in inputs and not _takes_bias(function) else function
             trace, general = _traced(run, shape, dtype, device, given, constants)
             known.put(key if general else valued, trace)
+            if shared and general and not trace.held:
+                _SHARED.put(key, trace)
     return trace
 
 
@@ -189,7 +216,11 @@ def _seen(value: Any) -> Hashable:
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else "number"
 
 
-def _state(value: Any) -> Hashable:
+_BY_ID = object()
+"""Stands before an object's id in a state."""
+
+
+def _state(value: Any) -> tuple[Hashable, ...]:
     return tuple(_walk(value, set()))
 
 
@@ -209,7 +240,14 @@ def _walk(value: Any, seen: set[int]) -> Iterator[Hashable]:
         yield from _walk(value.__func__, seen)
         yield from _walk_owner(value.__self__, value.__func__, seen)
         return
-    yield id(value)
+    if _for_good(value):
+        yield value
+        return
+    if type(value) is types.FunctionType:
+        yield types.FunctionType  # by what it is made of: of two with the same code that read the same, one is the other
+    else:
+        yield _BY_ID
+        yield id(value)
     if id(value) in seen or isinstance(value, Tensor):
         return
     seen.add(id(value))
@@ -223,8 +261,6 @@ def _walk(value: Any, seen: set[int]) -> Iterator[Hashable]:
     elif isinstance(value, functools.partial):
         yield from _walk((value.func, value.args, *value.keywords.items()), seen)
     elif isinstance(value, types.FunctionType):
-        if _torchs(value):
-            return
         yield value.__code__  # which a notebook's autoreload replaces within the function
         for item in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
             yield from _walk(item, seen)
@@ -235,10 +271,29 @@ def _walk(value: Any, seen: set[int]) -> Iterator[Hashable]:
                 yield "empty"
         for name in _names(value.__code__):
             referenced = value.__globals__.get(name)
-            if not isinstance(referenced, types.ModuleType | type):
+            if isinstance(referenced, types.ModuleType):
+                yield from _walk_module(referenced, _names(value.__code__), seen)
+            elif isinstance(referenced, type):
+                yield _BY_ID
+                yield id(referenced)
+            else:
                 yield from _walk(referenced, seen)
     elif isinstance(call := inspect.getattr_static(type(value), "__call__", None), types.FunctionType):
         yield from _walk_owner(value, call, seen)
+
+
+def _walk_module(module: types.ModuleType, names: Sequence[str], seen: set[int]) -> Iterator[Hashable]:
+    """Of what a function may read of a module: what has one of these names there, or in a module that has."""
+    yield module
+    if module.__name__.partition(".")[0] == "torch" or id(module) in seen:
+        return
+    seen.add(id(module))
+    for name in names:
+        value = vars(module).get(name)
+        if isinstance(value, types.ModuleType):
+            yield from _walk_module(value, names, seen)
+        elif not isinstance(value, type):
+            yield from _walk(value, seen)
 
 
 def _walk_owner(owner: Any, method: Any, seen: set[int]) -> Iterator[Hashable]:
@@ -264,6 +319,13 @@ def _walk_owner(owner: Any, method: Any, seen: set[int]) -> Iterator[Hashable]:
         if isinstance(attribute, types.FunctionType) and not _torchs(attribute):
             pending += _names(attribute.__code__)
         yield from _walk(attribute, seen)
+
+
+def _for_good(value: Any) -> bool:
+    """Whether it is a function of Python's or torch's, which is there as long as the process."""
+    if isinstance(value, types.BuiltinFunctionType):
+        return value.__self__ is None or isinstance(value.__self__, types.ModuleType | type)
+    return isinstance(value, types.FunctionType) and _torchs(value)
 
 
 def _torchs(function: types.FunctionType) -> bool:

@@ -75,6 +75,8 @@ MADE: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
     "its inputs in a mapping": lambda: lambda x: epigen.linear(x, WEIGHT, epilogue="gelu(mm + bias)", inputs={"bias": BIAS}, save="preactivation"),
     "Linear": lambda: epigen.nn.Linear(8, 16, epilogue="silu(mm + bias)"),
     "MLP": lambda: epigen.nn.MLP([8, 16, 8], "gelu"),
+    "a function": lambda: lambda x: epigen.linear(x, WEIGHT, BIAS, F.silu),
+    "functions in a chain": lambda: epigen.nn.MLP([8, 16, 8], F.gelu),
 }
 
 
@@ -126,6 +128,22 @@ def test_a_call_that_differs_is_another() -> None:
     for _ in range(3):
         for tensors in kinds.values():
             close(gradients(ours, tensors), gradients(torchs, tensors))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_functions_are_the_programs_that_they_are_for_a_calls_shapes_and_dtypes(autocast: bool) -> None:
+    w, bias, gate = drawn(16, 8, seed=1), drawn(16, seed=2), drawn(3, 1, seed=3)
+    for _ in range(4):
+        for x in (drawn(2, 3, 8), drawn(5, 3, 8), drawn(3, 8)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                found = epigen.linear(x, w, bias, lambda mm, gate: (F.silu(mm) * gate, mm.sum(-1)), gate=gate)
+                z = F.linear(x, w, bias)
+                expected = F.silu(z) * gate, z.sum(-1)
+            tolerance = {"rtol": 2e-2, "atol": 2e-2} if autocast else {"rtol": 1e-4, "atol": 1e-5}
+            torch.testing.assert_close([t.float() for t in found], [t.float() for t in expected], **tolerance)
+            gradients = [torch.autograd.grad(sum(t.float().square().sum() for t in results), (x, w, bias, gate)) for results in (found, expected)]
+            for actual, wanted in zip(*gradients, strict=True):
+                assert (actual - wanted).norm() <= (0.03 if autocast else 1e-4) * wanted.norm()
 
 
 def test_the_program_and_its_options_are_compared() -> None:

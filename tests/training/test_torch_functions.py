@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import pickle
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -278,6 +279,67 @@ def test_nothing_is_kept_of_a_function_that_is_gone() -> None:
     del module
     gc.collect()
     assert gone() is None
+
+
+def test_a_function_that_is_made_anew_is_traced_once(traces: list[str]) -> None:
+    """It is the code, and what it reads, that is compared."""
+    x, weight, gate = torch.randn(6, K), torch.randn(N, K), torch.randn(6, N)
+    before = len(traces)
+
+    def layer(scale: float, power: int = 1) -> Tensor:
+        result: Tensor = epigen.linear(x, weight, None, lambda mm, gate, by=power: (F.silu(mm) * gate * scale) ** by, gate=gate)
+        return result
+
+    for scale, power, new in ((2.0, 1, 1), (2.0, 1, 1), (3.0, 1, 2), (2.0, 2, 3), (2.0, 1, 3), (3.0, 1, 3)):
+        assert close(layer(scale, power), (F.silu(F.linear(x, weight)) * gate * scale) ** power)
+        assert len(traces) == before + new
+
+
+def test_what_a_function_that_is_made_anew_reads_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(6, K), torch.randn(N, K)
+    settings, module = types.SimpleNamespace(scale=1.0), types.ModuleType("settings")
+    module.scale, module.inner = 1.0, types.ModuleType("inner")  # type: ignore[attr-defined]
+    module.inner.shift = 0.0  # type: ignore[attr-defined]
+    monkeypatch.setitem(globals(), "settings_module", module)
+
+    def wrapped(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(function)
+        def inside(*given: Any, **more: Any) -> Tensor:
+            return function(*given, **more)
+
+        return inside
+
+    def the_same(mm: Tensor) -> Tensor:
+        result: Tensor = mm + settings_module.inner.shift  # type: ignore[name-defined]  # noqa: F821
+        return result
+
+    for scale in (1.0, 2.0, 3.0):
+        monkeypatch.setattr(torch, "table_of_a_user", torch.full((N,), scale), raising=False)
+        settings.scale, module.scale, module.inner.shift = scale, scale, scale  # type: ignore[attr-defined]
+        table = torch.full((N,), scale)
+        functions: dict[str, tuple[Callable[..., Tensor], dict[str, Any], Tensor]] = {
+            "an object's": (lambda mm: mm * settings.scale, {}, F.linear(x, weight) * scale),
+            "a module's": (lambda mm: mm * settings_module.scale, {}, F.linear(x, weight) * scale),  # type: ignore[name-defined]  # noqa: F821
+            "an inner module's": (lambda mm: mm + settings_module.inner.shift, {}, F.linear(x, weight) + scale),  # type: ignore[name-defined]  # noqa: F821
+            "the same function": (the_same, {}, F.linear(x, weight) + scale),
+            "a tensor where none is looked for": (lambda mm: mm * torch.table_of_a_user, {}, F.linear(x, weight) * scale),  # type: ignore[attr-defined]
+            "a tensor": (lambda mm: mm * table, {}, F.linear(x, weight) * scale),  # noqa: B023  # it is called within the loop
+            "of one name": (wrapped(lambda mm, a: mm + a), {"a": table}, F.linear(x, weight) + scale),
+            "of another": (wrapped(lambda mm, b: mm * b), {"b": table}, F.linear(x, weight) * scale),
+        }
+        for name, (function, inputs, expected) in functions.items():
+            assert close(epigen.linear(x, weight, None, function, **inputs), expected), name
+
+
+def test_nothing_is_kept_of_what_a_function_that_is_made_anew_has_read() -> None:
+    x, weight, gone = torch.randn(6, K), torch.randn(N, K), []
+    for _ in range(3):
+        table = torch.randn(N)
+        gone.append(weakref.ref(table))
+        epigen.linear(x, weight, None, lambda mm, held=table: mm * held)
+        del table
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
 
 
 # -- epigen.linear
