@@ -1,7 +1,7 @@
 """Layers of real models, in bf16 with random weights: eager, torch.compile, backend="epigen" and epigen.fuse, forward alone and a training step.
 
 Beside each stands what its products take alone, and what Inductor's pointwise kernels do, which is the most that fusing could spare, as those of eager's are that
-a fused model does without. With --graphs as CUDA graphs too, which take the host's time out; with --losses the losses of each way's training.
+a fused model does without. With --models experts,weighted,bert-large-written-out those with batches of products. With --graphs as CUDA graphs too, which take the host's time out; with --losses the losses of each way's training.
 Run: python -m bench.models [--models a,b] [--tuned a,b] [--graphs a,b] [--losses a,b]; --merge puts such results together.
 """
 
@@ -67,6 +67,9 @@ def models(layers: int) -> dict[str, Callable[[], nn.Module]]:
         "llama-8b": lambda: _Embedded(hf.LlamaModel(llama)),
         "t5-xl": lambda: _Embedded(hf.T5EncoderModel(t5)),
         "opt-6.7b": lambda: _Embedded(hf.OPTModel(opt)),
+        "experts": lambda: nn.Sequential(*(_Experts() for _ in range(layers))),
+        "weighted": lambda: nn.Sequential(*(_Weighted() for _ in range(layers))),
+        "bert-large-written-out": lambda: _Layers(hf.BertModel(hf.BertConfig(**wide | {"attn_implementation": "eager"}, **none)).encoder.layer),
     }
 
 
@@ -75,6 +78,8 @@ def _layers_of(model: nn.Module) -> nn.ModuleList:
 
 
 WIDTHS = {"bert-large": 1024, "vit-large": 1024, "gpt2-xl": 1600, "llama-8b": 4096, "t5-xl": 2048, "opt-6.7b": 4096}
+BATCHED = {"experts": 1024, "weighted": 1024, "bert-large-written-out": 1024}
+"""Models whose products are batches, wholly or in part; they are run where they are named."""
 
 
 class _Layers(nn.Module):
@@ -96,6 +101,38 @@ class _Embedded(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.model(inputs_embeds=x)[0]
+
+
+class _Experts(nn.Module):
+    """A gated unit for each of eight experts of equal load, with biases, a residual, and what each token's result counts."""
+
+    def __init__(self, experts: int = 8, width: int = BATCHED["experts"], hidden: int = 4096):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gate, self.up = (nn.Parameter(torch.randn(experts, width, hidden) / width**0.5) for _ in range(2))
+        self.down, self.bias = nn.Parameter(torch.randn(experts, hidden, width) / hidden**0.5), nn.Parameter(torch.zeros(experts, hidden))
+        self.router = nn.Parameter(torch.randn(width) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = x.reshape(len(self.gate), -1, x.shape[-1])
+        h = self.norm(own)
+        gate = torch.einsum("ecd,edh->ech", h, self.gate) + self.bias[:, None]
+        hidden = nn.functional.silu(gate) * torch.einsum("ecd,edh->ech", h, self.up)
+        counts = torch.sigmoid((h * self.router).sum(-1, keepdim=True))
+        return (own + torch.einsum("ech,ehd->ecd", hidden, self.down) * counts).reshape(x.shape)
+
+
+class _Weighted(nn.Module):
+    """Attention that returns its weights, as torch has it, with a mask that is added."""
+
+    def __init__(self, width: int = BATCHED["weighted"]):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), nn.MultiheadAttention(width, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, mask = self.norm(x), torch.full((x.shape[1], x.shape[1]), -1e4, device=x.device, dtype=x.dtype).triu(1)
+        y, weights = self.attention(h, h, h, attn_mask=mask, need_weights=True, average_attn_weights=False)
+        return x + y * (1 + weights.amax())
 
 
 def measure(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -170,7 +207,7 @@ def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argpa
 
     torch._dynamo.reset()  # else another number of tokens is one that varies, for which other code is made
     torch.manual_seed(0)
-    x = torch.randn(tokens // options.sequence, options.sequence, WIDTHS[name], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(tokens // options.sequence, options.sequence, (WIDTHS | BATCHED)[name], device="cuda", dtype=torch.bfloat16, requires_grad=True)
     with torch.device("cuda"):
         plain = make().to(torch.bfloat16)
     grad = torch.randn_like(x)
