@@ -42,6 +42,8 @@ def main() -> None:
         seconds = time.perf_counter() - start
         found: dict[str, Counter[str]] = {}
         for case in ElementTree.parse(report).iter("testcase"):
+            if case.get("name") is None:  # it was ended while it ran
+                continue
             name = f"{case.get('classname')}::{(case.get('name') or '').split('[')[0]}"
             outcome = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
             found.setdefault(name, Counter())[outcome] += 1
