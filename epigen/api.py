@@ -104,7 +104,9 @@ def compile(
     backend: "triton" (a GPU), "interpreter" (the generated kernel under Triton's interpreter) or "reference" (torch, operation by
     operation); by default triton for GPU tensors and reference for CPU tensors.
     precision: "ieee" or "tf32" for fp32 operands; by default what torch's own CUDA products go by at each call, which is
-    `torch.backends.cuda.matmul.fp32_precision`: of that and torch.set_float32_matmul_precision() the one that was set last.
+    `torch.backends.cuda.matmul.fp32_precision`: of that and torch.set_float32_matmul_precision() the one that was set last. "fast_accum" for fp8
+    operands: Hopper's tensor cores add up all of k in about 14 bits, as torch._scaled_mm has them do with use_fast_accum=True; by default each sum of
+    up to 128 products is added in fp32.
     tune: "missing" tunes at the first call of GPU tensors of whose problem, or one alike but for M up to the same power of two, no database
     has a record: that call waits for 48 trials, the winner goes into the user's database, and later calls of any process find it. Never
     inside a CUDA graph capture. By default nothing is tuned.
@@ -118,8 +120,10 @@ def compile(
     """
     if backend is not None and backend not in BACKENDS:
         raise CallError(f"unknown backend {shown(backend)}: {near_miss(shown(backend), BACKENDS) or 'known are ' + ', '.join(BACKENDS)}")
-    if precision not in (None, "ieee", "tf32"):
-        raise CallError(f"precision is 'ieee' or 'tf32', not {shown(precision)}")
+    if precision is not None and precision not in dtypes.PRECISIONS:
+        raise CallError(
+            f"unknown precision {shown(precision)}: {near_miss(shown(precision), dtypes.PRECISIONS) or 'known are ' + ', '.join(dtypes.PRECISIONS)}"
+        )
     if tune not in TUNE:
         hint = near_miss(shown(tune), ["missing"]) or "it is 'missing' or None"
         raise CallError(f"unknown tune={shown(tune)}: {hint}")

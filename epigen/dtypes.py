@@ -7,6 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+FAST_ACCUM = "fast_accum"
+"""Of fp8 operands: Hopper's tensor cores add up all of k by themselves, in about 14 bits. By default each sum of up to 128 products is added in fp32."""
+
+_FP32_PRECISIONS = ("ieee", "tf32")
+
+PRECISIONS = (*_FP32_PRECISIONS, FAST_ACCUM)
+"""How products are taken: of fp32 operands the first two, of fp8 operands the last."""
+
 
 @dataclass(frozen=True, slots=True)
 class DType:
@@ -40,6 +48,10 @@ class DType:
     @property
     def is_fp8(self) -> bool:
         return self.is_float and self.bits == 8
+
+    def precision(self, given: str) -> str:
+        """What of a precision decides how operands of this dtype are multiplied; "" where it is none of theirs."""
+        return given if given in (_FP32_PRECISIONS if self.name == "fp32" else (FAST_ACCUM,) if self.is_fp8 else ()) else ""
 
 
 FP32 = DType("fp32", 32, "float", "float32", "float32", 3.4028234663852886e38, 2.0**-23, 2.0**-149)

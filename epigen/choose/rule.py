@@ -13,6 +13,10 @@ from epigen.shapes import Shape, extents, products
 
 # block_m, block_n, num_warps; largest first. Read off the first measurements on an H200 (torch 2.11, Triton 3.6, 2026-11).
 _TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4), (32, 64, 4), (32, 32, 4), (16, 32, 2))
+_LEAST_OF_BYTES = (
+    0.75  # tiles of 8-bit operands a multiprocessor: 512x4096x4096 has 0.97, and took 18.0 us with promoted sums where tiled took 23.1 (H100, 2026-11)
+)
+_SHORT_OF_BYTES = 2048  # k of theirs up to which one group's epilogue is better hidden under the other's main loop
 _SKINNY = {16: (16, 64, 4), 32: (32, 64, 4), 64: (64, 64, 4)}
 
 
@@ -110,19 +114,38 @@ def _warp_specialized(space: Space) -> KernelConfig | None:
     3.6, 2026-11). In subtiles, since registers spill where a whole tile's inputs are read by pointers. Of 15 batches of `mm * s` with so many tiles they
     were 0.98 times as fast as the best of up to 17 configs in the mean, and 0.87 at worst (H100, torch 2.11, Triton 3.6, 2026-11).
     """
-    (m, n, _), spec = space.shape[-3:], space.spec
-    enough = products(space.shape) * -(-m // 128) * -(-n // 128) >= space.target.multiprocessors
+    spec, one_byte = space.spec, space.spec.signature.a.bytes == 1
+    enough = _tiles_a_multiprocessor(space, 128) >= (_LEAST_OF_BYTES if one_byte else 1)
     if not enough or "warp_specialized" not in space.schedules:
         return None
+    shared = _of_bytes(space) if one_byte else {"block_n": 128, "block_k": 64, "group_m": 8, "pingpong": 1, "subtiles": 2, "prefetch": 0}
     for tma in (1, 0) if schedules.tma_storable(spec) else (0,):
         config = schedules.config(
-            "warp_specialized", block_m=128, block_n=128, block_k=64, group_m=8, pingpong=1, subtiles=2, prefetch=0,
-            tma_store=tma, tma_load=int(tma and bool(schedules.tma_loadable(spec))), num_stages=8, fused_finalize=0,
-        )  # fmt: skip
+            "warp_specialized", block_m=128, **shared, tma_store=tma, tma_load=int(tma and bool(schedules.tma_loadable(spec))), num_stages=8, fused_finalize=0
+        )
         point, *_ = space.nearest(config)
         if fitting := limits.fitted(spec, point, space.shape, space.target):
             return fitting
     return None
+
+
+def _of_bytes(space: Space) -> dict[str, int]:
+    """How operands of 8 bits are shared out. Promoted sums want both groups in turn at the tensor cores, so cooperative; others do where k is long.
+
+    Of the 40 configs tried of each of nine problems, such a one took at most 1.07 times as long as the fastest (H100, torch 2.11, Triton 3.6, 2026-11).
+    """
+    if not space.spec.promoted and space.shape[-1] <= _SHORT_OF_BYTES:
+        return {"block_n": 128, "block_k": 128, "group_m": 4, "pingpong": 1, "subtiles": 2, "prefetch": 1}
+    if _tiles_a_multiprocessor(space, 256) >= 1:
+        return {"block_n": 256, "block_k": 128, "group_m": 16, "pingpong": 0, "subtiles": 2, "prefetch": 0}
+    vectors = all(i.indices != "mn" for i in space.spec.loaded)  # for a tile of values no registers are left
+    return {"block_n": 128, "block_k": 128, "group_m": 8, "pingpong": 0, "subtiles": 1, "prefetch": int(vectors)}
+
+
+def _tiles_a_multiprocessor(space: Space, columns: int) -> float:
+    """How many tiles of 128 rows there are for each."""
+    m, n, _ = space.shape[-3:]
+    return products(space.shape) * -(-m // 128) * -(-n // columns) / space.target.multiprocessors
 
 
 def by_vendor(spec: KernelSpec, shape: Shape, target: Target, why: str) -> Choice:

@@ -124,8 +124,7 @@ def _of_finish(text: str, spec: KernelSpec, config: KernelConfig, dialect: str) 
 
 def dot_arguments(spec: KernelSpec, config: KernelConfig) -> str:
     """What `tl.dot` takes after a, b and the accumulator."""
-    if spec.signature.a.is_fp8 and SCHEDULES[config.schedule].multiplies:
-        # Hopper's tensor cores add fp8 products in about 14 bits: their sums go to fp32 every so many products
+    if spec.promoted and SCHEDULES[config.schedule].multiplies:
         return f", max_num_imprecise_acc={min(128, config['block_k'])}"
     if spec.signature.a == FP32:
         return f', input_precision="{spec.signature.precision}"'

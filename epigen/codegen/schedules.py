@@ -120,7 +120,7 @@ WARP_SPECIALIZED = Schedule(
     capabilities=range(90, 91),
     dialect="gluon",
     architecture="hopper",
-    operand_bytes=(2,),
+    operand_bytes=(1, 2),
 )
 
 SCHEDULES = {s.name: s for s in (LIBRARY, TILED, SPLIT_K, PERSISTENT, WARP_SPECIALIZED)}

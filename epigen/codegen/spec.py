@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from epigen.dtypes import BF16, FP16, FP32, INT8, INT32, DType
+from epigen.dtypes import BF16, FAST_ACCUM, FP16, FP32, INT8, INT32, DType
 from epigen.errors import ConfigError
 from epigen.ir.graph import PRODUCT
 from epigen.shapes import Shape
@@ -34,7 +34,7 @@ class Signature:
 
     a, b: the operands' dtypes; both are the product's where that is an input.
     inputs: each named input's dtype; None for a Python number, which is passed by value.
-    precision: "ieee" or "tf32", for fp32 operands only.  k_multiple: a power of two that divides K.
+    precision: "ieee" or "tf32", for fp32 operands only, or "fast_accum", for fp8 ones.  k_multiple: a power of two that divides K.
     index_bits: 64 where some offset does not fit in 32 bits. layout: how a and b lie.
     tma: those of "a", "b" and the [m,n] inputs' and outputs' names whose tensors a TMA descriptor can address as they lie.  factors: as `factors` finds them.
     bytewise: packed masks that are read or written a byte at a time, since their rows are not whole, aligned words of 4.
@@ -281,6 +281,11 @@ class KernelSpec:
     @property
     def accumulator(self) -> DType:
         return INT32 if self.signature.a == INT8 else FP32
+
+    @property
+    def promoted(self) -> bool:
+        """Whether sums of so many products are added up in fp32: Hopper's tensor cores add those of fp8 in about 14 bits."""
+        return self.signature.a.is_fp8 and self.signature.precision != FAST_ACCUM
 
     @property
     def pointwise(self) -> bool:

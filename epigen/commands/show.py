@@ -56,7 +56,10 @@ def graph_text(graph: Graph) -> str:
 def spec_text(spec: KernelSpec) -> str:
     """The lowered kernels: what each loads, computes and stores."""
     sig = spec.signature
-    lines = [f"kernel {spec.name}", f"  product a {sig.a} x b {sig.b} -> {spec.accumulator}" + (f" ({sig.precision})" if sig.a.name == "fp32" else "")]
+    lines = [
+        f"kernel {spec.name}",
+        f"  product a {sig.a} x b {sig.b} -> {spec.accumulator}" + (f" ({precision})" if (precision := sig.a.precision(sig.precision)) else ""),
+    ]
     lines += [f"  k divisible by {sig.k_multiple}, {sig.index_bits}-bit offsets", *(f"  {name} divisible by {factor}" for name, factor in sig.factors)]
     lines += [f"  {name} in bytes" for name in sig.bytewise]
     for operand in spec.computed:

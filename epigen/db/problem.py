@@ -13,7 +13,7 @@ from typing import Annotated
 
 from epigen.codegen.spec import KNOWN, LAYOUTS, KernelSpec, digest, row_lengths
 from epigen.db import fields
-from epigen.dtypes import ALL, FP32, INPUTS, DType
+from epigen.dtypes import ALL, FP32, INPUTS, PRECISIONS, DType
 from epigen.gpus import Target
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph, Node
@@ -61,7 +61,7 @@ class Problem:
     inputs: Annotated[tuple[str, ...], fields.listed(_INPUT, 0, 1000)]
     outputs: Annotated[tuple[str, ...], fields.listed(_DTYPE, 1, 1000)]
     layout: Annotated[str, fields.one_of(LAYOUTS)]
-    precision: Annotated[str, fields.one_of(("", "ieee", "tf32"))]
+    precision: Annotated[str, fields.one_of(("", *PRECISIONS))]
     program: Annotated[str, fields.text("a program in printable text", _program)]
     spec: Annotated[str, fields.pattern("16 hexadecimal digits", "[0-9a-f]{16}")]
     kind: Annotated[str, _KIND]
@@ -126,7 +126,7 @@ def problem_of(graph: Graph, spec: KernelSpec, shape: Shape, gpu: str, capabilit
         inputs=tuple(input_kind(node, dtypes[node.name]) for node in graph.inputs()),
         outputs=tuple((o.dtype if o.indices == "mn" else FP32).name for o in spec.outputs),
         layout=sig.layout,
-        precision=sig.precision if sig.a.name == "fp32" else "",
+        precision=sig.a.precision(sig.precision),
         program=graph.text,
         spec=graph_digest(graph),
         kind=epilogue_kind(spec),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from epigen import ops
-from epigen.dtypes import BY_TORCH, BY_TORCH_ON_CPU, FP32, INT8, DType
+from epigen.dtypes import BY_TORCH, BY_TORCH_ON_CPU, FAST_ACCUM, FP32, INT8, DType
 from epigen.ir import graph as g
 from epigen.ir import reference, rules
 from epigen.ir.graph import Graph, Node
@@ -52,11 +52,11 @@ class Difference:
 
 
 def expect(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, reference.Number], dtypes: list[DType], precision: str) -> list[Expected]:
-    """The oracle's outputs with their bounds. precision: "ieee" or "tf32", for fp32 operands.
+    """The oracle's outputs with their bounds. precision: "ieee" or "tf32", for fp32 operands, or "fast_accum", for fp8 ones.
 
     The product's bound is 4 sqrt(K) 2^-23 |a| @ |b| (Higham and Mary's probabilistic bound for K roundings, with a factor 4 and
     one bit for the tensor cores' truncation), and 2^-9 |a| @ |b| more for tf32. fp8 accumulates in tensor-core steps of about 14
-    bits: 2^-12 |a| @ |b| more. What is computed of an operand is rounded before it is multiplied, and may be rounded to either side where its own error
+    bits: 2^-12 |a| @ |b| more, and where nothing else adds up all of k, 2^-11 of each sum up to a multiple of 128 of it. What is computed of an operand is rounded before it is multiplied, and may be rounded to either side where its own error
     reaches over the middle between two numbers of its dtype: those differences are multiplied with the other operand, and added.
     """
     graph = rounded(graph, dtypes)
@@ -186,10 +186,22 @@ def _product_error(graph: Graph, number: int, values: list[Tensor], errors: list
     if BY_TORCH[str(a.dtype)].is_fp8:
         factor += 2.0**-12
     error: Tensor = magnitude * factor + k * TINY
+    if BY_TORCH[str(a.dtype)].precision(precision) == FAST_ACCUM:
+        error = error + 2.0**-11 * _sums_on_the_way(a.double(), b.double())
     off = [_rounding(graph.nodes[i], values[i], errors[i], t) for i, t in zip(node.args, (a, b), strict=True)]
     if off[0] is not None:
         error = error + off[0] @ (right if off[1] is None else right + off[1])
     return error if off[1] is None else error + left @ off[1]
+
+
+def _sums_on_the_way(a: Tensor, b: Tensor) -> Tensor:
+    """The magnitudes of the product's sums over the first 128, 256, ... of k, added up."""
+    partial = torch.zeros((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+    total = partial.clone()
+    for left, right in zip(a.split(128, 1), b.split(128, 0), strict=True):
+        partial += left @ right
+        total += partial.abs()
+    return total
 
 
 def _rounding(node: Node, value: Tensor, error: Tensor, rounded: Tensor) -> Tensor | None:

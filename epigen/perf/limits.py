@@ -114,6 +114,13 @@ def operands(c: Candidate) -> str:
     return f"the schedule {c.schedule.name} multiplies operands of {sizes} bits, and these are {signature.a}"
 
 
+def along_k(c: Candidate) -> str:
+    signature = c.spec.signature
+    if c.schedule.architecture != "hopper" or signature.a.bytes > 1 or signature.layout == "nt":
+        return ""
+    return f"the schedule {c.schedule.name} multiplies operands of 8 bits that lie along k, as layout nt has them, and these lie as {signature.layout}"
+
+
 def computed_operands(c: Candidate) -> str:
     if not c.spec.computed or c.schedule.computes:
         return ""
@@ -208,6 +215,7 @@ def work_of_a_warp(c: Candidate) -> str:
 LAUNCHES: tuple[Restriction, ...] = (
     architecture,
     operands,
+    along_k,
     rows_of_warpgroups,
     empty_tensors,
     number_of_tiles,

@@ -44,6 +44,7 @@ _VENDOR_UNALIGNED_TILE, _VENDOR_UNALIGNED = (128, 128, 0.77), {8: 2.0, 4: 3.0, 2
 _RUN_BYTES = 256
 _SECTOR_BYTES = 32  # of a line of L2
 _TMA_ROW_BYTES = 128  # TMA lays a tile out in pieces whose rows are so long
+_LANES = 128  # of a multiprocessor: so many numbers are added a clock
 _BESIDE = 16  # multiprocessors whose requests meet before L2: those of a processing cluster
 
 
@@ -227,6 +228,8 @@ class _Timing(Work):
         read_bytes = block_m // 64 * (64 * sharing_rows + block_n) * block_k * self.element_bytes
         shared_memory = (read_bytes + self.c.arriving_share * step_bytes) / (self.c.shared_bytes_clock * self.clock_us)
         multiply = self._multiply_us(block_m, block_n, block_k, warps)
+        if self.spec.promoted:
+            multiply = self._promoted_us(config, products)
         padding = block_m + block_n - m / max(1, tiles_m) - n / max(1, tiles_n)  # rows and columns of a tile that lie outside, in the mean
         outside = padding * -(-block_k * self.element_bytes // _TMA_ROW_BYTES)
         step = self._norm(products, shared_memory, load, multiply, (self._later_us + load) / in_flight, smooth=self.c.tma_smooth)
@@ -356,6 +359,12 @@ class _Timing(Work):
         if self.wgmma(block_m, warps):
             return (self.c.wait_clocks + k16 * self.c.chain_clocks) / self.clock_us
         return k16 * max(self.c.mma_chain_clocks, block_m * block_n / (16 * 8 * warps) * self.c.mma_clocks) / self.clock_us
+
+    def _promoted_us(self, config: KernelConfig, products: float) -> float:
+        """What a warpgroup takes for its own part of a step whose products are summed by themselves: to multiply, to wait for it and to add them up. In cooperative
+        kernels the other's products fill the tensor cores meanwhile. products: what those take for the whole step."""
+        groups, subtiles = schedules.tile_parts(config)
+        return products / groups + (config["block_m"] * config["block_n"] / groups / _LANES + subtiles * self.c.wait_clocks) / self.clock_us
 
     def _narrow_step_us(self, config: KernelConfig, needs: Resources, blocks: int, multiply: float) -> float:
         """A step whose operands are loaded element by element: nothing of it is asynchronous, so that a block loads, waits and multiplies."""

@@ -18,6 +18,7 @@ from epigen.ir.graph import OPERANDS
 from epigen.shapes import Shape
 
 WGMMA = ("sm_90", "sm_100")
+_PROMOTED = 0.8  # of the accumulators, what Triton's compiler takes again where fp8 products are promoted
 _GROUP_REGISTERS = 240  # what the warp_specialized template gives those that multiply
 _VECTOR_BYTES, _ASYNC_BYTES = 16, 4  # the most that one load or copy moves, and the least that a copy can move asynchronously
 
@@ -98,6 +99,8 @@ class Work:
         block_k, stages = config["block_k"], config["num_stages"]
         held = self._held(config, accumulators)
         if SCHEDULES[config.schedule].descriptors:
+            if self.spec.promoted:
+                accumulators = int(accumulators * (1 + _PROMOTED))
             registers = int(36 + accumulators * (1 + self.held_an_element / config["subtiles"])) + held
             return Resources(self._described_bytes(config), accumulators, registers, most, 1, held=held)
         wgmma = self.wgmma(block_m, config["num_warps"])
@@ -115,7 +118,7 @@ class Work:
         # The same kernels: 36, the accumulators, what the epilogue holds beside them, and two for the address of each copy of 16 bytes, or
         # two and a half of a narrower one (16 more kernels, Triton 3.6, sm_90: rows of 1004 and 1002 elements of fp16). The older
         # instruction also holds the operands, about as much again; fp8 a second accumulator, since the tensor cores' own is narrow.
-        again = 1.0 if not wgmma else 0.8 if self.spec.signature.a.is_fp8 else 0.0
+        again = 1.0 if not wgmma else _PROMOTED if self.spec.promoted else 0.0
         bytes_a_thread = [block * block_k * self.element_bytes / threads for block in (block_m, block_n)]
         copies = max(2.0, sum(held * (2.0 if copy == _VECTOR_BYTES else 2.5) / copy for held, copy in zip(bytes_a_thread, self.copy_bytes, strict=True)))
         registers, spilled = int(36 + accumulators * (1 + self.held_an_element + again) + copies), 0
@@ -129,6 +132,10 @@ class Work:
         """Of a kernel whose groups of four warps have a tile each, or half of one: registers are handed out by the kernel itself."""
         groups, subtiles = schedules.tile_parts(config)
         accumulators = config["block_m"] // groups * config["block_n"] // 128
+        if self.spec.promoted:
+            # each subtile of a step is summed by itself first; and of rows that are prefetched a thread keeps a quarter beside all that
+            rows = sum(i.dtype.bytes for i in self.spec.loaded if i.indices == "n" and i.dtype)
+            accumulators += accumulators // subtiles + config["prefetch"] * config["block_n"] * rows // 16
         loaded = config["num_stages"] * ((config["block_m"] + config["block_n"]) * config["block_k"] * self.element_bytes + 16)
         buffers = (2 // groups) * config["block_m"] * config["block_n"] // subtiles
         stored, from_tma = schedules.tma_stored(self.spec, config), schedules.tma_loaded(self.spec, config).values()

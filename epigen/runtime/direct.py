@@ -46,7 +46,7 @@ def descriptor(dialect: str, base: Any, shape: Sequence[int], strides: Sequence[
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
     element = canonicalize_dtype(base.dtype)
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), tl.int8 if element == "i8" else tl.dtype(element))
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), tl.dtype(element.replace("i", "int") if element[0] == "i" else element))
     return GluonDescriptor(base, list(shape), list(strides), list(block), layout)
 
 

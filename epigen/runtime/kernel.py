@@ -297,8 +297,8 @@ class Kernel:
         other = FP32 if dtype.bits == 8 else dtype
         inputs = tuple((n.name, UINT8 if n.op == g.BITS else other if n.indices else None) for n in self._inputs.values())
         if shape is None:
-            return Signature(dtype, dtype, inputs, self._precision_now(), layout=layout)
-        return signature_of_contiguous(self._graph, dtype, dtype, inputs, shape, layout, self._precision_now())
+            return Signature(dtype, dtype, inputs, self._precision_now(dtype), layout=layout)
+        return signature_of_contiguous(self._graph, dtype, dtype, inputs, shape, layout, self._precision_now(dtype))
 
     def source(self, **problem: Any) -> str:
         """The generated module's text: of the last call, or of the problem that is given as to `plan`.
@@ -348,8 +348,8 @@ class Kernel:
         with self._starting:
             return prepared.run(operands, inputs, outs)
 
-    def _precision_now(self) -> str:
-        return self._precision or process_precision()
+    def _precision_now(self, operands: DType) -> str:
+        return self._precision if self._precision and operands.precision(self._precision) else process_precision()
 
     def warm(self, a: Tensor, b: Tensor, /, target: Target, **inputs: Tensor | float) -> list[Resources]:
         """Compile what a call with such arguments would launch on `target`, into Triton's cache, without a GPU.
@@ -426,7 +426,7 @@ class Kernel:
         a, b = (BY_TORCH_ON_CPU[str(t.dtype)] for t in operands or (inputs[PRODUCT],) * 2)
         strides = batch.strides if batch else {}
         return Signature(
-            a, b, self._dtypes(inputs), self._precision_now(), k_multiple(k), index_bits(shape, map(arguments.reach, tensors)), "".join(map(arguments.layout, operands)) or "nn",
+            a, b, self._dtypes(inputs), self._precision_now(a), k_multiple(k), index_bits(shape, map(arguments.reach, tensors)), "".join(map(arguments.layout, operands)) or "nn",
             tma=tuple(name for name, t in (upright | written).items() if arguments.describable(t, name in written, strides.get(name, 0))),
             factors=factors((m, n, k), strided, strides), bytewise=self._bytewise(inputs, outs, strides), batched=batch is not None,
         )  # fmt: skip
@@ -435,7 +435,7 @@ class Kernel:
         """That of a call of the same dtypes whose tensors lie without gaps."""
         a, b = (BY_TORCH_ON_CPU[str(t.dtype)] for t in operands or (inputs[PRODUCT],) * 2)
         lies = "".join(map(arguments.layout, operands)) or "nn"
-        return signature_of_contiguous(self._graph, a, b, self._dtypes(inputs), shape, lies, self._precision_now())
+        return signature_of_contiguous(self._graph, a, b, self._dtypes(inputs), shape, lies, self._precision_now(a))
 
     def _dtypes(self, inputs: Mapping[str, Any]) -> tuple[tuple[str, DType | None], ...]:
         """Of each input; None for a number."""

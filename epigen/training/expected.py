@@ -63,7 +63,7 @@ _MOST_SPILLED = 64
 
 def kernels_us(call: ProgramCall, target: Target, tune: str | None) -> tuple[float, float]:
     """The program's kernel, and the vendor's product alone, in microseconds. tune: as of `epigen.compile`; what is missing is tuned here, and so is measured."""
-    precision = library.kernel(call.text, None)._precision_now()
+    precision = library.kernel(call.text, None)._precision_now(call.dtype)
     fused, bare, measured = _kernels_us(call, target, precision, api.database().index())
     if tune is not None and not measured:
         with _disable_current_modes():  # which are there while torch compiles
@@ -124,7 +124,7 @@ def compile_ahead(kernels: Iterable[tuple[ProgramCall, Target]]) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _instructions(call: ProgramCall, target: Target, _index: Index) -> float:
-    return resources.Work(_planned(call, target, library.kernel(call.text, None)._precision_now()).spec, call.shape, target).operations
+    return resources.Work(_planned(call, target, library.kernel(call.text, None)._precision_now(call.dtype)).spec, call.shape, target).operations
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,7 +10,6 @@ from epigen.choose import explain
 from epigen.choose.explain import LATENCY, Explanation
 from epigen.codegen.spec import Choice, KernelConfig
 from epigen.db.records import short
-from epigen.dtypes import FP32
 from epigen.shapes import extents
 from epigen.tuning.search import Progress, Result
 from epigen.tuning.task import Task
@@ -33,7 +32,7 @@ def name(task: Task) -> str:
 
 def _operands(task: Task) -> str:
     plain = str(task.a) if task.a == task.b else f"{task.a}x{task.b}"
-    return f"{plain} {task.precision}" if task.a == FP32 else plain
+    return f"{plain} {task.a.precision(task.precision)}".rstrip()
 
 
 # -- while it runs

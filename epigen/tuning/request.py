@@ -11,7 +11,7 @@ from epigen import dtypes
 from epigen.codegen.spec import LAYOUTS
 from epigen.db.problem import graph_digest
 from epigen.dtypes import DType
-from epigen.errors import CallError, TuneError, near_miss
+from epigen.errors import CallError, TuneError, near_miss, shown
 from epigen.gpus import Target
 from epigen.ir.graph import Graph
 from epigen.ir.program import graph_of
@@ -19,7 +19,6 @@ from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.shapes import Shape
 from epigen.tuning.task import Request
 
-PRECISIONS = ("ieee", "tf32")
 NO_GPU = "no GPU is at hand to tune on"
 
 
@@ -34,9 +33,11 @@ def every(
     """
     graphs = [p if isinstance(p, Graph) else graph_of(p) for p in programs]
     extents, operands, lies = [shape_of(s) for s in shapes], [dtypes.BY_NAME[dtype_of(t)] for t in dtype_names], [layout_of(x) for x in layouts]
-    if precision not in PRECISIONS:
-        raise CallError(f"precision is 'ieee' or 'tf32', not {precision!r}")
-    return [Request(graph, shape, a, a, (_beside(a),), layout, precision) for graph, shape, a, layout in product(graphs, extents, operands, lies)]
+    if precision not in dtypes.PRECISIONS:
+        known = f"known are {', '.join(dtypes.PRECISIONS)}"
+        raise CallError(f"unknown precision {shown(precision)}: {near_miss(shown(precision), dtypes.PRECISIONS) or known}")
+    of_each = {a: precision if a.precision(precision) else "ieee" for a in operands}
+    return [Request(graph, shape, a, a, (_beside(a),), layout, of_each[a]) for graph, shape, a, layout in product(graphs, extents, operands, lies)]
 
 
 def _beside(operands: DType) -> DType:
@@ -46,7 +47,7 @@ def _beside(operands: DType) -> DType:
 
 def distinct(requests: Iterable[Request]) -> list[Request]:
     """Each problem once, the first as it stands: two spellings of one computation are one problem."""
-    named = {(graph_digest(r.graph), r.shape, r.a, r.b, r.inputs, r.layout, r.precision if r.a == dtypes.FP32 else ""): r for r in reversed(list(requests))}
+    named = {(graph_digest(r.graph), r.shape, r.a, r.b, r.inputs, r.layout, r.a.precision(r.precision)): r for r in reversed(list(requests))}
     return list(named.values())[::-1]
 
 

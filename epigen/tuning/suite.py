@@ -5,7 +5,7 @@
     shapes = ["4096x4096x4096", "16x4096x4096"]  # M, N, K; or a single one
     dtype = ["fp16", "bf16"]                     # or a single one; by default fp16
     layout = "nt"                                # or a list; by default nt: a row-major, b transposed, as a Linear's weight.T
-    precision = "ieee"                           # of fp32 operands; ieee or tf32
+    precision = "ieee"                           # of fp32 operands, ieee or tf32; of fp8 ones fast_accum
 
 An entry stands for every combination of what it lists; a problem that comes twice is tuned once.
 """
@@ -18,13 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from epigen import dtypes
 from epigen.db import fields
 from epigen.db.records import short
 from epigen.errors import CallError, ProgramError, SuiteError, near_miss
 from epigen.files import reason
 from epigen.ir.graph import Graph
 from epigen.ir.program import graph_of
-from epigen.tuning.request import PRECISIONS, distinct, dtype_of, every, layout_of, shape_of
+from epigen.tuning.request import distinct, dtype_of, every, layout_of, shape_of
 from epigen.tuning.task import Request
 
 _MOST = 1000  # of one list
@@ -70,7 +71,7 @@ _ENTRY = {
     "shapes": _texts(shape_of),
     "dtype": _texts(dtype_of),
     "layout": _texts(layout_of),
-    "precision": fields.one_of(PRECISIONS),
+    "precision": fields.one_of(dtypes.PRECISIONS),
 }
 _DEFAULTS = {"dtype": ("fp16",), "layout": ("nt",), "precision": "ieee"}
 

@@ -182,7 +182,7 @@ _TARGET: Mapping[str, fields.Check] = {
 }  # fmt: skip
 _TASK: Mapping[str, fields.Check] = {
     "text": _program, "shape": fields.listed(fields.whole(1, 10**9), 3, 4), "a": _dtype, "b": _dtype, "inputs": _inputs,
-    "layout": fields.one_of(LAYOUTS), "precision": fields.one_of(("ieee", "tf32")), "target": _target, "device": fields.whole(0, 1000), "seed": fields.whole(0, 1 << 31),
+    "layout": fields.one_of(LAYOUTS), "precision": fields.one_of(dtypes.PRECISIONS), "target": _target, "device": fields.whole(0, 1000), "seed": fields.whole(0, 1 << 31),
 }  # fmt: skip
 _TABLE: Mapping[str, fields.Check] = {
     "task": _task,

@@ -11,9 +11,10 @@ from epigen.choose import rule
 from epigen.choose.space import Space
 from epigen.codegen.lower import lower, signature_of_contiguous
 from epigen.codegen.spec import Choice, KernelSpec, with_layout
-from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, OPERANDS, DType
+from epigen.dtypes import BF16, FAST_ACCUM, FP8E4M3, FP8E5M2, FP16, FP32, INT8, OPERANDS, DType
 from epigen.gpus import TARGETS, Target
 from epigen.perf import limits
+from epigen.shapes import Shape
 
 EXTENTS = (0, 1, 15, 16, 17, 64, 65, 300, 4096, 100_000)
 PLAIN = "relu(mm + bias)"
@@ -175,6 +176,33 @@ def test_many_tiles_of_aligned_rows_are_for_groups_of_warps_on_hopper(text: str,
         assert not limits.refusal(spec, config, shape, TARGETS["sm_90"])
         for target in ("sm_80", "sm_100", "gfx942"):
             assert rule.choose(spec, shape, TARGETS[target]).config.schedule == "tiled"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "shape", "tile", "pingpong"),
+    [
+        (FP8E4M3, None, (8192, 8192, 8192), (128, 256), 0),
+        (FP8E4M3, None, (8192, 8192, 1024), (128, 256), 0),
+        (FP8E4M3, None, (512, 4096, 4096), (128, 128), 0),
+        (FP8E4M3, FAST_ACCUM, (8192, 8192, 8192), (128, 256), 0),
+        (FP8E5M2, FAST_ACCUM, (8192, 8192, 1024), (128, 128), 1),
+        (INT8, None, (4096, 14336, 4096), (128, 256), 0),
+        (INT8, None, (8, 1024, 1024, 512), (128, 128), 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("text", ["cast(relu(mm * s[m] * t[n] + bias), bf16)", "cast(silu(mm) * gate[m,n], bf16)"])
+def test_operands_of_8_bits_are_shared_out_as_their_sums_and_k_want_it(
+    text: str, dtype: DType, precision: str | None, shape: Shape, tile: tuple[int, int], pingpong: int
+) -> None:
+    target = TARGETS["sm_90"]
+    spec = epigen.compile(text, precision=precision).plan(shape, dtype=dtype, target=target, layout="nt").spec
+    config = rule.choose(spec, shape, target).config
+    assert config.schedule == "warp_specialized"
+    assert ((config["block_m"], config["block_n"]), config["pingpong"]) == (tile, pingpong)
+    assert Space(spec, shape, target).legal(config) and not limits.refusal(spec, config, shape, target)
+    other = epigen.compile(text, precision=precision).plan(shape, dtype=dtype, target=target, layout="nn").spec
+    assert rule.choose(other, shape, target).config.schedule == "tiled"
 
 
 def test_inputs_are_asked_for_early_where_no_other_tile_covers_the_wait() -> None:

@@ -82,6 +82,10 @@ KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
         persistent(128, 256, 64, 8, subtiles=2),
     ),
     "cooperative": (spec_of("relu(mm + bias)", layout="nt", tma=("a", "b", "out"), k_multiple=64), warp_specialized(128, 256, 64, 4, subtiles=2)),
+    "cooperative_promoted": (
+        spec_of("relu(mm * scale_a[m] * scale_b[n])", FP8E4M3, input_dtype=FP32, layout="nt", tma=("a", "b", "out"), k_multiple=128),
+        warp_specialized(128, 256, 128, 4, subtiles=2),
+    ),
     "cooperative_split_k": (
         spec_of("relu(mm + bias)", layout="nt", tma=("a", "b", "out"), k_multiple=64),
         warp_specialized(128, 128, 64, 4, subtiles=2, splits=3),

@@ -27,7 +27,7 @@ from epigen import ops
 from epigen.codegen.render import Rendered
 from epigen.codegen.schedules import WARP_SPECIALIZED
 from epigen.codegen.spec import LAYOUTS
-from epigen.dtypes import BF16, BY_TORCH, FP16, FP32
+from epigen.dtypes import BF16, BY_TORCH, FP8E4M3, FP16, FP32
 from epigen.errors import ConfigError
 from epigen.gpus import TARGETS
 from epigen.ir import reference
@@ -67,7 +67,7 @@ class Executed:
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: Mapping[str, torch.Tensor] | None = None, **inputs: torch.Tensor | float) -> list[torch.Tensor]:
         outs = out or {}
-        kernel = epigen.compile(self.case.text, config=self.case.config, backend="triton")
+        kernel = epigen.compile(self.case.text, config=self.case.config, backend="triton", precision=self.case.precision)
         kernel._loaders[False] = self
         if self.wide:
             signature = kernel._signature
@@ -247,6 +247,7 @@ PARTS = Case(FORWARD, (264, 136, 392), layout="nt", config=warp_specialized(128,
 TWO_PARTS = Case(FORWARD, (264, 136, 392), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, splits=2))
 HALVES = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 128, 64, 3, subtiles=2))
 EARLY_HALVES = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 128, 64, 3, subtiles=2, prefetch=1))
+PROMOTED = Case("relu(mm * scale_a[m])", (264, 272, 592), FP8E4M3, inputs=FP32, layout="nt", config=warp_specialized(128, 128, 64, 3, subtiles=2))
 TWO = Case("z = mm + bias; relu(z), z", (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1))
 BROUGHT_PINGPONG = Case(BROUGHT, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, tma_load=1))
 BROUGHT_HALVES = Case(BROUGHT, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, subtiles=2, tma_load=1))
@@ -282,6 +283,11 @@ MISTAKES = {
     "more bytes are expected than come": (COOPERATIVE, "(BLOCK_M + BLOCK_N) * BLOCK_K * 2", "(BLOCK_M + BLOCK_N) * BLOCK_K * 4"),
     "barriers are not shown to the copies": (COOPERATIVE, "    fence_async_shared()\n    if PDL", "    if PDL"),
     "a group reads the other's rows": (COOPERATIVE, "a_bufs.index(2 * slot_id + WARPGROUP)", "a_bufs.index(2 * slot_id + 1 - WARPGROUP)"),
+    # of products that are promoted
+    "a step's products are added before they are there": (PROMOTED, "warpgroup_mma_wait(0,", "warpgroup_mma_wait(1,"),
+    "a buffer is released before its second subtile is multiplied": (PROMOTED, "            acc_left += step_acc\n", "            acc_left += step_acc\n            mbarrier.arrive(empty_bars.index(slot_id))\n"),
+    "a buffer of promoted products is not released": (PROMOTED, "            mbarrier.arrive(empty_bars.index(slot_id))\n", ""),
+    "both subtiles are of the same columns": (PROMOTED, "b.slice(SUBTILE_N, SUBTILE_N, 1)", "b.slice(0, SUBTILE_N, 1)"),
     # of sums over parts of k
     "sums are not shown before they are counted": (PARTS, "block_barrier()\n", "pass\n"),
     "one of two sums is not shown before it is counted": (TWO_PARTS, "block_barrier()\n", "pass\n"),

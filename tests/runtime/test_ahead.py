@@ -24,7 +24,7 @@ from epigen import api, ops, settings
 from epigen.codegen import lower, schedules
 from epigen.codegen.spec import LAYOUTS
 from epigen.commands import compile as cli_compile
-from epigen.dtypes import BF16, BOOL, FP8E4M3, FP8E5M2, FP16, FP32, INT8, INT64, UINT8
+from epigen.dtypes import BF16, BOOL, FAST_ACCUM, FP8E4M3, FP8E5M2, FP16, FP32, INT8, INT64, UINT8
 from epigen.errors import CompileError, ConfigError
 from epigen.gpus import TARGETS
 from epigen.runtime import ahead, loader
@@ -246,6 +246,26 @@ def test_the_last_block_completes_reductions_on_every_make() -> None:
             assert re.search(r"atom\.global\.gpu\.acq_rel\.add|atom\.global\.acq_rel\.gpu\.add", assembly(results)) and "ld.global.cg" in assembly(results)
 
 
+def test_operands_of_8_bits_are_multiplied_straight_from_shared_memory() -> None:
+    """Promoted or not, whole or in subtiles, in several parts along k, and of a batch: none keeps a register in memory."""
+    scaled, bare = "cast(relu(mm * s[m] * t[n] + bias[n]), bf16)", "mm"
+    configs = [
+        warp_specialized(128, 256, 128, 4, subtiles=2), warp_specialized(128, 128, 128, 5), warp_specialized(128, 128, 128, 3, subtiles=2, splits=3),
+        warp_specialized(64, 256, 128, 4, pingpong=1, subtiles=2),
+    ]  # fmt: skip
+    jobs = [job(scaled, "sm_90", FP8E4M3, config, "nt") for config in configs]
+    jobs += [job(scaled, "sm_90", FP8E4M3, config, "nt", precision=FAST_ACCUM) for config in configs]
+    jobs += [job(scaled, "sm_90", INT8, config, "nt") for config in configs] + [job(bare, "sm_90", INT8, configs[1], "nt")]
+    jobs.append(job(scaled, "sm_90", FP8E5M2, warp_specialized(128, 128, 128, 5, pingpong=1, prefetch=1), "nt", precision=FAST_ACCUM))
+    jobs.append(job(scaled, "sm_90", FP8E4M3, configs[0], "nt", (8, 1024, 1024, 512)))
+    for one, results in zip(jobs, compiled(jobs), strict=True):
+        checked(one, results)
+        text = assembly(results)
+        kind = "s32.s8.s8" if "accumulated in int32" in one.rendered.text else r"f32.e\dm\d.e\dm\d"
+        assert re.search(rf"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.{kind}", text), one.rendered.text
+        assert results[0].resources.spills == 0, one.rendered.text
+
+
 @pytest.mark.slow
 def test_the_persistent_schedule_multiplies_every_dtype_that_space_lets_it() -> None:
     jobs = [job(PLAIN, t, dtype, persistent(64, 64, 64), "nt") for t in ("sm_90", "sm_100", "sm_120") for dtype in (FP16, BF16, INT8, FP8E4M3, FP8E5M2)]
@@ -259,11 +279,15 @@ def test_a_config_that_is_given_compiles_for_a_dtype_or_says_why_it_cannot() -> 
     jobs, refused = [], []
     for config in (persistent(64, 64, 64), warp_specialized(64, 64, 64, pingpong=1)):
         for dtype in (FP16, BF16, FP32, INT8, FP8E4M3, FP8E5M2):
-            try:
-                jobs.append(job(PLAIN, "sm_90", dtype, config, "nt", precision="tf32" if dtype == FP32 else None))
-            except ConfigError as error:
-                refused.append(str(error))
-    assert refused == [f"the schedule warp_specialized multiplies operands of 16 bits, and these are {dtype}" for dtype in (FP32, INT8, FP8E4M3, FP8E5M2)]
+            for layout in ("nt", "nn"):
+                try:
+                    jobs.append(job(PLAIN, "sm_90", dtype, config, layout, precision="tf32" if dtype == FP32 else None))
+                except ConfigError as error:
+                    refused.append(str(error))
+    assert refused == [
+        *["the schedule warp_specialized multiplies operands of 8 or 16 bits, and these are fp32"] * 2,
+        *["the schedule warp_specialized multiplies operands of 8 bits that lie along k, as layout nt has them, and these lie as nn"] * 3,
+    ]
     for one, results in zip(jobs, compiled(jobs), strict=True):
         checked(one, results)
 

@@ -21,10 +21,12 @@ from epigen.choose import rule
 from epigen.codegen import schedules
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.spec import KernelConfig, KernelSpec
-from epigen.dtypes import BF16, FP16, FP32
+from epigen.db.problem import problem_of
+from epigen.dtypes import BF16, FAST_ACCUM, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
 from epigen.errors import CallError, ConfigError
 from epigen.gpus import TARGETS
 from epigen.ir import reference
+from epigen.ir.program import graph_of
 from epigen.runtime import arguments, kernel, vendor, verify, workspace
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.loader import Loader
@@ -592,7 +594,19 @@ def test_precision_can_be_fixed(precision: str) -> None:
     assert f'input_precision="{precision}"' in kernel.source()
 
 
-def test_precision_is_one_of_two(golden: Golden) -> None:
+@pytest.mark.parametrize("dtype", [FP32, FP16, INT8, FP8E4M3, FP8E5M2], ids=str)
+def test_fast_accumulation_is_for_fp8_alone(dtype: DType) -> None:
+    """Of other operands it says nothing, and what torch's own products go by counts."""
+    plain, fast = (
+        epigen.compile("relu(mm + bias)", precision=precision).plan((4096, 4096, 4096), dtype=dtype, layout="nt") for precision in (None, FAST_ACCUM)
+    )
+    assert plain.spec.promoted == dtype.is_fp8 and not fast.spec.promoted
+    assert (plain.rendered.text == fast.rendered.text) != dtype.is_fp8
+    problems = [problem_of(graph_of("relu(mm + bias)"), plan.spec, (4096, 4096, 4096), "H100", "9.0") for plan in (plain, fast)]
+    assert [p.precision for p in problems] == (["", FAST_ACCUM] if dtype.is_fp8 else [plain.spec.signature.precision * (dtype == FP32)] * 2)
+
+
+def test_a_precision_is_one_of_three(golden: Golden) -> None:
     with golden.raises(CallError):
         epigen.compile("mm", precision="tf31")
 

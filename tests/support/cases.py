@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from epigen import ops
 from epigen.codegen import schedules
 from epigen.codegen.spec import LAYOUTS, KernelConfig
-from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
+from epigen.dtypes import BF16, FAST_ACCUM, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
 
 FLOATS = (FP32, FP16, BF16, FP8E4M3, FP8E5M2)
 LIBRARY = schedules.config("library", block_m=16, block_n=64, num_warps=4)
@@ -371,6 +371,33 @@ def warp_specialized_cases() -> list[Case]:
     return found
 
 
+def eight_bit_cases() -> list[Case]:
+    """Operands of 8 bits in the warp-specialised schedule: sums of fp8 that are promoted, whole and in subtiles, and that are not; of int8 of 256 columns."""
+    found = []
+    texts = ("relu(mm * scale_a[m] * scale_b[n] + bias)", "z = mm + bias; gelu(z), bitmask(z > 0), bgrad(z)", "silu(mm) * gate[m,n]")
+    configs = [
+        warp_specialized(block_n=128, block_k=128),
+        warp_specialized(block_n=128, block_k=128, subtiles=2, prefetch=1),
+        warp_specialized(block_n=256, block_k=64, subtiles=2, fused_finalize=1),
+        warp_specialized(64, 256, 128, pingpong=1, subtiles=2),
+        warp_specialized(128, 64, 128, pingpong=1, tma_load=1),
+        warp_specialized(128, 64, 64, subtiles=2, splits=3),
+        warp_specialized(64, 64, 128, pingpong=1, splits=2, tma_store=0),
+        warp_specialized(256, 32, 32),
+    ]
+    for i, text in enumerate(texts):
+        for j, config in enumerate(configs):
+            for k, (a, precision) in enumerate(((FP8E4M3, "ieee"), (FP8E4M3, FAST_ACCUM), (FP8E5M2, "ieee"), (INT8, "ieee"))):
+                inputs = (FP32, BF16)[(i + j + k) % 2]
+                found.append(Case(text, (264, 272, 592), a, inputs=inputs, layout="nt", config=config, precision=precision))
+    for i, shape in enumerate(((1, 16, 16), (65, 80, 4096), (520, 1040, 2064), (263, 199, 391))):
+        for a in (FP8E4M3, INT8):
+            found.append(Case(texts[0], shape, a, inputs=FP32, layout="nt", config=configs[i % 4]))
+    found.append(Case(texts[0], (264, 272, 592), FP8E4M3, FP8E5M2, inputs=FP32, layout="nt", config=configs[0]))
+    found.append(Case("mm", (264, 272, 592), INT8, layout="nt", config=configs[2], integers=True))
+    return found
+
+
 def split_in_groups_cases() -> list[Case]:
     """Sums over parts of k in the warp-specialised schedule: two and more, parts without a step, one tile and many, two rows of warps a group."""
     found = []
@@ -550,6 +577,7 @@ def all_cases() -> list[Case]:
         apart_cases,
         one_launch_cases,
         split_in_groups_cases,
+        eight_bit_cases,
         early_cases,
         operand_cases,
     )

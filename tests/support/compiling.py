@@ -19,9 +19,10 @@ from epigen.errors import CompileError
 from epigen.gpus import TARGETS, Target
 from epigen.runtime.ahead import Job
 from epigen.runtime.loader import Compiled
+from epigen.shapes import Shape
 from epigen.tuning.process import Failed, ForkServer, Worker
 
-BIG = (4096, 4096, 4096)
+BIG: Shape = (4096, 4096, 4096)
 
 
 def tiled(block_m: int = 64, block_n: int = 64, block_k: int = 32, num_warps: int = 4, num_stages: int = 3) -> KernelConfig:
@@ -34,7 +35,7 @@ def job(
     dtype: DType = FP16,
     config: KernelConfig | None = None,
     layout: str = "nn",
-    shape: tuple[int, int, int] = BIG,
+    shape: Shape = BIG,
     precision: str | None = None,
 ) -> Job:
     target = TARGETS[target] if isinstance(target, str) else target
@@ -93,7 +94,7 @@ def compiled(jobs: Sequence[Job]) -> list[list[Compiled]]:
     """All of them, none refused."""
     found = outcomes(jobs)
     refused = [f for f in found if isinstance(f, str)]
-    assert refused == []
+    assert not refused, refused
     return [f for f in found if not isinstance(f, str)]
 
 

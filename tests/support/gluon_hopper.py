@@ -44,6 +44,9 @@ class Shared:
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.data.permute(*order), self.layout)
 
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.data.narrow(dim, start, length), self.layout)
+
     def load(self, layout: Any = None) -> Block:
         actor = turn()
         demand(self.place not in actor.program.arriving, "a buffer is read, and the copy into it was not waited for")
@@ -235,9 +238,15 @@ class Product(Block):
     def end(self) -> None:
         for seen, operand in zip(self.seen, (self.a, self.b), strict=True):
             demand(torch.equal(seen, operand.bits()), "an operand changed while it was multiplied")
-        product = self.a.data.float() @ self.b.data.float()
+        sums = _sums(self.a.data.dtype)
+        product = self.a.data.to(sums) @ self.b.data.to(sums)
         acc = self.acc.value if isinstance(self.acc, Product) else self.acc
         self.value = Block(product if acc is None else acc.data + product)
+
+
+def _sums(operands: torch.dtype) -> torch.dtype:
+    """What the tensor cores sum products of these in."""
+    return torch.int32 if operands == torch.int8 else torch.float32
 
 
 def warpgroup_mma(a: Shared, b: Shared, acc: Block, *, use_acc: bool = True, is_async: bool = False) -> Any:
@@ -246,6 +255,9 @@ def warpgroup_mma(a: Shared, b: Shared, acc: Block, *, use_acc: bool = True, is_
     demand(actor.warps == 4 and shape[0] % 64 == 0, f"{actor.warps} warps multiply a tile of {list(shape)}")
     demand((a.data.shape[0], b.data.shape[1]) == shape and a.data.shape[1] == b.data.shape[0] and a.data.dtype.itemsize == b.data.dtype.itemsize,
            f"{list(a.data.shape)} times {list(b.data.shape)} into {list(shape)}")  # fmt: skip
+    demand(isinstance(acc, Product) or acc.data.dtype == _sums(a.data.dtype), f"products of {a.data.dtype} are not summed in that")
+    along_k = a.data.stride(1) == 1 == b.data.stride(0)
+    demand(along_k or a.data.dtype.itemsize > 1, "operands of 8 bits have to lie along k")
     product = Product(a, b, acc if use_acc else None, shape)
     actor.products.append(product)
     return product if is_async else warpgroup_mma_wait(0, (product,))

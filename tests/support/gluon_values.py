@@ -190,7 +190,7 @@ FUNCTIONS: dict[str, Any] = {
     "static_range": range,
     "cdiv": lambda x, y: -(-x // y),
     "cast": lambda x, dtype: Int(x).to(dtype),
-    "reshape": reshape, "split": split, "reduce": reduce,
+    "reshape": reshape, "split": split, "join": lambda x, y: Block(torch.stack((x.data, y.data), -1)), "reduce": reduce,
     "permute": lambda x, order: Block(x.data.permute(*order)),
     "where": where,
     "maximum": maximum, "minimum": minimum,
