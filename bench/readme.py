@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import batched, peers, power
+from bench import batched, eight_bit, peers, power
 from bench.bars import geometric, outcome, ratio, verdicts
 from bench.counters import calls as calls_of
 from bench.counters import us
@@ -266,6 +266,26 @@ def several() -> str:
     )
 
 
+def of_bytes() -> str:
+    """Products of fp8 and int8."""
+    report = load("eight_bit")
+    rows = []
+    for row in report.rows:
+        name = {"fast_accum": "fp8, fast accumulation", None: "fp8, promoted"}[row["precision"]] if row["dtype"] != "int8" else "int8"
+        behind = next((f", `{activation}`" for activation, text in eight_bit.ACTIVATED.items() if text == row["program"]), "")
+        times = [f"{row['timing'][peer]['median_us']:.1f}" if peer in row["timing"] else "" for peer in (eight_bit.CUBLAS, eight_bit.BF16, eight_bit.OURS)]
+        speed, claimed = eight_bit.of_baseline(row), row["claimed"]
+        rows.append([f"{extents(row['shape'])}, {name}{behind}", *times, f"{speed:.2f}", f"{claimed:.2f}" if claimed else ""])
+    promised = [row for row in report.rows if row["claimed"]]
+    met = sum(eight_bit.of_baseline(row) >= row["claimed"] for row in promised)
+    return paragraphs(
+        "Microseconds of a product of 8-bit operands with a scale a row, a scale a column and a bias, by kernels that nobody tuned; lower is better, but for the "
+        "last but one column, how many times as fast as cuBLAS's call it is, with one pass behind it where there is an activation, and of int8 as bf16's product:",
+        table(["M x N x K", "cuBLAS", "`torch.mm` in bf16", "epigen", "speed", "target"], rows),
+        f"{met} of {len(promised)} targets are met. {source(report, 'eight_bit')}",
+    )
+
+
 def h100() -> str:
     """What another GPU of the architecture makes of the H200's records, and of its own."""
     borrowed, own = (load(f"headline_h100{name}") for name in ("_borrowed", ""))
@@ -288,7 +308,7 @@ def h100() -> str:
 BLOCKS = {
     "summary": summary, "models": models,
     "headline": headline, "gem": gem, "host": host, "tuned_in": tuned_in, "training": training, "counters": counters, "power": power_limited, "checked": checked,
-    "several": several, "h100": h100, "shipped": shipped, "tuning": tuning,
+    "several": several, "of_bytes": of_bytes, "h100": h100, "shipped": shipped, "tuning": tuning,
 }  # fmt: skip
 
 
