@@ -82,6 +82,8 @@ def _ways(*_key: Any) -> Ways:
 
 def _found(x: Tensor, links: Sequence[Link], row: Sequence[Tensor]) -> Any:
     """Of programs."""
+    if is_dynamo_compiling():  # where it could not look into all of it, it looks into each function
+        return chain.chain(x, links)
     key: list[Any] = [x.shape]
     for link in links:
         key += (link.weight.shape, link.epilogue, link.save, link.of, link.tune, *link.inputs)
@@ -90,6 +92,8 @@ def _found(x: Tensor, links: Sequence[Link], row: Sequence[Tensor]) -> Any:
 
 def run(ways: Ways, now: State, tensors: Sequence[Tensor], of: Callable[[], tuple[Tensor, Sequence[Link]]]) -> tuple[Any, Way | None]:
     """The results of a chain, and the way by which it was computed, if there is one. tensors: as a way takes them. of: the chain."""
+    if is_dynamo_compiling():
+        return chain.chain(*of()), None
     way = ways.get(now, tensors)
     if callable(way):
         return way(*tensors), way
