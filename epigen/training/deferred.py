@@ -9,6 +9,7 @@ computed: the forward's own code runs each time, with the branches that it takes
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -401,6 +402,12 @@ class Region:
         return [self, *(self._before.regions() if self._before is not None else ())]
 
     @property
+    def spared_us(self) -> float:
+        """What the kernels of its steps would have taken, each of which reads what the one before it has written."""
+        each = _LAUNCH_US + 2 * math.prod(self.frame) * self.plan.dtype.itemsize / _BYTES_A_US
+        return each * sum(not step.view for step in self.plan.steps) * (_BACKWARD if self.wants else 1.0)
+
+    @property
     def held(self) -> list[int]:
         """The places whose tensors somebody has."""
         return [place for place, value in enumerate(self.values) if value() is not None]
@@ -557,16 +564,30 @@ def watched() -> bool:
     return around > 1 or (around == 1 and type(torch._C._get_function_stack_at(0)) is not DeviceContext)
 
 
+_LAUNCH_US, _BYTES_A_US, _FUNCTION_US, _PRODUCT_US = 5.0, 3e6, 1.0, 20.0
+"""Of a kernel that is spared: the host's time of its launch, and the bytes that it would have moved in a microsecond. What of the host's time a `Run` adds to
+each function that is called, and to each product that waits (torch 2.13, one core, 2026-11; the bytes are an H100's)."""
+
+_BACKWARD = 2.5
+"""How many times as much is spared where gradients are wanted: each function has a derivative as well, and each bias a sum."""
+
+
 class Run(TorchFunctionMode):
     """One call of a forward. deviated: it did something else than the plan expects. ways: of each chain that was computed, the function for it, if there is one,
-    and whether that takes its inputs as they come."""
+    and whether that takes its inputs as they come. called: how many functions. spared_us: what kernels would have taken that it did without."""
 
     def __init__(self, plan: Plan):
         super().__init__()
         self.plan, self.count, self.deviated = plan, 0, False
+        self.called, self.spared_us = 0, 0.0
         self.ways: list[tuple[Callable[..., Tensor] | None, bool]] = []
         self.pending: list[Region] = []
         self.held: list[Region] = []
+
+    @property
+    def pays(self) -> bool:
+        """Whether kernels that are spared would have taken longer than all this takes of the host, which then does not matter even if the GPU waits for it."""
+        return self.spared_us >= _FUNCTION_US * self.called + _PRODUCT_US * (1 + len(self.ways))
 
     def end(self) -> None:
         """What the forward has given or kept becomes ordinary tensors."""
@@ -575,6 +596,7 @@ class Run(TorchFunctionMode):
             self.held.pop(0).settle()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called += 1
         if func in PRODUCTS:
             return self.product(func, args, kwargs or {})
         if not self.pending:
@@ -635,6 +657,7 @@ class Run(TorchFunctionMode):
             self.pending.remove(region)
         result = region.compute()
         self.ways.append((region.way, all(r.plain for r in region.regions())))
+        self.spared_us += sum(r.spared_us for r in region.regions())
         self.held += [r for r in region.regions() if r.held]  # and no other, which would hold what it multiplies
         return result
 

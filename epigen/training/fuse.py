@@ -54,6 +54,9 @@ _PIXELS = 8
 _MOST_TRIED = 24
 """Combinations of widths of these inputs."""
 
+_AHEAD = ("cuda",)
+"""Devices that a host launches kernels for and does not wait."""
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -116,7 +119,13 @@ class Forward:
                 result = flat.call(args, kwargs)
                 if result is not MISSED:
                     return result
+            if known.light and self.size(args, kwargs) in known.light:
+                return type(self.module).forward(self.module, *args, **kwargs)
         return self.run(args, kwargs)
+
+    def size(self, args: Any, kwargs: Any) -> Any:
+        """What it hangs on whether a plan pays."""
+        return _extents(args, kwargs), torch.is_grad_enabled(), self.module.training
 
     def run(self, args: Any, kwargs: Any) -> Any:
         if (
@@ -145,6 +154,8 @@ class Forward:
             known.deviated(met.key)
         elif not watched():
             known.flatten(met.key, self.module, run, args, kwargs)
+            if met.key in known.bent and met.key[0][1] in _AHEAD and not run.pays and not _in_checkpoint():
+                known.light = {**dict(list(known.light.items())[-_MOST_EXTENTS:]), self.size(args, kwargs): None}
         return result
 
     def key(self, args: Any, kwargs: Any) -> Any:
@@ -229,7 +240,8 @@ class Known:
     """What rehearsals have found of one forward. plans: by key. met: the call before. last: what was found last, or why nothing could be. deviations: by key, how
     often another plan was made. flats: what runs in place of the forward's code, the newest first; extents: the same by those of the first tensor, where they
     were asked for; read: how often the code was read; missed: since then, how many calls came for which nothing
-    is written out, by extents that are asked for. bent: by key, why it cannot be."""
+    is written out, by extents that are asked for. bent: by key, why it cannot be. light: sizes for which then the forward runs as it is, since a plan takes more time of
+    the host than its kernels spare."""
 
     def __init__(self) -> None:
         self.plans: dict[Any, Rehearsed] = {}
@@ -239,6 +251,7 @@ class Known:
         self.flats: tuple[Flat, ...] = ()
         self.extents: dict[Any, tuple[Flat, ...]] | None = None
         self.bent: dict[Any, str] = {}
+        self.light: dict[Any, None] = {}
         self.read = 0
         self.missed: dict[Any, int] = {}
 
@@ -296,14 +309,19 @@ class Known:
         return False
 
     def deviated(self, key: Any) -> None:
-        """Rehearse it anew at the next call, but within a checkpoint, whose second forward has to do what its first did."""
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None and torch._C._current_graph_task_id() == -1:
+        """Rehearse it anew at the next call, but within a checkpoint."""
+        if not _in_checkpoint():
             self.met = None
             self.deviations[key] = tried = self.deviations.get(key, 0) + 1
             if tried < _MOST_PLANS:
                 self.plans.pop(key, None)
             else:
                 self.plans[key] = _NOTHING
+
+
+def _in_checkpoint() -> bool:
+    """Whether this may be the first or the second forward of a checkpoint, of which the second has to do what the first did."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or torch._C._current_graph_task_id() != -1
 
 
 # -- what a user is told

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import epigen
 from bench import owners
 from epigen.training import deferred, straight
+from epigen.training import fuse as fuse_module
 from epigen.training.flat import MISSED
 from epigen.training.fuse import Forward, Met
 
@@ -625,6 +626,58 @@ def test_code_is_read_where_it_is_the_one_that_runs(golden: Golden) -> None:
     exec(compile("def forward(self, x):\n    return F.relu(self.fc(x)) + 1\n", __file__, "exec"), namespace)
     with golden.raises(straight.Bent):
         straight._written(namespace["forward"].__code__)
+
+
+class Written(nn.Module):
+    """Whose code is not read, for it is a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (lambda: self.down(F.gelu(self.up(x))) + x)()
+
+
+def test_a_forward_by_its_plan_runs_as_it_is_where_the_plan_costs_more_than_it_spares(flat: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each size, in training and without gradients, where a host launches kernels ahead of the GPU; a forward that is one function costs nothing."""
+    monkeypatch.setattr(fuse_module, "_AHEAD", ("cpu",))
+    monkeypatch.setattr(deferred, "_BYTES_A_US", 640.0)  # so that of hundreds of rows much is spared
+    (model, plain), (straight_model, _) = pair(Written), pair()
+    few, many = drawn(3, 8), drawn(300, 8)
+
+    def runs(x: Tensor, recorded: bool) -> int:
+        flat.clear()
+        results = []
+        for m in (model, plain):
+            with torch.set_grad_enabled(recorded):
+                y = m(x)
+            results.append([y, *(torch.autograd.grad(y.square().sum(), list(m.parameters())) if recorded else ())])
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+        return flat["runs"]
+
+    for recorded, by_plan in ((False, [1, 1, 0, 0]), (True, [1, 0, 0, 0])):
+        assert [runs(few, recorded) for _ in range(4)] == by_plan, "until its code was read, and once for each size"
+        assert [runs(many, recorded) for _ in range(5)] == [1] * 5
+    assert runs(few, recorded=False) == 0
+    for _ in range(5):
+        straight_model(drawn(1, 3, 8))
+    assert not vars(straight_model)["forward"].known.light
+
+
+def test_a_checkpoints_second_forward_goes_by_the_plan_that_its_first_went_by(flat: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuse_module, "_AHEAD", ("cpu",))
+    (model, plain), x = pair(Written), drawn(3, 8).requires_grad_()
+    for _ in range(5):
+        flat.clear()
+        results = [torch.autograd.grad(checkpoint(m, x, use_reentrant=False).square().sum(), (x, *m.parameters())) for m in (model, plain)]
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+        assert flat["runs"] == 2
+    model(x)
+    flat.clear()
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert not flat["runs"]
 
 
 def test_what_is_let_go_early_is_freed_as_the_code_frees_it() -> None:
