@@ -79,7 +79,8 @@ _EXACT = 2**24
 """Below it fp32 holds every integer, so that comparing one with these is right whatever it is rounded to."""
 
 Role = tuple[str, int, int] | None
-"""What a dimension runs along: ("b", "m" or "n", its extent, and how many products of a batch, rows or columns lie between neighbours); None for an extent of 1."""
+"""What a dimension runs along: ("m" or "n", its extent, and how many rows or columns lie between neighbours); None for an extent of 1. Rows of a batch are those of
+all its products, one after the other."""
 
 
 class Unknown(Exception):
@@ -105,7 +106,7 @@ class Value:
 class Leaf:
     """An input of the program. name: there. node: what gives it. indices: as it is declared, after "b" where each product of a batch has its own.
     expand: what it is viewed as before, where torch broadcasts it. order: that of its dimensions, rows first, where torch has them in another.
-    packed: it is a mask of one bit an element."""
+    packed: it is a mask of one bit an element. shared: of a tile that would be made of fewer rows, into how many parts they fall, and the rows of each."""
 
     name: str
     node: fx.Node
@@ -113,6 +114,7 @@ class Leaf:
     expand: tuple[int, ...] | None
     order: tuple[int, ...] | None = None
     packed: bool = False
+    shared: tuple[int, int] | None = None
 
     def shape(self, extents: Mapping[str, Any]) -> tuple[Any, ...]:
         """As the program takes it. extents: by index."""
@@ -206,8 +208,8 @@ def _called(node: fx.Node) -> str:
 class Importer:
     """Writes the program of one region.
 
-    product: the node that is mm; frame: its shape as torch has it, [..., N]; batched: [B, M, N], of B products, and not of as many rows. names: what leaves are to
-    be called, by node. reductions: over what there may be any: "m", "n" or "mn". over: nodes before the product that the program computes as well, where they are in the language, instead of reading them.
+    product: the node that is mm; frame: its shape as torch has it, [..., N]; batch: where it is several products how many, and the rows of each. names: what leaves
+    are to be called, by node. reductions: over what there may be any: "m", "n" or "mn". over: nodes before the product that the program computes as well, where they are in the language, instead of reading them.
     moving: whether rows and columns of what is computed may change places, as `Imported.roles` then says. derived: whether the program's derivative is to be that
     of the graph, so that what is detached there stays so.
     """
@@ -221,14 +223,14 @@ class Importer:
         over: Collection[fx.Node] = (),
         moving: bool = False,
         derived: bool = False,
-        batched: bool = False,
+        batch: tuple[int, int] | None = None,
     ):
-        self.batched = batched
-        along = {"b": tuple(frame[:1]) if batched else (), "m": tuple(frame[1:-1] if batched else frame[:-1]), "n": tuple(frame[-1:])}
-        self.extents = {axis: math.prod(extents) for axis, extents in along.items()}
+        self.batched = batch is not None
+        count, self.rows = batch or (1, math.prod(frame[:-1]))
+        self.extents = {"b": count, "m": self.rows, "n": frame[-1]}
         self.device = product.meta["val"].device
         self.dtypes = BY_TORCH_ON_CPU if product.meta["val"].dtype == torch.float64 else BY_TORCH
-        self.frame_roles = tuple(role for axis, extents in along.items() for role in _roles_of(axis, extents))
+        self.frame_roles = _roles_of(frame)
         self.lines: list[str] = []
         self.leaves: dict[str, Leaf] = {}
         self.known: dict[fx.Node, Value | tuple[Value, ...]] = {product: Value("mm", self.frame_roles)}
@@ -309,34 +311,73 @@ class Importer:
         roles = _aligned(shape, beside)
         if roles is None:
             raise Unknown(node, f"{what}, which does not broadcast to what it is joined with")
-        indices, expand = _axes_of(roles), None
+        indices, expand = self.indices(roles), None
         if "n" in indices and not self.whole(roles, "n"):
             raise Unknown(node, f"{what}, which varies over a part of the columns")
         number = indices == "b"  # one of each product, which is given as a row or a column of it
         if number:
             indices = "bm" if self.whole(beside, "m") else "bn"
         if number or not self.whole(roles, indices):  # over some of the leading dimensions alone
-            columns_at = _along("n", beside)
+            columns_at = [place for place, r in enumerate(beside) if self.axes(r) == "n"]
             if len(columns_at) > 1 or ("n" in indices and columns_at != [len(beside) - 1]) or not self.whole(beside, indices.replace("n", "")):
                 raise Unknown(node, f"{what}, which varies over a part of the rows")
             if indices == "bmn":
                 raise Unknown(node, f"{what}, a matrix of which some products share each: it would be copied for all of them")
-            expand = tuple(r[1] if r and r[0] in indices else 1 for r in beside)
-            roles = tuple(r if r and r[0] in indices else None for r in beside) if number else (*[None] * (len(beside) - len(roles)), *roles)
+            kept = [r if r and self.axes(r) in indices else None for r in beside]
+            expand = tuple(r[1] if r else 1 for r in kept)
+            roles = tuple(kept) if number else (*[None] * (len(beside) - len(roles)), *roles)
         try:
             order = None if in_order(roles) else tuple(order_of(roles))
-            apart = self.batched and expand is None and "mn" in indices and not lies_evenly(tensor, roles)
+            apart = self.batched and expand is None and "mn" in indices and not self.lies_evenly(tensor, roles)
         except NotImplementedError as error:
             raise Unknown(node, str(error)) from None
         if apart:
             raise Unknown(node, f"{what}, whose matrices do not lie evenly in memory")
-        if order and (expand or not isinstance(tensor, torch.Tensor) or not lies_as_rows(tensor, [d for d in order if d not in _along("b", roles)])):
+        if order and (expand or not isinstance(tensor, torch.Tensor) or not lies_as_rows(tensor, [d for d in order if self.axes(roles[d]) != "b"])):
             raise Unknown(node, f"{what}, of which rows and columns have changed places")
-        return Leaf(self.naming(arg), arg, indices, expand, order), roles
+        shared = self.shared(roles) if expand and indices == "mn" and not order else None
+        return Leaf(self.naming(arg), arg, indices, expand, order, shared=shared), roles
+
+    def shared(self, roles: Sequence[Role]) -> tuple[int, int] | None:
+        """Into how many parts the rows fall, and how many each has, where a value has one row for each part, or the same rows for all."""
+        along = [r for r in roles if r and r[0] == "m"]
+        extent, step = math.prod(r[1] for r in along), along[-1][2]
+        if same(extent * step, self.rows):
+            return extent, step
+        return (self.rows // extent, extent) if same(step, 1) else None
+
+    # -- what dimensions run along
+
+    def axes(self, role: Role) -> str:
+        """The indices along which a dimension runs: "b" from one product of a batch to the next, "m" within each, "bm" over the rows of several, or "n"."""
+        if role is None:
+            return ""
+        axis, extent, step = role
+        if axis == "n" or not self.batched:
+            return axis
+        return "b" if same(step % self.rows, 0) else "m" if same(self.rows % (extent * step), 0) else "bm"
+
+    def indices(self, roles: Sequence[Role]) -> str:
+        """What a value varies over."""
+        found = {axis for role in roles for axis in self.axes(role)}
+        return "".join(axis for axis in "bmn" if axis in found)
 
     def whole(self, roles: Sequence[Role], axes: str = "bmn") -> bool:
         """Whether a value varies over all that runs along these."""
-        return all(same(math.prod(role[1] for role in roles if role and role[0] == axis), self.extents[axis]) for axis in axes)
+        found = dict.fromkeys("bmn", 1)
+        for role in roles:
+            if role is not None and (along := self.axes(role)) == "bm":
+                found["b"] *= role[1] * role[2] // self.rows
+                found["m"] *= self.rows // role[2]
+            elif role is not None:
+                found[along] *= role[1]
+        return all(same(found[axis], self.extents[axis]) for axis in axes)
+
+    def lies_evenly(self, tensor: torch.Tensor, roles: Sequence[Role]) -> bool:
+        """Whether all products of a batch are at one distance in memory, and so are all rows and all columns of each. Raises NotImplementedError as `order_of`."""
+        order = [d for d in order_of(roles) if roles[d]]
+        together = [(x, y) for x, y in itertools.pairwise(order) if not set(self.axes(roles[x])).isdisjoint(self.axes(roles[y]))]
+        return all(same(tensor.stride(outer), tensor.shape[inner] * tensor.stride(inner)) for outer, inner in together)
 
     # -- the nodes
 
@@ -433,7 +474,7 @@ class Importer:
                 tensor = node.meta.get("val")
                 tensor = tensor[0] if isinstance(tensor, tuple | list) else tensor
                 boolean = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool
-                if any(v.reduced for v in values.values()) and any(not v.reduced and "mn" in _axes_of(v.roles) for v in values.values()):
+                if any(v.reduced for v in values.values()) and any(not v.reduced and "mn" in self.indices(v.roles) for v in values.values()):
                     raise Unknown(node, "it joins a reduction with what it is taken of", "a second kernel has to read it")
                 conditions = _CONDITIONS.get(name, ())
                 text = _filled(rule.text, {key: _as_condition(value) if key in conditions else _as_number(value) for key, value in values.items()})
@@ -513,7 +554,7 @@ class Importer:
         listed = range(rank) if dims is None or dims == [] else [d % rank for d in ([dims] if isinstance(dims, int) else dims)]
         over = [x.roles[d] for d in listed if x.roles[d] is not None]
         axes = ""
-        if "b" in _axes_of(over):
+        if "b" in self.indices(over):
             raise Unknown(node, "it reduces over products of a batch", "a program reduces over the rows of each, its columns or both")
         for axis in "mn":
             extent = self.extents[axis]
@@ -663,24 +704,13 @@ def size_hint(extent: Any) -> int | None:
     return int(extent.node.hint) if extent.node.has_hint() else None
 
 
-def _roles_of(axis: str, extents: Sequence[int]) -> tuple[Role, ...]:
-    """Of dimensions that run along one axis together."""
+def _roles_of(frame: Sequence[int]) -> tuple[Role, ...]:
     roles: list[Role] = []
     step = 1
-    for extent in reversed(extents):
-        roles.append(None if same(extent, 1) else (axis, extent, step))
+    for extent in reversed(frame[:-1]):
+        roles.append(None if same(extent, 1) else ("m", extent, step))
         step *= extent
-    return tuple(reversed(roles))
-
-
-def _axes_of(roles: Sequence[Role]) -> str:
-    """What a value varies over, in the order of indices."""
-    return "".join(axis for axis in "bmn" if _along(axis, roles))
-
-
-def _along(axis: str, roles: Sequence[Role]) -> list[int]:
-    """The dimensions that run along an axis."""
-    return [d for d, role in enumerate(roles) if role and role[0] == axis]
+    return (*reversed(roles), None if same(frame[-1], 1) else ("n", frame[-1], 1))
 
 
 def _compatible(x: Role, y: Role) -> bool:
@@ -772,7 +802,7 @@ def order_of(roles: Sequence[Role]) -> list[int]:
     return sorted(range(len(roles)), key=functools.cmp_to_key(before))
 
 
-_OUTER_FIRST = ("b", "m", "", "n")
+_OUTER_FIRST = ("m", "", "n")
 """What dimensions run along, in the order of memory. A dimension of one element, which may lie anywhere, has a place of its own: were it equal to all others,
 those on both sides of it would not be compared."""
 
@@ -791,10 +821,3 @@ def lies_as_rows(tensor: torch.Tensor, order: Sequence[int], dense: bool = False
     if not (same(columns, 1) or same(step, 1)) or (dense and rows and not same(rows[-1][1], columns)):
         return False
     return all(same(outer[1], inner[0] * inner[1]) for outer, inner in itertools.pairwise(rows))
-
-
-def lies_evenly(tensor: Any, roles: Sequence[Role]) -> bool:
-    """Whether all products of a batch are at one distance in memory, and so are all rows and all columns of each. Raises NotImplementedError as `order_of` does."""
-    order = order_of(roles)
-    several = ([(tensor.shape[d], tensor.stride(d)) for d in order if d in _along(axis, roles)] for axis in "bmn")
-    return all(same(outer[1], inner[0] * inner[1]) for dims in several for outer, inner in itertools.pairwise(dims))

@@ -11,7 +11,7 @@ import heapq
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,21 +39,22 @@ Levels = dict[fx.Node, int]
 @dataclass(frozen=True, slots=True)
 class Product:
     """One product, or a batch of them. a, b: operands, [M, K] and [K, N], or [B, M, K] and [B, K, N]. added: what is added to it. scale: by how much it and that are
-    multiplied."""
+    multiplied. parted: into how many products its rows are parted, and the rows of each, where that is of use."""
 
     node: fx.Node
     a: fx.Node
     b: fx.Node
     added: fx.Node | None = None
     scale: tuple[float, float] = (1.0, 1.0)
+    parted: tuple[Any, Any] | None = None
 
     @property
-    def batched(self) -> bool:
-        """Whether they are several products: all that share one b, and whose rows lie as those of one matrix, are one."""
+    def batch(self) -> tuple[Any, Any] | None:
+        """How many products they are, and the rows of each; None of one. All that share one b, and whose rows lie as those of one matrix, are one."""
         a, b = self.a.meta["val"], self.b.meta["val"]
-        if a.dim() != 3 or b.dim() != 3:
-            return False
-        return not (_is(a.shape[0], 1) or (_is(b.stride(0), 0) and lies_as_rows(a, range(3))))
+        if self.parted or a.dim() != 3 or b.dim() != 3 or _is(a.shape[0], 1) or (_is(b.stride(0), 0) and lies_as_rows(a, range(3))):
+            return self.parted
+        return a.shape[0], a.shape[1]
 
     @property
     def adds_apart(self) -> bool:
@@ -68,7 +69,7 @@ class Product:
         """M, N, K, of a batch after the number of its products."""
         *rows, k = self.a.meta["val"].shape
         n = self.b.meta["val"].shape[-1]
-        return (*rows, n, k) if self.batched else (functools.reduce(operator.mul, rows), n, k)
+        return (*self.batch, n, k) if self.batch else (functools.reduce(operator.mul, rows), n, k)
 
 
 @dataclass
@@ -194,7 +195,10 @@ def promising(product: Product, levels: Levels, tune: str | None) -> Region | Le
 
 
 def _promising(product: Product, nodes: list[fx.Node], refused: str, levels: Levels, tune: str | None) -> Region | Left:
-    """nodes, refused: as `_grown` has them. Raises Unknown, ParseError, CheckError."""
+    """nodes, refused: as `_grown` has them. Raises Unknown, ParseError, CheckError.
+
+    Where many rows read one, such as a gate of each image, or each image the same rows, they are parted into a batch of products, for which nothing need be copied.
+    """
     dtype = product.a.meta["val"].dtype
     if not product.adds_apart and not any(map(_computes, nodes[1:])):
         return Left("nothing elementwise follows it" + (f" that a program computes: {refused}" if refused else ""))
@@ -205,6 +209,10 @@ def _promising(product: Product, nodes: list[fx.Node], refused: str, levels: Lev
     inside = set(nodes)
     leaves = _imported(product, nodes, outputs, dtype, ()).leaves
     imported = _imported(product, nodes, outputs, dtype, _taken_over([leaf.node for leaf in leaves], inside))
+    if shared := [leaf.shared for leaf in imported.leaves if leaf.shared]:
+        finest = min(shared, key=lambda parts: size_hint(parts[1]) or 0)
+        if isinstance(parted := promising(replace(product, parted=finest), levels, tune), Region):
+            return parted
     tiles = len([x for x in imported.leaves if x.tile]) + len([x for x in imported.outputs if x == "mn"])
     if tiles > MOST_TILES:
         return Left(f"it reads and writes {tiles} tiles, and a kernel holds at most {MOST_TILES}", True)
@@ -236,7 +244,7 @@ class _Importer(Importer):
 
 
 def _importer(product: Product, over: Collection[fx.Node] = ()) -> Importer:
-    importer = _Importer(product.node, product.node.meta["val"].shape, _namer(), ("m",), over, True, batched=product.batched)
+    importer = _Importer(product.node, product.node.meta["val"].shape, _namer(), ("m",), over, True, batch=product.batch)
     if product.added is not None or product.scale[0] != 1:
         importer.plus(product.node, product.added, product.scale)
     return importer
@@ -545,6 +553,8 @@ def _times(
         return "its extents are known at run time alone, and so is what takes less time"
     gpu = gpus.of_target(target)
     fused, bare = expected.kernels_us(call, target, tune)
+    if product.parted and (one := program_call(replace(product, parted=None), imported)) is not None:
+        bare = expected.kernels_us(one, target, None)[1]
     inside = set(nodes)
     lazy = [n for n in outputs if any(u not in inside and joins(u) and levels[u] == levels[n] for u in n.users)]
     moved = [

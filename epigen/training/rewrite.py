@@ -29,7 +29,7 @@ def replace(graph: fx.Graph, region: Region, tune: str | None, levels: Levels) -
     with graph.inserting_before(following):
         sizes = _Sizes(graph, following)
         inputs = [_presented(graph, sizes, leaf, product) for leaf in region.imported.leaves]
-        a, b = (product.a, product.b) if product.batched else (_matrix(graph, sizes, product.a), _shared(graph, product.b))
+        a, b = _operands(graph, sizes, product)
         call = called(graph, library.fused, (region.imported.text, tune, a, b, inputs, []))
         outputs = zip(region.outputs, region.imported.roles, strict=True)
         results = [_result(graph, sizes, call, place, node, roles) for place, (node, roles) in enumerate(outputs)]
@@ -172,14 +172,16 @@ class _Sizes:
         return None
 
 
-def _matrix(graph: fx.Graph, sizes: _Sizes, operand: fx.Node) -> fx.Node:
-    shape = operand.meta["val"].shape
-    return operand if len(shape) == 2 else called(graph, _aten.reshape.default, (operand, [-1, sizes.node(shape[-1])]))
-
-
-def _shared(graph: fx.Graph, operand: fx.Node) -> fx.Node:
-    """The one matrix of all products."""
-    return operand if operand.meta["val"].dim() == 2 else called(graph, _aten.select.int, (operand, 0, 0))
+def _operands(graph: fx.Graph, sizes: _Sizes, product: Product) -> tuple[fx.Node, fx.Node]:
+    """As a program takes them: one matrix of all rows, or one for each product of a batch."""
+    if product.batch and not product.parted:
+        return product.a, product.b
+    a, b = product.a, product.b
+    if product.parted:
+        a = called(graph, _aten.reshape.default, (a, sizes.listed((*product.parted, a.meta["val"].shape[-1]))))
+    elif a.meta["val"].dim() != 2:
+        a = called(graph, _aten.reshape.default, (a, [-1, sizes.node(a.meta["val"].shape[-1])]))
+    return a, b if b.meta["val"].dim() == 2 else called(graph, _aten.select.int, (b, 0, 0))
 
 
 def _presented(graph: fx.Graph, sizes: _Sizes, leaf: Leaf, product: Product) -> fx.Node:
@@ -189,15 +191,15 @@ def _presented(graph: fx.Graph, sizes: _Sizes, leaf: Leaf, product: Product) -> 
         node = called(graph, _aten.expand.default, (node, [sizes.node(e) for e in leaf.expand]))
     if leaf.order is not None:
         node = called(graph, _aten.permute.default, (node, list(leaf.order)))
-    dims = len(leaf.indices)
-    value = node.meta["val"]
-    if isinstance(value, torch.Tensor) and value.dim() != dims:
-        *_, n = frame = product.node.meta["val"].shape
-        if product.batched:
-            shape = sizes.listed(leaf.shape(dict(zip("bmn", frame, strict=True))))
-        else:
-            shape = [sizes.node(e) for e in leaf.shape({"m": -1, "n": -1 if leaf.indices == "n" else n})]
-        node = called(graph, _aten.reshape.default, (node, shape))
+    value, n = node.meta["val"], product.node.meta["val"].shape[-1]
+    if not isinstance(value, torch.Tensor):
+        return node
+    if product.batch is not None:
+        shape = leaf.shape(dict(zip("bmn", (*product.batch, n), strict=True)))
+        return node if len(shape) == value.dim() and all(map(same, shape, value.shape)) else called(graph, _aten.reshape.default, (node, sizes.listed(shape)))
+    if value.dim() != len(leaf.indices):
+        shape = leaf.shape({"m": -1, "n": -1 if leaf.indices == "n" else n})
+        node = called(graph, _aten.reshape.default, (node, [sizes.node(e) for e in shape]))
     return node
 
 

@@ -73,7 +73,11 @@ def test_matrices_in_another_order() -> None:
     apart = agree(lambda q, k, c: F.tanh((q @ k) * c.transpose(1, 2)), *ATTENTION, *drawn((2, 5, 4, 16)))
     assert first(apart).endswith("whose matrices do not lie evenly in memory")
     joined = agree(lambda a, b, c: F.tanh((a @ b).view(-1, 16) * c), *drawn((4, 5, 8), (4, 8, 16), (20, 1)))
-    assert first(joined).endswith("moves elements between products, rows and columns")
+    assert first(joined) == "mm, tanh(mm * x0[m])"
+    added = agree(lambda a, b, c: F.tanh((a @ b).view(2, 10, 16) + c), *drawn((4, 5, 8), (4, 8, 16), (2, 10, 16)))
+    assert first(added) == "tanh(mm + x0[m,n])"
+    mixed = agree(lambda a, b, c: F.tanh((a @ b).view(4, 80) * c), *drawn((4, 5, 8), (4, 8, 16), (80,)))
+    assert first(mixed).endswith("moves elements between products, rows and columns")
 
 
 def test_operands_that_are_shared() -> None:
@@ -82,6 +86,18 @@ def test_operands_that_are_shared() -> None:
     assert agree(lambda x, w: F.relu(torch.bmm(x, w.expand(3, 8, 6))), a, shared)["forward (15, 6, 8)"] == "relu(mm)"
     assert agree(lambda x, w: F.relu(torch.bmm(x.mT, w.expand(3, 8, 6))), *drawn((3, 8, 5), (8, 6)))["forward (3, 5, 6, 8)"] == "relu(mm)"
     assert agree(lambda x, w: F.relu(torch.bmm(x.expand(3, 5, 8), w)), *drawn((5, 8), (3, 8, 6)))["forward (3, 5, 6, 8)"] == "relu(mm)"
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_rows_of_which_many_share_a_gate(dynamic: bool | None) -> None:
+    """They are parted into a batch, in which each product has one, as adaptive norms have it: no matrix is made of it."""
+    shapes = [[(b, s, 8), (16, 8), (16,), (b, 1, 16), (b, s, 16)] for b, s in ((4, 5), (3, 7))]
+    again = tuple(drawn(*shapes[1])) if dynamic else ()
+    found = agree(lambda x, w, c, gate, y: y + gate * F.linear(x, w, c), *drawn(*shapes[0]), dynamic=dynamic, again=again)
+    assert first(found) == "v = mm + x0[n]; out0 = v; out0, x2[m,n] + x1[n] * v"
+    several = agree(lambda x, w, g, h: F.tanh(x @ w * g + h), *drawn((2, 3, 5, 8), (8, 16), (2, 1, 1, 16), (2, 3, 1, 16)))
+    assert first(several) == "mm, tanh(mm * x0[n] + x1[n])"
+    assert first(agree(lambda x, w, c: F.tanh(x @ w + c), *drawn((4, 5, 8), (8, 16), (5, 16)))) == "tanh(mm + x0[m,n])"  # another row each
 
 
 def test_extents_that_vary() -> None:

@@ -121,12 +121,20 @@ def test_a_kernel_of_a_batch_that_keeps_values_in_memory_is_not_taken(monkeypatc
 
 
 def test_what_is_copied_for_a_program_costs_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of each image is copied for all of its rows, by a kernel of its own, and then read as a tile."""
+    """By a kernel of its own, and then it is read as a tile; but for one row of each image and the same rows for all, for which the rows are parted."""
     monkeypatch.setattr(expected, "target_of", lambda _device: TARGETS["sm_90"])
-    copied, whole = (taken(lambda x, w, c: torch.relu(x @ w + c), (8, 1024, 512), (512, 4096), c).times_us for c in ((8, 1, 4096), (8, 1024, 4096)))
+
+    def added(*lead: int) -> Seen:
+        return taken(lambda x, w, c: torch.relu(x @ w + c), (4, 2, 1024, 512), (512, 4096), (*lead, 4096))
+
+    copied, whole = (added(*lead).times_us for lead in ((4, 1, 1024), (4, 2, 1024)))
     assert copied is not None and whole is not None
     gpu = gpus.of_target(TARGETS["sm_90"])
     assert copied[0] - whole[0] == pytest.approx(gpu.launch_us + expected.moved_us([2 * 8192 * 4096], gpu))
+    for lead, shape in (((4, 2, 1), (8, 4096)), ((1024,), (1024, 4096)), ((4, 1, 1), (4, 4096))):
+        parted = added(*lead)
+        assert parted.times_us is not None and parted.times_us[0] < copied[0]
+        assert parted.call is not None and [lying.shape for _, lying in parted.call.inputs] == [shape]
 
 
 def test_masks_are_packed_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
