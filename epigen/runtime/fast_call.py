@@ -98,15 +98,21 @@ def bound(
     prepared: Prepared, operands: Operands, inputs: Mapping[str, Any], order: Sequence[str], results: Sequence[Tensor], views: Mapping[str, str],
     shapes: Sequence[tuple[int, ...] | None],
 ) -> Callable[..., tuple[Tensor, ...] | None] | None:  # fmt: skip
-    """As `fast_call`, for who knows that all tensors are like these, whatever dimensions they have their elements in, but for their addresses' alignment.
+    """As `fast_call`, for who knows that all tensors are like these, and all numbers floats, whatever dimensions they have their elements in, but for their addresses' alignment.
 
-    The function takes operands and inputs, all of them tensors, in a row, and compares none of them: nobody in torch may be there to see it. It returns the
+    The function takes operands and inputs in a row, and compares none of them: nobody in torch may be there to see it. It returns the
     outputs as a tuple; None where nothing was done.
     inputs: in the program's order. order: that in which the function takes them.
     views: operands, by name, as expressions of what is given for them, for what the vendor multiplies. shapes: of each output, in place of its own.
     """
     values = (*operands, *inputs.values())
-    if prepared.plan is None or prepared.interpreted or prepared.padded or prepared.needs_triton or not all(type(t) in arguments.PLAIN for t in values):
+    if (
+        prepared.plan is None
+        or prepared.interpreted
+        or prepared.padded
+        or prepared.needs_triton
+        or not all(type(v) in (*arguments.PLAIN, float) for v in values)
+    ):
         return None
     called = {name: f"v{i}" for i, name in enumerate(order)}
     names = [*"ab"[: len(operands)], *(called[name] for name in inputs)]

@@ -34,6 +34,9 @@ Way = Callable[..., Any]
 
 Ways = GuardedCache[Way | str]
 
+Shape = tuple[int, ...] | None
+"""Of an input; None of a number."""
+
 _ONCE, _NEVER = "called once", "called by chain.chain"
 """In the place of a way: none is made of what is not called again, and of some none can be."""
 
@@ -55,7 +58,7 @@ def call(x: Any, links: Sequence[Link]) -> Any:
 
 
 def _row(x: Any, links: Sequence[Link]) -> list[Any]:
-    """All tensors of a chain, as a way takes them."""
+    """All tensors and numbers of a chain, as a way takes them."""
     row = [x]
     for link in links:
         row += (link.weight, *link.inputs.values())
@@ -64,15 +67,18 @@ def _row(x: Any, links: Sequence[Link]) -> list[Any]:
 
 def _remembered(row: Sequence[Any], links: Sequence[Link]) -> bool:
     """Whether of such a call a way may be made, and nobody is to see it who does not see that."""
-    if torch._C._autograd._profiler_enabled() or forward_ad._current_level >= 0 or not _TENSORS.issuperset(map(type, row)):
+    if torch._C._autograd._profiler_enabled() or forward_ad._current_level >= 0 or not _VALUES.issuperset(map(type, row)):
         return False
     for link in links:
-        if link.main_grad is not None or link.weight.is_nested or (type(link.epilogue) is not str and not functions.is_function(link.epilogue)):
+        if link.main_grad is not None or type(link.weight) not in arguments.PLAIN or link.weight.is_nested:
             return False
-    return not row[0].is_nested and row[0].device.type in DEVICES
+        if type(link.epilogue) is not str and not functions.is_function(link.epilogue):
+            return False
+    return type(row[0]) in arguments.PLAIN and not row[0].is_nested and row[0].device.type in DEVICES
 
 
-_TENSORS = frozenset(arguments.PLAIN)
+_NUMBERS = frozenset((float, int, bool))
+_VALUES = _NUMBERS.union(arguments.PLAIN)
 
 
 @functools.lru_cache(maxsize=_KINDS)
@@ -85,18 +91,27 @@ def _found(x: Tensor, links: Sequence[Link], row: Sequence[Tensor]) -> Any:
     if is_dynamo_compiling():  # where it could not look into all of it, it looks into each function
         return chain.chain(x, links)
     key: list[Any] = [x.shape]
+    tensors = row
+    if not _NUMBERS.isdisjoint(map(type, row)):
+        links = [link._replace(inputs={name: v if isinstance(v, Tensor) else arguments.number(name, v) for name, v in link.inputs.items()}) for link in links]
+        row = _row(x, links)
+        tensors = [v for v in row if isinstance(v, Tensor)]
+        key.append(tuple(place for place, v in enumerate(row) if not isinstance(v, Tensor)))
     for link in links:
         key += (link.weight.shape, link.epilogue, link.save, link.of, link.tune, *link.inputs)
-    return run(_ways(*key), state(x.device.type), row, lambda: (x, links))[0]
+    return run(_ways(*key), state(x.device.type), tensors, lambda: (x, links), row)[0]
 
 
-def run(ways: Ways, now: State, tensors: Sequence[Tensor], of: Callable[[], tuple[Tensor, Sequence[Link]]]) -> tuple[Any, Way | None]:
-    """The results of a chain, and the way by which it was computed, if there is one. tensors: as a way takes them. of: the chain."""
+def run(
+    ways: Ways, now: State, tensors: Sequence[Tensor], of: Callable[[], tuple[Tensor, Sequence[Link]]], row: Sequence[Any] | None = None
+) -> tuple[Any, Way | None]:  # fmt: skip
+    """The results of a chain, and the way by which it was computed, if there is one. tensors: what is compared. of: the chain. row: what a way takes, where there are
+    numbers among it."""
     if is_dynamo_compiling():
         return chain.chain(*of()), None
     way = ways.get(now, tensors)
     if callable(way):
-        return way(*tensors), way
+        return way(*(tensors if row is None else row)), way
     x, links = of()
     results = chain.chain(x, links)
     if way is None:  # at the second call: of a batch that is never like another nothing is written out
@@ -110,19 +125,19 @@ def run(ways: Ways, now: State, tensors: Sequence[Tensor], of: Callable[[], tupl
 
 def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
     """What `chain.chain` comes to where it is called with tensors like these, in torch's modes as they are: a function without its checks. None where the chain
-    has torch itself run the layers, and where one takes numbers or a buffer for its weight's gradient, computes what it multiplies, or gives more than a tile.
+    has torch itself run the layers, and where one takes a buffer for its weight's gradient, computes what it multiplies, or gives more than a tile.
 
     It takes x, and of each layer the weight and the inputs in their order, each of exactly the shape that its program declares with x's leading dimensions.
     """
     programs = [plan.declared(link.epilogue) for link in links]
-    tensors: list[Any] = [x, *(v for link in links for v in (link.weight, *link.inputs.values()))]
-    plain = all(isinstance(t, Tensor) for t in tensors) and all(program.tile for program in programs) and all(link.main_grad is None for link in links)
+    tensors = [v for v in _row(x, links) if isinstance(v, Tensor)]
+    plain = all(program.tile for program in programs) and all(link.main_grad is None for link in links)
     computed = any(graph_of(link.epilogue).computed() for link in links)
     if not plain or computed or not library.unseen(*tensors) or composed.needed(tensors):
         return None
     for link, program in zip(links, programs, strict=True):
         expanded = chain.presented(link, program, x)
-        if any(value is not link.inputs[declared.name] for declared, value in zip(program.inputs, expanded, strict=True)):
+        if any(isinstance(value, Tensor) and value is not link.inputs[declared.name] for declared, value in zip(program.inputs, expanded, strict=True)):
             return None
     names = [(f"w{i}", {name: f"v{i}_{j}" for j, name in enumerate(link.inputs)}) for i, link in enumerate(links)]
     text = CodeBuilder(f"again(x, {', '.join(name for weight, inputs in names for name in (weight, *inputs.values()))})")
@@ -132,8 +147,8 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
         text.add(*(f"{name} = {text.hold(chain.cast)}({name}, {text.hold(dtype)})" for name in ("x", *(weight for weight, _ in names))))
     values: list[list[Any]] = [[link.inputs[declared.name] for declared in program.inputs] for link, program in zip(links, programs, strict=True)]
     steps = chain.steps(x, links, values)
-    shapes: list[list[tuple[int, ...]]] = [[tuple(value.shape) for value in of] for of in values]
-    of_taken: Sequence[tuple[int, ...]] = ()
+    shapes: list[list[Shape]] = [[tuple(value.shape) if isinstance(value, Tensor) else None for value in of] for of in values]
+    of_taken: Sequence[Shape] = ()
     lead, taken, a, shape = tuple(x.shape[:-1]), "", "x", tuple(x.shape)
     for i, (link, program, step, (weight, named)) in enumerate(zip(links, programs, steps, names, strict=True)):
         given, last = [named[declared.name] for declared in program.inputs], i + 1 == len(links)
@@ -207,8 +222,8 @@ class _LayerCall:
     n: int
     lead: tuple[int, ...]
     to: tuple[int, ...] | None
-    inputs: Sequence[tuple[int, ...]]
-    taken: Sequence[tuple[int, ...]]
+    inputs: Sequence[Shape]
+    taken: Sequence[Shape]
 
     @property
     def outputs(self) -> int:
@@ -223,6 +238,12 @@ class _LayerCall:
     def arriving(self) -> int:
         """At how many of them a gradient is read."""
         return self.given if self.step.own is not None else 1
+
+    @property
+    def numbers(self) -> tuple[list[int], list[int]]:
+        """Which of the inputs, and of those of the layer before, are numbers."""
+        own, before = ([i for i, shape in enumerate(shapes) if shape is None] for shapes in (self.inputs, self.taken))
+        return own, before
 
     def made(self) -> _Made:
         return _Made(self, self._forward(self.outputs))
@@ -240,6 +261,9 @@ class _LayerCall:
         own = [every[i] for i in step.own.kept] if step.own is not None else []
         saved = ["x" if step.weight else "None", "w" if step.x else "None", *own, *([f"*taken[{len(self.taken)}:]"] if step.before is not None else [])]
         text.add(f"ctx.save_for_backward({', '.join(saved)})")
+        numbers, taken = self.numbers
+        if numbers or taken:
+            text.add(f"ctx.numbers = [{', '.join(f'v{i}' for i in numbers)}], [{', '.join(f'taken[{i}]' for i in taken)}]")
         given = results[: len(step.outputs)] if step.own is not None else results
         if step.own is None:
             text.add("ctx.set_materialize_grads(False)")
@@ -256,6 +280,9 @@ class _LayerCall:
         text = CodeBuilder(f"backward(ctx, saved, {', '.join(arrived)})")
         every = ["x", "w", *held, *others]
         text.add(f"{', '.join(every)} = saved")
+        numbers, taken = ([f"{n}{i}" for i in range(len(places))] for n, places in zip("mn", self.numbers, strict=True))
+        if numbers or taken:
+            text.add(f"[{', '.join(numbers)}], [{', '.join(taken)}] = ctx.numbers")
         there = [name for name in every if (name != "x" or step.weight) and (name != "w" or step.x)]
         ways = [f"{text.hold(torch.is_grad_enabled)}()", f"{text.hold(torch._C._autograd._profiler_enabled)}()"]
         ways += ["g0 is None"] if own is None else []
@@ -264,7 +291,7 @@ class _LayerCall:
         dmm: str | None = "g0"
         gradients = ["None"] * len(self.inputs)
         if own is not None:
-            dmm, gradients = self._gradients(text, "r", own, held, arrived, None, self.inputs)
+            dmm, gradients = self._gradients(text, "r", own, held, numbers, arrived, None, self.inputs)
         dx, dw, rest = "None", "None", ["None"] * len(self.taken)
         if dmm is not None:
             to = len(self.to) if self.to is not None else 1
@@ -274,7 +301,7 @@ class _LayerCall:
                 text.add(f"dw = {text.hold(torch.mm)}(d.t(), {rows}) if {text.hold(layer.wanted)}(ctx) is not {text.hold(Wanted.NOT)} else None")
                 dw = "dw"
             if before is not None:
-                mm, rest = self._gradients(text, "q", before, others, [], ("d", "w"), self.taken)
+                mm, rest = self._gradients(text, "q", before, others, taken, [], ("d", "w"), self.taken)
                 dx = mm or "None"
             elif step.x:
                 dx = f"{text.hold(torch.mm)}(d, w)"
@@ -285,13 +312,14 @@ class _LayerCall:
         return text.function()
 
     def _gradients(
-        self, text: CodeBuilder, r: str, backward: Backward, kept: Sequence[str], arrived: Sequence[str], product: tuple[str, str] | None, shapes: Sequence[tuple[int, ...]]
+        self, text: CodeBuilder, r: str, backward: Backward, kept: Sequence[str], numbers: Sequence[str], arrived: Sequence[str], product: tuple[str, str] | None,
+        shapes: Sequence[Shape],
     ) -> tuple[str | None, list[str]]:  # fmt: skip
         """As `layer._gradients`: what the text calls the gradients of mm and of the inputs. r: how results are to be called. shapes: of the inputs."""
         if product is not None and backward.product is None:
             text.add(f"e = {text.hold(torch.mm)}({', '.join(product)})")
             arrived, product = ["e"], None
-        given, results = [*kept, *arrived], list[str]()
+        given, results = [*kept, *numbers, *arrived], list[str]()
         if backward.text:
             results = [f"{r}{i}" for i in range(len(graph_of(backward.text).outputs))]
             if backward.product is None:
@@ -305,7 +333,7 @@ class _LayerCall:
         available = [*results, *arrived]
         gradients = []
         for i, dtype, shape in zip(backward.inputs, backward.dtypes, shapes, strict=True):
-            if i is None:
+            if i is None or shape is None:
                 gradients.append("None")
                 continue
             as_wanted = text.hold(dtype)
@@ -316,7 +344,8 @@ class _LayerCall:
         return None if backward.mm is None else available[backward.mm], gradients
 
     def general(self, ctx: Any, saved: Sequence[Any], arrived: Sequence[Any]) -> tuple[Any, ...]:
-        ctx.step, ctx.tune, ctx.main_grad, ctx.numbers = self.step, self.tune, None, ((), ())
+        ctx.step, ctx.tune, ctx.main_grad = self.step, self.tune, None
+        ctx.numbers = ctx.numbers if any(self.numbers) else ((), ())
         ctx.shapes = self.shape, [*self.inputs, *self.taken]
         dx, dweight, _, _, _, _, *rest = layer.backward(ctx, saved, arrived)
         return None, dx, dweight, *rest

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import epigen
 from epigen.errors import CallError
 from epigen.training import again, chain, library, plan
+from epigen.training.chain import Link
 
 pytestmark = pytest.mark.usefixtures("one_thread", "_forgotten")
 
@@ -162,6 +163,32 @@ def test_the_program_and_its_options_are_compared() -> None:
         for ours, torchs in ways:
             results = [[y, *torch.autograd.grad(y.square().sum(), (x, w, bias))] for y in (ours(), torchs())]
             close(*results)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_another_number_is_no_other_call(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a layer, and in one whose derivative rides in the next one's product; a tensor in a number's place is another call."""
+    x, w, v, seen = drawn(2, 3, 8), drawn(16, 8, seed=1), drawn(8, 16, seed=2), counted(monkeypatch, *CHECKS)
+
+    def run(s: Any, t: Any) -> tuple[Tensor, Tensor]:
+        with torch.set_grad_enabled(recorded):
+            ours: Tensor = again.call(x, [Link(w, {"s": s}, "gelu(mm * s)"), Link(v, {"t": t, "u": 2}, "tanh(mm * t) * u")])
+            return ours, torch.tanh(F.gelu(F.linear(x, w) * s) @ v.T * t) * 2
+
+    def checks(s: Any, t: Any) -> int:
+        seen.clear()
+        results = run(s, t)
+        if recorded:
+            close(*(torch.autograd.grad(y.square().sum(), (x, w, v)) for y in results))
+        close(*results)
+        return seen["chain"] or seen.total()
+
+    assert [checks(s, t) for s, t in ((1.5, 0.5), (2.5, 1), (0.5, True), (3, 0.25), (1.5, 0.5))] == [1, 1, 0, 0, 0]
+    assert [checks(torch.tensor(1.5), 0.5) for _ in range(3)] == [1, 1, 0]
+    assert [checks(1.5, torch.tensor(2.0, requires_grad=True)) for _ in range(3)] == [1, 1, 0]
+    assert checks(0.5, 1.5) == 0
+    with pytest.raises(CallError, match="too large"):
+        run(10**400, 1.0)
 
 
 def test_what_is_kept_and_where_a_gradient_goes_is_compared() -> None:

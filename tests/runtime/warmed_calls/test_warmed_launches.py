@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import random
 import struct
 import weakref
@@ -254,6 +255,7 @@ def test_the_vendors_product_is_handed_on(gpu: FakeGpu, through_triton: Watch, m
 
 BOUND: dict[str, tuple[str, KernelConfig | None]] = {
     "tiled": ("relu(mm + bias) * gate[m,n] + row[m]", TINY),
+    "a number": ("relu(mm * s + bias)", TINY),
     "two outputs": ("z = mm + bias; relu(z), bitmask(z > 0)", TINY),
     "a reduction": ("z = relu(mm); z, bgrad(z)", TINY),
     "split_k": ("relu(mm + bias)", cases.split_k(16, 16, 16, 2, 1, 1)),
@@ -276,11 +278,11 @@ def test_a_bound_call_launches_what_a_warmed_one_does(gpu: FakeGpu, name: str, t
 
     monkeypatch.setattr(vendor, "product", product)
     kernel = compiled(text, config)
-    over = name == "over"
+    over, numbers = name == "over", itertools.count(0.5)
 
     def given() -> tuple[Any, ...]:
         x, w, mm = half(2, M // 2, K), half(N, K), half(2, M // 2, N)
-        values: dict[str, Any] = {"bias": half(N), "gate": half(2, M // 2, N), "row": half(2, M // 2)}
+        values: dict[str, Any] = {"bias": half(N), "gate": half(2, M // 2, N), "row": half(2, M // 2), "s": next(numbers)}
         return [mm] if over else [x, w], {n: values[n] for n in kernel._input_names}
 
     def flat(operands: Any, inputs: Any) -> tuple[Any, ...]:
@@ -328,7 +330,9 @@ def test_a_bound_call_launches_what_a_warmed_one_does(gpu: FakeGpu, name: str, t
     if name not in ("TMA", "whole"):
         addresses = {struct.unpack("Q", p)[0] for one in found for p in one.parameters if len(p) == 8}
         taken = () if name == "library" else operands
-        assert {t.data_ptr() for t in (*taken, *inputs.values(), *held[0])} <= addresses
+        assert {t.data_ptr() for t in (*taken, *inputs.values(), *held[0]) if isinstance(t, torch.Tensor)} <= addresses
+        passed = {p for one in found for p in one.parameters}
+        assert {struct.pack("f", v) for v in inputs.values() if isinstance(v, float)} <= passed
     shifts = [shifted(operands[0]), *operands[1:]]
     if name != "whole":
         assert bound(*shifts, *inputs.values()) is None
