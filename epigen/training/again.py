@@ -30,7 +30,7 @@ from epigen.training.plan import Backward, Step
 from epigen.training.site import How, Site, leading
 
 Way = Callable[..., Any]
-"""A chain, of x, and of each layer the weight and the inputs in their order."""
+"""A chain, of x, and of each layer the weight, the inputs in their order and the buffer for its weight's gradient, if there is one."""
 
 Ways = GuardedCache[Way | str]
 
@@ -62,6 +62,8 @@ def _row(x: Any, links: Sequence[Link]) -> list[Any]:
     row = [x]
     for link in links:
         row += (link.weight, *link.inputs.values())
+        if link.main_grad is not None:
+            row.append(link.main_grad)
     return row
 
 
@@ -70,7 +72,7 @@ def _remembered(row: Sequence[Any], links: Sequence[Link]) -> bool:
     if torch._C._autograd._profiler_enabled() or forward_ad._current_level >= 0 or not _VALUES.issuperset(map(type, row)):
         return False
     for link in links:
-        if link.main_grad is not None or type(link.weight) not in arguments.PLAIN or link.weight.is_nested:
+        if type(link.weight) not in arguments.PLAIN or link.weight.is_nested:
             return False
         if type(link.epilogue) is not str and not functions.is_function(link.epilogue):
             return False
@@ -98,7 +100,7 @@ def _found(x: Tensor, links: Sequence[Link], row: Sequence[Tensor]) -> Any:
         tensors = [v for v in row if isinstance(v, Tensor)]
         key.append(tuple(place for place, v in enumerate(row) if not isinstance(v, Tensor)))
     for link in links:
-        key += (link.weight.shape, link.epilogue, link.save, link.of, link.tune, *link.inputs)
+        key += (link.weight.shape, link.epilogue, link.save, link.of, link.tune, link.main_grad is None, *link.inputs)
     return run(_ways(*key), state(x.device.type), tensors, lambda: (x, links), row)[0]
 
 
@@ -125,22 +127,22 @@ def run(
 
 def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
     """What `chain.chain` comes to where it is called with tensors like these, in torch's modes as they are: a function without its checks. None where the chain
-    has torch itself run the layers, and where one takes a buffer for its weight's gradient, computes what it multiplies, or gives more than a tile.
-
-    It takes x, and of each layer the weight and the inputs in their order, each of exactly the shape that its program declares with x's leading dimensions.
+    has torch itself run the layers, and where one computes what it multiplies, or gives more than a tile. Inputs are taken of exactly the shapes that a program
+    declares with x's leading dimensions.
     """
     programs = [plan.declared(link.epilogue) for link in links]
     tensors = [v for v in _row(x, links) if isinstance(v, Tensor)]
-    plain = all(program.tile for program in programs) and all(link.main_grad is None for link in links)
     computed = any(graph_of(link.epilogue).computed() for link in links)
-    if not plain or computed or not library.unseen(*tensors) or composed.needed(tensors):
+    if not all(program.tile for program in programs) or computed or not library.unseen(*tensors) or composed.needed(tensors):
         return None
     for link, program in zip(links, programs, strict=True):
         expanded = chain.presented(link, program, x)
         if any(isinstance(value, Tensor) and value is not link.inputs[declared.name] for declared, value in zip(program.inputs, expanded, strict=True)):
             return None
     names = [(f"w{i}", {name: f"v{i}_{j}" for j, name in enumerate(link.inputs)}) for i, link in enumerate(links)]
-    text = CodeBuilder(f"again(x, {', '.join(name for weight, inputs in names for name in (weight, *inputs.values()))})")
+    mains = [[f"m{i}"] if link.main_grad is not None else [] for i, link in enumerate(links)]
+    taken_by = [name for (weight, inputs), main in zip(names, mains, strict=True) for name in (weight, *inputs.values(), *main)]
+    text = CodeBuilder(f"again(x, {', '.join(taken_by)})")
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, links = chain.cast(x, dtype), [link._replace(weight=chain.cast(link.weight, dtype)) for link in links]
@@ -154,8 +156,8 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
         given, last = [named[declared.name] for declared in program.inputs], i + 1 == len(links)
         inputs = "".join(f", {name}" for name in given)
         if step.trains:
-            made = _LayerCall(step, link.tune, shape, link.weight.shape[0], lead, lead if last else None, shapes[i], of_taken).made()
-            text.add(f"r{i} = {text.hold(_apply)}({text.hold(made)}, {a}, {weight}{inputs}{taken})")
+            made = _LayerCall(step, link.tune, shape, link.weight.shape[0], lead, lead if last else None, shapes[i], of_taken, bool(mains[i])).made()
+            text.add(f"r{i} = {text.hold(_apply)}({text.hold(made)}, {a}, {weight}{inputs}{''.join(f', {m}' for m in mains[i])}{taken})")
         else:
             site = Site(link.epilogue, link.tune, How.TRANSPOSED, [(*lead, link.weight.shape[0])] if last and len(lead) != 1 else [])
             text.add(f"r{i} = {site.call(text, [a, weight, *given])}")
@@ -194,7 +196,7 @@ class _Made:
 
 
 class Again(torch.autograd.Function):
-    """(made, x, weight, *values) -> as `layer.Layer`."""
+    """(made, x, weight, *the layer's inputs, main_grad if there is one, *those of the layer before) -> as `layer.Layer`."""
 
     @staticmethod
     def forward(ctx: Any, made: _Made, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -214,7 +216,7 @@ _apply: Any = super(torch.autograd.Function, Again).apply
 @dataclass(frozen=True, slots=True)
 class _LayerCall:
     """A layer as it was called. shape: of x. n: of the weight. lead: of the inputs. to: of the results; None for M itself. inputs, taken: the shapes of its inputs, and of those of the
-    layer before, whose derivative it takes."""
+    layer before, whose derivative it takes. adds: whether the weight's gradient is added to a buffer."""
 
     step: Step
     tune: str | None
@@ -224,6 +226,7 @@ class _LayerCall:
     to: tuple[int, ...] | None
     inputs: Sequence[Shape]
     taken: Sequence[Shape]
+    adds: bool
 
     @property
     def outputs(self) -> int:
@@ -251,7 +254,7 @@ class _LayerCall:
     def _forward(self, outputs: int) -> Callable[..., tuple[Tensor, ...]]:
         step = self.step
         values, results = [f"v{i}" for i in range(len(self.inputs))], [f"y{i}" for i in range(outputs)]
-        text = CodeBuilder(f"forward(ctx, x, w{''.join(f', {v}' for v in values)}, *taken)")
+        text = CodeBuilder(f"forward(ctx, x, w{''.join(f', {v}' for v in values)}{', main' if self.adds else ''}, *taken)")
         shapes: list[tuple[int, ...] | None] = []
         if self.to is not None and len(self.to) != 1:
             shapes = [{"mn": (*self.to, self.n), "m": self.to}.get(indices) for indices in step.outputs]
@@ -261,6 +264,8 @@ class _LayerCall:
         own = [every[i] for i in step.own.kept] if step.own is not None else []
         saved = ["x" if step.weight else "None", "w" if step.x else "None", *own, *([f"*taken[{len(self.taken)}:]"] if step.before is not None else [])]
         text.add(f"ctx.save_for_backward({', '.join(saved)})")
+        if self.adds:
+            text.add("ctx.main_grad = main")
         numbers, taken = self.numbers
         if numbers or taken:
             text.add(f"ctx.numbers = [{', '.join(f'v{i}' for i in numbers)}], [{', '.join(f'taken[{i}]' for i in taken)}]")
@@ -298,7 +303,10 @@ class _LayerCall:
             text.add(f"d = {leading(dmm, 'mn', to) if dmm in arrived else dmm}")
             if step.weight:
                 rows = leading("x", "mn", len(self.shape) - 1)
-                text.add(f"dw = {text.hold(torch.mm)}(d.t(), {rows}) if {text.hold(layer.wanted)}(ctx) is not {text.hold(Wanted.NOT)} else None")
+                text.add(f"use, dw = {text.hold(layer.wanted)}(ctx), None")
+                if self.adds:
+                    text.add(f"if use is {text.hold(Wanted.ADDED)}:", f"    {text.hold(library.add_product)}(ctx.main_grad, d.t(), {rows})")
+                text.add(f"{'el' if self.adds else ''}if use is not {text.hold(Wanted.NOT)}:", f"    dw = {text.hold(torch.mm)}(d.t(), {rows})")
                 dw = "dw"
             if before is not None:
                 mm, rest = self._gradients(text, "q", before, others, taken, [], ("d", "w"), self.taken)
@@ -307,8 +315,8 @@ class _LayerCall:
                 dx = f"{text.hold(torch.mm)}(d, w)"
             if dx != "None" and len(self.shape) != 2:
                 dx = f"{dx}.view({text.hold(self.shape)})"
-        nothing = ["None"] * len(others)
-        text.add(f"return ({', '.join(['None', dx, dw, *gradients, *rest, *nothing])})")
+        main, nothing = ["None"] * self.adds, ["None"] * len(others)
+        text.add(f"return ({', '.join(['None', dx, dw, *gradients, *main, *rest, *nothing])})")
         return text.function()
 
     def _gradients(
@@ -344,8 +352,9 @@ class _LayerCall:
         return None if backward.mm is None else available[backward.mm], gradients
 
     def general(self, ctx: Any, saved: Sequence[Any], arrived: Sequence[Any]) -> tuple[Any, ...]:
-        ctx.step, ctx.tune, ctx.main_grad = self.step, self.tune, None
+        ctx.step, ctx.tune, ctx.main_grad = self.step, self.tune, ctx.main_grad if self.adds else None
         ctx.numbers = ctx.numbers if any(self.numbers) else ((), ())
         ctx.shapes = self.shape, [*self.inputs, *self.taken]
         dx, dweight, _, _, _, _, *rest = layer.backward(ctx, saved, arrived)
-        return None, dx, dweight, *rest
+        own, main = len(self.inputs), [None] * self.adds
+        return None, dx, dweight, *rest[:own], *main, *rest[own:]

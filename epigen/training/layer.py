@@ -144,7 +144,7 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
     elif dmm is not None:
         use = wanted(ctx) if step.weight else Wanted.NOT
         if use is Wanted.ADDED and ctx.main_grad is not None:
-            library.below_autograd(library.accumulate, ctx.main_grad, dmm.t(), x)
+            library.add_product(ctx.main_grad, dmm.t(), x)
         elif use is not Wanted.NOT:
             dweight = torch.mm(dmm.t(), x)
         if before is not None:

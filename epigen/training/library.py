@@ -153,6 +153,14 @@ def run_over(text: str, mm: Tensor, values: Sequence[Tensor | float]) -> list[Te
     return _over(text, mm, values, ())
 
 
+def add_product(grad: Tensor, a: Tensor, b: Tensor) -> None:
+    """`accumulate`, as `run` is `program`."""
+    if torch.compiler.is_compiling() or not unseen(grad, a, b):
+        below_autograd(accumulate, grad, a, b)
+    else:
+        _accumulate(grad, a, b)
+
+
 def split(values: Sequence[Tensor | float]) -> tuple[list[Tensor | None], list[float]]:
     """As the operations take them."""
     return [v if isinstance(v, Tensor) else None for v in values], [v for v in values if not isinstance(v, Tensor)]

@@ -205,6 +205,30 @@ def test_what_is_kept_and_where_a_gradient_goes_is_compared() -> None:
         close(main, gradient * turn)
 
 
+def test_a_buffer_is_added_to_by_a_backward_that_would_add_to_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And neither by one that returns the weight's gradient nor by one of something else, whatever gradients arrive."""
+    x, w, v, seen = drawn(2, 3, 8), drawn(16, 8, seed=1), drawn(8, 16, seed=2), counted(monkeypatch, *CHECKS)
+    buffers = torch.zeros(16, 8), torch.zeros(8, 16)
+    z = torch.tanh(F.gelu(F.linear(x, w) * 0.5) @ v.T)
+    expected = torch.autograd.grad(z.sum(), (x, w, v))
+
+    def run() -> Tensor:
+        links = [Link(w, {"s": 0.5}, "gelu(mm * s)", main_grad=buffers[0]), Link(v, {}, "tanh(mm)", main_grad=buffers[1])]
+        result: Tensor = again.call(x, links)
+        return result
+
+    for turn in range(1, 5):
+        run().backward(torch.ones(2, 3, 8) if turn % 2 else torch.ones(()).expand(2, 3, 8))
+        close(buffers, [g * turn for g in expected[1:]])
+    close(x.grad, expected[0] * 4)
+    assert w.grad is None and v.grad is None
+    seen.clear()
+    close(torch.autograd.grad(run().sum(), x), expected[:1])
+    close(torch.autograd.grad(run(), (x, w, v), torch.ones(2, 3, 8)), expected)
+    assert not +seen
+    close(buffers, [g * 4 for g in expected[1:]])
+
+
 # -- what surrounds it
 
 
