@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import has_torch_function
 
+from epigen.ir.graph import PACKED
 from epigen.ir.program import graph_of
 from epigen.runtime import arguments
 from epigen.runtime.code_builder import CodeBuilder
@@ -127,13 +128,15 @@ def run(
 
 def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
     """What `chain.chain` comes to where it is called with tensors like these, in torch's modes as they are: a function without its checks. None where the chain
-    has torch itself run the layers, and where one computes what it multiplies, or gives more than a tile. Inputs are taken of exactly the shapes that a program
+    has torch itself run the layers, and where one computes what it multiplies, gives a mask, or within the chain more than a tile. Inputs are taken of exactly the shapes that a program
     declares with x's leading dimensions.
     """
     programs = [plan.declared(link.epilogue) for link in links]
     tensors = [v for v in _row(x, links) if isinstance(v, Tensor)]
     computed = any(graph_of(link.epilogue).computed() for link in links)
-    if not all(program.tile for program in programs) or computed or not library.unseen(*tensors) or composed.needed(tensors):
+    last_graph = graph_of(links[-1].epilogue)
+    fits = all(program.tile for program in programs[:-1]) and not any(last_graph.nodes[o.node].kind == PACKED for o in last_graph.outputs)
+    if not fits or computed or not library.unseen(*tensors) or composed.needed(tensors):
         return None
     for link, program in zip(links, programs, strict=True):
         expanded = chain.presented(link, program, x)
@@ -159,7 +162,7 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
             made = _LayerCall(step, link.tune, shape, link.weight.shape[0], lead, lead if last else None, shapes[i], of_taken, bool(mains[i])).made()
             text.add(f"r{i} = {text.hold(_apply)}({text.hold(made)}, {a}, {weight}{inputs}{''.join(f', {m}' for m in mains[i])}{taken})")
         else:
-            site = Site(link.epilogue, link.tune, How.TRANSPOSED, [(*lead, link.weight.shape[0])] if last and len(lead) != 1 else [])
+            site = Site(link.epilogue, link.tune, How.TRANSPOSED, _shapes(lead if last else None, link.weight.shape[0], program.outputs))
             text.add(f"r{i} = {site.call(text, [a, weight, *given])}")
         before = None if last else steps[i + 1].before
         taken, of_taken = "", ()
@@ -167,8 +170,16 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
             taken = f"{inputs}, *map({text.hold(Tensor.detach)}, {text.hold(layer.kept)}({text.hold(before)}, {a}, {weight}, [{', '.join(given)}], r{i}))"
             of_taken = shapes[i]
         a, shape = f"r{i}[0]", (math.prod(lead), link.weight.shape[0])
-    text.add(f"return {a}")
+    several, count = programs[-1].type, len(programs[-1].outputs)
+    text.add(f"return {a if several is None else f'{text.hold(tuple.__new__)}({text.hold(several)}, r{len(links) - 1}[:{count}])'}")
     return text.function()
+
+
+def _shapes(lead: Sequence[int] | None, n: int, outputs: Sequence[str]) -> list[tuple[int, ...] | None]:
+    """Of a layer's results that have leading dimensions in place of M, by their indices; where `lead` is None they have not."""
+    if lead is None or len(lead) == 1:
+        return []
+    return [{"mn": (*lead, n), "m": tuple(lead)}.get(indices) for indices in outputs]
 
 
 # -- layers that train
@@ -255,10 +266,7 @@ class _LayerCall:
         step = self.step
         values, results = [f"v{i}" for i in range(len(self.inputs))], [f"y{i}" for i in range(outputs)]
         text = CodeBuilder(f"forward(ctx, x, w{''.join(f', {v}' for v in values)}{', main' if self.adds else ''}, *taken)")
-        shapes: list[tuple[int, ...] | None] = []
-        if self.to is not None and len(self.to) != 1:
-            shapes = [{"mn": (*self.to, self.n), "m": self.to}.get(indices) for indices in step.outputs]
-        site = Site(step.text, self.tune, How.TRANSPOSED, shapes)
+        site = Site(step.text, self.tune, How.TRANSPOSED, _shapes(self.to, self.n, step.outputs))
         text.add(f"{', '.join(results)}, = {site.call(text, ['x', 'w', *(values[place] for place in step.inputs)])}")
         every = [*values, *results, "x", "w"]
         own = [every[i] for i in step.own.kept] if step.own is not None else []

@@ -205,6 +205,34 @@ def test_what_is_kept_and_where_a_gradient_goes_is_compared() -> None:
         close(main, gradient * turn)
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("lead", [(6,), (2, 3), ()])
+def test_several_results(lead: tuple[int, ...], recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile, a row, a column and a number, of which any may have a gradient; a mask is no tensor of these shapes, and is right as well."""
+    x, w, bias, seen = drawn(*lead, 8), drawn(16, 8, seed=1), drawn(16, seed=2), counted(monkeypatch, *CHECKS)
+    text = "z = mm + bias; tile = silu(z); row = sum(z * z, n); column = sum(tanh(z), m); whole = sum(z); tile, row, column, whole"
+    masked = "z = mm + bias; tile = relu(z); packed = bitmask(z > 0); tile, packed"
+
+    def torchs() -> tuple[Tensor, ...]:
+        z = F.linear(x, w, bias)
+        return F.silu(z), (z * z).sum(-1), z.reshape(-1, 16).tanh().sum(0), z.sum()
+
+    weights = [drawn(*t.shape, seed=7, grad=False) for t in torchs()]
+    for turn in range(5):
+        seen.clear()
+        with torch.set_grad_enabled(recorded):
+            found, expected = epigen.linear(x, w, bias, text), torchs()
+            assert found._fields == ("tile", "row", "column", "whole")
+            close(tuple(found), expected)
+            for wanted in ((0, 1, 2, 3), (0,), (1, 2)) if recorded else ():
+                losses = [sum((results[i] * weights[i]).sum() for i in wanted) for results in (found, expected)]
+                close(*(torch.autograd.grad(loss, (x, w, bias), retain_graph=True) for loss in losses))
+            assert seen["chain"] == (turn < 2)
+            tile, mask = epigen.linear(x, w, bias, masked)
+            close(tile, F.relu(F.linear(x, w, bias)))
+            assert mask.shape == (*lead, 2)
+
+
 def test_a_buffer_is_added_to_by_a_backward_that_would_add_to_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """And neither by one that returns the weight's gradient nor by one of something else, whatever gradients arrive."""
     x, w, v, seen = drawn(2, 3, 8), drawn(16, 8, seed=1), drawn(8, 16, seed=2), counted(monkeypatch, *CHECKS)
