@@ -184,6 +184,8 @@ class Forward:
 
 def _extents(args: Any, kwargs: Any) -> torch.Size | None:
     """Those of the first tensor."""
+    if args and isinstance(args[0], Tensor):  # as most often: without a generator
+        return args[0].shape
     return next((x.shape for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
 
 
