@@ -1,7 +1,7 @@
 """Layers of real models, in bf16 with random weights: eager, torch.compile, backend="epigen" and epigen.fuse, forward alone and a training step.
 
 Beside each stands what its products take alone, and what Inductor's pointwise kernels do, which is the most that fusing could spare, as those of eager's are that
-a fused model does without. With --models experts,weighted,bert-large-written-out those with batches of products. With --graphs as CUDA graphs too, which take the host's time out; with --losses the losses of each way's training.
+a fused model does without. With --models experts,adaptive,weighted,bert-large-written-out those with batches of products. With --graphs as CUDA graphs too, which take the host's time out; with --losses the losses of each way's training.
 Run: python -m bench.models [--models a,b] [--tuned a,b] [--graphs a,b] [--losses a,b]; --merge puts such results together.
 """
 
@@ -68,6 +68,7 @@ def models(layers: int) -> dict[str, Callable[[], nn.Module]]:
         "t5-xl": lambda: _Embedded(hf.T5EncoderModel(t5)),
         "opt-6.7b": lambda: _Embedded(hf.OPTModel(opt)),
         "experts": lambda: nn.Sequential(*(_Experts() for _ in range(layers))),
+        "adaptive": lambda: nn.Sequential(*(_Adaptive() for _ in range(layers))),
         "weighted": lambda: nn.Sequential(*(_Weighted() for _ in range(layers))),
         "bert-large-written-out": lambda: _Layers(hf.BertModel(hf.BertConfig(**wide | {"attn_implementation": "eager"}, **none)).encoder.layer),
     }
@@ -78,7 +79,7 @@ def _layers_of(model: nn.Module) -> nn.ModuleList:
 
 
 WIDTHS = {"bert-large": 1024, "vit-large": 1024, "gpt2-xl": 1600, "llama-8b": 4096, "t5-xl": 2048, "opt-6.7b": 4096}
-BATCHED = {"experts": 1024, "weighted": 1024, "bert-large-written-out": 1024}
+BATCHED = {"experts": 1024, "adaptive": 1024, "weighted": 1024, "bert-large-written-out": 1024}
 """Models whose products are batches, wholly or in part; they are run where they are named."""
 
 
@@ -120,6 +121,20 @@ class _Experts(nn.Module):
         hidden = nn.functional.silu(gate) * torch.einsum("ecd,edh->ech", h, self.up)
         counts = torch.sigmoid((h * self.router).sum(-1, keepdim=True))
         return (own + torch.einsum("ech,ehd->ecd", hidden, self.down) * counts).reshape(x.shape)
+
+
+class _Adaptive(nn.Module):
+    """The MLP of a diffusion transformer, which each image shifts, scales and gates."""
+
+    def __init__(self, width: int = BATCHED["adaptive"]):
+        super().__init__()
+        self.norm, self.made = nn.LayerNorm(width, elementwise_affine=False), nn.Linear(width, 3 * width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift, scale, gate = self.made(x.mean(1, keepdim=True)).chunk(3, dim=-1)
+        hidden = nn.functional.gelu(self.up(self.norm(x) * (1 + scale) + shift), approximate="tanh")
+        return x + gate * self.down(hidden)
 
 
 class _Weighted(nn.Module):

@@ -537,7 +537,8 @@ class Importer:
         shape = tuple(node.meta["val"].shape)
         roles = _moved(x.roles, node) if _moves(node) and self.moving else None if _moves(node) else _reshaped(x.roles, shape)
         if roles is None:
-            raise Unknown(node, f"{name_of(node)} to {list(shape)} moves elements between {'products, ' if self.batched else ''}rows and columns")
+            what = "repeats elements" if name_of(node) == "expand" else f"moves elements between {'products, ' if self.batched else ''}rows and columns"
+            raise Unknown(node, f"{name_of(node)} to {list(shape)} {what}")
         return Value(x.text, roles, x.boolean, x.reduced)
 
     def reduction(self, node: fx.Node, name: str) -> Value:
