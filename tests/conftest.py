@@ -188,9 +188,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     compiled = library.kernel
 
-    def noted(text: str, tune: str | None) -> Any:
+    def noted(text: str, tune: str | None, options: str | None = None) -> Any:
         found.append(text)
-        return compiled(text, tune)
+        return compiled(text, tune, options)
 
     monkeypatch.setattr(library, "kernel", noted)
     return found

@@ -128,7 +128,7 @@ class _Timing(Work):
         self.operand_bytes = (self.count * m * k * sig.a.bytes, self.count * k * n * sig.b.bytes)
         self.vector_bytes = sum(item_bytes(i, m, n) for i in spec.inputs if i.indices != "mn")
         self.beside_bytes = sum(item_bytes(i, m, n, k) for i in self.along_k)
-        self.product_us = self.vendor_us(eager_dtype(spec) if spec.bare_product else FP32)
+        self.product_us = self.vendor_us(eager_dtype(spec) if spec.bare_product else FP32, widened=True)
 
     def estimate(self, config: KernelConfig) -> Estimate:
         if not SCHEDULES[config.schedule].multiplies:
@@ -441,17 +441,17 @@ class _Timing(Work):
             total += self.c.gap_us + self.c.l2_us * (1 + chunks / 4) + 4.0 * width * sum(lengths) / self.bytes_us
         return total
 
-    def vendor_us(self, result: DType) -> float:
-        """The vendor's product with a result of this dtype, without its launch. Single products were fitted with fp32, whatever they have."""
+    def vendor_us(self, result: DType, widened: bool = False) -> float:
+        """The vendor's product with a result of this dtype, without its launch. Single products were fitted with fp32, whatever they have. widened: fp8 to fp16 before it."""
         m, n, k = self.shape[-3:]
         sig = self.spec.signature
-        dtype = FP16 if sig.a.is_fp8 else sig.a  # fp8 is widened first
+        widened = sig.a.is_fp8 and (widened or not self.target.multiplies(sig.a, sig.b))
+        dtype = FP16 if widened else sig.a
         peak = self.gpu.peak(dtype, sig.precision) * 1e6 / self.sms
         together = math.gcd(16, *(extent * dtype.bytes for extent in row_lengths(self.shape, self.layout) if extent > 1))  # else it is a vector
         slower, tiles = _VENDOR_UNALIGNED.get(together, 1.0), (_VENDOR_UNALIGNED_TILE,) if together in _VENDOR_UNALIGNED else _VENDOR_TILES
-        widened = 2 * sum(self.operand_bytes) if sig.a.is_fp8 else 0
         bare, result = (_VENDOR_BATCH_BARE, result) if len(self.shape) == 4 else (_VENDOR_BARE, FP32)
-        moved = (sum(self.operand_bytes) + widened + result.bytes * self.count * m * n) / self.bytes_us
+        moved = ((3 if widened else 1) * sum(self.operand_bytes) + result.bytes * self.count * m * n) / self.bytes_us
         parts = [s for s in _VENDOR_SPLITS if s == 1 or (self.count == 1 and k >= s * _VENDOR_PART and slower == 1.0)]
         times = []
         for (rows, columns, share), splits in product(tiles, parts):

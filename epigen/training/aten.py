@@ -33,6 +33,8 @@ from epigen.ir.unparse import unparse
 # the last value is NaN, where torch has no gradient
 _AT_LEAST = "where(x >= y, x, where(x < y, y, detach(maximum(x, y))))"
 _AT_MOST = "where(x <= y, x, where(x > y, y, detach(minimum(x, y))))"
+_UNDERIVED = {_AT_LEAST: "maximum(x, y)", _AT_MOST: "minimum(x, y)"}
+"""The same values, of which no derivative is to be taken."""
 
 SEVERAL = {
     "add(x, y, alpha=s)": "x + s * y",
@@ -381,9 +383,10 @@ class Importer:
 
     # -- the nodes
 
-    def plus(self, product: fx.Node, added: fx.Node | None, scale: tuple[float, float] = (1.0, 1.0)) -> None:
-        """What addmm adds is a part of its value. scale: by how much the product and that are multiplied."""
-        parts = [("mm", scale[0])] + ([(self.value(added, product).text, scale[1])] if added is not None else [])
+    def plus(self, product: fx.Node, added: fx.Node | None, scale: tuple[float, float] = (1.0, 1.0), factors: Sequence[fx.Node] = ()) -> None:
+        """What addmm adds is a part of its value. scale: by how much the product and that are multiplied. factors: the product alone, besides."""
+        scaled = " * ".join(["mm", *(self.value(factor, product).text for factor in factors)])
+        parts = [(scaled, scale[0])] + ([(self.value(added, product).text, scale[1])] if added is not None else [])
         terms = [text if factor == 1 else f"{_number(factor, product)} * {text}" for text, factor in parts]
         self.known[product] = self.bind(" + ".join(terms), self.frame_roles)
 
@@ -477,7 +480,8 @@ class Importer:
                 if any(v.reduced for v in values.values()) and any(not v.reduced and "mn" in self.indices(v.roles) for v in values.values()):
                     raise Unknown(node, "it joins a reduction with what it is taken of", "a second kernel has to read it")
                 conditions = _CONDITIONS.get(name, ())
-                text = _filled(rule.text, {key: _as_condition(value) if key in conditions else _as_number(value) for key, value in values.items()})
+                written = rule.text if self.derived else _UNDERIVED.get(rule.text, rule.text)
+                text = _filled(written, {key: _as_condition(value) if key in conditions else _as_number(value) for key, value in values.items()})
                 if boolean and not (conditions == ("x", "y") or conditions == ("x",) or name in _COMPARISONS):
                     text = f"({text}) != 0"
                 return self.bind(text, roles, boolean, any(v.reduced for v in values.values()))

@@ -248,7 +248,7 @@ def _call(region: Region, tune: str | None) -> Call | None:
     *batch, m, n, k = call.shape
     extents, dtype = dict(zip("bmn" if batch else "mn", (*batch, m, n), strict=True)), product.a.meta["val"].dtype
     inputs = tuple((leaf.name, _lying(leaf.shape(extents), "n", leaf.node.meta["val"].dtype)) for leaf in region.imported.leaves)
-    return Call(tune, _lying((*batch, m, k), call.layout[0], dtype), _lying((*batch, k, n), call.layout[1], dtype), inputs)
+    return Call(tune, _lying((*batch, m, k), call.layout[0], dtype), _lying((*batch, k, n), call.layout[1], dtype), inputs, call.options)
 
 
 def _lying(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> Lying:

@@ -34,13 +34,18 @@ Held = tuple[tuple[str, DType | None], ...]
 
 @dataclass(frozen=True, slots=True)
 class ProgramCall:
-    """A program's call. shape: M, N, K, of a batch after the number of its products. dtype: of the operands. layout: how they lie. inputs: the dtypes of the program's."""
+    """A program's call. shape: M, N, K, of a batch after the number of its products. dtype: of the operands. layout: how they lie. inputs: the dtypes of the program's.
+    options: as the operations take them."""
 
     text: str
     shape: Shape
     dtype: DType
     layout: str
     inputs: Held
+    options: str | None = None
+
+    def kernel(self, tune: str | None = None) -> Kernel:
+        return library.kernel(self.text, tune, self.options)
 
 
 def target_of(place: torch.device) -> Target | None:
@@ -63,18 +68,18 @@ _MOST_SPILLED = 64
 
 def kernels_us(call: ProgramCall, target: Target, tune: str | None) -> tuple[float, float]:
     """The program's kernel, and the vendor's product alone, in microseconds. tune: as of `epigen.compile`; what is missing is tuned here, and so is measured."""
-    precision = library.kernel(call.text, None)._precision_now(call.dtype)
+    precision = call.kernel()._precision_now(call.dtype)
     fused, bare, measured = _kernels_us(call, target, precision, api.database().index())
     if tune is not None and not measured:
         with _disable_current_modes():  # which are there while torch compiles
-            kernel = library.kernel(call.text, tune)
+            kernel = call.kernel(tune)
             kernel.plan(call.shape, target=target, signature=_signature(kernel, call, precision), as_called=True)
         fused, bare, measured = _kernels_us(call, target, precision, api.database().index())
     return fused * (_MEASURED if measured or tune is not None else _doubt(call)), bare
 
 
 def _doubt(call: ProgramCall) -> float:
-    return _DOUBT * (1 + _DOUBT_A_TILE * sum(i.indices == "mn" and i.op != BITS for i in library.kernel(call.text, None).graph.inputs()))
+    return _DOUBT * (1 + _DOUBT_A_TILE * sum(i.indices == "mn" and i.op != BITS for i in call.kernel().graph.inputs()))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -91,7 +96,7 @@ def _kernels_us(call: ProgramCall, target: Target, precision: str, _index: Index
 
 
 def _planned(call: ProgramCall, target: Target, precision: str) -> Plan:
-    kernel = library.kernel(call.text, None)
+    kernel = call.kernel()
     return kernel.plan(call.shape, target=target, signature=_signature(kernel, call, precision))
 
 
@@ -124,13 +129,13 @@ def compile_ahead(kernels: Iterable[tuple[ProgramCall, Target]]) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _instructions(call: ProgramCall, target: Target, _index: Index) -> float:
-    return resources.Work(_planned(call, target, library.kernel(call.text, None)._precision_now(call.dtype)).spec, call.shape, target).operations
+    return resources.Work(_planned(call, target, call.kernel()._precision_now(call.dtype)).spec, call.shape, target).operations
 
 
 @functools.lru_cache(maxsize=4096)
 def _compiled(call: ProgramCall, target: Target, _index: Index, process: int) -> Future[str]:
     """What `_spilled` will say. process: whose threads compile, for those of a process that was forked are its parent's."""
-    kernel, here = library.kernel(call.text, None), torch.cuda.current_device() if torch.cuda.is_available() else None
+    kernel, here = call.kernel(), torch.cuda.current_device() if torch.cuda.is_available() else None
     future = _pool(process).submit(_spilled, call, target, here)
     kernel.wait_for(future)
     return future
@@ -146,7 +151,7 @@ def _spilled(call: ProgramCall, target: Target, place: int | None) -> str:
     """place: of the GPU that the process works with."""
     if place is not None:
         torch.cuda.set_device(place)
-    (*batch, m, n, k), kernel = call.shape, library.kernel(call.text, None)
+    (*batch, m, n, k), kernel = call.shape, call.kernel()
     extents, dtypes = {"m": m, "n": n, "k": k}, dict(call.inputs)
 
     def lying(indices: str, dtype: DType | None) -> torch.Tensor:

@@ -34,9 +34,13 @@ Inputs = Sequence[Tensor | None]
 ACCUMULATE = "cast(mm + grad[m,n], fp32)"
 
 
-@functools.lru_cache(maxsize=MOST_PROGRAMS)
 def kernel(text: str, tune: str | None, options: str | None = None) -> Kernel:
     """The process's own kernel of a program. tune: as of `epigen.compile`. options: its others, as JSON."""
+    return _kernel(text, tune, options)
+
+
+@functools.lru_cache(maxsize=MOST_PROGRAMS)
+def _kernel(text: str, tune: str | None, options: str | None) -> Kernel:
     return api.compile(text, tune=tune, **(json.loads(options) if options else {}))
 
 
@@ -63,14 +67,12 @@ def _program(
     if torch.is_grad_enabled():  # as in a model that torch.export wrote down: below autograd nothing is recorded any more
         with torch.no_grad():
             return _program(text, tune, a, b, inputs, numbers, options)
-    made = kernel(text, tune, options) if options else kernel(text, tune)
-    return _listed(made(a, b, **named(text, inputs, numbers)))
+    return _listed(kernel(text, tune, options)(a, b, **named(text, inputs, numbers)))
 
 
 def _over(text: str, mm: Tensor, inputs: Sequence[Tensor | float | None], numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
     with torch.no_grad():
-        made = kernel(text, None, options) if options else kernel(text, None)
-        return _listed(made.over(mm, **named(text, inputs, numbers)))
+        return _listed(kernel(text, None, options).over(mm, **named(text, inputs, numbers)))
 
 
 def _into(
@@ -136,14 +138,14 @@ def below_autograd(operation: Any, *args: Any) -> Any:
         return operation(*args)
 
 
-def run(text: str, tune: str | None, a: Tensor, b: Tensor, values: Sequence[Tensor | float]) -> list[Tensor]:
+def run(text: str, tune: str | None, a: Tensor, b: Tensor, values: Sequence[Tensor | float], options: str | None = None) -> list[Tensor]:
     """`program` where its derivative is taken care of. values: the program's inputs in its order, numbers among them.
 
     Where nobody in torch is to see the operation it is a call of the kernel: torch's way to an operation written in Python takes twice the time of the call.
     """
     if torch.compiler.is_compiling() or not unseen(a, b, *values):
-        return list(below_autograd(program, text, tune, a, b, *split(values)))
-    return _program(text, tune, a, b, values, ())
+        return list(below_autograd(functools.partial(program, options=options), text, tune, a, b, *split(values)))
+    return _program(text, tune, a, b, values, (), options)
 
 
 def run_over(text: str, mm: Tensor, values: Sequence[Tensor | float]) -> list[Tensor]:

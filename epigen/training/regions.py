@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import json
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -18,12 +19,27 @@ import torch
 from torch import fx
 
 from epigen import gpus
-from epigen.dtypes import BY_TORCH
+from epigen.dtypes import BY_TORCH, FAST_ACCUM
 from epigen.errors import EpigenError
 from epigen.gpus import Target
 from epigen.shapes import Shape
 from epigen.training import expected
-from epigen.training.aten import BITMASK, SAME, WHERE_BITS, Imported, Importer, Role, Unknown, Value, elementwise, is_view, lies_as_rows, name_of, size_hint
+from epigen.training.aten import (
+    BITMASK,
+    SAME,
+    WHERE_BITS,
+    Imported,
+    Importer,
+    Role,
+    Unknown,
+    Value,
+    elementwise,
+    is_view,
+    lies_as_rows,
+    name_of,
+    same,
+    size_hint,
+)
 
 MOST_TILES = 6
 """Tiles that one kernel reads or writes beside its operands: each holds registers and a place in shared memory."""
@@ -31,7 +47,8 @@ MOST_TILES = 6
 _aten: Any = torch.ops.aten
 _PRODUCTS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
 """By operation: how many arguments come before the operands."""
-_GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_mm", "_int_mm")
+_SCALED_MM: Any = _aten._scaled_mm.default
+_OTHERS = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_mm", "_int_mm")
 
 Levels = dict[fx.Node, int]
 
@@ -39,7 +56,8 @@ Levels = dict[fx.Node, int]
 @dataclass(frozen=True, slots=True)
 class Product:
     """One product, or a batch of them. a, b: operands, [M, K] and [K, N], or [B, M, K] and [B, K, N]. added: what is added to it. scale: by how much it and that are
-    multiplied. parted: into how many products its rows are parted, and the rows of each, where that is of use."""
+    multiplied. parted: into how many products its rows are parted, and the rows of each, where that is of use.
+    factors: what the product is multiplied by besides, before anything is added. fast: whether the tensor cores may add up fp8 products alone."""
 
     node: fx.Node
     a: fx.Node
@@ -47,6 +65,19 @@ class Product:
     added: fx.Node | None = None
     scale: tuple[float, float] = (1.0, 1.0)
     parted: tuple[Any, Any] | None = None
+    factors: tuple[fx.Node, ...] = ()
+    fast: bool = False
+
+    @property
+    def options(self) -> str | None:
+        """Of its programs, as the operations take them."""
+        return json.dumps({"precision": FAST_ACCUM}) if self.fast else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What a program's results have that are not cast."""
+        dtype: torch.dtype = self.a.meta["val"].dtype
+        return torch.bfloat16 if BY_TORCH[str(dtype)].is_fp8 else dtype
 
     @property
     def batch(self) -> tuple[Any, Any] | None:
@@ -103,7 +134,7 @@ def products(graph: fx.Graph) -> list[fx.Node]:
 
 
 def is_product(node: fx.Node) -> bool:
-    return node.op == "call_function" and (node.target in _PRODUCTS or name_of(node) in _GROUPED)
+    return node.op == "call_function" and (node.target in _PRODUCTS or name_of(node) in _OTHERS)
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -114,6 +145,8 @@ def operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 def product_of(node: fx.Node) -> Product | str:
     """A node as a product, or why it is none that a program takes."""
+    if node.target is _SCALED_MM:
+        return _scaled(node)
     if node.target not in _PRODUCTS:
         return f"{name_of(node)} is a product of another kind"
     before, given = _PRODUCTS[node.target], node.args
@@ -126,6 +159,23 @@ def product_of(node: fx.Node) -> Product | str:
         return f"operands of {x.dtype}"
     added = given[0] if before and scale[1] != 0 else None
     return Product(node, a, b, added, (float(scale[0]), float(scale[1])))  # type: ignore[arg-type]  # all are numbers
+
+
+def _scaled(node: fx.Node) -> Product | str:
+    """torch's product of fp8 operands, with a scale for each or for each of their rows and columns, and a bias: all of it is rounded once."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    a, b, *factors = (given[name] for name in ("self", "mat2", "scale_a", "scale_b"))
+    x, y = a.meta["val"], b.meta["val"]
+    if any(str(t.dtype) not in BY_TORCH or not BY_TORCH[str(t.dtype)].is_fp8 for t in (x, y)):
+        return f"operands of {x.dtype}"
+    scales = [factor.meta["val"] for factor in factors]
+    for scale, along in zip(scales, ((x.shape[0], 1), (1, y.shape[1])), strict=True):
+        if scale.dtype != torch.float32 or not (_is(scale.numel(), 1) or all(map(same, scale.shape, along))):
+            return f"its scales are {' and '.join(f'{list(s.shape)} of {s.dtype}' for s in scales)}, and not one each, or one a row and a column, of fp32"
+    if given.get("scale_result") is not None:
+        return "its result has a scale as well"
+    return Product(node, a, b, given.get("bias"), factors=tuple(factors), fast=bool(given.get("use_fast_accum")))
 
 
 def _is(extent: Any, number: int) -> bool:
@@ -199,7 +249,7 @@ def _promising(product: Product, nodes: list[fx.Node], refused: str, levels: Lev
 
     Where many rows read one, such as a gate of each image, or each image the same rows, they are parted into a batch of products, for which nothing need be copied.
     """
-    dtype = product.a.meta["val"].dtype
+    dtype = product.dtype
     if not product.adds_apart and not any(map(_computes, nodes[1:])):
         return Left("nothing elementwise follows it" + (f" that a program computes: {refused}" if refused else ""))
     nodes = _trimmed(nodes, levels)
@@ -245,8 +295,8 @@ class _Importer(Importer):
 
 def _importer(product: Product, over: Collection[fx.Node] = ()) -> Importer:
     importer = _Importer(product.node, product.node.meta["val"].shape, _namer(), ("m",), over, True, batch=product.batch)
-    if product.added is not None or product.scale[0] != 1:
-        importer.plus(product.node, product.added, product.scale)
+    if product.added is not None or product.scale[0] != 1 or product.factors:
+        importer.plus(product.node, product.added, product.scale, product.factors)
     return importer
 
 
@@ -272,7 +322,7 @@ def _grown(product: Product, checked: bool = False) -> tuple[list[fx.Node], str]
             try:
                 importer.add(node)
                 if checked and not isinstance(node.meta.get("val"), tuple | list):
-                    importer.program([node], product.a.meta["val"].dtype)
+                    importer.program([node], product.dtype)
             except (Unknown, EpigenError) as error:
                 if any(_pointwise(n.target) and _computes(n) for n in ([*node.users] if is_view(node) else [node])):
                     refused = refused or str(error).partition("\n")[0]
@@ -583,5 +633,10 @@ def program_call(product: Product, imported: Imported) -> expected.ProgramCall |
         return None
     layout = "".join("n" if t.stride(-1) == 1 or t.stride(-2) != 1 else "t" for t in (a, b))
     return expected.ProgramCall(
-        imported.text, shape, BY_TORCH[str(a.dtype)], layout, tuple((leaf.name, BY_TORCH[str(leaf.node.meta["val"].dtype)]) for leaf in imported.leaves)
+        imported.text,
+        shape,
+        BY_TORCH[str(a.dtype)],
+        layout,
+        tuple((leaf.name, BY_TORCH[str(leaf.node.meta["val"].dtype)]) for leaf in imported.leaves),
+        product.options,
     )

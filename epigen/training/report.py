@@ -26,17 +26,19 @@ class Lying:
     def made(self, device: torch.device) -> Tensor:
         if not self.dtype.is_floating_point:
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).zero_()
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).normal_()
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        return made.normal_() if self.dtype.itemsize > 1 else made.copy_(torch.randn(self.shape, device=device))
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a program is called with, the inputs by name. tune: as of `epigen.compile`."""
+    """What a program is called with, the inputs by name. tune: as of `epigen.compile`. options: its others, as JSON."""
 
     tune: str | None
     a: Lying
     b: Lying
     inputs: tuple[tuple[str, Lying], ...]
+    options: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +197,14 @@ def _measured(seen: Sequence[Seen]) -> dict[tuple[str, Call | None], float]:
 
 def _runs(program: str, call: Call, place: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The program's kernel, and the vendor's product with a kernel for what follows."""
-    kernel = library.kernel(program, call.tune)
+    kernel = library.kernel(program, call.tune, call.options)
     a, b = call.a.made(place), call.b.made(place)
     inputs = {name: lying.made(place) for name, lying in call.inputs}
+    if a.element_size() == 1:
+        one, fast = torch.ones((), device=place), call.options is not None
+        return (lambda: kernel(a, b, **inputs)), (
+            lambda: kernel.over(torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=fast), **inputs)
+        )
     return (lambda: kernel(a, b, **inputs)), (lambda: kernel.over(torch.matmul(a, b), **inputs))
 
 

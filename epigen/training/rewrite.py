@@ -30,7 +30,7 @@ def replace(graph: fx.Graph, region: Region, tune: str | None, levels: Levels) -
         sizes = _Sizes(graph, following)
         inputs = [_presented(graph, sizes, leaf, product) for leaf in region.imported.leaves]
         a, b = _operands(graph, sizes, product)
-        call = called(graph, library.fused, (region.imported.text, tune, a, b, inputs, []))
+        call = called(graph, library.fused, (region.imported.text, tune, a, b, inputs, []), {} if product.options is None else {"options": product.options})
         outputs = zip(region.outputs, region.imported.roles, strict=True)
         results = [_result(graph, sizes, call, place, node, roles) for place, (node, roles) in enumerate(outputs)]
     created = list(_between(placed, following))

@@ -47,18 +47,18 @@ class Site:
     Both take operands and inputs in a row, with whatever leading dimensions they have, which are rows but for GIVEN, and return all outputs.
     """
 
-    __slots__ = ("calls", "how", "inputs", "now", "program", "shapes", "tune")
+    __slots__ = ("calls", "how", "inputs", "now", "options", "program", "shapes", "tune")
 
-    def __init__(self, program: str, tune: str | None, how: How, shapes: Sequence[tuple[int, ...] | None] = ()):
-        """shapes: of each output, in place of its own."""
-        self.program, self.tune, self.how, self.shapes = program, tune, how, shapes
+    def __init__(self, program: str, tune: str | None, how: How, shapes: Sequence[tuple[int, ...] | None] = (), options: str | None = None):
+        """shapes: of each output, in place of its own. options: as the operations take them."""
+        self.program, self.tune, self.how, self.shapes, self.options = program, tune, how, shapes, options
         graph = graph_of(program)
         self.inputs = [(node.name, node.indices) for node in graph.inputs()]
         self.calls = 0
         self.now: Callable[..., tuple[Tensor, ...] | None] = _nothing
 
     def slow(self, *given: Tensor) -> tuple[Tensor, ...]:
-        kernel = library.kernel(self.program, self.tune)
+        kernel = library.kernel(self.program, self.tune, self.options)
         first, rest = given[: self.how.count], given[self.how.count :]
         rows = (lambda t, _indices: t) if self.how is How.GIVEN else layer.rows
         inputs = {name: rows(value, indices) for (name, indices), value in zip(self.inputs, rest, strict=True)}

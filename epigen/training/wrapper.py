@@ -23,15 +23,17 @@ class Line:
 
     __slots__ = ("site",)
 
-    def __init__(self, text: str, tune: str | None, static: bool):
-        self.site = Site(text, tune, How.GIVEN) if static else None
+    def __init__(self, text: str, tune: str | None, static: bool, options: str | None = None):
+        self.site = Site(text, tune, How.GIVEN, options=options) if static else None
 
-    def __call__(self, text: str, tune: str | None, a: Tensor, b: Tensor, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Sequence[Tensor]:
+    def __call__(
+        self, text: str, tune: str | None, a: Tensor, b: Tensor, inputs: Sequence[Tensor], numbers: Sequence[float], *, options: str | None = None
+    ) -> Sequence[Tensor]:
         if not library.usual():
-            return list(library.fused(text, tune, a, b, inputs, numbers))
+            return list(library.fused(text, tune, a, b, inputs, numbers, options=options))
         site = self.site
         if site is None:
-            return library.run(text, tune, a, b, inputs)
+            return library.run(text, tune, a, b, inputs, options)
         results = site.now(a, b, *inputs)
         if results is not None:
             return results
@@ -70,7 +72,9 @@ def _write(node: Any, writeline: Callable[[Any], None]) -> None:
         outermost = parent
     text, tune = node.constant_args[:2]
     outermost.add_import_once("from epigen.training.wrapper import Line")
-    outermost.add_import_once(f"{name} = Line({text!r}, {tune!r}, static={_static(node.inputs)})")
+    options = node.kwargs.get("options")
+    beside = "" if options is None else f", options={options!r}"
+    outermost.add_import_once(f"{name} = Line({text!r}, {tune!r}, static={_static(node.inputs)}{beside})")
     writeline(Named(wrapper, node))
 
 

@@ -93,7 +93,7 @@ def test_the_generated_kernels_run_a_step(act: str, dtype: torch.dtype, save: st
     expected = torch.autograd.grad(chain(x, layers).float().square().sum(), (x, *parameters))
     run: list[str] = []
 
-    def interpreted(text: str, _tune: str | None) -> kernel_module.Kernel:
+    def interpreted(text: str, _tune: str | None, _options: str | None = None) -> kernel_module.Kernel:
         run.append(text)
         return api.compile(text, backend="interpreter")
 

@@ -67,7 +67,7 @@ def float64() -> Iterator[None]:
 
     plan_dtype = plan._dtype
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(library, "kernel", lambda text, _tune: Exact(api.graph_of(text)))
+        patched.setattr(library, "kernel", lambda text, _tune, _options=None: Exact(api.graph_of(text)))
         patched.setattr(plan, "_dtype", dtype)
         yield
     plan._steps.cache_clear()  # of what it remembers of float64
