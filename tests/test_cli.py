@@ -292,7 +292,18 @@ def test_the_summary_comes_last() -> None:
     assert [line.split()[0] for line in before.splitlines() if not line.startswith(" ")] == ["target", "config"]
 
 
-@pytest.mark.parametrize("arguments", [(), ("--backward", "--dtype", "bf16"), ("-o", "a file's name.py")], ids=" ".join)
+def test_what_is_named_next_is_for_the_same_problem() -> None:
+    options = ["--dtype", "fp8e4m3", "--layout", "nt", "--precision", "fast_accum"]
+    done = run("compile", "relu(mm + bias)", "--no-verify", "--target", "sm_90", *options)
+    named = [shlex.split(line[10:], comments=True) for line in done.stderr[done.stderr.index("\nnext") + 1 :].splitlines()]
+    assert named and all(command[3:9] == options for command in named)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("--backward", "--dtype", "bf16"), ("-o", "a file's name.py"), ("--dtype", "fp8e4m3", "--layout", "nt", "--precision", "fast_accum")],
+    ids=" ".join,
+)
 def test_the_commands_that_are_named_next_are_commands(arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = run("compile", "relu(mm + bias)", "--no-verify", *arguments)

@@ -284,7 +284,7 @@ class KernelSpec:
 
     @property
     def promoted(self) -> bool:
-        """Whether sums of so many products are added up in fp32: Hopper's tensor cores add those of fp8 in about 14 bits."""
+        """Whether each sum of up to 128 products is added up in fp32: Hopper's tensor cores add those of fp8 in about 14 bits."""
         return self.signature.a.is_fp8 and self.signature.precision != FAST_ACCUM
 
     @property

@@ -143,7 +143,8 @@ def compile_command(machine: Machine, program: str, shape: Shape | None, dtype_n
     for line in summary:
         say(line)
     if emit == "source" and not as_json:
-        words = f"{shlex.quote(given)}{'' if dtype == dtypes.FP16 else f' --dtype {dtype}'}"
+        options = {"dtype": (dtype.name, "fp16"), "layout": (layout, "nn"), "precision": (precision, "ieee")}
+        words = " ".join([shlex.quote(given), *(f"--{name} {value}" for name, (value, default) in options.items() if value != default)])
         for line in _next(words, backward, output, anywhere, chosen == _AT_HAND):
             say(line)
 

@@ -102,7 +102,11 @@ def _found(x: Tensor, links: Sequence[Link], row: Sequence[Tensor]) -> Any:
         key.append(tuple(place for place, v in enumerate(row) if not isinstance(v, Tensor)))
     for link in links:
         key += (link.weight.shape, link.epilogue, link.save, link.of, link.tune, link.main_grad is None, *link.inputs)
-    return run(_ways(*key), state(x.device.type), tensors, lambda: (x, links), row)[0]
+    try:
+        ways = _ways(*key)
+    except TypeError:  # of an option that is of another kind than options are, and cannot be hashed
+        return chain.chain(x, links)
+    return run(ways, state(x.device.type), tensors, lambda: (x, links), row)[0]
 
 
 def run(

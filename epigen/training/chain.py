@@ -148,6 +148,9 @@ def _distinct(values: list[Value]) -> list[Value]:
 
 
 def _request(layer: Link, values: Sequence[Value], recorded: bool) -> LayerRequest:
+    for what, option in (("save", layer.save), ("tune", layer.tune)):
+        if option is not None and not isinstance(option, str):
+            raise CallError(f"{what} is a {type(option).__name__}, and a text was expected, or None")
     dtypes = tuple(v.dtype if isinstance(v, Tensor) else None for v in values)
     wanted = tuple(recorded and isinstance(v, Tensor) and v.requires_grad for v in values)
     return LayerRequest(layer.epilogue, layer.save, layer.of, layer.weight.dtype, dtypes, wanted, recorded and layer.weight.requires_grad)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from epigen.errors import CallError
+from epigen.errors import CallError, shown
 from epigen.training import again, functions, plan
 from epigen.training.chain import Link
 from epigen.training.functions import Function
@@ -89,6 +89,11 @@ def joined(*several: Mapping[str, Value]) -> dict[str, Value]:
     return inputs
 
 
-def names(of: str | Iterable[str] | None) -> tuple[str, ...] | None:
+def names(of: Any) -> tuple[str, ...] | None:
     """Outputs as an argument `of` gives them."""
-    return of if of is None else (of,) if isinstance(of, str) else tuple(of)
+    if of is None:
+        return None
+    listed = (of,) if isinstance(of, str) else tuple(of) if isinstance(of, Iterable) else (of,)
+    if not all(isinstance(name, str) for name in listed):
+        raise CallError(f"of is {shown(of)}, and names of outputs were expected")
+    return listed

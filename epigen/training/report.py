@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from epigen.errors import CallError
+from epigen.runtime import vendor
 from epigen.training import library
 
 
@@ -201,10 +202,7 @@ def _runs(program: str, call: Call, place: torch.device) -> tuple[Callable[[], A
     a, b = call.a.made(place), call.b.made(place)
     inputs = {name: lying.made(place) for name, lying in call.inputs}
     if a.element_size() == 1:
-        one, fast = torch.ones((), device=place), call.options is not None
-        return (lambda: kernel(a, b, **inputs)), (
-            lambda: kernel.over(torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=fast), **inputs)
-        )
+        return (lambda: kernel(a, b, **inputs)), (lambda: kernel.over(vendor.scaled_product(a, b, call.options is not None), **inputs))
     return (lambda: kernel(a, b, **inputs)), (lambda: kernel.over(torch.matmul(a, b), **inputs))
 
 

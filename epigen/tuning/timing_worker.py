@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from epigen.codegen.spec import KernelConfig
+from epigen.dtypes import FAST_ACCUM
 from epigen.errors import EpigenError
 from epigen.runtime import vendor, verify
 from epigen.runtime.kernel import Kernel
@@ -96,6 +97,8 @@ class Meter:
         a, b = self.sample.a, self.sample.b
         if a.is_floating_point() and a.element_size() > 1:
             return torch.matmul(a, b)
+        if a.is_floating_point():
+            return vendor.scaled_product(a, b, self.task.precision == FAST_ACCUM)
         return vendor.product(a, b, self.task.precision)
 
 

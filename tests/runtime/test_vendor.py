@@ -27,6 +27,20 @@ def test_the_vendor_computes_the_product_alone(text: str, dtype: DType) -> None:
     assert spec_of(text, dtype).bare_product
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(32, 48, 64), (32, 40, 64), (32, 48, 72), (0, 16, 16)], ids=str)
+@pytest.mark.parametrize("dtypes", [("float8_e4m3fn",) * 2, ("float8_e5m2",) * 2, ("float8_e4m3fn", "float8_e5m2")], ids=" ".join)
+@pytest.mark.parametrize("row_major", [False, True])
+def test_torchs_own_product_of_fp8_stands_beside_programs_of_it(m: int, n: int, k: int, dtypes: tuple[str, str], row_major: bool) -> None:
+    """For any extents and layout: where torch has none, that of what they are widened to."""
+    torch.manual_seed(0)
+    a, b = (torch.randn(rows, k).to(getattr(torch, dtype)) for rows, dtype in zip((m, n), dtypes, strict=True))
+    b = b.t().contiguous() if row_major else b.t()
+    for fast in (False, True):
+        found = vendor.scaled_product(a, b, fast)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.float(), a.float() @ b.float(), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("dtype", [FP16, BF16, FP32], ids=str)
 @pytest.mark.parametrize("text", ["mm + bias", "bias + mm", "relu(mm)", "relu(mm + bias)", "gelu(mm)", "gelu_tanh(mm + bias)"])
 def test_no_epilogue_is_the_vendors_though_it_has_a_call_for_it(text: str, dtype: DType) -> None:

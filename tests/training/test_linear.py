@@ -203,6 +203,12 @@ def test_a_weights_gradient_is_added_to_a_buffer(golden: Golden) -> None:
         chain(batches[0], [layers[0], layers[1]._replace(main_grad=buffers[1].bfloat16())]).sum().backward()
 
 
+@pytest.mark.parametrize("option", [{"save": ["recompute"]}, {"tune": ["missing"]}, {"of": 3}, {"of": [3]}], ids=str)
+def test_an_option_of_another_kind_is_named(option: dict[str, Any], golden: Golden) -> None:
+    with golden.raises(CallError, str(option)):
+        epigen.linear(normal(2, 4), normal(9, 4, seed=1), normal(9, seed=2), "gelu(mm + bias)", **option)
+
+
 def test_without_an_epilogue_it_is_torchs_linear() -> None:
     x, w, b = normal(2, 3, 4), normal(9, 4, seed=1), normal(9, seed=2)
     torch.testing.assert_close(epigen.linear(x, w, b), F.linear(x, w, b))
