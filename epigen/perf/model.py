@@ -450,7 +450,7 @@ class _Timing(Work):
         peak = self.gpu.peak(dtype, sig.precision) * 1e6 / self.sms
         together = math.gcd(16, *(extent * dtype.bytes for extent in row_lengths(self.shape, self.layout) if extent > 1))  # else it is a vector
         slower, tiles = _VENDOR_UNALIGNED.get(together, 1.0), (_VENDOR_UNALIGNED_TILE,) if together in _VENDOR_UNALIGNED else _VENDOR_TILES
-        bare, result = (_VENDOR_BATCH_BARE, result) if len(self.shape) == 4 else (_VENDOR_BARE, FP32)
+        bare, result = (_VENDOR_BATCH_BARE, result) if self.count > 1 else (_VENDOR_BARE, FP32)
         moved = ((3 if widened else 1) * sum(self.operand_bytes) + result.bytes * self.count * m * n) / self.bytes_us
         parts = [s for s in _VENDOR_SPLITS if s == 1 or (self.count == 1 and k >= s * _VENDOR_PART and slower == 1.0)]
         times = []
