@@ -198,13 +198,15 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`-k golden` chooses all that have golden texts. Tests that need a GPU are skipped, and say why, where torch sees none; torch is asked only if such were chosen."""
+    """`-k golden` chooses all that have golden texts. Tests that need a GPU are skipped, and say why, where torch sees none; torch is asked only if such were chosen.
+    Those that take turns for its memory come first, into the hands of one worker, while the others run the rest: left to the end, all would wait for each other."""
     for item in items:
         if "golden" in getattr(item, "fixturenames", ()):
             item.extra_keyword_matches.add("golden")
     chosen = [item for item in items if item.get_closest_marker("gpu")]
     if not chosen or config.option.markexpr == "not gpu":
         return
+    items.sort(key=lambda item: "room" not in getattr(item, "fixturenames", ()))
     import torch
 
     if not torch.cuda.is_available():
