@@ -13,9 +13,8 @@ from epigen.shapes import Shape, extents, products
 
 # block_m, block_n, num_warps; largest first. Read off the first measurements on an H200 (torch 2.11, Triton 3.6, 2026-11).
 _TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4), (32, 64, 4), (32, 32, 4), (16, 32, 2))
-_LEAST_OF_BYTES = (
-    0.75  # tiles of 8-bit operands a multiprocessor: 512x4096x4096 has 0.97, and took 18.0 us with promoted sums where tiled took 23.1 (H100, 2026-11)
-)
+# tiles of 8-bit operands a multiprocessor: 512x4096x4096 has 0.97, and took 18.0 us with promoted sums where tiled took 23.1 (H100, 2026-11)
+_LEAST_OF_BYTES = 0.75
 _SHORT_OF_BYTES = 2048  # k of theirs up to which one group's epilogue is better hidden under the other's main loop
 _SKINNY = {16: (16, 64, 4), 32: (32, 64, 4), 64: (64, 64, 4)}
 
