@@ -27,7 +27,7 @@ from epigen import ops
 from epigen.codegen.render import Rendered
 from epigen.codegen.schedules import WARP_SPECIALIZED
 from epigen.codegen.spec import LAYOUTS
-from epigen.dtypes import BF16, BY_TORCH, FP8E4M3, FP16, FP32
+from epigen.dtypes import BF16, BY_TORCH, FAST_ACCUM, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
 from epigen.errors import ConfigError
 from epigen.gpus import TARGETS
 from epigen.ir import reference
@@ -187,11 +187,21 @@ def test_all_that_rows_are_written_in_can_be_run() -> None:
 
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(most=8, tame=True, casts=(FP32, FP16, BF16)), configs(), st.sampled_from(LAYOUTS), st.sampled_from((FP16, BF16)))
-def test_random_programs(text: str, values: dict[str, int], layout: str, a: object) -> None:
-    case = Case(text, (200, 135, 70), a, inputs=FP32, layout=layout, config=warp_specialized(**values))  # type: ignore[arg-type]
-    executed = Executed(case, seed=text)
+def test_random_programs(text: str, values: dict[str, int], layout: str, a: DType) -> None:
+    agree(Case(text, (200, 135, 70), a, inputs=FP32, layout=layout, config=warp_specialized(**values)))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(programs(most=8, tame=True, casts=(FP32, FP16, BF16)), configs(), st.sampled_from((FP8E4M3, FP8E5M2, INT8)), st.sampled_from(("ieee", FAST_ACCUM)))
+def test_random_programs_of_8_bits(text: str, values: dict[str, int], a: DType, precision: str) -> None:
+    config = warp_specialized(**values | {"block_k": max(values["block_k"], 32)})
+    agree(Case(text, (200, 135, 330), a, inputs=FP32, layout="nt", config=config, precision=precision))
+
+
+def agree(case: Case) -> None:
+    executed = Executed(case, seed=case.text)
     try:
-        verify.demand(verify.differences(executed, arguments(case, executed, "cpu")))
+        verify.demand(verify.differences(executed, arguments(case, executed, "cpu"), case.precision))
     except Fault as fault:
         assume(not str(fault).endswith("bytes of shared memory"))  # many results leave room for small tiles alone
         raise
