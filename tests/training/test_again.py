@@ -194,7 +194,8 @@ def test_another_number_is_no_other_call(recorded: bool, monkeypatch: pytest.Mon
 def test_what_is_kept_and_where_a_gradient_goes_is_compared() -> None:
     x, w, main = drawn(5, 8), drawn(16, 8, seed=1), torch.zeros(16, 8)
     for turn in range(1, 5):
-        kept = {save: epigen.linear(x, w, None, "relu(mm)", save=save).grad_fn.saved_tensors[-1].dtype for save in ("mask", "output")}
+        results = {save: epigen.linear(x, w, None, "relu(mm)", save=save) for save in ("mask", "output")}
+        kept = {save: result.grad_fn.saved_tensors[-1].dtype for save, result in results.items()}
         assert kept == {"mask": torch.uint8, "output": torch.float32}
         for _ in range(3):
             w.grad = None

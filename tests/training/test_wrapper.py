@@ -86,7 +86,7 @@ def test_who_is_to_see_an_operation_is_given_it(static: bool) -> None:
     with FlopCounterMode(display=False) as counter:
         (found,) = line(*args)
     assert counter.get_total_flops() == 2 * 6 * 8 * 10 and torch.equal(found, expected)
-    with torch.profiler.profile() as profiled:
+    with torch.profiler.profile(acc_events=True) as profiled:
         line(*args)
     assert "epigen::fused" in {event.key for event in profiled.key_averages()}
     assert torch.equal(line(*args)[0], expected)
