@@ -15,7 +15,7 @@ from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
 from epigen.db.database import Database
 from epigen.db.problem import capability
-from epigen.errors import CallError, near_miss, shown
+from epigen.errors import CallError, near_miss, shown, unknown
 from epigen.ir.program import graph_of
 from epigen.runtime.arguments import process_precision
 from epigen.runtime.device import THIS_MACHINE, Machine
@@ -119,11 +119,9 @@ def compile(
             [1., 1., 1., 1.]])
     """
     if backend is not None and backend not in BACKENDS:
-        raise CallError(f"unknown backend {shown(backend)}: {near_miss(shown(backend), BACKENDS) or 'known are ' + ', '.join(BACKENDS)}")
+        raise CallError(unknown("backend", backend, BACKENDS))
     if precision is not None and precision not in dtypes.PRECISIONS:
-        raise CallError(
-            f"unknown precision {shown(precision)}: {near_miss(shown(precision), dtypes.PRECISIONS) or 'known are ' + ', '.join(dtypes.PRECISIONS)}"
-        )
+        raise CallError(unknown("precision", precision, dtypes.PRECISIONS))
     if tune not in TUNE:
         hint = near_miss(shown(tune), ["missing"]) or "it is 'missing' or None"
         raise CallError(f"unknown tune={shown(tune)}: {hint}")

@@ -140,3 +140,9 @@ def near_miss(name: str, known: Iterable[str]) -> str:
     """'did you mean relu?' for a misspelt name, or '' where nothing is near."""
     close = get_close_matches(name, sorted(known), n=2, cutoff=0.6)
     return f"did you mean {' or '.join(close)}?" if close else ""
+
+
+def unknown(what: str, given: object, known: Iterable[str]) -> str:
+    """The message for a name that is none of the known ones, which it lists where none of them is near."""
+    names = list(known)
+    return f"unknown {what} {shown(given)}: {near_miss(str(given), names) or 'known are ' + ', '.join(names)}"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from epigen.dtypes import FP8E4M3, FP32, DType
-from epigen.errors import TargetError, near_miss
+from epigen.errors import TargetError, near_miss, unknown
 
 ACHIEVED_BANDWIDTH = 0.9
 """Share of the datasheet's bandwidth that a copy reaches where it was not measured: the H200's is 4.28 of 4.8 TB/s."""
@@ -91,7 +91,7 @@ DEFAULT_TARGET = TARGETS["sm_90"]
 def target_by_name(name: str) -> Target:
     """Raises TargetError for an unknown name."""
     if name not in TARGETS:
-        raise TargetError(f"unknown target '{name}': {near_miss(name, TARGETS) or 'known are ' + ', '.join(TARGETS)}")
+        raise TargetError(unknown("target", name, TARGETS))
     return TARGETS[name]
 
 

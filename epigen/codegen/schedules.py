@@ -8,7 +8,7 @@ from typing import Any
 
 from epigen.codegen.spec import Finish, Input, KernelConfig, KernelSpec, Store
 from epigen.dtypes import DType
-from epigen.errors import ConfigError, near_miss, shown
+from epigen.errors import ConfigError, near_miss, shown, unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +267,7 @@ def from_mapping(given: Mapping[Any, object]) -> KernelConfig:
 def config(schedule: str, **values: object) -> KernelConfig:
     """A checked config. Raises ConfigError for an unknown schedule or dimension, a missing dimension, or a value out of range."""
     if schedule not in SCHEDULES:
-        raise ConfigError(f"unknown schedule '{schedule}': {near_miss(schedule, SCHEDULES) or 'known are ' + ', '.join(SCHEDULES)}")
+        raise ConfigError(unknown("schedule", schedule, SCHEDULES))
     dimensions = SCHEDULES[schedule].dimensions
     checked: dict[str, int] = {name: value for name, value in _UNLESS_GIVEN.items() if value in dimensions.get(name, ())}
     for name, value in values.items():

@@ -19,7 +19,7 @@ import epigen
 from epigen import dtypes, gpus
 from epigen.codegen.schedules import SCHEDULES, in_triton
 from epigen.commands import derivation as cli_derivation
-from epigen.commands.types import Extents, Program, ProgramCommand, dtype_option, pass_machine, say
+from epigen.commands.types import Extents, Program, ProgramCommand, dtype_option, pass_machine, precision_option, say
 from epigen.errors import EpigenError
 from epigen.gpus import TARGETS, Target
 from epigen.runtime.device import Machine
@@ -65,9 +65,7 @@ class Config(click.ParamType):  # type: ignore[type-arg]  # generic since click 
 )
 @dtype_option
 @click.option("--layout", default="nn", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
-@click.option(
-    "--precision", type=click.Choice(dtypes.PRECISIONS), default="ieee", show_default=True, help="of fp32 operands ieee or tf32; of fp8 ones fast_accum"
-)
+@precision_option
 @click.option("--target", "target_name", type=click.Choice(tuple(TARGETS)), help="architecture (default: the GPU at hand, else sm_90 and the schedule tiled)")
 @click.option("--emit", default="source", show_default=True, type=click.Choice([*EARLY, "source", *COMPILED]), help="which stage to write")
 @click.option("--schedule", type=click.Choice(list(SCHEDULES)), help="the best config of this schedule by the model, instead of the best of all")

@@ -8,7 +8,7 @@ import click
 
 from epigen import dtypes
 from epigen.commands import derivation as cli_derivation
-from epigen.commands.types import Extents, Program, ProgramCommand, dtype_option, pass_machine
+from epigen.commands.types import Extents, Program, ProgramCommand, dtype_option, pass_machine, precision_option
 from epigen.runtime.device import Machine
 from epigen.shapes import Shape
 
@@ -18,9 +18,7 @@ from epigen.shapes import Shape
 @click.option("--shape", type=Extents(), required=True, help="M, N and K, of a batch after the number of its products")
 @dtype_option
 @click.option("--layout", default="nn", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
-@click.option(
-    "--precision", type=click.Choice(dtypes.PRECISIONS), default="ieee", show_default=True, help="of fp32 operands ieee or tf32; of fp8 ones fast_accum"
-)
+@precision_option
 @click.option("--gpu", "gpu_name", help="a GPU by name, such as H200 or 'RTX 4090' (default: the GPU at hand, else H200)")
 @click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
 @pass_machine

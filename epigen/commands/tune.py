@@ -19,8 +19,7 @@ import click
 
 from epigen import settings
 from epigen.commands.live import Live
-from epigen.commands.types import Devices, Extents, Program, ProgramCommand, Seconds, dtype_option, pass_machine
-from epigen.dtypes import PRECISIONS
+from epigen.commands.types import Devices, Extents, Program, ProgramCommand, Seconds, dtype_option, pass_machine, precision_option
 from epigen.errors import TuneError
 from epigen.runtime.device import Machine
 from epigen.shapes import Shape
@@ -73,7 +72,7 @@ class _Run:
 )
 @dtype_option
 @click.option("--layout", default="nt", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
-@click.option("--precision", type=click.Choice(PRECISIONS), default="ieee", show_default=True, help="of fp32 operands ieee or tf32; of fp8 ones fast_accum")
+@precision_option
 @click.option("--trials", type=click.IntRange(1, 100_000), default=48, show_default=True, help="configs measured a problem")
 @click.option("--budget", type=Seconds(), help="seconds a problem")
 @click.option("--devices", type=Devices(), metavar="0,1|all", help="the GPUs to tune on, a problem each at a time (default: the current one)")

@@ -90,6 +90,11 @@ def dtype_option(command: Any) -> Any:
     return click.option("--dtype", "dtype_name", default="fp16", show_default=True, type=Dtype(), help=help_text)(command)
 
 
+def precision_option(command: Any) -> Any:
+    help_text = "of fp32 operands ieee or tf32; of fp8 ones fast_accum"
+    return click.option("--precision", type=click.Choice(dtypes.PRECISIONS), default="ieee", show_default=True, help=help_text)(command)
+
+
 class Seconds(click.FloatRange):
     """A time that is a number: "nan" is none, and compares with nothing."""
 

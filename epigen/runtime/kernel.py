@@ -349,7 +349,7 @@ class Kernel:
             return prepared.run(operands, inputs, outs)
 
     def _precision_now(self, operands: DType) -> str:
-        return self._precision if self._precision and operands.precision(self._precision) else process_precision()
+        return operands.precision(self._precision or "") or process_precision()
 
     def warm(self, a: Tensor, b: Tensor, /, target: Target, **inputs: Tensor | float) -> list[Resources]:
         """Compile what a call with such arguments would launch on `target`, into Triton's cache, without a GPU.

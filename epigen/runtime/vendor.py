@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from epigen.codegen.spec import EXACT_INT8, WIDE
+from epigen.dtypes import FAST_ACCUM
 from epigen.ir import reference
 from epigen.runtime.arguments import process_precision
 
@@ -67,16 +68,17 @@ def products(a: Tensor, b: Tensor, precision: str) -> Tensor:
     return whole.view(*lead, *whole.shape[1:])
 
 
-def scaled_product(a: Tensor, b: Tensor, fast: bool) -> Tensor:
-    """What programs of fp8 operands stand beside: torch's own product of them, [M, N] bf16, with a scale of 1 for each. fast: as its use_fast_accum.
+def scaled_product(a: Tensor, b: Tensor, precision: str) -> Tensor:
+    """What programs of fp8 operands stand beside: torch's own product of them, [M, N] bf16, with a scale of 1 for each.
 
+    precision: "fast_accum" is its use_fast_accum=True.
     It wants K and N to be multiples of 16, and rows of both along K. Of other operands it is `product`, which is exact, and takes more than twice the time.
     """
     aligned = a.dim() == 2 and a.shape[1] % 16 == 0 == b.shape[1] % 16 and a.stride(1) == 1 == b.stride(0)
     if not aligned or 0 in (*a.shape, *b.shape) or torch.float8_e4m3fn not in (a.dtype, b.dtype):
-        return product(a, b, "").bfloat16()
+        return product(a, b, precision).bfloat16()
     one = torch.ones((), device=a.device)
-    return torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=precision == FAST_ACCUM)
 
 
 def compute(a: Tensor, b: Tensor, out: Tensor, precision: str) -> None:

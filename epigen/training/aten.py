@@ -546,7 +546,7 @@ class Importer:
         return Value(x.text, roles, x.boolean, x.reduced)
 
     def reduction(self, node: fx.Node, name: str) -> Value:
-        given = _named(node)
+        given = named_arguments(node)
         x = self.value(node.args[0], node)
         if x.reduced:
             raise Unknown(node, "it reduces what is reduced already", "reduce over both at once, or outside of the epilogue")
@@ -668,7 +668,7 @@ def _number(value: float, node: fx.Node) -> str:
     return f"({value!r})" if value < 0 else repr(value)
 
 
-def _named(node: fx.Node) -> dict[str, Any]:
+def named_arguments(node: fx.Node) -> dict[str, Any]:
     """The node's arguments by torch's names for them."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
@@ -681,7 +681,7 @@ def _arguments(node: fx.Node) -> dict[str | int, Any]:
     """By place and by name: (torch's name, value); under "" all, as (name, value, default), of which a default that is not there is like no value."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
-    given = _named(node)
+    given = named_arguments(node)
     arguments: dict[str | int, Any] = {}
     listed = []
     for place, argument in enumerate(target._schema.arguments):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torchs
 
 from epigen import ops
-from epigen.errors import CallError, near_miss
+from epigen.errors import CallError, unknown
 from epigen.training import again, functions, linear
 from epigen.training.chain import Link
 from epigen.training.functions import Function
@@ -144,7 +144,7 @@ class MLP(Chain):
             raise CallError(f"sizes={list(sizes)}: an MLP has the size of its input and of its output at least")
         named = isinstance(activation, str) or not functions.is_function(activation)
         if named and activation not in ACTIVATIONS:
-            raise CallError(f"unknown activation '{activation}': {near_miss(str(activation), ACTIVATIONS) or 'known are ' + ', '.join(ACTIVATIONS)}")
+            raise CallError(unknown("activation", activation, ACTIVATIONS))
         z = "mm + bias" if bias else "mm"
         epilogues = [*(f"{activation}({z})" if named else activation for _ in sizes[2:]), z]
         options: dict[str, Any] = {"save": save, "tune": tune, "device": device, "dtype": dtype}

@@ -37,9 +37,11 @@ from epigen.training.aten import (
     is_view,
     lies_as_rows,
     name_of,
+    named_arguments,
     same,
     size_hint,
 )
+from epigen.training.functions import result_dtype
 
 MOST_TILES = 6
 """Tiles that one kernel reads or writes beside its operands: each holds registers and a place in shared memory."""
@@ -76,8 +78,7 @@ class Product:
     @property
     def dtype(self) -> torch.dtype:
         """What a program's results have that are not cast."""
-        dtype: torch.dtype = self.a.meta["val"].dtype
-        return torch.bfloat16 if BY_TORCH[str(dtype)].is_fp8 else dtype
+        return result_dtype(self.a.meta["val"].dtype)
 
     @property
     def batch(self) -> tuple[Any, Any] | None:
@@ -163,8 +164,7 @@ def product_of(node: fx.Node) -> Product | str:
 
 def _scaled(node: fx.Node) -> Product | str:
     """torch's product of fp8 operands, with a scale for each or for each of their rows and columns, and a bias: all of it is rounded once."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    given = named_arguments(node)
     a, b, *factors = (given[name] for name in ("self", "mat2", "scale_a", "scale_b"))
     x, y = a.meta["val"], b.meta["val"]
     if any(str(t.dtype) not in BY_TORCH or not BY_TORCH[str(t.dtype)].is_fp8 for t in (x, y)):

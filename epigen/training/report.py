@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epigen.dtypes import BY_TORCH
 from epigen.errors import CallError
 from epigen.runtime import vendor
 from epigen.training import library
@@ -202,7 +203,8 @@ def _runs(program: str, call: Call, place: torch.device) -> tuple[Callable[[], A
     a, b = call.a.made(place), call.b.made(place)
     inputs = {name: lying.made(place) for name, lying in call.inputs}
     if a.element_size() == 1:
-        return (lambda: kernel(a, b, **inputs)), (lambda: kernel.over(vendor.scaled_product(a, b, call.options is not None), **inputs))
+        precision = kernel.signature_of(BY_TORCH[str(a.dtype)]).precision
+        return (lambda: kernel(a, b, **inputs)), (lambda: kernel.over(vendor.scaled_product(a, b, precision), **inputs))
     return (lambda: kernel(a, b, **inputs)), (lambda: kernel.over(torch.matmul(a, b), **inputs))
 
 

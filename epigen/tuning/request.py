@@ -11,7 +11,7 @@ from epigen import dtypes
 from epigen.codegen.spec import LAYOUTS
 from epigen.db.problem import graph_digest
 from epigen.dtypes import DType
-from epigen.errors import CallError, TuneError, near_miss, shown
+from epigen.errors import CallError, TuneError, near_miss, unknown
 from epigen.gpus import Target
 from epigen.ir.graph import Graph
 from epigen.ir.program import graph_of
@@ -34,9 +34,8 @@ def every(
     graphs = [p if isinstance(p, Graph) else graph_of(p) for p in programs]
     extents, operands, lies = [shape_of(s) for s in shapes], [dtypes.BY_NAME[dtype_of(t)] for t in dtype_names], [layout_of(x) for x in layouts]
     if precision not in dtypes.PRECISIONS:
-        known = f"known are {', '.join(dtypes.PRECISIONS)}"
-        raise CallError(f"unknown precision {shown(precision)}: {near_miss(shown(precision), dtypes.PRECISIONS) or known}")
-    of_each = {a: precision if a.precision(precision) else "ieee" for a in operands}
+        raise CallError(unknown("precision", precision, dtypes.PRECISIONS))
+    of_each = {a: a.precision(precision) or "ieee" for a in operands}
     return [Request(graph, shape, a, a, (_beside(a),), layout, of_each[a]) for graph, shape, a, layout in product(graphs, extents, operands, lies)]
 
 

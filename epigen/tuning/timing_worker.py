@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from epigen.codegen.spec import KernelConfig
-from epigen.dtypes import FAST_ACCUM
 from epigen.errors import EpigenError
 from epigen.runtime import vendor, verify
 from epigen.runtime.kernel import Kernel
@@ -98,7 +97,7 @@ class Meter:
         if a.is_floating_point() and a.element_size() > 1:
             return torch.matmul(a, b)
         if a.is_floating_point():
-            return vendor.scaled_product(a, b, self.task.precision == FAST_ACCUM)
+            return vendor.scaled_product(a, b, self.task.precision)
         return vendor.product(a, b, self.task.precision)
 
 

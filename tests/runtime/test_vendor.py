@@ -15,7 +15,7 @@ from cases import LIBRARY
 from specs import spec_of, spec_over
 
 import epigen
-from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType
+from epigen.dtypes import BF16, FAST_ACCUM, FP8E4M3, FP16, FP32, INT8, DType
 from epigen.runtime import vendor, verify
 from epigen.runtime.arguments import process_precision
 from epigen.runtime.kernel import Kernel
@@ -35,8 +35,8 @@ def test_torchs_own_product_of_fp8_stands_beside_programs_of_it(m: int, n: int, 
     torch.manual_seed(0)
     a, b = (torch.randn(rows, k).to(getattr(torch, dtype)) for rows, dtype in zip((m, n), dtypes, strict=True))
     b = b.t().contiguous() if row_major else b.t()
-    for fast in (False, True):
-        found = vendor.scaled_product(a, b, fast)
+    for precision in ("ieee", FAST_ACCUM):
+        found = vendor.scaled_product(a, b, precision)
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found.float(), a.float() @ b.float(), rtol=1e-2, atol=1e-2)
 
