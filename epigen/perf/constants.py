@@ -7,7 +7,8 @@ vendor's product, of split k and of how TMA's kernels begin to 429 configs of 44
 of crossings, of TMA's stores and of what is torn to the 1,990 configs of 132 random shapes in tests/data/shapes.json, as well as to the
 sample_*.json; and those of what multiprocessors ask L2 for together, of stages held and of late inputs to the 4,224 trials of the searches
 of 88 random problems, and to 9 shapes with five orders of their tiles (tests/perf/test_model.py); late_us and vendor_us set again by hand when
-all schedules could load inputs early; and arriving_share to both ways to share a long product, of 149 in tests/data/ways.json.
+all schedules could load inputs early; and arriving_share to both ways to share a long product, of 149 in tests/data/ways.json. apart_clocks
+was doubled when orders of tiles had been measured on an H100 (tests/perf/test_model.py), which the random shapes of the H200 do not tell apart.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Constants:
     l2_bytes_clock: float = 64  # from L2 into one multiprocessor: the port's width
     crossing_clocks: float = 0.6  # a run of up to 128 bytes that lies across two lines of L2
     torn_clocks: float = 3.6  # ... and one that begins within a sector of 32 bytes: by TMA 4.3 to 4.9 for a run that else takes 2, of rows of 16 bytes more
-    apart_clocks: float = 1.5  # a run of 128 bytes that a multiprocessor's TMA asks for, and in a better order of tiles would share with those beside it
+    apart_clocks: float = 3.0  # a run of 128 bytes that a multiprocessor's TMA asks for, and in a better order of tiles would share with those beside it
     row_clocks: float = 1.4  # a multiprocessor's request for a row of a tile, however few its bytes: the tag look-up of its line
     request_clocks: float = 0.45  # what such a request adds to the time of its bytes
     b_along_k: float = 1.6  # rows of b that lie along k take so much longer than a's: seen at 4096x4096x4096 and 8192x8192x1024, "nt" against "nn"

@@ -448,10 +448,10 @@ def test_what_the_lenders_epilogue_had_no_choice_in_is_tried_both_ways(tmp_path:
     found, space = chosen_here(database, TILED, (4096, 4096, 4096))
     late = warp_specialized(128, 128, 64, 6, group_m=8, pingpong=1, subtiles=2, prefetch=0)
     by_tma = warp_specialized(128, 128, 64, 5, group_m=8, pingpong=1, subtiles=2, prefetch=0, tma_load=1)  # the tile takes the place of a stage
-    assert found.config in (late, by_tma) and space.legal(found.config)
-    assert isinstance(found, Recorded) and "; here with prefetch=0" in found.why
+    assert found.config.with_value("group_m", 8) in (late, by_tma) and space.legal(found.config)
+    assert isinstance(found, Recorded) and "; here with " in found.why and "prefetch=0" in found.why
     own, _ = chosen_here(database, MASKED, (4096, 4096, 4096))
-    assert own.config == lent, "its own class of epilogue has it as it was measured"
+    assert own.config.with_value("group_m", 8) == lent, "its own class of epilogue has it as it was measured, but for the order of the tiles"
 
 
 def test_a_program_without_reductions_does_not_say_how_to_complete_them(tmp_path: Path) -> None:
