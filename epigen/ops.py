@@ -16,6 +16,7 @@ Texts in a row:
   keyword is an argument that has to have that value. More of torch's operations are programs of several rows (`training.aten`).
 - `grows`: whether the value or the derivative is infinite at numbers that fp32 holds, so that a gradient of 0 would become NaN.
 - `rounded`: the row that takes its place where results are rounded to 16 bits, which `ir.passes.rounded` tells: less work, more error.
+- `eager`: what torch's own kernel computes, in epigen's language, where that is not the formula here and rounds otherwise.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Op:
     body: tuple[str, ...] = ()
     symbol: str = ""
     rounded: str = ""
+    eager: str = ""
     group: str = ""
     aten: tuple[str, ...] = ()
     grows: bool = False
@@ -237,7 +239,7 @@ _ACTIVATIONS = (
     Op("leaky_relu", _numbers("x slope"), "x where x > 0, else slope * x", "tl.where({x} > 0.0, {x}, {x} * {slope})",
        "torch.where({x} > 0, {x}, {x} * {slope})", ("where(x > 0, grad, grad * slope)", "where(x > 0, 0, grad * x)"), aten=("leaky_relu(x, slope)",)),
     Op("gelu", _X, "x * (1 + erf(x / sqrt 2)) / 2", "{x} * cdf",
-       "{x} * torch.special.ndtr({x})", ("dgelu(grad, x)",), "8 * abs(x)", body=_CDF, rounded="gelu_16bit", aten=("gelu(x, approximate='none')",)),
+       "{x} * torch.special.ndtr({x})", ("dgelu(grad, x)",), "8 * abs(x)", body=_CDF, rounded="gelu_16bit", eager="x * 0.5 * (1 + erf(x * 0.7071067811865476))", aten=("gelu(x, approximate='none')",)),
     Op("gelu_tanh", _X, "x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2", "{x} * r * r",
        "torch.nn.functional.gelu({x}, approximate='tanh')", ("dgelu_tanh(grad, x)",), "12 * abs(x)", body=_logistic(_TANH_EXPONENT.format(x="{x}", s="({x} * {x})")), aten=("gelu(x, approximate='tanh')",)),
     Op("silu", _X, "x * sigmoid(x)", "{x} * r * r", "torch.nn.functional.silu({x})", ("dsilu(grad, x)",), "(12 + 4 * abs(x)) * abs(out)", body=_SIGMOID, aten=("silu(x)",)),

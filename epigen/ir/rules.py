@@ -1,4 +1,4 @@
-"""The operation table's `gradient` and `error` texts as graphs, which the error bound evaluates and differentiation puts together."""
+"""The operation table's `gradient`, `error` and `eager` texts as graphs, which the error bound evaluates, and differentiation and eager rounding put together."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ def gradients(name: str) -> tuple[Graph | None, ...]:
 def error(name: str) -> Graph:
     """An elementwise operation's own rounding error, over its parameters and `out`."""
     return normalise(check_rule(ops.TABLE[name].error, _kinds(name)))
+
+
+@functools.cache
+def eager(name: str) -> Graph | None:
+    """What torch's own kernel computes in place of an elementwise operation, over its parameters; None where it is the same."""
+    text = ops.TABLE[name].eager
+    return normalise(check_rule(text, _kinds(name))) if text else None
 
 
 @functools.cache

@@ -213,7 +213,7 @@ class Importer:
     product: the node that is mm; frame: its shape as torch has it, [..., N]; batch: where it is several products how many, and the rows of each. names: what leaves
     are to be called, by node. reductions: over what there may be any: "m", "n" or "mn". over: nodes before the product that the program computes as well, where they are in the language, instead of reading them.
     moving: whether rows and columns of what is computed may change places, as `Imported.roles` then says. derived: whether the program's derivative is to be that
-    of the graph, so that what is detached there stays so.
+    of the graph, so that what is detached there stays so. casts: whether casts between floats stay, by which eager rounding goes; else all between is fp32.
     """
 
     def __init__(
@@ -226,6 +226,7 @@ class Importer:
         moving: bool = False,
         derived: bool = False,
         batch: tuple[int, int] | None = None,
+        casts: bool = False,
     ):
         self.batched = batch is not None
         count, self.rows = batch or (1, math.prod(frame[:-1]))
@@ -237,7 +238,7 @@ class Importer:
         self.leaves: dict[str, Leaf] = {}
         self.known: dict[fx.Node, Value | tuple[Value, ...]] = {product: Value("mm", self.frame_roles)}
         self.reductions = reductions
-        self.over, self.moving, self.derived = set(over), moving, derived
+        self.over, self.moving, self.derived, self.casts = set(over), moving, derived, casts
         self.around = self.frame_roles  # what the arguments of a node are broadcast to, of which none is known
         self.naming = names or (lambda node: node.name)
         self.numbers: dict[float, str] = {}
@@ -533,6 +534,8 @@ class Importer:
             return self.bind(f"where({x.text}, 1, 0)", x.roles, False, x.reduced)
         if str(tensor.dtype) not in self.dtypes or not (tensor.dtype.is_floating_point or tensor.dtype == torch.bool):
             raise Unknown(node, f"it casts to {tensor.dtype}", "the language computes in fp32: cast outside of the epilogue")
+        if self.casts and tensor.dtype.is_floating_point and node.args[0].meta["val"].dtype != tensor.dtype:  # type: ignore[union-attr]  # x is of a node
+            return self.bind(f"cast({x.text}, {self.dtypes[str(tensor.dtype)].name})", x.roles, False, x.reduced)
         return x
 
     def viewed(self, node: fx.Node) -> Value:

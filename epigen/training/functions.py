@@ -161,8 +161,10 @@ def _after_bias(function: Function) -> Function:
 # -- traces, found again
 
 
-def traced(function: Function, shape: Sequence[int], dtype: torch.dtype, device: torch.device, inputs: Mapping[str, Any]) -> Traced:
-    """What the function computes of a product. shape: [..., N], and dtype: of the product. inputs: by name.
+def traced(
+    function: Function, shape: Sequence[int], dtype: torch.dtype, device: torch.device, inputs: Mapping[str, Any], casts: bool = False
+) -> Traced:  # fmt: skip
+    """What the function computes of a product. shape: [..., N], and dtype: of the product. inputs: by name. casts: as of `aten.Importer`.
 
     A bias that the function does not take is added to the product first, as a linear layer does.
     Numbers stay inputs of the program, so that another number is no other kernel, unless the function takes them where torch takes no tensor.
@@ -172,7 +174,7 @@ def traced(function: Function, shape: Sequence[int], dtype: torch.dtype, device:
     known = _known(function).traces
     given = {name: value for name, value in checked(function, inputs).items() if _is_input(value)}
     constants = {name: value for name, value in inputs.items() if name not in given}
-    call = (tuple(shape), dtype, device.type, tuple((name, _seen(value)) for name, value in given.items()))
+    call = (tuple(shape), dtype, device.type, casts, tuple((name, _seen(value)) for name, value in given.items()))
     key = (call, _state(constants), _state(function))
     trace = known.get(key)
     shared = trace is None and _is_code(function) and not any(_BY_ID in state for state in key[1:])
@@ -185,7 +187,7 @@ def traced(function: Function, shape: Sequence[int], dtype: torch.dtype, device:
         trace = known.get(valued) if numbers else None
         if trace is None:
             run = _after_bias(function) if "bias" in inputs and not _takes_bias(function) else function
-            trace, general = _traced(run, shape, dtype, device, given, constants)
+            trace, general = _traced(run, shape, dtype, device, given, constants, casts)
             known.put(key if general else valued, trace)
             if shared and general and not trace.held:
                 _SHARED.put(key, trace)
@@ -193,19 +195,20 @@ def traced(function: Function, shape: Sequence[int], dtype: torch.dtype, device:
 
 
 def _traced(
-    function: Function, shape: Sequence[int], dtype: torch.dtype, device: torch.device, given: Mapping[str, Any], constants: Mapping[str, Any]
+    function: Function, shape: Sequence[int], dtype: torch.dtype, device: torch.device, given: Mapping[str, Any], constants: Mapping[str, Any],
+    casts: bool = False,
 ) -> tuple[Traced, bool]:  # fmt: skip
     """And whether it holds for other numbers."""
     from epigen.training.traced import Unrunnable, trace
 
     what = described(function)
     try:
-        return trace(function, shape, dtype, device, given, constants, what), True
+        return trace(function, shape, dtype, device, given, constants, what, casts), True
     except Unrunnable:
         numbers = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
         if not numbers:
             raise
-        return trace(function, shape, dtype, device, {k: v for k, v in given.items() if k not in numbers}, {**constants, **numbers}, what), False
+        return trace(function, shape, dtype, device, {k: v for k, v in given.items() if k not in numbers}, {**constants, **numbers}, what, casts), False
 
 
 def _is_input(value: Any) -> bool:

@@ -51,10 +51,10 @@ class Unrunnable(CallError):
 
 def trace(
     function: Callable[..., Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device, inputs: Mapping[str, Given],
-    constants: Mapping[str, Any] = types.MappingProxyType({}), what: str = "the epilogue",
+    constants: Mapping[str, Any] = types.MappingProxyType({}), what: str = "the epilogue", casts: bool = False,
 ) -> Traced:  # fmt: skip
     """function: takes the product, [..., N], and the inputs by name. shape, dtype: of the product. Numbers among the inputs stay inputs. constants: what it
-    takes besides, by name. what: it is called in errors.
+    takes besides, by name. what: it is called in errors. casts: as of `Importer`.
 
     Raises CallError, which names the operation that is not in the language and its place in the function; Unrunnable where torch itself refuses.
     """
@@ -109,7 +109,7 @@ def trace(
             return _known(viewed, (own, tuple(calls)), own, taken)
         return own if node not in called_names or refused_name(own) is None else _known(renamed, own, own, taken)
 
-    importer = Importer(product, shape, named, over=views, derived=True)
+    importer = Importer(product, shape, named, over=views, derived=True, casts=casts)
     try:
         for node in module.graph.nodes:
             if node.op == "get_attr":

@@ -1,0 +1,125 @@
+"""Graph -> graph with a cast behind each operation, as eager torch rounds: each result to the dtype that torch promotes its arguments to.
+
+Requires: canonical order. Ensures: it; the same outputs of the same inputs; arithmetic between two casts is one operation of torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from epigen import ops
+from epigen.dtypes import BF16, BOOL, FP32, INT8, DType
+from epigen.errors import CallError
+from epigen.ir import graph as g
+from epigen.ir import rules
+from epigen.ir.graph import PRODUCT, Graph, Node, Output
+from epigen.ir.passes import order
+from epigen.ops import NUMBER
+
+_NUMBER, _ONE_ELEMENT, _TENSOR = range(3)
+"""What torch's promotion tells apart: of floats it asks tensors with dimensions first, then those of one element, and numbers last."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A value as torch holds it. node: in the new graph. exact: the node before its cast. dtype: None of numbers and of conditions."""
+
+    node: int
+    exact: int
+    dtype: DType | None
+    category: int = _TENSOR
+
+
+def product_dtype(operands: DType) -> DType:
+    """What the product of such operands is held as before anything is computed of it. What a program gives of fp8 is bf16, and of int8 fp32."""
+    return FP32 if operands == INT8 else BF16 if operands.is_fp8 else operands
+
+
+def as_eager(graph: Graph, a: DType, b: DType, inputs: Mapping[str, DType | None]) -> Graph:
+    """a, b: the operands' dtypes; both are the product's where that is an input. inputs: dtypes by name; None for a number.
+
+    Sums and other reductions stay fp32, as the language has them. Raises CallError for inputs of fp8, which torch promotes with nothing.
+    """
+    nodes: list[Node] = []
+    held: list[_Held] = []
+
+    def add(node: Node) -> int:
+        nodes.append(node)
+        return len(nodes) - 1
+
+    def cast(value: int, dtype: DType) -> int:
+        node = nodes[value]
+        return add(Node(g.CAST, (value,), NUMBER, node.indices, node.reduced, dtype=dtype))
+
+    def rounded(node: Node, dtype: DType, as_it_is: bool = False) -> _Held:
+        exact = add(node)
+        return _Held(exact if as_it_is or dtype.bits != 16 else cast(exact, dtype), exact, dtype)
+
+    def torchs(node: Node, args: tuple[int, ...]) -> Node:
+        """The operation of these arguments, or the last one of the formula that torch has for it; what comes before that is added."""
+        formula = rules.eager(node.op)
+        if formula is None:
+            return replace(node, args=args)
+        given, placed = dict(zip((param.name for param in ops.TABLE[node.op].params), args, strict=True)), list[int]()
+        for part in formula.nodes:
+            part = replace(part, args=tuple(placed[i] for i in part.args), indices=node.indices if part.args else "")
+            placed.append(given[part.name] if part.op == g.INPUT else add(part))
+        return nodes.pop()
+
+    def promoted(value: _Held, dtype: DType) -> int:
+        """An argument as the operation takes it: integers, and one element that is wider, are rounded first."""
+        wider = value.dtype is not None and value.dtype.bits > dtype.bits
+        whole = value.dtype is not None and not value.dtype.is_float and value.dtype != BOOL
+        return cast(value.node, dtype) if dtype.bits == 16 and (wider or whole) else value.node
+
+    for node in graph.nodes:
+        given = [held[i] for i in node.args]
+        plain = replace(node, args=tuple(value.node for value in given))
+        if node.op == g.DOT:
+            held.append(rounded(plain, product_dtype(a)))
+        elif node.op == g.OPERAND:
+            number = add(plain)
+            held.append(_Held(number, number, a if node.name == "a" else b))
+        elif node.op == g.INPUT:
+            dtype, number = inputs.get(node.name, a if node.name == PRODUCT else None), add(plain)
+            if dtype is not None and dtype.is_fp8:
+                raise CallError(f"the input '{node.name}' is {dtype}, which torch computes nothing of: rounding='eager' wants it cast before the call")
+            held.append(_Held(number, number, dtype, _NUMBER if dtype is None else _TENSOR if node.indices else _ONE_ELEMENT))
+        elif node.op == g.CAST:
+            assert node.dtype is not None
+            number = given[0].node if node.dtype in (given[0].dtype, FP32) else add(plain)
+            held.append(_Held(number, number, node.dtype, given[0].category))
+        elif node.op == g.REDUCE:
+            number = add(plain)
+            held.append(_Held(number, number, FP32))
+        elif node.op in ops.TABLE and node.kind == NUMBER:
+            dtype, category = _result_type([value for value, param in zip(given, ops.TABLE[node.op].params, strict=True) if param.kind == NUMBER])
+            args = (promoted(value, dtype) if nodes[value.node].kind == NUMBER else value.node for value in given)
+            chosen = ops.TABLE[node.op].error == "0" and all(value.dtype == dtype or nodes[value.node].kind != NUMBER for value in given)
+            held.append(replace(rounded(torchs(node, tuple(args)), dtype, chosen), category=category))
+        elif node.op in ops.TABLE:
+            numbers = [value for value in given if nodes[value.node].kind == NUMBER]
+            dtype, _ = _result_type(numbers)
+            args = (promoted(value, dtype) if value in numbers else value.node for value in given)
+            number = add(replace(node, args=tuple(args)))
+            held.append(_Held(number, number, None))
+        else:
+            number = add(plain)
+            held.append(_Held(number, number, None, _TENSOR if node.op in (g.BITS, g.BITMASK) else _NUMBER))
+    return order(Graph(tuple(nodes), tuple(_stored(o, held[o.node], product_dtype(a)) for o in graph.outputs), graph.text))
+
+
+def _stored(output: Output, value: _Held, default: DType) -> Output:
+    """An output's store rounds it: a cast to the same dtype before that would say so twice."""
+    return replace(output, node=value.exact if value.dtype == (output.dtype or default) else value.node)
+
+
+def _result_type(values: Sequence[_Held]) -> tuple[DType, int]:
+    """As `torch.result_type` has it, with the category of the result; fp32 where there is no float, as epigen computes integers."""
+    category = max((value.category for value in values), default=_NUMBER)
+    floats = [value for value in values if value.dtype is not None and value.dtype.is_float]
+    first = max((value.category for value in floats), default=_NUMBER)
+    dtypes = {value.dtype for value in floats if value.category == first}
+    only = dtypes.pop() if len(dtypes) == 1 else None
+    return only or FP32, category
