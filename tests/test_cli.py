@@ -107,6 +107,7 @@ def test_help_and_version() -> None:
         "--dtype",
         "--layout",
         "--precision",
+        "--invariant",
         "--target",
         "--emit",
         "--config",
