@@ -244,7 +244,8 @@ def compile_time(function: Function, target: Target | None) -> dict[str, int]:
 def options(function: Function, target: Target, follows: bool) -> dict[str, Any]:
     """What Triton's compiler is told of a function, beside its arguments. follows: another kernel of the same call comes before, for whose end it waits by itself."""
     # the last: else every integer operation gets a check for overflow, which only debug mode keeps; a tenth of the time to compile
-    compile_options = {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True, "sanitize_overflow": False}
+    compile_options = {"num_warps": function.num_warps, "num_stages": function.num_stages, "sanitize_overflow": False}
+    compile_options["enable_fp_fusion"] = function.contracted
     return compile_options | ({"launch_pdl": True} if follows and target.has_dependent_launch else {})
 
 

@@ -18,7 +18,16 @@ pytestmark = pytest.mark.gpu
 
 ROWS = (1, 2, 3, 7, 16, 17, 33, 64, 65, 100, 128, 200, 257, 512, 1000, 2048, 4096, 8192)
 MOST = max(ROWS)
-EPILOGUES = ("mm", "relu(mm + bias)", "gelu_tanh(mm + bias)", "silu(mm) * gate[m,n]", "mm + residual", "y = relu(mm * row[m]); y, bitmask(y > 0), bgrad(y)")
+EPILOGUES = (
+    "mm",
+    "relu(mm + bias)",
+    "gelu_tanh(mm + bias)",
+    "silu(mm) * gate[m,n]",
+    "mm + residual",
+    "mm + bias * alpha",
+    "u = mm * row[m]; u + bias, u * alpha + residual",
+    "y = relu(mm * row[m]); y, bitmask(y > 0), bgrad(y)",
+)
 REDUCTIONS = (
     "mm, sum(mm, n)", "logsumexp(mm + bias, n)", "y = silu(mm) * gate[m,n]; y, sqrt(sum(square(y), n)), max(y, n)", "relu(mm), sum(a, k)",
     "relu(mm), mean(gate[m,n], n)",
@@ -84,7 +93,7 @@ class Batch:
         self.a, weight = drawn((MOST, k), case.dtype), drawn((n, k), case.dtype)
         self.b = weight.t() if case.layout[1] == "t" else weight.t().contiguous()
         other = torch.float32 if case.dtype.itemsize == 1 else case.dtype
-        sizes = {"mn": (MOST, n), "m": (MOST,), "n": (n,), "k": (k,)}
+        sizes = {"mn": (MOST, n), "m": (MOST,), "n": (n,), "k": (k,), "": ()}
         self.inputs = {node.name: (node.indices, drawn(sizes[node.indices], other)) for node in self.kernel.graph.inputs()}
 
     def called(self, first: int, count: int) -> dict[str, Tensor]:

@@ -134,6 +134,14 @@ def test_the_text_is_another_only_where_values_are_summed() -> None:
             assert re.findall(r"tl\.sum|tl\.cumsum", invariant) == []
 
 
+def test_no_function_has_products_and_sums_made_one() -> None:
+    for text in ("sum(mm, n), sum(a, k)", "relu(mm + bias)"):
+        for invariant in ("m", None):
+            functions = epigen.compile(text, invariant=invariant).plan((64, 256, 256), dtype=FP16).rendered.functions
+            for function in functions:
+                assert loader.options(function, TARGETS["sm_90"], False)["enable_fp_fusion"] == (invariant is None)
+
+
 # -- how it is given
 
 
