@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import batched, eight_bit, peers, power
+from bench import batched, eight_bit, invariant, peers, power
 from bench.bars import geometric, outcome, ratio, verdicts
 from bench.counters import calls as calls_of
 from bench.counters import us
@@ -286,6 +286,27 @@ def of_bytes() -> str:
     )
 
 
+def invariant_rows() -> str:
+    """What it costs that a row has the same bits whatever M is."""
+    if not there("invariant"):
+        return "Not measured yet: `python -m bench invariant`."
+    report = load("invariant")
+    rows = []
+    for row in report.rows:
+        times = [f"{row['timing'][name]['median_us']:.1f}" for name in (invariant.MM, invariant.ORDINARY, invariant.INVARIANT)]
+        speeds = [f"{invariant.speed(row, peer):.2f}" for peer in (invariant.ORDINARY, invariant.MM)]
+        rows.append([f"{extents(row['shape'])}, `{row['program']}`", *times, *speeds, "" if row["same_bits"] else "OTHER BITS"])
+    about = report.summary
+    return paragraphs(
+        'Microseconds of a layer\'s product with its bias in bf16, by a kernel with `invariant="m"` and by an ordinary one; lower is better, but for the last columns, '
+        "how many times as fast the invariant kernel is:",
+        table(["M x N x K", "`torch.mm` alone", "ordinary", "invariant", "of the ordinary", "of `torch.mm`", ""], rows),
+        f"{about['mean']:.2f} in the geometric mean, {about['worst']:.2f} at worst, of the ordinary kernel; {about['claimed_mean']:.2f} and "
+        f"{about['claimed_worst']:.2f} are the targets. {'All rows have the same bits for every M.' if about['same_bits'] else 'Some rows have other bits.'} "
+        + source(report, "invariant"),
+    )
+
+
 def h100() -> str:
     """What another GPU of the architecture makes of the H200's records, and of its own."""
     borrowed, own = (load(f"headline_h100{name}") for name in ("_borrowed", ""))
@@ -308,7 +329,7 @@ def h100() -> str:
 BLOCKS = {
     "summary": summary, "models": models,
     "headline": headline, "gem": gem, "host": host, "tuned_in": tuned_in, "training": training, "counters": counters, "power": power_limited, "checked": checked,
-    "several": several, "of_bytes": of_bytes, "h100": h100, "shipped": shipped, "tuning": tuning,
+    "several": several, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
 }  # fmt: skip
 
 

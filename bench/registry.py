@@ -46,6 +46,7 @@ CLAIMS = (
     _group("untuned", "random problems that nobody tuned, against eager torch and the vendor's fused products", 120),
     Claim("batched", "several products in one launch, untuned, against torch.bmm"),
     Claim("eight_bit", "fp8 and int8 with scales and a bias, untuned, against cuBLAS's fp8 and bf16's product"),
+    Claim("invariant", "rows have the same bits whatever M is, and what that costs, against ordinary kernels and torch.mm"),
     Claim("counters", "where the time of an epilogue goes, by the hardware's counters", needs=("ncu",)),
     Claim("power", "large products interleaved and each alone, where the power limit sets the clock"),
     Claim("ways", "which way to share a long product is the faster on every GPU of a kind"),

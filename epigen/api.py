@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 from epigen import dtypes
 from epigen.choose.choose import Chooser
 from epigen.codegen import schedules
-from epigen.codegen.spec import KernelConfig
+from epigen.codegen.spec import INVARIANT, KernelConfig
 from epigen.db.database import Database
 from epigen.db.problem import capability
 from epigen.errors import CallError, near_miss, shown, unknown
@@ -73,7 +73,13 @@ def first_use() -> FirstUse:
 
 @overload
 def compile(
-    text: str, *, config: KernelConfig | Mapping[str, Any] | None = ..., backend: str | None = ..., precision: str | None = ..., tune: str | None = ...
+    text: str,
+    *,
+    config: KernelConfig | Mapping[str, Any] | None = ...,
+    backend: str | None = ...,
+    precision: str | None = ...,
+    tune: str | None = ...,
+    invariant: str | None = ...,
 ) -> Kernel: ...
 
 
@@ -85,6 +91,7 @@ def compile(
     backend: str | None = ...,
     precision: str | None = ...,
     tune: str | None = ...,
+    invariant: str | None = ...,
 ) -> FunctionKernel: ...
 
 
@@ -95,6 +102,7 @@ def compile(
     backend: str | None = None,
     precision: str | None = None,
     tune: str | None = None,
+    invariant: str | None = None,
 ) -> Kernel | FunctionKernel:
     """Compile a program such as "relu(mm + bias)" to a callable kernel.
 
@@ -110,6 +118,10 @@ def compile(
     tune: "missing" tunes at the first call of GPU tensors of whose problem, or one alike but for M up to the same power of two, no database
     has a record: that call waits for 48 trials, the winner goes into the user's database, and later calls of any process find it. Never
     inside a CUDA graph capture. By default nothing is tuned.
+    invariant: "m" gives a row of the result the same bits whatever M is, wherever the row lies among the others, and however a and the inputs of its rows lie
+    in memory: what a request is answered does not depend on what else is in its batch. k is not split, and no product is the vendor's. It holds for tiles
+    and for what is reduced along n or k; what is reduced along m takes all rows by its meaning. On the CPU the reference takes one row after the other.
+    A config that is given is the same for all M, and is refused where it splits k. Not with `tune`.
     Raises ParseError or CheckError for the text, ConfigError for the config, CallError for the rest.
 
     >>> import torch, epigen
@@ -127,17 +139,25 @@ def compile(
         raise CallError(f"unknown tune={shown(tune)}: {hint}")
     if tune is not None and config is not None:
         raise CallError("config and tune exclude each other: a given config leaves nothing to tune")
+    if invariant is not None and invariant not in INVARIANT:
+        raise CallError(unknown("invariant", invariant, INVARIANT))
+    if tune is not None and invariant is not None:
+        raise CallError(
+            "tune and invariant exclude each other: what is tuned may split k, which an invariant program may not. Compile without tune: "
+            "what other kernels have tuned is borrowed, where it keeps the order"
+        )
     config = schedules.accepted(config) if config is not None else None
     if functions.is_function(text):
-        options: dict[str, Any] = {"config": config, "backend": backend, "precision": precision, "tune": tune}
-        return functions.FunctionKernel(text, functools.partial(compile, **options), functools.partial(compile, text, **options))  # type: ignore[arg-type]
+        options: dict[str, Any] = {"config": config, "backend": backend, "precision": precision, "tune": tune, "invariant": invariant}
+        again = functools.partial(compile, text, **options)
+        return functions.FunctionKernel(text, functools.partial(compile, **options), again, invariant is not None)  # type: ignore[arg-type]
     graph = graph_of(text)  # type: ignore[arg-type]  # which refuses what is no text
     assert isinstance(text, str)
     at_call = first_use().chooser(graph) if tune else None
-    made_by = functools.partial(compile, text, config=config, backend=backend, precision=precision, tune=tune)
-    options = {"config": config and {"schedule": config.schedule, **dict(config.values)}, "backend": backend, "precision": precision}
+    made_by = functools.partial(compile, text, config=config, backend=backend, precision=precision, tune=tune, invariant=invariant)
+    options = {"config": config and {"schedule": config.schedule, **dict(config.values)}, "backend": backend, "precision": precision, "invariant": invariant}
     known_as = KnownAs(text, tune, json.dumps({k: v for k, v in options.items() if v is not None}) if any(options.values()) else None)
-    return Kernel(graph, renderer(), Chooser(graph, database()), config, backend, precision, at_call, made_by, known_as)
+    return Kernel(graph, renderer(), Chooser(graph, database()), config, backend, precision, at_call, made_by, known_as, invariant=invariant is not None)
 
 
 def tune(

@@ -107,6 +107,7 @@ def test_help_and_version() -> None:
         "--dtype",
         "--layout",
         "--precision",
+        "--invariant",
         "--target",
         "--emit",
         "--config",
@@ -301,7 +302,13 @@ def test_what_is_named_next_is_for_the_same_problem() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("--backward", "--dtype", "bf16"), ("-o", "a file's name.py"), ("--dtype", "fp8e4m3", "--layout", "nt", "--precision", "fast_accum")],
+    [
+        (),
+        ("--backward", "--dtype", "bf16"),
+        ("-o", "a file's name.py"),
+        ("--dtype", "fp8e4m3", "--layout", "nt", "--precision", "fast_accum"),
+        ("--invariant", "m"),
+    ],
     ids=" ".join,
 )
 def test_the_commands_that_are_named_next_are_commands(arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,6 +343,39 @@ def test_a_target_is_taken_as_asked(target: str) -> None:
 def test_dtypes(dtype: str) -> None:
     text = run("compile", "relu(mm + bias)", *QUICK, "--dtype", dtype).stdout
     assert f"[M, K] {dtype}\n" in text and f"[N] {'fp32' if dtypes.BY_NAME[dtype].bits == 8 else dtype}\n" in text
+
+
+def test_invariant() -> None:
+    done = run("compile", "sum(mm, n)", "--no-verify", "--target", "sm_90", "--invariant", "m", "--shape", "8192x4096x4096")
+    assert "one config for all M, since the program is invariant" in done.stderr and "sum_in_order(" in done.stdout
+    said = done.stderr[done.stderr.index("\nnext") + 1 :].splitlines()
+    assert all("--invariant m" in line for line in said) and not any("epigen tune" in line for line in said)
+    parts = "schedule=split_k,block_m=16,block_n=64,block_k=64,group_m=1,num_warps=4,num_stages=3,splits=4"
+    assert "splits=4 adds up parts" in run("compile", "mm", "--no-verify", "--invariant", "m", "--config", parts, status=1).stderr
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("block_m", ["16", "128"])
+def test_of_an_invariant_program_no_product_and_sum_are_one_operation(block_m: str) -> None:
+    """Which the compiler does by how many sums there are: that many rows a thread has, and so by the config."""
+    config = f"block_m={block_m},block_n=64,block_k=64,group_m=8,num_warps=4,num_stages=3"
+    asked = ("compile", "cast(mm + bias * alpha, fp32)", "--no-verify", "--target", "sm_90", "--config", config, "--emit", "ptx")
+    assert "fma.rn.f32" not in run(*asked, "--invariant", "m").stdout
+    if block_m == "128":
+        assert "fma.rn.f32" in run(*asked).stdout
+
+
+@pytest.mark.triton
+def test_rows_of_an_invariant_program_are_summed_by_no_threads_order() -> None:
+    """Triton lays a reduction out over threads by what divides M."""
+    asked = ("compile", "y = mm * gate[m,n]; y, logsumexp(y, n), sum(gate[m,n], n)", "--no-verify", "--target", "sm_90", "--emit", "ttgir")
+    plain, invariant = (run(*asked, *more).stdout for more in ((), ("--invariant", "m")))
+    assert _added(plain) and not _added(invariant) and "tt.split" in invariant
+
+
+def _added(ttgir: str) -> list[str]:
+    """The reductions whose order decides bits: sums, and no maxima."""
+    return [body for body in re.findall(r'"tt.reduce"\(.*?tt.reduce.return', ttgir, re.DOTALL) if "arith.addf" in body]
 
 
 def test_precision_and_shape() -> None:

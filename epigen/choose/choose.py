@@ -7,6 +7,7 @@ config, so that batches of ever new sizes need few kernels, and few look-ups.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -72,6 +73,8 @@ class Chooser:
     held: LruCache[tuple[Signature, Shape, Target], Bucket] = field(default_factory=lambda: LruCache(_BUCKETS), compare=False)
 
     def __call__(self, spec: KernelSpec, shape: Shape, target: Target, refused: str) -> Choice:
+        if limits.one_config(spec, target):
+            return rule.for_all_rows(spec, shape, target, refused)
         if refused:
             return rule.by_vendor(spec, shape, target, refused)
         if spec.pointwise:
@@ -79,8 +82,9 @@ class Chooser:
         if 0 in shape:
             return rule.choose(spec, shape, target)
         own = self.bucket(spec, shape, target)
-        # what was measured for this very problem runs, whatever the model takes it to need
-        same = own.index.same(replace(own.problem, shape=shape), triton_version())
+        # what was measured for this very problem runs, whatever the model takes it to need; but a record says nothing of bits
+        alike = functools.partial(_alike, spec, shape, target) if spec.signature.invariant else None
+        same = own.index.same(replace(own.problem, shape=shape), triton_version(), alike)
         return next(same, None) or own.config_for(shape) or rule.choose(spec, shape, target)
 
     def bucket(self, spec: KernelSpec, shape: Shape, target: Target) -> Bucket:
@@ -102,6 +106,13 @@ class Within:
     schedule: str
 
     def __call__(self, spec: KernelSpec, shape: Shape, target: Target, refused: str) -> Choice:
+        if limits.one_config(spec, target):
+            choice = rule.for_all_rows(spec, shape, target, refused)
+            if choice.config.schedule != self.schedule:
+                raise ConfigError(
+                    f"the program is invariant, and has one config for all M, of the schedule {choice.config.schedule}: give a config, or no schedule"
+                )
+            return choice
         if refused:
             return rule.by_vendor(spec, shape, target, refused)
         space = Space(spec, shape, target)
@@ -112,6 +123,11 @@ class Within:
             those = ", ".join(space.schedules)
             raise ConfigError(f"no config of {self.schedule} suits {extents(shape)} {spec.signature.a} on {target.name}: there are some of {those}")
         return Choice(fitting, f"the model's choice of {self.schedule} for {extents(shape)} {spec.signature.a} on {target.name}")
+
+
+def _alike(spec: KernelSpec, shape: Shape, target: Target, config: KernelConfig) -> bool:
+    """Whether a row of an invariant program has the same bits by a config as by those of all other M."""
+    return not limits.unfit(spec, config, shape, target, chosen=True)
 
 
 def _borrowed(index: Index, problem: Problem, spec: KernelSpec, target: Target) -> Choice | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from epigen.choose.space import LARGE, LEAST_SPLIT, Space
+from dataclasses import replace
+
+from epigen.choose.space import LARGE, Space
 from epigen.codegen import schedules
-from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, row_bytes
+from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, k_multiple, row_bytes
 from epigen.dtypes import FP32
 from epigen.errors import ConfigError
 from epigen.gpus import Target
@@ -79,7 +81,7 @@ def choose(spec: KernelSpec, shape: Shape, target: Target, refused: str = "") ->
     prefetch = int(few and bool(spec.loaded))  # where no other tile's work covers the wait for the epilogue's inputs
     values = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "group_m": 8, "num_warps": warps, "num_stages": stages}
     values |= {"fused_finalize": finalize, "prefetch": prefetch}
-    if m <= 64 and k >= LEAST_SPLIT and 0 < count < target.multiprocessors:
+    if m <= 64 and "split_k" in space.schedules and 0 < count < target.multiprocessors:
         config = schedules.config("split_k", **values, splits=_splits(count, -(-k // block_k), target))
     else:
         config = schedules.config("tiled", **values)
@@ -152,10 +154,28 @@ def by_vendor(spec: KernelSpec, shape: Shape, target: Target, why: str) -> Choic
 
     Raises ConfigError where the vendor's product is none that the program has.
     """
+    if limits.adds_in_order(spec):
+        raise ConfigError(f"{why}; and the vendor's product, which would take its place, adds up in an order that depends on M, and the program is invariant")
     if spec.computed:
         raise ConfigError(f"{why}; and the vendor's product does not compute operand {spec.computed[0].name}")
     how = "the vendor's kernel is the whole program" if spec.bare_product else "vendor product, then one fused epilogue"
     return Choice(_epilogue(Space(spec, shape, target)), f"{how}: {why}")
+
+
+_FIXED_ROWS, _GROUPED = 64, 8
+
+
+def for_all_rows(spec: KernelSpec, shape: Shape, target: Target, refused: str = "") -> Choice:
+    """The config of an invariant program that has one for all M, and however tensors lie: the plain rule's for 64 rows without gaps, by N and K alone.
+
+    It addresses nothing by TMA, so that it runs wherever a tensor lies. refused: as of `choose`; what says so does not depend on M.
+    """
+    n, k = shape[-2:]
+    alike = replace(spec.signature, layout="nn", tma=(), factors=(), k_multiple=k_multiple(k), index_bits=32, bytewise=(), batched=False)
+    one, fixed = replace(spec, signature=alike), (_FIXED_ROWS, n, k)
+    choice = pointwise(one, fixed, target) if spec.pointwise else choose(one, fixed, target, refused)
+    config = choice.config.with_value("group_m", _GROUPED)  # which decides no sum, and at 64 rows nothing at all
+    return Choice(config, f"one config for all M, since the program is invariant: {choice.why}")
 
 
 def pointwise(spec: KernelSpec, shape: Shape, target: Target) -> Choice:

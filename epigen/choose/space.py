@@ -159,10 +159,10 @@ class Space:
         """The schedules that can run, and may pay."""
         (m, n, k), sig, target = self.shape[-3:], self.spec.signature, self.target
         count = products(self.shape)
-        names = ["library"]
+        names = [] if limits.adds_in_order(self.spec) else ["library"]
         if target.multiplies(sig.a, sig.b):
             names.append("tiled")
-            if k >= LEAST_SPLIT and count * m * n <= _MOST_SPLIT * target.multiprocessors:
+            if k >= LEAST_SPLIT and self._splits and count * m * n <= _MOST_SPLIT * target.multiprocessors:
                 names.append("split_k")
             # what TMA cannot address as it lies is copied first, which pays for large products alone
             addressed = 0 not in self.shape and ({"a", "b"} <= set(sig.tma) or count * m * n * k > LARGE)
@@ -190,9 +190,10 @@ class Space:
         (m, _, k), threads = self.shape[-3:], self.target.warp_size
 
         exponent = _powers(suggest, schedule)
-        block_m, block_n = self._tile(exponent)
+        fixed = limits.step_of_fp8(self.spec, target)
+        block_m, block_n = self._tile(exponent, rows=64 if fixed else 16)
         tile = block_m * block_n
-        fewest = max(1, tile // (_MOST_ACCUMULATORS * threads), min(4, tile // (_MOST_ACCUMULATORS // 2 * threads)))
+        fewest = max(4 if fixed else 1, tile // (_MOST_ACCUMULATORS * threads), min(4, tile // (_MOST_ACCUMULATORS // 2 * threads)))
         most = max(fewest, min(16 if threads == 32 else 8, max(4, 2 * fewest), tile // (_LEAST_ACCUMULATORS * threads)))
         # what a thread does one by one grows with block_k, and Triton unrolls it
         unrolled = (
@@ -204,7 +205,7 @@ class Space:
         least_k = 32 if element_bytes == 1 else 16
         if (warps := limits.transposing_warps(self.spec, target, block_m, block_n, _down(most_k))) > _MOST_WARPS:
             most_k = max(least_k, _down(most_k) * _MOST_WARPS // warps)
-        block_k = exponent("block_k", max(least_k, min(most_k, _LEAST_STEP // step_bytes)), most_k)
+        block_k = exponent("block_k", fixed or max(least_k, min(most_k, _LEAST_STEP // step_bytes)), fixed or most_k)
         fewest = max(fewest, *(_up(math.ceil(block_k * each / (limit * threads))) for limit, each in unrolled))
         transposing = limits.transposing_warps(self.spec, target, block_m, block_n, block_k)
         warps = exponent("num_warps", max(min(fewest, most), transposing), max(most, transposing))
@@ -251,10 +252,11 @@ class Space:
         subtiles = 1 + suggest("persistent.subtiles", 0, int(tile > _SUBTILED))
         row_bytes, room = (block_m + block_n) * element_bytes, target.shared_bytes - _BARRIER_BYTES
         stored_bytes = sum(tile // subtiles * s.dtype.bytes for s in schedules.tma_storable(self.spec))
-        tma_store = suggest("persistent.tma_store", 0, int(0 < stored_bytes <= room - 2 * (block_m + block_n) * _LEAST_RUN))
+        fixed = limits.step_of_fp8(self.spec, target)
+        tma_store = suggest("persistent.tma_store", 0, int(0 < stored_bytes <= room - 2 * (block_m + block_n) * (fixed or _LEAST_RUN)))
         room -= tma_store * stored_bytes
         most_k = min(256, _down(room // (2 * row_bytes)), max(_LEAST_RUN // element_bytes, _padded(k)))
-        block_k = exponent("block_k", min(most_k, _LEAST_RUN // element_bytes), min(most_k, 2 * _RUN // element_bytes))
+        block_k = exponent("block_k", fixed or min(most_k, _LEAST_RUN // element_bytes), fixed or min(most_k, 2 * _RUN // element_bytes))
         most_stages = min(8, room // (row_bytes * block_k))
         stages = suggest("persistent.num_stages", max(2, most_stages - 1), most_stages)
         flatten = suggest("persistent.flatten", 0, 1)
@@ -276,10 +278,11 @@ class Space:
         parts = min(
             (1 + pingpong) * target.multiprocessors // max(1, products(self.shape) * -(-m // block_m) * -(-n // block_n)), k // _LEAST_PART, _MOST_PARTS
         )
-        splits = suggest("warp_specialized.splits", 1, max(1, parts))
+        splits = suggest("warp_specialized.splits", 1, max(1, parts) if self._splits else 1)
         subtiles = 1 + suggest("warp_specialized.subtiles", 0, int(block_n >= 64))
         stored_bytes = {s.name: (1 + pingpong) * block_m * block_n // subtiles * s.dtype.bytes for s in schedules.tma_storable(self.spec)}
-        row_bytes, room, least = (block_m + block_n) * element_bytes, target.shared_bytes - _BARRIER_BYTES, 2 * (block_m + block_n) * _LEAST_RUN
+        fixed = limits.step_of_fp8(self.spec, target)
+        row_bytes, room, least = (block_m + block_n) * element_bytes, target.shared_bytes - _BARRIER_BYTES, 2 * (block_m + block_n) * (fixed or _LEAST_RUN)
         # the products lie such that a pointer would store four bytes at a time
         described = int(0 < sum(stored_bytes.values()) <= room - least)
         tma_store = suggest("warp_specialized.tma_store", described, described)
@@ -293,7 +296,7 @@ class Space:
         whole = subtiles == 2 and any(i.indices == "mn" and not i.packed for i in loaded)
         prefetch = suggest("warp_specialized.prefetch", 0, int(bool(loaded) and not whole and schedules.holds_inputs(self.spec, subtiles, splits)))
         most_k = max(_LEAST_RUN // element_bytes, min(128, _down(room // (2 * row_bytes)), _padded(k)))
-        block_k = exponent("block_k", min(most_k, _RUN // element_bytes), most_k)
+        block_k = exponent("block_k", fixed or min(most_k, _RUN // element_bytes), fixed or most_k)
         most_stages = min(8, room // (row_bytes * block_k))
         stages = suggest("warp_specialized.num_stages", max(2, most_stages - 1), most_stages)
         group_m = _GROUPS[suggest("warp_specialized.group_m", 0, _orders(-(-m // block_m)))]
@@ -307,6 +310,11 @@ class Space:
         """Whether columns are reduced, and no tile is read or written beside the product."""
         tiles = "mn" in [i.indices for i in self.spec.loaded] + [s.indices for s in self.spec.stores]
         return not tiles and any(p.axes != "n" for p in self.spec.partials)
+
+    @property
+    def _splits(self) -> bool:
+        """Whether k may be split."""
+        return not limits.adds_in_order(self.spec) and not limits.one_config(self.spec, self.target)
 
     def _plain(self) -> bool:
         return without_tensor_cores(self.spec.signature, self.target)

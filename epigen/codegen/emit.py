@@ -91,15 +91,16 @@ def masked(partial: Partial) -> bool:
     return not (partial.zero_below and partial.axes == "m" and ops.REDUCTIONS[partial.row].identity == "0.0")
 
 
-def reduce_tile(partial: Partial, inside: str) -> tuple[str, str]:
-    """The elements to reduce, with the identity outside the matrix, and their reduction over the tile. inside: which of them lie in the matrix."""
+def reduce_tile(partial: Partial, inside: str, in_order: bool = False) -> tuple[str, str]:
+    """The elements to reduce, with the identity outside the matrix, and their reduction over the tile. inside: which of them lie in the matrix.
+    in_order: as of `reduce`."""
     row = ops.REDUCTIONS[partial.row]
     elements = row.prepare.format(x=_arg(partial.value))
     if masked(partial):
         elements = f"tl.where({inside}, {elements}, {row.identity})"
     text = f"{partial.name}_in"
     for axis in {"m": (0,), "n": (1,), "mn": (1, 0)}[partial.axes]:
-        text = reduce(partial.row, text, axis)
+        text = reduce(partial.row, text, axis, in_order)
     return elements, text
 
 
@@ -117,15 +118,38 @@ def combine(source: Source, x: str, y: str) -> str:
     return ops.REDUCTIONS[source.row].combine.format(x=x, y=y)
 
 
-def reduce(row: str, x: str, axis: int) -> str:
-    """A reduction along one axis, which is kept with extent 1."""
-    return ops.REDUCTIONS[row].triton.format(x=x, axis=axis)
+def reduce(row: str, x: str, axis: int, in_order: bool = False) -> str:
+    """A reduction along one axis, which is kept with extent 1. in_order: added up in an order that does not depend on which threads have what, which Triton
+    decides by what it knows to divide strides and extents, M among them."""
+    text = ops.REDUCTIONS[row].triton.format(x=x, axis=axis)
+    return _in_order(text) if in_order else text
 
 
-def helpers(lines: Iterable[Line], rows: Iterable[str], converts_to: Iterable[DType], combining: bool, dialect: Dialect = TRITON) -> dict[str, str]:
+def _in_order(text: str) -> str:
+    return text.replace("tl.sum(", f"{_SUM_IN_ORDER}(")
+
+
+_SUM_IN_ORDER = "sum_in_order"
+_BY_PAIRS = (
+    "# neighbours are added until one value is left: an order that does not depend on which threads have what",
+    "if axis == 0:",
+    "    x = tl.trans(x)",
+    "for _ in tl.static_range(10):  # a block has 2^10 values along an axis at most",
+    "    if x.shape[1] > 1:",
+    "        even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))",
+    "        x = even + odd",
+    "if axis == 0:",
+    "    x = tl.trans(x)",
+    "return x",
+)
+
+
+def helpers(
+    lines: Iterable[Line], rows: Iterable[str], converts_to: Iterable[DType], combining: bool, dialect: Dialect = TRITON, in_order: bool = False
+) -> dict[str, str]:
     """The small jit functions that the lines, reductions and conversions call, by name in a fixed order.
 
-    combining: partial results are joined here, so the combine functions are needed too.
+    combining: partial results are joined here, so the combine functions are needed too. in_order: as of `reduce`.
     """
     functions: dict[str, str] = {}
 
@@ -141,7 +165,9 @@ def helpers(lines: Iterable[Line], rows: Iterable[str], converts_to: Iterable[DT
     for name in rows:
         row = ops.REDUCTIONS[name]
         if row.body:
-            define(name, "x, axis: tl.constexpr", row.body)
+            define(name, "x, axis: tl.constexpr", map(_in_order, row.body) if in_order else row.body)
+        if in_order and _in_order(own := "".join((row.triton, *row.body))) != own:
+            define(_SUM_IN_ORDER, "x, axis: tl.constexpr, keep_dims: tl.constexpr", _BY_PAIRS)
         function = re.match(r"(\w+)\(", row.combine)
         if function and (combining or function[1] in row.triton):
             define(function[1], "x, y", row.combine_body)

@@ -46,6 +46,8 @@ class Argument:
 class Function:
     """One kernel of a module. finish: None for the main kernel. constants: its compile-time arguments, but for the last, PDL, which depends
     on where it runs. dialect: "triton" or "gluon". steps: of a batch, the pointers of which each product has a place of its own, and how far these are apart.
+    contracted: whether the compiler may make one rounded operation of a product and the sum that it goes into. It does so by how many sums there are, which is
+    how many rows a thread has: of `mm + bias * alpha` with tiles of 128 rows, and not with 16 (Triton 3.9, sm_90, 2026-11), so that the bits differ.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Function:
     finish: Finish | None
     dialect: str = "triton"
     steps: tuple[tuple[str, str], ...] = ()
+    contracted: bool = True
 
     @property
     def names(self) -> list[str]:
@@ -206,7 +209,8 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     arguments = (*operands, *addressed, *partials, *sizes, *strides)
     stages = dict(config.values).get("num_stages", 1)
     name = spec.name if schedule.multiplies else f"{spec.name}_epilogue"
-    return Function(name, _factored(arguments, sig), schedules.constants(config), schedules.warps(config), stages, None, schedule.dialect, tuple(steps.items()))
+    constants, warps = schedules.constants(config), schedules.warps(config)
+    return Function(name, _factored(arguments, sig), constants, warps, stages, None, schedule.dialect, tuple(steps.items()), contracted=not sig.invariant)
 
 
 def arrivals(spec: KernelSpec, config: KernelConfig) -> list[str]:
@@ -263,4 +267,5 @@ def _finish(spec: KernelSpec, finish: Finish) -> Function:
     )
     length, width = _FINISH_TILES[finish.indices]
     name = f"{spec.name}_finish_{finish.indices}".rstrip("_")
-    return Function(name, _factored(arguments, sig), (("BLOCK_T", length), ("BLOCK_X", width)), 4, 1, finish, steps=tuple(steps.items()))
+    constants = (("BLOCK_T", length), ("BLOCK_X", width))
+    return Function(name, _factored(arguments, sig), constants, 4, 1, finish, steps=tuple(steps.items()), contracted=not sig.invariant)

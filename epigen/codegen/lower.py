@@ -81,8 +81,9 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
 
 
 def signature_of_contiguous(
-    graph: Graph, a: DType, b: DType, inputs: tuple[tuple[str, DType | None], ...], shape: Shape, layout: str, precision: str
-) -> Signature:
+    graph: Graph, a: DType, b: DType, inputs: tuple[tuple[str, DType | None], ...], shape: Shape, layout: str, precision: str,
+    invariant: bool = False,
+) -> Signature:  # fmt: skip
     """The signature of a call whose tensors lie in memory without gaps. layout: how a and b lie.
 
     Of several products vectors are the same for all, and each has operands, tiles and masks of its own.
@@ -99,7 +100,7 @@ def signature_of_contiguous(
     beside = [(n.name, n.indices) for n in graph.inputs() if n.indices in g.OPERANDS.values()]
     batched = len(shape) == 4
     divisors = factors(one, contiguous(one, layout, graph.tiles(), beside), _apart(graph, one) if batched else {})
-    return Signature(a, b, inputs, precision, k_multiple(k), bits, layout, tma, divisors, batched=batched)
+    return Signature(a, b, inputs, precision, k_multiple(k), bits, layout, tma, divisors, batched=batched, invariant=invariant)
 
 
 def _apart(graph: Graph, shape: tuple[int, int, int]) -> dict[str, int]:

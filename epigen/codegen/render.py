@@ -103,23 +103,23 @@ def _helpers(spec: KernelSpec, config: KernelConfig, dialect: str) -> list[str]:
     """The functions that the kernels call. Those of finishing kernels, which are Triton's, have names of their own beside Gluon's."""
     inside, after = functions.inside(spec, config), functions.after(spec, config)
     if dialect == "triton":
-        return list(_helpers_of(spec, [*inside, *after]).values())
-    own = _helpers_of(None, after)
+        return list(_helpers_of(spec, [*inside, *after], in_order=spec.signature.invariant).values())
+    own = _helpers_of(None, after, in_order=spec.signature.invariant)
     return [*_helpers_of(spec, inside, emit.DIALECTS[dialect]).values(), *(emit.renamed(text, own) for text in own.values())]
 
 
-def _helpers_of(spec: KernelSpec | None, finishes: list[Finish], dialect: emit.Dialect = emit.TRITON) -> dict[str, str]:
-    """What a main kernel, if it is one of them, and the completion of reductions call."""
+def _helpers_of(spec: KernelSpec | None, finishes: list[Finish], dialect: emit.Dialect = emit.TRITON, in_order: bool = False) -> dict[str, str]:
+    """What a main kernel, if it is one of them, and the completion of reductions call. in_order: as of `emit.reduce`; Gluon's layouts are fixed as they are."""
     lines = [*(spec.main_lines if spec else ()), *(line for f in finishes for line in f.lines)]
     rows = [*(p.row for p in (spec.partials if spec else ())), *(s.row for f in finishes for s in f.sources)]
     stores = [*(spec.stores if spec else ()), *(o for f in finishes for o in f.stores)]
     casts = [line.dtype for line in lines if line.dtype] + [o.dtype for o in stores]
-    return emit.helpers(lines, rows, casts, combining=bool(finishes), dialect=dialect)
+    return emit.helpers(lines, rows, casts, combining=bool(finishes), dialect=dialect, in_order=in_order)
 
 
 def _of_finish(text: str, spec: KernelSpec, config: KernelConfig, dialect: str) -> str:
     """A finishing kernel's text with the names of its own functions."""
-    return text if dialect == "triton" else emit.renamed(text, _helpers_of(None, functions.after(spec, config)))
+    return text if dialect == "triton" else emit.renamed(text, _helpers_of(None, functions.after(spec, config), in_order=spec.signature.invariant))
 
 
 def dot_arguments(spec: KernelSpec, config: KernelConfig) -> str:

@@ -18,6 +18,9 @@ from epigen.shapes import Shape
 LAYOUTS = ("nn", "nt", "tn", "tt")
 """How a and b lie in memory: n for row-major, t for the transpose of a row-major matrix."""
 
+INVARIANT = ("m",)
+"""What a program can be invariant of: how many rows there are."""
+
 EXACT_INT8 = (2**31 - 1) // 128**2
 """The largest K for which no sum of products of int8 leaves int32."""
 
@@ -39,6 +42,7 @@ class Signature:
     tma: those of "a", "b" and the [m,n] inputs' and outputs' names whose tensors a TMA descriptor can address as they lie.  factors: as `factors` finds them.
     bytewise: packed masks that are read or written a byte at a time, since their rows are not whole, aligned words of 4.
     batched: whether operands have leading dimensions, and are several products.
+    invariant: whether a row of the result is to have the same bits whatever M is, and wherever it lies among the others.
     """
 
     a: DType
@@ -52,6 +56,7 @@ class Signature:
     factors: tuple[tuple[str, int], ...] = ()
     bytewise: tuple[str, ...] = ()
     batched: bool = False
+    invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)

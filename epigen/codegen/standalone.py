@@ -127,7 +127,7 @@ def _launch(spec: KernelSpec, config: KernelConfig, function: Function) -> dict[
     else:
         grid = "1"
     options = [f"{n}={v}" for n, v in function.constants] + [f"{PDL}=False"]
-    options += [f"num_warps={function.num_warps}", f"num_stages={function.num_stages}", "enable_fp_fusion=True"]
+    options += [f"num_warps={function.num_warps}", f"num_stages={function.num_stages}", f"enable_fp_fusion={function.contracted}"]
     return {"name": function.name, "grid": grid, "arguments": [_passed(a, spec, function.dialect) for a in function.arguments], "options": options}
 
 

@@ -19,7 +19,7 @@ import epigen
 from epigen import dtypes, gpus
 from epigen.codegen.schedules import SCHEDULES, in_triton
 from epigen.commands import derivation as cli_derivation
-from epigen.commands.types import Extents, Program, ProgramCommand, dtype_option, pass_machine, precision_option, say
+from epigen.commands.types import Extents, Program, ProgramCommand, dtype_option, invariant_option, pass_machine, precision_option, say
 from epigen.errors import EpigenError
 from epigen.gpus import TARGETS, Target
 from epigen.runtime.device import Machine
@@ -66,6 +66,7 @@ class Config(click.ParamType):  # type: ignore[type-arg]  # generic since click 
 @dtype_option
 @click.option("--layout", default="nn", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
 @precision_option
+@invariant_option
 @click.option("--target", "target_name", type=click.Choice(tuple(TARGETS)), help="architecture (default: the GPU at hand, else sm_90 and the schedule tiled)")
 @click.option("--emit", default="source", show_default=True, type=click.Choice([*EARLY, "source", *COMPILED]), help="which stage to write")
 @click.option("--schedule", type=click.Choice(list(SCHEDULES)), help="the best config of this schedule by the model, instead of the best of all")
@@ -82,7 +83,7 @@ class Config(click.ParamType):  # type: ignore[type-arg]  # generic since click 
 @click.option("--no-verify", is_flag=True, help="do not run the kernel before showing it")
 @click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
 @pass_machine
-def compile_command(machine: Machine, program: str, shape: Shape | None, dtype_name: str, layout: str, precision: str, target_name: str | None,
+def compile_command(machine: Machine, program: str, shape: Shape | None, dtype_name: str, layout: str, precision: str, invariant: str | None, target_name: str | None,
                     emit: str, schedule: str | None, config: dict[str, Any] | None, output: Path | None, backward: bool, save: str | None, wrt: str | None,
                     no_verify: bool, as_json: bool) -> None:  # fmt: skip
     """Compile PROGRAM, such as "relu(mm + bias)", and show the kernel once it has been checked."""
@@ -102,7 +103,7 @@ def compile_command(machine: Machine, program: str, shape: Shape | None, dtype_n
     anywhere = chosen == _DEFAULT and not config and schedule in (None, ANYWHERE)
     if anywhere:
         target = replace(target, shared_bytes=_least_shared_bytes())
-    kernel, plan = _planned(program, shape, dtype, layout, precision, target, ANYWHERE if anywhere else schedule, config)
+    kernel, plan = _planned(program, shape, dtype, layout, precision, invariant, target, ANYWHERE if anywhere else schedule, config)
     say(f"target    {target.name} ({target.part}), {chosen}")
     say(f"config    {plan.choice.config}")
     say(f"          {plan.choice.why}")
@@ -141,9 +142,9 @@ def compile_command(machine: Machine, program: str, shape: Shape | None, dtype_n
     for line in summary:
         say(line)
     if emit == "source" and not as_json:
-        options = {"dtype": (dtype.name, "fp16"), "layout": (layout, "nn"), "precision": (precision, "ieee")}
+        options = {"dtype": (dtype.name, "fp16"), "layout": (layout, "nn"), "precision": (precision, "ieee"), "invariant": (invariant, None)}
         words = " ".join([shlex.quote(given), *(f"--{name} {value}" for name, (value, default) in options.items() if value != default)])
-        for line in _next(words, backward, output, anywhere, chosen == _AT_HAND):
+        for line in _next(words, backward, output, anywhere, chosen == _AT_HAND and invariant is None):
             say(line)
 
 
@@ -163,16 +164,17 @@ def _least_shared_bytes() -> int:
 
 
 def _planned(
-    program: str, shape: Shape | None, dtype: DType, layout: str, precision: str, target: Target, schedule: str | None, config: dict[str, Any] | None
+    program: str, shape: Shape | None, dtype: DType, layout: str, precision: str, invariant: str | None, target: Target, schedule: str | None,
+    config: dict[str, Any] | None,
 ) -> tuple[Kernel, Plan]:  # fmt: skip
     """schedule: the only one to choose a config of; None for the best."""
     from epigen import api
     from epigen.choose.choose import Within
     from epigen.runtime.kernel import Kernel
 
-    kernel = api.compile(program, config=config, precision=precision)
+    kernel = api.compile(program, config=config, precision=precision, invariant=invariant)
     if schedule:
-        kernel = Kernel(kernel.graph, kernel.renderer, Within(schedule), None, None, precision)
+        kernel = Kernel(kernel.graph, kernel.renderer, Within(schedule), None, None, precision, invariant=invariant is not None)
     return kernel, kernel.plan(shape or DEFAULT_SHAPE, target=target, signature=kernel.signature_of(dtype, shape, layout))
 
 
@@ -183,8 +185,8 @@ def _size(plan: Plan) -> str:
     return f"{lines} lines of {schedule.dialect.capitalize()}, schedule {schedule.name}"
 
 
-def _next(words: str, backward: bool, output: Path | None, anywhere: bool, at_hand: bool) -> list[str]:
-    """What to try next, a command a line. words: the program, as a command takes it."""
+def _next(words: str, backward: bool, output: Path | None, anywhere: bool, tunes: bool) -> list[str]:
+    """What to try next, a command a line. words: the program, as a command takes it. tunes: whether it can be tuned here."""
     flag = " --backward" * backward
     rows = []
     if output is not None:
@@ -193,7 +195,7 @@ def _next(words: str, backward: bool, output: Path | None, anywhere: bool, at_ha
         rows.append((f"epigen compile {words}{flag} -o fused.py", "a stand-alone file: kernel, launcher, self-check"))
     if anywhere:
         rows.append((f"epigen compile {words}{flag} --target sm_90", "the best for a Hopper: this one runs on any GPU"))
-    if at_hand and not backward:
+    if tunes and not backward:
         rows.append((f"epigen tune {words} --shape 4096x4096x4096", "the fastest config for this GPU"))
     rows.append((f"epigen explain {words} --shape 4096x4096x4096", "what bounds it, and what fusing saves"))
     width = max(len(command) for command, _ in rows)
@@ -283,7 +285,8 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: st
     one_product = check_shape(plan.spec, config)
     shape: Shape = (2, *one_product) if plan.spec.signature.batched else one_product
     chosen = plan.choice
-    one = Kernel(graph, kernel.renderer, lambda *_: chosen, None, "triton" if on_gpu else "interpreter", precision)
+    invariant = plan.spec.signature.invariant
+    one = Kernel(graph, kernel.renderer, lambda *_: chosen, chosen.config, "triton" if on_gpu else "interpreter", precision, invariant=invariant)
     inputs = dtypes.FP32 if run.bits == 8 else run
     given = verify.sample(graph, shape, run, run, inputs, device="cuda" if on_gpu else "cpu", layout=layout)
     # the interpreter multiplies in full precision

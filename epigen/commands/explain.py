@@ -8,7 +8,7 @@ import click
 
 from epigen import dtypes
 from epigen.commands import derivation as cli_derivation
-from epigen.commands.types import Extents, Program, ProgramCommand, dtype_option, pass_machine, precision_option
+from epigen.commands.types import Extents, Program, ProgramCommand, dtype_option, invariant_option, pass_machine, precision_option
 from epigen.runtime.device import Machine
 from epigen.shapes import Shape
 
@@ -19,17 +19,18 @@ from epigen.shapes import Shape
 @dtype_option
 @click.option("--layout", default="nn", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
 @precision_option
+@invariant_option
 @click.option("--gpu", "gpu_name", help="a GPU by name, such as H200 or 'RTX 4090' (default: the GPU at hand, else H200)")
 @click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
 @pass_machine
 def explain_command(
-    machine: Machine, program: str, shape: Shape, dtype_name: str, layout: str, precision: str, gpu_name: str | None, as_json: bool
+    machine: Machine, program: str, shape: Shape, dtype_name: str, layout: str, precision: str, invariant: str | None, gpu_name: str | None, as_json: bool
 ) -> None:  # fmt: skip
     """Explain what bounds PROGRAM, such as "relu(mm + bias)", at a shape: work, limits, config, waste, what fusing saves, and its derivative."""
     from epigen import api, gpus
     from epigen.choose import explain
 
-    kernel = api.compile(program, precision=precision)
+    kernel = api.compile(program, precision=precision, invariant=invariant)
     # a GPU at hand stays what its driver calls it: that name is in the database's key
     if gpu_name is not None:
         gpu, why = gpus.by_name(gpu_name), "as asked"

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from epigen import dtypes
+from epigen.codegen.spec import INVARIANT
 from epigen.errors import CallError
 from epigen.runtime.device import Machine
 from epigen.shapes import Shape
@@ -93,6 +94,11 @@ def dtype_option(command: Any) -> Any:
 def precision_option(command: Any) -> Any:
     help_text = "of fp32 operands ieee or tf32; of fp8 ones fast_accum"
     return click.option("--precision", type=click.Choice(dtypes.PRECISIONS), default="ieee", show_default=True, help=help_text)(command)
+
+
+def invariant_option(command: Any) -> Any:
+    help_text = "m: a row of the result has the same bits whatever M is"
+    return click.option("--invariant", type=click.Choice(INVARIANT), help=help_text)(command)
 
 
 class Seconds(click.FloatRange):

@@ -2,6 +2,9 @@
 
 `unfit` asks those that no launch gets past, for the config that is about to run, whoever gave it; `refusal` asks all, for those that epigen chooses. The
 search space proposes no config that any of them refuses.
+
+Of an invariant program a row has the same bits whatever M is. No config that may run splits k, or leaves the product to the vendor; where two configs might
+still add up in another order, `one_config` says so, and all M have the same one.
 """
 
 from __future__ import annotations
@@ -130,6 +133,61 @@ def computed_operands(c: Candidate) -> str:
     )
 
 
+def parts_of_k(c: Candidate) -> str:
+    if not adds_in_order(c.spec) or schedules.splits(c.config) == 1:
+        return ""
+    return (
+        f"an invariant program adds up all of k in one order, and {c.schedule.name} with splits={c.config['splits']} adds up parts: "
+        "a config that does not split k is needed"
+    )
+
+
+def vendors_order(c: Candidate) -> str:
+    if c.schedule.multiplies or not adds_in_order(c.spec):
+        return ""
+    return "an invariant program adds up all of k in one order, and the vendor's product in one that depends on M: a schedule that multiplies is needed"
+
+
+def adds_in_order(spec: KernelSpec) -> bool:
+    """Whether the bits of an invariant program's product depend on the order in which it is added up. Sums of int8 are exact in any."""
+    return spec.signature.invariant and not spec.pointwise and spec.signature.a != INT8
+
+
+def one_config(spec: KernelSpec, target: Target) -> bool:
+    """Whether an invariant program has one config for all M, since two might add up in another order.
+
+    They might where rows are reduced along n, whose elements are shared out by tiles, and wherever nobody has compared configs bit for bit. On sm_90 all that
+    do not split k gave the same bits of bf16 and fp16 products: tiles of 16 to 128 rows, by mma and by wgmma, steps of 32 and 64, in the schedules
+    tiled, persistent and warp_specialized; fp8 did by wgmma in steps of 128, which `instruction` asks for (K = 4096, 256x512, H100, torch 2.11, Triton 3.6,
+    2026-11-27). fp32 is added up there by one multiply-add after the other, or as tf32 by the same instructions as 16 bits.
+    """
+    along_n = any(p.axes == "n" for p in spec.partials)
+    return spec.signature.invariant and (along_n or (adds_in_order(spec) and target.name != COMPARED))
+
+
+COMPARED = "sm_90"
+"""The target on which configs were compared bit for bit."""
+
+
+def step_of_fp8(spec: KernelSpec, target: Target) -> int:
+    """block_k of all configs of an invariant program of fp8, where each M may have another; 0 of other programs."""
+    return 128 if adds_in_order(spec) and spec.signature.a.is_fp8 and target.name == COMPARED else 0
+
+
+# -- without this an invariant program's rows differ in bits from those of another M, where each may have another config
+
+
+def instruction(c: Candidate) -> str:
+    """fp8 by mma, and by wgmma in steps of 64, gave other bits than by wgmma in steps of 128 (H100, Triton 3.6, 2026-11-27)."""
+    wanted = step_of_fp8(c.spec, c.target)
+    if not wanted or not c.schedule.multiplies:
+        return ""
+    wgmma = (c.work or Work(c.spec, c.shape, c.target)).wgmma(c.config["block_m"], c.warps)
+    if wgmma and c.config["block_k"] == wanted:
+        return ""
+    return f"an invariant program adds up fp8 by wgmma, 64 rows and four warps at a time, in steps of {wanted}"
+
+
 # -- without these a kernel that multiplies does not compile, and Triton says so
 
 
@@ -185,6 +243,8 @@ def shared_memory(c: Candidate) -> str:
 
 def filled(c: Candidate) -> str:
     fewest, least = (64 * schedules.tile_parts(c.config)[0], max(c.least_k, 64 // c.spec.signature.a.bytes)) if c.schedule.descriptors else (16, c.least_k)
+    if step := step_of_fp8(c.spec, c.target):
+        fewest, least = max(fewest, 64), step
     for extent, (name, floor) in zip(c.shape[-3:], (("block_m", fewest), ("block_n", 16), ("block_k", least)), strict=True):
         padded = max(floor, 1 << max(0, extent - 1).bit_length())
         if c.config[name] > padded:
@@ -222,15 +282,19 @@ LAUNCHES: tuple[Restriction, ...] = (
     coordinates,
     vendors_extents,
     computed_operands,
+    parts_of_k,
+    vendors_order,
 )
+ALIKE: tuple[Restriction, ...] = (instruction,)
+"""Of configs that epigen chooses: one that is given is the same for all M."""
 COMPILES: tuple[Restriction, ...] = (fp8, step, threads, transposed_in_threads)
 PAYS: tuple[Restriction, ...] = (filled, shared_memory, accumulators, held_inputs, work_of_a_warp)
 """Of kernels that multiply, as those of COMPILES are. Some are estimates: for a config that is given, the compiler has the last word."""
 
 
-def unfit(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target) -> str:
-    """'' or why a config cannot be launched. shape: M, N, K."""
-    return _first(LAUNCHES, Candidate(config, SCHEDULES[config.schedule], spec, shape, target))
+def unfit(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target, chosen: bool = False) -> str:
+    """'' or why a config cannot be launched. shape: M, N, K. chosen: for this M alone, so that an invariant program's has to be like those of all others."""
+    return _first((*LAUNCHES, *ALIKE) if chosen else LAUNCHES, Candidate(config, SCHEDULES[config.schedule], spec, shape, target))
 
 
 def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target) -> str:
@@ -241,7 +305,7 @@ def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target
 def refused(config: KernelConfig, work: Work) -> str:
     """As `refusal`, for many configs of one problem."""
     candidate = Candidate(config, SCHEDULES[config.schedule], work.spec, work.shape, work.target, work)
-    return _first((*LAUNCHES, *COMPILES, *PAYS) if candidate.schedule.multiplies else LAUNCHES, candidate)
+    return _first((*LAUNCHES, *ALIKE, *COMPILES, *PAYS) if candidate.schedule.multiplies else LAUNCHES, candidate)
 
 
 def _first(restrictions: tuple[Restriction, ...], candidate: Candidate) -> str:

@@ -131,9 +131,10 @@ def _matrix(what: str, t: Tensor, own: int, lead: tuple[int, ...]) -> tuple[Tens
 
 
 def evaluate(
-    graph: Graph, lead: tuple[int, ...], operands: tuple[Tensor, ...], inputs: Mapping[str, Any], shape: tuple[int, int, int], outs: Sequence[Out], on: torch.device
+    graph: Graph, lead: tuple[int, ...], operands: tuple[Tensor, ...], inputs: Mapping[str, Any], shape: tuple[int, int, int], outs: Sequence[Out], on: torch.device,
+    by_rows: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """The outputs by the reference, one product after another. shape: M, N, K of each."""
+    """The outputs by the reference, one product after another. shape: M, N, K of each. by_rows: as of `reference.evaluate`."""
     (m, n, _), count = shape, math.prod(lead)
     named = {node.name: node for node in graph.inputs()}
     results = [out.held(m, n, (count,)).empty(allocator(on)) for out in outs]
@@ -144,7 +145,7 @@ def evaluate(
     }
     for i in range(count):
         own = {name: value[i] if isinstance(value, Tensor) and named[name].indices else value for name, value in given.items()}
-        for result, output in zip(results, reference.evaluate(graph, several[0][i], several[1][i], own, [out.dtype for out in outs]), strict=True):
+        for result, output in zip(results, reference.evaluate(graph, several[0][i], several[1][i], own, [out.dtype for out in outs], by_rows), strict=True):
             result[i].copy_(output)
     return [result.unflatten(0, lead) for result in results]
 

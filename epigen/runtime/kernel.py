@@ -68,10 +68,11 @@ class Kernel:
     def __init__(
         self, graph: Graph, renderer: Renderer, choose: Chooser, config: KernelConfig | None = None, backend: str | None = None, precision: str | None = None,
         at_call: Chooser | None = None, made_by: Callable[[], Kernel] | None = None, known_as: KnownAs | None = None, machine: Machine = THIS_MACHINE,
+        invariant: bool = False,
     ):  # fmt: skip
         """at_call: chooses in place of `choose` where a call of GPU tensors is about to run, and may take its time.
         made_by: makes this kernel anew where it is unpickled, and can be pickled itself. known_as: how torch's operations name it.
-        machine: whose GPU is the target where none is named."""
+        machine: whose GPU is the target where none is named. invariant: whether a row has the same bits whatever M is."""
         self._graph, self.renderer, self._choose, self._at_call = graph, renderer, choose, at_call or choose
         self._config, self._backend, self._precision = config, backend, precision
         self._inputs: dict[str, Node] = {n.name: n for n in graph.inputs()}
@@ -86,7 +87,7 @@ class Kernel:
         self._compiling: tuple[int, tuple[Future[Any], ...]] = (0, ())
         """The process, and what other threads of it compile."""
         self._last: Prepared | None = None
-        self._made_by, self._known_as, self._machine = made_by, known_as, machine
+        self._made_by, self._known_as, self._machine, self._invariant = made_by, known_as, machine, invariant
 
     def __reduce__(self) -> Any:
         """By its program and options: whoever reads it compiles it anew, for the databases and the GPUs there."""
@@ -110,6 +111,11 @@ class Kernel:
     def program(self) -> str:
         """The program in canonical text."""
         return self._graph.text
+
+    @property
+    def invariant(self) -> bool:
+        """Whether a row of the result has the same bits whatever M is."""
+        return self._invariant
 
     def __repr__(self) -> str:
         inputs = ", ".join(f"{n.name}{'[' + ','.join(n.indices) + ']' if n.indices else ''}" for n in self._inputs.values())
@@ -170,7 +176,8 @@ class Kernel:
         """The program whose product is an input."""
         if self._config and SCHEDULES[self._config.schedule].multiplies:
             raise ConfigError(f"the schedule {self._config.schedule} multiplies, and the product is given: compile without a config, or with one of library")
-        return Kernel(over_product(self._graph), self.renderer, self._choose, self._config, self._backend, self._precision, machine=self._machine)
+        options: dict[str, Any] = {"machine": self._machine, "invariant": self._invariant}
+        return Kernel(over_product(self._graph), self.renderer, self._choose, self._config, self._backend, self._precision, **options)
 
     def _call(self, operands: Operands, inputs: Mapping[str, Any], out: Any) -> Any:
         """A call that is like none of the last ones."""
@@ -284,7 +291,7 @@ class Kernel:
             choice = Choice(twin, f"{choice.why}; in place of {choice.config}, which is in Gluon and cannot be interpreted")
         if 0 in shape[:-1]:  # of no tiles none is the last
             choice = replace(choice, config=schedules.several_launches(choice.config))
-        if why := limits.unfit(spec, choice.config, shape, target):
+        if why := limits.unfit(spec, choice.config, shape, target, chosen=self._config is None):
             raise ConfigError(why)
         text = (signature, choice.config)
         return Plan(spec, choice, self._rendered.get(text) or self._rendered.put(text, self.renderer.render(spec, choice.config)))
@@ -297,8 +304,8 @@ class Kernel:
         other = FP32 if dtype.bits == 8 else dtype
         inputs = tuple((n.name, UINT8 if n.op == g.BITS else other if n.indices else None) for n in self._inputs.values())
         if shape is None:
-            return Signature(dtype, dtype, inputs, self._precision_now(dtype), layout=layout)
-        return signature_of_contiguous(self._graph, dtype, dtype, inputs, shape, layout, self._precision_now(dtype))
+            return Signature(dtype, dtype, inputs, self._precision_now(dtype), layout=layout, invariant=self._invariant)
+        return signature_of_contiguous(self._graph, dtype, dtype, inputs, shape, layout, self._precision_now(dtype), self._invariant)
 
     def source(self, **problem: Any) -> str:
         """The generated module's text: of the last call, or of the problem that is given as to `plan`.
@@ -338,7 +345,8 @@ class Kernel:
             refused = refusal(error) if prepared.plan and not prepared.interpreted else None
             if refused is None:
                 raise
-            if self._config is not None or prepared.plan is None or not prepared.plan.multiplies or prepared.plan.spec.computed:
+            own = self._config is not None or self._invariant  # another product's sums are others in their last bits
+            if own or prepared.plan is None or not prepared.plan.multiplies or prepared.plan.spec.computed:
                 raise refused from error
         prepared = self._prepare(operands, inputs, outs, str(refused))
         return prepared, self._start(prepared, operands, inputs, outs)
@@ -428,14 +436,14 @@ class Kernel:
         return Signature(
             a, b, self._dtypes(inputs), self._precision_now(a), k_multiple(k), index_bits(shape, map(arguments.reach, tensors)), "".join(map(arguments.layout, operands)) or "nn",
             tma=tuple(name for name, t in (upright | written).items() if arguments.describable(t, name in written, strides.get(name, 0))),
-            factors=factors((m, n, k), strided, strides), bytewise=self._bytewise(inputs, outs, strides), batched=batch is not None,
+            factors=factors((m, n, k), strided, strides), bytewise=self._bytewise(inputs, outs, strides), batched=batch is not None, invariant=self._invariant,
         )  # fmt: skip
 
     def _signature_like(self, shape: Shape, operands: Operands, inputs: Mapping[str, Any]) -> Signature:
         """That of a call of the same dtypes whose tensors lie without gaps."""
         a, b = (BY_TORCH_ON_CPU[str(t.dtype)] for t in operands or (inputs[PRODUCT],) * 2)
         lies = "".join(map(arguments.layout, operands)) or "nn"
-        return signature_of_contiguous(self._graph, a, b, self._dtypes(inputs), shape, lies, self._precision_now(a))
+        return signature_of_contiguous(self._graph, a, b, self._dtypes(inputs), shape, lies, self._precision_now(a), self._invariant)
 
     def _dtypes(self, inputs: Mapping[str, Any]) -> tuple[tuple[str, DType | None], ...]:
         """Of each input; None for a number."""

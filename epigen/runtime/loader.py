@@ -109,16 +109,35 @@ language, in globals: of two launches at a time each would take the other's plac
 
 
 @contextlib.contextmanager
-def interpreting() -> Iterator[None]:
+def interpreting(in_order: bool = False) -> Iterator[None]:
     """Around an interpreted launch: one at a time, and numpy is quiet, as infinities and NaN are part of the arithmetic, as on a GPU.
 
-    Triton 3.6's interpreter also uses a conversion that numpy has deprecated.
+    Triton 3.6's interpreter also uses a conversion that numpy has deprecated. in_order: tiles are multiplied one k after the other, for what numpy's own product
+    gives a row depends on where in a tile it lies.
     """
     import numpy
 
-    with _INTERPRETER, numpy.errstate(all="ignore"), warnings.catch_warnings():
+    with _INTERPRETER, _multiplying_in_order() if in_order else contextlib.nullcontext(), numpy.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="triton")
         yield
+
+
+@contextlib.contextmanager
+def _multiplying_in_order() -> Iterator[None]:
+    from triton.runtime.interpreter import TensorHandle, interpreter_builder
+
+    multiply = interpreter_builder.create_dot
+
+    def one_by_one(a: Any, b: Any, acc: Any, *options: Any) -> Any:
+        for k in range(a.data.shape[-1]):
+            acc = multiply(TensorHandle(a.data[..., k : k + 1], a.dtype), TensorHandle(b.data[..., k : k + 1, :], b.dtype), acc, *options)
+        return acc
+
+    interpreter_builder.create_dot = one_by_one
+    try:
+        yield
+    finally:
+        del interpreter_builder.create_dot  # of the object: its class has the interpreter's
 
 
 def refusal(error: Exception) -> EpigenError | None:
@@ -225,7 +244,8 @@ def compile_time(function: Function, target: Target | None) -> dict[str, int]:
 def options(function: Function, target: Target, follows: bool) -> dict[str, Any]:
     """What Triton's compiler is told of a function, beside its arguments. follows: another kernel of the same call comes before, for whose end it waits by itself."""
     # the last: else every integer operation gets a check for overflow, which only debug mode keeps; a tenth of the time to compile
-    compile_options = {"num_warps": function.num_warps, "num_stages": function.num_stages, "enable_fp_fusion": True, "sanitize_overflow": False}
+    compile_options = {"num_warps": function.num_warps, "num_stages": function.num_stages, "sanitize_overflow": False}
+    compile_options["enable_fp_fusion"] = function.contracted
     return compile_options | ({"launch_pdl": True} if follows and target.has_dependent_launch else {})
 
 

@@ -113,7 +113,7 @@ class Prepared:
         if self.plan is None:
             return results
         here = self.device.type != "cuda" or self.device.index == torch.cuda.current_device()
-        with nullcontext() if here else torch.cuda.device(self.device), interpreting() if self.interpreted else nullcontext():
+        with nullcontext() if here else torch.cuda.device(self.device), interpreting(self.invariant) if self.interpreted else nullcontext():
             if self.plan.rendered.whole:
                 a, b = operands
                 self.compute(a, b, results[0])
@@ -133,6 +133,12 @@ class Prepared:
     def count(self) -> int:
         """How many products there are."""
         return self.batch.count if self.batch is not None else 1
+
+    @property
+    def invariant(self) -> bool:
+        """Whether a row has the same bits whatever M is."""
+        signature = self.plan.spec.signature if self.plan is not None else self.signature
+        return signature is not None and signature.invariant
 
     def held(self, out: Out) -> Held:
         """What a new output is allocated as."""
@@ -209,12 +215,12 @@ class Prepared:
     def _reference(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
         m, n, _ = self.shape
         if self.batch is not None:
-            several = batches.evaluate(self.graph, self.batch.lead, operands, inputs, self.shape, self.outputs, self.device)
+            several = batches.evaluate(self.graph, self.batch.lead, operands, inputs, self.shape, self.outputs, self.device, self.invariant)
             return [outs[o.name].copy_(r) if o.name in outs else r for o, r in zip(self.outputs, several, strict=True)]
         # where the product is given, operands without a k have its extents and its device
         a, b = operands or (torch.empty((m, 0), device=self.device), torch.empty((0, n), device=self.device))
         taken, results = {_storage(t) for t in inputs.values() if isinstance(t, Tensor)}, []
-        for out, result in zip(self.outputs, reference.evaluate(self.graph, a, b, inputs, [o.dtype for o in self.outputs]), strict=True):
+        for out, result in zip(self.outputs, reference.evaluate(self.graph, a, b, inputs, [o.dtype for o in self.outputs], self.invariant), strict=True):
             held = out.held(m, n)
             # as a kernel writes it: without gaps, no view, and in memory of its own even where it equals an input or another output
             if _storage(result) in taken or result._is_view() or result.stride() != held.strides:

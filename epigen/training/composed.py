@@ -16,6 +16,7 @@ from torch import Tensor
 
 from epigen.codegen.lower import over_product
 from epigen.dtypes import BY_TORCH_ON_CPU
+from epigen.errors import CallError
 from epigen.ir import graph as g
 from epigen.ir import reference
 from epigen.ir.graph import PRODUCT, Graph
@@ -57,14 +58,22 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return {**torch.export.default_decompositions().materialize(), **WRITTEN_OUT}
 
 
+def _graph(text: str, options: str | None) -> Graph:
+    """Raises CallError for an invariant program: torch's own product has other bits for another M."""
+    kernel = library.kernel(text, None, options)
+    if kernel.invariant:
+        raise CallError(f"{kernel.program} was compiled with invariant='m', which torch's own operations do not keep: it cannot be written out in them")
+    return kernel.graph
+
+
 def _program(text: str, _tune: str | None, a: Tensor, b: Tensor, inputs: library.Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
-    return _apart(library.kernel(text, None, options).graph, a, b, library.named(text, inputs, numbers), a.dtype)
+    return _apart(_graph(text, options), a, b, library.named(text, inputs, numbers), a.dtype)
 
 
 def _over(text: str, mm: Tensor, inputs: library.Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
     m, n = mm.shape[-2:] if mm.dim() > 2 else arguments.check_product(mm)
     a, b = (torch.empty(shape, device=mm.device) for shape in ((m, 0), (0, n)))
-    graph = over_product(library.kernel(text, None, options).graph)
+    graph = over_product(_graph(text, options))
     return _apart(graph, a, b, {PRODUCT: mm, **library.named(text, inputs, numbers)}, mm.dtype)
 
 

@@ -392,10 +392,10 @@ class FunctionKernel:
     `config`, `explain()`.
     """
 
-    def __init__(self, function: Function, make: Callable[[str], Kernel], made_by: Callable[[], FunctionKernel]):
-        """make: the kernel of a program. made_by: makes this anew where it is unpickled."""
+    def __init__(self, function: Function, make: Callable[[str], Kernel], made_by: Callable[[], FunctionKernel], invariant: bool = False):
+        """make: the kernel of a program. made_by: makes this anew where it is unpickled. invariant: whether a row has the same bits whatever M is."""
         parameters(function)  # refuses what takes no product
-        self.function, self._make, self._made_by = function, make, made_by
+        self.function, self._make, self._made_by, self._invariant = function, make, made_by, invariant
         self._kernels: LruCache[str, Kernel] = LruCache(_TRACES)
         self._last: Kernel | None = None
 
@@ -425,6 +425,7 @@ class FunctionKernel:
         Raises CallError for what does not fit, and for a function that no program computes.
         """
         if torch.compiler.is_compiling():
+            self._check_compiled()
             return self.function(a @ b, *extra, **inputs)
         arguments.check_positional("operands a and b are", len(extra), parameters(self.function))
         for name, operand in (("a", a), ("b", b)):
@@ -437,11 +438,20 @@ class FunctionKernel:
     def over(self, mm: Any = None, /, *extra: Any, **inputs: Any) -> Any:
         """Run the function on a product that is there already, in one pointwise kernel. mm: [..., N]. The rest as of a call."""
         if torch.compiler.is_compiling():
+            self._check_compiled()
             return self.function(mm, *extra, **inputs)
         arguments.check_positional("mm is", len(extra), parameters(self.function))
         if not isinstance(mm, Tensor) or mm.dim() < 1:
             raise CallError(f"mm is {list(mm.shape) if isinstance(mm, Tensor) else f'a {type(mm).__name__}'}, and a tensor [..., N] was expected")
         return self._run(mm.shape, mm.dtype, mm.device, inputs, lambda kernel, given: kernel.over(_matrix(mm), **given))
+
+    def _check_compiled(self) -> None:
+        """Raises CallError where torch.compile would make a kernel of its own of what is to be invariant."""
+        if self._invariant:
+            raise CallError(
+                "an invariant kernel of a torch function is not seen by torch.compile, whose own product depends on M: give epigen.compile the program "
+                "as text, which the function's kernel has as `program` after a call"
+            )
 
     def _run(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, inputs: Mapping[str, Any], call: Callable[..., Any]) -> Any:
         trace = traced(self.function, shape, dtype, device, inputs)

@@ -289,6 +289,14 @@ def test_a_program_without_a_derivative_is_explained_all_the_same(text: str, dty
     assert found["backward"]["program"] is None and why in found["backward"]["why"] and found["flops"] > 0
 
 
+def test_an_invariant_program_is_explained_as_it_runs() -> None:
+    asked = ("relu(mm)", "--shape", "4096x4096x4096", "--dtype", "fp32")
+    plain, invariant = (json.loads(run(*asked, *more, "--json").stdout) for more in ((), ("--invariant", "m")))
+    assert plain["config"]["schedule"] == "library" and invariant["config"]["schedule"] == "tiled"
+    assert "one config for all M" in run("sum(mm, n)", "--shape", "16x4096x4096", "--invariant", "m").stdout
+    assert run(PLAIN, "--shape", "64x64x64", "--invariant", "n").exit_code == 2
+
+
 def test_mistakes_are_errors_of_the_user(golden: Golden) -> None:
     with golden.raises(EpigenError):
         run(PLAIN, "--shape", "64x64x64", "--gpu", "h2000")

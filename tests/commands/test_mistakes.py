@@ -19,7 +19,7 @@ TABLE = (DATA / "sweep_skinny.json").relative_to(checkout.ROOT)
 
 CLICKS = (
     "", "frobnicate", "compile", "compile mm mm", "compile mm --wrong", "compile mm -mmm", "compile mm --emmit", "compile mm -n", "compile mm --no-verifi",
-    "compile mm --emit asm", "compile mm --target sm_91", "compile mm --layout n", "compile mm --precision tf31", "compile mm --backward --save all",
+    "compile mm --emit asm", "compile mm --target sm_91", "compile mm --layout n", "compile mm --precision tf31", "compile mm --invariant k", "compile mm --backward --save all",
     "explain mm", "explain mm --shape 64x64x64 --layout nx",
     "tune --suite nowhere.toml", "tune --replay nowhere.json", f"{ONE} --trials 0", f"{ONE} --seed=-1", f"{ONE} --seed 111111111111111111111111111111",
     f"{ONE} --budget=-1", f"{ONE} --layout nx",

@@ -641,3 +641,23 @@ def test_activations_of_transformers_are_known_by_what_they_compute(name: str) -
     a, b = torch.randn(4, 8), torch.randn(8, 16)
     torch.testing.assert_close(kernel(a, b), act(a @ b), rtol=1e-5, atol=1e-5)
     assert kernel.program == _HF[name]
+
+
+# -- invariant
+
+
+def test_an_invariant_function_is_an_invariant_kernel() -> None:
+    fused = epigen.compile(gelu_gate, invariant="m")
+    x, w, bias, gate = torch.randn(70, 40), torch.randn(40, N), torch.randn(N), torch.randn(70, N)
+    whole = fused(x, w, bias=bias, gate=gate)
+    assert fused.kernel.invariant
+    for low, high in ((0, 1), (3, 20), (69, 70)):
+        assert torch.equal(fused(x[low:high], w, bias=bias, gate=gate[low:high]), whole[low:high])
+    assert pickle.loads(pickle.dumps(fused))(x, w, bias=bias, gate=gate).equal(whole)
+
+
+def test_torch_compile_does_not_take_an_invariant_function_apart() -> None:
+    fused = epigen.compile(lambda mm: mm * 2, invariant="m")
+    for call in (lambda: fused(torch.ones(2, 3), torch.ones(3, 4)), lambda: fused.over(torch.ones(2, 3))):
+        with pytest.raises(Exception, match=r"is not seen by torch\.compile"):
+            torch.compile(call, fullgraph=True, backend="eager")()
