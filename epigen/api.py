@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 from epigen import dtypes
 from epigen.choose.choose import Chooser
 from epigen.codegen import schedules
-from epigen.codegen.spec import INVARIANT, KernelConfig
+from epigen.codegen.spec import INVARIANT, ROUNDING, KernelConfig, Numerics
 from epigen.db.database import Database
 from epigen.db.problem import capability
 from epigen.errors import CallError, near_miss, shown, unknown
@@ -80,6 +80,7 @@ def compile(
     precision: str | None = ...,
     tune: str | None = ...,
     invariant: str | None = ...,
+    rounding: str | None = ...,
 ) -> Kernel: ...
 
 
@@ -92,6 +93,7 @@ def compile(
     precision: str | None = ...,
     tune: str | None = ...,
     invariant: str | None = ...,
+    rounding: str | None = ...,
 ) -> FunctionKernel: ...
 
 
@@ -103,6 +105,7 @@ def compile(
     precision: str | None = None,
     tune: str | None = None,
     invariant: str | None = None,
+    rounding: str | None = None,
 ) -> Kernel | FunctionKernel:
     """Compile a program such as "relu(mm + bias)" to a callable kernel.
 
@@ -122,6 +125,9 @@ def compile(
     in memory: what a request is answered does not depend on what else is in its batch. k is not split, and no product is the vendor's. It holds for tiles
     and for what is reduced along n or k; what is reduced along m takes all rows by its meaning. On the CPU the reference takes one row after the other.
     A config that is given is the same for all M, and is refused where it splits k. Not with `tune`.
+    rounding: "eager" rounds each operation as eager torch does, to the dtype that torch promotes its arguments to, the product first; by default all between the
+    product and an output is fp32, and rounded once. Of the same product CPU tensors get eager's bits; a GPU's kernel rounds at the same places, but its
+    exponentials, error functions and divisions may differ in fp32's last bits, which the rounding that follows mostly hides. Reductions stay fp32.
     Raises ParseError or CheckError for the text, ConfigError for the config, CallError for the rest.
 
     >>> import torch, epigen
@@ -141,23 +147,27 @@ def compile(
         raise CallError("config and tune exclude each other: a given config leaves nothing to tune")
     if invariant is not None and invariant not in INVARIANT:
         raise CallError(unknown("invariant", invariant, INVARIANT))
+    if rounding is not None and rounding not in ROUNDING:
+        raise CallError(unknown("rounding", rounding, ROUNDING))
     if tune is not None and invariant is not None:
         raise CallError(
             "tune and invariant exclude each other: what is tuned may split k, which an invariant program may not. Compile without tune: "
             "what other kernels have tuned is borrowed, where it keeps the order"
         )
     config = schedules.accepted(config) if config is not None else None
+    numerics = Numerics(precision, invariant is not None, rounding or "")
     if functions.is_function(text):
-        options: dict[str, Any] = {"config": config, "backend": backend, "precision": precision, "tune": tune, "invariant": invariant}
+        options: dict[str, Any] = {"config": config, "backend": backend, "precision": precision, "tune": tune, "invariant": invariant, "rounding": rounding}
         again = functools.partial(compile, text, **options)
-        return functions.FunctionKernel(text, functools.partial(compile, **options), again, invariant is not None)  # type: ignore[arg-type]
+        return functions.FunctionKernel(text, functools.partial(compile, **options), again, numerics)  # type: ignore[arg-type]
     graph = graph_of(text)  # type: ignore[arg-type]  # which refuses what is no text
     assert isinstance(text, str)
     at_call = first_use().chooser(graph) if tune else None
-    made_by = functools.partial(compile, text, config=config, backend=backend, precision=precision, tune=tune, invariant=invariant)
-    options = {"config": config and {"schedule": config.schedule, **dict(config.values)}, "backend": backend, "precision": precision, "invariant": invariant}
+    told = {"precision": precision, "invariant": invariant, "rounding": rounding}
+    made_by = functools.partial(compile, text, config=config, backend=backend, tune=tune, **told)
+    options = {"config": config and {"schedule": config.schedule, **dict(config.values)}, "backend": backend, **told}
     known_as = KnownAs(text, tune, json.dumps({k: v for k, v in options.items() if v is not None}) if any(options.values()) else None)
-    return Kernel(graph, renderer(), Chooser(graph, database()), config, backend, precision, at_call, made_by, known_as, invariant=invariant is not None)
+    return Kernel(graph, renderer(), Chooser(graph, database()), config, backend, numerics, at_call, made_by, known_as)
 
 
 def tune(

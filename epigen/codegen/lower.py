@@ -37,6 +37,7 @@ from epigen.codegen.spec import (
 from epigen.dtypes import BF16, FP32, FP64, INT8, INT32, OPERANDS, UINT8, DType
 from epigen.errors import CallError
 from epigen.ir import graph as g
+from epigen.ir.eager import as_eager
 from epigen.ir.graph import Graph, Node, Output
 from epigen.ir.passes import order, rounded
 from epigen.shapes import Shape
@@ -48,7 +49,7 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
     """Raises CallError where the operands' dtypes cannot be multiplied, or nothing can be computed of them."""
     check_operands(signature.a, signature.b)
     check_computed(graph, signature.a)
-    graph = rounded(graph, [output_dtype(graph, o, signature.a) for o in graph.outputs])
+    graph = as_computed(graph, signature)
     body = _Body(graph, signature)
     stores = [_store(graph, output, body) for output in graph.outputs]
     reduced = [graph.nodes[o.node].reduced for o in graph.outputs]
@@ -80,10 +81,16 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
     )
 
 
+def as_computed(graph: Graph, signature: Signature) -> Graph:
+    """What is computed of a program: with a cast wherever eager torch rounds, or with rows in their form for 16 bits where no more is seen of them."""
+    if signature.rounding:
+        return as_eager(graph, signature.a, signature.b, dict(signature.inputs))
+    return rounded(graph, [output_dtype(graph, o, signature.a) for o in graph.outputs])
+
+
 def signature_of_contiguous(
-    graph: Graph, a: DType, b: DType, inputs: tuple[tuple[str, DType | None], ...], shape: Shape, layout: str, precision: str,
-    invariant: bool = False,
-) -> Signature:  # fmt: skip
+    graph: Graph, a: DType, b: DType, inputs: tuple[tuple[str, DType | None], ...], shape: Shape, layout: str, precision: str
+) -> Signature:
     """The signature of a call whose tensors lie in memory without gaps. layout: how a and b lie.
 
     Of several products vectors are the same for all, and each has operands, tiles and masks of its own.
@@ -100,7 +107,7 @@ def signature_of_contiguous(
     beside = [(n.name, n.indices) for n in graph.inputs() if n.indices in g.OPERANDS.values()]
     batched = len(shape) == 4
     divisors = factors(one, contiguous(one, layout, graph.tiles(), beside), _apart(graph, one) if batched else {})
-    return Signature(a, b, inputs, precision, k_multiple(k), bits, layout, tma, divisors, batched=batched, invariant=invariant)
+    return Signature(a, b, inputs, precision, k_multiple(k), bits, layout, tma, divisors, batched=batched)
 
 
 def _apart(graph: Graph, shape: tuple[int, int, int]) -> dict[str, int]:

@@ -20,6 +20,8 @@ LAYOUTS = ("nn", "nt", "tn", "tt")
 
 INVARIANT = ("m",)
 """What a program can be invariant of: how many rows there are."""
+ROUNDING = ("eager",)
+"""How operations may be rounded, but for once an output."""
 
 EXACT_INT8 = (2**31 - 1) // 128**2
 """The largest K for which no sum of products of int8 leaves int32."""
@@ -43,6 +45,7 @@ class Signature:
     bytewise: packed masks that are read or written a byte at a time, since their rows are not whole, aligned words of 4.
     batched: whether operands have leading dimensions, and are several products.
     invariant: whether a row of the result is to have the same bits whatever M is, and wherever it lies among the others.
+    rounding: "eager" where each operation is rounded as torch rounds it, else "".
     """
 
     a: DType
@@ -57,6 +60,19 @@ class Signature:
     bytewise: tuple[str, ...] = ()
     batched: bool = False
     invariant: bool = False
+    rounding: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """How the results of a program are computed, as `epigen.compile` has it. precision: None where it is the process's at each call."""
+
+    precision: str | None = None
+    invariant: bool = False
+    rounding: str = ""
+
+
+USUAL = Numerics()
 
 
 @dataclass(frozen=True, slots=True)

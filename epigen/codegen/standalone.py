@@ -12,7 +12,7 @@ from typing import Any
 from epigen import ops
 from epigen.codegen import schedules
 from epigen.codegen.functions import PDL, Argument, Function, arrivals, units
-from epigen.codegen.lower import uninterpretable
+from epigen.codegen.lower import as_computed, uninterpretable
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES, Schedule, tile_parts
 from epigen.codegen.spec import EXACT_INT8, LINE_BYTES, PAST, TMA_BYTES, Choice, KernelConfig, KernelSpec, number, parameter
@@ -30,7 +30,7 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
     """The file's text. Raises ConfigError for a kernel of several products."""
     if spec.signature.batched:
         raise ConfigError("a file of its own computes one product: compile for M, N and K without a number of products")
-    graph = passes.with_leaf(graph)
+    graph = passes.with_leaf(as_computed(graph, spec.signature) if spec.signature.rounding else graph)
     heading, body = rendered.text.split("import torch\n" if rendered.whole else "import triton\n", 1)
     config, schedule = choice.config, SCHEDULES[choice.config.schedule]
     return renderer.text(
@@ -223,8 +223,11 @@ def _results(graph: Graph) -> list[str]:
 
 
 def _tolerance(graph: Graph, spec: KernelSpec) -> list[float]:
-    """Relative (and, near 0, absolute) error allowed to each output: its own rounding and the casts' within, and fp32 arithmetic's."""
+    """Relative (and, near 0, absolute) error allowed to each output: its own rounding and the casts' within, and fp32 arithmetic's. What lies next to where it
+    is rounded otherwise may be rounded otherwise at each cast that eager torch has."""
     casts = [n.dtype for n in graph.nodes if n.dtype is not None] + [spec.signature.a] * bool(spec.computed)
-    inner = max([1e-4 if spec.signature.precision == "ieee" else 4e-3, *(dtype.epsilon for dtype in casts)])
+    inner = max([1e-4 if spec.signature.precision == "ieee" else 4e-3, *(dtype.epsilon for dtype in casts)]) * (
+        max(1, len(casts)) if spec.signature.rounding else 1
+    )
     own = {INT8: 0.5, FP32: 0.0}  # int8 is off by up to half a step of 1
     return [max(inner, own.get(o.dtype, o.dtype.epsilon)) for o in spec.outputs]

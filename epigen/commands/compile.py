@@ -19,7 +19,7 @@ import epigen
 from epigen import dtypes, gpus
 from epigen.codegen.schedules import SCHEDULES, in_triton
 from epigen.commands import derivation as cli_derivation
-from epigen.commands.types import Extents, Program, ProgramCommand, dtype_option, invariant_option, pass_machine, precision_option, say
+from epigen.commands.types import Extents, Program, ProgramCommand, dtype_option, numerics_options, pass_machine, say
 from epigen.errors import EpigenError
 from epigen.gpus import TARGETS, Target
 from epigen.runtime.device import Machine
@@ -65,8 +65,7 @@ class Config(click.ParamType):  # type: ignore[type-arg]  # generic since click 
 )
 @dtype_option
 @click.option("--layout", default="nn", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
-@precision_option
-@invariant_option
+@numerics_options
 @click.option("--target", "target_name", type=click.Choice(tuple(TARGETS)), help="architecture (default: the GPU at hand, else sm_90 and the schedule tiled)")
 @click.option("--emit", default="source", show_default=True, type=click.Choice([*EARLY, "source", *COMPILED]), help="which stage to write")
 @click.option("--schedule", type=click.Choice(list(SCHEDULES)), help="the best config of this schedule by the model, instead of the best of all")
@@ -83,7 +82,7 @@ class Config(click.ParamType):  # type: ignore[type-arg]  # generic since click 
 @click.option("--no-verify", is_flag=True, help="do not run the kernel before showing it")
 @click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
 @pass_machine
-def compile_command(machine: Machine, program: str, shape: Shape | None, dtype_name: str, layout: str, precision: str, invariant: str | None, target_name: str | None,
+def compile_command(machine: Machine, program: str, shape: Shape | None, dtype_name: str, layout: str, numerics: dict[str, Any], target_name: str | None,
                     emit: str, schedule: str | None, config: dict[str, Any] | None, output: Path | None, backward: bool, save: str | None, wrt: str | None,
                     no_verify: bool, as_json: bool) -> None:  # fmt: skip
     """Compile PROGRAM, such as "relu(mm + bias)", and show the kernel once it has been checked."""
@@ -103,7 +102,7 @@ def compile_command(machine: Machine, program: str, shape: Shape | None, dtype_n
     anywhere = chosen == _DEFAULT and not config and schedule in (None, ANYWHERE)
     if anywhere:
         target = replace(target, shared_bytes=_least_shared_bytes())
-    kernel, plan = _planned(program, shape, dtype, layout, precision, invariant, target, ANYWHERE if anywhere else schedule, config)
+    kernel, plan = _planned(program, shape, dtype, layout, numerics, target, ANYWHERE if anywhere else schedule, config)
     say(f"target    {target.name} ({target.part}), {chosen}")
     say(f"config    {plan.choice.config}")
     say(f"          {plan.choice.why}")
@@ -124,7 +123,7 @@ def compile_command(machine: Machine, program: str, shape: Shape | None, dtype_n
     summary = [f"compiled  {kernel.program}, {dtype} for {target.name}: {_size(plan)}"]
     try:
         if not no_verify:
-            report["verified"], lines = _verify(kernel, plan, dtype, precision, layout, machine)
+            report["verified"], lines = _verify(kernel, plan, dtype, layout, machine)
             summary += lines
         compiled = compiling.result() if compiling else []
     except BaseException:
@@ -142,9 +141,13 @@ def compile_command(machine: Machine, program: str, shape: Shape | None, dtype_n
     for line in summary:
         say(line)
     if emit == "source" and not as_json:
-        options = {"dtype": (dtype.name, "fp16"), "layout": (layout, "nn"), "precision": (precision, "ieee"), "invariant": (invariant, None)}
+        options = {
+            "dtype": (dtype.name, "fp16"),
+            "layout": (layout, "nn"),
+            **{name: (value, "ieee" if name == "precision" else None) for name, value in numerics.items()},
+        }
         words = " ".join([shlex.quote(given), *(f"--{name} {value}" for name, (value, default) in options.items() if value != default)])
-        for line in _next(words, backward, output, anywhere, chosen == _AT_HAND and invariant is None):
+        for line in _next(words, backward, output, anywhere, chosen == _AT_HAND and numerics["invariant"] is None):
             say(line)
 
 
@@ -164,7 +167,7 @@ def _least_shared_bytes() -> int:
 
 
 def _planned(
-    program: str, shape: Shape | None, dtype: DType, layout: str, precision: str, invariant: str | None, target: Target, schedule: str | None,
+    program: str, shape: Shape | None, dtype: DType, layout: str, numerics: dict[str, Any], target: Target, schedule: str | None,
     config: dict[str, Any] | None,
 ) -> tuple[Kernel, Plan]:  # fmt: skip
     """schedule: the only one to choose a config of; None for the best."""
@@ -172,9 +175,9 @@ def _planned(
     from epigen.choose.choose import Within
     from epigen.runtime.kernel import Kernel
 
-    kernel = api.compile(program, config=config, precision=precision, invariant=invariant)
+    kernel = api.compile(program, config=config, **numerics)
     if schedule:
-        kernel = Kernel(kernel.graph, kernel.renderer, Within(schedule), None, None, precision, invariant=invariant is not None)
+        kernel = Kernel(kernel.graph, kernel.renderer, Within(schedule), numerics=kernel.numerics)
     return kernel, kernel.plan(shape or DEFAULT_SHAPE, target=target, signature=kernel.signature_of(dtype, shape, layout))
 
 
@@ -263,7 +266,7 @@ def _standalone(kernel: Kernel, plan: Plan) -> str:
     return standalone(kernel.renderer, kernel.graph, plan.spec, plan.choice, plan.rendered)
 
 
-def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: str, machine: Machine) -> tuple[dict[str, Any], list[str]]:
+def _verify(kernel: Kernel, plan: Plan, dtype: DType, layout: str, machine: Machine) -> tuple[dict[str, Any], list[str]]:
     """Run the kernel of the plan at a shape with tails, on the GPU or under the interpreter. Returns how far it is from the oracle, as data and as
     lines to say, which are said at once where it is too far: VerificationError is raised then."""
     import torch
@@ -285,12 +288,11 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, precision: str, layout: st
     one_product = check_shape(plan.spec, config)
     shape: Shape = (2, *one_product) if plan.spec.signature.batched else one_product
     chosen = plan.choice
-    invariant = plan.spec.signature.invariant
-    one = Kernel(graph, kernel.renderer, lambda *_: chosen, chosen.config, "triton" if on_gpu else "interpreter", precision, invariant=invariant)
+    one = Kernel(graph, kernel.renderer, lambda *_: chosen, chosen.config, "triton" if on_gpu else "interpreter", kernel.numerics)
     inputs = dtypes.FP32 if run.bits == 8 else run
     given = verify.sample(graph, shape, run, run, inputs, device="cuda" if on_gpu else "cpu", layout=layout)
     # the interpreter multiplies in full precision
-    differences = verify.differences(one, given, precision if on_gpu else "ieee")
+    differences = verify.differences(one, given, (kernel.numerics.precision or "ieee") if on_gpu else "ieee")
     same = one.source() == plan.source
     how = torch.cuda.get_device_name() if on_gpu else "torch on the CPU" if plan.rendered.whole else "Triton's interpreter"
     lines = []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
 from epigen import dtypes
 from epigen.commands import derivation as cli_derivation
-from epigen.commands.types import Extents, Program, ProgramCommand, dtype_option, invariant_option, pass_machine, precision_option
+from epigen.commands.types import Extents, Program, ProgramCommand, dtype_option, numerics_options, pass_machine
 from epigen.runtime.device import Machine
 from epigen.shapes import Shape
 
@@ -18,19 +19,18 @@ from epigen.shapes import Shape
 @click.option("--shape", type=Extents(), required=True, help="M, N and K, of a batch after the number of its products")
 @dtype_option
 @click.option("--layout", default="nn", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
-@precision_option
-@invariant_option
+@numerics_options
 @click.option("--gpu", "gpu_name", help="a GPU by name, such as H200 or 'RTX 4090' (default: the GPU at hand, else H200)")
 @click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
 @pass_machine
 def explain_command(
-    machine: Machine, program: str, shape: Shape, dtype_name: str, layout: str, precision: str, invariant: str | None, gpu_name: str | None, as_json: bool
+    machine: Machine, program: str, shape: Shape, dtype_name: str, layout: str, numerics: dict[str, Any], gpu_name: str | None, as_json: bool
 ) -> None:  # fmt: skip
     """Explain what bounds PROGRAM, such as "relu(mm + bias)", at a shape: work, limits, config, waste, what fusing saves, and its derivative."""
     from epigen import api, gpus
     from epigen.choose import explain
 
-    kernel = api.compile(program, precision=precision, invariant=invariant)
+    kernel = api.compile(program, **numerics)
     # a GPU at hand stays what its driver calls it: that name is in the database's key
     if gpu_name is not None:
         gpu, why = gpus.by_name(gpu_name), "as asked"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import click
 
 from epigen import dtypes
-from epigen.codegen.spec import INVARIANT
+from epigen.codegen.spec import INVARIANT, ROUNDING
 from epigen.errors import CallError
 from epigen.runtime.device import Machine
 from epigen.shapes import Shape
@@ -96,9 +97,16 @@ def precision_option(command: Any) -> Any:
     return click.option("--precision", type=click.Choice(dtypes.PRECISIONS), default="ieee", show_default=True, help=help_text)(command)
 
 
-def invariant_option(command: Any) -> Any:
-    help_text = "m: a row of the result has the same bits whatever M is"
-    return click.option("--invariant", type=click.Choice(INVARIANT), help=help_text)(command)
+def numerics_options(command: Any) -> Any:
+    """--precision, --invariant and --rounding, which the command gets as `numerics`, by the names that `epigen.compile` has for them."""
+
+    @functools.wraps(command)
+    def with_numerics(*given: Any, precision: str, invariant: str | None, rounding: str | None, **options: Any) -> Any:
+        return command(*given, numerics={"precision": precision, "invariant": invariant, "rounding": rounding}, **options)
+
+    row = click.option("--invariant", type=click.Choice(INVARIANT), help="m: a row of the result has the same bits whatever M is")
+    eager = click.option("--rounding", type=click.Choice(ROUNDING), help="eager: each operation is rounded as eager torch rounds it")
+    return precision_option(row(eager(with_numerics)))
 
 
 class Seconds(click.FloatRange):

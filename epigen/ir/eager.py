@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from epigen import ops
-from epigen.dtypes import BF16, BOOL, FP32, INT8, DType
+from epigen.dtypes import BF16, BOOL, BY_TORCH_ON_CPU, FP32, INT8, DType
 from epigen.errors import CallError
 from epigen.ir import graph as g
 from epigen.ir import rules
@@ -108,6 +109,12 @@ def as_eager(graph: Graph, a: DType, b: DType, inputs: Mapping[str, DType | None
             number = add(plain)
             held.append(_Held(number, number, None, _TENSOR if node.op in (g.BITS, g.BITMASK) else _NUMBER))
     return order(Graph(tuple(nodes), tuple(_stored(o, held[o.node], product_dtype(a)) for o in graph.outputs), graph.text))
+
+
+def as_eager_of(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> Graph:
+    """The same by the dtypes of a call's tensors. a, b: the operands, or twice the product, where that is an input."""
+    held = {name: BY_TORCH_ON_CPU[str(value.dtype)] if hasattr(value, "dtype") else None for name, value in inputs.items()}
+    return as_eager(graph, BY_TORCH_ON_CPU[str(a.dtype)], BY_TORCH_ON_CPU[str(b.dtype)], held)
 
 
 def _stored(output: Output, value: _Held, default: DType) -> Output:

@@ -16,7 +16,7 @@ from functools import cached_property
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES, Schedule
 from epigen.codegen.spec import PAST, WIDE, KernelConfig, KernelSpec
-from epigen.dtypes import INT8
+from epigen.dtypes import FP32, INT8
 from epigen.gpus import Target
 from epigen.perf.resources import Resources, Work
 from epigen.shapes import Shape, extents, products
@@ -159,10 +159,10 @@ def one_config(spec: KernelSpec, target: Target) -> bool:
     They might where rows are reduced along n, whose elements are shared out by tiles, and wherever nobody has compared configs bit for bit. On sm_90 all that
     do not split k gave the same bits of bf16 and fp16 products: tiles of 16 to 128 rows, by mma and by wgmma, steps of 32 and 64, in the schedules
     tiled, persistent and warp_specialized; fp8 did by wgmma in steps of 128, which `instruction` asks for (K = 4096, 256x512, H100, torch 2.11, Triton 3.6,
-    2026-11-27). fp32 is added up there by one multiply-add after the other, or as tf32 by the same instructions as 16 bits.
+    2026-11-27). Configs of fp32 operands were not compared.
     """
-    along_n = any(p.axes == "n" for p in spec.partials)
-    return spec.signature.invariant and (along_n or (adds_in_order(spec) and target.name != COMPARED))
+    along_n, compared = any(p.axes == "n" for p in spec.partials), target.name == COMPARED and spec.signature.a != FP32
+    return spec.signature.invariant and (along_n or (adds_in_order(spec) and not compared))
 
 
 COMPARED = "sm_90"

@@ -23,7 +23,20 @@ from epigen.codegen import schedules
 from epigen.codegen.lower import check_computed, describable, lower, over_product, signature_of_contiguous, uninterpretable
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import EXACT_INT8, Choice, KernelConfig, KernelSpec, Provisional, Signature, factors, index_bits, k_multiple, whole_words
+from epigen.codegen.spec import (
+    EXACT_INT8,
+    USUAL,
+    Choice,
+    KernelConfig,
+    KernelSpec,
+    Numerics,
+    Provisional,
+    Signature,
+    factors,
+    index_bits,
+    k_multiple,
+    whole_words,
+)
 from epigen.dtypes import BY_TORCH_ON_CPU, FP16, FP32, INT8, UINT8, DType
 from epigen.errors import CallError, ConfigError
 from epigen.gpus import DEFAULT_TARGET, Target
@@ -66,15 +79,15 @@ class Kernel:
     """
 
     def __init__(
-        self, graph: Graph, renderer: Renderer, choose: Chooser, config: KernelConfig | None = None, backend: str | None = None, precision: str | None = None,
-        at_call: Chooser | None = None, made_by: Callable[[], Kernel] | None = None, known_as: KnownAs | None = None, machine: Machine = THIS_MACHINE,
-        invariant: bool = False,
+        self, graph: Graph, renderer: Renderer, choose: Chooser, config: KernelConfig | None = None, backend: str | None = None,
+        numerics: Numerics = USUAL, at_call: Chooser | None = None, made_by: Callable[[], Kernel] | None = None, known_as: KnownAs | None = None,
+        machine: Machine = THIS_MACHINE,
     ):  # fmt: skip
         """at_call: chooses in place of `choose` where a call of GPU tensors is about to run, and may take its time.
         made_by: makes this kernel anew where it is unpickled, and can be pickled itself. known_as: how torch's operations name it.
-        machine: whose GPU is the target where none is named. invariant: whether a row has the same bits whatever M is."""
+        machine: whose GPU is the target where none is named."""
         self._graph, self.renderer, self._choose, self._at_call = graph, renderer, choose, at_call or choose
-        self._config, self._backend, self._precision = config, backend, precision
+        self._config, self._backend, self.numerics = config, backend, numerics
         self._inputs: dict[str, Node] = {n.name: n for n in graph.inputs()}
         self._input_names = tuple(self._inputs)
         self._names = tuple(o.name for o in graph.outputs)
@@ -87,7 +100,7 @@ class Kernel:
         self._compiling: tuple[int, tuple[Future[Any], ...]] = (0, ())
         """The process, and what other threads of it compile."""
         self._last: Prepared | None = None
-        self._made_by, self._known_as, self._machine, self._invariant = made_by, known_as, machine, invariant
+        self._made_by, self._known_as, self._machine = made_by, known_as, machine
 
     def __reduce__(self) -> Any:
         """By its program and options: whoever reads it compiles it anew, for the databases and the GPUs there."""
@@ -111,11 +124,6 @@ class Kernel:
     def program(self) -> str:
         """The program in canonical text."""
         return self._graph.text
-
-    @property
-    def invariant(self) -> bool:
-        """Whether a row of the result has the same bits whatever M is."""
-        return self._invariant
 
     def __repr__(self) -> str:
         inputs = ", ".join(f"{n.name}{'[' + ','.join(n.indices) + ']' if n.indices else ''}" for n in self._inputs.values())
@@ -176,8 +184,7 @@ class Kernel:
         """The program whose product is an input."""
         if self._config and SCHEDULES[self._config.schedule].multiplies:
             raise ConfigError(f"the schedule {self._config.schedule} multiplies, and the product is given: compile without a config, or with one of library")
-        options: dict[str, Any] = {"machine": self._machine, "invariant": self._invariant}
-        return Kernel(over_product(self._graph), self.renderer, self._choose, self._config, self._backend, self._precision, **options)
+        return Kernel(over_product(self._graph), self.renderer, self._choose, self._config, self._backend, self.numerics, machine=self._machine)
 
     def _call(self, operands: Operands, inputs: Mapping[str, Any], out: Any) -> Any:
         """A call that is like none of the last ones."""
@@ -304,8 +311,8 @@ class Kernel:
         other = FP32 if dtype.bits == 8 else dtype
         inputs = tuple((n.name, UINT8 if n.op == g.BITS else other if n.indices else None) for n in self._inputs.values())
         if shape is None:
-            return Signature(dtype, dtype, inputs, self._precision_now(dtype), layout=layout, invariant=self._invariant)
-        return signature_of_contiguous(self._graph, dtype, dtype, inputs, shape, layout, self._precision_now(dtype), self._invariant)
+            return self._with_numerics(Signature(dtype, dtype, inputs, self._precision_now(dtype), layout=layout))
+        return self._with_numerics(signature_of_contiguous(self._graph, dtype, dtype, inputs, shape, layout, self._precision_now(dtype)))
 
     def source(self, **problem: Any) -> str:
         """The generated module's text: of the last call, or of the problem that is given as to `plan`.
@@ -345,7 +352,7 @@ class Kernel:
             refused = refusal(error) if prepared.plan and not prepared.interpreted else None
             if refused is None:
                 raise
-            own = self._config is not None or self._invariant  # another product's sums are others in their last bits
+            own = self._config is not None or self.numerics.invariant  # another product's sums are others in their last bits
             if own or prepared.plan is None or not prepared.plan.multiplies or prepared.plan.spec.computed:
                 raise refused from error
         prepared = self._prepare(operands, inputs, outs, str(refused))
@@ -357,7 +364,10 @@ class Kernel:
             return prepared.run(operands, inputs, outs)
 
     def _precision_now(self, operands: DType) -> str:
-        return operands.precision(self._precision or "") or process_precision()
+        return operands.precision(self.numerics.precision or "") or process_precision()
+
+    def _with_numerics(self, signature: Signature) -> Signature:
+        return replace(signature, invariant=self.numerics.invariant, rounding=self.numerics.rounding)
 
     def warm(self, a: Tensor, b: Tensor, /, target: Target, **inputs: Tensor | float) -> list[Resources]:
         """Compile what a call with such arguments would launch on `target`, into Triton's cache, without a GPU.
@@ -436,14 +446,15 @@ class Kernel:
         return Signature(
             a, b, self._dtypes(inputs), self._precision_now(a), k_multiple(k), index_bits(shape, map(arguments.reach, tensors)), "".join(map(arguments.layout, operands)) or "nn",
             tma=tuple(name for name, t in (upright | written).items() if arguments.describable(t, name in written, strides.get(name, 0))),
-            factors=factors((m, n, k), strided, strides), bytewise=self._bytewise(inputs, outs, strides), batched=batch is not None, invariant=self._invariant,
+            factors=factors((m, n, k), strided, strides), bytewise=self._bytewise(inputs, outs, strides), batched=batch is not None,
+            invariant=self.numerics.invariant, rounding=self.numerics.rounding,
         )  # fmt: skip
 
     def _signature_like(self, shape: Shape, operands: Operands, inputs: Mapping[str, Any]) -> Signature:
         """That of a call of the same dtypes whose tensors lie without gaps."""
         a, b = (BY_TORCH_ON_CPU[str(t.dtype)] for t in operands or (inputs[PRODUCT],) * 2)
         lies = "".join(map(arguments.layout, operands)) or "nn"
-        return signature_of_contiguous(self._graph, a, b, self._dtypes(inputs), shape, lies, self._precision_now(a), self._invariant)
+        return self._with_numerics(signature_of_contiguous(self._graph, a, b, self._dtypes(inputs), shape, lies, self._precision_now(a)))
 
     def _dtypes(self, inputs: Mapping[str, Any]) -> tuple[tuple[str, DType | None], ...]:
         """Of each input; None for a number."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from epigen.codegen import schedules
+from epigen.codegen.lower import as_computed
 from epigen.codegen.render import Rendered
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelSpec, Signature, batch_stride, parameter
@@ -137,8 +138,12 @@ class Prepared:
     @property
     def invariant(self) -> bool:
         """Whether a row has the same bits whatever M is."""
-        signature = self.plan.spec.signature if self.plan is not None else self.signature
+        signature = self._signature
         return signature is not None and signature.invariant
+
+    @property
+    def _signature(self) -> Signature | None:
+        return self.plan.spec.signature if self.plan is not None else self.signature
 
     def held(self, out: Out) -> Held:
         """What a new output is allocated as."""
@@ -213,14 +218,16 @@ class Prepared:
         return self.tried and len(self.launchers) != len(self.launches)
 
     def _reference(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor]) -> list[Tensor]:
-        m, n, _ = self.shape
+        (m, n, _), signature, graph = self.shape, self._signature, self.graph
+        if signature is not None and signature.rounding:
+            graph = as_computed(graph, signature)
         if self.batch is not None:
-            several = batches.evaluate(self.graph, self.batch.lead, operands, inputs, self.shape, self.outputs, self.device, self.invariant)
+            several = batches.evaluate(graph, self.batch.lead, operands, inputs, self.shape, self.outputs, self.device, self.invariant)
             return [outs[o.name].copy_(r) if o.name in outs else r for o, r in zip(self.outputs, several, strict=True)]
         # where the product is given, operands without a k have its extents and its device
         a, b = operands or (torch.empty((m, 0), device=self.device), torch.empty((0, n), device=self.device))
         taken, results = {_storage(t) for t in inputs.values() if isinstance(t, Tensor)}, []
-        for out, result in zip(self.outputs, reference.evaluate(self.graph, a, b, inputs, [o.dtype for o in self.outputs], self.invariant), strict=True):
+        for out, result in zip(self.outputs, reference.evaluate(graph, a, b, inputs, [o.dtype for o in self.outputs], self.invariant), strict=True):
             held = out.held(m, n)
             # as a kernel writes it: without gaps, no view, and in memory of its own even where it equals an input or another output
             if _storage(result) in taken or result._is_view() or result.stride() != held.strides:

@@ -15,6 +15,7 @@ from epigen.errors import VerificationError
 from epigen.ir import bound, reference
 from epigen.ir import graph as g
 from epigen.ir.bound import Difference, Expected
+from epigen.ir.eager import as_eager_of
 from epigen.ir.graph import Graph
 from epigen.runtime.kernel import Kernel
 from epigen.shapes import Shape
@@ -47,7 +48,10 @@ class Oracle:
     several: bool
 
     @classmethod
-    def of(cls, graph: Graph, given: Sample, precision: str = "ieee") -> Oracle:
+    def of(cls, graph: Graph, given: Sample, precision: str = "ieee", rounding: str = "") -> Oracle:
+        """rounding: "eager" where each operation is rounded; the bound then has the error of each."""
+        if rounding:
+            graph = as_eager_of(graph, given.a, given.b, given.inputs)
         dtypes = [output_dtype(graph, o, BY_TORCH[str(given.a.dtype)]) for o in graph.outputs]
         products = [bound.expect(graph, one.a, one.b, one.inputs, dtypes, precision) for one in given.products()]
         return cls(products, given.a.dim() > 2)
@@ -109,7 +113,7 @@ def sample(
 def differences(kernel: Kernel, given: Sample, precision: str = "ieee", out: Any = None) -> dict[str, Difference]:
     """Each output of one call against the oracle."""
     results = kernel(given.a, given.b, out=out, **given.inputs)
-    compared = Oracle.of(kernel.graph, given, precision).differences(results)
+    compared = Oracle.of(kernel.graph, given, precision, kernel.numerics.rounding).differences(results)
     return {o.name: d for o, d in zip(kernel.graph.outputs, compared, strict=True)}
 
 

@@ -19,6 +19,7 @@ from epigen.dtypes import BY_TORCH_ON_CPU
 from epigen.errors import CallError
 from epigen.ir import graph as g
 from epigen.ir import reference
+from epigen.ir.eager import as_eager_of
 from epigen.ir.graph import PRODUCT, Graph
 from epigen.runtime import arguments, batches, outputs
 from epigen.training import library
@@ -58,23 +59,27 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return {**torch.export.default_decompositions().materialize(), **WRITTEN_OUT}
 
 
-def _graph(text: str, options: str | None) -> Graph:
-    """Raises CallError for an invariant program: torch's own product has other bits for another M."""
+def _graph(text: str, options: str | None, given: Callable[[Graph], Graph], a: Tensor, b: Tensor, inputs: Mapping[str, Any]) -> Graph:
+    """What is computed. given: makes it of the program's graph. a, b: the operands, or twice the product.
+
+    Raises CallError for an invariant program: torch's own product has other bits for another M."""
     kernel = library.kernel(text, None, options)
-    if kernel.invariant:
+    if kernel.numerics.invariant:
         raise CallError(f"{kernel.program} was compiled with invariant='m', which torch's own operations do not keep: it cannot be written out in them")
-    return kernel.graph
+    graph = given(kernel.graph)
+    return as_eager_of(graph, a, b, inputs) if kernel.numerics.rounding else graph
 
 
 def _program(text: str, _tune: str | None, a: Tensor, b: Tensor, inputs: library.Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
-    return _apart(_graph(text, options), a, b, library.named(text, inputs, numbers), a.dtype)
+    named = library.named(text, inputs, numbers)
+    return _apart(_graph(text, options, lambda graph: graph, a, b, named), a, b, named, a.dtype)
 
 
 def _over(text: str, mm: Tensor, inputs: library.Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
     m, n = mm.shape[-2:] if mm.dim() > 2 else arguments.check_product(mm)
     a, b = (torch.empty(shape, device=mm.device) for shape in ((m, 0), (0, n)))
-    graph = over_product(_graph(text, options))
-    return _apart(graph, a, b, {PRODUCT: mm, **library.named(text, inputs, numbers)}, mm.dtype)
+    named = {PRODUCT: mm, **library.named(text, inputs, numbers)}
+    return _apart(_graph(text, options, over_product, mm, mm, named), a, b, named, mm.dtype)
 
 
 def _into(

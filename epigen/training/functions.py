@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from epigen.codegen.spec import USUAL, Numerics
 from epigen.dtypes import BY_TORCH
 from epigen.errors import CallError, near_miss
 from epigen.lru_cache import LruCache
@@ -392,10 +393,10 @@ class FunctionKernel:
     `config`, `explain()`.
     """
 
-    def __init__(self, function: Function, make: Callable[[str], Kernel], made_by: Callable[[], FunctionKernel], invariant: bool = False):
-        """make: the kernel of a program. made_by: makes this anew where it is unpickled. invariant: whether a row has the same bits whatever M is."""
+    def __init__(self, function: Function, make: Callable[[str], Kernel], made_by: Callable[[], FunctionKernel], numerics: Numerics = USUAL):
+        """make: the kernel of a program. made_by: makes this anew where it is unpickled. numerics: of the kernels."""
         parameters(function)  # refuses what takes no product
-        self.function, self._make, self._made_by, self._invariant = function, make, made_by, invariant
+        self.function, self._make, self._made_by, self._numerics = function, make, made_by, numerics
         self._kernels: LruCache[str, Kernel] = LruCache(_TRACES)
         self._last: Kernel | None = None
 
@@ -447,14 +448,14 @@ class FunctionKernel:
 
     def _check_compiled(self) -> None:
         """Raises CallError where torch.compile would make a kernel of its own of what is to be invariant."""
-        if self._invariant:
+        if self._numerics.invariant:
             raise CallError(
                 "an invariant kernel of a torch function is not seen by torch.compile, whose own product depends on M: give epigen.compile the program "
                 "as text, which the function's kernel has as `program` after a call"
             )
 
     def _run(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, inputs: Mapping[str, Any], call: Callable[..., Any]) -> Any:
-        trace = traced(self.function, shape, dtype, device, inputs)
+        trace = traced(self.function, shape, dtype, device, inputs, casts=bool(self._numerics.rounding))
         text = trace.program.text
         self._last = kernel = self._kernels.get(text) or self._kernels.put(text, self._make(text))
         results = call(kernel, presented(trace, inputs, (math.prod(shape[:-1]), shape[-1])))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from epigen import dtypes
 from epigen.codegen.lower import lower, signature_of_contiguous
-from epigen.codegen.spec import Choice, KernelConfig, KernelSpec
+from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Numerics
 from epigen.db.problem import Problem, capability, problem_of
 from epigen.dtypes import DType
 from epigen.gpus import Target
@@ -79,7 +79,7 @@ class Task(Request):
         from epigen.runtime.kernel import Kernel
 
         choice = Choice(config, "a candidate")
-        return Kernel(self.graph, renderer, lambda *_: choice, config, "triton", self.precision)
+        return Kernel(self.graph, renderer, lambda *_: choice, config, "triton", Numerics(self.precision))
 
 
 _QUARTILES = 1.349  # standard deviations between the quartiles of a normal distribution

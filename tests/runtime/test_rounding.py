@@ -1,0 +1,154 @@
+"""rounding="eager": a kernel's results are eager torch's, of the same product."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from cases import tiled
+from golden import Golden
+from torch import Tensor, nn
+
+import epigen
+from epigen.dtypes import FP16, FP32
+from epigen.errors import CallError
+from epigen.gpus import TARGETS
+from epigen.runtime import verify
+
+M, N = 48, 80
+PROGRAM = "y = silu(mm) * gate[m,n]; y + residual"
+
+
+def eager(mm: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
+    return F.silu(mm) * gate + residual
+
+
+def given(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """a, an identity, so that the product is a; and the inputs."""
+    torch.manual_seed(0)
+    a, gate, residual = ((torch.randn(M, N) * 2).to(device=device, dtype=dtype) for _ in range(3))
+    return a, torch.eye(N, dtype=dtype, device=device), {"gate": gate, "residual": residual}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_kernels_bits_on_the_cpu(dtype: torch.dtype) -> None:
+    a, b, inputs = given(dtype)
+    want, kernel = eager(a, **inputs), epigen.compile(PROGRAM, rounding="eager")
+    assert torch.equal(kernel(a, b, **inputs), want)
+    assert torch.equal(kernel.over(a, **inputs), want)
+    assert dtype == torch.float32 or not torch.equal(epigen.compile(PROGRAM)(a, b, **inputs), want)
+
+
+def test_a_batch() -> None:
+    a, b, inputs = given(torch.bfloat16)
+    several = {name: torch.stack([t, -t]) for name, t in inputs.items()}
+    found = epigen.compile(PROGRAM, rounding="eager")(torch.stack([a, 2 * a]), b, **several)
+    assert torch.equal(found, eager(torch.stack([a, 2 * a]), **several))
+
+
+def test_a_function_keeps_its_casts() -> None:
+    """Without them `mm.float() + bias` would be rounded before the bias is added, or not before GELU."""
+
+    def function(mm: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return residual + F.gelu((mm.float() + bias).to(mm.dtype), approximate="tanh")
+
+    a, b, inputs = given(torch.bfloat16)
+    given_to = {"bias": torch.randn(N), "residual": inputs["residual"]}
+    kernel = epigen.compile(function, rounding="eager")
+    assert torch.equal(kernel(a, b, **given_to), function(a, **given_to))
+    assert kernel.program == "residual + gelu_tanh(cast(cast(mm, fp32) + bias, bf16))"
+    assert torch.equal(epigen.compile(kernel.program, rounding="eager")(a, b, **given_to), function(a, **given_to))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    "function", [lambda mm, gate, residual: torch.relu(mm * gate) + residual, lambda mm, gate, residual: (mm - residual) / 3 * gate, eager]
+)
+def test_the_kernel_under_the_interpreter(function: Callable[..., Tensor]) -> None:
+    """In fp16: what is exact has eager's bits; of exponentials the last bit of fp32 differs, which the rounding that follows hides but for one in thousands."""
+    a, b, inputs = given(torch.float16)
+    kernel = epigen.compile(function, rounding="eager", backend="interpreter", config=tiled(32, 32, 32))
+    found, want = kernel(a, b, **inputs), function(a, **inputs)
+    assert (found != want).float().mean() <= (0.002 if function is eager else 0)
+    torch.testing.assert_close(found, want, rtol=2 * torch.finfo(torch.float16).eps, atol=1e-3)
+
+
+@pytest.mark.triton
+def test_no_product_and_sum_are_made_one() -> None:
+    """In fp32 nothing is rounded between them but by each."""
+    plan = epigen.compile("mm * gate[m,n] + residual", rounding="eager").plan((64, 64, 64), FP32, TARGETS["sm_90"])
+    assert not any(function.contracted for function in plan.rendered.functions)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("text", [PROGRAM, "gelu(mm + bias), sum(mm * mm, n)", "exp(mm * 0.1) / (1 + sigmoid(row[m]))"])
+def test_the_bound_has_the_error_of_each_rounding(text: str) -> None:
+    kernel = epigen.compile(text, rounding="eager", backend="interpreter", config=tiled(32, 32, 32))
+    sample = verify.sample(kernel.graph, (67, 61, 45), FP16, FP16, FP16)
+    verify.demand(verify.differences(kernel, sample))
+
+
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.:FutureWarning")  # torch's own
+def test_it_is_the_same_wherever_the_kernel_goes() -> None:
+    a, b, inputs = given(torch.bfloat16)
+    kernel, want = epigen.compile(PROGRAM, rounding="eager"), eager(a, **inputs)
+    for again in (copy.deepcopy(kernel), pickle.loads(pickle.dumps(kernel))):
+        assert torch.equal(again(a, b, **inputs), want)
+
+    class Layer(nn.Module):
+        def forward(self, a: Tensor, b: Tensor, gate: Tensor, residual: Tensor) -> Any:
+            return kernel(a, b, gate=gate, residual=residual)
+
+    exported = torch.export.export(Layer(), (a, b, *inputs.values()))
+    assert torch.equal(exported.module()(a, b, *inputs.values()), want)
+    assert torch.equal(exported.run_decompositions(epigen.decompositions()).module()(a, b, *inputs.values()), want)
+
+
+def test_mistakes(golden: Golden) -> None:
+    with golden.raises(CallError, "unknown"):
+        epigen.compile(PROGRAM, rounding="eagre")
+    with golden.raises(CallError, "fp8"):
+        epigen.compile("mm + x[m,n]", rounding="eager")(torch.ones(2, 2), torch.ones(2, 2), x=torch.ones(2, 2).to(torch.float8_e4m3fn))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda mm, gate, residual: torch.relu(mm * gate) + residual,
+        lambda mm, gate, residual: torch.where(mm > gate, mm * 0.3, residual - mm) * gate,
+        lambda mm, gate, residual: torch.clamp(mm * gate, -1, 1) * residual + gate,
+    ],
+    ids=["relu", "where", "clamp"],
+)  # fmt: skip
+def test_the_bits_on_a_gpu(function: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    a, b, inputs = given(dtype, "cuda")
+    kernel = epigen.compile(function, rounding="eager", precision="ieee")
+    assert torch.equal(kernel(a, b, **inputs), function(a, **inputs))
+    assert torch.equal(kernel.over(a, **inputs), function(a, **inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [
+        eager,
+        lambda mm, gate, residual: F.gelu(mm + gate) * residual,
+        lambda mm, gate, residual: F.gelu(mm + gate, approximate="tanh") + residual,
+        lambda mm, gate, residual: torch.sigmoid(gate) * torch.tanh(mm) / (residual.abs() + 1),
+    ],
+    ids=["swiglu", "gelu", "gelu_tanh", "gated"],
+)  # fmt: skip
+def test_functions_on_a_gpu(function: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    """Triton's exponentials and divisions are not torch's to the last bit of fp32."""
+    a, b, inputs = given(dtype, "cuda")
+    found, want = epigen.compile(function, rounding="eager")(a, b, **inputs), function(a, **inputs)
+    assert (found != want).float().mean() <= 0.005
+    torch.testing.assert_close(found, want, rtol=3 * torch.finfo(dtype).eps, atol=1e-3)
