@@ -145,4 +145,4 @@ def near_miss(name: str, known: Iterable[str]) -> str:
 def unknown(what: str, given: object, known: Iterable[str]) -> str:
     """The message for a name that is none of the known ones, which it lists where none of them is near."""
     names = list(known)
-    return f"unknown {what} {shown(given)}: {near_miss(str(given), names) or 'known are ' + ', '.join(names)}"
+    return f"unknown {what} {shown(given)}: {near_miss(given if isinstance(given, str) else shown(given), names) or 'known are ' + ', '.join(names)}"

@@ -261,7 +261,9 @@ def from_mapping(given: Mapping[Any, object]) -> KernelConfig:
     """A checked config from {"schedule": …, "block_m": …}; the schedule is tiled by default. A dimension may have its older name."""
     values = {RENAMED.get(name, name) if isinstance(name, str) else shown(name): value for name, value in given.items()}
     schedule = values.pop("schedule", TILED.name)
-    return config(schedule if isinstance(schedule, str) else shown(schedule), **values)
+    if not isinstance(schedule, str):
+        raise ConfigError(unknown("schedule", schedule, SCHEDULES))
+    return config(schedule, **values)
 
 
 def config(schedule: str, **values: object) -> KernelConfig:

@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import cases
@@ -16,7 +17,7 @@ from torch import Tensor
 import epigen
 from epigen.codegen import schedules
 from epigen.dtypes import FP16
-from epigen.errors import CallError, ConfigError
+from epigen.errors import CallError, CompileError, ConfigError
 from epigen.gpus import TARGETS
 from epigen.ir import reference
 from epigen.runtime import loader
@@ -166,6 +167,23 @@ def test_where_triton_refuses_nothing_takes_its_place() -> None:
     kernel = epigen.compile("relu(mm)", invariant="m")
     with pytest.raises(ConfigError, match="no such luck; and the vendor's product"):
         kernel.plan((64, 64, 64), dtype=FP16, target=TARGETS["sm_90"], refused="no such luck")
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("invariant", "attempts"), [("m", 1), (None, 2)])
+def test_what_does_not_compile_fails(invariant: str | None, attempts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ordinary kernel tries the vendor's product then."""
+    kernel, prepared = epigen.compile("relu(mm)", invariant=invariant), []
+    plan = kernel.plan((64, 64, 64), dtype=FP16, target=TARGETS["sm_90"])
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(kernel, "_prepare", lambda *given: prepared.append(given) or SimpleNamespace(plan=plan, interpreted=False))
+    monkeypatch.setattr(kernel, "_start", fails)
+    with pytest.raises((CompileError, RuntimeError), match="does not compile: PassManager" if invariant else "PassManager"):
+        kernel(torch.ones(2, 3), torch.ones(3, 4))
+    assert len(prepared) == attempts
 
 
 @pytest.mark.parametrize("way", [lambda k: pickle.loads(pickle.dumps(k)), copy.copy, copy.deepcopy], ids=["pickle", "copy", "deepcopy"])

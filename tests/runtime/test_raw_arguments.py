@@ -180,7 +180,7 @@ def test_a_config_that_is_none(config: Any, name: str, golden: Golden) -> None:
 
 
 @pytest.mark.parametrize("value", [3, 10**5000, ["ieee"], object(), float("nan")], ids=lambda v: type(v).__name__)
-@pytest.mark.parametrize("name", ["backend", "precision", "tune"])
+@pytest.mark.parametrize("name", ["backend", "precision", "tune", "invariant"])
 def test_other_options(name: str, value: Any) -> None:
     with pytest.raises(CallError, match=name):
         epigen.compile("mm", **{name: value})
