@@ -286,6 +286,7 @@ def test_who_asks_for_the_dialect() -> None:
 UNBOUNDED = {
     "ir.rules.gradients",
     "ir.rules.error",
+    "ir.rules.eager",
     "ir.rules.reduction_gradient",
     "ir.reference.torch_function",
     "ir.reference.torch_reduction",

@@ -281,7 +281,7 @@ def test_a_kernel_is_traced_with_its_options(made: Callable[[], Any]) -> None:
     assert len(called) == 3, "not what a kernel does, and no constant in the place of what it gives"
     (again,) = {(n.kwargs.get("options"), n.args[1] if n.target is not library.over else None) for n in called}
     remade = library.kernel("relu(mm)", again[1], again[0])
-    assert remade.plan().choice.config == kernel.plan().choice.config and remade._precision == kernel._precision and remade._backend == kernel._backend
+    assert remade.plan().choice.config == kernel.plan().choice.config and remade.numerics == kernel.numerics and remade._backend == kernel._backend
 
 
 def test_a_buffer_is_accumulated_in_place_in_a_graph() -> None:

@@ -650,7 +650,7 @@ def test_an_invariant_function_is_an_invariant_kernel() -> None:
     fused = epigen.compile(gelu_gate, invariant="m")
     x, w, bias, gate = torch.randn(70, 40), torch.randn(40, N), torch.randn(N), torch.randn(70, N)
     whole = fused(x, w, bias=bias, gate=gate)
-    assert fused.kernel.invariant
+    assert fused.kernel.numerics.invariant
     for low, high in ((0, 1), (3, 20), (69, 70)):
         assert torch.equal(fused(x[low:high], w, bias=bias, gate=gate[low:high]), whole[low:high])
     assert pickle.loads(pickle.dumps(fused))(x, w, bias=bias, gate=gate).equal(whole)
