@@ -62,6 +62,7 @@ _RUN_AS: tuple[tuple[str, str, Callable[[Mapping[str, float]], float], str], ...
     ("epigen, graphs", "inductor, graphs", lambda times: times["inductor, graphs"], 'As CUDA graphs (`mode="reduce-overhead"`), against Inductor\'s'),
     ("tuned", "eager", better, "Tuned, against the better"),
     ("epigen", "autotune", lambda times: times["autotune"], "Against Inductor's `max-autotune-no-cudagraphs`"),
+    ("epigen, autotune", "autotune", lambda times: times["autotune"], "Both with `max-autotune-no-cudagraphs`"),
 )
 """What else a model may be run as: the way, what it is compared with, and how long that takes."""
 

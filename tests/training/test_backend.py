@@ -482,6 +482,22 @@ def test_inductors_options_hold_where_graphs_are_written_down(rest: str) -> None
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
+def test_a_mode_of_inductors_holds_for_what_is_left() -> None:
+    """What is fused stays fused: a program is no choice of Inductor's."""
+    torch._dynamo.reset()
+    seen: list[Seen] = []
+    told: list[bool] = []
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), torch.randn(4, 8)
+    options = dict(torch._inductor.list_mode_options("max-autotune-no-cudagraphs"))
+    options |= {"report": seen.extend, "post_grad_custom_pre_pass": lambda _graph: told.append(torch._inductor.config.max_autotune)}
+    with torch.no_grad():
+        assert torch.allclose(torch.compile(model, backend=backend, options=options)(x), model(x), atol=1e-5)
+    assert told == [True] and [s.program for s in seen if s.taken] == ["gelu(mm + x0[n])"]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert torch.allclose(torch.compile(model, backend=backend, mode="max-autotune-no-cudagraphs")(x), model(x), atol=1e-5)
+
+
 def test_a_users_own_pass_of_inductors_comes_first() -> None:
     """And is called by epigen's, since torch 2.11 takes no list of passes."""
     torch._dynamo.reset()
