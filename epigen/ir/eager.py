@@ -40,7 +40,7 @@ def product_dtype(operands: DType) -> DType:
 def as_eager(graph: Graph, a: DType, b: DType, inputs: Mapping[str, DType | None]) -> Graph:
     """a, b: the operands' dtypes; both are the product's where that is an input. inputs: dtypes by name; None for a number.
 
-    Sums and other reductions stay fp32, as the language has them. Raises CallError for inputs of fp8, which torch promotes with nothing.
+    Sums and other reductions stay fp32, as the language has them. Raises CallError for operations on fp8, which torch promotes with nothing.
     """
     nodes: list[Node] = []
     held: list[_Held] = []
@@ -69,10 +69,8 @@ def as_eager(graph: Graph, a: DType, b: DType, inputs: Mapping[str, DType | None
         return nodes.pop()
 
     def promoted(value: _Held, dtype: DType) -> int:
-        """An argument as the operation takes it: integers, and one element that is wider, are rounded first."""
-        wider = value.dtype is not None and value.dtype.bits > dtype.bits
-        whole = value.dtype is not None and not value.dtype.is_float and value.dtype != BOOL
-        return cast(value.node, dtype) if dtype.bits == 16 and (wider or whole) else value.node
+        """An argument as the operation takes it: integers, and one element of another dtype, are rounded first. A number is fp32 in any operation."""
+        return cast(value.node, dtype) if dtype.bits == 16 and value.dtype not in (None, BOOL, dtype) else value.node
 
     for node in graph.nodes:
         given = [held[i] for i in node.args]
@@ -84,27 +82,25 @@ def as_eager(graph: Graph, a: DType, b: DType, inputs: Mapping[str, DType | None
             held.append(_Held(number, number, a if node.name == "a" else b))
         elif node.op == g.INPUT:
             dtype, number = inputs.get(node.name, a if node.name == PRODUCT else None), add(plain)
-            if dtype is not None and dtype.is_fp8:
-                raise CallError(f"the input '{node.name}' is {dtype}, which torch computes nothing of: rounding='eager' wants it cast before the call")
             held.append(_Held(number, number, dtype, _NUMBER if dtype is None else _TENSOR if node.indices else _ONE_ELEMENT))
         elif node.op == g.CAST:
             assert node.dtype is not None
             number = given[0].node if node.dtype in (given[0].dtype, FP32) else add(plain)
-            held.append(_Held(number, number, node.dtype, given[0].category))
+            held.append(_Held(number, number, node.dtype, max(given[0].category, _ONE_ELEMENT)))
         elif node.op == g.REDUCE:
             number = add(plain)
             held.append(_Held(number, number, FP32))
-        elif node.op in ops.TABLE and node.kind == NUMBER:
-            dtype, category = _result_type([value for value, param in zip(given, ops.TABLE[node.op].params, strict=True) if param.kind == NUMBER])
-            args = (promoted(value, dtype) if nodes[value.node].kind == NUMBER else value.node for value in given)
-            chosen = ops.TABLE[node.op].error == "0" and all(value.dtype == dtype or nodes[value.node].kind != NUMBER for value in given)
-            held.append(replace(rounded(torchs(node, tuple(args)), dtype, chosen), category=category))
         elif node.op in ops.TABLE:
-            numbers = [value for value in given if nodes[value.node].kind == NUMBER]
-            dtype, _ = _result_type(numbers)
-            args = (promoted(value, dtype) if value in numbers else value.node for value in given)
-            number = add(replace(node, args=tuple(args)))
-            held.append(_Held(number, number, None))
+            numbers = [value for value, param in zip(given, ops.TABLE[node.op].params, strict=True) if param.kind == NUMBER]
+            dtype, category = _result_type(numbers), max(value.category for value in given)
+            args = tuple(promoted(value, dtype) if value in numbers else value.node for value in given)
+            if node.kind == NUMBER:
+                chosen = ops.TABLE[node.op].error == "0" and all(value.dtype == dtype for value in numbers)
+                value = rounded(torchs(node, args), dtype, chosen)
+                held.append(replace(value, dtype=dtype if category else None, category=category))
+            else:
+                number = add(replace(node, args=args))
+                held.append(_Held(number, number, None, category))
         else:
             number = add(plain)
             held.append(_Held(number, number, None, _TENSOR if node.op in (g.BITS, g.BITMASK) else _NUMBER))
@@ -122,11 +118,12 @@ def _stored(output: Output, value: _Held, default: DType) -> Output:
     return replace(output, node=value.exact if value.dtype == (output.dtype or default) else value.node)
 
 
-def _result_type(values: Sequence[_Held]) -> tuple[DType, int]:
-    """As `torch.result_type` has it, with the category of the result; fp32 where there is no float, as epigen computes integers."""
-    category = max((value.category for value in values), default=_NUMBER)
+def _result_type(values: Sequence[_Held]) -> DType:
+    """As `torch.result_type` has it; fp32 where there is no float, as epigen computes integers, and as torch's own default is. Raises CallError."""
+    if fp8 := next((value.dtype for value in values if value.dtype is not None and value.dtype.is_fp8), None):
+        raise CallError(f"the program computes with {fp8}, which torch computes nothing of: rounding='eager' wants it cast to another dtype before")
     floats = [value for value in values if value.dtype is not None and value.dtype.is_float]
     first = max((value.category for value in floats), default=_NUMBER)
     dtypes = {value.dtype for value in floats if value.category == first}
     only = dtypes.pop() if len(dtypes) == 1 else None
-    return only or FP32, category
+    return only or FP32

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,14 +12,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from bench.random_programs import write_program
 from epigen import ops
-from epigen.codegen.lower import lower
+from epigen.codegen.lower import lower, output_dtype
 from epigen.codegen.spec import Signature
 from epigen.dtypes import BF16, BOOL, BY_TORCH, FP8E4M3, FP16, FP32, INT8, INT32, DType
 from epigen.errors import CallError
 from epigen.ir import graph as g
 from epigen.ir import reference, rules
-from epigen.ir.eager import as_eager, product_dtype
+from epigen.ir.eager import as_eager, as_eager_of, product_dtype
+from epigen.ir.graph import Graph
 from epigen.ir.program import graph_of
 from epigen.ops import NUMBER
 from epigen.training import functions
@@ -127,8 +131,10 @@ def test_operands_are_computed_as_torch_has_them() -> None:
 
 
 def test_torch_promotes_nothing_with_fp8() -> None:
-    with pytest.raises(CallError, match="the input 'x' is fp8e4m3"):
-        as_eager(graph_of("mm + x[m,n]"), BF16, BF16, {"x": FP8E4M3})
+    for text in ("mm + x[m,n]", "exp(x[m,n]) * mm", "mm + cast(mm, fp8e4m3)"):
+        with pytest.raises(CallError, match="computes with fp8e4m3"):
+            as_eager(graph_of(text), BF16, BF16, {"x": FP8E4M3})
+    assert held("cast(mm + cast(x[m,n], bf16), fp8e4m3)", BF16, x=FP8E4M3)[-1] == (g.CAST, "bf16"), "what is cast before and after is computed in bf16"
 
 
 @pytest.mark.parametrize("name", [name for name, op in ops.TABLE.items() if op.eager])
@@ -140,6 +146,78 @@ def test_torchs_formula_is_the_same_function(name: str) -> None:
         given = x if node.op == g.INPUT else torch.tensor(node.value, dtype=torch.float64)
         values.append(reference.torch_function(node.op)(*(values[i] for i in node.args)) if node.op in ops.TABLE else given)
     torch.testing.assert_close(values[formula.outputs[0].node], reference.torch_function(name)(x))
+
+
+def natively(graph: Graph, mm: Tensor, inputs: dict[str, Any]) -> list[Any]:
+    """Every node's value as torch holds it: each operation of arguments that torch itself has promoted, in fp32, and rounded. Numbers are numbers of Python's."""
+    m, n = mm.shape
+    values: list[Any] = []
+    for node in graph.nodes:
+        args = [values[i] for i in node.args]
+        if node.op in ops.TABLE:
+            op = ops.TABLE[node.op]
+            numbers = [a for a, p in zip(args, op.params, strict=True) if p.kind == NUMBER]
+            held = functools.reduce(lambda x, y: x + y, numbers).dtype if any(isinstance(a, Tensor) for a in numbers) else torch.float32
+            held = held if held.is_floating_point else torch.float32
+            ready = [
+                (a.to(held).float() if isinstance(a, Tensor) else torch.tensor(a)) if p.kind == NUMBER else a for a, p in zip(args, op.params, strict=True)
+            ]
+            value = reference.torch_function(node.op)(*ready)
+            value = value if op.result != NUMBER else value.to(held) if any(isinstance(a, Tensor) for a in args) else float(value)
+        elif node.op == g.INPUT:
+            value, indices = inputs[node.name], node.indices
+            value = value[:, None] if indices == "m" else value[None, :] if indices == "n" else value
+        elif node.op == g.BITS:
+            value = reference.unpack(inputs[node.name], n)
+        elif node.op == g.CAST:
+            assert node.dtype is not None
+            value = reference.convert(torch.as_tensor(args[0]).float(), node.dtype)
+        elif node.op == g.BITMASK:
+            value = reference.pack(args[0].expand(m, n))
+        elif node.op == g.REDUCE:
+            value = reference.reduce(node, args[0].float().expand(m, n))
+        else:
+            value = {g.DOT: mm, g.OPERAND: None, g.CONSTANT: node.value, g.EXTENT: {"m": float(m), "n": float(n)}.get(node.name)}[node.op]
+        values.append(value)
+    return values
+
+
+def random_call(random: Random, graph: Graph, m: int, n: int) -> tuple[Tensor, dict[str, Any]]:
+    """A product of some dtype, and inputs of any; numbers among them."""
+    dtype = random.choice((torch.bfloat16, torch.float16, torch.float32))
+    inputs: dict[str, Any] = {}
+    for node in graph.inputs():
+        if node.op == g.BITS:
+            inputs[node.name] = torch.randint(0, 256, (m, -(-n // 8)), dtype=torch.uint8)
+            continue
+        values = torch.randn({"mn": (m, n), "m": (m,), "n": (n,), "": ()}[node.indices]) * 2
+        held = random.choice((dtype, dtype, torch.float32, torch.bfloat16, torch.float16, torch.int32))
+        inputs[node.name] = values.item() if not node.indices and random.random() < 0.4 else values.to(held) if held != torch.int32 else (values * 3).to(held)
+    return (torch.randn(m, n) * 2).to(dtype), inputs
+
+
+def test_random_programs() -> None:
+    """Bit for bit, wherever torch computes such a thing at all: not of fp8, for instance. GELU's formula is another than the reference's."""
+    compared, (m, n) = 0, (5, 33)
+    for seed in range(300):
+        random = Random(seed)
+        torch.manual_seed(seed)
+        graph = graph_of(write_program(random))
+        if graph.computed() or any(node.op == "gelu" or (node.op == g.REDUCE and node.axes == "k") for node in graph.nodes):
+            continue
+        mm, inputs = random_call(random, graph, m, n)
+        try:
+            values, eager = natively(graph, mm, inputs), as_eager_of(graph, mm, mm, inputs)
+        except (RuntimeError, CallError):
+            continue
+        dtypes = [output_dtype(graph, o, BY_TORCH[str(mm.dtype)]) for o in graph.outputs]
+        for output, dtype, found in zip(graph.outputs, dtypes, reference.evaluate(eager, mm, torch.eye(n, dtype=mm.dtype), inputs, dtypes), strict=True):
+            want, node = values[output.node], graph.nodes[output.node]
+            if node.kind != g.PACKED:
+                want = reference.convert(reference.shaped(torch.as_tensor(want).float(), node.indices, m, n), dtype)
+            assert torch.equal(found.float().nan_to_num(nan=1e9), want.float().nan_to_num(nan=1e9)), (seed, graph.text)
+            compared += 1
+    assert compared > 400
 
 
 def test_it_is_a_program_as_any_other() -> None:
