@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import batched
 import cases
@@ -26,7 +27,7 @@ import epigen
 from epigen import ops
 from epigen.codegen.render import Rendered
 from epigen.codegen.schedules import WARP_SPECIALIZED
-from epigen.codegen.spec import LAYOUTS
+from epigen.codegen.spec import LAYOUTS, Numerics
 from epigen.dtypes import BF16, BY_TORCH, FAST_ACCUM, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
 from epigen.errors import ConfigError
 from epigen.gpus import TARGETS
@@ -51,23 +52,28 @@ def on_cpu() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Executed:
-    """A program that the executor runs, in place of a Kernel. edit: of the generated text. wide: with offsets of 64 bits."""
+    """A program that the executor runs, in place of a Kernel. edit: of the generated text. wide: with offsets of 64 bits. more: that it is compiled with."""
 
     case: Case
     seed: object
     edit: Callable[[str], str] = lambda text: text
     wide: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
         return epigen.compile(self.case.text).graph
+
+    @property
+    def numerics(self) -> Numerics:
+        return epigen.compile(self.case.text, precision=self.case.precision, **self.more).numerics
 
     def load(self, rendered: Rendered) -> SimpleNamespace:
         return gluon_on_cpu.module(self.edit(rendered.text), self.seed)
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: Mapping[str, torch.Tensor] | None = None, **inputs: torch.Tensor | float) -> list[torch.Tensor]:
         outs = out or {}
-        kernel = epigen.compile(self.case.text, config=self.case.config, backend="triton", precision=self.case.precision)
+        kernel = epigen.compile(self.case.text, config=self.case.config, backend="triton", precision=self.case.precision, **self.more)
         kernel._loaders[False] = self
         if self.wide:
             signature = kernel._signature
@@ -90,6 +96,14 @@ def check(executed: Executed) -> None:
     found = verify.differences(executed, arguments(case, executed, "cpu"), case.precision)
     verify.demand(found)
     assert case.integers or all(d.promised > 0.5 for d in found.values()), found
+
+
+@pytest.mark.parametrize("more", [{"rounding": "eager"}, {"invariant": "m"}, {"rounding": "eager", "invariant": "m"}], ids=" ".join)
+@pytest.mark.parametrize("pingpong", [0, 1])
+def test_how_it_is_computed(pingpong: int, more: dict[str, str]) -> None:
+    """Tiles by TMA, and sums of rows and columns, beside it."""
+    text = "y = silu(mm) * gate[m,n] + residual; y, bitmask(y > 0), bgrad(y), sum(y, n)"
+    check(Executed(Case(text, (264, 200, 168), layout="nt", config=warp_specialized(128, 64, 64, pingpong=pingpong, tma_store=1, tma_load=1)), 0, more=more))
 
 
 def small(case: Case) -> Case:

@@ -51,7 +51,7 @@ class Block:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, data: torch.Tensor):
-        self.data = data
+        self.data, self.shape = data, list(data.shape)
 
     @property
     def type(self) -> SimpleNamespace:
@@ -191,7 +191,7 @@ FUNCTIONS: dict[str, Any] = {
     "cdiv": lambda x, y: -(-x // y),
     "cast": lambda x, dtype: Int(x).to(dtype),
     "reshape": reshape, "split": split, "join": lambda x, y: Block(torch.stack((x.data, y.data), -1)), "reduce": reduce,
-    "permute": lambda x, order: Block(x.data.permute(*order)),
+    "permute": lambda x, order: Block(x.data.permute(*order)), "trans": lambda x: Block(x.data.T),
     "where": where,
     "maximum": maximum, "minimum": minimum,
     "sum": _reduction(operator.add), "max": _reduction(maximum), "reduce_or": _reduction(operator.or_),
