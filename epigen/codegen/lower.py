@@ -37,7 +37,7 @@ from epigen.codegen.spec import (
 from epigen.dtypes import BF16, FP32, FP64, INT8, INT32, OPERANDS, UINT8, DType
 from epigen.errors import CallError
 from epigen.ir import graph as g
-from epigen.ir.eager import as_eager
+from epigen.ir.eager import as_eager, product_dtype
 from epigen.ir.graph import Graph, Node, Output
 from epigen.ir.passes import order, rounded
 from epigen.shapes import Shape
@@ -166,9 +166,7 @@ def output_dtype(graph: Graph, output: Output, a: DType) -> DType:
         return output.dtype
     if node.reduced:
         return FP64 if a == FP64 else FP32
-    if a == INT8:
-        return INT32 if node.op == g.DOT else FP32
-    return BF16 if a.is_fp8 else a
+    return INT32 if a == INT8 and node.op == g.DOT else product_dtype(a)
 
 
 def uninterpretable(graph: Graph, held: Iterable[DType | None], outputs: Iterable[DType]) -> DType | None:

@@ -23,6 +23,8 @@ from torch.utils import _pytree as pytree
 from epigen.codegen.spec import USUAL, Numerics
 from epigen.dtypes import BY_TORCH
 from epigen.errors import CallError, near_miss
+from epigen.ir import reference
+from epigen.ir.eager import product_dtype
 from epigen.lru_cache import LruCache
 from epigen.runtime import arguments
 from epigen.runtime.kernel import Kernel
@@ -378,7 +380,7 @@ def result_dtype(operands: torch.dtype) -> torch.dtype:
     """What a function sees the product as. That of int8 is fp32, and of fp8 bf16: what a program gives there."""
     if str(operands) not in BY_TORCH:
         return operands
-    return torch.float32 if operands == torch.int8 else torch.bfloat16 if BY_TORCH[str(operands)].is_fp8 else operands
+    return reference.torch_dtype(product_dtype(BY_TORCH[str(operands)]))
 
 
 def _matrix(t: Tensor) -> Tensor:

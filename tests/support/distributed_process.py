@@ -37,6 +37,7 @@ def run(rank: int, count: int, place: str) -> None:
     compiled(mesh)
     for way in ("DDP", "FSDP", "FSDP of compiled blocks", "TP"):
         by_the_backend(mesh, way)
+    fused(mesh)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     os._exit(0)  # as tests/support/training_process.py says
@@ -194,3 +195,20 @@ def by_the_backend(mesh: DeviceMesh, way: str) -> None:
         same(p.grad, q.grad)
     texts = [s.program for s in seen if s.taken]
     assert any("dgelu" in text for text in texts) and any("out0, gelu" in text or "gelu(" in text for text in texts), (way, texts)
+
+
+def fused(mesh: DeviceMesh) -> None:
+    """DDP of a model whose layers epigen.fuse runs: its hooks find each gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+    plain, rank, count = copy.deepcopy(model), mesh.get_local_rank(), mesh.size()
+    report = str(epigen.fuse(model))
+    assert "2 of 2 linear layers fused" in report, report
+    shared, x = nn.parallel.DistributedDataParallel(model), drawn(8, 5, 16)
+    for _ in range(3):
+        model.zero_grad()
+        plain.zero_grad()
+        shared(x.chunk(count)[rank]).square().sum().backward()
+        (plain(x).square().sum() / count).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        same(p.grad, q.grad)
