@@ -210,9 +210,7 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     stages = dict(config.values).get("num_stages", 1)
     name = spec.name if schedule.multiplies else f"{spec.name}_epilogue"
     constants, warps = schedules.constants(config), schedules.warps(config)
-    return Function(
-        name, _factored(arguments, sig), constants, warps, stages, None, schedule.dialect, tuple(steps.items()), contracted=not (sig.invariant or sig.rounding)
-    )
+    return Function(name, _factored(arguments, sig), constants, warps, stages, None, schedule.dialect, tuple(steps.items()), contracted=sig.contracted)
 
 
 def arrivals(spec: KernelSpec, config: KernelConfig) -> list[str]:
@@ -270,4 +268,4 @@ def _finish(spec: KernelSpec, finish: Finish) -> Function:
     length, width = _FINISH_TILES[finish.indices]
     name = f"{spec.name}_finish_{finish.indices}".rstrip("_")
     constants = (("BLOCK_T", length), ("BLOCK_X", width))
-    return Function(name, _factored(arguments, sig), constants, 4, 1, finish, steps=tuple(steps.items()), contracted=not (sig.invariant or sig.rounding))
+    return Function(name, _factored(arguments, sig), constants, 4, 1, finish, steps=tuple(steps.items()), contracted=sig.contracted)

@@ -62,6 +62,11 @@ class Signature:
     invariant: bool = False
     rounding: str = ""
 
+    @property
+    def contracted(self) -> bool:
+        """Whether the compiler may make one rounded operation of a product and the sum that it goes into."""
+        return not (self.invariant or self.rounding)
+
 
 @dataclass(frozen=True, slots=True)
 class Numerics:

@@ -22,6 +22,7 @@ from epigen.ir import reference
 from epigen.ir.eager import as_eager_of
 from epigen.ir.graph import PRODUCT, Graph
 from epigen.runtime import arguments, batches, outputs
+from epigen.runtime.kernel import Kernel
 from epigen.training import library
 
 
@@ -59,27 +60,27 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return {**torch.export.default_decompositions().materialize(), **WRITTEN_OUT}
 
 
-def _graph(text: str, options: str | None, given: Callable[[Graph], Graph], a: Tensor, b: Tensor, inputs: Mapping[str, Any]) -> Graph:
-    """What is computed. given: makes it of the program's graph. a, b: the operands, or twice the product.
-
-    Raises CallError for an invariant program: torch's own product has other bits for another M."""
+def _kernel(text: str, options: str | None) -> Kernel:
+    """Raises CallError for an invariant program: torch's own product has other bits for another M."""
     kernel = library.kernel(text, None, options)
     if kernel.numerics.invariant:
         raise CallError(f"{kernel.program} was compiled with invariant='m', which torch's own operations do not keep: it cannot be written out in them")
-    graph = given(kernel.graph)
-    return as_eager_of(graph, a, b, inputs) if kernel.numerics.rounding else graph
+    return kernel
 
 
 def _program(text: str, _tune: str | None, a: Tensor, b: Tensor, inputs: library.Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
-    named = library.named(text, inputs, numbers)
-    return _apart(_graph(text, options, lambda graph: graph, a, b, named), a, b, named, a.dtype)
+    kernel, named = _kernel(text, options), library.named(text, inputs, numbers)
+    graph = as_eager_of(kernel.graph, a, b, named) if kernel.numerics.rounding else kernel.graph
+    return _apart(graph, a, b, named, a.dtype)
 
 
 def _over(text: str, mm: Tensor, inputs: library.Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
     m, n = mm.shape[-2:] if mm.dim() > 2 else arguments.check_product(mm)
     a, b = (torch.empty(shape, device=mm.device) for shape in ((m, 0), (0, n)))
-    named = {PRODUCT: mm, **library.named(text, inputs, numbers)}
-    return _apart(_graph(text, options, over_product, mm, mm, named), a, b, named, mm.dtype)
+    kernel, named = _kernel(text, options), {PRODUCT: mm, **library.named(text, inputs, numbers)}
+    graph = over_product(kernel.graph)
+    graph = as_eager_of(graph, mm, mm, named) if kernel.numerics.rounding else graph
+    return _apart(graph, a, b, named, mm.dtype)
 
 
 def _into(

@@ -449,10 +449,11 @@ class FunctionKernel:
         return self._run(mm.shape, mm.dtype, mm.device, inputs, lambda kernel, given: kernel.over(_matrix(mm), **given))
 
     def _check_compiled(self) -> None:
-        """Raises CallError where torch.compile would make a kernel of its own of what is to be invariant."""
-        if self._numerics.invariant:
+        """Raises CallError where torch.compile would make a kernel of its own of what is to be invariant, or rounded as eager torch does."""
+        if self._numerics.invariant or self._numerics.rounding:
+            what, its = ("invariant", "product depends on M") if self._numerics.invariant else ("eagerly rounded", "kernels round each output once")
             raise CallError(
-                "an invariant kernel of a torch function is not seen by torch.compile, whose own product depends on M: give epigen.compile the program "
+                f"an {what} kernel of a torch function is not seen by torch.compile, whose own {its}: give epigen.compile the program "
                 "as text, which the function's kernel has as `program` after a call"
             )
 

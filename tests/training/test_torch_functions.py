@@ -656,8 +656,9 @@ def test_an_invariant_function_is_an_invariant_kernel() -> None:
     assert pickle.loads(pickle.dumps(fused))(x, w, bias=bias, gate=gate).equal(whole)
 
 
-def test_torch_compile_does_not_take_an_invariant_function_apart() -> None:
-    fused = epigen.compile(lambda mm: mm * 2, invariant="m")
+@pytest.mark.parametrize("more", [{"invariant": "m"}, {"rounding": "eager"}], ids=" ".join)
+def test_torch_compile_does_not_take_apart_what_it_computes_otherwise(more: dict[str, str]) -> None:
+    fused = epigen.compile(lambda mm: mm * 2, **more)  # type: ignore[call-overload]
     for call in (lambda: fused(torch.ones(2, 3), torch.ones(3, 4)), lambda: fused.over(torch.ones(2, 3))):
         with pytest.raises(Exception, match=r"is not seen by torch\.compile"):
             torch.compile(call, fullgraph=True, backend="eager")()
