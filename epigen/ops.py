@@ -17,6 +17,8 @@ Texts in a row:
 - `grows`: whether the value or the derivative is infinite at numbers that fp32 holds, so that a gradient of 0 would become NaN.
 - `rounded`: the row that takes its place where results are rounded to 16 bits, which `ir.passes.rounded` tells: less work, more error.
 - `eager`: what torch's own kernel computes, in epigen's language, where that is not the formula here and rounds otherwise.
+- `exact`: a Triton expression with the bits of torch's own CUDA kernel, where `triton` has others: by `libdevice`, which Triton ships and its interpreter
+  lacks, and by the formulas of ATen's kernels, with the FMAs that nvcc makes of them (tests/runtime/test_rounding.py compares them on a GPU).
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ class Op:
     symbol: str = ""
     rounded: str = ""
     eager: str = ""
+    exact: str = ""
     group: str = ""
     aten: tuple[str, ...] = ()
     grows: bool = False
@@ -106,7 +109,7 @@ _ARITHMETIC = (
     Op("add", _XY, "x + y", "{x} + {y}", "{x} + {y}", ("grad", "grad"), symbol="+", aten=("add(x, y, alpha=1)",)),
     Op("sub", _XY, "x - y", "{x} - {y}", "{x} - {y}", ("grad", "-grad"), symbol="-", aten=("sub(x, y, alpha=1)",)),
     Op("mul", _XY, "x * y", "{x} * {y}", "{x} * {y}", ("grad * y", "grad * x"), symbol="*", aten=("mul(x, y)",)),
-    Op("div", _XY, "x / y", "{x} / {y}", "{x} / {y}", ("grad / y", "-grad * (out / y)"), "4 * abs(out)", symbol="/", aten=("div(x, y)",), grows=True),
+    Op("div", _XY, "x / y", "{x} / {y}", "{x} / {y}", ("grad / y", "-grad * (out / y)"), "4 * abs(out)", symbol="/", exact="tl.div_rn({x}, {y})", aten=("div(x, y)",), grows=True),
     Op("neg", _X, "-x", "-{x}", "-{x}", ("-grad",), "0", symbol="-", aten=("neg(x)",)),
     Op("gt", _XY, "x > y", "{x} > {y}", "{x} > {y}", result=BOOLEAN, symbol=">", aten=("gt(x, y)",)),
     Op("ge", _XY, "x >= y", "{x} >= {y}", "{x} >= {y}", result=BOOLEAN, symbol=">=", aten=("ge(x, y)",)),
@@ -127,21 +130,21 @@ _ARITHMETIC = (
        f"tl.minimum(tl.maximum({{x}}, {{lo}}, {_NAN}), {{hi}}, {_NAN})", "torch.clamp({x}, {lo}, {hi})",
        ("where((x >= lo) & (x <= hi), grad, 0)", "where((x < lo) & (lo < hi), grad, 0)", "where((x > hi) | (lo > hi), grad, 0)"), "0", aten=("clamp(x, lo, hi)",)),
     Op("abs", _X, "|x|", "tl.abs({x})", "torch.abs({x})", ("where(x > 0, grad, where(x < 0, -grad, 0))",), "0", aten=("abs(x)",)),
-    Op("exp", _X, "e^x", "tl.exp({x})", "torch.exp({x})", ("grad * out",), "(4 + 2 * abs(x)) * out", aten=("exp(x)",), grows=True),
+    Op("exp", _X, "e^x", "tl.exp({x})", "torch.exp({x})", ("grad * out",), "(4 + 2 * abs(x)) * out", exact="libdevice.exp({x})", aten=("exp(x)",), grows=True),
     Op("log", _X, "natural logarithm", "tl.log({x})", "torch.log({x})", ("grad / x",), "4 + 4 * abs(out)", aten=("log(x)",), grows=True),
-    Op("sqrt", _X, "square root", "tl.sqrt({x})", "torch.sqrt({x})", ("grad / (2 * out)",), "4 * out", aten=("sqrt(x)",), grows=True),
+    Op("sqrt", _X, "square root", "tl.sqrt({x})", "torch.sqrt({x})", ("grad / (2 * out)",), "4 * out", exact="tl.sqrt_rn({x})", aten=("sqrt(x)",), grows=True),
     Op("rsqrt", _X, "1 / sqrt(x)", "tl.rsqrt({x})", "torch.rsqrt({x})", ("-0.5 * grad * (out * out * out)",), "6 * out", aten=("rsqrt(x)",), grows=True),
     Op("erf", _X, "Gauss error function", "tl.erf({x})", "torch.erf({x})", ("grad * 1.1283791670955126 * exp(-x * x)",), "6 * abs(out)", aten=("erf(x)",)),
     Op("scale", _numbers("x s"), "x * s", "{x} * {s}", "{x} * {s}", ("grad * s", "grad * x")),
     Op("square", _X, "x * x", "{x} * {x}", "torch.square({x})", ("grad * (2 * x)",), aten=("square(x)",)),
-    Op("reciprocal", _X, "1 / x", "1.0 / {x}", "torch.reciprocal({x})", ("-grad * (out * out)",), "4 * abs(out)", aten=("reciprocal(x)",), grows=True),
+    Op("reciprocal", _X, "1 / x", "1.0 / {x}", "torch.reciprocal({x})", ("-grad * (out * out)",), "4 * abs(out)", exact="tl.div_rn(1.0, {x})", aten=("reciprocal(x)",), grows=True),
     Op("exp2", _X, "2^x", "tl.exp2({x})", "torch.exp2({x})", ("grad * out * 0.6931471805599453",), "4 * out", aten=("exp2(x)",), grows=True),
-    Op("expm1", _X, "e^x - 1", "grown", "torch.expm1({x})", ("grad * (out + 1)",), "(18 + 8 * abs(x)) * abs(out)", body=_expm1("{x}"), aten=("expm1(x)",), grows=True),
+    Op("expm1", _X, "e^x - 1", "grown", "torch.expm1({x})", ("grad * (out + 1)",), "(18 + 8 * abs(x)) * abs(out)", body=_expm1("{x}"), exact="libdevice.expm1({x})", aten=("expm1(x)",), grows=True),
     Op("log1p", _X, "natural logarithm of 1 + x", "tl.where(tl.abs({x}) < 0.3, small, tl.log(1.0 + {x}))", "torch.log1p({x})", ("grad / (x + 1)",), "28 * abs(out)",
        body=("# a series near 0, where 1 + x would lose x",
              "s = {x} / (2.0 + {x})",
              "q = s * s",
-             "small = s * (2.0 + q * (0.66666666666666667 + q * (0.4 + q * (0.28571428571428571 + q * 0.22222222222222222))))"), aten=("log1p(x)",), grows=True),
+             "small = s * (2.0 + q * (0.66666666666666667 + q * (0.4 + q * (0.28571428571428571 + q * 0.22222222222222222))))"), exact="libdevice.log1p({x})", aten=("log1p(x)",), grows=True),
     Op("pow", _XY, "x to the power of y", "tl.where({x} < 0.0, mirrored, size)", "torch.pow({x}, {y})",
        ("where(y == 0, 0, grad * (y * pow(x, y - 1)))", "where((x == 0) & (y >= 0), 0, grad * out * log(x))"),
        "(8 + 4 * abs(y) * (1 + abs(log(maximum(abs(x), 1e-37))))) * abs(out)",
@@ -150,7 +153,7 @@ _ARITHMETIC = (
              "size = tl.where(p == 0.0, 1.0, tl.where(a == 1.0, 1.0, tl.exp2(p * tl.log2(a))))",
              "# of a negative number only whole powers are real",
              "whole = tl.where(2.0 * tl.floor(0.5 * p) == p, size, -size)",
-             "mirrored = tl.where(tl.floor(p) == p, whole, tl.where(a < float('inf'), float('nan'), size))"), aten=("pow(x, y)",), grows=True),
+             "mirrored = tl.where(tl.floor(p) == p, whole, tl.where(a < float('inf'), float('nan'), size))"), exact="libdevice.pow({x}, {y})", aten=("pow(x, y)",), grows=True),
     Op("sin", _X, "sine", "tl.sin({x})", "torch.sin({x})", ("grad * cos(x)",), "4 * abs(out)", aten=("sin(x)",)),
     Op("cos", _X, "cosine", "tl.cos({x})", "torch.cos({x})", ("-grad * sin(x)",), "4 * abs(out)", aten=("cos(x)",)),
     Op("sign", _X, "1, 0 or -1; 0 of NaN", "tl.where({x} > 0.0, 1.0, tl.where({x} < 0.0, -1.0, 0.0))", "torch.sign({x})", (None,), "0", aten=("sign(x)", "sgn(x)")),
@@ -241,19 +244,20 @@ _ACTIVATIONS = (
     Op("gelu", _X, "x * (1 + erf(x / sqrt 2)) / 2", "{x} * cdf",
        "{x} * torch.special.ndtr({x})", ("dgelu(grad, x)",), "8 * abs(x)", body=_CDF, rounded="gelu_16bit", eager="x * 0.5 * (1 + erf(x * 0.7071067811865476))", aten=("gelu(x, approximate='none')",)),
     Op("gelu_tanh", _X, "x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2", "{x} * r * r",
-       "torch.nn.functional.gelu({x}, approximate='tanh')", ("dgelu_tanh(grad, x)",), "12 * abs(x)", body=_logistic(_TANH_EXPONENT.format(x="{x}", s="({x} * {x})")), aten=("gelu(x, approximate='tanh')",)),
-    Op("silu", _X, "x * sigmoid(x)", "{x} * r * r", "torch.nn.functional.silu({x})", ("dsilu(grad, x)",), "(12 + 4 * abs(x)) * abs(out)", body=_SIGMOID, aten=("silu(x)",)),
-    Op("sigmoid", _X, "1 / (1 + e^-x)", "r * r", "torch.sigmoid({x})", ("dsigmoid(grad, out)",), "(12 + 4 * abs(x)) * out", body=_SIGMOID, aten=("sigmoid(x)",)),
+       "torch.nn.functional.gelu({x}, approximate='tanh')", ("dgelu_tanh(grad, x)",), "12 * abs(x)", body=_logistic(_TANH_EXPONENT.format(x="{x}", s="({x} * {x})")),
+       exact="0.5 * {x} * (1.0 + libdevice.tanh(0.7978845608028654 * tl.fma(0.044715, {x} * {x} * {x}, {x})))", aten=("gelu(x, approximate='tanh')",)),
+    Op("silu", _X, "x * sigmoid(x)", "{x} * r * r", "torch.nn.functional.silu({x})", ("dsilu(grad, x)",), "(12 + 4 * abs(x)) * abs(out)", body=_SIGMOID, exact="tl.div_rn({x}, 1.0 + libdevice.exp(-{x}))", aten=("silu(x)",)),
+    Op("sigmoid", _X, "1 / (1 + e^-x)", "r * r", "torch.sigmoid({x})", ("dsigmoid(grad, out)",), "(12 + 4 * abs(x)) * out", body=_SIGMOID, exact="tl.div_rn(1.0, 1.0 + libdevice.exp(-{x}))", aten=("sigmoid(x)",)),
     Op("tanh", _X, "hyperbolic tangent", "tl.where(a < 0.3, small, tl.where({x} < 0.0, -large, large))", "torch.tanh({x})", ("dtanh(grad, out)",), "14 * abs(out)",
        body=("# a series near 0, where 1 - e would cancel",
              "a = tl.abs({x})",
              "s = {x} * {x}",
              "small = {x} * (1.0 + s * (-0.33333333333333333 + s * (0.13333333333333333 + s * (-0.05396825396825397 + s * 0.021869488536155203))))",
              *_logistic("-2.8853900817779268 * a"),
-             "large = (1.0 - e) * r * r"), aten=("tanh(x)",)),
+             "large = (1.0 - e) * r * r"), exact="libdevice.tanh({x})", aten=("tanh(x)",)),
     Op("softplus", _X, "log(1 + e^x)", f"tl.maximum({{x}}, 0.0, {_NAN}) + log1p", "torch.nn.functional.softplus({x}, threshold=50.0)",
        ("grad * sigmoid(x)",), "(12 + 4 * abs(x)) * out",
-       body=_SOFTPLUS, aten=("softplus(x, beta=1, threshold=20)",)),
+       body=_SOFTPLUS, exact="tl.where({x} > 20.0, {x}, libdevice.log1p(libdevice.exp({x})))", aten=("softplus(x, beta=1, threshold=20)",)),
     Op("hardswish", _X, "x * clamp(x + 3, 0, 6) / 6", "{x} * gate * 0.16666666666666666", "torch.nn.functional.hardswish({x})",
        ("where(x <= -3, 0, where(x < 3, grad * (x / 3 + 0.5), grad))",), "8 * abs(x)",
        body=(f"gate = tl.minimum(tl.maximum({{x}} + 3.0, 0.0, {_NAN}), 6.0, {_NAN})",), aten=("hardswish(x)",)),
@@ -272,10 +276,11 @@ _ACTIVATIONS = (
        ("where(x > 0, grad, grad * exp(minimum(x, 0) / alpha))",
         "where(x > 0, 0, grad * (expm1(minimum(x, 0) / alpha) - minimum(x, 0) / alpha * exp(minimum(x, 0) / alpha)))"),
        "(24 + 16 * abs(x / alpha)) * abs(out)", body=_below_zero(" / {alpha}"), aten=("celu(x, alpha)",)),
-    Op("mish", _X, "x * tanh(softplus(x))", "{x} * (n / (n + rest))", "torch.nn.functional.mish({x})", ("dmish(grad, x)",), "(16 + 4 * abs(x)) * abs(out)", body=_mish("{x}"), aten=("mish(x)",)),
+    Op("mish", _X, "x * tanh(softplus(x))", "{x} * (n / (n + rest))", "torch.nn.functional.mish({x})", ("dmish(grad, x)",), "(16 + 4 * abs(x)) * abs(out)", body=_mish("{x}"),
+       exact="{x} * libdevice.tanh(libdevice.log1p(libdevice.exp({x})))", aten=("mish(x)",)),
     Op("softsign", _X, "x / (1 + |x|)", "{x} / (1.0 + tl.abs({x}))", "torch.nn.functional.softsign({x})", ("grad / ((1 + abs(x)) * (1 + abs(x)))",), "6 * abs(out)"),
     Op("logsigmoid", _X, "-log(1 + e^-x)", f"tl.minimum({{x}}, 0.0, {_NAN}) - log1p", "torch.nn.functional.logsigmoid({x})", ("grad * sigmoid(-x)",),
-       "(12 + 4 * abs(x)) * abs(out)", body=_SOFTPLUS, aten=("log_sigmoid(x)", "log_sigmoid_forward(x)")),
+       "(12 + 4 * abs(x)) * abs(out)", body=_SOFTPLUS, exact=f"tl.minimum({{x}}, 0.0, {_NAN}) - libdevice.log1p(libdevice.exp(-tl.abs({{x}})))", aten=("log_sigmoid(x)", "log_sigmoid_forward(x)")),
     Op("quick_gelu", _X, "x * sigmoid(1.702 * x)", "{x} * r * r", "{x} * torch.sigmoid(1.702 * {x})", ("grad * (sigmoid(1.702 * x) + x * dsigmoid(1.702, sigmoid(1.702 * x)))",), "(12 + 8 * abs(x)) * abs(out)",
        body=_logistic("-2.4554669595930157 * {x}")),
     Op("threshold", _numbers("x least value"), "x where x > least, else value", "tl.where({x} <= {least}, {value}, {x})", "torch.where({x} <= {least}, {value}, {x})",

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from epigen import ops
-from epigen.codegen.spec import CAST, WIDEN, Arg, Line, Partial, Source, number
+from epigen.codegen.spec import CAST, WIDEN, Arg, KernelSpec, Line, Partial, Source, number
 from epigen.dtypes import INT8, INT32, UINT8, DType
 
 _TL = re.compile(r"\btl\.(?!PropagateNan|extra\.)")  # which Gluon takes from Triton's language
@@ -47,9 +47,21 @@ def line(line: Line, dialect: Dialect = TRITON) -> str:
         assert line.dtype is not None
         text = rounded(args[0], line.dtype)
     else:
-        op = ops.TABLE[line.op]
-        text = f"{op.name}({', '.join(args)})" if op.body else op.triton.format(**{p.name: a for p, a in zip(op.params, args, strict=True)})
+        op, (expression, body) = ops.TABLE[line.op], _spelled(line)
+        text = f"{op.name}({', '.join(args)})" if body else expression.format(**{p.name: a for p, a in zip(op.params, args, strict=True)})
     return dialect.rename(f"{line.name} = {text}")
+
+
+def _spelled(line: Line) -> tuple[str, tuple[str, ...]]:
+    """The Triton expression of a row, and what its function has before that, if it needs one."""
+    op = ops.TABLE[line.op]
+    return (op.exact, ()) if line.exact and op.exact else (op.triton, op.body)
+
+
+def by_libdevice(spec: KernelSpec) -> bool:
+    """Whether a kernel calls libdevice, which Triton's interpreter lacks."""
+    lines = [*spec.main_lines, *(line for finish in spec.finishes for line in finish.lines)]
+    return any(line.op in ops.TABLE and "libdevice." in _spelled(line)[0] for line in lines)
 
 
 def convert(value: str, dtype: DType) -> str:
@@ -159,7 +171,7 @@ def helpers(
 
     for item in lines:
         op = ops.TABLE.get(item.op)
-        if op is not None and op.body:
+        if op is not None and _spelled(item)[1]:
             same = {p.name: p.name for p in op.params}
             define(op.name, ", ".join(same), [*(b.format(**same) for b in op.body), f"return {op.triton.format(**same)}"])
     for name in rows:

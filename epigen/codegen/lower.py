@@ -340,5 +340,5 @@ class _Body:
                     lines.append(Line(self.names[number], WIDEN, (ACC,)))
             elif node.op in ops.TABLE or node.op == g.CAST:
                 op = CAST if node.op == g.CAST else node.op
-                lines.append(Line(self.names[number], op, tuple(self.arg(a) for a in node.args), node.dtype, number in self.scalar))
+                lines.append(Line(self.names[number], op, tuple(self.arg(a) for a in node.args), node.dtype, number in self.scalar, self.signature.exact))
         return tuple(inputs), tuple(lines)

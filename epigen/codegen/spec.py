@@ -45,7 +45,7 @@ class Signature:
     bytewise: packed masks that are read or written a byte at a time, since their rows are not whole, aligned words of 4.
     batched: whether operands have leading dimensions, and are several products.
     invariant: whether a row of the result is to have the same bits whatever M is, and wherever it lies among the others.
-    rounding: "eager" where each operation is rounded as torch rounds it, else "".
+    rounding: "eager" where each operation is rounded as torch rounds it, else "". interpreted: for Triton's interpreter, which has no libdevice.
     """
 
     a: DType
@@ -61,6 +61,12 @@ class Signature:
     batched: bool = False
     invariant: bool = False
     rounding: str = ""
+    interpreted: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether functions have the bits of torch's own kernels, by what the operation table has for that."""
+        return bool(self.rounding) and not self.interpreted
 
     @property
     def contracted(self) -> bool:
@@ -205,6 +211,7 @@ class Line:
 
     op: a row of the operation table, CAST (round to `dtype`, stay a number) or WIDEN (the int32 accumulator as fp32).
     scalar: the arguments are scalars that Triton would not treat as tensors, so the first is made a block of one element.
+    exact: by the row's `exact` text, if it has one.
     """
 
     name: str
@@ -212,6 +219,7 @@ class Line:
     args: tuple[Arg, ...]
     dtype: DType | None = None
     scalar: bool = False
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from epigen import ops
-from epigen.codegen import schedules
+from epigen.codegen import emit, schedules
 from epigen.codegen.functions import PDL, Argument, Function, arrivals, units
 from epigen.codegen.lower import as_computed, uninterpretable
 from epigen.codegen.render import Rendered, Renderer
@@ -70,7 +70,8 @@ def _where(graph: Graph, spec: KernelSpec, schedule: Schedule, whole: bool) -> d
     needs, capability: what the only GPUs are called, and a comparison of theirs. nvidia_from: the least compute capability, of NVIDIA's.
     """
     rounded = uninterpretable(graph, [spec.signature.a, spec.signature.b, *(i.dtype for i in spec.all_inputs)], [o.dtype for o in spec.outputs])
-    interpretable = whole or (schedule.dialect == "triton" and rounded is None)
+    by_libdevice = emit.by_libdevice(spec)
+    interpretable = whole or (schedule.dialect == "triton" and rounded is None and not by_libdevice)
     needs = capability = ""
     if schedule.capabilities is not None:
         least, only = schedule.capabilities.start, len(schedule.capabilities) == 1
@@ -79,7 +80,7 @@ def _where(graph: Graph, spec: KernelSpec, schedule: Schedule, whole: bool) -> d
     fp8 = FP8E4M3 in (*(t for t in (spec.signature.a, spec.signature.b)), *(o.dtype for o in spec.outputs), *(n.dtype for n in graph.nodes))
     why = "it is written in Gluon, which Triton's interpreter cannot run (epigen compile --schedule tiled makes one that it can)"
     if schedule.dialect == "triton":
-        why = f"Triton's interpreter rounds to {rounded} wrongly"
+        why = f"Triton's interpreter {'has no libdevice' if by_libdevice else f'rounds to {rounded} wrongly'}"
     beside = "" if not interpretable else ", or without one on the CPU" if whole else ", or without one under Triton's interpreter"
     return {
         "interpretable": interpretable, "needs": needs, "capability": capability, "nvidia_from": (8, 9) if fp8 else (), "no_interpreter": why,

@@ -413,7 +413,7 @@ class Kernel:
             raise CallError(f"{what} is on {first.device}, and compiled kernels run on a GPU: move the tensors, or use backend='interpreter'")
         if backend == "interpreter":
             self._check_interpretable((*operands, *inputs.values(), *outs.values()), all_outputs)
-        signature = self._signature((m, n, k), operands, inputs, outs, all_outputs, batch)
+        signature = self._signature((m, n, k), operands, inputs, outs, all_outputs, batch, backend == "interpreter")
         with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
             choose = self._at_call if first.is_cuda and backend == "triton" and target is None else self._choose
             target = target or (self._machine.at_hand() if first.is_cuda else None) or DEFAULT_TARGET
@@ -426,7 +426,7 @@ class Kernel:
 
     def _signature(
         self, shape: tuple[int, int, int], operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], all_outputs: Sequence[outputs.Out],
-        batch: Batch | None = None,
+        batch: Batch | None = None, interpreted: bool = False,
     ) -> Signature:  # fmt: skip
         """What of a call its kernel's text depends on. all_outputs: one that is still to be allocated will lie without gaps."""
         m, n, k = shape
@@ -447,7 +447,7 @@ class Kernel:
             a, b, self._dtypes(inputs), self._precision_now(a), k_multiple(k), index_bits(shape, map(arguments.reach, tensors)), "".join(map(arguments.layout, operands)) or "nn",
             tma=tuple(name for name, t in (upright | written).items() if arguments.describable(t, name in written, strides.get(name, 0))),
             factors=factors((m, n, k), strided, strides), bytewise=self._bytewise(inputs, outs, strides), batched=batch is not None,
-            invariant=self.numerics.invariant, rounding=self.numerics.rounding,
+            invariant=self.numerics.invariant, rounding=self.numerics.rounding, interpreted=interpreted,
         )  # fmt: skip
 
     def _signature_like(self, shape: Shape, operands: Operands, inputs: Mapping[str, Any]) -> Signature:

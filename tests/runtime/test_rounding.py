@@ -7,18 +7,21 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import compiling
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from cases import tiled
+from cases import tiled, warp_specialized
 from golden import Golden
 from torch import Tensor, nn
 
 import epigen
+from epigen.codegen.spec import KernelConfig
 from epigen.dtypes import FP16, FP32
 from epigen.errors import CallError
 from epigen.gpus import TARGETS
 from epigen.runtime import verify
+from epigen.runtime.ahead import Job
 
 M, N = 48, 80
 PROGRAM = "y = silu(mm) * gate[m,n]; y + residual"
@@ -116,39 +119,68 @@ def test_mistakes(golden: Golden) -> None:
         epigen.compile("mm + x[m,n]", rounding="eager")(torch.ones(2, 2), torch.ones(2, 2), x=torch.ones(2, 2).to(torch.float8_e4m3fn))
 
 
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "relu": lambda mm, gate, residual: torch.relu(mm * gate) + residual,
+    "where": lambda mm, gate, residual: torch.where(mm > gate, mm * 0.3, residual - mm) * gate,
+    "clamp": lambda mm, gate, residual: torch.clamp(mm * gate, -1, 1) * residual + gate,
+    "swiglu": eager,
+    "gelu_tanh": lambda mm, gate, residual: F.gelu(mm + gate, approximate="tanh") + residual,
+    "gated": lambda mm, gate, residual: torch.sigmoid(gate) * torch.tanh(mm) / (residual.abs() + 1),
+    "exponentials": lambda mm, gate, residual: torch.exp(mm) + torch.expm1(gate) * torch.exp2(residual),
+    "logarithms": lambda mm, gate, residual: torch.log(mm.abs()) + torch.log1p(gate.abs()) * residual,
+    "roots": lambda mm, gate, residual: torch.sqrt(mm.abs()) + torch.rsqrt(gate.abs()) * torch.reciprocal(residual),
+    "softplus": lambda mm, gate, residual: F.softplus(mm * 8) + F.logsigmoid(gate) * residual,
+    "mish": lambda mm, gate, residual: F.mish(mm) + gate / residual,
+    "waves": lambda mm, gate, residual: torch.sin(mm) + torch.cos(gate) * residual,
+}
+
+
+def on_gpu(function: Callable[..., Tensor], dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor]:
+    """What a kernel gives, and what eager torch does."""
+    a, b, inputs = given(dtype, "cuda")
+    return epigen.compile(function, rounding="eager", precision="ieee", **options)(a, b, **inputs), function(a, **inputs)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda mm, gate, residual: torch.relu(mm * gate) + residual,
-        lambda mm, gate, residual: torch.where(mm > gate, mm * 0.3, residual - mm) * gate,
-        lambda mm, gate, residual: torch.clamp(mm * gate, -1, 1) * residual + gate,
-    ],
-    ids=["relu", "where", "clamp"],
-)  # fmt: skip
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_the_bits_on_a_gpu(function: Callable[..., Tensor], dtype: torch.dtype) -> None:
     a, b, inputs = given(dtype, "cuda")
-    kernel = epigen.compile(function, rounding="eager", precision="ieee")
-    assert torch.equal(kernel(a, b, **inputs), function(a, **inputs))
-    assert torch.equal(kernel.over(a, **inputs), function(a, **inputs))
+    kernel, want = epigen.compile(function, rounding="eager", precision="ieee"), function(a, **inputs)
+    torch.testing.assert_close(kernel(a, b, **inputs), want, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(kernel.over(a, **inputs), want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [tiled(64, 64, 32), warp_specialized()], ids=lambda config: config.schedule)
+def test_the_bits_by_each_dialect(config: KernelConfig) -> None:
+    if config.schedule == "warp_specialized" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Hopper's")
+    found, want = on_gpu(FUNCTIONS["swiglu"], torch.bfloat16, config=config)
+    assert torch.equal(found, want)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "function",
-    [
-        eager,
-        lambda mm, gate, residual: F.gelu(mm + gate) * residual,
-        lambda mm, gate, residual: F.gelu(mm + gate, approximate="tanh") + residual,
-        lambda mm, gate, residual: torch.sigmoid(gate) * torch.tanh(mm) / (residual.abs() + 1),
-    ],
-    ids=["swiglu", "gelu", "gelu_tanh", "gated"],
-)  # fmt: skip
-def test_functions_on_a_gpu(function: Callable[..., Tensor], dtype: torch.dtype) -> None:
-    """Triton's exponentials and divisions are not torch's to the last bit of fp32."""
-    a, b, inputs = given(dtype, "cuda")
-    found, want = epigen.compile(function, rounding="eager")(a, b, **inputs), function(a, **inputs)
-    assert (found != want).float().mean() <= 0.005
+def test_an_exact_gelu_on_a_gpu(dtype: torch.dtype) -> None:
+    """The error function is that of the CUDA that Triton has libdevice from: 3.6's has other bits than torch's of CUDA 13, of which little is left of a gelu below 0."""
+    found, want = on_gpu(lambda mm, gate, residual: F.gelu(mm + gate) * residual, dtype)
+    assert (found != want).float().mean() <= 0.03
     torch.testing.assert_close(found, want, rtol=3 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.triton
+def test_a_gpus_kernels_have_torchs_functions() -> None:
+    """They compile; the interpreter's, which has no libdevice, have Triton's."""
+    text = "y = silu(mm) / gate[m,n]; y, sum(y + expm1(bias), n)"
+    kernel = epigen.compile(text, rounding="eager")
+    jobs = []
+    for name in ("sm_80", "sm_90", "gfx942", "gfx1201"):
+        plan = kernel.plan((4096, 4096, 4096), FP16, TARGETS[name])
+        assert "libdevice.exp(" in plan.source and "div_rn(" in plan.source
+        jobs.append(Job(plan.rendered, TARGETS[name], "nn", plan.by_vendor))
+    assert "ex2.approx" in compiling.assembly(compiling.compiled(jobs)[1])
+    interpreted = epigen.compile(text, rounding="eager", backend="interpreter", config=tiled(32, 32, 32))
+    a, b, inputs = given(torch.float16)
+    interpreted(a, b, gate=inputs["gate"], bias=inputs["residual"][0])
+    assert "libdevice" not in interpreted.source()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from gluon_hopper import HOPPER, after_the_kernel_before, allocate_shared_memory
 from gluon_turns import Machine, Program, here, turn
-from gluon_values import FUNCTIONS, UNKNOWN, Block, Int, Pointer, arange, demand, full
+from gluon_values import FUNCTIONS, LIBDEVICE, UNKNOWN, Block, Int, Pointer, arange, demand, full
 
 # -- global memory
 
@@ -212,7 +212,7 @@ def module(text: str, seed: object = 0) -> SimpleNamespace:
 
     language = SimpleNamespace(**vars(LANGUAGE), nvidia=SimpleNamespace(hopper=HOPPER))
     gluon = SimpleNamespace(jit=jit, constexpr_function=lambda f: f, language=language)
-    extra = SimpleNamespace(cuda=SimpleNamespace(gdc_wait=gdc_wait))
+    extra = SimpleNamespace(cuda=SimpleNamespace(gdc_wait=gdc_wait), libdevice=SimpleNamespace(**LIBDEVICE))
     triton = SimpleNamespace(jit=jit, language=SimpleNamespace(**vars(LANGUAGE), extra=extra), experimental=SimpleNamespace(gluon=gluon))
 
     def imported(name: str, _globals: object = None, _locals: object = None, fromlist: Sequence[str] | None = (), _level: int = 0) -> Any:

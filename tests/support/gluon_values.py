@@ -196,7 +196,12 @@ FUNCTIONS: dict[str, Any] = {
     "maximum": maximum, "minimum": minimum,
     "sum": _reduction(operator.add), "max": _reduction(maximum), "reduce_or": _reduction(operator.or_),
     **{name: elementwise(getattr(torch, name)) for name in ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "erf", "sin", "cos", "floor", "ceil")},
+    "div_rn": elementwise(torch.div), "sqrt_rn": elementwise(torch.sqrt),
+    "fma": elementwise(lambda x, y, z: (x.double() * y.double() + z.double()).float()),
 }  # fmt: skip
+
+
+LIBDEVICE = {name: elementwise(getattr(torch, name)) for name in ("exp", "expm1", "log1p", "tanh", "pow")}
 
 
 # -- pointers
