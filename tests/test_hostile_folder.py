@@ -85,6 +85,7 @@ def test_the_folder_is_hostile(hostile: Path) -> None:
 
 
 @pytest.mark.triton
+@pytest.mark.slow
 def test_no_command_runs_modules_of_the_current_folder(hostile: Path) -> None:
     table = ROOT / "tests" / "data" / "sweep_skinny.json"
     database = hostile.parent / "db"

@@ -179,6 +179,7 @@ def public() -> Iterator[Path]:
 
 
 @pytest.mark.triton
+@pytest.mark.slow
 def test_calls_work_for_a_user_who_may_write_nothing(public: Path) -> None:
     closed, current = public / "closed", public / "current"
     closed.mkdir(mode=0o700)

@@ -210,6 +210,7 @@ CONFIGS: tuple[KernelConfig, ...] = (
 
 
 @pytest.mark.triton
+@pytest.mark.slow
 def test_programs_of_any_names_compile() -> None:
     jobs = []
     for number, text in enumerate(programs(4 * len(CONFIGS))):

@@ -58,7 +58,7 @@ def test_kernels(leads: Any, config: str, columns: int) -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])
 def test_each_product_is_what_it_is_alone(part: int) -> None:
     """Random programs, of which each input has leading dimensions or has none, bit for bit."""
     random = Random(f"batches {part}")

@@ -44,6 +44,7 @@ def test_shapes_of_one_kernel_are_kept_up_to_a_number() -> None:
 
 
 @pytest.mark.triton
+@pytest.mark.slow
 def test_modules_of_one_kernel_are_kept_up_to_a_number() -> None:
     found, before = Loader(interpret=True), sources()
     texts = [f"import triton\n\n\ndef f():\n    return {i}\n" for i in range(loader._MODULES + 20)]

@@ -79,6 +79,7 @@ def _own_conftest(file: Path) -> tuple[str | Path, ...]:
 
 
 @pytest.mark.triton
+@pytest.mark.slow
 def test_a_test_that_reaches_triton_wants_the_mark(tmp_path: Path) -> None:
     run = run_of(THREE, tmp_path / "test_three.py")
     assert re.search(r"^1 failed, 2 passed", run.stdout, re.MULTILINE), run.stdout + run.stderr
@@ -86,6 +87,7 @@ def test_a_test_that_reaches_triton_wants_the_mark(tmp_path: Path) -> None:
 
 
 @pytest.mark.triton
+@pytest.mark.slow
 def test_cases_of_a_child_are_noted_by_the_test_that_runs_it(tmp_path: Path) -> None:
     """They have no marks of their own: on a GPU all of them reach Triton."""
     notes = tmp_path / "notes"
@@ -110,6 +112,7 @@ def test_a_kernel_is_interpreted():
 
 
 @pytest.mark.triton
+@pytest.mark.slow
 def test_kernels_are_interpreted_also_where_torch_imports_triton_first(tmp_path: Path) -> None:
     """Which of the tests of a process comes first is chance."""
     file = tmp_path / "test_both.py"

@@ -1065,6 +1065,7 @@ def test_torch_func_meta_and_fx() -> None:
     assert copy.deepcopy(model).to("meta")(x.to("meta")).shape == (3, 8)
 
 
+@pytest.mark.slow
 def test_compiled_and_exported() -> None:
     """torch.compile and torch.export see the plain model; in a process of its own, for what they leave behind."""
     code = """

@@ -187,6 +187,7 @@ def test_a_problem_is_tuned_and_its_table_reads_back(text: str, shape: Shape, tm
 
 
 @pytest.mark.triton
+@pytest.mark.slow
 def test_the_command_line_takes_batches() -> None:
     said = json.loads(CliRunner().invoke(cli.main, ["explain", "mm * s", "--shape", "64x1024x1024x128", "--gpu", "H100", "--json"]).output)
     assert said["shape"] == list(HEADS) and said["flops"] == 2.0 * 64 * 1024 * 1024 * 128
