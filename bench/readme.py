@@ -291,16 +291,16 @@ def invariant_rows() -> str:
     if not there("invariant"):
         return "Not measured yet: `python -m bench invariant`."
     report = load("invariant")
-    rows = []
+    by_layer: dict[str, dict[int, str]] = {}
     for row in report.rows:
-        times = [f"{row['timing'][name]['median_us']:.1f}" for name in (invariant.MM, invariant.ORDINARY, invariant.INVARIANT)]
-        speeds = [f"{invariant.speed(row, peer):.2f}" for peer in (invariant.ORDINARY, invariant.MM)]
-        rows.append([f"{extents(row['shape'])}, `{row['program']}`", *times, *speeds, "" if row["same_bits"] else "OTHER BITS"])
+        m, n, k = row["shape"]
+        speeds = " / ".join(f"{invariant.speed(row, peer):.2f}" for peer in (invariant.ORDINARY, invariant.MM))
+        by_layer.setdefault(f"{n}x{k}, `{row['program']}`", {})[m] = speeds if row["same_bits"] else f"{speeds}, OTHER BITS"
+    counts = sorted({row["shape"][0] for row in report.rows})
     about = report.summary
     return paragraphs(
-        'Microseconds of a layer\'s product with its bias in bf16, by a kernel with `invariant="m"` and by an ordinary one; lower is better, but for the last columns, '
-        "how many times as fast the invariant kernel is:",
-        table(["M x N x K", "`torch.mm` alone", "ordinary", "invariant", "of the ordinary", "of `torch.mm`", ""], rows),
+        'How many times as fast as an ordinary kernel, and as `torch.mm` alone, one with `invariant="m"` is, of a layer\'s product with its bias in bf16; higher is better:',
+        table(["N x K", *(f"M = {m}" for m in counts)], [[layer, *(speeds.get(m, "") for m in counts)] for layer, speeds in by_layer.items()]),
         f"{about['mean']:.2f} in the geometric mean, {about['worst']:.2f} at worst, of the ordinary kernel; {about['claimed_mean']:.2f} and "
         f"{about['claimed_worst']:.2f} are the targets. {'All rows have the same bits for every M.' if about['same_bits'] else 'Some rows have other bits.'} "
         + source(report, "invariant"),

@@ -55,7 +55,7 @@ def test_the_table_has_a_row_for_each_layer_and_m(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(readme, "there", lambda name: name == "invariant")
     monkeypatch.setattr(readme, "load", lambda name: Report(f"bench.{name}", about, rows, invariant.verdict(rows)))
     text = readme.invariant_rows()
-    assert text.count("\n| 1x4096x4096") == 1 and text.count("\n| 8x4096x4096") == 2
-    assert "| 0.80 | 0.50 |" in text and "0.88 in the geometric mean, 0.80 at worst" in text and "the same bits" in text
+    assert "| N x K | M = 1 | M = 8 |" in text and text.count("\n| 4096x4096") == 2
+    assert "| 0.90 / 0.50 | 0.80 / 0.50 |" in text and "0.88 in the geometric mean, 0.80 at worst" in text and "the same bits" in text
     rows.append(row(9.0, same_bits=False))
     assert "OTHER BITS" in readme.invariant_rows()
