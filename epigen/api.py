@@ -127,7 +127,7 @@ def compile(
     A config that is given is the same for all M, and is refused where it splits k. Not with `tune`.
     rounding: "eager" rounds each operation as eager torch does, to the dtype that torch promotes its arguments to, the product first; by default all between the
     product and an output is fp32, and rounded once. Of the same product CPU tensors get eager's bits, and so do CUDA tensors, by the functions of Triton's
-    libdevice; exact GELU and pow may differ in fp32's last bits, which the rounding that follows mostly hides. Reductions stay fp32.
+    libdevice; the few functions that docs/language.md names may differ in fp32's last bits, which the rounding that follows mostly hides. Reductions stay fp32.
     Raises ParseError or CheckError for the text, ConfigError for the config, CallError for the rest.
 
     >>> import torch, epigen

@@ -18,7 +18,8 @@ Texts in a row:
 - `rounded`: the row that takes its place where results are rounded to 16 bits, which `ir.passes.rounded` tells: less work, more error.
 - `eager`: what torch's own kernel computes, in epigen's language, where that is not the formula here and rounds otherwise.
 - `exact`: a Triton expression with the bits of torch's own CUDA kernel, where `triton` has others: by `libdevice`, which Triton ships and its interpreter
-  lacks, and by the formulas of ATen's kernels, with the FMAs that nvcc makes of them (tests/runtime/test_rounding.py compares them on a GPU).
+  lacks, and by the formulas of ATen's kernels, with the FMAs that nvcc makes of them (tests/runtime/test_rounding.py compares them on a GPU). Of
+  `pow` torch has cases of its own: libdevice's is near it in fp32.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,16 +13,19 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from cases import tiled, warp_specialized
+from checkout import ROOT
 from golden import Golden
 from torch import Tensor, nn
 
 import epigen
+from epigen import ops
 from epigen.codegen.spec import KernelConfig
 from epigen.dtypes import FP16, FP32
 from epigen.errors import CallError
 from epigen.gpus import TARGETS
 from epigen.runtime import verify
 from epigen.runtime.ahead import Job
+from epigen.runtime.loader import triton_version
 
 M, N = 48, 80
 PROGRAM = "y = silu(mm) * gate[m,n]; y + residual"
@@ -165,8 +169,16 @@ def test_the_bits_by_each_dialect(config: KernelConfig) -> None:
 def test_an_exact_gelu_on_a_gpu(dtype: torch.dtype) -> None:
     """The error function is that of the CUDA that Triton has libdevice from: 3.6's has other bits than torch's of CUDA 13, of which little is left of a gelu below 0."""
     found, want = on_gpu(lambda mm, gate, residual: F.gelu(mm + gate) * residual, dtype)
-    assert (found != want).float().mean() <= 0.03
+    assert (found != want).float().mean() <= (0.03 if triton_version().startswith("3.6.") else 0.005)
     torch.testing.assert_close(found, want, rtol=3 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+def test_the_functions_that_may_differ_are_named() -> None:
+    section = (ROOT / "docs" / "language.md").read_text().partition("## Rounding as eager torch does")[2].partition("\n## ")[0]
+    approximate = re.compile(r"tl\.(exp|log|erf|sqrt|rsqrt)| / ")
+    rows = [op for op in ops.TABLE.values() if op.group == "activation" and not op.exact and approximate.search("\n".join((op.triton, *op.body)))]
+    assert {"gelu", "elu"} <= {op.name for op in rows}
+    assert [op.name for op in rows if f"`{op.name}`" not in section] == []
 
 
 @pytest.mark.triton
