@@ -172,7 +172,8 @@ def tune_all(
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            while thread.is_alive():  # a wait without an end sleeps through a Ctrl-C that came just before it, or to another thread
+                thread.join(_POLL_S)
     for left in ready:
         left.close()
     if fleet.failure is not None:
