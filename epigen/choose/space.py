@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from types import MappingProxyType
 
@@ -74,6 +74,19 @@ class Space:
     spec: KernelSpec
     shape: Shape
     target: Target
+
+    # of all points, and so found once
+    schedules: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """The schedules that can run, and may pay."""
+    _plain: bool = field(init=False, repr=False, compare=False)
+    _scalar_rows: tuple[bool, bool] = field(init=False, repr=False, compare=False)
+    """Whether a and b are loaded element by element: what is copied ahead is no fewer than 4 bytes."""
+
+    def __post_init__(self) -> None:
+        a, b = (each % 4 != 0 for each in row_bytes(self.shape, self.spec.signature))
+        for name, value in (("_plain", without_tensor_cores(self.spec.signature, self.target)), ("_scalar_rows", (a, b))):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "schedules", self._able())
 
     def point(self, suggest: Suggest) -> KernelConfig:
         """One legal config, as `suggest` chooses."""
@@ -154,9 +167,7 @@ class Space:
         config = self.point(walk)
         return config if inside else None
 
-    @property
-    def schedules(self) -> tuple[str, ...]:
-        """The schedules that can run, and may pay."""
+    def _able(self) -> tuple[str, ...]:
         (m, n, k), sig, target = self.shape[-3:], self.spec.signature, self.target
         count = products(self.shape)
         names = [] if limits.adds_in_order(self.spec) else ["library"]
@@ -167,7 +178,7 @@ class Space:
             # what TMA cannot address as it lies is copied first, which pays for large products alone
             addressed = 0 not in self.shape and ({"a", "b"} <= set(sig.tma) or count * m * n * k > LARGE)
             along_k = sig.a.bytes > 1 or sig.layout == "nt"  # as the tensor cores want 8-bit operands, which nothing turns round on the way
-            if addressed and along_k and not self._plain():
+            if addressed and along_k and not self._plain:
                 names.append("persistent")
                 if sig.a.bytes in schedules.WARP_SPECIALIZED.operand_bytes and m > 64:  # two warpgroups want rows for both
                     names.append("warp_specialized")
@@ -197,8 +208,8 @@ class Space:
         most = max(fewest, min(16 if threads == 32 else 8, max(4, 2 * fewest), tile // (_LEAST_ACCUMULATORS * threads)))
         # what a thread does one by one grows with block_k, and Triton unrolls it
         unrolled = (
-            (_MOST_MULTIPLIED, tile if self._plain() else 0),
-            (_MOST_LOADED, sum(block for block, scalar in zip((block_m, block_n), self._scalar_rows(), strict=True) if scalar)),
+            (_MOST_MULTIPLIED, tile if self._plain else 0),
+            (_MOST_LOADED, sum(block for block, scalar in zip((block_m, block_n), self._scalar_rows, strict=True) if scalar)),
         )
         step_bytes, room = (block_m + block_n) * element_bytes + self.spec.beside_bytes(block_m, block_n), target.shared_bytes
         most_k = min(room // step_bytes, _MOST_STEP // step_bytes, 256, _padded(k), *(int(limit * most * threads / each) for limit, each in unrolled if each))
@@ -210,7 +221,7 @@ class Space:
         transposing = limits.transposing_warps(self.spec, target, block_m, block_n, block_k)
         warps = exponent("num_warps", max(min(fewest, most), transposing), max(most, transposing))
         # what is loaded element by element is not fetched ahead: stages change nothing, and two say so
-        deepest = 3 if all(self._scalar_rows()) else 8 if m <= 64 else 6
+        deepest = 3 if all(self._scalar_rows) else 8 if m <= 64 else 6
         most_stages = max(1, min(deepest, -(-k // block_k), room // (step_bytes * block_k)))
         stages = suggest(f"{schedule}.num_stages", min(2, most_stages), most_stages)
         group_m = _GROUPS[suggest(f"{schedule}.group_m", 0, int(m > block_m and schedule == "tiled"))]
@@ -233,7 +244,7 @@ class Space:
         target, element_bytes, fewest = self.target, self.spec.signature.a.bytes, rows
         rows, columns = min(256, _padded(m, fewest)), min(256, _padded(n))
         least = min(_down(products(self.shape) * m * n // (_MOST_TILES * target.multiprocessors)), 128 * 128, rows * columns)
-        least, most = min(least, most), 128 * 128 if self._plain() else most
+        least, most = min(least, most), 128 * 128 if self._plain else most
         extents = target.shared_bytes // ((32 if element_bytes == 1 else 16) * element_bytes)  # of both sides together
         block_m = exponent("block_m", max(fewest, least // columns, min(rows, _root(least // _MOST_RATIO))), min(rows, extents - 16))
         widest = columns if block_m == rows else min(columns, _MOST_RATIO * block_m)
@@ -315,14 +326,6 @@ class Space:
     def _splits(self) -> bool:
         """Whether k may be split."""
         return not limits.adds_in_order(self.spec) and not limits.one_config(self.spec, self.target)
-
-    def _plain(self) -> bool:
-        return without_tensor_cores(self.spec.signature, self.target)
-
-    def _scalar_rows(self) -> tuple[bool, bool]:
-        """Whether a and b are loaded element by element: what is copied ahead is no fewer than 4 bytes."""
-        a, b = (each % 4 != 0 for each in row_bytes(self.shape, self.spec.signature))
-        return a, b
 
     def _library(self, suggest: Suggest) -> KernelConfig:
         m, n, _ = self.shape[-3:]

@@ -50,7 +50,7 @@ CONFIGS: Mapping[str, KernelConfig] = {
 
 @pytest.mark.triton
 @pytest.mark.parametrize(("config", "columns"), [(c, n) for c in CONFIGS for n in (45, 48) if n == 45 or "persistent" in c])
-@pytest.mark.parametrize("leads", LEADS, ids=str)
+@pytest.mark.parametrize("leads", [LEADS[0], *(pytest.param(leads, marks=pytest.mark.slow) for leads in LEADS[1:])], ids=str)
 def test_kernels(leads: Any, config: str, columns: int) -> None:
     """columns: also such as TMA can address."""
     a, b, inputs = given(*leads, n=columns)
