@@ -62,7 +62,8 @@ _RUN_AS: tuple[tuple[str, str, Callable[[Mapping[str, float]], float], str], ...
     ("epigen, graphs", "inductor, graphs", lambda times: times["inductor, graphs"], 'As CUDA graphs (`mode="reduce-overhead"`), against Inductor\'s'),
     ("tuned", "eager", better, "Tuned, against the better"),
     ("epigen", "autotune", lambda times: times["autotune"], "Against Inductor's `max-autotune-no-cudagraphs`"),
-    ("epigen, autotune", "autotune", lambda times: times["autotune"], "Both with `max-autotune-no-cudagraphs`"),
+    ("epigen, autotune", "autotune", lambda times: times["autotune"], "The same, with `max-autotune-no-cudagraphs` for what epigen leaves to Inductor too"),
+    ("tuned, autotune", "autotune", lambda times: times["autotune"], "The same, tuned"),
 )
 """What else a model may be run as: the way, what it is compared with, and how long that takes."""
 
@@ -71,9 +72,14 @@ def _others(report: Report, last: list[Row]) -> list[str]:
     """A line for each way that some models were run as, and for what was trained and compiled."""
     lines = []
     for way, other, against, words in _RUN_AS:
-        rows = [row for row in report.rows if {way, other} <= set(row["step_ms"])]
+        rows: dict[tuple[str, int], Row] = {}
+        for row in report.rows:  # a model's last row comes first
+            if {way, other} <= set(row["step_ms"]):
+                rows.setdefault((row["model"], row["tokens"]), row)
         if rows:
-            lines.append(f"{words}: {'; '.join(_ratios(row, way, against, report) for row in rows)}.")
+            lines.append(f"{words}: {'; '.join(_ratios(row, way, against, report) for row in rows.values())}.")
+    if bound := [f"{row['model']}{_tokens(row, report)} {_gpu_gains(row)}" for row in last if "gpu_ms" in row and _waits(row)]:
+        lines.append(f"The GPU's time alone, of models whose step waits for the host: {'; '.join(bound)}.")
     if before := sorted({row["commit"] for row in report.rows if "earlier" in row}):
         lines.append(f"Of these, models that the last run did not tune are of {', '.join(before)}.")
     if trained := {row["model"]: row["losses"] for row in report.rows if row.get("losses")}:
@@ -92,6 +98,18 @@ def _others(report: Report, last: list[Row]) -> list[str]:
 def _ratios(row: Row, way: str, against: Callable[[Mapping[str, float]], float], report: Report) -> str:
     ratios = ", ".join(f"{what} {against(row[f'{what}_ms']) / row[f'{what}_ms'][way]:.2f}" for what in _PASSES)
     return f"{row['model']}{_tokens(row, report)} {ratios}"
+
+
+def _waits(row: Row) -> bool:
+    """Whether the GPU waits for the host in a training step, so that hosts are compared and not kernels."""
+    return row["host_ms"]["step"]["epigen"] > 0.9 * row["step_ms"]["epigen"]
+
+
+def _gpu_gains(row: Row) -> str:
+    """What the backend gains against the better, and fuse against eager, where the host's time is left out."""
+    return ", ".join(
+        f"{what} {better(times) / times['epigen']:.2f} (fuse of eager {times['eager'] / times['fuse']:.2f})" for what, times in row["gpu_ms"].items()
+    )
 
 
 def _tokens(row: Row, report: Report) -> str:
