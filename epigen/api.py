@@ -124,7 +124,7 @@ def compile(
     invariant: "m" gives a row of the result the same bits whatever M is, wherever the row lies among the others, and however a and the inputs of its rows lie
     in memory: what a request is answered does not depend on what else is in its batch. k is not split, and no product is the vendor's. It holds for tiles
     and for what is reduced along n or k; what is reduced along m takes all rows by its meaning. On the CPU the reference takes one row after the other.
-    A config that is given is the same for all M, and is refused where it splits k. Not with `tune`.
+    A config that is given is the same for all M, and is refused where it splits k. With `tune` those that keep the order of sums are measured.
     rounding: "eager" rounds each operation as eager torch does, to the dtype that torch promotes its arguments to, the product first; by default all between the
     product and an output is fp32, and rounded once. Of the same product CPU tensors get eager's bits, and so do CUDA tensors, by the functions of Triton's
     libdevice; the few functions that docs/language.md names may differ in fp32's last bits, which the rounding that follows mostly hides. Reductions stay fp32.
@@ -149,11 +149,6 @@ def compile(
         raise CallError(unknown("invariant", invariant, INVARIANT))
     if rounding is not None and rounding not in ROUNDING:
         raise CallError(unknown("rounding", rounding, ROUNDING))
-    if tune is not None and invariant is not None:
-        raise CallError(
-            "tune and invariant exclude each other: what is tuned may split k, which an invariant program may not. Compile without tune: "
-            "what other kernels have tuned is borrowed, where it keeps the order"
-        )
     config = schedules.accepted(config) if config is not None else None
     numerics = Numerics(precision, invariant is not None, rounding or "")
     told = {"precision": precision, "invariant": invariant, "rounding": rounding}
@@ -172,14 +167,14 @@ def compile(
 
 def tune(
     programs: str | Iterable[str], shapes: str | Iterable[Any], *, dtype: Any = "fp16", layout: str = "nt", precision: str | None = None,
-    devices: Sequence[int] | str | None = None, trials: int = 48, budget_s: float | None = None, seed: int = 0, storage: str | None = None,
+    invariant: str | None = None, devices: Sequence[int] | str | None = None, trials: int = 48, budget_s: float | None = None, seed: int = 0, storage: str | None = None,
     fresh: bool = False, database: Database | Path | str | None = None, report: Callable[[int, Progress], None] | None = None,
     machine: Machine = THIS_MACHINE,
 ) -> list[Tuned]:  # fmt: skip
     """Find the fastest correct config of each program at each shape, and add the winners to the database, where later calls find them.
 
     programs: one or several. shapes: (M, N, K) or "MxNxK", one or several; of a batch the number of its products in front. dtype: of operands and inputs, by epigen's or torch's name, or a
-    torch dtype. layout: how a and b lie, n row-major and t transposed: "nt" is x @ weight.T. precision: as for `compile`.
+    torch dtype. layout: how a and b lie, n row-major and t transposed: "nt" is x @ weight.T. precision, invariant: as for `compile`.
     devices: indices of GPUs of one kind, or "all"; by default the current one. trials: configs measured a problem. budget_s: seconds a
     problem. storage: where trials are kept, a "PATH.journal" or an Optuna storage URL; by default a journal a problem in the user's cache,
     from which the next search of the same problem goes on, unless `fresh` forgets it first. database: a Database or its path; by default
@@ -203,13 +198,15 @@ def tune(
         raise CallError(f"seed={seed}: a seed is a whole number from 0 to {(1 << 31) - 1}")
     if budget_s is not None and not budget_s >= 0:
         raise CallError(f"budget_s={budget_s}: a problem's time is 0 seconds or more")
+    if invariant is not None and invariant not in INVARIANT:
+        raise CallError(unknown("invariant", invariant, INVARIANT))
     several = [programs] if isinstance(programs, str) else list(programs)
     given = [shapes] if isinstance(shapes, str) else list(shapes)
     if given and all(isinstance(e, int) for e in given):
         given = [tuple(given)]
     if precision is None:
         precision = process_precision()
-    wanted = request.distinct(request.every(several, given, [dtype], [layout], precision))
+    wanted = request.distinct(request.every(several, given, [dtype], [layout], precision, invariant or ""))
     chosen, target = request.gpus_for(devices, machine)
     tasks = [a.task(target, seed) for a in wanted]  # what does not fit together comes out before anything is measured
     for task in tasks:

@@ -193,7 +193,7 @@ def _row(record: Record) -> str:
     ratio = f"{record.baseline_us / record.median_us:.2f} vs mm" if record.baseline_us else "   - vs mm"
     return (
         f"{record.name}  {extents(record.shape):<20} {operands:<8} {record.layout}  {record.median_us:>10.2f} us  {ratio}  "
-        f"{short(record.program)}{record.unlike_inputs}  [{record.kernel_config}; Triton {record.triton}]"
+        f"{short(record.program)}{record.apart}  [{record.kernel_config}; Triton {record.triton}]"
     )
 
 
@@ -201,7 +201,7 @@ def _show(file: Path, record: Record) -> None:
     from epigen.db.records import OUTCOMES
     from epigen.shapes import extents
 
-    precision = f", {record.precision}" if record.precision else ""
+    precision = f", {record.precision}" * bool(record.precision) + ", invariant" * bool(record.invariant)
     inputs = f", inputs {', '.join(record.inputs)}" if record.inputs else ""
     unfused = "" if record.unfused_us is None else f"; with one pointwise pass {record.unfused_us:g} us"
     rows = {

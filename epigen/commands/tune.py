@@ -19,7 +19,7 @@ import click
 
 from epigen import settings
 from epigen.commands.live import Live
-from epigen.commands.types import Devices, Extents, Program, ProgramCommand, Seconds, dtype_option, pass_machine, precision_option
+from epigen.commands.types import Devices, Extents, Program, ProgramCommand, Seconds, dtype_option, invariant_option, pass_machine, precision_option
 from epigen.errors import TuneError
 from epigen.runtime.device import Machine
 from epigen.shapes import Shape
@@ -73,6 +73,7 @@ class _Run:
 @dtype_option
 @click.option("--layout", default="nt", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
 @precision_option
+@invariant_option
 @click.option("--trials", type=click.IntRange(1, 100_000), default=48, show_default=True, help="configs measured a problem")
 @click.option("--budget", type=Seconds(), help="seconds a problem")
 @click.option("--devices", type=Devices(), metavar="0,1|all", help="the GPUs to tune on, a problem each at a time (default: the current one)")
@@ -92,7 +93,7 @@ class _Run:
 @pass_machine
 @click.pass_context
 def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], shapes: tuple[Shape, ...], suites: tuple[Path, ...],
-         dtype_name: str, layout: str, precision: str, trials: int, budget: float | None, devices: tuple[int, ...] | str | None, seed: int, storage: str | None, fresh: bool, path: Path | None,
+         dtype_name: str, layout: str, precision: str, invariant: str | None, trials: int, budget: float | None, devices: tuple[int, ...] | str | None, seed: int, storage: str | None, fresh: bool, path: Path | None,
          tables: tuple[Path, ...], as_json: bool) -> None:  # fmt: skip
     """Tune PROGRAMS, such as "relu(mm + bias)", at every --shape, and the problems of every --suite; remember the winners in the database.
 
@@ -110,7 +111,9 @@ def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], sh
                 raise click.UsageError("give a program and a --shape, such as: epigen tune 'relu(mm + bias)' --shape 4096x4096x4096; or a --suite")
             if fresh and storage is not None:
                 raise click.UsageError("--fresh forgets what epigen itself remembers: with --storage name a new one instead")
-            going = _requested(machine, programs, shapes, suites, dtype_name, layout, precision, trials, budget_s, devices, seed, storage, fresh, path)
+            going = _requested(
+                machine, programs, shapes, suites, dtype_name, layout, precision, invariant or "", trials, budget_s, devices, seed, storage, fresh, path
+            )
         going.go()
     except KeyboardInterrupt:
         click.echo("\ninterrupted before anything was measured", err=True)
@@ -120,13 +123,13 @@ def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], sh
 
 
 def _requested(
-    machine: Machine, programs: Sequence[str], shapes: Sequence[Shape], suites: Sequence[Path], dtype_name: str, layout: str, precision: str,
+    machine: Machine, programs: Sequence[str], shapes: Sequence[Shape], suites: Sequence[Path], dtype_name: str, layout: str, precision: str, invariant: str,
     trials: int, budget_s: float, devices: Sequence[int] | str | None, seed: int, storage: str | None, fresh: bool, path: Path | None,
 ) -> _Run:  # fmt: skip
     """What the options ask for. All mistakes come out here, before the first of many problems is measured."""
     from epigen.tuning import request, suite
 
-    listed = request.every(programs, shapes, [dtype_name], [layout], precision)
+    listed = request.every(programs, shapes, [dtype_name], [layout], precision, invariant)
     for file in suites:
         listed += suite.read(file)
     with contextlib.ExitStack() as unused:

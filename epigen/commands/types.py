@@ -97,6 +97,10 @@ def precision_option(command: Any) -> Any:
     return click.option("--precision", type=click.Choice(dtypes.PRECISIONS), default="ieee", show_default=True, help=help_text)(command)
 
 
+def invariant_option(command: Any) -> Any:
+    return click.option("--invariant", type=click.Choice(INVARIANT), help="m: a row of the result has the same bits whatever M is")(command)
+
+
 def numerics_options(command: Any) -> Any:
     """--precision, --invariant and --rounding, which the command gets as `numerics`, by the names that `epigen.compile` has for them."""
 
@@ -104,9 +108,8 @@ def numerics_options(command: Any) -> Any:
     def with_numerics(*given: Any, precision: str, invariant: str | None, rounding: str | None, **options: Any) -> Any:
         return command(*given, numerics={"precision": precision, "invariant": invariant, "rounding": rounding}, **options)
 
-    row = click.option("--invariant", type=click.Choice(INVARIANT), help="m: a row of the result has the same bits whatever M is")
     eager = click.option("--rounding", type=click.Choice(ROUNDING), help="eager: each operation is rounded as eager torch rounds it")
-    return precision_option(row(eager(with_numerics)))
+    return precision_option(invariant_option(eager(with_numerics)))
 
 
 class Seconds(click.FloatRange):

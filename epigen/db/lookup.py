@@ -6,7 +6,7 @@ Order: the same problem; the same under another Triton version; the nearest shap
 program of the same epilogue class on this GPU; that of any program on this GPU; then the same three on another GPU of the same
 architecture, where the nearest shape is the one that fills as many waves there: extents are scaled by the ratio of multiprocessors.
 Operands of another dtype of the same size are a little farther. Within one step the user's own records go before the shipped ones where
-they are equally near.
+they are equally near. An invariant program gets what was tuned for such, or else for any; other programs never what may not split k.
 """
 
 from __future__ import annotations
@@ -243,8 +243,7 @@ class Index:
     def candidates(self, problem: Problem, triton: str, accept: Accept | None = None) -> Iterator[Recorded]:
         """All records that may serve, best first, each config with its sentence. accept: which configs are legal for the problem."""
         yield from self.same(problem, triton, accept)
-        same = {id(e) for e in self._exact.get(problem_key(problem), [])}
-        yield from self._near(problem, triton, accept, same)
+        yield from self._near(problem, triton, accept, {id(e) for e in self._very(problem)})
 
     def near(self, problem: Problem, triton: str, accept: Accept | None = None) -> Iterator[Recorded]:
         """As `candidates`, for one that is not there: a record of this very problem is only the nearest one."""
@@ -252,7 +251,7 @@ class Index:
 
     def same(self, problem: Problem, triton: str, accept: Accept | None = None) -> Iterator[Recorded]:
         """Those of this very problem."""
-        same = self._exact.get(problem_key(problem), [])
+        same = self._very(problem)
         for entry in same:
             if entry.record.triton == triton and _fits(entry.record, accept):
                 yield _recorded(entry.record, "exact", f"tuned for {_where(entry.record)} (exact)")
@@ -260,6 +259,10 @@ class Index:
         for entry in sorted(others, key=lambda e: (version_order(e.record.triton), -e.source), reverse=True):
             if _fits(entry.record, accept):
                 yield _recorded(entry.record, "triton", f"tuned for {_where(entry.record)} under Triton {entry.record.triton}, and {triton} is the present one")
+
+    def _very(self, problem: Problem) -> list[_Entry]:
+        own = self._exact.get(problem_key(problem), [])
+        return own + self._exact.get(problem_key(replace(problem, invariant="")), []) if problem.invariant else own
 
     def measured(self, capability: str) -> bool:
         """Whether any problem was tuned on a GPU of this architecture."""
@@ -273,7 +276,7 @@ class Index:
         """seen: entries that are passed over."""
         for step in _steps(problem):
             for far, entry in self._nearest(problem, triton, step):
-                if id(entry) not in seen and _fits(entry.record, accept):
+                if id(entry) not in seen and entry.record.invariant in ("", problem.invariant) and _fits(entry.record, accept):
                     seen.add(id(entry))
                     yield _recorded(entry.record, step.how, _sentence(step, problem, entry.record), far + _UNLIKE[step.likeness])
 

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from epigen.codegen.spec import KNOWN, LAYOUTS, KernelSpec, digest, row_lengths
+from epigen.codegen.spec import INVARIANT, KNOWN, LAYOUTS, KernelSpec, digest, row_lengths
 from epigen.db import fields
 from epigen.dtypes import ALL, FP32, INPUTS, PRECISIONS, DType
 from epigen.gpus import Target
@@ -50,7 +50,8 @@ class Problem:
 
     gpu, capability: as torch names them ("NVIDIA H200", "9.0"). a, b, outputs: dtype names; of an output that is no tile "fp32", whatever
     it is cast to. inputs: the epilogue's, in the graph's order, whatever their names: "fp32[n]", "fp16[mn]", "bits", "scalar". layout: how a and b lie. spec:
-    the graph's digest. kind: the epilogue's class. alignment: bytes that K, N and the row strides are a multiple of, up to 16.
+    the graph's digest. kind: the epilogue's class. alignment: bytes that K, N and the row strides are a multiple of, up to 16. invariant: "m" where
+    a row has the same bits whatever M is, so that k is not split.
     """
 
     gpu: Annotated[str, GPU]
@@ -66,6 +67,7 @@ class Problem:
     spec: Annotated[str, fields.pattern("16 hexadecimal digits", "[0-9a-f]{16}")]
     kind: Annotated[str, _KIND]
     alignment: Annotated[int, fields.one_of((1, 2, 4, 8, 16))]
+    invariant: Annotated[str, fields.one_of(("", *INVARIANT))] = ""
 
 
 def capability(target: Target) -> str:
@@ -131,6 +133,7 @@ def problem_of(graph: Graph, spec: KernelSpec, shape: Shape, gpu: str, capabilit
         spec=graph_digest(graph),
         kind=epilogue_kind(spec),
         alignment=alignment(shape, sig.layout, sig.a.bytes),
+        invariant="m" if sig.invariant else "",
     )
 
 

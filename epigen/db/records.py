@@ -130,7 +130,7 @@ class Record(Problem):
             {"spec": self.spec, "kind": self.kind},
             {
                 "shape": self.shape, "a": self.a, "b": self.b, "inputs": self.inputs, "outputs": self.outputs, "layout": self.layout,
-                "precision": self.precision, "alignment": self.alignment,
+                "precision": self.precision, "alignment": self.alignment, "invariant": self.invariant or None,
             },
             {"schedule": self.schedule, "config": dict(self.kernel_config.values)},
             {"median_us": self.median_us, "spread_us": self.spread_us, "baseline_us": self.baseline_us, "unfused_us": self.unfused_us},
@@ -142,13 +142,15 @@ class Record(Problem):
 
     def __str__(self) -> str:
         """The problem in one line."""
-        return f"{short(self.program)}{self.unlike_inputs} {extents(self.shape)} {self.a} {self.layout} on {self.gpu}, Triton {self.triton}"
+        return f"{short(self.program)}{self.apart} {extents(self.shape)} {self.a} {self.layout} on {self.gpu}, Triton {self.triton}"
 
     @property
-    def unlike_inputs(self) -> str:
-        """Such as " (inputs fp32[n])" where an input's dtype is not the operands'; else ''."""
+    def apart(self) -> str:
+        """What sets the problem apart from the usual one of its program, such as " (inputs fp32[n], invariant)": inputs of another dtype than the operands',
+        and the same bits for all M; else ''."""
         unlike = any("[" in kind and not kind.startswith(f"{self.a}[") for kind in self.inputs)
-        return f" (inputs {', '.join(self.inputs)})" if unlike else ""
+        words = [f"inputs {', '.join(self.inputs)}"] * unlike + ["invariant"] * bool(self.invariant)
+        return f" ({', '.join(words)})" if words else ""
 
 
 _CHECKS: Mapping[str, fields.Check] = {name: hint.__metadata__[0] for name, hint in get_type_hints(Record, include_extras=True).items()}
@@ -157,7 +159,8 @@ _OPTIONAL = [field.name for field in dataclass_fields(Record) if field.default i
 
 def problem_key(problem: Problem) -> Key:
     p = problem
-    return p.gpu, p.capability, p.spec, p.a, p.b, p.inputs, p.outputs, p.precision, p.layout, p.shape, p.alignment
+    usual = p.gpu, p.capability, p.spec, p.a, p.b, p.inputs, p.outputs, p.precision, p.layout, p.shape, p.alignment
+    return (*usual, p.invariant) if p.invariant else usual
 
 
 def short(program: str) -> str:

@@ -22,6 +22,7 @@ from epigen.gpus import Target
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
 from epigen.lru_cache import LruCache
+from epigen.perf import limits
 from epigen.shapes import Shape, extents
 from epigen.tuning import remembered
 from epigen.tuning.task import Task
@@ -85,7 +86,7 @@ class TuningChooser:
 
     def __call__(self, spec: KernelSpec, shape: Shape, target: Target, refused: str) -> Choice:
         choice = self.plain(spec, shape, target, refused)
-        tunable = not refused and 0 not in shape
+        tunable = not refused and 0 not in shape and not limits.one_config(spec, target)
         if tunable and self.plain.bucket(spec, shape, target).tuned:
             return choice
         if self.shared.capturing():
@@ -106,7 +107,8 @@ class TuningChooser:
         named = dict(sig.inputs)
         dense = [n.name for n in self.plain.graph.inputs() if n.op != g.BITS and n.indices]
         inputs = tuple(dtype for name in dense if (dtype := named[name]) is not None)
-        task = Task(self.plain.graph, shape, sig.a, sig.b, inputs or (FP32,), sig.layout, sig.precision, target, device=self.shared.device())
+        where, invariant = self.shared.device(), "m" if sig.invariant else ""
+        task = Task(self.plain.graph, shape, sig.a, sig.b, inputs or (FP32,), sig.layout, sig.precision, target, device=where, invariant=invariant)
         try:
             return self.shared.tuner(task, self.shared.database)
         except EpigenError as error:

@@ -24,11 +24,11 @@ NO_GPU = "no GPU is at hand to tune on"
 
 def every(
     programs: Iterable[str | Graph], shapes: Iterable[Shape | str], dtype_names: Iterable[Any] = ("fp16",), layouts: Iterable[str] = ("nt",),
-    precision: str = "ieee",
+    precision: str = "ieee", invariant: str = "",
 ) -> list[Request]:  # fmt: skip
     """All combinations, in the order of the arguments, the programs' first.
 
-    programs: texts, or the graphs of such. shapes: as of `shape_of`. dtype_names: epigen's names, torch's, or torch dtypes.
+    programs: texts, or the graphs of such. shapes: as of `shape_of`. dtype_names: epigen's names, torch's, or torch dtypes. invariant: "" or "m".
     Raises ParseError or CheckError for a program, CallError for the rest.
     """
     graphs = [p if isinstance(p, Graph) else graph_of(p) for p in programs]
@@ -36,7 +36,10 @@ def every(
     if precision not in dtypes.PRECISIONS:
         raise CallError(unknown("precision", precision, dtypes.PRECISIONS))
     of_each = {a: a.precision(precision) or "ieee" for a in operands}
-    return [Request(graph, shape, a, a, (_beside(a),), layout, of_each[a]) for graph, shape, a, layout in product(graphs, extents, operands, lies)]
+    return [
+        Request(graph, shape, a, a, (_beside(a),), layout, of_each[a], invariant=invariant)
+        for graph, shape, a, layout in product(graphs, extents, operands, lies)
+    ]
 
 
 def _beside(operands: DType) -> DType:
@@ -46,7 +49,7 @@ def _beside(operands: DType) -> DType:
 
 def distinct(requests: Iterable[Request]) -> list[Request]:
     """Each problem once, the first as it stands: two spellings of one computation are one problem."""
-    named = {(graph_digest(r.graph), r.shape, r.a, r.b, r.inputs, r.layout, r.a.precision(r.precision)): r for r in reversed(list(requests))}
+    named = {(graph_digest(r.graph), r.shape, r.a, r.b, r.inputs, r.layout, r.a.precision(r.precision), r.invariant): r for r in reversed(list(requests))}
     return list(named.values())[::-1]
 
 

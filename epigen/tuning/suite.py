@@ -6,6 +6,7 @@
     dtype = ["fp16", "bf16"]                     # or a single one; by default fp16
     layout = "nt"                                # or a list; by default nt: a row-major, b transposed, as a Linear's weight.T
     precision = "ieee"                           # of fp32 operands, ieee or tf32; of fp8 ones fast_accum
+    invariant = "m"                              # of programs that are compiled so; by default not
 
 An entry stands for every combination of what it lists; a problem that comes twice is tuned once.
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from epigen import dtypes
+from epigen.codegen.spec import INVARIANT
 from epigen.db import fields
 from epigen.db.records import short
 from epigen.errors import CallError, ProgramError, SuiteError, near_miss
@@ -72,8 +74,9 @@ _ENTRY = {
     "dtype": _texts(dtype_of),
     "layout": _texts(layout_of),
     "precision": fields.one_of(dtypes.PRECISIONS),
+    "invariant": fields.one_of(INVARIANT),
 }
-_DEFAULTS = {"dtype": ("fp16",), "layout": ("nt",), "precision": "ieee"}
+_DEFAULTS = {"dtype": ("fp16",), "layout": ("nt",), "precision": "ieee", "invariant": ""}
 
 
 def _entry(value: Any) -> dict[str, Any]:
@@ -119,7 +122,7 @@ def parse(text: str, name: str = "the suite") -> list[Request]:
     count = sum(math.prod(len(e[part]) for part in ("program", "shapes", "dtype", "layout")) for e in entries)
     if count > _MOST_PROBLEMS:
         raise SuiteError(f"{name}: {count} problems, and a suite has at most {_MOST_PROBLEMS}")
-    return distinct(a for e in entries for a in every(e["program"], e["shapes"], e["dtype"], e["layout"], e["precision"]))
+    return distinct(a for e in entries for a in every(e["program"], e["shapes"], e["dtype"], e["layout"], e["precision"], e["invariant"]))
 
 
 def _mistake(wrong: fields.Wrong, document: dict[str, Any]) -> str:

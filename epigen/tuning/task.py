@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from epigen import dtypes
 from epigen.codegen.lower import lower, signature_of_contiguous
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Numerics
 from epigen.db.problem import Problem, capability, problem_of
+from epigen.db.records import short
 from epigen.dtypes import DType
+from epigen.errors import CallError
 from epigen.gpus import Target
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
+from epigen.perf import limits
 from epigen.shapes import Shape
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ class Request:
     """One problem to tune, whatever GPU it is for: a program, and calls of it whose tensors lie in memory without gaps.
 
     inputs: the dtype of all inputs that have indices, or one for each of them, in the graph's order; scalars are numbers. layout: how a and b lie.
+    invariant: "m" where a row has to have the same bits whatever M is.
     """
 
     graph: Graph
@@ -36,9 +40,10 @@ class Request:
     inputs: tuple[DType, ...]
     layout: str
     precision: str
+    invariant: str = field(default="", kw_only=True)
 
     def task(self, target: Target, seed: int = 0) -> Task:
-        return Task(self.graph, self.shape, self.a, self.b, self.inputs, self.layout, self.precision, target, seed=seed)
+        return Task(self.graph, self.shape, self.a, self.b, self.inputs, self.layout, self.precision, target, seed=seed, invariant=self.invariant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +60,16 @@ class Task(Request):
     """What the database calls it."""
 
     def __post_init__(self) -> None:
-        """Raises CallError where the dtypes and the program do not fit together, ValueError where there are not as many dtypes as inputs."""
+        """Raises CallError where the dtypes and the program do not fit together, and where all M have one config; ValueError where there are not as
+        many dtypes as inputs."""
         named = tuple(self.input_dtypes().items())
-        spec = lower(self.graph, signature_of_contiguous(self.graph, self.a, self.b, named, self.shape, self.layout, self.precision))
+        signature = signature_of_contiguous(self.graph, self.a, self.b, named, self.shape, self.layout, self.precision)
+        spec = lower(self.graph, replace(signature, invariant=bool(self.invariant)))
+        if limits.one_config(spec, self.target):
+            raise CallError(
+                f'invariant="{self.invariant}": on {self.target.name} all M of {short(self.graph.text)} {self.a} have one config, since two might add up in another order: '
+                "there is nothing to tune"
+            )
         object.__setattr__(self, "spec", spec)
         object.__setattr__(self, "problem", problem_of(self.graph, spec, self.shape, self.target.part, capability(self.target)))
 
@@ -79,7 +91,7 @@ class Task(Request):
         from epigen.runtime.kernel import Kernel
 
         choice = Choice(config, "a candidate")
-        return Kernel(self.graph, renderer, lambda *_: choice, config, "triton", Numerics(self.precision))
+        return Kernel(self.graph, renderer, lambda *_: choice, config, "triton", Numerics(self.precision, bool(self.invariant)))
 
 
 _QUARTILES = 1.349  # standard deviations between the quartiles of a normal distribution

@@ -39,7 +39,7 @@ class Tuned:
 
     def __str__(self) -> str:
         p, result = self.problem, self.result
-        name = f"{short(p.program)} {extents(p.shape)} {p.a} {p.layout}"
+        name = f"{short(p.program)} {extents(p.shape)} {p.a} {p.layout}{' invariant' if p.invariant else ''}"
         if result is None:
             return f"{name}: {self.error}"
         mm_us = result.baseline.mm_us
@@ -51,7 +51,7 @@ def study_name(task: Task, kind: str = MEASURED) -> str:
     """A name for the trials of a task: under one name, an outcome counts for every tuner.
 
     Its digest therefore covers the kernels' text, which follows from program, dtypes, templates and epigen's version, and what else
-    decides an outcome: shape, layout, precision, GPU, versions, and whether it was measured or read from a table (kind).
+    decides an outcome: shape, layout, precision, invariance, GPU, versions, and whether it was measured or read from a table (kind).
     """
     problem = replace(task.problem, program="")
     texts = [renderer().render(task.spec, config).digest for config in Space(task.spec, task.shape, task.target).samples()]

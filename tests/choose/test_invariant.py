@@ -8,23 +8,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from golden import Golden
 from tuned import RUN, TRITON
 
 import epigen
 from epigen.choose import choose
 from epigen.choose.choose import Chooser, Within
+from epigen.choose.space import Space
 from epigen.codegen import schedules
+from epigen.codegen.render import Renderer
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import EXACT_INT8, Choice, KernelConfig, Signature, k_multiple
 from epigen.db.database import Database
 from epigen.db.problem import problem_of
 from epigen.db.records import Record
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType
-from epigen.errors import ConfigError
+from epigen.errors import CallError, ConfigError
 from epigen.gpus import TARGETS, Target, by_name
 from epigen.perf import limits
 from epigen.runtime.kernel import Kernel
 from epigen.shapes import Shape
+from epigen.tuning.request import distinct, every
+from epigen.tuning.tune import study_name
 
 ROWS = (1, 7, 17, 64, 100, 257, 1000, 4096, 8192)
 FEW = (1, 100, 1000, 8192)
@@ -52,6 +57,13 @@ def chosen(kernel: Kernel, shape: Shape, dtype: DType, target: Target, layout: s
         yield kernel.plan((3, *shape) if signature.batched else shape, target=target, signature=signature).choice
 
 
+@pytest.fixture
+def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans have no text, which takes as long as all else: of thousands that are chosen alone none is read."""
+    monkeypatch.setattr(Renderer, "render", lambda *_: None)
+
+
+@pytest.mark.usefixtures("unrendered")
 @pytest.mark.parametrize(("dtype", "precision", "text"), [(*kind, text) for kind in KINDS for text in (TILES if kind[0] == FP16 else TILES[-1:])], ids=str)
 def test_on_hopper_no_m_splits_k_or_asks_the_vendor(dtype: DType, precision: str, text: str) -> None:
     kernel = kernel_of(text, precision)
@@ -65,18 +77,20 @@ def test_on_hopper_no_m_splits_k_or_asks_the_vendor(dtype: DType, precision: str
                 assert config["block_k"] == 128 and config["block_m"] >= 64 and schedules.multiplying_warps(config) % 4 == 0
 
 
+@pytest.mark.usefixtures("unrendered")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("dtype", "precision"), KINDS, ids=str)
 def test_elsewhere_and_where_rows_are_reduced_all_m_have_one_config(dtype: DType, precision: str, target: str) -> None:
     there = TARGETS[target]
     for text in BY_ROWS if target == "sm_90" or dtype == INT8 else (*BY_ROWS, *TILES):
         kernel = kernel_of(text, precision)
+        layouts = itertools.cycle(("nn", "nt", "tt"))  # of four M, so that each meets all of them
         for n, k in SIZES[1:-1]:
             if not there.multiplies(dtype, dtype):
                 with pytest.raises(ConfigError, match="does not multiply fp8e4m3; and the vendor's product"):
                     kernel.plan((16, n, k), target=there, signature=kernel.signature_of(dtype, (16, n, k)))
                 continue
-            found = {c.config: c for m in FEW for layout in ("nn", "nt", "tt") for c in chosen(kernel, (m, n, k), dtype, there, layout)}
+            found = {c.config: c for m in FEW for c in chosen(kernel, (m, n, k), dtype, there, next(layouts))}
             (config,) = found
             assert "one config for all M" in found[config].why
             assert not SCHEDULES[config.schedule].descriptors and schedules.splits(config) == 1
@@ -122,7 +136,7 @@ def test_a_record_that_splits_k_is_not_taken(shape: tuple[int, int, int], tmp_pa
         database = Database(tmp_path / f"{invariant}_{tuned.schedule}", seeds=())
         signature = kernel.signature_of(FP16, SHAPE, "nt")
         spec = kernel.plan(SHAPE, target=H200, signature=signature).spec
-        database.add(Record.make(problem_of(kernel.graph, spec, SHAPE, H200.part, "9.0"), tuned, **RUN))
+        database.add(Record.make(replace(problem_of(kernel.graph, spec, SHAPE, H200.part, "9.0"), invariant=""), tuned, **RUN))
         asked = kernel.signature_of(FP16, shape, "nt")
         config = Chooser(kernel.graph, database)(kernel.plan(shape, target=H200, signature=asked).spec, shape, H200, "").config
         assert schedules.splits(config) == splits, str(config)
@@ -135,10 +149,57 @@ def test_of_two_records_of_a_problem_the_one_that_keeps_the_order_is_taken(tmp_p
     kernel = kernel_of("relu(mm + bias)")
     spec = kernel.plan(SHAPE, target=H200, signature=kernel.signature_of(FP16, SHAPE, "nt")).spec
     database = Database(tmp_path, seeds=())
-    problem = problem_of(kernel.graph, spec, SHAPE, H200.part, "9.0")
+    problem = replace(problem_of(kernel.graph, spec, SHAPE, H200.part, "9.0"), invariant="")
     database.add(Record.make(problem, PARTS, **RUN), Record.make(problem, WHOLE, **{**RUN, "triton": "3.6.0"}))
     found = Chooser(kernel.graph, database)(spec, SHAPE, H200, "")
     assert found.config == WHOLE and "under Triton 3.6.0" in found.why
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (13, 4096, 4096), (16, 4096, 4608)], ids=["the very one", "of its bucket", "near"])
+@pytest.mark.parametrize("ordinary", [PARTS, WHOLE], ids=lambda config: config.schedule)
+def test_what_was_tuned_as_invariant_is_for_such_programs_alone(
+    ordinary: KernelConfig, shape: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They get it before what was tuned otherwise, and others never do, were it the only one. Where it is borrowed it may be either that keeps the order."""
+    monkeypatch.setattr(choose, "triton_version", lambda: TRITON)
+    own = WHOLE.with_value("block_n", 16)
+    for configs in ((ordinary, own), (None, own), (ordinary, None)):
+        database = Database(tmp_path / f"{configs[0]}{configs[1]}", seeds=())
+        found = []
+        for invariant, config in zip((None, "m"), configs, strict=True):
+            kernel = epigen.compile("relu(mm + bias)", invariant=invariant)
+            spec = kernel.plan(SHAPE, target=H200, signature=kernel.signature_of(FP16, SHAPE, "nt")).spec
+            if config is not None:
+                database.add(Record.make(problem_of(kernel.graph, spec, SHAPE, H200.part, "9.0"), config, **RUN))
+        for invariant in (None, "m"):
+            kernel = epigen.compile("relu(mm + bias)", invariant=invariant)
+            spec = kernel.plan(shape, target=H200, signature=kernel.signature_of(FP16, shape, "nt")).spec
+            found.append(Chooser(kernel.graph, database)(spec, shape, H200, ""))
+        plain, rows = found
+        if configs[1] and shape[2] == SHAPE[2] and (shape == SHAPE or configs[0] != WHOLE):
+            assert rows.config == own
+        assert schedules.splits(rows.config) == 1
+        if configs[0] is None:
+            assert plain.config != own and "tuned" not in plain.why
+        elif shape[2] == SHAPE[2]:
+            assert plain.config == ordinary
+
+
+def test_a_task_is_one_of_configs_that_keep_the_order() -> None:
+    (asked,) = every(["relu(mm + bias)"], [SHAPE], ["bf16"], invariant="m")
+    task = asked.task(H200)
+    space = Space(task.spec, SHAPE, H200)
+    assert task.problem.invariant == "m" and "split_k" not in space.schedules and "library" not in space.schedules
+    assert all(schedules.splits(config) == 1 for config in space.outline())
+    (ordinary,) = every(["relu(mm + bias)"], [SHAPE], ["bf16"])
+    assert len(distinct([asked, ordinary, asked])) == 2 and study_name(task) != study_name(ordinary.task(H200))
+
+
+@pytest.mark.parametrize(("text", "dtype", "target"), [("sum(mm, n)", "bf16", H200), ("mm", "fp32", H200), ("mm", "bf16", TARGETS["sm_80"])])
+def test_where_all_m_have_one_config_there_is_nothing_to_tune(text: str, dtype: str, target: Target, golden: Golden) -> None:
+    (asked,) = every([text], [SHAPE], [dtype], invariant="m")
+    with golden.raises(CallError, f"{text} {dtype} {target.name}"):
+        asked.task(target)
 
 
 def test_why_a_given_config_is_refused() -> None:

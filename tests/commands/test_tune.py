@@ -505,6 +505,18 @@ def test_from_python_one_of_each(tuner: Tuner, tmp_path: Path) -> None:
     assert len(Database(tmp_path / "mine.json", seeds=()).records()) == 1 and not (tmp_path / "db").exists()
 
 
+def test_invariant_programs_are_tuned_by_themselves(tuner: Tuner, tmp_path: Path) -> None:
+    """The record is theirs alone: a kernel that may split k does not find it."""
+    (found,) = epigen.tune("relu(mm + bias)", "16x4096x4096", dtype="bf16", invariant="m", trials=4, machine=TWO)
+    assert found.result and str(found).startswith("relu(mm + bias) 16x4096x4096 bf16 nt invariant: ")
+    result = run("relu(mm + bias)", "--shape", "16x8192x4096", "--dtype", "bf16", "--invariant", "m")
+    assert "relu(mm + bias)  bf16 invariant nt" in result.stdout and [t.invariant for t in tuner.tasks] == ["m"]
+    assert [r.invariant for _, r in Database(tmp_path / "db", seeds=()).records()] == ["m", "m"]
+    for invariant, exact in (("m", True), (None, False)):
+        plan = epigen.compile("relu(mm + bias)", invariant=invariant).plan((16, 4096, 4096), dtype=BF16, target=H200, layout="nt")
+        assert plan.choice.why.endswith("(exact)") == exact
+
+
 def test_from_python_precision_is_that_of_the_process(tuner: Tuner) -> None:
     before = torch.get_float32_matmul_precision()
     try:
@@ -525,6 +537,8 @@ def test_from_python_mistakes_are_refused(tuner: Tuner) -> None:
         (CallError, "unknown dtype 'int64'", {"dtype": torch.int64}),
         (CallError, "unknown layout 'nx'", {"layout": "nx"}),
         (CallError, "unknown precision 'highest'", {"precision": "highest"}),
+        (CallError, "unknown invariant 'k'", {"invariant": "k"}),
+        (CallError, "all M of relu.mm. fp32 have one config.*nothing to tune", {"invariant": "m", "dtype": "fp32"}),
         (CallError, "trials=0", {"trials": 0}),
         (CallError, "seed=-1: a seed is", {"seed": -1}),
         (CallError, "budget_s=nan: a problem's time", {"budget_s": float("nan")}),

@@ -145,7 +145,9 @@ def test_an_edited_field_is_refused_in_one_line(tmp_path: Path, number: int) -> 
     refused(tmp_path, json.dumps(whole), part, salvaged=1)
 
 
-@pytest.mark.parametrize("field", [f for f in Record.__dataclass_fields__ if f not in ("gpu", "capability", "baseline_us", "unfused_us", "driver")])
+@pytest.mark.parametrize(
+    "field", [f for f in Record.__dataclass_fields__ if f not in ("gpu", "capability", "baseline_us", "unfused_us", "driver", "invariant")]
+)
 def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
     whole = document(record(), record((16, 16, 16)))
     del whole["records"][1][field]

@@ -61,7 +61,7 @@ def unlike(kernel: Kernel, dtype: torch.dtype) -> list[tuple[int, int]]:
 @pytest.mark.triton
 @pytest.mark.parametrize("text", PROGRAMS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("backend", ["reference", "interpreter"])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "interpreter"])
 def test_a_row_has_the_same_bits_in_every_batch(backend: str, dtype: torch.dtype, text: str) -> None:
     kernel = epigen.compile(text, backend=backend, invariant="m")
     assert unlike(kernel, dtype) == []
@@ -152,11 +152,6 @@ def test_what_is_no_index_is_refused() -> None:
     for wrong in ("n", "M", True, 1):
         with pytest.raises(CallError, match=r"unknown invariant .*(did you mean m|known are m)"):
             epigen.compile("mm", invariant=wrong)  # type: ignore[call-overload]
-
-
-def test_with_tune_it_is_refused() -> None:
-    with pytest.raises(CallError, match=r"tune and invariant exclude each other.*Compile without tune"):
-        epigen.compile("mm", tune="missing", invariant="m")
 
 
 @pytest.mark.triton

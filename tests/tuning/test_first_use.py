@@ -198,7 +198,15 @@ def test_what_cannot_gain_is_not_tuned(database: Database) -> None:
     choose = Setting(database, Tuner())
     assert choose(refused="it does not compile").config.schedule == "library"
     choose(shape=(0, 512, 128))
+    choose(replace(SPEC, signature=replace(SPEC.signature, a=FP32, b=FP32, invariant=True)))  # has one config for all M
     assert not choose.tuner.tasks
+
+
+def test_an_invariant_program_is_tuned_as_one(database: Database) -> None:
+    choose = Setting(database, Tuner(writes=False))
+    choose(replace(SPEC, signature=replace(SPEC.signature, invariant=True)))
+    choose()
+    assert [task.invariant for task in choose.tuner.tasks] == ["m", ""]
 
 
 def test_the_callers_ctrl_c_ends_the_call_and_the_next_one_tunes(database: Database) -> None:

@@ -16,7 +16,7 @@ from epigen.errors import CallError, CheckError, SuiteError, TuneError
 from epigen.gpus import TARGETS
 from epigen.tuning import request, suite
 
-SHIPPED = ROOT / "bench" / "suite_h200.toml"
+SHIPPED, MODELS = ROOT / "bench" / "suite_h200.toml", ROOT / "bench" / "suite_models.toml"
 
 
 def told(text: str) -> str:
@@ -29,8 +29,9 @@ def test_an_entry_stands_for_every_combination() -> None:
     found = suite.parse(
         '[[problem]]\nprogram = ["relu(mm)", "gelu(mm + bias)"]\nshapes = ["1x2x3", "4x5x6"]\ndtype = ["fp16", "bf16"]\nlayout = ["nt", "nn"]\n'
         '[[problem]]\nprogram = "mm"\nshapes = "7x8x9"\ndtype = "fp32"\nprecision = "tf32"\n'
+        '[[problem]]\nprogram = "mm"\nshapes = "7x8x9"\ninvariant = "m"\n'
     )
-    assert len(found) == 2 * 2 * 2 * 2 + 1
+    assert len(found) == 2 * 2 * 2 * 2 + 2 and found.pop().invariant == "m"
     assert [(a.graph.text, a.shape, a.a.name, a.layout) for a in found[:3]] == [
         ("relu(mm)", (1, 2, 3), "fp16", "nt"), ("relu(mm)", (1, 2, 3), "fp16", "nn"), ("relu(mm)", (1, 2, 3), "bf16", "nt"),
     ]  # fmt: skip
@@ -69,6 +70,7 @@ def test_a_problem_that_comes_twice_is_tuned_once() -> None:
         ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\ndtype = "int32"', "int32"),
         ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nlayout = "nm"', "nm"),
         ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nprecision = "high"', "high"),
+        ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\ninvariant = "n"', "invariant=n"),
         ('[[problem]]\nprogram = "mm"\nshapes = [' + '"1x1x1",' * 1001 + "]", "1001 shapes"),
         ('[[problem]]\nprogram = "' + "\\n" * 20_001 + '"\nshapes = "1x1x1"', "a long program"),
         ('[[problem]]\nprogram = "mm"\nshapes = "1x1x1"\nlayouts = "nn"', "layouts"),
@@ -119,6 +121,14 @@ def test_a_file_without_an_end_is_not_read_whole(monkeypatch: pytest.MonkeyPatch
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, golden: Golden) -> None:
     with golden.raises(SuiteError):
         suite.read(tmp_path)
+
+
+def test_the_suite_of_models_has_their_layers() -> None:
+    """From one token on, in 16 and in 8 bits: gates, residuals and what is divided by a scale."""
+    found = suite.read(MODELS)
+    tasks = [a.task(TARGETS["sm_90"]) for a in found]
+    assert len({t.problem for t in tasks}) == len(tasks) >= 90
+    assert {t.a.name for t in tasks} == {"bf16", "fp8e4m3", "int8"} and {t.shape[0] for t in tasks} >= {1, 16, 256, 8192, 65536}
 
 
 def test_the_shipped_suite_is_what_its_database_is_tuned_on() -> None:

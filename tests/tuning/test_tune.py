@@ -144,6 +144,7 @@ def test_a_study_is_named_by_all_that_decides_its_outcomes(monkeypatch: pytest.M
         {"a": BF16, "b": BF16},
         {"inputs": (FP32,)},
         {"layout": "nt"},
+        {"invariant": "m"},
     ]
     changes += [{"target": replace(DEFAULT_TARGET, part="another")}, {"target": TARGETS["sm_80"]}, {"a": FP32, "b": FP32}]
     changes += [{"a": FP32, "b": FP32, "precision": "tf32"}]
