@@ -198,8 +198,6 @@ def tune(
         raise CallError(f"seed={seed}: a seed is a whole number from 0 to {(1 << 31) - 1}")
     if budget_s is not None and not budget_s >= 0:
         raise CallError(f"budget_s={budget_s}: a problem's time is 0 seconds or more")
-    if invariant is not None and invariant not in INVARIANT:
-        raise CallError(unknown("invariant", invariant, INVARIANT))
     several = [programs] if isinstance(programs, str) else list(programs)
     given = [shapes] if isinstance(shapes, str) else list(shapes)
     if given and all(isinstance(e, int) for e in given):

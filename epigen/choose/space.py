@@ -84,8 +84,8 @@ class Space:
 
     def __post_init__(self) -> None:
         a, b = (each % 4 != 0 for each in row_bytes(self.shape, self.spec.signature))
-        for name, value in (("_plain", without_tensor_cores(self.spec.signature, self.target)), ("_scalar_rows", (a, b))):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_scalar_rows", (a, b))
+        object.__setattr__(self, "_plain", without_tensor_cores(self.spec.signature, self.target))
         object.__setattr__(self, "schedules", self._able())
 
     def point(self, suggest: Suggest) -> KernelConfig:

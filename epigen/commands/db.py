@@ -201,12 +201,13 @@ def _show(file: Path, record: Record) -> None:
     from epigen.db.records import OUTCOMES
     from epigen.shapes import extents
 
-    precision = f", {record.precision}" * bool(record.precision) + ", invariant" * bool(record.invariant)
+    precision = f", {record.precision}" if record.precision else ""
+    invariant = ", invariant" if record.invariant else ""
     inputs = f", inputs {', '.join(record.inputs)}" if record.inputs else ""
     unfused = "" if record.unfused_us is None else f"; with one pointwise pass {record.unfused_us:g} us"
     rows = {
         "program": record.program.replace("\n", "\n           "),
-        "problem": f"{extents(record.shape)}, {record.a} x {record.b}{inputs} -> {', '.join(record.outputs)}, layout {record.layout}, rows aligned to {record.alignment}{precision}",
+        "problem": f"{extents(record.shape)}, {record.a} x {record.b}{inputs} -> {', '.join(record.outputs)}, layout {record.layout}, rows aligned to {record.alignment}{precision}{invariant}",
         "gpu": f"{record.gpu} ({record.capability}{f', driver {record.driver}' if record.driver else ''})",
         "config": str(record.kernel_config),
         "time": f"{record.median_us:g} us, spread {record.spread_us:g} us",

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from epigen import dtypes
-from epigen.codegen.spec import LAYOUTS
+from epigen.codegen.spec import INVARIANT, LAYOUTS
 from epigen.db.problem import graph_digest
 from epigen.dtypes import DType
 from epigen.errors import CallError, TuneError, near_miss, unknown
@@ -35,6 +35,8 @@ def every(
     extents, operands, lies = [shape_of(s) for s in shapes], [dtypes.BY_NAME[dtype_of(t)] for t in dtype_names], [layout_of(x) for x in layouts]
     if precision not in dtypes.PRECISIONS:
         raise CallError(unknown("precision", precision, dtypes.PRECISIONS))
+    if invariant and invariant not in INVARIANT:
+        raise CallError(unknown("invariant", invariant, INVARIANT))
     of_each = {a: a.precision(precision) or "ieee" for a in operands}
     return [
         Request(graph, shape, a, a, (_beside(a),), layout, of_each[a], invariant=invariant)
