@@ -71,6 +71,14 @@ def test_a_first_call_waits_for_nothing_that_only_tuning_needs() -> None:
     assert re.fullmatch(r"(tuned for|borrowed from) .* \[\]\n", run([sys.executable, "-c", code], ROOT).stdout)
 
 
+def test_a_recorded_search_waits_for_no_torch() -> None:
+    """Where importing torch fails. It takes seconds, which a tuner on a GPU spends while its workers import it too."""
+    blocked = "import sys\nsys.modules['torch'] = sys.modules['triton'] = None\n"
+    table = ROOT / "tests" / "data" / "sweep_square.json"
+    command = COMMAND_LINE.format(args=["tune", "--replay", str(table), "--trials", "8"])
+    assert "4096x4096x4096" in run([sys.executable, "-c", blocked + command], ROOT).stdout
+
+
 @pytest.mark.triton
 def test_nothing_is_collected_on_the_way_to_a_first_kernel() -> None:
     """A look through all that torch has made takes 0.1 s: at the first import, at the database, or at Triton's import. The collector is as it was after."""

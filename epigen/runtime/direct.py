@@ -15,11 +15,12 @@ import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from epigen.runtime.code_builder import CodeBuilder
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TENSOR_MAP_BYTES = 128
 """Of what the driver calls a CUtensorMap."""
