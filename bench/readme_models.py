@@ -86,7 +86,7 @@ def _others(report: Report, last: list[Row]) -> list[str]:
         worst = {way: max(found["apart"][way] for found in trained.values()) for way in ("epigen", "inductor", "fuse", "fp32")}
         steps = max(found["steps"] for found in trained.values())
         lines.append(
-            f"Losses of {' and '.join(trained)} over {steps} steps of training differ from eager's by at most {worst['epigen']:.1g} of them "
+            f"Losses of {', '.join(sorted(trained))} over {steps} steps of training differ from eager's by at most {worst['epigen']:.1g} of them "
             f"(Inductor's by {worst['inductor']:.1g}, fuse's by {worst['fuse']:.1g}, eager's own in fp32 by {worst['fp32']:.1g})."
         )
     # A row whose compilation found what an earlier run had left in Inductor's cache has no times of it.
