@@ -21,6 +21,9 @@ from bench.peers import COMPILE_MODE, COMPILED, EAGER, OURS, Missing
 NVMATH = "nvmath"
 """As results name it: cuBLASLt as peers has it is one product, this a network."""
 
+PRODUCTS = "products alone"
+"""Not a contender: what no epilogue could spare."""
+
 LAYERS = 4
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
 
@@ -111,6 +114,33 @@ def compiled(t: Task) -> Network:
 def exact(t: Task) -> Network:
     """In fp32 throughout, from the same parameters: what rounding in the task's dtype is measured against."""
     return of_module(t.plain(torch.float32), t.x.float(), t.gradient.float())
+
+
+def products(t: Task) -> Callable[[], list[Tensor]]:
+    """The products of a step by torch.mm, of the operands that eager torch's step has, and nothing else of it: activations, derivatives and sums take no time."""
+    module, inputs, gradients = t.plain(), list[Tensor](), list[Tensor]()
+    layers = [m for m in module if isinstance(m, nn.Linear)]
+    y = t.x
+    for m in module:
+        if isinstance(m, nn.Linear):
+            inputs.append(y.detach())
+        y = m(y)
+        if isinstance(m, nn.Linear):
+            y.register_hook(gradients.append)
+    y.backward(t.gradient)
+    gradients.reverse()
+    weights = [m.weight.detach() for m in layers]
+
+    def run() -> list[Tensor]:
+        """Each layer's result, its weight's gradient and, but for the first, its input's."""
+        found = [torch.mm(x, w.T) for x, w in zip(inputs, weights, strict=True)]
+        for x, w, dz in zip(inputs[::-1], weights[::-1], gradients[::-1], strict=True):
+            found.append(torch.mm(dz.T, x))
+            if x is not inputs[0]:
+                found.append(torch.mm(dz, w))
+        return found
+
+    return run
 
 
 class _Product:

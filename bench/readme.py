@@ -19,6 +19,7 @@ from bench.bars import geometric, outcome, ratio, verdicts
 from bench.counters import calls as calls_of
 from bench.counters import us
 from bench.headline import key
+from bench.networks import PRODUCTS
 from bench.readme_models import models
 from bench.readme_tuning import tuned_in, tuning
 from bench.record import Report, Row
@@ -30,7 +31,7 @@ from epigen.shapes import extents
 
 README = Path(__file__).parent.parent / "README.md"
 DOCUMENTS = (README, Path(__file__).with_name("README.md"))
-TRAINED = ("epigen", "eager", "torch.compile", "nvmath")
+TRAINED = ("epigen", "eager", "torch.compile", "nvmath", PRODUCTS)
 COUNTED = (
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", "lts__throughput.avg.pct_of_peak_sustained_elapsed",
     "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
