@@ -298,9 +298,11 @@ class Space:
         described = int(0 < sum(stored_bytes.values()) <= room - least)
         tma_store = suggest("warp_specialized.tma_store", described, described)
         room -= tma_store * sum(stored_bytes.values())
-        from_tma = schedules.tma_loadable(self.spec)
-        again = (subtiles - 1) * sum(stored_bytes[name] for name in from_tma.values())  # subtiles that are loaded at once have a buffer each
-        tma_load = suggest("warp_specialized.tma_load", 0, int(tma_store and bool(from_tma) and again <= room - least and splits == 1))
+        from_tma = schedules.tma_loadable(self.spec, bool(tma_store))
+        # subtiles that are loaded at once have a buffer each
+        again = (subtiles - 1) * sum(size for name, size in stored_bytes.items() if name in from_tma.values())
+        again += (1 + pingpong) * block_m * block_n * sum(i.dtype.bytes for i in self.spec.inputs if i.dtype and from_tma.get(i.name) == i.name)
+        tma_load = suggest("warp_specialized.tma_load", 0, int(bool(from_tma) and again <= room - least and splits == 1))
         room -= tma_load * again
         loaded = self._loaded(from_tma if tma_load else ())
         # of two subtiles both inputs have to be held while the tile is multiplied, for which registers are left where it is a row, a column or bits

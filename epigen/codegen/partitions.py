@@ -64,9 +64,9 @@ def partitions(spec: KernelSpec, config: KernelConfig, main: Function) -> Partit
 
 
 def _own(spec: KernelSpec, config: KernelConfig, group: int) -> dict[str, str]:
-    """What a consumer has of its own, by the parameter's name: where outputs go through, and what the inputs arrive at that TMA loads there."""
+    """What a consumer has of its own, by the parameter's name: what outputs and inputs go through, and what the inputs arrive at that TMA loads there."""
     own = {}
-    for name in schedules.tma_stored(spec, config):
+    for name in _through_buffers(spec, config):
         if _one_a_subtile(spec, config, name):
             own[f"{name}_bufs"] = f"{name}_bufs"
         else:
@@ -74,9 +74,14 @@ def _own(spec: KernelSpec, config: KernelConfig, group: int) -> dict[str, str]:
     return own | ({"in_bar": f"in_bars.index({group})"} if schedules.tma_loaded(spec, config) else {})
 
 
-def _one_a_subtile(spec: KernelSpec, config: KernelConfig, output: str) -> bool:
+def _through_buffers(spec: KernelSpec, config: KernelConfig) -> tuple[str, ...]:
+    """The outputs that TMA stores, and the inputs that it loads through no output's buffer."""
+    return (*schedules.tma_stored(spec, config), *(i.name for i in schedules.own_buffers(spec, config)))
+
+
+def _one_a_subtile(spec: KernelSpec, config: KernelConfig, name: str) -> bool:
     """Whether each subtile has a buffer of its own: where an input is loaded into them, for all are loaded at once."""
-    return schedules.tile_parts(config)[1] == 2 and output in schedules.tma_loaded(spec, config).values()
+    return schedules.tile_parts(config)[1] == 2 and name in schedules.tma_loaded(spec, config).values()
 
 
 def _buffers(spec: KernelSpec, config: KernelConfig) -> tuple[Buffers, ...]:
@@ -88,7 +93,7 @@ def _buffers(spec: KernelSpec, config: KernelConfig) -> tuple[Buffers, ...]:
         Buffers("a_bufs", "a", ("STAGES" if down == 1 else f"{down} * STAGES", *one, *(a[::-1] if layout[0] == "t" else a))),
         Buffers("b_bufs", "b", ("STAGES", *one, *(b[::-1] if layout[1] == "t" else b))),
     ]
-    for name in schedules.tma_stored(spec, config):
+    for name in _through_buffers(spec, config):
         count = GROUPS * across if _one_a_subtile(spec, config, name) else GROUPS
         buffers.append(Buffers(f"{name}_bufs", name, (str(count), *one, rows, columns)))
     return tuple(buffers)

@@ -162,21 +162,30 @@ def tma_stored(spec: KernelSpec, config: KernelConfig) -> tuple[str, ...]:
 
 
 def tma_loaded(spec: KernelSpec, config: KernelConfig) -> Mapping[str, str]:
-    """The inputs that TMA brings while a tile is multiplied, each with the output through whose buffer, of the same dtype, it comes."""
+    """The inputs that TMA brings while a tile is multiplied, each with whose buffer it comes through: an output's, or its own."""
     values = dict(config.values)
-    return tma_loadable(spec) if values.get("tma_load") and values.get("tma_store") else {}
+    return tma_loadable(spec, bool(values.get("tma_store"))) if values.get("tma_load") else {}
 
 
-def tma_loadable(spec: KernelSpec) -> Mapping[str, str]:
-    """As `tma_loaded`, of a config that has TMA load and store all that it can."""
+def tma_loadable(spec: KernelSpec, through_outputs: bool = True) -> Mapping[str, str]:
+    """As `tma_loaded`, of a config that has TMA load all that it can. through_outputs: whether an output of the same dtype lends its buffer, each to one input."""
     free: dict[DType, list[str]] = {}
-    for store in reversed(tma_storable(spec)):
+    for store in reversed(tma_storable(spec) if through_outputs else ()):
         free.setdefault(store.dtype, []).append(store.name)
     loadable, tma = {}, set(spec.signature.tma)
     for item in spec.inputs:
-        if item.indices == "mn" and not item.packed and item.name in tma and item.dtype is not None and free.get(item.dtype):
-            loadable[item.name] = free[item.dtype].pop()
+        if item.indices == "mn" and not item.packed and item.name in tma and item.dtype is not None:
+            if free.get(item.dtype):
+                loadable[item.name] = free[item.dtype].pop()
+            elif item.dtype.kind == "float":
+                loadable[item.name] = item.name
     return loadable
+
+
+def own_buffers(spec: KernelSpec, config: KernelConfig) -> tuple[Input, ...]:
+    """The inputs that TMA brings into buffers of their own."""
+    through = tma_loaded(spec, config)
+    return tuple(i for i in spec.inputs if through.get(i.name) == i.name)
 
 
 def prefetched(spec: KernelSpec, config: KernelConfig) -> tuple[Input, ...]:

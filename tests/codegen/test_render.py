@@ -110,6 +110,10 @@ KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
         spec_of("relu(mm + bias + residual)", layout="nt", tma=("a", "b", "residual", "out")),
         warp_specialized(128, 128, 64, 4, subtiles=2, tma_load=1),
     ),
+    "tma_loaded_through_own_buffers": (
+        spec_of("silu(mm) * gate[m,n] + residual", layout="nt", tma=("a", "b", "gate", "residual", "out")),
+        warp_specialized(128, 128, 64, 3, pingpong=1, subtiles=2, tma_load=1),
+    ),
     "library": (spec_of("z = mm + bias; silu(z) * gate[m,n], bgrad(z)"), LIBRARY),
     "vendors_own": (spec_of("z = mm; z"), LIBRARY),
     "int8_scaled": (spec_of("cast(mm * scale_a[m] * scale_b[n], fp16)", INT8, input_dtype=FP32, k_multiple=64), TILED),

@@ -127,7 +127,22 @@ def test_what_tma_brings_takes_the_shared_memory_of_what_leaves(text: str, pingp
     compare(text, warp_specialized(128, 128, 64, 4, pingpong=pingpong, subtiles=subtiles, tma_load=1), shared_bytes)
 
 
-@pytest.mark.parametrize(("text", "faster"), [("relu(mm + bias + r[m,n])", True), ("relu(mm + bias)", False), ("cast(mm + r[m,n], fp32)", False)])
+@pytest.mark.parametrize(
+    ("text", "pingpong", "subtiles", "tma_store", "shared_bytes"),
+    [
+        # as above, three stages
+        ("silu(mm) * gate[m,n] + r[m,n]", 1, 2, 1, 229672),
+        ("silu(mm) * gate[m,n] + r[m,n]", 0, 2, 1, 164104),
+        ("cast(mm + r[m,n], fp32)", 1, 2, 1, 229672),
+        ("amax(relu(mm + bias + r[m,n]), n)", 1, 2, 0, 164120),
+        ("dz = dgelu(mm, z[m,n]) * u[m,n]; dz, bgrad(dz)", 1, 2, 1, 231528),
+    ],
+)
+def test_what_finds_no_outputs_buffer_takes_shared_memory_of_its_own(text: str, pingpong: int, subtiles: int, tma_store: int, shared_bytes: int) -> None:
+    compare(text, warp_specialized(128, 128, 64, 3, pingpong=pingpong, subtiles=subtiles, tma_store=tma_store, tma_load=1), shared_bytes)
+
+
+@pytest.mark.parametrize(("text", "faster"), [("relu(mm + bias + r[m,n])", True), ("relu(mm + bias)", False), ("cast(mm + r[m,n], fp32)", True)])
 def test_what_tma_brings_is_not_waited_for(text: str, faster: bool) -> None:
     shape = (8192, 8192, 512)
     spec = epigen.compile(text).plan(shape, BF16, TARGETS["sm_90"], layout="nt").spec
@@ -238,7 +253,7 @@ HELD = "128 accumulators and {} registers for inputs a thread, and it has 240"
     [
         ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 256, {"prefetch": 1}, HELD.format(64)),
         ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 128, {"prefetch": 1, "pingpong": 1, "subtiles": 2}, HELD.format(64)),
-        ("mm * x[m,n] + y[m,n]", 256, {"prefetch": 1, "tma_load": 1}, HELD.format(64)),
+        ("mm * x[m,n] + y[m,n]", 128, {"prefetch": 1, "tma_load": 1}, ""),
         ("mm * x[m,n] + y[m,n]", 256, {"prefetch": 1, "tma_load": 0}, HELD.format(128)),
         ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 256, {"prefetch": 1, "tma_load": 1}, ""),
         ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 256, {"prefetch": 0}, ""),

@@ -6,6 +6,7 @@ sends it all of its jobs at once.
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -187,6 +188,22 @@ def test_what_tma_brings_is_read_from_shared_memory() -> None:
         phases = [set(re.findall(r"ldmatrix|stmatrix", phase)) for phase in re.split(r"bar\.sync", text)]
         assert {"ldmatrix"} in phases and {"stmatrix"} in phases and {"ldmatrix", "stmatrix"} not in phases, one.rendered.text
         assert results[0].resources.spills <= 16
+
+
+@pytest.mark.slow
+def test_what_tma_brings_into_buffers_of_its_own_comes_after_all_have_read_the_last() -> None:
+    """No output is stored there, whose way out would be waited for."""
+    gated, wider, largest = "silu(mm) * gate[m,n] + residual", "cast(mm + residual, fp32)", "amax(relu(mm + residual), n)"
+    jobs = [job(gated, "sm_90", (BF16, FP16)[p], warp_specialized(128, 128, 64, 3, pingpong=p, subtiles=2, tma_load=1), "nt") for p in (0, 1)]
+    jobs.append(job(wider, "sm_90", FP16, warp_specialized(128, 64, 64, 3, pingpong=1, tma_load=1), "nt"))
+    jobs.append(job(largest, "sm_90", BF16, warp_specialized(128, 128, 64, 3, pingpong=1, subtiles=2, tma_store=0, tma_load=1), "nt"))
+    for one, results in zip(jobs, compiled(jobs), strict=True):
+        checked(one, results)
+        text = assembly(results)
+        order = re.findall(r"bar\.sync|ldmatrix|bulk\.tensor\.2d\.shared", text)
+        pairs = set(itertools.pairwise(order))
+        assert "ld.global" not in text and ("ldmatrix", "bar.sync") in pairs and ("ldmatrix", "bulk.tensor.2d.shared") not in pairs, one.rendered.text
+        assert results[0].resources.spills <= 32
 
 
 @pytest.mark.slow

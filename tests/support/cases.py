@@ -437,18 +437,20 @@ def apart_cases() -> list[Case]:
 
 
 def tma_load_cases() -> list[Case]:
-    """Inputs that TMA brings, beside masks and reductions: buffers for all of them, for some and, where rows are not aligned, for none; tails;
+    """Inputs that TMA brings, beside masks and reductions: through outputs' buffers, through their own and, where rows are not aligned, through none; tails;
     several tiles of each group of warps."""
     found = []
     texts = (
         "dz = dgelu(mm, z[m,n]); dz, bgrad(dz)",
         "relu(mm + bias + residual)",
         "h = gelu(mm) * gate[m,n] + where(mask, u[m,n], v[m,n]); h, relu(h), cast(h, fp32), bitmask(h > 0), sum(h, n)",
+        "silu(mm) * gate[m,n] + residual",
     )
     for i, text in enumerate(texts):
         for j, a in enumerate((FP16, BF16)):
             for pingpong, subtiles in ((0, 1), (1, 1), (0, 2), (1, 2)):
-                config = warp_specialized(128, 64, 64, pingpong=pingpong, subtiles=subtiles, tma_load=1, prefetch=pingpong, fused_finalize=j)
+                stages = 2 if "cast" in text else 3  # its inputs and outputs leave less room
+                config = warp_specialized(128, 64, 64, stages, pingpong=pingpong, subtiles=subtiles, tma_load=1, prefetch=pingpong, fused_finalize=j)
                 found.append(Case(text, (264, 392, 136), a, inputs=a, layout=LAYOUTS[(i + pingpong + subtiles) % 4], config=config))
         for view in ("sliced", "expanded", "shifted"):
             found.append(Case(text, (264, 392, 136), FP16, view=view, config=warp_specialized(tma_load=1, prefetch=1)))
@@ -464,6 +466,12 @@ def tma_load_cases() -> list[Case]:
         found.append(Case("cast(mm + grad[m,n], fp32)", (264, 392, 136), FP16, inputs=FP32, layout="tn", config=config, integers=True))
         found.append(Case("cast(mm + u[m,n], int8)", (264, 400, 136), FP16, inputs=INT8, layout="tn", config=config, integers=True))
         found.append(Case(texts[1], (264, 392, 136), BF16, inputs=BF16, layout="nn", config=warp_specialized(pingpong=pingpong, tma_load=1), integers=True))
+        # no output leaves by TMA
+        config = warp_specialized(128, 64, 64, pingpong=pingpong, subtiles=1 + pingpong, tma_store=0, tma_load=1)
+        found.append(Case("amax(relu(mm + residual), n), sum(mm * u[m,n], m)", (264, 392, 136), FP16, inputs=FP32, layout="nt", config=config))
+        found.append(
+            Case("mm * scale_b[n] + residual", (264, 400, 160), FP8E4M3, inputs=BF16, layout="nt", config=warp_specialized(pingpong=pingpong, tma_load=1))
+        )
     return found
 
 

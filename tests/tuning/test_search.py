@@ -155,8 +155,9 @@ def test_groups_of_warps_take_parts_of_k_where_there_are_few_tiles(shape: tuple[
         ("cast(mm, fp32), drelu(mm, mask)", True, {0}),
         ("relu(mm + bias + residual)", True, {0, 1}),
         ("relu(mm + bias + residual)", False, {0}),
-        ("cast(mm + residual, fp32)", True, {0}),  # through a buffer of another dtype
-        ("sum(mm + residual, m)", True, {0}),  # no output leaves by TMA
+        ("cast(mm + residual, fp32)", True, {0, 1}),  # through a buffer of its own, for the output's has another dtype
+        ("sum(mm + residual, m)", True, {0, 1}),  # as well, for no output leaves by TMA
+        ("silu(mm) * gate[m,n] + residual", True, {0, 1}),
     ],
 )
 def test_what_tma_can_bring_is_tried_both_ways(text: str, aligned: bool, loads: set[int]) -> None:
