@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import batched, eight_bit, invariant, peers, power
+from bench import batched, eight_bit, invariant, peers, power, tiles
 from bench.bars import geometric, outcome, ratio, verdicts
 from bench.counters import calls as calls_of
 from bench.counters import us
@@ -287,6 +287,26 @@ def of_bytes() -> str:
     )
 
 
+def tile_rows() -> str:
+    """Epilogues with further tensors of the result's extents: GPUs side by side."""
+    reports = {gpu: load(f"tiles_{gpu.lower()}") for gpu in ("H100", "H200") if there(f"tiles_{gpu.lower()}")}
+    if not reports:
+        return "Not measured yet: `python -m bench tiles`."
+    cells: dict[str, dict[str, list[str]]] = {}
+    for gpu, report in reports.items():
+        for row in report.rows:
+            name = f"{extents(row['shape'])}, {row['program']}"
+            cells.setdefault(name, {})[gpu] = [f"{tiles.of_mm(row, tiles.EAGER):.2f}", f"{tiles.of_mm(row):.2f}", f"{tiles.of_target(row):.2f}"]
+    columns = [f"{gpu}{what}" for gpu in reports for what in (": eager", ": epigen", ", of the target")]
+    return paragraphs(
+        "How many times as fast as `torch.mm` alone a product is with an epilogue that reads or writes further [M, N] tensors, in bf16; and how near the kernel "
+        f"comes to the target: {tiles.TARGET}; higher is better:",
+        table(["M x N x K", *columns], [[name, *(cell for gpu in reports for cell in found.get(gpu, [""] * 3))] for name, found in cells.items()]),
+        *(f"{gpu}: {about['met']} of {about['of']} targets are met, {about['worst']:.2f} at worst"
+          f"{', tuned' if about['tuned'] else ', by kernels that nobody tuned'}. {source(report, 'tiles')}" for gpu, report in reports.items() for about in [report.summary]),
+    )  # fmt: skip
+
+
 def invariant_rows() -> str:
     """What it costs that a row has the same bits whatever M is."""
     if not there("invariant"):
@@ -337,7 +357,7 @@ def h100() -> str:
 BLOCKS = {
     "summary": summary, "models": models,
     "headline": headline, "gem": gem, "host": host, "tuned_in": tuned_in, "training": training, "counters": counters, "power": power_limited, "checked": checked,
-    "several": several, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
+    "several": several, "tiles": tile_rows, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
 }  # fmt: skip
 
 
