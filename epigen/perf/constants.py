@@ -8,7 +8,8 @@ of crossings, of TMA's stores and of what is torn to the 1,990 configs of 132 ra
 sample_*.json; and those of what multiprocessors ask L2 for together, of stages held and of late inputs to the 4,224 trials of the searches
 of 88 random problems, and to 9 shapes with five orders of their tiles (tests/perf/test_model.py); late_us and vendor_us set again by hand when
 all schedules could load inputs early; and arriving_share to both ways to share a long product, of 149 in tests/data/ways.json. apart_clocks
-was doubled when orders of tiles had been measured on an H100 (tests/perf/test_model.py), which the random shapes of the H200 do not tell apart.
+was doubled when orders of tiles had been measured on an H100 (tests/perf/test_model.py), which the random shapes of the H200 do not tell apart;
+and tma_even_smooth set by hand to the tuned layers of 256 rows on an H100, in the databases' records of which those of an H200 are held out.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Constants:
     smooth: float = 5.5  # exponent of the norm that joins what overlaps: higher is nearer to a plain maximum
     tma_smooth: float = 14.0  # as `smooth`, of loads that no warp has to issue: they wait for each other less
     tma_memory_smooth: float = 2.3  # ... and of the memory's whole time with that of all steps, which it shares no evener than the tiles come
+    tma_even_smooth: float = 4.0  # ... more than that where one round is all, and many tiles share what is read; over the number of rounds
     block_us: float = 0.01  # starting a block, and again the barriers around its epilogue
     overlap: float = 0.75  # of fill and epilogue left bare where another block computes meanwhile
     exchange_clocks: float = 3.2  # one value that a warp passes on to the others of its block, through shared memory

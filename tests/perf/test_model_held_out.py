@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
 from statistics import fmean, median, pstdev
+from typing import Any
 
 import pytest
 from checkout import ROOT
 
+import epigen
 from bench import borrow
 from bench import model as held
 from bench.model import Sweep
@@ -126,9 +128,9 @@ def held_to_layers(constants: Constants, those: Callable[[Record], bool]) -> tup
     return math.exp(fmean(logs)), pstdev(logs), held.spearman(measured, estimated)
 
 
-@pytest.mark.parametrize(("rows", "bias"), [(few, 1.05), (some, 1.2), (many, 0.9)], ids=["to 64 rows", "to 512 rows", "more rows"])
+@pytest.mark.parametrize(("rows", "bias"), [(few, 1.05), (some, 1.1), (many, 0.9)], ids=["to 64 rows", "to 512 rows", "more rows"])
 def test_times_of_layers_on_a_gpu_that_the_model_was_not_fitted_to(rows: Callable[[Record], bool], bias: float) -> None:
-    """In 16 bits, as those were that it was fitted to. Of some hundred rows, which they lack, it takes all to be slower by a fifth: that ranks none of them."""
+    """In 16 bits, as those were that it was fitted to. Of some hundred rows, which they lack, it takes all to be slower by a tenth: that ranks none of them."""
     found, spread, correlation = held_to_layers(FITTED, lambda r: rows(r) and r.a in ("fp16", "bf16"))
     assert 0.95 < found / bias < 1.05 and spread < 0.12 and correlation > 0.75
 
@@ -136,6 +138,22 @@ def test_times_of_layers_on_a_gpu_that_the_model_was_not_fitted_to(rows: Callabl
 def test_times_in_8_bits_which_the_model_was_not_fitted_to() -> None:
     bias, spread, correlation = held_to_layers(FITTED, lambda r: r.a not in ("fp16", "bf16"))
     assert 0.9 < bias < 1.1 and spread < 0.16 and correlation > 0.9
+
+
+@pytest.mark.parametrize(("gpu", "error"), [("H100", 0.11), ("H200", 0.125)])
+def test_the_vendors_product_as_it_was_timed_beside_each_tuned_problem(gpu: str, error: float) -> None:
+    """In 16 bits and in aligned rows: off by so much in the root mean square, and by a tenth at most of the few, the some hundred and the many rows alone."""
+    own, timed = gpus.by_name(gpu), dict[tuple[Any, ...], tuple[Record, Task]]()
+    for _, r in Database(settings.seed_database_dir(), seeds=()).records():
+        if r.gpu == own.name and len(r.shape) == 3 and r.a in ("fp16", "bf16") and r.baseline_us and all(e % 8 == 0 for e in r.shape[1:]):
+            timed.setdefault((r.shape, r.a, r.layout), (r, borrow.task_of(r, own.target)))
+    logs = []
+    for r, task in timed.values():
+        bare = epigen.compile("mm").plan(task.shape, task.a, own.target, layout=task.layout).spec
+        logs.append((r, math.log(model.unfused_us(bare, task.shape, own) / (r.baseline_us or math.nan))))
+    assert len(logs) > 100 and math.sqrt(fmean(x * x for _, x in logs)) < error
+    for rows in (few, some, many):
+        assert abs(fmean(x for r, x in logs if rows(r))) < 0.1
 
 
 @pytest.mark.slow
