@@ -473,10 +473,10 @@ class _Timing(Work):
         parts = [s for s in _VENDOR_SPLITS if s == 1 or (self.count == 1 and k >= s * _VENDOR_PART and slower == 1.0)]
         times = []
         for (rows, columns, share), splits in product(tiles, parts):
-            waves = max(1, -(-(self.count * -(-m // rows) * -(-n // columns) * splits) // self.sms))
+            waves = -(-(self.count * -(-m // rows) * -(-n // columns) * splits) // self.sms)
             arithmetic = slower * waves * 2.0 * rows * columns * (k / splits) / (peak * share)
             added = self.c.vendor_split_us + 2 * splits * m * n / self.bytes_us if splits > 1 else 0.0  # they stay in L2 for the most part
-            bare = _VENDOR_BATCH_BARE if self.count > 1 else _VENDOR_BARE - even / waves
+            bare = _VENDOR_BATCH_BARE if self.count > 1 else _VENDOR_BARE - even / max(1, waves)
             times.append(max(arithmetic, moved) + bare * min(arithmetic, moved) + added)
         return min(times) + self.c.vendor_us + (2 * self.c.gap_us if widened else 0.0)
 
