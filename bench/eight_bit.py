@@ -8,7 +8,6 @@ not timed. --tuned: tune each problem first.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,6 @@ from bench.record import Report
 from epigen.dtypes import FAST_ACCUM
 from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.shapes import Shape, extents
-from epigen.tuning.request import shape_of
 
 SHAPES: tuple[Shape, ...] = (
     (8192, 8192, 8192), (4096, 14336, 4096), (8192, 8192, 1024), (512, 4096, 4096), (2048, 2048, 2048), (16, 4096, 4096), (64, 14336, 4096),
@@ -125,11 +123,7 @@ def verdict(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def main(machine: Machine = THIS_MACHINE) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    record.add_options(parser)
-    parser.add_argument("--tuned", action="store_true")
-    parser.add_argument("shapes", nargs="*", type=shape_of, default=SHAPES)
-    options = parser.parse_args()
+    options = record.options_with_shapes(__doc__, SHAPES)
     record.gpu_at_hand(machine)
     torch.manual_seed(0)
     rows = []

@@ -118,23 +118,20 @@ def exact(t: Task) -> Network:
 
 def products(t: Task) -> Callable[[], list[Tensor]]:
     """The products of a step by torch.mm, of the operands that eager torch's step has, and nothing else of it: activations, derivatives and sums take no time."""
-    module, inputs, gradients = t.plain(), list[Tensor](), list[Tensor]()
-    layers = [m for m in module if isinstance(m, nn.Linear)]
+    module, inputs, weights, gradients = t.plain(), list[Tensor](), list[Tensor](), list[Tensor]()
     y = t.x
     for m in module:
+        x, y = y, m(y)
         if isinstance(m, nn.Linear):
-            inputs.append(y.detach())
-        y = m(y)
-        if isinstance(m, nn.Linear):
-            y.register_hook(gradients.append)
+            inputs.append(x.detach())
+            weights.append(m.weight.detach())
+            y.register_hook(gradients.append)  # the last layer's first
     y.backward(t.gradient)
-    gradients.reverse()
-    weights = [m.weight.detach() for m in layers]
 
     def run() -> list[Tensor]:
         """Each layer's result, its weight's gradient and, but for the first, its input's."""
         found = [torch.mm(x, w.T) for x, w in zip(inputs, weights, strict=True)]
-        for x, w, dz in zip(inputs[::-1], weights[::-1], gradients[::-1], strict=True):
+        for x, w, dz in zip(inputs[::-1], weights[::-1], gradients, strict=True):
             found.append(torch.mm(dz.T, x))
             if x is not inputs[0]:
                 found.append(torch.mm(dz, w))

@@ -27,6 +27,8 @@ from typing import Any
 from epigen.files import write_whole
 from epigen.gpus import Target
 from epigen.runtime.device import Machine
+from epigen.shapes import Shape
+from epigen.tuning.request import shape_of
 
 SCHEMA = 1
 RESULTS = Path(__file__).parent / "results"
@@ -62,6 +64,15 @@ def add_options(parser: argparse.ArgumentParser, folder: Path = RESULTS) -> None
     """What every script that writes a report takes: the commit, where the tree has no git, and the folder to write to."""
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, default=folder)
+
+
+def options_with_shapes(about: str | None, shapes: Sequence[Shape]) -> argparse.Namespace:
+    """The options of a script that times problems of these shapes, or of those on the command line, tuned or not. about: its docstring."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--tuned", action="store_true")
+    parser.add_argument("shapes", nargs="*", type=shape_of, default=shapes)
+    return parser.parse_args()
 
 
 def gpu_at_hand(machine: Machine) -> Target:

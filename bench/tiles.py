@@ -7,7 +7,6 @@ Claim: TARGET, of several tensors and of those in fp32 as well. Contenders are i
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -24,7 +23,6 @@ from epigen import gpus
 from epigen.gpus import Gpu
 from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.shapes import Shape, extents
-from epigen.tuning.request import shape_of
 
 SHAPES: tuple[Shape, ...] = (
     (8192, 8192, 1024), (32768, 4096, 1024), (8192, 8192, 512), (4096, 4096, 4096), (2048, 2048, 2048), (3072, 12288, 3072), (131072, 512, 256),
@@ -115,11 +113,7 @@ def _all(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def main(machine: Machine = THIS_MACHINE) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    record.add_options(parser)
-    parser.add_argument("--tuned", action="store_true")
-    parser.add_argument("shapes", nargs="*", type=shape_of, default=SHAPES)
-    options = parser.parse_args()
+    options = record.options_with_shapes(__doc__, SHAPES)
     gpu = gpus.of_target(record.gpu_at_hand(machine))
     torch.manual_seed(0)
     rows = []

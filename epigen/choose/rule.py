@@ -121,15 +121,8 @@ def _warp_specialized(space: Space) -> KernelConfig | None:
         return None
     shared = _of_bytes(space) if one_byte else {"block_n": 128, "block_k": 64, "group_m": 8, "pingpong": 1, "subtiles": 2, "prefetch": 0}
     for tma in (1, 0) if schedules.tma_storable(spec) else (0,):
-        config = schedules.config(
-            "warp_specialized",
-            block_m=128,
-            **shared,
-            tma_store=tma,
-            tma_load=int(bool(schedules.tma_loadable(spec, bool(tma)))),
-            num_stages=8,
-            fused_finalize=0,
-        )
+        loads = int(bool(schedules.tma_loadable(spec, bool(tma))))
+        config = schedules.config("warp_specialized", block_m=128, **shared, tma_store=tma, tma_load=loads, num_stages=8, fused_finalize=0)
         point, *_ = space.nearest(config)
         if fitting := limits.fitted(spec, point, space.shape, space.target):
             return fitting

@@ -301,7 +301,7 @@ class Space:
         from_tma = schedules.tma_loadable(self.spec, bool(tma_store))
         # subtiles that are loaded at once have a buffer each
         again = (subtiles - 1) * sum(size for name, size in stored_bytes.items() if name in from_tma.values())
-        again += (1 + pingpong) * block_m * block_n * sum(i.dtype.bytes for i in self.spec.inputs if i.dtype and from_tma.get(i.name) == i.name)
+        again += (1 + pingpong) * block_m * block_n * sum(dtype.bytes for dtype in schedules.in_own_buffers(self.spec, from_tma).values())
         tma_load = suggest("warp_specialized.tma_load", 0, int(bool(from_tma) and again <= room - least and splits == 1))
         room -= tma_load * again
         loaded = self._loaded(from_tma if tma_load else ())

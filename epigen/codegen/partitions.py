@@ -76,7 +76,7 @@ def _own(spec: KernelSpec, config: KernelConfig, group: int) -> dict[str, str]:
 
 def _through_buffers(spec: KernelSpec, config: KernelConfig) -> tuple[str, ...]:
     """The outputs that TMA stores, and the inputs that it loads through no output's buffer."""
-    return (*schedules.tma_stored(spec, config), *(i.name for i in schedules.own_buffers(spec, config)))
+    return (*schedules.tma_stored(spec, config), *schedules.in_own_buffers(spec, schedules.tma_loaded(spec, config)))
 
 
 def _one_a_subtile(spec: KernelSpec, config: KernelConfig, name: str) -> bool:

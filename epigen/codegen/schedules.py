@@ -182,10 +182,9 @@ def tma_loadable(spec: KernelSpec, through_outputs: bool = True) -> Mapping[str,
     return loadable
 
 
-def own_buffers(spec: KernelSpec, config: KernelConfig) -> tuple[Input, ...]:
-    """The inputs that TMA brings into buffers of their own."""
-    through = tma_loaded(spec, config)
-    return tuple(i for i in spec.inputs if through.get(i.name) == i.name)
+def in_own_buffers(spec: KernelSpec, loaded: Mapping[str, str]) -> dict[str, DType]:
+    """The inputs that TMA brings into buffers of their own, with their dtypes. loaded: as of `tma_loaded`."""
+    return {i.name: i.dtype for i in spec.inputs if i.dtype is not None and loaded.get(i.name) == i.name}
 
 
 def prefetched(spec: KernelSpec, config: KernelConfig) -> tuple[Input, ...]:

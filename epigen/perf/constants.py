@@ -9,7 +9,7 @@ sample_*.json; and those of what multiprocessors ask L2 for together, of stages 
 of 88 random problems, and to 9 shapes with five orders of their tiles (tests/perf/test_model.py); late_us and vendor_us set again by hand when
 all schedules could load inputs early; and arriving_share to both ways to share a long product, of 149 in tests/data/ways.json. apart_clocks
 was doubled when orders of tiles had been measured on an H100 (tests/perf/test_model.py), which the random shapes of the H200 do not tell apart;
-and tma_even_smooth set by hand to the tuned layers of 256 rows on an H100, in the databases' records of which those of an H200 are held out.
+and tma_even_smooth set by hand to the tuned layers of 256 rows on an H100: those of an H200 by TMA, 11 % too slow without it, are 4 % too slow.
 """
 
 from __future__ import annotations

@@ -138,12 +138,12 @@ class Work:
             accumulators += accumulators // subtiles + config["prefetch"] * config["block_n"] * rows // 16
         loaded = config["num_stages"] * ((config["block_m"] + config["block_n"]) * config["block_k"] * self.element_bytes + 16)
         buffers = (2 // groups) * config["block_m"] * config["block_n"] // subtiles
-        stored, from_tma = schedules.tma_stored(self.spec, config), schedules.tma_loaded(self.spec, config).values()
-        passing = sum(buffers * s.dtype.bytes * (subtiles if s.name in from_tma else 1) for s in self.spec.stores if s.name in stored)
-        passing += sum(buffers * i.dtype.bytes * subtiles for i in schedules.own_buffers(self.spec, config) if i.dtype)
+        stored, loaded_by_tma = schedules.tma_stored(self.spec, config), schedules.tma_loaded(self.spec, config)
+        passing = sum(buffers * s.dtype.bytes * (subtiles if s.name in loaded_by_tma.values() else 1) for s in self.spec.stores if s.name in stored)
+        passing += sum(buffers * dtype.bytes * subtiles for dtype in schedules.in_own_buffers(self.spec, loaded_by_tma).values())
         # each of eight warps leaves its sums of the columns of a part, where the warps were handed what they begin with; and 192 bytes, of barriers and the like, or 224
         exchanged = 32 * config["block_n"] // subtiles if any("m" in p.axes for p in self.spec.partials) else 0
-        beside = (224 if from_tma else 192) + (0 if exchanged else 32)
+        beside = (224 if loaded_by_tma else 192) + (0 if exchanged else 32)
         registers = int(36 + accumulators * (1 + self.held_an_element / subtiles))
         held = self._held(config, accumulators)
         return Resources(loaded + passing + exchanged + beside, accumulators, registers, _GROUP_REGISTERS, 1, held=held)

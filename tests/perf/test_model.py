@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import replace
-from statistics import geometric_mean
+from statistics import fmean, geometric_mean
 
 import cases
 import numpy as np
@@ -534,6 +534,23 @@ def test_the_vendors_product_is_split_along_k(shape: tuple[int, int, int]) -> No
     """The model's has an fp32 result."""
     spec = replace(spec_of("mm", BF16, shape[2]), signature=replace(spec_of("mm", BF16, shape[2]).signature, layout="nt"))
     assert 0.75 < model.unfused_us(spec, shape, H200) / VENDORS[shape] < 1.3
+
+
+@pytest.mark.parametrize(("gpu", "error"), [("H100", 0.11), ("H200", 0.125)])
+def test_the_vendors_product_as_it_was_timed_beside_each_tuned_problem(gpu: str, error: float) -> None:
+    """In 16 bits and in aligned rows: off by so much in the root mean square, and by a tenth at most of the few, the some hundred and the many rows alone."""
+    own, seen, logs = gpus.by_name(gpu), set[tuple[object, ...]](), list[tuple[int, float]]()
+    for _, r in Database(settings.seed_database_dir(), seeds=()).records():
+        problem = (r.shape, r.a, r.layout)
+        aligned = len(r.shape) == 3 and all(e % 8 == 0 for e in r.shape[1:])
+        if r.gpu == own.name and aligned and r.a in ("fp16", "bf16") and r.baseline_us and problem not in seen:
+            seen.add(problem)
+            task = borrow.task_of(r, own.target)
+            bare = epigen.compile("mm").plan(task.shape, task.a, own.target, layout=task.layout).spec
+            logs.append((task.shape[0], math.log(model.unfused_us(bare, task.shape, own) / r.baseline_us)))
+    assert len(logs) > 100 and math.sqrt(fmean(x * x for _, x in logs)) < error
+    for least, most in ((1, 64), (65, 512), (513, math.inf)):
+        assert abs(fmean(x for m, x in logs if least <= m <= most)) < 0.1
 
 
 H100 = gpus.by_name("H100")
