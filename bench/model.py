@@ -31,6 +31,7 @@ FIXED = frozenset({
     "tensor_share",  # a share above one would only make up for something else
     "older_share", "plain_share", "vendor_us",  # of other GPUs and dtypes, and of the vendor's product alone
     "l2_bytes_clock",  # the width of a port
+    "pointed_again",  # of kernels that no table here has
     "narrow_clocks", "narrow_warp_clocks", "narrow_us", "narrow_smooth", "narrow_spill_ns",  # read off the loops of compiled kernels
 })  # fmt: skip
 """What a fit leaves alone, unless it is named."""

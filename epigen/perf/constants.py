@@ -74,6 +74,9 @@ class Constants:
     late_us: float = 0.2  # until what the epilogue reads is there, where it was not asked for under the main loop
     stored_share: float = 0.2  # of the memory's time for what TMA stores, which it does while the next tile is multiplied
     torn_bytes: float = 100  # that a piece of an output's row, as a tile has it, moves besides where rows do not begin with a line of L2
+    # What pointers load in the layout of wgmma's accumulators, 16 bytes of a row at a time, costs the memory so much again: set by hand to 23 kernels on an
+    # H100 with [M, N] inputs by pointers, which 48 with such inputs by TMA or none do not need (bench.tiles, Triton 3.6, 2026-11-27).
+    pointed_again: float = 1.0
     described_us: float = 0.5  # until the first descriptors have been fetched
     flattened_us: float = 0.1  # what the loop that is one of two takes to begin and to end
     gather_share: float = 0.45  # of what L2 feeds one multiprocessor: the last block of a tile reads one part after the other

@@ -208,7 +208,8 @@ class _Timing(Work):
         parts = (block_m // down, block_n // across)
         moved = self._operand_traffic(config, tiles_m, tiles_n, min(tiles, self.sms))
         partials = self.count * sum(partial_bytes(p.axes, m, n, parts) for p in self.spec.partials)
-        memory = (moved + self._epilogue_bytes(tiles_n * across) + partials) / self.bytes_us
+        pointed = self.count * m * n * self.pointed_at(config) if SCHEDULES[config.schedule].architecture == "hopper" else 0.0
+        memory = (moved + self._epilogue_bytes(tiles_n * across) + partials + self.c.pointed_again * pointed) / self.bytes_us
         even = self.c.tma_even_smooth * (1 - 1 / tiles_m) / rounds if self.count == 1 else 0.0
         kernel = self._norm(mainloop + epilogue, memory, smooth=self.c.tma_memory_smooth + even)
         finish = self._finish_us(config, tiles_m * down, tiles_n * across)

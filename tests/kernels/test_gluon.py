@@ -25,6 +25,7 @@ from samples import arguments
 
 import epigen
 from epigen import ops
+from epigen.codegen.lower import lower
 from epigen.codegen.render import Rendered
 from epigen.codegen.schedules import WARP_SPECIALIZED
 from epigen.codegen.spec import LAYOUTS, Numerics
@@ -33,6 +34,7 @@ from epigen.errors import ConfigError
 from epigen.gpus import TARGETS
 from epigen.ir import reference
 from epigen.ir.graph import Graph
+from epigen.perf import model
 from epigen.runtime import direct, outputs, verify
 
 PROGRAMS = 3
@@ -128,6 +130,16 @@ def test_integers_bit_for_bit(case: Case) -> None:
     expected = reference.evaluate(executed.graph, given.a, given.b, given.inputs, [BY_TORCH[str(r.dtype)] for r in results])
     for result, right in zip(results, expected, strict=True):
         torch.testing.assert_close(result, right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.config and c.config["tma_load"]], ids=str)
+def test_what_is_loaded_has_room_on_the_gpu(case: Case) -> None:
+    """The executor has no end of shared memory. Of several inputs in fp32 the buffers are more than a block of a Hopper GPU holds."""
+    kernel = epigen.compile(case.text, precision=case.precision)
+    given = arguments(case, kernel, "cpu")
+    spec = lower(kernel.graph, kernel._signature(case.shape, (given.a, given.b), given.inputs, {}, outputs.of(kernel.graph, case.a)))
+    assert case.config is not None
+    assert model.resources(spec, case.config, TARGETS["sm_90"], case.shape).shared_bytes <= TARGETS["sm_90"].shared_bytes
 
 
 BROUGHT = "dz = dgelu(mm, z[m,n]); dz, bgrad(dz)"

@@ -455,7 +455,7 @@ def tma_load_cases() -> list[Case]:
         for view in ("sliced", "expanded", "shifted"):
             found.append(Case(text, (264, 392, 136), FP16, view=view, config=warp_specialized(tma_load=1, prefetch=1)))
         found.append(Case(text, (263, 391, 135), FP16, layout="nt", config=warp_specialized(pingpong=1, tma_load=1)))
-        found.append(Case(text, (264, 392, 136), FP16, inputs=FP32, layout="nt", config=warp_specialized(pingpong=1, tma_load=1)))
+        found.append(Case(text, (264, 392, 136), FP16, inputs=FP32, layout="nt", config=warp_specialized(64, 64, 64, 2, pingpong=1, tma_load=1)))
     for shape in ((1, 8, 8), (65, 64, 2048), (2056, 2056, 72), (3000, 2048, 328)):
         for pingpong, block_n, subtiles in ((0, 128, 1), (0, 256, 2), (1, 128, 1), (1, 128, 2)):
             found.append(
