@@ -288,22 +288,25 @@ def of_bytes() -> str:
 
 
 def tile_rows() -> str:
-    """Epilogues with further tensors of the result's extents: GPUs side by side."""
-    reports = {gpu: load(f"tiles_{gpu.lower()}") for gpu in ("H100", "H200") if there(f"tiles_{gpu.lower()}")}
+    """Epilogues with further tensors of the result's extents: GPUs side by side, untuned and, where that was run, tuned."""
+    names = {(gpu, tuned): f"tiles_{'tuned_' * tuned}{gpu.lower()}" for gpu in ("H100", "H200") for tuned in (False, True)}
+    reports = {which: load(name) for which, name in names.items() if there(name)}
     if not reports:
         return "Not measured yet: `python -m bench tiles`."
-    cells: dict[str, dict[str, list[str]]] = {}
-    for gpu, report in reports.items():
+    columns = [column for gpu, tuned in reports for column in ([f"{gpu}: tuned"] if tuned else [f"{gpu}: eager", f"{gpu}: epigen"])]
+    cells: dict[str, dict[str, str]] = {}
+    for (gpu, tuned), report in reports.items():
         for row in report.rows:
-            name = f"{extents(row['shape'])}, {row['program']}"
-            cells.setdefault(name, {})[gpu] = [f"{tiles.of_mm(row, tiles.EAGER):.2f}", f"{tiles.of_mm(row):.2f}", f"{tiles.of_target(row):.2f}"]
-    columns = [f"{gpu}{what}" for gpu in reports for what in (": eager", ": epigen", ", of the target")]
+            here = cells.setdefault(f"{extents(row['shape'])}, {row['program']}", {})
+            share = tiles.of_target(row)
+            here[f"{gpu}: tuned" if tuned else f"{gpu}: epigen"] = f"{tiles.of_mm(row):.2f} ({share:.2f})"
+            here.setdefault(f"{gpu}: eager", f"{tiles.of_mm(row, tiles.EAGER):.2f}")
     return paragraphs(
-        "How many times as fast as `torch.mm` alone a product is with an epilogue that reads or writes further [M, N] tensors, in bf16; and how near the kernel "
-        f"comes to the target: {tiles.TARGET}; higher is better:",
-        table(["M x N x K", *columns], [[name, *(cell for gpu in reports for cell in found.get(gpu, [""] * 3))] for name, found in cells.items()]),
-        *(f"{gpu}: {about['met']} of {about['of']} targets are met, {about['worst']:.2f} at worst"
-          f"{', tuned' if about['tuned'] else ', by kernels that nobody tuned'}. {source(report, 'tiles')}" for gpu, report in reports.items() for about in [report.summary]),
+        "How many times as fast as `torch.mm` alone a product is with an epilogue that reads or writes further [M, N] tensors, in bf16, by what a call finds in the "
+        f"database or borrows, and tuned; higher is better. In brackets, how near that comes to the target: {tiles.TARGET}:",
+        table(["M x N x K", *columns], [[name, *(found.get(column, "") for column in columns)] for name, found in cells.items()]),
+        *(f"{gpu}{', tuned' if tuned else ''}: {about['met']} of {about['of']} targets are met, {about['worst']:.2f} at worst. {source(report, 'tiles')}"
+          for (gpu, tuned), report in reports.items() for about in [report.summary]),
     )  # fmt: skip
 
 

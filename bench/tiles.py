@@ -2,7 +2,7 @@
 
 Run: python -m bench.tiles [--commit HASH] [--out FOLDER] [--tuned] [SHAPES]
 Claim: TARGET, of several tensors and of those in fp32 as well. Contenders are interleaved, and the L2 cache is cold. A wrong answer is not timed.
---tuned: tune what a call finds no record of.
+--tuned: tune what a call finds no record of; into a result of its own.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def main(machine: Machine = THIS_MACHINE) -> None:
             flush=True,
         )
     about = verdict(rows) | {"tuned": options.tuned}
-    print(record.write(f"tiles_{gpu.short.lower()}", Report("bench.tiles", record.environment(options.commit), rows, about), options.out))
+    print(record.write(f"tiles_{'tuned_' * options.tuned}{gpu.short.lower()}", Report("bench.tiles", record.environment(options.commit), rows, about), options.out))
 
 
 if __name__ == "__main__":
