@@ -124,8 +124,8 @@ def main(machine: Machine = THIS_MACHINE) -> None:
             f"{of_target(row):.3f} of the target; {row['config']}",
             flush=True,
         )
-    about = verdict(rows) | {"tuned": options.tuned}
-    print(record.write(f"tiles_{'tuned_' * options.tuned}{gpu.short.lower()}", Report("bench.tiles", record.environment(options.commit), rows, about), options.out))
+    report = Report("bench.tiles", record.environment(options.commit), rows, verdict(rows) | {"tuned": options.tuned})
+    print(record.write(f"tiles_{'tuned_' * options.tuned}{gpu.short.lower()}", report, options.out))
 
 
 if __name__ == "__main__":

@@ -151,16 +151,16 @@ def compile(
         raise CallError(unknown("rounding", rounding, ROUNDING))
     config = schedules.accepted(config) if config is not None else None
     numerics = Numerics(precision, invariant is not None, rounding or "")
-    told = {"precision": precision, "invariant": invariant, "rounding": rounding}
+    arithmetic = {"precision": precision, "invariant": invariant, "rounding": rounding}
     if functions.is_function(text):
-        options: dict[str, Any] = {"config": config, "backend": backend, "tune": tune, **told}
+        options: dict[str, Any] = {"config": config, "backend": backend, "tune": tune, **arithmetic}
         again = functools.partial(compile, text, **options)
         return functions.FunctionKernel(text, functools.partial(compile, **options), again, numerics)  # type: ignore[arg-type]
     graph = graph_of(text)  # type: ignore[arg-type]  # which refuses what is no text
     assert isinstance(text, str)
     at_call = first_use().chooser(graph) if tune else None
-    made_by = functools.partial(compile, text, config=config, backend=backend, tune=tune, **told)
-    options = {"config": config and {"schedule": config.schedule, **dict(config.values)}, "backend": backend, **told}
+    made_by = functools.partial(compile, text, config=config, backend=backend, tune=tune, **arithmetic)
+    options = {"config": config and {"schedule": config.schedule, **dict(config.values)}, "backend": backend, **arithmetic}
     known_as = KnownAs(text, tune, json.dumps({k: v for k, v in options.items() if v is not None}) if any(options.values()) else None)
     return Kernel(graph, renderer(), Chooser(graph, database()), config, backend, numerics, at_call, made_by, known_as)
 

@@ -83,8 +83,8 @@ class Chooser:
             return rule.choose(spec, shape, target)
         own = self.bucket(spec, shape, target)
         # what was measured for this very problem runs, whatever the model takes it to need; but a record says nothing of bits
-        alike = functools.partial(_alike, spec, shape, target) if spec.signature.invariant else None
-        same = own.index.same(replace(own.problem, shape=shape), triton_version(), alike)
+        same_bits = functools.partial(_same_bits, spec, shape, target) if spec.signature.invariant else None
+        same = own.index.same(replace(own.problem, shape=shape), triton_version(), same_bits)
         return next(same, None) or own.config_for(shape) or rule.choose(spec, shape, target)
 
     def bucket(self, spec: KernelSpec, shape: Shape, target: Target) -> Bucket:
@@ -125,7 +125,7 @@ class Within:
         return Choice(fitting, f"the model's choice of {self.schedule} for {extents(shape)} {spec.signature.a} on {target.name}")
 
 
-def _alike(spec: KernelSpec, shape: Shape, target: Target, config: KernelConfig) -> bool:
+def _same_bits(spec: KernelSpec, shape: Shape, target: Target, config: KernelConfig) -> bool:
     """Whether a row of an invariant program has the same bits by a config as by those of all other M."""
     return not limits.unfit(spec, config, shape, target, chosen=True)
 

@@ -170,8 +170,8 @@ def for_all_rows(spec: KernelSpec, shape: Shape, target: Target, refused: str = 
     It addresses nothing by TMA, so that it runs wherever a tensor lies. refused: as of `choose`; what says so does not depend on M.
     """
     n, k = shape[-2:]
-    alike = replace(spec.signature, layout="nn", tma=(), factors=(), k_multiple=k_multiple(k), index_bits=32, bytewise=(), batched=False)
-    one, fixed = replace(spec, signature=alike), (_FIXED_ROWS, n, k)
+    common = replace(spec.signature, layout="nn", tma=(), factors=(), k_multiple=k_multiple(k), index_bits=32, bytewise=(), batched=False)
+    one, fixed = replace(spec, signature=common), (_FIXED_ROWS, n, k)
     choice = pointwise(one, fixed, target) if spec.pointwise else choose(one, fixed, target, refused)
     config = choice.config.with_value("group_m", _GROUPED)  # which decides no sum, and at 64 rows nothing at all
     return Choice(config, f"one config for all M, since the program is invariant: {choice.why}")

@@ -295,8 +295,8 @@ class Space:
         fixed = limits.step_of_fp8(self.spec, target)
         row_bytes, room, least = (block_m + block_n) * element_bytes, target.shared_bytes - _BARRIER_BYTES, 2 * (block_m + block_n) * (fixed or _LEAST_RUN)
         # the products lie such that a pointer would store four bytes at a time
-        described = int(0 < sum(stored_bytes.values()) <= room - least)
-        tma_store = suggest("warp_specialized.tma_store", described, described)
+        by_tma = int(0 < sum(stored_bytes.values()) <= room - least)
+        tma_store = suggest("warp_specialized.tma_store", by_tma, by_tma)
         room -= tma_store * sum(stored_bytes.values())
         from_tma = schedules.tma_loadable(self.spec, bool(tma_store))
         # subtiles that are loaded at once have a buffer each

@@ -133,8 +133,8 @@ def _requested(
     for file in suites:
         listed += suite.read(file)
     with contextlib.ExitStack() as unused:
-        early = _started(machine, devices)
-        for runner in early:
+        started = _started(machine, devices)
+        for runner in started:
             unused.callback(runner.close)
         try:
             chosen, target = request.gpus_for(devices, machine)
@@ -155,7 +155,7 @@ def _requested(
 
         def run(report: Callable[[int, Progress], None], done: Callable[[int, Tuned], None]) -> object:
             return fleet.tune_all(
-                tasks, database, devices=chosen, trials=trials, budget_s=budget_s, seed=seed, storage=where, report=report, done=done, started=early
+                tasks, database, devices=chosen, trials=trials, budget_s=budget_s, seed=seed, storage=where, report=report, done=done, started=started
             )
 
         unused.pop_all()

@@ -77,7 +77,7 @@ class Constants:
     # What pointers load in the layout of wgmma's accumulators, 16 bytes of a row at a time, costs the memory so much again: set by hand to 23 kernels on an
     # H100 with [M, N] inputs by pointers, which 48 with such inputs by TMA or none do not need (bench.tiles, Triton 3.6, 2026-11-27).
     pointed_again: float = 1.0
-    described_us: float = 0.5  # until the first descriptors have been fetched
+    descriptors_us: float = 0.5  # until the first descriptors have been fetched
     flattened_us: float = 0.1  # what the loop that is one of two takes to begin and to end
     gather_share: float = 0.45  # of what L2 feeds one multiprocessor: the last block of a tile reads one part after the other
     grouped_share: float = 0.9  # ... and where the loads of a part are under way together, which Gluon's order leaves registers for

@@ -285,7 +285,7 @@ LAUNCHES: tuple[Restriction, ...] = (
     parts_of_k,
     vendors_order,
 )
-ALIKE: tuple[Restriction, ...] = (instruction,)
+SAME_BITS: tuple[Restriction, ...] = (instruction,)
 """Of configs that epigen chooses: one that is given is the same for all M."""
 COMPILES: tuple[Restriction, ...] = (fp8, step, threads, transposed_in_threads)
 PAYS: tuple[Restriction, ...] = (filled, shared_memory, accumulators, held_inputs, work_of_a_warp)
@@ -294,7 +294,7 @@ PAYS: tuple[Restriction, ...] = (filled, shared_memory, accumulators, held_input
 
 def unfit(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target, chosen: bool = False) -> str:
     """'' or why a config cannot be launched. shape: M, N, K. chosen: for this M alone, so that an invariant program's has to be like those of all others."""
-    return _first((*LAUNCHES, *ALIKE) if chosen else LAUNCHES, Candidate(config, SCHEDULES[config.schedule], spec, shape, target))
+    return _first((*LAUNCHES, *SAME_BITS) if chosen else LAUNCHES, Candidate(config, SCHEDULES[config.schedule], spec, shape, target))
 
 
 def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target) -> str:
@@ -305,7 +305,7 @@ def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target
 def refused(config: KernelConfig, work: Work) -> str:
     """As `refusal`, for many configs of one problem."""
     candidate = Candidate(config, SCHEDULES[config.schedule], work.spec, work.shape, work.target, work)
-    return _first((*LAUNCHES, *ALIKE, *COMPILES, *PAYS) if candidate.schedule.multiplies else LAUNCHES, candidate)
+    return _first((*LAUNCHES, *SAME_BITS, *COMPILES, *PAYS) if candidate.schedule.multiplies else LAUNCHES, candidate)
 
 
 def _first(restrictions: tuple[Restriction, ...], candidate: Candidate) -> str:

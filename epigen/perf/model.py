@@ -203,7 +203,7 @@ class _Timing(Work):
         step_us, fill_us = self._tma_step_us(config, tiles_m, tiles_n, steps)
         # the first round finds nothing in L2
         mainloop = self._cold_us - self._later_us + rounds * steps * step_us + (1 if values.get("flatten", 1) else rounds) * fill_us
-        mainloop += self.c.described_us + self.c.flattened_us * values.get("flatten", 0)
+        mainloop += self.c.descriptors_us + self.c.flattened_us * values.get("flatten", 0)
         epilogue = self._persistent_epilogue_us(config, rounds, steps * step_us)
         parts = (block_m // down, block_n // across)
         moved = self._operand_traffic(config, tiles_m, tiles_n, min(tiles, self.sms))

@@ -102,7 +102,7 @@ class Work:
             if self.spec.promoted:
                 accumulators = int(accumulators * (1 + _PROMOTED))
             registers = int(36 + accumulators * (1 + self.held_an_element / config["subtiles"])) + held
-            return Resources(self._described_bytes(config), accumulators, registers, most, 1, held=held)
+            return Resources(self._bytes_with_descriptors(config), accumulators, registers, most, 1, held=held)
         wgmma = self.wgmma(block_m, config["num_warps"])
         # Seen in 62 kernels that Triton 3.9 compiled, 2026-11: wgmma keeps `num_stages` buffers, the older instruction (sm_80, sm_120, gfx942,
         # gfx1100, and sm_90 where block_m < 64 or there are fewer than four warps) one less.
@@ -157,7 +157,7 @@ class Work:
         from_tma = schedules.tma_loaded(self.spec, config)
         return self.read_bytes - sum(i.dtype.bytes for i in self.spec.inputs if i.dtype and i.name in from_tma)
 
-    def _described_bytes(self, config: KernelConfig) -> int:
+    def _bytes_with_descriptors(self, config: KernelConfig) -> int:
         """Shared memory of a kernel whose operands come by TMA: 72 that Triton 3.6 and 3.9 compiled for sm_90, and 96 of 3.6, 2026-11.
 
         All stages, and what each store goes through: the part of the tile itself for TMA, else the change to the layout of the stores, which

@@ -177,12 +177,12 @@ class Prepared:
             values["num_arrived_ptr"] = self.arrivals.counters()
         values |= {f"{o.name}_ptr": t for o, t in zip(self.outputs, results, strict=True)}
         if self.batch is not None:
-            values |= {f"{name}_ptr": self.batch.stacked(name, values[f"{name}_ptr"]) for name in self.described}
+            values |= {f"{name}_ptr": self.batch.stacked(name, values[f"{name}_ptr"]) for name in self.with_descriptors}
         values |= {f"{name}_padded_ptr": arguments.padded(values[f"{name}_ptr"]) for name in self.padded}
         return values | self.workspace.tensors(self.device)
 
     @property
-    def described(self) -> tuple[str, ...]:
+    def with_descriptors(self) -> tuple[str, ...]:
         """The tensors that kernels address by TMA."""
         assert self.plan is not None
         return tuple(a.name.removesuffix("_desc") for f in self.plan.rendered.functions for a in f.arguments if a.block is not None)
@@ -202,12 +202,12 @@ class Prepared:
     def direct(self, names: Sequence[str], tensors: Sequence[Any]) -> list[Direct] | None:
         """The launches without Triton, after `run` has gone through it; None where one cannot do without. tensors: in the order of the slots."""
         if not self.tried:
-            slots, described = self.slots(names), list(tensors)
+            slots, adjusted = self.slots(names), list(tensors)
             if self.batch is not None:
-                for name in self.described:
+                for name in self.with_descriptors:
                     place = slots[f"{name}_ptr"]
-                    described[place] = self.batch.stacked(name, tensors[place])
-            candidates = [launch.direct(c, slots, described) for launch, c in zip(self.launches, self.compiled, strict=True)]
+                    adjusted[place] = self.batch.stacked(name, tensors[place])
+            candidates = [launch.direct(c, slots, adjusted) for launch, c in zip(self.launches, self.compiled, strict=True)]
             self.launchers = [f for f in candidates if f is not None]
             self.tried = True
         return None if self.needs_triton else self.launchers

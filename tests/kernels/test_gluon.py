@@ -142,7 +142,7 @@ def test_what_is_loaded_has_room_on_the_gpu(case: Case) -> None:
     assert model.resources(spec, case.config, TARGETS["sm_90"], case.shape).shared_bytes <= TARGETS["sm_90"].shared_bytes
 
 
-BROUGHT = "dz = dgelu(mm, z[m,n]); dz, bgrad(dz)"
+TMA_LOADED = "dz = dgelu(mm, z[m,n]); dz, bgrad(dz)"
 EVERYTHING = "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n), where(mask, z, 0)"
 
 
@@ -183,7 +183,7 @@ def test_nothing_is_written_past_the_ends_of_rows(columns: int, stored: bool) ->
 @pytest.mark.parametrize("pingpong", [0, 1])
 def test_what_tma_brings_may_be_written_in_its_place(pingpong: int, subtiles: int) -> None:
     """Each tile is there before it leaves, and no other group of warps reads it."""
-    case = Case(BROUGHT, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=pingpong, subtiles=subtiles, tma_load=1))
+    case = Case(TMA_LOADED, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=pingpong, subtiles=subtiles, tma_load=1))
     executed = Executed(case, seed=subtiles)
     given = arguments(case, executed, "cpu")
     z = given.inputs["z"]
@@ -281,12 +281,12 @@ COOPERATIVE = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialize
 LAST_BLOCK = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, fused_finalize=1))
 PARTS = Case(FORWARD, (264, 136, 392), layout="nt", config=warp_specialized(128, 64, 64, 3, splits=3))
 TWO_PARTS = Case(FORWARD, (264, 136, 392), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, splits=2))
-HALVES = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 128, 64, 3, subtiles=2))
+SUBTILES = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 128, 64, 3, subtiles=2))
 EARLY_HALVES = Case(FORWARD, (264, 328, 200), layout="nt", config=warp_specialized(128, 128, 64, 3, subtiles=2, prefetch=1))
 PROMOTED = Case("relu(mm * scale_a[m])", (264, 272, 592), FP8E4M3, inputs=FP32, layout="nt", config=warp_specialized(128, 128, 64, 3, subtiles=2))
 TWO = Case("z = mm + bias; relu(z), z", (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1))
-BROUGHT_PINGPONG = Case(BROUGHT, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, tma_load=1))
-BROUGHT_HALVES = Case(BROUGHT, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, subtiles=2, tma_load=1))
+TMA_LOADED_PINGPONG = Case(TMA_LOADED, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, tma_load=1))
+TMA_LOADED_SUBTILES = Case(TMA_LOADED, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, subtiles=2, tma_load=1))
 
 _FULL = "            mbarrier.wait(full_bars.index(slot_id), step_id // STAGES & 1)\n"
 _EMPTY = "            mbarrier.wait(empty_bars.index(slot_id), step_id // STAGES & 1 ^ 1)\n"
@@ -344,31 +344,31 @@ MISTAKES = {
     "the first step counts twice": (PINGPONG, "range(BLOCK_K, K,", "range(0, K,"),
     # of the stores
     "no wait before a store's buffer is overwritten": (COOPERATIVE, "        tma.store_wait(0)\n        out0_buf", "        out0_buf"),
-    "no wait between subtiles": (HALVES, "            tma.store_wait(0)\n            out0_buf", "            out0_buf"),
+    "no wait between subtiles": (SUBTILES, "            tma.store_wait(0)\n            out0_buf", "            out0_buf"),
     "no wait for the last store": (COOPERATIVE, "    tma.store_wait(0)\n\n\n@", "\n\n@"),
     "a store's buffer is not shown to the copy": (COOPERATIVE, "        fence_async_shared()\n        copy_out", "        copy_out"),
     "both groups store through one buffer": (PINGPONG, "out0_bufs.index(1)", "out0_bufs.index(0)"),
-    "halves in the wrong order": (HALVES, "acc_left, acc_right = ", "acc_right, acc_left = "),
+    "halves in the wrong order": (SUBTILES, "acc_left, acc_right = ", "acc_right, acc_left = "),
     "a buffer is overwritten while two copies are under way": (TWO, "tma.store_wait(1)", "tma.store_wait(2)"),
     # of inputs that are loaded ahead
     "the left half gets the right one's bias": (EARLY_HALVES, " bias_value = part_0_bias_value", " bias_value = part_1_bias_value"),
     "the right half's bias is of the left": (EARLY_HALVES, "part_n = 2 * pid_n + subtile_id\n            offs_col", "part_n = 2 * pid_n\n            offs_col"),
     # of inputs that come through a store's buffer
-    "an input is not waited for": (BROUGHT_PINGPONG, "        mbarrier.wait(in_bar, phase_id & 1)\n", ""),
-    "an input is waited for as one turn before": (BROUGHT_HALVES, "mbarrier.wait(in_bar, phase_id & 1)", "mbarrier.wait(in_bar, phase_id & 1 ^ 1)"),
-    "all inputs are waited for as in the first turn": (BROUGHT_PINGPONG, "mbarrier.wait(in_bar, phase_id & 1)", "mbarrier.wait(in_bar, 0)"),
-    "an input comes before the last tile has left": (BROUGHT_PINGPONG, "tma.store_wait(0)\n        mbarrier.expect(in_bar", "mbarrier.expect(in_bar"),
-    "an input comes before the last tile has left, in subtiles": (BROUGHT_HALVES, "tma.store_wait(0)\n        mbarrier.expect(in_bar", "mbarrier.expect(in_bar"),
-    "two inputs come into one buffer": (BROUGHT_HALVES, "in_bar, dz_bufs.index(2 * WARPGROUP + 1))", "in_bar, dz_bufs.index(2 * WARPGROUP + 0))"),
-    "a half's input comes into the other's buffer": (BROUGHT_HALVES, "dz_buf = dz_bufs.index(2 * WARPGROUP + subtile_id)", "dz_buf = dz_bufs.index(2 * WARPGROUP + 1 - subtile_id)"),
-    "fewer bytes of an input are expected than come": (BROUGHT_PINGPONG, "mbarrier.expect(in_bar, BLOCK_M", "mbarrier.expect(in_bar, BLOCK_M // 2"),
-    "more bytes of an input are expected than come": (BROUGHT_PINGPONG, "mbarrier.expect(in_bar, BLOCK_M", "mbarrier.expect(in_bar, 2 * BLOCK_M"),
-    "both groups' inputs share a barrier": (BROUGHT_PINGPONG, "in_bars.index(1),", "in_bars.index(0),"),
-    "both groups' inputs share a buffer": (BROUGHT_PINGPONG, "dz_bufs.index(1),", "dz_bufs.index(0),"),
-    "what was computed leaves before it is shown to the copy": (BROUGHT_HALVES, "            fence_async_shared()\n            copy_out", "            copy_out"),
+    "an input is not waited for": (TMA_LOADED_PINGPONG, "        mbarrier.wait(in_bar, phase_id & 1)\n", ""),
+    "an input is waited for as one turn before": (TMA_LOADED_SUBTILES, "mbarrier.wait(in_bar, phase_id & 1)", "mbarrier.wait(in_bar, phase_id & 1 ^ 1)"),
+    "all inputs are waited for as in the first turn": (TMA_LOADED_PINGPONG, "mbarrier.wait(in_bar, phase_id & 1)", "mbarrier.wait(in_bar, 0)"),
+    "an input comes before the last tile has left": (TMA_LOADED_PINGPONG, "tma.store_wait(0)\n        mbarrier.expect(in_bar", "mbarrier.expect(in_bar"),
+    "an input comes before the last tile has left, in subtiles": (TMA_LOADED_SUBTILES, "tma.store_wait(0)\n        mbarrier.expect(in_bar", "mbarrier.expect(in_bar"),
+    "two inputs come into one buffer": (TMA_LOADED_SUBTILES, "in_bar, dz_bufs.index(2 * WARPGROUP + 1))", "in_bar, dz_bufs.index(2 * WARPGROUP + 0))"),
+    "a half's input comes into the other's buffer": (TMA_LOADED_SUBTILES, "dz_buf = dz_bufs.index(2 * WARPGROUP + subtile_id)", "dz_buf = dz_bufs.index(2 * WARPGROUP + 1 - subtile_id)"),
+    "fewer bytes of an input are expected than come": (TMA_LOADED_PINGPONG, "mbarrier.expect(in_bar, BLOCK_M", "mbarrier.expect(in_bar, BLOCK_M // 2"),
+    "more bytes of an input are expected than come": (TMA_LOADED_PINGPONG, "mbarrier.expect(in_bar, BLOCK_M", "mbarrier.expect(in_bar, 2 * BLOCK_M"),
+    "both groups' inputs share a barrier": (TMA_LOADED_PINGPONG, "in_bars.index(1),", "in_bars.index(0),"),
+    "both groups' inputs share a buffer": (TMA_LOADED_PINGPONG, "dz_bufs.index(1),", "dz_bufs.index(0),"),
+    "what was computed leaves before it is shown to the copy": (TMA_LOADED_SUBTILES, "            fence_async_shared()\n            copy_out", "            copy_out"),
     # of what the kernel before leaves
-    "operands are read before the kernel before has ended": (BROUGHT_PINGPONG, WAIT + "    gl.warp_specialize", "    gl.warp_specialize"),
-    "a reduction is completed before the main kernel has ended": (BROUGHT_PINGPONG, WAIT + "    offs_x", "    offs_x"),
+    "operands are read before the kernel before has ended": (TMA_LOADED_PINGPONG, WAIT + "    gl.warp_specialize", "    gl.warp_specialize"),
+    "a reduction is completed before the main kernel has ended": (TMA_LOADED_PINGPONG, WAIT + "    offs_x", "    offs_x"),
     # of offsets, masks and layouts
     "words of a mask past the last": (PINGPONG, "mask=in_kept_words", "mask=None"),
     "a bias past the last": (PINGPONG, "mask=offs_col < N, other=0.0", ""),
@@ -404,7 +404,7 @@ def test_mistakes_are_found(name: str) -> None:
     assert not all(passes(seed) for seed in range(3))
 
 
-@pytest.mark.parametrize("case", [PINGPONG, COOPERATIVE, LAST_BLOCK, PARTS, TWO_PARTS, HALVES, BROUGHT_PINGPONG, BROUGHT_HALVES], ids=str)
+@pytest.mark.parametrize("case", [PINGPONG, COOPERATIVE, LAST_BLOCK, PARTS, TWO_PARTS, SUBTILES, TMA_LOADED_PINGPONG, TMA_LOADED_SUBTILES], ids=str)
 def test_the_same_without_a_mistake(case: Case) -> None:
     for seed in range(3):
         check(Executed(case, seed))

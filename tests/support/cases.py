@@ -285,7 +285,7 @@ def config_cases() -> list[Case]:
     return found
 
 
-_DESCRIBED_TEXTS = (
+_TMA_TEXTS = (
     "relu(mm + bias)",
     "z = mm + bias; relu(z), bitmask(z > 0), bgrad(z), sum(z, n)",
     "dz = drelu(mm, mask); dz, bgrad(dz), amax(dz)",
@@ -297,7 +297,7 @@ _DESCRIBED_TEXTS = (
 def persistent_cases() -> list[Case]:
     """Rows of a multiple of 16 bytes, as TMA wants them, and extents that are no multiple of a tile; more tiles than programs."""
     found = []
-    for text in _DESCRIBED_TEXTS:
+    for text in _TMA_TEXTS:
         for a in (FP16, BF16):
             for i, layout in enumerate(LAYOUTS):
                 for flatten, subtiles, tma_store in ((0, 1, 0), (1, 2, 0), (1, 1, 1), (0, 2, 1))[i % 2 :: 2]:
@@ -308,14 +308,14 @@ def persistent_cases() -> list[Case]:
             config = persistent(block_k=32 if a == FP32 else 64, subtiles=1)
             found.append(Case("relu(mm + bias)", (144, 208, 112), a, inputs=FP32, layout=layout, config=config, precision="tf32" if a == FP32 else "ieee"))
     for i, shape in enumerate(((1, 8, 8), (64, 64, 32), (8, 264, 8), (65, 64, 2048), (1000, 8, 40), (328, 520, 64))):
-        for text in _DESCRIBED_TEXTS[:3]:
+        for text in _TMA_TEXTS[:3]:
             found.append(Case(text, shape, FP16, layout="nt", config=persistent(128, 128, 64, *((4, 2), (8, 4))[i % 2], subtiles=2)))
-    for text in _DESCRIBED_TEXTS:
+    for text in _TMA_TEXTS:
         for layout in LAYOUTS:  # rows that are copied into aligned ones first
             found.append(Case(text, (135, 201, 87), FP16, layout=layout, config=persistent()))
     for view in ("sliced", "expanded", "shifted"):
-        found.append(Case(_DESCRIBED_TEXTS[3], (136, 200, 88), FP16, view=view, config=persistent()))
-    for text in _DESCRIBED_TEXTS[:2]:
+        found.append(Case(_TMA_TEXTS[3], (136, 200, 88), FP16, view=view, config=persistent()))
+    for text in _TMA_TEXTS[:2]:
         found.append(Case(text, (136, 200, 88), FP16, layout="nt", config=persistent(), integers=True))
     return found
 
@@ -323,7 +323,7 @@ def persistent_cases() -> list[Case]:
 def split_k_cases() -> list[Case]:
     """More parts than steps, tails in k, and what a repeated call finds of the last one's counters."""
     found = []
-    for text in _DESCRIBED_TEXTS:
+    for text in _TMA_TEXTS:
         for a in (FP16, BF16, FP32):
             for layout in LAYOUTS:
                 found.append(Case(text, (50, 70, 200), a, inputs=a, layout=layout, config=split_k(splits=4 if layout < "t" else 8)))
@@ -331,8 +331,8 @@ def split_k_cases() -> list[Case]:
         found.append(Case("relu(mm + bias)", (33, 65, 130), a, inputs=FP32, layout="nt", config=split_k(block_k=64)))
     for shape in ((1, 64, 1000), (16, 128, 2048), (17, 31, 40), (64, 64, 0), (40, 40, 1)):
         for splits in (2, 16, 32):
-            found.append(Case(_DESCRIBED_TEXTS[1], shape, FP16, layout="nt", config=split_k(16, 64, 64, splits)))
-    for text in _DESCRIBED_TEXTS[:2]:
+            found.append(Case(_TMA_TEXTS[1], shape, FP16, layout="nt", config=split_k(16, 64, 64, splits)))
+    for text in _TMA_TEXTS[:2]:
         found.append(Case(text, (50, 70, 200), FP16, layout="nt", config=split_k(), integers=True))
     return found
 
@@ -340,7 +340,7 @@ def split_k_cases() -> list[Case]:
 def warp_specialized_cases() -> list[Case]:
     """As for the persistent schedule. More tiles than a GPU has multiprocessors want some extents in the thousands."""
     found = []
-    for text in _DESCRIBED_TEXTS:
+    for text in _TMA_TEXTS:
         for a in (FP16, BF16):
             for i, layout in enumerate(LAYOUTS):
                 for pingpong, subtiles, tma_store in ((0, 1, 1), (1, 2, 1), (1, 1, 1), (0, 2, 0))[i % 2 :: 2]:
@@ -351,15 +351,15 @@ def warp_specialized_cases() -> list[Case]:
                     found.append(Case(text, (264, 392, 136), a, inputs=a, layout=layout, config=config))
     for shape in ((1, 8, 8), (64, 64, 32), (8, 264, 8), (65, 64, 2048), (2056, 2056, 72), (3000, 2048, 64), (2048, 2048, 328)):
         for pingpong, block_n, subtiles, stages in ((0, 256, 2, 3), (1, 128, 1, 4), (1, 64, 1, 2), (0, 64, 1, 8)):
-            for text in _DESCRIBED_TEXTS[:3]:
+            for text in _TMA_TEXTS[:3]:
                 config = warp_specialized(128, block_n, 64, stages, group_m=8, pingpong=pingpong, subtiles=subtiles, prefetch=int(stages in (3, 4)))
                 found.append(Case(text, shape, FP16, layout="nt", config=config))
-    for text in _DESCRIBED_TEXTS:
+    for text in _TMA_TEXTS:
         found.append(Case(text, (263, 391, 135), BF16, inputs=BF16, layout="nt", config=warp_specialized(pingpong=1)))
-    for text in _DESCRIBED_TEXTS[:2]:
+    for text in _TMA_TEXTS[:2]:
         for pingpong in (0, 1):
             found.append(Case(text, (264, 392, 136), FP16, layout="nt", config=warp_specialized(pingpong=pingpong), integers=True))
-    for text in (*_DESCRIBED_TEXTS[1:4], "z = gelu_tanh(mm * alpha) + residual; z, max(z, n) * 2, logsumexp(z, n), logsumexp(z, m), amax(z)"):
+    for text in (*_TMA_TEXTS[1:4], "z = gelu_tanh(mm * alpha) + residual; z, max(z, n) * 2, logsumexp(z, n), logsumexp(z, m), amax(z)"):
         for i, view in enumerate(("sliced", "expanded", "shifted")):  # masks in bytes, but for the sliced ones
             config = warp_specialized(pingpong=i % 2, prefetch=1, tma_store=int(i > 0))
             found.append(Case(text, (264, 392, 136), FP16, view=view, config=config, by_value=False))
@@ -401,7 +401,7 @@ def eight_bit_cases() -> list[Case]:
 def split_in_groups_cases() -> list[Case]:
     """Sums over parts of k in the warp-specialised schedule: two and more, parts without a step, one tile and many, two rows of warps a group."""
     found = []
-    texts = (*_DESCRIBED_TEXTS[:3], "dz = dgelu(mm, z[m,n]); dz, bgrad(dz), amax(dz)")
+    texts = (*_TMA_TEXTS[:3], "dz = dgelu(mm, z[m,n]); dz, bgrad(dz), amax(dz)")
     for i, text in enumerate(texts):
         for j, (pingpong, subtiles, splits) in enumerate(((0, 1, 2), (1, 1, 3), (0, 2, 5), (1, 2, 2))):
             config = warp_specialized(128, 64, 64, 3, pingpong=pingpong, subtiles=subtiles, splits=splits, fused_finalize=j // 2, prefetch=i % 2)
@@ -475,7 +475,7 @@ def tma_load_cases() -> list[Case]:
     return found
 
 
-def one_launch_cases() -> list[Case]:
+def fused_finalize_cases() -> list[Case]:
     """Reductions that the last block to arrive completes: of each kind, beside others that it cannot, inputs of both parts, one tile and many."""
     texts = (
         "dz = drelu(mm, mask); dz, bgrad(dz)",
@@ -508,7 +508,7 @@ def one_launch_cases() -> list[Case]:
     return found
 
 
-def early_cases() -> list[Case]:
+def prefetch_cases() -> list[Case]:
     """Inputs that are loaded before the product, in Triton's own language: of each set of indices and either kind of mask, held in 16 bits and in 32,
     in halves, by parts of k, beside reductions that the last block completes."""
     found = []
@@ -583,10 +583,10 @@ def all_cases() -> list[Case]:
         warp_specialized_cases,
         tma_load_cases,
         apart_cases,
-        one_launch_cases,
+        fused_finalize_cases,
         split_in_groups_cases,
         eight_bit_cases,
-        early_cases,
+        prefetch_cases,
         operand_cases,
     )
     return list(dict.fromkeys(c for group in groups for c in group()))
