@@ -58,5 +58,9 @@ class Machine:
             known = replace(kin, name=f"sm_{arch}", arch=arch, shared_bytes=int(getattr(properties, "shared_memory_per_block_optin", kin.shared_bytes)))
         return replace(known, multiprocessors=properties.multi_processor_count, part=properties.name)
 
+    def of(self, place: Any) -> Target | None:
+        """The target of a torch.device; None of the CPU, where nothing is known of how long anything takes."""
+        return self.at_hand(place.index) if place.type == "cuda" else None
+
 
 THIS_MACHINE = Machine()

@@ -24,6 +24,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from epigen import __version__, api, settings
 from epigen.errors import CallError
 from epigen.training import aten, convolutions, elements, joint, regions, rewrite, whole, wrapper
+from epigen.training.expected import UNTUNED, Terms
 from epigen.training.regions import Left, Product, Region
 from epigen.training.report import Call, GraphSeen, Lying, Record, Seen, in_graph, record_of
 
@@ -142,7 +143,7 @@ class Packing(Pass):
 
     def run(self, graph: fx.Graph) -> None:
         joint.keep_compared(graph)
-        joint.keep_bits(graph, self.tune)
+        joint.keep_bits(graph, Terms(self.tune))
 
 
 class Fusing(Pass):
@@ -166,9 +167,9 @@ class Fusing(Pass):
 
     def run(self, graph: fx.Graph) -> None:
         self.graphs += 1
-        joint.settle(graph, self.tune)
+        joint.settle(graph, Terms(self.tune))
         before = regions.moved(graph)
-        seen = in_graph(fuse(graph, self.tune), self.kind)
+        seen = in_graph(fuse(graph, Terms(self.tune)), self.kind)
         after = regions.moved(graph)
         self.record.graphs.append(GraphSeen(seen, sum(before.values()), sum(after.values()), sum(n for node, n in after.items() if rewrite.is_program(node))))
         if self.report is not None:
@@ -199,25 +200,25 @@ def _digest(files: Any) -> str:
 # -- a graph
 
 
-def fuse(graph: fx.Graph, tune: str | None = None) -> list[Seen]:
+def fuse(graph: fx.Graph, terms: Terms = UNTUNED) -> list[Seen]:
     """Put programs in the places of products and of what follows them. Returns what was done with each product."""
     seen: list[Seen] = []
     standing, apart = convolutions.as_products(graph)
     left = {node: list(several) for node, several in itertools.groupby(apart, lambda each: each.node)}
     levels = regions.levels_of(graph)
     nodes = regions.products(graph)
-    regions.compile_ahead([p for node in nodes if isinstance(p := regions.product_of(node), Product)], levels, tune)
+    regions.compile_ahead([p for node in nodes if isinstance(p := regions.product_of(node), Product)], levels, terms)
     for node in sorted([*nodes, *left]):
         if node in left:
             seen += [Seen(_hinted(each.shape), str(each.dtype), "", each.why, False, False, None) for each in left[node]]
             continue
         product = regions.product_of(node)  # whose operands may be results of the programs before it
-        outcome = Left(product) if isinstance(product, str) else regions.region_of(product, levels, tune)
+        outcome = Left(product) if isinstance(product, str) else regions.region_of(product, levels, terms)
         shape, dtype = _hints(node), str(node.meta["val"].dtype if isinstance(product, str) else product.a.meta["val"].dtype)
-        call = _call(outcome, tune) if isinstance(outcome, Region) else None
+        call = _call(outcome, terms.tune) if isinstance(outcome, Region) else None
         if isinstance(outcome, Region):
             try:
-                rewrite.replace(graph, outcome, tune, levels)
+                rewrite.replace(graph, outcome, terms.tune, levels)
             except NotImplementedError as error:
                 outcome = Left(str(error), True)
         if isinstance(outcome, Region):

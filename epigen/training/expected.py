@@ -22,7 +22,7 @@ from epigen.ir.graph import BITS, Node
 from epigen.ir.reference import torch_dtype
 from epigen.perf import model, resources
 from epigen.runtime import loader
-from epigen.runtime.device import THIS_MACHINE
+from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.runtime.kernel import Kernel
 from epigen.runtime.prepared import Plan
 from epigen.shapes import Shape
@@ -48,9 +48,15 @@ class ProgramCall:
         return library.kernel(self.text, tune, self.options)
 
 
-def target_of(place: torch.device) -> Target | None:
-    """None where nothing is known of how long anything takes."""
-    return THIS_MACHINE.at_hand(place.index) if place.type == "cuda" else None
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """By what a program is taken or left. tune: as of `epigen.compile`; "missing" has what is expected of a program measured. machine: whose GPUs it is for."""
+
+    tune: str | None = None
+    machine: Machine = THIS_MACHINE
+
+
+UNTUNED = Terms()
 
 
 _DOUBT, _DOUBT_A_TILE = 1.09, 0.06

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from epigen.training import regions
 from epigen.training.aten import is_view, same
+from epigen.training.expected import UNTUNED, Terms
 from epigen.training.regions import Left, Region
 from epigen.training.rewrite import called
 
@@ -42,7 +43,7 @@ class Question:
     slope: float | None = None
 
 
-def keep_bits(graph: fx.Graph, tune: str | None = None) -> None:
+def keep_bits(graph: fx.Graph, terms: Terms = UNTUNED) -> None:
     """Have the forward pack what the backward asks of it, where a program does so that is expected to pay.
 
     Packing costs the forward's kernel 1 to 3 % of its time (the shapes in tuning_db whose rows are whole bytes; H100 and H200, 2026-11), and what it
@@ -53,7 +54,7 @@ def keep_bits(graph: fx.Graph, tune: str | None = None) -> None:
     if not questions:
         return
     needed = regions.above_of([s for s in graph.output_node().all_input_nodes if s not in late])
-    packed = _pack(graph, [q for q, pays in zip(questions, _paying(graph, questions, tune), strict=True) if pays])
+    packed = _pack(graph, [q for q, pays in zip(questions, _paying(graph, questions, terms), strict=True) if pays])
     for mask in dict.fromkeys(mask for mask, _ in packed):
         _tie(graph, mask, needed)
     if packed:
@@ -81,7 +82,7 @@ def _viewed(node: fx.Node) -> fx.Node:
     return node
 
 
-def settle(graph: fx.Graph, tune: str | None = None) -> None:
+def settle(graph: fx.Graph, terms: Terms = UNTUNED) -> None:
     """After forward and backward were parted: what held them together goes, and so does a mask that is packed and read in one graph, but by no program.
 
     There are masks in one graph where the backward computes a part of the forward again.
@@ -93,7 +94,7 @@ def settle(graph: fx.Graph, tune: str | None = None) -> None:
     levels, known = regions.levels_of(graph) if here else {}, dict[fx.Node, Region | Left]()
     for node in here:
         mask, x, *y = node.args
-        if regions.taking(mask, levels, tune, known) is not None:
+        if regions.taking(mask, levels, terms, known) is not None:
             continue
         with _adding(graph, node, node):
             chosen = called(graph, _aten.where.self, (mask.args[0], x, y[0] if y else _zero(graph, node)))
@@ -217,12 +218,12 @@ def _tie(graph: fx.Graph, mask: fx.Node, needed: set[fx.Node]) -> None:
 # -- which are worth it
 
 
-def _paying(graph: fx.Graph, questions: Sequence[Question], tune: str | None) -> list[bool]:
+def _paying(graph: fx.Graph, questions: Sequence[Question], terms: Terms) -> list[bool]:
     """Of each question whether a program packs the answer, and the kernel that reads it does not read what it is about anyway. It is tried on a copy."""
     copy, at = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.output(copy.graph_copy(graph, at))
     packed = _pack(copy, [replace(q, node=at[q.node], of=at[q.of]) for q in questions])
-    forward, backward = _parted(copy, tune)
+    forward, backward = _parted(copy, terms)
     return [_spares(mask, chosen, forward, backward) for mask, chosen in packed]
 
 
@@ -254,8 +255,8 @@ class _Part:
     """The forward or the backward of a graph, with the regions of its products. at: its nodes by those of the whole.
     source: what an input of the backward is in the forward."""
 
-    def __init__(self, tune: str | None):
-        self.graph, self.tune = fx.Graph(), tune
+    def __init__(self, terms: Terms):
+        self.graph, self.terms = fx.Graph(), terms
         self.at: dict[fx.Node, fx.Node] = {}
         self.source: dict[fx.Node, fx.Node] = {}
         self.known: dict[fx.Node, Region | Left] = {}
@@ -277,13 +278,13 @@ class _Part:
 
     def region(self, node: fx.Node) -> Region | None:
         """The one that takes a node of the whole."""
-        return regions.taking(self.at[node], self.levels, self.tune, self.known)
+        return regions.taking(self.at[node], self.levels, self.terms, self.known)
 
 
-def _parted(graph: fx.Graph, tune: str | None) -> tuple[_Part, _Part]:
+def _parted(graph: fx.Graph, terms: Terms) -> tuple[_Part, _Part]:
     """As the graphs will be, as far as regions go by it: the backward receives all that it reads of the forward."""
     late = _late(graph)
-    forward, backward = _Part(tune), _Part(tune)
+    forward, backward = _Part(terms), _Part(terms)
     for node in graph.nodes:
         if node.op == "output":
             continue

@@ -41,6 +41,7 @@ from epigen.training.aten import (
     same,
     size_hint,
 )
+from epigen.training.expected import UNTUNED, Terms
 from epigen.training.functions import result_dtype
 
 MOST_TILES = 6
@@ -185,20 +186,20 @@ def _is(extent: Any, number: int) -> bool:
 # -- the region of one
 
 
-def region_of(product: Product, levels: Levels, tune: str | None = None) -> Region | Left:
-    """The region of a product, or why there is none. tune: as of `epigen.compile`; "missing" has what is expected of it measured."""
-    outcome = promising(product, levels, tune)
-    if isinstance(outcome, Region) and (kernel := _kernel_of(outcome)) is not None and (why := expected.spilled(*kernel)):
+def region_of(product: Product, levels: Levels, terms: Terms = UNTUNED) -> Region | Left:
+    """The region of a product, or why there is none."""
+    outcome = promising(product, levels, terms)
+    if isinstance(outcome, Region) and (kernel := _kernel_of(outcome, terms)) is not None and (why := expected.spilled(*kernel)):
         return Left(why, True, times=outcome.times)
     return outcome
 
 
-def taking(node: fx.Node, levels: Levels, tune: str | None, known: dict[fx.Node, Region | Left]) -> Region | None:
+def taking(node: fx.Node, levels: Levels, terms: Terms, known: dict[fx.Node, Region | Left]) -> Region | None:
     """The region that takes a node, as far as nothing is compiled. known: of products that were looked at before; added to."""
     for own in before(node):
         if own not in known:
             product = product_of(own)
-            known[own] = Left(product) if isinstance(product, str) else promising(product, levels, tune)
+            known[own] = Left(product) if isinstance(product, str) else promising(product, levels, terms)
         if isinstance(outcome := known[own], Region) and node in outcome.nodes:
             return outcome
     return None
@@ -216,35 +217,35 @@ def before(node: fx.Node) -> Iterator[fx.Node]:
             seen |= set(value.all_input_nodes)
 
 
-def compile_ahead(products: Iterable[Product], levels: Levels, tune: str | None) -> None:
+def compile_ahead(products: Iterable[Product], levels: Levels, terms: Terms) -> None:
     """Compile the kernels of a graph's regions at once, of which each would be waited for in turn.
 
     A region that comes to be of one before it is taken may be another one then; its kernel is compiled when it is asked for.
     """
-    known = [p for p in products if expected.target_of(p.a.meta["val"].device) is not None]
-    regions = [outcome for product in known if isinstance(outcome := promising(product, levels, tune), Region)]
-    expected.compile_ahead([kernel for region in regions if (kernel := _kernel_of(region)) is not None])
+    known = [p for p in products if terms.machine.of(p.a.meta["val"].device) is not None]
+    regions = [outcome for product in known if isinstance(outcome := promising(product, levels, terms), Region)]
+    expected.compile_ahead([kernel for region in regions if (kernel := _kernel_of(region, terms)) is not None])
 
 
-def _kernel_of(region: Region) -> tuple[expected.ProgramCall, Target] | None:
+def _kernel_of(region: Region, terms: Terms) -> tuple[expected.ProgramCall, Target] | None:
     """What is compiled for a region, and for what; None where the GPU is not known."""
-    call, target = program_call(region.product, region.imported), expected.target_of(region.product.a.meta["val"].device)
+    call, target = program_call(region.product, region.imported), terms.machine.of(region.product.a.meta["val"].device)
     return None if call is None or target is None else (call, target)
 
 
-def promising(product: Product, levels: Levels, tune: str | None) -> Region | Left:
+def promising(product: Product, levels: Levels, terms: Terms) -> Region | Left:
     """A region that is expected to pay, as far as nothing is compiled."""
     try:
-        return _promising(product, *_grown(product), levels, tune)
+        return _promising(product, *_grown(product), levels, terms)
     except (Unknown, EpigenError):
         pass
     try:  # without what the language takes alone and not together with the rest, such as a sum over rows that elements are joined with
-        return _promising(product, *_grown(product, checked=True), levels, tune)
+        return _promising(product, *_grown(product, checked=True), levels, terms)
     except (Unknown, EpigenError) as error:
         return Left(str(error).partition("\n")[0], True)
 
 
-def _promising(product: Product, nodes: list[fx.Node], refused: str, levels: Levels, tune: str | None) -> Region | Left:
+def _promising(product: Product, nodes: list[fx.Node], refused: str, levels: Levels, terms: Terms) -> Region | Left:
     """nodes, refused: as `_grown` has them. Raises Unknown, ParseError, CheckError.
 
     Where many rows read one, such as a gate of each image, or each image the same rows, they are parted into a batch of products, for which nothing need be copied.
@@ -261,12 +262,12 @@ def _promising(product: Product, nodes: list[fx.Node], refused: str, levels: Lev
     imported = _imported(product, nodes, outputs, dtype, _taken_over([leaf.node for leaf in leaves], inside))
     if shared := [leaf.shared for leaf in imported.leaves if leaf.shared]:
         finest = min(shared, key=lambda parts: size_hint(parts[1]) or 0)
-        if isinstance(parted := promising(replace(product, parted=finest), levels, tune), Region):
+        if isinstance(parted := promising(replace(product, parted=finest), levels, terms), Region):
             return parted
     tiles = len([x for x in imported.leaves if x.tile]) + len([x for x in imported.outputs if x == "mn"])
     if tiles > MOST_TILES:
         return Left(f"it reads and writes {tiles} tiles, and a kernel holds at most {MOST_TILES}", True)
-    times = _times(product, nodes, outputs, imported, levels, tune)
+    times = _times(product, nodes, outputs, imported, levels, terms)
     if isinstance(times, str):
         return Left(times, True)
     if times is not None and times[0] > times[1]:
@@ -588,7 +589,7 @@ def bytes_of(node: fx.Node) -> int:
 
 
 def _times(
-    product: Product, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], imported: Imported, levels: Levels, tune: str | None
+    product: Product, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], imported: Imported, levels: Levels, terms: Terms
 ) -> tuple[float, float] | str | None:
     """How long the program takes, and the vendor's product with Inductor's kernel; None where nothing is known, and in words why it cannot be.
 
@@ -596,13 +597,13 @@ def _times(
     program what is copied for it, since it varies over some of the leading dimensions alone.
     """
     call = program_call(product, imported)
-    target = expected.target_of(product.a.meta["val"].device)
+    target = terms.machine.of(product.a.meta["val"].device)
     if target is None:
         return None
     if call is None:
         return "its extents are known at run time alone, and so is what takes less time"
     gpu = gpus.of_target(target)
-    fused, bare = expected.kernels_us(call, target, tune)
+    fused, bare = expected.kernels_us(call, target, terms.tune)
     if product.parted and (one := program_call(replace(product, parted=None), imported)) is not None:
         bare = expected.kernels_us(one, target, None)[1]
     inside = set(nodes)

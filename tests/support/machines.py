@@ -32,6 +32,13 @@ class Machine(device.Machine):
         return found
 
 
+class Everywhere(Machine):
+    """On whose GPU all tensors lie, those of the CPU and fake ones too."""
+
+    def of(self, _place: object) -> Target | None:
+        return self.at_hand()
+
+
 def machine(*gpus: Target) -> Machine:
     """With these GPUs, numbered as they are given."""
     return Machine(dict(enumerate(gpus)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from machines import Everywhere
 from torch.fx.experimental.proxy_tensor import make_fx
 from under_torch import APART
 
@@ -64,16 +65,18 @@ def nothing_is_left_to_compile() -> Iterator[None]:
         expected._pool.cache_clear()
 
 
+HOPPER = expected.Terms(machine=Everywhere({0: TARGETS["sm_90"]}))
+
+
 def taken(function: Any, *shapes: tuple[int, ...]) -> Seen:
     """What becomes of the one product, or batch of them, of a function of bf16 tensors, for a Hopper."""
     graph = make_fx(function, tracing_mode="fake")(*(torch.empty(s, dtype=torch.bfloat16) for s in shapes)).graph
-    (found,) = backend.fuse(graph)
+    (found,) = backend.fuse(graph, HOPPER)
     return found
 
 
-def test_a_kernel_that_keeps_values_in_memory_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_keeps_values_in_memory_is_not_taken() -> None:
     """On an H100 such a one took 843 us where the product and a pass took 369."""
-    monkeypatch.setattr(expected, "target_of", lambda _device: TARGETS["sm_90"])
 
     def one(g: Any, x: Any, y: Any, w: Any) -> Any:
         """A gated unit's backward with an activation that is in no table."""
@@ -98,8 +101,7 @@ def test_a_kernel_that_keeps_values_in_memory_is_not_taken(monkeypatch: pytest.M
         (lambda a, b, c: torch.addmm(c, a, b), ((8192, 1024), (1024, 4096), (8192, 4096)), "mm + x0[m,n]"),
     ],
 )
-def test_what_is_taken_of_batches(function: Any, shapes: tuple[tuple[int, ...], ...], program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expected, "target_of", lambda _device: TARGETS["sm_90"])
+def test_what_is_taken_of_batches(function: Any, shapes: tuple[tuple[int, ...], ...], program: str) -> None:
     found = taken(function, *shapes)
     assert found.program == program
     if program and len(shapes[0]) == 3:
@@ -108,8 +110,7 @@ def test_what_is_taken_of_batches(function: Any, shapes: tuple[tuple[int, ...], 
         assert found.call.a.shape == shapes[0] and found.call.b.stride == (shapes[1][1] * shapes[1][2], shapes[1][2], 1)
 
 
-def test_a_kernel_of_a_batch_that_keeps_values_in_memory_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expected, "target_of", lambda _device: TARGETS["sm_90"])
+def test_a_kernel_of_a_batch_that_keeps_values_in_memory_is_not_taken() -> None:
 
     def one(g: Any, x: Any, y: Any, w: Any) -> Any:
         mm = torch.bmm(g, w)
@@ -120,9 +121,8 @@ def test_a_kernel_of_a_batch_that_keeps_values_in_memory_is_not_taken(monkeypatc
     assert "in memory, for want of registers" in taken(one, (8, 1024, 2048), (8, 1024, 5120), (8, 1024, 5120), (8, 2048, 5120)).why
 
 
-def test_what_is_copied_for_a_program_costs_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_copied_for_a_program_costs_what_it_takes() -> None:
     """By a kernel of its own, and then it is read as a tile; but for one row of each image and the same rows for all, for which the rows are parted."""
-    monkeypatch.setattr(expected, "target_of", lambda _device: TARGETS["sm_90"])
 
     def added(*lead: int) -> Seen:
         return taken(lambda x, w, c: torch.relu(x @ w + c), (4, 2, 1024, 512), (512, 4096), (*lead, 4096))
@@ -139,7 +139,6 @@ def test_what_is_copied_for_a_program_costs_what_it_takes(monkeypatch: pytest.Mo
 
 def test_masks_are_packed_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """By kernels that are compiled before they are taken, of a mask that is a sixteenth of a tile; and a mask is no tile that makes an estimate doubtful."""
-    monkeypatch.setattr(expected, "target_of", lambda _device: TARGETS["sm_90"])
     packed: Any = torch.ops.epigen
 
     def forward(x: Any, w: Any) -> Any:
@@ -148,7 +147,7 @@ def test_masks_are_packed_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert taken(forward, (2048, 512), (512, 1024)).program == "v = relu(mm); out0 = v; out0, bitmask(~(v <= 0))"
     g, w, mask = torch.empty(2048, 512, dtype=torch.bfloat16), torch.empty(512, 1024, dtype=torch.bfloat16), torch.empty(2048, 128, dtype=torch.uint8)
-    (found,) = backend.fuse(make_fx(lambda g, w, mask: packed.where_bits(mask, g @ w), tracing_mode="fake")(g, w, mask).graph)
+    (found,) = backend.fuse(make_fx(lambda g, w, mask: packed.where_bits(mask, g @ w), tracing_mode="fake")(g, w, mask).graph, HOPPER)
     assert found.program == "drelu(mm, bits(x0))"
     monkeypatch.setattr(expected, "_kernels_us", lambda *_: (100.0, 110.0, False))
     assert expected.kernels_us(expected.ProgramCall(found.program, (2048, 1024, 512), BF16, "nn", ()), TARGETS["sm_90"], None)[0] == pytest.approx(109)
@@ -156,7 +155,6 @@ def test_masks_are_packed_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_kernels_of_a_graph_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once, and while the graph goes on; what may have more values than registers is waited for, and judged."""
-    monkeypatch.setattr(expected, "target_of", lambda _device: TARGETS["sm_90"])
     expected._compiled.cache_clear()
     started, going_on, alone = threading.Barrier(2, timeout=60), threading.Event(), threading.get_ident()
     asked: list[str] = []
@@ -176,7 +174,7 @@ def test_the_kernels_of_a_graph_are_compiled_side_by_side(monkeypatch: pytest.Mo
         return torch.cos(x @ u), torch.sin(x @ v), torch.cos(x @ w), torch.erf(x @ w) * torch.tanh(y[0]) * torch.sigmoid(y[1])
 
     graph = make_fx(several, tracing_mode="fake")(*(torch.empty(s, dtype=torch.bfloat16) for s in ((8192, 2048), *[(2048, 4096)] * 3, (2, 8192, 4096)))).graph
-    assert [s.program or s.why for s in backend.fuse(graph)] == ["cos(mm)", "sin(mm)", "cos(mm)", "it spills"]
+    assert [s.program or s.why for s in backend.fuse(graph, HOPPER)] == ["cos(mm)", "sin(mm)", "cos(mm)", "it spills"]
     kernels = [library.kernel(text, None)._compiling[1] for text in ("cos(mm)", "sin(mm)")]  # of programs that no other test here has compiled
     going_on.set()
     assert [f.result(60) for (f,) in kernels] == ["", ""] and len(asked) == len(set(asked)) == 3
