@@ -41,6 +41,24 @@ def carries_gradient(graph: Graph, output: Output) -> bool:
     return graph.nodes[output.node].kind == NUMBER and not _quantised(output.dtype)
 
 
+def followed(graph: Graph, of: Collection[str]) -> frozenset[str]:
+    """ "mm" and the inputs that outputs follow as numbers. Where they do in steps alone, as sign(mm), the gradient is 0; of what is compared or detached there is none.
+
+    of: names of the outputs whose gradients arrive.
+    """
+    pending = [o.node for o in graph.outputs if o.name in of and carries_gradient(graph, o)]
+    seen, names = set(pending), set[str]()
+    while pending:
+        node = graph.nodes[pending.pop()]
+        if node.op in (g.DOT, g.INPUT):
+            names.add(node.name or g.PRODUCT)
+        elif node.op != "detach":
+            further = {a for a in node.args if graph.nodes[a].kind == NUMBER} - seen
+            seen |= further
+            pending += further
+    return frozenset(names)
+
+
 def differentiate(graph: Graph, of: Collection[str], wrt: Collection[str]) -> Gradients:
     """of: names of the outputs whose gradients arrive. wrt: "mm" and the inputs whose gradients are wanted, if anything flows to them. Where it flows to what
     an operand is computed of, the gradient of mm is among those that are found: theirs follow from it.

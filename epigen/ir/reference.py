@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,12 +104,16 @@ def _of_all_rows(graph: Graph) -> set[int]:
     return found
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """The meta device has none that could be left."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
 def node_values(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], compute: torch.dtype) -> list[Tensor]:
     """Every node's value, in shapes that broadcast: [M, N], [M, 1], [1, N] or a scalar, of operands also [M, K], [K, N] and [K]; packed masks as bytes."""
     m, n = a.shape[0], b.shape[1]
     values: list[Tensor] = []
-    # autocast would round the operands and the product of fp32 values to half precision; the meta device has none
-    with torch.autocast(a.device.type, enabled=False) if not a.is_meta else nullcontext():
+    with without_autocast(a.device):  # which would round the operands and the product of fp32 values to half precision
         for node in graph.nodes:
             if node.op == g.DOT:
                 values.append(product(*multiplied(graph, node, values, a, b), compute))

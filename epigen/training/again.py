@@ -132,7 +132,7 @@ def run(
 
 def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
     """What `chain.chain` comes to where it is called with tensors like these, in torch's modes as they are: a function without its checks. None where the chain
-    has torch itself run the layers, and where one computes what it multiplies, gives a mask, or within the chain more than a tile. Inputs are taken of exactly the shapes that a program
+    has torch itself run the layers, where a gradient is 0 throughout, and where one computes what it multiplies, gives a mask, or within the chain more than a tile. Inputs are taken of exactly the shapes that a program
     declares with x's leading dimensions.
     """
     programs = [plan.declared(link.epilogue) for link in links]
@@ -156,6 +156,8 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
         text.add(*(f"{name} = {text.hold(chain.cast)}({name}, {text.hold(dtype)})" for name in ("x", *(weight for weight, _ in names))))
     values: list[list[Any]] = [[link.inputs[declared.name] for declared in program.inputs] for link, program in zip(links, programs, strict=True)]
     steps = chain.steps(x, links, values)
+    if any(step.own is not None and step.own.zeros for step in steps):
+        return None
     shapes: list[list[Shape]] = [[tuple(value.shape) if isinstance(value, Tensor) else None for value in of] for of in values]
     of_taken: Sequence[Shape] = ()
     lead, taken, a, shape = tuple(x.shape[:-1]), "", "x", tuple(x.shape)

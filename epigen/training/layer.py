@@ -96,6 +96,8 @@ class Layer(torch.autograd.Function):
         if step.operands:
             ctx.dtypes = [v.dtype if isinstance(v, Tensor) else None for v in inputs]
             ctx.computed = [None if isinstance(v, Tensor) else v for v in computed]
+        if step.own is not None and None in step.own.zeros:
+            ctx.mm = (x.shape[:-1].numel(), weight.shape[0]), weight.dtype
         ctx.shapes = x.shape, [v.shape if isinstance(v, Tensor) else None for v in (*inputs, *taken[:before])]
         given = tuple(outputs[: len(step.outputs)] if step.own else outputs)
         if step.own is None:
@@ -135,6 +137,11 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
         held, saved = saved[: len(own.kept)], saved[len(own.kept) :]
         arrived = [rows(t, indices) for t, indices in zip(arrived, step.outputs, strict=True)]
         dmm, inputs = _gradients(own, ctx.tune, held, ctx.numbers[0], arrived)
+        for place in own.zeros:
+            if place is None:
+                dmm = arrived[0].new_zeros(ctx.mm[0], dtype=ctx.mm[1])
+            else:
+                inputs[place] = arrived[0].new_zeros(ctx.shapes[1][place], dtype=own.dtypes[place])
     dx, dweight = None, None
     taken: list[Tensor | None] = [None] * len(before.inputs) if before is not None else []
     if dmm is not None and step.operands:

@@ -17,6 +17,7 @@ import torch
 from epigen.codegen.lower import output_dtype
 from epigen.dtypes import BY_TORCH_ON_CPU, FP32, DType
 from epigen.errors import CallError
+from epigen.ir import autodiff
 from epigen.ir import graph as g
 from epigen.ir.autodiff import carries_gradient
 from epigen.ir.derivation import ARRIVING, INPUT, SAVED, Derivation
@@ -54,7 +55,8 @@ class Backward:
     is taken again x and the weight come last. indices: of each of them.
     arguments: the program's inputs, by place among what is kept, the layer's numbers and the gradients that arrive.
     mm, inputs: where the gradients of mm and of each input of the layer are, by place among the program's outputs and the gradients that
-    arrive; None for those that are not wanted. dtypes: the inputs' own, which their gradients have to have.
+    arrive; None for those that are not wanted. dtypes: the inputs' own, which their gradients have to have. zeros: those, by place and None for mm, whose gradients are 0,
+    since the results follow them in steps alone.
     """
 
     text: str
@@ -65,6 +67,7 @@ class Backward:
     mm: int | None
     inputs: tuple[int | None, ...]
     dtypes: tuple[torch.dtype | None, ...]
+    zeros: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +184,20 @@ def _steps(x: bool, layers: tuple[LayerRequest, ...]) -> tuple[Step, ...]:
         if not wrt:
             planned.append(Step(layer.text, tuple(names.values()), tuple(n.indices for n in graph.inputs()), indices, ()))
             continue
-        derived = derive(graph, operands, layer.save, wrt, layer.of)
+        followed, zeros = _followed(graph, layer.of, wrt)
+        if zeros and zeros == followed:
+            nothing = Backward("", 0, (), (), (), None, (None,) * len(names), layer.inputs, tuple(names.get(name) for name in zeros))
+            constant = tuple(i for i, o in enumerate(graph.outputs) if not carries_gradient(graph, o))
+            planned.append(
+                Step(layer.text, tuple(names.values()), tuple(n.indices for n in graph.inputs()), indices, constant, nothing, before, True, layer.weight, flows)
+            )
+            flows, before = True, None
+            continue
+        derived = derive(graph, operands, layer.save, [name for name in wrt if name not in zeros], layer.of)
         forward = derived.forward
         # what computes something of this layer's result gives its gradient by a program of its own
-        chained = number + 1 < len(layers) and _chains(graph, operands) and not graph_of(layers[number + 1].text).computed()
-        backward = _backward(derived, names, layer, operands, chained)
+        chained = not zeros and number + 1 < len(layers) and _chains(graph, operands) and not graph_of(layers[number + 1].text).computed()
+        backward = replace(_backward(derived, names, layer, operands, chained), zeros=tuple(names.get(name) for name in zeros))
         constant = tuple(i for i, o in enumerate(forward.outputs) if i >= derived.results or o.name not in derived.arriving)
         order = tuple(names[n.name] for n in forward.inputs())
         taken = tuple(n.indices for n in forward.inputs())
@@ -193,6 +205,15 @@ def _steps(x: bool, layers: tuple[LayerRequest, ...]) -> tuple[Step, ...]:
         planned.append(Step(forward.text, order, taken, indices, constant, None if chained else backward, before, True, layer.weight, flows, through, kept))
         flows, before = True, backward if chained else None
     return tuple(planned)
+
+
+def _followed(graph: Graph, of: Iterable[str] | None, wrt: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Those of "mm" and inputs that the results follow, and of these those that they follow in steps alone. of, wrt: as of `derive`."""
+    arriving = [o.name for o in graph.outputs if of is None or o.name in of]
+    followed = autodiff.followed(graph, arriving).intersection(wrt)
+    if not followed:
+        return followed, followed
+    return followed, followed.difference(name for name, _ in autodiff.gradients(graph, arriving, followed).wanted)
 
 
 def _dtype(dtype: torch.dtype, what: str) -> DType:

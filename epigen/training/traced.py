@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from epigen.errors import CallError, CheckError, EpigenError, ParseError
 from epigen.ir.check import refused_name
+from epigen.ir.reference import without_autocast
 from epigen.training.aten import CALLED, Imported, Importer, Unknown, is_view, name_of
 from epigen.training.unlogged import unlogged
 
@@ -71,7 +72,7 @@ def trace(
         return results
 
     try:
-        with fake, unlogged(), torch.enable_grad(), torch.autocast(device.type, enabled=False), fx.traceback.preserve_node_meta():
+        with fake, unlogged(), torch.enable_grad(), without_autocast(device), fx.traceback.preserve_node_meta():
             module = make_fx(torch.func.functionalize(flat))(*empty)  # what it changes in place is a value of its own
     except EpigenError:
         raise

@@ -155,6 +155,25 @@ def test_layers_that_follow_one_another_run_as_a_chain(ran: list[str], golden: G
     assert str(again) == str(found), "a second time changes nothing"
 
 
+class Stepping(nn.Module):
+    """What is rounded on its way; twice of one layer, and before another."""
+
+    def __init__(self, step: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.step, self.one, self.other, self.scale = step, nn.Linear(8, 6), nn.Linear(6, 4), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.step(self.one(x)) * self.scale) + self.other(self.step(self.one(x)))
+
+
+@pytest.mark.parametrize(
+    "step", [torch.sign, torch.round, torch.floor, torch.ceil, torch.trunc, lambda x: x + (x.round() - x).detach(), lambda x: (x > 0).float()]
+)
+def test_steps_are_trained_as_torch_trains_them(step: Callable[[Tensor], Tensor]) -> None:
+    """Gradients of zeros, and none where torch has none."""
+    fused(Stepping(step))
+
+
 def test_gates_residuals_and_dropout_that_drops_nothing() -> None:
     def gated(s: Any, x: Tensor, _: Any) -> Tensor:
         return x + s.drop(s.down(F.silu(s.gate(x)) * s.up(x)))

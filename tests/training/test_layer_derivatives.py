@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from golden import Golden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F  # noqa: N812  # as everyone calls it
 from torch.utils.checkpoint import checkpoint
@@ -183,3 +183,18 @@ def test_tensors_without_memory(grad: bool) -> None:
     if grad:
         (y.sum() + rows.sum()).backward()
         assert w.grad is not None and w.grad.shape == w.shape
+
+
+def test_functions_of_tensors_without_memory() -> None:
+    """Which are traced for the shapes of the first call."""
+    x, w = torch.empty(2, 3, 4, device="meta"), torch.empty(9, 4, device="meta", requires_grad=True)
+    for y in (
+        epigen.linear(x, w, epilogue=F.gelu),
+        epigen.nn.Linear(4, 9, epilogue=lambda mm, bias: F.mish(mm + bias), device="meta")(x),
+        epigen.nn.MLP([4, 6, 9], activation=nn.GELU(), device="meta")(x),
+    ):
+        assert (y.shape, y.device.type) == ((2, 3, 9), "meta")
+        y.sum().backward()
+    assert w.grad is not None and w.grad.shape == w.shape
+    kernel = epigen.compile(F.gelu)
+    assert kernel(x[0], w.detach().t()).shape == (3, 9) and kernel.program == "gelu(mm)"

@@ -159,6 +159,45 @@ def test_results_of_several_kinds_and_leading_dimensions() -> None:
     torch.testing.assert_close(drawn, torch.where(F.linear(x, w, b) > 0, F.linear(x, w), 0.0))
 
 
+STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "sign(mm)": lambda mm, _g, _v: torch.sign(mm),
+    "sign(mm) * g[m,n] + v[n]": lambda mm, g, v: torch.sign(mm) * g + v,
+    "floor(mm * g[m,n])": lambda mm, g, _v: torch.floor(mm * g),
+    "ceil(mm) + round(v[n])": lambda mm, _g, v: torch.ceil(mm) + torch.round(v),
+    "mm + detach(round(mm) - mm)": lambda mm, _g, _v: mm + (torch.round(mm) - mm).detach(),
+    "where(v[n] > 0, sign(mm), g[m,n])": lambda mm, g, v: torch.where(v > 0, torch.sign(mm), g),
+    "z = sign(mm) * g[m,n]; z, sum(z, m)": lambda mm, g, _v: torch.sign(mm) * g,
+}
+
+
+@pytest.mark.parametrize("text", STEPS)
+@pytest.mark.parametrize("frozen", ["", "x", "w", "g"])
+def test_what_is_followed_in_steps_alone_has_a_gradient_of_zeros(text: str, frozen: str) -> None:
+    """As torch has it, whose optimisers pass over a parameter without any; what is compared or detached has none. At the first call, and at those that are like it."""
+    tensors = {"x": normal(2, 5, 8), "w": normal(6, 8, seed=1), "g": normal(2, 5, 6, seed=2), "v": normal(6, seed=3)}
+    given = {name: t.detach().requires_grad_(name != frozen) for name, t in tensors.items()}
+    asked = [t for t in given.values() if t.requires_grad]
+    inputs = {name: given[name] for name in ("g", "v") if f"{name}[" in text}
+    for _ in range(4):
+        found = epigen.linear(given["x"], given["w"], epilogue=text, **inputs)
+        found = found[0] if isinstance(found, tuple) else found
+        expected = STEPS[text](given["x"] @ given["w"].t(), given["g"], given["v"])
+        assert found.requires_grad == expected.requires_grad
+        if expected.requires_grad:
+            both = (torch.autograd.grad(y.square().sum(), asked, allow_unused=True) for y in (found, expected))
+            torch.testing.assert_close(*both)
+
+
+def test_a_layer_behind_a_step_has_gradients_of_zeros_too() -> None:
+    x, w, v = normal(5, 8), normal(6, 8, seed=1), normal(3, 6, seed=2)
+    found = chain(x, [Link(w, {}, "relu(mm)"), Link(v, {}, "round(mm)")])
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), (x, w, v)), tuple(map(torch.zeros_like, (x, w, v))))
+    found = chain(x, [Link(w, {}, "round(mm)"), Link(v, {}, "relu(mm)")])
+    expected = torch.relu(torch.round(x @ w.t()) @ v.t())
+    both = (torch.autograd.grad(y.sum(), (x, w, v)) for y in (found, expected))
+    torch.testing.assert_close(*both)
+
+
 def test_outputs_without_a_derivative_are_left_out_by_of(golden: Golden) -> None:
     x, w = normal(5, 4), normal(9, 4, seed=1)
     with golden.raises(DerivationError):
