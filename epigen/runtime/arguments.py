@@ -178,6 +178,11 @@ def traced_number(value: float, device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device).mul(value)
 
 
+def stands_for_one(value: Any) -> bool:
+    """Whether a value is none of torch's tensors and takes part in its functions as one does: a proxy of torch.fx, which writes them down."""
+    return not isinstance(value, Tensor) and hasattr(type(value), "__torch_function__")
+
+
 def has_tangent(t: Tensor) -> bool:
     """Whether a tensor is a dual number of torch's forward-mode derivatives."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None

@@ -171,7 +171,7 @@ class Kernel:
         arguments.check_positional("mm is", len(extra), self._inputs)
         if PRODUCT in inputs:
             raise CallError("the program has no input 'mm': it is the product, given once and by position")
-        if is_dynamo_compiling() or traced() or (not isinstance(mm, Tensor) and _stands_for_one(mm)):
+        if is_dynamo_compiling() or traced() or (not isinstance(mm, Tensor) and arguments.stands_for_one(mm)):
             return self._operation((mm,), inputs, out)
         kernel = self._over
         nothing: Any = None
@@ -188,7 +188,7 @@ class Kernel:
 
     def _call(self, operands: Operands, inputs: Mapping[str, Any], out: Any) -> Any:
         """A call that is like none of the last ones."""
-        if any(map(_stands_for_one, (*operands, *inputs.values()))):
+        if any(map(arguments.stands_for_one, (*operands, *inputs.values()))):
             return self._operation(operands, inputs, out)
         outs, form = outputs.given(out, self._names), _form(out)
         arguments.check_no_gradient((*operands, *inputs.values(), *outs.values()))
@@ -248,13 +248,13 @@ class Kernel:
         arguments.check_names(self._inputs, inputs)
         several: tuple[Any, ...] = operands
         for name, operand in zip(("a", "b") if len(operands) == 2 else (PRODUCT,), several, strict=True):
-            if not (isinstance(operand, Tensor) or _stands_for_one(operand)):
+            if not (isinstance(operand, Tensor) or arguments.stands_for_one(operand)):
                 raise CallError(f"operand {name} is {arguments.kind(operand)}, and a tensor was expected")
         text, tune, options = self._known_as
         given = [inputs[name] for name in self._input_names]
         if is_dynamo_compiling():
             given = [v if isinstance(v, Tensor) else arguments.traced_number(v, operands[0].device) for v in given]
-        tensors = [v if isinstance(v, Tensor) or _stands_for_one(v) else None for v in given]
+        tensors = [v if isinstance(v, Tensor) or arguments.stands_for_one(v) else None for v in given]
         numbers = [arguments.number(name, v) for name, v, tensor in zip(self._input_names, given, tensors, strict=True) if tensor is None]
         if out is None:
             if len(operands) == 2:
@@ -481,11 +481,6 @@ def _key(operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tenso
     """What calls have to have in common to be prepared once. inputs: also in another order, which is another key."""
     named = [*inputs.items(), *outs.items()]
     return (*map(arguments.key, operands), *((name, arguments.key(value)) for name, value in named), len(inputs), process_precision())
-
-
-def _stands_for_one(value: Any) -> bool:
-    """Whether a value is none of torch's tensors and takes part in its functions as one does: a proxy of torch.fx, which writes them down."""
-    return not isinstance(value, Tensor) and hasattr(type(value), "__torch_function__")
 
 
 def traced() -> bool:

@@ -38,17 +38,24 @@ def chain(x: Tensor, layers: Sequence[Link]) -> Any:
     What a layer's derivative is runs within the next layer's input-gradient product.
     """
     given = (x, *(value for layer in layers for value in (layer.weight, *layer.inputs.values())))
+    of_functions = any(functions.is_function(layer.epilogue) for layer in layers)
     if has_torch_function(given):
+        if of_functions and any(map(arguments.stands_for_one, given)):  # torch.fx writes down what a function calls, for it cannot write down a function
+            return _one_by_one(x, layers)
         return handle_torch_function(chain, given, x, layers)
-    if not any(functions.is_function(layer.epilogue) for layer in layers):
+    if not of_functions:
         return _of_texts(*_dense(x, layers))
     if torch.compiler.is_compiling() or composed.needed(value for value in given if isinstance(value, Tensor)):
-        x, layers = _dense(x, layers)
-        for layer in layers:
-            x = _of_texts(x, [layer]) if isinstance(layer.epilogue, str) else functions.plain(layer.epilogue, x, layer.weight, layer.inputs)
-        return x
+        return _one_by_one(*_dense(x, layers))
     x, layers, trace = written(x, layers)
     return returned(trace, _of_texts(x, layers))
+
+
+def _one_by_one(x: Tensor, layers: Sequence[Link]) -> Any:
+    """With functions as torch runs them, unfused."""
+    for layer in layers:
+        x = chain(x, [layer]) if isinstance(layer.epilogue, str) else functions.plain(layer.epilogue, x, layer.weight, layer.inputs)
+    return x
 
 
 def _dense(x: Tensor, layers: Sequence[Link]) -> tuple[Tensor, Sequence[Link]]:

@@ -427,10 +427,11 @@ class FunctionKernel:
         Returns what the function returns, in its shapes and dtypes; each result was rounded once.
         Raises CallError for what does not fit, and for a function that no program computes.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or any(map(arguments.stands_for_one, (a, b, *inputs.values()))):
             self._check_compiled()
             return self.function(a @ b, *extra, **inputs)
         arguments.check_positional("operands a and b are", len(extra), parameters(self.function))
+        arguments.check_no_gradient((a, b, *inputs.values()))  # whose tensors no function can be traced with
         for name, operand in (("a", a), ("b", b)):
             if not isinstance(operand, Tensor):
                 raise CallError(f"operand {name} is a {type(operand).__name__}, and a tensor was expected")
@@ -440,20 +441,21 @@ class FunctionKernel:
 
     def over(self, mm: Any = None, /, *extra: Any, **inputs: Any) -> Any:
         """Run the function on a product that is there already, in one pointwise kernel. mm: [..., N]. The rest as of a call."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or any(map(arguments.stands_for_one, (mm, *inputs.values()))):
             self._check_compiled()
             return self.function(mm, *extra, **inputs)
         arguments.check_positional("mm is", len(extra), parameters(self.function))
+        arguments.check_no_gradient((mm, *inputs.values()))
         if not isinstance(mm, Tensor) or mm.dim() < 1:
             raise CallError(f"mm is {list(mm.shape) if isinstance(mm, Tensor) else f'a {type(mm).__name__}'}, and a tensor [..., N] was expected")
         return self._run(mm.shape, mm.dtype, mm.device, inputs, lambda kernel, given: kernel.over(_matrix(mm), **given))
 
     def _check_compiled(self) -> None:
-        """Raises CallError where torch.compile would make a kernel of its own of what is to be invariant, or rounded as eager torch does."""
+        """Raises CallError where torch.compile, or what torch.fx writes down, would have kernels of its own for what is to be invariant, or rounded as eager torch does."""
         if self._numerics.invariant or self._numerics.rounding:
             what, its = ("invariant", "product depends on M") if self._numerics.invariant else ("eagerly rounded", "kernels round each output once")
             raise CallError(
-                f"an {what} kernel of a torch function is not seen by torch.compile, whose own {its}: give epigen.compile the program "
+                f"an {what} kernel of a torch function is not seen by torch.compile and torch.fx, whose own {its}: give epigen.compile the program "
                 "as text, which the function's kernel has as `program` after a call"
             )
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from epigen.errors import CallError, shown
+from epigen.runtime import arguments
 from epigen.training import again, functions, plan
 from epigen.training.chain import Link
 from epigen.training.functions import Function
@@ -48,7 +49,8 @@ def linear(
     """
     values = (x, weight, bias, *(inputs.values() if isinstance(inputs, Mapping) else (inputs,)), *more.values())
     options: dict[str, Any]
-    if has_torch_function(values):  # of torch.fx's proxies, which write the call down, and of tensors that want to be told of it
+    written_down = functions.is_function(epilogue) and any(map(arguments.stands_for_one, values))
+    if has_torch_function(values) and not written_down:  # of torch.fx's proxies, which write the call down, and of tensors that want to be told of it
         options = {"inputs": inputs, "save": save, "of": of, "tune": tune, "main_grad": main_grad, **more}
         return handle_torch_function(linear, values, x, weight, bias, epilogue, **options)
     product = "mm"

@@ -10,15 +10,16 @@ from __future__ import annotations
 import inspect
 import traceback
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -77,6 +78,10 @@ def trace(
     except EpigenError:
         raise
     except Exception as error:
+        if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode):
+            place = _line(traceback.extract_tb(error.__traceback__))
+            hint = "choose by torch.where, and leave numbers tensors of one element, or give them as inputs"
+            raise Unrunnable(f"{what} asks for the value of a tensor ({place}), which is known at run time alone: {hint}") from error
         said = str(error).partition("\n")[0]
         raise Unrunnable(f"{what} cannot be run on a product of {list(shape)}: {type(error).__name__}: {said}") from error
     module.graph.eliminate_dead_code()
@@ -182,8 +187,7 @@ class _Seen(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's own signature
         stack = traceback.extract_stack()
         inside = stack[max(place for place, frame in enumerate(stack) if (frame.filename, frame.name) == (__file__, "flat")) + 1 :]
-        own = [frame for frame in inside if not frame.filename.startswith(_OTHERS)]
-        place = f"line {own[-1].lineno} of {Path(own[-1].filename).name}: {own[-1].line}" if own else ""
+        own, place = _own(inside), _line(inside)
         if func == _ASKS and inside[-2] in own:
             raise CallError(f"{self.what} asks whether a tensor requires a gradient ({place}), and is traced once for those that do and those that do not")
         called = getattr(func, "__name__", "")
@@ -195,6 +199,17 @@ class _Seen(TorchFunctionMode):
         if any(result is x for x in args):
             raise CallError(f"{self.what} changes a tensor in place within torch.no_grad() ({place}), and the gradient goes past that: write the new value")
         return pytree.tree_map_only(Tensor, Tensor.detach, result)
+
+
+def _own(stack: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """The frames that are neither torch's nor epigen's."""
+    return [frame for frame in stack if not frame.filename.startswith(_OTHERS)]
+
+
+def _line(stack: Iterable[traceback.FrameSummary]) -> str:
+    """The last line of the user's in a stack; "" where there is none."""
+    own = _own(stack)
+    return f"line {own[-1].lineno} of {Path(own[-1].filename).name}: {own[-1].line}" if own else ""
 
 
 _OTHERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))

@@ -383,6 +383,36 @@ def test_where_torch_derives_or_traces_itself() -> None:
     assert close(torch.func.vmap(lambda row: epigen.linear(row, weight, epilogue=torch.relu))(x), F.linear(x, weight).relu())
 
 
+def test_torch_fx_writes_down_what_a_function_calls() -> None:
+    """Of layers, chains and kernels; a text beside a function stays one node."""
+
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(epigen.nn.MLP([K, N, N], F.gelu), epigen.nn.Linear(N, N, epilogue=lambda mm, bias: F.mish(mm + bias)))
+            self.text = epigen.nn.Linear(N, N, epilogue="relu(mm + bias)")
+            self.kernel = epigen.compile(lambda mm, gate: F.silu(mm) * gate)
+
+        def forward(self, x: Tensor, w: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
+            y = self.text(self.layers(x))
+            return y, epigen.linear(y, w, epilogue=torch.tanh), self.kernel(y, w, gate=gate), self.kernel.over(y, gate=gate)
+
+    model, given = Calls(), (torch.randn(6, K), torch.randn(N, N), torch.randn(N))
+    traced = torch.fx.symbolic_trace(model)
+    called = [getattr(n.target, "__name__", "") for n in traced.graph.nodes if n.op == "call_function"]
+    assert called.count("chain") == 2 and {"gelu", "mish", "tanh", "silu"} <= {*called}
+    with torch.no_grad():
+        torch.testing.assert_close(traced(*given), model(*given))
+
+
+def test_a_kernel_of_a_function_says_what_torch_func_needs() -> None:
+    """Before the function is traced, which cannot be with such tensors."""
+    kernel, w = epigen.compile(lambda mm: F.gelu(mm)), torch.randn(K, N)
+    for call in (lambda x: kernel(x, w).sum(), lambda x: kernel.over(x).sum()):
+        with pytest.raises(CallError, match=r"use epigen\.linear"):
+            torch.func.grad(call)(torch.randn(6, K))
+
+
 def test_in_place_on_the_product_is_a_new_value() -> None:
     x, weight = torch.randn(6, K), torch.randn(N, K)
     assert close(epigen.linear(x, weight, epilogue=nn.ReLU(inplace=True)), F.linear(x, weight).relu())
@@ -457,6 +487,12 @@ def changes_what_is_not_recorded(mm: Tensor) -> Tensor:
     return z
 
 
+def branches(mm: Tensor, g: Tensor) -> Tensor:
+    if g.sum() > 0:
+        return mm
+    return -mm
+
+
 class _Straight(torch.autograd.Function):
     """With a derivative of its own, of which its operations do not tell."""
 
@@ -507,6 +543,8 @@ def changes_its_input(mm: Tensor, g: Tensor) -> Tensor:
         (widens, {"gate": torch.ones(5, 6, N)}, "a wider gate"),
         (asks, {}, "asks"),
         (changes_what_is_not_recorded, {}, "in place unrecorded"),
+        (branches, {"g": torch.ones(N)}, "a branch"),
+        (lambda mm: mm * mm.max().item(), {}, "a value"),
         (lambda mm: _Straight.apply(mm), {}, "autograd.Function"),
         (lambda mm: _Tripled.apply(mm), {}, "custom_function_call"),
     ],
@@ -660,5 +698,5 @@ def test_an_invariant_function_is_an_invariant_kernel() -> None:
 def test_torch_compile_does_not_take_apart_what_it_computes_otherwise(more: dict[str, str]) -> None:
     fused = epigen.compile(lambda mm: mm * 2, **more)  # type: ignore[call-overload]
     for call in (lambda: fused(torch.ones(2, 3), torch.ones(3, 4)), lambda: fused.over(torch.ones(2, 3))):
-        with pytest.raises(Exception, match=r"is not seen by torch\.compile"):
+        with pytest.raises(Exception, match=r"is not seen by torch\.compile and torch\.fx"):
             torch.compile(call, fullgraph=True, backend="eager")()
