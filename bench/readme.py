@@ -20,7 +20,7 @@ from bench.counters import calls as calls_of
 from bench.counters import us
 from bench.headline import key
 from bench.networks import PRODUCTS
-from bench.readme_models import models
+from bench.readme_models import models, reach
 from bench.readme_tuning import tuned_in, tuning
 from bench.record import Report, Row
 from bench.tables import load, paragraphs, source, table, there
@@ -358,7 +358,7 @@ def h100() -> str:
 
 
 BLOCKS = {
-    "summary": summary, "models": models,
+    "summary": summary, "models": models, "reach": reach,
     "headline": headline, "gem": gem, "host": host, "tuned_in": tuned_in, "training": training, "counters": counters, "power": power_limited, "checked": checked,
     "several": several, "tiles": tile_rows, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
 }  # fmt: skip
