@@ -1,14 +1,20 @@
-"""`epigen.fuse` on models that people have: it takes every MLP, and the model stays what it was, with adapters put in before and after."""
+"""`epigen.fuse` on models that people have: it takes every MLP, and the model stays what it was, with adapters put in before and after.
+
+Run as a program it prints the table of docs/models.md about `fuse`.
+"""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
+import re
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import zoo
+from checkout import ROOT
 from torch import Tensor, nn
 
 import epigen
@@ -94,6 +100,34 @@ def test_every_mlp_is_fused_and_the_model_stays_what_it_was(name: str, ran: list
     assert not any("forward" in vars(m) for m in model.modules())
 
 
+WHY = {
+    "in parts or heads": r"(view|reshape|split|chunk) follows",
+    "nothing follows in its module": r".*nothing follows there",
+    "in another layer's kernel": r"the kernel of another layer takes its result",
+    "used twice": r"its result is used in",
+    "strided": r"a convolution of stride",
+    "not called by its module": r".* does not call it",
+    "its forward cannot be tried out": r".* cannot be rehearsed",
+}
+"""What becomes of the results of layers that are left, and how a report begins to say so."""
+
+
+def row(name: str) -> str:
+    """Of docs/models.md: how many of a model's layers are fused, once it has been called, and why the others are left."""
+    given = made(name)
+    found = epigen.fuse(given.model.eval())
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        given.model(**given.inputs)
+    said = [next(short for short, words in WHY.items() if re.match(words, left.why)) for left in found.left]
+    counts = [str(said.count(short) or "-") for short in WHY]
+    return f"| {name} | {len(found.replaced)} of {len(found.replaced) + len(found.left)} | {' | '.join(counts)} |"
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_what_is_fused_is_in_the_documents(name: str) -> None:
+    assert row(name) in (ROOT / "docs" / "models.md").read_text().splitlines()
+
+
 @pytest.mark.parametrize(("name", "count"), [("torchvision_resnet", 11), ("torchvision_mobilenet", 12), ("timm_convnext_conv", 4)])
 def test_convolutions_and_what_follows_them(name: str, count: int, ran: list[str]) -> None:
     """All that no stride sets apart and that something follows; the same plan holds for what it was rehearsed with and for the model's images."""
@@ -146,3 +180,9 @@ def adapt(model: nn.Module, given: zoo.Made) -> None:
         config = peft.LoraConfig(r=2, target_modules=rf".*\b({given.mlps})", init_lora_weights=False)
         torch.manual_seed(1)
         peft.inject_adapter_in_model(config, model)
+
+
+if __name__ == "__main__":
+    print(f"| model | layers fused | {' | '.join(WHY)} |\n|{' --- |' * (2 + len(WHY))}")
+    for chosen in zoo.ZOO:
+        print(row(chosen), flush=True)
