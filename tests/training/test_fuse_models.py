@@ -9,6 +9,7 @@ import copy
 import importlib.util
 import re
 import warnings
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -125,7 +126,11 @@ def row(name: str) -> str:
 
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_what_is_fused_is_in_the_documents(name: str) -> None:
-    assert row(name) in (ROOT / "docs" / "models.md").read_text().splitlines()
+    text = (ROOT / "docs" / "models.md").read_text()
+    for package, documented in re.findall(r"(transformers|timm|torchvision) (\d+\.\d+)", text.partition("## What fuse takes")[2]):
+        if not version(package).startswith(f"{documented}."):
+            pytest.skip(f"the table is of {package} {documented}, and {version(package)} is installed")
+    assert row(name) in text.splitlines()
 
 
 @pytest.mark.parametrize(("name", "count"), [("torchvision_resnet", 11), ("torchvision_mobilenet", 12), ("timm_convnext_conv", 4)])
