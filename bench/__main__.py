@@ -46,17 +46,17 @@ def command(claim: Claim, commit: str | None, out: Path | None, rest: Sequence[s
 
 def run(claims: Sequence[Claim], there: int, commit: str | None, out: Path | None, rest: Sequence[str]) -> int:
     """Run claims in order, each whatever became of the others. Returns how many failed."""
-    told = []
+    results = []
     for claim in claims:
         why = lacking(claim, there)
         if why is None:
             print(f"== {claim.name}: {claim.what}", flush=True)
             status = subprocess.run(command(claim, commit, out, rest), env=os.environ | import_path()).returncode
-            told.append((claim, "done" if not status else f"FAILED with status {status}"))
+            results.append((claim, "done" if not status else f"FAILED with status {status}"))
         else:
-            told.append((claim, f"skipped: it {why}"))
-    print(*(f"{claim.name}: {words}" for claim, words in told), sep="\n")
-    return sum(words.startswith("FAILED") for _, words in told)
+            results.append((claim, f"skipped: it {why}"))
+    print(*(f"{claim.name}: {words}" for claim, words in results), sep="\n")
+    return sum(words.startswith("FAILED") for _, words in results)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -67,8 +67,8 @@ def tune(arguments: Sequence[str], timeout_s: float = 550.0) -> Run:
             stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert process.stdout is not None and process.stderr is not None
-        told: list[tuple[float, str]] = []
-        listening = threading.Thread(target=_listen, args=(process.stderr, start, told))
+        lines: list[tuple[float, str]] = []
+        listening = threading.Thread(target=_listen, args=(process.stderr, start, lines))
         killing = threading.Timer(timeout_s, process.kill)
         listening.start()
         killing.start()
@@ -83,14 +83,14 @@ def tune(arguments: Sequence[str], timeout_s: float = 550.0) -> Run:
             listening.join()
             process.stdout.close()
             process.stderr.close()
-    said = "\n".join(line for _, line in told[-20:])
+    said = "\n".join(line for _, line in lines[-20:])
     if status not in (0, 1):
         raise RuntimeError(f"epigen tune {' '.join(arguments)} ended with status {status} after {wall_s:.0f} s:\n{said}")
     try:
         problems = tuple(json.loads(output.splitlines()[-1]))
     except (ValueError, IndexError):
         raise RuntimeError(f"epigen tune {' '.join(arguments)} printed no JSON, status {status}:\n{said}") from None
-    return Run(wall_s, _searching_s(told, problems), problems)
+    return Run(wall_s, _searching_s(lines, problems), problems)
 
 
 def plainly(arguments: Sequence[str]) -> int:
@@ -139,17 +139,17 @@ def _modules() -> str:
     return folder
 
 
-def _listen(stream: Iterable[str], start: float, told: list[tuple[float, str]]) -> None:
+def _listen(stream: Iterable[str], start: float, lines: list[tuple[float, str]]) -> None:
     for line in stream:
-        told.append((time.perf_counter() - start, line.rstrip("\n")))
+        lines.append((time.perf_counter() - start, line.rstrip("\n")))
 
 
-def _searching_s(told: Sequence[tuple[float, str]], problems: Sequence[dict[str, Any]]) -> float:
+def _searching_s(lines: Sequence[tuple[float, str]], problems: Sequence[dict[str, Any]]) -> float:
     """The command tells of each problem when it is done, and in the end how long its search took: together that is when it began."""
     begins, ends = [], []
     for problem in problems:
         heading = f"{_name(problem)}: "
-        end = next((at_s for at_s, line in told if re.sub(r"^\d+/\d+ ", "", line).startswith(heading)), None)
+        end = next((at_s for at_s, line in lines if re.sub(r"^\d+/\d+ ", "", line).startswith(heading)), None)
         if end is not None and "seconds" in problem:
             begins.append(end - problem["seconds"])
             ends.append(end)

@@ -136,7 +136,7 @@ def gather(
     for done in concurrent.futures.as_completed(waiting):
         try:
             found = done.result()
-        except (headline.Lost, concurrent.futures.BrokenExecutor) as lost:
+        except (headline.GpuFailed, concurrent.futures.BrokenExecutor) as lost:
             print(f"lost: {peers.reason(lost)}", flush=True)
             continue
         rows.update({headline.key(row): row for row in found})

@@ -243,7 +243,7 @@ def undefined(text: str) -> list[str]:
     return sorted({name for function in module.get_children() for name in function.get_globals()} - given)  # type: ignore[attr-defined]
 
 
-def fuzz(numbers: range, seed: int, told: Callable[[int, Found], None] = lambda _number, _found: None) -> Found:
+def fuzz(numbers: range, seed: int, report: Callable[[int, Found], None] = lambda _number, _found: None) -> Found:
     fuzzer, found = Fuzzer(seed), Found()
     for number in numbers:
         given = written(seed, number)
@@ -260,7 +260,7 @@ def fuzz(numbers: range, seed: int, told: Callable[[int, Found], None] = lambda 
                     "at": f"{where.filename.rpartition('/')[2]}:{where.lineno}",
                 }
             )
-        told(number, found)
+        report(number, found)
     return found
 
 
@@ -280,12 +280,12 @@ def main() -> None:
             print(*fuzzer.examine(given), sep="\n")
         return
 
-    def told(number: int, found: Found) -> None:
+    def report(number: int, found: Found) -> None:
         if (number + 1) % 500 == 0:
             print(f"{number + 1} texts, {len(found.failures)} failures", flush=True)
 
     started = time.perf_counter()
-    found = fuzz(range(options.programs), options.seed, told)
+    found = fuzz(range(options.programs), options.seed, report)
     for failure in found.failures:
         print(failure, flush=True)
     rows = [{"outcome": outcome, "count": count} for outcome, count in found.counts.items()]

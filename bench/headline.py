@@ -49,7 +49,7 @@ _WRITTEN_S = 10.0  # the result is kept so often while a run goes on
 Time = Callable[[Mapping[str, Callable[[], object]]], dict[str, dict[str, float]]]
 
 
-class Lost(Exception):
+class GpuFailed(Exception):
     """The GPU answers nothing any more: this process has to end."""
 
 
@@ -67,7 +67,7 @@ HOW: dict[str, Time] = {cases.COLD: cold, cases.GRAPH: graphed}
 def measured(case: Case, on: str = "cuda", how: Mapping[str, Time] = HOW, makers: Mapping[str, Maker] = peers.MAKERS) -> dict[str, Any]:
     """One case: each contender is made and checked, then all that are right are timed interleaved.
 
-    on: the device. how: what times them. makers: of the contenders. Raises Lost where the GPU is gone.
+    on: the device. how: what times them. makers: of the contenders. Raises GpuFailed where the GPU is gone.
     """
     start = time.perf_counter()
     row: dict[str, Any] = {
@@ -88,7 +88,7 @@ def measured(case: Case, on: str = "cuda", how: Mapping[str, Time] = HOW, makers
         if made:
             row["timing"] = how[case.how]({name: one.run for name, one in made.items()})
         row["clock_mhz"] = [before, clock.sm_mhz()]
-    except Lost:
+    except GpuFailed:
         raise
     except Exception as error:  # noqa: BLE001  # whatever it is, the other cases go on
         row["failed"] = peers.reason(error)
@@ -132,7 +132,7 @@ def _demand_life(on: str) -> None:
         try:
             torch.cuda.synchronize()
         except RuntimeError as error:
-            raise Lost(peers.reason(error)) from None
+            raise GpuFailed(peers.reason(error)) from None
 
 
 def copy_gbps() -> float:
@@ -155,7 +155,7 @@ def run(
     todo: Sequence[Case], body: dict[str, Any], budget_s: float, save: Callable[[], object], measure: Callable[[Case], dict[str, Any]] = measured,
     now: Callable[[], float] = time.perf_counter,
 ) -> None:  # fmt: skip
-    """Measure the cases in order into body["rows"]; body["left_out"] lists those for which the time was too short. Raises Lost."""
+    """Measure the cases in order into body["rows"]; body["left_out"] lists those for which the time was too short. Raises GpuFailed."""
     start = now()
     known = {key(row) for row in body["rows"]}
     body["left_out"] = []
@@ -167,7 +167,7 @@ def run(
             continue
         try:
             row = measure(case)
-        except Lost as lost:
+        except GpuFailed as lost:
             body["rows"].append(_blank(case) | {"failed": f"the GPU's context was lost: {lost}"})
             raise
         body["rows"].append(row)
@@ -267,7 +267,7 @@ def measure_all(todo: Sequence[Case], target: Target, options: argparse.Namespac
 
     try:
         run(todo, body, options.budget - (time.perf_counter() - start), now_and_then, one_after_another)
-    except Lost as lost:
+    except GpuFailed as lost:
         save()
         print(f"{lost}: a new process goes on with the other cases", flush=True)
         go_on(options, environment["commit"], options.budget - (time.perf_counter() - start))

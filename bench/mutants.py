@@ -313,7 +313,7 @@ def _demand(right: bool, words: str) -> None:
         raise AssertionError(words)
 
 
-def run(count: int, seed: int, told: Callable[[int, Found], None] = lambda _number, _found: None) -> Found:
+def run(count: int, seed: int, report: Callable[[int, Found], None] = lambda _number, _found: None) -> Found:
     """As many mutants, whatever one of them does."""
     found = Found()
     for number in range(count):
@@ -332,7 +332,7 @@ def run(count: int, seed: int, told: Callable[[int, Found], None] = lambda _numb
             found.failures.append(f"mutant {seed + number} ({', '.join(one.kinds)}): it took {took_s:.0f} s")
         found.outcomes[how] += 1
         found.longest_s = max(found.longest_s, took_s)
-        told(number, found)
+        report(number, found)
     return found
 
 
@@ -343,12 +343,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
-    def told(number: int, found: Found) -> None:
+    def report(number: int, found: Found) -> None:
         if (number + 1) % 500 == 0:
             print(f"{number + 1} of {options.count}: {len(found.failures)} failed", flush=True)
 
     start = time.perf_counter()
-    found = run(options.count, options.seed, told)
+    found = run(options.count, options.seed, report)
     rows = [{what: name, "count": count} for what, counts in (("outcome", found.outcomes), ("kind", found.kinds)) for name, count in counts.items()]
     about = {
         "count": options.count, "seed": options.seed, "failures": found.failures, "longest_s": round(found.longest_s, 2),

@@ -117,13 +117,13 @@ def calls(way: Callable[[], object]) -> int:
     """Functions that one call goes through, as Python's profiler is told of them."""
     count = 0
 
-    def told(_frame: Any, event: str, _arg: Any) -> None:
+    def profiled(_frame: Any, event: str, _arg: Any) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
     way()
     before = sys.getprofile()
-    sys.setprofile(told)
+    sys.setprofile(profiled)
     try:
         way()
     finally:

@@ -55,8 +55,8 @@ def loop(run: Callable[[], object], seconds: float) -> tuple[float, float | None
     """Microseconds of a launch, back to back, and the median clock in MHz meanwhile, if anyone tells it."""
     clocks: list[int | None] = []
     us = back_to_back(run, seconds, lambda: clocks.append(clock.sm_mhz()))
-    told = [found for found in clocks if found is not None]
-    return us, statistics.median(told) if told else None
+    known = [found for found in clocks if found is not None]
+    return us, statistics.median(known) if known else None
 
 
 def both(
@@ -90,8 +90,8 @@ def line(row: Mapping[str, Any]) -> str:
     if "failed" in row or peers.MM not in row["timing"]:
         return headline.line(row)
     mm = row["timing"][peers.MM]
-    told = "; ".join(f"{name} {interleaved:.3f}, {alone:.3f} ({row['timing'][name]['alone_mhz']} MHz)" for name, (interleaved, alone) in ratios(row).items())
-    return f"{row['program']} {'x'.join(map(str, row['shape']))}: mm {mm['median_us']:.0f}, {mm['alone_us']:.0f} us ({mm['alone_mhz']} MHz); {told}"
+    figures = "; ".join(f"{name} {interleaved:.3f}, {alone:.3f} ({row['timing'][name]['alone_mhz']} MHz)" for name, (interleaved, alone) in ratios(row).items())
+    return f"{row['program']} {'x'.join(map(str, row['shape']))}: mm {mm['median_us']:.0f}, {mm['alone_us']:.0f} us ({mm['alone_mhz']} MHz); {figures}"
 
 
 def main(machine: Machine = THIS_MACHINE) -> None:

@@ -65,12 +65,12 @@ def host() -> str:
     about = report.summary
     (small,) = (row for row in report.rows if row["program"] == "relu + bias")
     costs = {name: found["median_us"] for name, found in small["timing"].items()}
-    described = [row["timing"]["epigen, out="]["median_us"] for row in report.rows if row["program"] == "relu + bias, by TMA"]
+    by_descriptors = [row["timing"]["epigen, out="]["median_us"] for row in report.rows if row["program"] == "relu + bias, by TMA"]
     trained = [row for row in report.rows if "claimed_us" in row]
     rows = [
         ["a call with `out=`", f"{costs['epigen, out=']:.1f} us", f"{about['claimed_out_us']:.0f} us"],
         ["a call whose result is allocated", f"{costs['epigen']:.1f} us", f"{about['claimed_new_us']:.0f} us"],
-        *(["a call with `out=` of a kernel with TMA descriptors", f"{us:.1f} us", f"{about['claimed_out_us']:.0f} us"] for us in described),
+        *(["a call with `out=` of a kernel with TMA descriptors", f"{us:.1f} us", f"{about['claimed_out_us']:.0f} us"] for us in by_descriptors),
         *([what, f"{costs[name]:.1f} us", ""] for name, what in _HOST.items() if name in costs),
         *([["the driver's own launch, from C", f"{about['driver_us']:.1f} us", ""]] if "driver_us" in about else []),
         *(

@@ -49,7 +49,7 @@ SLACK = 0.01
 _ROUND_S = 4.0  # of timing at one width
 
 Time = Callable[[Mapping[str, Callable[[], object]]], dict[str, dict[str, float]]]
-Meter = Callable[[Network], dict[str, int]]
+Weigh = Callable[[Network], dict[str, int]]
 
 
 def cold(contenders: Mapping[str, Callable[[], object]]) -> dict[str, dict[str, float]]:
@@ -107,7 +107,7 @@ def _made(name: str, task: Task, expected: Sequence[Tensor], allowed: Sequence[f
     return None
 
 
-def timed(width: int, batch: int, names: Sequence[str], on: str = "cuda", how: Time = cold, meter: Meter = memory) -> dict[str, Any]:
+def timed(width: int, batch: int, names: Sequence[str], on: str = "cuda", how: Time = cold, weigh: Weigh = memory) -> dict[str, Any]:
     """One width with relu: each contender is made and checked, then all that are right are timed interleaved, and their memory is taken."""
     start = time.perf_counter()
     task = networks.task(width, batch, on=on)
@@ -128,7 +128,7 @@ def timed(width: int, batch: int, names: Sequence[str], on: str = "cuda", how: T
         before = clock.sm_mhz()
         row["timing"] = how({**{name: one.step for name, one in made.items()}, PRODUCTS: networks.products(task)}) if made else {}
         row["clock_mhz"] = [before, clock.sm_mhz()]
-        row["memory"] = {name: meter(one) for name, one in made.items()}
+        row["memory"] = {name: weigh(one) for name, one in made.items()}
     except Exception as error:  # noqa: BLE001  # the other widths go on
         row["failed"] = reason(error)
     finally:
@@ -138,7 +138,7 @@ def timed(width: int, batch: int, names: Sequence[str], on: str = "cuda", how: T
     return row
 
 
-def weighed(width: int, batch: int, activation: str, on: str = "cuda", meter: Meter = memory) -> dict[str, Any]:
+def weighed(width: int, batch: int, activation: str, on: str = "cuda", weigh: Weigh = memory) -> dict[str, Any]:
     """The memory of eager torch's step, of epigen's with its own choice of what to save, and where it takes the products again."""
     row: dict[str, Any] = {
         "case": f"width {width}, batch {batch}, {activation}",
@@ -151,7 +151,7 @@ def weighed(width: int, batch: int, activation: str, on: str = "cuda", meter: Me
     task = networks.task(width, batch, activation, on)
     for name, make in ((EAGER, networks.eager), (OURS, networks.ours), (RECOMPUTED, functools.partial(networks.ours, save="recompute"))):
         try:
-            row["memory"][name] = meter(make(task))
+            row["memory"][name] = weigh(make(task))
         except Exception as error:  # noqa: BLE001
             row["missing"][name] = reason(error)
     return row
@@ -189,13 +189,13 @@ def _memory_verdicts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def run(
     widths: Sequence[int], batch: int, names: Sequence[str], body: dict[str, Any], budget_s: float, save: Callable[[], object], on: str = "cuda", how: Time = cold,
-    meter: Meter = memory, now: Callable[[], float] = time.perf_counter,
+    weigh: Weigh = memory, now: Callable[[], float] = time.perf_counter,
 ) -> None:  # fmt: skip
     """Times of the named contenders first, if any, then memory, into body["rows"]; body["left_out"] lists what had not begun when the time was over."""
     start = now()
     todo: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-        (f"width {w}: times", functools.partial(timed, w, batch, names, on, how, meter)) for w in widths if names
-    ] + [(f"width {w}: memory with {a}", functools.partial(weighed, w, batch, a, on, meter)) for w in widths for a in ACTIVATIONS]
+        (f"width {w}: times", functools.partial(timed, w, batch, names, on, how, weigh)) for w in widths if names
+    ] + [(f"width {w}: memory with {a}", functools.partial(weighed, w, batch, a, on, weigh)) for w in widths for a in ACTIVATIONS]
     body["rows"], body["left_out"] = [], []
     for what, measure in todo:
         if now() - start > budget_s:

@@ -197,15 +197,15 @@ def settled(row: Mapping[str, Any], own: Record) -> Record | None:
 
 def settle(path: Path, rows: Rows, records: Iterable[Record]) -> list[str]:
     """Replaces records of the database at `path`. Returns a line for each. Those that have changed since they were measured stay."""
-    database, told = Database(path, seeds=()), []
+    database, changes = Database(path, seeds=()), []
     for own in records:
         row = rows.get(str(own))
         if row is None or row["recorded"] != str(own.kernel_config) or not (new := settled(row, own)):
             continue
         means = standing(row, own)
-        told.append(f"{own}: {means[str(own.kernel_config)]:.3f} -> {means[str(new.kernel_config)]:.3f}, {new.kernel_config}")
+        changes.append(f"{own}: {means[str(own.kernel_config)]:.3f} -> {means[str(new.kernel_config)]:.3f}, {new.kernel_config}")
         database.add(new, replacing=True)
-    return told
+    return changes
 
 
 def summary(rows: Rows) -> dict[str, Any]:

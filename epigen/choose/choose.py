@@ -38,7 +38,7 @@ _BUCKETS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class FineBucket:
     """What all M of a bucket have in common. problem: of the M that stands for them. borrowed: the config, but where nothing is near and the plain rule's is as good as any.
 
     tuned: whether it was tuned for one M of their coarse bucket. index: the records that were searched.
@@ -70,7 +70,7 @@ class Chooser:
 
     graph: Graph
     database: Database
-    held: LruCache[tuple[Signature, Shape, Target], Bucket] = field(default_factory=lambda: LruCache(_BUCKETS), compare=False)
+    held: LruCache[tuple[Signature, Shape, Target], FineBucket] = field(default_factory=lambda: LruCache(_BUCKETS), compare=False)
 
     def __call__(self, spec: KernelSpec, shape: Shape, target: Target, refused: str) -> Choice:
         if limits.one_config(spec, target):
@@ -87,15 +87,15 @@ class Chooser:
         same = own.index.same(replace(own.problem, shape=shape), triton_version(), same_bits)
         return next(same, None) or own.config_for(shape) or rule.choose(spec, shape, target)
 
-    def bucket(self, spec: KernelSpec, shape: Shape, target: Target) -> Bucket:
+    def bucket(self, spec: KernelSpec, shape: Shape, target: Target) -> FineBucket:
         """That of one shape, looked up anew where the database has changed."""
         stands, index = fine_bucket(shape, spec.signature.layout), self.database.index()
         key = (spec.signature, stands, target)
         bucket = self.held.get(key)
         if bucket is None or bucket.index is not index:
             problem = problem_of(self.graph, spec, stands, target.part, capability(target))
-            tuned = index.tuned_in_bucket(problem, triton_version())
-            bucket = self.held.put(key, Bucket(problem, _borrowed(index, problem, spec, target), tuned, index))
+            tuned = index.tuned_in_coarse_bucket(problem, triton_version())
+            bucket = self.held.put(key, FineBucket(problem, _borrowed(index, problem, spec, target), tuned, index))
         return bucket
 
 

@@ -86,7 +86,7 @@ class _Entry:
     source: int
 
 
-class _Bucket:
+class _Cell:
     """Records among which the nearest is looked for: every one at each look-up, which is arithmetic on arrays that the first one makes."""
 
     def __init__(self, entries: Sequence[_Entry]):
@@ -108,7 +108,7 @@ class _Bucket:
 @dataclass(frozen=True, slots=True)
 class _Step:
     how: str
-    bucket: Key
+    cell: Key
     likeness: str  # "spec" where the program is the same, "kind" where its class is, else "any"
     other_gpu: bool = False
 
@@ -201,7 +201,7 @@ def _sizes(problem: Problem) -> Key:
 
 
 def _steps(p: Problem) -> Iterator[_Step]:
-    """The buckets of one problem, in order. A record lies in the same ones."""
+    """The cells of one problem, in order. A record lies in the same ones."""
     gpu = (p.gpu, p.capability)
     for where, other_gpu in ((gpu, False), (p.capability, True)):
         for how, likeness, what in (("shape", "spec", p.spec), ("kind", "kind", p.kind), ("program", "any", "")):
@@ -227,18 +227,18 @@ class Index:
     def __init__(self, sources: Iterable[Iterable[Record]]):
         self._exact: dict[Key, list[_Entry]] = {}
         self._capabilities: set[str] = set()
-        self._bucket_keys: set[Key] = set()  # tuned problems but for M, by its coarse bucket
-        buckets: dict[Key, list[_Entry]] = defaultdict(list)
+        self._coarse_keys: set[Key] = set()  # tuned problems but for M, by its coarse bucket
+        cells: dict[Key, list[_Entry]] = defaultdict(list)
         for source, records in enumerate(sources):
             # of equally near records the one of the smaller M is found, and whatever their order on disk the same one
             for record in sorted(records, key=lambda r: (r.shape[-3], r.key)):
                 entry = _Entry(record, source)
                 self._exact.setdefault(record.problem_key, []).append(entry)
-                self._bucket_keys.add((*bucket_key(record.problem), record.triton))
+                self._coarse_keys.add((*coarse_key(record.problem), record.triton))
                 self._capabilities.add(record.capability)
                 for step in _steps(record):
-                    buckets[step.bucket].append(entry)
-        self._buckets = {key: _Bucket(entries) for key, entries in buckets.items()}
+                    cells[step.cell].append(entry)
+        self._cells = {key: _Cell(entries) for key, entries in cells.items()}
 
     def candidates(self, problem: Problem, triton: str, accept: Accept | None = None) -> Iterator[Recorded]:
         """All records that may serve, best first, each config with its sentence. accept: which configs are legal for the problem."""
@@ -268,9 +268,9 @@ class Index:
         """Whether any problem was tuned on a GPU of this architecture."""
         return capability in self._capabilities
 
-    def tuned_in_bucket(self, problem: Problem, triton: str) -> bool:
+    def tuned_in_coarse_bucket(self, problem: Problem, triton: str) -> bool:
         """Whether some M of this one's coarse bucket was tuned, under this version of Triton."""
-        return (*bucket_key(problem), triton) in self._bucket_keys
+        return (*coarse_key(problem), triton) in self._coarse_keys
 
     def _near(self, problem: Problem, triton: str, accept: Accept | None, seen: set[int]) -> Iterator[Recorded]:
         """seen: entries that are passed over."""
@@ -281,16 +281,16 @@ class Index:
                     yield _recorded(entry.record, step.how, _sentence(step, problem, entry.record), far + _UNLIKE[step.likeness])
 
     def _nearest(self, problem: Problem, triton: str, step: _Step) -> Iterator[tuple[float, _Entry]]:
-        bucket = self._buckets.get(step.bucket)
-        if bucket is None:
+        cell = self._cells.get(step.cell)
+        if cell is None:
             return
-        names, which = bucket.gpus
+        names, which = cell.gpus
         scales = [_scale(problem.gpu, name) or _UNKNOWN for name in names]
-        apart = _apart(problem, bucket.logs, np.array([s.waves for s in scales])[which], np.array([s.step for s in scales])[which])
+        apart = _apart(problem, cell.logs, np.array([s.waves for s in scales])[which], np.array([s.step for s in scales])[which])
         near: list[tuple[float, bool, int, bool, int, _Entry]] = [
-            (float(apart[order]), False, 0, False, order, bucket.entries[order])
+            (float(apart[order]), False, 0, False, order, cell.entries[order])
             for order in np.flatnonzero(apart <= FARTHEST).tolist()
-            if not step.other_gpu or bucket.entries[order].record.gpu != problem.gpu
+            if not step.other_gpu or cell.entries[order].record.gpu != problem.gpu
         ]
         # mostly only the first is asked for, so the rest of the distance is added when an entry comes to the top
         heapq.heapify(near)
@@ -312,7 +312,7 @@ def distinct(choices: Iterable[Recorded], count: int) -> tuple[Recorded, ...]:
     return tuple(seen.values())
 
 
-def bucket_key(problem: Problem) -> Key:
+def coarse_key(problem: Problem) -> Key:
     """Of problems that one was tuned for: all whose M lie in one coarse bucket."""
     return problem_key(replace(problem, shape=coarse_bucket(problem.shape, problem.layout)))
 

@@ -96,12 +96,12 @@ def _by_rows(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], d
 
 def _of_all_rows(graph: Graph) -> set[int]:
     """The nodes that depend on how many rows there are, or on more than one."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for number, node in enumerate(graph.nodes):
         reduces = node.op == g.REDUCE and "m" in node.axes
-        if reduces or (node.op == g.EXTENT and node.name == "m") or found.intersection(node.args):
-            found.add(number)
-    return found
+        if reduces or (node.op == g.EXTENT and node.name == "m") or numbers.intersection(node.args):
+            numbers.add(number)
+    return numbers
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

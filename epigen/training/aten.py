@@ -362,19 +362,19 @@ class Importer:
 
     def indices(self, roles: Sequence[Role]) -> str:
         """What a value varies over."""
-        found = {axis for role in roles for axis in self.axes(role)}
-        return "".join(axis for axis in "bmn" if axis in found)
+        axes = {axis for role in roles for axis in self.axes(role)}
+        return "".join(axis for axis in "bmn" if axis in axes)
 
     def whole(self, roles: Sequence[Role], axes: str = "bmn") -> bool:
         """Whether a value varies over all that runs along these."""
-        found = dict.fromkeys("bmn", 1)
+        extents = dict.fromkeys("bmn", 1)
         for role in roles:
             if role is not None and (along := self.axes(role)) == "bm":
-                found["b"] *= role[1] * role[2] // self.rows
-                found["m"] *= self.rows // role[2]
+                extents["b"] *= role[1] * role[2] // self.rows
+                extents["m"] *= self.rows // role[2]
             elif role is not None:
-                found[along] *= role[1]
-        return all(same(found[axis], self.extents[axis]) for axis in axes)
+                extents[along] *= role[1]
+        return all(same(extents[axis], self.extents[axis]) for axis in axes)
 
     def lies_evenly(self, tensor: torch.Tensor, roles: Sequence[Role]) -> bool:
         """Whether all products of a batch are at one distance in memory, and so are all rows and all columns of each. Raises NotImplementedError as `order_of`."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from epigen.choose.choose import Chooser
 from epigen.codegen.spec import Choice, KernelSpec, Provisional
 from epigen.db.database import Database
-from epigen.db.lookup import bucket_key
+from epigen.db.lookup import coarse_key
 from epigen.db.records import Key, short
 from epigen.dtypes import FP32
 from epigen.errors import EpigenError
@@ -93,7 +93,7 @@ class TuningChooser:
             return Provisional(choice.config, f"{choice.why}; to be tuned at the first call outside of a CUDA graph capture")
         if not tunable:
             return choice
-        key = bucket_key(self.plain.bucket(spec, shape, target).problem)
+        key = coarse_key(self.plain.bucket(spec, shape, target).problem)
         with self.shared.lock:
             settled = self.shared.settled.get(key)
             if settled is None:

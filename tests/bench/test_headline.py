@@ -192,7 +192,7 @@ def test_a_case_that_cannot_be_timed_fails_alone() -> None:
 
 def test_a_gpu_that_is_gone_is_told_even_where_nothing_can_be_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def dead(*_: object) -> None:
-        raise headline.Lost("gone")
+        raise headline.GpuFailed("gone")
 
     def close() -> None:
         raise RuntimeError("CUDA error")
@@ -200,7 +200,7 @@ def test_a_gpu_that_is_gone_is_told_even_where_nothing_can_be_given_back(monkeyp
     monkeypatch.setitem(peers.MAKERS, peers.MM, lambda p: replace(peers.ours(p), close=close))
     monkeypatch.setitem(peers.MAKERS, peers.EAGER, lambda _: 1 / 0)
     monkeypatch.setattr(headline, "_demand_life", dead)
-    with pytest.raises(headline.Lost, match="gone"):
+    with pytest.raises(headline.GpuFailed, match="gone"):
         headline.measured(Case("odd", "relu + bias", SHAPE, "fp16", (peers.MM, peers.EAGER)), "cpu", HOW)
 
 
@@ -291,11 +291,11 @@ def test_a_lost_gpu_is_recorded_and_not_tried_again() -> None:
     todo = [Case("epilogues", "relu + bias", (64 << i, 64, 64), "fp16", (peers.OURS,)) for i in range(2)]
 
     def lost(_: Case) -> dict[str, Any]:
-        raise headline.Lost("CUDA error: an illegal memory access")
+        raise headline.GpuFailed("CUDA error: an illegal memory access")
 
     body: dict[str, Any] = {"rows": []}
     for count in (1, 2):
-        with pytest.raises(headline.Lost):
+        with pytest.raises(headline.GpuFailed):
             headline.run(todo, body, 100.0, lambda: None, lost)
         assert len(body["rows"]) == count
     assert "illegal memory access" in body["rows"][0]["failed"] and json.dumps(body)
@@ -443,7 +443,7 @@ def test_another_commits_rows_stand_while_the_configs_are_the_same(on_a_gpu: Cal
 
 def test_a_lost_gpu_gets_a_new_process_for_the_rest(on_a_gpu: Callable[..., Report], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def lost(_: Case) -> dict[str, Any]:
-        raise headline.Lost("gone")
+        raise headline.GpuFailed("gone")
 
     class Replaced(Exception):
         pass

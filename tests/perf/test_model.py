@@ -349,7 +349,7 @@ def test_the_ranking_of_a_sample_of_all_schedules(name: str) -> None:
 
 
 def test_which_way_to_share_a_long_product_is_the_faster() -> None:
-    """Groups in turns or together, on two more GPUs than the one that tuned: the model takes neither way to be faster than it is."""
+    """Ping-pong or cooperative, on two more GPUs than the one that tuned: the model takes neither way to be faster than it is."""
     records = {str(r): r for _, r in Database(settings.seed_database_dir(), seeds=()).records()}
     regrets, biases = [], []
     for name, row in ways.by_problem(record.read(record.DATA / "ways.json")).items():
