@@ -51,7 +51,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(VENV)/bin/python $(INSTALL) -e ".[test]"
+	$(VENV)/bin/python $(INSTALL) -e ".[test,bench]"
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
