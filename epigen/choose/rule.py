@@ -36,8 +36,8 @@ def choose(spec: KernelSpec, shape: Shape, target: Target, refused: str = "") ->
 
     if refused:
         return by_vendors(refused)
-    if not target.multiplies(sig.a, sig.b):
-        return by_vendors(f"{target.name} does not multiply fp8e4m3")
+    if why := limits.schedule_unfit("tiled", spec, shape, target):
+        return by_vendors(why)
     if sig.a == FP32 and sig.precision == "ieee" and large and vendor_multiplies():
         return by_vendors("the vendor's fp32 product is faster than Triton's, which has no tensor cores for it")
     # Tuned, a tiled `mm` took 1.05 to 1.13 times as long as the vendor's in 6 problems of M from 128 on, 0.90 to 0.96 in 3 of M up to 16 (H200,

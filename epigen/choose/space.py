@@ -170,20 +170,16 @@ class Space:
     def _able(self) -> tuple[str, ...]:
         (m, n, k), sig, target = self.shape[-3:], self.spec.signature, self.target
         count = products(self.shape)
-        names = [] if limits.adds_in_order(self.spec) else ["library"]
-        if target.multiplies(sig.a, sig.b):
-            names.append("tiled")
-            if k >= LEAST_SPLIT and self._splits and count * m * n <= _MOST_SPLIT * target.multiprocessors:
-                names.append("split_k")
-            # what TMA cannot address as it lies is copied first, which pays for large products alone
-            addressed = 0 not in self.shape and ({"a", "b"} <= set(sig.tma) or count * m * n * k > LARGE)
-            along_k = sig.a.bytes > 1 or sig.layout == "nt"  # as the tensor cores want 8-bit operands, which nothing turns round on the way
-            if addressed and along_k and not self._plain:
-                names.append("persistent")
-                if sig.a.bytes in schedules.WARP_SPECIALIZED.operand_bytes and m > 64:  # two warpgroups want rows for both
-                    names.append("warp_specialized")
-        able = (SCHEDULES[name] for name in names)
-        return tuple(s.name for s in able if s.runs_on(target.backend, target.arch) and (s.computes or not self.spec.computed))
+        vendors = [] if limits.adds_in_order(self.spec) or self.spec.computed else ["library"]
+        names = ["tiled"]
+        if k >= LEAST_SPLIT and self._splits and count * m * n <= _MOST_SPLIT * target.multiprocessors:
+            names.append("split_k")
+        # what TMA cannot address as it lies is copied first, which pays for large products alone
+        addressed = 0 not in self.shape and ({"a", "b"} <= set(sig.tma) or count * m * n * k > LARGE)
+        along_k = sig.a.bytes > 1 or sig.layout == "nt"  # as the tensor cores want 8-bit operands, which nothing turns round on the way
+        if addressed and along_k and not self._plain:
+            names += ["persistent", *["warp_specialized"] * (m > 64)]  # two warpgroups want rows for both
+        return (*vendors, *(name for name in names if not limits.schedule_unfit(name, self.spec, self.shape, target)))
 
     def _tiled(self, suggest: Suggest) -> KernelConfig:
         return schedules.config("tiled", **self._pointers(suggest, "tiled"))

@@ -287,6 +287,8 @@ LAUNCHES: tuple[Restriction, ...] = (
 )
 SAME_BITS: tuple[Restriction, ...] = (instruction,)
 """Of configs that epigen chooses: one that is given is the same for all M."""
+OF_SCHEDULE: tuple[Restriction, ...] = (architecture, operands, along_k, computed_operands, fp8)
+"""Of these and the others those that hold for all configs of a schedule."""
 COMPILES: tuple[Restriction, ...] = (fp8, step, threads, transposed_in_threads)
 PAYS: tuple[Restriction, ...] = (filled, shared_memory, accumulators, held_inputs, work_of_a_warp)
 """Of kernels that multiply, as those of COMPILES are. Some are estimates: for a config that is given, the compiler has the last word."""
@@ -295,6 +297,11 @@ PAYS: tuple[Restriction, ...] = (filled, shared_memory, accumulators, held_input
 def unfit(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target, chosen: bool = False) -> str:
     """'' or why a config cannot be launched. shape: M, N, K. chosen: for this M alone, so that an invariant program's has to be like those of all others."""
     return _first((*LAUNCHES, *SAME_BITS) if chosen else LAUNCHES, Candidate(config, SCHEDULES[config.schedule], spec, shape, target))
+
+
+def schedule_unfit(schedule: str, spec: KernelSpec, shape: Shape, target: Target) -> str:
+    """'' or why no config of a schedule that multiplies can be launched."""
+    return _first(OF_SCHEDULE, Candidate(KernelConfig(schedule, ()), SCHEDULES[schedule], spec, shape, target))
 
 
 def refusal(spec: KernelSpec, config: KernelConfig, shape: Shape, target: Target) -> str:
