@@ -13,6 +13,7 @@ import functools
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import epigen.ir.graph as g
 from epigen import ops
@@ -41,10 +42,15 @@ def carries_gradient(graph: Graph, output: Output) -> bool:
     return graph.nodes[output.node].kind == NUMBER and not _quantised(output.dtype)
 
 
-def followed(graph: Graph, of: Collection[str]) -> frozenset[str]:
-    """ "mm" and the inputs that outputs follow as numbers. Where they do in steps alone, as sign(mm), the gradient is 0; of what is compared or detached there is none.
+def _passing(node: Node) -> tuple[Any, ...]:
+    """Of each argument, None where no gradient flows to it: past a step, or to what is detached."""
+    return rules.gradients(node.op) if node.op in ops.TABLE else node.args
 
-    of: names of the outputs whose gradients arrive.
+
+def followed(graph: Graph, of: Collection[str], steps: bool = True) -> frozenset[str]:
+    """Of "mm" and the inputs those that outputs follow as numbers. Where they do in steps alone, as sign(mm), the gradient is 0; of what is compared or detached there is none.
+
+    of: names of the outputs whose gradients arrive. steps: whether what is followed in steps alone is among them.
     """
     pending = [o.node for o in graph.outputs if o.name in of and carries_gradient(graph, o)]
     seen, names = set(pending), set[str]()
@@ -53,7 +59,8 @@ def followed(graph: Graph, of: Collection[str]) -> frozenset[str]:
         if node.op in (g.DOT, g.INPUT):
             names.add(node.name or g.PRODUCT)
         elif node.op != "detach":
-            further = {a for a in node.args if graph.nodes[a].kind == NUMBER} - seen
+            passing = zip(node.args, _passing(node), strict=True)
+            further = {a for a, rule in passing if graph.nodes[a].kind == NUMBER and (steps or rule is not None)} - seen
             seen |= further
             pending += further
     return frozenset(names)
@@ -110,7 +117,7 @@ class _Tape:
         for node in graph.nodes:
             wanted = node.op in (g.DOT, g.INPUT) and (node.name or g.PRODUCT) in wrt
             wanted |= node.op == g.OPERAND and g.PRODUCT in wrt
-            passing = rules.gradients(node.op) if node.op in ops.TABLE else node.args  # past a step, or what is detached, nothing is needed
+            passing = _passing(node)
             leads = bool(passing) and any(self.leads[a] for a, rule in zip(node.args, passing, strict=True) if rule is not None)
             self.leads.append(wanted or (node.kind == NUMBER and leads))
         self.grows: list[bool] = []

@@ -288,7 +288,7 @@ LAUNCHES: tuple[Restriction, ...] = (
 SAME_BITS: tuple[Restriction, ...] = (instruction,)
 """Of configs that epigen chooses: one that is given is the same for all M."""
 OF_SCHEDULE: tuple[Restriction, ...] = (architecture, operands, along_k, computed_operands, fp8)
-"""Of these and the others those that hold for all configs of a schedule."""
+"""Those of LAUNCHES and COMPILES that say the same of all configs of a schedule."""
 COMPILES: tuple[Restriction, ...] = (fp8, step, threads, transposed_in_threads)
 PAYS: tuple[Restriction, ...] = (filled, shared_memory, accumulators, held_inputs, work_of_a_warp)
 """Of kernels that multiply, as those of COMPILES are. Some are estimates: for a config that is given, the compiler has the last word."""

@@ -211,9 +211,7 @@ def _followed(graph: Graph, of: Iterable[str] | None, wrt: Iterable[str]) -> tup
     """Those of "mm" and inputs that the results follow, and of these those that they follow in steps alone. of, wrt: as of `derive`."""
     arriving = [o.name for o in graph.outputs if of is None or o.name in of]
     followed = autodiff.followed(graph, arriving).intersection(wrt)
-    if not followed:
-        return followed, followed
-    return followed, followed.difference(name for name, _ in autodiff.gradients(graph, arriving, followed).wanted)
+    return followed, followed - autodiff.followed(graph, arriving, steps=False)
 
 
 def _dtype(dtype: torch.dtype, what: str) -> DType:

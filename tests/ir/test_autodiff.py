@@ -22,8 +22,8 @@ from epigen import api, ops
 from epigen.db.problem import graph_digest
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, UINT8, DType
 from epigen.errors import CallError, DerivationError
+from epigen.ir import autodiff, reference
 from epigen.ir import graph as g
-from epigen.ir import reference
 from epigen.ir.derivation import ARRIVING, INPUT, NOTHING, SAVE, SAVED, Argument, Derivation, Gradient, Saved
 from epigen.ir.derive import derive
 from epigen.ir.graph import Graph
@@ -403,3 +403,19 @@ def test_programs_with_long_names_and_many_steps() -> None:
     agree(f"relu(mm + {name}[m,n]) * {name[:63]}y")
     steps = "; ".join(f"z{i} = silu(z{i - 1}) + bias" for i in range(1, 40))
     agree(f"z0 = mm; {steps}; z39", rtol=1e-6)
+
+
+def test_what_is_followed_by_more_than_steps_has_a_gradient() -> None:
+    """Of random programs: the walk over a graph that says so, and its derivative."""
+    in_steps = 0
+    for seed in range(300):
+        graph = graph_of(write_program(random.Random(seed), 10, tame=True))
+        names = [o.name for o in graph.outputs]
+        followed, surely = (autodiff.followed(graph, names, steps=steps) for steps in (True, False))
+        try:
+            wanted = autodiff.gradients(graph, names, followed).wanted
+        except DerivationError:  # of all that stands in the way of one kernel
+            continue
+        assert {name for name, _ in wanted} == surely <= followed
+        in_steps += surely != followed
+    assert in_steps > 10
