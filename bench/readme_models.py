@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from bench.bars import geometric
+from bench.compilation import EPIGEN, INDUCTOR
 from bench.models import better
 from bench.record import Report, Row
 from bench.tables import load, paragraphs, source, table
@@ -108,10 +109,22 @@ def _others(report: Report, last: list[Row]) -> list[str]:
             f"Losses of {', '.join(sorted(trained))} over {steps} steps of training differ from eager's by at most {worst['epigen']:.1g} of them "
             f"(Inductor's by {worst['inductor']:.1g}, fuse's by {worst['fuse']:.1g}, eager's own in fp32 by {worst['fp32']:.1g})."
         )
-    # A row whose compilation found what an earlier run had left in Inductor's cache has no times of it.
-    compiled = [row["compile_s"]["epigen"] / row["compile_s"]["inductor"] for row in last if "compile_s" in row]
-    lines.append(f"Compilation takes {geometric(compiled):.2f} times as long as Inductor's in the geometric mean, {max(compiled):.2f} at most.")
+    lines.append(_compilation(load("compilation")))
     return lines
+
+
+def _compilation(report: Report) -> str:
+    """Each model's seconds as well: processes that do the same differ by a half."""
+    rows = [f"{row['model']} {_seconds(row, EPIGEN)} s, Inductor {_seconds(row, INDUCTOR)} s" for row in report.rows]
+    ratios = [row["ratio"] for row in report.rows]
+    return (
+        f"Compilation, in a new process with empty caches, until a model has run forward, backward and without gradients, takes {geometric(ratios):.2f} times as long as with Inductor "
+        f"in the geometric mean, {max(ratios):.2f} at most; the target is {report.summary['target']} ({'; '.join(rows)}; commit {report.environment['commit']})."
+    )
+
+
+def _seconds(row: Row, way: str) -> str:
+    return ", ".join(f"{s:.1f}" for s in row["seconds"][way])
 
 
 def _ratios(row: Row, way: str, against: Callable[[Mapping[str, float]], float], report: Report) -> str:

@@ -55,6 +55,7 @@ CLAIMS = (
     Claim("digits", "an MLP learns to read digits as it does in eager torch", gpus=0),
     Claim("training", "a training step and its memory, against eager torch, torch.compile and nvmath's epilogues"),
     Claim("models", "layers of transformers' models by torch.compile's backend, against eager torch and Inductor"),
+    Claim("compilation", "how long torch.compile takes with epigen's backend, against Inductor alone, in processes of their own"),
     Claim("sweep", "whole search spaces, for the claims about search and model"),
     Claim("front", "what epigen's own Python costs, beside importing torch: starting, from a text to a kernel, ranking, look-up", gpus=0),
     Claim("replay", "how soon a search finds a good config", gpus=0),

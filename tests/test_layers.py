@@ -37,7 +37,7 @@ ORDER = (
     "tuning.timing_worker", "tuning.compile_worker", "tuning.interrupt", "tuning.journal", "tuning.storage", "tuning.tpe", "tuning.surrogate", "tuning.study",
     "tuning.search", "tuning.tune", "tuning.fleet", "tuning.remembered", "tuning.first_use", "tuning.report",
     "training.unlogged", "training.aten", "training.traced", "training.functions", "api",
-    "training.guarded_cache", "training.bits", "training.elements", "training.plan", "training.library", "training.composed", "training.embeddings", "training.expected",
+    "training.guarded_cache", "training.bits", "training.elements", "training.plan", "training.library", "training.composed", "training.embeddings", "training.expected", "training.precompile",
     "training.layer", "training.report", "training.sharding", "training.whole", "training.chain", "training.site", "training.again", "training.linear", "training.modules", "training.operations", "nn",
     "training.regions", "training.rewrite", "training.wrapper", "training.convolutions", "training.joint",
     "training.backend", "training.deferred", "training.rehearse", "training.straight", "training.flat", "training.fuse",

@@ -22,6 +22,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from epigen import __version__, api, settings
+from epigen.db.lookup import Index
 from epigen.errors import CallError
 from epigen.training import aten, convolutions, elements, joint, regions, rewrite, whole, wrapper
 from epigen.training.expected import UNTUNED, Terms
@@ -185,6 +186,12 @@ def _sources() -> str:
 
 
 def _databases() -> str:
+    return _digest_of(api.database().index())
+
+
+@functools.lru_cache(maxsize=1)
+def _digest_of(_index: Index) -> str:
+    """Inductor asks for each graph several times; a database that has changed has another index."""
     return _digest({file for file, _record in api.database().records()})
 
 

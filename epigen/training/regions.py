@@ -23,7 +23,7 @@ from epigen.dtypes import BY_TORCH, FAST_ACCUM
 from epigen.errors import EpigenError
 from epigen.gpus import Target
 from epigen.shapes import Shape
-from epigen.training import expected
+from epigen.training import expected, precompile
 from epigen.training.aten import (
     BITMASK,
     SAME,
@@ -189,7 +189,7 @@ def _is(extent: Any, number: int) -> bool:
 def region_of(product: Product, levels: Levels, terms: Terms = UNTUNED) -> Region | Left:
     """The region of a product, or why there is none."""
     outcome = promising(product, levels, terms)
-    if isinstance(outcome, Region) and (kernel := _kernel_of(outcome, terms)) is not None and (why := expected.spilled(*kernel)):
+    if isinstance(outcome, Region) and (kernel := _kernel_of(outcome, terms)) is not None and (why := precompile.spilled(*kernel)):
         return Left(why, True, times=outcome.times)
     return outcome
 
@@ -224,7 +224,7 @@ def compile_ahead(products: Iterable[Product], levels: Levels, terms: Terms) -> 
     """
     known = [p for p in products if terms.machine.of(p.a.meta["val"].device) is not None]
     regions = [outcome for product in known if isinstance(outcome := promising(product, levels, terms), Region)]
-    expected.compile_ahead([kernel for region in regions if (kernel := _kernel_of(region, terms)) is not None])
+    precompile.compile_ahead([kernel for region in regions if (kernel := _kernel_of(region, terms)) is not None])
 
 
 def _kernel_of(region: Region, terms: Terms) -> tuple[expected.ProgramCall, Target] | None:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import precompiled
 import pytest
 import torch
 from machines import Everywhere
 from torch.fx.experimental.proxy_tensor import make_fx
 from under_torch import APART
 
-import epigen
 from epigen import gpus
 from epigen.dtypes import BF16
 from epigen.gpus import TARGETS
 from epigen.runtime.kernel import Kernel
-from epigen.training import backend, expected, library
+from epigen.training import backend, expected
 from epigen.training.report import Seen
 
 pytestmark = [APART, pytest.mark.triton, pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of torch's own compiler
@@ -58,11 +56,8 @@ def test_what_is_missing_is_tuned_before_it_is_judged(call: expected.ProgramCall
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_to_compile() -> Iterator[None]:
-    """To threads that would go on beside another test, which is not to reach Triton."""
     yield
-    if expected._pool.cache_info().currsize:
-        expected._pool(os.getpid()).shutdown()
-        expected._pool.cache_clear()
+    precompiled.end()
 
 
 HOPPER = expected.Terms(machine=Everywhere({0: TARGETS["sm_90"]}))
@@ -151,44 +146,3 @@ def test_masks_are_packed_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.program == "drelu(mm, bits(x0))"
     monkeypatch.setattr(expected, "_kernels_us", lambda *_: (100.0, 110.0, False))
     assert expected.kernels_us(expected.ProgramCall(found.program, (2048, 1024, 512), BF16, "nn", ()), TARGETS["sm_90"], None)[0] == pytest.approx(109)
-
-
-def test_the_kernels_of_a_graph_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once, and while the graph goes on; what may have more values than registers is waited for, and judged."""
-    expected._compiled.cache_clear()
-    started, going_on, alone = threading.Barrier(2, timeout=60), threading.Event(), threading.get_ident()
-    asked: list[str] = []
-
-    def spilled(call: expected.ProgramCall, _target: Any, _place: Any) -> str:
-        assert threading.get_ident() != alone
-        asked.append(call.text)
-        if call.text in ("cos(mm)", "sin(mm)"):
-            started.wait()  # of one after another the first would wait for ever
-        if call.text == "sin(mm)" and not going_on.wait(60):
-            return "the graph waits for a kernel that is not to be doubted"
-        return "it spills" if "erf" in call.text else ""
-
-    monkeypatch.setattr(expected, "_spilled", spilled)
-
-    def several(x: Any, u: Any, v: Any, w: Any, y: Any) -> Any:
-        return torch.cos(x @ u), torch.sin(x @ v), torch.cos(x @ w), torch.erf(x @ w) * torch.tanh(y[0]) * torch.sigmoid(y[1])
-
-    graph = make_fx(several, tracing_mode="fake")(*(torch.empty(s, dtype=torch.bfloat16) for s in ((8192, 2048), *[(2048, 4096)] * 3, (2, 8192, 4096)))).graph
-    assert [s.program or s.why for s in backend.fuse(graph, HOPPER)] == ["cos(mm)", "sin(mm)", "cos(mm)", "it spills"]
-    kernels = [library.kernel(text, None)._compiling[1] for text in ("cos(mm)", "sin(mm)")]  # of programs that no other test here has compiled
-    going_on.set()
-    assert [f.result(60) for (f,) in kernels] == ["", ""] and len(asked) == len(set(asked)) == 3
-    expected._compiled.cache_clear()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_compiling_for_the_gpu_at_hand_leaves_its_driver() -> None:
-    """What only asks for resources would otherwise put a stand-in where the launches of all threads look."""
-    from epigen.runtime.device import THIS_MACHINE
-
-    kernel, target = epigen.compile("relu(mm + bias)"), THIS_MACHINE.at_hand()
-    assert target is not None
-    a, b, bias = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((64, 128), (128, 256), (256,)))
-    (needs, *_) = kernel.warm(*(t.to("meta") for t in (a, b)), target, bias=bias.to("meta"))
-    assert needs.registers > 0
-    torch.testing.assert_close(kernel(a, b, bias=bias), torch.relu(a.float() @ b.float() + bias).bfloat16(), rtol=1e-2, atol=1e-2)

@@ -57,8 +57,9 @@ def test_derivatives_on_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_what_is_expected_on_a_gpu(tmp_path: Path) -> None:
-    report = cases("test_expected.py", tmp_path, "-p", "no:xdist")
+@pytest.mark.parametrize("file", ["test_expected.py", "test_precompile.py"])
+def test_what_is_expected_and_compiled_on_a_gpu(file: str, tmp_path: Path) -> None:
+    report = cases(file, tmp_path, "-p", "no:xdist")
     assert " passed" in report and "skipped" not in report
 
 
