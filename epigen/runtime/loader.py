@@ -382,5 +382,8 @@ def _cubin_usage(cubin: str | bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        try:
+            report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise CompileError(f"{tool} cannot be run, by which registers are counted: {error}; install Triton again") from error
     return {name: _last_number(rf"\b{name}:(\d+)", report) for name in ("REG", "STACK")}

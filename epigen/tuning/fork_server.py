@@ -16,7 +16,7 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
-from epigen.tuning.process import End, Fork, Setup
+from epigen.tuning.process import End, Failed, Fork, Setup
 
 
 def main() -> None:
@@ -61,17 +61,22 @@ def _become(module: str, control: Connection, handle: int) -> None:
 
 
 def serve(worker: Callable[[Any], Callable[[Any], Any]], connection: Connection) -> None:
-    """Answer jobs until the pipe closes. worker: makes, of a setup, the function that answers."""
+    """Answer jobs until the pipe closes. worker: makes, of a setup, the function that answers. What either raises is told, and ends the process: nobody expected it."""
     answer: Callable[[Any], Any] | None = None
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             job = connection.recv()
-            if isinstance(job, Setup):
-                answer = None  # what the old setup holds goes before the new one is made
-                answer = worker(job.about)
-            else:
+            try:
+                if isinstance(job, Setup):
+                    answer = None  # what the old setup holds goes before the new one is made
+                    answer = worker(job.about)
+                    continue
                 assert answer is not None
-                connection.send(answer(job))
+                reply = answer(job)
+            except Exception as error:
+                connection.send(Failed("crashed", f"the worker failed with {type(error).__name__}: {' '.join(str(error).split())[:300]}"))
+                raise
+            connection.send(reply)
 
 
 if __name__ == "__main__":

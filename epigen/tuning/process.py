@@ -210,7 +210,10 @@ class Worker:
                 self.stop()
                 return Failed("timeout", f"no answer within {timeout_s:.0f} s")
             answer = self.connection.recv()
-            self.fork_server.answered = True
+            if isinstance(answer, Failed):  # its last words
+                self.stop()
+            else:
+                self.fork_server.answered = True
             return answer
         except (EOFError, ConnectionResetError):
             code = self.stop()

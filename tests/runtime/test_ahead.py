@@ -546,6 +546,17 @@ def test_what_is_compiled_ahead_is_what_a_launch_runs(tmp_path: Path) -> None:
     assert done.stdout == "found\n", done.stderr
 
 
+def test_an_installation_without_its_tools_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of whoever strips what seems not to be needed: it was a traceback of a thread, and in tuning a process's status."""
+
+    def run(command: list[str], **_: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory", command[0])
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(CompileError, match="cuobjdump"):
+        loader._cubin_usage(b"")
+
+
 # -- what ptxas gets wrong
 
 ROUNDING = """

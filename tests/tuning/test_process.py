@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkout import TESTS
@@ -52,6 +53,26 @@ def test_workers_that_never_begin_are_given_up_with_their_last_words(golden: Gol
             fork_server.process.wait(300)
         with golden.raises(TuneError):
             worker.submit(1)
+    finally:
+        fork_server.stop()
+
+
+@pytest.mark.parametrize(
+    ("setup", "job", "said"),
+    [(1, "a", "TypeError: can only concatenate str"), (None, 1, "FileNotFoundError: [Errno 2] No such file or directory: '/opt/triton/cuobjdump'")],
+)
+def test_what_surprises_a_worker_is_told(setup: Any, job: Any, said: str) -> None:
+    """It ends the process, which has lost what it was about; the next job has a new one. Else a status was all that anybody heard."""
+    fork_server = ForkServer("raising_worker")
+    worker = Worker(fork_server, "raising_worker")
+    try:
+        worker.begin(setup)
+        worker.submit(job)
+        answer = worker.answer(300.0)
+        assert isinstance(answer, Failed) and answer.kind == "crashed" and answer.detail.startswith(f"the worker failed with {said}")
+        worker.begin(40)
+        worker.submit(2)
+        assert worker.answer(300.0) == 42
     finally:
         fork_server.stop()
 
