@@ -145,6 +145,8 @@ class Packing(Pass):
     def run(self, graph: fx.Graph) -> None:
         joint.keep_compared(graph)
         joint.keep_bits(graph, Terms(self.tune))
+        if self.tune is None:  # else it would be tuned for, which takes seconds a program
+            joint.compile_ahead(graph, Terms())
 
 
 class Fusing(Pass):

@@ -11,6 +11,7 @@ import precompiled
 import pytest
 import torch
 from machines import Everywhere
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from under_torch import APART
 
@@ -70,3 +71,35 @@ def test_compiling_for_the_gpu_at_hand_leaves_its_driver() -> None:
     (needs, *_) = kernel.warm(*(t.to("meta") for t in (a, b)), target, bias=bias.to("meta"))
     assert needs.registers > 0
     torch.testing.assert_close(kernel(a, b, bias=bias), torch.relu(a.float() @ b.float() + bias).bfloat16(), rtol=1e-2, atol=1e-2)
+
+
+class Block(torch.nn.Module):
+    """An MLP with its residual, as transformers have it."""
+
+    def __init__(self, activation: Any):
+        super().__init__()
+        self.up, self.activation, self.down = torch.nn.Linear(1024, 4096), activation, torch.nn.Linear(4096, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.activation(self.up(x)))
+
+
+@pytest.mark.parametrize("tune", [None, "missing"])
+def test_the_backwards_kernels_are_compiled_while_the_forward_is(tune: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that its own graph asks for later, which comes with the first backward alone. What is tuned has to be measured first."""
+    asked: list[str] = []
+    monkeypatch.setattr(precompile, "compile_ahead", lambda kernels: asked.extend(call.text for call, _ in kernels))
+    monkeypatch.setattr(precompile, "spilled", lambda *_: "")
+    monkeypatch.setattr(expected, "kernels_us", lambda *_: (100.0, 110.0))
+    monkeypatch.setattr(backend, "Terms", lambda tune=None: expected.Terms(tune, HOPPER.machine))
+    with FakeTensorMode(), torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        for activation, derivative in ((torch.nn.GELU(), "dgelu"), (torch.nn.SiLU(), "dsilu"), (torch.nn.ReLU(), "drelu")):
+            torch._dynamo.reset()
+            asked.clear()
+            x = torch.empty(8192, 1024, requires_grad=True)
+            result = torch.compile(Block(activation), backend=backend.backend, options={"rest": "eager", "tune": tune})(x)
+            before, forward = asked[:-2], asked[-2:]
+            result.backward(torch.empty_like(result))
+            backwards = asked[len(before) + 2 :]
+            assert any(derivative in text for text in backwards) and not any(derivative in text for text in forward)
+            assert before == ([] if tune else backwards)
