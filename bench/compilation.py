@@ -43,11 +43,7 @@ def seconds(name: str, way: str, tokens: int, layers: int) -> float:
 
 def _one(name: str, way: str, tokens: int, layers: int) -> float:
     """In this process. The model is there and the GPU awake before the clock starts; what a way imports is its own."""
-    torch.manual_seed(0)
-    x = torch.randn(tokens // models.SEQUENCE, models.SEQUENCE, models.WIDTHS[name], device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    with torch.device("cuda"):
-        model = models.models(layers)[name]().to(torch.bfloat16)
-    grad = torch.randn_like(x)
+    model, x, grad = models.on_the_gpu(name, tokens, models.models(layers)[name])
     torch.cuda.synchronize()
     start = time.perf_counter()
     if way == EPIGEN:

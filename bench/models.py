@@ -217,6 +217,15 @@ def spared_ms(plain: Mapping[str, tuple[float, int]], fused: Mapping[str, tuple[
     return round(sum(ms for name, ms in fewer.items() if not any(word in name for word in _PRODUCTS)), 4)
 
 
+def on_the_gpu(name: str, tokens: int, make: Callable[[], nn.Module], sequence: int = SEQUENCE) -> tuple[nn.Module, Tensor, Tensor]:
+    """A model with random weights, and its input and the gradient of its result, each [batch, sequence, width], all in bf16."""
+    torch.manual_seed(0)
+    x = torch.randn(tokens // sequence, sequence, (WIDTHS | BATCHED)[name], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with torch.device("cuda"):
+        plain = make().to(torch.bfloat16)
+    return plain, x, torch.randn_like(x)
+
+
 def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argparse.Namespace) -> dict[str, Any]:
     """One model: eager, as Inductor compiles it, with epigen's backend, and fused in place."""
     import epigen
@@ -226,11 +235,7 @@ def row_of(name: str, tokens: int, make: Callable[[], nn.Module], options: argpa
         return not {"all", name, f"{name}@{tokens}"}.isdisjoint(listed.split(","))
 
     torch._dynamo.reset()  # else another number of tokens is one that varies, for which other code is made
-    torch.manual_seed(0)
-    x = torch.randn(tokens // options.sequence, options.sequence, (WIDTHS | BATCHED)[name], device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    with torch.device("cuda"):
-        plain = make().to(torch.bfloat16)
-    grad = torch.randn_like(x)
+    plain, x, grad = on_the_gpu(name, tokens, make, options.sequence)
     seen: list[backend.Seen] = []
     fused = copy.deepcopy(plain)
     report = str(epigen.fuse(fused))

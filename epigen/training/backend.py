@@ -144,9 +144,10 @@ class Packing(Pass):
 
     def run(self, graph: fx.Graph) -> None:
         joint.keep_compared(graph)
-        joint.keep_bits(graph, Terms(self.tune))
+        terms = Terms(self.tune)
+        joint.keep_bits(graph, terms)
         if self.tune is None:  # else it would be tuned for, which takes seconds a program
-            joint.compile_ahead(graph, Terms())
+            joint.compile_ahead(graph, terms)
 
 
 class Fusing(Pass):
@@ -216,7 +217,7 @@ def fuse(graph: fx.Graph, terms: Terms = UNTUNED) -> list[Seen]:
     left = {node: list(several) for node, several in itertools.groupby(apart, lambda each: each.node)}
     levels = regions.levels_of(graph)
     nodes = regions.products(graph)
-    regions.compile_ahead([p for node in nodes if isinstance(p := regions.product_of(node), Product)], levels, terms)
+    regions.compile_ahead(nodes, levels, terms)
     for node in sorted([*nodes, *left]):
         if node in left:
             seen += [Seen(_hinted(each.shape), str(each.dtype), "", each.why, False, False, None) for each in left[node]]

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from epigen.training import regions
 from epigen.training.aten import is_view, same
 from epigen.training.expected import UNTUNED, Terms
-from epigen.training.regions import Left, Product, Region
+from epigen.training.regions import Left, Region
 from epigen.training.rewrite import called
 
 _aten: Any = torch.ops.aten
@@ -81,9 +81,8 @@ def compile_ahead(graph: fx.Graph, terms: Terms = UNTUNED) -> None:
     What of the forward is saved and what is computed anew is not known yet, and changes the forward's programs. The backward's are those that its graph has: all 39
     of twelve models of the tests, and all six of layers of BERT-large, GPT-2 XL and OPT (torch 2.13, 2026-11-27).
     """
-    late, levels = _late(graph), regions.levels_of(graph)
-    products = [product for node in regions.products(graph) if node in late and isinstance(product := regions.product_of(node), Product)]
-    regions.compile_ahead(products, levels, terms)
+    late = _late(graph)
+    regions.compile_ahead([node for node in regions.products(graph) if node in late], regions.levels_of(graph), terms)
 
 
 def _viewed(node: fx.Node) -> fx.Node:

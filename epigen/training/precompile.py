@@ -58,14 +58,13 @@ def _compiled(call: ProgramCall, target: Target, _index: Index, process: int) ->
     kernel, here = call.kernel(), torch.cuda.current_device() if torch.cuda.is_available() else None
     threads, prepared = _threads(process)
     future = threads.submit(_ready, call, target, here, prepared)
-    for each in (prepared, future):
-        kernel.wait_for(each)
+    kernel.wait_for(future)
     return future
 
 
 @functools.lru_cache(maxsize=1)
 def _threads(_process: int) -> tuple[ThreadPoolExecutor, Future[None]]:
-    """With what has to be there before several of them compile, or a kernel is launched: a C compiler takes half a second for it."""
+    """With what each waits for before it compiles, and so every launch of what they compile: a C compiler takes half a second for it."""
     threads = ThreadPoolExecutor(os.cpu_count(), "epigen")
     return threads, threads.submit(loader.prepare)
 

@@ -217,11 +217,12 @@ def before(node: fx.Node) -> Iterator[fx.Node]:
             seen |= set(value.all_input_nodes)
 
 
-def compile_ahead(products: Iterable[Product], levels: Levels, terms: Terms) -> None:
-    """Compile the kernels of a graph's regions at once, of which each would be waited for in turn.
+def compile_ahead(nodes: Iterable[fx.Node], levels: Levels, terms: Terms) -> None:
+    """Compile the kernels of the regions of a graph's products at once, of which each would be waited for in turn.
 
     A region that comes to be of one before it is taken may be another one then; its kernel is compiled when it is asked for.
     """
+    products = [p for node in nodes if isinstance(p := product_of(node), Product)]
     known = [p for p in products if terms.machine.of(p.a.meta["val"].device) is not None]
     regions = [outcome for product in known if isinstance(outcome := promising(product, levels, terms), Region)]
     precompile.compile_ahead([kernel for region in regions if (kernel := _kernel_of(region, terms)) is not None])
