@@ -1,7 +1,7 @@
 """How long `torch.compile` takes until a model has run forward, backward and without gradients: with Inductor alone, and with epigen's backend.
 
 Each way runs in processes of its own, whose caches are empty, so that what a process does once counts for both. The ways alternate; medians are compared.
-Run: python -m bench.compilation [--models a,b] [--rounds N] [--commit HASH] [--out FOLDER]
+Run: python -m bench.compilation [--models a,b] [--layers N] [--rounds N] [--name NAME] [--commit HASH] [--out FOLDER]
 Claim: TARGET times what Inductor takes, at most.
 """
 
@@ -79,6 +79,7 @@ def main(machine: Machine = THIS_MACHINE) -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--name", default="compilation", help="of the results: compilation_whole is of models with all of their layers")
     parser.add_argument("--one", nargs=4, metavar=("MODEL", "WAY", "TOKENS", "LAYERS"), help="time one here, and print the seconds")
     options = parser.parse_args()
     record.gpu_at_hand(machine)
@@ -90,7 +91,7 @@ def main(machine: Machine = THIS_MACHINE) -> None:
     subprocess.run([sys.executable, "-m", "compileall", "-q", str(Path(epigen.__file__).parent)], env=command.environment(), check=True)
     rows = rows_of(options.models.split(","), options.rounds, lambda name, way: seconds(name, way, options.tokens, options.layers))
     about: dict[str, Any] = {"target": TARGET, "tokens": options.tokens, "layers": options.layers}
-    print(record.write("compilation", Report("bench.compilation", record.environment(options.commit), rows, about), options.out))
+    print(record.write(options.name, Report("bench.compilation", record.environment(options.commit), rows, about), options.out))
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def _others(report: Report, last: list[Row]) -> list[str]:
             f"Losses of {', '.join(sorted(trained))} over {steps} steps of training differ from eager's by at most {worst['epigen']:.1g} of them "
             f"(Inductor's by {worst['inductor']:.1g}, fuse's by {worst['fuse']:.1g}, eager's own in fp32 by {worst['fp32']:.1g})."
         )
-    lines.append(_compilation(load("compilation")))
+    lines += [_compilation(load(name)) for name in ("compilation", "compilation_whole")]
     return lines
 
 
@@ -118,7 +118,7 @@ def _compilation(report: Report) -> str:
     rows = [f"{row['model']} {_seconds(row, EPIGEN)} s, Inductor {_seconds(row, INDUCTOR)} s" for row in report.rows]
     ratios = [row["ratio"] for row in report.rows]
     return (
-        f"Compilation, in a new process with empty caches, until a model has run forward, backward and without gradients, takes {geometric(ratios):.2f} times as long as with Inductor "
+        f"Compilation of {report.summary['layers']} layers, in a new process with empty caches, until they have run forward, backward and without gradients, takes {geometric(ratios):.2f} times as long as with Inductor "
         f"in the geometric mean, {max(ratios):.2f} at most; the target is {report.summary['target']} ({'; '.join(rows)}; commit {report.environment['commit']})."
     )
 

@@ -124,8 +124,10 @@ def main(machine: Machine = THIS_MACHINE) -> None:
             f"{of_target(row):.3f} of the target; {row['config']}",
             flush=True,
         )
-    report = Report("bench.tiles", record.environment(options.commit), rows, verdict(rows) | {"tuned": options.tuned})
-    print(record.write(f"tiles_{'tuned_' * options.tuned}{gpu.short.lower()}", report, options.out))
+        # after each row, so that a run which is cut short leaves those that it has
+        report = Report("bench.tiles", record.environment(options.commit), rows, verdict(rows) | {"tuned": options.tuned})
+        written = record.write(f"tiles_{'tuned_' * options.tuned}{gpu.short.lower()}", report, options.out)
+    print(written)
 
 
 if __name__ == "__main__":

@@ -286,7 +286,7 @@ class Space:
             (1 + pingpong) * target.multiprocessors // max(1, products(self.shape) * -(-m // block_m) * -(-n // block_n)), k // _LEAST_PART, _MOST_PARTS
         )
         splits = suggest("warp_specialized.splits", 1, max(1, parts) if self._splits else 1)
-        subtiles = 1 + suggest("warp_specialized.subtiles", 0, int(block_n >= 64))
+        subtiles = 1 << suggest("warp_specialized.subtiles", 0, self._halvings(block_n, splits))
         stored_bytes = {s.name: (1 + pingpong) * block_m * block_n // subtiles * s.dtype.bytes for s in schedules.tma_storable(self.spec)}
         fixed = limits.step_of_fp8(self.spec, target)
         row_bytes, room, least = (block_m + block_n) * element_bytes, target.shared_bytes - _BARRIER_BYTES, 2 * (block_m + block_n) * (fixed or _LEAST_RUN)
@@ -296,13 +296,14 @@ class Space:
         room -= tma_store * sum(stored_bytes.values())
         from_tma = schedules.tma_loadable(self.spec, bool(tma_store))
         # subtiles that are loaded at once have a buffer each
-        again = (subtiles - 1) * sum(size for name, size in stored_bytes.items() if name in from_tma.values())
-        again += (1 + pingpong) * block_m * block_n * sum(dtype.bytes for dtype in schedules.in_own_buffers(self.spec, from_tma).values())
+        at_once = min(subtiles, schedules.AT_ONCE)
+        again = (at_once - 1) * sum(size for name, size in stored_bytes.items() if name in from_tma.values())
+        again += (1 + pingpong) * block_m * block_n * at_once // subtiles * sum(dtype.bytes for dtype in schedules.in_own_buffers(self.spec, from_tma).values())
         tma_load = suggest("warp_specialized.tma_load", 0, int(bool(from_tma) and again <= room - least and splits == 1))
         room -= tma_load * again
         loaded = self._loaded(from_tma if tma_load else ())
         # of two subtiles both inputs have to be held while the tile is multiplied, for which registers are left where it is a row, a column or bits
-        whole = subtiles == 2 and any(i.indices == "mn" and not i.packed for i in loaded)
+        whole = subtiles > 1 and any(i.indices == "mn" and not i.packed for i in loaded)
         prefetch = suggest("warp_specialized.prefetch", 0, int(bool(loaded) and not whole and schedules.holds_inputs(self.spec, subtiles, splits)))
         most_k = max(_LEAST_RUN // element_bytes, min(128, _down(room // (2 * row_bytes)), _padded(k)))
         block_k = exponent("block_k", fixed or min(most_k, _RUN // element_bytes), fixed or most_k)
@@ -313,6 +314,11 @@ class Space:
             "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, subtiles=subtiles, prefetch=prefetch,
             tma_store=tma_store, tma_load=tma_load, num_stages=stages, fused_finalize=self._fused_finalize(suggest, "warp_specialized"), splits=splits,
         )  # fmt: skip
+
+    def _halvings(self, block_n: int, splits: int) -> int:
+        """How often the epilogue may halve a tile of the schedule warp_specialized. In quarters where there are several tiles to bring or take away."""
+        tiles = len(schedules.tma_storable(self.spec)) + len(schedules.tma_loadable(self.spec))
+        return 0 if block_n < 64 else 2 if tiles > 1 and block_n >= 128 and splits == 1 and not self.spec.promoted else 1
 
     @property
     def columns_alone(self) -> bool:

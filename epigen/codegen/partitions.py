@@ -36,13 +36,22 @@ class Buffers:
 
 
 @dataclass(frozen=True, slots=True)
+class Barriers:
+    """Of which each consumer has as many of its own. each: what a number of one is called."""
+
+    name: str
+    count: int
+    each: str = "group_id"
+
+
+@dataclass(frozen=True, slots=True)
 class Partitions:
-    """Of a kernel. buffers: in shared memory, between its partitions and memory. pairs_of_barriers: those of which each consumer has its own."""
+    """Of a kernel. buffers: in shared memory, between its partitions and memory. barriers: beside those of the ring of operands."""
 
     producer: Partition
     consumer: Partition
     buffers: tuple[Buffers, ...]
-    pairs_of_barriers: tuple[str, ...]
+    barriers: tuple[Barriers, ...]
 
 
 _RING = ("a_bufs", "b_bufs", "full_bars", "empty_bars")
@@ -59,8 +68,10 @@ def partitions(spec: KernelSpec, config: KernelConfig, main: Function) -> Partit
         ("WARPGROUP", *constants),
         tuple((*shared, *_own(spec, config, group).values(), str(group), *constants) for group in range(GROUPS)),
     )
-    arriving = ("in_bars",) if schedules.tma_loaded(spec, config) else ()
-    return Partitions(Partition(loaded, constants, ((*loaded, *constants),)), consumer, _buffers(spec, config), (*order, *arriving))
+    barriers = [Barriers(name, GROUPS) for name in order]
+    if schedules.tma_loaded(spec, config):
+        barriers.append(Barriers("in_bars", GROUPS * schedules.AT_ONCE, "buffer_id") if _in_turn(spec, config) else Barriers("in_bars", GROUPS))
+    return Partitions(Partition(loaded, constants, ((*loaded, *constants),)), consumer, _buffers(spec, config), tuple(barriers))
 
 
 def _own(spec: KernelSpec, config: KernelConfig, group: int) -> dict[str, str]:
@@ -71,7 +82,14 @@ def _own(spec: KernelSpec, config: KernelConfig, group: int) -> dict[str, str]:
             own[f"{name}_bufs"] = f"{name}_bufs"
         else:
             own[f"{name}_buf"] = f"{name}_bufs.index({group})"
+    if _in_turn(spec, config):
+        return own | {"in_bars": "in_bars"}
     return own | ({"in_bar": f"in_bars.index({group})"} if schedules.tma_loaded(spec, config) else {})
+
+
+def _in_turn(spec: KernelSpec, config: KernelConfig) -> bool:
+    """Whether a subtile's inputs come once another's have left their buffers, each at a barrier of its own."""
+    return bool(schedules.tma_loaded(spec, config)) and schedules.tile_parts(config)[1] > schedules.AT_ONCE
 
 
 def _through_buffers(spec: KernelSpec, config: KernelConfig) -> tuple[str, ...]:
@@ -80,8 +98,8 @@ def _through_buffers(spec: KernelSpec, config: KernelConfig) -> tuple[str, ...]:
 
 
 def _one_a_subtile(spec: KernelSpec, config: KernelConfig, name: str) -> bool:
-    """Whether each subtile has a buffer of its own: where an input is loaded into them, for all are loaded at once."""
-    return schedules.tile_parts(config)[1] == 2 and name in schedules.tma_loaded(spec, config).values()
+    """Whether several subtiles have a buffer each: where inputs are loaded into them."""
+    return schedules.tile_parts(config)[1] > 1 and name in schedules.tma_loaded(spec, config).values()
 
 
 def _buffers(spec: KernelSpec, config: KernelConfig) -> tuple[Buffers, ...]:
@@ -94,6 +112,6 @@ def _buffers(spec: KernelSpec, config: KernelConfig) -> tuple[Buffers, ...]:
         Buffers("b_bufs", "b", ("STAGES", *one, *(b[::-1] if layout[1] == "t" else b))),
     ]
     for name in _through_buffers(spec, config):
-        count = GROUPS * across if _one_a_subtile(spec, config, name) else GROUPS
+        count = GROUPS * schedules.AT_ONCE if _one_a_subtile(spec, config, name) else GROUPS
         buffers.append(Buffers(f"{name}_bufs", name, (str(count), *one, rows, columns)))
     return tuple(buffers)

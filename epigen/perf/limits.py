@@ -79,6 +79,16 @@ def rows_of_warpgroups(c: Candidate) -> str:
     return f"two groups of warps share a tile's rows and multiply 64 each at least: {c.schedule.name} with block_m={c.config['block_m']} needs pingpong=1"
 
 
+def quarters(c: Candidate) -> str:
+    if c.schedule.architecture != "hopper" or c.config["subtiles"] <= schedules.AT_ONCE:
+        return ""
+    if c.config["block_n"] < 64:
+        return f"a quarter of a tile has 16 columns at least: subtiles={c.config['subtiles']} needs block_n=64 or more, and it is {c.config['block_n']}"
+    if c.config["tma_load"] and schedules.splits(c.config) > 1:
+        return f"inputs come in turn with subtiles={c.config['subtiles']}, while the epilogue runs, which of several parts along k the last alone does: splits=1 is needed"
+    return ""
+
+
 def empty_tensors(c: Candidate) -> str:
     if not c.schedule.descriptors or 0 not in c.shape[-3:]:
         return ""
@@ -277,6 +287,7 @@ LAUNCHES: tuple[Restriction, ...] = (
     operands,
     along_k,
     rows_of_warpgroups,
+    quarters,
     empty_tensors,
     number_of_tiles,
     coordinates,

@@ -135,18 +135,19 @@ class Work:
         if self.spec.promoted:
             # each subtile of a step is summed by itself first; and of rows that are prefetched a thread keeps a quarter beside all that
             rows = sum(i.dtype.bytes for i in self.spec.loaded if i.indices == "n" and i.dtype)
-            accumulators += accumulators // subtiles + config["prefetch"] * config["block_n"] * rows // 16
+            accumulators += accumulators // (subtiles if subtiles <= schedules.AT_ONCE else 1) + config["prefetch"] * config["block_n"] * rows // 16
         loaded = config["num_stages"] * ((config["block_m"] + config["block_n"]) * config["block_k"] * self.element_bytes + 16)
         buffers = (2 // groups) * config["block_m"] * config["block_n"] // subtiles
         stored, loaded_by_tma = schedules.tma_stored(self.spec, config), schedules.tma_loaded(self.spec, config)
-        passing = sum(buffers * s.dtype.bytes * (subtiles if s.name in loaded_by_tma.values() else 1) for s in self.spec.stores if s.name in stored)
-        passing += sum(buffers * dtype.bytes * subtiles for dtype in schedules.in_own_buffers(self.spec, loaded_by_tma).values())
-        # each of eight warps leaves its sums of the columns of a part, where the warps were handed what they begin with; and 192 bytes, of barriers and the like, or 224
-        exchanged = 32 * config["block_n"] // subtiles if any("m" in p.axes for p in self.spec.partials) else 0
-        beside = (224 if loaded_by_tma else 192) + (0 if exchanged else 32)
+        at_once = min(subtiles, schedules.AT_ONCE)
+        passing = sum(buffers * s.dtype.bytes * (at_once if s.name in loaded_by_tma.values() else 1) for s in self.spec.stores if s.name in stored)
+        passing += sum(buffers * dtype.bytes * at_once for dtype in schedules.in_own_buffers(self.spec, loaded_by_tma).values())
+        # each of eight warps leaves its sums of the columns of a part, where the warps were handed what they begin with: of fewer than 64 columns its threads'
+        # several; and 192 bytes, of barriers and the like, or 224, and where nothing is exchanged 32 for each two subtiles
+        exchanged = 32 * max(64, config["block_n"] // subtiles) if any("m" in p.axes for p in self.spec.partials) else 0
+        beside = (224 if loaded_by_tma else 192) + (0 if exchanged else 32 * -(-subtiles // schedules.AT_ONCE))
         registers = int(36 + accumulators * (1 + self.held_an_element / subtiles))
-        held = self._held(config, accumulators)
-        return Resources(loaded + passing + exchanged + beside, accumulators, registers, _GROUP_REGISTERS, 1, held=held)
+        return Resources(loaded + passing + exchanged + beside, accumulators, registers, _GROUP_REGISTERS, 1, held=self._held(config, accumulators))
 
     def _held(self, config: KernelConfig, accumulators: int) -> int:
         """Registers of a thread for what the epilogue reads of an [m, n] input, as it lies in memory, where it is loaded before the main loop."""

@@ -23,5 +23,5 @@ def test_the_ways_alternate_and_medians_are_compared() -> None:
 
 def test_what_is_said_of_it() -> None:
     rows = [{"model": name, "seconds": {INDUCTOR: [10.0], EPIGEN: [10.0 * ratio]}, "ratio": ratio} for name, ratio in (("one", 1.0), ("other", 1.44))]
-    text = readme_models._compilation(Report("bench.compilation", {"commit": "abc"}, rows, {"target": 1.3}))
-    assert "1.20 times" in text and "1.44 at most" in text and "the target is 1.3" in text and "other 14.4 s, Inductor 10.0 s" in text
+    text = readme_models._compilation(Report("bench.compilation", {"commit": "abc"}, rows, {"target": 1.3, "layers": 6}))
+    assert "of 6 layers" in text and "1.20 times" in text and "1.44 at most" in text and "the target is 1.3" in text and "other 14.4 s, Inductor 10.0 s" in text

@@ -114,6 +114,10 @@ KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
         spec_of("silu(mm) * gate[m,n] + residual", layout="nt", tma=("a", "b", "gate", "residual", "out")),
         warp_specialized(128, 128, 64, 3, pingpong=1, subtiles=2, tma_load=1),
     ),
+    "tma_loaded_in_turn": (
+        spec_of("silu(mm) * gate[m,n] + residual", layout="nt", tma=("a", "b", "gate", "residual", "out")),
+        warp_specialized(128, 128, 64, 5, pingpong=1, subtiles=4, tma_load=1),
+    ),
     "library": (spec_of("z = mm + bias; silu(z) * gate[m,n], bgrad(z)"), LIBRARY),
     "vendors_own": (spec_of("z = mm; z"), LIBRARY),
     "int8_scaled": (spec_of("cast(mm * scale_a[m] * scale_b[n], fp16)", INT8, input_dtype=FP32, k_multiple=64), TILED),
@@ -424,6 +428,7 @@ _EPILOGUES = [
     *(schedules.config("library", block_m=8, block_n=64, num_warps=4, fused_finalize=f) for f in (0, 1)),
     *(persistent(flatten=0, subtiles=1 + s, tma_store=t, fused_finalize=f, prefetch=p) for s, t, f, p in _HALVES[4]),
     *(warp_specialized(pingpong=g, subtiles=1 + s, tma_load=t, fused_finalize=f, prefetch=p) for g, s, t, f, p in _HALVES[5]),
+    *(warp_specialized(pingpong=g, subtiles=4, tma_load=t, fused_finalize=g, prefetch=(g + t) % 2) for g in (0, 1) for t in (0, 1)),
     *(warp_specialized(subtiles=1 + s, prefetch=p, fused_finalize=1, splits=2) for s in (0, 1) for p in (0, 1)),
 ]  # fmt: skip
 

@@ -179,7 +179,7 @@ def test_nothing_is_written_past_the_ends_of_rows(columns: int, stored: bool) ->
     assert (wide[:, columns:] == 7).all()
 
 
-@pytest.mark.parametrize("subtiles", [1, 2])
+@pytest.mark.parametrize("subtiles", [1, 2, 4])
 @pytest.mark.parametrize("pingpong", [0, 1])
 def test_what_tma_brings_may_be_written_in_its_place(pingpong: int, subtiles: int) -> None:
     """Each tile is there before it leaves, and no other group of warps reads it."""
@@ -200,7 +200,9 @@ def configs(draw: st.DrawFn) -> dict[str, int]:
     config = {name: draw(st.sampled_from(values)) for name, values in WARP_SPECIALIZED.dimensions.items()}
     if not config["pingpong"]:
         config["block_m"] = max(config["block_m"], 128)
-    config["block_n"] = min(config["block_n"], 64)
+    config["block_n"] = 64 if config["subtiles"] == 4 else min(config["block_n"], 64)
+    if config["subtiles"] == 4 and config["tma_load"]:
+        config["splits"] = 1
     config["num_stages"] = min(config["num_stages"], 3)
     return config
 
@@ -287,6 +289,7 @@ PROMOTED = Case("relu(mm * scale_a[m])", (264, 272, 592), FP8E4M3, inputs=FP32, 
 TWO = Case("z = mm + bias; relu(z), z", (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1))
 TMA_LOADED_PINGPONG = Case(TMA_LOADED, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, tma_load=1))
 TMA_LOADED_SUBTILES = Case(TMA_LOADED, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, subtiles=2, tma_load=1))
+TMA_LOADED_IN_TURN = Case(TMA_LOADED, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, subtiles=4, tma_load=1))
 
 _FULL = "            mbarrier.wait(full_bars.index(slot_id), step_id // STAGES & 1)\n"
 _EMPTY = "            mbarrier.wait(empty_bars.index(slot_id), step_id // STAGES & 1 ^ 1)\n"
@@ -366,6 +369,17 @@ MISTAKES = {
     "both groups' inputs share a barrier": (TMA_LOADED_PINGPONG, "in_bars.index(1),", "in_bars.index(0),"),
     "both groups' inputs share a buffer": (TMA_LOADED_PINGPONG, "dz_bufs.index(1),", "dz_bufs.index(0),"),
     "what was computed leaves before it is shown to the copy": (TMA_LOADED_SUBTILES, "            fence_async_shared()\n            copy_out", "            copy_out"),
+    # of inputs that come in turn
+    "a quarter's input is not waited for": (TMA_LOADED_IN_TURN, "            mbarrier.wait(in_bars.index(2 * WARPGROUP + subtile_id % 2), subtile_id // 2)\n", ""),
+    "each quarter's input is waited for as the first": (TMA_LOADED_IN_TURN, "subtile_id % 2), subtile_id // 2)", "subtile_id % 2), 0)"),
+    "an input comes before the quarter has left": (TMA_LOADED_IN_TURN, "                tma.store_wait(0)\n                mbarrier.expect", "                mbarrier.expect"),
+    "an input comes before the last tile's quarters have left": (TMA_LOADED_IN_TURN, "        tma.store_wait(0)\n        mbarrier.expect", "        mbarrier.expect"),
+    "the next quarter's input comes in place of the one after it": (TMA_LOADED_IN_TURN, "(part_n + 2) * SUBTILE_N", "(part_n + 1) * SUBTILE_N"),
+    "a quarter's input comes into the other's buffer": (TMA_LOADED_IN_TURN, "dz_bufs.index(2 * WARPGROUP + subtile_id))", "dz_bufs.index(2 * WARPGROUP + 1 - subtile_id))"),
+    "two quarters' inputs share a barrier": (TMA_LOADED_IN_TURN, "subtile_id % 2), subtile_id // 2)", "0), subtile_id // 2)"),
+    "quarters in the wrong order": (TMA_LOADED_IN_TURN, "acc_0, acc_1 = ", "acc_1, acc_0 = "),
+    "halves of quarters in the wrong order": (TMA_LOADED_IN_TURN, "acc_left, acc_right = ", "acc_right, acc_left = "),
+    "the last two quarters' inputs do not come": (TMA_LOADED_IN_TURN, "if subtile_id < 2:", "if subtile_id < 0:"),
     # of what the kernel before leaves
     "operands are read before the kernel before has ended": (TMA_LOADED_PINGPONG, WAIT + "    gl.warp_specialize", "    gl.warp_specialize"),
     "a reduction is completed before the main kernel has ended": (TMA_LOADED_PINGPONG, WAIT + "    offs_x", "    offs_x"),

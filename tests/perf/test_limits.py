@@ -1,4 +1,4 @@
-"""What an invariant program may not have, as data: parts of k, the vendor's product, and of fp8 what adds up in another order than the rest."""
+"""What an invariant program may not have, as data: parts of k, the vendor's product, and of fp8 what adds up in another order than the rest; and quarters of a tile."""
 
 from __future__ import annotations
 
@@ -62,6 +62,29 @@ def test_fp8_is_added_up_by_one_instruction_in_steps_of_128(dtype: DType, precis
     for config in (bytewise(), bytewise(block_m=128, num_warps=8), TWICE.with_value("splits", 1).with_value("block_k", 128)):
         assert limits.refusal(spec, config, SHAPE, H100) == ""
         assert limits.refusal(spec, config, (1, 4096, 4096), H100) == "" or config["block_m"] > 64, "a row has the tile that all have"
+
+
+def test_quarters_of_a_tile_have_columns_enough_and_inputs_in_turn_one_epilogue() -> None:
+    spec = spec_of("relu(mm + residual)", FP16, layout="nt", tma=("a", "b", "residual", "out"))
+    fits = TWICE.with_value("subtiles", 4).with_value("splits", 1).with_value("tma_load", 1)
+    assert limits.refusal(spec, fits, SHAPE, H100) == ""
+    assert "block_n=64 or more, and it is 32" in limits.unfit(spec, fits.with_value("block_n", 32), SHAPE, H100)
+    assert limits.unfit(spec, fits.with_value("block_n", 32).with_value("subtiles", 2), SHAPE, H100) == ""
+    assert "splits=1 is needed" in limits.unfit(spec, fits.with_value("splits", 2), SHAPE, H100)
+    for other in (fits.with_value("tma_load", 0), fits.with_value("subtiles", 2)):
+        assert limits.unfit(spec, other.with_value("splits", 2), SHAPE, H100) == ""
+
+
+def test_the_space_quarters_tiles_where_there_are_several_to_move() -> None:
+    for text, tma, most in (
+        ("relu(mm + bias)", ("a", "b", "out"), 2),
+        ("mm + residual", ("a", "b", "residual", "out"), 4),
+        ("z = mm; gelu(z), z", ("a", "b", "out0", "z"), 4),
+        ("amax(relu(mm + residual), n)", ("a", "b", "residual"), 2),
+    ):
+        spec = spec_of(text, FP16, layout="nt", tma=tma)
+        found = {c["subtiles"] for c in Space(spec, (8192, 8192, 1024), H100).outline() if c.schedule == "warp_specialized"}
+        assert max(found) == most, text
 
 
 @pytest.mark.parametrize("k", [16, 64, 100, 4096])

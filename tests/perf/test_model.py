@@ -98,6 +98,7 @@ def test_what_narrow_loads_spill_is_near_what_compiled_kernels_spill(config: tup
     [
         # as Triton 3.6 compiled them for sm_90, bf16, block_k=64, with TMA stores
         ("relu(mm + bias)", (128, 128), 1, 2, 6, 229656),
+        ("relu(mm + bias)", (128, 128), 1, 4, 6, 213272),
         ("relu(mm + bias)", (128, 128), 1, 1, 4, 196856),
         ("relu(mm + bias)", (128, 256), 0, 1, 3, 213200),
         ("dz = drelu(mm, mask); dz, bgrad(dz)", (128, 128), 1, 2, 6, 231544),
@@ -114,11 +115,14 @@ def test_shared_memory_of_groups_of_warps(text: str, blocks: tuple[int, int], pi
 @pytest.mark.parametrize(
     ("text", "pingpong", "subtiles", "shared_bytes"),
     [
-        # as above; halves that come at once have a buffer each
+        # as above; halves that come at once have a buffer each, and quarters one for two
         ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 1, 1, 200808),
         ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 1, 2, 198760),
         ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 0, 1, 168024),
         ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 0, 2, 165976),
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 1, 4, 166008),
+        ("dz = dgelu(mm, z[m,n]); dz, bgrad(dz)", 0, 4, 149608),
+        ("relu(mm + bias + r[m,n])", 1, 4, 164136),
         ("relu(mm + bias + r[m,n])", 1, 1, 196888),
         ("relu(mm + bias + r[m,n])", 0, 2, 164088),
     ],
@@ -133,6 +137,10 @@ def test_what_tma_brings_takes_the_shared_memory_of_what_leaves(text: str, pingp
         # as above, three stages
         ("silu(mm) * gate[m,n] + r[m,n]", 1, 2, 1, 229672),
         ("silu(mm) * gate[m,n] + r[m,n]", 0, 2, 1, 164104),
+        ("silu(mm) * gate[m,n] + r[m,n]", 1, 4, 1, 164168),
+        ("silu(mm) * gate[m,n] + r[m,n]", 0, 4, 1, 131360),
+        ("cast(mm + r[m,n], fp32)", 1, 4, 1, 164152),
+        ("amax(relu(mm + bias + r[m,n]), n)", 1, 4, 0, 131368),
         ("cast(mm + r[m,n], fp32)", 1, 2, 1, 229672),
         ("amax(relu(mm + bias + r[m,n]), n)", 1, 2, 0, 164120),
         ("dz = dgelu(mm, z[m,n]) * u[m,n]; dz, bgrad(dz)", 1, 2, 1, 231528),

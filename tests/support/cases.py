@@ -452,12 +452,15 @@ def tma_load_cases() -> list[Case]:
                 stages = 2 if "cast" in text else 3  # its inputs and outputs leave less room
                 config = warp_specialized(128, 64, 64, stages, pingpong=pingpong, subtiles=subtiles, tma_load=1, prefetch=pingpong, fused_finalize=j)
                 found.append(Case(text, (264, 392, 136), a, inputs=a, layout=LAYOUTS[(i + pingpong + subtiles) % 4], config=config))
+            for pingpong in (0, 1):
+                config = warp_specialized(128, 128, 64, 2, pingpong=pingpong, subtiles=4, tma_load=1, prefetch=1 - pingpong, fused_finalize=j)
+                found.append(Case(text, (264, 392, 136), a, inputs=a, layout=LAYOUTS[(i + pingpong) % 4], config=config))
         for view in ("sliced", "expanded", "shifted"):
             found.append(Case(text, (264, 392, 136), FP16, view=view, config=warp_specialized(tma_load=1, prefetch=1)))
         found.append(Case(text, (263, 391, 135), FP16, layout="nt", config=warp_specialized(pingpong=1, tma_load=1)))
         found.append(Case(text, (264, 392, 136), FP16, inputs=FP32, layout="nt", config=warp_specialized(64, 64, 64, 2, pingpong=1, tma_load=1)))
     for shape in ((1, 8, 8), (65, 64, 2048), (2056, 2056, 72), (3000, 2048, 328)):
-        for pingpong, block_n, subtiles in ((0, 128, 1), (0, 256, 2), (1, 128, 1), (1, 128, 2)):
+        for pingpong, block_n, subtiles in ((0, 128, 1), (0, 256, 2), (0, 256, 4), (1, 128, 1), (1, 128, 2), (1, 128, 4)):
             found.append(
                 Case(texts[0], shape, FP16, layout="nt", config=warp_specialized(128, block_n, 64, 3, pingpong=pingpong, subtiles=subtiles, tma_load=1))
             )
@@ -467,11 +470,19 @@ def tma_load_cases() -> list[Case]:
         found.append(Case("cast(mm + u[m,n], int8)", (264, 400, 136), FP16, inputs=INT8, layout="tn", config=config, integers=True))
         found.append(Case(texts[1], (264, 392, 136), BF16, inputs=BF16, layout="nn", config=warp_specialized(pingpong=pingpong, tma_load=1), integers=True))
         # no output leaves by TMA
-        config = warp_specialized(128, 64, 64, pingpong=pingpong, subtiles=1 + pingpong, tma_store=0, tma_load=1)
-        found.append(Case("amax(relu(mm + residual), n), sum(mm * u[m,n], m)", (264, 392, 136), FP16, inputs=FP32, layout="nt", config=config))
+        for subtiles in (1 + pingpong, 4):
+            config = warp_specialized(128, 64, 64, pingpong=pingpong, subtiles=subtiles, tma_store=0, tma_load=1)
+            found.append(Case("amax(relu(mm + residual), n), sum(mm * u[m,n], m)", (264, 392, 136), FP16, inputs=FP32, layout="nt", config=config))
+        # in quarters that nothing comes to: several outputs, in parts along k too
+        config = warp_specialized(128, 128, 64, 3, pingpong=pingpong, subtiles=4, prefetch=pingpong, fused_finalize=1)
+        found.append(Case("z = mm + bias; gelu(z), z, bitmask(z > 0), bgrad(z)", (264, 392, 136), BF16, inputs=BF16, layout="nt", config=config))
+        config = warp_specialized(128, 128, 64, 3, pingpong=pingpong, subtiles=4, splits=2)
+        found.append(Case("z = mm + bias; gelu(z), z", (264, 136, 392), FP16, layout="nt", config=config))
         found.append(
             Case("mm * scale_b[n] + residual", (264, 400, 160), FP8E4M3, inputs=BF16, layout="nt", config=warp_specialized(pingpong=pingpong, tma_load=1))
         )
+        config = warp_specialized(128, 128, 64, 2, pingpong=pingpong, subtiles=4, tma_load=1)
+        found.append(Case("mm * scale_b[n] + residual", (264, 400, 160), FP8E4M3, inputs=BF16, layout="nt", config=config))
     return found
 
 
