@@ -104,11 +104,11 @@ def measured(case: Case, task: Task, runner: Runner, comparisons: int, timed: di
         return row | {"ratio": 1.0}
     pair = (row["problem"], row["tuned"], row["borrowed"])
     if pair not in timed:
-        timed[pair] = _times(tuned, config, task, runner, comparisons)
+        timed[pair] = times(tuned, config, task, runner, comparisons)
     return row | timed[pair]
 
 
-def _times(tuned: KernelConfig, config: KernelConfig, task: Task, runner: Runner, comparisons: int) -> dict[str, Any]:
+def times(tuned: KernelConfig, config: KernelConfig, task: Task, runner: Runner, comparisons: int) -> dict[str, Any]:
     runner.begin(task)
     runner.prepare([tuned, config])
     for name, one in (("tuned", tuned), ("borrowed", config)):

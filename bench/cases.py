@@ -145,7 +145,7 @@ def drawn(group: str, seed: int) -> list[Case]:
     """Random extents, a third of them multiples of 8 alone, each with two programs."""
     rng, found = random.Random(seed), list[Case]()
     while len(found) < 2 * _DRAWN:
-        m, n, k = (_extent(rng, least, most) for least, most in ((32, 32768), (64, 16384), (64, 16384)))
+        m, n, k = (extent(rng, least, most) for least, most in ((32, 32768), (64, 16384), (64, 16384)))
         if 1 << 24 <= m * n * k <= 750_000_000_000 and m * n + n * k + m * k <= 750_000_000:
             other = ("drelu + bgrad", "gelu + bias", "relu + bias + mask")[len(found) // 2 % 3]
             layout = "nn" if len(found) // 2 % 4 == 3 else "nt"
@@ -153,7 +153,7 @@ def drawn(group: str, seed: int) -> list[Case]:
     return found
 
 
-def _extent(rng: random.Random, least: int, most: int) -> int:
+def extent(rng: random.Random, least: int, most: int) -> int:
     unit = 64 if rng.random() < 2 / 3 else 8
     return max(unit, round(math.exp(rng.uniform(math.log(least), math.log(most))) / unit) * unit)
 
