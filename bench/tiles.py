@@ -2,7 +2,7 @@
 
 Run: python -m bench.tiles [--commit HASH] [--out FOLDER] [--tuned] [SHAPES]
 Claim: TARGET, of several tensors and of those in fp32 as well. Contenders are interleaved, and the L2 cache is cold. A wrong answer is not timed.
---tuned: tune what a call finds no record of; into a result of its own.
+--tuned: tune each first, from what is known of it on, into the user's database; into a result of its own.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ import epigen
 from bench import record, timing
 from bench.record import Report
 from epigen import gpus
-from epigen.gpus import Gpu
+from epigen.api import database
+from epigen.dtypes import BF16, BY_TORCH
+from epigen.gpus import Gpu, Target
+from epigen.ir.program import graph_of
 from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.shapes import Shape, extents
+from epigen.tuning.runner import GpuRunner
+from epigen.tuning.task import Task
+from epigen.tuning.tune import tune_one
 
 SHAPES: tuple[Shape, ...] = (
     (8192, 8192, 1024), (32768, 4096, 1024), (8192, 8192, 512), (4096, 4096, 4096), (2048, 2048, 2048), (3072, 12288, 3072), (131072, 512, 256),
@@ -92,12 +98,19 @@ def verdict(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {"met": sum(share >= 1 for share in shares), "of": len(shares), "worst": round(min(shares), 3)}
 
 
-def measured(program: Program, shape: Shape, gpu: Gpu, tune: str | None = None) -> dict[str, Any]:
-    """One row. tune: as of `epigen.compile`."""
+def task_of(program: Program, shape: Shape, target: Target) -> Task:
+    """What `measured` calls, for the tuner."""
+    graph = graph_of(program.text)
+    inputs = tuple(BY_TORCH[str(program.inputs[i.name])] for i in graph.inputs())
+    return Task(graph, shape, BF16, BF16, inputs, "nt", "ieee", target)
+
+
+def measured(program: Program, shape: Shape, gpu: Gpu) -> dict[str, Any]:
+    """One row."""
     m, n, k = shape
     a, b = torch.randn(m, k, device="cuda").bfloat16(), (torch.randn(n, k, device="cuda") / k**0.5).bfloat16().t()
     inputs = {name: torch.randn(m, n, device="cuda").to(dtype) for name, dtype in program.inputs.items()}
-    kernel = epigen.compile(program.text, tune=tune)
+    kernel = epigen.compile(program.text)
     contenders: dict[str, Callable[[], Any]] = {
         MM: lambda: torch.mm(a, b), EAGER: lambda: program.eager(torch.mm(a, b), **inputs), OURS: lambda: kernel(a, b, **inputs),
     }  # fmt: skip
@@ -114,11 +127,14 @@ def _all(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def main(machine: Machine = THIS_MACHINE) -> None:
     options = record.options_with_shapes(__doc__, SHAPES)
-    gpu = gpus.of_target(record.gpu_at_hand(machine))
+    target = record.gpu_at_hand(machine)
+    gpu, runner = gpus.of_target(target), GpuRunner()
     torch.manual_seed(0)
     rows = []
     for shape, program in product(options.shapes, PROGRAMS):
-        rows.append(row := measured(program, shape, gpu, "missing" if options.tuned else None))
+        if options.tuned:
+            tune_one(task_of(program, shape, target), database(), runner=runner)
+        rows.append(row := measured(program, shape, gpu))
         print(
             f"{extents(shape)} {program.name}: {row['timing'][OURS]['median_us']:.1f} us, {of_mm(row):.3f} of mm (eager {of_mm(row, EAGER):.3f}), "
             f"{of_target(row):.3f} of the target; {row['config']}",
@@ -127,6 +143,7 @@ def main(machine: Machine = THIS_MACHINE) -> None:
         # after each row, so that a run which is cut short leaves those that it has
         report = Report("bench.tiles", record.environment(options.commit), rows, verdict(rows) | {"tuned": options.tuned})
         written = record.write(f"tiles_{'tuned_' * options.tuned}{gpu.short.lower()}", report, options.out)
+    runner.close()
     print(written)
 
 

@@ -1,7 +1,7 @@
 """How often, and beside what, launches are timed, so that configs can be told apart on a GPU whose clock moves.
 
 A GPU at its power limit lowers its clock while it is timed, and raises it while it waits for the next config: an H200's sinks from 1.97 to 1.6 GHz
-within 0.15 s of large products, which is more than good configs differ by. So a long launch is timed right behind the vendor's product, whose time
+within 0.15 s of large products, which is more than good configs differ by. So where the vendor's product is long all configs are timed right behind it, and its time
 tells how fast the GPU is just then; and close calls are decided by interleaved samples, once the GPU is as hot as work will make it, without a pause between them.
 A pause as short as a flush of the L2 favours some of them: on an H100, tiles of 128x128 in ping-pong took 1304 us of 8192x14336x4096 after one, and
 128x256 by cooperative warpgroups 1308; right behind other launches they took 1345 to 1680, each launch another time, and 1390 to 1450.
@@ -19,7 +19,7 @@ from typing import Protocol
 from epigen.tuning.task import Outcome
 
 LONG_US = 100.0
-"""Launches from here on, most of which move more than an L2 holds, are timed without a pause. In a model, what is chosen with one may be behind: BERT's forward
+"""Products and launches from here on, most of which move more than an L2 holds, are timed without a pause. In a model, what is chosen with one may be behind: BERT's forward
 took 1.5 % longer with winners of 180 to 250 us that were (H100, 2026-11)."""
 
 _FIRST, _SAMPLES = 3, 15
@@ -46,15 +46,15 @@ class Sampler:
     def __init__(self, timer: Timer, product: Run, now: Callable[[], float] = time.perf_counter):
         """product: the vendor's product alone. now: seconds."""
         self.timer, self.product, self.now = timer, product, now
-        self.product_us = 0.0  # before the first long launch; not a number where it cannot be timed
+        self.product_us = 0.0  # before the first config; not a number where it cannot be timed
 
     def single(self, run: Run, best_us: float) -> Outcome:
-        """One config. best_us: of the fastest so far, or 0; a candidate far behind it is cut off after a few samples. A long launch's time is what
-        it would be while the product takes `product_us`."""
+        """One config. best_us: of the fastest so far, or 0; a candidate far behind it is cut off after a few samples. Beside a long product the time is what
+        it would be while that takes `product_us`: of all configs of a task, or those a little faster than LONG_US would be compared at another clock than those a little slower."""
         once, enough_us, samples = self.timer.once, _ENOUGH_US, [self.timer.once(run)]
         if best_us and samples[0] > _HOPELESS * best_us:
             return Outcome("slower", samples[0], 0.0, 1)
-        if samples[0] >= LONG_US and self._product_runs():
+        if self._long_product():
             once, enough_us, samples = self._behind_the_product, _ENOUGH_US / 2, []  # the product takes about as long again
         while len(samples) < _FIRST:
             samples.append(once(run))
@@ -65,15 +65,15 @@ class Sampler:
             samples.append(once(run))
         return _outcome(samples)
 
-    def _product_runs(self) -> bool:
-        """Whether the product can be timed, which is found out once; there may be no memory for its result."""
+    def _long_product(self) -> bool:
+        """Whether the product is long, which is found out once; it cannot be timed where there is no memory for its result."""
         if not self.product_us:
             try:
                 self.product()  # a first call takes longer
                 self.product_us = statistics.median(self.timer.row([self.product])[0] for _ in range(_FIRST))
             except RuntimeError:
                 self.product_us = math.nan
-        return not math.isnan(self.product_us)
+        return self.product_us >= LONG_US
 
     def _behind_the_product(self, run: Run) -> float:
         """Microseconds that a launch would take while the product takes `product_us`."""

@@ -11,6 +11,10 @@ import epigen
 from bench import readme, tiles
 from bench.record import Report
 from bench.tiles import EAGER, MM, OURS, Program
+from epigen import gpus
+from epigen.codegen.lower import lower
+from epigen.dtypes import BF16
+from epigen.runtime import outputs
 
 
 def row(program: str, shape: tuple[int, int, int], mm: float, ours: float) -> dict[str, Any]:
@@ -48,6 +52,17 @@ def test_eager_torch_computes_the_same(program: Program) -> None:
     for found, expected in zip(tiles._all(ours), tiles._all(eager), strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=3e-2)
     assert program.bytes((33, 48, 64)) == sum(t.nbytes for t in (a, b, *inputs.values(), *tiles._all(eager)))
+
+
+@pytest.mark.parametrize("program", tiles.PROGRAMS, ids=lambda p: p.name)
+def test_what_is_tuned_is_what_is_called(program: Program) -> None:
+    """A record of the task answers for the call."""
+    m, n, k = shape = (256, 512, 64)
+    kernel, task = epigen.compile(program.text), tiles.task_of(program, shape, gpus.by_name("H100").target)
+    a, b = torch.zeros(m, k).bfloat16(), torch.zeros(n, k).bfloat16().t()
+    inputs = {name: torch.zeros(m, n).to(dtype) for name, dtype in program.inputs.items()}
+    called = kernel._signature(shape, (a, b), inputs, {}, outputs.of(kernel.graph, BF16))
+    assert lower(kernel.graph, called) == task.spec
 
 
 def test_the_readme_has_gpus_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,11 +69,28 @@ def test_the_clock_decides_nothing_between_long_launches() -> None:
     assert sampler.single(gpu.kernel(1000.0), slower.median_us).median_us == pytest.approx(faster.median_us, rel=0.005)
 
 
-def test_short_launches_are_timed_alone() -> None:
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_configs_of_a_short_product_are_timed_alone(share: float) -> None:
     gpu = Gpu()
-    product = gpu.kernel(LONG_US)
-    found = gpu.sampler(product).single(gpu.kernel(0.5 * LONG_US), 0.0)
-    assert found.samples == 15 and product not in gpu.launched
+    product = gpu.kernel(0.7 * LONG_US)
+    sampler = gpu.sampler(product)
+    sampler.single(gpu.kernel(share * LONG_US), 0.0)
+    known = gpu.launched.count(product)
+    assert sampler.single(gpu.kernel(share * LONG_US), 0.0).samples == 15 and gpu.launched.count(product) == known, "how long it is was found out before"
+
+
+def test_all_configs_of_a_task_are_compared_at_one_clock() -> None:
+    """The first of them comes while the GPU is hot. Those 3 % apart once it is cool lie on both sides of what is long."""
+    gpu = Gpu()
+    sampler = gpu.sampler(gpu.kernel(0.98 * LONG_US))
+    gpu.work(1e6)
+    first = sampler.single(gpu.kernel(1.3 * LONG_US), 0.0)
+    gpu.rest(1e6)
+    faster = sampler.single(gpu.kernel(0.985 * LONG_US), first.median_us)
+    gpu.rest(1e6)
+    slower = sampler.single(gpu.kernel(1.015 * LONG_US), faster.median_us)
+    assert faster.kind == slower.kind == "ok" and slower.median_us / faster.median_us == pytest.approx(1.03, rel=0.005)
+    assert first.median_us / faster.median_us == pytest.approx(1.3 / 0.985, rel=0.01)
 
 
 def test_the_vendors_first_call_is_none_of_its_samples() -> None:
