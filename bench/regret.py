@@ -130,7 +130,7 @@ def _drawn(rng: random.Random, kind: str, program: Callable[[random.Random], Pro
             return Problem(kind, task)
 
 
-def lent(held_out: bool, target: Target) -> list[Record]:
+def shipped(held_out: bool, target: Target) -> list[Record]:
     """The shipped records that a call may look among."""
     return [r for _, r in Database(settings.seed_database_dir(), seeds=()).records() if not (held_out and r.gpu == target.part)]
 
@@ -191,7 +191,7 @@ def main(machine: Machine = THIS_MACHINE) -> None:
     target, start = record.gpu_at_hand(machine), time.monotonic()
     environment = record.environment(options.commit)
     rows: list[dict[str, Any]] = record.earlier(options.earlier, environment) if options.earlier else []
-    records = lent(options.held_out, target)
+    records = shipped(options.held_out, target)
     name = f"regret_{gpus.of_target(target).short.lower()}{'_held_out' * options.held_out}"
     save = functools.partial(record.write, name, folder=options.out)
     runner = GpuRunner()
