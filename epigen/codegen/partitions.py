@@ -46,12 +46,16 @@ class Barriers:
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """Of a kernel. buffers: in shared memory, between its partitions and memory. barriers: beside those of the ring of operands."""
+    """Of a kernel. buffers: in shared memory, between its partitions and memory. barriers: beside those of the ring of operands.
+
+    in_turn: whether TMA brings the inputs of AT_ONCE subtiles while the tile is multiplied, and each other one's once the subtile AT_ONCE before it has left its buffers.
+    """
 
     producer: Partition
     consumer: Partition
     buffers: tuple[Buffers, ...]
     barriers: tuple[Barriers, ...]
+    in_turn: bool
 
 
 _RING = ("a_bufs", "b_bufs", "full_bars", "empty_bars")
@@ -71,14 +75,14 @@ def partitions(spec: KernelSpec, config: KernelConfig, main: Function) -> Partit
     barriers = [Barriers(name, GROUPS) for name in order]
     if schedules.tma_loaded(spec, config):
         barriers.append(Barriers("in_bars", GROUPS * schedules.AT_ONCE, "buffer_id") if _in_turn(spec, config) else Barriers("in_bars", GROUPS))
-    return Partitions(Partition(loaded, constants, ((*loaded, *constants),)), consumer, _buffers(spec, config), tuple(barriers))
+    return Partitions(Partition(loaded, constants, ((*loaded, *constants),)), consumer, _buffers(spec, config), tuple(barriers), _in_turn(spec, config))
 
 
 def _own(spec: KernelSpec, config: KernelConfig, group: int) -> dict[str, str]:
     """What a consumer has of its own, by the parameter's name: what outputs and inputs go through, and what the inputs arrive at that TMA loads there."""
     own = {}
     for name in _through_buffers(spec, config):
-        if _one_a_subtile(spec, config, name):
+        if _of_subtiles(spec, config, name):
             own[f"{name}_bufs"] = f"{name}_bufs"
         else:
             own[f"{name}_buf"] = f"{name}_bufs.index({group})"
@@ -88,7 +92,6 @@ def _own(spec: KernelSpec, config: KernelConfig, group: int) -> dict[str, str]:
 
 
 def _in_turn(spec: KernelSpec, config: KernelConfig) -> bool:
-    """Whether a subtile's inputs come once another's have left their buffers, each at a barrier of its own."""
     return bool(schedules.tma_loaded(spec, config)) and schedules.tile_parts(config)[1] > schedules.AT_ONCE
 
 
@@ -97,8 +100,8 @@ def _through_buffers(spec: KernelSpec, config: KernelConfig) -> tuple[str, ...]:
     return (*schedules.tma_stored(spec, config), *schedules.in_own_buffers(spec, schedules.tma_loaded(spec, config)))
 
 
-def _one_a_subtile(spec: KernelSpec, config: KernelConfig, name: str) -> bool:
-    """Whether several subtiles have a buffer each: where inputs are loaded into them."""
+def _of_subtiles(spec: KernelSpec, config: KernelConfig, name: str) -> bool:
+    """Whether each buffer of a group is of another subtile: where inputs are loaded into them."""
     return schedules.tile_parts(config)[1] > 1 and name in schedules.tma_loaded(spec, config).values()
 
 
@@ -112,6 +115,6 @@ def _buffers(spec: KernelSpec, config: KernelConfig) -> tuple[Buffers, ...]:
         Buffers("b_bufs", "b", ("STAGES", *one, *(b[::-1] if layout[1] == "t" else b))),
     ]
     for name in _through_buffers(spec, config):
-        count = GROUPS * schedules.AT_ONCE if _one_a_subtile(spec, config, name) else GROUPS
+        count = GROUPS * schedules.AT_ONCE if _of_subtiles(spec, config, name) else GROUPS
         buffers.append(Buffers(f"{name}_bufs", name, (str(count), *one, rows, columns)))
     return tuple(buffers)
