@@ -135,13 +135,13 @@ def shipped(held_out: bool, target: Target) -> list[Record]:
     return [r for _, r in Database(settings.seed_database_dir(), seeds=()).records() if not (held_out and r.gpu == target.part)]
 
 
-def measured(problem: Problem, records: Sequence[Record], runner: Runner, seconds: float, comparisons: int = 3) -> dict[str, Any]:
+def measured(problem: Problem, records: Sequence[Record], runner: Runner, seconds: float, trials: int = 48, comparisons: int = 3) -> dict[str, Any]:
     """One row. ratio: of the untuned config's time to that of the better of both: what a search of so many seconds did not find is nothing that was lost."""
     kind, task = problem
     config, how, why = borrow.borrowed(task, records)
     row: dict[str, Any] = {"kind": kind, "problem": report.name(task), "how": how, "why": why, "untuned": str(config)}
     try:
-        winner = tune_one(task, None, budget_s=seconds, runner=runner).result.winner
+        winner = tune_one(task, None, trials=trials, budget_s=seconds, runner=runner).result.winner
     except EpigenError as error:
         return row | {"failed": str(error)}
     row |= {"tuned": str(winner)}
