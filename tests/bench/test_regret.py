@@ -82,7 +82,7 @@ class Runner(Replay):
 
 def test_what_a_search_finds_beside_it_is_what_was_lost(drawn: list[Problem]) -> None:
     """The config that a call gets takes 100 us, all others 80."""
-    problem, records = drawn[0], regret.shipped(False, H100)
+    problem, records = drawn[0], regret.shipped(False, H100)[:30]
     untuned, _, _ = regret.borrow.borrowed(problem.task, records)
     row = regret.measured(problem, records, Runner(lambda c: 100.0 if c == untuned else 80.0), 10.0, trials=4)
     assert row["ratio"] == pytest.approx(1.25) and row["untuned"] == str(untuned) != row["tuned"]
@@ -96,7 +96,7 @@ def test_what_cannot_be_tuned_is_said(drawn: list[Problem]) -> None:
         def measure(self, config: KernelConfig, limit_us: float) -> Outcome:  # noqa: ARG002
             return Outcome("wrong", detail="planted")
 
-    row = regret.measured(drawn[0], regret.shipped(False, H100), Broken(lambda _: 1.0), 10.0, trials=4)
+    row = regret.measured(drawn[0], regret.shipped(False, H100)[:30], Broken(lambda _: 1.0), 10.0, trials=4)
     assert row["failed"] and "ratio" not in row
     assert not regret.summary([row, {"kind": PLAIN, "problem": "x", "ratio": 1.0}], held_out=False)["holds"]
 
