@@ -86,9 +86,14 @@ def borrowed(task: Task, others: Sequence[Record]) -> tuple[KernelConfig, str, s
     with tempfile.TemporaryDirectory() as folder:
         database = Database(Path(folder), seeds=())
         database.add(*others)
-        chooser = Chooser(task.graph, database)
-        found = chooser(task.spec, task.shape, task.target, "")
-        near = chooser.bucket(task.spec, task.shape, task.target).borrowed is not None
+        return chosen(task, database)
+
+
+def chosen(task: Task, database: Database) -> tuple[KernelConfig, str, str]:
+    """What a call gets of a database: config, how it was found, and the sentence that says why."""
+    chooser = Chooser(task.graph, database)
+    found = chooser(task.spec, task.shape, task.target, "")
+    near = chooser.bucket(task.spec, task.shape, task.target).borrowed is not None
     return found.config, found.how if isinstance(found, Recorded) else PREFERRED if near else RULE, found.why
 
 
@@ -109,6 +114,7 @@ def measured(case: Case, task: Task, runner: Runner, comparisons: int, timed: di
 
 
 def times(tuned: KernelConfig, config: KernelConfig, task: Task, runner: Runner, comparisons: int) -> dict[str, Any]:
+    """Of a row: what both take, and their ratio, each the median of the comparisons; or why one of them gave no right answer."""
     runner.begin(task)
     runner.prepare([tuned, config])
     for name, one in (("tuned", tuned), ("borrowed", config)):

@@ -154,6 +154,7 @@ def drawn(group: str, seed: int) -> list[Case]:
 
 
 def extent(rng: random.Random, least: int, most: int) -> int:
+    """Between both, its logarithm evenly drawn; of three, one is a multiple of 8 alone, and two of 64."""
     unit = 64 if rng.random() < 2 / 3 else 8
     return max(unit, round(math.exp(rng.uniform(math.log(least), math.log(most))) / unit) * unit)
 

@@ -56,6 +56,12 @@ CLAIMS = (
     Claim("training", "a training step and its memory, against eager torch, torch.compile and nvmath's epilogues"),
     Claim("models", "layers of transformers' models by torch.compile's backend, against eager torch and Inductor"),
     Claim("compilation", "how long torch.compile takes with epigen's backend, against Inductor alone, in processes of their own"),
+    Claim(
+        "compilation_whole",
+        "the same of a model with all of its layers",
+        "compilation",
+        ("--models", "bert-large", "--layers", "24", "--rounds", "1", "--name", "compilation_whole"),
+    ),
     Claim("sweep", "whole search spaces, for the claims about search and model"),
     Claim("front", "what epigen's own Python costs, beside importing torch: starting, from a text to a kernel, ranking, look-up", gpus=0),
     Claim("replay", "how soon a search finds a good config", gpus=0),

@@ -9,14 +9,15 @@ Claim: LIMITS of the geometric mean and of the worst.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
-import math
 import random
-import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from bench import borrow, record
@@ -31,7 +32,7 @@ from epigen.errors import EpigenError
 from epigen.gpus import Target
 from epigen.ir.program import graph_of
 from epigen.runtime.device import THIS_MACHINE, Machine
-from epigen.shapes import Shape
+from epigen.shapes import Shape, products
 from epigen.tuning import report
 from epigen.tuning.runner import GpuRunner, Runner
 from epigen.tuning.task import Task
@@ -66,7 +67,8 @@ _SCALED = ("cast(mm * s[m] * t[n] + bias, bf16)", "cast(gelu_tanh(mm * s[m] * t[
 
 
 def _plain(rng: random.Random) -> Program:
-    return Program(rng.choice(_PLAIN), rng.choice((FP16, BF16)), BF16)
+    text, a = rng.choice(_PLAIN), rng.choice((FP16, BF16))
+    return Program(text, a, a)
 
 
 def _tiles(rng: random.Random) -> Program:
@@ -112,18 +114,14 @@ def problems(target: Target, count: int = PROBLEMS) -> list[Problem]:
 def _drawn(rng: random.Random, kind: str, program: Callable[[random.Random], Program], target: Target) -> Problem:
     while True:
         text, a, inputs, precision, batch = program(rng)
-        if a != BF16 and inputs == BF16:
-            inputs = a
         m, n, k = (extent(rng, least, most) for least, most in ((16, 32768), (64, 16384), (64, 16384)))
-        products = max(1, batch)
-        if not (1 << 24 <= products * m * n * k <= 400_000_000_000 and products * (m * n + n * k + m * k) <= 400_000_000):
-            continue
         shape: Shape = (batch, m, n, k) if batch else (m, n, k)
+        count = products(shape)
+        if not (1 << 24 <= count * m * n * k <= 400_000_000_000 and count * (m * n + n * k + m * k) <= 400_000_000):
+            continue
         layout = "nt" if a.bytes == 1 or rng.random() < 0.75 else "nn"
         try:
-            graph = graph_of(text)
-            dense = sum(bool(i.indices) and i.op != "bits" for i in graph.inputs())
-            task = Task(graph, shape, a, a, (inputs,) * max(1, dense), layout, precision, target)
+            task = Task(graph_of(text), shape, a, a, (inputs,), layout, precision, target)
         except (EpigenError, ValueError):
             continue
         if not task.spec.bare_product:
@@ -135,10 +133,10 @@ def shipped(held_out: bool, target: Target) -> list[Record]:
     return [r for _, r in Database(settings.seed_database_dir(), seeds=()).records() if not (held_out and r.gpu == target.part)]
 
 
-def measured(problem: Problem, records: Sequence[Record], runner: Runner, seconds: float, trials: int = 48, comparisons: int = 3) -> dict[str, Any]:
+def measured(problem: Problem, database: Database, runner: Runner, seconds: float, trials: int = 48, comparisons: int = 3) -> dict[str, Any]:
     """One row. ratio: of the untuned config's time to that of the better of both: what a search of so many seconds did not find is nothing that was lost."""
     kind, task = problem
-    config, how, why = borrow.borrowed(task, records)
+    config, how, why = borrow.chosen(task, database)
     row: dict[str, Any] = {"kind": kind, "problem": report.name(task), "how": how, "why": why, "untuned": str(config)}
     try:
         winner = tune_one(task, None, trials=trials, budget_s=seconds, runner=runner).result.winner
@@ -160,17 +158,13 @@ def summary(rows: Iterable[Row], held_out: bool) -> dict[str, Any]:
             of_kind.setdefault(row["kind"], []).append(row["ratio"])
     ratios = list(itertools.chain.from_iterable(of_kind.values()))
     failed = sum("failed" in row for row in rows)
-    mean, worst = (round(_geometric(ratios), 4), round(max(ratios), 4)) if ratios else (None, None)
+    mean, worst = (round(geometric_mean(ratios), 4), round(max(ratios), 4)) if ratios else (None, None)
     within = mean is not None and worst is not None and mean <= LIMITS[held_out][0] and worst <= LIMITS[held_out][1]
     return {
         "held_out": held_out, "limits": LIMITS[held_out], "count": len(ratios), "failed": failed, "mean": mean, "worst": worst,
-        "by_kind": {kind: {"count": len(some), "mean": round(_geometric(some), 4), "worst": round(max(some), 4)} for kind, some in sorted(of_kind.items())},
+        "by_kind": {kind: {"count": len(some), "mean": round(geometric_mean(some), 4), "worst": round(max(some), 4)} for kind, some in sorted(of_kind.items())},
         "holds": within and not failed,
     }  # fmt: skip
-
-
-def _geometric(ratios: Sequence[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, ratios)))
 
 
 def left(wanted: Iterable[Problem], rows: Iterable[Row]) -> Iterator[Problem]:
@@ -191,19 +185,17 @@ def main(machine: Machine = THIS_MACHINE) -> None:
     target, start = record.gpu_at_hand(machine), time.monotonic()
     environment = record.environment(options.commit)
     rows: list[dict[str, Any]] = record.earlier(options.earlier, environment) if options.earlier else []
-    records = shipped(options.held_out, target)
     name = f"regret_{gpus.of_target(target).short.lower()}{'_held_out' * options.held_out}"
     save = functools.partial(record.write, name, folder=options.out)
-    runner = GpuRunner()
-    try:
+    with contextlib.closing(GpuRunner()) as runner, tempfile.TemporaryDirectory() as folder:
+        database = Database(Path(folder), seeds=())
+        database.add(*shipped(options.held_out, target))
         for problem in left(problems(target, options.count), rows):
             if time.monotonic() - start > options.budget:
                 break
-            rows.append(measured(problem, records, runner, options.seconds))
+            rows.append(measured(problem, database, runner, options.seconds))
             print({k: v for k, v in rows[-1].items() if k != "why"}, flush=True)
             save(Report("bench.regret", environment, rows, summary(rows, options.held_out)))
-    finally:
-        runner.close()
     print(summary(rows, options.held_out))
 
 

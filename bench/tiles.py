@@ -7,6 +7,7 @@ Claim: TARGET, of several tensors and of those in fp32 as well. Contenders are i
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -128,22 +129,22 @@ def _all(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def main(machine: Machine = THIS_MACHINE) -> None:
     options = record.options_with_shapes(__doc__, SHAPES)
     target = record.gpu_at_hand(machine)
-    gpu, runner = gpus.of_target(target), GpuRunner()
+    gpu, environment = gpus.of_target(target), record.environment(options.commit)
     torch.manual_seed(0)
     rows = []
-    for shape, program in product(options.shapes, PROGRAMS):
-        if options.tuned:
-            tune_one(task_of(program, shape, target), database(), runner=runner)
-        rows.append(row := measured(program, shape, gpu))
-        print(
-            f"{extents(shape)} {program.name}: {row['timing'][OURS]['median_us']:.1f} us, {of_mm(row):.3f} of mm (eager {of_mm(row, EAGER):.3f}), "
-            f"{of_target(row):.3f} of the target; {row['config']}",
-            flush=True,
-        )
-        # after each row, so that a run which is cut short leaves those that it has
-        report = Report("bench.tiles", record.environment(options.commit), rows, verdict(rows) | {"tuned": options.tuned})
-        written = record.write(f"tiles_{'tuned_' * options.tuned}{gpu.short.lower()}", report, options.out)
-    runner.close()
+    with contextlib.closing(GpuRunner()) as runner:
+        for shape, program in product(options.shapes, PROGRAMS):
+            if options.tuned:
+                tune_one(task_of(program, shape, target), database(), runner=runner)
+            rows.append(row := measured(program, shape, gpu))
+            print(
+                f"{extents(shape)} {program.name}: {row['timing'][OURS]['median_us']:.1f} us, {of_mm(row):.3f} of mm (eager {of_mm(row, EAGER):.3f}), "
+                f"{of_target(row):.3f} of the target; {row['config']}",
+                flush=True,
+            )
+            # after each row, so that a run which is cut short leaves those that it has
+            report = Report("bench.tiles", environment, rows, verdict(rows) | {"tuned": options.tuned})
+            written = record.write(f"tiles_{'tuned_' * options.tuned}{gpu.short.lower()}", report, options.out)
     print(written)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
-from bench import regret
+from bench import borrow, regret
 from bench.regret import PLAIN, PROBLEMS, Problem
 from epigen import gpus
 from epigen.choose.choose import Chooser
@@ -80,23 +81,30 @@ class Runner(Replay):
         return Comparison(tuple(self.measure(c, 0.0) for c in configs), self.baseline)
 
 
-def test_what_a_search_finds_beside_it_is_what_was_lost(drawn: list[Problem]) -> None:
+@pytest.fixture
+def few(tmp_path: Path) -> Database:
+    database = Database(tmp_path, seeds=())
+    database.add(*regret.shipped(False, H100)[:30])
+    return database
+
+
+def test_what_a_search_finds_beside_it_is_what_was_lost(drawn: list[Problem], few: Database) -> None:
     """The config that a call gets takes 100 us, all others 80."""
-    problem, records = drawn[0], regret.shipped(False, H100)[:30]
-    untuned, _, _ = regret.borrow.borrowed(problem.task, records)
-    row = regret.measured(problem, records, Runner(lambda c: 100.0 if c == untuned else 80.0), 10.0, trials=4)
+    problem = drawn[0]
+    untuned, _, _ = borrow.chosen(problem.task, few)
+    row = regret.measured(problem, few, Runner(lambda c: 100.0 if c == untuned else 80.0), 10.0, trials=4)
     assert row["ratio"] == pytest.approx(1.25) and row["untuned"] == str(untuned) != row["tuned"]
     assert (row["borrowed_us"], row["tuned_us"], row["kind"]) == (100.0, 80.0, PLAIN)
-    row = regret.measured(problem, records, Runner(lambda c: 70.0 if c == untuned else 80.0), 10.0, trials=4)
+    row = regret.measured(problem, few, Runner(lambda c: 70.0 if c == untuned else 80.0), 10.0, trials=4)
     assert row["ratio"] == 1.0, "what a short search has not found is nothing that was lost"
 
 
-def test_what_cannot_be_tuned_is_said(drawn: list[Problem]) -> None:
+def test_what_cannot_be_tuned_is_said(drawn: list[Problem], few: Database) -> None:
     class Broken(Runner):
         def measure(self, config: KernelConfig, limit_us: float) -> Outcome:  # noqa: ARG002
             return Outcome("wrong", detail="planted")
 
-    row = regret.measured(drawn[0], regret.shipped(False, H100)[:30], Broken(lambda _: 1.0), 10.0, trials=4)
+    row = regret.measured(drawn[0], few, Broken(lambda _: 1.0), 10.0, trials=4)
     assert row["failed"] and "ratio" not in row
     assert not regret.summary([row, {"kind": PLAIN, "problem": "x", "ratio": 1.0}], held_out=False)["holds"]
 
