@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import operator
 import random
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,28 +110,35 @@ def measured(case: Case, task: Task, runner: Runner, comparisons: int, timed: di
         return row | {"ratio": 1.0}
     pair = (row["problem"], row["tuned"], row["borrowed"])
     if pair not in timed:
-        timed[pair] = times(tuned, config, task, runner, comparisons)
+        timed[pair] = _pair(times({"tuned": tuned, "borrowed": config}, task, runner, comparisons))
     return row | timed[pair]
 
 
-def times(tuned: KernelConfig, config: KernelConfig, task: Task, runner: Runner, comparisons: int) -> dict[str, Any]:
-    """Of a row: what both take, and their ratio, each the median of the comparisons; or why one of them gave no right answer."""
+def _pair(taken: dict[str, Any]) -> dict[str, Any]:
+    if "failed" in taken:
+        return taken
+    return {k: v for k, v in taken.items() if k != "ratios"} | {"ratio": taken["ratios"]["borrowed"]}
+
+
+def times(configs: Mapping[str, KernelConfig], task: Task, runner: Runner, comparisons: int) -> dict[str, Any]:
+    """Of a row: what each takes, and the ratios of the others to the first one, all medians of the comparisons; or why one of them gave no right answer."""
+    distinct = list(dict.fromkeys(configs.values()))
     runner.begin(task)
-    runner.prepare([tuned, config])
-    for name, one in (("tuned", tuned), ("borrowed", config)):
-        outcome = runner.measure(one, 0.0)
+    runner.prepare(distinct)
+    for name, config in configs.items():
+        outcome = runner.measure(config, 0.0)
         if outcome.kind != "ok":
             return {"failed": f"{name}: {outcome.kind.replace('_', ' ')}: {outcome.detail}"}
     try:
-        compared = [runner.compare([tuned, config]) for _ in range(comparisons)]
+        compared = [runner.compare(distinct) for _ in range(comparisons)]
     except EpigenError as error:
         return {"failed": str(error)}
-    tuned_us, borrowed_us = (statistics.median(t.outcomes[i].median_us for t in compared) for i in (0, 1))
+    us = {name: [c.outcomes[distinct.index(config)].median_us for c in compared] for name, config in configs.items()}
+    first, *others = us
     return {
-        "tuned_us": round(tuned_us, 3),
-        "borrowed_us": round(borrowed_us, 3),
-        "mm_us": round(statistics.median(t.baseline.mm_us for t in compared), 3),
-        "ratio": round(statistics.median(t.outcomes[1].median_us / t.outcomes[0].median_us for t in compared), 5),
+        **{f"{name}_us": round(statistics.median(taken), 3) for name, taken in us.items()},
+        "mm_us": round(statistics.median(c.baseline.mm_us for c in compared), 3),
+        "ratios": {name: round(statistics.median(map(operator.truediv, us[name], us[first])), 5) for name in others},
     }
 
 

@@ -82,9 +82,13 @@ def read(path: Path) -> Sweep:
     return _sweep(_name(path), table.read(path))
 
 
-def random_shapes(folder: Path = record.DATA) -> list[Sweep]:
+RANDOM = ("shapes", "shapes_h100")
+"""Tables of random problems: on an H200, of plain epilogues; and on an H100, of all kinds, the trials of the searches of bench.regret."""
+
+
+def random_shapes(folder: Path = record.DATA, name: str = RANDOM[0]) -> list[Sweep]:
     """Those of which several configs ran."""
-    path = folder / "shapes.json"
+    path = folder / f"{name}.json"
     found = table.list_from_json(path.read_text()) if path.exists() else []
     return [s for s in (_sweep("x".join(map(str, t.task.shape)), t) for t in found) if len(s.configs) > 3]
 
@@ -196,10 +200,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
     given = sweeps(options.folder, options.names) + sweeps(options.folder, options.names, "sample_")
-    shapes = [] if options.names else random_shapes(options.folder)
+    tables = {} if options.names else {name: random_shapes(options.folder, name) for name in RANDOM}
     constants = FITTED
     if options.fit:
-        constants = fit(given, constants, options.rounds, shapes=shapes)
+        constants = fit(given, constants, options.rounds, shapes=[s for shapes in tables.values() for s in shapes])
         for name, value in asdict(constants).items():
             if value != getattr(FITTED, name):
                 print(f"{name}: {getattr(FITTED, name):.4g} -> {value:.4g}")
@@ -215,16 +219,23 @@ def main() -> None:
         worst = sorted(zip(sweep.configs, sweep.measured, estimated, strict=True), key=lambda row: -abs(math.log(row[2] / row[1] / s.bias)))
         for config, us, guess in worst[: options.worst]:
             print(f"    {us:9.2f} us measured, {guess:9.2f} estimated ({guess / us:.2f})  {config}")
-    chosen: dict[str, float] = {}
-    if shapes:
+    chosen: dict[str, dict[str, float]] = {}
+    for name, shapes in tables.items():
+        if not shapes:
+            continue
         answers = [(s, s.estimates(constants)) for s in shapes]
         first, three = ([lost(s, e, n) for s, e in answers] for n in (1, 3))
-        chosen = {"problems": len(shapes), "first": round(geometric_mean(first), 4), "worst": round(max(first), 4), "three": round(geometric_mean(three), 4)}
-        print(f"{len(shapes)} random shapes: the model's first takes {chosen['first']:.3f} times as long as the best, at worst {max(first):.2f};", end=" ")
-        print(f"the best of its first three {chosen['three']:.3f}")
+        chosen[name] = {
+            "problems": len(shapes),
+            "first": round(geometric_mean(first), 4),
+            "worst": round(max(first), 4),
+            "three": round(geometric_mean(three), 4),
+        }
+        print(f"{name}, {len(shapes)} random problems: the model's first takes {chosen[name]['first']:.3f} times as long as the best,", end=" ")
+        print(f"at worst {max(first):.2f}; the best of its first three {chosen[name]['three']:.3f}")
     if not options.names and not options.fit and options.folder == record.DATA:
         rows = [{"table": name, "spearman": correlation} for name, correlation in correlations.items()]
-        record.write("model", Report("bench.model", record.versions(), rows, {"random": chosen}))
+        record.write("model", Report("bench.model", record.versions(), rows, chosen))
 
 
 if __name__ == "__main__":

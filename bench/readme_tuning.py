@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from bench import peers
+from bench import model, peers, regret
 from bench.record import Report
 from bench.tables import load, paragraphs, source, table, there
 
@@ -34,11 +34,12 @@ def tuning() -> str:
         "repeat": _repeat,
         "devices": _devices,
         "borrow": _borrow,
+        "regret_h100": _regret,
         "ways": _ways,
         "tuned": _tuned,
         "untuned": _untuned,
     }
-    return "\n".join(f"- {line(load(name))} (`python -m bench {name}`)" for name, line in lines.items() if there(name))
+    return "\n".join(f"- {line(load(name))} (`python -m bench {name.removesuffix('_h100')}`)" for name, line in lines.items() if there(name))
 
 
 def _winner(report: Report) -> str:
@@ -69,7 +70,13 @@ def _model(report: Report) -> str:
     return (
         f"**The model without a search.** Spearman's rank correlation of its estimates with the measured times is {min(found.values()):.2f} to {max(found.values()):.2f} "
         f"over all configs of {len(found) - samples} sweeps and {samples} samples, which its constants were fitted to."
+        + "".join(f" {_first(name, about)}" for name, about in report.summary.items() if name in model.RANDOM)
     )
+
+
+def _first(name: str, about: dict[str, float]) -> str:
+    gpu = "an H100, of all kinds" if name.endswith("h100") else "an H200"
+    return f"Of {about['problems']} random problems on {gpu}, its first choice takes {about['first'] - 1:.1%} longer than the best that was measured, the best of its first three {about['three'] - 1:.1%}."
 
 
 def _repeat(report: Report) -> str:
@@ -108,6 +115,20 @@ def _borrow(report: Report) -> str:
     return (
         f"{head}{held} With a config of the other half {about['count']} of its problems take {about['ratio'] - 1:.1%} longer than with their own in the "
         f"geometric mean, {about['worst'] - 1:.0%} at worst.{by_model}{others}{wrong} {source(report)}."
+    )
+
+
+def _regret(report: Report) -> str:
+    found = {among: report.summary[among] for among in regret.LIMITS}
+    longer = " and ".join(
+        f"{part['mean'] - 1:.1%} longer in the geometric mean, {part['worst'] - 1:.0%} at worst, {among} (targets: {part['limits'][0] - 1:.0%} and {part['limits'][1] - 1:.0%})"
+        for among, part in zip(("looked up among all records", "with the GPU's own held out"), found.values(), strict=True)
+    )
+    kinds = ", ".join(f"{kind} {part['mean'] - 1:.0%}" for kind, part in found[regret.SHIPPED]["by_kind"].items())
+    failed = f" {report.summary['failed']} failed." if report.summary["failed"] else ""
+    return (
+        f"**What nobody tuned, against a search of each.** {found[regret.SHIPPED]['count']} of {regret.PROBLEMS} random problems: the config that a call gets takes {longer}. "
+        f"By kind, among all records: {kinds}.{failed} {source(report)}, commit {report.environment['commit']}."
     )
 
 

@@ -71,7 +71,6 @@ CLAIMS = (
     Claim("repeat", "tuning again gives as fast a kernel"),
     Claim("borrow", "what a problem that was never tuned loses"),
     Claim("regret", "what random problems lose that nobody tuned, against a search of each"),
-    Claim("regret_held_out", "the same, with what other GPUs measured alone", "regret", ("--held-out",)),
     Claim("devices", "what a second GPU gains for tuning", gpus=2),
     Claim("plot", "draws the searches", gpus=0, recorded=False),
     Claim("figures", "draws the headline, the roofline and the host's cost", gpus=0, recorded=False),

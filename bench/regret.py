@@ -1,8 +1,9 @@
-"""What random problems lose that nobody tuned: the config that a call gets, against the winner of a search of each, in the same minutes.
+"""What random problems lose that nobody tuned: the configs that a call gets, against the winner of a search of each, in the same minutes.
 
 Half of the problems are plain epilogues. The others have [M, N] inputs, operands of 8 bits or of tf32, batches, and programs that no database knows.
-Run: python -m bench.regret [--held-out] [--count N] [--earlier FILE] [--seconds S] [--budget S] [--commit HASH] [--out FOLDER]
---held-out: with what other GPUs measured alone. --earlier: a report of the same GPU and versions, whose rows stay and whose problems are passed over.
+A call's config is looked up twice: among all shipped records, and with this GPU's own held out, as on a GPU that nobody has tuned for.
+Run: python -m bench.regret [--count N] [--earlier FILE] [--seconds S] [--budget S] [--commit HASH] [--out FOLDER]
+--earlier: a report of the same GPU and versions, whose rows stay and whose problems are passed over.
 Claim: LIMITS of the geometric mean and of the worst.
 """
 
@@ -15,7 +16,7 @@ import itertools
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from bench.cases import extent
 from bench.random_programs import write_program
 from bench.record import Report, Row
 from epigen import gpus, settings
+from epigen.codegen.spec import KernelConfig
 from epigen.db.database import Database
 from epigen.db.records import Record
 from epigen.dtypes import BF16, FAST_ACCUM, FP8E4M3, FP16, FP32, INT8, DType
@@ -39,8 +41,11 @@ from epigen.tuning.task import Task
 from epigen.tuning.tune import tune_one
 
 PROBLEMS = 120
-LIMITS = {False: (1.04, 1.15), True: (1.06, 1.20)}
-"""Of the geometric mean and of the worst, by whether the GPU's own records are held out."""
+SHIPPED, HELD_OUT = "shipped", "held_out"
+"""What a config is looked up among: all shipped records, or those of other GPUs alone."""
+
+LIMITS = {SHIPPED: (1.04, 1.15), HELD_OUT: (1.06, 1.20)}
+"""Of the geometric mean and of the worst."""
 
 PLAIN = "plain"
 
@@ -128,42 +133,62 @@ def _drawn(rng: random.Random, kind: str, program: Callable[[random.Random], Pro
             return Problem(kind, task)
 
 
-def shipped(held_out: bool, target: Target) -> list[Record]:
-    """The shipped records that a call may look among."""
-    return [r for _, r in Database(settings.seed_database_dir(), seeds=()).records() if not (held_out and r.gpu == target.part)]
+def shipped(target: Target) -> dict[str, list[Record]]:
+    """The shipped records, by what a config is looked up among."""
+    records = [r for _, r in Database(settings.seed_database_dir(), seeds=()).records()]
+    return {SHIPPED: records, HELD_OUT: [r for r in records if r.gpu != target.part]}
 
 
-def measured(problem: Problem, database: Database, runner: Runner, seconds: float, trials: int = 48, comparisons: int = 3) -> dict[str, Any]:
-    """One row. ratio: of the untuned config's time to that of the better of both: what a search of so many seconds did not find is nothing that was lost."""
+def measured(
+    problem: Problem, databases: Mapping[str, Database], runner: Runner, seconds: float, trials: int = 48, comparisons: int = 3, storage: str | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """One row. ratios: of each untuned config's time to the winner's, and 1 where it is the faster one: what a search of so many seconds did not find is nothing that was lost.
+
+    The search begins with what the first of the databases knows, and adds nothing to it. storage: where its trials go.
+    """
     kind, task = problem
-    config, how, why = borrow.chosen(task, database)
-    row: dict[str, Any] = {"kind": kind, "problem": report.name(task), "how": how, "why": why, "untuned": str(config)}
-    try:
-        winner = tune_one(task, None, trials=trials, budget_s=seconds, runner=runner).result.winner
-    except EpigenError as error:
-        return row | {"failed": str(error)}
-    row |= {"tuned": str(winner)}
-    if winner == config:
-        return row | {"ratio": 1.0}
-    times = borrow.times(winner, config, task, runner, comparisons)
-    return row | times | ({"ratio": max(1.0, times["ratio"])} if "ratio" in times else {})
+    row: dict[str, Any] = {"kind": kind, "problem": report.name(task), "untuned": {}}
+    configs: dict[str, KernelConfig] = {}
+    for among, database in databases.items():
+        config, how, why = borrow.chosen(task, database)
+        configs[among] = config
+        row["untuned"][among] = {"how": how, "why": why, "config": str(config)}
+    known = next(iter(databases.values()))
+    with tempfile.TemporaryDirectory() as folder:
+        own = Database(Path(folder), seeds=known.roots)
+        try:
+            winner = tune_one(task, own, trials=trials, budget_s=seconds, runner=runner, storage=storage).result.winner
+        except EpigenError as error:
+            return row | {"failed": str(error)}
+    return row | {"tuned": str(winner)} | _lost(borrow.times({"tuned": winner} | configs, task, runner, comparisons))
 
 
-def summary(rows: Iterable[Row], held_out: bool) -> dict[str, Any]:
-    """The geometric mean and the worst of all, and each kind's. holds: whether these are within the limits, and nothing failed."""
+def _lost(times: dict[str, Any]) -> dict[str, Any]:
+    if "failed" in times:
+        return times
+    return times | {"ratios": {among: max(1.0, ratio) for among, ratio in times["ratios"].items()}}
+
+
+def summary(rows: Iterable[Row]) -> dict[str, Any]:
+    """The geometric mean and the worst of all, and each kind's, by what was looked up among. holds: whether all are within the limits, and nothing failed."""
     rows = list(rows)
-    of_kind: dict[str, list[float]] = {}
-    for row in rows:
-        if "ratio" in row:
-            of_kind.setdefault(row["kind"], []).append(row["ratio"])
-    ratios = list(itertools.chain.from_iterable(of_kind.values()))
     failed = sum("failed" in row for row in rows)
-    mean, worst = (round(geometric_mean(ratios), 4), round(max(ratios), 4)) if ratios else (None, None)
-    within = mean is not None and worst is not None and mean <= LIMITS[held_out][0] and worst <= LIMITS[held_out][1]
+    found = {among: _among([(row["kind"], row["ratios"][among]) for row in rows if "ratios" in row], *limits) for among, limits in LIMITS.items()}
+    return {"failed": failed, **found, "holds": not failed and all(part["within"] for part in found.values())}
+
+
+def _among(ratios: list[tuple[str, float]], mean_limit: float, worst_limit: float) -> dict[str, Any]:
+    if not ratios:
+        return {"count": 0, "within": False}
+    of_kind: dict[str, list[float]] = {}
+    for kind, ratio in ratios:
+        of_kind.setdefault(kind, []).append(ratio)
+    every = [ratio for _, ratio in ratios]
+    mean, worst = geometric_mean(every), max(every)
     return {
-        "held_out": held_out, "limits": LIMITS[held_out], "count": len(ratios), "failed": failed, "mean": mean, "worst": worst,
+        "count": len(every), "mean": round(mean, 4), "worst": round(worst, 4), "limits": [mean_limit, worst_limit],
         "by_kind": {kind: {"count": len(some), "mean": round(geometric_mean(some), 4), "worst": round(max(some), 4)} for kind, some in sorted(of_kind.items())},
-        "holds": within and not failed,
+        "within": mean <= mean_limit and worst <= worst_limit,
     }  # fmt: skip
 
 
@@ -176,27 +201,28 @@ def left(wanted: Iterable[Problem], rows: Iterable[Row]) -> Iterator[Problem]:
 def main(machine: Machine = THIS_MACHINE) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     record.add_options(parser)
-    parser.add_argument("--held-out", action="store_true")
     parser.add_argument("--count", type=int, default=PROBLEMS)
     parser.add_argument("--earlier", type=Path)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each search")
     parser.add_argument("--budget", type=float, default=520.0, help="seconds after which no further problem is begun")
+    parser.add_argument("--storage", help="where the trials go, as of `epigen tune`")
     options = parser.parse_args()
     target, start = record.gpu_at_hand(machine), time.monotonic()
     environment = record.environment(options.commit)
     rows: list[dict[str, Any]] = record.earlier(options.earlier, environment) if options.earlier else []
-    name = f"regret_{gpus.of_target(target).short.lower()}{'_held_out' * options.held_out}"
+    name = f"regret_{gpus.of_target(target).short.lower()}"
     save = functools.partial(record.write, name, folder=options.out)
     with contextlib.closing(GpuRunner()) as runner, tempfile.TemporaryDirectory() as folder:
-        database = Database(Path(folder), seeds=())
-        database.add(*shipped(options.held_out, target))
+        databases = {among: Database(Path(folder, among), seeds=()) for among in LIMITS}
+        for among, records in shipped(target).items():
+            databases[among].add(*records)
         for problem in left(problems(target, options.count), rows):
             if time.monotonic() - start > options.budget:
                 break
-            rows.append(measured(problem, database, runner, options.seconds))
-            print({k: v for k, v in rows[-1].items() if k != "why"}, flush=True)
-            save(Report("bench.regret", environment, rows, summary(rows, options.held_out)))
-    print(summary(rows, options.held_out))
+            rows.append(measured(problem, databases, runner, options.seconds, storage=options.storage))
+            print({k: rows[-1].get(k) for k in ("problem", "tuned", "ratios", "failed")}, flush=True)
+            save(Report("bench.regret", environment, rows, summary(rows)))
+    print(summary(rows))
 
 
 if __name__ == "__main__":

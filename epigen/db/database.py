@@ -166,11 +166,13 @@ class Database:
     def _homeless(self) -> list[str]:
         return [self._nowhere] if self._nowhere else []
 
-    def _roots(self) -> tuple[Path, ...]:
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """Where records are looked up, in this order."""
         return self.seeds if self.path is None else (self.path, *self.seeds)
 
     def _source(self, file: Path) -> int:
-        return next(i for i, root in enumerate(self._roots()) if file == root or file.parent == root)
+        return next(i for i, root in enumerate(self.roots) if file == root or file.parent == root)
 
     def _own(self, file: Path) -> bool:
         return self.path is not None and self._source(file) == 0
@@ -179,7 +181,7 @@ class Database:
         """Reads what is new or has changed on disk since the last time."""
         self._unreadable = self._homeless()
         now: dict[Path, _Seen] = {}
-        for root in self._roots():
+        for root in self.roots:
             try:
                 listed = files(root)
             except DatabaseError as error:
@@ -190,7 +192,7 @@ class Database:
                     now[file] = self._read(file)
         if len(now) != len(self._seen) or any(self._seen.get(f) is not seen for f, seen in now.items()):
             self._seen = now
-            sources: list[list[Record]] = [[] for _ in self._roots()]
+            sources: list[list[Record]] = [[] for _ in self.roots]
             for file, seen in now.items():
                 sources[self._source(file)] += seen.records
             self._index = Index(merged(source).values() for source in sources)

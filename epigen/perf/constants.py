@@ -9,7 +9,9 @@ sample_*.json; and those of what multiprocessors ask L2 for together, of stages 
 of 88 random problems, and to 9 shapes with five orders of their tiles (tests/perf/test_model.py); late_us and vendor_us set again by hand when
 all schedules could load inputs early; and arriving_share to both ways to share a long product, of 149 in tests/data/ways.json. apart_clocks
 was doubled when orders of tiles had been measured on an H100 (tests/perf/test_model.py), which the random shapes of the H200 do not tell apart;
-and tma_even_smooth set by hand to the tuned layers of 256 rows on an H100: those of an H200 by TMA, 11 % too slow without it, are 4 % too slow.
+tma_even_smooth set by hand to the tuned layers of 256 rows on an H100: those of an H200 by TMA, 11 % too slow without it, are 4 % too slow;
+and alone_share, beside_alu, and again outside_clocks, issued_clocks, descriptors_us, apart_clocks and tma_even_smooth to the 1,262 trials of 30 random
+problems on an H100 (tests/data/shapes_h100.json) beside all of these.
 """
 
 from __future__ import annotations
@@ -34,17 +36,19 @@ class Constants:
     arriving_share: float = 0.4  # of what TMA writes there, which takes of that width from what is multiplied
     spilled: float = 1.0  # share of the registers a thread can have, beyond which the main loop ...
     spill: float = 1.3  # ... takes so much longer: 128x256 with 4 warps
+    beside_alu: float = 2.4  # in ping-pong an epilogue's instructions take so many times as long as they are issued
 
     # loading
     l2_bytes_clock: float = 64  # from L2 into one multiprocessor: the port's width
+    alone_share: float = 0.4  # of the time of L2's bytes, what they take where one multiprocessor alone asks for them
     crossing_clocks: float = 0.6  # a run of up to 128 bytes that lies across two lines of L2
     torn_clocks: float = 3.6  # ... and one that begins within a sector of 32 bytes: by TMA 4.3 to 4.9 for a run that else takes 2, of rows of 16 bytes more
-    apart_clocks: float = 3.0  # a run of 128 bytes that a multiprocessor's TMA asks for, and in a better order of tiles would share with those beside it
+    apart_clocks: float = 2.6  # a run of 128 bytes that a multiprocessor's TMA asks for, and in a better order of tiles would share with those beside it
     row_clocks: float = 1.4  # a multiprocessor's request for a row of a tile, however few its bytes: the tag look-up of its line
     request_clocks: float = 0.45  # what such a request adds to the time of its bytes
     b_along_k: float = 1.6  # rows of b that lie along k take so much longer than a's: seen at 4096x4096x4096 and 8192x8192x1024, "nt" against "nn"
     copy_clocks: float = 30  # a warp issues copies of 16 bytes a thread, with their addresses and masks
-    outside_clocks: float = 3.5  # each row of 128 bytes that lies outside of an operand, where TMA fills in zeros: 48 of a tile of 64 rows where M is 16
+    outside_clocks: float = 6.0  # each row of 128 bytes that lies outside of an operand, where TMA fills in zeros: 48 of a tile of 64 rows where M is 16
     l2_us: float = 0.4  # a load's latency
     dram_us: float = 0.26  # what missing L2 adds to it
     memory_bare: float = 0.33  # of the memory's time for the operands that nothing hides
@@ -60,7 +64,7 @@ class Constants:
     smooth: float = 5.5  # exponent of the norm that joins what overlaps: higher is nearer to a plain maximum
     tma_smooth: float = 14.0  # as `smooth`, of loads that no warp has to issue: they wait for each other less
     tma_memory_smooth: float = 2.3  # ... and of the memory's whole time with that of all steps, which it shares no evener than the tiles come
-    tma_even_smooth: float = 4.0  # ... more than that where one round is all, and many tiles share what is read; over the number of rounds
+    tma_even_smooth: float = 3.0  # ... more than that where one round is all, and many tiles share what is read; over the number of rounds
     block_us: float = 0.01  # starting a block, and again the barriers around its epilogue
     overlap: float = 0.75  # of fill and epilogue left bare where another block computes meanwhile
     exchange_clocks: float = 3.2  # one value that a warp passes on to the others of its block, through shared memory
@@ -69,7 +73,7 @@ class Constants:
     short_run: float = 0.4  # each halving of a row of the vendor's result below 256 bytes makes reading it so much longer
     vendor_us: float = 2.0  # the vendor's kernel beyond its arithmetic: fill and drain
     vendor_split_us: float = 2.0  # ... and where it splits k: to add up the parts
-    issued_clocks: float = 55  # where the warps that multiply also ask TMA for the tiles to come: each step
+    issued_clocks: float = 80  # where the warps that multiply also ask TMA for the tiles to come: each step
     held_stages: float = 0.5  # in ping-pong, the warpgroup that begins finds so much of a stage still held by the other
     late_us: float = 0.2  # until what the epilogue reads is there, where it was not asked for under the main loop
     stored_share: float = 0.2  # of the memory's time for what TMA stores, which it does while the next tile is multiplied
@@ -77,7 +81,7 @@ class Constants:
     # What pointers load in the layout of wgmma's accumulators, 16 bytes of a row at a time, costs the memory so much again: set by hand to 23 kernels on an
     # H100 with [M, N] inputs by pointers, which 48 with such inputs by TMA or none do not need (bench.tiles, Triton 3.6, 2026-11-27).
     pointed_again: float = 1.0
-    descriptors_us: float = 0.5  # until the first descriptors have been fetched
+    descriptors_us: float = 0.7  # until the first descriptors have been fetched
     flattened_us: float = 0.1  # what the loop that is one of two takes to begin and to end
     gather_share: float = 0.45  # of what L2 feeds one multiprocessor: the last block of a tile reads one part after the other
     grouped_share: float = 0.9  # ... and where the loads of a part are under way together, which Gluon's order leaves registers for

@@ -5,7 +5,7 @@ estimate is made to rank the configs of one problem: block sizes, warps, stages,
 move measured times. It is not a promise of absolute time; on long kernels power limits add about a tenth.
 
 Spearman's rank correlation with measured time over whole search spaces (fp16, H200, Triton 3.6, 2026-11; 5,572 configs of the seven
-problems in tests/data/sweep_*.json, printed by `python -m bench.model`): square 0.97, medium, small, skinny and drelu_bgrad 0.96,
+problems in tests/data/sweep_*.json, printed by `python -m bench.model`): square 0.97, medium, small and drelu_bgrad 0.96, skinny 0.94,
 short_k 0.93, odd 0.85.
 """
 
@@ -160,7 +160,7 @@ class _Timing(Work):
         for count, blocks, latency in ((min(1, full), resident, cold), (max(0, full - 1), resident, later), (min(1, rest), last, later if full else cold)):
             if count:
                 bare = self.c.overlap if blocks > 1 and tiles > slots else 1.0
-                fill, loop = self._loop_us(config, needs, blocks, latency, steps)
+                fill, loop = self._loop_us(config, needs, blocks, latency, steps, tiles)
                 mainloop += count * (loop + bare * fill)
                 epilogue += count * bare * (self._epilogue_us(block_m, block_n, blocks, config["num_warps"], self.read_bytes) + self._arrival_us(config))
         epilogue += self._late_us(config)  # what the blocks beside it, and those after it, do not cover
@@ -226,7 +226,10 @@ class _Timing(Work):
         # from L2 into the multiprocessor
         step_bytes = (block_m + block_n) * block_k * self.element_bytes
         not_shared = self._rows_apart(config, tiles_m, tiles_n) * block_k * self.element_bytes / _TMA_ROW_BYTES
-        load = (step_bytes / self.c.l2_bytes_clock + self._crossing_clocks(config) + not_shared * self.c.apart_clocks) / self.clock_us
+        padding = block_m + block_n - m / max(1, tiles_m) - n / max(1, tiles_n)  # rows and columns of a tile that lie outside, in the mean
+        outside = padding * -(-block_k * self.element_bytes // _TMA_ROW_BYTES)
+        clocks = step_bytes / self.c.l2_bytes_clock * self._crowded(self.count * tiles_m * tiles_n * schedules.splits(config)) + self._crossing_clocks(config)
+        load = (clocks + not_shared * self.c.apart_clocks + outside * self.c.outside_clocks) / self.clock_us
         in_flight = max(1.0, min(config["num_stages"] - 1 - dict(config.values).get("pingpong", 0) * self.c.held_stages, steps))
         # the tensor cores: their rate, what they read of shared memory, and what waits for what
         products = 2.0 * block_m * block_n * block_k / (self.flops_us * self.c.tensor_share)
@@ -236,12 +239,14 @@ class _Timing(Work):
         multiply = self._multiply_us(block_m, block_n, block_k, warps)
         if self.spec.promoted:
             multiply = self._promoted_us(config, products)
-        padding = block_m + block_n - m / max(1, tiles_m) - n / max(1, tiles_n)  # rows and columns of a tile that lie outside, in the mean
-        outside = padding * -(-block_k * self.element_bytes // _TMA_ROW_BYTES)
         step = self._norm(products, shared_memory, load, multiply, (self._later_us + load) / in_flight, smooth=self.c.tma_smooth)
-        step += (self.c.wait_clocks + (0.0 if by_producer else self.c.issued_clocks) + outside * self.c.outside_clocks) / self.clock_us
+        step += (self.c.wait_clocks + (0.0 if by_producer else self.c.issued_clocks)) / self.clock_us
         # the slower of loading and multiplying is there in each step, the other once more
         return step, self.c.block_us + self._later_us + min(load, max(products, multiply))
+
+    def _crowded(self, tiles: int) -> float:
+        """What L2's bytes take beside what they take where all multiprocessors have a tile: few of them are fed faster."""
+        return self.c.alone_share + (1 - self.c.alone_share) * min(1.0, tiles / self.sms)
 
     def _persistent_epilogue_us(self, config: KernelConfig, rounds: int, mainloop_us: float) -> float:
         """What of all epilogues nothing hides. mainloop_us: of one tile."""
@@ -254,7 +259,9 @@ class _Timing(Work):
         each = last - hidden
         if values.get("pingpong", 0):
             # what is counted in memory waits for all that a multiprocessor has written, whichever group wrote it
-            each = arrivals + max(0.0, (each - arrivals - mainloop_us) / 2)
+            # one warp a scheduler, and the other group's products beside it
+            slow = (self.c.beside_alu - 1) * block_m * block_n * (self.operations + 4.0) / (_LANES * self.clock_us)
+            each = arrivals + max(0.0, (each + slow - arrivals - mainloop_us) / 2)
         epilogue = last + (rounds - 1) * each
         if schedules.splits(config) > 1:
             # each part's arrival, and the last one's look at the others
@@ -306,7 +313,7 @@ class _Timing(Work):
             total += rows * columns * self.element_bytes / width * (across * self.c.crossing_clocks + within * self.c.torn_clocks)
         return total
 
-    def _loop_us(self, config: KernelConfig, needs: Resources, blocks: int, latency: float, steps: int) -> tuple[float, float]:
+    def _loop_us(self, config: KernelConfig, needs: Resources, blocks: int, latency: float, steps: int, tiles: int) -> tuple[float, float]:
         """Until the first step can begin, and all steps over block_k, of all blocks that share a multiprocessor."""
         block_m, block_n, block_k, warps = config["block_m"], config["block_n"], config["block_k"], config["num_warps"]
         a_bytes, b_bytes = block_m * block_k * self.element_bytes, block_n * block_k * self.element_bytes
@@ -323,7 +330,7 @@ class _Timing(Work):
         # a row of a tile is contiguous in memory: along k, or along m or n
         feed = self._feed_us(*((block_m, block_k) if self.layout[0] == "n" else (block_k, block_m)))
         feed += self._feed_us(*((block_k, block_n) if self.layout[1] == "n" else (block_n, block_k))) * (1.0 if self.layout[1] == "n" else self.c.b_along_k)
-        feed += self._crossing_clocks(config) / self.clock_us
+        feed = feed * self._crowded(tiles) + self._crossing_clocks(config) / self.clock_us
         if any(self.narrow):
             multiply = max(products, shared, self._multiply_us(block_m, block_n, block_k, warps))
             return self.c.block_us, steps * (self._narrow_step_us(config, needs, blocks, multiply) + self._computed_us(config, blocks))

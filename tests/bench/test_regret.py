@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import borrow, regret
-from bench.regret import PLAIN, PROBLEMS, Problem
+from bench.regret import HELD_OUT, PLAIN, PROBLEMS, SHIPPED, Problem
 from epigen import gpus
 from epigen.choose.choose import Chooser
 from epigen.codegen.spec import KernelConfig
@@ -52,8 +53,8 @@ def test_what_is_held_out_was_measured_elsewhere() -> None:
     for part in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
         gpu = gpus.find(part)
         assert gpu is not None
-        own, others = (regret.shipped(held_out, gpu.target) for held_out in (False, True))
-        assert {r.gpu for r in own} > {r.gpu for r in others} == {r.gpu for r in own} - {part}
+        every, others = (regret.shipped(gpu.target)[among] for among in (SHIPPED, HELD_OUT))
+        assert {r.gpu for r in every} > {r.gpu for r in others} == {r.gpu for r in every} - {part}
 
 
 def test_problems_of_an_earlier_run_are_passed_over(drawn: list[Problem]) -> None:
@@ -82,38 +83,64 @@ class Runner(Replay):
 
 
 @pytest.fixture
-def few(tmp_path: Path) -> Database:
-    database = Database(tmp_path, seeds=())
-    database.add(*regret.shipped(False, H100)[:30])
-    return database
+def few(tmp_path: Path) -> dict[str, Database]:
+    """Thirty records to look up among, and none."""
+    databases = {among: Database(tmp_path / among, seeds=()) for among in (SHIPPED, HELD_OUT)}
+    databases[SHIPPED].add(*regret.shipped(H100)[SHIPPED][:30])
+    return databases
 
 
-def test_what_a_search_finds_beside_it_is_what_was_lost(drawn: list[Problem], few: Database) -> None:
-    """The config that a call gets takes 100 us, all others 80."""
-    problem = drawn[0]
-    untuned, _, _ = borrow.chosen(problem.task, few)
-    row = regret.measured(problem, few, Runner(lambda c: 100.0 if c == untuned else 80.0), 10.0, trials=4)
-    assert row["ratio"] == pytest.approx(1.25) and row["untuned"] == str(untuned) != row["tuned"]
-    assert (row["borrowed_us"], row["tuned_us"], row["kind"]) == (100.0, 80.0, PLAIN)
-    row = regret.measured(problem, few, Runner(lambda c: 70.0 if c == untuned else 80.0), 10.0, trials=4)
-    assert row["ratio"] == 1.0, "what a short search has not found is nothing that was lost"
+def test_what_a_search_finds_beside_it_is_what_was_lost(drawn: list[Problem], few: dict[str, Database]) -> None:
+    """The configs that calls get take 100 and 90 us, all others 80."""
+    pairs = ((p, [borrow.chosen(p.task, few[among])[0] for among in (SHIPPED, HELD_OUT)]) for p in drawn)
+    problem, (untuned, held_out) = next((p, both) for p, both in pairs if both[0] != both[1])
+    row = regret.measured(problem, few, Runner(lambda c: {untuned: 100.0, held_out: 90.0}.get(c, 80.0)), 10.0, trials=4)
+    assert row["ratios"] == {SHIPPED: pytest.approx(1.25), HELD_OUT: pytest.approx(1.125)}
+    assert str(untuned) == row["untuned"][SHIPPED]["config"] != row["tuned"] and str(held_out) == row["untuned"][HELD_OUT]["config"]
+    assert (row["shipped_us"], row["held_out_us"], row["tuned_us"], row["kind"]) == (100.0, 90.0, 80.0, problem.kind)
 
 
-def test_what_cannot_be_tuned_is_said(drawn: list[Problem], few: Database) -> None:
+def test_what_a_short_search_has_not_found_is_nothing_that_was_lost(drawn: list[Problem], few: dict[str, Database]) -> None:
+    held_out = borrow.chosen(drawn[1].task, few[HELD_OUT])[0]
+    row = regret.measured(drawn[1], few, Runner(lambda c: 70.0 if c == held_out else 80.0), 10.0, trials=1)
+    assert row["ratios"][HELD_OUT] == 1.0 and row["tuned"] != str(held_out)
+
+
+def test_a_search_adds_nothing_to_what_others_borrow(drawn: list[Problem], few: dict[str, Database]) -> None:
+    before = {among: database.records() for among, database in few.items()}
+    regret.measured(drawn[0], few, Runner(lambda _: 80.0), 10.0, trials=2)
+    assert {among: database.records() for among, database in few.items()} == before
+
+
+def test_what_cannot_be_tuned_is_said(drawn: list[Problem], few: dict[str, Database]) -> None:
     class Broken(Runner):
         def measure(self, config: KernelConfig, limit_us: float) -> Outcome:  # noqa: ARG002
             return Outcome("wrong", detail="planted")
 
     row = regret.measured(drawn[0], few, Broken(lambda _: 1.0), 10.0, trials=4)
-    assert row["failed"] and "ratio" not in row
-    assert not regret.summary([row, {"kind": PLAIN, "problem": "x", "ratio": 1.0}], held_out=False)["holds"]
+    assert row["failed"] and "ratios" not in row
+    assert not regret.summary([row, _row(PLAIN, 1.0, 1.0)])["holds"]
 
 
-@pytest.mark.parametrize(("ratios", "held_out", "holds"), [((1.0, 1.08), False, True), ((1.0, 1.16), False, False), ((1.0, 1.16), True, False), ((1.0, 1.11), True, True), ((1.05, 1.05), False, False)])  # fmt: skip
-def test_the_claim_is_of_the_mean_and_the_worst(ratios: tuple[float, ...], held_out: bool, holds: bool) -> None:
-    found = regret.summary([{"kind": kind, "problem": kind, "ratio": r} for kind, r in zip(("plain", "tiles"), ratios, strict=True)], held_out)
-    assert found["holds"] is holds and found["worst"] == max(ratios) and found["count"] == 2 and set(found["by_kind"]) == {"plain", "tiles"}
+def _row(kind: str, shipped: float, held_out: float) -> dict[str, Any]:
+    return {"kind": kind, "ratios": {SHIPPED: shipped, HELD_OUT: held_out}}
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "within"),
+    [
+        ((1.0, 1.08), (1.0, 1.08), (True, True)),
+        ((1.0, 1.16), (1.0, 1.16), (False, False)),  # 1.077 in the mean
+        ((1.0, 1.04), (1.0, 1.11), (True, True)),
+        ((1.05, 1.05), (1.05, 1.05), (False, True)),
+        ((1.0, 1.0), (1.0, 1.21), (True, False)),
+    ],
+)
+def test_the_claim_is_of_the_mean_and_the_worst(own: tuple[float, float], others: tuple[float, float], within: tuple[bool, bool]) -> None:
+    found = regret.summary([_row(kind, *both) for kind, both in zip((PLAIN, "tiles"), zip(own, others, strict=True), strict=True)])
+    assert tuple(found[among]["within"] for among in (SHIPPED, HELD_OUT)) == within and found["holds"] is all(within)
+    assert found[SHIPPED]["worst"] == max(own) and found[HELD_OUT]["count"] == 2 and set(found[SHIPPED]["by_kind"]) == {PLAIN, "tiles"}
 
 
 def test_nothing_measured_holds_nothing() -> None:
-    assert not regret.summary([], held_out=False)["holds"]
+    assert not regret.summary([])["holds"]
