@@ -93,6 +93,18 @@ def test_all_configs_of_a_task_are_compared_at_one_clock() -> None:
     assert first.median_us / faster.median_us == pytest.approx(1.3 / 0.985, rel=0.01)
 
 
+def test_a_product_that_waits_for_the_host_is_not_long() -> None:
+    """Of int8, in several launches: 576x776x1008 took 8 us on an H100, and 47 to 60 behind a product of 61 for which a busy host took longer."""
+
+    class Busy(Gpu):
+        def row(self, runs: Sequence[Run]) -> list[float]:
+            return [max(3.0 * LONG_US, us) for us in super().row(runs)]
+
+    gpu = Busy()
+    sampler = gpu.sampler(gpu.kernel(0.6 * LONG_US))
+    assert sampler.single(gpu.kernel(8.0, 8.0), 0.0).median_us == pytest.approx(8.0) and sampler.product_us < LONG_US
+
+
 def test_the_vendors_first_call_is_none_of_its_samples() -> None:
     """It may take a hundred times as long as the others, which would be the scale of all that follows."""
     gpu = Gpu()
@@ -117,7 +129,7 @@ def test_what_is_far_behind_is_cut_off(behind: float, samples: int, best_us: flo
 
 def test_a_long_kernel_needs_fewer_samples() -> None:
     gpu = Gpu()
-    assert [gpu.sampler(gpu.kernel(us)).single(gpu.kernel(us), 0.0).samples for us in (200.0, 300.0, 1000.0, 50_000.0)] == [15, 15, 8, 3]
+    assert [gpu.sampler(gpu.kernel(us)).single(gpu.kernel(us), 0.0).samples for us in (200.0, 300.0, 1000.0, 50_000.0)] == [15, 15, 7, 3]
 
 
 @pytest.mark.parametrize("microseconds", [1000.0, 30_000.0])
