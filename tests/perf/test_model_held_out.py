@@ -1,4 +1,4 @@
-"""The analytic model on what its constants were not fitted to: a sweep that a fit has not seen, and a GPU that none has."""
+"""The analytic model on what its constants were not fitted to: a sweep that a fit has not seen, and tuned problems of a GPU of which it has seen few."""
 
 from __future__ import annotations
 
