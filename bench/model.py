@@ -83,7 +83,7 @@ def read(path: Path) -> Sweep:
 
 
 RANDOM = ("shapes", "shapes_h100")
-"""Tables of random problems: on an H200, of plain epilogues; and on an H100, of all kinds, the trials of the searches of bench.regret."""
+"""Tables of random problems: on an H200, of plain epilogues; and on an H100, of all kinds but int8, the trials of the searches of bench.regret."""
 
 
 def random_shapes(folder: Path = record.DATA, name: str = RANDOM[0]) -> list[Sweep]:

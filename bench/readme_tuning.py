@@ -75,7 +75,7 @@ def _model(report: Report) -> str:
 
 
 def _first(name: str, about: dict[str, float]) -> str:
-    gpu = "an H100, of all kinds" if name.endswith("h100") else "an H200"
+    gpu = "an H100, of all kinds but int8" if name.endswith("h100") else "an H200"
     return f"Of {about['problems']} random problems on {gpu}, its first choice takes {about['first'] - 1:.1%} longer than the best that was measured, the best of its first three {about['three'] - 1:.1%}."
 
 

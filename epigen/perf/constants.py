@@ -10,7 +10,7 @@ of 88 random problems, and to 9 shapes with five orders of their tiles (tests/pe
 all schedules could load inputs early; and arriving_share to both ways to share a long product, of 149 in tests/data/ways.json. apart_clocks
 was doubled when orders of tiles had been measured on an H100 (tests/perf/test_model.py), which the random shapes of the H200 do not tell apart;
 tma_even_smooth set by hand to the tuned layers of 256 rows on an H100: those of an H200 by TMA, 11 % too slow without it, are 4 % too slow;
-and alone_share, beside_alu, and again outside_clocks, issued_clocks, descriptors_us, apart_clocks and tma_even_smooth to the 1,262 trials of 30 random
+and alone_share, beside_alu, and again outside_clocks, issued_clocks, descriptors_us, apart_clocks and tma_even_smooth to the 1,214 trials of 29 random
 problems on an H100 (tests/data/shapes_h100.json) beside all of these.
 """
 

@@ -522,11 +522,11 @@ def test_the_models_first_few_tiles_hold_a_good_config(name: str, behind: float)
 
 
 def test_the_models_choice_for_random_problems_of_all_kinds() -> None:
-    """Of few products and of [M, N] inputs, 8 bits and batches too, on an H100: 1.10 and 1.055 before its constants were set to these as well."""
+    """Of few products and of [M, N] inputs, fp8 and batches too, on an H100: 1.09 and 1.06 before its constants were set to these as well."""
     problems = held.random_shapes(name="shapes_h100")
-    assert len(problems) == 30 and len({s.table.task.a for s in problems}) == 5 and {s.table.task.target.part for s in problems} == {H100.name}
+    assert len(problems) == 29 and len({s.table.task.a for s in problems}) == 4 and {s.table.task.target.part for s in problems} == {H100.name}
     first, three = ([held.lost(s, s.estimates(), n) for s in problems] for n in (1, 3))
-    assert geometric_mean(first) < 1.085 and geometric_mean(three) < 1.06
+    assert geometric_mean(first) < 1.08 and geometric_mean(three) < 1.06
 
 
 def test_few_multiprocessors_are_fed_faster() -> None:

@@ -56,7 +56,7 @@ def test_a_fit_to_other_problems_ranks_a_sweep_that_it_has_not_seen() -> None:
     assert held.lost(unseen, unseen.estimates(found), 24) < 1.02
 
 
-# -- a GPU: of an H100 the constants have seen 30 random problems and a few by hand, and none of the tuned ones
+# -- a GPU: of an H100 the constants have seen 29 random problems and a few by hand, and none of the tuned ones
 
 
 @cache
