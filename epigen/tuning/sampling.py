@@ -73,9 +73,9 @@ class Sampler:
         if not self.product_us:
             try:
                 self.product()  # a first call takes longer
-                self.product_us = min(self.timer.once(self.product) for _ in range(_FIRST))
+                self.product_us = self.timer.once(self.product)
                 if self.product_us >= LONG_US:
-                    self.product_us = statistics.median(self.timer.row([self.product])[0] for _ in range(_FIRST))
+                    self.product_us = statistics.median(self.timer.row([self.product])[0] for _ in range(2))
             except RuntimeError:
                 self.product_us = math.nan
         return self.product_us >= LONG_US
