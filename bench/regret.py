@@ -2,8 +2,9 @@
 
 Half of the problems are plain epilogues. The others have [M, N] inputs, operands of 8 bits or of tf32, batches, and programs that no database knows.
 A call's config is looked up twice: among all shipped records, and with this GPU's own held out, as on a GPU that nobody has tuned for.
-Run: python -m bench.regret [--count N] [--earlier FILE] [--seconds S] [--budget S] [--commit HASH] [--out FOLDER]
---earlier: a report of the same GPU and versions, whose rows stay and whose problems are passed over.
+Run: python -m bench.regret [--count N] [--first N] [--earlier FILE] [--seconds S] [--budget S] [--commit HASH] [--out FOLDER]
+--first: where to begin, as behind the problems whose trials the model has seen. --earlier: a report of the same GPU and versions, whose rows stay and
+whose problems are passed over.
 Claim: LIMITS of the geometric mean and of the worst.
 """
 
@@ -202,6 +203,7 @@ def main(machine: Machine = THIS_MACHINE) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     record.add_options(parser)
     parser.add_argument("--count", type=int, default=PROBLEMS)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--earlier", type=Path)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each search")
     parser.add_argument("--budget", type=float, default=520.0, help="seconds after which no further problem is begun")
@@ -216,7 +218,7 @@ def main(machine: Machine = THIS_MACHINE) -> None:
         databases = {among: Database(Path(folder, among), seeds=()) for among in LIMITS}
         for among, records in shipped(target).items():
             databases[among].add(*records)
-        for problem in left(problems(target, options.count), rows):
+        for problem in left(problems(target, options.count)[options.first :], rows):
             if time.monotonic() - start > options.budget:
                 break
             rows.append(measured(problem, databases, runner, options.seconds, storage=options.storage))

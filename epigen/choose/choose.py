@@ -32,7 +32,7 @@ _DOUBT = 0.02  # a share of the time for each doubling that a config comes from 
 _UNMEASURED = FARTHEST + PROGRAM_STEP  # what nobody measured is no nearer than the farthest that is borrowed from
 _OUTLINED = 3  # of the space's outline, the fastest by the model
 _NEAR = 0.5  # doublings within which a source's config is no worse than what the model could find
-_RULED = 0.9  # where nothing is near, the share of the plain rule's time that a config of the outline has to keep to
+_RULED = 0.97  # where nothing is near, the share of the plain rule's time that a config of the outline has to keep to
 _BY_EPILOGUE = ("fused_finalize", "tma_load")  # what a program without reductions, or without a tile to load, has no choice in
 _BUCKETS = 256
 

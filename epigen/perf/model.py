@@ -28,18 +28,18 @@ from epigen.perf.resources import WGMMA, Resources, Work
 from epigen.perf.traffic import eager_dtype, item_bytes, partial_bytes, size_of, traffic
 from epigen.shapes import Shape, products
 
-# rows, columns, share of the peak; and into how many parts it splits k, each at least so long. With the constants they are off by 9 % in the root mean
-# square over the products of 115 tuned problems on an H100 and by 12 % over 250 on an H200, of 1 to 65536 rows (bf16 and fp16, torch 2.11, 2026-11).
+# rows, columns, share of the peak; and into how many parts it splits k, each at least so long. With the constants they are off by 11 % in the root mean
+# square over the products of 375 tuned problems on an H100 and an H200, of 1 to 65536 rows (bf16 and fp16, torch 2.11, 2026-11).
 _VENDOR_TILES = (
     (128, 256, 0.86), (256, 128, 0.86), (192, 192, 0.86), (128, 192, 0.84), (192, 128, 0.84), (128, 128, 0.84), (64, 256, 0.84),
     (64, 128, 0.66), (128, 64, 0.66), (64, 64, 0.53), (64, 32, 0.41),
 )  # fmt: skip
 _VENDOR_SPLITS, _VENDOR_PART = (1, 2, 4, 8, 16, 32), 256
 # How much of the shorter of arithmetic and memory nothing hides: of many waves, and how much less of one, which all multiprocessors end together: layers of
-# 256 rows, of one wave, took 0.6 to 0.9 of what half of it gives. Where a pass follows, with an fp32 result, that was not seen: the sweeps have half there. Of
-# a batch the next product begins while one ends: with its results' own bytes 16 calls took 0.93 of what is expected, 13 % off in the root mean square
-# (8 shapes of bench.batched on an H100, torch 2.11, 2026-11-26).
+# 256 rows, of one wave, took 0.6 to 0.9 of what half of it gives. Of a batch the next product begins while one ends: with its results' own bytes 16 calls
+# took 0.93 of what is expected, 13 % off in the root mean square (8 shapes of bench.batched on an H100, torch 2.11, 2026-11-26).
 _VENDOR_BARE, _VENDOR_EVEN, _VENDOR_BATCH_BARE = 0.5, 0.4, 0.2
+_THIN = 64  # rows: of so few the vendor's product is bound by reading one operand
 # Where rows are aligned to fewer than 16 bytes it has older kernels, of one tile and so many times slower: 4095x4097x1023, 1000x1003x1001 and
 # 8191x5003x4099 in 16 bits. Between 2 and 16 bytes nothing was measured.
 _OLDER_VENDOR_TILE, _VENDOR_UNALIGNED = (128, 128, 0.77), {8: 2.0, 4: 3.0, 2: 5.0, 1: 5.0}
@@ -132,7 +132,7 @@ class _Timing(Work):
         self.operand_bytes = (self.count * m * k * sig.a.bytes, self.count * k * n * sig.b.bytes)
         self.vector_bytes = sum(item_bytes(i, m, n) for i in spec.inputs if i.indices != "mn")
         self.beside_bytes = sum(item_bytes(i, m, n, k) for i in self.along_k)
-        self.product_us = self.vendor_us(eager_dtype(spec) if spec.bare_product else FP32, widened=True)
+        self.product_us = self.vendor_us(eager_dtype(spec) if spec.bare_product else None, widened=True)
 
     def estimate(self, config: KernelConfig) -> Estimate:
         if not SCHEDULES[config.schedule].multiplies:
@@ -240,9 +240,16 @@ class _Timing(Work):
         if self.spec.promoted:
             multiply = self._promoted_us(config, products)
         step = self._norm(products, shared_memory, load, multiply, (self._later_us + load) / in_flight, smooth=self.c.tma_smooth)
-        step += (self.c.wait_clocks + (0.0 if by_producer else self.c.issued_clocks)) / self.clock_us
+        step += (self.c.wait_clocks + (0.0 if by_producer else self.c.issued_clocks)) / self.clock_us + self._turned_us(config, warps)
         # the slower of loading and multiplying is there in each step, the other once more
         return step, self.c.block_us + self._later_us + min(load, max(products, multiply))
+
+    def _turned_us(self, config: KernelConfig, warps: int) -> float:
+        """What a step takes to lay an operand of 32 bits along k, as wgmma wants those: through registers, and beside nothing else."""
+        if self.element_bytes < 4 or not self.wgmma(config["block_m"], warps):
+            return 0.0
+        across = config["block_m"] * (self.layout[0] == "t") + config["block_n"] * (self.layout[1] == "n")
+        return across * config["block_k"] * self.c.turned_clocks / self.clock_us
 
     def _crowded(self, tiles: int) -> float:
         """What L2's bytes take beside what they take where all multiprocessors have a tile: few of them are fed faster."""
@@ -345,7 +352,7 @@ class _Timing(Work):
         late = (latency + feed) / in_flight
         busy = (blocks * products, blocks * shared, blocks * feed)
         loop = min(in_flight, steps) * self._norm(*busy, issue + multiply) + max(0, steps - in_flight) * self._norm(*busy, issue + multiply, late)
-        return self.c.block_us + latency + feed, spill * loop
+        return self.c.block_us + latency + feed, spill * loop + steps * blocks * self._turned_us(config, warps)
 
     def _computed_us(self, config: KernelConfig, blocks: int) -> float:
         """What a step takes to compute what it multiplies of operands, and to load what that is computed of besides."""
@@ -466,8 +473,11 @@ class _Timing(Work):
             total += self.c.gap_us + self.c.l2_us * (1 + chunks / 4) + 4.0 * width * sum(lengths) / self.bytes_us
         return total
 
-    def vendor_us(self, result: DType, widened: bool = False) -> float:
-        """The vendor's product with a result of this dtype, without its launch. Single products were fitted with fp32, whatever they have. widened: fp8 to fp16 before it."""
+    def vendor_us(self, result: DType | None, widened: bool = False) -> float:
+        """The vendor's product with a result of this dtype, without its launch. Single products were fitted with fp32, whatever they have.
+
+        result: None where a pass over it follows, under which it is written. widened: fp8 to fp16 before it.
+        """
         m, n, k = self.shape[-3:]
         sig = self.spec.signature
         widened = sig.a.is_fp8 and (widened or not self.target.multiplies(sig.a, sig.b))
@@ -476,15 +486,17 @@ class _Timing(Work):
         together = math.gcd(16, *(extent * dtype.bytes for extent in row_lengths(self.shape, self.layout) if extent > 1))  # else it is a vector
         slower = max(_VENDOR_UNALIGNED.get(together, 1.0), _VENDOR_INT8 if dtype == INT8 else 1.0)
         tiles = (_OLDER_VENDOR_TILE,) if slower > 1.0 else _VENDOR_TILES
-        even, result = (_VENDOR_EVEN if result != FP32 else 0.0), (result if self.count > 1 else FP32)
-        moved = ((3 if widened else 1) * sum(self.operand_bytes) + result.bytes * self.count * m * n) / self.bytes_us
+        written = 0 if result is None else (result if self.count > 1 else FP32).bytes
+        moved = ((3 if widened else 1) * sum(self.operand_bytes) + written * self.count * m * n) / self.bytes_us
         parts = [s for s in _VENDOR_SPLITS if s == 1 or (self.count == 1 and k >= s * _VENDOR_PART and slower == 1.0)]
         times = []
         for (rows, columns, share), splits in product(tiles, parts):
             waves = -(-(self.count * -(-m // rows) * -(-n // columns) * splits) // self.sms)
             arithmetic = slower * waves * 2.0 * rows * columns * (k / splits) / (peak * share)
             added = self.c.vendor_split_us + 2 * splits * m * n / self.bytes_us if splits > 1 else 0.0  # they stay in L2 for the most part
-            bare = _VENDOR_BATCH_BARE if self.count > 1 else _VENDOR_BARE - even / max(1, waves)
+            bare = _VENDOR_BATCH_BARE if self.count > 1 else _VENDOR_BARE - _VENDOR_EVEN / max(1, waves)
+            if result is None and self.count == 1:
+                bare = self.c.followed_thin_bare if m <= _THIN else self.c.followed_bare
             times.append(max(arithmetic, moved) + bare * min(arithmetic, moved) + added)
         return min(times) + self.c.vendor_us + (2 * self.c.gap_us if widened else 0.0)
 
@@ -498,7 +510,10 @@ class _Timing(Work):
         tiles = self.count * tiles_m * tiles_n
         resident = min(needs.blocks_per_sm, max(1, -(-tiles // self.sms)))
         waves = tiles / (resident * self.sms)
-        each = (4 + self.read_bytes + self.written_bytes) * block_m * block_n * (1.0 + self.c.short_run * max(0.0, math.log2(_RUN_BYTES / (block_n * 4))))
+        result_bytes = 4.0 * self.count * m * n
+        # read, and written meanwhile: of what fits in L2 a part
+        again = 2.0 - self.c.followed_held * min(1.0, self.c.followed_l2 * self.gpu.l2_bytes / max(1.0, result_bytes))
+        each = (4 * again + self.read_bytes + self.written_bytes) * block_m * block_n * (1.0 + self.c.short_run * max(0.0, math.log2(_RUN_BYTES / (block_n * 4))))
         # what is in flight over the latency, up to the multiprocessor's share of the memory
         latency = self.c.l2_us + self.c.dram_us
         alu = block_m * block_n * (self.operations + 4.0) / (min(128, 32 * warps * resident) * self.clock_us)
@@ -508,7 +523,7 @@ class _Timing(Work):
         rest = tiles % (resident * self.sms)
         own = (tiles // (resident * self.sms)) * wave * (0.7 if resident > 1 else 1.0) + (latency + self.c.block_us if rest else 0.0)
         partials = self.count * sum(partial_bytes(p.axes, m, n, (block_m, block_n)) for p in self.spec.partials)
-        memory = (self.count * 4 * m * n + self._epilogue_bytes(tiles_n) + partials) / self.bytes_us
+        memory = (again * result_bytes + self._epilogue_bytes(tiles_n) + partials) / self.bytes_us
         kernel = self._norm(own + math.ceil(waves) * self._arrival_us(config), memory)
         finish = self._finish_us(config, tiles_m, tiles_n)
         launch = self.gpu.launch_us + self.c.gap_us

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from epigen.choose.space import Space
+from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError, TuneError
 from epigen.tuning.interrupt import noticed, unbroken
@@ -151,13 +152,14 @@ def _joined(storage: str | Storage | None, name: str | None, *about: Any) -> Ite
 
 def _head(ranked: Sequence[KernelConfig]) -> list[KernelConfig]:
     """What a search begins with: the best of the ranking, but no more than two of one tile and schedule, so that a wrong model costs
-    little; and each schedule's best two, since the model may be wrong about a whole schedule."""
+    little; and each schedule's best two, since the model may be wrong about a whole schedule. The tiles of a pass behind the vendor's
+    product count as one: the product takes what they all take."""
     taken: list[KernelConfig] = []
     tiles: Counter[tuple[object, ...]] = Counter()
     schedules: Counter[str] = Counter()
     for config in ranked:
         values = dict(config.values)
-        tile = (config.schedule, values.get("block_m"), values.get("block_n"), values.get("block_k"))
+        tile = (config.schedule, *(values.get(n) for n in ("block_m", "block_n", "block_k") if SCHEDULES[config.schedule].multiplies))
         if tiles[tile] < 2 and (len(taken) < _HEAD or schedules[config.schedule] < 2):
             tiles[tile] += 1
             schedules[config.schedule] += 1
