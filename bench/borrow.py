@@ -94,7 +94,7 @@ def chosen(task: Task, database: Database) -> tuple[KernelConfig, str, str]:
     """What a call gets of a database: config, how it was found, and the sentence that says why."""
     chooser = Chooser(task.graph, database)
     found = chooser(task.spec, task.shape, task.target, "")
-    near = chooser.bucket(task.spec, task.shape, task.target).borrowed is not None
+    near = bool(chooser.bucket(task.spec, task.shape, task.target).found)
     return found.config, found.how if isinstance(found, Recorded) else PREFERRED if near else RULE, found.why
 
 

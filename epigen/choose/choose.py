@@ -1,8 +1,8 @@
 """Which config a call gets, and the sentence that says why: the tuning databases first, then the model and the plain rule.
 
 Where the very problem was not tuned, several near ones may have their configs borrowed, made fit for it. Which of those, of the plain rule's and of an
-outline of the whole space is the fastest here, the model says, held to what the nearest record knows better. All M of one bucket get the same
-config, so that batches of ever new sizes need few kernels, and few look-ups.
+outline of the whole space is the fastest here, the model says, held to what the nearest record knows better. All M of one bucket get one of the same
+few configs, so that batches of ever new sizes need few kernels, and few look-ups.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from epigen import gpus
 from epigen.choose import rule
 from epigen.choose.space import Space
+from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Signature, with_layout
 from epigen.db.database import Database
 from epigen.db.lookup import FARTHEST, PROGRAM_STEP, Index, Recorded
@@ -32,36 +34,54 @@ _DOUBT = 0.02  # a share of the time for each doubling that a config comes from 
 _UNMEASURED = FARTHEST + PROGRAM_STEP  # what nobody measured is no nearer than the farthest that is borrowed from
 _OUTLINED = 3  # of the space's outline, the fastest by the model
 _NEAR = 0.5  # doublings within which a source's config is no worse than what the model could find
-_RULED = 0.97  # where nothing is near, the share of the plain rule's time that a config of the outline has to keep to
+_RULED = 0.93  # where nothing is near, the share of the plain rule's time that a config of the outline has to keep to
+_KEPT = 4  # configs of a bucket; where one M has a wave of tiles less than the one that stands for it, another may be the faster
+_WITHIN = 1.3  # of the first's time, what another may take there
+_WORTH = 0.95  # of the first's time, what another has to keep to at another M: a kernel more is compiled for it
 _BY_EPILOGUE = ("fused_finalize", "tma_load")  # what a program without reductions, or without a tile to load, has no choice in
 _BUCKETS = 256
 
 
+class Found(NamedTuple):
+    """doubt: what the model's time of it is multiplied by."""
+
+    choice: Choice
+    doubt: float
+
+
 @dataclass(frozen=True, slots=True)
 class FineBucket:
-    """What all M of a bucket have in common. problem: of the M that stands for them. borrowed: the config, but where nothing is near and the plain rule's is as good as any.
+    """What all M of a bucket have in common. problem: of the M that stands for them. found: configs that differ in their tiles, the best for that M first;
+    none where nothing is near and the plain rule's is as good as any.
 
     tuned: whether it was tuned for one M of their coarse bucket. index: the records that were searched.
     """
 
     problem: Problem
-    borrowed: Choice | None
+    found: tuple[Found, ...]
     tuned: bool
     index: Index
 
-    def config_for(self, shape: Shape) -> Choice | None:
-        """The borrowed config, said of one of them."""
+    def config_for(self, spec: KernelSpec, shape: Shape, target: Target) -> Choice | None:
+        """The first, or another that the model takes to be faster for one of them."""
         stands = self.problem.shape
-        if self.borrowed is None or shape == stands:
-            return self.borrowed
-        m = stands[-3]
+        if not self.found or shape == stands:
+            return self.found[0].choice if self.found else None
+        best, why = 0, "found for"
+        if len(self.found) > 1:
+            estimated = model.estimates(spec, [one.choice.config for one in self.found], shape, gpus.of_target(target))
+            times = [e.us * one.doubt for e, one in zip(estimated, self.found, strict=True)]
+            fastest = min(range(len(times)), key=times.__getitem__)
+            if times[fastest] <= _WORTH * times[0]:
+                best, why = fastest, "by the model faster here than what is found for"
+        choice, m = self.found[best].choice, stands[-3]
         step = fine_bucket_step(m)
         least = (m - 1) // step * step + 1
         note = "" if self.problem.layout[0] == "n" else ", of rows aligned alike"
         those = f"M from {least} to {m}{note}"
         if len(stands) == 4:
             those = f"{stands[0] // 2 + 1} to {stands[0]} products, and {those}"
-        return replace(self.borrowed, why=f"{self.borrowed.why}; found for {extents(stands)}, which stands for {those}")
+        return replace(choice, why=f"{choice.why}; {why} {extents(stands)}, which stands for {those}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +105,7 @@ class Chooser:
         # what was measured for this very problem runs, whatever the model takes it to need; but a record says nothing of bits
         same_bits = functools.partial(_same_bits, spec, shape, target) if spec.signature.invariant else None
         same = own.index.same(replace(own.problem, shape=shape), triton_version(), same_bits)
-        return next(same, None) or own.config_for(shape) or rule.choose(spec, shape, target)
+        return next(same, None) or own.config_for(spec, shape, target) or rule.choose(spec, shape, target)
 
     def bucket(self, spec: KernelSpec, shape: Shape, target: Target) -> FineBucket:
         """That of one shape, looked up anew where the database has changed."""
@@ -95,7 +115,7 @@ class Chooser:
         if bucket is None or bucket.index is not index:
             problem = problem_of(self.graph, spec, stands, target.part, capability(target))
             tuned = index.tuned_in_coarse_bucket(problem, triton_version())
-            bucket = self.held.put(key, FineBucket(problem, _borrowed(index, problem, spec, target), tuned, index))
+            bucket = self.held.put(key, FineBucket(problem, _found(index, problem, spec, target), tuned, index))
         return bucket
 
 
@@ -130,8 +150,8 @@ def _same_bits(spec: KernelSpec, shape: Shape, target: Target, config: KernelCon
     return not limits.unfit(spec, config, shape, target, chosen=True)
 
 
-def _borrowed(index: Index, problem: Problem, spec: KernelSpec, target: Target) -> Choice | None:
-    """The config that is expected to be the fastest here, of those of near problems, the plain rule's, and those of the space's outline.
+def _found(index: Index, problem: Problem, spec: KernelSpec, target: Target) -> tuple[Found, ...]:
+    """The configs that are expected to be the fastest here, of those of near problems, the plain rule's, and those of the space's outline.
 
     None where nothing is near and the outline is hardly better than the plain rule, and on GPUs on which nobody has measured what the model says.
     """
@@ -146,32 +166,54 @@ def _borrowed(index: Index, problem: Problem, spec: KernelSpec, target: Target) 
     borrowed, ruled = [one for here in suited.values() for one in here], rule.choose(spec, problem.shape, target)
     near = min((source.far for source in borrowed), default=math.inf)
     outlined = _outlined(space, _OUTLINED) if near > _NEAR and index.measured(problem.capability) else []
+    modelled = [e.us for e in model.estimates(spec, [one.config for one in (*borrowed, ruled, *outlined)], problem.shape, gpus.of_target(target))]
     if not borrowed:
-        enough = _RULED * model.estimate_us(spec, ruled.config, problem.shape, gpus.of_target(target)).us
-        return next((one for one, us in outlined if us <= enough), None)
-    unmeasured = [ruled, *(one for one, _ in outlined)]
-    times = _expected(borrowed, unmeasured, problem, spec, target)
-    best = min(range(len(times)), key=times.__getitem__)
+        enough = [(one, us) for one, us in zip(outlined, modelled[1:], strict=True) if us <= _RULED * modelled[0]]
+        return _apart([(one, us, 1.0) for one, us in (*enough, (ruled, modelled[0]))]) if enough else ()
+    unmeasured = [ruled, *outlined]
+    times = _expected(borrowed, unmeasured, spec, target, modelled)
+    order = sorted(range(len(times)), key=times.__getitem__)
     those = f"the configs of {len(suited)} near problem{'s' * (len(suited) > 1)}"
-    if best >= len(borrowed):
-        chosen = unmeasured[best - len(borrowed)]
-        return replace(chosen, why=f"{chosen.why}; by the model faster here than {those}")
-    return replace(borrowed[best], why=f"{borrowed[best].why}: of {those} the fastest here by the model") if best else borrowed[0]
+
+    def said(i: int) -> Choice:
+        if i >= len(borrowed):
+            chosen = unmeasured[i - len(borrowed)]
+            return replace(chosen, why=f"{chosen.why}; by the model faster here than {those}") if i == order[0] else chosen
+        return replace(borrowed[i], why=f"{borrowed[i].why}: of {those} the fastest here by the model") if i and i == order[0] else borrowed[i]
+
+    return _apart([(said(i), times[i], times[i] / modelled[i]) for i in order])
 
 
-def _outlined(space: Space, count: int) -> list[tuple[Choice, float]]:
-    """The fastest of the space's outline by the model that the GPU has room for, each with its microseconds."""
+def _apart(ranked: Sequence[tuple[Choice, float, float]]) -> tuple[Found, ...]:
+    """The first few that have tiles of their own, and take little longer than the first. ranked: with microseconds, and what those are of the model's."""
+    kept: dict[tuple[object, ...], Found] = {}
+    for choice, us, doubt in ranked:
+        if us <= _WITHIN * ranked[0][1] and len(kept) < _KEPT:
+            kept.setdefault(_tile(choice.config), Found(choice, doubt))
+    return tuple(kept.values())
+
+
+def _tile(config: KernelConfig) -> tuple[object, ...]:
+    """What of a config decides how many waves of tiles there are. Of the vendor's product nobody knows."""
+    values = dict(config.values)
+    return (config.schedule, *(values.get(name) for name in ("block_m", "block_n", "pingpong", "splits") if SCHEDULES[config.schedule].multiplies))
+
+
+def _outlined(space: Space, count: int) -> list[Choice]:
+    """The fastest of the space's outline by the model that the GPU has room for, and the fastest of each schedule that has none among them."""
     spec, shape, target = space.spec, space.shape, space.target
     configs = list(space.outline())
     times = [e.us for e in model.estimates(spec, configs, shape, gpus.of_target(target))]
     why = f"the model's choice for {extents(shape)} {spec.signature.a} on {target.name}: no measurement is at hand"
-    fastest: dict[KernelConfig, float] = {}
+    fastest: dict[KernelConfig, None] = {}
+    missing = set(space.schedules)
     for i in sorted(range(len(configs)), key=times.__getitem__):
+        if len(fastest) >= count and configs[i].schedule not in missing:
+            continue
         if fitting := limits.fitted(spec, configs[i], shape, target):
-            fastest.setdefault(_ordered(fitting, space), times[i])
-        if len(fastest) == count:
-            break
-    return [(Choice(config, why), us) for config, us in fastest.items()]
+            fastest.setdefault(_ordered(fitting, space))
+            missing.discard(fitting.schedule)
+    return [Choice(config, why) for config in fastest]
 
 
 def _suited(source: Recorded, problem: Problem, space: Space) -> list[Recorded]:
@@ -200,8 +242,8 @@ def _changed(source: Recorded, config: KernelConfig) -> Recorded:
     return replace(source, config=config, why=f"{source.why}; here with {changes}")
 
 
-def _expected(borrowed: Sequence[Recorded], unmeasured: Sequence[Choice], problem: Problem, spec: KernelSpec, target: Target) -> list[float]:
-    """Microseconds that each borrowed config is expected to take here, and each that nobody measured.
+def _expected(borrowed: Sequence[Recorded], unmeasured: Sequence[Choice], spec: KernelSpec, target: Target, here: Sequence[float]) -> list[float]:
+    """Microseconds that each borrowed config is expected to take here, and each that nobody measured. here: by the model.
 
     They are the model's, with what the nearest record is sure of: where it was tuned, nothing was faster than its config. What the model takes
     to be faster there it flatters, here as well, the more so the nearer that is. And each doubling of a source's distance makes it doubtful.
@@ -211,9 +253,8 @@ def _expected(borrowed: Sequence[Recorded], unmeasured: Sequence[Choice], proble
     """
     gpu, nearest = gpus.of_target(target), min(borrowed, key=lambda source: source.far)
     configs = [one.config for one in (*borrowed, *unmeasured)]
-    here = model.estimates(spec, configs, problem.shape, gpu)
     tuned = nearest.record
     won, *there = model.estimates(with_layout(spec, tuned.layout), [tuned.kernel_config, *configs], tuned.shape, gpus.find(tuned.gpu) or gpu)
     sure = max(0.0, 1 - nearest.far / FARTHEST)
     far = [*(source.far for source in borrowed), *[_UNMEASURED] * len(unmeasured)]
-    return [h.us * max(1.0, won.us / t.us) ** sure * (1 + _DOUBT * f) for h, t, f in zip(here, there, far, strict=True)]
+    return [us * max(1.0, won.us / t.us) ** sure * (1 + _DOUBT * f) for us, t, f in zip(here, there, far, strict=True)]

@@ -31,7 +31,9 @@ class Constants:
     mma_clocks: float = 6.0  # the older instruction: 16x8x16 products of fp16 by one warp, with the operands' way from shared memory
     mma_chain_clocks: float = 30  # ... of which each along k waits so long for the one before
     wait_clocks: float = 20  # wgmma: from the last of a step's products to its result, and the barrier
-    turned_clocks: float = 0.7  # an element of 32 bits that lies across k, which wgmma takes along k alone: 26 configs of 7616x4224x320 in tf32 "nn", 0.5 to 0.9
+    turned_clocks: float = (
+        0.7  # an element of 32 bits that lies across k, which wgmma takes along k alone: 26 configs of 7616x4224x320 in tf32 "nn", 0.5 to 0.9
+    )
     chain_clocks: float = 10  # wgmma: each product along k, of 16 fp16, that adds to the same accumulators
     shared_bytes_clock: float = 120  # shared memory of one multiprocessor: 128 on every GPU in the table, less bank conflicts
     arriving_share: float = 0.4  # of what TMA writes there, which takes of that width from what is multiplied

@@ -513,7 +513,9 @@ class _Timing(Work):
         result_bytes = 4.0 * self.count * m * n
         # read, and written meanwhile: of what fits in L2 a part
         again = 2.0 - self.c.followed_held * min(1.0, self.c.followed_l2 * self.gpu.l2_bytes / max(1.0, result_bytes))
-        each = (4 * again + self.read_bytes + self.written_bytes) * block_m * block_n * (1.0 + self.c.short_run * max(0.0, math.log2(_RUN_BYTES / (block_n * 4))))
+        each = (
+            (4 * again + self.read_bytes + self.written_bytes) * block_m * block_n * (1.0 + self.c.short_run * max(0.0, math.log2(_RUN_BYTES / (block_n * 4))))
+        )
         # what is in flight over the latency, up to the multiprocessor's share of the memory
         latency = self.c.l2_us + self.c.dram_us
         alu = block_m * block_n * (self.operations + 4.0) / (min(128, 32 * warps * resident) * self.clock_us)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,9 @@ ALIGNED_BYTES = 16
 
 MOST_TMA_STRIDE = 1 << 40
 """Bytes, which the distances that a TMA descriptor knows are below."""
+
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+"""What is copied as such, by its bytes."""
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types whose tensors are nothing but memory: one of a subclass may hold none, or none of its own."""
@@ -245,7 +249,17 @@ def padded(t: Tensor) -> Tensor:
     *rows, columns = t.shape
     each = LINE_BYTES // t.element_size()
     held = torch.empty((*rows, -(-columns // each) * each), dtype=t.dtype, device=t.device)[..., :columns]
-    return held if t.is_meta else held.copy_(t)
+    if t.is_meta:
+        return held
+    word = WORDS.get(_word_bytes(t), t.dtype)
+    held.view(word).copy_(t.view(word))
+    return held
+
+
+def _word_bytes(t: Tensor) -> int:
+    """The longest words that a matrix of contiguous rows can be taken for: torch copies element by element, so bytes at an eighth of the rate of such."""
+    size = t.element_size()
+    return math.gcd(8, t.data_ptr(), *(each * size for each in (t.shape[-1], *t.stride()[:-1]))) if t.stride(-1) == 1 else size
 
 
 def layout(t: Tensor) -> str:

@@ -20,18 +20,19 @@ from epigen.choose import choose
 from epigen.choose.choose import Chooser
 from epigen.codegen.lower import lower, signature_of_contiguous
 from epigen.codegen.render import Rendered, Renderer
-from epigen.codegen.spec import LAYOUTS, KernelConfig, KernelSpec
+from epigen.codegen.spec import LAYOUTS, Choice, KernelConfig, KernelSpec
 from epigen.db.database import Database
 from epigen.db.lookup import Recorded, distance
 from epigen.db.problem import Problem, alignment, coarse_bucket, fine_bucket, fine_bucket_step, problem_of
 from epigen.db.records import Record
 from epigen.dtypes import FP16
+from epigen.ir.program import graph_of
 from epigen.lru_cache import LruCache
 from epigen.perf import limits
 from epigen.runtime import calls as memory
 from epigen.runtime import kernel as kernel_module
 from epigen.runtime.kernel import Kernel
-from epigen.settings import templates_dir
+from epigen.settings import seed_database_dir, templates_dir
 
 TEXT = "relu(mm + bias)"
 GRAPH = epigen.compile(TEXT).graph
@@ -99,7 +100,8 @@ SOME = [m for m in range(1, 4097, 7) if m % 50]
 def test_few_configs_for_many_sizes(database: Database) -> None:
     chooser = Chooser(GRAPH, database)
     found = {m: chooser(spec_of((m, N, K)), (m, N, K), TARGET, "") for m in SOME}
-    assert len(SOME) > 500 and len({c.config for c in found.values()}) <= 20
+    of_bucket: dict[int, set[KernelConfig]] = {}
+    assert len(SOME) > 500 and len({c.config for c in found.values()}) <= 24
     for m, choice in found.items():
         assert not limits.refusal(spec_of((m, N, K)), choice.config, (m, N, K), TARGET)
         (stands, *_) = fine_bucket((m, N, K), "nt")
@@ -108,14 +110,31 @@ def test_few_configs_for_many_sizes(database: Database) -> None:
             assert choice.why.startswith(f"borrowed from {choice.record.shape[0]}x{N}x{K}, the nearest tuned shape of this program on NVIDIA H200")
         else:
             assert choice.why.startswith(("chosen by rule", "the model's choice"))
-        near = isinstance(choice, Recorded) or "; by the model faster here than the configs of " in choice.why
+        first = chooser(spec_of((stands, N, K)), (stands, N, K), TARGET, "")
+        near = isinstance(choice, Recorded) or "; by the model faster here than " in choice.why
         assert near == (m > 2)
-        assert (
-            m == stands
-            or not near
-            or choice.why.endswith(f"; found for {stands}x{N}x{K}, which stands for M from {stands - fine_bucket_step(stands) + 1} to {stands}")
-        )
-        assert found.get(stands, choice).config == choice.config
+        if near and m != stands:
+            how = "found for" if choice.config == first.config else "by the model faster here than what is found for"
+            assert choice.why.endswith(f"; {how} {stands}x{N}x{K}, which stands for M from {stands - fine_bucket_step(stands) + 1} to {stands}")
+        of_bucket.setdefault(stands, set()).add(choice.config)
+    assert max(map(len, of_bucket.values())) == 2, "a kernel more, where waves of tiles differ"
+
+
+def test_another_m_of_a_bucket_gets_what_is_faster_there(tmp_path: Path) -> None:
+    """576 rows are three of the vendor's tiles of 192, all of them in one wave; 640, which stand for 513 to 640, are two waves. What was found for 640 took
+    320.9 us of 576x7680x14336, and the vendor's product with a pass 205.4 (fp16, "nn", H100, torch 2.11, Triton 3.6.0, 2026-11-28)."""
+    program, (n, k) = "dz = drelu(mm, mask); dz, bgrad(dz)", (7680, 14336)
+    h100 = gpus.by_name("H100").target
+    chooser = Chooser(graph_of(program), Database(seed_database_dir(), seeds=()))
+
+    def choice(m: int) -> Choice:
+        spec = epigen.compile(program).plan((m, n, k), FP16, h100, layout="nn").spec
+        return chooser(spec, (m, n, k), h100, "")
+
+    for m in (576, 570, 552):
+        assert choice(m).config.schedule == "library" and "by the model faster here than what is found for 640x" in choice(m).why
+    assert {choice(m).config.schedule for m in (600, 616, 632, 640)} == {"warp_specialized"}
+    assert len({choice(m).config for m in range(513, 641, 3)}) <= 3
 
 
 def test_a_record_of_the_very_shape_wins_for_that_shape(database: Database) -> None:
@@ -196,7 +215,7 @@ def test_few_texts_for_many_sizes(database: Database, text: str, monkeypatch: py
         for launch in prepared.launches:
             special = tuple(1 if v == 1 else 16 if v % 16 == 0 else 0 for v in launch.integers.values())
             kernels.add((prepared.plan.rendered.digest, launch.function.name, special))
-    assert len(SOME) > 500 and len(kernels) <= 40 and renderer.count <= 20
+    assert len(SOME) > 500 and len(kernels) <= 40 and renderer.count <= 24
     assert len(lowered) == len(set(lowered)) == 1
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from golden import Golden
 from threads import in_threads
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import epigen
 from epigen import settings
@@ -890,6 +891,40 @@ def test_a_copy_for_tma_has_rows_of_whole_lines(dtype: torch.dtype) -> None:
         copy = arguments.padded(matrix)
         assert torch.equal(copy, held) and copy.stride(1) == 1
         assert copy.stride(0) * copy.element_size() % 128 == 0 and copy.stride(0) * copy.element_size() - held.shape[1] * copy.element_size() < 128
+
+
+class Copies(TorchDispatchMode):
+    """Keeps what each copy is of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            assert args[0].dtype == args[1].dtype
+            self.dtypes.append(args[1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "first", "word"),
+    [
+        (torch.int8, 7928, 0, torch.int64), (torch.int8, 7924, 0, torch.int32), (torch.int8, 7922, 0, torch.int16), (torch.int8, 7921, 0, torch.int8),
+        (torch.int8, 7928, 4, torch.int32), (torch.float8_e4m3fn, 7928, 0, torch.int64), (torch.float16, 1004, 0, torch.int64),
+        (torch.bfloat16, 1004, 1, torch.int16), (torch.float16, 1003, 0, torch.int16), (torch.float32, 1003, 0, torch.int32),
+    ],
+)  # fmt: skip
+def test_a_copy_for_tma_is_of_the_longest_words_that_rows_allow(dtype: torch.dtype, columns: int, first: int, word: torch.dtype) -> None:
+    """1664x7928 of int8 takes eight times as many threads byte by byte. first: elements before the matrix, so that it begins within a word."""
+    whole = torch.randint(-8, 8, (first + 3 * 5 * columns,)).to(torch.int8).float().to(dtype)
+    batch = whole[first:].view(3, 5, columns)
+    for matrix in (batch[0], batch, batch[0].T):
+        with Copies() as seen:
+            copy = arguments.padded(matrix)
+        held = matrix if arguments.layout(matrix) == "n" else matrix.mT
+        assert copy.dtype == dtype and torch.equal(copy.float(), held.float())
+        assert seen.dtypes == [word]
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
