@@ -35,11 +35,12 @@ def tuning() -> str:
         "devices": _devices,
         "borrow": _borrow,
         "regret_h100": _regret,
+        "regret_h200": _regret,
         "ways": _ways,
         "tuned": _tuned,
         "untuned": _untuned,
     }
-    return "\n".join(f"- {line(load(name))} (`python -m bench {name.removesuffix('_h100')}`)" for name, line in lines.items() if there(name))
+    return "\n".join(f"- {line(load(name))} (`python -m bench {name.split('_')[0]}`)" for name, line in lines.items() if there(name))
 
 
 def _winner(report: Report) -> str:
@@ -75,7 +76,7 @@ def _model(report: Report) -> str:
 
 
 def _first(name: str, about: dict[str, float]) -> str:
-    gpu = "an H100, of all kinds but int8" if name.endswith("h100") else "an H200"
+    gpu = {"shapes": "an H200, of plain epilogues", "shapes_h100": "an H100, of all kinds but int8", "shapes_h200": "an H200, of all kinds but int8"}[name]
     return f"Of {about['problems']} random problems on {gpu}, its first choice takes {about['first'] - 1:.1%} longer than the best that was measured, the best of its first three {about['three'] - 1:.1%}."
 
 

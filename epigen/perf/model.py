@@ -382,9 +382,10 @@ class _Timing(Work):
 
     def _promoted_us(self, config: KernelConfig, products: float) -> float:
         """What a warpgroup takes for its own part of a step whose products are summed by themselves: to multiply, to wait for it and to add them up. In cooperative
-        kernels the other's products fill the tensor cores meanwhile. products: what those take for the whole step."""
+        kernels the other's products fill the tensor cores meanwhile; in ping-pong the sums are as slow as an epilogue. products: what those take for the whole step."""
         groups, subtiles = schedules.tile_parts(config)
-        return products / groups + (config["block_m"] * config["block_n"] / groups / _LANES + subtiles * self.c.wait_clocks) / self.clock_us
+        added = config["block_m"] * config["block_n"] / groups / _LANES * (self.c.beside_alu if dict(config.values).get("pingpong", 0) else 1.0)
+        return products / groups + (added + subtiles * self.c.wait_clocks) / self.clock_us
 
     def _narrow_step_us(self, config: KernelConfig, needs: Resources, blocks: int, multiply: float) -> float:
         """A step whose operands are loaded element by element: nothing of it is asynchronous, so that a block loads, waits and multiplies."""
@@ -511,8 +512,8 @@ class _Timing(Work):
         resident = min(needs.blocks_per_sm, max(1, -(-tiles // self.sms)))
         waves = tiles / (resident * self.sms)
         result_bytes = 4.0 * self.count * m * n
-        # read, and written meanwhile: of what fits in L2 a part
-        again = 2.0 - self.c.followed_held * min(1.0, self.c.followed_l2 * self.gpu.l2_bytes / max(1.0, result_bytes))
+        # read, and for the most part written meanwhile
+        again = self.c.followed_again - self.c.followed_held * min(1.0, self.c.followed_l2 * self.gpu.l2_bytes / max(1.0, result_bytes))
         each = (
             (4 * again + self.read_bytes + self.written_bytes) * block_m * block_n * (1.0 + self.c.short_run * max(0.0, math.log2(_RUN_BYTES / (block_n * 4))))
         )

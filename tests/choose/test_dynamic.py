@@ -120,7 +120,7 @@ def test_few_configs_for_many_sizes(database: Database) -> None:
     assert max(map(len, of_bucket.values())) == 2, "a kernel more, where waves of tiles differ"
 
 
-def test_another_m_of_a_bucket_gets_what_is_faster_there(tmp_path: Path) -> None:
+def test_another_m_of_a_bucket_gets_what_is_faster_there() -> None:
     """576 rows are three of the vendor's tiles of 192, all of them in one wave; 640, which stand for 513 to 640, are two waves. What was found for 640 took
     320.9 us of 576x7680x14336, and the vendor's product with a pass 205.4 (fp16, "nn", H100, torch 2.11, Triton 3.6.0, 2026-11-28)."""
     program, (n, k) = "dz = drelu(mm, mask); dz, bgrad(dz)", (7680, 14336)
