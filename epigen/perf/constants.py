@@ -94,6 +94,7 @@ class Constants:
     pointed_again: float = 1.0
     descriptors_us: float = 0.7  # until the first descriptors have been fetched
     flattened_us: float = 0.1  # what the loop that is one of two takes to begin and to end
+    part_us: float = 0.05  # the last block of a tile waits for each part that it adds up
     gather_share: float = 0.45  # of what L2 feeds one multiprocessor: the last block of a tile reads one part after the other
     grouped_share: float = 0.7  # ... and where the loads of a part are under way together, which Gluon's order leaves registers for
 

@@ -183,8 +183,8 @@ class _Timing(Work):
         (m, n, _), splits = self.shape[-3:], schedules.splits(config)
         tiles = self.count * -(-m // config["block_m"]) * -(-n // config["block_n"])
         part_bytes = 4.0 * config["block_m"] * config["block_n"]
-        # from L2, where it has just been written, one part after the other: each is waited for
-        each = self.c.l2_us / 2 + part_bytes / (share * self.c.l2_bytes_clock * self.clock_us)
+        # from L2, where it has just been written, one part after the other
+        each = self.c.part_us + part_bytes / (share * self.c.l2_bytes_clock * self.clock_us)
         return 2 * self.c.l2_us + (splits + 1) * each + 0.3 * 2 * splits * tiles * part_bytes / self.bytes_us
 
     def _persistent(self, config: KernelConfig) -> Estimate:
