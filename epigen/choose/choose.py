@@ -27,7 +27,7 @@ from epigen.ir.graph import Graph
 from epigen.lru_cache import LruCache
 from epigen.perf import limits, model
 from epigen.runtime.loader import triton_version
-from epigen.shapes import Shape, extents
+from epigen.shapes import Shape, each, extents
 
 _SOURCES = 8  # near problems that are tried; the estimates of more would take longer than they are worth
 _DOUBT = 0.02  # a share of the time for each doubling that a config comes from afar
@@ -37,6 +37,7 @@ _NEAR = 0.5  # doublings within which a source's config is no worse than what th
 _RULED = 0.93  # where nothing is near, the share of the plain rule's time that a config of the outline has to keep to
 _KEPT = 4  # configs of a bucket; where one M has a wave of tiles less than the one that stands for it, another may be the faster
 _WITHIN = 1.3  # of the first's time, what another may take there
+_ROWS = 64  # of the lowest tiles that are taken for many rows: what is faster is asked for every so many
 _WORTH = 0.95  # of the first's time, what another has to keep to at another M: a kernel more is compiled for it
 _BY_EPILOGUE = ("fused_finalize", "tma_load")  # what a program without reductions, or without a tile to load, has no choice in
 _BUCKETS = 256
@@ -61,19 +62,16 @@ class FineBucket:
     found: tuple[Found, ...]
     tuned: bool
     index: Index
+    best: dict[Shape, int] = field(default_factory=dict, repr=False, compare=False)
+    """Which of them, by the shape that was asked for, M rounded up to whole tiles."""
 
     def config_for(self, spec: KernelSpec, shape: Shape, target: Target) -> Choice | None:
         """The first, or another that the model takes to be faster for one of them."""
         stands = self.problem.shape
         if not self.found or shape == stands:
             return self.found[0].choice if self.found else None
-        best, why = 0, "found for"
-        if len(self.found) > 1:
-            estimated = model.estimates(spec, [one.choice.config for one in self.found], shape, gpus.of_target(target))
-            times = [e.us * one.doubt for e, one in zip(estimated, self.found, strict=True)]
-            fastest = min(range(len(times)), key=times.__getitem__)
-            if times[fastest] <= _WORTH * times[0]:
-                best, why = fastest, "by the model faster here than what is found for"
+        best = self._best(spec, each(shape, min(-(-shape[-3] // _ROWS) * _ROWS, stands[-3]), *shape[-2:]), target)
+        why = "by the model faster here than what is found for" if best else "found for"
         choice, m = self.found[best].choice, stands[-3]
         step = fine_bucket_step(m)
         least = (m - 1) // step * step + 1
@@ -82,6 +80,14 @@ class FineBucket:
         if len(stands) == 4:
             those = f"{stands[0] // 2 + 1} to {stands[0]} products, and {those}"
         return replace(choice, why=f"{choice.why}; {why} {extents(stands)}, which stands for {those}")
+
+    def _best(self, spec: KernelSpec, shape: Shape, target: Target) -> int:
+        if shape in self.best or len(self.found) == 1 or shape == self.problem.shape:
+            return self.best.get(shape, 0)
+        estimated = model.estimates(spec, [one.choice.config for one in self.found], shape, gpus.of_target(target))
+        times = [e.us * one.doubt for e, one in zip(estimated, self.found, strict=True)]
+        fastest = min(range(len(times)), key=times.__getitem__)
+        return self.best.setdefault(shape, fastest if times[fastest] <= _WORTH * times[0] else 0)
 
 
 @dataclass(frozen=True, slots=True)
