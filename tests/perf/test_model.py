@@ -542,6 +542,17 @@ def test_a_pass_writes_what_the_product_before_it_has_left() -> None:
     assert model.estimate_us(spec, config, shape, H100).us == pytest.approx(84.5, rel=0.1)
 
 
+def test_parts_of_a_split_k_are_not_waited_for_one_by_one() -> None:
+    """Of 448 timed kernels those of eight parts are estimated as well as those of two; with half of a load's latency each, a tenth too long (both GPUs)."""
+    ratios: dict[int, list[float]] = {}
+    for problem in (s for name in held.RANDOM for s in held.random_shapes(name=name)):
+        for config, us, estimated in zip(problem.configs, problem.measured, problem.estimates(), strict=True):
+            if config.schedule == "split_k" and us < 1.5 * min(problem.measured):
+                ratios.setdefault(config["splits"], []).append(estimated / us)
+    assert min(len(ratios[parts]) for parts in (2, 4, 8)) > 100
+    assert geometric_mean(ratios[8]) < 1.05 * geometric_mean(ratios[2])
+
+
 def test_tf32_takes_an_operand_across_k_through_registers() -> None:
     """7616x4224x320 "nn" took 210 to 226 us in 256x128 and the vendor's product with a pass 174; "nt" needs none of it (H100, torch 2.11, Triton 3.6.0, 2026-11-28)."""
     shape = (7616, 4224, 320)
