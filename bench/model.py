@@ -85,8 +85,8 @@ def read(path: Path) -> Sweep:
 
 
 RANDOM = ("shapes", "shapes_h100", "shapes_h200")
-"""Tables of random problems: of plain epilogues on an H200; and the trials of the searches of bench.regret on both, of all kinds but int8. The constants were
-set with the first half of those on an H100 in view, and with none of the others."""
+"""Tables of random problems: of plain epilogues on an H200; and the trials of the searches of bench.regret on both, of all kinds but int8. Which of them
+the constants were set to is said in epigen/perf/constants.py."""
 
 
 def random_shapes(folder: Path = record.DATA, name: str = RANDOM[0]) -> list[Sweep]:
