@@ -76,6 +76,7 @@ class Constants:
     gap_us: float = 1.4  # between two kernels of one stream
     short_run: float = 0.4  # each halving of a row of the vendor's result below 256 bytes makes reading it so much longer
     vendor_us: float = 2.0  # the vendor's kernel beyond its arithmetic: fill and drain
+    vendor_written: float = 1.4  # times that its result's bytes count, which no later tile of many hides as it does those that are read
     vendor_split_us: float = 2.0  # ... and where it splits k: to add up the parts
     # The vendor's product with a pass behind it: that writes what the product has left in L2. Set to 168 such random problems on both GPUs, which were off by
     # 15 % in the root mean square where the product was held to have written all; with 64 more they are by 10 %.
