@@ -18,6 +18,7 @@ from torch import Tensor
 import epigen
 from bench import record, timing
 from bench.record import Report
+from epigen import gpus
 from epigen.dtypes import FAST_ACCUM
 from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.shapes import Shape, extents
@@ -124,7 +125,7 @@ def verdict(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def main(machine: Machine = THIS_MACHINE) -> None:
     options = record.options_with_shapes(__doc__, SHAPES)
-    record.gpu_at_hand(machine)
+    name = f"eight_bit_{gpus.of_target(record.gpu_at_hand(machine)).short.lower()}"
     torch.manual_seed(0)
     rows = []
     for case in cases(options.shapes):
@@ -136,7 +137,7 @@ def main(machine: Machine = THIS_MACHINE) -> None:
             f"{extents(case.shape)} {case.dtype} {case.precision or ''} {case.activation}: {of_baseline(rows[-1]):.3f} ({case.claimed}); {times}; {rows[-1]['config']}",
             flush=True,
         )
-    print(record.write("eight_bit", Report("bench.eight_bit", record.environment(options.commit), rows, verdict(rows)), options.out))
+    print(record.write(name, Report("bench.eight_bit", record.environment(options.commit), rows, verdict(rows)), options.out))
 
 
 if __name__ == "__main__":

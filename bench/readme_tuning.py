@@ -6,7 +6,7 @@ import statistics
 
 from bench import model, peers, regret
 from bench.record import Report
-from bench.tables import load, paragraphs, source, table, there
+from bench.tables import commits, load, paragraphs, source, table, there
 
 
 def tuned_in() -> str:
@@ -129,7 +129,7 @@ def _regret(report: Report) -> str:
     failed = f" {report.summary['failed']} failed." if report.summary["failed"] else ""
     return (
         f"**What nobody tuned, against a search of each.** {found[regret.SHIPPED]['count']} of {regret.PROBLEMS} random problems: the config that a call gets takes {longer}. "
-        f"By kind, among all records: {kinds}.{failed} {source(report)}, commit {report.environment['commit']}."
+        f"By kind, among all records: {kinds}.{failed} {source(report)}, {commits(report)}."
     )
 
 

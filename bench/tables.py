@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from bench import record
@@ -24,6 +25,12 @@ def source(report: Report, claim: str = "") -> str:
     e = report.environment
     where = f"{e['gpu']}, torch {e['torch']}, Triton {e['triton']}, driver {e['driver']}, {e['date']}"
     return f"Measured on {where}; `python -m bench {claim}`." if claim else where
+
+
+def commits(report: Report) -> str:
+    """Of which commit the rows are, and how many of which earlier one."""
+    earlier = Counter(row["commit"] for row in report.rows if "commit" in row)
+    return ", ".join([f"commit {report.environment['commit']}", *(f"{count} at {commit}" for commit, count in earlier.items())])
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

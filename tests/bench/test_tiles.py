@@ -66,7 +66,7 @@ def test_what_is_tuned_is_what_is_called(program: Program) -> None:
 
 
 def test_the_readme_has_gpus_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {"gpu": "an H100", "torch": "2.11", "triton": "3.6", "driver": "580", "date": "2026-11-27"}
+    environment = {"gpu": "an H100", "torch": "2.11", "triton": "3.6", "driver": "580", "date": "2026-11-27", "commit": "b1"}
     rows = [row("residual", (4096, 4096, 4096), 100.0, 99.0), row("silu * gate", (2048, 2048, 2048), 100.0, 125.0)]
     counts = {"tiles_h100": 2, "tiles_h200": 1, "tiles_tuned_h200": 1}
     reports = {name: Report("bench.tiles", environment, rows[:count], tiles.verdict(rows[:count])) for name, count in counts.items()}
@@ -75,4 +75,6 @@ def test_the_readme_has_gpus_side_by_side(monkeypatch: pytest.MonkeyPatch) -> No
     text = readme.tile_rows()
     assert "| 4096x4096x4096, residual | 0.51 | 1.01 (1.01) | 0.51 | 1.01 (1.01) | 1.01 (1.01) |" in text
     assert "| 2048x2048x2048, silu * gate | 0.40 | 0.80 (0.80) | | | |" in text and "H100: 1 of 2 targets are met, 0.80 at worst" in text
-    assert "H200, tuned: 1 of 1 targets" in text
+    assert "H200, tuned: 1 of 1 targets" in text and "0.80 at worst, commit b1. " in text
+    reports["tiles_h100"].rows[0]["commit"] = "a0"
+    assert "0.80 at worst, commit b1, 1 at a0. " in readme.tile_rows()
