@@ -10,7 +10,7 @@ import itertools
 import re
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,9 @@ def host() -> str:
             for row in trained
             for contender, one in row["timing"].items()
         ),
-        ["a process's first call, after torch has started", f"{about['first']['first_s']:.2f} s", f"{about['claimed_first_s']:.1f} s"],
+        ["a process's first call, after torch has started", f"{about['first']['first_s']:.2f} s", f"{about['first']['claimed_s']:.1f} s"],
+        *([f"the same of a program that was never compiled, {shape}", f"{first['first_s']:.2f} s", f"{first['claimed_s']:.1f} s"]
+          for shape, first in about.get("unknown", {}).items()),
     ]
     return paragraphs(
         "What a warmed call of a small `relu(mm + bias)` costs the Python thread; lower is better:",
@@ -91,7 +93,14 @@ def headline() -> str:
     """The bars, and what was measured of them. torch.compile has a report of its own."""
     reports = [load(name) for name in ("headline", "compiled") if there(name)]
     measured = [bar for report in reports for bar in _verdicts(report) if bar["rows"]]
-    rows = ([bar["case"], bar["baseline"], f"{bar['mean']:.2f}", f"{bar['worst']:.2f}", bar["target"], outcome(bar)] for bar in measured)
+    other = load("headline_h100") if there("headline_h100") else None
+    there_too = {(bar["case"], bar["baseline"]): bar for bar in (_verdicts(other) if other else ()) if bar["rows"]}
+    rows = []
+    for bar in measured:
+        own = there_too.get((bar["case"], bar["baseline"]))
+        cells = [[f"{b['mean']:.2f}", f"{b['worst']:.2f}", outcome(b)] if b else [""] * 3 for b in (bar, *([own] if other else ()))]
+        rows.append([bar["case"], bar["baseline"], bar["target"], *itertools.chain(*cells)])
+    columns = [f"{gpu}: {what}" for gpu in ("H200", "H100")[: 2 if other else 1] for what in ("mean", "worst", "result")]
     counts = Counter(row["group"] for report in reports for row in report.rows if row["timing"])
     words = ", ".join(f"{count} {group}" for group, count in counts.items())
     out = sum(len(report.summary["left_out"]) for report in reports)
@@ -100,14 +109,20 @@ def headline() -> str:
     before = f" {older} cases were timed at an earlier commit, with the configs that they have now." if older else ""
     return paragraphs(
         "A peer's time over epigen's, in the geometric mean over the shapes and at the worst one; higher is better:",
-        table(["case", "against", "mean", "worst", "target", "result"], rows),
-        f"{sum(bar['met'] for bar in measured)} of {len(measured)} targets are met. {sum(counts.values())} cases were timed, in fp16 and bf16 ({words}){left}.{before}",
+        table(["case", "against", "target", *columns], rows),
+        f"{sum(bar['met'] for bar in measured)} of {len(measured)} targets are met{_met_too(there_too.values())}. {sum(counts.values())} cases were timed, in fp16 and bf16 ({words}){left}.{before}",
         "Contenders are interleaved. The L2 cache is flushed before each launch, unless a CUDA graph is named. A wrong answer is not timed. "
         "`mm` is the product alone: 1.00 against it means that the epilogue is free. cuBLASLt (nvmath-python, autotuned) approximates gelu by tanh; "
         f'with "the same approximation" epigen does so too. torch.compile runs in the mode `{peers.COMPILE_MODE}`.',
         source(reports[0], "headline compiled"),
+        *([source(other, "headline")] if other else []),
         "![time of the product alone over that of each contender, by shape](results/ratios.svg)",
     )
+
+
+def _met_too(bars: Iterable[Row]) -> str:
+    met = [bar["met"] for bar in bars]
+    return f", and {sum(met)} of {len(met)} on the H100" if met else ""
 
 
 def _verdicts(report: Report) -> list[dict[str, Any]]:

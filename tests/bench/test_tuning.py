@@ -328,16 +328,27 @@ def test_layers_are_timed_as_they_train() -> None:
 
 def test_the_first_call_is_the_median_of_the_processes() -> None:
     rows = [{"torch_s": 2.0, "imported_s": 0.1, "first_s": s} for s in (0.25, 0.2, 0.9)]
-    found = host.summary(rows)
+    found = host.summary(rows, 0.3)
     assert (found["first_s"], found["worst_s"], found["processes"], found["holds"]) == (0.25, 0.9, 3, True)
-    assert not host.summary([r | {"first_s": 0.31} for r in rows])["holds"]
+    assert not host.summary([r | {"first_s": 0.31} for r in rows], 0.3)["holds"]
 
 
 def test_the_first_call_finds_the_modules_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling Python took half of it where the environment forbids to keep that."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setattr(host, "FIRST", "import json, os, sys, bench\nprint(json.dumps({'first_s': os.path.exists(bench.__cached__)}))")
-    assert host.first_calls(1) == {"first_s": 1, "worst_s": 1, "processes": 1, "holds": False}
+    assert host.first_calls(1) == {"first_s": 1, "worst_s": 1, "processes": 1, "claimed_s": 0.3, "holds": False}
+
+
+def test_the_first_call_of_an_unknown_program_finds_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In caches of its own, which are as empty in each process; its shape is on the command line."""
+    asked = "import json, os, sys\nfolders = {os.environ.get(n) for n in ('TRITON_CACHE_DIR', 'EPIGEN_CACHE')}\n"
+    counted = "{f for f in folders if f and not os.listdir(f)}\nopen(min(new) + '/kernel', 'w').close() if new else None\n"
+    monkeypatch.setattr(host, "FIRST", f"{asked}new = {counted}print(json.dumps({{'first_s': len(new) * int(sys.argv[2]) / 1000}}))")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    found = host.first_calls(2, (1, 400, 3), known=False)
+    assert (found["first_s"], found["processes"], found["claimed_s"], found["holds"]) == (0.4, 2, 0.5, True)
+    assert host.first_calls(1, (1, 400, 3))["first_s"] == 0.0
 
 
 def test_what_the_environment_says_of_compiled_modules_is_left_where_it_lets_them_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
