@@ -79,8 +79,10 @@ def host() -> str:
             for contender, one in row["timing"].items()
         ),
         ["a process's first call, after torch has started", f"{about['first']['first_s']:.2f} s", f"{about['first']['claimed_s']:.1f} s"],
-        *([f"the same of a program that was never compiled, {shape}", f"{first['first_s']:.2f} s", f"{first['claimed_s']:.1f} s"]
-          for shape, first in about.get("unknown", {}).items()),
+        *(
+            [f"the same of a program that was never compiled, {shape}", f"{first['first_s']:.2f} s", f"{first['claimed_s']:.1f} s"]
+            for shape, first in about.get("unknown", {}).items()
+        ),
     ]
     return paragraphs(
         "What a warmed call of a small `relu(mm + bias)` costs the Python thread; lower is better:",
