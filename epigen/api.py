@@ -168,7 +168,7 @@ def compile(
 def tune(
     programs: str | Iterable[str], shapes: str | Iterable[Any], *, dtype: Any = "fp16", layout: str = "nt", precision: str | None = None,
     invariant: str | None = None, devices: Sequence[int] | str | None = None, trials: int = 48, budget_s: float | None = None, seed: int = 0, storage: str | None = None,
-    fresh: bool = False, database: Database | Path | str | None = None, report: Callable[[int, Progress], None] | None = None,
+    fresh: bool = False, missing: bool = False, database: Database | Path | str | None = None, report: Callable[[int, Progress], None] | None = None,
     machine: Machine = THIS_MACHINE,
 ) -> list[Tuned]:  # fmt: skip
     """Find the fastest correct config of each program at each shape, and add the winners to the database, where later calls find them.
@@ -177,7 +177,8 @@ def tune(
     torch dtype. layout: how a and b lie, n row-major and t transposed: "nt" is x @ weight.T. precision, invariant: as for `compile`.
     devices: indices of GPUs of one kind, or "all"; by default the current one. trials: configs measured a problem. budget_s: seconds a
     problem. storage: where trials are kept, a "PATH.journal" or an Optuna storage URL; by default a journal a problem in the user's cache,
-    from which the next search of the same problem goes on, unless `fresh` forgets it first. database: a Database or its path; by default
+    from which the next search of the same problem goes on, unless `fresh` forgets it first. missing: leave out what was tuned for this GPU
+    under this version of Triton, by the user or for what epigen ships with. database: a Database or its path; by default
     the user's. report: told of the progress of the problem with an index, from any thread. machine: whose GPUs `devices` names.
     Returns one `Tuned` a problem, each problem once; one in which no config works has no result and says why in `error`. Ctrl-C ends it
     with what was found.
@@ -206,11 +207,13 @@ def tune(
         precision = process_precision()
     wanted = request.distinct(request.every(several, given, [dtype], [layout], precision, invariant or ""))
     chosen, target = request.gpus_for(devices, machine)
+    base = _database() if database is None else database if isinstance(database, Database) else Database(Path(database))
     tasks = [a.task(target, seed) for a in wanted]  # what does not fit together comes out before anything is measured
+    if missing:
+        tasks = request.missing(tasks, base)
     for task in tasks:
         if fresh:
             remembered.forget(task)
-    base = _database() if database is None else database if isinstance(database, Database) else Database(Path(database))
     base.demand_writable(target.part, capability(target))
     where = remembered.default_storage if storage is None else storage
     limit = math.inf if budget_s is None else budget_s

@@ -82,6 +82,7 @@ class _Run:
     "--storage", help="where the trials are kept: PATH.journal, or an Optuna storage URL to share with other tuners (default: a journal in the cache)"
 )
 @click.option("--fresh", is_flag=True, help="forget the trials of earlier runs, and begin anew")
+@click.option("--missing", is_flag=True, help="leave out problems that a database holds, the shipped one too")
 @click.option(
     "--db", "path", type=click.Path(path_type=Path), help="the database, a folder or one .json file (default: EPIGEN_DB, else the platform's data folder)"
 )
@@ -93,7 +94,7 @@ class _Run:
 @pass_machine
 @click.pass_context
 def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], shapes: tuple[Shape, ...], suites: tuple[Path, ...],
-         dtype_name: str, layout: str, precision: str, invariant: str | None, trials: int, budget: float | None, devices: tuple[int, ...] | str | None, seed: int, storage: str | None, fresh: bool, path: Path | None,
+         dtype_name: str, layout: str, precision: str, invariant: str | None, trials: int, budget: float | None, devices: tuple[int, ...] | str | None, seed: int, storage: str | None, fresh: bool, missing: bool, path: Path | None,
          tables: tuple[Path, ...], as_json: bool) -> None:  # fmt: skip
     """Tune PROGRAMS, such as "relu(mm + bias)", at every --shape, and the problems of every --suite; remember the winners in the database.
 
@@ -103,8 +104,10 @@ def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], sh
     budget_s = math.inf if budget is None else budget
     try:
         if tables:
-            if programs or shapes or suites or fresh or devices is not None or path is not None:
-                raise click.UsageError("--replay searches the tables' own problems: give it no program, --shape, --suite, --devices, --db or --fresh")
+            if programs or shapes or suites or fresh or missing or devices is not None or path is not None:
+                raise click.UsageError(
+                    "--replay searches the tables' own problems: give it no program, --shape, --suite, --devices, --db, --missing or --fresh"
+                )
             going = _replayed(tables, trials, budget_s, seed, storage)
         else:
             if bool(programs) != bool(shapes) or not (programs or suites):
@@ -112,7 +115,22 @@ def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], sh
             if fresh and storage is not None:
                 raise click.UsageError("--fresh forgets what epigen itself remembers: with --storage name a new one instead")
             going = _requested(
-                machine, programs, shapes, suites, dtype_name, layout, precision, invariant or "", trials, budget_s, devices, seed, storage, fresh, path
+                machine,
+                programs,
+                shapes,
+                suites,
+                dtype_name,
+                layout,
+                precision,
+                invariant or "",
+                trials,
+                budget_s,
+                devices,
+                seed,
+                storage,
+                fresh,
+                missing,
+                path,
             )
         going.go()
     except KeyboardInterrupt:
@@ -124,7 +142,8 @@ def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], sh
 
 def _requested(
     machine: Machine, programs: Sequence[str], shapes: Sequence[Shape], suites: Sequence[Path], dtype_name: str, layout: str, precision: str, invariant: str,
-    trials: int, budget_s: float, devices: Sequence[int] | str | None, seed: int, storage: str | None, fresh: bool, path: Path | None,
+    trials: int, budget_s: float, devices: Sequence[int] | str | None, seed: int, storage: str | None, fresh: bool,
+    missing: bool, path: Path | None,
 ) -> _Run:  # fmt: skip
     """What the options ask for. All mistakes come out here, before the first of many problems is measured."""
     from epigen.tuning import request, suite
@@ -143,13 +162,16 @@ def _requested(
 
         from epigen.db.database import Database
         from epigen.db.problem import capability
-        from epigen.tuning import fleet, remembered
+        from epigen.tuning import fleet, remembered, report
 
-        tasks = [a.task(target, seed) for a in request.distinct(listed)]
+        database = Database(path)
+        every = [a.task(target, seed) for a in request.distinct(listed)]
+        tasks = request.missing(every, database) if missing else every
+        if held := len(every) - len(tasks):
+            click.echo(f"left out: {held} of {report.count(len(every), 'problem')}, which were tuned for this GPU and Triton", err=True)
         for task in tasks:
             if fresh:
                 remembered.forget(task)
-        database = Database(path)
         database.demand_writable(target.part, capability(target))
         where: Place = remembered.default_storage if storage is None else storage
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from epigen import dtypes
 from epigen.codegen.spec import INVARIANT, LAYOUTS
+from epigen.db.database import Database
 from epigen.db.problem import graph_digest
 from epigen.dtypes import DType
 from epigen.errors import CallError, TuneError, near_miss, unknown
@@ -16,8 +17,9 @@ from epigen.gpus import Target
 from epigen.ir.graph import Graph
 from epigen.ir.program import graph_of
 from epigen.runtime.device import THIS_MACHINE, Machine
+from epigen.runtime.loader import triton_version
 from epigen.shapes import Shape
-from epigen.tuning.task import Request
+from epigen.tuning.task import Request, Task
 
 NO_GPU = "no GPU is at hand to tune on"
 
@@ -53,6 +55,12 @@ def distinct(requests: Iterable[Request]) -> list[Request]:
     """Each problem once, the first as it stands: two spellings of one computation are one problem."""
     named = {(graph_digest(r.graph), r.shape, r.a, r.b, r.inputs, r.layout, r.a.precision(r.precision), r.invariant): r for r in reversed(list(requests))}
     return list(named.values())[::-1]
+
+
+def missing(tasks: Iterable[Task], database: Database) -> list[Task]:
+    """Those whose very problem was not tuned under this version of Triton: by the user, or for the databases that epigen ships with."""
+    index, triton = database.index(), triton_version()
+    return [task for task in tasks if next((found.how for found in index.same(task.problem, triton)), "") != "exact"]
 
 
 def shape_of(given: Any) -> Shape:
@@ -101,8 +109,8 @@ def gpus_for(wanted: Sequence[int] | str | None, machine: Machine = THIS_MACHINE
     chosen = there[:1] if wanted is None else tuple(sorted(there)) if isinstance(wanted, str) else tuple(dict.fromkeys(wanted))
     if not chosen:
         raise TuneError("no device is named to tune on")
-    if missing := [i for i in chosen if i not in there]:
-        raise TuneError(f"there is no GPU {', '.join(map(str, missing))}: this machine has {', '.join(map(str, sorted(there)))}")
+    if absent := [i for i in chosen if i not in there]:
+        raise TuneError(f"there is no GPU {', '.join(map(str, absent))}: this machine has {', '.join(map(str, sorted(there)))}")
     targets = [machine.at_hand(i) for i in chosen]
     first = targets[0]
     if first is None:

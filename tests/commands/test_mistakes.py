@@ -30,7 +30,7 @@ USAGE = (
     "compile mm --dtype fp64", "compile mm --shape 4096x4096", "compile mm --shape=-1x2x3", "compile mm --shape 1x2x1234567890", "compile mm --config block_m",
     "compile mm --config ''", "compile mm --config block_m=64,,", "compile mm --save mask", "compile mm --wrt mm", "compile mm --schedule tiled --config block_m=64",
     "explain mm --shape 64x64",
-    "tune", "tune 'relu(mm)'", "tune --shape 1x1x1", "tune 'relu(mm)' --shape 64x64", f"{ONE} --replay {TABLE}", f"tune --replay {TABLE} --fresh",
+    "tune", "tune 'relu(mm)'", "tune --shape 1x1x1", "tune 'relu(mm)' --shape 64x64", f"{ONE} --replay {TABLE}", f"tune --replay {TABLE} --fresh", f"tune --replay {TABLE} --missing",
     f"{ONE} --fresh --storage x.journal", f"{ONE} --budget nan", f"{ONE} --shape 0x1", f"{ONE} --dtype float61", f"{ONE} --devices ''", f"{ONE} --devices 0,",
     f"{ONE} --devices both", f"{ONE} --devices 0,2",
 )  # fmt: skip

@@ -28,7 +28,7 @@ from machines import NO_GPU, Machine, machine
 
 import epigen
 from bench.record import DATA
-from epigen import api, cli, settings
+from epigen import api, cli, gpus, settings
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
 from epigen.commands import tune as cli_tune
@@ -38,7 +38,7 @@ from epigen.dtypes import BF16, FP32
 from epigen.errors import CallError, CheckError, TuneError
 from epigen.ir.program import graph_of
 from epigen.runtime.device import THIS_MACHINE
-from epigen.tuning import fleet, remembered, report, table
+from epigen.tuning import fleet, remembered, report, request, table
 from epigen.tuning.runner import GpuRunner, Replay, compile_workers_for
 from epigen.tuning.search import Progress, Result
 from epigen.tuning.task import Baseline, Outcome, Task
@@ -351,6 +351,33 @@ def test_fresh_forgets_the_named_problems_alone(tuner: Tuner) -> None:
     assert paths[0].exists()
     run(*ONE, "--trials", 1, "--fresh")
     assert [p.exists() for p in paths] == [False, True] and not paths[0].with_name(f"{paths[0].name}.lock").exists()
+
+
+def test_what_is_missing_alone(tuner: Tuner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another version of Triton had tuned is missing, and what was tuned for another GPU."""
+    run(*ONE, "--trials", 1)
+    done = run(*ONE, "--shape", "32x4096x4096", "--trials", 1, "--missing")
+    assert [t.shape[0] for t in tuner.tasks] == [32]
+    assert done.stderr.splitlines()[0] == "left out: 1 of 2 problems, which were tuned for this GPU and Triton"
+    all_of_it = run(*ONE, "--shape", "32x4096x4096", "--trials", 1, "--missing")
+    assert tuner.tasks == [] and all_of_it.stdout == "" and all_of_it.stderr.startswith("left out: 2 of 2 problems")
+    assert json.loads(run(*ONE, "--missing", "--json").stdout) == []
+    assert [t.shape[0] for t in epigen.tune("relu(mm + bias)", [(16, 4096, 4096), (48, 4096, 4096)], trials=1, missing=True, machine=TWO) and tuner.tasks] == [
+        48
+    ]
+    h100 = gpus.by_name("H100").target
+    run(*ONE, "--trials", 1, "--missing", on=machine(h100))
+    assert len(tuner.tasks) == 1
+    monkeypatch.setattr(request, "triton_version", lambda: "3.99.0")
+    run(*ONE, "--trials", 1, "--missing")
+    assert len(tuner.tasks) == 1 and len(Database(tmp_path / "db", seeds=()).records()) == 4
+
+
+def test_what_is_shipped_is_not_missing(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite of the H200 is shipped for the most part."""
+    monkeypatch.setattr(request, "triton_version", lambda: "3.6.0")
+    run("--suite", ROOT / "bench" / "suite_models.toml", "--trials", 1, "--missing")
+    assert 0 < len(tuner.tasks) < 20
 
 
 def test_a_cache_that_cannot_be_written_remembers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
