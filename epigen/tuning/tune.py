@@ -27,6 +27,10 @@ from epigen.tuning.search import Progress, Result, assist, search
 from epigen.tuning.storage import Storage
 from epigen.tuning.task import Task
 
+# Times the model's best, of which a near problem's config is not tried first. One of a short epilogue, 1.9 times as slow by the model, spilled 2,080 bytes a
+# thread of a long one: ptxas took 8 s, a search's whole budget (Triton 3.6.0, 2026-11-28).
+_HOPELESS = 1.5
+
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
@@ -76,11 +80,13 @@ def tune_one(
     try:
         problem, (space, prior) = task.problem, _space(task, measuring)
         near = database.nearest(problem, triton_version(), 3, space.legal) if database else ()
-        plain = [rule.choose(space.spec, space.shape, space.target)]
-        if "library" in space.schedules:
-            plain.append(rule.by_vendor(space.spec, space.shape, space.target, ""))
+        longest = _HOPELESS * min(prior.values(), default=0.0)
+        hopeful = [found for found in near if found.how in ("exact", "triton") or prior.get(found.config, 0.0) <= longest]
+        ruled = rule.choose(space.spec, space.shape, space.target)
+        # the vendor's at first: whatever the time is, there is a right answer
+        vendors = [rule.by_vendor(space.spec, space.shape, space.target, "")] if "library" in space.schedules else []
         result = search(
-            space, measuring, first=[f.config for f in (*near, *plain)], prior=prior, trials=trials, budget_s=budget_s, seed=seed,
+            space, measuring, first=[f.config for f in (*vendors, *hopeful, ruled)], prior=prior, trials=trials, budget_s=budget_s, seed=seed,
             storage=storage, name=study_name(task, measuring.kind), report=report, stop=stop,
         )  # fmt: skip
     finally:

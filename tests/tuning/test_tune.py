@@ -20,6 +20,7 @@ from bench.record import DATA
 from epigen import gpus, settings
 from epigen.choose import explain
 from epigen.choose.choose import Chooser
+from epigen.choose.space import Space
 from epigen.cli import main
 from epigen.codegen.spec import KernelConfig
 from epigen.db.database import Database
@@ -241,6 +242,36 @@ def test_a_database_that_cannot_be_written_is_found_out_before_anything_is_measu
         tune_one(SKINNY.task, database, runner=Never(SKINNY.rows, SKINNY.baseline))
     with pytest.raises(DatabaseError, match=f"{tmp_path}/file"):
         epigen.tune("relu(mm)", "64x64x64", database=database, machine=machine(SKINNY.task.target))
+
+
+class Anything(Replay):
+    """Could measure whatever there is."""
+
+    def knows(self, config: KernelConfig) -> bool:  # noqa: ARG002
+        return True
+
+
+def test_a_search_begins_with_what_is_sure_and_without_what_is_hopeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long epilogue a near record's ping-pong spills 2,080 bytes a thread: it took a budget of 8 s to compile, after which there was no right answer."""
+    h200 = gpus.by_name("H200").target
+    shipped, tried = Database(tmp_path, seeds=(settings.seed_database_dir(),)), list[KernelConfig]()
+
+    def begun(*_: object, first: Sequence[KernelConfig], **_more: object) -> None:
+        tried[:] = first
+        raise EpigenError("begun")
+
+    def firsts(program: str) -> tuple[list[str], list[KernelConfig]]:
+        task = Task(graph_of(program), (4736, 616, 64), BF16, BF16, (BF16,), "nt", "ieee", h200)
+        with pytest.raises(EpigenError, match="begun"):
+            tune_one(task, shipped, runner=Anything({}, SKINNY.baseline))
+        lent = shipped.nearest(task.problem, tune_module.triton_version(), 3, Space(task.spec, task.shape, h200).legal)
+        return [c.schedule for c in tried], [found.config for found in lent if found.config in tried]
+
+    monkeypatch.setattr(tune_module, "search", begun)
+    schedules, lent = firsts("h0 = logsigmoid(mm); z0 = dsigmoid(gain, sigmoid(gain)); exp(tanh(dgelu_tanh(mm, mm))) + z0 + tanh(rows[m]) ** 2, h0")
+    assert schedules[0] == "library" and lent == []
+    schedules, lent = firsts("relu(mm + bias)")
+    assert schedules[0] == "library" and len(lent) == 3
 
 
 def test_a_storage_keeps_a_tuned_problem_for_the_next_run(tmp_path: Path) -> None:
