@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,9 +152,28 @@ def test_error_texts_are_finite_and_not_negative(op: ops.Op, spread: float) -> N
     assert (found >= 0).all()
 
 
+class _Language:
+    """Triton's names, as torch has them."""
+
+    PropagateNan = SimpleNamespace(ALL=True)
+
+    @staticmethod
+    def maximum(x: Tensor, least: float, propagate_nan: bool) -> Tensor:
+        assert propagate_nan
+        return x.clamp(min=least)
+
+    @staticmethod
+    def minimum(x: Tensor, most: float, propagate_nan: bool) -> Tensor:
+        assert propagate_nan
+        return x.clamp(max=most)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+
 def computed(op: ops.Op, **args: Tensor) -> Tensor:
     """A row's Triton text on torch's numbers, which round as a GPU does."""
-    scope: dict[str, object] = {"tl": torch, **args}
+    scope: dict[str, object] = {"tl": _Language(), **args}
     names = {name: name for name in args}
     for line in op.body:
         if not line.startswith("#"):
@@ -187,6 +207,18 @@ def test_what_gelu_multiplies_by_is_as_close_as_promised(name: str, exact: Calla
     (slope,) = torch.autograd.grad((z * exact(z)).sum(), z)
     z = z.detach()
     assert ((computed(ops.TABLE[f"d{name}"], g=torch.ones_like(z).float(), z=z.float()).double() - slope).abs() <= slope_units * bound.UNIT).all()
+
+
+@pytest.mark.parametrize("name", ["softplus", "logsigmoid"])
+def test_softplus_is_right_to_four_units_of_its_result_however_small(name: str) -> None:
+    x = torch.cat([torch.linspace(-80, 80, 400_001), torch.linspace(-1, 1, 100_001), torch.tensor([0.0, -0.0, 1e30, -1e30, math.inf, -math.inf, math.nan])])
+    found, wide = computed(ops.TABLE[name], x=x).double(), x.double()
+    sign = 1 if name == "softplus" else -1
+    expected = sign * (torch.clamp(sign * wide, min=0) + torch.log1p(torch.exp(-wide.abs())))
+    # as exp has it: what x was rounded by counts as often as x is large
+    near = (wide.abs() <= 80) & ~wide.isnan()
+    assert ((found / expected - 1).abs()[near] <= (4 + torch.clamp(-sign * wide, min=0)[near]) * bound.UNIT).all()
+    assert torch.equal(found[~near].nan_to_num(7.0), expected[~near].nan_to_num(7.0))
 
 
 @pytest.mark.parametrize(("name", "largest"), [("gelu_16bit", 1e30), ("dgelu_16bit", 1e30), ("dgelu_tanh_16bit", 1e12)])

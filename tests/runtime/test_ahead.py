@@ -207,6 +207,18 @@ def test_what_tma_brings_into_buffers_of_its_own_comes_after_all_have_read_the_l
 
 
 @pytest.mark.slow
+def test_softplus_of_a_whole_tile_stays_in_registers() -> None:
+    """By a logarithm and a division it spilled 1,784 bytes a thread, and logsigmoid beside another function in halves 1,816, which took the compiler 7 s."""
+    tile = {"block_m": 128, "block_n": 128, "num_stages": 5, "pingpong": 1}
+    long = "h = logsigmoid(mm); z = dsigmoid(gain, sigmoid(gain)); exp(tanh(dgelu_tanh(mm, mm))) + z + tanh(rows[m]) ** 2, h"
+    cases = (("softplus(mm + bias) * gate[m,n]", 1, 0), ("softplus(mm + bias)", 2, 0), ("logsigmoid(mm + bias)", 2, 0), (long, 2, 64))
+    jobs = [job(text, "sm_90", BF16, warp_specialized(**tile, subtiles=subtiles), "nt") for text, subtiles, _ in cases]
+    for one, results, (_, _, most) in zip(jobs, compiled(jobs), cases, strict=True):
+        checked(one, results)
+        assert results[0].resources.spills <= most, one.rendered.text
+
+
+@pytest.mark.slow
 def test_whoever_is_the_last_completes_narrow_reductions_in_registers() -> None:
     """A tile's part narrower than 128 columns: were each value held by several threads, up to 152 bytes a thread would be spilled, and each launch
     would take 9 to 13 us longer (Triton 3.6.0, H200: 22.2 against 13.3 us at 192x3072x896, in halves)."""
