@@ -56,8 +56,10 @@ def followed(graph: Graph, of: Collection[str], steps: bool = True) -> frozenset
     seen, names = set(pending), set[str]()
     while pending:
         node = graph.nodes[pending.pop()]
-        if node.op in (g.DOT, g.INPUT):
-            names.add(node.name or g.PRODUCT)
+        if node.op in (g.DOT, g.OPERAND):  # of an operand by itself a reduction along k has come, whose gradient no product gives: `gradients` says so
+            names.add(g.PRODUCT)
+        elif node.op == g.INPUT:
+            names.add(node.name)
         elif node.op != "detach":
             passing = zip(node.args, _passing(node), strict=True)
             further = {a for a, rule in passing if graph.nodes[a].kind == NUMBER and (steps or rule is not None)} - seen

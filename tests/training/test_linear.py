@@ -188,6 +188,19 @@ def test_what_is_followed_in_steps_alone_has_a_gradient_of_zeros(text: str, froz
             torch.testing.assert_close(*both)
 
 
+@pytest.mark.parametrize(
+    "text", ["sign(mm), sum(a, k)", "sum(a, k), tanh(sign(mm)) ** 2", "detach(mm), sum(b, k)", "sign(mm) * bias, amax(a, k)", "relu(mm), sum(b, k)"]
+)
+@pytest.mark.parametrize("frozen", ["", "x", "w"])
+def test_a_gradient_that_no_product_gives_is_refused_and_not_zero(text: str, frozen: str) -> None:
+    """Also where the product itself is followed in steps alone."""
+    x, w = (t.requires_grad_(name != frozen) for name, t in (("x", normal(3, 4)), ("w", normal(5, 4))))
+    with pytest.raises(DerivationError, match=r"a reduction of the operand '[ab]' gives it a gradient that does not pass through mm"):
+        epigen.linear(x, w, *([normal(5)] if "bias" in text else []), epilogue=text)
+    with torch.no_grad():
+        assert len(epigen.linear(x, w, *([normal(5)] if "bias" in text else []), epilogue=text)) == 2
+
+
 def test_a_layer_behind_a_step_has_gradients_of_zeros_too() -> None:
     x, w, v = normal(5, 8), normal(6, 8, seed=1), normal(3, 6, seed=2)
     found = chain(x, [Link(w, {}, "relu(mm)"), Link(v, {}, "round(mm)")])

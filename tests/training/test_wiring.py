@@ -132,6 +132,7 @@ def test_gradients_are_torchs(text: str, save: str | None) -> None:
 @given(programs(most=10, tame=True, casts=()))
 @example("hardtanh(alpha, mm, mm)")  # where both bounds are one, torch gives neither a gradient to what it raises
 @example("clamp(alpha, mm, mm)")
+@example("sign(mm), sum(a, k)")
 def test_gradients_of_random_programs(text: str) -> None:
     try:
         agree(text, seed=len(text), rtol=1e-6)
