@@ -18,7 +18,6 @@ from torch import Tensor
 import epigen
 from bench import record, timing
 from bench.record import Report
-from epigen import gpus
 from epigen.dtypes import FAST_ACCUM
 from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.shapes import Shape, extents
@@ -125,7 +124,7 @@ def verdict(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def main(machine: Machine = THIS_MACHINE) -> None:
     options = record.options_with_shapes(__doc__, SHAPES)
-    name = f"eight_bit_{gpus.of_target(record.gpu_at_hand(machine)).short.lower()}"
+    name = record.of_gpu("eight_bit", record.gpu_at_hand(machine))
     torch.manual_seed(0)
     rows = []
     for case in cases(options.shapes):

@@ -94,15 +94,15 @@ def host() -> str:
 def headline() -> str:
     """The bars, and what was measured of them. torch.compile has a report of its own."""
     reports = [load(name) for name in ("headline", "compiled") if there(name)]
-    measured = [bar for report in reports for bar in _verdicts(report) if bar["rows"]]
-    other = load("headline_h100") if there("headline_h100") else None
-    there_too = {(bar["case"], bar["baseline"]): bar for bar in (_verdicts(other) if other else ()) if bar["rows"]}
+    others = [load("headline_h100")] if there("headline_h100") else []
+    measured = {"H200": _bars(reports)} | ({"H100": _bars(others)} if others else {})
+    columns = [f"{gpu}: {what}" for gpu in measured for what in ("mean", "worst", "result")]
     rows = []
-    for bar in measured:
-        own = there_too.get((bar["case"], bar["baseline"]))
-        cells = [[f"{b['mean']:.2f}", f"{b['worst']:.2f}", outcome(b)] if b else [""] * 3 for b in (bar, *([own] if other else ()))]
-        rows.append([bar["case"], bar["baseline"], bar["target"], *itertools.chain(*cells)])
-    columns = [f"{gpu}: {what}" for gpu in ("H200", "H100")[: 2 if other else 1] for what in ("mean", "worst", "result")]
+    for which, bar in measured["H200"].items():
+        found = (bars.get(which) for bars in measured.values())
+        cells = ([f"{b['mean']:.2f}", f"{b['worst']:.2f}", outcome(b)] if b else [""] * 3 for b in found)
+        rows.append([*which, bar["target"], *itertools.chain(*cells)])
+    met, *met_too = (f"{sum(bar['met'] for bar in bars.values())} of {len(bars)}" for bars in measured.values())
     counts = Counter(row["group"] for report in reports for row in report.rows if row["timing"])
     words = ", ".join(f"{count} {group}" for group, count in counts.items())
     out = sum(len(report.summary["left_out"]) for report in reports)
@@ -112,23 +112,20 @@ def headline() -> str:
     return paragraphs(
         "A peer's time over epigen's, in the geometric mean over the shapes and at the worst one; higher is better:",
         table(["case", "against", "target", *columns], rows),
-        f"{sum(bar['met'] for bar in measured)} of {len(measured)} targets are met{_met_too(there_too.values())}. {sum(counts.values())} cases were timed, in fp16 and bf16 ({words}){left}.{before}",
+        f"{met} targets are met{''.join(f', and {also} on the H100' for also in met_too)}. {sum(counts.values())} cases were timed, in fp16 and bf16 ({words}){left}.{before}",
         "Contenders are interleaved. The L2 cache is flushed before each launch, unless a CUDA graph is named. A wrong answer is not timed. "
         "`mm` is the product alone: 1.00 against it means that the epilogue is free. cuBLASLt (nvmath-python, autotuned) approximates gelu by tanh; "
         f'with "the same approximation" epigen does so too. torch.compile runs in the mode `{peers.COMPILE_MODE}`.',
         source(reports[0], "headline compiled"),
-        *([source(other, "headline")] if other else []),
+        *(source(other, "headline") for other in others),
         "![time of the product alone over that of each contender, by shape](results/ratios.svg)",
     )
 
 
-def _met_too(bars: Iterable[Row]) -> str:
-    met = [bar["met"] for bar in bars]
-    return f", and {sum(met)} of {len(met)} on the H100" if met else ""
-
-
-def _verdicts(report: Report) -> list[dict[str, Any]]:
-    return verdicts(report.rows, report.summary.get("copy_gbps"))
+def _bars(reports: Iterable[Report]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Those that something was measured of, by case and baseline."""
+    found = (bar for report in reports for bar in verdicts(report.rows, report.summary.get("copy_gbps")))
+    return {(bar["case"], bar["baseline"]): bar for bar in found if bar["rows"]}
 
 
 _SUMMARY = (
@@ -140,7 +137,7 @@ _SUMMARY = (
 def summary() -> str:
     """Five bars that say what it is good for."""
     reports = [load(name) for name in ("headline", "compiled")]
-    bars = {(bar["case"], bar["baseline"]): bar for report in reports for bar in _verdicts(report) if bar["rows"]}
+    bars = _bars(reports)
     rows = ([case, baseline, f"{bars[case, baseline]['mean']:.2f}", f"{bars[case, baseline]['worst']:.2f}"] for case, baseline in _SUMMARY)
     return paragraphs(
         f"How many times as fast, tuned, in the geometric mean and at the worst shape; higher is better ({source(reports[0])}):",

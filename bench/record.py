@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from epigen import gpus
 from epigen.files import write_whole
 from epigen.gpus import Target
 from epigen.runtime.device import Machine
@@ -81,6 +82,11 @@ def gpu_at_hand(machine: Machine) -> Target:
     if target is None:
         raise SystemExit("this wants a GPU")
     return target
+
+
+def of_gpu(name: str, target: Target) -> str:
+    """What a report is called that each kind of GPU has for itself."""
+    return f"{name}_{gpus.of_target(target).short.lower()}"
 
 
 def versions(commit: str | None = None) -> dict[str, Any]:

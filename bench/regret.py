@@ -26,7 +26,7 @@ from bench import borrow, record
 from bench.cases import extent
 from bench.random_programs import write_program
 from bench.record import Report, Row
-from epigen import gpus, settings
+from epigen import settings
 from epigen.codegen.spec import KernelConfig
 from epigen.db.database import Database
 from epigen.db.records import Record
@@ -212,7 +212,7 @@ def main(machine: Machine = THIS_MACHINE) -> None:
     target, start = record.gpu_at_hand(machine), time.monotonic()
     environment = record.environment(options.commit)
     rows: list[dict[str, Any]] = record.earlier(options.earlier, environment) if options.earlier else []
-    name = f"regret_{gpus.of_target(target).short.lower()}"
+    name = record.of_gpu("regret", target)
     save = functools.partial(record.write, name, folder=options.out)
     with contextlib.closing(GpuRunner()) as runner, tempfile.TemporaryDirectory() as folder:
         databases = {among: Database(Path(folder, among), seeds=()) for among in LIMITS}

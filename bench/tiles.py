@@ -144,7 +144,7 @@ def main(machine: Machine = THIS_MACHINE) -> None:
             )
             # after each row, so that a run which is cut short leaves those that it has
             report = Report("bench.tiles", environment, rows, verdict(rows) | {"tuned": options.tuned})
-            written = record.write(f"tiles_{'tuned_' * options.tuned}{gpu.short.lower()}", report, options.out)
+            written = record.write(record.of_gpu("tiles_tuned" if options.tuned else "tiles", target), report, options.out)
     print(written)
 
 

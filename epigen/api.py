@@ -207,8 +207,8 @@ def tune(
         precision = process_precision()
     wanted = request.distinct(request.every(several, given, [dtype], [layout], precision, invariant or ""))
     chosen, target = request.gpus_for(devices, machine)
-    base = _database() if database is None else database if isinstance(database, Database) else Database(Path(database))
     tasks = [a.task(target, seed) for a in wanted]  # what does not fit together comes out before anything is measured
+    base = _database() if database is None else database if isinstance(database, Database) else Database(Path(database))
     if missing:
         tasks = request.missing(tasks, base)
     for task in tasks:

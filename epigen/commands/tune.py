@@ -115,23 +115,9 @@ def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], sh
             if fresh and storage is not None:
                 raise click.UsageError("--fresh forgets what epigen itself remembers: with --storage name a new one instead")
             going = _requested(
-                machine,
-                programs,
-                shapes,
-                suites,
-                dtype_name,
-                layout,
-                precision,
-                invariant or "",
-                trials,
-                budget_s,
-                devices,
-                seed,
-                storage,
-                fresh,
-                missing,
+                machine, programs, shapes, suites, dtype_name, layout, precision, invariant or "", trials, budget_s, devices, seed, storage, fresh, missing,
                 path,
-            )
+            )  # fmt: skip
         going.go()
     except KeyboardInterrupt:
         click.echo("\ninterrupted before anything was measured", err=True)
@@ -142,8 +128,8 @@ def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], sh
 
 def _requested(
     machine: Machine, programs: Sequence[str], shapes: Sequence[Shape], suites: Sequence[Path], dtype_name: str, layout: str, precision: str, invariant: str,
-    trials: int, budget_s: float, devices: Sequence[int] | str | None, seed: int, storage: str | None, fresh: bool,
-    missing: bool, path: Path | None,
+    trials: int, budget_s: float, devices: Sequence[int] | str | None, seed: int, storage: str | None, fresh: bool, missing: bool,
+    path: Path | None,
 ) -> _Run:  # fmt: skip
     """What the options ask for. All mistakes come out here, before the first of many problems is measured."""
     from epigen.tuning import request, suite
@@ -164,8 +150,8 @@ def _requested(
         from epigen.db.problem import capability
         from epigen.tuning import fleet, remembered, report
 
-        database = Database(path)
         every = [a.task(target, seed) for a in request.distinct(listed)]
+        database = Database(path)
         tasks = request.missing(every, database) if missing else every
         if held := len(every) - len(tasks):
             click.echo(f"left out: {held} of {report.count(len(every), 'problem')}, which were tuned for this GPU and Triton", err=True)

@@ -11,8 +11,8 @@ all schedules could load inputs early; and arriving_share to both ways to share 
 was doubled when orders of tiles had been measured on an H100 (tests/perf/test_model.py), which the random shapes of the H200 do not tell apart;
 tma_even_smooth set by hand to the tuned layers of 256 rows on an H100: those of an H200 by TMA, 11 % too slow without it, are 4 % too slow;
 and alone_share, beside_alu, issued_clocks, grouped_share, and again outside_clocks, descriptors_us, apart_clocks and tma_even_smooth to the trials of the
-first 43 of 83 random problems on an H100 (tests/data/shapes_h100.json) beside all of these. Of the other 40, and of the 26 on an H200
-(tests/data/shapes_h200.json), part_us alone was set, and one showed that promoted sums are slow in ping-pong.
+first 43 of 83 random problems on an H100 (tests/data/shapes_h100.json) beside all of these. Of the other 40, and of 26 of the 111
+on an H200 (tests/data/shapes_h200.json), part_us alone was set, and one showed that promoted sums are slow in ping-pong.
 """
 
 from __future__ import annotations

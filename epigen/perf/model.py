@@ -30,7 +30,7 @@ from epigen.perf.traffic import eager_dtype, item_bytes, partial_bytes, size_of,
 from epigen.shapes import Shape, products
 
 # rows and columns of the vendor's tiles, and into how many parts it splits k, each at least so long. Its kernels for Hopper have nearly all such: 320x13952x2512
-# ran at 659 TFLOP/s on an H200, in one wave of 110 tiles. With the constants they are off by 11 % in the root mean square over 539 products of tuned problems
+# ran at 659 TFLOP/s on an H200, in one wave of 110 tiles. With the constants they are off by 11 % in the root mean square over 541 products of tuned problems
 # on an H100 and an H200, of 1 to 65536 rows (bf16 and fp16, torch 2.11, 2026-11); eleven tiles for all were off by 13 %.
 _VENDOR_SIDES, _VENDOR_STEP, _VENDOR_MOST = (64, 128, 192, 256, 320), 32, 40960
 # The share of the peak by what a tile multiplies of what it loads, rows * columns / (rows + columns): 21 of 64x32, 64 of 128x128.
@@ -133,7 +133,11 @@ class _Timing(Work):
         self.operand_bytes = (self.count * m * k * sig.a.bytes, self.count * k * n * sig.b.bytes)
         self.vector_bytes = sum(item_bytes(i, m, n) for i in spec.inputs if i.indices != "mn")
         self.beside_bytes = sum(item_bytes(i, m, n, k) for i in self.along_k)
-        self.product_us = self.vendor_us(eager_dtype(spec) if spec.bare_product else None, widened=True)
+
+    @functools.cached_property
+    def product_us(self) -> float:
+        """The vendor's product. It takes ten times as long to estimate as all else that the problem alone decides, and few configs ask."""
+        return self.vendor_us(eager_dtype(self.spec) if self.spec.bare_product else None, widened=True)
 
     def estimate(self, config: KernelConfig) -> Estimate:
         if not SCHEDULES[config.schedule].multiplies:
