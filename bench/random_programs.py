@@ -196,6 +196,23 @@ def _is_name(text: str) -> bool:
     return text in _NAMES
 
 
+_SECOND = "dot(a, other[k,n])"
+
+
+def with_second(random: random_module.Random, text: str) -> str:
+    """A program, in some places with a second product instead of mm; as it is where there is no mm, and now and then."""
+    found = [m.span() for m in re.finditer(r"\bmm\b", text)]
+    if not found or random.random() < 0.2:
+        return text
+    if len(found) == 1:
+        instead = f"(mm - {_SECOND})"
+    else:
+        found, instead = random.sample(found, random.randrange(1, len(found))), _SECOND
+    for start, end in sorted(found, reverse=True):
+        text = text[:start] + instead + text[end:]
+    return text
+
+
 def write_program(
     random: random_module.Random, most: int = 20, tame: bool = False, reductions: bool = True, casts: Iterable[DType] = OPERANDS, operands: bool = False
 ) -> str:  # fmt: skip

@@ -46,6 +46,7 @@ CLAIMS = (
     _group("untuned", "random problems that nobody tuned, against eager torch and the vendor's fused products", 120),
     Claim("batched", "several products in one launch, untuned, against torch.bmm"),
     Claim("tiles", "epilogues that read or write further [M, N] tensors, untuned or with `--tuned`, against torch.mm and the bytes' own time"),
+    Claim("gated", "two products of one operand and what is computed of both, untuned or with `--tuned`, against torch.mm with twice the columns"),
     Claim("eight_bit", "fp8 and int8 with scales and a bias, untuned, against cuBLAS's fp8 and bf16's product"),
     Claim("invariant", "rows have the same bits whatever M is, and what that costs, against ordinary kernels and torch.mm"),
     Claim("counters", "where the time of an epilogue goes, by the hardware's counters", needs=("ncu",)),

@@ -25,7 +25,7 @@ def choose(spec: KernelSpec, shape: Shape, target: Target, refused: str = "") ->
     """A legal config for one problem. refused: why a tiled config did not work, if one was tried."""
     m, n, k = shape[-3:]
     space = Space(spec, shape, target)
-    sig, at_once = spec.signature, products(shape)
+    sig, at_once, count = spec.signature, products(shape), len(spec.products)
     large = at_once * m * n * k > LARGE
 
     def vendor_multiplies() -> bool:
@@ -58,31 +58,32 @@ def choose(spec: KernelSpec, shape: Shape, target: Target, refused: str = "") ->
         tiles, block_k = tuple(t for t in _TILES if t[0] * t[1] <= 64 * 64), 16
     if len(spec.lines) + 2 * (len(spec.partials) + sum(s.packed for s in spec.stores)) > 6 or sig.a.bits == 8 or spec.computed:
         # long epilogues, what 8-bit operands need beside the accumulator, and operands that are computed, spill registers at 128x256
-        tiles = tuple(t for t in tiles if t[0] * t[1] <= 128 * 128)
+        tiles = tuple(t for t in tiles if t[0] * t[1] * count <= 128 * 128)
+    tiles = tuple(t for t in tiles if t[0] * t[1] * count <= 128 * 256)
     if m <= 64:
         block_m = max(16, 1 << max(0, m - 1).bit_length())
         tiles = (_SKINNY[block_m],)
     elif target.backend == "hip":
-        tiles = tuple(t for t in tiles if t[0] * t[1] <= 128 * 128)
+        tiles = tuple(t for t in tiles if t[0] * t[1] * count <= 128 * 128)
     # the largest tile that still gives every multiprocessor one, else a small one
     enough = (t for t in tiles if at_once * -(-m // t[0]) * -(-n // t[1]) >= target.multiprocessors)
     block_m, block_n, warps = next(enough, tiles[max(0, len(tiles) - 2)])
     block_n = min(block_n, max(16, 1 << max(0, n - 1).bit_length()))
     floor = 16 if sig.a.bytes > 1 else 32
     block_k = max(floor, min(block_k, 1 << max(0, k - 1).bit_length()))
-    a_and_b = (block_m + block_n) * block_k * sig.a.bytes
+    a_and_b = (block_m + block_n * count) * block_k * sig.a.bytes
     stages = next((s for s in (4, 3, 2) if s * a_and_b <= target.shared_bytes - 1024), 1)
     if target.backend == "hip":
         stages = min(stages, 2)
-    count = at_once * -(-m // block_m) * -(-n // block_n)
-    few = count <= target.multiprocessors
+    shared_out = at_once * -(-m // block_m) * -(-n // block_n)
+    few = shared_out <= target.multiprocessors
     # a second launch takes longer than the last block's way over what few tiles have left
     finalize = int(few and any(not s.operand for f in spec.finishes for s in f.sources))
     prefetch = int(few and bool(spec.loaded))  # where no other tile's work covers the wait for the epilogue's inputs
     values = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "group_m": 8, "num_warps": warps, "num_stages": stages}
     values |= {"fused_finalize": finalize, "prefetch": prefetch}
-    if m <= 64 and "split_k" in space.schedules and 0 < count < target.multiprocessors:
-        config = schedules.config("split_k", **values, splits=_splits(count, -(-k // block_k), target))
+    if m <= 64 and "split_k" in space.schedules and 0 < shared_out < target.multiprocessors:
+        config = schedules.config("split_k", **values, splits=_splits(shared_out, -(-k // block_k), target))
     else:
         config = schedules.config("tiled", **values)
     return Choice(_legal(config, space), _why(spec, shape, target))
@@ -119,7 +120,8 @@ def _warp_specialized(space: Space) -> KernelConfig | None:
     enough = _tiles_a_multiprocessor(space, 128) >= (_LEAST_OF_BYTES if one_byte else 1)
     if not enough or "warp_specialized" not in space.schedules:
         return None
-    shared = _of_bytes(space) if one_byte else {"block_n": 128, "block_k": 64, "group_m": 8, "pingpong": 1, "subtiles": 2, "prefetch": 0}
+    pingpong = int(not spec.second)  # two products of a tile need the registers of both groups
+    shared = _of_bytes(space) if one_byte else {"block_n": 128, "block_k": 64, "group_m": 8, "pingpong": pingpong, "subtiles": 2, "prefetch": 0}
     for tma in (1, 0) if schedules.tma_storable(spec) else (0,):
         loads = int(bool(schedules.tma_loadable(spec, bool(tma))))
         config = schedules.config("warp_specialized", block_m=128, **shared, tma_store=tma, tma_load=loads, num_stages=8, fused_finalize=0)
@@ -157,6 +159,8 @@ def by_vendor(spec: KernelSpec, shape: Shape, target: Target, why: str) -> Choic
         raise ConfigError(f"{why}; and the vendor's product, which would take its place, adds up in an order that depends on M, and the program is invariant")
     if spec.computed:
         raise ConfigError(f"{why}; and the vendor's product does not compute operand {spec.computed[0].name}")
+    if spec.second:
+        raise ConfigError(f"{why}; and the vendor's product, which would take its place, is one, and the program has a second, with {spec.second.name}")
     how = "the vendor's kernel is the whole program" if spec.bare_product else "vendor product, then one fused epilogue"
     return Choice(_epilogue(Space(spec, shape, target)), f"{how}: {why}")
 

@@ -170,7 +170,7 @@ class Space:
     def _able(self) -> tuple[str, ...]:
         (m, n, k), sig, target = self.shape[-3:], self.spec.signature, self.target
         count = products(self.shape)
-        vendors = [] if limits.adds_in_order(self.spec) or self.spec.computed else ["library"]
+        vendors = [] if limits.adds_in_order(self.spec) or self.spec.computed or self.spec.second else ["library"]
         names = ["tiled"]
         if k >= LEAST_SPLIT and self._splits and count * m * n <= _MOST_SPLIT * target.multiprocessors:
             names.append("split_k")
@@ -199,15 +199,16 @@ class Space:
         exponent = _powers(suggest, schedule)
         fixed = limits.step_of_fp8(self.spec, target)
         block_m, block_n = self._tile(exponent, rows=64 if fixed else 16)
-        tile = block_m * block_n
+        right = block_n * len(self.spec.products)
+        tile = block_m * right
         fewest = max(4 if fixed else 1, tile // (_MOST_ACCUMULATORS * threads), min(4, tile // (_MOST_ACCUMULATORS // 2 * threads)))
         most = max(fewest, min(16 if threads == 32 else 8, max(4, 2 * fewest), tile // (_LEAST_ACCUMULATORS * threads)))
         # what a thread does one by one grows with block_k, and Triton unrolls it
         unrolled = (
             (_MOST_MULTIPLIED, tile if self._plain else 0),
-            (_MOST_LOADED, sum(block for block, scalar in zip((block_m, block_n), self._scalar_rows, strict=True) if scalar)),
+            (_MOST_LOADED, sum(block for block, scalar in zip((block_m, right), self._scalar_rows, strict=True) if scalar)),
         )
-        step_bytes, room = (block_m + block_n) * element_bytes + self.spec.beside_bytes(block_m, block_n), target.shared_bytes
+        step_bytes, room = (block_m + right) * element_bytes + self.spec.beside_bytes(block_m, right), target.shared_bytes
         most_k = min(room // step_bytes, _MOST_STEP // step_bytes, 256, _padded(k), *(int(limit * most * threads / each) for limit, each in unrolled if each))
         least_k = 32 if element_bytes == 1 else 16
         if (warps := limits.transposing_warps(self.spec, target, block_m, block_n, _down(most_k))) > _MOST_WARPS:
@@ -237,15 +238,16 @@ class Space:
     def _tile(self, exponent: Callable[[str, int, int], int], rows: int = 16, most: int = _MOST_TILE) -> tuple[int, int]:
         """block_m and block_n. rows: the fewest. most: of values in a tile."""
         m, n, _ = self.shape[-3:]
-        target, element_bytes, fewest = self.target, self.spec.signature.a.bytes, rows
+        target, element_bytes, fewest, count = self.target, self.spec.signature.a.bytes, rows, len(self.spec.products)
         rows, columns = min(256, _padded(m, fewest)), min(256, _padded(n))
         least = min(_down(products(self.shape) * m * n // (_MOST_TILES * target.multiprocessors)), 128 * 128, rows * columns)
-        least, most = min(least, most), 128 * 128 if self._plain else most
+        most = (128 * 128 if self._plain else most) // count
+        least = min(least, most)
         extents = target.shared_bytes // ((32 if element_bytes == 1 else 16) * element_bytes)  # of both sides together
-        block_m = exponent("block_m", max(fewest, least // columns, min(rows, _root(least // _MOST_RATIO))), min(rows, extents - 16))
+        block_m = exponent("block_m", max(fewest, least // columns, min(rows, _root(least // _MOST_RATIO))), min(rows, extents - 16 * count))
         widest = columns if block_m == rows else min(columns, _MOST_RATIO * block_m)
         narrowest = max(16, least // block_m, min(columns, block_m // _MOST_RATIO))
-        block_n = exponent("block_n", min(widest, narrowest), min(widest, most // block_m, extents - block_m))
+        block_n = exponent("block_n", min(widest, narrowest), min(widest, most // block_m, (extents - block_m) // count))
         return block_m, block_n
 
     def _persistent(self, suggest: Suggest) -> KernelConfig:
@@ -254,13 +256,13 @@ class Space:
 
         exponent = _powers(suggest, "persistent")
         block_m, block_n = self._tile(exponent, rows=64)
-        tile = block_m * block_n
-        warps = exponent("num_warps", max(4, tile // (_MOST_ACCUMULATORS * 32)), 8)
+        tile, right = block_m * block_n, block_n * len(self.spec.products)
+        warps = exponent("num_warps", max(4, block_m * right // (_MOST_ACCUMULATORS * 32)), 8)
         subtiles = 1 + suggest("persistent.subtiles", 0, int(tile > _SUBTILED))
-        row_bytes, room = (block_m + block_n) * element_bytes, target.shared_bytes - _BARRIER_BYTES
+        row_bytes, room = (block_m + right) * element_bytes, target.shared_bytes - _BARRIER_BYTES
         stored_bytes = sum(tile // subtiles * s.dtype.bytes for s in schedules.tma_storable(self.spec))
         fixed = limits.step_of_fp8(self.spec, target)
-        tma_store = suggest("persistent.tma_store", 0, int(0 < stored_bytes <= room - 2 * (block_m + block_n) * (fixed or _LEAST_RUN)))
+        tma_store = suggest("persistent.tma_store", 0, int(0 < stored_bytes <= room - 2 * (block_m + right) * (fixed or _LEAST_RUN)))
         room -= tma_store * stored_bytes
         most_k = min(256, _down(room // (2 * row_bytes)), max(_LEAST_RUN // element_bytes, _padded(k)))
         block_k = exponent("block_k", fixed or min(most_k, _LEAST_RUN // element_bytes), fixed or min(most_k, 2 * _RUN // element_bytes))
@@ -289,7 +291,8 @@ class Space:
         subtiles = 1 << suggest("warp_specialized.subtiles", 0, self._halvings(block_n, splits))
         stored_bytes = {s.name: (1 + pingpong) * block_m * block_n // subtiles * s.dtype.bytes for s in schedules.tma_storable(self.spec)}
         fixed = limits.step_of_fp8(self.spec, target)
-        row_bytes, room, least = (block_m + block_n) * element_bytes, target.shared_bytes - _BARRIER_BYTES, 2 * (block_m + block_n) * (fixed or _LEAST_RUN)
+        right = block_n * len(self.spec.products)
+        row_bytes, room, least = (block_m + right) * element_bytes, target.shared_bytes - _BARRIER_BYTES, 2 * (block_m + right) * (fixed or _LEAST_RUN)
         # the products lie such that a pointer would store four bytes at a time
         by_tma = int(0 < sum(stored_bytes.values()) <= room - least)
         tma_store = suggest("warp_specialized.tma_store", by_tma, by_tma)
@@ -329,7 +332,7 @@ class Space:
     @property
     def _splits(self) -> bool:
         """Whether k may be split."""
-        return not limits.adds_in_order(self.spec) and not limits.one_config(self.spec, self.target)
+        return not self.spec.second and not limits.adds_in_order(self.spec) and not limits.one_config(self.spec, self.target)
 
     def _library(self, suggest: Suggest) -> KernelConfig:
         m, n, _ = self.shape[-3:]

@@ -156,11 +156,13 @@ def _factored(arguments: Iterable[Argument], signature: Signature) -> tuple[Argu
 
 def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     schedule, sig, parts = SCHEDULES[config.schedule], spec.signature, schedules.tile_parts(config)
+    second = [spec.second] if spec.second else []
     if schedule.descriptors:
         block_k, copied = config["block_k"], schedules.padded(config, sig.tma)
         operands = [
             _with_descriptor("a", sig.a, (config["block_m"] // parts[0], block_k), "mk", sig.batched, sig.layout[0] == "t", padded="a" in copied),
             _with_descriptor("b", sig.b, (block_k, config["block_n"]), "kn", sig.batched, sig.layout[1] == "t", padded="b" in copied),
+            *(_with_descriptor(i.name, sig.b, (block_k, config["block_n"]), "kn", sig.batched, sig.layout[1] == "t") for i in second),
         ]
         sizes = _integers("M", "N", "K", *(["num_products"] if sig.batched else []))
     elif spec.pointwise:
@@ -180,6 +182,7 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     completing = inside(spec, config)
     completed = [o for f in completing for o in f.stores]
     inputs = [*(i for o in spec.operands for i in o.inputs), *spec.inputs, *(i for f in completing for i in f.inputs)]
+    inputs = inputs if schedule.descriptors else [*second, *inputs]
     tma_loaded, tma_stored = schedules.tma_loaded(spec, config), schedules.tma_stored(spec, config)
     pointed: list[Input | Store] = [*(i for i in inputs if i.name not in tma_loaded), *(s for s in spec.stores if s.name not in tma_stored), *completed]
     with_descriptor = {i.name: _with_descriptor(i.name, i.dtype, part, i.indices, sig.batched) for i in inputs if i.dtype is not None and i.name in tma_loaded}

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from epigen import ops
 from epigen.codegen.spec import (
-    ACC,
     CAST,
     TMA_BYTES,
     WIDEN,
@@ -25,6 +24,7 @@ from epigen.codegen.spec import (
     Signature,
     Source,
     Store,
+    accumulator,
     contiguous,
     counted,
     digest,
@@ -63,7 +63,7 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
             partials += [_partial(graph, n, body, zero) for n in reductions]
             roots += [graph.nodes[n].args[0] for n in reductions]
     tiles = [i for i in range(len(stores)) if not reduced[i]]
-    roots += [_stored_node(graph, graph.outputs[i]) for i in tiles if stores[i].value != ACC]
+    roots += [_stored_node(graph, graph.outputs[i]) for i in tiles if stores[i].dtype != INT32]
     inputs, lines = body.lines(roots)
     # what is there first is stored first: its copy is on the way while the others are computed
     computed: dict[Arg, int] = {line.name: i for i, line in enumerate(lines)}
@@ -78,6 +78,7 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
         partials=tuple(partials),
         finishes=tuple(finishes),
         outputs=tuple(stores),
+        second=None if (second := graph.second()) is None else Input(second.name, second.indices, dict(signature.inputs)[second.name], False),
     )
 
 
@@ -96,11 +97,14 @@ def signature_of_contiguous(
     Of several products vectors are the same for all, and each has operands, tiles and masks of its own.
     """
     m, n, k = one = shape[-3:]
-    tiles = set(graph.tiles())
+    tiles, second = set(graph.tiles()), graph.second()
+    inputs = tuple((name, b if second and name == second.name else dtype) for name, dtype in inputs)
     lengths = row_lengths(one, layout)
     rows = {"a": lengths[0] * a.bytes, "b": lengths[1] * b.bytes}
     rows |= {name: n * dtype.bytes for name, dtype in inputs if dtype is not None and name in tiles}
     rows |= {o.name: n * output_dtype(graph, o, a).bytes for o in graph.outputs if describable(graph, o)}
+    if second:  # it lies as b does
+        rows[second.name] = rows["b"]
     tma = tuple(name for name, row_bytes in rows.items() if row_bytes % TMA_BYTES == 0 and 0 not in shape)
     masks = [m * g.mask_stride(n)] if any(graph.nodes[o.node].kind == g.PACKED for o in graph.outputs) else []
     bits = index_bits(one, (m * n, m * k, k * n, *masks))
@@ -129,6 +133,10 @@ def over_product(graph: Graph) -> Graph:
     if computed := graph.computed():
         raise CallError(
             f"the program multiplies what it computes of operand {computed[0]}, and a product that is given has no operands: call the kernel with a and b"
+        )
+    if second := graph.second():
+        raise CallError(
+            f"the program has a second product, of a and {second.name}, and one product that is given does not give it: call the kernel with a and b"
         )
     nodes = tuple(replace(n, op=g.INPUT, args=(), name=g.PRODUCT) if n.op == g.DOT else n for n in graph.nodes)
     return order(replace(graph, nodes=nodes))
@@ -191,7 +199,7 @@ def _stored_node(graph: Graph, output: Output) -> int:
 def _store(graph: Graph, output: Output, body: _Body) -> Store:
     node = graph.nodes[output.node]
     dtype = output_dtype(graph, output, body.signature.a)
-    value = ACC if dtype == INT32 else body.arg(_stored_node(graph, output))
+    value = accumulator(node.name) if dtype == INT32 else body.arg(_stored_node(graph, output))
     return Store(output.name, value, node.indices, dtype, packed=node.kind == g.PACKED)
 
 
@@ -292,7 +300,8 @@ class _Body:
             elif node.op == g.OPERAND:
                 self.names[number] = node.name
             elif node.op == g.DOT:
-                self.names[number] = "mm" if signature.a == INT8 else ACC
+                widened = f"{accumulator(node.name)}_value" if node.name else "mm"
+                self.names[number] = widened if signature.a == INT8 else accumulator(node.name)
             elif node.op == g.EXTENT:
                 self.names[number] = counted(node.name)
             elif node.op not in (g.CONSTANT, g.BITMASK):
@@ -337,7 +346,7 @@ class _Body:
                 inputs.append(Input(node.name, node.indices, UINT8 if node.op == g.BITS else dtypes[node.name], node.op == g.BITS))
             elif node.op == g.DOT:
                 if self.signature.a == INT8:
-                    lines.append(Line(self.names[number], WIDEN, (ACC,)))
+                    lines.append(Line(self.names[number], WIDEN, (accumulator(node.name),)))
             elif node.op in ops.TABLE or node.op == g.CAST:
                 op = CAST if node.op == g.CAST else node.op
                 lines.append(Line(self.names[number], op, tuple(self.arg(a) for a in node.args), node.dtype, number in self.scalar, self.signature.exact))

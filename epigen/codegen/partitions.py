@@ -1,6 +1,6 @@
 """What the warps of a specialized kernel are given: the producer's and the consumers' parameters, what each is passed, and the buffers between them.
 
-Requires the main kernel's arguments: a and b by their descriptors, then the epilogue's. Names and extents are text, which the templates print.
+Requires the main kernel's arguments: operands by their descriptors, then the epilogue's. Names and extents are text, which the templates print.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Barriers:
 class Partitions:
     """Of a kernel. buffers: in shared memory, between its partitions and memory. barriers: beside those of the ring of operands.
 
+    right: names of the products' right operands.
     in_turn: whether TMA brings the inputs of AT_ONCE subtiles while the tile is multiplied, and each other one's once the subtile AT_ONCE before it has left its buffers.
     """
 
@@ -55,18 +56,18 @@ class Partitions:
     consumer: Partition
     buffers: tuple[Buffers, ...]
     barriers: tuple[Barriers, ...]
+    right: tuple[str, ...]
     in_turn: bool
-
-
-_RING = ("a_bufs", "b_bufs", "full_bars", "empty_bars")
-"""What the producer fills and the consumers empty, in turn."""
 
 
 def partitions(spec: KernelSpec, config: KernelConfig, main: Function) -> Partitions:
     names, constants = [a.of or a.name for a in main.arguments], tuple(name for name, _ in main.constants)
-    loaded = (*names[:2], *_RING, "M", "N", "K", *(["num_products"] if spec.signature.batched else []))
+    right = _right(spec)
+    multiplied = 1 + len(right)
+    ring = ("a_bufs", *(f"{name}_bufs" for name in right), "full_bars", "empty_bars")  # what the producer fills and the consumers empty, in turn
+    loaded = (*names[:multiplied], *ring, "M", "N", "K", *(["num_products"] if spec.signature.batched else []))
     order = ("order_bars",) if config["pingpong"] else ()
-    shared = (*_RING, *order, *names[2:])
+    shared = (*ring, *order, *names[multiplied:])
     consumer = Partition(
         (*shared, *_own(spec, config, 0)),
         ("WARPGROUP", *constants),
@@ -75,7 +76,11 @@ def partitions(spec: KernelSpec, config: KernelConfig, main: Function) -> Partit
     barriers = [Barriers(name, GROUPS) for name in order]
     if schedules.tma_loaded(spec, config):
         barriers.append(Barriers("in_bars", GROUPS * schedules.AT_ONCE, "buffer_id") if _in_turn(spec, config) else Barriers("in_bars", GROUPS))
-    return Partitions(Partition(loaded, constants, ((*loaded, *constants),)), consumer, _buffers(spec, config), tuple(barriers), _in_turn(spec, config))
+    return Partitions(Partition(loaded, constants, ((*loaded, *constants),)), consumer, _buffers(spec, config), tuple(barriers), right, _in_turn(spec, config))
+
+
+def _right(spec: KernelSpec) -> tuple[str, ...]:
+    return ("b", *([spec.second.name] if spec.second else []))
 
 
 def _own(spec: KernelSpec, config: KernelConfig, group: int) -> dict[str, str]:
@@ -112,7 +117,7 @@ def _buffers(spec: KernelSpec, config: KernelConfig) -> tuple[Buffers, ...]:
     layout, one = spec.signature.layout, ("1",) if spec.signature.batched else ()
     buffers = [
         Buffers("a_bufs", "a", ("STAGES" if down == 1 else f"{down} * STAGES", *one, *(a[::-1] if layout[0] == "t" else a))),
-        Buffers("b_bufs", "b", ("STAGES", *one, *(b[::-1] if layout[1] == "t" else b))),
+        *(Buffers(f"{name}_bufs", name, ("STAGES", *one, *(b[::-1] if layout[1] == "t" else b))) for name in _right(spec)),
     ]
     for name in _through_buffers(spec, config):
         count = GROUPS * schedules.AT_ONCE if _of_subtiles(spec, config, name) else GROUPS

@@ -152,7 +152,7 @@ def warps(config: KernelConfig) -> int:
 
 
 def padded(config: KernelConfig, tma: Collection[str]) -> tuple[str, ...]:
-    """The operands that are copied into aligned rows first, so that TMA can address them. tma: what it can address as it lies."""
+    """The operands a and b that are copied into aligned rows first, so that TMA can address them. tma: what it can address as it lies."""
     return tuple(name for name in "ab" if name not in tma) if SCHEDULES[config.schedule].descriptors else ()
 
 

@@ -99,6 +99,12 @@ class Input:
 ACC = "acc"
 """Name of the main kernel's accumulator."""
 
+
+def accumulator(second: str) -> str:
+    """That of a second product, by the name of the input that is its right operand."""
+    return f"{ACC}_of_{second}" if second else ACC
+
+
 CAST, WIDEN = "cast", "widen"
 
 
@@ -299,7 +305,7 @@ class Finish:
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
     """Meaning of the kernels of one program at one signature. operands: of the product; none where that is given. inputs, lines: the epilogue's.
-    outputs: every output in the program's order."""
+    outputs: every output in the program's order. second: the right operand of a second product, of which a is the left one."""
 
     name: str
     program: str
@@ -311,6 +317,12 @@ class KernelSpec:
     partials: tuple[Partial, ...]
     finishes: tuple[Finish, ...]
     outputs: tuple[Store, ...]
+    second: Input | None = None
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """The accumulators' names."""
+        return (ACC, accumulator(self.second.name)) if self.second else (ACC,)
 
     @property
     def accumulator(self) -> DType:
@@ -341,13 +353,19 @@ class KernelSpec:
         the problem.
         """
         operands = self.signature.a
-        alone = not self.pointwise and not self.computed and not self.finishes and [(s.value, s.dtype) for s in self.stores] == [(ACC, operands)]
+        alone = (
+            not self.pointwise
+            and not self.computed
+            and not self.second
+            and not self.finishes
+            and [(s.value, s.dtype) for s in self.stores] == [(ACC, operands)]
+        )
         return alone and operands in (FP16, BF16, FP32)
 
     @property
     def apart(self) -> tuple[str, ...]:
         """What is stored or reduced of values that do not depend on the product."""
-        reached: set[Arg] = {ACC}
+        reached: set[Arg] = {*self.products}
         for line in self.lines:
             if reached.intersection(line.args):
                 reached.add(line.name)
@@ -372,7 +390,8 @@ class KernelSpec:
     @property
     def all_inputs(self) -> tuple[Input, ...]:
         """Inputs of the main and the finishing kernels, each once."""
-        return tuple(dict.fromkeys([*(i for o in self.operands for i in o.inputs), *self.inputs, *(i for f in self.finishes for i in f.inputs)]))
+        of_operands = [*(i for o in self.operands for i in o.inputs), *([self.second] if self.second else [])]
+        return tuple(dict.fromkeys([*of_operands, *self.inputs, *(i for f in self.finishes for i in f.inputs)]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ def graph_digest(graph: Graph) -> str:
     graph, inputs, parts = with_leaf(graph), dict[str, str](), []
     for node in graph.nodes:
         name = node.name
-        if node.op in (g.INPUT, g.BITS):
+        if node.op in (g.INPUT, g.BITS) or (node.op == g.DOT and name):
             name = inputs.setdefault(name, f"input{len(inputs)}")
         parts.append(f"{node.op} {node.args} {node.kind} {node.indices} {node.value!r} {name} {node.axes} {node.dtype}")
     parts += [f"output {o.node} {o.dtype if graph.nodes[o.node].indices == 'mn' else None}" for o in graph.outputs]

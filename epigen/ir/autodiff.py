@@ -1,6 +1,6 @@
 """Reverse differentiation: a forward graph -> one graph of its values and of the gradients of `mm` and of its inputs.
 
-Requires a normalised graph. The rules are the operation table's `gradient` texts. Broadcasting is undone by sums over the missing indices,
+Requires a normalised graph. The gradient of a second product has the name of the input that is its right operand. The rules are the operation table's `gradient` texts. Broadcasting is undone by sums over the missing indices,
 taken last: every rule is linear in what arrives, so up to there a gradient stays a tile, and each sum is one fused reduction.
 A gradient that a selection has made 0 stays 0 where it meets an infinite derivative: of where(mm > 0, mm, exp(mm) - 1) the part of exp is
 selected once more after it has been multiplied, for 0 * inf is NaN.
@@ -48,7 +48,7 @@ def _passing(node: Node) -> tuple[Any, ...]:
 
 
 def followed(graph: Graph, of: Collection[str], steps: bool = True) -> frozenset[str]:
-    """Of "mm" and the inputs those that outputs follow as numbers. Where they do in steps alone, as sign(mm), the gradient is 0; of what is compared or detached there is none.
+    """Of "mm" and the inputs those that outputs follow as numbers; of one that is multiplied, its product. Where they do in steps alone, as sign(mm), the gradient is 0; of what is compared or detached there is none.
 
     of: names of the outputs whose gradients arrive. steps: whether what is followed in steps alone is among them.
     """
@@ -57,7 +57,7 @@ def followed(graph: Graph, of: Collection[str], steps: bool = True) -> frozenset
     while pending:
         node = graph.nodes[pending.pop()]
         if node.op in (g.DOT, g.OPERAND):  # of an operand by itself a reduction along k has come, whose gradient no product gives: `gradients` says so
-            names.add(g.PRODUCT)
+            names.add(node.name if node.op == g.DOT and node.name else g.PRODUCT)
         elif node.op == g.INPUT:
             names.add(node.name)
         elif node.op != "detach":

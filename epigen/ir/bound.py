@@ -68,7 +68,7 @@ def expect(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, reference.Nu
         if node.op == g.INPUT:
             error = _input_error(inputs[node.name], values[number])
         elif node.op == g.DOT:
-            error = _product_error(graph, number, values, errors, (a, b), precision)
+            error = _product_error(graph, number, values, errors, (a, b), inputs, precision)
         else:
             error = _error(node, values[number], args, a, b)
         if node.kind == NUMBER:
@@ -172,9 +172,11 @@ def _input_error(given: reference.Number, value: Tensor) -> Tensor:
     return torch.where(value.abs() > 2.0**24, value.abs() * UNIT, 0.0) if wide else torch.zeros((), dtype=torch.float64, device=value.device)
 
 
-def _product_error(graph: Graph, number: int, values: list[Tensor], errors: list[Tensor], given: tuple[Tensor, Tensor], precision: str) -> Tensor:
+def _product_error(
+    graph: Graph, number: int, values: list[Tensor], errors: list[Tensor], given: tuple[Tensor, Tensor], inputs: Mapping[str, reference.Number], precision: str
+) -> Tensor:
     node = graph.nodes[number]
-    a, b = reference.multiplied(graph, node, values, *given)
+    a, b = reference.multiplied(graph, node, values, *given, inputs)
     if a.dtype == torch.int8:
         return values[number].abs() * UNIT  # exact, then widened to fp32
     k = a.shape[1]
@@ -206,7 +208,7 @@ def _sums_on_the_way(a: Tensor, b: Tensor) -> Tensor:
 
 def _rounding(node: Node, value: Tensor, error: Tensor, rounded: Tensor) -> Tensor | None:
     """How far what is multiplied of an operand may be from where its exact value is rounded to; None of an operand as it is given."""
-    if node.op == g.OPERAND:
+    if node.op in (g.OPERAND, g.INPUT):
         return None
     error = torch.nan_to_num(error, nan=torch.inf, posinf=torch.inf).expand(value.shape)
     dtype, exact = BY_TORCH_ON_CPU[str(rounded.dtype)], rounded.double()

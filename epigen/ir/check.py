@@ -1,8 +1,8 @@
 """Second stage: untyped Program -> typed Graph, with every mistake of meaning reported together.
 
 What holds afterwards: names are bound once and used, every input has one set of indices, booleans and numbers stand where they
-belong, a reduction feeds nothing that varies over more than it does, each output can be stored, there is one product, and it is used. What varies
-along k is an operand of that, or part of one.
+belong, a reduction feeds nothing that varies over more than it does, each output can be stored, there is a product, and it is used; a second one has
+its left operand. What varies along k is an operand of theirs, or part of one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _GENERATED = frozenset(
     to_int8 float16 float32 float64 bfloat16 int1 int8 int16 int32 int64 uint8 uint32 math extra libdevice language jit""".split()
 )
 _GENERATED_PATTERN = re.compile(
-    r"(stride|offs|columns|block|tiles|num|in|part|split|BLOCK|GROUP|FINISH)_.*|.*_(ptrs?|desc|bufs?|partial|length|value|word|byte|bit|in|of_columns)|finish_.*|out\d+|t\d+|[MNK]_\d+"
+    r"(stride|offs|columns|block|tiles|num|in|part|split|BLOCK|GROUP|FINISH)_.*|.*_(ptrs?|desc|bufs?|partial|length|value|word|byte|bit|in|of_columns)|finish_.*|acc_.*|out\d+|t\d+|[MNK]_\d+"
 )
 
 _Value = int | None  # a node's number, or None where its expression held a mistake
@@ -191,7 +191,7 @@ class _Builder:
         return node.op not in (INPUT, BITS, CONSTANT, EXTENT, OPERAND) and not self.is_mm(node)
 
     def is_mm(self, node: Node) -> bool:
-        return node.op == DOT and all(self.nodes[a].op == OPERAND for a in node.args)
+        return node.op == DOT and not node.name and all(self.nodes[a].op == OPERAND for a in node.args)
 
     def name_is_free(self, name: str, span: Span) -> bool:
         """Whether an input or an assignment may have this name; notes the mistake if not."""
@@ -408,11 +408,18 @@ class _Builder:
         if given is None:
             return None
         operands: list[int] = []
+        second = ""
         for name, part in zip(OPERANDS, given, strict=True):
             value = yield part
-            if value is not None and self.expect(value, NUMBER, part, f"dot's {name}") and self.is_operand(value, name, part):
-                operands.append(value)
-        return self.product(operands, call.span) if len(operands) == len(OPERANDS) else None
+            if value is None or not self.expect(value, NUMBER, part, f"dot's {name}"):
+                continue
+            node = self.nodes[value]
+            if name == "b" and node.op == INPUT and node.indices == OPERANDS[name]:
+                second = node.name
+            elif not self.is_operand(value, name, part):
+                continue
+            operands.append(value)
+        return self.product(operands, call.span, second) if len(operands) == len(OPERANDS) else None
 
     def is_operand(self, value: int, name: str, expr: Expr) -> bool:
         """Whether a value is computed of the operand of this name, and of no other."""
@@ -422,6 +429,8 @@ class _Builder:
         if operands != [name] or self.nodes[value].indices != OPERANDS[name]:
             what = f"one of {' and '.join(sorted(operands))} with {describe_indices(self.nodes[value].indices)}" if operands else f"one with no {name} in it"
             message, hint = f"dot's {name} is an expression of {name}{indices}, and {what} was found", "the operands stand in their order: write dot(a, b)"
+            if name == "b" and not operands:
+                hint = "write dot(a, b), or a second product as dot(a, up[k,n]), of an input as it is given"
         elif counted := next((n for n in reached if n.op == EXTENT), None):
             message, hint = f"extent({counted.name}) within an operand", "pass the number as a scalar input"
         else:
@@ -438,10 +447,16 @@ class _Builder:
             pending += new
         return [self.nodes[number] for number in sorted(seen)]
 
-    def product(self, operands: Sequence[int], span: Span) -> _Value:
-        node = Node(DOT, tuple(operands), NUMBER, "mn")
-        if node not in self.numbers and any(n.op == DOT for n in self.nodes):
-            self.error("a program has one product, and this is another", span, "mm is dot(a, b): bind the one that is meant to a name, or compile two programs")
+    def product(self, operands: Sequence[int], span: Span, second: str = "") -> _Value:
+        """second: the name of the input that is the right operand, where that is not b."""
+        node = Node(DOT, tuple(operands), NUMBER, "mn", name=second)
+        others = [n for n in self.nodes if n.op == DOT and n != node]
+        if any(bool(n.name) == bool(second) for n in others):
+            message = "a program has one product of a and b, and one more of a and an input, and this is another"
+            self.error(message, span, "mm is dot(a, b): bind the one that is meant to a name, or compile two programs")
+            return None
+        if any(n.args[0] != operands[0] for n in others):
+            self.error("the two products of a program have different left operands", span, "write the same one in both, or compile two programs")
             return None
         return self.node(node)
 
@@ -566,6 +581,14 @@ class _Builder:
             return None
         return self.node(Node(REDUCE, (value,), NUMBER, "".join(i for i in "mn" if i not in axes), True, name=row, axes=axes))
 
+    def second(self, name: str, span: Span) -> None:
+        """What holds of an input that is multiplied, once all of the program is there."""
+        if not any(n.op == DOT and not n.name for n in self.nodes):
+            self.error(f"the only product of the program is that of a and '{name}'", span, f"write dot(a, b) or mm, and pass {name} as b")
+        number = next(i for i, n in enumerate(self.nodes) if n.op == INPUT and n.name == name)
+        if any(number in n.args and n.op != DOT for n in self.nodes):
+            self.error(f"'{name}' is multiplied as it is given, and something is computed of it besides", span, "pass it a second time, by another name")
+
     # -- outputs
 
     def outputs(self, exprs: tuple[Expr, ...]) -> tuple[Output, ...]:
@@ -617,6 +640,9 @@ class _Builder:
                     raise InternalError("a packed mask is used inside")
         if self.mistakes:
             return
+        second = next((n for n in self.nodes if n.op == DOT and n.name), None)
+        if second is not None:
+            self.second(second.name, self.inputs[second.name][2])
         for name, assign in self.assigned.items():
             if name not in self.used:
                 self.error(f"'{name}' is bound and never used", assign.span, "list it among the outputs, or drop it")

@@ -1,6 +1,6 @@
 """What training needs of a program, as plain data: the forward that keeps it, the backward that reads it, and how the two are wired.
 
-`derive` makes it; whoever runs it needs no algebra. A backward program has one product, as every program has. By default its `mm` stands
+`derive` makes it; whoever runs it needs no algebra. By default its `mm` stands
 for the gradient that arrives at the forward's first tile output: in a chain of layers that is the product of the next layer's
 input-gradient GEMM, into which the derivative and the bias gradient are fused. With "recompute" its `mm` is the forward's own product,
 taken again, and the gradient is read.
@@ -46,11 +46,12 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way of keeping what the derivative reads. save: one of SAVE, or NOTHING. operands: their dtype."""
+    """One way of keeping what the derivative reads. save: one of SAVE, or NOTHING. operands: their dtype. products: how many the program has."""
 
     save: str
     saved: tuple[Saved, ...]
     operands: DType
+    products: int = 1
 
     def kept_bytes(self, shape: Shape) -> int:
         """Held from forward to backward for the derivative's sake, beyond operands, inputs and the program's own outputs."""
@@ -63,7 +64,7 @@ class Option:
         """
         m, n, k = shape[-3:]
         moved = self.kept_bytes(shape) + sum(s.bytes(shape) for s in self.saved)
-        return moved + products(shape) * (m * k + k * n + 2 * m * n) * self.operands.bytes if self.save == RECOMPUTE else moved
+        return moved + products(shape) * (m * k + self.products * k * n + 2 * m * n) * self.operands.bytes if self.save == RECOMPUTE else moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,9 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """Where the gradient of "mm" or of an input is found.
+    """Where the gradient of "mm" or of an input is found; of an input that is multiplied, that of its product.
 
-    output: the backward's output that holds it, in the input's own indices. passed: "", or instead the forward's output whose arriving
+    output: the backward's output that holds it, in the input's own indices, or the product's. passed: "", or instead the forward's output whose arriving
     gradient it is, unchanged. Two inputs may share one output.
     """
 

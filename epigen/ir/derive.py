@@ -93,6 +93,7 @@ class _Way:
 def _ways(graph: Graph, derivative: Gradients, operands: DType) -> Iterable[_Way]:
     """Every way that gives the derivative what it reads."""
     nodes, forward = derivative.nodes, len(graph.nodes)
+    second = graph.second()
     from_mm: list[bool] = []  # elementwise
     for node in nodes:
         from_mm.append(node.op == g.DOT or (node.op != g.REDUCE and any(from_mm[a] for a in node.args)))
@@ -105,12 +106,12 @@ def _ways(graph: Graph, derivative: Gradients, operands: DType) -> Iterable[_Way
         stops, reached = _cut(derivative, lambda i: finished(i) or (from_mm[i] and stop(i)))
         product = next((o.name for o in graph.outputs if graph.nodes[o.node].indices == "mn" and o.name in reached), "")
         again = g.PRODUCT in reached
-        if again != (save == RECOMPUTE) or not (again or product):
+        if again != (save == RECOMPUTE) or not (again or product) or (not again and second and second.name in reached):
             return None
         labels = (n.label for i, n in enumerate(nodes) if i not in stops or i in kept)
         names = Names([*(n.name for n in graph.inputs()), *labels, *(o.name for o in graph.outputs)])
         saved = tuple(_saved(nodes[i], kept.get(i), operands, names) for i in stops)
-        return _Way(Option(save, saved, operands), stops, "" if again else product)
+        return _Way(Option(save, saved, operands, 1 if second is None else 2), stops, "" if again else product)
 
     nothing = way(NOTHING, lambda _i: False)
     if nothing is not None:
@@ -121,7 +122,8 @@ def _ways(graph: Graph, derivative: Gradients, operands: DType) -> Iterable[_Way
         way(MASK, lambda i: nodes[i].kind == BOOLEAN),
         way(OUTPUT, lambda i: i in kept),
         # of the tiles that each do alone, the one nearest to the outputs
-        way(PREACTIVATION, tiles[0].__eq__) if tiles else None,
+        way(PREACTIVATION, tiles[0].__eq__) if tiles and not second else None,
+        way(PREACTIVATION, lambda i: nodes[i].op == g.DOT) if second else None,  # of two products no tile does alone
         way(RECOMPUTE, lambda _i: False),
     )
     yield from filter(None, several)

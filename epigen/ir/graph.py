@@ -31,10 +31,11 @@ class Node:
     """One value.
 
     op: a row of the operation table or one of the node kinds above.
-    args: of a product, its operands: a[m,k] and b[k,n] as they are given, or what is computed of each.
+    args: of a product, its operands: a[m,k] and b[k,n] as they are given, or what is computed of each; of a second one the same of a, and an input [k,n].
     indices: which of INDICES it varies over, in that order. Along k only operands do, and what they are computed of.
     kind: NUMBER, BOOLEAN or PACKED.  reduced: computed from a finished reduction.
-    value: a constant's.  name: an input's or operand's, the index of an extent, or the reduction's row.  axes: what a reduction contracts.
+    value: a constant's.  name: an input's or operand's, that of a second product's right operand, the index of an extent, or the reduction's row.
+    axes: what a reduction contracts.
     dtype: a cast's.  label: the name that the user gave the value ("" if none); no part of its meaning.
     """
 
@@ -75,8 +76,12 @@ class Graph:
         return tuple(n for n in self.nodes if n.op in (INPUT, BITS))
 
     def product(self) -> int | None:
-        """The number of the product's node; None where the program is over a product that is given."""
-        return next((i for i, n in enumerate(self.nodes) if n.op == DOT), None)
+        """The number of the node of the product of a and b; None where the program is over a product that is given."""
+        return next((i for i, n in enumerate(self.nodes) if n.op == DOT and not n.name), None)
+
+    def second(self) -> Node | None:
+        """The input [k,n] that is the right operand of a second product, of which a is the left one, if there is one."""
+        return next((self.nodes[n.args[1]] for n in self.nodes if n.op == DOT and n.name), None)
 
     def computed(self) -> tuple[str, ...]:
         """Names of the operands of which something is computed that is then multiplied."""

@@ -73,7 +73,7 @@ def with_leaf(graph: Graph) -> Graph:
     Requires: canonical order. Ensures: it. Digests are of this form, as they were when there was no other product, so that records stay valid.
     """
     leaf = Node(g.PRODUCT, (), NUMBER, "mn")
-    return graph if graph.computed() else order(replace(graph, nodes=tuple(leaf if n.op == g.DOT else n for n in graph.nodes)))
+    return graph if graph.computed() else order(replace(graph, nodes=tuple(leaf if n.op == g.DOT and not n.name else n for n in graph.nodes)))
 
 
 def order(graph: Graph) -> Graph:

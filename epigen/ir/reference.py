@@ -70,7 +70,8 @@ def evaluate(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], d
         if graph.nodes[output.node].kind == g.PACKED:
             results.append(value)
         elif dtype == INT32:
-            results.append(product(a, b, torch.float64).to(torch.int32))
+            operands = multiplied(graph, graph.nodes[output.node], values, a, b, inputs)
+            results.append(product(*operands, torch.float64).to(torch.int32))
         else:
             results.append(convert(shaped(value, graph.nodes[output.node].indices, m, n), dtype))
     return results
@@ -116,7 +117,7 @@ def node_values(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number]
     with without_autocast(a.device):  # which would round the operands and the product of fp32 values to half precision
         for node in graph.nodes:
             if node.op == g.DOT:
-                values.append(product(*multiplied(graph, node, values, a, b), compute))
+                values.append(product(*multiplied(graph, node, values, a, b, inputs), compute))
             else:
                 values.append(_value(node, arguments(graph, node, values), a, b, inputs, compute, m, n))
     return values
@@ -128,10 +129,13 @@ def arguments(graph: Graph, node: Node, values: Sequence[Tensor]) -> list[Tensor
     return [x[:, None] if (node.indices, indices) == ("kn", "k") and x.dim() == 1 else x for x, indices in with_indices]
 
 
-def multiplied(graph: Graph, node: Node, values: Sequence[Tensor], a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def multiplied(graph: Graph, node: Node, values: Sequence[Tensor], a: Tensor, b: Tensor, inputs: Mapping[str, Number]) -> tuple[Tensor, Tensor]:
     """What a product multiplies: operands as they are given, or what is computed of them, rounded once to their own dtypes."""
+    other = inputs[node.name] if node.name else b
+    assert isinstance(other, Tensor)
     left, right = (
-        given if graph.nodes[i].op == g.OPERAND else convert(values[i], BY_TORCH_ON_CPU[str(given.dtype)]) for i, given in zip(node.args, (a, b), strict=True)
+        given if graph.nodes[i].op in (g.OPERAND, g.INPUT) else convert(values[i], BY_TORCH_ON_CPU[str(given.dtype)])
+        for i, given in zip(node.args, (a, other), strict=True)
     )
     return left, right
 

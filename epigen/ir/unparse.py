@@ -88,7 +88,7 @@ class _Writer:
 
     def leaf(self, node: Node) -> bool:
         """Whether a value is written as a name or a number: the product of the operands as they are given is mm."""
-        return node.op in _LEAVES or (node.op == g.DOT and all(self.graph.nodes[a].op == g.OPERAND for a in node.args))
+        return node.op in _LEAVES or (node.op == g.DOT and not node.name and all(self.graph.nodes[a].op == g.OPERAND for a in node.args))
 
     def bind(self, name: str, expr: Expr) -> Name:
         self.assigns.append(Assign(name, expr, _NOWHERE))

@@ -143,6 +143,19 @@ def computed_operands(c: Candidate) -> str:
     )
 
 
+def second_product(c: Candidate) -> str:
+    if c.spec.second is None:
+        return ""
+    name = c.spec.second.name
+    if not c.schedule.multiplies:
+        return f"the schedule {c.schedule.name} takes one product of the vendor's, and the program has a second, with {name}"
+    if c.config.values and schedules.splits(c.config) > 1:
+        return f"{c.schedule.name} with splits={schedules.splits(c.config)} adds up parts of one product, and the program has a second, with {name}"
+    if c.schedule.descriptors and name not in c.spec.signature.tma:
+        return f"the schedule {c.schedule.name} addresses {name} by TMA, which needs aligned rows that lie as those of b do: tiled takes any"
+    return ""
+
+
 def parts_of_k(c: Candidate) -> str:
     if not adds_in_order(c.spec) or schedules.splits(c.config) == 1:
         return ""
@@ -293,12 +306,13 @@ LAUNCHES: tuple[Restriction, ...] = (
     coordinates,
     vendors_extents,
     computed_operands,
+    second_product,
     parts_of_k,
     vendors_order,
 )
 SAME_BITS: tuple[Restriction, ...] = (instruction,)
 """Of configs that epigen chooses: one that is given is the same for all M."""
-OF_SCHEDULE: tuple[Restriction, ...] = (architecture, operands, along_k, computed_operands, fp8)
+OF_SCHEDULE: tuple[Restriction, ...] = (architecture, operands, along_k, computed_operands, second_product, fp8)
 """Those of LAUNCHES and COMPILES that say the same of all configs of a schedule."""
 COMPILES: tuple[Restriction, ...] = (fp8, step, threads, transposed_in_threads)
 PAYS: tuple[Restriction, ...] = (filled, shared_memory, accumulators, held_inputs, work_of_a_warp)

@@ -104,9 +104,10 @@ def estimates(spec: KernelSpec, configs: Iterable[KernelConfig], shape: Shape, g
 def unfused_us(spec: KernelSpec, shape: Shape, gpu: Gpu) -> float:
     """About how long the product takes in the vendor's library, followed by eager PyTorch's operations, each a launch and a pass."""
     moved, (m, n, k) = traffic(spec, shape), shape[-3:]
-    product_bytes = products(shape) * (m * k * spec.signature.a.bytes + k * n * spec.signature.b.bytes + m * n * eager_dtype(spec).bytes)
+    each = k * n * spec.signature.b.bytes + m * n * eager_dtype(spec).bytes
+    product_bytes = products(shape) * (m * k * spec.signature.a.bytes + len(spec.products) * each)
     beside = max(0.0, moved.unfused_bytes - product_bytes)
-    product = _Timing(spec, shape, gpu, FITTED).vendor_us(eager_dtype(spec))
+    product = len(spec.products) * _Timing(spec, shape, gpu, FITTED).vendor_us(eager_dtype(spec))
     return gpu.launch_us + product + (moved.unfused_launches - 1) * FITTED.gap_us + beside / (gpu.achieved_gbps * 1e3)
 
 
@@ -130,7 +131,7 @@ class _Timing(Work):
         self.flops_us = gpu.peak(FP32 if self.plain else sig.a, "ieee" if self.plain else sig.precision) * 1e6 / self.sms
         self.bytes_us = gpu.achieved_gbps * 1e3
         self.clock_us = float(gpu.clock_mhz)
-        self.operand_bytes = (self.count * m * k * sig.a.bytes, self.count * k * n * sig.b.bytes)
+        self.operand_bytes = (self.count * m * k * sig.a.bytes, len(spec.products) * self.count * k * n * sig.b.bytes)
         self.vector_bytes = sum(item_bytes(i, m, n) for i in spec.inputs if i.indices != "mn")
         self.beside_bytes = sum(item_bytes(i, m, n, k) for i in self.along_k)
 
@@ -226,22 +227,24 @@ class _Timing(Work):
     def _tma_step_us(self, config: KernelConfig, tiles_m: int, tiles_n: int, steps: int) -> tuple[float, float]:
         """A step of a main loop whose operands TMA loads, once the buffers are full; and filling them, for the first step."""
         m, n, _ = self.shape[-3:]
-        block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
+        block_m, right, block_k = config["block_m"], self.right(config), config["block_k"]
         warps, by_producer = schedules.multiplying_warps(config), SCHEDULES[config.schedule].architecture == "hopper"
         # from L2 into the multiprocessor
-        step_bytes = (block_m + block_n) * block_k * self.element_bytes
+        step_bytes = (block_m + right) * block_k * self.element_bytes
         not_shared = self._rows_apart(config, tiles_m, tiles_n) * block_k * self.element_bytes / _TMA_ROW_BYTES
-        padding = block_m + block_n - m / max(1, tiles_m) - n / max(1, tiles_n)  # rows and columns of a tile that lie outside, in the mean
+        padding = (
+            block_m + right - m / max(1, tiles_m) - len(self.spec.products) * n / max(1, tiles_n)
+        )  # rows and columns of a tile that lie outside, in the mean
         outside = padding * -(-block_k * self.element_bytes // _TMA_ROW_BYTES)
         clocks = step_bytes / self.c.l2_bytes_clock * self._crowded(self.count * tiles_m * tiles_n * schedules.splits(config)) + self._crossing_clocks(config)
         load = (clocks + not_shared * self.c.apart_clocks + outside * self.c.outside_clocks) / self.clock_us
         in_flight = max(1.0, min(config["num_stages"] - 1 - dict(config.values).get("pingpong", 0) * self.c.held_stages, steps))
         # the tensor cores: their rate, what they read of shared memory, and what waits for what
-        products = 2.0 * block_m * block_n * block_k / (self.flops_us * self.c.tensor_share)
+        products = 2.0 * block_m * right * block_k / (self.flops_us * self.c.tensor_share)
         sharing_rows = max(1, warps // 4 // (block_m // 64))  # warpgroups that read the same rows of a
-        read_bytes = block_m // 64 * (64 * sharing_rows + block_n) * block_k * self.element_bytes
+        read_bytes = block_m // 64 * (64 * sharing_rows + right) * block_k * self.element_bytes
         shared_memory = (read_bytes + self.c.arriving_share * step_bytes) / (self.c.shared_bytes_clock * self.clock_us)
-        multiply = self._multiply_us(block_m, block_n, block_k, warps)
+        multiply = self._multiply_us(block_m, right, block_k, warps)
         if self.spec.promoted:
             multiply = self._promoted_us(config, products)
         step = self._norm(products, shared_memory, load, multiply, (self._later_us + load) / in_flight, smooth=self.c.tma_smooth)
@@ -253,7 +256,7 @@ class _Timing(Work):
         """What a step takes to lay an operand of 32 bits along k, as wgmma wants those: through registers, and beside nothing else."""
         if self.element_bytes < 4 or not self.wgmma(config["block_m"], warps):
             return 0.0
-        across = config["block_m"] * (self.layout[0] == "t") + config["block_n"] * (self.layout[1] == "n")
+        across = config["block_m"] * (self.layout[0] == "t") + self.right(config) * (self.layout[1] == "n")
         return across * config["block_k"] * self.c.turned_clocks / self.clock_us
 
     def _crowded(self, tiles: int) -> float:
@@ -299,7 +302,7 @@ class _Timing(Work):
 
         def requested(group: int) -> float:
             rows = min(beside, group) if beside <= group * tiles_n else beside / tiles_n
-            return (rows * config["block_m"] + min(tiles_n, (beside - 1) / group + 1) * config["block_n"]) / beside
+            return (rows * config["block_m"] + min(tiles_n, (beside - 1) / group + 1) * self.right(config)) / beside
 
         return requested(min(config["group_m"], tiles_m)) - min(requested(min(group, tiles_m)) for group in SCHEDULES[config.schedule].dimensions["group_m"])
 
@@ -309,11 +312,11 @@ class _Timing(Work):
         Operands without gaps are assumed, and copies whose rows begin with a line.
         """
         copied = schedules.padded(config, self.spec.signature.tma)
-        block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
+        block_m, right, block_k = config["block_m"], self.right(config), config["block_k"]
         total = 0.0
         for name, (rows, columns), pitch in zip(
             "ab",
-            ((block_m, block_k) if self.layout[0] == "n" else (block_k, block_m), (block_k, block_n) if self.layout[1] == "n" else (block_n, block_k)),
+            ((block_m, block_k) if self.layout[0] == "n" else (block_k, block_m), (block_k, right) if self.layout[1] == "n" else (right, block_k)),
             row_lengths(self.shape, self.layout),
             strict=True,
         ):
@@ -327,28 +330,28 @@ class _Timing(Work):
 
     def _loop_us(self, config: KernelConfig, needs: Resources, blocks: int, latency: float, steps: int, tiles: int) -> tuple[float, float]:
         """Until the first step can begin, and all steps over block_k, of all blocks that share a multiprocessor."""
-        block_m, block_n, block_k, warps = config["block_m"], config["block_n"], config["block_k"], config["num_warps"]
-        a_bytes, b_bytes = block_m * block_k * self.element_bytes, block_n * block_k * self.element_bytes
+        block_m, right, block_k, warps = config["block_m"], self.right(config), config["block_k"], config["num_warps"]
+        a_bytes, b_bytes = block_m * block_k * self.element_bytes, right * block_k * self.element_bytes
         share = self._tensor_share(block_m, warps, blocks)
-        products = 2.0 * block_m * block_n * block_k / (self.flops_us * share)
+        products = 2.0 * block_m * right * block_k / (self.flops_us * share)
         if self.wgmma(block_m, warps):
             beside = max(1, warps // 4 // (block_m // 64))  # warpgroups that share rows, and read them again
-            read = block_m // 64 * (64 * beside + block_n) * block_k * self.element_bytes
+            read = block_m // 64 * (64 * beside + right) * block_k * self.element_bytes
         else:
             # warps side by side read the same rows: as square a grid of them as the tile has
-            rows = min(max(1, block_m // 16), _power_at_most(math.sqrt(warps * block_m / block_n)), warps)
+            rows = min(max(1, block_m // 16), _power_at_most(math.sqrt(warps * block_m / right)), warps)
             read = a_bytes * (warps // rows) + b_bytes * rows
         shared = (read + a_bytes + b_bytes) / (self.c.shared_bytes_clock * self.clock_us)
         # a row of a tile is contiguous in memory: along k, or along m or n
         feed = self._feed_us(*((block_m, block_k) if self.layout[0] == "n" else (block_k, block_m)))
-        feed += self._feed_us(*((block_k, block_n) if self.layout[1] == "n" else (block_n, block_k))) * (1.0 if self.layout[1] == "n" else self.c.b_along_k)
+        feed += self._feed_us(*((block_k, right) if self.layout[1] == "n" else (right, block_k))) * (1.0 if self.layout[1] == "n" else self.c.b_along_k)
         feed = feed * self._crowded(tiles) + self._crossing_clocks(config) / self.clock_us
         if any(self.narrow):
-            multiply = max(products, shared, self._multiply_us(block_m, block_n, block_k, warps))
+            multiply = max(products, shared, self._multiply_us(block_m, right, block_k, warps))
             return self.c.block_us, steps * (self._narrow_step_us(config, needs, blocks, multiply) + self._computed_us(config, blocks))
         spill = self.c.spill if needs.registers > self.c.spilled * needs.most_registers else 1.0
         copies = (a_bytes / self.copy_bytes[0] + b_bytes / self.copy_bytes[1]) / (32 * warps)
-        issue, multiply = copies * self.c.copy_clocks / self.clock_us, self._multiply_us(block_m, block_n, block_k, warps)
+        issue, multiply = copies * self.c.copy_clocks / self.clock_us, self._multiply_us(block_m, right, block_k, warps)
         issue += self._computed_us(config, blocks)
         if config["num_stages"] == 1:  # load, wait, multiply
             return self.c.block_us, steps * spill * (latency + max(issue, blocks * feed) + max(multiply, blocks * products, blocks * shared))
@@ -389,13 +392,13 @@ class _Timing(Work):
         """What a warpgroup takes for its own part of a step whose products are summed by themselves: to multiply, to wait for it and to add them up. In cooperative
         kernels the other's products fill the tensor cores meanwhile; in ping-pong the sums are as slow as an epilogue. products: what those take for the whole step."""
         groups, subtiles = schedules.tile_parts(config)
-        added = config["block_m"] * config["block_n"] / groups / _LANES * (self.c.beside_alu if dict(config.values).get("pingpong", 0) else 1.0)
+        added = config["block_m"] * self.right(config) / groups / _LANES * (self.c.beside_alu if dict(config.values).get("pingpong", 0) else 1.0)
         return products / groups + (added + subtiles * self.c.wait_clocks) / self.clock_us
 
     def _narrow_step_us(self, config: KernelConfig, needs: Resources, blocks: int, multiply: float) -> float:
         """A step whose operands are loaded element by element: nothing of it is asynchronous, so that a block loads, waits and multiplies."""
         warps = config["num_warps"]
-        loads = sum(config[b] * config["block_k"] for b, narrow in zip(("block_m", "block_n"), self.narrow, strict=True) if narrow) / 32
+        loads = sum(block * config["block_k"] for block, narrow in zip((config["block_m"], self.right(config)), self.narrow, strict=True) if narrow) / 32
         load = loads * self.c.narrow_clocks / self.clock_us
         alone = max(load, loads / warps * self.c.narrow_warp_clocks / self.clock_us)
         own = self.c.narrow_us + alone + multiply + needs.spilled * self.c.narrow_spill_ns * 1e-3
@@ -450,8 +453,8 @@ class _Timing(Work):
         rows = min(tiles_m, group * -(-concurrent // (group * tiles_n)))
 
         def panel(rows: int, columns: int) -> float:
-            block_m, block_n = rows * config["block_m"], columns * config["block_n"]
-            return ((block_m + block_n) * self.element_bytes + self.spec.beside_bytes(block_m, block_n)) * self.shape[-1]
+            block_m, right = rows * config["block_m"], columns * self.right(config)
+            return ((block_m + right) * self.element_bytes + self.spec.beside_bytes(block_m, right)) * self.shape[-1]
 
         if panel(rows, tiles_n) <= held:
             return once

@@ -82,6 +82,10 @@ class Work:
         self.narrow = tuple(copy < _ASYNC_BYTES for copy in self.copy_bytes)  # they lead through registers
         self.held_an_element = min(1.0, self.read_bytes / 4 + 0.3 * sum(s.packed for s in spec.stores) + 0.01 * max(0.0, self.operations - 4))
 
+    def right(self, config: KernelConfig) -> int:
+        """Columns of a tile's right operands together: one for each product."""
+        return config["block_n"] * len(self.spec.products)
+
     def wgmma(self, block_m: int, warps: int) -> bool:
         """Hopper and later datacentre parts multiply straight from shared memory, 64 rows and four warps at a time."""
         return self.target.name in WGMMA and block_m >= 64 and warps % 4 == 0 and not self.plain
@@ -90,8 +94,8 @@ class Work:
         if SCHEDULES[config.schedule].architecture == "hopper":
             return self._grouped(config)
         threads = config["num_warps"] * self.target.warp_size
-        block_m, block_n = config["block_m"], config["block_n"]
-        accumulators = -(-block_m * block_n // threads)
+        block_m, block_n, right = config["block_m"], config["block_n"], self.right(config)
+        accumulators = -(-block_m * right // threads)
         most = min(255, self.target.sm_registers // threads)
         if not SCHEDULES[config.schedule].multiplies:
             registers = 24 + int((1 + self.read_bytes / 4) * accumulators)
@@ -111,7 +115,7 @@ class Work:
         # wgmma wants 8-bit operands along k: another one goes through registers, and has one buffer
         each = [buffers if k or self.element_bytes > 1 or not wgmma else 1 for k in along_k]
         each = [1 if narrow else count for narrow, count in zip(self.narrow, each, strict=True)]
-        shared = (each[0] * block_m + each[1] * block_n) * block_k * self.element_bytes
+        shared = (each[0] * block_m + each[1] * right) * block_k * self.element_bytes
         shared += buffers * block_k * self.spec.beside_bytes(block_m, block_n)
         if self.target.backend == "cuda":  # the stores' layout is reached through shared memory
             shared = max(shared, min(block_m * block_n * self.store_bytes, 1 << 16))
@@ -119,7 +123,7 @@ class Work:
         # two and a half of a narrower one (16 more kernels, Triton 3.6, sm_90: rows of 1004 and 1002 elements of fp16). The older
         # instruction also holds the operands, about as much again; fp8 a second accumulator, since the tensor cores' own is narrow.
         again = 1.0 if not wgmma else _PROMOTED if self.spec.promoted else 0.0
-        bytes_a_thread = [block * block_k * self.element_bytes / threads for block in (block_m, block_n)]
+        bytes_a_thread = [block * block_k * self.element_bytes / threads for block in (block_m, right)]
         copies = max(2.0, sum(held * (2.0 if copy == _VECTOR_BYTES else 2.5) / copy for held, copy in zip(bytes_a_thread, self.copy_bytes, strict=True)))
         registers, spilled = int(36 + accumulators * (1 + self.held_an_element + again) + copies), 0
         if any(self.narrow):
@@ -131,12 +135,12 @@ class Work:
     def _grouped(self, config: KernelConfig) -> Resources:
         """Of a kernel whose groups of four warps have a tile each, or half of one: registers are handed out by the kernel itself."""
         groups, subtiles = schedules.tile_parts(config)
-        accumulators = config["block_m"] // groups * config["block_n"] // 128
+        accumulators = config["block_m"] // groups * self.right(config) // 128
         if self.spec.promoted:
             # each subtile of a step is summed by itself first; and of rows that are prefetched a thread keeps a quarter beside all that
             rows = sum(i.dtype.bytes for i in self.spec.loaded if i.indices == "n" and i.dtype)
             accumulators += accumulators // (subtiles if subtiles <= schedules.AT_ONCE else 1) + config["prefetch"] * config["block_n"] * rows // 16
-        loaded = config["num_stages"] * ((config["block_m"] + config["block_n"]) * config["block_k"] * self.element_bytes + 16)
+        loaded = config["num_stages"] * ((config["block_m"] + self.right(config)) * config["block_k"] * self.element_bytes + 16)
         buffers = (2 // groups) * config["block_m"] * config["block_n"] // subtiles
         stored, loaded_by_tma = schedules.tma_stored(self.spec, config), schedules.tma_loaded(self.spec, config)
         at_once = min(subtiles, schedules.AT_ONCE)
@@ -165,7 +169,8 @@ class Work:
         may take the stages' place where no load is under way meanwhile, as may the change of what a pointer loads to the accumulator's layout.
         """
         tile, stages = config["block_m"] * config["block_n"] // config["subtiles"], config["num_stages"]
-        loaded = stages * (config["block_m"] + config["block_n"]) * config["block_k"] * self.element_bytes + 32
+        loaded = stages * (config["block_m"] + self.right(config)) * config["block_k"] * self.element_bytes + 32
+        loaded += 8 * stages * (len(self.spec.products) - 1)  # barriers
         # what the warps exchange for a reduction or a mask, or to change a layout, has a place of its own where loads may be under way
         sums = 4 * config["num_warps"] * config["block_n"] // config["subtiles"]  # each warp's, of the columns of a part
         masks = 2048 if any(s.packed for s in self.spec.stores) else 0
@@ -186,7 +191,7 @@ class Work:
         warps = config["num_warps"]
         threads = warps * self.target.warp_size
         taken, least = 28 + 1.4 * accumulators + 17 * wgmma, 4 + 1.2 * accumulators + 29 * wgmma - 87 * (warps == 1)
-        for block, along_k, narrow in zip((config["block_m"], config["block_n"]), (self.layout[0] == "n", self.layout[1] == "t"), self.narrow, strict=True):
+        for block, along_k, narrow in zip((config["block_m"], self.right(config)), (self.layout[0] == "n", self.layout[1] == "t"), self.narrow, strict=True):
             each = block * config["block_k"] / threads * narrow
             taken, least = taken + each * (3.5 if along_k else 1.7), least + each * (3.5 if along_k else 0.5)
         return int(taken), max(0, int(least) - min(255, self.target.sm_registers // threads))

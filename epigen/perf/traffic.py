@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from epigen import ops
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import ACC, CAST, WIDEN, Input, KernelConfig, KernelSpec, Store
+from epigen.codegen.spec import CAST, WIDEN, Input, KernelConfig, KernelSpec, Store
 from epigen.dtypes import BF16, FP32, INT8, DType
 from epigen.ir.graph import OPERANDS, common_indices
 from epigen.shapes import Shape, products
@@ -65,7 +65,9 @@ def traffic(spec: KernelSpec, shape: Shape, config: KernelConfig | None = None) 
     between += sum(2 * {"a": m * k * sig.a.bytes, "b": k * n * sig.b.bytes}[name] for name in copied)
     unfused, launches = _unfused(spec, shape)
     ours, count = 1 + int(library) + len(copied) + after, products(shape)
-    return Traffic(2.0 * count * m * n * k, float(count * (fused + again + between)), ours, float(count * (operands + unfused + again)), launches)
+    return Traffic(
+        2.0 * count * m * n * k * len(spec.products), float(count * (fused + again + between)), ours, float(count * (operands + unfused + again)), launches
+    )
 
 
 def size_of(indices: str, m: int, n: int, k: int = 1) -> int:
@@ -97,9 +99,9 @@ def _unfused(spec: KernelSpec, shape: Shape) -> tuple[int, int]:
     m, n, k = shape[-3:]
     element = eager_dtype(spec)
     product = 4 if spec.signature.a == INT8 else element.bytes
-    held: dict[str, tuple[str, int]] = {ACC: ("mn", product)}  # indices, bytes an element
+    held: dict[str, tuple[str, int]] = dict.fromkeys(spec.products, ("mn", product))  # indices, bytes an element
+    moved, launches = m * n * product * len(held), len(held)
     held |= {o.name: (OPERANDS[o.name], element.bytes) for o in spec.computed}
-    moved, launches = m * n * product, 1
 
     def size(name: str) -> int:
         indices, each = held[name]

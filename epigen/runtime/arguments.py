@@ -127,6 +127,12 @@ def check_names(declared: Mapping[str, Node], inputs: Mapping[str, Any]) -> None
         raise CallError(f"missing input{'s' * (len(missing) > 1)}: {', '.join(f'{n}{_declared(declared[n])}' for n in missing)}")
 
 
+def check_second(name: str, value: Tensor, b: Tensor) -> None:
+    """An input that is the right operand of a second product, after `check_inputs`. b: that of the first."""
+    if value.dtype != b.dtype:
+        raise CallError(f"input '{name}' is {value.dtype} and operand b is {b.dtype}: what is multiplied with a needs the dtype of b")
+
+
 def check_double(what: str, t: Tensor, first: Tensor) -> None:
     """first: an operand, or the product that is given."""
     if t.dtype == torch.float64 and t.device.type not in ("cpu", "meta"):

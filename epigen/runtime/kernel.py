@@ -395,6 +395,8 @@ class Kernel:
         arguments.check_inputs(self._inputs, inputs, (m, n, k), first)
         if operands:
             check_computed(self._graph, BY_TORCH_ON_CPU[str(first.dtype)])
+            if second := self._graph.second():
+                arguments.check_second(second.name, inputs[second.name], operands[1])
         all_outputs = outputs.of(self._graph, BY_TORCH_ON_CPU[str(first.dtype)])
         shape: Shape = (m, n, k)
         if batch is not None:
@@ -434,7 +436,11 @@ class Kernel:
         results = {out.name: outs[out.name] if out.name in outs else out.held(m, n).empty(nowhere) for out in all_outputs}
         tensors = [t for t in (*operands, *inputs.values(), *results.values()) if isinstance(t, Tensor)]
         matrices = dict(zip("ab", operands, strict=False))
-        upright = {name: t if arguments.layout(t) == "n" else t.T for name, t in matrices.items()}
+        second = self._graph.second()
+        multiplied = matrices | (
+            {second.name: inputs[second.name]} if second and arguments.layout(inputs[second.name]) == arguments.layout(operands[1]) else {}
+        )
+        upright = {name: t if arguments.layout(t) == "n" else t.T for name, t in multiplied.items()}
         upright |= {name: inputs[name] for name in self._inputs if name in self._graph.tiles()}
         written = {o.name: results[o.name] for o in self._graph.outputs if describable(self._graph, o)}
         strided = [(name, {"a": "mk", "b": "kn"}[name], t.stride()) for name, t in matrices.items()]

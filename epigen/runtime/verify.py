@@ -97,17 +97,23 @@ def sample(
             return torch.empty((*lead, m, g.mask_stride(n)), dtype=torch.uint8, device=device)[..., : -(-n // 8)]
         return reference.pack(torch.rand((*lead, m, n), generator=generator, device=device) < 0.5)
 
+    def right() -> Tensor:
+        return tensor(b, *lead, k, n, scale=max(k, 1) ** -0.5, transposed=layout[1] == "t")
+
     named: dict[str, Any] = {}
+    second = graph.second()
     for node in graph.inputs():
         dtype = inputs if isinstance(inputs, DType) else inputs.get(node.name, FP32)
         if node.op == g.BITS:
             named[node.name] = mask()
+        elif node == second:
+            named[node.name] = right()
         elif node.indices:
             named[node.name] = tensor(dtype, *(lead if len(node.indices) == 2 else ()), *(extents[i] for i in node.indices))
         else:
             value = 2.0 if integers or generator is None else 0.5 + torch.rand((), generator=generator, device=device).item()
             named[node.name] = value if scalars_by_value else torch.tensor([value], device=device).to(reference.torch_dtype(dtype))
-    return Sample(tensor(a, *lead, m, k, transposed=layout[0] == "t"), tensor(b, *lead, k, n, scale=max(k, 1) ** -0.5, transposed=layout[1] == "t"), named)
+    return Sample(tensor(a, *lead, m, k, transposed=layout[0] == "t"), right(), named)
 
 
 def differences(kernel: Kernel, given: Sample, precision: str = "ieee", out: Any = None) -> dict[str, Difference]:

@@ -132,15 +132,15 @@ def run(
 
 def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
     """What `chain.chain` comes to where it is called with tensors like these, in torch's modes as they are: a function without its checks. None where the chain
-    has torch itself run the layers, where a gradient is 0 throughout, and where one computes what it multiplies, gives a mask, or within the chain more than a tile. Inputs are taken of exactly the shapes that a program
+    has torch itself run the layers, where a gradient is 0 throughout, and where one computes what it multiplies, has two products, gives a mask, or within the chain more than a tile. Inputs are taken of exactly the shapes that a program
     declares with x's leading dimensions.
     """
     programs = [plan.declared(link.epilogue) for link in links]
     tensors = [v for v in _row(x, links) if isinstance(v, Tensor)]
-    computed = any(graph_of(link.epilogue).computed() for link in links)
+    plain = all(plan.one_product(link.epilogue) for link in links)
     last_graph = graph_of(links[-1].epilogue)
     fits = all(program.tile for program in programs[:-1]) and not any(last_graph.nodes[o.node].kind == PACKED for o in last_graph.outputs)
-    if not fits or computed or not library.unseen(*tensors) or composed.needed(tensors):
+    if not fits or not plain or not library.unseen(*tensors) or composed.needed(tensors):
         return None
     for link, program in zip(links, programs, strict=True):
         expanded = chain.presented(link, program, x)

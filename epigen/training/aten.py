@@ -385,8 +385,10 @@ class Importer:
     # -- the nodes
 
     def plus(self, product: fx.Node, added: fx.Node | None, scale: tuple[float, float] = (1.0, 1.0), factors: Sequence[fx.Node] = ()) -> None:
-        """What addmm adds is a part of its value. scale: by how much the product and that are multiplied. factors: the product alone, besides."""
-        scaled = " * ".join(["mm", *(self.value(factor, product).text for factor in factors)])
+        """What addmm adds is a part of its value; product: one that is known, without that. scale: by how much the product and that are multiplied. factors: the product alone, besides."""
+        own = self.known[product]
+        assert isinstance(own, Value)
+        scaled = " * ".join([own.text, *(self.value(factor, product).text for factor in factors)])
         parts = [(scaled, scale[0])] + ([(self.value(added, product).text, scale[1])] if added is not None else [])
         terms = [text if factor == 1 else f"{_number(factor, product)} * {text}" for text, factor in parts]
         self.known[product] = self.bind(" + ".join(terms), self.frame_roles)
@@ -579,6 +581,12 @@ class Importer:
         keep = bool(given.get("keepdim", False))
         roles = tuple(None if d in listed else r for d, r in enumerate(x.roles) if keep or d not in listed)
         return self.bind(text, roles, False, True)
+
+    def second(self, node: fx.Node, right: fx.Node) -> None:
+        """Another product of the same left operand, which the program computes too. right: what gives its right operand."""
+        leaf = Leaf(self.naming(right), right, "kn", None)
+        if right not in self.known and self.leaves.setdefault(leaf.name, leaf) == leaf:
+            self.known[node] = self.bind(f"dot(a, {leaf.name}[k,n])", self.frame_roles)
 
     def bind(self, text: str, roles: tuple[Role, ...], boolean: bool = False, reduced: bool = False) -> Value:
         name = f"v{len(self.lines)}_"

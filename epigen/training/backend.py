@@ -218,13 +218,18 @@ def fuse(graph: fx.Graph, terms: Terms = UNTUNED) -> list[Seen]:
     levels = regions.levels_of(graph)
     nodes = regions.products(graph)
     regions.compile_ahead(nodes, levels, terms)
+    hints, together = {node: _hints(node) for node in nodes}, dict[fx.Node, Region]()
     for node in sorted([*nodes, *left]):
         if node in left:
             seen += [Seen(_hinted(each.shape), str(each.dtype), "", each.why, False, False, None) for each in left[node]]
             continue
+        if (region := together.get(node)) is not None:
+            dtype = str(region.product.a.meta["val"].dtype)
+            seen.append(Seen(hints[node], dtype, region.imported.text, "", True, False, _of_one(region), call=_call(region, terms.tune)))
+            continue
         product = regions.product_of(node)  # whose operands may be results of the programs before it
         outcome = Left(product) if isinstance(product, str) else regions.region_of(product, levels, terms)
-        shape, dtype = _hints(node), str(node.meta["val"].dtype if isinstance(product, str) else product.a.meta["val"].dtype)
+        shape, dtype = hints[node], str(node.meta["val"].dtype if isinstance(product, str) else product.a.meta["val"].dtype)
         call = _call(outcome, terms.tune) if isinstance(outcome, Region) else None
         if isinstance(outcome, Region):
             try:
@@ -232,13 +237,20 @@ def fuse(graph: fx.Graph, terms: Terms = UNTUNED) -> list[Seen]:
             except NotImplementedError as error:
                 outcome = Left(str(error), True)
         if isinstance(outcome, Region):
-            seen.append(Seen(shape, dtype, outcome.imported.text, "", True, False, outcome.times, call=call))
+            together |= dict.fromkeys(outcome.product.nodes[1:], outcome)
+            seen.append(Seen(shape, dtype, outcome.imported.text, "", True, False, _of_one(outcome), call=call))
         else:
             seen.append(Seen(shape, dtype, "", outcome.why, outcome.neighbour, outcome.absorbed, outcome.times))
     convolutions.settle(graph, standing)
     graph.eliminate_dead_code()
     graph.lint()
     return seen
+
+
+def _of_one(region: Region) -> tuple[float, float] | None:
+    """A region's times, of each of its products a share."""
+    count = len(region.product.nodes)
+    return None if region.times is None else (region.times[0] / count, region.times[1] / count)
 
 
 def _hints(node: fx.Node) -> tuple[int | None, ...]:
@@ -257,8 +269,9 @@ def _call(region: Region, tune: str | None) -> Call | None:
     if call is None:
         return None
     *batch, m, n, k = call.shape
-    extents, dtype = dict(zip("bmn" if batch else "mn", (*batch, m, n), strict=True)), product.a.meta["val"].dtype
-    inputs = tuple((leaf.name, _lying(leaf.shape(extents), "n", leaf.node.meta["val"].dtype)) for leaf in region.imported.leaves)
+    extents, dtype = dict(zip("bmnk" if batch else "mnk", (*batch, m, n, k), strict=True)), product.a.meta["val"].dtype
+    lies = {"kn": call.layout[1]}
+    inputs = tuple((leaf.name, _lying(leaf.shape(extents), lies.get(leaf.indices, "n"), leaf.node.meta["val"].dtype)) for leaf in region.imported.leaves)
     return Call(tune, _lying((*batch, m, k), call.layout[0], dtype), _lying((*batch, k, n), call.layout[1], dtype), inputs, call.options)
 
 

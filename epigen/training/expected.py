@@ -64,7 +64,7 @@ where other kernels leave their results in L2 and the clock higher, the forward 
 
 
 def kernels_us(call: ProgramCall, target: Target, tune: str | None) -> tuple[float, float]:
-    """The program's kernel, and the vendor's product alone, in microseconds. tune: as of `epigen.compile`; what is missing is tuned here, and so is measured."""
+    """The program's kernel, and the vendor's product alone, or both of them, in microseconds. tune: as of `epigen.compile`; what is missing is tuned here, and so is measured."""
     precision = call.kernel()._precision_now(call.dtype)
     fused, bare, measured = _kernels_us(call, target, precision, api.database().index())
     if tune is not None and not measured:
@@ -89,7 +89,8 @@ def _kernels_us(call: ProgramCall, target: Target, precision: str, _index: Index
     if record is not None and record.baseline_us is not None:
         return record.median_us, record.baseline_us, True
     bare = library.kernel("mm", None).plan(shape, target=target, signature=replace(signature, inputs=(), tma=tuple(t for t in signature.tma if t in "ab")))
-    return model.estimate_us(plan.spec, plan.choice.config, shape, gpu).us, model.unfused_us(bare.spec, shape, gpu), False
+    each = model.unfused_us(bare.spec, shape, gpu)
+    return model.estimate_us(plan.spec, plan.choice.config, shape, gpu).us, len(plan.spec.products) * each, False
 
 
 def planned(call: ProgramCall, target: Target, precision: str) -> Plan:

@@ -90,7 +90,7 @@ class Layer(torch.autograd.Function):
         own = kept(step.own, x, weight, inputs, outputs)
         computed = [inputs[i] for i in step.kept]
         of_operands = [v for v in computed if isinstance(v, Tensor)]
-        needs_x, needs_weight = step.weight or bool(step.operands), step.x or bool(step.operands)
+        needs_x, needs_weight = step.weight or bool(step.operands) or step.second is not None, step.x or bool(step.operands)
         ctx.save_for_backward(x if needs_x else None, weight if needs_weight else None, *of_operands, *own, *taken[before:])
         ctx.step, ctx.tune, ctx.main_grad, ctx.numbers = step, tune, main_grad, (numbers(inputs), numbers(taken[:before]))
         if step.operands:
@@ -129,7 +129,7 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
     x, weight, *saved = tensors
     if x is not None:
         x = rows(x, "mn")
-    of_operands = ctx.computed.count(None) if step.operands else 0
+    of_operands = ctx.computed.count(None) if step.operands else len(step.kept)
     computed, saved = saved[:of_operands], saved[of_operands:]
     dmm: Tensor | None = arrived[0]
     inputs: list[Tensor | None] = [None] * len(step.inputs)
@@ -158,9 +158,28 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
             dx, taken = _gradients(before, ctx.tune, saved, ctx.numbers[1], (), (dmm, weight))
         elif step.x:
             dx = torch.mm(dmm, weight)
+    if step.second is not None and step.second not in (own.zeros if own is not None else ()):
+        dx = _through_second(step, x, computed, inputs, dx, ctx.needs_input_grad[6 + step.second])
     shape, shapes = ctx.shapes
     given = [t if t is None or t.shape == s else t.view(s) for t, s in zip((*inputs, *taken), shapes, strict=False)]
     return dx if dx is None else dx.view(shape), dweight, None, None, None, None, *given, *(None for _ in saved)
+
+
+def _through_second(
+    step: Step, x: Tensor, computed: Sequence[Value], inputs: list[Tensor | None], dx: Tensor | None, itself: bool
+) -> Tensor | None:  # fmt: skip
+    """The gradient of x with what comes by way of a second product. The gradient of that, which is among those of the inputs, becomes its right operand's.
+
+    computed: that operand, where x has a gradient. dx: of the first product. itself: whether its own is wanted.
+    """
+    assert step.second is not None
+    of_product = inputs[step.second]
+    assert of_product is not None
+    for right in computed:
+        assert isinstance(right, Tensor)
+        dx = torch.mm(of_product, right.t()) if dx is None else torch.addmm(dx, of_product, right.t())
+    inputs[step.second] = torch.mm(of_product.t(), x).t() if itself else None
+    return dx
 
 
 def _of(step: Step, place: int) -> str:

@@ -96,6 +96,8 @@ class Step:
     arrive; None where there is none, or the next layer takes it over. before: the derivative of the layer before, taken over.
     trains: whether any gradient is wanted. weight, x: whether those of the weight and of what it multiplies are; with `before`, the latter
     is what that gives. operands: where those follow from programs, and are no plain products. kept: what these read of the layer's inputs, by place.
+    second: the place among the layer's inputs of the right operand of a second product, if there is one whose gradient is not 0: as `own` gives it, that is
+    the gradient of the product.
     """
 
     text: str
@@ -110,6 +112,7 @@ class Step:
     x: bool = False
     operands: tuple[OperandBackward, ...] = ()
     kept: tuple[int, ...] = ()
+    second: int | None = None
 
 
 class Input(NamedTuple):
@@ -156,7 +159,14 @@ def steps(x: bool, layers: tuple[LayerRequest, ...]) -> tuple[Step, ...]:
     return _steps(x, layers)
 
 
+def multiplied(text: str) -> str:
+    """The name of the input that is the right operand of a second product; "" where there is none."""
+    second = graph_of(text).second()
+    return second.name if second else ""
+
+
 # What torch.compile is not to look into: what torch.compiler.assume_constant_result sets, which imports all of torch.compile to do so
+multiplied._dynamo_marked_constant = True  # type: ignore[attr-defined]
 declared._dynamo_marked_constant = True  # type: ignore[attr-defined]
 steps._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -180,7 +190,8 @@ def _steps(x: bool, layers: tuple[LayerRequest, ...]) -> tuple[Step, ...]:
         names, indices = _places(n.name for n in graph.inputs()), tuple(graph.nodes[o.node].indices for o in graph.outputs)
         computed = bool(graph.computed())
         products = ["a"] * flows + ["b"] * layer.weight if computed else [PRODUCT] * (layer.weight or flows)
-        wrt = products + [name for name, want in zip(names, layer.wanted, strict=True) if want]
+        second = multiplied(layer.text)
+        wrt = products + [name for name, want in zip(names, layer.wanted, strict=True) if want or (name == second and flows)]
         if not wrt:
             planned.append(Step(layer.text, tuple(names.values()), tuple(n.indices for n in graph.inputs()), indices, ()))
             continue
@@ -195,14 +206,19 @@ def _steps(x: bool, layers: tuple[LayerRequest, ...]) -> tuple[Step, ...]:
             continue
         derived = derive(graph, operands, layer.save, [name for name in wrt if name not in zeros], layer.of)
         forward = derived.forward
-        # what computes something of this layer's result gives its gradient by a program of its own
-        chained = not zeros and number + 1 < len(layers) and _chains(graph, operands) and not graph_of(layers[number + 1].text).computed()
+        # what computes something of this layer's result gives its gradient by a program of its own, and two products give it by two; and between layers the
+        # gradient of one product is passed on
+        alone = number + 1 < len(layers) and one_product(layers[number + 1].text) and not second
+        chained = not zeros and alone and _chains(graph, operands)
         backward = replace(_backward(derived, names, layer, operands, chained), zeros=tuple(names.get(name) for name in zeros))
         constant = tuple(i for i, o in enumerate(forward.outputs) if i >= derived.results or o.name not in derived.arriving)
         order = tuple(names[n.name] for n in forward.inputs())
         taken = tuple(n.indices for n in forward.inputs())
         through, kept = _through_operands(derived, names, layer, operands) if computed else ((), ())
-        planned.append(Step(forward.text, order, taken, indices, constant, None if chained else backward, before, True, layer.weight, flows, through, kept))
+        place = names[second] if second and backward.inputs[names[second]] is not None else None
+        kept = kept if place is None or not flows else (place,)
+        own = None if chained else backward
+        planned.append(Step(forward.text, order, taken, indices, constant, own, before, True, layer.weight, flows, through, kept, place))
         flows, before = True, backward if chained else None
     return tuple(planned)
 
@@ -218,6 +234,11 @@ def _dtype(dtype: torch.dtype, what: str) -> DType:
     if str(dtype) not in BY_TORCH_ON_CPU:
         raise CallError(f"{what} is {dtype}, which epigen does not compute with: train with fp16, bf16 or fp32, or with float64 on the CPU")
     return BY_TORCH_ON_CPU[str(dtype)]
+
+
+def one_product(text: str) -> bool:
+    """Whether the gradient of what a layer multiplies is one product of two tensors."""
+    return not graph_of(text).computed() and not multiplied(text)
 
 
 def _chains(graph: Graph, operands: DType) -> bool:

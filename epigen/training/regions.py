@@ -60,7 +60,8 @@ Levels = dict[fx.Node, int]
 class Product:
     """One product, or a batch of them. a, b: operands, [M, K] and [K, N], or [B, M, K] and [B, K, N]. added: what is added to it. scale: by how much it and that are
     multiplied. parted: into how many products its rows are parted, and the rows of each, where that is of use.
-    factors: what the product is multiplied by besides, before anything is added. fast: whether the tensor cores may add up fp8 products alone."""
+    factors: what the product is multiplied by besides, before anything is added. fast: whether the tensor cores may add up fp8 products alone.
+    second: another product of the same a, which is computed in the same kernel."""
 
     node: fx.Node
     a: fx.Node
@@ -70,6 +71,11 @@ class Product:
     parted: tuple[Any, Any] | None = None
     factors: tuple[fx.Node, ...] = ()
     fast: bool = False
+    second: Product | None = None
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return [self.node] if self.second is None else [self.node, self.second.node]
 
     @property
     def options(self) -> str | None:
@@ -107,7 +113,7 @@ class Product:
 
 @dataclass
 class Region:
-    """A product, and what is computed of it in the same kernel. nodes: in order, the product first. imported: its program."""
+    """A product, and what is computed of it in the same kernel. nodes: in order, the product first, and a second one behind it. imported: its program."""
 
     product: Product
     nodes: list[fx.Node]
@@ -235,7 +241,10 @@ def _kernel_of(region: Region, terms: Terms) -> tuple[expected.ProgramCall, Targ
 
 
 def promising(product: Product, levels: Levels, terms: Terms) -> Region | Left:
-    """A region that is expected to pay, as far as nothing is compiled."""
+    """A region that is expected to pay, as far as nothing is compiled: if there is one with two products, that."""
+    other = _companion(product) if product.second is None else None
+    if other is not None and isinstance(both := promising(replace(product, second=other), levels, terms), Region):
+        return both
     try:
         return _promising(product, *_grown(product), levels, terms)
     except (Unknown, EpigenError):
@@ -246,16 +255,49 @@ def promising(product: Product, levels: Levels, terms: Terms) -> Region | Left:
         return Left(str(error).partition("\n")[0], True)
 
 
+def _companion(product: Product) -> Product | None:
+    """A product of the same a by another matrix of as many columns, which lies alike, that what follows this one reads: a gated unit's other half."""
+    a, b = product.a, product.b
+    if product.batch is not None or a.meta["val"].dim() != 2 or product.factors:
+        return None
+    others = [product_of(u) for each in _same_values(a) for u in each.users if u.target in _PRODUCTS and u is not product.node and operands(u)[0] is each]
+    fitting = [x for x in others if isinstance(x, Product) and x.b is not b and _alike(x.b, b) and not x.adds_apart and product.node not in above_of([x.b])]
+    if not fitting:
+        return None
+    nodes = _grown(product)[0]
+    read = {s for node in nodes for s in node.all_input_nodes}.difference(nodes)
+    reached = {own for leaf in read for own in before(leaf)}
+    return next((other for other in fitting if other.node not in nodes and other.node in reached), None)
+
+
+def _same_values(node: fx.Node) -> set[fx.Node]:
+    """A node, and views of what it is a view of that are the same: torch writes one for each product."""
+    if not is_view(node) or len(node.all_input_nodes) != 1:
+        return {node}
+    (source,) = node.all_input_nodes
+    return {u for u in source.users if u.target is node.target and u.args == node.args and u.kwargs == node.kwargs}
+
+
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two matrices have one dtype and one shape, and the same of their dimensions lies without gaps."""
+    x, y = one.meta["val"], other.meta["val"]
+    along = [t.stride(-1) == 1 or t.stride(-2) != 1 for t in (x, y)]
+    return x.dtype == y.dtype and x.dim() == y.dim() == 2 and all(map(same, x.shape, y.shape)) and along[0] == along[1]
+
+
 def _promising(product: Product, nodes: list[fx.Node], refused: str, levels: Levels, terms: Terms) -> Region | Left:
     """nodes, refused: as `_grown` has them. Raises Unknown, ParseError, CheckError.
 
     Where many rows read one, such as a gate of each image, or each image the same rows, they are parted into a batch of products, for which nothing need be copied.
     """
     dtype = product.dtype
-    if not product.adds_apart and not any(map(_computes, nodes[1:])):
+    first = len(product.nodes)
+    if not product.adds_apart and not any(map(_computes, nodes[first:])):
         return Left("nothing elementwise follows it" + (f" that a program computes: {refused}" if refused else ""))
     nodes = _trimmed(nodes, levels)
-    if not product.adds_apart and not any(map(_computes, nodes[1:])):
+    if product.second is not None and product.second.node not in nodes:
+        return Left("nothing that it computes reads the other product")
+    if not product.adds_apart and not any(map(_computes, nodes[first:])):
         return Left("the kernel that reads it next does what follows it as well", True, True)
     outputs = _outputs(nodes)
     inside = set(nodes)
@@ -283,8 +325,9 @@ def _computes(node: fx.Node) -> bool:
 
 def _imported(product: Product, nodes: Sequence[fx.Node], outputs: Iterable[fx.Node], dtype: torch.dtype, over: Collection[fx.Node]) -> Imported:
     importer = _importer(product, over)
-    for node in nodes[1:]:
-        importer.add(node)
+    for node in nodes:
+        if node not in product.nodes:
+            importer.add(node)
     return importer.program(outputs, dtype)
 
 
@@ -299,6 +342,10 @@ def _importer(product: Product, over: Collection[fx.Node] = ()) -> Importer:
     importer = _Importer(product.node, product.node.meta["val"].shape, _namer(), ("m",), over, True, batch=product.batch)
     if product.added is not None or product.scale[0] != 1 or product.factors:
         importer.plus(product.node, product.added, product.scale, product.factors)
+    if product.second is not None:
+        importer.second(product.second.node, product.second.b)
+        if product.second.added is not None or product.second.scale[0] != 1:
+            importer.plus(product.second.node, product.second.added, product.second.scale)
     return importer
 
 
@@ -317,9 +364,9 @@ def _grown(product: Product, checked: bool = False) -> tuple[list[fx.Node], str]
     try:
         importer = _importer(product)
     except Unknown as error:
-        return [product.node], str(error)
-    nodes, taken, outside, refused = [product.node], {product.node}, set[fx.Node](), ""
-    for node in _after(product.node, taken, outside):
+        return product.nodes, str(error)
+    nodes, taken, outside, refused = product.nodes, set(product.nodes), set[fx.Node](), ""
+    for node in _after(product.nodes, taken, outside):
         if not any(s in outside for s in node.all_input_nodes):
             try:
                 importer.add(node)
@@ -333,36 +380,40 @@ def _grown(product: Product, checked: bool = False) -> tuple[list[fx.Node], str]
                 nodes.append(node)
                 continue
         outside.add(node)
-    return _whole(nodes), refused
+    return _whole(nodes, product.nodes), refused
 
 
-def _after(product: fx.Node, taken: Collection[fx.Node], outside: Collection[fx.Node]) -> Iterator[fx.Node]:
-    """What depends on a product, in order, as long as any of it reads what is taken. Who asks puts each node into one of both."""
+def _after(products: Sequence[fx.Node], taken: Collection[fx.Node], outside: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """What depends on products, in order, as long as any of it reads what is taken. Who asks puts each node into one of both."""
     pending: list[fx.Node] = []
     queued = set[fx.Node]()
     reading = 0  # how many of those that are pending read what is taken
-    last = product
+    reached = list(products)
     while True:
-        for user in last.users:
-            if user.op == "call_function":
-                if user not in queued:
-                    queued.add(user)
-                    heapq.heappush(pending, user)
-                    reading += last in taken
-                elif last in taken and not any(s in taken for s in user.all_input_nodes if s is not last):
-                    reading += 1
+        for last in reached:
+            for user in last.users:
+                if user.op == "call_function":
+                    if user not in queued:
+                        queued.add(user)
+                        heapq.heappush(pending, user)
+                        reading += last in taken
+                    elif last in taken and not any(s in taken for s in user.all_input_nodes if s is not last):
+                        reading += 1
         if not reading:
             return
         last = heapq.heappop(pending)
         reading -= any(s in taken for s in last.all_input_nodes)
         yield last
         assert last in taken or last in outside
+        reached = [last]
 
 
-def _whole(nodes: list[fx.Node]) -> list[fx.Node]:
+def _whole(nodes: list[fx.Node], products: Collection[fx.Node]) -> list[fx.Node]:
     """Without operations of several results of which somebody else reads any, and what is computed of those."""
     kept = dict.fromkeys(nodes)
-    for node in nodes[1:]:
+    for node in nodes:
+        if node in products:
+            continue
         several = isinstance(node.meta.get("val"), tuple | list)
         if (several and any(u not in kept for u in node.users)) or not any(s in kept for s in node.all_input_nodes):
             del kept[node]
@@ -610,8 +661,8 @@ def _times(
     inside = set(nodes)
     lazy = [n for n in outputs if any(u not in inside and joins(u) and levels[u] == levels[n] for u in n.users)]
     moved = [
-        bytes_of(product.node),
-        *(bytes_of(leaf.node) for leaf in imported.leaves),
+        *map(bytes_of, product.nodes),
+        *(bytes_of(leaf.node) for leaf in imported.leaves if leaf.indices != "kn"),
         *(bytes_of(n) for n in outputs if n not in lazy or kept(n, inside, levels)),
     ]
     if product.adds_apart:

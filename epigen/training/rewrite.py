@@ -24,7 +24,7 @@ def replace(graph: fx.Graph, region: Region, tune: str | None, levels: Levels) -
     Raises NotImplementedError for a result with an extent that the graph's own cannot give; the graph then computes what it did.
     """
     product = region.product
-    placed = max([product.node, *(leaf.node for leaf in region.imported.leaves)])
+    placed = max([*product.nodes, *(leaf.node for leaf in region.imported.leaves)])
     following = placed.next
     with graph.inserting_before(following):
         sizes = _Sizes(graph, following)
@@ -38,7 +38,7 @@ def replace(graph: fx.Graph, region: Region, tune: str | None, levels: Levels) -
     for node, item in zip(region.outputs, results, strict=True):
         # views of it inside the region are made anew of the result, by the nodes that were there
         node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside or is_view(user))
-    _move_behind(product.node, created, following)
+    _move_behind(min(product.nodes), created, following)
     for node in reversed(region.nodes):
         if not node.users:
             graph.erase_node(node)

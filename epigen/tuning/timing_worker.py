@@ -33,6 +33,7 @@ class Meter:
         torch.cuda.set_device(task.device)
         self.task = task
         self.sample = task.sample("cuda")
+        self.right = right_operands(task, self.sample)
         m, n, k = (e if e <= _CHECKED_EXTENT else _CHECKED_EXTENT + e % 256 for e in task.shape[-3:])
         self.checked = task.sample("cuda", (min(task.shape[0], _CHECKED_PRODUCTS), m, n, k) if len(task.shape) == 4 else (m, n, k))
         self.oracle = verify.Oracle.of(task.graph, self.checked, task.precision)
@@ -93,12 +94,21 @@ class Meter:
 
     def product(self) -> torch.Tensor:
         """The vendor's product, without any epilogue."""
-        a, b = self.sample.a, self.sample.b
+        a, b = self.sample.a, self.right
         if a.is_floating_point() and a.element_size() > 1:
             return torch.matmul(a, b)
         if a.is_floating_point():
             return vendor.scaled_product(a, b, self.task.precision)
         return vendor.product(a, b, self.task.precision)
+
+
+def right_operands(task: Task, sample: verify.Sample) -> torch.Tensor:
+    """What the vendor's product multiplies a with: b, or of a program with two products both their right operands side by side."""
+    second, b = task.graph.second(), sample.b
+    if second is None:
+        return b
+    both, along_k = (b, sample.inputs[second.name]), task.layout[1] == "t"
+    return torch.cat([t.mT for t in both], -2).mT if along_k else torch.cat(both, -1)
 
 
 def _give_memory_back() -> None:

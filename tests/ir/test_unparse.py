@@ -19,7 +19,7 @@ def graph_of(text: str) -> Graph:
 
 
 @settings(deadline=None)
-@given(programs())
+@given(programs() | programs(second=True))
 def test_a_graph_written_back_is_the_same_graph(text: str) -> None:
     graph = graph_of(text)
     again = graph_of(unparse(graph))

@@ -63,6 +63,8 @@ CASES: dict[str, tuple[str, ...]] = {
         "dot(a > 0, b)", "dot(relu(a), b) + mm", "dot(relu(a), b) * dot(silu(a), b)", "dot(a * gate[m,n], b)", "dot(a * w[k,n], b)", "dot(a, b) * norm[k]", "dot(relu(a), b) * relu(a)", "mm * norm[k]",
         "dot(a * g[k,m], b)", "dot(a, b * w[n,k])", "dot(a * g[m,k,n], b)", "dot(a[k,m], b)", "dot(a[m], b)", "dot(a * extent(m), b)", "x = relu(a); dot(a, b), x", "x = relu(a); dot(x, b)[m,n]", "dot(a / sum(a, k), b)", "dot(a * amax(mm), b)",
         "sum(relu(a), k), dot(relu(a), b)", "sum(relu(a), n), dot(a, b)", "dot = mm; dot", "mm + dot", "dot(bits(keep), b)", "dot(where(mask, a, 0), b)", "n * dot(relu(a), b)", "dot(relu(a), relu(b)) + norm[k]",
+        "mm + dot(a, up[k,n]) + dot(a, gate[k,n])", "dot(relu(a), b) * dot(a, up[k,n])", "silu(dot(a, up[k,n]))", "mm + dot(a, up[k,n]) * up", "mm + dot(a, up[k,n] * 2)", "mm + dot(a, up)",
+        "dot(a, b * up[k,n]) + dot(a, up[k,n])", "mm + dot(a, up[k,n]), sum(up, k)", "mm + dot(up[m,k], b)", "mm * dot(a, acc_of_up[k,n])",
     ),
     "reductions": (
         "mm - max(mm, n)", "mm, mean(a, k)", "mean(mm, 2), mm", "mean(bias), mm", "mm * extent(k)", "mm * extent(m, n)", "mm / sum(mm)", "sum(mm) * bias, mm", "sum(mm, m) + sum(mm, n)", "sum(sum(mm, m))", "sum(bias), mm", "sum(alpha), mm", "sum(mm, k)", "bgrad(bias), mm", "sum(mm, 0)", "max(mm, 0)", "sum(mm, mm)",

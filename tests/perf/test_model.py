@@ -109,6 +109,10 @@ def test_what_narrow_loads_spill_is_near_what_compiled_kernels_spill(config: tup
         ("dz = drelu(mm, mask); dz, bgrad(dz)", (128, 256), 0, 1, 3, 221248),
         ("dz = drelu(mm, mask); dz, bgrad(dz)", (256, 128), 0, 2, 4, 231496),
         ("sum(mm, n), sum(mm, m)", (256, 128), 0, 2, 4, 198728),
+        ("silu(mm) * dot(a, up[k,n])", (128, 128), 0, 1, 4, 229608),
+        ("silu(mm) * dot(a, up[k,n])", (128, 128), 0, 2, 4, 213224),
+        ("silu(mm) * dot(a, up[k,n])", (128, 64), 1, 1, 5, 196904),
+        ("silu(mm) * dot(a, up[k,n])", (64, 128), 1, 1, 4, 196872),
     ],
 )
 def test_shared_memory_of_groups_of_warps(text: str, blocks: tuple[int, int], pingpong: int, subtiles: int, stages: int, shared_bytes: int) -> None:
@@ -178,6 +182,7 @@ def test_what_tma_brings_is_not_waited_for(text: str, faster: bool) -> None:
         ("z = mm * u[m,n]; z, cast(z + v[m,n], fp32)", (128, 256), 8, 3, 0, 2, 1, 245784, 0),
         ("z = mm * u[m,n]; z, cast(z + v[m,n], fp32)", (128, 128), 8, 3, 1, 1, 1, 229400, 0),
         ("z = mm * u[m,n]; z, cast(z + v[m,n], fp32)", (128, 256), 8, 3, 1, 1, 0, 278552, 0),
+        ("silu(mm) * dot(a, up[k,n])", (128, 128), 8, 3, 0, 1, 1, 180280, 0),
     ],
 )
 def test_shared_memory_of_persistent_kernels(
@@ -662,7 +667,7 @@ def test_the_vendors_product_is_split_along_k(shape: tuple[int, int, int]) -> No
     assert 0.75 < model.unfused_us(spec, shape, H200) / VENDORS[shape] < 1.3
 
 
-@pytest.mark.parametrize(("gpu", "error"), [("H100", 0.11), ("H200", 0.125)])
+@pytest.mark.parametrize(("gpu", "error"), [("H100", 0.11), ("H200", 0.13)])
 def test_the_vendors_product_as_it_was_timed_beside_each_tuned_problem(gpu: str, error: float) -> None:
     """In 16 bits and in aligned rows: off by so much in the root mean square, and by a tenth at most of the few, the some hundred and the many rows alone."""
     own, seen, logs = gpus.by_name(gpu), set[tuple[object, ...]](), list[tuple[int, float]]()

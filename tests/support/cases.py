@@ -580,6 +580,48 @@ def operand_cases() -> list[Case]:
     return found
 
 
+_SECOND_TEXTS = (
+    "silu(mm) * dot(a, up[k,n])",
+    "g = mm + bias; u = dot(a, up[k,n]) + shift[n]; h = gelu(g) * u; h, g, u, bgrad(u), bitmask(u > 0)",
+    "g = mm; u = dot(a, up[k,n]); s = sigmoid(g); dg = grad[m,n] * u * s * (1 + g * (1 - s)); du = grad[m,n] * g * s; dg, du, bgrad(dg), sum(du, n)",
+    "relu(dot(a, up[k,n])), amax(mm)",
+)
+
+
+def second_cases() -> list[Case]:
+    """Two products of one left operand, in each schedule that has them."""
+    found = []
+    in_groups = [
+        warp_specialized(128, 128, 64, 3, subtiles=2),
+        warp_specialized(128, 64, 64, 3, pingpong=1, tma_load=1),
+        warp_specialized(128, 128, 32, 4, subtiles=4, tma_load=1),
+        warp_specialized(64, 64, 64, 3, pingpong=1, subtiles=2, tma_store=0, prefetch=1),
+    ]
+    for i, text in enumerate(_SECOND_TEXTS):
+        for j, a in enumerate((FP16, BF16, FP32)):
+            for layout in LAYOUTS:
+                found.append(Case(text, (50, 70, 40), a, inputs=a, layout=layout))
+            found.append(Case(text, (135, 201, 87), a, inputs=a, layout=LAYOUTS[(i + j) % 4], config=tiled(64, 32, 32, prefetch=1, fused_finalize=1)))
+            found.append(Case(text, (136, 200, 88), a, inputs=a, layout="nt", precision="tf32" if a == FP32 else "ieee", config=None))
+        for j, layout in enumerate(LAYOUTS):
+            flatten, subtiles, tma_store = ((0, 1, 0), (1, 2, 0), (1, 1, 1), (0, 2, 1))[(i + j) % 4]
+            config = persistent(block_n=64, flatten=flatten, subtiles=subtiles, tma_store=tma_store)
+            found.append(Case(text, (136, 200, 88), (FP16, BF16)[j % 2], layout=layout, config=config))
+            found.append(Case(text, (264, 392, 136), (FP16, BF16)[(i + j) % 2], layout=layout, config=in_groups[j]))
+            found.append(Case(text, (263, 391, 135), BF16, inputs=BF16, layout=layout, config=tiled(128, 64, 64, 8, 3)))
+            found.append(Case(text, (200, 328, 520), FP16, layout="nt", config=in_groups[j]))
+        for view in ("sliced", "shifted"):
+            found.append(Case(text, (50, 70, 40), FP16, view=view))
+    for text in ("mm - dot(a, up[k,n]), amax(dot(a, up[k,n]))", _SECOND_TEXTS[3]):
+        for config in (SMALL, persistent(block_n=64), *in_groups):
+            found.append(Case(text, (136, 200, 88), FP16, layout="nt", config=config, integers=True))
+    for a, precision in ((FP8E4M3, "ieee"), (FP8E4M3, FAST_ACCUM), (FP8E5M2, "ieee"), (INT8, "ieee")):
+        for config in (tiled(32, 32, 64), persistent(64, 64, 64), warp_specialized(128, 64, 128, 3), warp_specialized(64, 64, 128, 3, pingpong=1, subtiles=2)):
+            found.append(Case(_SECOND_TEXTS[0], (136, 208, 272), a, inputs=FP32, layout="nt", config=config, precision=precision))
+    found.append(Case("dot(a, up[k,n]), mm", (136, 208, 272), INT8, layout="nt", config=tiled(32, 32, 64), integers=True))
+    return found
+
+
 def all_cases() -> list[Case]:
     groups = (
         operation_cases,
@@ -599,6 +641,7 @@ def all_cases() -> list[Case]:
         eight_bit_cases,
         prefetch_cases,
         operand_cases,
+        second_cases,
     )
     return list(dict.fromkeys(c for group in groups for c in group()))
 

@@ -77,7 +77,7 @@ def float64() -> Iterator[None]:
 def inputs_of(text: str, seed: int) -> Values:
     found: Values = {}
     for i, node in enumerate(api.graph_of(text).inputs()):
-        drawn = normal(*({"m": M, "n": N}[x] for x in node.indices), seed=seed + i)
+        drawn = normal(*({"m": M, "n": N, "k": K}[x] for x in node.indices), seed=seed + i)
         found[node.name] = reference.pack(drawn.detach() > 0) if node.op == g.BITS else drawn
     return found
 
@@ -114,6 +114,7 @@ PROGRAMS = (
     "alpha * mm + beta * residual", "z = mm + bias; relu(z), bitmask(z > 0)", "y = relu(mm + bias); y, y * y + residual", "z = mm + bias; z, gelu(z), sum(z, n), sum(z)",
     "logsumexp(mm * alpha + bias, n)", "where(mask, mm + bias, residual)", "clamp(mm, lo[n], hi[m])", "gelu(mm + one[m,n] + two[m,n])", "gelu(mm) + residual", "mm + residual",
     "mm, sum(gelu(residual), m)", "out0 = mm; saved[m,n] + out0 * dmm[n]",
+    "silu(mm) * dot(a, up[k,n])", "g = mm + bias; u = dot(a, up[k,n]) + shift[n]; gelu(g) * u + residual, u", "mm + dot(a, up[k,n])", "relu(mm) - silu(dot(a, up[k,n]))",
 )  # fmt: skip
 
 
@@ -129,7 +130,7 @@ def test_gradients_are_torchs(text: str, save: str | None) -> None:
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-@given(programs(most=10, tame=True, casts=()))
+@given(programs(most=10, tame=True, casts=()) | programs(most=6, tame=True, casts=(), second=True))
 @example("hardtanh(alpha, mm, mm)")  # where both bounds are one, torch gives neither a gradient to what it raises
 @example("clamp(alpha, mm, mm)")
 @example("sign(mm), sum(a, k)")
