@@ -22,6 +22,7 @@ from bench import record, timing
 from bench.record import Report
 from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.shapes import Shape, extents
+from epigen.training import backend
 
 SHAPES: tuple[Shape, ...] = (
     (8192, 14336, 4096), (4096, 14336, 4096), (8192, 8192, 1024), (2048, 5504, 2048), (512, 14336, 4096), (64, 14336, 4096), (16, 14336, 4096), (1, 14336, 4096),
@@ -92,7 +93,7 @@ def of_mlp(sizes: tuple[int, int, int]) -> Iterator[dict[str, Any]]:
 
     torch._dynamo.reset()
     units: dict[str, Callable[..., Tensor]] = {
-        EAGER: eager, OURS: fused, RECOMPUTED: functools.partial(fused, save="recompute"), APART: apart, COMPILED: torch.compile(eager), BACKEND: torch.compile(eager, backend="epigen"),
+        EAGER: eager, OURS: fused, RECOMPUTED: functools.partial(fused, save="recompute"), APART: apart, COMPILED: torch.compile(eager), BACKEND: torch.compile(eager, backend=backend.backend),
     }  # fmt: skip
     gradient = torch.randn(rows, width, device="cuda").bfloat16()
 

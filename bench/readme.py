@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import batched, eight_bit, invariant, peers, power, tiles
+from bench import batched, eight_bit, gated, invariant, peers, power, tiles
 from bench.bars import geometric, outcome, ratio, verdicts
 from bench.counters import calls as calls_of
 from bench.counters import us
@@ -330,6 +330,41 @@ def tile_rows() -> str:
     )  # fmt: skip
 
 
+def gated_rows() -> str:
+    """Two products of one operand in one kernel, and the MLPs that have them: GPUs side by side."""
+    reports = {(gpu, tuned): load(name) for gpu in ("H100", "H200") for tuned in (False, True) if there(name := f"gated_{'tuned_' * tuned}{gpu.lower()}")}
+    if not reports:
+        return "Not measured yet: `python -m bench gated`."
+    units: dict[str, dict[str, str]] = {}
+    mlps = []
+    for (gpu, tuned), report in reports.items():
+        for row in report.rows:
+            if row["program"] in (gated.FORWARD, gated.STEP):
+                claimed = gated.CLAIMED[tuple(row["shape"]), row["program"]]
+                others = [f"{gated.of_eager(row, name):.2f}" for name in (gated.APART, gated.RECOMPUTED, gated.BACKEND, gated.COMPILED)]
+                mlps.append([f"{extents(row['shape'])}, {row['program']}", gpu, f"{gated.of_eager(row):.2f}", *others, f"{claimed:.2f}"])
+                continue
+            here = units.setdefault(extents(row["shape"]), {})
+            here[f"{gpu}: tuned" if tuned else f"{gpu}: epigen"] = f"{gated.of_mm(row):.2f}"
+            here.setdefault(f"{gpu}: eager", f"{gated.of_mm(row, gated.EAGER):.2f}")
+            here.setdefault(f"{gpu}: two calls", f"{gated.of_mm(row, gated.APART):.2f}")
+    columns = [
+        column
+        for gpu in ("H100", "H200")
+        for column in (f"{gpu}: {name}" for name in ("eager", "two calls", "epigen", "tuned"))
+        if any(column in found for found in units.values())
+    ]
+    return paragraphs(
+        f"How many times as fast as `torch.mm` of both matrices at once a gated unit is, `{gated.GATED}`, in bf16; higher is better. `two calls` are epigen's as well, the second "
+        f"one with the other product as an input. The target is {gated.TARGET}:",
+        table(["M x N x K", *columns], [[name, *(found.get(column, "") for column in columns)] for name, found in units.items()]),
+        "How many times as fast as eager torch the MLP of a Llama is, by `epigen.linear` or by torch.compile, untuned; rows, width, and what is in between:",
+        table(["MLP", "GPU", "epigen", "two calls", '`save="recompute"`', "epigen's backend", "torch.compile", "target"], mlps),
+        *(f"{gpu}{', tuned' if tuned else ''}: {about['met']} of {about['of']} targets are met, {about['worst']:.2f} at worst. {source(report, 'gated')}"
+          for (gpu, tuned), report in reports.items() for about in [report.summary]),
+    )  # fmt: skip
+
+
 def invariant_rows() -> str:
     """What it costs that a row has the same bits whatever M is."""
     if not there("invariant"):
@@ -380,7 +415,7 @@ def h100() -> str:
 BLOCKS = {
     "summary": summary, "models": models, "reach": reach,
     "headline": headline, "gem": gem, "host": host, "tuned_in": tuned_in, "training": training, "counters": counters, "power": power_limited, "checked": checked,
-    "several": several, "tiles": tile_rows, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
+    "several": several, "tiles": tile_rows, "gated": gated_rows, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
 }  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def choose(spec: KernelSpec, shape: Shape, target: Target, refused: str = "") ->
         return by_vendors("the vendor's fp32 product is faster than Triton's, which has no tensor cores for it")
     # Tuned, a tiled `mm` took 1.05 to 1.13 times as long as the vendor's in 6 problems of M from 128 on, 0.90 to 0.96 in 3 of M up to 16 (H200,
     # torch 2.11, Triton 3.6, 2026-11); of rows that TMA cannot address the vendor's took twice as long as a fused kernel
-    whole, addressed = spec.bare_product and large and m > 64 and vendor_multiplies(), {"a", "b"} <= set(sig.tma)
+    whole, addressed = spec.bare_product and large and m > 64 and vendor_multiplies(), set(spec.multiplied) <= set(sig.tma)
     # where TMA cannot address them, operands are copied first, which pays for large products alone
     if (not whole if addressed else large) and (specialized := _warp_specialized(space)):
         return Choice(specialized, _why(spec, shape, target))

@@ -175,7 +175,7 @@ class Space:
         if k >= LEAST_SPLIT and self._splits and count * m * n <= _MOST_SPLIT * target.multiprocessors:
             names.append("split_k")
         # what TMA cannot address as it lies is copied first, which pays for large products alone
-        addressed = 0 not in self.shape and ({"a", "b"} <= set(sig.tma) or count * m * n * k > LARGE)
+        addressed = 0 not in self.shape and (set(self.spec.multiplied) <= set(sig.tma) or count * m * n * k > LARGE)
         along_k = sig.a.bytes > 1 or sig.layout == "nt"  # as the tensor cores want 8-bit operands, which nothing turns round on the way
         if addressed and along_k and not self._plain:
             names += ["persistent", *["warp_specialized"] * (m > 64)]  # two warpgroups want rows for both

@@ -158,11 +158,11 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     schedule, sig, parts = SCHEDULES[config.schedule], spec.signature, schedules.tile_parts(config)
     second = [spec.second] if spec.second else []
     if schedule.descriptors:
-        block_k, copied = config["block_k"], schedules.padded(config, sig.tma)
+        block_k, copied = config["block_k"], schedules.padded(spec, config)
         operands = [
             _with_descriptor("a", sig.a, (config["block_m"] // parts[0], block_k), "mk", sig.batched, sig.layout[0] == "t", padded="a" in copied),
             _with_descriptor("b", sig.b, (block_k, config["block_n"]), "kn", sig.batched, sig.layout[1] == "t", padded="b" in copied),
-            *(_with_descriptor(i.name, sig.b, (block_k, config["block_n"]), "kn", sig.batched, sig.layout[1] == "t") for i in second),
+            *(_with_descriptor(i.name, sig.b, (block_k, config["block_n"]), "kn", sig.batched, sig.layout[1] == "t", padded=i.name in copied) for i in second),
         ]
         sizes = _integers("M", "N", "K", *(["num_products"] if sig.batched else []))
     elif spec.pointwise:

@@ -151,9 +151,9 @@ def warps(config: KernelConfig) -> int:
     return dict(config.values).get("num_warps", 4)
 
 
-def padded(config: KernelConfig, tma: Collection[str]) -> tuple[str, ...]:
-    """The operands a and b that are copied into aligned rows first, so that TMA can address them. tma: what it can address as it lies."""
-    return tuple(name for name in "ab" if name not in tma) if SCHEDULES[config.schedule].descriptors else ()
+def padded(spec: KernelSpec, config: KernelConfig) -> tuple[str, ...]:
+    """The operands that are copied into aligned rows first, so that TMA can address them."""
+    return tuple(name for name in spec.multiplied if name not in spec.signature.tma) if SCHEDULES[config.schedule].descriptors else ()
 
 
 def tma_stored(spec: KernelSpec, config: KernelConfig) -> tuple[str, ...]:

@@ -325,6 +325,11 @@ class KernelSpec:
         return (ACC, accumulator(self.second.name)) if self.second else (ACC,)
 
     @property
+    def multiplied(self) -> tuple[str, ...]:
+        """Names of the operands."""
+        return ("a", "b", self.second.name) if self.second else ("a", "b")
+
+    @property
     def accumulator(self) -> DType:
         return INT32 if self.signature.a == INT8 else FP32
 

@@ -151,8 +151,6 @@ def second_product(c: Candidate) -> str:
         return f"the schedule {c.schedule.name} takes one product of the vendor's, and the program has a second, with {name}"
     if c.config.values and schedules.splits(c.config) > 1:
         return f"{c.schedule.name} with splits={schedules.splits(c.config)} adds up parts of one product, and the program has a second, with {name}"
-    if c.schedule.descriptors and name not in c.spec.signature.tma:
-        return f"the schedule {c.schedule.name} addresses {name} by TMA, which needs aligned rows that lie as those of b do: tiled takes any"
     return ""
 
 

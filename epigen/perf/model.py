@@ -220,8 +220,9 @@ class _Timing(Work):
         kernel = self._norm(mainloop + epilogue, memory, smooth=self.c.tma_memory_smooth + even)
         finish = self._finish_us(config, tiles_m * down, tiles_n * across)
         launch = self.gpu.launch_us
-        for name in schedules.padded(config, self.spec.signature.tma):  # read and written
-            launch += self.c.gap_us + 2.0 * self.operand_bytes["ab".index(name)] / self.bytes_us
+        for name in schedules.padded(self.spec, config):  # read and written
+            copied_bytes = self.operand_bytes[0] if name == "a" else self.operand_bytes[1] / len(self.spec.products)
+            launch += self.c.gap_us + 2.0 * copied_bytes / self.bytes_us
         return Estimate(launch + kernel + finish, launch, mainloop, epilogue, finish, 0.0, memory, tiles, tiles / self.sms, 1)
 
     def _tma_step_us(self, config: KernelConfig, tiles_m: int, tiles_n: int, steps: int) -> tuple[float, float]:
@@ -311,7 +312,7 @@ class _Timing(Work):
 
         Operands without gaps are assumed, and copies whose rows begin with a line.
         """
-        copied = schedules.padded(config, self.spec.signature.tma)
+        copied = schedules.padded(self.spec, config)
         block_m, right, block_k = config["block_m"], self.right(config), config["block_k"]
         total = 0.0
         for name, (rows, columns), pitch in zip(

@@ -53,7 +53,7 @@ def traffic(spec: KernelSpec, shape: Shape, config: KernelConfig | None = None) 
     if config is not None:
         down, across = schedules.tile_parts(config)
         block, library = (config["block_m"] // down, config["block_n"] // across), not SCHEDULES[config.schedule].multiplies and not spec.bare_product
-        copied = schedules.padded(config, sig.tma)
+        copied = schedules.padded(spec, config)
         after = sum(not schedules.finished_inside(f, config) for f in spec.finishes)
     m, n, k = shape[-3:]
     operands = m * k * sig.a.bytes + k * n * sig.b.bytes
@@ -62,7 +62,7 @@ def traffic(spec: KernelSpec, shape: Shape, config: KernelConfig | None = None) 
     # a finishing kernel that sums over k reads the operand again
     again = sum({"a": m * k * sig.a.bytes, "b": k * n * sig.b.bytes}.get(s.operand, 0) for f in spec.finishes for s in f.sources)
     between = 2 * 4 * m * n if library else 0
-    between += sum(2 * {"a": m * k * sig.a.bytes, "b": k * n * sig.b.bytes}[name] for name in copied)
+    between += sum(2 * (m * k * sig.a.bytes if name == "a" else k * n * sig.b.bytes) for name in copied)
     unfused, launches = _unfused(spec, shape)
     ours, count = 1 + int(library) + len(copied) + after, products(shape)
     return Traffic(

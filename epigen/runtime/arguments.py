@@ -245,13 +245,13 @@ def describable(t: Tensor, written: bool = False, step: int = 0) -> bool:
     return addressed and not (written and columns % TMA_BYTES)
 
 
-def padded(t: Tensor) -> Tensor:
-    """A copy of a matrix, or of its transpose if that is what has contiguous rows, with rows that begin with a line of L2, as TMA loads them
+def padded(t: Tensor, lies: str) -> Tensor:
+    """A copy of a matrix, or of its transpose if that is to have contiguous rows, with rows that begin with a line of L2, as TMA loads them
     fastest. What lies between their ends is left as it is: TMA knows the extents, and fetches zeros beyond. Of the several of a batch, each, and
-    once what all products share."""
+    once what all products share. lies: as of `layout`, which the matrix is copied from as fast as torch can, and from the other one slowly."""
     if t.dim() > 2 and t.shape[0] and t.stride(0) == 0:
-        return padded(t[0]).expand(t.shape[0], -1, -1)
-    t = t if layout(t) == "n" else t.mT
+        return padded(t[0], lies).expand(t.shape[0], -1, -1)
+    t = t if lies == "n" else t.mT
     *rows, columns = t.shape
     each = LINE_BYTES // t.element_size()
     held = torch.empty((*rows, -(-columns // each) * each), dtype=t.dtype, device=t.device)[..., :columns]

@@ -73,7 +73,7 @@ class Prepared:
         self.launches: list[Launch] = []
         self.workspace = Workspace()
         self.arrivals: Arrivals | None = None
-        self.padded = schedules.padded(plan.choice.config, plan.spec.signature.tma) if plan is not None else ()
+        self.padded = schedules.padded(plan.spec, plan.choice.config) if plan is not None else ()
         self.compiled: list[Any] = []
         """What each launch has returned."""
         self.tried, self.launchers = False, list[Direct]()
@@ -178,7 +178,8 @@ class Prepared:
         values |= {f"{o.name}_ptr": t for o, t in zip(self.outputs, results, strict=True)}
         if self.batch is not None:
             values |= {f"{name}_ptr": self.batch.stacked(name, values[f"{name}_ptr"]) for name in self.with_descriptors}
-        values |= {f"{name}_padded_ptr": arguments.padded(values[f"{name}_ptr"]) for name in self.padded}
+        lies = dict(zip("ab", self.plan.spec.signature.layout, strict=True))  # a second right operand as b
+        values |= {f"{name}_padded_ptr": arguments.padded(values[f"{name}_ptr"], lies.get(name, lies["b"])) for name in self.padded}
         return values | self.workspace.tensors(self.device)
 
     @property

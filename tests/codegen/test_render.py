@@ -133,6 +133,19 @@ KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
         spec_of("relu(mm * scale_b[n] + residual)", layout="nt", tma=("a", "b", "residual", "out"), batched=True),
         warp_specialized(128, 128, 64, 4, pingpong=1, subtiles=2, tma_load=1),
     ),
+    "two_products": (spec_of("silu(mm) * dot(a, up[k,n])", k_multiple=64), TILED),
+    "two_products_persistent": (
+        spec_of("u = dot(a, up[k,n]) + bias; silu(mm) * u, u", layout="nt", tma=("a", "b", "up", "out0", "u"), k_multiple=64),
+        persistent(128, 128, 64, 8, flatten=0, subtiles=2),
+    ),
+    "two_products_cooperative": (
+        spec_of("silu(mm) * dot(a, up[k,n])", layout="nt", tma=("a", "b", "up", "out"), k_multiple=64),
+        warp_specialized(128, 128, 64, 4, subtiles=2),
+    ),
+    "two_products_promoted": (
+        spec_of("silu(mm) * dot(a, up[k,n])", FP8E4M3, layout="nt", tma=("a", "b", "up", "out"), k_multiple=64),
+        warp_specialized(128, 64, 128, 3, pingpong=1, subtiles=2),
+    ),
     "computed_operand": (spec_of("relu(dot(relu(a) * norm[k], b) + bias)", k_multiple=64), TILED),
     "computed_operands_any_k": (
         spec_of("z = dot(silu(a) * row[m], exp(b) * scale_b[k,n]) * row[m]; z, bgrad(z)", index_bits=64),

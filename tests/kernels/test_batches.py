@@ -308,7 +308,7 @@ def test_what_tma_can_address_of_a_batch() -> None:
 def test_copies_with_aligned_rows_are_as_many_as_there_are_matrices(shared: bool) -> None:
     t = torch.randn(2, 3, 5, 7)
     several = Batch((2, 3), {"b": 0 if shared else 35}).stacked("b", t[0, 0] if shared else t)
-    found = arguments.padded(several.mT)
+    found = arguments.padded(several.mT, "t")
     assert found.shape == (6, 5, 7) and found.stride() == (0 if shared else 5 * 32, 32, 1)
     assert torch.equal(found, (t[:1, :1].expand(2, 3, 5, 7) if shared else t).reshape(6, 5, 7))
 

@@ -86,7 +86,7 @@ def test_over_a_product_there_is_no_second(golden: Golden) -> None:
 @pytest.mark.parametrize("lies", ["halves", "pairs", "apart", "the other way", "shifted"])
 @pytest.mark.parametrize("layout", ["nn", "nt"])
 def test_however_the_second_operand_lies(lies: str, layout: str) -> None:
-    """Halves of one weight, every other row of one, a tensor of its own, and such as TMA cannot address as it does b."""
+    """Halves of one weight, every other row of one, a tensor of its own, and such as TMA cannot address as it does b, which are copied."""
     m, n, k = 70, 48, 64
     a, stacked = torch.randn(m, k).half(), torch.randn(2 * n, k).half() if layout == "nt" else torch.randn(k, 2 * n).half().T
     gate, up = (stacked[::2], stacked[1::2]) if lies == "pairs" else (stacked[:n], stacked[n:])
@@ -98,15 +98,9 @@ def test_however_the_second_operand_lies(lies: str, layout: str) -> None:
         flat = torch.zeros(n * k + 1).half()
         up = flat[1:].view(n, k).copy_(up) if layout == "nt" else flat[1:].view(k, n).copy_(up.T).T
     expected = epigen.compile(GATED)(a, gate.T, up=up.T)
-    as_b = lies in ("halves", "apart") or (lies == "pairs" and layout == "nt")
     for config in (cases.SMALL, cases.persistent()):
         kernel = epigen.compile(GATED, backend="interpreter", config=config)
-        if config is not cases.SMALL and lies in ("the other way", "shifted"):
-            with pytest.raises(ConfigError, match="addresses up by TMA"):
-                kernel(a, gate.T, up=up.T)
-            continue
-        if config is cases.SMALL or as_b:
-            torch.testing.assert_close(kernel(a, gate.T, up=up.T), expected, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(kernel(a, gate.T, up=up.T), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_several_products_of_a_batch() -> None:

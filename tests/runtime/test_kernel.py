@@ -888,7 +888,7 @@ def test_a_copy_for_tma_has_rows_of_whole_lines(dtype: torch.dtype) -> None:
     """Of the transpose where that has contiguous rows, and where neither has, of the matrix."""
     given = torch.randint(-8, 8, (7, 1003)).to(dtype)
     for matrix, held in ((given, given), (given.T, given), (given[:, ::2], given[:, ::2])):
-        copy = arguments.padded(matrix)
+        copy = arguments.padded(matrix, arguments.layout(matrix))
         assert torch.equal(copy, held) and copy.stride(1) == 1
         assert copy.stride(0) * copy.element_size() % 128 == 0 and copy.stride(0) * copy.element_size() - held.shape[1] * copy.element_size() < 128
 
@@ -921,7 +921,7 @@ def test_a_copy_for_tma_is_of_the_longest_words_that_rows_allow(dtype: torch.dty
     batch = whole[first:].view(3, 5, columns)
     for matrix in (batch[0], batch, batch[0].T):
         with Copies() as seen:
-            copy = arguments.padded(matrix)
+            copy = arguments.padded(matrix, arguments.layout(matrix))
         held = matrix if arguments.layout(matrix) == "n" else matrix.mT
         assert copy.dtype == dtype and torch.equal(copy.float(), held.float())
         assert seen.dtypes == [word]

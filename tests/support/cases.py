@@ -612,6 +612,9 @@ def second_cases() -> list[Case]:
             found.append(Case(text, (200, 328, 520), FP16, layout="nt", config=in_groups[j]))
         for view in ("sliced", "shifted"):
             found.append(Case(text, (50, 70, 40), FP16, view=view))
+            found.append(Case(text, (136, 200, 88), FP16, view=view, config=(persistent(block_n=64), in_groups[1])[i % 2]))
+        found.append(Case(text, (135, 201, 87), FP16, layout=LAYOUTS[i], config=persistent(block_n=64)))  # rows that are copied into aligned ones
+        found.append(Case(text, (263, 391, 135), BF16, layout=LAYOUTS[i], config=in_groups[1]))
     for text in ("mm - dot(a, up[k,n]), amax(dot(a, up[k,n]))", _SECOND_TEXTS[3]):
         for config in (SMALL, persistent(block_n=64), *in_groups):
             found.append(Case(text, (136, 200, 88), FP16, layout="nt", config=config, integers=True))
