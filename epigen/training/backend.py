@@ -6,6 +6,7 @@ What is left is taken apart as Inductor wants it. What was done with each produc
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import hashlib
@@ -24,7 +25,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from epigen import __version__, api, settings
 from epigen.db.lookup import Index
 from epigen.errors import CallError
-from epigen.training import aten, convolutions, elements, joint, regions, rewrite, whole, wrapper
+from epigen.training import aten, convolutions, elements, joint, regions, rewrite, stacked, whole, wrapper
 from epigen.training.expected import UNTUNED, Terms
 from epigen.training.regions import Left, Product, Region
 from epigen.training.report import Call, GraphSeen, Lying, Record, Seen, in_graph, record_of
@@ -212,23 +213,27 @@ def _digest(files: Any) -> str:
 
 def fuse(graph: fx.Graph, terms: Terms = UNTUNED) -> list[Seen]:
     """Put programs in the places of products and of what follows them. Returns what was done with each product."""
-    seen: list[Seen] = []
+    seen: dict[fx.Node, list[Seen]] = {}
     standing, apart = convolutions.as_products(graph)
+    parted = stacked.as_products(graph)
     left = {node: list(several) for node, several in itertools.groupby(apart, lambda each: each.node)}
     levels = regions.levels_of(graph)
-    nodes = regions.products(graph)
+    wholes, other_half = {each.original for each in parted}, {made: other for each in parted for made, other in (each.made, each.made[::-1])}
+    nodes = [node for node in regions.products(graph) if node not in wholes]
     regions.compile_ahead(nodes, levels, terms)
     hints, together = {node: _hints(node) for node in nodes}, dict[fx.Node, Region]()
     for node in sorted([*nodes, *left]):
         if node in left:
-            seen += [Seen(_hinted(each.shape), str(each.dtype), "", each.why, False, False, None) for each in left[node]]
+            seen[node] = [Seen(_hinted(each.shape), str(each.dtype), "", each.why, False, False, None) for each in left[node]]
             continue
         if (region := together.get(node)) is not None:
             dtype = str(region.product.a.meta["val"].dtype)
-            seen.append(Seen(hints[node], dtype, region.imported.text, "", True, False, _of_one(region), call=_call(region, terms.tune)))
+            seen[node] = [Seen(hints[node], dtype, region.imported.text, "", True, False, _of_one(region), call=_call(region, terms.tune))]
             continue
         product = regions.product_of(node)  # whose operands may be results of the programs before it
         outcome = Left(product) if isinstance(product, str) else regions.region_of(product, levels, terms)
+        if isinstance(outcome, Region) and any(other_half.get(n, n) not in outcome.product.nodes for n in outcome.product.nodes):
+            outcome = Left("it is a half of a product, of which no program computes both", True)
         shape, dtype = hints[node], str(node.meta["val"].dtype if isinstance(product, str) else product.a.meta["val"].dtype)
         call = _call(outcome, terms.tune) if isinstance(outcome, Region) else None
         if isinstance(outcome, Region):
@@ -238,13 +243,17 @@ def fuse(graph: fx.Graph, terms: Terms = UNTUNED) -> list[Seen]:
                 outcome = Left(str(error), True)
         if isinstance(outcome, Region):
             together |= dict.fromkeys(outcome.product.nodes[1:], outcome)
-            seen.append(Seen(shape, dtype, outcome.imported.text, "", True, False, _of_one(outcome), call=call))
+            seen[node] = [Seen(shape, dtype, outcome.imported.text, "", True, False, _of_one(outcome), call=call)]
         else:
-            seen.append(Seen(shape, dtype, "", outcome.why, outcome.neighbour, outcome.absorbed, outcome.times))
+            seen[node] = [Seen(shape, dtype, "", outcome.why, outcome.neighbour, outcome.absorbed, outcome.times)]
+    for each in stacked.settle(graph, parted):
+        one, other = each.made
+        del seen[other]
+        seen[one] = [dataclasses.replace(seen[one][0], shape=_hints(each.original), times_us=None)]
     convolutions.settle(graph, standing)
     graph.eliminate_dead_code()
     graph.lint()
-    return seen
+    return [one for several in seen.values() for one in several]
 
 
 def _of_one(region: Region) -> tuple[float, float] | None:

@@ -607,12 +607,17 @@ def moved(graph: fx.Graph) -> dict[fx.Node, int]:
         if node.op == "output" or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
         made = not joins(node.all_input_nodes[0] if node.target is operator.getitem else node)
-        if is_view(node) or not (made or kept(node, (), levels)):
+        if _lies_within(node) or not (made or kept(node, (), levels)):
             continue
         moved_bytes[node] = moved_bytes.get(node, 0) + (bytes_of(node) if node.op == "call_function" else 0)
         for reader in _readers(node, levels):
             moved_bytes[reader] = moved_bytes.get(reader, 0) + bytes_of(node)
     return moved_bytes
+
+
+def _lies_within(node: fx.Node) -> bool:
+    """Whether a value is never written, since it lies within another: a view, or a part of a matrix that products and programs read where it is."""
+    return is_view(node) or (node.target == _aten.slice.Tensor and not any(map(joins, node.users)))
 
 
 def _readers(node: fx.Node, levels: Levels) -> list[fx.Node]:
@@ -622,7 +627,7 @@ def _readers(node: fx.Node, levels: Levels) -> list[fx.Node]:
     pending = list(node.users)
     while pending:
         user = pending.pop()
-        if is_view(user):
+        if _lies_within(user):
             pending += user.users
         elif user.op == "call_function" and not joins(user):
             alone[user] = None

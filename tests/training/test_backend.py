@@ -132,6 +132,56 @@ def test_of_a_gated_unit_a_half_counts_for_each_product() -> None:
     assert fused.shape == apart.shape == (15, 32)
 
 
+class Stacked(nn.Module):
+    """Gate and up in one weight, one after the other or in turn."""
+
+    def __init__(self, how: str, bias: bool, between: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.both, self.down = nn.Linear(16, 64, bias), nn.Linear(32, 16, bias)
+        self.how, self.between = how, between
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.both(x)
+        gate, up = {
+            "chunk": lambda: h.chunk(2, -1), "slices": lambda: (h[..., :32], h[..., 32:]), "in turn": lambda: (h[..., ::2], h[..., 1::2]),
+            "last first": lambda: h.chunk(2, -1)[::-1], "unlike": lambda: (h[..., :32], h[..., 16:48]),
+        }[self.how]()  # fmt: skip
+        return self.down(self.between(gate, up))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("how", ["chunk", "slices", "in turn", "last first"])
+def test_a_stacked_gate_is_one_kernel(how: str, bias: bool) -> None:
+    """The weight is read where it lies."""
+    torch.manual_seed(0)
+    module, x = Stacked(how, bias, lambda gate, up: F.silu(gate) * up), torch.randn(3, 5, 16)
+    model, seen = compiled(module)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), module(x), rtol=1e-5, atol=1e-5)
+        first = epigen.report(model)
+        torch.testing.assert_close(model(x[:2].clone()), module(x[:2]), rtol=1e-5, atol=1e-5)
+    assert len(seen) in (3, 6) and all("dot(a, x" in s.program and "silu" in s.program for s in seen[:2]) and seen[0].shape == (15, 32, 16)
+    assert "-" not in first.summary, "copies of the weight would be counted"
+    torch.testing.assert_close(gradients(model, module, x), gradients(module, module, x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("how", "between"),
+    [
+        ("unlike", lambda gate, up: F.silu(gate) * up),
+        ("chunk", lambda gate, up: torch.softmax(gate, -1) + torch.softmax(up, -1)),
+        ("chunk", lambda gate, up: torch.relu(gate) + up.cumsum(-1)),
+    ],
+)
+def test_what_is_no_gate_stays_one_product(how: str, between: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    module, x = Stacked(how, True, between), torch.randn(3, 5, 16)
+    model, seen = compiled(module)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), module(x), rtol=1e-5, atol=1e-5)
+    assert [s.shape for s in seen] == [(15, 64, 16), (15, 16, 32)] and not any(s.taken for s in seen)
+
+
 class Attending(nn.Module):
     """Three products of one x that meet in no elementwise operation, and two that do, of weights that lie otherwise."""
 

@@ -50,6 +50,32 @@ class Taken:
         return sum(s.taken for s in self.seen) / own if own else 1.0
 
 
+STACKED = {
+    "Phi3Model": ({"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}, "dot(a, x0[k,n]) * silu(mm)"),
+    "GlmModel": ({"num_key_value_heads": 2, "head_dim": 8, "eos_token_id": 2}, "dot(a, x0[k,n]) * silu(mm)"),
+    "Glm4Model": ({"num_key_value_heads": 2, "head_dim": 8, "eos_token_id": 2}, "dot(a, x0[k,n]) * silu(mm)"),
+    "ModernBertModel": ({"cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}, "gelu(mm) * dot(a, x0[k,n])"),
+}
+
+
+@pytest.mark.skipif(bool(zoo.missing("llama")), reason="transformers is not installed")
+@pytest.mark.parametrize("name", STACKED)
+def test_stacked_gates_are_one_kernel_without_gradients(name: str) -> None:
+    """Of a weight whose halves are gate and up, as they lie. With gradients the product is kept whole, for the backward."""
+    zoo.allow_torchvision()
+    transformers: Any = pytest.importorskip("transformers")
+    more, program = STACKED[name]
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+    model = getattr(transformers, name)(getattr(transformers, name.replace("Model", "Config"))(**sizes, **more)).eval()
+    seen: list[Seen] = []
+    call = compiled(model, seen)
+    given = {"input_ids": torch.arange(12).reshape(2, 6) % 61}
+    with torch.no_grad():
+        torch.testing.assert_close(call(**given)[0], model(**given)[0], rtol=1e-4, atol=1e-4)
+    assert sum(s.program == program for s in seen) == 4, [(s.program, s.why) for s in seen]
+
+
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_a_model_is_eagers(name: str) -> None:
     """Its loss and its gradients, three steps of training, and how many of its products are taken."""

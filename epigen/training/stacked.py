@@ -1,0 +1,113 @@
+"""Stacked products of a graph of torch's: one whose columns are two matrices', such as a gate and what it is multiplied with, which are parted again behind it.
+
+`as_products` puts a product for each in its place, of views of the weight, so that what comes next need know nothing of them. What no program has taken is
+the one product again after `settle`: that is faster than two.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from epigen.training.aten import is_view, same
+from epigen.training.rewrite import called
+
+_aten: Any = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """original: the product of all columns, without users for the while. made: those of its two parts. parts: what was read of each, and what is read instead."""
+
+    original: fx.Node
+    made: tuple[fx.Node, fx.Node]
+    parts: tuple[tuple[fx.Node, fx.Node], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Columns: from, to and at which distance."""
+
+    start: int
+    end: int
+    step: int
+
+
+def as_products(graph: fx.Graph) -> list[Stacked]:
+    return [_parted(graph, *found) for node in list(graph.nodes) if (found := _found(node)) is not None]
+
+
+def settle(graph: fx.Graph, stacked: Sequence[Stacked]) -> list[Stacked]:
+    """Each product of which a program has taken neither part is as it was. Returns those."""
+    there = set(graph.nodes)
+    left = [each for each in stacked if there.issuperset(each.made)]
+    for each in left:
+        for part, instead in each.parts:
+            instead.replace_all_uses_with(part)
+    return left
+
+
+def _found(node: fx.Node) -> tuple[fx.Node, fx.Node, dict[_Slice, list[fx.Node]]] | None:
+    """A stacked product, its result as it is parted, with leading dimensions, and the nodes that read each of its two parts; None of any other node."""
+    if node.target not in (_aten.mm.default, _aten.addmm.default) or node.kwargs or not isinstance(node.meta["val"].shape[-1], int):
+        return None
+    columns = node.meta["val"].shape[-1]
+    if node.target == _aten.addmm.default and tuple(node.args[0].meta["val"].shape) != (columns,):  # type: ignore[union-attr]
+        return None
+    whole = node
+    if len(node.users) == 1 and is_view(user := next(iter(node.users))) and user.target != _aten.permute.default and same(user.meta["val"].shape[-1], columns):
+        whole = user
+    parts: dict[_Slice, list[fx.Node]] = {}
+    one_after_the_other = _one_after_the_other(columns)
+    for user in whole.users:
+        if user.target == _aten.split.Tensor and _along_last(user, 2):
+            if 2 * user.args[1] != columns or any(item.target is not operator.getitem for item in user.users):  # type: ignore[operator]
+                return None
+            for item in user.users:
+                parts.setdefault(one_after_the_other[item.args[1]], []).append(item)  # type: ignore[index]
+        elif user.target == _aten.slice.Tensor and _along_last(user, 1):
+            given: list[Any] = [*user.args[2:]]
+            start, end, step = given + [None, None, 1][len(given) :]
+            if not all(isinstance(at, int | None) for at in (start, end, step)):
+                return None
+            parts.setdefault(_Slice(*slice(start, end, step).indices(columns)), []).append(user)
+        else:
+            return None
+    possible = (one_after_the_other, (_Slice(0, columns, 2), _Slice(1, columns, 2)))
+    return (node, whole, parts) if columns % 2 == 0 and set(parts) in map(set, possible) else None
+
+
+def _one_after_the_other(columns: int) -> tuple[_Slice, _Slice]:
+    return _Slice(0, columns // 2, 1), _Slice(columns // 2, columns, 1)
+
+
+def _along_last(node: fx.Node, place: int) -> bool:
+    """Whether a node parts the last dimension of what it reads. place: where its arguments name that."""
+    dim = node.args[place] if len(node.args) > place else 0
+    return not node.kwargs and dim in (-1, node.args[0].meta["val"].dim() - 1)  # type: ignore[union-attr]
+
+
+def _parted(graph: fx.Graph, node: fx.Node, whole: fx.Node, parts: dict[_Slice, list[fx.Node]]) -> Stacked:
+    *added, a, b = node.args
+    made, instead = [], []
+    with graph.inserting_before(node.next):
+        for columns, read in sorted(parts.items(), key=lambda item: item[0].start):
+            at = (columns.start, columns.end, columns.step)
+            right = called(graph, _aten.slice.Tensor, (b, 1, *at))
+            product = called(graph, node.target, (*(called(graph, _aten.slice.Tensor, (x, 0, *at)) for x in added), a, right))
+            made.append(product)
+            instead += [(part, product) for part in read]
+    if whole is not node:
+        with graph.inserting_before(whole.next):
+            rows = [e if isinstance(e, int) else called(graph, _aten.sym_size.int, (whole, d)) for d, e in enumerate(whole.meta["val"].shape[:-1])]
+            shaped = {product: called(graph, _aten.reshape.default, (product, [*rows, product.meta["val"].shape[-1]])) for product in made}
+        instead = [(part, shaped[product]) for part, product in instead]
+    for part, value in instead:
+        value.meta["val"] = part.meta["val"] if part.meta["val"].is_contiguous() else value.meta["val"]
+        part.replace_all_uses_with(value)
+    return Stacked(node, (made[0], made[1]), tuple(instead))
