@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from golden import Golden
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as everyone calls it
@@ -172,3 +173,88 @@ def test_saved_tensors_are_those_of_the_policy() -> None:
     assert kept(activation="relu") == 2 * (tile + mask)
     assert kept(activation="relu", save="output") == kept(activation="gelu", save="recompute") == 2 * tile
     assert kept(activation="gelu") == 2 * (tile + tile)
+
+
+# -- GatedMLP
+
+
+def gated(mlp: Any, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    found: Tensor = mlp.down_proj(activation(mlp.gate_proj(x)) * mlp.up_proj(x))
+    return found
+
+
+@pytest.mark.parametrize("save", [None, "preactivation", "recompute"])
+@pytest.mark.parametrize(("name", "activation"), [("silu", F.silu), ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")), ("relu", F.relu)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gated_mlp_is_torchs(bias: bool, name: str, activation: Callable[[Tensor], Tensor], save: str | None) -> None:
+    torch.manual_seed(0)
+    mlp, x = epigen.nn.GatedMLP(16, 24, 8, name, bias, save=save), drawn(2, 5, 16).requires_grad_()
+    found, expected, wanted = mlp(x), gated(mlp, x, activation), [x, *mlp.parameters()]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    arriving = drawn(2, 5, 8, seed=1)
+    for ours, torchs in zip(torch.autograd.grad(found, wanted, arriving), torch.autograd.grad(expected, wanted, arriving), strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", ["gate_proj", "up_proj", "down_proj", "x"])
+def test_of_a_gated_mlp_what_is_frozen_has_no_gradient(frozen: str) -> None:
+    torch.manual_seed(0)
+    mlp, x = epigen.nn.GatedMLP(16, 24), drawn(5, 16).requires_grad_(frozen != "x")
+    if frozen != "x":
+        getattr(mlp, frozen).requires_grad_(False)
+    wanted = [t for t in (x, *mlp.parameters()) if t.requires_grad]
+    mlp(x).sum().backward()
+    found = [t.grad for t in wanted]
+    expected = torch.autograd.grad(gated(mlp, x, F.silu).sum(), wanted)
+    for ours, torchs in zip(found, expected, strict=True):
+        assert ours is not None
+        torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-5)
+    assert all(t.grad is None for t in mlp.parameters() if not t.requires_grad)
+
+
+def test_a_gated_mlp_runs_the_hooks_and_adapters_of_its_layers() -> None:
+    class Adapted(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+            return 2 * super().forward(input)
+
+    mlp, x, seen = epigen.nn.GatedMLP(16, 24), drawn(5, 16), list[str]()
+    handle = mlp.up_proj.register_forward_hook(lambda *_: seen.append("up"))
+    torch.testing.assert_close(mlp(x), gated(mlp, x, F.silu), rtol=1e-5, atol=1e-6)
+    assert seen == ["up", "up"]
+    handle.remove()
+    mlp.gate_proj.__class__ = Adapted
+    torch.testing.assert_close(mlp(x), gated(mlp, x, F.silu), rtol=1e-5, atol=1e-6)
+    mlp.gate_proj.__class__ = nn.Linear
+    mlp(x)
+    assert seen == ["up", "up"]
+
+
+def test_what_a_gated_mlp_cannot_be_made_of(golden: Golden) -> None:
+    with golden.raises(CallError, "activation"):
+        epigen.nn.GatedMLP(16, 24, activation="swish")
+    one, other, small = nn.Linear(16, 24), nn.Linear(24, 16), nn.Linear(16, 24, bias=False)
+    with golden.raises(CallError, "shapes"):
+        epigen.nn.GatedMLP.from_layers(one, other, other)
+    with golden.raises(CallError, "biases"):
+        epigen.nn.GatedMLP.from_layers(one, small, other)
+    with golden.raises(CallError, "classes"):
+        epigen.nn.GatedMLP.from_layers(nn.Sequential(one), one, other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "activation"), [("llama", "silu"), ("qwen2", "silu"), ("gemma2", "gelu_tanh")])
+def test_the_gated_mlps_of_a_model_in_place_of_its_own(name: str, activation: str) -> None:
+    """With the same state dict, the same results and gradients."""
+    if package := zoo.missing(name):
+        pytest.skip(f"{package} is not installed")
+    made, other = zoo.ZOO[name](), zoo.ZOO[name]()
+    replaced = 0
+    for module in list(other.model.modules()):
+        if hasattr(module, "mlp") and hasattr(module.mlp, "gate_proj"):
+            own: Any = module.mlp
+            module.mlp, replaced = epigen.nn.GatedMLP.from_layers(own.gate_proj, own.up_proj, own.down_proj, activation), replaced + 1
+    assert replaced >= 2 and list(other.model.state_dict()) == list(made.model.state_dict())
+    for model in (made, other):
+        model.loss().backward()
+    torch.testing.assert_close(other.loss(), made.loss(), rtol=1e-5, atol=1e-6)
+    for ours, torchs in zip(other.model.parameters(), made.model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, torchs.grad, rtol=1e-3, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Modules that train: a linear layer with its epilogue, a sequence of such layers that runs as one chain, and a multilayer perceptron."""
+"""Modules that train: a linear layer with its epilogue, a sequence of such layers that runs as one chain, a multilayer perceptron, and a gated one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn.modules import module as torchs
 
 from epigen import ops
 from epigen.errors import CallError, unknown
+from epigen.ir import reference
 from epigen.training import again, functions, linear
 from epigen.training.chain import Link
 from epigen.training.functions import Function
@@ -153,3 +154,69 @@ class MLP(Chain):
     def __getitem__(self, idx: Any) -> Any:  # torch.nn.Sequential's own name for it
         """A layer, or of a slice a `Chain` of these layers, which are the same objects."""
         return Chain(OrderedDict(list(self._modules.items())[idx])) if isinstance(idx, slice) else super().__getitem__(idx)
+
+
+class GatedMLP(nn.Module):
+    """`down_proj(activation(gate_proj(x)) * up_proj(x))`, as Llama, Mistral, Qwen and Gemma have it, with both products of x in one kernel.
+
+    The layers are torch.nn.Linear's, so that parameters and state dict are those of such a model's MLP. Their weights are read, and they are not called; where
+    one of them has hooks, or is replaced by a module of another class, all three are, unfused.
+    in_features, hidden_features, out_features: their sizes; by default the result has the input's. activation: one of the language's, by name. save, tune: as for
+    `epigen.linear`. Raises CallError for what does not fit.
+
+    >>> import torch, epigen
+    >>> mlp = epigen.nn.GatedMLP(64, 128)
+    >>> mlp(torch.zeros(2, 3, 64)).shape
+    torch.Size([2, 3, 64])
+    """
+
+    def __init__(
+        self, in_features: int, hidden_features: int, out_features: int | None = None, activation: str = "silu", bias: bool = False, *, save: str | None = None,
+        tune: str | None = None, device: Any = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        sizes = ((in_features, hidden_features), (in_features, hidden_features), (hidden_features, in_features if out_features is None else out_features))
+        gate, up, down = (nn.Linear(k, n, bias, device, dtype) for k, n in sizes)
+        self._take(gate, up, down, activation, save, tune)
+
+    @classmethod
+    def from_layers(
+        cls, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear, activation: str = "silu", *, save: str | None = None, tune: str | None = None
+    ) -> GatedMLP:
+        """Of layers that there are, which it shares: `epigen.nn.GatedMLP.from_layers(mlp.gate_proj, mlp.up_proj, mlp.down_proj)`."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._take(gate_proj, up_proj, down_proj, activation, save, tune)
+        return made
+
+    def _take(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: str, save: str | None, tune: str | None) -> None:
+        if activation not in ACTIVATIONS:
+            raise CallError(unknown("activation", activation, ACTIVATIONS))
+        if any(not isinstance(layer, nn.Linear) for layer in (gate, up, down)):
+            raise CallError("the layers of a GatedMLP are torch.nn.Linear's: merge adapters into their layers first, or leave the module as it is")
+        if gate.weight.shape != up.weight.shape or (gate.bias is None) != (up.bias is None) or down.in_features != gate.out_features:
+            shapes = ", ".join(f"{name} {list(layer.weight.shape)}" for name, layer in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)))
+            raise CallError(
+                f"the layers do not follow from one another: {shapes}; gate_proj and up_proj have one shape, both a bias or neither, and down_proj reads it"
+            )
+        self.gate_proj, self.up_proj, self.down_proj = gate, up, down
+        self.activation, self.save, self.tune = activation, save, tune
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch.nn.Linear's own name
+        """input: [..., in_features]. Returns [..., out_features]."""
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        if not all(_as_it_is(layer, nn.Linear) for layer in (gate, up, down)):
+            unfused: Tensor = down(reference.torch_function(self.activation)(gate(input)) * up(input))
+            return unfused
+        biases: list[Any] = [layer.bias for layer in (gate, up, down)]
+        program, inputs, last = f"{self.activation}(mm) * dot(a, up[k,n])", {"up": up.weight.t()}, Link(down.weight, {}, "mm", tune=self.tune)
+        if biases[0] is not None:
+            program = f"{self.activation}(mm + bias) * (dot(a, up[k,n]) + shift[n])"
+            inputs |= {"bias": biases[0], "shift": biases[1]}
+        if biases[2] is not None:
+            last = last._replace(inputs={"bias": biases[2]}, epilogue="mm + bias")
+        fused: Tensor = again.call(input, [Link(gate.weight, inputs, program, self.save, tune=self.tune), last])
+        return fused
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"
