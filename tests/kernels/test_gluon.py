@@ -251,11 +251,23 @@ def test_products_of_a_batch(leads: tuple[tuple[int, ...], ...], config: str, ex
     batched.same([x if x.dtype == torch.uint8 else x.float() for x in found], batched.expected(a, b, inputs))
 
 
+@pytest.mark.parametrize("config", [name for name, config in batched.GROUPED.items() if config["splits"] == 1])
+@pytest.mark.parametrize("leads", batched.LEADS, ids=str)
+@pytest.mark.parametrize("extents", [(33, 45, 20), (150, 72, 136)], ids=str)
+def test_two_products_of_a_batch(leads: tuple[tuple[int, ...], ...], config: str, extents: tuple[int, int, int]) -> None:
+    a, b, inputs = batched.given(*leads, *extents, dtype=torch.float16)
+    given = {"up": b.flip(-1).contiguous(), "bias": inputs["bias"], "residual": inputs["residual"]}
+    found = Executed(Case(batched.GATED, extents, config=batched.GROUPED[config]), seed=config)(a, b, **given)
+    wanted = batched.expected_gated(a.float(), b.float(), given["up"].float(), inputs)
+    batched.same([x.float() for x in found], [wanted[0].half().float(), wanted[1]])
+
+
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
         ("copy_in(a_desc, [batch_id", "copy_in(a_desc, [0"),
         ("copy_in(b_desc, [batch_id", "copy_in(b_desc, [0"),
+        ("copy_in(up_desc, [batch_id", "copy_in(up_desc, [0"),
         ("copy_in(residual_desc, [batch_id", "copy_in(residual_desc, [0"),
         ("copy_out(z_desc, [batch_id", "copy_out(z_desc, [0"),
         ("first_bias_ptr + batch_id", "first_bias_ptr + 0 * batch_id"),
@@ -271,11 +283,13 @@ def test_what_is_of_another_product_is_found(right: str, wrong: str) -> None:
         return text.replace(right, wrong)
 
     a, b, inputs = batched.given((3,), (3,), (3,), 136, 72, 72, torch.float16)
-    bias, residual = inputs["bias"], inputs["residual"]
-    case = Case("z = mm + bias + residual; z, bgrad(z)", (136, 72, 72), config=warp_specialized(64, 64, pingpong=1, tma_load=1, fused_finalize=1))
-    z = a.float() @ b.float() + bias[:, None, :] + residual
+    bias, residual, up = inputs["bias"], inputs["residual"], b.flip(-1).contiguous()
+    case = Case(
+        "z = mm + dot(a, up[k,n]) + bias + residual; z, bgrad(z)", (136, 72, 72), config=warp_specialized(64, 64, pingpong=1, tma_load=1, fused_finalize=1)
+    )
+    z = a.float() @ (b.float() + up.float()) + bias[:, None, :] + residual
     try:
-        found = Executed(case, 0, edit)(a, b, bias=bias, residual=residual)
+        found = Executed(case, 0, edit)(a, b, up=up, bias=bias, residual=residual)
     except Fault:
         return
     assert not all(torch.equal(x.float(), y) for x, y in zip(found, (z, z.sum(-2)), strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import batched
 import cases
 import pytest
 import torch
@@ -220,3 +221,13 @@ def test_space_has_no_dimension_that_it_cannot_use() -> None:
     found = list(Space(spec_of(GATED), LAYER, SM_90).outline())
     assert {c.schedule for c in found} == {"tiled", "persistent", "warp_specialized"}
     assert {schedules.splits(c) for c in found} == {1}
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("config", [cases.SMALL, cases.persistent(64, 16, 32), cases.persistent(64, 64, 32, subtiles=2, flatten=0)], ids=str)
+@pytest.mark.parametrize("leads", batched.LEADS, ids=str)
+def test_of_each_product_of_a_batch(leads: tuple[tuple[int, ...], ...], config: KernelConfig) -> None:
+    a, b, inputs = batched.given(*leads)
+    given = {"up": b.flip(-1).contiguous(), "bias": inputs["bias"], "residual": inputs["residual"]}
+    found = epigen.compile(batched.GATED, backend="interpreter", config=config)(a, b, **given)
+    batched.same(found, batched.expected_gated(a, b, given["up"], inputs))

@@ -65,6 +65,15 @@ def expected(a: Tensor, b: Tensor, inputs: Mapping[str, Any]) -> list[Tensor]:
     return [y, z > 0, y.sum(-2), y.sum(-1), largest, *sums]
 
 
+GATED = "g = mm + bias; u = dot(a, up[k,n]); y = g * u + residual; y, bgrad(u)"
+"""Two products, each of a batch."""
+
+
+def expected_gated(a: Tensor, b: Tensor, up: Tensor, inputs: Mapping[str, Any]) -> list[Tensor]:
+    mm, u = a @ b, a @ up
+    return [(mm + inputs["bias"][..., None, :]) * u + inputs["residual"], (u + torch.zeros(mm.shape[:-2])[..., None, None]).sum(-2)]
+
+
 def same(found: Any, wanted: list[Tensor]) -> None:
     for x, y in zip(found, wanted, strict=True):
         assert torch.equal(reference.unpack(x, y.shape[-1]) if x.dtype == torch.uint8 else x, y), (x.shape, y.shape)
