@@ -44,6 +44,9 @@ def derive(graph: Graph, operands: DType = FP16, save: str | None = None, wrt: I
     if save is not None and save not in SAVE:
         raise CallError(f"unknown save={save!r}: {near_miss(str(save), SAVE) or 'it is one of ' + ', '.join(SAVE)}")
     computed = bool(graph.computed())
+    if computed and (second := graph.second()):
+        message = f"operand {graph.computed()[0]} is computed as it is multiplied, and there is a second product, with {second.name}: no derivative is derived of both"
+        raise DerivationError(graph.text, [Diagnostic(message, None, "compute the operand first, as a tensor of its own, or make it two programs")])
     inputs, arriving = [g.PRODUCT, *[*g.OPERANDS] * computed, *(n.name for n in graph.inputs())], [o.name for o in graph.outputs if carries_gradient(graph, o)]
     if wrt is not None:
         inputs = _known("input", wrt, inputs)
