@@ -132,15 +132,15 @@ def run(
 
 def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
     """What `chain.chain` comes to where it is called with tensors like these, in torch's modes as they are: a function without its checks. None where the chain
-    has torch itself run the layers, where a gradient is 0 throughout, and where one computes what it multiplies, has two products, gives a mask, or within the chain more than a tile. Inputs are taken of exactly the shapes that a program
+    has torch itself run the layers, where a gradient is 0 throughout, and where one computes what it multiplies, gives a mask, or within the chain more than a tile. Inputs are taken of exactly the shapes that a program
     declares with x's leading dimensions.
     """
     programs = [plan.declared(link.epilogue) for link in links]
     tensors = [v for v in _row(x, links) if isinstance(v, Tensor)]
-    plain = all(plan.one_product(link.epilogue) for link in links)
+    computed = any(graph_of(link.epilogue).computed() for link in links)
     last_graph = graph_of(links[-1].epilogue)
     fits = all(program.tile for program in programs[:-1]) and not any(last_graph.nodes[o.node].kind == PACKED for o in last_graph.outputs)
-    if not fits or not plain or not library.unseen(*tensors) or composed.needed(tensors):
+    if not fits or computed or not library.unseen(*tensors) or composed.needed(tensors):
         return None
     for link, program in zip(links, programs, strict=True):
         expanded = chain.presented(link, program, x)
@@ -152,8 +152,9 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
     text = CodeBuilder(f"again(x, {', '.join(taken_by)})")
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, links = chain.cast(x, dtype), [link._replace(weight=chain.cast(link.weight, dtype)) for link in links]
-        text.add(*(f"{name} = {text.hold(chain.cast)}({name}, {text.hold(dtype)})" for name in ("x", *(weight for weight, _ in names))))
+        second = [inputs[name] for (_, inputs), link in zip(names, links, strict=True) if (name := plan.multiplied(link.epilogue))]
+        x, links = chain.cast(x, dtype), [link._replace(weight=chain.cast(link.weight, dtype), inputs=chain.multiplied(link, dtype)) for link in links]
+        text.add(*(f"{name} = {text.hold(chain.cast)}({name}, {text.hold(dtype)})" for name in ("x", *(weight for weight, _ in names), *second)))
     values: list[list[Any]] = [[link.inputs[declared.name] for declared in program.inputs] for link, program in zip(links, programs, strict=True)]
     steps = chain.steps(x, links, values)
     if any(step.own is not None and step.own.zeros for step in steps):
@@ -226,6 +227,9 @@ class Again(torch.autograd.Function):
         return (made.backward or made.general)(ctx, ctx.saved_tensors, *arrived)
 
 
+_BEFORE_INPUTS = 3
+"""Arguments that come before the layer's inputs."""
+
 _apply: Any = super(torch.autograd.Function, Again).apply
 """Where no transform of torch.func is at work and none has left anything behind, which is all that `Function.apply` asks before it."""
 
@@ -276,7 +280,8 @@ class _LayerCall:
         text.add(f"{', '.join(results)}, = {site.call(text, ['x', 'w', *(values[place] for place in step.inputs)])}")
         every = [*values, *results, "x", "w"]
         own = [every[i] for i in step.own.kept] if step.own is not None else []
-        saved = ["x" if step.weight else "None", "w" if step.x else "None", *own, *([f"*taken[{len(self.taken)}:]"] if step.before is not None else [])]
+        needs_x, second = step.weight or step.second is not None, [values[i] for i in step.kept]
+        saved = ["x" if needs_x else "None", "w" if step.x else "None", *second, *own, *([f"*taken[{len(self.taken)}:]"] if step.before is not None else [])]
         text.add(f"ctx.save_for_backward({', '.join(saved)})")
         if self.adds:
             text.add("ctx.main_grad = main")
@@ -296,13 +301,14 @@ class _LayerCall:
         step, own, before = self.step, self.step.own, self.step.before
         arrived, held = [f"g{i}" for i in range(self.given)], [f"s{i}" for i in range(len(own.kept))] if own is not None else []
         others = [f"t{i}" for i in range(len(before.kept))] if before is not None else []
+        second = ["u"] * len(step.kept)  # the right operand of a second product, where x has a gradient
         text = CodeBuilder(f"backward(ctx, saved, {', '.join(arrived)})")
-        every = ["x", "w", *held, *others]
+        every = ["x", "w", *second, *held, *others]
         text.add(f"{', '.join(every)} = saved")
         numbers, taken = ([f"{n}{i}" for i in range(len(places))] for n, places in zip("mn", self.numbers, strict=True))
         if numbers or taken:
             text.add(f"[{', '.join(numbers)}], [{', '.join(taken)}] = ctx.numbers")
-        there = [name for name in every if (name != "x" or step.weight) and (name != "w" or step.x)]
+        there = [name for name in every if (name != "x" or step.weight or step.second is not None) and (name != "w" or step.x)]
         ways = [f"{text.hold(torch.is_grad_enabled)}()", f"{text.hold(torch._C._autograd._profiler_enabled)}()"]
         ways += ["g0 is None"] if own is None else []
         ways.append(f"not {text.hold(check)}({', '.join([*arrived[: self.arriving], *there])})")
@@ -327,8 +333,16 @@ class _LayerCall:
                 dx = mm or "None"
             elif step.x:
                 dx = f"{text.hold(torch.mm)}(d, w)"
-            if dx != "None" and len(self.shape) != 2:
-                dx = f"{dx}.view({text.hold(self.shape)})"
+        if step.second is not None:
+            # the gradient of a second product, as it is found among those of the inputs, and what comes of it
+            rows = leading("x", "mn", len(self.shape) - 1)
+            text.add(f"e = {gradients[step.second]}")
+            for right in second:
+                text.add(f"dx = {text.hold(torch.mm)}(e, {right}.t())" if dx == "None" else f"dx = {text.hold(torch.addmm)}({dx}, e, {right}.t())")
+                dx = "dx"
+            gradients[step.second] = f"{text.hold(torch.mm)}(e.t(), {rows}).t() if ctx.needs_input_grad[{_BEFORE_INPUTS + step.second}] else None"
+        if dx != "None" and len(self.shape) != 2:
+            dx = f"{dx}.view({text.hold(self.shape)})"
         main, nothing = ["None"] * self.adds, ["None"] * len(others)
         text.add(f"return ({', '.join(['None', dx, dw, *gradients, *main, *rest, *nothing])})")
         return text.function()
@@ -354,12 +368,15 @@ class _LayerCall:
             text.add(f"{', '.join(results)}, = {site.call(text, [*first, *(given[i] for i in backward.arguments)])}")
         available = [*results, *arrived]
         gradients = []
-        for i, dtype, shape in zip(backward.inputs, backward.dtypes, shapes, strict=True):
+        for place, (i, dtype, shape) in enumerate(zip(backward.inputs, backward.dtypes, shapes, strict=True)):
             if i is None or shape is None:
                 gradients.append("None")
                 continue
             as_wanted = text.hold(dtype)
             gradients.append(f"({available[i]} if {available[i]}.dtype is {as_wanted} else {available[i]}.to({as_wanted}))")
+            if backward is self.step.own and place == self.step.second:  # which is that of its product
+                gradients[-1] = leading(gradients[-1], "mn", len(self.to)) if available[i] in arrived and self.to is not None else gradients[-1]
+                continue
             as_it_comes = available[i] in arrived and self.to is not None and tuple(shape) == (*self.to, self.n)
             if len(shape) != 1 and not as_it_comes:
                 gradients[-1] += f".view({text.hold(shape)})"
@@ -367,6 +384,7 @@ class _LayerCall:
 
     def general(self, ctx: Any, saved: Sequence[Any], arrived: Sequence[Any]) -> tuple[Any, ...]:
         ctx.step, ctx.tune, ctx.main_grad = self.step, self.tune, ctx.main_grad if self.adds else None
+        ctx.before_inputs = _BEFORE_INPUTS
         ctx.numbers = ctx.numbers if any(self.numbers) else ((), ())
         ctx.shapes = self.shape, [*self.inputs, *self.taken]
         dx, dweight, _, _, _, _, *rest = layer.backward(ctx, saved, arrived)

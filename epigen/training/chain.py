@@ -65,10 +65,10 @@ def _dense(x: Tensor, layers: Sequence[Link]) -> tuple[Tensor, Sequence[Link]]:
     if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
         return x, layers
     dtype = torch.get_autocast_dtype(x.device.type)
-    return cast(x, dtype), [layer._replace(weight=cast(layer.weight, dtype), inputs=_multiplied(layer, dtype)) for layer in layers]
+    return cast(x, dtype), [layer._replace(weight=cast(layer.weight, dtype), inputs=multiplied(layer, dtype)) for layer in layers]
 
 
-def _multiplied(layer: Link, dtype: torch.dtype) -> Mapping[str, Any]:
+def multiplied(layer: Link, dtype: torch.dtype) -> Mapping[str, Any]:
     """A layer's inputs under autocast: one that is multiplied is cast as the weight is."""
     name = plan.multiplied(layer.epilogue) if isinstance(layer.epilogue, str) else ""
     given = layer.inputs.get(name)

@@ -93,6 +93,7 @@ class Layer(torch.autograd.Function):
         needs_x, needs_weight = step.weight or bool(step.operands) or step.second is not None, step.x or bool(step.operands)
         ctx.save_for_backward(x if needs_x else None, weight if needs_weight else None, *of_operands, *own, *taken[before:])
         ctx.step, ctx.tune, ctx.main_grad, ctx.numbers = step, tune, main_grad, (numbers(inputs), numbers(taken[:before]))
+        ctx.before_inputs = 6  # arguments that come before the layer's inputs
         if step.operands:
             ctx.dtypes = [v.dtype if isinstance(v, Tensor) else None for v in inputs]
             ctx.computed = [None if isinstance(v, Tensor) else v for v in computed]
@@ -159,7 +160,7 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
         elif step.x:
             dx = torch.mm(dmm, weight)
     if step.second is not None and step.second not in (own.zeros if own is not None else ()):
-        dx = _through_second(step, x, computed, inputs, dx, ctx.needs_input_grad[6 + step.second])
+        dx = _through_second(step, x, computed, inputs, dx, ctx.needs_input_grad[ctx.before_inputs + step.second])
     shape, shapes = ctx.shapes
     given = [t if t is None or t.shape == s else t.view(s) for t, s in zip((*inputs, *taken), shapes, strict=False)]
     return dx if dx is None else dx.view(shape), dweight, None, None, None, None, *given, *(None for _ in saved)

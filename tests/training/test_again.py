@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -78,6 +79,7 @@ MADE: dict[str, Callable[[], Callable[[Tensor], Any]]] = {
     "MLP": lambda: epigen.nn.MLP([8, 16, 8], "gelu"),
     "a function": lambda: lambda x: epigen.linear(x, WEIGHT, BIAS, F.silu),
     "functions in a chain": lambda: epigen.nn.MLP([8, 16, 8], F.gelu),
+    "GatedMLP": lambda: epigen.nn.GatedMLP(8, 16),
 }
 
 
@@ -204,6 +206,48 @@ def test_what_is_kept_and_where_a_gradient_goes_is_compared() -> None:
         epigen.linear(x, w, None, "relu(mm)", main_grad=main).sum().backward()
         assert w.grad is None
         close(main, gradient * turn)
+
+
+_GATED = {
+    "a gate": ("silu(mm + bias) * dot(a, up[k,n])", lambda z, u: F.silu(z) * u),
+    "a sum, whose gradient is what arrives": ("(mm + bias) + dot(a, up[k,n])", lambda z, u: z + u),
+    "one followed in a product": ("tanh(mm + bias) - gelu(dot(a, up[k,n]))", lambda z, u: torch.tanh(z) - F.gelu(u)),
+}
+
+
+@pytest.mark.parametrize("wanted", [w for n in range(1, 5) for w in itertools.combinations(("x", "w", "bias", "up"), n)], ids="+".join)
+@pytest.mark.parametrize("save", [None, "recompute"])
+@pytest.mark.parametrize("gate", _GATED)
+@pytest.mark.parametrize("lead", [(6,), (2, 3), ()], ids=str)
+def test_two_products(lead: tuple[int, ...], gate: str, save: str | None, wanted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever of it wants a gradient; the weights are leaves, of which the second one is read as its transpose."""
+    text, torchs = _GATED[gate]
+    through = {"x": ["mm", "up"], "w": ["mm"], "bias": ["bias"], "up": ["up"]}
+    if save is not None and save not in [o.save for o in epigen.derive(text, wrt=sorted({n for name in wanted for n in through[name]})).options]:
+        pytest.skip("the product of x and w need not be taken again")
+    for seed in range(5):
+        sizes = {"x": (*lead, 8), "w": (16, 8), "bias": (16,), "up": (16, 8)}
+        t = {name: drawn(*size, seed=seed + i, grad=name in wanted) for i, (name, size) in enumerate(sizes.items())}
+        seen = counted(monkeypatch, *CHECKS)
+        found = epigen.linear(t["x"], t["w"], t["bias"], text, up=t["up"].t(), save=save)
+        expected = torchs(F.linear(t["x"], t["w"], t["bias"]), F.linear(t["x"], t["up"]))
+        close(found, expected)
+        leaves, arriving = [t[name] for name in wanted], drawn(*lead, 16, seed=seed, grad=False)
+        close(torch.autograd.grad(found, leaves, arriving), torch.autograd.grad(expected, leaves, arriving))
+        assert seed < 3 or not seen.total(), "known by comparison"
+
+
+def test_two_products_under_autocast() -> None:
+    for seed in range(4):
+        x, w, up = drawn(2, 3, 8, seed=seed), drawn(16, 8, seed=seed + 1), drawn(16, 8, seed=seed + 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = epigen.linear(x, w, None, "silu(mm) * dot(a, up[k,n])", up=up.t()), F.silu(F.linear(x, w)) * F.linear(x, up)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+        arriving = drawn(2, 3, 16, seed=seed, grad=False).bfloat16()
+        for ours, torchs in zip(torch.autograd.grad(found, (x, w, up), arriving), torch.autograd.grad(expected, (x, w, up), arriving), strict=True):
+            assert ours.dtype == torch.float32
+            torch.testing.assert_close(ours, torchs, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("recorded", [False, True])
