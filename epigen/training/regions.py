@@ -261,13 +261,19 @@ def _companion(product: Product) -> Product | None:
     if product.batch is not None or a.meta["val"].dim() != 2 or product.factors:
         return None
     others = [product_of(u) for each in _same_values(a) for u in each.users if u.target in _PRODUCTS and u is not product.node and operands(u)[0] is each]
-    fitting = [x for x in others if isinstance(x, Product) and x.b is not b and _alike(x.b, b) and not x.adds_apart and product.node not in above_of([x.b])]
+    fitting = [x for x in others if isinstance(x, Product) and x.b is not b and _alike(x.b, b) and not x.adds_apart]
+    fitting = [x for x in fitting if x.node not in _above(product) and product.node not in _above(x)]
     if not fitting:
         return None
     nodes = _grown(product)[0]
     read = {s for node in nodes for s in node.all_input_nodes}.difference(nodes)
     reached = {own for leaf in read for own in before(leaf)}
     return next((other for other in fitting if other.node not in nodes and other.node in reached), None)
+
+
+def _above(product: Product) -> set[fx.Node]:
+    """What is computed before a product for what it multiplies and adds, but for its left operand."""
+    return above_of([product.b, *([] if product.added is None else [product.added])])
 
 
 def _same_values(node: fx.Node) -> set[fx.Node]:

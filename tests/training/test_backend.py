@@ -132,6 +132,31 @@ def test_of_a_gated_unit_a_half_counts_for_each_product() -> None:
     assert fused.shape == apart.shape == (15, 32)
 
 
+class InTurn(nn.Module):
+    """Two products of one x, of which the later one adds what is computed of the earlier one, or multiplies x with it. activates: which goes through silu."""
+
+    def __init__(self, adds: bool, activates: str):
+        super().__init__()
+        self.one, self.other, self.adds, self.activates = nn.Linear(16, 15, bias=False), nn.Linear(16, 15, bias=False), adds, activates
+
+    def forward(self, x: Tensor) -> Tensor:
+        earlier, weight = self.one(x), self.other.weight.t()
+        of_it = earlier.cumsum(0)
+        later = torch.addmm(of_it[0], x, weight) if self.adds else x @ (weight + of_it[:1])
+        return F.silu(earlier) * later if self.activates == "earlier" else F.silu(later) * earlier
+
+
+@pytest.mark.parametrize("activates", ["earlier", "later"])
+@pytest.mark.parametrize("adds", [False, True])
+def test_what_needs_the_other_first_is_no_second_product(adds: bool, activates: str) -> None:
+    torch.manual_seed(0)
+    module, x = InTurn(adds, activates), torch.randn(16, 16)
+    model, seen = compiled(module)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), module(x), rtol=1e-5, atol=1e-5)
+    assert len(seen) == 2 and not any("dot(" in s.program for s in seen)
+
+
 class Stacked(nn.Module):
     """Gate and up in one weight, one after the other or in turn."""
 
