@@ -58,7 +58,8 @@ Argument = Ref | Taken | Fixed
 
 @dataclass(frozen=True)
 class Step:
-    """A function that is called of a product. view: it changes the leading dimensions alone. dtype: of what it gives."""
+    """A function that is called of a product. view: it changes the leading dimensions alone. second: it is another product of the same x, of whose arguments the
+    weight and the bias are inputs of the program. dtype: of what it gives."""
 
     func: Any
     args: tuple[Argument, ...]
@@ -66,6 +67,7 @@ class Step:
     dtype: torch.dtype
     in_place: bool = False
     view: bool = False
+    second: bool = False
 
     @functools.cached_property
     def options(self) -> tuple[list[type], dict[str, Any]] | None:
@@ -96,9 +98,11 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of each product that a forward calls, in order, what is expected; None where it is computed at once."""
+    """Of each product that a forward calls, in order, what is expected; None where it is computed at once. seconds: those that are steps of another, by the
+    places of both."""
 
     products: tuple[Planned | None, ...]
+    seconds: Mapping[int, int] = field(default_factory=dict)
 
     @functools.cached_property
     def idle(self) -> bool:
@@ -370,6 +374,24 @@ class Region:
         self.frame = shape
         return True
 
+    def joined(self, func: Any, product: Product) -> Step | None:
+        """The next step, where it is this product of the same x."""
+        at, steps = len(self.values) - 1, self.plan.steps
+        step = steps[at] if at < len(steps) else None
+        weight = self.product.weight
+        x, other, added = product
+        if step is None or not step.second or step.func != func or x is not self.product.x or state(self.kind) != self.state:
+            return None
+        if type(other) not in _PLAIN or (other.shape, other.dtype, other.device) != (weight.shape, weight.dtype, weight.device):
+            return None
+        if (added is None) != (len(step.args) == 1) or (added is not None and (type(added) not in _PLAIN or not _bias_fits(added, other))):
+            return None
+        for argument, value in zip(step.args, (other.t(), added), strict=False):
+            assert isinstance(argument, Taken)
+            self.inputs[argument.name] = value
+            self.wants = self.wants or (self.state[0] and value.requires_grad)
+        return step
+
     def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], in_place: bool) -> None:
         self.calls.append((func, tuple(map(_placed, args)), {k: _placed(v) for k, v in kwargs.items()}, in_place))
 
@@ -620,10 +642,22 @@ class Run(TorchFunctionMode):
                     self.pending.append(region)
                     return region.give(planned.dtype)
                 return self.computed(region)
-        if planned is not None or (self.pending and _all_deferred(args, kwargs)):
+        elif place in self.plan.seconds and (joined := self.second(self.plan.products[self.plan.seconds[place]], func, args, kwargs)) is not None:
+            return joined
+        if planned is not None or place in self.plan.seconds or (self.pending and _all_deferred(args, kwargs)):
             self.deviate()
             self.deviated = True
         return func(*args, **kwargs)
+
+    def second(self, planned: Planned | None, func: Any, args: Any, kwargs: Any) -> Deferred | None:
+        """A product that is a step of one that waits. planned: of that."""
+        region = next((r for r in reversed(self.pending) if r.plan is planned), None)
+        product = PRODUCTS[func](*args, **kwargs)
+        step = None if region is None or isinstance(product, str) else region.joined(func, product)
+        if region is None or step is None:
+            return None
+        region.note(func, args, kwargs, False)
+        return region.give(step.dtype)
 
     def begun(self, planned: Planned, product: Product) -> Region | None:
         """A product's region, where it is what was planned."""
@@ -713,4 +747,8 @@ def fits(product: Product, shape: tuple[int, ...], dtype: torch.dtype, now: Stat
         return False
     if gives != (weight.dtype if now[2] is None else now[2]) or (now[2] is None and dtype != weight.dtype):
         return False
-    return bias is None or (tuple(bias.shape) == (n,) and bias.device == weight.device and bias.dtype in DTYPES)
+    return bias is None or _bias_fits(bias, weight)
+
+
+def _bias_fits(bias: Tensor, weight: Tensor) -> bool:
+    return tuple(bias.shape) == (weight.shape[0],) and bias.device == weight.device and bias.dtype in DTYPES

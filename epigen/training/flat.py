@@ -229,6 +229,9 @@ class _Body:
             if planned is not None:
                 self.product(planned, event)
                 return
+            if place in self.flat.plan.seconds:
+                self.second(self.flat.plan.products[self.flat.plan.seconds[place]], event)
+                return
         if any(id(t) in self.open for t in event.given):
             self.joined(event)
             return
@@ -264,6 +267,19 @@ class _Body:
         opened = _Open(planned, "" if before is not None else self.value(x) + rows, multiplied, inputs, frame, before)
         if before is not None:
             self.forget(before)
+        self.keep(opened, event.result)
+
+    def second(self, planned: Planned | None, event: Event) -> None:
+        """Another product of the same x, which is the next step of one."""
+        opened = next((o for o in self.open.values() if o.planned is planned), None)
+        step = opened.planned.steps[opened.place] if opened is not None and opened.place < len(opened.planned.steps) else None
+        x, weight, bias = _linear(*event.args, **event.kwargs)
+        if opened is None or step is None or not step.second or id(x) not in self.names or self.names[id(x)] != opened.x:
+            raise Bent("it does not do what was planned")
+        for argument, value in zip(step.args, (weight, bias), strict=False):
+            assert isinstance(argument, Taken)
+            opened.inputs.append((argument.name, argument.indices, value, None))
+        opened.place += 1
         self.keep(opened, event.result)
 
     def joined(self, event: Event) -> None:
@@ -303,8 +319,8 @@ class _Body:
         for link in links:
             given.append(link.weight)
             for name, indices, value, func in link.inputs:
-                expression = self.value(value)
-                if not plain and name != "bias":
+                expression = f"{self.value(value)}.t()" if indices == "kn" else self.value(value)
+                if not plain and name != "bias" and indices != "kn":
                     self.flat.straight.exact = True
                     expression = f"{self.text.hold(_Presented(indices, link.frame, opened.lead, func))}({expression})"
                 given.append(expression)

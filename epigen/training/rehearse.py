@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
+import operator
 import random
 import sys
 import types
@@ -25,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from epigen.errors import EpigenError
-from epigen.ir.program import MOST_PROGRAMS
+from epigen.ir.program import MOST_PROGRAMS, graph_of
 from epigen.training import deferred
 from epigen.training.deferred import CONVOLUTIONS, DTYPES, PRODUCTS, VIEWS, Argument, Fixed, Plan, Planned, Product, Ref, Step, Taken
 from epigen.training.guarded_cache import State, state
@@ -225,7 +227,7 @@ class Observed(TorchFunctionMode):
 @dataclass(eq=False)
 class _Region:
     """A product and the functions of it that the language has. frame: its shape, channels last. shape: as torch has it. outside: by place, by whom else its value
-    is read."""
+    is read. borrowed: by input, of which other region's values it is."""
 
     number: int
     event: Event
@@ -237,6 +239,7 @@ class _Region:
     outside: dict[int, list[str]] = field(default_factory=dict)
     fed: list[tuple[_Region, int]] = field(default_factory=list)
     multiplied: dict[int, list[int]] = field(default_factory=dict)
+    borrowed: dict[str, tuple[_Region, int]] = field(default_factory=dict)
     open: bool = True
     why: str = ""
     names: list[str] = field(default_factory=list)
@@ -263,6 +266,39 @@ class _Region:
 
 
 def _analysed(observed: Observed, result: Any) -> Rehearsed:
+    regions, products = _gathered(observed, result, {})
+    if seconds := _seconds(regions):
+        regions, products = _gathered(observed, result, seconds)
+    return _planned(regions, products, seconds)
+
+
+def _seconds(regions: Sequence[_Region | None]) -> dict[int, int]:
+    """Products that an earlier one of the same x, by a weight of the same shape, takes as they are, and nobody else, such as that which a gate is multiplied with; by the
+    numbers of both. One of each earlier one."""
+    found: dict[int, int] = {}
+    for region in regions:
+        for name, (other, place) in ({} if region is None else region.borrowed).items():
+            assert region is not None
+            own, its = region.product, other.product
+            taken = any(isinstance(a, Taken) and a.name == name for step in region.steps[: region.cut] for a in (*step.args, *step.kwargs.values()))
+            alone = place == 0 and not other.steps and not other.multiplied and len(other.outside.get(0, ())) == 1
+            of_one_form = its.x is own.x and its.weight.shape == own.weight.shape and its.weight.dtype == own.weight.dtype and its.weight is not own.weight
+            linear = region.event.func is F.linear and other.event.func is F.linear and other.event.state == region.event.state
+            if (
+                taken
+                and alone
+                and of_one_form
+                and linear
+                and other.number > region.number
+                and region.number not in found.values()
+                and not any(s.view for s in region.steps)
+            ):
+                found[other.number] = region.number
+    return found
+
+
+def _gathered(observed: Observed, result: Any, seconds: Mapping[int, int]) -> tuple[list[_Region | None], list[tuple[Event, str]]]:
+    """The products of a forward, each with its region, or why it has none. seconds: as of `_seconds`, which are steps of others."""
     regions: list[_Region | None] = []
     products: list[tuple[Event, str]] = []
     now: dict[int, tuple[_Region, int]] = {}
@@ -271,7 +307,15 @@ def _analysed(observed: Observed, result: Any) -> Rehearsed:
             raise Unseen("it calls a torch.autograd.Function, of whose arguments torch does not tell")
         values = {id(t): now[id(t)] for t in event.given if id(t) in now}
         read = PRODUCTS.get(event.func)
-        if read is not None:
+        first = regions[seconds[len(regions)]] if read is not None and len(regions) in seconds else None
+        if first is not None and first.open:
+            for other, place in values.values():
+                other.read(place, "another product takes its result")
+            _joined(first, event)
+            now[id(event.result)] = (first, len(first.steps))
+            regions.append(None)
+            products.append((event, ""))
+        elif read is not None:
             region, why = _begun(len(regions), event, read)
             regions.append(region)
             products.append((event, why))
@@ -294,7 +338,19 @@ def _analysed(observed: Observed, result: Any) -> Rehearsed:
             r, place = now[id(tensor)]
             if place < len(r.steps):
                 r.read(place, "its result goes out of its module's forward")
-    return _planned(regions, products)
+    return regions, products
+
+
+def _joined(region: _Region, event: Event) -> None:
+    """A second product becomes a step of the first one."""
+    product = PRODUCTS[event.func](*event.args, **event.kwargs)
+    assert not isinstance(product, str)
+    names = itertools.count(sum(isinstance(a, Taken) for s in region.steps for a in (*s.args, *s.kwargs.values())))
+    args = [Taken(f"x{next(names)}", "kn", product.weight.dtype)]
+    if product.bias is not None:
+        args.append(Taken(f"x{next(names)}", "n", product.bias.dtype))
+    region.steps.append(Step(event.func, tuple(args), {}, event.result.dtype, second=True))
+    region.names.append("linear")
 
 
 def _is_x(region: _Region, other: _Region, place: int, now: Mapping[int, tuple[_Region, int]]) -> bool:
@@ -387,6 +443,8 @@ def _step(region: _Region, event: Event, values: Mapping[int, tuple[_Region, int
             indices = None if faced is None else deferred.kind(faced.shape, region.frame)
             if indices is None or not _ordinary(value) or value.dtype not in DTYPES or value.device != region.product.weight.device:
                 return None, f"it takes a tensor of {list(value.shape)} and {value.dtype} beside it"
+            if place is not None:
+                region.borrowed[f"x{count}"] = place
             args.append(Taken(f"x{count}", indices, value.dtype))
             count += 1
         elif isinstance(value, _FIXED):
@@ -419,7 +477,7 @@ def _view(region: _Region, event: Event, values: Mapping[int, tuple[_Region, int
     return Step(event.func, (Ref(at[1]), *map(Fixed, event.args[1:])), {}, event.result.dtype, view=True), ""
 
 
-def _planned(regions: Sequence[_Region | None], products: Sequence[tuple[Event, str]]) -> Rehearsed:
+def _planned(regions: Sequence[_Region | None], products: Sequence[tuple[Event, str]], seconds: Mapping[int, int]) -> Rehearsed:
     cuts = {r.number: r.cut for r in regions if r is not None}
     for r in regions:
         if r is not None and cuts[r.number] and _program(r, r.steps[: cuts[r.number]])[0] in ("mm", "mm + bias"):
@@ -433,17 +491,26 @@ def _planned(regions: Sequence[_Region | None], products: Sequence[tuple[Event, 
                 chained[r.number] = follower.number
     plans: list[Planned | None] = []
     seen: list[Seen] = []
-    for (event, why), r in zip(products, regions, strict=True):
+    joined: dict[int, int] = {}
+    for number, ((event, why), r) in enumerate(zip(products, regions, strict=True)):
         planned = None
+        first = plans[seconds[number]] if number in seconds else None
+        if first is not None and any(step.second for step in first.steps):
+            joined[number] = seconds[number]
+            plans.append(None)
+            seen.append(Seen(event.layer, first, ("linear",)))
+            continue
+        if number in seconds:
+            why = "the kernel of another layer takes its result"
         if r is not None and (cuts[r.number] or r.number in chained.values()):
             k = cuts[r.number]
             text, why = _program(r, r.steps[:k])
-            if text:
+            if text and all(f"{a.name}[" in text for step in r.steps[:k] if step.second for a in step.args if isinstance(a, Taken)):
                 planned = Planned(event.func, r.dtype, r.product.bias is not None, tuple(r.steps[:k]), text, r.number in chained, r.number in chained.values())
         plans.append(planned)
         names = tuple(r.names[: cuts[r.number]]) if r is not None and planned else ()
         seen.append(Seen(event.layer, planned, names, why or (_why(r) if r is not None else "")))
-    return Rehearsed(Plan(tuple(plans)), seen)
+    return Rehearsed(Plan(tuple(plans), joined), seen)
 
 
 def _why(region: _Region) -> str:
@@ -464,7 +531,7 @@ def _why(region: _Region) -> str:
 
 def _program(region: _Region, steps: Sequence[Step]) -> tuple[str, str]:
     """The text, or why there is none."""
-    taken = [(step.func, step.args, tuple(step.kwargs.items()), step.dtype, step.in_place) for step in steps if not step.view]
+    taken = [(step.func, step.args, tuple(step.kwargs.items()), step.dtype, step.in_place, step.second) for step in steps if not step.view]
     views = tuple(place for place, step in enumerate(steps) if step.view)
     try:
         return _traced(region.product.bias is not None, None if region.product.bias is None else region.product.bias.dtype, region.dtype, tuple(taken), views)
@@ -479,10 +546,10 @@ def _traced(bias: bool, bias_dtype: torch.dtype | None, dtype: torch.dtype, step
         return ("mm + bias" if bias else "mm"), ""
     from epigen.training.traced import trace
 
-    shapes = {"mn": (_ROWS, _COLUMNS), "m": (_ROWS, 1), "n": (_COLUMNS,), "": ()}
+    shapes = {"mn": (_ROWS, _COLUMNS), "m": (_ROWS, 1), "n": (_COLUMNS,), "": (), "kn": (_ROWS, _COLUMNS)}  # of what is multiplied its product's
     cpu = torch.device("cpu")
     inputs: dict[str, Any] = {"bias": torch.empty(_COLUMNS, dtype=bias_dtype, device=cpu)} if bias else {}
-    for _, args, kwargs, _, _ in steps:
+    for _, args, kwargs, *_ in steps:
         for argument in (*args, *(value for _, value in kwargs)):
             if isinstance(argument, Taken):
                 inputs[argument.name] = torch.empty(shapes[argument.indices], dtype=argument.dtype, device=cpu)
@@ -494,7 +561,10 @@ def _traced(bias: bool, bias_dtype: torch.dtype | None, dtype: torch.dtype, step
             if place in views:
                 values.append(values[-1])
                 continue
-            func, args, kwargs, made, in_place = pending.pop(0)
+            func, args, kwargs, made, in_place, second = pending.pop(0)
+            if second:
+                values.append(functools.reduce(operator.add, (given[argument.name] for argument in args)).to(made))
+                continue
 
             def content(argument: Argument) -> Any:
                 return values[argument.place] if isinstance(argument, Ref) else given[argument.name] if isinstance(argument, Taken) else argument.value
@@ -514,6 +584,10 @@ def _traced(bias: bool, bias_dtype: torch.dtype | None, dtype: torch.dtype, step
         return "", said.partition("which no epilogue computes: ")[2] or said
     if traced.held:
         return "", "it reads a tensor of its own"
-    if {leaf.name for leaf in traced.program.leaves} != set(inputs):
+    joined = {argument.name: argument.indices for _, args, *_, second in steps if second for argument in args}
+    if {leaf.name for leaf in traced.program.leaves} | set(joined) != set(inputs):
         return "", "its result does not hang on all that it takes"
-    return traced.program.text, ""
+    text = traced.program.text
+    for name in (name for name, indices in joined.items() if indices == "kn"):
+        text = text.replace(f"{name}[m,n]", f"dot(a, {name}[k,n])")
+    return graph_of(text).text, ""

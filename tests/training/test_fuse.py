@@ -181,9 +181,73 @@ def test_gates_residuals_and_dropout_that_drops_nothing() -> None:
     model = Block(gated, gate=nn.Linear(8, 16), up=nn.Linear(8, 16), down=nn.Linear(16, 8), drop=nn.Dropout(0.1)).eval()
     found = fused(model)
     model.eval()
-    assert {r.name: r.epilogue for r in epigen.fuse(model).replaced} == {"gate": "silu(mm + bias) * x0[m,n]", "down": "x0[m,n] + (mm + bias)"}
-    assert [(x.name, x.why) for x in found.left] == [("up", "the kernel of another layer takes its result, in mul")]
+    both = "silu(mm + bias) * (dot(a, x0[k,n]) + x1[n])"
+    assert {r.name: r.epilogue for r in epigen.fuse(model).replaced} == {"gate": both, "up": both, "down": "x0[m,n] + (mm + bias)"}
+    assert not found.left
     assert "down" in {r.name for r in epigen.fuse(model.train()).replaced}, "in the chain: what drops is left"
+
+
+_BOTH: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "gate first": (lambda s, x: s.down(F.silu(s.gate(x)) * s.up(x)), "silu(mm) * dot(a, x0[k,n])"),
+    "both, then the activation": (lambda s, x: (lambda g, u: s.down(F.gelu(g) * u))(s.gate(x), s.up(x)), "gelu(mm) * dot(a, x0[k,n])"),
+    "a sum": (lambda s, x: s.down(torch.tanh(s.gate(x) + s.up(x))), "tanh(mm + dot(a, x0[k,n]))"),
+    "in place": (lambda s, x: s.down(F.silu(s.gate(x), inplace=True).mul_(s.up(x))), "silu(mm) * dot(a, x0[k,n])"),
+    "with a scale": (lambda s, x: s.down(F.silu(s.gate(x)) * (s.up(x) * 0.5)), ""),
+}
+
+
+@pytest.mark.parametrize("name", _BOTH)
+@pytest.mark.parametrize("size", [(3, 8), (2, 3, 8), (8,)], ids=str)
+def test_two_products_of_one_x_are_one_kernel(name: str, size: tuple[int, ...]) -> None:
+    forward, program = _BOTH[name]
+    layers = {"gate": nn.Linear(8, 16, bias=False), "up": nn.Linear(8, 16, bias=False), "down": nn.Linear(16, 8)}
+    model = Block(lambda s, x, _: forward(s, x), **layers)
+    found = {r.name: r.epilogue for r in fused(model, drawn(*size)).replaced}
+    assert found.get("gate", "") == found.get("up", "") == program or not program
+
+
+_APART: dict[str, Callable[[Any, Tensor], Any]] = {
+    "of another x": lambda s, x: s.down(F.silu(s.gate(x)) * s.up(x + 1)),
+    "used twice": lambda s, x: (lambda u: s.down(F.silu(s.gate(x)) * u) + u.sum())(s.up(x)),
+    "what is computed of it": lambda s, x: s.down(F.silu(s.gate(x)) * torch.tanh(s.up(x))),
+    "by the same weight": lambda s, x: s.down(F.silu(s.gate(x)) * s.gate(x)),
+    "never joined": lambda s, x: s.down(F.silu(s.gate(x))) + s.down(F.relu(s.up(x))),
+}
+
+
+@pytest.mark.parametrize("name", _APART)
+def test_what_are_no_two_products_of_one_kernel(name: str) -> None:
+    model = Block(lambda s, x, _: _APART[name](s, x), gate=nn.Linear(8, 16), up=nn.Linear(8, 16), down=nn.Linear(16, 8))
+    assert not any("dot(" in r.epilogue for r in fused(model).replaced)
+
+
+def test_a_forward_that_multiplies_another_x_this_time() -> None:
+    """Is computed by what it calls."""
+
+    def forward(s: Any, x: Tensor, other: Tensor | None) -> Tensor:
+        result: Tensor = s.down(F.silu(s.gate(x)) * s.up(x if other is None else other))
+        return result
+
+    model = Block(forward, gate=nn.Linear(8, 16), up=nn.Linear(8, 16), down=nn.Linear(16, 8))
+    plain, x = copy.deepcopy(model), drawn(3, 8, seed=4)
+    epigen.fuse(model)
+    for other in (None, None, drawn(3, 8, seed=5), None, drawn(3, 8, seed=6), None):
+        torch.testing.assert_close(model(x, other), plain(x, other), rtol=1e-5, atol=1e-6)
+    assert any("dot(" in r.epilogue for r in epigen.fuse(model).replaced)
+    for m in (model, plain):
+        m.up.weight = nn.Parameter(drawn(16, 8, seed=9))
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
+
+
+def test_two_products_under_autocast() -> None:
+    model = Block(lambda s, x, _: s.down(F.silu(s.gate(x)) * s.up(x)), gate=nn.Linear(8, 16), up=nn.Linear(8, 16), down=nn.Linear(16, 8))
+    plain = copy.deepcopy(model)
+    epigen.fuse(model)
+    for seed in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = model(drawn(3, 8, seed=seed)), plain(drawn(3, 8, seed=seed))
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize(("shape", "indices"), [((8,), "n"), ((1, 8), "n"), ((2, 3, 8), "m,n"), ((3, 8), "m,n"), ((2, 3, 1), "m"), ((), "")])
