@@ -62,8 +62,7 @@ class Partitions:
 
 def partitions(spec: KernelSpec, config: KernelConfig, main: Function) -> Partitions:
     names, constants = [a.of or a.name for a in main.arguments], tuple(name for name, _ in main.constants)
-    right = _right(spec)
-    multiplied = 1 + len(right)
+    right, multiplied = spec.multiplied[1:], len(spec.multiplied)
     ring = ("a_bufs", *(f"{name}_bufs" for name in right), "full_bars", "empty_bars")  # what the producer fills and the consumers empty, in turn
     loaded = (*names[:multiplied], *ring, "M", "N", "K", *(["num_products"] if spec.signature.batched else []))
     order = ("order_bars",) if config["pingpong"] else ()
@@ -77,10 +76,6 @@ def partitions(spec: KernelSpec, config: KernelConfig, main: Function) -> Partit
     if schedules.tma_loaded(spec, config):
         barriers.append(Barriers("in_bars", GROUPS * schedules.AT_ONCE, "buffer_id") if _in_turn(spec, config) else Barriers("in_bars", GROUPS))
     return Partitions(Partition(loaded, constants, ((*loaded, *constants),)), consumer, _buffers(spec, config), tuple(barriers), right, _in_turn(spec, config))
-
-
-def _right(spec: KernelSpec) -> tuple[str, ...]:
-    return ("b", *([spec.second.name] if spec.second else []))
 
 
 def _own(spec: KernelSpec, config: KernelConfig, group: int) -> dict[str, str]:
@@ -117,7 +112,7 @@ def _buffers(spec: KernelSpec, config: KernelConfig) -> tuple[Buffers, ...]:
     layout, one = spec.signature.layout, ("1",) if spec.signature.batched else ()
     buffers = [
         Buffers("a_bufs", "a", ("STAGES" if down == 1 else f"{down} * STAGES", *one, *(a[::-1] if layout[0] == "t" else a))),
-        *(Buffers(f"{name}_bufs", name, ("STAGES", *one, *(b[::-1] if layout[1] == "t" else b))) for name in _right(spec)),
+        *(Buffers(f"{name}_bufs", name, ("STAGES", *one, *(b[::-1] if layout[1] == "t" else b))) for name in spec.multiplied[1:]),
     ]
     for name in _through_buffers(spec, config):
         count = GROUPS * schedules.AT_ONCE if _of_subtiles(spec, config, name) else GROUPS

@@ -233,9 +233,8 @@ class _Timing(Work):
         # from L2 into the multiprocessor
         step_bytes = (block_m + right) * block_k * self.element_bytes
         not_shared = self._rows_apart(config, tiles_m, tiles_n) * block_k * self.element_bytes / _TMA_ROW_BYTES
-        padding = (
-            block_m + right - m / max(1, tiles_m) - len(self.spec.products) * n / max(1, tiles_n)
-        )  # rows and columns of a tile that lie outside, in the mean
+        # rows and columns of a tile that lie outside, in the mean
+        padding = block_m + right - m / max(1, tiles_m) - len(self.spec.products) * n / max(1, tiles_n)
         outside = padding * -(-block_k * self.element_bytes // _TMA_ROW_BYTES)
         clocks = step_bytes / self.c.l2_bytes_clock * self._crowded(self.count * tiles_m * tiles_n * schedules.splits(config)) + self._crossing_clocks(config)
         load = (clocks + not_shared * self.c.apart_clocks + outside * self.c.outside_clocks) / self.clock_us

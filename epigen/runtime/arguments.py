@@ -17,7 +17,7 @@ from epigen.codegen.spec import LINE_BYTES, TMA_BYTES
 from epigen.dtypes import BF16, BY_TORCH, BY_TORCH_ON_CPU, FP16, FP32, INPUTS, OPERANDS
 from epigen.errors import CallError, near_miss
 from epigen.ir import graph as g
-from epigen.ir.graph import PRODUCT, Node
+from epigen.ir.graph import PRODUCT, Graph, Node
 
 ALIGNED_BYTES = 16
 """Triton compiles one kernel for addresses that are multiples of this, and another for those that are not."""
@@ -127,10 +127,11 @@ def check_names(declared: Mapping[str, Node], inputs: Mapping[str, Any]) -> None
         raise CallError(f"missing input{'s' * (len(missing) > 1)}: {', '.join(f'{n}{_declared(declared[n])}' for n in missing)}")
 
 
-def check_second(name: str, value: Tensor, b: Tensor) -> None:
-    """An input that is the right operand of a second product, after `check_inputs`. b: that of the first."""
-    if value.dtype != b.dtype:
-        raise CallError(f"input '{name}' is {value.dtype} and operand b is {b.dtype}: what is multiplied with a needs the dtype of b")
+def check_second(graph: Graph, inputs: Mapping[str, Any], b: Tensor) -> None:
+    """The input that is the right operand of a second product, if the program has one, after `check_inputs`. b: that of the first."""
+    second = graph.second()
+    if second is not None and inputs[second.name].dtype != b.dtype:
+        raise CallError(f"input '{second.name}' is {inputs[second.name].dtype} and operand b is {b.dtype}: what is multiplied with a needs the dtype of b")
 
 
 def check_double(what: str, t: Tensor, first: Tensor) -> None:

@@ -395,8 +395,7 @@ class Kernel:
         arguments.check_inputs(self._inputs, inputs, (m, n, k), first)
         if operands:
             check_computed(self._graph, BY_TORCH_ON_CPU[str(first.dtype)])
-            if second := self._graph.second():
-                arguments.check_second(second.name, inputs[second.name], operands[1])
+            arguments.check_second(self._graph, inputs, operands[1])
         all_outputs = outputs.of(self._graph, BY_TORCH_ON_CPU[str(first.dtype)])
         shape: Shape = (m, n, k)
         if batch is not None:

@@ -221,14 +221,13 @@ def fuse(graph: fx.Graph, terms: Terms = UNTUNED) -> list[Seen]:
     wholes, other_half = {each.original for each in parted}, {made: other for each in parted for made, other in (each.made, each.made[::-1])}
     nodes = [node for node in regions.products(graph) if node not in wholes]
     regions.compile_ahead(nodes, levels, terms)
-    hints, together = {node: _hints(node) for node in nodes}, dict[fx.Node, Region]()
+    hints, together = {node: _hints(node) for node in nodes}, dict[fx.Node, Seen]()
     for node in sorted([*nodes, *left]):
         if node in left:
             seen[node] = [Seen(_hinted(each.shape), str(each.dtype), "", each.why, False, False, None) for each in left[node]]
             continue
-        if (region := together.get(node)) is not None:
-            dtype = str(region.product.a.meta["val"].dtype)
-            seen[node] = [Seen(hints[node], dtype, region.imported.text, "", True, False, _of_one(region), call=_call(region, terms.tune))]
+        if node in together:
+            seen[node] = [together[node]]
             continue
         product = regions.product_of(node)  # whose operands may be results of the programs before it
         outcome = Left(product) if isinstance(product, str) else regions.region_of(product, levels, terms)
@@ -242,8 +241,8 @@ def fuse(graph: fx.Graph, terms: Terms = UNTUNED) -> list[Seen]:
             except NotImplementedError as error:
                 outcome = Left(str(error), True)
         if isinstance(outcome, Region):
-            together |= dict.fromkeys(outcome.product.nodes[1:], outcome)
             seen[node] = [Seen(shape, dtype, outcome.imported.text, "", True, False, _of_one(outcome), call=call)]
+            together |= dict.fromkeys(outcome.product.nodes[1:], seen[node][0])  # which has the same extents
         else:
             seen[node] = [Seen(shape, dtype, "", outcome.why, outcome.neighbour, outcome.absorbed, outcome.times)]
     for each in stacked.settle(graph, parted):

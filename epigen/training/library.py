@@ -108,8 +108,8 @@ def _checked(graph: Graph, operands: tuple[Tensor, ...], inputs: Mapping[str, An
     shape = arguments.check_operands(*one) if one else (*arguments.check_product(given[PRODUCT]), 0)
     first: Tensor = one[0] if one else given[PRODUCT]
     arguments.check_inputs(declared, given, shape, first)
-    if one and (second := graph.second()):
-        arguments.check_second(second.name, given[second.name], one[1])
+    if one:
+        arguments.check_second(graph, given, one[1])
     return first, shape, batch
 
 

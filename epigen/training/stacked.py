@@ -29,13 +29,8 @@ class Stacked:
     parts: tuple[tuple[fx.Node, fx.Node], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """Columns: from, to and at which distance."""
-
-    start: int
-    end: int
-    step: int
+_Slice = tuple[int, int, int]
+"""Columns: from, to and at which distance."""
 
 
 def as_products(graph: fx.Graph) -> list[Stacked]:
@@ -75,15 +70,15 @@ def _found(node: fx.Node) -> tuple[fx.Node, fx.Node, dict[_Slice, list[fx.Node]]
             start, end, step = given + [None, None, 1][len(given) :]
             if not all(isinstance(at, int | None) for at in (start, end, step)):
                 return None
-            parts.setdefault(_Slice(*slice(start, end, step).indices(columns)), []).append(user)
+            parts.setdefault(slice(start, end, step).indices(columns), []).append(user)
         else:
             return None
-    possible = (one_after_the_other, (_Slice(0, columns, 2), _Slice(1, columns, 2)))
+    possible = (one_after_the_other, ((0, columns, 2), (1, columns, 2)))
     return (node, whole, parts) if columns % 2 == 0 and set(parts) in map(set, possible) else None
 
 
 def _one_after_the_other(columns: int) -> tuple[_Slice, _Slice]:
-    return _Slice(0, columns // 2, 1), _Slice(columns // 2, columns, 1)
+    return (0, columns // 2, 1), (columns // 2, columns, 1)
 
 
 def _along_last(node: fx.Node, place: int) -> bool:
@@ -96,8 +91,7 @@ def _parted(graph: fx.Graph, node: fx.Node, whole: fx.Node, parts: dict[_Slice, 
     *added, a, b = node.args
     made, instead = [], []
     with graph.inserting_before(node.next):
-        for columns, read in sorted(parts.items(), key=lambda item: item[0].start):
-            at = (columns.start, columns.end, columns.step)
+        for at, read in sorted(parts.items(), key=lambda item: item[0]):
             right = called(graph, _aten.slice.Tensor, (b, 1, *at))
             product = called(graph, node.target, (*(called(graph, _aten.slice.Tensor, (x, 0, *at)) for x in added), a, right))
             made.append(product)
