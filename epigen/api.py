@@ -16,10 +16,11 @@ from epigen.codegen.spec import INVARIANT, ROUNDING, KernelConfig, Numerics
 from epigen.db.database import Database
 from epigen.db.problem import capability
 from epigen.errors import CallError, near_miss, shown, unknown
-from epigen.ir.program import graph_of
+from epigen.ir.program import graph_of, parting_of
 from epigen.runtime.arguments import process_precision
 from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.runtime.kernel import BACKENDS, Kernel, KnownAs
+from epigen.runtime.parted import PartedKernel
 from epigen.runtime.rendering import renderer
 from epigen.training import functions
 from epigen.training.functions import FunctionKernel
@@ -158,11 +159,13 @@ def compile(
         return functions.FunctionKernel(text, functools.partial(compile, **options), again, numerics)  # type: ignore[arg-type]
     graph = graph_of(text)  # type: ignore[arg-type]  # which refuses what is no text
     assert isinstance(text, str)
+    parting = parting_of(text)
     at_call = first_use().chooser(graph) if tune else None
     made_by = functools.partial(compile, text, config=config, backend=backend, tune=tune, **arithmetic)
     options = {"config": config and {"schedule": config.schedule, **dict(config.values)}, "backend": backend, **arithmetic}
-    known_as = KnownAs(text, tune, json.dumps({k: v for k, v in options.items() if v is not None}) if any(options.values()) else None)
-    return Kernel(graph, renderer(), Chooser(graph, database()), config, backend, numerics, at_call, made_by, known_as)
+    known_as = KnownAs(graph.text if parting else text, tune, json.dumps({k: v for k, v in options.items() if v is not None}) if any(options.values()) else None)
+    kernel = functools.partial(PartedKernel, parting) if parting else Kernel
+    return kernel(graph, renderer(), Chooser(graph, database()), config, backend, numerics, at_call, made_by, known_as)
 
 
 def tune(

@@ -21,13 +21,14 @@ from epigen.errors import ConfigError
 from epigen.ir import graph as g
 from epigen.ir import passes
 from epigen.ir.graph import Graph
+from epigen.ir.parting import Parting
 
 _COUNTED = {"parts_m": "tiles_m", "parts_n": "tiles_n", "1": "1"}
 """How many counters there are, as text over the launcher's variables; else one a tile, or two."""
 
 
-def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choice, rendered: Rendered) -> str:
-    """The file's text. Raises ConfigError for a kernel of several products."""
+def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choice, rendered: Rendered, parting: Parting | None = None) -> str:
+    """The file's text. parting: what the program was written with in place of parts. Raises ConfigError for a kernel of several products."""
     if spec.signature.batched:
         raise ConfigError("a file of its own computes one product: compile for M, N and K without a number of products")
     graph = passes.with_leaf(as_computed(graph, spec.signature) if spec.signature.rounding else graph)
@@ -36,7 +37,8 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
     return renderer.text(
         "standalone.py.j2",
         spec=spec, choice=choice, graph=graph, heading=heading, body=body if rendered.whole else "import triton\n" + body, whole=rendered.whole,
-        launcher=spec.name.removeprefix("epigen_"),
+        launcher=spec.name.removeprefix("epigen_"), parting=parting,
+        given=parting.as_given(i.name for i in spec.all_inputs) if parting else (), returned=parting.as_returned(o.name for o in spec.outputs) if parting else (),
         launches=[_launch(spec, config, f) for f in rendered.functions],
         schedule=schedule, multiplies=schedule.multiplies, parts=tile_parts(config), splits=schedules.splits(config), tiles=_tiles(config),
         counters=" + ".join(_COUNTED.get(name) or f"{'2 * ' * (name == 'groups')}{_tiles(config)}" for name in arrivals(spec, config)),

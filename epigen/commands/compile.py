@@ -263,7 +263,7 @@ def _stage(compiled: list[Compiled], emit: str, target: Target) -> str | bytes:
 def _standalone(kernel: Kernel, plan: Plan) -> str:
     from epigen.codegen.standalone import standalone
 
-    return standalone(kernel.renderer, kernel.graph, plan.spec, plan.choice, plan.rendered)
+    return standalone(kernel.renderer, kernel.graph, plan.spec, plan.choice, plan.rendered, kernel.parting)
 
 
 def _verify(kernel: Kernel, plan: Plan, dtype: DType, layout: str, machine: Machine) -> tuple[dict[str, Any], list[str]]:

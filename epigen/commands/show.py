@@ -5,14 +5,14 @@ from __future__ import annotations
 from epigen.codegen import emit
 from epigen.codegen.spec import Input, KernelSpec
 from epigen.ir.graph import Graph, describe_indices
-from epigen.lang.syntax import Call, Expr, Name, Number, Power, Program, number_text
+from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Power, Program, number_text
 
 
 def ast_text(program: Program) -> str:
     """The untyped tree, a node a line, indented by depth."""
     lines: list[str] = []
     for assign in program.assigns:
-        lines.append(f"assign {assign.name}")
+        lines.append(f"assign {assign.name}" if isinstance(assign, Assign) else f"{assign.way} {' '.join(assign.names)}")
         _tree(assign.value, 1, lines)
     for output in program.outputs:
         lines.append("output")

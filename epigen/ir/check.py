@@ -34,6 +34,7 @@ from epigen.ir.graph import (
     common_indices,
     describe_indices,
 )
+from epigen.ir.parting import Parting, WithoutParts, without_parts
 from epigen.lang.parser import parse
 from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Power, Program, expr_text, to_text
 from epigen.lang.walk import walk
@@ -64,14 +65,27 @@ _Typing = Generator[Expr, _Value, _Value]  # yields the expressions whose values
 
 def check(program: Program) -> Graph:
     """Type a program. Raises CheckError with every mistake found."""
-    builder = _Builder(program.text)
-    for assign in program.assigns:
+    plain = _without_parts(program)
+    if plain.mistakes:
+        raise CheckError(program.text, plain.mistakes)
+    text = to_text(Program(plain.assigns, plain.outputs, program.text))
+    builder = _Builder(text if plain.parting else program.text)
+    for assign in plain.assigns:
         builder.assign(assign)
-    outputs = builder.outputs(program.outputs)
+    outputs = builder.outputs(plain.outputs)
     builder.finish()
     if builder.mistakes:
         raise CheckError(program.text, builder.mistakes)
-    return Graph(tuple(builder.nodes), outputs, to_text(program))
+    return Graph(tuple(builder.nodes), outputs, text)
+
+
+def parting(program: Program) -> Parting | None:
+    """What a program parts and joins, which its graph does not tell of."""
+    return _without_parts(program).parting
+
+
+def _without_parts(program: Program) -> WithoutParts:
+    return without_parts(program, PREDECLARED, lambda name: refused_name(name) is None)
 
 
 def check_rule(text: str, kinds: Mapping[str, str]) -> Graph:

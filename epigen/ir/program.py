@@ -6,14 +6,16 @@ torch's, and the graph is at hand.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from epigen.errors import CallError
-from epigen.ir.check import check
+from epigen.ir.check import check, parting
 from epigen.ir.graph import Graph
+from epigen.ir.parting import Parting
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
-from epigen.lang.syntax import Program
+from epigen.lang.syntax import WAYS, Program
 from epigen.lru_cache import LruCache
 
 MOST_PROGRAMS = 1024
@@ -36,6 +38,13 @@ def graph_of(text: str) -> Graph:
 def read(text: str) -> Graph:
     """`graph_of`, whether the text is known or not."""
     return normalise(check(parse(text)))
+
+
+@functools.lru_cache(MOST_PROGRAMS)
+def parting_of(text: str) -> Parting | None:
+    """What a program parts and joins, so that its graph has other inputs and outputs than a call of it; None where that is nothing. Raises as `graph_of`."""
+    graph_of(text)
+    return parting(parse(text)) if any(way in text for way in WAYS) else None
 
 
 def graph_of_written(program: Program, text: str) -> Graph:

@@ -19,7 +19,7 @@ from typing import NoReturn
 from epigen import ops
 from epigen.dtypes import FP32, FP32_TINY
 from epigen.errors import Diagnostic, ParseError, Span, near_miss
-from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Power, Program
+from epigen.lang.syntax import WAYS, Assign, Call, Expr, Name, Number, Parted, Power, Program
 from epigen.lang.walk import walk
 
 MAX_CHARACTERS = 20_000
@@ -193,7 +193,7 @@ class _Reader:
             self.line_starts.append(self.line_starts[-1] + len(line) + 1)
 
     def program(self, body: list[ast.stmt]) -> Program:
-        assigns: list[Assign] = []
+        assigns: list[Assign | Parted] = []
         outputs: tuple[Expr, ...] = ()
         if not body:
             self.mistakes.append(Diagnostic("the program has no statement", None, 'write an epilogue, for example "relu(mm + bias)"'))
@@ -205,6 +205,14 @@ class _Reader:
                         assigns.append(Assign(self.identifier(name, target), walk(self.expr, self.expr((value, 0))), self.span(target)))
                         if last:
                             self.note(f"the program ends with the assignment of '{name}', and has no output", statement, f"end with the outputs: '...; {name}'")
+                    case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=x) as first, ast.Name(id=y) as second])], value=value):
+                        call = walk(self.expr, self.expr((value, 0)))
+                        if not (isinstance(call, Call) and call.function in WAYS and len(call.args) == 1 and not call.keywords):
+                            self.refuse("two names at once are bound to the parts of one value", value, f"write {x}, {y} = {' or '.join(f'{way}(mm)' for way in WAYS)}")
+                        names = self.identifier(x, first), self.identifier(y, second)
+                        assigns.append(Parted(names, call.function, call.args[0], (self.span(first), self.span(second))))
+                        if last:
+                            self.note(f"the program ends with the assignment of '{x}' and '{y}', and has no output", statement, f"end with the outputs: '...; {x} * {y}'")
                     case ast.Assign(targets=targets):
                         self.refuse("an assignment binds one plain name", targets[-1], "write one 'name = expression' a statement")
                     case ast.Expr(value=value):

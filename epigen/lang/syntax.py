@@ -5,7 +5,7 @@ In: what the parser builds. Out: canonical text. Invariant: `parse(to_text(p))` 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
 from epigen import ops
@@ -58,11 +58,25 @@ class Assign:
     span: Span = field(compare=False)
 
 
+WAYS = HALVES, PAIRS = ("halves", "pairs")
+"""How two tensors lie in one along n: one after the other, [g0, g1, u0, u1], or in turn, [g0, u0, g1, u1]. The calls that part and join are called so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """`x, y = halves(value)`. names: x and y, with a span each. way: one of WAYS."""
+
+    names: tuple[str, str]
+    way: str
+    value: Expr
+    spans: tuple[Span, Span] = field(compare=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """Assignments, then the outputs. `text` is the cleaned source that the spans point into."""
 
-    assigns: tuple[Assign, ...]
+    assigns: tuple[Assign | Parted, ...]
     outputs: tuple[Expr, ...]
     text: str = field(compare=False)
 
@@ -77,8 +91,13 @@ _BINDS = {
 
 def to_text(program: Program) -> str:
     """Canonical one-line text: statements joined by '; ', one space around operators."""
-    parts = [f"{s.name} = {expr_text(s.value)}" for s in program.assigns]
-    return "; ".join([*parts, ", ".join(expr_text(e) for e in program.outputs)])
+    return "; ".join([*map(_statement, program.assigns), ", ".join(expr_text(e) for e in program.outputs)])
+
+
+def _statement(statement: Assign | Parted) -> str:
+    if isinstance(statement, Parted):
+        return f"{', '.join(statement.names)} = {statement.way}({expr_text(statement.value)})"
+    return f"{statement.name} = {expr_text(statement.value)}"
 
 
 def expr_text(expr: Expr) -> str:
@@ -92,21 +111,25 @@ def number_text(value: float) -> str:
 
 def parts(program: Program) -> int:
     """How many parts a program has, as the parser counts them in its text: names, numbers, operators and calls."""
-    count = 0
-    pending: list[Expr] = [*(a.value for a in program.assigns), *program.outputs]
+    every = within(*(a.value for a in program.assigns), *program.outputs)
+    return sum(2 if isinstance(e, Number) and e.value < 0 else 1 for e in every)  # the sign is an operator
+
+
+def within(*exprs: Expr) -> Iterator[Expr]:
+    """Every expression of some, themselves among them."""
+    pending = list(exprs)
     while pending:
-        match pending.pop():
-            case Number(value):
-                count += 2 if value < 0 else 1  # the sign is an operator
-            case Name():
-                count += 1
+        expr = pending.pop()
+        yield expr
+        match expr:
             case Power(base):
-                count += 1
                 pending.append(base)
             case Call(_, args, _, keywords):
-                count += 1
                 pending += [*args, *(v for _, v in keywords)]
-    return count
+
+
+def names_in(*exprs: Expr) -> set[str]:
+    return {e.name for e in within(*exprs) if isinstance(e, Name)}
 
 
 _Text = tuple[str, int]

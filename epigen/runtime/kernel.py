@@ -43,6 +43,7 @@ from epigen.gpus import DEFAULT_TARGET, Target
 from epigen.ir import graph as g
 from epigen.ir import reference
 from epigen.ir.graph import PRODUCT, Graph, Node
+from epigen.ir.parting import Parting
 from epigen.lru_cache import LruCache
 from epigen.perf import limits
 from epigen.runtime import arguments, batches, outputs
@@ -76,7 +77,10 @@ class Kernel:
     """A compiled epilogue program: call it with the operands and the program's inputs.
 
     Made by `epigen.compile`. Safe to call from several threads. It can be pickled, and is its own copy.
+    parting: what a call gives and gets in one, of which the program has parts.
     """
+
+    parting: Parting | None = None
 
     def __init__(
         self, graph: Graph, renderer: Renderer, choose: Chooser, config: KernelConfig | None = None, backend: str | None = None,

@@ -23,7 +23,7 @@ from epigen.ir.program import graph_of
 from epigen.runtime import arguments
 from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.fast_call import Check
-from epigen.training import chain, composed, functions, layer, library, plan
+from epigen.training import chain, composed, functions, layer, library, parted, plan
 from epigen.training.chain import Link
 from epigen.training.guarded_cache import DEVICES, GuardedCache, State, likeness, state
 from epigen.training.layer import Wanted
@@ -47,6 +47,8 @@ _KINDS = 1024
 
 def call(x: Any, links: Sequence[Link]) -> Any:
     """`chain.chain`, which is left out where a call like this one was made before."""
+    if parted.needed(links):
+        return parted.joined(links[-1].epilogue, call(x, [parted.apart(link) for link in links]))
     given = _row(x, links)
     if is_dynamo_compiling() or has_torch_function(given) or not _remembered(given, links):
         return chain.chain(x, links)

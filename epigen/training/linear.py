@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from epigen.errors import CallError, shown
 from epigen.runtime import arguments
-from epigen.training import again, functions, plan
+from epigen.training import again, functions, parted
 from epigen.training.chain import Link
 from epigen.training.functions import Function
 from epigen.training.layer import Value
@@ -75,7 +75,7 @@ def linear(
 
 def names_of_inputs(epilogue: Any) -> tuple[str, ...]:
     if isinstance(epilogue, str) or not functions.is_function(epilogue):
-        return tuple(i.name for i in plan.declared(epilogue).inputs)  # which refuses what is no text
+        return parted.inputs(epilogue)  # which refuses what is no text
     # what torch.compile looks into calls the function itself, and need not know
     return () if torch.compiler.is_compiling() else functions.parameters(epilogue)
 

@@ -16,6 +16,7 @@ from epigen.ir import autodiff as autodiff_module
 from epigen.ir import check as check_module
 from epigen.ir import derive as derive_module
 from epigen.ir import operand_gradients as operand_gradients_module
+from epigen.ir import parting as parting_module
 from epigen.ir import written as written_module
 from epigen.ir.check import check
 from epigen.ir.derive import derive
@@ -68,6 +69,12 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "reductions": (
         "mm - max(mm, n)", "mm, mean(a, k)", "mean(mm, 2), mm", "mean(bias), mm", "mm * extent(k)", "mm * extent(m, n)", "mm / sum(mm)", "sum(mm) * bias, mm", "sum(mm, m) + sum(mm, n)", "sum(sum(mm, m))", "sum(bias), mm", "sum(alpha), mm", "sum(mm, k)", "bgrad(bias), mm", "sum(mm, 0)", "max(mm, 0)", "sum(mm, mm)",
+    ),
+    "parts": (
+        "g, u = halves(mm)", "g, u = halves(mm, 1); g * u", "g, u = relu(mm); g * u", "x, y, z = mm; x", "g, u = halves(mm); g", "g, g = halves(mm); g", "halves(mm) + 1", "relu(pairs(mm, -mm))", "pairs(mm, mm, mm)",
+        "g, u = halves(bias); g * u + mm", "g, u = halves(mm); x, y = halves(u); x * y * g", "g, u = halves(mm); mm * u * g", "z = mm + bias; g, u = halves(z); g * u + z", "g, u = pairs(mm + bias); g * u + bias",
+        "g, u = halves(dot(a, b * w[k,n])); g * u", "g, u = halves(where(mask, mm, 0)); g * u", "g, u = halves(where(bits(keep), mm, 0)); g * u", "g, u = halves(mm / amax(mm, n)); g * u",
+        "g, u = halves(mm); g * u + dot(a, up[k,n])", "x = pairs(mm, mm); x, x", "x = halves(mm, mm); x + 1", "halves = mm; halves", "__g, u = halves(mm); u",
     ),
     "outputs": ("z = mm + 1; z, z", "out1 = mm + 1; out1, mm * 2", "out = mm + 1; out, out"),
     "derivatives": (
@@ -135,7 +142,7 @@ def _call_sites(module: ModuleType) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    "module", [parser_module, check_module, autodiff_module, operand_gradients_module, derive_module, written_module], ids=lambda m: m.__name__
+    "module", [parser_module, parting_module, check_module, autodiff_module, operand_gradients_module, derive_module, written_module], ids=lambda m: m.__name__
 )
 def test_every_message_has_a_case(module: ModuleType) -> None:
     reached: set[int] = set()
