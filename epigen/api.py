@@ -163,7 +163,9 @@ def compile(
     at_call = first_use().chooser(graph) if tune else None
     made_by = functools.partial(compile, text, config=config, backend=backend, tune=tune, **arithmetic)
     options = {"config": config and {"schedule": config.schedule, **dict(config.values)}, "backend": backend, **arithmetic}
-    known_as = KnownAs(graph.text if parting else text, tune, json.dumps({k: v for k, v in options.items() if v is not None}) if any(options.values()) else None)
+    known_as = KnownAs(
+        graph.text if parting else text, tune, json.dumps({k: v for k, v in options.items() if v is not None}) if any(options.values()) else None
+    )
     kernel = functools.partial(PartedKernel, parting) if parting else Kernel
     return kernel(graph, renderer(), Chooser(graph, database()), config, backend, numerics, at_call, made_by, known_as)
 

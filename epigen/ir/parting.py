@@ -18,6 +18,9 @@ from epigen.lang.walk import walk
 _OF_ALL_COLUMNS = frozenset({*ops.REDUCTIONS, "bgrad", "mean", "extent"})
 """Calls that mean another thing of a part than of the whole."""
 
+_LONGEST = 60
+"""Of a name, to which a number may be added."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -88,6 +91,7 @@ class _Rewriter:
 
     def fresh(self, name: str) -> str:
         """The name, or the first like it that is none of the program's."""
+        name = name[:_LONGEST]
         found = next(n for n in (name, *(f"{name}{i}" for i in range(2, 100))) if n not in self.taken and self.free(n))
         self.taken.add(found)
         return found
@@ -145,7 +149,8 @@ class _Rewriter:
 
     def part(self, value: Expr, place: int, instead: Mapping[str, str], parted: Parted) -> Expr:
         """What a value is in one of the parts. instead: of names that are bound, those to read there."""
-        first, how = f"take the parts first: x, y = {parted.way}(mm)", parted.way
+        how = parted.way
+        instead_of_it = f"take the parts first: x, y = {how}(mm)"
 
         def visit(expr: Expr) -> Generator[Expr, Expr, Expr]:
             match expr:
@@ -156,14 +161,15 @@ class _Rewriter:
                 case Call("dot", _, span):
                     self.error(f"{how} parts a product of b as it is given", span, "write dot(..., b)")
                 case Call("bits", _, span) | Name("mask", span):
-                    self.error(f"a packed mask within {how}", span, first)
+                    self.error(f"a packed mask within {how}", span, instead_of_it)
                 case Call(function, _, span) if function in _OF_ALL_COLUMNS:
-                    self.error(f"{function} within {how}", span, first)
+                    self.error(f"{function} within {how}", span, instead_of_it)
                 case Name(name) if name in instead:
                     return replace(expr, name=instead[name])
-                case Name(name, span) if name != PRODUCT and self.differs(name):
+                case Name(name, span) if name not in (PRODUCT, "b") and self.differs(name):
                     if name not in self.inputs:
-                        self.inputs[name] = Part(name, *(self.fresh(f"{name}_{of}") for of in parted.names), parted.way)
+                        first, second = (self.fresh(f"{name}_{of}") for of in parted.names)
+                        self.inputs[name] = Part(name, first, second, how)
                     part = self.inputs[name]
                     return Name(part.second if place else part.first, span, self.declared[name])
                 case Power(base):

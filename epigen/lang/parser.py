@@ -208,11 +208,17 @@ class _Reader:
                     case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=x) as first, ast.Name(id=y) as second])], value=value):
                         call = walk(self.expr, self.expr((value, 0)))
                         if not (isinstance(call, Call) and call.function in WAYS and len(call.args) == 1 and not call.keywords):
-                            self.refuse("two names at once are bound to the parts of one value", value, f"write {x}, {y} = {' or '.join(f'{way}(mm)' for way in WAYS)}")
+                            self.refuse(
+                                "two names at once are bound to the parts of one value", value, f"write {x}, {y} = {' or '.join(f'{way}(mm)' for way in WAYS)}"
+                            )
                         names = self.identifier(x, first), self.identifier(y, second)
                         assigns.append(Parted(names, call.function, call.args[0], (self.span(first), self.span(second))))
                         if last:
-                            self.note(f"the program ends with the assignment of '{x}' and '{y}', and has no output", statement, f"end with the outputs: '...; {x} * {y}'")
+                            self.note(
+                                f"the program ends with the assignment of '{x}' and '{y}', and has no output",
+                                statement,
+                                f"end with the outputs: '...; {x} * {y}'",
+                            )
                     case ast.Assign(targets=targets):
                         self.refuse("an assignment binds one plain name", targets[-1], "write one 'name = expression' a statement")
                     case ast.Expr(value=value):

@@ -7,8 +7,7 @@ no product computes, what the same kernel of the backward reads anyway, and grap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +16,11 @@ from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.utils.checkpoint import CheckpointPolicy
 
-from epigen.training import regions
+from epigen.training import regions, stacked
 from epigen.training.aten import is_view, same
 from epigen.training.expected import UNTUNED, Terms
 from epigen.training.regions import Left, Region
-from epigen.training.rewrite import called
+from epigen.training.rewrite import adding, called
 
 _aten: Any = torch.ops.aten
 _bitmask: Any = torch.ops.epigen.bitmask.default
@@ -59,6 +58,24 @@ def keep_bits(graph: fx.Graph, terms: Terms = UNTUNED) -> None:
         _tie(graph, mask, needed)
     if packed:
         stable_topological_sort(graph)
+
+
+def part_stacked(graph: fx.Graph, terms: Terms = UNTUNED) -> None:
+    """Have the forward take a stacked product part by part, such as a gate and what it is multiplied with, where a program computes both.
+
+    What the backward keeps are then the parts, in place of the whole product, which no such program gives. It is tried on a copy.
+    """
+    late = _late(graph)
+    early = [node for node in stacked.found(graph) if node not in late]
+    if not late or not early:
+        return
+    copy, at = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy.output(copy.graph_copy(graph, at))
+    parted = stacked.as_products(copy, [at[node] for node in early])
+    forward, _ = _parted(copy, terms)
+    taken = [all(isinstance(r := forward.region(made), Region) and r.product.second is not None for made in each.made) for each in parted]
+    stacked.as_products(graph, [node for node, both in zip(early, taken, strict=True) if both])
+    graph.eliminate_dead_code()
 
 
 _NAMES = (_aten.alias.default, _aten.detach.default)
@@ -106,7 +123,7 @@ def settle(graph: fx.Graph, terms: Terms = UNTUNED) -> None:
         mask, x, *y = node.args
         if regions.taking(mask, levels, terms, known) is not None:
             continue
-        with _adding(graph, node, node):
+        with adding(graph, node, node):
             chosen = called(graph, _aten.where.self, (mask.args[0], x, y[0] if y else _zero(graph, node)))
         node.replace_all_uses_with(chosen)
         graph.erase_node(node)
@@ -183,9 +200,9 @@ def _pack(graph: fx.Graph, questions: Sequence[Question]) -> list[tuple[fx.Node,
     for q in questions:
         key = q.of, q.ask, q.numbers
         if key not in masks:
-            with _adding(graph, q.of.next, q.of):
+            with adding(graph, q.of.next, q.of):
                 masks[key] = called(graph, _bitmask, (q.ask(graph, q.of, *q.numbers),))
-        with _adding(graph, q.node, q.node):
+        with adding(graph, q.node, q.node):
             chosen = called(graph, _where_bits, (masks[key], *_choices(graph, q)))
         q.node.replace_all_uses_with(chosen)
         graph.erase_node(q.node)
@@ -200,16 +217,6 @@ def _choices(graph: fx.Graph, q: Question) -> list[Any]:
     return [x] if q.y is None else [x, q.node.args[q.y]]
 
 
-@contextmanager
-def _adding(graph: fx.Graph, following: fx.Node, origin: fx.Node) -> Iterator[None]:
-    """What is added to the graph goes before `following`. origin: a node of which it is a part, for all that torch knows of it, such as whether to compute it again."""
-    last = following.prev
-    with graph.inserting_before(following):
-        yield
-    while (last := last.next) is not following:
-        last.meta = {**{key: value for key, value in origin.meta.items() if key != "tensor_meta"}, "val": last.meta["val"]}
-
-
 def _tie(graph: fx.Graph, mask: fx.Node, needed: set[fx.Node]) -> None:
     """Have a result of the forward need a mask: the nearest value of those that it is computed of and that a result needs. needed: what results need."""
     own = regions.above_of([mask])
@@ -217,7 +224,7 @@ def _tie(graph: fx.Graph, mask: fx.Node, needed: set[fx.Node]) -> None:
     for node in pending:
         users = [u for u in node.users if u not in own]
         if node in needed and any(u in needed or u.op == "output" for u in users):
-            with _adding(graph, mask.next, node):
+            with adding(graph, mask.next, node):
                 value = called(graph, _tied, (node, mask))
             node.replace_all_uses_with(value, delete_user_cb=users.__contains__)
             needed |= {value, *own}

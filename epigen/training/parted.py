@@ -21,6 +21,7 @@ from epigen.training import plan
 if TYPE_CHECKING:
     from epigen.training.chain import Link
 
+
 class _Program(NamedTuple):
     """text, outputs: of the program of parts."""
 
@@ -45,8 +46,9 @@ def inputs(text: str) -> tuple[str, ...]:
     return program.parting.as_given(names) if program else names
 
 
-for _constant in (_program, inputs):
-    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as those of `plan`
+# torch.compile is not to look into these, as into those of `plan`
+_program._dynamo_marked_constant = True  # type: ignore[attr-defined]
+inputs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def needed(links: Sequence[Link]) -> bool:

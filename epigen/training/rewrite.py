@@ -6,6 +6,7 @@ import functools
 import heapq
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -201,6 +202,16 @@ def _presented(graph: fx.Graph, sizes: _Sizes, leaf: Leaf, product: Product) -> 
         shape = leaf.shape({"m": -1, "n": -1 if leaf.indices == "n" else n})
         node = called(graph, _aten.reshape.default, (node, [sizes.node(e) for e in shape]))
     return node
+
+
+@contextmanager
+def adding(graph: fx.Graph, following: fx.Node, origin: fx.Node) -> Iterator[None]:
+    """What is added to the graph goes before `following`. origin: a node of which it is a part, for all that torch knows of it, such as whether to compute it again."""
+    last = following.prev
+    with graph.inserting_before(following):
+        yield
+    while (last := last.next) is not following:
+        last.meta = {**{key: value for key, value in origin.meta.items() if key != "tensor_meta"}, "val": last.meta["val"]}
 
 
 def called(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> fx.Node:

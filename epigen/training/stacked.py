@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from epigen.training.aten import is_view, same
-from epigen.training.rewrite import called
+from epigen.training.rewrite import adding, called
 
 _aten: Any = torch.ops.aten
 
@@ -33,8 +33,13 @@ _Slice = tuple[int, int, int]
 """Columns: from, to and at which distance."""
 
 
-def as_products(graph: fx.Graph) -> list[Stacked]:
-    return [_parted(graph, *found) for node in list(graph.nodes) if (found := _found(node)) is not None]
+def found(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if _found(node) is not None]
+
+
+def as_products(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[Stacked]:
+    """nodes: of those that are `found`."""
+    return [_parted(graph, *parts) for node in nodes if (parts := _found(node)) is not None]
 
 
 def settle(graph: fx.Graph, stacked: Sequence[Stacked]) -> list[Stacked]:
@@ -77,6 +82,14 @@ def _found(node: fx.Node) -> tuple[fx.Node, fx.Node, dict[_Slice, list[fx.Node]]
     return (node, whole, parts) if columns % 2 == 0 and set(parts) in map(set, possible) else None
 
 
+def _rows(graph: fx.Graph, whole: fx.Node) -> list[Any]:
+    """The leading dimensions of a view, as far as it goes without that itself, which need not be computed then."""
+    extents, sizes = whole.meta["val"].shape[:-1], whole.args[1] if len(whole.args) > 1 else None
+    if isinstance(sizes, list | tuple) and len(sizes) == len(extents) + 1:
+        return [*sizes[:-1]]
+    return [e if isinstance(e, int) else called(graph, _aten.sym_size.int, (whole, d)) for d, e in enumerate(extents)]
+
+
 def _one_after_the_other(columns: int) -> tuple[_Slice, _Slice]:
     return (0, columns // 2, 1), (columns // 2, columns, 1)
 
@@ -90,15 +103,15 @@ def _along_last(node: fx.Node, place: int) -> bool:
 def _parted(graph: fx.Graph, node: fx.Node, whole: fx.Node, parts: dict[_Slice, list[fx.Node]]) -> Stacked:
     *added, a, b = node.args
     made, instead = [], []
-    with graph.inserting_before(node.next):
+    with adding(graph, node.next, node):
         for at, read in sorted(parts.items(), key=lambda item: item[0]):
             right = called(graph, _aten.slice.Tensor, (b, 1, *at))
             product = called(graph, node.target, (*(called(graph, _aten.slice.Tensor, (x, 0, *at)) for x in added), a, right))
             made.append(product)
             instead += [(part, product) for part in read]
     if whole is not node:
-        with graph.inserting_before(whole.next):
-            rows = [e if isinstance(e, int) else called(graph, _aten.sym_size.int, (whole, d)) for d, e in enumerate(whole.meta["val"].shape[:-1])]
+        with adding(graph, whole.next, whole):
+            rows = _rows(graph, whole)
             shaped = {product: called(graph, _aten.reshape.default, (product, [*rows, product.meta["val"].shape[-1]])) for product in made}
         instead = [(part, shaped[product]) for part, product in instead]
     for part, value in instead:

@@ -84,6 +84,11 @@ def test_new_names_are_none_of_the_programs() -> None:
     assert parting is not None and [(p.first, p.second) for p in parting.inputs] == [("b", "b_u2"), ("bias_g2", "bias_u")]
 
 
+def test_the_longest_names_have_parts() -> None:
+    text = f"{'g' * 64}, {'u' * 64} = halves(mm + {'x' * 64}[n]); {'g' * 64} * {'u' * 64}"
+    assert graph_of(graph_of(text).text) == graph_of(text)
+
+
 # -- calls
 
 BACKENDS = (None, pytest.param("interpreter", marks=pytest.mark.triton))

@@ -74,7 +74,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "g, u = halves(mm)", "g, u = halves(mm, 1); g * u", "g, u = relu(mm); g * u", "x, y, z = mm; x", "g, u = halves(mm); g", "g, g = halves(mm); g", "halves(mm) + 1", "relu(pairs(mm, -mm))", "pairs(mm, mm, mm)",
         "g, u = halves(bias); g * u + mm", "g, u = halves(mm); x, y = halves(u); x * y * g", "g, u = halves(mm); mm * u * g", "z = mm + bias; g, u = halves(z); g * u + z", "g, u = pairs(mm + bias); g * u + bias",
         "g, u = halves(dot(a, b * w[k,n])); g * u", "g, u = halves(where(mask, mm, 0)); g * u", "g, u = halves(where(bits(keep), mm, 0)); g * u", "g, u = halves(mm / amax(mm, n)); g * u",
-        "g, u = halves(mm); g * u + dot(a, up[k,n])", "x = pairs(mm, mm); x, x", "x = halves(mm, mm); x + 1", "halves = mm; halves", "__g, u = halves(mm); u",
+        "g, u = halves(mm); g * u + dot(a, up[k,n])", "x = pairs(mm, mm); x, x", "x = halves(mm, mm); x + 1", "halves = mm; halves", "g, u = halves(mm * b); g * u", "__g, u = halves(mm); u",
     ),
     "outputs": ("z = mm + 1; z, z", "out1 = mm + 1; out1, mm * 2", "out = mm + 1; out, out"),
     "derivatives": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -188,6 +189,32 @@ def test_a_stacked_gate_is_one_kernel(how: str, bias: bool) -> None:
     assert len(seen) in (3, 6) and all("dot(a, x" in s.program and "silu" in s.program for s in seen[:2]) and seen[0].shape == (15, 32, 16)
     assert "-" not in first.summary, "copies of the weight would be counted"
     torch.testing.assert_close(gradients(model, module, x), gradients(module, module, x), rtol=1e-4, atol=1e-4)
+    trained = [s for s in seen if s.graph == "forward" and s.shape[1:] == (32, 16)]
+    assert len(trained) == 2 and all("dot(a, x" in s.program and "silu" in s.program for s in trained), "it keeps both parts for the backward"
+
+
+def test_a_stacked_gate_is_one_kernel_where_it_is_computed_again() -> None:
+    """By activation checkpointing, in the backward's graph."""
+    torch.manual_seed(0)
+    module, x = Stacked("chunk", False, lambda gate, up: F.silu(gate) * up), torch.randn(3, 5, 16)
+    again = copy.deepcopy(module)
+    forward = again.forward
+    again.forward = lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)  # type: ignore[method-assign]
+    model, seen = compiled(again)
+    torch.testing.assert_close(gradients(model, again, x), gradients(module, module, x), rtol=1e-4, atol=1e-4)
+    assert {s.graph for s in seen if "dot(a, x" in s.program} == {"forward", "backward"}, [(s.graph, s.program, s.why) for s in seen]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_stacked_gate_of_any_number_of_rows(dynamic: bool) -> None:
+    torch.manual_seed(0)
+    module = Stacked("chunk", True, lambda gate, up: F.gelu(gate) * up)
+    _, seen = compiled(module)
+    model = torch.compile(module, backend=backend, options={"rest": "eager", "report": seen.extend}, dynamic=dynamic)
+    for rows in (3, 5, 7):
+        x = torch.randn(rows, 2, 16)
+        torch.testing.assert_close(gradients(model, module, x), gradients(module, module, x), rtol=1e-4, atol=1e-4)
+    assert all("dot(a, x" in s.program for s in seen if s.graph == "forward" and s.shape[1:] == (32, 16))
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ STACKED = {
 
 @pytest.mark.skipif(bool(zoo.missing("llama")), reason="transformers is not installed")
 @pytest.mark.parametrize("name", STACKED)
-def test_stacked_gates_are_one_kernel_without_gradients(name: str) -> None:
-    """Of a weight whose halves are gate and up, as they lie. With gradients the product is kept whole, for the backward."""
+def test_stacked_gates_are_one_kernel(name: str) -> None:
+    """Of a weight whose halves are gate and up, as they lie; with gradients the backward is given both parts."""
     zoo.allow_torchvision()
     transformers: Any = pytest.importorskip("transformers")
     more, program = STACKED[name]
@@ -74,6 +74,9 @@ def test_stacked_gates_are_one_kernel_without_gradients(name: str) -> None:
     with torch.no_grad():
         torch.testing.assert_close(call(**given)[0], model(**given)[0], rtol=1e-4, atol=1e-4)
     assert sum(s.program == program for s in seen) == 4, [(s.program, s.why) for s in seen]
+    found, expected = (torch.autograd.grad(run(**given)[0].square().sum(), list(model.parameters()), allow_unused=True) for run in (call, model))
+    torch.testing.assert_close([g for g in found if g is not None], [g for g in expected if g is not None], rtol=1e-3, atol=1e-3)
+    assert sum("dot(a, x0[k,n])" in s.program for s in seen if s.graph == "forward") == 4, [(s.graph, s.program, s.why) for s in seen]
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
