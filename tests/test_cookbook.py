@@ -43,6 +43,8 @@ def operand(node: Node, seed: int) -> Tensor | float:
         return grid(seed, *shape) > 0
     if not shape:
         return 0.5
+    if node.name == "labels" and node.indices == "m":
+        return torch.randint(0, N, shape, generator=torch.Generator().manual_seed(seed))
     if re.match(r"scale_|step|rstd|running_var", node.name):  # what is divided by, or is a size: a power of two, so that this is exact as well
         return torch.exp2(grid(seed, *shape).round())
     return (4 if node.name == "gate" else 1) * grid(seed, *shape)  # past a gate's limits

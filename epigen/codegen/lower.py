@@ -12,6 +12,7 @@ from dataclasses import replace
 from epigen import ops
 from epigen.codegen.spec import (
     CAST,
+    POSITION,
     TMA_BYTES,
     WIDEN,
     Arg,
@@ -31,6 +32,7 @@ from epigen.codegen.spec import (
     factors,
     index_bits,
     k_multiple,
+    offsets,
     parameter,
     row_lengths,
 )
@@ -297,7 +299,7 @@ class _Body:
         for number, node in enumerate(graph.nodes):
             if node.op in (g.INPUT, g.BITS):
                 self.names[number] = parameter(node.name) if node.name in self.by_value else node.name
-            elif node.op == g.OPERAND:
+            elif node.op in (g.OPERAND, g.POSITION):
                 self.names[number] = node.name
             elif node.op == g.DOT:
                 widened = f"{accumulator(node.name)}_value" if node.name else "mm"
@@ -347,6 +349,8 @@ class _Body:
             elif node.op == g.DOT:
                 if self.signature.a == INT8:
                     lines.append(Line(self.names[number], WIDEN, (accumulator(node.name),)))
+            elif node.op == g.POSITION:
+                lines.append(Line(node.name, POSITION, (offsets(node.name),)))
             elif node.op in ops.TABLE or node.op == g.CAST:
                 op = CAST if node.op == g.CAST else node.op
                 lines.append(Line(self.names[number], op, tuple(self.arg(a) for a in node.args), node.dtype, number in self.scalar, self.signature.exact))

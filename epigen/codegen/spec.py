@@ -6,6 +6,7 @@ Pure data, no text but names and numbers. Equal spec and config render equal byt
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -25,6 +26,9 @@ ROUNDING = ("eager",)
 
 EXACT_INT8 = (2**31 - 1) // 128**2
 """The largest K for which no sum of products of int8 leaves int32."""
+
+MOST_POSITIONS = 1 << 24
+"""How many rows or columns there may be where their numbers are values: up to there fp32 holds each, and rounds no integer to one."""
 
 WIDE = 1 << 31
 """Offsets from here on need 64 bits."""
@@ -105,7 +109,7 @@ def accumulator(second: str) -> str:
     return f"{ACC}_of_{second}" if second else ACC
 
 
-CAST, WIDEN = "cast", "widen"
+CAST, WIDEN, POSITION = "cast", "widen", "position"
 
 
 def k_multiple(k: int) -> int:
@@ -158,6 +162,11 @@ def parameter(number: str) -> str:
     return f"{number}_value" if number in LAUNCHER else number
 
 
+def offsets(index: str) -> str:
+    """What a main kernel calls the numbers of a tile's rows ("m") or columns ("n")."""
+    return f"offs_{index}"
+
+
 def counted(index: str) -> str:
     """The number of rows ("m") or columns ("n") as an fp32 number in a kernel, which Triton may hold as a constant."""
     return f"(1.0 * {index.upper()})"
@@ -208,14 +217,14 @@ Arg = str | float
 
 def number(value: float) -> str:
     """A constant as text; always a float, so that Triton's arithmetic stays fp32."""
-    return repr(float(value))
+    return repr(float(value)) if math.isfinite(value) else f"float('{value}')"
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
     """`name = op(args)`: one line of the epilogue.
 
-    op: a row of the operation table, CAST (round to `dtype`, stay a number) or WIDEN (the int32 accumulator as fp32).
+    op: a row of the operation table, CAST (round to `dtype`, stay a number), WIDEN (the int32 accumulator as fp32) or POSITION (offsets as fp32).
     scalar: the arguments are scalars that Triton would not treat as tensors, so the first is made a block of one element.
     exact: by the row's `exact` text, if it has one.
     """
@@ -386,6 +395,11 @@ class KernelSpec:
     def main_lines(self) -> tuple[Line, ...]:
         """All that the main kernel computes: operands, then the epilogue."""
         return (*(line for o in self.operands for line in (*o.once, *o.lines)), *self.lines)
+
+    @property
+    def positions(self) -> frozenset[str]:
+        """What the main kernel calls the offsets that are values of the epilogue."""
+        return frozenset(offsets(line.name) for line in self.lines if line.op == POSITION)
 
     @property
     def loaded(self) -> tuple[Input, ...]:

@@ -27,6 +27,7 @@ from epigen.ir.graph import (
     OPERAND,
     OPERANDS,
     PACKED,
+    POSITION,
     REDUCE,
     Graph,
     Node,
@@ -41,6 +42,8 @@ from epigen.ops import BOOLEAN, NUMBER
 
 PREDECLARED = {"bias": "n", "residual": "mn"}
 INDEX_NAMES = frozenset("mnk")
+POSITIONS = {"m": "row", "n": "column"}
+"""The indices that are values too: the number, from 0 on, of what they are an index of."""
 _IN_ORDER = ("m", "n", "mn", "k", "mk", "kn")
 """The indices that an input may have: those with k within an operand of dot."""
 
@@ -92,14 +95,17 @@ def check_rule(text: str, kinds: Mapping[str, str]) -> Graph:
 def refused_name(name: str) -> tuple[str, str] | None:
     """Why no input or assignment may have this name, and what to do instead; None where one may."""
     another = "choose another name"
-    if name in ("inf", "nan"):
-        return f"'{name}' is a number that the language does not have", "pass it as an input of another name"
+    if name == "nan":
+        return "'nan' is a number that the language does not have", "pass it as an input of another name"
+    if name == "inf":
+        return "'inf' is infinity, and can be no other value", another
     if name in ("mm", *OPERANDS):
         return f"'{name}' is predeclared, and cannot be bound", another
+    if name in POSITIONS:
+        return f"'{name}' is the number of the {POSITIONS[name]}, and cannot be bound", another
     if name in INDEX_NAMES:
-        vector = {"m": ("row[m]", "row=torch.arange(M"), "n": ("col[n]", "col=torch.arange(N")}.get(name)
-        hint = f"pass the positions along it as an input: write {vector[0]}, and call with {vector[1]}, dtype=torch.float32)" if vector else another
-        return f"'{name}' is an index, not a value", hint
+        hint = f"{another}; within an operand step[k] has the positions, with step=torch.arange(K)"
+        return f"'{name}' is an index of the operands, and no value", hint
     if name in ops.FUNCTIONS:
         return f"'{name}' is an operation, not a value", f"call it, as in {name}({', '.join(OPERANDS) if name == 'dot' else 'mm'}), or choose another name"
     if name in dtypes.BY_NAME:
@@ -188,7 +194,7 @@ class _Builder:
     def takes_label(self, value: int) -> bool:
         """Whether a value may have a name of its own. A product that is mm has that."""
         node = self.nodes[value]
-        return node.op not in (INPUT, BITS, CONSTANT, EXTENT, OPERAND) and not self.is_mm(node)
+        return node.op not in (INPUT, BITS, CONSTANT, EXTENT, POSITION, OPERAND) and not self.is_mm(node)
 
     def is_mm(self, node: Node) -> bool:
         return node.op == DOT and not node.name and all(self.nodes[a].op == OPERAND for a in node.args)
@@ -252,6 +258,10 @@ class _Builder:
             if name.indices is not None and text in self.assigned:
                 self.error(f"'{text}' is a bound name, and takes no indices", span, f"write {text}")
             return self.names[text]
+        if text in POSITIONS:
+            if declared is not None:
+                self.error(f"'{text}' is the number of the {POSITIONS[text]}, and takes no indices", span, f"write {text}")
+            return self.node(Node(POSITION, (), NUMBER, text, name=text))
         if text == "mm":
             if declared not in (None, "mn"):
                 self.error(f"mm has indices [m, n], not {describe_indices(declared or '')}", span, "write mm")
@@ -433,6 +443,10 @@ class _Builder:
                 hint = "write dot(a, b), or a second product as dot(a, up[k,n]), of an input as it is given"
         elif counted := next((n for n in reached if n.op == EXTENT), None):
             message, hint = f"extent({counted.name}) within an operand", "pass the number as a scalar input"
+        elif position := next((n.name for n in reached if n.op == POSITION), ""):
+            message = f"the position '{position}' within an operand"
+            vector = POSITIONS[position]
+            hint = f"pass the positions as an input: write {vector}[{position}], and call with {vector}=torch.arange({position.upper()})"
         else:
             return True
         self.error(message, expr.span, hint)

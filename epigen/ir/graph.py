@@ -13,7 +13,8 @@ from epigen.dtypes import DType
 from epigen.ops import NUMBER
 
 # node kinds beside the rows of the operation table
-DOT, INPUT, BITS, OPERAND, CONSTANT, EXTENT, CAST, BITMASK, REDUCE = "dot", "input", "bits", "operand", "constant", "extent", "cast", "bitmask", "reduce"
+DOT, INPUT, BITS, OPERAND, CONSTANT, EXTENT, POSITION = "dot", "input", "bits", "operand", "constant", "extent", "position"
+CAST, BITMASK, REDUCE = "cast", "bitmask", "reduce"
 PACKED = "packed"
 """Kind of a value that holds one bit an element, beside the operation table's NUMBER and BOOLEAN."""
 
@@ -34,7 +35,7 @@ class Node:
     args: of a product, its operands: a[m,k] and b[k,n] as they are given, or what is computed of each; of a second one the same of a, and an input [k,n].
     indices: which of INDICES it varies over, in that order. Along k only operands do, and what they are computed of.
     kind: NUMBER, BOOLEAN or PACKED.  reduced: computed from a finished reduction.
-    value: a constant's.  name: an input's or operand's, that of a second product's right operand, the index of an extent, or the reduction's row.
+    value: a constant's.  name: an input's or operand's, that of a second product's right operand, the index of an extent or a position, or the reduction's row.
     axes: what a reduction contracts.
     dtype: a cast's.  label: the name that the user gave the value ("" if none); no part of its meaning.
     """
@@ -74,6 +75,10 @@ class Graph:
     def inputs(self) -> tuple[Node, ...]:
         """The named inputs, packed masks among them, in order of first use; operands and mm are not listed."""
         return tuple(n for n in self.nodes if n.op in (INPUT, BITS))
+
+    def positions(self) -> str:
+        """The indices along which positions are values."""
+        return common_indices(n.name for n in self.nodes if n.op == POSITION)
 
     def product(self) -> int | None:
         """The number of the node of the product of a and b; None where the program is over a product that is given."""

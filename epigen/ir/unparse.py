@@ -19,7 +19,7 @@ from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Program, to_tex
 
 _NOWHERE = Span(0, 0)
 _DEEPEST = 10  # a deeper expression is easier to read in two statements
-_LEAVES = (g.INPUT, g.BITS, g.OPERAND, g.CONSTANT, g.EXTENT)
+_LEAVES = (g.INPUT, g.BITS, g.OPERAND, g.CONSTANT, g.EXTENT, g.POSITION)
 _LONGEST_BASE = 50
 
 
@@ -101,7 +101,7 @@ class _Writer:
         match node.op:
             case g.DOT:
                 return (_name("mm"), 0) if self.leaf(node) else (_call("dot", *args), depth)
-            case g.OPERAND:
+            case g.OPERAND | g.POSITION:
                 return _name(node.name), 0
             case g.EXTENT:
                 return _call("extent", _name(node.name)), 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import keyword
+import math
 import re
 import sys
 import unicodedata
@@ -247,6 +248,8 @@ class _Reader:
         match node:
             case ast.Constant(value=value):
                 return self.number(value, node)
+            case ast.Name(id="inf"):
+                return Number(math.inf, self.span(node))
             case ast.Name(id=name):
                 return Name(self.identifier(name, node), self.span(node))
             case ast.Subscript(value=ast.Name(id=name) as base, slice=index):

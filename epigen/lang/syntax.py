@@ -5,6 +5,7 @@ In: what the parser builds. Out: canonical text. Invariant: `parse(to_text(p))` 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from dataclasses import dataclass, field
 
@@ -87,7 +88,7 @@ def expr_text(expr: Expr) -> str:
 
 def number_text(value: float) -> str:
     """Shortest text that reads back as `value`; integers without a fraction."""
-    return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
+    return str(int(value)) if math.isfinite(value) and value == int(value) and abs(value) < 1e15 else repr(value)
 
 
 def parts(program: Program) -> int:

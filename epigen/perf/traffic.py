@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from epigen import ops
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import CAST, WIDEN, Input, KernelConfig, KernelSpec, Store
+from epigen.codegen.spec import CAST, WIDEN, Input, KernelConfig, KernelSpec, Store, offsets
 from epigen.dtypes import BF16, FP32, INT8, DType
 from epigen.ir.graph import OPERANDS, common_indices
 from epigen.shapes import Shape, products
@@ -102,6 +102,7 @@ def _unfused(spec: KernelSpec, shape: Shape) -> tuple[int, int]:
     held: dict[str, tuple[str, int]] = dict.fromkeys(spec.products, ("mn", product))  # indices, bytes an element
     moved, launches = m * n * product * len(held), len(held)
     held |= {o.name: (OPERANDS[o.name], element.bytes) for o in spec.computed}
+    held |= {offsets(index): (index, 8) for index in "mn"}  # int64, of torch.arange
 
     def size(name: str) -> int:
         indices, each = held[name]

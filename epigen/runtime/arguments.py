@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epigen.codegen import lower
-from epigen.codegen.spec import LINE_BYTES, TMA_BYTES
+from epigen.codegen.spec import LINE_BYTES, MOST_POSITIONS, TMA_BYTES
 from epigen.dtypes import BF16, BY_TORCH, BY_TORCH_ON_CPU, FP16, FP32, INPUTS, OPERANDS
 from epigen.errors import CallError, near_miss
 from epigen.ir import graph as g
@@ -132,6 +132,12 @@ def check_second(graph: Graph, inputs: Mapping[str, Any], b: Tensor) -> None:
     second = graph.second()
     if second is not None and inputs[second.name].dtype != b.dtype:
         raise CallError(f"input '{second.name}' is {inputs[second.name].dtype} and operand b is {b.dtype}: what is multiplied with a needs the dtype of b")
+
+
+def check_positions(graph: Graph, m: int, n: int) -> None:
+    for index, extent in (("m", m), ("n", n)):
+        if index in graph.positions() and extent > MOST_POSITIONS:
+            raise CallError(f"the program computes with the position {index}, of which fp32 holds 2^24, and {index.upper()} is {extent}: pass less at a time")
 
 
 def check_double(what: str, t: Tensor, first: Tensor) -> None:

@@ -393,6 +393,7 @@ class Kernel:
         m, n, k = arguments.check_operands(*operands) if operands else (*arguments.check_product(inputs[PRODUCT]), 0)
         what, first = ("operand a", operands[0]) if operands else (PRODUCT, inputs[PRODUCT])
         arguments.check_inputs(self._inputs, inputs, (m, n, k), first)
+        arguments.check_positions(self._graph, m, n)
         if operands:
             check_computed(self._graph, BY_TORCH_ON_CPU[str(first.dtype)])
             arguments.check_second(self._graph, inputs, operands[1])
