@@ -218,6 +218,7 @@ _POSITIONS = {
     "weight[m]": "(m - 7)",
     "scale_b[n]": "(n * n)",
     "shift[n]": "(3 - 0.1 * n)",
+    "aux[m, n]": "aux[m % P, n]",
     "gate[m,n]": "tanh(m - n)",
     "up[m,n]": "where(n <= m, mm, 0)",
 }

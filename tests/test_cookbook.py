@@ -15,7 +15,7 @@ import epigen
 from epigen.api import graph_of
 from epigen.errors import DerivationError
 from epigen.ir import reference
-from epigen.ir.graph import BITS, PACKED, Graph, Node
+from epigen.ir.graph import BITS, PACKED, Graph, Node, periodic
 from epigen.ops import TABLE
 
 PAGE = (ROOT / "docs" / "cookbook.md").read_text(encoding="utf-8")
@@ -28,7 +28,8 @@ ROWS = [
     for torch_text, program in ROW.findall(section)
 ]
 QUANTISED, EIGHT_BITS = "Quantised outputs, without gradients", "Operands of 8 bits"
-UNTRAINED = ("running_mean", "running_var", "valid")  # of these torch has no gradient
+UNTRAINED = ("running_mean", "running_var", "valid", "table")  # of these torch has no gradient, or they are frozen
+PERIOD = 3
 
 
 def grid(seed: int, *shape: int) -> Tensor:
@@ -38,7 +39,7 @@ def grid(seed: int, *shape: int) -> Tensor:
 
 def operand(node: Node, seed: int) -> Tensor | float:
     """What the program's input is, as the torch expression takes it: packed masks are booleans there."""
-    shape = [EXTENTS[i] for i in node.indices]
+    shape = [PERIOD if i in periodic(node.indices, node.periods) else EXTENTS[i] for i in node.indices]
     if node.op == BITS or node.name == "valid":
         return grid(seed, *shape) > 0
     if not shape:

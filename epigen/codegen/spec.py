@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from epigen.dtypes import BF16, FAST_ACCUM, FP16, FP32, INT8, INT32, DType
 from epigen.errors import ConfigError
-from epigen.ir.graph import PRODUCT
+from epigen.ir.graph import PRODUCT, periodic
 from epigen.shapes import Shape
 
 LAYOUTS = ("nn", "nt", "tn", "tt")
@@ -92,12 +92,24 @@ USUAL = Numerics()
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A named input of a kernel. indices: "mn", "m", "n" or ""; of an operand also "k", and "mk" or "kn". dtype None: a number passed by value."""
+    """A named input of a kernel. indices: "mn", "m", "n" or ""; of an operand also "k", and "mk" or "kn". dtype None: a number passed by value.
+    periods: of each index what a program calls the extent after which it begins anew, or ""; none where no index does."""
 
     name: str
     indices: str
     dtype: DType | None
     packed: bool
+    periods: tuple[str, ...] = ()
+
+    @property
+    def periodic(self) -> str:
+        """The indices along which it begins anew."""
+        return periodic(self.indices, self.periods)
+
+    @property
+    def extents(self) -> tuple[str, ...]:
+        """What its extents are called."""
+        return tuple(period or index.upper() for index, period in zip(self.indices, self.periods or self.indices.upper(), strict=True))
 
 
 ACC = "acc"
@@ -141,6 +153,11 @@ KNOWN = 16
 def stride_name(tensor: str, index: str) -> str:
     """What a kernel calls the stride of a tensor along an index."""
     return f"stride_{tensor}{index}" if tensor in ("a", "b") else f"stride_{tensor}_{index}"
+
+
+def period_name(tensor: str, index: str) -> str:
+    """What a kernel calls the extent after which a tensor begins anew along an index."""
+    return f"num_{tensor}_{index}"
 
 
 def batch_stride(tensor: str) -> str:

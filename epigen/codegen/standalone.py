@@ -15,7 +15,7 @@ from epigen.codegen.functions import PDL, Argument, Function, arrivals, units
 from epigen.codegen.lower import as_computed, uninterpretable
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES, Schedule, tile_parts
-from epigen.codegen.spec import EXACT_INT8, LINE_BYTES, MOST_POSITIONS, PAST, TMA_BYTES, Choice, KernelConfig, KernelSpec, number, parameter
+from epigen.codegen.spec import EXACT_INT8, LINE_BYTES, MOST_POSITIONS, PAST, TMA_BYTES, Choice, KernelConfig, KernelSpec, number, parameter, period_name
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType
 from epigen.errors import ConfigError
 from epigen.ir import graph as g
@@ -156,6 +156,8 @@ def _argument(name: str, spec: KernelSpec) -> str:
         return name.removesuffix("_ptr")
     if name == "tiles":
         return "tiles_m * tiles_n"
+    if name.startswith("num_") and (begun := next((i for i in spec.all_inputs if name in [period_name(i.name, x) for x in i.indices]), None)):
+        return f"{begun.name}.shape[{begun.indices.find(name[-1])}]"
     if name.startswith("stride_"):
         rest = name.removeprefix("stride_")
         if rest in ("am", "ak", "bk", "bn"):
@@ -184,6 +186,12 @@ def _reference(graph: Graph, spec: KernelSpec) -> list[str]:
                 text = f"torch.tensor(float({_EXTENT[node.name]}), dtype=torch.float64, device=a.device)"
             case g.POSITION:
                 text = f"torch.arange({_EXTENT[node.name]}, device=a.device).double(){_BESIDE[node.name]}"
+            case g.INPUT if node.periods:
+                text = f"{node.name}.double()"
+                for dim, (index, period) in enumerate(zip(node.indices, node.periods, strict=True)):
+                    if period:
+                        text += f".index_select({dim}, torch.arange({_EXTENT[index]}, device=a.device) % {node.name}.shape[{dim}])"
+                text += _BESIDE.get(node.indices, "")
             case g.INPUT:
                 text = (
                     f"{node.name}.double(){_BESIDE.get(node.indices, '')}"

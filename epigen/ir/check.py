@@ -36,7 +36,7 @@ from epigen.ir.graph import (
     describe_indices,
 )
 from epigen.lang.parser import parse
-from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Power, Program, expr_text, to_text
+from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Power, Program, declared_text, expr_text, to_text
 from epigen.lang.walk import walk
 from epigen.ops import BOOLEAN, NUMBER
 
@@ -144,7 +144,7 @@ class _Builder:
         self.assigned: dict[str, Assign] = {}
         self.letters: dict[str, str] = {}  # of the names that are bound or declared so far, each with the first that has them
         self.used: set[str] = set()
-        self.inputs: dict[str, tuple[str, bool, Span]] = {}  # name -> indices, packed, first use
+        self.inputs: dict[str, tuple[str, bool, Span, tuple[str, ...]]] = {}  # name -> indices, packed, first use, periods
         self.mistakes: dict[Diagnostic, None] = {}  # in order, each once
 
     # -- nodes
@@ -249,6 +249,9 @@ class _Builder:
 
     def name(self, name: Name) -> _Value:
         text, span = name.name, name.span
+        if name.periods and (text in self.names or text in ("mm", *OPERANDS)):
+            self.error(f"'{text}' is no input, whose rows or columns could begin anew", span, f"write {text}")
+            return None
         declared = None if name.indices is None else "".join(name.indices)
         if declared is not None and declared not in _IN_ORDER and (self.multiplies or "k" not in declared):
             self.error(f"'{text}' is declared as {describe_indices(declared)}", span, _reordered(text, declared))
@@ -275,6 +278,9 @@ class _Builder:
             return None
         if text == "mask" and declared is None:
             return self.bits(text, span)
+        if name.periods and "k" in (declared or ""):
+            self.error(f"'{text}' is an input of an operand, which has no period", span, f"write {text}[{','.join(declared or '')}], and pass it expanded")
+            return None
         if declared is not None and "k" in declared and not self.multiplies:
             self.error(
                 f"'{text}' has the index k, which only the operands have",
@@ -285,7 +291,7 @@ class _Builder:
         if text not in PREDECLARED and text not in self.inputs and declared is None and not self.scalar_name(text, span):
             return None
         indices = PREDECLARED.get(text, "") if declared is None else declared
-        return self.input(text, indices, False, span)
+        return self.input(text, indices, False, span, name.periods)
 
     def scalar_name(self, name: str, span: Span) -> bool:
         """A bare name that is not known yet declares a scalar, unless it looks like a slip of the pen."""
@@ -297,23 +303,23 @@ class _Builder:
             return False
         return True
 
-    def input(self, name: str, indices: str, packed: bool, span: Span) -> _Value:
+    def input(self, name: str, indices: str, packed: bool, span: Span, periods: tuple[str, ...] = ()) -> _Value:
         if name in self.inputs:
-            known, known_packed, _ = self.inputs[name]
+            known, known_packed, _, known_periods = self.inputs[name]
             if known_packed != packed:
                 self.error(f"'{name}' is used as a packed mask and as numbers", span, "give the two inputs two names")
                 return None
-            if known != indices:
+            if (known, known_periods) != (indices, periods):
                 self.error(
-                    f"'{name}' is {describe_indices(known)} above and {describe_indices(indices)} here", span,
-                    f"one input has one set of indices: write {name}{'[' + ','.join(known) + ']' if known else ''}, or use another name")  # fmt: skip
+                    f"'{name}' is {describe_indices(known, known_periods)} above and {describe_indices(indices, periods)} here", span,
+                    f"one input has one set of indices: write {name}{'[' + declared_text(known, known_periods) + ']' if known else ''}, or use another name")  # fmt: skip
                 return None
         elif not self.name_is_free(name, span) or not self.unlike_scalars(name, span):
             self.names[name] = None  # one report a name
             return None
-        self.inputs.setdefault(name, (indices, packed, span))
+        self.inputs.setdefault(name, (indices, packed, span, periods))
         self.letters.setdefault(letters(name), name)
-        return self.node(Node(BITS if packed else INPUT, (), BOOLEAN if packed else NUMBER, indices, name=name))
+        return self.node(Node(BITS if packed else INPUT, (), BOOLEAN if packed else NUMBER, indices, name=name, periods=periods))
 
     def bits(self, name: str, span: Span) -> _Value:
         return self.input(name, "mn", True, span)
@@ -447,6 +453,9 @@ class _Builder:
             message = f"the position '{position}' within an operand"
             vector = POSITIONS[position]
             hint = f"pass the positions as an input: write {vector}[{position}], and call with {vector}=torch.arange({position.upper()})"
+        elif begun := next((n for n in reached if n.periods), None):
+            message = f"'{begun.name}' within an operand, where no input has a period"
+            hint = f"write {begun.name}[{','.join(begun.indices)}], and pass it expanded"
         else:
             return True
         self.error(message, expr.span, hint)
@@ -478,7 +487,7 @@ class _Builder:
 
     def call_bits(self, call: Call) -> _Value:
         match call.args:
-            case (Name(name, span, indices),) if not call.keywords and indices in (None, ("m", "n")):
+            case (Name(name, span, indices, ()),) if not call.keywords and indices in (None, ("m", "n")):
                 if name in self.names and name not in self.assigned:
                     return None  # reported above
                 if name in self.names or name in ("mm", *OPERANDS):

@@ -88,7 +88,7 @@ def _by_rows(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], d
     own = [i for i, o in enumerate(graph.outputs) if o.node not in shared]
     if not own or not a.shape[0]:
         return results
-    of_rows = {node.name for node in graph.inputs() if "m" in node.indices or node.op == g.BITS}
+    of_rows = {n.name for n in graph.inputs() if ("m" in n.indices and "m" not in g.periodic(n.indices, n.periods)) or n.op == g.BITS}
     rows = []
     for i in range(a.shape[0]):
         of_row = {name: value[i : i + 1].clone() if name in of_rows and isinstance(value, Tensor) else value for name, value in inputs.items()}
@@ -121,11 +121,22 @@ def node_values(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number]
             if node.op == g.DOT:
                 values.append(product(*multiplied(graph, node, values, a, b, inputs), compute))
             elif node.op == g.POSITION:
-                first, extent = (first_row, m) if node.name == "m" else (0, n)
-                values.append(broadcastable(torch.arange(first, first + extent, device=a.device), node.name, compute, a.device))
+                values.append(broadcastable(_positions(node.name, m, n, first_row, a.device), node.name, compute, a.device))
+            elif node.periods:
+                given = inputs[node.name]
+                assert isinstance(given, Tensor)
+                for dim, (index, period) in enumerate(zip(node.indices, node.periods, strict=True)):
+                    if period:
+                        given = given.index_select(dim, _positions(index, m, n, first_row, a.device) % given.shape[dim])
+                values.append(broadcastable(given, node.indices, compute, a.device))
             else:
                 values.append(_value(node, arguments(graph, node, values), a, b, inputs, compute, m, n))
     return values
+
+
+def _positions(index: str, m: int, n: int, first_row: int, device: torch.device) -> Tensor:
+    first, extent = (first_row, m) if index == "m" else (0, n)
+    return torch.arange(first, first + extent, device=device)
 
 
 def arguments(graph: Graph, node: Node, values: Sequence[Tensor]) -> list[Tensor]:

@@ -79,7 +79,9 @@ def item_bytes(item: Input | Store, m: int, n: int, k: int = 1) -> int:
     """Of an input or output in memory."""
     if item.dtype is None:  # a number, passed by value
         return 0
-    return m * -(-n // 8) if item.packed else size_of(item.indices, m, n, k) * item.dtype.bytes
+    # of one that begins anew it is not known after how many: the fewest, since most reads of it find it in L2
+    periodic = item.periodic if isinstance(item, Input) else ""
+    return m * -(-n // 8) if item.packed else size_of("".join(i for i in item.indices if i not in periodic), m, n, k) * item.dtype.bytes
 
 
 def partial_bytes(axes: str, m: int, n: int, block: tuple[int, int]) -> int:

@@ -43,6 +43,7 @@ from epigen.gpus import DEFAULT_TARGET, Target
 from epigen.ir import graph as g
 from epigen.ir import reference
 from epigen.ir.graph import PRODUCT, Graph, Node
+from epigen.lang.syntax import declared_text
 from epigen.lru_cache import LruCache
 from epigen.perf import limits
 from epigen.runtime import arguments, batches, outputs
@@ -126,7 +127,7 @@ class Kernel:
         return self._graph.text
 
     def __repr__(self) -> str:
-        inputs = ", ".join(f"{n.name}{'[' + ','.join(n.indices) + ']' if n.indices else ''}" for n in self._inputs.values())
+        inputs = ", ".join(f"{n.name}{'[' + declared_text(n.indices, n.periods) + ']' if n.indices else ''}" for n in self._inputs.values())
         return f"<epigen.Kernel {self._graph.text!r} inputs: {inputs or 'none'}; outputs: {', '.join(self._names)}>"
 
     def __call__(self, a: Any = None, b: Any = None, /, *extra: Any, out: Any = None, **inputs: Tensor | float) -> Any:

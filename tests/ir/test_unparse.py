@@ -41,6 +41,7 @@ def test_a_graph_written_back_is_the_same_graph(text: str) -> None:
         ("out = relu(mm); out, mm", "out = relu(mm); out, mm"),
         ("where(n<=m, mm, -inf)", "where(n <= m, mm, -inf)"),
         ("row = m; z = mm + (row - n); z * row, sum(z, n) * row", "z = mm + (m - n); z * m, sum(z, n) * m"),
+        ("mm+pos[m%P,n]*residual[m, n % Q2]", "mm + pos[m % P, n] * residual[m, n % Q2]"),
         ("-(-inf) * mm", "inf * mm"),
         ("where(~mask & bits(keep), mm, 0), amax(a, k)", "where(~mask & bits(keep), mm, 0), amax(a, k)"),
     ],

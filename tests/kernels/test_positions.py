@@ -21,7 +21,7 @@ from epigen.codegen.spec import MOST_POSITIONS, KernelConfig
 from epigen.codegen.standalone import standalone
 from epigen.db.problem import graph_digest
 from epigen.dtypes import BF16, FP16
-from epigen.errors import CallError
+from epigen.errors import CallError, DerivationError
 from epigen.gpus import TARGETS
 from epigen.ir import bound
 from epigen.ir.program import graph_of
@@ -178,11 +178,12 @@ def test_what_infinities_come_to_is_promised_exactly() -> None:
 # -- kernels
 
 
+_PERIODS = ("mm + pos[m % P, n]", "mm * s[m, n % Q], sum(mm * row[m % P], n) * row[m % P], bitmask(mm > col[n % Q])")
 _DERIVED = ("dmm = where(n <= m, mm, 0) * 2; dmm, bgrad(dmm)", "where(n < m, mm + grad[m] * exp(z[m,n] - y[m]), 0)")
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("text", [*PROGRAMS, *_DERIVED, "bitmask(n <= m), max(m - n, n), where(n == labels[m], 1, 0), mm"])
+@pytest.mark.parametrize("text", [*PROGRAMS, *_DERIVED, *_PERIODS, "bitmask(n <= m), max(m - n, n), where(n == labels[m], 1, 0), mm"])
 def test_kernels_compile_ahead(text: str) -> None:
     in_groups = [
         cases.warp_specialized(128, 128, 64, 3, subtiles=2, prefetch=1, fused_finalize=1),
@@ -210,7 +211,7 @@ def test_what_a_tile_and_the_last_block_both_compute_has_two_names(config: Kerne
 @pytest.mark.triton
 @pytest.mark.parametrize("config", ["tiled", "the last block"])
 def test_a_file_of_its_own(config: str, tmp_path: Path, golden: Golden) -> None:
-    kernel = epigen.compile(f"{Z}; z, logsumexp(z, n) + m * labels[m]", config=CONFIGS[config])
+    kernel = epigen.compile(f"{Z} + pos[m % P, n] * col[n % Q]; z, logsumexp(z, n) + m * labels[m % P]", config=CONFIGS[config])
     plan, file = kernel.plan((64, 48, 32), dtype=FP16), tmp_path / "causal.py"
     text = standalone(RENDERER, kernel.graph, plan.spec, plan.choice, plan.rendered)
     file.write_text(text)
@@ -227,9 +228,70 @@ def test_they_are_loaded_from_nowhere() -> None:
 
 
 def test_no_process_has_a_part_of_what_it_would_have_to_count() -> None:
-    splits = {text: [way.outputs for way in sharding.ways(text, 2)] for text in ("relu(mm)", "relu(mm) * m", "relu(mm) * n", "where(n <= m, mm, 0)")}
-    assert [len(ways) for ways in splits.values()] == [3, 2, 2, 2]  # of the last one each process may have a summand
+    splits = {
+        text: [way.outputs for way in sharding.ways(text, 2)]
+        for text in ("relu(mm)", "relu(mm) * m", "relu(mm) * n", "where(n <= m, mm, 0)", "relu(mm) + t[m % P, n]")
+    }
+    assert [len(ways) for ways in splits.values()] == [3, 2, 2, 2, 2]  # of the last one each process may have a summand
     assert splits["relu(mm) * m"][1] != splits["relu(mm) * n"][1]
+
+
+# -- inputs that begin anew
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("rows", [1, 7, 70, 100])
+def test_rows_begin_anew(rows: int, config: str) -> None:
+    """Also of a table that is longer than it is read."""
+    a, b, _ = given(n=48)
+    pos, row, col, both = torch.randn(rows, 48), torch.randn(rows).half(), torch.randn(5), torch.randn(rows, 5)
+    m, n = torch.arange(70) % rows, torch.arange(48) % 5
+    z = a @ b + pos[m] * both[m][:, n]
+    wanted = [z, z.sum(1) * row[m], z.sum(0) - col[n]]
+    text = "z = mm + pos[m % P, n] * both[m % P, n % Q]; z, sum(z, n) * row[m % P], sum(z, m) - col[n % Q]"
+    inputs = {"pos": pos.T.contiguous().T, "row": row, "col": col, "both": both}
+    for kernel in (epigen.compile(text), epigen.compile(text, invariant="m"), epigen.compile(text, backend="interpreter", config=CONFIGS[config])):
+        torch.testing.assert_close(called(kernel, a, b, inputs), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.triton
+def test_rows_begin_anew_in_each_product_of_a_batch() -> None:
+    a, b, pos = torch.randn(3, 10, 16), torch.randn(16, 8), torch.randn(4, 8)
+    for pos, text in ((torch.randn(4, 8), "mm + pos[m % P, n]"), (torch.randn(3, 4, 8), "mm + pos[m % P, n]")):
+        wanted = a @ b + pos[..., torch.arange(10) % 4, :]
+        for backend in ("reference", "interpreter"):
+            torch.testing.assert_close(epigen.compile(text, backend=backend)(a, b, pos=pos), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_of_one_letter_all_have_as_many(golden: Golden) -> None:
+    a, b = torch.randn(6, 4), torch.randn(4, 8)
+    kernel = epigen.compile("mm + pos[m % P, n] * row[m % P]")
+    with golden.raises(CallError, "two extents"):
+        kernel(a, b, pos=torch.ones(3, 8), row=torch.ones(2))
+    with golden.raises(CallError, "none"):
+        kernel(a, b, pos=torch.ones(0, 8), row=torch.ones(0))
+    with golden.raises(CallError, "columns"):
+        kernel(a, b, pos=torch.ones(3, 7), row=torch.ones(3))
+
+
+def test_letters_are_no_part_of_a_digest() -> None:
+    same = ("mm + pos[m % P, n] * row[m % P]", "mm + x[m % Q, n] * y[m % Q]")
+    others = ("mm + pos[m % P, n] * row[m % Q]", "mm + pos[m,n] * row[m]", "mm + pos[m, n % P] * row[m]", "mm + pos[m,n] * row[m % P]")
+    assert len({graph_digest(graph_of(text)) for text in same}) == 1
+    assert len({graph_digest(graph_of(text)) for text in (same[0], *others)}) == 5
+
+
+def test_layers_take_all_rows_of_x_and_give_no_gradient_of_what_begins_anew(golden: Golden) -> None:
+    x, weight, pos = torch.randn(2, 7, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True), torch.randn(7, 6)
+    text = "gelu(mm + pos[m % P, n]) * pos[m % P, n]"
+    found, wanted = epigen.linear(x, weight, epilogue=text, pos=pos), torch.nn.functional.gelu(x @ weight.T + pos) * pos
+    torch.testing.assert_close(found, wanted)
+    arriving = torch.randn_like(wanted)
+    torch.testing.assert_close(torch.autograd.grad(found, (x, weight), arriving), torch.autograd.grad(wanted, (x, weight), arriving))
+    with golden.raises(DerivationError):
+        epigen.linear(x, weight, epilogue=text, pos=pos.requires_grad_())
+    golden(epigen.derive(text, wrt="mm"), "without it")
 
 
 # -- derivatives

@@ -630,6 +630,8 @@ _POSITION_TEXTS = (
     "where((n <= m) & (m - n < 8 * window), mm, -1e4)",
     "mm - slope[m] * (m - n)",
     "z = where(n == labels[m], mm, 0); z, sum(z, n), where(n == labels[m], 1, 0)",
+    "mm + pos[m % P, n]",
+    "z = mm * gate[m % P, n % Q] + bias[n % Q]; relu(z), bitmask(z > row[m % P]), sum(z, n) * row[m % P], sum(z, m) + bias[n % Q]",
     "x = m * scale_a[m]; z = where(n < m, mm, -inf); logsumexp(z, n) + x, max(z, m) * n, sum(mm * n) * 2, bitmask(n <= m), mm - x",
 )
 
