@@ -78,7 +78,7 @@ def measured(shape: Shape) -> dict[str, Any]:
     return {"program": GATED, "shape": list(shape), "dtype": "bf16", "config": str(fused.config), "timing": timing.cold(contenders, budget_s=1.0)}
 
 
-def _of_three(_rows: int, width: int, between: int) -> tuple[list[tuple[int, int]], dict[str, Callable[..., Tensor]]]:
+def _of_three(width: int, between: int) -> tuple[list[tuple[int, int]], dict[str, Callable[..., Tensor]]]:
     """The sizes of the weights, and the MLP in several ways."""
 
     def eager(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def _of_three(_rows: int, width: int, between: int) -> tuple[list[tuple[int, int
     }
 
 
-def _of_two(_rows: int, width: int, between: int) -> tuple[list[tuple[int, int]], dict[str, Callable[..., Tensor]]]:
+def _of_two(width: int, between: int) -> tuple[list[tuple[int, int]], dict[str, Callable[..., Tensor]]]:
     """The same of a stacked weight."""
 
     def eager(x: Tensor, both: Tensor, down: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def _of_two(_rows: int, width: int, between: int) -> tuple[list[tuple[int, int]]
 def of_mlp(sizes: tuple[int, int, int], stacked: bool = False) -> Iterator[dict[str, Any]]:
     """Two rows: forward without gradients, and a step from a given gradient of the result on. stacked: gate and up are one weight."""
     rows, width, between = sizes
-    of_weights, units = (_of_two if stacked else _of_three)(*sizes)
+    of_weights, units = (_of_two if stacked else _of_three)(width, between)
     weights = [(torch.randn(n, k, device="cuda") / k**0.5).bfloat16().requires_grad_() for n, k in of_weights]
     x = torch.randn(rows, width, device="cuda").bfloat16().requires_grad_()
     torch._dynamo.reset()

@@ -213,6 +213,25 @@ def with_second(random: random_module.Random, text: str) -> str:
     return text
 
 
+_POSITIONS = {
+    "scale_a[m]": "(0.01 * m)",
+    "weight[m]": "(m - 7)",
+    "scale_b[n]": "(n * n)",
+    "shift[n]": "(3 - 0.1 * n)",
+    "aux[m, n]": "aux[m % P, n]",
+    "gate[m,n]": "tanh(m - n)",
+    "up[m,n]": "where(n <= m, mm, 0)",
+}
+
+
+def with_positions(random: random_module.Random, text: str) -> str:
+    """A program, with what is computed of positions in place of some inputs."""
+    for declared, instead in _POSITIONS.items():
+        if random.random() < 0.7:
+            text = text.replace(declared, instead)
+    return text
+
+
 def write_program(
     random: random_module.Random, most: int = 20, tame: bool = False, reductions: bool = True, casts: Iterable[DType] = OPERANDS, operands: bool = False
 ) -> str:  # fmt: skip

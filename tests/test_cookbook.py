@@ -15,7 +15,7 @@ import epigen
 from epigen.api import graph_of
 from epigen.errors import DerivationError
 from epigen.ir import reference
-from epigen.ir.graph import BITS, PACKED, Graph, Node
+from epigen.ir.graph import BITS, PACKED, Graph, Node, periodic
 from epigen.ops import TABLE
 
 PAGE = (ROOT / "docs" / "cookbook.md").read_text(encoding="utf-8")
@@ -28,7 +28,8 @@ ROWS = [
     for torch_text, program in ROW.findall(section)
 ]
 QUANTISED, EIGHT_BITS = "Quantised outputs, without gradients", "Operands of 8 bits"
-UNTRAINED = ("running_mean", "running_var", "valid")  # of these torch has no gradient
+UNTRAINED = ("running_mean", "running_var", "valid", "table")  # of these torch has no gradient, or they are frozen
+PERIOD = 3
 
 
 def grid(seed: int, *shape: int) -> Tensor:
@@ -38,11 +39,13 @@ def grid(seed: int, *shape: int) -> Tensor:
 
 def operand(node: Node, seed: int) -> Tensor | float:
     """What the program's input is, as the torch expression takes it: packed masks are booleans there."""
-    shape = [EXTENTS[i] for i in node.indices]
+    shape = [PERIOD if i in periodic(node.indices, node.periods) else EXTENTS[i] for i in node.indices]
     if node.op == BITS or node.name == "valid":
         return grid(seed, *shape) > 0
     if not shape:
         return 0.5
+    if node.name == "labels" and node.indices == "m":
+        return torch.randint(0, N, shape, generator=torch.Generator().manual_seed(seed))
     if re.match(r"scale_|step|rstd|running_var", node.name):  # what is divided by, or is a size: a power of two, so that this is exact as well
         return torch.exp2(grid(seed, *shape).round())
     return (4 if node.name == "gate" else 1) * grid(seed, *shape)  # past a gate's limits

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from epigen import ops
-from epigen.codegen.spec import CAST, WIDEN, Arg, KernelSpec, Line, Partial, Source, number
+from epigen.codegen.spec import CAST, POSITION, WIDEN, Arg, KernelSpec, Line, Partial, Source, number
 from epigen.dtypes import INT8, INT32, UINT8, DType
 
 _TL = re.compile(r"\btl\.(?!PropagateNan|extra\.)")  # which Gluon takes from Triton's language
@@ -36,12 +36,14 @@ def _arg(arg: Arg) -> str:
     return arg if isinstance(arg, str) else number(arg)
 
 
-def line(line: Line, dialect: Dialect = TRITON) -> str:
-    """`z = acc + bias`"""
+def line(line: Line, dialect: Dialect = TRITON, offsets: str = "") -> str:
+    """`z = acc + bias`. offsets: what a position's are called, where it is no main kernel's tile that has them."""
     args = [_arg(a) for a in line.args]
     if line.scalar:
         args[0] = f"tl.full([1, 1], {args[0]}, tl.float32)"
-    if line.op == WIDEN:
+    if line.op == POSITION:
+        text = f"{offsets or args[0]}.to(tl.float32)"
+    elif line.op == WIDEN:
         text = f"{args[0]}.to(tl.float32)"
     elif line.op == CAST:
         assert line.dtype is not None

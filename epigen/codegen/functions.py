@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, Signature, Store, batch_stride, counted, parameter, stride_name
+from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, Signature, Store, batch_stride, counted, parameter, period_name, stride_name
 from epigen.dtypes import FP32, INT32, UINT8, DType
 
 _TRITON_TYPES = {"fp8e4m3": "fp8e4nv", "fp8e5m2": "fp8e5", "int8": "i8", "int32": "i32", "int64": "i64", "uint8": "u8", "bool": "i1"}
@@ -124,7 +124,7 @@ def _input(item: Input) -> Argument:
         return Argument(parameter(item.name), "fp32", "a number")
     if item.packed:
         return _pointer(item.name, UINT8, "[M, ceil(N / 8)] uint8, bit n % 8 of byte n // 8 is column n")
-    return _pointer(item.name, item.dtype, f"{_shape(item.indices)} {item.dtype}")
+    return _pointer(item.name, item.dtype, f"[{', '.join(item.extents)}] {item.dtype}" if item.indices else f"[1] {item.dtype}")
 
 
 def _output(store: Store) -> Argument:
@@ -136,6 +136,11 @@ def _output(store: Store) -> Argument:
 def _strides(items: Iterable[Input | Store]) -> list[Argument]:
     """One a stored index; none for what is passed by value or has one element."""
     return [Argument(stride_name(i.name, index), "i32") for i in items if i.dtype is not None for index in i.indices]
+
+
+def _periods(items: Iterable[Input | Store]) -> list[Argument]:
+    """The extents after which inputs begin anew."""
+    return _integers(*(period_name(i.name, index) for i in items if isinstance(i, Input) for index in i.periodic))
 
 
 def _integers(*names: str) -> list[Argument]:
@@ -194,7 +199,7 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
         partials.append(_pointer("num_arrived", INT32, f"[{counted}] int32, written: 0 before and after"))
     # the bytes of a word lie side by side
     fixed = {stride_name(name, "n") for name in units(spec, config)["in_words"]}
-    strides = [s for s in _strides(pointed) if s.name not in fixed]
+    strides = [*_periods(pointed), *(s for s in _strides(pointed) if s.name not in fixed)]
     addressed = [*(with_descriptor.get(i.name) or _input(i) for i in inputs), *(with_descriptor.get(s.name) or _output(s) for s in (*spec.stores, *completed))]
     steps: dict[str, str] = {}
     if sig.batched:
@@ -264,6 +269,7 @@ def _finish(spec: KernelSpec, finish: Finish) -> Function:
         *sizes,
         *lengths,
         *strides,
+        *_periods(finish.inputs),
         *_strides(finish.inputs),
         *_strides(finish.stores),
         *_integers(*(step for step in steps.values() if step.startswith("stride_"))),

@@ -12,6 +12,7 @@ from dataclasses import replace
 from epigen import ops
 from epigen.codegen.spec import (
     CAST,
+    POSITION,
     TMA_BYTES,
     WIDEN,
     Arg,
@@ -31,6 +32,7 @@ from epigen.codegen.spec import (
     factors,
     index_bits,
     k_multiple,
+    offsets,
     parameter,
     row_lengths,
 )
@@ -108,7 +110,7 @@ def signature_of_contiguous(
     tma = tuple(name for name, row_bytes in rows.items() if row_bytes % TMA_BYTES == 0 and 0 not in shape)
     masks = [m * g.mask_stride(n)] if any(graph.nodes[o.node].kind == g.PACKED for o in graph.outputs) else []
     bits = index_bits(one, (m * n, m * k, k * n, *masks))
-    beside = [(n.name, n.indices) for n in graph.inputs() if n.indices in g.OPERANDS.values()]
+    beside = [(n.name, n.indices) for n in graph.inputs() if n.indices in g.OPERANDS.values() or (len(n.indices) == 2 and n.periods)]
     batched = len(shape) == 4
     divisors = factors(one, contiguous(one, layout, graph.tiles(), beside), _apart(graph, one) if batched else {})
     return Signature(a, b, inputs, precision, k_multiple(k), bits, layout, tma, divisors, batched=batched)
@@ -297,7 +299,7 @@ class _Body:
         for number, node in enumerate(graph.nodes):
             if node.op in (g.INPUT, g.BITS):
                 self.names[number] = parameter(node.name) if node.name in self.by_value else node.name
-            elif node.op == g.OPERAND:
+            elif node.op in (g.OPERAND, g.POSITION):
                 self.names[number] = node.name
             elif node.op == g.DOT:
                 widened = f"{accumulator(node.name)}_value" if node.name else "mm"
@@ -343,10 +345,12 @@ class _Body:
         for number in _reached(self.graph, roots, through=False):
             node = self.graph.nodes[number]
             if node.op in (g.INPUT, g.BITS):
-                inputs.append(Input(node.name, node.indices, UINT8 if node.op == g.BITS else dtypes[node.name], node.op == g.BITS))
+                inputs.append(Input(node.name, node.indices, UINT8 if node.op == g.BITS else dtypes[node.name], node.op == g.BITS, node.periods))
             elif node.op == g.DOT:
                 if self.signature.a == INT8:
                     lines.append(Line(self.names[number], WIDEN, (accumulator(node.name),)))
+            elif node.op == g.POSITION:
+                lines.append(Line(node.name, POSITION, (offsets(node.name),)))
             elif node.op in ops.TABLE or node.op == g.CAST:
                 op = CAST if node.op == g.CAST else node.op
                 lines.append(Line(self.names[number], op, tuple(self.arg(a) for a in node.args), node.dtype, number in self.scalar, self.signature.exact))

@@ -6,13 +6,14 @@ Pure data, no text but names and numbers. Equal spec and config render equal byt
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from epigen.dtypes import BF16, FAST_ACCUM, FP16, FP32, INT8, INT32, DType
 from epigen.errors import ConfigError
-from epigen.ir.graph import PRODUCT
+from epigen.ir.graph import PRODUCT, periodic
 from epigen.shapes import Shape
 
 LAYOUTS = ("nn", "nt", "tn", "tt")
@@ -25,6 +26,9 @@ ROUNDING = ("eager",)
 
 EXACT_INT8 = (2**31 - 1) // 128**2
 """The largest K for which no sum of products of int8 leaves int32."""
+
+MOST_POSITIONS = 1 << 24
+"""How many rows or columns there may be where their numbers are values: up to there fp32 holds each, and rounds no integer to one."""
 
 WIDE = 1 << 31
 """Offsets from here on need 64 bits."""
@@ -88,12 +92,24 @@ USUAL = Numerics()
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A named input of a kernel. indices: "mn", "m", "n" or ""; of an operand also "k", and "mk" or "kn". dtype None: a number passed by value."""
+    """A named input of a kernel. indices: "mn", "m", "n" or ""; of an operand also "k", and "mk" or "kn". dtype None: a number passed by value.
+    periods: of each index what a program calls the extent after which it begins anew, or ""; none where no index does."""
 
     name: str
     indices: str
     dtype: DType | None
     packed: bool
+    periods: tuple[str, ...] = ()
+
+    @property
+    def periodic(self) -> str:
+        """The indices along which it begins anew."""
+        return periodic(self.indices, self.periods)
+
+    @property
+    def extents(self) -> tuple[str, ...]:
+        """What its extents are called."""
+        return tuple(period or index.upper() for index, period in zip(self.indices, self.periods or self.indices.upper(), strict=True))
 
 
 ACC = "acc"
@@ -105,7 +121,7 @@ def accumulator(second: str) -> str:
     return f"{ACC}_of_{second}" if second else ACC
 
 
-CAST, WIDEN = "cast", "widen"
+CAST, WIDEN, POSITION = "cast", "widen", "position"
 
 
 def k_multiple(k: int) -> int:
@@ -139,6 +155,11 @@ def stride_name(tensor: str, index: str) -> str:
     return f"stride_{tensor}{index}" if tensor in ("a", "b") else f"stride_{tensor}_{index}"
 
 
+def period_name(tensor: str, index: str) -> str:
+    """What a kernel calls the extent after which a tensor begins anew along an index."""
+    return f"num_{tensor}_{index}"
+
+
 def batch_stride(tensor: str) -> str:
     """What a kernel calls the distance between a tensor's matrices, or its vectors, of one product of a batch and the next."""
     return f"stride_{tensor}_batch"
@@ -156,6 +177,11 @@ def parameter(number: str) -> str:
     """What a kernel calls a number that is passed by value: its own name, unless that is the launcher's. A tensor's parameters are called after what they
     are of it, and collide with nothing."""
     return f"{number}_value" if number in LAUNCHER else number
+
+
+def offsets(index: str) -> str:
+    """What a main kernel calls the numbers of a tile's rows ("m") or columns ("n")."""
+    return f"offs_{index}"
 
 
 def counted(index: str) -> str:
@@ -208,14 +234,14 @@ Arg = str | float
 
 def number(value: float) -> str:
     """A constant as text; always a float, so that Triton's arithmetic stays fp32."""
-    return repr(float(value))
+    return repr(float(value)) if math.isfinite(value) else f"float('{value}')"
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
     """`name = op(args)`: one line of the epilogue.
 
-    op: a row of the operation table, CAST (round to `dtype`, stay a number) or WIDEN (the int32 accumulator as fp32).
+    op: a row of the operation table, CAST (round to `dtype`, stay a number), WIDEN (the int32 accumulator as fp32) or POSITION (offsets as fp32).
     scalar: the arguments are scalars that Triton would not treat as tensors, so the first is made a block of one element.
     exact: by the row's `exact` text, if it has one.
     """
@@ -386,6 +412,11 @@ class KernelSpec:
     def main_lines(self) -> tuple[Line, ...]:
         """All that the main kernel computes: operands, then the epilogue."""
         return (*(line for o in self.operands for line in (*o.once, *o.lines)), *self.lines)
+
+    @property
+    def positions(self) -> frozenset[str]:
+        """What the main kernel calls the offsets that are values of the epilogue."""
+        return frozenset(offsets(line.name) for line in self.lines if line.op == POSITION)
 
     @property
     def loaded(self) -> tuple[Input, ...]:

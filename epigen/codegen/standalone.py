@@ -15,7 +15,7 @@ from epigen.codegen.functions import PDL, Argument, Function, arrivals, units
 from epigen.codegen.lower import as_computed, uninterpretable
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES, Schedule, tile_parts
-from epigen.codegen.spec import EXACT_INT8, LINE_BYTES, PAST, TMA_BYTES, Choice, KernelConfig, KernelSpec, number, parameter
+from epigen.codegen.spec import EXACT_INT8, LINE_BYTES, MOST_POSITIONS, PAST, TMA_BYTES, Choice, KernelConfig, KernelSpec, number, parameter, period_name
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType
 from epigen.errors import ConfigError
 from epigen.ir import graph as g
@@ -25,6 +25,9 @@ from epigen.ir.parting import Parting
 
 _COUNTED = {"parts_m": "tiles_m", "parts_n": "tiles_n", "1": "1"}
 """How many counters there are, as text over the launcher's variables; else one a tile, or two."""
+
+_EXTENT, _BESIDE = {"m": "a.shape[0]", "n": "b.shape[1]"}, {"m": "[:, None]", "n": "[None, :]"}
+"""Of each index of the result, as text: how many there are, and what makes a vector along it broadcast."""
 
 
 def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choice, rendered: Rendered, parting: Parting | None = None) -> str:
@@ -44,7 +47,7 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
         counters=" + ".join(_COUNTED.get(name) or f"{'2 * ' * (name == 'groups')}{_tiles(config)}" for name in arrivals(spec, config)),
         block_m=config["block_m"], block_n=config["block_n"], block_k=dict(config.values).get("block_k", 32),
         words=[i.name for i in spec.inputs if i.name in units(spec, config)["in_words"]],
-        tma_bytes=TMA_BYTES, line_bytes=LINE_BYTES, exact_int8=EXACT_INT8, past=PAST, nonempty=_nonempty(spec, config),
+        positions=graph.positions().upper(), most_positions=MOST_POSITIONS, tma_bytes=TMA_BYTES, line_bytes=LINE_BYTES, exact_int8=EXACT_INT8, past=PAST, nonempty=_nonempty(spec, config),
         check_shape=check_shape(spec, config), divisors=_divisors(spec, config, rendered), transposed=[t for t in "ab" if _transposed(spec, config, t)],
         reference=_reference(graph, spec), results=_results(graph), tolerance=_tolerance(graph, spec),
         **_where(graph, spec, schedule, rendered.whole), setting=_setting(spec),
@@ -155,6 +158,8 @@ def _argument(name: str, spec: KernelSpec) -> str:
         return name.removesuffix("_ptr")
     if name == "tiles":
         return "tiles_m * tiles_n"
+    if name.startswith("num_") and (begun := next((i for i in spec.all_inputs if name in [period_name(i.name, x) for x in i.indices]), None)):
+        return f"{begun.name}.shape[{begun.indices.find(name[-1])}]"
     if name.startswith("stride_"):
         rest = name.removeprefix("stride_")
         if rest in ("am", "ak", "bk", "bn"):
@@ -180,10 +185,18 @@ def _reference(graph: Graph, spec: KernelSpec) -> list[str]:
             case g.CONSTANT:
                 text = f"torch.tensor({number(node.value)}, dtype=torch.float64, device=a.device)"
             case g.EXTENT:
-                text = f"torch.tensor(float({'a.shape[0]' if node.name == 'm' else 'b.shape[1]'}), dtype=torch.float64, device=a.device)"
+                text = f"torch.tensor(float({_EXTENT[node.name]}), dtype=torch.float64, device=a.device)"
+            case g.POSITION:
+                text = f"torch.arange({_EXTENT[node.name]}, device=a.device).double(){_BESIDE[node.name]}"
+            case g.INPUT if node.periods:
+                text = f"{node.name}.double()"
+                for dim, (index, period) in enumerate(zip(node.indices, node.periods, strict=True)):
+                    if period:
+                        text += f".index_select({dim}, torch.arange({_EXTENT[index]}, device=a.device) % {node.name}.shape[{dim}])"
+                text += _BESIDE.get(node.indices, "")
             case g.INPUT:
                 text = (
-                    f"{node.name}.double(){({'m': '[:, None]', 'n': '[None, :]'}).get(node.indices, '')}"
+                    f"{node.name}.double(){_BESIDE.get(node.indices, '')}"
                     if node.indices
                     else f"torch.tensor(float({node.name}), dtype=torch.float64, device=a.device)"
                 )

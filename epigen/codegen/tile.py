@@ -75,7 +75,7 @@ class Declared:
 def declared(spec: KernelSpec, config: KernelConfig) -> Declared:
     schedule, prefetched = SCHEDULES[config.schedule], schedules.prefetched(spec, config)
     loads = _loads(spec, config, prefetched or spec.loaded)
-    epilogue = _stores(spec, config) | _partials(spec, config)
+    epilogue = _stores(spec, config) | _partials(spec, config) | spec.positions
     if not schedule.descriptors:
         return Declared(_whole(loads | epilogue | _product(spec, config)), frozenset())
     if not prefetched:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from epigen.codegen import emit
 from epigen.codegen.spec import Input, KernelSpec
 from epigen.ir.graph import Graph, describe_indices
-from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Power, Program, number_text
+from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Power, Program, declared_text, number_text
 
 
 def ast_text(program: Program) -> str:
@@ -80,4 +80,4 @@ def spec_text(spec: KernelSpec) -> str:
 
 
 def _loads(inputs: tuple[Input, ...]) -> list[str]:
-    return [f"  load {i.name}[{','.join(i.indices)}] {'bits' if i.packed else i.dtype or 'number'}" for i in inputs]
+    return [f"  load {i.name}[{declared_text(i.indices, i.periods)}] {'bits' if i.packed else i.dtype or 'number'}" for i in inputs]

@@ -140,12 +140,13 @@ def problem_of(graph: Graph, spec: KernelSpec, shape: Shape, gpu: str, capabilit
 def graph_digest(graph: Graph) -> str:
     """Names the computation: structure, constants, input indices, casts and outputs; no name that a user chose, and no cast of what is reduced, whose few bytes
     decide nothing."""
-    graph, inputs, parts = with_leaf(graph), dict[str, str](), []
+    graph, inputs, periods, parts = with_leaf(graph), dict[str, str](), dict[str, int](), []
     for node in graph.nodes:
         name = node.name
+        begun = "".join(f" {i} % {periods.setdefault(p, len(periods))}" for i, p in zip(node.indices, node.periods, strict=False) if p)
         if node.op in (g.INPUT, g.BITS) or (node.op == g.DOT and name):
             name = inputs.setdefault(name, f"input{len(inputs)}")
-        parts.append(f"{node.op} {node.args} {node.kind} {node.indices} {node.value!r} {name} {node.axes} {node.dtype}")
+        parts.append(f"{node.op} {node.args} {node.kind} {node.indices} {node.value!r} {name} {node.axes} {node.dtype}{begun}")
     parts += [f"output {o.node} {o.dtype if graph.nodes[o.node].indices == 'mn' else None}" for o in graph.outputs]
     return digest(parts)
 

@@ -275,6 +275,13 @@ class _Tape:
     def total(self, number: int) -> int:
         """A leaf's gradient in the leaf's own indices."""
         node = self.nodes[number]
+        if node.periods:
+            what = f"{node.name}{g.describe_indices(node.indices, node.periods)}"
+            self.refuse(
+                f"the gradient of {what} is a sum over all that share an element, which no kernel finishes", number,
+                f"leave it out (wrt=...), or write {node.name}[{','.join(node.indices)}] and pass it expanded, whose gradient torch sums",
+            )  # fmt: skip
+            return number
         parts = [self.summed(tile, axes) for axes, tile in self.arrived[number].items()]
         total = parts[0]
         for part in parts[1:]:

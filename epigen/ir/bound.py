@@ -138,7 +138,7 @@ def _error(node: Node, value: Tensor, args: list[tuple[Tensor, Tensor, str]], a:
     match node.op:
         case g.CONSTANT | g.EXTENT:
             return torch.where(value.float() == value, 0.0, value.abs() * UNIT)  # which may lie at a step of what follows
-        case g.BITS | g.OPERAND:
+        case g.BITS | g.OPERAND | g.POSITION:
             return torch.zeros((), dtype=torch.float64, device=a.device)
         case g.CAST:
             assert node.dtype is not None
@@ -151,12 +151,11 @@ def _error(node: Node, value: Tensor, args: list[tuple[Tensor, Tensor, str]], a:
             return _reduction_error(node, value, args[0], a, b)
         case "where" | "drelu":
             if node.op == "where":
-                (_, unsure, _), (x, ex, _), (y, ey, _) = args
+                (condition, unsure, _), (x, ex, _), (y, ey, _) = args
             else:
-                (x, ex, _), (_, unsure, _) = args
+                (x, ex, _), (condition, unsure, _) = args
                 y = ey = torch.zeros_like(ex)
-            chosen = torch.maximum(ex, ey)
-            return torch.where(unsure != 0, chosen + (x - y).abs(), chosen)
+            return torch.where(unsure != 0, torch.maximum(ex, ey) + (x - y).abs(), torch.where(condition, ex, ey))
         case "and" | "or" | "not":
             return functools.reduce(torch.maximum, [e for _, e, _ in args])
     if node.kind == BOOLEAN:
@@ -226,7 +225,8 @@ def _reduction_error(node: Node, value: Tensor, arg: tuple[Tensor, Tensor, str],
         own = reference.reduce(_as_sum(node), x.abs()) * 64 * UNIT
         return reference.reduce(_as_sum(node), ex) + own + TINY
     largest = torch.nan_to_num(reference.reduce(_as_amax(node), ex), nan=torch.inf, posinf=torch.inf)
-    return largest + ((64 + 16 * value.abs()) * UNIT if node.name == "logsumexp" else 0)
+    # that of infinities, as where all of a row is masked, is one itself, and exact
+    return largest + torch.where(value.isinf(), 0.0, (64 + 16 * value.abs()) * UNIT) if node.name == "logsumexp" else largest
 
 
 def _as_sum(node: Node) -> Node:

@@ -27,6 +27,7 @@ from epigen.ir.graph import (
     OPERAND,
     OPERANDS,
     PACKED,
+    POSITION,
     REDUCE,
     Graph,
     Node,
@@ -36,12 +37,14 @@ from epigen.ir.graph import (
 )
 from epigen.ir.parting import Parting, WithoutParts, without_parts
 from epigen.lang.parser import parse
-from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Power, Program, expr_text, to_text
+from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Power, Program, declared_text, expr_text, to_text
 from epigen.lang.walk import walk
 from epigen.ops import BOOLEAN, NUMBER
 
 PREDECLARED = {"bias": "n", "residual": "mn"}
 INDEX_NAMES = frozenset("mnk")
+POSITIONS = {"m": "row", "n": "column"}
+"""The indices that are values too: the number, from 0 on, of what they are an index of."""
 _IN_ORDER = ("m", "n", "mn", "k", "mk", "kn")
 """The indices that an input may have: those with k within an operand of dot."""
 
@@ -106,14 +109,17 @@ def check_rule(text: str, kinds: Mapping[str, str]) -> Graph:
 def refused_name(name: str) -> tuple[str, str] | None:
     """Why no input or assignment may have this name, and what to do instead; None where one may."""
     another = "choose another name"
-    if name in ("inf", "nan"):
-        return f"'{name}' is a number that the language does not have", "pass it as an input of another name"
+    if name == "nan":
+        return "'nan' is a number that the language does not have", "pass it as an input of another name"
+    if name == "inf":
+        return "'inf' is infinity, and can be no other value", another
     if name in ("mm", *OPERANDS):
         return f"'{name}' is predeclared, and cannot be bound", another
+    if name in POSITIONS:
+        return f"'{name}' is the number of the {POSITIONS[name]}, and cannot be bound", another
     if name in INDEX_NAMES:
-        vector = {"m": ("row[m]", "row=torch.arange(M"), "n": ("col[n]", "col=torch.arange(N")}.get(name)
-        hint = f"pass the positions along it as an input: write {vector[0]}, and call with {vector[1]}, dtype=torch.float32)" if vector else another
-        return f"'{name}' is an index, not a value", hint
+        hint = f"{another}; within an operand step[k] has the positions, with step=torch.arange(K)"
+        return f"'{name}' is an index of the operands, and no value", hint
     if name in ops.FUNCTIONS:
         return f"'{name}' is an operation, not a value", f"call it, as in {name}({', '.join(OPERANDS) if name == 'dot' else 'mm'}), or choose another name"
     if name in dtypes.BY_NAME:
@@ -152,7 +158,7 @@ class _Builder:
         self.assigned: dict[str, Assign] = {}
         self.letters: dict[str, str] = {}  # of the names that are bound or declared so far, each with the first that has them
         self.used: set[str] = set()
-        self.inputs: dict[str, tuple[str, bool, Span]] = {}  # name -> indices, packed, first use
+        self.inputs: dict[str, tuple[str, bool, Span, tuple[str, ...]]] = {}  # name -> indices, packed, first use, periods
         self.mistakes: dict[Diagnostic, None] = {}  # in order, each once
 
     # -- nodes
@@ -202,7 +208,7 @@ class _Builder:
     def takes_label(self, value: int) -> bool:
         """Whether a value may have a name of its own. A product that is mm has that."""
         node = self.nodes[value]
-        return node.op not in (INPUT, BITS, CONSTANT, EXTENT, OPERAND) and not self.is_mm(node)
+        return node.op not in (INPUT, BITS, CONSTANT, EXTENT, POSITION, OPERAND) and not self.is_mm(node)
 
     def is_mm(self, node: Node) -> bool:
         return node.op == DOT and not node.name and all(self.nodes[a].op == OPERAND for a in node.args)
@@ -257,6 +263,9 @@ class _Builder:
 
     def name(self, name: Name) -> _Value:
         text, span = name.name, name.span
+        if name.periods and (text in self.names or text in ("mm", *OPERANDS)):
+            self.error(f"'{text}' is no input, whose rows or columns could begin anew", span, f"write {text}")
+            return None
         declared = None if name.indices is None else "".join(name.indices)
         if declared is not None and declared not in _IN_ORDER and (self.multiplies or "k" not in declared):
             self.error(f"'{text}' is declared as {describe_indices(declared)}", span, _reordered(text, declared))
@@ -266,6 +275,10 @@ class _Builder:
             if name.indices is not None and text in self.assigned:
                 self.error(f"'{text}' is a bound name, and takes no indices", span, f"write {text}")
             return self.names[text]
+        if text in POSITIONS:
+            if declared is not None:
+                self.error(f"'{text}' is the number of the {POSITIONS[text]}, and takes no indices", span, f"write {text}")
+            return self.node(Node(POSITION, (), NUMBER, text, name=text))
         if text == "mm":
             if declared not in (None, "mn"):
                 self.error(f"mm has indices [m, n], not {describe_indices(declared or '')}", span, "write mm")
@@ -279,6 +292,9 @@ class _Builder:
             return None
         if text == "mask" and declared is None:
             return self.bits(text, span)
+        if name.periods and "k" in (declared or ""):
+            self.error(f"'{text}' is an input of an operand, which has no period", span, f"write {text}[{','.join(declared or '')}], and pass it expanded")
+            return None
         if declared is not None and "k" in declared and not self.multiplies:
             self.error(
                 f"'{text}' has the index k, which only the operands have",
@@ -289,7 +305,7 @@ class _Builder:
         if text not in PREDECLARED and text not in self.inputs and declared is None and not self.scalar_name(text, span):
             return None
         indices = PREDECLARED.get(text, "") if declared is None else declared
-        return self.input(text, indices, False, span)
+        return self.input(text, indices, False, span, name.periods)
 
     def scalar_name(self, name: str, span: Span) -> bool:
         """A bare name that is not known yet declares a scalar, unless it looks like a slip of the pen."""
@@ -301,23 +317,23 @@ class _Builder:
             return False
         return True
 
-    def input(self, name: str, indices: str, packed: bool, span: Span) -> _Value:
+    def input(self, name: str, indices: str, packed: bool, span: Span, periods: tuple[str, ...] = ()) -> _Value:
         if name in self.inputs:
-            known, known_packed, _ = self.inputs[name]
+            known, known_packed, _, known_periods = self.inputs[name]
             if known_packed != packed:
                 self.error(f"'{name}' is used as a packed mask and as numbers", span, "give the two inputs two names")
                 return None
-            if known != indices:
+            if (known, known_periods) != (indices, periods):
                 self.error(
-                    f"'{name}' is {describe_indices(known)} above and {describe_indices(indices)} here", span,
-                    f"one input has one set of indices: write {name}{'[' + ','.join(known) + ']' if known else ''}, or use another name")  # fmt: skip
+                    f"'{name}' is {describe_indices(known, known_periods)} above and {describe_indices(indices, periods)} here", span,
+                    f"one input has one set of indices: write {name}{'[' + declared_text(known, known_periods) + ']' if known else ''}, or use another name")  # fmt: skip
                 return None
         elif not self.name_is_free(name, span) or not self.unlike_scalars(name, span):
             self.names[name] = None  # one report a name
             return None
-        self.inputs.setdefault(name, (indices, packed, span))
+        self.inputs.setdefault(name, (indices, packed, span, periods))
         self.letters.setdefault(letters(name), name)
-        return self.node(Node(BITS if packed else INPUT, (), BOOLEAN if packed else NUMBER, indices, name=name))
+        return self.node(Node(BITS if packed else INPUT, (), BOOLEAN if packed else NUMBER, indices, name=name, periods=periods))
 
     def bits(self, name: str, span: Span) -> _Value:
         return self.input(name, "mn", True, span)
@@ -447,6 +463,13 @@ class _Builder:
                 hint = "write dot(a, b), or a second product as dot(a, up[k,n]), of an input as it is given"
         elif counted := next((n for n in reached if n.op == EXTENT), None):
             message, hint = f"extent({counted.name}) within an operand", "pass the number as a scalar input"
+        elif position := next((n.name for n in reached if n.op == POSITION), ""):
+            message = f"the position '{position}' within an operand"
+            vector = POSITIONS[position]
+            hint = f"pass the positions as an input: write {vector}[{position}], and call with {vector}=torch.arange({position.upper()})"
+        elif begun := next((n for n in reached if n.periods), None):
+            message = f"'{begun.name}' within an operand, where no input has a period"
+            hint = f"write {begun.name}[{','.join(begun.indices)}], and pass it expanded"
         else:
             return True
         self.error(message, expr.span, hint)
@@ -478,7 +501,7 @@ class _Builder:
 
     def call_bits(self, call: Call) -> _Value:
         match call.args:
-            case (Name(name, span, indices),) if not call.keywords and indices in (None, ("m", "n")):
+            case (Name(name, span, indices, ()),) if not call.keywords and indices in (None, ("m", "n")):
                 if name in self.names and name not in self.assigned:
                     return None  # reported above
                 if name in self.names or name in ("mm", *OPERANDS):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from epigen import ops
-from epigen.dtypes import BF16, BOOL, BY_TORCH_ON_CPU, FP32, INT8, DType
+from epigen.dtypes import BF16, BOOL, BY_TORCH_ON_CPU, FP32, INT8, INT64, DType
 from epigen.errors import CallError
 from epigen.ir import graph as g
 from epigen.ir import rules
@@ -83,6 +83,9 @@ def as_eager(graph: Graph, a: DType, b: DType, inputs: Mapping[str, DType | None
         elif node.op == g.INPUT:
             dtype, number = inputs.get(node.name, a if node.name == PRODUCT else None), add(plain)
             held.append(_Held(number, number, dtype, _NUMBER if dtype is None else _TENSOR if node.indices else _ONE_ELEMENT))
+        elif node.op == g.POSITION:
+            number = add(plain)
+            held.append(_Held(number, number, INT64))
         elif node.op == g.CAST:
             assert node.dtype is not None
             number = given[0].node if node.dtype in (given[0].dtype, FP32) else add(plain)

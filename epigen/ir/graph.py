@@ -6,14 +6,15 @@ for spacing, unused structure and the order of assignments) give equal graphs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from epigen.dtypes import DType
 from epigen.ops import NUMBER
 
 # node kinds beside the rows of the operation table
-DOT, INPUT, BITS, OPERAND, CONSTANT, EXTENT, CAST, BITMASK, REDUCE = "dot", "input", "bits", "operand", "constant", "extent", "cast", "bitmask", "reduce"
+DOT, INPUT, BITS, OPERAND, CONSTANT, EXTENT, POSITION = "dot", "input", "bits", "operand", "constant", "extent", "position"
+CAST, BITMASK, REDUCE = "cast", "bitmask", "reduce"
 PACKED = "packed"
 """Kind of a value that holds one bit an element, beside the operation table's NUMBER and BOOLEAN."""
 
@@ -34,8 +35,9 @@ class Node:
     args: of a product, its operands: a[m,k] and b[k,n] as they are given, or what is computed of each; of a second one the same of a, and an input [k,n].
     indices: which of INDICES it varies over, in that order. Along k only operands do, and what they are computed of.
     kind: NUMBER, BOOLEAN or PACKED.  reduced: computed from a finished reduction.
-    value: a constant's.  name: an input's or operand's, that of a second product's right operand, the index of an extent, or the reduction's row.
+    value: a constant's.  name: an input's or operand's, that of a second product's right operand, the index of an extent or a position, or the reduction's row.
     axes: what a reduction contracts.
+    periods: of an input whose rows or columns begin anew, of each index what a program calls their number, and "" of one that has none; () of all others.
     dtype: a cast's.  label: the name that the user gave the value ("" if none); no part of its meaning.
     """
 
@@ -48,6 +50,7 @@ class Node:
     name: str = ""
     axes: str = ""
     dtype: DType | None = None
+    periods: tuple[str, ...] = ()
     label: str = field(default="", compare=False)
 
 
@@ -75,6 +78,14 @@ class Graph:
         """The named inputs, packed masks among them, in order of first use; operands and mm are not listed."""
         return tuple(n for n in self.nodes if n.op in (INPUT, BITS))
 
+    def positions(self) -> str:
+        """The indices along which positions are values."""
+        return common_indices(n.name for n in self.nodes if n.op == POSITION)
+
+    def numbered(self) -> str:
+        """The indices along which it counts which row or column one is: by its number, or by that within a period."""
+        return common_indices([self.positions(), *(periodic(n.indices, n.periods) for n in self.inputs())])
+
     def product(self) -> int | None:
         """The number of the node of the product of a and b; None where the program is over a product that is given."""
         return next((i for i, n in enumerate(self.nodes) if n.op == DOT and not n.name), None)
@@ -90,8 +101,13 @@ class Graph:
 
     def tiles(self) -> tuple[str, ...]:
         """Names of the inputs and outputs with an element for each of the result's, packed masks left out."""
-        inputs = [n.name for n in self.inputs() if n.indices == "mn" and n.kind != PACKED and n.op != BITS]
+        inputs = [n.name for n in self.inputs() if n.indices == "mn" and n.kind != PACKED and n.op != BITS and not n.periods]
         return (*inputs, *(o.name for o in self.outputs if self.nodes[o.node].indices == "mn" and self.nodes[o.node].kind != PACKED))
+
+
+def periodic(indices: str, periods: Sequence[str]) -> str:
+    """Those of an input's indices that have a period."""
+    return "".join(i for i, period in zip(indices, periods, strict=False) if period)
 
 
 def common_indices(several: Iterable[str]) -> str:
@@ -105,6 +121,6 @@ def mask_stride(n: int) -> int:
     return -(-n // 128) * 16
 
 
-def describe_indices(indices: str) -> str:
-    """'[m, n]', '[n]' or 'a scalar'."""
-    return f"[{', '.join(indices)}]" if indices else "a scalar"
+def describe_indices(indices: str, periods: Sequence[str] = ()) -> str:
+    """'[m, n]', '[m % P, n]', '[n]' or 'a scalar'."""
+    return f"[{', '.join(f'{i} % {p}' if p else i for i, p in zip(indices, periods or [''] * len(indices), strict=True))}]" if indices else "a scalar"

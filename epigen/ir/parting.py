@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from epigen import ops
 from epigen.errors import Diagnostic, Span
-from epigen.ir.graph import OPERANDS, PRODUCT
+from epigen.ir.graph import OPERANDS, PRODUCT, periodic
 from epigen.lang.syntax import WAYS, Assign, Call, Expr, Name, Parted, Power, Program, names_in, within
 from epigen.lang.walk import walk
 
@@ -75,9 +75,11 @@ def without_parts(program: Program, declared: Mapping[str, str], free: Callable[
 class _Rewriter:
     def __init__(self, program: Program, declared: Mapping[str, str], free: Callable[[str], bool]):
         self.program, self.free = program, free
-        self.declared = {name: tuple(indices) for name, indices in declared.items()}
+        self.declared: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {name: (tuple(indices), ()) for name, indices in declared.items()}
         self.declared |= {
-            e.name: e.indices for e in within(*(s.value for s in program.assigns), *program.outputs) if isinstance(e, Name) and e.indices is not None
+            e.name: (e.indices, e.periods)
+            for e in within(*(s.value for s in program.assigns), *program.outputs)
+            if isinstance(e, Name) and e.indices is not None
         }
         self.bound = {name for s in program.assigns for name in (s.names if isinstance(s, Parted) else (s.name,))}
         self.taken = self.bound | names_in(*(s.value for s in program.assigns), *program.outputs)
@@ -145,7 +147,7 @@ class _Rewriter:
 
     def differs(self, name: str) -> bool:
         """Whether a name that is not bound stands for something else in each part."""
-        return name in (PRODUCT, "b") or ("n" in self.declared.get(name, ()) and name not in self.bound)
+        return name in (PRODUCT, "b", "n") or ("n" in self.declared.get(name, ((), ()))[0] and name not in self.bound)
 
     def part(self, value: Expr, place: int, instead: Mapping[str, str], parted: Parted) -> Expr:
         """What a value is in one of the parts. instead: of names that are bound, those to read there."""
@@ -166,12 +168,17 @@ class _Rewriter:
                     self.error(f"{function} within {how}", span, instead_of_it)
                 case Name(name) if name in instead:
                     return replace(expr, name=instead[name])
+                case Name("n", span):
+                    self.error(f"the number of the column within {how}", span, instead_of_it)
                 case Name(name, span) if name not in (PRODUCT, "b") and self.differs(name):
+                    indices, periods = self.declared[name]
+                    if periodic("".join(indices), periods).endswith("n"):
+                        self.error(f"'{name}', whose columns begin anew, within {how}", span, instead_of_it)
                     if name not in self.inputs:
                         first, second = (self.fresh(f"{name}_{of}") for of in parted.names)
                         self.inputs[name] = Part(name, first, second, how)
                     part = self.inputs[name]
-                    return Name(part.second if place else part.first, span, self.declared[name])
+                    return Name(part.second if place else part.first, span, indices, periods)
                 case Power(base):
                     return replace(expr, base=(yield base))
                 case Call(_, args, _, keywords):

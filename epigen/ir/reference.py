@@ -51,18 +51,20 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return result
 
 
-def evaluate(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], dtypes: Sequence[DType], by_rows: bool = False) -> list[Tensor]:
+def evaluate(
+    graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], dtypes: Sequence[DType], by_rows: bool = False, first_row: int = 0
+) -> list[Tensor]:  # fmt: skip
     """The program's outputs, in fp32 arithmetic, each rounded once to its dtype; in fp64 where there is any, as torch has it.
 
     a: [M, K]. b: [K, N]. inputs: tile [M, N], row [M], column [N], mask uint8 [M, ceil(N / 8)], scalar; of operands also [K], and [M, K] or [K, N].
-    dtypes: one an output. by_rows: a row of the result has the same bits whatever M is, and wherever the row lies.
+    dtypes: one an output. by_rows: a row of the result has the same bits whatever M is, and wherever the row lies. first_row: the number of a's first row.
     """
     if by_rows:
         return _by_rows(graph, a, b, inputs, dtypes)
     compute = torch.float64 if any(isinstance(t, Tensor) and t.dtype == torch.float64 for t in (a, *inputs.values())) else torch.float32
     if compute == torch.float64:  # a number is one as well, where a kernel's is fp32
         inputs = {name: v if isinstance(v, Tensor) else torch.full((), v, dtype=compute, device=a.device) for name, v in inputs.items()}
-    values = node_values(graph, a, b, inputs, compute)
+    values = node_values(graph, a, b, inputs, compute, first_row)
     m, n = a.shape[0], b.shape[1]
     results = []
     for output, dtype in zip(graph.outputs, dtypes, strict=True):
@@ -86,11 +88,11 @@ def _by_rows(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], d
     own = [i for i, o in enumerate(graph.outputs) if o.node not in shared]
     if not own or not a.shape[0]:
         return results
-    of_rows = {node.name for node in graph.inputs() if "m" in node.indices or node.op == g.BITS}
+    of_rows = {n.name for n in graph.inputs() if ("m" in n.indices and "m" not in g.periodic(n.indices, n.periods)) or n.op == g.BITS}
     rows = []
     for i in range(a.shape[0]):
         of_row = {name: value[i : i + 1].clone() if name in of_rows and isinstance(value, Tensor) else value for name, value in inputs.items()}
-        rows.append(evaluate(graph, a[i : i + 1].contiguous().clone(), b, of_row, dtypes))
+        rows.append(evaluate(graph, a[i : i + 1].contiguous().clone(), b, of_row, dtypes, first_row=i))
     joined = {i: torch.cat([row[i] for row in rows]) if "m" in graph.nodes[graph.outputs[i].node].indices else rows[0][i] for i in own}
     return [joined[i] if i in joined else results[i] for i in range(len(graph.outputs))]
 
@@ -110,7 +112,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
-def node_values(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], compute: torch.dtype) -> list[Tensor]:
+def node_values(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], compute: torch.dtype, first_row: int = 0) -> list[Tensor]:
     """Every node's value, in shapes that broadcast: [M, N], [M, 1], [1, N] or a scalar, of operands also [M, K], [K, N] and [K]; packed masks as bytes."""
     m, n = a.shape[0], b.shape[1]
     values: list[Tensor] = []
@@ -118,9 +120,23 @@ def node_values(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number]
         for node in graph.nodes:
             if node.op == g.DOT:
                 values.append(product(*multiplied(graph, node, values, a, b, inputs), compute))
+            elif node.op == g.POSITION:
+                values.append(broadcastable(_positions(node.name, m, n, first_row, a.device), node.name, compute, a.device))
+            elif node.periods:
+                given = inputs[node.name]
+                assert isinstance(given, Tensor)
+                for dim, (index, period) in enumerate(zip(node.indices, node.periods, strict=True)):
+                    if period:
+                        given = given.index_select(dim, _positions(index, m, n, first_row, a.device) % given.shape[dim])
+                values.append(broadcastable(given, node.indices, compute, a.device))
             else:
                 values.append(_value(node, arguments(graph, node, values), a, b, inputs, compute, m, n))
     return values
+
+
+def _positions(index: str, m: int, n: int, first_row: int, device: torch.device) -> Tensor:
+    first, extent = (first_row, m) if index == "m" else (0, n)
+    return torch.arange(first, first + extent, device=device)
 
 
 def arguments(graph: Graph, node: Node, values: Sequence[Tensor]) -> list[Tensor]:

@@ -19,7 +19,7 @@ from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Program, to_tex
 
 _NOWHERE = Span(0, 0)
 _DEEPEST = 10  # a deeper expression is easier to read in two statements
-_LEAVES = (g.INPUT, g.BITS, g.OPERAND, g.CONSTANT, g.EXTENT)
+_LEAVES = (g.INPUT, g.BITS, g.OPERAND, g.CONSTANT, g.EXTENT, g.POSITION)
 _LONGEST_BASE = 50
 
 
@@ -101,15 +101,15 @@ class _Writer:
         match node.op:
             case g.DOT:
                 return (_name("mm"), 0) if self.leaf(node) else (_call("dot", *args), depth)
-            case g.OPERAND:
+            case g.OPERAND | g.POSITION:
                 return _name(node.name), 0
             case g.EXTENT:
                 return _call("extent", _name(node.name)), 0
             case g.CONSTANT:
                 return Number(node.value, _NOWHERE), 0
             case g.INPUT:
-                bare = PREDECLARED.get(node.name, "") == node.indices
-                return Name(node.name, _NOWHERE, None if bare else tuple(node.indices)), 0
+                bare = PREDECLARED.get(node.name, "") == node.indices and not node.periods
+                return Name(node.name, _NOWHERE, None if bare else tuple(node.indices), node.periods), 0
             case g.BITS:
                 return (_name("mask") if node.name == "mask" else _call("bits", _name(node.name))), 0
             case g.CAST:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import keyword
+import math
 import re
 import sys
 import unicodedata
@@ -33,6 +34,7 @@ _OPERATOR = re.compile(
     r"#.*|\b\d[\w.]*(?:(?<=[eE])[-+]\d+)?"
     r"|\*\*|//|[<>=!]=|<<|>>|[-+~*/%@&|^<>]|\.|[)\]]\s*[(\[]|\b(?:lambda|not|if|await)\b"
 )
+_PERIOD = re.compile(r"(?![MNK]$)[A-Z][A-Z0-9]*")
 _PREFIXES = re.compile(rf"(?:[-+~]\s*){{{MAX_DEPTH + 2}}}")
 _LONG_NUMBER = re.compile(r"[\d_]{1000,}")
 _TOO_LARGE, _LARGEST = "a number is too large for fp32", f"the largest is {FP32.largest!r}"
@@ -261,10 +263,13 @@ class _Reader:
         match node:
             case ast.Constant(value=value):
                 return self.number(value, node)
+            case ast.Name(id="inf"):
+                return Number(math.inf, self.span(node))
             case ast.Name(id=name):
                 return Name(self.identifier(name, node), self.span(node))
             case ast.Subscript(value=ast.Name(id=name) as base, slice=index):
-                return Name(self.identifier(name, base), self.span(node), self.indices(index))
+                indices, periods = self.indices(index)
+                return Name(self.identifier(name, base), self.span(node), indices, periods)
             case ast.Subscript(value=base):
                 self.refuse("only a bare name takes indices", base, "bind the expression to a name: no indices are needed there")
             case ast.Call():
@@ -338,14 +343,29 @@ class _Reader:
             self.refuse("a number is too small for fp32", node, f"write 0: the smallest is {1.17549436e-38}")
         return Number(float(value), span)
 
-    def indices(self, index: ast.expr) -> tuple[str, ...]:
+    def indices(self, index: ast.expr) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """An input's indices, and their periods, if any has one."""
         parts = index.elts if isinstance(index, ast.Tuple) else [index]
+        periods = ["" for _ in parts]
+        for place, part in enumerate(parts):
+            match part:
+                case ast.BinOp(left=ast.Name(id="m" | "n") as whole, op=ast.Mod(), right=period):
+                    parts[place], periods[place] = whole, self.period(whole.id, period)
         names = [p.id if isinstance(p, ast.Name) else None for p in parts]
         if not names or any(n not in ("m", "n", "k") for n in names):
             self.refuse("indices are m, n or k", index, "declare a tile as name[m,n], one value a column as name[n], one a row as name[m]")
         if len(set(names)) != len(names):
             self.refuse("an index stands twice", index, "a tile is name[m,n]")
-        return tuple(n for n in names if n)
+        return tuple(n for n in names if n), tuple(periods) if any(periods) else ()
+
+    def period(self, index: str, node: ast.expr) -> str:
+        if isinstance(node, ast.Name) and _PERIOD.fullmatch(node.id):
+            return node.id
+        return self.refuse(
+            f"the period of {index} is a name of capital letters, other than M, N and K",
+            node,
+            f"write {index} % P: P is how many the input has, whatever it is",
+        )
 
     def identifier(self, name: str, node: ast.expr) -> str:
         if "__" in name:

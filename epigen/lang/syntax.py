@@ -5,7 +5,8 @@ In: what the parser builds. Out: canonical text. Invariant: `parse(to_text(p))` 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import math
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from epigen import ops
@@ -21,11 +22,12 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A bare name, or with `indices` an input's declaration such as `gate[m,n]`."""
+    """A bare name, or with `indices` an input's declaration such as `gate[m,n]`. periods: of `pos[m % P, n]`, ("P", ""); none where no index has one."""
 
     name: str
     span: Span = field(compare=False)
     indices: tuple[str, ...] | None = None
+    periods: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,12 @@ def expr_text(expr: Expr) -> str:
 
 def number_text(value: float) -> str:
     """Shortest text that reads back as `value`; integers without a fraction."""
-    return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
+    return str(int(value)) if math.isfinite(value) and value == int(value) and abs(value) < 1e15 else repr(value)
+
+
+def declared_text(indices: Sequence[str], periods: Sequence[str]) -> str:
+    """An input's indices as a program has them: "m,n", or "m % P, n"."""
+    return ", ".join(f"{i} % {p}" if p else i for i, p in zip(indices, periods, strict=True)) if periods else ",".join(indices)
 
 
 def parts(program: Program) -> int:
@@ -140,8 +147,8 @@ def _print(expr: Expr) -> Generator[Expr, _Text, _Text]:
     match expr:
         case Number(value):
             return number_text(value), _UNARY if value < 0 else _ATOM
-        case Name(name, _, indices):
-            return (name if indices is None else f"{name}[{','.join(indices)}]"), _ATOM
+        case Name(name, _, indices, periods):
+            return (name if indices is None else f"{name}[{declared_text(indices, periods)}]"), _ATOM
         case Power(base, exponent):
             return f"{_wrapped((yield base), _ATOM)} ** {exponent}", _POWER
         case Call(function, args, _, keywords, False):

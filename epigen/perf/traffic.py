@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from epigen import ops
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import CAST, WIDEN, Input, KernelConfig, KernelSpec, Store
+from epigen.codegen.spec import CAST, WIDEN, Input, KernelConfig, KernelSpec, Store, offsets
 from epigen.dtypes import BF16, FP32, INT8, DType
 from epigen.ir.graph import OPERANDS, common_indices
 from epigen.shapes import Shape, products
@@ -79,7 +79,9 @@ def item_bytes(item: Input | Store, m: int, n: int, k: int = 1) -> int:
     """Of an input or output in memory."""
     if item.dtype is None:  # a number, passed by value
         return 0
-    return m * -(-n // 8) if item.packed else size_of(item.indices, m, n, k) * item.dtype.bytes
+    # of one that begins anew it is not known after how many: the fewest, since most reads of it find it in L2
+    periodic = item.periodic if isinstance(item, Input) else ""
+    return m * -(-n // 8) if item.packed else size_of("".join(i for i in item.indices if i not in periodic), m, n, k) * item.dtype.bytes
 
 
 def partial_bytes(axes: str, m: int, n: int, block: tuple[int, int]) -> int:
@@ -102,6 +104,7 @@ def _unfused(spec: KernelSpec, shape: Shape) -> tuple[int, int]:
     held: dict[str, tuple[str, int]] = dict.fromkeys(spec.products, ("mn", product))  # indices, bytes an element
     moved, launches = m * n * product * len(held), len(held)
     held |= {o.name: (OPERANDS[o.name], element.bytes) for o in spec.computed}
+    held |= {offsets(index): (index, 8) for index in "mn"}  # int64, of torch.arange
 
     def size(name: str) -> int:
         indices, each = held[name]

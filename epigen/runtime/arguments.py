@@ -13,11 +13,12 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epigen.codegen import lower
-from epigen.codegen.spec import LINE_BYTES, TMA_BYTES
+from epigen.codegen.spec import LINE_BYTES, MOST_POSITIONS, TMA_BYTES
 from epigen.dtypes import BF16, BY_TORCH, BY_TORCH_ON_CPU, FP16, FP32, INPUTS, OPERANDS
 from epigen.errors import CallError, near_miss
 from epigen.ir import graph as g
 from epigen.ir.graph import PRODUCT, Graph, Node
+from epigen.lang.syntax import declared_text
 
 ALIGNED_BYTES = 16
 """Triton compiles one kernel for addresses that are multiples of this, and another for those that are not."""
@@ -115,8 +116,13 @@ def check_product(mm: Tensor) -> tuple[int, int]:
 def check_inputs(declared: Mapping[str, Node], inputs: Mapping[str, Any], shape: tuple[int, int, int], first: Tensor) -> None:
     """declared: the program's inputs by name. inputs: what the call gives. shape: M, N, K. first: an operand, or the product that is given."""
     check_names(declared, inputs)
+    periods: dict[str, tuple[int, str]] = {}
     for name, node in declared.items():
         _check_input(name, node, inputs[name], shape, first)
+        for period, extent in zip(node.periods, inputs[name].shape if node.periods else (), strict=True):
+            known, other = periods.setdefault(period, (extent, name))
+            if period and known != extent:
+                raise CallError(f"{period} is {known} of input '{other}' and {extent} of input '{name}': write another letter, or pass as many of both")
 
 
 def check_names(declared: Mapping[str, Node], inputs: Mapping[str, Any]) -> None:
@@ -132,6 +138,12 @@ def check_second(graph: Graph, inputs: Mapping[str, Any], b: Tensor) -> None:
     second = graph.second()
     if second is not None and inputs[second.name].dtype != b.dtype:
         raise CallError(f"input '{second.name}' is {inputs[second.name].dtype} and operand b is {b.dtype}: what is multiplied with a needs the dtype of b")
+
+
+def check_positions(graph: Graph, m: int, n: int) -> None:
+    for index, extent in (("m", m), ("n", n)):
+        if index in graph.positions() and extent > MOST_POSITIONS:
+            raise CallError(f"the program computes with the position {index}, of which fp32 holds 2^24, and {index.upper()} is {extent}: pass less at a time")
 
 
 def check_double(what: str, t: Tensor, first: Tensor) -> None:
@@ -161,8 +173,11 @@ def _check_input(name: str, node: Node, value: Any, shape: tuple[int, int, int],
     if str(value.dtype) not in BY_TORCH_ON_CPU:
         raise CallError(f"{what} is {value.dtype}, which epigen does not compute with: inputs are one of {', '.join(map(str, INPUTS))}")
     wanted = tuple(shape["mnk".index(i)] for i in node.indices)
+    if node.periods and value.dim() == len(wanted):
+        wanted = tuple(max(1, own) if period else extent for extent, own, period in zip(wanted, value.shape, node.periods, strict=True))
     if (tuple(value.shape) != wanted) if node.indices else (value.numel() != 1):
-        expected = f"[{', '.join(i.upper() for i in node.indices)}] = {list(wanted)}" if node.indices else "one element"
+        called = [period or i.upper() for i, period in zip(node.indices, node.periods or node.indices.upper(), strict=True)]
+        expected = f"[{', '.join(called)}] = {list(wanted)}" if node.indices else "one element"
         message = f"{what} is declared as {name}{_declared(node)}, so {expected} was expected, and it has shape {list(value.shape)}"
         raise CallError(message + _as_expected(name, tuple(value.shape), wanted))
 
@@ -216,7 +231,7 @@ NO_GRADIENT = "an argument requires grad, and a kernel has no backward of its ow
 def _declared(node: Node) -> str:
     if node.op == g.BITS:
         return " (a packed mask, uint8 [M, ceil(N / 8)])"
-    return f"[{','.join(node.indices)}]" if node.indices else " (a scalar)"
+    return f"[{declared_text(node.indices, node.periods)}]" if node.indices else " (a scalar)"
 
 
 # -- what a prepared call depends on

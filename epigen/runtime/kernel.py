@@ -44,6 +44,7 @@ from epigen.ir import graph as g
 from epigen.ir import reference
 from epigen.ir.graph import PRODUCT, Graph, Node
 from epigen.ir.parting import Parting
+from epigen.lang.syntax import declared_text
 from epigen.lru_cache import LruCache
 from epigen.perf import limits
 from epigen.runtime import arguments, batches, outputs
@@ -130,7 +131,7 @@ class Kernel:
         return self._graph.text
 
     def __repr__(self) -> str:
-        inputs = ", ".join(f"{n.name}{'[' + ','.join(n.indices) + ']' if n.indices else ''}" for n in self._inputs.values())
+        inputs = ", ".join(f"{n.name}{'[' + declared_text(n.indices, n.periods) + ']' if n.indices else ''}" for n in self._inputs.values())
         return f"<epigen.Kernel {self._graph.text!r} inputs: {inputs or 'none'}; outputs: {', '.join(self._names)}>"
 
     def __call__(self, a: Any = None, b: Any = None, /, *extra: Any, out: Any = None, **inputs: Tensor | float) -> Any:
@@ -397,6 +398,7 @@ class Kernel:
         m, n, k = arguments.check_operands(*operands) if operands else (*arguments.check_product(inputs[PRODUCT]), 0)
         what, first = ("operand a", operands[0]) if operands else (PRODUCT, inputs[PRODUCT])
         arguments.check_inputs(self._inputs, inputs, (m, n, k), first)
+        arguments.check_positions(self._graph, m, n)
         if operands:
             check_computed(self._graph, BY_TORCH_ON_CPU[str(first.dtype)])
             arguments.check_second(self._graph, inputs, operands[1])

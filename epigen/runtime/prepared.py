@@ -14,7 +14,7 @@ from epigen.codegen import schedules
 from epigen.codegen.lower import as_computed
 from epigen.codegen.render import Rendered
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import Choice, KernelSpec, Signature, batch_stride, parameter
+from epigen.codegen.spec import Choice, KernelSpec, Signature, batch_stride, parameter, period_name
 from epigen.gpus import Target
 from epigen.ir import reference
 from epigen.ir.graph import Graph
@@ -95,6 +95,7 @@ class Prepared:
             strided.append((out.name, out.indices, buffer))
         for name, indices, tensor in strided:
             integers |= {f"stride_{name}_{i}": s for i, s in zip(indices, tensor.stride(), strict=False)}
+            integers |= {period_name(name, i): extent for i, extent in zip(indices, tensor.shape, strict=False)}
         integers |= {batch_stride(name): stride for name, stride in (self.batch.strides if self.batch else {}).items()}
         integers |= {x.name: integers[x.of] // x.factor for f in self.plan.rendered.functions for x in f.arguments if x.of}
         self.workspace = Workspace.of(self.plan.spec, config, self.shape, self.count)

@@ -73,7 +73,7 @@ def sample(
     On the meta device the tensors have dtypes, shapes and strides alone.
     """
     lead, (m, n, k) = shape[:-3], shape[-3:]
-    extents = {"m": m, "n": n, "k": k}
+    extents, period = {"m": m, "n": n, "k": k}, max(1, min(m, n) // 3)
     generator = torch.Generator(device).manual_seed(seed) if device != "meta" else None
 
     def normal(*size: int) -> Tensor:
@@ -109,7 +109,9 @@ def sample(
         elif node == second:
             named[node.name] = right()
         elif node.indices:
-            named[node.name] = tensor(dtype, *(lead if len(node.indices) == 2 else ()), *(extents[i] for i in node.indices))
+            named[node.name] = tensor(
+                dtype, *(lead if len(node.indices) == 2 else ()), *(period if i in g.periodic(node.indices, node.periods) else extents[i] for i in node.indices)
+            )
         else:
             value = 2.0 if integers or generator is None else 0.5 + torch.rand((), generator=generator, device=device).item()
             named[node.name] = value if scalars_by_value else torch.tensor([value], device=device).to(reference.torch_dtype(dtype))

@@ -674,8 +674,6 @@ def _as_condition(value: Value) -> str:
 def _number(value: float, node: fx.Node) -> str:
     if math.isnan(value):
         raise Unknown(node, "it takes NaN, which the language cannot write")
-    if math.isinf(value):
-        return "(1e38 * 1e38)" if value > 0 else "(-1e38 * 1e38)"
     return f"({value!r})" if value < 0 else repr(value)
 
 

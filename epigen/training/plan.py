@@ -22,7 +22,7 @@ from epigen.ir import graph as g
 from epigen.ir.autodiff import carries_gradient
 from epigen.ir.derivation import ARRIVING, INPUT, SAVED, Derivation
 from epigen.ir.derive import derive
-from epigen.ir.graph import PRODUCT, Graph, Output
+from epigen.ir.graph import PRODUCT, Graph, Output, describe_indices
 from epigen.ir.program import MOST_PROGRAMS, graph_of
 from epigen.ir.written import through_text
 from epigen.ops import NUMBER
@@ -116,13 +116,16 @@ class Step:
 
 
 class Input(NamedTuple):
-    """A declared input. packed: a mask."""
+    """A declared input. packed: a mask. periods: as of `ir.graph.Node`."""
 
     name: str
     indices: str
     packed: bool
+    periods: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        if self.periods:
+            return f"declared as {describe_indices(self.indices, self.periods)}"
         return (
             "a packed mask [..., ceil(N / 8)]"
             if self.packed
@@ -175,7 +178,7 @@ steps._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _declared(text: str) -> Declared:
     graph = graph_of(text)
     names = [o.name for o in graph.outputs]
-    inputs = tuple(Input(n.name, n.indices, n.op == g.BITS) for n in graph.inputs())
+    inputs = tuple(Input(n.name, n.indices, n.op == g.BITS, n.periods) for n in graph.inputs())
     nodes = [graph.nodes[o.node] for o in graph.outputs]
     tile = len(nodes) == 1 and nodes[0].indices == "mn" and nodes[0].kind == NUMBER
     return Declared(inputs, tuple(n.indices for n in nodes), tile, outputs.named(tuple(names)) if len(names) > 1 else None)

@@ -66,7 +66,10 @@ def _split(indices: str, axis: str) -> Placement:
 
 
 def _along(axis: str, graph: Graph, operands: int) -> Way | None:
-    """Each process has a part of M or of N. A sum along it is then a summand of the whole one, of which nothing else can be computed."""
+    """Each process has a part of M or of N. A sum along it is then a summand of the whole one, of which nothing else can be computed; and no process knows
+    which of all rows or columns it has."""
+    if axis and axis in graph.numbered():
+        return None
     sums = {i for i, node in enumerate(graph.nodes) if axis and node.op == g.REDUCE and axis in node.axes}
     if any(graph.nodes[i].name != "sum" for i in sums) or any(sums & {*node.args} for node in graph.nodes):
         return None

@@ -151,6 +151,15 @@ KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
         spec_of("z = dot(silu(a) * row[m], exp(b) * scale_b[k,n]) * row[m]; z, bgrad(z)", index_bits=64),
         split_k(prefetch=1, fused_finalize=1),
     ),
+    "positions": (spec_of("z = where(n <= m, mm, -inf); z, logsumexp(z, n) - m * scale_a[m]", k_multiple=64), tiled(64, 64, 32, fused_finalize=1)),
+    "periods": (
+        spec_of("z = mm + pos[m % P, n]; z, sum(z, n) * row[m % P]", index_bits=64, factors=(("N", 8), ("stride_pos_m", 8))),
+        tiled(64, 64, 32, prefetch=1),
+    ),
+    "positions_in_subtiles": (
+        spec_of("mm - slope[m] * (m - n)", layout="nt", tma=("a", "b", "out"), k_multiple=64),
+        warp_specialized(128, 128, 64, 4, subtiles=2),
+    ),
     "wide_offsets": (spec_of("mm + residual, sum(mm, n)", index_bits=64, k_multiple=64), TILED),
 }
 

@@ -149,6 +149,8 @@ _PROGRAMS = (
     "clamp(mm + bias, -1, 1)", "clamp(mm, lo[n], hi[m])", "minimum(maximum(mm, residual), bias)", "leaky_relu(mm + bias, slope)", "abs(mm - residual) ** 3",
     "where(mm > residual, exp(tanh(mm)), residual * 2)", "mm, logsumexp(mm + bias, n)", "z = mm + bias; z, mean(z * z, n), mean(z, m), mean(z)", "mm * extent(n) / extent(m)", "logsumexp(mm * alpha + bias, n)", "z = mm + bias; z, sum(z * z, n), sum(z)",
     "relu(mm), sqrt(sum(mm * mm, n) + 1) * scale_a[m]", "sum(relu(mm + bias) * residual, m)", "y = exp(tanh(mm)); y, sum(y, m) * 2", "z = mm * bias; h = exp(bias * s); z * h + h, sum(z, m)",
+    "where(n <= m, mm * alpha, -inf)", "relu(mm) - scale_a[m] * (m - n)", "z = where(n < m, mm + bias, -inf); z, logsumexp(z, n)", "gelu(mm) * (n + 1), sum(where(n == m, mm, 0), n)",
+    "tanh(mm * (m - 2) + n)", "z = mm + bias * m; z, sum(z, n) * m, sum(z, m) * n",
 )  # fmt: skip
 
 
@@ -159,7 +161,7 @@ def test_programs(text: str) -> None:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-@given(programs(most=12, tame=True, casts=()))
+@given(programs(most=12, tame=True, casts=()) | programs(most=12, tame=True, casts=(), positions=True))
 def test_random_programs(text: str) -> None:
     try:
         agree(text, seed=len(text), rtol=1e-6)

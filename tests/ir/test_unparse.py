@@ -19,7 +19,7 @@ def graph_of(text: str) -> Graph:
 
 
 @settings(deadline=None)
-@given(programs() | programs(second=True))
+@given(programs() | programs(second=True) | programs(positions=True))
 def test_a_graph_written_back_is_the_same_graph(text: str) -> None:
     graph = graph_of(text)
     again = graph_of(unparse(graph))
@@ -39,6 +39,10 @@ def test_a_graph_written_back_is_the_same_graph(text: str) -> None:
         ("z = mm; w = z; w", "w = mm; w"),
         ("y = mm - (1 - s); out0 = -y; out0, y", "y = mm - (1 - s); -y, y"),
         ("out = relu(mm); out, mm", "out = relu(mm); out, mm"),
+        ("where(n<=m, mm, -inf)", "where(n <= m, mm, -inf)"),
+        ("row = m; z = mm + (row - n); z * row, sum(z, n) * row", "z = mm + (m - n); z * m, sum(z, n) * m"),
+        ("mm+pos[m%P,n]*residual[m, n % Q2]", "mm + pos[m % P, n] * residual[m, n % Q2]"),
+        ("-(-inf) * mm", "inf * mm"),
         ("where(~mask & bits(keep), mm, 0), amax(a, k)", "where(~mask & bits(keep), mm, 0), amax(a, k)"),
     ],
 )

@@ -62,6 +62,8 @@ def operands(*lead: int) -> tuple[Tensor, Tensor, Tensor]:
         ("w = alpha * 2; z = mm * w; g, u = halves(relu(z)); g * u * w", "w = alpha * 2; relu(mm * w) * relu(dot(a, b_u[k,n]) * w) * w"),
         ("g, u = halves(dot(relu(a), b) + residual); g * u", "(dot(relu(a), b) + residual_g[m,n]) * (dot(relu(a), b_u[k,n]) + residual_u[m,n])"),
         ("g, u = halves(mm); g * u + bias", "mm * dot(a, b_u[k,n]) + bias"),
+        ("g, u = pairs(mm + pos[m % P, n]); g * u", "(mm + pos_g[m % P, n]) * (dot(a, b_u[k,n]) + pos_u[m % P, n])"),
+        ("g, u = halves(mm * m); where(n <= m, g * u, 0)", "where(n <= m, mm * m * (dot(a, b_u[k,n]) * m), 0)"),
         ("g, u = halves(mm * s[m]); g * u", "(mm * s[m]) * (dot(a, b_u[k,n]) * s[m])"),
     ],
 )

@@ -44,12 +44,12 @@ CASES: dict[str, tuple[str, ...]] = {
     "statements": ("z = mm", "mm; relu(mm)", "()", "x, y = mm; x", "x = y = mm; x", "z = mm; z = relu(z); z", "z = relu(mm); mm", "gate[m,n] * 2", "relu(x + bias)", "bias * 2  # mm", "rleu(mm); x = mm.T; 'a' + 1, foo(2)"),
     "names": (
         "rleu(mm)", "frobnicate(mm)", "mm + __class__", "mm + _x", "mm + " + "x" * 65, "mm + baias", "g = mm + gate[m,n]; agte * g", "g = mm + gate[m,n]; gate = g; gate", "mask = mm; mask", "bias = mm; bias",
-        "mm = relu(mm); mm", "a + mm", "sum(a)", "sum(a, n)", "m + mm", "where(n <= m, mm, 0)", "k + mm", "relu + mm", "fp16 + mm", "tl + mm", "stride_x[n] + mm", "print[n] + mm", "async[n] + mm",
-        "y = mm * abc; cab = relu(y); cab", "mm * abc * cab[n]", "where(mask, mm, -inf)", "nan = mm; nan",
+        "mm = relu(mm); mm", "a + mm", "sum(a)", "sum(a, n)", "m = mm; m", "n = mm; n", "m[n] + mm", "mm * n[m,n]", "bits(m)", "k + mm", "k = mm; k", "relu + mm", "fp16 + mm", "tl + mm", "stride_x[n] + mm", "print[n] + mm", "async[n] + mm",
+        "y = mm * abc; cab = relu(y); cab", "mm * abc * cab[n]", "inf = mm; inf", "mm * inf[n]", "mm + nan", "nan = mm; nan",
     ),
     "indices": (
-        "gate[0] + mm", "gate[n,m] + mm", "sum(a[k,m], k), mm", "gate[m,m] + mm", "gate[k] + mm", "mm[m]", "relu(mm)[m,n]", "z = mm; z[m,n]", "gate[m,n] + gate[n] + mm", "mm + bias[m] + bias", "mm + s[n] + s",
-        "mm, bias", "mm, 2", "mm, residual[m]", "bitmask(bias > 0), mm", "where(mask, mm, mask[m,n])", "mm * keep[m,n] * where(bits(keep), 1, 0)",
+        "gate[0] + mm", "mm + p[m % 3, n]", "mm + p[m % M, n]", "mm + p[m % (P + 1)]", "mm + p[k % P]", "mm[m % P, n]", "z = mm; z[m % P, n]", "mm + p[n, m % P]", "mm + p[m % P, n] + p[m,n]", "bits(keep[m % P, n])", "gate[n,m] + mm", "sum(a[k,m], k), mm", "gate[m,m] + mm", "gate[k] + mm", "mm[m]", "relu(mm)[m,n]", "z = mm; z[m,n]", "gate[m,n] + gate[n] + mm", "mm + bias[m] + bias", "mm + s[n] + s",
+        "mm, bias", "mm, 2", "mm, residual[m]", "mm, m", "n <= m, mm", "bitmask(m > 2), mm", "bitmask(bias > 0), mm", "where(mask, mm, mask[m,n])", "mm * keep[m,n] * where(bits(keep), 1, 0)",
     ),
     "kinds": (
         "relu(mm > 0)", "mm + (mm > 0)", "where(mm, 1, 0)", "drelu(mm, residual)", "~mm", "bitmask(mm)", "mm > 0", "mm, mask", "bitmask(mm > 0) + mm", "sum(bitmask(mm > 0))", "sum(mm > 0)", "cast(mm > 0, fp16)", "(mm > 0) ** 2",
@@ -62,24 +62,24 @@ CASES: dict[str, tuple[str, ...]] = {
     "products": (
         "mm @ b", "dot(relu(a))", "dot(a, b, mm)", "dot(a, b=b, a=a)", "dot(x=a, y=b)", "dot(b, a)", "dot(relu(b), b)", "dot(a, relu(a))", "dot(mm, b)", "dot(sum(a, k), b)", "dot(g[m,k], b)",
         "dot(a > 0, b)", "dot(relu(a), b) + mm", "dot(relu(a), b) * dot(silu(a), b)", "dot(a * gate[m,n], b)", "dot(a * w[k,n], b)", "dot(a, b) * norm[k]", "dot(relu(a), b) * relu(a)", "mm * norm[k]",
-        "dot(a * g[k,m], b)", "dot(a, b * w[n,k])", "dot(a * g[m,k,n], b)", "dot(a[k,m], b)", "dot(a[m], b)", "dot(a * extent(m), b)", "x = relu(a); dot(a, b), x", "x = relu(a); dot(x, b)[m,n]", "dot(a / sum(a, k), b)", "dot(a * amax(mm), b)",
-        "sum(relu(a), k), dot(relu(a), b)", "sum(relu(a), n), dot(a, b)", "dot = mm; dot", "mm + dot", "dot(bits(keep), b)", "dot(where(mask, a, 0), b)", "n * dot(relu(a), b)", "dot(relu(a), relu(b)) + norm[k]",
+        "dot(a * g[k,m], b)", "dot(a, b * w[n,k])", "dot(a * g[m,k,n], b)", "dot(a[k,m], b)", "dot(a[m], b)", "dot(a * extent(m), b)", "dot(a * p[m % P], b)", "dot(a * p[m % P, k], b)", "x = relu(a); dot(a, b), x", "x = relu(a); dot(x, b)[m,n]", "dot(a / sum(a, k), b)", "dot(a * amax(mm), b)",
+        "sum(relu(a), k), dot(relu(a), b)", "sum(relu(a), n), dot(a, b)", "dot = mm; dot", "mm + dot", "dot(bits(keep), b)", "dot(where(mask, a, 0), b)", "dot(relu(a), b * n)", "dot(where(m > 0, a, 0), b)", "dot(relu(a), relu(b)) + norm[k]",
         "mm + dot(a, up[k,n]) + dot(a, gate[k,n])", "dot(relu(a), b) * dot(a, up[k,n])", "silu(dot(a, up[k,n]))", "mm + dot(a, up[k,n]) * up", "mm + dot(a, up[k,n] * 2)", "mm + dot(a, up)",
         "dot(a, b * up[k,n]) + dot(a, up[k,n])", "mm + dot(a, up[k,n]), sum(up, k)", "mm + dot(up[m,k], b)", "mm * dot(a, acc_of_up[k,n])",
     ),
     "reductions": (
-        "mm - max(mm, n)", "mm, mean(a, k)", "mean(mm, 2), mm", "mean(bias), mm", "mm * extent(k)", "mm * extent(m, n)", "mm / sum(mm)", "sum(mm) * bias, mm", "sum(mm, m) + sum(mm, n)", "sum(sum(mm, m))", "sum(bias), mm", "sum(alpha), mm", "sum(mm, k)", "bgrad(bias), mm", "sum(mm, 0)", "max(mm, 0)", "sum(mm, mm)",
+        "mm - max(mm, n)", "mm, mean(a, k)", "mean(mm, 2), mm", "mean(bias), mm", "mm * extent(k)", "mm * extent(m, n)", "mm / sum(mm)", "sum(mm) * bias, mm", "sum(mm, m) + sum(mm, n)", "sum(sum(mm, m))", "sum(bias), mm", "sum(alpha), mm", "sum(mm, k)", "bgrad(bias), mm", "sum(mm, 0)", "sum(m, n), mm", "mm, sum(mm, n) * n", "max(mm, 0)", "sum(mm, mm)",
     ),
     "parts": (
         "g, u = halves(mm)", "g, u = halves(mm, 1); g * u", "g, u = relu(mm); g * u", "x, y, z = mm; x", "g, u = halves(mm); g", "g, g = halves(mm); g", "halves(mm) + 1", "relu(pairs(mm, -mm))", "pairs(mm, mm, mm)",
         "g, u = halves(bias); g * u + mm", "g, u = halves(mm); x, y = halves(u); x * y * g", "g, u = halves(mm); mm * u * g", "z = mm + bias; g, u = halves(z); g * u + z", "g, u = pairs(mm + bias); g * u + bias",
         "g, u = halves(dot(a, b * w[k,n])); g * u", "g, u = halves(where(mask, mm, 0)); g * u", "g, u = halves(where(bits(keep), mm, 0)); g * u", "g, u = halves(mm / amax(mm, n)); g * u",
-        "g, u = halves(mm); g * u + dot(a, up[k,n])", "x = pairs(mm, mm); x, x", "x = halves(mm, mm); x + 1", "halves = mm; halves", "g, u = halves(mm * b); g * u", "__g, u = halves(mm); u",
+        "g, u = halves(mm); g * u + dot(a, up[k,n])", "x = pairs(mm, mm); x, x", "x = halves(mm, mm); x + 1", "halves = mm; halves", "g, u = halves(mm * b); g * u", "g, u = halves(where(n <= m, mm, 0)); g * u", "g, u = halves(mm + pos[n % P]); g * u", "__g, u = halves(mm); u",
     ),
     "outputs": ("z = mm + 1; z, z", "out1 = mm + 1; out1, mm * 2", "out = mm + 1; out, out"),
     "derivatives": (
         "y = relu(mm); y, max(y, n), amax(y)", "mm + bias, sum(a, k), logsumexp(b, k)", "z = cast(mm + bias, int8); w = cast(mm ** 2, fp8e4m3); z * 2 + w", "bitmask(mm > 0)", "cast(mm, int8), cast(mm, fp8e5m2)",
-        "where(mm > 0, 1, 0)", "sum(mm, m)", "mm, sum(mm, n) * alpha", "mm, sum(mm, m) * scale_b[n]", "relu(mm), sum(residual, n)", "sum(mm + bias, m), mm", "sum(where(mask, mm, 0), m)",
+        "where(mm > 0, 1, 0)", "sum(mm, m)", "mm, sum(mm, n) * alpha", "mm, sum(mm, m) * scale_b[n]", "relu(mm), sum(residual, n)", "sum(mm + bias, m), mm", "sum(where(mask, mm, 0), m)", "relu(mm + pos[m % P, n]) * row[m % P]",
         "dot(cast(a, int8), b)", "x = relu(a) * norm[k]; silu(dot(x, b)) * dot(x, up[k,n])",
         ", ".join(f"mm * gate{i}[m,n]" for i in range(400)),
     ),

@@ -625,6 +625,56 @@ def second_cases() -> list[Case]:
     return found
 
 
+_POSITION_TEXTS = (
+    "where(n <= m, mm, -inf)",
+    "where((n <= m) & (m - n < 8 * window), mm, -1e4)",
+    "mm - slope[m] * (m - n)",
+    "z = where(n == labels[m], mm, 0); z, sum(z, n), where(n == labels[m], 1, 0)",
+    "mm + pos[m % P, n]",
+    "z = mm * gate[m % P, n % Q] + bias[n % Q]; relu(z), bitmask(z > row[m % P]), sum(z, n) * row[m % P], sum(z, m) + bias[n % Q]",
+    "x = m * scale_a[m]; z = where(n < m, mm, -inf); logsumexp(z, n) + x, max(z, m) * n, sum(mm * n) * 2, bitmask(n <= m), mm - x",
+)
+
+
+def position_cases() -> list[Case]:
+    """Numbers of rows and columns as values: masks, biases and labels of them, in tiles, their parts and what completes reductions."""
+    found = []
+    configs = (
+        SMALL,
+        LIBRARY,
+        tiled(16, 64, 32, prefetch=1, fused_finalize=1),
+        split_k(prefetch=1),
+        split_k(16, 64, 32, 8, fused_finalize=1),
+        persistent(),
+        persistent(64, 64, flatten=0, prefetch=1, fused_finalize=1),
+        persistent(64, 64, flatten=0, subtiles=2, tma_store=0, prefetch=1, fused_finalize=1),
+    )
+    in_groups = (
+        warp_specialized(128, 128, 64, 3, subtiles=2, prefetch=1),
+        warp_specialized(128, 64, 64, 3, pingpong=1, fused_finalize=1),
+        warp_specialized(128, 128, 64, 2, pingpong=1, subtiles=4, tma_load=1),
+        warp_specialized(64, 64, 64, 3, pingpong=1, subtiles=2, tma_store=0, fused_finalize=1),
+        warp_specialized(prefetch=1, splits=3),
+        warp_specialized(128, 64, 64, 3, fused_finalize=1, prefetch=1),
+    )
+    for i, text in enumerate(_POSITION_TEXTS):
+        inputs = INT8 if "labels" in text else FP16
+        for j, config in enumerate(configs):
+            layout = LAYOUTS[(i + j) % 4]
+            found.append(Case(text, (50, 70, 40), (FP16, FP32)[j % 2], inputs=inputs, layout=layout, config=config))
+            found.append(Case(text, (136, 72, 88), (FP16, BF16)[(i + j) % 2], inputs=inputs, layout=layout, config=config))
+        for j, config in enumerate(in_groups):
+            found.append(Case(text, (264, 392, 136), (FP16, BF16)[(i + j) % 2], inputs=inputs, layout=LAYOUTS[(i + j) % 4], config=config))
+            found.append(Case(text, (263, 391, 135), (BF16, FP16)[(i + j) % 2], inputs=inputs, layout="nt", config=config))
+        for shape in ((1, 1, 1), (0, 40, 8), (40, 0, 8), (65, 3, 0), (3, 129, 31)):
+            found.append(Case(text, shape, FP16, inputs=inputs, config=SMALL))
+        found.append(Case(text, (72, 136, 40), INT8, inputs=INT8 if "labels" in text else FP32, layout="nt"))
+        found.append(Case(text, (72, 136, 40), FP16, inputs=inputs, config=None))
+    for config in (SMALL, split_k(), in_groups[1]):
+        found.append(Case(_POSITION_TEXTS[0], (136, 72, 40), FP16, layout="nt", config=config, integers=True))
+    return found
+
+
 def all_cases() -> list[Case]:
     groups = (
         operation_cases,
@@ -645,6 +695,7 @@ def all_cases() -> list[Case]:
         prefetch_cases,
         operand_cases,
         second_cases,
+        position_cases,
     )
     return list(dict.fromkeys(c for group in groups for c in group()))
 

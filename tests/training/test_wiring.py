@@ -115,6 +115,7 @@ PROGRAMS = (
     "logsumexp(mm * alpha + bias, n)", "where(mask, mm + bias, residual)", "clamp(mm, lo[n], hi[m])", "gelu(mm + one[m,n] + two[m,n])", "gelu(mm) + residual", "mm + residual",
     "mm, sum(gelu(residual), m)", "out0 = mm; saved[m,n] + out0 * dmm[n]",
     "silu(mm) * dot(a, up[k,n])", "g = mm + bias; u = dot(a, up[k,n]) + shift[n]; gelu(g) * u + residual, u", "mm + dot(a, up[k,n])", "relu(mm) - silu(dot(a, up[k,n]))",
+    "where(n <= m, mm + bias, -1e4)", "gelu(mm) - scale_a[m] * (m - n)", "z = where(n < m, mm, -inf); logsumexp(z, n) - sum(where(n == scale_a[m], mm, 0), n)",
 )  # fmt: skip
 
 
