@@ -126,8 +126,6 @@ def refused_name(name: str) -> tuple[str, str] | None:
         return f"'{name}' is a dtype, not a value", another
     if keyword.iskeyword(name) or hasattr(builtins, name):
         return f"'{name}' is a Python name that generated code may need", another
-    if name == "target":  # an argument of Kernel.warm, which takes the inputs as keywords beside it
-        return "'target' is the GPU that a kernel is compiled for", "choose another name, such as labels"
     if name in _GENERATED or _GENERATED_PATTERN.fullmatch(name):
         return f"'{name}' is a name that Triton or the generated kernel uses", another
     return None

@@ -374,7 +374,7 @@ class Kernel:
     def _with_numerics(self, signature: Signature) -> Signature:
         return replace(signature, invariant=self.numerics.invariant, rounding=self.numerics.rounding)
 
-    def warm(self, a: Tensor, b: Tensor, /, target: Target, **inputs: Tensor | float) -> list[Resources]:
+    def warm(self, a: Tensor, b: Tensor, target: Target, /, **inputs: Tensor | float) -> list[Resources]:
         """Compile what a call with such arguments would launch on `target`, into Triton's cache, without a GPU.
 
         a, b, inputs: tensors on torch's meta device, or numbers. A later call in any process finds the kernels compiled.

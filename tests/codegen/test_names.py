@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from cases import LIBRARY, persistent, split_k, tiled, warp_specialized
-from golden import Golden
 from integer_types import first_texts
 
 import epigen
@@ -90,7 +89,7 @@ def _refused(name: str) -> str:
         return ""
     a, b = (torch.empty((64, 64), device="meta", dtype=torch.float16) for _ in range(2))
     try:
-        kernel.warm(a, b, target=SM_90, **{name: 2.0})
+        kernel.warm(a, b, SM_90, **{name: 2.0})
     except CompileError as error:
         return "" if isinstance(error.__cause__, _Bound) else f"{type(error).__name__}: {error}"
     return "nothing was launched"
@@ -117,10 +116,11 @@ def test_whatever_tritons_launcher_calls_its_own_can_be_an_input() -> None:
     assert refused == {} and tried > 60  # type: ignore[comparison-overlap]
 
 
-def test_what_warm_calls_the_gpu_is_no_input_but_may_be_a_functions_parameter(golden: Golden) -> None:
-    with golden.raises(CheckError):
-        epigen.compile("mm * target")
-    x, w = torch.randn(4, 8), torch.randn(5, 8)
+def test_what_warm_calls_the_gpu_may_be_an_input() -> None:
+    kernel = epigen.compile("sum(where(n == target[m], mm, 0), n)")
+    x, w, target = torch.randn(4, 8), torch.randn(5, 8), torch.tensor([0, 4, 2, -100])
+    expected = (x @ w.T).gather(1, target.clamp(0)[:, None])[:, 0] * (target >= 0)
+    torch.testing.assert_close(kernel(x, w.T, target=target), expected)
     torch.testing.assert_close(epigen.linear(x, w, epilogue=lambda mm, target: mm - target, target=2.0), x @ w.T - 2)
 
 
