@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import batched, eight_bit, gated, invariant, peers, power, tiles
+from bench import batched, cross_entropy, eight_bit, gated, invariant, peers, power, tiles
 from bench.bars import geometric, outcome, ratio, verdicts
 from bench.counters import calls as calls_of
 from bench.counters import us
@@ -365,6 +365,37 @@ def gated_rows() -> str:
     )  # fmt: skip
 
 
+def cross_entropy_rows() -> str:
+    """A last layer and its loss: forward, both ways, and memory."""
+    reports = {
+        (gpu, tuned): load(name) for gpu in ("H100", "H200") for tuned in (False, True) if there(name := f"cross_entropy_{'tuned_' * tuned}{gpu.lower()}")
+    }
+    if not reports:
+        return "Not measured yet: `python -m bench cross_entropy`."
+    rows = []
+    for (gpu, tuned), report in reports.items():
+        for row in report.rows:
+            ways = [name for name in (cross_entropy.OURS, cross_entropy.COMPILED, cross_entropy.LIGER, cross_entropy.TORCH) if name in row["both"]]
+            both = " / ".join(f"{cross_entropy.of_eager(row, name):.2f}" for name in ways)
+            held = " / ".join(f"{row['bytes'][name] / 1e9:.2f}" for name in (cross_entropy.EAGER, *ways))
+            forward = f"{cross_entropy.of_mm(row):.2f} ({cross_entropy.of_mm(row, cross_entropy.EAGER):.2f})"
+            rows.append([f"{row['program']}, {extents(row['shape'])}", f"{gpu}{', tuned' * tuned}", forward, both, held])
+    names = " / ".join(
+        (
+            cross_entropy.OURS,
+            *(n for n in (cross_entropy.COMPILED, cross_entropy.LIGER, cross_entropy.TORCH) if n in next(iter(reports.values())).rows[0]["both"]),
+        )
+    )
+    return paragraphs(
+        "A last layer and its cross entropy in bf16, from a mean: forward as a share of `torch.mm` alone, with eager torch's in brackets; both ways, how many times as fast as eager torch; "
+        "and GB at a time beside operands and gradients:",
+        table(["Model, M x N x K", "GPU", "forward", f"both ways: {names}", f"GB: eager / {names}"], rows),
+        *(f"{gpu}{', tuned' * tuned}: {about['met']} of {about['of']} targets are met at the first shape: forward {about['forward']:.2f} of {cross_entropy.FORWARD}, both ways "
+          f"{about.get('both', 0):.2f} of {cross_entropy.BOTH} times Liger Kernel's speed, memory {about['memory']:.2f} of the bound. {source(report, 'cross_entropy')}"
+          for (gpu, tuned), report in reports.items() for about in [report.summary]),
+    )  # fmt: skip
+
+
 def invariant_rows() -> str:
     """What it costs that a row has the same bits whatever M is."""
     if not there("invariant"):
@@ -415,7 +446,7 @@ def h100() -> str:
 BLOCKS = {
     "summary": summary, "models": models, "reach": reach,
     "headline": headline, "gem": gem, "host": host, "tuned_in": tuned_in, "training": training, "counters": counters, "power": power_limited, "checked": checked,
-    "several": several, "tiles": tile_rows, "gated": gated_rows, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
+    "several": several, "tiles": tile_rows, "gated": gated_rows, "cross_entropy": cross_entropy_rows, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from epigen.ir.derivation import Derivation
     from epigen.runtime.kernel import Kernel
     from epigen.training.composed import decompositions
+    from epigen.training.cross_entropy import linear_cross_entropy
     from epigen.training.fuse import fuse, unfuse
     from epigen.training.linear import linear
     from epigen.training.report import Report, report
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Derivation", "EpigenError", "Kernel", "Report", "Tuned", "__version__", "compile", "decompositions", "derive", "fuse", "linear", "nn", "report", "tune",
+    "Derivation", "EpigenError", "Kernel", "Report", "Tuned", "__version__", "compile", "decompositions", "derive", "fuse", "linear", "linear_cross_entropy", "nn", "report", "tune",
     "unfuse",
 ]  # fmt: skip
 
@@ -74,6 +75,10 @@ def _imported(name: str) -> Any:
         from epigen.training.linear import linear
 
         return linear
+    if name == "linear_cross_entropy":
+        from epigen.training.cross_entropy import linear_cross_entropy
+
+        return linear_cross_entropy
     if name == "fuse":
         from epigen.training.fuse import fuse
 

@@ -118,14 +118,18 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> tuple[Any, ...
     return results
 
 
-def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tuple[Any, ...]:
-    """tensors: what ctx has saved, which may be asked for once. arrived: the gradients of the layer's results. Raises CallError."""
+def no_second_derivative() -> None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise CallError(
             "a layer of epigen has no second derivative, for which create_graph=True asks: for double backward write it in torch's own operations, "
             "such as torch.relu(F.linear(x, weight, bias)), or use torch.func (hessian, jvp, …), where epigen.linear runs as such; "
             "epigen.unfuse(model) undoes epigen.fuse"
         )
+
+
+def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tuple[Any, ...]:
+    """tensors: what ctx has saved, which may be asked for once. arrived: the gradients of the layer's results. Raises CallError."""
+    no_second_derivative()
     step, own, before = ctx.step, ctx.step.own, ctx.step.before
     x, weight, *saved = tensors
     if x is not None:

@@ -6,6 +6,7 @@ They are there as soon as torch and epigen are, so this module is light, and wha
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,14 @@ MASKS = (
     "tied(Tensor x, Tensor bits) -> Tensor",
 )
 """Of packed masks, in graphs of `backend` alone: what `bits` says."""
+LOSSES = (
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float[] terms, str? tune) -> Tensor[]",
+    (
+        "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, int ignore_index, float[] terms, "
+        "bool[] wanted, str? tune) -> Tensor[]"
+    ),
+)
+"""Both ways through a loss, which an autograd function of `cross_entropy` joins."""
 DERIVED = ("fused", *(signature.partition("(")[0] for signature in MASKS))
 """What runs where derivatives are taken care of. A way by autograd in Python would cost as much as the rest of the call: 11 us (H100's host, torch 2.11, 2026-11)."""
 MAPPED = ("program", "over")
@@ -58,17 +67,23 @@ def define() -> None:
             library.impl(name, _later("REFUSING", name), "Autograd", with_keyset=True)
             library.impl(name, _written_out(name), "Tracer")
         torch.library.register_fake(f"epigen::{name}", _later("FAKE", name), lib=library)
+    for signature in LOSSES:
+        name = signature.partition("(")[0]
+        library.define(signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+        library.impl(name, _later("RUN", name, "cross_entropy"), "CompositeExplicitAutograd")
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        torch.library.register_fake(f"epigen::{name}", _later("FAKE", name, "cross_entropy"), lib=library)
     for name in MAPPED:
         torch.library.register_vmap(f"epigen::{name}", _later("MAPPED", name), lib=library)
         library.impl(name, _later("BATCHED", name), "Batched")
     operations.DEFINED = define
 
 
-def _later(table: str, name: str) -> Callable[..., Any]:
-    """An implementation of `library`, which the first call imports."""
+def _later(table: str, name: str, module: str = "library") -> Callable[..., Any]:
+    """An implementation of a module's, which the first call imports."""
 
     def run(*args: Any, **options: Any) -> Any:
-        return getattr(_implementations(), table)[name](*args, **options)
+        return getattr(_implementations(module), table)[name](*args, **options)
 
     return run
 
@@ -84,11 +99,9 @@ def _written_out(name: str) -> Callable[..., Any]:
     return run
 
 
-@functools.lru_cache(maxsize=1)
-def _implementations() -> Any:
-    from epigen.training import library
-
-    return library
+@functools.lru_cache(maxsize=2)
+def _implementations(module: str) -> Any:
+    return importlib.import_module(f"epigen.training.{module}")
 
 
 def count_flops() -> None:
@@ -101,6 +114,10 @@ def count_flops() -> None:
         "over": lambda *_, **__: 0,
         "into": lambda _text, _tune, operands, *_, **__: _flops(operands),
         "accumulate": lambda _grad, a, b, **__: _flops([a, b]),
+        "linear_cross_entropy": lambda x, weight, *_, **__: _flops([x, weight[::-1]]),
+        "linear_cross_entropy_backward": lambda _grad, x, weight, _bias, _target, _lse, _ignored, _terms, wanted, *_, **__: (
+            _flops([x, weight[::-1]]) * (1 + sum(wanted[:2]))
+        ),
     }
     for name, formula in formulas.items():
         packet = getattr(torch.ops.epigen, name)
