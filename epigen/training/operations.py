@@ -31,9 +31,9 @@ MASKS = (
 )
 """Of packed masks, in graphs of `backend` alone: what `bits` says."""
 LOSSES = (
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float[] terms, str? tune) -> Tensor[]",
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float[] terms, bool keep, str? tune) -> Tensor[]",
     (
-        "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, int ignore_index, float[] terms, "
+        "linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, Tensor? mm, int ignore_index, float[] terms, "
         "bool[] wanted, str? tune) -> Tensor[]"
     ),
 )
@@ -109,20 +109,26 @@ def count_flops() -> None:
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
     formulas: dict[str, Callable[..., int]] = {
-        "program": lambda _text, _tune, a, b, *_, **__: _flops([a, b]),
-        "fused": lambda _text, _tune, a, b, *_, **__: _flops([a, b]),
+        "program": lambda text, _tune, a, b, *_, **__: _flops([a, b]) * _products(text),
+        "fused": lambda text, _tune, a, b, *_, **__: _flops([a, b]) * _products(text),
         "over": lambda *_, **__: 0,
-        "into": lambda _text, _tune, operands, *_, **__: _flops(operands),
+        "into": lambda text, _tune, operands, *_, **__: _flops(operands) * _products(text),
         "accumulate": lambda _grad, a, b, **__: _flops([a, b]),
         "linear_cross_entropy": lambda x, weight, *_, **__: _flops([x, weight[::-1]]),
-        "linear_cross_entropy_backward": lambda _grad, x, weight, _bias, _target, _lse, _ignored, _terms, wanted, *_, **__: (
-            _flops([x, weight[::-1]]) * (1 + sum(wanted[:2]))
+        "linear_cross_entropy_backward": lambda _grad, x, weight, _bias, _target, _lse, mm, _ignored, _terms, wanted, *_, **__: (
+            _flops([x, weight[::-1]]) * ((mm is None) + sum(wanted[:2]))
         ),
     }
     for name, formula in formulas.items():
         packet = getattr(torch.ops.epigen, name)
         flop_registry.pop(packet, None)  # of an import that was interrupted
         register_flop_formula(packet)(formula)
+
+
+def _products(text: str) -> int:
+    from epigen.ir.program import graph_of
+
+    return 1 if graph_of(text).second() is None else 2
 
 
 def _flops(shapes: Sequence[Sequence[int]]) -> int:
