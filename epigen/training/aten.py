@@ -562,6 +562,8 @@ class Importer:
             return None
         inside = [self.known[x] for x in named.values() if isinstance(x, fx.Node) and x in self.known]
         beside = _broadcast([v.roles for v in inside if isinstance(v, Value)], node) if inside else None
+        if beside is not None and node in self.over:  # what takes it has said what it is broadcast to
+            beside = _widened(beside, self.around)
         return {name: self.value(value, node, beside) for name, value in named.items()}
 
     def power(self, node: fx.Node) -> Value:
@@ -823,6 +825,14 @@ def _aligned(shape: Sequence[int], frame: Sequence[Role]) -> tuple[Role, ...] | 
         else:
             return None
     return tuple(reversed(roles))
+
+
+def _widened(roles: tuple[Role, ...], around: tuple[Role, ...]) -> tuple[Role, ...]:
+    """The roles, and where they have none those that they are broadcast to, if they are."""
+    if len(roles) > len(around) or not all(map(_compatible, reversed(roles), reversed(around))):
+        return roles
+    whole = (*[None] * (len(around) - len(roles)), *roles)
+    return tuple(role or other for role, other in zip(whole, around, strict=True))
 
 
 def _broadcast(several: Sequence[tuple[Role, ...]], node: fx.Node) -> tuple[Role, ...]:
