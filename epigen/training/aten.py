@@ -213,7 +213,7 @@ class Importer:
     product: the node that is mm; frame: its shape as torch has it, [..., N]; batch: where it is several products how many, and the rows of each. names: what leaves
     are to be called, by node. reductions: over what there may be any: "m", "n" or "mn". over: nodes before the product that the program computes as well, where they are in the language, instead of reading them.
     moving: whether rows and columns of what is computed may change places, as `Imported.roles` then says. derived: whether the program's derivative is to be that
-    of the graph, so that what is detached there stays so. casts: whether casts between floats stay, by which eager rounding goes; else all between is fp32.
+    of the graph, so that what is detached there stays so. casts: whether casts between floats stay, by which eager rounding goes; else all between is fp32. constants: nodes that neither the product nor any input has part in, taken over as those of `over` are.
     """
 
     def __init__(
@@ -227,6 +227,7 @@ class Importer:
         derived: bool = False,
         batch: tuple[int, int] | None = None,
         casts: bool = False,
+        constants: Collection[fx.Node] = (),
     ):
         self.batched = batch is not None
         count, self.rows = batch or (1, math.prod(frame[:-1]))
@@ -238,7 +239,7 @@ class Importer:
         self.leaves: dict[str, Leaf] = {}
         self.known: dict[fx.Node, Value | tuple[Value, ...]] = {product: Value("mm", self.frame_roles)}
         self.reductions = reductions
-        self.over, self.moving, self.derived, self.casts = set(over), moving, derived, casts
+        self.over, self.constants, self.moving, self.derived, self.casts = {*over, *constants}, set(constants), moving, derived, casts
         self.around = self.frame_roles  # what the arguments of a node are broadcast to, of which none is known
         self.naming = names or (lambda node: node.name)
         self.numbers: dict[float, str] = {}
@@ -254,7 +255,11 @@ class Importer:
         if not isinstance(arg, fx.Node):
             raise Unknown(node, f"it takes {arg!r}")
         around = self.around if beside is None else beside
-        value = self.taken_over(arg, around) if arg in self.over and arg not in self.known else self.known.get(arg)
+        value = self.known.get(arg)
+        if value is None and name_of(arg) in _COUNTING:
+            value = self.position(arg, around)
+        elif value is None and arg in self.over:
+            value = self.taken_over(arg, around)
         if isinstance(value, tuple):
             raise Unknown(node, f"it takes all results of {name_of(arg)}")
         if value is not None and value.packed:
@@ -271,6 +276,8 @@ class Importer:
                 if aligned is None or source is None:
                     raise Unknown(arg, "it is viewed otherwise")
                 x = self.value(arg.all_input_nodes[0], arg, source)
+                if not all(map(_compatible, reversed(x.roles), reversed(source))):
+                    raise Unknown(arg, "it is viewed once as rows and once as columns")
                 value = Value(x.text, aligned, x.boolean, x.reduced)
             else:
                 read = self.read(arg)
@@ -278,12 +285,23 @@ class Importer:
                     raise Unknown(arg, "it varies over something else")
                 value = read
         except (Unknown, EpigenError):
+            if arg in self.constants:  # nobody gives it
+                raise
             self.over.discard(arg)
             return None
         finally:
             self.around = before
-        self.known[arg] = value
+        if arg not in self.constants:  # which may be rows here and columns there
+            self.known[arg] = value
         return value
+
+    def position(self, arg: fx.Node, around: tuple[Role, ...]) -> Value | None:
+        """What counts all rows, or all columns; None where it counts something else."""
+        roles, (start, _, step) = _aligned(tuple(arg.meta["val"].shape), around), _counted(arg)
+        axis = self.axes(roles[0]) if roles else ""
+        if roles is None or axis not in ("m", "n") or not self.whole(roles, axis) or not isinstance(start, int | float) or not isinstance(step, int | float):
+            return None
+        return Value(axis if (start, step) == (0, 1) else f"({start!r} + {step!r} * {axis})", roles)
 
     def leaf(self, arg: fx.Node, node: fx.Node, beside: tuple[Role, ...]) -> Value:
         """What comes from outside the region, as an input of the program."""
@@ -421,6 +439,12 @@ class Importer:
             return self.power(node)
         if name == "scalar_tensor" or (name == "full" and not node.args[0]):
             return Value(_number(float(node.args[0 if name == "scalar_tensor" else 1]), node))  # type: ignore[arg-type]
+        if name in ("zeros", "ones", "full"):
+            return self.filled(node, 0 if name == "zeros" else 1 if name == "ones" else node.args[1])
+        if name in ("tril", "triu"):
+            return self.triangle(node, name)
+        if name == "gather":
+            return self.gathered(node)
         if name in ("zeros_like", "ones_like", "full_like"):
             x = self.value(node.args[0], node)
             return Value("0" if name == "zeros_like" else "1" if name == "ones_like" else _number(float(node.args[1]), node), x.roles)  # type: ignore[arg-type]
@@ -431,6 +455,34 @@ class Importer:
         if name == WHERE_BITS:
             return self.chosen(node)
         return self.apply(node, name)
+
+    # -- what is computed of positions
+
+    def filled(self, node: fx.Node, value: Any) -> Value:
+        """A tensor of one number."""
+        tensor = node.meta["val"]
+        roles = _aligned(tuple(tensor.shape), self.around)
+        if roles is None:
+            raise Unknown(node, f"it is {list(tensor.shape)}, which does not broadcast to what it is joined with")
+        if tensor.dtype == torch.bool:
+            return self.bind("1 > 0" if value else "1 < 0", roles, True)
+        return Value(_number(float(value), node), roles)
+
+    def triangle(self, node: fx.Node, name: str) -> Value:
+        x, diagonal = self.value(node.args[0], node), named_arguments(node).get("diagonal", 0)
+        if len(x.roles) < 2 or not in_order(x.roles) or not self.whole(x.roles[-2:-1], "m") or not self.whole(x.roles[-1:], "n"):
+            raise Unknown(node, "it is a triangle of what has other rows or columns than the product")
+        inside = f"n {'<=' if name == 'tril' else '>='} m + {diagonal}" if diagonal else f"n {'<=' if name == 'tril' else '>='} m"
+        return self.bind(f"{x.text} & ({inside})" if x.boolean else f"where({inside}, {x.text}, 0)", x.roles, x.boolean)
+
+    def gathered(self, node: fx.Node) -> Value:
+        """One column of each row, by an index: the sum of what is 0 elsewhere."""
+        source, dim, index = node.args[:3]
+        x, shape = self.value(source, node), tuple(node.meta["val"].shape)
+        if dim not in (-1, len(shape) - 1) or shape[-1] != 1 or "n" not in self.reductions or not self.whole(x.roles) or x.reduced or x.boolean:
+            raise Unknown(node, "it gathers something else than one column of each row of a tile")
+        column = self.value(index, node, (*x.roles[:-1], None))
+        return self.bind(f"sum(where(n == {column.text}, {x.text}, 0), n)", (*x.roles[:-1], None), False, True)
 
     # -- packed masks
 
@@ -510,6 +562,8 @@ class Importer:
             return None
         inside = [self.known[x] for x in named.values() if isinstance(x, fx.Node) and x in self.known]
         beside = _broadcast([v.roles for v in inside if isinstance(v, Value)], node) if inside else None
+        if beside is not None and node in self.over:  # what takes it has said what it is broadcast to
+            beside = _widened(beside, self.around)
         return {name: self.value(value, node, beside) for name, value in named.items()}
 
     def power(self, node: fx.Node) -> Value:
@@ -651,9 +705,36 @@ def _counts(node: fx.Node) -> bool:
     if not isinstance(result, torch.Tensor) or any(d.is_floating_point for d in held):
         return False
     if result.dtype != torch.bool:
-        return not result.dtype.is_floating_point
-    rounded = [x for x in node.args if isinstance(x, fx.Node) or (isinstance(x, int | float) and abs(x) >= _EXACT)]
+        return not (result.dtype.is_floating_point or _largest(node) < _EXACT)
+    rounded = [x for x in node.args if isinstance(x, fx.Node | int | float) and not _largest(x) < _EXACT]
     return not held.isdisjoint((torch.int32, torch.int64)) and len(rounded) > 1
+
+
+_COUNTING = ("arange", "iota")
+
+
+def _counted(node: fx.Node) -> tuple[Any, Any, Any]:
+    """Of torch.arange and its like the first number, how many there are, and from one to the next."""
+    given = named_arguments(node)
+    return given.get("start", 0), node.meta["val"].shape[0], given.get("step", 1)
+
+
+def _largest(x: Any) -> float:
+    """The largest magnitude of integers that are computed of numbers and of positions alone; infinite where anything else has part in them."""
+    if isinstance(x, int | float):
+        return abs(x)
+    if not isinstance(x, fx.Node) or x.op != "call_function":
+        return math.inf
+    name = name_of(x)
+    if name in _COUNTING:
+        start, count, step = _counted(x)
+        known = all(isinstance(each, int | float) for each in (start, count, step))
+        return max(abs(start), abs(start + step * count)) if known else math.inf
+    if is_view(x) or name in SAME or name in ("neg", "abs"):
+        return _largest(x.args[0])
+    if name in ("add", "sub") and not x.kwargs and len(x.args) == 2:
+        return _largest(x.args[0]) + _largest(x.args[1])
+    return _largest(x.args[0]) * _largest(x.args[1]) if name == "mul" else math.inf
 
 
 _LOGICAL = dict.fromkeys(("logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor"), ("x", "y"))
@@ -744,6 +825,14 @@ def _aligned(shape: Sequence[int], frame: Sequence[Role]) -> tuple[Role, ...] | 
         else:
             return None
     return tuple(reversed(roles))
+
+
+def _widened(roles: tuple[Role, ...], around: tuple[Role, ...]) -> tuple[Role, ...]:
+    """The roles, and where they have none those that they are broadcast to, if they are."""
+    if len(roles) > len(around) or not all(map(_compatible, reversed(roles), reversed(around))):
+        return roles
+    whole = (*[None] * (len(around) - len(roles)), *roles)
+    return tuple(role or other for role, other in zip(whole, around, strict=True))
 
 
 def _broadcast(several: Sequence[tuple[Role, ...]], node: fx.Node) -> tuple[Role, ...]:

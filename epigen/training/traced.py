@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import traceback
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,10 +96,14 @@ def trace(
 
     views = _views(module.graph, [*(n for n in placed if isinstance(inputs[called_names[n]], Tensor)), *module.graph.find_nodes(op="get_attr")])
 
+    apart = _apart(module.graph)
+
     def source(node: fx.Node) -> str:
         """What an input is called by whoever gives it."""
         if node in called_names:
             return str(called_names[node])
+        if node.op != "get_attr":
+            raise Unknown(node, "it counts neither all rows of the product nor all its columns")
         tensor = getattr(module, str(node.target))
         name = next((name for name, other in held.items() if other is tensor), "") or _free(_name_in(function, tensor) or "constant", taken)
         held[name] = tensor
@@ -115,12 +119,12 @@ def trace(
             return _known(viewed, (own, tuple(calls)), own, taken)
         return own if node not in called_names or refused_name(own) is None else _known(renamed, own, own, taken)
 
-    importer = Importer(product, shape, named, over=views, derived=True, casts=casts)
+    importer = Importer(product, shape, named, over=views, derived=True, casts=casts, constants=apart)
     try:
         for node in module.graph.nodes:
             if node.op == "get_attr":
                 node.meta.setdefault("val", getattr(module, str(node.target)))
-            elif node.op == "call_function" and node not in views and not _of_the_product_alone(node, product):
+            elif node.op == "call_function" and node not in views and node not in apart and not _of_the_product_alone(node, product):
                 importer.add(node)
         (output,) = module.graph.find_nodes(op="output")
         results = [_checked(node, what) for node in output.args[0]]
@@ -155,6 +159,15 @@ def _views(graph: fx.Graph, inputs: Sequence[fx.Node]) -> Sequence[fx.Node]:
         ):
             views.append(node)
     return views
+
+
+def _apart(graph: fx.Graph) -> Collection[fx.Node]:
+    """What neither the product nor any other tensor has part in: it is computed of positions and numbers alone."""
+    apart: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and all(n in apart for n in node.all_input_nodes):
+            apart[node] = None
+    return apart
 
 
 def _known(names: dict[str, Any], value: Any, base: str, taken: set[str]) -> str:

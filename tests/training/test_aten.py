@@ -133,6 +133,59 @@ def test_what_torch_computes_in_integers_is_not_rounded(function: Callable[..., 
         text_of(function, ids=torch.ones(2, 3, 1, dtype=torch.int64))
 
 
+SQUARE = (8, 8)
+
+
+def _shared(mm: Tensor) -> Tensor:
+    """One count of rows and of columns."""
+    i = torch.arange(8) + 1
+    return torch.where(i[None] <= i[:, None], mm, -torch.inf)
+
+
+POSITIONS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "where(n <= m, mm, -inf)": (lambda mm: torch.where(torch.arange(8) <= torch.arange(3)[:, None], mm, -torch.inf), (3, 8)),
+    "where(n + 1 <= m + 1, mm, -inf)": (_shared, SQUARE),
+    "where((m - n < 4) & (n <= m), mm, -10000)": (
+        lambda mm: torch.where((torch.arange(8)[:, None] - torch.arange(8) < 4) & (torch.arange(8) <= torch.arange(8)[:, None]), mm, -1e4),
+        SQUARE,
+    ),
+    "mm - abs(m - n) * 0.5": (lambda mm: mm - (torch.arange(3.0)[:, None] - torch.arange(8.0)).abs() * 0.5, (3, 8)),
+    "mm + (3 + 2 * n)": (lambda mm: mm + torch.arange(3, 19, 2), SQUARE),
+    "where(n <= m + 1, mm, 0)": (lambda mm: mm.tril(1), (3, 8)),
+    "where(~((1 > 0) & (n <= m)), -inf, mm)": (lambda mm: mm.masked_fill(~torch.ones(8, 8, dtype=torch.bool).tril(), -torch.inf), SQUARE),
+    "mm + where(n >= m + 1, -inf, 0)": (lambda mm: mm + torch.full((8, 8), -torch.inf).triu(1), SQUARE),
+    "mm - where(ids[m] == n, 1, 0)": (lambda mm, ids: mm - F.one_hot(ids, 8), (3, 8)),
+    "sum(where(n == ids[m], mm, 0), n)": (lambda mm, ids: mm.gather(-1, ids[:, None]).squeeze(-1), (3, 8)),
+    "logsumexp(mm, n) - sum(where(n == ids[m], mm, 0), n)": (
+        lambda mm, ids: mm.logsumexp(-1) - torch.where(torch.arange(8) == ids[:, None], mm, 0.0).sum(-1), (3, 8),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", POSITIONS)
+def test_counts_of_rows_and_columns_are_positions(text: str) -> None:
+    function, shape = POSITIONS[text]
+    inputs = {"ids": torch.tensor([1, 7, 0])} if "ids" in text else {}
+    assert text_of(function, shape, **inputs) == text
+    a, b = torch.randn(shape[0], 4), torch.randn(4, shape[1])
+    torch.testing.assert_close(epigen.compile(function)(a, b, **inputs), function(a @ b, **inputs))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda mm: torch.where(torch.arange(8) <= torch.arange(3)[:, None], mm, 0.0),  # rows of each of two matrices
+        lambda mm: mm + torch.arange(8) * 2**24,
+        lambda mm: mm.tril(),
+        lambda mm: mm.gather(-1, torch.zeros(2, 3, 2, dtype=torch.int64)),
+    ],
+)
+def test_other_counts_are_refused(function: Callable[..., Any], golden: Golden) -> None:
+    with pytest.raises(CallError) as caught:
+        text_of(function)
+    golden(caught.value, str(function.__code__.co_firstlineno - test_other_counts_are_refused.__code__.co_firstlineno))
+
+
 def test_several_results_views_and_reductions() -> None:
     def function(mm: Tensor, bias: Tensor) -> Any:
         z = mm + bias

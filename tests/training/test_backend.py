@@ -880,3 +880,57 @@ def test_results_lie_as_eagers_where_torch_runs_the_rest() -> None:
         found = torch.compile(function, backend=backend, options={"rest": "eager"})(x, w)
         torch.testing.assert_close(found, function(x, w))
         assert found.is_contiguous()
+
+
+# -- masks and biases of positions
+
+
+class _Positions(nn.Module):
+    """A layer, and what is computed of the numbers of its rows and columns."""
+
+    def __init__(self, after: Callable[[Tensor, Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.linear, self.after = nn.Linear(16, 24), after
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return self.after(y, torch.arange(y.shape[-2])[:, None], torch.arange(y.shape[-1]))
+
+
+@pytest.mark.parametrize("lead", [(), (3,)], ids=str)
+@pytest.mark.parametrize(
+    ("after", "read"),
+    [
+        (lambda y, m, n: torch.where(n <= m, F.gelu(y), 0.0), "n <= m"),
+        (lambda y, m, n: torch.where((n <= m) & (m - n < 5), y, -1e4), ""),
+        (lambda y, m, n: F.silu(y) - 0.5 * (m - n).abs(), "abs(m - n)"),
+    ],
+    ids=["causal", "sliding", "alibi"],
+)
+def test_what_is_computed_of_positions_reads_no_mask(after: Callable[[Tensor, Tensor, Tensor], Tensor], read: str, lead: tuple[int, ...]) -> None:
+    """Of several matrices each counts its own rows."""
+    torch.manual_seed(0)
+    module, x = _Positions(after), torch.randn(*lead, 20, 16)
+    expected = gradients(module, module, x)
+    model, seen = compiled(module)
+    torch.testing.assert_close(gradients(model, module, x), expected, rtol=1e-4, atol=1e-4)
+    (forward,) = [s for s in seen if s.graph == "forward"]
+    assert forward.taken and read in forward.program, forward  # a mask of two conditions is kept for the backward, and so read
+    with torch.no_grad():
+        model, seen = compiled(module)
+        torch.testing.assert_close(model(x), expected[0], rtol=1e-4, atol=1e-4)
+    assert [(read or "m - n < 5") in s.program and "x1[m,n]" not in s.program for s in seen] == [True]
+
+
+@pytest.mark.parametrize("extents", [(20, 24), (1, 20, 24)], ids=str)
+def test_position_embeddings_are_added_by_the_layer(extents: tuple[int, ...]) -> None:
+    """The same for all sequences, and trained."""
+    torch.manual_seed(0)
+    module, x = _Positions(lambda y, _m, _n: y), torch.randn(3, 20, 16)
+    module.embedded = nn.Parameter(torch.randn(extents))
+    module.after = lambda y, _m, _n: F.gelu(y + module.embedded)
+    expected = gradients(module, module, x)
+    model, seen = compiled(module)
+    torch.testing.assert_close(gradients(model, module, x), expected, rtol=1e-4, atol=1e-4)
+    (forward,) = [s for s in seen if s.graph == "forward"]
+    assert forward.taken and "[m,n]" in forward.program
