@@ -110,7 +110,7 @@ def _operator(function: Callable[..., torch.Tensor], turned: bool) -> Callable[.
 
 
 for _name, _function in {
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "truediv": torch.div, "and": torch.bitwise_and, "or": torch.bitwise_or,
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "truediv": torch.div, "mod": torch.fmod, "and": torch.bitwise_and, "or": torch.bitwise_or,
     "lshift": torch.bitwise_left_shift, "rshift": torch.bitwise_right_shift,
 }.items():  # fmt: skip
     setattr(Block, f"__{_name}__", _operator(_function, turned=False))
