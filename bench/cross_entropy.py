@@ -46,7 +46,7 @@ MODELS = (
     Model("GPT-2", 8192, 50257, 768),
 )
 FORWARD, BOTH, SPARE_BYTES = 0.97, 1.10, 300_000_000
-MM, OURS, EAGER, COMPILED, LIGER, TORCH = "mm", "epigen", "eager", "torch.compile", "Liger", "torch's own"
+MM, OURS, KEPT, EAGER, COMPILED, LIGER, TORCH = "mm", "epigen", "epigen, keep_logits", "eager", "torch.compile", "Liger", "torch's own"
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -60,6 +60,7 @@ def losses(target: Tensor, softcap: float | None, tune: str | None) -> dict[str,
 
     found: dict[str, Loss] = {
         OURS: lambda x, weight: epigen.linear_cross_entropy(x, weight, target, softcap=softcap, tune=tune),
+        KEPT: lambda x, weight: epigen.linear_cross_entropy(x, weight, target, softcap=softcap, keep_logits=True, tune=tune),
         EAGER: eager,
         COMPILED: torch.compile(eager),
     }

@@ -365,6 +365,9 @@ def gated_rows() -> str:
     )  # fmt: skip
 
 
+_CONTENDERS = (cross_entropy.OURS, cross_entropy.KEPT, cross_entropy.COMPILED, cross_entropy.LIGER, cross_entropy.TORCH)
+
+
 def cross_entropy_rows() -> str:
     """A last layer and its loss: forward, both ways, and memory."""
     reports = {
@@ -375,7 +378,7 @@ def cross_entropy_rows() -> str:
     rows = []
     for (gpu, tuned), report in reports.items():
         for row in report.rows:
-            ways = [name for name in (cross_entropy.OURS, cross_entropy.COMPILED, cross_entropy.LIGER, cross_entropy.TORCH) if name in row["both"]]
+            ways = [name for name in _CONTENDERS if name in row["both"]]
             both = " / ".join(f"{cross_entropy.of_eager(row, name):.2f}" for name in ways)
             held = " / ".join(f"{row['bytes'][name] / 1e9:.2f}" for name in (cross_entropy.EAGER, *ways))
             forward = f"{cross_entropy.of_mm(row):.2f} ({cross_entropy.of_mm(row, cross_entropy.EAGER):.2f})"

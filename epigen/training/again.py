@@ -24,9 +24,8 @@ from epigen.runtime import arguments
 from epigen.runtime.code_builder import CodeBuilder
 from epigen.runtime.fast_call import Check
 from epigen.training import chain, composed, functions, layer, library, parted, plan
-from epigen.training.chain import Link
 from epigen.training.guarded_cache import DEVICES, GuardedCache, State, likeness, state
-from epigen.training.layer import Wanted
+from epigen.training.layer import Link, Wanted
 from epigen.training.plan import Backward, Step
 from epigen.training.site import How, Site, leading
 
@@ -57,7 +56,7 @@ def call(x: Any, links: Sequence[Link]) -> Any:
     if composed.needed(given):
         return chain.chain(x, links)
     x, links, trace = chain.written(x, links)
-    return chain.returned(trace, _found(x, links, _row(x, links)))
+    return chain.returned(trace, call(x, links) if parted.needed(links) else _found(x, links, _row(x, links)))
 
 
 def _row(x: Any, links: Sequence[Link]) -> list[Any]:

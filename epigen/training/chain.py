@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,24 +12,12 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from epigen.errors import CallError, near_miss
 from epigen.runtime import arguments
-from epigen.training import composed, functions, plan
-from epigen.training.layer import Layer, Value, apply, forward, kept, rows, shaped
+from epigen.training import composed, functions, parted, plan
+from epigen.training.layer import Layer, Link, Value, apply, forward, kept, rows, shaped
 from epigen.training.plan import Declared, Input, LayerRequest, Step
 
 if TYPE_CHECKING:
     from epigen.training.traced import Traced
-
-
-class Link(NamedTuple):
-    """One layer of a chain: its weight [N, K] and inputs, and how it is to be run. Fields as the arguments of `linear`; below `chain` epilogues are texts."""
-
-    weight: Tensor
-    inputs: Mapping[str, Value]
-    epilogue: Any
-    save: str | None = None
-    of: tuple[str, ...] | None = None
-    tune: str | None = None
-    main_grad: Tensor | None = None
 
 
 def chain(x: Tensor, layers: Sequence[Link]) -> Any:
@@ -48,7 +36,8 @@ def chain(x: Tensor, layers: Sequence[Link]) -> Any:
     if torch.compiler.is_compiling() or composed.needed(value for value in given if isinstance(value, Tensor)):
         return _one_by_one(*_dense(x, layers))
     x, layers, trace = written(x, layers)
-    return returned(trace, _of_texts(x, layers))
+    results = parted.joined(layers[-1].epilogue, chain(x, [parted.apart(layer) for layer in layers])) if parted.needed(layers) else _of_texts(x, layers)
+    return returned(trace, results)
 
 
 def _one_by_one(x: Tensor, layers: Sequence[Link]) -> Any:

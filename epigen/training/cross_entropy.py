@@ -143,21 +143,21 @@ def _operations() -> Any:
 # -- the programs
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _logits(bias: bool, scaled: bool, capped: bool) -> str:
     z = "mm + bias" if bias else "mm"
     z = f"({z}) * factor" if scaled else z
     return f"cap * tanh(({z}) / cap)" if capped else z
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def forward_program(bias: bool, scaled: bool, capped: bool, smoothed: bool, keeps: bool) -> str:
     """Of each row the logsumexp, the logit of its target and, with label smoothing, the sum of all; and the product, if it is kept."""
     outputs = "logsumexp(z, n), sum(where(n == target[m], z, 0), n)" + ", sum(z, n)" * smoothed + ", mm" * keeps
     return f"z = {_logits(bias, scaled, capped)}; {outputs}"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def backward_program(bias: bool, scaled: bool, capped: bool, smoothed: bool, bias_gradient: bool) -> str:
     """The gradient of mm, for columns that begin with that of number `offset`. share[m]: of each row's softmax; right[m]: of its target. A row without one is 0 whatever
     its logits are."""

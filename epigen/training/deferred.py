@@ -24,9 +24,9 @@ from torch.utils._device import DeviceContext
 from epigen.errors import CallError, InternalError
 from epigen.ir.program import MOST_PROGRAMS
 from epigen.training import again, chain
-from epigen.training.chain import Link
 from epigen.training.elements import CHANNELS_LAST, channels_second, rows_first, why_no_product, why_not_as_fast
 from epigen.training.guarded_cache import DEVICES, GuardedCache, State, state
+from epigen.training.layer import Link
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PLAIN = (Tensor, nn.Parameter)

@@ -352,7 +352,8 @@ def presented(trace: Traced, inputs: Mapping[str, Any], shape: Sequence[int]) ->
     given = {**inputs, **trace.held, **{name: inputs[own] for name, own in trace.renamed.items()}}
     for name, (own, calls) in trace.viewed.items():
         given[name] = functools.reduce(lambda value, call: call[0](value, *call[1]), calls, given[own])
-    return {leaf.name: _presented(leaf, given[leaf.name], shape) for leaf in trace.program.leaves}
+    tile = (*shape[:-1], shape[-1] // trace.parts)
+    return {leaf.name: _presented(leaf, given[leaf.name], tile) for leaf in trace.program.leaves}
 
 
 def _presented(leaf: Leaf, value: Any, shape: Sequence[int]) -> Tensor | float:

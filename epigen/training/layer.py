@@ -8,9 +8,9 @@ is freed, and its weight's gradient there, before the layer before it begins. No
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,18 @@ from epigen.training.plan import Backward, Step
 
 Value = Tensor | float
 """An input of a program."""
+
+
+class Link(NamedTuple):
+    """One layer of a chain: its weight [N, K] and inputs, and how it is to be run. Fields as the arguments of `linear`; below `chain` epilogues are texts."""
+
+    weight: Tensor
+    inputs: Mapping[str, Value]
+    epilogue: Any
+    save: str | None = None
+    of: tuple[str, ...] | None = None
+    tune: str | None = None
+    main_grad: Tensor | None = None
 
 
 def numbers(values: Sequence[Value]) -> list[float]:

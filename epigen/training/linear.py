@@ -12,9 +12,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from epigen.errors import CallError, shown
 from epigen.runtime import arguments
 from epigen.training import again, functions, parted
-from epigen.training.chain import Link
 from epigen.training.functions import Function
-from epigen.training.layer import Value
+from epigen.training.layer import Link, Value
 
 
 def linear(

@@ -14,9 +14,8 @@ from epigen import ops
 from epigen.errors import CallError, unknown
 from epigen.ir import reference
 from epigen.training import again, functions, linear
-from epigen.training.chain import Link
 from epigen.training.functions import Function
-from epigen.training.layer import Value
+from epigen.training.layer import Link, Value
 
 ACTIVATIONS = tuple(name for name, op in ops.TABLE.items() if op.group == "activation" and len(op.params) == 1)
 """What an MLP can have between its layers."""

@@ -6,7 +6,7 @@ A gradient comes back to a whole tensor by torch's own derivative of the views, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,9 +17,7 @@ from epigen.lang.syntax import HALVES
 from epigen.runtime import outputs
 from epigen.runtime.parted import together
 from epigen.training import plan
-
-if TYPE_CHECKING:
-    from epigen.training.chain import Link
+from epigen.training.layer import Link
 
 
 class _Program(NamedTuple):

@@ -8,10 +8,11 @@ program, whose derivative is then the function's.
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from torch.utils import _pytree as pytree
 
 from epigen.errors import CallError, CheckError, EpigenError, ParseError
 from epigen.ir.check import refused_name
+from epigen.ir.program import graph_of
 from epigen.ir.reference import without_autocast
+from epigen.training import halved
 from epigen.training.aten import CALLED, Imported, Importer, Unknown, is_view, name_of
 from epigen.training.unlogged import unlogged
 
@@ -37,7 +40,7 @@ class Traced:
     """program: what the function computes. held: tensors of the function's own, by the names that they have as inputs of the program.
     renamed: by the same names, those arguments of the function that are called otherwise there, because the language has the names for itself.
     viewed: by the same names, views of arguments or of what is held: its name, and what is called of it in turn, with the arguments that follow.
-    results: the shape and dtype of each tensor that it returns. structure: what holds them."""
+    results: the shape and dtype of each tensor that it returns. structure: what holds them. parts: of how many columns of the product one of its tiles' is."""
 
     program: Imported
     held: Mapping[str, Tensor]
@@ -45,6 +48,7 @@ class Traced:
     viewed: Mapping[str, tuple[str, tuple[tuple[Any, tuple[Any, ...]], ...]]]
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     structure: pytree.TreeSpec
+    parts: int = 1
 
 
 class Unrunnable(CallError):
@@ -53,10 +57,10 @@ class Unrunnable(CallError):
 
 def trace(
     function: Callable[..., Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device, inputs: Mapping[str, Given],
-    constants: Mapping[str, Any] = types.MappingProxyType({}), what: str = "the epilogue", casts: bool = False,
+    constants: Mapping[str, Any] = types.MappingProxyType({}), what: str = "the epilogue", casts: bool = False, origin: Callable[..., Any] | None = None,
 ) -> Traced:  # fmt: skip
     """function: takes the product, [..., N], and the inputs by name. shape, dtype: of the product. Numbers among the inputs stay inputs. constants: what it
-    takes besides, by name. what: it is called in errors. casts: as of `Importer`.
+    takes besides, by name. what: it is called in errors. casts: as of `Importer`. origin: the function by whose names tensors that it holds are called.
 
     Raises CallError, which names the operation that is not in the language and its place in the function; Unrunnable where torch itself refuses.
     """
@@ -85,6 +89,10 @@ def trace(
         said = str(error).partition("\n")[0]
         raise Unrunnable(f"{what} cannot be run on a product of {list(shape)}: {type(error).__name__}: {said}") from error
     module.graph.eliminate_dead_code()
+    with fake:
+        way = halved.way_of(module, empty)
+    if way and (of_parts := _of_parts(function, module, way, structure[0], shape, dtype, device, inputs, what, casts)) is not None:
+        return of_parts
     product, *placed = module.graph.find_nodes(op="placeholder")
     called_names = dict(zip(placed, names, strict=True))
     for node, name in called_names.items():
@@ -105,7 +113,7 @@ def trace(
         if node.op != "get_attr":
             raise Unknown(node, "it counts neither all rows of the product nor all its columns")
         tensor = getattr(module, str(node.target))
-        name = next((name for name, other in held.items() if other is tensor), "") or _free(_name_in(function, tensor) or "constant", taken)
+        name = next((name for name, other in held.items() if other is tensor), "") or _free(_name_in(origin or function, tensor) or "constant", taken)
         held[name] = tensor
         return name
 
@@ -141,6 +149,29 @@ def trace(
         raise CallError(f"{what} is no epilogue: {error.diagnostics[0].message}; {error.diagnostics[0].hint}") from error
     values = [node.meta["val"] for node in results]
     return Traced(program, held, renamed, viewed, tuple((tuple(v.shape), v.dtype) for v in values), structure[0])
+
+
+def _of_parts(
+    function: Callable[..., Any], module: fx.GraphModule, way: str, structure: pytree.TreeSpec, shape: Sequence[int], dtype: torch.dtype, device: torch.device,
+    inputs: Mapping[str, Given], what: str, casts: bool,
+) -> Traced | None:  # fmt: skip
+    """A function that parts its product, by the program of both parts; None where it reads but one. structure: of its results."""
+    *lead, columns = shape
+    taken = {*inputs}
+    x, y = (_free(name, taken) for name in ("left", "right"))
+    run = halved.of_parts(module, way, columns)
+
+    def of_both(mm: Tensor, **values: Tensor) -> Any:
+        return pytree.tree_unflatten(run(mm, values.pop(y), *values.values()), structure)
+
+    part = torch.empty((*lead, columns // 2), dtype=dtype, device=device)
+    traced = trace(of_both, part.shape, dtype, device, {**inputs, y: part}, what=what, casts=casts, origin=function)
+    text = re.sub(rf"\b{y}\[m,n\]", y, traced.program.text)
+    if text == traced.program.text or not re.search(r"\bmm\b", text):
+        return None
+    text = f"{x}, {y} = {way}(mm); " + re.sub(r"\bmm\b", x, text)
+    program = replace(traced.program, text=text, graph=graph_of(text), leaves=tuple(leaf for leaf in traced.program.leaves if leaf.name != y))
+    return replace(traced, program=program, parts=2)
 
 
 def _of_the_product_alone(node: fx.Node, product: fx.Node) -> bool:

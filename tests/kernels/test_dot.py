@@ -35,7 +35,7 @@ from epigen.perf.traffic import traffic
 from epigen.runtime.ahead import Job
 from epigen.runtime.loader import triton_version
 from epigen.training.again import call as chain
-from epigen.training.chain import Link
+from epigen.training.layer import Link
 
 # -- dot(a, b) is mm
 

@@ -320,3 +320,60 @@ def test_a_file_takes_and_gives_whole_tensors(text: str, call: str, tmp_path: Pa
     assert checked.returncode == 0 and "agrees with torch" in checked.stdout, checked.stdout + checked.stderr
     called = anew(tmp_path, "-c", CALLS + call)
     assert called.returncode == 0, called.stderr
+
+
+# -- functions of torch's
+
+HELD = drawn(2 * N, seed=7)
+FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
+    "glu": (functional.glu, "left = mm; left * sigmoid(dot(a, b_right[k,n]))"),
+    "chunk": (lambda mm: functional.silu(mm.chunk(2, -1)[0]) * mm.chunk(2, -1)[1], "silu(mm) * dot(a, b_right[k,n])"),
+    "split": (lambda mm: functional.gelu(mm.split(N, -1)[1]) * mm.split(N, -1)[0], "gelu(dot(a, b_right[k,n])) * mm"),
+    "slices": (lambda mm: (mm[..., :N] * 2, mm[..., :N] * mm[..., N:]), "mm * 2, mm * dot(a, b_right[k,n])"),
+    "pairs": (lambda mm: functional.silu(mm[..., ::2]) * mm[..., 1::2], "silu(mm) * dot(a, b_right[k,n])"),
+    "held": (lambda mm: functional.gelu((mm * HELD)[..., :N]) * (mm * HELD)[..., N:], "gelu(mm * HELD_1[n]) * (dot(a, b_right[k,n]) * HELD_2[n])"),
+}
+
+
+def clamped(mm: Tensor, bias: Tensor) -> Tensor:
+    """Of gpt-oss, as transformers writes it."""
+    gate, up = (mm + bias)[..., ::2], (mm + bias)[..., 1::2]
+    gate, up = gate.clamp(min=None, max=7.0), up.clamp(min=-7.0, max=7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+@pytest.mark.parametrize(("function", "program"), FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_a_function_that_parts_its_product_is_a_program_of_parts(function: Callable[..., Any], program: str, lead: tuple[int, ...]) -> None:
+    x, weight = drawn(*lead, 5, K).requires_grad_(), drawn(2 * N, K, seed=1).requires_grad_()
+    found, expected = epigen.linear(x, weight, None, function), function(functional.linear(x, weight))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    totals = [sum(t.square().sum() for t in (several if isinstance(several, tuple) else (several,))) for several in (found, expected)]
+    torch.testing.assert_close(*(torch.autograd.grad(total, (x, weight)) for total in totals), atol=2e-3, rtol=1e-3)
+    kernel = epigen.compile(function)
+    torch.testing.assert_close(kernel(x.detach(), weight.detach().T), function(functional.linear(x.detach(), weight.detach())), atol=1e-4, rtol=1e-4)
+    assert graph_of(kernel.kernel.graph.text) == graph_of(program)
+
+
+def test_a_functions_bias_is_parted_with_the_product() -> None:
+    x, weight, bias = drawn(3, 5, K), drawn(2 * N, K, seed=1), drawn(2 * N, seed=2)
+    torch.testing.assert_close(epigen.linear(x, weight, bias, clamped), clamped(functional.linear(x, weight), bias), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(epigen.linear(x, weight, bias, functional.glu), functional.glu(functional.linear(x, weight, bias)), atol=1e-4, rtol=1e-4)
+    layer = epigen.nn.Linear(K, 2 * N, epilogue=functional.glu)
+    torch.testing.assert_close(layer(x), functional.glu(functional.linear(x, layer.weight, layer.bias)), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda mm: torch.relu(mm[..., :N]),
+        lambda mm: (mm * 2, mm[..., :N] * mm[..., N:]),
+        lambda mm: torch.softmax(mm, -1)[..., :N] * mm[..., N:],
+        lambda mm: mm[..., :N] * mm[..., 1 : N + 1],
+        lambda mm: mm.split(N // 2, -1)[0] * mm.split(N // 2, -1)[1],
+        lambda mm: functional.glu(mm, 0),
+    ],
+)
+def test_a_function_that_does_more_with_the_whole_is_refused(function: Callable[..., Any]) -> None:
+    with pytest.raises(CallError, match="no epilogue computes"):
+        epigen.linear(drawn(4, K), drawn(2 * N, K, seed=1), None, function)

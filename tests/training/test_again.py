@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import epigen
 from epigen.errors import CallError
 from epigen.training import again, chain, library, plan
-from epigen.training.chain import Link
+from epigen.training.layer import Link
 
 pytestmark = pytest.mark.usefixtures("one_thread", "_forgotten")
 

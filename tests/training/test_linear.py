@@ -21,7 +21,7 @@ from epigen.ir.derivation import SAVE
 from epigen.runtime import kernel as kernel_module
 from epigen.training import library
 from epigen.training.again import call as chain
-from epigen.training.chain import Link
+from epigen.training.layer import Link
 
 
 def normal(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 1.0, grad: bool = True) -> Tensor:

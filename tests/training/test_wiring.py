@@ -25,7 +25,7 @@ from epigen.ir import reference
 from epigen.ir.derivation import NOTHING, SAVE
 from epigen.training import again, library, plan
 from epigen.training.again import call as chain
-from epigen.training.chain import Link
+from epigen.training.layer import Link
 
 M, K, N = 6, 4, 9
 Values = dict[str, Tensor]
