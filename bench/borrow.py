@@ -75,10 +75,13 @@ def of_this_version(records: Iterable[Record], triton: str) -> list[Record]:
     return list(best.values())
 
 
+_DTYPES = {t.name: t for t in dtypes.ALL}
+
+
 def task_of(one: Record, target: Target) -> Task:
     """The task that the record was tuned by."""
     dense = [kind.partition("[")[0] for kind in one.inputs if "[" in kind]
-    a, b, *inputs = (dtypes.BY_NAME[name] for name in (one.a, one.b, *(dense or [one.a])))
+    a, b, *inputs = (_DTYPES[name] for name in (one.a, one.b, *(dense or [one.a])))
     return Task(graph_of(one.program), one.shape, a, b, tuple(inputs), one.layout, one.precision or "ieee", target)
 
 

@@ -392,8 +392,8 @@ UNARY = {op.symbol: op.name for op in TABLE.values() if op.symbol and len(op.par
 
 SPECIAL = {
     "dot": "dot(a, b): the product, of a[m,k] and b[k,n] or of what is computed of each, rounded to its dtype; dot(a, b) is mm",
-    "halves": "x, y = halves(mm): both halves of what is computed of a product, left and right, of a stacked b [K, 2 N]; halves(x, y): two tiles beside one another, as an output",
-    "pairs": "x, y = pairs(mm): the same of columns that lie in turn, x y x y; pairs(x, y) joins two tiles so, as an output",
+    "halves": "halves(mm): both halves of what is computed of a product by a stacked b [K, 2 N], as in x, y = halves(mm); halves(x, y): two tiles beside one another, as an output",
+    "pairs": "pairs(mm): the same of columns that lie in turn, x y x y; pairs(x, y): two tiles joined so, as an output",
     "cast": "cast(x, dtype): x rounded to dtype; at an output it sets that output's dtype",
     "bitmask": "bitmask(p): packs a boolean tile, one bit an element, as an output",
     "bits": "bits(name): reads the packed mask `name` as a boolean tile",

@@ -66,15 +66,15 @@ def part_stacked(graph: fx.Graph, terms: Terms = UNTUNED) -> None:
     What the backward keeps are then the parts, in place of the whole product, which no such program gives. It is tried on a copy.
     """
     late = _late(graph)
-    early = [node for node in stacked.found(graph) if node not in late]
-    if not late or not early:
+    of_forward = [node for node in stacked.found(graph) if node not in late]
+    if not late or not of_forward:
         return
     copy, at = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.output(copy.graph_copy(graph, at))
-    parted = stacked.as_products(copy, [at[node] for node in early])
+    parted = stacked.as_products(copy, [at[node] for node in of_forward])
     forward, _ = _parted(copy, terms)
     taken = [all(isinstance(r := forward.region(made), Region) and r.product.second is not None for made in each.made) for each in parted]
-    stacked.as_products(graph, [node for node, both in zip(early, taken, strict=True) if both])
+    stacked.as_products(graph, [node for node, both in zip(of_forward, taken, strict=True) if both])
     graph.eliminate_dead_code()
 
 
