@@ -267,8 +267,8 @@ def _elementwise_error(name: str, args: list[tuple[Tensor, Tensor, str]]) -> Ten
         for gradient, error in zip(gradients, errors, strict=True):
             if gradient is not None:
                 passed = passed + torch.where(error == 0, 0.0, evaluate_rule(gradient, at | {"grad": error}).abs())
-        step = at["out"] - reference.torch_function(name)(*points)  # a slope does not tell of a jump, as of softshrink by a width below 0
-        passed = torch.maximum(passed, torch.nan_to_num(step.abs()))
+        step = torch.nan_to_num((at["out"] - reference.torch_function(name)(*points)).abs())
+        passed = torch.where(step > passed, step + passed, passed)  # a slope does not tell of a jump, as of softshrink by a width below 0
         total = evaluate_rule(own, at).abs() * UNIT + TINY + passed
         worst = torch.maximum(worst, torch.nan_to_num(total, nan=torch.inf, posinf=torch.inf))
     # an argument that is not finite has a definite result (NaN or an infinity), and no error

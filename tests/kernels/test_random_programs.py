@@ -67,6 +67,12 @@ def test_what_the_sigmoid_lacks_of_one_counts_as_often_as_z_says() -> None:
 
 
 @pytest.mark.triton
+def test_a_width_below_zero_has_softshrink_jump() -> None:
+    """There x lies to both sides of the middle, and which is taken hangs on the last bit."""
+    promised("z = gelu_16bit(x=mm); width = cast(z, fp16); cast(softshrink(z, width=width), fp16), bitmask(mask)", "interpreter", "cpu", FP16)
+
+
+@pytest.mark.triton
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(most=20, tame=True, casts=INTERPRETABLE))
 def test_library_schedule(text: str) -> None:
