@@ -21,6 +21,8 @@ def inputs_of(graph: Graph, shape: tuple[int, ...], source: torch.Generator) -> 
     for node in graph.inputs():
         if node.op == g.BITS:
             found[node.name] = reference.pack(torch.rand(shape[:2], generator=source) > 0.5)
+        elif node.kind == g.SEED:
+            found[node.name] = torch.randint(1 << 62, (1,), generator=source)
         else:
             found[node.name] = normal(node.indices, shape, source)
     return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random as random_module
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from epigen import ops
@@ -222,11 +222,21 @@ _POSITIONS = {
     "gate[m,n]": "tanh(m - n)",
     "up[m,n]": "where(n <= m, mm, 0)",
 }
+_RANDOM = {"gate[m,n]": "uniform(seed)", "up[m,n]": "dropout(mm, 0.25, seed)", "aux[m, n]": "dropout(aux[m, n], 0.5, other_seed)"}
 
 
 def with_positions(random: random_module.Random, text: str) -> str:
     """A program, with what is computed of positions in place of some inputs."""
-    for declared, instead in _POSITIONS.items():
+    return _with(random, text, _POSITIONS)
+
+
+def with_random_numbers(random: random_module.Random, text: str) -> str:
+    """A program, with random numbers, and what is dropped by some, in place of some inputs."""
+    return _with(random, text, _RANDOM)
+
+
+def _with(random: random_module.Random, text: str, others: Mapping[str, str]) -> str:
+    for declared, instead in others.items():
         if random.random() < 0.7:
             text = text.replace(declared, instead)
     return text

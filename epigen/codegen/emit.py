@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from epigen import ops
-from epigen.codegen.spec import CAST, POSITION, WIDEN, Arg, KernelSpec, Line, Partial, Source, number
+from epigen.codegen.spec import CAST, POSITION, UNIFORM, WIDEN, Arg, KernelSpec, Line, Partial, Source, number
 from epigen.dtypes import INT8, INT32, UINT8, DType
 
 _TL = re.compile(r"\btl\.(?!PropagateNan|extra\.)")  # which Gluon takes from Triton's language
@@ -43,6 +43,8 @@ def line(line: Line, dialect: Dialect = TRITON, offsets: str = "") -> str:
         args[0] = f"tl.full([1, 1], {args[0]}, tl.float32)"
     if line.op == POSITION:
         text = f"{offsets or args[0]}.to(tl.float32)"
+    elif line.op == UNIFORM:
+        text = f"{UNIFORM}({', '.join(args)})"
     elif line.op == WIDEN:
         text = f"{args[0]}.to(tl.float32)"
     elif line.op == CAST:
@@ -97,6 +99,20 @@ _TO_INT8 = (
     "# adding 1.5 * 2^23 leaves no fraction bits, so the addition rounds to nearest even",
     "x = tl.where(x == x, tl.minimum(tl.maximum(x, -128.0), 127.0), 0.0)",
     "return ((x + 12582912.0) - 12582912.0).to(tl.int8)",
+)
+
+
+_UNIFORM = (
+    "# Philox4x32-10 of the counter (n // 4, m, product, 0), of whose four words column n has its own: what is the same for a row or a column is computed once",
+    "c0, c1, c2, c3 = (n >> 2).to(tl.uint32), m.to(tl.uint32), tl.full([1, 1], product, tl.uint32), tl.full([1, 1], 0, tl.uint32)",
+    "k0, k1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF",
+    "for _ in tl.static_range(10):",
+    "    x, y = tl.mul(c0, 0xD2511F53, sanitize_overflow=False), tl.mul(c2, 0xCD9E8D57, sanitize_overflow=False)",
+    "    c0, c2 = tl.umulhi(c2, 0xCD9E8D57) ^ c1 ^ k0.to(tl.uint32), tl.umulhi(c0, 0xD2511F53) ^ c3 ^ k1.to(tl.uint32)",
+    "    c1, c3 = y, x",
+    "    k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF",
+    "word = tl.where((n & 2) == 0, tl.where((n & 1) == 0, c0, c1), tl.where((n & 1) == 0, c2, c3))",
+    "return (word >> 8).to(tl.float32) * 5.9604644775390625e-08",
 )
 
 
@@ -172,6 +188,8 @@ def helpers(
         functions[name] = dialect.rename(f"{dialect.jit}\ndef {name}({params}):\n    {text}\n")
 
     for item in lines:
+        if item.op == UNIFORM:
+            define(UNIFORM, "seed, m, n, product", _UNIFORM)
         op = ops.TABLE.get(item.op)
         if op is not None and _spelled(item)[1]:
             same = {p.name: p.name for p in op.params}

@@ -14,6 +14,7 @@ from epigen.codegen.spec import (
     CAST,
     POSITION,
     TMA_BYTES,
+    UNIFORM,
     WIDEN,
     Arg,
     Finish,
@@ -345,12 +346,16 @@ class _Body:
         for number in _reached(self.graph, roots, through=False):
             node = self.graph.nodes[number]
             if node.op in (g.INPUT, g.BITS):
-                inputs.append(Input(node.name, node.indices, UINT8 if node.op == g.BITS else dtypes[node.name], node.op == g.BITS, node.periods))
+                dtype = UINT8 if node.op == g.BITS else dtypes[node.name]
+                inputs.append(Input(node.name, node.indices, dtype, node.op == g.BITS, node.periods, node.kind == g.SEED))
             elif node.op == g.DOT:
                 if self.signature.a == INT8:
                     lines.append(Line(self.names[number], WIDEN, (accumulator(node.name),)))
             elif node.op == g.POSITION:
                 lines.append(Line(node.name, POSITION, (offsets(node.name),)))
+            elif node.op == g.UNIFORM:
+                product = "batch_id" if self.signature.batched else "0"
+                lines.append(Line(self.names[number], UNIFORM, (self.arg(node.args[0]), offsets("m"), offsets("n"), product)))
             elif node.op in ops.TABLE or node.op == g.CAST:
                 op = CAST if node.op == g.CAST else node.op
                 lines.append(Line(self.names[number], op, tuple(self.arg(a) for a in node.args), node.dtype, number in self.scalar, self.signature.exact))

@@ -93,13 +93,14 @@ USUAL = Numerics()
 @dataclass(frozen=True, slots=True)
 class Input:
     """A named input of a kernel. indices: "mn", "m", "n" or ""; of an operand also "k", and "mk" or "kn". dtype None: a number passed by value.
-    periods: of each index what a program calls the extent after which it begins anew, or ""; none where no index does."""
+    periods: of each index what a program calls the extent after which it begins anew, or ""; none where no index does. seed: it is no number."""
 
     name: str
     indices: str
     dtype: DType | None
     packed: bool
     periods: tuple[str, ...] = ()
+    seed: bool = False
 
     @property
     def periodic(self) -> str:
@@ -121,7 +122,7 @@ def accumulator(second: str) -> str:
     return f"{ACC}_of_{second}" if second else ACC
 
 
-CAST, WIDEN, POSITION = "cast", "widen", "position"
+CAST, WIDEN, POSITION, UNIFORM = "cast", "widen", "position", "uniform"
 
 
 def k_multiple(k: int) -> int:
@@ -241,7 +242,8 @@ def number(value: float) -> str:
 class Line:
     """`name = op(args)`: one line of the epilogue.
 
-    op: a row of the operation table, CAST (round to `dtype`, stay a number), WIDEN (the int32 accumulator as fp32) or POSITION (offsets as fp32).
+    op: a row of the operation table, CAST (round to `dtype`, stay a number), WIDEN (the int32 accumulator as fp32), POSITION (offsets as fp32) or
+        UNIFORM (random numbers of a seed, of rows' and columns' offsets, and of the product's number).
     scalar: the arguments are scalars that Triton would not treat as tensors, so the first is made a block of one element.
     exact: by the row's `exact` text, if it has one.
     """
@@ -415,8 +417,9 @@ class KernelSpec:
 
     @property
     def positions(self) -> frozenset[str]:
-        """What the main kernel calls the offsets that are values of the epilogue."""
-        return frozenset(offsets(line.name) for line in self.lines if line.op == POSITION)
+        """What the main kernel calls the offsets that values of the epilogue are computed of."""
+        used = {arg for line in self.lines if line.op in (POSITION, UNIFORM) for arg in line.args}
+        return frozenset(name for name in map(offsets, "mn") if name in used)
 
     @property
     def loaded(self) -> tuple[Input, ...]:

@@ -7,6 +7,8 @@ output does. Its reference is the operation table's torch column, so what it che
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 from epigen import ops
@@ -19,7 +21,7 @@ from epigen.codegen.spec import EXACT_INT8, LINE_BYTES, MOST_POSITIONS, PAST, TM
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType
 from epigen.errors import ConfigError
 from epigen.ir import graph as g
-from epigen.ir import passes
+from epigen.ir import passes, philox
 from epigen.ir.graph import Graph
 from epigen.ir.parting import Parting
 
@@ -49,7 +51,7 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
         words=[i.name for i in spec.inputs if i.name in units(spec, config)["in_words"]],
         positions=graph.positions().upper(), most_positions=MOST_POSITIONS, tma_bytes=TMA_BYTES, line_bytes=LINE_BYTES, exact_int8=EXACT_INT8, past=PAST, nonempty=_nonempty(spec, config),
         check_shape=check_shape(spec, config), divisors=_divisors(spec, config, rendered), transposed=[t for t in "ab" if _transposed(spec, config, t)],
-        reference=_reference(graph, spec), results=_results(graph), tolerance=_tolerance(graph, spec),
+        reference=_reference(graph, spec), random=_random(graph), results=_results(graph), tolerance=_tolerance(graph, spec),
         **_where(graph, spec, schedule, rendered.whole), setting=_setting(spec),
         packed_in=any(i.packed for i in spec.all_inputs), packed_out=any(o.packed for o in spec.outputs),
     )  # fmt: skip
@@ -170,6 +172,14 @@ def _argument(name: str, spec: KernelSpec) -> str:
     return next((i.name for i in spec.all_inputs if parameter(i.name) == name), name)
 
 
+def _random(graph: Graph) -> str:
+    """The functions by which the reference draws random numbers, if it does."""
+    if not any(n.op == g.UNIFORM for n in graph.nodes):
+        return ""
+    functions = [inspect.getsource(f) for f in (philox.philox, philox.random_numbers)]
+    return re.sub(r"\b(philox|random_numbers)\(", r"_\1(", "\n\n".join(functions))
+
+
 def _reference(graph: Graph, spec: KernelSpec) -> list[str]:
     """The program in float64 torch, a line a node, in shapes that broadcast. No name of a user's begins with an underscore."""
     lines = []
@@ -188,6 +198,11 @@ def _reference(graph: Graph, spec: KernelSpec) -> list[str]:
                 text = f"torch.tensor(float({_EXTENT[node.name]}), dtype=torch.float64, device=a.device)"
             case g.POSITION:
                 text = f"torch.arange({_EXTENT[node.name]}, device=a.device).double(){_BESIDE[node.name]}"
+            case g.UNIFORM:
+                rows, columns = (f"torch.arange({_EXTENT[index]}, device=a.device)" for index in node.indices)
+                text = f"_random_numbers({args[0]}, {rows}, {columns}, 0)"
+            case g.INPUT if node.kind == g.SEED:
+                text = node.name
             case g.INPUT if node.periods:
                 text = f"{node.name}.double()"
                 for dim, (index, period) in enumerate(zip(node.indices, node.periods, strict=True)):

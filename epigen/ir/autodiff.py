@@ -117,7 +117,7 @@ class _Tape:
         self.leads: list[bool] = []
         """Whether a forward node's gradient is needed, for itself or on the way to one that is wanted."""
         for node in graph.nodes:
-            wanted = node.op in (g.DOT, g.INPUT) and (node.name or g.PRODUCT) in wrt
+            wanted = node.op in (g.DOT, g.INPUT) and node.kind == NUMBER and (node.name or g.PRODUCT) in wrt
             wanted |= node.op == g.OPERAND and g.PRODUCT in wrt
             passing = _passing(node)
             leads = bool(passing) and any(self.leads[a] for a, rule in zip(node.args, passing, strict=True) if rule is not None)

@@ -51,8 +51,10 @@ class Difference:
     where: tuple[int, ...]
 
 
-def expect(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, reference.Number], dtypes: list[DType], precision: str) -> list[Expected]:
-    """The oracle's outputs with their bounds. precision: "ieee" or "tf32", for fp32 operands, or "fast_accum", for fp8 ones.
+def expect(
+    graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, reference.Number], dtypes: list[DType], precision: str, number: int = 0
+) -> list[Expected]:  # fmt: skip
+    """The oracle's outputs with their bounds. precision: "ieee" or "tf32", for fp32 operands, or "fast_accum", for fp8 ones. number: the product's in a batch.
 
     The product's bound is 4 sqrt(K) 2^-23 |a| @ |b| (Higham and Mary's probabilistic bound for K roundings, with a factor 4 and
     one bit for the tensor cores' truncation), and 2^-9 |a| @ |b| more for tf32. fp8 accumulates in tensor-core steps of about 14
@@ -60,12 +62,12 @@ def expect(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, reference.Nu
     reaches over the middle between two numbers of its dtype: those differences are multiplied with the other operand, and added.
     """
     graph = rounded(graph, dtypes)
-    values = reference.node_values(graph, a, b, inputs, torch.float64)
+    values = reference.node_values(graph, a, b, inputs, torch.float64, number=number)
     errors: list[Tensor] = []
     for number, node in enumerate(graph.nodes):
         kinds = [graph.nodes[i].kind for i in node.args]
         args = [*zip(reference.arguments(graph, node, values), reference.arguments(graph, node, errors), kinds, strict=True)]
-        if node.op == g.INPUT:
+        if node.op == g.INPUT and node.kind == NUMBER:
             error = _input_error(inputs[node.name], values[number])
         elif node.op == g.DOT:
             error = _product_error(graph, number, values, errors, (a, b), inputs, precision)
@@ -138,7 +140,7 @@ def _error(node: Node, value: Tensor, args: list[tuple[Tensor, Tensor, str]], a:
     match node.op:
         case g.CONSTANT | g.EXTENT:
             return torch.where(value.float() == value, 0.0, value.abs() * UNIT)  # which may lie at a step of what follows
-        case g.BITS | g.OPERAND | g.POSITION:
+        case g.BITS | g.INPUT | g.OPERAND | g.POSITION | g.UNIFORM:
             return torch.zeros((), dtype=torch.float64, device=a.device)
         case g.CAST:
             assert node.dtype is not None

@@ -29,6 +29,8 @@ from epigen.ir.graph import (
     PACKED,
     POSITION,
     REDUCE,
+    SEED,
+    UNIFORM,
     Graph,
     Node,
     Output,
@@ -45,6 +47,7 @@ PREDECLARED = {"bias": "n", "residual": "mn"}
 INDEX_NAMES = frozenset("mnk")
 POSITIONS = {"m": "row", "n": "column"}
 """The indices that are values too: the number, from 0 on, of what they are an index of."""
+_NO_SEEDS = frozenset({"mm", "mask", *OPERANDS, *POSITIONS})
 _IN_ORDER = ("m", "n", "mn", "k", "mk", "kn")
 """The indices that an input may have: those with k within an operand of dot."""
 
@@ -156,7 +159,7 @@ class _Builder:
         self.assigned: dict[str, Assign] = {}
         self.letters: dict[str, str] = {}  # of the names that are bound or declared so far, each with the first that has them
         self.used: set[str] = set()
-        self.inputs: dict[str, tuple[str, bool, Span, tuple[str, ...]]] = {}  # name -> indices, packed, first use, periods
+        self.inputs: dict[str, tuple[str, str, Span, tuple[str, ...]]] = {}  # name -> indices, kind, first use, periods
         self.mistakes: dict[Diagnostic, None] = {}  # in order, each once
 
     # -- nodes
@@ -222,7 +225,7 @@ class _Builder:
     def unlike_scalars(self, name: str, span: Span) -> bool:
         """As `scalar_name` of the scalars above, so that a program means the same in whatever order it is written; notes the mistake if not."""
         known = self.letters.get(letters(name), name)
-        if len(name) > 2 and known != name and known in self.inputs and self.inputs[known][:2] == ("", False):
+        if len(name) > 2 and known != name and known in self.inputs and self.inputs[known][:2] == ("", NUMBER):
             self.error(f"'{name}' has the letters of the scalar input '{known}'", span, "choose a name less like it")
             return False
         return True
@@ -247,6 +250,10 @@ class _Builder:
                     return (yield from self.mean(expr))
                 if function == "extent":
                     return self.call_extent(expr)
+                if function == "uniform":
+                    return self.call_uniform(expr)
+                if function == "dropout":
+                    return (yield from self.call_dropout(expr))
                 if function in ops.REDUCTIONS:
                     return (yield from self.reduction(function, expr))
                 if function == "bits":
@@ -303,7 +310,7 @@ class _Builder:
         if text not in PREDECLARED and text not in self.inputs and declared is None and not self.scalar_name(text, span):
             return None
         indices = PREDECLARED.get(text, "") if declared is None else declared
-        return self.input(text, indices, False, span, name.periods)
+        return self.input(text, indices, NUMBER, span, name.periods)
 
     def scalar_name(self, name: str, span: Span) -> bool:
         """A bare name that is not known yet declares a scalar, unless it looks like a slip of the pen."""
@@ -315,11 +322,13 @@ class _Builder:
             return False
         return True
 
-    def input(self, name: str, indices: str, packed: bool, span: Span, periods: tuple[str, ...] = ()) -> _Value:
+    def input(self, name: str, indices: str, kind: str, span: Span, periods: tuple[str, ...] = ()) -> _Value:
+        """kind: BOOLEAN of a packed mask."""
         if name in self.inputs:
-            known, known_packed, _, known_periods = self.inputs[name]
-            if known_packed != packed:
-                self.error(f"'{name}' is used as a packed mask and as numbers", span, "give the two inputs two names")
+            known, known_kind, _, known_periods = self.inputs[name]
+            if known_kind != kind:
+                first, second = sorted({BOOLEAN: "a packed mask", SEED: "a seed", NUMBER: "numbers"}[k] for k in (known_kind, kind))
+                self.error(f"'{name}' is used as {first} and as {second}", span, "give the two inputs two names")
                 return None
             if (known, known_periods) != (indices, periods):
                 self.error(
@@ -329,12 +338,12 @@ class _Builder:
         elif not self.name_is_free(name, span) or not self.unlike_scalars(name, span):
             self.names[name] = None  # one report a name
             return None
-        self.inputs.setdefault(name, (indices, packed, span, periods))
+        self.inputs.setdefault(name, (indices, kind, span, periods))
         self.letters.setdefault(letters(name), name)
-        return self.node(Node(BITS if packed else INPUT, (), BOOLEAN if packed else NUMBER, indices, name=name, periods=periods))
+        return self.node(Node(BITS if kind == BOOLEAN else INPUT, (), kind, indices, name=name, periods=periods))
 
     def bits(self, name: str, span: Span) -> _Value:
-        return self.input(name, "mn", True, span)
+        return self.input(name, "mn", BOOLEAN, span)
 
     def power(self, base: _Value, exponent: int, expr: Power) -> _Value:
         if base is None or not self.expect(base, NUMBER, expr.base, "the base of a power"):
@@ -394,9 +403,14 @@ class _Builder:
         for met in (self.nodes[a].indices for a in args):
             both = common_indices((indices, met))
             if len(both) > 2:
-                self.error(
-                    f"a value with {describe_indices(indices)} meets one with {describe_indices(met)}", span,
-                    "k ends at the product: what varies along it is part of an operand, as in dot(relu(a) * norm[k], b)")  # fmt: skip
+                message = f"a value with {describe_indices(indices)} meets one with {describe_indices(met)}"
+                hint = "k ends at the product: what varies along it is part of an operand, as in dot(relu(a) * norm[k], b)"
+                if any(n.op == UNIFORM for a in args for n in self.reached(a)):
+                    message, hint = (
+                        "random numbers within an operand",
+                        "they are drawn for the elements of the result: drop of a tensor before it is multiplied",
+                    )
+                self.error(message, span, hint)
                 return None
             indices = both
         reduced = [self.nodes[a] for a in args if self.nodes[a].reduced]
@@ -560,6 +574,45 @@ class _Builder:
                 return self.node(Node(EXTENT, (), NUMBER, "", name=axis))
         self.error("extent takes the name of an index of the result", call.span, "write extent(m) or extent(n)")
         return None
+
+    def call_uniform(self, call: Call) -> _Value:
+        given = self.arguments(call, ("seed",))
+        seed = None if given is None else self.seed(given[0])
+        return None if seed is None else self.node(Node(UNIFORM, (seed,), NUMBER, "mn"))
+
+    def seed(self, expr: Expr) -> _Value:
+        match expr:
+            case Name(name, span, None) if name not in self.assigned and name not in PREDECLARED and name not in _NO_SEEDS:
+                if name in self.names or not (name in self.inputs or self.scalar_name(name, span)):
+                    return None  # reported above, or by what has just been asked
+                return self.input(name, "", SEED, span)
+        self.error(
+            f"a seed is an input of its own, and '{expr_text(expr)}' was found",
+            expr.span,
+            "name one, such as seed, and call with seed=... an int or an int64 tensor",
+        )
+        return None
+
+    def call_dropout(self, call: Call) -> _Typing:
+        given = self.arguments(call, ("x", "p", "seed"))
+        if given is None:
+            return None
+        x, p, seed = (yield given[0]), (yield given[1]), self.seed(given[2])
+        typed = [v is not None and self.expect(v, NUMBER, e, f"dropout's {what}") for v, e, what in ((x, given[0], "x"), (p, given[1], "p"))]
+        if x is None or p is None or seed is None or not all(typed):
+            return None
+        rate = self.nodes[p]
+        if rate.op == CONSTANT and not 0 <= rate.value <= 1:
+            self.error(f"dropout's p is a probability, from 0 to 1, and {expr_text(given[1])} was found", given[1].span, "write 0.1 to drop one element in ten")
+            return None
+
+        def apply(op: str, *args: _Value) -> _Value:
+            return None if None in args else self.apply(ops.TABLE[op], tuple(a for a in args if a is not None), call.span)
+
+        # torch's p has no gradient either
+        kept = apply("sub", self.constant(1.0), p if rate.op == CONSTANT else apply("detach", p))
+        drawn = apply("ge", self.node(Node(UNIFORM, (seed,), NUMBER, "mn")), p)
+        return apply("where", drawn, apply("mul", x, apply("div", self.constant(1.0), kept)), self.constant(0.0))
 
     def reduction(self, row: str, call: Call, axes: str | None = None) -> _Typing:
         if call.keywords or not 1 <= len(call.args) <= (2 if axes is None else 1):

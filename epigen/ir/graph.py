@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from epigen.dtypes import DType
+from epigen.dtypes import INT64, UINT8, DType
 from epigen.ops import NUMBER
 
 # node kinds beside the rows of the operation table
-DOT, INPUT, BITS, OPERAND, CONSTANT, EXTENT, POSITION = "dot", "input", "bits", "operand", "constant", "extent", "position"
+DOT, INPUT, BITS, OPERAND, CONSTANT, EXTENT, POSITION, UNIFORM = "dot", "input", "bits", "operand", "constant", "extent", "position", "uniform"
 CAST, BITMASK, REDUCE = "cast", "bitmask", "reduce"
 PACKED = "packed"
 """Kind of a value that holds one bit an element, beside the operation table's NUMBER and BOOLEAN."""
+SEED = "seed"
+"""Kind of an input that random numbers are drawn by: 64 bits, and no number that is computed with."""
 
 INDICES = "mkn"
 """The index classes, in the order in which each value names its own: "mn" of a result, "mk" and "kn" of operands."""
@@ -32,9 +34,10 @@ class Node:
     """One value.
 
     op: a row of the operation table or one of the node kinds above.
-    args: of a product, its operands: a[m,k] and b[k,n] as they are given, or what is computed of each; of a second one the same of a, and an input [k,n].
+    args: of a product, its operands: a[m,k] and b[k,n] as they are given, or what is computed of each; of a second one the same of a, and an input [k,n];
+        of random numbers their seed.
     indices: which of INDICES it varies over, in that order. Along k only operands do, and what they are computed of.
-    kind: NUMBER, BOOLEAN or PACKED.  reduced: computed from a finished reduction.
+    kind: NUMBER, BOOLEAN, PACKED or SEED.  reduced: computed from a finished reduction.
     value: a constant's.  name: an input's or operand's, that of a second product's right operand, the index of an extent or a position, or the reduction's row.
     axes: what a reduction contracts.
     periods: of an input whose rows or columns begin anew, of each index what a program calls their number, and "" of one that has none; () of all others.
@@ -83,8 +86,9 @@ class Graph:
         return common_indices(n.name for n in self.nodes if n.op == POSITION)
 
     def numbered(self) -> str:
-        """The indices along which it counts which row or column one is: by its number, or by that within a period."""
-        return common_indices([self.positions(), *(periodic(n.indices, n.periods) for n in self.inputs())])
+        """The indices along which it counts which row or column one is: by its number, or by that within a period, or as random numbers do."""
+        drawn = (n.indices for n in self.nodes if n.op == UNIFORM)
+        return common_indices([self.positions(), *drawn, *(periodic(n.indices, n.periods) for n in self.inputs())])
 
     def product(self) -> int | None:
         """The number of the node of the product of a and b; None where the program is over a product that is given."""
@@ -103,6 +107,11 @@ class Graph:
         """Names of the inputs and outputs with an element for each of the result's, packed masks left out."""
         inputs = [n.name for n in self.inputs() if n.indices == "mn" and n.kind != PACKED and n.op != BITS and not n.periods]
         return (*inputs, *(o.name for o in self.outputs if self.nodes[o.node].indices == "mn" and self.nodes[o.node].kind != PACKED))
+
+
+def given_as(node: Node) -> DType | None:
+    """The dtype of an input that can have no other: of a packed mask, or a seed."""
+    return UINT8 if node.op == BITS else INT64 if node.kind == SEED else None
 
 
 def periodic(indices: str, periods: Sequence[str]) -> str:

@@ -15,7 +15,8 @@ from epigen.ir.graph import OPERANDS, PRODUCT, periodic
 from epigen.lang.syntax import WAYS, Assign, Call, Expr, Name, Parted, Power, Program, names_in, within
 from epigen.lang.walk import walk
 
-_OF_ALL_COLUMNS = frozenset({*ops.REDUCTIONS, "bgrad", "mean", "extent"})
+_RANDOM = frozenset({"uniform", "dropout"})
+_OF_ALL_COLUMNS = frozenset({*ops.REDUCTIONS, "bgrad", "mean", "extent", *_RANDOM})
 """Calls that mean another thing of a part than of the whole."""
 
 _LONGEST = 60
@@ -124,7 +125,8 @@ class _Rewriter:
         """The assignments of both parts, and for each those before it again that differ in them."""
         reached = self.reached(parted.value, before)
         for assign in before.values():
-            if assign.name in reached and any(name in self.twice or self.differs(name) for name in names_in(assign.value)):
+            drawn = any(isinstance(e, Call) and e.function in _RANDOM for e in within(assign.value))
+            if assign.name in reached and (drawn or any(name in self.twice or self.differs(name) for name in names_in(assign.value))):
                 self.twice[assign.name] = assign
         if reached.isdisjoint((PRODUCT, "b")):
             self.error(f"{parted.way} parts what is computed of the product, and there is no mm in this", parted.value.span, f"write {parted.way}(mm)")

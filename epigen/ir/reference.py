@@ -18,6 +18,7 @@ from epigen import ops
 from epigen.dtypes import BY_TORCH_ON_CPU, INT8, INT32, DType
 from epigen.errors import InternalError
 from epigen.ir import graph as g
+from epigen.ir import philox
 from epigen.ir.graph import Graph, Node
 
 Number = float | Tensor
@@ -52,19 +53,20 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def evaluate(
-    graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], dtypes: Sequence[DType], by_rows: bool = False, first_row: int = 0
+    graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], dtypes: Sequence[DType], by_rows: bool = False, first_row: int = 0, number: int = 0
 ) -> list[Tensor]:  # fmt: skip
     """The program's outputs, in fp32 arithmetic, each rounded once to its dtype; in fp64 where there is any, as torch has it.
 
     a: [M, K]. b: [K, N]. inputs: tile [M, N], row [M], column [N], mask uint8 [M, ceil(N / 8)], scalar; of operands also [K], and [M, K] or [K, N].
     dtypes: one an output. by_rows: a row of the result has the same bits whatever M is, and wherever the row lies. first_row: the number of a's first row.
+    number: the product's in a batch. A seed is a tensor of one element, int64.
     """
     if by_rows:
-        return _by_rows(graph, a, b, inputs, dtypes)
+        return _by_rows(graph, a, b, inputs, dtypes, number)
     compute = torch.float64 if any(isinstance(t, Tensor) and t.dtype == torch.float64 for t in (a, *inputs.values())) else torch.float32
     if compute == torch.float64:  # a number is one as well, where a kernel's is fp32
         inputs = {name: v if isinstance(v, Tensor) else torch.full((), v, dtype=compute, device=a.device) for name, v in inputs.items()}
-    values = node_values(graph, a, b, inputs, compute, first_row)
+    values = node_values(graph, a, b, inputs, compute, first_row, number)
     m, n = a.shape[0], b.shape[1]
     results = []
     for output, dtype in zip(graph.outputs, dtypes, strict=True):
@@ -79,12 +81,12 @@ def evaluate(
     return results
 
 
-def _by_rows(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], dtypes: Sequence[DType]) -> list[Tensor]:
+def _by_rows(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], dtypes: Sequence[DType], product_number: int) -> list[Tensor]:
     """One row after the other, each in memory of its own: torch's products, its sums and even its functions have other bits for other M, and for the last elements
     of a tensor. What all rows have a part in is evaluated once. About 5 times as slow as all rows at once (512x512x512, two cores, torch 2.13, 2026-11).
     """
     shared = _of_all_rows(graph)
-    results = evaluate(graph, a, b, inputs, dtypes) if any(o.node in shared for o in graph.outputs) or not a.shape[0] else []
+    results = evaluate(graph, a, b, inputs, dtypes, number=product_number) if any(o.node in shared for o in graph.outputs) or not a.shape[0] else []
     own = [i for i, o in enumerate(graph.outputs) if o.node not in shared]
     if not own or not a.shape[0]:
         return results
@@ -92,7 +94,7 @@ def _by_rows(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], d
     rows = []
     for i in range(a.shape[0]):
         of_row = {name: value[i : i + 1].clone() if name in of_rows and isinstance(value, Tensor) else value for name, value in inputs.items()}
-        rows.append(evaluate(graph, a[i : i + 1].contiguous().clone(), b, of_row, dtypes, first_row=i))
+        rows.append(evaluate(graph, a[i : i + 1].contiguous().clone(), b, of_row, dtypes, first_row=i, number=product_number))
     joined = {i: torch.cat([row[i] for row in rows]) if "m" in graph.nodes[graph.outputs[i].node].indices else rows[0][i] for i in own}
     return [joined[i] if i in joined else results[i] for i in range(len(graph.outputs))]
 
@@ -112,7 +114,9 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
-def node_values(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], compute: torch.dtype, first_row: int = 0) -> list[Tensor]:
+def node_values(
+    graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], compute: torch.dtype, first_row: int = 0, number: int = 0
+) -> list[Tensor]:  # fmt: skip
     """Every node's value, in shapes that broadcast: [M, N], [M, 1], [1, N] or a scalar, of operands also [M, K], [K, N] and [K]; packed masks as bytes."""
     m, n = a.shape[0], b.shape[1]
     values: list[Tensor] = []
@@ -122,6 +126,9 @@ def node_values(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number]
                 values.append(product(*multiplied(graph, node, values, a, b, inputs), compute))
             elif node.op == g.POSITION:
                 values.append(broadcastable(_positions(node.name, m, n, first_row, a.device), node.name, compute, a.device))
+            elif node.op == g.UNIFORM:
+                rows, columns = (_positions(index, m, n, first_row, a.device) for index in node.indices)
+                values.append(philox.random_numbers(values[node.args[0]], rows, columns, number).to(compute))
             elif node.periods:
                 given = inputs[node.name]
                 assert isinstance(given, Tensor)
@@ -162,6 +169,10 @@ def _value(node: Node, args: list[Tensor], a: Tensor, b: Tensor, inputs: Mapping
             return torch.full((), node.value, dtype=compute, device=a.device)  # in fp32 as the kernel sees it
         case g.EXTENT:
             return torch.full((), {"m": m, "n": n}[node.name], dtype=compute, device=a.device)
+        case g.INPUT if node.kind == g.SEED:
+            seed = inputs[node.name]
+            assert isinstance(seed, Tensor)
+            return seed.reshape(())
         case g.INPUT:
             return broadcastable(inputs[node.name], node.indices, compute, a.device)
         case g.BITS:

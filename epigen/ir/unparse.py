@@ -105,6 +105,8 @@ class _Writer:
                 return _name(node.name), 0
             case g.EXTENT:
                 return _call("extent", _name(node.name)), 0
+            case g.UNIFORM:
+                return _call("uniform", *args), depth
             case g.CONSTANT:
                 return Number(node.value, _NOWHERE), 0
             case g.INPUT:

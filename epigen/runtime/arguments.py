@@ -154,8 +154,18 @@ def check_double(what: str, t: Tensor, first: Tensor) -> None:
         raise CallError(f"{what} is float64, and the operands are {str(first.dtype).removeprefix('torch.')}: float64 is computed where they are float64 too")
 
 
+def check_seed(what: str, value: Any) -> None:
+    """value: as `seed` has it."""
+    if isinstance(value, Tensor) and value.dtype == torch.int64 and value.numel() == 1:
+        return
+    found = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise CallError(f"{what} is a seed, and {found} was given: pass an int of 64 bits, or an int64 tensor with one element")
+
+
 def _check_input(name: str, node: Node, value: Any, shape: tuple[int, int, int], first: Tensor) -> None:
     what, (m, n, _) = f"input '{name}'", shape
+    if node.kind == g.SEED:
+        check_seed(what, value)
     if not isinstance(value, Tensor):
         if node.op == g.BITS or node.indices:
             raise CallError(f"{what} is declared as {name}{_declared(node)}, and a {type(value).__name__} was given: pass a tensor")
@@ -199,6 +209,25 @@ def number(name: str, value: Any) -> float:
         raise CallError(f"input '{name}' is too large for fp32") from None
 
 
+def with_seeds(names: Iterable[str], inputs: Mapping[str, Any], beside: Any) -> Mapping[str, Any]:
+    """The inputs, with seeds as `seed` has them. names: of the seeds."""
+    return {**inputs, **{name: seed(name, inputs[name], beside) for name in names if name in inputs}}
+
+
+def seed(name: str, value: Any, beside: Any) -> Any:
+    """A seed as a kernel reads it, a tensor where `beside` lies; one that is no integer as it is, for the checks.
+
+    Its fill is a launch of its own. In return a seed of any value is the same call, through torch's operations and Triton's launchers too, which round or
+    specialise integers.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not (isinstance(beside, Tensor) or stands_for_one(beside)):
+        return value
+    whole = int(value)
+    if not -(1 << 63) <= whole < 1 << 64:
+        raise CallError(f"input '{name}' is a seed of 64 bits, and {whole} has more")
+    return beside.new_full((1,), whole - (1 << 64) if whole >= 1 << 63 else whole, dtype=torch.int64)
+
+
 def traced_number(value: float, device: torch.device) -> Tensor:
     """A number for torch.compile, which compiles anew for each but for what it does arithmetic of tensors with."""
     return torch.ones((), dtype=torch.float32, device=device).mul(value)
@@ -231,6 +260,8 @@ NO_GRADIENT = "an argument requires grad, and a kernel has no backward of its ow
 def _declared(node: Node) -> str:
     if node.op == g.BITS:
         return " (a packed mask, uint8 [M, ceil(N / 8)])"
+    if node.kind == g.SEED:
+        return " (a seed)"
     return f"[{declared_text(node.indices, node.periods)}]" if node.indices else " (a scalar)"
 
 

@@ -145,7 +145,9 @@ def evaluate(
     }
     for i in range(count):
         own = {name: value[i] if isinstance(value, Tensor) and named[name].indices else value for name, value in given.items()}
-        for result, output in zip(results, reference.evaluate(graph, several[0][i], several[1][i], own, [out.dtype for out in outs], by_rows), strict=True):
+        for result, output in zip(
+            results, reference.evaluate(graph, several[0][i], several[1][i], own, [out.dtype for out in outs], by_rows, number=i), strict=True
+        ):
             result[i].copy_(output)
     return [result.unflatten(0, lead) for result in results]
 

@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from epigen.dtypes import FP32
+from epigen.ir.graph import PRODUCT, SEED
 from epigen.runtime import arguments, direct, launch, outputs, overlap
 from epigen.runtime.arguments import ALIGNED_BYTES
 from epigen.runtime.code_builder import CodeBuilder
@@ -76,6 +77,10 @@ def fast_call(prepared: Prepared, operands: Operands, inputs: Mapping[str, Any],
     if launches is None:
         return None
     names = [*"ab"[: len(operands)], *_inputs(text, inputs)]
+    called = dict(zip(inputs, names[len(operands) :], strict=True))
+    for node in prepared.graph.inputs():
+        if node.kind == SEED:
+            text.add(f"{called[node.name]} = {text.hold(arguments.seed)}({node.name!r}, {called[node.name]}, {'a' if operands else called[PRODUCT]})")
     returned = _outputs(text, out, len(results))
     given = dict(zip(names, values, strict=True)) | (dict(zip(returned, results, strict=True)) if out is not None else {})
     _compare(text, given)

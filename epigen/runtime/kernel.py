@@ -37,7 +37,7 @@ from epigen.codegen.spec import (
     k_multiple,
     whole_words,
 )
-from epigen.dtypes import BY_TORCH_ON_CPU, FP16, FP32, INT8, UINT8, DType
+from epigen.dtypes import BY_TORCH_ON_CPU, FP16, FP32, INT8, DType
 from epigen.errors import CallError, ConfigError
 from epigen.gpus import DEFAULT_TARGET, Target
 from epigen.ir import graph as g
@@ -95,6 +95,7 @@ class Kernel:
         self._config, self._backend, self.numerics = config, backend, numerics
         self._inputs: dict[str, Node] = {n.name: n for n in graph.inputs()}
         self._input_names = tuple(self._inputs)
+        self._seeds = tuple(name for name, node in self._inputs.items() if node.kind == g.SEED)
         self._names = tuple(o.name for o in graph.outputs)
         self._outputs: Any = outputs.named(self._names) if len(self._names) > 1 else None
         self._loaders = {interpret: Loader(interpret) for interpret in (False, True)}
@@ -139,7 +140,7 @@ class Kernel:
 
         a: [M, K]. b: [K, N]. With leading dimensions, which broadcast as torch.matmul has it, they are several products of one launch, [..., M, K] and
         [..., K, N]; inputs and `out` may have these too, or be the same for all. Any strides; on the meta device the results are, too. inputs: the program's, by name: tile [M, N], row [M], column [N], mask uint8
-        [M, ceil(N / 8)], scalar a number or a tensor with one element; of operands also [K], and [M, K] or [K, N]. Of any dtype of floats (but fp64), int8, uint8, int32, int64 or bool, and in the
+        [M, ceil(N / 8)], scalar a number or a tensor with one element, seed an int of 64 bits or an int64 tensor with one element; of operands also [K], and [M, K] or [K, N]. Of any dtype of floats (but fp64), int8, uint8, int32, int64 or bool, and in the
         kernel fp32: booleans are 0 and 1, and integers past 2^24 are rounded, as torch's own conversion to float32 rounds them.
         out: a tensor for a lone output; for several a mapping by name or a sequence; written and returned. It may be an input of the same
         indices from which that output is computed element by element, such as grad in "cast(mm + grad[m,n], fp32)", which then accumulates in
@@ -195,6 +196,8 @@ class Kernel:
         """A call that is like none of the last ones."""
         if any(map(arguments.stands_for_one, (*operands, *inputs.values()))):
             return self._operation(operands, inputs, out)
+        if self._seeds:
+            inputs = arguments.with_seeds(self._seeds, inputs, operands[0] if operands else inputs[PRODUCT])
         outs, form = outputs.given(out, self._names), _form(out)
         arguments.check_no_gradient((*operands, *inputs.values(), *outs.values()))
         if self._known_as is not None and traced():
@@ -255,6 +258,8 @@ class Kernel:
         for name, operand in zip(("a", "b") if len(operands) == 2 else (PRODUCT,), several, strict=True):
             if not (isinstance(operand, Tensor) or arguments.stands_for_one(operand)):
                 raise CallError(f"operand {name} is {arguments.kind(operand)}, and a tensor was expected")
+        if self._seeds:
+            inputs = arguments.with_seeds(self._seeds, inputs, operands[0])
         text, tune, options = self._known_as
         given = [inputs[name] for name in self._input_names]
         if is_dynamo_compiling():
@@ -314,7 +319,7 @@ class Kernel:
         shape: as of `plan`, of contiguous tensors; None for any K, and offsets that fit in 32 bits. layout: how a and b lie.
         """
         other = FP32 if dtype.bits == 8 else dtype
-        inputs = tuple((n.name, UINT8 if n.op == g.BITS else other if n.indices else None) for n in self._inputs.values())
+        inputs = tuple((n.name, g.given_as(n) or (other if n.indices else None)) for n in self._inputs.values())
         if shape is None:
             return self._with_numerics(Signature(dtype, dtype, inputs, self._precision_now(dtype), layout=layout))
         return self._with_numerics(signature_of_contiguous(self._graph, dtype, dtype, inputs, shape, layout, self._precision_now(dtype)))

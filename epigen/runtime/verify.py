@@ -53,7 +53,7 @@ class Oracle:
         if rounding:
             graph = as_eager_of(graph, given.a, given.b, given.inputs)
         dtypes = [output_dtype(graph, o, BY_TORCH[str(given.a.dtype)]) for o in graph.outputs]
-        products = [bound.expect(graph, one.a, one.b, one.inputs, dtypes, precision) for one in given.products()]
+        products = [bound.expect(graph, one.a, one.b, one.inputs, dtypes, precision, i) for i, one in enumerate(given.products())]
         return cls(products, given.a.dim() > 2)
 
     def differences(self, results: Any) -> list[Difference]:
@@ -106,6 +106,8 @@ def sample(
         dtype = inputs if isinstance(inputs, DType) else inputs.get(node.name, FP32)
         if node.op == g.BITS:
             named[node.name] = mask()
+        elif node.kind == g.SEED:
+            named[node.name] = whole(-(1 << 62), 1 << 62, 1) if generator is not None else torch.empty(1, dtype=torch.int64, device=device)
         elif node == second:
             named[node.name] = right()
         elif node.indices:

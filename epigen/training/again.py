@@ -97,7 +97,7 @@ def _found(x: Tensor, links: Sequence[Link], row: Sequence[Tensor]) -> Any:
     key: list[Any] = [x.shape]
     tensors = row
     if not _NUMBERS.isdisjoint(map(type, row)):
-        links = [link._replace(inputs={name: v if isinstance(v, Tensor) else arguments.number(name, v) for name, v in link.inputs.items()}) for link in links]
+        links = [link._replace(inputs={name: v if isinstance(v, Tensor) else _number(name, v, link) for name, v in link.inputs.items()}) for link in links]
         row = _row(x, links)
         tensors = [v for v in row if isinstance(v, Tensor)]
         key.append(tuple(place for place, v in enumerate(row) if not isinstance(v, Tensor)))
@@ -108,6 +108,12 @@ def _found(x: Tensor, links: Sequence[Link], row: Sequence[Tensor]) -> Any:
     except TypeError:  # of an option that is of another kind than options are, and cannot be hashed
         return chain.chain(x, links)
     return run(ways, state(x.device.type), tensors, lambda: (x, links), row)[0]
+
+
+def _number(name: str, value: Any, link: Link) -> Any:
+    """What a way takes in the place of a number: a seed as a tensor, which forward and backward share."""
+    seeds = (i.name for i in plan.declared(link.epilogue).inputs if i.seed)
+    return arguments.seed(name, value, link.weight) if name in seeds else arguments.number(name, value)
 
 
 def run(

@@ -182,6 +182,9 @@ def presented(layer: Link, program: Declared, x: Tensor) -> list[Value]:
 
 def _input(declared: Input, value: Any, lead: Sequence[int], weight: Tensor) -> Value:
     what, number = f"input '{declared.name}'", value
+    if declared.seed:
+        value = arguments.seed(declared.name, value, weight)
+        arguments.check_seed(what, value)
     if not isinstance(value, Tensor):
         if declared.indices or not isinstance(value, numbers.Real):
             wanted = f"{declared}, and a tensor" if declared.indices else "a scalar, and a number or a tensor with one element"

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from epigen import dtypes
 from epigen.codegen.lower import lower, signature_of_contiguous
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Numerics
 from epigen.db.problem import Problem, capability, problem_of
@@ -77,7 +76,7 @@ class Task(Request):
         """Each named input's, as a Signature holds them."""
         dense = [n.name for n in self.graph.inputs() if n.op != g.BITS and n.indices]
         each = dict(zip(dense, self.inputs if len(self.inputs) > 1 else self.inputs * len(dense), strict=True))
-        return {n.name: dtypes.UINT8 if n.op == g.BITS else each.get(n.name) for n in self.graph.inputs()}
+        return {n.name: g.given_as(n) or each.get(n.name) for n in self.graph.inputs()}
 
     def sample(self, device: str, shape: Shape | None = None) -> Sample:
         """Arguments of a call, at the task's shape or another."""

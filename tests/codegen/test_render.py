@@ -160,6 +160,7 @@ KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
         spec_of("mm - slope[m] * (m - n)", layout="nt", tma=("a", "b", "out"), k_multiple=64),
         warp_specialized(128, 128, 64, 4, subtiles=2),
     ),
+    "dropout": (spec_of("dropout(relu(mm + bias), p, seed)", by_value=("p",), k_multiple=64), tiled(64, 64, 32, prefetch=1)),
     "wide_offsets": (spec_of("mm + residual, sum(mm, n)", index_bits=64, k_multiple=64), TILED),
 }
 

@@ -161,7 +161,7 @@ def test_programs(text: str) -> None:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-@given(programs(most=12, tame=True, casts=()) | programs(most=12, tame=True, casts=(), positions=True))
+@given(programs(most=12, tame=True, casts=()) | programs(most=12, tame=True, casts=(), positions=True) | programs(most=12, tame=True, casts=(), drawn=True))
 def test_random_programs(text: str) -> None:
     try:
         agree(text, seed=len(text), rtol=1e-6)

@@ -19,7 +19,7 @@ def graph_of(text: str) -> Graph:
 
 
 @settings(deadline=None)
-@given(programs() | programs(second=True) | programs(positions=True))
+@given(programs() | programs(second=True) | programs(positions=True) | programs(drawn=True))
 def test_a_graph_written_back_is_the_same_graph(text: str) -> None:
     graph = graph_of(text)
     again = graph_of(unparse(graph))
@@ -43,6 +43,9 @@ def test_a_graph_written_back_is_the_same_graph(text: str) -> None:
         ("row = m; z = mm + (row - n); z * row, sum(z, n) * row", "z = mm + (m - n); z * m, sum(z, n) * m"),
         ("mm+pos[m%P,n]*residual[m, n % Q2]", "mm + pos[m % P, n] * residual[m, n % Q2]"),
         ("-(-inf) * mm", "inf * mm"),
+        ("dropout(mm, 0.5, seed)", "where(uniform(seed) >= 0.5, mm * 2, 0)"),
+        ("dropout(mm, p, seed)", "where(uniform(seed) >= p, mm * (1 / (1 - detach(p))), 0)"),
+        ("r = uniform(seed); mm * r, r, bgrad(r)", "r = uniform(seed); mm * r, r, bgrad(r)"),
         ("where(~mask & bits(keep), mm, 0), amax(a, k)", "where(~mask & bits(keep), mm, 0), amax(a, k)"),
     ],
 )

@@ -49,6 +49,14 @@ def test_positions(text: str) -> None:
 
 
 @pytest.mark.triton
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(programs(most=12, tame=True, casts=INTERPRETABLE, drawn=True))
+def test_random_numbers(text: str) -> None:
+    promised(text, "interpreter", "cpu", FP16)
+    promised(text, "reference", "cpu", FP32)
+
+
+@pytest.mark.triton
 def test_what_an_unsure_choice_takes_is_rounded_where_it_lies() -> None:
     """Both sides of the comparison are equal but for rounding, and the branches are far apart: the answer's last bit is that of either."""
     text = (

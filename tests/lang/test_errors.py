@@ -76,6 +76,12 @@ CASES: dict[str, tuple[str, ...]] = {
         "g, u = halves(dot(a, b * w[k,n])); g * u", "g, u = halves(where(mask, mm, 0)); g * u", "g, u = halves(where(bits(keep), mm, 0)); g * u", "g, u = halves(mm / amax(mm, n)); g * u",
         "g, u = halves(mm); g * u + dot(a, up[k,n])", "x = pairs(mm, mm); x, x", "x = halves(mm, mm); x + 1", "halves = mm; halves", "g, u = halves(mm * b); g * u", "g, u = halves(where(n <= m, mm, 0)); g * u", "g, u = halves(mm + pos[n % P]); g * u", "__g, u = halves(mm); u",
     ),
+    "random": (
+        "uniform(0.5) + mm", "uniform(mm)", "uniform(bias) + mm", "uniform(seed[m]) + mm", "s = 3; uniform(s) + mm", "mm * seed + uniform(seed)", "uniform(seed) + mm * seed", "where(bits(keep), uniform(keep), mm)",
+        "uniform(seed)", "uniform(seed, 3) * mm", "uniform(bais) + mm", "dropout(mm, 0.1)", "dropout(mm, 1.5, seed)", "dropout(mm, -0.1, seed)", "dropout(mm > 0, mask, 0)", "dropout(mm, 0.1, seed=3)",
+        "dot(dropout(a, 0.1, seed), b)", "dot(a, b * uniform(seed))", "dot(uniform(seed), b)", "sum(mm, n) * uniform(seed)", "g, u = halves(dropout(mm, 0.1, seed)); g * u",
+        "r = uniform(seed); g, u = halves(mm * r); g * u",
+    ),
     "outputs": ("z = mm + 1; z, z", "out1 = mm + 1; out1, mm * 2", "out = mm + 1; out, out"),
     "derivatives": (
         "y = relu(mm); y, max(y, n), amax(y)", "mm + bias, sum(a, k), logsumexp(b, k)", "z = cast(mm + bias, int8); w = cast(mm ** 2, fp8e4m3); z * 2 + w", "bitmask(mm > 0)", "cast(mm, int8), cast(mm, fp8e5m2)",

@@ -675,6 +675,45 @@ def position_cases() -> list[Case]:
     return found
 
 
+_RANDOM_TEXTS = (
+    "dropout(mm, 0.5, seed)",
+    "residual + dropout(gelu(mm + bias), 0.1, seed)",
+    "z = where(uniform(seed) < 0.25, 0, mm); z, sum(z, n), bgrad(uniform(other)), bitmask(uniform(seed) >= 0.75), uniform(other)",
+)
+
+
+def random_cases() -> list[Case]:
+    """Random numbers of a seed, as values and as masks, in tiles and their parts."""
+    found = []
+    configs = (
+        SMALL,
+        LIBRARY,
+        tiled(16, 64, 32, prefetch=1, fused_finalize=1),
+        split_k(16, 64, 32, 8, fused_finalize=1),
+        persistent(64, 64, flatten=0, subtiles=2, tma_store=0, prefetch=1, fused_finalize=1),
+    )
+    in_groups = (
+        warp_specialized(128, 128, 64, 3, subtiles=2, prefetch=1),
+        warp_specialized(128, 64, 64, 3, pingpong=1, fused_finalize=1),
+        warp_specialized(128, 128, 64, 2, pingpong=1, subtiles=4),
+        warp_specialized(prefetch=1, splits=3),
+    )
+    for i, text in enumerate(_RANDOM_TEXTS):
+        for j, config in enumerate(configs):
+            found.append(Case(text, (50, 70, 40), (FP16, FP32)[j % 2], layout=LAYOUTS[(i + j) % 4], config=config))
+            found.append(Case(text, (136, 72, 88), (FP16, BF16)[(i + j) % 2], layout=LAYOUTS[(i + j) % 4], config=config))
+        for j, config in enumerate(in_groups):
+            found.append(Case(text, (264, 392, 136), (FP16, BF16)[(i + j) % 2], layout=LAYOUTS[(i + j) % 4], config=config))
+            found.append(Case(text, (263, 391, 135), (BF16, FP16)[(i + j) % 2], layout="nt", config=config))
+        for shape in ((1, 1, 1), (0, 40, 8), (40, 0, 8), (65, 3, 0)):
+            found.append(Case(text, shape, FP16, config=SMALL))
+        found.append(Case(text, (72, 136, 40), INT8, inputs=FP32, layout="nt"))
+        found.append(Case(text, (72, 136, 40), FP16, config=None))
+    for config in (SMALL, split_k(), in_groups[1]):
+        found.append(Case(_RANDOM_TEXTS[0], (136, 72, 40), FP16, layout="nt", config=config, integers=True))
+    return found
+
+
 def all_cases() -> list[Case]:
     groups = (
         operation_cases,
@@ -696,6 +735,7 @@ def all_cases() -> list[Case]:
         operand_cases,
         second_cases,
         position_cases,
+        random_cases,
     )
     return list(dict.fromkeys(c for group in groups for c in group()))
 

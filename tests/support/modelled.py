@@ -6,7 +6,7 @@ from epigen import gpus
 from epigen.codegen import schedules
 from epigen.codegen.lower import lower
 from epigen.codegen.spec import KernelConfig, KernelSpec, Signature
-from epigen.dtypes import FP16, FP32, UINT8, DType
+from epigen.dtypes import FP16, FP32, DType
 from epigen.ir import graph as g
 from epigen.ir.check import check
 from epigen.ir.passes import normalise
@@ -22,7 +22,7 @@ def spec_of(text: str, a: DType = FP16, k: int = 0, precision: str = "ieee") -> 
     """A spec with inputs of the operands' dtype (fp32 beside 8-bit operands), scalars by value."""
     graph = normalise(check(parse(text)))
     other = FP32 if a.bits == 8 else a
-    inputs = tuple((n.name, UINT8 if n.op == g.BITS else other if n.indices else None) for n in graph.inputs())
+    inputs = tuple((n.name, g.given_as(n) or (other if n.indices else None)) for n in graph.inputs())
     return lower(graph, Signature(a, a, inputs, precision, min(k & -k, 256) or 256))
 
 

@@ -7,22 +7,24 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from bench.random_programs import NASTY, damage, with_positions, with_second, write_program
+from bench.random_programs import NASTY, damage, with_positions, with_random_numbers, with_second, write_program
 from epigen.dtypes import OPERANDS, DType
 
 __all__ = ["NASTY", "damage", "programs", "write_program"]
 
 
 def programs(
-    most: int = 20, tame: bool = False, reductions: bool = True, casts: Iterable[DType] = OPERANDS, second: bool = False, positions: bool = False
+    most: int = 20, tame: bool = False, reductions: bool = True, casts: Iterable[DType] = OPERANDS, second: bool = False, positions: bool = False,
+    drawn: bool = False,
 ) -> st.SearchStrategy[str]:  # fmt: skip
     """Well-typed programs for Hypothesis; parameters as for `write_program`. second: most of them with a second product.
-    positions: numbers of rows and columns in place of some inputs."""
+    positions: numbers of rows and columns in place of some inputs. drawn: random numbers."""
     casts = tuple(casts)
 
     def write(random: Random) -> str:
         text = write_program(random, most, tame, reductions, casts)
         text = with_second(random, text) if second else text
-        return with_positions(random, text) if positions else text
+        text = with_positions(random, text) if positions else text
+        return with_random_numbers(random, text) if drawn else text
 
     return st.randoms(use_true_random=False).map(write)

@@ -11,6 +11,7 @@ from epigen.codegen.render import Renderer
 from epigen.codegen.spec import KernelConfig, KernelSpec, Signature
 from epigen.dtypes import FP16, DType
 from epigen.ir.check import check
+from epigen.ir.graph import given_as
 from epigen.ir.passes import normalise
 from epigen.lang.parser import parse
 
@@ -20,14 +21,14 @@ TILED = schedules.config("tiled", block_m=64, block_n=128, block_k=32, group_m=8
 
 def spec_of(text: str, a: DType = FP16, by_value: tuple[str, ...] = (), input_dtype: DType | None = None, **signature: Any) -> KernelSpec:
     graph = normalise(check(parse(text)))
-    inputs = tuple((n.name, None if n.name in by_value else input_dtype or a) for n in graph.inputs())
+    inputs = tuple((n.name, None if n.name in by_value else given_as(n) or input_dtype or a) for n in graph.inputs())
     return lower(graph, Signature(a, a, inputs, **signature))
 
 
 def spec_over(text: str, mm: DType, **signature: Any) -> KernelSpec:
     """The kernel of a program over a product that is given."""
     graph = over_product(normalise(check(parse(text))))
-    return lower(graph, Signature(mm, mm, tuple((n.name, mm) for n in graph.inputs()), **signature))
+    return lower(graph, Signature(mm, mm, tuple((n.name, given_as(n) or mm) for n in graph.inputs()), **signature))
 
 
 def source(text: str, config: KernelConfig = TILED, **signature: object) -> str:
