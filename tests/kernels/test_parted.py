@@ -282,7 +282,8 @@ def test_a_layer_refuses_what_does_not_fit() -> None:
 # -- files of their own
 
 CALLS = """
-import sys, torch, parted_file
+import sys, warnings, torch, parted_file
+warnings.simplefilter("ignore")  # numpy's, of Triton's interpreter
 whole = getattr(parted_file, [name for name in dir(parted_file) if name.endswith("_of_parts")][0].removesuffix("_of_parts"))
 torch.manual_seed(0)
 a, b = torch.randn(40, 64).half(), torch.randn(64, 96).half()
