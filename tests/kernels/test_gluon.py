@@ -232,6 +232,12 @@ def test_random_programs_of_positions(text: str, values: dict[str, int], layout:
 
 
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(programs(most=8, tame=True, casts=(FP32, FP16, BF16), drawn=True), configs(), st.sampled_from(LAYOUTS), st.sampled_from((FP16, BF16)))
+def test_random_programs_of_random_numbers(text: str, values: dict[str, int], layout: str, a: DType) -> None:
+    agree(Case(text, (200, 135, 70), a, inputs=FP32, layout=layout, config=warp_specialized(**values)))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(most=8, tame=True, casts=(FP32, FP16, BF16)), configs(), st.sampled_from((FP8E4M3, FP8E5M2, INT8)), st.sampled_from(("ieee", FAST_ACCUM)))
 def test_random_programs_of_8_bits(text: str, values: dict[str, int], a: DType, precision: str) -> None:
     config = warp_specialized(**values | {"block_k": max(values["block_k"], 32)})

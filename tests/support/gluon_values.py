@@ -95,7 +95,15 @@ def _aligned(*values: Block | float) -> list[torch.Tensor]:
 
 
 def elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Block]:
-    return lambda *values: Block(function(*_aligned(*values)))
+    return lambda *values: Block(_computed(function, _aligned(*values)))
+
+
+def _computed(function: Callable[..., torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """By int64 of words of 32 bits, of which torch computes next to nothing."""
+    if values[0].dtype != torch.uint32:
+        return function(*values)
+    found = function(*(x.long() for x in values))
+    return found if found.dtype == torch.bool else (found & 0xFFFFFFFF).to(torch.uint32)
 
 
 def _operator(function: Callable[..., torch.Tensor], turned: bool) -> Callable[..., Any]:
@@ -110,7 +118,7 @@ def _operator(function: Callable[..., torch.Tensor], turned: bool) -> Callable[.
 
 
 for _name, _function in {
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "truediv": torch.div, "mod": torch.fmod, "and": torch.bitwise_and, "or": torch.bitwise_or,
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "truediv": torch.div, "mod": torch.fmod, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
     "lshift": torch.bitwise_left_shift, "rshift": torch.bitwise_right_shift,
 }.items():  # fmt: skip
     setattr(Block, f"__{_name}__", _operator(_function, turned=False))
@@ -141,7 +149,13 @@ def full(shape: Sequence[int], value: Block | float, dtype: torch.dtype) -> Bloc
 def where(condition: Block | bool, x: Block | float, y: Block | float) -> Block:
     chosen, values = _aligned(condition)[0].bool(), _aligned(x, y)
     demand(len({v.dim() for v in (chosen, *values)} - {0}) <= 1, f"a condition of shape {list(chosen.shape)} for {[list(v.shape) for v in values]}")
-    return Block(torch.where(chosen, *values))
+    return Block(_computed(lambda x, y: torch.where(chosen, x, y), values))
+
+
+def high_word(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Of the product of two words, which int64 does not hold."""
+    low, high = (x & 0xFFFF) * y, (x >> 16) * y
+    return (high + (low >> 16)) >> 16
 
 
 def reshape(x: Block, shape: Sequence[int]) -> Block:
@@ -179,7 +193,7 @@ def _reduction(combine: Callable[..., Block]) -> Callable[..., Block]:
 
 DTYPES = {
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8e4nv": torch.float8_e4m3fn, "float8e5": torch.float8_e5m2,
-    "int8": torch.int8, "uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64,
+    "int8": torch.int8, "uint8": torch.uint8, "int32": torch.int32, "uint32": torch.uint32, "int64": torch.int64,
 }  # fmt: skip
 
 FUNCTIONS: dict[str, Any] = {
@@ -196,6 +210,7 @@ FUNCTIONS: dict[str, Any] = {
     "maximum": maximum, "minimum": minimum,
     "sum": _reduction(operator.add), "max": _reduction(maximum), "reduce_or": _reduction(operator.or_),
     **{name: elementwise(getattr(torch, name)) for name in ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "erf", "sin", "cos", "floor", "ceil")},
+    "umulhi": elementwise(high_word), "mul": lambda x, y, sanitize_overflow=True: elementwise(torch.mul)(x, y),  # noqa: ARG005
     "div_rn": elementwise(torch.div), "sqrt_rn": elementwise(torch.sqrt),
     "fma": elementwise(lambda x, y, z: (x.double() * y.double() + z.double()).float()),
 }  # fmt: skip
