@@ -340,9 +340,11 @@ def gated_rows() -> str:
     for (gpu, tuned), report in reports.items():
         for row in report.rows:
             if row["program"] in (gated.FORWARD, gated.STEP):
-                claimed = gated.CLAIMED[tuple(row["shape"]), row["program"]]
-                others = [f"{gated.of_eager(row, name):.2f}" for name in (gated.APART, gated.RECOMPUTED, gated.BACKEND, gated.COMPILED)]
-                mlps.append([f"{extents(row['shape'])}, {row['program']}", gpu, f"{gated.of_eager(row):.2f}", *others, f"{claimed:.2f}"])
+                claimed = "" if row.get("stacked") else f"{gated.CLAIMED[tuple(row['shape']), row['program']]:.2f}"
+                contenders = (gated.APART, gated.RECOMPUTED, gated.BACKEND, gated.COMPILED)
+                others = [f"{gated.of_eager(row, name):.2f}" if name in row["timing"] else "" for name in contenders]
+                what = f"{extents(row['shape'])}, {'of a stacked weight, ' * bool(row.get('stacked'))}{row['program']}"
+                mlps.append([what, gpu, f"{gated.of_eager(row):.2f}", *others, claimed])
                 continue
             here = units.setdefault(extents(row["shape"]), {})
             here[f"{gpu}: tuned" if tuned else f"{gpu}: epigen"] = f"{gated.of_mm(row):.2f}"
