@@ -109,8 +109,10 @@ def check_rule(text: str, kinds: Mapping[str, str]) -> Graph:
     return Graph(tuple(builder.nodes), (Output("out", value, None),), to_text(program))
 
 
-def refused_name(name: str) -> tuple[str, str] | None:
-    """Why no input or assignment may have this name, and what to do instead; None where one may."""
+def refused_name(name: str, scalar: bool = False) -> tuple[str, str] | None:
+    """Why no input or assignment may have this name, and what to do instead; None where one may. scalar: of an input that is a number."""
+    if scalar and name == "target":  # a number by this name in a call of Kernel.warm would be taken for the GPU
+        return "'target' without indices is a number, and Kernel.warm has the GPU by that name", "write target[m] for labels, or choose another name"
     another = "choose another name"
     if name == "nan":
         return "'nan' is a number that the language does not have", "pass it as an input of another name"
@@ -314,6 +316,9 @@ class _Builder:
 
     def scalar_name(self, name: str, span: Span) -> bool:
         """A bare name that is not known yet declares a scalar, unless it looks like a slip of the pen."""
+        if refused_name(name) is None and (refused := refused_name(name, scalar=True)):
+            self.error(refused[0], span, refused[1])
+            return False
         anagram = self.letters.get(letters(name)) if len(name) > 2 else None
         close = near_miss(name, (*PREDECLARED, "mask", *([anagram] if anagram else []))) if len(name) > 3 else ""
         if close or anagram:

@@ -44,7 +44,7 @@ class Names:
         # the checker takes a scalar for a slip of the pen where it has the letters of another name, or is near a predeclared one
         if scalar and near_miss(name, (*PREDECLARED, "mask")):
             return False
-        return letters(name) not in self.letters and refused_name(name) is None
+        return letters(name) not in self.letters and refused_name(name, scalar) is None
 
 
 def unparse(graph: Graph) -> str:

@@ -379,12 +379,15 @@ class Kernel:
     def _with_numerics(self, signature: Signature) -> Signature:
         return replace(signature, invariant=self.numerics.invariant, rounding=self.numerics.rounding)
 
-    def warm(self, a: Tensor, b: Tensor, target: Target, /, **inputs: Tensor | float) -> list[Resources]:
+    def warm(self, a: Tensor, b: Tensor, target: Target | None = None, /, **inputs: Any) -> list[Resources]:
         """Compile what a call with such arguments would launch on `target`, into Triton's cache, without a GPU.
 
-        a, b, inputs: tensors on torch's meta device, or numbers. A later call in any process finds the kernels compiled.
+        a, b, inputs: tensors on torch's meta device, or numbers. target: by position, or by this name where no input has it. A later call in any process finds the kernels compiled.
         Returns each kernel's resources, the main one first. Raises CompileError where Triton refuses one.
         """
+        target = inputs.pop("target", None) if target is None else target
+        if not isinstance(target, Target):
+            raise CallError("target is missing: pass the GPU to compile for behind a and b, as kernel.warm(a, b, target)")
         prepared = self._prepare((a, b), inputs, {}, target=target)
         values = prepared.values((a, b), inputs, prepared.results({}))
         assert prepared.plan is not None

@@ -82,7 +82,8 @@ class PartedKernel(Kernel):
         dtype = next(o.dtype for o in outputs.of(self._graph, BY_TORCH_ON_CPU[str(a.dtype)]) if o.name == part.first)
         return torch.empty((*lead, m, 2 * n), dtype=reference.torch_dtype(dtype), device=a.device)
 
-    def warm(self, a: Tensor, b: Tensor, target: Target, /, **inputs: Tensor | float) -> list[Resources]:
+    def warm(self, a: Tensor, b: Tensor, target: Target | None = None, /, **inputs: Any) -> list[Resources]:
+        target = inputs.pop("target", None) if target is None else target
         b, inputs = self._apart(b, inputs)
         return super().warm(a, b, target, **inputs)
 

@@ -125,7 +125,7 @@ def trace(
         own = source(node)
         if calls:
             return _known(viewed, (own, tuple(calls)), own, taken)
-        return own if node not in called_names or refused_name(own) is None else _known(renamed, own, own, taken)
+        return own if node not in called_names or refused_name(own, scalar=True) is None else _known(renamed, own, own, taken)
 
     importer = Importer(product, shape, named, over=views, derived=True, casts=casts, constants=apart)
     try:

@@ -24,7 +24,7 @@ from epigen import settings
 from epigen.codegen.render import Renderer
 from epigen.codegen.spec import LAUNCHER, KernelConfig, parameter
 from epigen.dtypes import FP16, FP32
-from epigen.errors import CheckError, CompileError
+from epigen.errors import CallError, CheckError, CompileError
 from epigen.gpus import TARGETS
 from epigen.ir.check import refused_name
 from epigen.runtime import loader
@@ -122,6 +122,8 @@ def test_what_warm_calls_the_gpu_may_be_an_input() -> None:
     expected = (x @ w.T).gather(1, target.clamp(0)[:, None])[:, 0] * (target >= 0)
     torch.testing.assert_close(kernel(x, w.T, target=target), expected)
     torch.testing.assert_close(epigen.linear(x, w, epilogue=lambda mm, target: mm - target, target=2.0), x @ w.T - 2)
+    with pytest.raises(CallError, match="target is missing"):
+        kernel.warm(x, w.T, target=target)
 
 
 def test_a_number_is_called_otherwise_only_where_it_has_to_be() -> None:
