@@ -36,6 +36,13 @@ def together(first: Tensor, second: Tensor, way: str) -> Tensor:
     return torch.cat((first, second), -1) if way == HALVES else torch.stack((first, second), -1).flatten(-2)
 
 
+def _even(what: str, t: Any, way: str) -> Any:
+    """What is to be parted, if it can be. Raises CallError."""
+    if isinstance(t, Tensor) and (t.dim() == 0 or t.shape[-1] % 2):
+        raise CallError(f"{what} is parted in {way}, and its shape is {list(t.shape)}: an even last extent was expected")
+    return t
+
+
 class PartedKernel(Kernel):
     """As a `Kernel`, with operand b [K, 2 N] and each input that is parted with it in one, and with a result [M, 2 N] for each two that are joined.
 
@@ -48,13 +55,16 @@ class PartedKernel(Kernel):
         super().__init__(*args, **options)
         self.parting = parting
         self._as_returned = parting.as_returned(self._names)
+        seconds = {p.second for p in parting.inputs}
+        names = [name for name in self._input_names if name not in seconds]
+        self._as_given = {given: self._inputs[name] for given, name in zip(parting.as_given(names), names, strict=True)}
         self._results: Any = outputs.named(self._as_returned) if len(self._as_returned) > 1 else None
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}; in one: {', '.join(f'{p.whole}, in {p.way}' for p in (*self.parting.inputs, *self.parting.outputs))}>"
 
     def __call__(self, a: Any = None, b: Any = None, /, *extra: Any, out: Any = None, **inputs: Any) -> Any:
-        arguments.check_positional("operands a and b are", len(extra), self.parting.as_given(self._input_names))
+        arguments.check_positional("operands a and b are", len(extra), self._as_given)
         b, inputs = self._apart(b, inputs)
         if not self.parting.outputs:
             return super().__call__(a, b, out=out, **inputs)
@@ -67,7 +77,7 @@ class PartedKernel(Kernel):
         wholes = {p.whole: given[p.whole] if p.whole in given else self._empty(p, a, b) for p in self.parting.outputs}
         into = {name: t for name, t in given.items() if name not in wholes}
         for part in self.parting.outputs:
-            into[part.first], into[part.second] = views(self._even(f"out for '{part.whole}'", wholes[part.whole], part.way), part.way)
+            into[part.first], into[part.second] = views(_even(f"out for '{part.whole}'", wholes[part.whole], part.way), part.way)
         results = dict(zip(self._names, super().__call__(a, b, out=into, **inputs), strict=True))
         return self._returned(results | wholes)
 
@@ -91,11 +101,11 @@ class PartedKernel(Kernel):
         """Operand b and the inputs as the program has them."""
         if not self.parting.inputs:
             return b, dict(inputs)
-        arguments.check_names({name: self._inputs[first] for name, first in self._wholes().items()}, inputs)
+        arguments.check_names(self._as_given, inputs)
         if not isinstance(b, Tensor) and not arguments.stands_for_one(b):
             return b, dict(inputs)  # which the kernel refuses
         of_b, *others = self.parting.inputs
-        first, second = views(self._even("operand b", b, of_b.way), of_b.way)
+        first, second = views(_even("operand b", b, of_b.way), of_b.way)
         given = {**inputs, of_b.second: second}
         for part in others:
             whole = given.pop(part.whole)
@@ -106,14 +116,3 @@ class PartedKernel(Kernel):
                 raise CallError(f"input '{part.whole}' is parted in {part.way} as b is, and a {type(whole).__name__} was given: pass a tensor")
             given[part.first], given[part.second] = views(whole, part.way)
         return first, given
-
-    def _wholes(self) -> dict[str, str]:
-        """The names that a call has for the inputs, and for each a name that the program has."""
-        seconds = {p.second for p in self.parting.inputs}
-        names = [name for name in self._input_names if name not in seconds]
-        return dict(zip(self.parting.as_given(names), names, strict=True))
-
-    def _even(self, what: str, t: Any, way: str) -> Any:
-        if isinstance(t, Tensor) and (t.dim() == 0 or t.shape[-1] % 2):
-            raise CallError(f"{what} is parted in {way}, and its shape is {list(t.shape)}: an even last extent was expected")
-        return t

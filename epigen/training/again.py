@@ -47,7 +47,7 @@ _KINDS = 1024
 def call(x: Any, links: Sequence[Link]) -> Any:
     """`chain.chain`, which is left out where a call like this one was made before."""
     if parted.needed(links):
-        return parted.joined(links[-1].epilogue, call(x, [parted.apart(link) for link in links]))
+        return parted.run(links, functools.partial(call, x))
     given = _row(x, links)
     if is_dynamo_compiling() or has_torch_function(given) or not _remembered(given, links):
         return chain.chain(x, links)

@@ -216,7 +216,7 @@ def fuse(graph: fx.Graph, terms: Terms = UNTUNED) -> list[Seen]:
     """Put programs in the places of products and of what follows them. Returns what was done with each product."""
     seen: dict[fx.Node, list[Seen]] = {}
     standing, apart = convolutions.as_products(graph)
-    parted = stacked.as_products(graph, stacked.found(graph))
+    parted = stacked.as_products(graph)
     left = {node: list(several) for node, several in itertools.groupby(apart, lambda each: each.node)}
     levels = regions.levels_of(graph)
     wholes, other_half = {each.original for each in parted}, {made: other for each in parted for made, other in (each.made, each.made[::-1])}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ def chain(x: Tensor, layers: Sequence[Link]) -> Any:
     if torch.compiler.is_compiling() or composed.needed(value for value in given if isinstance(value, Tensor)):
         return _one_by_one(*_dense(x, layers))
     x, layers, trace = written(x, layers)
-    results = parted.joined(layers[-1].epilogue, chain(x, [parted.apart(layer) for layer in layers])) if parted.needed(layers) else _of_texts(x, layers)
+    results = parted.run(layers, functools.partial(chain, x)) if parted.needed(layers) else _of_texts(x, layers)
     return returned(trace, results)
 
 

@@ -7,7 +7,6 @@ one product, and that of x grows by a part. What torch's own operations keep and
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +26,10 @@ WORKSPACE_BYTES = 128 << 20
 LEAST_COLUMNS = 2048
 """At a time in the backward. Of less the gradient of x, which grows with each, would take a tenth of the time and more."""
 _COLUMNS_MULTIPLE = 256
+
+
+_FORWARD: Any = torch.ops.epigen.linear_cross_entropy.default
+_BACKWARD: Any = torch.ops.epigen.linear_cross_entropy_backward.default
 
 
 class Terms(NamedTuple):
@@ -121,8 +124,7 @@ class _Losses(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, terms: Terms, keep: bool, tune: str | None
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        operation = _operations().linear_cross_entropy.default
-        losses, lse, *kept = library.below_autograd(operation, x, weight, bias, target, ignore_index, list(terms), keep, tune)
+        losses, lse, *kept = library.below_autograd(_FORWARD, x, weight, bias, target, ignore_index, list(terms), keep, tune)
         ctx.save_for_backward(x, weight, bias, target, lse, kept[0] if kept else None)
         ctx.ignore_index, ctx.terms, ctx.tune = ignore_index, terms, tune
         return (losses,)
@@ -131,33 +133,26 @@ class _Losses(torch.autograd.Function):
     def backward(ctx: Any, *arrived: Tensor) -> Any:
         no_second_derivative()
         *saved, lse, kept = ctx.saved_tensors
-        operation, wanted = _operations().linear_cross_entropy_backward.default, list(ctx.needs_input_grad[:3])
-        found = iter(library.below_autograd(operation, arrived[0], *saved, lse, kept, ctx.ignore_index, list(ctx.terms), wanted, ctx.tune))
+        wanted = list(ctx.needs_input_grad[:3])
+        found = iter(library.below_autograd(_BACKWARD, arrived[0], *saved, lse, kept, ctx.ignore_index, list(ctx.terms), wanted, ctx.tune))
         return *(next(found) if each else None for each in wanted), None, None, None, None, None
-
-
-def _operations() -> Any:
-    return torch.ops.epigen
 
 
 # -- the programs
 
 
-@functools.lru_cache(maxsize=64)
 def _logits(bias: bool, scaled: bool, capped: bool) -> str:
     z = "mm + bias" if bias else "mm"
     z = f"({z}) * factor" if scaled else z
     return f"cap * tanh(({z}) / cap)" if capped else z
 
 
-@functools.lru_cache(maxsize=64)
 def forward_program(bias: bool, scaled: bool, capped: bool, smoothed: bool, keeps: bool) -> str:
     """Of each row the logsumexp, the logit of its target and, with label smoothing, the sum of all; and the product, if it is kept."""
     outputs = "logsumexp(z, n), sum(where(n == target[m], z, 0), n)" + ", sum(z, n)" * smoothed + ", mm" * keeps
     return f"z = {_logits(bias, scaled, capped)}; {outputs}"
 
 
-@functools.lru_cache(maxsize=64)
 def backward_program(bias: bool, scaled: bool, capped: bool, smoothed: bool, bias_gradient: bool) -> str:
     """The gradient of mm, for columns that begin with that of number `offset`. share[m]: of each row's softmax; right[m]: of its target. A row without one is 0 whatever
     its logits are."""
@@ -223,7 +218,7 @@ def run_backward(
         held = torch.empty((m, columns), dtype=x.dtype, device=x.device)
         dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if of_weight else None
         dbias = torch.empty(n, dtype=lse.dtype, device=x.device) if of_bias else None
-        dx = torch.zeros(x.shape, dtype=_summed(x.dtype), device=x.device) if of_x else None
+        dx = torch.zeros(x.shape, dtype=lse.dtype, device=x.device) if of_x else None
         for first in range(0, n, columns):
             here = slice(first, min(n, first + columns))
             part, d = weight[here], held[:, : here.stop - first]
@@ -243,10 +238,6 @@ def columns_at_once(m: int, n: int, element_bytes: int) -> int:
     """How many columns' logits the backward holds the gradient of."""
     fitting = WORKSPACE_BYTES // max(1, m * element_bytes) // _COLUMNS_MULTIPLE * _COLUMNS_MULTIPLE
     return min(n, max(LEAST_COLUMNS, fitting))
-
-
-def _summed(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

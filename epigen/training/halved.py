@@ -20,6 +20,15 @@ _PARTING = (_aten.split.Tensor, _aten.slice.Tensor, _aten.glu.default)
 _SAME = ("detach", "alias", "clone", "_to_copy")
 
 
+Slice = tuple[int, int, int]
+"""Columns: from, to and at which distance."""
+
+
+def slices(way: str, columns: int) -> tuple[Slice, Slice]:
+    """Both parts of so many columns."""
+    return ((0, columns // 2, 1), (columns // 2, columns, 1)) if way == HALVES else ((0, columns, 2), (1, columns, 2))
+
+
 @dataclass(frozen=True, slots=True)
 class _Both:
     """Both parts of a value."""
@@ -64,10 +73,9 @@ def of_parts(module: fx.GraphModule, way: str, columns: int) -> Callable[..., An
 class _Parts(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, way: str, columns: int):
         super().__init__(module)
-        half = columns // 2
         self.way, self.columns = way, columns
         self.taken: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by tensor and part, with the tensor itself, lest another get its id
-        self.slices = [(0, half, 1), (half, columns, 1)] if way == HALVES else [(0, columns, 2), (1, columns, 2)]
+        self.slices = slices(way, columns)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.stack_trace:  # by which an error names the line
@@ -80,8 +88,6 @@ class _Parts(fx.Interpreter):
         whole = args[0]
         if target in _PARTING and isinstance(whole, _Both):
             return self.parted(target, whole, args[1:], kwargs)
-        if target is _aten.sym_size.int:
-            raise _Unparted
         name = target.__name__.partition(".")[0]
         if name in ("view", "reshape", "_unsafe_view") and isinstance(whole, _Both) and args[1][-1] == self.columns:
             sizes = [*args[1][:-1], self.columns // 2]

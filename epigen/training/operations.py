@@ -37,7 +37,7 @@ LOSSES = (
     ),
 )
 """Both ways through a loss, which an autograd function of `cross_entropy` joins."""
-DERIVED = ("fused", *(signature.partition("(")[0] for signature in MASKS))
+DERIVED = ("fused", *(signature.partition("(")[0] for signature in (*MASKS, *LOSSES)))
 """What runs where derivatives are taken care of. A way by autograd in Python would cost as much as the rest of the call: 11 us (H100's host, torch 2.11, 2026-11)."""
 MAPPED = ("program", "over")
 """What has results, of which torch.vmap can make many, and what `aten` writes out."""
@@ -56,7 +56,7 @@ def define() -> None:
     if earlier := vars(operations).get("LIBRARY"):
         earlier._destroy()
     operations.LIBRARY = library = torch.library.Library("epigen", "FRAGMENT")
-    for signature in (*SIGNATURES, *MASKS):
+    for signature in (*SIGNATURES, *MASKS, *LOSSES):
         name = signature.partition("(")[0]
         library.define(signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
         library.impl(name, _later("RUN", name), "CompositeExplicitAutograd")
@@ -66,23 +66,18 @@ def define() -> None:
             library.impl(name, _later("REFUSING", name), "Autograd", with_keyset=True)
             library.impl(name, _written_out(name), "Tracer")
         torch.library.register_fake(f"epigen::{name}", _later("FAKE", name), lib=library)
-    for signature in LOSSES:
-        name = signature.partition("(")[0]
-        library.define(signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-        library.impl(name, _later("RUN", name, "cross_entropy"), "CompositeExplicitAutograd")
-        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        torch.library.register_fake(f"epigen::{name}", _later("FAKE", name, "cross_entropy"), lib=library)
     for name in MAPPED:
         torch.library.register_vmap(f"epigen::{name}", _later("MAPPED", name), lib=library)
         library.impl(name, _later("BATCHED", name), "Batched")
     operations.DEFINED = define
 
 
-def _later(table: str, name: str, module: str = "library") -> Callable[..., Any]:
-    """An implementation of a module's, which the first call imports."""
+def _later(table: str, name: str) -> Callable[..., Any]:
+    """An implementation of `library`, or of `cross_entropy`, which the first call imports."""
+    of_loss = any(signature.startswith(f"{name}(") for signature in LOSSES)
 
     def run(*args: Any, **options: Any) -> Any:
-        return getattr(_implementations(module), table)[name](*args, **options)
+        return getattr(_implementations(of_loss), table)[name](*args, **options)
 
     return run
 
@@ -99,8 +94,8 @@ def _written_out(name: str) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=2)
-def _implementations(module: str) -> Any:
-    if module == "cross_entropy":
+def _implementations(of_loss: bool) -> Any:
+    if of_loss:
         from epigen.training import cross_entropy
 
         return cross_entropy

@@ -5,7 +5,7 @@ A gradient comes back to a whole tensor by torch's own derivative of the views, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -87,6 +87,11 @@ def _views(t: Tensor, dim: int, way: str) -> tuple[Tensor, Tensor]:
     dim %= t.dim()
     first, second = t.unflatten(dim, (2, -1)).unbind(dim) if way == HALVES else t.unflatten(dim, (-1, 2)).unbind(dim + 1)
     return first, second
+
+
+def run(links: Sequence[Link], chain: Callable[[Sequence[Link]], Any]) -> Any:
+    """The results of a chain, by one of the parts. chain: runs that."""
+    return joined(links[-1].epilogue, chain([apart(link) for link in links]))
 
 
 def joined(epilogue: Any, results: Any) -> Any:

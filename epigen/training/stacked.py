@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from epigen.lang.syntax import HALVES, WAYS
 from epigen.training.aten import is_view, same
+from epigen.training.halved import Slice, slices
 from epigen.training.rewrite import adding, called
 
 _aten: Any = torch.ops.aten
@@ -29,17 +31,13 @@ class Stacked:
     parts: tuple[tuple[fx.Node, fx.Node], ...]
 
 
-_Slice = tuple[int, int, int]
-"""Columns: from, to and at which distance."""
-
-
 def found(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if _found(node) is not None]
 
 
-def as_products(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[Stacked]:
-    """nodes: of those that are `found`."""
-    return [_parted(graph, *parts) for node in nodes if (parts := _found(node)) is not None]
+def as_products(graph: fx.Graph, nodes: Sequence[fx.Node] | None = None) -> list[Stacked]:
+    """nodes: of those that are `found`; by default all."""
+    return [_parted(graph, *parts) for node in (list(graph.nodes) if nodes is None else nodes) if (parts := _found(node)) is not None]
 
 
 def settle(graph: fx.Graph, stacked: Sequence[Stacked]) -> list[Stacked]:
@@ -52,7 +50,7 @@ def settle(graph: fx.Graph, stacked: Sequence[Stacked]) -> list[Stacked]:
     return left
 
 
-def _found(node: fx.Node) -> tuple[fx.Node, fx.Node, dict[_Slice, list[fx.Node]]] | None:
+def _found(node: fx.Node) -> tuple[fx.Node, fx.Node, dict[Slice, list[fx.Node]]] | None:
     """A stacked product, its result as it is parted, with leading dimensions, and the nodes that read each of its two parts; None of any other node."""
     if node.target not in (_aten.mm.default, _aten.addmm.default) or node.kwargs or not isinstance(node.meta["val"].shape[-1], int):
         return None
@@ -62,8 +60,8 @@ def _found(node: fx.Node) -> tuple[fx.Node, fx.Node, dict[_Slice, list[fx.Node]]
     whole = node
     if len(node.users) == 1 and is_view(user := next(iter(node.users))) and user.target != _aten.permute.default and same(user.meta["val"].shape[-1], columns):
         whole = user
-    parts: dict[_Slice, list[fx.Node]] = {}
-    one_after_the_other = _one_after_the_other(columns)
+    parts: dict[Slice, list[fx.Node]] = {}
+    one_after_the_other = slices(HALVES, columns)
     for user in whole.users:
         if user.target == _aten.split.Tensor and _along_last(user, 2):
             if 2 * user.args[1] != columns or any(item.target is not operator.getitem for item in user.users):  # type: ignore[operator]
@@ -78,7 +76,7 @@ def _found(node: fx.Node) -> tuple[fx.Node, fx.Node, dict[_Slice, list[fx.Node]]
             parts.setdefault(slice(start, end, step).indices(columns), []).append(user)
         else:
             return None
-    possible = (one_after_the_other, ((0, columns, 2), (1, columns, 2)))
+    possible = [slices(way, columns) for way in WAYS]
     return (node, whole, parts) if columns % 2 == 0 and set(parts) in map(set, possible) else None
 
 
@@ -90,17 +88,13 @@ def _rows(graph: fx.Graph, whole: fx.Node) -> list[Any]:
     return [e if isinstance(e, int) else called(graph, _aten.sym_size.int, (whole, d)) for d, e in enumerate(extents)]
 
 
-def _one_after_the_other(columns: int) -> tuple[_Slice, _Slice]:
-    return (0, columns // 2, 1), (columns // 2, columns, 1)
-
-
 def _along_last(node: fx.Node, place: int) -> bool:
     """Whether a node parts the last dimension of what it reads. place: where its arguments name that."""
     dim = node.args[place] if len(node.args) > place else 0
     return not node.kwargs and dim in (-1, node.args[0].meta["val"].dim() - 1)  # type: ignore[union-attr]
 
 
-def _parted(graph: fx.Graph, node: fx.Node, whole: fx.Node, parts: dict[_Slice, list[fx.Node]]) -> Stacked:
+def _parted(graph: fx.Graph, node: fx.Node, whole: fx.Node, parts: dict[Slice, list[fx.Node]]) -> Stacked:
     *added, a, b = node.args
     made, instead = [], []
     with adding(graph, node.next, node):
