@@ -288,7 +288,7 @@ def renamed(random: random_module.Random, text: str, legal: bool = True) -> str:
     chosen: dict[str, str] = {}
     for name in declared:
         new = pool.pop() if pool else name
-        if random.random() < 0.5 and (not legal or letters(new) not in taken):
+        if random.random() < 0.5 and (not legal or (letters(new) not in taken and refused_name(new, scalar=name in _SCALARS) is None)):
             chosen[name] = new
             taken.add(letters(new))
     # not a parameter's name, as in leaky_relu(x, slope=…)
