@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from epigen import ops
-from epigen.codegen.spec import CAST, POSITION, UNIFORM, WIDEN, Arg, KernelSpec, Line, Partial, Source, number
+from epigen.codegen.spec import ACC, CAST, POSITION, UNIFORM, WIDEN, Arg, KernelSpec, Line, Partial, Source, number
 from epigen.dtypes import INT8, INT32, UINT8, DType
 
 _TL = re.compile(r"\btl\.(?!PropagateNan|extra\.)")  # which Gluon takes from Triton's language
@@ -44,7 +44,7 @@ def line(line: Line, dialect: Dialect = TRITON, offsets: str = "") -> str:
     if line.op == POSITION:
         text = f"{offsets or args[0]}.to(tl.float32)"
     elif line.op == UNIFORM:
-        text = f"{UNIFORM}({', '.join(args)})"
+        text = f"{UNIFORM}({', '.join((*args, ACC) if dialect is GLUON else args)})"
     elif line.op == WIDEN:
         text = f"{args[0]}.to(tl.float32)"
     elif line.op == CAST:
@@ -102,18 +102,39 @@ _TO_INT8 = (
 )
 
 
-_UNIFORM = (
-    "# Philox4x32-10 of the counter (n // 4, m, product, 0), of whose four words column n has its own: what is the same for a row or a column is computed once",
-    "c0, c1, c2, c3 = (n >> 2).to(tl.uint32), m.to(tl.uint32), tl.full([1, 1], product, tl.uint32), tl.full([1, 1], 0, tl.uint32)",
+_PHILOX = (
+    "# Philox4x32-10 gives four words at a time: to columns n, n + 1, n + 8 and n + 9, which a thread has together of what tensor cores multiplied",
+    "c0, c1 = quarter(n), quarter(m)",
+    "c0 = ((c0 >> 4) << 2) | ((c0 >> 1) & 3)",
+    "c3 = c0 ^ c0  # 0, in the layout of the others",
+    "c2 = (c3 | product).to(tl.uint32)",
     "k0, k1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF",
     "for _ in tl.static_range(10):",
     "    x, y = tl.mul(c0, 0xD2511F53, sanitize_overflow=False), tl.mul(c2, 0xCD9E8D57, sanitize_overflow=False)",
     "    c0, c2 = tl.umulhi(c2, 0xCD9E8D57) ^ c1 ^ k0.to(tl.uint32), tl.umulhi(c0, 0xD2511F53) ^ c3 ^ k1.to(tl.uint32)",
     "    c1, c3 = y, x",
     "    k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF",
-    "word = tl.where((n & 2) == 0, tl.where((n & 1) == 0, c0, c1), tl.where((n & 1) == 0, c2, c3))",
-    "return (word >> 8).to(tl.float32) * 5.9604644775390625e-08",
+    "words = tl.join(tl.join(c0, c1), tl.join(c2, c3))",
+    "words = tl.reshape(words, [n.shape[0], n.shape[1] // 16, 4, 2, 2])",
+    "words = tl.reshape(tl.permute(words, [0, 1, 4, 2, 3]), n.shape)",
 )
+_QUARTER = (
+    "# the columns whose number has neither bit 0 nor bit 3",
+    "x = tl.reshape(x, [x.shape[0], x.shape[1] // 16, 2, 4, 2])",
+    "x, _ = tl.split(tl.permute(x, [0, 1, 3, 4, 2]))",
+    "x, _ = tl.split(x)",
+    "return tl.reshape(x, [x.shape[0], x.shape[1] * 4])",
+)
+
+
+def _uniform(dialect: Dialect) -> tuple[str, list[str]]:
+    """Parameters and body of the function that draws a tile's numbers."""
+    params, body = "seed, m, n, product", ["m, n = tl.broadcast(m.to(tl.uint32), n.to(tl.uint32))", *_PHILOX]
+    if dialect is GLUON:  # what Triton's compiler finds by itself is said here: the words come about in the product's layout, and need not move
+        params += ", acc"
+        body.insert(1, "m, n = tl.set_auto_layout(m, acc.type.layout), tl.set_auto_layout(n, acc.type.layout)")
+        body.append("words = tl.convert_layout(words, acc.type.layout, assert_trivial=True)")
+    return params, [*body, "return (words >> 8).to(tl.float32) * 5.9604644775390625e-08"]
 
 
 def masked(partial: Partial) -> bool:
@@ -189,7 +210,8 @@ def helpers(
 
     for item in lines:
         if item.op == UNIFORM:
-            define(UNIFORM, "seed, m, n, product", _UNIFORM)
+            define("quarter", "x", _QUARTER)
+            define(UNIFORM, *_uniform(dialect))
         op = ops.TABLE.get(item.op)
         if op is not None and _spelled(item)[1]:
             same = {p.name: p.name for p in op.params}

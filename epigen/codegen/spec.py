@@ -397,10 +397,10 @@ class KernelSpec:
 
     @property
     def apart(self) -> tuple[str, ...]:
-        """What is stored or reduced of values that do not depend on the product."""
+        """What is stored or reduced of values that do not depend on the product, and are not drawn in its layout."""
         reached: set[Arg] = {*self.products}
         for line in self.lines:
-            if reached.intersection(line.args):
+            if line.op == UNIFORM or reached.intersection(line.args):
                 reached.add(line.name)
         values = dict.fromkeys([s.value for s in self.stores] + [p.value for p in self.partials])
         return tuple(value for value in values if isinstance(value, str) and value not in reached)

@@ -42,8 +42,10 @@ def _operations(op: str) -> float:
     """Instructions an element for a row of the operation table, read off its Triton text: the slow functions are 10 to 30 instructions."""
     if op == POSITION:  # of rows and columns, and not of elements
         return 0.0
-    if op == UNIFORM:  # half of 100 where a thread has two columns of one counter (Triton 3.9, sm_90, 2026-11)
-        return 60.0
+    if (
+        op == UNIFORM
+    ):  # 8 multiplications of integers, which take two turns each, and 2 others: a quarter of what four columns have together (Triton 3.6, sm_90, 2026-11)
+        return 20.0
     if op not in ops.TABLE:
         return 1.0
     text = "\n".join([ops.TABLE[op].triton, *ops.TABLE[op].body])

@@ -74,12 +74,14 @@ def test_known_answers(counter: tuple[int, int, int, int], key: tuple[int, int],
     assert tuple(int(word) for word in philox.philox((c0, c1, c2, c3), (k0, k1))) == words
 
 
-def test_an_element_has_the_number_of_its_place() -> None:
-    """Column n of row m has word n % 4 of the counter (n // 4, m, product, 0) by the key of both halves of the seed."""
-    found = drawn(0x1234567890ABCDEF, 3, 7, product=5)
+@pytest.mark.parametrize("columns", [1, 2, 3, 7, 9, 16, 17, 31, 40])
+def test_an_element_has_the_number_of_its_place(columns: int) -> None:
+    """By bits 0 and 3 of n a word of the counter that the others make, (those, m, product, 0), by the key of both halves of the seed."""
+    found = drawn(0x1234567890ABCDEF, 3, columns, product=5)
     for m in range(3):
-        for n in range(7):
-            word = philox.philox((n // 4, m, 5, 0), (0x90ABCDEF, 0x12345678))[n % 4]
+        for n in range(columns):
+            counter, word = n // 16 * 4 + n % 8 // 2, n % 2 + n // 8 % 2 * 2
+            word = philox.philox((counter, m, 5, 0), (0x90ABCDEF, 0x12345678))[word]
             assert found[m, n] == (word >> 8) * 2.0**-24
 
 
@@ -92,7 +94,7 @@ def test_they_are_as_random_numbers_are() -> None:
     for p in (0.1, 0.5, 0.9):
         assert abs((x + 0.5 < p).double().mean() - p) < 5 * (p * (1 - p) / count) ** 0.5
     others = [drawn(8, m, n), drawn(7 + 2**32, m, n), drawn(7, m, n, product=1)]
-    pairs = [(x[:, 1:], x[:, :-1]), (x[1:], x[:-1]), (x[:, 4:], x[:, :-4]), *((x, other.double() - 0.5) for other in others)]
+    pairs = [(x[:, 1:], x[:, :-1]), (x[1:], x[:-1]), (x[:, 8:], x[:, :-8]), *((x, other.double() - 0.5) for other in others)]
     for left, right in pairs:
         assert abs((left * right).mean()) < 5 * (1 / 144 / left.numel()) ** 0.5
     assert drawn(7, m, n).min() >= 0 and drawn(7, m, n).max() < 1
@@ -311,6 +313,7 @@ def test_kernels_compile_ahead(text: str) -> None:
         cases.warp_specialized(128, 128, 64, 3, subtiles=2, prefetch=1, fused_finalize=1),
         cases.warp_specialized(128, 64, 64, 3, pingpong=1, fused_finalize=1),
         cases.warp_specialized(prefetch=1, splits=2, tma_store=0),
+        cases.warp_specialized(64, 16, 64, 3, pingpong=1),  # one counter's columns each way
         cases.persistent(64, 64, flatten=0, subtiles=2, prefetch=1, fused_finalize=1),
         cases.tiled(32, 64, 32, fused_finalize=1),
     ]
@@ -320,6 +323,17 @@ def test_kernels_compile_ahead(text: str) -> None:
         jobs += [Job(RENDERER.render(spec, cases.split_k()), TARGETS[other], "nt") for other in ("sm_80", "gfx942")]
         jobs.append(Job(RENDERER.render(spec_of(text, BF16, index_bits=64, batched=batched), cases.SMALL), TARGETS["sm_90"], "nn"))
         compiled(jobs)
+
+
+@pytest.mark.triton
+def test_what_a_thread_has_of_a_product_shares_a_counter() -> None:
+    """Each two rows and columns n, n + 1, n + 8 and n + 9: four words of one Philox."""
+    spec = spec_of("dropout(gelu(mm + bias), p, seed)", BF16, layout="nt", tma=("a", "b"), k_multiple=64)
+    config = cases.warp_specialized(128, 128, 64, 3, pingpong=1, subtiles=2, prefetch=1)
+    [[kernel]] = compiled([Job(RENDERER.render(spec, config), TARGETS["sm_90"], "nt")])
+    consumers, threads = 2, 128
+    an_element = str(kernel.stages["ptx"]).count("mul.hi.u32") / (consumers * 128 * 128 / threads)
+    assert an_element < 20 / 4  # 2 in each of 10 rounds
 
 
 @pytest.mark.triton

@@ -129,13 +129,11 @@ class Slice:
         self.parent.check([*shape[: self.dim], 1, *shape[self.dim :]], warps)
 
 
-def convert_layout(x: Block, layout: Any) -> Block:
-    layout.check(x.data.shape, here().warps)
+def convert_layout(x: Block, layout: Any, assert_trivial: bool = False) -> Block:  # noqa: ARG001
+    """layout: None where it is that of another block."""
+    if layout is not None:
+        layout.check(x.data.shape, here().warps)
     return x
-
-
-def _lying(x: Block, layout: Any) -> Block:
-    return x if layout is None else convert_layout(x, layout)
 
 
 # -- launches
@@ -191,9 +189,9 @@ LANGUAGE = SimpleNamespace(
     **FUNCTIONS,
     program_id=lambda _axis: Int(here().program.id),
     num_programs=lambda _axis: Int(here().program.count),
-    arange=lambda start, end, layout=None: _lying(arange(start, end), layout),
-    full=lambda shape, value, dtype, layout=None: _lying(full(shape, value, dtype), layout),
-    zeros=lambda shape, dtype, layout=None: _lying(full(shape, 0, dtype), layout),
+    arange=lambda start, end, layout=None: convert_layout(arange(start, end), layout),
+    full=lambda shape, value, dtype, layout=None: convert_layout(full(shape, value, dtype), layout),
+    zeros=lambda shape, dtype, layout=None: convert_layout(full(shape, 0, dtype), layout),
     load=load, store=store, atomic_add=atomic_add, barrier=barrier, thread_barrier=barrier, debug_barrier=barrier,
     convert_layout=convert_layout, set_auto_layout=lambda x, _layout: x, allocate_shared_memory=allocate_shared_memory, warp_specialize=warp_specialize,
     AutoLayout=lambda: None, DistributedLinearLayout=Linear, BlockedLayout=Blocked, SliceLayout=Slice, NVMMADistributedLayout=Multiplied,

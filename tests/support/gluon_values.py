@@ -206,7 +206,7 @@ FUNCTIONS: dict[str, Any] = {
     "cast": lambda x, dtype: Int(x).to(dtype),
     "reshape": reshape, "split": split, "join": lambda x, y: Block(torch.stack((x.data, y.data), -1)), "reduce": reduce,
     "permute": lambda x, order: Block(x.data.permute(*order)), "trans": lambda x: Block(x.data.T),
-    "where": where,
+    "where": where, "broadcast": lambda *values: tuple(Block(x.clone()) for x in torch.broadcast_tensors(*_aligned(*values))),
     "maximum": maximum, "minimum": minimum,
     "sum": _reduction(operator.add), "max": _reduction(maximum), "reduce_or": _reduction(operator.or_),
     **{name: elementwise(getattr(torch, name)) for name in ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "erf", "sin", "cos", "floor", "ceil")},
