@@ -36,7 +36,7 @@ ORDER = (
     "tuning.database", "tuning.records", "tuning.task", "tuning.request", "tuning.suite", "tuning.table", "tuning.process", "tuning.fork_server", "tuning.runner", "tuning.timer", "tuning.sampling",
     "tuning.timing_worker", "tuning.compile_worker", "tuning.interrupt", "tuning.journal", "tuning.storage", "tuning.tpe", "tuning.surrogate", "tuning.study",
     "tuning.search", "tuning.tune", "tuning.fleet", "tuning.remembered", "tuning.first_use", "tuning.report",
-    "training.unlogged", "training.aten", "training.halved", "training.traced", "training.functions", "api",
+    "checkpoints", "training.unlogged", "training.aten", "training.halved", "training.traced", "training.functions", "api",
     "training.guarded_cache", "training.bits", "training.elements", "training.plan", "training.library", "training.composed", "training.embeddings", "training.expected", "training.precompile",
     "training.layer", "training.report", "training.sharding", "training.whole", "training.parted", "training.chain", "training.site", "training.again", "training.linear", "training.modules", "training.cross_entropy", "training.operations", "nn",
     "training.regions", "training.rewrite", "training.wrapper", "training.convolutions", "training.stacked", "training.joint",

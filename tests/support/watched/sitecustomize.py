@@ -1,4 +1,4 @@
-"""Notes who reaches Triton while EPIGEN_TESTS_NOTES names a file: a module's name a line. What torch imports for itself does not count.
+"""Notes who reaches Triton while EPIGEN_TESTS_NOTES names a file: a module's name a line. What other packages import for themselves does not count.
 
 tests/conftest.py has this installed in the tests' own process, and this folder leads the children's import path, where Python imports a
 module of this name when it starts.
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 NOTES = "EPIGEN_TESTS_NOTES"
+_OTHERS = ("", "torch", "triton", "torchao", "compressed_tensors")
 
 
 def note(who: str) -> None:
@@ -30,7 +31,7 @@ def install() -> None:
     def noting(name: str, globals: Mapping[str, Any] | None = None, locals: Any = None, fromlist: Sequence[str] = (), level: int = 0) -> Any:  # noqa: A002
         if level == 0 and name.partition(".")[0] == "triton":
             who = str((globals or {}).get("__name__", ""))  # what torch generates has none
-            if who.partition(".")[0] not in ("", "torch", "triton"):
+            if who.partition(".")[0] not in _OTHERS:
                 note(who)
         return imported(name, globals, locals, fromlist, level)
 
