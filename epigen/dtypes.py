@@ -72,6 +72,15 @@ FP32_TINY = 2.0**-126
 OPERANDS = (FP32, FP16, BF16, FP8E4M3, FP8E5M2, INT8)
 """What `a` and `b` may hold, and what `cast` may name."""
 
+WEIGHTS = (INT8, UINT8, FP8E4M3, FP8E5M2)
+"""What `b` may hold beside an `a` of more bits, as whose dtype it is then multiplied. fp32, fp16 and bf16 have each of their values."""
+
+
+def multiplied_as(a: DType, b: DType) -> DType:
+    """The dtype in which operand b is multiplied beside such an a: its own, or that of a where b is a narrower weight, converted as it is loaded."""
+    return a if b in WEIGHTS and a.is_float and a.bits > b.bits else b
+
+
 INPUTS = (*OPERANDS, BOOL, UINT8, INT32, INT64)
 """What inputs of the epilogue may hold. It computes in fp32, so booleans are 0 and 1, and integers past 2^24 are rounded to 24 bits, as torch's own conversion does."""
 

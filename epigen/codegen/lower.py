@@ -37,7 +37,7 @@ from epigen.codegen.spec import (
     parameter,
     row_lengths,
 )
-from epigen.dtypes import BF16, FP32, FP64, INT8, INT32, OPERANDS, UINT8, DType
+from epigen.dtypes import BF16, FP32, FP64, INT8, INT32, OPERANDS, UINT8, WEIGHTS, DType, multiplied_as
 from epigen.errors import CallError
 from epigen.ir import graph as g
 from epigen.ir.eager import as_eager, product_dtype
@@ -152,9 +152,14 @@ def describable(graph: Graph, output: Output) -> bool:
 
 
 def check_operands(a: DType, b: DType) -> None:
+    if multiplied_as(a, b) != b and a in OPERANDS:
+        return
     for name, dtype in (("a", a), ("b", b)):
         if dtype not in OPERANDS:
-            raise CallError(f"operand {name} is {dtype}, and the operands are one of {', '.join(map(str, OPERANDS))}")
+            beside = f"; beside an a of fp16, bf16 or fp32, b may also be {UINT8}" if dtype in WEIGHTS and name == "b" else ""
+            raise CallError(f"operand {name} is {dtype}, and the operands are one of {', '.join(map(str, OPERANDS))}{beside}")
+    if multiplied_as(b, a) != a:
+        raise CallError(f"operand a is {a} and operand b is {b}: b alone may be the narrower one: pass a as {b}")
     if a != b and not (a.is_fp8 and b.is_fp8):
         raise CallError(f"operand a is {a} and operand b is {b}: both need the same dtype (the two fp8 kinds may be mixed)")
 
@@ -269,7 +274,8 @@ def _operands(graph: Graph, body: _Body) -> tuple[Operand, ...]:
         inputs, lines = body.lines([number])
         each = {body.name(i) for i in _reached(graph, [number], through=False) if "k" in nodes[i].indices}
         once, steps = (tuple(line for line in lines if (line.name in each) == varies) for varies in (False, True))
-        operands.append(Operand(name, body.arg(number), inputs, once, steps, zero[number]))
+        sig = body.signature
+        operands.append(Operand(name, body.arg(number), inputs, once, steps, zero[number], sig.multiplied[name] != {"a": sig.a, "b": sig.b}[name]))
     return tuple(operands)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from epigen.dtypes import BF16, FAST_ACCUM, FP16, FP32, INT8, INT32, DType
+from epigen.dtypes import BF16, FAST_ACCUM, FP16, FP32, INT8, INT32, DType, multiplied_as
 from epigen.errors import ConfigError
 from epigen.ir.graph import PRODUCT, periodic
 from epigen.shapes import Shape
@@ -41,7 +41,7 @@ PAST = 1 << 14
 class Signature:
     """What of a call the kernel's text depends on.
 
-    a, b: the operands' dtypes; both are the product's where that is an input.
+    a, b: the operands' dtypes as they lie; both are the product's where that is an input.
     inputs: each named input's dtype; None for a Python number, which is passed by value.
     precision: "ieee" or "tf32", for fp32 operands only, or "fast_accum", for fp8 ones.  k_multiple: a power of two that divides K.
     index_bits: 64 where some offset does not fit in 32 bits. layout: how a and b lie.
@@ -66,6 +66,16 @@ class Signature:
     invariant: bool = False
     rounding: str = ""
     interpreted: bool = False
+
+    @property
+    def multiplied(self) -> Mapping[str, DType]:
+        """The dtypes in which operands are multiplied, by name."""
+        return {"a": self.a, "b": multiplied_as(self.a, self.b)}
+
+    @property
+    def called(self) -> str:
+        """What people call the operands' dtypes: "fp16", or of a narrower weight "fp16 x int8"."""
+        return str(self.a) if self.multiplied["b"] == self.b else f"{self.a} x {self.b}"
 
     @property
     def exact(self) -> bool:
@@ -263,6 +273,7 @@ class Operand:
     name: "a" or "b", the tensor's, and of its elements in the lines. value: of what is multiplied. inputs: what the lines read besides.
     once: lines that do not vary along k, before the loop.  lines: those of each step.
     zero: whether the value is 0 past the last k, where tensors and inputs are read as 0.
+    converted: whether the tensor has another dtype than what is multiplied.
     """
 
     name: str
@@ -271,10 +282,16 @@ class Operand:
     once: tuple[Line, ...] = ()
     lines: tuple[Line, ...] = ()
     zero: bool = True
+    converted: bool = False
+
+    @property
+    def as_loaded(self) -> bool:
+        """Whether nothing but a conversion lies between what is loaded and what is multiplied."""
+        return self.value == self.name
 
     @property
     def computed(self) -> bool:
-        return self.value != self.name
+        return self.converted or not self.as_loaded
 
     @property
     def along_k(self) -> tuple[Input, ...]:
@@ -284,7 +301,7 @@ class Operand:
     @property
     def multiplied(self) -> str:
         """What the kernel calls the values that it multiplies."""
-        return f"{self.name}_in" if self.computed else self.name
+        return self.name if self.as_loaded else f"{self.name}_in"
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,7 +188,7 @@ def _reference(graph: Graph, spec: KernelSpec) -> list[str]:
         args = [f"_v{a}{'[:, None]' * ((node.indices, graph.nodes[a].indices) == ('kn', 'k'))}" for a in node.args]
         match node.op:
             case g.DOT:
-                left, right = (_multiplied(graph, i, dtype) for i, dtype in zip(node.args, (spec.signature.a, spec.signature.b), strict=True))
+                left, right = (_multiplied(graph, i, dtype) for i, dtype in zip(node.args, spec.signature.multiplied.values(), strict=True))
                 text = f"{left} @ {right}"
             case g.PRODUCT:
                 text = "(a.double() @ b.double()).long().int().double()" if spec.signature.a == INT8 else "a.double() @ b.double()"

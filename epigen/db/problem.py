@@ -132,7 +132,7 @@ def problem_of(graph: Graph, spec: KernelSpec, shape: Shape, gpu: str, capabilit
         program=graph.text,
         spec=graph_digest(graph),
         kind=epilogue_kind(spec),
-        alignment=alignment(shape, sig.layout, sig.a.bytes),
+        alignment=alignment(shape, sig.layout, sig.a.bytes, sig.b.bytes),
         invariant="m" if sig.invariant else "",
     )
 
@@ -160,6 +160,7 @@ def epilogue_kind(spec: KernelSpec) -> str:
     return f"load:{','.join(loads)} store:{','.join(stores)} reduce:{','.join(reduced)}{computed}"
 
 
-def alignment(shape: Shape, layout: str, element_bytes: int) -> int:
-    """The largest power of two, up to 16, that divides the bytes of a's and b's rows as they lie in memory, and of the result's."""
-    return math.gcd(16, *(extent * element_bytes for extent in (*row_lengths(shape, layout), shape[-2])))
+def alignment(shape: Shape, layout: str, element_bytes: int, b_bytes: int = 0) -> int:
+    """The largest power of two, up to 16, that divides the bytes of a's and b's rows as they lie in memory, and of the result's. b_bytes: where b has others."""
+    of_a, of_b = row_lengths(shape, layout)
+    return math.gcd(16, of_a * element_bytes, of_b * (b_bytes or element_bytes), shape[-2] * element_bytes)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from epigen import ops
-from epigen.dtypes import BY_TORCH_ON_CPU, INT8, INT32, DType
+from epigen.dtypes import BY_TORCH_ON_CPU, INT8, INT32, DType, multiplied_as
 from epigen.errors import InternalError
 from epigen.ir import graph as g
 from epigen.ir import philox
@@ -153,12 +153,13 @@ def arguments(graph: Graph, node: Node, values: Sequence[Tensor]) -> list[Tensor
 
 
 def multiplied(graph: Graph, node: Node, values: Sequence[Tensor], a: Tensor, b: Tensor, inputs: Mapping[str, Number]) -> tuple[Tensor, Tensor]:
-    """What a product multiplies: operands as they are given, or what is computed of them, rounded once to their own dtypes."""
+    """What a product multiplies: operands as they are given, or what is computed of them, rounded once, in the dtypes that they are multiplied in."""
     other = inputs[node.name] if node.name else b
     assert isinstance(other, Tensor)
+    held = [BY_TORCH_ON_CPU[str(t.dtype)] for t in (a, other)]
     left, right = (
-        given if graph.nodes[i].op in (g.OPERAND, g.INPUT) else convert(values[i], BY_TORCH_ON_CPU[str(given.dtype)])
-        for i, given in zip(node.args, (a, other), strict=True)
+        given.to(torch_dtype(dtype)) if graph.nodes[i].op in (g.OPERAND, g.INPUT) else convert(values[i], dtype)
+        for i, given, dtype in zip(node.args, (a, other), (held[0], multiplied_as(*held)), strict=True)
     )
     return left, right
 

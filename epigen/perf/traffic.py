@@ -106,6 +106,9 @@ def _unfused(spec: KernelSpec, shape: Shape) -> tuple[int, int]:
     held |= {o.name: (OPERANDS[o.name], element.bytes) for o in spec.computed}
     held |= {offsets(index): (index, 8) for index in "mn"}  # int64, of torch.arange
 
+    converted = k * n * (spec.signature.b.bytes + spec.signature.multiplied["b"].bytes) if any(o.converted for o in spec.operands) else 0
+    moved, launches = moved + converted * len(spec.products), launches + (len(spec.products) if converted else 0)
+
     def size(name: str) -> int:
         indices, each = held[name]
         return size_of(indices, m, n, k) * each

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epigen.codegen import lower
 from epigen.codegen.spec import LINE_BYTES, MOST_POSITIONS, TMA_BYTES
-from epigen.dtypes import BF16, BY_TORCH, BY_TORCH_ON_CPU, FP16, FP32, INPUTS, OPERANDS
+from epigen.dtypes import BF16, BY_TORCH, BY_TORCH_ON_CPU, FP16, FP32, INPUTS, OPERANDS, WEIGHTS, multiplied_as
 from epigen.errors import CallError, near_miss
 from epigen.ir import graph as g
 from epigen.ir.graph import PRODUCT, Graph, Node
@@ -86,7 +86,7 @@ def check_operands(a: Tensor, b: Tensor) -> tuple[int, int, int]:
         if str(tensor.dtype) not in BY_TORCH_ON_CPU:
             raise CallError(f"operand {name} is {tensor.dtype}, which epigen does not multiply: the operands are one of {', '.join(map(str, OPERANDS))}")
     if torch.float64 in (a.dtype, b.dtype):
-        if a.dtype != b.dtype:
+        if a.dtype != b.dtype and BY_TORCH_ON_CPU[str(b.dtype)] not in WEIGHTS:
             raise CallError(f"operand a is {a.dtype} and operand b is {b.dtype}: both need the same dtype")
     else:
         lower.check_operands(BY_TORCH_ON_CPU[str(a.dtype)], BY_TORCH_ON_CPU[str(b.dtype)])
@@ -95,6 +95,20 @@ def check_operands(a: Tensor, b: Tensor) -> tuple[int, int, int]:
     if a.device != b.device:
         raise CallError(f"operand a is on {a.device} and operand b on {b.device}")
     return a.shape[0], b.shape[1], a.shape[1]
+
+
+def converted(a: Tensor, b: Tensor) -> bool:
+    """Whether b is a narrower weight, which is multiplied in the dtype of a."""
+    return a.dtype != b.dtype and _converts(a.dtype, b.dtype)
+
+
+def _converts(a: torch.dtype, b: torch.dtype) -> bool:
+    of_a, of_b = BY_TORCH_ON_CPU.get(str(a)), BY_TORCH_ON_CPU.get(str(b))
+    return of_a is not None and of_b is not None and multiplied_as(of_a, of_b) != of_b
+
+
+# torch.compile is not to look into it: what torch.compiler.assume_constant_result sets, which imports all of torch.compile to do so
+_converts._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kind(value: Any) -> str:

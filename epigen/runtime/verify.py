@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epigen.codegen.lower import output_dtype
-from epigen.dtypes import BY_TORCH, FP32, DType
+from epigen.dtypes import BY_TORCH, FP32, UINT8, DType
 from epigen.errors import VerificationError
 from epigen.ir import bound, reference
 from epigen.ir import graph as g
@@ -88,6 +88,8 @@ def sample(
         wanted = reference.torch_dtype(dtype)
         if generator is None:  # arithmetic on a meta tensor would import torch's whole compiler
             return torch.empty(size, dtype=wanted, device=device)
+        if dtype == UINT8:
+            return whole(0, 5 if integers else 19, *size).to(wanted)
         if integers:
             return whole(-2, 3, *size).to(wanted)
         return (normal(*size) * scale).to(wanted) if dtype.is_float else whole(-9, 10, *size).to(wanted)
