@@ -5,6 +5,7 @@ Requires a normalised graph. Ensures that every name is used, and that a line's 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -111,7 +112,8 @@ def signature_of_contiguous(
     tma = tuple(name for name, row_bytes in rows.items() if row_bytes % TMA_BYTES == 0 and 0 not in shape)
     masks = [m * g.mask_stride(n)] if any(graph.nodes[o.node].kind == g.PACKED for o in graph.outputs) else []
     bits = index_bits(one, (m * n, m * k, k * n, *masks))
-    beside = [(n.name, n.indices) for n in graph.inputs() if n.indices in g.OPERANDS.values() or (len(n.indices) == 2 and n.periods)]
+    matrices = [n for n in graph.inputs() if n.indices in g.OPERANDS.values() or (len(n.indices) == 2 and g.shared_along(n))]
+    beside = [(n.name, n.indices, _held(n, one)[1]) for n in matrices]
     batched = len(shape) == 4
     divisors = factors(one, contiguous(one, layout, graph.tiles(), beside), _apart(graph, one) if batched else {})
     return Signature(a, b, inputs, precision, k_multiple(k), bits, layout, tma, divisors, batched=batched)
@@ -122,9 +124,14 @@ def _apart(graph: Graph, shape: tuple[int, int, int]) -> dict[str, int]:
     m, n, k = shape
     sizes = {"mk": m * k, "kn": k * n, "mn": m * n, "m": m, "n": n, "": 1}
     apart = {name: sizes[indices] for name, indices in g.OPERANDS.items()} | {g.PRODUCT: m * n}
-    apart |= {i.name: m * g.mask_stride(n) if i.op == g.BITS else sizes[i.indices] for i in graph.inputs() if len(i.indices) == 2}
+    apart |= {i.name: m * g.mask_stride(n) if i.op == g.BITS else math.prod(_held(i, shape)) for i in graph.inputs() if len(i.indices) == 2}
     held = [(o.name, graph.nodes[o.node]) for o in graph.outputs]
     return apart | {name: m * g.mask_stride(n) if node.kind == g.PACKED else sizes[node.indices] for name, node in held}
+
+
+def _held(node: Node, shape: tuple[int, int, int]) -> tuple[int, ...]:
+    """An input's extents in a call of this shape."""
+    return g.held(node.indices, node.blocks, dict(zip("mnk", shape, strict=True)))
 
 
 def over_product(graph: Graph) -> Graph:
@@ -268,7 +275,7 @@ def _operands(graph: Graph, body: _Body) -> tuple[Operand, ...]:
     zero: list[bool] = []  # past the last k
     for node in nodes:
         args = [zero[a] for a in node.args]
-        along_k = node.op in (g.INPUT, g.OPERAND) and "k" in node.indices
+        along_k = node.op in (g.INPUT, g.OPERAND) and "k" in node.indices and "k" not in g.shared_along(node)
         zero.append(along_k or (all(args) if node.op in ("mul", "scale") else node.op not in (g.INPUT, g.BITS) and _stays_zero(node, args)))
     for name, number in zip(g.OPERANDS, nodes[product].args, strict=True):
         inputs, lines = body.lines([number])
@@ -353,7 +360,7 @@ class _Body:
             node = self.graph.nodes[number]
             if node.op in (g.INPUT, g.BITS):
                 dtype = UINT8 if node.op == g.BITS else dtypes[node.name]
-                inputs.append(Input(node.name, node.indices, dtype, node.op == g.BITS, node.periods, node.kind == g.SEED))
+                inputs.append(Input(node.name, node.indices, dtype, node.op == g.BITS, node.periods, node.kind == g.SEED, node.blocks))
             elif node.op == g.DOT:
                 if self.signature.a == INT8:
                     lines.append(Line(self.names[number], WIDEN, (accumulator(node.name),)))

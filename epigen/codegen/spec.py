@@ -103,7 +103,8 @@ USUAL = Numerics()
 @dataclass(frozen=True, slots=True)
 class Input:
     """A named input of a kernel. indices: "mn", "m", "n" or ""; of an operand also "k", and "mk" or "kn". dtype None: a number passed by value.
-    periods: of each index what a program calls the extent after which it begins anew, or ""; none where no index does. seed: it is no number."""
+    periods: of each index what a program calls the extent after which it begins anew, or ""; none where no index does. seed: it is no number.
+    blocks: of each index how many of its values share one of the input's; none where all have their own."""
 
     name: str
     indices: str
@@ -111,6 +112,11 @@ class Input:
     packed: bool
     periods: tuple[str, ...] = ()
     seed: bool = False
+    blocks: tuple[int, ...] = ()
+
+    def block(self, index: str) -> int:
+        """How many values of an index share one of its."""
+        return dict(zip(self.indices, self.blocks, strict=False)).get(index, 1)
 
     @property
     def periodic(self) -> str:
@@ -120,7 +126,8 @@ class Input:
     @property
     def extents(self) -> tuple[str, ...]:
         """What its extents are called."""
-        return tuple(period or index.upper() for index, period in zip(self.indices, self.periods or self.indices.upper(), strict=True))
+        whole = [period or index.upper() for index, period in zip(self.indices, self.periods or self.indices.upper(), strict=True)]
+        return tuple(f"ceil({extent} / {b})" if (b := self.block(index)) > 1 else extent for index, extent in zip(self.indices, whole, strict=True))
 
 
 ACC = "acc"
@@ -218,16 +225,16 @@ def factors(shape: tuple[int, int, int], tensors: Iterable[Strided], batch_strid
     return tuple((name, value & -value) for name, value in sorted(values.items()) if value % KNOWN and 1 < value < WIDE)
 
 
-def contiguous(shape: tuple[int, int, int], layout: str, tiles: Iterable[str], beside: Iterable[tuple[str, str]] = ()) -> tuple[Strided, ...]:
-    """The matrices of a call whose tensors leave no gaps. tiles: names of the [m,n] inputs and outputs, but for packed masks. beside: names and indices of
-    the inputs with an element for each of an operand's."""
+def contiguous(shape: tuple[int, int, int], layout: str, tiles: Iterable[str], beside: Iterable[tuple[str, str, int]] = ()) -> tuple[Strided, ...]:
+    """The matrices of a call whose tensors leave no gaps. tiles: names of the [m,n] inputs and outputs, but for packed masks. beside: names, indices and
+    lengths of rows of other inputs that are matrices."""
     m, n, k = shape
     a, b = (k, 1) if layout[0] == "n" else (1, m), (n, 1) if layout[1] == "n" else (1, k)
     return (
         ("a", "mk", a),
         ("b", "kn", b),
         *((name, "mn", (n, 1)) for name in (PRODUCT, *tiles)),
-        *((name, indices, (k if indices == "mk" else n, 1)) for name, indices in beside),
+        *((name, indices, (row, 1)) for name, indices, row in beside),
     )
 
 
@@ -422,10 +429,12 @@ class KernelSpec:
         values = dict.fromkeys([s.value for s in self.stores] + [p.value for p in self.partials])
         return tuple(value for value in values if isinstance(value, str) and value not in reached)
 
-    def beside_bytes(self, block_m: int, block_n: int) -> int:
-        """What a tile's operands are computed of besides, in bytes a step of 1 along k."""
+    def beside_bytes(self, block_m: int, block_n: int, block_k: int = 0) -> int:
+        """What a tile's operands are computed of besides, in bytes a step of 1 along k. block_k: of a step, where it is known."""
         rows = {"mk": block_m, "kn": block_n}
-        return sum(rows.get(i.indices, 1) * i.dtype.bytes for o in self.operands for i in o.along_k if i.dtype is not None)
+        inputs = [i for o in self.operands for i in o.along_k if i.dtype is not None]
+        shared = [block_k if block_k and i.block("k") % block_k == 0 else 1 for i in inputs]  # of which a step has one row
+        return sum(-(-rows.get(i.indices, 1) * i.dtype.bytes // steps) for i, steps in zip(inputs, shared, strict=True) if i.dtype is not None)
 
     @property
     def main_lines(self) -> tuple[Line, ...]:

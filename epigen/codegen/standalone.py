@@ -28,8 +28,8 @@ from epigen.ir.parting import Parting
 _COUNTED = {"parts_m": "tiles_m", "parts_n": "tiles_n", "1": "1"}
 """How many counters there are, as text over the launcher's variables; else one a tile, or two."""
 
-_EXTENT, _BESIDE = {"m": "a.shape[0]", "n": "b.shape[1]"}, {"m": "[:, None]", "n": "[None, :]"}
-"""Of each index of the result, as text: how many there are, and what makes a vector along it broadcast."""
+_EXTENT, _BESIDE = {"m": "a.shape[0]", "n": "b.shape[1]", "k": "a.shape[1]"}, {"m": "[:, None]", "n": "[None, :]"}
+"""Of each index, as text: how many there are, and of the result's what makes a vector along it broadcast."""
 
 
 def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choice, rendered: Rendered, parting: Parting | None = None) -> str:
@@ -203,11 +203,14 @@ def _reference(graph: Graph, spec: KernelSpec) -> list[str]:
                 text = f"_random_numbers({args[0]}, {rows}, {columns}, 0)"
             case g.INPUT if node.kind == g.SEED:
                 text = node.name
-            case g.INPUT if node.periods:
+            case g.INPUT if node.periods or node.blocks:
                 text = f"{node.name}.double()"
-                for dim, (index, period) in enumerate(zip(node.indices, node.periods, strict=True)):
+                for dim, (index, period) in enumerate(zip(node.indices, node.periods, strict=False)):
                     if period:
                         text += f".index_select({dim}, torch.arange({_EXTENT[index]}, device=a.device) % {node.name}.shape[{dim}])"
+                for dim, (index, block) in enumerate(zip(node.indices, node.blocks, strict=False)):
+                    if block > 1:
+                        text += f".index_select({dim}, torch.arange({_EXTENT[index]}, device=a.device) // {block})"
                 text += _BESIDE.get(node.indices, "")
             case g.INPUT:
                 text = (

@@ -80,4 +80,4 @@ def spec_text(spec: KernelSpec) -> str:
 
 
 def _loads(inputs: tuple[Input, ...]) -> list[str]:
-    return [f"  load {i.name}[{declared_text(i.indices, i.periods)}] {'bits' if i.packed else i.dtype or 'number'}" for i in inputs]
+    return [f"  load {i.name}[{declared_text(i.indices, i.periods, i.blocks)}] {'bits' if i.packed else i.dtype or 'number'}" for i in inputs]

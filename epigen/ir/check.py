@@ -136,12 +136,14 @@ def refused_name(name: str, scalar: bool = False) -> tuple[str, str] | None:
     return None
 
 
-def _reordered(name: str, indices: str) -> str:
+def _reordered(name: str, indices: str, blocks: tuple[int, ...] = ()) -> str:
     """What to write in place of indices that no tensor has in this order."""
     ordered = next((known for known in _IN_ORDER if set(known) == set(indices)), "")
     if not ordered:
         return f"an input has two indices at most: write {name}[m,n], and in an operand of dot {name}[m,k] or {name}[k,n]"
-    return f"{'columns come last' if ordered == 'kn' else 'rows come first'}: write {name}[{','.join(ordered)}], and pass the transpose"
+    size = dict(zip(indices, blocks, strict=False))
+    declared = declared_text(ordered, (), [size.get(i, 1) for i in ordered])
+    return f"{'columns come last' if ordered == 'kn' else 'rows come first'}: write {name}[{declared}], and pass the transpose"
 
 
 def letters(name: str) -> str:
@@ -161,7 +163,7 @@ class _Builder:
         self.assigned: dict[str, Assign] = {}
         self.letters: dict[str, str] = {}  # of the names that are bound or declared so far, each with the first that has them
         self.used: set[str] = set()
-        self.inputs: dict[str, tuple[str, str, Span, tuple[str, ...]]] = {}  # name -> indices, kind, first use, periods
+        self.inputs: dict[str, tuple[str, str, Span, tuple[str, ...], tuple[int, ...]]] = {}  # name -> indices, kind, first use, periods, blocks
         self.mistakes: dict[Diagnostic, None] = {}  # in order, each once
 
     # -- nodes
@@ -273,9 +275,12 @@ class _Builder:
         if name.periods and (text in self.names or text in ("mm", *OPERANDS)):
             self.error(f"'{text}' is no input, whose rows or columns could begin anew", span, f"write {text}")
             return None
+        if name.blocks and (text in self.names or text in ("mm", *OPERANDS)):
+            self.error(f"'{text}' is no input, which could have one value for several of an index", span, f"write {text}")
+            return None
         declared = None if name.indices is None else "".join(name.indices)
         if declared is not None and declared not in _IN_ORDER and (self.multiplies or "k" not in declared):
-            self.error(f"'{text}' is declared as {describe_indices(declared)}", span, _reordered(text, declared))
+            self.error(f"'{text}' is declared as {describe_indices(declared, (), name.blocks)}", span, _reordered(text, declared, name.blocks))
             return None
         if text in self.names:
             self.used.add(text)
@@ -312,7 +317,7 @@ class _Builder:
         if text not in PREDECLARED and text not in self.inputs and declared is None and not self.scalar_name(text, span):
             return None
         indices = PREDECLARED.get(text, "") if declared is None else declared
-        return self.input(text, indices, NUMBER, span, name.periods)
+        return self.input(text, indices, NUMBER, span, name.periods, name.blocks)
 
     def scalar_name(self, name: str, span: Span) -> bool:
         """A bare name that is not known yet declares a scalar, unless it looks like a slip of the pen."""
@@ -327,25 +332,25 @@ class _Builder:
             return False
         return True
 
-    def input(self, name: str, indices: str, kind: str, span: Span, periods: tuple[str, ...] = ()) -> _Value:
+    def input(self, name: str, indices: str, kind: str, span: Span, periods: tuple[str, ...] = (), blocks: tuple[int, ...] = ()) -> _Value:
         """kind: BOOLEAN of a packed mask."""
         if name in self.inputs:
-            known, known_kind, _, known_periods = self.inputs[name]
+            known, known_kind, _, periods_known, blocks_known = self.inputs[name]
             if known_kind != kind:
                 first, second = sorted({BOOLEAN: "a packed mask", SEED: "a seed", NUMBER: "numbers"}[k] for k in (known_kind, kind))
                 self.error(f"'{name}' is used as {first} and as {second}", span, "give the two inputs two names")
                 return None
-            if (known, known_periods) != (indices, periods):
+            if (known, periods_known, blocks_known) != (indices, periods, blocks):
                 self.error(
-                    f"'{name}' is {describe_indices(known, known_periods)} above and {describe_indices(indices, periods)} here", span,
-                    f"one input has one set of indices: write {name}{'[' + declared_text(known, known_periods) + ']' if known else ''}, or use another name")  # fmt: skip
+                    f"'{name}' is {describe_indices(known, periods_known, blocks_known)} above and {describe_indices(indices, periods, blocks)} here", span,
+                    f"one input has one set of indices: write {name}{'[' + declared_text(known, periods_known, blocks_known) + ']' if known else ''}, or use another name")  # fmt: skip
                 return None
         elif not self.name_is_free(name, span) or not self.unlike_scalars(name, span):
             self.names[name] = None  # one report a name
             return None
-        self.inputs.setdefault(name, (indices, kind, span, periods))
+        self.inputs.setdefault(name, (indices, kind, span, periods, blocks))
         self.letters.setdefault(letters(name), name)
-        return self.node(Node(BITS if kind == BOOLEAN else INPUT, (), kind, indices, name=name, periods=periods))
+        return self.node(Node(BITS if kind == BOOLEAN else INPUT, (), kind, indices, name=name, periods=periods, blocks=blocks))
 
     def bits(self, name: str, span: Span) -> _Value:
         return self.input(name, "mn", BOOLEAN, span)
@@ -461,7 +466,7 @@ class _Builder:
             if value is None or not self.expect(value, NUMBER, part, f"dot's {name}"):
                 continue
             node = self.nodes[value]
-            if name == "b" and node.op == INPUT and node.indices == OPERANDS[name]:
+            if name == "b" and node.op == INPUT and node.indices == OPERANDS[name] and not node.blocks:
                 second = node.name
             elif not self.is_operand(value, name, part):
                 continue
@@ -518,7 +523,7 @@ class _Builder:
 
     def call_bits(self, call: Call) -> _Value:
         match call.args:
-            case (Name(name, span, indices, ()),) if not call.keywords and indices in (None, ("m", "n")):
+            case (Name(name, span, indices, (), ()),) if not call.keywords and indices in (None, ("m", "n")):
                 if name in self.names and name not in self.assigned:
                     return None  # reported above
                 if name in self.names or name in ("mm", *OPERANDS):
@@ -643,7 +648,10 @@ class _Builder:
                         )
                         return None
         match call.args[0]:
-            case Name(name, _, indices) if name in OPERANDS and name not in self.names:
+            case Name(name, _, indices, periods, blocks) if name in OPERANDS and name not in self.names:
+                if periods or blocks:
+                    _ = yield call.args[0]  # which says what is wrong with that
+                    return None
                 if indices is not None and "".join(indices) != OPERANDS[name]:
                     self.error(
                         f"the operand '{name}' is {describe_indices(OPERANDS[name])}, not {describe_indices(''.join(indices))}",

@@ -90,7 +90,7 @@ def _by_rows(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], d
     own = [i for i, o in enumerate(graph.outputs) if o.node not in shared]
     if not own or not a.shape[0]:
         return results
-    of_rows = {n.name for n in graph.inputs() if ("m" in n.indices and "m" not in g.periodic(n.indices, n.periods)) or n.op == g.BITS}
+    of_rows = {n.name for n in graph.inputs() if ("m" in n.indices and "m" not in g.shared_along(n)) or n.op == g.BITS}
     rows = []
     for i in range(a.shape[0]):
         of_row = {name: value[i : i + 1].clone() if name in of_rows and isinstance(value, Tensor) else value for name, value in inputs.items()}
@@ -129,12 +129,16 @@ def node_values(
             elif node.op == g.UNIFORM:
                 rows, columns = (_positions(index, m, n, first_row, a.device) for index in node.indices)
                 values.append(philox.random_numbers(values[node.args[0]], rows, columns, number).to(compute))
-            elif node.periods:
+            elif node.periods or node.blocks:
                 given = inputs[node.name]
                 assert isinstance(given, Tensor)
-                for dim, (index, period) in enumerate(zip(node.indices, node.periods, strict=True)):
+                for dim, (index, period) in enumerate(zip(node.indices, node.periods, strict=False)):
                     if period:
                         given = given.index_select(dim, _positions(index, m, n, first_row, a.device) % given.shape[dim])
+                for dim, (index, block) in enumerate(zip(node.indices, node.blocks, strict=False)):
+                    if block > 1:
+                        along = torch.arange(a.shape[1], device=a.device) if index == "k" else _positions(index, m, n, first_row, a.device)
+                        given = given.index_select(dim, along // block)
                 values.append(broadcastable(given, node.indices, compute, a.device))
             else:
                 values.append(_value(node, arguments(graph, node, values), a, b, inputs, compute, m, n))

@@ -110,8 +110,8 @@ class _Writer:
             case g.CONSTANT:
                 return Number(node.value, _NOWHERE), 0
             case g.INPUT:
-                bare = PREDECLARED.get(node.name, "") == node.indices and not node.periods
-                return Name(node.name, _NOWHERE, None if bare else tuple(node.indices), node.periods), 0
+                bare = PREDECLARED.get(node.name, "") == node.indices and not node.periods and not node.blocks
+                return Name(node.name, _NOWHERE, None if bare else tuple(node.indices), node.periods, node.blocks), 0
             case g.BITS:
                 return (_name("mask") if node.name == "mask" else _call("bits", _name(node.name))), 0
             case g.CAST:

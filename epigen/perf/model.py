@@ -454,7 +454,7 @@ class _Timing(Work):
 
         def panel(rows: int, columns: int) -> float:
             block_m, right = rows * config["block_m"], columns * self.right(config)
-            return ((block_m + right) * self.element_bytes + self.spec.beside_bytes(block_m, right)) * self.shape[-1]
+            return ((block_m + right) * self.element_bytes + self.spec.beside_bytes(block_m, right, config["block_k"])) * self.shape[-1]
 
         if panel(rows, tiles_n) <= held:
             return once

@@ -120,7 +120,7 @@ class Work:
         each = [buffers if k or self.element_bytes > 1 or not wgmma else 1 for k in along_k]
         each = [1 if narrow else count for narrow, count in zip(self.narrow, each, strict=True)]
         shared = (each[0] * block_m + each[1] * right) * block_k * self.element_bytes
-        shared += buffers * block_k * self.spec.beside_bytes(block_m, block_n)
+        shared += buffers * block_k * self.spec.beside_bytes(block_m, block_n, block_k)
         if self.target.backend == "cuda":  # the stores' layout is reached through shared memory
             shared = max(shared, min(block_m * block_n * self.store_bytes, 1 << 16))
         # The same kernels: 36, the accumulators, what the epilogue holds beside them, and two for the address of each copy of 16 bytes, or

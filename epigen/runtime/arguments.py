@@ -196,11 +196,15 @@ def _check_input(name: str, node: Node, value: Any, shape: tuple[int, int, int],
         return
     if str(value.dtype) not in BY_TORCH_ON_CPU:
         raise CallError(f"{what} is {value.dtype}, which epigen does not compute with: inputs are one of {', '.join(map(str, INPUTS))}")
-    wanted = tuple(shape["mnk".index(i)] for i in node.indices)
+    wanted = g.held(node.indices, node.blocks, dict(zip("mnk", shape, strict=True)))
     if node.periods and value.dim() == len(wanted):
         wanted = tuple(max(1, own) if period else extent for extent, own, period in zip(wanted, value.shape, node.periods, strict=True))
     if (tuple(value.shape) != wanted) if node.indices else (value.numel() != 1):
-        called = [period or i.upper() for i, period in zip(node.indices, node.periods or node.indices.upper(), strict=True)]
+        sizes = node.blocks or (1,) * len(node.indices)
+        called = [
+            period or (f"ceil({i.upper()} / {block})" if block > 1 else i.upper())
+            for i, period, block in zip(node.indices, node.periods or ("",) * len(sizes), sizes, strict=True)
+        ]
         expected = f"[{', '.join(called)}] = {list(wanted)}" if node.indices else "one element"
         message = f"{what} is declared as {name}{_declared(node)}, so {expected} was expected, and it has shape {list(value.shape)}"
         raise CallError(message + _as_expected(name, tuple(value.shape), wanted))
@@ -276,7 +280,7 @@ def _declared(node: Node) -> str:
         return " (a packed mask, uint8 [M, ceil(N / 8)])"
     if node.kind == g.SEED:
         return " (a seed)"
-    return f"[{declared_text(node.indices, node.periods)}]" if node.indices else " (a scalar)"
+    return f"[{declared_text(node.indices, node.periods, node.blocks)}]" if node.indices else " (a scalar)"
 
 
 # -- what a prepared call depends on

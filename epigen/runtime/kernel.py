@@ -132,7 +132,7 @@ class Kernel:
         return self._graph.text
 
     def __repr__(self) -> str:
-        inputs = ", ".join(f"{n.name}{'[' + declared_text(n.indices, n.periods) + ']' if n.indices else ''}" for n in self._inputs.values())
+        inputs = ", ".join(f"{n.name}{'[' + declared_text(n.indices, n.periods, n.blocks) + ']' if n.indices else ''}" for n in self._inputs.values())
         return f"<epigen.Kernel {self._graph.text!r} inputs: {inputs or 'none'}; outputs: {', '.join(self._names)}>"
 
     def __call__(self, a: Any = None, b: Any = None, /, *extra: Any, out: Any = None, **inputs: Tensor | float) -> Any:

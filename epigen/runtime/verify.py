@@ -113,9 +113,8 @@ def sample(
         elif node == second:
             named[node.name] = right()
         elif node.indices:
-            named[node.name] = tensor(
-                dtype, *(lead if len(node.indices) == 2 else ()), *(period if i in g.periodic(node.indices, node.periods) else extents[i] for i in node.indices)
-            )
+            own = g.held(node.indices, node.blocks, {i: period if i in g.periodic(node.indices, node.periods) else extent for i, extent in extents.items()})
+            named[node.name] = tensor(dtype, *(lead if len(node.indices) == 2 else ()), *own)
         else:
             value = 2.0 if integers or generator is None else 0.5 + torch.rand((), generator=generator, device=device).item()
             named[node.name] = value if scalars_by_value else torch.tensor([value], device=device).to(reference.torch_dtype(dtype))

@@ -206,7 +206,7 @@ def _input(declared: Input, value: Any, lead: Sequence[int], weight: Tensor) -> 
         if value.numel() != 1:
             raise CallError(f"{what} is a scalar, and has shape {list(value.shape)}: one element was expected")
         return value if value.dim() == 0 else value.reshape(())
-    if declared.periods:  # the kernel's own check tells of its extents
+    if declared.periods or declared.blocks:  # the kernel's own check tells of its extents
         return value
     return _broadcast(declared, value, lead, *weight.shape)
 

@@ -90,6 +90,8 @@ def _summed(graph: Graph, operands: int) -> Way | None:
     summands = {graph.nodes[i].name for i, linear in roles.items() if linear and graph.nodes[i].op == g.INPUT}
     if summands & _of_operands(graph):  # what is multiplied has to be whole
         return None
+    if any("k" in g.shared_along(i) for i in graph.inputs()):  # a block may lie across two processes' parts
+        return None
     taken: dict[str, Placement] = {i.name: SUMMAND if i.name in summands else _split(i.indices, "k") for i in graph.inputs()}
     if operands == 2:
         taken |= {"a": Shard(1), "b": Shard(0)}

@@ -51,6 +51,8 @@ FILES = (
     File("mm * s[n] + bias", ("acc * s", "acc + s"), b=INT8),
     File("relu(dot(a, (b - zero[n]) * s[k,n]))", ("t0 = b - zero", "t0 = b"), b=UINT8, config=split_k()),
     File("silu(mm * s[n]) * dot(a, up[k,n])", ("tl.dot(a, up.to", "tl.dot(a, b.to"), b=FP8E5M2),
+    File("dot(a, (b - zero[k/32,n]) * s[k/128,n/7])", ("offs_n // 7", "offs_n // 8"), b=INT8),
+    File("mm * s[m/3,n/5] + bias[n/2]", ("offs_m // 3", "offs_m // 4")),
     # names that the file itself uses
     File("mm * v1[m] + v0[n] - v2", ("", "")),
     File("where(bits(unpack), mm, reference[m,n]) * integers", ("", "")),

@@ -42,6 +42,8 @@ def test_a_graph_written_back_is_the_same_graph(text: str) -> None:
         ("where(n<=m, mm, -inf)", "where(n <= m, mm, -inf)"),
         ("row = m; z = mm + (row - n); z * row, sum(z, n) * row", "z = mm + (m - n); z * m, sum(z, n) * m"),
         ("mm+pos[m%P,n]*residual[m, n % Q2]", "mm + pos[m % P, n] * residual[m, n % Q2]"),
+        ("dot(a*sa[m, k/128],b*s[k / 64,n/1])*t[m/3,n/5]", "dot(a * sa[m,k/128], b * s[k/64,n]) * t[m/3,n/5]"),
+        ("mm * bias[n/2] + residual[m/1,n]", "mm * bias[n/2] + residual"),
         ("-(-inf) * mm", "inf * mm"),
         ("dropout(mm, 0.5, seed)", "where(uniform(seed) >= 0.5, mm * 2, 0)"),
         ("dropout(mm, p, seed)", "where(uniform(seed) >= p, mm * (1 / (1 - detach(p))), 0)"),
