@@ -53,6 +53,8 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
     """Raises CallError where the operands' dtypes cannot be multiplied, or nothing can be computed of them."""
     check_operands(signature.a, signature.b)
     check_computed(graph, signature.a)
+    check_packed(graph, signature.a, signature.b)
+    signature = replace(signature, packed=graph.packed_along())
     graph = as_computed(graph, signature)
     body = _Body(graph, signature)
     stores = [_store(graph, output, body) for output in graph.outputs]
@@ -115,7 +117,8 @@ def signature_of_contiguous(
     matrices = [n for n in graph.inputs() if n.indices in g.OPERANDS.values() or (len(n.indices) == 2 and g.shared_along(n))]
     beside = [(n.name, n.indices, _held(n, one)[1]) for n in matrices]
     batched = len(shape) == 4
-    divisors = factors(one, contiguous(one, layout, graph.tiles(), beside), _apart(graph, one) if batched else {})
+    held = contiguous(one, layout, graph.tiles(), beside, graph.packed_along())
+    divisors = factors(one, held, _apart(graph, one) if batched else {})
     return Signature(a, b, inputs, precision, k_multiple(k), bits, layout, tma, divisors, batched=batched)
 
 
@@ -124,6 +127,7 @@ def _apart(graph: Graph, shape: tuple[int, int, int]) -> dict[str, int]:
     m, n, k = shape
     sizes = {"mk": m * k, "kn": k * n, "mn": m * n, "m": m, "n": n, "": 1}
     apart = {name: sizes[indices] for name, indices in g.OPERANDS.items()} | {g.PRODUCT: m * n}
+    apart["b"] //= 2 if graph.packed() else 1
     apart |= {i.name: m * g.mask_stride(n) if i.op == g.BITS else math.prod(_held(i, shape)) for i in graph.inputs() if len(i.indices) == 2}
     held = [(o.name, graph.nodes[o.node]) for o in graph.outputs]
     return apart | {name: m * g.mask_stride(n) if node.kind == g.PACKED else sizes[node.indices] for name, node in held}
@@ -169,6 +173,16 @@ def check_operands(a: DType, b: DType) -> None:
         raise CallError(f"operand a is {a} and operand b is {b}: b alone may be the narrower one: pass a as {b}")
     if a != b and not (a.is_fp8 and b.is_fp8):
         raise CallError(f"operand a is {a} and operand b is {b}: both need the same dtype (the two fp8 kinds may be mixed)")
+
+
+def check_packed(graph: Graph, a: DType, b: DType) -> None:
+    """a, b: the operands' dtypes."""
+    packed = graph.packed()
+    if packed is not None and not (b == UINT8 and multiplied_as(a, b) == a):
+        raise CallError(
+            f"the program reads {packed.dtype} of operand b, two in a byte, so an a of fp16, bf16 or fp32 and a b of uint8 were expected, and they are {a} and {b}: "
+            "pack b with epigen.pack_int4"
+        )
 
 
 def check_computed(graph: Graph, a: DType) -> None:
@@ -281,8 +295,9 @@ def _operands(graph: Graph, body: _Body) -> tuple[Operand, ...]:
         inputs, lines = body.lines([number])
         each = {body.name(i) for i in _reached(graph, [number], through=False) if "k" in nodes[i].indices}
         once, steps = (tuple(line for line in lines if (line.name in each) == varies) for varies in (False, True))
-        sig = body.signature
-        operands.append(Operand(name, body.arg(number), inputs, once, steps, zero[number], sig.multiplied[name] != {"a": sig.a, "b": sig.b}[name]))
+        sig, packed = body.signature, graph.packed() if name == "b" else None
+        converted = sig.multiplied[name] != {"a": sig.a, "b": sig.b}[name]
+        operands.append(Operand(name, body.arg(number), inputs, once, steps, zero[number], converted, packed.dtype if packed else None))
     return tuple(operands)
 
 

@@ -49,6 +49,7 @@ class Signature:
     bytewise: packed masks that are read or written a byte at a time, since their rows are not whole, aligned words of 4.
     batched: whether operands have leading dimensions, and are several products.
     invariant: whether a row of the result is to have the same bits whatever M is, and wherever it lies among the others.
+    packed: the index along which b holds two values in a byte, "k" or "n", or "".
     rounding: "eager" where each operation is rounded as torch rounds it, else "". interpreted: for Triton's interpreter, which has no libdevice.
     """
 
@@ -66,6 +67,7 @@ class Signature:
     invariant: bool = False
     rounding: str = ""
     interpreted: bool = False
+    packed: str = ""
 
     @property
     def multiplied(self) -> Mapping[str, DType]:
@@ -225,11 +227,13 @@ def factors(shape: tuple[int, int, int], tensors: Iterable[Strided], batch_strid
     return tuple((name, value & -value) for name, value in sorted(values.items()) if value % KNOWN and 1 < value < WIDE)
 
 
-def contiguous(shape: tuple[int, int, int], layout: str, tiles: Iterable[str], beside: Iterable[tuple[str, str, int]] = ()) -> tuple[Strided, ...]:
+def contiguous(
+    shape: tuple[int, int, int], layout: str, tiles: Iterable[str], beside: Iterable[tuple[str, str, int]] = (), packed: str = ""
+) -> tuple[Strided, ...]:  # fmt: skip
     """The matrices of a call whose tensors leave no gaps. tiles: names of the [m,n] inputs and outputs, but for packed masks. beside: names, indices and
-    lengths of rows of other inputs that are matrices."""
+    lengths of rows of other inputs that are matrices. packed: as of `Signature`."""
     m, n, k = shape
-    a, b = (k, 1) if layout[0] == "n" else (1, m), (n, 1) if layout[1] == "n" else (1, k)
+    a, b = (k, 1) if layout[0] == "n" else (1, m), (n // (1 + (packed == "n")), 1) if layout[1] == "n" else (1, k // (1 + (packed == "k")))
     return (
         ("a", "mk", a),
         ("b", "kn", b),
@@ -280,7 +284,7 @@ class Operand:
     name: "a" or "b", the tensor's, and of its elements in the lines. value: of what is multiplied. inputs: what the lines read besides.
     once: lines that do not vary along k, before the loop.  lines: those of each step.
     zero: whether the value is 0 past the last k, where tensors and inputs are read as 0.
-    converted: whether the tensor has another dtype than what is multiplied.
+    converted: whether the tensor has another dtype than what is multiplied.  packed: what it holds two of in a byte, if it does.
     """
 
     name: str
@@ -290,6 +294,7 @@ class Operand:
     lines: tuple[Line, ...] = ()
     zero: bool = True
     converted: bool = False
+    packed: DType | None = None
 
     @property
     def as_loaded(self) -> bool:
@@ -502,7 +507,20 @@ def row_lengths(shape: Shape, layout: str) -> tuple[int, int]:
 def row_bytes(shape: Shape, signature: Signature) -> tuple[int, int]:
     """The same in bytes, which say how wide loads may be."""
     a, b = row_lengths(shape, signature.layout)
-    return a * signature.a.bytes, b * signature.b.bytes
+    along = "n" if signature.layout[1] == "n" else "k"
+    return a * signature.a.bytes, b * signature.b.bytes // (2 if signature.packed == along else 1)
+
+
+def b_bytes(shape: Shape, signature: Signature) -> int:
+    """Of the right operand of one product."""
+    n, k = shape[-2:]
+    return k * n * signature.b.bytes // (2 if signature.packed else 1)
+
+
+def loaded_one_by_one(shape: Shape, signature: Signature, least: int) -> tuple[bool, bool]:
+    """Whether a and b are loaded element by element: rows are aligned to fewer bytes than `least`, or an element is half a byte."""
+    a, b = row_bytes(shape, signature)
+    return a % least != 0, b % least != 0 or bool(signature.packed)
 
 
 def with_layout(spec: KernelSpec, layout: str) -> KernelSpec:

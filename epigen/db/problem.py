@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from epigen.codegen.spec import INVARIANT, KNOWN, LAYOUTS, KernelSpec, digest, row_lengths
+from epigen.codegen.spec import INVARIANT, KNOWN, LAYOUTS, KernelSpec, digest, row_bytes, row_lengths
 from epigen.db import fields
 from epigen.dtypes import ALL, FP32, INPUTS, PRECISIONS, DType
 from epigen.gpus import Target
@@ -49,7 +49,9 @@ def _input(value: str) -> bool:
 
 
 _INPUT = fields.text(f"a dtype and its indices, such as fp16[n] or fp16[k/128,n], {BITS} or {SCALAR}", _input)
-_KIND = fields.pattern("an epilogue's class, such as load:n store:mn reduce:", r"(?!.{4097})load:(?:,|[a-z](?:/[0-9]{1,7})?)* store:[a-z,]* reduce:[a-z,]*( dot:[ab,]+)?")
+_KIND = fields.pattern(
+    "an epilogue's class, such as load:n store:mn reduce:", r"(?!.{4097})load:(?:,|[a-z](?:/[0-9]{1,7})?)* store:[a-z,]* reduce:[a-z,]*( dot:[ab,]+)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ def problem_of(graph: Graph, spec: KernelSpec, shape: Shape, gpu: str, capabilit
         program=graph.text,
         spec=graph_digest(graph),
         kind=epilogue_kind(spec),
-        alignment=alignment(shape, sig.layout, sig.a.bytes, sig.b.bytes),
+        alignment=alignment(shape, sig.layout, sig.a.bytes, row_bytes(shape, sig)[1]),
         invariant="m" if sig.invariant else "",
     )
 
@@ -171,7 +173,8 @@ def epilogue_kind(spec: KernelSpec) -> str:
     return f"load:{','.join(loads)} store:{','.join(stores)} reduce:{','.join(reduced)}{computed}"
 
 
-def alignment(shape: Shape, layout: str, element_bytes: int, b_bytes: int = 0) -> int:
-    """The largest power of two, up to 16, that divides the bytes of a's and b's rows as they lie in memory, and of the result's. b_bytes: where b has others."""
+def alignment(shape: Shape, layout: str, element_bytes: int, b_row_bytes: int | None = None) -> int:
+    """The largest power of two, up to 16, that divides the bytes of a's and b's rows as they lie in memory, and of the result's.
+    b_row_bytes: of b's rows, where its elements have others than a's."""
     of_a, of_b = row_lengths(shape, layout)
-    return math.gcd(16, of_a * element_bytes, of_b * (b_bytes or element_bytes), shape[-2] * element_bytes)
+    return math.gcd(16, of_a * element_bytes, of_b * element_bytes if b_row_bytes is None else b_row_bytes, shape[-2] * element_bytes)

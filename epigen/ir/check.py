@@ -36,6 +36,7 @@ from epigen.ir.graph import (
     Output,
     common_indices,
     describe_indices,
+    is_given,
 )
 from epigen.ir.parting import Parting, WithoutParts, without_parts
 from epigen.lang.parser import parse
@@ -164,6 +165,7 @@ class _Builder:
         self.letters: dict[str, str] = {}  # of the names that are bound or declared so far, each with the first that has them
         self.used: set[str] = set()
         self.inputs: dict[str, tuple[str, str, Span, tuple[str, ...], tuple[int, ...]]] = {}  # name -> indices, kind, first use, periods, blocks
+        self.place_of_packed = Span(0, 0)  # of the last int4(b), if there is one
         self.mistakes: dict[Diagnostic, None] = {}  # in order, each once
 
     # -- nodes
@@ -216,7 +218,7 @@ class _Builder:
         return node.op not in (INPUT, BITS, CONSTANT, EXTENT, POSITION, OPERAND) and not self.is_mm(node)
 
     def is_mm(self, node: Node) -> bool:
-        return node.op == DOT and not node.name and all(self.nodes[a].op == OPERAND for a in node.args)
+        return node.op == DOT and not node.name and all(is_given(self.nodes[a]) for a in node.args)
 
     def name_is_free(self, name: str, span: Span) -> bool:
         """Whether an input or an assignment may have this name; notes the mistake if not."""
@@ -264,6 +266,8 @@ class _Builder:
                     return self.call_bits(expr)
                 if function == "dot":
                     return (yield from self.call_dot(expr))
+                if function in dtypes.PACKED:
+                    return (yield from self.call_packed(dtypes.PACKED[function], expr))
                 if function == "bitmask":
                     return (yield from self.call_bitmask(expr))
                 if function == "cast":
@@ -476,7 +480,7 @@ class _Builder:
     def is_operand(self, value: int, name: str, expr: Expr) -> bool:
         """Whether a value is computed of the operand of this name, and of no other."""
         reached = self.reached(value)
-        operands = [n.name for n in reached if n.op == OPERAND]
+        operands = list(dict.fromkeys(n.name for n in reached if n.op == OPERAND))
         indices = describe_indices(OPERANDS[name]).replace(" ", "")
         if operands != [name] or self.nodes[value].indices != OPERANDS[name]:
             what = f"one of {' and '.join(sorted(operands))} with {describe_indices(self.nodes[value].indices)}" if operands else f"one with no {name} in it"
@@ -496,6 +500,35 @@ class _Builder:
             return True
         self.error(message, expr.span, hint)
         return False
+
+    def packed_argument(self, call: Call) -> tuple[Expr | None, str]:
+        """What int4 or uint4 is called of, and along which index its values share bytes; None where its arguments are others."""
+        match call.args:
+            case (operand, Name("k" | "n" as along, _, None)) if not call.keywords:
+                return operand, along
+            case (operand,) if not call.keywords:
+                return operand, "k"
+        return None, ""
+
+    def call_packed(self, dtype: dtypes.DType, call: Call) -> _Typing:
+        """An operand b as the values that it holds two of in a byte."""
+        if not self.multiplies:
+            self.error(f"{call.function} stands within what is multiplied", call.span, f"write dot(a, {call.function}(b))")
+            return None
+        operand, along = self.packed_argument(call)
+        if operand is None:
+            message = f"write {call.function}(b), or {call.function}(b, n) where neighbours along n share a byte"
+            self.error(f"the arguments do not fit {call.function}", call.span, message)
+            return None
+        value = yield operand
+        if value is None:
+            return None
+        node = self.nodes[value]
+        if not is_given(node) or node.name != "b":
+            self.error(f"{call.function} reads the operand b as it is given, and '{expr_text(operand)}' was found", operand.span, f"write {call.function}(b)")
+            return None
+        self.place_of_packed = call.span
+        return self.node(Node(OPERAND, (), NUMBER, OPERANDS["b"], name="b", dtype=dtype, axes=along))
 
     def reached(self, value: int) -> list[Node]:
         """A value and all that it is computed of."""
@@ -690,6 +723,16 @@ class _Builder:
         if any(number in n.args and n.op != DOT for n in self.nodes):
             self.error(f"'{name}' is multiplied as it is given, and something is computed of it besides", span, "pass it a second time, by another name")
 
+    def packed(self) -> None:
+        """That an operand that holds two values in a byte does so wherever it stands."""
+        used = {a for n in self.nodes for a in n.args}
+        ways = [n for i, n in enumerate(self.nodes) if n.op == OPERAND and n.name == "b" and i in used]
+        if len(ways) > 1:
+            shown = [f"{n.dtype}(b{', n' * (n.axes == 'n')})" if n.dtype else "b" for n in ways]
+            self.error(
+                f"the operand b is read in two ways, as {shown[0]} and as {shown[1]}", self.place_of_packed, "it holds one kind of values: read it in one way"
+            )
+
     # -- outputs
 
     def outputs(self, exprs: tuple[Expr, ...]) -> tuple[Output, ...]:
@@ -744,6 +787,7 @@ class _Builder:
         second = next((n for n in self.nodes if n.op == DOT and n.name), None)
         if second is not None:
             self.second(second.name, self.inputs[second.name][2])
+        self.packed()
         for name, assign in self.assigned.items():
             if name not in self.used:
                 self.error(f"'{name}' is bound and never used", assign.span, "list it among the outputs, or drop it")

@@ -39,10 +39,10 @@ class Node:
     indices: which of INDICES it varies over, in that order. Along k only operands do, and what they are computed of.
     kind: NUMBER, BOOLEAN, PACKED or SEED.  reduced: computed from a finished reduction.
     value: a constant's.  name: an input's or operand's, that of a second product's right operand, the index of an extent or a position, or the reduction's row.
-    axes: what a reduction contracts.
+    axes: what a reduction contracts; along which an operand holds two values in a byte.
     periods: of an input whose rows or columns begin anew, of each index what a program calls their number, and "" of one that has none; () of all others.
     blocks: of an input with one value for several of an index, of each index how many, and 1 of one that has none; () of all others.
-    dtype: a cast's.  label: the name that the user gave the value ("" if none); no part of its meaning.
+    dtype: a cast's; of an operand with two values in a byte, theirs.  label: the name that the user gave the value ("" if none); no part of its meaning.
     """
 
     op: str
@@ -61,6 +61,11 @@ class Node:
 
 GIVEN = tuple(Node(OPERAND, (), NUMBER, indices, name=name) for name, indices in OPERANDS.items())
 """The operands as they are given."""
+
+
+def is_given(node: Node) -> bool:
+    """Whether a node is an operand as it is given."""
+    return node.op == OPERAND and node.dtype is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,16 @@ class Graph:
     def computed(self) -> tuple[str, ...]:
         """Names of the operands of which something is computed that is then multiplied."""
         product = self.product()
-        return () if product is None else tuple(name for name, arg in zip(OPERANDS, self.nodes[product].args, strict=True) if self.nodes[arg].op != OPERAND)
+        return () if product is None else tuple(name for name, arg in zip(OPERANDS, self.nodes[product].args, strict=True) if not is_given(self.nodes[arg]))
+
+    def packed(self) -> Node | None:
+        """The operand b, where it holds two values in a byte."""
+        return next((n for n in self.nodes if n.op == OPERAND and n.dtype is not None), None)
+
+    def packed_along(self) -> str:
+        """The index along which it does, if it does."""
+        packed = self.packed()
+        return "" if packed is None else packed.axes
 
     def tiles(self) -> tuple[str, ...]:
         """Names of the inputs and outputs with an element for each of the result's, packed masks left out."""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import epigen.ir.graph as g
-from epigen.errors import DerivationError
+from epigen.errors import DerivationError, Diagnostic
 from epigen.ir.autodiff import GRADIENT, followed, gradients, shared_gradient
 from epigen.ir.derivation import INPUT, OPERAND, Argument, Gradient, OperandGradients
 from epigen.ir.graph import Graph, Node, Output
@@ -42,6 +42,11 @@ def _gradients(graph: Graph, operand: str, wrt: Collection[str]) -> OperandGradi
     forward = order(Graph(of_tile, (Output("out", own, None),), graph.text))
     wanted = {tile if name == operand else name for name in wrt} & {n.name for n in forward.inputs()}
     reached = followed(forward, ["out"], steps=False)
+    if operand == "b" and graph.packed():
+        wanted -= {tile}
+        if flowing := sorted(wanted & reached):
+            message = f"the gradient of '{flowing[0]}' is one of tiles of b, which holds two values in a byte"
+            raise DerivationError(graph.text, [Diagnostic(message, None, "leave it out (wrt=...), or write b, and pass it unpacked (epigen.unpack_int4)")])
     if shared := [inputs[name] for name in sorted(wanted & reached) if name in inputs and g.shared_along(inputs[name])]:
         raise DerivationError(graph.text, [shared_gradient(graph.text, node) for node in shared])  # in the letters that the program has
     derivative = gradients(forward, ["out"], wanted)
@@ -74,7 +79,8 @@ def _renamed(node: Node, letters: Mapping[str, str]) -> Node:
     """A value with its indices as they are called there, in their order."""
     blocks = dict(zip((letters[i] for i in node.indices), node.blocks, strict=False))
     indices = g.common_indices(letters[i] for i in node.indices)
-    return replace(node, indices=indices, blocks=tuple(blocks[i] for i in indices if i in blocks))
+    axes = letters[node.axes] if node.op == g.OPERAND and node.axes else node.axes
+    return replace(node, indices=indices, axes=axes, blocks=tuple(blocks[i] for i in indices if i in blocks))
 
 
 def _of(nodes: list[Node], root: int) -> list[Node]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from epigen import ops
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import CAST, WIDEN, Input, KernelConfig, KernelSpec, Store, offsets
+from epigen.codegen.spec import CAST, WIDEN, Input, KernelConfig, KernelSpec, Store, b_bytes, offsets
 from epigen.dtypes import BF16, FP32, INT8, DType
 from epigen.ir.graph import OPERANDS, common_indices
 from epigen.shapes import Shape, products
@@ -57,7 +57,7 @@ def traffic(spec: KernelSpec, shape: Shape, config: KernelConfig | None = None) 
         copied = schedules.padded(spec, config)
         after = sum(not schedules.finished_inside(f, config) for f in spec.finishes)
     m, n, k = shape[-3:]
-    operands = m * k * sig.a.bytes + k * n * sig.b.bytes
+    operands = m * k * sig.a.bytes + b_bytes(shape, sig)
     fused = operands + sum(item_bytes(i, m, n, k) for i in spec.all_inputs) + sum(item_bytes(o, m, n) for o in spec.outputs)
     fused += sum(partial_bytes(p.axes, m, n, block) for p in spec.partials)
     # a finishing kernel that sums over k reads the operand again
@@ -109,7 +109,7 @@ def _unfused(spec: KernelSpec, shape: Shape) -> tuple[int, int]:
     held |= {o.name: (OPERANDS[o.name], element.bytes) for o in spec.computed}
     held |= {offsets(index): (index, 8) for index in "mn"}  # int64, of torch.arange
 
-    converted = k * n * (spec.signature.b.bytes + spec.signature.multiplied["b"].bytes) if any(o.converted for o in spec.operands) else 0
+    converted = b_bytes(shape, spec.signature) + k * n * spec.signature.multiplied["b"].bytes if any(o.converted for o in spec.operands) else 0
     moved, launches = moved + converted * len(spec.products), launches + (len(spec.products) if converted else 0)
 
     def size(name: str) -> int:

@@ -75,7 +75,7 @@ def _check_memory(kind: str, name: str, value: Any) -> None:
         )
 
 
-def check_operands(a: Tensor, b: Tensor) -> tuple[int, int, int]:
+def check_operands(graph: Graph, a: Tensor, b: Tensor) -> tuple[int, int, int]:
     """Returns M, N, K."""
     for name, tensor in (("a", a), ("b", b)):
         if not isinstance(tensor, Tensor):
@@ -90,11 +90,29 @@ def check_operands(a: Tensor, b: Tensor) -> tuple[int, int, int]:
             raise CallError(f"operand a is {a.dtype} and operand b is {b.dtype}: both need the same dtype")
     else:
         lower.check_operands(BY_TORCH_ON_CPU[str(a.dtype)], BY_TORCH_ON_CPU[str(b.dtype)])
+    if along := graph.packed_along():
+        return _check_packed(graph, a, b, along)
     if a.shape[1] != b.shape[0]:
         raise CallError(f"a is [M, K] = {list(a.shape)} and b is [K, N] = {list(b.shape)}: K differs (for a Linear layer's weight pass weight.T)")
+    _check_device(a, b)
+    return a.shape[0], b.shape[1], a.shape[1]
+
+
+def _check_device(a: Tensor, b: Tensor) -> None:
     if a.device != b.device:
         raise CallError(f"operand a is on {a.device} and operand b on {b.device}")
-    return a.shape[0], b.shape[1], a.shape[1]
+
+
+def _check_packed(graph: Graph, a: Tensor, b: Tensor, along: str) -> tuple[int, int, int]:
+    """As `check_operands`, of a b that holds two values in a byte along an index."""
+    lower.check_packed(graph, BY_TORCH_ON_CPU[str(a.dtype)], BY_TORCH_ON_CPU[str(b.dtype)])
+    k, n = (extent * (2 if index == along else 1) for index, extent in zip("kn", b.shape, strict=True))
+    if a.shape[1] != k:
+        held = "[K / 2, N]" if along == "k" else "[K, N / 2]"
+        hint = "" if along == "n" else ": pad a and b by one" if a.shape[1] % 2 else " (for a Linear layer's weight pass epigen.pack_int4(weight).T)"
+        raise CallError(f"a is [M, K] = {list(a.shape)} and b, with two values in a byte along {along}, is {held} = {list(b.shape)}: K differs{hint}")
+    _check_device(a, b)
+    return a.shape[0], n, k
 
 
 def converted(a: Tensor, b: Tensor) -> bool:

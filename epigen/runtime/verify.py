@@ -102,6 +102,12 @@ def sample(
     def right() -> Tensor:
         return tensor(b, *lead, k, n, scale=max(k, 1) ** -0.5, transposed=layout[1] == "t")
 
+    def packed() -> Tensor:
+        size = (*lead, *(extent // (1 + (graph.packed_along() == index)) for index, extent in zip("kn", (k, n), strict=True)))
+        held = (*size[:-2], size[-1], size[-2]) if layout[1] == "t" else size
+        bytes_ = whole(0, 256, *held).to(torch.uint8) if generator is not None else torch.empty(held, dtype=torch.uint8, device=device)
+        return bytes_.mT if layout[1] == "t" else bytes_
+
     named: dict[str, Any] = {}
     second = graph.second()
     for node in graph.inputs():
@@ -118,7 +124,7 @@ def sample(
         else:
             value = 2.0 if integers or generator is None else 0.5 + torch.rand((), generator=generator, device=device).item()
             named[node.name] = value if scalars_by_value else torch.tensor([value], device=device).to(reference.torch_dtype(dtype))
-    return Sample(tensor(a, *lead, m, k, transposed=layout[0] == "t"), right(), named)
+    return Sample(tensor(a, *lead, m, k, transposed=layout[0] == "t"), packed() if graph.packed() else right(), named)
 
 
 def differences(kernel: Kernel, given: Sample, precision: str = "ieee", out: Any = None) -> dict[str, Difference]:

@@ -186,10 +186,13 @@ def presented(layer: Link, program: Declared, x: Tensor) -> list[Value]:
     for name in known:
         if name not in layer.inputs:
             raise CallError(f"missing input '{name}' of the epilogue {layer.epilogue!r}: give it, or write the epilogue without it")
-    return [_input(declared, layer.inputs[declared.name], x.shape[:-1], layer.weight) for declared in program.inputs]
+    n, k = layer.weight.shape
+    k = 2 * k if plan.packed(layer.epilogue) else k
+    return [_input(declared, layer.inputs[declared.name], x.shape[:-1], layer.weight, (n, k)) for declared in program.inputs]
 
 
-def _input(declared: Input, value: Any, lead: Sequence[int], weight: Tensor) -> Value:
+def _input(declared: Input, value: Any, lead: Sequence[int], weight: Tensor, extents: tuple[int, int]) -> Value:
+    """extents: N and K."""
     what, number = f"input '{declared.name}'", value
     if declared.seed:
         value = arguments.seed(declared.name, value, weight)
@@ -208,7 +211,7 @@ def _input(declared: Input, value: Any, lead: Sequence[int], weight: Tensor) -> 
         return value if value.dim() == 0 else value.reshape(())
     if declared.periods or declared.blocks:  # the kernel's own check tells of its extents
         return value
-    return _broadcast(declared, value, lead, *weight.shape)
+    return _broadcast(declared, value, lead, *extents)
 
 
 def _broadcast(declared: Input, value: Tensor, lead: Sequence[int], n: int, k: int) -> Tensor:
@@ -236,8 +239,10 @@ def _check_operands(x: Tensor, layers: Sequence[Link]) -> None:
     extent = x.shape[-1]
     for layer in layers:
         weight = layer.weight
-        if weight.dim() != 2 or weight.shape[1] != extent:
-            raise CallError(f"weight is {list(weight.shape)}, and [N, K] with K = {extent} was expected: what it multiplies is [..., K]")
+        halved = isinstance(layer.epilogue, str) and plan.packed(layer.epilogue)
+        if weight.dim() != 2 or weight.shape[1] * (2 if halved else 1) != extent:
+            held = "[N, K / 2], of two values in a byte," if halved else "[N, K]"
+            raise CallError(f"weight is {list(weight.shape)}, and {held} with K = {extent} was expected: what it multiplies is [..., K]")
         if weight.device != x.device:
             raise CallError(f"x is on {x.device} and weight on {weight.device}")
         extent = weight.shape[0]

@@ -170,8 +170,14 @@ def multiplied(text: str) -> str:
     return second.name if second else ""
 
 
+def packed(text: str) -> bool:
+    """Whether the weight holds two values in a byte, along K."""
+    return graph_of(text).packed_along() == "k"
+
+
 # What torch.compile is not to look into: what torch.compiler.assume_constant_result sets, which imports all of torch.compile to do so
 multiplied._dynamo_marked_constant = True  # type: ignore[attr-defined]
+packed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 declared._dynamo_marked_constant = True  # type: ignore[attr-defined]
 steps._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -200,6 +200,8 @@ def run(name: str, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     if any(t.dim() > 2 for t in call.operands):
         raise CallError("operands with leading dimensions are not divided between processes: call with the local tensors (t.to_local()), or product by product")
     graph = _graph(call.text, len(call.operands))
+    if graph.packed():
+        raise CallError("an operand with two values in a byte is not divided between processes: call with the local tensors (t.to_local())")
     names = [*("ab" if len(call.operands) == 2 else [PRODUCT]), *(i.name for i in graph.inputs() if i.name != PRODUCT)]
     tensors = {what: t for what, t in zip(names, [*call.operands, *call.inputs], strict=True) if t is not None}
     mesh = _mesh(tensors, call.outs)

@@ -44,6 +44,8 @@ def test_a_graph_written_back_is_the_same_graph(text: str) -> None:
         ("mm+pos[m%P,n]*residual[m, n % Q2]", "mm + pos[m % P, n] * residual[m, n % Q2]"),
         ("dot(a*sa[m, k/128],b*s[k / 64,n/1])*t[m/3,n/5]", "dot(a * sa[m,k/128], b * s[k/64,n]) * t[m/3,n/5]"),
         ("mm * bias[n/2] + residual[m/1,n]", "mm * bias[n/2] + residual"),
+        ("w = int4(b, k); dot(a,(w - z[k/32,n])*s[n])", "dot(a, (int4(b) - z[k/32,n]) * s[n])"),
+        ("dot(a,uint4(b, n))", "dot(a, uint4(b, n))"),
         ("-(-inf) * mm", "inf * mm"),
         ("dropout(mm, 0.5, seed)", "where(uniform(seed) >= 0.5, mm * 2, 0)"),
         ("dropout(mm, p, seed)", "where(uniform(seed) >= p, mm * (1 / (1 - detach(p))), 0)"),

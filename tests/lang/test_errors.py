@@ -88,6 +88,11 @@ CASES: dict[str, tuple[str, ...]] = {
         "bits(keep[m/2,n])", "mm, sum(a[m,k/2], k)", "mm, sum(b[k % P,n], k)", "g, u = halves(mm * s[n/2]); g * u", "mm * s[m/128 % P,n]", "mm * bias[n/2] + bias", "mm * n[n/2]",
         "mm * s[m/7,n]", "dot(a, b * s[k/128,n]) * alpha",
     ),
+    "packed": (
+        "dot(a, int4(a))", "dot(int4(a), b)", "dot(a, int4(b * 2))", "dot(a, int4(s[k,n]))", "dot(a, int4())", "dot(a, int4(b, m))", "dot(a, int4(b, k, n))", "dot(a, int4(x=b))", "dot(a, int4(b[k/2,n]))",
+        "dot(a, int4(b) * b)", "dot(a, int4(b) + uint4(b))", "dot(a, int4(b) + int4(b, n))", "dot(a, int4(b)), sum(b, k)", "dot(a, int4(b)), sum(int4(b), k)", "mm + int4(b)", "int4(b)", "dot(a, int4(b)) * mm", "int4 = mm; int4",
+        "g, u = halves(dot(a, int4(b))); g * u", "dot(a, int4(b)) * dot(a, int4(up[k,n]))", "dot(a, int4(b) * s[n])", "relu(dot(a, int4(bb)))",
+    ),
     "outputs": ("z = mm + 1; z, z", "out1 = mm + 1; out1, mm * 2", "out = mm + 1; out, out"),
     "derivatives": (
         "y = relu(mm); y, max(y, n), amax(y)", "mm + bias, sum(a, k), logsumexp(b, k)", "z = cast(mm + bias, int8); w = cast(mm ** 2, fp8e4m3); z * 2 + w", "bitmask(mm > 0)", "cast(mm, int8), cast(mm, fp8e5m2)",
