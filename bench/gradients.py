@@ -24,7 +24,8 @@ def inputs_of(graph: Graph, shape: tuple[int, ...], source: torch.Generator) -> 
         elif node.kind == g.SEED:
             found[node.name] = torch.randint(1 << 62, (1,), generator=source)
         else:
-            found[node.name] = normal(node.indices, shape, source)
+            held = g.held(node.indices, node.blocks, dict(zip("mnk", shape, strict=False)))
+            found[node.name] = torch.randn(held, generator=source, dtype=torch.float64)
     return found
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from epigen import nn
     from epigen.api import compile, derive, tune
     from epigen.ir.derivation import Derivation
+    from epigen.packing import pack_int4, unpack_int4
     from epigen.runtime.kernel import Kernel
     from epigen.training.composed import decompositions
     from epigen.training.cross_entropy import linear_cross_entropy
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Derivation", "EpigenError", "Kernel", "Report", "Tuned", "__version__", "compile", "decompositions", "derive", "fuse", "linear", "linear_cross_entropy", "nn", "report", "tune",
-    "unfuse",
+    "Derivation", "EpigenError", "Kernel", "Report", "Tuned", "__version__", "compile", "decompositions", "derive", "fuse", "linear", "linear_cross_entropy", "nn",
+    "pack_int4", "report", "tune", "unfuse", "unpack_int4",
 ]  # fmt: skip
 
 
@@ -63,6 +64,10 @@ def _imported(name: str) -> Any:
         from epigen.runtime.kernel import Kernel
 
         return Kernel
+    if name in ("pack_int4", "unpack_int4"):
+        from epigen import packing
+
+        return getattr(packing, name)
     if name == "tune":
         from epigen.api import tune
 

@@ -64,6 +64,8 @@ INT8 = DType("int8", 8, "int", "int8", "int8", 127.0)
 INT32 = DType("int32", 32, "int", "int32", "int32", 2147483647.0)
 INT64 = DType("int64", 64, "int", "int64", "int64", 2.0**63)
 UINT8 = DType("uint8", 8, "int", "uint8", "uint8", 255.0)  # a number of an input; of a packed mask eight bits
+INT4 = DType("int4", 4, "int", "int8", "int8", 7.0)  # of no tensor: two of them are one byte of uint8
+UINT4 = DType("uint4", 4, "int", "uint8", "uint8", 15.0)
 BOOL = DType("bool", 8, "int", "int1", "bool", 1.0)
 
 FP32_TINY = 2.0**-126
@@ -71,6 +73,18 @@ FP32_TINY = 2.0**-126
 
 OPERANDS = (FP32, FP16, BF16, FP8E4M3, FP8E5M2, INT8)
 """What `a` and `b` may hold, and what `cast` may name."""
+
+PACKED = {t.name: t for t in (INT4, UINT4)}
+"""What an operand b of uint8 may hold two of in each byte, by the names that programs call them."""
+
+WEIGHTS = (INT8, UINT8, FP8E4M3, FP8E5M2)
+"""What `b` may hold beside an `a` of more bits, as whose dtype it is then multiplied. fp32, fp16 and bf16 have each of their values."""
+
+
+def multiplied_as(a: DType, b: DType) -> DType:
+    """The dtype in which operand b is multiplied beside such an a: its own, or that of a where b is a narrower weight, converted as it is loaded."""
+    return a if b in WEIGHTS and a.is_float and a.bits > b.bits else b
+
 
 INPUTS = (*OPERANDS, BOOL, UINT8, INT32, INT64)
 """What inputs of the epilogue may hold. It computes in fp32, so booleans are 0 and 1, and integers past 2^24 are rounded to 24 bits, as torch's own conversion does."""

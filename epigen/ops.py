@@ -392,6 +392,8 @@ UNARY = {op.symbol: op.name for op in TABLE.values() if op.symbol and len(op.par
 
 SPECIAL = {
     "dot": "dot(a, b): the product, of a[m,k] and b[k,n] or of what is computed of each, rounded to its dtype; dot(a, b) is mm",
+    "int4": "int4(b): an operand b of uint8 as what it holds two of in a byte along k, integers from -8 to 7, the first in the low bits; int4(b, n): along n",
+    "uint4": "uint4(b), uint4(b, n): the same of integers from 0 to 15",
     "halves": "halves(mm): both halves of what is computed of a product by a stacked b [K, 2 N], as in x, y = halves(mm); halves(x, y): two tiles beside one another, as an output",
     "pairs": "pairs(mm): the same of columns that lie in turn, x y x y; pairs(x, y): two tiles joined so, as an output",
     "cast": "cast(x, dtype): x rounded to dtype; at an output it sets that output's dtype",

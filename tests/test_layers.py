@@ -24,7 +24,7 @@ PACKAGE = ROOT / "epigen"
 ORDER = (
     "errors", "uncollected", "after_import", "lru_cache", "files", "settings", "shapes", "dtypes", "gpus", "ops",
     "lang.walk", "lang.syntax", "lang.parser",
-    "ir.graph", "ir.parting", "ir.check", "ir.passes", "ir.program", "ir.rules", "ir.eager", "ir.unparse", "ir.written", "ir.autodiff", "ir.derivation", "ir.operand_gradients", "ir.derive", "ir.philox", "ir.reference", "ir.recognise", "ir.bound",
+    "ir.graph", "ir.parting", "ir.check", "ir.passes", "ir.program", "ir.rules", "ir.eager", "ir.unparse", "ir.written", "ir.autodiff", "ir.derivation", "ir.operand_gradients", "ir.derive", "ir.philox", "ir.nibbles", "ir.reference", "ir.recognise", "ir.bound", "packing",
     "codegen.spec", "codegen.schedules", "codegen.emit", "codegen.lower", "codegen.functions", "codegen.tile", "codegen.completion", "codegen.partitions",
     "codegen.render", "codegen.standalone",
     "perf.traffic", "perf.resources", "perf.limits", "perf.constants", "perf.model",
@@ -47,7 +47,7 @@ ORDER = (
 """Each module, once: it imports only from those before it, lazily as well."""
 
 NO_TORCH = re.compile(
-    r"(errors|uncollected|after_import|lru_cache|files|settings|shapes|dtypes|gpus|ops|lang\..*|ir\.(graph|check|passes|program|rules|unparse|written|autodiff|derivation|operand_gradients|derive|philox)|codegen\..*)"
+    r"(errors|uncollected|after_import|lru_cache|files|settings|shapes|dtypes|gpus|ops|lang\..*|ir\.(graph|check|passes|program|rules|unparse|written|autodiff|derivation|operand_gradients|derive|philox|nibbles)|codegen\..*)"
 )
 """The front end: it works where neither torch nor Triton is installed."""
 

@@ -147,8 +147,8 @@ class Within:
         fitting = next((fit for config in ranked if (fit := limits.fitted(spec, config, shape, target))), None)
         if fitting is None:
             those = ", ".join(space.schedules)
-            raise ConfigError(f"no config of {self.schedule} suits {extents(shape)} {spec.signature.a} on {target.name}: there are some of {those}")
-        return Choice(fitting, f"the model's choice of {self.schedule} for {extents(shape)} {spec.signature.a} on {target.name}")
+            raise ConfigError(f"no config of {self.schedule} suits {extents(shape)} {spec.signature.called} on {target.name}: there are some of {those}")
+        return Choice(fitting, f"the model's choice of {self.schedule} for {extents(shape)} {spec.signature.called} on {target.name}")
 
 
 def _same_bits(spec: KernelSpec, shape: Shape, target: Target, config: KernelConfig) -> bool:
@@ -210,7 +210,7 @@ def _outlined(space: Space, count: int) -> list[Choice]:
     spec, shape, target = space.spec, space.shape, space.target
     configs = list(space.outline())
     times = [e.us for e in model.estimates(spec, configs, shape, gpus.of_target(target))]
-    why = f"the model's choice for {extents(shape)} {spec.signature.a} on {target.name}: no measurement is at hand"
+    why = f"the model's choice for {extents(shape)} {spec.signature.called} on {target.name}: no measurement is at hand"
     fastest: dict[KernelConfig, None] = {}
     missing = set(space.schedules)
     for i in sorted(range(len(configs)), key=times.__getitem__):

@@ -88,7 +88,7 @@ def explain(spec: KernelSpec, shape: Shape, gpu: Gpu, choice: Choice, *, gpu_why
     return Explanation(
         program=spec.program,
         shape=shape,
-        dtype=str(sig.a),
+        dtype=sig.called,
         layout=spec.signature.layout,
         gpu=gpu,
         gpu_why=gpu_why,
@@ -126,14 +126,13 @@ def _limit(math_us: float, memory_us: float, estimate: Estimate) -> str:
 def _paddings(spec: KernelSpec, choice: Choice, shape: Shape, gpu: Gpu, us: float) -> tuple[Padding, ...]:
     """Extents that are no multiple of what loads want, and what padding each to it would spare, the copy into the padded operand not counted."""
     (m, n, k), schedule = shape[-3:], SCHEDULES[choice.config.schedule]
-    wanted = 16 // spec.signature.a.bytes
-    layout = spec.signature.layout
+    layout, each_bytes = spec.signature.layout, {"a": spec.signature.a.bytes, "b": spec.signature.b.bytes}
     rows = {"K" if layout[0] == "n" else "M": "a", "N" if layout[1] == "n" else "K": "b"}
     if layout == "nt":
         rows = {"K": "a and b"}
     paddings = []
     for extent, operand in rows.items() if m and n and k else ():
-        value = {"M": m, "N": n, "K": k}[extent]
+        value, wanted = {"M": m, "N": n, "K": k}[extent], 16 // min(each_bytes[name] for name in operand.split(" and "))
         if not value or not value % wanted:
             continue
         padded = -(-value // wanted) * wanted

@@ -105,7 +105,7 @@ def _splits(tiles: int, steps: int, target: Target) -> int:
 
 
 def _why(spec: KernelSpec, shape: Shape, target: Target) -> str:
-    return f"chosen by rule for {extents(shape)} {spec.signature.a} on {target.name}: no measurement is at hand"
+    return f"chosen by rule for {extents(shape)} {spec.signature.called} on {target.name}: no measurement is at hand"
 
 
 def _warp_specialized(space: Space) -> KernelConfig | None:
@@ -160,7 +160,8 @@ def by_vendor(spec: KernelSpec, shape: Shape, target: Target, why: str) -> Choic
     if limits.adds_in_order(spec):
         raise ConfigError(f"{why}; and the vendor's product, which would take its place, adds up in an order that depends on M, and the program is invariant")
     if spec.computed:
-        raise ConfigError(f"{why}; and the vendor's product does not compute operand {spec.computed[0].name}")
+        computed = spec.computed[0]
+        raise ConfigError(f"{why}; and the vendor's product does not {'convert' if computed.as_loaded else 'compute'} operand {computed.name}")
     if spec.second:
         raise ConfigError(f"{why}; and the vendor's product, which would take its place, is one, and the program has a second, with {spec.second.name}")
     how = "the vendor's kernel is the whole program" if spec.bare_product else "vendor product, then one fused epilogue"

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import Input, KernelConfig, KernelSpec, row_bytes
+from epigen.codegen.spec import Input, KernelConfig, KernelSpec, loaded_one_by_one
 from epigen.gpus import Target
 from epigen.perf import limits
 from epigen.perf.resources import without_tensor_cores
@@ -83,8 +83,7 @@ class Space:
     """Whether a and b are loaded element by element: what is copied ahead is no fewer than 4 bytes."""
 
     def __post_init__(self) -> None:
-        a, b = (each % 4 != 0 for each in row_bytes(self.shape, self.spec.signature))
-        object.__setattr__(self, "_scalar_rows", (a, b))
+        object.__setattr__(self, "_scalar_rows", loaded_one_by_one(self.shape, self.spec.signature, 4))
         object.__setattr__(self, "_plain", without_tensor_cores(self.spec.signature, self.target))
         object.__setattr__(self, "schedules", self._able())
 

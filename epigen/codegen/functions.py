@@ -173,7 +173,10 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     elif spec.pointwise:
         operands, sizes = [], _integers("M", "N")
     elif schedule.multiplies:
-        operands = [_pointer("a", sig.a, f"[M, K] {sig.a}"), _pointer("b", sig.b, f"[K, N] {sig.b}")]
+        operands = [
+            _pointer("a", sig.a, f"[M, K] {sig.a}"),
+            _pointer("b", sig.b, f"{ {'': '[K, N]', 'k': '[K / 2, N]', 'n': '[K, N / 2]'}[sig.packed] } {sig.b}"),
+        ]
         sizes = _integers("M", "N", "K", "stride_am", "stride_ak", "stride_bk", "stride_bn")
     else:
         operands = [_pointer("mm", spec.accumulator, f"[M, N] {spec.accumulator}, the product of a and b")]

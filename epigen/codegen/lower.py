@@ -5,6 +5,7 @@ Requires a normalised graph. Ensures that every name is used, and that a line's 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -37,7 +38,7 @@ from epigen.codegen.spec import (
     parameter,
     row_lengths,
 )
-from epigen.dtypes import BF16, FP32, FP64, INT8, INT32, OPERANDS, UINT8, DType
+from epigen.dtypes import BF16, FP32, FP64, INT8, INT32, OPERANDS, UINT8, WEIGHTS, DType, multiplied_as
 from epigen.errors import CallError
 from epigen.ir import graph as g
 from epigen.ir.eager import as_eager, product_dtype
@@ -52,6 +53,8 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
     """Raises CallError where the operands' dtypes cannot be multiplied, or nothing can be computed of them."""
     check_operands(signature.a, signature.b)
     check_computed(graph, signature.a)
+    check_packed(graph, signature.a, signature.b)
+    signature = replace(signature, packed=graph.packed_along())
     graph = as_computed(graph, signature)
     body = _Body(graph, signature)
     stores = [_store(graph, output, body) for output in graph.outputs]
@@ -111,9 +114,11 @@ def signature_of_contiguous(
     tma = tuple(name for name, row_bytes in rows.items() if row_bytes % TMA_BYTES == 0 and 0 not in shape)
     masks = [m * g.mask_stride(n)] if any(graph.nodes[o.node].kind == g.PACKED for o in graph.outputs) else []
     bits = index_bits(one, (m * n, m * k, k * n, *masks))
-    beside = [(n.name, n.indices) for n in graph.inputs() if n.indices in g.OPERANDS.values() or (len(n.indices) == 2 and n.periods)]
+    matrices = [n for n in graph.inputs() if n.indices in g.OPERANDS.values() or (len(n.indices) == 2 and g.shared_along(n))]
+    beside = [(n.name, n.indices, _held(n, one)[1]) for n in matrices]
     batched = len(shape) == 4
-    divisors = factors(one, contiguous(one, layout, graph.tiles(), beside), _apart(graph, one) if batched else {})
+    held = contiguous(one, layout, graph.tiles(), beside, graph.packed_along())
+    divisors = factors(one, held, _apart(graph, one) if batched else {})
     return Signature(a, b, inputs, precision, k_multiple(k), bits, layout, tma, divisors, batched=batched)
 
 
@@ -122,9 +127,15 @@ def _apart(graph: Graph, shape: tuple[int, int, int]) -> dict[str, int]:
     m, n, k = shape
     sizes = {"mk": m * k, "kn": k * n, "mn": m * n, "m": m, "n": n, "": 1}
     apart = {name: sizes[indices] for name, indices in g.OPERANDS.items()} | {g.PRODUCT: m * n}
-    apart |= {i.name: m * g.mask_stride(n) if i.op == g.BITS else sizes[i.indices] for i in graph.inputs() if len(i.indices) == 2}
+    apart["b"] //= 2 if graph.packed() else 1
+    apart |= {i.name: m * g.mask_stride(n) if i.op == g.BITS else math.prod(_held(i, shape)) for i in graph.inputs() if len(i.indices) == 2}
     held = [(o.name, graph.nodes[o.node]) for o in graph.outputs]
     return apart | {name: m * g.mask_stride(n) if node.kind == g.PACKED else sizes[node.indices] for name, node in held}
+
+
+def _held(node: Node, shape: tuple[int, int, int]) -> tuple[int, ...]:
+    """An input's extents in a call of this shape."""
+    return g.held(node.indices, node.blocks, dict(zip("mnk", shape, strict=True)))
 
 
 def over_product(graph: Graph) -> Graph:
@@ -152,11 +163,26 @@ def describable(graph: Graph, output: Output) -> bool:
 
 
 def check_operands(a: DType, b: DType) -> None:
+    if multiplied_as(a, b) != b and a in OPERANDS:
+        return
     for name, dtype in (("a", a), ("b", b)):
         if dtype not in OPERANDS:
-            raise CallError(f"operand {name} is {dtype}, and the operands are one of {', '.join(map(str, OPERANDS))}")
+            beside = f"; beside an a of fp16, bf16 or fp32, b may also be {UINT8}" if dtype in WEIGHTS and name == "b" else ""
+            raise CallError(f"operand {name} is {dtype}, and the operands are one of {', '.join(map(str, OPERANDS))}{beside}")
+    if multiplied_as(b, a) != a:
+        raise CallError(f"operand a is {a} and operand b is {b}: b alone may be the narrower one: pass a as {b}")
     if a != b and not (a.is_fp8 and b.is_fp8):
         raise CallError(f"operand a is {a} and operand b is {b}: both need the same dtype (the two fp8 kinds may be mixed)")
+
+
+def check_packed(graph: Graph, a: DType, b: DType) -> None:
+    """a, b: the operands' dtypes."""
+    packed = graph.packed()
+    if packed is not None and not (b == UINT8 and multiplied_as(a, b) == a):
+        raise CallError(
+            f"the program reads {packed.dtype} of operand b, two in a byte, so an a of fp16, bf16 or fp32 and a b of uint8 were expected, and they are {a} and {b}: "
+            "pack b with epigen.pack_int4"
+        )
 
 
 def check_computed(graph: Graph, a: DType) -> None:
@@ -263,13 +289,15 @@ def _operands(graph: Graph, body: _Body) -> tuple[Operand, ...]:
     zero: list[bool] = []  # past the last k
     for node in nodes:
         args = [zero[a] for a in node.args]
-        along_k = node.op in (g.INPUT, g.OPERAND) and "k" in node.indices
+        along_k = node.op in (g.INPUT, g.OPERAND) and "k" in node.indices and "k" not in g.shared_along(node)
         zero.append(along_k or (all(args) if node.op in ("mul", "scale") else node.op not in (g.INPUT, g.BITS) and _stays_zero(node, args)))
     for name, number in zip(g.OPERANDS, nodes[product].args, strict=True):
         inputs, lines = body.lines([number])
         each = {body.name(i) for i in _reached(graph, [number], through=False) if "k" in nodes[i].indices}
         once, steps = (tuple(line for line in lines if (line.name in each) == varies) for varies in (False, True))
-        operands.append(Operand(name, body.arg(number), inputs, once, steps, zero[number]))
+        sig, packed = body.signature, graph.packed() if name == "b" else None
+        converted = sig.multiplied[name] != {"a": sig.a, "b": sig.b}[name]
+        operands.append(Operand(name, body.arg(number), inputs, once, steps, zero[number], converted, packed.dtype if packed else None))
     return tuple(operands)
 
 
@@ -347,7 +375,7 @@ class _Body:
             node = self.graph.nodes[number]
             if node.op in (g.INPUT, g.BITS):
                 dtype = UINT8 if node.op == g.BITS else dtypes[node.name]
-                inputs.append(Input(node.name, node.indices, dtype, node.op == g.BITS, node.periods, node.kind == g.SEED))
+                inputs.append(Input(node.name, node.indices, dtype, node.op == g.BITS, node.periods, node.kind == g.SEED, node.blocks))
             elif node.op == g.DOT:
                 if self.signature.a == INT8:
                     lines.append(Line(self.names[number], WIDEN, (accumulator(node.name),)))

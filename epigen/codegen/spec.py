@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from epigen.dtypes import BF16, FAST_ACCUM, FP16, FP32, INT8, INT32, DType
+from epigen.dtypes import BF16, FAST_ACCUM, FP16, FP32, INT8, INT32, DType, multiplied_as
 from epigen.errors import ConfigError
 from epigen.ir.graph import PRODUCT, periodic
 from epigen.shapes import Shape
@@ -41,7 +41,7 @@ PAST = 1 << 14
 class Signature:
     """What of a call the kernel's text depends on.
 
-    a, b: the operands' dtypes; both are the product's where that is an input.
+    a, b: the operands' dtypes as they lie; both are the product's where that is an input.
     inputs: each named input's dtype; None for a Python number, which is passed by value.
     precision: "ieee" or "tf32", for fp32 operands only, or "fast_accum", for fp8 ones.  k_multiple: a power of two that divides K.
     index_bits: 64 where some offset does not fit in 32 bits. layout: how a and b lie.
@@ -49,6 +49,7 @@ class Signature:
     bytewise: packed masks that are read or written a byte at a time, since their rows are not whole, aligned words of 4.
     batched: whether operands have leading dimensions, and are several products.
     invariant: whether a row of the result is to have the same bits whatever M is, and wherever it lies among the others.
+    packed: the index along which b holds two values in a byte, "k" or "n", or "".
     rounding: "eager" where each operation is rounded as torch rounds it, else "". interpreted: for Triton's interpreter, which has no libdevice.
     """
 
@@ -66,6 +67,17 @@ class Signature:
     invariant: bool = False
     rounding: str = ""
     interpreted: bool = False
+    packed: str = ""
+
+    @property
+    def multiplied(self) -> Mapping[str, DType]:
+        """The dtypes in which operands are multiplied, by name."""
+        return {"a": self.a, "b": multiplied_as(self.a, self.b)}
+
+    @property
+    def called(self) -> str:
+        """What people call the operands' dtypes: "fp16", or of a narrower weight "fp16 x int8"."""
+        return str(self.a) if self.multiplied["b"] == self.b else f"{self.a} x {self.b}"
 
     @property
     def exact(self) -> bool:
@@ -93,7 +105,8 @@ USUAL = Numerics()
 @dataclass(frozen=True, slots=True)
 class Input:
     """A named input of a kernel. indices: "mn", "m", "n" or ""; of an operand also "k", and "mk" or "kn". dtype None: a number passed by value.
-    periods: of each index what a program calls the extent after which it begins anew, or ""; none where no index does. seed: it is no number."""
+    periods: of each index what a program calls the extent after which it begins anew, or ""; none where no index does. seed: it is no number.
+    blocks: of each index how many of its values share one of the input's; none where all have their own."""
 
     name: str
     indices: str
@@ -101,6 +114,11 @@ class Input:
     packed: bool
     periods: tuple[str, ...] = ()
     seed: bool = False
+    blocks: tuple[int, ...] = ()
+
+    def block(self, index: str) -> int:
+        """How many values of an index share one of its."""
+        return dict(zip(self.indices, self.blocks, strict=False)).get(index, 1)
 
     @property
     def periodic(self) -> str:
@@ -110,7 +128,8 @@ class Input:
     @property
     def extents(self) -> tuple[str, ...]:
         """What its extents are called."""
-        return tuple(period or index.upper() for index, period in zip(self.indices, self.periods or self.indices.upper(), strict=True))
+        whole = [period or index.upper() for index, period in zip(self.indices, self.periods or self.indices.upper(), strict=True)]
+        return tuple(f"ceil({extent} / {b})" if (b := self.block(index)) > 1 else extent for index, extent in zip(self.indices, whole, strict=True))
 
 
 ACC = "acc"
@@ -208,16 +227,18 @@ def factors(shape: tuple[int, int, int], tensors: Iterable[Strided], batch_strid
     return tuple((name, value & -value) for name, value in sorted(values.items()) if value % KNOWN and 1 < value < WIDE)
 
 
-def contiguous(shape: tuple[int, int, int], layout: str, tiles: Iterable[str], beside: Iterable[tuple[str, str]] = ()) -> tuple[Strided, ...]:
-    """The matrices of a call whose tensors leave no gaps. tiles: names of the [m,n] inputs and outputs, but for packed masks. beside: names and indices of
-    the inputs with an element for each of an operand's."""
+def contiguous(
+    shape: tuple[int, int, int], layout: str, tiles: Iterable[str], beside: Iterable[tuple[str, str, int]] = (), packed: str = ""
+) -> tuple[Strided, ...]:  # fmt: skip
+    """The matrices of a call whose tensors leave no gaps. tiles: names of the [m,n] inputs and outputs, but for packed masks. beside: names, indices and
+    lengths of rows of other inputs that are matrices. packed: as of `Signature`."""
     m, n, k = shape
-    a, b = (k, 1) if layout[0] == "n" else (1, m), (n, 1) if layout[1] == "n" else (1, k)
+    a, b = (k, 1) if layout[0] == "n" else (1, m), (n // (1 + (packed == "n")), 1) if layout[1] == "n" else (1, k // (1 + (packed == "k")))
     return (
         ("a", "mk", a),
         ("b", "kn", b),
         *((name, "mn", (n, 1)) for name in (PRODUCT, *tiles)),
-        *((name, indices, (k if indices == "mk" else n, 1)) for name, indices in beside),
+        *((name, indices, (row, 1)) for name, indices, row in beside),
     )
 
 
@@ -263,6 +284,7 @@ class Operand:
     name: "a" or "b", the tensor's, and of its elements in the lines. value: of what is multiplied. inputs: what the lines read besides.
     once: lines that do not vary along k, before the loop.  lines: those of each step.
     zero: whether the value is 0 past the last k, where tensors and inputs are read as 0.
+    converted: whether the tensor has another dtype than what is multiplied.  packed: what it holds two of in a byte, if it does.
     """
 
     name: str
@@ -271,10 +293,17 @@ class Operand:
     once: tuple[Line, ...] = ()
     lines: tuple[Line, ...] = ()
     zero: bool = True
+    converted: bool = False
+    packed: DType | None = None
+
+    @property
+    def as_loaded(self) -> bool:
+        """Whether nothing but a conversion lies between what is loaded and what is multiplied."""
+        return self.value == self.name
 
     @property
     def computed(self) -> bool:
-        return self.value != self.name
+        return self.converted or not self.as_loaded
 
     @property
     def along_k(self) -> tuple[Input, ...]:
@@ -284,7 +313,7 @@ class Operand:
     @property
     def multiplied(self) -> str:
         """What the kernel calls the values that it multiplies."""
-        return f"{self.name}_in" if self.computed else self.name
+        return self.name if self.as_loaded else f"{self.name}_in"
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,10 +434,12 @@ class KernelSpec:
         values = dict.fromkeys([s.value for s in self.stores] + [p.value for p in self.partials])
         return tuple(value for value in values if isinstance(value, str) and value not in reached)
 
-    def beside_bytes(self, block_m: int, block_n: int) -> int:
-        """What a tile's operands are computed of besides, in bytes a step of 1 along k."""
+    def beside_bytes(self, block_m: int, block_n: int, block_k: int = 0) -> int:
+        """What a tile's operands are computed of besides, in bytes a step of 1 along k. block_k: of a step, where it is known."""
         rows = {"mk": block_m, "kn": block_n}
-        return sum(rows.get(i.indices, 1) * i.dtype.bytes for o in self.operands for i in o.along_k if i.dtype is not None)
+        inputs = [i for o in self.operands for i in o.along_k if i.dtype is not None]
+        shared = [block_k if block_k and i.block("k") % block_k == 0 else 1 for i in inputs]  # of which a step has one row
+        return sum(-(-rows.get(i.indices, 1) * i.dtype.bytes // steps) for i, steps in zip(inputs, shared, strict=True) if i.dtype is not None)
 
     @property
     def main_lines(self) -> tuple[Line, ...]:
@@ -476,7 +507,20 @@ def row_lengths(shape: Shape, layout: str) -> tuple[int, int]:
 def row_bytes(shape: Shape, signature: Signature) -> tuple[int, int]:
     """The same in bytes, which say how wide loads may be."""
     a, b = row_lengths(shape, signature.layout)
-    return a * signature.a.bytes, b * signature.b.bytes
+    along = "n" if signature.layout[1] == "n" else "k"
+    return a * signature.a.bytes, b * signature.b.bytes // (2 if signature.packed == along else 1)
+
+
+def b_bytes(shape: Shape, signature: Signature) -> int:
+    """Of the right operand of one product."""
+    n, k = shape[-2:]
+    return k * n * signature.b.bytes // (2 if signature.packed else 1)
+
+
+def loaded_one_by_one(shape: Shape, signature: Signature, least: int) -> tuple[bool, bool]:
+    """Whether a and b are loaded element by element: rows are aligned to fewer bytes than `least`, or an element is half a byte."""
+    a, b = row_bytes(shape, signature)
+    return a % least != 0, b % least != 0 or bool(signature.packed)
 
 
 def with_layout(spec: KernelSpec, layout: str) -> KernelSpec:

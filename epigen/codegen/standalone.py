@@ -18,18 +18,18 @@ from epigen.codegen.lower import as_computed, uninterpretable
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES, Schedule, tile_parts
 from epigen.codegen.spec import EXACT_INT8, LINE_BYTES, MOST_POSITIONS, PAST, TMA_BYTES, Choice, KernelConfig, KernelSpec, number, parameter, period_name
-from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType
+from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT4, INT8, DType
 from epigen.errors import ConfigError
 from epigen.ir import graph as g
-from epigen.ir import passes, philox
+from epigen.ir import nibbles, passes, philox
 from epigen.ir.graph import Graph
 from epigen.ir.parting import Parting
 
 _COUNTED = {"parts_m": "tiles_m", "parts_n": "tiles_n", "1": "1"}
 """How many counters there are, as text over the launcher's variables; else one a tile, or two."""
 
-_EXTENT, _BESIDE = {"m": "a.shape[0]", "n": "b.shape[1]"}, {"m": "[:, None]", "n": "[None, :]"}
-"""Of each index of the result, as text: how many there are, and what makes a vector along it broadcast."""
+_BESIDE = {"m": "[:, None]", "n": "[None, :]"}
+"""Of each index of the result, as text: what makes a vector along it broadcast."""
 
 
 def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choice, rendered: Rendered, parting: Parting | None = None) -> str:
@@ -51,7 +51,7 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
         words=[i.name for i in spec.inputs if i.name in units(spec, config)["in_words"]],
         positions=graph.positions().upper(), most_positions=MOST_POSITIONS, tma_bytes=TMA_BYTES, line_bytes=LINE_BYTES, exact_int8=EXACT_INT8, past=PAST, nonempty=_nonempty(spec, config),
         check_shape=check_shape(spec, config), divisors=_divisors(spec, config, rendered), transposed=[t for t in "ab" if _transposed(spec, config, t)],
-        reference=_reference(graph, spec), random=_random(graph), results=_results(graph), tolerance=_tolerance(graph, spec),
+        reference=_reference(graph, spec), random=_random(graph), nibbles=_unpacking(graph), results=_results(graph), tolerance=_tolerance(graph, spec),
         **_where(graph, spec, schedule, rendered.whole), setting=_setting(spec),
         packed_in=any(i.packed for i in spec.all_inputs), packed_out=any(o.packed for o in spec.outputs),
     )  # fmt: skip
@@ -59,6 +59,12 @@ def standalone(renderer: Renderer, graph: Graph, spec: KernelSpec, choice: Choic
 
 def check_shape(spec: KernelSpec, config: KernelConfig) -> tuple[int, int, int]:
     """M, N, K that leave a tail in each where the kernel's text allows one, for a check of the kernel."""
+    if spec.signature.packed:  # two values in a byte
+        return (
+            config["block_m"] + 3,
+            config["block_n"] + 6,
+            2 * config["block_k"] + (0 if spec.signature.k_multiple % config["block_k"] == 0 else spec.signature.k_multiple + spec.signature.k_multiple % 2),
+        )
     if SCHEDULES[config.schedule].descriptors:  # rows that TMA can address
         return config["block_m"] + TMA_BYTES, config["block_n"] + TMA_BYTES, 2 * config["block_k"] + TMA_BYTES
     divisors = dict(spec.signature.factors)
@@ -180,34 +186,47 @@ def _random(graph: Graph) -> str:
     return re.sub(r"\b(philox|random_numbers)\(", r"_\1(", "\n\n".join(functions))
 
 
+def _unpacking(graph: Graph) -> str:
+    """The function by which the reference reads two values of a byte, if it does."""
+    return inspect.getsource(nibbles.unpack).replace("def unpack(", "def _unpack4(") if graph.packed() else ""
+
+
+def _extents(graph: Graph) -> dict[str, str]:
+    """Of each index, as text: how many there are."""
+    return {"m": "a.shape[0]", "n": f"b.shape[1]{' * 2' * (graph.packed_along() == 'n')}", "k": "a.shape[1]"}
+
+
 def _reference(graph: Graph, spec: KernelSpec) -> list[str]:
     """The program in float64 torch, a line a node, in shapes that broadcast. No name of a user's begins with an underscore."""
-    lines = []
+    lines, extents = [], _extents(graph)
     for number_, node in enumerate(graph.nodes):
         # where rows lie along k, what varies along k alone is a column
         args = [f"_v{a}{'[:, None]' * ((node.indices, graph.nodes[a].indices) == ('kn', 'k'))}" for a in node.args]
         match node.op:
             case g.DOT:
-                left, right = (_multiplied(graph, i, dtype) for i, dtype in zip(node.args, (spec.signature.a, spec.signature.b), strict=True))
+                left, right = (_multiplied(graph, i, dtype) for i, dtype in zip(node.args, spec.signature.multiplied.values(), strict=True))
                 text = f"{left} @ {right}"
             case g.PRODUCT:
                 text = "(a.double() @ b.double()).long().int().double()" if spec.signature.a == INT8 else "a.double() @ b.double()"
             case g.CONSTANT:
                 text = f"torch.tensor({number(node.value)}, dtype=torch.float64, device=a.device)"
             case g.EXTENT:
-                text = f"torch.tensor(float({_EXTENT[node.name]}), dtype=torch.float64, device=a.device)"
+                text = f"torch.tensor(float({extents[node.name]}), dtype=torch.float64, device=a.device)"
             case g.POSITION:
-                text = f"torch.arange({_EXTENT[node.name]}, device=a.device).double(){_BESIDE[node.name]}"
+                text = f"torch.arange({extents[node.name]}, device=a.device).double(){_BESIDE[node.name]}"
             case g.UNIFORM:
-                rows, columns = (f"torch.arange({_EXTENT[index]}, device=a.device)" for index in node.indices)
+                rows, columns = (f"torch.arange({extents[index]}, device=a.device)" for index in node.indices)
                 text = f"_random_numbers({args[0]}, {rows}, {columns}, 0)"
             case g.INPUT if node.kind == g.SEED:
                 text = node.name
-            case g.INPUT if node.periods:
+            case g.INPUT if node.periods or node.blocks:
                 text = f"{node.name}.double()"
-                for dim, (index, period) in enumerate(zip(node.indices, node.periods, strict=True)):
+                for dim, (index, period) in enumerate(zip(node.indices, node.periods, strict=False)):
                     if period:
-                        text += f".index_select({dim}, torch.arange({_EXTENT[index]}, device=a.device) % {node.name}.shape[{dim}])"
+                        text += f".index_select({dim}, torch.arange({extents[index]}, device=a.device) % {node.name}.shape[{dim}])"
+                for dim, (index, block) in enumerate(zip(node.indices, node.blocks, strict=False)):
+                    if block > 1:
+                        text += f".index_select({dim}, torch.arange({extents[index]}, device=a.device) // {block})"
                 text += _BESIDE.get(node.indices, "")
             case g.INPUT:
                 text = (
@@ -216,7 +235,9 @@ def _reference(graph: Graph, spec: KernelSpec) -> list[str]:
                     else f"torch.tensor(float({node.name}), dtype=torch.float64, device=a.device)"
                 )
             case g.BITS:
-                text = f"_unpack({node.name}, b.shape[1])"
+                text = f"_unpack({node.name}, {extents['n']})"
+            case g.OPERAND if node.dtype is not None:
+                text = f"_unpack4(b, {node.indices.index(node.axes)}, {node.dtype == INT4}).double()"
             case g.OPERAND:
                 text = f"{node.name}.double()"
             case g.CAST:
@@ -239,11 +260,11 @@ def _reference(graph: Graph, spec: KernelSpec) -> list[str]:
 def _multiplied(graph: Graph, number: int, dtype: DType) -> str:
     """An operand in float64, as it is given, or as it is computed and rounded. dtype: its own."""
     node = graph.nodes[number]
-    return f"{node.name}.double()" if node.op == g.OPERAND else f"_v{number}.to(torch.{dtype.torch}).double()"
+    return f"{node.name}.double()" if g.is_given(node) else f"_v{number}.to(torch.{dtype.torch}).double()"
 
 
 def _results(graph: Graph) -> list[str]:
-    shapes = {"mn": ".expand(a.shape[0], b.shape[1])", "m": ".reshape(-1)", "n": ".reshape(-1)", "": ".reshape(())"}
+    shapes = {"mn": f".expand(a.shape[0], {_extents(graph)['n']})", "m": ".reshape(-1)", "n": ".reshape(-1)", "": ".reshape(())"}
     results = []
     for output in graph.outputs:
         text = f"_v{output.node}{shapes[graph.nodes[output.node].indices]}"

@@ -65,7 +65,7 @@ def spec_text(spec: KernelSpec) -> str:
     for operand in spec.computed:
         lines += _loads(operand.inputs)
         lines += [f"  {emit.line(line)}" for line in (*operand.once, *operand.lines)]
-        lines.append(f"  multiply {operand.value} for {operand.name} as {sig.a if operand.name == 'a' else sig.b}")
+        lines.append(f"  multiply {operand.value} for {operand.name} as {sig.multiplied[operand.name]}")
     lines += _loads(spec.inputs)
     lines += [f"  {emit.line(line)}" for line in spec.lines]
     lines += [f"  store {s.name}[{','.join(s.indices)}] = {s.value} as {'bits' if s.packed else s.dtype}" for s in spec.stores]
@@ -80,4 +80,4 @@ def spec_text(spec: KernelSpec) -> str:
 
 
 def _loads(inputs: tuple[Input, ...]) -> list[str]:
-    return [f"  load {i.name}[{declared_text(i.indices, i.periods)}] {'bits' if i.packed else i.dtype or 'number'}" for i in inputs]
+    return [f"  load {i.name}[{declared_text(i.indices, i.periods, i.blocks)}] {'bits' if i.packed else i.dtype or 'number'}" for i in inputs]

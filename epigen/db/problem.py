@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from epigen.codegen.spec import INVARIANT, KNOWN, LAYOUTS, KernelSpec, digest, row_lengths
+from epigen.codegen.spec import INVARIANT, KNOWN, LAYOUTS, KernelSpec, digest, row_bytes, row_lengths
 from epigen.db import fields
 from epigen.dtypes import ALL, FP32, INPUTS, PRECISIONS, DType
 from epigen.gpus import Target
@@ -19,6 +19,7 @@ from epigen.ir import graph as g
 from epigen.ir.graph import Graph, Node
 from epigen.ir.passes import with_leaf
 from epigen.lang.parser import MAX_CHARACTERS
+from epigen.lang.syntax import declared_text
 from epigen.shapes import Shape
 
 _LEAST_TILE = 64  # rows that every schedule can have in one tile
@@ -40,8 +41,17 @@ GPU = fields.text("a GPU's name, of letters, digits, spaces and ()+@,./_-", _gpu
 CAPABILITY = fields.pattern("a compute capability, such as 9.0, or gfx942", r"[0-9]{1,2}\.[0-9]|gfx[0-9a-f]{3,5}")
 _DTYPE = fields.one_of([t.name for t in ALL])
 _INPUT_KINDS = frozenset({BITS, SCALAR, *(f"{t.name}[{i}]" for t in INPUTS for i in ("mn", "m", "n", "k", "mk", "kn"))})
-_INPUT = fields.text(f"a dtype and its indices, such as fp16[n], {BITS} or {SCALAR}", _INPUT_KINDS.__contains__)
-_KIND = fields.pattern("an epilogue's class, such as load:n store:mn reduce:", r"(?!.{4097})load:[a-z,]* store:[a-z,]* reduce:[a-z,]*( dot:[ab,]+)?")
+
+
+def _input(value: str) -> bool:
+    blocks = re.fullmatch(r"(\w+\[)([mnk])(/[1-9][0-9]{0,6})?(?:,([mnk])(/[1-9][0-9]{0,6})?)?\]", value, re.ASCII)
+    return value in _INPUT_KINDS or (blocks is not None and f"{blocks[1]}{blocks[2]}{blocks[4] or ''}]" in _INPUT_KINDS)
+
+
+_INPUT = fields.text(f"a dtype and its indices, such as fp16[n] or fp16[k/128,n], {BITS} or {SCALAR}", _input)
+_KIND = fields.pattern(
+    "an epilogue's class, such as load:n store:mn reduce:", r"(?!.{4097})load:(?:,|[a-z](?:/[0-9]{1,7})?)* store:[a-z,]* reduce:[a-z,]*( dot:[ab,]+)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +122,8 @@ def input_kind(node: Node, dtype: DType | None) -> str:
     """An input as a problem spells it: dtype and indices, BITS or SCALAR. dtype: None for a number."""
     if node.op == g.BITS:
         return BITS
+    if node.blocks:
+        return f"{dtype}[{declared_text(node.indices, (), node.blocks)}]"
     return f"{dtype}[{node.indices}]" if node.indices else SCALAR
 
 
@@ -132,7 +144,7 @@ def problem_of(graph: Graph, spec: KernelSpec, shape: Shape, gpu: str, capabilit
         program=graph.text,
         spec=graph_digest(graph),
         kind=epilogue_kind(spec),
-        alignment=alignment(shape, sig.layout, sig.a.bytes),
+        alignment=alignment(shape, sig.layout, sig.a.bytes, row_bytes(shape, sig)[1]),
         invariant="m" if sig.invariant else "",
     )
 
@@ -146,6 +158,7 @@ def graph_digest(graph: Graph) -> str:
         begun = "".join(f" {i} % {periods.setdefault(p, len(periods))}" for i, p in zip(node.indices, node.periods, strict=False) if p)
         if node.op in (g.INPUT, g.BITS) or (node.op == g.DOT and name):
             name = inputs.setdefault(name, f"input{len(inputs)}")
+        begun += "".join(f" {i} / {b}" for i, b in zip(node.indices, node.blocks, strict=False) if b > 1)
         parts.append(f"{node.op} {node.args} {node.kind} {node.indices} {node.value!r} {name} {node.axes} {node.dtype}{begun}")
     parts += [f"output {o.node} {o.dtype if graph.nodes[o.node].indices == 'mn' else None}" for o in graph.outputs]
     return digest(parts)
@@ -153,13 +166,15 @@ def graph_digest(graph: Graph) -> str:
 
 def epilogue_kind(spec: KernelSpec) -> str:
     """What the epilogue moves and reduces, such as "load:n store:mn reduce:m"; and which operands are computed, if any are."""
-    loads = sorted("bits" if i.packed else i.indices or "scalar" for i in spec.all_inputs)
+    loads = sorted("bits" if i.packed else declared_text(i.indices, (), i.blocks).replace(",", "") or "scalar" for i in spec.all_inputs)
     stores = sorted("bits" if s.packed else s.indices for s in spec.stores)
     reduced = sorted(p.axes for p in spec.partials) + sorted(s.operand for f in spec.finishes for s in f.sources if s.operand)
     computed = f" dot:{','.join(o.name for o in spec.computed)}" if spec.computed else ""
     return f"load:{','.join(loads)} store:{','.join(stores)} reduce:{','.join(reduced)}{computed}"
 
 
-def alignment(shape: Shape, layout: str, element_bytes: int) -> int:
-    """The largest power of two, up to 16, that divides the bytes of a's and b's rows as they lie in memory, and of the result's."""
-    return math.gcd(16, *(extent * element_bytes for extent in (*row_lengths(shape, layout), shape[-2])))
+def alignment(shape: Shape, layout: str, element_bytes: int, b_row_bytes: int | None = None) -> int:
+    """The largest power of two, up to 16, that divides the bytes of a's and b's rows as they lie in memory, and of the result's.
+    b_row_bytes: of b's rows, where its elements have others than a's."""
+    of_a, of_b = row_lengths(shape, layout)
+    return math.gcd(16, of_a * element_bytes, of_b * element_bytes if b_row_bytes is None else b_row_bytes, shape[-2] * element_bytes)

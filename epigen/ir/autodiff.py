@@ -23,6 +23,7 @@ from epigen.ir import rules
 from epigen.ir.graph import Graph, Node, Output
 from epigen.ir.passes import order
 from epigen.ir.unparse import unparse
+from epigen.lang.syntax import declared_text
 from epigen.ops import BOOLEAN, NUMBER
 
 GRADIENT = "gradient"
@@ -95,6 +96,17 @@ def gradients(graph: Graph, of: Collection[str], wrt: Collection[str]) -> Gradie
     if tape.mistakes:
         raise DerivationError(graph.text, sorted(tape.mistakes, key=lambda d: d.span.start if d.span else -1))
     return Gradients(tuple(tape.nodes), wanted)
+
+
+def shared_gradient(text: str, node: Node) -> Diagnostic:
+    """Of an input that several elements share a value of: that it has no gradient. text: the program's."""
+    match = re.search(rf"(?<!\w){re.escape(f'{node.name}[{declared_text(node.indices, node.periods, node.blocks)}]')}", text)
+    what = f"{node.name}{g.describe_indices(node.indices, node.periods, node.blocks)}"
+    return Diagnostic(
+        f"the gradient of {what} is a sum over all that share an element, which no kernel finishes",
+        Span(*match.span()) if match else None,
+        f"leave it out (wrt=...), or write {node.name}[{','.join(node.indices)}] and pass it expanded, whose gradient torch sums",
+    )
 
 
 def _quantised(dtype: DType | None) -> bool:
@@ -275,12 +287,8 @@ class _Tape:
     def total(self, number: int) -> int:
         """A leaf's gradient in the leaf's own indices."""
         node = self.nodes[number]
-        if node.periods:
-            what = f"{node.name}{g.describe_indices(node.indices, node.periods)}"
-            self.refuse(
-                f"the gradient of {what} is a sum over all that share an element, which no kernel finishes", number,
-                f"leave it out (wrt=...), or write {node.name}[{','.join(node.indices)}] and pass it expanded, whose gradient torch sums",
-            )  # fmt: skip
+        if g.shared_along(node):
+            self.mistakes.append(shared_gradient(self.graph.text, node))
             return number
         parts = [self.summed(tile, axes) for axes, tile in self.arrived[number].items()]
         total = parts[0]

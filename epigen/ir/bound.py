@@ -72,13 +72,13 @@ def expect(
         elif node.op == g.DOT:
             error = _product_error(graph, number, values, errors, (a, b), inputs, precision)
         else:
-            error = _error(node, values[number], args, a, b)
+            error = _error(node, values[number], args, reference.extents(graph, a, b), a.device)
         if node.kind == NUMBER:
             overflow = ~(values[number].abs() + error <= FP32.largest) & values[number].isfinite()
             error = torch.where(overflow | error.isnan(), torch.inf, error)
         errors.append(error)
     expected = []
-    m, n = a.shape[0], b.shape[1]
+    m, n = reference.extents(graph, a, b)
     for output, dtype in zip(graph.outputs, dtypes, strict=True):
         node = graph.nodes[output.node]
         if node.kind == g.PACKED:
@@ -135,13 +135,13 @@ def _place(of: Tensor) -> tuple[int, ...]:
     return tuple(int(i) for i in np.unravel_index(int(of.flatten().int().argmax() if of.dtype == torch.bool else of.argmax()), of.shape))
 
 
-def _error(node: Node, value: Tensor, args: list[tuple[Tensor, Tensor, str]], a: Tensor, b: Tensor) -> Tensor:
+def _error(node: Node, value: Tensor, args: list[tuple[Tensor, Tensor, str]], shape: tuple[int, int], device: torch.device) -> Tensor:
     """Error bound of one node; for a boolean, 1 where it is unsure."""
     match node.op:
         case g.CONSTANT | g.EXTENT:
             return torch.where(value.float() == value, 0.0, value.abs() * UNIT)  # which may lie at a step of what follows
         case g.BITS | g.INPUT | g.OPERAND | g.POSITION | g.UNIFORM:
-            return torch.zeros((), dtype=torch.float64, device=a.device)
+            return torch.zeros((), dtype=torch.float64, device=device)
         case g.CAST:
             assert node.dtype is not None
             before = args[0][1]
@@ -150,7 +150,7 @@ def _error(node: Node, value: Tensor, args: list[tuple[Tensor, Tensor, str]], a:
         case g.BITMASK:
             return args[0][1]
         case g.REDUCE:
-            return _reduction_error(node, value, args[0], a, b)
+            return _reduction_error(node, value, args[0], shape)
         case "where" | "drelu":
             if node.op == "where":
                 (condition, unsure, _), (x, ex, _), (y, ey, _) = args
@@ -209,7 +209,7 @@ def _sums_on_the_way(a: Tensor, b: Tensor) -> Tensor:
 
 def _rounding(node: Node, value: Tensor, error: Tensor, rounded: Tensor) -> Tensor | None:
     """How far what is multiplied of an operand may be from where its exact value is rounded to; None of an operand as it is given."""
-    if node.op in (g.OPERAND, g.INPUT):
+    if node.op == g.INPUT or g.is_given(node):
         return None
     error = torch.nan_to_num(error, nan=torch.inf, posinf=torch.inf).expand(value.shape)
     dtype, exact = BY_TORCH_ON_CPU[str(rounded.dtype)], rounded.double()
@@ -218,10 +218,10 @@ def _rounding(node: Node, value: Tensor, error: Tensor, rounded: Tensor) -> Tens
     return torch.nan_to_num(torch.maximum(*apart), nan=torch.inf, posinf=torch.inf)
 
 
-def _reduction_error(node: Node, value: Tensor, arg: tuple[Tensor, Tensor, str], a: Tensor, b: Tensor) -> Tensor:
+def _reduction_error(node: Node, value: Tensor, arg: tuple[Tensor, Tensor, str], shape: tuple[int, int]) -> Tensor:
     x, ex, _ = arg
     if node.axes != "k":
-        x = x.expand(a.shape[0], b.shape[1])
+        x = x.expand(shape)
     ex = ex.expand(x.shape)
     if node.name == "sum":
         own = reference.reduce(_as_sum(node), x.abs()) * 64 * UNIT

@@ -36,6 +36,7 @@ from epigen.ir.graph import (
     Output,
     common_indices,
     describe_indices,
+    is_given,
 )
 from epigen.ir.parting import Parting, WithoutParts, without_parts
 from epigen.lang.parser import parse
@@ -136,12 +137,14 @@ def refused_name(name: str, scalar: bool = False) -> tuple[str, str] | None:
     return None
 
 
-def _reordered(name: str, indices: str) -> str:
+def _reordered(name: str, indices: str, blocks: tuple[int, ...] = ()) -> str:
     """What to write in place of indices that no tensor has in this order."""
     ordered = next((known for known in _IN_ORDER if set(known) == set(indices)), "")
     if not ordered:
         return f"an input has two indices at most: write {name}[m,n], and in an operand of dot {name}[m,k] or {name}[k,n]"
-    return f"{'columns come last' if ordered == 'kn' else 'rows come first'}: write {name}[{','.join(ordered)}], and pass the transpose"
+    size = dict(zip(indices, blocks, strict=False))
+    declared = declared_text(ordered, (), [size.get(i, 1) for i in ordered])
+    return f"{'columns come last' if ordered == 'kn' else 'rows come first'}: write {name}[{declared}], and pass the transpose"
 
 
 def letters(name: str) -> str:
@@ -161,7 +164,8 @@ class _Builder:
         self.assigned: dict[str, Assign] = {}
         self.letters: dict[str, str] = {}  # of the names that are bound or declared so far, each with the first that has them
         self.used: set[str] = set()
-        self.inputs: dict[str, tuple[str, str, Span, tuple[str, ...]]] = {}  # name -> indices, kind, first use, periods
+        self.inputs: dict[str, tuple[str, str, Span, tuple[str, ...], tuple[int, ...]]] = {}  # name -> indices, kind, first use, periods, blocks
+        self.place_of_packed = Span(0, 0)  # of the last int4(b), if there is one
         self.mistakes: dict[Diagnostic, None] = {}  # in order, each once
 
     # -- nodes
@@ -214,7 +218,7 @@ class _Builder:
         return node.op not in (INPUT, BITS, CONSTANT, EXTENT, POSITION, OPERAND) and not self.is_mm(node)
 
     def is_mm(self, node: Node) -> bool:
-        return node.op == DOT and not node.name and all(self.nodes[a].op == OPERAND for a in node.args)
+        return node.op == DOT and not node.name and all(is_given(self.nodes[a]) for a in node.args)
 
     def name_is_free(self, name: str, span: Span) -> bool:
         """Whether an input or an assignment may have this name; notes the mistake if not."""
@@ -262,6 +266,8 @@ class _Builder:
                     return self.call_bits(expr)
                 if function == "dot":
                     return (yield from self.call_dot(expr))
+                if function in dtypes.PACKED:
+                    return (yield from self.call_packed(dtypes.PACKED[function], expr))
                 if function == "bitmask":
                     return (yield from self.call_bitmask(expr))
                 if function == "cast":
@@ -273,9 +279,12 @@ class _Builder:
         if name.periods and (text in self.names or text in ("mm", *OPERANDS)):
             self.error(f"'{text}' is no input, whose rows or columns could begin anew", span, f"write {text}")
             return None
+        if name.blocks and (text in self.names or text in ("mm", *OPERANDS)):
+            self.error(f"'{text}' is no input, which could have one value for several of an index", span, f"write {text}")
+            return None
         declared = None if name.indices is None else "".join(name.indices)
         if declared is not None and declared not in _IN_ORDER and (self.multiplies or "k" not in declared):
-            self.error(f"'{text}' is declared as {describe_indices(declared)}", span, _reordered(text, declared))
+            self.error(f"'{text}' is declared as {describe_indices(declared, (), name.blocks)}", span, _reordered(text, declared, name.blocks))
             return None
         if text in self.names:
             self.used.add(text)
@@ -312,7 +321,7 @@ class _Builder:
         if text not in PREDECLARED and text not in self.inputs and declared is None and not self.scalar_name(text, span):
             return None
         indices = PREDECLARED.get(text, "") if declared is None else declared
-        return self.input(text, indices, NUMBER, span, name.periods)
+        return self.input(text, indices, NUMBER, span, name.periods, name.blocks)
 
     def scalar_name(self, name: str, span: Span) -> bool:
         """A bare name that is not known yet declares a scalar, unless it looks like a slip of the pen."""
@@ -327,25 +336,25 @@ class _Builder:
             return False
         return True
 
-    def input(self, name: str, indices: str, kind: str, span: Span, periods: tuple[str, ...] = ()) -> _Value:
+    def input(self, name: str, indices: str, kind: str, span: Span, periods: tuple[str, ...] = (), blocks: tuple[int, ...] = ()) -> _Value:
         """kind: BOOLEAN of a packed mask."""
         if name in self.inputs:
-            known, known_kind, _, known_periods = self.inputs[name]
+            known, known_kind, _, periods_known, blocks_known = self.inputs[name]
             if known_kind != kind:
                 first, second = sorted({BOOLEAN: "a packed mask", SEED: "a seed", NUMBER: "numbers"}[k] for k in (known_kind, kind))
                 self.error(f"'{name}' is used as {first} and as {second}", span, "give the two inputs two names")
                 return None
-            if (known, known_periods) != (indices, periods):
+            if (known, periods_known, blocks_known) != (indices, periods, blocks):
                 self.error(
-                    f"'{name}' is {describe_indices(known, known_periods)} above and {describe_indices(indices, periods)} here", span,
-                    f"one input has one set of indices: write {name}{'[' + declared_text(known, known_periods) + ']' if known else ''}, or use another name")  # fmt: skip
+                    f"'{name}' is {describe_indices(known, periods_known, blocks_known)} above and {describe_indices(indices, periods, blocks)} here", span,
+                    f"one input has one set of indices: write {name}{'[' + declared_text(known, periods_known, blocks_known) + ']' if known else ''}, or use another name")  # fmt: skip
                 return None
         elif not self.name_is_free(name, span) or not self.unlike_scalars(name, span):
             self.names[name] = None  # one report a name
             return None
-        self.inputs.setdefault(name, (indices, kind, span, periods))
+        self.inputs.setdefault(name, (indices, kind, span, periods, blocks))
         self.letters.setdefault(letters(name), name)
-        return self.node(Node(BITS if kind == BOOLEAN else INPUT, (), kind, indices, name=name, periods=periods))
+        return self.node(Node(BITS if kind == BOOLEAN else INPUT, (), kind, indices, name=name, periods=periods, blocks=blocks))
 
     def bits(self, name: str, span: Span) -> _Value:
         return self.input(name, "mn", BOOLEAN, span)
@@ -461,7 +470,7 @@ class _Builder:
             if value is None or not self.expect(value, NUMBER, part, f"dot's {name}"):
                 continue
             node = self.nodes[value]
-            if name == "b" and node.op == INPUT and node.indices == OPERANDS[name]:
+            if name == "b" and node.op == INPUT and node.indices == OPERANDS[name] and not node.blocks:
                 second = node.name
             elif not self.is_operand(value, name, part):
                 continue
@@ -471,7 +480,7 @@ class _Builder:
     def is_operand(self, value: int, name: str, expr: Expr) -> bool:
         """Whether a value is computed of the operand of this name, and of no other."""
         reached = self.reached(value)
-        operands = [n.name for n in reached if n.op == OPERAND]
+        operands = list(dict.fromkeys(n.name for n in reached if n.op == OPERAND))
         indices = describe_indices(OPERANDS[name]).replace(" ", "")
         if operands != [name] or self.nodes[value].indices != OPERANDS[name]:
             what = f"one of {' and '.join(sorted(operands))} with {describe_indices(self.nodes[value].indices)}" if operands else f"one with no {name} in it"
@@ -491,6 +500,35 @@ class _Builder:
             return True
         self.error(message, expr.span, hint)
         return False
+
+    def packed_argument(self, call: Call) -> tuple[Expr | None, str]:
+        """What int4 or uint4 is called of, and along which index its values share bytes; None where its arguments are others."""
+        match call.args:
+            case (operand, Name("k" | "n" as along, _, None)) if not call.keywords:
+                return operand, along
+            case (operand,) if not call.keywords:
+                return operand, "k"
+        return None, ""
+
+    def call_packed(self, dtype: dtypes.DType, call: Call) -> _Typing:
+        """An operand b as the values that it holds two of in a byte."""
+        if not self.multiplies:
+            self.error(f"{call.function} stands within what is multiplied", call.span, f"write dot(a, {call.function}(b))")
+            return None
+        operand, along = self.packed_argument(call)
+        if operand is None:
+            message = f"write {call.function}(b), or {call.function}(b, n) where neighbours along n share a byte"
+            self.error(f"the arguments do not fit {call.function}", call.span, message)
+            return None
+        value = yield operand
+        if value is None:
+            return None
+        node = self.nodes[value]
+        if not is_given(node) or node.name != "b":
+            self.error(f"{call.function} reads the operand b as it is given, and '{expr_text(operand)}' was found", operand.span, f"write {call.function}(b)")
+            return None
+        self.place_of_packed = call.span
+        return self.node(Node(OPERAND, (), NUMBER, OPERANDS["b"], name="b", dtype=dtype, axes=along))
 
     def reached(self, value: int) -> list[Node]:
         """A value and all that it is computed of."""
@@ -518,7 +556,7 @@ class _Builder:
 
     def call_bits(self, call: Call) -> _Value:
         match call.args:
-            case (Name(name, span, indices, ()),) if not call.keywords and indices in (None, ("m", "n")):
+            case (Name(name, span, indices, (), ()),) if not call.keywords and indices in (None, ("m", "n")):
                 if name in self.names and name not in self.assigned:
                     return None  # reported above
                 if name in self.names or name in ("mm", *OPERANDS):
@@ -643,7 +681,10 @@ class _Builder:
                         )
                         return None
         match call.args[0]:
-            case Name(name, _, indices) if name in OPERANDS and name not in self.names:
+            case Name(name, _, indices, periods, blocks) if name in OPERANDS and name not in self.names:
+                if periods or blocks:
+                    _ = yield call.args[0]  # which says what is wrong with that
+                    return None
                 if indices is not None and "".join(indices) != OPERANDS[name]:
                     self.error(
                         f"the operand '{name}' is {describe_indices(OPERANDS[name])}, not {describe_indices(''.join(indices))}",
@@ -681,6 +722,16 @@ class _Builder:
         number = next(i for i, n in enumerate(self.nodes) if n.op == INPUT and n.name == name)
         if any(number in n.args and n.op != DOT for n in self.nodes):
             self.error(f"'{name}' is multiplied as it is given, and something is computed of it besides", span, "pass it a second time, by another name")
+
+    def packed(self) -> None:
+        """That an operand that holds two values in a byte does so wherever it stands."""
+        used = {a for n in self.nodes for a in n.args}
+        ways = [n for i, n in enumerate(self.nodes) if n.op == OPERAND and n.name == "b" and i in used]
+        if len(ways) > 1:
+            shown = [f"{n.dtype}(b{', n' * (n.axes == 'n')})" if n.dtype else "b" for n in ways]
+            self.error(
+                f"the operand b is read in two ways, as {shown[0]} and as {shown[1]}", self.place_of_packed, "it holds one kind of values: read it in one way"
+            )
 
     # -- outputs
 
@@ -736,6 +787,7 @@ class _Builder:
         second = next((n for n in self.nodes if n.op == DOT and n.name), None)
         if second is not None:
             self.second(second.name, self.inputs[second.name][2])
+        self.packed()
         for name, assign in self.assigned.items():
             if name not in self.used:
                 self.error(f"'{name}' is bound and never used", assign.span, "list it among the outputs, or drop it")

@@ -53,6 +53,8 @@ def derive(graph: Graph, operands: DType = FP16, save: str | None = None, wrt: I
     if of is not None:
         among = _known("output", of, [o.name for o in graph.outputs])
         arriving = [name for name in arriving if name in among]
+    if wrt is not None and "b" in inputs and graph.packed():
+        raise CallError("b holds two values in a byte, and has no gradient: leave it out of wrt, or write b, and pass it unpacked (epigen.unpack_int4)")
     through_operands = bool({g.PRODUCT, *g.OPERANDS} & set(inputs))
     derivative = differentiate(graph, arriving, {*inputs, g.PRODUCT} if through_operands else inputs)
     ways = list(_ways(graph, derivative, operands))

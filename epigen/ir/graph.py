@@ -6,7 +6,7 @@ for spacing, unused structure and the order of assignments) give equal graphs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from epigen.dtypes import INT64, UINT8, DType
@@ -39,9 +39,10 @@ class Node:
     indices: which of INDICES it varies over, in that order. Along k only operands do, and what they are computed of.
     kind: NUMBER, BOOLEAN, PACKED or SEED.  reduced: computed from a finished reduction.
     value: a constant's.  name: an input's or operand's, that of a second product's right operand, the index of an extent or a position, or the reduction's row.
-    axes: what a reduction contracts.
+    axes: what a reduction contracts; along which an operand holds two values in a byte.
     periods: of an input whose rows or columns begin anew, of each index what a program calls their number, and "" of one that has none; () of all others.
-    dtype: a cast's.  label: the name that the user gave the value ("" if none); no part of its meaning.
+    blocks: of an input with one value for several of an index, of each index how many, and 1 of one that has none; () of all others.
+    dtype: a cast's; of an operand with two values in a byte, theirs.  label: the name that the user gave the value ("" if none); no part of its meaning.
     """
 
     op: str
@@ -54,11 +55,17 @@ class Node:
     axes: str = ""
     dtype: DType | None = None
     periods: tuple[str, ...] = ()
+    blocks: tuple[int, ...] = ()
     label: str = field(default="", compare=False)
 
 
 GIVEN = tuple(Node(OPERAND, (), NUMBER, indices, name=name) for name, indices in OPERANDS.items())
 """The operands as they are given."""
+
+
+def is_given(node: Node) -> bool:
+    """Whether a node is an operand as it is given."""
+    return node.op == OPERAND and node.dtype is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +93,9 @@ class Graph:
         return common_indices(n.name for n in self.nodes if n.op == POSITION)
 
     def numbered(self) -> str:
-        """The indices along which it counts which row or column one is: by its number, or by that within a period, or as random numbers do."""
+        """The indices along which it counts which row or column one is: by its number, or by that within a period or of a block, or as random numbers do."""
         drawn = (n.indices for n in self.nodes if n.op == UNIFORM)
-        return common_indices([self.positions(), *drawn, *(periodic(n.indices, n.periods) for n in self.inputs())])
+        return common_indices([self.positions(), *drawn, *(shared_along(n) for n in self.inputs())])
 
     def product(self) -> int | None:
         """The number of the node of the product of a and b; None where the program is over a product that is given."""
@@ -101,11 +108,20 @@ class Graph:
     def computed(self) -> tuple[str, ...]:
         """Names of the operands of which something is computed that is then multiplied."""
         product = self.product()
-        return () if product is None else tuple(name for name, arg in zip(OPERANDS, self.nodes[product].args, strict=True) if self.nodes[arg].op != OPERAND)
+        return () if product is None else tuple(name for name, arg in zip(OPERANDS, self.nodes[product].args, strict=True) if not is_given(self.nodes[arg]))
+
+    def packed(self) -> Node | None:
+        """The operand b, where it holds two values in a byte."""
+        return next((n for n in self.nodes if n.op == OPERAND and n.dtype is not None), None)
+
+    def packed_along(self) -> str:
+        """The index along which it does, if it does."""
+        packed = self.packed()
+        return "" if packed is None else packed.axes
 
     def tiles(self) -> tuple[str, ...]:
         """Names of the inputs and outputs with an element for each of the result's, packed masks left out."""
-        inputs = [n.name for n in self.inputs() if n.indices == "mn" and n.kind != PACKED and n.op != BITS and not n.periods]
+        inputs = [n.name for n in self.inputs() if n.indices == "mn" and n.kind != PACKED and n.op != BITS and not shared_along(n)]
         return (*inputs, *(o.name for o in self.outputs if self.nodes[o.node].indices == "mn" and self.nodes[o.node].kind != PACKED))
 
 
@@ -119,6 +135,16 @@ def periodic(indices: str, periods: Sequence[str]) -> str:
     return "".join(i for i, period in zip(indices, periods, strict=False) if period)
 
 
+def shared_along(node: Node) -> str:
+    """Those of an input's indices along which several share a value: by a period, or by blocks."""
+    return periodic(node.indices, node.periods) + "".join(i for i, block in zip(node.indices, node.blocks, strict=False) if block > 1)
+
+
+def held(indices: str, blocks: Sequence[int], extents: Mapping[str, int]) -> tuple[int, ...]:
+    """The extents of an input with these, but for periods."""
+    return tuple(-(-extents[i] // block) for i, block in zip(indices, blocks or (1,) * len(indices), strict=True))
+
+
 def common_indices(several: Iterable[str]) -> str:
     """The indices of what is computed element by element of values with these."""
     present = set("".join(several))
@@ -130,6 +156,7 @@ def mask_stride(n: int) -> int:
     return -(-n // 128) * 16
 
 
-def describe_indices(indices: str, periods: Sequence[str] = ()) -> str:
-    """'[m, n]', '[m % P, n]', '[n]' or 'a scalar'."""
-    return f"[{', '.join(f'{i} % {p}' if p else i for i, p in zip(indices, periods or [''] * len(indices), strict=True))}]" if indices else "a scalar"
+def describe_indices(indices: str, periods: Sequence[str] = (), blocks: Sequence[int] = ()) -> str:
+    """'[m, n]', '[m % P, n]', '[k/128, n]', '[n]' or 'a scalar'."""
+    each = [f"{i}/{b}" if b > 1 else i for i, b in zip(indices, blocks or (1,) * len(indices), strict=True)]
+    return f"[{', '.join(f'{i} % {p}' if p else i for i, p in zip(each, periods or [''] * len(indices), strict=True))}]" if indices else "a scalar"

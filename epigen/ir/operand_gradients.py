@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import epigen.ir.graph as g
-from epigen.ir.autodiff import GRADIENT, gradients
+from epigen.errors import DerivationError, Diagnostic
+from epigen.ir.autodiff import GRADIENT, followed, gradients, shared_gradient
 from epigen.ir.derivation import INPUT, OPERAND, Argument, Gradient, OperandGradients
 from epigen.ir.graph import Graph, Node, Output
 from epigen.ir.passes import order
@@ -36,10 +37,18 @@ def _gradients(graph: Graph, operand: str, wrt: Collection[str]) -> OperandGradi
     inputs = {n.name: n for n in graph.inputs()}
     tile = Names([*inputs, *(n.label for n in graph.nodes)]).fresh(_TILE[operand])
     own, other = (product.args[i] for i in ((0, 1) if operand == "a" else (1, 0)))
-    renamed = [replace(n, indices=g.common_indices(letters[i] for i in n.indices)) for n in graph.nodes]
+    renamed = [_renamed(n, letters) for n in graph.nodes]
     of_tile = tuple(Node(g.INPUT, (), NUMBER, "mn", name=tile) if n.op == g.OPERAND and n.name == operand else n for n in renamed)
     forward = order(Graph(of_tile, (Output("out", own, None),), graph.text))
     wanted = {tile if name == operand else name for name in wrt} & {n.name for n in forward.inputs()}
+    reached = followed(forward, ["out"], steps=False)
+    if operand == "b" and graph.packed():
+        wanted -= {tile}
+        if flowing := sorted(wanted & reached):
+            message = f"the gradient of '{flowing[0]}' is one of tiles of b, which holds two values in a byte"
+            raise DerivationError(graph.text, [Diagnostic(message, None, "leave it out (wrt=...), or write b, and pass it unpacked (epigen.unpack_int4)")])
+    if shared := [inputs[name] for name in sorted(wanted & reached) if name in inputs and g.shared_along(inputs[name])]:
+        raise DerivationError(graph.text, [shared_gradient(graph.text, node) for node in shared])  # in the letters that the program has
     derivative = gradients(forward, ["out"], wanted)
     if not derivative.wanted:
         return None
@@ -64,6 +73,14 @@ def _gradients(graph: Graph, operand: str, wrt: Collection[str]) -> OperandGradi
         tuple(_argument(n.name, inputs, letters) if n.name != tile else Argument(tile, OPERAND, operand) for n in program.inputs()),
         tuple(Gradient(name, called[number]) for name, number in flows),
     )
+
+
+def _renamed(node: Node, letters: Mapping[str, str]) -> Node:
+    """A value with its indices as they are called there, in their order."""
+    blocks = dict(zip((letters[i] for i in node.indices), node.blocks, strict=False))
+    indices = g.common_indices(letters[i] for i in node.indices)
+    axes = letters[node.axes] if node.op == g.OPERAND and node.axes else node.axes
+    return replace(node, indices=indices, axes=axes, blocks=tuple(blocks[i] for i in indices if i in blocks))
 
 
 def _of(nodes: list[Node], root: int) -> list[Node]:

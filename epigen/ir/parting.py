@@ -76,9 +76,11 @@ def without_parts(program: Program, declared: Mapping[str, str], free: Callable[
 class _Rewriter:
     def __init__(self, program: Program, declared: Mapping[str, str], free: Callable[[str], bool]):
         self.program, self.free = program, free
-        self.declared: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {name: (tuple(indices), ()) for name, indices in declared.items()}
+        self.declared: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]] = {
+            name: (tuple(indices), (), ()) for name, indices in declared.items()
+        }
         self.declared |= {
-            e.name: (e.indices, e.periods)
+            e.name: (e.indices, e.periods, e.blocks)
             for e in within(*(s.value for s in program.assigns), *program.outputs)
             if isinstance(e, Name) and e.indices is not None
         }
@@ -173,14 +175,16 @@ class _Rewriter:
                 case Name("n", span):
                     self.error(f"the number of the column within {how}", span, instead_of_it)
                 case Name(name, span) if name not in (PRODUCT, "b") and self.differs(name):
-                    indices, periods = self.declared[name]
+                    indices, periods, blocks = self.declared[name]
                     if periodic("".join(indices), periods).endswith("n"):
                         self.error(f"'{name}', whose columns begin anew, within {how}", span, instead_of_it)
+                    if dict(zip(indices, blocks, strict=False)).get("n", 1) > 1:
+                        self.error(f"'{name}', of which several columns share a value, within {how}", span, instead_of_it)
                     if name not in self.inputs:
                         first, second = (self.fresh(f"{name}_{of}") for of in parted.names)
                         self.inputs[name] = Part(name, first, second, how)
                     part = self.inputs[name]
-                    return Name(part.second if place else part.first, span, indices, periods)
+                    return Name(part.second if place else part.first, span, indices, periods, blocks)
                 case Power(base):
                     return replace(expr, base=(yield base))
                 case Call(_, args, _, keywords):

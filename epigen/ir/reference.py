@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from epigen import ops
-from epigen.dtypes import BY_TORCH_ON_CPU, INT8, INT32, DType
+from epigen.dtypes import BY_TORCH_ON_CPU, INT4, INT8, INT32, DType, multiplied_as
 from epigen.errors import InternalError
 from epigen.ir import graph as g
-from epigen.ir import philox
+from epigen.ir import nibbles, philox
 from epigen.ir.graph import Graph, Node
 
 Number = float | Tensor
@@ -67,7 +67,7 @@ def evaluate(
     if compute == torch.float64:  # a number is one as well, where a kernel's is fp32
         inputs = {name: v if isinstance(v, Tensor) else torch.full((), v, dtype=compute, device=a.device) for name, v in inputs.items()}
     values = node_values(graph, a, b, inputs, compute, first_row, number)
-    m, n = a.shape[0], b.shape[1]
+    m, n = extents(graph, a, b)
     results = []
     for output, dtype in zip(graph.outputs, dtypes, strict=True):
         value = values[output.node]
@@ -90,7 +90,7 @@ def _by_rows(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], d
     own = [i for i, o in enumerate(graph.outputs) if o.node not in shared]
     if not own or not a.shape[0]:
         return results
-    of_rows = {n.name for n in graph.inputs() if ("m" in n.indices and "m" not in g.periodic(n.indices, n.periods)) or n.op == g.BITS}
+    of_rows = {n.name for n in graph.inputs() if ("m" in n.indices and "m" not in g.shared_along(n)) or n.op == g.BITS}
     rows = []
     for i in range(a.shape[0]):
         of_row = {name: value[i : i + 1].clone() if name in of_rows and isinstance(value, Tensor) else value for name, value in inputs.items()}
@@ -118,7 +118,7 @@ def node_values(
     graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Number], compute: torch.dtype, first_row: int = 0, number: int = 0
 ) -> list[Tensor]:  # fmt: skip
     """Every node's value, in shapes that broadcast: [M, N], [M, 1], [1, N] or a scalar, of operands also [M, K], [K, N] and [K]; packed masks as bytes."""
-    m, n = a.shape[0], b.shape[1]
+    m, n = extents(graph, a, b)
     values: list[Tensor] = []
     with without_autocast(a.device):  # which would round the operands and the product of fp32 values to half precision
         for node in graph.nodes:
@@ -129,16 +129,25 @@ def node_values(
             elif node.op == g.UNIFORM:
                 rows, columns = (_positions(index, m, n, first_row, a.device) for index in node.indices)
                 values.append(philox.random_numbers(values[node.args[0]], rows, columns, number).to(compute))
-            elif node.periods:
+            elif node.periods or node.blocks:
                 given = inputs[node.name]
                 assert isinstance(given, Tensor)
-                for dim, (index, period) in enumerate(zip(node.indices, node.periods, strict=True)):
+                for dim, (index, period) in enumerate(zip(node.indices, node.periods, strict=False)):
                     if period:
                         given = given.index_select(dim, _positions(index, m, n, first_row, a.device) % given.shape[dim])
+                for dim, (index, block) in enumerate(zip(node.indices, node.blocks, strict=False)):
+                    if block > 1:
+                        along = torch.arange(a.shape[1], device=a.device) if index == "k" else _positions(index, m, n, first_row, a.device)
+                        given = given.index_select(dim, along // block)
                 values.append(broadcastable(given, node.indices, compute, a.device))
             else:
                 values.append(_value(node, arguments(graph, node, values), a, b, inputs, compute, m, n))
     return values
+
+
+def extents(graph: Graph, a: Tensor, b: Tensor) -> tuple[int, int]:
+    """M and N."""
+    return a.shape[0], b.shape[1] * (2 if graph.packed_along() == "n" else 1)
 
 
 def _positions(index: str, m: int, n: int, first_row: int, device: torch.device) -> Tensor:
@@ -153,12 +162,13 @@ def arguments(graph: Graph, node: Node, values: Sequence[Tensor]) -> list[Tensor
 
 
 def multiplied(graph: Graph, node: Node, values: Sequence[Tensor], a: Tensor, b: Tensor, inputs: Mapping[str, Number]) -> tuple[Tensor, Tensor]:
-    """What a product multiplies: operands as they are given, or what is computed of them, rounded once to their own dtypes."""
+    """What a product multiplies: operands as they are given, or what is computed of them, rounded once, in the dtypes that they are multiplied in."""
     other = inputs[node.name] if node.name else b
     assert isinstance(other, Tensor)
+    held = [BY_TORCH_ON_CPU[str(t.dtype)] for t in (a, other)]
     left, right = (
-        given if graph.nodes[i].op in (g.OPERAND, g.INPUT) else convert(values[i], BY_TORCH_ON_CPU[str(given.dtype)])
-        for i, given in zip(node.args, (a, other), strict=True)
+        given.to(torch_dtype(dtype)) if graph.nodes[i].op == g.INPUT or g.is_given(graph.nodes[i]) else convert(values[i], dtype)
+        for i, given, dtype in zip(node.args, (a, other), (held[0], multiplied_as(*held)), strict=True)
     )
     return left, right
 
@@ -179,6 +189,9 @@ def _value(node: Node, args: list[Tensor], a: Tensor, b: Tensor, inputs: Mapping
             mask = inputs[node.name]
             assert isinstance(mask, Tensor)
             return unpack(mask, n)
+        case g.OPERAND if node.dtype is not None:
+            integers: Tensor = nibbles.unpack(b, node.indices.index(node.axes), node.dtype == INT4)
+            return integers.to(compute)
         case g.OPERAND:
             return (a if node.name == "a" else b).to(compute)
         case g.CAST:

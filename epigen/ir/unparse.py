@@ -88,7 +88,7 @@ class _Writer:
 
     def leaf(self, node: Node) -> bool:
         """Whether a value is written as a name or a number: the product of the operands as they are given is mm."""
-        return node.op in _LEAVES or (node.op == g.DOT and not node.name and all(self.graph.nodes[a].op == g.OPERAND for a in node.args))
+        return node.op in _LEAVES or (node.op == g.DOT and not node.name and all(g.is_given(self.graph.nodes[a]) for a in node.args))
 
     def bind(self, name: str, expr: Expr) -> Name:
         self.assigns.append(Assign(name, expr, _NOWHERE))
@@ -101,6 +101,8 @@ class _Writer:
         match node.op:
             case g.DOT:
                 return (_name("mm"), 0) if self.leaf(node) else (_call("dot", *args), depth)
+            case g.OPERAND if node.dtype is not None:
+                return _call(node.dtype.name, _name(node.name), *([_name(node.axes)] if node.axes != "k" else [])), 1
             case g.OPERAND | g.POSITION:
                 return _name(node.name), 0
             case g.EXTENT:
@@ -110,8 +112,8 @@ class _Writer:
             case g.CONSTANT:
                 return Number(node.value, _NOWHERE), 0
             case g.INPUT:
-                bare = PREDECLARED.get(node.name, "") == node.indices and not node.periods
-                return Name(node.name, _NOWHERE, None if bare else tuple(node.indices), node.periods), 0
+                bare = PREDECLARED.get(node.name, "") == node.indices and not node.periods and not node.blocks
+                return Name(node.name, _NOWHERE, None if bare else tuple(node.indices), node.periods, node.blocks), 0
             case g.BITS:
                 return (_name("mask") if node.name == "mask" else _call("bits", _name(node.name))), 0
             case g.CAST:

@@ -27,6 +27,8 @@ MAX_CHARACTERS = 20_000
 MAX_DEPTH = 100
 MAX_NODES = 2_000
 MAX_EXPONENT = 8
+MOST_BLOCK = 1 << 20
+"""Of an index's values, that share one of an input's."""
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
 # what Python's parser recurses for; remarks and numbers, which begin the first line, are none
@@ -268,8 +270,7 @@ class _Reader:
             case ast.Name(id=name):
                 return Name(self.identifier(name, node), self.span(node))
             case ast.Subscript(value=ast.Name(id=name) as base, slice=index):
-                indices, periods = self.indices(index)
-                return Name(self.identifier(name, base), self.span(node), indices, periods)
+                return Name(self.identifier(name, base), self.span(node), *self.indices(index))
             case ast.Subscript(value=base):
                 self.refuse("only a bare name takes indices", base, "bind the expression to a name: no indices are needed there")
             case ast.Call():
@@ -343,20 +344,31 @@ class _Reader:
             self.refuse("a number is too small for fp32", node, f"write 0: the smallest is {1.17549436e-38}")
         return Number(float(value), span)
 
-    def indices(self, index: ast.expr) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """An input's indices, and their periods, if any has one."""
+    def indices(self, index: ast.expr) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]:
+        """An input's indices, and their periods and blocks, if any has one."""
         parts = index.elts if isinstance(index, ast.Tuple) else [index]
-        periods = ["" for _ in parts]
+        periods, blocks = ["" for _ in parts], [1 for _ in parts]
         for place, part in enumerate(parts):
             match part:
                 case ast.BinOp(left=ast.Name(id="m" | "n") as whole, op=ast.Mod(), right=period):
                     parts[place], periods[place] = whole, self.period(whole.id, period)
+                case ast.BinOp(left=ast.Name(id="m" | "n" | "k") as whole, op=ast.Div() | ast.FloorDiv(), right=size):
+                    parts[place], blocks[place] = whole, self.block(whole.id, part, size)
         names = [p.id if isinstance(p, ast.Name) else None for p in parts]
         if not names or any(n not in ("m", "n", "k") for n in names):
             self.refuse("indices are m, n or k", index, "declare a tile as name[m,n], one value a column as name[n], one a row as name[m]")
         if len(set(names)) != len(names):
             self.refuse("an index stands twice", index, "a tile is name[m,n]")
-        return tuple(n for n in names if n), tuple(periods) if any(periods) else ()
+        return tuple(n for n in names if n), tuple(periods) if any(periods) else (), tuple(blocks) if max(blocks) > 1 else ()
+
+    def block(self, index: str, whole: ast.BinOp, size: ast.expr) -> int:
+        example = f"write {index}/128 for one value for each 128 of {index}"
+        if isinstance(whole.op, ast.FloorDiv):
+            self.refuse("blocks of an index are written with one '/'", whole, example)
+        match size:
+            case ast.Constant(value=int(block)) if not isinstance(block, bool) and 1 <= block <= MOST_BLOCK:
+                return block
+        return self.refuse(f"a block of {index} is a whole number of its values, from 1 to {MOST_BLOCK}", size, example)
 
     def period(self, index: str, node: ast.expr) -> str:
         if isinstance(node, ast.Name) and _PERIOD.fullmatch(node.id):

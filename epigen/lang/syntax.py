@@ -22,12 +22,14 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A bare name, or with `indices` an input's declaration such as `gate[m,n]`. periods: of `pos[m % P, n]`, ("P", ""); none where no index has one."""
+    """A bare name, or with `indices` an input's declaration such as `gate[m,n]`. periods: of `pos[m % P, n]`, ("P", ""); none where no index has one.
+    blocks: of `scale[k/128,n]`, (128, 1); none where no index has one."""
 
     name: str
     span: Span = field(compare=False)
     indices: tuple[str, ...] | None = None
     periods: tuple[str, ...] = ()
+    blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +113,10 @@ def number_text(value: float) -> str:
     return str(int(value)) if math.isfinite(value) and value == int(value) and abs(value) < 1e15 else repr(value)
 
 
-def declared_text(indices: Sequence[str], periods: Sequence[str]) -> str:
-    """An input's indices as a program has them: "m,n", or "m % P, n"."""
-    return ", ".join(f"{i} % {p}" if p else i for i, p in zip(indices, periods, strict=True)) if periods else ",".join(indices)
+def declared_text(indices: Sequence[str], periods: Sequence[str] = (), blocks: Sequence[int] = ()) -> str:
+    """An input's indices as a program has them: "m,n", "m % P, n" or "k/128,n"."""
+    each = [f"{i}/{b}" if b > 1 else i for i, b in zip(indices, blocks or (1,) * len(indices), strict=True)]
+    return ", ".join(f"{i} % {p}" if p else i for i, p in zip(each, periods, strict=True)) if periods else ",".join(each)
 
 
 def parts(program: Program) -> int:
@@ -147,8 +150,8 @@ def _print(expr: Expr) -> Generator[Expr, _Text, _Text]:
     match expr:
         case Number(value):
             return number_text(value), _UNARY if value < 0 else _ATOM
-        case Name(name, _, indices, periods):
-            return (name if indices is None else f"{name}[{declared_text(indices, periods)}]"), _ATOM
+        case Name(name, _, indices, periods, blocks):
+            return (name if indices is None else f"{name}[{declared_text(indices, periods, blocks)}]"), _ATOM
         case Power(base, exponent):
             return f"{_wrapped((yield base), _ATOM)} ** {exponent}", _POWER
         case Call(function, args, _, keywords, False):

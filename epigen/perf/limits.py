@@ -137,10 +137,11 @@ def along_k(c: Candidate) -> str:
 def computed_operands(c: Candidate) -> str:
     if not c.spec.computed or c.schedule.computes:
         return ""
-    able = " and ".join(s.name for s in SCHEDULES.values() if s.computes)
-    return (
-        f"the schedule {c.schedule.name} multiplies operands as they lie, and the program computes what it multiplies of {c.spec.computed[0].name}: {able} can"
-    )
+    able, operand = " and ".join(s.name for s in SCHEDULES.values() if s.computes), c.spec.computed[0]
+    if operand.as_loaded:
+        held = c.spec.signature
+        return f"the schedule {c.schedule.name} multiplies operands as they lie, and b is {held.b}, converted to {held.multiplied['b']} as it is loaded: {able} can"
+    return f"the schedule {c.schedule.name} multiplies operands as they lie, and the program computes what it multiplies of {operand.name}: {able} can"
 
 
 def second_product(c: Candidate) -> str:
@@ -215,6 +216,8 @@ def instruction(c: Candidate) -> str:
 def fp8(c: Candidate) -> str:
     if c.target.multiplies(c.spec.signature.a, c.spec.signature.b):
         return ""
+    if c.spec.signature.multiplied["b"] != c.spec.signature.b:
+        return f"{c.target.name} does not convert fp8e4m3: quantise b to fp8e5m2 or int8, or pass it converted"
     return f"{c.target.name} does not multiply fp8e4m3"
 
 

@@ -20,7 +20,7 @@ from itertools import pairwise, product
 from epigen.codegen import schedules
 from epigen.codegen.completion import finishing_step
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import LINE_BYTES, KernelConfig, KernelSpec, row_lengths
+from epigen.codegen.spec import LINE_BYTES, KernelConfig, KernelSpec, b_bytes, row_lengths
 from epigen.dtypes import FP16, FP32, INT8, DType
 from epigen.gpus import Gpu, Target
 from epigen.ir.graph import OPERANDS
@@ -104,7 +104,7 @@ def estimates(spec: KernelSpec, configs: Iterable[KernelConfig], shape: Shape, g
 def unfused_us(spec: KernelSpec, shape: Shape, gpu: Gpu) -> float:
     """About how long the product takes in the vendor's library, followed by eager PyTorch's operations, each a launch and a pass."""
     moved, (m, n, k) = traffic(spec, shape), shape[-3:]
-    each = k * n * spec.signature.b.bytes + m * n * eager_dtype(spec).bytes
+    each = b_bytes(shape, spec.signature) + m * n * eager_dtype(spec).bytes
     product_bytes = products(shape) * (m * k * spec.signature.a.bytes + len(spec.products) * each)
     beside = max(0.0, moved.unfused_bytes - product_bytes)
     product = len(spec.products) * _Timing(spec, shape, gpu, FITTED).vendor_us(eager_dtype(spec))
@@ -131,7 +131,7 @@ class _Timing(Work):
         self.flops_us = gpu.peak(FP32 if self.plain else sig.a, "ieee" if self.plain else sig.precision) * 1e6 / self.sms
         self.bytes_us = gpu.achieved_gbps * 1e3
         self.clock_us = float(gpu.clock_mhz)
-        self.operand_bytes = (self.count * m * k * sig.a.bytes, len(spec.products) * self.count * k * n * sig.b.bytes)
+        self.operand_bytes = (self.count * m * k * sig.a.bytes, len(spec.products) * self.count * b_bytes(shape, sig))
         self.vector_bytes = sum(item_bytes(i, m, n) for i in spec.inputs if i.indices != "mn")
         self.beside_bytes = sum(item_bytes(i, m, n, k) for i in self.along_k)
 
@@ -454,7 +454,7 @@ class _Timing(Work):
 
         def panel(rows: int, columns: int) -> float:
             block_m, right = rows * config["block_m"], columns * self.right(config)
-            return ((block_m + right) * self.element_bytes + self.spec.beside_bytes(block_m, right)) * self.shape[-1]
+            return ((block_m + right) * self.element_bytes + self.spec.beside_bytes(block_m, right, config["block_k"])) * self.shape[-1]
 
         if panel(rows, tiles_n) <= held:
             return once

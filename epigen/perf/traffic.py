@@ -5,12 +5,13 @@ In go a kernel's meaning and a shape; a config only says how large the tiles are
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from epigen import ops
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import CAST, WIDEN, Input, KernelConfig, KernelSpec, Store, offsets
+from epigen.codegen.spec import CAST, WIDEN, Input, KernelConfig, KernelSpec, Store, b_bytes, offsets
 from epigen.dtypes import BF16, FP32, INT8, DType
 from epigen.ir.graph import OPERANDS, common_indices
 from epigen.shapes import Shape, products
@@ -56,7 +57,7 @@ def traffic(spec: KernelSpec, shape: Shape, config: KernelConfig | None = None) 
         copied = schedules.padded(spec, config)
         after = sum(not schedules.finished_inside(f, config) for f in spec.finishes)
     m, n, k = shape[-3:]
-    operands = m * k * sig.a.bytes + k * n * sig.b.bytes
+    operands = m * k * sig.a.bytes + b_bytes(shape, sig)
     fused = operands + sum(item_bytes(i, m, n, k) for i in spec.all_inputs) + sum(item_bytes(o, m, n) for o in spec.outputs)
     fused += sum(partial_bytes(p.axes, m, n, block) for p in spec.partials)
     # a finishing kernel that sums over k reads the operand again
@@ -80,8 +81,10 @@ def item_bytes(item: Input | Store, m: int, n: int, k: int = 1) -> int:
     if item.dtype is None:  # a number, passed by value
         return 0
     # of one that begins anew it is not known after how many: the fewest, since most reads of it find it in L2
-    periodic = item.periodic if isinstance(item, Input) else ""
-    return m * -(-n // 8) if item.packed else size_of("".join(i for i in item.indices if i not in periodic), m, n, k) * item.dtype.bytes
+    if item.packed or not isinstance(item, Input):
+        return m * -(-n // 8) if item.packed else size_of(item.indices, m, n, k) * item.dtype.bytes
+    extents = {"m": m, "n": n, "k": k}
+    return math.prod(-(-extents[i] // item.block(i)) for i in item.indices if i not in item.periodic) * item.dtype.bytes
 
 
 def partial_bytes(axes: str, m: int, n: int, block: tuple[int, int]) -> int:
@@ -105,6 +108,9 @@ def _unfused(spec: KernelSpec, shape: Shape) -> tuple[int, int]:
     moved, launches = m * n * product * len(held), len(held)
     held |= {o.name: (OPERANDS[o.name], element.bytes) for o in spec.computed}
     held |= {offsets(index): (index, 8) for index in "mn"}  # int64, of torch.arange
+
+    converted = b_bytes(shape, spec.signature) + k * n * spec.signature.multiplied["b"].bytes if any(o.converted for o in spec.operands) else 0
+    moved, launches = moved + converted * len(spec.products), launches + (len(spec.products) if converted else 0)
 
     def size(name: str) -> int:
         indices, each = held[name]

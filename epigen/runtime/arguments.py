@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epigen.codegen import lower
 from epigen.codegen.spec import LINE_BYTES, MOST_POSITIONS, TMA_BYTES
-from epigen.dtypes import BF16, BY_TORCH, BY_TORCH_ON_CPU, FP16, FP32, INPUTS, OPERANDS
+from epigen.dtypes import BF16, BY_TORCH, BY_TORCH_ON_CPU, FP16, FP32, INPUTS, OPERANDS, WEIGHTS, multiplied_as
 from epigen.errors import CallError, near_miss
 from epigen.ir import graph as g
 from epigen.ir.graph import PRODUCT, Graph, Node
@@ -75,7 +75,7 @@ def _check_memory(kind: str, name: str, value: Any) -> None:
         )
 
 
-def check_operands(a: Tensor, b: Tensor) -> tuple[int, int, int]:
+def check_operands(graph: Graph, a: Tensor, b: Tensor) -> tuple[int, int, int]:
     """Returns M, N, K."""
     for name, tensor in (("a", a), ("b", b)):
         if not isinstance(tensor, Tensor):
@@ -86,15 +86,47 @@ def check_operands(a: Tensor, b: Tensor) -> tuple[int, int, int]:
         if str(tensor.dtype) not in BY_TORCH_ON_CPU:
             raise CallError(f"operand {name} is {tensor.dtype}, which epigen does not multiply: the operands are one of {', '.join(map(str, OPERANDS))}")
     if torch.float64 in (a.dtype, b.dtype):
-        if a.dtype != b.dtype:
+        if a.dtype != b.dtype and BY_TORCH_ON_CPU[str(b.dtype)] not in WEIGHTS:
             raise CallError(f"operand a is {a.dtype} and operand b is {b.dtype}: both need the same dtype")
     else:
         lower.check_operands(BY_TORCH_ON_CPU[str(a.dtype)], BY_TORCH_ON_CPU[str(b.dtype)])
+    if along := graph.packed_along():
+        return _check_packed(graph, a, b, along)
     if a.shape[1] != b.shape[0]:
         raise CallError(f"a is [M, K] = {list(a.shape)} and b is [K, N] = {list(b.shape)}: K differs (for a Linear layer's weight pass weight.T)")
+    _check_device(a, b)
+    return a.shape[0], b.shape[1], a.shape[1]
+
+
+def _check_device(a: Tensor, b: Tensor) -> None:
     if a.device != b.device:
         raise CallError(f"operand a is on {a.device} and operand b on {b.device}")
-    return a.shape[0], b.shape[1], a.shape[1]
+
+
+def _check_packed(graph: Graph, a: Tensor, b: Tensor, along: str) -> tuple[int, int, int]:
+    """As `check_operands`, of a b that holds two values in a byte along an index."""
+    lower.check_packed(graph, BY_TORCH_ON_CPU[str(a.dtype)], BY_TORCH_ON_CPU[str(b.dtype)])
+    k, n = (extent * (2 if index == along else 1) for index, extent in zip("kn", b.shape, strict=True))
+    if a.shape[1] != k:
+        held = "[K / 2, N]" if along == "k" else "[K, N / 2]"
+        hint = "" if along == "n" else ": pad a and b by one" if a.shape[1] % 2 else " (for a Linear layer's weight pass epigen.pack_int4(weight).T)"
+        raise CallError(f"a is [M, K] = {list(a.shape)} and b, with two values in a byte along {along}, is {held} = {list(b.shape)}: K differs{hint}")
+    _check_device(a, b)
+    return a.shape[0], n, k
+
+
+def converted(a: Tensor, b: Tensor) -> bool:
+    """Whether b is a narrower weight, which is multiplied in the dtype of a."""
+    return a.dtype != b.dtype and _converts(a.dtype, b.dtype)
+
+
+def _converts(a: torch.dtype, b: torch.dtype) -> bool:
+    of_a, of_b = BY_TORCH_ON_CPU.get(str(a)), BY_TORCH_ON_CPU.get(str(b))
+    return of_a is not None and of_b is not None and multiplied_as(of_a, of_b) != of_b
+
+
+# torch.compile is not to look into it: what torch.compiler.assume_constant_result sets, which imports all of torch.compile to do so
+_converts._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kind(value: Any) -> str:
@@ -182,11 +214,15 @@ def _check_input(name: str, node: Node, value: Any, shape: tuple[int, int, int],
         return
     if str(value.dtype) not in BY_TORCH_ON_CPU:
         raise CallError(f"{what} is {value.dtype}, which epigen does not compute with: inputs are one of {', '.join(map(str, INPUTS))}")
-    wanted = tuple(shape["mnk".index(i)] for i in node.indices)
+    wanted = g.held(node.indices, node.blocks, dict(zip("mnk", shape, strict=True)))
     if node.periods and value.dim() == len(wanted):
         wanted = tuple(max(1, own) if period else extent for extent, own, period in zip(wanted, value.shape, node.periods, strict=True))
     if (tuple(value.shape) != wanted) if node.indices else (value.numel() != 1):
-        called = [period or i.upper() for i, period in zip(node.indices, node.periods or node.indices.upper(), strict=True)]
+        sizes = node.blocks or (1,) * len(node.indices)
+        called = [
+            period or (f"ceil({i.upper()} / {block})" if block > 1 else i.upper())
+            for i, period, block in zip(node.indices, node.periods or ("",) * len(sizes), sizes, strict=True)
+        ]
         expected = f"[{', '.join(called)}] = {list(wanted)}" if node.indices else "one element"
         message = f"{what} is declared as {name}{_declared(node)}, so {expected} was expected, and it has shape {list(value.shape)}"
         raise CallError(message + _as_expected(name, tuple(value.shape), wanted))
@@ -262,7 +298,7 @@ def _declared(node: Node) -> str:
         return " (a packed mask, uint8 [M, ceil(N / 8)])"
     if node.kind == g.SEED:
         return " (a seed)"
-    return f"[{declared_text(node.indices, node.periods)}]" if node.indices else " (a scalar)"
+    return f"[{declared_text(node.indices, node.periods, node.blocks)}]" if node.indices else " (a scalar)"
 
 
 # -- what a prepared call depends on

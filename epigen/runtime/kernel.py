@@ -37,7 +37,7 @@ from epigen.codegen.spec import (
     k_multiple,
     whole_words,
 )
-from epigen.dtypes import BY_TORCH_ON_CPU, FP16, FP32, INT8, DType
+from epigen.dtypes import BY_TORCH_ON_CPU, FP16, FP32, INT8, UINT8, DType
 from epigen.errors import CallError, ConfigError
 from epigen.gpus import DEFAULT_TARGET, Target
 from epigen.ir import graph as g
@@ -132,7 +132,7 @@ class Kernel:
         return self._graph.text
 
     def __repr__(self) -> str:
-        inputs = ", ".join(f"{n.name}{'[' + declared_text(n.indices, n.periods) + ']' if n.indices else ''}" for n in self._inputs.values())
+        inputs = ", ".join(f"{n.name}{'[' + declared_text(n.indices, n.periods, n.blocks) + ']' if n.indices else ''}" for n in self._inputs.values())
         return f"<epigen.Kernel {self._graph.text!r} inputs: {inputs or 'none'}; outputs: {', '.join(self._names)}>"
 
     def __call__(self, a: Any = None, b: Any = None, /, *extra: Any, out: Any = None, **inputs: Tensor | float) -> Any:
@@ -314,15 +314,16 @@ class Kernel:
         return Plan(spec, choice, self._rendered.get(text) or self._rendered.put(text, self.renderer.render(spec, choice.config)))
 
     def signature_of(self, dtype: DType, shape: Shape | None = None, layout: str = "nn") -> Signature:
-        """The signature of a call whose operands and inputs have one dtype (inputs: fp32 beside 8-bit operands); scalars are numbers.
+        """The signature of a call whose operands and inputs have one dtype (inputs: fp32 beside 8-bit operands; a packed b is uint8); scalars are numbers.
 
         shape: as of `plan`, of contiguous tensors; None for any K, and offsets that fit in 32 bits. layout: how a and b lie.
         """
         other = FP32 if dtype.bits == 8 else dtype
         inputs = tuple((n.name, g.given_as(n) or (other if n.indices else None)) for n in self._inputs.values())
+        b = UINT8 if self._graph.packed() else dtype
         if shape is None:
-            return self._with_numerics(Signature(dtype, dtype, inputs, self._precision_now(dtype), layout=layout))
-        return self._with_numerics(signature_of_contiguous(self._graph, dtype, dtype, inputs, shape, layout, self._precision_now(dtype)))
+            return self._with_numerics(Signature(dtype, b, inputs, self._precision_now(dtype), layout=layout))
+        return self._with_numerics(signature_of_contiguous(self._graph, dtype, b, inputs, shape, layout, self._precision_now(dtype)))
 
     def source(self, **problem: Any) -> str:
         """The generated module's text: of the last call, or of the problem that is given as to `plan`.
@@ -403,7 +404,7 @@ class Kernel:
     def _prepare(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], refused: str = "", target: Target | None = None) -> Prepared:
         """target: compile for it; the tensors then lie on the meta device. By default for the tensors' own device."""
         operands, inputs, batch = batches.one(self._inputs, operands, inputs)
-        m, n, k = arguments.check_operands(*operands) if operands else (*arguments.check_product(inputs[PRODUCT]), 0)
+        m, n, k = arguments.check_operands(self._graph, *operands) if operands else (*arguments.check_product(inputs[PRODUCT]), 0)
         what, first = ("operand a", operands[0]) if operands else (PRODUCT, inputs[PRODUCT])
         arguments.check_inputs(self._inputs, inputs, (m, n, k), first)
         arguments.check_positions(self._graph, m, n)

@@ -94,7 +94,9 @@ def of(graph: Graph, a: DType) -> list[Out]:
     for output in graph.outputs:
         node = graph.nodes[output.node]
         packed = node.kind == g.PACKED
-        replaces = frozenset(i.name for i in _elementwise(graph, output.node) if i.indices == node.indices and (i.op == g.BITS) == packed and not i.periods)
+        replaces = frozenset(
+            i.name for i in _elementwise(graph, output.node) if i.indices == node.indices and (i.op == g.BITS) == packed and not g.shared_along(i)
+        )
         outs.append(Out(output.name, node.indices, output_dtype(graph, output, a), packed, replaces))
     return outs
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from epigen.codegen.lower import output_dtype
-from epigen.dtypes import BY_TORCH, FP32, DType
+from epigen.dtypes import BY_TORCH, FP32, UINT8, DType
 from epigen.errors import VerificationError
 from epigen.ir import bound, reference
 from epigen.ir import graph as g
@@ -88,6 +88,8 @@ def sample(
         wanted = reference.torch_dtype(dtype)
         if generator is None:  # arithmetic on a meta tensor would import torch's whole compiler
             return torch.empty(size, dtype=wanted, device=device)
+        if dtype == UINT8:
+            return whole(0, 5 if integers else 19, *size).to(wanted)
         if integers:
             return whole(-2, 3, *size).to(wanted)
         return (normal(*size) * scale).to(wanted) if dtype.is_float else whole(-9, 10, *size).to(wanted)
@@ -100,6 +102,12 @@ def sample(
     def right() -> Tensor:
         return tensor(b, *lead, k, n, scale=max(k, 1) ** -0.5, transposed=layout[1] == "t")
 
+    def packed() -> Tensor:
+        size = (*lead, *(extent // (1 + (graph.packed_along() == index)) for index, extent in zip("kn", (k, n), strict=True)))
+        held = (*size[:-2], size[-1], size[-2]) if layout[1] == "t" else size
+        bytes_ = whole(0, 256, *held).to(torch.uint8) if generator is not None else torch.empty(held, dtype=torch.uint8, device=device)
+        return bytes_.mT if layout[1] == "t" else bytes_
+
     named: dict[str, Any] = {}
     second = graph.second()
     for node in graph.inputs():
@@ -111,13 +119,12 @@ def sample(
         elif node == second:
             named[node.name] = right()
         elif node.indices:
-            named[node.name] = tensor(
-                dtype, *(lead if len(node.indices) == 2 else ()), *(period if i in g.periodic(node.indices, node.periods) else extents[i] for i in node.indices)
-            )
+            own = g.held(node.indices, node.blocks, {i: period if i in g.periodic(node.indices, node.periods) else extent for i, extent in extents.items()})
+            named[node.name] = tensor(dtype, *(lead if len(node.indices) == 2 else ()), *own)
         else:
             value = 2.0 if integers or generator is None else 0.5 + torch.rand((), generator=generator, device=device).item()
             named[node.name] = value if scalars_by_value else torch.tensor([value], device=device).to(reference.torch_dtype(dtype))
-    return Sample(tensor(a, *lead, m, k, transposed=layout[0] == "t"), right(), named)
+    return Sample(tensor(a, *lead, m, k, transposed=layout[0] == "t"), packed() if graph.packed() else right(), named)
 
 
 def differences(kernel: Kernel, given: Sample, precision: str = "ieee", out: Any = None) -> dict[str, Difference]:

@@ -139,7 +139,7 @@ def run(
 
 def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
     """What `chain.chain` comes to where it is called with tensors like these, in torch's modes as they are: a function without its checks. None where the chain
-    has torch itself run the layers, where a gradient is 0 throughout, and where one computes what it multiplies, gives a mask, or within the chain more than a tile. Inputs are taken of exactly the shapes that a program
+    has torch itself run the layers, where a gradient is 0 throughout, and where one computes or converts what it multiplies, gives a mask, or within the chain more than a tile. Inputs are taken of exactly the shapes that a program
     declares with x's leading dimensions.
     """
     programs = [plan.declared(link.epilogue) for link in links]
@@ -147,7 +147,8 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
     computed = any(graph_of(link.epilogue).computed() for link in links)
     last_graph = graph_of(links[-1].epilogue)
     fits = all(program.tile for program in programs[:-1]) and not any(last_graph.nodes[o.node].kind == PACKED for o in last_graph.outputs)
-    if not fits or computed or not library.unseen(*tensors) or composed.needed(tensors):
+    converted = any(arguments.converted(x, link.weight) for link in links)
+    if not fits or computed or converted or not library.unseen(*tensors) or composed.needed(tensors):
         return None
     for link, program in zip(links, programs, strict=True):
         expanded = chain.presented(link, program, x)

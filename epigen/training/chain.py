@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,7 +75,7 @@ def written(x: Tensor, layers: Sequence[Link]) -> tuple[Tensor, list[Link], Trac
         trace = None
         if not isinstance(layer.epilogue, str):
             shape = (*lead, layer.weight.shape[0])
-            trace = functions.traced(layer.epilogue, shape, functions.result_dtype(layer.weight.dtype), x.device, layer.inputs)
+            trace = functions.traced(layer.epilogue, shape, functions.result_dtype(operands(x, layer.weight)), x.device, layer.inputs)
             layer = layer._replace(epilogue=trace.program.text, inputs=functions.presented(trace, layer.inputs, shape))
         links.append(layer)
     return x, links, trace
@@ -89,7 +89,7 @@ def returned(trace: Traced | None, results: Any) -> Any:
 def steps(x: Tensor, layers: Sequence[Link], values: Sequence[Sequence[Value]]) -> tuple[Step, ...]:
     # what is exported is run for its results, and has no backward to keep for. By the flag, since in torch.compile of torch up to 2.12 is_exporting() is true
     recorded = torch.is_grad_enabled() and not torch.compiler._is_exporting_flag
-    requests = [_request(layer, given, recorded) for layer, given in zip(layers, values, strict=True)]
+    requests = [_request(layer, given, recorded, operands(x, layer.weight)) for layer, given in zip(layers, values, strict=True)]
     return plan.steps(recorded and x.requires_grad, tuple(requests))
 
 
@@ -151,13 +151,21 @@ def _distinct(values: list[Value]) -> list[Value]:
     return values
 
 
-def _request(layer: Link, values: Sequence[Value], recorded: bool) -> LayerRequest:
+def operands(x: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype in which a layer of a chain multiplies. x: of the chain, whose tiles have its dtype."""
+    return x.dtype if arguments.converted(x, weight) else weight.dtype
+
+
+def _request(layer: Link, values: Sequence[Value], recorded: bool, multiplied: torch.dtype) -> LayerRequest:
+    """multiplied: as of `operands`."""
     for what, option in (("save", layer.save), ("tune", layer.tune)):
         if option is not None and not isinstance(option, str):
             raise CallError(f"{what} is a {type(option).__name__}, and a text was expected, or None")
-    dtypes = tuple(v.dtype if isinstance(v, Tensor) else None for v in values)
+    second = plan.multiplied(layer.epilogue)  # whose gradient is that of its product, up to where it is one of a weight
+    names = [i.name for i in plan.declared(layer.epilogue).inputs]
+    dtypes = tuple((multiplied if name == second else v.dtype) if isinstance(v, Tensor) else None for name, v in zip(names, values, strict=True))
     wanted = tuple(recorded and isinstance(v, Tensor) and v.requires_grad for v in values)
-    return LayerRequest(layer.epilogue, layer.save, layer.of, layer.weight.dtype, dtypes, wanted, recorded and layer.weight.requires_grad)
+    return LayerRequest(layer.epilogue, layer.save, layer.of, multiplied, dtypes, wanted, recorded and layer.weight.requires_grad)
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -178,10 +186,13 @@ def presented(layer: Link, program: Declared, x: Tensor) -> list[Value]:
     for name in known:
         if name not in layer.inputs:
             raise CallError(f"missing input '{name}' of the epilogue {layer.epilogue!r}: give it, or write the epilogue without it")
-    return [_input(declared, layer.inputs[declared.name], x.shape[:-1], layer.weight) for declared in program.inputs]
+    n, k = layer.weight.shape
+    k = 2 * k if plan.packed(layer.epilogue) else k
+    return [_input(declared, layer.inputs[declared.name], x.shape[:-1], layer.weight, (n, k)) for declared in program.inputs]
 
 
-def _input(declared: Input, value: Any, lead: Sequence[int], weight: Tensor) -> Value:
+def _input(declared: Input, value: Any, lead: Sequence[int], weight: Tensor, extents: tuple[int, int]) -> Value:
+    """extents: N and K."""
     what, number = f"input '{declared.name}'", value
     if declared.seed:
         value = arguments.seed(declared.name, value, weight)
@@ -198,9 +209,9 @@ def _input(declared: Input, value: Any, lead: Sequence[int], weight: Tensor) -> 
         if value.numel() != 1:
             raise CallError(f"{what} is a scalar, and has shape {list(value.shape)}: one element was expected")
         return value if value.dim() == 0 else value.reshape(())
-    if declared.periods:  # the kernel's own check tells of its extents
+    if declared.periods or declared.blocks:  # the kernel's own check tells of its extents
         return value
-    return _broadcast(declared, value, lead, *weight.shape)
+    return _broadcast(declared, value, lead, *extents)
 
 
 def _broadcast(declared: Input, value: Tensor, lead: Sequence[int], n: int, k: int) -> Tensor:
@@ -228,14 +239,30 @@ def _check_operands(x: Tensor, layers: Sequence[Link]) -> None:
     extent = x.shape[-1]
     for layer in layers:
         weight = layer.weight
-        if weight.dim() != 2 or weight.shape[1] != extent:
-            raise CallError(f"weight is {list(weight.shape)}, and [N, K] with K = {extent} was expected: what it multiplies is [..., K]")
+        halved = isinstance(layer.epilogue, str) and plan.packed(layer.epilogue)
+        if weight.dim() != 2 or weight.shape[1] * (2 if halved else 1) != extent:
+            held = "[N, K / 2], of two values in a byte," if halved else "[N, K]"
+            raise CallError(f"weight is {list(weight.shape)}, and {held} with K = {extent} was expected: what it multiplies is [..., K]")
         if weight.device != x.device:
             raise CallError(f"x is on {x.device} and weight on {weight.device}")
         extent = weight.shape[0]
     weight = layers[0].weight
-    if weight.dtype != x.dtype and not (x.dtype in _FP8 and weight.dtype in _FP8):
+    if weight.dtype != x.dtype and not (x.dtype in _FP8 and weight.dtype in _FP8) and not arguments.converted(x, weight):
         raise CallError(f"x is {x.dtype} and weight is {weight.dtype}: both need the same dtype, as by x.to(weight.dtype)")
+    for name, value in (right for layer in layers for right in _right_operands(layer)):
+        if value.requires_grad and torch.is_grad_enabled() and arguments.converted(x, value):
+            raise CallError(
+                f"{name} is {value.dtype} beside x of {x.dtype}, and what is rounded to so few values is not trained: pass {name}.detach(), or train the "
+                f"weight that it was made of, in {x.dtype}"
+            )
+
+
+def _right_operands(layer: Link) -> Iterator[tuple[str, Tensor]]:
+    """What a layer multiplies x with, by name."""
+    yield "weight", layer.weight
+    second = layer.inputs.get(plan.multiplied(layer.epilogue)) if isinstance(layer.epilogue, str) else None
+    if isinstance(second, Tensor):
+        yield plan.multiplied(layer.epilogue), second
 
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -36,7 +36,7 @@ def needed(values: Iterable[Tensor]) -> bool:
 def run(text: str, x: Tensor, weight: Tensor, inputs: Mapping[str, Tensor | float]) -> list[Tensor]:
     """The program's outputs. x: [M, K]. weight: [N, K]. Raises CallError for what does not fit."""
     graph, b = library.kernel(text, None).graph, weight.t()
-    arguments.check_inputs({node.name: node for node in graph.inputs()}, inputs, arguments.check_operands(x, b), x)
+    arguments.check_inputs({node.name: node for node in graph.inputs()}, inputs, arguments.check_operands(graph, x, b), x)
     return _evaluated(graph, x, b, inputs, x.dtype)
 
 
@@ -100,7 +100,7 @@ def _apart(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Any], dtype:
     """Results that are no inputs, as an operation's are."""
     one, given, batch = batches.one({node.name: node for node in graph.inputs()}, () if PRODUCT in inputs else (a, b), inputs)
     if batch is not None:
-        shape = arguments.check_operands(*one) if one else (*arguments.check_product(given[PRODUCT]), 0)
+        shape = arguments.check_operands(graph, *one) if one else (*arguments.check_product(given[PRODUCT]), 0)
         return batches.evaluate(graph, batch.lead, () if not one else (a, b), inputs, shape, outputs.of(graph, BY_TORCH_ON_CPU[str(dtype)]), a.device)
     results = _evaluated(graph, a, b, inputs, dtype)
     return [t.clone() if graph.nodes[o.node].op in (g.INPUT, g.BITS) else t for t, o in zip(results, graph.outputs, strict=True)]

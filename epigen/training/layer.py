@@ -110,7 +110,7 @@ class Layer(torch.autograd.Function):
             ctx.dtypes = [v.dtype if isinstance(v, Tensor) else None for v in inputs]
             ctx.computed = [None if isinstance(v, Tensor) else v for v in computed]
         if step.own is not None and None in step.own.zeros:
-            ctx.mm = (x.shape[:-1].numel(), weight.shape[0]), weight.dtype
+            ctx.mm = (x.shape[:-1].numel(), weight.shape[0]), x.dtype
         ctx.shapes = x.shape, [v.shape if isinstance(v, Tensor) else None for v in (*inputs, *taken[:before])]
         given = tuple(outputs[: len(step.outputs)] if step.own else outputs)
         if step.own is None:
@@ -174,7 +174,7 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
         if before is not None:
             dx, taken = _gradients(before, ctx.tune, saved, ctx.numbers[1], (), (dmm, weight))
         elif step.x:
-            dx = torch.mm(dmm, weight)
+            dx = product(dmm, weight, ctx.tune)
     if step.second is not None and step.second not in (own.zeros if own is not None else ()):
         dx = _through_second(step, x, computed, inputs, dx, ctx.needs_input_grad[ctx.before_inputs + step.second])
     shape, shapes = ctx.shapes
@@ -194,9 +194,18 @@ def _through_second(
     assert of_product is not None
     for right in computed:
         assert isinstance(right, Tensor)
-        dx = torch.mm(of_product, right.t()) if dx is None else torch.addmm(dx, of_product, right.t())
+        if dx is None or right.dtype != of_product.dtype:
+            passed = product(of_product, right.t(), None)
+            dx = passed if dx is None else dx + passed
+        else:
+            dx = torch.addmm(dx, of_product, right.t())
     inputs[step.second] = torch.mm(of_product.t(), x).t() if itself else None
     return dx
+
+
+def product(a: Tensor, b: Tensor, tune: str | None) -> Tensor:
+    """a @ b, of a narrower weight b too. a: [M, K]. b: [K, N]."""
+    return torch.mm(a, b) if a.dtype == b.dtype else library.run("mm", tune, a, b, [])[0]
 
 
 def _of(step: Step, place: int) -> str:
@@ -256,19 +265,19 @@ def wanted(ctx: Any) -> Wanted:
 
 
 def _gradients(
-    backward: Backward, tune: str | None, held: Sequence[Tensor], scalars: Sequence[float], arrived: Sequence[Tensor], product: tuple[Tensor, Tensor] | None = None
+    backward: Backward, tune: str | None, held: Sequence[Tensor], scalars: Sequence[float], arrived: Sequence[Tensor], multiplied: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
-    """The gradients of mm and of the inputs. product: the two matrices whose product is the gradient that arrives."""
-    if product is not None and backward.product is None:
-        arrived, product = (torch.mm(*product),), None
+    """The gradients of mm and of the inputs. multiplied: the two matrices whose product is the gradient that arrives."""
+    if multiplied is not None and backward.product is None:
+        arrived, multiplied = (product(*multiplied, tune),), None
     held = [rows(t, indices) for t, indices in zip(held, backward.indices, strict=True)]
     given: list[Value] = [*held, *scalars, *arrived]
     inputs = [given[i] for i in backward.arguments]
     results: list[Tensor] = []
     if backward.product is None:
         results = library.run(backward.text, tune, held[-2], held[-1].t(), inputs)
-    elif product is not None:
-        results = library.run(backward.text, tune, *product, inputs)
+    elif multiplied is not None:
+        results = library.run(backward.text, tune, *multiplied, inputs)
     elif backward.text:
         results = library.run_over(backward.text, arrived[backward.product], inputs)
     available = [*results, *arrived]

@@ -105,7 +105,7 @@ def _checked(graph: Graph, operands: tuple[Tensor, ...], inputs: Mapping[str, An
     """The first operand, or the product that is given, M, N, K, and the products of a batch."""
     declared = {node.name: node for node in graph.inputs()}
     one, given, batch = batches.one(declared, operands, inputs)
-    shape = arguments.check_operands(*one) if one else (*arguments.check_product(given[PRODUCT]), 0)
+    shape = arguments.check_operands(graph, *one) if one else (*arguments.check_product(given[PRODUCT]), 0)
     first: Tensor = one[0] if one else given[PRODUCT]
     arguments.check_inputs(declared, given, shape, first)
     if one:

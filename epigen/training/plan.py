@@ -116,17 +116,18 @@ class Step:
 
 
 class Input(NamedTuple):
-    """A declared input. packed: a mask. periods: as of `ir.graph.Node`. seed: of random numbers."""
+    """A declared input. packed: a mask. periods, blocks: as of `ir.graph.Node`. seed: of random numbers."""
 
     name: str
     indices: str
     packed: bool
     periods: tuple[str, ...] = ()
     seed: bool = False
+    blocks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        if self.periods:
-            return f"declared as {describe_indices(self.indices, self.periods)}"
+        if self.periods or self.blocks:
+            return f"declared as {describe_indices(self.indices, self.periods, self.blocks)}"
         return (
             "a packed mask [..., ceil(N / 8)]"
             if self.packed
@@ -169,8 +170,14 @@ def multiplied(text: str) -> str:
     return second.name if second else ""
 
 
+def packed(text: str) -> bool:
+    """Whether the weight holds two values in a byte, along K."""
+    return graph_of(text).packed_along() == "k"
+
+
 # What torch.compile is not to look into: what torch.compiler.assume_constant_result sets, which imports all of torch.compile to do so
 multiplied._dynamo_marked_constant = True  # type: ignore[attr-defined]
+packed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 declared._dynamo_marked_constant = True  # type: ignore[attr-defined]
 steps._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -179,7 +186,7 @@ steps._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _declared(text: str) -> Declared:
     graph = graph_of(text)
     names = [o.name for o in graph.outputs]
-    inputs = tuple(Input(n.name, n.indices, n.op == g.BITS, n.periods, n.kind == g.SEED) for n in graph.inputs())
+    inputs = tuple(Input(n.name, n.indices, n.op == g.BITS, n.periods, n.kind == g.SEED, n.blocks) for n in graph.inputs())
     nodes = [graph.nodes[o.node] for o in graph.outputs]
     tile = len(nodes) == 1 and nodes[0].indices == "mn" and nodes[0].kind == NUMBER
     return Declared(inputs, tuple(n.indices for n in nodes), tile, outputs.named(tuple(names)) if len(names) > 1 else None)

@@ -90,6 +90,8 @@ def _summed(graph: Graph, operands: int) -> Way | None:
     summands = {graph.nodes[i].name for i, linear in roles.items() if linear and graph.nodes[i].op == g.INPUT}
     if summands & _of_operands(graph):  # what is multiplied has to be whole
         return None
+    if any("k" in g.shared_along(i) for i in graph.inputs()):  # a block may lie across two processes' parts
+        return None
     taken: dict[str, Placement] = {i.name: SUMMAND if i.name in summands else _split(i.indices, "k") for i in graph.inputs()}
     if operands == 2:
         taken |= {"a": Shard(1), "b": Shard(0)}
@@ -198,6 +200,8 @@ def run(name: str, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     if any(t.dim() > 2 for t in call.operands):
         raise CallError("operands with leading dimensions are not divided between processes: call with the local tensors (t.to_local()), or product by product")
     graph = _graph(call.text, len(call.operands))
+    if graph.packed():
+        raise CallError("an operand with two values in a byte is not divided between processes: call with the local tensors (t.to_local())")
     names = [*("ab" if len(call.operands) == 2 else [PRODUCT]), *(i.name for i in graph.inputs() if i.name != PRODUCT)]
     tensors = {what: t for what, t in zip(names, [*call.operands, *call.inputs], strict=True) if t is not None}
     mesh = _mesh(tensors, call.outs)

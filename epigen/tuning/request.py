@@ -41,7 +41,7 @@ def every(
         raise CallError(unknown("invariant", invariant, INVARIANT))
     of_each = {a: a.precision(precision) or "ieee" for a in operands}
     return [
-        Request(graph, shape, a, a, (_beside(a),), layout, of_each[a], invariant=invariant)
+        Request(graph, shape, a, dtypes.UINT8 if graph.packed() else a, (_beside(a),), layout, of_each[a], invariant=invariant)
         for graph, shape, a, layout in product(graphs, extents, operands, lies)
     ]
 

@@ -18,7 +18,7 @@ from epigen import api, cli, settings
 from epigen.codegen import schedules
 from epigen.codegen.spec import KernelConfig
 from epigen.codegen.standalone import standalone
-from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8
+from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP16, FP32, INT8, UINT8
 from epigen.gpus import TARGETS
 
 EARLY = schedules.config("tiled", block_m=32, block_n=32, block_k=32, group_m=1, num_warps=4, num_stages=2, prefetch=1, fused_finalize=1)
@@ -48,6 +48,13 @@ FILES = (
     File("cast(mm, fp16)", ("acc.to(tl.float16)", "(2 * acc).to(tl.float16)"), FP8E5M2),
     File("relu(dot(relu(a) * norm[k], b) + bias)", ("t0 * norm", "t0 + norm")),
     File("dot(a * row[m], exp(b) * w[k,n] * norm[k]), sum(a, k)", ("offs_bk * stride_w_k", "0 * stride_w_k"), config=split_k()),
+    File("mm * s[n] + bias", ("acc * s", "acc + s"), b=INT8),
+    File("relu(dot(a, (b - zero[n]) * s[k,n]))", ("t0 = b - zero", "t0 = b"), b=UINT8, config=split_k()),
+    File("silu(mm * s[n]) * dot(a, up[k,n])", ("tl.dot(a, up.to", "tl.dot(a, b.to"), b=FP8E5M2),
+    File("dot(a, (b - zero[k/32,n]) * s[k/128,n/7])", ("offs_n // 7", "offs_n // 8"), b=INT8),
+    File("mm * s[m/3,n/5] + bias[n/2]", ("offs_m // 3", "offs_m // 4")),
+    File("dot(a, (uint4(b) - zero[k/32,n]) * s[k/128,n])", ("offs_k[:, None] // 2", "offs_k[:, None] // 3"), b=UINT8),
+    File("dot(a, int4(b, n)) + bias", ("15) ^ 8", "15) ^ 9"), b=UINT8),
     # names that the file itself uses
     File("mm * v1[m] + v0[n] - v2", ("", "")),
     File("where(bits(unpack), mm, reference[m,n]) * integers", ("", "")),
@@ -218,6 +225,7 @@ def test_what_a_file_is_made_of(file: File) -> None:
         "torch",
         *({"triton"} if "@triton.jit" in source or "@gluon.jit" in source else ()),
         *({"os"} if "TRITON_INTERPRET" in source else ()),
+        *({"typing"} if "int4(" in file.text else ()),  # of the function that reads two values of a byte
     }
     assert source.startswith(f"# {file.text.split('; ')[0]}\n") and source.endswith("\n")
     assert not any(line != line.rstrip() for line in source.splitlines())

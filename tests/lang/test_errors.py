@@ -82,6 +82,17 @@ CASES: dict[str, tuple[str, ...]] = {
         "dot(dropout(a, 0.1, seed), b)", "dot(a, b * uniform(seed))", "dot(uniform(seed), b)", "sum(mm, n) * uniform(seed)", "g, u = halves(dropout(mm, 0.1, seed)); g * u",
         "r = uniform(seed); g, u = halves(mm * r); g * u",
     ),
+    "blocks": (
+        "dot(a, b * s[k/0,n])", "dot(a, b * s[k/P,n])", "dot(a, b * s[k/1.5,n])", "dot(a, b * s[k/-2,n])", "dot(a, b * s[k/True,n])", "dot(a, b * s[k/2000000,n])", "dot(a, b * s[k//128,n])", "dot(a, b * s[j/128,n])",
+        "dot(a, b * s[n/128,k/64])", "dot(a, b * s[k/128,k])", "dot(a, b * s[k/128,n]) * s[n]", "dot(a, b * s[k/128,n] + s[k/64,n])", "dot(a[m,k/2], b)", "mm[m/2,n]", "z = mm; z[m/2,n]", "mm * s[k/128]", "mm + dot(a, up[k/2,n])",
+        "bits(keep[m/2,n])", "mm, sum(a[m,k/2], k)", "mm, sum(b[k % P,n], k)", "g, u = halves(mm * s[n/2]); g * u", "mm * s[m/128 % P,n]", "mm * bias[n/2] + bias", "mm * n[n/2]",
+        "mm * s[m/7,n]", "dot(a, b * s[k/128,n]) * alpha",
+    ),
+    "packed": (
+        "dot(a, int4(a))", "dot(int4(a), b)", "dot(a, int4(b * 2))", "dot(a, int4(s[k,n]))", "dot(a, int4())", "dot(a, int4(b, m))", "dot(a, int4(b, k, n))", "dot(a, int4(x=b))", "dot(a, int4(b[k/2,n]))",
+        "dot(a, int4(b) * b)", "dot(a, int4(b) + uint4(b))", "dot(a, int4(b) + int4(b, n))", "dot(a, int4(b)), sum(b, k)", "dot(a, int4(b)), sum(int4(b), k)", "mm + int4(b)", "int4(b)", "dot(a, int4(b)) * mm", "int4 = mm; int4",
+        "g, u = halves(dot(a, int4(b))); g * u", "dot(a, int4(b)) * dot(a, int4(up[k,n]))", "dot(a, int4(b) * s[n])", "relu(dot(a, int4(bb)))",
+    ),
     "outputs": ("z = mm + 1; z, z", "out1 = mm + 1; out1, mm * 2", "out = mm + 1; out, out"),
     "derivatives": (
         "y = relu(mm); y, max(y, n), amax(y)", "mm + bias, sum(a, k), logsumexp(b, k)", "z = cast(mm + bias, int8); w = cast(mm ** 2, fp8e4m3); z * 2 + w", "bitmask(mm > 0)", "cast(mm, int8), cast(mm, fp8e5m2)",

@@ -19,10 +19,12 @@ RENDERER = Renderer(settings.templates_dir())
 TILED = schedules.config("tiled", block_m=64, block_n=128, block_k=32, group_m=8, num_warps=4, num_stages=3)
 
 
-def spec_of(text: str, a: DType = FP16, by_value: tuple[str, ...] = (), input_dtype: DType | None = None, **signature: Any) -> KernelSpec:
+def spec_of(
+    text: str, a: DType = FP16, by_value: tuple[str, ...] = (), input_dtype: DType | None = None, b: DType | None = None, **signature: Any
+) -> KernelSpec:  # fmt: skip
     graph = normalise(check(parse(text)))
     inputs = tuple((n.name, None if n.name in by_value else given_as(n) or input_dtype or a) for n in graph.inputs())
-    return lower(graph, Signature(a, a, inputs, **signature))
+    return lower(graph, Signature(a, b or a, inputs, **signature))
 
 
 def spec_over(text: str, mm: DType, **signature: Any) -> KernelSpec:

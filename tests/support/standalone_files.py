@@ -13,6 +13,7 @@ from checkout import WATCHED
 
 from epigen import api
 from epigen.codegen import schedules
+from epigen.codegen.lower import signature_of_contiguous
 from epigen.codegen.spec import KernelConfig
 from epigen.codegen.standalone import standalone
 from epigen.dtypes import FP16, DType
@@ -31,14 +32,19 @@ class File:
     dtype: DType = FP16
     config: KernelConfig = SMALL
     k: int = 1
+    b: DType | None = None
 
     def __str__(self) -> str:
-        return f"{self.text} {self.dtype} {self.config.schedule}{'' if self.k == 1 else f' K={self.k}'}"
+        return f"{self.text} {self.dtype} {self.config.schedule}{'' if self.k == 1 else f' K={self.k}'}{f' b {self.b}' if self.b else ''}"
 
     @property
     def source(self) -> str:
         kernel = api.compile(self.text, config=self.config, precision="ieee")
-        plan = kernel.plan((4096, 4096, self.k), dtype=self.dtype, target=TARGETS["sm_90"])
+        shape = (4096, 4096, self.k)
+        signature = kernel.signature_of(self.dtype, shape)
+        if self.b is not None:
+            signature = signature_of_contiguous(kernel.graph, self.dtype, self.b, signature.inputs, shape, "nt", "ieee")
+        plan = kernel.plan(shape, signature=signature, target=TARGETS["sm_90"])
         return standalone(kernel.renderer, kernel.graph, plan.spec, plan.choice, plan.rendered)
 
     @property
