@@ -13,7 +13,7 @@ from epigen.errors import EpigenError
 from epigen.uncollected import uncollected
 
 if TYPE_CHECKING:
-    from epigen import nn
+    from epigen import checkpoints, nn
     from epigen.api import compile, derive, tune
     from epigen.ir.derivation import Derivation
     from epigen.packing import pack_int4, unpack_int4
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Derivation", "EpigenError", "Kernel", "Report", "Tuned", "__version__", "compile", "decompositions", "derive", "fuse", "linear", "linear_cross_entropy", "nn",
+    "Derivation", "EpigenError", "Kernel", "Report", "Tuned", "__version__", "checkpoints", "compile", "decompositions", "derive", "fuse", "linear", "linear_cross_entropy", "nn",
     "pack_int4", "report", "tune", "unfuse", "unpack_int4",
 ]  # fmt: skip
 
@@ -96,6 +96,10 @@ def _imported(name: str) -> Any:
         from epigen.training.fuse import unfuse
 
         return unfuse
+    if name == "checkpoints":
+        import epigen.checkpoints as checkpoints
+
+        return checkpoints
     if name == "nn":
         import epigen.nn as nn  # not `from epigen import nn`, which would ask this function again
 
