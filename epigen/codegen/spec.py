@@ -518,9 +518,9 @@ def b_bytes(shape: Shape, signature: Signature) -> int:
 
 
 def loaded_one_by_one(shape: Shape, signature: Signature, least: int) -> tuple[bool, bool]:
-    """Whether a and b are loaded element by element: rows are aligned to fewer bytes than `least`, or an element is half a byte."""
+    """Whether a and b are loaded element by element: rows are aligned to fewer bytes than `least`, or b has neighbours along n in a byte."""
     a, b = row_bytes(shape, signature)
-    return a % least != 0, b % least != 0 or bool(signature.packed)
+    return a % least != 0, b % least != 0 or signature.packed == "n"
 
 
 def with_layout(spec: KernelSpec, layout: str) -> KernelSpec:

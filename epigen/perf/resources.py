@@ -84,7 +84,7 @@ class Work:
         self.along_k = [i for o in spec.computed for i in o.along_k if i.dtype]
         self.store_bytes = max((s.dtype.bytes for s in spec.stores if s.indices == "mn" and not s.packed), default=0)
         self.pointed_bytes = max((i.dtype.bytes for i in tiles if i.dtype and not i.packed), default=0)
-        self.copy_bytes = tuple(1 if sig.packed and i else math.gcd(_VECTOR_BYTES, each) for i, each in enumerate(row_bytes(shape, sig)))
+        self.copy_bytes = tuple(1 if sig.packed == "n" and i else math.gcd(_VECTOR_BYTES, each) for i, each in enumerate(row_bytes(shape, sig)))
         self.narrow = tuple(copy < _ASYNC_BYTES for copy in self.copy_bytes)  # they lead through registers
         self.held_an_element = min(1.0, self.read_bytes / 4 + 0.3 * sum(s.packed for s in spec.stores) + 0.01 * max(0.0, self.operations - 4))
 
@@ -121,7 +121,9 @@ class Work:
         # wgmma wants 8-bit operands along k: another one goes through registers, and has one buffer
         each = [buffers if k or self.element_bytes > 1 or not wgmma else 1 for k in along_k]
         each = [1 if narrow else count for narrow, count in zip(self.narrow, each, strict=True)]
-        shared = (each[0] * block_m + each[1] * right) * block_k * self.element_bytes
+        # of two values in a byte the bytes wait there, and what they become is there once
+        waiting = (each[1] + 2 * self.element_bytes) / 2 if self.spec.signature.packed == "k" else each[1] * self.element_bytes
+        shared = int((each[0] * block_m * self.element_bytes + waiting * right) * block_k)
         shared += buffers * block_k * self.spec.beside_bytes(block_m, block_n, block_k)
         if self.target.backend == "cuda":  # the stores' layout is reached through shared memory
             shared = max(shared, min(block_m * block_n * self.store_bytes, 1 << 16))
