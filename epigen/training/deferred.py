@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 
 from epigen.errors import CallError, InternalError
@@ -622,7 +623,7 @@ class Run(TorchFunctionMode):
         self.called += 1
         if func in PRODUCTS:
             return self.product(func, args, kwargs or {})
-        if not self.pending:
+        if not self.pending and not self.held:
             return func(*args, **kwargs) if kwargs else func(*args)
         if func in _ASKING:
             return _undeferred(func, args, kwargs)
@@ -630,7 +631,17 @@ class Run(TorchFunctionMode):
             return self.step(func, args, kwargs or {})
         if not pure(func) or (kwargs and (kwargs.get("inplace") or kwargs.get("out") is not None)):
             self.deviate()
+            self.settle_readers(args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def settle_readers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Compute what somebody holds of a product that was joined, before what it would be computed of is changed: by default the first argument."""
+        if self.held:
+            first = args[0] if args and isinstance(args[0], Tensor) else (args, dict(kwargs))
+            changed = [t for t in pytree.tree_leaves((first, kwargs.get("out"))) if isinstance(t, Tensor)]
+            for region in self.held:
+                if region.held and any(_share(t, read) for t in changed for read in region.tensors()):
+                    region.settle()
 
     def product(self, func: Any, args: Any, kwargs: Any) -> Any:
         place, self.count = self.count, self.count + 1
@@ -731,6 +742,14 @@ class Run(TorchFunctionMode):
         pending, self.pending = self.pending, []
         for region in pending:
             region.settle()
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether they lie in the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if a.layout != torch.strided or b.layout != torch.strided:
+            return False
+        return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 def _nobody() -> None:

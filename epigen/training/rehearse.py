@@ -276,6 +276,12 @@ class _Region:
         bias = self.product.bias
         return programs.program(None if bias is None else bias.dtype, self.dtype, steps)
 
+    @property
+    def parts_read(self) -> set[int | None]:
+        """Which parts of its columns anybody reads."""
+        places = {a.place for step in self.steps for a in (*step.args, *step.kwargs.values()) if isinstance(a, Ref)}
+        return {self.views[place].part for place in (*places, *self.outside, *self.multiplied)} - {None}
+
     def result(self, k: int) -> int | None:
         """The place of what so many steps come to, which is a tile of its own; None where they come to none."""
         at = [place for place, end in enumerate(self.ends) if end == k]
@@ -537,7 +543,7 @@ def _view(region: _Region, event: Event, values: Mapping[int, tuple[_Region, int
     at = values.get(id(event.args[0]))
     found = _views_of(region, at[1], event) if at is not None and at[0] is region else None
     results = event.result if isinstance(event.result, tuple) else (event.result,)
-    if at is None or found is None:
+    if at is None or found is None or region.views[at[1]].part is not None:
         return None, _MOVES
     if event.state[0] and not all(r.requires_grad for r in results):
         return None, "it has no gradient"
@@ -599,7 +605,7 @@ def _why(region: _Region) -> str:
         if region.why:
             return region.why
         return readers[0] if " " in readers[0] else f"{readers[0]} follows, which no epilogue computes"
-    if len({view.part for view in region.views} - {None}) == 1:
+    if len(region.parts_read) == 1:
         return "of its columns one part alone is taken"
     if 0 in region.multiplied:
         return "another product follows it, and nothing between them"
