@@ -179,15 +179,25 @@ def _held(value: Any, fakes: Any) -> Any:
 
 @dataclass(slots=True)
 class Event:
-    """One call. given: the tensors among its arguments, at any depth. layer: of a product, the module whose code calls it."""
+    """One call. given: the tensors among its arguments, at any depth. unseen: whether one of them is a torch.autograd.Function's. layer: of a product, the module whose
+    code calls it."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
     given: list[Tensor]
+    unseen: bool
     state: State
     layer: str | None
+
+
+def _of_function(tensor: Tensor) -> bool:
+    """Whether a torch.autograd.Function has given it."""
+    try:
+        return isinstance(tensor.grad_fn, torch._C._FunctionBase)
+    except RuntimeError:  # a view whose base was changed since, of which torch knows no gradient any more
+        return False
 
 
 class Observed(TorchFunctionMode):
@@ -202,10 +212,10 @@ class Observed(TorchFunctionMode):
         kwargs = kwargs or {}
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         device = given[0].device.type if given else "cpu"
-        now = state(device)
+        now, unseen = state(device), any(map(_of_function, given))
         result = func(*args, **kwargs)
         if not deferred.asks(func):
-            self.events.append(Event(func, tuple(args), dict(kwargs), result, given, now, self.caller() if func in PRODUCTS else None))
+            self.events.append(Event(func, tuple(args), dict(kwargs), result, given, unseen, now, self.caller() if func in PRODUCTS else None))
         return result
 
     def caller(self) -> str | None:
@@ -342,7 +352,7 @@ def _gathered(observed: Observed, result: Any, seconds: Mapping[int, int]) -> tu
     products: list[tuple[Event, str]] = []
     now: dict[int, tuple[_Region, int]] = {}
     for event in observed.events:
-        if any(isinstance(t.grad_fn, torch._C._FunctionBase) for t in event.given):
+        if event.unseen:
             raise Unseen("it calls a torch.autograd.Function, of whose arguments torch does not tell")
         values = {id(t): now[id(t)] for t in event.given if id(t) in now}
         read = PRODUCTS.get(event.func)
@@ -370,7 +380,7 @@ def _gathered(observed: Observed, result: Any, seconds: Mapping[int, int]) -> tu
                 if r is not None:
                     r.open = False
     for tensor in pytree.tree_leaves(result):
-        if isinstance(tensor, Tensor) and isinstance(tensor.grad_fn, torch._C._FunctionBase):
+        if isinstance(tensor, Tensor) and _of_function(tensor):
             raise Unseen("it calls a torch.autograd.Function, of whose arguments torch does not tell")
         if id(tensor) in now:
             r, place = now[id(tensor)]

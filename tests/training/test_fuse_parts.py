@@ -229,6 +229,7 @@ ESCAPES: dict[str, Callable[[Any, Tensor], Any]] = {
     "a part is changed, and the whole parted again": lambda s, x: (y := s.up(x), y[..., :8].mul_(2), gated((y[..., :8], y[..., 8:])))[-1],
     "the other part is changed": lambda s, x: (y := s.up(x), g := F.silu(y[..., :8]), u := y[..., 8:], u.add_(1), g * u)[-1],
     "the whole is changed": lambda s, x: (y := s.up(x), g := y[..., :8], u := y[..., 8:], y.mul_(2), gated((g, u)))[-1],
+    "the whole of several parts is changed": lambda s, x: (y := s.up(x), parts := y.chunk(2, -1), z := gated(parts), y.mul_(2), z)[-1],
     "a part is set": lambda s, x: (y := s.up(x), y.__setitem__((..., slice(0, 8)), 0.5), gated(y.chunk(2, -1)))[-1],
     "its value is read": lambda s, x: both(lambda g, u: u * F.silu(g) * float(g.detach().sum() > 0))(s.up(x).chunk(2, -1)),
     "its hook is set": lambda s, x: both(lambda g, u: (g.register_hook(lambda d: d * 2) if g.requires_grad else None, u * F.silu(g))[-1])(s.up(x).chunk(2, -1)),
@@ -245,7 +246,12 @@ ESCAPES: dict[str, Callable[[Any, Tensor], Any]] = {
 }  # fmt: skip
 
 
-NO_BACKWARD = ("the other part is changed", "a flag's, a part changed when all is computed", "a flag's, its input changed when all is computed")
+NO_BACKWARD = (
+    "the other part is changed",
+    "the whole of several parts is changed",
+    "a flag's, a part changed when all is computed",
+    "a flag's, its input changed when all is computed",
+)
 """For which torch has none: what it would need was changed."""
 
 
