@@ -342,13 +342,13 @@ class Region:
                 for name, argument in step.kwargs.items():
                     if name not in kwargs or not self.agrees(func, argument, kwargs[name]):
                         return False
-        return not step.way or self.halved()
+        return not step.way or self.halved(*args[1:], **kwargs)
 
-    def halved(self) -> bool:
-        """Whether the columns can be parted; from then on the frame is of one part."""
+    def halved(self, dim: int = -1) -> bool:
+        """Whether F.glu parts the columns, along this dimension of a tensor of this rank; from then on the frame is of one part."""
         *lead, columns = self.frame
         self.frame = (*lead, columns // 2)
-        return columns % 2 == 0
+        return columns % 2 == 0 and dim % (len(lead) + 1) == (1 if self.moved else len(lead))
 
     def agrees(self, func: Any, argument: Argument, value: Any) -> bool:
         kind = type(argument)

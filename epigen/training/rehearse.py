@@ -463,7 +463,7 @@ def _given(region: _Region, step: Step, event: Event, values: Mapping[int, tuple
     if not step.views:
         shape = tuple(event.result.shape)
         (place,) = region.given(step, [View(shape, shape[1] if region.moved else shape[-1])])
-        region.whole = values[id(event.args[0])][1] if step.way else region.whole
+        region.whole = next(a.place for a in step.args if isinstance(a, Ref)) if step.way else region.whole
         region.shape, now[id(event.result)] = shape, (region, place)
         return
     _, source = values[id(event.args[0])]
@@ -493,7 +493,7 @@ def _step(region: _Region, event: Event, values: Mapping[int, tuple[_Region, int
         return None, "it gives no tensor"
     if event.func is F.batch_norm and not region.moved and len(region.frame) != 2:
         return None, "its channels are no columns"
-    way = HALVES if event.func is F.glu and tuple(result.shape) == _halved(region) else ""
+    way = HALVES if event.func is F.glu and event.args and tuple(result.shape) == _halved(region) else ""
     if (tuple(result.shape) != region.shape and not way) or result.dtype not in DTYPES:
         return None, ""
     if event.state[0] and not result.requires_grad:

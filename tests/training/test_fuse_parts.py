@@ -123,6 +123,18 @@ def test_what_parts_in_another_way_is_left(name: str) -> None:
     assert found.replaced or re.match(why, found.left[0].why), str(found)
 
 
+@pytest.mark.parametrize(
+    "parts", [lambda y: F.glu(y, 2), lambda y: gated(y.chunk(2, 2)), lambda y: gated((y[:, :, :8], y[:, :, 8:])), lambda y: F.glu(y, dim=-1)]
+)
+def test_a_dimension_by_its_number_is_the_last_one_or_not(parts: Callable[[Tensor], Tensor]) -> None:
+    """As many dimensions as the input has."""
+    model = Block(lambda s, x, _: parts(s.up(x)), up=nn.Linear(8, 16))
+    plain = copy.deepcopy(model)
+    assert epigen.fuse(model).replaced
+    for size in ((2, 3, 8), (2, 3, 8), (2, 3, 16, 8), (2, 3, 16, 8), (2, 3, 8), (3, 2, 16, 8)):
+        torch.testing.assert_close(model(drawn(*size)), plain(drawn(*size)), rtol=1e-5, atol=1e-6)
+
+
 def test_an_odd_number_of_columns_is_parted_by_torch() -> None:
     model = Block(lambda s, x, _: both(lambda g, u: F.silu(g)[..., :3] * u)(s.up(x).chunk(2, -1)), up=nn.Linear(8, 7))
     assert not fused(model).replaced
