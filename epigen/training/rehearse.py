@@ -340,7 +340,7 @@ def _seconds(regions: Sequence[_Region | None]) -> dict[int, int]:
                 and linear
                 and other.number > region.number
                 and region.number not in found.values()
-                and not any(s.views for s in region.steps)
+                and not any(s.views or s.way for s in region.steps)
             ):
                 found[other.number] = region.number
     return found
