@@ -63,7 +63,8 @@ def derived_gradients(derived: Derivation, a: Tensor, b: Tensor, inputs: Values,
     if derived.product:
         a, b = arriving[derived.product], torch.eye(b.shape[1], dtype=torch.float64)
     found = outputs_of(derived.backward, a, b, arguments)
-    return [arriving[x.passed] if x.passed else found[x.output] for x in derived.gradients]
+    whole = [arriving[x.passed] if x.passed else found[x.output] for x in derived.gradients]
+    return [reference.summed(t, x.periods, inputs[x.of].shape) if x.periods else t for x, t in zip(derived.gradients, whole, strict=True)]
 
 
 def autograd_of_operands(graph: Graph, a: Tensor, b: Tensor, inputs: Values, arriving: Values, wanted: Sequence[str]) -> list[Tensor]:

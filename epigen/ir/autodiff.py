@@ -23,6 +23,7 @@ from epigen.ir import rules
 from epigen.ir.graph import Graph, Node, Output
 from epigen.ir.passes import order
 from epigen.ir.unparse import unparse
+from epigen.lang.syntax import declared_text
 from epigen.ops import BOOLEAN, NUMBER
 
 GRADIENT = "gradient"
@@ -273,22 +274,15 @@ class _Tape:
             self.add(x, "mn", self.rule(rule, {"x": x, "grad": gradient, "out": number}))
 
     def total(self, number: int) -> int:
-        """A leaf's gradient in the leaf's own indices."""
+        """A leaf's gradient in the leaf's own indices, as though none began anew: what shares an element has one each."""
         node = self.nodes[number]
-        if node.periods:
-            what = f"{node.name}{g.describe_indices(node.indices, node.periods)}"
-            self.refuse(
-                f"the gradient of {what} is a sum over all that share an element, which no kernel finishes", number,
-                f"leave it out (wrt=...), or write {node.name}[{','.join(node.indices)}] and pass it expanded, whose gradient torch sums",
-            )  # fmt: skip
-            return number
         parts = [self.summed(tile, axes) for axes, tile in self.arrived[number].items()]
         total = parts[0]
         for part in parts[1:]:
             total = self.apply("add", (total, part)) if total is not None and part is not None else None
         whole = total is not None and (node.indices == self.nodes[total].indices)
         if total is None or not whole or not (node.indices == "mn" or self.nodes[total].op == GRADIENT or any(self.arrived[number])):
-            what = f"{node.name or g.PRODUCT}[{','.join(node.indices)}]" if node.indices else node.name
+            what = f"{node.name or g.PRODUCT}[{declared_text(node.indices, node.periods)}]" if node.indices else node.name
             self.refuse(
                 f"the gradient of {what} follows from reductions alone, and a kernel computes its outputs from tiles", number,
                 "make the reductions themselves the outputs, and compute with them outside the kernel; or leave it out (wrt=...)",

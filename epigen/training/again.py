@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import has_torch_function
 
+from epigen.ir import reference
 from epigen.ir.graph import PACKED
 from epigen.ir.program import graph_of
 from epigen.runtime import arguments
@@ -381,7 +382,7 @@ class _LayerCall:
             text.add(f"{', '.join(results)}, = {site.call(text, [*first, *(given[i] for i in backward.arguments)])}")
         available = [*results, *arrived]
         gradients = []
-        for place, (i, dtype, shape) in enumerate(zip(backward.inputs, backward.dtypes, shapes, strict=True)):
+        for place, (i, dtype, shape, periods) in enumerate(zip(backward.inputs, backward.dtypes, shapes, backward.periods, strict=True)):
             if i is None or shape is None:
                 gradients.append("None")
                 continue
@@ -389,6 +390,11 @@ class _LayerCall:
             gradients.append(f"({available[i]} if {available[i]}.dtype is {as_wanted} else {available[i]}.to({as_wanted}))")
             if backward is self.step.own and place == self.step.second:  # which is that of its product
                 gradients[-1] = leading(gradients[-1], "mn", len(self.to)) if available[i] in arrived and self.to is not None else gradients[-1]
+                continue
+            if periods:
+                if backward is self.step.own and available[i] in arrived and self.to is not None:
+                    gradients[-1] = leading(gradients[-1], self.step.outputs[arrived.index(available[i])], len(self.to))
+                gradients[-1] = f"{text.hold(reference.summed)}({gradients[-1]}, {text.hold(periods)}, {text.hold(shape)})"
                 continue
             as_it_comes = available[i] in arrived and self.to is not None and tuple(shape) == (*self.to, self.n)
             if len(shape) != 1 and not as_it_comes:
