@@ -189,7 +189,7 @@ def of_input(gradient: Tensor | None, periods: Sequence[str], shape: Sequence[in
     if gradient is None:
         return None
     whole = reference.summed(gradient, periods, shape) if periods else gradient
-    return whole if whole.shape == shape else whole.view(*shape)
+    return whole if whole.shape == shape else whole.view(tuple(shape))
 
 
 def _through_second(
