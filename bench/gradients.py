@@ -23,6 +23,9 @@ def inputs_of(graph: Graph, shape: tuple[int, ...], source: torch.Generator) -> 
             found[node.name] = reference.pack(torch.rand(shape[:2], generator=source) > 0.5)
         elif node.kind == g.SEED:
             found[node.name] = torch.randint(1 << 62, (1,), generator=source)
+        elif node.periods:  # of one letter all have as many
+            extents = [max(1, min(shape[:2]) // 2) if period else shape["mnk".index(i)] for i, period in zip(node.indices, node.periods, strict=True)]
+            found[node.name] = torch.randn(extents, generator=source, dtype=torch.float64)
         else:
             found[node.name] = normal(node.indices, shape, source)
     return found
