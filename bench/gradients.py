@@ -23,6 +23,9 @@ def inputs_of(graph: Graph, shape: tuple[int, ...], source: torch.Generator) -> 
             found[node.name] = reference.pack(torch.rand(shape[:2], generator=source) > 0.5)
         elif node.kind == g.SEED:
             found[node.name] = torch.randint(1 << 62, (1,), generator=source)
+        elif node.periods:  # of one letter all have as many
+            extents = [max(1, min(shape[:2]) // 2) if period else shape["mnk".index(i)] for i, period in zip(node.indices, node.periods, strict=True)]
+            found[node.name] = torch.randn(extents, generator=source, dtype=torch.float64)
         else:
             held = g.held(node.indices, node.blocks, dict(zip("mnk", shape, strict=False)))
             found[node.name] = torch.randn(held, generator=source, dtype=torch.float64)
@@ -64,7 +67,8 @@ def derived_gradients(derived: Derivation, a: Tensor, b: Tensor, inputs: Values,
     if derived.product:
         a, b = arriving[derived.product], torch.eye(b.shape[1], dtype=torch.float64)
     found = outputs_of(derived.backward, a, b, arguments)
-    return [arriving[x.passed] if x.passed else found[x.output] for x in derived.gradients]
+    whole = [arriving[x.passed] if x.passed else found[x.output] for x in derived.gradients]
+    return [reference.summed(t, x.periods, inputs[x.of].shape) if x.periods else t for x, t in zip(derived.gradients, whole, strict=True)]
 
 
 def autograd_of_operands(graph: Graph, a: Tensor, b: Tensor, inputs: Values, arriving: Values, wanted: Sequence[str]) -> list[Tensor]:

@@ -40,7 +40,7 @@ ORDER = (
     "training.guarded_cache", "training.bits", "training.elements", "training.plan", "training.library", "training.composed", "training.embeddings", "training.expected", "training.precompile",
     "training.layer", "training.report", "training.sharding", "training.whole", "training.parted", "training.chain", "training.site", "training.again", "training.linear", "training.modules", "training.quantized", "training.cross_entropy", "training.operations", "nn",
     "training.regions", "training.rewrite", "training.wrapper", "training.convolutions", "training.stacked", "training.joint",
-    "training.backend", "training.deferred", "training.rehearse", "training.straight", "training.flat", "training.fuse",
+    "training.backend", "training.views", "training.deferred", "training.programs", "training.rehearse", "training.straight", "training.flat", "training.fuse",
     "commands.show", "commands.types", "commands.db", "commands.derivation", "commands.compile", "commands.explain", "commands.info", "commands.live", "commands.tune",
     "cli", "__main__",
 )  # fmt: skip

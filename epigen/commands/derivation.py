@@ -71,7 +71,7 @@ def record(derived: Derivation, shape: Shape) -> dict[str, Any]:
         "forward": derived.forward.text,
         "product": derived.product,
         "arguments": [{"name": a.name, "source": a.source, "of": a.of} for a in derived.arguments],
-        "gradients": [{"of": g.of, "output": g.output, "passed": g.passed} for g in derived.gradients],
+        "gradients": [{"of": g.of, "output": g.output, "passed": g.passed, "summed": bool(g.periods)} for g in derived.gradients],
         "operands": [
             {
                 "operand": o.operand,

@@ -285,9 +285,9 @@ class _Tape:
             self.add(x, "mn", self.rule(rule, {"x": x, "grad": gradient, "out": number}))
 
     def total(self, number: int) -> int:
-        """A leaf's gradient in the leaf's own indices."""
+        """A leaf's gradient in the leaf's own indices, as though none began anew: what shares an element has one each."""
         node = self.nodes[number]
-        if g.shared_along(node):
+        if any(block > 1 for block in node.blocks):
             self.mistakes.append(shared_gradient(self.graph.text, node))
             return number
         parts = [self.summed(tile, axes) for axes, tile in self.arrived[number].items()]
@@ -296,7 +296,7 @@ class _Tape:
             total = self.apply("add", (total, part)) if total is not None and part is not None else None
         whole = total is not None and (node.indices == self.nodes[total].indices)
         if total is None or not whole or not (node.indices == "mn" or self.nodes[total].op == GRADIENT or any(self.arrived[number])):
-            what = f"{node.name or g.PRODUCT}[{','.join(node.indices)}]" if node.indices else node.name
+            what = f"{node.name or g.PRODUCT}[{declared_text(node.indices, node.periods)}]" if node.indices else node.name
             self.refuse(
                 f"the gradient of {what} follows from reductions alone, and a kernel computes its outputs from tiles", number,
                 "make the reductions themselves the outputs, and compute with them outside the kernel; or leave it out (wrt=...)",

@@ -86,12 +86,14 @@ class Gradient:
     """Where the gradient of "mm" or of an input is found; of an input that is multiplied, that of its product.
 
     output: the backward's output that holds it, in the input's own indices, or the product's. passed: "", or instead the forward's output whose arriving
-    gradient it is, unchanged. Two inputs may share one output.
+    gradient it is, unchanged. Two inputs may share one output. periods: of an input whose rows or columns begin anew, as of `ir.graph.Node`: its gradient is what is
+    found, summed over all that share an element.
     """
 
     of: str
     output: str
     passed: str = ""
+    periods: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,9 @@ class Derivation:
         held = [f"mm is {_arriving(self.product)}" if self.product else "mm is the forward's own product, taken again"]
         held += [f"{a.name} is the forward's '{a.of}'" for a in self.arguments if a.source == SAVED and a.name != a.of]
         held += [f"{a.name} is {_arriving(a.of)}" for a in self.arguments if a.source == ARRIVING]
-        return ["; ".join(held), *(f"the gradient of {g.of} is {_arriving(g.passed)}" for g in self.gradients if g.passed)]
+        found = [(g, _arriving(g.passed) if g.passed else g.output) for g in self.gradients if g.passed or g.periods]
+        summed = ", summed over all that share an element"
+        return ["; ".join(held), *(f"the gradient of {g.of} is {what}{summed if g.periods else ''}" for g, what in found)]
 
 
 def _arriving(output: str) -> str:

@@ -207,6 +207,7 @@ def _saved(node: Node, output: Output | None, operands: DType, names: Names) -> 
 def _assemble(graph: Graph, derivative: Gradients, way: _Way, options: tuple[Option, ...], arriving: tuple[str, ...]) -> Derivation:
     saved = dict(zip(way.nodes, way.option.saved, strict=True))
     inputs = [n.name for n in graph.inputs()]
+    periods = {n.name: n.periods for n in graph.inputs()}
     names = Names([*inputs, *(n.label for i, n in enumerate(derivative.nodes) if i not in saved)])
 
     # the wanted gradients that have to be computed, each once
@@ -215,11 +216,11 @@ def _assemble(graph: Graph, derivative: Gradients, way: _Way, options: tuple[Opt
     for name, number in derivative.wanted:
         node = derivative.nodes[number]
         if node.op == GRADIENT and node.name != way.product:
-            gradients.append(Gradient(name, "", node.name))
+            gradients.append(Gradient(name, "", node.name, periods.get(name, ())))
             continue
         if number not in own:
             own[number] = names.fresh(f"d{name}")
-        gradients.append(Gradient(name, own[number]))
+        gradients.append(Gradient(name, own[number], periods=periods.get(name, ())))
 
     # values of the forward, and gradients, become the backward's inputs; first come the operands of the product that mm is
     sources = {name: Argument(name, INPUT, name) for name in inputs}

@@ -150,6 +150,17 @@ def extents(graph: Graph, a: Tensor, b: Tensor) -> tuple[int, int]:
     return a.shape[0], b.shape[1] * (2 if graph.packed_along() == "n" else 1)
 
 
+def summed(gradient: Tensor, periods: Sequence[str], shape: Sequence[int]) -> Tensor:
+    """The gradient of an input whose rows or columns begin anew, of one in which each has an element of its own. periods: as of `ir.graph.Node`, of the last dimensions.
+    shape: the input's."""
+    for dim, period in enumerate(periods, -len(periods)):
+        if period:
+            extent, count = shape[dim], -(-gradient.shape[dim] // shape[dim])
+            added = [0, 0] * (-1 - dim) + [0, count * extent - gradient.shape[dim]]
+            gradient = torch.nn.functional.pad(gradient, added).unflatten(dim, (count, extent)).sum(dim - 1)
+    return gradient
+
+
 def _positions(index: str, m: int, n: int, first_row: int, device: torch.device) -> Tensor:
     first, extent = (first_row, m) if index == "m" else (0, n)
     return torch.arange(first, first + extent, device=device)

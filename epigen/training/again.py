@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import has_torch_function
 
+from epigen.ir import reference
 from epigen.ir.graph import PACKED
 from epigen.ir.program import graph_of
 from epigen.runtime import arguments
@@ -46,8 +47,6 @@ _KINDS = 1024
 
 def call(x: Any, links: Sequence[Link]) -> Any:
     """`chain.chain`, which is left out where a call like this one was made before."""
-    if parted.needed(links):
-        return parted.run(links, functools.partial(call, x))
     given = _row(x, links)
     if is_dynamo_compiling() or has_torch_function(given) or not _remembered(given, links):
         return chain.chain(x, links)
@@ -56,7 +55,7 @@ def call(x: Any, links: Sequence[Link]) -> Any:
     if composed.needed(given):
         return chain.chain(x, links)
     x, links, trace = chain.written(x, links)
-    return chain.returned(trace, call(x, links) if parted.needed(links) else _found(x, links, _row(x, links)))
+    return chain.returned(trace, _found(x, links, _row(x, links)))
 
 
 def _row(x: Any, links: Sequence[Link]) -> list[Any]:
@@ -142,6 +141,7 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
     has torch itself run the layers, where a gradient is 0 throughout, and where one computes or converts what it multiplies, gives a mask, or within the chain more than a tile. Inputs are taken of exactly the shapes that a program
     declares with x's leading dimensions.
     """
+    wholes, links = links, [parted.apart(link) for link in links]
     programs = [plan.declared(link.epilogue) for link in links]
     tensors = [v for v in _row(x, links) if isinstance(v, Tensor)]
     computed = any(graph_of(link.epilogue).computed() for link in links)
@@ -154,15 +154,21 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
         expanded = chain.presented(link, program, x)
         if any(isinstance(value, Tensor) and value is not link.inputs[declared.name] for declared, value in zip(program.inputs, expanded, strict=True)):
             return None
-    names = [(f"w{i}", {name: f"v{i}_{j}" for j, name in enumerate(link.inputs)}) for i, link in enumerate(links)]
+    names = [(f"w{i}", {name: f"v{i}_{j}" for j, name in enumerate(link.inputs)}) for i, link in enumerate(wholes)]
     mains = [[f"m{i}"] if link.main_grad is not None else [] for i, link in enumerate(links)]
     taken_by = [name for (weight, inputs), main in zip(names, mains, strict=True) for name in (weight, *inputs.values(), *main)]
     text = CodeBuilder(f"again(x, {', '.join(taken_by)})")
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        second = [inputs[name] for (_, inputs), link in zip(names, links, strict=True) if (name := plan.multiplied(link.epilogue))]
-        x, links = chain.cast(x, dtype), [link._replace(weight=chain.cast(link.weight, dtype), inputs=chain.multiplied(link, dtype)) for link in links]
+        second = [inputs[name] for (_, inputs), link in zip(names, links, strict=True) if (name := plan.multiplied(link.epilogue)) in inputs]
+        x, wholes = chain.cast(x, dtype), [link._replace(weight=chain.cast(link.weight, dtype), inputs=chain.multiplied(link, dtype)) for link in wholes]
+        links = [parted.apart(link) for link in wholes]
         text.add(*(f"{name} = {text.hold(chain.cast)}({name}, {text.hold(dtype)})" for name in ("x", *(weight for weight, _ in names), *second)))
+    for i, (whole, link) in enumerate(zip(wholes, links, strict=True)):
+        if tuple(whole.inputs) != tuple(link.inputs):
+            of_whole, names[i] = names[i], (f"p{i}", {name: f"p{i}_{j}" for j, name in enumerate(link.inputs)})
+            parts, given = (", ".join((weight, *named.values())) for weight, named in (names[i], of_whole))
+            text.add(f"{parts} = {text.hold(parted.taken_apart(whole))}({given})")
     values: list[list[Any]] = [[link.inputs[declared.name] for declared in program.inputs] for link, program in zip(links, programs, strict=True)]
     steps = chain.steps(x, links, values)
     if any(step.own is not None and step.own.zeros for step in steps):
@@ -171,22 +177,23 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
     of_taken: Sequence[Shape] = ()
     lead, taken, a, shape = tuple(x.shape[:-1]), "", "x", tuple(x.shape)
     for i, (link, program, step, (weight, named)) in enumerate(zip(links, programs, steps, names, strict=True)):
-        given, last = [named[declared.name] for declared in program.inputs], i + 1 == len(links)
-        inputs = "".join(f", {name}" for name in given)
+        read, last = [named[declared.name] for declared in program.inputs], i + 1 == len(links)
+        inputs = "".join(f", {name}" for name in read)
         if step.trains:
             made = _LayerCall(step, link.tune, shape, link.weight.shape[0], lead, lead if last else None, shapes[i], of_taken, bool(mains[i])).made()
             text.add(f"r{i} = {text.hold(_apply)}({text.hold(made)}, {a}, {weight}{inputs}{''.join(f', {m}' for m in mains[i])}{taken})")
         else:
             site = Site(link.epilogue, link.tune, How.TRANSPOSED, _shapes(lead if last else None, link.weight.shape[0], program.outputs))
-            text.add(f"r{i} = {site.call(text, [a, weight, *given])}")
+            text.add(f"r{i} = {site.call(text, [a, weight, *read])}")
         before = None if last else steps[i + 1].before
         taken, of_taken = "", ()
         if before is not None:
-            taken = f"{inputs}, *map({text.hold(Tensor.detach)}, {text.hold(layer.kept)}({text.hold(before)}, {a}, {weight}, [{', '.join(given)}], r{i}))"
+            taken = f"{inputs}, *map({text.hold(Tensor.detach)}, {text.hold(layer.kept)}({text.hold(before)}, {a}, {weight}, [{', '.join(read)}], r{i}))"
             of_taken = shapes[i]
         a, shape = f"r{i}[0]", (math.prod(lead), link.weight.shape[0])
     several, count = programs[-1].type, len(programs[-1].outputs)
-    text.add(f"return {a if several is None else f'{text.hold(tuple.__new__)}({text.hold(several)}, r{len(links) - 1}[:{count}])'}")
+    results = a if several is None else f"{text.hold(tuple.__new__)}({text.hold(several)}, r{len(links) - 1}[:{count}])"
+    text.add(f"return {text.hold(parted.joined)}({wholes[-1].epilogue!r}, {results})" if parted.needed(wholes[-1:]) else f"return {results}")
     return text.function()
 
 
@@ -376,7 +383,7 @@ class _LayerCall:
             text.add(f"{', '.join(results)}, = {site.call(text, [*first, *(given[i] for i in backward.arguments)])}")
         available = [*results, *arrived]
         gradients = []
-        for place, (i, dtype, shape) in enumerate(zip(backward.inputs, backward.dtypes, shapes, strict=True)):
+        for place, (i, dtype, shape, periods) in enumerate(zip(backward.inputs, backward.dtypes, shapes, backward.periods, strict=True)):
             if i is None or shape is None:
                 gradients.append("None")
                 continue
@@ -384,6 +391,11 @@ class _LayerCall:
             gradients.append(f"({available[i]} if {available[i]}.dtype is {as_wanted} else {available[i]}.to({as_wanted}))")
             if backward is self.step.own and place == self.step.second:  # which is that of its product
                 gradients[-1] = leading(gradients[-1], "mn", len(self.to)) if available[i] in arrived and self.to is not None else gradients[-1]
+                continue
+            if periods:
+                if backward is self.step.own and available[i] in arrived and self.to is not None:
+                    gradients[-1] = leading(gradients[-1], self.step.outputs[arrived.index(available[i])], len(self.to))
+                gradients[-1] = f"{text.hold(reference.summed)}({gradients[-1]}, {text.hold(periods)}, {text.hold(shape)})"
                 continue
             as_it_comes = available[i] in arrived and self.to is not None and tuple(shape) == (*self.to, self.n)
             if len(shape) != 1 and not as_it_comes:

@@ -37,8 +37,7 @@ def chain(x: Tensor, layers: Sequence[Link]) -> Any:
     if torch.compiler.is_compiling() or composed.needed(value for value in given if isinstance(value, Tensor)):
         return _one_by_one(*_dense(x, layers))
     x, layers, trace = written(x, layers)
-    results = parted.run(layers, functools.partial(chain, x)) if parted.needed(layers) else _of_texts(x, layers)
-    return returned(trace, results)
+    return returned(trace, _of_texts(x, layers))
 
 
 def _one_by_one(x: Tensor, layers: Sequence[Link]) -> Any:
@@ -98,6 +97,8 @@ def _named(results: Sequence[Tensor], several: Any) -> Any:
 
 
 def _of_texts(x: Tensor, layers: Sequence[Link]) -> Any:
+    if parted.needed(layers):
+        return parted.run(layers, functools.partial(_of_texts, x))
     _check_operands(x, layers)
     programs = [plan.declared(layer.epilogue) for layer in layers]
     for layer, program in zip(layers[:-1], programs, strict=False):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 
 from epigen.errors import CallError, InternalError
@@ -27,6 +28,7 @@ from epigen.training import again, chain
 from epigen.training.elements import CHANNELS_LAST, channels_second, rows_first, why_no_product, why_not_as_fast
 from epigen.training.guarded_cache import DEVICES, GuardedCache, State, state
 from epigen.training.layer import Link
+from epigen.training.views import View, Viewed, viewed
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PLAIN = (Tensor, nn.Parameter)
@@ -34,7 +36,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class Ref(NamedTuple):
-    """An argument of a step: the value that was there after so many steps."""
+    """An argument of a step: a value, by its number among all that the product and its steps have given."""
 
     place: int
 
@@ -58,15 +60,17 @@ Argument = Ref | Taken | Fixed
 
 @dataclass(frozen=True)
 class Step:
-    """A function that is called of a product. view: it changes the leading dimensions alone. second: it is another product of the same x, of whose arguments the
-    weight and the bias are inputs of the program. dtype: of what it gives."""
+    """A function that is called of a product. views: of a view, what each of its values is: one of two parts of the columns, or all of them, None, in rows of another
+    shape. way: how it parts the columns, a view or not. second: it is another product of the same x, of whose arguments the weight and the bias are inputs of the
+    program. dtype: of what it gives."""
 
     func: Any
     args: tuple[Argument, ...]
     kwargs: Mapping[str, Argument]
     dtype: torch.dtype
     in_place: bool = False
-    view: bool = False
+    views: tuple[int | None, ...] = ()
+    way: str = ""
     second: bool = False
 
     @functools.cached_property
@@ -180,8 +184,6 @@ _ASKING = (
 )
 """What asks how a tensor is made, and not for its contents."""
 
-VIEWS = {Tensor.view, Tensor.reshape, torch.reshape}
-
 
 @functools.lru_cache(maxsize=MOST_PROGRAMS)
 def pure(func: Any) -> bool:
@@ -269,9 +271,9 @@ def _all_deferred(args: Any, kwargs: Any) -> list[Deferred]:
 class Region:
     """One product that waits, and the steps that have come so far.
 
-    calls: what was called, each with the values that it takes as places, to be called in fact where the plan does not hold. values: by place. done: each place's
-    contents, once they are there. frame: the product's shape, channels last. moved: in torch's shape they come second. plain: whether all inputs are given as they
-    came. way: the function by which it was computed, where there is one for tensors like these.
+    calls: what was called, each with the values that it takes as places, to be called in fact where the plan does not hold: as many as steps have come. values: by
+    place. views: of which columns each value is, and in which shape. frame: that of the values that may come next, channels last. moved: in torch's shape they
+    come second. plain: whether all inputs are given as they came. way: the function by which it was computed, where there is one for tensors like these.
     """
 
     __slots__ = (
@@ -289,6 +291,7 @@ class Region:
         "settled",
         "state",
         "values",
+        "views",
         "wants",
         "way",
     )
@@ -299,6 +302,7 @@ class Region:
         self.moved = plan.func in CONVOLUTIONS
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], bool]] = []
         self.values: list[Callable[[], Deferred | None]] = []
+        self.views: list[View] = []
         x, weight, bias = product
         self.inputs: dict[str, Tensor] = {} if bias is None else {"bias": bias}
         self.settled, self.plain = False, True
@@ -311,36 +315,40 @@ class Region:
 
     def give(self, dtype: torch.dtype) -> Deferred:
         """The next place's tensor."""
-        shape = [self.frame[d] for d in channels_second(len(self.frame))] if self.moved else self.frame
-        deferred: Deferred = Tensor._make_wrapper_subclass(Deferred, shape, dtype=dtype, device=self.device, requires_grad=self.wants)
+        shape = tuple(self.frame[d] for d in channels_second(len(self.frame))) if self.moved else self.frame
+        return self.seen_as(View(shape, self.frame[-1]), dtype)
+
+    def seen_as(self, view: View, dtype: torch.dtype) -> Deferred:
+        """The same, of another shape than the frame's."""
+        deferred: Deferred = Tensor._make_wrapper_subclass(Deferred, view.shape, dtype=dtype, device=self.device, requires_grad=self.wants)
         deferred.region, deferred.place = self, len(self.values)
         self.values.append(weakref.ref(deferred))
+        self.views.append(view)
         return deferred
 
-    def matched(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Step | None:
-        """The next step, where it is this call."""
-        at, steps = len(self.values) - 1, self.plan.steps
-        if at >= len(steps):
-            return None
-        step = steps[at]
+    def matched(self, step: Step, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a step, which is no view, is this call."""
         if func != step.func or len(args) != len(step.args) or state(self.kind) != self.state:
-            return None
-        if step.view:
-            return step if not kwargs and self.viewed(args) else None
+            return False
         for argument, value in zip(step.args, args, strict=True):
             if not self.agrees(func, argument, value):
-                return None
+                return False
         if kwargs or step.kwargs:
             options = step.options
             # the types first: a tensor is compared with nothing
-            if options is not None and options[0] == [*map(type, kwargs.values())] and options[1] == kwargs:
-                return step
-            if len(kwargs) != len(step.kwargs):
-                return None
-            for name, argument in step.kwargs.items():
-                if name not in kwargs or not self.agrees(func, argument, kwargs[name]):
-                    return None
-        return step
+            if options is None or options[0] != [*map(type, kwargs.values())] or options[1] != kwargs:
+                if len(kwargs) != len(step.kwargs):
+                    return False
+                for name, argument in step.kwargs.items():
+                    if name not in kwargs or not self.agrees(func, argument, kwargs[name]):
+                        return False
+        return not step.way or self.halved(*args[1:], **kwargs)
+
+    def halved(self, dim: int = -1) -> bool:
+        """Whether F.glu parts the columns, along this dimension of a tensor of this rank; from then on the frame is of one part."""
+        *lead, columns = self.frame
+        self.frame = (*lead, columns // 2)
+        return columns % 2 == 0 and dim % (len(lead) + 1) == (1 if self.moved else len(lead))
 
     def agrees(self, func: Any, argument: Argument, value: Any) -> bool:
         kind = type(argument)
@@ -366,18 +374,22 @@ class Region:
         self.wants = self.wants or (self.state[0] and value.requires_grad)
         return True
 
-    def viewed(self, args: tuple[Any, ...]) -> bool:
-        """Whether a view keeps the columns; it gives the new shape."""
-        shape = reshaped(self.frame, args[1:])
-        if shape is None or args[0].region is not self:
-            return False
-        self.frame = shape
-        return True
+    def viewed(self, step: Step, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Viewed | None:
+        """What a view gives, where it is this step."""
+        of = args[0]
+        if func != step.func or type(of) is not Deferred or of.region is not self or step.args != (Ref(of.place),) or state(self.kind) != self.state:
+            return None
+        found = viewed(func, self.views[of.place], self.moved, args[1:], kwargs)
+        if found is None or found.way != step.way or found.parts != step.views:
+            return None
+        first = found.views[0]
+        if not first.unflattened:
+            self.frame = tuple(first.shape[d] for d in rows_first(len(first.shape))) if self.moved else first.shape
+        return found
 
     def joined(self, func: Any, product: Product) -> Step | None:
         """The next step, where it is this product of the same x."""
-        at, steps = len(self.values) - 1, self.plan.steps
-        step = steps[at] if at < len(steps) else None
+        step = self.next
         weight = self.product.weight
         x, other, added = product
         if step is None or not step.second or step.func != func or x is not self.product.x or state(self.kind) != self.state:
@@ -427,7 +439,7 @@ class Region:
     def spared_us(self) -> float:
         """What the kernels of its steps would have taken, each of which reads what the one before it has written."""
         each = _LAUNCH_US + 2 * math.prod(self.frame) * self.plan.dtype.itemsize / _BYTES_A_US
-        return each * sum(not step.view for step in self.plan.steps) * (_BACKWARD if self.wants else 1.0)
+        return each * sum(not step.views for step in self.plan.steps) * (_BACKWARD if self.wants else 1.0)
 
     @property
     def held(self) -> list[int]:
@@ -440,8 +452,14 @@ class Region:
         return self.plan.steps[-1].dtype if self.plan.steps else self.plan.dtype
 
     @property
+    def next(self) -> Step | None:
+        """The step that is expected."""
+        at, steps = len(self.calls), self.plan.steps
+        return steps[at] if at < len(steps) else None
+
+    @property
     def complete(self) -> bool:
-        return len(self.values) > len(self.plan.steps)
+        return len(self.calls) == len(self.plan.steps)
 
     # -- as it was called
 
@@ -456,10 +474,13 @@ class Region:
             if type(x) is Deferred:
                 x.region.settle()
             contents = [self.plan.func(*_arguments(self.plan.func, Product(x, self.product.weight, self.product.bias)))]
-            for func, args, kwargs, in_place in self.calls[: max(held)]:
+            for func, args, kwargs, in_place in self.calls:
+                if len(contents) > max(held):
+                    break
                 called = functional(func) if in_place else func
                 named = {k: _content(v, contents) for k, v in kwargs.items()}
-                contents.append(called(*(_content(v, contents) for v in args), **(named | {"inplace": False} if "inplace" in named else named)))
+                result = called(*(_content(v, contents) for v in args), **(named | {"inplace": False} if "inplace" in named else named))
+                contents += result if isinstance(result, tuple) else (result,)
             given: list[Tensor] = []
             for place in held:  # a function may give what it was given
                 given.append(contents[place].view_as(contents[place]) if any(contents[place] is other for other in given) else contents[place])
@@ -558,25 +579,6 @@ def kind(shape: Sequence[int], frame: Sequence[int]) -> str | None:
     return "m" * rows + "n" * columns
 
 
-def reshaped(frame: tuple[int, ...], given: Sequence[Any]) -> tuple[int, ...] | None:
-    """The shape that a view asks for, where it has the same columns."""
-    wanted = tuple(given[0]) if len(given) == 1 and isinstance(given[0], tuple | list) else tuple(given)
-    if not wanted or not all(isinstance(extent, int) for extent in wanted) or wanted.count(-1) > 1:
-        return None
-    total, known = 1, 1
-    for extent in frame:
-        total *= extent
-    for extent in wanted:
-        known *= 1 if extent == -1 else extent
-    if -1 in wanted:
-        if not known or total % known:
-            return None
-        wanted = tuple(total // known if extent == -1 else extent for extent in wanted)
-    elif known != total:
-        return None
-    return wanted if wanted[-1] == frame[-1] else None
-
-
 # -- while a forward runs
 
 
@@ -621,7 +623,7 @@ class Run(TorchFunctionMode):
         self.called += 1
         if func in PRODUCTS:
             return self.product(func, args, kwargs or {})
-        if not self.pending:
+        if not self.pending and not self.held:
             return func(*args, **kwargs) if kwargs else func(*args)
         if func in _ASKING:
             return _undeferred(func, args, kwargs)
@@ -629,7 +631,17 @@ class Run(TorchFunctionMode):
             return self.step(func, args, kwargs or {})
         if not pure(func) or (kwargs and (kwargs.get("inplace") or kwargs.get("out") is not None)):
             self.deviate()
+            self.settle_readers(args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def settle_readers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Compute what somebody holds of a product that was joined, before what it would be computed of is changed: by default the first argument."""
+        if self.held:
+            first = args[0] if args and isinstance(args[0], Tensor) else (args, dict(kwargs))
+            changed = [t for t in pytree.tree_leaves((first, kwargs.get("out"))) if isinstance(t, Tensor)]
+            for region in self.held:
+                if region.held and any(_share(t, read) for t in changed for read in region.tensors()):
+                    region.settle()
 
     def product(self, func: Any, args: Any, kwargs: Any) -> Any:
         place, self.count = self.count, self.count + 1
@@ -674,7 +686,7 @@ class Run(TorchFunctionMode):
                 return None
             tensors, shape, dtype = (x, weight) if bias is None else (x, weight, bias), x.shape, x.dtype
         else:
-            if not planned.after_chained or not before.plan.chained or not before.complete or x.place != len(before.plan.steps) or before.state != now:
+            if not planned.after_chained or not before.plan.chained or not before.complete or x.place != len(before.values) - 1 or before.state != now:
                 return None
             tensors, shape, dtype = (weight,) if bias is None else (weight, bias), before.frame, before.dtype
         of = (shape, dtype)
@@ -697,24 +709,31 @@ class Run(TorchFunctionMode):
 
     def step(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         region = next((x.region for x in args if type(x) is Deferred), None)
-        step = region.matched(func, args, kwargs) if region is not None else None
-        if region is None or step is None:
+        step, found = region.next if region is not None else None, None
+        if region is not None and step is not None:
+            found = region.viewed(step, func, args, kwargs) if step.views else region.matched(step, func, args, kwargs)
+        if region is None or step is None or not found:
             self.deviate()
             return func(*args, **kwargs)
-        last = len(region.values) == len(region.plan.steps) and not region.plan.chained
+        last = len(region.calls) + 1 == len(region.plan.steps) and not region.plan.chained
         if not step.in_place:
             if last:
                 return self.computed(region)
             region.note(func, args, kwargs, False)
-            return region.give(step.dtype)
+            if not isinstance(found, Viewed):
+                return region.give(step.dtype)
+            values = tuple(region.seen_as(view, step.dtype) for view in found.views)
+            return values if found.several else values[0]
         region.note(func, args, kwargs, True)
         changed: Deferred = args[0]
-        region.values[changed.place] = _nobody  # it is no longer what it was there, for whoever settles the region
+        place = changed.place
+        region.values[place] = _nobody  # it is no longer what it was there, for whoever settles the region
         if last:
             become(changed, self.computed(region))
         else:
             changed.place = len(region.values)
             region.values.append(weakref.ref(changed))
+            region.views.append(region.views[place])
         return changed
 
     def deviate(self) -> None:
@@ -723,6 +742,14 @@ class Run(TorchFunctionMode):
         pending, self.pending = self.pending, []
         for region in pending:
             region.settle()
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether they lie in the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if a.layout != torch.strided or b.layout != torch.strided:
+            return False
+        return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 def _nobody() -> None:

@@ -10,7 +10,7 @@ import itertools
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documentati
 from torch.nn.modules import module as torchs
 
 from epigen.runtime.code_builder import CodeBuilder
-from epigen.training.deferred import CONVOLUTIONS, MATMULS, PRODUCTS, Fixed, Plan, Planned, Ref, Taken, facing, present
+from epigen.training.deferred import CONVOLUTIONS, MATMULS, PRODUCTS, Argument, Fixed, Plan, Planned, Ref, Step, Taken, facing, present
 from epigen.training.elements import channels_second, rows_first
 from epigen.training.guarded_cache import GuardedCache, State
 from epigen.training.rehearse import Event, Trial
 from epigen.training.straight import PLAIN, Bent, Read, Straight
+from epigen.training.views import View, viewed
 
 MISSED: Any = object()
 """What a call gives that is not like those for which it was written: nothing was done."""
@@ -161,24 +162,26 @@ def _stored(module: nn.Module, read: Read) -> Tensor:
 
 @dataclass(eq=False)
 class _Open:
-    """A product whose steps are not all there yet. x, weight: what the text calls them. place: how many steps have come. views: whether one of them is a view."""
+    """A product whose steps are not all there yet. x, weight: what the text calls them. inputs: (name, indices, value, whose argument it is beside a convolution's
+    result, the frame beside which it comes). lead: the leading dimensions of the chain. steps: how many have come. views: of each value that it has given."""
 
     planned: Planned
     x: str
     weight: str
-    inputs: list[tuple[str, str, Tensor, Any]]
+    inputs: list[tuple[str, str, Tensor, Any, tuple[int, ...]]]
     frame: tuple[int, ...]
     before: _Open | None
-    place: int = 0
-    views: bool = False
+    lead: tuple[int, ...]
+    steps: int = 0
+    views: list[View] = field(default_factory=list)
 
     @property
     def moved(self) -> bool:
         return self.planned.func in CONVOLUTIONS
 
     @property
-    def lead(self) -> tuple[int, ...]:
-        return self.frame[:-1] if self.before is None else self.before.lead
+    def next(self) -> Step | None:
+        return self.planned.steps[self.steps] if self.steps < len(self.planned.steps) else None
 
     def links(self) -> list[_Open]:
         return [*(self.before.links() if self.before is not None else ()), self]
@@ -239,6 +242,7 @@ class _Body:
         given = [*map(self.value, event.args), *(f"{k}={self.value(v)}" for k, v in event.kwargs.items())]
         self.lines.append(f"{name} = {self.text.hold(func)}({', '.join(given)})")
         for place, tensor in enumerate(result if isinstance(result, tuple | list) else ()):
+            self.flat.straight.exact = True  # how many there are
             self.names[id(tensor)] = f"{name}[{place}]"
         if isinstance(result, Tensor):
             self.names[id(result)] = name
@@ -261,10 +265,11 @@ class _Body:
             bias, x, weight = (None, *args) if func in MATMULS else args
             multiplied = f"{self.value(weight)}.t()"
         before = self.open.get(id(x))
-        if (before is not None) != planned.after_chained or (before is not None and before.place != len(before.planned.steps)):
+        if (before is not None) != planned.after_chained or (before is not None and before.next is not None):
             raise Bent("it does not do what was planned")
-        inputs = [] if bias is None else [("bias", "n", bias, None)]
-        opened = _Open(planned, "" if before is not None else self.value(x) + rows, multiplied, inputs, frame, before)
+        inputs = [] if bias is None else [("bias", "n", bias, None, frame)]
+        lead = frame[:-1] if before is None else before.lead
+        opened = _Open(planned, "" if before is not None else self.value(x) + rows, multiplied, inputs, frame, before, lead)
         if before is not None:
             self.forget(before)
         self.keep(opened, event.result)
@@ -272,44 +277,66 @@ class _Body:
     def second(self, planned: Planned | None, event: Event) -> None:
         """Another product of the same x, which is the next step of one."""
         opened = next((o for o in self.open.values() if o.planned is planned), None)
-        step = opened.planned.steps[opened.place] if opened is not None and opened.place < len(opened.planned.steps) else None
+        step = opened.next if opened is not None else None
         x, weight, bias = _linear(*event.args, **event.kwargs)
         if opened is None or step is None or not step.second or id(x) not in self.names or self.names[id(x)] != opened.x:
             raise Bent("it does not do what was planned")
         for argument, value in zip(step.args, (weight, bias), strict=False):
             assert isinstance(argument, Taken)
-            opened.inputs.append((argument.name, argument.indices, value, None))
-        opened.place += 1
+            opened.inputs.append((argument.name, argument.indices, value, None, opened.frame))
+        opened.steps += 1
         self.keep(opened, event.result)
 
     def joined(self, event: Event) -> None:
         """A call that takes what is not computed yet: the next step of a product, or nothing that was planned."""
         opened = next(self.open[id(t)] for t in event.given if id(t) in self.open)
-        steps = opened.planned.steps
-        step = steps[opened.place] if opened.place < len(steps) else None
-        if step is None or step.func != event.func or len(step.args) != len(event.args) or list(step.kwargs) != list(event.kwargs):
+        step = opened.next
+        if step is None or step.func != event.func:
             raise Bent("it does not do what was planned")
-        if step.view:
-            opened.views, opened.frame = True, tuple(event.result.shape)
-        else:
-            for argument, value in zip((*step.args, *step.kwargs.values()), (*event.args, *event.kwargs.values()), strict=True):
-                if isinstance(argument, Ref):
-                    fits = self.open.get(id(value)) is opened and self.places[id(value)] == argument.place
-                elif isinstance(argument, Taken):
-                    fits = isinstance(value, Tensor) and id(value) in self.names and id(value) not in self.open
-                    opened.inputs.append((argument.name, argument.indices, value, event.func if opened.moved else None))
-                else:
-                    assert isinstance(argument, Fixed)
-                    fits = type(value) is type(argument.value) and bool(value == argument.value)
-                if not fits:
-                    raise Bent("it does not do what was planned")
-        opened.place += 1
+        if step.views:
+            self.viewed(opened, step, event)
+            return
+        if len(step.args) != len(event.args) or list(step.kwargs) != list(event.kwargs):
+            raise Bent("it does not do what was planned")
+        for argument, value in zip((*step.args, *step.kwargs.values()), (*event.args, *event.kwargs.values()), strict=True):
+            if isinstance(argument, Ref):
+                fits = self.holds(opened, value, argument)
+            elif isinstance(argument, Taken):
+                fits = isinstance(value, Tensor) and id(value) in self.names and id(value) not in self.open
+                opened.inputs.append((argument.name, argument.indices, value, event.func if opened.moved else None, opened.frame))
+            else:
+                assert isinstance(argument, Fixed)
+                fits = type(value) is type(argument.value) and bool(value == argument.value)
+            if not fits:
+                raise Bent("it does not do what was planned")
+        opened.steps += 1
+        if step.way:
+            opened.frame = (*opened.frame[:-1], opened.frame[-1] // 2)
         self.keep(opened, event.result)
 
-    def keep(self, opened: _Open, result: Tensor) -> None:
-        """What a product or a step of it gives; with the last one it is computed."""
-        if opened.place < len(opened.planned.steps) or opened.planned.chained:
-            self.open[id(result)], self.places[id(result)] = opened, opened.place
+    def holds(self, opened: _Open, value: Any, argument: Argument) -> bool:
+        """Whether a value is the one that is meant."""
+        return self.open.get(id(value)) is opened and argument == Ref(self.places[id(value)])
+
+    def viewed(self, opened: _Open, step: Step, event: Event) -> None:
+        of = event.args[0]
+        if not self.holds(opened, of, step.args[0]):
+            raise Bent("it does not do what was planned")
+        found = viewed(event.func, opened.views[self.places[id(of)]], opened.moved, event.args[1:], event.kwargs)
+        if found is None or found.way != step.way or found.parts != step.views:
+            raise Bent("it does not do what was planned")
+        first = found.views[0]
+        if not first.unflattened:
+            opened.frame = tuple(first.shape[d] for d in rows_first(len(first.shape))) if opened.moved else first.shape
+        opened.steps += 1
+        for view, result in zip(found.views, event.result if found.several else (event.result,), strict=True):
+            self.keep(opened, result, view)
+
+    def keep(self, opened: _Open, result: Tensor, view: View | None = None) -> None:
+        """What a product or a step of it gives; with the last one it is computed. view: of a view."""
+        if opened.next is not None or opened.planned.chained:
+            self.open[id(result)], self.places[id(result)] = opened, len(opened.views)
+            opened.views.append(view or View(tuple(result.shape), opened.frame[-1]))
             return
         self.forget(opened)
         way, plain = next(self.ways, (None, True))
@@ -318,20 +345,20 @@ class _Body:
         links, given = opened.links(), list[str]()
         for link in links:
             given.append(link.weight)
-            for name, indices, value, func in link.inputs:
+            for name, indices, value, func, frame in link.inputs:
                 expression = f"{self.value(value)}.t()" if indices == "kn" else self.value(value)
                 if not plain and name != "bias" and indices != "kn":
                     self.flat.straight.exact = True
-                    expression = f"{self.text.hold(_Presented(indices, link.frame, opened.lead, func))}({expression})"
+                    expression = f"{self.text.hold(_Presented(indices, frame, opened.lead, func))}({expression})"
                 given.append(expression)
         name = f"v{next(self.numbers)}"
-        viewed = ""
-        if any(link.views for link in links):
+        shaped = ""
+        if opened.frame[:-1] != opened.lead:
             self.flat.straight.exact = True
-            viewed = f".view({self.text.hold(opened.frame)})"
+            shaped = f".view({self.text.hold(opened.frame)})"
         if opened.moved:
-            viewed = f".permute({self.text.hold(channels_second(len(opened.frame)))})"
-        self.lines.append(f"{name} = {self.text.hold(way)}({', '.join([links[0].x, *given])}){viewed}")
+            shaped = f".permute({self.text.hold(channels_second(len(opened.frame)))})"
+        self.lines.append(f"{name} = {self.text.hold(way)}({', '.join([links[0].x, *given])}){shaped}")
         self.names[id(result)] = name
 
     def forget(self, opened: _Open) -> None:

@@ -417,9 +417,9 @@ def fuse(model: nn.Module, *, only: str | Iterable[str] | Callable[[str, nn.Modu
 
     The model is changed in place; its modules, parameters, buffers and hooks stay what and where they are, and so does its state dict. Modules whose own forward
     calls linear layers (`torch.nn.Linear`, a transposed one as in GPT-2, convolutions of one element in channels_last memory) get another `forward`, which runs
-    their own code. What follows a layer is told by what is computed, whatever module or function computes it: activations, gates, residuals, norms over the batch
-    in eval mode, dropout that drops nothing. Linear layers that follow one another so run as a chain. Where a module's code does anything else than when it was
-    tried out, that code runs alone: adapters, quantised or parametrised layers, hooks, another branch, torch.compile.
+    their own code. What follows a layer is told by what is computed, whatever module or function computes it: activations, gates of two layers or of both parts of
+    one, residuals, norms over the batch in eval mode, dropout that drops nothing. Linear layers that follow one another so run as a chain. Where a module's code
+    does anything else than when it was tried out, that code runs alone: adapters, quantised or parametrised layers, hooks, another branch, torch.compile.
 
     only: the modules whose forwards may be changed: names or patterns ("encoder.*.mlp"), with all that is in them, or a function of name and module. dry_run:
     change nothing, and say what would be.

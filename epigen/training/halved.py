@@ -5,6 +5,7 @@ What a traced function calls before it parts a value is called of each part, wit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,12 @@ class _Both:
 
     first: Tensor
     second: Tensor
+
+
+def text_of_parts(way: str, whole: str, text: str, first: str, second: str) -> str:
+    """The program that parts a value and computes something of both parts. whole: the value's text. text: of a program of one part, its mm, and of the other, which is
+    its tile `second`. first, second: what both are to be called."""
+    return f"{first}, {second} = {way}({whole}); " + re.sub(r"\bmm\b", first, re.sub(rf"\b{second}\[m,n\]", second, text))
 
 
 class _Unparted(Exception):

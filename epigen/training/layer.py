@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from epigen.errors import CallError
+from epigen.ir import reference
 from epigen.training import library
 from epigen.training.plan import Backward, Step
 
@@ -178,8 +179,17 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
     if step.second is not None and step.second not in (own.zeros if own is not None else ()):
         dx = _through_second(step, x, computed, inputs, dx, ctx.needs_input_grad[ctx.before_inputs + step.second])
     shape, shapes = ctx.shapes
-    given = [t if t is None or t.shape == s else t.view(s) for t, s in zip((*inputs, *taken), shapes, strict=False)]
+    periods = [*(own.periods if own is not None else [()] * len(inputs)), *(before.periods if before is not None else ())]
+    given = [of_input(t, p, s) for t, p, s in zip((*inputs, *taken), periods, shapes, strict=False)]
     return dx if dx is None else dx.view(shape), dweight, None, None, None, None, *given, *(None for _ in saved)
+
+
+def of_input(gradient: Tensor | None, periods: Sequence[str], shape: Sequence[int]) -> Tensor | None:
+    """As autograd takes it of an input of this shape. periods: along which it is to be summed."""
+    if gradient is None:
+        return None
+    whole = reference.summed(gradient, periods, shape) if periods else gradient
+    return whole if whole.shape == shape else whole.view(tuple(shape))
 
 
 def _through_second(

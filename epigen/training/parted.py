@@ -5,7 +5,7 @@ A gradient comes back to a whole tensor by torch's own derivative of the views, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -69,17 +69,39 @@ def apart(link: Link) -> Link:
     weight, *others = parting.inputs
     if link.weight.dim() != 2 or link.weight.shape[0] % 2:
         raise CallError(f"the weight is parted in {weight.way}, and its shape is {list(link.weight.shape)}: [2 N, K] was expected")
-    first, second = _views(link.weight, 0, weight.way)
-    inputs = {**link.inputs, weight.second: second.t()}
     for part in others:
-        whole: Any = inputs.pop(part.whole, None)
+        whole: Any = link.inputs.get(part.whole)
         if whole is None:
             raise CallError(f"missing input '{part.whole}' of the epilogue {link.epilogue!r}: give it, or write the epilogue without it")
         if not isinstance(whole, Tensor) or whole.dim() == 0 or whole.shape[-1] != link.weight.shape[0]:
             found = f"of shape {list(whole.shape)}" if isinstance(whole, Tensor) else f"a {type(whole).__name__}"
             raise CallError(f"input '{part.whole}' is parted as the weight is, so its last extent is to be {link.weight.shape[0]}, and it is {found}")
-        inputs[part.first], inputs[part.second] = _views(whole, -1, part.way)
+    first, inputs = _parts(parting, link.weight, link.inputs)
     return link._replace(weight=first, inputs=inputs, epilogue=text, of=of)
+
+
+def taken_apart(link: Link) -> Callable[..., tuple[Any, ...]]:
+    """What `apart` makes of the weight and the inputs of a layer like this, which it is given in a row: the same of parts. It checks nothing."""
+    program = _program(link.epilogue)
+    names = tuple(link.inputs)
+    if program is None or not program.parting.inputs:
+        return lambda *given: given
+    parting = program.parting
+
+    def parts(weight: Tensor, *inputs: Any) -> tuple[Any, ...]:
+        first, of_parts = _parts(parting, weight, dict(zip(names, inputs, strict=True)))
+        return first, *of_parts.values()
+
+    return parts
+
+
+def _parts(parting: Parting, weight: Tensor, inputs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    of_weight, *others = parting.inputs
+    first, second = _views(weight, 0, of_weight.way)
+    given = {**inputs, of_weight.second: second.t()}
+    for part in others:
+        given[part.first], given[part.second] = _views(given.pop(part.whole), -1, part.way)
+    return first, given
 
 
 def _views(t: Tensor, dim: int, way: str) -> tuple[Tensor, Tensor]:

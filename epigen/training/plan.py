@@ -55,8 +55,8 @@ class Backward:
     is taken again x and the weight come last. indices: of each of them.
     arguments: the program's inputs, by place among what is kept, the layer's numbers and the gradients that arrive.
     mm, inputs: where the gradients of mm and of each input of the layer are, by place among the program's outputs and the gradients that
-    arrive; None for those that are not wanted. dtypes: the inputs' own, which their gradients have to have. zeros: those, by place and None for mm, whose gradients are 0,
-    since the results follow them in steps alone.
+    arrive; None for those that are not wanted. dtypes: the inputs' own, which their gradients have to have. periods: the inputs', along which these are then to be
+    summed. zeros: those, by place and None for mm, whose gradients are 0, since the results follow them in steps alone.
     """
 
     text: str
@@ -67,6 +67,7 @@ class Backward:
     mm: int | None
     inputs: tuple[int | None, ...]
     dtypes: tuple[torch.dtype | None, ...]
+    periods: tuple[tuple[str, ...], ...]
     zeros: tuple[int | None, ...] = ()
 
 
@@ -208,7 +209,8 @@ def _steps(x: bool, layers: tuple[LayerRequest, ...]) -> tuple[Step, ...]:
             continue
         followed, zeros = _followed(graph, layer.of, wrt)
         if zeros and zeros == followed:
-            nothing = Backward("", 0, (), (), (), None, (None,) * len(names), layer.inputs, tuple(names.get(name) for name in zeros))
+            periods = tuple(n.periods for n in graph.inputs())
+            nothing = Backward("", 0, (), (), (), None, (None,) * len(names), layer.inputs, periods, tuple(names.get(name) for name in zeros))
             constant = tuple(i for i, o in enumerate(graph.outputs) if not carries_gradient(graph, o))
             planned.append(
                 Step(layer.text, tuple(names.values()), tuple(n.indices for n in graph.inputs()), indices, constant, nothing, before, True, layer.weight, flows)
@@ -288,6 +290,7 @@ def _backward(derived: Derivation, inputs: Mapping[str, int], layer: LayerReques
         mm=gradients.get(PRODUCT),
         inputs=tuple(gradients.get(name) for name in inputs),
         dtypes=layer.inputs,
+        periods=tuple(n.periods for n in graph_of(layer.text).inputs()),
     )
 
 

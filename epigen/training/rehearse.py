@@ -7,10 +7,8 @@ it does to the copy. The modules inside that have plans of their own are called,
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import itertools
-import operator
 import random
 import sys
 import types
@@ -26,18 +24,17 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documentati
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from epigen.errors import EpigenError
-from epigen.ir.program import MOST_PROGRAMS, graph_of
-from epigen.training import deferred
-from epigen.training.deferred import CONVOLUTIONS, DTYPES, PRODUCTS, VIEWS, Argument, Fixed, Plan, Planned, Product, Ref, Step, Taken
+from epigen.lang.syntax import HALVES
+from epigen.training import deferred, programs
+from epigen.training.deferred import CONVOLUTIONS, DTYPES, PRODUCTS, Argument, Fixed, Plan, Planned, Product, Ref, Step, Taken
+from epigen.training.elements import channels_second, rows_first
 from epigen.training.guarded_cache import State, state
 from epigen.training.unlogged import unlogged
-
-_ROWS, _COLUMNS = 6, 7
-"""Extents of the tensors on which steps are traced: a program is the same whatever they are."""
+from epigen.training.views import View, Viewed, viewed
 
 _FIXED = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _SHARED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_MOVES = "it moves elements between rows and columns"
 _MOST_HELD = 10_000
 """Objects that an argument may hold."""
 
@@ -182,15 +179,25 @@ def _held(value: Any, fakes: Any) -> Any:
 
 @dataclass(slots=True)
 class Event:
-    """One call. given: the tensors among its arguments, at any depth. layer: of a product, the module whose code calls it."""
+    """One call. given: the tensors among its arguments, at any depth. unseen: whether one of them is a torch.autograd.Function's. layer: of a product, the module whose
+    code calls it."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
     given: list[Tensor]
+    unseen: bool
     state: State
     layer: str | None
+
+
+def _of_function(tensor: Tensor) -> bool:
+    """Whether a torch.autograd.Function has given it."""
+    try:
+        return isinstance(tensor.grad_fn, torch._C._FunctionBase)
+    except RuntimeError:  # a view whose base was changed since, of which torch knows no gradient any more
+        return False
 
 
 class Observed(TorchFunctionMode):
@@ -205,10 +212,10 @@ class Observed(TorchFunctionMode):
         kwargs = kwargs or {}
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         device = given[0].device.type if given else "cpu"
-        now = state(device)
+        now, unseen = state(device), any(map(_of_function, given))
         result = func(*args, **kwargs)
         if not deferred.asks(func):
-            self.events.append(Event(func, tuple(args), dict(kwargs), result, given, now, self.caller() if func in PRODUCTS else None))
+            self.events.append(Event(func, tuple(args), dict(kwargs), result, given, unseen, now, self.caller() if func in PRODUCTS else None))
         return result
 
     def caller(self) -> str | None:
@@ -226,15 +233,19 @@ class Observed(TorchFunctionMode):
 
 @dataclass(eq=False)
 class _Region:
-    """A product and the functions of it that the language has. frame: its shape, channels last. shape: as torch has it. outside: by place, by whom else its value
-    is read. borrowed: by input, of which other region's values it is."""
+    """A product and the functions of it that the language has. shape: as torch has it, of what may come next. ends, views: by place, how many steps had come with the
+    value that is there, and of which columns it is. aliased: places of views, and of what has some, each with that of the value itself. whole: where the value is
+    whose columns are parted. outside: by place, by whom else its value is read. borrowed: by input, of which other region's values it is."""
 
     number: int
     event: Event
     product: Product
     dtype: torch.dtype
-    frame: tuple[int, ...]
     shape: tuple[int, ...]
+    ends: list[int] = field(default_factory=list)
+    views: list[View] = field(default_factory=list)
+    aliased: dict[int, int] = field(default_factory=dict)
+    whole: int | None = None
     steps: list[Step] = field(default_factory=list)
     outside: dict[int, list[str]] = field(default_factory=dict)
     fed: list[tuple[_Region, int]] = field(default_factory=list)
@@ -249,17 +260,55 @@ class _Region:
         """Whether torch has the channels in another place."""
         return self.event.func in CONVOLUTIONS
 
+    @property
+    def frame(self) -> tuple[int, ...]:
+        """The same with channels last."""
+        return tuple(self.shape[d] for d in rows_first(len(self.shape))) if self.moved else self.shape
+
+    @property
+    def last(self) -> int:
+        """The place of the value that came last."""
+        return len(self.ends) - 1
+
     def read(self, place: int, by: str) -> None:
         self.outside.setdefault(place, []).append(by)
 
+    def given(self, step: Step | None, values: Sequence[View]) -> range:
+        """Add a step, and return the places of what it gives. step: None for the product."""
+        if step is not None:
+            self.steps.append(step)
+        self.ends += [len(self.steps)] * len(values)
+        self.views += values
+        return range(len(self.ends) - len(values), len(self.ends))
+
+    def program(self, steps: Sequence[Step]) -> tuple[str, str]:
+        """Of some of its steps, as `programs` has it."""
+        bias = self.product.bias
+        return programs.program(None if bias is None else bias.dtype, self.dtype, steps)
+
+    @property
+    def parts_read(self) -> set[int | None]:
+        """Which parts of its columns anybody reads."""
+        places = {a.place for step in self.steps for a in (*step.args, *step.kwargs.values()) if isinstance(a, Ref)}
+        return {self.views[place].part for place in (*places, *self.outside, *self.multiplied)} - {None}
+
+    def result(self, k: int) -> int | None:
+        """The place of what so many steps come to, which is a tile of its own; None where they come to none."""
+        at = [place for place, end in enumerate(self.ends) if end == k]
+        return at[0] if len(at) == 1 and not self.views[at[0]].unflattened and self.views[at[0]].part is None else None
+
     @property
     def cut(self) -> int:
-        """How many steps can be joined: up to a value that is all that is read of them."""
+        """How many steps can be joined: up to a value that is all that is read of them. Of a part alone none is."""
         for k in range(len(self.steps), 0, -1):
-            inner = range(k)
+            inner = [place for place, end in enumerate(self.ends) if end < k]
             read = {a.place for step in self.steps[:k] for a in (*step.args, *step.kwargs.values()) if isinstance(a, Ref)}
-            if all(j in read and j not in self.outside and j not in self.multiplied for j in inner) and not any(
-                isinstance(a, Ref) and a.place < k for step in self.steps[k:] for a in (*step.args, *step.kwargs.values())
+            parts = {self.views[place].part for place in inner} - {None}
+            if (
+                self.result(k) is not None
+                and len(parts) != 1
+                and all(place in read and place not in self.outside and place not in self.multiplied for place in inner)
+                and not any(isinstance(a, Ref) and a.place in inner for step in self.steps[k:] for a in (*step.args, *step.kwargs.values()))
             ):
                 return k
         return 0
@@ -291,7 +340,7 @@ def _seconds(regions: Sequence[_Region | None]) -> dict[int, int]:
                 and linear
                 and other.number > region.number
                 and region.number not in found.values()
-                and not any(s.view for s in region.steps)
+                and not any(s.views or s.way for s in region.steps)
             ):
                 found[other.number] = region.number
     return found
@@ -303,7 +352,7 @@ def _gathered(observed: Observed, result: Any, seconds: Mapping[int, int]) -> tu
     products: list[tuple[Event, str]] = []
     now: dict[int, tuple[_Region, int]] = {}
     for event in observed.events:
-        if any(isinstance(t.grad_fn, torch._C._FunctionBase) for t in event.given):
+        if event.unseen:
             raise Unseen("it calls a torch.autograd.Function, of whose arguments torch does not tell")
         values = {id(t): now[id(t)] for t in event.given if id(t) in now}
         read = PRODUCTS.get(event.func)
@@ -311,8 +360,7 @@ def _gathered(observed: Observed, result: Any, seconds: Mapping[int, int]) -> tu
         if first is not None and first.open:
             for other, place in values.values():
                 other.read(place, "another product takes its result")
-            _joined(first, event)
-            now[id(event.result)] = (first, len(first.steps))
+            now[id(event.result)] = (first, _joined(first, event))
             regions.append(None)
             products.append((event, ""))
         elif read is not None:
@@ -332,25 +380,26 @@ def _gathered(observed: Observed, result: Any, seconds: Mapping[int, int]) -> tu
                 if r is not None:
                     r.open = False
     for tensor in pytree.tree_leaves(result):
-        if isinstance(tensor, Tensor) and isinstance(tensor.grad_fn, torch._C._FunctionBase):
+        if isinstance(tensor, Tensor) and _of_function(tensor):
             raise Unseen("it calls a torch.autograd.Function, of whose arguments torch does not tell")
         if id(tensor) in now:
             r, place = now[id(tensor)]
-            if place < len(r.steps):
+            if place < r.last:
                 r.read(place, "its result goes out of its module's forward")
     return regions, products
 
 
-def _joined(region: _Region, event: Event) -> None:
-    """A second product becomes a step of the first one."""
+def _joined(region: _Region, event: Event) -> int:
+    """A second product becomes a step of the first one. Returns the place of what it gives."""
     product = PRODUCTS[event.func](*event.args, **event.kwargs)
     assert not isinstance(product, str)
     names = itertools.count(sum(isinstance(a, Taken) for s in region.steps for a in (*s.args, *s.kwargs.values())))
     args = [Taken(f"x{next(names)}", "kn", product.weight.dtype)]
     if product.bias is not None:
         args.append(Taken(f"x{next(names)}", "n", product.bias.dtype))
-    region.steps.append(Step(event.func, tuple(args), {}, event.result.dtype, second=True))
     region.names.append("linear")
+    (place,) = region.given(Step(event.func, tuple(args), {}, event.result.dtype, second=True), [View(region.shape, region.shape[-1])])
+    return place
 
 
 def _is_x(region: _Region, other: _Region, place: int, now: Mapping[int, tuple[_Region, int]]) -> bool:
@@ -372,7 +421,9 @@ def _begun(number: int, event: Event, read: Any) -> tuple[_Region | None, str]:
         return None, f"its product is {dtype}, and fp32, fp16 and bf16 are fused"
     if x.device != weight.device or not deferred.fits(product, tuple(x.shape), x.dtype, event.state, dtype):
         return None, f"a product of {list(x.shape)} by a weight of {list(weight.shape)} is not taken"
-    return _Region(number, event, product, dtype, (*x.shape[:-1], weight.shape[0]), tuple(event.result.shape)), ""
+    region = _Region(number, event, product, dtype, tuple(event.result.shape))
+    region.given(None, [View(region.shape, weight.shape[0])])
+    return region, ""
 
 
 def _ordinary(tensor: Any) -> bool:
@@ -391,16 +442,14 @@ def _stepped(event: Event, values: dict[int, tuple[_Region, int]], now: dict[int
         if step is not None and not region.open:
             step, why = None, "another tensor is changed in between"
         if step is None:
-            region.why = region.why or f"{name} follows{', which no epilogue computes' + (': ' + why if why else '')}"
+            called, because = (region.names[-1], _MOVES) if region.views[region.last].unflattened else (name, why)
+            region.why = region.why or f"{called} follows{', which no epilogue computes' + (': ' + because if because else '')}"
             continue
         for r, place in values.values():
             if r is not region:
                 r.read(place, f"the kernel of another layer takes its result, in {name}")
-        region.steps.append(step)
         region.names.append(name)
-        if step.view:
-            region.frame = region.shape = tuple(event.result.shape)
-        now[id(event.result)] = (region, len(region.steps))
+        _given(region, step, event, values, now)
         return
     for key, (r, place) in values.items():
         r.read(place, name)
@@ -409,18 +458,43 @@ def _stepped(event: Event, values: dict[int, tuple[_Region, int]], now: dict[int
             del now[key]
 
 
+def _given(region: _Region, step: Step, event: Event, values: Mapping[int, tuple[_Region, int]], now: dict[int, tuple[_Region, int]]) -> None:
+    """Add a step, and note what it gives."""
+    if not step.views:
+        shape = tuple(event.result.shape)
+        (place,) = region.given(step, [View(shape, shape[1] if region.moved else shape[-1])])
+        region.whole = next(a.place for a in step.args if isinstance(a, Ref)) if step.way else region.whole
+        region.shape, now[id(event.result)] = shape, (region, place)
+        return
+    _, source = values[id(event.args[0])]
+    found = _views_of(region, source, event)
+    assert found is not None
+    of = region.aliased.setdefault(source, source)
+    results = event.result if found.several else (event.result,)
+    for place, result in zip(region.given(step, found.views), results, strict=True):
+        region.aliased[place], now[id(result)] = of, (region, place)
+    region.whole = of if found.way else region.whole
+    if not found.views[0].unflattened:
+        region.shape = found.views[0].shape
+
+
+def _views_of(region: _Region, source: int, event: Event) -> Viewed | None:
+    return viewed(event.func, region.views[source], region.moved, event.args[1:], event.kwargs)
+
+
 def _step(region: _Region, event: Event, values: Mapping[int, tuple[_Region, int]]) -> tuple[Step | None, str]:
     result = event.result
     first = event.args[0] if event.args else None
-    if not isinstance(result, Tensor):
-        return None, "it gives no tensor"
     if event.state != region.event.state:
         return None, "autocast or gradients are switched in between"
-    if event.func in VIEWS and result is not first:
+    if _is_view(event):
         return _view(region, event, values)
+    if not isinstance(result, Tensor):
+        return None, "it gives no tensor"
     if event.func is F.batch_norm and not region.moved and len(region.frame) != 2:
         return None, "its channels are no columns"
-    if tuple(result.shape) != region.shape or result.dtype not in DTYPES:
+    way = HALVES if event.func is F.glu and event.args and tuple(result.shape) == _halved(region) else ""
+    if (tuple(result.shape) != region.shape and not way) or result.dtype not in DTYPES:
         return None, ""
     if event.state[0] and not result.requires_grad:
         return None, "it has no gradient"
@@ -428,9 +502,9 @@ def _step(region: _Region, event: Event, values: Mapping[int, tuple[_Region, int
     in_place = result is first  # changed, or given as it was
     if changes and (not in_place or region not in [r for r, _ in (values.get(id(first), (None, 0)),)] or deferred.functional(event.func) is None):
         return None, "it changes a tensor in place"
-    if "out" in event.kwargs or (changes and any(s.view for s in region.steps)):  # a view's base would change too
+    if "out" in event.kwargs or (changes and values[id(first)][1] in region.aliased):  # another value would change too
         return None, "it changes a tensor in place"
-    step = Step(event.func, (), {}, result.dtype, in_place)
+    step = Step(event.func, (), {}, result.dtype, in_place, way=way)
     count = sum(isinstance(a, Taken) for s in region.steps for a in (*s.args, *s.kwargs.values()))
     args: list[Argument] = []
     for value in [*event.args, *event.kwargs.values()]:
@@ -453,40 +527,60 @@ def _step(region: _Region, event: Event, values: Mapping[int, tuple[_Region, int
             return None, f"it takes a {type(value).__name__}"
     split = len(event.args)
     step = replace(step, args=tuple(args[:split]), kwargs=dict(zip(event.kwargs, args[split:], strict=True)))
-    text, why = _program(region, [*region.steps, step])
+    text, why = region.program([*region.steps, step])
     return (step, "") if text else (None, why)
 
 
-def _normed(
-    x: Tensor, mean: Tensor | None, variance: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False,
-    momentum: float = 0.1, eps: float = 1e-5,  # noqa: ARG001  # as F.batch_norm has it
-) -> Tensor:  # fmt: skip
-    """A norm by statistics of the model, as arithmetic."""
-    if training or mean is None or variance is None:
-        raise EpigenError("it takes its statistics of all rows first")
-    y = (x - mean) * torch.rsqrt(variance + eps)
-    y = y if weight is None else y * weight
-    return y if bias is None else y + bias
+def _halved(region: _Region) -> tuple[int, ...] | None:
+    """The shape of a part of the columns; None where these cannot be parted, or have been."""
+    *others, columns = region.frame
+    if columns % 2 or region.whole is not None:
+        return None
+    frame = (*others, columns // 2)
+    return tuple(frame[d] for d in channels_second(len(frame))) if region.moved else frame
+
+
+def _is_view(event: Event) -> bool:
+    """Whether a call gives parts of the memory of its first argument, and not that itself."""
+    results = event.result if isinstance(event.result, tuple) else (event.result,)
+    of = event.args[0] if event.args else None
+    if not isinstance(of, Tensor) or not results or not all(isinstance(r, Tensor) and r is not of for r in results):
+        return False
+    return all(r.untyped_storage()._cdata == of.untyped_storage()._cdata for r in results)
 
 
 def _view(region: _Region, event: Event, values: Mapping[int, tuple[_Region, int]]) -> tuple[Step | None, str]:
     at = values.get(id(event.args[0]))
-    shape = deferred.reshaped(region.frame, event.args[1:])
-    if region.moved or at != (region, len(region.steps)) or event.kwargs or shape is None or shape != tuple(event.result.shape):
-        return None, "it moves elements between rows and columns"
-    return Step(event.func, (Ref(at[1]), *map(Fixed, event.args[1:])), {}, event.result.dtype, view=True), ""
+    found = _views_of(region, at[1], event) if at is not None and at[0] is region else None
+    results = event.result if isinstance(event.result, tuple) else (event.result,)
+    if at is None or found is None or region.views[at[1]].part is not None:
+        return None, _MOVES
+    if event.state[0] and not all(r.requires_grad for r in results):
+        return None, "it has no gradient"
+    _, source = at
+    if found.way:
+        # all parts are of one value, which is the last one when the first of them is taken
+        if region.whole is None:
+            fits = source == region.last
+        else:
+            fits = region.aliased.get(source) == region.whole and {found.way} == {s.way for s in region.steps if s.way}
+        if not fits:
+            return None, "its columns are parted twice"
+    elif region.moved or source != region.last or (region.whole is not None and found.views[0].unflattened):
+        return None, _MOVES
+    return Step(event.func, (Ref(source),), {}, results[0].dtype, views=found.parts, way=found.way), ""
 
 
 def _planned(regions: Sequence[_Region | None], products: Sequence[tuple[Event, str]], seconds: Mapping[int, int]) -> Rehearsed:
     cuts = {r.number: r.cut for r in regions if r is not None}
     for r in regions:
-        if r is not None and cuts[r.number] and _program(r, r.steps[: cuts[r.number]])[0] in ("mm", "mm + bias"):
+        if r is not None and cuts[r.number] and r.program(r.steps[: cuts[r.number]])[0] in ("mm", "mm + bias"):
             r.why = r.why or f"{', '.join(r.names[: cuts[r.number]])} follows, and gives what it takes; nothing follows there"
             cuts[r.number] = 0
     chained: dict[int, int] = {}
     for r in regions:
-        if r is not None and (k := cuts[r.number]) and r.multiplied.get(k, []) and len(r.multiplied[k]) == 1 and k not in r.outside and k == len(r.steps):
-            follower = regions[r.multiplied[k][0]]
+        if r is not None and (k := cuts[r.number]) and k == len(r.steps) and len(r.multiplied.get(r.last, [])) == 1 and r.last not in r.outside:
+            follower = regions[r.multiplied[r.last][0]]
             if follower is not None and follower.event.state == r.event.state and r.open and not r.moved:
                 chained[r.number] = follower.number
     plans: list[Planned | None] = []
@@ -504,7 +598,7 @@ def _planned(regions: Sequence[_Region | None], products: Sequence[tuple[Event, 
             why = "the kernel of another layer takes its result"
         if r is not None and (cuts[r.number] or r.number in chained.values()):
             k = cuts[r.number]
-            text, why = _program(r, r.steps[:k])
+            text, why = r.program(r.steps[:k])
             if text and all(f"{a.name}[" in text for step in r.steps[:k] if step.second for a in step.args if isinstance(a, Taken)):
                 planned = Planned(event.func, r.dtype, r.product.bias is not None, tuple(r.steps[:k]), text, r.number in chained, r.number in chained.values())
         plans.append(planned)
@@ -521,73 +615,8 @@ def _why(region: _Region) -> str:
         if region.why:
             return region.why
         return readers[0] if " " in readers[0] else f"{readers[0]} follows, which no epilogue computes"
+    if len(region.parts_read) == 1:
+        return "of its columns one part alone is taken"
     if 0 in region.multiplied:
         return "another product follows it, and nothing between them"
     return region.why or "its result goes out of its module's forward, and nothing follows there"
-
-
-# -- programs
-
-
-def _program(region: _Region, steps: Sequence[Step]) -> tuple[str, str]:
-    """The text, or why there is none."""
-    taken = [(step.func, step.args, tuple(step.kwargs.items()), step.dtype, step.in_place, step.second) for step in steps if not step.view]
-    views = tuple(place for place, step in enumerate(steps) if step.view)
-    try:
-        return _traced(region.product.bias is not None, None if region.product.bias is None else region.product.bias.dtype, region.dtype, tuple(taken), views)
-    except TypeError:  # what cannot be hashed
-        return "", "it takes arguments that are not plain"
-
-
-@functools.lru_cache(maxsize=MOST_PROGRAMS)
-def _traced(bias: bool, bias_dtype: torch.dtype | None, dtype: torch.dtype, steps: tuple[Any, ...], views: tuple[int, ...]) -> tuple[str, str]:
-    """steps: those that are no views. views: where between them those are, which give what they take."""
-    if not steps:
-        return ("mm + bias" if bias else "mm"), ""
-    from epigen.training.traced import trace
-
-    shapes = {"mn": (_ROWS, _COLUMNS), "m": (_ROWS, 1), "n": (_COLUMNS,), "": (), "kn": (_ROWS, _COLUMNS)}  # of what is multiplied its product's
-    cpu = torch.device("cpu")
-    inputs: dict[str, Any] = {"bias": torch.empty(_COLUMNS, dtype=bias_dtype, device=cpu)} if bias else {}
-    for _, args, kwargs, *_ in steps:
-        for argument in (*args, *(value for _, value in kwargs)):
-            if isinstance(argument, Taken):
-                inputs[argument.name] = torch.empty(shapes[argument.indices], dtype=argument.dtype, device=cpu)
-
-    def function(mm: Tensor, **given: Tensor) -> Tensor:
-        values = [mm + given["bias"] if bias else mm]
-        pending = list(steps)
-        for place in range(len(steps) + len(views)):
-            if place in views:
-                values.append(values[-1])
-                continue
-            func, args, kwargs, made, in_place, second = pending.pop(0)
-            if second:
-                values.append(functools.reduce(operator.add, (given[argument.name] for argument in args)).to(made))
-                continue
-
-            def content(argument: Argument) -> Any:
-                return values[argument.place] if isinstance(argument, Ref) else given[argument.name] if isinstance(argument, Taken) else argument.value
-
-            named = {name: content(value) for name, value in kwargs}
-            called = _normed if func is F.batch_norm else deferred.functional(func) if in_place else func
-            result = called(*map(content, args), **(named | {"inplace": False} if "inplace" in named else named))
-            if tuple(result.shape) != (_ROWS, _COLUMNS):
-                raise EpigenError("it changes the shape")
-            values.append(result.to(made))
-        return values[-1]
-
-    try:
-        traced = trace(function, (_ROWS, _COLUMNS), dtype, cpu, inputs)
-    except EpigenError as error:
-        said = str(error).partition("\n")[0]
-        return "", said.partition("which no epilogue computes: ")[2] or said
-    if traced.held:
-        return "", "it reads a tensor of its own"
-    joined = {argument.name: argument.indices for _, args, *_, second in steps if second for argument in args}
-    if {leaf.name for leaf in traced.program.leaves} | set(joined) != set(inputs):
-        return "", "its result does not hang on all that it takes"
-    text = traced.program.text
-    for name in (name for name, indices in joined.items() if indices == "kn"):
-        text = text.replace(f"{name}[m,n]", f"dot(a, {name}[k,n])")
-    return graph_of(text).text, ""

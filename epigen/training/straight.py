@@ -334,7 +334,6 @@ class _Reader:
 
     def made(self, result: Any) -> Any:
         if isinstance(result, tuple | list) and all(isinstance(t, Tensor) for t in result):
-            self.straight.exact = True  # how many there are
             return tuple(result)
         if not isinstance(result, Tensor):
             raise Bent("a tensor becomes a number")

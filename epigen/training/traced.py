@@ -166,10 +166,9 @@ def _of_parts(
 
     part = torch.empty((*lead, columns // 2), dtype=dtype, device=device)
     traced = trace(of_both, part.shape, dtype, device, {**inputs, y: part}, what=what, casts=casts, origin=function)
-    text = re.sub(rf"\b{y}\[m,n\]", y, traced.program.text)
-    if text == traced.program.text or not re.search(r"\bmm\b", text):
+    if not all(re.search(rf"\b{name}", traced.program.text) for name in (r"mm\b", rf"{y}\[m,n\]")):
         return None
-    text = f"{x}, {y} = {way}(mm); " + re.sub(r"\bmm\b", x, text)
+    text = halved.text_of_parts(way, "mm", traced.program.text, x, y)
     program = replace(traced.program, text=text, graph=graph_of(text), leaves=tuple(leaf for leaf in traced.program.leaves if leaf.name != y))
     return replace(traced, program=program, parts=2)
 

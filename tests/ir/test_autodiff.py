@@ -151,6 +151,7 @@ _PROGRAMS = (
     "relu(mm), sqrt(sum(mm * mm, n) + 1) * scale_a[m]", "sum(relu(mm + bias) * residual, m)", "y = exp(tanh(mm)); y, sum(y, m) * 2", "z = mm * bias; h = exp(bias * s); z * h + h, sum(z, m)",
     "where(n <= m, mm * alpha, -inf)", "relu(mm) - scale_a[m] * (m - n)", "z = where(n < m, mm + bias, -inf); z, logsumexp(z, n)", "gelu(mm) * (n + 1), sum(where(n == m, mm, 0), n)",
     "tanh(mm * (m - 2) + n)", "z = mm + bias * m; z, sum(z, n) * m, sum(z, m) * n",
+    "gelu(mm + pos[m % P, n]) * row[m % P]", "mm * both[m % P, n % Q] + col[n % Q]", "relu(mm + pos[m % P, n]), sum(mm * pos[m % P, n], m)",
 )  # fmt: skip
 
 

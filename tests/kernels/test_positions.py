@@ -21,7 +21,7 @@ from epigen.codegen.spec import MOST_POSITIONS, KernelConfig
 from epigen.codegen.standalone import standalone
 from epigen.db.problem import graph_digest
 from epigen.dtypes import BF16, FP16
-from epigen.errors import CallError, DerivationError
+from epigen.errors import CallError
 from epigen.gpus import TARGETS
 from epigen.ir import bound
 from epigen.ir.program import graph_of
@@ -282,16 +282,57 @@ def test_letters_are_no_part_of_a_digest() -> None:
     assert len({graph_digest(graph_of(text)) for text in (same[0], *others)}) == 5
 
 
-def test_layers_take_all_rows_of_x_and_give_no_gradient_of_what_begins_anew(golden: Golden) -> None:
-    x, weight, pos = torch.randn(2, 7, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True), torch.randn(7, 6)
-    text = "gelu(mm + pos[m % P, n]) * pos[m % P, n]"
-    found, wanted = epigen.linear(x, weight, epilogue=text, pos=pos), torch.nn.functional.gelu(x @ weight.T + pos) * pos
+BEGUN: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "rows of a tile": ("gelu(mm + pos[m % P, n]) * pos[m % P, n]", lambda z, pos, **_: torch.nn.functional.gelu(z + pos) * pos),
+    "what arrives": ("mm + pos[m % P, n]", lambda z, pos, **_: z + pos),
+    "a row": ("mm * row[m % P]", lambda z, row, **_: z * row[:, None]),
+    "a column": ("tanh(mm + col[n % Q])", lambda z, col, **_: torch.tanh(z + col)),
+    "both": ("mm * both[m % P, n % Q] + col[n % Q]", lambda z, both, col, **_: z * both + col),
+    "a reduction": ("sum(mm * pos[m % P, n], n), mm", lambda z, pos, **_: (z * pos).sum(1)),
+    "a part": ("x, y = halves(mm * wide[m % P, n]); silu(x) * y", lambda z, wide, **_: (lambda y: torch.nn.functional.silu(y[:, :3]) * y[:, 3:])(z * wide)),
+    "steps alone": ("where(pos[m % P, n] > 0, mm, 0)", lambda z, pos, **_: torch.where(pos > 0, z, 0.0)),
+}
+
+
+@pytest.mark.parametrize("name", BEGUN)
+@pytest.mark.parametrize("rows", [7, 14, 5, 20, 1])
+def test_gradients_of_what_begins_anew_are_summed(name: str, rows: int) -> None:
+    """Over all rows of x that share an element, also where the last are fewer, and 0 of what is not read; however often the layer was called."""
+    text, function = BEGUN[name]
+    x, weight = torch.randn(2, 7, 4, dtype=torch.float64, requires_grad=True), torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    shapes = {"pos": (rows, 6), "row": (rows,), "col": (4,), "both": (rows, 4), "wide": (rows, 6)}
+    named = {n: torch.randn(shape, dtype=torch.float64, requires_grad=True) for n, shape in shapes.items() if f"{n}[" in text}
+    m, n = torch.arange(14) % rows, torch.arange(6) % 4
+    read = {"pos": lambda t: t[m], "row": lambda t: t[m], "col": lambda t: t[n], "both": lambda t: t[m][:, n], "wide": lambda t: t[m]}
+    for _ in range(4):
+        found = epigen.linear(x, weight, epilogue=text, inputs=named)
+        found = found[0] if isinstance(found, tuple) else found
+        wanted = function((x @ weight.T).flatten(0, 1), **{k: read[k](t) for k, t in named.items()}).view(found.shape)
+        torch.testing.assert_close(found, wanted)
+        arriving = torch.randn_like(wanted)
+        leaves = (x, weight, *named.values())
+        expected = torch.autograd.grad(wanted, leaves, arriving, allow_unused=True, materialize_grads=True)
+        torch.testing.assert_close(torch.autograd.grad(found, leaves, arriving, allow_unused=True, materialize_grads=True), expected)
+
+
+def test_a_chain_with_what_begins_anew() -> None:
+    """The next layer takes the derivative over."""
+    from epigen.training.chain import chain
+    from epigen.training.layer import Link
+
+    x, one, other, pos = (torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in ((2, 7, 4), (6, 4), (5, 6), (7, 6)))
+    found = chain(x, [Link(one, {"pos": pos}, "gelu(mm + pos[m % P, n])"), Link(other, {}, "mm")])
+    wanted = torch.nn.functional.gelu(x @ one.T + pos) @ other.T
     torch.testing.assert_close(found, wanted)
-    arriving = torch.randn_like(wanted)
-    torch.testing.assert_close(torch.autograd.grad(found, (x, weight), arriving), torch.autograd.grad(wanted, (x, weight), arriving))
-    with golden.raises(DerivationError):
-        epigen.linear(x, weight, epilogue=text, pos=pos.requires_grad_())
+    leaves, arriving = (x, one, other, pos), torch.randn_like(wanted)
+    torch.testing.assert_close(torch.autograd.grad(found, leaves, arriving), torch.autograd.grad(wanted, leaves, arriving))
+
+
+def test_a_derivation_says_what_is_summed(golden: Golden) -> None:
+    text = "gelu(mm + pos[m % P, n]) * pos[m % P, n]"
+    golden(epigen.derive(text))
     golden(epigen.derive(text, wrt="mm"), "without it")
+    golden(epigen.derive("mm + pos[m % P, n]"), "what arrives")
 
 
 # -- derivatives

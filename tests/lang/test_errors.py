@@ -96,7 +96,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "outputs": ("z = mm + 1; z, z", "out1 = mm + 1; out1, mm * 2", "out = mm + 1; out, out"),
     "derivatives": (
         "y = relu(mm); y, max(y, n), amax(y)", "mm + bias, sum(a, k), logsumexp(b, k)", "z = cast(mm + bias, int8); w = cast(mm ** 2, fp8e4m3); z * 2 + w", "bitmask(mm > 0)", "cast(mm, int8), cast(mm, fp8e5m2)",
-        "where(mm > 0, 1, 0)", "sum(mm, m)", "mm, sum(mm, n) * alpha", "mm, sum(mm, m) * scale_b[n]", "relu(mm), sum(residual, n)", "sum(mm + bias, m), mm", "sum(where(mask, mm, 0), m)", "relu(mm + pos[m % P, n]) * row[m % P]",
+        "where(mm > 0, 1, 0)", "sum(mm, m)", "mm, sum(mm, n) * alpha", "mm, sum(mm, m) * scale_b[n]", "relu(mm), sum(residual, n)", "sum(mm + bias, m), mm", "sum(where(mask, mm, 0), m)",
         "dot(cast(a, int8), b)", "x = relu(a) * norm[k]; silu(dot(x, b)) * dot(x, up[k,n])",
         ", ".join(f"mm * gate{i}[m,n]" for i in range(400)),
     ),

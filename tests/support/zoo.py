@@ -196,6 +196,33 @@ def gemma2() -> Made:
 
 
 @_listed("transformers")
+def phi3() -> Made:
+    """Its gates are stacked on what they are multiplied with, and so are those of the next three."""
+    t = _transformers()
+    return Made(t.Phi3ForCausalLM(t.Phi3Config(**_DECODER)), {"input_ids": _tokens()}, "gate_up_proj|down_proj")
+
+
+@_listed("transformers")
+def glm() -> Made:
+    t = _transformers()
+    return Made(t.GlmForCausalLM(t.GlmConfig(**_DECODER, head_dim=8)), {"input_ids": _tokens()}, "gate_up_proj|down_proj")
+
+
+@_listed("transformers")
+def glm4() -> Made:
+    t = _transformers()
+    return Made(t.Glm4ForCausalLM(t.Glm4Config(**_DECODER, head_dim=8)), {"input_ids": _tokens()}, "gate_up_proj|down_proj")
+
+
+@_listed("transformers")
+def modernbert() -> Made:
+    t = _transformers()
+    options = {name: value for name, value in _DECODER.items() if name not in ("num_key_value_heads", "use_cache")}
+    config = t.ModernBertConfig(**options, cls_token_id=1, sep_token_id=2)
+    return Made(t.ModernBertModel(config), {"input_ids": _tokens()}, r"mlp\.(Wi|Wo)")
+
+
+@_listed("transformers")
 def vit() -> Made:
     t = _transformers()
     config = t.ViTConfig(hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8, **_NO_DROPOUT)
@@ -298,6 +325,12 @@ def timm_eva02() -> Made:
     """A norm stands before the last layers of its MLPs, and nothing after them."""
     model = _timm("eva02_base_patch14_224", **_VIT)
     return Made(model, {"x": _drawn(BATCH, 3, 16, 16)}, r"mlp\.(fc1_g|fc1_x)")
+
+
+@_listed("timm")
+def timm_dinov2() -> Made:
+    """Its MLPs are SwiGLUPacked."""
+    return Made(_timm("vit_giant_patch14_dinov2", **_VIT), {"x": _drawn(BATCH, 3, 16, 16)}, r"mlp\.(fc1|fc2)")
 
 
 @_listed("torchvision")

@@ -81,7 +81,11 @@ def test_every_mlp_is_fused_and_the_model_stays_what_it_was(name: str, ran: list
     ran.clear()
     with torch.no_grad():
         model(**given.inputs)
-    firsts = [layer for layer in given.layers() if layer.endswith(("intermediate.dense", "c_fc", "gate_proj", "fc1", "wi", "wi_0", "linear1", ".0", "fc1_g"))]
+    firsts = [
+        layer
+        for layer in given.layers()
+        if layer.endswith(("intermediate.dense", "c_fc", "gate_proj", "gate_up_proj", "fc1", "wi", "Wi", "wi_0", "linear1", ".0", "fc1_g"))
+    ]
     assert len(ran) >= len(firsts), "each of them in a kernel, and not in the report alone"
     close(called(copy.deepcopy(model), given), called(plain, given))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
