@@ -224,6 +224,16 @@ _POSITIONS = {
 }
 _RANDOM = {"gate[m,n]": "uniform(seed)", "up[m,n]": "dropout(mm, 0.25, seed)", "aux[m, n]": "dropout(aux[m, n], 0.5, other_seed)"}
 
+_BLOCKS = {
+    "scale_a[m]": "scale_a[m/3]",
+    "scale_b[n]": "scale_b[n/4]",
+    "aux[m, n]": "aux[m/2, n/16]",
+    "gate[m,n]": "gate[m,n/64]",
+    "norm[k]": "norm[k/8]",
+    "left[m,k]": "left[m,k/32]",
+    "right[k,n]": "right[k/5,n/2]",
+}
+
 
 def with_positions(random: random_module.Random, text: str) -> str:
     """A program, with what is computed of positions in place of some inputs."""
@@ -233,6 +243,11 @@ def with_positions(random: random_module.Random, text: str) -> str:
 def with_random_numbers(random: random_module.Random, text: str) -> str:
     """A program, with random numbers, and what is dropped by some, in place of some inputs."""
     return _with(random, text, _RANDOM)
+
+
+def with_blocks(random: random_module.Random, text: str) -> str:
+    """A program, with one value for several of an index in place of some inputs."""
+    return _with(random, text, _BLOCKS)
 
 
 def _with(random: random_module.Random, text: str, others: Mapping[str, str]) -> str:

@@ -64,6 +64,7 @@ def spec_text(spec: KernelSpec) -> str:
     lines += [f"  {name} in bytes" for name in sig.bytewise]
     for operand in spec.computed:
         lines += _loads(operand.inputs)
+        lines += [f"  read {operand.packed} of {operand.name}, two in a byte along {sig.packed}"] if operand.packed else []
         lines += [f"  {emit.line(line)}" for line in (*operand.once, *operand.lines)]
         lines.append(f"  multiply {operand.value} for {operand.name} as {sig.multiplied[operand.name]}")
     lines += _loads(spec.inputs)

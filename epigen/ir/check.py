@@ -110,8 +110,9 @@ def check_rule(text: str, kinds: Mapping[str, str]) -> Graph:
     return Graph(tuple(builder.nodes), (Output("out", value, None),), to_text(program))
 
 
-def refused_name(name: str, scalar: bool = False) -> tuple[str, str] | None:
-    """Why no input or assignment may have this name, and what to do instead; None where one may. scalar: of an input that is a number."""
+def refused_name(name: str, scalar: bool = False, indexed: bool = False) -> tuple[str, str] | None:
+    """Why no input or assignment may have this name, and what to do instead; None where one may. scalar: of an input that is a number. indexed: of one that
+    always has indices behind it, which no call has."""
     if scalar and name == "target":  # a number by this name in a call of Kernel.warm would be taken for the GPU
         return "'target' without indices is a number, and Kernel.warm has the GPU by that name", "write target[m] for labels, or choose another name"
     another = "choose another name"
@@ -126,7 +127,7 @@ def refused_name(name: str, scalar: bool = False) -> tuple[str, str] | None:
     if name in INDEX_NAMES:
         hint = f"{another}; within an operand step[k] has the positions, with step=torch.arange(K)"
         return f"'{name}' is an index of the operands, and no value", hint
-    if name in ops.FUNCTIONS:
+    if name in ops.FUNCTIONS and not (indexed and name in ops.TABLE and not ops.TABLE[name].body):  # of which generated code has no function by this name
         return f"'{name}' is an operation, not a value", f"call it, as in {name}({', '.join(OPERANDS) if name == 'dot' else 'mm'}), or choose another name"
     if name in dtypes.BY_NAME:
         return f"'{name}' is a dtype, not a value", another
@@ -220,9 +221,9 @@ class _Builder:
     def is_mm(self, node: Node) -> bool:
         return node.op == DOT and not node.name and all(is_given(self.nodes[a]) for a in node.args)
 
-    def name_is_free(self, name: str, span: Span) -> bool:
-        """Whether an input or an assignment may have this name; notes the mistake if not."""
-        refused = refused_name(name)
+    def name_is_free(self, name: str, span: Span, indexed: bool = False) -> bool:
+        """Whether an input or an assignment may have this name; notes the mistake if not. indexed: as of `refused_name`."""
+        refused = refused_name(name, indexed=indexed)
         if refused is not None:
             message, hint = refused
             self.error(message, span, hint)
@@ -349,7 +350,7 @@ class _Builder:
                     f"'{name}' is {describe_indices(known, periods_known, blocks_known)} above and {describe_indices(indices, periods, blocks)} here", span,
                     f"one input has one set of indices: write {name}{'[' + declared_text(known, periods_known, blocks_known) + ']' if known else ''}, or use another name")  # fmt: skip
                 return None
-        elif not self.name_is_free(name, span) or not self.unlike_scalars(name, span):
+        elif not self.name_is_free(name, span, indexed=bool(indices)) or not self.unlike_scalars(name, span):
             self.names[name] = None  # one report a name
             return None
         self.inputs.setdefault(name, (indices, kind, span, periods, blocks))

@@ -87,6 +87,8 @@ class QuantizedLinear(nn.Module):
             return cls.from_weight(checkpoints.torchao(weight), layer.bias, dtype=weight.dtype, epilogue=epilogue, tune=tune)
         if kind not in KINDS:
             raise CallError(unknown("kind of weight", kind, tuple(KINDS)))
+        if not weight.is_meta and not weight.isfinite().all():
+            raise CallError("the layer's weight has infinities or NaN, which no scale brings to few bits")
         return cls.from_weight(rounded(weight, kind, group), layer.bias, dtype=weight.dtype, epilogue=epilogue, tune=tune)
 
     @classmethod
@@ -156,8 +158,9 @@ def rounded(weight: Tensor, kind: str, group: int | None) -> QuantizedWeight:
     group = k if group is None else min(group, k)
     groups = -(-k // group)
     apart = nn.functional.pad(weight.float(), (0, groups * group - k)).view(n, groups, group)
-    scale = (apart.abs().amax(-1) / _LARGEST[kind]).to(weight.dtype)
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    largest = apart.abs().amax(-1)
+    # of values so small that their scale would be 0, the least that the dtype has
+    scale = torch.where(largest > 0, (largest / _LARGEST[kind]).clamp(min=torch.finfo(weight.dtype).tiny), 1.0).to(weight.dtype)
     scaled = (apart / scale.float()[..., None]).flatten(1)[:, :k]
     if kind == "fp8":
         values = scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 from cases import LIBRARY, persistent, split_k, tiled, warp_specialized
+from golden import Golden
 from integer_types import first_texts
 
 import epigen
-from epigen import settings
+from epigen import ops, settings
 from epigen.codegen.render import Renderer
 from epigen.codegen.spec import LAUNCHER, KernelConfig, parameter
 from epigen.dtypes import FP16, FP32
@@ -229,3 +230,27 @@ def test_a_number_of_any_name_on_a_gpu(name: str) -> None:
     kernel = epigen.compile(f"mm * {name}", config=tiled(16, 32, 32))
     for value in (2.0, 3.0, 4.0, 4):  # the later ones without Triton's launcher
         assert torch.allclose(kernel(a, b, **{name: value}).double(), a.double() @ b.double() * value, rtol=2e-3, atol=0.1)
+
+
+# -- names of operations
+
+
+@pytest.mark.triton
+def test_an_input_with_indices_may_have_an_operations_name() -> None:
+    """One that generated code has no function of, whether the program has the operation too or not."""
+    names = [name for name in ops.FUNCTIONS if refused_name(name, indexed=True) is None]
+    assert {"scale", "relu", "where", "square"} <= {*names} and not {"gelu", "sum", "dot", "cast", "maximum", "int4"} & {*names}
+    torch.manual_seed(0)
+    a, b, inputs = torch.randn(20, 32).half(), torch.randn(32, 24).half(), {name: torch.rand(24).half() + 0.5 for name in names}
+    text = "where(mm > 0, relu(mm) + square(mm), scale(mm, 0.5) - clamp(mm, -1, 1)) * (" + " + ".join(f"{name}[n]" for name in sorted(names)) + ")"
+    found = epigen.compile(text, config=tiled(32, 32, 32), backend="interpreter")(a, b, **inputs)
+    torch.testing.assert_close(found, epigen.compile(text)(a, b, **inputs), rtol=2e-3, atol=2e-2)
+    weight = torch.randint(-9, 9, (32, 24), dtype=torch.int8)
+    quantised = epigen.compile("dot(a, b * scale[k/16,n])", config=tiled(32, 32, 32), backend="interpreter")(a, weight, scale=torch.rand(2, 24))
+    assert quantised.shape == (20, 24)
+
+
+@pytest.mark.parametrize("text", ["mm * scale", "scale = mm; scale", "mm * gelu[n]", "mm * scale[n] + scale"])
+def test_without_indices_an_operation_is_none(text: str, golden: Golden) -> None:
+    with golden.raises(CheckError, text):
+        epigen.compile(text)

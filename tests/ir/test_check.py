@@ -233,7 +233,7 @@ _REFUSED = [
     "min",
     "range",
     "float",
-    "relu",
+    "gelu",
     "mm",
     "a",
     "m",

@@ -19,7 +19,7 @@ def graph_of(text: str) -> Graph:
 
 
 @settings(deadline=None)
-@given(programs() | programs(second=True) | programs(positions=True) | programs(drawn=True))
+@given(programs() | programs(second=True) | programs(positions=True) | programs(drawn=True) | programs(blocks=True))
 def test_a_graph_written_back_is_the_same_graph(text: str) -> None:
     graph = graph_of(text)
     again = graph_of(unparse(graph))

@@ -49,6 +49,14 @@ def test_positions(text: str) -> None:
 
 
 @pytest.mark.triton
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(programs(most=12, tame=True, casts=INTERPRETABLE, blocks=True))
+def test_blocks(text: str) -> None:
+    promised(text, "interpreter", "cpu", FP16)
+    promised(text, "reference", "cpu", FP32)
+
+
+@pytest.mark.triton
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(most=12, tame=True, casts=INTERPRETABLE, drawn=True))
 def test_random_numbers(text: str) -> None:

@@ -92,6 +92,26 @@ def test_columns_in_the_order_of_their_activations() -> None:
     close(layer(x), x.double() @ weight.dequantized().double().t())
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+def test_groups_of_zeros_and_of_tiny_values(kind: str) -> None:
+    plain = linear(dtype=torch.float16)
+    with torch.no_grad():
+        plain.weight[0] = 0
+        plain.weight[1] = 2.0**-24
+    layer = QuantizedLinear.from_linear(plain, kind, 32)
+    weight = layer.dequantized()
+    assert weight.isfinite().all() and not weight[0].any() and (weight[1] - 2.0**-24).abs().max() <= torch.finfo(torch.float16).tiny / 2
+    assert layer(torch.ones(1, 96, dtype=torch.float16)).isfinite().all()
+
+
+def test_a_weight_that_is_not_finite_is_refused() -> None:
+    plain = linear()
+    with torch.no_grad():
+        plain.weight[3, 5] = torch.inf
+    with pytest.raises(CallError, match="the layer's weight has infinities or NaN, which no scale brings to few bits"):
+        QuantizedLinear.from_linear(plain)
+
+
 def test_a_last_group_that_is_shorter() -> None:
     layer = QuantizedLinear.from_linear(linear(k=100), "int4", 32)
     assert layer.scale.shape == (4, 40)
