@@ -86,6 +86,11 @@ def multiplied_as(a: DType, b: DType) -> DType:
     return a if b in WEIGHTS and a.is_float and a.bits > b.bits else b
 
 
+def right_operand(a: DType, weight: DType | None, packed: bool) -> DType:
+    """The dtype of b: that of a weight of fewer bits, where one is named; else a's own, or bytes where the program reads two values in each."""
+    return weight or (UINT8 if packed else a)
+
+
 INPUTS = (*OPERANDS, BOOL, UINT8, INT32, INT64)
 """What inputs of the epilogue may hold. It computes in fp32, so booleans are 0 and 1, and integers past 2^24 are rounded to 24 bits, as torch's own conversion does."""
 

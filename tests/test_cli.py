@@ -435,7 +435,7 @@ def test_backward_as_json() -> None:
     assert found["program"] == "dmm = dtanh(mm, y[m,n]); dmm" and "def epigen_dmm_dtanh" in found["source"]
     assert found["derivation"]["save"] == "output" and found["derivation"]["product"] == "out"
     assert found["derivation"]["arguments"] == [{"name": "y", "source": "saved", "of": "out"}]
-    assert found["derivation"]["gradients"] == [{"of": "mm", "output": "dmm", "passed": ""}]
+    assert found["derivation"]["gradients"] == [{"of": "mm", "output": "dmm", "passed": "", "summed": False}]
 
 
 # -- verification and resources
@@ -619,6 +619,9 @@ def test_json_is_all_that_is_on_stdout(tmp_path: Path) -> None:
     assert source == run("compile", "relu(mm + bias)", *QUICK).stdout
     assert verified["shape"] == [35, 37, 61] and verified["dtype"] == "fp16" and verified["outputs"]["out"]["ok"]
     assert resources["name"] == "epigen_relu_mm_bias" and resources["spills"] == 0 and resources["blocks_per_sm"] >= 1
+    of_weight = json.loads(run("compile", "mm * s[n]", "--config", SMALL, "--weight", "int8", "--json").stdout)
+    assert of_weight["weight"] == "int8" and of_weight["verified"]["outputs"]["out"]["ok"] and "[K, N] int8" in of_weight["source"]
+    assert " x int8, layout nn" in run("explain", "mm * s[n]", "--weight", "int8", "--shape", "64x64x64").stdout
     path = tmp_path / "fused.py"
     told = json.loads(run("compile", "relu(mm + bias)", *QUICK, "--json", "-o", str(path)).stdout)
     assert path.read_text() == told["source"] != source

@@ -19,7 +19,7 @@ import epigen
 from epigen import dtypes, gpus
 from epigen.codegen.schedules import SCHEDULES, in_triton
 from epigen.commands import derivation as cli_derivation
-from epigen.commands.types import Extents, Program, ProgramCommand, dtype_option, numerics_options, pass_machine, say
+from epigen.commands.types import Extents, Program, ProgramCommand, dtype_option, numerics_options, pass_machine, say, weight_option
 from epigen.errors import EpigenError
 from epigen.gpus import TARGETS, Target
 from epigen.runtime.device import Machine
@@ -64,6 +64,7 @@ class Config(click.ParamType):  # type: ignore[type-arg]  # generic since click 
     help="M, N and K, of a batch after the number of its products, that the config is chosen for (default: any, chosen for 4096x4096x4096)",
 )
 @dtype_option
+@weight_option
 @click.option("--layout", default="nn", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
 @numerics_options
 @click.option("--target", "target_name", type=click.Choice(tuple(TARGETS)), help="architecture (default: the GPU at hand, else sm_90 and the schedule tiled)")
@@ -82,7 +83,7 @@ class Config(click.ParamType):  # type: ignore[type-arg]  # generic since click 
 @click.option("--no-verify", is_flag=True, help="do not run the kernel before showing it")
 @click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
 @pass_machine
-def compile_command(machine: Machine, program: str, shape: Shape | None, dtype_name: str, layout: str, numerics: dict[str, Any], target_name: str | None,
+def compile_command(machine: Machine, program: str, shape: Shape | None, dtype_name: str, weight_name: str | None, layout: str, numerics: dict[str, Any], target_name: str | None,
                     emit: str, schedule: str | None, config: dict[str, Any] | None, output: Path | None, backward: bool, save: str | None, wrt: str | None,
                     no_verify: bool, as_json: bool) -> None:  # fmt: skip
     """Compile PROGRAM, such as "relu(mm + bias)", and show the kernel once it has been checked."""
@@ -97,12 +98,12 @@ def compile_command(machine: Machine, program: str, shape: Shape | None, dtype_n
         _write_stage(program, emit, _early(program, emit), output, as_json)
         return
 
-    dtype = dtypes.BY_NAME[dtype_name]
+    dtype, weight = dtypes.BY_NAME[dtype_name], dtypes.BY_NAME[weight_name] if weight_name else None
     target, chosen = _target(target_name, machine)
     anywhere = chosen == _DEFAULT and not config and schedule in (None, ANYWHERE)
     if anywhere:
         target = replace(target, shared_bytes=_least_shared_bytes())
-    kernel, plan = _planned(program, shape, dtype, layout, numerics, target, ANYWHERE if anywhere else schedule, config)
+    kernel, plan = _planned(program, shape, dtype, weight, layout, numerics, target, ANYWHERE if anywhere else schedule, config)
     say(f"target    {target.name} ({target.part}), {chosen}")
     say(f"config    {plan.choice.config}")
     say(f"          {plan.choice.why}")
@@ -117,13 +118,15 @@ def compile_command(machine: Machine, program: str, shape: Shape | None, dtype_n
         "program": kernel.program, "name": plan.spec.name, "target": target.name, "dtype": dtype.name, "config": {"schedule": plan.choice.config.schedule, **dict(plan.choice.config.values)},
         "why": plan.choice.why, "digest": plan.rendered.digest, "epigen": epigen.__version__,
     }  # fmt: skip
+    if weight is not None:
+        report["weight"] = weight.name
     if derived is not None:
         report["derivation"] = cli_derivation.record(derived, shape or DEFAULT_SHAPE)
     compiling = None if plan.rendered.whole or (no_verify and emit == "source") else _start_compiling(plan, target, layout)
-    summary = [f"compiled  {kernel.program}, {dtype} for {target.name}: {_size(plan)}"]
+    summary = [f"compiled  {kernel.program}, {dtype}{f' x {weight}' if weight else ''} for {target.name}: {_size(plan)}"]
     try:
         if not no_verify:
-            report["verified"], lines = _verify(kernel, plan, dtype, layout, machine)
+            report["verified"], lines = _verify(kernel, plan, dtype, weight, layout, machine)
             summary += lines
         compiled = compiling.result() if compiling else []
     except BaseException:
@@ -143,6 +146,7 @@ def compile_command(machine: Machine, program: str, shape: Shape | None, dtype_n
     if emit == "source" and not as_json:
         options = {
             "dtype": (dtype.name, "fp16"),
+            "weight": (weight_name, None),
             "layout": (layout, "nn"),
             **{name: (value, "ieee" if name == "precision" else None) for name, value in numerics.items()},
         }
@@ -167,7 +171,7 @@ def _least_shared_bytes() -> int:
 
 
 def _planned(
-    program: str, shape: Shape | None, dtype: DType, layout: str, numerics: dict[str, Any], target: Target, schedule: str | None,
+    program: str, shape: Shape | None, dtype: DType, weight: DType | None, layout: str, numerics: dict[str, Any], target: Target, schedule: str | None,
     config: dict[str, Any] | None,
 ) -> tuple[Kernel, Plan]:  # fmt: skip
     """schedule: the only one to choose a config of; None for the best."""
@@ -178,7 +182,7 @@ def _planned(
     kernel = api.compile(program, config=config, **numerics)
     if schedule:
         kernel = Kernel(kernel.graph, kernel.renderer, Within(schedule), numerics=kernel.numerics)
-    return kernel, kernel.plan(shape or DEFAULT_SHAPE, target=target, signature=kernel.signature_of(dtype, shape, layout))
+    return kernel, kernel.plan(shape or DEFAULT_SHAPE, target=target, signature=kernel.signature_of(dtype, shape, layout, weight))
 
 
 def _size(plan: Plan) -> str:
@@ -266,7 +270,7 @@ def _standalone(kernel: Kernel, plan: Plan) -> str:
     return standalone(kernel.renderer, kernel.graph, plan.spec, plan.choice, plan.rendered, kernel.parting)
 
 
-def _verify(kernel: Kernel, plan: Plan, dtype: DType, layout: str, machine: Machine) -> tuple[dict[str, Any], list[str]]:
+def _verify(kernel: Kernel, plan: Plan, dtype: DType, weight: DType | None, layout: str, machine: Machine) -> tuple[dict[str, Any], list[str]]:
     """Run the kernel of the plan at a shape with tails, on the GPU or under the interpreter. Returns how far it is from the oracle, as data and as
     lines to say, which are said at once where it is too far: VerificationError is raised then."""
     import torch
@@ -290,7 +294,9 @@ def _verify(kernel: Kernel, plan: Plan, dtype: DType, layout: str, machine: Mach
     chosen = plan.choice
     one = Kernel(graph, kernel.renderer, lambda *_: chosen, chosen.config, "triton" if on_gpu else "interpreter", kernel.numerics)
     inputs = dtypes.FP32 if run.bits == 8 else run
-    given = verify.sample(graph, shape, run, run, inputs, device="cuda" if on_gpu else "cpu", layout=layout)
+    given = verify.sample(
+        graph, shape, run, dtypes.right_operand(run, weight, graph.packed() is not None), inputs, device="cuda" if on_gpu else "cpu", layout=layout
+    )
     # the interpreter multiplies in full precision
     differences = verify.differences(one, given, (kernel.numerics.precision or "ieee") if on_gpu else "ieee")
     same = one.source() == plan.source

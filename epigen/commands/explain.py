@@ -9,7 +9,7 @@ import click
 
 from epigen import dtypes
 from epigen.commands import derivation as cli_derivation
-from epigen.commands.types import Extents, Program, ProgramCommand, dtype_option, numerics_options, pass_machine
+from epigen.commands.types import Extents, Program, ProgramCommand, dtype_option, numerics_options, pass_machine, weight_option
 from epigen.runtime.device import Machine
 from epigen.shapes import Shape
 
@@ -18,13 +18,14 @@ from epigen.shapes import Shape
 @click.argument("program", type=Program())
 @click.option("--shape", type=Extents(), required=True, help="M, N and K, of a batch after the number of its products")
 @dtype_option
+@weight_option
 @click.option("--layout", default="nn", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
 @numerics_options
 @click.option("--gpu", "gpu_name", help="a GPU by name, such as H200 or 'RTX 4090' (default: the GPU at hand, else H200)")
 @click.option("--json", "as_json", is_flag=True, help="write one JSON object instead")
 @pass_machine
 def explain_command(
-    machine: Machine, program: str, shape: Shape, dtype_name: str, layout: str, numerics: dict[str, Any], gpu_name: str | None, as_json: bool
+    machine: Machine, program: str, shape: Shape, dtype_name: str, weight_name: str | None, layout: str, numerics: dict[str, Any], gpu_name: str | None, as_json: bool
 ) -> None:  # fmt: skip
     """Explain what bounds PROGRAM, such as "relu(mm + bias)", at a shape: work, limits, config, waste, what fusing saves, and its derivative."""
     from epigen import api, gpus
@@ -40,7 +41,7 @@ def explain_command(
     else:
         gpu, why = gpus.DEFAULT, "the default, since no GPU is at hand"
         target = gpu.target
-    signature = kernel.signature_of(dtypes.BY_NAME[dtype_name], shape, layout)
+    signature = kernel.signature_of(dtypes.BY_NAME[dtype_name], shape, layout, dtypes.BY_NAME[weight_name] if weight_name else None)
     plan = kernel.plan(shape, target=target, signature=signature)
     explained = explain.explain(plan.spec, shape, gpu, plan.choice, gpu_why=why)
     rows, record = cli_derivation.explained(program, shape, dtype_name)

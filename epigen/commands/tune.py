@@ -19,7 +19,18 @@ import click
 
 from epigen import settings
 from epigen.commands.live import Live
-from epigen.commands.types import Devices, Extents, Program, ProgramCommand, Seconds, dtype_option, invariant_option, pass_machine, precision_option
+from epigen.commands.types import (
+    Devices,
+    Extents,
+    Program,
+    ProgramCommand,
+    Seconds,
+    dtype_option,
+    invariant_option,
+    pass_machine,
+    precision_option,
+    weight_option,
+)
 from epigen.errors import TuneError
 from epigen.runtime.device import Machine
 from epigen.shapes import Shape
@@ -71,6 +82,7 @@ class _Run:
     "--suite", "suites", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), help="a TOML file of problems; may be given several times"
 )
 @dtype_option
+@weight_option
 @click.option("--layout", default="nt", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
 @precision_option
 @invariant_option
@@ -94,7 +106,7 @@ class _Run:
 @pass_machine
 @click.pass_context
 def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], shapes: tuple[Shape, ...], suites: tuple[Path, ...],
-         dtype_name: str, layout: str, precision: str, invariant: str | None, trials: int, budget: float | None, devices: tuple[int, ...] | str | None, seed: int, storage: str | None, fresh: bool, missing: bool, path: Path | None,
+         dtype_name: str, weight_name: str | None, layout: str, precision: str, invariant: str | None, trials: int, budget: float | None, devices: tuple[int, ...] | str | None, seed: int, storage: str | None, fresh: bool, missing: bool, path: Path | None,
          tables: tuple[Path, ...], as_json: bool) -> None:  # fmt: skip
     """Tune PROGRAMS, such as "relu(mm + bias)", at every --shape, and the problems of every --suite; remember the winners in the database.
 
@@ -115,7 +127,7 @@ def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], sh
             if fresh and storage is not None:
                 raise click.UsageError("--fresh forgets what epigen itself remembers: with --storage name a new one instead")
             going = _requested(
-                machine, programs, shapes, suites, dtype_name, layout, precision, invariant or "", trials, budget_s, devices, seed, storage, fresh, missing,
+                machine, programs, shapes, suites, dtype_name, weight_name or "", layout, precision, invariant or "", trials, budget_s, devices, seed, storage, fresh, missing,
                 path,
             )  # fmt: skip
         going.go()
@@ -127,14 +139,14 @@ def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], sh
 
 
 def _requested(
-    machine: Machine, programs: Sequence[str], shapes: Sequence[Shape], suites: Sequence[Path], dtype_name: str, layout: str, precision: str, invariant: str,
+    machine: Machine, programs: Sequence[str], shapes: Sequence[Shape], suites: Sequence[Path], dtype_name: str, weight_name: str, layout: str, precision: str, invariant: str,
     trials: int, budget_s: float, devices: Sequence[int] | str | None, seed: int, storage: str | None, fresh: bool, missing: bool,
     path: Path | None,
 ) -> _Run:  # fmt: skip
     """What the options ask for. All mistakes come out here, before the first of many problems is measured."""
     from epigen.tuning import request, suite
 
-    listed = request.every(programs, shapes, [dtype_name], [layout], precision, invariant)
+    listed = request.every(programs, shapes, [dtype_name], [layout], precision, invariant, [weight_name])
     for file in suites:
         listed += suite.read(file)
     with contextlib.ExitStack() as unused:

@@ -92,6 +92,28 @@ def dtype_option(command: Any) -> Any:
     return click.option("--dtype", "dtype_name", default="fp16", show_default=True, type=Dtype(), help=help_text)(command)
 
 
+class Weight(click.ParamType):  # type: ignore[type-arg]
+    """The dtype of a weight of fewer bits, by epigen's name or by torch's; epigen's comes out."""
+
+    name = "weight"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:  # noqa: ARG002  # the names are in small letters
+        return f"[{'|'.join(t.name for t in dtypes.WEIGHTS)}]"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> str:
+        from epigen.tuning.request import weight_of
+
+        try:
+            return weight_of(value)
+        except CallError as error:
+            self.fail(str(error), param, context)
+
+
+def weight_option(command: Any) -> Any:
+    help_text = "dtype of b where it is a weight of fewer bits, which is multiplied in --dtype"
+    return click.option("--weight", "weight_name", type=Weight(), help=help_text)(command)
+
+
 def precision_option(command: Any) -> Any:
     help_text = "of fp32 operands ieee or tf32; of fp8 ones fast_accum"
     return click.option("--precision", type=click.Choice(dtypes.PRECISIONS), default="ieee", show_default=True, help=help_text)(command)

@@ -37,7 +37,7 @@ from epigen.codegen.spec import (
     k_multiple,
     whole_words,
 )
-from epigen.dtypes import BY_TORCH_ON_CPU, FP16, FP32, INT8, UINT8, DType
+from epigen.dtypes import BY_TORCH_ON_CPU, FP16, FP32, INT8, DType, right_operand
 from epigen.errors import CallError, ConfigError
 from epigen.gpus import DEFAULT_TARGET, Target
 from epigen.ir import graph as g
@@ -313,14 +313,15 @@ class Kernel:
         text = (signature, choice.config)
         return Plan(spec, choice, self._rendered.get(text) or self._rendered.put(text, self.renderer.render(spec, choice.config)))
 
-    def signature_of(self, dtype: DType, shape: Shape | None = None, layout: str = "nn") -> Signature:
+    def signature_of(self, dtype: DType, shape: Shape | None = None, layout: str = "nn", weight: DType | None = None) -> Signature:
         """The signature of a call whose operands and inputs have one dtype (inputs: fp32 beside 8-bit operands; a packed b is uint8); scalars are numbers.
 
-        shape: as of `plan`, of contiguous tensors; None for any K, and offsets that fit in 32 bits. layout: how a and b lie.
+        shape: as of `plan`, of contiguous tensors; None for any K, and offsets that fit in 32 bits. layout: how a and b lie. weight: the dtype of b where it is
+        a weight of fewer bits.
         """
         other = FP32 if dtype.bits == 8 else dtype
         inputs = tuple((n.name, g.given_as(n) or (other if n.indices else None)) for n in self._inputs.values())
-        b = UINT8 if self._graph.packed() else dtype
+        b = right_operand(dtype, weight, self._graph.packed() is not None)
         if shape is None:
             return self._with_numerics(Signature(dtype, b, inputs, self._precision_now(dtype), layout=layout))
         return self._with_numerics(signature_of_contiguous(self._graph, dtype, b, inputs, shape, layout, self._precision_now(dtype)))

@@ -26,11 +26,12 @@ NO_GPU = "no GPU is at hand to tune on"
 
 def every(
     programs: Iterable[str | Graph], shapes: Iterable[Shape | str], dtype_names: Iterable[Any] = ("fp16",), layouts: Iterable[str] = ("nt",),
-    precision: str = "ieee", invariant: str = "",
+    precision: str = "ieee", invariant: str = "", weights: Iterable[Any] = ("",),
 ) -> list[Request]:  # fmt: skip
     """All combinations, in the order of the arguments, the programs' first.
 
     programs: texts, or the graphs of such. shapes: as of `shape_of`. dtype_names: epigen's names, torch's, or torch dtypes. invariant: "" or "m".
+    weights: dtypes of b as a weight of fewer bits, named likewise; "" for that of the operands.
     Raises ParseError or CheckError for a program, CallError for the rest.
     """
     graphs = [p if isinstance(p, Graph) else graph_of(p) for p in programs]
@@ -39,10 +40,11 @@ def every(
         raise CallError(unknown("precision", precision, dtypes.PRECISIONS))
     if invariant and invariant not in INVARIANT:
         raise CallError(unknown("invariant", invariant, INVARIANT))
+    rights = [dtypes.BY_NAME[weight_of(w)] if w else None for w in weights]
     of_each = {a: a.precision(precision) or "ieee" for a in operands}
     return [
-        Request(graph, shape, a, dtypes.UINT8 if graph.packed() else a, (_beside(a),), layout, of_each[a], invariant=invariant)
-        for graph, shape, a, layout in product(graphs, extents, operands, lies)
+        Request(graph, shape, a, dtypes.right_operand(a, weight, graph.packed() is not None), (_beside(a),), layout, of_each[a], invariant=invariant)
+        for graph, shape, a, weight, layout in product(graphs, extents, operands, rights, lies)
     ]
 
 
@@ -88,6 +90,15 @@ def dtype_of(given: Any) -> str:
         known = [t.name for t in dtypes.OPERANDS]
         raise CallError(f"unknown dtype '{name}': {near_miss(name, dtypes.BY_NAME) or 'known are ' + ', '.join(known)}")
     return dtype.name
+
+
+def weight_of(given: Any) -> str:
+    """epigen's name of the dtype of a weight of fewer bits. given: as for `dtype_of`. Raises CallError."""
+    name = str(given).removeprefix("torch.")
+    found = [t.name for t in dtypes.WEIGHTS if name in (t.name, t.torch)]
+    if not found:
+        raise CallError(unknown("dtype of a weight", name, [t.name for t in dtypes.WEIGHTS]))
+    return found[0]
 
 
 def layout_of(given: Any) -> str:

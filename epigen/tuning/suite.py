@@ -4,6 +4,7 @@
     program = "relu(mm + bias)"                  # or a list of programs
     shapes = ["4096x4096x4096", "16x4096x4096"]  # M, N, K; or a single one
     dtype = ["fp16", "bf16"]                     # or a single one; by default fp16
+    weight = "int8"                              # or a list: dtypes of b as a weight of fewer bits; by default b has the others' dtype
     layout = "nt"                                # or a list; by default nt: a row-major, b transposed, as a Linear's weight.T
     precision = "ieee"                           # of fp32 operands, ieee or tf32; of fp8 ones fast_accum
     invariant = "m"                              # of programs that are compiled so; by default not
@@ -27,7 +28,7 @@ from epigen.errors import CallError, ProgramError, SuiteError, near_miss
 from epigen.files import reason
 from epigen.ir.graph import Graph
 from epigen.ir.program import graph_of
-from epigen.tuning.request import distinct, dtype_of, every, layout_of, shape_of
+from epigen.tuning.request import distinct, dtype_of, every, layout_of, shape_of, weight_of
 from epigen.tuning.task import Request
 
 _MOST = 1000  # of one list
@@ -72,11 +73,12 @@ _ENTRY = {
     "program": _texts(_program),
     "shapes": _texts(shape_of),
     "dtype": _texts(dtype_of),
+    "weight": _texts(weight_of),
     "layout": _texts(layout_of),
     "precision": fields.one_of(dtypes.PRECISIONS),
     "invariant": fields.one_of(INVARIANT),
 }
-_DEFAULTS = {"dtype": ("fp16",), "layout": ("nt",), "precision": "ieee", "invariant": ""}
+_DEFAULTS = {"dtype": ("fp16",), "weight": ("",), "layout": ("nt",), "precision": "ieee", "invariant": ""}
 
 
 def _entry(value: Any) -> dict[str, Any]:
@@ -119,10 +121,10 @@ def parse(text: str, name: str = "the suite") -> list[Request]:
         raise SuiteError(f"{name}: this is no TOML: {str(error).split(';')[0]}") from None
     except RecursionError:
         raise SuiteError(f"{name}: nested too deeply") from None
-    count = sum(math.prod(len(e[part]) for part in ("program", "shapes", "dtype", "layout")) for e in entries)
+    count = sum(math.prod(len(e[part]) for part in ("program", "shapes", "dtype", "weight", "layout")) for e in entries)
     if count > _MOST_PROBLEMS:
         raise SuiteError(f"{name}: {count} problems, and a suite has at most {_MOST_PROBLEMS}")
-    return distinct(a for e in entries for a in every(e["program"], e["shapes"], e["dtype"], e["layout"], e["precision"], e["invariant"]))
+    return distinct(a for e in entries for a in every(e["program"], e["shapes"], e["dtype"], e["layout"], e["precision"], e["invariant"], e["weight"]))
 
 
 def _mistake(wrong: fields.Wrong, document: dict[str, Any]) -> str:

@@ -11,7 +11,8 @@ from golden import Golden
 from machines import Machine
 
 import epigen
-from epigen.dtypes import FP16, FP32
+from epigen.db.problem import capability, problem_of
+from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, UINT8
 from epigen.errors import CallError, CheckError, SuiteError, TuneError
 from epigen.gpus import TARGETS
 from epigen.tuning import request, suite
@@ -171,6 +172,27 @@ def test_inputs_beside_8_bit_operands_are_fp32() -> None:
     for dtype, inputs in (("fp16", FP16), ("fp8e4m3", FP32), ("int8", FP32)):
         (one,) = request.every(["mm"], ["1x1x1"], [dtype])
         assert one.task(TARGETS["sm_90"]).inputs == (inputs,)
+
+
+@pytest.mark.parametrize("given", ["int8", "torch.int8", torch.int8])
+def test_a_weight_of_fewer_bits_is_tuned_as_a_call_has_it(given: object) -> None:
+    (one,) = request.every(["mm * s[n]"], ["16x256x256"], ["bf16"], weights=[given])
+    assert (one.a, one.b, one.inputs) == (BF16, INT8, (BF16,))
+    task = one.task(TARGETS["sm_90"])
+    assert (
+        task.problem == problem_of(task.graph, task.spec, (16, 256, 256), TARGETS["sm_90"].part, capability(TARGETS["sm_90"])) and task.spec.signature.b == INT8
+    )
+    text = '[[problem]]\nprogram = "mm * s[n]"\nshapes = "16x256x256"\ndtype = "bf16"\nweight = ["int8", "fp8e4m3"]\n'
+    assert [r.b for r in suite.parse(text)] == [INT8, FP8E4M3] and suite.parse(text)[0] == one
+    (packed,) = request.every(["dot(a, int4(b) * s[k/128,n])"], ["16x256x256"], ["bf16"])
+    assert packed.b == UINT8
+
+
+def test_what_is_no_weight_is_refused(golden: Golden) -> None:
+    with golden.raises(CallError, "int5"):
+        request.every(["mm"], ["1x1x1"], weights=["int5"])
+    with golden.raises(CallError, "fp8 beside fp8"):
+        request.every(["mm"], ["1x1x1"], ["int8"], weights=["fp8e4m3"])[0].task(TARGETS["sm_90"])
 
 
 def test_programs_are_checked_before_anything_runs(golden: Golden) -> None:
