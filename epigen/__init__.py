@@ -97,9 +97,11 @@ def _imported(name: str) -> Any:
 
         return unfuse
     if name == "checkpoints":
-        import epigen.checkpoints as checkpoints
+        import sys
 
-        return checkpoints
+        import epigen.checkpoints  # noqa: F401  # taken from sys.modules: `import ... as` would ask this function again where an import was interrupted
+
+        return sys.modules["epigen.checkpoints"]
     if name == "nn":
         import epigen.nn as nn  # not `from epigen import nn`, which would ask this function again
 

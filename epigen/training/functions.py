@@ -134,7 +134,8 @@ def checked(function: Function, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def plain(function: Function, x: Tensor, weight: Tensor, inputs: Mapping[str, Any]) -> Any:
     """The function of x @ weight.T as torch runs it, unfused. Where torch takes derivatives itself, or traces."""
-    weight = weight.to(x.dtype) if arguments.converted(x, weight) else weight
+    if not any(map(arguments.stands_for_one, (x, weight))) and arguments.converted(x, weight):
+        weight = weight.to(x.dtype)
     # by a module's class, since torch.compile takes no module as a constant up to torch 2.12
     if "bias" in inputs and not _takes_bias(type(function) if isinstance(function, nn.Module) else function):
         return function(nn.functional.linear(x, weight, inputs["bias"]), **{name: value for name, value in inputs.items() if name != "bias"})

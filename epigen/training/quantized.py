@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epigen import checkpoints, packing
-from epigen.checkpoints import QuantizedWeight
+from epigen import packing
+from epigen.checkpoints import QuantizedWeight, torchao
 from epigen.errors import CallError, unknown
 from epigen.training import again, linear
 from epigen.training.layer import Link, Value
@@ -84,7 +84,7 @@ class QuantizedLinear(nn.Module):
             raise CallError(f"a {type(layer).__name__} cannot be rounded: a torch.nn.Linear is taken; merge adapters into their layers first")
         weight = layer.weight.detach()
         if type(weight).__module__.partition(".")[0] == "torchao":
-            return cls.from_weight(checkpoints.torchao(weight), layer.bias, dtype=weight.dtype, epilogue=epilogue, tune=tune)
+            return cls.from_weight(torchao(weight), layer.bias, dtype=weight.dtype, epilogue=epilogue, tune=tune)
         if kind not in KINDS:
             raise CallError(unknown("kind of weight", kind, tuple(KINDS)))
         if not weight.is_meta and not weight.isfinite().all():
