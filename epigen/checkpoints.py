@@ -51,20 +51,13 @@ def gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None =
     all but `gptq_v2` checkpoints do. Raises CallError where a shape does not follow from the others.
     """
     values = _unpacked(qweight, bits, 0)
-    (k, n), (groups, _) = values.shape, _matrix(scales, "scales").shape
-    _demand(scales.shape[1] == n, f"scales have {scales.shape[1]} columns and qweight has {n}")
-    zero = _unpacked(qzeros, bits, 1)[:, :n] + int(zeros_less_one)
-    _demand(zero.shape == scales.shape, f"qzeros hold {list(zero.shape)} zero points for scales of {list(scales.shape)}")
-    _demand(k % groups == 0, f"{groups} groups do not divide the {k} rows of qweight")
-    group, order = k // groups, None
-    if g_idx is not None:
-        _demand(g_idx.shape == (k,), f"g_idx has shape {list(g_idx.shape)}, and qweight {k} rows")
-        if not torch.equal(g_idx.long(), torch.arange(k, device=g_idx.device) // group):
-            order = torch.argsort(g_idx.long(), stable=True)
-            sizes = torch.bincount(g_idx.long(), minlength=groups)
-            _demand(bool((sizes == group).all()), f"the groups of g_idx are of {sorted(set(sizes.tolist()))} columns, where all of {group} are wanted")
-            values = values[order]
-    return _signed(values.t(), bits, scales, zero, group, order)
+    zero = _unpacked(qzeros, bits, 1)[:, : values.shape[1]] + int(zeros_less_one)
+    group = _group(values, zero, scales)
+    _demand(
+        g_idx is None or g_idx.shape == values.shape[:1], f"g_idx has shape {list(() if g_idx is None else g_idx.shape)}, and qweight {values.shape[0]} rows"
+    )
+    order = _order(g_idx, group)
+    return _signed((values if order is None else values[order]).t(), bits, scales, zero, group, order)
 
 
 def awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, bits: int = 4) -> QuantizedWeight:
@@ -75,11 +68,7 @@ def awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, bits: int = 4) -> Qu
     """
     _demand(bits == 4, f"AWQ packs 4 bits, not {bits}")
     values, zero = (_even_first(_unpacked(words, bits, 1)) for words in (qweight, qzeros))
-    groups = _matrix(scales, "scales").shape[0]
-    _demand(zero.shape == scales.shape, f"qzeros hold {list(zero.shape)} zero points for scales of {list(scales.shape)}")
-    _demand(values.shape[1] == scales.shape[1], f"scales have {scales.shape[1]} columns and qweight has {values.shape[1]}")
-    _demand(values.shape[0] % groups == 0, f"{groups} groups do not divide the {values.shape[0]} rows of qweight")
-    return _signed(values.t(), bits, scales, zero, values.shape[0] // groups, None)
+    return _signed(values.t(), bits, scales, zero, _group(values, zero, scales), None)
 
 
 def compressed_tensors(state: Mapping[str, Tensor], *, bits: int = 4) -> QuantizedWeight:
@@ -97,12 +86,11 @@ def compressed_tensors(state: Mapping[str, Tensor], *, bits: int = 4) -> Quantiz
     groups = scale.shape[0]
     _demand(scale.shape[1] in (1, n), f"weight_scale has {scale.shape[1]} rows, and weight_packed {n}")
     _demand(k % groups == 0, f"{groups} groups do not divide the {k} columns of weight_packed")
-    group, order = k // groups, None
-    if "weight_g_idx" in state and bool((state["weight_g_idx"] >= 0).all()):
-        g_idx = state["weight_g_idx"].long()
-        if not torch.equal(g_idx, torch.arange(k, device=g_idx.device) // group):
-            order = torch.argsort(g_idx, stable=True)
-            values = values[:, order]
+    g_idx = state.get("weight_g_idx")
+    _demand(g_idx is None or g_idx.shape == (k,), f"weight_g_idx has shape {list(() if g_idx is None else g_idx.shape)}, and the weight {k} columns")
+    group = k // groups
+    order = _order(None if g_idx is None or bool((g_idx < 0).any()) else g_idx, group)  # below 0 where groups are in a row
+    values = values if order is None else values[:, order]
     zero = state.get("weight_zero_point")
     middle = 1 << (bits - 1)
     points = torch.full_like(scale, middle, dtype=torch.int32) if zero is None else _unpacked(zero, bits, 0)[:n].t()
@@ -132,6 +120,24 @@ def torchao(weight: Tensor) -> QuantizedWeight:
         zero = zero.to(torch.int16) if bool(zero.any()) else None
     bits = 4 if str(getattr(weight, "target_dtype", "")) == "torch.int4" else 8
     return QuantizedWeight(weight.qdata, bits, scale.contiguous(), None if zero is None else zero.contiguous(), block[1])  # type: ignore[attr-defined]
+
+
+def _group(values: Tensor, zero: Tensor, scales: Tensor) -> int:
+    """How many neighbours along k share a scale. values: [K, N]. zero: the zero points, of the scales' shape."""
+    (k, n), groups = values.shape, _matrix(scales, "scales").shape[0]
+    _demand(scales.shape[1] == n, f"scales have {scales.shape[1]} columns and qweight has {n}")
+    _demand(zero.shape == scales.shape, f"qzeros hold {list(zero.shape)} zero points for scales of {list(scales.shape)}")
+    _demand(k % groups == 0, f"{groups} groups do not divide the {k} rows of qweight")
+    return k // groups
+
+
+def _order(g_idx: Tensor | None, group: int) -> Tensor | None:
+    """The input's columns, those of a group side by side; None where they lie so. g_idx: the group of each, if any is told."""
+    if g_idx is None or torch.equal(g_idx.long(), torch.arange(len(g_idx), device=g_idx.device) // group):
+        return None
+    sizes = torch.bincount(g_idx.long(), minlength=len(g_idx) // group)
+    _demand(bool((sizes == group).all()), f"the groups of g_idx are of {sorted(set(sizes.tolist()))} columns, where all of {group} are wanted")
+    return torch.argsort(g_idx.long(), stable=True)
 
 
 def _signed(values: Tensor, bits: int, scale: Tensor, zero: Tensor, group: int, order: Tensor | None) -> QuantizedWeight:

@@ -126,6 +126,11 @@ def test_its_columns_by_their_activations(pack_to_int32: Callable[..., Tensor]) 
     weight, scale = (codes(N, K) - 8).to(torch.int8), scales(N, 3)
     state = {"weight_packed": pack_to_int32(weight, 4), "weight_scale": scale, "weight_shape": torch.tensor([N, K]), "weight_g_idx": groups}
     assert torch.equal(checkpoints.compressed_tensors(state).dequantized(), weight.float() * scale.float()[:, groups])
+    uneven = {**state, "weight_g_idx": torch.cat([groups[:-1], (groups[-1:] + 1) % 3])}
+    with pytest.raises(CallError, match=r"the groups of g_idx are of \[31, 32, 33\] columns, where all of 32 are wanted"):
+        checkpoints.compressed_tensors(uneven)
+    with pytest.raises(CallError, match=r"weight_g_idx has shape \[64\], and the weight 96 columns"):
+        checkpoints.compressed_tensors({**state, "weight_g_idx": groups[:64]})
     unused = {**state, "weight_g_idx": torch.full((K,), -1)}  # as it is written where groups are in a row
     assert checkpoints.compressed_tensors(unused).order is None
 

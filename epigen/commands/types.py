@@ -71,18 +71,19 @@ class Extents(click.ParamType):  # type: ignore[type-arg]  # generic since click
 
 
 class Dtype(click.ParamType):  # type: ignore[type-arg]
-    """An operand's dtype, by epigen's name or by torch's; epigen's comes out."""
+    """A dtype by epigen's name or by torch's; epigen's comes out. of_weight: of a weight of fewer bits, and not of the operands."""
 
-    name = "dtype"
+    def __init__(self, of_weight: bool = False):
+        self.name, self.of_weight = "weight" if of_weight else "dtype", of_weight
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:  # noqa: ARG002  # the names are in small letters
-        return f"[{'|'.join(t.name for t in dtypes.OPERANDS)}]"
+        return f"[{'|'.join(t.name for t in (dtypes.WEIGHTS if self.of_weight else dtypes.OPERANDS))}]"
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> str:
-        from epigen.tuning.request import dtype_of
+        from epigen.tuning.request import dtype_of, weight_of
 
         try:
-            return dtype_of(value)
+            return weight_of(value) if self.of_weight else dtype_of(value)
         except CallError as error:
             self.fail(str(error), param, context)
 
@@ -92,26 +93,9 @@ def dtype_option(command: Any) -> Any:
     return click.option("--dtype", "dtype_name", default="fp16", show_default=True, type=Dtype(), help=help_text)(command)
 
 
-class Weight(click.ParamType):  # type: ignore[type-arg]
-    """The dtype of a weight of fewer bits, by epigen's name or by torch's; epigen's comes out."""
-
-    name = "weight"
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:  # noqa: ARG002  # the names are in small letters
-        return f"[{'|'.join(t.name for t in dtypes.WEIGHTS)}]"
-
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> str:
-        from epigen.tuning.request import weight_of
-
-        try:
-            return weight_of(value)
-        except CallError as error:
-            self.fail(str(error), param, context)
-
-
 def weight_option(command: Any) -> Any:
     help_text = "dtype of b where it is a weight of fewer bits, which is multiplied in --dtype"
-    return click.option("--weight", "weight_name", type=Weight(), help=help_text)(command)
+    return click.option("--weight", "weight_name", type=Dtype(of_weight=True), help=help_text)(command)
 
 
 def precision_option(command: Any) -> Any:

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from epigen import packing
 from epigen.checkpoints import QuantizedWeight, torchao
+from epigen.dtypes import FP8E4M3, INT4, INT8, DType
 from epigen.errors import CallError, unknown
+from epigen.ir import reference
 from epigen.training import again, linear
 from epigen.training.layer import Link, Value
 
-KINDS = {"int8": 8, "int4": 4, "fp8": 8}
-"""What a weight can be rounded to, with its bits."""
+KINDS = {"int8": INT8, "int4": INT4, "fp8": FP8E4M3}
+"""What a weight can be rounded to."""
 
-_LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 _SCALE, _ZERO = "weight_scale", "weight_zero"
 
 
@@ -48,9 +49,7 @@ class QuantizedLinear(nn.Module):
         """group: neighbours along k that share a scale; None: all of a column. zero_points, ordered: whether there are such buffers. epilogue: a program of mm, which is the
         product with the weight as it is computed here; by default mm, and mm + bias with a bias. Its other inputs are given at each call. dtype: of scale, zero and bias.
         The buffers hold zeros until a state dict is loaded. Raises CallError for what does not fit."""
-        if kind not in KINDS:
-            raise CallError(unknown("kind of weight", kind, tuple(KINDS)))
-        if KINDS[kind] == 4 and in_features % 2:
+        if _dtype(kind) == INT4 and in_features % 2:
             raise CallError(f"in_features={in_features}: an int4 weight holds two neighbours in a byte, and needs an even number of them")
         if group is not None and group < 1:
             raise CallError(f"group={group}: a scale is for one element at least, or for a column with group=None")
@@ -64,7 +63,7 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features, self.kind, self.tune = in_features, out_features, kind, tune
         self.group = None if group is None or group >= in_features else group
         shape = (1 if self.group is None else -(-in_features // self.group), out_features)
-        columns = in_features // 2 if KINDS[kind] == 4 else in_features
+        columns = in_features // 2 if kind == "int4" else in_features
         self.register_buffer("qweight", torch.zeros(out_features, columns, dtype=torch.int8 if kind == "int8" else torch.uint8, device=device))
         self.register_buffer("scale", torch.zeros(shape, dtype=dtype, device=device))
         self.register_buffer("zero", torch.zeros(shape, dtype=dtype, device=device) if zero_points else None)
@@ -85,8 +84,6 @@ class QuantizedLinear(nn.Module):
         weight = layer.weight.detach()
         if type(weight).__module__.partition(".")[0] == "torchao":
             return cls.from_weight(torchao(weight), layer.bias, dtype=weight.dtype, epilogue=epilogue, tune=tune)
-        if kind not in KINDS:
-            raise CallError(unknown("kind of weight", kind, tuple(KINDS)))
         if not weight.is_meta and not weight.isfinite().all():
             raise CallError("the layer's weight has infinities or NaN, which no scale brings to few bits")
         return cls.from_weight(rounded(weight, kind, group), layer.bias, dtype=weight.dtype, epilogue=epilogue, tune=tune)
@@ -145,25 +142,28 @@ class QuantizedLinear(nn.Module):
         """The weight as torch's linear takes it: fp32 [N, K]."""
         values = packing.unpack_int4(self.qweight) if self.kind == "int4" else self.qweight.view(torch.float8_e4m3fn) if self.kind == "fp8" else self.qweight
         zero = None if self.zero is None else self.zero.to(torch.int16)
-        return QuantizedWeight(values, KINDS[self.kind], self.scale, zero, self.group or self.in_features, self.order).dequantized()
+        return QuantizedWeight(values, KINDS[self.kind].bits, self.scale, zero, self.group or self.in_features, self.order).dequantized()
 
     def extra_repr(self) -> str:
         shown = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, kind={self.kind!r}, group={self.group}"
         return shown if self.epilogue in ("mm", "mm + bias") else f"{shown}, epilogue={self.epilogue!r}"
 
 
+def _dtype(kind: str) -> DType:
+    if kind not in KINDS:
+        raise CallError(unknown("kind of weight", kind, tuple(KINDS)))
+    return KINDS[kind]
+
+
 def rounded(weight: Tensor, kind: str, group: int | None) -> QuantizedWeight:
     """A weight [N, K] in one of the kinds, symmetric: no zero points. The scales have its dtype, and what is rounded is rounded with them as they then are."""
-    n, k = weight.shape
+    dtype, (n, k) = _dtype(kind), weight.shape
     group = k if group is None else min(group, k)
     groups = -(-k // group)
     apart = nn.functional.pad(weight.float(), (0, groups * group - k)).view(n, groups, group)
     largest = apart.abs().amax(-1)
     # of values so small that their scale would be 0, the least that the dtype has
-    scale = torch.where(largest > 0, (largest / _LARGEST[kind]).clamp(min=torch.finfo(weight.dtype).tiny), 1.0).to(weight.dtype)
+    scale = torch.where(largest > 0, (largest / dtype.largest).clamp(min=torch.finfo(weight.dtype).tiny), 1.0).to(weight.dtype)
     scaled = (apart / scale.float()[..., None]).flatten(1)[:, :k]
-    if kind == "fp8":
-        values = scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    else:
-        values = scaled.round().clamp(-_LARGEST[kind] - 1, _LARGEST[kind]).to(torch.int8)
-    return QuantizedWeight(values, KINDS[kind], scale.t().contiguous(), None, group)
+    values = reference.convert(scaled, dtype) if dtype.is_float else scaled.round().clamp(-dtype.largest - 1, dtype.largest).to(torch.int8)
+    return QuantizedWeight(values, dtype.bits, scale.t().contiguous(), None, group)

@@ -8,6 +8,7 @@ from typing import Any
 import cases
 import pytest
 import torch
+from choosing import chosen_runs
 from compiling import compiled
 from golden import Golden
 from specs import RENDERER, source, spec_of
@@ -15,10 +16,7 @@ from torch import Tensor
 
 import epigen
 from epigen import gpus
-from epigen.choose import rule
-from epigen.choose.space import Space
 from epigen.codegen.lower import lower, signature_of_contiguous
-from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KernelSpec
 from epigen.db.problem import graph_digest, problem_of
 from epigen.dtypes import BF16, FP16, FP32, INT8, UINT8, DType
@@ -27,7 +25,7 @@ from epigen.ir import nibbles
 from epigen.ir.derive import derive
 from epigen.ir.graph import is_given
 from epigen.ir.program import graph_of
-from epigen.perf import limits, model
+from epigen.perf import model
 from epigen.perf.traffic import traffic
 from epigen.runtime import verify
 from epigen.runtime.ahead import Job
@@ -175,10 +173,7 @@ def test_a_packed_operand_is_none_as_it_is_given() -> None:
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120", "gfx942", "gfx1100"])
 def test_the_rule_and_the_space_choose_what_can_run(target: str) -> None:
     for text, a, shape, layout in itertools.product(_TEXTS, (FP16, BF16), ((4096, 4096, 4096), (16, 4096, 4096), (1000, 1004, 1002), (1, 2, 2)), ("nn", "nt")):
-        spec = _spec(text, a, shape, layout)
-        space, config = Space(spec, shape, gpus.TARGETS[target]), rule.choose(spec, shape, gpus.TARGETS[target]).config
-        assert SCHEDULES[config.schedule].computes and space.legal(config) and limits.refusal(spec, config, shape, gpus.TARGETS[target]) == ""
-        assert set(space.schedules) <= {"tiled", "split_k"}
+        chosen_runs(_spec(text, a, shape, layout), shape, gpus.TARGETS[target])
 
 
 @pytest.mark.triton
