@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import batched, cross_entropy, eight_bit, gated, invariant, peers, power, tiles
+from bench import batched, cross_entropy, eight_bit, gated, invariant, peers, power, tiles, weights
 from bench.bars import geometric, outcome, ratio, verdicts
 from bench.counters import calls as calls_of
 from bench.counters import us
@@ -367,6 +367,28 @@ def gated_rows() -> str:
     )  # fmt: skip
 
 
+def weight_rows() -> str:
+    """Weights of few bits: GPUs side by side."""
+    reports = {(gpu, tuned): load(name) for gpu in ("H100", "H200") for tuned in (False, True) if there(name := f"weights_{'tuned_' * tuned}{gpu.lower()}")}
+    if not reports:
+        return "Not measured yet: `python -m bench weights`."
+    cells = []
+    for (gpu, tuned), report in reports.items():
+        for row in report.rows:
+            kinds = [f"{weights.of_mm(row, kind):.2f} ({weights.target(kind, row['shape'][0]):.2f})" for kind in weights.TARGETS]
+            others = [f"{weights.of_mm(row, name):.2f}" if name in row["timing"] else "" for name in (weights.ZEROS, weights.TINY, weights.COMPILED)]
+            bandwidth = [f"{weights.of_copy(row, kind):.2f}" for kind in weights.TARGETS]
+            cells.append([extents(row["shape"]), f"{gpu}{', tuned' * tuned}", *kinds, *others, *bandwidth])
+    return paragraphs(
+        "How many times as fast as the product with the weight in bf16 one with a weight of 8 or 4 bits is, with its target in brackets: int8 with a scale a column, and int4 with a scale "
+        f"for each {weights.GROUP} of k, with and without zero points; higher is better. Then the same of torch's own kernel for 4 bits, and of torch.compile of "
+        "`F.linear(x, weight.to(bf16)) * scale`; and at what share of a copy's bandwidth epigen's kernels read the weight:",
+        table(["M x N x K", "GPU", *weights.TARGETS, "zero points", "torch's int4", "torch.compile, int8", *(f"{kind}: of a copy" for kind in weights.TARGETS)], cells),
+        *(f"{gpu}{', tuned' * tuned}: {about['met']} of {about['of']} targets are met, {about['worst']:.2f} of one at worst. {source(report, 'weights')}"
+          for (gpu, tuned), report in reports.items() for about in [report.summary]),
+    )  # fmt: skip
+
+
 _CONTENDERS = (cross_entropy.OURS, cross_entropy.KEPT, cross_entropy.COMPILED, cross_entropy.LIGER, cross_entropy.TORCH)
 
 
@@ -451,7 +473,7 @@ def h100() -> str:
 BLOCKS = {
     "summary": summary, "models": models, "reach": reach,
     "headline": headline, "gem": gem, "host": host, "tuned_in": tuned_in, "training": training, "counters": counters, "power": power_limited, "checked": checked,
-    "several": several, "tiles": tile_rows, "gated": gated_rows, "cross_entropy": cross_entropy_rows, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
+    "several": several, "tiles": tile_rows, "gated": gated_rows, "cross_entropy": cross_entropy_rows, "weights": weight_rows, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
 }  # fmt: skip
 
 

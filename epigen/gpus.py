@@ -47,6 +47,11 @@ class Target:
         dependent launch, since compute capability 9.0."""
         return self.backend == "cuda" and int(self.arch) >= 90
 
+    @property
+    def takes_ptx(self) -> bool:
+        """Whether kernels may have instructions of NVIDIA's in their text, those on two bf16 at a time among them."""
+        return self.backend == "cuda" and int(self.arch) >= 80
+
     def multiplies(self, a: DType, b: DType) -> bool:
         """Whether Triton does, operands of these dtypes."""
         return self.fp8 or FP8E4M3 not in (a, b)

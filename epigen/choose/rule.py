@@ -71,6 +71,8 @@ def choose(spec: KernelSpec, shape: Shape, target: Target, refused: str = "") ->
     block_n = min(block_n, max(16, 1 << max(0, n - 1).bit_length()))
     floor = 16 if sig.a.bytes > 1 else 32
     block_k = max(floor, min(block_k, 1 << max(0, k - 1).bit_length()))
+    if m <= 64 and spec.operands and spec.operands[1].converted:
+        block_n, block_k, warps = min(block_n, 64), _step_of_weights(spec, block_m, block_k, k), 4
     a_and_b = (block_m + block_n * count) * block_k * sig.a.bytes
     stages = next((s for s in (4, 3, 2) if s * a_and_b <= target.shared_bytes - 1024), 1)
     if target.backend == "hip":
@@ -82,8 +84,10 @@ def choose(spec: KernelSpec, shape: Shape, target: Target, refused: str = "") ->
     prefetch = int(few and bool(spec.loaded))  # where no other tile's work covers the wait for the epilogue's inputs
     values = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "group_m": 8, "num_warps": warps, "num_stages": stages}
     values |= {"fused_finalize": finalize, "prefetch": prefetch}
-    if m <= 64 and "split_k" in space.schedules and 0 < shared_out < target.multiprocessors:
-        config = schedules.config("split_k", **values, splits=_splits(shared_out, -(-k // block_k), target))
+    # of two values in a byte there is twice as much to compute as of one, for which more warps are wanted
+    resident = 4 if m <= 32 and sig.packed else 1
+    if m <= 64 and "split_k" in space.schedules and 0 < shared_out < resident * target.multiprocessors:
+        config = schedules.config("split_k", **values, splits=_splits(shared_out, -(-k // block_k), resident * target.multiprocessors))
     else:
         config = schedules.config("tiled", **values)
     return Choice(_legal(config, space), _why(spec, shape, target))
@@ -95,12 +99,24 @@ def _legal(config: KernelConfig, space: Space) -> KernelConfig:
     return limits.fitted(space.spec, point, space.shape, space.target) or point
 
 
-def _splits(tiles: int, steps: int, target: Target) -> int:
-    """Into how many parts k is split, that each multiprocessor has one: the weights are all that a skinny product reads, and all have to read them.
+def _step_of_weights(spec: KernelSpec, block_m: int, block_k: int, k: int) -> int:
+    """128 values along k, or of single bytes and up to 32 rows 256, as far as those share their factors.
+
+    The fastest of some 300 configs at 16x8192x8192, 16x4096x14336, 16x8192x28672 and 64x8192x8192 had those, or took at most 1.05 times as long (H200,
+    Triton 3.6, 2026-11).
+    """
+    wanted = 256 if block_m <= 32 and not spec.signature.packed else 128
+    blocks = [i.block("k") for i in spec.operands[1].along_k]
+    return min([max(block_k, wanted), *(b & -b for b in blocks if b % 64 == 0), max(32, 1 << max(0, k - 1).bit_length())])
+
+
+def _splits(tiles: int, steps: int, programs: int) -> int:
+    """Into how many parts k is split, that each multiprocessor has one, or as many `programs` are there: the weights are all that a skinny product reads,
+    and all have to read them.
 
     At 16x4096x4096 a tile for every second multiprocessor took 27.9 us, and the best config 16.7 (H200, fp16, Triton 3.6, 2026-11).
     """
-    wanted = -(-target.multiprocessors // tiles)
+    wanted = -(-programs // tiles)
     return max(2, min(1 << (wanted - 1).bit_length(), 1 << (steps.bit_length() - 1), 32))
 
 

@@ -15,7 +15,7 @@ from epigen.dtypes import FP32, INT32, UINT8, DType
 
 _TRITON_TYPES = {"fp8e4m3": "fp8e4nv", "fp8e5m2": "fp8e5", "int8": "i8", "int32": "i32", "int64": "i64", "uint8": "u8", "bool": "i1"}
 
-PDL = "PDL"
+PDL, PTX = "PDL", "PTX"
 """The compile-time argument that says whether a kernel may be launched while the one before it still runs, for whose end it waits by itself."""
 
 # elements of a reduction's length, and of what it leaves, that one step of a finishing kernel holds
@@ -44,8 +44,8 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One kernel of a module. finish: None for the main kernel. constants: its compile-time arguments, but for the last, PDL, which depends
-    on where it runs. dialect: "triton" or "gluon". steps: of a batch, the pointers of which each product has a place of its own, and how far these are apart.
+    """One kernel of a module. finish: None for the main kernel. constants: its compile-time arguments, but for the last, PDL and before it PTX, which depend
+    on where it runs.  ptx: whether there is a PTX, for what has some of the text in it. dialect: "triton" or "gluon". steps: of a batch, the pointers of which each product has a place of its own, and how far these are apart.
     contracted: whether the compiler may make one rounded operation of a product and the sum that it goes into. It does so by how many sums there are, which is
     how many rows a thread has: of `mm + bias * alpha` with tiles of 128 rows, and not with 16 (Triton 3.9, sm_90, 2026-11), so that the bits differ.
     """
@@ -59,11 +59,12 @@ class Function:
     dialect: str = "triton"
     steps: tuple[tuple[str, str], ...] = ()
     contracted: bool = True
+    ptx: bool = False
 
     @property
     def names(self) -> list[str]:
         """Of all parameters, in their order."""
-        return [*(a.name for a in self.arguments), *(name for name, _ in self.constants), PDL]
+        return [*(a.name for a in self.arguments), *(name for name, _ in self.constants), *[PTX] * self.ptx, PDL]
 
     @property
     def extents(self) -> list[str]:
@@ -221,7 +222,7 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     stages = dict(config.values).get("num_stages", 1)
     name = spec.name if schedule.multiplies else f"{spec.name}_epilogue"
     constants, warps = schedules.constants(config), schedules.warps(config)
-    return Function(name, _factored(arguments, sig), constants, warps, stages, None, schedule.dialect, tuple(steps.items()), contracted=sig.contracted)
+    return Function(name, _factored(arguments, sig), constants, warps, stages, None, schedule.dialect, tuple(steps.items()), sig.contracted, sig.packed == "k")
 
 
 def arrivals(spec: KernelSpec, config: KernelConfig) -> list[str]:

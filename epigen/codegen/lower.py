@@ -297,7 +297,9 @@ def _operands(graph: Graph, body: _Body) -> tuple[Operand, ...]:
         once, steps = (tuple(line for line in lines if (line.name in each) == varies) for varies in (False, True))
         sig, packed = body.signature, graph.packed() if name == "b" else None
         converted = sig.multiplied[name] != {"a": sig.a, "b": sig.b}[name]
-        operands.append(Operand(name, body.arg(number), inputs, once, steps, zero[number], converted, packed.dtype if packed else None))
+        apart, factors = graph.factors(number, converted)
+        held = packed.dtype if packed else None
+        operands.append(Operand(name, body.arg(number), inputs, once, steps, zero[number], converted, held, body.arg(apart), tuple(map(body.arg, factors))))
     return tuple(operands)
 
 

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import jinja2
 
 import epigen
-from epigen.codegen import completion, emit, functions, partitions, schedules, tile
+from epigen.codegen import completion, emit, functions, partitions, schedules, steps, tile
 from epigen.codegen.functions import Function
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Finish, KernelConfig, KernelSpec, digest
-from epigen.dtypes import FP32, INT32
+from epigen.dtypes import FP32, INT4, INT32
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Renderer:
             "module.py.j2", spec=spec, config=config, functions=kernels, schedule=schedule, dot_arguments=dot_arguments(spec, config),
             tma_stored=schedules.tma_stored(spec, config), tma_loaded=schedules.tma_loaded(spec, config), completions=completion.completions(spec, config),
             whole=not kernels, prefetched=schedules.prefetched(spec, config), **functions.units(spec, config),
-            part=tile.part_of_tile(config), declared=tile.declared(spec, config), packs=tile.packs(spec),
+            part=tile.part_of_tile(config), declared=tile.declared(spec, config), packs=tile.packs(spec), steps=steps.steps(spec, config),
             partitions=partitions.partitions(spec, config, kernels[0]) if schedule.architecture == "hopper" else None,
             read=tile.mask_units(schedule, stored=False), kept=tile.mask_units(schedule, stored=True),
         )  # fmt: skip
@@ -114,7 +114,9 @@ def _helpers_of(spec: KernelSpec | None, finishes: list[Finish], dialect: emit.D
     rows = [*(p.row for p in (spec.partials if spec else ())), *(s.row for f in finishes for s in f.sources)]
     stores = [*(spec.stores if spec else ()), *(o for f in finishes for o in f.stores)]
     casts = [line.dtype for line in lines if line.dtype] + [o.dtype for o in stores]
-    return emit.helpers(lines, rows, casts, combining=bool(finishes), dialect=dialect, in_order=in_order)
+    called = emit.helpers(lines, rows, casts, combining=bool(finishes), dialect=dialect, in_order=in_order)
+    packed = next((o.packed for o in spec.operands if o.packed), None) if spec and spec.signature.packed == "k" else None
+    return called | ({emit.SPLIT_BYTES: emit.split_bytes(spec.signature, packed == INT4)} if spec and packed else {})
 
 
 def _of_finish(text: str, spec: KernelSpec, config: KernelConfig, dialect: str) -> str:

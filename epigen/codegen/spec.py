@@ -285,6 +285,7 @@ class Operand:
     once: lines that do not vary along k, before the loop.  lines: those of each step.
     zero: whether the value is 0 past the last k, where tensors and inputs are read as 0.
     converted: whether the tensor has another dtype than what is multiplied.  packed: what it holds two of in a byte, if it does.
+    apart: the value but for its factors, where neighbours along k share some.
     """
 
     name: str
@@ -295,6 +296,8 @@ class Operand:
     zero: bool = True
     converted: bool = False
     packed: DType | None = None
+    apart: Arg = ""
+    factors: tuple[Arg, ...] = ()
 
     @property
     def as_loaded(self) -> bool:

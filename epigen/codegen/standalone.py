@@ -13,7 +13,7 @@ from typing import Any
 
 from epigen import ops
 from epigen.codegen import emit, schedules
-from epigen.codegen.functions import PDL, Argument, Function, arrivals, units
+from epigen.codegen.functions import PDL, PTX, Argument, Function, arrivals, units
 from epigen.codegen.lower import as_computed, uninterpretable
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES, Schedule, tile_parts
@@ -140,7 +140,7 @@ def _launch(spec: KernelSpec, config: KernelConfig, function: Function) -> dict[
         grid = f"triton.cdiv({function.finish.indices.upper()}, {dict(function.constants)['BLOCK_X']})"
     else:
         grid = "1"
-    options = [f"{n}={v}" for n, v in function.constants] + [f"{PDL}=False"]
+    options = [f"{n}={v}" for n, v in function.constants] + [f"{PTX}=a.is_cuda and torch.version.hip is None"] * function.ptx + [f"{PDL}=False"]
     options += [f"num_warps={function.num_warps}", f"num_stages={function.num_stages}", f"enable_fp_fusion={function.contracted}"]
     return {"name": function.name, "grid": grid, "arguments": [_passed(a, spec, function.dialect) for a in function.arguments], "options": options}
 

@@ -191,7 +191,7 @@ def _product_error(
     error: Tensor = magnitude * factor + k * TINY
     if BY_TORCH[str(a.dtype)].precision(precision) == FAST_ACCUM:
         error = error + 2.0**-11 * _sums_on_the_way(a.double(), b.double())
-    off = [_rounding(graph.nodes[i], values[i], errors[i], t) for i, t in zip(node.args, (a, b), strict=True)]
+    off = [_rounding(graph, i, values[i], errors[i], lies, t) for i, lies, t in zip(node.args, given, (a, b), strict=True)]
     if off[0] is not None:
         error = error + off[0] @ (right if off[1] is None else right + off[1])
     return error if off[1] is None else error + left @ off[1]
@@ -207,15 +207,19 @@ def _sums_on_the_way(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def _rounding(node: Node, value: Tensor, error: Tensor, rounded: Tensor) -> Tensor | None:
+def _rounding(graph: Graph, number: int, value: Tensor, error: Tensor, given: Tensor, rounded: Tensor) -> Tensor | None:
     """How far what is multiplied of an operand may be from where its exact value is rounded to; None of an operand as it is given."""
+    node = graph.nodes[number]
     if node.op == g.INPUT or g.is_given(node):
         return None
     error = torch.nan_to_num(error, nan=torch.inf, posinf=torch.inf).expand(value.shape)
     dtype, exact = BY_TORCH_ON_CPU[str(rounded.dtype)], rounded.double()
     ends = [reference.convert(value + sign * error, dtype).double() for sign in (-1, 1)]
     apart = [torch.where((end == exact) | (exact.isnan() & error.isfinite()), 0.0, (end - exact).abs()) for end in ends]
-    return torch.nan_to_num(torch.maximum(*apart), nan=torch.inf, posinf=torch.inf)
+    off = torch.maximum(*apart)
+    if graph.factors(number, given.dtype != rounded.dtype)[1]:  # what is without them may be rounded in its place, and what is with them not at all
+        off = off + torch.where(value.isfinite(), value.abs() * dtype.epsilon + dtype.smallest, 0.0)
+    return torch.nan_to_num(off, nan=torch.inf, posinf=torch.inf)
 
 
 def _reduction_error(node: Node, value: Tensor, arg: tuple[Tensor, Tensor, str], shape: tuple[int, int]) -> Tensor:

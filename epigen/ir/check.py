@@ -59,11 +59,11 @@ _GENERATED = frozenset(
     split atomic_add atomic_max make_block_ptr make_tensor_descriptor static_range assume multiple_of max_contiguous swizzle2d
     tiles tile_id subtile_id split_id step_id slot_id phase_id group_id other_id acc_left acc_right full_bars
     empty_bars order_bars SUBTILE_N ROWS LAYOUT STAGES SPLITS WARPGROUP gluon tma mbarrier fence_async_shared warpgroup_mma warpgroup_mma_wait
-    item_id batch_id acc_whole a_padded b_padded copy_in copy_out PDL producer consumer columns_taken_over words_taken_over packed_words
+    item_id batch_id acc_whole a_padded b_padded copy_in copy_out PDL PTX producer consumer columns_taken_over words_taken_over packed_words
     to_int8 float16 float32 float64 bfloat16 int1 int8 int16 int32 int64 uint8 uint32 math extra libdevice language jit""".split()
 )
 _GENERATED_PATTERN = re.compile(
-    r"(stride|offs|columns|block|tiles|num|in|part|split|BLOCK|GROUP|FINISH)_.*|.*_(ptrs?|desc|bufs?|partial|length|value|word|byte|bit|in|of_columns)|finish_.*|acc_.*|out\d+|t\d+|[MNK]_\d+"
+    r"(stride|offs|columns|block|tiles|num|in|part|split|BLOCK|GROUP|FINISH)_.*|[ab]_(even|odd)|.*_(ptrs?|desc|bufs?|partial|length|value|word|byte|bit|in|of_columns)|finish_.*|acc_.*|out\d+|t\d+|[MNK]_\d+"
 )
 
 _Value = int | None  # a node's number, or None where its expression held a mistake

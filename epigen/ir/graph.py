@@ -119,6 +119,26 @@ class Graph:
         packed = self.packed()
         return "" if packed is None else packed.axes
 
+    def factors(self, number: int, converted: bool) -> tuple[int, tuple[int, ...]]:
+        """Of what is multiplied of an operand, what neighbours along k do not share, and its factors that they do: a kernel may multiply the sum over those neighbours instead.
+
+        converted: whether the operand has another dtype than its product, of which any factor is one; else some factor has to lie in blocks along k.
+        """
+
+        def shared(at: int) -> bool:
+            node = self.nodes[at]
+            along_k = node.op == INPUT and dict(zip(node.indices, node.blocks or (1,) * len(node.indices), strict=True)).get("k", 2) == 1
+            return node.op != OPERAND and not along_k and all(map(shared, node.args))
+
+        value, found = number, list[int]()
+        while self.nodes[value].op in ("mul", "scale"):
+            own = [arg for arg in self.nodes[value].args if not shared(arg)]
+            if len(own) != 1:
+                break
+            found += [arg for arg in self.nodes[value].args if arg != own[0]]
+            value = own[0]
+        return (value, tuple(reversed(found))) if converted or any("k" in self.nodes[f].indices for f in found) else (number, ())
+
     def tiles(self) -> tuple[str, ...]:
         """Names of the inputs and outputs with an element for each of the result's, packed masks left out."""
         inputs = [n.name for n in self.inputs() if n.indices == "mn" and n.kind != PACKED and n.op != BITS and not shared_along(n)]

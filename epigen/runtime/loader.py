@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from epigen import settings
-from epigen.codegen.functions import PDL, Argument, Function
+from epigen.codegen.functions import PDL, PTX, Argument, Function
 from epigen.codegen.render import Rendered
 from epigen.codegen.spec import KNOWN
 from epigen.errors import CompileError, EpigenError
@@ -238,7 +238,8 @@ def compile_ahead(rendered: Rendered, function: Function, target: Target, values
 
 def compile_time(function: Function, target: Target | None) -> dict[str, int]:
     """A function's compile-time arguments. target: None under the interpreter, where one kernel runs after another."""
-    return dict(function.constants) | {PDL: target is not None and target.has_dependent_launch}
+    own = {PTX: target is not None and target.takes_ptx} if function.ptx else {}
+    return dict(function.constants) | own | {PDL: target is not None and target.has_dependent_launch}
 
 
 def options(function: Function, target: Target, follows: bool) -> dict[str, Any]:

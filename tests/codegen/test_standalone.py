@@ -53,7 +53,7 @@ FILES = (
     File("silu(mm * s[n]) * dot(a, up[k,n])", ("tl.dot(a, up.to", "tl.dot(a, b.to"), b=FP8E5M2),
     File("dot(a, (b - zero[k/32,n]) * s[k/128,n/7])", ("offs_n // 7", "offs_n // 8"), b=INT8),
     File("mm * s[m/3,n/5] + bias[n/2]", ("offs_m // 3", "offs_m // 4")),
-    File("dot(a, (uint4(b) - zero[k/32,n]) * s[k/128,n])", ("pairs >> 4", "pairs & 15"), b=UINT8),
+    File("dot(a, (uint4(b) - zero[k/32,n]) * s[k/128,n])", ("x >> 4", "x & 15"), b=UINT8),
     File("dot(a, int4(b, n)) + bias", ("15) ^ 8", "15) ^ 9"), b=UINT8),
     # names that the file itself uses
     File("mm * v1[m] + v0[n] - v2", ("", "")),

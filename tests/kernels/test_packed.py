@@ -157,7 +157,7 @@ def test_calls_that_do_not_fit_say_so(golden: Golden) -> None:
 def test_each_byte_is_read_by_its_place() -> None:
     along_k, along_n = source("dot(a, int4(b))", cases.SMALL, b=UINT8), source("dot(a, uint4(b, n))", cases.SMALL, b=UINT8)
     assert "b_ptr + offs_pair[:, None] * stride_bk + offs_n * stride_bn" in along_k and "b_ptrs += BLOCK_K // 2 * stride_bk" in along_k
-    assert "even = ((pairs & 15) ^ 0x6408).to(tl.float16, bitcast=True) - 1032.0" in along_k and "[K / 2, N] uint8" in along_k
+    assert "even = ((x & 15) ^ 0x6408).to(tl.float16, bitcast=True) - 1032.0" in along_k and "[K / 2, N] uint8" in along_k
     assert "b_ptr + offs_k[:, None] * stride_bk + (offs_n // 2) * stride_bn" in along_n and "b_ptrs += BLOCK_K * stride_bk" in along_n
     assert "b = b >> b_bit & 15" in along_n and "# b holds two values of uint4 in each byte, side by side along n\n" in along_n
     assert "tl.cast(BLOCK_K // 2, tl.int64) * stride_bk" in source("dot(a, int4(b))", cases.SMALL, b=UINT8, index_bits=64)

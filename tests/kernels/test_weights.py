@@ -184,8 +184,10 @@ def test_the_module_says_what_is_converted() -> None:
     text = RENDERER.render(spec_of("mm * s[n]", BF16, b=INT8), TILED).text
     assert "# b is converted to bf16 as it is loaded\n" in text and "b = b.to(tl.bfloat16)" in text and "tl.dot(a, b, acc)" in text
     assert "# mm[m, n] = sum over k of a[m, k] * b[k, n], accumulated in fp32\n" in text
+    computed = RENDERER.render(spec_of("dot(a, b - s[n])", BF16, b=INT8), TILED).text
+    assert "b = b.to(tl.float32)" in computed and "rounded once, to bf16\n" in computed
     scaled = RENDERER.render(spec_of("dot(a, b * s[n])", BF16, b=INT8), TILED).text
-    assert "b = b.to(tl.float32)" in scaled and "rounded once, to bf16\n" in scaled
+    assert "tl.dot(a, b, acc)" in scaled and "    acc = acc * s\n" in scaled and "the factors that a step's values share multiply its product\n" in scaled
 
 
 def test_a_problem_is_known_by_both_dtypes() -> None:

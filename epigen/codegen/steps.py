@@ -1,0 +1,107 @@
+"""What a step along k multiplies of each operand, where threads load it through pointers: spec and config say which, and the templates print it.
+
+A factor that all values of a step share along k is taken of the step's product, which is fewer multiplications, and no rounding of what they would have made
+of the operand. Of packed weights it leaves integers, and those of even and of odd k are multiplied apart, as bytes hold them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from epigen.codegen.schedules import SCHEDULES
+from epigen.codegen.spec import Arg, Input, KernelConfig, KernelSpec, Line, Operand
+
+_LEAST_PAIRED = 32
+"""Of k in a step: each of the two products that it then has takes half, and `tl.dot` wants 16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """lines: what is computed each step. value: what is rounded to the multiplied dtype. factors: of the step's product. last: of the sum of all steps' products.
+    paired: whether even and odd k are multiplied apart. zero: what is subtracted of each of those values, in the multiplied dtype, or ""."""
+
+    operand: Operand
+    lines: tuple[Line, ...]
+    value: Arg
+    factors: tuple[Arg, ...] = ()
+    last: tuple[Arg, ...] = ()
+    paired: bool = False
+    zero: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.operand.name
+
+    @property
+    def as_loaded(self) -> bool:
+        """Whether nothing but a conversion lies between what is loaded and what is multiplied."""
+        return self.value == self.name
+
+    @property
+    def computed(self) -> bool:
+        """Whether anything is done to it each step."""
+        return self.operand.computed or bool(self.factors)
+
+    @property
+    def multiplied(self) -> str:
+        """What the kernel calls the values that it multiplies."""
+        return self.name if self.as_loaded or self.paired else f"{self.name}_in"
+
+
+def steps(spec: KernelSpec, config: KernelConfig) -> tuple[Step, ...]:
+    """One of each operand, in the order of the product."""
+    return tuple(_step(spec, config, operand) for operand in spec.operands)
+
+
+def _step(spec: KernelSpec, config: KernelConfig, operand: Operand) -> Step:
+    whole = Step(operand, operand.lines, operand.value)
+    if spec.second or config.schedule not in POINTED:
+        return whole
+    step = _factored(whole, config)
+    return _paired(spec, config, step) if spec.signature.packed == "k" and operand.packed else step
+
+
+POINTED = frozenset(s.name for s in SCHEDULES.values() if s.computes)
+"""The schedules whose threads load their operands through pointers."""
+
+
+def in_row(item: Input, config: KernelConfig) -> bool:
+    """Whether all of a step's k share an input's values, so that a step has one row, or column, of it."""
+    return "k" in item.indices and item.block("k") % config["block_k"] == 0
+
+
+def _reached(operand: Operand, arg: Arg) -> set[str]:
+    """The names that a value is computed of, its own among them."""
+    made = {line.name: line for line in (*operand.once, *operand.lines)}
+    own = made.get(str(arg))
+    return {str(arg)}.union(*(_reached(operand, a) for a in own.args)) if own else {str(arg)}
+
+
+def _factored(step: Step, config: KernelConfig) -> Step:
+    """With factors taken of the product, if each step has one value of each."""
+    operand = step.operand
+    read = set[str]().union(*(_reached(operand, factor) for factor in operand.factors))
+    if not operand.factors or not all(in_row(i, config) for i in operand.along_k if i.name in read):
+        return step
+    kept, along_k = read | _reached(operand, operand.apart), {i.name for i in operand.along_k}
+    by_step: dict[bool, list[Arg]] = {True: [], False: []}
+    for factor in operand.factors:
+        by_step[bool(along_k & _reached(operand, factor))].append(factor)
+    return Step(operand, tuple(line for line in step.lines if line.name in kept), operand.apart, tuple(by_step[True]), tuple(by_step[False]))
+
+
+def _paired(spec: KernelSpec, config: KernelConfig, step: Step) -> Step:
+    """The same with even and odd k apart, where a zero point at most lies between the values in bytes and what is multiplied."""
+    operand, multiplied = step.operand, spec.signature.multiplied[step.name]
+    if config["block_k"] < _LEAST_PAIRED or multiplied.bits != 16:
+        return step
+    of_values = [line for line in step.lines if operand.name in _reached(operand, line.name)]
+    lines = tuple(line for line in step.lines if line not in of_values)
+    if not of_values:
+        return replace(step, lines=lines, paired=step.as_loaded)
+    # the difference of what both hold exactly is rounded once in their own dtype as well
+    zeros = {i.name for i in operand.inputs if i.dtype == multiplied and ("k" not in i.indices or in_row(i, config))}
+    [last, *others] = of_values
+    if others or (last.name, last.op, last.args[0]) != (step.value, "sub", operand.name) or last.args[1] not in zeros:
+        return step
+    return replace(step, lines=lines, paired=True, zero=str(last.args[1]))
