@@ -344,7 +344,8 @@ class _Timing(Work):
         shared = (read + a_bytes + b_bytes) / (self.c.shared_bytes_clock * self.clock_us)
         # a row of a tile is contiguous in memory: along k, or along m or n
         feed = self._feed_us(*((block_m, block_k) if self.layout[0] == "n" else (block_k, block_m)))
-        feed += self._feed_us(*((block_k, right) if self.layout[1] == "n" else (right, block_k))) * (1.0 if self.layout[1] == "n" else self.c.b_along_k)
+        b_rows = (block_k, right) if self.layout[1] == "n" else (right, block_k)
+        feed += self._feed_us(*b_rows, self.converted or self.element_bytes) * (1.0 if self.layout[1] == "n" else self.c.b_along_k)
         feed = feed * self._crowded(tiles) + self._crossing_clocks(config) / self.clock_us
         if any(self.narrow):
             multiply = max(products, shared, self._multiply_us(block_m, right, block_k, warps))
@@ -353,6 +354,8 @@ class _Timing(Work):
         copies = (a_bytes / self.copy_bytes[0] + b_bytes / self.copy_bytes[1]) / (32 * warps)
         issue, multiply = copies * self.c.copy_clocks / self.clock_us, self._multiply_us(block_m, right, block_k, warps)
         issue += self._computed_us(config, blocks)
+        if self.computed and self.wgmma(block_m, warps):  # which waits for what is computed to be in shared memory, and that for its buffer
+            multiply = max(multiply, products)
         if config["num_stages"] == 1:  # load, wait, multiply
             return self.c.block_us, steps * spill * (latency + max(issue, blocks * feed) + max(multiply, blocks * products, blocks * shared))
         # the first loads are issued at once; each later one is waited for as long as those in flight do not cover it
@@ -371,13 +374,14 @@ class _Timing(Work):
             clocks += elements * (operations / min(128, 32 * config["num_warps"] * blocks) + read / self.c.l2_bytes_clock)
         return clocks / self.clock_us
 
-    def _feed_us(self, rows: int, columns: int) -> float:
+    def _feed_us(self, rows: int, columns: int, element_bytes: float = 0.0) -> float:
         """What a multiprocessor takes to load a tile whose rows are contiguous in memory.
 
         Of tiles that nothing else bounds, rows of 32 and of 64 bytes took the same 1.7 clocks, and rows of 128 bytes 2.9, from 64x64 to
         128x128 and with 2 to 8 warps (4096x4096x4096 "nt" on an H200): the request counts as well as the bytes.
         """
-        return rows * max(self.c.row_clocks, self.c.request_clocks + columns * self.element_bytes / self.c.l2_bytes_clock) / self.clock_us
+        row_bytes = columns * (element_bytes or self.element_bytes)
+        return rows * max(self.c.row_clocks, self.c.request_clocks + row_bytes / self.c.l2_bytes_clock) / self.clock_us
 
     def _multiply_us(self, block_m: int, block_n: int, block_k: int, warps: int) -> float:
         """What one block's multiplications take in the order that they depend on each other."""

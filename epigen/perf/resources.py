@@ -141,8 +141,9 @@ class Work:
         # two and a half of a narrower one (16 more kernels, Triton 3.6, sm_90: rows of 1004 and 1002 elements of fp16). The older
         # instruction also holds the operands, about as much again; fp8 a second accumulator, since the tensor cores' own is narrow.
         again = 1.0 if not wgmma else _PROMOTED if self.spec.promoted else 0.0
+        both = accumulators
         if multiplied and any(step.factors for step in multiplied):  # the step's own
-            again += 1.0
+            again, both = again + 1.0, 2 * accumulators
         bytes_a_thread = [block * block_k * self.element_bytes / threads for block in (block_m, right)]
         copies = max(2.0, sum(held * (2.0 if copy == _VECTOR_BYTES else 2.5) / copy for held, copy in zip(bytes_a_thread, self.copy_bytes, strict=True)))
         registers, spilled = int(36 + accumulators * (1 + self.held_an_element + again) + copies), 0
@@ -157,7 +158,7 @@ class Work:
                 continue
             share = 1.0 if not (step.as_loaded or step.paired) else 0.5 if (wgmma and step.factors) or step.zero else 0.25 * step.paired
             registers += int(share * config[f"block_{OPERANDS[step.name].strip('k')}"] * block_k / threads)
-        return Resources(shared, accumulators, registers, most, max(1, self.target.blocks_per_sm(threads, min(most, registers), shared)), spilled, held)
+        return Resources(shared, both, registers, most, max(1, self.target.blocks_per_sm(threads, min(most, registers), shared)), spilled, held)
 
     def _grouped(self, config: KernelConfig) -> Resources:
         """Of a kernel whose groups of four warps have a tile each, or half of one: registers are handed out by the kernel itself."""
