@@ -171,9 +171,10 @@ def _found(index: Index, problem: Problem, spec: KernelSpec, target: Target) -> 
                 break
     borrowed, ruled = [one for here in suited.values() for one in here], rule.choose(spec, problem.shape, target)
     near = min((source.far for source in borrowed), default=math.inf)
-    # Of weights that are converted on their way no config is among those that the model was fitted to. At 64x28672x8192 its choice for int4 with zero points took
+    # Of weights that are converted on their way, and of operands of 8 bits with scales, no config is among those that the model was fitted to. At 64x28672x8192 its choice for int4 with zero points took
     # 0.32 of the bf16 product's speed, the plain rule's at 64x14336x4096 0.70 (H200, Triton 3.6, 2026-11).
-    known = index.measured(problem.capability) and not any(operand.converted for operand in spec.operands)
+    unlike = any(operand.converted for operand in spec.operands) or (spec.computed and spec.signature.a.bits == 8)
+    known = index.measured(problem.capability) and not unlike
     outlined = _outlined(space, _OUTLINED) if near > _NEAR and known else []
     modelled = [e.us for e in model.estimates(spec, [one.config for one in (*borrowed, ruled, *outlined)], problem.shape, gpus.of_target(target))]
     if not borrowed:

@@ -207,8 +207,15 @@ class Space:
             (_MOST_MULTIPLIED, tile if self._plain else 0),
             (_MOST_LOADED, sum(block for block, scalar in zip((block_m, right), self._scalar_rows, strict=True) if scalar)),
         )
-        step_bytes, room = (block_m + right) * element_bytes + self.spec.beside_bytes(block_m, right), target.shared_bytes
-        most_k = min(room // step_bytes, _MOST_STEP // step_bytes, 256, _padded(k), *(int(limit * most * threads / each) for limit, each in unrolled if each))
+        # of scales in blocks a step of 32 or more along k has one, or several of as many bytes
+        step_bytes, room = (block_m + right) * element_bytes + self.spec.beside_bytes(block_m, right, 32), target.shared_bytes
+        most_k = min(
+            room // step_bytes,
+            _MOST_STEP // step_bytes,
+            self.spec.longest_step,
+            _padded(k),
+            *(int(limit * most * threads / each) for limit, each in unrolled if each),
+        )
         least_k = 32 if element_bytes == 1 else 16
         if (warps := limits.transposing_warps(self.spec, target, block_m, block_n, _down(most_k))) > _MOST_WARPS:
             most_k = max(least_k, _down(most_k) * _MOST_WARPS // warps)

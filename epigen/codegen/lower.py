@@ -47,6 +47,8 @@ from epigen.ir.passes import order, rounded
 from epigen.shapes import Shape
 
 _LONGEST_NAME = 60
+LEAST_OF_BYTES = 32
+"""Of k, that one instruction of the tensor cores multiplies of operands of 8 bits."""
 
 
 def lower(graph: Graph, signature: Signature) -> KernelSpec:
@@ -187,11 +189,19 @@ def check_packed(graph: Graph, a: DType, b: DType) -> None:
 
 def check_computed(graph: Graph, a: DType) -> None:
     """a: the operands' dtype."""
-    if a.bits == 8 and (computed := graph.computed()):
+    computed = graph.computed()
+    if a.bits > 8 or not computed:
+        return
+    if not a.is_fp8 or not graph.scaled() or graph.second():
         raise CallError(
             f"the program computes what it multiplies of operand {computed[0]}, and that is rounded to the operand's own dtype, fp16, bf16 or fp32: "
-            f"operands of {a} are multiplied as they are given"
+            f"operands of {a} are multiplied as they are given{', or with scales in blocks along k, as s[k/128,n] is' if a.is_fp8 else ''}"
         )
+    for item in graph.inputs():
+        if (block := dict(zip(item.indices, item.blocks, strict=False)).get("k", LEAST_OF_BYTES)) % LEAST_OF_BYTES:
+            raise CallError(
+                f"the scales {item.name} of {a} change each {block} of k, and tensor cores multiply {LEAST_OF_BYTES} at a time: blocks of a multiple of that were expected"
+            )
 
 
 def output_dtype(graph: Graph, output: Output, a: DType) -> DType:

@@ -445,6 +445,12 @@ class KernelSpec:
         return sum(-(-rows.get(i.indices, 1) * i.dtype.bytes // steps) for i, steps in zip(inputs, shared, strict=True) if i.dtype is not None)
 
     @property
+    def longest_step(self) -> int:
+        """Of k, what a step of a main loop can have at most: of operands of 8 bits all of it shares the scales."""
+        blocks = [i.block("k") for o in self.operands for i in o.along_k] if self.signature.a.bits == 8 else []
+        return min([256, *(block & -block for block in blocks)])
+
+    @property
     def main_lines(self) -> tuple[Line, ...]:
         """All that the main kernel computes: operands, then the epilogue."""
         return (*(line for o in self.operands for line in (*o.once, *o.lines)), *self.lines)

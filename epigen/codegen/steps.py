@@ -58,7 +58,7 @@ def steps(spec: KernelSpec, config: KernelConfig) -> tuple[Step, ...]:
 
 def _step(spec: KernelSpec, config: KernelConfig, operand: Operand) -> Step:
     whole = Step(operand, operand.lines, operand.value)
-    if spec.second or config.schedule not in POINTED or config["block_m"] > _MOST_ROWS:
+    if spec.second or config.schedule not in POINTED or (config["block_m"] > _MOST_ROWS and spec.signature.a.bits > 8):
         return whole
     step = _factored(whole, config)
     return _paired(spec, config, step) if spec.signature.packed == "k" and operand.packed else step

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from epigen import ops
-from epigen.dtypes import BY_TORCH, BY_TORCH_ON_CPU, FAST_ACCUM, FP32, INT8, DType
+from epigen.dtypes import BY_TORCH_ON_CPU, FAST_ACCUM, FP32, INT8, DType
 from epigen.ir import graph as g
 from epigen.ir import reference, rules
 from epigen.ir.graph import Graph, Node
@@ -178,20 +178,21 @@ def _product_error(
 ) -> Tensor:
     node = graph.nodes[number]
     a, b = reference.multiplied(graph, node, values, *given, inputs)
-    if a.dtype == torch.int8:
+    lies = BY_TORCH_ON_CPU[str(given[0].dtype)]
+    if lies == INT8:
         return values[number].abs() * UNIT  # exact, then widened to fp32
     k = a.shape[1]
     left, right = a.double().abs(), b.double().abs()
     magnitude = left @ right
     factor = 4 * k**0.5 * 2.0**-23
-    if a.dtype == torch.float32 and precision == "tf32":
+    if lies == FP32 and precision == "tf32":
         factor += 2.0**-9
-    if BY_TORCH[str(a.dtype)].is_fp8:
+    if lies.is_fp8:
         factor += 2.0**-12
     error: Tensor = magnitude * factor + k * TINY
-    if BY_TORCH[str(a.dtype)].precision(precision) == FAST_ACCUM:
+    if lies.precision(precision) == FAST_ACCUM:
         error = error + 2.0**-11 * _sums_on_the_way(a.double(), b.double())
-    off = [_rounding(graph, i, values[i], errors[i], lies, t) for i, lies, t in zip(node.args, given, (a, b), strict=True)]
+    off = [_rounding(graph, i, values[i], errors[i], *tensors, scaled=lies.is_fp8) for i, *tensors in zip(node.args, given, (a, b), strict=True)]
     if off[0] is not None:
         error = error + off[0] @ (right if off[1] is None else right + off[1])
     return error if off[1] is None else error + left @ off[1]
@@ -207,12 +208,14 @@ def _sums_on_the_way(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def _rounding(graph: Graph, number: int, value: Tensor, error: Tensor, given: Tensor, rounded: Tensor) -> Tensor | None:
-    """How far what is multiplied of an operand may be from where its exact value is rounded to; None of an operand as it is given."""
+def _rounding(graph: Graph, number: int, value: Tensor, error: Tensor, given: Tensor, rounded: Tensor, *, scaled: bool) -> Tensor | None:
+    """How far what is multiplied of an operand may be from where its exact value is rounded to; None of an operand as it is given. scaled: it is not rounded."""
     node = graph.nodes[number]
     if node.op == g.INPUT or g.is_given(node):
         return None
     error = torch.nan_to_num(error, nan=torch.inf, posinf=torch.inf).expand(value.shape)
+    if scaled:
+        return error
     dtype, exact = BY_TORCH_ON_CPU[str(rounded.dtype)], rounded.double()
     ends = [reference.convert(value + sign * error, dtype).double() for sign in (-1, 1)]
     apart = [torch.where((end == exact) | (exact.isnan() & error.isfinite()), 0.0, (end - exact).abs()) for end in ends]

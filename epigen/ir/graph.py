@@ -139,6 +139,11 @@ class Graph:
             value = own[0]
         return (value, tuple(reversed(found))) if converted or any("k" in self.nodes[f].indices for f in found) else (number, ())
 
+    def scaled(self) -> bool:
+        """Whether all that is computed of operands are products with factors, of which neighbours along k share some."""
+        product = self.product()
+        return product is not None and all(is_given(self.nodes[self.factors(arg, False)[0]]) for arg in self.nodes[product].args)
+
     def tiles(self) -> tuple[str, ...]:
         """Names of the inputs and outputs with an element for each of the result's, packed masks left out."""
         inputs = [n.name for n in self.inputs() if n.indices == "mn" and n.kind != PACKED and n.op != BITS and not shared_along(n)]

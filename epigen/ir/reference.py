@@ -173,12 +173,13 @@ def arguments(graph: Graph, node: Node, values: Sequence[Tensor]) -> list[Tensor
 
 
 def multiplied(graph: Graph, node: Node, values: Sequence[Tensor], a: Tensor, b: Tensor, inputs: Mapping[str, Number]) -> tuple[Tensor, Tensor]:
-    """What a product multiplies: operands as they are given, or what is computed of them, rounded once, in the dtypes that they are multiplied in."""
+    """What a product multiplies: operands as they are given, or what is computed of them, rounded once, in the dtypes that they are multiplied in. Scales of fp8 are
+    no part of what is: kernels multiply sums by them, of operands as they are given."""
     other = inputs[node.name] if node.name else b
     assert isinstance(other, Tensor)
     held = [BY_TORCH_ON_CPU[str(t.dtype)] for t in (a, other)]
     left, right = (
-        given.to(torch_dtype(dtype)) if graph.nodes[i].op == g.INPUT or g.is_given(graph.nodes[i]) else convert(values[i], dtype)
+        given.to(torch_dtype(dtype)) if graph.nodes[i].op == g.INPUT or g.is_given(graph.nodes[i]) else values[i] if dtype.is_fp8 else convert(values[i], dtype)
         for i, given, dtype in zip(node.args, (a, other), (held[0], multiplied_as(*held)), strict=True)
     )
     return left, right

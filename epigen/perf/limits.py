@@ -16,6 +16,7 @@ from functools import cached_property
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES, Schedule
 from epigen.codegen.spec import PAST, WIDE, KernelConfig, KernelSpec
+from epigen.codegen.steps import steps
 from epigen.dtypes import FP32, INT8
 from epigen.gpus import Target
 from epigen.perf.resources import Resources, Work
@@ -142,6 +143,17 @@ def computed_operands(c: Candidate) -> str:
         held = c.spec.signature
         return f"the schedule {c.schedule.name} multiplies operands as they lie, and b is {held.b}, converted to {held.multiplied['b']} as it is loaded: {able} can"
     return f"the schedule {c.schedule.name} multiplies operands as they lie, and the program computes what it multiplies of {operand.name}: {able} can"
+
+
+def scales(c: Candidate) -> str:
+    """Of fp8 nothing is computed before it is multiplied: a step's sums are scaled."""
+    if c.spec.signature.a.bits > 8 or not c.spec.computed or not c.schedule.computes:
+        return ""
+    within = next((s.operand for s in steps(c.spec, c.config) if not s.as_loaded), None)
+    if within is None:
+        return ""
+    blocks = ", ".join(f"{i.name}[k/{i.block('k')}]" for i in within.along_k)
+    return f"block_k={c.config['block_k']}: a step has several of the scales of {within.name}, {blocks}, and operands of {c.spec.signature.a} are multiplied as they are: a block_k that divides those"
 
 
 def second_product(c: Candidate) -> str:
@@ -307,6 +319,7 @@ LAUNCHES: tuple[Restriction, ...] = (
     coordinates,
     vendors_extents,
     computed_operands,
+    scales,
     second_product,
     parts_of_k,
     vendors_order,

@@ -140,10 +140,9 @@ class Work:
         # The same kernels: 36, the accumulators, what the epilogue holds beside them, and two for the address of each copy of 16 bytes, or
         # two and a half of a narrower one (16 more kernels, Triton 3.6, sm_90: rows of 1004 and 1002 elements of fp16). The older
         # instruction also holds the operands, about as much again; fp8 a second accumulator, since the tensor cores' own is narrow.
-        again = 1.0 if not wgmma else _PROMOTED if self.spec.promoted else 0.0
-        both = accumulators
-        if multiplied and any(step.factors for step in multiplied):  # the step's own
-            again, both = again + 1.0, 2 * accumulators
+        scaled = bool(multiplied) and any(step.factors for step in multiplied)  # which needs sums of the step's own, those of fp8 as well
+        again = (0.0 if wgmma else 1.0) + scaled if scaled or not self.spec.promoted or not wgmma else _PROMOTED
+        both = accumulators * (1 + scaled)
         bytes_a_thread = [block * block_k * self.element_bytes / threads for block in (block_m, right)]
         copies = max(2.0, sum(held * (2.0 if copy == _VECTOR_BYTES else 2.5) / copy for held, copy in zip(bytes_a_thread, self.copy_bytes, strict=True)))
         registers, spilled = int(36 + accumulators * (1 + self.held_an_element + again) + copies), 0
@@ -157,6 +156,7 @@ class Work:
             if not step.operand.computed:
                 continue
             share = 1.0 if not (step.as_loaded or step.paired) else 0.5 if (wgmma and step.factors) or step.zero else 0.25 * step.paired
+            share *= step.operand.converted or not step.as_loaded
             registers += int(share * config[f"block_{OPERANDS[step.name].strip('k')}"] * block_k / threads)
         return Resources(shared, both, registers, most, max(1, self.target.blocks_per_sm(threads, min(most, registers), shared)), spilled, held)
 
