@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from epigen import ops
 from epigen.codegen import schedules
 from epigen.codegen.spec import LAYOUTS, KernelConfig
-from epigen.dtypes import BF16, FAST_ACCUM, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
+from epigen.dtypes import BF16, FAST_ACCUM, FP8E4M3, FP8E5M2, FP16, FP32, INT8, UINT8, DType
 
 FLOATS = (FP32, FP16, BF16, FP8E4M3, FP8E5M2)
 LIBRARY = schedules.config("library", block_m=16, block_n=64, num_warps=4)
@@ -580,6 +580,54 @@ def operand_cases() -> list[Case]:
     return found
 
 
+_WEIGHT_TEXTS = (
+    "relu(mm * s[n] + bias)",
+    "dot(a, (b - zero[k/32,n]) * s[k/128,n]) + bias",
+    "z = dot(a, b * s[k/64,n] * t[n]); z, sum(z, n), bitmask(z > 0)",
+    "dot(relu(a) * u[m,k/64], b * s[k/64,n/16]) * alpha",
+)
+_PACKED_TEXTS = (
+    "silu(dot(a, int4(b)) * s[n])",
+    "dot(a, int4(b) * s[k/128,n]) + residual",
+    "relu(dot(a, (uint4(b) - zero[k/64,n]) * s[k/64,n]) + bias)",
+    "dot(a, (uint4(b) - zero[k/32,n]) * s[k/32,n])",
+    "dot(a * norm[k], int4(b, n) * s[n])",
+)
+
+
+def weight_cases() -> list[Case]:
+    """Weights of fewer bits than what they multiply, in bytes and two in a byte, with scales and zero points of groups; and fp8 with scales in blocks."""
+    found = []
+    configs = (
+        tiled(16, 64, 64, 4, 3), tiled(64, 64, 128, 4, 3), split_k(16, 64, 128, splits=2), tiled(128, 64, 64, 8, 3), split_k(32, 32, 64, num_warps=2), SMALL,
+    )  # fmt: skip
+    beside = ((BF16, INT8), (FP16, UINT8), (FP16, INT8), (BF16, FP8E4M3), (FP16, FP8E5M2), (FP32, INT8))
+    for i, text in enumerate(_WEIGHT_TEXTS):
+        for j, (a, b) in enumerate(beside):
+            for layout, config in zip(("nt", "nn"), (configs[(i + j) % 6], configs[(i + j + 2) % 6]), strict=True):
+                found.append(Case(text, (50, 72, 260), a, b, a, layout, config=config, by_value=bool(j % 2)))
+            found.append(Case(text, ((16, 200, 512), (136, 264, 256))[j % 2], a, b, FP32, "nt", config=None))
+    for i, text in enumerate(_PACKED_TEXTS):
+        for j, (config, a) in enumerate(itertools.product(configs, (BF16, FP16))):
+            found.append(Case(text, ((50, 72, 260), (16, 136, 512), (1, 64, 70))[(i + j) % 3], a, UINT8, a, ("nt", "nn")[(i + j) % 4 == 3], config=config))
+        found.append(Case(text, (33, 50, 70), FP32, UINT8, FP32, "nt"))
+        for shape in ((5, 16, 1024), (64, 200, 512), (264, 136, 256)):
+            found.append(Case(text, shape, BF16, UINT8, BF16, "nt", config=None))
+        found.append(Case(text, (33, 50, 64), FP16, UINT8, FP16, "nt", ("sliced", "shifted")[i % 2], integers="*" not in text))
+    return found
+
+
+def scaled_cases() -> list[Case]:
+    """fp8 with scales in blocks along k, whose steps are scaled one by one."""
+    found = []
+    configs = (tiled(64, 64, 64, 4, 3), split_k(16, 32, 64, splits=2), tiled(128, 128, 64, 8, 2), tiled(16, 64, 32), None)
+    texts = ("dot(a * sa[m,k/128], b * sb[k/128,n/128])", "silu(dot(a * sa[m,k/64], b * sb[k/64,n]) + bias)", "z = dot(a, b * s[k/64,n]); z, sum(z, n)")
+    for i, (text, config) in enumerate(itertools.product(texts, configs)):
+        for a, b in ((FP8E4M3, None), (FP8E5M2, FP8E4M3)):
+            found.append(Case(text, ((136, 208, 272), (16, 136, 512), (65, 144, 300))[i % 3], a, b, FP32, ("nt", "nn")[i % 4 == 3], config=config))
+    return found
+
+
 _SECOND_TEXTS = (
     "silu(mm) * dot(a, up[k,n])",
     "g = mm + bias; u = dot(a, up[k,n]) + shift[n]; h = gelu(g) * u; h, g, u, bgrad(u), bitmask(u > 0)",
@@ -733,6 +781,8 @@ def all_cases() -> list[Case]:
         eight_bit_cases,
         prefetch_cases,
         operand_cases,
+        weight_cases,
+        scaled_cases,
         second_cases,
         position_cases,
         random_cases,
