@@ -5,7 +5,6 @@ What a traced function calls before it parts a value is called of each part, wit
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from epigen.lang.syntax import HALVES, WAYS
+from epigen.lang.parser import parse
+from epigen.lang.substitute import is_product, substituted
+from epigen.lang.syntax import HALVES, WAYS, Expr, Name, to_text
 
 _aten: Any = torch.ops.aten
 _PARTING = (_aten.split.Tensor, _aten.slice.Tensor, _aten.glu.default)
@@ -41,7 +42,13 @@ class _Both:
 def text_of_parts(way: str, whole: str, text: str, first: str, second: str) -> str:
     """The program that parts a value and computes something of both parts. whole: the value's text. text: of a program of one part, its mm, and of the other, which is
     its tile `second`. first, second: what both are to be called."""
-    return f"{first}, {second} = {way}({whole}); " + re.sub(r"\bmm\b", first, re.sub(rf"\b{second}\[m,n\]", second, text))
+
+    def instead(expr: Expr) -> Expr | None:
+        if is_product(expr):
+            return Name(first, expr.span)
+        return Name(second, expr.span) if isinstance(expr, Name) and expr.name == second and expr.indices is not None else None
+
+    return f"{first}, {second} = {way}({whole}); {to_text(substituted(parse(text), instead))}"
 
 
 class _Unparted(Exception):

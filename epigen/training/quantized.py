@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,9 @@ from epigen.checkpoints import QuantizedWeight, torchao
 from epigen.dtypes import FP8E4M3, INT4, INT8, DType
 from epigen.errors import CallError, unknown
 from epigen.ir import reference
+from epigen.lang.parser import parse
+from epigen.lang.substitute import is_product, substituted
+from epigen.lang.syntax import Name, Program, names_in, to_text
 from epigen.training import again, linear
 from epigen.training.layer import Link, Value
 
@@ -59,6 +61,9 @@ class QuantizedLinear(nn.Module):
             raise CallError(f"the epilogue {text!r} reads {', '.join(sorted(taken))}, which are names of the layer's own: choose others")
         if bias != ("bias" in names):
             raise CallError(f"bias={bias}, and the epilogue {text!r} {'does not read' if bias else 'reads'} a bias: make them agree")
+        following = _of_product(text, "mm")
+        if "b" in names_in(*(made.value for made in following.assigns), *following.outputs):
+            raise CallError(f"the epilogue {text!r} reads b, which holds the weight as it is rounded: write a program of mm, the product with the weight")
         super().__init__()
         self.in_features, self.out_features, self.kind, self.tune = in_features, out_features, kind, tune
         self.group = None if group is None or group >= in_features else group
@@ -70,6 +75,8 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("order", torch.arange(in_features, device=device) if ordered else None)
         self.register_parameter("bias", nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None)
         self.epilogue = text
+        self.program = self._program()
+        """What the layer computes, in epigen's language."""
 
     @classmethod
     def from_linear(
@@ -110,9 +117,7 @@ class QuantizedLinear(nn.Module):
             made.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
         return made
 
-    @property
-    def program(self) -> str:
-        """What the layer computes, in epigen's language."""
+    def _program(self) -> str:
         along = "n" if self.group is None else f"k/{self.group},n"
         b = "int4(b)" if self.kind == "int4" else "b"
         if self.zero is not None:
@@ -124,8 +129,7 @@ class QuantizedLinear(nn.Module):
         if self.epilogue == "mm":
             return product
         name = next(name for name in ("product", *(f"product{i}" for i in range(len(self.epilogue)))) if name not in self.epilogue)
-        following = re.sub(r"\bmm\b", name, self.epilogue)
-        return f"{name} = {product}; {following}"
+        return f"{name} = {product}; {to_text(_of_product(self.epilogue, name))}"
 
     def forward(self, input: Tensor, inputs: Mapping[str, Value] | None = None, **more: Value) -> Any:  # noqa: A002  # torch.nn.Linear's own name
         """input: [..., in_features]. more: the epilogue's other inputs. inputs: the same as a mapping, for names that are taken here. Returns what `epigen.linear` returns."""
@@ -147,6 +151,11 @@ class QuantizedLinear(nn.Module):
     def extra_repr(self) -> str:
         shown = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, kind={self.kind!r}, group={self.group}"
         return shown if self.epilogue in ("mm", "mm + bias") else f"{shown}, epilogue={self.epilogue!r}"
+
+
+def _of_product(epilogue: str, name: str) -> Program:
+    """An epilogue of a value with this name in place of the product."""
+    return substituted(parse(epilogue), lambda expr: Name(name, expr.span) if is_product(expr) else None)
 
 
 def _dtype(kind: str) -> DType:

@@ -208,6 +208,25 @@ def test_llamas_layers(kind: str, group: int | None) -> None:
     assert (fused - wanted).norm() / wanted.norm() < 0.02
 
 
+@pytest.mark.parametrize(("kind", "group"), [("int8", None), ("int4", 32), ("fp8", None)])
+def test_an_epilogue_may_write_the_product_out(kind: str, group: int | None) -> None:
+    """dot(a, b) is mm: the product with the weight as it is computed, and not with its rounded values."""
+    plain = linear()
+    x = torch.randn(4, 96, dtype=torch.bfloat16)
+    layer = QuantizedLinear.from_linear(plain, kind, group, epilogue="relu(dot(a, b) + bias), mm, amax(a, k)")
+    activated, product, largest = layer(x)
+    close(product, F.linear(x.float(), layer.dequantized()))
+    close(activated, F.linear(x.float(), layer.dequantized(), plain.bias.float()).relu())
+    assert torch.equal(largest, x.float().abs().amax(1))
+    assert layer.program.count("dot(") <= 1 and "relu(product + bias), product, amax(a, k)" in layer.program
+
+
+@pytest.mark.parametrize("epilogue", ["dot(relu(a), b)", "mm, sum(b, k)", "z = dot(a, b); z, amax(b, k)"])
+def test_an_epilogue_that_reads_the_rounded_weight_is_refused(epilogue: str) -> None:
+    with pytest.raises(CallError, match="reads b, which holds the weight as it is rounded"):
+        QuantizedLinear(96, 40, bias=False, epilogue=epilogue)
+
+
 # -- what others have rounded
 
 
