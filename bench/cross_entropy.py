@@ -22,7 +22,6 @@ from torch.nn import functional
 
 import epigen
 from bench import record, timing
-from bench.record import Report
 from epigen.runtime.device import THIS_MACHINE, Machine
 
 
@@ -160,8 +159,7 @@ def main(machine: Machine = THIS_MACHINE) -> None:
         rows.append(row := measured(model, "missing" if options.tuned else None))
         both = ", ".join(f"{name} {of_eager(row, name):.3f} in {row['bytes'][name] >> 20} MiB" for name in row["both"])
         print(f"{model}: forward {of_mm(row):.3f} of mm, {of_mm(row, EAGER):.3f} eager; both ways, of eager: {both}", flush=True)
-        report = Report("bench.cross_entropy", environment, rows, verdict(rows) | {"tuned": options.tuned})
-        written = record.write(record.of_gpu("cross_entropy_tuned" if options.tuned else "cross_entropy", target), report, options.out)
+        written = record.write_rows("cross_entropy", target, environment, rows, verdict(rows), options)
         torch.cuda.empty_cache()
     print(written)
 

@@ -19,7 +19,6 @@ from torch.nn import functional
 
 import epigen
 from bench import record, timing
-from bench.record import Report
 from epigen.runtime.device import THIS_MACHINE, Machine
 from epigen.shapes import Shape, extents
 from epigen.training import backend
@@ -148,9 +147,7 @@ def main(machine: Machine = THIS_MACHINE) -> None:
         rows.append(row := measured(shape))
         shares = ", ".join(f"{name} {of_mm(row, name):.3f}" for name in (OURS, APART, EAGER))
         print(f"{extents(shape)}: {row['timing'][MM]['median_us']:.1f} us; {shares}; {row['config']}", flush=True)
-        # after each row, so that a run which is cut short leaves those that it has
-        report = Report("bench.gated", environment, rows, verdict(rows) | {"tuned": options.tuned})
-        written = record.write(record.of_gpu("gated_tuned" if options.tuned else "gated", target), report, options.out)
+        written = record.write_rows("gated", target, environment, rows, verdict(rows), options)
     for sizes, stacked in () if options.tuned else (*((sizes, False) for sizes in MLPS), *((sizes, True) for sizes in STACKED)):
         for row in of_mlp(sizes, stacked):
             rows.append(row)
@@ -158,7 +155,7 @@ def main(machine: Machine = THIS_MACHINE) -> None:
                 f"{extents(sizes)} {'stacked ' * stacked}{row['program']}: {', '.join(f'{name} {of_eager(row, name):.3f}' for name in row['timing'])} of eager",
                 flush=True,
             )
-            written = record.write(record.of_gpu("gated", target), Report("bench.gated", environment, rows, verdict(rows) | {"tuned": False}), options.out)
+            written = record.write_rows("gated", target, environment, rows, verdict(rows), options)
     print(written)
 
 

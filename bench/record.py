@@ -146,6 +146,14 @@ def write(name: str, report: Report, folder: Path = RESULTS) -> Path:
     return path
 
 
+def write_rows(
+    name: str, target: Target, environment: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], options: argparse.Namespace
+) -> Path:
+    """What `bench.NAME` has measured so far, untuned or tuned: after each row, so that a run which is cut short leaves those that it has."""
+    report = Report(f"bench.{name}", dict(environment), list(rows), {**summary, "tuned": options.tuned})
+    return write(of_gpu(f"{name}_tuned" if options.tuned else name, target), report, options.out)
+
+
 def text(report: Report) -> str:
     """As it stands in a file: a line for each key of the summary and for each row, with sorted keys."""
     head = {"schema": SCHEMA, "script": report.script, "environment": report.environment}

@@ -19,7 +19,6 @@ from torch.nn import functional
 
 import epigen
 from bench import record, timing
-from bench.record import Report
 from epigen import gpus
 from epigen.api import database
 from epigen.dtypes import BF16, BY_TORCH
@@ -142,9 +141,7 @@ def main(machine: Machine = THIS_MACHINE) -> None:
                 f"{of_target(row):.3f} of the target; {row['config']}",
                 flush=True,
             )
-            # after each row, so that a run which is cut short leaves those that it has
-            report = Report("bench.tiles", environment, rows, verdict(rows) | {"tuned": options.tuned})
-            written = record.write(record.of_gpu("tiles_tuned" if options.tuned else "tiles", target), report, options.out)
+            written = record.write_rows("tiles", target, environment, rows, verdict(rows), options)
     print(written)
 
 

@@ -18,7 +18,6 @@ from torch.nn import functional
 
 import epigen
 from bench import record, timing
-from bench.record import Report
 from epigen.checkpoints import QuantizedWeight
 from epigen.nn import QuantizedLinear
 from epigen.runtime.device import THIS_MACHINE, Machine
@@ -116,8 +115,7 @@ def main(machine: Machine = THIS_MACHINE) -> None:
             f"{extents(shape)}: {row['timing'][MM]['median_us']:.1f} us; {shares}; of a copy {', '.join(f'{of_copy(row, kind):.2f}' for kind in COPIES)}",
             flush=True,
         )
-        report = Report("bench.weights", environment, rows, verdict(rows) | {"tuned": options.tuned})
-        written = record.write(record.of_gpu("weights_tuned" if options.tuned else "weights", gpu), report, options.out)
+        written = record.write_rows("weights", gpu, environment, rows, verdict(rows), options)
     print(written)
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from epigen import ops
 from epigen.codegen.spec import (
     CAST,
+    LEAST_OF_BYTES,
     POSITION,
     TMA_BYTES,
     UNIFORM,
@@ -47,8 +48,6 @@ from epigen.ir.passes import order, rounded
 from epigen.shapes import Shape
 
 _LONGEST_NAME = 60
-LEAST_OF_BYTES = 32
-"""Of k, that one instruction of the tensor cores multiplies of operands of 8 bits."""
 
 
 def lower(graph: Graph, signature: Signature) -> KernelSpec:

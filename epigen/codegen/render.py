@@ -115,8 +115,9 @@ def _helpers_of(spec: KernelSpec | None, finishes: list[Finish], dialect: emit.D
     stores = [*(spec.stores if spec else ()), *(o for f in finishes for o in f.stores)]
     casts = [line.dtype for line in lines if line.dtype] + [o.dtype for o in stores]
     called = emit.helpers(lines, rows, casts, combining=bool(finishes), dialect=dialect, in_order=in_order)
-    packed = next((o.packed for o in spec.operands if o.packed), None) if spec and spec.signature.packed == "k" else None
-    return called | ({emit.SPLIT_BYTES: emit.split_bytes(spec.signature, packed == INT4)} if spec and packed else {})
+    if spec is None or spec.signature.packed != "k":
+        return called
+    return called | {emit.SPLIT_BYTES: emit.split_bytes(spec.signature, spec.operands[1].packed == INT4)}
 
 
 def _of_finish(text: str, spec: KernelSpec, config: KernelConfig, dialect: str) -> str:

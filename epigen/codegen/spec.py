@@ -120,6 +120,10 @@ class Input:
         """How many values of an index share one of its."""
         return dict(zip(self.indices, self.blocks, strict=False)).get(index, 1)
 
+    def in_row(self, block_k: int) -> bool:
+        """Whether all k of a step share its values, so that the step has one row, or column, of it."""
+        return self.block("k") % block_k == 0
+
     @property
     def periodic(self) -> str:
         """The indices along which it begins anew."""
@@ -142,6 +146,10 @@ def accumulator(second: str) -> str:
 
 
 CAST, WIDEN, POSITION, UNIFORM = "cast", "widen", "position", "uniform"
+
+
+LEAST_OF_BYTES = 32
+"""Of k, that one instruction of the tensor cores multiplies of operands of 8 bits."""
 
 
 def k_multiple(k: int) -> int:
@@ -313,11 +321,6 @@ class Operand:
         """The inputs of which each step loads others."""
         return tuple(i for i in self.inputs if "k" in i.indices)
 
-    @property
-    def multiplied(self) -> str:
-        """What the kernel calls the values that it multiplies."""
-        return self.name if self.as_loaded else f"{self.name}_in"
-
 
 @dataclass(frozen=True, slots=True)
 class Store:
@@ -441,7 +444,7 @@ class KernelSpec:
         """What a tile's operands are computed of besides, in bytes a step of 1 along k. block_k: of a step, where it is known."""
         rows = {"mk": block_m, "kn": block_n}
         inputs = [i for o in self.operands for i in o.along_k if i.dtype is not None]
-        shared = [block_k if block_k and i.block("k") % block_k == 0 else 1 for i in inputs]  # of which a step has one row
+        shared = [block_k if block_k and i.in_row(block_k) else 1 for i in inputs]  # of which a step has one row
         return sum(-(-rows.get(i.indices, 1) * i.dtype.bytes // steps) for i, steps in zip(inputs, shared, strict=True) if i.dtype is not None)
 
     @property

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import Arg, Input, KernelConfig, KernelSpec, Line, Operand
+from epigen.codegen.spec import Arg, KernelConfig, KernelSpec, Line, Operand
 
+POINTED = frozenset(s.name for s in SCHEDULES.values() if s.computes)
+"""The schedules whose threads load their operands through pointers."""
 _MOST_ROWS = 64
 """Of a tile: a factor of the product is multiplied as often as it has rows, one of the operand as often as a step has values along k. At 512x8192x8192 int4 with
 scales of groups took 0.38 of the bf16 product's speed so, and 0.58 with the scales in the operand (H200, Triton 3.6, 2026-11)."""
@@ -20,12 +22,13 @@ _LEAST_PAIRED = 32
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """lines: what is computed each step. value: what is rounded to the multiplied dtype. factors: of the step's product. last: of the sum of all steps' products.
+    """lines: what is computed each step. value: what is rounded to the multiplied dtype. rows: inputs along k of which it has one row, or column. factors: of the step's product. last: of the sum of all steps' products.
     paired: whether even and odd k are multiplied apart. zero: what is subtracted of each of those values, in the multiplied dtype, or ""."""
 
     operand: Operand
     lines: tuple[Line, ...]
     value: Arg
+    rows: frozenset[str] = frozenset()
     factors: tuple[Arg, ...] = ()
     last: tuple[Arg, ...] = ()
     paired: bool = False
@@ -37,7 +40,7 @@ class Step:
 
     @property
     def as_loaded(self) -> bool:
-        """Whether nothing but a conversion lies between what is loaded and what is multiplied."""
+        """Whether nothing but a conversion, and a zero point's distance, lies between what is loaded and what is multiplied."""
         return self.value == self.name
 
     @property
@@ -48,7 +51,7 @@ class Step:
     @property
     def multiplied(self) -> str:
         """What the kernel calls the values that it multiplies."""
-        return self.name if self.as_loaded or self.paired else f"{self.name}_in"
+        return self.name if self.as_loaded else f"{self.name}_in"
 
 
 def steps(spec: KernelSpec, config: KernelConfig) -> tuple[Step, ...]:
@@ -57,20 +60,13 @@ def steps(spec: KernelSpec, config: KernelConfig) -> tuple[Step, ...]:
 
 
 def _step(spec: KernelSpec, config: KernelConfig, operand: Operand) -> Step:
-    whole = Step(operand, operand.lines, operand.value)
-    if spec.second or config.schedule not in POINTED or (config["block_m"] > _MOST_ROWS and spec.signature.a.bits > 8):
+    if config.schedule not in POINTED:
+        return Step(operand, operand.lines, operand.value)
+    whole = Step(operand, operand.lines, operand.value, frozenset(i.name for i in operand.along_k if i.in_row(config["block_k"])))
+    if spec.second or (config["block_m"] > _MOST_ROWS and spec.signature.a.bits > 8):
         return whole
-    step = _factored(whole, config)
+    step = _factored(whole)
     return _paired(spec, config, step) if spec.signature.packed == "k" and operand.packed else step
-
-
-POINTED = frozenset(s.name for s in SCHEDULES.values() if s.computes)
-"""The schedules whose threads load their operands through pointers."""
-
-
-def in_row(item: Input, config: KernelConfig) -> bool:
-    """Whether all of a step's k share an input's values, so that a step has one row, or column, of it."""
-    return "k" in item.indices and item.block("k") % config["block_k"] == 0
 
 
 def _reached(operand: Operand, arg: Arg) -> set[str]:
@@ -80,17 +76,20 @@ def _reached(operand: Operand, arg: Arg) -> set[str]:
     return {str(arg)}.union(*(_reached(operand, a) for a in own.args)) if own else {str(arg)}
 
 
-def _factored(step: Step, config: KernelConfig) -> Step:
+def _factored(step: Step) -> Step:
     """With factors taken of the product, if each step has one value of each."""
     operand = step.operand
-    read = set[str]().union(*(_reached(operand, factor) for factor in operand.factors))
-    if not operand.factors or not all(in_row(i, config) for i in operand.along_k if i.name in read):
+    along_k = {i.name for i in operand.along_k}
+    reached = {factor: _reached(operand, factor) for factor in operand.factors}
+    read = set[str]().union(*reached.values())
+    if not reached or not step.rows.issuperset(along_k & read):
         return step
-    kept, along_k = read | _reached(operand, operand.apart), {i.name for i in operand.along_k}
+    kept = read | _reached(operand, operand.apart)
     by_step: dict[bool, list[Arg]] = {True: [], False: []}
     for factor in operand.factors:
-        by_step[bool(along_k & _reached(operand, factor))].append(factor)
-    return Step(operand, tuple(line for line in step.lines if line.name in kept), operand.apart, tuple(by_step[True]), tuple(by_step[False]))
+        by_step[not along_k.isdisjoint(reached[factor])].append(factor)
+    lines = tuple(line for line in step.lines if line.name in kept)
+    return replace(step, lines=lines, value=operand.apart, factors=tuple(by_step[True]), last=tuple(by_step[False]))
 
 
 def _paired(spec: KernelSpec, config: KernelConfig, step: Step) -> Step:
@@ -103,8 +102,8 @@ def _paired(spec: KernelSpec, config: KernelConfig, step: Step) -> Step:
     if not of_values:
         return replace(step, lines=lines, paired=step.as_loaded)
     # the difference of what both hold exactly is rounded once in their own dtype as well
-    zeros = {i.name for i in operand.inputs if i.dtype == multiplied and ("k" not in i.indices or in_row(i, config))}
+    zeros = {i.name for i in operand.inputs if i.dtype == multiplied and ("k" not in i.indices or i.name in step.rows)}
     [last, *others] = of_values
     if others or (last.name, last.op, last.args[0]) != (step.value, "sub", operand.name) or last.args[1] not in zeros:
         return step
-    return replace(step, lines=lines, paired=True, zero=str(last.args[1]))
+    return replace(step, lines=lines, value=operand.name, paired=True, zero=str(last.args[1]))

@@ -127,7 +127,7 @@ class Graph:
 
         def shared(at: int) -> bool:
             node = self.nodes[at]
-            along_k = node.op == INPUT and dict(zip(node.indices, node.blocks or (1,) * len(node.indices), strict=True)).get("k", 2) == 1
+            along_k = node.op == INPUT and "k" in node.indices and "k" not in shared_along(node)
             return node.op != OPERAND and not along_k and all(map(shared, node.args))
 
         value, found = number, list[int]()

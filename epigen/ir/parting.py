@@ -79,13 +79,9 @@ class _Rewriter:
         self.declared: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]] = {
             name: (tuple(indices), (), ()) for name, indices in declared.items()
         }
-        self.declared |= {
-            e.name: (e.indices, e.periods, e.blocks)
-            for e in within(*(s.value for s in program.assigns), *program.outputs)
-            if isinstance(e, Name) and e.indices is not None
-        }
+        self.declared |= {e.name: (e.indices, e.periods, e.blocks) for e in within(*program.values) if isinstance(e, Name) and e.indices is not None}
         self.bound = {name for s in program.assigns for name in (s.names if isinstance(s, Parted) else (s.name,))}
-        self.taken = self.bound | names_in(*(s.value for s in program.assigns), *program.outputs)
+        self.taken = self.bound | names_in(*program.values)
         self.twice: dict[str, Assign] = {}
         self.made: list[Assign] = []
         self.inputs: dict[str, Part] = {}

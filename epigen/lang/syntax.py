@@ -84,6 +84,11 @@ class Program:
     outputs: tuple[Expr, ...]
     text: str = field(compare=False)
 
+    @property
+    def values(self) -> tuple[Expr, ...]:
+        """What is assigned, then the outputs."""
+        return (*(made.value for made in self.assigns), *self.outputs)
+
 
 # how tightly each form binds, loosest first; a child that binds less tightly stands in parentheses
 _COMPARE, _OR, _AND, _SUM, _PRODUCT, _UNARY, _POWER, _ATOM = range(8)
@@ -121,7 +126,7 @@ def declared_text(indices: Sequence[str], periods: Sequence[str] = (), blocks: S
 
 def parts(program: Program) -> int:
     """How many parts a program has, as the parser counts them in its text: names, numbers, operators and calls."""
-    every = within(*(a.value for a in program.assigns), *program.outputs)
+    every = within(*program.values)
     return sum(2 if isinstance(e, Number) and e.value < 0 else 1 for e in every)  # the sign is an operator
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from epigen.codegen import schedules
 from epigen.codegen.schedules import SCHEDULES, Schedule
-from epigen.codegen.spec import PAST, WIDE, KernelConfig, KernelSpec
+from epigen.codegen.spec import LEAST_OF_BYTES, PAST, WIDE, KernelConfig, KernelSpec
 from epigen.codegen.steps import steps
 from epigen.dtypes import FP32, INT8
 from epigen.gpus import Target
@@ -54,7 +54,7 @@ class Candidate:
     @property
     def least_k(self) -> int:
         """Of k, that one instruction of the tensor cores multiplies."""
-        return 32 if self.spec.signature.a.bytes == 1 else 16
+        return LEAST_OF_BYTES if self.spec.signature.a.bytes == 1 else 16
 
     @cached_property
     def needs(self) -> Resources:

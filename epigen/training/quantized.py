@@ -61,8 +61,7 @@ class QuantizedLinear(nn.Module):
             raise CallError(f"the epilogue {text!r} reads {', '.join(sorted(taken))}, which are names of the layer's own: choose others")
         if bias != ("bias" in names):
             raise CallError(f"bias={bias}, and the epilogue {text!r} {'does not read' if bias else 'reads'} a bias: make them agree")
-        following = _of_product(text, "mm")
-        if "b" in names_in(*(made.value for made in following.assigns), *following.outputs):
+        if "b" in names_in(*_of_product(text, "mm").values):
             raise CallError(f"the epilogue {text!r} reads b, which holds the weight as it is rounded: write a program of mm, the product with the weight")
         super().__init__()
         self.in_features, self.out_features, self.kind, self.tune = in_features, out_features, kind, tune
