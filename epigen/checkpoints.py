@@ -98,6 +98,11 @@ def compressed_tensors(state: Mapping[str, Tensor], *, bits: int = 4) -> Quantiz
     return _signed(values, bits, scale.expand(groups, n), points.expand(groups, n), group, order)
 
 
+def of_torchao(weight: object) -> bool:
+    """Whether a weight is of a class of torchao's."""
+    return type(weight).__module__.partition(".")[0] == "torchao"
+
+
 def torchao(weight: Tensor) -> QuantizedWeight:
     """A weight that torchao's `quantize_` left: Int8Tensor, IntxUnpackedToInt8Tensor or Float8Tensor, [N, K].
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 
@@ -155,6 +155,17 @@ def _of_convolution(
     return Product(x, weight.flatten(1), bias) if x.is_contiguous() else CHANNELS_LAST
 
 
+def in_its_place(x: Tensor, compute: Callable[[Tensor], Any]) -> Any:
+    """What a layer computes of its input by a kernel of its own: a function of torch's to whoever is told of them, so that a plan counts it among the products."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(in_its_place, (x,), x, compute)
+    return compute(x)
+
+
+def _of_layer(x: Any, compute: Any) -> str:  # noqa: ARG001
+    return "its layer computes it by itself"
+
+
 CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 PRODUCTS: dict[Any, Callable[..., Product | str]] = {
@@ -162,6 +173,7 @@ PRODUCTS: dict[Any, Callable[..., Product | str]] = {
     torch.addmm: _of_addmm,
     **dict.fromkeys(MATMULS, _of_matmul),
     **dict.fromkeys(CONVOLUTIONS, _of_convolution),
+    in_its_place: _of_layer,
 }
 """What reads each, or says why it is no product that is fused. addmm: a linear layer whose weight lies transposed, as in GPT-2. A product by a matrix is one
 without a bias, as x @ weight.T is. Convolutions: of one element."""

@@ -2,13 +2,12 @@
 
 No module is replaced and no class changed. A module whose own forward calls linear layers gets, as an attribute, a `Forward`: it runs the forward that the
 module has, by the plan that a rehearsal has found (`rehearse`, `deferred`); where its code is straight, a function that was written out of both (`straight`, `flat`).
-Where anything is not as it was, that forward runs as it is.
+Where anything is not as it was, that forward runs as it is. A linear layer whose weight torchao has rounded gets a `WeightOnly`, which computes it alone.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import inspect
 import itertools
 import operator
 from collections import OrderedDict
@@ -18,20 +17,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as torchs
 from torch.nn.parameter import UninitializedParameter
 from torch.overrides import _pop_mode_temporarily
 
+from epigen.checkpoints import of_torchao
 from epigen.errors import CallError
-from epigen.training import straight
+from epigen.training import straight, weight_only
+from epigen.training.attached import FORWARD, Attached, detach, recorded
 from epigen.training.deferred import Plan, Run, watched
 from epigen.training.elements import channels_second
 from epigen.training.flat import MISSED, Flat
 from epigen.training.guarded_cache import DEVICES, state
 from epigen.training.rehearse import Observed, Rehearsed, Unseen, rehearse, tried
 from epigen.training.straight import Bent
+from epigen.training.weight_only import WeightOnly
 
 _MOST_FLATS, _MOST_EXTENTS, _MOST_READ = 4, 64, 256
 """What one forward's code is written out to, for other arguments or attributes; for how many extents, if it asks for them; how often it is read at all."""
@@ -63,46 +64,12 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NOTHING = Rehearsed(Plan(()), [])
 
 
-FORWARD, REPLICA, SCRIPT = "forward", "_replicate_for_data_parallel", "__prepare_scriptable__"
-"""The attributes of a module that are set: what runs, and what torch.nn.DataParallel and torch.jit.script ask a module for."""
-
-
-class Forward:
-    # What a module has as its `forward`. It belongs to one module; a copy of the model holds a copy of it, of the copied module, which makes its own plans.
+class Forward(Attached):
+    # A copy of the model makes its own plans.
     def __init__(self, module: nn.Module):
-        self.module = module
-        self.active = True
+        super().__init__(module)
         self.idle = False
         self.known = Known()
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """Of the module's own forward, which others read to know what to give."""
-        return inspect.signature(type(self.module).forward.__get__(self.module))
-
-    @property
-    def __code__(self) -> Any:
-        """As a method has it: torch.export reads where a forward was written."""
-        return type(self.module).forward.__code__
-
-    @property
-    def __doc__(self) -> str | None:  # type: ignore[override]
-        return type(self.module).forward.__doc__
-
-    def replica(self) -> nn.Module:
-        """What torch.nn.DataParallel takes for another GPU. It copies the attributes, of which this forward is the module's own: a replica has its class's."""
-        replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
-        for name in (FORWARD, REPLICA, SCRIPT):
-            replica.__dict__.pop(name, None)
-        return replica
-
-    def script(self) -> nn.Module:
-        raise CallError(
-            "torch.jit.script compiles the text of a forward, and that of a fused one is not what runs: epigen.unfuse(model) first, or torch.jit.trace, or torch.export"
-        )
-
-    def plain(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.module).forward(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling() or not self.active:
@@ -128,13 +95,7 @@ class Forward:
         return _extents(args, kwargs), torch.is_grad_enabled(), self.module.training
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        if (
-            torch.compiler.is_compiling()
-            or torch._C._len_torch_dispatch_stack()
-            or torch._C._are_functorch_transforms_active()
-            or torch._C._get_tracing_state() is not None
-            or forward_ad._current_level >= 0
-        ):
+        if recorded():
             return self.plain(*args, **kwargs)
         known = self.known
         met = known.met
@@ -175,7 +136,7 @@ class Forward:
             if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
                 return None
             forward = own.get("forward")
-            if forward is not None and type(forward) is not Forward:
+            if forward is not None and not isinstance(forward, Attached):
                 return None
             key += (type(module), own["training"])
             pending += own["_modules"].values()
@@ -332,7 +293,7 @@ def _in_checkpoint() -> bool:
 @dataclass(frozen=True, slots=True)
 class Replaced:
     """A linear layer that is computed in one kernel with what follows it. name: in the model. activation: the functions that were joined to it; "" for none, where
-    it runs in a chain with the layer before it."""
+    it runs in a chain with the layer before it, or converts a weight of few bits."""
 
     name: str
     activation: str
@@ -349,13 +310,15 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A linear layer of the model. forward: of the module whose forward calls it; None where there is none, for the reason `why`."""
+    """A linear layer of the model. forward: of the module whose forward calls it; None where there is none, for the reason `why`. alone: its program, where it has a
+    forward of its own."""
 
     name: str
     module: nn.Module
     owner: str
     forward: Forward | None
     why: str
+    alone: str = ""
 
 
 @dataclass(frozen=True)
@@ -391,6 +354,8 @@ def _flops(layer: nn.Module) -> int:
 
 
 def _said(layer: Layer) -> Replaced | Left:
+    if layer.alone:
+        return Replaced(layer.name, "", layer.alone)
     forward = layer.forward
     if forward is None:
         return Left(layer.name, layer.why)
@@ -419,10 +384,13 @@ def fuse(model: nn.Module, *, only: str | Iterable[str] | Callable[[str, nn.Modu
     calls linear layers (`torch.nn.Linear`, a transposed one as in GPT-2, convolutions of one element in channels_last memory) get another `forward`, which runs
     their own code. What follows a layer is told by what is computed, whatever module or function computes it: activations, gates of two layers or of both parts of
     one, residuals, norms over the batch in eval mode, dropout that drops nothing. Linear layers that follow one another so run as a chain. Where a module's code
-    does anything else than when it was tried out, that code runs alone: adapters, quantised or parametrised layers, hooks, another branch, torch.compile.
+    does anything else than when it was tried out, that code runs alone: adapters, parametrised layers, hooks, another branch, torch.compile.
 
-    only: the modules whose forwards may be changed: names or patterns ("encoder.*.mlp"), with all that is in them, or a function of name and module. dry_run:
-    change nothing, and say what would be.
+    A `torch.nn.Linear` whose weight torchao's `quantize_` has rounded gets a `forward` of its own: one kernel, which converts the weight within the product and adds the
+    bias. What follows it is left to torch. The weight stays where it is, and int4 is packed once more beside it. Gradients flow to the input and the bias.
+
+    only: the modules whose forwards may be changed, such a layer among them: names or patterns ("encoder.*.mlp"), with all that is in them, or a function of name and
+    module. dry_run: change nothing, and say what would be.
     Returns what is fused, and what is left and why. Raises CallError for `only` that names no module. `unfuse` undoes it.
 
     >>> import torch, epigen
@@ -438,6 +406,7 @@ def fuse(model: nn.Module, *, only: str | Iterable[str] | Callable[[str, nn.Modu
     owners: dict[nn.Module, nn.Module] = {}
     forwards: dict[nn.Module, Forward | None] = {}
     reasons: dict[nn.Module, str] = {}
+    rounded: list[WeightOnly] = []
     layers: list[Layer] = []
     for layer, caller in _owners(model):  # a layer may have several callers, and the report tells of the first
         owners.setdefault(layer, caller)
@@ -446,6 +415,11 @@ def fuse(model: nn.Module, *, only: str | Iterable[str] | Callable[[str, nn.Modu
     for name, module in model.named_modules():
         if not is_layer(module):
             continue
+        if isinstance(module, nn.Linear) and of_torchao(getattr(module, "weight", None)):
+            forward, text, why = _rounded(module, name, wanted)
+            rounded += [] if forward is None or dry_run else [forward]
+            layers.append(Layer(name, module, "", None, why, text))
+            continue
         owner = owners.get(module)
         if owner is None:
             layers.append(Layer(name, module, "", None, "it is the model itself, and the forward of a module that calls it is what is changed"))
@@ -453,9 +427,9 @@ def fuse(model: nn.Module, *, only: str | Iterable[str] | Callable[[str, nn.Modu
         layers.append(Layer(name, module, names[owner], forwards[owner], reasons[owner]))
     if not dry_run:
         unfuse(model)
-        for owner, forward in forwards.items():
-            if forward is not None and not forward.idle:
-                owner.__dict__ |= {FORWARD: forward, REPLICA: forward.replica, SCRIPT: forward.script}
+        planned = [forward for forward in forwards.values() if forward is not None and not forward.idle]
+        for each in (*planned, *rounded):
+            each.attach()
     return Fused(tuple(layers))
 
 
@@ -463,13 +437,7 @@ def unfuse(model: nn.Module) -> None:
     """Undo `fuse`: each module has its own forward again."""
     _demand_model(model)
     for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if type(value) is Forward:
-                value.active = False  # for whoever has wrapped it
-                if name == FORWARD:
-                    del module.__dict__[name]
-                    for beside in (REPLICA, SCRIPT):
-                        module.__dict__.pop(beside, None)
+        detach(module)
 
 
 def _demand_model(model: object) -> None:
@@ -529,6 +497,15 @@ def _made(owner: nn.Module, name: str, wanted: Callable[[str, nn.Module], bool])
     forward = Forward(owner)
     why = _tried(forward)
     return forward, f"the forward of {shown} is rehearsed at its first call{f', since beforehand {why}' if why else ''}"
+
+
+def _rounded(layer: nn.Linear, name: str, wanted: Callable[[str, nn.Module], bool]) -> tuple[WeightOnly | None, str, str]:
+    """The new forward of a layer with a weight of torchao's and its program, or None and why there is none."""
+    if not wanted(name, layer):
+        return None, "", f"{_shown(name, layer)} is not in only"
+    forward = WeightOnly(layer)
+    made = forward.current()
+    return (None, "", made.why) if made.layer is None else (forward, weight_only.text(made.layer), "")
 
 
 def _tried(forward: Forward) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from epigen import packing
-from epigen.checkpoints import QuantizedWeight, torchao
+from epigen.checkpoints import QuantizedWeight, of_torchao, torchao
 from epigen.dtypes import FP8E4M3, INT4, INT8, DType
 from epigen.errors import CallError, unknown
 from epigen.ir import reference
@@ -41,6 +41,7 @@ class QuantizedLinear(nn.Module):
 
     qweight: Tensor
     scale: Tensor
+    bias: nn.Parameter | None
     zero: Tensor | None
     order: Tensor | None
 
@@ -88,7 +89,7 @@ class QuantizedLinear(nn.Module):
         if type(layer) is not nn.Linear:
             raise CallError(f"a {type(layer).__name__} cannot be rounded: a torch.nn.Linear is taken; merge adapters into their layers first")
         weight = layer.weight.detach()
-        if type(weight).__module__.partition(".")[0] == "torchao":
+        if of_torchao(weight):
             return cls.from_weight(torchao(weight), layer.bias, dtype=weight.dtype, epilogue=epilogue, tune=tune)
         if not weight.is_meta and not weight.isfinite().all():
             raise CallError("the layer's weight has infinities or NaN, which no scale brings to few bits")
@@ -116,19 +117,22 @@ class QuantizedLinear(nn.Module):
             made.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
         return made
 
-    def _program(self) -> str:
+    @property
+    def product(self) -> str:
+        """The product with the weight as it was before it was rounded, in epigen's language."""
         along = "n" if self.group is None else f"k/{self.group},n"
         b = "int4(b)" if self.kind == "int4" else "b"
         if self.zero is not None:
             b = f"({b} - {_ZERO}[{along}])"
         if self.group is None:  # what is the same all along k is multiplied once, after the product
-            product = f"{'mm' if b == 'b' else f'dot(a, {b})'} * {_SCALE}[n]"
-        else:
-            product = f"dot(a, {b} * {_SCALE}[{along}])"
+            return f"{'mm' if b == 'b' else f'dot(a, {b})'} * {_SCALE}[n]"
+        return f"dot(a, {b} * {_SCALE}[{along}])"
+
+    def _program(self) -> str:
         if self.epilogue == "mm":
-            return product
+            return self.product
         name = next(name for name in ("product", *(f"product{i}" for i in range(len(self.epilogue)))) if name not in self.epilogue)
-        return f"{name} = {product}; {to_text(_of_product(self.epilogue, name))}"
+        return f"{name} = {self.product}; {to_text(_of_product(self.epilogue, name))}"
 
     def forward(self, input: Tensor, inputs: Mapping[str, Value] | None = None, **more: Value) -> Any:  # noqa: A002  # torch.nn.Linear's own name
         """input: [..., in_features]. more: the epilogue's other inputs. inputs: the same as a mapping, for names that are taken here. Returns what `epigen.linear` returns."""

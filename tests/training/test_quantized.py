@@ -244,20 +244,6 @@ def test_a_layer_that_torchao_rounded(config: str) -> None:
     close(layer(x), plain(x))
 
 
-def test_fuse_leaves_to_torchao_what_it_rounded() -> None:
-    from torchao import quantization as ao
-
-    with quiet():
-        allow_torchvision()
-        model = llama()
-    ao.quantize_(model, ao.Int8WeightOnlyConfig(version=2))
-    ids = torch.randint(0, 99, (2, 12))
-    with torch.no_grad():
-        wanted = model(ids).last_hidden_state
-        epigen.fuse(model)
-        assert torch.equal(model(ids).last_hidden_state, wanted)
-
-
 def test_a_layer_of_a_checkpoint() -> None:
     qweight, qzeros = torch.randint(-(2**31), 2**31, (12, 40), dtype=torch.int32), torch.randint(-(2**31), 2**31, (3, 5), dtype=torch.int32)
     weight = checkpoints.gptq(qweight, qzeros, (torch.rand(3, 40) / 8).half(), torch.randperm(96) // 32)
