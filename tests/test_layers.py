@@ -25,7 +25,7 @@ ORDER = (
     "errors", "uncollected", "after_import", "lru_cache", "files", "settings", "shapes", "dtypes", "gpus", "ops",
     "lang.walk", "lang.syntax", "lang.substitute", "lang.parser",
     "ir.graph", "ir.parting", "ir.check", "ir.passes", "ir.program", "ir.rules", "ir.eager", "ir.unparse", "ir.written", "ir.autodiff", "ir.derivation", "ir.operand_gradients", "ir.derive", "ir.philox", "ir.nibbles", "ir.reference", "ir.recognise", "ir.bound", "packing",
-    "codegen.spec", "codegen.schedules", "codegen.steps", "codegen.emit", "codegen.lower", "codegen.functions", "codegen.tile", "codegen.completion", "codegen.partitions",
+    "codegen.spec", "codegen.schedules", "codegen.steps", "codegen.emit", "codegen.from_bytes", "codegen.lower", "codegen.functions", "codegen.tile", "codegen.completion", "codegen.partitions",
     "codegen.render", "codegen.standalone",
     "perf.traffic", "perf.resources", "perf.limits", "perf.constants", "perf.model",
     "runtime.device", "runtime.arguments", "runtime.code_builder", "runtime.user_cache", "runtime.triton_key", "runtime.direct",
@@ -40,7 +40,7 @@ ORDER = (
     "training.guarded_cache", "training.bits", "training.elements", "training.plan", "training.library", "training.composed", "training.embeddings", "training.expected", "training.precompile",
     "training.layer", "training.report", "training.sharding", "training.whole", "training.parted", "training.chain", "training.site", "training.again", "training.linear", "training.modules", "training.quantized", "training.cross_entropy", "training.operations", "nn",
     "training.regions", "training.rewrite", "training.wrapper", "training.convolutions", "training.stacked", "training.joint",
-    "training.backend", "training.views", "training.deferred", "training.programs", "training.rehearse", "training.straight", "training.flat", "training.fuse",
+    "training.backend", "training.attached", "training.views", "training.deferred", "training.weight_only", "training.programs", "training.rehearse", "training.straight", "training.flat", "training.fuse",
     "commands.show", "commands.types", "commands.db", "commands.derivation", "commands.compile", "commands.explain", "commands.info", "commands.live", "commands.tune",
     "cli", "__main__",
 )  # fmt: skip

@@ -17,6 +17,9 @@ from epigen.shapes import Shape, extents, products
 _TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4), (32, 64, 4), (32, 32, 4), (16, 32, 2))
 # tiles of 8-bit operands a multiprocessor: 512x4096x4096 has 0.97, and took 18.0 us with promoted sums where tiled took 23.1 (H100, 2026-11)
 _LEAST_OF_BYTES = 0.75
+_LEAST_PART = {False: 512, True: 1024}  # of k, that a part of a weight's product has, by whether rows are few
+_LEAST_GROUP = 64  # of k, with which tiled kernels take a scale out of a step's product
+_PADDING = 1.25  # times as many rows as there are, with which tiles of 256 are too high
 _SHORT_OF_BYTES = 2048  # k of theirs up to which one group's epilogue is better hidden under the other's main loop
 _SKINNY = {16: (16, 64, 4), 32: (32, 64, 4), 64: (64, 64, 4)}
 
@@ -46,6 +49,8 @@ def choose(spec: KernelSpec, shape: Shape, target: Target, refused: str = "") ->
     # where TMA cannot address them, operands are copied first, which pays for large products alone
     if (not whole if addressed else large) and (specialized := _warp_specialized(space)):
         return Choice(specialized, _why(spec, shape, target))
+    if mixed := _mixed_input(space):
+        return Choice(mixed, _why(spec, shape, target))
     if whole:
         return by_vendors("large products of Triton's are slower")
     if any(each % 4 for each in row_bytes(shape, sig)) and large and vendor_multiplies():
@@ -149,6 +154,38 @@ def _warp_specialized(space: Space) -> KernelConfig | None:
     return None
 
 
+_WAVE, _LEAST_WAVE = 0.75, 0.4
+"""Of the multiprocessors, that have a tile of a weight of fewer bits, or a part of one."""
+
+
+def _mixed_input(space: Space) -> KernelConfig | None:
+    """A weight of fewer bits: tiles as high as there are rows, up to 256, of 256 columns where they are low, and k in as many parts as there are multiprocessors
+    for them. None where those leave too many multiprocessors without a part; and up to 16 rows, which tiled kernels with scales of long groups read as fast, where
+    parts would be short, and of single bytes where columns alone do not fill the multiprocessors.
+
+    Of up to 8 configs of each of 51 problems with 1 to 4096 rows such a one was the fastest or took at most 1.07 times as long; tiled ones of 17 to 256 rows took 1.1
+    to 3 times as long, of 512 and 4096 1.5 to 2 (8192x8192, 28672x8192, 14336x4096, H200, Triton 3.6, 2026-11).
+    """
+    if "mixed_input" not in space.schedules:
+        return None
+    (m, n, k), multiprocessors, weight = space.shape[-3:], space.target.multiprocessors, space.spec.operands[1]
+    few = m <= 16 and all(i.block("k") >= _LEAST_GROUP for i in weight.along_k)
+    block_m = min(256, max(16, 1 << (m - 1).bit_length()))
+    if -(-m // 256) * 256 >= _PADDING * (-(-m // 128) * 128):
+        block_m = min(128, block_m)
+    wide = -(-n // 256)
+    filled = wide >= _WAVE * multiprocessors
+    packed = weight.packed is not None and 4 * wide >= _WAVE * multiprocessors
+    block_n, block_k = 256 if (m <= 64 and (packed or filled or few)) or m > block_m == 128 else 128, 128 if m <= 128 else 64
+    tiles = -(-m // block_m) * -(-n // block_n)
+    splits = max(1, min(multiprocessors // tiles, k // _LEAST_PART[few], 16))
+    if tiles * splits < (_WAVE if few else _LEAST_WAVE) * multiprocessors or (few and weight.packed is None and not filled):
+        return None
+    values = {"block_m": block_m, "block_n": block_n, "block_k": block_k, "group_m": 1, "tma_store": 1, "num_stages": 8, "splits": splits}
+    point, *_ = space.nearest(schedules.config("mixed_input", **values))
+    return limits.fitted(space.spec, point, space.shape, space.target)
+
+
 def _of_bytes(space: Space) -> dict[str, int]:
     """How operands of 8 bits are shared out. Promoted sums want both groups in turn at the tensor cores, so cooperative; others do where k is long.
 
@@ -156,7 +193,9 @@ def _of_bytes(space: Space) -> dict[str, int]:
     """
     if not space.spec.promoted and space.shape[-1] <= _SHORT_OF_BYTES:
         return {"block_n": 128, "block_k": 128, "group_m": 4, "pingpong": 1, "subtiles": 2, "prefetch": 1}
-    if _tiles_a_multiprocessor(space, 256) >= 1:
+    # with factors of steps both halves' sums are there at once: at 256 columns 652 bytes a thread spill, and 8192x8192x8192 took 1.6 times as long (H200, Triton
+    # 3.6, 2026-11)
+    if _tiles_a_multiprocessor(space, 256) >= 1 and not space.spec.computed:
         return {"block_n": 256, "block_k": 128, "group_m": 16, "pingpong": 0, "subtiles": 2, "prefetch": 0}
     vectors = all(i.indices != "mn" for i in space.spec.loaded)  # for a tile of values no registers are left
     return {"block_n": 128, "block_k": 128, "group_m": 8, "pingpong": 0, "subtiles": 1, "prefetch": int(vectors)}

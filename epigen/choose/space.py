@@ -54,6 +54,7 @@ _BY_VALUE = {
     "tma_load",
     "tma_store",
     "warp_specialized.splits",
+    "mixed_input.splits",
 }  # searched by value; the other dimensions are powers of two, searched by exponent
 _SETTLED: Mapping[str, Settle] = (
     dict.fromkeys((f"{s}.{name}" for s in SCHEDULE_NAMES for name in ("num_stages", "group_m", "prefetch", "tma_store")), max)
@@ -93,7 +94,7 @@ class Space:
         schedule = names[suggest("schedule", 0, len(names) - 1)]
         walks = {
             "library": self._library, "tiled": self._tiled, "split_k": self._split_k, "persistent": self._persistent,
-            "warp_specialized": self._warp_specialized,
+            "warp_specialized": self._warp_specialized, "mixed_input": self._mixed_input,
         }  # fmt: skip
         return walks[schedule](suggest)
 
@@ -177,7 +178,7 @@ class Space:
         addressed = 0 not in self.shape and (set(self.spec.multiplied) <= set(sig.tma) or count * m * n * k > LARGE)
         along_k = sig.a.bytes > 1 or sig.layout == "nt"  # as the tensor cores want 8-bit operands, which nothing turns round on the way
         if addressed and along_k and not self._plain:
-            names += ["persistent", *["warp_specialized"] * (m > 64)]  # two warpgroups want rows for both
+            names += ["persistent", *["warp_specialized"] * (m > 64), "mixed_input"]  # two warpgroups want rows for both
         return (*vendors, *(name for name in names if not limits.schedule_unfit(name, self.spec, self.shape, target)))
 
     def _tiled(self, suggest: Suggest) -> KernelConfig:
@@ -314,7 +315,7 @@ class Space:
         # of two subtiles both inputs have to be held while the tile is multiplied, for which registers are left where it is a row, a column or bits
         whole = subtiles > 1 and any(i.indices == "mn" and not i.packed for i in loaded)
         prefetch = suggest("warp_specialized.prefetch", 0, int(bool(loaded) and not whole and schedules.holds_inputs(self.spec, subtiles, splits)))
-        most_k = max(_LEAST_RUN // element_bytes, min(128, _down(room // (2 * row_bytes)), _padded(k)))
+        most_k = min(max(_LEAST_RUN // element_bytes, min(128, _down(room // (2 * row_bytes)), _padded(k))), self.spec.longest_step)
         block_k = exponent("block_k", fixed or min(most_k, _RUN // element_bytes), fixed or most_k)
         most_stages = min(8, room // (row_bytes * block_k))
         stages = suggest("warp_specialized.num_stages", max(2, most_stages - 1), most_stages)
@@ -322,6 +323,31 @@ class Space:
         return schedules.config(
             "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, subtiles=subtiles, prefetch=prefetch,
             tma_store=tma_store, tma_load=tma_load, num_stages=stages, fused_finalize=self._fused_finalize(suggest, "warp_specialized"), splits=splits,
+        )  # fmt: skip
+
+    def _mixed_input(self, suggest: Suggest) -> KernelConfig:
+        (m, n, k), target, sig = self.shape[-3:], self.target, self.spec.signature
+
+        exponent = _powers(suggest, "mixed_input")
+        rows = min(256, _padded(m))
+        block_m = exponent("block_m", max(16, rows // 4), rows)
+        # of 256 columns four warpgroups have 64 each, which leaves each thread registers for the sums of 128 rows
+        block_n = exponent("block_n", 128, 256 if block_m <= 128 and n > 128 else 128)
+        most_k = min([128, max(32, _padded(k)), *(i.block("k") & -i.block("k") for i in self.spec.operands[1].along_k)])
+        block_k = exponent("block_k", min(64, most_k), most_k)
+        b_bytes = sig.b.bytes / (2 if sig.packed else 1)
+        parts = min(target.multiprocessors // max(1, -(-m // block_m) * -(-n // block_n)), k // _LEAST_PART, _MOST_PARTS)
+        splits = suggest("mixed_input.splits", 1, max(1, parts) if self._splits else 1)
+        scales = block_n * sum(i.dtype.bytes for i in self.spec.operands[1].along_k if i.dtype)
+        step_bytes, room = int((block_m * sig.a.bytes + block_n * b_bytes) * block_k) + scales, target.shared_bytes - _BARRIER_BYTES
+        stored = sum(block_m * block_n * s.dtype.bytes for s in schedules.tma_storable(self.spec))
+        by_tma = int(0 < stored <= room - 2 * step_bytes)
+        tma_store = suggest("mixed_input.tma_store", by_tma, by_tma)
+        most_stages = max(2, min(8, (room - tma_store * stored) // step_bytes))
+        stages = suggest("mixed_input.num_stages", max(2, most_stages - 1), most_stages)
+        group_m = _GROUPS[suggest("mixed_input.group_m", 0, _orders(-(-m // block_m)))]
+        return schedules.config(
+            "mixed_input", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, tma_store=tma_store, num_stages=stages, splits=splits,
         )  # fmt: skip
 
     def _halvings(self, block_n: int, splits: int) -> int:

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from epigen import ops
-from epigen.codegen.spec import ACC, CAST, POSITION, UNIFORM, WIDEN, Arg, KernelSpec, Line, Partial, Signature, Source, number
-from epigen.dtypes import BF16, INT8, INT32, UINT8, DType
+from epigen.codegen.spec import ACC, CAST, POSITION, UNIFORM, WIDEN, Arg, KernelSpec, Line, Partial, Source, number
+from epigen.dtypes import INT8, INT32, UINT8, DType
 
 _TL = re.compile(r"\btl\.(?!PropagateNan|extra\.)")  # which Gluon takes from Triton's language
 
@@ -24,7 +24,7 @@ class Dialect:
     module: str
 
     def rename(self, text: str) -> str:
-        return text if self.module == "tl" else _TL.sub(f"{self.module}.", text)
+        return text if self.module == "tl" else _TL.sub(f"{self.module}.", text.replace(TRITON.jit, self.jit))
 
 
 TRITON = Dialect("@triton.jit", "tl")
@@ -34,53 +34,6 @@ DIALECTS = {"triton": TRITON, "gluon": GLUON}
 
 def _arg(arg: Arg) -> str:
     return arg if isinstance(arg, str) else number(arg)
-
-
-SPLIT_BYTES = "split_bytes"
-
-
-def split_bytes(signature: Signature, signed: bool) -> str:
-    """The function that makes two numbers of each byte, of the values of 4 bits in its low and in its high half, in the dtype that b is multiplied in.
-
-    The last bits of 128 count by ones in bf16, as those of 1024 do in fp16, so that a value set there needs no conversion, and of what is then more or less than
-    it is the same number is subtracted. PTX takes four bytes at a time.
-    """
-    dtype, kind, one, base, first = (
-        ("bfloat16", "bf16x2", 0x3F80, 0x4300, 128) if signature.multiplied["b"] == BF16 else ("float16", "f16x2", 0x3C00, 0x6400, 1024)
-    )
-    joined, table, sign = ("^", "0x6A", 8) if signed else ("|", "0xEA", 0)
-    base, twice = base + sign, 0x10001
-    names = ("even0", "even1", "odd0", "odd1")
-    asm = "\n            ".join(
-        [
-            "{",
-            f".reg .b32 {', '.join(names)}, base, one, less;",
-            f"mov.b32 base, 0x{base * twice:08X};",
-            f"mov.b32 one, 0x{one * twice:08X};",
-            f"mov.b32 less, 0x{(base ^ 0x8000) * twice:08X};",
-            "prmt.b32 even0, $4, 0, 0x3120;  // neighbours 16 bits apart",
-            *(f"shr.u32 {name}, even0, {bits};" for name, bits in (("even1", 8), ("odd0", 4), ("odd1", 12))),
-            *(f"lop3.b32 {name}, {name}, 0x000F000F, base, {table};" for name in names),
-            *(f"fma.rn.{kind} ${i}, {name}, one, less;" for i, name in enumerate(names)),
-            "}",
-        ]
-    )
-    return f'''@triton.jit
-def {SPLIT_BYTES}(x, PTX: tl.constexpr):
-    # the last bits of {first} count by ones, so that no value is converted
-    if PTX:
-        even, odd = tl.inline_asm_elementwise(
-            """
-            {asm}
-            """,
-            "=r,=r,=r,=r,r", [x], dtype=(tl.{dtype}, tl.{dtype}), is_pure=True, pack=4,
-        )
-    else:
-        x = x.to(tl.uint16)
-        even = ((x & 15) {joined} 0x{base:04X}).to(tl.{dtype}, bitcast=True) - {first + sign}.0
-        odd = ((x >> 4) {joined} 0x{base:04X}).to(tl.{dtype}, bitcast=True) - {first + sign}.0
-    return even, odd
-'''
 
 
 def scaled(value: str, factors: Iterable[Arg]) -> str:

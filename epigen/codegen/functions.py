@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from epigen.codegen import schedules
+from epigen.codegen import from_bytes, schedules
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, Signature, Store, batch_stride, counted, parameter, period_name, stride_name
 from epigen.dtypes import FP32, INT32, UINT8, DType
@@ -105,7 +105,14 @@ def _pointer(name: str, dtype: DType, about: str) -> Argument:
 
 
 def _with_descriptor(
-    name: str, dtype: DType, block: tuple[int, int], indices: str, batched: bool, transposed: bool = False, role: str = "", padded: bool = False
+    name: str,
+    dtype: DType,
+    block: tuple[int, int],
+    indices: str | tuple[str, ...],
+    batched: bool,
+    transposed: bool = False,
+    role: str = "",
+    padded: bool = False,
 ) -> Argument:
     """A tensor by its TMA descriptor. block, indices: of the tensor, before it is transposed. batched: as of `Signature`."""
     if transposed:
@@ -116,7 +123,8 @@ def _with_descriptor(
     return Argument(f"{name}_desc", f"tensordesc<{_type(dtype)}[{', '.join(map(str, moved))}]>", about, moved, transposed, padded)
 
 
-def _shape(indices: str) -> str:
+def _shape(indices: str | tuple[str, ...]) -> str:
+    """indices: or what the extents are called."""
     return f"[{', '.join(i.upper() for i in indices)}]" if indices else "[1]"
 
 
@@ -167,7 +175,9 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
         block_k, copied = config["block_k"], schedules.padded(spec, config)
         operands = [
             _with_descriptor("a", sig.a, (config["block_m"] // parts[0], block_k), "mk", sig.batched, sig.layout[0] == "t", padded="a" in copied),
-            _with_descriptor("b", sig.b, (block_k, config["block_n"]), "kn", sig.batched, sig.layout[1] == "t", padded="b" in copied),
+            _with_descriptor(
+                "b", sig.b, (block_k // (2 if sig.packed else 1), config["block_n"]), "kn", sig.batched, sig.layout[1] == "t", padded="b" in copied
+            ),
             *(_with_descriptor(i.name, sig.b, (block_k, config["block_n"]), "kn", sig.batched, sig.layout[1] == "t", padded=i.name in copied) for i in second),
         ]
         sizes = _integers("M", "N", "K", *(["num_products"] if sig.batched else []))
@@ -192,9 +202,14 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     completed = [o for f in completing for o in f.stores]
     inputs = [*(i for o in spec.operands for i in o.inputs), *spec.inputs, *(i for f in completing for i in f.inputs)]
     inputs = inputs if schedule.descriptors else [*second, *inputs]
-    tma_loaded, tma_stored = schedules.tma_loaded(spec, config), schedules.tma_stored(spec, config)
-    pointed: list[Input | Store] = [*(i for i in inputs if i.name not in tma_loaded), *(s for s in spec.stores if s.name not in tma_stored), *completed]
+    tma_loaded, tma_stored, scales = schedules.tma_loaded(spec, config), schedules.tma_stored(spec, config), schedules.scales(spec, config)
+    pointed: list[Input | Store] = [
+        *(i for i in inputs if i.name not in tma_loaded and i not in scales),
+        *(s for s in spec.stores if s.name not in tma_stored),
+        *completed,
+    ]
     with_descriptor = {i.name: _with_descriptor(i.name, i.dtype, part, i.indices, sig.batched) for i in inputs if i.dtype is not None and i.name in tma_loaded}
+    with_descriptor |= {i.name: _with_descriptor(i.name, i.dtype, (1, config["block_n"]), i.extents, sig.batched) for i in scales if i.dtype is not None}
     with_descriptor |= {s.name: _with_descriptor(s.name, s.dtype, part, s.indices, sig.batched, role=", written") for s in spec.stores if s.name in tma_stored}
     if schedules.splits(config) > 1:
         held = "[tiles * SPLITS, BLOCK_M, BLOCK_N]"
@@ -222,13 +237,15 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     stages = dict(config.values).get("num_stages", 1)
     name = spec.name if schedule.multiplies else f"{spec.name}_epilogue"
     constants, warps = schedules.constants(config), schedules.warps(config)
-    return Function(name, _factored(arguments, sig), constants, warps, stages, None, schedule.dialect, tuple(steps.items()), sig.contracted, sig.packed == "k")
+    return Function(
+        name, _factored(arguments, sig), constants, warps, stages, None, schedule.dialect, tuple(steps.items()), sig.contracted, from_bytes.used(spec, config)
+    )
 
 
 def arrivals(spec: KernelSpec, config: KernelConfig) -> list[str]:
-    """What blocks count of which they are the last to arrive, in the counters' order: the parts along k of "tiles", or of what each of two
+    """What blocks count of which they are the last to arrive, in the counters' order: the parts along k of "tiles", or of what each of several
     "groups" of warps has of them, or the parts of tiles along the other index, of which there are counters "parts_n" or "parts_m", or all, "1"."""
-    split = [("tiles", "groups")[schedules.tile_parts(config)[0] - 1]] if schedules.splits(config) > 1 else []
+    split = ["groups" if schedules.sharing(config) > 1 else "tiles"] if schedules.splits(config) > 1 else []
     return split + [{"n": "parts_n", "m": "parts_m", "": "1"}[f.indices] for f in inside(spec, config)]
 
 
@@ -237,7 +254,7 @@ def counts(config: KernelConfig) -> Mapping[str, str]:
     down, across = schedules.tile_parts(config)
     return {
         "tiles": "tiles_m * tiles_n",
-        "groups": "2 * tiles_m * tiles_n",
+        "groups": f"{schedules.sharing(config)} * tiles_m * tiles_n",
         "parts_m": "tiles_m" if down == 1 else f"({down} * tiles_m)",
         "parts_n": "tiles_n" if across == 1 else f"({across} * tiles_n)",
         "1": "1",

@@ -107,8 +107,11 @@ def signature_of_contiguous(
     tiles, second = set(graph.tiles()), graph.second()
     inputs = tuple((name, b if second and name == second.name else dtype) for name, dtype in inputs)
     lengths = row_lengths(one, layout)
-    rows = {"a": lengths[0] * a.bytes, "b": lengths[1] * b.bytes}
+    along = "n" if layout[1] == "n" else "k"
+    rows = {"a": lengths[0] * a.bytes, "b": lengths[1] * b.bytes // (2 if graph.packed_along() == along else 1)}
     rows |= {name: n * dtype.bytes for name, dtype in inputs if dtype is not None and name in tiles}
+    scales = {node.name for node in graph.scales()}
+    rows |= {name: n * dtype.bytes for name, dtype in inputs if dtype is not None and name in scales}
     rows |= {o.name: n * output_dtype(graph, o, a).bytes for o in graph.outputs if describable(graph, o)}
     if second:  # it lies as b does
         rows[second.name] = rows["b"]

@@ -8,11 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from epigen.codegen import schedules
-from epigen.codegen.functions import Function
-from epigen.codegen.spec import KernelConfig, KernelSpec
+from epigen.codegen.functions import PTX, Function
+from epigen.codegen.schedules import SCHEDULES
+from epigen.codegen.spec import Input, KernelConfig, KernelSpec
 
-GROUPS = 2
-"""Consumer warpgroups of a kernel."""
+LEAST_GROUPS = 2
+"""Consumer warpgroups that a kernel has, where no more share a tile."""
+
+_REGISTERS = {2: 240, 4: 112}
+"""Of a consumer's thread, by how many warpgroups there are: of 64K a producer's threads leave them so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class Barriers:
 class Partitions:
     """Of a kernel. buffers: in shared memory, between its partitions and memory. barriers: beside those of the ring of operands.
 
+    groups: consumer warpgroups. users: of them, those that use up each buffer of the ring. registers: of a consumer's thread. scales: what a
+    step's weights share. factors: what the sums of a step of fp8 are multiplied by.
     right: names of the products' right operands.
     in_turn: whether TMA brings the inputs of AT_ONCE subtiles while the tile is multiplied, and each other one's once the subtile AT_ONCE before it has left its buffers.
     """
@@ -56,26 +62,44 @@ class Partitions:
     consumer: Partition
     buffers: tuple[Buffers, ...]
     barriers: tuple[Barriers, ...]
+    groups: int
+    users: int
+    registers: int
+    scales: tuple[Input, ...]
+    factors: tuple[Input, ...]
     right: tuple[str, ...]
     in_turn: bool
 
 
 def partitions(spec: KernelSpec, config: KernelConfig, main: Function) -> Partitions:
-    names, constants = [a.of or a.name for a in main.arguments], tuple(name for name, _ in main.constants)
+    scales = schedules.scales(spec, config)
+    with_descriptors = tuple(f"{i.name}_desc" for i in scales)
+    names, constants = [a.of or a.name for a in main.arguments if a.name not in with_descriptors], tuple(name for name, _ in main.constants)
+    groups = _groups(config)
     right, multiplied = spec.multiplied[1:], len(spec.multiplied)
-    ring = ("a_bufs", *(f"{name}_bufs" for name in right), "full_bars", "empty_bars")  # what the producer fills and the consumers empty, in turn
-    loaded = (*names[:multiplied], *ring, "M", "N", "K", *(["num_products"] if spec.signature.batched else []))
-    order = ("order_bars",) if config["pingpong"] else ()
+    in_turn = [*right, *(i.name for i in scales)]
+    ring = ("a_bufs", *(f"{name}_bufs" for name in in_turn), "full_bars", "empty_bars")  # what the producer fills and the consumers empty, in turn
+    loaded = (*names[:multiplied], *with_descriptors, *ring, "M", "N", "K", *(["num_products"] if spec.signature.batched else []))
+    order = ("order_bars",) if dict(config.values).get("pingpong") else ()
     shared = (*ring, *order, *names[multiplied:])
+    factors = tuple(i for operand in spec.operands for i in operand.along_k) if SCHEDULES[config.schedule].scales else ()
     consumer = Partition(
         (*shared, *_own(spec, config, 0)),
-        ("WARPGROUP", *constants),
-        tuple((*shared, *_own(spec, config, group).values(), str(group), *constants) for group in range(GROUPS)),
+        ("WARPGROUP", *constants, *[PTX] * main.ptx),
+        tuple((*shared, *_own(spec, config, group).values(), str(group), *constants, *[PTX] * main.ptx) for group in range(groups)),
     )
-    barriers = [Barriers(name, GROUPS) for name in order]
+    barriers = [Barriers(name, groups) for name in order]
     if schedules.tma_loaded(spec, config):
-        barriers.append(Barriers("in_bars", GROUPS * schedules.AT_ONCE, "buffer_id") if _in_turn(spec, config) else Barriers("in_bars", GROUPS))
-    return Partitions(Partition(loaded, constants, ((*loaded, *constants),)), consumer, _buffers(spec, config), tuple(barriers), right, _in_turn(spec, config))
+        barriers.append(Barriers("in_bars", groups * schedules.AT_ONCE, "buffer_id") if _in_turn(spec, config) else Barriers("in_bars", groups))
+    producer = Partition(loaded, constants, ((*loaded, *constants),))
+    users = schedules.sharing(config)
+    return Partitions(
+        producer, consumer, _buffers(spec, config), tuple(barriers), groups, users, _REGISTERS[groups], scales, factors, right, _in_turn(spec, config)
+    )  # fmt: skip
+
+
+def _groups(config: KernelConfig) -> int:
+    return max(LEAST_GROUPS, schedules.sharing(config))
 
 
 def _own(spec: KernelSpec, config: KernelConfig, group: int) -> dict[str, str]:
@@ -92,7 +116,7 @@ def _own(spec: KernelSpec, config: KernelConfig, group: int) -> dict[str, str]:
 
 
 def _in_turn(spec: KernelSpec, config: KernelConfig) -> bool:
-    return bool(schedules.tma_loaded(spec, config)) and schedules.tile_parts(config)[1] > schedules.AT_ONCE
+    return bool(schedules.tma_loaded(spec, config)) and schedules.subtiles(config) > schedules.AT_ONCE
 
 
 def _through_buffers(spec: KernelSpec, config: KernelConfig) -> tuple[str, ...]:
@@ -102,19 +126,20 @@ def _through_buffers(spec: KernelSpec, config: KernelConfig) -> tuple[str, ...]:
 
 def _of_subtiles(spec: KernelSpec, config: KernelConfig, name: str) -> bool:
     """Whether each buffer of a group is of another subtile: where inputs are loaded into them."""
-    return schedules.tile_parts(config)[1] > 1 and name in schedules.tma_loaded(spec, config).values()
+    return schedules.subtiles(config) > 1 and name in schedules.tma_loaded(spec, config).values()
 
 
 def _buffers(spec: KernelSpec, config: KernelConfig) -> tuple[Buffers, ...]:
     down, across = schedules.tile_parts(config)
     rows, columns = (name if count == 1 else f"{name} // {count}" for name, count in (("BLOCK_M", down), ("BLOCK_N", across)))
-    a, b = (rows, "BLOCK_K"), ("BLOCK_K", "BLOCK_N")
+    a, b = (rows, "BLOCK_K"), ("BLOCK_K // 2" if spec.signature.packed else "BLOCK_K", "BLOCK_N")
     layout, one = spec.signature.layout, ("1",) if spec.signature.batched else ()
     buffers = [
         Buffers("a_bufs", "a", ("STAGES" if down == 1 else f"{down} * STAGES", *one, *(a[::-1] if layout[0] == "t" else a))),
         *(Buffers(f"{name}_bufs", name, ("STAGES", *one, *(b[::-1] if layout[1] == "t" else b))) for name in spec.multiplied[1:]),
+        *(Buffers(f"{i.name}_bufs", i.name, ("STAGES", "1", "BLOCK_N")) for i in schedules.scales(spec, config)),
     ]
     for name in _through_buffers(spec, config):
-        count = GROUPS * schedules.AT_ONCE if _of_subtiles(spec, config, name) else GROUPS
+        count = _groups(config) * (schedules.AT_ONCE if _of_subtiles(spec, config, name) else 1)
         buffers.append(Buffers(f"{name}_bufs", name, (str(count), *one, rows, columns)))
     return tuple(buffers)

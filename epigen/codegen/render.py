@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import jinja2
 
 import epigen
-from epigen.codegen import completion, emit, functions, partitions, schedules, steps, tile
+from epigen.codegen import completion, emit, from_bytes, functions, partitions, schedules, steps, tile
 from epigen.codegen.functions import Function
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Finish, KernelConfig, KernelSpec, digest
-from epigen.dtypes import FP32, INT4, INT32
+from epigen.dtypes import FP32, INT32
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Renderer:
             "module.py.j2", spec=spec, config=config, functions=kernels, schedule=schedule, dot_arguments=dot_arguments(spec, config),
             tma_stored=schedules.tma_stored(spec, config), tma_loaded=schedules.tma_loaded(spec, config), completions=completion.completions(spec, config),
             whole=not kernels, prefetched=schedules.prefetched(spec, config), **functions.units(spec, config),
-            part=tile.part_of_tile(config), declared=tile.declared(spec, config), packs=tile.packs(spec), steps=steps.steps(spec, config),
+            part=tile.part_of_tile(config), subtiles=schedules.subtiles(config), declared=tile.declared(spec, config), packs=tile.packs(spec), steps=steps.steps(spec, config),
             partitions=partitions.partitions(spec, config, kernels[0]) if schedule.architecture == "hopper" else None,
             read=tile.mask_units(schedule, stored=False), kept=tile.mask_units(schedule, stored=True),
         )  # fmt: skip
@@ -102,10 +102,11 @@ def _tidy(text: str) -> str:
 def _helpers(spec: KernelSpec, config: KernelConfig, dialect: str) -> list[str]:
     """The functions that the kernels call. Those of finishing kernels, which are Triton's, have names of their own beside Gluon's."""
     inside, after = functions.inside(spec, config), functions.after(spec, config)
+    of_bytes = from_bytes.functions(spec, config)
     if dialect == "triton":
-        return list(_helpers_of(spec, [*inside, *after], in_order=spec.signature.invariant).values())
+        return [*_helpers_of(spec, [*inside, *after], in_order=spec.signature.invariant).values(), *of_bytes]
     own = _helpers_of(None, after, in_order=spec.signature.invariant)
-    return [*_helpers_of(spec, inside, emit.DIALECTS[dialect]).values(), *(emit.renamed(text, own) for text in own.values())]
+    return [*_helpers_of(spec, inside, emit.DIALECTS[dialect]).values(), *of_bytes, *(emit.renamed(text, own) for text in own.values())]
 
 
 def _helpers_of(spec: KernelSpec | None, finishes: list[Finish], dialect: emit.Dialect = emit.TRITON, in_order: bool = False) -> dict[str, str]:
@@ -114,10 +115,7 @@ def _helpers_of(spec: KernelSpec | None, finishes: list[Finish], dialect: emit.D
     rows = [*(p.row for p in (spec.partials if spec else ())), *(s.row for f in finishes for s in f.sources)]
     stores = [*(spec.stores if spec else ()), *(o for f in finishes for o in f.stores)]
     casts = [line.dtype for line in lines if line.dtype] + [o.dtype for o in stores]
-    called = emit.helpers(lines, rows, casts, combining=bool(finishes), dialect=dialect, in_order=in_order)
-    if spec is None or spec.signature.packed != "k":
-        return called
-    return called | {emit.SPLIT_BYTES: emit.split_bytes(spec.signature, spec.operands[1].packed == INT4)}
+    return emit.helpers(lines, rows, casts, combining=bool(finishes), dialect=dialect, in_order=in_order)
 
 
 def _of_finish(text: str, spec: KernelSpec, config: KernelConfig, dialect: str) -> str:

@@ -18,7 +18,9 @@ class Schedule:
     multiprocessor, which takes one tile after the other. capabilities: of NVIDIA GPUs, such as 90; None: every GPU of every make. dialect: the
     language of the main kernel, "triton" or "gluon". architecture: whose warpgroups and registers it is written for, "hopper", a folder of `templates`;
     "": no one's, for Triton's compiler lays them out. operand_bytes: of the operands' elements that the main loop is written for. computes: whether that
-    loop can multiply what is computed of operands as they are loaded.
+    loop can multiply what is computed of operands as they are loaded.  converts: whether it is written for a weight of fewer bits alone, which it converts
+    in registers: b is the tensor cores' left operand, so that a tile's product lies transposed there.  scales: whether
+    it multiplies the sums of a step of fp8 by what all of the step's products share.
     """
 
     name: str
@@ -32,6 +34,8 @@ class Schedule:
     architecture: str = ""
     operand_bytes: tuple[int, ...] = (1, 2, 4)
     computes: bool = False
+    converts: bool = False
+    scales: bool = False
 
     def runs_on(self, backend: str, arch: int | str) -> bool:
         """Whether GPUs of this kind have what it takes. backend: "cuda" or "hip"."""
@@ -121,9 +125,36 @@ WARP_SPECIALIZED = Schedule(
     dialect="gluon",
     architecture="hopper",
     operand_bytes=(1, 2),
+    scales=True,
 )
 
-SCHEDULES = {s.name: s for s in (LIBRARY, TILED, SPLIT_K, PERSISTENT, WARP_SPECIALIZED)}
+GROUP_COLUMNS = 64
+"""Columns of a tile that a warpgroup of the schedule mixed_input has: rows of the left operand of one instruction."""
+
+MIXED_INPUT = Schedule(
+    "mixed_input",
+    "hopper/warp_specialized.py.j2",
+    {
+        "block_m": (16, 32, 64, 128, 256),
+        "block_n": (128, 256),
+        "block_k": (32, 64, 128),
+        "group_m": (1, 2, 4, 8, 16),
+        "tma_store": (0, 1),
+        "num_stages": (2, 3, 4, 5, 6, 7, 8),
+        "splits": tuple(range(1, 17)),
+    },
+    multiplies=True,
+    descriptors=True,
+    persistent=True,
+    capabilities=range(90, 91),
+    dialect="gluon",
+    architecture="hopper",
+    operand_bytes=(2,),
+    computes=True,
+    converts=True,
+)
+
+SCHEDULES = {s.name: s for s in (LIBRARY, TILED, SPLIT_K, PERSISTENT, WARP_SPECIALIZED, MIXED_INPUT)}
 
 _IN_TEXT = {"prefetch", "flatten", "subtiles", "fused_finalize", "pingpong", "tma_load", "tma_store", "num_warps", "num_stages"}
 """Dimensions that decide what the template writes, or how it is launched; the others are the kernel's compile-time arguments."""
@@ -182,6 +213,11 @@ def tma_loadable(spec: KernelSpec, through_outputs: bool = True) -> Mapping[str,
     return loadable
 
 
+def scales(spec: KernelSpec, config: KernelConfig) -> tuple[Input, ...]:
+    """The inputs that TMA brings beside the weights of a step, which has a row of each."""
+    return spec.operands[1].along_k if SCHEDULES[config.schedule].converts else ()
+
+
 AT_ONCE = 2
 """Subtiles whose inputs TMA brings while their tile is multiplied. Of a tile in four the others come as buffers become free: all at once hold up the operands,
 which have the same way from L2. On an H100 `mm + residual` at 8192x8192x1024 took 204 us in turn, and 217 at once with one stage less (torch.mm 196; Triton 3.6,
@@ -196,7 +232,7 @@ def in_own_buffers(spec: KernelSpec, loaded: Mapping[str, str]) -> dict[str, DTy
 def prefetched(spec: KernelSpec, config: KernelConfig) -> tuple[Input, ...]:
     """The inputs that are loaded before their tile is multiplied, and held."""
     values, from_tma = dict(config.values), tma_loaded(spec, config)
-    holds = SCHEDULES[config.schedule].dialect == "triton" or holds_inputs(spec, tile_parts(config)[1], splits(config))
+    holds = SCHEDULES[config.schedule].dialect == "triton" or holds_inputs(spec, subtiles(config), splits(config))
     return tuple(i for i in spec.loaded if i.name not in from_tma) if values.get("prefetch") and holds else ()
 
 
@@ -219,6 +255,9 @@ def in_triton(config: KernelConfig) -> KernelConfig:
     """The config itself, or the nearest in Triton's own language, which its interpreter can run."""
     if SCHEDULES[config.schedule].dialect == "triton":
         return config
+    if SCHEDULES[config.schedule].converts:
+        same = {name: value for name, value in config.values if name in TILED.dimensions}
+        return _config(TILED, same | {"block_n": 128, "num_warps": 8, "fused_finalize": 0, "prefetch": 0})
     same = {name: value for name, value in config.values if name in PERSISTENT.dimensions}
     same["subtiles"] = min(same["subtiles"], max(PERSISTENT.dimensions["subtiles"]))
     return _config(PERSISTENT, same | {"flatten": int(not same["fused_finalize"] and not same["prefetch"]), "num_warps": 8})
@@ -226,14 +265,26 @@ def in_triton(config: KernelConfig) -> KernelConfig:
 
 def tile_parts(config: KernelConfig) -> tuple[int, int]:
     """In how many parts, along m and n, the epilogue takes a tile: each leaves its own partial results."""
-    values = dict(config.values)
-    return 1 if values.get("pingpong", 1) else 2, values.get("subtiles", 1)
+    if SCHEDULES[config.schedule].converts:
+        return 1, sharing(config)
+    return 1 if dict(config.values).get("pingpong", 1) else 2, subtiles(config)
+
+
+def subtiles(config: KernelConfig) -> int:
+    """Parts along n of a tile that the same warps take, one after the other."""
+    return dict(config.values).get("subtiles", 1)
+
+
+def sharing(config: KernelConfig) -> int:
+    """Warpgroups that share a tile, each with a part of its rows, or of its columns, along all of k: in ping-pong one, cooperative two."""
+    if SCHEDULES[config.schedule].converts:
+        return config["block_n"] // GROUP_COLUMNS
+    return 1 if dict(config.values).get("pingpong", 1) else 2
 
 
 def multiplying_warps(config: KernelConfig) -> int:
-    """Warps that multiply one tile: in ping-pong one warpgroup's, cooperative two's."""
-    values = dict(config.values)
-    return values.get("num_warps", 4 if values.get("pingpong", 0) else 8)
+    """Warps that multiply one tile."""
+    return dict(config.values).get("num_warps", 4 * sharing(config))
 
 
 def finished_inside(finish: Finish, config: KernelConfig) -> bool:
@@ -241,7 +292,7 @@ def finished_inside(finish: Finish, config: KernelConfig) -> bool:
 
     What an operand's k is reduced over, no block has parts of.
     """
-    return bool(config["fused_finalize"]) and not any(s.operand for s in finish.sources)
+    return bool(dict(config.values).get("fused_finalize")) and not any(s.operand for s in finish.sources)
 
 
 def several_launches(config: KernelConfig) -> KernelConfig:

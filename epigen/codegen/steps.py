@@ -1,4 +1,4 @@
-"""What a step along k multiplies of each operand, where threads load it through pointers: spec and config say which, and the templates print it.
+"""What a step along k multiplies of each operand, where threads have it in registers first: spec and config say which, and the templates print it.
 
 A factor that all values of a step share along k is taken of the step's product, which is fewer multiplications, and no rounding of what they would have made
 of the operand. Of packed weights it leaves integers, and those of even and of odd k are multiplied apart, as bytes hold them.
@@ -6,13 +6,12 @@ of the operand. Of packed weights it leaves integers, and those of even and of o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import Arg, KernelConfig, KernelSpec, Line, Operand
+from epigen.codegen.spec import Arg, Input, KernelConfig, KernelSpec, Line, Operand
 
-POINTED = frozenset(s.name for s in SCHEDULES.values() if s.computes)
-"""The schedules whose threads load their operands through pointers."""
 _MOST_ROWS = 64
 """Of a tile: a factor of the product is multiplied as often as it has rows, one of the operand as often as a step has values along k. At 512x8192x8192 int4 with
 scales of groups took 0.38 of the bf16 product's speed so, and 0.58 with the scales in the operand (H200, Triton 3.6, 2026-11)."""
@@ -23,7 +22,8 @@ _LEAST_PAIRED = 32
 @dataclass(frozen=True, slots=True)
 class Step:
     """lines: what is computed each step. value: what is rounded to the multiplied dtype. rows: inputs along k of which it has one row, or column. factors: of the step's product. last: of the sum of all steps' products.
-    paired: whether even and odd k are multiplied apart. zero: what is subtracted of each of those values, in the multiplied dtype, or ""."""
+    paired: whether even and odd k are multiplied apart. zero: what is subtracted of each of the values that are loaded, in the multiplied dtype, or "".
+    scales: what each is multiplied by then, in that dtype."""
 
     operand: Operand
     lines: tuple[Line, ...]
@@ -33,6 +33,7 @@ class Step:
     last: tuple[Arg, ...] = ()
     paired: bool = False
     zero: str = ""
+    scales: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -49,6 +50,21 @@ class Step:
         return self.operand.computed or bool(self.factors)
 
     @property
+    def beside(self) -> tuple[Arg, ...]:
+        """What the values that are multiplied are computed of beside those that are loaded."""
+        return (self.zero, *self.scales) if self.as_loaded else (self.value,)
+
+    def inputs_of(self, args: Iterable[Arg]) -> tuple[Input, ...]:
+        """The inputs that these are computed of."""
+        names = set[str]().union(*(_reached(self.operand, arg) for arg in args))
+        return tuple(i for i in self.operand.inputs if i.name in names)
+
+    def once_of(self, args: Iterable[Arg]) -> tuple[Line, ...]:
+        """The lines that do not vary along k and that these are computed of."""
+        names = set[str]().union(*(_reached(self.operand, arg) for arg in args))
+        return tuple(line for line in self.operand.once if line.name in names)
+
+    @property
     def multiplied(self) -> str:
         """What the kernel calls the values that it multiplies."""
         return self.name if self.as_loaded else f"{self.name}_in"
@@ -60,9 +76,12 @@ def steps(spec: KernelSpec, config: KernelConfig) -> tuple[Step, ...]:
 
 
 def _step(spec: KernelSpec, config: KernelConfig, operand: Operand) -> Step:
-    if config.schedule not in POINTED:
+    schedule = SCHEDULES[config.schedule]
+    if not (schedule.computes or schedule.scales):
         return Step(operand, operand.lines, operand.value)
     whole = Step(operand, operand.lines, operand.value, frozenset(i.name for i in operand.along_k if i.in_row(config["block_k"])))
+    if schedule.converts:
+        return _scaled(spec, _factored(whole))
     if spec.second or (config["block_m"] > _MOST_ROWS and spec.signature.a.bits > 8):
         return whole
     step = _factored(whole)
@@ -94,16 +113,35 @@ def _factored(step: Step) -> Step:
 
 def _paired(spec: KernelSpec, config: KernelConfig, step: Step) -> Step:
     """The same with even and odd k apart, where a zero point at most lies between the values in bytes and what is multiplied."""
-    operand, multiplied = step.operand, spec.signature.multiplied[step.name]
-    if config["block_k"] < _LEAST_PAIRED or multiplied.bits != 16:
+    if config["block_k"] < _LEAST_PAIRED or spec.signature.multiplied[step.name].bits != 16:
         return step
+    found = _less_zero(spec, step)
+    return replace(found, paired=True) if found.as_loaded else step
+
+
+def _less_zero(spec: KernelSpec, step: Step) -> Step:
+    """The same with nothing computed of the values that are loaded, where a zero point at most is, which the multiplied dtype holds."""
+    operand = step.operand
     of_values = [line for line in step.lines if operand.name in _reached(operand, line.name)]
     lines = tuple(line for line in step.lines if line not in of_values)
     if not of_values:
-        return replace(step, lines=lines, paired=step.as_loaded)
+        return replace(step, lines=lines)
     # the difference of what both hold exactly is rounded once in their own dtype as well
-    zeros = {i.name for i in operand.inputs if i.dtype == multiplied and ("k" not in i.indices or i.name in step.rows)}
     [last, *others] = of_values
-    if others or (last.name, last.op, last.args[0]) != (step.value, "sub", operand.name) or last.args[1] not in zeros:
+    if others or (last.name, last.op, last.args[0]) != (step.value, "sub", operand.name) or last.args[1] not in _held(spec, step):
         return step
-    return replace(step, lines=lines, value=operand.name, paired=True, zero=str(last.args[1]))
+    return replace(step, lines=lines, value=operand.name, zero=str(last.args[1]))
+
+
+def _held(spec: KernelSpec, step: Step) -> set[str]:
+    """The inputs of the multiplied dtype of which a step has one row, or column."""
+    multiplied = spec.signature.multiplied[step.name]
+    return {i.name for i in step.operand.inputs if i.dtype == multiplied and ("k" not in i.indices or i.name in step.rows)}
+
+
+def _scaled(spec: KernelSpec, step: Step) -> Step:
+    """The same with the factors of a step's product back in the values: in the multiplied dtype where it holds them, else with all that is computed in fp32."""
+    operand, found = step.operand, _less_zero(spec, step)
+    if found.as_loaded and set(map(str, step.factors)) <= _held(spec, step):
+        return replace(found, factors=(), scales=tuple(map(str, step.factors)))
+    return Step(operand, operand.lines, operand.value, step.rows)

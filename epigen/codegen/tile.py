@@ -30,7 +30,8 @@ class Part:
 def part_of_tile(config: KernelConfig) -> Part:
     (down, across), count = schedules.tile_parts(config), counts(config)
     m, rows = ("pid_m", "BLOCK_M") if down == 1 else ("part_m", "ROWS")
-    n, columns = ("pid_n", "BLOCK_N") if across == 1 else ("part_n", "SUBTILE_N")
+    of_groups = SCHEDULES[config.schedule].converts
+    n, columns = ("pid_n", "BLOCK_N") if across == 1 else ("part_n", "COLUMNS" if of_groups else "SUBTILE_N")
     return Part(m, n, rows, columns, count["parts_m"], count["parts_n"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -58,7 +59,8 @@ def _gpu(machine: Machine, index: int) -> dict[str, Any]:
 
 
 def schedules(target: Target) -> dict[str, list[str]]:
-    """The dtypes of operands that each schedule multiplies on a target: those of which its search space holds a config."""
+    """The dtypes of operands that each schedule multiplies on a target: those of which its search space holds a config, beside a weight of 8 bits where it takes
+    no other."""
     from epigen import api
     from epigen.choose import space
     from epigen.codegen.lower import lower
@@ -69,7 +71,10 @@ def schedules(target: Target) -> dict[str, list[str]]:
     by_schedule: dict[str, list[str]] = {}
     for dtype in dtypes.OPERANDS:
         # not every schedule may pay at every shape
-        spaces = [space.Space(lower(graph, kernel.signature_of(dtype, shape, "nt")), shape, target) for shape in _SHAPES]
+        weights = [None, *[dtypes.INT8] * (dtypes.multiplied_as(dtype, dtypes.INT8) != dtypes.INT8)]
+        spaces = [
+            space.Space(lower(graph, kernel.signature_of(dtype, shape, "nt", weight)), shape, target) for shape, weight in itertools.product(_SHAPES, weights)
+        ]
         for name in {name: None for here in spaces for name in here.schedules}:
             by_schedule.setdefault(name, []).append(dtype.name)
     return {name: by_schedule[name] for name in space.SCHEDULE_NAMES if name in by_schedule}

@@ -144,6 +144,10 @@ class Graph:
         product = self.product()
         return product is not None and all(is_given(self.nodes[self.factors(arg, False)[0]]) for arg in self.nodes[product].args)
 
+    def scales(self) -> tuple[Node, ...]:
+        """The inputs [k,n] whose values neighbours along k share."""
+        return tuple(n for n in self.inputs() if n.indices == "kn" and "k" in shared_along(n))
+
     def tiles(self) -> tuple[str, ...]:
         """Names of the inputs and outputs with an element for each of the result's, packed masks left out."""
         inputs = [n.name for n in self.inputs() if n.indices == "mn" and n.kind != PACKED and n.op != BITS and not shared_along(n)]

@@ -75,13 +75,13 @@ def architecture(c: Candidate) -> str:
 
 
 def rows_of_warpgroups(c: Candidate) -> str:
-    if c.schedule.architecture != "hopper" or c.config["block_m"] >= 64 * schedules.tile_parts(c.config)[0]:
+    if c.schedule.architecture != "hopper" or c.schedule.converts or c.config["block_m"] >= 64 * schedules.tile_parts(c.config)[0]:
         return ""
     return f"two groups of warps share a tile's rows and multiply 64 each at least: {c.schedule.name} with block_m={c.config['block_m']} needs pingpong=1"
 
 
 def quarters(c: Candidate) -> str:
-    if c.schedule.architecture != "hopper" or c.config["subtiles"] <= schedules.AT_ONCE:
+    if c.schedule.architecture != "hopper" or schedules.subtiles(c.config) <= schedules.AT_ONCE:
         return ""
     if c.config["block_n"] < 64:
         return f"a quarter of a tile has 16 columns at least: subtiles={c.config['subtiles']} needs block_n=64 or more, and it is {c.config['block_n']}"
@@ -136,18 +136,53 @@ def along_k(c: Candidate) -> str:
 
 
 def computed_operands(c: Candidate) -> str:
-    if not c.spec.computed or c.schedule.computes:
+    if not c.spec.computed or c.schedule.computes or (c.schedule.scales and c.spec.promoted):
         return ""
-    able, operand = " and ".join(s.name for s in SCHEDULES.values() if s.computes), c.spec.computed[0]
+    able, operand = " and ".join(s.name for s in SCHEDULES.values() if s.computes and not s.converts), c.spec.computed[0]
     if operand.as_loaded:
         held = c.spec.signature
         return f"the schedule {c.schedule.name} multiplies operands as they lie, and b is {held.b}, converted to {held.multiplied['b']} as it is loaded: {able} can"
     return f"the schedule {c.schedule.name} multiplies operands as they lie, and the program computes what it multiplies of {operand.name}: {able} can"
 
 
+def mixed_input(c: Candidate) -> str:
+    """What the schedule of that name is for, whatever the config."""
+    if not c.schedule.converts:
+        return ""
+    spec, sig = c.spec, c.spec.signature
+    if not spec.operands or not spec.operands[1].converted:
+        return f"the schedule {c.schedule.name} multiplies a weight of fewer bits than a has, and b is {sig.b} beside {sig.a}"
+    if sig.layout[1] != "t" or sig.packed == "n" or "b" not in sig.tma:
+        return f"the schedule {c.schedule.name} multiplies weights that lie along k, in rows of a multiple of 16 bytes, as layout nt has them"
+    if spec.operands[0].computed:
+        return f"the schedule {c.schedule.name} multiplies a as it lies, and the program computes what it multiplies of it"
+    if apart := [i.name for i in spec.operands[1].along_k if i.indices != "kn" or i.block("n") > 1 or i.block("k") % 32 or i.name not in sig.tma]:
+        return (
+            f"the schedule {c.schedule.name} has TMA bring what b is computed of along k, for groups of a multiple of 32 and each column, in rows of a multiple of 16 bytes: "
+            f"{apart[0]} is not so"
+        )
+    if sig.batched or spec.second or spec.finishes or any(i.packed for i in spec.inputs) or any(s.packed for s in spec.stores):
+        return f"the schedule {c.schedule.name} has one product, whose outputs are tiles: no batch, no second product, no reductions and no bit masks"
+    return ""
+
+
+def rows_of_scales(c: Candidate) -> str:
+    """Of what a weight is computed of besides, a step of mixed_input has one row: each of its threads has a column's values."""
+    if not c.schedule.converts or not c.config.values:
+        return ""
+    if changing := [i for i in c.spec.operands[1].along_k if not i.in_row(c.config["block_k"])]:
+        blocks = ", ".join(f"{i.name}[k/{i.block('k')}]" if i.block("k") > 1 else f"{i.name}[k]" for i in changing)
+        return f"block_k={c.config['block_k']}: a step of {c.schedule.name} has one row of what b is computed of, and there are several of {blocks}: a block_k that divides those"
+    return ""
+
+
 def scales(c: Candidate) -> str:
     """Of fp8 nothing is computed before it is multiplied: a step's sums are scaled."""
-    if c.spec.signature.a.bits > 8 or not c.spec.computed or not c.schedule.computes:
+    if c.spec.signature.a.bits > 8 or not c.spec.computed or not (c.schedule.computes or c.schedule.scales):
+        return ""
+    if c.schedule.scales and any(not {i.name for i in o.along_k}.issuperset(o.factors) for o in c.spec.operands):
+        return f"the schedule {c.schedule.name} multiplies a step's sums by inputs in blocks along k as they are: tiled computes others"
+    if not c.config.values:
         return ""
     within = next((s.operand for s in steps(c.spec, c.config) if not s.as_loaded), None)
     if within is None:
@@ -279,9 +314,12 @@ def shared_memory(c: Candidate) -> str:
 
 def filled(c: Candidate) -> str:
     fewest, least = (64 * schedules.tile_parts(c.config)[0], max(c.least_k, 64 // c.spec.signature.a.bytes)) if c.schedule.descriptors else (16, c.least_k)
+    narrowest = 16
+    if c.schedule.converts:  # b is the left operand, of which two warpgroups have 64 columns each at least
+        fewest, narrowest = 16, 2 * schedules.GROUP_COLUMNS
     if step := step_of_fp8(c.spec, c.target):
         fewest, least = max(fewest, 64), step
-    for extent, (name, floor) in zip(c.shape[-3:], (("block_m", fewest), ("block_n", 16), ("block_k", least)), strict=True):
+    for extent, (name, floor) in zip(c.shape[-3:], (("block_m", fewest), ("block_n", narrowest), ("block_k", least)), strict=True):
         padded = max(floor, 1 << max(0, extent - 1).bit_length())
         if c.config[name] > padded:
             return f"{name}={c.config[name]} is {c.config[name] // padded} times what {extent} fills"
@@ -319,6 +357,8 @@ LAUNCHES: tuple[Restriction, ...] = (
     coordinates,
     vendors_extents,
     computed_operands,
+    mixed_input,
+    rows_of_scales,
     scales,
     second_product,
     parts_of_k,
@@ -326,7 +366,7 @@ LAUNCHES: tuple[Restriction, ...] = (
 )
 SAME_BITS: tuple[Restriction, ...] = (instruction,)
 """Of configs that epigen chooses: one that is given is the same for all M."""
-OF_SCHEDULE: tuple[Restriction, ...] = (architecture, operands, along_k, computed_operands, second_product, fp8)
+OF_SCHEDULE: tuple[Restriction, ...] = (architecture, operands, along_k, computed_operands, mixed_input, scales, second_product, fp8)
 """Those of LAUNCHES and COMPILES that say the same of all configs of a schedule."""
 COMPILES: tuple[Restriction, ...] = (fp8, step, threads, transposed_in_threads)
 PAYS: tuple[Restriction, ...] = (filled, shared_memory, accumulators, held_inputs, work_of_a_warp)

@@ -49,6 +49,7 @@ _RUN_BYTES = 256
 _SECTOR_BYTES = 32  # of a line of L2
 _TMA_ROW_BYTES = 128  # TMA lays a tile out in pieces whose rows are so long
 _LANES = 128  # of a multiprocessor: so many numbers are added a clock
+_CONVERTED = 3.0  # instructions a weight that is converted in registers, with its load (sm_90, Triton 3.6)
 _STREAMED = 0.3  # of L2: what of the operands stays there while others, the epilogue's tiles and the results go through it
 _BESIDE = 16  # multiprocessors whose requests meet before L2: those of a processing cluster
 
@@ -230,8 +231,11 @@ class _Timing(Work):
         m, n, _ = self.shape[-3:]
         block_m, right, block_k = config["block_m"], self.right(config), config["block_k"]
         warps, by_producer = schedules.multiplying_warps(config), SCHEDULES[config.schedule].architecture == "hopper"
+        # of weights that are converted in registers, the tensor cores' left operand
+        converts = SCHEDULES[config.schedule].converts
+        rows, columns = (right, block_m) if converts else (block_m, right)
         # from L2 into the multiprocessor
-        step_bytes = (block_m + right) * block_k * self.element_bytes
+        step_bytes = (block_m * self.element_bytes + right * (self.converted or self.element_bytes)) * block_k
         not_shared = self._rows_apart(config, tiles_m, tiles_n) * block_k * self.element_bytes / _TMA_ROW_BYTES
         # rows and columns of a tile that lie outside, in the mean
         padding = block_m + right - m / max(1, tiles_m) - len(self.spec.products) * n / max(1, tiles_n)
@@ -241,12 +245,14 @@ class _Timing(Work):
         in_flight = max(1.0, min(config["num_stages"] - 1 - dict(config.values).get("pingpong", 0) * self.c.held_stages, steps))
         # the tensor cores: their rate, what they read of shared memory, and what waits for what
         products = 2.0 * block_m * right * block_k / (self.flops_us * self.c.tensor_share)
-        sharing_rows = max(1, warps // 4 // (block_m // 64))  # warpgroups that read the same rows of a
-        read_bytes = block_m // 64 * (64 * sharing_rows + right) * block_k * self.element_bytes
+        sharing_rows = max(1, warps // 4 // (rows // 64))  # warpgroups that read the same rows of a
+        read_bytes = rows // 64 * (64 * sharing_rows + columns) * block_k * self.element_bytes
         shared_memory = (read_bytes + self.c.arriving_share * step_bytes) / (self.c.shared_bytes_clock * self.clock_us)
-        multiply = self._multiply_us(block_m, right, block_k, warps)
+        multiply = self._multiply_us(rows, columns, block_k, warps)
         if self.spec.promoted:
             multiply = self._promoted_us(config, products)
+        if converts:
+            multiply += _CONVERTED * rows * block_k / (_LANES * self.clock_us)
         step = self._norm(products, shared_memory, load, multiply, (self._later_us + load) / in_flight, smooth=self.c.tma_smooth)
         step += (self.c.wait_clocks + (0.0 if by_producer else self.c.issued_clocks)) / self.clock_us + self._turned_us(config, warps)
         # the slower of loading and multiplying is there in each step, the other once more
@@ -426,7 +432,7 @@ class _Timing(Work):
 
     def _late_us(self, config: KernelConfig) -> float:
         """What an epilogue waits for its inputs."""
-        return self.c.late_us if self.spec.loaded and not config["prefetch"] else 0.0
+        return self.c.late_us if self.spec.loaded and not dict(config.values).get("prefetch") else 0.0
 
     def _moved_us(self, moved_bytes: float) -> float:
         """What a multiprocessor's own bytes take, of which all move as many at once."""

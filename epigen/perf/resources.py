@@ -19,6 +19,8 @@ from epigen.shapes import Shape
 
 WGMMA = ("sm_90", "sm_100")
 _PROMOTED = 0.8  # of the accumulators, what Triton's compiler takes again where fp8 products are promoted
+_MIXED_REGISTERS = {2: 240, 4: 112}
+"""Of a thread of the schedule mixed_input, by how many warpgroups multiply."""
 _GROUP_REGISTERS = 240  # what the warp_specialized template gives those that multiply
 _VECTOR_BYTES, _ASYNC_BYTES = 16, 4  # the most that one load or copy moves, and the least that a copy can move asynchronously
 
@@ -162,6 +164,8 @@ class Work:
 
     def _grouped(self, config: KernelConfig) -> Resources:
         """Of a kernel whose groups of four warps have a tile each, or half of one: registers are handed out by the kernel itself."""
+        if SCHEDULES[config.schedule].converts:
+            return self._mixed_input(config)
         groups, subtiles = schedules.tile_parts(config)
         accumulators = config["block_m"] // groups * self.right(config) // 128
         if self.spec.promoted:
@@ -181,9 +185,21 @@ class Work:
         registers = int(36 + accumulators * (1 + self.held_an_element / subtiles))
         return Resources(loaded + passing + exchanged + beside, accumulators, registers, _GROUP_REGISTERS, 1, held=self._held(config, accumulators))
 
+    def _mixed_input(self, config: KernelConfig) -> Resources:
+        """Of a kernel whose warpgroups have 64 columns of a tile each, and convert those weights in registers."""
+        block_m, block_n, block_k, groups = config["block_m"], config["block_n"], config["block_k"], schedules.sharing(config)
+        accumulators = block_m * block_n // (128 * groups)
+        weights = 64 * block_k * 2 // (128 * 4)  # of a step, as they are multiplied
+        scales = block_n * sum(i.dtype.bytes for i in schedules.scales(self.spec, config) if i.dtype)
+        loaded = config["num_stages"] * (int((block_m * self.spec.signature.a.bytes + block_n * self.converted) * block_k) + scales + 16)
+        stored = schedules.tma_stored(self.spec, config)
+        passing = sum(block_m * block_n * s.dtype.bytes for s in self.spec.stores if s.name in stored)
+        registers = int(36 + accumulators * (1 + self.held_an_element) + weights)
+        return Resources(loaded + passing + 256, accumulators, registers, _MIXED_REGISTERS[groups], 1)
+
     def _held(self, config: KernelConfig, accumulators: int) -> int:
         """Registers of a thread for what the epilogue reads of an [m, n] input, as it lies in memory, where it is loaded before the main loop."""
-        return int(accumulators * self.pointed_at(config) / 4) if config["prefetch"] else 0
+        return int(accumulators * self.pointed_at(config) / 4) if dict(config.values).get("prefetch") else 0
 
     def pointed_at(self, config: KernelConfig) -> float:
         """Bytes an element of the inputs with a value for each, but for those that TMA brings."""

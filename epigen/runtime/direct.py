@@ -47,7 +47,7 @@ def descriptor(dialect: str, base: Any, shape: Sequence[int], strides: Sequence[
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
     element = canonicalize_dtype(base.dtype)
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), tl.dtype(element.replace("i", "int") if element[0] == "i" else element))
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), tl.dtype({"i": "int", "u": "uint"}.get(element[0], element[0]) + element[1:]))
     return GluonDescriptor(base, list(shape), list(strides), list(block), layout)
 
 

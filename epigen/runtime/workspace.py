@@ -26,7 +26,7 @@ def counters(spec: KernelSpec, config: KernelConfig, shape: tuple[int, int, int]
     """How many counters of arrived blocks a launch needs. shape: M, N, K."""
     parts_m, parts_n = parts(config, shape)
     count = math.prod(tiles(config, shape))
-    counts = {"tiles": count, "groups": 2 * count, "parts_m": parts_m, "parts_n": parts_n, "1": 1}
+    counts = {"tiles": count, "groups": schedules.sharing(config) * count, "parts_m": parts_m, "parts_n": parts_n, "1": 1}
     return sum(counts[name] for name in arrivals(spec, config))
 
 

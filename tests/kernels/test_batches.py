@@ -224,7 +224,9 @@ def test_what_does_not_fit_is_refused(a: tuple[int, ...], b: tuple[int, ...], in
 
 def test_every_schedule_can() -> None:
     target, shape = gpus.TARGETS["sm_90"], (4, 512, 512, 4096)
-    assert set(Space(spec_of("relu(mm)", batched=True, tma=("a", "b", "out")), shape, target).schedules) == set(SCHEDULES)
+    assert set(Space(spec_of("relu(mm)", batched=True, tma=("a", "b", "out")), shape, target).schedules) == {
+        name for name, schedule in SCHEDULES.items() if not schedule.converts
+    }
 
 
 @pytest.mark.parametrize("target", gpus.TARGETS)

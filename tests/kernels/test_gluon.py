@@ -14,7 +14,7 @@ import cases
 import gluon_on_cpu
 import pytest
 import torch
-from cases import Case, warp_specialized
+from cases import Case, mixed_input, warp_specialized
 from gluon_hopper import Descriptor
 from gluon_values import Fault
 from golden import Golden
@@ -29,7 +29,7 @@ from epigen.codegen.lower import lower
 from epigen.codegen.render import Rendered
 from epigen.codegen.schedules import WARP_SPECIALIZED
 from epigen.codegen.spec import LAYOUTS, Numerics
-from epigen.dtypes import BF16, BY_TORCH, FAST_ACCUM, FP8E4M3, FP8E5M2, FP16, FP32, INT8, DType
+from epigen.dtypes import BF16, BY_TORCH, FAST_ACCUM, FP8E4M3, FP8E5M2, FP16, FP32, INT8, UINT8, DType
 from epigen.errors import ConfigError
 from epigen.gpus import TARGETS
 from epigen.ir import reference
@@ -115,10 +115,22 @@ def small(case: Case) -> Case:
 
 
 CASES = [small(c) for c in cases.all_cases() if c.config is not None and c.config.schedule == WARP_SPECIALIZED.name]
+SCALED = [small(c) for c in cases.scaled_by_warpgroups()]
+MIXED_INPUT = [small(c) for c in cases.mixed_input_cases()]
 
 
 @pytest.mark.parametrize("case", cases.covering([c for c in CASES if not c.integers], 4), ids=str)
 def test_warp_specialized(case: Case) -> None:
+    check(Executed(case, seed=case))
+
+
+@pytest.mark.parametrize("case", SCALED, ids=str)
+def test_fp8_with_scales_in_blocks(case: Case) -> None:
+    check(Executed(case, seed=case))
+
+
+@pytest.mark.parametrize("case", cases.covering(MIXED_INPUT, 4), ids=str)
+def test_mixed_input(case: Case) -> None:
     check(Executed(case, seed=case))
 
 
@@ -322,10 +334,15 @@ TWO = Case("z = mm + bias; relu(z), z", (264, 328, 200), layout="nt", config=war
 TMA_LOADED_PINGPONG = Case(TMA_LOADED, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, tma_load=1))
 TMA_LOADED_SUBTILES = Case(TMA_LOADED, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, subtiles=2, tma_load=1))
 TMA_LOADED_IN_TURN = Case(TMA_LOADED, (264, 328, 200), layout="nt", config=warp_specialized(128, 64, 64, 3, pingpong=1, subtiles=4, tma_load=1))
+MIXED = Case("dot(a, int4(b) * s[k/64,n]) + bias", (136, 328, 320), BF16, UINT8, BF16, "nt", config=mixed_input(64, 128, 64, 3))
+MIXED_WIDE = Case("dot(a, b * s[k/64,n]) + bias", (72, 520, 320), FP16, INT8, FP16, "nt", config=mixed_input(64, 256, 64, 2))
+MIXED_PARTS = Case("silu(mm * s[n])", (72, 264, 528), FP16, INT8, FP16, "nt", config=mixed_input(32, 128, 64, 3, splits=3))
 
 _FULL = "            mbarrier.wait(full_bars.index(slot_id), step_id // STAGES & 1)\n"
 _EMPTY = "            mbarrier.wait(empty_bars.index(slot_id), step_id // STAGES & 1 ^ 1)\n"
 _RELEASE = "        mbarrier.arrive(empty_bars.index((step_id + STAGES - 1) % STAGES))\n"
+_MULTIPLIED = "            acc_turned = warpgroup_mma_wait(0, deps=(acc_turned,))\n"
+_RELEASED = "            mbarrier.arrive(empty_bars.index(slot_id))\n"
 _LAST = "        acc = warpgroup_mma_wait(0, deps=(acc,))\n"
 
 WAIT = """    if PDL:
@@ -354,6 +371,24 @@ MISTAKES = {
     "more bytes are expected than come": (COOPERATIVE, "(BLOCK_M + BLOCK_N) * BLOCK_K * 2", "(BLOCK_M + BLOCK_N) * BLOCK_K * 4"),
     "barriers are not shown to the copies": (COOPERATIVE, "    fence_async_shared()\n    if PDL", "    if PDL"),
     "a group reads the other's rows": (COOPERATIVE, "a_bufs.index(2 * slot_id + WARPGROUP)", "a_bufs.index(2 * slot_id + 1 - WARPGROUP)"),
+    # of weights that are converted in registers
+    "no wait for a full buffer, mixed input": (MIXED, _FULL, ""),
+    "no wait for an empty buffer, mixed input": (MIXED, _EMPTY, ""),
+    "a buffer is released before it is multiplied": (MIXED, _MULTIPLIED + _RELEASED, _RELEASED + _MULTIPLIED),
+    "a buffer of weights is not released": (MIXED, _RELEASED, ""),
+    "a buffer of weights is released by one group for both": (MIXED, "mbarrier.init(empty_bars.index(slot_id), count=2)", "mbarrier.init(empty_bars.index(slot_id), count=1)"),
+    "a buffer of weights is released by two groups of four": (MIXED_WIDE, "mbarrier.init(empty_bars.index(slot_id), count=4)", "mbarrier.init(empty_bars.index(slot_id), count=2)"),
+    "a group converts the other's weights": (MIXED, "slice(COLUMNS * WARPGROUP, COLUMNS)\n", "slice(COLUMNS * (1 - WARPGROUP), COLUMNS)\n"),
+    "a group has the other's scales": (MIXED, "slice(COLUMNS * WARPGROUP, COLUMNS, 1)", "slice(COLUMNS * (1 - WARPGROUP), COLUMNS, 1)"),
+    "scales of another group along k": (MIXED, "[k // 64, ", "[k // 128, "),
+    "scales are not expected": (MIXED, " + BLOCK_N * 2)", ")"),
+    "a byte's values change places": (MIXED, "gl.join(in_even, in_odd)", "gl.join(in_odd, in_even)"),
+    "bytes of weights are counted as values": (MIXED, "BLOCK_N * BLOCK_K // 2", "BLOCK_N * BLOCK_K"),
+    "a step of weights does not add to the one before": (MIXED, "acc_turned, is_async=True)", "acc_turned, use_acc=False, is_async=True)"),
+    "all groups store the same columns": (MIXED_WIDE, "part_n * COLUMNS], out_buf", "pid_n * BLOCK_N], out_buf"),
+    "groups of a tile count their parts together": (MIXED_PARTS, "num_arrived_ptr + (2 * tile_id + WARPGROUP)", "num_arrived_ptr + 2 * tile_id"),
+    "a part of a converted tile is left out": (MIXED_PARTS, "range(1, SPLITS)", "range(2, SPLITS)"),
+    "groups leave their sums at one place": (MIXED_PARTS, "(2 * tile_id + WARPGROUP).to", "(2 * tile_id).to"),
     # of products that are promoted
     "a step's products are added before they are there": (PROMOTED, "warpgroup_mma_wait(0,", "warpgroup_mma_wait(1,"),
     "a buffer is released before its second subtile is multiplied": (PROMOTED, "            acc_left += step_acc\n", "            acc_left += step_acc\n            mbarrier.arrive(empty_bars.index(slot_id))\n"),
@@ -450,7 +485,9 @@ def test_mistakes_are_found(name: str) -> None:
     assert not all(passes(seed) for seed in range(3))
 
 
-@pytest.mark.parametrize("case", [PINGPONG, COOPERATIVE, LAST_BLOCK, PARTS, TWO_PARTS, SUBTILES, TMA_LOADED_PINGPONG, TMA_LOADED_SUBTILES], ids=str)
+@pytest.mark.parametrize(
+    "case", [PINGPONG, COOPERATIVE, LAST_BLOCK, PARTS, TWO_PARTS, SUBTILES, TMA_LOADED_PINGPONG, TMA_LOADED_SUBTILES, MIXED, MIXED_WIDE, MIXED_PARTS], ids=str
+)
 def test_the_same_without_a_mistake(case: Case) -> None:
     for seed in range(3):
         check(Executed(case, seed))

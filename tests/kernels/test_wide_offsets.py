@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import LIBRARY, persistent, split_k, tiled, warp_specialized
+from cases import LIBRARY, mixed_input, persistent, split_k, tiled, warp_specialized
 from integer_types import Function, first_texts
 from samples import sparse
 
@@ -19,7 +19,7 @@ from epigen.codegen import schedules
 from epigen.codegen.lower import signature_of_contiguous
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import PAST, WIDE, KernelConfig, index_bits
-from epigen.dtypes import FP16, FP32
+from epigen.dtypes import FP16, FP32, INT8
 from epigen.errors import ConfigError
 from epigen.gpus import TARGETS
 from epigen.ir import graph as g
@@ -47,12 +47,18 @@ CONFIGS = {
     "cooperative, in parts": warp_specialized(128, 128, splits=3, fused_finalize=1, tma_store=0),
     "ping-pong": warp_specialized(128, 64, pingpong=1, prefetch=1, fused_finalize=1),
     "ping-pong, loaded by TMA": warp_specialized(128, 64, pingpong=1, subtiles=2, tma_load=1),
+    "mixed input": mixed_input(64, 256),
+    "mixed input, in parts": mixed_input(128, 128, splits=3, tma_store=0),
 }
+WEIGHT = "z = dot(a, b * s[k/128,n]) * t[n] + bias + scale_a[m] + gate[m,n] * alpha; z, silu(z)"
+"""What the schedule mixed_input has."""
 
 
 def job(config: KernelConfig, text: str = EVERYTHING, shape: tuple[int, int, int] = LARGE, layout: str = "nn", target: str = "sm_90") -> Job:
+    converts = SCHEDULES[config.schedule].converts
+    text, layout, weight = (WEIGHT, f"{layout[0]}t", INT8) if converts else (text, layout, None)
     kernel = epigen.compile(text, config=config)
-    signature = kernel.signature_of(FP16, shape, layout)
+    signature = kernel.signature_of(FP16, shape, layout, weight)
     if "shift" in text:  # one number that is passed by value, and one in memory
         signature = replace(signature, inputs=tuple((name, FP16 if name == "shift" else dtype) for name, dtype in signature.inputs))
     return Job(kernel.plan(shape, target=TARGETS[target], signature=signature).rendered, TARGETS[target], layout)

@@ -69,6 +69,14 @@ def warp_specialized(
     )  # fmt: skip
 
 
+def mixed_input(
+    block_m: int = 64, block_n: int = 128, block_k: int = 64, num_stages: int = 3, group_m: int = 2, tma_store: int = 1, splits: int = 1
+) -> KernelConfig:  # fmt: skip
+    return schedules.config(
+        "mixed_input", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, tma_store=tma_store, num_stages=num_stages, splits=splits
+    )
+
+
 SMALL = tiled(32, 32, 32)
 """Two or three tiles each way at the usual case's extents, quick under the interpreter."""
 
@@ -107,7 +115,7 @@ class Case:
     def interpretable(self) -> bool:
         """Whether Triton's interpreter computes it right: no bf16, no rounding to fp8 (the default output of fp8 operands is bf16), no Gluon."""
         named = (self.a, self.b, self.inputs)
-        if self.config and self.config.schedule == "warp_specialized":
+        if self.config and schedules.SCHEDULES[self.config.schedule].dialect != "triton":
             return False
         return BF16 not in named and not any(t is not None and t.is_fp8 for t in (self.a, self.b)) and not any(w in self.text for w in ("bf16", "fp8"))
 
@@ -628,6 +636,60 @@ def scaled_cases() -> list[Case]:
     return found
 
 
+def scaled_by_warpgroups() -> list[Case]:
+    """The same by warpgroups: rows, blocks and columns of scales, one subtile and two, parts along k, tails in each extent."""
+    found = []
+    texts = (
+        "dot(a * sa[m,k/128], b * sb[k/128,n/128])", "silu(dot(a * sa[m,k/64], b * sb[k/64,n]) + bias)", "dot(a * sa[m/128,k/128], b) + residual",
+        "z = dot(a, b * s[k/128,n/64]); z, sum(z, n), bgrad(z)", "dot(a * t[k/32], b * s[k/64,n/256])",
+    )  # fmt: skip
+    configs = (
+        warp_specialized(128, 128, 64), warp_specialized(128, 256, 64, subtiles=2), warp_specialized(64, 64, 32, pingpong=1, tma_load=1),
+        warp_specialized(128, 128, 64, subtiles=2, splits=3), warp_specialized(64, 128, 64, pingpong=1, subtiles=2, splits=2), warp_specialized(128, 256, 128, 2, subtiles=2),
+    )  # fmt: skip
+    for i, (text, config) in enumerate(itertools.product(texts, configs)):
+        if "k/32" in text:
+            config = config.with_value("block_k", 32)
+        elif "k/64" in text and config["block_k"] > 64:
+            continue
+        a, b = ((FP8E4M3, None), (FP8E5M2, FP8E4M3))[i % 2]
+        found.append(Case(text, ((136, 208, 592), (264, 528, 512), (72, 400, 336))[i % 3], a, b, FP32, "nt", config=config, by_value=bool(i % 2)))
+    return found
+
+
+_MIXED_TEXTS = (
+    "relu(mm * s[n] + bias)",
+    "silu(dot(a, b * s[n])) * gate[m,n]",
+    "z = dot(a, b * s[k/128,n]); z, z + row[m] * x[m,n]",
+    "gelu(dot(a, (b - zero[n]) * s[k/64,n]) + bias)",
+    "dot(a, (b * s[k/64,n] - zero[n]) * t[n] + 1)",
+)
+_MIXED_PACKED_TEXTS = (
+    "relu(dot(a, int4(b)) * s[n])",
+    "dot(a, int4(b) * s[k/128,n]) + residual",
+    "silu(dot(a, (uint4(b) - zero[k/64,n]) * s[k/64,n]) + bias) * gate[m,n]",
+    "dot(a, (uint4(b) - 8) * s[k/64,n] * t[n])",
+)
+
+
+def mixed_input_cases() -> list[Case]:
+    """Weights that warpgroups convert in registers: tails in each extent, parts along k, more tiles than programs, and what is computed in fp32."""
+    found = []
+    configs = (
+        mixed_input(), mixed_input(16, 256, 64, 4, tma_store=0), mixed_input(128, 256, 64, 2), mixed_input(256, 128, 64, 2, group_m=4),
+        mixed_input(32, 128, 64, splits=2), mixed_input(64, 256, 32, 4, splits=3, tma_store=0),
+    )  # fmt: skip
+    kinds = [(t, b) for t in _MIXED_TEXTS for b in (INT8, UINT8, FP8E4M3)] + [(t, UINT8) for t in _MIXED_PACKED_TEXTS]
+    for i, ((text, b), a) in enumerate(itertools.product(kinds, (BF16, FP16))):
+        for j, inputs in enumerate((a, FP32)):
+            for config in (configs[(i + j) % 6], configs[(i + j + 3) % 6]):
+                shape = ((136, 200, 352), (72, 272, 512), (16, 136, 96))[(i + j) % 3]
+                found.append(Case(text, shape, a, b, inputs, "nt", config=config, by_value=bool(i % 2)))
+    found += [Case(text, (264, 328, 288), BF16, b, BF16, "tt", config=config) for config in configs for text, b in (kinds[0], kinds[-2])]
+    found.append(Case(_MIXED_PACKED_TEXTS[1], (128, 3072, 4096), BF16, UINT8, BF16, "nt", config=configs[2]))
+    return found
+
+
 _SECOND_TEXTS = (
     "silu(mm) * dot(a, up[k,n])",
     "g = mm + bias; u = dot(a, up[k,n]) + shift[n]; h = gelu(g) * u; h, g, u, bgrad(u), bitmask(u > 0)",
@@ -783,6 +845,8 @@ def all_cases() -> list[Case]:
         operand_cases,
         weight_cases,
         scaled_cases,
+        scaled_by_warpgroups,
+        mixed_input_cases,
         second_cases,
         position_cases,
         random_cases,

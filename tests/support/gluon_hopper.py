@@ -224,11 +224,12 @@ def _store_wait(pending: int) -> None:
 
 
 class Product(Block):
-    """A multiplication in flight. Its operands have to stay as they are until it has been waited for."""
+    """A multiplication in flight. Its operands have to stay as they are until it has been waited for; a left one may be in registers."""
 
-    def __init__(self, a: Shared, b: Shared, acc: Block | None, shape: torch.Size):
+    def __init__(self, a: Shared | Block, b: Shared, acc: Block | None, shape: torch.Size):
         self.a, self.b, self.acc, self.shape = a, b, acc, shape
-        self.seen = a.bits().clone(), b.bits().clone()
+        self.shared = [operand for operand in (a, b) if isinstance(operand, Shared)]
+        self.seen = [operand.bits().clone() for operand in self.shared]
         self.value: Block | None = None
 
     @property
@@ -236,7 +237,7 @@ class Product(Block):
         raise Fault("a product is used, and it was not waited for")
 
     def end(self) -> None:
-        for seen, operand in zip(self.seen, (self.a, self.b), strict=True):
+        for seen, operand in zip(self.seen, self.shared, strict=True):
             demand(torch.equal(seen, operand.bits()), "an operand changed while it was multiplied")
         sums = _sums(self.a.data.dtype)
         product = self.a.data.to(sums) @ self.b.data.to(sums)
@@ -249,14 +250,14 @@ def _sums(operands: torch.dtype) -> torch.dtype:
     return torch.int32 if operands == torch.int8 else torch.float32
 
 
-def warpgroup_mma(a: Shared, b: Shared, acc: Block, *, use_acc: bool = True, is_async: bool = False) -> Any:
+def warpgroup_mma(a: Shared | Block, b: Shared, acc: Block, *, use_acc: bool = True, is_async: bool = False) -> Any:
     actor = turn()
     shape = acc.shape if isinstance(acc, Product) else acc.data.shape
     demand(actor.warps == 4 and shape[0] % 64 == 0, f"{actor.warps} warps multiply a tile of {list(shape)}")
     demand((a.data.shape[0], b.data.shape[1]) == shape and a.data.shape[1] == b.data.shape[0] and a.data.dtype.itemsize == b.data.dtype.itemsize,
            f"{list(a.data.shape)} times {list(b.data.shape)} into {list(shape)}")  # fmt: skip
     demand(isinstance(acc, Product) or acc.data.dtype == _sums(a.data.dtype), f"products of {a.data.dtype} are not summed in that")
-    along_k = a.data.stride(1) == 1 == b.data.stride(0)
+    along_k = (isinstance(a, Block) or a.data.stride(1) == 1) and b.data.stride(0) == 1
     demand(along_k or a.data.dtype.itemsize > 1, "operands of 8 bits have to lie along k")
     product = Product(a, b, acc if use_acc else None, shape)
     actor.products.append(product)

@@ -28,7 +28,7 @@ def gdc_wait() -> None:
     here().program.waited = True
 
 
-def load(pointer: Pointer, mask: Block | None = None, other: float | None = None, cache_modifier: str = "") -> Block:  # noqa: ARG001
+def load(pointer: Pointer, mask: Block | bool | None = None, other: float | None = None, cache_modifier: str = "") -> Block:  # noqa: ARG001
     after_the_kernel_before()
     memory, at, inside = pointer.cells(mask)
     found = memory.take(at)
@@ -38,7 +38,7 @@ def load(pointer: Pointer, mask: Block | None = None, other: float | None = None
     return Block(found.view(pointer.dtype))
 
 
-def store(pointer: Pointer, value: Block | float, mask: Block | None = None) -> None:
+def store(pointer: Pointer, value: Block | float, mask: Block | bool | None = None) -> None:
     after_the_kernel_before()
     memory, at, inside = pointer.cells(mask)
     data = value.data if isinstance(value, Block) else torch.tensor(value)
@@ -48,7 +48,7 @@ def store(pointer: Pointer, value: Block | float, mask: Block | None = None) -> 
     here().unseen.append(lambda: memory.index_put_((at,), bits))
 
 
-def atomic_add(pointer: Pointer, value: Block | int, mask: Block | None = None, sem: str = "acq_rel") -> Block:  # noqa: ARG001
+def atomic_add(pointer: Pointer, value: Block | int, mask: Block | bool | None = None, sem: str = "acq_rel") -> Block:  # noqa: ARG001
     """What was there before. The partition's own stores are not shown to others by it: each of its warps may be behind."""
     turn()
     after_the_kernel_before()
@@ -119,6 +119,18 @@ class Multiplied:
 
 
 @dataclass(frozen=True)
+class Operand:
+    """How threads have the left operand of a multiplication in registers, `k_width` neighbours along k together."""
+
+    operand_index: int
+    parent: Multiplied
+    k_width: int
+
+    def check(self, shape: Sequence[int], warps: int) -> None:
+        demand(self.operand_index == 0 and warps == 4 and shape[0] % 64 == 0 and shape[1] % (8 * self.k_width) == 0, f"{list(shape)} as a left operand")
+
+
+@dataclass(frozen=True)
 class Slice:
     """The layout that one axis of another leaves."""
 
@@ -178,6 +190,7 @@ class Jit:
         def launch(*arguments: Any, num_warps: int, **constants: int) -> None:
             for option in ("num_stages", "enable_fp_fusion", "sanitize_overflow", "launch_pdl"):
                 constants.pop(option, None)
+            constants |= {"PTX": False} if "PTX" in constants else {}  # of which there is none here
             programs = [Program(i, grid[0], num_warps) for i in range(grid[0])]
             Machine(self.seed).run(programs, self.function, [_argument(x) for x in arguments], constants)
             demand(all(p.waited for p in programs), "a kernel may end before the one that was launched before")
@@ -194,7 +207,7 @@ LANGUAGE = SimpleNamespace(
     zeros=lambda shape, dtype, layout=None: convert_layout(full(shape, 0, dtype), layout),
     load=load, store=store, atomic_add=atomic_add, barrier=barrier, thread_barrier=barrier, debug_barrier=barrier,
     convert_layout=convert_layout, set_auto_layout=lambda x, _layout: x, allocate_shared_memory=allocate_shared_memory, warp_specialize=warp_specialize,
-    AutoLayout=lambda: None, DistributedLinearLayout=Linear, BlockedLayout=Blocked, SliceLayout=Slice, NVMMADistributedLayout=Multiplied,
+    AutoLayout=lambda: None, DistributedLinearLayout=Linear, BlockedLayout=Blocked, SliceLayout=Slice, NVMMADistributedLayout=Multiplied, DotOperandLayout=Operand,
 )  # fmt: skip
 
 

@@ -78,8 +78,12 @@ class Block:
     def __invert__(self) -> Block:
         return Block(~self.data)
 
-    def to(self, dtype: torch.dtype) -> Block:
-        return Block(self.data.to(dtype))
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Block:
+        return Block(self.data.view(dtype) if bitcast else self.data.to(dtype))
+
+
+_UNSIGNED = {torch.uint16: 0xFFFF, torch.uint32: 0xFFFFFFFF}
+"""Words of which torch computes next to nothing, with the bits of each."""
 
 
 def _aligned(*values: Block | float) -> list[torch.Tensor]:
@@ -99,11 +103,11 @@ def elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., Block]:
 
 
 def _computed(function: Callable[..., torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """By int64 of words of 32 bits, of which torch computes next to nothing."""
-    if values[0].dtype != torch.uint32:
+    word = values[0].dtype
+    if word not in _UNSIGNED:
         return function(*values)
     found = function(*(x.long() for x in values))
-    return found if found.dtype == torch.bool else (found & 0xFFFFFFFF).to(torch.uint32)
+    return found if found.dtype == torch.bool else (found & _UNSIGNED[word]).to(word)
 
 
 def _operator(function: Callable[..., torch.Tensor], turned: bool) -> Callable[..., Any]:
@@ -118,7 +122,7 @@ def _operator(function: Callable[..., torch.Tensor], turned: bool) -> Callable[.
 
 
 for _name, _function in {
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "truediv": torch.div, "mod": torch.fmod, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "truediv": torch.div, "floordiv": lambda x, y: torch.div(x, y, rounding_mode="trunc"), "mod": torch.fmod, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
     "lshift": torch.bitwise_left_shift, "rshift": torch.bitwise_right_shift,
 }.items():  # fmt: skip
     setattr(Block, f"__{_name}__", _operator(_function, turned=False))
@@ -193,7 +197,7 @@ def _reduction(combine: Callable[..., Block]) -> Callable[..., Block]:
 
 DTYPES = {
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8e4nv": torch.float8_e4m3fn, "float8e5": torch.float8_e5m2,
-    "int8": torch.int8, "uint8": torch.uint8, "int32": torch.int32, "uint32": torch.uint32, "int64": torch.int64,
+    "int8": torch.int8, "uint8": torch.uint8, "int32": torch.int32, "uint16": torch.uint16, "uint32": torch.uint32, "int64": torch.int64,
 }  # fmt: skip
 
 FUNCTIONS: dict[str, Any] = {
@@ -249,7 +253,7 @@ class Pointer:
         demand(from_first % size == 0, f"a pointer to {from_first} bytes from the first becomes one to elements of {size}")
         return Pointer(self.tensor, wanted.dtype, from_first // size)
 
-    def cells(self, mask: Block | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def cells(self, mask: Block | bool | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The tensor's memory in elements of `dtype`, as bits, the places' indices there, and which of them the mask leaves.
 
         Raises Fault if one of those lies outside the tensor. Of a packed mask's last word a part may, in the same allocation.
@@ -262,7 +266,7 @@ class Pointer:
         count = min(-(-held // size), (memory.numel() - first) // size)
         flat = memory[first : first + count * size].view(BITS[size])
         at = (self.offset.data if isinstance(self.offset, Block) else torch.tensor(self.offset)).long()
-        inside = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.data
+        inside = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.data if isinstance(mask, Block) else torch.tensor(bool(mask))
         demand(inside.dim() in (0, at.dim()), f"a mask of shape {list(inside.shape)} for {list(at.shape)}")
         at, inside = torch.broadcast_tensors(at, inside)
         outside = inside & ((at < 0) | (at >= count))
