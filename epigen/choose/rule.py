@@ -193,8 +193,6 @@ def _of_bytes(space: Space) -> dict[str, int]:
     """
     if not space.spec.promoted and space.shape[-1] <= _SHORT_OF_BYTES:
         return {"block_n": 128, "block_k": 128, "group_m": 4, "pingpong": 1, "subtiles": 2, "prefetch": 1}
-    # with factors of steps both halves' sums are there at once: at 256 columns 652 bytes a thread spill, and 8192x8192x8192 took 1.6 times as long (H200, Triton
-    # 3.6, 2026-11)
     if _tiles_a_multiprocessor(space, 256) >= 1 and not space.spec.computed:
         return {"block_n": 256, "block_k": 128, "group_m": 16, "pingpong": 0, "subtiles": 2, "prefetch": 0}
     vectors = all(i.indices != "mn" for i in space.spec.loaded)  # for a tile of values no registers are left
