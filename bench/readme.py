@@ -7,6 +7,7 @@ Each block is a sentence that says what is compared, the table, and below it how
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import statistics
 from collections import Counter
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import batched, cross_entropy, eight_bit, gated, invariant, peers, power, tiles, weights
+from bench import batched, block_scales, cross_entropy, eight_bit, gated, invariant, peers, power, tiles, weights
 from bench.bars import geometric, outcome, ratio, verdicts
 from bench.counters import calls as calls_of
 from bench.counters import us
@@ -389,6 +390,28 @@ def weight_rows() -> str:
     )  # fmt: skip
 
 
+def block_scale_rows() -> str:
+    """fp8 with scales in blocks: GPUs side by side."""
+    reports = {
+        (gpu, tuned): load(name) for gpu in ("H100", "H200") for tuned in (False, True) if there(name := f"block_scales_{'tuned_' * tuned}{gpu.lower()}")
+    }
+    if not reports:
+        return "Not measured yet: `python -m bench block_scales`."
+    cells = []
+    for (gpu, tuned), report in reports.items():
+        for row in report.rows:
+            times = {name: found["median_us"] for name, found in row["timing"].items()}
+            tflops = [f"{2e-6 * math.prod(row['shape']) / times[name]:.0f}" for name in (block_scales.OURS, block_scales.TORCH, block_scales.ROWS)]
+            cells.append([extents(row["shape"]), f"{gpu}{', tuned' * tuned}", f"{block_scales.of_torch(row):.2f}", *tflops])
+    return paragraphs(
+        "fp8 with a scale for each 1x128 of the left operand and each 128x128 of the right one: how many times as fast as `torch.nn.functional.scaled_mm` with the same scales, of which "
+        f"{block_scales.CLAIMED:.2f} is the target; and TFLOP/s of both, and of cuBLAS with scales of rows and columns and without fast accumulation:",
+        table(["M x N x K", "GPU", "of torch's", *(f"{name}, TFLOP/s" for name in ("epigen", "torch", "scales of rows"))], cells),
+        *(f"{gpu}{', tuned' * tuned}: {about['met']} of {about['of']} reach it, {about['worst']:.2f} at worst. {source(report, 'block_scales')}"
+          for (gpu, tuned), report in reports.items() for about in [report.summary]),
+    )  # fmt: skip
+
+
 _CONTENDERS = (cross_entropy.OURS, cross_entropy.KEPT, cross_entropy.COMPILED, cross_entropy.LIGER, cross_entropy.TORCH)
 
 
@@ -473,7 +496,7 @@ def h100() -> str:
 BLOCKS = {
     "summary": summary, "models": models, "reach": reach,
     "headline": headline, "gem": gem, "host": host, "tuned_in": tuned_in, "training": training, "counters": counters, "power": power_limited, "checked": checked,
-    "several": several, "tiles": tile_rows, "gated": gated_rows, "cross_entropy": cross_entropy_rows, "weights": weight_rows, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
+    "several": several, "tiles": tile_rows, "gated": gated_rows, "cross_entropy": cross_entropy_rows, "weights": weight_rows, "block_scales": block_scale_rows, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
 }  # fmt: skip
 
 

@@ -101,6 +101,7 @@ _ALIASES = {
     "float8_e4m3fn": FP8E4M3, "float8_e5m2": FP8E5M2,
 }  # fmt: skip
 BY_NAME: dict[str, DType] = {t.name: t for t in OPERANDS} | _ALIASES
+WEIGHT_BY_NAME: dict[str, DType] = {t.name: t for t in WEIGHTS}
 BY_TORCH: dict[str, DType] = {f"torch.{t.torch}": t for t in ALL}
 """From `str(tensor.dtype)` to the row, so that the table needs no torch."""
 BY_TORCH_ON_CPU = BY_TORCH | {"torch.float64": FP64}

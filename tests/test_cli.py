@@ -622,7 +622,9 @@ def test_json_is_all_that_is_on_stdout(tmp_path: Path) -> None:
     assert resources["name"] == "epigen_relu_mm_bias" and resources["spills"] == 0 and resources["blocks_per_sm"] >= 1
     of_weight = json.loads(run("compile", "mm * s[n]", "--config", SMALL, "--weight", "int8", "--json").stdout)
     assert of_weight["weight"] == "int8" and of_weight["verified"]["outputs"]["out"]["ok"] and "[K, N] int8" in of_weight["source"]
-    assert " x int8, layout nn" in run("explain", "mm * s[n]", "--weight", "int8", "--shape", "64x64x64").stdout
+    for weight in ("int8", "uint8", "fp8e4m3", "fp8e5m2"):
+        assert f" x {weight}, layout nn" in run("explain", "mm * s[n]", "--weight", weight, "--shape", "64x64x64").stdout
+        assert run("compile", "mm * s[n]", "--no-verify", "--schedule", "tiled", "--weight", weight).exit_code == 0
     path = tmp_path / "fused.py"
     told = json.loads(run("compile", "relu(mm + bias)", *QUICK, "--json", "-o", str(path)).stdout)
     assert path.read_text() == told["source"] != source

@@ -267,7 +267,8 @@ def tile_parts(config: KernelConfig) -> tuple[int, int]:
     """In how many parts, along m and n, the epilogue takes a tile: each leaves its own partial results."""
     if SCHEDULES[config.schedule].converts:
         return 1, sharing(config)
-    return 1 if dict(config.values).get("pingpong", 1) else 2, subtiles(config)
+    values = dict(config.values)
+    return 1 if values.get("pingpong", 1) else 2, values.get("subtiles", 1)
 
 
 def subtiles(config: KernelConfig) -> int:
@@ -284,7 +285,7 @@ def sharing(config: KernelConfig) -> int:
 
 def multiplying_warps(config: KernelConfig) -> int:
     """Warps that multiply one tile."""
-    return dict(config.values).get("num_warps", 4 * sharing(config))
+    return dict(config.values).get("num_warps") or 4 * sharing(config)
 
 
 def finished_inside(finish: Finish, config: KernelConfig) -> bool:

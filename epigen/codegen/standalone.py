@@ -154,8 +154,8 @@ def _passed(argument: Argument, spec: KernelSpec, dialect: str) -> str:
     if argument.block:
         tensor = argument.name.removesuffix("_desc")
         written = {o.name: o.dtype for o in spec.outputs}
-        held = written | {i.name: i.dtype for i in spec.inputs if i.dtype is not None}
-        element = f", gl.{held.get(tensor, spec.signature.a).triton}" if dialect == "gluon" else ""
+        held = {"a": spec.signature.a, "b": spec.signature.b} | {i.name: i.dtype for i in spec.all_inputs if i.dtype is not None} | written
+        element = f", gl.{held[tensor].triton}" if dialect == "gluon" else ""
         rows = tensor if tensor in written else f"_aligned({tensor}{'.T' * argument.transposed})"
         return f"_described({rows}, {list(argument.block)}{element})"
     return f"{_argument(argument.of, spec)} // {argument.factor}" if argument.of else _argument(argument.name, spec)

@@ -98,7 +98,7 @@ def compile_command(machine: Machine, program: str, shape: Shape | None, dtype_n
         _write_stage(program, emit, _early(program, emit), output, as_json)
         return
 
-    dtype, weight = dtypes.BY_NAME[dtype_name], dtypes.BY_NAME[weight_name] if weight_name else None
+    dtype, weight = dtypes.BY_NAME[dtype_name], dtypes.WEIGHT_BY_NAME[weight_name] if weight_name else None
     target, chosen = _target(target_name, machine)
     anywhere = chosen == _DEFAULT and not config and schedule in (None, ANYWHERE)
     if anywhere:

@@ -41,7 +41,7 @@ def explain_command(
     else:
         gpu, why = gpus.DEFAULT, "the default, since no GPU is at hand"
         target = gpu.target
-    signature = kernel.signature_of(dtypes.BY_NAME[dtype_name], shape, layout, dtypes.BY_NAME[weight_name] if weight_name else None)
+    signature = kernel.signature_of(dtypes.BY_NAME[dtype_name], shape, layout, dtypes.WEIGHT_BY_NAME[weight_name] if weight_name else None)
     plan = kernel.plan(shape, target=target, signature=signature)
     explained = explain.explain(plan.spec, shape, gpu, plan.choice, gpu_why=why)
     rows, record = cli_derivation.explained(program, shape, dtype_name)

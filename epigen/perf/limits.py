@@ -146,7 +146,7 @@ def computed_operands(c: Candidate) -> str:
 
 
 def mixed_input(c: Candidate) -> str:
-    """What the schedule of that name is for, whatever the config."""
+    """What the schedule of that name is for; and of what a weight is computed of besides, a step has one row, since each of its threads has a column's values."""
     if not c.schedule.converts:
         return ""
     spec, sig = c.spec, c.spec.signature
@@ -163,15 +163,8 @@ def mixed_input(c: Candidate) -> str:
         )
     if sig.batched or spec.second or spec.finishes or any(i.packed for i in spec.inputs) or any(s.packed for s in spec.stores):
         return f"the schedule {c.schedule.name} has one product, whose outputs are tiles: no batch, no second product, no reductions and no bit masks"
-    return ""
-
-
-def rows_of_scales(c: Candidate) -> str:
-    """Of what a weight is computed of besides, a step of mixed_input has one row: each of its threads has a column's values."""
-    if not c.schedule.converts or not c.config.values:
-        return ""
-    if changing := [i for i in c.spec.operands[1].along_k if not i.in_row(c.config["block_k"])]:
-        blocks = ", ".join(f"{i.name}[k/{i.block('k')}]" if i.block("k") > 1 else f"{i.name}[k]" for i in changing)
+    if c.config.values and (changing := [i for i in spec.operands[1].along_k if not i.in_row(c.config["block_k"])]):
+        blocks = ", ".join(f"{i.name}[k/{i.block('k')}]" for i in changing)
         return f"block_k={c.config['block_k']}: a step of {c.schedule.name} has one row of what b is computed of, and there are several of {blocks}: a block_k that divides those"
     return ""
 
@@ -358,7 +351,6 @@ LAUNCHES: tuple[Restriction, ...] = (
     vendors_extents,
     computed_operands,
     mixed_input,
-    rows_of_scales,
     scales,
     second_product,
     parts_of_k,

@@ -173,7 +173,9 @@ class Work:
             rows = sum(i.dtype.bytes for i in self.spec.loaded if i.indices == "n" and i.dtype)
             # with factors of steps all subtiles' sums are there at once: at 128x256 652 bytes a thread spilled, and 8192x8192x8192 took 1.6 times as long as at
             # 128x128 (H200, Triton 3.6, 2026-11)
-            accumulators += accumulators // (subtiles if subtiles <= schedules.AT_ONCE and not self.computed else 1) + config["prefetch"] * config["block_n"] * rows // 16
+            accumulators += (
+                accumulators // (subtiles if subtiles <= schedules.AT_ONCE and not self.computed else 1) + config["prefetch"] * config["block_n"] * rows // 16
+            )
         loaded = config["num_stages"] * ((config["block_m"] + self.right(config)) * config["block_k"] * self.element_bytes + 16)
         buffers = (2 // groups) * config["block_m"] * config["block_n"] // subtiles
         stored, loaded_by_tma = schedules.tma_stored(self.spec, config), schedules.tma_loaded(self.spec, config)

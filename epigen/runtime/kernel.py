@@ -95,7 +95,8 @@ class Kernel:
         self._config, self._backend, self.numerics = config, backend, numerics
         self._inputs: dict[str, Node] = {n.name: n for n in graph.inputs()}
         self._input_names = tuple(self._inputs)
-        self._scales = graph.scales()
+        self._matrices = tuple(name for name in self._inputs if name in {*graph.tiles(), *(node.name for node in graph.scales())})
+        """The inputs that a TMA descriptor may address."""
         self._seeds = tuple(name for name, node in self._inputs.items() if node.kind == g.SEED)
         self._names = tuple(o.name for o in graph.outputs)
         self._outputs: Any = outputs.named(self._names) if len(self._names) > 1 else None
@@ -457,9 +458,7 @@ class Kernel:
             {second.name: inputs[second.name]} if second and arguments.layout(inputs[second.name]) == arguments.layout(operands[1]) else {}
         )
         upright = {name: t if arguments.layout(t) == "n" else t.T for name, t in multiplied.items()}
-        upright |= {name: inputs[name] for name in self._inputs if name in self._graph.tiles()}
-        if self._scales:
-            upright |= {node.name: inputs[node.name] for node in self._scales}
+        upright |= {name: inputs[name] for name in self._matrices}
         written = {o.name: results[o.name] for o in self._graph.outputs if describable(self._graph, o)}
         strided = [(name, {"a": "mk", "b": "kn"}[name], t.stride()) for name, t in matrices.items()]
         strided += [(PRODUCT, "mn", (n, 1))] if operands else []

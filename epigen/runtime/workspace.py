@@ -26,8 +26,8 @@ def counters(spec: KernelSpec, config: KernelConfig, shape: tuple[int, int, int]
     """How many counters of arrived blocks a launch needs. shape: M, N, K."""
     parts_m, parts_n = parts(config, shape)
     count = math.prod(tiles(config, shape))
-    counts = {"tiles": count, "groups": schedules.sharing(config) * count, "parts_m": parts_m, "parts_n": parts_n, "1": 1}
-    return sum(counts[name] for name in arrivals(spec, config))
+    counts = {"tiles": count, "parts_m": parts_m, "parts_n": parts_n, "1": 1}
+    return sum(schedules.sharing(config) * count if name == "groups" else counts[name] for name in arrivals(spec, config))
 
 
 def tiles(config: KernelConfig, shape: tuple[int, int, int]) -> tuple[int, int]:

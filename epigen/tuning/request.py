@@ -40,7 +40,7 @@ def every(
         raise CallError(unknown("precision", precision, dtypes.PRECISIONS))
     if invariant and invariant not in INVARIANT:
         raise CallError(unknown("invariant", invariant, INVARIANT))
-    rights = [dtypes.BY_NAME[weight_of(w)] if w else None for w in weights]
+    rights = [dtypes.WEIGHT_BY_NAME[weight_of(w)] if w else None for w in weights]
     of_each = {a: a.precision(precision) or "ieee" for a in operands}
     return [
         Request(graph, shape, a, dtypes.right_operand(a, weight, graph.packed() is not None), (_beside(a),), layout, of_each[a], invariant=invariant)

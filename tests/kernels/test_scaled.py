@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import cases
 import pytest
@@ -18,7 +19,7 @@ from epigen.choose import rule
 from epigen.choose.space import Space
 from epigen.codegen.lower import lower, signature_of_contiguous
 from epigen.codegen.steps import steps
-from epigen.dtypes import BF16, FP8E4M3, FP8E5M2, FP32, INT8, DType
+from epigen.dtypes import BF16, FAST_ACCUM, FP8E4M3, FP8E5M2, FP32, INT8, DType
 from epigen.errors import CallError, ConfigError
 from epigen.ir.program import graph_of
 from epigen.perf import limits, model
@@ -103,7 +104,20 @@ def test_a_step_that_several_scales_share_is_refused_and_not_chosen(golden: Gold
     golden(limits.unfit(spec, cases.tiled(64, 64, 256), (64, 256, 512), target), "step")
     with pytest.raises(ConfigError, match="a block_k that divides"):
         epigen.compile(BLOCKS, config=cases.tiled(64, 64, 256)).plan((64, 256, 512), target=target, signature=spec.signature)
-    golden(limits.unfit(spec, cases.warp_specialized(), (64, 256, 512), target), "schedule")
+    golden(limits.unfit(spec, cases.persistent(), (64, 256, 512), target), "schedule")
+    assert limits.unfit(spec, cases.warp_specialized(block_k=128), (64, 256, 512), target) == ""
+    golden(limits.unfit(spec, cases.warp_specialized(block_k=64).with_value("block_k", 256), (64, 256, 512), target), "step of warpgroups")
+
+
+def test_what_warpgroups_scale_by_is_an_input_in_blocks(golden: Golden) -> None:
+    text, shape, target = "dot(a * sa[m,k/128] * t[m], b * sb[k/128,n/128])", (4096, 4096, 4096), gpus.TARGETS["sm_90"]
+    graph = graph_of(text)
+    inputs = tuple((i.name, FP32) for i in graph.inputs())
+    spec = lower(graph, signature_of_contiguous(graph, FP8E4M3, FP8E4M3, inputs, shape, "nt", "ieee"))
+    golden(limits.unfit(spec, cases.warp_specialized(block_k=128), shape, target), "others")
+    assert Space(spec, shape, target).schedules == ("tiled",)
+    fast = replace(spec, signature=replace(spec.signature, precision=FAST_ACCUM))
+    golden(limits.unfit(fast, cases.warp_specialized(block_k=128), shape, target), "fast")
 
 
 @pytest.mark.parametrize("target", [name for name, target in gpus.TARGETS.items() if target.fp8])
