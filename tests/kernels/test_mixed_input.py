@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from epigen.ir.program import graph_of
 from epigen.nn import QuantizedLinear
 from epigen.perf import limits, model
 from epigen.perf.resources import Work
+from epigen.runtime import outputs
 
 SM90 = gpus.TARGETS["sm_90"]
 FOUR, EIGHT = "dot(a, int4(b) * s[k/128,n])", "mm * s[n]"
@@ -137,15 +137,15 @@ def test_what_is_read_of_a_weight_by_ptx() -> None:
     }
 
 
-@pytest.mark.triton
 def test_a_layer_is_planned_by_it() -> None:
     """As a call on Hopper would have it: the scales' rows are aligned where torch put them."""
-    layer = QuantizedLinear.from_linear(torch.nn.Linear(1024, 2048, False, dtype=torch.bfloat16), "int4", 128)
-    kernel = epigen.compile(layer.program, backend="triton")
-    x = torch.zeros(512, 1024, dtype=torch.bfloat16)
-    found = kernel._prepare((x, layer.qweight.t()), {"weight_scale": layer.scale}, {}, target=replace(SM90, multiprocessors=32))
-    assert found.plan is not None and found.plan.choice.config.schedule == "mixed_input"
-    assert [a.name for a in found.plan.rendered.functions[0].arguments if a.block] == ["a_desc", "b_desc", "weight_scale_desc", "out_desc"]
+    layer = QuantizedLinear.from_linear(torch.nn.Linear(1024, 8192, False, dtype=torch.bfloat16), "int4", 128)
+    kernel, x, shape = epigen.compile(layer.program), torch.zeros(512, 1024, dtype=torch.bfloat16), (512, 8192, 1024)
+    signature = kernel._signature(shape, (x, layer.qweight.t()), {"weight_scale": layer.scale}, {}, outputs.of(kernel.graph, BF16))
+    assert signature.tma == ("a", "b", "weight_scale", "out")
+    plan = kernel.plan(shape, target=SM90, signature=signature)
+    assert plan.choice.config.schedule == "mixed_input"
+    assert [a.name for a in plan.rendered.functions[0].arguments if a.block] == ["a_desc", "b_desc", "weight_scale_desc", "out_desc"]
 
 
 @pytest.mark.parametrize(
