@@ -138,17 +138,15 @@ def run(
 
 def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
     """What `chain.chain` comes to where it is called with tensors like these, in torch's modes as they are: a function without its checks. None where the chain
-    has torch itself run the layers, where a gradient is 0 throughout, and where one computes or converts what it multiplies, gives a mask, or within the chain more than a tile. Inputs are taken of exactly the shapes that a program
+    has torch itself run the layers, where a gradient is 0 throughout, where one that trains computes or converts what it multiplies, and where one gives a mask, or within the chain more than a tile. Inputs are taken of exactly the shapes that a program
     declares with x's leading dimensions.
     """
     wholes, links = links, [parted.apart(link) for link in links]
     programs = [plan.declared(link.epilogue) for link in links]
     tensors = [v for v in _row(x, links) if isinstance(v, Tensor)]
-    computed = any(graph_of(link.epilogue).computed() for link in links)
     last_graph = graph_of(links[-1].epilogue)
     fits = all(program.tile for program in programs[:-1]) and not any(last_graph.nodes[o.node].kind == PACKED for o in last_graph.outputs)
-    converted = any(arguments.converted(x, link.weight) for link in links)
-    if not fits or computed or converted or not library.unseen(*tensors) or composed.needed(tensors):
+    if not fits or not library.unseen(*tensors) or composed.needed(tensors):
         return None
     for link, program in zip(links, programs, strict=True):
         expanded = chain.presented(link, program, x)
@@ -172,6 +170,9 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
     values: list[list[Any]] = [[link.inputs[declared.name] for declared in program.inputs] for link, program in zip(links, programs, strict=True)]
     steps = chain.steps(x, links, values)
     if any(step.own is not None and step.own.zeros for step in steps):
+        return None
+    computed = any(graph_of(link.epilogue).computed() or arguments.converted(x, link.weight) for link in links)
+    if computed and any(step.trains for step in steps):
         return None
     shapes: list[list[Shape]] = [[tuple(value.shape) if isinstance(value, Tensor) else None for value in of] for of in values]
     of_taken: Sequence[Shape] = ()

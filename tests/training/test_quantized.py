@@ -16,6 +16,7 @@ from epigen import checkpoints
 from epigen.checkpoints import QuantizedWeight
 from epigen.errors import CallError
 from epigen.nn import QuantizedLinear
+from epigen.training import chain
 
 WAYS = [("int8", None), ("int8", 32), ("int4", None), ("int4", 32), ("int4", 128), ("fp8", None), ("fp8", 64)]
 
@@ -275,3 +276,22 @@ def test_epilogues_that_disagree() -> None:
         QuantizedLinear(96, 40, bias=False, epilogue="mm * weight_scale")
     with pytest.raises(CallError, match="a Conv1d cannot be rounded"):
         QuantizedLinear.from_linear(nn.Conv1d(1, 1, 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "group"), [("int8", None), ("int4", 32), ("fp8", None)])
+def test_without_gradients_a_call_like_the_last_is_not_planned_again(kind: str, group: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as a model that generates calls it; where gradients flow, it is, since those of what is computed of a weight follow from programs of their own."""
+
+    def planned(*_given: Any) -> Any:
+        raise AssertionError("it is planned again")
+
+    torch.manual_seed(0)
+    layer, x = QuantizedLinear.from_linear(torch.nn.Linear(64, 48), kind, group), torch.randn(2, 3, 64)
+    with torch.no_grad():
+        expected = [layer(x) for _ in range(3)]
+        monkeypatch.setattr(chain, "chain", planned)
+        other = torch.randn(2, 3, 64)
+        assert torch.equal(layer(x), expected[0]) and all(torch.equal(e, expected[0]) for e in expected)
+        torch.testing.assert_close(layer(other), torch.nn.functional.linear(other, layer.dequantized(), layer.bias), rtol=1e-4, atol=1e-4)
+    with pytest.raises(AssertionError, match="planned again"):
+        layer(x.requires_grad_())
