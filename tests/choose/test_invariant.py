@@ -99,6 +99,23 @@ def test_elsewhere_and_where_rows_are_reduced_all_m_have_one_config(dtype: DType
             assert limits.refusal(spec, config, (8192, n, k), there) == "", f"{config} is hopeless at 8192x{n}x{k} on {target}"
 
 
+@pytest.mark.parametrize(
+    ("text", "dtype", "weight"),
+    [
+        ("dot(a, int4(b) * s[k/128,n])", BF16, None),
+        ("dot(a, b * s[k/64,n])", FP16, INT8),
+        ("mm * s[n]", BF16, INT8),
+        ("dot(a * sa[m,k/128], b * sb[k/128,n/128])", FP8E4M3, None),
+    ],
+)
+def test_where_scales_may_be_taken_of_the_product_all_m_have_one_config(text: str, dtype: DType, weight: DType | None) -> None:
+    """Tiles of few rows multiply the product by them, and higher ones the operand, which is then rounded: up to 64 rows had other bits than more."""
+    kernel = epigen.compile(text, invariant="m")
+    shapes = [(m, 4096, 4096) for m in (1, 16, 64, 65, 300, 4096)]
+    plans = [kernel.plan(shape, target=TARGETS["sm_90"], signature=kernel.signature_of(dtype, shape, "nt", weight)) for shape in shapes]
+    assert len({plan.choice.config for plan in plans}) == 1 and plans[0].choice.config.schedule == "tiled"
+
+
 def test_a_product_that_is_given_has_one_config_where_its_rows_are_reduced() -> None:
     for text, count in (("sum(mm, n), amax(mm, n)", 1), ("relu(mm) + residual", 2)):
         kernel = kernel_of(text)._over
