@@ -165,6 +165,21 @@ def test_a_warmed_call_describes_what_triton_describes(gpu: FakeGpu, through_tri
         assert through_triton.count == before
 
 
+@pytest.mark.parametrize(
+    ("text", "dtype", "k"), [("relu(dot(a, b * s[k/64,n]) + bias)", torch.int8, K), ("relu(dot(a, int4(b) * s[k/64,n]) + bias)", torch.uint8, K // 2)]
+)
+def test_a_warmed_call_describes_a_weight_and_its_scales(gpu: FakeGpu, through_triton: Watch, text: str, dtype: torch.dtype, k: int) -> None:
+    config = cases.mixed_input(16, 128, 64)
+    kernel, oracle, bias = compiled(text, config), compiled(text, config), half(N)
+    for repeat in range(4):
+        a, b, s, out = half(M, K), torch.zeros(N, k, dtype=dtype).T, half(-(-K // 64), N), half(M, N)
+        expected = as_triton_does(gpu, oracle, a, b, out=out, s=s, bias=bias)
+        kernel(a, b, out=out, s=s, bias=bias)
+        before = through_triton.count
+        assert launched(gpu, kernel, a, b, out=out, s=s, bias=bias) == expected and len(expected[0].parameters) > 10
+        assert repeat < 1 or through_triton.count == before
+
+
 @pytest.mark.parametrize("config", [cases.persistent(64, 16, 32), cases.warp_specialized(pingpong=1, tma_load=1)], ids=str)
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_warmed_call_of_a_batch_describes_what_triton_describes(gpu: FakeGpu, through_triton: Watch, config: KernelConfig, shared: bool) -> None:
