@@ -67,17 +67,14 @@ def _wide(values: Tensor, scales: Tensor, rows: int) -> Tensor:
     return values.float() * scales.repeat_interleave(rows, 0).repeat_interleave(128, 1)
 
 
+def said(row: Mapping[str, Any]) -> str:
+    times = ", ".join(f"{name} {found['median_us']:.1f} us" for name, found in row["timing"].items())
+    return f"{of_torch(row):.3f} of torch's; {times}; {row['config']}"
+
+
 def main(machine: Machine = THIS_MACHINE) -> None:
-    options = record.options_with_shapes(__doc__, SHAPES)
-    gpu, environment = record.gpu_at_hand(machine), record.environment(options.commit)
     torch.manual_seed(0)
-    rows = []
-    for shape in options.shapes:
-        rows.append(row := measured(shape, options.tuned))
-        times = ", ".join(f"{name} {found['median_us']:.1f} us" for name, found in row["timing"].items())
-        print(f"{extents(shape)}: {of_torch(row):.3f} of torch's; {times}; {row['config']}", flush=True)
-        written = record.write_rows("block_scales", gpu, environment, rows, verdict(rows), options)
-    print(written)
+    record.each_shape("block_scales", __doc__, SHAPES, machine, measured, said, verdict)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import importlib.metadata
 import json
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from epigen import gpus
 from epigen.files import write_whole
 from epigen.gpus import Target
 from epigen.runtime.device import Machine
-from epigen.shapes import Shape
+from epigen.shapes import Shape, extents
 from epigen.tuning.request import shape_of
 
 SCHEMA = 1
@@ -152,6 +152,21 @@ def write_rows(
     """What `bench.NAME` has measured so far, untuned or tuned: after each row, so that a run which is cut short leaves those that it has."""
     report = Report(f"bench.{name}", dict(environment), list(rows), {**summary, "tuned": options.tuned})
     return write(of_gpu(f"{name}_tuned" if options.tuned else name, target), report, options.out)
+
+
+def each_shape(
+    name: str, doc: str | None, shapes: Sequence[Shape], machine: Machine, measured: Callable[[Shape, bool], Mapping[str, Any]],
+    said: Callable[[Mapping[str, Any]], str], verdict: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]],
+) -> None:  # fmt: skip
+    """Runs `bench.NAME`, which has a row for each shape. measured: one, and whether to tune first. said: a row, as a line."""
+    options = options_with_shapes(doc, shapes)
+    target, seen = gpu_at_hand(machine), environment(options.commit)
+    rows: list[Mapping[str, Any]] = []
+    for shape in options.shapes:
+        rows.append(row := measured(shape, options.tuned))
+        print(f"{extents(shape)}: {said(row)}", flush=True)
+        written = write_rows(name, target, seen, rows, verdict(rows), options)
+    print(written)
 
 
 def text(report: Report) -> str:

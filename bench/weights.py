@@ -21,7 +21,7 @@ from bench import record, timing
 from epigen.checkpoints import QuantizedWeight
 from epigen.nn import QuantizedLinear
 from epigen.runtime.device import THIS_MACHINE, Machine
-from epigen.shapes import Shape, extents
+from epigen.shapes import Shape
 
 SHAPES: tuple[Shape, ...] = tuple((m, n, k) for m in (1, 16, 64, 512, 4096) for n, k in ((14336, 4096), (8192, 8192), (28672, 8192)))
 GROUP = 128
@@ -103,20 +103,14 @@ def measured(shape: Shape, tuned: bool = False) -> dict[str, Any]:
     return {"program": "weights", "shape": list(shape), "dtype": "bf16", "configs": configs, "timing": timing.cold(contenders, budget_s=1.0)}
 
 
+def said(row: Mapping[str, Any]) -> str:
+    shares = ", ".join(f"{name} {of_mm(row, name):.2f}" for name in row["timing"] if name != MM)
+    return f"{row['timing'][MM]['median_us']:.1f} us; {shares}; of a copy {', '.join(f'{of_copy(row, kind):.2f}' for kind in COPIES)}"
+
+
 def main(machine: Machine = THIS_MACHINE) -> None:
-    options = record.options_with_shapes(__doc__, SHAPES)
-    gpu, environment = record.gpu_at_hand(machine), record.environment(options.commit)
     torch.manual_seed(0)
-    rows = []
-    for shape in options.shapes:
-        rows.append(row := measured(shape, options.tuned))
-        shares = ", ".join(f"{name} {of_mm(row, name):.2f}" for name in row["timing"] if name != MM)
-        print(
-            f"{extents(shape)}: {row['timing'][MM]['median_us']:.1f} us; {shares}; of a copy {', '.join(f'{of_copy(row, kind):.2f}' for kind in COPIES)}",
-            flush=True,
-        )
-        written = record.write_rows("weights", gpu, environment, rows, verdict(rows), options)
-    print(written)
+    record.each_shape("weights", __doc__, SHAPES, machine, measured, said, verdict)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import epigen
 from epigen import ops
 from epigen.codegen.lower import lower
 from epigen.codegen.render import Rendered
+from epigen.codegen.schedules import MIXED_INPUT as MIXED_INPUT_SCHEDULE
 from epigen.codegen.schedules import WARP_SPECIALIZED
 from epigen.codegen.spec import LAYOUTS, Numerics
 from epigen.dtypes import BF16, BY_TORCH, FAST_ACCUM, FP8E4M3, FP8E5M2, FP16, FP32, INT8, UINT8, DType
@@ -254,6 +255,24 @@ def test_random_programs_of_random_numbers(text: str, values: dict[str, int], la
 def test_random_programs_of_8_bits(text: str, values: dict[str, int], a: DType, precision: str) -> None:
     config = warp_specialized(**values | {"block_k": max(values["block_k"], 32)})
     agree(Case(text, (200, 135, 330), a, inputs=FP32, layout="nt", config=config, precision=precision))
+
+
+@st.composite
+def mixed_configs(draw: st.DrawFn) -> dict[str, int]:
+    config = {name: draw(st.sampled_from(values)) for name, values in MIXED_INPUT_SCHEDULE.dimensions.items()}
+    return config | {"block_m": min(config["block_m"], 64), "num_stages": min(config["num_stages"], 3)}
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(
+    programs(most=8, tame=True, reductions=False, casts=(FP32, FP16, BF16)),
+    mixed_configs(),
+    st.sampled_from((INT8, UINT8, FP8E4M3)),
+    st.sampled_from((FP16, BF16)),
+)
+def test_random_programs_of_weights(text: str, values: dict[str, int], b: DType, a: DType) -> None:
+    assume(not any(packed in text for packed in ("bitmask(", "bits(", "mask")))
+    agree(Case(text, (200, 136, 176), a, b, inputs=FP32, layout="nt", config=mixed_input(**values)))
 
 
 def agree(case: Case) -> None:
