@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torchao_configs import torchao_config
 from zoo import allow_torchvision
 
 from epigen import checkpoints
@@ -138,29 +139,12 @@ def test_its_columns_by_their_activations(pack_to_int32: Callable[..., Tensor]) 
 # -- torchao
 
 
-def torchao_config(name: str) -> Any:
-    from torchao import quantization as ao
-    from torchao.quantization.granularity import PerAxis, PerGroup, PerTensor
-
-    return {
-        "int8": lambda: ao.Int8WeightOnlyConfig(version=2),
-        "int8 in groups": lambda: ao.IntxWeightOnlyConfig(torch.int8, PerGroup(GROUP)),
-        "int4": lambda: ao.IntxWeightOnlyConfig(torch.int4, PerGroup(GROUP)),
-        "int4 with zero points": lambda: ao.IntxWeightOnlyConfig(torch.int4, PerGroup(GROUP), mapping_type=ao.MappingType.ASYMMETRIC),
-        "int4 a row": lambda: ao.IntxWeightOnlyConfig(torch.int4, PerAxis(0)),
-        "fp8": lambda: ao.Float8WeightOnlyConfig(),
-        "of activations": lambda: ao.Int8DynamicActivationInt8WeightConfig(version=2),
-        "one for all": lambda: ao.Int8WeightOnlyConfig(version=2, granularity=PerTensor()),
-        "2 bits": lambda: ao.IntxWeightOnlyConfig(torch.int2, PerGroup(GROUP)),
-    }[name]()
-
-
 def by_torchao(name: str) -> Tensor:
     from torchao.quantization import quantize_
 
     torch.manual_seed(0)
     layer = torch.nn.Linear(K, N, dtype=torch.bfloat16)
-    quantize_(layer, torchao_config(name))
+    quantize_(layer, torchao_config(name, GROUP))
     return layer.weight
 
 

@@ -12,12 +12,6 @@ from epigen.codegen.functions import PTX, Function
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Input, KernelConfig, KernelSpec
 
-LEAST_GROUPS = 2
-"""Consumer warpgroups that a kernel has, where no more share a tile."""
-
-_REGISTERS = {2: 240, 4: 112}
-"""Of a consumer's thread, by how many warpgroups there are: of 64K a producer's threads leave them so many."""
-
 
 @dataclass(frozen=True, slots=True)
 class Partition:
@@ -75,7 +69,7 @@ def partitions(spec: KernelSpec, config: KernelConfig, main: Function) -> Partit
     scales = schedules.scales(spec, config)
     with_descriptors = tuple(f"{i.name}_desc" for i in scales)
     names, constants = [a.of or a.name for a in main.arguments if a.name not in with_descriptors], tuple(name for name, _ in main.constants)
-    groups = _groups(config)
+    groups = schedules.consumers(config)
     right, multiplied = spec.multiplied[1:], len(spec.multiplied)
     in_turn = [*right, *(i.name for i in scales)]
     ring = ("a_bufs", *(f"{name}_bufs" for name in in_turn), "full_bars", "empty_bars")  # what the producer fills and the consumers empty, in turn
@@ -94,12 +88,8 @@ def partitions(spec: KernelSpec, config: KernelConfig, main: Function) -> Partit
     producer = Partition(loaded, constants, ((*loaded, *constants),))
     users = schedules.sharing(config)
     return Partitions(
-        producer, consumer, _buffers(spec, config), tuple(barriers), groups, users, _REGISTERS[groups], scales, factors, right, _in_turn(spec, config)
+        producer, consumer, _buffers(spec, config), tuple(barriers), groups, users, schedules.CONSUMER_REGISTERS[groups], scales, factors, right, _in_turn(spec, config)
     )  # fmt: skip
-
-
-def _groups(config: KernelConfig) -> int:
-    return max(LEAST_GROUPS, schedules.sharing(config))
 
 
 def _own(spec: KernelSpec, config: KernelConfig, group: int) -> dict[str, str]:
@@ -140,6 +130,6 @@ def _buffers(spec: KernelSpec, config: KernelConfig) -> tuple[Buffers, ...]:
         *(Buffers(f"{i.name}_bufs", i.name, ("STAGES", "1", "BLOCK_N")) for i in schedules.scales(spec, config)),
     ]
     for name in _through_buffers(spec, config):
-        count = _groups(config) * (schedules.AT_ONCE if _of_subtiles(spec, config, name) else 1)
+        count = schedules.consumers(config) * (schedules.AT_ONCE if _of_subtiles(spec, config, name) else 1)
         buffers.append(Buffers(f"{name}_bufs", name, (str(count), *one, rows, columns)))
     return tuple(buffers)

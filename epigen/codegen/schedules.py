@@ -283,6 +283,16 @@ def sharing(config: KernelConfig) -> int:
     return 1 if dict(config.values).get("pingpong", 1) else 2
 
 
+_LEAST_CONSUMERS = 2
+CONSUMER_REGISTERS = {2: 240, 4: 112}
+"""Of a thread of theirs, by how many consumer warpgroups there are: of 64K a producer's threads leave them so many."""
+
+
+def consumers(config: KernelConfig) -> int:
+    """Consumer warpgroups of a kernel whose warps are specialized: those that share a tile, or in ping-pong two with one each."""
+    return max(_LEAST_CONSUMERS, sharing(config))
+
+
 def multiplying_warps(config: KernelConfig) -> int:
     """Warps that multiply one tile."""
     return dict(config.values).get("num_warps") or 4 * sharing(config)

@@ -19,9 +19,6 @@ from epigen.shapes import Shape
 
 WGMMA = ("sm_90", "sm_100")
 _PROMOTED = 0.8  # of the accumulators, what Triton's compiler takes again where fp8 products are promoted
-_MIXED_REGISTERS = {2: 240, 4: 112}
-"""Of a thread of the schedule mixed_input, by how many warpgroups multiply."""
-_GROUP_REGISTERS = 240  # what the warp_specialized template gives those that multiply
 _VECTOR_BYTES, _ASYNC_BYTES = 16, 4  # the most that one load or copy moves, and the least that a copy can move asynchronously
 
 
@@ -187,7 +184,14 @@ class Work:
         exchanged = 32 * max(64, config["block_n"] // subtiles) if any("m" in p.axes for p in self.spec.partials) else 0
         beside = (224 if loaded_by_tma else 192) + (0 if exchanged else 32 * -(-subtiles // schedules.AT_ONCE))
         registers = int(36 + accumulators * (1 + self.held_an_element / subtiles))
-        return Resources(loaded + passing + exchanged + beside, accumulators, registers, _GROUP_REGISTERS, 1, held=self._held(config, accumulators))
+        return Resources(
+            loaded + passing + exchanged + beside,
+            accumulators,
+            registers,
+            schedules.CONSUMER_REGISTERS[schedules.consumers(config)],
+            1,
+            held=self._held(config, accumulators),
+        )
 
     def _mixed_input(self, config: KernelConfig) -> Resources:
         """Of a kernel whose warpgroups have 64 columns of a tile each, and convert those weights in registers."""
@@ -199,7 +203,7 @@ class Work:
         stored = schedules.tma_stored(self.spec, config)
         passing = sum(block_m * block_n * s.dtype.bytes for s in self.spec.stores if s.name in stored)
         registers = int(36 + accumulators * (1 + self.held_an_element) + weights)
-        return Resources(loaded + passing + 256, accumulators, registers, _MIXED_REGISTERS[groups], 1)
+        return Resources(loaded + passing + 256, accumulators, registers, schedules.CONSUMER_REGISTERS[groups], 1)
 
     def _held(self, config: KernelConfig, accumulators: int) -> int:
         """Registers of a thread for what the epilogue reads of an [m, n] input, as it lies in memory, where it is loaded before the main loop."""

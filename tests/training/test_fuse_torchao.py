@@ -17,6 +17,7 @@ from fusing import Block, drawn
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchao_configs import torchao_config
 from zoo import allow_torchvision, quiet
 
 import epigen
@@ -32,33 +33,11 @@ TAKEN = {
 }
 
 
-def nvfp4() -> Any:
-    from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig
-
-    return NVFP4WeightOnlyConfig()
-
-
-def config(name: str) -> Any:
-    from torchao import quantization as ao
-    from torchao.quantization.granularity import PerGroup
-
-    return {
-        "int8": lambda: ao.Int8WeightOnlyConfig(version=2),
-        "int8 in groups": lambda: ao.IntxWeightOnlyConfig(torch.int8, PerGroup(GROUP)),
-        "int4": lambda: ao.IntxWeightOnlyConfig(torch.int4, PerGroup(GROUP)),
-        "int4 with zero points": lambda: ao.IntxWeightOnlyConfig(torch.int4, PerGroup(GROUP), mapping_type=ao.MappingType.ASYMMETRIC),
-        "fp8": lambda: ao.Float8WeightOnlyConfig(),
-        "fp4": nvfp4,
-        "of activations too": lambda: ao.Int8DynamicActivationInt8WeightConfig(version=2),
-        "int4, of activations too": lambda: ao.Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(GROUP)),
-    }[name]()
-
-
 def quantize(model: nn.Module, name: str, *names: str) -> None:
     """names: the layers; by default all."""
     from torchao.quantization import quantize_
 
-    quantize_(model, config(name), filter_fn=lambda module, at: isinstance(module, nn.Linear) and (not names or at in names))
+    quantize_(model, torchao_config(name, GROUP), filter_fn=lambda module, at: isinstance(module, nn.Linear) and (not names or at in names))
 
 
 def model(name: str = "int8", seed: int = 0) -> nn.Sequential:
@@ -195,8 +174,8 @@ def in_inference_mode() -> nn.Sequential:
 
 LEFT: dict[str, tuple[Callable[[], nn.Sequential], str]] = {
     "a layout that is not read": (lambda: model("fp4"), "a weight of the class NVFP4Tensor cannot be read: torchao's Int8WeightOnlyConfig, .* leave such that can"),
-    "activations in int8": (lambda: model("of activations too"), r"torchao quantises or scales the layer's input too \(act_quant_kwargs\)"),
-    "activations in int8, the weight in int4": (lambda: model("int4, of activations too"), r"torchao quantises or scales the layer's input too \(activation_quantization\)"),
+    "activations in int8": (lambda: model("of activations"), r"torchao quantises or scales the layer's input too \(act_quant_kwargs\)"),
+    "activations in int8, the weight in int4": (lambda: model("int4, of activations"), r"torchao quantises or scales the layer's input too \(activation_quantization\)"),
     "a subclass": (doubled, "a Doubled may compute something else with its weight than a torch.nn.Linear"),
     "another forward": (changed(lambda m: setattr(m, "forward", lambda x: nn.Linear.forward(m, x) * 2)), "its forward was replaced"),
     "a weight that trains": (changed(lambda m: m.weight.requires_grad_()), "its weight requires a gradient, which one of few bits has not"),
