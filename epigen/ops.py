@@ -397,6 +397,7 @@ SPECIAL = {
     "halves": "halves(mm): both halves of what is computed of a product by a stacked b [K, 2 N], as in x, y = halves(mm); halves(x, y): two tiles beside one another, as an output",
     "pairs": "pairs(mm): the same of columns that lie in turn, x y x y; pairs(x, y): two tiles joined so, as an output",
     "cast": "cast(x, dtype): x rounded to dtype; at an output it sets that output's dtype",
+    "quantize": "quantize(x, dtype, n/128): values and scales, as in q, s = quantize(x, fp8e4m3, n/128); s[m, n/128] is the largest magnitude of a block divided by dtype's own, and q is x / s in dtype",
     "bitmask": "bitmask(p): packs a boolean tile, one bit an element, as an output",
     "bits": "bits(name): reads the packed mask `name` as a boolean tile",
     "bgrad": "bgrad(x) = sum(x, m), the gradient of a bias",

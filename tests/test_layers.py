@@ -23,7 +23,7 @@ PACKAGE = ROOT / "epigen"
 
 ORDER = (
     "errors", "uncollected", "after_import", "lru_cache", "files", "settings", "shapes", "dtypes", "gpus", "ops",
-    "lang.walk", "lang.syntax", "lang.substitute", "lang.parser",
+    "lang.walk", "lang.syntax", "lang.substitute", "lang.quantised", "lang.parser",
     "ir.graph", "ir.parting", "ir.check", "ir.passes", "ir.program", "ir.rules", "ir.eager", "ir.unparse", "ir.written", "ir.autodiff", "ir.derivation", "ir.operand_gradients", "ir.derive", "ir.philox", "ir.nibbles", "ir.reference", "ir.recognise", "ir.bound", "packing",
     "codegen.spec", "codegen.schedules", "codegen.steps", "codegen.emit", "codegen.from_bytes", "codegen.lower", "codegen.functions", "codegen.tile", "codegen.completion", "codegen.partitions",
     "codegen.render", "codegen.standalone",

@@ -73,11 +73,11 @@ def choose(spec: KernelSpec, shape: Shape, target: Target, refused: str = "") ->
     # the largest tile that still gives every multiprocessor one, else a small one
     enough = (t for t in tiles if at_once * -(-m // t[0]) * -(-n // t[1]) >= target.multiprocessors)
     block_m, block_n, warps = next(enough, tiles[max(0, len(tiles) - 2)])
-    block_n = min(block_n, max(16, 1 << max(0, n - 1).bit_length()))
+    block_n = max(spec.longest_block, min(block_n, max(16, 1 << max(0, n - 1).bit_length())))
     floor = 16 if sig.a.bytes > 1 else 32
     block_k = max(floor, min(block_k, spec.longest_step, 1 << max(0, k - 1).bit_length()))
     if m <= 64 and spec.operands and spec.operands[1].converted:
-        block_n, block_k, warps = min(block_n, 64), _step_of_weights(spec, block_m, block_k, k), 4
+        block_n, block_k, warps = max(spec.longest_block, min(block_n, 64)), _step_of_weights(spec, block_m, block_k, k), 4
     a_and_b = (block_m + block_n * count) * block_k * sig.a.bytes
     stages = next((s for s in (4, 3, 2) if s * a_and_b <= target.shared_bytes - 1024), 1)
     if target.backend == "hip":
@@ -145,6 +145,9 @@ def _warp_specialized(space: Space) -> KernelConfig | None:
     # fastest, or within 0.1 % of it; 128x128 by cooperative warpgroups took 1.02 to 1.09 times as long (H200, torch 2.11, Triton 3.6.0, 2026-11-28).
     block_n, group_m = (64, 16) if spec.second else (128, 8)
     shared = _of_bytes(space) if one_byte else {"block_n": block_n, "block_k": 64, "group_m": group_m, "pingpong": 1, "subtiles": 2, "prefetch": 0}
+    if spec.longest_block > shared["block_n"] // shared["subtiles"]:  # which a whole row of a part has to hold
+        columns = 256 // len(spec.products)
+        shared |= {"block_n": columns, "pingpong": 0, "subtiles": 2 if columns // 2 >= spec.longest_block else 1}
     for tma in (1, 0) if schedules.tma_storable(spec) else (0,):
         loads = int(bool(schedules.tma_loadable(spec, bool(tma))))
         config = schedules.config("warp_specialized", block_m=128, **shared, tma_store=tma, tma_load=loads, num_stages=8, fused_finalize=0)
@@ -248,5 +251,5 @@ def _epilogue(space: Space) -> KernelConfig:
     the sums of 16384x4096, of 156 (H100, torch 2.11, Triton 3.6, 2026-11).
     """
     high = any(p.axes != "n" for p in space.spec.partials)
-    block_m, block_n = (128, 64) if high else (8, 128)
+    block_m, block_n = (128, max(64, space.spec.longest_block)) if high else (8, max(128, space.spec.longest_block))
     return _legal(schedules.config("library", block_m=block_m, block_n=block_n, num_warps=8, fused_finalize=int(space.columns_alone)), space)

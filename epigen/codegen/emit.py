@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from epigen import ops
 from epigen.codegen.spec import ACC, CAST, POSITION, UNIFORM, WIDEN, Arg, KernelSpec, Line, Partial, Source, number
+from epigen.codegen.spec import offsets as tile_offsets
 from epigen.dtypes import INT8, INT32, UINT8, DType
 
 _TL = re.compile(r"\btl\.(?!PropagateNan|extra\.)")  # which Gluon takes from Triton's language
@@ -50,6 +51,8 @@ def line(line: Line, dialect: Dialect = TRITON, offsets: str = "") -> str:
         text = f"{offsets or args[0]}.to(tl.float32)"
     elif line.op == UNIFORM:
         text = f"{UNIFORM}({', '.join((*args, ACC) if dialect is GLUON else args)})"
+    elif line.block:
+        text = f"{of_blocks(line.op)}({args[0]}, {tile_offsets('n')} < N, {line.block})"
     elif line.op == WIDEN:
         text = f"{args[0]}.to(tl.float32)"
     elif line.op == CAST:
@@ -185,6 +188,24 @@ def _in_order(text: str) -> str:
     return text.replace("tl.sum(", f"{_SUM_IN_ORDER}(")
 
 
+def of_blocks(row: str) -> str:
+    """The function that reduces each block of a tile's columns."""
+    return f"{row}_of_blocks"
+
+
+def _reduces_blocks(row: str, dialect: Dialect, in_order: bool) -> list[str]:
+    """Its body. A block is a row of a matrix, which reductions along an axis know."""
+    prepared, identity = ops.REDUCTIONS[row].prepare.format(x="x"), ops.REDUCTIONS[row].identity
+    body = [
+        f"each = tl.reshape(tl.where(inside, {prepared}, {identity}), [x.shape[0] * (x.shape[1] // block), block])",
+        f"each, _ = tl.broadcast({reduce(row, 'each', 1, in_order)}, each)",
+        "return tl.reshape(each, x.shape)",
+    ]
+    if dialect is GLUON:  # a value that each thread has of its own elements need not move
+        body[-1] = "return tl.convert_layout(tl.reshape(each, x.shape), x.type.layout, assert_trivial=True)"
+    return body
+
+
 _SUM_IN_ORDER = "sum_in_order"
 _BY_PAIRS = (
     "# neighbours are added until one value is left: an order that does not depend on which threads have what",
@@ -213,6 +234,7 @@ def helpers(
         text = "\n    ".join(body)
         functions[name] = dialect.rename(f"{dialect.jit}\ndef {name}({params}):\n    {text}\n")
 
+    lines = list(lines)
     for item in lines:
         if item.op == UNIFORM:
             define("quarter", "x", _QUARTER)
@@ -221,7 +243,9 @@ def helpers(
         if op is not None and _spelled(item)[1]:
             same = {p.name: p.name for p in op.params}
             define(op.name, ", ".join(same), [*(b.format(**same) for b in op.body), f"return {op.triton.format(**same)}"])
-    for name in rows:
+    for name in {item.op: None for item in lines if item.block}:
+        define(of_blocks(name), "x, inside, block: tl.constexpr", _reduces_blocks(name, dialect, in_order))
+    for name in (*rows, *(item.op for item in lines if item.block)):
         row = ops.REDUCTIONS[name]
         if row.body:
             define(name, "x, axis: tl.constexpr", map(_in_order, row.body) if in_order else row.body)

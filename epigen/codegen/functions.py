@@ -139,6 +139,8 @@ def _input(item: Input) -> Argument:
 def _output(store: Store) -> Argument:
     if store.packed:
         return _pointer(store.name, UINT8, "[M, ceil(N / 8)] uint8, written: bit n % 8 of byte n // 8 is column n")
+    if store.block > 1:
+        return _pointer(store.name, store.dtype, f"[M, ceil(N / {store.block})] {store.dtype}, written: one value for each {store.block} columns")
     return _pointer(store.name, store.dtype, f"{_shape(store.indices)} {store.dtype}, written")
 
 

@@ -163,7 +163,7 @@ def over_product(graph: Graph) -> Graph:
 def describable(graph: Graph, output: Output) -> bool:
     """Whether an output is a plain matrix, which a TMA descriptor may address."""
     node = graph.nodes[output.node]
-    return node.indices == "mn" and node.kind != g.PACKED and not node.reduced
+    return node.indices == "mn" and node.kind != g.PACKED and not node.reduced and not output.blocks
 
 
 def check_operands(a: DType, b: DType) -> None:
@@ -241,7 +241,7 @@ def _store(graph: Graph, output: Output, body: _Body) -> Store:
     node = graph.nodes[output.node]
     dtype = output_dtype(graph, output, body.signature.a)
     value = accumulator(node.name) if dtype == INT32 else body.arg(_stored_node(graph, output))
-    return Store(output.name, value, node.indices, dtype, packed=node.kind == g.PACKED)
+    return Store(output.name, value, node.indices, dtype, packed=node.kind == g.PACKED, block=output.blocks[-1] if output.blocks else 1)
 
 
 def _finish(body: _Body, indices: str, roots: Sequence[int], stores: tuple[Store, ...]) -> Finish:
@@ -398,6 +398,8 @@ class _Body:
             elif node.op == g.UNIFORM:
                 product = "batch_id" if self.signature.batched else "0"
                 lines.append(Line(self.names[number], UNIFORM, (self.arg(node.args[0]), offsets("m"), offsets("n"), product)))
+            elif node.op == g.BLOCKWISE:
+                lines.append(Line(self.names[number], node.name, (self.arg(node.args[0]),), block=node.blocks[-1]))
             elif node.op in ops.TABLE or node.op == g.CAST:
                 op = CAST if node.op == g.CAST else node.op
                 lines.append(Line(self.names[number], op, tuple(self.arg(a) for a in node.args), node.dtype, number in self.scalar, self.signature.exact))

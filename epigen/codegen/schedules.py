@@ -248,7 +248,7 @@ def holds_inputs(spec: KernelSpec, subtiles: int, splits: int) -> bool:
 def tma_storable(spec: KernelSpec) -> list[Store]:
     """The outputs that can leave by a descriptor."""
     tma = set(spec.signature.tma)
-    return [s for s in spec.stores if s.name in tma and not s.packed]
+    return [s for s in spec.stores if s.name in tma and s.tile]
 
 
 def in_triton(config: KernelConfig) -> KernelConfig:

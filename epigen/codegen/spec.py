@@ -273,6 +273,7 @@ class Line:
 
     op: a row of the operation table, CAST (round to `dtype`, stay a number), WIDEN (the int32 accumulator as fp32), POSITION (offsets as fp32) or
         UNIFORM (random numbers of a seed, of rows' and columns' offsets, and of the product's number).
+    block: op is a row of the table of reductions, and reduces each block of so many columns; its result is of the tile's extents.
     scalar: the arguments are scalars that Triton would not treat as tensors, so the first is made a block of one element.
     exact: by the row's `exact` text, if it has one.
     """
@@ -283,6 +284,7 @@ class Line:
     dtype: DType | None = None
     scalar: bool = False
     exact: bool = False
+    block: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,13 +326,24 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """One output that a kernel writes. packed: a bit mask."""
+    """One output that a kernel writes. packed: a bit mask. block: how many columns share one of its values."""
 
     name: str
     value: Arg
     indices: str
     dtype: DType
     packed: bool = False
+    block: int = 1
+
+    @property
+    def tile(self) -> bool:
+        """Whether it has an element for each of the result's."""
+        return self.indices == "mn" and not self.packed and self.block == 1
+
+    @property
+    def tile_bytes(self) -> float:
+        """Of one element of what it is stored from."""
+        return 0.125 if self.packed else self.dtype.bytes / self.block
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,7 +475,13 @@ class KernelSpec:
     def positions(self) -> frozenset[str]:
         """What the main kernel calls the offsets that values of the epilogue are computed of."""
         used = {arg for line in self.lines if line.op in (POSITION, UNIFORM) for arg in line.args}
+        used |= {offsets("n") for line in self.lines if line.block}
         return frozenset(name for name in map(offsets, "mn") if name in used)
+
+    @property
+    def longest_block(self) -> int:
+        """Of columns, that are reduced by themselves, so that an epilogue takes all of them at once; 1 where none are."""
+        return max([1, *(line.block for line in self.lines)])
 
     @property
     def loaded(self) -> tuple[Input, ...]:

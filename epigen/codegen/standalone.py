@@ -247,6 +247,12 @@ def _reference(graph: Graph, spec: KernelSpec) -> list[str]:
                 text = f"{clamped}{'.round()' if not node.dtype.is_float else '.float()'}.to(torch.{node.dtype.torch}).double()"
             case g.BITMASK:
                 text = args[0]
+            case g.BLOCKWISE:
+                block, row = node.blocks[-1], ops.REDUCTIONS[node.name]
+                whole = f"{args[0]}.expand(a.shape[0], {extents['n']})"
+                padded = f"torch.nn.functional.pad({whole}, (0, -({extents['n']}) % {block}), value={row.identity})"
+                text = row.torch.format(x=f"{padded}.unflatten(1, (-1, {block}))", dim="2, keepdim=True")
+                text = f"{text}.expand(-1, -1, {block}).flatten(1)[:, : {extents['n']}]"
             case g.REDUCE:
                 dims = {"m": "0", "n": "1", "mn": "(0, 1)", "k": "1" if node.indices == "m" else "0"}[node.axes]
                 text = ops.REDUCTIONS[node.name].torch.format(x=args[0], dim=f"{dims}, keepdim=True")
@@ -268,6 +274,7 @@ def _results(graph: Graph) -> list[str]:
     results = []
     for output in graph.outputs:
         text = f"_v{output.node}{shapes[graph.nodes[output.node].indices]}"
+        text += f"[:, :: {output.blocks[-1]}]" if output.blocks else ""
         if output.dtype is not None and output.dtype.bits == 8:  # 8-bit outputs saturate
             text += f".clamp({-128.0 if output.dtype == INT8 else -output.dtype.largest}, {output.dtype.largest})"
         results.append(text)

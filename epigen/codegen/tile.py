@@ -117,11 +117,14 @@ def _loads(spec: KernelSpec, config: KernelConfig, inputs: Iterable[Input]) -> s
 
 def _stores(spec: KernelSpec, config: KernelConfig) -> set[str]:
     offsets: set[str] = set()
-    in_units, by_tma = mask_units(SCHEDULES[config.schedule], stored=True), schedules.tma_stored(spec, config)
+    schedule = SCHEDULES[config.schedule]
+    in_units, by_tma = mask_units(schedule, stored=True), schedules.tma_stored(spec, config)
     for s in spec.stores:
         if s.packed:
             unit = in_units[_unit(spec, config, s.name)]
             offsets |= unit.offsets | {f"columns_{unit.name}"}
+        elif s.block > 1:
+            offsets |= {"offs_m"} if schedule.dialect == "triton" else set()  # Gluon's layouts follow from use
         elif s.name not in by_tma:
             offsets.add("in_tile")
     return offsets

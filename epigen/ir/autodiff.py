@@ -89,8 +89,15 @@ def gradients(graph: Graph, of: Collection[str], wrt: Collection[str]) -> Gradie
     for output in graph.outputs:
         if output.name in of and carries_gradient(graph, output):
             indices = graph.nodes[output.node].indices
+            if output.blocks:
+                tape.refuse(
+                    f"no derivative begins at the output '{output.name}', which has one value for each block",
+                    None,
+                    "leave it out of the derivation (of=...), or list detach(...) of it",
+                )
+                continue
             tape.add(output.node, indices, tape.node(Node(GRADIENT, (), NUMBER, indices, name=output.name)))
-    if not tape.arrived:
+    if not tape.arrived and not tape.mistakes:
         tape.refuse("no output carries a gradient: masks, int8 and fp8 have none", None, "list a number among the outputs, such as relu(mm + bias)")
     wanted = tape.run()
     if tape.mistakes:
@@ -263,6 +270,8 @@ class _Tape:
                 self.add(node.args[0], had, gradient)
         elif node.op == g.REDUCE:
             self.reduction(number, gradient)
+        elif node.op == g.BLOCKWISE:
+            self.reduction(number, self.node(replace(node, args=(gradient,), name="sum", label="")))
         elif node.op in ops.TABLE:
             op = ops.TABLE[node.op]
             values = dict(zip((p.name for p in op.params), node.args, strict=True)) | {"grad": gradient, "out": number}

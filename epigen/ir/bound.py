@@ -87,6 +87,8 @@ def expect(
             continue
         value = reference.shaped(values[output.node], node.indices, m, n)
         error = reference.shaped(errors[output.node], node.indices, m, n)
+        if output.blocks:
+            value, error = (t[:, :: output.blocks[-1]] for t in (value, error))
         if dtype == INT8 or dtype.is_fp8:
             low = -128.0 if dtype == INT8 else -dtype.largest
             value = value.clamp(low, dtype.largest)
@@ -151,6 +153,11 @@ def _error(node: Node, value: Tensor, args: list[tuple[Tensor, Tensor, str]], sh
             return args[0][1]
         case g.REDUCE:
             return _reduction_error(node, value, args[0], shape)
+        case g.BLOCKWISE:
+            x, ex, _ = args[0]
+            x, ex = (reference.blocks_apart(t.expand(shape), node.blocks[-1]) for t in (x, torch.nan_to_num(ex, nan=torch.inf, posinf=torch.inf)))
+            own = _reduction_error(reference.of_block(node), reference.reduce(reference.of_block(node), x), (x, ex, args[0][2]), (x.shape[0], x.shape[1]))
+            return reference.blocks_together(own, node.blocks[-1], shape)
         case "where" | "drelu":
             if node.op == "where":
                 (condition, unsure, _), (x, ex, _), (y, ey, _) = args

@@ -18,6 +18,7 @@ from epigen.errors import CheckError, Diagnostic, InternalError, Span, near_miss
 from epigen.ir.graph import (
     BITMASK,
     BITS,
+    BLOCKWISE,
     CAST,
     CONSTANT,
     DOT,
@@ -34,6 +35,7 @@ from epigen.ir.graph import (
     Graph,
     Node,
     Output,
+    blocks_of,
     common_indices,
     describe_indices,
     is_given,
@@ -46,6 +48,8 @@ from epigen.ops import BOOLEAN, NUMBER
 
 PREDECLARED = {"bias": "n", "residual": "mn"}
 INDEX_NAMES = frozenset("mnk")
+BLOCKS = (8, 16, 32, 64, 128, 256)
+"""Of columns, that are reduced by themselves: those of which tiles of some schedule have whole ones."""
 POSITIONS = {"m": "row", "n": "column"}
 """The indices that are values too: the number, from 0 on, of what they are an index of."""
 _NO_SEEDS = frozenset({"mm", "mask", *OPERANDS, *POSITIONS})
@@ -63,7 +67,7 @@ _GENERATED = frozenset(
     to_int8 float16 float32 float64 bfloat16 int1 int8 int16 int32 int64 uint8 uint32 math extra libdevice language jit""".split()
 )
 _GENERATED_PATTERN = re.compile(
-    r"(stride|offs|columns|block|tiles|num|in|part|split|BLOCK|GROUP|FINISH)_.*|[ab]_(even|odd)|.*_(ptrs?|desc|bufs?|partial|length|value|word|byte|bit|in|of_columns)|finish_.*|acc_.*|out\d+|t\d+|[MNK]_\d+"
+    r"(stride|offs|columns|block|tiles|num|in|part|split|BLOCK|GROUP|FINISH)_.*|[ab]_(even|odd)|.*_(ptrs?|desc|bufs?|partial|length|value|word|byte|bit|in|of_columns)|.*_of_blocks|finish_.*|acc_.*|out\d+|t\d+|[MNK]_\d+"
 )
 
 _Value = int | None  # a node's number, or None where its expression held a mistake
@@ -265,6 +269,9 @@ class _Builder:
                     return (yield from self.reduction(function, expr))
                 if function == "bits":
                     return self.call_bits(expr)
+                if function == "quantize":
+                    self.error("quantize gives two values", expr.span, "bind them: q, s = quantize(mm, fp8e4m3, n/128); ...")
+                    return None
                 if function == "dot":
                     return (yield from self.call_dot(expr))
                 if function in dtypes.PACKED:
@@ -603,6 +610,14 @@ class _Builder:
         if total is None:
             return None
         axes = self.nodes[total].axes
+        if self.nodes[total].op == BLOCKWISE:
+            block = self.nodes[total].blocks[-1]
+            self.error(
+                "a mean of blocks, of which the last may be shorter",
+                call.span,
+                f"write {expr_text(call).replace('mean', 'sum', 1)} / {block} where all have {block}",
+            )
+            return None
         if axes == "k":
             self.error(
                 "a mean is taken over m, n or both", call.span, f"write {expr_text(call).replace('mean', 'sum', 1)} / count, and pass K as the scalar count"
@@ -669,6 +684,8 @@ class _Builder:
                 match call.args[1]:
                     case Name(name, _, None) if name in INDEX_NAMES:
                         axes = name
+                    case Call("div", (Name("n", _, None), Number(block))) as along:
+                        return (yield from self.blockwise(row, call, block, along.span))
                     case other:
                         hint = (
                             f"write {row}imum({expr_text(call.args[0])}, {expr_text(other)}) for the larger of two values"
@@ -716,6 +733,26 @@ class _Builder:
             return None
         return self.node(Node(REDUCE, (value,), NUMBER, "".join(i for i in "mn" if i not in axes), True, name=row, axes=axes))
 
+    def blockwise(self, row: str, call: Call, block: float, span: Span) -> _Typing:
+        """A reduction of each block of so many columns, whose value all of the block's elements have."""
+        if block not in BLOCKS:
+            self.error(
+                f"a block of {expr_text(Number(block, span))} columns",
+                span,
+                f"blocks of a power of two are reduced, from {BLOCKS[0]} to {BLOCKS[-1]}: write n/128",
+            )
+            return None
+        value = yield call.args[0]
+        if value is None or not self.expect(value, NUMBER, call.args[0], f"what {call.function} reduces"):
+            return None
+        x = self.nodes[value]
+        if x.indices != "mn" or x.reduced:
+            self.error(
+                f"{call.function} reduces blocks of a tile [m, n]: found {describe_indices(x.indices)}", call.span, "reduce something that varies over m and n"
+            )
+            return None
+        return self.node(Node(BLOCKWISE, (value,), NUMBER, "mn", name=row, axes="n", blocks=(1, int(block))))
+
     def second(self, name: str, span: Span) -> None:
         """What holds of an input that is multiplied, once all of the program is there."""
         if not any(n.op == DOT and not n.name for n in self.nodes):
@@ -757,7 +794,7 @@ class _Builder:
                 self.error(f"an output varies over [m, n] or is a reduction: found {describe_indices(x.indices)}", expr.span, "compute it outside the kernel")
             elif name in outputs:
                 self.error(f"two outputs are called '{name}'", expr.span, "list each output once, or bind one to another name")
-            outputs[name] = Output(name, value, dtype)
+            outputs[name] = Output(name, value, dtype, blocks_of(self.nodes, value))
         if not self.mistakes and not any(n.op == DOT for n in self.nodes):
             self.without_product(exprs[0].span)
         return tuple(outputs.values())

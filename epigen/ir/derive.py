@@ -103,12 +103,13 @@ def _ways(graph: Graph, derivative: Gradients, operands: DType) -> Iterable[_Way
     for node in nodes:
         from_mm.append(node.op == g.DOT or (node.op != g.REDUCE and any(from_mm[a] for a in node.args)))
     kept = {_value(graph, o): o for o in reversed(graph.outputs) if _serves(graph, o, operands)}
+    of_blocks = {i for i in range(len(nodes)) if g.blocks_of(nodes, i)}  # which are reduced again from the tile
 
     def finished(i: int) -> bool:
         return i < forward and nodes[i].reduced and (i in kept or nodes[i].op == g.REDUCE)
 
     def way(save: str, stop: Callable[[int], bool]) -> _Way | None:
-        stops, reached = _cut(derivative, lambda i: finished(i) or (from_mm[i] and stop(i)))
+        stops, reached = _cut(derivative, lambda i: finished(i) or (from_mm[i] and i not in of_blocks and stop(i)))
         product = next((o.name for o in graph.outputs if graph.nodes[o.node].indices == "mn" and o.name in reached), "")
         again = g.PRODUCT in reached
         if again != (save == RECOMPUTE) or not (again or product) or (not again and second and second.name in reached):
@@ -122,7 +123,7 @@ def _ways(graph: Graph, derivative: Gradients, operands: DType) -> Iterable[_Way
     if nothing is not None:
         yield nothing
         return
-    tiles = [i for i in _passed_by_all(derivative, finished) if from_mm[i] and i < forward and nodes[i].kind == NUMBER and i not in kept]
+    tiles = [i for i in _passed_by_all(derivative, finished) if from_mm[i] and i not in of_blocks and i < forward and nodes[i].kind == NUMBER and i not in kept]
     several = (
         way(MASK, lambda i: nodes[i].kind == BOOLEAN),
         way(OUTPUT, lambda i: i in kept),

@@ -90,7 +90,7 @@ def as_eager(graph: Graph, a: DType, b: DType, inputs: Mapping[str, DType | None
             assert node.dtype is not None
             number = given[0].node if node.dtype in (given[0].dtype, FP32) else add(plain)
             held.append(_Held(number, number, node.dtype, max(given[0].category, _ONE_ELEMENT)))
-        elif node.op in (g.REDUCE, g.UNIFORM):
+        elif node.op in (g.REDUCE, g.BLOCKWISE, g.UNIFORM):
             number = add(plain)
             held.append(_Held(number, number, FP32))
         elif node.op in ops.TABLE:

@@ -6,15 +6,16 @@ for spacing, unused structure and the order of assignments) give equal graphs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from epigen.dtypes import INT64, UINT8, DType
-from epigen.ops import NUMBER
+from epigen.ops import NUMBER, TABLE
 
 # node kinds beside the rows of the operation table
 DOT, INPUT, BITS, OPERAND, CONSTANT, EXTENT, POSITION, UNIFORM = "dot", "input", "bits", "operand", "constant", "extent", "position", "uniform"
-CAST, BITMASK, REDUCE = "cast", "bitmask", "reduce"
+CAST, BITMASK, REDUCE, BLOCKWISE = "cast", "bitmask", "reduce", "blockwise"
 PACKED = "packed"
 """Kind of a value that holds one bit an element, beside the operation table's NUMBER and BOOLEAN."""
 SEED = "seed"
@@ -39,9 +40,11 @@ class Node:
     indices: which of INDICES it varies over, in that order. Along k only operands do, and what they are computed of.
     kind: NUMBER, BOOLEAN, PACKED or SEED.  reduced: computed from a finished reduction.
     value: a constant's.  name: an input's or operand's, that of a second product's right operand, the index of an extent or a position, or the reduction's row.
-    axes: what a reduction contracts; along which an operand holds two values in a byte.
+    axes: what a reduction contracts; along which one of blocks does, whose result all elements of its block have; along which an operand holds two values in
+        a byte.
     periods: of an input whose rows or columns begin anew, of each index what a program calls their number, and "" of one that has none; () of all others.
-    blocks: of an input with one value for several of an index, of each index how many, and 1 of one that has none; () of all others.
+    blocks: of an input with one value for several of an index, of each index how many, and 1 of one that has none; of a reduction of blocks what they
+        are; () of all others.
     dtype: a cast's; of an operand with two values in a byte, theirs.  label: the name that the user gave the value ("" if none); no part of its meaning.
     """
 
@@ -70,11 +73,13 @@ def is_given(node: Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One result: the value, and the dtype that an outermost cast gave it (None: the default of the call)."""
+    """One result: the value, and the dtype that an outermost cast gave it (None: the default of the call). blocks: of each index how many elements of a tile
+    share one of its; () where all have their own."""
 
     name: str
     node: int
     dtype: DType | None
+    blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +157,19 @@ class Graph:
         """Names of the inputs and outputs with an element for each of the result's, packed masks left out."""
         inputs = [n.name for n in self.inputs() if n.indices == "mn" and n.kind != PACKED and n.op != BITS and not shared_along(n)]
         return (*inputs, *(o.name for o in self.outputs if self.nodes[o.node].indices == "mn" and self.nodes[o.node].kind != PACKED))
+
+
+def blocks_of(nodes: Sequence[Node], number: int) -> tuple[int, ...]:
+    """The blocks of a tile whose elements have one value, where that is computed of reductions of such blocks, of rows and of scalars alone; else ()."""
+    along_n: list[int] = []  # 0 of what does not vary along n
+    for node in nodes[: number + 1]:
+        if node.op == BLOCKWISE:
+            along_n.append(node.blocks[-1])
+        elif node.op in TABLE or node.op == CAST:
+            along_n.append(math.gcd(*(along_n[a] for a in node.args)))
+        else:
+            along_n.append(int("n" in node.indices))
+    return (1, along_n[number]) if along_n[number] > 1 else ()
 
 
 def given_as(node: Node) -> DType | None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import epigen.ir.graph as g
 from epigen import ops
 from epigen.dtypes import FP32, FP32_TINY, DType
-from epigen.ir.graph import Graph, Node, Output
+from epigen.ir.graph import Graph, Node
 from epigen.ops import NUMBER
 
 _FOLD: dict[str, Callable[..., float]] = {
@@ -100,5 +100,5 @@ def order(graph: Graph) -> Graph:
                 moved[top] = numbers[node]
         return moved[old]
 
-    outputs = tuple(Output(o.name, place(o.node), o.dtype) for o in graph.outputs)
+    outputs = tuple(replace(o, node=place(o.node)) for o in graph.outputs)
     return Graph(tuple(nodes), outputs, graph.text)

@@ -77,7 +77,8 @@ def evaluate(
             operands = multiplied(graph, graph.nodes[output.node], values, a, b, inputs)
             results.append(product(*operands, torch.float64).to(torch.int32))
         else:
-            results.append(convert(shaped(value, graph.nodes[output.node].indices, m, n), dtype))
+            value = shaped(value, graph.nodes[output.node].indices, m, n)
+            results.append(convert(value[:, :: output.blocks[-1]] if output.blocks else value, dtype))
     return results
 
 
@@ -129,7 +130,7 @@ def node_values(
             elif node.op == g.UNIFORM:
                 rows, columns = (_positions(index, m, n, first_row, a.device) for index in node.indices)
                 values.append(philox.random_numbers(values[node.args[0]], rows, columns, number).to(compute))
-            elif node.periods or node.blocks:
+            elif node.op == g.INPUT and (node.periods or node.blocks):
                 given = inputs[node.name]
                 assert isinstance(given, Tensor)
                 for dim, (index, period) in enumerate(zip(node.indices, node.periods, strict=False)):
@@ -211,6 +212,9 @@ def _value(node: Node, args: list[Tensor], a: Tensor, b: Tensor, inputs: Mapping
             return convert(args[0], node.dtype).to(compute)
         case g.BITMASK:
             return pack(args[0].expand(m, n))
+        case g.BLOCKWISE:
+            apart = blocks_apart(args[0].expand(m, n), node.blocks[-1], IDENTITY[node.name])
+            return blocks_together(reduce(of_block(node), apart), node.blocks[-1], (m, n))
         case g.REDUCE:
             x = args[0] if node.axes == "k" else args[0].expand(m, n)
             return reduce(node, x)
@@ -238,6 +242,22 @@ def reduce(node: Node, x: Tensor) -> Tensor:
         shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
         return torch.full(shape, IDENTITY[node.name], dtype=x.dtype, device=x.device)
     return torch_reduction(node.name)(x, dims)
+
+
+def of_block(node: Node) -> Node:
+    """The reduction of each row of `blocks_apart` that a reduction of blocks is."""
+    return Node(g.REDUCE, (), node.kind, "m", True, name=node.name, axes="n")
+
+
+def blocks_apart(x: Tensor, block: int, identity: float = 0.0) -> Tensor:
+    """[M, N] -> [M * ceil(N / block), block]: blocks of columns one below the other, the last of a row filled up."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % block), value=identity).reshape(-1, block)
+
+
+def blocks_together(x: Tensor, block: int, shape: tuple[int, int]) -> Tensor:
+    """[M * ceil(N / block), 1] -> [M, N]: a value of each block, for all of its elements."""
+    m, n = shape
+    return x.reshape(m, -(-n // block)).repeat_interleave(block, 1)[:, :n]
 
 
 def broadcastable(value: Number, indices: str, compute: torch.dtype, device: torch.device) -> Tensor:

@@ -123,6 +123,9 @@ class _Writer:
                 if node.name == "sum" and node.axes == "m":
                     return _call("bgrad", *args), depth
                 return _call(node.name, *args, *(() if node.axes == "mn" else (_name(node.axes),))), depth
+            case g.BLOCKWISE:
+                block = Call("div", (_name(node.axes), Number(node.blocks[-1], _NOWHERE)), _NOWHERE, infix=True)
+                return _call(node.name, *args, block), depth
         infix = node.op in ops.TABLE and bool(ops.TABLE[node.op].symbol)
         return Call(node.op, tuple(args), _NOWHERE, infix=infix), depth
 

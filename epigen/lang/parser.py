@@ -20,6 +20,7 @@ from typing import NoReturn
 from epigen import ops
 from epigen.dtypes import FP32, FP32_TINY
 from epigen.errors import Diagnostic, ParseError, Span, near_miss
+from epigen.lang.quantised import mistake, quantised
 from epigen.lang.syntax import WAYS, Assign, Call, Expr, Name, Number, Parted, Power, Program
 from epigen.lang.walk import walk
 
@@ -211,6 +212,12 @@ class _Reader:
                             self.note(f"the program ends with the assignment of '{name}', and has no output", statement, f"end with the outputs: '...; {name}'")
                     case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=x) as first, ast.Name(id=y) as second])], value=value):
                         call = walk(self.expr, self.expr((value, 0)))
+                        if isinstance(call, Call) and call.function == "quantize":
+                            if wrong := mistake(call):
+                                self.refuse(wrong, value, f"write {x}, {y} = quantize(mm, fp8e4m3, n/128)")
+                            both = (Assign(self.identifier(x, first), call, self.span(first)), Assign(self.identifier(y, second), call, self.span(second)))
+                            assigns += quantised(both, call, self.text)
+                            continue
                         if not (isinstance(call, Call) and call.function in WAYS and len(call.args) == 1 and not call.keywords):
                             self.refuse(
                                 "two names at once are bound to the parts of one value", value, f"write {x}, {y} = {' or '.join(f'{way}(mm)' for way in WAYS)}"

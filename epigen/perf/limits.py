@@ -161,12 +161,20 @@ def mixed_input(c: Candidate) -> str:
             f"the schedule {c.schedule.name} has TMA bring what b is computed of along k, for groups of a multiple of 32 and each column, in rows of a multiple of 16 bytes: "
             f"{apart[0]} is not so"
         )
-    if sig.batched or spec.second or spec.finishes or any(i.packed for i in spec.inputs) or any(s.packed for s in spec.stores):
+    if sig.batched or spec.second or spec.finishes or any(i.packed for i in spec.inputs) or spec.longest_block > 1 or any(s.packed for s in spec.stores):
         return f"the schedule {c.schedule.name} has one product, whose outputs are tiles: no batch, no second product, no reductions and no bit masks"
     if c.config.values and (changing := [i for i in spec.operands[1].along_k if not i.in_row(c.config["block_k"])]):
         blocks = ", ".join(f"{i.name}[k/{i.block('k')}]" for i in changing)
         return f"block_k={c.config['block_k']}: a step of {c.schedule.name} has one row of what b is computed of, and there are several of {blocks}: a block_k that divides those"
     return ""
+
+
+def whole_blocks(c: Candidate) -> str:
+    """Columns that are reduced by themselves lie in one part of a tile."""
+    block, columns = c.spec.longest_block, c.config["block_n"] // schedules.tile_parts(c.config)[1]
+    if columns % block == 0:
+        return ""
+    return f"the program reduces each {block} columns, and an epilogue of {c.config.schedule} takes {columns} at a time: a block_n of {c.config['block_n'] * block // columns} is the least"
 
 
 def scales(c: Candidate) -> str:
@@ -355,6 +363,7 @@ LAUNCHES: tuple[Restriction, ...] = (
     mixed_input,
     scales,
     second_product,
+    whole_blocks,
     parts_of_k,
     vendors_order,
 )

@@ -445,7 +445,7 @@ class _Timing(Work):
     def _epilogue_bytes(self, parts: int) -> float:
         """Of inputs and outputs, and what a piece of an output's row that ends within a line of L2 costs besides. parts: pieces of a row."""
         m, n, _ = self.shape[-3:]
-        torn = sum(s.indices == "mn" and not s.packed and n * s.dtype.bytes % LINE_BYTES > 0 for s in self.spec.stores)
+        torn = sum(s.tile and n * s.dtype.bytes % LINE_BYTES > 0 for s in self.spec.stores)
         return self.count * (m * n * (self.read_bytes + self.written_bytes) + self.vector_bytes + torn * m * parts * self.c.torn_bytes)
 
     def _operand_traffic(self, config: KernelConfig, tiles_m: int, tiles_n: int, concurrent: int) -> float:

@@ -76,14 +76,18 @@ class Work:
         self.plain = without_tensor_cores(sig, target)
         tiles = [i for i in spec.loaded if i.indices == "mn"]
         self.read_bytes = sum(0.125 if i.packed else i.dtype.bytes for i in tiles if i.dtype)
-        self.written_bytes = sum(0.125 if s.packed else float(s.dtype.bytes) for s in spec.stores)
+        self.written_bytes = sum(s.tile_bytes for s in spec.stores)
         bits = sum(i.packed for i in tiles) + sum(s.packed for s in spec.stores)
         # a reduction costs its own instructions and the exchange between threads, a mask its shifts
-        self.operations = sum(_operations(line.op) for line in spec.lines) + 4.0 * bits + sum(16.0 if p.row == "logsumexp" else 4.0 for p in spec.partials)
+        self.operations = (
+            sum(4.0 if line.block else _operations(line.op) for line in spec.lines)
+            + 4.0 * bits
+            + sum(16.0 if p.row == "logsumexp" else 4.0 for p in spec.partials)
+        )
         self.computed = {o.name: sum(_operations(line.op) for line in o.lines) + 2.0 for o in spec.computed}
         """Instructions an element of an operand that is computed as it is loaded, with those that widen and round it."""
         self.along_k = [i for o in spec.computed for i in o.along_k if i.dtype]
-        self.store_bytes = max((s.dtype.bytes for s in spec.stores if s.indices == "mn" and not s.packed), default=0)
+        self.store_bytes = max((s.dtype.bytes for s in spec.stores if s.tile), default=0)
         self.pointed_bytes = max((i.dtype.bytes for i in tiles if i.dtype and not i.packed), default=0)
         self.copy_bytes = tuple(1 if sig.packed == "n" and i else math.gcd(_VECTOR_BYTES, each) for i, each in enumerate(row_bytes(shape, sig)))
         self.narrow = tuple(copy < _ASYNC_BYTES for copy in self.copy_bytes)  # they lead through registers

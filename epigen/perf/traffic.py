@@ -81,8 +81,10 @@ def item_bytes(item: Input | Store, m: int, n: int, k: int = 1) -> int:
     if item.dtype is None:  # a number, passed by value
         return 0
     # of one that begins anew it is not known after how many: the fewest, since most reads of it find it in L2
-    if item.packed or not isinstance(item, Input):
-        return m * -(-n // 8) if item.packed else size_of(item.indices, m, n, k) * item.dtype.bytes
+    if item.packed:
+        return m * -(-n // 8)
+    if isinstance(item, Store):
+        return size_of(item.indices, m, -(-n // item.block), k) * item.dtype.bytes
     extents = {"m": m, "n": n, "k": k}
     return math.prod(-(-extents[i] // item.block(i)) for i in item.indices if i not in item.periodic) * item.dtype.bytes
 

@@ -27,18 +27,19 @@ Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Out:
-    """One output of a call. replaces: the inputs of the same indices from which it is computed element by element, in whose place it may be."""
+    """One output of a call. block: how many columns share a value. replaces: the inputs of the same indices from which it is computed element by element, in whose place it may be."""
 
     name: str
     indices: str
     dtype: DType
     packed: bool
     replaces: frozenset[str] = frozenset()
+    block: int = 1
 
     def shape(self, m: int, n: int) -> tuple[int, ...]:
         if self.packed:
             return (m, -(-n // 8))
-        return tuple({"m": m, "n": n}[i] for i in self.indices)
+        return tuple({"m": m, "n": -(-n // self.block)}[i] for i in self.indices)
 
     def held(self, m: int, n: int, lead: tuple[int, ...] = ()) -> Held:
         """lead: leading dimensions, where several products are computed at once."""
@@ -94,10 +95,13 @@ def of(graph: Graph, a: DType) -> list[Out]:
     for output in graph.outputs:
         node = graph.nodes[output.node]
         packed = node.kind == g.PACKED
+        block = output.blocks[-1] if output.blocks else 1
         replaces = frozenset(
-            i.name for i in _elementwise(graph, output.node) if i.indices == node.indices and (i.op == g.BITS) == packed and not g.shared_along(i)
+            i.name
+            for i in _elementwise(graph, output.node)
+            if block == 1 and i.indices == node.indices and (i.op == g.BITS) == packed and not g.shared_along(i)
         )
-        outs.append(Out(output.name, node.indices, output_dtype(graph, output, a), packed, replaces))
+        outs.append(Out(output.name, node.indices, output_dtype(graph, output, a), packed, replaces, block))
     return outs
 
 
@@ -107,7 +111,7 @@ def _elementwise(graph: Graph, root: int) -> Iterator[Node]:
     while pending:
         number = pending.pop()
         node = graph.nodes[number]
-        if number in seen or node.op in (g.REDUCE, g.DOT):
+        if number in seen or node.op in (g.REDUCE, g.BLOCKWISE, g.DOT):
             continue
         seen.add(number)
         pending += node.args

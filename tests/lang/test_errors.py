@@ -69,6 +69,8 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "reductions": (
         "mm - max(mm, n)", "mm, mean(a, k)", "mean(mm, 2), mm", "mean(bias), mm", "mm * extent(k)", "mm * extent(m, n)", "mm / sum(mm)", "sum(mm) * bias, mm", "sum(mm, m) + sum(mm, n)", "sum(sum(mm, m))", "sum(bias), mm", "sum(alpha), mm", "sum(mm, k)", "bgrad(bias), mm", "sum(mm, 0)", "sum(m, n), mm", "mm, sum(mm, n) * n", "max(mm, 0)", "sum(mm, mm)",
+        "mm / sum(mm, n/100)", "mm / mean(mm, n/64)", "mm, amax(bias, n/64)", "mm, sum(mm, m/64)", "mm / amax(mm > 0, n/64)",
+        "quantize(mm, int8, n/64)", "q, s = quantize(mm, int8); q, s", "q, s = quantize(mm, fp16, n/64); q, s", "q, s = quantize(mm, fp8e4m3, 128); q, s", "q, s = quantize(mm + 1, int8, n/7); q, s",
     ),
     "parts": (
         "g, u = halves(mm)", "g, u = halves(mm, 1); g * u", "g, u = relu(mm); g * u", "x, y, z = mm; x", "g, u = halves(mm); g", "g, g = halves(mm); g", "halves(mm) + 1", "relu(pairs(mm, -mm))", "pairs(mm, mm, mm)",
@@ -95,6 +97,7 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "outputs": ("z = mm + 1; z, z", "out1 = mm + 1; out1, mm * 2", "out = mm + 1; out, out"),
     "derivatives": (
+        "mm, sum(mm, n/64)", "mm / amax(mm, n/64)", "q, s = quantize(mm, fp8e4m3, n/64); q, s",
         "y = relu(mm); y, max(y, n), amax(y)", "mm + bias, sum(a, k), logsumexp(b, k)", "z = cast(mm + bias, int8); w = cast(mm ** 2, fp8e4m3); z * 2 + w", "bitmask(mm > 0)", "cast(mm, int8), cast(mm, fp8e5m2)",
         "where(mm > 0, 1, 0)", "sum(mm, m)", "mm, sum(mm, n) * alpha", "mm, sum(mm, m) * scale_b[n]", "relu(mm), sum(residual, n)", "sum(mm + bias, m), mm", "sum(where(mask, mm, 0), m)",
         "dot(cast(a, int8), b)", "x = relu(a) * norm[k]; silu(dot(x, b)) * dot(x, up[k,n])",

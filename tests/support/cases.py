@@ -824,6 +824,49 @@ def random_cases() -> list[Case]:
     return found
 
 
+_BLOCK_TEXTS = (
+    "q, s = quantize(gelu(mm + bias), fp8e4m3, n/64); q, s",
+    "q, s = quantize(silu(mm) * dot(a, up[k,n]), fp8e5m2, n/32); q, s",
+    "q, s = quantize(mm * row[m] + residual, int8, n/64); z = mm - bias; q, z, s, bgrad(z)",
+    "e = exp(mm - max(mm, n/32)); e / sum(e, n/32), logsumexp(mm, n/16) + row[m], sum(mm * mm, n/64)",
+)
+
+
+def block_cases() -> list[Case]:
+    """Reductions of blocks of columns, alone and for the tile again: in tiles of one block and of several, and with a last block that is shorter."""
+    found = []
+    configs = (
+        tiled(32, 64, 32),
+        LIBRARY,
+        tiled(16, 128, 32, prefetch=1, fused_finalize=1),
+        split_k(16, 64, 32, 8, fused_finalize=1),
+        persistent(64, 128, flatten=0, subtiles=2, tma_store=1, prefetch=1, fused_finalize=1),
+    )
+    in_groups = (
+        warp_specialized(128, 128, 64, 3, subtiles=2, prefetch=1),
+        warp_specialized(128, 64, 64, 3, pingpong=1, fused_finalize=1),
+        warp_specialized(128, 256, 64, 2, pingpong=1, subtiles=4),
+        warp_specialized(prefetch=1, splits=3),
+    )
+    for i, text in enumerate(_BLOCK_TEXTS):
+        second = "dot" in text
+        for j, config in enumerate(configs):
+            if not second or config.schedule in ("tiled", "persistent"):
+                found.append(Case(text, (50, 200, 40), (FP16, FP32)[j % 2], layout=LAYOUTS[(i + j) % 4], config=config))
+                found.append(Case(text, (136, 72, 88), (FP16, BF16)[(i + j) % 2], layout=LAYOUTS[(i + j) % 4], config=config))
+        for j, config in enumerate(in_groups):
+            if not second or (not dict(config.values)["pingpong"] and dict(config.values)["splits"] == 1):
+                found.append(Case(text, (264, 392, 136), (FP16, BF16)[(i + j) % 2], layout=LAYOUTS[(i + j) % 4], config=config))
+                found.append(Case(text, (263, 391, 135), (BF16, FP16)[(i + j) % 2], layout="nt", config=config))
+        for shape in ((1, 1, 1), (0, 40, 8), (40, 0, 8), (65, 3, 0), (3, 129, 31)):
+            found.append(Case(text, shape, FP16, config=configs[0]))
+        if not second:
+            found.append(Case(text, (72, 136, 40), INT8, inputs=FP32, layout="nt", config=configs[0]))
+        found.append(Case(text, (72, 136, 40), FP16, config=None))
+        found.append(Case(text, (64, 256, 64), FP8E4M3, inputs=FP32, layout="nt", config=configs[0]))
+    return found
+
+
 def all_cases() -> list[Case]:
     groups = (
         operation_cases,
@@ -850,6 +893,7 @@ def all_cases() -> list[Case]:
         second_cases,
         position_cases,
         random_cases,
+        block_cases,
     )
     return list(dict.fromkeys(c for group in groups for c in group()))
 
