@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
 
-from epigen.dtypes import BF16, BY_TORCH, FP8E4M3
+from epigen.dtypes import BF16, BY_TORCH
 from epigen.errors import CallError
-from epigen.ir import reference
+from epigen.ir.graph import Node
 from epigen.ir.program import MOST_PROGRAMS, graph_of
 from epigen.ir.written import through_text
 from epigen.ops import NUMBER
@@ -66,9 +66,11 @@ def quantised(x: Tensor, rows: int, columns: int | None) -> tuple[Tensor, Tensor
     if (high * rows, wide * width) != (down, across):
         x = F.pad(x, (0, wide * width - across, 0, high * rows - down))
     blocks = x.unflatten(1, (wide, width)).unflatten(0, (high, rows))
-    # as torchao has it, the largest is 1e-12 at least, so that a scale is never 0
-    scale = blocks.abs().amax((1, 3)).float().clamp(min=1e-12) / FP8E4M3.largest
-    values = reference.convert(blocks / scale[:, None, :, None], FP8E4M3)
+    # a constant to torch.compile, for which a number that an object holds is another in each of two layers (torch 2.13)
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    # as torchao has it, the largest value is 1e-12 at least, so that a scale is never 0
+    scale = blocks.abs().amax((1, 3)).float().clamp(min=1e-12) / largest
+    values = (blocks / scale[:, None, :, None]).clamp(-largest, largest).to(torch.float8_e4m3fn)
     return values.flatten(2).flatten(0, 1)[:down, :across].contiguous(), scale
 
 
@@ -95,7 +97,7 @@ def _scaled(text: str, block: int | None, rows: int, dtype: torch.dtype) -> str:
     return with_product(text, f"dot(a * {A_SCALE}[m,k/{block}], b * {B_SCALE}[k/{block},{along_n}])")
 
 
-def _is_tile(node: Any) -> bool:
+def _is_tile(node: Node) -> bool:
     return node.indices == "mn" and node.kind == NUMBER
 
 
@@ -128,9 +130,9 @@ def call(x: Tensor, link: Link, recipe: Recipe) -> Any:
     (step,) = chain.steps(x, [link], [values])
     if step.trains:
         tensors = chain.distinct([x, link.weight, *values])
-        results = apply(Layer, *tensors[:2], step, recipe, link.tune, link.main_grad, *tensors[2:])
+        results = apply(Layer, *tensors[:2], step, recipe, link.tune, link.main_grad, x.shape[:-1], *tensors[2:])
     else:
-        results = tuple(_forward(step, recipe, link.tune, x, link.weight, values))
+        results = tuple(_forward(step, recipe, link.tune, x, link.weight, values, x.shape[:-1]))
     return results[0] if program.type is None else tuple.__new__(program.type, results)
 
 
@@ -148,25 +150,27 @@ def _refusal(device: torch.device) -> str:
 _refusal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _forward(step: Step, recipe: Recipe, tune: str | None, x: Tensor, weight: Tensor, inputs: Sequence[Value]) -> list[Tensor]:
+def _forward(step: Step, recipe: Recipe, tune: str | None, x: Tensor, weight: Tensor, inputs: Sequence[Value], lead: Sequence[int]) -> list[Tensor]:
     """As `layer.forward`."""
     names = [i.name for i in plan.declared(step.text).inputs]
     named = {name: rows(inputs[place], indices) for name, place, indices in zip(names, step.inputs, step.indices, strict=True)}
     results = run(step.text, tune, recipe, rows(x, "mn"), weight, recipe.block or 1, x.dtype, named)
-    return led(results, step.outputs, x.shape[:-1])
+    return led(results, step.outputs, lead)
 
 
 class Layer(torch.autograd.Function):
-    """(x, weight, step, recipe, tune, main_grad, *the layer's inputs) -> its results. As `layer.Layer`, of a layer alone."""
+    """(x, weight, step, recipe, tune, main_grad, lead, *the layer's inputs) -> its results. As `layer.Layer`, of a layer alone."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, step: Step, recipe: Recipe, tune: str | None, main_grad: Tensor | None, *inputs: Value
+        ctx: Any, x: Tensor, weight: Tensor, step: Step, recipe: Recipe, tune: str | None, main_grad: Tensor | None, lead: Sequence[int], *inputs: Value
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        outputs = _forward(step, recipe, tune, x, weight, inputs)
+        outputs = _forward(step, recipe, tune, x, weight, inputs, lead)
         ctx.save_for_backward(x if step.weight else None, weight if step.x else None, *kept(step.own, x, weight, inputs, outputs))
         ctx.step, ctx.recipe, ctx.tune, ctx.main_grad, ctx.numbers = step, recipe, tune, main_grad, (numbers(inputs),)
-        ctx.mm, ctx.of_weight = ((x.shape[:-1].numel(), weight.shape[0]), x.dtype), weight.dtype
+        ctx.dtype = x.dtype
+        if step.own is not None and None in step.own.zeros:
+            ctx.mm = (x.shape[:-1].numel(), weight.shape[0]), x.dtype
         ctx.shapes = x.shape, [v.shape if isinstance(v, Tensor) else None for v in inputs]
         given = tuple(outputs[: len(step.outputs)])
         if step.constant:
@@ -181,13 +185,13 @@ class Layer(torch.autograd.Function):
         dmm, inputs = through_epilogue(ctx, own, held, arrived)
         dx, dweight = None, None
         if dmm is not None and step.x:
-            (dx,) = run("mm", ctx.tune, recipe, dmm, weight.t(), recipe.block or 1, ctx.mm[1], {})
+            (dx,) = run("mm", ctx.tune, recipe, dmm, weight.t(), recipe.block or 1, ctx.dtype, {})
             dx = dx.view(ctx.shapes[0])
         use = wanted(ctx) if dmm is not None and step.weight else Wanted.NOT
         if dmm is not None and use is not Wanted.NOT:
             dweight = _of_weight(ctx, dmm, rows(x, "mn"), use)
         given = [of_input(t, p, s) for t, p, s in zip(inputs, own.periods, ctx.shapes[1], strict=True)]
-        return dx, dweight, None, None, None, None, *given
+        return dx, dweight, None, None, None, None, None, *given
 
 
 def _of_weight(ctx: Any, dmm: Tensor, x: Tensor, use: Wanted) -> Tensor | None:
@@ -198,7 +202,7 @@ def _of_weight(ctx: Any, dmm: Tensor, x: Tensor, use: Wanted) -> Tensor | None:
             return torch.mm(dmm.t(), x)
         library.add_product(buffer, dmm.t(), x)
         return None
-    (gradient,) = run("mm", ctx.tune, ctx.recipe, dmm.t(), x.t(), 1, ctx.of_weight if buffer is None else buffer.dtype, {})
+    (gradient,) = run("mm", ctx.tune, ctx.recipe, dmm.t(), x.t(), 1, ctx.dtype if buffer is None else buffer.dtype, {})
     if buffer is None:
         return gradient
     buffer.add_(gradient)
