@@ -367,7 +367,7 @@ class _LayerCall:
         self, text: CodeBuilder, r: str, backward: Backward, kept: Sequence[str], numbers: Sequence[str], arrived: Sequence[str], product: tuple[str, str] | None,
         shapes: Sequence[Shape],
     ) -> tuple[str | None, list[str]]:  # fmt: skip
-        """As `layer._gradients`: what the text calls the gradients of mm and of the inputs. r: how results are to be called. shapes: of the inputs."""
+        """As `layer.gradients`: what the text calls the gradients of mm and of the inputs. r: how results are to be called. shapes: of the inputs."""
         if product is not None and backward.product is None:
             text.add(f"e = {text.hold(torch.mm)}({', '.join(product)})")
             arrived, product = ["e"], None

@@ -33,9 +33,9 @@ def chain(x: Tensor, layers: Sequence[Link]) -> Any:
             return _one_by_one(x, layers)
         return handle_torch_function(chain, given, x, layers)
     if not of_functions:
-        return _of_texts(*_dense(x, layers))
+        return _of_texts(*dense(x, layers))
     if torch.compiler.is_compiling() or composed.needed(value for value in given if isinstance(value, Tensor)):
-        return _one_by_one(*_dense(x, layers))
+        return _one_by_one(*dense(x, layers))
     x, layers, trace = written(x, layers)
     return returned(trace, _of_texts(x, layers))
 
@@ -47,7 +47,7 @@ def _one_by_one(x: Tensor, layers: Sequence[Link]) -> Any:
     return x
 
 
-def _dense(x: Tensor, layers: Sequence[Link]) -> tuple[Tensor, Sequence[Link]]:
+def dense(x: Tensor, layers: Sequence[Link]) -> tuple[Tensor, Sequence[Link]]:
     """The same, cast as autocast has it, if all of them are what layers multiply."""
     for what, t in (("x", x), *(("weight", layer.weight) for layer in layers)):
         _check_dense(what, t)
@@ -67,8 +67,8 @@ def multiplied(layer: Link, dtype: torch.dtype) -> Mapping[str, Any]:
 def written(x: Tensor, layers: Sequence[Link]) -> tuple[Tensor, list[Link], Traced | None]:
     """A chain in which functions stand for some of the texts, with the program in each one's place that it is for these shapes, and what the last layer's function
     returns, if that is one."""
-    x, layers = _dense(x, layers)
-    _check_operands(x, layers)
+    x, layers = dense(x, layers)
+    check_operands(x, layers)
     lead, links, trace = x.shape[:-1], list[Link](), None
     for layer in layers:
         trace = None
@@ -99,7 +99,7 @@ def _named(results: Sequence[Tensor], several: Any) -> Any:
 def _of_texts(x: Tensor, layers: Sequence[Link]) -> Any:
     if parted.needed(layers):
         return parted.run(layers, functools.partial(_of_texts, x))
-    _check_operands(x, layers)
+    check_operands(x, layers)
     programs = [plan.declared(layer.epilogue) for layer in layers]
     for layer, program in zip(layers[:-1], programs, strict=False):
         if not program.tile:
@@ -121,7 +121,7 @@ def _run(x: Tensor, lead: Sequence[int], layers: Sequence[Link], values: Sequenc
     for number, (layer, inputs, step) in enumerate(zip(layers, values, steps, strict=True)):
         at_end = number + 1 == len(steps)
         if step.trains:
-            tensors = _distinct([x, layer.weight, *inputs, *taken])
+            tensors = distinct([x, layer.weight, *inputs, *taken])
             results = apply(Layer, *tensors[:2], step, layer.tune, layer.main_grad, lead if at_end else None, *tensors[2:])
         else:
             results = forward(step, layer.tune, x, layer.weight, inputs, lead if at_end else None)
@@ -143,7 +143,7 @@ def _composed(
     return [shaped(t, indices, lead) for t, indices in zip(results, programs[-1].outputs, strict=True)]
 
 
-def _distinct(values: list[Value]) -> list[Value]:
+def distinct(values: list[Value]) -> list[Value]:
     """torch.compile takes no tensor twice as arguments of one autograd function (2.13): there the second is a view of the first."""
     if torch.compiler.is_compiling():
         for i, value in enumerate(values):
@@ -233,7 +233,7 @@ def _broadcast(declared: Input, value: Tensor, lead: Sequence[int], n: int, k: i
     return given.expand(wanted)
 
 
-def _check_operands(x: Tensor, layers: Sequence[Link]) -> None:
+def check_operands(x: Tensor, layers: Sequence[Link]) -> None:
     """What the kernels would say in words of their own."""
     if x.dim() == 0:
         raise CallError("x has no dimensions, and [..., K] was expected")

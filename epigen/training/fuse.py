@@ -7,7 +7,6 @@ Where anything is not as it was, that forward runs as it is. A linear layer whos
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 import operator
 from collections import OrderedDict
@@ -31,6 +30,7 @@ from epigen.training.elements import channels_second
 from epigen.training.flat import MISSED, Flat
 from epigen.training.guarded_cache import DEVICES, state
 from epigen.training.rehearse import Observed, Rehearsed, Unseen, rehearse, tried
+from epigen.training.selected import selected
 from epigen.training.straight import Bent
 from epigen.training.weight_only import WeightOnly
 
@@ -402,7 +402,7 @@ def fuse(model: nn.Module, *, only: str | Iterable[str] | Callable[[str, nn.Modu
     """
     _demand_model(model)
     names = {module: name for name, module in model.named_modules()}
-    wanted = _wanted(names, only)
+    wanted = selected("only", names, only)
     owners: dict[nn.Module, nn.Module] = {}
     forwards: dict[nn.Module, Forward | None] = {}
     reasons: dict[nn.Module, str] = {}
@@ -465,24 +465,6 @@ def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
                 pending += child.children()
             elif is_layer(child):
                 yield child, module
-
-
-def _wanted(names: dict[nn.Module, str], only: Any) -> Callable[[str, nn.Module], bool]:
-    if only is None or callable(only):
-        return only or (lambda _name, _module: True)
-    patterns = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else [only]
-    if other := next((p for p in patterns if not isinstance(p, str)), None):
-        raise CallError(f"only={only!r}: {other!r} names no module; names and patterns are texts, or only is a function of name and module")
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names.values()):
-            raise CallError(f"only={pattern!r}: no module of the model has such a name; they are {', '.join(sorted(n for n in names.values() if n)[:8])}, …")
-
-    def inside(name: str, _module: nn.Module) -> bool:
-        parts = name.split(".")
-        above = [".".join(parts[:n]) for n in range(len(parts) + 1)]
-        return any(fnmatch.fnmatchcase(each, pattern) for each in above for pattern in patterns)
-
-    return inside
 
 
 def _made(owner: nn.Module, name: str, wanted: Callable[[str, nn.Module], bool]) -> tuple[Forward | None, str]:

@@ -43,10 +43,14 @@ def numbers(values: Sequence[Value]) -> list[float]:
 def forward(step: Step, tune: str | None, x: Tensor, weight: Tensor, inputs: Sequence[Value], lead: Sequence[int] | None) -> list[Tensor]:
     """All outputs of the forward program. x: [..., K]. weight: [N, K]. inputs: the layer's. lead: what its results have in place of M; None for M itself."""
     values = [rows(inputs[i], indices) for i, indices in zip(step.inputs, step.indices, strict=True)]
-    results = library.run(step.text, tune, rows(x, "mn"), weight.t(), values)
+    return led(library.run(step.text, tune, rows(x, "mn"), weight.t(), values), step.outputs, lead)
+
+
+def led(results: list[Tensor], outputs: Sequence[str], lead: Sequence[int] | None) -> list[Tensor]:
+    """Results with leading dimensions in place of M. outputs: the indices of each that has them. lead: as of `forward`."""
     if lead is not None and len(lead) != 1:
         plain = not torch.compiler.is_compiling() and library.unseen(*results)
-        for i, indices in enumerate(step.outputs):
+        for i, indices in enumerate(outputs):
             if "m" in indices:
                 t = results[i]
                 # of memory that is its own and without gaps, which a mask has: half the time of a view that says of itself that it is none
@@ -153,13 +157,7 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
     inputs: list[Tensor | None] = [None] * len(step.inputs)
     if own is not None:
         held, saved = saved[: len(own.kept)], saved[len(own.kept) :]
-        arrived = [rows(t, indices) for t, indices in zip(arrived, step.outputs, strict=True)]
-        dmm, inputs = _gradients(own, ctx.tune, held, ctx.numbers[0], arrived)
-        for place in own.zeros:
-            if place is None:
-                dmm = arrived[0].new_zeros(ctx.mm[0], dtype=ctx.mm[1])
-            else:
-                inputs[place] = arrived[0].new_zeros(ctx.shapes[1][place], dtype=own.dtypes[place])
+        dmm, inputs = through_epilogue(ctx, own, held, arrived)
     dx, dweight = None, None
     taken: list[Tensor | None] = [None] * len(before.inputs) if before is not None else []
     if dmm is not None and step.operands:
@@ -182,6 +180,18 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
     periods = [*(own.periods if own is not None else [()] * len(inputs)), *(before.periods if before is not None else ())]
     given = [of_input(t, p, s) for t, p, s in zip((*inputs, *taken), periods, shapes, strict=False)]
     return dx if dx is None else dx.view(shape), dweight, None, None, None, None, *given, *(None for _ in saved)
+
+
+def through_epilogue(ctx: Any, own: Backward, held: Sequence[Tensor], arrived: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor | None]]:
+    """The gradients of mm and of the inputs, by a layer's own derivative. held: of what ctx has saved, what that reads. arrived: as of `backward`."""
+    arrived = [rows(t, indices) for t, indices in zip(arrived, ctx.step.outputs, strict=True)]
+    dmm, inputs = _gradients(own, ctx.tune, held, ctx.numbers[0], arrived)
+    for place in own.zeros:
+        if place is None:
+            dmm = arrived[0].new_zeros(ctx.mm[0], dtype=ctx.mm[1])
+        else:
+            inputs[place] = arrived[0].new_zeros(ctx.shapes[1][place], dtype=own.dtypes[place])
+    return dmm, inputs
 
 
 def of_input(gradient: Tensor | None, periods: Sequence[str], shape: Sequence[int]) -> Tensor | None:

@@ -96,10 +96,10 @@ class Chain(nn.Sequential):
     def forward(self, input: Any) -> Any:  # noqa: A002  # torch.nn.Sequential's own name for it
         run: list[Link] = []
         for module in self:
-            if isinstance(module, Linear) and _as_it_is(module, Linear):
+            if isinstance(module, Linear) and as_it_is(module, Linear):
                 run.append(module.link({}))
                 continue
-            if type(module) is nn.Identity and _as_it_is(module, nn.Identity):
+            if type(module) is nn.Identity and as_it_is(module, nn.Identity):
                 continue
             if run:
                 input, run = again.call(input, run), []  # noqa: A001
@@ -107,7 +107,7 @@ class Chain(nn.Sequential):
         return again.call(input, run) if run else input
 
 
-def _as_it_is(module: nn.Module, of: type[nn.Module]) -> bool:
+def as_it_is(module: nn.Module, of: type[nn.Module]) -> bool:
     """Whether calling a module is no more than the forward of its class, so that nobody notices where it is not called."""
     called = type(module).forward is of.forward and type(module).__call__ is of.__call__ and "forward" not in vars(module)
     if isinstance(module, Linear):
@@ -204,7 +204,7 @@ class GatedMLP(nn.Module):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch.nn.Linear's own name
         """input: [..., in_features]. Returns [..., out_features]."""
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        if not all(_as_it_is(layer, nn.Linear) for layer in (gate, up, down)):
+        if not all(as_it_is(layer, nn.Linear) for layer in (gate, up, down)):
             unfused: Tensor = down(reference.torch_function(self.activation)(gate(input)) * up(input))
             return unfused
         biases: list[Any] = [layer.bias for layer in (gate, up, down)]

@@ -62,7 +62,7 @@ class QuantizedLinear(nn.Module):
             raise CallError(f"the epilogue {text!r} reads {', '.join(sorted(taken))}, which are names of the layer's own: choose others")
         if bias != ("bias" in names):
             raise CallError(f"bias={bias}, and the epilogue {text!r} {'does not read' if bias else 'reads'} a bias: make them agree")
-        if "b" in names_in(*_of_product(text, "mm").values):
+        if "b" in names_in(*of_product(text, "mm").values):
             raise CallError(f"the epilogue {text!r} reads b, which holds the weight as it is rounded: write a program of mm, the product with the weight")
         super().__init__()
         self.in_features, self.out_features, self.kind, self.tune = in_features, out_features, kind, tune
@@ -75,7 +75,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("order", torch.arange(in_features, device=device) if ordered else None)
         self.register_parameter("bias", nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None)
         self.epilogue = text
-        self.program = self._program()
+        self.program = with_product(text, self.product)
         """What the layer computes, in epigen's language."""
 
     @classmethod
@@ -128,12 +128,6 @@ class QuantizedLinear(nn.Module):
             return f"{'mm' if b == 'b' else f'dot(a, {b})'} * {_SCALE}[n]"
         return f"dot(a, {b} * {_SCALE}[{along}])"
 
-    def _program(self) -> str:
-        if self.epilogue == "mm":
-            return self.product
-        name = next(name for name in ("product", *(f"product{i}" for i in range(len(self.epilogue)))) if name not in self.epilogue)
-        return f"{name} = {self.product}; {to_text(_of_product(self.epilogue, name))}"
-
     def forward(self, input: Tensor, inputs: Mapping[str, Value] | None = None, **more: Value) -> Any:  # noqa: A002  # torch.nn.Linear's own name
         """input: [..., in_features]. more: the epilogue's other inputs. inputs: the same as a mapping, for names that are taken here. Returns what `epigen.linear` returns."""
         own: dict[str, Any] = {_SCALE: self.scale if self.group is not None else self.scale[0]}
@@ -156,7 +150,15 @@ class QuantizedLinear(nn.Module):
         return shown if self.epilogue in ("mm", "mm + bias") else f"{shown}, epilogue={self.epilogue!r}"
 
 
-def _of_product(epilogue: str, name: str) -> Program:
+def with_product(epilogue: str, product: str) -> str:
+    """An epilogue of another product, which is written in epigen's language too."""
+    if epilogue == "mm":
+        return product
+    name = next(name for name in ("product", *(f"product{i}" for i in range(len(epilogue)))) if name not in epilogue)
+    return f"{name} = {product}; {to_text(of_product(epilogue, name))}"
+
+
+def of_product(epilogue: str, name: str) -> Program:
     """An epilogue of a value with this name in place of the product."""
     return substituted(parse(epilogue), lambda expr: Name(name, expr.span) if is_product(expr) else None)
 

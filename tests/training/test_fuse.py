@@ -930,7 +930,7 @@ def test_an_error_of_the_users_comes_out_as_it_is() -> None:
 # -- what the host does in a call
 
 
-CHECKS = ((Forward, "key"), (deferred, "fits"), (chain, "chain"), (chain, "_check_operands"), (plan, "steps"), (library, "below_autograd"))
+CHECKS = ((Forward, "key"), (deferred, "fits"), (chain, "chain"), (chain, "check_operands"), (plan, "steps"), (library, "below_autograd"))
 
 
 def residual() -> Block:
