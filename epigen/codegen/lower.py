@@ -85,6 +85,7 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
         partials=tuple(partials),
         finishes=tuple(finishes),
         outputs=tuple(stores),
+        longest_block=max([1, *(line.block for line in lines)]),
         second=None if (second := graph.second()) is None else Input(second.name, second.indices, dict(signature.inputs)[second.name], False),
     )
 

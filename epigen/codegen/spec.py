@@ -381,7 +381,8 @@ class Finish:
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
     """Meaning of the kernels of one program at one signature. operands: of the product; none where that is given. inputs, lines: the epilogue's.
-    outputs: every output in the program's order. second: the right operand of a second product, of which a is the left one."""
+    outputs: every output in the program's order. second: the right operand of a second product, of which a is the left one.
+    longest_block: of columns that are reduced by themselves, so that an epilogue takes all of them at once; 1 where none are."""
 
     name: str
     program: str
@@ -394,6 +395,7 @@ class KernelSpec:
     finishes: tuple[Finish, ...]
     outputs: tuple[Store, ...]
     second: Input | None = None
+    longest_block: int = 1
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -477,11 +479,6 @@ class KernelSpec:
         used = {arg for line in self.lines if line.op in (POSITION, UNIFORM) for arg in line.args}
         used |= {offsets("n") for line in self.lines if line.block}
         return frozenset(name for name in map(offsets, "mn") if name in used)
-
-    @property
-    def longest_block(self) -> int:
-        """Of columns, that are reduced by themselves, so that an epilogue takes all of them at once; 1 where none are."""
-        return max([1, *(line.block for line in self.lines)])
 
     @property
     def loaded(self) -> tuple[Input, ...]:

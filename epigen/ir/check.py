@@ -794,10 +794,11 @@ class _Builder:
                 self.error(f"an output varies over [m, n] or is a reduction: found {describe_indices(x.indices)}", expr.span, "compute it outside the kernel")
             elif name in outputs:
                 self.error(f"two outputs are called '{name}'", expr.span, "list each output once, or bind one to another name")
-            outputs[name] = Output(name, value, dtype, blocks_of(self.nodes, value))
+            outputs[name] = Output(name, value, dtype)
         if not self.mistakes and not any(n.op == DOT for n in self.nodes):
             self.without_product(exprs[0].span)
-        return tuple(outputs.values())
+        blocks = blocks_of(self.nodes)
+        return tuple(replace(output, blocks=blocks[output.node]) for output in outputs.values())
 
     def without_product(self, span: Span) -> None:
         """The program names no mm: what stands for a scalar may be meant as one."""

@@ -159,17 +159,17 @@ class Graph:
         return (*inputs, *(o.name for o in self.outputs if self.nodes[o.node].indices == "mn" and self.nodes[o.node].kind != PACKED))
 
 
-def blocks_of(nodes: Sequence[Node], number: int) -> tuple[int, ...]:
-    """The blocks of a tile whose elements have one value, where that is computed of reductions of such blocks, of rows and of scalars alone; else ()."""
+def blocks_of(nodes: Sequence[Node]) -> list[tuple[int, ...]]:
+    """Of each value the blocks of a tile whose elements have one, where it is computed of reductions of such blocks, of rows and of scalars alone; else ()."""
     along_n: list[int] = []  # 0 of what does not vary along n
-    for node in nodes[: number + 1]:
+    for node in nodes:
         if node.op == BLOCKWISE:
             along_n.append(node.blocks[-1])
         elif node.op in TABLE or node.op == CAST:
             along_n.append(math.gcd(*(along_n[a] for a in node.args)))
         else:
             along_n.append(int("n" in node.indices))
-    return (1, along_n[number]) if along_n[number] > 1 else ()
+    return [(1, each) if each > 1 else () for each in along_n]
 
 
 def given_as(node: Node) -> DType | None:
