@@ -243,9 +243,10 @@ def helpers(
         if op is not None and _spelled(item)[1]:
             same = {p.name: p.name for p in op.params}
             define(op.name, ", ".join(same), [*(b.format(**same) for b in op.body), f"return {op.triton.format(**same)}"])
-    for name in {item.op: None for item in lines if item.block}:
+    of_lines = dict.fromkeys(item.op for item in lines if item.block)
+    for name in of_lines:
         define(of_blocks(name), "x, inside, block: tl.constexpr", _reduces_blocks(name, dialect, in_order))
-    for name in (*rows, *(item.op for item in lines if item.block)):
+    for name in (*rows, *of_lines):
         row = ops.REDUCTIONS[name]
         if row.body:
             define(name, "x, axis: tl.constexpr", map(_in_order, row.body) if in_order else row.body)

@@ -164,7 +164,7 @@ def over_product(graph: Graph) -> Graph:
 def describable(graph: Graph, output: Output) -> bool:
     """Whether an output is a plain matrix, which a TMA descriptor may address."""
     node = graph.nodes[output.node]
-    return node.indices == "mn" and node.kind != g.PACKED and not node.reduced and not output.blocks
+    return node.indices == "mn" and node.kind != g.PACKED and not node.reduced and output.block == 1
 
 
 def check_operands(a: DType, b: DType) -> None:
@@ -242,7 +242,7 @@ def _store(graph: Graph, output: Output, body: _Body) -> Store:
     node = graph.nodes[output.node]
     dtype = output_dtype(graph, output, body.signature.a)
     value = accumulator(node.name) if dtype == INT32 else body.arg(_stored_node(graph, output))
-    return Store(output.name, value, node.indices, dtype, packed=node.kind == g.PACKED, block=output.blocks[-1] if output.blocks else 1)
+    return Store(output.name, value, node.indices, dtype, packed=node.kind == g.PACKED, block=output.block)
 
 
 def _finish(body: _Body, indices: str, roots: Sequence[int], stores: tuple[Store, ...]) -> Finish:

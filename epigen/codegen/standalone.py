@@ -274,7 +274,7 @@ def _results(graph: Graph) -> list[str]:
     results = []
     for output in graph.outputs:
         text = f"_v{output.node}{shapes[graph.nodes[output.node].indices]}"
-        text += f"[:, :: {output.blocks[-1]}]" if output.blocks else ""
+        text += f"[:, :: {output.block}]" if output.block > 1 else ""
         if output.dtype is not None and output.dtype.bits == 8:  # 8-bit outputs saturate
             text += f".clamp({-128.0 if output.dtype == INT8 else -output.dtype.largest}, {output.dtype.largest})"
         results.append(text)

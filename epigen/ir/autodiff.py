@@ -89,7 +89,7 @@ def gradients(graph: Graph, of: Collection[str], wrt: Collection[str]) -> Gradie
     for output in graph.outputs:
         if output.name in of and carries_gradient(graph, output):
             indices = graph.nodes[output.node].indices
-            if output.blocks:
+            if output.block > 1:
                 tape.refuse(
                     f"no derivative begins at the output '{output.name}', which has one value for each block",
                     None,

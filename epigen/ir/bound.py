@@ -87,8 +87,8 @@ def expect(
             continue
         value = reference.shaped(values[output.node], node.indices, m, n)
         error = reference.shaped(errors[output.node], node.indices, m, n)
-        if output.blocks:
-            value, error = (t[:, :: output.blocks[-1]] for t in (value, error))
+        if output.block > 1:
+            value, error = (t[:, :: output.block] for t in (value, error))
         if dtype == INT8 or dtype.is_fp8:
             low = -128.0 if dtype == INT8 else -dtype.largest
             value = value.clamp(low, dtype.largest)

@@ -798,7 +798,7 @@ class _Builder:
         if not self.mistakes and not any(n.op == DOT for n in self.nodes):
             self.without_product(exprs[0].span)
         blocks = blocks_of(self.nodes)
-        return tuple(replace(output, blocks=blocks[output.node]) for output in outputs.values())
+        return tuple(replace(output, block=blocks[output.node]) for output in outputs.values())
 
     def without_product(self, span: Span) -> None:
         """The program names no mm: what stands for a scalar may be meant as one."""

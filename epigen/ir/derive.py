@@ -103,7 +103,7 @@ def _ways(graph: Graph, derivative: Gradients, operands: DType) -> Iterable[_Way
     for node in nodes:
         from_mm.append(node.op == g.DOT or (node.op != g.REDUCE and any(from_mm[a] for a in node.args)))
     kept = {_value(graph, o): o for o in reversed(graph.outputs) if _serves(graph, o, operands)}
-    of_blocks = {i for i, blocks in enumerate(g.blocks_of(nodes)) if blocks}  # which are reduced again from the tile
+    of_blocks = {i for i, block in enumerate(g.blocks_of(nodes)) if block > 1}  # which are reduced again from the tile
 
     def finished(i: int) -> bool:
         return i < forward and nodes[i].reduced and (i in kept or nodes[i].op == g.REDUCE)

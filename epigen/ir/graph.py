@@ -73,13 +73,13 @@ def is_given(node: Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One result: the value, and the dtype that an outermost cast gave it (None: the default of the call). blocks: of each index how many elements of a tile
-    share one of its; () where all have their own."""
+    """One result: the value, and the dtype that an outermost cast gave it (None: the default of the call). block: how many columns of a tile share one of its
+    values."""
 
     name: str
     node: int
     dtype: DType | None
-    blocks: tuple[int, ...] = ()
+    block: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +159,8 @@ class Graph:
         return (*inputs, *(o.name for o in self.outputs if self.nodes[o.node].indices == "mn" and self.nodes[o.node].kind != PACKED))
 
 
-def blocks_of(nodes: Sequence[Node]) -> list[tuple[int, ...]]:
-    """Of each value the blocks of a tile whose elements have one, where it is computed of reductions of such blocks, of rows and of scalars alone; else ()."""
+def blocks_of(nodes: Sequence[Node]) -> list[int]:
+    """Of each value how many columns share one, where it is computed of reductions of such blocks, of rows and of scalars alone; else 1."""
     along_n: list[int] = []  # 0 of what does not vary along n
     for node in nodes:
         if node.op == BLOCKWISE:
@@ -169,7 +169,7 @@ def blocks_of(nodes: Sequence[Node]) -> list[tuple[int, ...]]:
             along_n.append(math.gcd(*(along_n[a] for a in node.args)))
         else:
             along_n.append(int("n" in node.indices))
-    return [(1, each) if each > 1 else () for each in along_n]
+    return [max(1, each) for each in along_n]
 
 
 def given_as(node: Node) -> DType | None:

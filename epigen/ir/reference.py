@@ -78,7 +78,7 @@ def evaluate(
             results.append(product(*operands, torch.float64).to(torch.int32))
         else:
             value = shaped(value, graph.nodes[output.node].indices, m, n)
-            results.append(convert(value[:, :: output.blocks[-1]] if output.blocks else value, dtype))
+            results.append(convert(value[:, :: output.block] if output.block > 1 else value, dtype))
     return results
 
 

@@ -95,13 +95,12 @@ def of(graph: Graph, a: DType) -> list[Out]:
     for output in graph.outputs:
         node = graph.nodes[output.node]
         packed = node.kind == g.PACKED
-        block = output.blocks[-1] if output.blocks else 1
         replaces = frozenset(
             i.name
             for i in _elementwise(graph, output.node)
-            if block == 1 and i.indices == node.indices and (i.op == g.BITS) == packed and not g.shared_along(i)
+            if output.block == 1 and i.indices == node.indices and (i.op == g.BITS) == packed and not g.shared_along(i)
         )
-        outs.append(Out(output.name, node.indices, output_dtype(graph, output, a), packed, replaces, block))
+        outs.append(Out(output.name, node.indices, output_dtype(graph, output, a), packed, replaces, output.block))
     return outs
 
 
