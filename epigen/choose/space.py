@@ -170,7 +170,7 @@ class Space:
     def _able(self) -> tuple[str, ...]:
         (m, n, k), sig, target = self.shape[-3:], self.spec.signature, self.target
         count = products(self.shape)
-        vendors = [] if limits.adds_in_order(self.spec) or self.spec.computed or self.spec.second else ["library"]
+        vendors = [] if limits.adds_in_order(self.spec) or self.spec.computed or self.spec.second or sig.grouped else ["library"]
         names = ["tiled"]
         if k >= LEAST_SPLIT and self._splits and count * m * n <= _MOST_SPLIT * target.multiprocessors:
             names.append("split_k")
@@ -240,7 +240,7 @@ class Space:
 
     def _fused_finalize(self, suggest: Suggest, schedule: str, possible: bool = True) -> int:
         reduces = any(not s.operand for f in self.spec.finishes for s in f.sources)
-        return suggest(f"{schedule}.fused_finalize", 0, int(possible and reduces))
+        return suggest(f"{schedule}.fused_finalize", 0, int(possible and reduces and self.spec.signature.grouped != "m"))
 
     def _tile(self, exponent: Callable[[str, int, int], int], rows: int = 16, most: int = _MOST_TILE) -> tuple[int, int]:
         """block_m and block_n. rows: the fewest. most: of values in a tile."""

@@ -12,6 +12,7 @@ from epigen.codegen import from_bytes, schedules
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KNOWN, Finish, Input, KernelConfig, KernelSpec, Signature, Store, batch_stride, counted, parameter, period_name, stride_name
 from epigen.dtypes import FP32, INT32, UINT8, DType
+from epigen.ir.graph import GROUPS
 
 _TRITON_TYPES = {"fp8e4m3": "fp8e4nv", "fp8e5m2": "fp8e5", "int8": "i8", "int32": "i32", "int64": "i64", "uint8": "u8", "bool": "i1"}
 
@@ -76,7 +77,7 @@ def functions(spec: KernelSpec, config: KernelConfig) -> tuple[Function, ...]:
     """The main kernel first; none where the vendor's library computes all of the program."""
     if not SCHEDULES[config.schedule].multiplies and spec.bare_product:
         return ()
-    return _main(spec, config), *(_finish(spec, f) for f in after(spec, config))
+    return _main(spec, config), *(_finish(spec, config, f) for f in after(spec, config))
 
 
 def units(spec: KernelSpec, config: KernelConfig) -> dict[str, frozenset[str]]:
@@ -190,7 +191,7 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
             _pointer("a", sig.a, f"[M, K] {sig.a}"),
             _pointer("b", sig.b, f"{ {'': '[K, N]', 'k': '[K / 2, N]', 'n': '[K, N / 2]'}[sig.packed] } {sig.b}"),
         ]
-        sizes = _integers("M", "N", "K", "stride_am", "stride_ak", "stride_bk", "stride_bn")
+        sizes = _integers("M", "N", "K", *["num_products"] * (sig.grouped == "m"), "stride_am", "stride_ak", "stride_bk", "stride_bn")
     else:
         operands = [_pointer("mm", spec.accumulator, f"[M, N] {spec.accumulator}, the product of a and b")]
         sizes = _integers("M", "N", "stride_mm_m", "stride_mm_n")
@@ -224,24 +225,33 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     addressed = [*(with_descriptor.get(i.name) or _input(i) for i in inputs), *(with_descriptor.get(s.name) or _output(s) for s in (*spec.stores, *completed))]
     steps: dict[str, str] = {}
     if sig.batched:
-        own = [a.name.removesuffix("_ptr") for a in operands if a.block is None]
-        own += [i.name for i in pointed if isinstance(i, Store) or (i.dtype is not None and i.indices)]
+        own = [a.name.removesuffix("_ptr") for a in operands if a.block is None and _is_apart(sig, {"a": "mk", "mm": "mn"}.get(a.name[:-4], "kn"))]
+        own += [i.name for i in pointed if (isinstance(i, Store) or (i.dtype is not None and i.indices)) and _is_apart(sig, i.indices)]
         strides += _integers(*map(batch_stride, own))
         steps = {f"{name}_ptr": batch_stride(name) for name in own}
         count = counts(config)
         each = {"m": f"{count['parts_m']} * N", "n": f"{count['parts_n']} * M", "mn": f"{count['parts_m']} * {count['parts_n']}"}
-        steps |= {f"{p.name}_partial_ptr": each[p.axes] for p in spec.partials}
+        steps |= {f"{p.name}_partial_ptr": each[p.axes] for p in spec.partials if sig.grouped != "m"}
         if schedules.splits(config) > 1:
             steps["split_partial_ptr"] = f"{count['tiles']} * (SPLITS * BLOCK_M * BLOCK_N)"
         if counters := [count[name] for name in arrivals(spec, config)]:
             steps["num_arrived_ptr"] = counters[0] if len(counters) == 1 else f"({' + '.join(counters)})"
-    arguments = (*operands, *addressed, *partials, *sizes, *strides)
+    arguments = (*operands, *_ends(sig), *addressed, *partials, *sizes, *strides)
     stages = dict(config.values).get("num_stages", 1)
     name = spec.name if schedule.multiplies else f"{spec.name}_epilogue"
     constants, warps = schedules.constants(config), schedules.warps(config)
     return Function(
         name, _factored(arguments, sig), constants, warps, stages, None, schedule.dialect, tuple(steps.items()), sig.contracted, from_bytes.used(spec, config)
     )
+
+
+def _ends(sig: Signature) -> list[Argument]:
+    return [_pointer(GROUPS, INT32, f"[G] int32, where each group {'of rows' if sig.grouped == 'm' else 'along k'} ends")] if sig.grouped else []
+
+
+def _is_apart(sig: Signature, indices: str) -> bool:
+    """Whether a tensor of a batch has a place of its own for each product: what has rows has all groups' one after another."""
+    return not (sig.grouped and sig.grouped in indices)
 
 
 def arrivals(spec: KernelSpec, config: KernelConfig) -> list[str]:
@@ -263,7 +273,7 @@ def counts(config: KernelConfig) -> Mapping[str, str]:
     }
 
 
-def _finish(spec: KernelSpec, finish: Finish) -> Function:
+def _finish(spec: KernelSpec, config: KernelConfig, finish: Finish) -> Function:
     sig = spec.signature
     pointers, lengths, strides = [], [], []
     tiles = {"n": "tiles_m", "m": "tiles_n", "": "tiles"}[finish.indices]
@@ -279,14 +289,23 @@ def _finish(spec: KernelSpec, finish: Finish) -> Function:
             lengths += _integers(tiles)
     sizes = _integers(*finish.indices.upper(), *(e.upper() for e in "mn" if any(counted(e) in line.args for line in finish.lines)))
     steps: dict[str, str] = {}
-    if sig.batched:
-        held = [s.operand for s in finish.sources if s.operand] + [i.name for i in finish.inputs if i.dtype is not None and i.indices]
-        held += [o.name for o in finish.stores]
-        steps = {f"{name}_ptr": batch_stride(name) for name in held}
+    constants = (("BLOCK_T", _FINISH_TILES[finish.indices][0]), ("BLOCK_X", _FINISH_TILES[finish.indices][1]))
+    ends: list[Argument] = []
+    if sig.grouped == "m" and not all(s.operand for s in finish.sources) and finish.indices != "m":
+        ends, constants = _ends(sig), (*constants, ("BLOCK_M", config["block_m"]))
+        lengths = _integers("M", *["tiles_n"] * (not finish.indices)) + [x for x in lengths if x.name == "K"]
+    elif sig.grouped == "k" and any(s.operand for s in finish.sources):
+        ends = _ends(sig)
+    if sig.batched and _is_apart(sig, finish.indices):
+        held = [(s.operand, f"{finish.indices}k") for s in finish.sources if s.operand]
+        held += [(i.name, i.indices) for i in finish.inputs if i.dtype is not None and i.indices]
+        held += [(o.name, o.indices) for o in finish.stores]
+        steps = {f"{name}_ptr": batch_stride(name) for name, indices in held if _is_apart(sig, indices)}
         partial = {"n": "tiles_m * N", "m": "tiles_n * M", "": "tiles"}[finish.indices]
-        steps |= {f"{s.name}_partial_ptr": partial for s in finish.sources if not s.operand}
+        steps |= {f"{s.name}_partial_ptr": partial for s in finish.sources if not s.operand and sig.grouped != "m"}
     arguments = (
         *pointers,
+        *ends,
         *map(_input, finish.inputs),
         *map(_output, finish.stores),
         *sizes,
@@ -297,7 +316,5 @@ def _finish(spec: KernelSpec, finish: Finish) -> Function:
         *_strides(finish.stores),
         *_integers(*(step for step in steps.values() if step.startswith("stride_"))),
     )
-    length, width = _FINISH_TILES[finish.indices]
     name = f"{spec.name}_finish_{finish.indices}".rstrip("_")
-    constants = (("BLOCK_T", length), ("BLOCK_X", width))
     return Function(name, _factored(arguments, sig), constants, 4, 1, finish, steps=tuple(steps.items()), contracted=sig.contracted)

@@ -397,7 +397,7 @@ class _Body:
             elif node.op == g.POSITION:
                 lines.append(Line(node.name, POSITION, (offsets(node.name),)))
             elif node.op == g.UNIFORM:
-                product = "batch_id" if self.signature.batched else "0"
+                product = "batch_id" if self.signature.batched and self.signature.grouped != "m" else "0"
                 lines.append(Line(self.names[number], UNIFORM, (self.arg(node.args[0]), offsets("m"), offsets("n"), product)))
             elif node.op == g.BLOCKWISE:
                 lines.append(Line(self.names[number], node.name, (self.arg(node.args[0]),), block=node.blocks[-1]))

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import jinja2
 
 import epigen
-from epigen.codegen import completion, emit, from_bytes, functions, partitions, schedules, steps, tile
+from epigen.codegen import completion, emit, from_bytes, functions, groups, partitions, schedules, steps, tile
 from epigen.codegen.functions import Function
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Finish, KernelConfig, KernelSpec, digest
@@ -102,7 +102,7 @@ def _tidy(text: str) -> str:
 def _helpers(spec: KernelSpec, config: KernelConfig, dialect: str) -> list[str]:
     """The functions that the kernels call. Those of finishing kernels, which are Triton's, have names of their own beside Gluon's."""
     inside, after = functions.inside(spec, config), functions.after(spec, config)
-    of_bytes = from_bytes.functions(spec, config)
+    of_bytes = [*from_bytes.functions(spec, config), *groups.functions(spec, functions.functions(spec, config))]
     if dialect == "triton":
         return [*_helpers_of(spec, [*inside, *after], in_order=spec.signature.invariant).values(), *of_bytes]
     own = _helpers_of(None, after, in_order=spec.signature.invariant)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from epigen.dtypes import BF16, FAST_ACCUM, FP16, FP32, INT8, INT32, DType, multiplied_as
 from epigen.errors import ConfigError
-from epigen.ir.graph import PRODUCT, periodic
+from epigen.ir.graph import GROUPS, PRODUCT, periodic
 from epigen.shapes import Shape
 
 LAYOUTS = ("nn", "nt", "tn", "tt")
@@ -48,6 +48,7 @@ class Signature:
     tma: those of "a", "b" and the [m,n] inputs' and outputs' names whose tensors a TMA descriptor can address as they lie.  factors: as `factors` finds them.
     bytewise: packed masks that are read or written a byte at a time, since their rows are not whole, aligned words of 4.
     batched: whether operands have leading dimensions, and are several products.
+    grouped: the index along which groups, whose ends lie in memory, are such products: "m" of rows of a, each with a b of its own; "k" of both operands'; or "".
     invariant: whether a row of the result is to have the same bits whatever M is, and wherever it lies among the others.
     packed: the index along which b holds two values in a byte, "k" or "n", or "".
     rounding: "eager" where each operation is rounded as torch rounds it, else "". interpreted: for Triton's interpreter, which has no libdevice.
@@ -68,6 +69,7 @@ class Signature:
     rounding: str = ""
     interpreted: bool = False
     packed: str = ""
+    grouped: str = ""
 
     @property
     def multiplied(self) -> Mapping[str, DType]:
@@ -135,6 +137,9 @@ class Input:
         whole = [period or index.upper() for index, period in zip(self.indices, self.periods or self.indices.upper(), strict=True)]
         return tuple(f"ceil({extent} / {b})" if (b := self.block(index)) > 1 else extent for index, extent in zip(self.indices, whole, strict=True))
 
+
+ENDS = Input(GROUPS, "", INT32, False)
+"""Where each of a call's groups ends."""
 
 ACC = "acc"
 """Name of the main kernel's accumulator."""
@@ -488,7 +493,7 @@ class KernelSpec:
     @property
     def all_inputs(self) -> tuple[Input, ...]:
         """Inputs of the main and the finishing kernels, each once."""
-        of_operands = [*(i for o in self.operands for i in o.inputs), *([self.second] if self.second else [])]
+        of_operands = [*(i for o in self.operands for i in o.inputs), *([self.second] if self.second else []), *([ENDS] if self.signature.grouped else [])]
         return tuple(dict.fromkeys([*of_operands, *self.inputs, *(i for f in self.finishes for i in f.inputs)]))
 
 

@@ -96,7 +96,8 @@ def _product(spec: KernelSpec, config: KernelConfig) -> set[str]:
     completes = {f.indices for f in inside(spec, config)}
     # counters of columns and of the whole count tiles along m, and the first counters may be those of tiles
     counts_rows = completes & {"n", ""} or (completes and schedules.splits(config) > 1)
-    rows = {"tiles_m"} if spec.signature.batched or counts_rows or dict(config.values).get("group_m", 1) > 1 else set()
+    batch = spec.signature.batched and spec.signature.grouped != "m"
+    rows = {"tiles_m"} if batch or counts_rows or dict(config.values).get("group_m", 1) > 1 else set()
     if SCHEDULES[config.schedule].multiplies:
         return {"offs_m", "offs_n"} | rows
     return rows if spec.pointwise else {"in_tile"} | rows

@@ -18,6 +18,8 @@ DOT, INPUT, BITS, OPERAND, CONSTANT, EXTENT, POSITION, UNIFORM = "dot", "input",
 CAST, BITMASK, REDUCE, BLOCKWISE = "cast", "bitmask", "reduce", "blockwise"
 PACKED = "packed"
 """Kind of a value that holds one bit an element, beside the operation table's NUMBER and BOOLEAN."""
+ENDS = "ends"
+"""Kind of what a call names the ends of its groups by: whole numbers that nothing is computed of."""
 SEED = "seed"
 """Kind of an input that random numbers are drawn by: 64 bits, and no number that is computed with."""
 
@@ -25,6 +27,9 @@ INDICES = "mkn"
 """The index classes, in the order in which each value names its own: "mn" of a result, "mk" and "kn" of operands."""
 OPERANDS = {"a": "mk", "b": "kn"}
 """What a product multiplies, with the indices of each."""
+
+GROUPS = "groups"
+"""What a call names the ends of its groups by: of rows of `a`, each of which meets a matrix of `b`, or of k, each of which makes a product."""
 
 PRODUCT = "mm"
 """What the language calls the product: its name where it is an input, and whose gradient is meant; and the kind of its node where that is a leaf."""

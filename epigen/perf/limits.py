@@ -203,19 +203,29 @@ def second_product(c: Candidate) -> str:
     return ""
 
 
-def parts_of_k(c: Candidate) -> str:
-    if not adds_in_order(c.spec) or schedules.splits(c.config) == 1:
+def grouped(c: Candidate) -> str:
+    along = c.spec.signature.grouped
+    if not along:
+        return ""
+    if not c.schedule.groups:
+        able = " and ".join(s.name for s in SCHEDULES.values() if s.groups)
+        return f"the schedule {c.schedule.name} takes one product, or a batch of equal ones, and the call is of groups: {able} can"
+    if along == "m" and dict(c.config.values).get("fused_finalize") and any(not s.operand for f in c.spec.finishes for s in f.sources):
+        return "fused_finalize=1: blocks do not know how many tiles a group of rows has, of which the last completes reductions: fused_finalize=0 is needed"
+    return ""
+
+
+def one_order(c: Candidate) -> str:
+    if not adds_in_order(c.spec):
+        return ""
+    if not c.schedule.multiplies:
+        return "an invariant program adds up all of k in one order, and the vendor's product in one that depends on M: a schedule that multiplies is needed"
+    if schedules.splits(c.config) == 1:
         return ""
     return (
         f"an invariant program adds up all of k in one order, and {c.schedule.name} with splits={c.config['splits']} adds up parts: "
         "a config that does not split k is needed"
     )
-
-
-def vendors_order(c: Candidate) -> str:
-    if c.schedule.multiplies or not adds_in_order(c.spec):
-        return ""
-    return "an invariant program adds up all of k in one order, and the vendor's product in one that depends on M: a schedule that multiplies is needed"
 
 
 def adds_in_order(spec: KernelSpec) -> bool:
@@ -364,12 +374,12 @@ LAUNCHES: tuple[Restriction, ...] = (
     scales,
     second_product,
     whole_blocks,
-    parts_of_k,
-    vendors_order,
+    grouped,
+    one_order,
 )
 SAME_BITS: tuple[Restriction, ...] = (instruction,)
 """Of configs that epigen chooses: one that is given is the same for all M."""
-OF_SCHEDULE: tuple[Restriction, ...] = (architecture, operands, along_k, computed_operands, mixed_input, scales, second_product, fp8)
+OF_SCHEDULE: tuple[Restriction, ...] = (architecture, operands, along_k, computed_operands, mixed_input, scales, second_product, grouped, fp8)
 """Those of LAUNCHES and COMPILES that say the same of all configs of a schedule."""
 COMPILES: tuple[Restriction, ...] = (fp8, step, threads, transposed_in_threads)
 PAYS: tuple[Restriction, ...] = (filled, shared_memory, accumulators, held_inputs, work_of_a_warp)

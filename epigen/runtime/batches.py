@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,18 +21,30 @@ from epigen.ir import reference
 from epigen.ir.graph import PRODUCT, Graph, Node
 from epigen.runtime.arguments import reach
 from epigen.runtime.outputs import Out, allocator
+from epigen.shapes import Shape
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The products of a call. lead: the leading dimensions of its results. strides: by tensor, elements from one product's to the next one's."""
+    """The products of a call. lead: the leading dimensions of its results. strides: by tensor, elements from one product's to the next one's.
+    groups: the index, "m" or "k", of which each product has so much as only the device knows, one's behind another's; "" where all have all of it."""
 
     lead: tuple[int, ...]
     strides: Mapping[str, int]
+    groups: str = ""
 
     @property
     def count(self) -> int:
         return math.prod(self.lead)
+
+    def lead_of(self, indices: str) -> tuple[int, ...]:
+        """The leading dimensions of a result: those of all groups' rows lie one after another."""
+        return () if self.groups and self.groups in indices else self.lead
+
+    def problem(self, m: int, n: int, k: int) -> Shape:
+        """The shape of all of it. m, n, k: of what a call is given of one product; of groups, of all, which are taken to be alike."""
+        mean = {index: -(-extent // self.count) if index == self.groups else extent for index, extent in zip("mnk", (m, n, k), strict=True)}
+        return self.count, mean["m"], mean["n"], mean["k"]
 
     def stacked(self, name: str, t: Tensor) -> Tensor:
         """All matrices of a tensor, [products, rows, columns], where what all share stands for each at a distance of 0. name: of the tensor.
@@ -54,13 +66,13 @@ def one(declared: Mapping[str, Node], operands: tuple[Any, ...], inputs: Mapping
     strides: dict[str, int] = {}
     first = []
     for name, operand in zip(g.OPERANDS, operands, strict=False):
-        matrix, strides[name] = _matrix(f"operand {name}", operand, 2, lead)
-        first.append(matrix)
+        held, strides[name] = matrix(f"operand {name}", operand, 2, lead)
+        first.append(held)
     given = dict(inputs)
     for name, node in declared.items():
         value = inputs.get(name)
         if isinstance(value, Tensor) and node.indices:
-            given[name], strides[name] = _matrix(PRODUCT if name == PRODUCT else f"input '{name}'", value, len(node.indices), lead)
+            given[name], strides[name] = matrix(PRODUCT if name == PRODUCT else f"input '{name}'", value, len(node.indices), lead)
     return tuple(first), given, Batch(lead, strides)
 
 
@@ -69,10 +81,14 @@ def with_outputs(batch: Batch, all_outputs: Sequence[Out], outs: Mapping[str, Te
     first: dict[str, Tensor] = {}
     strides = {**batch.strides, PRODUCT: m * n}
     for out in all_outputs:
-        strides[out.name] = math.prod(out.held(m, n).shape)
-        if out.name in outs:
+        lead = batch.lead_of(out.indices)
+        if lead:
+            strides[out.name] = math.prod(out.held(m, n).shape)
+        if out.name in outs and lead:
             first[out.name], strides[out.name] = _given(outs[out.name], out, batch)
-    return first, Batch(batch.lead, strides)
+        elif out.name in outs:
+            first[out.name] = outs[out.name]
+    return first, replace(batch, strides=strides)
 
 
 def _given(t: Any, out: Out, batch: Batch) -> tuple[Tensor, int]:
@@ -83,10 +99,10 @@ def _given(t: Any, out: Out, batch: Batch) -> tuple[Tensor, int]:
         raise CallError(f"out for '{out.name}' is {actual}, and a tensor with the leading dimensions {list(batch.lead)} was expected")
     if not batch.count:  # nothing is written
         return t.new_empty(t.shape[t.dim() - own :]), 0
-    matrix, stride = _matrix(f"out for '{out.name}'", t, own, batch.lead)
-    if batch.count > 1 and stride <= reach(matrix) and not _lie_between(matrix, batch.count, stride):
+    held, stride = matrix(f"out for '{out.name}'", t, own, batch.lead)
+    if batch.count > 1 and stride <= reach(held) and not _lie_between(held, batch.count, stride):
         raise CallError(f"out for '{out.name}' has strides {list(t.stride())}: several products would share places in it, and each wants its own")
-    return matrix, stride
+    return held, stride
 
 
 def _lie_between(t: Tensor, count: int, step: int) -> bool:
@@ -108,7 +124,7 @@ def _broadcast(names: Sequence[str], several: Sequence[Tensor]) -> tuple[int, ..
         raise CallError(f"{shapes}: the dimensions before the last two do not broadcast") from None
 
 
-def _matrix(what: str, t: Tensor, own: int, lead: tuple[int, ...]) -> tuple[Tensor, int]:
+def matrix(what: str, t: Tensor, own: int, lead: tuple[int, ...]) -> tuple[Tensor, int]:
     """The first of a tensor's matrices or vectors, of so many own dimensions, and the elements from one to the next."""
     dims = t.dim() - own
     if dims < 1:

@@ -42,12 +42,12 @@ from epigen.errors import CallError, ConfigError
 from epigen.gpus import DEFAULT_TARGET, Target
 from epigen.ir import graph as g
 from epigen.ir import reference
-from epigen.ir.graph import PRODUCT, Graph, Node
+from epigen.ir.graph import GROUPS, PRODUCT, Graph, Node
 from epigen.ir.parting import Parting
 from epigen.lang.syntax import declared_text
 from epigen.lru_cache import LruCache
 from epigen.perf import limits
-from epigen.runtime import arguments, batches, outputs
+from epigen.runtime import arguments, batches, groups, outputs
 from epigen.runtime.arguments import process_precision
 from epigen.runtime.batches import Batch
 from epigen.runtime.calls import Calls, Known
@@ -86,14 +86,14 @@ class Kernel:
     def __init__(
         self, graph: Graph, renderer: Renderer, choose: Chooser, config: KernelConfig | None = None, backend: str | None = None,
         numerics: Numerics = USUAL, at_call: Chooser | None = None, made_by: Callable[[], Kernel] | None = None, known_as: KnownAs | None = None,
-        machine: Machine = THIS_MACHINE,
+        machine: Machine = THIS_MACHINE, grouped: bool = False,
     ):  # fmt: skip
         """at_call: chooses in place of `choose` where a call of GPU tensors is about to run, and may take its time.
         made_by: makes this kernel anew where it is unpickled, and can be pickled itself. known_as: how torch's operations name it.
-        machine: whose GPU is the target where none is named."""
+        machine: whose GPU is the target where none is named. grouped: whether calls are of groups."""
         self._graph, self.renderer, self._choose, self._at_call = graph, renderer, choose, at_call or choose
         self._config, self._backend, self.numerics = config, backend, numerics
-        self._inputs: dict[str, Node] = {n.name: n for n in graph.inputs()}
+        self._inputs: dict[str, Node] = {n.name: n for n in graph.inputs()} | ({GROUPS: groups.DECLARED} if grouped else {})
         self._input_names = tuple(self._inputs)
         self._matrices = tuple(name for name in self._inputs if name in {*graph.tiles(), *(node.name for node in graph.scales())})
         """The inputs that a TMA descriptor may address."""
@@ -159,6 +159,8 @@ class Kernel:
                 self._last = prepared
                 return result
         arguments.check_positional("operands a and b are", len(extra), self._inputs)
+        if GROUPS in inputs and GROUPS not in self._inputs:
+            return self._grouped(a, b, out=out, **inputs)
         return self._call(() if PRODUCT in self._inputs else (a, b), inputs, out)
 
     def over(self, mm: Any = None, /, *extra: Any, out: Any = None, **inputs: Tensor | float) -> Any:
@@ -186,6 +188,19 @@ class Kernel:
         results = kernel(nothing, nothing, out=out, **{PRODUCT: mm}, **inputs)
         self._last = kernel._last
         return results
+
+    @functools.cached_property
+    def _grouped(self) -> Kernel:
+        """The program of groups, whose ends are an input."""
+        if PRODUCT in self._inputs:
+            raise CallError("the product is given, and groups are of a product that is still to be taken: call the kernel with a and b")
+        if self.numerics.invariant:
+            raise CallError("the program is invariant, and groups have no order of sums that is kept for all M: compile it without invariant")
+        made = Kernel(
+            self._graph, self.renderer, self._choose, self._config, self._backend, self.numerics, self._at_call, None, self._known_as, self._machine, grouped=True
+        )  # fmt: skip
+        made.parting = self.parting
+        return made
 
     @functools.cached_property
     def _over(self) -> Kernel:
@@ -255,7 +270,8 @@ class Kernel:
             raise CallError("this kernel was made for one problem, and torch cannot trace it: it can one of epigen.compile")
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*operands, *inputs.values())):
             raise CallError(arguments.NO_GRADIENT)
-        arguments.check_names(self._inputs, inputs)
+        declared = groups.declared(self._inputs, inputs)
+        arguments.check_names(declared, inputs)
         several: tuple[Any, ...] = operands
         for name, operand in zip(("a", "b") if len(operands) == 2 else (PRODUCT,), several, strict=True):
             if not (isinstance(operand, Tensor) or arguments.stands_for_one(operand)):
@@ -263,11 +279,11 @@ class Kernel:
         if self._seeds:
             inputs = arguments.with_seeds(self._seeds, inputs, operands[0])
         text, tune, options = self._known_as
-        given = [inputs[name] for name in self._input_names]
+        given = [inputs[name] for name in declared]
         if is_dynamo_compiling():
             given = [v if isinstance(v, Tensor) else arguments.traced_number(v, operands[0].device) for v in given]
         tensors = [v if isinstance(v, Tensor) or arguments.stands_for_one(v) else None for v in given]
-        numbers = [arguments.number(name, v) for name, v, tensor in zip(self._input_names, given, tensors, strict=True) if tensor is None]
+        numbers = [arguments.number(name, v) for name, v, tensor in zip(declared, given, tensors, strict=True) if tensor is None]
         if out is None:
             if len(operands) == 2:
                 results = torch.ops.epigen.program.default(text, tune, *operands, tensors, numbers, options=options)
@@ -406,7 +422,10 @@ class Kernel:
 
     def _prepare(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], refused: str = "", target: Target | None = None) -> Prepared:
         """target: compile for it; the tensors then lie on the meta device. By default for the tensors' own device."""
-        operands, inputs, batch = batches.one(self._inputs, operands, inputs)
+        if GROUPS in self._inputs:
+            operands, inputs, batch = groups.one(self._graph, self._inputs, operands, inputs)
+        else:
+            operands, inputs, batch = batches.one(self._inputs, operands, inputs)
         m, n, k = arguments.check_operands(self._graph, *operands) if operands else (*arguments.check_product(inputs[PRODUCT]), 0)
         what, first = ("operand a", operands[0]) if operands else (PRODUCT, inputs[PRODUCT])
         arguments.check_inputs(self._inputs, inputs, (m, n, k), first)
@@ -417,14 +436,14 @@ class Kernel:
         all_outputs = outputs.of(self._graph, BY_TORCH_ON_CPU[str(first.dtype)])
         shape: Shape = (m, n, k)
         if batch is not None:
-            shape = (batch.count, m, n, k)
+            shape = batch.problem(m, n, k)
             outs, batch = batches.with_outputs(batch, all_outputs, outs, m, n)
         for out in all_outputs:
             if out.name in outs:
                 outputs.check(outs[out.name], out, m, n, first.device)
         backend = self._backend or ("reference" if first.device.type == "cpu" else "triton")
         if backend == "reference" or (first.is_meta and target is None):
-            signature = self._signature_like(shape, operands, inputs)
+            signature = replace(self._signature_like(shape, operands, inputs), grouped=batch.groups if batch else "")
             return Prepared(self._graph, all_outputs, (m, n, k), first.device, signature=signature, batch=batch)
         if first.dtype == torch.float64:
             raise CallError(f"{what} is float64, which only the reference on the CPU computes in: no kernel does")
@@ -465,12 +484,12 @@ class Kernel:
         strided += [(name, node.indices, inputs[name].stride()) for name, node in self._inputs.items() if isinstance(inputs[name], Tensor)]
         strided += [(out.name, out.indices, results[out.name].stride()) for out in all_outputs]
         a, b = (BY_TORCH_ON_CPU[str(t.dtype)] for t in operands or (inputs[PRODUCT],) * 2)
-        strides = batch.strides if batch else {}
+        strides, grouped = (batch.strides, batch.groups) if batch else ({}, "")
         return Signature(
-            a, b, self._dtypes(inputs), self._precision_now(a), k_multiple(k), index_bits(shape, map(arguments.reach, tensors)), "".join(map(arguments.layout, operands)) or "nn",
+            a, b, self._dtypes(inputs), self._precision_now(a), 1 if grouped == "k" else k_multiple(k), index_bits(shape, map(arguments.reach, tensors)), "".join(map(arguments.layout, operands)) or "nn",
             tma=tuple(name for name, t in (upright | written).items() if arguments.describable(t, name in written, strides.get(name, 0))),
             factors=factors((m, n, k), strided, strides), bytewise=self._bytewise(inputs, outs, strides), batched=batch is not None,
-            invariant=self.numerics.invariant, rounding=self.numerics.rounding, interpreted=interpreted,
+            invariant=self.numerics.invariant, rounding=self.numerics.rounding, interpreted=interpreted, grouped=grouped,
         )  # fmt: skip
 
     def _signature_like(self, shape: Shape, operands: Operands, inputs: Mapping[str, Any]) -> Signature:

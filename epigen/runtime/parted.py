@@ -16,9 +16,10 @@ from epigen.dtypes import BY_TORCH_ON_CPU
 from epigen.errors import CallError
 from epigen.gpus import Target
 from epigen.ir import reference
+from epigen.ir.graph import GROUPS
 from epigen.ir.parting import Part, Parting
 from epigen.lang.syntax import HALVES
-from epigen.runtime import arguments, outputs
+from epigen.runtime import arguments, groups, outputs
 from epigen.runtime.kernel import Kernel, traced
 from epigen.runtime.loader import Resources
 
@@ -74,7 +75,7 @@ class PartedKernel(Kernel):
             results |= wholes
             return self._returned(results)
         given = outputs.given(out, self._as_returned)
-        wholes = {p.whole: given[p.whole] if p.whole in given else self._empty(p, a, b) for p in self.parting.outputs}
+        wholes = {p.whole: given[p.whole] if p.whole in given else self._empty(p, a, b, inputs.get(GROUPS)) for p in self.parting.outputs}
         into = {name: t for name, t in given.items() if name not in wholes}
         for part in self.parting.outputs:
             into[part.first], into[part.second] = views(_even(f"out for '{part.whole}'", wholes[part.whole], part.way), part.way)
@@ -85,10 +86,13 @@ class PartedKernel(Kernel):
         several = [results[name] for name in self._as_returned]
         return several[0] if self._results is None else self._results(*several)
 
-    def _empty(self, part: Part, a: Tensor, b: Tensor) -> Tensor:
-        """For a result of two. a, b: of which the kernel itself is to say it, where they do not fit."""
+    def _empty(self, part: Part, a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
+        """For a result of two. a, b: of which the kernel itself is to say it, where they do not fit. ends: of groups, if the call is of such."""
         m, n = (t.shape[d] if t.dim() > 1 else 0 for t, d in ((a, -2), (b, -1)))
-        lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]) if a.dim() > 2 or b.dim() > 2 else ()
+        if ends is not None:
+            lead = tuple(ends.shape) if b.dim() == 2 else ()
+        else:
+            lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]) if a.dim() > 2 or b.dim() > 2 else ()
         dtype = next(o.dtype for o in outputs.of(self._graph, BY_TORCH_ON_CPU[str(a.dtype)]) if o.name == part.first)
         return torch.empty((*lead, m, 2 * n), dtype=reference.torch_dtype(dtype), device=a.device)
 
@@ -101,7 +105,7 @@ class PartedKernel(Kernel):
         """Operand b and the inputs as the program has them."""
         if not self.parting.inputs:
             return b, dict(inputs)
-        arguments.check_names(self._as_given, inputs)
+        arguments.check_names(groups.declared(self._as_given, inputs), inputs)
         if not isinstance(b, Tensor) and not arguments.stands_for_one(b):
             return b, dict(inputs)  # which the kernel refuses
         of_b, *others = self.parting.inputs

@@ -14,11 +14,11 @@ from epigen.codegen import schedules
 from epigen.codegen.lower import as_computed
 from epigen.codegen.render import Rendered
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import Choice, KernelSpec, Signature, batch_stride, parameter, period_name
+from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Signature, batch_stride, parameter, period_name
 from epigen.gpus import Target
 from epigen.ir import reference
 from epigen.ir.graph import Graph
-from epigen.runtime import arguments, batches, outputs, overlap, vendor
+from epigen.runtime import arguments, batches, groups, outputs, overlap, vendor
 from epigen.runtime.batches import Batch
 from epigen.runtime.launch import Direct, Launch, blocks
 from epigen.runtime.loader import interpreting
@@ -83,7 +83,8 @@ class Prepared:
         assert self.plan is not None
         m, n, k = self.shape
         config = self.plan.choice.config
-        tiles_m, tiles_n = parts(config, self.shape)
+        launched, count = self.launched(config)
+        tiles_m, tiles_n = parts(config, launched)
         integers = {"M": m, "N": n, "K": k, "num_products": self.count, "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles_m * tiles_n}
         integers |= {"stride_mm_m": n, "stride_mm_n": 1}
         for name, indices, tensor in zip("ab", ("mk", "kn"), operands, strict=False):
@@ -98,11 +99,12 @@ class Prepared:
             integers |= {period_name(name, i): extent for i, extent in zip(indices, tensor.shape, strict=False)}
         integers |= {batch_stride(name): stride for name, stride in (self.batch.strides if self.batch else {}).items()}
         integers |= {x.name: integers[x.of] // x.factor for f in self.plan.rendered.functions for x in f.arguments if x.of}
-        self.workspace = Workspace.of(self.plan.spec, config, self.shape, self.count)
-        if arriving := self.count * counters(self.plan.spec, config, self.shape):
+        self.workspace = Workspace.of(self.plan.spec, config, launched, count)
+        if arriving := count * counters(self.plan.spec, config, launched):
             self.arrivals = Arrivals(arriving, self.device)
         for function, jit in zip(self.plan.rendered.functions, functions, strict=True):
-            if grid := blocks(function, config, self.shape, _INTERPRETED_PROGRAMS if self.interpreted else target.multiprocessors, self.count):
+            several = count if function.finish is None or function.finish.indices == "m" else self.count
+            if grid := blocks(function, config, launched, _INTERPRETED_PROGRAMS if self.interpreted else target.multiprocessors, several):
                 follows = bool(self.launches) or self.plan.by_vendor
                 self.launches.append(Launch.of(jit, function, grid, integers, None if self.interpreted else target, follows))
 
@@ -129,7 +131,14 @@ class Prepared:
     @property
     def problem(self) -> Shape:
         """The shape of all of it."""
-        return self.shape if self.batch is None else (self.batch.count, *self.shape)
+        return self.shape if self.batch is None else self.batch.problem(*self.shape)
+
+    def launched(self, config: KernelConfig) -> tuple[tuple[int, int, int], int]:
+        """M, N, K of each of how many products kernels are launched for: of groups of rows of one with as many rows as their tiles may have at most."""
+        if self.batch is None or self.batch.groups != "m":
+            return self.shape, self.count
+        (m, n, k), height = self.shape, config["block_m"]
+        return ((m + min(self.count, m) * (height - 1)) // height * height, n, k), 1
 
     @property
     def count(self) -> int:
@@ -148,7 +157,7 @@ class Prepared:
 
     def held(self, out: Out) -> Held:
         """What a new output is allocated as."""
-        return out.held(*self.shape[:2], self.batch.lead if self.batch is not None else ())
+        return out.held(*self.shape[:2], self.batch.lead_of(out.indices) if self.batch is not None else ())
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """The vendor's. [M, N], contiguous; of a batch with leading dimensions."""
@@ -223,6 +232,9 @@ class Prepared:
         (m, n, _), signature, graph = self.shape, self._signature, self.graph
         if signature is not None and signature.rounding:
             graph = as_computed(graph, signature)
+        if self.batch is not None and self.batch.groups:
+            several = groups.evaluate(graph, self.batch, operands, inputs, self.shape, self.outputs, self.device)
+            return [outs[o.name].copy_(r) if o.name in outs else r for o, r in zip(self.outputs, several, strict=True)]
         if self.batch is not None:
             several = batches.evaluate(graph, self.batch.lead, operands, inputs, self.shape, self.outputs, self.device, self.invariant)
             return [outs[o.name].copy_(r) if o.name in outs else r for o, r in zip(self.outputs, several, strict=True)]

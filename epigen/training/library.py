@@ -21,9 +21,9 @@ from epigen import api
 from epigen.codegen.lower import over_product
 from epigen.dtypes import BY_TORCH_ON_CPU
 from epigen.errors import CallError, InternalError
-from epigen.ir.graph import PRODUCT, Graph
+from epigen.ir.graph import GROUPS, PRODUCT, Graph, Node
 from epigen.ir.program import MOST_PROGRAMS, graph_of
-from epigen.runtime import arguments, batches, outputs
+from epigen.runtime import arguments, batches, groups, outputs
 from epigen.runtime.batches import Batch
 from epigen.runtime.kernel import Kernel
 from epigen.training import bits
@@ -50,11 +50,14 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def named(text: str, inputs: Sequence[Tensor | float | None], numbers: Sequence[float]) -> dict[str, Any]:
-    """A program's inputs by name. numbers: in the places of None."""
+    """A program's inputs by name, and behind them where groups end, if the call is of such. numbers: in the places of None."""
+    called = names(text)
+    if len(inputs) > len(called):
+        called = (*called, GROUPS)
     if not numbers:
-        return dict(zip(names(text), inputs, strict=True))
+        return dict(zip(called, inputs, strict=True))
     rest = iter(numbers)
-    return {name: next(rest) if value is None else value for name, value in zip(names(text), inputs, strict=True)}
+    return {name: next(rest) if value is None else value for name, value in zip(called, inputs, strict=True)}
 
 
 def _listed(results: Any) -> list[Tensor]:
@@ -97,14 +100,18 @@ def _fake_over(text: str, mm: Tensor, inputs: Inputs, numbers: Sequence[float], 
 
 def _fake(graph: Graph, operands: tuple[Tensor, ...], inputs: dict[str, Any]) -> list[Tensor]:
     first, shape, batch = _checked(graph, operands, inputs)
-    allocate, lead = outputs.allocator(first.device), batch.lead if batch is not None else ()
-    return [out.held(*shape[:2], lead).empty(allocate) for out in outputs.of(graph, BY_TORCH_ON_CPU[str(first.dtype)])]
+    allocate = outputs.allocator(first.device)
+    return [out.held(*shape[:2], () if batch is None else batch.lead_of(out.indices)).empty(allocate) for out in outputs.of(graph, BY_TORCH_ON_CPU[str(first.dtype)])]
 
 
 def _checked(graph: Graph, operands: tuple[Tensor, ...], inputs: Mapping[str, Any]) -> tuple[Tensor, tuple[int, int, int], Batch | None]:
     """The first operand, or the product that is given, M, N, K, and the products of a batch."""
-    declared = {node.name: node for node in graph.inputs()}
-    one, given, batch = batches.one(declared, operands, inputs)
+    declared: Mapping[str, Node] = {node.name: node for node in graph.inputs()}
+    if GROUPS in inputs and GROUPS not in declared:
+        declared = groups.declared(declared, inputs)
+        one, given, batch = groups.one(graph, declared, operands, inputs)
+    else:
+        one, given, batch = batches.one(declared, operands, inputs)
     shape = arguments.check_operands(graph, *one) if one else (*arguments.check_product(given[PRODUCT]), 0)
     first: Tensor = one[0] if one else given[PRODUCT]
     arguments.check_inputs(declared, given, shape, first)

@@ -1,0 +1,83 @@
+"""The functions of a kernel that find, of groups whose ends lie in memory, whose a tile is and which rows or which k it has.
+
+A group begins where the ones before it have ended, so that an end below an earlier one makes an empty group, and none reaches past the tensor: whatever the
+ends are, each row has one group at most.
+"""
+
+from __future__ import annotations
+
+from epigen.codegen.functions import Function
+from epigen.codegen.spec import KernelSpec
+
+CHUNK = 128
+"""Groups that are looked at together."""
+
+_LARGER = """@triton.jit
+def larger(x, y):
+    return tl.maximum(x, y)
+"""
+
+_SPANS = f"""@triton.jit
+def spans(ends_ptr, group, num_groups, begun, extent):
+    # where each of {CHUNK} groups begins and ends, of which the first begins at `begun`
+    begin = tl.load(ends_ptr + group - 1, mask=(group % {CHUNK} > 0) & (group <= num_groups), other=0)
+    end = tl.load(ends_ptr + group, mask=group < num_groups, other=0)
+    begin = tl.minimum(tl.maximum(tl.associative_scan(begin, 0, larger), begun), extent).to(tl.int32)
+    end = tl.minimum(tl.maximum(tl.associative_scan(end, 0, larger), begun), extent).to(tl.int32)
+    return begin, end
+"""
+
+_ROWS_OF_TILE = f"""@triton.jit
+def rows_of_tile(ends_ptr, tile, num_rows, num_groups, BLOCK_M: tl.constexpr):
+    # the group that a tile is of, its first row, and where the group's rows end: none of a tile past the last
+    tile = tile.to(tl.int32)
+    of_group, first_row, end_row, num_tiles, begun = 0, 0, 0, 0, 0
+    for start in range(0, num_groups, {CHUNK}):
+        group = start + tl.arange(0, {CHUNK})
+        begin, end = spans(ends_ptr, group, num_groups, begun, num_rows)
+        tiles = tl.where(group < num_groups, (end - begin + BLOCK_M - 1) // BLOCK_M, 0)
+        past = num_tiles + tl.cumsum(tiles, 0)
+        has_tile = (past - tiles <= tile) & (tile < past)
+        of_group += tl.sum(tl.where(has_tile, group, 0), 0)
+        first_row += tl.sum(tl.where(has_tile, begin + (tile - past + tiles) * BLOCK_M, 0), 0)
+        end_row += tl.sum(tl.where(has_tile, end, 0), 0)
+        num_tiles += tl.sum(tiles, 0)
+        begun = tl.max(end, 0)
+    return of_group, first_row, end_row
+"""
+
+_TILES_OF_GROUP = f"""@triton.jit
+def tiles_of_group(ends_ptr, of_group, num_rows, BLOCK_M: tl.constexpr):
+    # from where and up to where the tiles of rows are a group's
+    begin_tile, end_tile, begun = 0, 0, 0
+    for start in range(0, of_group + 1, {CHUNK}):
+        group = start + tl.arange(0, {CHUNK})
+        begin, end = spans(ends_ptr, group, of_group + 1, begun, num_rows)
+        tiles = (end - begin + BLOCK_M - 1) // BLOCK_M
+        begin_tile += tl.sum(tl.where(group < of_group, tiles, 0), 0)
+        end_tile += tl.sum(tl.where(group <= of_group, tiles, 0), 0)
+        begun = tl.max(end, 0)
+    return begin_tile, end_tile
+"""
+
+_SPAN_OF_GROUP = f"""@triton.jit
+def span_of_group(ends_ptr, of_group, extent):
+    # where a group begins and ends
+    begin = 0
+    for start in range(0, of_group, {CHUNK}):
+        group = start + tl.arange(0, {CHUNK})
+        begin = tl.maximum(begin, tl.max(tl.load(ends_ptr + group, mask=group < of_group, other=0), 0))
+    end = tl.maximum(tl.load(ends_ptr + of_group), begin)
+    return tl.minimum(begin, extent).to(tl.int32), tl.minimum(end, extent).to(tl.int32)
+"""
+
+
+def functions(spec: KernelSpec, kernels: tuple[Function, ...]) -> list[str]:
+    """Those that the kernels of a module call."""
+    grouped, finishes = spec.signature.grouped, [f.finish for f in kernels if f.finish]
+    if grouped == "k":
+        return [_SPAN_OF_GROUP]
+    if not grouped:
+        return []
+    of_columns = any(f.indices != "m" and not all(s.operand for s in f.sources) for f in finishes)
+    return [_LARGER, _SPANS, _ROWS_OF_TILE, *[_TILES_OF_GROUP] * of_columns]
