@@ -308,10 +308,15 @@ def of_bytes() -> str:
     )
 
 
+def _by_gpu(name: str) -> dict[tuple[str, bool], Report]:
+    """What `bench.NAME` has reported: by GPU, and whether tuned."""
+    names = {(gpu, tuned): f"{name}_{'tuned_' * tuned}{gpu.lower()}" for gpu in ("H100", "H200") for tuned in (False, True)}
+    return {which: load(name) for which, name in names.items() if there(name)}
+
+
 def tile_rows() -> str:
     """Epilogues with further tensors of the result's extents: GPUs side by side, untuned and, where that was run, tuned."""
-    names = {(gpu, tuned): f"tiles_{'tuned_' * tuned}{gpu.lower()}" for gpu in ("H100", "H200") for tuned in (False, True)}
-    reports = {which: load(name) for which, name in names.items() if there(name)}
+    reports = _by_gpu("tiles")
     if not reports:
         return "Not measured yet: `python -m bench tiles`."
     columns = [column for gpu, tuned in reports for column in ([f"{gpu}: tuned"] if tuned else [f"{gpu}: eager", f"{gpu}: epigen"])]
@@ -333,7 +338,7 @@ def tile_rows() -> str:
 
 def gated_rows() -> str:
     """Two products of one operand in one kernel, and the MLPs that have them: GPUs side by side."""
-    reports = {(gpu, tuned): load(name) for gpu in ("H100", "H200") for tuned in (False, True) if there(name := f"gated_{'tuned_' * tuned}{gpu.lower()}")}
+    reports = _by_gpu("gated")
     if not reports:
         return "Not measured yet: `python -m bench gated`."
     units: dict[str, dict[str, str]] = {}
@@ -370,7 +375,7 @@ def gated_rows() -> str:
 
 def weight_rows() -> str:
     """Weights of few bits: GPUs side by side."""
-    reports = {(gpu, tuned): load(name) for gpu in ("H100", "H200") for tuned in (False, True) if there(name := f"weights_{'tuned_' * tuned}{gpu.lower()}")}
+    reports = _by_gpu("weights")
     if not reports:
         return "Not measured yet: `python -m bench weights`."
     cells = []
@@ -392,9 +397,7 @@ def weight_rows() -> str:
 
 def block_scale_rows() -> str:
     """fp8 with scales in blocks: GPUs side by side."""
-    reports = {
-        (gpu, tuned): load(name) for gpu in ("H100", "H200") for tuned in (False, True) if there(name := f"block_scales_{'tuned_' * tuned}{gpu.lower()}")
-    }
+    reports = _by_gpu("block_scales")
     if not reports:
         return "Not measured yet: `python -m bench block_scales`."
     cells = []
@@ -417,9 +420,7 @@ _CONTENDERS = (cross_entropy.OURS, cross_entropy.KEPT, cross_entropy.COMPILED, c
 
 def cross_entropy_rows() -> str:
     """A last layer and its loss: forward, both ways, and memory."""
-    reports = {
-        (gpu, tuned): load(name) for gpu in ("H100", "H200") for tuned in (False, True) if there(name := f"cross_entropy_{'tuned_' * tuned}{gpu.lower()}")
-    }
+    reports = _by_gpu("cross_entropy")
     if not reports:
         return "Not measured yet: `python -m bench cross_entropy`."
     rows = []
