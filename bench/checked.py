@@ -42,6 +42,12 @@ class Demand:
     rough: bool = False
 
 
+def near(found: Tensor, right: Tensor, within: float, whose: str) -> None:
+    """Raises Wrong where an answer as a whole is too far off. within: the norm of the difference, as a share of the norm of what is right."""
+    if not (error := ((found.float() - right).norm() / right.norm()).item()) < within:
+        raise Wrong(f"{whose} is off by {error:.4f}")
+
+
 class Oracle:
     """What is right for one call."""
 

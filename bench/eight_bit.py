@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import epigen
-from bench import record, timing
+from bench import checked, record, timing
 from bench.record import Report
 from epigen.dtypes import FAST_ACCUM
 from epigen.runtime.device import THIS_MACHINE, Machine
@@ -98,8 +98,7 @@ def measured(case: Case) -> dict[str, Any]:
     right = _right(case, a, b, s, t, bias, **gate)
     for name in (OURS, CUBLAS):
         if name in contenders:
-            error = ((contenders[name]().float() - right).norm() / right.norm()).item()
-            assert error < 1e-2, f"{name} at {extents(case.shape)} is off by {error:.4f}"
+            checked.near(contenders[name](), right, 1e-2, f"{name} at {extents(case.shape)}")
     row = {"program": case.program, "shape": case.shape, "dtype": case.dtype, "precision": case.precision, "config": str(kernel.config)}
     return row | {"claimed": case.claimed, "timing": timing.cold(contenders, budget_s=1.0)}
 

@@ -6,6 +6,7 @@ Each block is a sentence that says what is compared, the table, and below it how
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -15,12 +16,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import batched, block_scales, cross_entropy, eight_bit, gated, invariant, peers, power, tiles, weights
+from bench import batched, block_scales, cross_entropy, eight_bit, gated, invariant, peers, power, quantized_outputs, tiles, weights
 from bench.bars import geometric, outcome, ratio, verdicts
 from bench.counters import calls as calls_of
 from bench.counters import us
 from bench.headline import key
 from bench.networks import PRODUCTS
+from bench.quantized_outputs import COMPILED, PLAIN, PRODUCT
 from bench.readme_models import models, reach
 from bench.readme_tuning import tuned_in, tuning
 from bench.record import Report, Row
@@ -308,10 +310,15 @@ def of_bytes() -> str:
     )
 
 
+def _by_gpu(name: str) -> dict[tuple[str, bool], Report]:
+    """What `bench.NAME` has reported: by GPU, and whether tuned."""
+    names = {(gpu, tuned): f"{name}_{'tuned_' * tuned}{gpu.lower()}" for gpu in ("H100", "H200") for tuned in (False, True)}
+    return {which: load(name) for which, name in names.items() if there(name)}
+
+
 def tile_rows() -> str:
     """Epilogues with further tensors of the result's extents: GPUs side by side, untuned and, where that was run, tuned."""
-    names = {(gpu, tuned): f"tiles_{'tuned_' * tuned}{gpu.lower()}" for gpu in ("H100", "H200") for tuned in (False, True)}
-    reports = {which: load(name) for which, name in names.items() if there(name)}
+    reports = _by_gpu("tiles")
     if not reports:
         return "Not measured yet: `python -m bench tiles`."
     columns = [column for gpu, tuned in reports for column in ([f"{gpu}: tuned"] if tuned else [f"{gpu}: eager", f"{gpu}: epigen"])]
@@ -333,7 +340,7 @@ def tile_rows() -> str:
 
 def gated_rows() -> str:
     """Two products of one operand in one kernel, and the MLPs that have them: GPUs side by side."""
-    reports = {(gpu, tuned): load(name) for gpu in ("H100", "H200") for tuned in (False, True) if there(name := f"gated_{'tuned_' * tuned}{gpu.lower()}")}
+    reports = _by_gpu("gated")
     if not reports:
         return "Not measured yet: `python -m bench gated`."
     units: dict[str, dict[str, str]] = {}
@@ -370,7 +377,7 @@ def gated_rows() -> str:
 
 def weight_rows() -> str:
     """Weights of few bits: GPUs side by side."""
-    reports = {(gpu, tuned): load(name) for gpu in ("H100", "H200") for tuned in (False, True) if there(name := f"weights_{'tuned_' * tuned}{gpu.lower()}")}
+    reports = _by_gpu("weights")
     if not reports:
         return "Not measured yet: `python -m bench weights`."
     cells = []
@@ -392,9 +399,7 @@ def weight_rows() -> str:
 
 def block_scale_rows() -> str:
     """fp8 with scales in blocks: GPUs side by side."""
-    reports = {
-        (gpu, tuned): load(name) for gpu in ("H100", "H200") for tuned in (False, True) if there(name := f"block_scales_{'tuned_' * tuned}{gpu.lower()}")
-    }
+    reports = _by_gpu("block_scales")
     if not reports:
         return "Not measured yet: `python -m bench block_scales`."
     cells = []
@@ -412,14 +417,36 @@ def block_scale_rows() -> str:
     )  # fmt: skip
 
 
+def quantized_output_rows() -> str:
+    """Outputs in fp8 with scales in blocks: GPUs side by side."""
+    reports = _by_gpu("quantized_outputs")
+    if not reports:
+        return "Not measured yet: `python -m bench quantized_outputs`."
+    cells, below = [], []
+    for (gpu, tuned), report in reports.items():
+        for row in report.rows:
+            of = functools.partial(quantized_outputs.of, row)
+            shares = (of(PRODUCT), of(PRODUCT, COMPILED), of(COMPILED), of(PLAIN))
+            cells.append([f"{extents(row['shape'])}, {row['program']}", f"{gpu}{', tuned' * tuned}", *(f"{share:.2f}" for share in shares)])
+        about = report.summary
+        missing = f", and {about['left_out']} cases were not timed" if about["left_out"] else ""
+        met = f"{about['met']} of {about['of']} targets are met, {about['worst']:.2f} of one at worst{missing}."
+        below.append(f"{gpu}{', tuned' * tuned}: {met} {source(report, 'quantized_outputs')}")
+    return paragraphs(
+        f"`q, s = quantize(x, fp8e4m3, n/{quantized_outputs.BLOCK})` in one kernel, of a bf16 product, of `gelu(mm + bias)`, of SwiGLU and of fp8 with scales in blocks: how many times as fast as "
+        "torch's product alone it is, which is `torch.mm`, of SwiGLU one with twice the columns, and of fp8 `scaled_mm` with the same scales; the same of that product and a pass by torch.compile; and "
+        f"how many times as fast as the product and the pass it is, of which {quantized_outputs.CLAIMED:.2f} is the target for fp8, and as epigen's kernel that leaves x in bf16:",
+        table(["M x N x K", "GPU", "of the product", "of the product: torch.compile", "of torch.compile", "of epigen's in bf16"], cells),
+        *below,
+    )
+
+
 _CONTENDERS = (cross_entropy.OURS, cross_entropy.KEPT, cross_entropy.COMPILED, cross_entropy.LIGER, cross_entropy.TORCH)
 
 
 def cross_entropy_rows() -> str:
     """A last layer and its loss: forward, both ways, and memory."""
-    reports = {
-        (gpu, tuned): load(name) for gpu in ("H100", "H200") for tuned in (False, True) if there(name := f"cross_entropy_{'tuned_' * tuned}{gpu.lower()}")
-    }
+    reports = _by_gpu("cross_entropy")
     if not reports:
         return "Not measured yet: `python -m bench cross_entropy`."
     rows = []
@@ -496,7 +523,7 @@ def h100() -> str:
 BLOCKS = {
     "summary": summary, "models": models, "reach": reach,
     "headline": headline, "gem": gem, "host": host, "tuned_in": tuned_in, "training": training, "counters": counters, "power": power_limited, "checked": checked,
-    "several": several, "tiles": tile_rows, "gated": gated_rows, "cross_entropy": cross_entropy_rows, "weights": weight_rows, "block_scales": block_scale_rows, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
+    "several": several, "tiles": tile_rows, "gated": gated_rows, "cross_entropy": cross_entropy_rows, "weights": weight_rows, "block_scales": block_scale_rows, "quantized_outputs": quantized_output_rows, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
 }  # fmt: skip
 
 

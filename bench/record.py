@@ -67,11 +67,16 @@ def add_options(parser: argparse.ArgumentParser, folder: Path = RESULTS) -> None
     parser.add_argument("--out", type=Path, default=folder)
 
 
-def options_with_shapes(about: str | None, shapes: Sequence[Shape]) -> argparse.Namespace:
-    """The options of a script that times problems of these shapes, or of those on the command line, tuned or not. about: its docstring."""
+def options_with_shapes(about: str | None, shapes: Sequence[Shape], seconds: float | None = None) -> argparse.Namespace:
+    """The options of a script that times problems of these shapes, or of those on the command line, tuned or not. about: its docstring.
+
+    seconds: what it takes at most by default, if it can be told.
+    """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--tuned", action="store_true")
+    if seconds is not None:
+        parser.add_argument("--seconds", type=float, default=seconds, help="after which no further problem is begun")
     parser.add_argument("shapes", nargs="*", type=shape_of, default=shapes)
     return parser.parse_args()
 
