@@ -172,7 +172,7 @@ class Space:
         count = products(self.shape)
         vendors = [] if limits.adds_in_order(self.spec) or self.spec.computed or self.spec.second or sig.grouped else ["library"]
         names = ["tiled"]
-        if k >= LEAST_SPLIT and self._splits and count * m * n <= _MOST_SPLIT * target.multiprocessors:
+        if k >= LEAST_SPLIT and self._splits and not sig.grouped and count * m * n <= _MOST_SPLIT * target.multiprocessors:
             names.append("split_k")
         # what TMA cannot address as it lies is copied first, which pays for large products alone
         addressed = 0 not in self.shape and (set(self.spec.multiplied) <= set(sig.tma) or count * m * n * k > LARGE)
@@ -294,14 +294,15 @@ class Space:
         parts = min(
             (1 + pingpong) * target.multiprocessors // max(1, products(self.shape) * -(-m // block_m) * -(-n // block_n)), k // _LEAST_PART, _MOST_PARTS
         )
-        splits = suggest("warp_specialized.splits", 1, max(1, parts) if self._splits else 1)
+        grouped = self.spec.signature.grouped  # of which a tile's rows end where TMA does not know
+        splits = suggest("warp_specialized.splits", 1, max(1, parts) if self._splits and not grouped else 1)
         subtiles = 1 << suggest("warp_specialized.subtiles", 0, self._halvings(block_n, splits))
         stored_bytes = {s.name: (1 + pingpong) * block_m * block_n // subtiles * s.dtype.bytes for s in schedules.tma_storable(self.spec)}
         fixed = limits.step_of_fp8(self.spec, target)
         right = block_n * len(self.spec.products)
         row_bytes, room, least = (block_m + right) * element_bytes, target.shared_bytes - _BARRIER_BYTES, 2 * (block_m + right) * (fixed or _LEAST_RUN)
         # the products lie such that a pointer would store four bytes at a time
-        by_tma = int(0 < sum(stored_bytes.values()) <= room - least)
+        by_tma = int(0 < sum(stored_bytes.values()) <= room - least and not grouped)
         tma_store = suggest("warp_specialized.tma_store", by_tma, by_tma)
         room -= tma_store * sum(stored_bytes.values())
         from_tma = schedules.tma_loadable(self.spec, bool(tma_store))
@@ -309,7 +310,7 @@ class Space:
         at_once = min(subtiles, schedules.AT_ONCE)
         again = (at_once - 1) * sum(size for name, size in stored_bytes.items() if name in from_tma.values())
         again += (1 + pingpong) * block_m * block_n * at_once // subtiles * sum(dtype.bytes for dtype in schedules.in_own_buffers(self.spec, from_tma).values())
-        tma_load = suggest("warp_specialized.tma_load", 0, int(bool(from_tma) and again <= room - least and splits == 1))
+        tma_load = suggest("warp_specialized.tma_load", 0, int(bool(from_tma) and again <= room - least and splits == 1 and not grouped))
         room -= tma_load * again
         loaded = self._loaded(from_tma if tma_load else ())
         # of two subtiles both inputs have to be held while the tile is multiplied, for which registers are left where it is a row, a column or bits
