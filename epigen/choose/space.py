@@ -44,6 +44,7 @@ _MOST_GROUP = _MOST_ACCUMULATORS * 128  # values that four warps accumulate
 _MOST_PARTS = schedules.WARP_SPECIALIZED.dimensions["splits"][-1]
 _MOST_SPLIT = 2 * 64 * 128  # values of the result a multiprocessor up to which it may: beyond, there are tiles enough
 _SPLIT_BLOCKS = 4  # a multiprocessor: with more, each has too little to add up
+_FEW = 16  # rows in the mean, up to which groups are read as fast by pointers
 _LEAST_PART = 256  # of k, that TMA brings: with less, adding the parts up takes longer than multiplying them
 _BY_VALUE = {
     "num_stages",
@@ -178,7 +179,7 @@ class Space:
         addressed = 0 not in self.shape and (set(self.spec.multiplied) <= set(sig.tma) or count * m * n * k > LARGE)
         along_k = sig.a.bytes > 1 or sig.layout == "nt"  # as the tensor cores want 8-bit operands, which nothing turns round on the way
         if addressed and along_k and not self._plain:
-            names += ["persistent", *["warp_specialized"] * (m > 64), "mixed_input"]  # two warpgroups want rows for both
+            names += ["persistent", *["warp_specialized"] * (m > (_FEW if sig.grouped else 64)), "mixed_input"]  # two warpgroups want rows for both
         return (*vendors, *(name for name in names if not limits.schedule_unfit(name, self.spec, self.shape, target)))
 
     def _tiled(self, suggest: Suggest) -> KernelConfig:
@@ -246,7 +247,7 @@ class Space:
         """block_m and block_n. rows: the fewest. most: of values in a tile."""
         m, n, _ = self.shape[-3:]
         target, element_bytes, fewest, count = self.target, self.spec.signature.a.bytes, rows, len(self.spec.products)
-        rows, columns = min(256, _padded(m, fewest)), min(256, _padded(n))
+        rows, columns = min(256, _padded(m, fewest)), min(256, max(_padded(n), self.spec.longest_block))
         least = min(_down(products(self.shape) * m * n // (_MOST_TILES * target.multiprocessors)), 128 * 128, rows * columns)
         most = (128 * 128 if self._plain else most) // count
         least = min(least, most)
@@ -320,7 +321,8 @@ class Space:
         block_k = exponent("block_k", fixed or min(most_k, _RUN // element_bytes), fixed or most_k)
         most_stages = min(8, room // (row_bytes * block_k))
         stages = suggest("warp_specialized.num_stages", max(2, most_stages - 1), most_stages)
-        group_m = _GROUPS[suggest("warp_specialized.group_m", 0, _orders(-(-m // block_m)))]
+        rows_of_tiles = -(-m // block_m) * (self.shape[0] if grouped else 1)  # one group's follow another's
+        group_m = _GROUPS[suggest("warp_specialized.group_m", 0, _orders(rows_of_tiles))]
         return schedules.config(
             "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, subtiles=subtiles, prefetch=prefetch,
             tma_store=tma_store, tma_load=tma_load, num_stages=stages, fused_finalize=self._fused_finalize(suggest, "warp_specialized"), splits=splits,

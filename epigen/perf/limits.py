@@ -330,7 +330,7 @@ def shared_memory(c: Candidate) -> str:
 
 def filled(c: Candidate) -> str:
     fewest, least = (64 * schedules.tile_parts(c.config)[0], max(c.least_k, 64 // c.spec.signature.a.bytes)) if c.schedule.descriptors else (16, c.least_k)
-    narrowest = 16
+    narrowest = max(16, c.spec.longest_block)
     if c.schedule.converts:  # b is the left operand, of which two warpgroups have 64 columns each at least
         fewest, narrowest = 16, 2 * schedules.GROUP_COLUMNS
     if step := step_of_fp8(c.spec, c.target):
