@@ -14,10 +14,10 @@ CHUNK = 128
 """Groups that are looked at together."""
 
 _SCANNED = """@triton.jit
-def larger(x, y):
+def group_larger(x, y):
     return tl.maximum(x, y)
 """, """@triton.jit
-def added(x, y):
+def group_added(x, y):
     return x + y
 """  # Gluon has no cumsum of its own before Triton 3.9
 
@@ -28,12 +28,12 @@ _ARANGE = {
 }
 
 _SPANS = f"""@triton.jit
-def spans(ends_ptr, group, num_groups, begun, extent):
+def group_spans(ends_ptr, group, num_groups, begun, extent):
     # where each of {CHUNK} groups begins and ends, of which the first begins at `begun`
     begin = tl.load(ends_ptr + group - 1, mask=(group % {CHUNK} > 0) & (group <= num_groups), other=0)
     end = tl.load(ends_ptr + group, mask=group < num_groups, other=0)
-    begin = tl.minimum(tl.maximum(tl.associative_scan(begin, 0, larger), begun), extent).to(tl.int32)
-    end = tl.minimum(tl.maximum(tl.associative_scan(end, 0, larger), begun), extent).to(tl.int32)
+    begin = tl.minimum(tl.maximum(tl.associative_scan(begin, 0, group_larger), begun), extent).to(tl.int32)
+    end = tl.minimum(tl.maximum(tl.associative_scan(end, 0, group_larger), begun), extent).to(tl.int32)
     return begin, end
 """
 
@@ -44,9 +44,9 @@ def rows_of_tile(ends_ptr, tile, num_rows, num_groups, BLOCK_M: tl.constexpr):
     of_group, first_row, end_row, num_tiles, begun = 0, 0, 0, 0, 0
     for start in range(0, num_groups, {CHUNK}):
         group = start + ARANGE
-        begin, end = spans(ends_ptr, group, num_groups, begun, num_rows)
+        begin, end = group_spans(ends_ptr, group, num_groups, begun, num_rows)
         tiles = tl.where(group < num_groups, (end - begin + BLOCK_M - 1) // BLOCK_M, 0)
-        past = num_tiles + tl.associative_scan(tiles, 0, added)
+        past = num_tiles + tl.associative_scan(tiles, 0, group_added)
         has_tile = (past - tiles <= tile) & (tile < past)
         of_group += tl.sum(tl.where(has_tile, group, 0), 0)
         first_row += tl.sum(tl.where(has_tile, begin + (tile - past + tiles) * BLOCK_M, 0), 0)
@@ -62,7 +62,7 @@ def tiles_of_group(ends_ptr, of_group, num_rows, BLOCK_M: tl.constexpr):
     begin_tile, end_tile, begun = 0, 0, 0
     for start in range(0, of_group + 1, {CHUNK}):
         group = start + ARANGE
-        begin, end = spans(ends_ptr, group, of_group + 1, begun, num_rows)
+        begin, end = group_spans(ends_ptr, group, of_group + 1, begun, num_rows)
         tiles = (end - begin + BLOCK_M - 1) // BLOCK_M
         begin_tile += tl.sum(tl.where(group < of_group, tiles, 0), 0)
         end_tile += tl.sum(tl.where(group <= of_group, tiles, 0), 0)
@@ -95,7 +95,7 @@ def functions(spec: KernelSpec, kernels: tuple[Function, ...]) -> list[str]:
     return [*(_in(main, text) for text in of_main), *(renamed(_in("triton", text), NAMES) for text in others)]
 
 
-NAMES = ("larger", "added", "spans", "tiles_of_group")
+NAMES = ("group_larger", "group_added", "group_spans", "tiles_of_group")
 
 
 def _in(dialect: str, text: str) -> str:
