@@ -13,13 +13,16 @@ from epigen.codegen.spec import KernelSpec
 CHUNK = 128
 """Groups that are looked at together."""
 
-_SCANNED = """@triton.jit
+_SCANNED = (
+    """@triton.jit
 def group_larger(x, y):
     return tl.maximum(x, y)
-""", """@triton.jit
+""",
+    """@triton.jit
 def group_added(x, y):
     return x + y
-"""  # Gluon has no cumsum of its own before Triton 3.9
+""",
+)  # Gluon has no cumsum of its own before Triton 3.9
 
 _ARANGE = {
     "triton": f"tl.arange(0, {CHUNK})",

@@ -95,7 +95,10 @@ def same(found: Sequence[Tensor], ends: Sequence[int], a: Tensor, b: Tensor, inp
     to_cpu = [t.cpu() for t in found]
     a, b, inputs = a.cpu(), b.cpu(), {name: v.cpu() if isinstance(v, Tensor) else v for name, v in inputs.items()}
     for g, (begin, end) in enumerate(spans(ends, a.shape[0])):
-        own = {name: v[begin:end] if name in ("scale_a", "residual", "mask") else v[g] if isinstance(v, Tensor) and v.dim() > 1 else v for name, v in inputs.items()}
+        own = {
+            name: v[begin:end] if name in ("scale_a", "residual", "mask") else v[g] if isinstance(v, Tensor) and v.dim() > 1 else v
+            for name, v in inputs.items()
+        }
         expected = alone(a[begin:end], b[g], **own)
         for i in of_rows:
             torch.testing.assert_close(to_cpu[i][begin:end], expected[i], rtol=0, atol=0, equal_nan=True)
