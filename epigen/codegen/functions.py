@@ -289,7 +289,8 @@ def _finish(spec: KernelSpec, config: KernelConfig, finish: Finish) -> Function:
             lengths += _integers(tiles)
     sizes = _integers(*finish.indices.upper(), *(e.upper() for e in "mn" if any(counted(e) in line.args for line in finish.lines)))
     steps: dict[str, str] = {}
-    constants = (("BLOCK_T", _FINISH_TILES[finish.indices][0]), ("BLOCK_X", _FINISH_TILES[finish.indices][1]))
+    length, width = _FINISH_TILES[finish.indices]
+    constants: tuple[tuple[str, int], ...] = (("BLOCK_T", length), ("BLOCK_X", width))
     ends: list[Argument] = []
     if sig.grouped == "m" and not all(s.operand for s in finish.sources) and finish.indices != "m":
         ends, constants = _ends(sig), (*constants, ("BLOCK_M", config["block_m"]))

@@ -17,7 +17,6 @@ from epigen.ir import graph as g
 from epigen.ir import reference
 from epigen.ir.graph import GROUPS, Graph, Node
 from epigen.runtime import batches
-from epigen.runtime.arguments import PLAIN
 from epigen.runtime.batches import Batch
 from epigen.runtime.outputs import Out, allocator
 
@@ -52,10 +51,17 @@ def _called(along: str) -> str:
     return "rows" if along == "m" else "k"
 
 
+def products(
+    graph: Graph, declared: Mapping[str, Node], operands: tuple[Any, ...], inputs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any], Batch | None]:  # fmt: skip
+    """What the first of a call's products is given, and all of them: of groups, if the call names such, else as `batches.one` has them."""
+    return one(graph, declared, operands, inputs) if GROUPS in declared else batches.one(declared, operands, inputs)
+
+
 def one(
     graph: Graph, declared: Mapping[str, Node], operands: tuple[Any, ...], inputs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], Mapping[str, Any], Batch]:  # fmt: skip
-    """What the first of a call's products is given, and all of them, as `batches.one` has them. declared: the program's inputs."""
+    """As `products`, of groups. declared: the program's inputs, and the ends."""
     a, b = operands
     if not (isinstance(a, Tensor) and a.dim() == 2 and isinstance(b, Tensor) and b.dim() in (2, 3)):
         shapes = " and ".join(f"{name} is {list(t.shape) if isinstance(t, Tensor) else type(t).__name__}" for name, t in zip("ab", operands, strict=True))

@@ -424,10 +424,7 @@ class Kernel:
 
     def _prepare(self, operands: Operands, inputs: Mapping[str, Any], outs: Mapping[str, Tensor], refused: str = "", target: Target | None = None) -> Prepared:
         """target: compile for it; the tensors then lie on the meta device. By default for the tensors' own device."""
-        if GROUPS in self._inputs:
-            operands, inputs, batch = groups.one(self._graph, self._inputs, operands, inputs)
-        else:
-            operands, inputs, batch = batches.one(self._inputs, operands, inputs)
+        operands, inputs, batch = groups.products(self._graph, self._inputs, operands, inputs)
         m, n, k = arguments.check_operands(self._graph, *operands) if operands else (*arguments.check_product(inputs[PRODUCT]), 0)
         what, first = ("operand a", operands[0]) if operands else (PRODUCT, inputs[PRODUCT])
         arguments.check_inputs(self._inputs, inputs, (m, n, k), first)

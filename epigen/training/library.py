@@ -110,11 +110,8 @@ def _fake(graph: Graph, operands: tuple[Tensor, ...], inputs: dict[str, Any]) ->
 def _checked(graph: Graph, operands: tuple[Tensor, ...], inputs: Mapping[str, Any]) -> tuple[Tensor, tuple[int, int, int], Batch | None]:
     """The first operand, or the product that is given, M, N, K, and the products of a batch."""
     declared: Mapping[str, Node] = {node.name: node for node in graph.inputs()}
-    if GROUPS in inputs and GROUPS not in declared:
-        declared = groups.declared(declared, inputs)
-        one, given, batch = groups.one(graph, declared, operands, inputs)
-    else:
-        one, given, batch = batches.one(declared, operands, inputs)
+    declared = groups.declared(declared, inputs)
+    one, given, batch = groups.products(graph, declared, operands, inputs)
     shape = arguments.check_operands(graph, *one) if one else (*arguments.check_product(given[PRODUCT]), 0)
     first: Tensor = one[0] if one else given[PRODUCT]
     arguments.check_inputs(declared, given, shape, first)
