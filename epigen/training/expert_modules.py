@@ -65,6 +65,13 @@ def program(module: nn.Module) -> str:
     return text
 
 
+def flops(module: nn.Module) -> int:
+    """Multiplications a token, at as many experts as it goes to."""
+    own: Any = module
+    each = (_up(own).numel() + own.down_proj.numel()) // own.num_experts
+    return each * int(getattr(getattr(own, "config", None), "num_experts_per_tok", 1))
+
+
 def _up(experts: Any) -> Tensor:
     weight: Tensor = experts.gate_up_proj if experts.has_gate else experts.up_proj
     return weight
