@@ -131,6 +131,7 @@ def test_the_second_product_of_the_backward_gives_the_derivative_and_the_scores(
     assert len(ran) == 5 and "dsilu" in ran[2] and "dscore" in ran[2], "no pass of its own"
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own of autograd functions that it compiles
 def test_compiled_in_one_piece() -> None:
     torch._dynamo.reset()
     for bias, foreign in ((False, False), (True, True)):
