@@ -25,7 +25,7 @@ ORDER = (
     "errors", "uncollected", "after_import", "lru_cache", "files", "settings", "shapes", "dtypes", "gpus", "ops",
     "lang.walk", "lang.syntax", "lang.substitute", "lang.quantised", "lang.parser",
     "ir.graph", "ir.parting", "ir.check", "ir.passes", "ir.program", "ir.rules", "ir.eager", "ir.unparse", "ir.written", "ir.autodiff", "ir.derivation", "ir.operand_gradients", "ir.derive", "ir.philox", "ir.nibbles", "ir.reference", "ir.recognise", "ir.bound", "packing",
-    "codegen.spec", "codegen.schedules", "codegen.steps", "codegen.emit", "codegen.from_bytes", "codegen.lower", "codegen.groups", "codegen.functions", "codegen.tile", "codegen.completion", "codegen.partitions",
+    "codegen.spec", "codegen.schedules", "codegen.steps", "codegen.emit", "codegen.from_bytes", "codegen.lower", "codegen.functions", "codegen.groups", "codegen.tile", "codegen.completion", "codegen.partitions",
     "codegen.render", "codegen.standalone",
     "perf.traffic", "perf.resources", "perf.limits", "perf.constants", "perf.model",
     "runtime.device", "runtime.arguments", "runtime.code_builder", "runtime.user_cache", "runtime.triton_key", "runtime.direct",

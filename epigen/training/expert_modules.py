@@ -6,6 +6,7 @@ after a product is. Its parameters are read at each call, wherever an adapter ha
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def program(module: nn.Module) -> str:
 def flops(module: nn.Module) -> int:
     """Multiplications a token, at as many experts as it goes to."""
     own: Any = module
-    each = (_up(own).numel() + own.down_proj.numel()) // own.num_experts
+    each: int = (_up(own).numel() + own.down_proj.numel()) // own.num_experts
     return each * int(getattr(getattr(own, "config", None), "num_experts_per_tok", 1))
 
 
@@ -125,7 +126,9 @@ def _program_of(module: nn.Module) -> str:
         try:
             text = program(module)
         except EpigenError as error:
-            raise CallError(f"epigen does not compute a {type(module).__name__}: {error}; choose another experts_implementation, such as 'grouped_mm'") from error
+            raise CallError(
+                f"epigen does not compute a {type(module).__name__}: {error}; choose another experts_implementation, such as 'grouped_mm'"
+            ) from error
         vars(module)[_KNOWN] = text
     return text
 
@@ -135,7 +138,5 @@ _program_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def register() -> None:
-    """Have transformers know the implementation."""
-    from transformers.integrations import moe
-
-    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, implementation)
+    """Have transformers, which has been imported, know the implementation."""
+    sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS.register(NAME, implementation)

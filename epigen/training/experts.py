@@ -146,7 +146,8 @@ def experts(hidden: Tensor, index: Tensor, scores: Tensor, weights: Weights, opt
     _check(hidden, index, scores, weights)
     dtype, kind = hidden.dtype, hidden.device.type
     computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and dtype != torch.float64 else weights.up.dtype
-    up, up_bias, down, down_bias = (t if t is None else t.to(computed) for t in weights[:4])
+    up, down = weights.up.to(computed), weights.down.to(computed)
+    up_bias, down_bias = (t if t is None else t.to(computed) for t in (weights.up_bias, weights.down_bias))
     tensors = hidden.to(computed), scores, up, up_bias, down, down_bias
     if composed.needed(t for t in tensors if t is not None):
         raise CallError("experts have no derivatives of torch.func's or of forward mode, and torch.jit.trace cannot write them down: unfuse the model there")
@@ -273,8 +274,7 @@ class _Experts(torch.autograd.Function):
         d_down = of_weight(dy, results[0]) if of_down else None
         d_up_bias = None
         if of_up_bias:
-            both = [sums[place].to(up.dtype) for place in p.bias]
-            d_up_bias = together(*both, p.way) if p.second else both[0]
+            d_up_bias = _joined([sums[place].to(up.dtype) for place in p.bias], p)
         d_down_bias, d_scores = None, None
         if of_down_bias:
             d_down_bias = product(score.to(dy.dtype)[None], dy)[:, 0]
@@ -290,8 +290,7 @@ def _through_epilogue(p: Programs, tune: str | None, dy: Tensor, down: Tensor, v
     """The gradient of the first product [T k, N], and all results of the program, of which its parts are views. dy: [T k, H]. down: [E, H, I]."""
     if not p.second or torch.compiler.is_compiling():
         results = library.run(p.backward, tune, dy, down, values)
-        parts = [results[place] for place in p.parts]
-        return together(*parts, p.way) if p.second else parts[0], results
+        return _joined([results[place] for place in p.parts], p), results
     (count, _), (groups, _, columns) = dy.shape, down.shape
     sums = torch.float64 if dy.dtype == torch.float64 else torch.float32
     shapes = {"m": (count,), "n": (groups, columns)}
@@ -301,3 +300,8 @@ def _through_epilogue(p: Programs, tune: str | None, dy: Tensor, down: Tensor, v
         out[place] = part
     library.run_into(p.backward, tune, dy, down, values, out)
     return dz, out
+
+
+def _joined(parts: Sequence[Tensor], p: Programs) -> Tensor:
+    """What is of both parts of the first product as of the whole."""
+    return together(parts[0], parts[1], p.way) if p.second else parts[0]

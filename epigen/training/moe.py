@@ -44,9 +44,7 @@ class Experts(nn.Module):
         return experts(hidden_states, top_k_index, top_k_weights, Weights(self.gate_up_proj, None, self.down_proj, None), options)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, hidden_features={self.hidden_features}, experts={self.num_experts}, activation={self.activation!r}"
-        )
+        return f"in_features={self.in_features}, hidden_features={self.hidden_features}, experts={self.num_experts}, activation={self.activation!r}"
 
 
 class MoE(nn.Module):
