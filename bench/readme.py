@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import batched, block_scales, cross_entropy, eight_bit, gated, invariant, peers, power, quantized_outputs, tiles, weights
+from bench import batched, block_scales, cross_entropy, eight_bit, gated, grouped, invariant, peers, power, quantized_outputs, tiles, weights
 from bench.bars import geometric, outcome, ratio, verdicts
 from bench.counters import calls as calls_of
 from bench.counters import us
@@ -441,6 +441,31 @@ def quantized_output_rows() -> str:
     )
 
 
+def grouped_rows() -> str:
+    """Products of groups of rows: GPUs below each other."""
+    reports = _by_gpu("grouped")
+    if not reports:
+        return "Not measured yet: `python -m bench grouped`."
+    cells: dict[tuple[str, str, str], dict[str, str]] = {}
+    for (gpu, _), report in reports.items():
+        for row in report.rows:
+            here = cells.setdefault((extents(row["shape"]), row["routing"], gpu), {})
+            if row["program"] == grouped.GATED:
+                here |= {"unit": f"{grouped.of(row, grouped.COMPILED):.2f}", "dense": f"{grouped.of(row, grouped.DENSE):.2f}"}
+            else:
+                here[row["program"]] = f"{grouped.of(row, grouped.COMPILED if row['program'] == grouped.DOWN else grouped.GROUPED):.2f}"
+    columns = ("unit", "dense", grouped.DOWN, grouped.GRADIENT)
+    return paragraphs(
+        f"Products of groups of rows whose ends lie on the GPU, as experts have them, in bf16: how many times as fast as `torch._grouped_mm` and a pass by torch.compile a gated unit is, "
+        f"`{grouped.GATED}`, and as one dense product of all rows with one expert's weight, which reads no other's; the product behind the unit, `{grouped.DOWN}`; and the weights' gradient as "
+        f"`torch._grouped_mm` alone. Of units with 8192 rows {grouped.CLAIMED} of the first is the target at {grouped.MANY} experts and more, and {grouped.OF_DENSE:.2f} of the second at 8:",
+        table(["experts x rows x N x K", "rows are shared out", "GPU", "unit", "unit: of dense", "down", "weights' gradient"],
+              [[*which, *(here.get(column, "") for column in columns)] for which, here in cells.items()]),
+        *(f"{gpu}: {report.summary['met']} of {report.summary['of']} targets are met, {report.summary['worst']:.2f} of one at worst. {source(report, 'grouped')}"
+          for (gpu, _), report in reports.items()),
+    )  # fmt: skip
+
+
 _CONTENDERS = (cross_entropy.OURS, cross_entropy.KEPT, cross_entropy.COMPILED, cross_entropy.LIGER, cross_entropy.TORCH)
 
 
@@ -523,7 +548,7 @@ def h100() -> str:
 BLOCKS = {
     "summary": summary, "models": models, "reach": reach,
     "headline": headline, "gem": gem, "host": host, "tuned_in": tuned_in, "training": training, "counters": counters, "power": power_limited, "checked": checked,
-    "several": several, "tiles": tile_rows, "gated": gated_rows, "cross_entropy": cross_entropy_rows, "weights": weight_rows, "block_scales": block_scale_rows, "quantized_outputs": quantized_output_rows, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
+    "several": several, "tiles": tile_rows, "gated": gated_rows, "cross_entropy": cross_entropy_rows, "weights": weight_rows, "block_scales": block_scale_rows, "quantized_outputs": quantized_output_rows, "grouped": grouped_rows, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
 }  # fmt: skip
 
 

@@ -6,24 +6,37 @@ ends are, each row has one group at most.
 
 from __future__ import annotations
 
+from epigen.codegen.emit import DIALECTS, renamed
 from epigen.codegen.functions import Function
 from epigen.codegen.spec import KernelSpec
 
 CHUNK = 128
 """Groups that are looked at together."""
 
-_LARGER = """@triton.jit
-def larger(x, y):
+_SCANNED = (
+    """@triton.jit
+def group_larger(x, y):
     return tl.maximum(x, y)
-"""
+""",
+    """@triton.jit
+def group_added(x, y):
+    return x + y
+""",
+)  # Gluon has no cumsum of its own before Triton 3.9
+
+_ARANGE = {
+    "triton": f"tl.arange(0, {CHUNK})",
+    # each warp has all of them, and asks no other one
+    "gluon": f"gl.arange(0, {CHUNK}, gl.BlockedLayout([{CHUNK // 32}], [32], [gl.num_warps()], [0]))",
+}
 
 _SPANS = f"""@triton.jit
-def spans(ends_ptr, group, num_groups, begun, extent):
+def group_spans(ends_ptr, group, num_groups, begun, extent):
     # where each of {CHUNK} groups begins and ends, of which the first begins at `begun`
     begin = tl.load(ends_ptr + group - 1, mask=(group % {CHUNK} > 0) & (group <= num_groups), other=0)
     end = tl.load(ends_ptr + group, mask=group < num_groups, other=0)
-    begin = tl.minimum(tl.maximum(tl.associative_scan(begin, 0, larger), begun), extent).to(tl.int32)
-    end = tl.minimum(tl.maximum(tl.associative_scan(end, 0, larger), begun), extent).to(tl.int32)
+    begin = tl.minimum(tl.maximum(tl.associative_scan(begin, 0, group_larger), begun), extent).to(tl.int32)
+    end = tl.minimum(tl.maximum(tl.associative_scan(end, 0, group_larger), begun), extent).to(tl.int32)
     return begin, end
 """
 
@@ -33,10 +46,10 @@ def rows_of_tile(ends_ptr, tile, num_rows, num_groups, BLOCK_M: tl.constexpr):
     tile = tile.to(tl.int32)
     of_group, first_row, end_row, num_tiles, begun = 0, 0, 0, 0, 0
     for start in range(0, num_groups, {CHUNK}):
-        group = start + tl.arange(0, {CHUNK})
-        begin, end = spans(ends_ptr, group, num_groups, begun, num_rows)
+        group = start + ARANGE
+        begin, end = group_spans(ends_ptr, group, num_groups, begun, num_rows)
         tiles = tl.where(group < num_groups, (end - begin + BLOCK_M - 1) // BLOCK_M, 0)
-        past = num_tiles + tl.cumsum(tiles, 0)
+        past = num_tiles + tl.associative_scan(tiles, 0, group_added)
         has_tile = (past - tiles <= tile) & (tile < past)
         of_group += tl.sum(tl.where(has_tile, group, 0), 0)
         first_row += tl.sum(tl.where(has_tile, begin + (tile - past + tiles) * BLOCK_M, 0), 0)
@@ -51,8 +64,8 @@ def tiles_of_group(ends_ptr, of_group, num_rows, BLOCK_M: tl.constexpr):
     # from where and up to where the tiles of rows are a group's
     begin_tile, end_tile, begun = 0, 0, 0
     for start in range(0, of_group + 1, {CHUNK}):
-        group = start + tl.arange(0, {CHUNK})
-        begin, end = spans(ends_ptr, group, of_group + 1, begun, num_rows)
+        group = start + ARANGE
+        begin, end = group_spans(ends_ptr, group, of_group + 1, begun, num_rows)
         tiles = (end - begin + BLOCK_M - 1) // BLOCK_M
         begin_tile += tl.sum(tl.where(group < of_group, tiles, 0), 0)
         end_tile += tl.sum(tl.where(group <= of_group, tiles, 0), 0)
@@ -65,7 +78,7 @@ def span_of_group(ends_ptr, of_group, extent):
     # where a group begins and ends
     begin = 0
     for start in range(0, of_group, {CHUNK}):
-        group = start + tl.arange(0, {CHUNK})
+        group = start + ARANGE
         begin = tl.maximum(begin, tl.max(tl.load(ends_ptr + group, mask=group < of_group, other=0), 0))
     end = tl.maximum(tl.load(ends_ptr + of_group), begin)
     return tl.minimum(begin, extent).to(tl.int32), tl.minimum(end, extent).to(tl.int32)
@@ -73,11 +86,20 @@ def span_of_group(ends_ptr, of_group, extent):
 
 
 def functions(spec: KernelSpec, kernels: tuple[Function, ...]) -> list[str]:
-    """Those that the kernels of a module call."""
-    grouped, finishes = spec.signature.grouped, [f.finish for f in kernels if f.finish]
-    if grouped == "k":
-        return [_SPAN_OF_GROUP]
+    """Those that the kernels of a module call, of which the main one, if it is in Gluon, has its own."""
+    grouped, finishes, main = spec.signature.grouped, [f.finish for f in kernels if f.finish], kernels[0].dialect
     if not grouped:
         return []
+    if grouped == "k":
+        return [_in(main, _SPAN_OF_GROUP)]
     of_columns = any(f.indices != "m" and not all(s.operand for s in f.sources) for f in finishes)
-    return [_LARGER, _SPANS, _ROWS_OF_TILE, *[_TILES_OF_GROUP] * of_columns]
+    of_main = [*_SCANNED, _SPANS, _ROWS_OF_TILE, *[_TILES_OF_GROUP] * (main == "gluon" or of_columns)]
+    others = [*_SCANNED, _SPANS, _TILES_OF_GROUP] if main == "gluon" and of_columns else []
+    return [*(_in(main, text) for text in of_main), *(renamed(_in("triton", text), NAMES) for text in others)]
+
+
+NAMES = ("group_larger", "group_added", "group_spans", "tiles_of_group")
+
+
+def _in(dialect: str, text: str) -> str:
+    return DIALECTS[dialect].rename(text.replace("ARANGE", _ARANGE[dialect]))

@@ -214,7 +214,7 @@ def output_dtype(graph: Graph, output: Output, a: DType) -> DType:
         return UINT8
     if output.dtype is not None:
         return output.dtype
-    if node.reduced:
+    if node.reduced or output.block > 1:
         return FP64 if a == FP64 else FP32
     return INT32 if a == INT8 and node.op == g.DOT else product_dtype(a)
 

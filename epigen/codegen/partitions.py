@@ -11,6 +11,7 @@ from epigen.codegen import schedules
 from epigen.codegen.functions import PTX, Function
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Input, KernelConfig, KernelSpec
+from epigen.ir.graph import GROUPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,16 @@ def partitions(spec: KernelSpec, config: KernelConfig, main: Function) -> Partit
     right, multiplied = spec.multiplied[1:], len(spec.multiplied)
     in_turn = [*right, *(i.name for i in scales)]
     ring = ("a_bufs", *(f"{name}_bufs" for name in in_turn), "full_bars", "empty_bars")  # what the producer fills and the consumers empty, in turn
-    loaded = (*names[:multiplied], *with_descriptors, *ring, "M", "N", "K", *(["num_products"] if spec.signature.batched else []))
+    loaded = (
+        *names[:multiplied],
+        *with_descriptors,
+        *ring,
+        "M",
+        "N",
+        "K",
+        *(["num_products"] if spec.signature.batched else []),
+        *[f"{GROUPS}_ptr"] * bool(spec.signature.grouped),
+    )
     order = ("order_bars",) if dict(config.values).get("pingpong") else ()
     shared = (*ring, *order, *names[multiplied:])
     factors = tuple(i for operand in spec.operands for i in operand.along_k) if SCHEDULES[config.schedule].scales else ()

@@ -120,7 +120,8 @@ def _helpers_of(spec: KernelSpec | None, finishes: list[Finish], dialect: emit.D
 
 def _of_finish(text: str, spec: KernelSpec, config: KernelConfig, dialect: str) -> str:
     """A finishing kernel's text with the names of its own functions."""
-    return text if dialect == "triton" else emit.renamed(text, _helpers_of(None, functions.after(spec, config), in_order=spec.signature.invariant))
+    own = _helpers_of(None, functions.after(spec, config), in_order=spec.signature.invariant)
+    return text if dialect == "triton" else emit.renamed(text, (*own, *groups.NAMES))
 
 
 def dot_arguments(spec: KernelSpec, config: KernelConfig) -> str:

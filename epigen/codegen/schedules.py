@@ -20,7 +20,7 @@ class Schedule:
     "": no one's, for Triton's compiler lays them out. operand_bytes: of the operands' elements that the main loop is written for. computes: whether that
     loop can multiply what is computed of operands as they are loaded.  converts: whether it is written for a weight of fewer bits alone, which it converts
     in registers: b is the tensor cores' left operand, so that a tile's product lies transposed there.  scales: whether
-    it multiplies the sums of a step of fp8 by what all of the step's products share.  groups: whether the products of a launch may be groups of rows, or of k.
+    it multiplies the sums of a step of fp8 by what all of the step's products share.  groups: the indices, "m" or "mk", along which the products of a launch may be groups.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Schedule:
     computes: bool = False
     converts: bool = False
     scales: bool = False
-    groups: bool = False
+    groups: str = ""
 
     def runs_on(self, backend: str, arch: int | str) -> bool:
         """Whether GPUs of this kind have what it takes. backend: "cuda" or "hip"."""
@@ -58,7 +58,7 @@ TILED = Schedule(
     },
     multiplies=True,
     computes=True,
-    groups=True,
+    groups="mk",
 )
 
 LIBRARY = Schedule(
@@ -128,6 +128,7 @@ WARP_SPECIALIZED = Schedule(
     architecture="hopper",
     operand_bytes=(1, 2),
     scales=True,
+    groups="m",
 )
 
 GROUP_COLUMNS = 64

@@ -24,6 +24,7 @@ from epigen.ir.graph import (
     DOT,
     EXTENT,
     GIVEN,
+    GROUPS,
     INPUT,
     OPERAND,
     OPERANDS,
@@ -64,6 +65,7 @@ _GENERATED = frozenset(
     tiles tile_id subtile_id split_id step_id slot_id phase_id group_id other_id acc_left acc_right full_bars
     empty_bars order_bars SUBTILE_N ROWS LAYOUT STAGES SPLITS WARPGROUP gluon tma mbarrier fence_async_shared warpgroup_mma warpgroup_mma_wait
     item_id batch_id acc_whole a_padded b_padded copy_in copy_out PDL PTX producer consumer columns_taken_over words_taken_over packed_words
+    group_larger group_added group_spans rows_of_tile span_of_group first_row end_m first_k end_k begin_k begin_tile end_tile
     to_int8 float16 float32 float64 bfloat16 int1 int8 int16 int32 int64 uint8 uint32 math extra libdevice language jit""".split()
 )
 _GENERATED_PATTERN = re.compile(
@@ -126,6 +128,8 @@ def refused_name(name: str, scalar: bool = False, indexed: bool = False) -> tupl
         return "'inf' is infinity, and can be no other value", another
     if name in ("mm", *OPERANDS):
         return f"'{name}' is predeclared, and cannot be bound", another
+    if name == GROUPS:
+        return f"'{name}' is what a call names the ends of its groups by, and cannot be bound", another
     if name in POSITIONS:
         return f"'{name}' is the number of the {POSITIONS[name]}, and cannot be bound", another
     if name in INDEX_NAMES:

@@ -207,11 +207,14 @@ def grouped(c: Candidate) -> str:
     along = c.spec.signature.grouped
     if not along:
         return ""
-    if not c.schedule.groups:
-        able = " and ".join(s.name for s in SCHEDULES.values() if s.groups)
-        return f"the schedule {c.schedule.name} takes one product, or a batch of equal ones, and the call is of groups: {able} can"
-    if along == "m" and dict(c.config.values).get("fused_finalize") and any(not s.operand for f in c.spec.finishes for s in f.sources):
+    if along not in c.schedule.groups:
+        able = " and ".join(s.name for s in SCHEDULES.values() if along in s.groups)
+        return f"the schedule {c.schedule.name} takes no groups along {along}, which end anywhere: {able} can"
+    values = dict(c.config.values)
+    if along == "m" and values.get("fused_finalize") and any(not s.operand for f in c.spec.finishes for s in f.sources):
         return "fused_finalize=1: blocks do not know how many tiles a group of rows has, of which the last completes reductions: fused_finalize=0 is needed"
+    if along == "m" and (values.get("tma_store") or values.get("tma_load") or schedules.splits(c.config) > 1):
+        return "a tile's rows end where its group does, which TMA does not know, nor are parts along k counted by groups: tma_store=0, tma_load=0 and splits=1 are needed"
     return ""
 
 
@@ -327,7 +330,7 @@ def shared_memory(c: Candidate) -> str:
 
 def filled(c: Candidate) -> str:
     fewest, least = (64 * schedules.tile_parts(c.config)[0], max(c.least_k, 64 // c.spec.signature.a.bytes)) if c.schedule.descriptors else (16, c.least_k)
-    narrowest = 16
+    narrowest = max(16, c.spec.longest_block)
     if c.schedule.converts:  # b is the left operand, of which two warpgroups have 64 columns each at least
         fewest, narrowest = 16, 2 * schedules.GROUP_COLUMNS
     if step := step_of_fp8(c.spec, c.target):

@@ -47,10 +47,10 @@ class Batch:
         return self.count, mean["m"], mean["n"], mean["k"]
 
     def stacked(self, name: str, t: Tensor) -> Tensor:
-        """All matrices of a tensor, [products, rows, columns], where what all share stands for each at a distance of 0. name: of the tensor.
+        """All matrices of a tensor, [products, rows, columns], where what all share, and what has all groups' rows, stands for each at a distance of 0. name: of the tensor.
 
         TMA takes such a distance, and one shorter than a row's, as heads have it that lie side by side (H100, driver 580, 2026-11)."""
-        return t.as_strided((self.count, *t.shape[-2:]), (self.strides[name], *t.stride()[-2:]))
+        return t.as_strided((self.count, *t.shape[-2:]), (self.strides.get(name, 0), *t.stride()[-2:]))
 
 
 def one(declared: Mapping[str, Node], operands: tuple[Any, ...], inputs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any], Batch | None]:

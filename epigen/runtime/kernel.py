@@ -408,6 +408,8 @@ class Kernel:
         target = inputs.pop("target", None) if target is None else target
         if not isinstance(target, Target):
             raise CallError("target is missing: pass the GPU to compile for behind a and b, as kernel.warm(a, b, target)")
+        if GROUPS in inputs and GROUPS not in self._inputs:
+            return self._grouped.warm(a, b, target, **inputs)
         prepared = self._prepare((a, b), inputs, {}, target=target)
         values = prepared.values((a, b), inputs, prepared.results({}))
         assert prepared.plan is not None

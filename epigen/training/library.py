@@ -101,7 +101,10 @@ def _fake_over(text: str, mm: Tensor, inputs: Inputs, numbers: Sequence[float], 
 def _fake(graph: Graph, operands: tuple[Tensor, ...], inputs: dict[str, Any]) -> list[Tensor]:
     first, shape, batch = _checked(graph, operands, inputs)
     allocate = outputs.allocator(first.device)
-    return [out.held(*shape[:2], () if batch is None else batch.lead_of(out.indices)).empty(allocate) for out in outputs.of(graph, BY_TORCH_ON_CPU[str(first.dtype)])]
+    return [
+        out.held(*shape[:2], () if batch is None else batch.lead_of(out.indices)).empty(allocate)
+        for out in outputs.of(graph, BY_TORCH_ON_CPU[str(first.dtype)])
+    ]
 
 
 def _checked(graph: Graph, operands: tuple[Tensor, ...], inputs: Mapping[str, Any]) -> tuple[Tensor, tuple[int, int, int], Batch | None]:

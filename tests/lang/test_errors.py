@@ -45,7 +45,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "names": (
         "rleu(mm)", "frobnicate(mm)", "mm + __class__", "mm + _x", "mm + " + "x" * 65, "mm + baias", "g = mm + gate[m,n]; agte * g", "g = mm + gate[m,n]; gate = g; gate", "mask = mm; mask", "bias = mm; bias",
         "mm = relu(mm); mm", "a + mm", "sum(a)", "sum(a, n)", "m = mm; m", "n = mm; n", "m[n] + mm", "mm * n[m,n]", "bits(m)", "k + mm", "k = mm; k", "relu + mm", "fp16 + mm", "tl + mm", "stride_x[n] + mm", "print[n] + mm", "async[n] + mm",
-        "y = mm * abc; cab = relu(y); cab", "mm * abc * cab[n]", "inf = mm; inf", "mm * inf[n]", "mm + nan", "nan = mm; nan", "mm * target",
+        "y = mm * abc; cab = relu(y); cab", "mm * abc * cab[n]", "mm * groups[m]", "inf = mm; inf", "mm * inf[n]", "mm + nan", "nan = mm; nan", "mm * target",
     ),
     "indices": (
         "gate[0] + mm", "mm + p[m % 3, n]", "mm + p[m % M, n]", "mm + p[m % (P + 1)]", "mm + p[k % P]", "mm[m % P, n]", "z = mm; z[m % P, n]", "mm + p[n, m % P]", "mm + p[m % P, n] + p[m,n]", "bits(keep[m % P, n])", "gate[n,m] + mm", "sum(a[k,m], k), mm", "gate[m,m] + mm", "gate[k] + mm", "mm[m]", "relu(mm)[m,n]", "z = mm; z[m,n]", "gate[m,n] + gate[n] + mm", "mm + bias[m] + bias", "mm + s[n] + s",
