@@ -2,6 +2,7 @@
 
 from epigen.training.float8 import Float8Linear, float8
 from epigen.training.modules import MLP, Chain, GatedMLP, Linear
+from epigen.training.moe import Experts, MoE
 from epigen.training.quantized import QuantizedLinear
 
-__all__ = ["MLP", "Chain", "Float8Linear", "GatedMLP", "Linear", "QuantizedLinear", "float8"]
+__all__ = ["MLP", "Chain", "Experts", "Float8Linear", "GatedMLP", "Linear", "MoE", "QuantizedLinear", "float8"]

@@ -39,8 +39,10 @@ CHECKS = {
     "mlp = epigen.nn.MLP": "assert gate.grad.shape == (512, 256) and mlp(x).shape == (512, 10)",
     "backward = epigen.compile": "assert y.shape == dz.shape == (64, 256) and mask.shape == (64, 32) and db.shape == (256,)",
     "scores = epigen.compile": "assert torch.allclose(out, q @ k.mT * 0.125 + bias, atol=1e-4)",
+    "unit = epigen.compile": "assert out.shape == (100, 128) and torch.allclose(out[10:75], unit(rows[10:75], experts[2].T), atol=1e-5)",
     "fused = epigen.compile(gated)": "assert y.shape == (2, 64, 256) and fused.program == 'silu(mm + bias) * gate[m]'",
     "rounded = epigen.nn.QuantizedLinear": "assert y.shape == (4, 256) and of_checkpoint.in_features == 512 and rounded.qweight.shape == (256, 256)",
+    "moe = epigen.nn.MoE": "assert all(p.grad is not None for p in moe.parameters()) and moe(tokens).shape == tokens.shape",
     "epigen.nn.float8(model": "assert isinstance(model[0], epigen.nn.Float8Linear) and model[0].weight.grad is not None and type(model[2]) is torch.nn.Linear",
     "optimizer = torch.optim": "assert losses[-1] < 0.95 * losses[0] and y.shape == (512, 256) and y.requires_grad",
 }

@@ -2,7 +2,8 @@
 
 No module is replaced and no class changed. A module whose own forward calls linear layers gets, as an attribute, a `Forward`: it runs the forward that the
 module has, by the plan that a rehearsal has found (`rehearse`, `deferred`); where its code is straight, a function that was written out of both (`straight`, `flat`).
-Where anything is not as it was, that forward runs as it is. A linear layer whose weight torchao has rounded gets a `WeightOnly`, which computes it alone.
+Where anything is not as it was, that forward runs as it is. A linear layer whose weight torchao has rounded gets a `WeightOnly`, which computes it alone, and a
+module of experts gets an `Experts`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from torch.nn.parameter import UninitializedParameter
 from torch.overrides import _pop_mode_temporarily
 
 from epigen.checkpoints import of_torchao
-from epigen.errors import CallError
-from epigen.training import straight, weight_only
+from epigen.errors import CallError, EpigenError
+from epigen.training import expert_modules, straight, weight_only
 from epigen.training.attached import FORWARD, Attached, detach, recorded
 from epigen.training.deferred import Plan, Run, watched
 from epigen.training.elements import channels_second
+from epigen.training.expert_modules import Experts, is_experts
 from epigen.training.flat import MISSED, Flat
 from epigen.training.guarded_cache import DEVICES, state
 from epigen.training.rehearse import Observed, Rehearsed, Unseen, rehearse, tried
@@ -310,8 +312,8 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A linear layer of the model. forward: of the module whose forward calls it; None where there is none, for the reason `why`. alone: its program, where it has a
-    forward of its own."""
+    """A linear layer of the model, or a module of experts. forward: of the module whose forward calls it; None where there is none, for the reason `why`. alone: its
+    program, where it has a forward of its own."""
 
     name: str
     module: nn.Module
@@ -341,15 +343,18 @@ class Fused:
         texts = [(s.epilogue + (f", with {s.activation}" if s.activation else "")) if isinstance(s, Replaced) else f"left: {s.why}" for s in said]
         rows = [f"{s.name or 'the model':{width}}  {text}" for s, text in zip(said, texts, strict=True)]
         convolved = any(isinstance(layer.module, _CONVOLUTIONS) for layer in self.layers)
+        stacked = any(is_experts(layer.module) for layer in self.layers)
         flops = [0 if convolved else _flops(layer.module) for layer in self.layers]  # how many rows a convolution has hangs on its images
         done = [f for f, s in zip(flops, said, strict=True) if isinstance(s, Replaced)]
         share = f" ({100 * sum(done) / sum(flops):.0f} % of FLOPs)" if sum(flops) else ""
-        kind = "layers" if convolved else "linear layers"
+        kind = "layers" if convolved or stacked else "linear layers"
         return "\n".join([*rows, f"{len(done)} of {len(said)} {kind} fused{share}" if said else "there is no linear layer"])
 
 
 def _flops(layer: nn.Module) -> int:
     """Multiplications a row. Of a layer whose width its first call tells, none yet."""
+    if is_experts(layer):
+        return expert_modules.flops(layer)
     return sum(p.numel() for p in layer.parameters() if not isinstance(p, UninitializedParameter) and p.dim() > 1)
 
 
@@ -389,6 +394,9 @@ def fuse(model: nn.Module, *, only: str | Iterable[str] | Callable[[str, nn.Modu
     A `torch.nn.Linear` whose weight torchao's `quantize_` has rounded gets a `forward` of its own: one kernel, which converts the weight within the product and adds the
     bias. What follows it is left to torch. The weight stays where it is, and int4 is packed once more beside it. Gradients flow to the input and the bias.
 
+    A module of experts as transformers has them (Mixtral, Qwen-MoE, OLMoE, DeepSeek, gpt-oss) gets one too: grouped kernels, whose first computes the activation and
+    multiplies the scores. It waits for nothing that the device computes, and runs under torch.compile.
+
     only: the modules whose forwards may be changed, such a layer among them: names or patterns ("encoder.*.mlp"), with all that is in them, or a function of name and
     module. dry_run: change nothing, and say what would be.
     Returns what is fused, and what is left and why. Raises CallError for `only` that names no module. `unfuse` undoes it.
@@ -406,19 +414,20 @@ def fuse(model: nn.Module, *, only: str | Iterable[str] | Callable[[str, nn.Modu
     owners: dict[nn.Module, nn.Module] = {}
     forwards: dict[nn.Module, Forward | None] = {}
     reasons: dict[nn.Module, str] = {}
-    rounded: list[WeightOnly] = []
+    alone: list[Attached] = []
     layers: list[Layer] = []
     for layer, caller in _owners(model):  # a layer may have several callers, and the report tells of the first
         owners.setdefault(layer, caller)
         if caller not in forwards:
             forwards[caller], reasons[caller] = _made(caller, names[caller], wanted)
     for name, module in model.named_modules():
-        if not is_layer(module):
-            continue
-        if isinstance(module, nn.Linear) and of_torchao(getattr(module, "weight", None)):
-            forward, text, why = _rounded(module, name, wanted)
-            rounded += [] if forward is None or dry_run else [forward]
+        rounded = isinstance(module, nn.Linear) and of_torchao(getattr(module, "weight", None))
+        if rounded or is_experts(module):
+            forward, text, why = _rounded(module, name, wanted) if isinstance(module, nn.Linear) else _experts(module, name, wanted)
+            alone += [] if forward is None else [forward]
             layers.append(Layer(name, module, "", None, why, text))
+            continue
+        if not is_layer(module):
             continue
         owner = owners.get(module)
         if owner is None:
@@ -428,7 +437,7 @@ def fuse(model: nn.Module, *, only: str | Iterable[str] | Callable[[str, nn.Modu
     if not dry_run:
         unfuse(model)
         planned = [forward for forward in forwards.values() if forward is not None and not forward.idle]
-        for each in (*planned, *rounded):
+        for each in (*planned, *alone):
             each.attach()
     return Fused(tuple(layers))
 
@@ -481,13 +490,26 @@ def _made(owner: nn.Module, name: str, wanted: Callable[[str, nn.Module], bool])
     return forward, f"the forward of {shown} is rehearsed at its first call{f', since beforehand {why}' if why else ''}"
 
 
-def _rounded(layer: nn.Linear, name: str, wanted: Callable[[str, nn.Module], bool]) -> tuple[WeightOnly | None, str, str]:
+def _rounded(layer: nn.Linear, name: str, wanted: Callable[[str, nn.Module], bool]) -> tuple[Attached | None, str, str]:
     """The new forward of a layer with a weight of torchao's and its program, or None and why there is none."""
     if not wanted(name, layer):
         return None, "", f"{_shown(name, layer)} is not in only"
     forward = WeightOnly(layer)
     made = forward.current()
     return (None, "", made.why) if made.layer is None else (forward, weight_only.text(made.layer), "")
+
+
+def _experts(module: nn.Module, name: str, wanted: Callable[[str, nn.Module], bool]) -> tuple[Attached | None, str, str]:
+    """The new forward of a module of experts and its program, or None and why there is none."""
+    if not wanted(name, module):
+        return None, "", f"{_shown(name, module)} is not in only"
+    if not isinstance(vars(module).get(FORWARD, None), Attached | None):
+        return None, "", f"the forward of {_shown(name, module)} was replaced"
+    try:
+        forward = Experts(module)
+    except EpigenError as error:
+        return None, "", str(error).partition("\n")[0]
+    return forward, forward.text, ""
 
 
 def _tried(forward: Forward) -> str:

@@ -79,7 +79,7 @@ def _over(text: str, mm: Tensor, inputs: Sequence[Tensor | float | None], number
 
 
 def _into(
-    text: str, tune: str | None, operands: Sequence[Tensor], inputs: Inputs, numbers: Sequence[float], out: Sequence[Tensor], options: str | None = None
+    text: str, tune: str | None, operands: Sequence[Tensor], inputs: Sequence[Tensor | float | None], numbers: Sequence[float], out: Sequence[Tensor], options: str | None = None
 ) -> None:  # fmt: skip
     made = kernel(text, tune, options)
     with torch.no_grad():
@@ -162,6 +162,15 @@ def run_over(text: str, mm: Tensor, values: Sequence[Tensor | float]) -> list[Te
     if torch.compiler.is_compiling() or not unseen(mm, *values):
         return list(below_autograd(over, text, mm, *split(values)))
     return _over(text, mm, values, ())
+
+
+def run_into(text: str, tune: str | None, a: Tensor, b: Tensor, values: Sequence[Tensor | float], out: Sequence[Tensor]) -> None:
+    """`into` of a product, as `run` is `program`."""
+    if torch.compiler.is_compiling() or not unseen(a, b, *values):
+        inputs, rest = split(values)
+        below_autograd(into, text, tune, [a, b], inputs, rest, list(out))
+    else:
+        _into(text, tune, [a, b], values, [], out)
 
 
 def add_product(grad: Tensor, a: Tensor, b: Tensor) -> None:

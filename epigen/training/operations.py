@@ -206,3 +206,10 @@ def _accepting(apply: Callable[..., Any]) -> Callable[..., Any]:
         return module
 
     return accepting
+
+
+def offer_experts() -> None:
+    """Have transformers take "epigen" for a model's `experts_implementation`. Releases before its table of those (5.0) have none to put it in."""
+    from epigen.training import expert_modules
+
+    expert_modules.register()
