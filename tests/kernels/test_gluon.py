@@ -12,6 +12,7 @@ from typing import Any
 import batched
 import cases
 import gluon_on_cpu
+import grouped
 import pytest
 import torch
 from cases import Case, mixed_input, warp_specialized
@@ -33,6 +34,7 @@ from epigen.codegen.spec import LAYOUTS, Numerics
 from epigen.dtypes import BF16, BY_TORCH, FAST_ACCUM, FP8E4M3, FP8E5M2, FP16, FP32, INT8, UINT8, DType
 from epigen.errors import ConfigError
 from epigen.gpus import TARGETS
+from epigen.ir import graph as g
 from epigen.ir import reference
 from epigen.ir.graph import Graph
 from epigen.perf import model
@@ -77,6 +79,7 @@ class Executed:
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: Mapping[str, torch.Tensor] | None = None, **inputs: torch.Tensor | float) -> list[torch.Tensor]:
         outs = out or {}
         kernel = epigen.compile(self.case.text, config=self.case.config, backend="triton", precision=self.case.precision, **self.more)
+        kernel = kernel._grouped if g.GROUPS in inputs else kernel
         kernel._loaders[False] = self
         if self.wide:
             signature = kernel._signature
@@ -292,6 +295,15 @@ def test_products_of_a_batch(leads: tuple[tuple[int, ...], ...], config: str, ex
     a, b, inputs = batched.given(*leads, *extents, dtype=torch.float16)
     found = Executed(Case(batched.EVERYTHING, extents, config=batched.GROUPED[config]), seed=config)(a, b, **inputs)
     batched.same([x if x.dtype == torch.uint8 else x.float() for x in found], batched.expected(a, b, inputs))
+
+
+@pytest.mark.parametrize("config", grouped.HOPPER)
+@pytest.mark.parametrize("ends", grouped.ENDS)
+def test_groups_of_rows(ends: str, config: str) -> None:
+    several = [5 * end for end in grouped.ENDS[ends]]
+    a, b, inputs = grouped.given(len(several), shared=False, m=5 * grouped.M, dtype=torch.float16)
+    found = Executed(Case(grouped.ROWS, (5 * grouped.M, grouped.N, grouped.K), config=grouped.HOPPER[config]), seed=config)
+    grouped.same(found(a, b, groups=grouped.ends_of(several), **inputs), several, a, b, inputs)
 
 
 @pytest.mark.parametrize("config", [name for name, config in batched.GROUPED.items() if config["splits"] == 1])

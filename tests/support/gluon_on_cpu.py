@@ -202,6 +202,7 @@ LANGUAGE = SimpleNamespace(
     **FUNCTIONS,
     program_id=lambda _axis: Int(here().program.id),
     num_programs=lambda _axis: Int(here().program.count),
+    num_warps=lambda: here().warps,
     arange=lambda start, end, layout=None: convert_layout(arange(start, end), layout),
     full=lambda shape, value, dtype, layout=None: convert_layout(full(shape, value, dtype), layout),
     zeros=lambda shape, dtype, layout=None: convert_layout(full(shape, 0, dtype), layout),

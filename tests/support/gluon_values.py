@@ -191,6 +191,14 @@ def reduce(x: Block, axis: int, combine: Callable[[Block, Block], Block], keep_d
     return Block(data if keep_dims else data.squeeze(axis))
 
 
+def associative_scan(x: Block, axis: int, combine: Callable[[Block, Block], Block]) -> Block:
+    demand(x.data.dim() == 1 and axis == 0, f"a scan of {list(x.data.shape)} along {axis}")
+    found = [Block(x.data[0])]
+    for each in x.data[1:]:
+        found.append(combine(found[-1], Block(each)))
+    return Block(torch.stack([one.data for one in found]))
+
+
 def _reduction(combine: Callable[..., Block]) -> Callable[..., Block]:
     return lambda x, axis, keep_dims=False: reduce(x, axis, combine, keep_dims)
 
@@ -208,7 +216,7 @@ FUNCTIONS: dict[str, Any] = {
     "static_range": range,
     "cdiv": lambda x, y: -(-x // y),
     "cast": lambda x, dtype: Int(x).to(dtype),
-    "reshape": reshape, "split": split, "join": lambda x, y: Block(torch.stack((x.data, y.data), -1)), "reduce": reduce,
+    "reshape": reshape, "split": split, "join": lambda x, y: Block(torch.stack((x.data, y.data), -1)), "reduce": reduce, "associative_scan": associative_scan,
     "permute": lambda x, order: Block(x.data.permute(*order)), "trans": lambda x: Block(x.data.T),
     "where": where, "broadcast": lambda *values: tuple(Block(x.clone()) for x in torch.broadcast_tensors(*_aligned(*values))),
     "maximum": maximum, "minimum": minimum,
@@ -246,6 +254,9 @@ class Pointer:
 
     def __add__(self, offset: Block | int) -> Pointer:
         return Pointer(self.tensor, self.dtype, self.offset + offset)
+
+    def __sub__(self, offset: Block | int) -> Pointer:
+        return self + -offset
 
     def to(self, wanted: PointerType) -> Pointer:
         demand(not isinstance(self.offset, Block) or self.offset.data.dim() == 0, "pointers change their type after offsets were added")
