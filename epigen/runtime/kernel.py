@@ -194,13 +194,13 @@ class Kernel:
 
     @functools.cached_property
     def _grouped(self) -> Kernel:
-        """The program of groups, whose ends are an input."""
+        """The program of groups, whose ends are an input. None is tuned at its first call: a record does not say how rows are shared out."""
         if PRODUCT in self._inputs:
             raise CallError("the product is given, and groups are of a product that is still to be taken: call the kernel with a and b")
         if self.numerics.invariant:
             raise CallError("the program is invariant, and groups have no order of sums that is kept for all M: compile it without invariant")
         made = Kernel(
-            self._graph, self.renderer, self._choose, self._config, self._backend, self.numerics, self._at_call, None, self._known_as, self._machine, grouped=True
+            self._graph, self.renderer, self._choose, self._config, self._backend, self.numerics, None, None, self._known_as, self._machine, grouped=True
         )  # fmt: skip
         made.parting = self.parting
         return made
@@ -385,7 +385,8 @@ class Kernel:
             refused = refusal(error) if prepared.plan and not prepared.interpreted else None
             if refused is None:
                 raise
-            own = self._config is not None or self.numerics.invariant  # another product's sums are others in their last bits
+            # another product's sums are others in their last bits, and the vendor's is none of groups
+            own = self._config is not None or self.numerics.invariant or GROUPS in self._inputs
             if own or prepared.plan is None or not prepared.plan.multiplies or prepared.plan.spec.computed:
                 raise refused from error
         prepared = self._prepare(operands, inputs, outs, str(refused))

@@ -194,6 +194,20 @@ def test_torch_sees_one_operation() -> None:
         assert [t.shape for t in call(*fake)] == [t.shape for t in expected]
 
 
+def test_nothing_is_tuned_at_a_first_call() -> None:
+    kernel = epigen.compile("relu(mm)", tune="missing")
+    assert kernel._at_call is not kernel._choose and kernel._grouped._at_call is kernel._grouped._choose
+
+
+@pytest.mark.parametrize("ask", ["explain", "source"])
+def test_a_kernel_tells_of_its_last_call(ask: str) -> None:
+    a, b, _ = given(2, True)
+    kernel = epigen.compile("relu(mm)")
+    kernel(a, b, groups=ends_of((8, M)))
+    said = getattr(kernel, ask)()
+    assert ("2x20x48x32" in said) if ask == "explain" else ("# for groups of rows, each with a b of its own" in said)
+
+
 def test_meta_tensors_and_a_gpus_text() -> None:
     kernel = epigen.compile("mm + bias, sum(mm, m)")
     a, b = torch.empty(1 << 13, 2048, device="meta", dtype=torch.bfloat16), torch.empty(64, 2816, 2048, device="meta", dtype=torch.bfloat16).mT
