@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import batched, block_scales, cross_entropy, eight_bit, gated, grouped, invariant, peers, power, quantized_outputs, tiles, weights
+from bench import batched, block_scales, cross_entropy, eight_bit, experts, gated, grouped, invariant, peers, power, quantized_outputs, tiles, weights
 from bench.bars import geometric, outcome, ratio, verdicts
 from bench.counters import calls as calls_of
 from bench.counters import us
@@ -466,6 +466,25 @@ def grouped_rows() -> str:
     )  # fmt: skip
 
 
+def expert_rows() -> str:
+    """Layers of experts: GPUs below each other."""
+    reports = _by_gpu("experts")
+    if not reports:
+        return "Not measured yet: `python -m bench experts`."
+    shown = (experts.LOOP, experts.COMPILED, experts.OURS, experts.OURS_COMPILED)
+    cells = [
+        [f"{row['model']}, {row['routing']}", row["program"], gpu, *(f"{experts.of(row, experts.GROUPED, way):.2f}" for way in shown)]
+        for (gpu, _), report in reports.items()
+        for row in report.rows
+    ]
+    return paragraphs(
+        "A whole layer of experts by `epigen.nn.Experts`, in bf16, with sorting tokens and adding up what their experts give: how many times as fast as the same by `torch._grouped_mm` it is; a loop over experts, "
+        "and torch.compile, beside it. Nothing is claimed:",
+        table(["experts, routing", "", "GPU", *shown], cells),
+        *(source(report, "experts") for report in reports.values()),
+    )
+
+
 _CONTENDERS = (cross_entropy.OURS, cross_entropy.KEPT, cross_entropy.COMPILED, cross_entropy.LIGER, cross_entropy.TORCH)
 
 
@@ -548,7 +567,7 @@ def h100() -> str:
 BLOCKS = {
     "summary": summary, "models": models, "reach": reach,
     "headline": headline, "gem": gem, "host": host, "tuned_in": tuned_in, "training": training, "counters": counters, "power": power_limited, "checked": checked,
-    "several": several, "tiles": tile_rows, "gated": gated_rows, "cross_entropy": cross_entropy_rows, "weights": weight_rows, "block_scales": block_scale_rows, "quantized_outputs": quantized_output_rows, "grouped": grouped_rows, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
+    "several": several, "tiles": tile_rows, "gated": gated_rows, "cross_entropy": cross_entropy_rows, "weights": weight_rows, "block_scales": block_scale_rows, "quantized_outputs": quantized_output_rows, "grouped": grouped_rows, "experts": expert_rows, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
 }  # fmt: skip
 
 

@@ -52,6 +52,7 @@ CLAIMS = (
     Claim("block_scales", "fp8 with scales in blocks of k, untuned or with `--tuned`, against torch's own product with them"),
     Claim("quantized_outputs", "outputs in fp8 with a scale for each block of columns, untuned or with `--tuned`, against torch's products and torch.compile"),
     Claim("grouped", "products of groups of rows, as experts have them, against torch's grouped product and torch.compile"),
+    Claim("experts", "layers of experts, forward and with gradients, against a loop, torch's grouped products and torch.compile"),
     Claim("eight_bit", "fp8 and int8 with scales and a bias, untuned, against cuBLAS's fp8 and bf16's product"),
     Claim("invariant", "rows have the same bits whatever M is, and what that costs, against ordinary kernels and torch.mm"),
     Claim("counters", "where the time of an epilogue goes, by the hardware's counters", needs=("ncu",)),
