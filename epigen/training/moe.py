@@ -52,7 +52,7 @@ class MoE(nn.Module):
 
     The router's scores are a softmax over all experts, at least in fp32, of which the `top_k` largest are taken; normalize: divided by their sum, as Mixtral has
     it. Parameters and state dict are those of Mixtral's block: `gate.weight` [E, H], `experts.gate_up_proj` [E, 2 I, H] and `experts.down_proj` [E, H, I]. Each
-    expert has as many tokens as come; where theirs end stays on the device, so that a call can be captured in a CUDA graph and compiled in one piece.
+    expert has as many tokens as come; where theirs end stays on the device, so that nothing waits for it and a call compiles in one piece.
     in_features, hidden_features, experts: H, I and E. activation: one of the language's, by name. tune: as for `epigen.linear`.
     Raises CallError for what does not fit.
 
