@@ -7,8 +7,9 @@ ends are, each row has one group at most.
 from __future__ import annotations
 
 from epigen.codegen.emit import DIALECTS, renamed
-from epigen.codegen.functions import Function
-from epigen.codegen.spec import KernelSpec
+from epigen.codegen.functions import after
+from epigen.codegen.schedules import SCHEDULES
+from epigen.codegen.spec import KernelConfig, KernelSpec
 
 CHUNK = 128
 """Groups that are looked at together."""
@@ -85,11 +86,12 @@ def span_of_group(ends_ptr, of_group, extent):
 """
 
 
-def functions(spec: KernelSpec, kernels: tuple[Function, ...]) -> list[str]:
+def functions(spec: KernelSpec, config: KernelConfig) -> list[str]:
     """Those that the kernels of a module call, of which the main one, if it is in Gluon, has its own."""
-    grouped, finishes, main = spec.signature.grouped, [f.finish for f in kernels if f.finish], kernels[0].dialect
+    grouped = spec.signature.grouped
     if not grouped:
         return []
+    main, finishes = SCHEDULES[config.schedule].dialect, after(spec, config)
     if grouped == "k":
         return [_in(main, _SPAN_OF_GROUP)]
     of_columns = any(f.indices != "m" and not all(s.operand for s in f.sources) for f in finishes)

@@ -102,7 +102,7 @@ def _tidy(text: str) -> str:
 def _helpers(spec: KernelSpec, config: KernelConfig, dialect: str) -> list[str]:
     """The functions that the kernels call. Those of finishing kernels, which are Triton's, have names of their own beside Gluon's."""
     inside, after = functions.inside(spec, config), functions.after(spec, config)
-    of_bytes = [*from_bytes.functions(spec, config), *groups.functions(spec, functions.functions(spec, config))]
+    of_bytes = [*from_bytes.functions(spec, config), *groups.functions(spec, config)]
     if dialect == "triton":
         return [*_helpers_of(spec, [*inside, *after], in_order=spec.signature.invariant).values(), *of_bytes]
     own = _helpers_of(None, after, in_order=spec.signature.invariant)

@@ -38,10 +38,12 @@ def test_ours_finds_a_good_config_and_is_the_best_of_the_searches(some: Report) 
 def test_a_search_finds_the_best_where_the_model_ranks_it_behind_another_schedule() -> None:
     """1000x1000x1000: of 16 seeds none kept a config within 1 % while the model took a tile's first loads for one step more than they are."""
     recorded = table.read(record.DATA / "sample_thousand.json")
-    for seed in range(2):
+    found = []
+    for seed in range(3):  # how far each gets hangs on the versions of the packages that search
         runner = replay.Noisy(recorded, [seed, 1])
         tune_one(recorded.task, None, trials=replay.AT, seed=seed, runner=runner)
-        assert runner.curve()[replay.AT - 1] <= 1.016
+        found.append(runner.curve()[replay.AT - 1])
+    assert statistics.median(found) <= 1.01
 
 
 @pytest.mark.slow
