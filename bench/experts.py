@@ -9,7 +9,6 @@ gradients are wrong is not timed.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -121,7 +120,7 @@ def measured(name: str, routing: str, device: str = "cuda") -> list[dict[str, An
         for way, run in by_way.items():
             for found, wanted in zip(run[what](), right, strict=True):
                 checked.near(found.float(), wanted, NEAR, f"{way}, {what} of {name}, {routing}")
-        timed = timing.cold({way: functools.partial(run[what]) for way, run in by_way.items()}, budget_s=3.0)
+        timed = timing.cold({way: run[what] for way, run in by_way.items()}, budget_s=3.0)
         rows.append({"model": name, "routing": routing, "program": what, "dtype": "bf16", "timing": timed})
     return rows
 

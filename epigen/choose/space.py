@@ -173,7 +173,7 @@ class Space:
         count = products(self.shape)
         vendors = [] if limits.adds_in_order(self.spec) or self.spec.computed or self.spec.second or sig.grouped else ["library"]
         names = ["tiled"]
-        if k >= LEAST_SPLIT and self._splits and not sig.grouped and count * m * n <= _MOST_SPLIT * target.multiprocessors:
+        if k >= LEAST_SPLIT and self._splits and count * m * n <= _MOST_SPLIT * target.multiprocessors:
             names.append("split_k")
         # what TMA cannot address as it lies is copied first, which pays for large products alone
         addressed = 0 not in self.shape and (set(self.spec.multiplied) <= set(sig.tma) or count * m * n * k > LARGE)

@@ -71,17 +71,13 @@ def one(
     lead = (ends.numel(),)
     if along == "m" and b.shape[0] != lead[0]:
         raise CallError(f"b is [G, K, N] = {list(b.shape)}, and groups has {lead[0]} ends: a matrix for each was expected")
-    strides: dict[str, int] = {}
-    first, given = [a], dict(inputs)
-    matrix, strides["b"] = batches.matrix("operand b", b, 2, lead)
-    first.append(matrix)
+    first, step = batches.matrix("operand b", b, 2, lead)
+    strides, given = {"b": step} if along == "m" else {}, dict(inputs)
     for name, node in declared.items():
         value = inputs.get(name)
         if isinstance(value, Tensor) and node.indices and along not in node.indices:
             given[name], strides[name] = batches.matrix(f"input '{name}'", value, len(node.indices), lead)
-    if along == "k":
-        strides = {name: stride for name, stride in strides.items() if name != "b"}
-    return tuple(first), given, Batch(lead, strides, along)
+    return (a, first), given, Batch(lead, strides, along)
 
 
 def evaluate(
