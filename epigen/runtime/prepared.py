@@ -232,11 +232,11 @@ class Prepared:
         (m, n, _), signature, graph = self.shape, self._signature, self.graph
         if signature is not None and signature.rounding:
             graph = as_computed(graph, signature)
-        if self.batch is not None and self.batch.groups:
-            several = groups.evaluate(graph, self.batch, operands, inputs, self.shape, self.outputs, self.device)
-            return [outs[o.name].copy_(r) if o.name in outs else r for o, r in zip(self.outputs, several, strict=True)]
         if self.batch is not None:
-            several = batches.evaluate(graph, self.batch.lead, operands, inputs, self.shape, self.outputs, self.device, self.invariant)
+            if self.batch.groups:
+                several = groups.evaluate(graph, self.batch, operands, inputs, self.shape, self.outputs, self.device)
+            else:
+                several = batches.evaluate(graph, self.batch.lead, operands, inputs, self.shape, self.outputs, self.device, self.invariant)
             return [outs[o.name].copy_(r) if o.name in outs else r for o, r in zip(self.outputs, several, strict=True)]
         # where the product is given, operands without a k have its extents and its device
         a, b = operands or (torch.empty((m, 0), device=self.device), torch.empty((0, n), device=self.device))
