@@ -20,7 +20,7 @@ from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Signature, with_layout
 from epigen.db.database import Database
 from epigen.db.lookup import FARTHEST, PROGRAM_STEP, Index, Recorded
-from epigen.db.problem import Problem, capability, fine_bucket, fine_bucket_step, problem_of
+from epigen.db.problem import Problem, capability, coarse_bucket, fine_bucket, fine_bucket_step, problem_of
 from epigen.errors import ConfigError
 from epigen.gpus import Target
 from epigen.ir.graph import Graph
@@ -105,6 +105,8 @@ class Chooser:
             return rule.by_vendor(spec, shape, target, refused)
         if spec.pointwise:
             return rule.pointwise(spec, shape, target)
+        if spec.signature.sparse:
+            return self._of_sparse(spec, shape, target)
         if 0 in shape or spec.signature.grouped:  # of groups nothing is recorded
             return rule.choose(spec, shape, target)
         own = self.bucket(spec, shape, target)
@@ -112,6 +114,16 @@ class Chooser:
         same_bits = functools.partial(_same_bits, spec, shape, target) if spec.signature.invariant else None
         same = own.index.same(replace(own.problem, shape=shape), triton_version(), same_bits)
         return next(same, None) or own.config_for(spec, shape, target) or rule.choose(spec, shape, target)
+
+    def _of_sparse(self, spec: KernelSpec, shape: Shape, target: Target) -> Choice:
+        """The vendor's product of a sparse operand, unless its dense values were measured to be faster: for this very shape, or the one that stands for those of its
+        coarse bucket. Nothing is borrowed: dense values take memory, which who made them sparse may not have."""
+        problem, index = problem_of(self.graph, spec, shape, target.part, capability(target)), self.database.index()
+        for stands in dict.fromkeys((shape, coarse_bucket(shape, problem.layout))):
+            found = next(index.same(replace(problem, shape=stands), triton_version(), lambda config: not limits.unfit(spec, config, shape, target)), None)
+            if found is not None:
+                return found
+        return rule.of_sparse(spec, shape, target)
 
     def bucket(self, spec: KernelSpec, shape: Shape, target: Target) -> FineBucket:
         """That of one shape, looked up anew where the database has changed."""

@@ -39,6 +39,8 @@ def choose(spec: KernelSpec, shape: Shape, target: Target, refused: str = "") ->
 
     if refused:
         return by_vendors(refused)
+    if sig.sparse:
+        return of_sparse(spec, shape, target)
     if why := limits.schedule_unfit("tiled", spec, shape, target):
         return by_vendors(why)
     if sig.a == FP32 and sig.precision == "ieee" and large and vendor_multiplies():
@@ -272,6 +274,12 @@ def for_all_rows(spec: KernelSpec, shape: Shape, target: Target, refused: str = 
 def pointwise(spec: KernelSpec, shape: Shape, target: Target) -> Choice:
     """The epilogue alone, over a product that is given."""
     return Choice(_epilogue(Space(spec, shape, target)), "one fused epilogue: the product is given")
+
+
+def of_sparse(spec: KernelSpec, shape: Shape, target: Target) -> Choice:
+    """The vendor's product of a sparse operand, and the epilogue."""
+    how = "the vendor's 2:4 sparse product is the whole program" if spec.bare_product else "the vendor's 2:4 sparse product, then one fused epilogue"
+    return Choice(_epilogue(Space(spec, shape, target)), f"{how}: no measurement says that the dense values are faster")
 
 
 def _epilogue(space: Space) -> KernelConfig:

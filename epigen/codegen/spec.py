@@ -21,6 +21,8 @@ LAYOUTS = ("nn", "nt", "tn", "tt")
 
 INVARIANT = ("m",)
 """What a program can be invariant of: how many rows there are."""
+SPARSE = ("a", "b")
+"""Which operand may be one of whose values two of four are 0."""
 ROUNDING = ("eager",)
 """How operations may be rounded, but for once an output."""
 
@@ -50,7 +52,8 @@ class Signature:
     batched: whether operands have leading dimensions, and are several products.
     grouped: the index along which groups, whose ends lie in memory, are such products: "m" of rows of a, each with a b of its own; "k" of both operands'; or "".
     invariant: whether a row of the result is to have the same bits whatever M is, and wherever it lies among the others.
-    packed: the index along which b holds two values in a byte, "k" or "n", or "".
+    packed: the index along which b holds two values in a byte, "k" or "n", or "". sparse: the operand of whose values two of four are 0, "a" or "b", or "": what
+    such a call is chosen by; its kernels are of its product, or of its dense values.
     rounding: "eager" where each operation is rounded as torch rounds it, else "". interpreted: for Triton's interpreter, which has no libdevice.
     """
 
@@ -70,6 +73,7 @@ class Signature:
     interpreted: bool = False
     packed: str = ""
     grouped: str = ""
+    sparse: str = ""
 
     @property
     def multiplied(self) -> Mapping[str, DType]:

@@ -202,12 +202,12 @@ def _show(file: Path, record: Record) -> None:
     from epigen.shapes import extents
 
     precision = f", {record.precision}" if record.precision else ""
-    invariant = ", invariant" if record.invariant else ""
+    apart = ", invariant" * bool(record.invariant) + f", sparse {record.sparse}" * bool(record.sparse)
     inputs = f", inputs {', '.join(record.inputs)}" if record.inputs else ""
     unfused = "" if record.unfused_us is None else f"; with one pointwise pass {record.unfused_us:g} us"
     rows = {
         "program": record.program.replace("\n", "\n           "),
-        "problem": f"{extents(record.shape)}, {record.a} x {record.b}{inputs} -> {', '.join(record.outputs)}, layout {record.layout}, rows aligned to {record.alignment}{precision}{invariant}",
+        "problem": f"{extents(record.shape)}, {record.a} x {record.b}{inputs} -> {', '.join(record.outputs)}, layout {record.layout}, rows aligned to {record.alignment}{precision}{apart}",
         "gpu": f"{record.gpu} ({record.capability}{f', driver {record.driver}' if record.driver else ''})",
         "config": str(record.kernel_config),
         "time": f"{record.median_us:g} us, spread {record.spread_us:g} us",

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from epigen import dtypes
-from epigen.codegen.spec import INVARIANT, ROUNDING
+from epigen.codegen.spec import INVARIANT, ROUNDING, SPARSE
 from epigen.errors import CallError
 from epigen.runtime.device import Machine
 from epigen.shapes import Shape
@@ -105,6 +105,11 @@ def precision_option(command: Any) -> Any:
 
 def invariant_option(command: Any) -> Any:
     return click.option("--invariant", type=click.Choice(INVARIANT), help="m: a row of the result has the same bits whatever M is")(command)
+
+
+def sparse_option(command: Any) -> Any:
+    help_text = "the operand of whose values two of four are 0, as torch.sparse.to_sparse_semi_structured makes it"
+    return click.option("--sparse", type=click.Choice(SPARSE), help=help_text)(command)
 
 
 def numerics_options(command: Any) -> Any:

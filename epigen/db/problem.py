@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from epigen.codegen.spec import INVARIANT, KNOWN, LAYOUTS, KernelSpec, digest, row_bytes, row_lengths
+from epigen.codegen.spec import INVARIANT, KNOWN, LAYOUTS, SPARSE, KernelSpec, digest, row_bytes, row_lengths
 from epigen.db import fields
 from epigen.dtypes import ALL, FP32, INPUTS, PRECISIONS, DType
 from epigen.gpus import Target
@@ -61,7 +61,8 @@ class Problem:
     gpu, capability: as torch names them ("NVIDIA H200", "9.0"). a, b, outputs: dtype names; of an output that is no tile "fp32", whatever
     it is cast to. inputs: the epilogue's, in the graph's order, whatever their names: "fp32[n]", "fp16[mn]", "bits", "scalar". layout: how a and b lie. spec:
     the graph's digest. kind: the epilogue's class. alignment: bytes that K, N and the row strides are a multiple of, up to 16. invariant: "m" where
-    a row has the same bits whatever M is, so that k is not split.
+    a row has the same bits whatever M is, so that k is not split. sparse: the operand of whose values two of four are 0: a winner that multiplies takes its dense
+    values, and `library` is the vendor's product of it.
     """
 
     gpu: Annotated[str, GPU]
@@ -78,6 +79,7 @@ class Problem:
     kind: Annotated[str, _KIND]
     alignment: Annotated[int, fields.one_of((1, 2, 4, 8, 16))]
     invariant: Annotated[str, fields.one_of(("", *INVARIANT))] = ""
+    sparse: Annotated[str, fields.one_of(("", *SPARSE))] = ""
 
 
 def capability(target: Target) -> str:
@@ -146,6 +148,7 @@ def problem_of(graph: Graph, spec: KernelSpec, shape: Shape, gpu: str, capabilit
         kind=epilogue_kind(spec),
         alignment=alignment(shape, sig.layout, sig.a.bytes, row_bytes(shape, sig)[1]),
         invariant="m" if sig.invariant else "",
+        sparse=sig.sparse,
     )
 
 

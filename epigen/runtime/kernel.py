@@ -6,20 +6,21 @@ call that has been made before is made again with as little Python as that takes
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from epigen.codegen import schedules
+from epigen.codegen import schedules, sparse
 from epigen.codegen.lower import check_computed, describable, lower, over_product, signature_of_contiguous, uninterpretable
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
@@ -47,7 +48,7 @@ from epigen.ir.parting import Parting
 from epigen.lang.syntax import declared_text
 from epigen.lru_cache import LruCache
 from epigen.perf import limits
-from epigen.runtime import arguments, batches, groups, outputs
+from epigen.runtime import arguments, batches, groups, outputs, overlap, semi_structured
 from epigen.runtime.arguments import process_precision
 from epigen.runtime.batches import Batch
 from epigen.runtime.calls import Calls, Known
@@ -64,6 +65,17 @@ BACKENDS = ("triton", "interpreter", "reference")
 
 _TEXTS = 64
 """Texts of one kernel: few of its signatures differ, however many shapes there are."""
+
+
+@dataclass(slots=True)
+class _Way:
+    """How calls of a sparse operand like one another run. kernel: of the dense values, or where `product` is a dtype, in which the vendor gives the product, of the
+    program over that; None where there is nothing after it. said: what such calls have in common, for who asks which kernel ran."""
+
+    choice: Choice
+    kernel: Kernel | None
+    product: torch.dtype | None
+    said: Prepared | None = None
 
 
 class KnownAs(NamedTuple):
@@ -104,6 +116,7 @@ class Kernel:
         self._calls = Calls()
         self._specs: LruCache[Signature, KernelSpec] = LruCache(_TEXTS)
         self._rendered: LruCache[tuple[Signature, KernelConfig], Rendered] = LruCache(_TEXTS)
+        self._of_sparse: LruCache[tuple[Any, ...], _Way] = LruCache(_TEXTS)
         self._starting = threading.Lock()
         self._compiling: tuple[int, tuple[Future[Any], ...]] = (0, ())
         """The process, and what other threads of it compile."""
@@ -222,6 +235,8 @@ class Kernel:
         arguments.check_no_gradient((*operands, *inputs.values(), *outs.values()))
         if self._known_as is not None and traced():
             return self._operation(operands, inputs, out)
+        if not semi_structured.TYPES.isdisjoint(map(type, operands)):
+            return self._call_of_sparse(operands, inputs, out)
         arguments.check_memory(operands, inputs, outs)
         if any(isinstance(t, Tensor) and t.is_neg() for t in (*operands, *inputs.values())):
             operands, inputs, form = tuple(map(arguments.shown, operands)), {name: arguments.shown(value) for name, value in inputs.items()}, None
@@ -252,6 +267,90 @@ class Kernel:
             if again is not None:
                 self._calls.remember(known, form, again)
         return results[0] if self._outputs is None else self._outputs(*results)
+
+    def _call_of_sparse(self, operands: Operands, inputs: Mapping[str, Any], out: Any) -> Any:
+        """A call of which one operand has two of four values: by the vendor's product and the program over it, or by a kernel of its dense values, which are then kept
+        for as long as it is there."""
+        if GROUPS in self._inputs:
+            raise CallError(f"a call of groups has dense operands, and one is 2:4 sparse: {sparse.DENSE}")
+        given, outs = semi_structured.of_call(self._graph, operands), outputs.given(out, self._names)
+        arguments.check_names(self._inputs, inputs)
+        other = given.other
+        if other.is_meta or (self._backend or ("reference" if other.device.type == "cpu" else "triton")) == "reference":
+            result = self._call(given.dense(), inputs, out)
+            self._last = copy.copy(self._last)
+            assert self._last is not None and self._last.signature is not None
+            self._last.signature = replace(self._last.signature, sparse=given.side)
+            return result
+        if self.numerics.invariant:
+            raise CallError(f"the program is invariant, and the vendor's product of a 2:4 sparse operand adds up in an order that depends on M: {sparse.DENSE}")
+        way = self._way_of_sparse(given, inputs)
+        arguments.check_memory((other,), inputs, outs)
+        if outs:
+            overlap.check({o.name: o.replaces for o in outputs.of(self._graph, BY_TORCH_ON_CPU[str(other.dtype)])}, (other, given.held.packed), inputs, outs)
+        if way.product is None:
+            assert way.kernel is not None
+            result = way.kernel(*given.dense(), out=out, **inputs)
+        else:
+            product = given.product(way.product)
+            if way.kernel is None:
+                result = product if not outs else semi_structured.written(product, *outs.items())
+            else:
+                nothing: Any = None
+                result = way.kernel(nothing, nothing, out=out, **{PRODUCT: semi_structured.as_given(product)}, **inputs)
+        if way.said is None:
+            way.said = self._said_of_sparse(way, given, inputs)
+        self._last = way.said
+        return result
+
+    def _way_of_sparse(self, given: semi_structured.Operands, inputs: Mapping[str, Any]) -> _Way:
+        signature = self._signature_of_sparse(given, inputs)
+        key, on_gpu = (signature, given.shape, given.other.device, given.held.kind), given.other.is_cuda
+        # while a CUDA graph is captured dense values that are not there yet cannot be made, for they would have no contents until it is run
+        alone = on_gpu and torch.cuda.is_current_stream_capturing() and not given.held.dense_values_are_there
+        known = self._of_sparse.get((*key, alone))
+        if known is not None:
+            return known
+        spec = lower(self._graph, signature)
+        with torch.cuda.device(given.other.device) if on_gpu else nullcontext():
+            target = (self._machine.at_hand() if on_gpu else None) or DEFAULT_TARGET
+            choose = self._at_call if on_gpu else self._choose
+            choice = Choice(self._config, "given by the caller") if self._config else choose(spec, given.shape, target, "")
+        if SCHEDULES[choice.config.schedule].multiplies and (self._config or not alone):
+            size = f"{given.held.dense_bytes / 1e6:.3g} MB"
+            choice = replace(choice, why=f"{choice.why}; operand {given.side} is 2:4 sparse, and its dense values, {size}, are kept beside it")
+            way = _Way(choice, self if self._config else self._child(self._graph, choice.config), None)
+        else:
+            way = self._over_sparse(given, choice)
+        return way if isinstance(choice, Provisional) else self._of_sparse.put((*key, alone), way)
+
+    def _over_sparse(self, given: semi_structured.Operands, choice: Choice) -> _Way:
+        """The vendor's product, and the program over it."""
+        operands = BY_TORCH_ON_CPU[str(given.other.dtype)]
+        choice = replace(choice, why=f"{choice.why}; operand {given.side} is 2:4 sparse, and {given.held.called} multiplies it")
+        if (whole := sparse.alone(self._graph, operands)) is not None:
+            return _Way(choice, None, reference.torch_dtype(whole))
+        held = product_dtype(operands) if self.numerics.rounding and operands.is_fp8 else sparse.sums(operands)
+        config = None if SCHEDULES[choice.config.schedule].multiplies else choice.config
+        return _Way(choice, self._child(sparse.over(self._graph, operands), config), reference.torch_dtype(held))
+
+    def _signature_of_sparse(self, given: semi_structured.Operands, inputs: Mapping[str, Any]) -> Signature:
+        return replace(self._signature_like(given.shape, given.standing, inputs), sparse=given.side)
+
+    def _child(self, graph: Graph, config: KernelConfig | None) -> Kernel:
+        return Kernel(graph, self.renderer, self._choose, config, self._backend, self.numerics, machine=self._machine)
+
+    def _said_of_sparse(self, way: _Way, given: semi_structured.Operands, inputs: Mapping[str, Any]) -> Prepared:
+        """What such a call has in common, with the choice that it was made by."""
+        last = way.kernel and way.kernel._last
+        if last is None or last.plan is None:
+            spec = lower(self._graph, self._signature_of_sparse(given, inputs))
+            plan = Plan(spec, way.choice, self.renderer.render(spec, way.choice.config))
+            outs = outputs.of(self._graph, BY_TORCH_ON_CPU[str(given.other.dtype)])
+            return Prepared(self._graph, outs, given.shape, given.other.device, plan)
+        said = copy.copy(last)
+        said.plan = replace(last.plan, choice=replace(last.plan.choice, config=way.choice.config, why=way.choice.why))
+        return said
 
     def bound(
         self, operands: Operands, inputs: Mapping[str, Any], results: Sequence[Tensor], views: Mapping[str, str], shapes: Sequence[tuple[int, ...] | None] = ()

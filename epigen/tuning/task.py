@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from epigen.codegen import sparse
 from epigen.codegen.lower import lower, signature_of_contiguous
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Numerics
 from epigen.db.problem import Problem, capability, problem_of
@@ -29,7 +30,7 @@ class Request:
     """One problem to tune, whatever GPU it is for: a program, and calls of it whose tensors lie in memory without gaps.
 
     inputs: the dtype of all inputs that have indices, or one for each of them, in the graph's order; scalars are numbers. layout: how a and b lie.
-    invariant: "m" where a row has to have the same bits whatever M is.
+    invariant: "m" where a row has to have the same bits whatever M is. sparse: the operand of whose values two of four are 0, "a" or "b"; "" where none is.
     """
 
     graph: Graph
@@ -40,9 +41,11 @@ class Request:
     layout: str
     precision: str
     invariant: str = field(default="", kw_only=True)
+    sparse: str = field(default="", kw_only=True)
 
     def task(self, target: Target, seed: int = 0) -> Task:
-        return Task(self.graph, self.shape, self.a, self.b, self.inputs, self.layout, self.precision, target, seed=seed, invariant=self.invariant)
+        apart = {"invariant": self.invariant, "sparse": self.sparse}
+        return Task(self.graph, self.shape, self.a, self.b, self.inputs, self.layout, self.precision, target, seed=seed, **apart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +62,13 @@ class Task(Request):
     """What the database calls it."""
 
     def __post_init__(self) -> None:
-        """Raises CallError where the dtypes and the program do not fit together, and where all M have one config; ValueError where there are not as
-        many dtypes as inputs."""
+        """Raises CallError where the dtypes and the program do not fit together, where all M have one config, and where an operand cannot be sparse; ValueError where
+        there are not as many dtypes as inputs."""
         named = tuple(self.input_dtypes().items())
         signature = signature_of_contiguous(self.graph, self.a, self.b, named, self.shape, self.layout, self.precision)
-        spec = lower(self.graph, replace(signature, invariant=bool(self.invariant)))
+        spec = lower(self.graph, replace(signature, invariant=bool(self.invariant), sparse=self.sparse))
+        if self.sparse:
+            sparse.check(self.graph, spec.signature, self.shape)
         if limits.one_config(spec, self.target):
             raise CallError(
                 f'invariant="{self.invariant}": on {self.target.name} all M of {short(self.graph.text)} {self.a} have one config, since two might add up in another order: '
@@ -79,11 +84,12 @@ class Task(Request):
         return {n.name: g.given_as(n) or each.get(n.name) for n in self.graph.inputs()}
 
     def sample(self, device: str, shape: Shape | None = None) -> Sample:
-        """Arguments of a call, at the task's shape or another."""
+        """Arguments of a call, at the task's shape or another; a sparse operand with its zeros."""
         from epigen.runtime import verify
 
         held = {name: dtype for name, dtype in self.input_dtypes().items() if dtype is not None}
-        return verify.sample(self.graph, shape or self.shape, self.a, self.b, held, seed=self.seed, device=device, layout=self.layout)
+        made = verify.sample(self.graph, shape or self.shape, self.a, self.b, held, seed=self.seed, device=device, layout=self.layout)
+        return verify.pruned(made, self.sparse) if self.sparse and device != "meta" else made
 
     def kernel(self, renderer: Renderer, config: KernelConfig) -> Kernel:
         """The program's kernel with one config."""
