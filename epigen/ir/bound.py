@@ -52,9 +52,10 @@ class Difference:
 
 
 def expect(
-    graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, reference.Number], dtypes: list[DType], precision: str, number: int = 0
+    graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, reference.Number], dtypes: list[DType], precision: str, number: int = 0, product: DType | None = None
 ) -> list[Expected]:  # fmt: skip
-    """The oracle's outputs with their bounds. precision: "ieee" or "tf32", for fp32 operands, or "fast_accum", for fp8 ones. number: the product's in a batch.
+    """The oracle's outputs with their bounds. precision: "ieee" or "tf32", for fp32 operands, or "fast_accum", for fp8 ones. number: the product's in a batch. product: what
+    it is rounded to before anything is computed of it, as that of a sparse operand is.
 
     The product's bound is 4 sqrt(K) 2^-23 |a| @ |b| (Higham and Mary's probabilistic bound for K roundings, with a factor 4 and
     one bit for the tensor cores' truncation), and 2^-9 |a| @ |b| more for tf32. fp8 accumulates in tensor-core steps of about 14
@@ -71,6 +72,9 @@ def expect(
             error = _input_error(inputs[node.name], values[number])
         elif node.op == g.DOT:
             error = _product_error(graph, number, values, errors, (a, b), inputs, precision)
+            if product is not None and product.bits == 16:
+                error = error + (values[number].abs() + error) * product.epsilon * 0.5 + product.smallest
+                error = torch.where(values[number].abs() + error > product.largest, torch.inf, error)
         else:
             error = _error(node, values[number], args, reference.extents(graph, a, b), a.device)
         if node.kind == NUMBER:

@@ -334,6 +334,18 @@ class Kernel:
         config = None if SCHEDULES[choice.config.schedule].multiplies else choice.config
         return _Way(choice, self._child(sparse.over(self._graph, operands), config), reference.torch_dtype(held))
 
+    def _warm_of_sparse(self, operands: Operands, target: Target, inputs: Mapping[str, Any]) -> list[Resources]:
+        given = semi_structured.of_call(self._graph, operands)
+        choice = Choice(self._config, "") if self._config else self._choose(lower(self._graph, self._signature_of_sparse(given, inputs)), given.shape, target, "")
+        if SCHEDULES[choice.config.schedule].multiplies:
+            return self._child(self._graph, choice.config).warm(*given.dense(), target, **inputs)
+        way = self._over_sparse(given, choice)
+        nothing: Any = None
+        if way.kernel is None or way.product is None:
+            return []
+        product = semi_structured.as_given(torch.empty((*given.other.shape[:-2], *given.shape[:2]), dtype=way.product, device="meta"))
+        return way.kernel.warm(nothing, nothing, target, **{PRODUCT: product}, **inputs)
+
     def _signature_of_sparse(self, given: semi_structured.Operands, inputs: Mapping[str, Any]) -> Signature:
         return replace(self._signature_like(given.shape, given.standing, inputs), sparse=given.side)
 
@@ -505,7 +517,7 @@ class Kernel:
     def warm(self, a: Tensor, b: Tensor, target: Target | None = None, /, **inputs: Any) -> list[Resources]:
         """Compile what a call with such arguments would launch on `target`, into Triton's cache, without a GPU.
 
-        a, b, inputs: tensors on torch's meta device, or numbers. target: by position, or by this name where no input has it. A later call in any process finds the kernels compiled.
+        a, b, inputs: tensors on torch's meta device, or numbers. One operand may be 2:4 sparse. target: by position, or by this name where no input has it. A later call in any process finds the kernels compiled.
         Returns each kernel's resources, the main one first. Raises CompileError where Triton refuses one.
         """
         target = inputs.pop("target", None) if target is None else target
@@ -513,8 +525,10 @@ class Kernel:
             raise CallError("target is missing: pass the GPU to compile for behind a and b, as kernel.warm(a, b, target)")
         if GROUPS in inputs and GROUPS not in self._inputs:
             return self._grouped.warm(a, b, target, **inputs)
-        prepared = self._prepare((a, b), inputs, {}, target=target)
-        values = prepared.values((a, b), inputs, prepared.results({}))
+        if not semi_structured.TYPES.isdisjoint((type(a), type(b))):
+            return self._warm_of_sparse((a, b), target, inputs)
+        prepared = self._prepare(() if PRODUCT in self._inputs else (a, b), inputs, {}, target=target)
+        values = prepared.values(() if PRODUCT in self._inputs else (a, b), inputs, prepared.results({}))
         assert prepared.plan is not None
         if prepared.plan.by_vendor:
             values["mm_ptr"] = torch.empty(prepared.shape[:2], dtype=reference.torch_dtype(prepared.plan.spec.accumulator), device="meta")

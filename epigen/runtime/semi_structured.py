@@ -8,7 +8,9 @@ int32 and fp32. Raises CallError.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,14 @@ TYPES = frozenset((SparseSemiStructuredTensorCUTLASS, SparseSemiStructuredTensor
 
 _CALLED = {SparseSemiStructuredTensorCUTLASS: "CUTLASS", SparseSemiStructuredTensorCUSPARSELT: "cuSPARSELt"}
 
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """torch warns once of each class that it is a prototype, which who made none need not be told."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The PyTorch API of SparseSemiStructuredTensor", UserWarning)
+        yield
+
+
 @dataclass(frozen=True, slots=True)
 class Compressed:
     """A matrix [rows, K] of which each four neighbours along K hold two values. kind: one of TYPES. packed: the values, and of cuSPARSELt behind them where they are;
@@ -48,12 +58,18 @@ class Compressed:
         rows, columns = t.shape[::-1] if transposed else t.shape
         return None if packed is None else cls(type(t), (rows, columns), packed, meta, getattr(t, "alg_id_cusparselt", 0))
 
+    @classmethod
+    def without_contents(cls, rows: int, columns: int, dtype: torch.dtype) -> Compressed:
+        """One of cuSPARSELt's, on the meta device."""
+        return cls(SparseSemiStructuredTensorCUSPARSELT, (rows, columns), torch.empty(rows * columns * 9 // 16, dtype=dtype, device="meta"), None)
+
     def tensor(self, transposed: bool = False) -> Any:
-        """torch's own tensor of it."""
+        """torch's own tensor of it, or of its transpose."""
         held, none = (self.packed, self.meta), (None, None)
         ways, shape = ((*none, *held), self.shape[::-1]) if transposed else ((*held, *none), self.shape)
         kind: Any = self.kind
-        return kind(torch.Size(shape), *ways, None, alg_id_cusparselt=self.alg_id)
+        with unwarned():
+            return kind(torch.Size(shape), *ways, None, alg_id_cusparselt=self.alg_id)
 
     @property
     def stands_for(self) -> Tensor:
@@ -228,6 +244,14 @@ def of_call(graph: Graph, operands: Sequence[Any]) -> Operands:
         raise CallError(f"operand {side} is 2:4 sparse {t.dtype} and the other one {other.dtype}: both need the same dtype")
     sparse.check_operands(side, BY_TORCH_ON_CPU[str(t.dtype)], shape[2])
     return found
+
+
+def compressed(a: Tensor, b: Tensor, side: str) -> tuple[Any, Any]:
+    """A call's operands, of which torch compresses one, of dense values with its zeros."""
+    with unwarned():
+        if side == "a":
+            return torch.sparse.to_sparse_semi_structured(a), b
+        return a, torch.sparse.to_sparse_semi_structured(b.t()).t()
 
 
 def as_given(product: Tensor) -> Tensor:

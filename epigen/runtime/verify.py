@@ -48,12 +48,12 @@ class Oracle:
     several: bool
 
     @classmethod
-    def of(cls, graph: Graph, given: Sample, precision: str = "ieee", rounding: str = "") -> Oracle:
-        """rounding: "eager" where each operation is rounded; the bound then has the error of each."""
+    def of(cls, graph: Graph, given: Sample, precision: str = "ieee", rounding: str = "", product: DType | None = None) -> Oracle:
+        """rounding: "eager" where each operation is rounded; the bound then has the error of each. product: what the product is rounded to, if it is."""
         if rounding:
             graph = as_eager_of(graph, given.a, given.b, given.inputs)
         dtypes = [output_dtype(graph, o, BY_TORCH[str(given.a.dtype)]) for o in graph.outputs]
-        products = [bound.expect(graph, one.a, one.b, one.inputs, dtypes, precision, i) for i, one in enumerate(given.products())]
+        products = [bound.expect(graph, one.a, one.b, one.inputs, dtypes, precision, i, product) for i, one in enumerate(given.products())]
         return cls(products, given.a.dim() > 2)
 
     def differences(self, results: Any) -> list[Difference]:

@@ -22,7 +22,7 @@ def worker(task: Task) -> Callable[[KernelConfig], Outcome]:
 
     def build(config: KernelConfig) -> Outcome:
         try:
-            resources = task.kernel(renderer(), config).warm(sample.a, sample.b, task.target, **sample.inputs)
+            resources = task.kernel(renderer(), config).warm(*task.operands(sample, config), task.target, **sample.inputs)
         except EpigenError as error:
             return Outcome("out_of_resources" if "shared memory" in str(error) else "compile_error", detail=str(error))
         main = resources[0] if resources else None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from epigen.codegen import sparse
 from epigen.codegen.lower import lower, signature_of_contiguous
+from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Numerics
 from epigen.db.problem import Problem, capability, problem_of
 from epigen.db.records import short
@@ -90,6 +91,18 @@ class Task(Request):
         held = {name: dtype for name, dtype in self.input_dtypes().items() if dtype is not None}
         made = verify.sample(self.graph, shape or self.shape, self.a, self.b, held, seed=self.seed, device=device, layout=self.layout)
         return verify.pruned(made, self.sparse) if self.sparse and device != "meta" else made
+
+    def operands(self, sample: Sample, config: KernelConfig) -> tuple[Any, Any]:
+        """What a candidate is called with: of a sparse operand its dense values, or where the vendor multiplies it itself. sample: not on the CPU."""
+        if not self.sparse or SCHEDULES[config.schedule].multiplies:
+            return sample.a, sample.b
+        from epigen.runtime import semi_structured
+
+        if not sample.a.is_meta:
+            return semi_structured.compressed(sample.a, sample.b, self.sparse)
+        (rows, columns), dtype = (sample.a if self.sparse == "a" else sample.b.t()).shape, sample.a.dtype
+        sparse = semi_structured.Compressed.without_contents(rows, columns, dtype).tensor(self.sparse == "b")
+        return (sparse, sample.b) if self.sparse == "a" else (sample.a, sparse)
 
     def kernel(self, renderer: Renderer, config: KernelConfig) -> Kernel:
         """The program's kernel with one config."""

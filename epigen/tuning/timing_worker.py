@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from epigen.codegen import sparse
 from epigen.codegen.spec import KernelConfig
 from epigen.errors import EpigenError
 from epigen.runtime import vendor, verify
@@ -36,7 +37,7 @@ class Meter:
         self.right = right_operands(task, self.sample)
         m, n, k = (e if e <= _CHECKED_EXTENT else _CHECKED_EXTENT + e % 256 for e in task.shape[-3:])
         self.checked = task.sample("cuda", (min(task.shape[0], _CHECKED_PRODUCTS), m, n, k) if len(task.shape) == 4 else (m, n, k))
-        self.oracle = verify.Oracle.of(task.graph, self.checked, task.precision)
+        self.oracle = verify.Oracle.of(task.graph, self.checked, task.precision, product=sparse.sums(task.a) if task.sparse else None)
         self.sampler = Sampler(ColdTimer(), self.product)
 
     def answer(self, job: Job) -> Outcome | Comparison:
@@ -53,22 +54,23 @@ class Meter:
     def kernel(self, config: KernelConfig) -> Kernel:
         return self.task.kernel(renderer(), config)
 
-    def runner(self, kernel: Kernel) -> Callable[[], Any]:
-        return lambda: kernel(self.sample.a, self.sample.b, **self.sample.inputs)
+    def runner(self, config: KernelConfig) -> Callable[[], Any]:
+        kernel, (a, b) = self.kernel(config), self.task.operands(self.sample, config)
+        return lambda: kernel(a, b, **self.sample.inputs)
 
     def measure(self, job: Measure) -> Outcome:
         kernel = self.kernel(job.config)
-        differences = self.oracle.differences(kernel(self.checked.a, self.checked.b, **self.checked.inputs))
+        differences = self.oracle.differences(kernel(*self.task.operands(self.checked, job.config), **self.checked.inputs))
         for output, difference in zip(self.task.graph.outputs, differences, strict=True):
             if not difference.ok:
                 detail = f"output '{output.name}' at {list(difference.where)}: error {difference.error:.3g}, bound {difference.bound:.3g}"
                 return Outcome("wrong", detail=detail)
-        run = self.runner(kernel)
+        run = self.runner(job.config)
         run()
         return self.sampler.single(run, job.limit_us)
 
     def compare(self, job: Compare) -> Comparison:
-        candidates = [self.runner(self.kernel(c)) for c in job.configs]
+        candidates = [self.runner(c) for c in job.configs]
         for run in candidates:
             run()
         vendors, untimed = self.vendors()

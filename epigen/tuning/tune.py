@@ -79,10 +79,12 @@ def tune_one(
     measuring.begin(task)
     try:
         problem, (space, prior) = task.problem, _space(task, measuring)
-        near = database.nearest(problem, triton_version(), 3, space.legal) if database else ()
+        # a sparse operand's dense values are multiplied as others are
+        kinds = dict.fromkeys((problem, replace(problem, sparse="")))
+        near = [found for kind in kinds for found in database.nearest(kind, triton_version(), 3, space.legal)] if database else []
         longest = _HOPELESS * min(prior.values(), default=0.0)
         hopeful = [found for found in near if found.how in ("exact", "triton") or prior.get(found.config, 0.0) <= longest]
-        ruled = rule.choose(space.spec, space.shape, space.target)
+        ruled = rule.choose(replace(task.spec, signature=replace(task.spec.signature, sparse="")), space.shape, space.target)
         # the vendor's at first: whatever the time is, there is a right answer
         vendors = [rule.by_vendor(space.spec, space.shape, space.target, "")] if "library" in space.schedules else []
         result = search(
