@@ -59,6 +59,17 @@ class Compressed:
         return None if packed is None else cls(type(t), (rows, columns), packed, meta, getattr(t, "alg_id_cusparselt", 0))
 
     @classmethod
+    def of_numbers(cls, packed: Tensor, meta: Tensor | None, numbers: Sequence[int]) -> Compressed:
+        """numbers: as `numbers` has them."""
+        rows, columns, of_cusparselt, alg_id = numbers
+        return cls(SparseSemiStructuredTensorCUSPARSELT if of_cusparselt else SparseSemiStructuredTensorCUTLASS, (rows, columns), packed, meta, alg_id)
+
+    @property
+    def numbers(self) -> list[int]:
+        """All that is no tensor."""
+        return [*self.shape, int(self.kind is SparseSemiStructuredTensorCUSPARSELT), self.alg_id]
+
+    @classmethod
     def without_contents(cls, rows: int, columns: int, dtype: torch.dtype) -> Compressed:
         """One of cuSPARSELt's, on the meta device."""
         return cls(SparseSemiStructuredTensorCUSPARSELT, (rows, columns), torch.empty(rows * columns * 9 // 16, dtype=dtype, device="meta"), None)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epigen.codegen import sparse
 from epigen.codegen.lower import over_product
 from epigen.dtypes import BY_TORCH_ON_CPU
 from epigen.errors import CallError
@@ -21,7 +22,7 @@ from epigen.ir import graph as g
 from epigen.ir import reference
 from epigen.ir.eager import as_eager_of
 from epigen.ir.graph import PRODUCT, Graph
-from epigen.runtime import arguments, batches, outputs
+from epigen.runtime import arguments, batches, outputs, semi_structured
 from epigen.runtime.kernel import Kernel
 from epigen.training import library
 
@@ -92,6 +93,30 @@ def _into(
         into.copy_(result)
 
 
+def _of_sparse(
+    text: str, tune: str | None, side: str, other: Tensor, packed: Tensor, meta: Tensor | None, held: Sequence[int], inputs: library.Inputs, numbers: Sequence[float],
+    options: str | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """By torch's own product of the sparse operand, which has no other name in it."""
+    given = semi_structured.Operands(side, semi_structured.Compressed.of_numbers(packed, meta, held), other)
+    graph, operands = _kernel(text, options).graph, BY_TORCH_ON_CPU[str(other.dtype)]
+    if (whole := sparse.alone(graph, operands)) is not None:
+        return [given.product(reference.torch_dtype(whole))]
+    product = semi_structured.as_given(given.product(reference.torch_dtype(sparse.sums(operands))))
+    a, b = (torch.empty(shape, device=product.device) for shape in ((product.shape[-2], 0), (0, product.shape[-1])))
+    named = {PRODUCT: product, **library.named(text, inputs, numbers)}
+    over = sparse.over(graph, operands)
+    return _apart(as_eager_of(over, product, product, named) if library.kernel(text, tune, options).numerics.rounding else over, a, b, named, product.dtype)
+
+
+def _of_sparse_into(
+    text: str, tune: str | None, side: str, other: Tensor, packed: Tensor, meta: Tensor | None, held: Sequence[int], inputs: library.Inputs, numbers: Sequence[float],
+    out: Sequence[Tensor], options: str | None = None,
+) -> None:  # fmt: skip
+    for into, result in zip(out, _of_sparse(text, tune, side, other, packed, meta, held, inputs, numbers, options), strict=True):
+        into.copy_(result)
+
+
 def _accumulate(grad: Tensor, a: Tensor, b: Tensor) -> None:
     grad.add_(reference.product(a, b, grad.dtype))
 
@@ -111,4 +136,6 @@ WRITTEN_OUT: Mapping[Any, Callable[..., Any]] = {
     torch.ops.epigen.over.default: _over,
     torch.ops.epigen.into.default: _into,
     torch.ops.epigen.accumulate.default: _accumulate,
+    torch.ops.epigen.of_sparse.default: _of_sparse,
+    torch.ops.epigen.of_sparse_into.default: _of_sparse_into,
 }

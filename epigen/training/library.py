@@ -23,7 +23,7 @@ from epigen.dtypes import BY_TORCH_ON_CPU
 from epigen.errors import CallError, InternalError
 from epigen.ir.graph import GROUPS, PRODUCT, Graph, Node
 from epigen.ir.program import MOST_PROGRAMS, graph_of
-from epigen.runtime import arguments, batches, groups, outputs
+from epigen.runtime import arguments, batches, groups, outputs, semi_structured
 from epigen.runtime.batches import Batch
 from epigen.runtime.kernel import Kernel
 from epigen.training import bits
@@ -84,6 +84,57 @@ def _into(
     made = kernel(text, tune, options)
     with torch.no_grad():
         (made if len(operands) == 2 else made.over)(*operands, out=list(out), **named(text, inputs, numbers))
+
+
+def taken_apart(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """`program` or `into` of a sparse operand, by the operation that takes the tensors which it holds. args, options: as torch has them."""
+    text, tune, *rest = args
+    operands, rest = (rest[0], rest[1:]) if name == "into" else (rest[:2], rest[2:])
+    if semi_structured.TYPES.isdisjoint(map(type, operands)):
+        raise CallError("an input is 2:4 sparse, and operands a and b alone can be: pass its dense values, as t.to_dense() has them")
+    given = semi_structured.of_call(kernel(text, tune, options.get("options")).graph, operands)
+    run = torch.ops.epigen.of_sparse_into.default if name == "into" else torch.ops.epigen.of_sparse.default
+    return run(text, tune, given.side, given.other, given.held.packed, given.held.meta, given.held.numbers, *rest, **options)
+
+
+def _again(side: str, other: Tensor, packed: Tensor, meta: Tensor | None, held: Sequence[int]) -> tuple[Any, Any]:
+    """The operands that were taken apart."""
+    sparse = semi_structured.Compressed.of_numbers(packed, meta, held).tensor(side == "b")
+    return (sparse, other) if side == "a" else (other, sparse)
+
+
+def _standing(side: str, other: Tensor, packed: Tensor, held: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The same without contents."""
+    whole = packed.new_empty(held[:2])
+    return (whole, other) if side == "a" else (other, whole.t())
+
+
+def _of_sparse(
+    text: str, tune: str | None, side: str, other: Tensor, packed: Tensor, meta: Tensor | None, held: Sequence[int], inputs: Sequence[Tensor | float | None],
+    numbers: Sequence[float], options: str | None = None,
+) -> list[Tensor]:  # fmt: skip
+    return _program(text, tune, *_again(side, other, packed, meta, held), inputs, numbers, options)
+
+
+def _of_sparse_into(
+    text: str, tune: str | None, side: str, other: Tensor, packed: Tensor, meta: Tensor | None, held: Sequence[int], inputs: Sequence[Tensor | float | None],
+    numbers: Sequence[float], out: Sequence[Tensor], options: str | None = None,
+) -> None:  # fmt: skip
+    _into(text, tune, _again(side, other, packed, meta, held), inputs, numbers, out, options)
+
+
+def _fake_of_sparse(
+    text: str, tune: str | None, side: str, other: Tensor, packed: Tensor, _meta: Tensor | None, held: Sequence[int], inputs: Inputs, numbers: Sequence[float],
+    options: str | None = None,
+) -> list[Tensor]:  # fmt: skip
+    return _fake_program(text, tune, *_standing(side, other, packed, held), inputs, numbers, options)
+
+
+def _fake_of_sparse_into(
+    text: str, tune: str | None, side: str, other: Tensor, packed: Tensor, _meta: Tensor | None, held: Sequence[int], inputs: Inputs, numbers: Sequence[float],
+    out: Sequence[Tensor], options: str | None = None,
+) -> None:  # fmt: skip
+    _fake_into(text, tune, _standing(side, other, packed, held), inputs, numbers, out, options)
 
 
 def _accumulate(grad: Tensor, a: Tensor, b: Tensor) -> None:
@@ -205,7 +256,7 @@ def _keys(*names: str) -> int:
 
 _USUAL = (_keys("ADInplaceOrView"), _keys())
 """What torch's dispatcher has of each thread where nothing is going on, without and with inference mode."""
-_UNSEEN = {*arguments.PLAIN, float, int, bool}
+_UNSEEN = {*arguments.PLAIN, *semi_structured.TYPES, float, int, bool}
 
 
 def _refusing(name: str, keys: Any, *args: Any, **options: Any) -> Any:
@@ -302,13 +353,15 @@ _ABSENT = 1 << 40
 # -- by name, where `operations` looks for them
 
 _MASKS: Mapping[str, Callable[..., Any]] = {"bitmask": bits.bitmask, "where_bits": bits.where_bits, "tied": bits.tied}
-RUN: Mapping[str, Callable[..., Any]] = {"program": _program, "fused": _program, "over": _over, "into": _into, "accumulate": _accumulate, **_MASKS}
+RUN: Mapping[str, Callable[..., Any]] = {"program": _program, "fused": _program, "over": _over, "into": _into, "accumulate": _accumulate, "of_sparse": _of_sparse, "of_sparse_into": _of_sparse_into, **_MASKS}
 FAKE: Mapping[str, Callable[..., Any]] = {
     "program": _fake_program,
     "fused": _fake_program,
     "over": _fake_over,
     "into": _fake_into,
     "accumulate": _fake_accumulate,
+    "of_sparse": _fake_of_sparse,
+    "of_sparse_into": _fake_of_sparse_into,
     **_MASKS,
 }
 REFUSING = {name: functools.partial(_refusing, name) for name in RUN.keys() - _MASKS.keys()}

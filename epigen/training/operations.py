@@ -6,6 +6,7 @@ They are there as soon as torch and epigen are, so this module is light, and wha
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,19 @@ MASKS = (
     "tied(Tensor x, Tensor bits) -> Tensor",
 )
 """Of packed masks, in graphs of `backend` alone: what `bits` says."""
+SPARSE = (
+    (
+        "of_sparse(str text, str? tune, str side, Tensor other, Tensor packed, Tensor? meta, int[] held, Tensor?[] inputs, float[] numbers, *, str? options=None) "
+        "-> Tensor[]"
+    ),
+    (
+        "of_sparse_into(str text, str? tune, str side, Tensor other, Tensor packed, Tensor? meta, int[] held, Tensor?[] inputs, float[] numbers, Tensor(a!)[] out, *, "
+        "str? options=None) -> ()"
+    ),
+)
+"""What program and into are where an operand is one of torch's 2:4 sparse tensors: of the tensors that it holds, since torch.compile writes down no others. side: which
+operand it is, "a" or "b". other: the dense one. held: its rows and columns, whether it is cuSPARSELt's, and the number of that one's kernel."""
+OF_SPARSE = {"program": "of_sparse", "fused": "of_sparse", "into": "of_sparse_into"}
 LOSSES = (
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float[] terms, bool keep, str? tune) -> Tensor[]",
     (
@@ -56,7 +70,7 @@ def define() -> None:
     if earlier := vars(operations).get("LIBRARY"):
         earlier._destroy()
     operations.LIBRARY = library = torch.library.Library("epigen", "FRAGMENT")
-    for signature in (*SIGNATURES, *MASKS, *LOSSES):
+    for signature in (*SIGNATURES, *SPARSE, *MASKS, *LOSSES):
         name = signature.partition("(")[0]
         library.define(signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
         library.impl(name, _later("RUN", name), "CompositeExplicitAutograd")
@@ -66,6 +80,9 @@ def define() -> None:
             library.impl(name, _later("REFUSING", name), "Autograd", with_keyset=True)
             library.impl(name, _written_out(name), "Tracer")
         torch.library.register_fake(f"epigen::{name}", _later("FAKE", name), lib=library)
+    for kind in (torch.sparse.SparseSemiStructuredTensorCUTLASS, torch.sparse.SparseSemiStructuredTensorCUSPARSELT):
+        for name in OF_SPARSE:
+            torch.library.register_torch_dispatch(f"epigen::{name}", kind, _taken_apart(name), lib=library)
     for name in MAPPED:
         torch.library.register_vmap(f"epigen::{name}", _later("MAPPED", name), lib=library)
         library.impl(name, _later("BATCHED", name), "Batched")
@@ -78,6 +95,15 @@ def _later(table: str, name: str) -> Callable[..., Any]:
 
     def run(*args: Any, **options: Any) -> Any:
         return getattr(_implementations(of_loss), table)[name](*args, **options)
+
+    return run
+
+
+def _taken_apart(name: str) -> Callable[..., Any]:
+    """What torch runs in place of an operation of a sparse operand."""
+
+    def run(_class: Any, _operation: Any, _types: Any, args: Sequence[Any], kwargs: Any = None) -> Any:
+        return _implementations(False).taken_apart(name, args, kwargs or {})
 
     return run
 
@@ -114,6 +140,7 @@ def count_flops() -> None:
         "over": lambda *_, **__: 0,
         "into": lambda text, _tune, operands, *_, **__: _flops(operands) * _products(text),
         "accumulate": lambda _grad, a, b, **__: _flops([a, b]),
+        **dict.fromkeys(("of_sparse", "of_sparse_into"), lambda _text, _tune, _side, other, _packed, _meta, held, *_, **__: 2 * math.prod(other) * held[0]),
         "linear_cross_entropy": lambda x, weight, *_, **__: _flops([x, weight[::-1]]),
         "linear_cross_entropy_backward": lambda _grad, x, weight, _bias, _target, _lse, mm, _ignored, _terms, wanted, *_, **__: (
             _flops([x, weight[::-1]]) * ((mm is None) + sum(wanted[:2]))
