@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from epigen.codegen.sparse import DENSE
 from epigen.dtypes import BY_TORCH_ON_CPU
 from epigen.errors import CallError
 from epigen.gpus import Target
@@ -19,7 +20,7 @@ from epigen.ir import reference
 from epigen.ir.graph import GROUPS
 from epigen.ir.parting import Part, Parting
 from epigen.lang.syntax import HALVES
-from epigen.runtime import arguments, groups, outputs
+from epigen.runtime import arguments, groups, outputs, semi_structured
 from epigen.runtime.kernel import Kernel, traced
 from epigen.runtime.loader import Resources
 
@@ -108,6 +109,8 @@ class PartedKernel(Kernel):
         arguments.check_names(groups.declared(self._as_given, inputs), inputs)
         if not isinstance(b, Tensor) and not arguments.stands_for_one(b):
             return b, dict(inputs)  # which the kernel refuses
+        if type(b) in semi_structured.TYPES:
+            raise CallError(f"operand b is parted, and a 2:4 sparse one has no parts: {DENSE}")
         of_b, *others = self.parting.inputs
         first, second = views(_even("operand b", b, of_b.way), of_b.way)
         given = {**inputs, of_b.second: second}

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from epigen.codegen.sparse import DENSE
 from epigen.errors import CallError, near_miss
-from epigen.runtime import arguments
+from epigen.runtime import arguments, semi_structured
 from epigen.training import composed, functions, parted, plan
 from epigen.training.layer import Layer, Link, Value, apply, forward, kept, rows, shaped
 from epigen.training.plan import Declared, Input, LayerRequest, Step
@@ -97,6 +98,8 @@ def _named(results: Sequence[Tensor], several: Any) -> Any:
 
 
 def _of_texts(x: Tensor, layers: Sequence[Link]) -> Any:
+    if not semi_structured.TYPES.isdisjoint(type(layer.weight) for layer in layers):
+        _check_sparse(x, layers)
     if parted.needed(layers):
         return parted.run(layers, functools.partial(_of_texts, x))
     check_operands(x, layers)
@@ -171,7 +174,11 @@ def _request(layer: Link, values: Sequence[Value], recorded: bool, multiplied: t
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     """As autocast does, which leaves float64 alone."""
-    return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
+    if t.dtype == dtype or not t.is_floating_point() or t.dtype == torch.float64:
+        return t
+    if type(t) in semi_structured.TYPES:
+        raise CallError(f"weight is 2:4 sparse {t.dtype}, and autocast computes in {dtype}, which torch converts no such tensor to: make it of {dtype}")
+    return t.to(dtype)
 
 
 # -- what is given
@@ -256,6 +263,24 @@ def check_operands(x: Tensor, layers: Sequence[Link]) -> None:
                 f"{name} is {value.dtype} beside x of {x.dtype}, and what is rounded to so few values is not trained: pass {name}.detach(), or train the "
                 f"weight that it was made of, in {x.dtype}"
             )
+
+
+def _check_sparse(x: Tensor, layers: Sequence[Link]) -> None:
+    """What a 2:4 sparse weight cannot be: trained, or the way of a gradient where it is compressed along k alone."""
+    recorded, wanted = torch.is_grad_enabled() and not torch.compiler._is_exporting_flag, x.requires_grad
+    for layer in layers:
+        weight: Any = layer.weight
+        if type(weight) in semi_structured.TYPES:
+            if isinstance(layer.epilogue, str) and parted.needed([layer]):
+                raise CallError(f"the epilogue {layer.epilogue!r} parts the weight, and a 2:4 sparse one has no parts: {DENSE}")
+            if recorded and weight.requires_grad:
+                raise CallError("weight is 2:4 sparse and requires a gradient, which it has not: call weight.requires_grad_(False), or run it under torch.no_grad()")
+            if recorded and wanted and None in (weight.packed, weight.packed_t):
+                raise CallError(
+                    "x requires a gradient, and weight is 2:4 sparse along k alone, by which none is multiplied back: torch.sparse.SparseSemiStructuredTensorCUSPARSELT's "
+                    "prune_dense_static_sort makes one that is so both ways; else run it under torch.no_grad()"
+                )
+        wanted = wanted or any(isinstance(v, Tensor) and v.requires_grad for v in (weight, *layer.inputs.values()))
 
 
 def _right_operands(layer: Link) -> Iterator[tuple[str, Tensor]]:

@@ -58,7 +58,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     >>> [node.target for node in written_out.graph.nodes if "epigen" in str(node.target)]
     []
     """
-    return {**torch.export.default_decompositions().materialize(), **WRITTEN_OUT}
+    return {**torch.export.default_decompositions().materialize(), **WRITTEN_OUT, torch.ops.epigen.of_sparse.default: _of_sparse_on_gpu}
 
 
 def _kernel(text: str, options: str | None) -> Kernel:
@@ -107,6 +107,11 @@ def _of_sparse(
     named = {PRODUCT: product, **library.named(text, inputs, numbers)}
     over = sparse.over(graph, operands)
     return _apart(as_eager_of(over, product, product, named) if library.kernel(text, tune, options).numerics.rounding else over, a, b, named, product.dtype)
+
+
+def _of_sparse_on_gpu(*args: Any, options: str | None = None) -> Any:
+    """As `_of_sparse`. On the CPU it stays what it is, for torch's way to the dense values writes in place."""
+    return _of_sparse(*args, options) if args[3].is_cuda else NotImplemented
 
 
 def _of_sparse_into(

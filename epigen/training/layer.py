@@ -17,6 +17,7 @@ from torch import Tensor
 
 from epigen.errors import CallError
 from epigen.ir import reference
+from epigen.runtime import semi_structured
 from epigen.training import library
 from epigen.training.plan import Backward, Step
 
@@ -224,8 +225,8 @@ def _through_second(
 
 
 def product(a: Tensor, b: Tensor, tune: str | None) -> Tensor:
-    """a @ b, of a narrower weight b too. a: [M, K]. b: [K, N]."""
-    return torch.mm(a, b) if a.dtype == b.dtype else library.run("mm", tune, a, b, [])[0]
+    """a @ b, of a narrower or sparse weight b too. a: [M, K]. b: [K, N]."""
+    return torch.mm(a, b) if a.dtype == b.dtype and type(b) not in semi_structured.TYPES else library.run("mm", tune, a, b, [])[0]
 
 
 def _of(step: Step, place: int) -> str:
