@@ -130,7 +130,7 @@ def sample(
 def pruned(given: Sample, operand: str) -> Sample:
     """The same, with 0 for the two smaller ones of each four values along k of an operand, "a" or "b"."""
     t = (given.a if operand == "a" else given.b.mT).contiguous()
-    smaller = t.float().abs().view(-1, 4).argsort(-1, stable=True)[:, :2]
+    smaller = t.float().abs().view(-1, 4).argsort(dim=-1, stable=True)[:, :2]
     held = t.view(torch.int8) if t.element_size() == 1 else t  # in which torch writes fp8, whose 0 it is too
     t = held.view(-1, 4).scatter(1, smaller, 0).view(t.shape).view(t.dtype)
     return replace(given, a=t) if operand == "a" else replace(given, b=t.mT)

@@ -146,7 +146,8 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
     tensors = [v for v in _row(x, links) if isinstance(v, Tensor)]
     last_graph = graph_of(links[-1].epilogue)
     fits = all(program.tile for program in programs[:-1]) and not any(last_graph.nodes[o.node].kind == PACKED for o in last_graph.outputs)
-    if not fits or not library.unseen(*tensors) or composed.needed(tensors):
+    of_kernels = all(type(link.weight) in arguments.PLAIN for link in links)  # and no product that the vendor takes of a sparse weight
+    if not fits or not of_kernels or not library.unseen(*tensors) or composed.needed(tensors):
         return None
     for link, program in zip(links, programs, strict=True):
         expanded = chain.presented(link, program, x)

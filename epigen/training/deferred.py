@@ -24,6 +24,7 @@ from torch.utils._device import DeviceContext
 
 from epigen.errors import CallError, InternalError
 from epigen.ir.program import MOST_PROGRAMS
+from epigen.runtime import semi_structured
 from epigen.training import again, chain
 from epigen.training.elements import CHANNELS_LAST, channels_second, rows_first, why_no_product, why_not_as_fast
 from epigen.training.guarded_cache import DEVICES, GuardedCache, State, state
@@ -33,6 +34,7 @@ from epigen.training.views import View, Viewed, viewed
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PLAIN = (Tensor, nn.Parameter)
 """Tensors of any other class are computed by that class alone."""
+_WEIGHTS = {*_PLAIN, *semi_structured.TYPES}
 
 
 class Ref(NamedTuple):
@@ -96,6 +98,11 @@ class Planned:
     text: str
     chained: bool
     after_chained: bool
+    @property
+    def parts(self) -> bool:
+        """Whether its program has more products than the one of its weight, or parts of that."""
+        return any(step.second or step.way for step in self.steps)
+
     begun: GuardedCache[tuple[Sequence[int], torch.dtype]] = field(default_factory=GuardedCache, compare=False)
     computed: again.Ways = field(default_factory=GuardedCache, compare=False)
 
@@ -686,7 +693,7 @@ class Run(TorchFunctionMode):
     def begun(self, planned: Planned, product: Product) -> Region | None:
         """A product's region, where it is what was planned."""
         x, weight, bias = product
-        if type(weight) not in _PLAIN or (bias is None) == planned.bias or (bias is not None and type(bias) not in _PLAIN):
+        if type(weight) not in _WEIGHTS or (bias is None) == planned.bias or (bias is not None and type(bias) not in _PLAIN):
             return None
         device = weight.device
         kind = device.type
@@ -706,9 +713,12 @@ class Run(TorchFunctionMode):
             if (x.device if before is None else before.device) != device or not fits(product, tuple(shape), dtype, now, planned.dtype):
                 return None
             planned.begun.put(now, tensors, of)
+        region = Region(planned, product, before, (*shape[:-1], weight.shape[0]), now, device, kind)
+        if type(weight) in semi_structured.TYPES and (planned.parts or (now[0] and (weight.requires_grad or (x.requires_grad if before is None else before.wants)))):
+            return None
         if before is not None:
             self.pending.remove(before)
-        return Region(planned, product, before, (*shape[:-1], weight.shape[0]), now, device, kind)
+        return region
 
     def computed(self, region: Region) -> Tensor:
         if region in self.pending:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from epigen.lang.syntax import HALVES
+from epigen.runtime import semi_structured
 from epigen.training import deferred, programs
 from epigen.training.deferred import CONVOLUTIONS, DTYPES, PRODUCTS, Argument, Fixed, Plan, Planned, Product, Ref, Step, Taken
 from epigen.training.elements import channels_second, rows_first
@@ -35,6 +36,7 @@ from epigen.training.views import View, Viewed, viewed
 _FIXED = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _SHARED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _MOVES = "it moves elements between rows and columns"
+_NO_PARTS = "a product by a 2:4 sparse weight has no parts"
 _MOST_HELD = 10_000
 """Objects that an argument may hold."""
 
@@ -132,7 +134,10 @@ def _copied(module: nn.Module, fakes: Any) -> nn.Module:
     memo: dict[int, Any] = {}
     try:
         for tensor in [*module.parameters(), *module.buffers()]:
-            memo[id(tensor)] = fakes.from_tensor(tensor) if type(tensor) in (Tensor, nn.Parameter) else tensor
+            if type(tensor) in semi_structured.TYPES:
+                memo[id(tensor)] = _in_place_of_sparse(tensor, fakes)
+            else:
+                memo[id(tensor)] = fakes.from_tensor(tensor) if type(tensor) in (Tensor, nn.Parameter) else tensor
         stand_in: nn.Module = copy.deepcopy(module, memo)
     except Exception as error:
         raise Unseen(f"a {type(module).__name__} cannot be copied to try it out: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
@@ -140,6 +145,19 @@ def _copied(module: nn.Module, fakes: Any) -> nn.Module:
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             getattr(inner, hooks).clear()
     return stand_in
+
+
+def _in_place_of_sparse(tensor: Tensor, fakes: Any) -> nn.Parameter:
+    """A dense one of the same extents, which says of itself that it has no parts."""
+    with fakes:
+        stand_in: Any = nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), tensor.requires_grad)
+    stand_in.is_semi_structured = True
+    return stand_in  # type: ignore[no-any-return]
+
+
+def _whole(weight: Tensor) -> bool:
+    """Whether a product by it is the vendor's, and so no second one in a kernel, nor one of parts."""
+    return getattr(weight, "is_semi_structured", False)
 
 
 def _fake(value: Any, fakes: Any) -> Any:
@@ -341,6 +359,8 @@ def _seconds(regions: Sequence[_Region | None]) -> dict[int, int]:
                 and other.number > region.number
                 and region.number not in found.values()
                 and not any(s.views or s.way for s in region.steps)
+                and not _whole(own.weight)
+                and not _whole(its.weight)
             ):
                 found[other.number] = region.number
     return found
@@ -494,6 +514,8 @@ def _step(region: _Region, event: Event, values: Mapping[int, tuple[_Region, int
     if event.func is F.batch_norm and not region.moved and len(region.frame) != 2:
         return None, "its channels are no columns"
     way = HALVES if event.func is F.glu and event.args and tuple(result.shape) == _halved(region) else ""
+    if way and _whole(region.product.weight):
+        return None, _NO_PARTS
     if (tuple(result.shape) != region.shape and not way) or result.dtype not in DTYPES:
         return None, ""
     if event.state[0] and not result.requires_grad:
@@ -558,6 +580,8 @@ def _view(region: _Region, event: Event, values: Mapping[int, tuple[_Region, int
     if event.state[0] and not all(r.requires_grad for r in results):
         return None, "it has no gradient"
     _, source = at
+    if found.way and _whole(region.product.weight):
+        return None, _NO_PARTS
     if found.way:
         # all parts are of one value, which is the last one when the first of them is taken
         if region.whole is None:
@@ -581,7 +605,9 @@ def _planned(regions: Sequence[_Region | None], products: Sequence[tuple[Event, 
     for r in regions:
         if r is not None and (k := cuts[r.number]) and k == len(r.steps) and len(r.multiplied.get(r.last, [])) == 1 and r.last not in r.outside:
             follower = regions[r.multiplied[r.last][0]]
-            if follower is not None and follower.event.state == r.event.state and r.open and not r.moved:
+            # torch adds a bias within its product by a 2:4 sparse weight: with nothing behind it, that is all there is to do
+            pays = follower is not None and (cuts[follower.number] or not _whole(follower.product.weight))
+            if follower is not None and pays and follower.event.state == r.event.state and r.open and not r.moved:
                 chained[r.number] = follower.number
     plans: list[Planned | None] = []
     seen: list[Seen] = []
