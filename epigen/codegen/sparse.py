@@ -25,9 +25,9 @@ MULTIPLES = {1: (32, 32), 2: (16, 16)}
 DENSE = "pass its dense values, as t.to_dense() has them"
 
 
-def sums(operands: DType) -> DType:
-    """The dtype in which the product of such operands is computed with."""
-    return INT32 if operands == INT8 else FP32 if operands.is_fp8 else operands
+def product_of(operands: DType, rounding: str = "") -> DType:
+    """The dtype in which the product of such operands is asked for. rounding: "eager" where each operation is rounded, as torch's own of fp8 is to bf16."""
+    return INT32 if operands == INT8 else (BF16 if rounding else FP32) if operands.is_fp8 else operands
 
 
 def alone(graph: Graph, operands: DType) -> DType | None:
@@ -37,16 +37,18 @@ def alone(graph: Graph, operands: DType) -> DType | None:
     return wanted if graph.nodes[output.node].op == g.DOT and not more and bare and wanted in AS_IT_COMES[operands] else None
 
 
-def over(graph: Graph, operands: DType) -> Graph:
-    """The program over a product that is given: of 16 bits in the operands' dtype, else in fp32."""
+def over(graph: Graph, operands: DType, rounding: str = "") -> Graph:
+    """The program over that product, of int8 as fp32."""
     wanted = [output_dtype(graph, o, operands) for o in graph.outputs]
     if INT32 in wanted:
         raise CallError(f"the program gives int8's product as int32 beside other outputs, which that of a 2:4 sparse operand does not: {DENSE}")
     try:
         made = over_product(graph)
     except CallError as error:
-        raise CallError(f"{str(error).partition(', and a product')[0].partition(', and one product')[0]}, and that of a 2:4 sparse operand is the vendor's: {DENSE}") from None
-    given = FP32 if operands.bits == 8 else operands
+        found = str(error).partition(", and a product")[0].partition(", and one product")[0]
+        raise CallError(f"{found}, and that of a 2:4 sparse operand is the vendor's: {DENSE}") from None
+    product = product_of(operands, rounding)
+    given = FP32 if product == INT32 else product
     own = [output_dtype(made, o, given) for o in made.outputs]
     return replace(made, outputs=tuple(o if there == here else replace(o, dtype=here) for o, here, there in zip(made.outputs, wanted, own, strict=True)))
 
@@ -75,6 +77,8 @@ def check(graph: Graph, signature: Signature, shape: Shape) -> None:
     rows = n if side == "b" else m
     (of_rows, of_k) = MULTIPLES[dtype.bytes]
     if rows % of_rows or k % of_k or 0 in (rows, k):
-        raise CallError(f"a 2:4 sparse {side} of {dtype} has {'N' if side == 'b' else 'M'} a multiple of {of_rows} and K one of {of_k}, and they are {rows} and {k}")
+        raise CallError(
+            f"a 2:4 sparse {side} of {dtype} has {'N' if side == 'b' else 'M'} a multiple of {of_rows} and K one of {of_k}, and they are {rows} and {k}"
+        )
     if alone(graph, dtype) is None:
         over(graph, dtype)

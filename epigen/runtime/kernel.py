@@ -330,13 +330,15 @@ class Kernel:
         choice = replace(choice, why=f"{choice.why}; operand {given.side} is 2:4 sparse, and {given.held.called} multiplies it")
         if (whole := sparse.alone(self._graph, operands)) is not None:
             return _Way(choice, None, reference.torch_dtype(whole))
-        held = product_dtype(operands) if self.numerics.rounding and operands.is_fp8 else sparse.sums(operands)
-        config = None if SCHEDULES[choice.config.schedule].multiplies else choice.config
-        return _Way(choice, self._child(sparse.over(self._graph, operands), config), reference.torch_dtype(held))
+        config, rounding = None if SCHEDULES[choice.config.schedule].multiplies else choice.config, self.numerics.rounding
+        product = reference.torch_dtype(sparse.product_of(operands, rounding))
+        return _Way(choice, self._child(sparse.over(self._graph, operands, rounding), config), product)
 
     def _warm_of_sparse(self, operands: Operands, target: Target, inputs: Mapping[str, Any]) -> list[Resources]:
         given = semi_structured.of_call(self._graph, operands)
-        choice = Choice(self._config, "") if self._config else self._choose(lower(self._graph, self._signature_of_sparse(given, inputs)), given.shape, target, "")
+        choice = (
+            Choice(self._config, "") if self._config else self._choose(lower(self._graph, self._signature_of_sparse(given, inputs)), given.shape, target, "")
+        )
         if SCHEDULES[choice.config.schedule].multiplies:
             return self._child(self._graph, choice.config).warm(*given.dense(), target, **inputs)
         way = self._over_sparse(given, choice)
@@ -354,7 +356,7 @@ class Kernel:
 
     def _said_of_sparse(self, way: _Way, given: semi_structured.Operands, inputs: Mapping[str, Any]) -> Prepared:
         """What such a call has in common, with the choice that it was made by."""
-        last = way.kernel and way.kernel._last
+        last = None if way.kernel is None else way.kernel._last
         if last is None or last.plan is None:
             spec = lower(self._graph, self._signature_of_sparse(given, inputs))
             plan = Plan(spec, way.choice, self.renderer.render(spec, way.choice.config))

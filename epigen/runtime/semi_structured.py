@@ -32,6 +32,7 @@ TYPES = frozenset((SparseSemiStructuredTensorCUTLASS, SparseSemiStructuredTensor
 
 _CALLED = {SparseSemiStructuredTensorCUTLASS: "CUTLASS", SparseSemiStructuredTensorCUSPARSELT: "cuSPARSELt"}
 
+
 @contextmanager
 def unwarned() -> Iterator[None]:
     """torch warns once of each class that it is a prototype, which who made none need not be told."""
@@ -112,6 +113,7 @@ class Compressed:
             found = torch._cslt_sparse_mm(self.packed, padded, out_dtype=out_dtype, transpose_result=turned, alg_id=self.alg_id)
             found = found.t() if turned else found
         else:
+            assert self.meta is not None
             found = torch._sparse_semi_structured_mm(self.packed, self.meta, padded, out_dtype=out_dtype)
         found = found[: self.shape[0], :columns]
         return (found.t() if transposed else found).contiguous()
@@ -157,7 +159,7 @@ def dense(held: Compressed) -> Tensor:
         raise CallError(f"a 2:4 sparse tensor of {held.called}'s on the CPU cannot be read there: make it of a dense one on the GPU")
     # where cuSPARSELt, and torch's pruning, put what, only their products know
     eye = torch.eye(held.shape[1], device=held.packed.device).to(held.packed.dtype)
-    return held.times(eye, False, reference.torch_dtype(sparse.sums(BY_TORCH_ON_CPU[str(held.packed.dtype)]))).to(held.packed.dtype)
+    return held.times(eye, False, reference.torch_dtype(sparse.product_of(BY_TORCH_ON_CPU[str(held.packed.dtype)]))).to(held.packed.dtype)
 
 
 class DenseValues:
@@ -245,7 +247,11 @@ def of_call(graph: Graph, operands: Sequence[Any]) -> Operands:
         raise CallError(f"operand {side} is 2:4 sparse, and beside it the other one is {wanted}: it has shape {list(other.shape)}")
     held = Compressed.of(t, side == "b")
     if held is None:
-        way = "as operand b its transpose is multiplied, as a linear layer's weight.t()" if side == "b" else "as operand a it is multiplied as it was made, not transposed"
+        way = (
+            "as operand b its transpose is multiplied, as a linear layer's weight.t()"
+            if side == "b"
+            else "as operand a it is multiplied as it was made, not transposed"
+        )
         raise CallError(
             f"operand {side} is 2:4 sparse along the other index than k: {way}; what torch.sparse.SparseSemiStructuredTensorCUSPARSELT.prune_dense_static_sort makes is so along both"
         )
@@ -275,5 +281,7 @@ def written(product: Tensor, of_out: tuple[str, Any]) -> Tensor:
     name, into = of_out
     if not isinstance(into, Tensor) or (into.shape, into.dtype, into.device) != (product.shape, product.dtype, product.device) or overlap.within(into):
         found = f"{into.dtype} {list(into.shape)} on {into.device}" if isinstance(into, Tensor) else f"a {type(into).__name__}"
-        raise CallError(f"out for '{name}' is {found}, and {product.dtype} {list(product.shape)} on {product.device} was expected, with a place for each element")
+        raise CallError(
+            f"out for '{name}' is {found}, and {product.dtype} {list(product.shape)} on {product.device} was expected, with a place for each element"
+        )
     return into.copy_(product)

@@ -274,7 +274,9 @@ def _check_sparse(x: Tensor, layers: Sequence[Link]) -> None:
             if isinstance(layer.epilogue, str) and parted.needed([layer]):
                 raise CallError(f"the epilogue {layer.epilogue!r} parts the weight, and a 2:4 sparse one has no parts: {DENSE}")
             if recorded and weight.requires_grad:
-                raise CallError("weight is 2:4 sparse and requires a gradient, which it has not: call weight.requires_grad_(False), or run it under torch.no_grad()")
+                raise CallError(
+                    "weight is 2:4 sparse and requires a gradient, which it has not: call weight.requires_grad_(False), or run it under torch.no_grad()"
+                )
             if recorded and wanted and None in (weight.packed, weight.packed_t):
                 raise CallError(
                     "x requires a gradient, and weight is 2:4 sparse along k alone, by which none is multiplied back: torch.sparse.SparseSemiStructuredTensorCUSPARSELT's "

@@ -102,16 +102,17 @@ def _of_sparse(
     graph, operands = _kernel(text, options).graph, BY_TORCH_ON_CPU[str(other.dtype)]
     if (whole := sparse.alone(graph, operands)) is not None:
         return [given.product(reference.torch_dtype(whole))]
-    product = semi_structured.as_given(given.product(reference.torch_dtype(sparse.sums(operands))))
+    rounding = library.kernel(text, tune, options).numerics.rounding
+    product = semi_structured.as_given(given.product(reference.torch_dtype(sparse.product_of(operands, rounding))))
     a, b = (torch.empty(shape, device=product.device) for shape in ((product.shape[-2], 0), (0, product.shape[-1])))
     named = {PRODUCT: product, **library.named(text, inputs, numbers)}
-    over = sparse.over(graph, operands)
-    return _apart(as_eager_of(over, product, product, named) if library.kernel(text, tune, options).numerics.rounding else over, a, b, named, product.dtype)
+    over = sparse.over(graph, operands, rounding)
+    return _apart(as_eager_of(over, product, product, named) if rounding else over, a, b, named, product.dtype)
 
 
-def _of_sparse_on_gpu(*args: Any, options: str | None = None) -> Any:
+def _of_sparse_on_gpu(text: str, tune: str | None, side: str, other: Tensor, *args: Any, options: str | None = None) -> Any:
     """As `_of_sparse`. On the CPU it stays what it is, for torch's way to the dense values writes in place."""
-    return _of_sparse(*args, options) if args[3].is_cuda else NotImplemented
+    return _of_sparse(text, tune, side, other, *args[:5], options) if other.is_cuda else NotImplemented
 
 
 def _of_sparse_into(

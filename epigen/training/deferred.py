@@ -98,6 +98,7 @@ class Planned:
     text: str
     chained: bool
     after_chained: bool
+
     @property
     def parts(self) -> bool:
         """Whether its program has more products than the one of its weight, or parts of that."""
@@ -714,7 +715,9 @@ class Run(TorchFunctionMode):
                 return None
             planned.begun.put(now, tensors, of)
         region = Region(planned, product, before, (*shape[:-1], weight.shape[0]), now, device, kind)
-        if type(weight) in semi_structured.TYPES and (planned.parts or (now[0] and (weight.requires_grad or (x.requires_grad if before is None else before.wants)))):
+        if type(weight) in semi_structured.TYPES and (
+            planned.parts or (now[0] and (weight.requires_grad or (x.requires_grad if before is None else before.wants)))
+        ):
             return None
         if before is not None:
             self.pending.remove(before)

@@ -353,7 +353,16 @@ _ABSENT = 1 << 40
 # -- by name, where `operations` looks for them
 
 _MASKS: Mapping[str, Callable[..., Any]] = {"bitmask": bits.bitmask, "where_bits": bits.where_bits, "tied": bits.tied}
-RUN: Mapping[str, Callable[..., Any]] = {"program": _program, "fused": _program, "over": _over, "into": _into, "accumulate": _accumulate, "of_sparse": _of_sparse, "of_sparse_into": _of_sparse_into, **_MASKS}
+RUN: Mapping[str, Callable[..., Any]] = {
+    "program": _program,
+    "fused": _program,
+    "over": _over,
+    "into": _into,
+    "accumulate": _accumulate,
+    "of_sparse": _of_sparse,
+    "of_sparse_into": _of_sparse_into,
+    **_MASKS,
+}
 FAKE: Mapping[str, Callable[..., Any]] = {
     "program": _fake_program,
     "fused": _fake_program,

@@ -107,9 +107,11 @@ class TuningChooser:
         named = dict(sig.inputs)
         dense = [n.name for n in self.plain.graph.inputs() if n.op != g.BITS and n.indices]
         inputs = tuple(dtype for name in dense if (dtype := named[name]) is not None)
-        where, apart = self.shared.device(), {"invariant": "m" if sig.invariant else "", "sparse": sig.sparse}
+        where, invariant = self.shared.device(), "m" if sig.invariant else ""
         try:
-            task = Task(self.plain.graph, shape, sig.a, sig.b, inputs or (FP32,), sig.layout, sig.precision, target, device=where, **apart)
+            task = Task(
+                self.plain.graph, shape, sig.a, sig.b, inputs or (FP32,), sig.layout, sig.precision, target, device=where, invariant=invariant, sparse=sig.sparse,
+            )  # fmt: skip
             return self.shared.tuner(task, self.shared.database)
         except EpigenError as error:
             what = f"{short(self.plain.graph.text)} at {extents(shape)} {sig.a} {sig.layout}"

@@ -32,7 +32,9 @@ def name(task: Task) -> str:
 
 def _operands(task: Task) -> str:
     plain = str(task.a) if task.a == task.b else f"{task.a}x{task.b}"
-    return " ".join(filter(None, (plain, task.a.precision(task.precision), "invariant" if task.invariant else "", f"sparse {task.sparse}" if task.sparse else "")))
+    return " ".join(
+        filter(None, (plain, task.a.precision(task.precision), "invariant" if task.invariant else "", f"sparse {task.sparse}" if task.sparse else ""))
+    )
 
 
 # -- while it runs

@@ -45,7 +45,9 @@ def every(
     rights = [dtypes.WEIGHT_BY_NAME[weight_of(w)] if w else None for w in weights]
     of_each = {a: a.precision(precision) or "ieee" for a in operands}
     return [
-        Request(graph, shape, a, dtypes.right_operand(a, weight, graph.packed() is not None), (_beside(a),), layout, of_each[a], invariant=invariant, sparse=sparse)
+        Request(
+            graph, shape, a, dtypes.right_operand(a, weight, graph.packed() is not None), (_beside(a),), layout, of_each[a], invariant=invariant, sparse=sparse
+        )
         for graph, shape, a, weight, layout in product(graphs, extents, operands, rights, lies)
     ]
 
@@ -57,7 +59,9 @@ def _beside(operands: DType) -> DType:
 
 def distinct(requests: Iterable[Request]) -> list[Request]:
     """Each problem once, the first as it stands: two spellings of one computation are one problem."""
-    named = {(graph_digest(r.graph), r.shape, r.a, r.b, r.inputs, r.layout, r.a.precision(r.precision), r.invariant, r.sparse): r for r in reversed(list(requests))}
+    named = {
+        (graph_digest(r.graph), r.shape, r.a, r.b, r.inputs, r.layout, r.a.precision(r.precision), r.invariant, r.sparse): r for r in reversed(list(requests))
+    }
     return list(named.values())[::-1]
 
 

@@ -126,7 +126,9 @@ def parse(text: str, name: str = "the suite") -> list[Request]:
     count = sum(math.prod(len(e[part]) for part in ("program", "shapes", "dtype", "weight", "layout")) for e in entries)
     if count > _MOST_PROBLEMS:
         raise SuiteError(f"{name}: {count} problems, and a suite has at most {_MOST_PROBLEMS}")
-    return distinct(a for e in entries for a in every(e["program"], e["shapes"], e["dtype"], e["layout"], e["precision"], e["invariant"], e["weight"], e["sparse"]))
+    return distinct(
+        a for e in entries for a in every(e["program"], e["shapes"], e["dtype"], e["layout"], e["precision"], e["invariant"], e["weight"], e["sparse"])
+    )
 
 
 def _mistake(wrong: fields.Wrong, document: dict[str, Any]) -> str:

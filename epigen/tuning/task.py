@@ -45,8 +45,9 @@ class Request:
     sparse: str = field(default="", kw_only=True)
 
     def task(self, target: Target, seed: int = 0) -> Task:
-        apart = {"invariant": self.invariant, "sparse": self.sparse}
-        return Task(self.graph, self.shape, self.a, self.b, self.inputs, self.layout, self.precision, target, seed=seed, **apart)
+        return Task(
+            self.graph, self.shape, self.a, self.b, self.inputs, self.layout, self.precision, target, seed=seed, invariant=self.invariant, sparse=self.sparse,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class Meter:
         self.right = right_operands(task, self.sample)
         m, n, k = (e if e <= _CHECKED_EXTENT else _CHECKED_EXTENT + e % 256 for e in task.shape[-3:])
         self.checked = task.sample("cuda", (min(task.shape[0], _CHECKED_PRODUCTS), m, n, k) if len(task.shape) == 4 else (m, n, k))
-        self.oracle = verify.Oracle.of(task.graph, self.checked, task.precision, product=sparse.sums(task.a) if task.sparse else None)
+        self.oracle = verify.Oracle.of(task.graph, self.checked, task.precision, product=sparse.product_of(task.a) if task.sparse else None)
         self.sampler = Sampler(ColdTimer(), self.product)
 
     def answer(self, job: Job) -> Outcome | Comparison:

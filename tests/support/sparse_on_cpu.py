@@ -68,13 +68,12 @@ def _by_cutlass(packed: Tensor, meta: Tensor, dense: Tensor, out_dtype: torch.dt
     return _rounded(sparse_semi_structured_to_dense_cutlass(packed, meta), dense, out_dtype)
 
 
-def _with_bias(bias: Tensor, packed: Tensor, meta: Tensor, dense: Tensor, **options: Any) -> Tensor:
+def _with_bias(bias: Tensor, packed: Tensor, meta: Tensor, dense: Tensor, **_: Any) -> Tensor:
     return (_by_cutlass(packed, meta, dense).double() + bias.double()[:, None]).to(dense.dtype)
 
 
 def _by_cusparselt(
-    compressed: Tensor, dense: Tensor, bias: Tensor | None = None, alpha: Any = None, out_dtype: torch.dtype | None = None, transpose_result: bool = False,
-    alg_id: int = 0, split_k: int = 1, split_k_mode: int = -1,
+    compressed: Tensor, dense: Tensor, bias: Tensor | None = None, _alpha: Any = None, out_dtype: torch.dtype | None = None, transpose_result: bool = False, *_: Any, **__: Any
 ) -> Tensor:  # fmt: skip
     assert dense.is_contiguous() or dense.t().is_contiguous()  # else it reads astray
     assert dense.shape[1] % (16 if compressed.element_size() == 1 else 8) == 0 and dense.data_ptr() % 16 == 0
