@@ -278,8 +278,7 @@ def pointwise(spec: KernelSpec, shape: Shape, target: Target) -> Choice:
 
 def of_sparse(spec: KernelSpec, shape: Shape, target: Target) -> Choice:
     """The vendor's product of a sparse operand, and the epilogue."""
-    how = "the vendor's 2:4 sparse product is the whole program" if spec.bare_product else "the vendor's 2:4 sparse product, then one fused epilogue"
-    return Choice(_epilogue(Space(spec, shape, target)), f"{how}: no measurement says that the dense values are faster")
+    return Choice(_epilogue(Space(spec, shape, target)), "the vendor's 2:4 sparse product, and what follows it: no measurement says that the dense values are faster")
 
 
 def _epilogue(space: Space) -> KernelConfig:

@@ -53,6 +53,12 @@ def over(graph: Graph, operands: DType, rounding: str = "") -> Graph:
     return replace(made, outputs=tuple(o if there == here else replace(o, dtype=here) for o, here, there in zip(made.outputs, wanted, own, strict=True)))
 
 
+def check_program(graph: Graph, operands: DType) -> None:
+    """Whether it can be computed of the vendor's product."""
+    if alone(graph, operands) is None:
+        over(graph, operands)
+
+
 def check_operands(side: str, dtype: DType, k: int) -> None:
     """side: of the sparse one."""
     if dtype not in AS_IT_COMES:
@@ -80,5 +86,4 @@ def check(graph: Graph, signature: Signature, shape: Shape) -> None:
         raise CallError(
             f"a 2:4 sparse {side} of {dtype} has {'N' if side == 'b' else 'M'} a multiple of {of_rows} and K one of {of_k}, and they are {rows} and {k}"
         )
-    if alone(graph, dtype) is None:
-        over(graph, dtype)
+    check_program(graph, dtype)

@@ -312,6 +312,8 @@ class Kernel:
         if known is not None:
             return known
         spec = lower(self._graph, signature)
+        if self._config is None:
+            sparse.check_program(self._graph, signature.a)
         with torch.cuda.device(given.other.device) if on_gpu else nullcontext():
             target = (self._machine.at_hand() if on_gpu else None) or DEFAULT_TARGET
             choose = self._at_call if on_gpu else self._choose
@@ -327,8 +329,10 @@ class Kernel:
     def _over_sparse(self, given: semi_structured.Operands, choice: Choice) -> _Way:
         """The vendor's product, and the program over it."""
         operands = BY_TORCH_ON_CPU[str(given.other.dtype)]
-        choice = replace(choice, why=f"{choice.why}; operand {given.side} is 2:4 sparse, and {given.held.called} multiplies it")
-        if (whole := sparse.alone(self._graph, operands)) is not None:
+        whole = sparse.alone(self._graph, operands)
+        then = "which is the whole program" if whole else "then one fused epilogue"
+        choice = replace(choice, why=f"{choice.why}; operand {given.side} is 2:4 sparse: {given.held.called} multiplies it, {then}")
+        if whole is not None:
             return _Way(choice, None, reference.torch_dtype(whole))
         config, rounding = None if SCHEDULES[choice.config.schedule].multiplies else choice.config, self.numerics.rounding
         product = reference.torch_dtype(sparse.product_of(operands, rounding))

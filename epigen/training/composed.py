@@ -110,9 +110,11 @@ def _of_sparse(
     return _apart(as_eager_of(over, product, product, named) if rounding else over, a, b, named, product.dtype)
 
 
-def _of_sparse_on_gpu(text: str, tune: str | None, side: str, other: Tensor, *args: Any, options: str | None = None) -> Any:
+def _of_sparse_on_gpu(*args: Any, **options: Any) -> Any:
     """As `_of_sparse`. On the CPU it stays what it is, for torch's way to the dense values writes in place."""
-    return _of_sparse(text, tune, side, other, *args[:5], options) if other.is_cuda else NotImplemented
+    _, _, _, other, *_ = args
+    run: Callable[..., Any] = _of_sparse
+    return run(*args, **options) if other.is_cuda else NotImplemented
 
 
 def _of_sparse_into(
