@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import batched, block_scales, cross_entropy, eight_bit, experts, gated, grouped, invariant, peers, power, quantized_outputs, tiles, weights
+from bench import batched, block_scales, cross_entropy, eight_bit, experts, gated, grouped, invariant, peers, power, quantized_outputs, sparse, tiles, weights
 from bench.bars import geometric, outcome, ratio, verdicts
 from bench.counters import calls as calls_of
 from bench.counters import us
@@ -397,6 +397,29 @@ def weight_rows() -> str:
     )  # fmt: skip
 
 
+def sparse_rows() -> str:
+    """2:4 sparse weights: GPUs side by side."""
+    reports = _by_gpu("sparse")
+    if not reports:
+        return "Not measured yet: `python -m bench sparse`."
+    peers_of = (sparse.DENSE, sparse.COMPILED, sparse.MM)
+    cells = []
+    for (gpu, tuned), report in reports.items():
+        for row in report.rows:
+            ratios = [f"{sparse.of(row, peer):.2f}" for peer in peers_of]
+            products = [f"{sparse.of(row, sparse.MM, name):.2f}" if name in row["timing"] else "" for name in (sparse.SPARSE_MM, sparse.SEARCHED)]
+            chosen = f"{row['configs'][sparse.CHOSEN].split()[0]}, {sparse.of(row, sparse.DENSE, sparse.CHOSEN):.2f}" if sparse.CHOSEN in row["timing"] else ""
+            cells.append([f"{extents(row['shape'])} {row['program']}", f"{gpu}{', tuned' * tuned}", *ratios, *products, chosen])
+    return paragraphs(
+        "A layer with a 2:4 sparse weight in bf16, by the vendor's product and one pass: how many times as fast as epigen's kernel of the dense values, as torch's own sparse layer with a pass by torch.compile, and "
+        "as `torch.mm` of the dense values alone; then how many times as fast as that the sparse product alone is, and by the kernel that cuSPARSELt's search finds; and what tuning chose, and how many times as "
+        "fast as the dense kernel that is:",
+        table(["M x N x K", "GPU", "of dense", "of torch's", "of mm", "product: of mm", "searched: of mm", "chosen"], cells),
+        *(f"{gpu}{', tuned' * tuned}: the sparse product is faster in {about['faster']} of {about['of']}. {source(report, 'sparse')}"
+          for (gpu, tuned), report in reports.items() for about in [report.summary]),
+    )  # fmt: skip
+
+
 def block_scale_rows() -> str:
     """fp8 with scales in blocks: GPUs side by side."""
     reports = _by_gpu("block_scales")
@@ -567,7 +590,7 @@ def h100() -> str:
 BLOCKS = {
     "summary": summary, "models": models, "reach": reach,
     "headline": headline, "gem": gem, "host": host, "tuned_in": tuned_in, "training": training, "counters": counters, "power": power_limited, "checked": checked,
-    "several": several, "tiles": tile_rows, "gated": gated_rows, "cross_entropy": cross_entropy_rows, "weights": weight_rows, "block_scales": block_scale_rows, "quantized_outputs": quantized_output_rows, "grouped": grouped_rows, "experts": expert_rows, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
+    "several": several, "tiles": tile_rows, "gated": gated_rows, "cross_entropy": cross_entropy_rows, "weights": weight_rows, "sparse": sparse_rows, "block_scales": block_scale_rows, "quantized_outputs": quantized_output_rows, "grouped": grouped_rows, "experts": expert_rows, "of_bytes": of_bytes, "invariant": invariant_rows, "h100": h100, "shipped": shipped, "tuning": tuning,
 }  # fmt: skip
 
 

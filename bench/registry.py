@@ -49,6 +49,10 @@ CLAIMS = (
     Claim("gated", "two products of one operand and what is computed of both, untuned or with `--tuned`, against torch.mm with twice the columns"),
     Claim("cross_entropy", "a last layer and its loss without logits in memory, against torch.mm, eager torch, torch.compile and Liger Kernel"),
     Claim("weights", "weights of 8 and 4 bits, untuned or with `--tuned`, against torch.mm with the same weight in bf16"),
+    Claim(
+        "sparse",
+        "a 2:4 sparse weight by the vendor's product and one pass, untuned or with `--tuned`, against epigen's kernels of the dense values and torch's own sparse layer",
+    ),
     Claim("block_scales", "fp8 with scales in blocks of k, untuned or with `--tuned`, against torch's own product with them"),
     Claim("quantized_outputs", "outputs in fp8 with a scale for each block of columns, untuned or with `--tuned`, against torch's products and torch.compile"),
     Claim("grouped", "products of groups of rows, as experts have them, against torch's grouped product and torch.compile"),
