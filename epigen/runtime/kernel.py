@@ -154,7 +154,8 @@ class Kernel:
         """Run the program. Called as `kernel(a, b, bias=bias)`.
 
         a: [M, K]. b: [K, N]. With leading dimensions, which broadcast as torch.matmul has it, they are several products of one launch, [..., M, K] and
-        [..., K, N]; inputs and `out` may have these too, or be the same for all. With groups=ends, int32 [G] on the device, they are products of groups: of
+        [..., K, N]; inputs and `out` may have these too, or be the same for all. One of them may be 2:4 sparse, as
+        `torch.sparse.to_sparse_semi_structured` makes it, b by its transpose. With groups=ends, int32 [G] on the device, they are products of groups: of
         rows where b is [G, K, N], each of the rows between two ends, or along k where b is [K, N], whose results are [G, M, N]. Any strides; on the meta device the results are, too. inputs: the program's, by name: tile [M, N], row [M], column [N], mask uint8
         [M, ceil(N / 8)], scalar a number or a tensor with one element, seed an int of 64 bits or an int64 tensor with one element; of operands also [K], and [M, K] or [K, N]. Of any dtype of floats (but fp64), int8, uint8, int32, int64 or bool, and in the
         kernel fp32: booleans are 0 and 1, and integers past 2^24 are rounded, as torch's own conversion to float32 rounds them.

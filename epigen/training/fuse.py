@@ -394,6 +394,8 @@ def fuse(model: nn.Module, *, only: str | Iterable[str] | Callable[[str, nn.Modu
     A `torch.nn.Linear` whose weight torchao's `quantize_` has rounded gets a `forward` of its own: one kernel, which converts the weight within the product and adds the
     bias. What follows it is left to torch. The weight stays where it is, and int4 is packed once more beside it. Gradients flow to the input and the bias.
 
+    A weight that torch has made 2:4 sparse is one of these too, by the vendor's sparse product and one kernel for what follows; where nothing does, torch itself runs the layer.
+
     A module of experts as transformers has them (Mixtral, Qwen-MoE, OLMoE, DeepSeek, gpt-oss) gets one too: grouped kernels, whose first computes the activation and
     multiplies the scores. It waits for nothing that the device computes, and runs under torch.compile.
 

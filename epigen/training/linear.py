@@ -22,7 +22,7 @@ def linear(
 ) -> Any:  # fmt: skip
     """A linear layer and all that follows it in one kernel, differentiable: with mm = x @ weight.T, as `torch.nn.functional.linear` has it.
 
-    x: [..., K]. weight: [N, K], of x's dtype. bias: [N], the program's input of that name. epilogue: the program; by default "mm + bias", and
+    x: [..., K]. weight: [N, K], of x's dtype; or 2:4 sparse (`torch.sparse.to_sparse_semi_structured`), which has no gradient. bias: [N], the program's input of that name. epilogue: the program; by default "mm + bias", and
     "mm" without a bias. Its further inputs are keywords: tile [..., N], row [...], column [N], packed mask [..., ceil(N / 8)], where the
     dots stand for x's own leading dimensions, to which a tensor of other extents is broadcast as torch has it, scalar a number or a tensor
     with one element. Of booleans and integers they are numbers too, 0 and 1 of booleans. Gradients flow to those that require them. inputs: the same as a mapping, which can hold any name. A keyword that names an option below and an input of the
