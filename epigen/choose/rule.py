@@ -278,7 +278,9 @@ def pointwise(spec: KernelSpec, shape: Shape, target: Target) -> Choice:
 
 def of_sparse(spec: KernelSpec, shape: Shape, target: Target) -> Choice:
     """The vendor's product of a sparse operand, and the epilogue."""
-    return Choice(_epilogue(Space(spec, shape, target)), "the vendor's 2:4 sparse product, and what follows it: no measurement says that the dense values are faster")
+    return Choice(
+        _epilogue(Space(spec, shape, target)), "the vendor's 2:4 sparse product, and what follows it: no measurement says that the dense values are faster"
+    )
 
 
 def _epilogue(space: Space) -> KernelConfig:

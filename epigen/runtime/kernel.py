@@ -78,6 +78,10 @@ class _Way:
     said: Prepared | None = None
 
 
+_WAYS = 1024
+"""Of calls of sparse operands, by their shapes; many share a kernel."""
+
+
 class KnownAs(NamedTuple):
     """What `epigen.compile` was given, as an operation of torch names it. options: those beside `tune`, as JSON."""
 
@@ -116,7 +120,8 @@ class Kernel:
         self._calls = Calls()
         self._specs: LruCache[Signature, KernelSpec] = LruCache(_TEXTS)
         self._rendered: LruCache[tuple[Signature, KernelConfig], Rendered] = LruCache(_TEXTS)
-        self._of_sparse: LruCache[tuple[Any, ...], _Way] = LruCache(_TEXTS)
+        self._of_sparse: LruCache[tuple[Any, ...], _Way] = LruCache(_WAYS)
+        self._children: LruCache[tuple[str, KernelConfig | None], Kernel] = LruCache(_TEXTS)
         self._starting = threading.Lock()
         self._compiling: tuple[int, tuple[Future[Any], ...]] = (0, ())
         """The process, and what other threads of it compile."""
@@ -274,10 +279,11 @@ class Kernel:
         for as long as it is there."""
         if GROUPS in self._inputs:
             raise CallError(f"a call of groups has dense operands, and one is 2:4 sparse: {sparse.DENSE}")
-        given, outs = semi_structured.of_call(self._graph, operands), outputs.given(out, self._names)
+        given, outs = semi_structured.of_call(operands), outputs.given(out, self._names)
         arguments.check_names(self._inputs, inputs)
         other = given.other
         if other.is_meta or (self._backend or ("reference" if other.device.type == "cpu" else "triton")) == "reference":
+            semi_structured.check(self._graph, given)
             result = self._call(given.dense(), inputs, out)
             self._last = copy.copy(self._last)
             assert self._last is not None and self._last.signature is not None
@@ -285,10 +291,10 @@ class Kernel:
             return result
         if self.numerics.invariant:
             raise CallError(f"the program is invariant, and the vendor's product of a 2:4 sparse operand adds up in an order that depends on M: {sparse.DENSE}")
-        way = self._way_of_sparse(given, inputs)
-        arguments.check_memory((other,), inputs, outs)
+        way, read = self._way_of_sparse(given, inputs), given.read
+        arguments.check_memory(read, inputs, outs)
         if outs:
-            overlap.check({o.name: o.replaces for o in outputs.of(self._graph, BY_TORCH_ON_CPU[str(other.dtype)])}, (other, given.held.packed), inputs, outs)
+            overlap.check({o.name: o.replaces for o in outputs.of(self._graph, BY_TORCH_ON_CPU[str(other.dtype)])}, read, inputs, outs)
         if way.product is None:
             assert way.kernel is not None
             result = way.kernel(*given.dense(), out=out, **inputs)
@@ -305,16 +311,16 @@ class Kernel:
         return result
 
     def _way_of_sparse(self, given: semi_structured.Operands, inputs: Mapping[str, Any]) -> _Way:
-        signature = self._signature_of_sparse(given, inputs)
-        key, on_gpu = (signature, given.shape, given.other.device, given.held.kind), given.other.is_cuda
+        key, on_gpu = (given.key, self._dtypes(inputs), process_precision()), given.other.is_cuda
         # while a CUDA graph is captured dense values that are not there yet cannot be made, for they would have no contents until it is run
         alone = on_gpu and torch.cuda.is_current_stream_capturing() and not given.held.dense_values_are_there
         known = self._of_sparse.get((*key, alone))
         if known is not None:
             return known
-        spec = lower(self._graph, signature)
+        semi_structured.check(self._graph, given)
+        spec = lower(self._graph, self._signature_of_sparse(given, inputs))
         if self._config is None:
-            sparse.check_program(self._graph, signature.a)
+            sparse.check_program(self._graph, spec.signature.a)
         with torch.cuda.device(given.other.device) if on_gpu else nullcontext():
             target = (self._machine.at_hand() if on_gpu else None) or DEFAULT_TARGET
             choose = self._at_call if on_gpu else self._choose
@@ -322,7 +328,7 @@ class Kernel:
         if SCHEDULES[choice.config.schedule].multiplies and (self._config or not alone):
             size = f"{given.held.dense_bytes / 1e6:.3g} MB"
             choice = replace(choice, why=f"{choice.why}; operand {given.side} is 2:4 sparse, and its dense values, {size}, are kept beside it")
-            way = _Way(choice, self if self._config else self._child(self._graph, choice.config), None)
+            way = _Way(choice, self if self._config else self._child("", choice.config, lambda: self._graph), None)
         else:
             way = self._over_sparse(given, choice)
         return way if isinstance(choice, Provisional) else self._of_sparse.put((*key, alone), way)
@@ -337,15 +343,16 @@ class Kernel:
             return _Way(choice, None, reference.torch_dtype(whole))
         config, rounding = None if SCHEDULES[choice.config.schedule].multiplies else choice.config, self.numerics.rounding
         product = reference.torch_dtype(sparse.product_of(operands, rounding))
-        return _Way(choice, self._child(sparse.over(self._graph, operands, rounding), config), product)
+        return _Way(choice, self._child(operands.name, config, lambda: sparse.over(self._graph, operands, rounding)), product)
 
     def _warm_of_sparse(self, operands: Operands, target: Target, inputs: Mapping[str, Any]) -> list[Resources]:
-        given = semi_structured.of_call(self._graph, operands)
+        given = semi_structured.of_call(operands)
+        semi_structured.check(self._graph, given)
         choice = (
             Choice(self._config, "") if self._config else self._choose(lower(self._graph, self._signature_of_sparse(given, inputs)), given.shape, target, "")
         )
         if SCHEDULES[choice.config.schedule].multiplies:
-            return self._child(self._graph, choice.config).warm(*given.dense(), target, **inputs)
+            return self._child("", choice.config, lambda: self._graph).warm(*given.dense(), target, **inputs)
         way = self._over_sparse(given, choice)
         nothing: Any = None
         if way.kernel is None or way.product is None:
@@ -356,8 +363,13 @@ class Kernel:
     def _signature_of_sparse(self, given: semi_structured.Operands, inputs: Mapping[str, Any]) -> Signature:
         return replace(self._signature_like(given.shape, given.standing, inputs), sparse=given.side)
 
-    def _child(self, graph: Graph, config: KernelConfig | None) -> Kernel:
-        return Kernel(graph, self.renderer, self._choose, config, self._backend, self.numerics, machine=self._machine)
+    def _child(self, of: str, config: KernelConfig | None, graph: Callable[[], Graph]) -> Kernel:
+        """The kernel of a config that calls of sparse operands run: of dense values, or of what follows a product of such operands, whose dtype `of` says."""
+        known = self._children.get((of, config))
+        made = functools.partial(
+            Kernel, renderer=self.renderer, choose=self._choose, config=config, backend=self._backend, numerics=self.numerics, machine=self._machine
+        )
+        return known or self._children.put((of, config), made(graph()))
 
     def _said_of_sparse(self, way: _Way, given: semi_structured.Operands, inputs: Mapping[str, Any]) -> Prepared:
         """What such a call has in common, with the choice that it was made by."""

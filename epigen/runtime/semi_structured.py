@@ -175,10 +175,17 @@ class DenseValues:
         return None if before is None or before[0] != _state(held) else before[1]
 
     def of(self, held: Compressed) -> Tensor:
+        """Raises CallError while a CUDA graph is captured and they are not there yet: what is made then has no contents until the graph is run."""
         found = self.known(held)
         if found is None:
+            if held.packed.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise CallError(
+                    "the dense values of a 2:4 sparse operand are made at the first call, and a CUDA graph is being captured: make the call once before"
+                )
             with torch.inference_mode(False), torch.no_grad():
                 found = dense(held)
+            if found.is_cuda:
+                torch.cuda.current_stream(found.device).synchronize()  # other streams will find them
             self.held[held.packed] = (_state(held), found)
         return found
 
@@ -196,7 +203,7 @@ def dense_values() -> DenseValues:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Those of a call. side: which of them is sparse, "a" or "b". other: the dense one; as operand a perhaps with leading dimensions, whose rows all meet the one b."""
+    """Those of a call, from `of_call`. side: which of them is sparse, "a" or "b". other: the dense one; as operand a perhaps with leading dimensions, whose rows all meet the one b."""
 
     side: str
     held: Compressed
@@ -206,6 +213,16 @@ class Operands:
     def rows(self) -> Tensor:
         """The dense one as a matrix."""
         return self.other if self.other.dim() == 2 else self.other.reshape(-1, self.other.shape[-1])
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What calls have to have in common to run alike, and lies nowhere."""
+        return self.side, self.held.kind, self.held.shape, arguments.key(self.other)
+
+    @property
+    def read(self) -> tuple[Tensor, Tensor]:
+        """The tensors that operands a and b are read from."""
+        return (self.held.packed, self.other) if self.side == "a" else (self.other, self.held.packed)
 
     @property
     def standing(self) -> tuple[Tensor, Tensor]:
@@ -231,15 +248,13 @@ class Operands:
         return (whole, self.other) if self.side == "a" else (self.other, whole.t())
 
 
-def of_call(graph: Graph, operands: Sequence[Any]) -> Operands:
-    """A call's operands, of which one is sparse."""
-    given = [name for name, t in zip("ab", operands, strict=True) if type(t) in TYPES]
+def of_call(operands: Sequence[Any]) -> Operands:
+    """A call's operands, of which one is sparse and can be multiplied from its side. The rest `check` asks."""
     a, b = operands
-    if len(given) == 2:
-        raise CallError("operands a and b are both 2:4 sparse, and a product has one such operand: pass the dense values of one, as t.to_dense() has them")
-    (side,) = given
+    side = "a" if type(a) in TYPES else "b"
     t, other = (a, b) if side == "a" else (b, a)
-    other = arguments.shown(other)
+    if type(other) in TYPES:
+        raise CallError("operands a and b are both 2:4 sparse, and a product has one such operand: pass the dense values of one, as t.to_dense() has them")
     if not isinstance(other, Tensor):
         raise CallError(f"operand {'b' if side == 'a' else 'a'} is {arguments.kind(other)}, and a tensor was expected")
     if other.dim() != 2 and (side == "a" or other.dim() < 2):
@@ -247,20 +262,23 @@ def of_call(graph: Graph, operands: Sequence[Any]) -> Operands:
         raise CallError(f"operand {side} is 2:4 sparse, and beside it the other one is {wanted}: it has shape {list(other.shape)}")
     held = Compressed.of(t, side == "b")
     if held is None:
-        way = (
-            "as operand b its transpose is multiplied, as a linear layer's weight.t()"
-            if side == "b"
-            else "as operand a it is multiplied as it was made, not transposed"
-        )
+        way = "its transpose is multiplied, as a linear layer's weight.t()" if side == "b" else "one is multiplied as it was made, and not transposed"
         raise CallError(
-            f"operand {side} is 2:4 sparse along the other index than k: {way}; what torch.sparse.SparseSemiStructuredTensorCUSPARSELT.prune_dense_static_sort makes is so along both"
+            f"operand {side} is 2:4 sparse along the other index than k: as operand {side} {way}; "
+            "what torch.sparse.SparseSemiStructuredTensorCUSPARSELT.prune_dense_static_sort makes is so along both"
         )
-    found = Operands(side, held, other)
-    shape = arguments.check_operands(graph, *((t, other) if side == "a" else (found.rows, t)))
-    if other.dtype != t.dtype:
-        raise CallError(f"operand {side} is 2:4 sparse {t.dtype} and the other one {other.dtype}: both need the same dtype")
-    sparse.check_operands(side, BY_TORCH_ON_CPU[str(t.dtype)], shape[2])
-    return found
+    return Operands(side, held, arguments.shown(other))
+
+
+def check(graph: Graph, given: Operands) -> None:
+    """That a call's operands fit together."""
+    side, held, other = given.side, given.held, given.other
+    if held.packed.device != other.device:
+        raise CallError(f"operand {side} is on {held.packed.device} and the other one on {other.device}")
+    _, _, k = arguments.check_operands(graph, *(t.to("meta") for t in given.standing))
+    if other.dtype != held.packed.dtype:
+        raise CallError(f"operand {side} is 2:4 sparse {held.packed.dtype} and the other one {other.dtype}: both need the same dtype")
+    sparse.check_operands(side, BY_TORCH_ON_CPU[str(other.dtype)], k)
 
 
 def compressed(a: Tensor, b: Tensor, side: str) -> tuple[Any, Any]:

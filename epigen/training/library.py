@@ -92,7 +92,8 @@ def taken_apart(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> A
     operands, rest = (rest[0], rest[1:]) if name == "into" else (rest[:2], rest[2:])
     if semi_structured.TYPES.isdisjoint(map(type, operands)):
         raise CallError("an input is 2:4 sparse, and operands a and b alone can be: pass its dense values, as t.to_dense() has them")
-    given = semi_structured.of_call(kernel(text, tune, options.get("options")).graph, operands)
+    given = semi_structured.of_call(operands)
+    semi_structured.check(kernel(text, tune, options.get("options")).graph, given)
     run = torch.ops.epigen.of_sparse_into.default if name == "into" else torch.ops.epigen.of_sparse.default
     return run(text, tune, given.side, given.other, given.held.packed, given.held.meta, given.held.numbers, *rest, **options)
 

@@ -81,7 +81,7 @@ def test_what_no_product_of_a_sparse_operand_is_is_refused_in_words() -> None:
     for operands, said in (
         ((s, s.t()), "both 2:4 sparse"),
         ((x, s), "2:4 sparse along the other index than k.*weight.t"),
-        ((s.t(), x), "as it was made, not transposed"),
+        ((s.t(), x), "as it was made, and not transposed"),
         ((x.float(), s.t()), "fp32 and operand b is fp16"),
         ((drawn(M, K - 4), s.t()), "K differs"),
         ((s, drawn(2, K, M)), r"the other one is \[K, N\]"),
@@ -233,7 +233,7 @@ def test_dense_values_are_multiplied_where_they_were_measured_to_be_faster(tmp_p
     text, x, w, bias = "relu(mm + bias)", drawn(m, K), weight(), drawn(N)
     graph, target = graph_of(text), DEFAULT_TARGET
     kernel, s = interpreted(text, tmp_path), sparse(w)
-    given = semi_structured.of_call(graph, (drawn(32, K), s.t()))
+    given = semi_structured.of_call((drawn(32, K), s.t()))
     found = problem_of(graph, lower(graph, kernel._signature_of_sparse(given, {"bias": bias})), (32, N, K), target.part, capability(target))
     assert found.sparse == "b"
     small = config(block_m=16, block_n=32, block_k=32, group_m=1, num_warps=1, num_stages=2)
