@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.sparse import SparseSemiStructuredTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epigen.codegen import lower
@@ -31,6 +32,9 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types whose tensors are nothing but memory: one of a subclass may hold none, or none of its own."""
+
+NO_SPARSE = "is 2:4 sparse, which here nothing can be: pass its dense values, as t.to_dense() has them"
+"""Of torch's tensors of that kind, which a kernel's call and a linear layer take in the place of one operand."""
 
 PRODUCTS = (FP32, FP16, BF16)
 """What a product that is given may be: the dtypes of gradients."""
@@ -60,6 +64,8 @@ def _check_memory(kind: str, name: str, value: Any) -> None:
         actual = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
         hint = "call once for each of its parts" if value.is_nested else "pass t.to_dense()"
         raise CallError(f"{kind}{name} is a {actual} tensor, and one with strides was expected: {hint}")
+    if isinstance(value, SparseSemiStructuredTensor):
+        raise CallError(f"{kind}{name} {NO_SPARSE}")
     wraps: Any = is_traceable_wrapper_subclass
     if type(value) not in PLAIN and wraps(value):
         raise CallError(f"{kind}{name} is a {type(value).__name__}, which wraps other tensors: pass those (of a DTensor, t.to_local())")

@@ -281,18 +281,16 @@ class Kernel:
             raise CallError(f"a call of groups has dense operands, and one is 2:4 sparse: {sparse.DENSE}")
         given, outs = semi_structured.of_call(operands), outputs.given(out, self._names)
         arguments.check_names(self._inputs, inputs)
-        other = given.other
+        other, read = given.other, given.read
+        arguments.check_memory(read, inputs, outs)
         if other.is_meta or (self._backend or ("reference" if other.device.type == "cpu" else "triton")) == "reference":
-            semi_structured.check(self._graph, given)
+            self._check_sparse(given)
             result = self._call(given.dense(), inputs, out)
             self._last = copy.copy(self._last)
             assert self._last is not None and self._last.signature is not None
             self._last.signature = replace(self._last.signature, sparse=given.side)
             return result
-        if self.numerics.invariant:
-            raise CallError(f"the program is invariant, and the vendor's product of a 2:4 sparse operand adds up in an order that depends on M: {sparse.DENSE}")
-        way, read = self._way_of_sparse(given, inputs), given.read
-        arguments.check_memory(read, inputs, outs)
+        way = self._way_of_sparse(given, inputs)
         if outs:
             overlap.check({o.name: o.replaces for o in outputs.of(self._graph, BY_TORCH_ON_CPU[str(other.dtype)])}, read, inputs, outs)
         if way.product is None:
@@ -317,10 +315,8 @@ class Kernel:
         known = self._of_sparse.get((*key, alone))
         if known is not None:
             return known
-        semi_structured.check(self._graph, given)
+        self._check_sparse(given)
         spec = lower(self._graph, self._signature_of_sparse(given, inputs))
-        if self._config is None:
-            sparse.check_program(self._graph, spec.signature.a)
         with torch.cuda.device(given.other.device) if on_gpu else nullcontext():
             target = (self._machine.at_hand() if on_gpu else None) or DEFAULT_TARGET
             choose = self._at_call if on_gpu else self._choose
@@ -332,6 +328,15 @@ class Kernel:
         else:
             way = self._over_sparse(given, choice)
         return way if isinstance(choice, Provisional) else self._of_sparse.put((*key, alone), way)
+
+    def _check_sparse(self, given: semi_structured.Operands) -> None:
+        """That the operands fit together, and that the program can be computed of the vendor's product, or was given a config that multiplies dense values."""
+        semi_structured.check(self._graph, given)
+        if self._config is not None and SCHEDULES[self._config.schedule].multiplies:
+            return
+        if self.numerics.invariant:
+            raise CallError(f"the program is invariant, and the vendor's product of a 2:4 sparse operand adds up in an order that depends on M: {sparse.DENSE}")
+        sparse.check_program(self._graph, BY_TORCH_ON_CPU[str(given.other.dtype)])
 
     def _over_sparse(self, given: semi_structured.Operands, choice: Choice) -> _Way:
         """The vendor's product, and the program over it."""
@@ -347,7 +352,7 @@ class Kernel:
 
     def _warm_of_sparse(self, operands: Operands, target: Target, inputs: Mapping[str, Any]) -> list[Resources]:
         given = semi_structured.of_call(operands)
-        semi_structured.check(self._graph, given)
+        self._check_sparse(given)
         choice = (
             Choice(self._config, "") if self._config else self._choose(lower(self._graph, self._signature_of_sparse(given, inputs)), given.shape, target, "")
         )

@@ -23,6 +23,7 @@ from epigen.ir import reference
 from epigen.ir.eager import as_eager_of
 from epigen.ir.graph import PRODUCT, Graph
 from epigen.runtime import arguments, batches, outputs, semi_structured
+from epigen.runtime.arguments import NO_SPARSE
 from epigen.runtime.kernel import Kernel
 from epigen.training import library
 
@@ -36,9 +37,15 @@ def needed(values: Iterable[Tensor]) -> bool:
 
 def run(text: str, x: Tensor, weight: Tensor, inputs: Mapping[str, Tensor | float]) -> list[Tensor]:
     """The program's outputs. x: [M, K]. weight: [N, K]. Raises CallError for what does not fit."""
+    _check(weight)
     graph, b = library.kernel(text, None).graph, weight.t()
     arguments.check_inputs({node.name: node for node in graph.inputs()}, inputs, arguments.check_operands(graph, x, b), x)
     return _evaluated(graph, x, b, inputs, x.dtype)
+
+
+def _check(*operands: Tensor) -> None:
+    if not semi_structured.TYPES.isdisjoint(map(type, operands)):
+        raise CallError(f"an operand {NO_SPARSE}; in torch.func, forward-mode derivatives and torch.jit.trace torch's own operations run")
 
 
 def _evaluated(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Any], dtype: torch.dtype) -> list[Tensor]:
@@ -70,6 +77,7 @@ def _kernel(text: str, options: str | None) -> Kernel:
 
 
 def _program(text: str, _tune: str | None, a: Tensor, b: Tensor, inputs: library.Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
+    _check(a, b)
     kernel, named = _kernel(text, options), library.named(text, inputs, numbers)
     graph = as_eager_of(kernel.graph, a, b, named) if kernel.numerics.rounding else kernel.graph
     return _apart(graph, a, b, named, a.dtype)

@@ -17,6 +17,8 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
 from epigen.errors import CallError, unknown
+from epigen.runtime import semi_structured
+from epigen.runtime.arguments import NO_SPARSE
 from epigen.training import chain, composed, library
 from epigen.training.layer import apply, no_second_derivative
 
@@ -101,6 +103,8 @@ def _check(x: Any, weight: Any, target: Any, bias: Any) -> None:
     for what, t in (("x", x), ("weight", weight), ("target", target), ("bias", bias)):
         if not isinstance(t, Tensor) and (what != "bias" or t is not None):
             raise CallError(f"{what} is a {type(t).__name__}, and a tensor was expected")
+        if type(t) in semi_structured.TYPES:
+            raise CallError(f"{what} {NO_SPARSE}")
         if t is not None and t.device != x.device:
             raise CallError(f"x is on {x.device} and {what} on {t.device}")
     if x.dim() == 0 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:

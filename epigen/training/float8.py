@@ -12,6 +12,8 @@ from epigen.checkpoints import of_torchao
 from epigen.errors import CallError, unknown
 from epigen.ir.program import parting_of
 from epigen.lang.syntax import names_in
+from epigen.runtime import semi_structured
+from epigen.runtime.arguments import NO_SPARSE
 from epigen.training import fp8, linear
 from epigen.training.fp8 import A_SCALE, B_SCALE, RECIPES
 from epigen.training.layer import Value
@@ -64,6 +66,8 @@ class Float8Linear(Linear):
             raise CallError(
                 f"a {type(layer).__name__} cannot train in fp8: a torch.nn.Linear whose weight nobody has rounded is taken; merge adapters into their layers first"
             )
+        if type(layer.weight) in semi_structured.TYPES:
+            raise CallError(f"the layer's weight {NO_SPARSE}")
         if not as_it_is(layer, nn.Linear):
             raise CallError("the layer has hooks or a forward of its own, which would not be called any more: remove them, and add them to the new layer")
         made = cls(layer.in_features, layer.out_features, layer.bias is not None, epilogue=epilogue, recipe=recipe, tune=tune, device="meta")

@@ -16,6 +16,8 @@ from epigen.ir import reference
 from epigen.lang.parser import parse
 from epigen.lang.substitute import is_product, substituted
 from epigen.lang.syntax import Name, Program, names_in, to_text
+from epigen.runtime import semi_structured
+from epigen.runtime.arguments import NO_SPARSE
 from epigen.training import again, linear
 from epigen.training.layer import Link, Value
 
@@ -89,6 +91,8 @@ class QuantizedLinear(nn.Module):
         if type(layer) is not nn.Linear:
             raise CallError(f"a {type(layer).__name__} cannot be rounded: a torch.nn.Linear is taken; merge adapters into their layers first")
         weight = layer.weight.detach()
+        if type(weight) in semi_structured.TYPES:
+            raise CallError(f"the layer's weight {NO_SPARSE}")
         if of_torchao(weight):
             return cls.from_weight(torchao(weight), layer.bias, dtype=weight.dtype, epilogue=epilogue, tune=tune)
         if not weight.is_meta and not weight.isfinite().all():

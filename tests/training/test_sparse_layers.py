@@ -99,6 +99,17 @@ def test_what_a_sparse_weight_cannot_be_is_said() -> None:
         epigen.linear(x, w)
     with torch.autocast("cpu", torch.float16):
         assert torch.equal(epigen.linear(x.float(), w), epigen.linear(x, w))
+    dense = nn.Linear(K, N, dtype=torch.float16)
+    dense.weight = nn.Parameter(w, requires_grad=False)
+    for refused in (
+        lambda: epigen.nn.QuantizedLinear.from_linear(dense),
+        lambda: epigen.nn.Float8Linear.from_linear(dense),
+        lambda: epigen.linear_cross_entropy(x, w, torch.zeros(M, dtype=torch.int64)),
+        lambda: epigen.nn.GatedMLP.from_layers(dense, dense, nn.Linear(N, K, dtype=torch.float16))(x),
+        lambda: torch.func.jvp(lambda x: epigen.linear(x, w), (x,), (x,)),
+    ):
+        with pytest.raises(CallError, match="is 2:4 sparse, which here nothing can be: pass its dense values"):
+            refused()
     with pytest.raises(CallError, match="an input is 2:4 sparse"):
         torch.ops.epigen.program("mm + other[m,n]", None, x, half(K, N), [sparse(pruned(half(M + 8, N)))], [])
 
