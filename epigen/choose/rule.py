@@ -162,7 +162,7 @@ def _warp_specialized(space: Space) -> KernelConfig | None:
 
 
 _FEW_ROWS = 64
-"""In the mean, up to which half as high a tile pays."""
+"""In the mean, up to which half as high a tile pays, and below which it does of two products."""
 _SHORT = 512
 """k in the mean, that groups have less than where what a tile stores takes as long as what it multiplies."""
 
@@ -178,7 +178,7 @@ def _of_groups(space: Space) -> KernelConfig | None:
     along_k = spec.signature.grouped == "k"
     if along_k and k >= _SHORT:
         return _warp_specialized(space)
-    high = along_k or m > _FEW_ROWS
+    high = along_k or m > _FEW_ROWS - bool(spec.second)
     block_m, block_n = 128 if high else 64, 256 // len(spec.products)
     tiles = products(space.shape) * -(-m // block_m) * -(-n // block_n)
     if "warp_specialized" not in space.schedules or tiles < _WAVE * space.target.multiprocessors:
