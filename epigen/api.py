@@ -172,7 +172,7 @@ def compile(
 
 def tune(
     programs: str | Iterable[str], shapes: str | Iterable[Any], *, dtype: Any = "fp16", weight: Any = None, layout: str = "nt", precision: str | None = None,
-    invariant: str | None = None, devices: Sequence[int] | str | None = None, trials: int = 48, budget_s: float | None = None, seed: int = 0, storage: str | None = None,
+    invariant: str | None = None, groups: str | None = None, devices: Sequence[int] | str | None = None, trials: int = 48, budget_s: float | None = None, seed: int = 0, storage: str | None = None,
     fresh: bool = False, missing: bool = False, database: Database | Path | str | None = None, report: Callable[[int, Progress], None] | None = None,
     machine: Machine = THIS_MACHINE,
 ) -> list[Tuned]:  # fmt: skip
@@ -180,6 +180,7 @@ def tune(
 
     programs: one or several. shapes: (M, N, K) or "MxNxK", one or several; of a batch the number of its products in front. dtype: of operands and inputs, by epigen's or torch's name, or a
     torch dtype. weight: the dtype of b where it is a weight of fewer bits, such as "int8". layout: how a and b lie, n row-major and t transposed: "nt" is x @ weight.T. precision, invariant: as for `compile`.
+    groups: "m" or "k" where the products of a batch are groups along it, as `kernel(a, b, groups=ends)` takes them; the shape has so much of it as they have in the mean.
     devices: indices of GPUs of one kind, or "all"; by default the current one. trials: configs measured a problem. budget_s: seconds a
     problem. storage: where trials are kept, a "PATH.journal" or an Optuna storage URL; by default a journal a problem in the user's cache,
     from which the next search of the same problem goes on, unless `fresh` forgets it first. missing: leave out what was tuned for this GPU
@@ -210,7 +211,7 @@ def tune(
         given = [tuple(given)]
     if precision is None:
         precision = process_precision()
-    wanted = request.distinct(request.every(several, given, [dtype], [layout], precision, invariant or "", [weight or ""]))
+    wanted = request.distinct(request.every(several, given, [dtype], [layout], precision, invariant or "", [weight or ""], groups or ""))
     chosen, target = request.gpus_for(devices, machine)
     tasks = [a.task(target, seed) for a in wanted]  # what does not fit together comes out before anything is measured
     base = _database() if database is None else database if isinstance(database, Database) else Database(Path(database))

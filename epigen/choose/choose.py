@@ -105,7 +105,7 @@ class Chooser:
             return rule.by_vendor(spec, shape, target, refused)
         if spec.pointwise:
             return rule.pointwise(spec, shape, target)
-        if 0 in shape or spec.signature.grouped:  # of groups nothing is recorded
+        if 0 in shape:
             return rule.choose(spec, shape, target)
         own = self.bucket(spec, shape, target)
         # what was measured for this very problem runs, whatever the model takes it to need; but a record says nothing of bits

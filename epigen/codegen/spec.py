@@ -21,6 +21,8 @@ LAYOUTS = ("nn", "nt", "tn", "tt")
 
 INVARIANT = ("m",)
 """What a program can be invariant of: how many rows there are."""
+GROUPED = ("m", "k")
+"""The indices along which the products of a batch can be groups."""
 ROUNDING = ("eager",)
 """How operations may be rounded, but for once an output."""
 

@@ -195,9 +195,10 @@ def _operands(problem: Problem) -> Key:
 
 
 def _sizes(problem: Problem) -> Key:
-    """fp32 in full precision has no tensor cores, so precision counts as a size does. What one product gets is no guess for a batch, and the other way round."""
+    """fp32 in full precision has no tensor cores, so precision counts as a size does. What one product gets is no guess for a batch, and the other way round, nor what a
+    batch gets for groups."""
     a, b = _DTYPES[problem.a], _DTYPES[problem.b]
-    return a.kind, a.bits, b.kind, b.bits, problem.precision, len(problem.shape)
+    return a.kind, a.bits, b.kind, b.bits, problem.precision, len(problem.shape), problem.groups
 
 
 def _steps(p: Problem) -> Iterator[_Step]:

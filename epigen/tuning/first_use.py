@@ -108,10 +108,22 @@ class TuningChooser:
         dense = [n.name for n in self.plain.graph.inputs() if n.op != g.BITS and n.indices]
         inputs = tuple(dtype for name in dense if (dtype := named[name]) is not None)
         where, invariant = self.shared.device(), "m" if sig.invariant else ""
-        task = Task(self.plain.graph, shape, sig.a, sig.b, inputs or (FP32,), sig.layout, sig.precision, target, device=where, invariant=invariant)
         try:
+            task = Task(
+                self.plain.graph,
+                shape,
+                sig.a,
+                sig.b,
+                inputs or (FP32,),
+                sig.layout,
+                sig.precision,
+                target,
+                device=where,
+                invariant=invariant,
+                groups=sig.grouped,
+            )
             return self.shared.tuner(task, self.shared.database)
         except EpigenError as error:
-            what = f"{short(task.graph.text)} at {extents(shape)} {sig.a} {sig.layout}"
+            what = f"{short(self.plain.graph.text)} at {extents(shape)} {sig.a} {sig.layout}"
             warnings.warn(f"epigen could not tune {what}, which runs untuned: {error}", RuntimeWarning, stacklevel=2)
             return None

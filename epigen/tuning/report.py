@@ -32,7 +32,9 @@ def name(task: Task) -> str:
 
 def _operands(task: Task) -> str:
     plain = str(task.a) if task.a == task.b else f"{task.a}x{task.b}"
-    return " ".join(filter(None, (plain, task.a.precision(task.precision), "invariant" if task.invariant else "")))
+    return " ".join(
+        filter(None, (plain, task.a.precision(task.precision), "invariant" * bool(task.invariant), f"groups along {task.groups}" * bool(task.groups)))
+    )
 
 
 # -- while it runs
@@ -153,7 +155,7 @@ def record(task: Task, tuned: Tuned) -> dict[str, Any]:
     """One problem as plain data for JSON: what was asked, what won, all its times in microseconds, and what the model says of it."""
     row: dict[str, Any] = {
         "program": tuned.problem.program, "shape": list(task.shape), "dtype": task.a.name, "layout": task.layout, "precision": tuned.problem.precision or None,
-        "invariant": tuned.problem.invariant or None,
+        "invariant": tuned.problem.invariant or None, "groups": tuned.problem.groups or None,
         "gpu": tuned.problem.gpu, "capability": tuned.problem.capability,
     }  # fmt: skip
     result = tuned.result

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from epigen.codegen.lower import lower, signature_of_contiguous
+from epigen.codegen.lower import check_grouped, lower, signature_of_contiguous
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Numerics
 from epigen.db.problem import Problem, capability, problem_of
 from epigen.db.records import short
@@ -16,7 +16,7 @@ from epigen.gpus import Target
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
 from epigen.perf import limits
-from epigen.shapes import Shape
+from epigen.shapes import Shape, extents
 
 if TYPE_CHECKING:
     from epigen.codegen.render import Renderer
@@ -29,7 +29,7 @@ class Request:
     """One problem to tune, whatever GPU it is for: a program, and calls of it whose tensors lie in memory without gaps.
 
     inputs: the dtype of all inputs that have indices, or one for each of them, in the graph's order; scalars are numbers. layout: how a and b lie.
-    invariant: "m" where a row has to have the same bits whatever M is.
+    invariant: "m" where a row has to have the same bits whatever M is. groups: "m" or "k" where the products of a batch are groups along it, all with as much of it.
     """
 
     graph: Graph
@@ -40,9 +40,12 @@ class Request:
     layout: str
     precision: str
     invariant: str = field(default="", kw_only=True)
+    groups: str = field(default="", kw_only=True)
 
     def task(self, target: Target, seed: int = 0) -> Task:
-        return Task(self.graph, self.shape, self.a, self.b, self.inputs, self.layout, self.precision, target, seed=seed, invariant=self.invariant)
+        return Task(
+            self.graph, self.shape, self.a, self.b, self.inputs, self.layout, self.precision, target, seed=seed, invariant=self.invariant, groups=self.groups
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +62,19 @@ class Task(Request):
     """What the database calls it."""
 
     def __post_init__(self) -> None:
-        """Raises CallError where the dtypes and the program do not fit together, and where all M have one config; ValueError where there are not as
-        many dtypes as inputs."""
+        """Raises CallError where the dtypes and the program do not fit together, where all M have one config, and where the program has no groups; ValueError where there are
+        not as many dtypes as inputs."""
         named = tuple(self.input_dtypes().items())
         signature = signature_of_contiguous(self.graph, self.a, self.b, named, self.shape, self.layout, self.precision)
+        if self.groups:
+            check_grouped(self.graph, self.groups, bool(self.invariant))
+            if len(self.shape) != 4:
+                raise CallError(f"groups along {self.groups} are several products, and {extents(self.shape)} is one: put the number of groups in front")
+            if begun := next((n.name for n in self.graph.inputs() if self.groups in g.shared_along(n)), ""):
+                raise CallError(
+                    f"input '{begun}' has one value for several of {self.groups}, all groups' counted on: no sample is made of such, and none is tuned"
+                )
+            signature = replace(signature, grouped=self.groups, k_multiple=1 if self.groups == "k" else signature.k_multiple)
         spec = lower(self.graph, replace(signature, invariant=bool(self.invariant)))
         if limits.one_config(spec, self.target):
             raise CallError(
@@ -83,7 +95,8 @@ class Task(Request):
         from epigen.runtime import verify
 
         held = {name: dtype for name, dtype in self.input_dtypes().items() if dtype is not None}
-        return verify.sample(self.graph, shape or self.shape, self.a, self.b, held, seed=self.seed, device=device, layout=self.layout)
+        several = verify.sample(self.graph, shape or self.shape, self.a, self.b, held, seed=self.seed, device=device, layout=self.layout)
+        return replace(several, groups=self.groups)
 
     def kernel(self, renderer: Renderer, config: KernelConfig) -> Kernel:
         """The program's kernel with one config."""

@@ -54,11 +54,11 @@ class Meter:
         return self.task.kernel(renderer(), config)
 
     def runner(self, kernel: Kernel) -> Callable[[], Any]:
-        return lambda: kernel(self.sample.a, self.sample.b, **self.sample.inputs)
+        return self.sample.call(kernel)
 
     def measure(self, job: Measure) -> Outcome:
         kernel = self.kernel(job.config)
-        differences = self.oracle.differences(kernel(self.checked.a, self.checked.b, **self.checked.inputs))
+        differences = self.oracle.differences(self.checked.call(kernel)())
         for output, difference in zip(self.task.graph.outputs, differences, strict=True):
             if not difference.ok:
                 detail = f"output '{output.name}' at {list(difference.where)}: error {difference.error:.3g}, bound {difference.bound:.3g}"
@@ -93,7 +93,7 @@ class Meter:
         return runs, ""
 
     def product(self) -> torch.Tensor:
-        """The vendor's product, without any epilogue."""
+        """The vendor's product, without any epilogue; of groups, which are all alike here, of the batch that they are."""
         a, b = self.sample.a, self.right
         if a.is_floating_point() and a.element_size() > 1:
             return torch.matmul(a, b)

@@ -43,7 +43,7 @@ class Tuned:
 
     def __str__(self) -> str:
         p, result = self.problem, self.result
-        name = f"{short(p.program)} {extents(p.shape)} {p.a} {p.layout}{' invariant' if p.invariant else ''}"
+        name = f"{short(p.program)} {extents(p.shape)} {p.a} {p.layout}{' invariant' * bool(p.invariant)}{f' groups along {p.groups}' * bool(p.groups)}"
         if result is None:
             return f"{name}: {self.error}"
         mm_us = result.baseline.mm_us

@@ -181,11 +181,6 @@ def test_torch_sees_one_operation() -> None:
         assert [t.shape for t in call(*fake)] == [t.shape for t in expected]
 
 
-def test_nothing_is_tuned_at_a_first_call() -> None:
-    kernel = epigen.compile("relu(mm)", tune="missing")
-    assert kernel._at_call is not kernel._choose and kernel._grouped._at_call is kernel._grouped._choose
-
-
 @pytest.mark.parametrize("ask", ["explain", "source"])
 def test_a_kernel_tells_of_its_last_call(ask: str) -> None:
     a, b, _ = given(2, True)
