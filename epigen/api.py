@@ -172,7 +172,7 @@ def compile(
 
 def tune(
     programs: str | Iterable[str], shapes: str | Iterable[Any], *, dtype: Any = "fp16", weight: Any = None, layout: str = "nt", precision: str | None = None,
-    invariant: str | None = None, sparse: str | None = None, devices: Sequence[int] | str | None = None, trials: int = 48, budget_s: float | None = None, seed: int = 0, storage: str | None = None,
+    invariant: str | None = None, groups: str | None = None, sparse: str | None = None, devices: Sequence[int] | str | None = None, trials: int = 48, budget_s: float | None = None, seed: int = 0, storage: str | None = None,
     fresh: bool = False, missing: bool = False, database: Database | Path | str | None = None, report: Callable[[int, Progress], None] | None = None,
     machine: Machine = THIS_MACHINE,
 ) -> list[Tuned]:  # fmt: skip
@@ -180,6 +180,7 @@ def tune(
 
     programs: one or several. shapes: (M, N, K) or "MxNxK", one or several; of a batch the number of its products in front. dtype: of operands and inputs, by epigen's or torch's name, or a
     torch dtype. weight: the dtype of b where it is a weight of fewer bits, such as "int8". layout: how a and b lie, n row-major and t transposed: "nt" is x @ weight.T. precision, invariant: as for `compile`.
+    groups: "m" or "k" where the products of a batch are groups along it, as `kernel(a, b, groups=ends)` takes them; the shape has so much of it as they have in the mean.
     sparse: the operand of whose values two of four are 0, "b" for x @ weight.T of `torch.sparse.to_sparse_semi_structured(weight)`: the vendor's product of it competes with all
     kernels of its dense values.
     devices: indices of GPUs of one kind, or "all"; by default the current one. trials: configs measured a problem. budget_s: seconds a
@@ -212,7 +213,7 @@ def tune(
         given = [tuple(given)]
     if precision is None:
         precision = process_precision()
-    wanted = request.distinct(request.every(several, given, [dtype], [layout], precision, invariant or "", [weight or ""], sparse or ""))
+    wanted = request.distinct(request.every(several, given, [dtype], [layout], precision, invariant or "", [weight or ""], groups or "", sparse or ""))
     chosen, target = request.gpus_for(devices, machine)
     tasks = [a.task(target, seed) for a in wanted]  # what does not fit together comes out before anything is measured
     base = _database() if database is None else database if isinstance(database, Database) else Database(Path(database))

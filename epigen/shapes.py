@@ -19,3 +19,8 @@ def each(shape: Shape, m: int, n: int, k: int) -> Shape:
 def extents(shape: Shape) -> str:
     """As people write it: 4096x4096x1024, or 64x1024x1024x128 of 64 products."""
     return "x".join(map(str, shape))
+
+
+def power_of_two(extent: int) -> int:
+    """The least that is no smaller."""
+    return 1 << max(0, extent - 1).bit_length()

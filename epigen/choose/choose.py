@@ -107,7 +107,7 @@ class Chooser:
             return rule.pointwise(spec, shape, target)
         if spec.signature.sparse:
             return self._of_sparse(spec, shape, target)
-        if 0 in shape or spec.signature.grouped:  # of groups nothing is recorded
+        if 0 in shape:
             return rule.choose(spec, shape, target)
         own = self.bucket(spec, shape, target)
         # what was measured for this very problem runs, whatever the model takes it to need; but a record says nothing of bits

@@ -164,32 +164,38 @@ def _warp_specialized(space: Space) -> KernelConfig | None:
 
 
 _FEW_ROWS = 64
-"""In the mean, that groups have fewer than where half as high a tile pays."""
+"""In the mean, up to which half as high a tile pays, and below which it does of two products."""
+_SHORT = 512
+"""k in the mean, that groups have less than where what a tile stores takes as long as what it multiplies."""
 
 
 def _of_groups(space: Space) -> KernelConfig | None:
     """Groups of rows: tiles of 128 rows by cooperative warpgroups, or of 64 in ping-pong where groups have fewer rows, and of 256 columns of the products together.
+    Groups along k: cooperative tiles of 128x256 where they are short, else as a product of all of k has them.
 
-    Of 6 to 11 configs of 8, 64 and 128 groups of 32 to 1024 rows in the mean, all alike or drawn by a Dirichlet distribution of 0.5, that was the fastest or took at most
-    1.03 times as long in 15 of 18 gated units, and at most 1.08 in the others; up to 16 rows tiled kernels were the fastest (H200, bf16, Triton 3.6, 2026-11).
+    Of 4 or 5 configs of each of 7 shapes, of 8, 64 and 128 groups of 8 to 1024 rows in the mean, all alike or drawn by a Dirichlet distribution of 0.5, that was the
+    fastest or took at most 1.02 times as long in 28 gated units and products with a row's factor, and at most 1.04 in 14 weights' gradients (H200, bf16, Triton 3.6, 2026-11).
     """
-    spec, m = space.spec, space.shape[-3]
-    high = m >= _FEW_ROWS
+    spec, (m, n, k) = space.spec, space.shape[-3:]
+    along_k = spec.signature.grouped == "k"
+    if along_k and k >= _SHORT:
+        return _warp_specialized(space)
+    high = along_k or m > _FEW_ROWS - bool(spec.second)
     block_m, block_n = 128 if high else 64, 256 // len(spec.products)
-    tiles = products(space.shape) * -(-m // block_m) * -(-space.shape[-2] // block_n)
-    if "warp_specialized" not in space.schedules or tiles < space.target.multiprocessors:
+    tiles = products(space.shape) * -(-m // block_m) * -(-n // block_n)
+    if "warp_specialized" not in space.schedules or tiles < _WAVE * space.target.multiprocessors:
         return None
     subtiles = 2 if block_n // 2 >= spec.longest_block else 1
     config = schedules.config(
         "warp_specialized", block_m=block_m, block_n=block_n, block_k=128 // spec.signature.a.bytes, group_m=8, pingpong=int(not high), subtiles=subtiles, prefetch=0,
-        tma_store=0, tma_load=0, num_stages=8, fused_finalize=0,
+        tma_store=1, tma_load=0, num_stages=8, fused_finalize=0,
     )  # fmt: skip
     point, *_ = space.nearest(config)
     return limits.fitted(spec, point, space.shape, space.target)
 
 
 _WAVE, _LEAST_WAVE = 0.75, 0.4
-"""Of the multiprocessors, that have a tile of a weight of fewer bits, or a part of one."""
+"""Of the multiprocessors, that have a tile of groups or of a weight of fewer bits, or a part of one."""
 
 
 def _mixed_input(space: Space) -> KernelConfig | None:

@@ -44,7 +44,6 @@ _MOST_GROUP = _MOST_ACCUMULATORS * 128  # values that four warps accumulate
 _MOST_PARTS = schedules.WARP_SPECIALIZED.dimensions["splits"][-1]
 _MOST_SPLIT = 2 * 64 * 128  # values of the result a multiprocessor up to which it may: beyond, there are tiles enough
 _SPLIT_BLOCKS = 4  # a multiprocessor: with more, each has too little to add up
-_FEW = 16  # rows in the mean, up to which groups are read as fast by pointers
 _LEAST_PART = 256  # of k, that TMA brings: with less, adding the parts up takes longer than multiplying them
 _BY_VALUE = {
     "num_stages",
@@ -179,7 +178,7 @@ class Space:
         addressed = 0 not in self.shape and (set(self.spec.multiplied) <= set(sig.tma) or count * m * n * k > LARGE)
         along_k = sig.a.bytes > 1 or sig.layout == "nt"  # as the tensor cores want 8-bit operands, which nothing turns round on the way
         if addressed and along_k and not self._plain:
-            names += ["persistent", *["warp_specialized"] * (m > (_FEW if sig.grouped else 64)), "mixed_input"]  # two warpgroups want rows for both
+            names += ["persistent", *["warp_specialized"] * (m > 64 or bool(sig.grouped)), "mixed_input"]  # two warpgroups want rows for both
         return (*vendors, *(name for name in names if not limits.schedule_unfit(name, self.spec, self.shape, target)))
 
     def _tiled(self, suggest: Suggest) -> KernelConfig:
@@ -295,15 +294,14 @@ class Space:
         parts = min(
             (1 + pingpong) * target.multiprocessors // max(1, products(self.shape) * -(-m // block_m) * -(-n // block_n)), k // _LEAST_PART, _MOST_PARTS
         )
-        grouped = self.spec.signature.grouped  # of which a tile's rows end where TMA does not know
-        splits = suggest("warp_specialized.splits", 1, max(1, parts) if self._splits and not grouped else 1)
+        splits = suggest("warp_specialized.splits", 1, max(1, parts) if self._splits and not self.spec.signature.grouped else 1)
         subtiles = 1 << suggest("warp_specialized.subtiles", 0, self._halvings(block_n, splits))
         stored_bytes = {s.name: (1 + pingpong) * block_m * block_n // subtiles * s.dtype.bytes for s in schedules.tma_storable(self.spec)}
         fixed = limits.step_of_fp8(self.spec, target)
         right = block_n * len(self.spec.products)
         row_bytes, room, least = (block_m + right) * element_bytes, target.shared_bytes - _BARRIER_BYTES, 2 * (block_m + right) * (fixed or _LEAST_RUN)
         # the products lie such that a pointer would store four bytes at a time
-        by_tma = int(0 < sum(stored_bytes.values()) <= room - least and not grouped)
+        by_tma = int(0 < sum(stored_bytes.values()) <= room - least)
         tma_store = suggest("warp_specialized.tma_store", by_tma, by_tma)
         room -= tma_store * sum(stored_bytes.values())
         from_tma = schedules.tma_loadable(self.spec, bool(tma_store))
@@ -311,7 +309,7 @@ class Space:
         at_once = min(subtiles, schedules.AT_ONCE)
         again = (at_once - 1) * sum(size for name, size in stored_bytes.items() if name in from_tma.values())
         again += (1 + pingpong) * block_m * block_n * at_once // subtiles * sum(dtype.bytes for dtype in schedules.in_own_buffers(self.spec, from_tma).values())
-        tma_load = suggest("warp_specialized.tma_load", 0, int(bool(from_tma) and again <= room - least and splits == 1 and not grouped))
+        tma_load = suggest("warp_specialized.tma_load", 0, int(bool(from_tma) and again <= room - least and splits == 1))
         room -= tma_load * again
         loaded = self._loaded(from_tma if tma_load else ())
         # of two subtiles both inputs have to be held while the tile is multiplied, for which registers are left where it is a row, a column or bits
@@ -321,7 +319,7 @@ class Space:
         block_k = exponent("block_k", fixed or min(most_k, _RUN // element_bytes), fixed or most_k)
         most_stages = min(8, room // (row_bytes * block_k))
         stages = suggest("warp_specialized.num_stages", max(2, most_stages - 1), most_stages)
-        rows_of_tiles = -(-m // block_m) * (self.shape[0] if grouped else 1)  # one group's follow another's
+        rows_of_tiles = -(-m // block_m) * (self.shape[0] if self.spec.signature.grouped == "m" else 1)  # one group's follow another's
         group_m = _GROUPS[suggest("warp_specialized.group_m", 0, _orders(rows_of_tiles))]
         return schedules.config(
             "warp_specialized", block_m=block_m, block_n=block_n, block_k=block_k, group_m=group_m, pingpong=pingpong, subtiles=subtiles, prefetch=prefetch,

@@ -28,8 +28,8 @@ class Argument:
     """A kernel's argument. type: as in Triton's signatures ("*fp16", "i32", "fp32"). about: shape, dtype and role, for the header.
 
     block: of a tensor that the kernel addresses by TMA, rows and columns of what it moves at a time, and in front of them the 1 of a batch's
-    products; its name ends in `_desc`, a pointer's in `_ptr`. transposed: it is the tensor's transpose that has contiguous rows, and is so
-    addressed. padded: it is a copy of the tensor whose rows are aligned.
+    products, or both of a ragged descriptor; its name ends in `_desc`, a pointer's in `_ptr`. transposed: it is the tensor's transpose that has contiguous rows, and is so
+    addressed. padded: it is a copy of the tensor whose rows are aligned. ragged: its rows are all groups', and what is moved ends with a group's (groups.py).
     of, factor: an integer's value is that of `of` over `factor`, if `of` is not empty; else factor is what is known to divide it.
     """
 
@@ -39,6 +39,7 @@ class Argument:
     block: tuple[int, ...] | None = None
     transposed: bool = False
     padded: bool = False
+    ragged: bool = False
     of: str = ""
     factor: int = KNOWN
 
@@ -110,18 +111,19 @@ def _with_descriptor(
     dtype: DType,
     block: tuple[int, int],
     indices: str | tuple[str, ...],
-    batched: bool,
+    leading: int,
     transposed: bool = False,
     role: str = "",
     padded: bool = False,
 ) -> Argument:
-    """A tensor by its TMA descriptor. block, indices: of the tensor, before it is transposed. batched: as of `Signature`."""
+    """A tensor by its TMA descriptor. block, indices: of the tensor, before it is transposed. leading: as of `schedules.leading`."""
     if transposed:
         block, indices = (block[1], block[0]), indices[::-1]
     whose = f"{' of the transpose' * transposed}{' of a copy with aligned rows' * padded}"
-    about = f"{_shape(indices)} {dtype}{role}: a TMA descriptor{whose}, {block[0]} x {block[1]} at a time"
-    moved = (1, *block) if batched else block
-    return Argument(f"{name}_desc", f"tensordesc<{_type(dtype)}[{', '.join(map(str, moved))}]>", about, moved, transposed, padded)
+    ragged = leading == schedules.RAGGED_LEADING
+    about = f"{_shape(indices)} {dtype}{role}: a {'ragged ' * ragged}TMA descriptor{whose}, {block[0]} x {block[1]} at a time"
+    moved = (1,) * leading + block
+    return Argument(f"{name}_desc", f"tensordesc<{_type(dtype)}[{', '.join(map(str, moved))}]>", about, moved, transposed, padded, ragged)
 
 
 def _shape(indices: str | tuple[str, ...]) -> str:
@@ -174,14 +176,15 @@ def _factored(arguments: Iterable[Argument], signature: Signature) -> tuple[Argu
 def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     schedule, sig, parts = SCHEDULES[config.schedule], spec.signature, schedules.tile_parts(config)
     second = [spec.second] if spec.second else []
+    of_operands, of_tiles = schedules.leading(sig, "k"), schedules.leading(sig, "m")
     if schedule.descriptors:
         block_k, copied = config["block_k"], schedules.padded(spec, config)
         operands = [
-            _with_descriptor("a", sig.a, (config["block_m"] // parts[0], block_k), "mk", sig.batched, sig.layout[0] == "t", padded="a" in copied),
+            _with_descriptor("a", sig.a, (config["block_m"] // parts[0], block_k), "mk", of_operands, sig.layout[0] == "t", padded="a" in copied),
             _with_descriptor(
-                "b", sig.b, (block_k // (2 if sig.packed else 1), config["block_n"]), "kn", sig.batched, sig.layout[1] == "t", padded="b" in copied
+                "b", sig.b, (block_k // (2 if sig.packed else 1), config["block_n"]), "kn", of_operands, sig.layout[1] == "t", padded="b" in copied
             ),
-            *(_with_descriptor(i.name, sig.b, (block_k, config["block_n"]), "kn", sig.batched, sig.layout[1] == "t", padded=i.name in copied) for i in second),
+            *(_with_descriptor(i.name, sig.b, (block_k, config["block_n"]), "kn", of_operands, sig.layout[1] == "t", padded=i.name in copied) for i in second),
         ]
         sizes = _integers("M", "N", "K", *(["num_products"] if sig.batched else []))
     elif spec.pointwise:
@@ -211,9 +214,9 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
         *(s for s in spec.stores if s.name not in tma_stored),
         *completed,
     ]
-    with_descriptor = {i.name: _with_descriptor(i.name, i.dtype, part, i.indices, sig.batched) for i in inputs if i.dtype is not None and i.name in tma_loaded}
-    with_descriptor |= {i.name: _with_descriptor(i.name, i.dtype, (1, config["block_n"]), i.extents, sig.batched) for i in scales if i.dtype is not None}
-    with_descriptor |= {s.name: _with_descriptor(s.name, s.dtype, part, s.indices, sig.batched, role=", written") for s in spec.stores if s.name in tma_stored}
+    with_descriptor = {i.name: _with_descriptor(i.name, i.dtype, part, i.indices, of_tiles) for i in inputs if i.dtype is not None and i.name in tma_loaded}
+    with_descriptor |= {i.name: _with_descriptor(i.name, i.dtype, (1, config["block_n"]), i.extents, of_operands) for i in scales if i.dtype is not None}
+    with_descriptor |= {s.name: _with_descriptor(s.name, s.dtype, part, s.indices, of_tiles, role=", written") for s in spec.stores if s.name in tma_stored}
     if schedules.splits(config) > 1:
         held = "[tiles * SPLITS, BLOCK_M, BLOCK_N]"
         partials.append(_pointer("split_partial", spec.accumulator, f"{held} {spec.accumulator}, written: sums over parts of k"))

@@ -2,6 +2,10 @@
 
 A group begins where the ones before it have ended, so that an end below an earlier one makes an empty group, and none reaches past the tensor: whatever the
 ends are, each row has one group at most.
+
+TMA clips at a group's end by a ragged descriptor, as Triton's own kernels of experts have it (triton_kernels, ragged_tma): of four dimensions, of which the first
+two go round all of memory. Of RAGGED in the first, a group's end in the second, and RAGGED less that end plus a row in the third the address is that of the row,
+and the third, whose extent is RAGGED, ends where the group does.
 """
 
 from __future__ import annotations
@@ -13,6 +17,9 @@ from epigen.codegen.spec import KernelConfig, KernelSpec
 
 CHUNK = 128
 """Groups that are looked at together."""
+
+RAGGED = 1 << 30
+"""Rows that a ragged descriptor tells apart."""
 
 _SCANNED = (
     """@triton.jit
@@ -85,6 +92,13 @@ def span_of_group(ends_ptr, of_group, extent):
     return tl.minimum(begin, extent).to(tl.int32), tl.minimum(end, extent).to(tl.int32)
 """
 
+_STEPS_OF_TILE = """@triton.jit
+def steps_of_tile(ends_ptr, tile, tiles, num_groups, extent, BLOCK_K: tl.constexpr):
+    # along k, of a tile among those of all groups; past the last one any
+    begin, end = span_of_group(ends_ptr, tl.minimum(tile // tiles, num_groups - 1), extent)
+    return tl.maximum(tl.cdiv(end - begin, BLOCK_K), 1)
+"""
+
 
 def functions(spec: KernelSpec, config: KernelConfig) -> list[str]:
     """Those that the kernels of a module call, of which the main one, if it is in Gluon, has its own."""
@@ -93,14 +107,16 @@ def functions(spec: KernelSpec, config: KernelConfig) -> list[str]:
         return []
     main, finishes = SCHEDULES[config.schedule].dialect, after(spec, config)
     if grouped == "k":
-        return [_in(main, _SPAN_OF_GROUP)]
-    of_columns = any(f.indices != "m" and not all(s.operand for s in f.sources) for f in finishes)
-    of_main = [*_SCANNED, _SPANS, _ROWS_OF_TILE, *[_TILES_OF_GROUP] * (main == "gluon" or of_columns)]
-    others = [*_SCANNED, _SPANS, _TILES_OF_GROUP] if main == "gluon" and of_columns else []
+        asked = any(s.operand for f in finishes for s in f.sources)
+        of_main, others = [_SPAN_OF_GROUP, *[_STEPS_OF_TILE] * bool(dict(config.values).get("pingpong"))], [_SPAN_OF_GROUP]
+    else:
+        asked = any(f.indices != "m" and not all(s.operand for s in f.sources) for f in finishes)
+        of_main, others = [*_SCANNED, _SPANS, _ROWS_OF_TILE, *[_TILES_OF_GROUP] * (main == "gluon" or asked)], [*_SCANNED, _SPANS, _TILES_OF_GROUP]
+    others = others if main == "gluon" and asked else []
     return [*(_in(main, text) for text in of_main), *(renamed(_in("triton", text), NAMES) for text in others)]
 
 
-NAMES = ("group_larger", "group_added", "group_spans", "tiles_of_group")
+NAMES = ("group_larger", "group_added", "group_spans", "tiles_of_group", "span_of_group")
 
 
 def _in(dialect: str, text: str) -> str:

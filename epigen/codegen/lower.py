@@ -143,6 +143,19 @@ def _held(node: Node, shape: tuple[int, int, int]) -> tuple[int, ...]:
     return g.held(node.indices, node.blocks, dict(zip("mnk", shape, strict=True)))
 
 
+def check_grouped(graph: Graph, along: str, invariant: bool = False) -> None:
+    """Whether a program can be taken of groups along an index, "m" or "k", or "" where that is not known yet. Raises CallError."""
+    if invariant:
+        raise CallError("the program is invariant, and groups have no order of sums that is kept for all M: compile it without invariant")
+    for node in graph.nodes:
+        if node.op == g.EXTENT and node.name == along:
+            raise CallError(f"the program computes with the number of {'rows' if along == 'm' else 'k'}, and each group has another: pass it as an input")
+        if along == "k" and "k" in g.shared_along(node) and node.op == g.INPUT:
+            raise CallError(f"input '{node.name}' has one value for several of k, and groups along k begin anywhere: expand it along k")
+    if along == "k" and graph.packed():
+        raise CallError("the program reads two values of operand b in a byte, and groups along k begin anywhere: unpack b")
+
+
 def over_product(graph: Graph) -> Graph:
     """The program with the product as an input, `mm`, in place of the operands. Raises CallError where it needs them besides."""
     for node in graph.nodes:

@@ -133,13 +133,13 @@ def _buffers(spec: KernelSpec, config: KernelConfig) -> tuple[Buffers, ...]:
     down, across = schedules.tile_parts(config)
     rows, columns = (name if count == 1 else f"{name} // {count}" for name, count in (("BLOCK_M", down), ("BLOCK_N", across)))
     a, b = (rows, "BLOCK_K"), ("BLOCK_K // 2" if spec.signature.packed else "BLOCK_K", "BLOCK_N")
-    layout, one = spec.signature.layout, ("1",) if spec.signature.batched else ()
+    layout, of_operands, of_tiles = spec.signature.layout, *(("1",) * schedules.leading(spec.signature, along) for along in "km")
     buffers = [
-        Buffers("a_bufs", "a", ("STAGES" if down == 1 else f"{down} * STAGES", *one, *(a[::-1] if layout[0] == "t" else a))),
-        *(Buffers(f"{name}_bufs", name, ("STAGES", *one, *(b[::-1] if layout[1] == "t" else b))) for name in spec.multiplied[1:]),
+        Buffers("a_bufs", "a", ("STAGES" if down == 1 else f"{down} * STAGES", *of_operands, *(a[::-1] if layout[0] == "t" else a))),
+        *(Buffers(f"{name}_bufs", name, ("STAGES", *of_operands, *(b[::-1] if layout[1] == "t" else b))) for name in spec.multiplied[1:]),
         *(Buffers(f"{i.name}_bufs", i.name, ("STAGES", "1", "BLOCK_N")) for i in schedules.scales(spec, config)),
     ]
     for name in _through_buffers(spec, config):
         count = schedules.consumers(config) * (schedules.AT_ONCE if _of_subtiles(spec, config, name) else 1)
-        buffers.append(Buffers(f"{name}_bufs", name, (str(count), *one, rows, columns)))
+        buffers.append(Buffers(f"{name}_bufs", name, (str(count), *of_tiles, rows, columns)))
     return tuple(buffers)

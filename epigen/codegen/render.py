@@ -66,7 +66,7 @@ class Renderer:
             loader=jinja2.FileSystemLoader(templates), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
             keep_trailing_newline=True, autoescape=False, bytecode_cache=None if shelf is None else _Compiled(shelf),
         )  # fmt: skip
-        self.environment.globals["emit"] = emit
+        self.environment.globals |= {"emit": emit, "ragged_rows": groups.RAGGED}
         self.environment.filters["gluon"] = emit.GLUON.rename
 
     def render(self, spec: KernelSpec, config: KernelConfig) -> Rendered:

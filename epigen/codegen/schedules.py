@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from epigen.codegen.spec import Finish, Input, KernelConfig, KernelSpec, Store
+from epigen.codegen.spec import Finish, Input, KernelConfig, KernelSpec, Signature, Store
 from epigen.dtypes import DType
 from epigen.errors import ConfigError, near_miss, shown, unknown
 
@@ -128,7 +128,7 @@ WARP_SPECIALIZED = Schedule(
     architecture="hopper",
     operand_bytes=(1, 2),
     scales=True,
-    groups="m",
+    groups="mk",
 )
 
 GROUP_COLUMNS = 64
@@ -188,6 +188,19 @@ def warps(config: KernelConfig) -> int:
 def padded(spec: KernelSpec, config: KernelConfig) -> tuple[str, ...]:
     """The operands that are copied into aligned rows first, so that TMA can address them."""
     return tuple(name for name in spec.multiplied if name not in spec.signature.tma) if SCHEDULES[config.schedule].descriptors else ()
+
+
+RAGGED_LEADING = 2
+"""Dimensions in front of rows and columns that a ragged descriptor has."""
+
+
+def leading(signature: Signature, along: str) -> int:
+    """Dimensions in front of rows and columns that a tensor is moved in by TMA: one where it has a place for each product of a batch, and two where it has all groups'
+    rows, or all groups' k. along: what the kernel ends it by where groups are along that, "k" of operands and "m" of the epilogue's tiles.
+
+    The rows of `a` in groups of rows end nowhere: what is multiplied of the next group's is not stored.
+    """
+    return RAGGED_LEADING if signature.grouped == along else int(signature.batched)
 
 
 def tma_stored(spec: KernelSpec, config: KernelConfig) -> tuple[str, ...]:

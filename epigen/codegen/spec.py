@@ -21,6 +21,8 @@ LAYOUTS = ("nn", "nt", "tn", "tt")
 
 INVARIANT = ("m",)
 """What a program can be invariant of: how many rows there are."""
+GROUPED = ("m", "k")
+"""The indices along which the products of a batch can be groups."""
 SPARSE = ("a", "b")
 """Which operand may be one of whose values two of four are 0."""
 ROUNDING = ("eager",)

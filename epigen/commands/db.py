@@ -202,7 +202,7 @@ def _show(file: Path, record: Record) -> None:
     from epigen.shapes import extents
 
     precision = f", {record.precision}" if record.precision else ""
-    apart = ", invariant" * bool(record.invariant) + f", sparse {record.sparse}" * bool(record.sparse)
+    apart = ", invariant" * bool(record.invariant) + f", groups along {record.groups}" * bool(record.groups) + f", sparse {record.sparse}" * bool(record.sparse)
     inputs = f", inputs {', '.join(record.inputs)}" if record.inputs else ""
     unfused = "" if record.unfused_us is None else f"; with one pointwise pass {record.unfused_us:g} us"
     rows = {

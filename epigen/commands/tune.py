@@ -87,6 +87,7 @@ class _Run:
 @click.option("--layout", default="nt", show_default=True, type=click.Choice(["nn", "nt", "tn", "tt"]), help="how a and b lie: n row-major, t transposed")
 @precision_option
 @invariant_option
+@click.option("--groups", type=click.Choice(["m", "k"]), help="the products of a batch are groups along it, of which the shape has the mean")
 @sparse_option
 @click.option("--trials", type=click.IntRange(1, 100_000), default=48, show_default=True, help="configs measured a problem")
 @click.option("--budget", type=Seconds(), help="seconds a problem")
@@ -108,7 +109,7 @@ class _Run:
 @pass_machine
 @click.pass_context
 def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], shapes: tuple[Shape, ...], suites: tuple[Path, ...],
-         dtype_name: str, weight_name: str | None, layout: str, precision: str, invariant: str | None, sparse: str | None, trials: int, budget: float | None, devices: tuple[int, ...] | str | None, seed: int, storage: str | None, fresh: bool, missing: bool, path: Path | None,
+         dtype_name: str, weight_name: str | None, layout: str, precision: str, invariant: str | None, groups: str | None, sparse: str | None, trials: int, budget: float | None, devices: tuple[int, ...] | str | None, seed: int, storage: str | None, fresh: bool, missing: bool, path: Path | None,
          tables: tuple[Path, ...], as_json: bool) -> None:  # fmt: skip
     """Tune PROGRAMS, such as "relu(mm + bias)", at every --shape, and the problems of every --suite; remember the winners in the database.
 
@@ -129,7 +130,7 @@ def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], sh
             if fresh and storage is not None:
                 raise click.UsageError("--fresh forgets what epigen itself remembers: with --storage name a new one instead")
             going = _requested(
-                machine, programs, shapes, suites, dtype_name, weight_name or "", layout, precision, invariant or "", sparse or "", trials, budget_s, devices, seed, storage, fresh,
+                machine, programs, shapes, suites, dtype_name, weight_name or "", layout, precision, invariant or "", groups or "", sparse or "", trials, budget_s, devices, seed, storage, fresh,
                 missing, path,
             )  # fmt: skip
         going.go()
@@ -141,14 +142,14 @@ def tune(context: click.Context, machine: Machine, programs: tuple[str, ...], sh
 
 
 def _requested(
-    machine: Machine, programs: Sequence[str], shapes: Sequence[Shape], suites: Sequence[Path], dtype_name: str, weight_name: str, layout: str, precision: str, invariant: str,
+    machine: Machine, programs: Sequence[str], shapes: Sequence[Shape], suites: Sequence[Path], dtype_name: str, weight_name: str, layout: str, precision: str, invariant: str, groups: str,
     sparse: str, trials: int, budget_s: float, devices: Sequence[int] | str | None, seed: int, storage: str | None, fresh: bool, missing: bool,
     path: Path | None,
 ) -> _Run:  # fmt: skip
     """What the options ask for. All mistakes come out here, before the first of many problems is measured."""
     from epigen.tuning import request, suite
 
-    listed = request.every(programs, shapes, [dtype_name], [layout], precision, invariant, [weight_name], sparse)
+    listed = request.every(programs, shapes, [dtype_name], [layout], precision, invariant, [weight_name], groups, sparse)
     for file in suites:
         listed += suite.read(file)
     with contextlib.ExitStack() as unused:

@@ -195,10 +195,10 @@ def _operands(problem: Problem) -> Key:
 
 
 def _sizes(problem: Problem) -> Key:
-    """fp32 in full precision has no tensor cores, so precision counts as a size does. What one product gets is no guess for a batch, and what a sparse operand gets
-    none for a dense one, and the other way round."""
+    """fp32 in full precision has no tensor cores, so precision counts as a size does. What one product gets is no guess for a batch, and the other way round, nor what a
+    batch gets for groups, and what a dense operand gets for a sparse one."""
     a, b = _DTYPES[problem.a], _DTYPES[problem.b]
-    return a.kind, a.bits, b.kind, b.bits, problem.precision, len(problem.shape), problem.sparse
+    return a.kind, a.bits, b.kind, b.bits, problem.precision, len(problem.shape), problem.groups, problem.sparse
 
 
 def _steps(p: Problem) -> Iterator[_Step]:

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from epigen.codegen.spec import INVARIANT, KNOWN, LAYOUTS, SPARSE, KernelSpec, digest, row_bytes, row_lengths
+from epigen.codegen.spec import GROUPED, INVARIANT, KNOWN, LAYOUTS, SPARSE, KernelSpec, digest, row_bytes, row_lengths
 from epigen.db import fields
 from epigen.dtypes import ALL, FP32, INPUTS, PRECISIONS, DType
 from epigen.gpus import Target
@@ -20,7 +20,7 @@ from epigen.ir.graph import Graph, Node
 from epigen.ir.passes import with_leaf
 from epigen.lang.parser import MAX_CHARACTERS
 from epigen.lang.syntax import declared_text
-from epigen.shapes import Shape
+from epigen.shapes import Shape, power_of_two
 
 _LEAST_TILE = 64  # rows that every schedule can have in one tile
 BITS, SCALAR = "bits", "scalar"
@@ -61,8 +61,8 @@ class Problem:
     gpu, capability: as torch names them ("NVIDIA H200", "9.0"). a, b, outputs: dtype names; of an output that is no tile "fp32", whatever
     it is cast to. inputs: the epilogue's, in the graph's order, whatever their names: "fp32[n]", "fp16[mn]", "bits", "scalar". layout: how a and b lie. spec:
     the graph's digest. kind: the epilogue's class. alignment: bytes that K, N and the row strides are a multiple of, up to 16. invariant: "m" where
-    a row has the same bits whatever M is, so that k is not split. sparse: the operand of whose values two of four are 0: a winner that multiplies takes its dense
-    values, and `library` is the vendor's product of it.
+    a row has the same bits whatever M is, so that k is not split. groups: the index, "m" or "k", that the products of a batch are groups along; the shape has so
+    much of it as they have in the mean. sparse: the operand of whose values two of four are 0: a winner that multiplies takes its dense values, and `library` is the vendor's product of it.
     """
 
     gpu: Annotated[str, GPU]
@@ -79,6 +79,7 @@ class Problem:
     kind: Annotated[str, _KIND]
     alignment: Annotated[int, fields.one_of((1, 2, 4, 8, 16))]
     invariant: Annotated[str, fields.one_of(("", *INVARIANT))] = ""
+    groups: Annotated[str, fields.one_of(("", *GROUPED))] = ""
     sparse: Annotated[str, fields.one_of(("", *SPARSE))] = ""
 
 
@@ -92,7 +93,7 @@ def coarse_bucket(shape: Shape, layout: str) -> Shape:
 
     Where a's rows are M long, up to the largest M below it that powers of two divide alike, so that rows are aligned alike.
     """
-    return _rounded(shape, layout, _power(shape[-3]))
+    return _rounded(shape, layout, power_of_two(shape[-3]))
 
 
 def fine_bucket(shape: Shape, layout: str) -> Shape:
@@ -106,18 +107,14 @@ def fine_bucket(shape: Shape, layout: str) -> Shape:
 
 def fine_bucket_step(m: int) -> int:
     """How many M lie in the fine bucket of this one."""
-    return _power(m) // 8 if m > _LEAST_TILE else max(1, _power(m) // 2)
+    return power_of_two(m) // 8 if m > _LEAST_TILE else max(1, power_of_two(m) // 2)
 
 
 def _rounded(shape: Shape, layout: str, step: int) -> Shape:
     m, n, k = shape[-3:]
     top, divisor = -(-m // step) * step, m & -m
     rows = top if layout[0] == "n" or divisor >= KNOWN or m == top else top - divisor
-    return (_power(shape[0]), rows, n, k) if len(shape) == 4 else (rows, n, k)
-
-
-def _power(m: int) -> int:
-    return 1 << max(0, m - 1).bit_length()
+    return (power_of_two(shape[0]), rows, n, k) if len(shape) == 4 else (rows, n, k)
 
 
 def input_kind(node: Node, dtype: DType | None) -> str:
@@ -148,6 +145,7 @@ def problem_of(graph: Graph, spec: KernelSpec, shape: Shape, gpu: str, capabilit
         kind=epilogue_kind(spec),
         alignment=alignment(shape, sig.layout, sig.a.bytes, row_bytes(shape, sig)[1]),
         invariant="m" if sig.invariant else "",
+        groups=sig.grouped,
         sparse=sig.sparse,
     )
 

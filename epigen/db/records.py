@@ -130,7 +130,8 @@ class Record(Problem):
             {"spec": self.spec, "kind": self.kind},
             {
                 "shape": self.shape, "a": self.a, "b": self.b, "inputs": self.inputs, "outputs": self.outputs, "layout": self.layout,
-                "precision": self.precision, "alignment": self.alignment, "invariant": self.invariant or None, "sparse": self.sparse or None,
+                "precision": self.precision, "alignment": self.alignment, "invariant": self.invariant or None,
+                "groups": self.groups or None, "sparse": self.sparse or None,
             },
             {"schedule": self.schedule, "config": dict(self.kernel_config.values)},
             {"median_us": self.median_us, "spread_us": self.spread_us, "baseline_us": self.baseline_us, "unfused_us": self.unfused_us},
@@ -147,9 +148,10 @@ class Record(Problem):
     @property
     def apart(self) -> str:
         """What sets the problem apart from the usual one of its program, such as " (inputs fp32[n], invariant)": inputs of another dtype than the operands',
-        the same bits for all M, and a sparse operand; else ''."""
+        the same bits for all M, groups, and a sparse operand; else ''."""
         unlike = any("[" in kind and not kind.startswith(f"{self.a}[") for kind in self.inputs)
-        words = [f"inputs {', '.join(self.inputs)}"] * unlike + ["invariant"] * bool(self.invariant) + [f"sparse {self.sparse}"] * bool(self.sparse)
+        words = [f"inputs {', '.join(self.inputs)}"] * unlike + ["invariant"] * bool(self.invariant) + [f"groups along {self.groups}"] * bool(self.groups)
+        words += [f"sparse {self.sparse}"] * bool(self.sparse)
         return f" ({', '.join(words)})" if words else ""
 
 
@@ -160,7 +162,7 @@ _OPTIONAL = [field.name for field in dataclass_fields(Record) if field.default i
 def problem_key(problem: Problem) -> Key:
     p = problem
     usual = p.gpu, p.capability, p.spec, p.a, p.b, p.inputs, p.outputs, p.precision, p.layout, p.shape, p.alignment
-    return (*usual, *filter(None, (p.invariant, p.sparse and f"sparse {p.sparse}")))
+    return (*usual, *[p.invariant] * bool(p.invariant), *[f"groups {p.groups}"] * bool(p.groups), *[f"sparse {p.sparse}"] * bool(p.sparse))
 
 
 def short(program: str) -> str:

@@ -52,10 +52,11 @@ class Difference:
 
 
 def expect(
-    graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, reference.Number], dtypes: list[DType], precision: str, number: int = 0, product: DType | None = None
+    graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, reference.Number], dtypes: list[DType], precision: str, first_row: int = 0, number: int = 0,
+    product: DType | None = None,
 ) -> list[Expected]:  # fmt: skip
-    """The oracle's outputs with their bounds. precision: "ieee" or "tf32", for fp32 operands, or "fast_accum", for fp8 ones. number: the product's in a batch. product: what
-    it is rounded to before anything is computed of it, as that of a sparse operand is.
+    """The oracle's outputs with their bounds. precision: "ieee" or "tf32", for fp32 operands, or "fast_accum", for fp8 ones. first_row: the number of a's first row.
+    number: the product's in a batch. product: what it is rounded to before anything is computed of it, as that of a sparse operand is.
 
     The product's bound is 4 sqrt(K) 2^-23 |a| @ |b| (Higham and Mary's probabilistic bound for K roundings, with a factor 4 and
     one bit for the tensor cores' truncation), and 2^-9 |a| @ |b| more for tf32. fp8 accumulates in tensor-core steps of about 14
@@ -63,7 +64,7 @@ def expect(
     reaches over the middle between two numbers of its dtype: those differences are multiplied with the other operand, and added.
     """
     graph = rounded(graph, dtypes)
-    values = reference.node_values(graph, a, b, inputs, torch.float64, number=number)
+    values = reference.node_values(graph, a, b, inputs, torch.float64, first_row, number)
     errors: list[Tensor] = []
     for number, node in enumerate(graph.nodes):
         kinds = [graph.nodes[i].kind for i in node.args]

@@ -65,7 +65,7 @@ _GENERATED = frozenset(
     tiles tile_id subtile_id split_id step_id slot_id phase_id group_id other_id acc_left acc_right full_bars
     empty_bars order_bars SUBTILE_N ROWS LAYOUT STAGES SPLITS WARPGROUP gluon tma mbarrier fence_async_shared warpgroup_mma warpgroup_mma_wait
     item_id batch_id acc_whole a_padded b_padded copy_in copy_out PDL PTX producer consumer columns_taken_over words_taken_over packed_words
-    group_larger group_added group_spans rows_of_tile span_of_group first_row end_m first_k end_k begin_k begin_tile end_tile
+    group_larger group_added group_spans rows_of_tile span_of_group steps_of_tile RAGGED first_row end_m first_k end_k begin_k begin_tile end_tile
     to_int8 float16 float32 float64 bfloat16 int1 int8 int16 int32 int64 uint8 uint32 math extra libdevice language jit""".split()
 )
 _GENERATED_PATTERN = re.compile(

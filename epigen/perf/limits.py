@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from epigen.codegen import schedules
+from epigen.codegen.groups import RAGGED
 from epigen.codegen.schedules import SCHEDULES, Schedule
 from epigen.codegen.spec import LEAST_OF_BYTES, PAST, WIDE, KernelConfig, KernelSpec
 from epigen.codegen.steps import steps
@@ -213,8 +214,20 @@ def grouped(c: Candidate) -> str:
     values = dict(c.config.values)
     if along == "m" and values.get("fused_finalize") and any(not s.operand for f in c.spec.finishes for s in f.sources):
         return "fused_finalize=1: blocks do not know how many tiles a group of rows has, of which the last completes reductions: fused_finalize=0 is needed"
-    if along == "m" and (values.get("tma_store") or values.get("tma_load") or schedules.splits(c.config) > 1):
-        return "a tile's rows end where its group does, which TMA does not know, nor are parts along k counted by groups: tma_store=0, tma_load=0 and splits=1 are needed"
+    if schedules.splits(c.config) > 1:
+        return f"{c.schedule.name} with splits={schedules.splits(c.config)} counts parts of a product along k, and not by groups: splits=1 is needed"
+    return _ragged(c, along)
+
+
+def _ragged(c: Candidate, along: str) -> str:
+    """Of groups, whose end TMA knows of by a descriptor whose rows they are."""
+    if not c.schedule.descriptors:
+        return ""
+    if along == "k" and c.spec.signature.layout != "tn":
+        return f"{c.schedule.name} ends groups along k by rows of k, as layout tn has them, and these lie as {c.spec.signature.layout}: a.T and b with contiguous rows are needed"
+    rows = c.shape[-3] if along == "m" else c.shape[-1]
+    if rows * (c.shape[0] if len(c.shape) > 3 else 1) > RAGGED:
+        return f"{c.schedule.name} tells {RAGGED} of {along} apart"
     return ""
 
 

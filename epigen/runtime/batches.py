@@ -21,7 +21,7 @@ from epigen.ir import reference
 from epigen.ir.graph import PRODUCT, Graph, Node
 from epigen.runtime.arguments import reach
 from epigen.runtime.outputs import Out, allocator
-from epigen.shapes import Shape
+from epigen.shapes import Shape, power_of_two
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,13 @@ class Batch:
         return () if self.groups and self.groups in indices else self.lead
 
     def problem(self, m: int, n: int, k: int) -> Shape:
-        """The shape of all of it. m, n, k: of what a call is given of one product; of groups, of all, which are taken to be alike."""
-        mean = {index: -(-extent // self.count) if index == self.groups else extent for index, extent in zip("mnk", (m, n, k), strict=True)}
-        return self.count, mean["m"], mean["n"], mean["k"]
+        """The shape of all of it. m, n, k: of what a call is given of one product; of groups, of all, which are taken to be alike. Of their k the least power of two that is
+        no smaller, as many rows, of which each call has others, have one config up to such a number."""
+        if self.groups == "m":
+            m = -(-m // self.count)
+        elif self.groups:
+            k = power_of_two(-(-k // self.count)) if k else 0
+        return self.count, m, n, k
 
     def stacked(self, name: str, t: Tensor) -> Tensor:
         """All matrices of a tensor, [products, rows, columns], where what all share, and what has all groups' rows, stands for each at a distance of 0. name: of the tensor.

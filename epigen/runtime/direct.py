@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from epigen.codegen.groups import RAGGED
 from epigen.runtime.code_builder import CodeBuilder
 
 if TYPE_CHECKING:
@@ -24,15 +25,29 @@ if TYPE_CHECKING:
 
 TENSOR_MAP_BYTES = 128
 """Of what the driver calls a CUtensorMap."""
+_ANY, _ROUND = 0x7FFF0000, 1 << 64
+"""An extent that no coordinate of a ragged descriptor reaches, and elements after which addresses begin anew, whatever their size."""
 
 
-def describe_by_triton(dialect: str, t: Tensor, block: tuple[int, ...]) -> Any:
+def describe_by_triton(dialect: str, t: Tensor, block: tuple[int, ...], ragged: bool = False) -> Any:
     """A matrix, or the several of a batch, as an argument of `jit[grid]` that its kernel addresses by TMA, in blocks; rows or columns are contiguous.
 
-    dialect: the kernel's, "triton" or "gluon".
+    dialect: the kernel's, "triton" or "gluon". ragged: as of `Argument`.
     """
     t = upright(t)
-    return descriptor(dialect, t, t.shape, t.stride(), block)
+    return descriptor(dialect, t, *lies(t, ragged), block)
+
+
+def lies(t: Tensor, ragged: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The extents and strides by which TMA addresses a matrix with contiguous rows, or the several of a batch; in elements. ragged: as of `Argument`.
+
+    The strides of a ragged one's first three dimensions, r * RAGGED, s * end and s * (RAGGED - end + row) with r = 2^34 - s, add up to 2^64 elements and s * row,
+    and addresses of 64 bits drop the former.
+    """
+    if not ragged:
+        return tuple(t.shape), tuple(t.stride())
+    step = t.stride(0)
+    return (_ANY, _ANY, RAGGED, t.shape[1]), (_ROUND // RAGGED - step, step, step, 1)
 
 
 def descriptor(dialect: str, base: Any, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]) -> Any:
@@ -124,10 +139,10 @@ class _Described:
     element_strides: None = None
 
 
-def tensor_maps(compiled: Any, number: int, t: Tensor, addresses: Sequence[int]) -> list[bytes] | None:
-    """What describes tensors like `t` to TMA, at each of these addresses, as Triton makes it for a launch.
+def tensor_maps(compiled: Any, number: int, shape: tuple[int, ...], strides: tuple[int, ...], addresses: Sequence[int]) -> list[bytes] | None:
+    """What describes tensors that lie so to TMA, at each of these addresses, as Triton makes it for a launch.
 
-    compiled: what a launch has returned. number: the argument's among those that have a descriptor.
+    compiled: what a launch has returned. number: the argument's among those that have a descriptor. shape, strides: as `lies` has them.
     """
     launcher = _launcher(compiled)
     metadata = getattr(compiled.metadata, "tensordesc_meta", None) if launcher is not None else None
@@ -135,8 +150,6 @@ def tensor_maps(compiled: Any, number: int, t: Tensor, addresses: Sequence[int])
     if make is None or not metadata or not 0 <= number < len(metadata) or metadata[number] is None:
         return None
     rest = (None,) * (len(inspect.signature(make).parameters) - 2)  # Triton 3.9 hands on arguments of the launch, which it does not read
-    t = upright(t)
-    shape, strides = tuple(t.shape), tuple(t.stride())
     maps = []
     for address in addresses:
         try:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epigen.codegen.lower import check_grouped
 from epigen.errors import CallError
 from epigen.ir import graph as g
 from epigen.ir import reference
@@ -38,17 +39,7 @@ def check(graph: Graph, ends: Any, on: torch.device, along: str) -> None:
         raise CallError(f"groups is on {ends.device}, and the call's other tensors are on {on}")
     if not ends.numel():
         raise CallError("groups has no elements: a call has a group at least, which may be empty")
-    for node in graph.nodes:
-        if node.op == g.EXTENT and node.name == along:
-            raise CallError(f"the program computes with the number of {_called(along)}, and each group has another: pass it as an input")
-        if along == "k" and "k" in g.shared_along(node) and node.op == g.INPUT:
-            raise CallError(f"input '{node.name}' has one value for several of k, and groups along k begin anywhere: expand it along k")
-    if along == "k" and graph.packed():
-        raise CallError("the program reads two values of operand b in a byte, and groups along k begin anywhere: unpack b")
-
-
-def _called(along: str) -> str:
-    return "rows" if along == "m" else "k"
+    check_grouped(graph, along)
 
 
 def products(

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from epigen.codegen import schedules, sparse
-from epigen.codegen.lower import check_computed, describable, lower, over_product, signature_of_contiguous, uninterpretable
+from epigen.codegen.lower import check_computed, check_grouped, describable, lower, over_product, signature_of_contiguous, uninterpretable
 from epigen.codegen.render import Rendered, Renderer
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import (
@@ -213,13 +213,12 @@ class Kernel:
 
     @functools.cached_property
     def _grouped(self) -> Kernel:
-        """The program of groups, whose ends are an input. None is tuned at its first call: a record does not say how rows are shared out."""
+        """The program of groups, whose ends are an input."""
         if PRODUCT in self._inputs:
             raise CallError("the product is given, and groups are of a product that is still to be taken: call the kernel with a and b")
-        if self.numerics.invariant:
-            raise CallError("the program is invariant, and groups have no order of sums that is kept for all M: compile it without invariant")
+        check_grouped(self._graph, "", self.numerics.invariant)
         made = Kernel(
-            self._graph, self.renderer, self._choose, self._config, self._backend, self.numerics, None, None, self._known_as, self._machine, grouped=True
+            self._graph, self.renderer, self._choose, self._config, self._backend, self.numerics, self._at_call, None, self._known_as, self._machine, grouped=True
         )  # fmt: skip
         made.parting = self.parting
         return made

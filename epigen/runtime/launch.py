@@ -104,7 +104,7 @@ class Launch:
 
     def _argument(self, argument: Argument, values: Mapping[str, Any]) -> Any:
         value = values[source(argument)]
-        return value if argument.block is None else direct.describe_by_triton(self.function.dialect, value, argument.block)
+        return value if argument.block is None else direct.describe_by_triton(self.function.dialect, value, argument.block, argument.ragged)
 
     def direct(self, compiled: Any, slots: Mapping[str, int], tensors: Sequence[Any]) -> Direct | None:
         """The same launch again, with other addresses of the same alignment and with other numbers; None where it has to go through Triton.
@@ -124,7 +124,7 @@ class Launch:
             if argument.block is None:
                 parameters.append((place, 0))
                 continue
-            tensor_map = native.tensor_map(compiled, number, tensors[place])
+            tensor_map = native.tensor_map(compiled, number, tensors[place], argument.ragged)
             if tensor_map is None:
                 return None
             number += 1

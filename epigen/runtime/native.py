@@ -60,15 +60,15 @@ class Kernel:
     parameters: tuple[Parameter, ...]
 
 
-def tensor_map(compiled: Any, number: int, t: Tensor) -> TensorMap | None:
-    """That of tensors like `t`. compiled: what a launch has returned. number: the argument's among those that have one."""
+def tensor_map(compiled: Any, number: int, t: Tensor, ragged: bool = False) -> TensorMap | None:
+    """That of tensors like `t`. compiled: what a launch has returned. number: the argument's among those that have one. ragged: as of `Argument`."""
     near = t.data_ptr()
     far = near ^ _FAR
-    maps = direct.tensor_maps(compiled, number, t, (near, far)) if _module() is not None else None
+    shape, strides = direct.lies(direct.upright(t), ragged)
+    maps = direct.tensor_maps(compiled, number, shape, strides, (near, far)) if _module() is not None else None
     if maps is None or _moved(maps[0], far) != maps[1] or _moved(maps[1], near) != maps[0]:
         return None
-    t = direct.upright(t)
-    return TensorMap(maps[0], tuple(t.shape), tuple(t.stride()))
+    return TensorMap(maps[0], shape, strides)
 
 
 def kernel(loaded: Loaded, blocks: int, arguments: Sequence[tuple[int, int | TensorMap]]) -> Kernel | None:

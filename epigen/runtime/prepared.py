@@ -187,16 +187,16 @@ class Prepared:
             values["num_arrived_ptr"] = self.arrivals.counters()
         values |= {f"{o.name}_ptr": t for o, t in zip(self.outputs, results, strict=True)}
         if self.batch is not None:
-            values |= {f"{name}_ptr": self.batch.stacked(name, values[f"{name}_ptr"]) for name in self.with_descriptors}
+            values |= {f"{name}_ptr": self.batch.stacked(name, values[f"{name}_ptr"]) for name in self.described_in_stacks}
         lies = dict(zip("ab", self.plan.spec.signature.layout, strict=True))  # a second right operand as b
         values |= {f"{name}_padded_ptr": arguments.padded(values[f"{name}_ptr"], lies.get(name, lies["b"])) for name in self.padded}
         return values | self.workspace.tensors(self.device)
 
     @property
-    def with_descriptors(self) -> tuple[str, ...]:
-        """The tensors that kernels address by TMA."""
+    def described_in_stacks(self) -> tuple[str, ...]:
+        """The tensors of a batch that kernels address by TMA as the matrices of all products."""
         assert self.plan is not None
-        return tuple(a.name.removesuffix("_desc") for f in self.plan.rendered.functions for a in f.arguments if a.block is not None)
+        return tuple(a.name.removesuffix("_desc") for f in self.plan.rendered.functions for a in f.arguments if a.block is not None and not a.ragged)
 
     def slots(self, names: Sequence[str]) -> dict[str, int]:
         """Where each launch's argument is in a row of all values of a call that change. names: the inputs', in the order of their slots.
@@ -215,7 +215,7 @@ class Prepared:
         if not self.tried:
             slots, adjusted = self.slots(names), list(tensors)
             if self.batch is not None:
-                for name in self.with_descriptors:
+                for name in self.described_in_stacks:
                     place = slots[f"{name}_ptr"]
                     adjusted[place] = self.batch.stacked(name, tensors[place])
             candidates = [launch.direct(c, slots, adjusted) for launch, c in zip(self.launches, self.compiled, strict=True)]

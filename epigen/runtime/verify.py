@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,11 +23,29 @@ from epigen.shapes import Shape
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Arguments of one call. Of several products what has more than two dimensions is each one's own, along the first."""
+    """Arguments of one call. Of several products what has more than two dimensions is each one's own, along the first.
+
+    groups: the index, "m" or "k", along which the call takes the products as groups; else "".
+    """
 
     a: Tensor
     b: Tensor
     inputs: Mapping[str, Any]
+    groups: str = ""
+
+    def call(self, kernel: Kernel, out: Any = None) -> Callable[[], Any]:
+        """What calls it with these, of groups with all that they have one behind another."""
+        a, b, inputs = self.a, self.b, dict(self.inputs)
+        if self.groups:
+            count, extent = self.a.shape[0], self.a.shape["mk".index(self.groups) + 1]
+            a, b = _one_behind_another(a, "mk".index(self.groups)), b if self.groups == "m" else _one_behind_another(b, 0)
+            for node in kernel.graph.inputs():
+                value, indices = inputs[node.name], node.indices
+                if isinstance(value, Tensor) and self.groups in indices and self.groups not in g.shared_along(node):
+                    of_each = value if value.dim() > len(indices) else value.expand(count, *value.shape)
+                    inputs[node.name] = _one_behind_another(of_each, indices.index(self.groups))
+            inputs[g.GROUPS] = extent * torch.arange(1, count + 1, dtype=torch.int32, device=a.device)
+        return lambda: kernel(a, b, out=out, **inputs)
 
     def products(self) -> list[Sample]:
         """The arguments of each product; these where operands are matrices."""
@@ -40,12 +58,21 @@ class Sample:
         ]
 
 
+def _one_behind_another(t: Tensor, index: int) -> Tensor:
+    """Several matrices or vectors as one, along an index of theirs, which lies in memory as they do."""
+    if t.dim() == 3 and t.stride(-1) != 1:
+        return _one_behind_another(t.mT, 1 - index).mT
+    return t.movedim(0, index).flatten(index, index + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """What the float64 oracle has of a call. products: of each product its outputs. several: whether results have a dimension of products."""
+    """What the float64 oracle has of a call. products: of each product its outputs. several: whether results have a dimension of products. rows: of each output,
+    whether it has those of all groups one behind another."""
 
     products: list[list[Expected]]
     several: bool
+    rows: tuple[bool, ...]
 
     @classmethod
     def of(cls, graph: Graph, given: Sample, precision: str = "ieee", rounding: str = "", product: DType | None = None) -> Oracle:
@@ -53,12 +80,17 @@ class Oracle:
         if rounding:
             graph = as_eager_of(graph, given.a, given.b, given.inputs)
         dtypes = [output_dtype(graph, o, BY_TORCH[str(given.a.dtype)]) for o in graph.outputs]
-        products = [bound.expect(graph, one.a, one.b, one.inputs, dtypes, precision, i, product) for i, one in enumerate(given.products())]
-        return cls(products, given.a.dim() > 2)
+        by_rows, m = given.groups == "m", given.a.shape[-2]
+        products = [
+            bound.expect(graph, one.a, one.b, one.inputs, dtypes, precision, *((i * m, 0) if by_rows else (0, i)), product)
+            for i, one in enumerate(given.products())
+        ]
+        return cls(products, given.a.dim() > 2, tuple(by_rows and "m" in graph.nodes[o.node].indices for o in graph.outputs))
 
     def differences(self, results: Any) -> list[Difference]:
         """Each output against it; of several products the first that is out of bounds, and else the first. results: what the kernel returned."""
         held = [results] if isinstance(results, Tensor) else list(results)
+        held = [r.unflatten(0, (len(self.products), -1)) if joined else r for r, joined in zip(held, self.rows, strict=True)]
         by_product = [[bound.compare(r[i] if self.several else r, e) for r, e in zip(held, expected, strict=True)] for i, expected in enumerate(self.products)]
         return [next((d for d in of_output if not d.ok), of_output[0]) for of_output in zip(*by_product, strict=True)]
 
@@ -138,7 +170,7 @@ def pruned(given: Sample, operand: str) -> Sample:
 
 def differences(kernel: Kernel, given: Sample, precision: str = "ieee", out: Any = None) -> dict[str, Difference]:
     """Each output of one call against the oracle."""
-    results = kernel(given.a, given.b, out=out, **given.inputs)
+    results = given.call(kernel, out)()
     compared = Oracle.of(kernel.graph, given, precision, kernel.numerics.rounding).differences(results)
     return {o.name: d for o, d in zip(kernel.graph.outputs, compared, strict=True)}
 

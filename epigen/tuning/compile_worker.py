@@ -22,7 +22,8 @@ def worker(task: Task) -> Callable[[KernelConfig], Outcome]:
 
     def build(config: KernelConfig) -> Outcome:
         try:
-            resources = task.kernel(renderer(), config).warm(*task.operands(sample, config), task.target, **sample.inputs)
+            given = task.given(sample, config)
+            resources = task.kernel(renderer(), config).warm(given.a, given.b, task.target, **given.inputs)
         except EpigenError as error:
             return Outcome("out_of_resources" if "shared memory" in str(error) else "compile_error", detail=str(error))
         main = resources[0] if resources else None

@@ -110,8 +110,19 @@ class TuningChooser:
         where, invariant = self.shared.device(), "m" if sig.invariant else ""
         try:
             task = Task(
-                self.plain.graph, shape, sig.a, sig.b, inputs or (FP32,), sig.layout, sig.precision, target, device=where, invariant=invariant, sparse=sig.sparse,
-            )  # fmt: skip
+                self.plain.graph,
+                shape,
+                sig.a,
+                sig.b,
+                inputs or (FP32,),
+                sig.layout,
+                sig.precision,
+                target,
+                device=where,
+                invariant=invariant,
+                groups=sig.grouped,
+                sparse=sig.sparse,
+            )
             return self.shared.tuner(task, self.shared.database)
         except EpigenError as error:
             what = f"{short(self.plain.graph.text)} at {extents(shape)} {sig.a} {sig.layout}"

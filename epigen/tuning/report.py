@@ -33,7 +33,16 @@ def name(task: Task) -> str:
 def _operands(task: Task) -> str:
     plain = str(task.a) if task.a == task.b else f"{task.a}x{task.b}"
     return " ".join(
-        filter(None, (plain, task.a.precision(task.precision), "invariant" if task.invariant else "", f"sparse {task.sparse}" if task.sparse else ""))
+        filter(
+            None,
+            (
+                plain,
+                task.a.precision(task.precision),
+                "invariant" * bool(task.invariant),
+                f"groups along {task.groups}" * bool(task.groups),
+                f"sparse {task.sparse}" * bool(task.sparse),
+            ),
+        )
     )
 
 
@@ -155,7 +164,7 @@ def record(task: Task, tuned: Tuned) -> dict[str, Any]:
     """One problem as plain data for JSON: what was asked, what won, all its times in microseconds, and what the model says of it."""
     row: dict[str, Any] = {
         "program": tuned.problem.program, "shape": list(task.shape), "dtype": task.a.name, "layout": task.layout, "precision": tuned.problem.precision or None,
-        "invariant": tuned.problem.invariant or None, "sparse": tuned.problem.sparse or None,
+        "invariant": tuned.problem.invariant or None, "groups": tuned.problem.groups or None, "sparse": tuned.problem.sparse or None,
         "gpu": tuned.problem.gpu, "capability": tuned.problem.capability,
     }  # fmt: skip
     result = tuned.result

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from epigen import dtypes
-from epigen.codegen.spec import INVARIANT, LAYOUTS, SPARSE
+from epigen.codegen.spec import GROUPED, INVARIANT, LAYOUTS, SPARSE
 from epigen.db.database import Database
 from epigen.db.problem import graph_digest
 from epigen.dtypes import DType
@@ -26,12 +26,13 @@ NO_GPU = "no GPU is at hand to tune on"
 
 def every(
     programs: Iterable[str | Graph], shapes: Iterable[Shape | str], dtype_names: Iterable[Any] = ("fp16",), layouts: Iterable[str] = ("nt",),
-    precision: str = "ieee", invariant: str = "", weights: Iterable[Any] = ("",), sparse: str = "",
+    precision: str = "ieee", invariant: str = "", weights: Iterable[Any] = ("",), groups: str = "", sparse: str = "",
 ) -> list[Request]:  # fmt: skip
     """All combinations, in the order of the arguments, the programs' first.
 
     programs: texts, or the graphs of such. shapes: as of `shape_of`. dtype_names: epigen's names, torch's, or torch dtypes. invariant: "" or "m".
-    weights: dtypes of b as a weight of fewer bits, named likewise; "" for that of the operands. sparse: the operand of whose values two of four are 0, or "".
+    weights: dtypes of b as a weight of fewer bits, named likewise; "" for that of the operands. groups: "m" or "k" where the products of a batch are groups along it.
+    sparse: the operand of whose values two of four are 0, or "".
     Raises ParseError or CheckError for a program, CallError for the rest.
     """
     graphs = [p if isinstance(p, Graph) else graph_of(p) for p in programs]
@@ -40,13 +41,24 @@ def every(
         raise CallError(unknown("precision", precision, dtypes.PRECISIONS))
     if invariant and invariant not in INVARIANT:
         raise CallError(unknown("invariant", invariant, INVARIANT))
+    if groups and groups not in GROUPED:
+        raise CallError(unknown("groups", groups, GROUPED))
     if sparse and sparse not in SPARSE:
         raise CallError(unknown("sparse operand", sparse, SPARSE))
     rights = [dtypes.WEIGHT_BY_NAME[weight_of(w)] if w else None for w in weights]
     of_each = {a: a.precision(precision) or "ieee" for a in operands}
     return [
         Request(
-            graph, shape, a, dtypes.right_operand(a, weight, graph.packed() is not None), (_beside(a),), layout, of_each[a], invariant=invariant, sparse=sparse
+            graph,
+            shape,
+            a,
+            dtypes.right_operand(a, weight, graph.packed() is not None),
+            (_beside(a),),
+            layout,
+            of_each[a],
+            invariant=invariant,
+            groups=groups,
+            sparse=sparse,
         )
         for graph, shape, a, weight, layout in product(graphs, extents, operands, rights, lies)
     ]
@@ -60,7 +72,8 @@ def _beside(operands: DType) -> DType:
 def distinct(requests: Iterable[Request]) -> list[Request]:
     """Each problem once, the first as it stands: two spellings of one computation are one problem."""
     named = {
-        (graph_digest(r.graph), r.shape, r.a, r.b, r.inputs, r.layout, r.a.precision(r.precision), r.invariant, r.sparse): r for r in reversed(list(requests))
+        (graph_digest(r.graph), r.shape, r.a, r.b, r.inputs, r.layout, r.a.precision(r.precision), r.invariant, r.groups, r.sparse): r
+        for r in reversed(list(requests))
     }
     return list(named.values())[::-1]
 

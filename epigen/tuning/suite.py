@@ -8,6 +8,7 @@
     layout = "nt"                                # or a list; by default nt: a row-major, b transposed, as a Linear's weight.T
     precision = "ieee"                           # of fp32 operands, ieee or tf32; of fp8 ones fast_accum
     invariant = "m"                              # of programs that are compiled so; by default not
+    groups = "m"                                 # or "k": the products of a batch are groups along it, of which the shape has the mean
     sparse = "b"                                 # the operand of whose values two of four are 0; by default none
 
 An entry stands for every combination of what it lists; a problem that comes twice is tuned once.
@@ -15,6 +16,7 @@ An entry stands for every combination of what it lists; a problem that comes twi
 
 from __future__ import annotations
 
+import itertools
 import math
 import tomllib
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from epigen import dtypes
-from epigen.codegen.spec import INVARIANT, SPARSE
+from epigen.codegen.spec import GROUPED, INVARIANT, SPARSE
 from epigen.db import fields
 from epigen.db.records import short
 from epigen.errors import CallError, ProgramError, SuiteError, near_miss
@@ -78,9 +80,10 @@ _ENTRY = {
     "layout": _texts(layout_of),
     "precision": fields.one_of(dtypes.PRECISIONS),
     "invariant": fields.one_of(INVARIANT),
+    "groups": fields.one_of(GROUPED),
     "sparse": fields.one_of(SPARSE),
 }
-_DEFAULTS = {"dtype": ("fp16",), "weight": ("",), "layout": ("nt",), "precision": "ieee", "invariant": "", "sparse": ""}
+_DEFAULTS = {"dtype": ("fp16",), "weight": ("",), "layout": ("nt",), "precision": "ieee", "invariant": "", "groups": "", "sparse": ""}
 
 
 def _entry(value: Any) -> dict[str, Any]:
@@ -126,9 +129,8 @@ def parse(text: str, name: str = "the suite") -> list[Request]:
     count = sum(math.prod(len(e[part]) for part in ("program", "shapes", "dtype", "weight", "layout")) for e in entries)
     if count > _MOST_PROBLEMS:
         raise SuiteError(f"{name}: {count} problems, and a suite has at most {_MOST_PROBLEMS}")
-    return distinct(
-        a for e in entries for a in every(e["program"], e["shapes"], e["dtype"], e["layout"], e["precision"], e["invariant"], e["weight"], e["sparse"])
-    )
+    asked = ("program", "shapes", "dtype", "layout", "precision", "invariant", "weight", "groups", "sparse")
+    return distinct(itertools.chain.from_iterable(every(*(e[part] for part in asked)) for e in entries))
 
 
 def _mistake(wrong: fields.Wrong, document: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from epigen import dtypes
 from epigen.codegen import schedules
-from epigen.codegen.spec import INVARIANT, LAYOUTS, SPARSE, KernelConfig
+from epigen.codegen.spec import GROUPED, INVARIANT, LAYOUTS, SPARSE, KernelConfig
 from epigen.db import fields
 from epigen.db.fields import quoted
 from epigen.db.records import OUTCOMES
@@ -95,7 +95,7 @@ def _written(task: Task) -> dict[str, Any]:
     return {
         "text": task.graph.text, "shape": task.shape, "a": task.a.name, "b": task.b.name, "inputs": ",".join(t.name for t in task.inputs), "layout": task.layout,
         "precision": task.precision, "target": asdict(task.target), "device": task.device, "seed": task.seed,
-    } | {name: value for name, value in (("invariant", task.invariant), ("sparse", task.sparse)) if value}  # fmt: skip
+    } | {name: value for name, value in (("invariant", task.invariant), ("groups", task.groups), ("sparse", task.sparse)) if value}  # fmt: skip
 
 
 # -- what the fields may hold
@@ -146,7 +146,7 @@ def _target(value: Any) -> Target:
 
 
 def _task(value: Any) -> Task:
-    held = fields.held(_object(value), _TASK, without=("invariant", "sparse"))
+    held = fields.held(_object(value), _TASK, without=("invariant", "groups", "sparse"))
     try:
         return Task(held.pop("text"), **held)
     except CallError as error:
@@ -182,7 +182,7 @@ _TARGET: Mapping[str, fields.Check] = {
 }  # fmt: skip
 _TASK: Mapping[str, fields.Check] = {
     "text": _program, "shape": fields.listed(fields.whole(1, 10**9), 3, 4), "a": _dtype, "b": _dtype, "inputs": _inputs,
-    "layout": fields.one_of(LAYOUTS), "precision": fields.one_of(dtypes.PRECISIONS), "invariant": fields.one_of(("", *INVARIANT)), "sparse": fields.one_of(("", *SPARSE)), "target": _target, "device": fields.whole(0, 1000), "seed": fields.whole(0, 1 << 31),
+    "layout": fields.one_of(LAYOUTS), "precision": fields.one_of(dtypes.PRECISIONS), "invariant": fields.one_of(("", *INVARIANT)), "groups": fields.one_of(("", *GROUPED)), "sparse": fields.one_of(("", *SPARSE)), "target": _target, "device": fields.whole(0, 1000), "seed": fields.whole(0, 1 << 31),
 }  # fmt: skip
 _TABLE: Mapping[str, fields.Check] = {
     "task": _task,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from epigen.codegen import sparse
-from epigen.codegen.lower import lower, signature_of_contiguous
+from epigen.codegen.lower import check_grouped, lower, signature_of_contiguous
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import Choice, KernelConfig, KernelSpec, Numerics
 from epigen.db.problem import Problem, capability, problem_of
@@ -18,7 +18,7 @@ from epigen.gpus import Target
 from epigen.ir import graph as g
 from epigen.ir.graph import Graph
 from epigen.perf import limits
-from epigen.shapes import Shape
+from epigen.shapes import Shape, extents
 
 if TYPE_CHECKING:
     from epigen.codegen.render import Renderer
@@ -31,7 +31,8 @@ class Request:
     """One problem to tune, whatever GPU it is for: a program, and calls of it whose tensors lie in memory without gaps.
 
     inputs: the dtype of all inputs that have indices, or one for each of them, in the graph's order; scalars are numbers. layout: how a and b lie.
-    invariant: "m" where a row has to have the same bits whatever M is. sparse: the operand of whose values two of four are 0, "a" or "b"; "" where none is.
+    invariant: "m" where a row has to have the same bits whatever M is. groups: "m" or "k" where the products of a batch are groups along it, all with as much of it.
+    sparse: the operand of whose values two of four are 0, "a" or "b"; "" where none is.
     """
 
     graph: Graph
@@ -42,11 +43,12 @@ class Request:
     layout: str
     precision: str
     invariant: str = field(default="", kw_only=True)
+    groups: str = field(default="", kw_only=True)
     sparse: str = field(default="", kw_only=True)
 
     def task(self, target: Target, seed: int = 0) -> Task:
         return Task(
-            self.graph, self.shape, self.a, self.b, self.inputs, self.layout, self.precision, target, seed=seed, invariant=self.invariant, sparse=self.sparse,
+            self.graph, self.shape, self.a, self.b, self.inputs, self.layout, self.precision, target, seed=seed, invariant=self.invariant, groups=self.groups, sparse=self.sparse,
         )  # fmt: skip
 
 
@@ -64,10 +66,19 @@ class Task(Request):
     """What the database calls it."""
 
     def __post_init__(self) -> None:
-        """Raises CallError where the dtypes and the program do not fit together, where all M have one config, and where an operand cannot be sparse; ValueError where
-        there are not as many dtypes as inputs."""
+        """Raises CallError where the dtypes and the program do not fit together, where all M have one config, where the program has no groups, and where an operand cannot be sparse; ValueError
+        where there are not as many dtypes as inputs."""
         named = tuple(self.input_dtypes().items())
         signature = signature_of_contiguous(self.graph, self.a, self.b, named, self.shape, self.layout, self.precision)
+        if self.groups:
+            check_grouped(self.graph, self.groups, bool(self.invariant))
+            if len(self.shape) != 4:
+                raise CallError(f"groups along {self.groups} are several products, and {extents(self.shape)} is one: put the number of groups in front")
+            if begun := next((n.name for n in self.graph.inputs() if self.groups in g.shared_along(n)), ""):
+                raise CallError(
+                    f"input '{begun}' has one value for several of {self.groups}, all groups' counted on: no sample is made of such, and none is tuned"
+                )
+            signature = replace(signature, grouped=self.groups, k_multiple=1 if self.groups == "k" else signature.k_multiple)
         spec = lower(self.graph, replace(signature, invariant=bool(self.invariant), sparse=self.sparse))
         if self.sparse:
             sparse.check(self.graph, spec.signature, self.shape)
@@ -90,20 +101,22 @@ class Task(Request):
         from epigen.runtime import verify
 
         held = {name: dtype for name, dtype in self.input_dtypes().items() if dtype is not None}
-        made = verify.sample(self.graph, shape or self.shape, self.a, self.b, held, seed=self.seed, device=device, layout=self.layout)
-        return verify.pruned(made, self.sparse) if self.sparse and device != "meta" else made
+        several = verify.sample(self.graph, shape or self.shape, self.a, self.b, held, seed=self.seed, device=device, layout=self.layout)
+        made = verify.pruned(several, self.sparse) if self.sparse and device != "meta" else several
+        return replace(made, groups=self.groups)
 
-    def operands(self, sample: Sample, config: KernelConfig) -> tuple[Any, Any]:
+    def given(self, sample: Sample, config: KernelConfig) -> Sample:
         """What a candidate is called with: of a sparse operand its dense values, or where the vendor multiplies it itself. sample: not on the CPU."""
         if not self.sparse or SCHEDULES[config.schedule].multiplies:
-            return sample.a, sample.b
+            return sample
         from epigen.runtime import semi_structured
 
         if not sample.a.is_meta:
-            return semi_structured.compressed(sample.a, sample.b, self.sparse)
+            a, b = semi_structured.compressed(sample.a, sample.b, self.sparse)
+            return replace(sample, a=a, b=b)
         (rows, columns), dtype = (sample.a if self.sparse == "a" else sample.b.t()).shape, sample.a.dtype
-        sparse = semi_structured.Compressed.without_contents(rows, columns, dtype).tensor(self.sparse == "b")
-        return (sparse, sample.b) if self.sparse == "a" else (sample.a, sparse)
+        held = semi_structured.Compressed.without_contents(rows, columns, dtype).tensor(self.sparse == "b")
+        return replace(sample, **{self.sparse: held})
 
     def kernel(self, renderer: Renderer, config: KernelConfig) -> Kernel:
         """The program's kernel with one config."""

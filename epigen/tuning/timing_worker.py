@@ -55,12 +55,11 @@ class Meter:
         return self.task.kernel(renderer(), config)
 
     def runner(self, config: KernelConfig) -> Callable[[], Any]:
-        kernel, (a, b) = self.kernel(config), self.task.operands(self.sample, config)
-        return lambda: kernel(a, b, **self.sample.inputs)
+        return self.task.given(self.sample, config).call(self.kernel(config))
 
     def measure(self, job: Measure) -> Outcome:
         kernel = self.kernel(job.config)
-        differences = self.oracle.differences(kernel(*self.task.operands(self.checked, job.config), **self.checked.inputs))
+        differences = self.oracle.differences(self.task.given(self.checked, job.config).call(kernel)())
         for output, difference in zip(self.task.graph.outputs, differences, strict=True):
             if not difference.ok:
                 detail = f"output '{output.name}' at {list(difference.where)}: error {difference.error:.3g}, bound {difference.bound:.3g}"
@@ -95,7 +94,7 @@ class Meter:
         return runs, ""
 
     def product(self) -> torch.Tensor:
-        """The vendor's product, without any epilogue."""
+        """The vendor's product, without any epilogue; of groups, which are all alike here, of the batch that they are."""
         a, b = self.sample.a, self.right
         if a.is_floating_point() and a.element_size() > 1:
             return torch.matmul(a, b)

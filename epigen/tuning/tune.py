@@ -43,7 +43,8 @@ class Tuned:
 
     def __str__(self) -> str:
         p, result = self.problem, self.result
-        name = f"{short(p.program)} {extents(p.shape)} {p.a} {p.layout}{' invariant' if p.invariant else ''}{f' sparse {p.sparse}' if p.sparse else ''}"
+        apart = f"{' invariant' * bool(p.invariant)}{f' groups along {p.groups}' * bool(p.groups)}{f' sparse {p.sparse}' * bool(p.sparse)}"
+        name = f"{short(p.program)} {extents(p.shape)} {p.a} {p.layout}{apart}"
         if result is None:
             return f"{name}: {self.error}"
         mm_us = result.baseline.mm_us

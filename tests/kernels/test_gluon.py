@@ -16,7 +16,7 @@ import grouped
 import pytest
 import torch
 from cases import Case, mixed_input, warp_specialized
-from gluon_hopper import Descriptor
+from gluon_hopper import Descriptor, Ragged
 from gluon_values import Fault
 from golden import Golden
 from hypothesis import HealthCheck, assume, given, settings
@@ -50,7 +50,7 @@ def on_cpu() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(direct, "describe_by_triton", lambda _dialect, t, block: Descriptor(direct.upright(t), block))
+        patch.setattr(direct, "describe_by_triton", lambda _dialect, t, block, ragged: (Ragged if ragged else Descriptor)(direct.upright(t), block))
         yield
     torch.set_num_threads(threads)
 
@@ -297,13 +297,20 @@ def test_products_of_a_batch(leads: tuple[tuple[int, ...], ...], config: str, ex
     batched.same([x if x.dtype == torch.uint8 else x.float() for x in found], batched.expected(a, b, inputs))
 
 
-@pytest.mark.parametrize("config", grouped.HOPPER)
-@pytest.mark.parametrize("ends", grouped.ENDS)
+@pytest.mark.parametrize(("ends", "config"), grouped.SOME)
 def test_groups_of_rows(ends: str, config: str) -> None:
     several = [5 * end for end in grouped.ENDS[ends]]
     a, b, inputs = grouped.given(len(several), shared=False, m=5 * grouped.M, dtype=torch.float16)
     found = Executed(Case(grouped.ROWS, (5 * grouped.M, grouped.N, grouped.K), config=grouped.HOPPER[config]), seed=config)
     grouped.same(found(a, b, groups=grouped.ends_of(several), **inputs), several, a, b, inputs)
+
+
+@pytest.mark.parametrize(("ends", "config"), grouped.SOME)
+def test_groups_along_k(ends: str, config: str) -> None:
+    several = [3 * end for end in grouped.ENDS[ends]]
+    a, b, inputs = grouped.along_k(len(several), torch.float16, k=3 * grouped.EXTENT)
+    found = Executed(Case(grouped.OF_K, (grouped.M, grouped.N, 3 * grouped.EXTENT), layout="tn", config=grouped.HOPPER[config]), seed=config)
+    grouped.same_along_k(found(a, b, groups=grouped.ends_of(several), **inputs), several, a, b, inputs)
 
 
 @pytest.mark.parametrize("config", [name for name, config in batched.GROUPED.items() if config["splits"] == 1])

@@ -8,6 +8,7 @@ whether it has completed an even or an odd number of phases, and nothing else.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from gluon_turns import CopyIn, here, turn
 from gluon_values import BITS, UNKNOWN, Block, Fault, demand
+
+from epigen.runtime import direct
 
 SHARED_BYTES = 232_448  # of one block on sm_90
 
@@ -35,8 +38,9 @@ class Shared:
         self.data, self.layout = data, layout
 
     def index(self, at: int) -> Shared:
-        demand(0 <= at < len(self.data), f"buffer {at} of {len(self.data)}")
-        return Shared(self.data[at], self.layout)
+        number = operator.index(at)
+        demand(0 <= number < len(self.data), f"buffer {number} of {len(self.data)}")
+        return Shared(self.data[number], self.layout)
 
     def reshape(self, shape: Sequence[int]) -> Shared:
         return Shared(self.data.view(*shape), self.layout)
@@ -99,8 +103,9 @@ class Barrier:
 
 class Barriers(list[Barrier]):
     def index(self, at: int) -> Barrier:
-        demand(0 <= at < len(self), f"barrier {at} of {len(self)}")
-        return self[at]
+        number = operator.index(at)
+        demand(0 <= number < len(self), f"barrier {number} of {len(self)}")
+        return self[number]
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,28 @@ class Descriptor:
     def check(self, buffer: Shared) -> None:
         demand(buffer.layout == self.layout and tuple(buffer.data.shape) == self.block and buffer.data.dtype == self.dtype,
                f"a block of {self.block} does not fit a buffer of {list(buffer.data.shape)}")  # fmt: skip
+
+
+class Ragged(Descriptor):
+    """A matrix of which a block ends where its coordinates say. All is as Triton is told it: extents, and strides by which addresses go round all of memory."""
+
+    def __init__(self, tensor: torch.Tensor, block: tuple[int, ...]):
+        super().__init__(tensor, block[2:])
+        self.shape, self.strides = direct.lies(tensor, ragged=True)
+        demand(all(step * tensor.itemsize < 1 << 40 and step * tensor.itemsize % 16 == 0 for step in self.strides[:-1]), f"TMA knows no strides {self.strides}")
+        self.block, self.layout = block, ("TMA", block)
+
+    def part(self, at: Sequence[int]) -> torch.Tensor:
+        at = [operator.index(i) for i in at]
+        within = [max(0, min(i + size, extent) - i) for i, size, extent in zip(at, self.block, self.shape, strict=True)]
+        demand(min(at) >= 0, f"a ragged block begins at {list(at)}")
+        if 0 in within:
+            return self.tensor[None, None, :0, :0]
+        first, apart = divmod(
+            sum(i * step for i, step in zip(at[:3], self.strides, strict=False)) * self.tensor.itemsize % (1 << 64), self.strides[2] * self.tensor.itemsize
+        )
+        demand(not apart and first + within[2] <= self.tensor.shape[0], f"rows {first} and {within[2]} on are not the tensor's")
+        return self.tensor[None, None, first : first + within[2], at[3] : at[3] + within[3]]
 
 
 def copy_in(source: Descriptor, at: Sequence[int], barrier: Barrier, buffer: Shared) -> None:

@@ -210,11 +210,11 @@ DTYPES = {
 
 FUNCTIONS: dict[str, Any] = {
     **DTYPES,
-    "constexpr": None,  # an annotation
+    "constexpr": lambda value: value,  # also an annotation
     "PropagateNan": SimpleNamespace(ALL=ALL),
     "pointer_type": lambda dtype: PointerType(dtype),
     "static_range": range,
-    "cdiv": lambda x, y: -(-x // y),
+    "cdiv": lambda x, y: (x + y - 1) // y,  # as Triton has it, whose division rounds towards 0
     "cast": lambda x, dtype: Int(x).to(dtype),
     "reshape": reshape, "split": split, "join": lambda x, y: Block(torch.stack((x.data, y.data), -1)), "reduce": reduce, "associative_scan": associative_scan,
     "permute": lambda x, order: Block(x.data.permute(*order)), "trans": lambda x: Block(x.data.T),

@@ -29,6 +29,8 @@ ENDS: Mapping[str, Sequence[int]] = {
 }
 ROWS = "z = mm * alpha + bias + scale_a[m] + residual; y = drelu(z, mask); y, bitmask(z > 0), bgrad(y), sum(y, n), amax(y), sum(a, k), sum(b, k) * bias"
 """Of rows: what has no rows is each group's."""
+OF_K = "z = mm * alpha + bias + residual; z, sum(z, m), sum(a, k), sum(b, k), amax(z, n)"
+"""Of groups along k."""
 TILED: Mapping[str, KernelConfig] = {
     "tiled": cases.tiled(32, 32, 32, prefetch=1),
     "tiled, small tiles": cases.tiled(16, 16, 16),
@@ -36,10 +38,14 @@ TILED: Mapping[str, KernelConfig] = {
 }
 HOPPER: Mapping[str, KernelConfig] = {
     "cooperative": cases.warp_specialized(128, 32, tma_store=0),
-    "cooperative, subtiles": cases.warp_specialized(128, 64, subtiles=2, prefetch=1, tma_store=0, group_m=1),
+    "cooperative, subtiles": cases.warp_specialized(128, 64, subtiles=2, prefetch=1, group_m=1),
+    "cooperative, all by TMA": cases.warp_specialized(128, 64, subtiles=2, tma_load=1),
     "ping-pong": cases.warp_specialized(64, 32, pingpong=1, prefetch=1, tma_store=0),
-    "ping-pong, subtiles": cases.warp_specialized(64, 64, pingpong=1, subtiles=2, tma_store=0),
+    "ping-pong, subtiles": cases.warp_specialized(64, 64, pingpong=1, subtiles=2),
+    "ping-pong, all by TMA": cases.warp_specialized(64, 32, pingpong=1, tma_load=1),
 }
+SOME = [(ends, config) for i, ends in enumerate(ENDS) for config in [*HOPPER][i % 3 :: 6 if len(ENDS[ends]) > 100 else 3]]
+"""Of all pairs a third, in which each of both stands: the GPU takes all."""
 
 
 def spans(ends: Sequence[int], extent: int = EXTENT) -> list[tuple[int, int]]:
@@ -88,3 +94,17 @@ def same(found: Sequence[Tensor], ends: Sequence[int], a: Tensor, b: Tensor, inp
             torch.testing.assert_close(to_cpu[i][begin:end], expected[i], rtol=0, atol=0, equal_nan=True)
         for i in of_tiles:
             torch.testing.assert_close(to_cpu[i][g], expected[i], rtol=0, atol=0, equal_nan=True)
+
+
+def along_k(count: int, dtype: torch.dtype = torch.float32, device: str = "cpu", k: int = EXTENT) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    torch.manual_seed(0)
+    inputs = {"alpha": 2.0, "bias": whole(count, N, device=device), "residual": whole(M, N, dtype=dtype, device=device)}
+    return whole(k, M, dtype=dtype, device=device).T, whole(k, N, dtype=dtype, device=device), inputs
+
+
+def same_along_k(found: Sequence[Tensor], ends: Sequence[int], a: Tensor, b: Tensor, inputs: Mapping[str, Any]) -> None:
+    alone = epigen.compile(OF_K)
+    a, b, inputs = a.cpu(), b.cpu(), {name: v.cpu() if isinstance(v, Tensor) else v for name, v in inputs.items()}
+    for g, (begin, end) in enumerate(spans(ends, b.shape[0])):
+        for one, expected in zip(found, alone(a[:, begin:end], b[begin:end], **{**inputs, "bias": inputs["bias"][g]}), strict=True):
+            torch.testing.assert_close(one[g].cpu(), expected, rtol=0, atol=0)

@@ -97,11 +97,12 @@ def replace_sparse(one: Task) -> Task:
 def test_a_worker_calls_the_library_with_the_sparse_operand_and_others_with_its_dense_values() -> None:
     one = task()
     sample = one.sample("meta")
-    a, b = one.operands(sample, LIBRARY)
+    given = one.given(sample, LIBRARY)
+    a, b = given.a, given.b
     assert a is sample.a and type(b) in semi_structured.TYPES and b.shape == sample.b.shape and b.is_meta
-    assert one.operands(sample, PLAIN) == (sample.a, sample.b)
-    left, right = task(sparse="a", layouts=["nn"]).operands(sample, LIBRARY)
-    assert type(left) in semi_structured.TYPES and right is sample.b
+    assert one.given(sample, PLAIN) is sample
+    other = task(sparse="a", layouts=["nn"]).given(sample, LIBRARY)
+    assert type(other.a) in semi_structured.TYPES and other.b is sample.b
 
 
 def test_the_bound_has_the_rounding_of_the_product_and_no_more() -> None:
