@@ -146,7 +146,7 @@ def test_an_edited_field_is_refused_in_one_line(tmp_path: Path, number: int) -> 
 
 
 @pytest.mark.parametrize(
-    "field", [f for f in Record.__dataclass_fields__ if f not in ("gpu", "capability", "baseline_us", "unfused_us", "driver", "invariant", "sparse")]
+    "field", [f for f in Record.__dataclass_fields__ if f not in ("gpu", "capability", "baseline_us", "unfused_us", "driver", "invariant", "groups", "sparse")]
 )
 def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
     whole = document(record(), record((16, 16, 16)))
