@@ -277,7 +277,7 @@ def _check_sparse(x: Tensor, layers: Sequence[Link]) -> None:
                 raise CallError(
                     "weight is 2:4 sparse and requires a gradient, which it has not: call weight.requires_grad_(False), or run it under torch.no_grad()"
                 )
-            if recorded and wanted and None in (weight.packed, weight.packed_t):
+            if recorded and wanted and (weight.packed is None or weight.packed_t is None):
                 raise CallError(
                     "x requires a gradient, and weight is 2:4 sparse along k alone, by which none is multiplied back: torch.sparse.SparseSemiStructuredTensorCUSPARSELT's "
                     "prune_dense_static_sort makes one that is so both ways; else run it under torch.no_grad()"

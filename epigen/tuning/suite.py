@@ -129,8 +129,8 @@ def parse(text: str, name: str = "the suite") -> list[Request]:
     count = sum(math.prod(len(e[part]) for part in ("program", "shapes", "dtype", "weight", "layout")) for e in entries)
     if count > _MOST_PROBLEMS:
         raise SuiteError(f"{name}: {count} problems, and a suite has at most {_MOST_PROBLEMS}")
-    asked = ("program", "shapes", "dtype", "layout", "precision", "invariant", "weight", "groups", "sparse")
-    return distinct(itertools.chain.from_iterable(every(*(e[part] for part in asked)) for e in entries))
+    parts = ("program", "shapes", "dtype", "layout", "precision", "invariant", "weight", "groups", "sparse")
+    return distinct(itertools.chain.from_iterable(every(*(e[part] for part in parts)) for e in entries))
 
 
 def _mistake(wrong: fields.Wrong, document: dict[str, Any]) -> str:
