@@ -170,7 +170,8 @@ def epilogue_kind(spec: KernelSpec) -> str:
     stores = sorted("bits" if s.packed else s.indices for s in spec.stores)
     reduced = sorted(p.axes for p in spec.partials) + sorted(s.operand for f in spec.finishes for s in f.sources if s.operand)
     computed = f" dot:{','.join(o.name for o in spec.computed)}" if spec.computed else ""
-    return f"load:{','.join(loads)} store:{','.join(stores)} reduce:{','.join(reduced)}{computed}"
+    carried = f" carry:{','.join(sorted(r.operand for r in spec.carried))}" if spec.carried else ""
+    return f"load:{','.join(loads)} store:{','.join(stores)} reduce:{','.join(reduced)}{computed}{carried}"
 
 
 def alignment(shape: Shape, layout: str, element_bytes: int, b_row_bytes: int | None = None) -> int:

@@ -387,7 +387,7 @@ class Kernel:
                 raise
             # another product's sums are others in their last bits, and the vendor's is none of groups
             own = self._config is not None or self.numerics.invariant or GROUPS in self._inputs
-            if own or prepared.plan is None or not prepared.plan.multiplies or prepared.plan.spec.computed:
+            if own or prepared.plan is None or not prepared.plan.multiplies or prepared.plan.spec.computed or prepared.plan.spec.carried:
                 raise refused from error
         prepared = self._prepare(operands, inputs, outs, str(refused))
         return prepared, self._start(prepared, operands, inputs, outs)
