@@ -194,7 +194,7 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
         sizes = _integers("M", "N", "K", *["num_products"] * (sig.grouped == "m"), "stride_am", "stride_ak", "stride_bk", "stride_bn")
     else:
         operands = [_pointer("mm", spec.accumulator, f"[M, N] {spec.accumulator}, the product of a and b")]
-        sizes = _integers("M", "N", *["K"] * any(counted("k") in line.args for line in spec.lines), "stride_mm_m", "stride_mm_n")
+        sizes = _integers("M", "N", *["K"] * spec.counts_k, "stride_mm_m", "stride_mm_n")
     rows, columns = (f"ceil({e} / BLOCK_{e}){f' * {count}' if count > 1 else ''}" for e, count in zip("MN", parts, strict=True))
     partials = []
     for p in spec.partials:

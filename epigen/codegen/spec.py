@@ -218,7 +218,7 @@ def offsets(index: str) -> str:
 
 
 def counted(index: str) -> str:
-    """The number of rows ("m") or columns ("n") as an fp32 number in a kernel, which Triton may hold as a constant."""
+    """The number of rows ("m"), of columns ("n") or of what the product is summed over ("k") as an fp32 number in a kernel, which Triton may hold as a constant."""
     return f"(1.0 * {index.upper()})"
 
 
@@ -532,6 +532,11 @@ class KernelSpec:
         used = {arg for line in self.lines if line.op in (POSITION, UNIFORM) for arg in line.args}
         used |= {offsets("n") for line in self.lines if line.block}
         return frozenset(name for name in map(offsets, "mn") if name in used)
+
+    @property
+    def counts_k(self) -> bool:
+        """Whether the epilogue computes with the number of k."""
+        return any(counted("k") in line.args for line in self.lines)
 
     @property
     def loaded(self) -> tuple[Input, ...]:

@@ -445,7 +445,7 @@ class _Builder:
             if r.indices != indices:
                 if indices == "mn" and self.over_k(number):
                     continue
-                if "k" in indices:
+                if "k" in indices and self.over_k(number):
                     message, hint = (
                         f"a reduction over k, which leaves {describe_indices(r.indices)}, within an operand",
                         f"it is finished when the loop over k is, and then the product is too: compute with it behind that, as in mm * {'r' if 'm' in r.indices else 'c'}",

@@ -19,7 +19,7 @@ SAVE = (MASK, OUTPUT, PREACTIVATION, RECOMPUTE)
 NOTHING = "nothing"
 """What a derivation reports where no tile is needed: every choice is then as good."""
 
-INPUT, SAVED, ARRIVING, OPERAND = "input", "saved", "gradient", "operand"
+INPUT, SAVED, ARRIVING, OPERAND, ROW = "input", "saved", "gradient", "operand", "row"
 """Where an input of the backward, or of an operand's gradients, comes from."""
 
 
@@ -71,8 +71,8 @@ class Option:
 class Argument:
     """One named input of the backward program, and where it comes from.
 
-    source: INPUT (the forward's input `of`), SAVED (the forward's output `of`), ARRIVING (the gradient that arrives at the output `of`) or OPERAND (the
-    forward's operand `of`). transposed: it is that matrix's transpose.
+    source: INPUT (the forward's input `of`), SAVED (the forward's output `of`), ARRIVING (the gradient that arrives at the output `of`), OPERAND (the
+    forward's operand `of`) or ROW (the gradient of the row value `of`, as `Derivation.rows` has it). transposed: it is that matrix's transpose.
     """
 
     name: str
@@ -115,7 +115,7 @@ class OperandGradients:
         operands = (
             "a is the gradient of mm; b is the forward's b, transposed" if self.operand == "a" else "a is the forward's a, transposed; b is the gradient of mm"
         )
-        renamed = [f"{a.name} is the forward's {a.of}{', transposed' * a.transposed}" for a in self.arguments if a.name != a.of or a.transposed]
+        renamed = [f"{a.name} is {_whence(a)}{', transposed' * a.transposed}" for a in self.arguments if a.source != INPUT or a.name != a.of or a.transposed]
         return "; ".join([operands, *renamed])
 
 
@@ -130,6 +130,8 @@ class Derivation:
     arriving: the program's own outputs at which gradients arrive. save, saved: the choice. options: all that were possible.
     operands: the programs of what the product's operands are computed of; none where they are a and b as they are given, of which the gradients are plain
     products of mm's. An input that is used in several places has a gradient of each, and the sum of them.
+    rows: the gradients, summed along each row, or column, of what is computed of reductions over k and tiles are computed of: what the operands' programs pass on. `of` is what
+    the program calls that.
     """
 
     forward: Graph
@@ -143,6 +145,7 @@ class Derivation:
     saved: tuple[Saved, ...]
     options: tuple[Option, ...]
     operands: tuple[OperandGradients, ...] = ()
+    rows: tuple[Gradient, ...] = ()
 
     def __repr__(self) -> str:
         return f"<epigen.Derivation backward: {self.backward.text!r}; forward: {self.forward.text!r}; save: {self.save!r}>"
@@ -160,6 +163,12 @@ class Derivation:
         found = [(g, _arriving(g.passed) if g.passed else g.output) for g in self.gradients if g.passed or g.periods]
         summed = ", summed over all that share an element"
         return ["; ".join(held), *(f"the gradient of {g.of} is {what}{summed if g.periods else ''}" for g, what in found)]
+
+
+def _whence(argument: Argument) -> str:
+    if argument.source == ARRIVING:
+        return _arriving(argument.of)
+    return f"the backward's gradient of {argument.of}" if argument.source == ROW else f"the forward's {argument.of}"
 
 
 def _arriving(output: str) -> str:

@@ -152,6 +152,16 @@ class Graph:
         found = set[int]().union(*map(self.reductions, roots))
         return tuple(sorted(number for number in found if self.nodes[number].axes == "k"))
 
+    def row_values(self) -> tuple[int, ...]:
+        """The values of rows, and of columns, that are computed of such reductions alone, and that tiles or outputs are computed of directly."""
+        carried, taken = set(self.carried()), {a for n in self.nodes if n.indices == "mn" for a in n.args} | {o.node for o in self.outputs}
+        values = [i for i, n in enumerate(self.nodes) if i in taken and n.reduced and n.indices in ("m", "n") and n.op not in (DOT, INPUT)] if carried else []
+        return tuple(i for i in values if self.reductions(i) <= carried)
+
+    def through_operands(self) -> bool:
+        """Whether an operand's gradient is more than the product of that of mm and the other one: it is computed before it is multiplied, or reduced over k for the tiles."""
+        return bool(self.computed() or self.carried())
+
     def vectors(self) -> tuple[str, ...]:
         """Names of the outputs [m] and [n] that are computed of reductions which are carried along, and so are there with the tiles."""
         carried = set(self.carried())

@@ -223,6 +223,8 @@ def grouped(c: Candidate) -> str:
     if along not in c.schedule.groups:
         able = " and ".join(s.name for s in SCHEDULES.values() if along in s.groups)
         return f"the schedule {c.schedule.name} takes no groups along {along}, which end anywhere: {able} can"
+    if along == "m" and (columns := [s.name for s in c.spec.vectors if s.indices == "n"]):
+        return f"tiles store what they have of reductions over k, and a group without rows has no tile, which would store {columns[0]}: compute it by a program of its own"
     values = dict(c.config.values)
     if along == "m" and values.get("fused_finalize") and any(not s.operand for f in c.spec.finishes for s in f.sources):
         return "fused_finalize=1: blocks do not know how many tiles a group of rows has, of which the last completes reductions: fused_finalize=0 is needed"

@@ -445,7 +445,8 @@ class Kernel:
             if out.name in outs:
                 outputs.check(outs[out.name], out, m, n, first.device)
         backend = self._backend or ("reference" if first.device.type == "cpu" else "triton")
-        if backend == "reference" or (first.is_meta and target is None):
+        tileless = 0 in (m, n) and bool(self._graph.vectors())  # what tiles store of reductions over k
+        if backend == "reference" or (target is None and (first.is_meta or tileless)):
             signature = replace(self._signature_like(shape, operands, inputs), grouped=batch.groups if batch else "")
             return Prepared(self._graph, all_outputs, (m, n, k), first.device, signature=signature, batch=batch)
         if first.dtype == torch.float64:

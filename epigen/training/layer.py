@@ -105,7 +105,7 @@ class Layer(torch.autograd.Function):
         before = 0 if step.before is None else len(step.before.inputs)
         outputs = forward(step, tune, x, weight, inputs, lead)
         own = kept(step.own, x, weight, inputs, outputs)
-        computed = [inputs[i] for i in step.kept]
+        computed = [inputs[i] if i < len(inputs) else outputs[i - len(inputs)] for i in step.kept]
         of_operands = [v for v in computed if isinstance(v, Tensor)]
         needs_x, needs_weight = step.weight or bool(step.operands) or step.second is not None, step.x or bool(step.operands)
         ctx.save_for_backward(x if needs_x else None, weight if needs_weight else None, *of_operands, *own, *taken[before:])
@@ -155,15 +155,17 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
     computed, saved = saved[:of_operands], saved[of_operands:]
     dmm: Tensor | None = arrived[0]
     inputs: list[Tensor | None] = [None] * len(step.inputs)
+    of_rows: list[Tensor | None] = []
     if own is not None:
         held, saved = saved[: len(own.kept)], saved[len(own.kept) :]
         dmm, inputs = through_epilogue(ctx, own, held, arrived)
+        inputs, of_rows = inputs[: len(own.inputs)], inputs[len(own.inputs) :]
     dx, dweight = None, None
     taken: list[Tensor | None] = [None] * len(before.inputs) if before is not None else []
     if dmm is not None and step.operands:
         rest = iter(computed)
         given = [rows(next(rest), _of(step, i)) if v is None else v for v, i in zip(ctx.computed, step.kept, strict=True)]
-        dx, dweight = _through_operands(step, ctx, dmm, x, weight, given, inputs)
+        dx, dweight = _through_operands(step, ctx, dmm, x, weight, [*given, *of_rows], inputs)
     elif dmm is not None:
         use = wanted(ctx) if step.weight else Wanted.NOT
         if use is Wanted.ADDED and ctx.main_grad is not None:
@@ -183,7 +185,7 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
 
 
 def through_epilogue(ctx: Any, own: Backward, held: Sequence[Tensor], arrived: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The gradients of mm and of the inputs, by a layer's own derivative. held: of what ctx has saved, what that reads. arrived: as of `backward`."""
+    """The gradients of mm and of the inputs, and behind those of what reductions over k leave, by a layer's own derivative. held: of what ctx has saved, what that reads. arrived: as of `backward`."""
     arrived = [rows(t, indices) for t, indices in zip(arrived, ctx.step.outputs, strict=True)]
     dmm, inputs = _gradients(own, ctx.tune, held, ctx.numbers[0], arrived)
     for place in own.zeros:
@@ -229,16 +231,16 @@ def product(a: Tensor, b: Tensor, tune: str | None) -> Tensor:
 
 
 def _of(step: Step, place: int) -> str:
-    """The indices of one of the layer's inputs."""
-    return step.indices[step.inputs.index(place)]
+    """The indices of one of the layer's inputs, or of what a reduction over k has left behind these."""
+    return step.indices[step.inputs.index(place)] if place in step.inputs else "m"
 
 
 def _through_operands(
-    step: Step, ctx: Any, dmm: Tensor, x: Tensor, weight: Tensor, computed: Sequence[Value], inputs: list[Tensor | None]
+    step: Step, ctx: Any, dmm: Tensor, x: Tensor, weight: Tensor, computed: Sequence[Value | None], inputs: list[Tensor | None]
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of x and the weight where something is computed of one before it is multiplied. To those of the inputs it adds theirs.
 
-    x: [M, K]. computed: what the programs read of the layer's inputs. inputs: the gradients so far.
+    x: [M, K]. computed: what the programs read of the layer's inputs and outputs, and the gradients of rows. inputs: the gradients so far.
     """
     of: dict[str, Tensor | None] = {"a": None, "b": None}
     use = wanted(ctx) if step.weight else Wanted.NOT
@@ -287,7 +289,7 @@ def wanted(ctx: Any) -> Wanted:
 def _gradients(
     backward: Backward, tune: str | None, held: Sequence[Tensor], scalars: Sequence[float], arrived: Sequence[Tensor], multiplied: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
-    """The gradients of mm and of the inputs. multiplied: the two matrices whose product is the gradient that arrives."""
+    """The gradients of mm and of the inputs, and behind those of rows. multiplied: the two matrices whose product is the gradient that arrives."""
     if multiplied is not None and backward.product is None:
         arrived, multiplied = (product(*multiplied, tune),), None
     held = [rows(t, indices) for t, indices in zip(held, backward.indices, strict=True)]
@@ -302,4 +304,4 @@ def _gradients(
         results = library.run_over(backward.text, arrived[backward.product], inputs)
     available = [*results, *arrived]
     gradients = [None if i is None else available[i].to(dtype) for i, dtype in zip(backward.inputs, backward.dtypes, strict=True)]
-    return None if backward.mm is None else available[backward.mm], gradients
+    return None if backward.mm is None else available[backward.mm], [*gradients, *(rows(available[i], "m") for i in backward.rows)]
