@@ -248,7 +248,9 @@ def by_vendor(spec: KernelSpec, shape: Shape, target: Target, why: str) -> Choic
         computed = spec.computed[0]
         raise ConfigError(f"{why}; and the vendor's product does not {'convert' if computed.as_loaded else 'compute'} operand {computed.name}")
     if spec.carried:
-        raise ConfigError(f"{why}; and the vendor's product, which would take its place, does not reduce operand {spec.carried[0].operand} over k for the tiles")
+        raise ConfigError(
+            f"{why}; and the vendor's product, which would take its place, does not reduce operand {spec.carried[0].operand} over k for the tiles"
+        )
     if spec.second:
         raise ConfigError(f"{why}; and the vendor's product, which would take its place, is one, and the program has a second, with {spec.second.name}")
     how = "the vendor's kernel is the whole program" if spec.bare_product else "vendor product, then one fused epilogue"

@@ -203,7 +203,7 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     part = (config["block_m"] // parts[0], config["block_n"] // parts[1])
     completing = inside(spec, config)
     completed = [o for f in completing for o in f.stores]
-    inputs = [*(i for o in (*spec.operands, *spec.carried) for i in o.inputs), *spec.inputs, *(i for f in completing for i in f.inputs)]
+    inputs = [*(i for o in spec.of_operands for i in o.inputs), *spec.inputs, *(i for f in completing for i in f.inputs)]
     inputs = inputs if schedule.descriptors else [*second, *inputs]
     tma_loaded, tma_stored, scales = schedules.tma_loaded(spec, config), schedules.tma_stored(spec, config), schedules.scales(spec, config)
     pointed: list[Input | Store] = [
@@ -223,7 +223,10 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     # the bytes of a word lie side by side
     fixed = {stride_name(name, "n") for name in units(spec, config)["in_words"]}
     strides = [*_periods(pointed), *(s for s in _strides(pointed) if s.name not in fixed)]
-    addressed = [*(with_descriptor.get(i.name) or _input(i) for i in inputs), *(with_descriptor.get(s.name) or _output(s) for s in (*spec.stores, *spec.vectors, *completed))]
+    addressed = [
+        *(with_descriptor.get(i.name) or _input(i) for i in inputs),
+        *(with_descriptor.get(s.name) or _output(s) for s in (*spec.stores, *spec.vectors, *completed)),
+    ]
     steps: dict[str, str] = {}
     if sig.batched:
         own = [a.name.removesuffix("_ptr") for a in operands if a.block is None and _is_apart(sig, {"a": "mk", "mm": "mn"}.get(a.name[:-4], "kn"))]

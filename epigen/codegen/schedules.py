@@ -103,6 +103,7 @@ PERSISTENT = Schedule(
     descriptors=True,
     persistent=True,
     capabilities=range(90, 1000),
+    carries=True,
 )
 
 WARP_SPECIALIZED = Schedule(

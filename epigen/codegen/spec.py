@@ -479,6 +479,11 @@ class KernelSpec:
         return tuple(o for o in self.operands if o.computed)
 
     @property
+    def of_operands(self) -> tuple[Operand | OverK, ...]:
+        """All that a main loop computes of operands: what it multiplies, and what it reduces over k."""
+        return (*self.operands, *self.carried)
+
+    @property
     def bare_product(self) -> bool:
         """Whether the program is the product alone, in the dtype of its operands: the vendor's library computes that whole, by a kernel of its own.
 
@@ -524,7 +529,7 @@ class KernelSpec:
     @property
     def main_lines(self) -> tuple[Line, ...]:
         """All that the main kernel computes: operands and what is reduced of them over k, then the epilogue."""
-        return (*dict.fromkeys(line for o in (*self.operands, *self.carried) for line in (*o.once, *o.lines)), *self.lines)
+        return (*dict.fromkeys(line for o in self.of_operands for line in (*o.once, *o.lines)), *self.lines)
 
     @property
     def positions(self) -> frozenset[str]:
@@ -546,7 +551,7 @@ class KernelSpec:
     @property
     def all_inputs(self) -> tuple[Input, ...]:
         """Inputs of the main and the finishing kernels, each once."""
-        of_operands = [*(i for o in (*self.operands, *self.carried) for i in o.inputs), *([self.second] if self.second else []), *([ENDS] if self.signature.grouped else [])]
+        of_operands = [*(i for o in self.of_operands for i in o.inputs), *([self.second] if self.second else []), *([ENDS] if self.signature.grouped else [])]
         return tuple(dict.fromkeys([*of_operands, *self.inputs, *(i for f in self.finishes for i in f.all_inputs)]))
 
 

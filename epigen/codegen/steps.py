@@ -112,7 +112,7 @@ def carried(spec: KernelSpec, config: KernelConfig) -> tuple[Carried, ...]:
         even_k = spec.signature.k_multiple % config["block_k"] == 0
         bounded = tuple(r.name for r in reductions if not even_k and not (r.zero and ops.REDUCTIONS[r.row].identity == "0.0"))
         inputs = tuple(i for i in dict.fromkeys(i for r in reductions for i in r.inputs) if i not in there)
-        once, lines = (dict.fromkeys(line for r in reductions for line in own(r)) for own in (lambda r: r.once, lambda r: r.lines))
+        once, lines = (dict.fromkeys(line for r in reductions for line in (r.lines if each_step else r.once)) for each_step in (False, True))
         counted = not step.operand.as_loaded and (
             (not even_k and not step.operand.zero and not step.as_loaded) or any(i.name not in step.rows for i in step.operand.along_k)
         )

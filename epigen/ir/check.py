@@ -167,7 +167,9 @@ class _Builder:
     def __init__(self, text: str):
         self.text = text
         self.multiplies = re.search(r"\bdot\b", text) is not None  # by name; else operands are mm's
-        self.along_k = self.multiplies or re.search(r",\s*k\s*\)", text) is not None  # whether anything may be computed of operands: what is multiplied, or reduced over k
+        self.along_k = (
+            self.multiplies or re.search(r",\s*k\s*\)", text) is not None
+        )  # whether anything may be computed of operands: what is multiplied, or reduced over k
         self.nodes: list[Node] = []
         self.numbers: dict[Node, int] = {}
         self.names: dict[str, _Value] = {}
@@ -717,7 +719,9 @@ class _Builder:
             return None
         x = self.nodes[value]
         if axes == "k":
-            return self.node(Node(REDUCE, (value,), NUMBER, x.indices.replace("k", ""), True, name=row, axes="k")) if self.reduces_operand(value, call) else None
+            return (
+                self.node(Node(REDUCE, (value,), NUMBER, x.indices.replace("k", ""), True, name=row, axes="k")) if self.reduces_operand(value, call) else None
+            )
         if is_given(x):
             self.error(f"the operand '{x.name}' can only be reduced over k", call.span, f"write {call.function}({x.name}, k)")
             return None
@@ -737,7 +741,11 @@ class _Builder:
             self.error("only the operands a and b have the index k", call.span, hint)
             return False
         if packed := next((n for n in self.reached(value) if n.op == OPERAND and n.dtype is not None), None):
-            self.error(f"a reduction over k of {packed.dtype}(b), which holds two values in a byte", call.span, f"unpack b first, or pass {call.function} of it as an input [n]")
+            self.error(
+                f"a reduction over k of {packed.dtype}(b), which holds two values in a byte",
+                call.span,
+                f"unpack b first, or pass {call.function} of it as an input [n]",
+            )
             return False
         return self.is_operand(value, operand, call.args[0], call.function)
 

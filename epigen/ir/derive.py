@@ -63,12 +63,10 @@ def derive(graph: Graph, operands: DType = FP16, save: str | None = None, wrt: I
         raise CallError(f"{operands} operands have no gradient: train with fp16, bf16 or fp32, and cast for the product alone")
     if save is not None and save not in SAVE:
         raise CallError(f"unknown save={save!r}: {near_miss(str(save), SAVE) or 'it is one of ' + ', '.join(SAVE)}")
-    programs = graph.through_operands()
-    if programs and (second := graph.second()):
-        how = f"operand {graph.computed()[0]} is computed as it is multiplied" if graph.computed() else "tiles are computed of a reduction over k"
-        message = f"{how}, and there is a second product, with {second.name}: no derivative is derived of both"
-        raise DerivationError(graph.text, [Diagnostic(message, None, "compute the operand, or what is reduced, first, as a tensor of its own, or make it two programs")])
-    inputs, arriving = [g.PRODUCT, *[*g.OPERANDS] * programs, *(n.name for n in graph.inputs())], [o.name for o in graph.outputs if carries_gradient(graph, o)]
+    inputs, arriving = (
+        [g.PRODUCT, *[*g.OPERANDS] * graph.through_operands(), *(n.name for n in graph.inputs())],
+        [o.name for o in graph.outputs if carries_gradient(graph, o)],
+    )
     if wrt is not None:
         inputs = _known("input", wrt, inputs)
     if of is not None:
@@ -79,7 +77,8 @@ def derive(graph: Graph, operands: DType = FP16, save: str | None = None, wrt: I
     through_operands = bool({g.PRODUCT, *g.OPERANDS} & set(inputs))
     over_k = _RowValues.of(graph)
     wanted_rows = {name for name, i in over_k.numbers.items() if not _followed_by(graph, i).isdisjoint(inputs)}
-    derivative = differentiate(over_k.given, arriving, {*inputs, *wanted_rows, *[g.PRODUCT] * through_operands})
+    second = [n.name for n in [graph.second()] if n and graph.through_operands()]
+    derivative = differentiate(over_k.given, arriving, {*inputs, *wanted_rows, *[g.PRODUCT, *second] * through_operands})
     ways = list(_ways(over_k.given, derivative, operands))
     if not ways:
         message = "the gradients need neither mm nor the gradient of a tile, so that no kernel computes them"
@@ -109,7 +108,13 @@ class _RowValues:
         if not rows:
             return cls(graph, {})
         nodes, numbers = [*graph.nodes], dict[str, int]()
-        names = Names([*(n.name for n in graph.inputs()), *(n.label for i, n in enumerate(nodes) if i not in rows), *(o.name for o in graph.outputs if o.node not in rows)])
+        names = Names(
+            [
+                *(n.name for n in graph.inputs()),
+                *(n.label for i, n in enumerate(nodes) if i not in rows),
+                *(o.name for o in graph.outputs if o.node not in rows),
+            ]
+        )
         for i in rows:
             name = names.fresh(nodes[i].label or "reduced")
             numbers[name] = i
@@ -301,7 +306,9 @@ def _assemble(
         at = graph.text.find("extent(k)")
         raise DerivationError(graph.text, [Diagnostic(message, Span(at, at + 9) if at >= 0 else None, "pass the number as a scalar input")])
     forward = _Forward(graph, over_k, derivative, saved)
-    operands = _of_operands(graph, over_k, rows, wrt, forward, g.PRODUCT in dict(derivative.wanted))
+    operands = _of_operands(
+        graph, over_k, rows, wrt, forward, {n.name or g.PRODUCT for n in graph.nodes if n.op == g.DOT}.intersection(dict(derivative.wanted))
+    )
     beside = tuple(forward.beside.values())
 
     return Derivation(
@@ -321,16 +328,16 @@ def _assemble(
 
 
 def _of_operands(
-    graph: Graph, over_k: _RowValues, rows: Sequence[Gradient], wrt: Collection[str], forward: _Forward, of_product: bool
+    graph: Graph, over_k: _RowValues, rows: Sequence[Gradient], wrt: Collection[str], forward: _Forward, products: Collection[str]
 ) -> tuple[OperandGradients, ...]:  # fmt: skip
-    """of_product: whether a gradient of mm is wanted, and there is one."""
-    if not graph.through_operands() or not (of_product or rows):
+    """products: those at which a gradient arrives."""
+    if not graph.through_operands() or not (products or rows):
         return ()
-    if not of_product:
+    if not products:
         message = "a gradient flows to a reduction over k, and none to mm, whose product would take it along to the operand"
         raise DerivationError(graph.text, [Diagnostic(message, None, "leave its output out of the derivation (of=...), or detach what is computed of it")])
     at = {over_k.numbers[r.of]: Argument("", ARRIVING, r.passed) if r.passed else Argument("", ROW, r.of) for r in rows}
-    return operand_gradients(graph, [*wrt, *[*g.OPERANDS] * (g.PRODUCT in wrt)], at, forward.holding)
+    return operand_gradients(graph, [*wrt, *[*g.OPERANDS] * (g.PRODUCT in wrt)], products, at, forward.holding)
 
 
 class _Forward:

@@ -29,27 +29,36 @@ _TILE = {"a": "x", "b": "w"}
 """What the operand itself is called there, as an input."""
 
 
-def operand_gradients(graph: Graph, wrt: Collection[str], rows: Mapping[int, Argument], saved: Callable[[int], str]) -> tuple[OperandGradients, ...]:
-    """Of each operand by which a wanted gradient goes. wrt: "a", "b" and inputs, by name. rows: of the row values at which a gradient arrives, by number, where that comes from.
+def operand_gradients(
+    graph: Graph, wrt: Collection[str], products: Collection[str], rows: Mapping[int, Argument], saved: Callable[[int], str]
+) -> tuple[OperandGradients, ...]:  # fmt: skip
+    """Of each operand by which a wanted gradient goes, and of each product. wrt: "a", "b" and inputs, by name. products: those at which a gradient arrives, "mm" and by the name of its right
+    operand a second one. rows: of the row values at which a gradient arrives, by number, where that comes from.
     saved: the forward's output that holds the value of a reduction over k, or of what is computed of such, by its number. Raises DerivationError."""
-    candidates = (_gradients(graph, operand, wrt, {i: a for i, a in rows.items() if graph.nodes[i].indices == side}, saved) for operand, side in _SIDE.items())
+    candidates = []
+    for product in (n for n in graph.nodes if n.op == g.DOT and (n.name or g.PRODUCT) in products):
+        for operand, side in _SIDE.items():
+            here = {} if product.name and g.PRODUCT in products else {i: a for i, a in rows.items() if graph.nodes[i].indices == side}  # once
+            candidates.append(_gradients(graph, product, operand, wrt, here, saved))
     return tuple(each for each in candidates if each is not None)
 
 
-def _gradients(graph: Graph, operand: str, wrt: Collection[str], rows: Mapping[int, Argument], saved: Callable[[int], str]) -> OperandGradients | None:
-    letters, product = _LETTERS[operand], graph.nodes[graph.product() or 0]
+def _gradients(
+    graph: Graph, product: Node, operand: str, wrt: Collection[str], rows: Mapping[int, Argument], saved: Callable[[int], str]
+) -> OperandGradients | None:  # fmt: skip
+    letters, itself = _LETTERS[operand], product.name if product.name and operand == "b" else operand
     inputs = {n.name: n for n in graph.inputs()}
     tile = Names([*inputs, *(n.label for n in graph.nodes)]).fresh(_TILE[operand])
     own, other = (product.args[i] for i in ((0, 1) if operand == "a" else (1, 0)))
     renamed = [_renamed(n, letters) for n in graph.nodes]
-    of_tile = tuple(Node(g.INPUT, (), NUMBER, "mn", name=tile) if n.op == g.OPERAND and n.name == operand else n for n in renamed)
+    of_tile = tuple(Node(g.INPUT, (), NUMBER, "mn", name=tile) if n.op in (g.OPERAND, g.INPUT) and n.name == itself else n for n in renamed)
     if mistakes := [mistake for i in rows for mistake in refused_within(graph, i)]:  # in the letters that the program has
         raise DerivationError(graph.text, mistakes)
     finished = {f"saved{i}": i for i in dict.fromkeys([*rows, *(r for i in rows for r in graph.reductions(i))])}
     values = [Output("out", own, None), *(Output(f"row{i}", i, None) for i in rows), *(Output(name, i, None) for name, i in finished.items())]
     forward = order(Graph(of_tile, tuple(values), graph.text))
     arrived = ["out", *(f"row{i}" for i in rows)]
-    wanted = {tile if name == operand else name for name in wrt} & {n.name for n in forward.inputs()}
+    wanted = {tile if name == itself else name for name in wrt} & {n.name for n in forward.inputs()}
     reached = followed(forward, arrived, steps=False)
     if operand == "b" and graph.packed():
         wanted -= {tile}
@@ -72,7 +81,7 @@ def _gradients(graph: Graph, operand: str, wrt: Collection[str], rows: Mapping[i
         return Node(g.INPUT, (), NUMBER, indices, name=name)
 
     there = {o.node: finished[o.name] for o in forward.outputs if o.name in finished}
-    before = [*_of(renamed, other), *g.GIVEN]
+    before = [*(_of(renamed, other) if graph.nodes[other].op != g.INPUT else g.GIVEN[1:]), *g.GIVEN]  # a second right operand is b to the program
     operands = (len(before) - 2, len(before) - 3) if operand == "a" else (len(before) - 3, len(before) - 1)
     arriving = len(before)
     before.append(Node(g.DOT, operands, NUMBER, "mn"))
@@ -86,7 +95,7 @@ def _gradients(graph: Graph, operand: str, wrt: Collection[str], rows: Mapping[i
             behind.append(given(f"d{graph.nodes[number].label or 'reduced'}", node.indices, rows[number], number))
         else:
             behind.append(before[arriving] if node.op == GRADIENT else replace(node, args=tuple(places[a] for a in node.args)))
-    flows = [(operand if name == tile else name, number) for name, number in derivative.wanted]
+    flows = [(itself if name == tile else name, number) for name, number in derivative.wanted]
     called: dict[int, str] = {}
     for name, number in flows:
         if number not in called:
@@ -98,13 +107,8 @@ def _gradients(graph: Graph, operand: str, wrt: Collection[str], rows: Mapping[i
             argument, number = whence[item.name]
             arguments.append(replace(argument, name=item.name) if argument else Argument(item.name, SAVED, saved(number)))
         else:
-            arguments.append(_argument(item.name, inputs, letters) if item.name != tile else Argument(tile, OPERAND, operand))
-    return OperandGradients(
-        operand,
-        program,
-        tuple(arguments),
-        tuple(Gradient(name, called[number]) for name, number in flows),
-    )
+            arguments.append(_argument(item.name, inputs, letters) if item.name != tile else Argument(tile, OPERAND, itself))
+    return OperandGradients(operand, program, tuple(arguments), tuple(Gradient(name, called[number]) for name, number in flows), product.name)
 
 
 def _renamed(node: Node, letters: Mapping[str, str]) -> Node:

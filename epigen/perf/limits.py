@@ -204,16 +204,24 @@ def second_product(c: Candidate) -> str:
 
 
 def carried(c: Candidate) -> str:
-    if not c.spec.carried or c.schedule.carries:
+    """Reductions over k that tiles are computed of."""
+    if not c.spec.carried:
         return ""
-    over_k = c.spec.carried[0]
-    able = " and ".join(s.name for s in SCHEDULES.values() if s.carries)
+    over_k, name = c.spec.carried[0], c.schedule.name
     why = f"tiles are computed of {over_k.row} over k of {'what is computed of ' * (over_k.value != over_k.operand)}{over_k.operand}"
+    can = f"{' and '.join(s.name for s in SCHEDULES.values() if s.carries)} can carry that along"
     if not c.schedule.multiplies:
-        return f"{why}, and the schedule {c.schedule.name} leaves the loop over k to the vendor: {able} can carry that along"
-    if "splits" in c.schedule.dimensions and not c.schedule.descriptors:
-        return f"{why}, of which each part along k of {c.schedule.name} would have a part, and it adds up parts of the product alone: {able} can carry that along"
-    return f"{why}, and the loop over k of the schedule {c.schedule.name} has operands in shared memory alone: {able} can carry that along"
+        return f"{why}, and the schedule {name} leaves the loop over k to the vendor: {can}"
+    if c.schedule.computes and "splits" in c.schedule.dimensions and not c.schedule.converts:
+        return f"{why}, of which each part along k of {name} would have a part, and it adds up parts of the product alone: {can}"
+    if not c.schedule.carries:
+        return f"{why}, and the loop over k of the schedule {name} has operands in shared memory alone: {can}"
+    inputs = [i for r in c.spec.carried for i in r.inputs if set(i.indices) & {"m", "n"}]
+    if c.schedule.descriptors and inputs:
+        return f"{why}, with {inputs[0].name}, which varies along {inputs[0].indices.strip('k')}: {name} knows a tile's rows and columns behind its loop over k alone, and tiled before it"
+    if c.config.values and schedules.subtiles(c.config) > 1 and any(r.operand == "b" for r in c.spec.carried):
+        return f"the program reduces b over k for the tiles, whose columns have a value each, and subtiles={schedules.subtiles(c.config)} takes them in parts: subtiles=1 is needed"
+    return ""
 
 
 def grouped(c: Candidate) -> str:

@@ -162,7 +162,7 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
         inputs, of_rows = inputs[: len(own.inputs)], inputs[len(own.inputs) :]
     dx, dweight = None, None
     taken: list[Tensor | None] = [None] * len(before.inputs) if before is not None else []
-    if dmm is not None and step.operands:
+    if step.operands and (dmm is not None or step.second is not None):
         rest = iter(computed)
         given = [rows(next(rest), _of(step, i)) if v is None else v for v, i in zip(ctx.computed, step.kept, strict=True)]
         dx, dweight = _through_operands(step, ctx, dmm, x, weight, [*given, *of_rows], inputs)
@@ -176,7 +176,7 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
             dx, taken = _gradients(before, ctx.tune, saved, ctx.numbers[1], (), (dmm, weight))
         elif step.x:
             dx = product(dmm, weight, ctx.tune)
-    if step.second is not None and step.second not in (own.zeros if own is not None else ()):
+    if step.second is not None and not step.operands and step.second not in (own.zeros if own is not None else ()):
         dx = _through_second(step, x, computed, inputs, dx, ctx.needs_input_grad[ctx.before_inputs + step.second])
     shape, shapes = ctx.shapes
     periods = [*(own.periods if own is not None else [()] * len(inputs)), *(before.periods if before is not None else ())]
@@ -236,32 +236,42 @@ def _of(step: Step, place: int) -> str:
 
 
 def _through_operands(
-    step: Step, ctx: Any, dmm: Tensor, x: Tensor, weight: Tensor, computed: Sequence[Value | None], inputs: list[Tensor | None]
+    step: Step, ctx: Any, dmm: Tensor | None, x: Tensor, weight: Tensor, computed: Sequence[Value | None], inputs: list[Tensor | None]
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of x and the weight where something is computed of one before it is multiplied. To those of the inputs it adds theirs.
 
     x: [M, K]. computed: what the programs read of the layer's inputs and outputs, and the gradients of rows. inputs: the gradients so far.
     """
-    of: dict[str, Tensor | None] = {"a": None, "b": None}
+    dx, dweight, dsecond = None, None, None
+    of_second = None if step.second is None else inputs[step.second]
     use = wanted(ctx) if step.weight else Wanted.NOT
     adds = use is Wanted.ADDED and ctx.main_grad is not None
     for each in step.operands:
-        if each.operand == "b" and use is Wanted.NOT and not each.inputs:
+        if each.operand == "b" and each.right is None and use is Wanted.NOT and not each.inputs:
             continue
-        itself = x if each.operand == "a" else weight.t()
+        right, arrived = (weight.t(), dmm) if each.right is None else (computed[each.right], of_second)
+        if arrived is None or not isinstance(right, Tensor):
+            continue
+        itself = x if each.operand == "a" else right
         given = [itself if place is None else computed[place] for place, _ in each.arguments]
-        values = [v.t() if transposed and isinstance(v, Tensor) else v for v, (_, transposed) in zip(given, each.arguments, strict=True)]
-        operands = (dmm, weight) if each.operand == "a" else (x.t(), dmm)
-        results = library.run(each.wide if adds and each.operand == "b" else each.text, ctx.tune, *operands, values)
-        of[each.operand] = None if each.own is None else results[each.own]
+        values = [v.t() if transposed and isinstance(v, Tensor) else v for v, (_, transposed) in zip(given, each.arguments, strict=True) if v is not None]
+        operands = (arrived, right.t()) if each.operand == "a" else (x.t(), arrived)
+        results = library.run(each.wide if adds and each.operand == "b" and each.right is None else each.text, ctx.tune, *operands, values)
+        if each.own is not None and each.operand == "a":
+            dx = results[each.own] if dx is None else dx + results[each.own]
+        elif each.own is not None and each.right is None:
+            dweight = results[each.own]
+        elif each.own is not None:
+            dsecond = results[each.own]
         for place, output in each.inputs:
             before, gradient = inputs[place], results[output].to(ctx.dtypes[place])
             inputs[place] = gradient if before is None else before + gradient
-    dweight = of["b"]
+    if step.second is not None:  # its right operand's, in place of the product's
+        inputs[step.second] = dsecond
     if dweight is not None and adds:
         ctx.main_grad.add_(dweight.t())
         dweight = None
-    return of["a"] if step.x else None, dweight.t() if dweight is not None and use is not Wanted.NOT else None
+    return dx if step.x else None, dweight.t() if dweight is not None and use is not Wanted.NOT else None
 
 
 class Wanted(Enum):

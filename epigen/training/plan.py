@@ -78,7 +78,7 @@ class OperandBackward:
 
     operand: "a", which is x, or "b", the weight's transpose. text: the program. wide: the same with the operand's own gradient in fp32. arguments: its inputs, by place among what `Step` keeps for operands and behind that the
     gradients of rows, and whether each is transposed; None is the operand itself. own: where the operand's own gradient is among the program's outputs. inputs: each a place among the
-    layer's inputs, and where that one's gradient is.
+    layer's inputs, and where that one's gradient is. right: of a second product, whose gradient it is then over, the place of the right operand among what `Step` keeps; None of mm.
     """
 
     operand: str
@@ -87,6 +87,7 @@ class OperandBackward:
     arguments: tuple[tuple[int | None, bool], ...]
     own: int | None
     inputs: tuple[tuple[int, int], ...]
+    right: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,7 @@ def _steps(x: bool, layers: tuple[LayerRequest, ...]) -> tuple[Step, ...]:
         taken = tuple(n.indices for n in forward.inputs())
         through, kept = _through_operands(derived, names, layer, operands) if computed else ((), ())
         place = names[second] if second and backward.inputs[names[second]] is not None else None
-        kept = kept if place is None or not flows else (place,)
+        kept = kept if place is None or not flows or through else (place,)
         own = None if chained else backward
         planned.append(Step(forward.text, order, taken, indices, constant, own, before, True, layer.weight, flows, through, kept, place))
         flows, before = True, backward if chained else None
@@ -305,7 +306,8 @@ def _through_operands(
     arrivals = {row.passed: row.of for row in derived.rows if row.passed}
     read = [a for each in derived.operands for a in each.arguments]
     origins = {a: inputs[a.of] if a.source == INPUT else len(inputs) + outputs[a.of] for a in read if a.source in (INPUT, SAVED)}
-    kept = tuple(dict.fromkeys(origins.values()))
+    second = [inputs[each.product] for each in derived.operands if each.product]
+    kept = tuple(dict.fromkeys([*origins.values(), *second]))
     places_of = {a: kept.index(i) for a, i in origins.items()}
     places_of |= {a: len(kept) + rows[a.of if a.source == ROW else arrivals[a.of]] for a in read if a.source in (ROW, ARRIVING)}
     dtypes = {name: _dtype(d, f"input '{name}'") for name, d in zip(inputs, layer.inputs, strict=True) if d is not None} | dict.fromkeys(g.OPERANDS, operands)
@@ -317,9 +319,10 @@ def _through_operands(
         )
         places, sources = _places(o.name for o in program.outputs), {a.name: a for a in each.arguments}
         arguments = tuple((places_of.get(a), a.transposed) for a in (sources[n.name] for n in program.inputs()))
-        gradients = {x.of: places[x.output] for x in each.gradients}
-        of_inputs = tuple((inputs[name], place) for name, place in gradients.items() if name not in g.OPERANDS)
-        backwards.append(OperandBackward(each.operand, program.text, wide.text, arguments, gradients.get(each.operand), of_inputs))
+        gradients, itself = {x.of: places[x.output] for x in each.gradients}, each.product if each.operand == "b" and each.product else each.operand
+        of_inputs = tuple((inputs[name], place) for name, place in gradients.items() if name not in (*g.OPERANDS, itself))
+        right = kept.index(inputs[each.product]) if each.product else None
+        backwards.append(OperandBackward(each.operand, program.text, wide.text, arguments, gradients.get(itself), of_inputs, right))
     return tuple(backwards), kept
 
 
