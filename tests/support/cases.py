@@ -756,7 +756,7 @@ def carried_cases() -> list[Case]:
                 found.append(Case(text, (50, 70, 40), a, inputs=a, layout=layout, config=config, by_value=bool(j)))
             found.append(Case(text, (136, 200, 128), a, inputs=FP32, layout="nt", config=None))
         for j, shape in enumerate(((1, 1, 1), (33, 17, 0), (65, 31, 200), (5, 0, 8), (0, 40, 8))):
-            if shape[2] or "mean" not in text:  # of nothing a mean is NaN, and nothing is promised
+            if shape[2] or not ("mean" in text or "bitmask" in text):  # of nothing a mean is NaN, and nothing is promised, nor of whether 0 is positive
                 found.append(Case(text, shape, FP16, layout="nt", config=configs[(i + j) % len(configs)]))
         found += [Case(text, (50, 70, 40), FP16, view=view, config=configs[i % len(configs)], by_value=False) for view in ("sliced", "expanded", "shifted")]
     for i, text in enumerate(_CARRIED_TEXTS[1:3]):
