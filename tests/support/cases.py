@@ -755,15 +755,15 @@ def carried_cases() -> list[Case]:
                 config = configs[(i + j + LAYOUTS.index(layout)) % len(configs)]
                 found.append(Case(text, (50, 70, 40), a, inputs=a, layout=layout, config=config, by_value=bool(j)))
             found.append(Case(text, (136, 200, 128), a, inputs=FP32, layout="nt", config=None))
-        for j, shape in enumerate(((1, 1, 1), (33, 17, 0), (65, 31, 200), (5, 0, 8), (0, 40, 8))):
-            if shape[2] or not ("mean" in text or "bitmask" in text):  # of nothing a mean is NaN, and nothing is promised, nor of whether 0 is positive
-                found.append(Case(text, shape, FP16, layout="nt", config=configs[(i + j) % len(configs)]))
+        for j, shape in enumerate(((1, 1, 1), (65, 31, 200), (5, 0, 8), (0, 40, 8))):
+            found.append(Case(text, shape, FP16, layout="nt", config=configs[(i + j) % len(configs)]))
         found += [Case(text, (50, 70, 40), FP16, view=view, config=configs[i % len(configs)], by_value=False) for view in ("sliced", "expanded", "shifted")]
     for i, text in enumerate(_CARRIED_TEXTS[1:3]):
         for j, layout in enumerate(LAYOUTS):
             flatten, subtiles, tma_store = ((0, 1, 0), (1, 2, 0), (1, 1, 1), (0, 2, 1))[(i + j) % 4]
             config = persistent(block_n=64, flatten=flatten, subtiles=subtiles, tma_store=tma_store)
             found.append(Case(text, (136, 200, 88), (FP16, BF16)[j % 2], layout=layout, config=config))
+    found.append(Case("mm + sum(a * a, k), (1 + amax(b, k)) * mm", (33, 17, 0), FP16))  # of nothing a mean would be NaN
     found.append(Case("mm - amax(b * s[k], k), sum(a, k) * mm", (136, 200, 88), FP16, layout="nt", config=persistent(block_n=64, flatten=0)))
     for a in (INT8, FP8E4M3):
         found.append(Case("mm / (1 + amax(a, k)), sum(b * b, k) * mm", (64, 48, 96), a, inputs=FP32, layout="nt", config=tiled(32, 32, 64)))
