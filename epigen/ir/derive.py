@@ -56,7 +56,7 @@ def derive(graph: Graph, operands: DType = FP16, save: str | None = None, wrt: I
     """The derivation of a normalised graph.
 
     operands: the dtype of a and b, which a saved tile has too. save: one of SAVE; by default the choice of the save policy.
-    wrt: "mm" and names of inputs; by default all. Of operands that are computed also "a" and "b", both of which "mm" stands for. of: names of the outputs that gradients arrive at; by default all that carry any.
+    wrt: "mm" and names of inputs; by default all. Of operands that are computed, or reduced over k for the tiles, also "a" and "b", both of which "mm" stands for. of: names of the outputs that gradients arrive at; by default all that carry any.
     Raises DerivationError for the program, CallError for the rest.
     """
     if not operands.is_float or operands.is_fp8:
@@ -74,11 +74,11 @@ def derive(graph: Graph, operands: DType = FP16, save: str | None = None, wrt: I
         arriving = [name for name in arriving if name in among]
     if wrt is not None and "b" in inputs and graph.packed():
         raise CallError("b holds two values in a byte, and has no gradient: leave it out of wrt, or write b, and pass it unpacked (epigen.unpack_int4)")
-    through_operands = bool({g.PRODUCT, *g.OPERANDS} & set(inputs))
+    of_products = bool({g.PRODUCT, *g.OPERANDS} & set(inputs))
     over_k = _RowValues.of(graph)
     wanted_rows = {name for name, i in over_k.numbers.items() if not _followed_by(graph, i).isdisjoint(inputs)}
     second = [n.name for n in [graph.second()] if n and graph.through_operands()]
-    derivative = differentiate(over_k.given, arriving, {*inputs, *wanted_rows, *[g.PRODUCT, *second] * through_operands})
+    derivative = differentiate(over_k.given, arriving, {*inputs, *wanted_rows, *[g.PRODUCT, *second] * of_products})
     ways = list(_ways(over_k.given, derivative, operands))
     if not ways:
         message = "the gradients need neither mm nor the gradient of a tile, so that no kernel computes them"

@@ -368,6 +368,7 @@ def test_in_torchs_own_derivatives_it_is_the_reference() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own of autograd functions that it compiles
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_llamas_norm_and_projection(compile: bool) -> None:
     """Forward and backward as transformers computes them, in one kernel, and under torch.compile too."""
