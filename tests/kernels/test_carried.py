@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import batched
 import cases
@@ -26,7 +26,7 @@ from epigen.codegen import steps
 from epigen.codegen.lower import lower, over_product, signature_of_contiguous
 from epigen.codegen.schedules import SCHEDULES
 from epigen.codegen.spec import KernelConfig, KernelSpec
-from epigen.db.problem import epilogue_kind
+from epigen.db.problem import Problem, epilogue_kind
 from epigen.dtypes import BF16, FP16, FP32, DType
 from epigen.errors import CallError, ConfigError, DerivationError
 from epigen.ir.derivation import SAVE
@@ -57,7 +57,8 @@ def test_what_is_carried_along() -> None:
     assert [s.name for s in spec.vectors] == ["r"]  # which the tiles have; what no tile needs a finishing kernel reduces
     (finish,) = spec.finishes
     assert sorted((s.row, s.operand) for s in finish.sources) == [("sum", ""), ("sum", "a"), ("sum", "a")]
-    assert epilogue_kind(spec).endswith(" carry:a,b")
+    kind = epilogue_kind(spec)
+    assert kind == "load:k,scalar store:m,mn reduce:n,a,a carry:a,b" and get_type_hints(Problem, include_extras=True)["kind"].__metadata__[0](kind) == kind
 
 
 def test_what_the_loop_has_of_the_product_is_not_computed_again() -> None:
