@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epigen.ir import graph as g
 from epigen.ir import reference
-from epigen.ir.derivation import ARRIVING, INPUT, OPERAND, SAVED, Derivation
+from epigen.ir.derivation import ARRIVING, INPUT, OPERAND, ROW, SAVED, Derivation
 from epigen.ir.graph import PRODUCT, Graph
 
 Values = dict[str, Tensor]
@@ -61,14 +61,19 @@ def autograd(graph: Graph, mm: Tensor, inputs: Values, arriving: Values, wanted:
 
 def derived_gradients(derived: Derivation, a: Tensor, b: Tensor, inputs: Values, arriving: Values) -> list[Tensor]:
     """As a training step takes them, in float64: by the wiring alone."""
+    found = _backward(derived, a, b, inputs, arriving)
+    whole = [arriving[x.passed] if x.passed else found[x.output] for x in derived.gradients]
+    return [reference.summed(t, x.periods, inputs[x.of].shape) if x.periods else t for x, t in zip(derived.gradients, whole, strict=True)]
+
+
+def _backward(derived: Derivation, a: Tensor, b: Tensor, inputs: Values, arriving: Values) -> Values:
+    """The outputs of the backward program."""
     kept = outputs_of(derived.forward, a, b, inputs)
     sources = {INPUT: inputs, SAVED: kept, ARRIVING: arriving}
     arguments = {x.name: sources[x.source][x.of] for x in derived.arguments}
     if derived.product:
         a, b = arriving[derived.product], torch.eye(b.shape[1], dtype=torch.float64)
-    found = outputs_of(derived.backward, a, b, arguments)
-    whole = [arriving[x.passed] if x.passed else found[x.output] for x in derived.gradients]
-    return [reference.summed(t, x.periods, inputs[x.of].shape) if x.periods else t for x, t in zip(derived.gradients, whole, strict=True)]
+    return outputs_of(derived.backward, a, b, arguments)
 
 
 def autograd_of_operands(graph: Graph, a: Tensor, b: Tensor, inputs: Values, arriving: Values, wanted: Sequence[str]) -> list[Tensor]:
@@ -86,12 +91,15 @@ def all_gradients(derived: Derivation, a: Tensor, b: Tensor, inputs: Values, arr
     """Those of operands that are computed and of all inputs, by name: of an input that is used in several places the sum."""
     by_epilogue = zip((x.of for x in derived.gradients), derived_gradients(derived, a, b, inputs, arriving), strict=True)
     found: Values = dict(by_epilogue)
-    dmm = found.pop(PRODUCT, a)  # without one there are no operands'
+    of_products = {name: found.pop(name) for name in (PRODUCT, *(each.product for each in derived.operands)) if name in found}
+    by_backward = _backward(derived, a, b, inputs, arriving) if derived.rows else {}
+    sources = {OPERAND: {"a": a, "b": b} | inputs, INPUT: inputs, ARRIVING: arriving, SAVED: outputs_of(derived.forward, a, b, inputs)}
+    sources[ROW] = {x.of: arriving[x.passed] if x.passed else by_backward[x.output] for x in derived.rows}
     for each in derived.operands:
-        itself = {"a": a, "b": b}
-        given = {x.name: itself[x.of] if x.source == OPERAND else inputs[x.of] for x in each.arguments}
+        given = {x.name: sources[x.source][x.of] for x in each.arguments}
         given = {x.name: given[x.name].T if x.transposed else given[x.name] for x in each.arguments}
-        results = outputs_of(each.program, *((dmm, b.T) if each.operand == "a" else (a.T, dmm)), given)
+        right, dmm = inputs[each.product] if each.product else b, of_products[each.product or PRODUCT]
+        results = outputs_of(each.program, *((dmm, right.T) if each.operand == "a" else (a.T, dmm)), given)
         for x in each.gradients:
             found[x.of] = found[x.of] + results[x.output] if x.of in found else results[x.output]
     return found

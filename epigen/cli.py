@@ -76,7 +76,7 @@ def ops_command(as_json: bool) -> None:
             f"{op.symbol}{params[0]}" if op.symbol and len(params) == 1 else f" {op.symbol} ".join(params) if op.symbol else f"{op.name}({', '.join(params)})"
         )
         rows.append((op.group, call, op.formula))
-    rows += [("reduction", f"{r.name}(x, m | n), {r.name}(x), {r.name}(a | b, k)", r.formula) for r in ops.REDUCTIONS.values()]
+    rows += [("reduction", f"{r.name}(x, m | n), {r.name}(x), {r.name}(x, k)", r.formula) for r in ops.REDUCTIONS.values()]
     rows += [
         ("special", text.split(":")[0].split(" = ")[0], text.split(": ", 1)[1] if ": " in text else text.split(" = ", 1)[1]) for text in ops.SPECIAL.values()
     ]

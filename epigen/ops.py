@@ -401,8 +401,8 @@ SPECIAL = {
     "bitmask": "bitmask(p): packs a boolean tile, one bit an element, as an output",
     "bits": "bits(name): reads the packed mask `name` as a boolean tile",
     "bgrad": "bgrad(x) = sum(x, m), the gradient of a bias",
-    "mean": "mean(x, m | n), mean(x) = sum(x, m | n) / extent(m | n), sum(x) / (extent(m) * extent(n))",
-    "extent": "extent(m | n): how many rows or columns the result has, as a number",
+    "mean": "mean(x, m | n | k), mean(x) = sum(x, m | n | k) / extent(m | n | k), sum(x) / (extent(m) * extent(n))",
+    "extent": "extent(m | n | k): how many rows or columns the result has, or what it is summed over, as a number",
     "uniform": "uniform(seed): a random number in [0, 1) for each element of the result, always the same of one seed, an integer of 64 bits",
     "dropout": "dropout(x, p, seed) = where(uniform(seed) >= p, x * (1 / (1 - p)), 0); no gradient flows to p",
 }

@@ -44,6 +44,7 @@ CHECKS = {
     "rounded = epigen.nn.QuantizedLinear": "assert y.shape == (4, 256) and of_checkpoint.in_features == 512 and rounded.qweight.shape == (256, 256)",
     "moe = epigen.nn.MoE": "assert all(p.grad is not None for p in moe.parameters()) and moe(tokens).shape == tokens.shape",
     "epigen.nn.float8(model": "assert isinstance(model[0], epigen.nn.Float8Linear) and model[0].weight.grad is not None and type(model[2]) is torch.nn.Linear",
+    "q_proj = torch.nn.RMSNorm": "assert q.shape == (2, 16, 128) and all(t.grad is not None for t in (hidden, norm.weight, q_proj.weight))",
     "optimizer = torch.optim": "assert losses[-1] < 0.95 * losses[0] and y.shape == (512, 256) and y.requires_grad",
 }
 """By a line of each example, what holds after it."""

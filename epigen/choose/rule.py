@@ -67,8 +67,8 @@ def choose(spec: KernelSpec, shape: Shape, target: Target, refused: str = "") ->
     tiles: tuple[tuple[int, int, int], ...] = _TILES
     if sig.a == FP32 and sig.precision == "ieee":
         tiles, block_k = tuple(t for t in _TILES if t[0] * t[1] <= 64 * 64), 16
-    if len(spec.lines) + 2 * (len(spec.partials) + sum(s.packed for s in spec.stores)) > 6 or sig.a.bits == 8 or spec.computed:
-        # long epilogues, what 8-bit operands need beside the accumulator, and operands that are computed, spill registers at 128x256
+    if len(spec.lines) + 2 * (len(spec.partials) + sum(s.packed for s in spec.stores)) > 6 or sig.a.bits == 8 or spec.computed or spec.carried:
+        # long epilogues, what 8-bit operands need beside the accumulator, and operands that are computed or reduced, spill registers at 128x256
         tiles = tuple(t for t in tiles if t[0] * t[1] * count <= 128 * 128)
     tiles = tuple(t for t in tiles if t[0] * t[1] * count <= 128 * 256)
     if m <= 64:
@@ -255,6 +255,10 @@ def by_vendor(spec: KernelSpec, shape: Shape, target: Target, why: str) -> Choic
     if spec.computed:
         computed = spec.computed[0]
         raise ConfigError(f"{why}; and the vendor's product does not {'convert' if computed.as_loaded else 'compute'} operand {computed.name}")
+    if spec.carried:
+        raise ConfigError(
+            f"{why}; and the vendor's product, which would take its place, does not reduce operand {spec.carried[0].operand} over k for the tiles"
+        )
     if spec.second:
         raise ConfigError(f"{why}; and the vendor's product, which would take its place, is one, and the program has a second, with {spec.second.name}")
     how = "the vendor's kernel is the whole program" if spec.bare_product else "vendor product, then one fused epilogue"

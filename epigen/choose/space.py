@@ -170,7 +170,7 @@ class Space:
     def _able(self) -> tuple[str, ...]:
         (m, n, k), sig, target = self.shape[-3:], self.spec.signature, self.target
         count = products(self.shape)
-        vendors = [] if limits.adds_in_order(self.spec) or self.spec.computed or self.spec.second or sig.grouped else ["library"]
+        vendors = [] if limits.adds_in_order(self.spec) or self.spec.computed or self.spec.carried or self.spec.second or sig.grouped else ["library"]
         names = ["tiled"]
         if k >= LEAST_SPLIT and self._splits and count * m * n <= _MOST_SPLIT * target.multiprocessors:
             names.append("split_k")

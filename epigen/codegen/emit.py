@@ -6,11 +6,11 @@ A Dialect supplies the names of a language: Triton's here; Gluon's would rename 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from epigen import ops
-from epigen.codegen.spec import ACC, CAST, POSITION, UNIFORM, WIDEN, Arg, KernelSpec, Line, Partial, Source, number
+from epigen.codegen.spec import ACC, CAST, POSITION, UNIFORM, WIDEN, Arg, KernelSpec, Line, OverK, Partial, Source, number
 from epigen.codegen.spec import offsets as tile_offsets
 from epigen.dtypes import INT8, INT32, UINT8, DType
 
@@ -72,7 +72,7 @@ def _spelled(line: Line) -> tuple[str, tuple[str, ...]]:
 
 def by_libdevice(spec: KernelSpec) -> bool:
     """Whether a kernel calls libdevice, which Triton's interpreter lacks."""
-    lines = [*spec.main_lines, *(line for finish in spec.finishes for line in finish.lines)]
+    lines = [*spec.main_lines, *(line for finish in spec.finishes for line in finish.all_lines)]
     return any(line.op in ops.TABLE and "libdevice." in _spelled(line)[0] for line in lines)
 
 
@@ -164,17 +164,26 @@ def reduce_tile(partial: Partial, inside: str, in_order: bool = False) -> tuple[
 
 
 def prepare_operand(source: Source, loaded: str) -> str:
-    """An element of an operand as the reduction takes it; partial results are taken as they are."""
+    """An element of an operand, or what is computed of it, as the reduction takes it; partial results are taken as they are."""
     row = ops.REDUCTIONS[source.row]
-    return row.prepare.format(x=f"{loaded}.to(tl.float32)") if source.operand else loaded
+    element = _arg(source.over_k.value) if source.over_k else f"{loaded}.to(tl.float32)"
+    return row.prepare.format(x=element) if source.operand else loaded
 
 
-def identity(source: Source) -> str:
+def identity(source: Source | OverK) -> str:
     return ops.REDUCTIONS[source.row].identity
 
 
-def combine(source: Source, x: str, y: str) -> str:
+def combine(source: Source | OverK, x: str, y: str) -> str:
     return ops.REDUCTIONS[source.row].combine.format(x=x, y=y)
+
+
+def carried(over_k: OverK, inside: str, in_order: bool) -> str:
+    """What a reduction over k is once a step's elements have joined it. inside: which of them lie in the matrix, where the others would count. in_order: as of `reduce`."""
+    row = ops.REDUCTIONS[over_k.row]
+    elements = row.prepare.format(x=_arg(over_k.value))
+    of_step = reduce(over_k.row, f"tl.where({inside}, {elements}, {row.identity})" if inside else elements, 1 if over_k.operand == "a" else 0, in_order)
+    return combine(over_k, over_k.name, of_step)
 
 
 def reduce(row: str, x: str, axis: int, in_order: bool = False) -> str:
@@ -222,11 +231,11 @@ _BY_PAIRS = (
 
 
 def helpers(
-    lines: Iterable[Line], rows: Iterable[str], converts_to: Iterable[DType], combining: bool, dialect: Dialect = TRITON, in_order: bool = False
+    lines: Iterable[Line], rows: Iterable[str], converts_to: Iterable[DType], combining: Collection[str], dialect: Dialect = TRITON, in_order: bool = False
 ) -> dict[str, str]:
     """The small jit functions that the lines, reductions and conversions call, by name in a fixed order.
 
-    combining: partial results are joined here, so the combine functions are needed too. in_order: as of `reduce`.
+    combining: those of the rows whose partial results are joined here, so that their combine functions are needed too. in_order: as of `reduce`.
     """
     functions: dict[str, str] = {}
 
@@ -253,7 +262,7 @@ def helpers(
         if in_order and _in_order(own := "".join((row.triton, *row.body))) != own:
             define(_SUM_IN_ORDER, "x, axis: tl.constexpr, keep_dims: tl.constexpr", _BY_PAIRS)
         function = re.match(r"(\w+)\(", row.combine)
-        if function and (combining or function[1] in row.triton):
+        if function and (name in combining or function[1] in row.triton):
             define(function[1], "x, y", row.combine_body)
     if INT8 in converts_to:
         define("to_int8", "x", _TO_INT8)

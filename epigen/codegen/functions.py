@@ -197,7 +197,7 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
         sizes = _integers("M", "N", "K", *["num_products"] * (sig.grouped == "m"), "stride_am", "stride_ak", "stride_bk", "stride_bn")
     else:
         operands = [_pointer("mm", spec.accumulator, f"[M, N] {spec.accumulator}, the product of a and b")]
-        sizes = _integers("M", "N", "stride_mm_m", "stride_mm_n")
+        sizes = _integers("M", "N", *["K"] * spec.counts_k, "stride_mm_m", "stride_mm_n")
     rows, columns = (f"ceil({e} / BLOCK_{e}){f' * {count}' if count > 1 else ''}" for e, count in zip("MN", parts, strict=True))
     partials = []
     for p in spec.partials:
@@ -206,12 +206,13 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     part = (config["block_m"] // parts[0], config["block_n"] // parts[1])
     completing = inside(spec, config)
     completed = [o for f in completing for o in f.stores]
-    inputs = [*(i for o in spec.operands for i in o.inputs), *spec.inputs, *(i for f in completing for i in f.inputs)]
+    inputs = [*(i for o in spec.of_operands for i in o.inputs), *spec.inputs, *(i for f in completing for i in f.inputs)]
     inputs = inputs if schedule.descriptors else [*second, *inputs]
     tma_loaded, tma_stored, scales = schedules.tma_loaded(spec, config), schedules.tma_stored(spec, config), schedules.scales(spec, config)
     pointed: list[Input | Store] = [
         *(i for i in inputs if i.name not in tma_loaded and i not in scales),
         *(s for s in spec.stores if s.name not in tma_stored),
+        *spec.vectors,
         *completed,
     ]
     with_descriptor = {i.name: _with_descriptor(i.name, i.dtype, part, i.indices, of_tiles) for i in inputs if i.dtype is not None and i.name in tma_loaded}
@@ -225,7 +226,10 @@ def _main(spec: KernelSpec, config: KernelConfig) -> Function:
     # the bytes of a word lie side by side
     fixed = {stride_name(name, "n") for name in units(spec, config)["in_words"]}
     strides = [*_periods(pointed), *(s for s in _strides(pointed) if s.name not in fixed)]
-    addressed = [*(with_descriptor.get(i.name) or _input(i) for i in inputs), *(with_descriptor.get(s.name) or _output(s) for s in (*spec.stores, *completed))]
+    addressed = [
+        *(with_descriptor.get(i.name) or _input(i) for i in inputs),
+        *(with_descriptor.get(s.name) or _output(s) for s in (*spec.stores, *spec.vectors, *completed)),
+    ]
     steps: dict[str, str] = {}
     if sig.batched:
         own = [a.name.removesuffix("_ptr") for a in operands if a.block is None and _is_apart(sig, {"a": "mk", "mm": "mn"}.get(a.name[:-4], "kn"))]
@@ -290,7 +294,7 @@ def _finish(spec: KernelSpec, config: KernelConfig, finish: Finish) -> Function:
             extent = finish.indices.upper()
             pointers.append(_pointer(f"{source.name}_partial", FP32, f"[{tiles}{', ' + extent if extent else ''}] fp32: one {source.row} a tile"))
             lengths += _integers(tiles)
-    sizes = _integers(*finish.indices.upper(), *(e.upper() for e in "mn" if any(counted(e) in line.args for line in finish.lines)))
+    sizes = _integers(*finish.indices.upper(), *(e.upper() for e in "mnk" if any(counted(e) in line.args for line in finish.lines)))
     steps: dict[str, str] = {}
     length, width = _FINISH_TILES[finish.indices]
     constants: tuple[tuple[str, int], ...] = (("BLOCK_T", length), ("BLOCK_X", width))
@@ -302,7 +306,7 @@ def _finish(spec: KernelSpec, config: KernelConfig, finish: Finish) -> Function:
         ends = _ends(sig)
     if sig.batched and _is_apart(sig, finish.indices):
         held = [(s.operand, f"{finish.indices}k") for s in finish.sources if s.operand]
-        held += [(i.name, i.indices) for i in finish.inputs if i.dtype is not None and i.indices]
+        held += [(i.name, i.indices) for i in finish.all_inputs if i.dtype is not None and i.indices]
         held += [(o.name, o.indices) for o in finish.stores]
         steps = {f"{name}_ptr": batch_stride(name) for name, indices in held if _is_apart(sig, indices)}
         partial = {"n": "tiles_m * N", "m": "tiles_n * M", "": "tiles"}[finish.indices]
@@ -310,13 +314,13 @@ def _finish(spec: KernelSpec, config: KernelConfig, finish: Finish) -> Function:
     arguments = (
         *pointers,
         *ends,
-        *map(_input, finish.inputs),
+        *map(_input, finish.all_inputs),
         *map(_output, finish.stores),
         *sizes,
         *lengths,
         *strides,
         *_periods(finish.inputs),
-        *_strides(finish.inputs),
+        *_strides(finish.all_inputs),
         *_strides(finish.stores),
         *_integers(*(step for step in steps.values() if step.startswith("stride_"))),
     )

@@ -107,12 +107,12 @@ def functions(spec: KernelSpec, config: KernelConfig) -> list[str]:
         return []
     main, finishes = SCHEDULES[config.schedule].dialect, after(spec, config)
     if grouped == "k":
-        asked = any(s.operand for f in finishes for s in f.sources)
+        wanted = any(s.operand for f in finishes for s in f.sources)
         of_main, others = [_SPAN_OF_GROUP, *[_STEPS_OF_TILE] * bool(dict(config.values).get("pingpong"))], [_SPAN_OF_GROUP]
     else:
-        asked = any(f.indices != "m" and not all(s.operand for s in f.sources) for f in finishes)
-        of_main, others = [*_SCANNED, _SPANS, _ROWS_OF_TILE, *[_TILES_OF_GROUP] * (main == "gluon" or asked)], [*_SCANNED, _SPANS, _TILES_OF_GROUP]
-    others = others if main == "gluon" and asked else []
+        wanted = any(f.indices != "m" and not all(s.operand for s in f.sources) for f in finishes)
+        of_main, others = [*_SCANNED, _SPANS, _ROWS_OF_TILE, *[_TILES_OF_GROUP] * (main == "gluon" or wanted)], [*_SCANNED, _SPANS, _TILES_OF_GROUP]
+    others = others if main == "gluon" and wanted else []
     return [*(_in(main, text) for text in of_main), *(renamed(_in("triton", text), NAMES) for text in others)]
 
 

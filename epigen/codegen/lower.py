@@ -24,6 +24,7 @@ from epigen.codegen.spec import (
     KernelSpec,
     Line,
     Operand,
+    OverK,
     Partial,
     Signature,
     Source,
@@ -61,16 +62,18 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
     stores = [_store(graph, output, body) for output in graph.outputs]
     reduced = [graph.nodes[o.node].reduced for o in graph.outputs]
     finishes, partials, roots, zero = [], [], [], _zero_below(graph)
+    vectors = [i for i, o in enumerate(graph.outputs) if o.name in graph.vectors()]
+    past_k = _zero_past_k(graph)
     for indices in ("n", "m", ""):
-        chosen = [i for i, s in enumerate(stores) if reduced[i] and s.indices == indices]
+        chosen = [i for i, s in enumerate(stores) if reduced[i] and s.indices == indices and i not in vectors]
         if chosen:
             nodes = [graph.outputs[i].node for i in chosen]
-            finishes.append(_finish(body, indices, nodes, tuple(stores[i] for i in chosen)))
+            finishes.append(_finish(body, indices, nodes, tuple(stores[i] for i in chosen), past_k))
             reductions = [n for n in _reached(graph, nodes, through=True) if graph.nodes[n].op == g.REDUCE and graph.nodes[n].axes != "k"]
             partials += [_partial(graph, n, body, zero) for n in reductions]
             roots += [graph.nodes[n].args[0] for n in reductions]
     tiles = [i for i in range(len(stores)) if not reduced[i]]
-    roots += [_stored_node(graph, graph.outputs[i]) for i in tiles if stores[i].dtype != INT32]
+    roots += [_stored_node(graph, graph.outputs[i]) for i in tiles if stores[i].dtype != INT32] + [graph.outputs[i].node for i in vectors]
     inputs, lines = body.lines(roots)
     # what is there first is stored first: its copy is on the way while the others are computed
     computed: dict[Arg, int] = {line.name: i for i, line in enumerate(lines)}
@@ -78,7 +81,7 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
         name=kernel_name(graph.text),
         program=graph.text,
         signature=signature,
-        operands=_operands(graph, body),
+        operands=_operands(graph, body, past_k),
         inputs=inputs,
         lines=lines,
         stores=tuple(sorted((stores[i] for i in tiles), key=lambda s: computed.get(s.value, -1))),
@@ -87,6 +90,8 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
         outputs=tuple(stores),
         longest_block=max([1, *(line.block for line in lines)]),
         second=None if (second := graph.second()) is None else Input(second.name, second.indices, dict(signature.inputs)[second.name], False),
+        carried=tuple(_over_k(body, number, past_k) for number in graph.carried()),
+        vectors=tuple(stores[i] for i in vectors),
     )
 
 
@@ -160,8 +165,10 @@ def over_product(graph: Graph) -> Graph:
     """The program with the product as an input, `mm`, in place of the operands. Raises CallError where it needs them besides."""
     for node in graph.nodes:
         if node.op == g.REDUCE and node.axes == "k":
-            operand = graph.nodes[node.args[0]].name
+            operand = "a" if node.indices == "m" else "b"
             raise CallError(f"the program reduces operand {operand} over k, and a product that is given has no operands: call the kernel with a and b")
+        if node.op == g.EXTENT and node.name == "k":
+            raise CallError("the program computes with the number of k, and a product that is given has none: call the kernel with a and b")
     if computed := graph.computed():
         raise CallError(
             f"the program multiplies what it computes of operand {computed[0]}, and a product that is given has no operands: call the kernel with a and b"
@@ -258,15 +265,16 @@ def _store(graph: Graph, output: Output, body: _Body) -> Store:
     return Store(output.name, value, node.indices, dtype, packed=node.kind == g.PACKED, block=output.block)
 
 
-def _finish(body: _Body, indices: str, roots: Sequence[int], stores: tuple[Store, ...]) -> Finish:
-    nodes = body.graph.nodes
+def _finish(body: _Body, indices: str, roots: Sequence[int], stores: tuple[Store, ...], zero: Sequence[bool]) -> Finish:
+    """zero: as of `_over_k`."""
     sources = []
     for number in _reached(body.graph, roots, through=False):
-        node = nodes[number]
+        node = body.graph.nodes[number]
         if node.op == g.REDUCE:
-            operand = nodes[node.args[0]].name if node.axes == "k" else ""
+            over_k = _over_k(body, number, zero) if node.axes == "k" else None
+            operand = over_k.operand if over_k else ""
             dtype = {"a": body.signature.a, "b": body.signature.b}.get(operand, FP32)
-            sources.append(Source(body.name(number), node.name, operand, dtype))
+            sources.append(Source(body.name(number), node.name, operand, dtype, over_k if over_k and over_k.value != operand else None))
     inputs, lines = body.lines(roots)
     return Finish(indices, tuple(sources), inputs, lines, stores)
 
@@ -307,20 +315,39 @@ def _stays_zero(node: Node, zero: Sequence[bool]) -> bool:
     return False
 
 
-def _operands(graph: Graph, body: _Body) -> tuple[Operand, ...]:
+def _zero_past_k(graph: Graph) -> list[bool]:
+    """Of each value of an operand whether it is 0 past the last k, where tensors and inputs are read as 0."""
+    zero: list[bool] = []
+    for node in graph.nodes:
+        args = [zero[a] for a in node.args]
+        along_k = node.op in (g.INPUT, g.OPERAND) and "k" in node.indices and "k" not in g.shared_along(node)
+        zero.append(along_k or (all(args) if node.op in ("mul", "scale") else node.op not in (g.INPUT, g.BITS) and _stays_zero(node, args)))
+    return zero
+
+
+def _of_operand(body: _Body, number: int) -> tuple[tuple[Input, ...], tuple[Line, ...], tuple[Line, ...]]:
+    """What a value of an operand is computed of: inputs, the lines that do not vary along k, and those of each step."""
+    inputs, lines = body.lines([number])
+    each = {body.name(i) for i in _reached(body.graph, [number], through=False) if "k" in body.graph.nodes[i].indices}
+    once, steps = (tuple(line for line in lines if (line.name in each) == varies) for varies in (False, True))
+    return inputs, once, steps
+
+
+def _over_k(body: _Body, number: int, zero: Sequence[bool]) -> OverK:
+    """zero: as `_zero_past_k` has it."""
+    node = body.graph.nodes[number]
+    (value,) = node.args
+    return OverK(body.name(number), node.name, "a" if node.indices == "m" else "b", body.arg(value), *_of_operand(body, value), zero[value])
+
+
+def _operands(graph: Graph, body: _Body, zero: Sequence[bool]) -> tuple[Operand, ...]:
+    """zero: as `_zero_past_k` has it."""
     product = graph.product()
     if product is None:
         return ()
     nodes, operands = graph.nodes, []
-    zero: list[bool] = []  # past the last k
-    for node in nodes:
-        args = [zero[a] for a in node.args]
-        along_k = node.op in (g.INPUT, g.OPERAND) and "k" in node.indices and "k" not in g.shared_along(node)
-        zero.append(along_k or (all(args) if node.op in ("mul", "scale") else node.op not in (g.INPUT, g.BITS) and _stays_zero(node, args)))
     for name, number in zip(g.OPERANDS, nodes[product].args, strict=True):
-        inputs, lines = body.lines([number])
-        each = {body.name(i) for i in _reached(graph, [number], through=False) if "k" in nodes[i].indices}
-        once, steps = (tuple(line for line in lines if (line.name in each) == varies) for varies in (False, True))
+        inputs, once, steps = _of_operand(body, number)
         sig, packed = body.signature, graph.packed() if name == "b" else None
         converted = sig.multiplied[name] != {"a": sig.a, "b": sig.b}[name]
         apart, factors = graph.factors(number, converted)

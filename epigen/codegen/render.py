@@ -77,6 +77,7 @@ class Renderer:
             tma_stored=schedules.tma_stored(spec, config), tma_loaded=schedules.tma_loaded(spec, config), completions=completion.completions(spec, config),
             whole=not kernels, prefetched=schedules.prefetched(spec, config), **functions.units(spec, config),
             part=tile.part_of_tile(config), subtiles=schedules.subtiles(config), declared=tile.declared(spec, config), packs=tile.packs(spec), steps=steps.steps(spec, config),
+            carried=steps.carried(spec, config),
             partitions=partitions.partitions(spec, config, kernels[0]) if schedule.architecture == "hopper" else None,
             read=tile.mask_units(schedule, stored=False), kept=tile.mask_units(schedule, stored=True),
         )  # fmt: skip
@@ -111,11 +112,12 @@ def _helpers(spec: KernelSpec, config: KernelConfig, dialect: str) -> list[str]:
 
 def _helpers_of(spec: KernelSpec | None, finishes: list[Finish], dialect: emit.Dialect = emit.TRITON, in_order: bool = False) -> dict[str, str]:
     """What a main kernel, if it is one of them, and the completion of reductions call. in_order: as of `emit.reduce`; Gluon's layouts are fixed as they are."""
-    lines = [*(spec.main_lines if spec else ()), *(line for f in finishes for line in f.lines)]
-    rows = [*(p.row for p in (spec.partials if spec else ())), *(s.row for f in finishes for s in f.sources)]
-    stores = [*(spec.stores if spec else ()), *(o for f in finishes for o in f.stores)]
+    lines = [*(spec.main_lines if spec else ()), *(line for f in finishes for line in f.all_lines)]
+    carried = [over_k.row for over_k in (spec.carried if spec else ())]
+    rows = [*(p.row for p in (spec.partials if spec else ())), *(s.row for f in finishes for s in f.sources), *carried]
+    stores = [*((*spec.stores, *spec.vectors) if spec else ()), *(o for f in finishes for o in f.stores)]
     casts = [line.dtype for line in lines if line.dtype] + [o.dtype for o in stores]
-    return emit.helpers(lines, rows, casts, combining=bool(finishes), dialect=dialect, in_order=in_order)
+    return emit.helpers(lines, rows, casts, combining=rows if finishes else carried, dialect=dialect, in_order=in_order)
 
 
 def _of_finish(text: str, spec: KernelSpec, config: KernelConfig, dialect: str) -> str:

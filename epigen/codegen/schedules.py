@@ -20,7 +20,7 @@ class Schedule:
     "": no one's, for Triton's compiler lays them out. operand_bytes: of the operands' elements that the main loop is written for. computes: whether that
     loop can multiply what is computed of operands as they are loaded.  converts: whether it is written for a weight of fewer bits alone, which it converts
     in registers: b is the tensor cores' left operand, so that a tile's product lies transposed there.  scales: whether
-    it multiplies the sums of a step of fp8 by what all of the step's products share.  groups: the indices, "m" or "mk", along which the products of a launch may be groups.
+    it multiplies the sums of a step of fp8 by what all of the step's products share.  carries: whether the loop over k takes reductions of operands along.  groups: the indices, "m" or "mk", along which the products of a launch may be groups.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Schedule:
     computes: bool = False
     converts: bool = False
     scales: bool = False
+    carries: bool = False
     groups: str = ""
 
     def runs_on(self, backend: str, arch: int | str) -> bool:
@@ -58,6 +59,7 @@ TILED = Schedule(
     },
     multiplies=True,
     computes=True,
+    carries=True,
     groups="mk",
 )
 
@@ -101,6 +103,7 @@ PERSISTENT = Schedule(
     descriptors=True,
     persistent=True,
     capabilities=range(90, 1000),
+    carries=True,
 )
 
 WARP_SPECIALIZED = Schedule(

@@ -224,7 +224,7 @@ def offsets(index: str) -> str:
 
 
 def counted(index: str) -> str:
-    """The number of rows ("m") or columns ("n") as an fp32 number in a kernel, which Triton may hold as a constant."""
+    """The number of rows ("m"), of columns ("n") or of what the product is summed over ("k") as an fp32 number in a kernel, which Triton may hold as a constant."""
     return f"(1.0 * {index.upper()})"
 
 
@@ -336,6 +336,29 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
+class OverK:
+    """A reduction over k of what is computed in fp32 of an operand: a value a row of "a", a column of "b", each in one order whichever tile has it.
+
+    name: of the result. row: of the table of reductions. operand: "a" or "b", and the name of its elements, as they lie but in fp32, in the lines. value: what is reduced.
+    inputs, once, lines, zero: as of `Operand`.
+    """
+
+    name: str
+    row: str
+    operand: str
+    value: Arg
+    inputs: tuple[Input, ...] = ()
+    once: tuple[Line, ...] = ()
+    lines: tuple[Line, ...] = ()
+    zero: bool = True
+
+    @property
+    def along_k(self) -> tuple[Input, ...]:
+        """The inputs of which each step loads others."""
+        return tuple(i for i in self.inputs if "k" in i.indices)
+
+
+@dataclass(frozen=True, slots=True)
 class Store:
     """One output that a kernel writes. packed: a bit mask. block: how many columns share one of its values."""
 
@@ -370,12 +393,23 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a finishing kernel reduces: a Partial of the main kernel, or an operand ("a", "b") over k."""
+    """What a finishing kernel reduces: a Partial of the main kernel, or `over_k` an operand ("a", "b") or what is computed of it."""
 
     name: str
     row: str
     operand: str
     dtype: DType
+    over_k: OverK | None = None
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """What the elements are computed of beside the operand's."""
+        return self.over_k.inputs if self.over_k else ()
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """Those that compute the elements."""
+        return (*self.over_k.once, *self.over_k.lines) if self.over_k else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,11 +422,22 @@ class Finish:
     lines: tuple[Line, ...]
     stores: tuple[Store, ...]
 
+    @property
+    def all_inputs(self) -> tuple[Input, ...]:
+        """With those that elements are computed of before they are reduced."""
+        return tuple(dict.fromkeys([*(i for s in self.sources for i in s.inputs), *self.inputs]))
+
+    @property
+    def all_lines(self) -> tuple[Line, ...]:
+        """With those that compute what is reduced."""
+        return tuple(dict.fromkeys([*(line for s in self.sources for line in s.lines), *self.lines]))
+
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
     """Meaning of the kernels of one program at one signature. operands: of the product; none where that is given. inputs, lines: the epilogue's.
-    outputs: every output in the program's order. second: the right operand of a second product, of which a is the left one.
+    outputs: every output in the program's order. carried: the reductions over k that tiles are computed of. vectors: outputs with a value a row, or a column, that are computed of these
+    alone. second: the right operand of a second product, of which a is the left one.
     longest_block: of columns that are reduced by themselves, so that an epilogue takes all of them at once; 1 where none are."""
 
     name: str
@@ -407,6 +452,8 @@ class KernelSpec:
     outputs: tuple[Store, ...]
     second: Input | None = None
     longest_block: int = 1
+    carried: tuple[OverK, ...] = ()
+    vectors: tuple[Store, ...] = ()
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -438,6 +485,11 @@ class KernelSpec:
         return tuple(o for o in self.operands if o.computed)
 
     @property
+    def of_operands(self) -> tuple[Operand | OverK, ...]:
+        """All that a main loop computes of operands: what it multiplies, and what it reduces over k."""
+        return (*self.operands, *self.carried)
+
+    @property
     def bare_product(self) -> bool:
         """Whether the program is the product alone, in the dtype of its operands: the vendor's library computes that whole, by a kernel of its own.
 
@@ -452,6 +504,7 @@ class KernelSpec:
             and not self.computed
             and not self.second
             and not self.finishes
+            and not self.carried
             and [(s.value, s.dtype) for s in self.stores] == [(ACC, operands)]
         )
         return alone and operands in (FP16, BF16, FP32)
@@ -481,8 +534,8 @@ class KernelSpec:
 
     @property
     def main_lines(self) -> tuple[Line, ...]:
-        """All that the main kernel computes: operands, then the epilogue."""
-        return (*(line for o in self.operands for line in (*o.once, *o.lines)), *self.lines)
+        """All that the main kernel computes: operands and what is reduced of them over k, then the epilogue."""
+        return (*dict.fromkeys(line for o in self.of_operands for line in (*o.once, *o.lines)), *self.lines)
 
     @property
     def positions(self) -> frozenset[str]:
@@ -492,6 +545,11 @@ class KernelSpec:
         return frozenset(name for name in map(offsets, "mn") if name in used)
 
     @property
+    def counts_k(self) -> bool:
+        """Whether the epilogue computes with the number of k."""
+        return any(counted("k") in line.args for line in self.lines)
+
+    @property
     def loaded(self) -> tuple[Input, ...]:
         """Inputs of the epilogue that lie in memory; the others are numbers, passed by value."""
         return tuple(i for i in self.inputs if i.dtype is not None)
@@ -499,8 +557,8 @@ class KernelSpec:
     @property
     def all_inputs(self) -> tuple[Input, ...]:
         """Inputs of the main and the finishing kernels, each once."""
-        of_operands = [*(i for o in self.operands for i in o.inputs), *([self.second] if self.second else []), *([ENDS] if self.signature.grouped else [])]
-        return tuple(dict.fromkeys([*of_operands, *self.inputs, *(i for f in self.finishes for i in f.inputs)]))
+        of_operands = [*(i for o in self.of_operands for i in o.inputs), *([self.second] if self.second else []), *([ENDS] if self.signature.grouped else [])]
+        return tuple(dict.fromkeys([*of_operands, *self.inputs, *(i for f in self.finishes for i in f.all_inputs)]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from epigen import ops
 from epigen.codegen.schedules import SCHEDULES
-from epigen.codegen.spec import Arg, Input, KernelConfig, KernelSpec, Line, Operand
+from epigen.codegen.spec import Arg, Input, KernelConfig, KernelSpec, Line, Operand, OverK
 
 _MOST_ROWS = 64
 """Of a tile: a factor of the product is multiplied as often as it has rows, one of the operand as often as a step has values along k. At 512x8192x8192 int4 with
@@ -73,6 +74,63 @@ class Step:
 def steps(spec: KernelSpec, config: KernelConfig) -> tuple[Step, ...]:
     """One of each operand, in the order of the product."""
     return tuple(_step(spec, config, operand) for operand in spec.operands)
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What the loop over k carries along of one operand, beside what it multiplies: reductions, and of what these are computed of that which is not there yet.
+
+    operand: "a" or "b". inputs: those to load, along k each step. once: lines before the loop. lines: of each step. widened: whether the operand's elements still have to become fp32, once they are
+    multiplied. bounded: whether some of the elements past the last k would count. offsets: whether the numbers of a step's k have to be there for any of that, and are not.
+    """
+
+    operand: str
+    reductions: tuple[OverK, ...]
+    inputs: tuple[Input, ...]
+    once: tuple[Line, ...]
+    lines: tuple[Line, ...]
+    widened: bool
+    bounded: tuple[str, ...]
+    offsets: bool
+
+    @property
+    def along_k(self) -> tuple[Input, ...]:
+        return tuple(i for i in self.inputs if "k" in i.indices)
+
+
+def carried(spec: KernelSpec, config: KernelConfig) -> tuple[Carried, ...]:
+    """One of each operand that is reduced over k for the tiles."""
+    by_operand = {step.name: step for step in steps(spec, config)}
+    computed = {o.name: o for o in spec.computed}
+    loaded = {i for o in spec.computed for i in o.inputs if "k" not in i.indices}
+    found = []
+    for name, step in by_operand.items():
+        reductions = tuple(r for r in spec.carried if r.operand == name)
+        if not reductions:
+            continue
+        there = loaded | set(step.operand.along_k if name in computed else ())
+        even_k = spec.signature.k_multiple % config["block_k"] == 0
+        bounded = tuple(r.name for r in reductions if not even_k and not (r.zero and ops.REDUCTIONS[r.row].identity == "0.0"))
+        inputs = tuple(i for i in dict.fromkeys(i for r in reductions for i in r.inputs) if i not in there)
+        once, lines = (dict.fromkeys(line for r in reductions for line in (r.lines if each_step else r.once)) for each_step in (False, True))
+        counted = not step.operand.as_loaded and (
+            (not even_k and not step.operand.zero and not step.as_loaded) or any(i.name not in step.rows for i in step.operand.along_k)
+        )
+        needs = bool(bounded) or any("k" in i.indices for i in inputs)
+        found.append(
+            Carried(
+                name,
+                reductions,
+                inputs,
+                tuple(line for line in once if name not in computed or line not in step.operand.once),
+                tuple(line for line in lines if name not in computed or line not in step.lines),
+                name not in computed or step.as_loaded,
+                bounded,
+                needs and not counted,
+            )
+        )
+        loaded |= {i for i in inputs if "k" not in i.indices}
+    return tuple(found)
 
 
 def _step(spec: KernelSpec, config: KernelConfig, operand: Operand) -> Step:

@@ -117,7 +117,7 @@ def _loads(spec: KernelSpec, config: KernelConfig, inputs: Iterable[Input]) -> s
 
 
 def _stores(spec: KernelSpec, config: KernelConfig) -> set[str]:
-    offsets: set[str] = set()
+    offsets = {f"offs_{index}" for s in spec.vectors for index in s.indices}
     schedule = SCHEDULES[config.schedule]
     in_units, by_tma = mask_units(schedule, stored=True), schedules.tma_stored(spec, config)
     for s in spec.stores:

@@ -75,12 +75,14 @@ def record(derived: Derivation, shape: Shape) -> dict[str, Any]:
         "operands": [
             {
                 "operand": o.operand,
+                "product": o.product,
                 "program": o.program.text,
                 "arguments": [{"name": a.name, "source": a.source, "of": a.of, "transposed": a.transposed} for a in o.arguments],
                 "gradients": [{"of": g.of, "output": g.output} for g in o.gradients],
             }
             for o in derived.operands
         ],
+        "rows": [{"of": g.of, "output": g.output, "passed": g.passed} for g in derived.rows],
         "save": derived.save,
         "options": [{"save": o.save, "kept_bytes": o.kept_bytes(shape), "moved_bytes": o.moved_bytes(shape)} for o in derived.options],
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from epigen.codegen import emit
-from epigen.codegen.spec import Input, KernelSpec
+from epigen.codegen.spec import Input, KernelSpec, OverK
 from epigen.ir.graph import Graph, describe_indices
 from epigen.lang.syntax import Assign, Call, Expr, Name, Number, Power, Program, declared_text, number_text
 
@@ -67,17 +67,27 @@ def spec_text(spec: KernelSpec) -> str:
         lines += [f"  read {operand.packed} of {operand.name}, two in a byte along {sig.packed}"] if operand.packed else []
         lines += [f"  {emit.line(line)}" for line in (*operand.once, *operand.lines)]
         lines.append(f"  multiply {operand.value} for {operand.name} as {sig.multiplied[operand.name]}")
+    for over_k in spec.carried:
+        lines += _over_k(over_k)
+        lines.append(f"  carry {over_k.name} = {over_k.row} of {over_k.value} over k")
     lines += _loads(spec.inputs)
     lines += [f"  {emit.line(line)}" for line in spec.lines]
-    lines += [f"  store {s.name}[{','.join(s.indices)}] = {s.value} as {'bits' if s.packed else s.dtype}" for s in spec.stores]
+    lines += [f"  store {s.name}[{','.join(s.indices)}] = {s.value} as {'bits' if s.packed else s.dtype}" for s in (*spec.stores, *spec.vectors)]
     lines += [f"  partial {p.name} = {p.row} of {p.value} over {p.axes}" for p in spec.partials]
     for finish in spec.finishes:
         lines.append(f"finish [{','.join(finish.indices)}]")
-        lines += [f"  {s.name} = {s.row} of {'operand ' + s.operand + ' over k' if s.operand else 'the tiles partial results'}" for s in finish.sources]
+        for s in finish.sources:
+            lines += _over_k(s.over_k) if s.over_k else []
+            of = f"{s.over_k.value} over k" if s.over_k else f"operand {s.operand} over k" if s.operand else "the tiles partial results"
+            lines.append(f"  {s.name} = {s.row} of {of}")
         lines += _loads(finish.inputs)
         lines += [f"  {emit.line(line)}" for line in finish.lines]
         lines += [f"  store {s.name} = {s.value} as {s.dtype}" for s in finish.stores]
     return "\n".join(lines) + "\n"
+
+
+def _over_k(over_k: OverK) -> list[str]:
+    return [*_loads(over_k.inputs), *(f"  {emit.line(line)}" for line in (*over_k.once, *over_k.lines))]
 
 
 def _loads(inputs: tuple[Input, ...]) -> list[str]:

@@ -50,7 +50,8 @@ def _input(value: str) -> bool:
 
 _INPUT = fields.text(f"a dtype and its indices, such as fp16[n] or fp16[k/128,n], {BITS} or {SCALAR}", _input)
 _KIND = fields.pattern(
-    "an epilogue's class, such as load:n store:mn reduce:", r"(?!.{4097})load:(?:,|[a-z](?:/[0-9]{1,7})?)* store:[a-z,]* reduce:[a-z,]*( dot:[ab,]+)?"
+    "an epilogue's class, such as load:n store:mn reduce:",
+    r"(?!.{4097})load:(?:,|[a-z](?:/[0-9]{1,7})?)* store:[a-z,]* reduce:[a-z,]*( dot:[ab,]+)?( carry:[ab,]+)?",
 )
 
 
@@ -166,12 +167,13 @@ def graph_digest(graph: Graph) -> str:
 
 
 def epilogue_kind(spec: KernelSpec) -> str:
-    """What the epilogue moves and reduces, such as "load:n store:mn reduce:m"; and which operands are computed, if any are."""
+    """What the epilogue moves and reduces, such as "load:n store:mn reduce:m"; and which operands are computed, or reduced along the way, if any are."""
     loads = sorted("bits" if i.packed else declared_text(i.indices, (), i.blocks).replace(",", "") or "scalar" for i in spec.all_inputs)
-    stores = sorted("bits" if s.packed else s.indices for s in spec.stores)
+    stores = sorted("bits" if s.packed else s.indices for s in (*spec.stores, *spec.vectors))
     reduced = sorted(p.axes for p in spec.partials) + sorted(s.operand for f in spec.finishes for s in f.sources if s.operand)
     computed = f" dot:{','.join(o.name for o in spec.computed)}" if spec.computed else ""
-    return f"load:{','.join(loads)} store:{','.join(stores)} reduce:{','.join(reduced)}{computed}"
+    carried = f" carry:{','.join(sorted(r.operand for r in spec.carried))}" if spec.carried else ""
+    return f"load:{','.join(loads)} store:{','.join(stores)} reduce:{','.join(reduced)}{computed}{carried}"
 
 
 def alignment(shape: Shape, layout: str, element_bytes: int, b_row_bytes: int | None = None) -> int:

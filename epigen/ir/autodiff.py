@@ -30,6 +30,9 @@ GRADIENT = "gradient"
 """Node kind of the gradient that arrives at the output of the node's name."""
 
 
+_APART = "leave its output out of the derivation (of=...), or take it of a stored output, outside the kernel"
+
+
 @dataclass(frozen=True, slots=True)
 class Gradients:
     """nodes: the forward graph's, with their numbers, then the derivative's. wanted: "mm" or an input's name, and its gradient's node."""
@@ -114,6 +117,22 @@ def shared_gradient(text: str, node: Node) -> Diagnostic:
         Span(*match.span()) if match else None,
         f"leave it out (wrt=...), or write {node.name}[{','.join(node.indices)}] and pass it expanded, whose gradient torch sums",
     )
+
+
+def refused_within(graph: Graph, number: int) -> list[Diagnostic]:
+    """Of a value those reductions whose gradient it wants, and that have none: what is to be said of them."""
+    tape = _Tape(graph, ())
+    seen, pending = {number}, [number]
+    while pending:
+        at = pending.pop()
+        node = graph.nodes[at]
+        if node.op == g.REDUCE and rules.reduction_gradient(node.name) is None:
+            tape.no_rule(at)
+        elif node.op != g.REDUCE:
+            further = {a for a, rule in zip(node.args, _passing(node), strict=True) if rule is not None} - seen
+            seen |= further
+            pending += further
+    return tape.mistakes
 
 
 def _quantised(dtype: DType | None) -> bool:
@@ -284,14 +303,18 @@ class _Tape:
         node = self.graph.nodes[number]
         (x,) = node.args
         rule = rules.reduction_gradient(node.name)
-        apart = "leave its output out of the derivation (of=...), or take it of a stored output, outside the kernel"
         if node.axes == "k":
-            operand = self.nodes[x].name
-            self.refuse(f"a reduction of the operand '{operand}' gives it a gradient that does not pass through mm", number, apart)
+            operand = "a" if node.indices == "m" else "b"
+            self.refuse(f"a reduction of the operand '{operand}' gives it a gradient that does not pass through mm", number, _APART)
         elif rule is None:
-            self.refuse(f"'{node.name}' has no derivative within one kernel: equal elements share it, and how many there are is known too late", number, apart)
+            self.no_rule(number)
         else:
             self.add(x, "mn", self.rule(rule, {"x": x, "grad": gradient, "out": number}))
+
+    def no_rule(self, number: int) -> None:
+        name, over_k = self.graph.nodes[number].name, self.graph.nodes[number].axes == "k"
+        what = f"'{name}' has no derivative within one kernel: equal elements share it, and how many there are is known too late"
+        self.refuse(what, number, "detach what is computed of it, which is then a scale like any other, or take it outside the kernel" if over_k else _APART)
 
     def total(self, number: int) -> int:
         """A leaf's gradient in the leaf's own indices, as though none began anew: what shares an element has one each."""

@@ -1,7 +1,7 @@
 """Second stage: untyped Program -> typed Graph, with every mistake of meaning reported together.
 
 What holds afterwards: names are bound once and used, every input has one set of indices, booleans and numbers stand where they
-belong, a reduction feeds nothing that varies over more than it does, each output can be stored, there is a product, and it is used; a second one has
+belong, a reduction over m or n feeds nothing that varies over more than it does, one over k no operand, each output can be stored, there is a product, and it is used; a second one has
 its left operand. What varies along k is an operand of theirs, or part of one.
 """
 
@@ -166,7 +166,10 @@ class _Builder:
 
     def __init__(self, text: str):
         self.text = text
-        self.multiplies = re.search(r"\bdot\b", text) is not None  # by name; else operands are mm's, and nothing but their reductions is computed of them
+        self.multiplies = re.search(r"\bdot\b", text) is not None  # by name; else operands are mm's
+        self.along_k = (
+            self.multiplies or re.search(r",\s*k\s*\)", text) is not None
+        )  # whether anything may be computed of operands: what is multiplied, or reduced over k
         self.nodes: list[Node] = []
         self.numbers: dict[Node, int] = {}
         self.names: dict[str, _Value] = {}
@@ -295,7 +298,7 @@ class _Builder:
             self.error(f"'{text}' is no input, which could have one value for several of an index", span, f"write {text}")
             return None
         declared = None if name.indices is None else "".join(name.indices)
-        if declared is not None and declared not in _IN_ORDER and (self.multiplies or "k" not in declared):
+        if declared is not None and declared not in _IN_ORDER and (self.along_k or "k" not in declared):
             self.error(f"'{text}' is declared as {describe_indices(declared, (), name.blocks)}", span, _reordered(text, declared, name.blocks))
             return None
         if text in self.names:
@@ -311,7 +314,7 @@ class _Builder:
             if declared not in (None, "mn"):
                 self.error(f"mm has indices [m, n], not {describe_indices(declared or '')}", span, "write mm")
             return self.product([self.node(given) for given in GIVEN], span)
-        if text in OPERANDS and self.multiplies:
+        if text in OPERANDS and self.along_k:
             if declared not in (None, OPERANDS[text]):
                 self.error(f"{text} has indices {describe_indices(OPERANDS[text])}, not {describe_indices(declared or '')}", span, f"write {text}")
             return self.node(GIVEN[[*OPERANDS].index(text)])
@@ -323,11 +326,11 @@ class _Builder:
         if name.periods and "k" in (declared or ""):
             self.error(f"'{text}' is an input of an operand, which has no period", span, f"write {text}[{','.join(declared or '')}], and pass it expanded")
             return None
-        if declared is not None and "k" in declared and not self.multiplies:
+        if declared is not None and "k" in declared and not self.along_k:
             self.error(
                 f"'{text}' has the index k, which only the operands have",
                 span,
-                "an input of the epilogue varies over m, n or both; within an operand, as in dot(a * norm[k], b), it may vary along k",
+                "an input of the epilogue varies over m, n or both; within an operand, as in dot(a * norm[k], b), and a sum over k it may vary along k",
             )
             return None
         if text not in PREDECLARED and text not in self.inputs and declared is None and not self.scalar_name(text, span):
@@ -439,10 +442,17 @@ class _Builder:
                 self.error(message, span, hint)
                 return None
             indices = both
-        reduced = [self.nodes[a] for a in args if self.nodes[a].reduced]
-        for r in reduced:
+        reduced = [(a, self.nodes[a]) for a in args if self.nodes[a].reduced]
+        for number, r in reduced:
             if r.indices != indices:
-                if indices == "mn":
+                if indices == "mn" and self.over_k(number):
+                    continue
+                if "k" in indices and self.over_k(number):
+                    message, hint = (
+                        f"a reduction over k, which leaves {describe_indices(r.indices)}, within an operand",
+                        f"it is finished when the loop over k is, and then the product is too: compute with it behind that, as in mm * {'r' if 'm' in r.indices else 'c'}",
+                    )
+                elif indices == "mn":
                     message, hint = (
                         f"a reduction that leaves {describe_indices(r.indices)} feeds a tile",
                         "it is finished only after every tile is: make it an output, and use it in a second kernel",
@@ -452,7 +462,11 @@ class _Builder:
                     hint = "after a reduction, every value needs the reduction's own indices or is a scalar input"
                 self.error(message, span, hint)
                 return None
-        return self.node(Node(op.name, args, op.result, indices, bool(reduced)))
+        return self.node(Node(op.name, args, op.result, indices, bool(reduced) and indices != "mn"))
+
+    def over_k(self, value: int) -> bool:
+        """Whether all reductions that a value is computed of are over k: a tile has them for its own rows, or columns, once its loop over k is done."""
+        return all(n.axes == "k" for n in self.reached(value) if n.op == REDUCE)
 
     def expect(self, value: int, kind: str, expr: Expr, what: str) -> bool:
         actual = self.nodes[value].kind
@@ -489,15 +503,18 @@ class _Builder:
             operands.append(value)
         return self.product(operands, call.span, second) if len(operands) == len(OPERANDS) else None
 
-    def is_operand(self, value: int, name: str, expr: Expr) -> bool:
-        """Whether a value is computed of the operand of this name, and of no other."""
+    def is_operand(self, value: int, name: str, expr: Expr, reduced_by: str = "") -> bool:
+        """Whether a value is computed of the operand of this name, and of no other. reduced_by: the call that reduces it over k, where that is not dot."""
         reached = self.reached(value)
         operands = list(dict.fromkeys(n.name for n in reached if n.op == OPERAND))
         indices = describe_indices(OPERANDS[name]).replace(" ", "")
         if operands != [name] or self.nodes[value].indices != OPERANDS[name]:
-            what = f"one of {' and '.join(sorted(operands))} with {describe_indices(self.nodes[value].indices)}" if operands else f"one with no {name} in it"
-            message, hint = f"dot's {name} is an expression of {name}{indices}, and {what} was found", "the operands stand in their order: write dot(a, b)"
-            if name == "b" and not operands:
+            found = f"one of {' and '.join(sorted(operands))} with {describe_indices(self.nodes[value].indices)}" if operands else f"one with no {name} in it"
+            message, hint = f"dot's {name} is an expression of {name}{indices}, and {found} was found", "the operands stand in their order: write dot(a, b)"
+            if reduced_by:
+                message = f"{reduced_by} reduces over k an expression of {name}{indices}, and {found} was found"
+                hint = f"what no operand has a part in is reduced before: pass the result as an input {describe_indices(OPERANDS[name].replace('k', ''))}"
+            elif name == "b" and not operands:
                 hint = "write dot(a, b), or a second product as dot(a, up[k,n]), of an input as it is given"
         elif counted := next((n for n in reached if n.op == EXTENT), None):
             message, hint = f"extent({counted.name}) within an operand", "pass the number as a scalar input"
@@ -622,20 +639,15 @@ class _Builder:
                 f"write {expr_text(call).replace('mean', 'sum', 1)} / {block} where all have {block}",
             )
             return None
-        if axes == "k":
-            self.error(
-                "a mean is taken over m, n or both", call.span, f"write {expr_text(call).replace('mean', 'sum', 1)} / count, and pass K as the scalar count"
-            )
-            return None
         counts = [self.node(Node(EXTENT, (), NUMBER, "", name=axis)) for axis in axes]
         count: _Value = counts[0] if len(counts) == 1 else self.apply(ops.TABLE["mul"], (counts[0], counts[1]), call.span)
         return None if count is None else self.apply(ops.TABLE["div"], (total, count), call.span)
 
     def call_extent(self, call: Call) -> _Value:
         match call.args:
-            case (Name("m" | "n" as axis, _, None),) if not call.keywords:
+            case (Name("m" | "n" | "k" as axis, _, None),) if not call.keywords:
                 return self.node(Node(EXTENT, (), NUMBER, "", name=axis))
-        self.error("extent takes the name of an index of the result", call.span, "write extent(m) or extent(n)")
+        self.error("extent takes the name of an index", call.span, "write extent(m), extent(n) or extent(k)")
         return None
 
     def call_uniform(self, call: Call) -> _Value:
@@ -697,38 +709,22 @@ class _Builder:
                             else f"write {call.function}(x, m), {call.function}(x, n) or {call.function}(x)"
                         )
                         self.error(
-                            f"{call.function} reduces over {'m or n' if call.function == 'mean' else 'm, n or k'}, and found '{expr_text(other)}'",
+                            f"{call.function} reduces over m, n or k, and found '{expr_text(other)}'",
                             other.span,
                             hint,
                         )
                         return None
-        match call.args[0]:
-            case Name(name, _, indices, periods, blocks) if name in OPERANDS and name not in self.names:
-                if periods or blocks:
-                    _ = yield call.args[0]  # which says what is wrong with that
-                    return None
-                if indices is not None and "".join(indices) != OPERANDS[name]:
-                    self.error(
-                        f"the operand '{name}' is {describe_indices(OPERANDS[name])}, not {describe_indices(''.join(indices))}",
-                        call.args[0].span,
-                        f"write {call.function}({name}, k)",
-                    )
-                    return None
-                if axes != "k":
-                    self.error(f"the operand '{name}' can only be reduced over k", call.span, f"write {call.function}({name}, k)")
-                    return None
-                operand = self.node(Node(OPERAND, (), NUMBER, OPERANDS[name], name=name))
-                return self.node(Node(REDUCE, (operand,), NUMBER, OPERANDS[name].replace("k", ""), True, name=row, axes="k"))
         value = yield call.args[0]
         if value is None or not self.expect(value, NUMBER, call.args[0], f"what {call.function} reduces"):
             return None
-        if axes == "k":
-            self.error(
-                "an operand is reduced over k as it is given" if "k" in self.nodes[value].indices else "only the operands a and b have the index k",
-                call.span, f"write {call.function}(a, k) or {call.function}(b, k); mm is already summed over k",
-            )  # fmt: skip
-            return None
         x = self.nodes[value]
+        if axes == "k":
+            return (
+                self.node(Node(REDUCE, (value,), NUMBER, x.indices.replace("k", ""), True, name=row, axes="k")) if self.reduces_operand(value, call) else None
+            )
+        if is_given(x):
+            self.error(f"the operand '{x.name}' can only be reduced over k", call.span, f"write {call.function}({x.name}, k)")
+            return None
         if x.reduced:
             self.error("a reduction of a reduction", call.span, f"reduce the tile at once: {call.function}(x) reduces over m and n")
             return None
@@ -736,6 +732,22 @@ class _Builder:
             self.error(f"{call.function} reduces a tile [m, n]: found {describe_indices(x.indices)}", call.span, "reduce something that varies over m and n")
             return None
         return self.node(Node(REDUCE, (value,), NUMBER, "".join(i for i in "mn" if i not in axes), True, name=row, axes=axes))
+
+    def reduces_operand(self, value: int, call: Call) -> bool:
+        """Whether a value that is reduced over k is computed of an operand, and of one alone."""
+        operand = next((name for name, indices in OPERANDS.items() if indices == self.nodes[value].indices), "")
+        if not operand:
+            hint = f"write {call.function}(a, k), {call.function}(b, k), or of an expression of one of them, such as a * a; mm is already summed over k"
+            self.error("only the operands a and b have the index k", call.span, hint)
+            return False
+        if packed := next((n for n in self.reached(value) if n.op == OPERAND and n.dtype is not None), None):
+            self.error(
+                f"a reduction over k of {packed.dtype}(b), which holds two values in a byte",
+                call.span,
+                f"unpack b first, or pass {call.function} of it as an input [n]",
+            )
+            return False
+        return self.is_operand(value, operand, call.args[0], call.function)
 
     def blockwise(self, row: str, call: Call, block: float, span: Span) -> _Typing:
         """A reduction of each block of so many columns, whose value all of the block's elements have."""

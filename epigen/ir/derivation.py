@@ -19,7 +19,7 @@ SAVE = (MASK, OUTPUT, PREACTIVATION, RECOMPUTE)
 NOTHING = "nothing"
 """What a derivation reports where no tile is needed: every choice is then as good."""
 
-INPUT, SAVED, ARRIVING, OPERAND = "input", "saved", "gradient", "operand"
+INPUT, SAVED, ARRIVING, OPERAND, ROW = "input", "saved", "gradient", "operand", "row"
 """Where an input of the backward, or of an operand's gradients, comes from."""
 
 
@@ -71,8 +71,8 @@ class Option:
 class Argument:
     """One named input of the backward program, and where it comes from.
 
-    source: INPUT (the forward's input `of`), SAVED (the forward's output `of`), ARRIVING (the gradient that arrives at the output `of`) or OPERAND (the
-    forward's operand `of`). transposed: it is that matrix's transpose.
+    source: INPUT (the forward's input `of`), SAVED (the forward's output `of`), ARRIVING (the gradient that arrives at the output `of`), OPERAND (the
+    forward's operand `of`) or ROW (the gradient of the row value `of`, as `Derivation.rows` has it). transposed: it is that matrix's transpose.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Gradient:
 class OperandGradients:
     """The program of the gradients of what one operand of the product is computed of.
 
-    operand: "a" or "b". program: of the gradient of mm, G [M, N]. For "a" its operands are G and the transpose of b, and its result is [M, K]; for "b" they
+    operand: "a" or "b". product: "", or of a second one the input that is its right operand, which stands in the place of b. program: of the gradient of mm, or of that product, G [M, N]. For "a" its operands are G and the transpose of b, and its result is [M, K]; for "b" they
     are the transpose of a, and G, and its result is [K, N]. arguments: its inputs, in its order. gradients: of the operand itself and of inputs, in whose own
     indices they come, whatever letters they have here.
     """
@@ -109,13 +109,13 @@ class OperandGradients:
     program: Graph
     arguments: tuple[Argument, ...]
     gradients: tuple[Gradient, ...]
+    product: str = ""
 
     def wiring(self) -> str:
         """Where the operands and inputs of the program come from."""
-        operands = (
-            "a is the gradient of mm; b is the forward's b, transposed" if self.operand == "a" else "a is the forward's a, transposed; b is the gradient of mm"
-        )
-        renamed = [f"{a.name} is the forward's {a.of}{', transposed' * a.transposed}" for a in self.arguments if a.name != a.of or a.transposed]
+        of = f"the gradient of {f'the product with {self.product}' if self.product else 'mm'}"
+        operands = f"a is {of}; b is the forward's {self.product or 'b'}, transposed" if self.operand == "a" else f"a is the forward's a, transposed; b is {of}"
+        renamed = [f"{a.name} is {_whence(a)}{', transposed' * a.transposed}" for a in self.arguments if a.source != INPUT or a.name != a.of or a.transposed]
         return "; ".join([operands, *renamed])
 
 
@@ -128,8 +128,10 @@ class Derivation:
     forward's own product.
     arguments: the backward's inputs, in its order. gradients: of mm and of each input that was asked for and that anything flows to.
     arriving: the program's own outputs at which gradients arrive. save, saved: the choice. options: all that were possible.
-    operands: the programs of what the product's operands are computed of; none where they are a and b as they are given, of which the gradients are plain
-    products of mm's. An input that is used in several places has a gradient of each, and the sum of them.
+    operands: the programs of what the products' operands are computed of; none where they are a and b as they are given, of which the gradients are plain
+    products of mm's. An input, or a, that is used in several places has a gradient of each, and the sum of them.
+    rows: the gradients, summed along each row, or column, of what is computed of reductions over k and tiles are computed of: what the operands' programs pass on. `of` is what
+    the program calls that.
     """
 
     forward: Graph
@@ -143,6 +145,7 @@ class Derivation:
     saved: tuple[Saved, ...]
     options: tuple[Option, ...]
     operands: tuple[OperandGradients, ...] = ()
+    rows: tuple[Gradient, ...] = ()
 
     def __repr__(self) -> str:
         return f"<epigen.Derivation backward: {self.backward.text!r}; forward: {self.forward.text!r}; save: {self.save!r}>"
@@ -160,6 +163,12 @@ class Derivation:
         found = [(g, _arriving(g.passed) if g.passed else g.output) for g in self.gradients if g.passed or g.periods]
         summed = ", summed over all that share an element"
         return ["; ".join(held), *(f"the gradient of {g.of} is {what}{summed if g.periods else ''}" for g, what in found)]
+
+
+def _whence(argument: Argument) -> str:
+    if argument.source == ARRIVING:
+        return _arriving(argument.of)
+    return f"the backward's gradient of {argument.of}" if argument.source == ROW else f"the forward's {argument.of}"
 
 
 def _arriving(output: str) -> str:

@@ -15,16 +15,36 @@ product, so that it is never chosen where there is another way, and "output" kee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import epigen.ir.graph as g
 from epigen.dtypes import FP16, FP32, UINT8, DType
-from epigen.errors import CallError, DerivationError, Diagnostic, near_miss
+from epigen.errors import CallError, DerivationError, Diagnostic, Span, near_miss
+from epigen.ir import autodiff
 from epigen.ir.autodiff import GRADIENT, Gradients, carries_gradient, differentiate
-from epigen.ir.derivation import ARRIVING, INPUT, MASK, NOTHING, OUTPUT, PREACTIVATION, RECOMPUTE, SAVE, SAVED, Argument, Derivation, Gradient, Option, Saved
+from epigen.ir.derivation import (
+    ARRIVING,
+    INPUT,
+    MASK,
+    NOTHING,
+    OUTPUT,
+    PREACTIVATION,
+    RECOMPUTE,
+    ROW,
+    SAVE,
+    SAVED,
+    Argument,
+    Derivation,
+    Gradient,
+    OperandGradients,
+    Option,
+    Saved,
+)
 from epigen.ir.graph import Graph, Node, Output
 from epigen.ir.operand_gradients import operand_gradients
+from epigen.ir.passes import order
 from epigen.ir.unparse import Names
 from epigen.ir.written import through_text
 from epigen.ops import BOOLEAN, NUMBER
@@ -36,18 +56,17 @@ def derive(graph: Graph, operands: DType = FP16, save: str | None = None, wrt: I
     """The derivation of a normalised graph.
 
     operands: the dtype of a and b, which a saved tile has too. save: one of SAVE; by default the choice of the save policy.
-    wrt: "mm" and names of inputs; by default all. Of operands that are computed also "a" and "b", both of which "mm" stands for. of: names of the outputs that gradients arrive at; by default all that carry any.
+    wrt: "mm" and names of inputs; by default all. Of operands that are computed, or reduced over k for the tiles, also "a" and "b", both of which "mm" stands for. of: names of the outputs that gradients arrive at; by default all that carry any.
     Raises DerivationError for the program, CallError for the rest.
     """
     if not operands.is_float or operands.is_fp8:
         raise CallError(f"{operands} operands have no gradient: train with fp16, bf16 or fp32, and cast for the product alone")
     if save is not None and save not in SAVE:
         raise CallError(f"unknown save={save!r}: {near_miss(str(save), SAVE) or 'it is one of ' + ', '.join(SAVE)}")
-    computed = bool(graph.computed())
-    if computed and (second := graph.second()):
-        message = f"operand {graph.computed()[0]} is computed as it is multiplied, and there is a second product, with {second.name}: no derivative is derived of both"
-        raise DerivationError(graph.text, [Diagnostic(message, None, "compute the operand first, as a tensor of its own, or make it two programs")])
-    inputs, arriving = [g.PRODUCT, *[*g.OPERANDS] * computed, *(n.name for n in graph.inputs())], [o.name for o in graph.outputs if carries_gradient(graph, o)]
+    inputs, arriving = (
+        [g.PRODUCT, *[*g.OPERANDS] * graph.through_operands(), *(n.name for n in graph.inputs())],
+        [o.name for o in graph.outputs if carries_gradient(graph, o)],
+    )
     if wrt is not None:
         inputs = _known("input", wrt, inputs)
     if of is not None:
@@ -55,9 +74,12 @@ def derive(graph: Graph, operands: DType = FP16, save: str | None = None, wrt: I
         arriving = [name for name in arriving if name in among]
     if wrt is not None and "b" in inputs and graph.packed():
         raise CallError("b holds two values in a byte, and has no gradient: leave it out of wrt, or write b, and pass it unpacked (epigen.unpack_int4)")
-    through_operands = bool({g.PRODUCT, *g.OPERANDS} & set(inputs))
-    derivative = differentiate(graph, arriving, {*inputs, g.PRODUCT} if through_operands else inputs)
-    ways = list(_ways(graph, derivative, operands))
+    of_products = bool({g.PRODUCT, *g.OPERANDS} & set(inputs))
+    over_k = _RowValues.of(graph)
+    wanted_rows = {name for name, i in over_k.numbers.items() if not _followed_by(graph, i).isdisjoint(inputs)}
+    second = [n.name for n in [graph.second()] if n and graph.through_operands()]
+    derivative = differentiate(over_k.given, arriving, {*inputs, *wanted_rows, *[g.PRODUCT, *second] * of_products})
+    ways = list(_ways(over_k.given, derivative, operands))
     if not ways:
         message = "the gradients need neither mm nor the gradient of a tile, so that no kernel computes them"
         raise DerivationError(graph.text, [Diagnostic(message, None, "list a tile that depends on mm among the outputs")])
@@ -67,10 +89,44 @@ def derive(graph: Graph, operands: DType = FP16, save: str | None = None, wrt: I
         if save not in possible:
             raise CallError(f"save={save!r} does not give the derivative of {graph.text!r} all that it reads: possible are {', '.join(possible)}")
         chosen = ways[possible.index(save)]
-    derived = _assemble(graph, derivative, chosen, tuple(w.option for w in ways), tuple(arriving))
-    if not computed or g.PRODUCT not in dict(derivative.wanted):
-        return derived
-    return replace(derived, operands=operand_gradients(graph, [*inputs, *[*g.OPERANDS] * (g.PRODUCT in inputs)]))
+    return _assemble(graph, over_k, derivative, chosen, tuple(w.option for w in ways), tuple(arriving), inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowValues:
+    """Values of rows and columns that are computed of reductions over k, and that tiles are computed of: to the epilogue's derivative they are inputs like any other.
+
+    given: the program with them as inputs. numbers: of each, by its name there, in the program itself.
+    """
+
+    given: Graph
+    numbers: Mapping[str, int]
+
+    @classmethod
+    def of(cls, graph: Graph) -> _RowValues:
+        rows = graph.row_values()
+        if not rows:
+            return cls(graph, {})
+        nodes, numbers = [*graph.nodes], dict[str, int]()
+        names = Names(
+            [
+                *(n.name for n in graph.inputs()),
+                *(n.label for i, n in enumerate(nodes) if i not in rows),
+                *(o.name for o in graph.outputs if o.node not in rows),
+            ]
+        )
+        for i in rows:
+            name = names.fresh(nodes[i].label or "reduced")
+            numbers[name] = i
+            nodes[i] = replace(nodes[i], op=g.INPUT, args=(), name=name, value=0.0, axes="", dtype=None)
+        return cls(order(Graph(tuple(nodes), graph.outputs, graph.text)), numbers)
+
+
+def _followed_by(graph: Graph, number: int) -> set[str]:
+    """What a value of a row, or of a column, follows as a number: inputs, and an operand by its name and as a part of "mm"."""
+    followed = autodiff.followed(replace(graph, outputs=(Output("row", number, None),)), ["row"], steps=False)
+    operand = "a" if graph.nodes[number].indices == "m" else "b"
+    return {*followed, *[operand] * (g.PRODUCT in followed)}
 
 
 def _known(what: str, names: Iterable[str], known: Collection[str]) -> list[str]:
@@ -106,7 +162,7 @@ def _ways(graph: Graph, derivative: Gradients, operands: DType) -> Iterable[_Way
     of_blocks = {i for i, block in enumerate(g.blocks_of(nodes)) if block > 1}  # which are reduced again from the tile
 
     def finished(i: int) -> bool:
-        return i < forward and nodes[i].reduced and (i in kept or nodes[i].op == g.REDUCE)
+        return i < forward and nodes[i].reduced and (i in kept or nodes[i].op in (g.REDUCE, g.INPUT))
 
     def way(save: str, stop: Callable[[int], bool]) -> _Way | None:
         stops, reached = _cut(derivative, lambda i: finished(i) or (from_mm[i] and i not in of_blocks and stop(i)))
@@ -115,7 +171,7 @@ def _ways(graph: Graph, derivative: Gradients, operands: DType) -> Iterable[_Way
         if again != (save == RECOMPUTE) or not (again or product) or (not again and second and second.name in reached):
             return None
         labels = (n.label for i, n in enumerate(nodes) if i not in stops or i in kept)
-        names = Names([*(n.name for n in graph.inputs()), *labels, *(o.name for o in graph.outputs)])
+        names = Names([*(n.name for n in graph.inputs() if not n.reduced), *labels, *(o.name for o in graph.outputs)])
         saved = tuple(_saved(nodes[i], kept.get(i), operands, names) for i in stops)
         return _Way(Option(save, saved, operands, 1 if second is None else 2), stops, "" if again else product)
 
@@ -205,7 +261,9 @@ def _saved(node: Node, output: Output | None, operands: DType, names: Names) -> 
 # -- the programs
 
 
-def _assemble(graph: Graph, derivative: Gradients, way: _Way, options: tuple[Option, ...], arriving: tuple[str, ...]) -> Derivation:
+def _assemble(
+    graph: Graph, over_k: _RowValues, derivative: Gradients, way: _Way, options: tuple[Option, ...], arriving: tuple[str, ...], wrt: Collection[str]
+) -> Derivation:  # fmt: skip
     saved = dict(zip(way.nodes, way.option.saved, strict=True))
     inputs = [n.name for n in graph.inputs()]
     periods = {n.name: n.periods for n in graph.inputs()}
@@ -213,15 +271,15 @@ def _assemble(graph: Graph, derivative: Gradients, way: _Way, options: tuple[Opt
 
     # the wanted gradients that have to be computed, each once
     own: dict[int, str] = {}
-    gradients = []
+    gradients, rows = list[Gradient](), list[Gradient]()
     for name, number in derivative.wanted:
-        node = derivative.nodes[number]
+        node, found = derivative.nodes[number], rows if name in over_k.numbers else gradients
         if node.op == GRADIENT and node.name != way.product:
-            gradients.append(Gradient(name, "", node.name, periods.get(name, ())))
+            found.append(Gradient(name, "", node.name, periods.get(name, ())))
             continue
         if number not in own:
             own[number] = names.fresh(f"d{name}")
-        gradients.append(Gradient(name, own[number], periods=periods.get(name, ())))
+        found.append(Gradient(name, own[number], periods=periods.get(name, ())))
 
     # values of the forward, and gradients, become the backward's inputs; first come the operands of the product that mm is
     sources = {name: Argument(name, INPUT, name) for name in inputs}
@@ -243,9 +301,18 @@ def _assemble(graph: Graph, derivative: Gradients, way: _Way, options: tuple[Opt
             node = Node(g.INPUT, (), NUMBER, node.indices, name=name)
         nodes.append(node)
     backward = through_text(nodes, [Output(name, number + len(g.GIVEN), None) for number, name in own.items()], graph.text)
+    if any(n.op == g.EXTENT and n.name == "k" for n in backward.nodes):
+        message = "the derivative computes with the number of k, and is the epilogue of another product, which has another"
+        at = graph.text.find("extent(k)")
+        raise DerivationError(graph.text, [Diagnostic(message, Span(at, at + 9) if at >= 0 else None, "pass the number as a scalar input")])
+    forward = _Forward(graph, over_k, derivative, saved)
+    operands = _of_operands(
+        graph, over_k, rows, wrt, forward, {n.name or g.PRODUCT for n in graph.nodes if n.op == g.DOT}.intersection(dict(derivative.wanted))
+    )
+    beside = tuple(forward.beside.values())
 
     return Derivation(
-        forward=_extended(graph, derivative, saved) if any(s.extra for s in way.option.saved) else graph,
+        forward=forward.extended(),
         results=len(graph.outputs),
         backward=backward,
         product=way.product,
@@ -253,23 +320,60 @@ def _assemble(graph: Graph, derivative: Gradients, way: _Way, options: tuple[Opt
         gradients=tuple(gradients),
         arriving=arriving,
         save=way.option.save,
-        saved=way.option.saved,
-        options=options,
+        saved=(*way.option.saved, *beside),
+        options=tuple(replace(o, saved=(*o.saved, *beside)) for o in options),
+        operands=operands,
+        rows=tuple(rows),
     )
 
 
-def _extended(graph: Graph, derivative: Gradients, saved: Mapping[int, Saved]) -> Graph:
-    """The forward with what is saved for the derivative alone as further outputs."""
-    nodes, outputs = [*derivative.nodes], [*graph.outputs]
-    for number, s in saved.items():
-        if not s.extra:
-            continue
-        node = derivative.nodes[number]
-        if s.packed:
-            nodes.append(Node(g.BITMASK, (number,), g.PACKED, "mn"))
-            outputs.append(Output(s.output, len(nodes) - 1, None))
-        elif node.op == g.CAST:  # the store rounds
-            outputs.append(Output(s.output, node.args[0], node.dtype))
-        else:
-            outputs.append(Output(s.output, number, None))
-    return through_text(nodes, outputs, graph.text)
+def _of_operands(
+    graph: Graph, over_k: _RowValues, rows: Sequence[Gradient], wrt: Collection[str], forward: _Forward, products: Collection[str]
+) -> tuple[OperandGradients, ...]:  # fmt: skip
+    """products: those at which a gradient arrives."""
+    if not graph.through_operands() or not (products or rows):
+        return ()
+    if not products:
+        message = "a gradient flows to a reduction over k, and none to mm, whose product would take it along to the operand"
+        raise DerivationError(graph.text, [Diagnostic(message, None, "leave its output out of the derivation (of=...), or detach what is computed of it")])
+    at = {over_k.numbers[r.of]: Argument("", ARRIVING, r.passed) if r.passed else Argument("", ROW, r.of) for r in rows}
+    return operand_gradients(graph, [*wrt, *[*g.OPERANDS] * (g.PRODUCT in wrt)], products, at, forward.holding)
+
+
+class _Forward:
+    """The forward with what is saved for the derivative alone as further outputs. beside: of those, by number in the program, what operands' gradients alone need."""
+
+    def __init__(self, graph: Graph, over_k: _RowValues, derivative: Gradients, saved: Mapping[int, Saved]):
+        self.graph, self.derivative, self.saved = graph, derivative, saved
+        self.beside: dict[int, Saved] = {}
+        first = len(graph.nodes)
+        self.places = [over_k.numbers.get(n.name, first + i) if n.op == g.INPUT else first + i for i, n in enumerate(derivative.nodes)]
+        taken = [*(n.name for n in graph.inputs()), *(n.label for n in graph.nodes), *(o.name for o in graph.outputs), *(s.output for s in saved.values())]
+        self.names = Names(taken)
+
+    def holding(self, number: int) -> str:
+        """The output that holds a value of a row, or column, of the program's own."""
+        of_derivative = (s for i, s in self.saved.items() if self.places[i] == number)
+        of_program = (Saved(o.name, False, "", FP32, False) for o in self.graph.outputs if o.node == number and (o.dtype is None or o.dtype.bits >= FP32.bits))
+        found = next(itertools.chain(of_derivative, of_program), self.beside.get(number))
+        if found is None:
+            node = self.graph.nodes[number]
+            found = self.beside[number] = Saved(self.names.fresh(node.label or "reduced"), True, node.indices, FP32, False)
+        return found.output
+
+    def extended(self) -> Graph:
+        extra = [(self.places[i], s) for i, s in self.saved.items() if s.extra] + [*self.beside.items()]
+        if not extra:
+            return self.graph
+        behind = [replace(n, args=tuple(self.places[a] for a in n.args)) for n in self.derivative.nodes]
+        nodes, outputs = [*self.graph.nodes, *behind], [*self.graph.outputs]
+        for number, s in extra:
+            node = nodes[number]
+            if s.packed:
+                nodes.append(Node(g.BITMASK, (number,), g.PACKED, "mn"))
+                outputs.append(Output(s.output, len(nodes) - 1, None))
+            elif node.op == g.CAST:  # the store rounds
+                outputs.append(Output(s.output, node.args[0], node.dtype))
+            else:
+                outputs.append(Output(s.output, number, None))
+        return through_text(nodes, outputs, self.graph.text)

@@ -129,6 +129,45 @@ class Graph:
         packed = self.packed()
         return "" if packed is None else packed.axes
 
+    def leaves(self, root: int) -> set[int]:
+        """The products, reductions and leaves that a value is computed of element by element."""
+        found, seen, pending = set[int](), {root}, [root]
+        while pending:
+            number = pending.pop()
+            if self.nodes[number].op in (DOT, REDUCE) or not self.nodes[number].args:
+                found.add(number)
+                continue
+            new = set(self.nodes[number].args) - seen
+            seen |= new
+            pending += new
+        return found
+
+    def reductions(self, root: int) -> set[int]:
+        """The reductions among `leaves`."""
+        return {number for number in self.leaves(root) if self.nodes[number].op == REDUCE}
+
+    def carried(self) -> tuple[int, ...]:
+        """The reductions over k that tiles are computed of: a kernel's loop over k carries them along."""
+        roots = [o.node for o in self.outputs if self.nodes[o.node].indices == "mn"] + [n.args[0] for n in self.nodes if n.op == REDUCE and n.axes != "k"]
+        found = set[int]().union(*map(self.reductions, roots))
+        return tuple(sorted(number for number in found if self.nodes[number].axes == "k"))
+
+    def row_values(self) -> tuple[int, ...]:
+        """The values of rows, and of columns, that are computed of such reductions alone, and that tiles or outputs are computed of directly."""
+        carried, taken = set(self.carried()), {a for n in self.nodes if n.indices == "mn" for a in n.args} | {o.node for o in self.outputs}
+        values = [i for i, n in enumerate(self.nodes) if i in taken and n.reduced and n.indices in ("m", "n") and n.op not in (DOT, INPUT)] if carried else []
+        return tuple(i for i in values if self.reductions(i) <= carried)
+
+    def through_operands(self) -> bool:
+        """Whether an operand's gradient is more than the product of that of mm and the other one: it is computed before it is multiplied, or reduced over k for the tiles."""
+        return bool(self.computed() or self.carried())
+
+    def vectors(self) -> tuple[str, ...]:
+        """Names of the outputs [m] and [n] that are computed of reductions which are carried along, and so are there with the tiles."""
+        carried = set(self.carried())
+        vectors = [o for o in self.outputs if self.nodes[o.node].indices in ("m", "n")]
+        return tuple(o.name for o in vectors if (reductions := self.reductions(o.node)) and reductions <= carried)
+
     def factors(self, number: int, converted: bool) -> tuple[int, tuple[int, ...]]:
         """Of what is multiplied of an operand, what neighbours along k do not share, and its factors that they do: a kernel may multiply the sum over those neighbours instead.
 

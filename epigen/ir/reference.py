@@ -191,7 +191,7 @@ def _value(node: Node, args: list[Tensor], a: Tensor, b: Tensor, inputs: Mapping
         case g.CONSTANT:
             return torch.full((), node.value, dtype=compute, device=a.device)  # in fp32 as the kernel sees it
         case g.EXTENT:
-            return torch.full((), {"m": m, "n": n}[node.name], dtype=compute, device=a.device)
+            return torch.full((), {"m": m, "n": n, "k": a.shape[1]}[node.name], dtype=compute, device=a.device)
         case g.INPUT if node.kind == g.SEED:
             seed = inputs[node.name]
             assert isinstance(seed, Tensor)

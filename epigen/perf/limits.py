@@ -204,6 +204,27 @@ def second_product(c: Candidate) -> str:
     return ""
 
 
+def carried(c: Candidate) -> str:
+    """Reductions over k that tiles are computed of."""
+    if not c.spec.carried:
+        return ""
+    over_k, name = c.spec.carried[0], c.schedule.name
+    why = f"tiles are computed of {over_k.row} over k of {'what is computed of ' * (over_k.value != over_k.operand)}{over_k.operand}"
+    can = f"{' and '.join(s.name for s in SCHEDULES.values() if s.carries)} can carry that along"
+    if not c.schedule.multiplies:
+        return f"{why}, and the schedule {name} leaves the loop over k to the vendor: {can}"
+    if c.schedule.computes and "splits" in c.schedule.dimensions and not c.schedule.converts:
+        return f"{why}, of which each part along k of {name} would have a part, and it adds up parts of the product alone: {can}"
+    if not c.schedule.carries:
+        return f"{why}, and the loop over k of the schedule {name} has operands in shared memory alone: {can}"
+    inputs = [i for r in c.spec.carried for i in r.inputs if set(i.indices) & {"m", "n"}]
+    if c.schedule.descriptors and inputs:
+        return f"{why}, with {inputs[0].name}, which varies along {inputs[0].indices.strip('k')}: {name} knows a tile's rows and columns behind its loop over k alone, and tiled before it"
+    if c.config.values and schedules.subtiles(c.config) > 1 and any(r.operand == "b" for r in c.spec.carried):
+        return f"the program reduces b over k for the tiles, whose columns have a value each, and subtiles={schedules.subtiles(c.config)} takes them in parts: subtiles=1 is needed"
+    return ""
+
+
 def grouped(c: Candidate) -> str:
     along = c.spec.signature.grouped
     if not along:
@@ -211,6 +232,8 @@ def grouped(c: Candidate) -> str:
     if along not in c.schedule.groups:
         able = " and ".join(s.name for s in SCHEDULES.values() if along in s.groups)
         return f"the schedule {c.schedule.name} takes no groups along {along}, which end anywhere: {able} can"
+    if along == "m" and (columns := [s.name for s in c.spec.vectors if s.indices == "n"]):
+        return f"tiles store what they have of reductions over k, and a group without rows has no tile, which would store {columns[0]}: compute it by a program of its own"
     values = dict(c.config.values)
     if along == "m" and values.get("fused_finalize") and any(not s.operand for f in c.spec.finishes for s in f.sources):
         return "fused_finalize=1: blocks do not know how many tiles a group of rows has, of which the last completes reductions: fused_finalize=0 is needed"
@@ -252,7 +275,7 @@ def adds_in_order(spec: KernelSpec) -> bool:
 def one_config(spec: KernelSpec, target: Target) -> bool:
     """Whether an invariant program has one config for all M, since two might add up in another order.
 
-    They might where rows are reduced along n, whose elements are shared out by tiles, and wherever nobody has compared configs bit for bit. On sm_90 all that
+    They might where rows are reduced along n, whose elements are shared out by tiles, or operands along k, a step at a time, for the tiles, and wherever nobody has compared configs bit for bit. On sm_90 all that
     do not split k gave the same bits of bf16 and fp16 products: tiles of 16 to 128 rows, by mma and by wgmma, steps of 32 and 64, in the schedules
     tiled, persistent and warp_specialized; fp8 did by wgmma in steps of 128, which `instruction` asks for (K = 4096, 256x512, H100, torch 2.11, Triton 3.6,
     2026-11-27). Configs of fp32 operands were not compared.
@@ -260,7 +283,7 @@ def one_config(spec: KernelSpec, target: Target) -> bool:
     # a factor that neighbours along k share is taken of what is rounded by one config, and not by another
     scaled = any(operand.factors or operand.converted for operand in spec.operands)
     along_n, compared = any(p.axes == "n" for p in spec.partials), target.name == COMPARED and spec.signature.a != FP32 and not scaled
-    return spec.signature.invariant and (along_n or (adds_in_order(spec) and not compared))
+    return spec.signature.invariant and (along_n or bool(spec.carried) or (adds_in_order(spec) and not compared))
 
 
 COMPARED = "sm_90"
@@ -389,13 +412,14 @@ LAUNCHES: tuple[Restriction, ...] = (
     mixed_input,
     scales,
     second_product,
+    carried,
     whole_blocks,
     grouped,
     one_order,
 )
 SAME_BITS: tuple[Restriction, ...] = (instruction,)
 """Of configs that epigen chooses: one that is given is the same for all M."""
-OF_SCHEDULE: tuple[Restriction, ...] = (architecture, operands, along_k, computed_operands, mixed_input, scales, second_product, grouped, fp8)
+OF_SCHEDULE: tuple[Restriction, ...] = (architecture, operands, along_k, computed_operands, mixed_input, scales, second_product, carried, grouped, fp8)
 """Those of LAUNCHES and COMPILES that say the same of all configs of a schedule."""
 COMPILES: tuple[Restriction, ...] = (fp8, step, threads, transposed_in_threads)
 PAYS: tuple[Restriction, ...] = (filled, shared_memory, accumulators, held_inputs, work_of_a_warp)

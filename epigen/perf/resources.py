@@ -85,8 +85,11 @@ class Work:
             + sum(16.0 if p.row == "logsumexp" else 4.0 for p in spec.partials)
         )
         self.computed = {o.name: sum(_operations(line.op) for line in o.lines) + 2.0 for o in spec.computed}
-        """Instructions an element of an operand that is computed as it is loaded, with those that widen and round it."""
-        self.along_k = [i for o in spec.computed for i in o.along_k if i.dtype]
+        for reduction in spec.carried:  # its elements are computed, widened and added up
+            operations = sum(_operations(line.op) for line in reduction.lines) + 2.0
+            self.computed[reduction.operand] = self.computed.get(reduction.operand, 0.0) + operations
+        """Instructions an element of an operand that is computed as it is loaded, or reduced over k meanwhile, with those that widen and round it."""
+        self.along_k = [i for o in spec.of_operands for i in o.along_k if i.dtype]
         self.store_bytes = max((s.dtype.bytes for s in spec.stores if s.tile), default=0)
         self.pointed_bytes = max((i.dtype.bytes for i in tiles if i.dtype and not i.packed), default=0)
         self.copy_bytes = tuple(1 if sig.packed == "n" and i else math.gcd(_VECTOR_BYTES, each) for i, each in enumerate(row_bytes(shape, sig)))

@@ -109,6 +109,8 @@ def _unfused(spec: KernelSpec, shape: Shape) -> tuple[int, int]:
     held: dict[str, tuple[str, int]] = dict.fromkeys(spec.products, ("mn", product))  # indices, bytes an element
     moved, launches = m * n * product * len(held), len(held)
     held |= {o.name: (OPERANDS[o.name], element.bytes) for o in spec.computed}
+    over_k = [*spec.carried, *(s.over_k for f in spec.finishes for s in f.sources if s.over_k)]
+    held |= {r.operand: (OPERANDS[r.operand], element.bytes) for r in over_k}
     held |= {offsets(index): (index, 8) for index in "mn"}  # int64, of torch.arange
 
     converted = b_bytes(shape, spec.signature) + k * n * spec.signature.multiplied["b"].bytes if any(o.converted for o in spec.operands) else 0
@@ -123,8 +125,9 @@ def _unfused(spec: KernelSpec, shape: Shape) -> tuple[int, int]:
             moved, launches = moved + m * -(-n // 8) + m * n, launches + 1
         held[item.name] = (item.indices, 0 if item.dtype is None else 1 if item.packed else item.dtype.bytes)
     reduced = {s.name: f.indices for f in spec.finishes for s in f.sources}
-    lines = [*spec.main_lines, *(line for f in spec.finishes for line in f.lines)]
+    lines = list(dict.fromkeys([*spec.main_lines, *(line for f in spec.finishes for line in f.all_lines)]))
     held |= {name: (indices, 4) for name, indices in reduced.items()}
+    held |= {r.name: (OPERANDS[r.operand].strip("k"), 4) for r in over_k}
     for line in lines:
         names = [a for a in line.args if isinstance(a, str) and a in held]
         indices = common_indices(held[a][0] for a in names)
@@ -135,13 +138,15 @@ def _unfused(spec: KernelSpec, shape: Shape) -> tuple[int, int]:
         moved, launches = moved + sum(map(size, dict.fromkeys(names))) + size(line.name), launches + 1
         if finished:
             reduced[line.name] = indices
+    for r in over_k:
+        moved, launches = moved + (size(r.value) if isinstance(r.value, str) else 0) + size(r.name), launches + 1
     for partial in spec.partials:
         kept = "".join(i for i in "mn" if i not in partial.axes)
         source = size(partial.value) if isinstance(partial.value, str) and partial.value in held else 0
         moved, launches = moved + source + 4 * size_of(kept, m, n), launches + 1
     for finish in spec.finishes:
-        over_k = sum(1 for s in finish.sources if s.operand)
-        moved, launches = moved + over_k * 4 * size_of(finish.indices, m, n), launches + over_k
+        plain = sum(1 for s in finish.sources if s.operand and not s.over_k)
+        moved, launches = moved + plain * 4 * size_of(finish.indices, m, n), launches + plain
     for store in spec.outputs:
         value = held.get(store.value) if isinstance(store.value, str) else None
         if store.packed or (value is not None and value[1] not in (store.dtype.bytes, 0)):

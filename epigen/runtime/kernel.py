@@ -521,7 +521,7 @@ class Kernel:
                 raise
             # another product's sums are others in their last bits, and the vendor's is none of groups
             own = self._config is not None or self.numerics.invariant or GROUPS in self._inputs
-            if own or prepared.plan is None or not prepared.plan.multiplies or prepared.plan.spec.computed:
+            if own or prepared.plan is None or not prepared.plan.multiplies or prepared.plan.spec.computed or prepared.plan.spec.carried:
                 raise refused from error
         prepared = self._prepare(operands, inputs, outs, str(refused))
         return prepared, self._start(prepared, operands, inputs, outs)
@@ -581,7 +581,8 @@ class Kernel:
             if out.name in outs:
                 outputs.check(outs[out.name], out, m, n, first.device)
         backend = self._backend or ("reference" if first.device.type == "cpu" else "triton")
-        if backend == "reference" or (first.is_meta and target is None):
+        tileless = 0 in (m, n) and bool(self._graph.vectors())  # what tiles store of reductions over k
+        if backend == "reference" or (target is None and (first.is_meta or tileless)):
             signature = replace(self._signature_like(shape, operands, inputs), grouped=batch.groups if batch else "")
             return Prepared(self._graph, all_outputs, (m, n, k), first.device, signature=signature, batch=batch)
         if first.dtype == torch.float64:

@@ -90,15 +90,15 @@ torch.serialization.add_safe_globals([remade])  # without it torch.load refuses 
 
 
 def of(graph: Graph, a: DType) -> list[Out]:
-    """The outputs of a program for operands of dtype `a`."""
-    outs = []
+    """The outputs of a program for operands of dtype `a`. One that a tile leaves of reductions over k takes no input's place: other tiles may still read that."""
+    outs, vectors = [], graph.vectors()
     for output in graph.outputs:
         node = graph.nodes[output.node]
         packed = node.kind == g.PACKED
         replaces = frozenset(
             i.name
             for i in _elementwise(graph, output.node)
-            if output.block == 1 and i.indices == node.indices and (i.op == g.BITS) == packed and not g.shared_along(i)
+            if output.block == 1 and output.name not in vectors and i.indices == node.indices and (i.op == g.BITS) == packed and not g.shared_along(i)
         )
         outs.append(Out(output.name, node.indices, output_dtype(graph, output, a), packed, replaces, output.block))
     return outs

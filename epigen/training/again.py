@@ -172,7 +172,7 @@ def prepare(x: Tensor, links: Sequence[Link]) -> Way | None:
     steps = chain.steps(x, links, values)
     if any(step.own is not None and step.own.zeros for step in steps):
         return None
-    computed = any(graph_of(link.epilogue).computed() or arguments.converted(x, link.weight) for link in links)
+    computed = any(graph_of(link.epilogue).through_operands() or arguments.converted(x, link.weight) for link in links)
     if computed and any(step.trains for step in steps):
         return None
     shapes: list[list[Shape]] = [[tuple(value.shape) if isinstance(value, Tensor) else None for value in of] for of in values]

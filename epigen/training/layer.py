@@ -106,7 +106,7 @@ class Layer(torch.autograd.Function):
         before = 0 if step.before is None else len(step.before.inputs)
         outputs = forward(step, tune, x, weight, inputs, lead)
         own = kept(step.own, x, weight, inputs, outputs)
-        computed = [inputs[i] for i in step.kept]
+        computed = [inputs[i] if i < len(inputs) else outputs[i - len(inputs)] for i in step.kept]
         of_operands = [v for v in computed if isinstance(v, Tensor)]
         needs_x, needs_weight = step.weight or bool(step.operands) or step.second is not None, step.x or bool(step.operands)
         ctx.save_for_backward(x if needs_x else None, weight if needs_weight else None, *of_operands, *own, *taken[before:])
@@ -156,15 +156,17 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
     computed, saved = saved[:of_operands], saved[of_operands:]
     dmm: Tensor | None = arrived[0]
     inputs: list[Tensor | None] = [None] * len(step.inputs)
+    of_rows: list[Tensor | None] = []
     if own is not None:
         held, saved = saved[: len(own.kept)], saved[len(own.kept) :]
         dmm, inputs = through_epilogue(ctx, own, held, arrived)
+        inputs, of_rows = inputs[: len(own.inputs)], inputs[len(own.inputs) :]
     dx, dweight = None, None
     taken: list[Tensor | None] = [None] * len(before.inputs) if before is not None else []
-    if dmm is not None and step.operands:
+    if step.operands and (dmm is not None or step.second is not None):
         rest = iter(computed)
         given = [rows(next(rest), _of(step, i)) if v is None else v for v, i in zip(ctx.computed, step.kept, strict=True)]
-        dx, dweight = _through_operands(step, ctx, dmm, x, weight, given, inputs)
+        dx, dweight = _through_operands(step, ctx, dmm, x, weight, [*given, *of_rows], inputs)
     elif dmm is not None:
         use = wanted(ctx) if step.weight else Wanted.NOT
         if use is Wanted.ADDED and ctx.main_grad is not None:
@@ -175,7 +177,7 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
             dx, taken = _gradients(before, ctx.tune, saved, ctx.numbers[1], (), (dmm, weight))
         elif step.x:
             dx = product(dmm, weight, ctx.tune)
-    if step.second is not None and step.second not in (own.zeros if own is not None else ()):
+    if step.second is not None and not step.operands and step.second not in (own.zeros if own is not None else ()):
         dx = _through_second(step, x, computed, inputs, dx, ctx.needs_input_grad[ctx.before_inputs + step.second])
     shape, shapes = ctx.shapes
     periods = [*(own.periods if own is not None else [()] * len(inputs)), *(before.periods if before is not None else ())]
@@ -184,7 +186,7 @@ def backward(ctx: Any, tensors: Sequence[Any], arrived: Sequence[Tensor]) -> tup
 
 
 def through_epilogue(ctx: Any, own: Backward, held: Sequence[Tensor], arrived: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The gradients of mm and of the inputs, by a layer's own derivative. held: of what ctx has saved, what that reads. arrived: as of `backward`."""
+    """The gradients of mm and of the inputs, and behind those of what reductions over k leave, by a layer's own derivative. held: of what ctx has saved, what that reads. arrived: as of `backward`."""
     arrived = [rows(t, indices) for t, indices in zip(arrived, ctx.step.outputs, strict=True)]
     dmm, inputs = _gradients(own, ctx.tune, held, ctx.numbers[0], arrived)
     for place in own.zeros:
@@ -230,37 +232,47 @@ def product(a: Tensor, b: Tensor, tune: str | None) -> Tensor:
 
 
 def _of(step: Step, place: int) -> str:
-    """The indices of one of the layer's inputs."""
-    return step.indices[step.inputs.index(place)]
+    """The indices of one of the layer's inputs, or of what a reduction over k has left behind these."""
+    return step.indices[step.inputs.index(place)] if place in step.inputs else "m"
 
 
 def _through_operands(
-    step: Step, ctx: Any, dmm: Tensor, x: Tensor, weight: Tensor, computed: Sequence[Value], inputs: list[Tensor | None]
+    step: Step, ctx: Any, dmm: Tensor | None, x: Tensor, weight: Tensor, computed: Sequence[Value | None], inputs: list[Tensor | None]
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of x and the weight where something is computed of one before it is multiplied. To those of the inputs it adds theirs.
 
-    x: [M, K]. computed: what the programs read of the layer's inputs. inputs: the gradients so far.
+    x: [M, K]. computed: what the programs read of the layer's inputs and outputs, and the gradients of rows. inputs: the gradients so far.
     """
-    of: dict[str, Tensor | None] = {"a": None, "b": None}
+    dx, dweight, dsecond = None, None, None
+    of_second = None if step.second is None else inputs[step.second]
     use = wanted(ctx) if step.weight else Wanted.NOT
     adds = use is Wanted.ADDED and ctx.main_grad is not None
     for each in step.operands:
-        if each.operand == "b" and use is Wanted.NOT and not each.inputs:
+        if each.operand == "b" and each.right is None and use is Wanted.NOT and not each.inputs:
             continue
-        itself = x if each.operand == "a" else weight.t()
+        right, arrived = (weight.t(), dmm) if each.right is None else (computed[each.right], of_second)
+        if arrived is None or not isinstance(right, Tensor):
+            continue
+        itself = x if each.operand == "a" else right
         given = [itself if place is None else computed[place] for place, _ in each.arguments]
-        values = [v.t() if transposed and isinstance(v, Tensor) else v for v, (_, transposed) in zip(given, each.arguments, strict=True)]
-        operands = (dmm, weight) if each.operand == "a" else (x.t(), dmm)
-        results = library.run(each.wide if adds and each.operand == "b" else each.text, ctx.tune, *operands, values)
-        of[each.operand] = None if each.own is None else results[each.own]
+        values = [v.t() if transposed and isinstance(v, Tensor) else v for v, (_, transposed) in zip(given, each.arguments, strict=True) if v is not None]
+        operands = (arrived, right.t()) if each.operand == "a" else (x.t(), arrived)
+        results = library.run(each.wide if adds and each.operand == "b" and each.right is None else each.text, ctx.tune, *operands, values)
+        if each.own is not None and each.operand == "a":
+            dx = results[each.own] if dx is None else dx + results[each.own]
+        elif each.own is not None and each.right is None:
+            dweight = results[each.own]
+        elif each.own is not None:
+            dsecond = results[each.own]
         for place, output in each.inputs:
             before, gradient = inputs[place], results[output].to(ctx.dtypes[place])
             inputs[place] = gradient if before is None else before + gradient
-    dweight = of["b"]
+    if step.second is not None:  # its right operand's, in place of the product's
+        inputs[step.second] = dsecond
     if dweight is not None and adds:
         ctx.main_grad.add_(dweight.t())
         dweight = None
-    return of["a"] if step.x else None, dweight.t() if dweight is not None and use is not Wanted.NOT else None
+    return dx if step.x else None, dweight.t() if dweight is not None and use is not Wanted.NOT else None
 
 
 class Wanted(Enum):
@@ -288,7 +300,7 @@ def wanted(ctx: Any) -> Wanted:
 def _gradients(
     backward: Backward, tune: str | None, held: Sequence[Tensor], scalars: Sequence[float], arrived: Sequence[Tensor], multiplied: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
-    """The gradients of mm and of the inputs. multiplied: the two matrices whose product is the gradient that arrives."""
+    """The gradients of mm and of the inputs, and behind those of rows. multiplied: the two matrices whose product is the gradient that arrives."""
     if multiplied is not None and backward.product is None:
         arrived, multiplied = (product(*multiplied, tune),), None
     held = [rows(t, indices) for t, indices in zip(held, backward.indices, strict=True)]
@@ -303,4 +315,4 @@ def _gradients(
         results = library.run_over(backward.text, arrived[backward.product], inputs)
     available = [*results, *arrived]
     gradients = [None if i is None else available[i].to(dtype) for i, dtype in zip(backward.inputs, backward.dtypes, strict=True)]
-    return None if backward.mm is None else available[backward.mm], gradients
+    return None if backward.mm is None else available[backward.mm], [*gradients, *(rows(available[i], "m") for i in backward.rows)]

@@ -20,7 +20,7 @@ from epigen.errors import CallError
 from epigen.ir import autodiff
 from epigen.ir import graph as g
 from epigen.ir.autodiff import carries_gradient
-from epigen.ir.derivation import ARRIVING, INPUT, SAVED, Derivation
+from epigen.ir.derivation import ARRIVING, INPUT, ROW, SAVED, Derivation
 from epigen.ir.derive import derive
 from epigen.ir.graph import PRODUCT, Graph, Output, describe_indices
 from epigen.ir.program import MOST_PROGRAMS, graph_of
@@ -54,7 +54,7 @@ class Backward:
     kept: what it needs, by place among the layer's inputs, all outputs of its forward, its x and its weight, in a row. For a product that
     is taken again x and the weight come last. indices: of each of them.
     arguments: the program's inputs, by place among what is kept, the layer's numbers and the gradients that arrive.
-    mm, inputs: where the gradients of mm and of each input of the layer are, by place among the program's outputs and the gradients that
+    mm, inputs, rows: where the gradients of mm, of each input of the layer, and of what reductions over k leave are, by place among the program's outputs and the gradients that
     arrive; None for those that are not wanted. dtypes: the inputs' own, which their gradients have to have. periods: the inputs', along which these are then to be
     summed. zeros: those, by place and None for mm, whose gradients are 0, since the results follow them in steps alone.
     """
@@ -69,15 +69,16 @@ class Backward:
     dtypes: tuple[torch.dtype | None, ...]
     periods: tuple[tuple[str, ...], ...]
     zeros: tuple[int | None, ...] = ()
+    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class OperandBackward:
     """The gradients of what one operand is computed of, over the gradient of mm.
 
-    operand: "a", which is x, or "b", the weight's transpose. text: the program. wide: the same with the operand's own gradient in fp32. arguments: its inputs, by place among what `Step` keeps for operands, and whether
-    each is transposed; None is the operand itself. own: where the operand's own gradient is among the program's outputs. inputs: each a place among the
-    layer's inputs, and where that one's gradient is.
+    operand: "a", which is x, or "b", the weight's transpose. text: the program. wide: the same with the operand's own gradient in fp32. arguments: its inputs, by place among what `Step` keeps for operands and behind that the
+    gradients of rows, and whether each is transposed; None is the operand itself. own: where the operand's own gradient is among the program's outputs. inputs: each a place among the
+    layer's inputs, and where that one's gradient is. right: of a second product, whose gradient it is then over, the place of the right operand among what `Step` keeps; None of mm.
     """
 
     operand: str
@@ -86,6 +87,7 @@ class OperandBackward:
     arguments: tuple[tuple[int | None, bool], ...]
     own: int | None
     inputs: tuple[tuple[int, int], ...]
+    right: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,8 @@ class Step:
     outputs: the indices of each of the results. constant: the outputs that carry no gradient. own: the derivative, over the gradients that
     arrive; None where there is none, or the next layer takes it over. before: the derivative of the layer before, taken over.
     trains: whether any gradient is wanted. weight, x: whether those of the weight and of what it multiplies are; with `before`, the latter
-    is what that gives. operands: where those follow from programs, and are no plain products. kept: what these read of the layer's inputs, by place.
+    is what that gives. operands: where those follow from programs, and are no plain products. kept: what these read, by place among the layer's inputs and all outputs
+    of its forward, in a row.
     second: the place among the layer's inputs of the right operand of a second product, if there is one whose gradient is not 0: as `own` gives it, that is
     the gradient of the product.
     """
@@ -200,7 +203,7 @@ def _steps(x: bool, layers: tuple[LayerRequest, ...]) -> tuple[Step, ...]:
     for number, layer in enumerate(layers):
         graph, operands = graph_of(layer.text), _dtype(layer.dtype, "weight")
         names, indices = _places(n.name for n in graph.inputs()), tuple(graph.nodes[o.node].indices for o in graph.outputs)
-        computed = bool(graph.computed())
+        computed = graph.through_operands()
         products = ["a"] * flows + ["b"] * layer.weight if computed else [PRODUCT] * (layer.weight or flows)
         second = multiplied(layer.text)
         wrt = products + [name for name, want in zip(names, layer.wanted, strict=True) if want or (name == second and flows)]
@@ -222,14 +225,14 @@ def _steps(x: bool, layers: tuple[LayerRequest, ...]) -> tuple[Step, ...]:
         # what computes something of this layer's result gives its gradient by a program of its own, and two products give it by two; and between layers the
         # gradient of one product is passed on
         alone = number + 1 < len(layers) and one_product(layers[number + 1].text) and not second
-        chained = not zeros and alone and _chains(graph, operands)
+        chained = not zeros and alone and not derived.rows and _chains(graph, operands)
         backward = replace(_backward(derived, names, layer, operands, chained), zeros=tuple(names.get(name) for name in zeros))
         constant = tuple(i for i, o in enumerate(forward.outputs) if i >= derived.results or o.name not in derived.arriving)
         order = tuple(names[n.name] for n in forward.inputs())
         taken = tuple(n.indices for n in forward.inputs())
         through, kept = _through_operands(derived, names, layer, operands) if computed else ((), ())
         place = names[second] if second and backward.inputs[names[second]] is not None else None
-        kept = kept if place is None or not flows else (place,)
+        kept = kept if place is None or not flows or through else (place,)
         own = None if chained else backward
         planned.append(Step(forward.text, order, taken, indices, constant, own, before, True, layer.weight, flows, through, kept, place))
         flows, before = True, backward if chained else None
@@ -251,7 +254,7 @@ def _dtype(dtype: torch.dtype, what: str) -> DType:
 
 def one_product(text: str) -> bool:
     """Whether the gradient of what a layer multiplies is one product of two tensors."""
-    return not graph_of(text).computed() and not multiplied(text)
+    return not graph_of(text).through_operands() and not multiplied(text)
 
 
 def _chains(graph: Graph, operands: DType) -> bool:
@@ -291,14 +294,22 @@ def _backward(derived: Derivation, inputs: Mapping[str, int], layer: LayerReques
         inputs=tuple(gradients.get(name) for name in inputs),
         dtypes=layer.inputs,
         periods=tuple(n.periods for n in graph_of(layer.text).inputs()),
+        rows=tuple(gradients[row.of] for row in derived.rows),
     )
 
 
 def _through_operands(
     derived: Derivation, inputs: Mapping[str, int], layer: LayerRequest, operands: DType
 ) -> tuple[tuple[OperandBackward, ...], tuple[int, ...]]:
-    """And the places of the layer's inputs that these read. inputs: the layer's, by place."""
-    kept = tuple(dict.fromkeys(inputs[a.of] for each in derived.operands for a in each.arguments if a.source == INPUT))
+    """And the places of what these read among the layer's inputs and its forward's outputs. inputs: the layer's, by place."""
+    outputs, rows = _places(o.name for o in derived.forward.outputs), _places(row.of for row in derived.rows)
+    arrivals = {row.passed: row.of for row in derived.rows if row.passed}
+    read = [a for each in derived.operands for a in each.arguments]
+    origins = {a: inputs[a.of] if a.source == INPUT else len(inputs) + outputs[a.of] for a in read if a.source in (INPUT, SAVED)}
+    second = [inputs[each.product] for each in derived.operands if each.product]
+    kept = tuple(dict.fromkeys([*origins.values(), *second]))
+    places_of = {a: kept.index(i) for a, i in origins.items()}
+    places_of |= {a: len(kept) + rows[a.of if a.source == ROW else arrivals[a.of]] for a in read if a.source in (ROW, ARRIVING)}
     dtypes = {name: _dtype(d, f"input '{name}'") for name, d in zip(inputs, layer.inputs, strict=True) if d is not None} | dict.fromkeys(g.OPERANDS, operands)
     backwards = []
     for each in derived.operands:
@@ -307,10 +318,11 @@ def _through_operands(
             for own in ({}, {each.operand: FP32})
         )
         places, sources = _places(o.name for o in program.outputs), {a.name: a for a in each.arguments}
-        arguments = tuple((kept.index(inputs[a.of]) if a.source == INPUT else None, a.transposed) for a in (sources[n.name] for n in program.inputs()))
-        gradients = {x.of: places[x.output] for x in each.gradients}
-        of_inputs = tuple((inputs[name], place) for name, place in gradients.items() if name not in g.OPERANDS)
-        backwards.append(OperandBackward(each.operand, program.text, wide.text, arguments, gradients.get(each.operand), of_inputs))
+        arguments = tuple((places_of.get(a), a.transposed) for a in (sources[n.name] for n in program.inputs()))
+        gradients, itself = {x.of: places[x.output] for x in each.gradients}, each.product if each.operand == "b" and each.product else each.operand
+        of_inputs = tuple((inputs[name], place) for name, place in gradients.items() if name not in (*g.OPERANDS, itself))
+        right = kept.index(inputs[each.product]) if each.product else None
+        backwards.append(OperandBackward(each.operand, program.text, wide.text, arguments, gradients.get(itself), of_inputs, right))
     return tuple(backwards), kept
 
 
@@ -328,7 +340,7 @@ def _settled(text: str, derived: Derivation, dtypes: Mapping[str, DType], operan
     default = operands
     if over:
         default = output_dtype(derived.forward, derived.forward.outputs[results.index(derived.product)], operands)
-    wanted = {x.output: dtypes[x.of] for x in reversed(derived.gradients)}
+    wanted = {x.output: dtypes[x.of] for x in reversed(derived.gradients)} | {x.output: FP32 for x in derived.rows}
     reads: list[bool] = []  # mm, without which there is no program
     for node in graph.nodes:
         reads.append(node.op == g.DOT or any(reads[a] for a in node.args))
@@ -338,7 +350,7 @@ def _settled(text: str, derived: Derivation, dtypes: Mapping[str, DType], operan
         repeated, rest = set(), list(graph.outputs)
     order = [o.name for o in rest]
     places = {}
-    for x in derived.gradients:
+    for x in (*derived.gradients, *derived.rows):
         arrives = x.passed or (derived.product if x.output in repeated else "")
         places[x.of] = len(order) + results.index(arrives) if arrives else order.index(x.output)
     return _cast(text, graph, rest, wanted, default) if rest else None, places

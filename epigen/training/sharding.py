@@ -68,7 +68,7 @@ def _split(indices: str, axis: str) -> Placement:
 def _along(axis: str, graph: Graph, operands: int) -> Way | None:
     """Each process has a part of M or of N. A sum along it is then a summand of the whole one, of which nothing else can be computed; and no process knows
     which of all rows or columns it has."""
-    if axis and axis in graph.numbered():
+    if axis and (axis in graph.numbered() or _counts(axis, graph)):
         return None
     sums = {i for i, node in enumerate(graph.nodes) if axis and node.op == g.REDUCE and axis in node.axes}
     if any(graph.nodes[i].name != "sum" for i in sums) or any(sums & {*node.args} for node in graph.nodes):
@@ -83,6 +83,8 @@ def _along(axis: str, graph: Graph, operands: int) -> Way | None:
 def _summed(graph: Graph, operands: int) -> Way | None:
     """Each process has a summand of the product, and of what is added to it, and so of the results. What is computed of operands has parts along k, too."""
     roles: dict[int, bool] = {}
+    if _counts("k", graph):
+        return None
     if not all(graph.nodes[o.node].kind != g.PACKED and (o.dtype is None or _sums(o.dtype.torch)) for o in graph.outputs):
         return None
     if not all(_plays(graph, o.node, True, roles) for o in graph.outputs):
@@ -98,6 +100,11 @@ def _summed(graph: Graph, operands: int) -> Way | None:
     elif taken.get(PRODUCT) != SUMMAND:
         return None
     return Way(taken, (SUMMAND,) * len(graph.outputs))
+
+
+def _counts(axis: str, graph: Graph) -> bool:
+    """Whether it computes with how many rows, columns or k there are, of which a process has some."""
+    return any(node.op == g.EXTENT and node.name == axis for node in graph.nodes)
 
 
 def _of_operands(graph: Graph) -> set[str]:

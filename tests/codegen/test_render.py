@@ -147,6 +147,11 @@ KERNELS: dict[str, tuple[KernelSpec, KernelConfig]] = {
         warp_specialized(128, 64, 128, 3, pingpong=1, subtiles=2),
     ),
     "computed_operand": (spec_of("relu(dot(relu(a) * norm[k], b) + bias)", k_multiple=64), TILED),
+    "carried": (spec_of("r = rsqrt(mean(a * a, k) + 1e-06); dot(a * norm[k], b) * r, r", k_multiple=64), TILED),
+    "carried_any_k_persistent": (
+        spec_of("mm - max(a * u[k], k) + sum(exp(b), k), amax(b * b, k)", tma=("a", "b", "out0")),
+        persistent(flatten=0),
+    ),
     "computed_operands_any_k": (
         spec_of("z = dot(silu(a) * row[m], exp(b) * scale_b[k,n]) * row[m]; z, bgrad(z)", index_bits=64),
         split_k(prefetch=1, fused_finalize=1),

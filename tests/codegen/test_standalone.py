@@ -48,6 +48,7 @@ FILES = (
     File("cast(mm, fp16)", ("acc.to(tl.float16)", "(2 * acc).to(tl.float16)"), FP8E5M2),
     File("relu(dot(relu(a) * norm[k], b) + bias)", ("t0 * norm", "t0 + norm")),
     File("dot(a * row[m], exp(b) * w[k,n] * norm[k]), sum(a, k)", ("offs_bk * stride_w_k", "0 * stride_w_k"), config=split_k()),
+    File("r = rsqrt(mean(a * a, k) + 1); dot(a * norm[k], b) * r, r, sum(exp(a), k) / extent(k)", ("acc * r", "acc / r")),
     File("mm * s[n] + bias", ("acc * s", "acc + s"), b=INT8),
     File("relu(dot(a, (b - zero[n]) * s[k,n]))", ("t0 = b - zero", "t0 = b"), b=UINT8, config=split_k()),
     File("silu(mm * s[n]) * dot(a, up[k,n])", ("tl.dot(a, up.to", "tl.dot(a, b.to"), b=FP8E5M2),

@@ -31,6 +31,7 @@ EPILOGUES = (
 REDUCTIONS = (
     "mm, sum(mm, n)", "logsumexp(mm + bias, n)", "y = silu(mm) * gate[m,n]; y, sqrt(sum(square(y), n)), max(y, n)", "relu(mm), sum(a, k)",
     "relu(mm), mean(gate[m,n], n)",
+    "r = rsqrt(mean(a * a, k) + 1e-6); dot(a * norm[k], b) * r, r",
 )  # fmt: skip
 SCALED = "cast(mm * row[m] * column[n], bf16)"
 

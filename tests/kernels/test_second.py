@@ -22,7 +22,7 @@ from epigen.codegen.lower import lower, over_product, signature_of_contiguous
 from epigen.codegen.spec import KernelConfig, KernelSpec
 from epigen.db.problem import graph_digest
 from epigen.dtypes import BF16, FP8E4M3, FP16, FP32, INT8, DType
-from epigen.errors import CallError, ConfigError, DerivationError
+from epigen.errors import CallError, ConfigError
 from epigen.gpus import TARGETS
 from epigen.ir.program import graph_of
 from epigen.perf import limits, model
@@ -65,11 +65,15 @@ def test_both_may_be_of_what_is_computed_of_a() -> None:
     assert Space(spec_of(text), LAYER, SM_90).schedules == ("tiled",)
 
 
-@pytest.mark.parametrize("text", ["x = relu(a) * norm[k]; silu(dot(x, b)) * dot(x, up[k,n])", "silu(dot(a, b * s[n])) * dot(a, up[k,n])"])
-def test_beside_computed_operands_there_is_no_derivative(text: str, golden: Golden) -> None:
-    """Rather than one that leaves a product out."""
-    with golden.raises(DerivationError, "operand a" if "relu(a)" in text else "operand b"):
-        epigen.derive(text)
+def test_beside_computed_operands_each_product_has_its_programs() -> None:
+    derived = epigen.derive("x = relu(a) * norm[k]; silu(dot(x, b)) * dot(x, up[k,n])")
+    assert [(o.operand, o.product, [x.of for x in o.gradients]) for o in derived.operands] == [
+        ("a", "", ["a", "norm"]),
+        ("b", "", ["b"]),
+        ("a", "up", ["a", "norm"]),
+        ("b", "up", ["up"]),
+    ]
+    assert derived.operands[2].wiring() == "a is the gradient of the product with up; b is the forward's up, transposed; x1 is the forward's a"
 
 
 # -- calls

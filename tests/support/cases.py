@@ -735,6 +735,42 @@ def second_cases() -> list[Case]:
     return found
 
 
+_CARRIED_TEXTS = (
+    "dot(a * norm[k], b) * rsqrt(mean(a * a, k) + 1e-6)",
+    "mu = mean(a, k); r = rsqrt(mean(a * a, k) - mu * mu + 1e-3); (mm - mu * colsum[n]) * r + shift[n], mu, r",
+    "z = mm / maximum(amax(abs(a), k), 0.1); z, bitmask(z > 0), sum(z, n) * sum(a, k), max(z, m)",
+    "x = silu(a) * norm[k] * row[m]; dot(x, b * s[n]) - max(x * g[m,k], k), sum(b * w[k,n] * s[n], k) * s[n] / extent(k)",
+    "r = sqrt(mean(a * a, k) + 1); silu(dot(a * norm[k], b) / r) * (dot(a * norm[k], up[k,n]) / r)",
+    "mm * sum(exp(b) * t[k/16,n], k) + logsumexp(a - row[m], k) * alpha + row[m], sum(mm, m) / extent(k)",
+)
+
+
+def carried_cases() -> list[Case]:
+    """Reductions over k that tiles are computed of, of each operand: where the loop over k takes them along, and as outputs; no k, one, tails of it."""
+    found = []
+    configs = (SMALL, tiled(64, 32, 64, 8, 3, prefetch=1), tiled(16, 64, 16, 1, 1, group_m=1, fused_finalize=1))
+    for i, text in enumerate(_CARRIED_TEXTS):
+        for j, a in enumerate((FP16, BF16, FP32)):
+            for layout in LAYOUTS:
+                config = configs[(i + j + LAYOUTS.index(layout)) % len(configs)]
+                found.append(Case(text, (50, 70, 40), a, inputs=a, layout=layout, config=config, by_value=bool(j)))
+            found.append(Case(text, (136, 200, 128), a, inputs=FP32, layout="nt", config=None))
+        for j, shape in enumerate(((1, 1, 1), (65, 31, 200), (5, 0, 8), (0, 40, 8))):
+            found.append(Case(text, shape, FP16, layout="nt", config=configs[(i + j) % len(configs)]))
+        found += [Case(text, (50, 70, 40), FP16, view=view, config=configs[i % len(configs)], by_value=False) for view in ("sliced", "expanded", "shifted")]
+    for i, text in enumerate(_CARRIED_TEXTS[1:3]):
+        for j, layout in enumerate(LAYOUTS):
+            flatten, subtiles, tma_store = ((0, 1, 0), (1, 2, 0), (1, 1, 1), (0, 2, 1))[(i + j) % 4]
+            config = persistent(block_n=64, flatten=flatten, subtiles=subtiles, tma_store=tma_store)
+            found.append(Case(text, (136, 200, 88), (FP16, BF16)[j % 2], layout=layout, config=config))
+    found.append(Case("mm + sum(a * a, k), (1 + amax(b, k)) * mm", (33, 17, 0), FP16))  # of nothing a mean would be NaN
+    found.append(Case("mm - amax(b * s[k], k), sum(a, k) * mm", (136, 200, 88), FP16, layout="nt", config=persistent(block_n=64, flatten=0)))
+    for a in (INT8, FP8E4M3):
+        found.append(Case("mm / (1 + amax(a, k)), sum(b * b, k) * mm", (64, 48, 96), a, inputs=FP32, layout="nt", config=tiled(32, 32, 64)))
+    found.append(Case("dot(a, b * s[n]) * sum(b, k) + sum(a, k)", (64, 48, 96), FP16, b=INT8, layout="nt", config=tiled(32, 32, 64)))
+    return found
+
+
 _POSITION_TEXTS = (
     "where(n <= m, mm, -inf)",
     "where((n <= m) & (m - n < 8 * window), mm, -1e4)",
@@ -891,6 +927,7 @@ def all_cases() -> list[Case]:
         scaled_by_warpgroups,
         mixed_input_cases,
         second_cases,
+        carried_cases,
         position_cases,
         random_cases,
         block_cases,
