@@ -22,6 +22,7 @@ from epigen import gpus
 from epigen.dtypes import BY_TORCH, FAST_ACCUM
 from epigen.errors import EpigenError
 from epigen.gpus import Target
+from epigen.runtime.batches import Batch
 from epigen.shapes import Shape
 from epigen.training import expected, precompile
 from epigen.training.aten import (
@@ -51,6 +52,9 @@ _aten: Any = torch.ops.aten
 _PRODUCTS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
 """By operation: how many arguments come before the operands."""
 _SCALED_MM: Any = _aten._scaled_mm.default
+GROUPED_MM: Any = _aten._grouped_mm.default
+_PAIRED = {*_PRODUCTS, GROUPED_MM}
+"""Those of which two may be computed in one kernel."""
 _OTHERS = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_mm", "_int_mm")
 
 Levels = dict[fx.Node, int]
@@ -61,7 +65,7 @@ class Product:
     """One product, or a batch of them. a, b: operands, [M, K] and [K, N], or [B, M, K] and [B, K, N]. added: what is added to it. scale: by how much it and that are
     multiplied. parted: into how many products its rows are parted, and the rows of each, where that is of use.
     factors: what the product is multiplied by besides, before anything is added. fast: whether the tensor cores may add up fp8 products alone.
-    second: another product of the same a, which is computed in the same kernel."""
+    second: another product of the same a, which is computed in the same kernel. ends: where groups end, of rows with b [G, K, N] or along k with b [K, N]."""
 
     node: fx.Node
     a: fx.Node
@@ -72,6 +76,12 @@ class Product:
     factors: tuple[fx.Node, ...] = ()
     fast: bool = False
     second: Product | None = None
+    ends: fx.Node | None = None
+
+    @property
+    def groups(self) -> str:
+        """The index along which it is of groups; "" of one product and of a batch."""
+        return "" if self.ends is None else "m" if self.b.meta["val"].dim() == 3 else "k"
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -91,6 +101,8 @@ class Product:
     def batch(self) -> tuple[Any, Any] | None:
         """How many products they are, and the rows of each; None of one. All that share one b, and whose rows lie as those of one matrix, are one."""
         a, b = self.a.meta["val"], self.b.meta["val"]
+        if self.groups == "k":
+            return self.node.meta["val"].shape[0], a.shape[0]
         if self.parted or a.dim() != 3 or b.dim() != 3 or _is(a.shape[0], 1) or (_is(b.stride(0), 0) and lies_as_rows(a, range(3))):
             return self.parted
         return a.shape[0], a.shape[1]
@@ -105,10 +117,10 @@ class Product:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """M, N, K, of a batch after the number of its products."""
+        """M, N, K, of a batch after the number of its products, and of groups with the rows, or the k, of all."""
         *rows, k = self.a.meta["val"].shape
         n = self.b.meta["val"].shape[-1]
-        return (*self.batch, n, k) if self.batch else (functools.reduce(operator.mul, rows), n, k)
+        return (*self.batch, n, k) if self.batch and not self.groups else (functools.reduce(operator.mul, rows), n, k)
 
 
 @dataclass
@@ -155,6 +167,8 @@ def product_of(node: fx.Node) -> Product | str:
     """A node as a product, or why it is none that a program takes."""
     if node.target is _SCALED_MM:
         return _scaled(node)
+    if node.target is GROUPED_MM:
+        return _of_groups(node)
     if node.target not in _PRODUCTS:
         return f"{name_of(node)} is a product of another kind"
     before, given = _PRODUCTS[node.target], node.args
@@ -183,6 +197,22 @@ def _scaled(node: fx.Node) -> Product | str:
     if given.get("scale_result") is not None:
         return "its result has a scale as well"
     return Product(node, a, b, given.get("bias"), factors=tuple(factors), fast=bool(given.get("use_fast_accum")))
+
+
+def _of_groups(node: fx.Node) -> Product | str:
+    """torch's product of groups: of rows, or along k. Without ends it is a batch."""
+    given = named_arguments(node)
+    a, b, ends = given["self"], given["mat2"], given.get("offs")
+    x, y = a.meta["val"], b.meta["val"]
+    if str(x.dtype) not in BY_TORCH or not x.dtype.is_floating_point or x.dtype != y.dtype:
+        return f"operands of {x.dtype} and {y.dtype}"
+    if given.get("bias") is not None:
+        return "it adds a bias of its own"
+    if ends is None:
+        return Product(node, a, b)
+    if x.dim() != 2:
+        return "it is of groups of columns, and a program's are of rows or along k"
+    return Product(node, a, b, ends=ends)
 
 
 def _is(extent: Any, number: int) -> bool:
@@ -260,8 +290,8 @@ def _companion(product: Product) -> Product | None:
     a, b = product.a, product.b
     if product.batch is not None or a.meta["val"].dim() != 2 or product.factors:
         return None
-    others = [product_of(u) for each in _same_values(a) for u in each.users if u.target in _PRODUCTS and u is not product.node and operands(u)[0] is each]
-    fitting = [x for x in others if isinstance(x, Product) and x.b is not b and _alike(x.b, b) and not x.adds_apart]
+    others = [product_of(u) for each in _same_values(a) for u in each.users if u.target in _PAIRED and u is not product.node and operands(u)[0] is each]
+    fitting = [x for x in others if isinstance(x, Product) and x.b is not b and _alike(x.b, b) and x.ends is product.ends and not x.adds_apart]
     fitting = [x for x in fitting if x.node not in _above(product) and product.node not in _above(x)]
     if not fitting:
         return None
@@ -285,10 +315,10 @@ def _same_values(node: fx.Node) -> set[fx.Node]:
 
 
 def _alike(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two matrices have one dtype and one shape, and the same of their dimensions lies without gaps."""
+    """Whether two matrices, or those of groups, have one dtype and one shape, and the same of their dimensions lies without gaps."""
     x, y = one.meta["val"], other.meta["val"]
     along = [t.stride(-1) == 1 or t.stride(-2) != 1 for t in (x, y)]
-    return x.dtype == y.dtype and x.dim() == y.dim() == 2 and all(map(same, x.shape, y.shape)) and along[0] == along[1]
+    return x.dtype == y.dtype and x.dim() == y.dim() and all(map(same, x.shape, y.shape)) and along[0] == along[1]
 
 
 def _promising(product: Product, nodes: list[fx.Node], refused: str, levels: Levels, terms: Terms) -> Region | Left:
@@ -299,17 +329,17 @@ def _promising(product: Product, nodes: list[fx.Node], refused: str, levels: Lev
     dtype = product.dtype
     first = len(product.nodes)
     if not product.adds_apart and not any(map(_computes, nodes[first:])):
-        return Left("nothing elementwise follows it" + (f" that a program computes: {refused}" if refused else ""))
+        return _alone(product, Left("nothing elementwise follows it" + (f" that a program computes: {refused}" if refused else "")), levels, terms)
     nodes = _trimmed(nodes, levels)
     if product.second is not None and product.second.node not in nodes:
         return Left("nothing that it computes reads the other product")
     if not product.adds_apart and not any(map(_computes, nodes[first:])):
-        return Left("the kernel that reads it next does what follows it as well", True, True)
+        return _alone(product, Left("the kernel that reads it next does what follows it as well", True, True), levels, terms)
     outputs = _outputs(nodes)
     inside = set(nodes)
     leaves = _imported(product, nodes, outputs, dtype, ()).leaves
     imported = _imported(product, nodes, outputs, dtype, _taken_over([leaf.node for leaf in leaves], inside))
-    if shared := [leaf.shared for leaf in imported.leaves if leaf.shared]:
+    if not product.groups and (shared := [leaf.shared for leaf in imported.leaves if leaf.shared]):
         finest = min(shared, key=lambda parts: size_hint(parts[1]) or 0)
         if isinstance(parted := promising(replace(product, parted=finest), levels, terms), Region):
             return parted
@@ -322,6 +352,20 @@ def _promising(product: Product, nodes: list[fx.Node], refused: str, levels: Lev
     if times is not None and times[0] > times[1]:
         return Left(f"expected to take {times[0]:.1f} us, and the vendor's product with Inductor's kernel {times[1]:.1f}", True, times=times)
     return Region(product, nodes, outputs, imported, times)
+
+
+def _alone(product: Product, left: Left, levels: Levels, terms: Terms) -> Region | Left:
+    """A product of groups without anything that follows it, where epigen's kernel is expected to be the faster one. left: of any other. Raises as `_promising`.
+
+    Of other products the vendor's kernel is no slower."""
+    if not product.groups or product.second is not None:
+        return left
+    only = product.nodes
+    imported = _imported(product, only, only, product.dtype, ())
+    times = _times(product, only, only, imported, levels, terms)
+    if isinstance(times, tuple) and times[0] < times[1]:
+        return Region(product, only, only, imported, times)
+    return left
 
 
 def _computes(node: fx.Node) -> bool:
@@ -345,7 +389,8 @@ class _Importer(Importer):
 
 
 def _importer(product: Product, over: Collection[fx.Node] = ()) -> Importer:
-    importer = _Importer(product.node, product.node.meta["val"].shape, _namer(), ("m",), over, True, batch=product.batch)
+    sums = () if product.groups else ("m",)  # which would be each group's
+    importer = _Importer(product.node, product.node.meta["val"].shape, _namer(), sums, over, True, batch=product.batch)
     if product.added is not None or product.scale[0] != 1 or product.factors:
         importer.plus(product.node, product.added, product.scale, product.factors)
     if product.second is not None:
@@ -379,7 +424,7 @@ def _grown(product: Product, checked: bool = False) -> tuple[list[fx.Node], str]
                 if checked and not isinstance(node.meta.get("val"), tuple | list):
                     importer.program([node], product.dtype)
             except (Unknown, EpigenError) as error:
-                if any(_pointwise(n.target) and _computes(n) for n in ([*node.users] if is_view(node) else [node])):
+                if any(pointwise(n.target) and _computes(n) for n in ([*node.users] if is_view(node) else [node])):
                     refused = refused or str(error).partition("\n")[0]
             else:
                 taken.add(node)
@@ -469,7 +514,7 @@ def _between(node: fx.Node, bases: Collection[fx.Node]) -> set[fx.Node]:
 
 def _lazy(node: fx.Node, inside: Collection[fx.Node]) -> bool:
     """Whether Inductor would compute a value anew wherever it is read: elementwise, and never written for somebody who cannot."""
-    if not (is_view(node) or name_of(node) in SAME or _pointwise(node.target)):
+    if not (is_view(node) or name_of(node) in SAME or pointwise(node.target)):
         return False
     pending = [u for u in node.users if u not in inside]
     while pending:
@@ -490,7 +535,7 @@ _JOINED = _REDUCTIONS | _MOVING | {"convert_element_type", "_to_copy", "alias", 
 
 
 @functools.lru_cache(maxsize=4096)
-def _pointwise(target: Any) -> bool:
+def pointwise(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
@@ -498,7 +543,7 @@ def joins(node: fx.Node) -> bool:
     """Whether Inductor computes a node in one kernel with what it reads."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return node.target is operator.getitem
-    return _pointwise(node.target) or is_view(node) or name_of(node) in _JOINED or name_of(node) in elementwise()
+    return pointwise(node.target) or is_view(node) or name_of(node) in _JOINED or name_of(node) in elementwise()
 
 
 def levels_of(graph: fx.Graph) -> Levels:
@@ -667,6 +712,8 @@ def _times(
         return "its extents are known at run time alone, and so is what takes less time"
     gpu = gpus.of_target(target)
     fused, bare = expected.kernels_us(call, target, terms.tune)
+    if list(nodes) == product.nodes and not product.adds_apart:
+        return fused, bare
     if product.parted and (one := program_call(replace(product, parted=None), imported)) is not None:
         bare = expected.kernels_us(one, target, None)[1]
     inside = set(nodes)
@@ -695,6 +742,8 @@ def program_call(product: Product, imported: Imported) -> expected.ProgramCall |
     shape = hinted(product.shape)
     if shape is None:
         return None
+    if product.ends is not None:
+        shape = Batch((product.ends.meta["val"].shape[0],), {}, product.groups).problem(*shape[-3:])
     layout = "".join("n" if t.stride(-1) == 1 or t.stride(-2) != 1 else "t" for t in (a, b))
     return expected.ProgramCall(
         imported.text,
@@ -703,4 +752,5 @@ def program_call(product: Product, imported: Imported) -> expected.ProgramCall |
         layout,
         tuple((leaf.name, BY_TORCH[str(leaf.node.meta["val"].dtype)]) for leaf in imported.leaves),
         product.options,
+        product.groups,
     )

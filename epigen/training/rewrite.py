@@ -30,6 +30,7 @@ def replace(graph: fx.Graph, region: Region, tune: str | None, levels: Levels) -
     with graph.inserting_before(following):
         sizes = _Sizes(graph, following)
         inputs = [_presented(graph, sizes, leaf, product) for leaf in region.imported.leaves]
+        inputs += [] if product.ends is None else [product.ends]
         a, b = _operands(graph, sizes, product)
         call = called(graph, library.fused, (region.imported.text, tune, a, b, inputs, []), {} if product.options is None else {"options": product.options})
         outputs = zip(region.outputs, region.imported.roles, strict=True)
@@ -175,7 +176,7 @@ class _Sizes:
 
 def _operands(graph: fx.Graph, sizes: _Sizes, product: Product) -> tuple[fx.Node, fx.Node]:
     """As a program takes them: one matrix of all rows, or one for each product of a batch."""
-    if product.batch and not product.parted:
+    if product.groups or (product.batch and not product.parted):
         return product.a, product.b
     a, b = product.a, product.b
     if product.parted:
@@ -198,7 +199,7 @@ def _presented(graph: fx.Graph, sizes: _Sizes, leaf: Leaf, product: Product) -> 
     if product.batch is not None:
         shape = leaf.shape(dict(zip("bmn", (*product.batch, n), strict=True)))
         return node if len(shape) == value.dim() and all(map(same, shape, value.shape)) else called(graph, _aten.reshape.default, (node, sizes.listed(shape)))
-    if value.dim() != len(leaf.indices):
+    if value.dim() != len(leaf.indices) and leaf.indices != "kn":
         shape = leaf.shape({"m": -1, "n": -1 if leaf.indices == "n" else n})
         node = called(graph, _aten.reshape.default, (node, [sizes.node(e) for e in shape]))
     return node
