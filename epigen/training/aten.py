@@ -28,7 +28,8 @@ from epigen.errors import EpigenError
 from epigen.ir.graph import Graph
 from epigen.ir.program import graph_of
 from epigen.ir.recognise import recognised
-from epigen.ir.unparse import unparse
+from epigen.ir.unparse import program_of
+from epigen.lang.syntax import HALVES, Call, Program, to_text
 
 # the last value is NaN, where torch has no gradient
 _AT_LEAST = "where(x >= y, x, where(x < y, y, detach(maximum(x, y))))"
@@ -95,13 +96,15 @@ class Unknown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value of the region. text: a name that the program binds, or a number. roles: of each dimension. packed: torch has it as a mask of one bit an element."""
+    """A value of the region. text: a name that the program binds, or a number. roles: of each dimension. packed: torch has it as a mask of one bit an element.
+    joined: of both parts of its columns, which are those of one and of another value, the texts; it is a result, and nothing is computed of it."""
 
     text: str
     roles: tuple[Role, ...] = ()
     boolean: bool = False
     reduced: bool = False
     packed: bool = False
+    joined: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """text: the program, in canonical form. leaves: its inputs in its order. outputs: the indices of each. roles: what the dimensions run along that torch has of it."""
+    """text: the program, in canonical form. graph: of the parts of results that it joins. leaves: its inputs in its order. outputs: the indices of each. roles: what the dimensions run along that torch has of it."""
 
     text: str
     graph: Graph
@@ -191,11 +194,18 @@ def _name_of(target: Any) -> str:
 _VIEWS = frozenset("view reshape _unsafe_view unsqueeze squeeze expand flatten unflatten permute t transpose".split())
 
 
+def chooses(node: fx.Node) -> bool:
+    """Whether an element of what a node gives may be one of its arguments' whatever the others are, undefined too."""
+    texts = (_UNDERIVED.get(rule.text, rule.text) for rule in _rules().get(name_of(node), ()))
+    return name_of(node) == WHERE_BITS or any("where(" in text or "drelu(" in text for text in texts)
+
+
 def is_view(node: fx.Node) -> bool:
     return name_of(node) in _VIEWS
 
 
-def _moves(node: fx.Node) -> bool:
+def moves(node: fx.Node) -> bool:
+    """Whether a view changes the order of dimensions."""
     return name_of(node) in ("permute", "t", "transpose")
 
 
@@ -262,15 +272,15 @@ class Importer:
             value = self.taken_over(arg, around)
         if isinstance(value, tuple):
             raise Unknown(node, f"it takes all results of {name_of(arg)}")
-        if value is not None and value.packed:
-            raise Unknown(node, "it reads the bytes of a mask")
+        if value is not None and (value.packed or value.joined):
+            raise Unknown(node, "it reads the bytes of a mask" if value.packed else "it reads two tiles that are joined")
         return self.leaf(arg, node, around) if value is None else value
 
     def taken_over(self, arg: fx.Node, around: tuple[Role, ...]) -> Value | None:
         """A value from before the product, computed in the program; None where it is not in the language."""
         before, self.around = self.around, around
         try:
-            if is_view(arg) and not _moves(arg):
+            if is_view(arg) and not moves(arg):
                 aligned = _aligned(tuple(arg.meta["val"].shape), around)
                 source = None if aligned is None else _reshaped(aligned, tuple(arg.all_input_nodes[0].meta["val"].shape))
                 if aligned is None or source is None:
@@ -445,6 +455,8 @@ class Importer:
             return self.triangle(node, name)
         if name == "gather":
             return self.gathered(node)
+        if name == "cat":
+            return self.together(node)
         if name in ("zeros_like", "ones_like", "full_like"):
             x = self.value(node.args[0], node)
             return Value("0" if name == "zeros_like" else "1" if name == "ones_like" else _number(float(node.args[1]), node), x.roles)  # type: ignore[arg-type]
@@ -483,6 +495,16 @@ class Importer:
             raise Unknown(node, "it gathers something else than one column of each row of a tile")
         column = self.value(index, node, (*x.roles[:-1], None))
         return self.bind(f"sum(where(n == {column.text}, {x.text}, 0), n)", (*x.roles[:-1], None), False, True)
+
+    def together(self, node: fx.Node) -> Value:
+        """Two tiles beside one another."""
+        several, dim = node.args[0], named_arguments(node).get("dim", 0)
+        known = [self.known.get(x) for x in several]  # type: ignore[union-attr,arg-type]
+        first, *rest = [x for x in known if isinstance(x, Value) and not (x.packed or x.reduced or x.boolean or x.joined)]
+        if len(known) != 2 or len(rest) != 1 or dim not in (-1, len(first.roles) - 1) or any(not self.whole(x.roles) or not in_order(x.roles) for x in (first, *rest)):
+            raise Unknown(node, "it joins something else than two tiles beside one another")
+        axis, extent, step = first.roles[-1] or ("n", 1, 1)
+        return Value("", (*first.roles[:-1], (axis, 2 * extent, step)), joined=(first.text, rest[0].text))
 
     # -- packed masks
 
@@ -598,7 +620,7 @@ class Importer:
         """A view that keeps rows and columns what they are."""
         x = self.value(node.args[0], node)
         shape = tuple(node.meta["val"].shape)
-        roles = _moved(x.roles, node) if _moves(node) and self.moving else None if _moves(node) else _reshaped(x.roles, shape)
+        roles = _moved(x.roles, node) if moves(node) and self.moving else None if moves(node) else _reshaped(x.roles, shape)
         if roles is None:
             what = "repeats elements" if name_of(node) == "expand" else f"moves elements between {'products, ' if self.batched else ''}rows and columns"
             raise Unknown(node, f"{name_of(node)} to {list(shape)} {what}")
@@ -651,7 +673,8 @@ class Importer:
 
     def program(self, outputs: Iterable[fx.Node], operands: torch.dtype) -> Imported:
         """The program with these outputs, each in the dtype that torch gives it, booleans as int8. operands: their dtype. Raises Unknown, ParseError, CheckError."""
-        listed = []
+        listed: list[str] = []
+        joined = set[int]()
         lines = list(self.lines)
         results = list(outputs)
         for position, node in enumerate(results):
@@ -659,18 +682,21 @@ class Importer:
             if not isinstance(value, Value):
                 raise Unknown(node, "it is a result, and not computed of the product", "return it as it is, outside of the epilogue")
             text = f"bitmask({value.text})" if value.packed else f"cast(where({value.text}, 1, 0), int8)" if value.boolean else value.text
+            texts = list(value.joined) or [text]
             if not value.packed and dtype not in (torch.bool, torch.float32 if value.reduced and operands != torch.float64 else operands):
                 if not dtype.is_floating_point or str(dtype) not in BY_TORCH:
                     raise Unknown(node, f"its result is {dtype}", "cast it to a float outside of the epilogue")
-                text = f"cast({text}, {BY_TORCH[str(dtype)].name})"
-            listed.append("out" if len(results) == 1 else f"out{position}")
-            lines.append(f"{listed[-1]} = {text}")
+                texts = [f"cast({text}, {BY_TORCH[str(dtype)].name})" for text in texts]
+            named = "out" if len(results) == 1 else f"out{position}"
+            joined |= {len(listed)} if value.joined else set()
+            listed += [f"{named}_first", f"{named}_second"] if value.joined else [named]
+            lines += [f"{name} = {text}" for name, text in zip(listed[-len(texts) :], texts, strict=True)]
         written = _used(lines, listed)
         graph = graph_of("; ".join([*written, ", ".join(listed)]))
-        graph = graph_of(unparse(recognised(_unlabelled(graph))))
+        graph = graph_of(text := _with_joined(program_of(recognised(_unlabelled(graph))), joined))
         leaves = tuple(self.leaves[n.name] for n in graph.inputs())
         roles = tuple(value.roles for node in results if isinstance(value := self.known[node], Value))
-        return Imported(graph.text, graph, leaves, tuple(graph.nodes[o.node].indices for o in graph.outputs), roles)
+        return Imported(text, graph, leaves, tuple(graph.nodes[o.node].indices for o in graph.outputs), roles)
 
 
 _WORD = re.compile(r"v\d+_")
@@ -686,6 +712,14 @@ def _used(lines: Sequence[str], outputs: Sequence[str]) -> list[str]:
             needed |= set(_WORD.findall(text))
             kept.append(line)
     return kept[::-1]
+
+
+def _with_joined(program: Program, firsts: Collection[int]) -> str:
+    """The text of a program of parts, with those outputs joined to the ones behind them. firsts: their places."""
+    outputs = list(program.outputs)
+    for place in sorted(firsts, reverse=True):
+        outputs[place : place + 2] = [Call(HALVES, (outputs[place], outputs[place + 1]), outputs[place].span)]
+    return to_text(replace(program, outputs=tuple(outputs)))
 
 
 def _unlabelled(graph: Graph) -> Graph:

@@ -25,7 +25,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from epigen import __version__, api, settings
 from epigen.db.lookup import Index
 from epigen.errors import CallError
-from epigen.training import aten, convolutions, elements, joint, regions, rewrite, stacked, whole, wrapper
+from epigen.training import aten, behind, convolutions, elements, joint, looped, regions, rewrite, stacked, whole, wrapper
 from epigen.training.expected import UNTUNED, Terms
 from epigen.training.regions import Left, Product, Region
 from epigen.training.report import Call, GraphSeen, Lying, Record, Seen, in_graph, record_of
@@ -147,6 +147,7 @@ class Packing(Pass):
         joint.keep_compared(graph)
         terms = Terms(self.tune)
         joint.part_stacked(graph, terms)
+        behind.mark(graph)
         joint.keep_bits(graph, terms)
         if self.tune is None:  # else it would be tuned for, which takes seconds a program
             joint.compile_ahead(graph, terms)
@@ -216,6 +217,7 @@ def fuse(graph: fx.Graph, terms: Terms = UNTUNED) -> list[Seen]:
     """Put programs in the places of products and of what follows them. Returns what was done with each product."""
     seen: dict[fx.Node, list[Seen]] = {}
     standing, apart = convolutions.as_products(graph)
+    loops = looped.as_products(graph)
     parted = stacked.as_products(graph)
     left = {node: list(several) for node, several in itertools.groupby(apart, lambda each: each.node)}
     levels = regions.levels_of(graph)
@@ -238,6 +240,7 @@ def fuse(graph: fx.Graph, terms: Terms = UNTUNED) -> list[Seen]:
         call = _call(outcome, terms.tune) if isinstance(outcome, Region) else None
         if isinstance(outcome, Region):
             try:
+                behind.keep(graph, outcome, levels)
                 rewrite.replace(graph, outcome, terms.tune, levels)
             except NotImplementedError as error:
                 outcome = Left(str(error), True)
@@ -251,6 +254,7 @@ def fuse(graph: fx.Graph, terms: Terms = UNTUNED) -> list[Seen]:
         del seen[other]
         seen[one] = [dataclasses.replace(seen[one][0], shape=_hints(each.original), times_us=None)]
     convolutions.settle(graph, standing)
+    looped.settle(graph, loops)
     graph.eliminate_dead_code()
     graph.lint()
     return [one for several in seen.values() for one in several]

@@ -55,7 +55,10 @@ _SCALED_MM: Any = _aten._scaled_mm.default
 GROUPED_MM: Any = _aten._grouped_mm.default
 _PAIRED = {*_PRODUCTS, GROUPED_MM}
 """Those of which two may be computed in one kernel."""
-_OTHERS = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_mm", "_int_mm")
+LOOP, LOOP_GRADIENTS = "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"
+LOOPED = "epigen_looped"
+"""What the meta of torch's product of groups has that stands for such a loop."""
+_OTHERS = (LOOP, "_grouped_mm", "_scaled_grouped_mm", "_scaled_mm", "_int_mm")
 
 Levels = dict[fx.Node, int]
 
@@ -65,7 +68,8 @@ class Product:
     """One product, or a batch of them. a, b: operands, [M, K] and [K, N], or [B, M, K] and [B, K, N]. added: what is added to it. scale: by how much it and that are
     multiplied. parted: into how many products its rows are parted, and the rows of each, where that is of use.
     factors: what the product is multiplied by besides, before anything is added. fast: whether the tensor cores may add up fp8 products alone.
-    second: another product of the same a, which is computed in the same kernel. ends: where groups end, of rows with b [G, K, N] or along k with b [K, N]."""
+    second: another product of the same a, which is computed in the same kernel. ends: where groups end, of rows with b [G, K, N] or along k with b [K, N].
+    loop: whether torch would take one group after the other, and wait for their ends."""
 
     node: fx.Node
     a: fx.Node
@@ -77,6 +81,7 @@ class Product:
     fast: bool = False
     second: Product | None = None
     ends: fx.Node | None = None
+    loop: bool = False
 
     @property
     def groups(self) -> str:
@@ -167,8 +172,10 @@ def product_of(node: fx.Node) -> Product | str:
     """A node as a product, or why it is none that a program takes."""
     if node.target is _SCALED_MM:
         return _scaled(node)
-    if node.target is GROUPED_MM:
+    if node.target is GROUPED_MM or name_of(node) == LOOP:
         return _of_groups(node)
+    if not is_product(node):
+        return "it is no product"
     if node.target not in _PRODUCTS:
         return f"{name_of(node)} is a product of another kind"
     before, given = _PRODUCTS[node.target], node.args
@@ -202,7 +209,7 @@ def _scaled(node: fx.Node) -> Product | str:
 def _of_groups(node: fx.Node) -> Product | str:
     """torch's product of groups: of rows, or along k. Without ends it is a batch."""
     given = named_arguments(node)
-    a, b, ends = given["self"], given["mat2"], given.get("offs")
+    a, b, ends = *operands(node), given.get("offs")
     x, y = a.meta["val"], b.meta["val"]
     if str(x.dtype) not in BY_TORCH or not x.dtype.is_floating_point or x.dtype != y.dtype:
         return f"operands of {x.dtype} and {y.dtype}"
@@ -212,7 +219,11 @@ def _of_groups(node: fx.Node) -> Product | str:
         return Product(node, a, b)
     if x.dim() != 2:
         return "it is of groups of columns, and a program's are of rows or along k"
-    return Product(node, a, b, ends=ends)
+    if ends.meta["val"].dtype != torch.int32:
+        return f"its ends are {ends.meta['val'].dtype}, and kernels read int32"
+    if y.dim() == 3 and y.stride(-1) != 1 and y.stride(-2) != 1:
+        return "neither rows nor columns of its right operands lie side by side in memory, as TMA reads them"
+    return Product(node, a, b, ends=ends, loop=LOOPED in node.meta or name_of(node) == LOOP)
 
 
 def _is(extent: Any, number: int) -> bool:
@@ -226,7 +237,7 @@ def region_of(product: Product, levels: Levels, terms: Terms = UNTUNED) -> Regio
     """The region of a product, or why there is none."""
     outcome = promising(product, levels, terms)
     if isinstance(outcome, Region) and (kernel := _kernel_of(outcome, terms)) is not None and (why := precompile.spilled(*kernel)):
-        return Left(why, True, times=outcome.times)
+        return _alone(product, Left(why, True, times=outcome.times), levels, terms)
     return outcome
 
 
@@ -272,6 +283,11 @@ def _kernel_of(region: Region, terms: Terms) -> tuple[expected.ProgramCall, Targ
 
 def promising(product: Product, levels: Levels, terms: Terms) -> Region | Left:
     """A region that is expected to pay, as far as nothing is compiled: if there is one with two products, that."""
+    outcome = _with_what_follows(product, levels, terms)
+    return _alone(product, outcome, levels, terms) if isinstance(outcome, Left) else outcome
+
+
+def _with_what_follows(product: Product, levels: Levels, terms: Terms) -> Region | Left:
     other = _companion(product) if product.second is None else None
     if other is not None and isinstance(both := promising(replace(product, second=other), levels, terms), Region):
         return both
@@ -329,12 +345,12 @@ def _promising(product: Product, nodes: list[fx.Node], refused: str, levels: Lev
     dtype = product.dtype
     first = len(product.nodes)
     if not product.adds_apart and not any(map(_computes, nodes[first:])):
-        return _alone(product, Left("nothing elementwise follows it" + (f" that a program computes: {refused}" if refused else "")), levels, terms)
+        return Left("nothing elementwise follows it" + (f" that a program computes: {refused}" if refused else ""))
     nodes = _trimmed(nodes, levels)
     if product.second is not None and product.second.node not in nodes:
         return Left("nothing that it computes reads the other product")
     if not product.adds_apart and not any(map(_computes, nodes[first:])):
-        return _alone(product, Left("the kernel that reads it next does what follows it as well", True, True), levels, terms)
+        return Left("the kernel that reads it next does what follows it as well", True, True)
     outputs = _outputs(nodes)
     inside = set(nodes)
     leaves = _imported(product, nodes, outputs, dtype, ()).leaves
@@ -355,7 +371,7 @@ def _promising(product: Product, nodes: list[fx.Node], refused: str, levels: Lev
 
 
 def _alone(product: Product, left: Left, levels: Levels, terms: Terms) -> Region | Left:
-    """A product of groups without anything that follows it, where epigen's kernel is expected to be the faster one. left: of any other. Raises as `_promising`.
+    """A product of groups without anything that follows it, where epigen's kernel is expected to be the faster one, or torch has a loop. left: of any other.
 
     Of other products the vendor's kernel is no slower."""
     if not product.groups or product.second is not None:
@@ -363,9 +379,8 @@ def _alone(product: Product, left: Left, levels: Levels, terms: Terms) -> Region
     only = product.nodes
     imported = _imported(product, only, only, product.dtype, ())
     times = _times(product, only, only, imported, levels, terms)
-    if isinstance(times, tuple) and times[0] < times[1]:
-        return Region(product, only, only, imported, times)
-    return left
+    pays = isinstance(times, tuple) and times[0] < times[1]
+    return Region(product, only, only, imported, times if isinstance(times, tuple) else None) if pays or product.loop else left
 
 
 def _computes(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from torch import fx
 from epigen.lang.syntax import HALVES, WAYS
 from epigen.training.aten import SAME, is_view, name_of, same
 from epigen.training.halved import Slice, slices
-from epigen.training.regions import GROUPED_MM, pointwise
+from epigen.training.regions import GROUPED_MM, LOOP, pointwise
 from epigen.training.rewrite import adding, called
 
 _aten: Any = torch.ops.aten
@@ -53,12 +53,12 @@ def settle(graph: fx.Graph, stacked: Sequence[Stacked]) -> list[Stacked]:
 
 def _found(node: fx.Node) -> tuple[list[fx.Node], dict[Slice, list[fx.Node]]] | None:
     """Of a stacked product what is computed of it before it is parted, one after the other, and the nodes that read each of its two parts; None of any other node."""
-    if node.target not in _PARTABLE or node.kwargs or not isinstance(node.meta["val"].shape[-1], int):
+    if not (node.target in (_aten.mm.default, _aten.addmm.default) or _of_groups(node)) or node.kwargs or not isinstance(node.meta["val"].shape[-1], int):
         return None
     columns = node.meta["val"].shape[-1]
     if node.target == _aten.addmm.default and tuple(node.args[0].meta["val"].shape) != (columns,):  # type: ignore[union-attr]
         return None
-    if node.target == GROUPED_MM and node.args[1].meta["val"].dim() != 3:  # type: ignore[union-attr]
+    if _of_groups(node) and node.args[1].meta["val"].dim() != 3:  # type: ignore[union-attr]
         return None
     between: list[fx.Node] = []
     whole = node
@@ -84,7 +84,8 @@ def _found(node: fx.Node) -> tuple[list[fx.Node], dict[Slice, list[fx.Node]]] | 
     return (between, parts) if columns % 2 == 0 and set(parts) in map(set, possible) else None
 
 
-_PARTABLE = (_aten.mm.default, _aten.addmm.default, GROUPED_MM)
+def _of_groups(node: fx.Node) -> bool:
+    return node.target == GROUPED_MM or name_of(node) == LOOP
 
 
 def _keeps_columns(node: fx.Node, whole: fx.Node, columns: int) -> bool:
@@ -129,9 +130,12 @@ def _parted(graph: fx.Graph, node: fx.Node, between: Sequence[fx.Node], parts: d
 
 def _product(graph: fx.Graph, node: fx.Node, at: Slice) -> fx.Node:
     """The product of one part of the columns."""
-    if node.target == GROUPED_MM:
+    if _of_groups(node):
         a, b, *ends = node.args
-        return called(graph, node.target, (a, called(graph, _aten.slice.Tensor, (b, 2, *at)), *ends))
+        product = graph.call_function(node.target, (a, called(graph, _aten.slice.Tensor, (b, 2, *at)), *ends))  # type: ignore[arg-type]
+        whole = node.meta["val"]
+        product.meta["val"] = whole.new_empty((*whole.shape[:-1], whole.shape[-1] // 2))  # torch's own refuses some ways in which a part may lie
+        return product
     *added, a, b = node.args
     right = called(graph, _aten.slice.Tensor, (b, 1, *at))
     return called(graph, node.target, (*(called(graph, _aten.slice.Tensor, (x, 0, *at)) for x in added), a, right))
