@@ -53,8 +53,6 @@ _PRODUCTS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, 
 """By operation: how many arguments come before the operands."""
 _SCALED_MM: Any = _aten._scaled_mm.default
 GROUPED_MM: Any = _aten._grouped_mm.default
-_PAIRED = {*_PRODUCTS, GROUPED_MM}
-"""Those of which two may be computed in one kernel."""
 LOOP, LOOP_GRADIENTS = "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"
 LOOPED = "epigen_looped"
 """What the meta of torch's product of groups has that stands for such a loop."""
@@ -162,6 +160,11 @@ def is_product(node: fx.Node) -> bool:
     return node.op == "call_function" and (node.target in _PRODUCTS or name_of(node) in _OTHERS)
 
 
+def of_groups(node: fx.Node) -> bool:
+    """Whether it is a product of groups, or a batch that torch computes as such."""
+    return node.target is GROUPED_MM or name_of(node) == LOOP
+
+
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     before = _PRODUCTS.get(node.target, 0)
     a, b = node.args[before : before + 2]
@@ -172,7 +175,7 @@ def product_of(node: fx.Node) -> Product | str:
     """A node as a product, or why it is none that a program takes."""
     if node.target is _SCALED_MM:
         return _scaled(node)
-    if node.target is GROUPED_MM or name_of(node) == LOOP:
+    if of_groups(node):
         return _of_groups(node)
     if not is_product(node):
         return "it is no product"
@@ -306,7 +309,7 @@ def _companion(product: Product) -> Product | None:
     a, b = product.a, product.b
     if product.batch is not None or a.meta["val"].dim() != 2 or product.factors:
         return None
-    others = [product_of(u) for each in _same_values(a) for u in each.users if u.target in _PAIRED and u is not product.node and operands(u)[0] is each]
+    others = [product_of(u) for each in _same_values(a) for u in each.users if (u.target in _PRODUCTS or of_groups(u)) and u is not product.node and operands(u)[0] is each]
     fitting = [x for x in others if isinstance(x, Product) and x.b is not b and _alike(x.b, b) and x.ends is product.ends and not x.adds_apart]
     fitting = [x for x in fitting if x.node not in _above(product) and product.node not in _above(x)]
     if not fitting:

@@ -17,7 +17,7 @@ from torch import fx
 from epigen.lang.syntax import HALVES, WAYS
 from epigen.training.aten import SAME, is_view, name_of, same
 from epigen.training.halved import Slice, slices
-from epigen.training.regions import GROUPED_MM, LOOP, pointwise
+from epigen.training.regions import of_groups, pointwise
 from epigen.training.rewrite import adding, called
 
 _aten: Any = torch.ops.aten
@@ -25,11 +25,13 @@ _aten: Any = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """original: the product of all columns, without users for the while. made: those of its two parts. parts: what was read of each, and what is read instead."""
+    """original: the product of all columns, without users for the while. made: those of its two parts. parts: what was read of each, and what is read instead.
+    computed: the products, and what is computed of them up to there."""
 
     original: fx.Node
     made: tuple[fx.Node, fx.Node]
     parts: tuple[tuple[fx.Node, fx.Node], ...]
+    computed: tuple[fx.Node, ...]
 
 
 def found(graph: fx.Graph) -> list[fx.Node]:
@@ -48,17 +50,20 @@ def settle(graph: fx.Graph, stacked: Sequence[Stacked]) -> list[Stacked]:
     for each in left:
         for part, instead in each.parts:
             instead.replace_all_uses_with(part)
+        for node in reversed(each.computed):
+            if not node.users:
+                graph.erase_node(node)
     return left
 
 
 def _found(node: fx.Node) -> tuple[list[fx.Node], dict[Slice, list[fx.Node]]] | None:
     """Of a stacked product what is computed of it before it is parted, one after the other, and the nodes that read each of its two parts; None of any other node."""
-    if not (node.target in (_aten.mm.default, _aten.addmm.default) or _of_groups(node)) or node.kwargs or not isinstance(node.meta["val"].shape[-1], int):
+    if not (node.target in (_aten.mm.default, _aten.addmm.default) or of_groups(node)) or node.kwargs or not isinstance(node.meta["val"].shape[-1], int):
         return None
     columns = node.meta["val"].shape[-1]
     if node.target == _aten.addmm.default and tuple(node.args[0].meta["val"].shape) != (columns,):  # type: ignore[union-attr]
         return None
-    if _of_groups(node) and node.args[1].meta["val"].dim() != 3:  # type: ignore[union-attr]
+    if of_groups(node) and node.args[1].meta["val"].dim() != 3:  # type: ignore[union-attr]
         return None
     between: list[fx.Node] = []
     whole = node
@@ -82,10 +87,6 @@ def _found(node: fx.Node) -> tuple[list[fx.Node], dict[Slice, list[fx.Node]]] | 
             return None
     possible = [slices(way, columns) for way in WAYS]
     return (between, parts) if columns % 2 == 0 and set(parts) in map(set, possible) else None
-
-
-def _of_groups(node: fx.Node) -> bool:
-    return node.target == GROUPED_MM or name_of(node) == LOOP
 
 
 def _keeps_columns(node: fx.Node, whole: fx.Node, columns: int) -> bool:
@@ -113,7 +114,7 @@ def _along_last(node: fx.Node, place: int) -> bool:
 
 
 def _parted(graph: fx.Graph, node: fx.Node, between: Sequence[fx.Node], parts: dict[Slice, list[fx.Node]]) -> Stacked:
-    made, instead = [], []
+    made, instead, computed = [], [], []
     for at, read in sorted(parts.items(), key=lambda item: item[0]):
         with adding(graph, node.next, node):
             made.append(product := _product(graph, node, at))
@@ -121,16 +122,17 @@ def _parted(graph: fx.Graph, node: fx.Node, between: Sequence[fx.Node], parts: d
         for each in between:
             with adding(graph, each.next, each):
                 of[each] = _part(graph, each, of, at)
+        computed += of.values()
         instead += [(part, of[between[-1] if between else node]) for part in read]
     for part, value in instead:
         value.meta["val"] = part.meta["val"] if part.meta["val"].is_contiguous() else value.meta["val"]
         part.replace_all_uses_with(value)
-    return Stacked(node, (made[0], made[1]), tuple(instead))
+    return Stacked(node, (made[0], made[1]), tuple(instead), tuple(computed))
 
 
 def _product(graph: fx.Graph, node: fx.Node, at: Slice) -> fx.Node:
     """The product of one part of the columns."""
-    if _of_groups(node):
+    if of_groups(node):
         a, b, *ends = node.args
         product = graph.call_function(node.target, (a, called(graph, _aten.slice.Tensor, (b, 2, *at)), *ends))  # type: ignore[arg-type]
         whole = node.meta["val"]
