@@ -437,6 +437,8 @@ class Importer:
         if name == "detach" and self.derived:
             x = self.value(node.args[0], node)
             return x if x.boolean else self.bind(f"detach({x.text})", x.roles, False, x.reduced)
+        if any(isinstance(x := self.known.get(s), Value) and x.joined for s in node.all_input_nodes):
+            return self.of_parts(node, name)
         if name in SAME:
             return self.cast(node)
         if is_view(node):
@@ -498,13 +500,32 @@ class Importer:
 
     def together(self, node: fx.Node) -> Value:
         """Two tiles beside one another."""
-        several, dim = node.args[0], named_arguments(node).get("dim", 0)
-        known = [self.known.get(x) for x in several]  # type: ignore[union-attr,arg-type]
-        first, *rest = [x for x in known if isinstance(x, Value) and not (x.packed or x.reduced or x.boolean or x.joined)]
-        if len(known) != 2 or len(rest) != 1 or dim not in (-1, len(first.roles) - 1) or any(not self.whole(x.roles) or not in_order(x.roles) for x in (first, *rest)):
-            raise Unknown(node, "it joins something else than two tiles beside one another")
-        axis, extent, step = first.roles[-1] or ("n", 1, 1)
-        return Value("", (*first.roles[:-1], (axis, 2 * extent, step)), joined=(first.text, rest[0].text))
+        several: Any = node.args[0]
+        known = [self.known.get(x) for x in several]
+        tiles = [x for x in known if isinstance(x, Value) and not (x.packed or x.reduced or x.boolean or x.joined) and self.whole(x.roles) and in_order(x.roles)]
+        if len(known) == len(tiles) == 2 and len(tiles[0].roles) == len(tiles[1].roles) and all(map(_compatible, tiles[0].roles, tiles[1].roles)):
+            *rows, columns = tiles[0].roles
+            if columns is not None and columns[0] == "n" and named_arguments(node).get("dim", 0) in (-1, len(rows)):
+                return Value("", (*rows, ("n", 2 * columns[1], 1)), joined=(tiles[0].text, tiles[1].text))
+        raise Unknown(node, "it joins something else than two tiles beside one another")
+
+    def of_parts(self, node: fx.Node, name: str) -> Value:
+        """What is computed of two tiles that are joined, and of what all columns share: the same of each."""
+        if not (name in SAME or name in _rules()):
+            raise Unknown(node, "it reads two tiles that are joined")
+        whole = {s: x for s in node.all_input_nodes if isinstance(x := self.known.get(s), Value) and x.joined}
+        roles = next(x.roles for x in whole.values())
+        texts = []
+        for place in range(2):
+            self.known |= {s: Value(x.joined[place], (*x.roles[:-1], ("n", self.extents["n"], 1))) for s, x in whole.items()}
+            try:
+                part = self.cast(node) if name in SAME else self.apply(node, name)
+            finally:
+                self.known |= whole
+            if part.boolean or not self.whole(part.roles):
+                raise Unknown(node, "it is a condition of two tiles that are joined")
+            texts.append(part.text)
+        return Value("", roles, joined=tuple(texts))
 
     # -- packed masks
 
