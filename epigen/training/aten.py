@@ -437,7 +437,7 @@ class Importer:
         if name == "detach" and self.derived:
             x = self.value(node.args[0], node)
             return x if x.boolean else self.bind(f"detach({x.text})", x.roles, False, x.reduced)
-        if any(isinstance(x := self.known.get(s), Value) and x.joined for s in node.all_input_nodes):
+        if any(isinstance(value := self.known.get(s), Value) and value.joined for s in node.all_input_nodes):
             return self.of_parts(node, name)
         if name in SAME:
             return self.cast(node)
@@ -502,7 +502,9 @@ class Importer:
         """Two tiles beside one another."""
         several: Any = node.args[0]
         known = [self.known.get(x) for x in several]
-        tiles = [x for x in known if isinstance(x, Value) and not (x.packed or x.reduced or x.boolean or x.joined) and self.whole(x.roles) and in_order(x.roles)]
+        tiles = [
+            x for x in known if isinstance(x, Value) and not (x.packed or x.reduced or x.boolean or x.joined) and self.whole(x.roles) and in_order(x.roles)
+        ]
         if len(known) == len(tiles) == 2 and len(tiles[0].roles) == len(tiles[1].roles) and all(map(_compatible, tiles[0].roles, tiles[1].roles)):
             *rows, columns = tiles[0].roles
             if columns is not None and columns[0] == "n" and named_arguments(node).get("dim", 0) in (-1, len(rows)):
@@ -514,7 +516,7 @@ class Importer:
         if not (name in SAME or name in _rules()):
             raise Unknown(node, "it reads two tiles that are joined")
         whole = {s: x for s in node.all_input_nodes if isinstance(x := self.known.get(s), Value) and x.joined}
-        roles = next(x.roles for x in whole.values())
+        roles = next(iter(whole.values())).roles
         texts = []
         for place in range(2):
             self.known |= {s: Value(x.joined[place], (*x.roles[:-1], ("n", self.extents["n"], 1))) for s, x in whole.items()}

@@ -292,8 +292,8 @@ def _call(region: Region, tune: str | None) -> Call | None:
     if call is None:
         return None
     *batch, m, n, k = call.shape
-    if product.groups:
-        m, n, k = regions.hinted(product.shape) or ()  # of all
+    if product.groups:  # of all of them
+        m, n, k = (regions.hinted(product.shape) or call.shape)[-3:]
     extents, dtype = dict(zip("bmnk" if batch else "mnk", (*batch, m, n, k), strict=True)), product.a.meta["val"].dtype
     lies = {"kn": call.layout[1]}
 

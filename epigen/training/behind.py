@@ -125,12 +125,12 @@ def _through(user: fx.Node, node: fx.Node, groups: Groups) -> Groups | None:
         return None
     if moves(user):
         return (ends, 1 - dim) if given.dim() == 2 else None
-    alike = dim < min(read.dim(), given.dim()) and same(read.shape[dim], given.shape[dim])
+    matches = dim < min(read.dim(), given.dim()) and same(read.shape[dim], given.shape[dim])
     if name in ("split", "split_with_sizes", "slice", "cat"):
         along = named_arguments(user).get("dim", 0) % read.dim()
-        return groups if alike and along != dim else None
+        return groups if matches and along != dim else None
     if is_view(user):
-        return groups if alike and dim == 0 else None
+        return groups if matches and dim == 0 else None
     if pointwise(user.target) or name in SAME or name == "getitem":
-        return groups if alike and read.dim() == given.dim() else None
+        return groups if matches and read.dim() == given.dim() else None
     return None

@@ -44,8 +44,10 @@ def _parted(graph: fx.Graph, node: fx.Node) -> list[StandIn]:
     results: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
     standing = []
     with adding(graph, max([node, *results.values()]).next, node):
+        of_rows = called(graph, _loop(), (grad, called(graph, _aten.permute.default, (weight, [0, 2, 1])), ends))
+        if isinstance(product_of(of_rows), str):  # which no program takes
+            return []
         if 0 in results:
-            of_rows = called(graph, _loop(), (grad, called(graph, _aten.permute.default, (weight, [0, 2, 1])), ends))
             results[0].replace_all_uses_with(of_rows)
         if 1 in results:
             made = graph.call_function(GROUPED_MM, (called(graph, _aten.permute.default, (x, [1, 0])), grad, ends))

@@ -309,7 +309,12 @@ def _companion(product: Product) -> Product | None:
     a, b = product.a, product.b
     if product.batch is not None or a.meta["val"].dim() != 2 or product.factors:
         return None
-    others = [product_of(u) for each in _same_values(a) for u in each.users if (u.target in _PRODUCTS or of_groups(u)) and u is not product.node and operands(u)[0] is each]
+    others = [
+        product_of(u)
+        for each in _same_values(a)
+        for u in each.users
+        if (u.target in _PRODUCTS or of_groups(u)) and u is not product.node and operands(u)[0] is each
+    ]
     fitting = [x for x in others if isinstance(x, Product) and x.b is not b and _alike(x.b, b) and x.ends is product.ends and not x.adds_apart]
     fitting = [x for x in fitting if x.node not in _above(product) and product.node not in _above(x)]
     if not fitting:

@@ -114,7 +114,7 @@ def _along_last(node: fx.Node, place: int) -> bool:
 
 
 def _parted(graph: fx.Graph, node: fx.Node, between: Sequence[fx.Node], parts: dict[Slice, list[fx.Node]]) -> Stacked:
-    made, instead, computed = [], [], []
+    made, instead, computed = [], [], list[fx.Node]()
     for at, read in sorted(parts.items(), key=lambda item: item[0]):
         with adding(graph, node.next, node):
             made.append(product := _product(graph, node, at))

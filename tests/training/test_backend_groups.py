@@ -16,8 +16,9 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documentati
 from under_torch import APART
 
 import epigen
-from epigen.training import rewrite
+from epigen.training import behind
 from epigen.training.backend import backend
+from epigen.training.regions import Region
 from epigen.training.report import Seen
 
 pytestmark = [APART, pytest.mark.filterwarnings("ignore")]  # of the packages that the models come from
@@ -199,32 +200,29 @@ def _filled(x: Tensor, up: Tensor, down: Tensor, score: Tensor, where: Tensor) -
 def test_rows_behind_the_last_end_are_what_they_are_filled_with(read: bool) -> None:
     """And computed of it. What only products of groups read is left undefined: no pass of its own fills it."""
 
-    def run(*tensors: Tensor) -> Tensor:
-        return _filled(*tensors)
-
-    def all_rows(x: Tensor, up: Tensor, down: Tensor, score: Tensor, where: Tensor) -> Tensor:
+    def all_rows(x: Tensor, up: Tensor, where: Tensor) -> Tensor:
         behind = (torch.arange(x.shape[0]) >= where[-1])[:, None]
         z = torch._grouped_mm(x.masked_fill(behind, 0), up.transpose(-2, -1), offs=where).masked_fill(behind, 2.0)
         return F.silu(z) * z
 
-    x, up, down, score, _ = given(24, 0)
-    where = ends(3, 3, 9, 16)
-    seen = agree(all_rows if read else run, [(x, up, down, score, where)])
+    x, up, down, score, where = given(24, 3, 3, 9, 16)
+    seen = agree(all_rows, [(x, up, where)]) if read else agree(_filled, [(x, up, down, score, where)])
     assert all("where(" in text for text in programs(seen, "forward"))
 
 
 def test_how_many_passes_fill_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """One behind the last product, which others read than products of groups."""
-    from epigen.training import behind
-
-    mended: list[str] = []
+    mended: list[tuple[str, tuple[int, ...]]] = []
     once = behind._mended
-    monkeypatch.setattr(behind, "_mended", lambda graph, region, node, *rest: (mended.append(region.imported.text), once(graph, region, node, *rest))[1])
-    x, up, down, score, _ = given(24, 0)
-    agree(_filled, [(x, up, down, score, ends(3, 3, 9, 16))])
-    forward = [text for text in mended if "dot(a" not in text and "x2[m]" in text]
-    assert forward and not any("silu" in text for text in mended), mended
-    assert rewrite is not None
+
+    def noted(graph: Any, region: Region, node: Any, *rest: Any) -> Any:
+        mended.append((region.imported.text, tuple(node.meta["val"].shape)))
+        return once(graph, region, node, *rest)
+
+    monkeypatch.setattr(behind, "_mended", noted)
+    x, up, down, score, where = given(24, 3, 3, 9, 16)
+    agree(_filled, [(x, up, down, score, where)])
+    assert [shape for _, shape in mended] == [(24, K)] * len(mended) and not any("silu" in text for text, _ in mended), mended
 
 
 # -- transformers
@@ -237,6 +235,7 @@ def _outcome(run: Any, module: Any, hidden: Tensor, index: Tensor, scores: Tenso
     return [y.detach(), *found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_of_transformers(name: str, dtype: torch.dtype) -> None:
@@ -278,6 +277,7 @@ def test_experts_of_which_others_are_elsewhere(dtype: torch.dtype) -> None:
     near(*(_outcome(call, module, hidden, index, scores) for call in (run, module)))
 
 
+@pytest.mark.slow
 def test_a_model_with_experts() -> None:
     model: Any = made("qwen3_moe").to(torch.float32)
     model.set_experts_implementation("grouped_mm")
