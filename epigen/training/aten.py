@@ -224,6 +224,7 @@ class Importer:
     are to be called, by node. reductions: over what there may be any: "m", "n" or "mn". over: nodes before the product that the program computes as well, where they are in the language, instead of reading them.
     moving: whether rows and columns of what is computed may change places, as `Imported.roles` then says. derived: whether the program's derivative is to be that
     of the graph, so that what is detached there stays so. casts: whether casts between floats stay, by which eager rounding goes; else all between is fp32. constants: nodes that neither the product nor any input has part in, taken over as those of `over` are.
+    joining: whether results may be two tiles beside one another.
     """
 
     def __init__(
@@ -238,6 +239,7 @@ class Importer:
         batch: tuple[int, int] | None = None,
         casts: bool = False,
         constants: Collection[fx.Node] = (),
+        joining: bool = False,
     ):
         self.batched = batch is not None
         count, self.rows = batch or (1, math.prod(frame[:-1]))
@@ -249,6 +251,7 @@ class Importer:
         self.leaves: dict[str, Leaf] = {}
         self.known: dict[fx.Node, Value | tuple[Value, ...]] = {product: Value("mm", self.frame_roles)}
         self.reductions = reductions
+        self.joining = joining
         self.over, self.constants, self.moving, self.derived, self.casts = {*over, *constants}, set(constants), moving, derived, casts
         self.around = self.frame_roles  # what the arguments of a node are broadcast to, of which none is known
         self.naming = names or (lambda node: node.name)
@@ -457,7 +460,7 @@ class Importer:
             return self.triangle(node, name)
         if name == "gather":
             return self.gathered(node)
-        if name == "cat":
+        if name == "cat" and self.joining:
             return self.together(node)
         if name in ("zeros_like", "ones_like", "full_like"):
             x = self.value(node.args[0], node)

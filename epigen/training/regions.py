@@ -413,7 +413,7 @@ class _Importer(Importer):
 
 def _importer(product: Product, over: Collection[fx.Node] = ()) -> Importer:
     sums = () if product.groups else ("m",)  # which would be each group's
-    importer = _Importer(product.node, product.node.meta["val"].shape, _namer(), sums, over, True, batch=product.batch)
+    importer = _Importer(product.node, product.node.meta["val"].shape, _namer(), sums, over, True, batch=product.batch, joining=True)
     if product.added is not None or product.scale[0] != 1 or product.factors:
         importer.plus(product.node, product.added, product.scale, product.factors)
     if product.second is not None:
