@@ -267,7 +267,8 @@ def _taken(
     groups = product.ends.meta["val"].shape[0] if isinstance(product, Product) and product.ends is not None else 0
     if isinstance(outcome, Left):
         return [Seen(shape, dtype, "", outcome.why, outcome.neighbour, outcome.absorbed, outcome.times, groups=groups)], []
-    return [Seen(shape, dtype, outcome.imported.text, "", True, False, _of_one(outcome), call=call, groups=groups)], outcome.product.nodes
+    followed = outcome.nodes != outcome.product.nodes or outcome.product.adds_apart
+    return [Seen(shape, dtype, outcome.imported.text, "", followed, False, _of_one(outcome), call=call, groups=groups)], outcome.product.nodes
 
 
 def _of_one(region: Region) -> tuple[float, float] | None:
