@@ -725,7 +725,7 @@ def _times(
     """How long the program takes, and the vendor's product with Inductor's kernel; None where nothing is known, and in words why it cannot be.
 
     Where a kernel of Inductor's reads the result in any case, what is fused spares it no launch, and it has to read what the program has written. So does the
-    program what is copied for it, since it varies over some of the leading dimensions alone.
+    program what is copied for it, since it varies over some of the leading dimensions alone, and what is gathered for it alone, such as each row's bias.
     """
     call = program_call(product, imported)
     target = terms.machine.of(product.a.meta["val"].device)
@@ -741,9 +741,11 @@ def _times(
         bare = expected.kernels_us(one, target, None)[1]
     inside = set(nodes)
     lazy = [n for n in outputs if any(u not in inside and joins(u) and levels[u] == levels[n] for u in n.users)]
+    gathered = [leaf.node for leaf in imported.leaves if leaf.tile and _gathers(leaf.node) and not kept(leaf.node, inside, levels)]
+    fused += expected.moved_us([*map(bytes_of, gathered)], gpu) + (gpu.launch_us if gathered else 0.0)
     moved = [
         *map(bytes_of, product.nodes),
-        *(bytes_of(leaf.node) for leaf in imported.leaves if leaf.indices != "kn"),
+        *(bytes_of(leaf.node) for leaf in imported.leaves if leaf.indices != "kn" and leaf.node not in gathered),
         *(bytes_of(n) for n in outputs if n not in lazy or kept(n, inside, levels)),
     ]
     if product.adds_apart:
@@ -751,6 +753,13 @@ def _times(
     copied = [leaf for leaf in imported.leaves if leaf.expand is not None]
     fused += expected.moved_us([bytes_of(product.node) if leaf.tile else 0 for leaf in copied], gpu) + (gpu.launch_us if copied else 0.0)
     return fused + expected.moved_us([bytes_of(n) for n in lazy], gpu), bare + expected.moved_us(moved, gpu) + (0.0 if lazy else gpu.launch_us)
+
+
+def _gathers(node: fx.Node) -> bool:
+    """Whether a value is gathered from a table, or a part of what is: Inductor would do that where it is read."""
+    while is_view(node) or node.target == _aten.slice.Tensor:
+        node = node.all_input_nodes[0]
+    return name_of(node) in ("index", "embedding", "gather")
 
 
 def hinted(shape: tuple[Any, ...]) -> Shape | None:

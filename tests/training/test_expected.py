@@ -207,6 +207,26 @@ def test_a_product_of_groups_alone_is_taken_where_it_is_expected_to_be_faster(mo
     assert faster.call.a.shape == (2048, 8192) and faster.call.ends(torch.device("cpu")).tolist()[:2] == [128, 256]
 
 
+def test_what_is_gathered_for_a_program_is_written_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bias of each row's expert, by a kernel of its own, where Inductor would gather it in the pass behind the product."""
+    monkeypatch.setattr(precompile, "compile_ahead", lambda _kernels: None)
+    shapes = (8192, 2048), (64, 2048, 1408)
+
+    def added(x: Any, w: Any, bias: Any, rows: Any, ends: Any) -> Any:
+        return torch.relu(torch._grouped_mm(x, w, offs=ends) + (bias[rows] if bias.shape[0] == 64 else bias))
+
+    def times(bias: tuple[int, int]) -> tuple[float, float]:
+        given = *(torch.empty(s, dtype=torch.bfloat16) for s in (*shapes, bias)), torch.zeros(8192, dtype=torch.int64), torch.empty(64, dtype=torch.int32)
+        (found,) = backend.fuse(make_fx(added, tracing_mode="fake")(*given).graph, HOPPER)
+        assert found.times_us is not None
+        return found.times_us
+
+    gathered, read, tile = times((64, 1408)), times((8192, 1408)), 2 * 8192 * 1408
+    gpu = gpus.of_target(TARGETS["sm_90"])
+    assert gathered[0] - read[0] == pytest.approx(gpu.launch_us + expected.moved_us([tile], gpu))
+    assert read[1] - gathered[1] == pytest.approx(expected.moved_us([tile], gpu))
+
+
 def test_what_is_expected_of_groups_of_rows_is_near_what_was_measured() -> None:
     rows = json.loads((Path(__file__).parents[2] / "bench/results/grouped_h200.json").read_text())["rows"]
     programs = {"mm * score[m]": ("mm * score[m]", (("score", FP32),)), "g, u = halves(mm); silu(g) * u": ("silu(mm) * dot(a, x0[k,n])", (("x0", BF16),))}
