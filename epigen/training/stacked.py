@@ -115,12 +115,13 @@ def _along_last(node: fx.Node, place: int) -> bool:
 
 def _parted(graph: fx.Graph, node: fx.Node, between: Sequence[fx.Node], parts: dict[Slice, list[fx.Node]]) -> Stacked:
     made, instead, computed = [], [], list[fx.Node]()
+    following = {each: each.next for each in (node, *between)}  # so that one part comes behind the other
     for at, read in sorted(parts.items(), key=lambda item: item[0]):
-        with adding(graph, node.next, node):
+        with adding(graph, following[node], node):
             made.append(product := _product(graph, node, at))
         of = {node: product}
         for each in between:
-            with adding(graph, each.next, each):
+            with adding(graph, following[each], each):
                 of[each] = _part(graph, each, of, at)
         computed += of.values()
         instead += [(part, of[between[-1] if between else node]) for part in read]

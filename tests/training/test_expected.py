@@ -188,7 +188,7 @@ def test_gates_of_groups_are_taken(experts: int, monkeypatch: pytest.MonkeyPatch
     """DeepSeek-V2-Lite's experts, and as few of them as Mixtral has."""
     monkeypatch.setattr(precompile, "compile_ahead", lambda _kernels: None)
     first, second = of_groups(gated, experts, (8192, 2048), (experts, 2816, 2048))
-    assert first == second and first.program == "silu(dot(a, x0[k,n])) * mm" and first.groups == experts and first.shape == (8192, 1408, 2048)
+    assert first == second and first.program == "silu(mm) * dot(a, x0[k,n])" and first.groups == experts and first.shape == (8192, 1408, 2048)
     assert first.times_us is not None and first.times_us[0] < first.times_us[1] and first.call is not None
     assert first.call.groups == experts and first.call.a.shape == (8192, 2048) and first.call.b.shape == (experts, 2048, 1408)
     assert first.call.ends(torch.device("cpu")).tolist()[-1] == 8192 and [lying.shape for _, lying in first.call.inputs] == [(experts, 2048, 1408)]
