@@ -264,7 +264,7 @@ def _taken(
             rewrite.replace(graph, outcome, terms.tune, levels)
         except NotImplementedError as error:
             outcome = Left(str(error), True)
-    groups = product.ends.meta["val"].shape[0] if isinstance(product, Product) and product.ends is not None else 0
+    groups = (aten.size_hint(product.ends.meta["val"].shape[0]) or 0) if isinstance(product, Product) and product.ends is not None else 0
     if isinstance(outcome, Left):
         return [Seen(shape, dtype, "", outcome.why, outcome.neighbour, outcome.absorbed, outcome.times, groups=groups)], []
     followed = outcome.nodes != outcome.product.nodes or outcome.product.adds_apart

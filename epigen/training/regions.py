@@ -775,7 +775,10 @@ def program_call(product: Product, imported: Imported) -> expected.ProgramCall |
     if shape is None:
         return None
     if product.ends is not None:
-        shape = Batch((product.ends.meta["val"].shape[0],), {}, product.groups).problem(*shape[-3:])
+        count = size_hint(product.ends.meta["val"].shape[0])
+        if count is None:
+            return None
+        shape = Batch((count,), {}, product.groups).problem(*shape[-3:])
     layout = "".join("n" if t.stride(-1) == 1 or t.stride(-2) != 1 else "t" for t in (a, b))
     return expected.ProgramCall(
         imported.text,

@@ -92,11 +92,11 @@ def _found(node: fx.Node) -> tuple[list[fx.Node], dict[Slice, list[fx.Node]]] | 
 def _keeps_columns(node: fx.Node, whole: fx.Node, columns: int) -> bool:
     """Whether a node computes each column of its result of one column of `whole`, and of what has as many columns or the same for all of them."""
     if is_view(node):
-        return node.target != _aten.permute.default and same(node.meta["val"].shape[-1], columns)
+        return node.target not in (_aten.permute.default, _aten.view.dtype) and same(node.meta["val"].shape[-1], columns)
     if not (pointwise(node.target) or name_of(node) in SAME) or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
     others = [s.meta.get("val") for s in node.all_input_nodes if s is not whole]
-    return not any(isinstance(t, torch.Tensor) and t.dim() and t.shape[-1] not in (1, columns) for t in others)
+    return not any(isinstance(t, torch.Tensor) and t.dim() and not (same(t.shape[-1], 1) or same(t.shape[-1], columns)) for t in others)
 
 
 def _rows(graph: fx.Graph, whole: fx.Node) -> list[Any]:

@@ -105,6 +105,12 @@ def test_a_layer_of_experts(dynamic: bool) -> None:
     assert seen[0].flops == 2 * 16 * N * K
 
 
+def test_weights_of_any_extents() -> None:
+    """As inputs of the graph, of which the first call's are counted."""
+    seen = agree(gated, [given(16, 3, 3, 9, 16), given(24, 0, 20, 20, 24)], dynamic=True)
+    assert {s.groups for s in set(seen)} == {GROUPS} and "mm, mm * x0[m]" in programs(seen, "forward")
+
+
 def test_inference_alone() -> None:
     torch._dynamo.reset()
     seen: list[Seen] = []
